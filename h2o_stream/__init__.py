@@ -1,0 +1,52 @@
+"""h2o_stream: endless conversations with a language model in a key/value cache of constant size.
+
+The public names are loaded on first use, so that importing the package costs no torch.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from importlib.metadata import PackageNotFoundError, version
+from typing import TYPE_CHECKING, Any
+
+from h2o_stream.config import CacheConfig, SamplingConfig
+from h2o_stream.errors import ConfigError, H2OStreamError, ModelNotFoundError, UnsupportedModelError
+
+if TYPE_CHECKING:
+    from h2o_stream.cache.attach import attach
+    from h2o_stream.cache.caches import FullCache, H2OCache
+    from h2o_stream.engine.engine import Engine
+    from h2o_stream.session.conversation import Conversation
+
+try:
+    __version__ = version("h2o-stream")
+except PackageNotFoundError:  # a source tree that was never installed
+    __version__ = "0+unknown"
+
+__all__ = [
+    "CacheConfig",
+    "ConfigError",
+    "Conversation",
+    "Engine",
+    "FullCache",
+    "H2OCache",
+    "H2OStreamError",
+    "ModelNotFoundError",
+    "SamplingConfig",
+    "UnsupportedModelError",
+    "attach",
+]
+
+_LAZY = {
+    "attach": "h2o_stream.cache.attach",
+    "H2OCache": "h2o_stream.cache.caches",
+    "FullCache": "h2o_stream.cache.caches",
+    "Engine": "h2o_stream.engine.engine",
+    "Conversation": "h2o_stream.session.conversation",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name in _LAZY:
+        return getattr(import_module(_LAZY[name]), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

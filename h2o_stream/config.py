@@ -1,0 +1,216 @@
+"""Every setting and every default. Knows numbers and names, no tensors and no terminal.
+
+``None`` in a config means "what the policy or the model says"; `CacheConfig.plan` resolves it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+from h2o_stream.errors import ConfigError
+
+Positions = Literal["gap", "rolling", "absolute"]
+
+DEFAULT_MODEL = "smollm2-135m"
+DEFAULT_POLICY = "h2o"
+DEFAULT_WINDOW = 256
+DEFAULT_CHUNK = 64
+"""Tokens between two evictions of a prefill: small keeps its scores close to decoding's, large is faster."""
+
+MIN_EVICTABLE = 8
+"""Slots that pinned tokens must leave to the others, so that the window still moves."""
+
+DEFAULT_SPAN = 4096
+"""Span of ``gap`` for a model that states no limit of its positions."""
+
+
+@dataclass(frozen=True)
+class PolicyDefaults:
+    """What a policy means when the user says nothing else.
+
+    Attributes:
+        heavy_share: part of the unpinned window kept for heavy hitters, 0 to 1.
+        sinks: first tokens of the stream that are never evicted.
+        decay: factor on the accumulated scores per token seen; 1 is the papers' plain sum.
+        positions: where RoPE sees the kept tokens.
+        summary: one line for ``--help``.
+    """
+
+    heavy_share: float
+    sinks: int
+    decay: float
+    positions: Positions
+    summary: str
+
+
+POLICIES: dict[str, PolicyDefaults] = {
+    "h2o": PolicyDefaults(0.25, 4, 0.99, "gap", "sinks, decayed heavy hitters and recent tokens at true distances"),
+    "h2o-paper": PolicyDefaults(0.5, 0, 1.0, "rolling", "half heavy hitters by plain sums, half recent tokens"),
+    "recent": PolicyDefaults(0.0, 0, 1.0, "rolling", "the most recent tokens only"),
+    "sink": PolicyDefaults(0.0, 4, 1.0, "rolling", "StreamingLLM: the first tokens and the most recent ones"),
+    "full": PolicyDefaults(0.0, 0, 1.0, "absolute", "transformers' own cache: keeps everything, grows for ever"),
+}
+
+
+@dataclass(frozen=True)
+class CachePlan:
+    """A `CacheConfig` with nothing left open. All counts are tokens per layer and KV head.
+
+    ``window == sinks + heavy + recent``; ``span + window + chunk`` is the largest distance RoPE can meet.
+    """
+
+    policy: str
+    window: int
+    sinks: int
+    heavy: int
+    recent: int
+    decay: float
+    positions: Positions
+    span: int
+    chunk: int
+
+
+@dataclass(frozen=True)
+class CacheConfig:
+    """How much of the stream the cache keeps, and which part.
+
+    Args:
+        policy: a name in `POLICIES`.
+        window: tokens kept per layer and KV head. ``full`` ignores it.
+        heavy: slots of the window for heavy hitters (tokens, not a ratio).
+        sinks: first tokens of the stream that are never evicted.
+        decay: factor on accumulated scores per token seen, in (0, 1].
+        positions: ``gap``, ``rolling`` or ``absolute``.
+        span: with ``gap``, the distance in tokens up to which distances are true.
+        chunk: tokens between two evictions of a prefill; 0 takes the whole prompt at once.
+        kv_bits: bits per stored key and value number; 16 leaves the model's dtype as it is.
+
+    Raises:
+        ConfigError: a value is outside its limits, naming value, limit and option.
+    """
+
+    policy: str = DEFAULT_POLICY
+    window: int = DEFAULT_WINDOW
+    heavy: int | None = None
+    sinks: int | None = None
+    decay: float | None = None
+    positions: Positions | None = None
+    span: int | None = None
+    chunk: int | None = None
+    kv_bits: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.policy not in POLICIES:
+            raise ConfigError(f"policy {self.policy!r} is unknown; --policy takes one of {', '.join(POLICIES)}")
+        if self.positions is not None and self.positions not in get_args(Positions):
+            raise ConfigError(
+                f"positions {self.positions!r} is unknown; --positions takes one of {', '.join(get_args(Positions))}"
+            )
+        for name, least in (("window", 1), ("heavy", 0), ("sinks", 0), ("span", 0), ("chunk", 0)):
+            value = getattr(self, name)
+            if value is None:
+                continue
+            if not isinstance(value, int) or isinstance(value, bool):
+                raise ConfigError(f"{name} is {value!r}; --{name} takes a whole number of tokens")
+            if value < least:
+                raise ConfigError(f"{name} is {value}; --{name} must be at least {least}")
+        if self.decay is not None and not 0 < self.decay <= 1:
+            raise ConfigError(f"decay is {self.decay}; --decay must be above 0 and at most 1")
+        if self.kv_bits not in (None, 16):
+            raise ConfigError(f"kv_bits is {self.kv_bits}; this version stores keys and values in 16 bits or more")
+        if self.policy != "full":
+            self._budgets()
+
+    def _budgets(self) -> tuple[int, int, int]:
+        """(sinks, heavy, recent), summing to the window."""
+        defaults = POLICIES[self.policy]
+        sinks = min(defaults.sinks, self.window // 2) if self.sinks is None else self.sinks
+        if sinks >= self.window:
+            raise ConfigError(
+                f"sinks is {sinks}, at most {self.window - 1} fit a window of {self.window}; "
+                "lower --sinks or raise --window"
+            )
+        heavy = int((self.window - sinks) * defaults.heavy_share) if self.heavy is None else self.heavy
+        recent = self.window - sinks - heavy
+        if recent < 1:
+            raise ConfigError(
+                f"heavy is {heavy}, at most {self.window - sinks - 1} leaves a recent token beside {sinks} sinks "
+                f"in a window of {self.window}; lower --heavy or raise --window"
+            )
+        return sinks, heavy, recent
+
+    def plan(self, context: int | None = None) -> CachePlan:
+        """Resolve what was left open.
+
+        Args:
+            context: positions the model was trained for; None when it has no such limit.
+
+        Raises:
+            ConfigError: the distances asked for do not fit the model's positions.
+        """
+        defaults = POLICIES[self.policy]
+        positions = self.positions or defaults.positions
+        decay = defaults.decay if self.decay is None else self.decay
+        chunk = DEFAULT_CHUNK if self.chunk is None else self.chunk
+        if self.policy == "full":
+            if positions != "absolute":
+                raise ConfigError(f"policy full keeps original positions; --positions {positions} needs another --policy")
+            return CachePlan("full", 0, 0, 0, 0, decay, "absolute", 0, chunk)
+        sinks, heavy, recent = self._budgets()
+        room = None if context is None else context - self.window - (chunk or 1)
+        if positions != "absolute" and room is not None and room < (self.span or 0):
+            raise ConfigError(
+                f"span {self.span or 0} + window {self.window} + chunk {chunk or 1} passes the {context} positions "
+                "the model was trained for; lower --span, --window or --chunk"
+            )
+        span = self.span if self.span is not None else DEFAULT_SPAN if room is None else max(room, 0)
+        return CachePlan(self.policy, self.window, sinks, heavy, recent, decay, positions, span, chunk)
+
+
+@dataclass(frozen=True)
+class SamplingConfig:
+    """How the next token is drawn.
+
+    Args:
+        temperature: 0 is greedy; None is the model's own recommendation, or `DEFAULT_TEMPERATURE`.
+        top_p: keep the most probable tokens up to this mass; None as above.
+        top_k: keep this many most probable tokens; 0 keeps all; None as above.
+        min_p: drop tokens below this share of the most probable one.
+        repetition_penalty: above 1 makes tokens of this turn less likely to come again.
+        seed: of the random draws; None draws one and reports it.
+        max_tokens: most tokens of one reply.
+        stop: strings that end a reply and are not shown.
+    """
+
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    seed: int | None = None
+    max_tokens: int = 512
+    stop: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        if self.temperature is not None and not 0 <= self.temperature < float("inf"):
+            raise ConfigError(f"temperature is {self.temperature}; --temp must be 0 (greedy) or above")
+        if self.top_p is not None and not 0 < self.top_p <= 1:
+            raise ConfigError(f"top_p is {self.top_p}; --top-p must be above 0 and at most 1")
+        if self.top_k is not None and self.top_k < 0:
+            raise ConfigError(f"top_k is {self.top_k}; --top-k must be 0 (all) or above")
+        if not 0 <= self.min_p <= 1:
+            raise ConfigError(f"min_p is {self.min_p}; --min-p must be between 0 and 1")
+        if not 0 < self.repetition_penalty < float("inf"):
+            raise ConfigError(f"repetition_penalty is {self.repetition_penalty}; --repetition-penalty must be above 0")
+        if self.seed is not None and not 0 <= self.seed < 2**63:
+            raise ConfigError(f"seed is {self.seed}; --seed must be between 0 and 2**63 - 1")
+        if self.max_tokens < 1:
+            raise ConfigError(f"max_tokens is {self.max_tokens}; --max-tokens must be at least 1")
+        if any(not stop for stop in self.stop):
+            raise ConfigError("a stop string is empty; --stop needs at least one character")
+
+
+DEFAULT_TEMPERATURE = 0.7
+DEFAULT_TOP_P = 0.95
+DEFAULT_TOP_K = 0

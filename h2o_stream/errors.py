@@ -1,0 +1,29 @@
+"""The exceptions a user of h2o_stream can meet. Each message is one line that says what to change."""
+
+
+class H2OStreamError(Exception):
+    """Base of everything this package raises on purpose."""
+
+
+class ConfigError(H2OStreamError, ValueError):
+    """A setting is wrong: the message names the value, the limit and the option."""
+
+
+class UnsupportedModelError(H2OStreamError):
+    """The architecture cannot be served with the cache that was asked for."""
+
+
+class ModelNotFoundError(H2OStreamError):
+    """No model could be loaded under the given name."""
+
+
+class DataError(H2OStreamError):
+    """An input file cannot be read: the message names file, line and what is wrong."""
+
+
+class ContextFullError(H2OStreamError):
+    """The model has no position left for the next token."""
+
+
+class OutOfMemoryError(H2OStreamError):
+    """The machine has no memory left for the cache or the step."""
