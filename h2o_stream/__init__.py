@@ -6,7 +6,6 @@ The public names are loaded on first use, so that importing the package costs no
 from __future__ import annotations
 
 from importlib import import_module
-from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING, Any
 
 from h2o_stream.config import CacheConfig, SamplingConfig
@@ -18,10 +17,7 @@ if TYPE_CHECKING:
     from h2o_stream.engine.engine import Engine
     from h2o_stream.session.conversation import Conversation
 
-try:
-    __version__ = version("h2o-stream")
-except PackageNotFoundError:  # a source tree that was never installed
-    __version__ = "0+unknown"
+    __version__: str
 
 __all__ = [
     "CacheConfig",
@@ -47,6 +43,10 @@ _LAZY = {
 
 
 def __getattr__(name: str) -> Any:
+    if name == "__version__":
+        from importlib.metadata import version
+
+        return version("h2o-stream")
     if name in _LAZY:
         return getattr(import_module(_LAZY[name]), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -155,7 +155,9 @@ class CacheConfig:
         chunk = DEFAULT_CHUNK if self.chunk is None else self.chunk
         if self.policy == "full":
             if positions != "absolute":
-                raise ConfigError(f"policy full keeps original positions; --positions {positions} needs another --policy")
+                raise ConfigError(
+                    f"policy full keeps original positions; --positions {positions} needs another --policy"
+                )
             return CachePlan("full", 0, 0, 0, 0, decay, "absolute", 0, chunk)
         sinks, heavy, recent = self._budgets()
         room = None if context is None else context - self.window - (chunk or 1)
@@ -214,3 +216,51 @@ class SamplingConfig:
 DEFAULT_TEMPERATURE = 0.7
 DEFAULT_TOP_P = 0.95
 DEFAULT_TOP_K = 0
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """Which model, and how it is loaded.
+
+    Args:
+        model: ``smollm2-135m``, a Hub id, a local folder, a ``.gguf`` file or ``repo:file.gguf``.
+        dtype: ``auto``, ``float32``, ``bfloat16`` or ``float16``.
+        device: ``auto`` or a torch device such as ``cpu``, ``cuda``, ``cuda:1``, ``mps``.
+        device_map: handed to transformers and accelerate (``auto`` spreads the layers); replaces `device`.
+        offline: touch no network, use only what is on this machine.
+    """
+
+    model: str = DEFAULT_MODEL
+    dtype: str = "auto"
+    device: str = "auto"
+    device_map: str | None = None
+    offline: bool = False
+
+    def __post_init__(self) -> None:
+        if self.dtype not in DTYPES:
+            raise ConfigError(f"dtype {self.dtype!r} is unknown; --dtype takes one of {', '.join(DTYPES)}")
+
+
+DTYPES = ("auto", "float32", "bfloat16", "float16")
+
+AtContext = Literal["continue", "stop"]
+
+
+@dataclass(frozen=True)
+class Settings:
+    """Everything a conversation needs to be told.
+
+    Args:
+        model: which model.
+        cache: which tokens are kept.
+        sampling: how tokens are drawn.
+        system: the system prompt; None leaves it to the model's template.
+        at_context: whether a cache that keeps original positions goes on past the positions the model was
+            trained for, or ends there.
+    """
+
+    model: ModelConfig = ModelConfig()
+    cache: CacheConfig = CacheConfig()
+    sampling: SamplingConfig = SamplingConfig()
+    system: str | None = None
+    at_context: AtContext = "continue"

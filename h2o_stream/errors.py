@@ -21,9 +21,5 @@ class DataError(H2OStreamError):
     """An input file cannot be read: the message names file, line and what is wrong."""
 
 
-class ContextFullError(H2OStreamError):
-    """The model has no position left for the next token."""
-
-
 class OutOfMemoryError(H2OStreamError):
     """The machine has no memory left for the cache or the step."""

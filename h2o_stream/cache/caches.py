@@ -166,4 +166,4 @@ class FullCache(DynamicCache):
         return CacheCounts(seen, cached=seen, pinned=0, heavy=0, recent=seen, window=0, nbytes=self.nbytes)
 
     def prepare_forward(self, kwargs: dict[str, Any]) -> None:
-        """transformers knows what to do with its own cache."""
+        """Transformers knows what to do with its own cache."""

@@ -50,6 +50,7 @@ class Accumulated(Scorer):
         self.decay = decay
 
     def observe(self, scores: Tensor, probs: Tensor) -> Tensor:
+        """Decay what was there, add what the new queries give; see `Scorer.observe`."""
         *_, groups, new, _ = probs.shape
         if new == 1:
             return scores.mul(self.decay).add_(probs.sum((2, 3)))
@@ -58,7 +59,8 @@ class Accumulated(Scorer):
         received = weights @ probs.flatten(2, 3)
         return received.add_(scores, alpha=self.decay**new)
 
-    def priority(self, scores: Tensor, rank: Tensor) -> Tensor:  # noqa: ARG002
+    def priority(self, scores: Tensor, rank: Tensor) -> Tensor:
+        """The score itself."""
         return scores
 
 
@@ -67,10 +69,12 @@ class Recency(Scorer):
 
     observes = False
 
-    def observe(self, scores: Tensor, probs: Tensor) -> Tensor:  # noqa: ARG002
+    def observe(self, scores: Tensor, probs: Tensor) -> Tensor:
+        """Nothing to keep up to date."""
         return scores
 
-    def priority(self, scores: Tensor, rank: Tensor) -> Tensor:  # noqa: ARG002
+    def priority(self, scores: Tensor, rank: Tensor) -> Tensor:
+        """Newer is worth more."""
         return rank.neg().float()
 
 

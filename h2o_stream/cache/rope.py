@@ -111,7 +111,7 @@ def rotary_of(model: nn.Module) -> nn.Module:
 @torch.no_grad()
 def _check_convention(rotary: nn.Module, name: str) -> None:
     apply = getattr(sys.modules[type(rotary).__module__], "apply_rotary_pos_emb", None)
-    device = rotary.inv_freq.device
+    device = next(rotary.buffers()).device
     cos, sin = rotary(torch.zeros(1, device=device), torch.tensor([[3]], device=device))
     if apply is not None:
         x = torch.linspace(-1, 1, cos.shape[-1], device=device).view(1, 1, 1, -1)

@@ -67,9 +67,7 @@ class SlotLayer(CacheLayerMixin):
         self.is_initialized = True
         self._vacate(0)
 
-    def update(
-        self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
-    ) -> tuple[Tensor, Tensor]:
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         """Hand the new keys and values on: `attend` stores them once their attention is known."""
         return key_states, value_states
 
@@ -136,8 +134,7 @@ class SlotLayer(CacheLayerMixin):
         chunk = self.plan.chunk or key.shape[2]
         steps = zip(query.split(chunk, 2), key.split(chunk, 2), value.split(chunk, 2), strict=True)
         outputs = [
-            self._decode(q, k, v, scaling) if k.shape[2] == 1 else self._prefill(q, k, v, scaling)
-            for q, k, v in steps
+            self._decode(q, k, v, scaling) if k.shape[2] == 1 else self._prefill(q, k, v, scaling) for q, k, v in steps
         ]
         return outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=1)
 

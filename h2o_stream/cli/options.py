@@ -1,0 +1,216 @@
+"""Every command-line option, once, in groups that commands share.
+
+A group is a dataclass whose fields are typer options. `takes` turns groups into the parameters of a command
+and hands the command the filled groups.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import inspect
+from collections.abc import Callable
+from pathlib import Path
+from typing import Annotated, Any, Literal, get_type_hints
+
+import typer
+
+from h2o_stream.config import (
+    DEFAULT_CHUNK,
+    DEFAULT_MODEL,
+    DEFAULT_POLICY,
+    DEFAULT_TEMPERATURE,
+    DEFAULT_TOP_P,
+    DEFAULT_WINDOW,
+    DTYPES,
+    POLICIES,
+    AtContext,
+    CacheConfig,
+    ModelConfig,
+    Positions,
+    SamplingConfig,
+)
+from h2o_stream.errors import ConfigError
+
+
+def _version(wanted: bool) -> None:
+    if wanted:
+        from h2o_stream import __version__
+
+        typer.echo(f"h2o_stream {__version__}")
+        raise typer.Exit
+
+
+def option(panel: str, *names: str, help: str, **more: Any) -> Any:
+    """A typer option under a heading of ``--help``."""
+    return typer.Option(*names, help=help, rich_help_panel=panel, **more)
+
+
+_model = functools.partial(option, "Model")
+_cache = functools.partial(option, "Cache")
+_sampling = functools.partial(option, "Sampling")
+_talk = functools.partial(option, "Conversation")
+_output = functools.partial(option, "Output")
+
+
+@dataclasses.dataclass(frozen=True)
+class ModelOptions:
+    """Which model."""
+
+    model: Annotated[
+        str,
+        _model("-m", "--model", help="smollm2-135m, a Hub id, a local folder, a .gguf file or repo:file.gguf."),
+    ] = DEFAULT_MODEL
+    dtype: Annotated[str, _model("--dtype", help=f"{', '.join(DTYPES)}; auto is the fastest safe one.")] = "auto"
+    device: Annotated[str, _model("--device", help="auto, cpu, cuda, cuda:1, mps.")] = "auto"
+    device_map: Annotated[
+        str | None,
+        _model("--device-map", help="Spread the layers with accelerate: auto, balanced, sequential."),
+    ] = None
+    offline: Annotated[bool, _model("--offline", help="Use only what is on this machine.")] = False
+
+    def config(self) -> ModelConfig:
+        """The settings behind the options."""
+        return ModelConfig(self.model, self.dtype, self.device, self.device_map, self.offline)
+
+
+@dataclasses.dataclass(frozen=True)
+class CacheOptions:
+    """Which tokens are kept."""
+
+    policy: Annotated[str, _cache("--policy", "--mode", help=f"{', '.join(POLICIES)}.")] = DEFAULT_POLICY
+    window: Annotated[
+        int,
+        _cache("--window", "--num-window-length", "--max-kv-size", help="Tokens kept per layer and KV head."),
+    ] = DEFAULT_WINDOW
+    heavy: Annotated[
+        int | None,
+        _cache("--heavy", "--num-heavy-hitter-tokens", help="Slots for heavy hitters. (default: by policy)"),
+    ] = None
+    sinks: Annotated[int | None, _cache("--sinks", help="First tokens never evicted. (default: by policy)")] = None
+    decay: Annotated[float | None, _cache("--decay", help="Factor on scores per token seen. (default: by policy)")] = (
+        None
+    )
+    positions: Annotated[
+        Positions | None,
+        _cache("--positions", help="Where RoPE sees kept tokens. (default: gap for h2o, rolling for the rest)"),
+    ] = None
+    rolling: Annotated[
+        bool | None, _cache("--rolling/--no-rolling", help="Short for --positions rolling and absolute.")
+    ] = None
+    span: Annotated[
+        int | None,
+        _cache("--span", help="gap: distances up to this are true. (default: what the model allows)"),
+    ] = None
+    chunk: Annotated[int, _cache("--chunk", help="Prefill chunk; 0 takes the whole prompt at once.")] = DEFAULT_CHUNK
+
+    def config(self) -> CacheConfig:
+        """The settings behind the options.
+
+        Raises:
+            ConfigError: see `CacheConfig`, and when --rolling and --positions contradict each other.
+        """
+        positions = self.positions
+        if self.rolling is not None:
+            short: Positions = "rolling" if self.rolling else "absolute"
+            if positions not in (None, short):
+                flag = "--rolling" if self.rolling else "--no-rolling"
+                raise ConfigError(f"{flag} means --positions {short}, but --positions {positions} was given too")
+            positions = short
+        return CacheConfig(
+            self.policy, self.window, self.heavy, self.sinks, self.decay, positions, self.span, self.chunk
+        )
+
+
+@dataclasses.dataclass(frozen=True)
+class SamplingOptions:
+    """How tokens are drawn."""
+
+    temperature: Annotated[
+        float | None,
+        _sampling("--temp", "--temperature", help=f"0 is greedy. (default: the model's, or {DEFAULT_TEMPERATURE})"),
+    ] = None
+    top_p: Annotated[
+        float | None, _sampling("--top-p", help=f"Nucleus mass. (default: the model's, or {DEFAULT_TOP_P})")
+    ] = None
+    top_k: Annotated[int | None, _sampling("--top-k", help="0 keeps all. (default: the model's, or 0)")] = None
+    min_p: Annotated[float, _sampling("--min-p", help="Drop tokens below this share of the best one.")] = 0.0
+    repetition_penalty: Annotated[
+        float, _sampling("--repetition-penalty", help="Above 1, tokens of this turn come less often again.")
+    ] = 1.0
+    seed: Annotated[int | None, _sampling("--seed", help="Of the random draws. (default: a new one)")] = None
+    max_tokens: Annotated[int, _sampling("-n", "--max-tokens", help="Most tokens of a reply.")] = 512
+    stop: Annotated[
+        list[str] | None,
+        _sampling("--stop", help="A string that ends the reply; may be given more than once."),
+    ] = None
+
+    def config(self) -> SamplingConfig:
+        """The settings behind the options."""
+        return SamplingConfig(
+            self.temperature,
+            self.top_p,
+            self.top_k,
+            self.min_p,
+            self.repetition_penalty,
+            self.seed,
+            self.max_tokens,
+            tuple(self.stop or ()),
+        )
+
+
+@dataclasses.dataclass(frozen=True)
+class SystemOptions:
+    """The system prompt and what happens at the model's context."""
+
+    system: Annotated[str | None, _talk("-s", "--system", help="System prompt. (default: the template's)")] = None
+    system_file: Annotated[
+        Path | None, _talk("--system-file", help="Read it from a file, or from a named one in prompts/.")
+    ] = None
+    at_context: Annotated[
+        AtContext,
+        _talk("--at-context", help="Original positions past the model's context: go on or end there."),
+    ] = "continue"
+
+
+@dataclasses.dataclass(frozen=True)
+class OutputOptions:
+    """What is written where."""
+
+    jsonl: Annotated[str | None, _output("--jsonl", help="One JSON record a line to this file; - is stdout.")] = None
+    quiet: Annotated[bool, _output("-q", "--quiet", help="Nothing but replies and errors.")] = False
+    verbose: Annotated[bool, _output("-v", "--verbose", help="Say more about what is going on.")] = False
+    debug: Annotated[bool, _output("--debug", help="Show tracebacks.")] = False
+    color: Annotated[Literal["auto", "on", "off"], _output("--color", help="Colours.")] = "auto"
+    version: Annotated[
+        bool,
+        _output("--version", help="Print the version and leave.", is_eager=True, callback=_version),
+    ] = False
+
+
+def takes(*groups: type) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Give a command the options of `groups`; it is called with one filled group for each, in that order."""
+
+    def decorate(command: Callable[..., None]) -> Callable[..., None]:
+        parameters = []
+        for group in groups:
+            hints = get_type_hints(group, include_extras=True)
+            parameters += [
+                inspect.Parameter(
+                    field.name,
+                    inspect.Parameter.KEYWORD_ONLY,
+                    default=field.default,
+                    annotation=hints[field.name],
+                )
+                for field in dataclasses.fields(group)
+            ]
+
+        def filled(**values: Any) -> None:
+            command(*(g(**{f.name: values[f.name] for f in dataclasses.fields(g)}) for g in groups))
+
+        filled.__name__, filled.__doc__ = command.__name__, command.__doc__
+        filled.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+        filled.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
+        return filled
+
+    return decorate

@@ -1,0 +1,120 @@
+"""What every command shares: settings out of options, and errors as one line with the right exit code."""
+
+from __future__ import annotations
+
+import os
+import sys
+import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import typer
+
+from h2o_stream.config import Settings
+from h2o_stream.errors import ConfigError, DataError, H2OStreamError
+from h2o_stream.resources import shipped
+from h2o_stream.startup import collector_paused, quieten_libraries
+
+if TYPE_CHECKING:
+    from h2o_stream.cli.options import (
+        CacheOptions,
+        ModelOptions,
+        OutputOptions,
+        SamplingOptions,
+        SystemOptions,
+    )
+    from h2o_stream.engine.events import Finish
+    from h2o_stream.ui.terminal import Terminal
+
+FAILED, WRONG_USAGE, INTERRUPTED = 1, 2, 130
+
+
+def app() -> typer.Typer:
+    """A typer application in the style of this project."""
+    return typer.Typer(pretty_exceptions_enable=False, context_settings={"help_option_names": ["-h", "--help"]})
+
+
+@contextmanager
+def reporting(command: str, debug: bool) -> Iterator[None]:
+    """Turn exceptions into one line on stderr and an exit code; a traceback comes with --debug only."""
+    try:
+        yield
+    except typer.Exit:
+        raise
+    except KeyboardInterrupt:
+        raise typer.Exit(INTERRUPTED) from None
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        raise typer.Exit(FAILED) from None
+    except Exception as error:  # noqa: BLE001
+        if debug:
+            traceback.print_exc()
+        message = str(error)
+        if not isinstance(error, H2OStreamError):
+            hint = "" if debug else " (--debug shows where)"
+            message = f"unexpected {type(error).__name__}: {message.partition(chr(10))[0]}{hint}"
+        print(f"{command}: {message}", file=sys.stderr)  # noqa: T201
+        raise typer.Exit(WRONG_USAGE if isinstance(error, ConfigError) else FAILED) from None
+
+
+@contextmanager
+def loading(settings: Settings, output: OutputOptions) -> Iterator[Terminal]:
+    """For the imports that bring torch and transformers: says what is going on and makes them quick and quiet."""
+    from h2o_stream.ui.terminal import Terminal
+
+    terminal = Terminal(output.color, output.quiet, output.verbose, replies=output.jsonl != "-")
+    quieten_libraries(progress=terminal.live and not output.quiet, warnings=output.verbose)
+    terminal.note(f"Loading {settings.model.model} ...", style="dim")
+    with collector_paused():
+        yield terminal
+
+
+def leave(finish: Finish | None) -> None:
+    """End the command with the exit code that belongs to the last turn's end."""
+    if finish == "interrupted":
+        raise typer.Exit(INTERRUPTED)
+    if finish == "oom":
+        raise typer.Exit(FAILED)
+
+
+def settings(model: ModelOptions, cache: CacheOptions, sampling: SamplingOptions, talk: SystemOptions) -> Settings:
+    """The checked settings of a conversation.
+
+    Raises:
+        ConfigError: options are wrong or contradict each other.
+        DataError: the file of the system prompt cannot be read.
+    """
+    system = _one_of(talk.system, "--system", talk.system_file, "--system-file")
+    return Settings(model.config(), cache.config(), sampling.config(), system, talk.at_context)
+
+
+def prompt(text: str | None, file: Path | None) -> str | None:
+    """What is to be answered at once, or None.
+
+    Raises:
+        ConfigError: it is empty, or was given twice.
+        DataError: its file cannot be read.
+    """
+    chosen = _one_of(text, "--prompt", file, "--prompt-file")
+    if text == "-":
+        chosen = sys.stdin.buffer.read().decode("utf-8", "replace")
+    if chosen is not None and not chosen.strip():
+        raise ConfigError("the prompt is empty; --prompt and --prompt-file need something to answer")
+    return chosen
+
+
+def _one_of(text: str | None, text_option: str, file: Path | None, file_option: str) -> str | None:
+    if file is None:
+        return text
+    if text is not None:
+        raise ConfigError(f"{text_option} and {file_option} were both given; leave one of them out")
+    named = shipped(f"prompts/{file}.txt")
+    path = named if not file.exists() and named.is_file() else file
+    try:
+        return path.read_bytes().decode("utf-8").strip()
+    except UnicodeDecodeError as error:
+        raise DataError(f"{file_option} {file}: not UTF-8 at byte {error.start}") from error
+    except OSError as error:
+        raise DataError(f"{file_option} {file}: {error.strerror or error}") from error

@@ -1,0 +1,1 @@
+"""Turns tokens into tokens: prefill, decode, sampling and text pieces, as events. Draws nothing."""

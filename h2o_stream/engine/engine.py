@@ -1,0 +1,210 @@
+"""The engine: a model, its cache and a sampler; prompts go in, events come out.
+
+Every token it shows is in the cache before it is shown. Between two events it can be left alone, closed or
+told to stop, and the stream goes on from there with the next prefill.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
+from typing import Any, Self
+
+import torch
+from torch import Tensor
+
+from h2o_stream.cache.attach import attach, context_of
+from h2o_stream.cache.caches import CacheCounts
+from h2o_stream.config import AtContext, CacheConfig, SamplingConfig
+from h2o_stream.engine.events import Finished, PrefillProgress, Token
+from h2o_stream.engine.sampling import Sampler
+from h2o_stream.engine.text import TextStream
+from h2o_stream.errors import H2OStreamError, OutOfMemoryError
+
+PREFILL_STEP = 256
+"""Prompt tokens per forward: enough to keep the matrix products busy, few enough to stop soon after Ctrl-C."""
+
+
+class Engine:
+    """One endless stream of tokens through one model. A context manager: leaving it gives the model back.
+
+    Args:
+        model: a causal language model of transformers.
+        tokenizer: its tokenizer.
+        cache: which tokens are kept.
+        sampling: how tokens are drawn.
+        at_context: whether a cache that keeps original positions goes on past the positions the model was
+            trained for, or ends there.
+        should_stop: asked between tokens and between parts of a prompt; True ends the turn as ``interrupted``.
+
+    Raises:
+        UnsupportedModelError, ConfigError: see `attach`.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        tokenizer: Any,
+        cache: CacheConfig | None = None,
+        sampling: SamplingConfig | None = None,
+        at_context: AtContext = "continue",
+        should_stop: Callable[[], bool] = lambda: False,
+    ) -> None:
+        self.model = model
+        self.tokenizer = tokenizer
+        self.sampling = sampling or SamplingConfig()
+        self.sampler = Sampler(self.sampling, model.generation_config, model.device)
+        self.at_context = at_context
+        self.should_stop = should_stop
+        self.context = context_of(model.config)
+        self.end_tokens = _end_tokens(model, tokenizer)
+        self._stack = ExitStack()
+        self.cache = self._stack.enter_context(attach(model, cache))
+        self._logits: Tensor | None = None
+        self._turn: list[int] = []
+        self._torn = False
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Give the model back as it was."""
+        self._stack.close()
+
+    def reset(self) -> None:
+        """Start a new stream with an empty cache."""
+        self.cache.reset()
+        self._logits, self._turn, self._torn = None, [], False
+
+    @property
+    def counts(self) -> CacheCounts:
+        """Where the tokens are now."""
+        return self.cache.counts()
+
+    @property
+    def beyond_context(self) -> bool:
+        """Whether original positions have passed what the model was trained for."""
+        limit = self._limit()
+        return limit is not None and self.cache.seen_tokens > limit
+
+    def pin(self, count: int) -> None:
+        """Never evict the first `count` tokens; see `H2OCache.pin`."""
+        self.cache.pin(count)
+
+    def prefill(self, tokens: Sequence[int]) -> Iterator[PrefillProgress | Finished]:
+        """Feed a turn's new tokens.
+
+        Yields:
+            `PrefillProgress` after each part, and `Finished` if the turn ends here: interrupted, out of
+            memory, or with no position left for the whole prompt (then nothing was fed).
+        """
+        if not tokens:
+            raise H2OStreamError("there is nothing to prefill: the prompt has no tokens")
+        self._turn, elapsed_s = list(tokens), 0.0
+        if detail := self._refusal(len(tokens)):
+            yield Finished("context", detail=detail)
+            return
+        chunk = self.cache.plan.chunk or len(tokens)
+        step = max(PREFILL_STEP // chunk, 1) * chunk
+        for start in range(0, len(tokens), step):
+            if self.should_stop():
+                yield Finished("interrupted")
+                return
+            part, begun = self._turn[start : start + step], time.perf_counter()
+            try:
+                self._feed(part)
+            except OutOfMemoryError as error:
+                yield Finished("oom", detail=str(error))
+                return
+            elapsed_s += time.perf_counter() - begun
+            yield PrefillProgress(min(start + step, len(tokens)), len(tokens), elapsed_s, self.counts)
+
+    def decode(self, stops: Sequence[str] = ()) -> Iterator[Token | Finished]:
+        """Continue the stream until it ends by itself or by a limit.
+
+        Args:
+            stops: strings that end the reply, beside those of the sampling config.
+
+        Yields:
+            A `Token` for each token, the end-of-turn token included, then one `Finished`.
+
+        Raises:
+            H2OStreamError: nothing was fed yet.
+        """
+        text, elapsed_s = TextStream(self.tokenizer, (*self.sampling.stop, *stops)), 0.0
+        for _ in range(self.sampling.max_tokens):
+            if self.should_stop():
+                yield Finished("interrupted", text.flush())
+                return
+            if detail := self._refusal(1):
+                yield Finished("context", text.flush(), detail)
+                return
+            begun = time.perf_counter()
+            token = self._draw()
+            try:
+                self._feed([token])
+            except OutOfMemoryError as error:
+                yield Finished("oom", text.flush(), str(error))
+                return
+            self._turn.append(token)
+            ended = token in self.end_tokens
+            piece = "" if ended else text.push(token)
+            elapsed_s += time.perf_counter() - begun
+            yield Token(token, piece, elapsed_s, self.counts)
+            if ended or text.stopped:
+                yield Finished("stop", text.flush())
+                return
+        yield Finished("length", text.flush())
+
+    def _draw(self) -> int:
+        if self._logits is None:
+            raise H2OStreamError("there is nothing to continue: prefill a prompt first")
+        return self.sampler.draw(self._logits, self._turn)
+
+    @torch.no_grad()
+    def _feed(self, tokens: list[int]) -> None:
+        if self._torn:
+            raise H2OStreamError("the last step was cut off halfway; reset the conversation to go on")
+        self._torn = True
+        try:
+            ids = torch.tensor([tokens], dtype=torch.int64, device=self.model.device)
+            output = self.model(ids, past_key_values=self.cache, use_cache=True, logits_to_keep=1)
+        except (MemoryError, RuntimeError) as error:
+            if not _out_of_memory(error):
+                raise
+            raise OutOfMemoryError(
+                f"out of memory after {self.cache.seen_tokens} tokens; "
+                "a fixed --window with --policy h2o needs no more, however long the chat"
+            ) from error
+        self._logits = output.logits[0, -1]
+        self._torn = False
+
+    def _limit(self) -> int | None:
+        """Tokens whose original positions the model knows; None when positions are re-assigned."""
+        return self.context if self.cache.plan.positions == "absolute" else None
+
+    def _refusal(self, new: int) -> str:
+        """Why `new` more tokens may not be fed, or nothing."""
+        limit = self._limit()
+        if self.at_context == "continue" or limit is None or self.cache.seen_tokens + new <= limit:
+            return ""
+        return (
+            f"{self.cache.seen_tokens} tokens seen and {new} new ones pass the model's {limit} positions; "
+            "use --policy h2o, or go on beyond them with --at-context continue"
+        )
+
+
+def _out_of_memory(error: BaseException) -> bool:
+    text = str(error).lower()
+    return isinstance(error, MemoryError | torch.OutOfMemoryError) or "allocate memory" in text
+
+
+def _end_tokens(model: Any, tokenizer: Any) -> frozenset[int]:
+    """Every token that ends a turn, by the model's generation config and by its tokenizer."""
+    ends = model.generation_config.eos_token_id
+    ends = ends if isinstance(ends, list) else [ends]
+    return frozenset(token for token in (*ends, tokenizer.eos_token_id) if token is not None)

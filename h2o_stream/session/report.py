@@ -1,0 +1,115 @@
+"""Figures of a whole run: speed by tokens seen, peak memory, how the replies ended."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass
+from typing import Any
+
+import psutil
+
+from h2o_stream.engine.events import PrefillProgress, Token
+from h2o_stream.session.conversation import Turn
+
+MAX_ROWS = 12
+"""Rows of the speed table; the thousands of tokens are grouped to fit."""
+
+
+@dataclass
+class Speed:
+    """Work done while the stream was between two lengths."""
+
+    prefill_tokens: int = 0
+    prefill_s: float = 0.0
+    decode_tokens: int = 0
+    decode_s: float = 0.0
+
+    @property
+    def prefill_tok_s(self) -> float:
+        """Prompt tokens per second of work."""
+        return self.prefill_tokens / self.prefill_s if self.prefill_s else 0.0
+
+    @property
+    def decode_tok_s(self) -> float:
+        """Reply tokens per second of work."""
+        return self.decode_tokens / self.decode_s if self.decode_s else 0.0
+
+    def add(self, other: Speed) -> None:
+        """Take in the work of another span."""
+        self.prefill_tokens += other.prefill_tokens
+        self.prefill_s += other.prefill_s
+        self.decode_tokens += other.decode_tokens
+        self.decode_s += other.decode_s
+
+
+class RunReport:
+    """Watches a run go by. Keeps one entry per thousand tokens, whatever the length."""
+
+    def __init__(self) -> None:
+        self.turns = 0
+        self.finishes: Counter[str] = Counter()
+        self.total = Speed()
+        self.peak_rss_bytes = 0
+        self.cache_bytes = 0
+        self.seen = 0
+        self.evicted = 0
+        self.beyond_context = False
+        self._thousands: dict[int, Speed] = {}
+        self._process = psutil.Process()
+        self._before: PrefillProgress | Token | None = None
+
+    def observe(self, event: PrefillProgress | Token | Turn) -> None:
+        """Take in an event of `Conversation.say`."""
+        self.peak_rss_bytes = max(self.peak_rss_bytes, self._process.memory_info().rss)
+        counts = event.counts
+        self.seen, self.evicted, self.cache_bytes = counts.seen, counts.evicted, counts.nbytes
+        if isinstance(event, Turn):
+            self.turns += 1
+            self.finishes[event.finish] += 1
+            self.beyond_context = self.beyond_context or event.beyond_context
+            self._before = None
+            return
+        same_kind = type(self._before) is type(event)
+        elapsed_s = event.elapsed_s - (self._before.elapsed_s if same_kind and self._before else 0.0)
+        if isinstance(event, PrefillProgress):
+            done = self._before.done if isinstance(self._before, PrefillProgress) else 0
+            work = Speed(prefill_tokens=event.done - done, prefill_s=elapsed_s)
+        else:
+            work = Speed(decode_tokens=1, decode_s=elapsed_s)
+        self._before = event
+        self.total.add(work)
+        self._thousands.setdefault(max(counts.seen - 1, 0) // 1000, Speed()).add(work)
+
+    def by_length(self) -> list[tuple[int, int, Speed]]:
+        """(from, to, speed) by tokens seen, in at most `MAX_ROWS` rows of equal width."""
+        if not self._thousands:
+            return []
+        width = -(-(max(self._thousands) + 1) // MAX_ROWS)
+        rows: dict[int, Speed] = {}
+        for thousand, speed in sorted(self._thousands.items()):
+            rows.setdefault(thousand // width, Speed()).add(speed)
+        return [(row * width * 1000, (row + 1) * width * 1000, speed) for row, speed in rows.items()]
+
+    def record(self) -> dict[str, Any]:
+        """The run as the last record of ``--jsonl``."""
+        return {
+            "type": "summary",
+            "turns": self.turns,
+            "seen_tokens": self.seen,
+            "evicted_tokens": self.evicted,
+            "prefill_tok_s": round(self.total.prefill_tok_s, 2),
+            "decode_tok_s": round(self.total.decode_tok_s, 2),
+            "cache_bytes": self.cache_bytes,
+            "peak_rss_bytes": self.peak_rss_bytes,
+            "beyond_context": self.beyond_context,
+            "finish": dict(self.finishes),
+            "speed": [
+                {
+                    "from_tokens": start,
+                    "to_tokens": end,
+                    "prefill_tok_s": round(speed.prefill_tok_s, 2),
+                    "decode_tok_s": round(speed.decode_tok_s, 2),
+                }
+                for start, end, speed in self.by_length()
+            ],
+        }

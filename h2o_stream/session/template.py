@@ -1,0 +1,109 @@
+"""Only the new tokens of each turn, from any chat template.
+
+A template writes whole conversations and may write the past differently each time, so its output for a
+growing history cannot be fed as it grows. Instead it is asked once how a conversation opens and once what it
+puts between one reply and the next, with placeholders for the words.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import takewhile
+from typing import Any
+
+from jinja2 import TemplateError
+
+from h2o_stream.errors import UnsupportedModelError
+
+_USER = "7c9e-the-user-says-this-2f41"
+_FIRST = "5d1b-the-user-said-this-8a03"
+_REPLY = "e604-the-assistant-said-this-b97c"
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """New tokens of a turn.
+
+    Attributes:
+        tokens: to feed.
+        pinned: how many of them, from the start, are never to be evicted.
+    """
+
+    tokens: list[int]
+    pinned: int = 0
+
+
+class ChatTemplate:
+    """How a model's chats are written.
+
+    Args:
+        tokenizer: with a chat template.
+        system: the system prompt; None leaves it to the template.
+        end_tokens: the model's end-of-turn tokens.
+    """
+
+    def __init__(self, tokenizer: Any, system: str | None, end_tokens: Collection[int]) -> None:
+        self._tokenizer = tokenizer
+        self._system = system
+        self._ends = end_tokens
+        added = tokenizer.backend_tokenizer.get_added_tokens_decoder().values()
+        self._special = tuple(token.content for token in added)
+
+    def opening(self, user: str) -> Prompt:
+        """The first turn: all that comes before the user's words is pinned, the system prompt with it."""
+        before, after = self._opening
+        tokens, fixed = self._encode(before, user, after), self._tokens(before)
+        pinned = len(list(takewhile(lambda pair: pair[0] == pair[1], zip(tokens, fixed, strict=False))))
+        return Prompt(tokens, pinned)
+
+    def following(self, user: str, ended: bool) -> Prompt:
+        """Any later turn.
+
+        Args:
+            user: what the user says.
+            ended: whether the reply before it ended with an end-of-turn token, which is in the cache then;
+                otherwise the template's own is fed now.
+        """
+        before, after = self._following
+        tokens = self._encode(before, user, after)
+        if ended:
+            end = next((i for i, token in enumerate(self._tokens(before)) if token in self._ends), -1)
+            tokens = tokens[end + 1 :]
+        return Prompt(tokens)
+
+    @cached_property
+    def _opening(self) -> tuple[str, str]:
+        first = {"role": "user", "content": _USER}
+        if self._system is None:
+            return self._split(self._render([first]))
+        try:
+            return self._split(self._render([{"role": "system", "content": self._system}, first]))
+        except TemplateError:  # no system role: the system prompt opens the user's first message
+            return self._split(self._render([{"role": "user", "content": f"{self._system}\n\n{_USER}"}]))
+
+    @cached_property
+    def _following(self) -> tuple[str, str]:
+        past = [{"role": "user", "content": _FIRST}, {"role": "assistant", "content": _REPLY}]
+        written = self._render([*past, {"role": "user", "content": _USER}])
+        return self._split(written.rpartition(_REPLY)[2])
+
+    def _render(self, messages: list[dict[str, str]]) -> str:
+        return str(self._tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True))
+
+    def _split(self, written: str) -> tuple[str, str]:
+        before, found, after = written.partition(_USER)
+        if not found:
+            raise UnsupportedModelError("the chat template leaves the user's words out; use a model with another one")
+        return before, after
+
+    def _encode(self, before: str, user: str, after: str) -> list[int]:
+        """Tokens of a turn. What a user types never becomes a control token of the template."""
+        if any(special in user for special in self._special):
+            return [*self._tokens(before), *self._tokens(user, plain=True), *self._tokens(after)]
+        return self._tokens(before + user + after)
+
+    def _tokens(self, text: str, plain: bool = False) -> list[int]:
+        encoded = self._tokenizer(text, add_special_tokens=False, split_special_tokens=plain)
+        return list(encoded["input_ids"])

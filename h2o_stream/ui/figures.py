@@ -1,0 +1,36 @@
+"""Numbers as people read them."""
+
+from __future__ import annotations
+
+from h2o_stream.cache.caches import CacheCounts
+from h2o_stream.session.conversation import Turn
+
+
+def size(nbytes: int) -> str:
+    """Bytes with a binary unit: 11.7 MiB."""
+    value, unit = float(nbytes), "B"
+    for unit in ("B", "KiB", "MiB", "GiB", "TiB"):
+        if value < 1024 or unit == "TiB":
+            break
+        value /= 1024
+    return f"{value:.0f} {unit}" if unit == "B" else f"{value:.1f} {unit}"
+
+
+def speed(tokens_per_second: float) -> str:
+    """Tokens per second, or a dash before there are any."""
+    return f"{tokens_per_second:,.1f} tok/s" if tokens_per_second else "- tok/s"
+
+
+def occupancy(counts: CacheCounts) -> str:
+    """Seen, kept and evicted in a line."""
+    of = f" of {counts.window:,}" if counts.window else ""
+    return f"seen {counts.seen:,}, kept {counts.cached:,}{of}, evicted {counts.evicted:,}"
+
+
+def turn_line(turn: Turn) -> str:
+    """What a turn took, in a line."""
+    return (
+        f"{turn.prompt_tokens} + {turn.new_tokens} tokens, prefill {speed(turn.prefill_tok_s)}, "
+        f"decode {speed(turn.decode_tok_s)}, {occupancy(turn.counts)}, cache {size(turn.counts.nbytes)}, {turn.finish}"
+        + (", beyond the model's context" if turn.beyond_context else "")
+    )

@@ -1,0 +1,38 @@
+"""A stream without a terminal to draw on: replies to stdout, one line before and after each to stderr."""
+
+from __future__ import annotations
+
+from types import TracebackType
+from typing import Self
+
+from h2o_stream.engine.events import PrefillProgress, Token
+from h2o_stream.session.conversation import Turn
+from h2o_stream.ui.figures import turn_line
+from h2o_stream.ui.terminal import Terminal
+
+
+class PlainView:
+    """Writes a replay as plain text."""
+
+    def __init__(self, terminal: Terminal) -> None:
+        self._terminal = terminal
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        pass
+
+    def asked(self, title: str, prompt: str) -> None:
+        """A turn begins."""
+        self._terminal.note(f"[{title}] {prompt}", style="cyan")
+
+    def event(self, event: PrefillProgress | Token | Turn) -> None:
+        """Something happened in the turn."""
+        if isinstance(event, Token):
+            self._terminal.reply(event.text)
+        elif isinstance(event, Turn):
+            self._terminal.reply("\n")
+            self._terminal.note(turn_line(event), style="dim")

@@ -1,0 +1,71 @@
+"""Replays questions through a conversation and shows it: live in a terminal, plain elsewhere."""
+
+from __future__ import annotations
+
+from itertools import islice
+
+from h2o_stream.config import Settings
+from h2o_stream.engine.events import Finish
+from h2o_stream.session.conversation import Conversation, Turn
+from h2o_stream.session.questions import QuestionSet
+from h2o_stream.session.records import Records
+from h2o_stream.session.report import RunReport
+from h2o_stream.ui.plain import PlainView
+from h2o_stream.ui.screen import Screen
+from h2o_stream.ui.start import started
+from h2o_stream.ui.tables import print_report
+from h2o_stream.ui.terminal import Terminal
+
+
+def replay_questions(
+    settings: Settings,
+    questions: QuestionSet,
+    turns: int | None,
+    loop: bool,
+    terminal: Terminal,
+    records: Records,
+) -> Finish | None:
+    """Say every turn of every question, one after the other, in one conversation.
+
+    Args:
+        settings: of the conversation.
+        questions: what is said.
+        turns: end after so many turns; None is all of them.
+        loop: start over after the last question.
+        terminal: where it is shown.
+        records: gets a record for the run, each turn and the summary.
+
+    Returns:
+        Why the last turn ended; None if there was none.
+    """
+    report, finish = RunReport(), None
+    with started("h2o-stream", settings, terminal, records) as ready:
+        terminal.note(f"{ready.title} · {questions.turns} turns of {questions.source}", style="dim")
+        view: Screen | PlainView = PlainView(terminal)
+        if terminal.live and not terminal.quiet:
+            view = Screen(terminal, ready.title, ready.conversation.engine.context)
+        try:
+            with view:
+                total = str(turns or ("∞" if loop else questions.turns))
+                for number, (question, text) in enumerate(islice(questions.replay(loop), turns), 1):
+                    view.asked(f"turn {number}/{total} · {question.category} #{question.id}", text)
+                    turn = _turn(ready.conversation, text, view, report)
+                    records.write(turn.record(question.id))
+                    finish = turn.finish
+                    if finish in ("interrupted", "context", "oom"):
+                        break
+        finally:
+            print_report(terminal, report, ready.title)
+            records.write(report.record())
+    if finish in ("context", "oom"):
+        terminal.error(turn.detail)
+    return finish
+
+
+def _turn(conversation: Conversation, text: str, view: Screen | PlainView, report: RunReport) -> Turn:
+    for event in conversation.say(text):
+        report.observe(event)
+        view.event(event)
+        if isinstance(event, Turn):
+            return event
+    raise AssertionError("a turn always ends with a Turn")

@@ -1,0 +1,140 @@
+"""The live screen of a replay: transcript above, cache and speed below, redrawn in place.
+
+It takes the whole terminal and gives it back as it was. Everything is cut to fit, nothing wraps by accident.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from types import TracebackType
+from typing import Self
+
+import psutil
+from rich.console import Console, ConsoleOptions, Group, RenderResult
+from rich.live import Live
+from rich.panel import Panel
+from rich.text import Text
+
+from h2o_stream.cache.caches import CacheCounts
+from h2o_stream.engine.events import PrefillProgress, Token
+from h2o_stream.session.conversation import Turn
+from h2o_stream.ui.figures import size, speed
+from h2o_stream.ui.terminal import Terminal, printable
+
+FRAME_S = 0.1
+"""Between two frames; drawing costs time that the model could use."""
+
+TRANSCRIPT_CHARS = 20_000
+"""More than any terminal shows."""
+
+BARS = (("pinned", "blue"), ("heavy", "red"), ("recent", "green"), ("free", "bright_black"))
+
+
+class Screen:
+    """Draws a replay while it runs.
+
+    Args:
+        terminal: a live one.
+        title: what runs: model, policy, window.
+        context: positions the model was trained for, the scale of a cache without a window.
+    """
+
+    def __init__(self, terminal: Terminal, title: str, context: int | None) -> None:
+        self._title, self._context = title, context
+        self._turn_title = ""
+        self._transcript: deque[tuple[str, str]] = deque()
+        self._chars = 0
+        self._counts: CacheCounts | None = None
+        self._prefill = self._decode = ""
+        self._new = 0
+        self._process = psutil.Process()
+        self._drawn_at = 0.0
+        self._live = Live(self, console=terminal.console, screen=True, auto_refresh=False)
+
+    def __enter__(self) -> Self:
+        self._live.__enter__()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._live.__exit__(kind, error, trace)
+
+    def asked(self, title: str, prompt: str) -> None:
+        """A turn begins."""
+        self._turn_title, self._new = title, 0
+        self._write(("\n\n" if self._transcript else "") + f"> {prompt}\n", "cyan")
+        self._draw(now=True)
+
+    def event(self, event: PrefillProgress | Token | Turn) -> None:
+        """Something happened in the turn."""
+        self._counts = event.counts
+        if isinstance(event, PrefillProgress):
+            self._prefill = f"{speed(event.done / event.elapsed_s)} ({event.done:,}/{event.total:,})"
+        elif isinstance(event, Token):
+            self._new += 1
+            self._write(event.text)
+            self._decode = speed(self._new / event.elapsed_s)
+        elif event.finish != "stop":
+            self._write(f" [{event.finish}]", "yellow")
+        self._draw(now=isinstance(event, Turn))
+
+    def _write(self, text: str, style: str = "") -> None:
+        text = printable(text).expandtabs(4)
+        self._transcript.append((text, style))
+        self._chars += len(text)
+        while self._chars > TRANSCRIPT_CHARS and len(self._transcript) > 1:
+            self._chars -= len(self._transcript.popleft()[0])
+
+    def _draw(self, now: bool) -> None:
+        if now or time.monotonic() - self._drawn_at >= FRAME_S:
+            self._live.refresh()
+            self._drawn_at = time.monotonic()
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        width, height = options.max_width, options.height or console.height
+        status = self._status(width - 4)
+        body = max(height - len(status) - 4, 1)
+        yield Group(
+            Panel(
+                self._tail(console, width - 4, body),
+                title=self._title,
+                subtitle=self._turn_title,
+                height=body + 2,
+            ),
+            Panel(Group(*status), height=len(status) + 2),
+        )
+
+    def _tail(self, console: Console, width: int, lines: int) -> Text:
+        """The newest lines of the transcript that fit."""
+        text = Text.assemble(*self._transcript)
+        return Text("\n").join(text.wrap(console, width)[-lines:])
+
+    def _status(self, width: int) -> list[Text]:
+        counts = self._counts
+        lines = self._bars(counts, width) if counts else []
+        seen = f"seen {counts.seen:,}  kept {counts.cached:,}  evicted {counts.evicted:,}" if counts else "starting"
+        rates = f"prefill {self._prefill or '-'}  decode {self._decode or '-'}"
+        memory = f"cache {size(counts.nbytes)}  process {size(self._process.memory_info().rss)}" if counts else ""
+        joined = [f"{seen}  │  {memory}", rates] if width < 110 else [f"{seen}  │  {rates}  │  {memory}"]
+        return [*lines, *(Text(line, no_wrap=True, overflow="ellipsis") for line in joined)]
+
+    def _bars(self, counts: CacheCounts, width: int) -> list[Text]:
+        if counts.window:
+            total, rows = counts.window, [(name, style, getattr(counts, name)) for name, style in BARS]
+        else:
+            total = max(self._context or 0, counts.seen)
+            rows = [("cached", "green", counts.cached)]
+        room = max(width - 18, 4)
+        return [_bar(name, style, count, total, room) for name, style, count in rows]
+
+
+def _bar(name: str, style: str, count: int, total: int, room: int) -> Text:
+    filled = min(round(room * count / total), room) if total else 0
+    return Text.assemble(
+        (f"{name:<7}", "bold"),
+        ("█" * filled, style),
+        ("·" * (room - filled), "bright_black"),
+        f" {count:>9,}",
+    )

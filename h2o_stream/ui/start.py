@@ -1,0 +1,59 @@
+"""Loads a model and opens a conversation on it, with notices for the user and the run's first record."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+
+from h2o_stream.config import Settings
+from h2o_stream.engine.engine import Engine
+from h2o_stream.models.load import load
+from h2o_stream.session.conversation import Conversation
+from h2o_stream.session.records import Records, run_record
+from h2o_stream.ui.interrupts import Interrupts
+from h2o_stream.ui.terminal import Terminal
+
+
+@dataclass(frozen=True)
+class Started:
+    """A conversation that is ready.
+
+    Attributes:
+        conversation: with an empty cache.
+        interrupts: what Ctrl-C asked for, while the conversation is open.
+        title: model, policy and window, for people.
+    """
+
+    conversation: Conversation
+    interrupts: Interrupts
+    title: str
+
+
+@contextmanager
+def started(command: str, settings: Settings, terminal: Terminal, records: Records) -> Iterator[Started]:
+    """Open a conversation as `settings` says; leaving the block gives the model back."""
+    loaded = load(settings.model, settings.cache, terminal.note)
+    with (
+        Interrupts() as interrupts,
+        Engine(
+            loaded.model, loaded.tokenizer, settings.cache, settings.sampling, settings.at_context, interrupts
+        ) as engine,
+    ):
+        plan = engine.cache.plan
+        records.write(
+            run_record(
+                command,
+                model=loaded.name,
+                policy=plan.policy,
+                window=plan.window or None,
+                cache=asdict(plan),
+                dtype=str(loaded.model.dtype).removeprefix("torch."),
+                device=str(loaded.model.device),
+                sampling=asdict(settings.sampling),
+                seed=engine.sampler.seed,
+            )
+        )
+        window = f" · window {plan.window} · {plan.positions}" if plan.window else ""
+        title = f"{loaded.name} · {plan.policy}{window}"
+        yield Started(Conversation(engine, settings.system, loaded.stops), interrupts, title)

@@ -1,0 +1,32 @@
+"""Closing tables."""
+
+from __future__ import annotations
+
+from rich.table import Table
+
+from h2o_stream.session.report import RunReport
+from h2o_stream.ui.figures import size, speed
+from h2o_stream.ui.terminal import Terminal
+
+
+def print_report(terminal: Terminal, report: RunReport, title: str) -> None:
+    """Speed by tokens seen, and the run in three lines, on stderr."""
+    if terminal.quiet:
+        return
+    table = Table(title=title, title_justify="left")
+    for column in ("tokens seen", "prompt tokens", "prefill", "reply tokens", "decode"):
+        table.add_column(column, justify="right", no_wrap=True)
+    for start, end, part in report.by_length():
+        table.add_row(
+            f"{start:,} - {min(end, report.seen):,}",
+            f"{part.prefill_tokens:,}",
+            speed(part.prefill_tok_s),
+            f"{part.decode_tokens:,}",
+            speed(part.decode_tok_s),
+        )
+    terminal.console.print(table)
+    finishes = ", ".join(f"{reason} {count}" for reason, count in report.finishes.most_common()) or "no turn"
+    terminal.note(f"{report.turns} turns ({finishes}), {report.seen:,} tokens seen, {report.evicted:,} evicted")
+    terminal.note(f"cache {size(report.cache_bytes)}, peak memory of the process {size(report.peak_rss_bytes)}")
+    if report.beyond_context:
+        terminal.note("part of this was beyond the model's context: expect nonsense there", style="yellow")

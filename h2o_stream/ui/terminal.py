@@ -1,0 +1,60 @@
+"""Where output goes: replies to stdout, everything else to stderr, nothing a model says becomes a control code."""
+
+from __future__ import annotations
+
+import os
+import sys
+
+from rich.console import Console
+
+_CONTROLS = {code: None for code in (*range(0x20), *range(0x7F, 0xA0)) if chr(code) not in "\n\t"}
+
+
+def printable(text: str) -> str:
+    """Text without control characters (escape sequences among them), line breaks and tabs kept."""
+    return text.translate(_CONTROLS)
+
+
+class Terminal:
+    """The two output streams and what they can do.
+
+    Args:
+        color: ``auto``, ``on`` or ``off``.
+        quiet: no notes.
+        verbose: more notes.
+        replies: whether reply text is written to stdout at all.
+
+    Attributes:
+        console: rich's console on stderr.
+        interactive: a person types and reads here.
+        live: stdout and stderr are one terminal that can be drawn on.
+    """
+
+    def __init__(self, color: str = "auto", quiet: bool = False, verbose: bool = False, replies: bool = True) -> None:
+        force = True if color == "on" else None
+        self.console = Console(
+            stderr=True,
+            force_terminal=force,
+            color_system=None if color == "off" else "auto",
+            highlight=False,
+            markup=False,
+            width=None if sys.stderr.isatty() else 100,
+        )
+        self.quiet, self.verbose, self._replies = quiet, verbose, replies
+        self.interactive = sys.stdin.isatty() and sys.stdout.isatty()
+        self.live = sys.stdout.isatty() and sys.stderr.isatty() and os.environ.get("TERM") not in (None, "", "dumb")
+
+    def reply(self, text: str) -> None:
+        """Write a piece of a reply to stdout, at once."""
+        if self._replies and text:
+            sys.stdout.write(printable(text))
+            sys.stdout.flush()
+
+    def note(self, line: str, style: str = "") -> None:
+        """Write a line to stderr, unless quiet."""
+        if not self.quiet:
+            self.console.print(printable(line), style=style, soft_wrap=True)
+
+    def error(self, line: str) -> None:
+        """Write a line to stderr, quiet or not."""
+        self.console.print(printable(line), style="red", soft_wrap=True)
