@@ -84,10 +84,10 @@ def make_scorer(plan: CachePlan) -> Scorer:
 
 
 def protected(index: Tensor, rank: Tensor, pinned: int, recent: int) -> Tensor:
-    """Which slots may not be evicted.
+    """Which slots may not be evicted; what it says of empty slots is of no account.
 
     Args:
-        index: [B, Hkv, K] int64, token index of each slot, -1 where empty.
+        index: [B, Hkv, K] int64, token index of each slot.
         rank: [B, Hkv, K] int64, kept keys newer than the slot's.
         pinned: leading tokens of the stream that stay (sinks, system prompt).
         recent: newest tokens that stay.
@@ -95,7 +95,7 @@ def protected(index: Tensor, rank: Tensor, pinned: int, recent: int) -> Tensor:
     Returns:
         [B, Hkv, K] bool.
     """
-    return (index < pinned) & (index >= 0) | (rank < recent)
+    return (index < pinned) | (rank < recent)
 
 
 def select(priority: Tensor, index: Tensor, safe: Tensor, count: int) -> Tensor:

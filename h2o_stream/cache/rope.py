@@ -34,19 +34,18 @@ def distances(plan: CachePlan, age: Tensor, rank: Tensor) -> Tensor:
     return torch.minimum(age, rank + plan.span)
 
 
-def rotate_back(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotate the first Drot of D dimensions by minus the tabled angle, as the rotate-half form of RoPE does.
+def rotate_back(x: Tensor, turns: Tensor) -> Tensor:
+    """Rotate by minus the tabled angles, as the rotate-half form of RoPE does.
 
     Args:
         x: [..., D] un-rotated queries or keys.
-        cos: [..., Drot], broadcastable to x.
-        sin: [..., Drot].
+        turns: [..., Drot] from `RotaryTable.lookup`; dimensions of x past Drot stay as they are.
     """
-    size = cos.shape[-1]
-    turned, passed = x[..., :size], x[..., size:]
-    first, second = turned.chunk(2, dim=-1)
-    turned = turned * cos + torch.cat((second, -first), dim=-1) * sin
-    return torch.cat((turned, passed), dim=-1) if passed.shape[-1] else turned
+    half = turns.shape[-1] // 2
+    cos, sin = turns[..., :half], turns[..., half:]
+    first, second = x[..., :half], x[..., half : 2 * half]
+    turned = (torch.addcmul(first * cos, second, sin), torch.addcmul(second * cos, first, sin, value=-1))
+    return torch.cat(turned if x.shape[-1] == 2 * half else (*turned, x[..., 2 * half :]), dim=-1)
 
 
 class RotaryTable:
@@ -58,10 +57,10 @@ class RotaryTable:
 
     def __init__(self, rotary: nn.Module) -> None:
         self._rotary = rotary
-        self._tables: dict[tuple[torch.device, torch.dtype], tuple[Tensor, Tensor]] = {}
+        self._tables: dict[tuple[torch.device, torch.dtype], Tensor] = {}
 
-    def lookup(self, distance: Tensor, dtype: torch.dtype, limit: int) -> tuple[Tensor, Tensor]:
-        """Cosine and sine for each distance.
+    def lookup(self, distance: Tensor, dtype: torch.dtype, limit: int) -> Tensor:
+        """Cosines and sines for each distance.
 
         Args:
             distance: int64, any shape, values from 0 to limit - 1.
@@ -69,20 +68,20 @@ class RotaryTable:
             limit: a bound on the distances, known without looking at them.
 
         Returns:
-            Two tensors of shape [*distance.shape, Drot].
+            [*distance.shape, Drot]: Drot / 2 cosines, then as many sines.
         """
         key = (distance.device, dtype)
-        if key not in self._tables or len(self._tables[key][0]) < limit:
+        if key not in self._tables or len(self._tables[key]) < limit:
             self._tables[key] = self._make(limit, *key)
-        cos, sin = self._tables[key]
-        return cos[distance], sin[distance]
+        return nn.functional.embedding(distance, self._tables[key])
 
     @torch.no_grad()
-    def _make(self, size: int, device: torch.device, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    def _make(self, size: int, device: torch.device, dtype: torch.dtype) -> Tensor:
         places = torch.arange(size, device=device)[None]
         cos, sin = self._rotary(torch.zeros(1, device=device, dtype=torch.float32), places)
-        scaling = float(getattr(self._rotary, "attention_scaling", 1.0))
-        return (cos[0] / scaling).to(dtype), (sin[0] / scaling).to(dtype)
+        half = cos.shape[-1] // 2
+        table = torch.cat((cos[0, :, :half], sin[0, :, :half]), dim=-1)
+        return (table / float(getattr(self._rotary, "attention_scaling", 1.0))).to(dtype)
 
 
 def rotary_of(model: nn.Module) -> nn.Module:
@@ -115,7 +114,8 @@ def _check_convention(rotary: nn.Module, name: str) -> None:
     cos, sin = rotary(torch.zeros(1, device=device), torch.tensor([[3]], device=device))
     if apply is not None:
         x = torch.linspace(-1, 1, cos.shape[-1], device=device).view(1, 1, 1, -1)
-        theirs = apply(x, x, cos, sin)[0]
-        if torch.allclose(theirs, rotate_back(x, cos, -sin), atol=1e-5):
+        half = cos.shape[-1] // 2
+        ours = rotate_back(x, torch.cat((cos[..., :half], -sin[..., :half]), dim=-1)[:, None])
+        if torch.allclose(apply(x, x, cos, sin)[0], ours, atol=1e-5):
             return
     raise UnsupportedModelError(f"{name} applies RoPE in a form we do not reproduce; try --positions absolute")

@@ -156,10 +156,11 @@ class SlotLayer(CacheLayerMixin):
 
     def _evict(self) -> None:
         """Make the slot worth least, or an empty one, the free slot."""
-        empty = self.index < 0
         worth = self.scorer.priority(self.scores, self.rank)
         worth = worth.masked_fill(protected(self.index, self.rank, self.pinned, self.recent), torch.inf)
-        self.free = worth.masked_fill(empty, -torch.inf).argmin(-1, keepdim=True)
+        if self.seen <= self.plan.window:
+            worth = worth.masked_fill_(self.index < 0, -torch.inf)
+        self.free = worth.argmin(-1, keepdim=True)
         self.rank -= (self.rank > self.rank.gather(2, self.free)).long()
         self.rank.scatter_(2, self.free, self.plan.window + 1)
         self.index.scatter_(2, self.free, -1)
@@ -217,9 +218,11 @@ class SlotLayer(CacheLayerMixin):
         grouped = query.reshape(batch, kv_heads, -1, size)
         logits = torch.matmul(grouped, keys.transpose(2, 3)).float() * scaling
         logits = logits.view(batch, kv_heads, query_heads // kv_heads, new, visible)
-        asked_at = torch.arange(self.seen - new, self.seen, device=query.device)
-        hidden = (index < 0)[:, :, None, :] | (index[:, :, None, :] > asked_at[:, None])
-        probs = logits.masked_fill_(hidden[:, :, None], -torch.inf).softmax(-1)
+        if new > 1 or self.seen < visible:
+            asked_at = torch.arange(self.seen - new, self.seen, device=query.device)
+            hidden = (index < 0)[:, :, None, :] | (index[:, :, None, :] > asked_at[:, None])
+            logits = logits.masked_fill_(hidden[:, :, None], -torch.inf)
+        probs = logits.softmax(-1)
         output = torch.matmul(probs.to(values.dtype).flatten(2, 3), values)
         output = output.view(batch, query_heads, new, values.shape[-1]).transpose(1, 2)
         return output, probs
@@ -229,8 +232,8 @@ class SlotLayer(CacheLayerMixin):
         new, plan = query.shape[2], self.plan
         reach = plan.window + 1 + new + (plan.span if plan.positions == "gap" else 0)
         behind = distances(plan, self.seen - 1 - index, rank).clamp_(0, reach - 1)
-        keys = rotate_back(keys, *self.table.lookup(behind, keys.dtype, reach))
+        keys = rotate_back(keys, self.table.lookup(behind, keys.dtype, reach))
         if new > 1:
             ahead = torch.arange(new - 1, -1, -1, device=query.device)
-            query = rotate_back(query, *self.table.lookup(ahead, query.dtype, reach))
+            query = rotate_back(query, self.table.lookup(ahead, query.dtype, reach))
         return query, keys

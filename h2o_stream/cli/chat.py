@@ -11,6 +11,7 @@ from h2o_stream.cli.options import (
     CacheOptions,
     ModelOptions,
     OutputOptions,
+    PolicyOptions,
     SamplingOptions,
     SystemOptions,
     option,
@@ -37,10 +38,11 @@ class PromptOptions:
 
 
 @app.command()
-@takes(PromptOptions, ModelOptions, CacheOptions, SamplingOptions, SystemOptions, OutputOptions)
+@takes(PromptOptions, ModelOptions, PolicyOptions, CacheOptions, SamplingOptions, SystemOptions, OutputOptions)
 def chat(
     prompts: PromptOptions,
     model: ModelOptions,
+    policy: PolicyOptions,
     cache: CacheOptions,
     sampling: SamplingOptions,
     talk: SystemOptions,
@@ -51,10 +53,10 @@ def chat(
     Without a terminal each line of standard input is a message, and the end of input ends the chat.
     """
     with run.reporting("h2o-chat", output.debug):
-        settings = run.settings(model, cache, sampling, talk)
+        settings = run.settings(model, policy, cache, sampling, talk)
         prompt = run.prompt(prompts.prompt, prompts.prompt_file)
         with Records(output.jsonl) as records:
-            with run.loading(settings, output) as terminal:
+            with run.loading(settings.model, output) as terminal:
                 from h2o_stream.ui.chat import run_chat
             run.leave(run_chat(settings, prompt, prompts.single_turn, terminal, records))
 

@@ -75,14 +75,19 @@ class ModelOptions:
 
 
 @dataclasses.dataclass(frozen=True)
-class CacheOptions:
-    """Which tokens are kept."""
+class PolicyOptions:
+    """Which policy, and how large its window is."""
 
     policy: Annotated[str, _cache("--policy", "--mode", help=f"{', '.join(POLICIES)}.")] = DEFAULT_POLICY
     window: Annotated[
-        int,
-        _cache("--window", "--num-window-length", "--max-kv-size", help="Tokens kept per layer and KV head."),
+        int, _cache("--window", "--num-window-length", "--max-kv-size", help="Tokens kept per layer and KV head.")
     ] = DEFAULT_WINDOW
+
+
+@dataclasses.dataclass(frozen=True)
+class CacheOptions:
+    """The parts of a policy."""
+
     heavy: Annotated[
         int | None,
         _cache("--heavy", "--num-heavy-hitter-tokens", help="Slots for heavy hitters. (default: by policy)"),
@@ -104,7 +109,7 @@ class CacheOptions:
     ] = None
     chunk: Annotated[int, _cache("--chunk", help="Prefill chunk; 0 takes the whole prompt at once.")] = DEFAULT_CHUNK
 
-    def config(self) -> CacheConfig:
+    def config(self, policy: str, window: int) -> CacheConfig:
         """The settings behind the options.
 
         Raises:
@@ -117,9 +122,7 @@ class CacheOptions:
                 flag = "--rolling" if self.rolling else "--no-rolling"
                 raise ConfigError(f"{flag} means --positions {short}, but --positions {positions} was given too")
             positions = short
-        return CacheConfig(
-            self.policy, self.window, self.heavy, self.sinks, self.decay, positions, self.span, self.chunk
-        )
+        return CacheConfig(policy, window, self.heavy, self.sinks, self.decay, positions, self.span, self.chunk)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 import typer
 
-from h2o_stream.config import Settings
+from h2o_stream.config import ModelConfig, Settings
 from h2o_stream.errors import ConfigError, DataError, H2OStreamError
 from h2o_stream.resources import shipped
 from h2o_stream.startup import collector_paused, quieten_libraries
@@ -60,13 +60,13 @@ def reporting(command: str, debug: bool) -> Iterator[None]:
 
 
 @contextmanager
-def loading(settings: Settings, output: OutputOptions) -> Iterator[Terminal]:
+def loading(model: ModelConfig, output: OutputOptions) -> Iterator[Terminal]:
     """For the imports that bring torch and transformers: says what is going on and makes them quick and quiet."""
     from h2o_stream.ui.terminal import Terminal
 
     terminal = Terminal(output.color, output.quiet, output.verbose, replies=output.jsonl != "-")
     quieten_libraries(progress=terminal.live and not output.quiet, warnings=output.verbose)
-    terminal.note(f"Loading {settings.model.model} ...", style="dim")
+    terminal.note(f"Loading {model.model} ...", style="dim")
     with collector_paused():
         yield terminal
 
@@ -79,15 +79,22 @@ def leave(finish: Finish | None) -> None:
         raise typer.Exit(FAILED)
 
 
-def settings(model: ModelOptions, cache: CacheOptions, sampling: SamplingOptions, talk: SystemOptions) -> Settings:
+def settings(
+    model: ModelOptions, policy: PolicyOptions, cache: CacheOptions, sampling: SamplingOptions, talk: SystemOptions
+) -> Settings:
     """The checked settings of a conversation.
 
     Raises:
         ConfigError: options are wrong or contradict each other.
         DataError: the file of the system prompt cannot be read.
     """
-    system = _one_of(talk.system, "--system", talk.system_file, "--system-file")
-    return Settings(model.config(), cache.config(), sampling.config(), system, talk.at_context)
+    return Settings(
+        model=model.config(),
+        cache=cache.config(policy.policy, policy.window),
+        sampling=sampling.config(),
+        system=_one_of(talk.system, "--system", talk.system_file, "--system-file"),
+        at_context=talk.at_context,
+    )
 
 
 def prompt(text: str | None, file: Path | None) -> str | None:

@@ -11,6 +11,7 @@ from h2o_stream.cli.options import (
     CacheOptions,
     ModelOptions,
     OutputOptions,
+    PolicyOptions,
     SamplingOptions,
     SystemOptions,
     option,
@@ -35,10 +36,11 @@ class ReplayOptions:
 
 
 @app.command()
-@takes(ReplayOptions, ModelOptions, CacheOptions, SamplingOptions, SystemOptions, OutputOptions)
+@takes(ReplayOptions, ModelOptions, PolicyOptions, CacheOptions, SamplingOptions, SystemOptions, OutputOptions)
 def stream(
     replay: ReplayOptions,
     model: ModelOptions,
+    policy: PolicyOptions,
     cache: CacheOptions,
     sampling: SamplingOptions,
     talk: SystemOptions,
@@ -46,10 +48,10 @@ def stream(
 ) -> None:
     """Replay MT-Bench, or questions of your own, through one endless conversation."""
     with run.reporting("h2o-stream", output.debug):
-        settings = run.settings(model, cache, sampling, talk)
+        settings = run.settings(model, policy, cache, sampling, talk)
         questions = load_questions(replay.questions)
         with Records(output.jsonl) as records:
-            with run.loading(settings, output) as terminal:
+            with run.loading(settings.model, output) as terminal:
                 from h2o_stream.ui.replay import replay_questions
             run.leave(replay_questions(settings, questions, replay.turns, replay.loop, terminal, records))
 

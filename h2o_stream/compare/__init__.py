@@ -1,0 +1,1 @@
+"""Comparisons of policies on equal input. Measures and yields results; draws nothing."""
