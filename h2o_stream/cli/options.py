@@ -202,7 +202,7 @@ def takes(*groups: type) -> Callable[[Callable[..., None]], Callable[..., None]]
                 inspect.Parameter(
                     field.name,
                     inspect.Parameter.KEYWORD_ONLY,
-                    default=field.default,
+                    default=inspect.Parameter.empty if field.default is dataclasses.MISSING else field.default,
                     annotation=hints[field.name],
                 )
                 for field in dataclasses.fields(group)

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
         CacheOptions,
         ModelOptions,
         OutputOptions,
+        PolicyOptions,
         SamplingOptions,
         SystemOptions,
     )
