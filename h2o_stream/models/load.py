@@ -66,9 +66,8 @@ def _load(config: ModelConfig, source: str, cache: CacheConfig | None) -> Loaded
         if type(described) not in AutoModelForCausalLM._model_mapping:
             raise UnsupportedModelError(f"{config.model} is a {described.model_type}, not a causal language model")
         if cache is not None:
-            plan = cache.plan(context_of(described))
-            if plan.policy != "full":
-                check_supported(AutoModelForCausalLM._model_mapping[type(described)], described)
+            model_class = AutoModelForCausalLM._model_mapping[type(described)]
+            check_supported(model_class, described, cache.plan(context_of(described)))
         tokenizer = AutoTokenizer.from_pretrained(source, **local)
         place = {"device_map": config.device_map} if config.device_map else {}
         model = AutoModelForCausalLM.from_pretrained(source, dtype=_dtype(config.dtype, device), **place, **local)

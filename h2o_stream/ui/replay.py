@@ -55,7 +55,8 @@ def replay_questions(
                     if finish in ("interrupted", "context", "oom"):
                         break
         finally:
-            print_report(terminal, report, ready.title)
+            if report.turns:
+                print_report(terminal, report, ready.title)
             records.write(report.record())
     if finish in ("context", "oom"):
         terminal.error(turn.detail)

@@ -1,0 +1,83 @@
+"""Models and tokenizers the tests share. Tiny random models give breadth, the embedded one gives truth."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
+
+from h2o_stream.config import ModelConfig
+from h2o_stream.models.find import find
+from h2o_stream.models.load import LoadedModel, load
+
+torch.set_grad_enabled(False)
+
+
+def make_llama(
+    heads: int = 2, groups: int = 1, layers: int = 2, size: int = 8, vocab: int = 64, context: int = 512, seed: int = 0
+) -> LlamaForCausalLM:
+    """A random Llama of Hkv = heads and Hq = heads * groups; weights large enough for attention to be uneven."""
+    torch.manual_seed(seed)
+    config = LlamaConfig(
+        vocab_size=vocab,
+        hidden_size=heads * groups * size,
+        intermediate_size=32,
+        num_hidden_layers=layers,
+        num_attention_heads=heads * groups,
+        num_key_value_heads=heads,
+        head_dim=size,
+        max_position_embeddings=context,
+        initializer_range=0.4,
+        pad_token_id=0,
+        bos_token_id=1,
+        eos_token_id=2,
+    )
+    return LlamaForCausalLM(config).eval()
+
+
+@pytest.fixture
+def tiny() -> LlamaForCausalLM:
+    return make_llama()
+
+
+@pytest.fixture
+def grouped() -> LlamaForCausalLM:
+    return make_llama(heads=2, groups=3)
+
+
+@pytest.fixture(scope="session")
+def embedded_folder() -> Path:
+    """The embedded model in transformers' form; converts it on a machine that never did."""
+    return Path(find("smollm2-135m", offline=True, notify=print))
+
+
+@pytest.fixture(scope="session")
+def embedded(embedded_folder: Path) -> LoadedModel:
+    return load(ModelConfig(dtype="float32", device="cpu"))
+
+
+@pytest.fixture(scope="session")
+def tokenizer(embedded_folder: Path) -> PreTrainedTokenizerBase:
+    return AutoTokenizer.from_pretrained(embedded_folder)
+
+
+@pytest.fixture(scope="session")
+def tiny_folder(tmp_path_factory: pytest.TempPathFactory, tokenizer: PreTrainedTokenizerBase) -> Path:
+    """A random Llama with the embedded model's tokenizer, small enough to be loaded by many commands."""
+    folder = tmp_path_factory.mktemp("tiny-model")
+    make_llama(vocab=len(tokenizer), context=256).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture
+def talker(tokenizer: PreTrainedTokenizerBase) -> Callable[..., PreTrainedModel]:
+    """Makes a random Llama that speaks the embedded model's vocabulary."""
+
+    def make(**more: int) -> PreTrainedModel:
+        return make_llama(vocab=len(tokenizer), **more)
+
+    return make
