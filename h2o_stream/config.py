@@ -152,7 +152,8 @@ class CacheConfig:
         defaults = POLICIES[self.policy]
         positions = self.positions or defaults.positions
         decay = defaults.decay if self.decay is None else self.decay
-        chunk = DEFAULT_CHUNK if self.chunk is None else self.chunk
+        fitting = DEFAULT_CHUNK if context is None else max(min(DEFAULT_CHUNK, context - self.window), 1)
+        chunk = fitting if self.chunk is None else self.chunk
         if self.policy == "full":
             if positions != "absolute":
                 raise ConfigError(
@@ -160,13 +161,16 @@ class CacheConfig:
                 )
             return CachePlan("full", 0, 0, 0, 0, decay, "absolute", 0, chunk)
         sinks, heavy, recent = self._budgets()
-        room = None if context is None else context - self.window - (chunk or 1)
-        if positions != "absolute" and room is not None and room < (self.span or 0):
-            raise ConfigError(
-                f"span {self.span or 0} + window {self.window} + chunk {chunk or 1} passes the {context} positions "
-                "the model was trained for; lower --span, --window or --chunk"
-            )
-        span = self.span if self.span is not None else DEFAULT_SPAN if room is None else max(room, 0)
+        span = 0
+        if positions != "absolute":
+            room = DEFAULT_SPAN if context is None else context - self.window - (chunk or 1)
+            span = room if self.span is None or positions == "rolling" else self.span
+            if context is not None and (room < 0 or span > room):
+                spanned = f"span {span} + " if span > room else ""
+                raise ConfigError(
+                    f"{spanned}window {self.window} + chunk {chunk or 1} passes the {context} positions the model "
+                    f"was trained for; lower {'--span, ' if spanned else ''}--window or --chunk"
+                )
         return CachePlan(self.policy, self.window, sinks, heavy, recent, decay, positions, span, chunk)
 
 

@@ -56,7 +56,9 @@ class Oracle:
         x = base.embed_tokens(torch.tensor(tokens))
         for number, layer in enumerate(base.layers):
             h, attention = layer.input_layernorm(x), layer.self_attn
-            q, k, v = (p(h).view(len(tokens), -1, self.size) for p in (attention.q_proj, attention.k_proj, attention.v_proj))
+            q, k, v = (
+                p(h).view(len(tokens), -1, self.size) for p in (attention.q_proj, attention.k_proj, attention.v_proj)
+            )
             mixed = torch.zeros(len(tokens), self.heads * self.groups, self.size)
             for head in range(self.heads):
                 held = self.held[number][head]

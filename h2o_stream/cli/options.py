@@ -107,7 +107,10 @@ class CacheOptions:
         int | None,
         _cache("--span", help="gap: distances up to this are true. (default: what the model allows)"),
     ] = None
-    chunk: Annotated[int, _cache("--chunk", help="Prefill chunk; 0 takes the whole prompt at once.")] = DEFAULT_CHUNK
+    chunk: Annotated[
+        int | None,
+        _cache("--chunk", help=f"Prefill chunk; 0 takes the whole prompt at once. (default: {DEFAULT_CHUNK})"),
+    ] = None
 
     def config(self, policy: str, window: int) -> CacheConfig:
         """The settings behind the options.

@@ -1,0 +1,271 @@
+"""The slots by themselves, and a model they are attached to."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from transformers import DynamicCache, GPT2Config, GPT2LMHeadModel, LlamaForCausalLM, MistralConfig, MistralForCausalLM
+
+from h2o_stream import CacheConfig, ConfigError, H2OStreamError, UnsupportedModelError, attach
+from h2o_stream.cache.policies import make_scorer
+from h2o_stream.cache.slots import SlotLayer
+from h2o_stream.config import MIN_EVICTABLE
+from tests.conftest import make_llama
+
+POSITIONS = ["gap", "rolling", "absolute"]
+
+
+def ids(count: int, batch: int = 1, seed: int = 0) -> torch.Tensor:
+    return torch.randint(3, 64, (batch, count), generator=torch.Generator().manual_seed(seed))
+
+
+class TestBeforeAnyEviction:
+    """Nothing is lost yet, so nothing may differ from transformers' own cache."""
+
+    @pytest.mark.parametrize("positions", POSITIONS)
+    @pytest.mark.parametrize("chunk", [0, 1, 7, 64])
+    @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.bfloat16, 0.15)])
+    def test_logits_equal_dynamic_cache(
+        self, grouped: LlamaForCausalLM, positions: str, chunk: int, dtype: torch.dtype, tolerance: float
+    ) -> None:
+        model, tokens = grouped.to(dtype), ids(40, batch=2)
+        theirs = DynamicCache(config=model.config)
+        expected = [model(tokens[:, :30], past_key_values=theirs).logits]
+        expected += [model(tokens[:, i : i + 1], past_key_values=theirs).logits for i in range(30, 40)]
+        with attach(model, CacheConfig(window=40, positions=positions, chunk=chunk)) as cache:
+            ours = [model(tokens[:, :30], past_key_values=cache).logits]
+            ours += [model(tokens[:, i : i + 1], past_key_values=cache).logits for i in range(30, 40)]
+        scale = torch.cat(expected, 1).abs().max()
+        assert ((torch.cat(ours, 1) - torch.cat(expected, 1)).abs().max() / scale) < tolerance
+
+    @pytest.mark.parametrize("chunk", [1, 7, 64])
+    def test_chunks_leave_the_same_state_as_one_shot(self, grouped: LlamaForCausalLM, chunk: int) -> None:
+        states = []
+        for size in (0, chunk):
+            with attach(grouped, CacheConfig(window=40, chunk=size)) as cache:
+                grouped(ids(40), past_key_values=cache)
+                order = cache.layers[1].index.argsort(-1)
+                states.append((cache.kept(1), cache.layers[1].scores.gather(-1, order)))
+        assert states[0][0].equal(states[1][0])
+        torch.testing.assert_close(states[0][1], states[1][1])
+
+    def test_several_forwards_equal_one(self, tiny: LlamaForCausalLM) -> None:
+        with attach(tiny, CacheConfig(window=12, heavy=4, chunk=4)) as cache:
+            whole = tiny(ids(32), past_key_values=cache).logits
+            kept = cache.kept(1)
+            cache.reset()
+            parts = [tiny(part, past_key_values=cache).logits for part in ids(32).split(8, dim=1)]
+            assert kept.equal(cache.kept(1))
+        torch.testing.assert_close(torch.cat(parts, 1), whole)
+
+
+class TestSlots:
+    """Bookkeeping of one layer under any mix of prefill and decode."""
+
+    @settings(max_examples=60, deadline=None, derandomize=True)
+    @given(
+        policy=st.sampled_from(["h2o", "h2o-paper", "sink", "recent"]),
+        window=st.integers(2, 12),
+        lengths=st.lists(st.integers(1, 9), min_size=1, max_size=12),
+        batch=st.integers(1, 2),
+    )
+    def test_invariants(self, policy: str, window: int, lengths: list[int], batch: int) -> None:
+        plan = CacheConfig(policy, window, positions="absolute", chunk=4).plan()
+        layer = SlotLayer(plan, make_scorer(plan), None)
+        for number, length in enumerate(lengths):
+            torch.manual_seed(number)
+            q, k, v = (
+                torch.randn(batch, 4, length, 4),
+                torch.randn(batch, 2, length, 4),
+                torch.randn(batch, 2, length, 4),
+            )
+            assert layer.attend(q, k, v, 0.5).shape == (batch, length, 4, 4)
+            self.check(layer)
+
+    def check(self, layer: SlotLayer) -> None:
+        held, window = layer.held, layer.plan.window
+        full = layer.index >= 0
+        assert full.sum(-1).eq(held).all()
+        assert held == min(layer.seen, window)
+        assert not full.gather(-1, layer.free).any(), "the free slot is empty"
+        assert layer.scores.isfinite().equal(full)
+        for index, rank, occupied in zip(
+            layer.index.flatten(0, 1), layer.rank.flatten(0, 1), full.flatten(0, 1), strict=True
+        ):
+            order = index[occupied].argsort(descending=True)
+            assert rank[occupied][order].tolist() == list(range(held)), "rank counts the newer tokens held"
+        kept = layer.kept()
+        recent = torch.arange(max(layer.seen - layer.recent, 0), layer.seen)
+        assert kept[..., held - len(recent) :].eq(recent).all()
+        pinned = torch.arange(min(layer.pinned, held))
+        assert kept[..., : len(pinned)].eq(pinned).all()
+
+    def test_keys_and_values_stay_with_their_tokens(self) -> None:
+        plan = CacheConfig("h2o", 6, heavy=2, sinks=1, positions="absolute", chunk=3).plan()
+        layer = SlotLayer(plan, make_scorer(plan), None)
+        numbers = torch.arange(20.0)
+        for part in numbers.split([5, 1, 1, 4, 1, 1, 1, 6]):
+            k = part.view(1, 1, -1, 1).expand(1, 2, -1, 4)
+            layer.attend(torch.randn(1, 2, len(part), 4), k.clone(), -k, 0.5)
+            occupied = layer.index >= 0
+            assert layer.keys[occupied][:, 0].equal(layer.index[occupied].float())
+            assert layer.values[occupied][:, 0].equal(-layer.index[occupied].float())
+
+    def test_scores_are_float32_and_do_not_saturate_in_bfloat16(self) -> None:
+        """Bug 4 of the reference: at 512 an increment below 1 vanishes in half precision."""
+        plan = CacheConfig("h2o-paper", 4, heavy=2, positions="absolute").plan()
+        layer = SlotLayer(plan, make_scorer(plan), None)
+        one = torch.ones(1, 1, 1, 4, dtype=torch.bfloat16)
+        for _ in range(3):
+            layer.attend(one, one, one, 0.5)
+        layer.scores[layer.index == 0] = 4096.0
+        before = layer.scores[layer.index == 0].item()
+        layer.attend(one, one, one, 0.5)
+        assert layer.scores.dtype == torch.float32
+        assert layer.scores[layer.index == 0].item() == pytest.approx(before + 0.25)
+
+    def test_bytes_are_the_arithmetic(self, grouped: LlamaForCausalLM) -> None:
+        with attach(grouped, CacheConfig(window=20)) as cache:
+            assert cache.nbytes == 0
+            sizes = []
+            for part in ids(60, batch=2).split(6, dim=1):
+                grouped(part, past_key_values=cache)
+                sizes.append(cache.nbytes)
+        slots, heads, size, layers, batch = 21, 2, 8, 2, 2
+        per_slot = 2 * size * 4 + 4 + 8 + 8
+        assert set(sizes) == {layers * batch * heads * (slots * per_slot + 8)}
+
+
+class TestPins:
+    def test_pinned_tokens_outlive_the_stream(self, tiny: LlamaForCausalLM) -> None:
+        with attach(tiny, CacheConfig(window=24)) as cache:
+            cache.pin(10)
+            tiny(ids(100), past_key_values=cache)
+            assert cache.kept(0)[..., :10].eq(torch.arange(10)).all()
+            counts = cache.counts()
+            assert (counts.pinned, counts.cached, counts.evicted) == (10, 24, 76)
+            assert counts.pinned + counts.heavy + counts.recent + counts.free == counts.window
+
+    def test_too_many_are_refused(self, tiny: LlamaForCausalLM) -> None:
+        with attach(tiny, CacheConfig(window=24)) as cache:
+            cache.pin(24 - MIN_EVICTABLE)
+            with pytest.raises(ConfigError, match="raise --window to 25"):
+                cache.pin(25 - MIN_EVICTABLE)
+
+    def test_too_late_is_refused(self, tiny: LlamaForCausalLM) -> None:
+        with attach(tiny, CacheConfig(window=24)) as cache:
+            tiny(ids(30), past_key_values=cache)
+            with pytest.raises(H2OStreamError, match="30 tokens were seen"):
+                cache.pin(10)
+
+
+class TestAttach:
+    @pytest.mark.parametrize("policy", ["h2o", "full"])
+    def test_generate_starts_a_new_stream_each_time(self, tiny: LlamaForCausalLM, policy: str) -> None:
+        alone = tiny.generate(ids(10), attention_mask=torch.ones(1, 10), max_new_tokens=15, do_sample=False)
+        with attach(tiny, CacheConfig(policy, window=64)) as cache:
+            for _ in range(2):
+                out = tiny.generate(ids(10), attention_mask=torch.ones(1, 10), max_new_tokens=15, do_sample=False)
+                assert out.equal(alone)
+                assert cache.seen_tokens == out.shape[1] - 1
+                assert cache.kept(0).shape == (1, 2, out.shape[1] - 1)
+
+    def test_generate_goes_on_with_the_cache_it_is_given(self, tiny: LlamaForCausalLM) -> None:
+        with attach(tiny, CacheConfig(window=16)) as cache:
+            first = tiny.generate(ids(10), max_new_tokens=20, do_sample=False, eos_token_id=None)
+            longer = torch.cat((first, ids(5, seed=1)), 1)
+            out = tiny.generate(longer, past_key_values=cache, max_new_tokens=3, do_sample=False, eos_token_id=None)
+            assert cache.seen_tokens == out.shape[1] - 1 == 37
+            assert cache.kept(0).shape[-1] == 16
+
+    def test_beams_and_sampling(self, tiny: LlamaForCausalLM) -> None:
+        how = {"max_new_tokens": 12, "attention_mask": torch.ones(1, 10), "eos_token_id": None}
+        beams = tiny.generate(ids(10), num_beams=3, do_sample=False, **how)
+        with attach(tiny, CacheConfig(window=64)):
+            assert tiny.generate(ids(10), num_beams=3, do_sample=False, **how).equal(beams)
+            assert tiny.generate(ids(10), do_sample=True, **how).shape == (1, 22)
+
+    def test_reordered_rows_carry_their_whole_state(self, tiny: LlamaForCausalLM) -> None:
+        with attach(tiny, CacheConfig(window=12)) as cache:
+            tiny(ids(30, batch=2), past_key_values=cache)
+            before = cache.kept(1).clone(), cache.layers[1].scores.clone()
+            cache.reorder_cache(torch.tensor([1, 1]))
+            assert cache.kept(1)[0].equal(before[0][1])
+            assert cache.layers[1].scores[0].equal(before[1][1])
+
+    def test_rows_of_a_batch_evict_for_themselves(self, tiny: LlamaForCausalLM) -> None:
+        tokens = ids(50, batch=2)
+        with attach(tiny, CacheConfig(window=12, chunk=8)) as cache:
+            tiny(tokens, past_key_values=cache)
+            together = cache.kept(1)
+            for row in range(2):
+                tiny(tokens[row : row + 1])
+                assert cache.kept(1)[0].equal(together[row])
+
+    def test_positional_arguments_and_no_cache(self, tiny: LlamaForCausalLM) -> None:
+        expected = tiny(ids(9)).logits
+        with attach(tiny, CacheConfig(window=64)) as cache:
+            torch.testing.assert_close(tiny(ids(9), torch.ones(1, 9)).logits, expected)
+            torch.testing.assert_close(tiny(ids(9), use_cache=False).logits, expected)
+            assert cache.seen_tokens == 9
+
+    @pytest.mark.parametrize("policy", ["h2o", "full"])
+    def test_the_model_is_given_back(self, tiny: LlamaForCausalLM, policy: str) -> None:
+        before, expected = dict(vars(tiny)), tiny(ids(9)).logits
+        attention = tiny.config._attn_implementation
+        with pytest.raises(RuntimeError, match="inside"), attach(tiny, CacheConfig(policy, window=8)):
+            raise RuntimeError("inside")
+        assert tiny.config._attn_implementation == attention
+        assert dict(vars(tiny)) == before
+        assert not tiny._forward_pre_hooks
+        assert tiny(ids(9)).logits.equal(expected)
+
+    def test_attaching_twice_is_refused(self, tiny: LlamaForCausalLM) -> None:
+        with attach(tiny), pytest.raises(H2OStreamError, match="attached already"), attach(tiny):
+            pass
+        with attach(tiny):
+            pass
+
+    def test_two_models_do_not_meet(self) -> None:
+        one, two = make_llama(seed=1), make_llama(seed=2)
+        with attach(one, CacheConfig(window=8)) as first, attach(two, CacheConfig("recent", 16)) as second:
+            one(ids(20), past_key_values=first)
+            two(ids(30), past_key_values=second)
+            assert (first.seen_tokens, second.seen_tokens) == (20, 30)
+            assert (first.kept().shape[-1], second.kept().shape[-1]) == (8, 16)
+
+    def test_a_foreign_cache_is_refused(self, tiny: LlamaForCausalLM) -> None:
+        foreign = DynamicCache(config=tiny.config)
+        tiny(ids(5), past_key_values=foreign)
+        with attach(tiny), pytest.raises(H2OStreamError, match="5 tokens of another cache"):
+            tiny(ids(1), past_key_values=foreign)
+
+    def test_padding_is_refused(self, tiny: LlamaForCausalLM) -> None:
+        mask = torch.tensor([[0, 1, 1], [1, 1, 1]])
+        with attach(tiny), pytest.raises(ConfigError, match="attention_mask hides tokens"):
+            tiny(ids(3, batch=2), attention_mask=mask)
+
+
+class TestUnsupported:
+    def test_learned_positions_cannot_be_reassigned(self) -> None:
+        model = GPT2LMHeadModel(GPT2Config(n_embd=16, n_head=2, n_layer=1, vocab_size=64, n_positions=64)).eval()
+        with pytest.raises(UnsupportedModelError, match="--positions absolute"), attach(model, CacheConfig(window=16)):
+            pass
+
+    def test_sliding_windows(self) -> None:
+        config = MistralConfig(
+            hidden_size=16,
+            num_hidden_layers=1,
+            num_attention_heads=2,
+            num_key_value_heads=1,
+            vocab_size=64,
+            sliding_window=8,
+        )
+        model = MistralForCausalLM(config).eval()
+        with pytest.raises(UnsupportedModelError, match="sliding"), attach(model):
+            pass
+        with attach(model, CacheConfig("full")) as cache:
+            model(ids(5))
+            assert cache.kept().shape[-1] == 5
