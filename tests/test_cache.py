@@ -145,8 +145,8 @@ class TestPins:
             tiny(ids(100), past_key_values=cache)
             assert cache.kept(0)[..., :10].eq(torch.arange(10)).all()
             counts = cache.counts()
-            assert (counts.pinned, counts.cached, counts.evicted) == (10, 24, 76)
-            assert counts.pinned + counts.heavy + counts.recent + counts.free == counts.window
+            assert (counts.sinks, counts.pinned, counts.cached, counts.evicted) == (4, 6, 24, 76)
+            assert counts.sinks + counts.pinned + counts.heavy + counts.recent + counts.free == counts.window
 
     def test_too_many_are_refused(self, tiny: LlamaForCausalLM) -> None:
         with attach(tiny, CacheConfig(window=24)) as cache:

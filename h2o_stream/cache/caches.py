@@ -23,8 +23,9 @@ class CacheCounts:
 
     Attributes:
         seen: tokens fed since the start.
-        cached: tokens held, ``pinned + heavy + recent``.
-        pinned: sinks and system prompt, never evicted.
+        cached: tokens held, ``sinks + pinned + heavy + recent``.
+        sinks: first tokens of the stream, never evicted.
+        pinned: further tokens that are never evicted, such as the system prompt.
         heavy: held for the attention they got.
         recent: held because they are new.
         window: slots there are; 0 means no limit.
@@ -33,6 +34,7 @@ class CacheCounts:
 
     seen: int
     cached: int
+    sinks: int
     pinned: int
     heavy: int
     recent: int
@@ -108,7 +110,8 @@ class H2OCache(Cache):
         return CacheCounts(
             seen=layer.seen,
             cached=layer.held,
-            pinned=pinned,
+            sinks=min(self.plan.sinks, pinned),
+            pinned=max(pinned - self.plan.sinks, 0),
             heavy=layer.held - pinned - recent,
             recent=recent,
             window=self.plan.window,
@@ -163,7 +166,7 @@ class FullCache(DynamicCache):
     def counts(self) -> CacheCounts:
         """Where the tokens are now."""
         seen = self.seen_tokens
-        return CacheCounts(seen, cached=seen, pinned=0, heavy=0, recent=seen, window=0, nbytes=self.nbytes)
+        return CacheCounts(seen, cached=seen, sinks=0, pinned=0, heavy=0, recent=seen, window=0, nbytes=self.nbytes)
 
     def prepare_forward(self, kwargs: dict[str, Any]) -> None:
         """Transformers knows what to do with its own cache."""

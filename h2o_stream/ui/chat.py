@@ -141,7 +141,8 @@ class Chat:
         counts = self._conversation.engine.counts
         print_report(self._terminal, self.report, self._ready.title)
         self._terminal.note(
-            f"now: pinned {counts.pinned}, heavy {counts.heavy}, recent {counts.recent}, free {counts.free}; "
+            f"now: {counts.sinks} sinks, {counts.pinned} pinned, {counts.heavy} heavy, {counts.recent} recent, "
+            f"{counts.free} free; "
             f"{occupancy(counts)}, {size(counts.nbytes)}"
         )
 

@@ -28,7 +28,7 @@ FRAME_S = 0.1
 TRANSCRIPT_CHARS = 20_000
 """More than any terminal shows."""
 
-BARS = (("pinned", "blue"), ("heavy", "red"), ("recent", "green"), ("free", "bright_black"))
+BARS = (("sinks", "cyan"), ("pinned", "blue"), ("heavy", "red"), ("recent", "green"), ("free", "bright_black"))
 
 
 class Screen:
