@@ -1,0 +1,326 @@
+"""The engine's promises: what is shown is in the cache, and a turn may end anywhere."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from itertools import islice
+from typing import Any
+
+import pytest
+import torch
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from h2o_stream import CacheConfig, ConfigError, Engine, H2OStreamError, SamplingConfig
+from h2o_stream.engine.events import Finished, PrefillProgress, Token
+from h2o_stream.engine.sampling import Sampler
+from h2o_stream.engine.text import TextStream
+from h2o_stream.models.load import LoadedModel
+
+GREEDY = SamplingConfig(temperature=0, max_tokens=12)
+Talker = Callable[..., PreTrainedModel]
+
+
+def run(events: Iterable[Any]) -> tuple[list[int], Finished]:
+    """Ids and the end of a whole reply."""
+    *tokens, finished = list(events)
+    assert all(isinstance(token, Token) for token in tokens)
+    assert isinstance(finished, Finished)
+    return [token.id for token in tokens], finished
+
+
+@pytest.fixture
+def engine(talker: Talker, tokenizer: PreTrainedTokenizerBase) -> Iterable[Engine]:
+    with Engine(talker(), tokenizer, CacheConfig(window=400), GREEDY) as engine:
+        engine.end_tokens = frozenset()
+        yield engine
+
+
+class TestStream:
+    def test_every_token_is_in_the_cache_when_it_is_shown(self, engine: Engine) -> None:
+        fed = list(range(100, 140))
+        list(engine.prefill(fed))
+        for event in engine.decode():
+            if isinstance(event, Token):
+                fed.append(event.id)
+                assert engine.cache.seen_tokens == event.counts.seen == len(fed)
+                assert engine.cache.kept()[0, 0].tolist() == list(range(len(fed)))
+
+    def test_a_second_turn_goes_on_as_if_all_was_one_prompt(self, engine: Engine) -> None:
+        list(engine.prefill(range(100, 140)))
+        reply, _ = run(engine.decode())
+        list(engine.prefill(range(200, 210)))
+        second, _ = run(engine.decode())
+        engine.reset()
+        list(engine.prefill([*range(100, 140), *reply, *range(200, 210)]))
+        assert run(engine.decode())[0] == second
+
+    def test_the_end_of_turn_token_is_fed_and_not_shown(self, engine: Engine) -> None:
+        list(engine.prefill(range(100, 140)))
+        plain, _ = run(engine.decode())
+        engine.reset()
+        engine.end_tokens = frozenset({plain[4]})
+        list(engine.prefill(range(100, 140)))
+        tokens = list(engine.decode())
+        first = plain.index(plain[4])
+        assert tokens[-1] == Finished("stop")
+        assert [t.id for t in tokens[:-1]] == plain[: first + 1]
+        assert tokens[-2].text == ""
+        assert engine.cache.seen_tokens == 40 + first + 1
+
+    def test_memory_is_flat_and_the_window_holds(self, talker: Talker, tokenizer: PreTrainedTokenizerBase) -> None:
+        sampling = SamplingConfig(temperature=0, max_tokens=60)
+        with Engine(talker(context=96), tokenizer, CacheConfig(window=24), sampling) as engine:
+            engine.end_tokens = frozenset()
+            sizes, held = set(), set()
+            for _ in range(4):
+                list(engine.prefill(range(100, 190)))
+                for event in engine.decode():
+                    if isinstance(event, Token):
+                        sizes.add(event.counts.nbytes)
+                        held.add(event.counts.cached)
+            assert engine.cache.seen_tokens == 4 * 150
+            assert len(sizes) == 1
+            assert held == {24}
+
+    def test_prefill_reports_progress(self, engine: Engine) -> None:
+        events = list(engine.prefill(range(100, 800)))
+        assert [event.done for event in events] == [256, 512, 700]
+        assert {event.total for event in events} == {700}
+        assert events[-1].counts.cached == 400
+
+    def test_nothing_to_continue_or_to_feed(self, engine: Engine) -> None:
+        with pytest.raises(H2OStreamError, match="prefill a prompt first"):
+            list(engine.decode())
+        with pytest.raises(H2OStreamError, match="no tokens"):
+            list(engine.prefill([]))
+
+
+class TestEnds:
+    def test_length(self, engine: Engine) -> None:
+        list(engine.prefill([100]))
+        tokens, finished = run(engine.decode())
+        assert (len(tokens), finished.reason) == (12, "length")
+
+    def test_interrupted_between_tokens(self, engine: Engine) -> None:
+        list(engine.prefill(range(100, 140)))
+        plain, _ = run(engine.decode())
+        engine.reset()
+        list(engine.prefill(range(100, 140)))
+        replies = engine.decode()
+        begun = [event.id for event in islice(replies, 5)]
+        engine.should_stop = lambda: True
+        assert list(replies) == [Finished("interrupted")]
+        engine.should_stop = lambda: False
+        engine.sampler = Sampler(GREEDY, None, torch.device("cpu"))
+        rest, _ = run(engine.decode())
+        assert [*begun, *rest][:12] == plain, "it goes on exactly where it stopped"
+
+    def test_closed_by_the_caller(self, engine: Engine) -> None:
+        list(engine.prefill(range(100, 140)))
+        replies = engine.decode()
+        list(islice(replies, 5))
+        replies.close()
+        assert engine.cache.seen_tokens == 45
+        assert len(run(engine.decode())[0]) == 12
+
+    def test_interrupted_during_prefill(self, engine: Engine) -> None:
+        progress = engine.prefill(range(100, 800))
+        assert isinstance(next(progress), PrefillProgress)
+        engine.should_stop = lambda: True
+        assert list(progress) == [Finished("interrupted")]
+        assert engine.cache.seen_tokens == 256
+        engine.should_stop = lambda: False
+        assert len(run(engine.decode())[0]) == 12
+
+    @pytest.mark.parametrize(("policy", "positions"), [("full", None), ("h2o", "absolute")])
+    def test_context(
+        self, talker: Talker, tokenizer: PreTrainedTokenizerBase, policy: str, positions: Any
+    ) -> None:
+        config = CacheConfig(policy, 24, positions=positions)
+        with Engine(talker(context=64), tokenizer, config, GREEDY, at_context="stop") as engine:
+            engine.end_tokens = frozenset()
+            list(engine.prefill(range(100, 160)))
+            tokens, finished = run(engine.decode())
+            assert (len(tokens), finished.reason) == (4, "context")
+            assert "--policy h2o" in finished.detail
+            assert [event.reason for event in engine.prefill([100])] == ["context"]
+            assert engine.cache.seen_tokens == 64, "a refused prompt is not fed in part"
+
+    def test_beyond_the_context_is_reported(self, talker: Talker, tokenizer: PreTrainedTokenizerBase) -> None:
+        with Engine(talker(context=64), tokenizer, CacheConfig("full"), GREEDY) as engine:
+            engine.end_tokens = frozenset()
+            list(engine.prefill(range(100, 160)))
+            assert not engine.beyond_context
+            assert run(engine.decode())[1].reason == "length"
+            assert engine.beyond_context
+
+    @pytest.mark.parametrize(
+        "error",
+        [MemoryError(), torch.OutOfMemoryError("CUDA out of memory"), RuntimeError("DefaultCPUAllocator: can't allocate memory")],
+    )
+    def test_out_of_memory(self, engine: Engine, monkeypatch: pytest.MonkeyPatch, error: Exception) -> None:
+        list(engine.prefill(range(100, 140)))
+        layer = engine.model.model.layers[1]
+
+        def fail(*args: Any, **kwargs: Any) -> Any:
+            raise error
+
+        with monkeypatch.context() as patch:
+            patch.setattr(layer.mlp, "forward", fail)
+            finished = list(engine.decode())[-1]
+        assert finished.reason == "oom"
+        assert "after 4" in finished.detail
+        with pytest.raises(H2OStreamError, match="cut off halfway"):
+            list(engine.prefill([100]))
+        engine.reset()
+        assert list(engine.prefill([100]))
+
+    def test_other_errors_are_not_taken_for_it(self, engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+        def fail(*args: Any, **kwargs: Any) -> Any:
+            raise RuntimeError("shapes do not match")
+
+        monkeypatch.setattr(engine.model.model.layers[0].mlp, "forward", fail)
+        with pytest.raises(RuntimeError, match="shapes"):
+            list(engine.prefill([100]))
+
+
+class TestText:
+    @pytest.mark.parametrize("text", ["plain words, and more", "naïve café", "emoji 👩‍👩‍👧 and 日本語 🇫🇷", "tabs\tand\nlines", ""])
+    def test_pieces_make_the_text_and_never_half_a_character(
+        self, tokenizer: PreTrainedTokenizerBase, text: str
+    ) -> None:
+        stream = TextStream(tokenizer)
+        pieces = [stream.push(token) for token in tokenizer(text)["input_ids"]]
+        assert "".join(pieces) + stream.flush() == text
+        assert not any("\ufffd" in piece for piece in pieces)
+
+    def test_special_tokens_are_not_text(self, tokenizer: PreTrainedTokenizerBase) -> None:
+        stream = TextStream(tokenizer)
+        assert "".join(stream.push(token) for token in tokenizer("one<|im_end|>two")["input_ids"]) == "onetwo"
+
+    @pytest.mark.parametrize(
+        ("text", "stops", "shown"),
+        [
+            ("Sure.\nUser: and", ["\nUser:"], "Sure."),
+            ("Sure.\nUse it", ["\nUser:"], "Sure.\nUse it"),
+            ("one two three", ["three", "two"], "one "),
+            ("aaab", ["aab"], "a"),
+            ("ends with \nUs", ["\nUser:"], "ends with \nUs"),
+        ],
+    )
+    def test_stop_strings(self, tokenizer: PreTrainedTokenizerBase, text: str, stops: list[str], shown: str) -> None:
+        stream, out = TextStream(tokenizer, stops), ""
+        for token in tokenizer(text)["input_ids"]:
+            out += stream.push(token)
+            assert shown.startswith(out), "nothing of a stop string is ever shown"
+            if stream.stopped:
+                break
+        assert out + stream.flush() == shown
+        assert stream.stopped == (shown != text)
+
+    def test_a_stop_string_ends_the_reply(self, embedded: LoadedModel) -> None:
+        prompt = embedded.tokenizer("Count: one, two, three, four,")["input_ids"]
+        sampling = SamplingConfig(temperature=0, max_tokens=30, stop=("seven",))
+        with Engine(embedded.model, embedded.tokenizer, CacheConfig(window=64), sampling) as engine:
+            list(engine.prefill(prompt))
+            events = list(engine.decode())
+        assert events[-1].reason == "stop"
+        text = "".join(event.text for event in events)
+        assert "six" in text
+        assert "seven" not in text
+
+
+class TestSampling:
+    def draws(self, count: int = 40, **settings: Any) -> list[int]:
+        sampler = Sampler(SamplingConfig(**settings), None, torch.device("cpu"))
+        logits = torch.tensor([3.0, 2.0, 1.0, 0.0, -1.0])
+        return [sampler.draw(logits, [0]) for _ in range(count)]
+
+    def test_greedy(self) -> None:
+        assert set(self.draws(temperature=0)) == {0}
+
+    def test_a_seed_repeats_itself(self) -> None:
+        assert self.draws(seed=3) == self.draws(seed=3)
+        assert self.draws(seed=3) != self.draws(seed=4)
+
+    def test_an_unseeded_run_says_its_seed(self) -> None:
+        sampler = Sampler(SamplingConfig(), None, torch.device("cpu"))
+        assert Sampler(SamplingConfig(), None, torch.device("cpu")).seed != sampler.seed
+
+    @pytest.mark.parametrize(
+        ("settings", "allowed"),
+        [({"top_k": 2}, {0, 1}), ({"top_p": 0.5}, {0}), ({"min_p": 0.3}, {0, 1}), ({"top_k": 1}, {0})],
+    )
+    def test_cuts(self, settings: dict[str, Any], allowed: set[int]) -> None:
+        assert set(self.draws(200, temperature=1, top_p=settings.pop("top_p", 1.0), seed=0, **settings)) <= allowed
+
+    def test_repetition_penalty(self) -> None:
+        assert set(self.draws(temperature=0, repetition_penalty=2.0)) == {1}
+
+    def test_the_model_recommends_and_the_user_decides(self) -> None:
+        class Recommended:
+            temperature, top_p, top_k = 0.0, None, 50
+
+        assert Sampler(SamplingConfig(), Recommended, torch.device("cpu")).greedy
+        assert not Sampler(SamplingConfig(temperature=1.0), Recommended, torch.device("cpu")).greedy
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"temperature": -1}, "--temp"),
+        ({"temperature": float("nan")}, "--temp"),
+        ({"top_p": 0}, "--top-p"),
+        ({"top_k": -1}, "--top-k"),
+        ({"min_p": 2}, "--min-p"),
+        ({"repetition_penalty": 0}, "--repetition-penalty"),
+        ({"seed": -1}, "--seed"),
+        ({"max_tokens": 0}, "--max-tokens"),
+        ({"stop": ("",)}, "--stop"),
+    ],
+)
+def test_wrong_sampling_names_the_option(settings: dict[str, Any], words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        SamplingConfig(**settings)
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"policy": "best"}, "--policy"),
+        ({"window": 0}, "--window"),
+        ({"window": 2.5}, "--window"),
+        ({"heavy": -1}, "--heavy"),
+        ({"heavy": 252}, "at most 251"),
+        ({"sinks": 256}, "at most 255"),
+        ({"decay": 0}, "--decay"),
+        ({"decay": 1.5}, "--decay"),
+        ({"positions": "relative"}, "--positions"),
+        ({"span": -1}, "--span"),
+        ({"chunk": -1}, "--chunk"),
+        ({"kv_bits": 3}, "kv_bits"),
+    ],
+)
+def test_wrong_budgets_name_the_option(settings: dict[str, Any], words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        CacheConfig(**settings)
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"window": 500}, "lower --window"),
+        ({"span": 400}, "lower --span"),
+        ({"policy": "full", "positions": "gap"}, "original positions"),
+    ],
+)
+def test_budgets_that_do_not_fit_the_model(settings: dict[str, Any], words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        CacheConfig(**{"window": 64, "chunk": 64, **settings}).plan(512)
+
+
+def test_the_default_plan() -> None:
+    plan = CacheConfig().plan(8192)
+    assert (plan.sinks, plan.heavy, plan.recent, plan.decay, plan.positions) == (4, 63, 189, 0.99, "gap")
+    assert plan.span + plan.window + plan.chunk == 8192
+    assert CacheConfig("h2o-paper", 256, heavy=128).plan(8192).recent == 128
