@@ -87,7 +87,10 @@ class ChatTemplate:
     def _following(self) -> tuple[str, str]:
         past = [{"role": "user", "content": _FIRST}, {"role": "assistant", "content": _REPLY}]
         written = self._render([*past, {"role": "user", "content": _USER}])
-        return self._split(written.rpartition(_REPLY)[2])
+        _, found, tail = written.rpartition(_REPLY)
+        if not found:
+            raise UnsupportedModelError("the chat template leaves past replies out; use a model with another one")
+        return self._split(tail)
 
     def _render(self, messages: list[dict[str, str]]) -> str:
         return str(self._tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True))
