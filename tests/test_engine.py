@@ -133,9 +133,7 @@ class TestEnds:
         assert len(run(engine.decode())[0]) == 12
 
     @pytest.mark.parametrize(("policy", "positions"), [("full", None), ("h2o", "absolute")])
-    def test_context(
-        self, talker: Talker, tokenizer: PreTrainedTokenizerBase, policy: str, positions: Any
-    ) -> None:
+    def test_context(self, talker: Talker, tokenizer: PreTrainedTokenizerBase, policy: str, positions: Any) -> None:
         config = CacheConfig(policy, 24, positions=positions)
         with Engine(talker(context=64), tokenizer, config, GREEDY, at_context="stop") as engine:
             engine.end_tokens = frozenset()
@@ -156,7 +154,11 @@ class TestEnds:
 
     @pytest.mark.parametrize(
         "error",
-        [MemoryError(), torch.OutOfMemoryError("CUDA out of memory"), RuntimeError("DefaultCPUAllocator: can't allocate memory")],
+        [
+            MemoryError(),
+            torch.OutOfMemoryError("CUDA out of memory"),
+            RuntimeError("DefaultCPUAllocator: can't allocate memory"),
+        ],
     )
     def test_out_of_memory(self, engine: Engine, monkeypatch: pytest.MonkeyPatch, error: Exception) -> None:
         list(engine.prefill(range(100, 140)))
@@ -185,7 +187,9 @@ class TestEnds:
 
 
 class TestText:
-    @pytest.mark.parametrize("text", ["plain words, and more", "naïve café", "emoji 👩‍👩‍👧 and 日本語 🇫🇷", "tabs\tand\nlines", ""])
+    @pytest.mark.parametrize(
+        "text", ["plain words, and more", "naïve café", "emoji 👩‍👩‍👧 and 日本語 🇫🇷", "tabs\tand\nlines", ""]
+    )
     def test_pieces_make_the_text_and_never_half_a_character(
         self, tokenizer: PreTrainedTokenizerBase, text: str
     ) -> None:

@@ -25,6 +25,8 @@ def find(name: str, offline: bool, notify: Callable[[str], None]) -> str:
     Raises:
         ModelNotFoundError: with what to do about it.
     """
+    if not name.strip():
+        raise ModelNotFoundError("the name of the model is empty; --model takes a folder, a .gguf file or a Hub id")
     if name == DEFAULT_MODEL:
         return str(_embedded(notify))
     path = Path(name).expanduser()

