@@ -68,7 +68,7 @@ def tokenizer(embedded_folder: Path) -> PreTrainedTokenizerBase:
 def tiny_folder(tmp_path_factory: pytest.TempPathFactory, tokenizer: PreTrainedTokenizerBase) -> Path:
     """A random Llama with the embedded model's tokenizer, small enough to be loaded by many commands."""
     folder = tmp_path_factory.mktemp("tiny-model")
-    make_llama(vocab=len(tokenizer), context=256).save_pretrained(folder)
+    make_llama(vocab=len(tokenizer), context=400).save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     return folder
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import platform
 import sys
+from contextlib import suppress
 from pathlib import Path
 from typing import IO, Any, Self
 
@@ -31,7 +32,8 @@ class Records:
 
     def __exit__(self, *exception: object) -> None:
         if self._owned and self._file is not None:
-            self._file.close()
+            with suppress(OSError):  # every record was flushed: an error here was reported then
+                self._file.close()
 
     def write(self, record: dict[str, Any]) -> None:
         """Append a record.

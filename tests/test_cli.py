@@ -1,0 +1,349 @@
+"""The commands as a person or a script meets them: streams, exit codes, a real terminal."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from h2o_stream.cli import chat, compare, stream
+from h2o_stream.ui.terminal import printable
+from tests.terminal import BIN, Pty
+
+APPS = {"h2o-chat": chat.app, "h2o-stream": stream.app, "h2o-compare": compare.app}
+TURN_FIELDS = {
+    "type", "turn", "question_id", "prompt_tokens", "new_tokens", "prefill_s", "decode_s", "prefill_tok_s",
+    "decode_tok_s", "seen_tokens", "cached_tokens", "evicted_tokens", "cache_bytes", "rss_bytes", "text", "finish",
+}  # fmt: skip
+
+
+def invoke(command: str, *arguments: object, typed: str | None = None) -> Any:
+    return CliRunner().invoke(APPS[command], [str(argument) for argument in arguments], input=typed)
+
+
+def records(text: str) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in text.splitlines()]
+
+
+@pytest.fixture
+def questions(tmp_path: Path) -> Path:
+    file = tmp_path / "questions.jsonl"
+    lines = [{"question_id": n, "category": "test", "turns": ["first " * 30, "then"]} for n in range(3)]
+    file.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return file
+
+
+class TestUsage:
+    @pytest.mark.parametrize("command", list(APPS))
+    def test_help_and_version_import_no_torch(self, command: str) -> None:
+        code = (
+            "import sys\n"
+            f"sys.argv = [{command!r}, sys.argv[1]]\n"
+            f"from h2o_stream.cli.{command.removeprefix('h2o-')} import main\n"
+            "try:\n    main()\n"
+            "finally:\n"
+            "    print([m for m in ('torch', 'transformers', 'numpy') if m in sys.modules], file=sys.stderr)\n"
+        )
+        for option in ("--help", "-h") + (("--version",) if command != "h2o-compare" else ()):
+            done = subprocess.run([sys.executable, "-c", code, option], capture_output=True, text=True, check=True)
+            assert done.stderr.strip() == "[]"
+            assert ("h2o" in done.stdout) or ("Usage" in done.stdout)
+
+    @pytest.mark.parametrize(
+        ("command", "arguments", "words"),
+        [
+            ("h2o-chat", ["--window", "0"], "--window must be at least 1"),
+            ("h2o-chat", ["--policy", "best"], "--policy takes one of"),
+            ("h2o-chat", ["--heavy", "300"], "lower --heavy"),
+            ("h2o-chat", ["--temp", "-1"], "--temp must be"),
+            ("h2o-chat", ["--rolling", "--positions", "gap"], "--rolling means"),
+            ("h2o-chat", ["--no-rolling", "--positions", "gap"], "--no-rolling means"),
+            ("h2o-chat", ["-s", "a", "--system-file", "b"], "both given"),
+            ("h2o-chat", ["-p", "a", "--prompt-file", "b"], "both given"),
+            ("h2o-chat", ["-p", " "], "the prompt is empty"),
+            ("h2o-chat", ["--dtype", "int3"], "--dtype takes one of"),
+            ("h2o-compare", ["nll", "--text", ","], "--text is empty"),
+            ("h2o-compare", ["nll", "--text", "x", "--policies", "a"], "--policies takes"),
+            ("h2o-compare", ["nll", "--text", "x", "--windows", "a"], "--windows takes"),
+            ("h2o-stream", ["--frobnicate"], "No such option"),
+            ("h2o-stream", ["--turns", "0"], "--turns"),
+            ("h2o-stream", ["--window", "many"], "--window"),
+            ("h2o-compare", ["nll"], "--text"),
+        ],
+    )
+    def test_wrong_usage_is_2(self, command: str, arguments: list[str], words: str) -> None:
+        done = invoke(command, *arguments)
+        assert done.exit_code == 2
+        assert words in done.stderr
+        assert not done.stdout
+        assert "Traceback" not in done.stderr
+
+    @pytest.mark.parametrize(
+        ("command", "arguments", "words"),
+        [
+            ("h2o-chat", ["-m", "./nowhere", "-p", "x"], "does not exist"),
+            ("h2o-chat", ["-m", "org/none", "--offline", "-p", "x"], "offline"),
+            ("h2o-chat", ["--system-file", "/no/file"], "--system-file /no/file: No such file"),
+            ("h2o-chat", ["--prompt-file", "/no/file"], "--prompt-file /no/file: No such file"),
+            ("h2o-chat", ["--jsonl", "/no/folder/file", "-p", "x"], "--jsonl /no/folder/file: No such file"),
+            ("h2o-stream", ["--questions", "/no/file"], "/no/file: No such file"),
+            ("h2o-compare", ["nll", "--text", "/no/file", "-m", "./nowhere"], "does not exist"),
+        ],
+    )
+    def test_a_failure_is_1_with_one_line(self, command: str, arguments: list[str], words: str) -> None:
+        done = invoke(command, *arguments, "-q")
+        assert done.exit_code == 1
+        assert words in done.stderr
+        assert done.stderr.count("\n") == 1
+        assert done.stderr.startswith(f"{command}: ")
+        assert not done.stdout
+
+    def test_a_traceback_comes_with_debug_only(self, tiny_folder: Path) -> None:
+        wrong = ["-m", tiny_folder, "--window", "20", "-p", "x", "-q"]
+        assert "Traceback" not in invoke("h2o-chat", *wrong).stderr
+        assert "Traceback" in invoke("h2o-chat", *wrong, "--debug").stderr
+
+
+class TestChat:
+    def test_the_embedded_model_knows_paris(self) -> None:
+        done = subprocess.run(
+            [BIN / "h2o-chat", "--temp", "0", "-q"],
+            input="What is the capital of France?\n",
+            capture_output=True,
+            text=True,
+            timeout=120,
+            check=True,
+        )
+        assert "Paris" in done.stdout
+        assert done.stdout.count("\n") == 1
+        assert done.stderr == ""
+
+    def test_piped_lines_are_turns(self, tiny_folder: Path) -> None:
+        talk = ["-m", tiny_folder, "--temp", "0", "-n", "4", "--jsonl", "-", "-q"]
+        done = invoke("h2o-chat", *talk, typed="one\n\n  \ntwo\n/exit\nthree\n")
+        run, *turns, summary = records(done.stdout)
+        assert (run["type"], run["command"], run["policy"], run["window"]) == ("run", "h2o-chat", "h2o", 256)
+        assert (summary["type"], summary["turns"]) == ("summary", 2)
+        assert [turn["turn"] for turn in turns] == [1, 2]
+        assert done.exit_code == 0
+
+    def test_one_prompt_and_out(self, tiny_folder: Path, tmp_path: Path) -> None:
+        talk = ["-m", tiny_folder, "--temp", "0", "-n", "4", "--jsonl", "-", "-q"]
+        (tmp_path / "words.txt").write_text("hello")
+        results = [
+            invoke("h2o-chat", *talk, "-p", "hello", typed="not read\n"),
+            invoke("h2o-chat", *talk, "-p", "-", typed="hello"),
+            invoke("h2o-chat", *talk, "--prompt-file", tmp_path / "words.txt"),
+            invoke("h2o-chat", *talk, "--single-turn", typed="hello\nnot this\n"),
+        ]
+        texts = [[r["text"] for r in records(done.stdout) if r["type"] == "turn"] for done in results]
+        assert texts == [texts[0]] * 4
+        assert len(texts[0]) == 1
+
+    def test_named_prompts(self, tiny_folder: Path) -> None:
+        talk = ["-m", tiny_folder, "-n", "2", "--jsonl", "-", "-q"]
+        done = invoke("h2o-chat", *talk, "--system-file", "storyteller", "--prompt-file", "lighthouse")
+        assert done.exit_code == 0
+        assert records(done.stdout)[1]["prompt_tokens"] > 80
+
+    def test_commands_never_reach_the_model(self, tiny_folder: Path) -> None:
+        talk = ["-m", tiny_folder, "--temp", "0", "-n", "3"]
+        typed = "/help\nhi\n/stats\n/reset\n/dance\n//slash\n"
+        done = invoke("h2o-chat", *talk, typed=typed)
+        assert "/dance is not a command" in done.stderr
+        assert "forget the conversation" in done.stderr
+        assert "The conversation starts anew" in done.stderr
+        assert "turns (length 1)" in done.stderr
+        assert done.stdout.count("\n") >= 2
+        assert "slash" not in done.stderr
+
+    def test_the_same_seed_says_the_same(self, tiny_folder: Path) -> None:
+        talk = ["-m", tiny_folder, "--seed", "5", "-n", "12", "-p", "hello", "-q"]
+        assert invoke("h2o-chat", *talk).stdout == invoke("h2o-chat", *talk).stdout
+
+
+class TestStream:
+    def test_records(self, tiny_folder: Path, questions: Path, tmp_path: Path) -> None:
+        file = tmp_path / "run.jsonl"
+        base = ["-m", tiny_folder, "--questions", questions, "-n", "9", "--window", "48", "--temp", "0"]
+        done = invoke("h2o-stream", *base, "--jsonl", file)
+        assert done.exit_code == 0
+        run, *turns, summary = records(file.read_text())
+        assert {"command", "model", "policy", "window", "versions", "hardware", "seed"} <= set(run)
+        assert [turn["question_id"] for turn in turns] == [0, 0, 1, 1, 2, 2]
+        for turn in turns:
+            assert set(turn) >= TURN_FIELDS
+            assert turn["cached_tokens"] <= 49
+            assert turn["seen_tokens"] == turn["cached_tokens"] + turn["evicted_tokens"]
+            assert turn["finish"] in ("stop", "length")
+            assert printable(turn["text"]) in done.stdout
+        assert summary["type"] == "summary"
+        assert summary["turns"] == 6
+        assert summary["seen_tokens"] == turns[-1]["seen_tokens"]
+        assert "\x1b" not in done.stdout + done.stderr
+        assert "6 turns" in done.stderr
+
+    def test_turns_and_loop(self, tiny_folder: Path, questions: Path) -> None:
+        base = ["-m", tiny_folder, "--questions", questions, "-n", "2", "--jsonl", "-", "-q"]
+        asked = {}
+        for name, more in {"all": [], "three": ["--turns", "3"], "loop": ["--turns", "8", "--loop"]}.items():
+            done = invoke("h2o-stream", *base, *more)
+            assert done.exit_code == 0
+            asked[name] = [record["question_id"] for record in records(done.stdout)[1:-1]]
+        assert asked == {"all": [0, 0, 1, 1, 2, 2], "three": [0, 0, 1], "loop": [0, 0, 1, 1, 2, 2, 0, 0]}
+
+    def test_full_goes_on_beyond_its_context_or_ends_there(self, tiny_folder: Path, questions: Path) -> None:
+        base = ["-m", tiny_folder, "--questions", questions, "-n", "90", "--policy", "full", "--jsonl", "-"]
+        goes_on = invoke("h2o-stream", *base, "--turns", "4")
+        turns = records(goes_on.stdout)[1:-1]
+        assert [turn["beyond_context"] for turn in turns][-1]
+        assert turns[-1]["evicted_tokens"] == 0
+        assert "beyond the model's context" in goes_on.stderr
+        ends = invoke("h2o-stream", *base, "--turns", "4", "--at-context", "stop")
+        assert ends.exit_code == 0
+        assert records(ends.stdout)[-2]["finish"] == "context"
+        assert records(ends.stdout)[-2]["seen_tokens"] <= 400
+        assert "--at-context continue" in ends.stderr
+
+    def test_out_of_memory_ends_with_the_table(
+        self, tiny_folder: Path, questions: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        from h2o_stream.engine.engine import Engine
+
+        feed = Engine._feed
+
+        def fail(self: Engine, tokens: list[int]) -> None:
+            if self.cache.seen_tokens > 120:
+                from h2o_stream.errors import OutOfMemoryError
+
+                raise OutOfMemoryError("out of memory after many tokens; try --window")
+            feed(self, tokens)
+
+        monkeypatch.setattr(Engine, "_feed", fail)
+        done = invoke("h2o-stream", "-m", tiny_folder, "--questions", questions, "-n", "200", "--jsonl", "-")
+        assert done.exit_code == 1
+        assert records(done.stdout)[-2]["finish"] == "oom"
+        assert "tokens seen" in done.stderr
+        assert "try --window" in done.stderr
+
+    def test_a_closed_pipe_ends_it_quietly(self, tiny_folder: Path, questions: Path) -> None:
+        command = f"{BIN}/h2o-stream -m {tiny_folder} --questions {questions} --loop -n 20 -q | head -c 1"
+        done = subprocess.run(["bash", "-c", command], capture_output=True, timeout=120, check=True)
+        assert done.stderr == b""
+
+    def test_a_full_disk(self, tiny_folder: Path, questions: Path) -> None:
+        if not Path("/dev/full").exists():
+            pytest.skip("no /dev/full here")
+        done = invoke("h2o-stream", "-m", tiny_folder, "--questions", questions, "--jsonl", "/dev/full", "-q")
+        assert done.exit_code == 1
+        assert "--jsonl /dev/full: No space left" in done.stderr
+
+
+class TestCompare:
+    def test_nll(self, tiny_folder: Path, tmp_path: Path) -> None:
+        text = tmp_path / "text.txt"
+        text.write_text("The quick brown fox jumps over the lazy dog, again and again. " * 40)
+        base = ["nll", "-m", tiny_folder, "--text", text, "--tokens", "200", "--jsonl", "-"]
+        done = invoke("h2o-compare", *base, "--policies", "full,h2o,recent", "--windows", "16,240", "--chunk", "8")
+        assert done.exit_code == 0
+        run, *results = records(done.stdout)
+        assert run["type"] == "run"
+        assert [(r["policy"], r["window"]) for r in results] == [
+            ("full", None), ("h2o", 16), ("h2o", 240), ("recent", 16), ("recent", 240),
+        ]  # fmt: skip
+        assert {r["tokens"] for r in results} == {200}
+        full = results[0]["nll"]
+        for result in results:
+            assert result["nll"] == pytest.approx(full, abs=1e-4) or result["window"] == 16
+            assert result["nll_last_half"] > 0
+        assert results[1]["nll"] != pytest.approx(full, abs=1e-3)
+        assert "nats per token" in done.stderr
+
+    def test_full_stays_inside_the_context(self, tiny_folder: Path, tmp_path: Path) -> None:
+        text = tmp_path / "text.txt"
+        text.write_text("word " * 600)
+        base = ["nll", "-m", tiny_folder, "--text", text, "--tokens", "450", "--jsonl", "-", "-q"]
+        results = records(invoke("h2o-compare", *base, "--policies", "full,h2o", "--windows", "32").stdout)[1:]
+        assert [result["tokens"] for result in results] == [400, 450]
+
+    @pytest.mark.parametrize(("content", "words"), [(b"", "0 tokens"), (b"a\xff", "not UTF-8 at byte 1")])
+    def test_bad_texts(self, tiny_folder: Path, tmp_path: Path, content: bytes, words: str) -> None:
+        text = tmp_path / "text.txt"
+        text.write_bytes(content)
+        done = invoke("h2o-compare", "nll", "-m", tiny_folder, "--text", text, "-q")
+        assert done.exit_code == 1
+        assert words in done.stderr
+
+
+class TestTerminal:
+    @pytest.mark.parametrize(("columns", "lines"), [(80, 24), (140, 40)])
+    def test_the_live_screen(self, tiny_folder: Path, questions: Path, columns: int, lines: int) -> None:
+        base = ["-m", str(tiny_folder), "--questions", str(questions), "--turns", "4", "-n", "60", "--window", "64"]
+        with Pty("h2o-stream", *base, columns=columns, lines=lines) as terminal:
+            terminal.until(lambda t: "turn 4/4" in t.text and "free" in t.text)
+            frame = terminal.screen.display
+            assert frame[0].startswith("╭")
+            assert frame[0].rstrip().endswith("╮")
+            assert "window 64" in frame[0]
+            assert frame[-1].startswith("╰"), "it fills the terminal and no more"
+            for name in ("sinks", "pinned", "heavy", "recent", "free"):
+                assert re.search(rf"│ {name} +[█·]+ +\d+ +│", terminal.text)
+            assert re.search(r"seen \d+ +kept 64 +evicted \d+", terminal.text)
+            assert "prefill" in terminal.text
+            assert "decode" in terminal.text
+            assert all(line.rstrip()[-1] in "│╮╯" for line in frame), "nothing is wrapped or cut"
+            assert terminal.exit_code() == 0
+        assert "4 turns" in terminal.text
+        assert terminal.output.index("\x1b[?1049h") < terminal.output.index("\x1b[?1049l"), "it is given back"
+
+    def test_ctrl_c_ends_a_replay_with_its_table(self, tiny_folder: Path, questions: Path, tmp_path: Path) -> None:
+        base = ["-m", str(tiny_folder), "--questions", str(questions), "--loop", "-n", "500", "--window", "64"]
+        with Pty("h2o-stream", *base, "--jsonl", str(tmp_path / "run.jsonl")) as terminal:
+            terminal.until(lambda t: "evicted" in t.text)
+            terminal.send("\x03")
+            assert terminal.exit_code() == 130
+        assert "interrupted 1" in terminal.text
+        assert records((tmp_path / "run.jsonl").read_text())[-1]["finish"]["interrupted"] == 1
+
+    def test_a_chat(self, tiny_folder: Path, tmp_path: Path) -> None:
+        with Pty("h2o-chat", "-m", str(tiny_folder), "-n", "2000", "--window", "64", home=tmp_path) as terminal:
+            terminal.until(lambda t: "\n> " in t.text)
+            terminal.send("tell me all\r")
+            terminal.until(lambda t: len(t.output) > 3000 or t.screen.cursor.y > 10)
+            terminal.send("\x03")
+            terminal.until(lambda t: "interrupted" in t.text and t.screen.display[t.screen.cursor.y].startswith(">"))
+            assert "kept 64 of 64" in terminal.text
+            terminal.send("/stats\r")
+            terminal.until(lambda t: "sinks" in t.text)
+            terminal.send("half a line\x03")
+            terminal.until(lambda t: t.screen.display[t.screen.cursor.y].rstrip() == ">")
+            terminal.send("\x04")
+            assert terminal.exit_code() == 0
+        assert "tell me all" in (tmp_path / "h2o-stream" / "history").read_text()
+
+    def test_no_colours_when_told_so(self, tiny_folder: Path, questions: Path) -> None:
+        base = ["-m", str(tiny_folder), "--questions", str(questions), "--turns", "1", "-n", "20", "--color", "off"]
+        with Pty("h2o-stream", *base) as terminal:
+            assert terminal.exit_code() == 0
+        assert not re.search(r"\x1b\[[0-9;]*m", terminal.output.replace("\x1b[0m", ""))
+
+
+@pytest.mark.parametrize(
+    ("text", "shown"),
+    [
+        ("plain\n\ttext", "plain\n\ttext"),
+        ("\x1b[2J\x1b]0;title\x07gone", "[2J]0;titlegone"),
+        ("bell\x07 back\x08 null\x00 cr\r", "bell back null cr"),
+        ("\x9b31mcsi \x7f", "31mcsi "),
+        ("[bold]not markup[/bold] :smile:", "[bold]not markup[/bold] :smile:"),
+        ("é 日本 👍", "é 日本 👍"),
+    ],
+)
+def test_control_characters_never_reach_the_terminal(text: str, shown: str) -> None:
+    assert printable(text) == shown
