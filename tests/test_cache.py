@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -136,6 +138,25 @@ class TestSlots:
         slots, heads, size, layers, batch = 21, 2, 8, 2, 2
         per_slot = 2 * size * 4 + 4 + 8 + 8
         assert set(sizes) == {layers * batch * heads * (slots * per_slot + 8)}
+
+
+class TestPrefill:
+    def test_no_matrix_is_larger_than_chunk_by_window_and_chunk(
+        self, tiny: LlamaForCausalLM, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """Bug 7 of the reference: it makes the whole matrix of prompt by cache and prompt."""
+        shapes, weigh = [], SlotLayer._weigh
+
+        def watch(self: SlotLayer, *args: Any) -> Any:
+            output, probs = weigh(self, *args)
+            shapes.append(probs.shape)
+            return output, probs
+
+        monkeypatch.setattr(SlotLayer, "_weigh", watch)
+        with attach(tiny, CacheConfig(window=20, chunk=16)):
+            tiny(ids(500))
+        assert max(shape[-2] for shape in shapes) == 16
+        assert max(shape[-1] for shape in shapes) == 20 + 1 + 16
 
 
 class TestPins:

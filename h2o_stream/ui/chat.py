@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from h2o_stream.config import Settings
-from h2o_stream.engine.events import Finish, PrefillProgress, Token
+from h2o_stream.engine.events import Finish, Token
 from h2o_stream.resources import data_folder
 from h2o_stream.session.conversation import Turn
 from h2o_stream.session.records import Records
@@ -77,17 +77,17 @@ class Chat:
                 return
 
     def say(self, message: str) -> Finish:
-        """One turn: the reply streams to stdout, what it took goes to stderr."""
-        self._ready.interrupts.clear()
-        for event in self._conversation.say(message):
-            self.report.observe(event)
-            if isinstance(event, Token):
-                self._terminal.reply(event.text)
-            elif isinstance(event, Turn):
-                self._close(event)
-                return event.finish
-            elif isinstance(event, PrefillProgress) and event.total > event.done:
-                self._terminal.note(f"reading {event.done:,} of {event.total:,} tokens", style="dim")
+        """One turn: the reply streams to stdout, what it took goes to stderr. Ctrl-C ends the turn."""
+        with self._ready.interrupts:
+            for event in self._conversation.say(message):
+                self.report.observe(event)
+                if isinstance(event, Token):
+                    self._terminal.reply(event.text)
+                elif isinstance(event, Turn):
+                    self._close(event)
+                    return event.finish
+                elif event.done < event.total:
+                    self._terminal.note(f"reading {event.done:,} of {event.total:,} tokens", style="dim")
         raise AssertionError("a turn always ends with a Turn")
 
     def _close(self, turn: Turn) -> None:
@@ -119,7 +119,7 @@ class Chat:
 
     def _toolbar(self) -> Any:
         counts = self._conversation.engine.counts
-        return f" {self._ready.title} · {occupancy(counts)} · decode {speed(self.report.total.decode_tok_s)}"
+        return f" {self._ready.title} · {occupancy(counts)} · {speed(self.report.total.decode_tok_s)}"
 
     def _command(self, line: str) -> None:
         name = line.split()[0]
@@ -141,9 +141,8 @@ class Chat:
         counts = self._conversation.engine.counts
         print_report(self._terminal, self.report, self._ready.title)
         self._terminal.note(
-            f"now: {counts.sinks} sinks, {counts.pinned} pinned, {counts.heavy} heavy, {counts.recent} recent, "
-            f"{counts.free} free; "
-            f"{occupancy(counts)}, {size(counts.nbytes)}"
+            f"now {counts.sinks} sinks, {counts.pinned} pinned, {counts.heavy} heavy, {counts.recent} recent, "
+            f"{counts.free} free; {size(counts.nbytes)}"
         )
 
     def _exit(self) -> None:

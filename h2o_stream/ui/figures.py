@@ -22,15 +22,14 @@ def speed(tokens_per_second: float) -> str:
 
 
 def occupancy(counts: CacheCounts) -> str:
-    """Seen, kept and evicted in a line."""
+    """Kept and evicted in a few words."""
     of = f" of {counts.window:,}" if counts.window else ""
-    return f"seen {counts.seen:,}, kept {counts.cached:,}{of}, evicted {counts.evicted:,}"
+    return f"kept {counts.cached:,}{of}, evicted {counts.evicted:,}"
 
 
 def turn_line(turn: Turn) -> str:
-    """What a turn took, in a line."""
+    """What a turn took, in a line of less than 80 characters."""
     return (
-        f"{turn.prompt_tokens} + {turn.new_tokens} tokens, prefill {speed(turn.prefill_tok_s)}, "
-        f"decode {speed(turn.decode_tok_s)}, {occupancy(turn.counts)}, cache {size(turn.counts.nbytes)}, {turn.finish}"
-        + (", beyond the model's context" if turn.beyond_context else "")
+        f"{turn.prompt_tokens} + {turn.new_tokens} tokens, {turn.prefill_tok_s:.0f} + {turn.decode_tok_s:.1f} tok/s, "
+        f"{occupancy(turn.counts)}, {turn.finish}" + (", beyond the model's context" if turn.beyond_context else "")
     )

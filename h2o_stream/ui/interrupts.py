@@ -12,7 +12,7 @@ TWICE_S = 2.0
 
 
 class Interrupts:
-    """While active, the first Ctrl-C sets `requested`; a second one soon after raises KeyboardInterrupt."""
+    """Inside the block the first Ctrl-C sets `requested`; a second one soon after raises KeyboardInterrupt."""
 
     def __init__(self) -> None:
         self.requested = False
@@ -20,18 +20,15 @@ class Interrupts:
         self._previous: Any = None
 
     def __enter__(self) -> Self:
+        self.requested = False
         self._previous = signal.signal(signal.SIGINT, self._handle)
         return self
 
     def __exit__(self, *exception: object) -> None:
         signal.signal(signal.SIGINT, self._previous)
 
-    def clear(self) -> None:
-        """Forget a request that was served."""
-        self.requested = False
-
     def __call__(self) -> bool:
-        """Whether Ctrl-C was pressed and not yet served."""
+        """Whether Ctrl-C was pressed since the block was entered."""
         return self.requested
 
     def _handle(self, number: int, frame: FrameType | None) -> None:

@@ -45,7 +45,7 @@ def replay_questions(
         if terminal.live and not terminal.quiet:
             view = Screen(terminal, ready.title, ready.conversation.engine.context)
         try:
-            with view:
+            with view, ready.interrupts:
                 total = str(turns or ("∞" if loop else questions.turns))
                 for number, (question, text) in enumerate(islice(questions.replay(loop), turns), 1):
                     view.asked(f"turn {number}/{total} · {question.category} #{question.id}", text)

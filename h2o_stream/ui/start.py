@@ -21,7 +21,7 @@ class Started:
 
     Attributes:
         conversation: with an empty cache.
-        interrupts: what Ctrl-C asked for, while the conversation is open.
+        interrupts: to be entered where Ctrl-C should end a turn instead of the program.
         title: model, policy and window, for people.
     """
 
@@ -34,12 +34,10 @@ class Started:
 def started(command: str, settings: Settings, terminal: Terminal, records: Records) -> Iterator[Started]:
     """Open a conversation as `settings` says; leaving the block gives the model back."""
     loaded = load(settings.model, settings.cache, terminal.note)
-    with (
-        Interrupts() as interrupts,
-        Engine(
-            loaded.model, loaded.tokenizer, settings.cache, settings.sampling, settings.at_context, interrupts
-        ) as engine,
-    ):
+    interrupts = Interrupts()
+    with Engine(
+        loaded.model, loaded.tokenizer, settings.cache, settings.sampling, settings.at_context, interrupts
+    ) as engine:
         plan = engine.cache.plan
         records.write(
             run_record(
