@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from collections.abc import Callable, Iterable
 from itertools import islice
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -176,6 +180,18 @@ class TestEnds:
             list(engine.prefill([100]))
         engine.reset()
         assert list(engine.prefill([100]))
+
+    @pytest.mark.skipif(sys.platform != "linux", reason="limits its own address space")
+    def test_memory_that_really_ends(self, embedded_folder: Path) -> None:
+        script = Path(__file__).with_name("run_out_of_memory.py")
+        done = subprocess.run(
+            [sys.executable, script, embedded_folder],
+            capture_output=True,
+            text=True,
+            timeout=120,
+            env={**os.environ, "PYTHONPATH": str(script.parent.parent)},
+        )
+        assert done.stdout.startswith("oom out of memory after"), done.stderr
 
     def test_other_errors_are_not_taken_for_it(self, engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
         def fail(*args: Any, **kwargs: Any) -> Any:

@@ -199,8 +199,8 @@ class Engine:
 
 
 def _out_of_memory(error: BaseException) -> bool:
-    text = str(error).lower()
-    return isinstance(error, MemoryError | torch.OutOfMemoryError) or "allocate memory" in text
+    signs = ("allocate memory", "out of memory", "bad_alloc")
+    return isinstance(error, MemoryError) or any(sign in str(error).lower() for sign in signs)
 
 
 def _end_tokens(model: Any, tokenizer: Any) -> frozenset[int]:

@@ -75,7 +75,7 @@ def _convert(source: Path, folder: Path, notify: Callable[[str], None]) -> None:
         partial.rename(folder)
     finally:
         shutil.rmtree(partial, ignore_errors=True)
-    notify(f"Converted in {time.perf_counter() - begun:.0f} s, kept in {folder}")
+    notify(f"Converted in {time.perf_counter() - begun:.0f} s.")
 
 
 def _dequantize(source: Path, target: Path) -> None:
