@@ -13,7 +13,8 @@ import pytest
 from typer.testing import CliRunner
 
 from h2o_stream.cli import chat, compare, stream
-from h2o_stream.ui.terminal import printable
+from h2o_stream.ui.screen import Screen
+from h2o_stream.ui.terminal import Terminal, printable
 from tests.terminal import BIN, Pty
 
 APPS = {"h2o-chat": chat.app, "h2o-stream": stream.app, "h2o-compare": compare.app}
@@ -89,6 +90,7 @@ class TestUsage:
         [
             ("h2o-chat", ["-m", "./nowhere", "-p", "x"], "does not exist"),
             ("h2o-chat", ["-m", "org/none", "--offline", "-p", "x"], "offline"),
+            ("h2o-chat", ["-m", "./a\n\x1b[31mb", "-p", "x"], "./a [31mb does not exist"),
             ("h2o-chat", ["--system-file", "/no/file"], "--system-file /no/file: No such file"),
             ("h2o-chat", ["--prompt-file", "/no/file"], "--prompt-file /no/file: No such file"),
             ("h2o-chat", ["--jsonl", "/no/folder/file", "-p", "x"], "--jsonl /no/folder/file: No such file"),
@@ -301,6 +303,17 @@ class TestTerminal:
             assert terminal.exit_code() == 0
         assert "4 turns" in terminal.text
         assert terminal.output.index("\x1b[?1049h") < terminal.output.index("\x1b[?1049l"), "it is given back"
+
+    def test_the_screen_shows_markup_as_text(self, capsys: pytest.CaptureFixture[str]) -> None:
+        terminal = Terminal()
+        screen = Screen(terminal, "a [bold]title[/]", None)
+        screen.asked("turn [1/2]", "[red]ask[/red] :smile:\n\x1b[2J")
+        width = 60
+        with terminal.console.capture() as captured:
+            terminal.console.print(screen, width=width, height=12)
+        for words in ("a [bold]title[/]", "turn [1/2]", "> [red]ask[/red] :smile:", "│ [2J"):
+            assert words in captured.get()
+        assert {len(line) for line in captured.get().splitlines()} == {width}
 
     def test_ctrl_c_ends_a_replay_with_its_table(self, tiny_folder: Path, questions: Path, tmp_path: Path) -> None:
         base = ["-m", str(tiny_folder), "--questions", str(questions), "--loop", "-n", "500", "--window", "64"]

@@ -56,7 +56,9 @@ def reporting(command: str, debug: bool) -> Iterator[None]:
         if not isinstance(error, H2OStreamError):
             hint = "" if debug else " (--debug shows where)"
             message = f"unexpected {type(error).__name__}: {message.partition(chr(10))[0]}{hint}"
-        print(f"{command}: {message}", file=sys.stderr)  # noqa: T201
+        from h2o_stream.ui.terminal import printable
+
+        print(f"{command}: {printable(' '.join(message.split()))}", file=sys.stderr)  # noqa: T201
         raise typer.Exit(WRONG_USAGE if isinstance(error, ConfigError) else FAILED) from None
 
 

@@ -25,7 +25,7 @@ from h2o_stream.ui.terminal import Terminal, printable
 FRAME_S = 0.1
 """Between two frames; drawing costs time that the model could use."""
 
-TRANSCRIPT_CHARS = 20_000
+TRANSCRIPT_LINES = 500
 """More than any terminal shows."""
 
 BARS = (("sinks", "cyan"), ("pinned", "blue"), ("heavy", "red"), ("recent", "green"), ("free", "bright_black"))
@@ -41,10 +41,9 @@ class Screen:
     """
 
     def __init__(self, terminal: Terminal, title: str, context: int | None) -> None:
-        self._title, self._context = title, context
+        self._title, self._context = printable(title), context
         self._turn_title = ""
-        self._transcript: deque[tuple[str, str]] = deque()
-        self._chars = 0
+        self._transcript: deque[Text] = deque([Text()], maxlen=TRANSCRIPT_LINES)
         self._counts: CacheCounts | None = None
         self._prefill = self._decode = ""
         self._new = 0
@@ -63,8 +62,8 @@ class Screen:
 
     def asked(self, title: str, prompt: str) -> None:
         """A turn begins."""
-        self._turn_title, self._new = title, 0
-        self._write(("\n\n" if self._transcript else "") + f"> {prompt}\n", "cyan")
+        self._turn_title, self._new = printable(title), 0
+        self._write(("\n\n" if self._counts else "") + f"> {prompt}\n", "cyan")
         self._draw(now=True)
 
     def event(self, event: PrefillProgress | Token | Turn) -> None:
@@ -81,11 +80,9 @@ class Screen:
         self._draw(now=isinstance(event, Turn))
 
     def _write(self, text: str, style: str = "") -> None:
-        text = printable(text).expandtabs(4)
-        self._transcript.append((text, style))
-        self._chars += len(text)
-        while self._chars > TRANSCRIPT_CHARS and len(self._transcript) > 1:
-            self._chars -= len(self._transcript.popleft()[0])
+        first, *rest = printable(text).expandtabs(4).split("\n")
+        self._transcript[-1].append(first, style)
+        self._transcript.extend(Text(line, style) for line in rest)
 
     def _draw(self, now: bool) -> None:
         if now or time.monotonic() - self._drawn_at >= FRAME_S:
@@ -99,8 +96,8 @@ class Screen:
         yield Group(
             Panel(
                 self._tail(console, width - 4, body),
-                title=self._title,
-                subtitle=self._turn_title,
+                title=Text(self._title),
+                subtitle=Text(self._turn_title),
                 height=body + 2,
             ),
             Panel(Group(*status), height=len(status) + 2),
@@ -108,8 +105,12 @@ class Screen:
 
     def _tail(self, console: Console, width: int, lines: int) -> Text:
         """The newest lines of the transcript that fit."""
-        text = Text.assemble(*self._transcript)
-        return Text("\n").join(text.wrap(console, width)[-lines:])
+        shown: list[Text] = []
+        for line in reversed(self._transcript):
+            shown[:0] = line.wrap(console, width)
+            if len(shown) >= lines:
+                break
+        return Text("\n").join(shown[-lines:])
 
     def _status(self, width: int) -> list[Text]:
         counts = self._counts
