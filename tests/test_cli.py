@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 
 from h2o_stream.cli import chat, compare, stream
 from h2o_stream.ui.screen import Screen
-from h2o_stream.ui.terminal import Terminal, printable
+from h2o_stream.ui.terminal import Reading, Terminal, printable
 from tests.terminal import BIN, Pty
 
 APPS = {"h2o-chat": chat.app, "h2o-stream": stream.app, "h2o-compare": compare.app}
@@ -164,6 +164,13 @@ class TestChat:
         assert "turns (length 1)" in done.stderr
         assert done.stdout.count("\n") >= 2
         assert "slash" not in done.stderr
+
+    def test_a_long_prompt_shows_progress(self, tiny_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(Reading, "EVERY_S", 0.0)
+        talk = ["-m", tiny_folder, "-n", "3", "-p", "-"]
+        done = invoke("h2o-chat", *talk, typed="word " * 1000)
+        assert re.search(r"reading 512 of 1,0\d\d tokens", done.stderr)
+        assert "reading" not in invoke("h2o-chat", *talk, "-q", typed="word " * 1000).stderr
 
     def test_the_same_seed_says_the_same(self, tiny_folder: Path) -> None:
         talk = ["-m", tiny_folder, "--seed", "5", "-n", "12", "-p", "hello", "-q"]

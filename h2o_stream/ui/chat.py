@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator
+from contextlib import closing
 from typing import Any
 
 from h2o_stream.config import Settings
-from h2o_stream.engine.events import Finish, Token
+from h2o_stream.engine.events import Finish, PrefillProgress, Token
 from h2o_stream.resources import data_folder
 from h2o_stream.session.conversation import Turn
 from h2o_stream.session.records import Records
@@ -15,7 +16,7 @@ from h2o_stream.session.report import RunReport
 from h2o_stream.ui.figures import occupancy, size, speed, turn_line
 from h2o_stream.ui.start import Started, started
 from h2o_stream.ui.tables import print_report
-from h2o_stream.ui.terminal import Terminal
+from h2o_stream.ui.terminal import Reading, Terminal
 
 PROMPT = "> "
 
@@ -78,16 +79,17 @@ class Chat:
 
     def say(self, message: str) -> Finish:
         """One turn: the reply streams to stdout, what it took goes to stderr. Ctrl-C ends the turn."""
-        with self._ready.interrupts:
+        with self._ready.interrupts, closing(Reading(self._terminal)) as reading:
             for event in self._conversation.say(message):
                 self.report.observe(event)
-                if isinstance(event, Token):
+                if isinstance(event, PrefillProgress):
+                    reading.show(event.done, event.total)
+                elif isinstance(event, Token):
                     self._terminal.reply(event.text)
-                elif isinstance(event, Turn):
+                else:
+                    reading.close()
                     self._close(event)
                     return event.finish
-                elif event.done < event.total:
-                    self._terminal.note(f"reading {event.done:,} of {event.total:,} tokens", style="dim")
         raise AssertionError("a turn always ends with a Turn")
 
     def _close(self, turn: Turn) -> None:

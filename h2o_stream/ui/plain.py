@@ -8,7 +8,7 @@ from typing import Self
 from h2o_stream.engine.events import PrefillProgress, Token
 from h2o_stream.session.conversation import Turn
 from h2o_stream.ui.figures import turn_line
-from h2o_stream.ui.terminal import Terminal
+from h2o_stream.ui.terminal import Reading, Terminal
 
 
 class PlainView:
@@ -16,6 +16,7 @@ class PlainView:
 
     def __init__(self, terminal: Terminal) -> None:
         self._terminal = terminal
+        self._reading = Reading(terminal)
 
     def __enter__(self) -> Self:
         return self
@@ -23,7 +24,7 @@ class PlainView:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        pass
+        self._reading.close()
 
     def asked(self, title: str, prompt: str) -> None:
         """A turn begins."""
@@ -31,8 +32,11 @@ class PlainView:
 
     def event(self, event: PrefillProgress | Token | Turn) -> None:
         """Something happened in the turn."""
-        if isinstance(event, Token):
+        if isinstance(event, PrefillProgress):
+            self._reading.show(event.done, event.total)
+        elif isinstance(event, Token):
             self._terminal.reply(event.text)
-        elif isinstance(event, Turn):
+        else:
+            self._reading.close()
             self._terminal.reply("\n")
             self._terminal.note(turn_line(event), style="dim")

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import os
 import sys
+import time
 
 from rich.console import Console
+from rich.status import Status
+from rich.text import Text
 
 _CONTROLS = {code: None for code in (*range(0x20), *range(0x7F, 0xA0)) if chr(code) not in "\n\t"}
 
@@ -58,3 +61,36 @@ class Terminal:
     def error(self, line: str) -> None:
         """Write a line to stderr, quiet or not."""
         self.console.print(printable(line), style="red", soft_wrap=True)
+
+
+class Reading:
+    """How far a long prompt has come: one line redrawn in a terminal, a line every few seconds elsewhere."""
+
+    EVERY_S = 3.0
+
+    def __init__(self, terminal: Terminal) -> None:
+        self._terminal = terminal
+        self._status: Status | None = None
+        self._noted_at = time.monotonic()
+
+    def show(self, done: int, total: int) -> None:
+        """`done` of `total` tokens are read; the last call takes the line away."""
+        line = f"reading {done:,} of {total:,} tokens"
+        if done == total:
+            self.close()
+        elif self._terminal.quiet:
+            return
+        elif self._terminal.live:
+            if self._status is None:
+                self._status = self._terminal.console.status(Text(line))
+                self._status.start()
+            self._status.update(Text(line))
+        elif time.monotonic() - self._noted_at >= self.EVERY_S:
+            self._terminal.note(line, style="dim")
+            self._noted_at = time.monotonic()
+
+    def close(self) -> None:
+        """Take the line away."""
+        if self._status is not None:
+            self._status.stop()
+        self._status, self._noted_at = None, time.monotonic()
