@@ -2,21 +2,14 @@
 
 from __future__ import annotations
 
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
 from h2o_stream.cli import run
-from h2o_stream.cli.options import (
-    CacheOptions,
-    ModelOptions,
-    OutputOptions,
-    PolicyOptions,
-    SamplingOptions,
-    SystemOptions,
-    option,
-    takes,
-)
+from h2o_stream.cli.options import ConversationOptions, OutputOptions, one_of, option, takes
+from h2o_stream.errors import ConfigError
 from h2o_stream.session.records import Records
 
 app = run.app()
@@ -36,25 +29,30 @@ class PromptOptions:
     ] = None
     single_turn: Annotated[bool, option("Conversation", "--single-turn", help="Leave after the first reply.")] = False
 
+    def chosen(self) -> str | None:
+        """What is to be answered at once, or None.
+
+        Raises:
+            ConfigError: it is empty, or was given twice.
+            DataError: its file cannot be read.
+        """
+        prompt = one_of(self.prompt, "--prompt", self.prompt_file, "--prompt-file")
+        if self.prompt == "-":
+            prompt = sys.stdin.buffer.read().decode("utf-8", "replace")
+        if prompt is not None and not prompt.strip():
+            raise ConfigError("the prompt is empty; --prompt and --prompt-file need something to answer")
+        return prompt
+
 
 @app.command()
-@takes(PromptOptions, ModelOptions, PolicyOptions, CacheOptions, SamplingOptions, SystemOptions, OutputOptions)
-def chat(
-    prompts: PromptOptions,
-    model: ModelOptions,
-    policy: PolicyOptions,
-    cache: CacheOptions,
-    sampling: SamplingOptions,
-    talk: SystemOptions,
-    output: OutputOptions,
-) -> None:
+@takes(PromptOptions, ConversationOptions, OutputOptions)
+def chat(prompts: PromptOptions, talk: ConversationOptions, output: OutputOptions) -> None:
     """Talk with a model for as long as you like, in constant memory.
 
     Without a terminal each line of standard input is a message, and the end of input ends the chat.
     """
     with run.reporting("h2o-chat", output.debug):
-        settings = run.settings(model, policy, cache, sampling, talk)
-        prompt = run.prompt(prompts.prompt, prompts.prompt_file)
+        settings, prompt = talk.settings(), prompts.chosen()
         with Records(output.jsonl) as records:
             with run.loading(settings.model, output) as terminal:
                 from h2o_stream.ui.chat import run_chat

@@ -43,7 +43,7 @@ def nll(comparison: NllOptions, model: ModelOptions, cache: CacheOptions, output
     evictions; 1 is exactly what decoding does.
     """
     with run.reporting("h2o-compare", output.debug):
-        model_config = model.config()
+        model_config = model.model_config()
         configs = _configs(comparison, cache)
         texts = [Path(text) for text in _listed(comparison.text, "--text")]
         with Records(output.jsonl) as records:
@@ -64,7 +64,7 @@ def _configs(comparison: NllOptions, cache: CacheOptions) -> list[CacheConfig]:
         for window in _listed(comparison.windows, "--windows"):
             if not window.isdecimal():
                 raise ConfigError(f"window {window!r} is not a whole number; --windows takes numbers and commas")
-            configs.append(cache.config(policy, int(window)))
+            configs.append(cache.cache_config(policy, int(window)))
     return configs
 
 

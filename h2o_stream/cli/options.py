@@ -29,8 +29,10 @@ from h2o_stream.config import (
     ModelConfig,
     Positions,
     SamplingConfig,
+    Settings,
 )
-from h2o_stream.errors import ConfigError
+from h2o_stream.errors import ConfigError, DataError
+from h2o_stream.resources import shipped
 
 
 def _version(wanted: bool) -> None:
@@ -69,7 +71,7 @@ class ModelOptions:
     ] = None
     offline: Annotated[bool, _model("--offline", help="Use only what is on this machine.")] = False
 
-    def config(self) -> ModelConfig:
+    def model_config(self) -> ModelConfig:
         """The settings behind the options."""
         return ModelConfig(self.model, self.dtype, self.device, self.device_map, self.offline)
 
@@ -112,7 +114,7 @@ class CacheOptions:
         _cache("--chunk", help=f"Prefill chunk; 0 takes the whole prompt at once. (default: {DEFAULT_CHUNK})"),
     ] = None
 
-    def config(self, policy: str, window: int) -> CacheConfig:
+    def cache_config(self, policy: str, window: int) -> CacheConfig:
         """The settings behind the options.
 
         Raises:
@@ -151,7 +153,7 @@ class SamplingOptions:
         _sampling("--stop", help="A string that ends the reply; may be given more than once."),
     ] = None
 
-    def config(self) -> SamplingConfig:
+    def sampling_config(self) -> SamplingConfig:
         """The settings behind the options."""
         return SamplingConfig(
             self.temperature,
@@ -180,6 +182,26 @@ class SystemOptions:
 
 
 @dataclasses.dataclass(frozen=True)
+class ConversationOptions(SamplingOptions, CacheOptions, PolicyOptions, ModelOptions, SystemOptions):
+    """Everything a conversation needs; ``--help`` lists the bases from the last to the first."""
+
+    def settings(self) -> Settings:
+        """The checked settings behind the options.
+
+        Raises:
+            ConfigError: options are wrong or contradict each other.
+            DataError: the file of the system prompt cannot be read.
+        """
+        return Settings(
+            model=self.model_config(),
+            cache=self.cache_config(self.policy, self.window),
+            sampling=self.sampling_config(),
+            system=one_of(self.system, "--system", self.system_file, "--system-file"),
+            at_context=self.at_context,
+        )
+
+
+@dataclasses.dataclass(frozen=True)
 class OutputOptions:
     """What is written where."""
 
@@ -192,6 +214,33 @@ class OutputOptions:
         bool,
         _output("--version", help="Print the version and leave.", is_eager=True, callback=_version),
     ] = False
+
+
+def one_of(text: str | None, text_option: str, file: Path | None, file_option: str) -> str | None:
+    """A text that is given in one of two ways, or not at all.
+
+    Args:
+        text: the text itself.
+        text_option: how it was given, for messages.
+        file: a file with the text, or the name of one in prompts/.
+        file_option: how that was given.
+
+    Raises:
+        ConfigError: both were given.
+        DataError: the file cannot be read as UTF-8.
+    """
+    if file is None:
+        return text
+    if text is not None:
+        raise ConfigError(f"{text_option} and {file_option} were both given; leave one of them out")
+    named = shipped(f"prompts/{file}.txt")
+    path = named if not file.exists() and named.is_file() else file
+    try:
+        return path.read_bytes().decode("utf-8").strip()
+    except UnicodeDecodeError as error:
+        raise DataError(f"{file_option} {file}: not UTF-8 at byte {error.start}") from error
+    except OSError as error:
+        raise DataError(f"{file_option} {file}: {error.strerror or error}") from error
 
 
 def takes(*groups: type) -> Callable[[Callable[..., None]], Callable[..., None]]:

@@ -1,4 +1,4 @@
-"""What every command shares: settings out of options, and errors as one line with the right exit code."""
+"""What every command shares: a quiet start, and errors as one line with the right exit code."""
 
 from __future__ import annotations
 
@@ -7,25 +7,16 @@ import sys
 import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import typer
 
-from h2o_stream.config import ModelConfig, Settings
-from h2o_stream.errors import ConfigError, DataError, H2OStreamError
-from h2o_stream.resources import shipped
+from h2o_stream.errors import ConfigError, H2OStreamError
 from h2o_stream.startup import collector_paused, quieten_libraries
 
 if TYPE_CHECKING:
-    from h2o_stream.cli.options import (
-        CacheOptions,
-        ModelOptions,
-        OutputOptions,
-        PolicyOptions,
-        SamplingOptions,
-        SystemOptions,
-    )
+    from h2o_stream.cli.options import OutputOptions
+    from h2o_stream.config import ModelConfig
     from h2o_stream.engine.events import Finish
     from h2o_stream.ui.terminal import Terminal
 
@@ -80,51 +71,3 @@ def leave(finish: Finish | None) -> None:
         raise typer.Exit(INTERRUPTED)
     if finish == "oom":
         raise typer.Exit(FAILED)
-
-
-def settings(
-    model: ModelOptions, policy: PolicyOptions, cache: CacheOptions, sampling: SamplingOptions, talk: SystemOptions
-) -> Settings:
-    """The checked settings of a conversation.
-
-    Raises:
-        ConfigError: options are wrong or contradict each other.
-        DataError: the file of the system prompt cannot be read.
-    """
-    return Settings(
-        model=model.config(),
-        cache=cache.config(policy.policy, policy.window),
-        sampling=sampling.config(),
-        system=_one_of(talk.system, "--system", talk.system_file, "--system-file"),
-        at_context=talk.at_context,
-    )
-
-
-def prompt(text: str | None, file: Path | None) -> str | None:
-    """What is to be answered at once, or None.
-
-    Raises:
-        ConfigError: it is empty, or was given twice.
-        DataError: its file cannot be read.
-    """
-    chosen = _one_of(text, "--prompt", file, "--prompt-file")
-    if text == "-":
-        chosen = sys.stdin.buffer.read().decode("utf-8", "replace")
-    if chosen is not None and not chosen.strip():
-        raise ConfigError("the prompt is empty; --prompt and --prompt-file need something to answer")
-    return chosen
-
-
-def _one_of(text: str | None, text_option: str, file: Path | None, file_option: str) -> str | None:
-    if file is None:
-        return text
-    if text is not None:
-        raise ConfigError(f"{text_option} and {file_option} were both given; leave one of them out")
-    named = shipped(f"prompts/{file}.txt")
-    path = named if not file.exists() and named.is_file() else file
-    try:
-        return path.read_bytes().decode("utf-8").strip()
-    except UnicodeDecodeError as error:
-        raise DataError(f"{file_option} {file}: not UTF-8 at byte {error.start}") from error
-    except OSError as error:
-        raise DataError(f"{file_option} {file}: {error.strerror or error}") from error

@@ -7,16 +7,7 @@ from pathlib import Path
 from typing import Annotated
 
 from h2o_stream.cli import run
-from h2o_stream.cli.options import (
-    CacheOptions,
-    ModelOptions,
-    OutputOptions,
-    PolicyOptions,
-    SamplingOptions,
-    SystemOptions,
-    option,
-    takes,
-)
+from h2o_stream.cli.options import ConversationOptions, OutputOptions, option, takes
 from h2o_stream.session.questions import load_questions
 from h2o_stream.session.records import Records
 
@@ -36,19 +27,11 @@ class ReplayOptions:
 
 
 @app.command()
-@takes(ReplayOptions, ModelOptions, PolicyOptions, CacheOptions, SamplingOptions, SystemOptions, OutputOptions)
-def stream(
-    replay: ReplayOptions,
-    model: ModelOptions,
-    policy: PolicyOptions,
-    cache: CacheOptions,
-    sampling: SamplingOptions,
-    talk: SystemOptions,
-    output: OutputOptions,
-) -> None:
+@takes(ReplayOptions, ConversationOptions, OutputOptions)
+def stream(replay: ReplayOptions, talk: ConversationOptions, output: OutputOptions) -> None:
     """Replay MT-Bench, or questions of your own, through one endless conversation."""
     with run.reporting("h2o-stream", output.debug):
-        settings = run.settings(model, policy, cache, sampling, talk)
+        settings = talk.settings()
         questions = load_questions(replay.questions)
         with Records(output.jsonl) as records:
             with run.loading(settings.model, output) as terminal:
