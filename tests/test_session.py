@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from h2o_stream import CacheConfig, Conversation, Engine, SamplingConfig, UnsupportedModelError
+from h2o_stream import CacheConfig, ConfigError, Conversation, Engine, SamplingConfig, UnsupportedModelError
 from h2o_stream.engine.events import PrefillProgress, Token
 from h2o_stream.models.load import LoadedModel
 from h2o_stream.models.templates import FALLBACK_STOPS, FALLBACK_TEMPLATE
@@ -135,6 +135,15 @@ class TestConversation:
             kept = engine.cache.kept(7)
             assert turn.counts.evicted > 0
             assert kept[..., :pinned].eq(kept.new_tensor(range(pinned))).all()
+
+    def test_a_system_prompt_that_fills_the_window_is_refused_at_once(
+        self, talker: Callable[..., PreTrainedModel], tokenizer: PreTrainedTokenizerBase
+    ) -> None:
+        with (
+            Engine(talker(), tokenizer, CacheConfig(window=64)) as engine,
+            pytest.raises(ConfigError, match=r"pinned tokens \(system prompt\) leave 0 of a window of 64"),
+        ):
+            Conversation(engine, "Be brief. " * 40)
 
     def test_an_interrupted_reply_is_closed_by_the_next_turn(self, embedded: LoadedModel) -> None:
         engine, conversation = self.talk(embedded)

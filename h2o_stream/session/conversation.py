@@ -86,6 +86,10 @@ class Conversation:
         engine: with an empty cache.
         system: the system prompt; None leaves it to the model's template.
         stops: strings that end a reply, beside those of the engine's sampling config.
+
+    Raises:
+        ConfigError: the system prompt leaves the window too little room.
+        UnsupportedModelError: the chat template cannot be used turn by turn.
     """
 
     def __init__(self, engine: Engine, system: str | None = None, stops: Sequence[str] = ()) -> None:
@@ -96,6 +100,7 @@ class Conversation:
         self._process = psutil.Process()
         self._opened = False
         self._ended = False
+        engine.pin(self._template.opening("").pinned)
 
     def reset(self) -> None:
         """Forget everything but the system prompt, which the next turn feeds again."""
@@ -108,9 +113,6 @@ class Conversation:
         Yields:
             The engine's events as they come, then the finished `Turn`. When the iterator is closed early,
             everything yielded so far is in the cache and the next turn goes on from there.
-
-        Raises:
-            ConfigError: the system prompt leaves the window too little room.
         """
         text = text.encode("utf-8", "replace").decode()
         prompt = self._template.following(text, self._ended) if self._opened else self._template.opening(text)
