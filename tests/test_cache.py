@@ -225,6 +225,11 @@ class TestAttach:
                 tiny(tokens[row : row + 1])
                 assert cache.kept(1)[0].equal(together[row])
 
+    def test_assisted_generation_is_refused(self, tiny: LlamaForCausalLM) -> None:
+        mask = torch.ones(1, 10)
+        with attach(tiny), pytest.raises(H2OStreamError, match="assistant"):
+            tiny.generate(ids(10), attention_mask=mask, assistant_model=make_llama(), max_new_tokens=5)
+
     def test_positional_arguments_and_no_cache(self, tiny: LlamaForCausalLM) -> None:
         expected = tiny(ids(9)).logits
         with attach(tiny, CacheConfig(window=64)) as cache:

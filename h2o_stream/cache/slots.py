@@ -20,6 +20,7 @@ from transformers.cache_utils import CacheLayerMixin
 from h2o_stream.cache.policies import Scorer, protected, select
 from h2o_stream.cache.rope import RotaryTable, distances, rotate_back
 from h2o_stream.config import CachePlan
+from h2o_stream.errors import H2OStreamError
 
 _STATE = ("keys", "values", "scores", "index", "rank", "free")
 
@@ -95,6 +96,10 @@ class SlotLayer(CacheLayerMixin):
         if self.is_initialized:
             for name in _STATE:
                 setattr(self, name, getattr(self, name).index_select(0, beam_idx.to(self.device)))
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Refused: what was evicted for the removed tokens does not come back."""
+        raise H2OStreamError("a cache that evicts cannot take tokens back; generate without an assistant model")
 
     # what is held
 
