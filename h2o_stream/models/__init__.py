@@ -1,1 +1,1 @@
-"""Finds, converts and loads models and their tokenizers. Knows nothing of caches being attached to them."""
+"""Finds, converts and loads models and their tokenizers. Of the cache it only asks which models it can serve."""
