@@ -11,12 +11,18 @@ from typing import Literal, get_args
 from h2o_stream.errors import ConfigError
 
 Positions = Literal["gap", "rolling", "absolute"]
+AtContext = Literal["continue", "stop"]
+DTYPES = ("auto", "float32", "bfloat16", "float16")
 
 DEFAULT_MODEL = "smollm2-135m"
 DEFAULT_POLICY = "h2o"
 DEFAULT_WINDOW = 256
 DEFAULT_CHUNK = 64
 """Tokens between two evictions of a prefill: small keeps its scores close to decoding's, large is faster."""
+
+DEFAULT_TEMPERATURE = 0.7
+DEFAULT_TOP_P = 0.95
+DEFAULT_TOP_K = 0
 
 MIN_EVICTABLE = 8
 """Slots that pinned tokens must leave to the others, so that the window still moves."""
@@ -34,22 +40,20 @@ class PolicyDefaults:
         sinks: first tokens of the stream that are never evicted.
         decay: factor on the accumulated scores per token seen; 1 is the papers' plain sum.
         positions: where RoPE sees the kept tokens.
-        summary: one line for ``--help``.
     """
 
     heavy_share: float
     sinks: int
     decay: float
     positions: Positions
-    summary: str
 
 
 POLICIES: dict[str, PolicyDefaults] = {
-    "h2o": PolicyDefaults(0.25, 4, 0.99, "gap", "sinks, decayed heavy hitters and recent tokens at true distances"),
-    "h2o-paper": PolicyDefaults(0.5, 0, 1.0, "rolling", "half heavy hitters by plain sums, half recent tokens"),
-    "recent": PolicyDefaults(0.0, 0, 1.0, "rolling", "the most recent tokens only"),
-    "sink": PolicyDefaults(0.0, 4, 1.0, "rolling", "StreamingLLM: the first tokens and the most recent ones"),
-    "full": PolicyDefaults(0.0, 0, 1.0, "absolute", "transformers' own cache: keeps everything, grows for ever"),
+    "h2o": PolicyDefaults(0.25, 4, 0.99, "gap"),
+    "h2o-paper": PolicyDefaults(0.5, 0, 1.0, "rolling"),
+    "recent": PolicyDefaults(0.0, 0, 1.0, "rolling"),
+    "sink": PolicyDefaults(0.0, 4, 1.0, "rolling"),
+    "full": PolicyDefaults(0.0, 0, 1.0, "absolute"),
 }
 
 
@@ -217,11 +221,6 @@ class SamplingConfig:
             raise ConfigError("a stop string is empty; --stop needs at least one character")
 
 
-DEFAULT_TEMPERATURE = 0.7
-DEFAULT_TOP_P = 0.95
-DEFAULT_TOP_K = 0
-
-
 @dataclass(frozen=True)
 class ModelConfig:
     """Which model, and how it is loaded.
@@ -243,11 +242,6 @@ class ModelConfig:
     def __post_init__(self) -> None:
         if self.dtype not in DTYPES:
             raise ConfigError(f"dtype {self.dtype!r} is unknown; --dtype takes one of {', '.join(DTYPES)}")
-
-
-DTYPES = ("auto", "float32", "bfloat16", "float16")
-
-AtContext = Literal["continue", "stop"]
 
 
 @dataclass(frozen=True)

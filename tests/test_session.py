@@ -14,8 +14,9 @@ from h2o_stream.engine.events import PrefillProgress, Token
 from h2o_stream.models.load import LoadedModel
 from h2o_stream.models.templates import FALLBACK_STOPS, FALLBACK_TEMPLATE
 from h2o_stream.session.conversation import Turn
-from h2o_stream.session.report import RunReport, Speed
+from h2o_stream.session.report import RunReport
 from h2o_stream.session.template import ChatTemplate
+from h2o_stream.session.work import Work
 
 END = "<|im_end|>"
 SYSTEM = "You are a terse assistant."
@@ -122,7 +123,7 @@ class TestConversation:
             assert turn.number == number
             assert turn.text in text
             assert f"{turn.text}{END}" in text or turn.finish == "length"
-        assert turns[-1].counts.seen == len(fed) == sum(t.prompt_tokens + t.new_tokens for t in turns)
+        assert turns[-1].counts.seen == len(fed) == sum(t.work.prompt_tokens + t.work.new_tokens for t in turns)
         assert "Paris" in turns[0].text
         assert "Rome" in turns[1].text, "it remembers what the second question is about"
 
@@ -187,7 +188,7 @@ class TestConversation:
             seen = engine.cache.seen_tokens
             engine.should_stop = lambda: False
             turn = self.last(conversation.say("Hi"))
-            assert turn.counts.seen == seen + turn.prompt_tokens + turn.new_tokens
+            assert turn.counts.seen == seen + turn.work.prompt_tokens + turn.work.new_tokens
 
     def test_reset(self, embedded: LoadedModel) -> None:
         engine, conversation = self.talk(embedded)
@@ -201,7 +202,7 @@ class TestConversation:
     def test_odd_words(self, talker: Any, tokenizer: PreTrainedTokenizerBase, text: str) -> None:
         sampling = SamplingConfig(temperature=0, max_tokens=3)
         with Engine(talker(), tokenizer, CacheConfig(window=64), sampling) as engine:
-            assert self.last(Conversation(engine).say(text)).new_tokens == 3
+            assert self.last(Conversation(engine).say(text)).work.new_tokens == 3
 
     @staticmethod
     def last(events: Any) -> Turn:
@@ -226,17 +227,17 @@ class TestReport:
         assert record["turns"] == 3
         assert record["finish"] == {"length": 3}
         assert record["seen_tokens"] == turns[-1].counts.seen
-        assert report.total.prefill_tokens == sum(turn.prompt_tokens for turn in turns)
-        assert report.total.decode_tokens == 21
-        assert report.total.prefill_s == pytest.approx(sum(turn.prefill_s for turn in turns))
-        assert report.total.decode_s == pytest.approx(sum(turn.decode_s for turn in turns))
+        assert report.total.prompt_tokens == sum(turn.work.prompt_tokens for turn in turns)
+        assert report.total.new_tokens == 21
+        assert report.total.prefill_s == pytest.approx(sum(turn.work.prefill_s for turn in turns))
+        assert report.total.decode_s == pytest.approx(sum(turn.work.decode_s for turn in turns))
         assert [start for start, _, _ in report.by_length()] == [0, 1000, 2000]
 
     def test_a_long_run_fits_the_table(self) -> None:
         report = RunReport()
-        report._thousands = {thousand: Speed(decode_tokens=1, decode_s=0.5) for thousand in range(1000)}
+        report._thousands = {thousand: Work(new_tokens=1, decode_s=0.5) for thousand in range(1000)}
         rows = report.by_length()
         assert len(rows) <= 12
-        assert sum(speed.decode_tokens for _, _, speed in rows) == 1000
+        assert sum(work.new_tokens for _, _, work in rows) == 1000
         assert rows[0][0] == 0
         assert rows[-1][1] >= 1_000_000

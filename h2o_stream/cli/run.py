@@ -58,7 +58,7 @@ def loading(model: ModelConfig, output: OutputOptions) -> Iterator[Terminal]:
     """For the imports that bring torch and transformers: says what is going on and makes them quick and quiet."""
     from h2o_stream.ui.terminal import Terminal
 
-    terminal = Terminal(output.color, output.quiet, output.verbose, replies=output.jsonl != "-")
+    terminal = Terminal(output.color, output.quiet, replies=output.jsonl != "-")
     quieten_libraries(progress=terminal.live and not output.quiet, warnings=output.verbose)
     terminal.note(f"Loading {model.model} ...", style="dim")
     with collector_paused():

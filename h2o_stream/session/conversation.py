@@ -12,6 +12,7 @@ from h2o_stream.cache.caches import CacheCounts
 from h2o_stream.engine.engine import Engine
 from h2o_stream.engine.events import Finish, Finished, PrefillProgress, Token
 from h2o_stream.session.template import ChatTemplate, Prompt
+from h2o_stream.session.work import Work
 
 
 @dataclass(frozen=True)
@@ -22,10 +23,7 @@ class Turn:
         number: from 1, since the start of the conversation.
         prompt: what the user said.
         text: what the model said.
-        prompt_tokens: new tokens fed before the reply, template tokens included.
-        new_tokens: tokens of the reply, the end-of-turn token included.
-        prefill_s: seconds of work on the prompt.
-        decode_s: seconds of work on the reply.
+        work: tokens and seconds it took.
         counts: where the tokens were at the end.
         rss_bytes: resident memory of the process at the end.
         finish: why the reply ended.
@@ -36,25 +34,12 @@ class Turn:
     number: int
     prompt: str
     text: str
-    prompt_tokens: int
-    new_tokens: int
-    prefill_s: float
-    decode_s: float
+    work: Work
     counts: CacheCounts
     rss_bytes: int
     finish: Finish
     detail: str = ""
     beyond_context: bool = False
-
-    @property
-    def prefill_tok_s(self) -> float:
-        """Prompt tokens per second of work."""
-        return self.prompt_tokens / self.prefill_s if self.prefill_s else 0.0
-
-    @property
-    def decode_tok_s(self) -> float:
-        """Reply tokens per second of work."""
-        return self.new_tokens / self.decode_s if self.decode_s else 0.0
 
     def record(self, question_id: int | str | None = None) -> dict[str, Any]:
         """The turn as a record of ``--jsonl``."""
@@ -62,12 +47,12 @@ class Turn:
             "type": "turn",
             "turn": self.number,
             "question_id": question_id,
-            "prompt_tokens": self.prompt_tokens,
-            "new_tokens": self.new_tokens,
-            "prefill_s": round(self.prefill_s, 4),
-            "decode_s": round(self.decode_s, 4),
-            "prefill_tok_s": round(self.prefill_tok_s, 2),
-            "decode_tok_s": round(self.decode_tok_s, 2),
+            "prompt_tokens": self.work.prompt_tokens,
+            "new_tokens": self.work.new_tokens,
+            "prefill_s": round(self.work.prefill_s, 4),
+            "decode_s": round(self.work.decode_s, 4),
+            "prefill_tok_s": round(self.work.prefill_tok_s, 2),
+            "decode_tok_s": round(self.work.decode_tok_s, 2),
             "seen_tokens": self.counts.seen,
             "cached_tokens": self.counts.cached,
             "evicted_tokens": self.counts.evicted,
@@ -119,54 +104,36 @@ class Conversation:
         if not self._opened:
             self.engine.pin(prompt.pinned)
         self.turns += 1
-        fed, prefill_s, finished = 0, 0.0, None
+        work, pieces = Work(), list[str]()
         for event in self.engine.prefill(prompt.tokens):
-            if isinstance(event, PrefillProgress):
-                fed, prefill_s = event.done, event.elapsed_s
-                self._note_fed(prompt, fed)
-                yield event
-            else:
-                finished = event
-        if finished is not None:
-            if not self._opened:
-                self.engine.reset()
-            yield self._turn(text, [], fed, 0, prefill_s, 0.0, finished)
-            return
-        pieces: list[str] = []
-        new, decode_s = 0, 0.0
+            if isinstance(event, Finished):
+                if not self._opened:
+                    self.engine.reset()
+                yield self._turn(text, pieces, work, event)
+                return
+            work.prompt_tokens, work.prefill_s = event.done, event.elapsed_s
+            self._note_fed(prompt, event.done)
+            yield event
         for reply in self.engine.decode(self._stops):
-            if isinstance(reply, Token):
-                new, decode_s = new + 1, reply.elapsed_s
-                pieces.append(reply.text)
-                self._ended = reply.id in self.engine.end_tokens
-                yield reply
-            else:
-                pieces.append(reply.text)
-                yield self._turn(text, pieces, fed, new, prefill_s, decode_s, reply)
+            pieces.append(reply.text)
+            if isinstance(reply, Finished):
+                yield self._turn(text, pieces, work, reply)
+                return
+            work.new_tokens, work.decode_s = work.new_tokens + 1, reply.elapsed_s
+            self._ended = reply.id in self.engine.end_tokens
+            yield reply
 
     def _note_fed(self, prompt: Prompt, fed: int) -> None:
         """Once the pinned tokens are in, the conversation is open, even if the rest is interrupted."""
         self._opened = self._opened or fed > prompt.pinned
         self._ended = False
 
-    def _turn(
-        self,
-        prompt: str,
-        pieces: list[str],
-        prompt_tokens: int,
-        new_tokens: int,
-        prefill_s: float,
-        decode_s: float,
-        finished: Finished,
-    ) -> Turn:
+    def _turn(self, prompt: str, pieces: list[str], work: Work, finished: Finished) -> Turn:
         return Turn(
             number=self.turns,
             prompt=prompt,
             text="".join(pieces),
-            prompt_tokens=prompt_tokens,
-            new_tokens=new_tokens,
-            prefill_s=prefill_s,
-            decode_s=decode_s,
+            work=work,
             counts=self.engine.counts,
             rss_bytes=self._process.memory_info().rss,
             finish=finished.reason,

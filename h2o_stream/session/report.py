@@ -3,43 +3,16 @@
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass
 from typing import Any
 
 import psutil
 
 from h2o_stream.engine.events import PrefillProgress, Token
 from h2o_stream.session.conversation import Turn
+from h2o_stream.session.work import Work
 
 MAX_ROWS = 12
 """Rows of the speed table; the thousands of tokens are grouped to fit."""
-
-
-@dataclass
-class Speed:
-    """Work done while the stream was between two lengths."""
-
-    prefill_tokens: int = 0
-    prefill_s: float = 0.0
-    decode_tokens: int = 0
-    decode_s: float = 0.0
-
-    @property
-    def prefill_tok_s(self) -> float:
-        """Prompt tokens per second of work."""
-        return self.prefill_tokens / self.prefill_s if self.prefill_s else 0.0
-
-    @property
-    def decode_tok_s(self) -> float:
-        """Reply tokens per second of work."""
-        return self.decode_tokens / self.decode_s if self.decode_s else 0.0
-
-    def add(self, other: Speed) -> None:
-        """Take in the work of another span."""
-        self.prefill_tokens += other.prefill_tokens
-        self.prefill_s += other.prefill_s
-        self.decode_tokens += other.decode_tokens
-        self.decode_s += other.decode_s
 
 
 class RunReport:
@@ -48,13 +21,13 @@ class RunReport:
     def __init__(self) -> None:
         self.turns = 0
         self.finishes: Counter[str] = Counter()
-        self.total = Speed()
+        self.total = Work()
         self.peak_rss_bytes = 0
         self.cache_bytes = 0
         self.seen = 0
         self.evicted = 0
         self.beyond_context = False
-        self._thousands: dict[int, Speed] = {}
+        self._thousands: dict[int, Work] = {}
         self._process = psutil.Process()
         self._before: PrefillProgress | Token | None = None
 
@@ -73,22 +46,22 @@ class RunReport:
         elapsed_s = event.elapsed_s - (self._before.elapsed_s if same_kind and self._before else 0.0)
         if isinstance(event, PrefillProgress):
             done = self._before.done if isinstance(self._before, PrefillProgress) else 0
-            work = Speed(prefill_tokens=event.done - done, prefill_s=elapsed_s)
+            work = Work(prompt_tokens=event.done - done, prefill_s=elapsed_s)
         else:
-            work = Speed(decode_tokens=1, decode_s=elapsed_s)
+            work = Work(new_tokens=1, decode_s=elapsed_s)
         self._before = event
         self.total.add(work)
-        self._thousands.setdefault(max(counts.seen - 1, 0) // 1000, Speed()).add(work)
+        self._thousands.setdefault(max(counts.seen - 1, 0) // 1000, Work()).add(work)
 
-    def by_length(self) -> list[tuple[int, int, Speed]]:
-        """(from, to, speed) by tokens seen, in at most `MAX_ROWS` rows of equal width."""
+    def by_length(self) -> list[tuple[int, int, Work]]:
+        """(from, to, work) by tokens seen, in at most `MAX_ROWS` rows of equal width."""
         if not self._thousands:
             return []
         width = -(-(max(self._thousands) + 1) // MAX_ROWS)
-        rows: dict[int, Speed] = {}
-        for thousand, speed in sorted(self._thousands.items()):
-            rows.setdefault(thousand // width, Speed()).add(speed)
-        return [(row * width * 1000, (row + 1) * width * 1000, speed) for row, speed in rows.items()]
+        rows: dict[int, Work] = {}
+        for thousand, work in sorted(self._thousands.items()):
+            rows.setdefault(thousand // width, Work()).add(work)
+        return [(row * width * 1000, (row + 1) * width * 1000, work) for row, work in rows.items()]
 
     def record(self) -> dict[str, Any]:
         """The run as the last record of ``--jsonl``."""
@@ -107,9 +80,9 @@ class RunReport:
                 {
                     "from_tokens": start,
                     "to_tokens": end,
-                    "prefill_tok_s": round(speed.prefill_tok_s, 2),
-                    "decode_tok_s": round(speed.decode_tok_s, 2),
+                    "prefill_tok_s": round(work.prefill_tok_s, 2),
+                    "decode_tok_s": round(work.decode_tok_s, 2),
                 }
-                for start, end, speed in self.by_length()
+                for start, end, work in self.by_length()
             ],
         }

@@ -29,7 +29,8 @@ def occupancy(counts: CacheCounts) -> str:
 
 def turn_line(turn: Turn) -> str:
     """What a turn took, in a line of less than 80 characters."""
+    work = turn.work
     return (
-        f"{turn.prompt_tokens} + {turn.new_tokens} tokens, {turn.prefill_tok_s:.0f} + {turn.decode_tok_s:.1f} tok/s, "
+        f"{work.prompt_tokens} + {work.new_tokens} tokens, {work.prefill_tok_s:.0f} + {work.decode_tok_s:.1f} tok/s, "
         f"{occupancy(turn.counts)}, {turn.finish}" + (", beyond the model's context" if turn.beyond_context else "")
     )

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from types import TracebackType
 from typing import Self
 
 import psutil
@@ -52,13 +51,11 @@ class Screen:
         self._live = Live(self, console=terminal.console, screen=True, auto_refresh=False)
 
     def __enter__(self) -> Self:
-        self._live.__enter__()
+        self._live.start(refresh=True)
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._live.__exit__(kind, error, trace)
+    def __exit__(self, *exception: object) -> None:
+        self._live.stop()
 
     def asked(self, title: str, prompt: str) -> None:
         """A turn begins."""

@@ -19,9 +19,9 @@ def print_report(terminal: Terminal, report: RunReport, title: str) -> None:
     for start, end, part in report.by_length():
         table.add_row(
             f"{start:,} - {min(end, report.seen):,}",
-            f"{part.prefill_tokens:,}",
+            f"{part.prompt_tokens:,}",
             speed(part.prefill_tok_s),
-            f"{part.decode_tokens:,}",
+            f"{part.new_tokens:,}",
             speed(part.decode_tok_s),
         )
     terminal.console.print(table)

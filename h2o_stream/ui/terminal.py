@@ -24,7 +24,6 @@ class Terminal:
     Args:
         color: ``auto``, ``on`` or ``off``.
         quiet: no notes.
-        verbose: more notes.
         replies: whether reply text is written to stdout at all.
 
     Attributes:
@@ -33,7 +32,7 @@ class Terminal:
         live: stdout and stderr are one terminal that can be drawn on.
     """
 
-    def __init__(self, color: str = "auto", quiet: bool = False, verbose: bool = False, replies: bool = True) -> None:
+    def __init__(self, color: str = "auto", quiet: bool = False, replies: bool = True) -> None:
         force = True if color == "on" else None
         self.console = Console(
             stderr=True,
@@ -43,7 +42,7 @@ class Terminal:
             markup=False,
             width=None if sys.stderr.isatty() else 100,
         )
-        self.quiet, self.verbose, self._replies = quiet, verbose, replies
+        self.quiet, self._replies = quiet, replies
         self.interactive = sys.stdin.isatty() and sys.stdout.isatty()
         self.live = sys.stdout.isatty() and sys.stderr.isatty() and os.environ.get("TERM") not in (None, "", "dumb")
 
