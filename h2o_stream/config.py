@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal, get_args
 
 from h2o_stream.errors import ConfigError
@@ -30,6 +30,11 @@ MIN_EVICTABLE = 8
 DEFAULT_SPAN = 4096
 """Span of ``gap`` for a model that states no limit of its positions."""
 
+KV_BITS = (16, 8, 4, 2)
+
+RESIDUAL = 16
+"""Newest tokens that a quantized cache holds in full precision."""
+
 
 @dataclass(frozen=True)
 class PolicyDefaults:
@@ -40,20 +45,26 @@ class PolicyDefaults:
         sinks: first tokens of the stream that are never evicted.
         decay: factor on the accumulated scores per token seen; 1 is the papers' plain sum.
         positions: where RoPE sees the kept tokens.
+        rule: ``module:class`` of the `Policy` that chooses among the unprotected tokens.
     """
 
     heavy_share: float
     sinks: int
     decay: float
     positions: Positions
+    rule: str
 
+
+_RULES = "h2o_stream.cache.policies"
 
 POLICIES: dict[str, PolicyDefaults] = {
-    "h2o": PolicyDefaults(0.25, 4, 0.99, "gap"),
-    "h2o-paper": PolicyDefaults(0.5, 0, 1.0, "rolling"),
-    "recent": PolicyDefaults(0.0, 0, 1.0, "rolling"),
-    "sink": PolicyDefaults(0.0, 4, 1.0, "rolling"),
-    "full": PolicyDefaults(0.0, 0, 1.0, "absolute"),
+    "h2o": PolicyDefaults(0.25, 4, 0.99, "gap", f"{_RULES}.accumulated:Accumulated"),
+    "h2o-paper": PolicyDefaults(0.5, 0, 1.0, "rolling", f"{_RULES}.accumulated:Accumulated"),
+    "tova": PolicyDefaults(1.0, 0, 1.0, "rolling", f"{_RULES}.tova:Tova"),
+    "random": PolicyDefaults(0.5, 4, 1.0, "rolling", f"{_RULES}.random:Random"),
+    "sink": PolicyDefaults(0.0, 4, 1.0, "rolling", f"{_RULES}.recency:Recency"),
+    "recent": PolicyDefaults(0.0, 0, 1.0, "rolling", f"{_RULES}.recency:Recency"),
+    "full": PolicyDefaults(0.0, 0, 1.0, "absolute", f"{_RULES}.recency:Recency"),
 }
 
 
@@ -73,6 +84,12 @@ class CachePlan:
     positions: Positions
     span: int
     chunk: int
+    kv_bits: int = 16
+
+    @property
+    def residual(self) -> int:
+        """Newest tokens in full precision; none where everything is."""
+        return min(RESIDUAL, self.recent) if self.kv_bits < 16 else 0
 
 
 @dataclass(frozen=True)
@@ -89,6 +106,9 @@ class CacheConfig:
         span: with ``gap``, the distance in tokens up to which distances are true.
         chunk: tokens between two evictions of a prefill; 0 takes the whole prompt at once.
         kv_bits: bits per stored key and value number; 16 leaves the model's dtype as it is.
+        heavy_ratio: heavy slots as a part of the first prompt of a stream, as in the papers; with `recent_ratio`
+            it takes the place of `window` and `heavy`.
+        recent_ratio: recent slots as a part of the first prompt of a stream.
 
     Raises:
         ConfigError: a value is outside its limits, naming value, limit and option.
@@ -103,6 +123,8 @@ class CacheConfig:
     span: int | None = None
     chunk: int | None = None
     kv_bits: int | None = None
+    heavy_ratio: float | None = None
+    recent_ratio: float | None = None
 
     def __post_init__(self) -> None:
         if self.policy not in POLICIES:
@@ -121,34 +143,73 @@ class CacheConfig:
                 raise ConfigError(f"{name} is {value}; --{name} must be at least {least}")
         if self.decay is not None and not 0 < self.decay <= 1:
             raise ConfigError(f"decay is {self.decay}; --decay must be above 0 and at most 1")
-        if self.kv_bits not in (None, 16):
-            raise ConfigError(f"kv_bits is {self.kv_bits}; this version stores keys and values in 16 bits or more")
-        if self.policy != "full":
-            self._budgets()
+        if self.kv_bits not in (None, *KV_BITS):
+            raise ConfigError(f"kv_bits is {self.kv_bits}; --kv-bits takes one of {', '.join(map(str, KV_BITS))}")
+        if self.policy == "full":
+            if self.kv_bits not in (None, 16):
+                raise ConfigError(
+                    f"kv_bits is {self.kv_bits}, but policy full keeps transformers' own cache; --kv-bits needs another "
+                    "--policy, such as recent with a large --window"
+                )
+        elif self.by_ratio:
+            self._check_ratios()
+        else:
+            self._budgets(self.window, self.heavy)
 
-    def _budgets(self) -> tuple[int, int, int]:
+    @property
+    def by_ratio(self) -> bool:
+        """Whether the budgets wait for the first prompt of a stream."""
+        return self.heavy_ratio is not None or self.recent_ratio is not None
+
+    def _check_ratios(self) -> None:
+        for name in ("heavy_ratio", "recent_ratio"):
+            ratio = getattr(self, name) or 0.0
+            if not 0 <= ratio <= 1:
+                raise ConfigError(f"{name} is {ratio}; --{name.replace('_', '-')} must be between 0 and 1")
+        if not self.recent_ratio:
+            raise ConfigError("recent_ratio is 0; --recent-ratio must be above 0, the newest token has to stay")
+        if self.heavy is not None or self.window != DEFAULT_WINDOW:
+            raise ConfigError(
+                "--heavy-ratio and --recent-ratio set the window by the first prompt; leave out --window and --heavy"
+            )
+
+    def for_prompt(self, tokens: int) -> CacheConfig:
+        """The same budgets in tokens, as h2o_hf resolves its ratios: each is a part of the prompt, rounded down.
+
+        Args:
+            tokens: length of the first prompt; the longest one of a batch.
+        """
+        if not self.by_ratio or self.policy == "full":
+            return self
+        heavy = int(tokens * (self.heavy_ratio or 0.0))
+        recent = max(int(tokens * (self.recent_ratio or 0.0)), 1)
+        sinks = POLICIES[self.policy].sinks if self.sinks is None else self.sinks
+        return replace(
+            self, window=sinks + heavy + recent, heavy=heavy, sinks=sinks, heavy_ratio=None, recent_ratio=None
+        )
+
+    def _budgets(self, window: int, heavy: int | None) -> tuple[int, int, int]:
         """(sinks, heavy, recent), summing to the window."""
         defaults = POLICIES[self.policy]
-        sinks = min(defaults.sinks, self.window // 2) if self.sinks is None else self.sinks
-        if sinks >= self.window:
+        sinks = min(defaults.sinks, window // 2) if self.sinks is None else self.sinks
+        if sinks >= window:
             raise ConfigError(
-                f"sinks is {sinks}, at most {self.window - 1} fit a window of {self.window}; "
-                "lower --sinks or raise --window"
+                f"sinks is {sinks}, at most {window - 1} fit a window of {window}; lower --sinks or raise --window"
             )
-        heavy = int((self.window - sinks) * defaults.heavy_share) if self.heavy is None else self.heavy
-        recent = self.window - sinks - heavy
-        if recent < 1:
+        most = window - sinks - 1
+        heavy = min(int((window - sinks) * defaults.heavy_share), most) if heavy is None else heavy
+        if heavy > most:
             raise ConfigError(
-                f"heavy is {heavy}, at most {self.window - sinks - 1} leaves a recent token beside {sinks} sinks "
-                f"in a window of {self.window}; lower --heavy or raise --window"
+                f"heavy is {heavy}, at most {most} leaves a recent token beside {sinks} sinks "
+                f"in a window of {window}; lower --heavy or raise --window"
             )
-        return sinks, heavy, recent
+        return sinks, heavy, window - sinks - heavy
 
     def plan(self, context: int | None = None) -> CachePlan:
         """Resolve what was left open.
 
         Args:
-            context: positions the model was trained for; None when it has no such limit.
+            context: distances the model was trained for; None when it has no such limit.
 
         Raises:
             ConfigError: the distances asked for do not fit the model's positions.
@@ -159,12 +220,8 @@ class CacheConfig:
         fitting = DEFAULT_CHUNK if context is None else max(min(DEFAULT_CHUNK, context - self.window), 1)
         chunk = fitting if self.chunk is None else self.chunk
         if self.policy == "full":
-            if positions != "absolute":
-                raise ConfigError(
-                    f"policy full keeps original positions; --positions {positions} needs another --policy"
-                )
             return CachePlan("full", 0, 0, 0, 0, decay, "absolute", 0, chunk)
-        sinks, heavy, recent = self._budgets()
+        sinks, heavy, recent = self._budgets(self.window, self.heavy)
         span = 0
         if positions != "absolute":
             room = DEFAULT_SPAN if context is None else context - self.window - (chunk or 1)
@@ -175,7 +232,7 @@ class CacheConfig:
                     f"{spanned}window {self.window} + chunk {chunk or 1} passes the {context} positions the model "
                     f"was trained for; lower {'--span, ' if spanned else ''}--window or --chunk"
                 )
-        return CachePlan(self.policy, self.window, sinks, heavy, recent, decay, positions, span, chunk)
+        return CachePlan(self.policy, self.window, sinks, heavy, recent, decay, positions, span, chunk, self.kv_bits or 16)
 
 
 @dataclass(frozen=True)

@@ -1,16 +1,20 @@
-"""A naive decoder with an evicting cache, written from the definitions and from nothing in h2o_stream.cache.
+"""A naive decoder with an evicting cache, written from the definitions and from nothing in h2o_stream.
 
-One Python list of tokens per layer and KV head. Every query places every key anew by the definition of its
-position mode, keys are pruned first and rotated after, and the scores are summed one number at a time.
+One Python list of tokens per layer and KV head. Every query places every key anew by the definition of its position
+mode, keys are pruned first and rotated after, by the model's own rotary functions. It takes queries and keys from the
+model at position 0, where RoPE turns nothing.
 """
 
 from __future__ import annotations
 
 import math
+import sys
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from transformers import AttentionInterface
 
 
 @dataclass
@@ -29,77 +33,105 @@ class Rules:
     decay: float = 1.0
     positions: str = "rolling"
     span: int = 0
-    by_age: bool = False
+    rule: str = "accumulated"
 
 
 @dataclass
 class Oracle:
-    """Feeds tokens through a Llama; `margin` is how close any choice between two tokens came to a tie."""
+    """Feeds tokens through a model; `margin` is how close any choice between two tokens came to a tie."""
 
-    model: torch.nn.Module
+    model: nn.Module
     rules: Rules
     seen: int = 0
     margin: float = math.inf
-    held: list[list[list[Kept]]] = field(default_factory=list)
+    held: dict[int, list[list[Kept]]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        config = self.model.config
-        self.heads, self.size = config.num_key_value_heads, config.head_dim
-        self.groups = config.num_attention_heads // self.heads
-        theta = config.rope_parameters["rope_theta"]
-        self.frequency = torch.tensor([theta ** (-2 * i / self.size) for i in range(self.size // 2)])
-        self.held = [[[] for _ in range(self.heads)] for _ in range(config.num_hidden_layers)]
+        text = self.model.config.get_text_config()
+        window = getattr(text, "sliding_window", None)
+        kinds = getattr(text, "layer_types", None) or ["sliding_attention"] * text.num_hidden_layers
+        self.kinds = kinds
+        self.windows = [window if kind == "sliding_attention" else None for kind in kinds]
+        self.rotary = next((module for module in self.model.modules() if hasattr(module, "rope_type")), None)
 
     def feed(self, tokens: list[int]) -> Tensor:
         """One chunk: attend to what is held and causally to each other, then evict. Returns logits [n, V]."""
-        base = self.model.model
-        x = base.embed_tokens(torch.tensor(tokens))
-        for number, layer in enumerate(base.layers):
-            h, attention = layer.input_layernorm(x), layer.self_attn
-            q, k, v = (
-                p(h).view(len(tokens), -1, self.size) for p in (attention.q_proj, attention.k_proj, attention.v_proj)
-            )
-            mixed = torch.zeros(len(tokens), self.heads * self.groups, self.size)
-            for head in range(self.heads):
-                held = self.held[number][head]
-                held += [Kept(self.seen + i, k[i, head], v[i, head]) for i in range(len(tokens))]
-                received = [0.0] * len(held)
-                for i in range(len(tokens)):
-                    for group in range(self.groups):
-                        query_head = head * self.groups + group
-                        weights, mixed[i, query_head] = self.attend(q[i, query_head], held, self.seen + i)
-                        for at, weight in enumerate(weights):
-                            received[at] += weight * self.rules.decay ** (len(tokens) - 1 - i)
-                for token, gained in zip(held, received, strict=True):
-                    token.score = token.score * self.rules.decay ** len(tokens) + gained
-                self.held[number][head] = self.evict(held)
-            x = x + attention.o_proj(mixed.flatten(1))
-            x = x + layer.mlp(layer.post_attention_layernorm(x))
+        positions = torch.arange(self.seen, self.seen + len(tokens)) if self.rotary is None else torch.zeros(len(tokens))
+        previous = self.model.config._attn_implementation
+        self.model.set_attn_implementation("oracle")
+        try:
+            logits = self.model(
+                torch.tensor([tokens]), position_ids=positions.long()[None], use_cache=False, oracle=self
+            ).logits[0]
+        finally:
+            self.model.set_attn_implementation(previous)
         self.seen += len(tokens)
-        return self.model.lm_head(base.norm(x))
+        return logits
 
-    def attend(self, query: Tensor, held: list[Kept], now: int) -> tuple[list[float], Tensor]:
+    def layer(self, number: int, q: Tensor, k: Tensor, v: Tensor, scaling: float, softcap: float | None) -> Tensor:
+        """[Hq, n, D], [Hkv, n, D] twice, to [n, Hq, D]."""
+        heads, new, _ = k.shape
+        groups, rules = q.shape[0] // heads, self.rules
+        own_window = self.windows[number] if None in self.windows else None
+        lists = self.held.setdefault(number, [[] for _ in range(heads)])
+        mixed = torch.zeros(new, q.shape[0], v.shape[-1])
+        for head in range(heads):
+            held = lists[head]
+            held += [Kept(self.seen + i, k[head, i], v[head, i]) for i in range(new)]
+            received = torch.zeros(len(held), dtype=torch.float64)
+            for i in range(new):
+                queries = q[head * groups : (head + 1) * groups, i]
+                weights, output = self.attend(number, queries, held, self.seen + i, scaling, softcap, own_window)
+                mixed[i, head * groups : (head + 1) * groups] = output
+                if rules.rule == "tova":
+                    received.zero_()
+                received[: weights.shape[1]] += weights.sum(0).double() * rules.decay ** (new - 1 - i)
+            for token, gained in zip(held, received.tolist(), strict=True):
+                token.score = gained + (0 if rules.rule == "tova" else token.score * rules.decay**new)
+            if own_window is None:
+                lists[head] = self.evict(held, number, head, self.seen + new)
+        return mixed
+
+    def attend(
+        self,
+        number: int,
+        queries: Tensor,
+        held: list[Kept],
+        now: int,
+        scaling: float,
+        softcap: float | None,
+        own_window: int | None,
+    ) -> tuple[Tensor, Tensor]:
+        """The group's weights [G, n] on the tokens that came until `now`, and its outputs [G, D]."""
         visible = [token for token in held if token.index <= now]
-        logits = []
-        for token in visible:
-            age = now - token.index
-            rank = sum(token.index < other.index <= now for other in visible)
-            distance = {"rolling": rank, "absolute": age, "gap": min(age, self.rules.span + rank)}
-            rotated = self.rotate(token.key, -distance[self.rules.positions])
-            logits.append(float(query @ rotated) / math.sqrt(self.size))
-        top = max(logits)
-        powers = [math.exp(logit - top) for logit in logits]
-        weights = [power / sum(powers) for power in powers]
-        output = sum(weight * token.value for weight, token in zip(weights, visible, strict=True))
-        return weights, output
+        count, positions = len(visible), "absolute" if own_window else self.rules.positions
+        age = torch.tensor([now - token.index for token in visible])
+        rank = torch.arange(count - 1, -1, -1)
+        distance = {"rolling": rank, "absolute": age, "gap": torch.minimum(age, self.rules.span + rank)}[positions]
+        keys = self.rotate(number, torch.stack([token.key for token in visible]), -distance)
+        logits = self.rotate(number, queries, torch.zeros(len(queries))) @ keys.T * scaling
+        if softcap is not None:
+            logits = softcap * torch.tanh(logits / softcap)
+        window = self.windows[number]
+        if window is not None and positions == "absolute":
+            logits[:, age >= window] = -torch.inf
+        weights = logits.softmax(-1)
+        return weights, weights @ torch.stack([token.value for token in visible])
 
-    def rotate(self, x: Tensor, position: int) -> Tensor:
-        first, second = x[: self.size // 2], x[self.size // 2 :]
-        cos, sin = torch.cos(position * self.frequency), torch.sin(position * self.frequency)
-        return torch.cat((first * cos - second * sin, second * cos + first * sin))
+    def rotate(self, number: int, x: Tensor, position: Tensor) -> Tensor:
+        """[n, D] as it came from position 0, at other positions."""
+        if self.rotary is None:
+            return x
+        which = (self.kinds[number],) if isinstance(self.rotary.rope_type, dict) else ()
+        still, _ = self.rotary(x, torch.zeros(1, 1), *which)
+        cos, sin = self.rotary(x, position[None].float(), *which)
+        turn: Any = sys.modules[type(self.rotary).__module__].apply_rotary_pos_emb
+        turned = cos.shape[-1]
+        x = torch.cat((x[:, :turned] / still.flatten()[0], x[:, turned:]), dim=-1)
+        return turn(x[None, None], x[None, None], cos, sin)[1][0, 0]
 
-    def evict(self, held: list[Kept]) -> list[Kept]:
-        """Cookbook's HHCache: of more than W keep the last R and, before them, the sinks and the top scores."""
+    def evict(self, held: list[Kept], layer: int, head: int, seen: int) -> list[Kept]:
+        """Cookbook's HHCache: of more than W keep the last R and, before them, the sinks and those worth most."""
         rules = self.rules
         if len(held) <= rules.window:
             return held
@@ -107,11 +139,47 @@ class Oracle:
         old, new = held[: len(held) - recent], held[len(held) - recent :]
         sinks = [token for token in old if token.index < rules.sinks]
         others = [token for token in old if token.index >= rules.sinks]
-        others.sort(key=lambda token: token.index if rules.by_age else token.score, reverse=True)
+        worth = {
+            "accumulated": lambda token: token.score,
+            "tova": lambda token: token.score,
+            "recency": lambda token: token.index,
+            "random": lambda token: drawn(token.index, layer, head, seen),
+        }["recency" if rules.heavy == 0 else rules.rule]
+        others.sort(key=worth, reverse=True)
         room = rules.window - recent - len(sinks)
-        if not rules.by_age and 0 < room < len(others):
-            self.margin = min(self.margin, others[room - 1].score - others[room].score)
+        if 0 < room < len(others):
+            self.margin = min(self.margin, worth(others[room - 1]) - worth(others[room]))
         return sorted([*sinks, *others[:room], *new], key=lambda token: token.index)
 
     def kept(self, layer: int) -> list[list[int]]:
         return [[token.index for token in head] for head in self.held[layer]]
+
+
+def drawn(index: int, layer: int, head: int, seen: int) -> float:
+    """The draw of the policy random: MurmurHash3's finalizer three times, on plain integers."""
+
+    def mix(x: int) -> int:
+        x &= 0xFFFFFFFF
+        x = (x ^ x >> 16) * 0x85EBCA6B & 0xFFFFFFFF
+        x = (x ^ x >> 13) * 0xC2B2AE35 & 0xFFFFFFFF
+        return x ^ x >> 16
+
+    return (mix(mix(mix(seen) + 0x10001 * layer + head) + index) & 0xFFFFFF) / 2**24
+
+
+def oracle_attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float,
+    softcap: float | None = None,
+    *,
+    oracle: Oracle,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    return oracle.layer(module.layer_idx, query[0], key[0], value[0], scaling, softcap)[None], None
+
+
+AttentionInterface.register("oracle", oracle_attention)

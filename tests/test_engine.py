@@ -331,7 +331,6 @@ def test_wrong_budgets_name_the_option(settings: dict[str, Any], words: str) -> 
     [
         ({"window": 500}, "lower --window"),
         ({"span": 400}, "lower --span"),
-        ({"policy": "full", "positions": "gap"}, "original positions"),
     ],
 )
 def test_budgets_that_do_not_fit_the_model(settings: dict[str, Any], words: str) -> None:

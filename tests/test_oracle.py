@@ -17,24 +17,24 @@ TIE = 1e-5
 
 def compare(model: torch.nn.Module, config: CacheConfig, rules: Rules, tokens: list[int], prompt: int) -> bool:
     """Feed `prompt` tokens at once and the rest one by one, to both. False: too close to a tie to tell."""
-    oracle = Oracle(model, rules)
-    with attach(model, config) as cache:
-        chunk = cache.plan.chunk or prompt
-        parts = [tokens[i : min(i + chunk, prompt)] for i in range(0, prompt, chunk)]
-        expected = torch.cat([oracle.feed(part) for part in parts])
-        logits = [model(torch.tensor([tokens[:prompt]]), past_key_values=cache).logits[0]]
-        kept = []
-        for token in tokens[prompt:]:
-            kept.append((oracle.kept(0), cache.kept(0)[0].tolist()))
-            expected = torch.cat((expected, oracle.feed([token])))
-            logits.append(model(torch.tensor([[token]]), past_key_values=cache).logits[0])
-        layers = range(model.config.num_hidden_layers)
-        kept += [(oracle.kept(layer), cache.kept(layer)[0].tolist()) for layer in layers]
+    oracle, chunk = Oracle(model, rules), config.plan().chunk or prompt
+    parts = [tokens[i : min(i + chunk, prompt)] for i in range(0, prompt, chunk)]
+    expected, wanted = [oracle.feed(part) for part in parts], [oracle.kept(0)]
+    for token in tokens[prompt:]:
+        expected.append(oracle.feed([token]))
+        wanted.append(oracle.kept(0))
+    layers = range(model.config.num_hidden_layers)
+    wanted += [oracle.kept(layer) for layer in layers]
     if oracle.margin <= TIE:
         return False
-    for theirs, ours in kept:
-        assert ours == theirs
-    torch.testing.assert_close(torch.cat(logits), expected, atol=2e-4, rtol=1e-3)
+    with attach(model, config) as cache:
+        logits, kept = [model(torch.tensor([tokens[:prompt]]), past_key_values=cache).logits[0]], [cache.kept(0)[0]]
+        for token in tokens[prompt:]:
+            logits.append(model(torch.tensor([[token]]), past_key_values=cache).logits[0])
+            kept.append(cache.kept(0)[0])
+        kept += [cache.kept(layer)[0] for layer in layers]
+    assert [heads.tolist() for heads in kept] == wanted
+    torch.testing.assert_close(torch.cat(logits), torch.cat(expected), atol=2e-4, rtol=1e-3)
     return True
 
 
@@ -58,7 +58,7 @@ def test_h2o_paper_is_the_cookbook_rule(
     model = make_llama(heads=heads, groups=groups, seed=seed)
     window = heavy + recent
     config = CacheConfig(policy="h2o-paper", window=window, heavy=heavy, chunk=0)
-    rules = Rules(window, heavy, by_age=heavy == 0)
+    rules = Rules(window, heavy)
     assume(compare(model, config, rules, tokens_of(seed, prompt + steps), prompt))
 
 
@@ -101,7 +101,7 @@ def test_h2o_in_chunks_and_in_every_position_mode(
 @pytest.mark.parametrize("chunk", [1, 5, 0])
 def test_policies_without_heavy_hitters(policy: str, sinks: int, positions: str, chunk: int) -> None:
     config = CacheConfig(policy, window=9, positions=positions, span=7, chunk=chunk)
-    rules = Rules(9, 0, sinks, positions=positions, span=7, by_age=True)
+    rules = Rules(9, 0, sinks, positions=positions, span=7)
     assert compare(make_llama(groups=3), config, rules, tokens_of(1, 40), 25)
 
 

@@ -12,38 +12,9 @@ from transformers import PreTrainedModel
 
 from h2o_stream.cache.attention import ATTENTION_NAME
 from h2o_stream.cache.caches import FullCache, H2OCache
-from h2o_stream.cache.rope import RotaryTable, rotary_of
-from h2o_stream.config import CacheConfig, CachePlan
-from h2o_stream.errors import H2OStreamError, UnsupportedModelError
-
-
-def context_of(config: Any) -> int | None:
-    """Positions a model was trained for, or None when its config names no limit."""
-    limit = getattr(config.get_text_config(), "max_position_embeddings", None)
-    return int(limit) if limit else None
-
-
-def check_supported(model_class: type, config: Any, plan: CachePlan) -> None:
-    """Refuse, before any work, what the fixed slots cannot serve exactly.
-
-    Raises:
-        UnsupportedModelError: naming the architecture and the reason.
-    """
-    if plan.policy == "full":
-        return
-    name, text = model_class.__name__, config.get_text_config()
-    if config.is_encoder_decoder or not getattr(model_class, "_supports_attention_backend", False):
-        raise UnsupportedModelError(
-            f"{name} does not take its attention from transformers' registry; only --policy full can serve it"
-        )
-    kinds = set(getattr(text, "layer_types", None) or ()) - {"full_attention"}
-    if kinds or getattr(text, "attn_logit_softcapping", None) or getattr(text, "sliding_window", None):
-        reason = ", ".join(sorted(kinds)) or "sliding windows or soft-capping"
-        raise UnsupportedModelError(f"{name} uses {reason}, which this version serves with --policy full only")
-    if plan.positions != "absolute" and not getattr(text, "rope_parameters", None):
-        raise UnsupportedModelError(
-            f"{name} has no rotary positions, which {plan.positions} re-assigns; use --positions absolute"
-        )
+from h2o_stream.cache.support import check_supported, layer_specs, learned_positions, reach_of
+from h2o_stream.config import CacheConfig
+from h2o_stream.errors import H2OStreamError
 
 
 @contextmanager
@@ -58,7 +29,7 @@ def attach(model: PreTrainedModel, config: CacheConfig | None = None) -> Iterato
         config: the policy and its budgets; the default is ours.
 
     Yields:
-        The cache, with ``kept``, ``nbytes``, ``seen_tokens``, ``counts`` and ``pin``.
+        The cache, with ``kept``, ``nbytes``, ``seen_tokens``, ``counts``, ``pin``, ``statistics`` and ``state_dict``.
 
     Raises:
         UnsupportedModelError: the architecture cannot be served.
@@ -84,12 +55,10 @@ def attach(model: PreTrainedModel, config: CacheConfig | None = None) -> Iterato
 
 def build_cache(model: PreTrainedModel, config: CacheConfig) -> H2OCache | FullCache:
     """The cache `config` asks for, sized for `model`."""
-    plan = config.plan(context_of(model.config))
-    check_supported(type(model), model.config, plan)
+    plan = check_supported(type(model), model.config, config)
     if plan.policy == "full":
         return FullCache(plan, model.config)
-    table = None if plan.positions == "absolute" else RotaryTable(rotary_of(model))
-    return H2OCache(plan, model.config.get_text_config().num_hidden_layers, table)
+    return H2OCache(config, layer_specs(model, plan), reach_of(model.config), learned_positions(model.config))
 
 
 class _Hook:

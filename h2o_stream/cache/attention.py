@@ -11,10 +11,15 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor, nn
 from transformers import AttentionInterface
 
+from h2o_stream.errors import UnsupportedModelError
+
 if TYPE_CHECKING:
     from h2o_stream.cache.caches import H2OCache
 
 ATTENTION_NAME = "h2o_stream"
+
+_NOT_SERVED = ("s_aux", "sinks", "position_bias", "indices", "block_indices")
+"""What some models hand to their attention and would be wrong to ignore: learned sinks, biases, sparse choices."""
 
 
 def h2o_attention(
@@ -24,17 +29,26 @@ def h2o_attention(
     value: Tensor,
     attention_mask: Tensor | None,
     scaling: float | None = None,
+    softcap: float | None = None,
     h2o_cache: H2OCache | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
     """Attend through the layer's slots; see `SlotLayer.attend` for shapes.
 
-    ``attention_mask`` is None: masks inside a chunk are made from token indices. Dropout is ignored, this
-    cache is for inference.
+    ``attention_mask`` is None: masks inside a chunk are made from token indices. The model's sliding window is
+    the layer's own affair. Dropout is ignored, this cache is for inference.
+
+    Raises:
+        UnsupportedModelError: the model did not hand the cache on, or wants an attention that is not ours.
     """
-    assert h2o_cache is not None, "the model is attached, but its forward did not pass h2o_cache on"
+    if h2o_cache is None:
+        raise UnsupportedModelError(f"{type(module).__name__} does not pass extra keywords on to its attention")
+    for name in _NOT_SERVED:
+        if kwargs.get(name) is not None:
+            raise UnsupportedModelError(f"{type(module).__name__} uses {name} in its attention, which is not served")
     scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
-    return h2o_cache.layers[module.layer_idx].attend(query, key, value, scaling), None
+    layer = h2o_cache.layers[module.layer_idx]
+    return layer.attend(query, key, value, scaling, softcap, h2o_cache.padding), None
 
 
 AttentionInterface.register(ATTENTION_NAME, h2o_attention)

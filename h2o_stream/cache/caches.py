@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -10,10 +11,11 @@ from torch import Tensor
 from transformers import DynamicCache
 from transformers.cache_utils import Cache
 
-from h2o_stream.cache.policies import make_scorer
+from h2o_stream.cache.padding import Padding
+from h2o_stream.cache.policies import Budget, make_policy, merged
 from h2o_stream.cache.rope import RotaryTable
 from h2o_stream.cache.slots import SlotLayer
-from h2o_stream.config import MIN_EVICTABLE, CachePlan
+from h2o_stream.config import DEFAULT_WINDOW, MIN_EVICTABLE, CacheConfig, CachePlan
 from h2o_stream.errors import ConfigError, H2OStreamError
 
 
@@ -52,24 +54,69 @@ class CacheCounts:
         return max(self.window - self.cached, 0)
 
 
+@dataclass(frozen=True)
+class LayerSpec:
+    """What the cache must know of a decoder layer.
+
+    Attributes:
+        table: rotations for ``rolling`` and ``gap``; None when the model rotates by itself (``absolute``).
+        sliding: the sliding window of a layer among others that have none: it is left alone. None for the others.
+        hidden_from: age in tokens from which the model hides keys from this layer, or None.
+    """
+
+    table: RotaryTable | None = None
+    sliding: int | None = None
+    hidden_from: int | None = None
+
+
 class H2OCache(Cache):
     """A fixed window of slots per decoder layer; memory does not grow with the stream.
 
     Args:
-        plan: budgets and rules.
-        layers: decoder layers of the model.
-        table: rotations for ``rolling`` and ``gap``; None when the model rotates by itself (``absolute``).
+        config: budgets and rules.
+        layers: what is to be known of every decoder layer.
+        reach: distances the model was trained for, or None.
+        last_position: positions a model has learned one by one, which nothing can pass; None for rotary ones.
     """
 
-    def __init__(self, plan: CachePlan, layers: int, table: RotaryTable | None) -> None:
-        scorer = make_scorer(plan)
-        super().__init__(layers=[SlotLayer(plan, scorer, table) for _ in range(layers)])
-        self.plan = plan
+    def __init__(
+        self, config: CacheConfig, layers: Sequence[LayerSpec], reach: int | None, last_position: int | None = None
+    ) -> None:
+        self.config = config
+        self.padding: Padding | None = None
+        self._specs = tuple(layers)
+        self._reach = reach
+        self._last_position = last_position
+        self._pins: tuple[range, ...] = ()
+        self._resolved = not config.by_ratio
+        self._resolve(DEFAULT_WINDOW)
+
+    def _resolve(self, prompt: int) -> None:
+        """Make the plan, by the length of the first prompt where it is asked for by ratio, and empty layers."""
+        self.plan = self.config.for_prompt(prompt).plan(self._reach)
+        super().__init__(layers=[self._layer(number, spec) for number, spec in enumerate(self._specs)])
+        self._share()
+
+    def _layer(self, number: int, spec: LayerSpec) -> SlotLayer:
+        plan = self.plan
+        if spec.sliding is None:
+            return SlotLayer(plan, make_policy(plan, number), spec.table, spec.hidden_from)
+        # A sliding layer holds what its own window shows, in full precision, at true distances.
+        own = replace(
+            plan, policy="recent", window=spec.sliding - 1, sinks=0, heavy=0, recent=spec.sliding - 1, kv_bits=16
+        )
+        own = own if plan.positions == "absolute" else replace(own, positions="rolling")
+        return SlotLayer(own, make_policy(own), spec.table, spec.sliding)
+
+    @property
+    def evicting(self) -> list[SlotLayer]:
+        """The layers that follow the plan: all but those with a sliding window of their own."""
+        return [layer for layer, spec in zip(self.layers, self._specs, strict=True) if spec.sliding is None]
 
     @property
     def seen_tokens(self) -> int:
-        """Tokens fed since the start of the stream."""
-        return int(self.get_seq_length())
+        """Tokens fed since the start of the stream, of the longest row; padding is none."""
+        return max(self.layers[0].lengths, default=0)
 
     @property
     def nbytes(self) -> int:
@@ -77,62 +124,145 @@ class H2OCache(Cache):
         return sum(layer.nbytes for layer in self.layers)
 
     def kept(self, layer: int = 0) -> Tensor:
-        """[B, Hkv, n] int64: indices of the tokens a layer holds, oldest first."""
+        """[B, Hkv, n] int64: indices of the tokens a layer holds, oldest first; shorter rows have -1 in front.
+
+        An index counts the tokens of its row, so that a row of a padded batch holds what it would hold alone.
+        """
         kept: Tensor = self.layers[layer].kept()
         return kept
 
-    def pin(self, count: int) -> None:
-        """Never evict the first `count` tokens of the stream; heavy and recent share what is left as before.
-
-        Raises:
-            ConfigError: fewer than `MIN_EVICTABLE` slots would be left to move in.
-            H2OStreamError: some of these tokens may have been evicted already.
-        """
-        plan = self.plan
-        pinned = max(count, plan.sinks)
-        if self.seen_tokens > plan.window and pinned > self.layers[0].pinned:
-            raise H2OStreamError(f"{self.seen_tokens} tokens were seen; pin before they pass the window {plan.window}")
-        movable = plan.window - pinned
-        if pinned > plan.sinks and movable < MIN_EVICTABLE:
-            raise ConfigError(
-                f"{count} pinned tokens (system prompt) leave {max(movable, 0)} of a window of {plan.window}, at least "
-                f"{MIN_EVICTABLE} must be left; raise --window to {count + MIN_EVICTABLE} or shorten the system prompt"
-            )
-        recent = movable - movable * plan.heavy // (plan.heavy + plan.recent)
-        for layer in self.layers:
-            layer.pinned, layer.recent = pinned, recent
-
     def counts(self) -> CacheCounts:
-        """Where the tokens are now."""
-        layer: SlotLayer = self.layers[0]
-        pinned = min(layer.pinned, layer.held)
-        recent = min(layer.recent, layer.held - pinned)
+        """Where the tokens are now, of the longest row."""
+        layer, seen = self.evicting[0], self.seen_tokens
+        protected = sum(len(pin[: max(seen - pin.start, 0)]) for pin in layer.budget.pins)
+        sinks = min(self.plan.sinks, seen)
+        recent = min(layer.budget.recent, layer.held - protected)
         return CacheCounts(
-            seen=layer.seen,
+            seen=seen,
             cached=layer.held,
-            sinks=min(self.plan.sinks, pinned),
-            pinned=max(pinned - self.plan.sinks, 0),
-            heavy=layer.held - pinned - recent,
+            sinks=sinks,
+            pinned=protected - sinks,
+            heavy=layer.held - protected - recent,
             recent=recent,
             window=self.plan.window,
             nbytes=self.nbytes,
         )
 
+    # pins
+
+    @property
+    def pins(self) -> tuple[range, ...]:
+        """Ranges of token indices that are never evicted, in order; the policy's sinks are not among them."""
+        return self._pins
+
+    def pin(self, start: int, stop: int) -> None:
+        """Never evict the tokens from index `start` up to `stop`, in any row, whether they were fed yet or not.
+
+        Pins stay when a new stream begins. Heavy and recent slots share what pins leave in their proportion.
+
+        Raises:
+            ConfigError: fewer than `MIN_EVICTABLE` slots would be left to move in.
+            H2OStreamError: some of these tokens have been evicted already.
+        """
+        if not 0 <= start <= stop:
+            raise ConfigError(f"tokens {start} to {stop} cannot be pinned; a pin starts at 0 or later and ends after it")
+        pins = merged((*self._pins, range(start, stop)))
+        self._check(pins)
+        for layer in self.evicting:
+            self._check_held(layer, start, min(stop, self.seen_tokens))
+        self._pins = pins
+        self._share()
+
+    def unpin(self, start: int = 0, stop: int | None = None) -> None:
+        """Let the tokens from `start` up to `stop`, or all from `start` on, be evicted again."""
+        rest = []
+        for pin in self._pins:
+            after = pin.stop if stop is None else max(min(stop, pin.stop), pin.start)
+            rest += [range(pin.start, min(start, pin.stop)), range(max(after, pin.start), pin.stop)]
+        self._pins = merged(rest)
+        self._share()
+
+    def _check(self, pins: tuple[range, ...]) -> None:
+        if not self._resolved or not pins:
+            return
+        plan = self.plan
+        pinned = sum(map(len, merged((range(plan.sinks), *pins))))
+        needed = max(MIN_EVICTABLE, plan.residual + 1)
+        if pinned > plan.sinks and plan.window - pinned < needed:
+            raise ConfigError(
+                f"{pinned} pinned tokens (system prompt, sinks, pins) leave {max(plan.window - pinned, 0)} of a window "
+                f"of {plan.window}, at least {needed} must be left; raise --window to {pinned + needed} or pin less (a shorter system "
+                "prompt)"
+            )
+
+    def _check_held(self, layer: SlotLayer, start: int, stop: int) -> None:
+        if stop <= start or max(layer.lengths) <= self.plan.window:
+            return
+        wanted = torch.arange(start, stop, device=layer.device)
+        held = (layer.index.unsqueeze(-1) == wanted).any(2)
+        owed = wanted < layer.seen
+        if not bool((held | ~owed).all()):
+            raise H2OStreamError(
+                f"of the tokens {start} to {stop} some have been evicted, {max(layer.lengths)} were seen in a window of "
+                f"{self.plan.window}; pin tokens before they pass the window"
+            )
+
+    def _share(self) -> None:
+        """Give pins their slots; heavy and recent share the rest as before."""
+        plan, pins = self.plan, merged((range(self.plan.sinks), *self._pins))
+        movable = plan.window - sum(map(len, pins))
+        recent = movable - movable * plan.heavy // (plan.heavy + plan.recent)
+        for layer in self.evicting:
+            layer.budget = Budget(pins, max(recent, plan.residual, 1))
+
+    # a stream
+
+    def begin(self, prompt: int) -> None:
+        """Tell an empty cache how long the first prompt is, when it will be fed in parts: ratios resolve by it.
+
+        Raises:
+            ConfigError: budgets or pins do not fit.
+        """
+        if self.config.by_ratio and not self.seen_tokens:
+            self._resolve(prompt)
+            self._resolved = True
+            self._check(self._pins)
+
+    def reset(self) -> None:
+        """Forget the stream and release the slots; pins stay."""
+        super().reset()
+        self.padding = None
+        self._resolved = not self.config.by_ratio
+
     def prepare_forward(self, kwargs: dict[str, Any]) -> None:
         """Adapt the keyword arguments of the model's forward to this cache, in place.
 
         Raises:
-            ConfigError: the attention mask hides tokens.
+            ConfigError: the attention mask is not one of padding, or budgets do not fit the first prompt.
+            H2OStreamError: the tokens pass the last position the model has learned.
         """
         tokens = kwargs.get("input_ids")
         if tokens is None:
             tokens = kwargs["inputs_embeds"]
-        mask = kwargs.get("attention_mask")
-        if mask is not None and tokens.shape[1] > 1 and (mask.dim() != 2 or not bool(mask.all())):
-            raise ConfigError("attention_mask hides tokens; padded batches are not served by this version")
+        batch, new = tokens.shape[:2]
+        if not self._resolved:
+            self.begin(new)
+        self.padding = Padding.of(kwargs.get("attention_mask"), batch, new)
         kwargs["h2o_cache"] = self
         if self.plan.positions != "absolute":
-            kwargs["position_ids"] = torch.zeros(tokens.shape[:2], dtype=torch.int64, device=tokens.device)
+            kwargs["position_ids"] = torch.zeros(batch, new, dtype=torch.int64, device=tokens.device)
+            return
+        lengths = self.layers[0].lengths or (0,) * batch
+        longest = max(map(sum, zip(lengths, self.padding.counts if self.padding else (new,) * batch, strict=True)))
+        if self._last_position is not None and longest > self._last_position:
+            raise H2OStreamError(
+                f"{longest} tokens pass the {self._last_position} positions the model has learned; nothing lies beyond"
+            )
+        seen = torch.tensor(lengths, device=tokens.device)
+        if self.padding is not None:
+            kwargs["position_ids"] = self.padding.positions(seen)
+        else:
+            kwargs["position_ids"] = seen[:, None] + torch.arange(new, device=tokens.device)
 
 
 class FullCache(DynamicCache):
@@ -160,8 +290,14 @@ class FullCache(DynamicCache):
         held = keys.shape[2]
         return torch.arange(self.seen_tokens - held, self.seen_tokens, device=keys.device).expand(*keys.shape[:2], held)
 
-    def pin(self, count: int) -> None:
+    def pin(self, start: int, stop: int) -> None:
         """Nothing is ever evicted, so nothing is to be done."""
+
+    def unpin(self, start: int = 0, stop: int | None = None) -> None:
+        """Nothing is ever evicted, so nothing is to be done."""
+
+    def begin(self, prompt: int) -> None:
+        """Nothing depends on the first prompt."""
 
     def counts(self) -> CacheCounts:
         """Where the tokens are now."""

@@ -6,15 +6,14 @@ minus its distance. Keys are stored un-rotated and rotated by a table lookup whe
 
 from __future__ import annotations
 
-import sys
-
 import torch
 from torch import Tensor, nn
 
 from h2o_stream.config import CachePlan
 from h2o_stream.errors import UnsupportedModelError
 
-_FIXED_FREQUENCIES = {"default", "linear", "llama3", "yarn"}
+_WITHIN_CONTEXT = {"default", "linear", "llama3", "yarn", "proportional", "longrope", "dynamic"}
+"""Kinds of RoPE whose frequencies do not change inside the context that `trained_distances` gives."""
 
 
 def distances(plan: CachePlan, age: Tensor, rank: Tensor) -> Tensor:
@@ -30,8 +29,8 @@ def distances(plan: CachePlan, age: Tensor, rank: Tensor) -> Tensor:
         so the order of the tokens is kept.
     """
     if plan.positions == "rolling":
-        return rank
-    return torch.minimum(age, rank + plan.span)
+        return rank.long()
+    return torch.minimum(age, rank.long() + plan.span)
 
 
 def rotate_back(x: Tensor, turns: Tensor) -> Tensor:
@@ -53,17 +52,24 @@ class RotaryTable:
 
     The model still scales queries and keys by its ``attention_scaling`` (YaRN) when it rotates them by
     position 0; the table leaves that factor out, so that it is applied once.
+
+    Args:
+        rotary: the model's rotary embedding.
+        layer_type: which of its several frequencies (Gemma 3), or None where it has one.
     """
 
-    def __init__(self, rotary: nn.Module) -> None:
+    def __init__(self, rotary: nn.Module, layer_type: str | None = None) -> None:
         self._rotary = rotary
+        self._which = (layer_type,) if layer_type else ()
+        prefix = f"{layer_type}_" if layer_type else ""
+        self._scaling = float(getattr(rotary, f"{prefix}attention_scaling", 1.0))
         self._tables: dict[tuple[torch.device, torch.dtype], Tensor] = {}
 
     def lookup(self, distance: Tensor, dtype: torch.dtype, limit: int) -> Tensor:
         """Cosines and sines for each distance.
 
         Args:
-            distance: int64, any shape, values from 0 to limit - 1.
+            distance: integer, any shape, values from 0 to limit - 1.
             dtype: of the result.
             limit: a bound on the distances, known without looking at them.
 
@@ -78,44 +84,31 @@ class RotaryTable:
     @torch.no_grad()
     def _make(self, size: int, device: torch.device, dtype: torch.dtype) -> Tensor:
         places = torch.arange(size, device=device)[None]
-        cos, sin = self._rotary(torch.zeros(1, device=device, dtype=torch.float32), places)
+        cos, sin = self._rotary(torch.zeros(1, device=device, dtype=torch.float32), places, *self._which)
         half = cos.shape[-1] // 2
         table = torch.cat((cos[0, :, :half], sin[0, :, :half]), dim=-1)
-        return (table / float(getattr(self._rotary, "attention_scaling", 1.0))).to(dtype)
+        return (table / self._scaling).to(dtype)
 
 
 def rotary_of(model: nn.Module) -> nn.Module:
-    """The one rotary embedding of a model, checked to rotate as `rotate_back` does.
+    """The one rotary embedding of a model.
 
     Raises:
-        UnsupportedModelError: there is none, there are several, its frequencies change with the length, or
-            it pairs the dimensions in another way.
+        UnsupportedModelError: there is none, there are several, or its frequencies change with the length.
     """
     name = type(model).__name__
-    found = [m for m in model.modules() if hasattr(m, "inv_freq") and hasattr(m, "attention_scaling")]
+    found = [module for module in model.modules() if hasattr(module, "rope_type")]
     if len(found) != 1:
         raise UnsupportedModelError(
             f"{name} has {len(found)} rotary embeddings, rolling and gap positions need one; try --positions absolute"
         )
-    rotary = found[0]
-    kind = getattr(rotary, "rope_type", "default")
-    if kind not in _FIXED_FREQUENCIES:
-        raise UnsupportedModelError(
-            f"{name} uses {kind} RoPE, whose frequencies change with the length; try --positions absolute"
-        )
-    _check_convention(rotary, name)
-    return rotary
+    kinds = found[0].rope_type
+    for kind in kinds.values() if isinstance(kinds, dict) else (kinds,):
+        if kind not in _WITHIN_CONTEXT:
+            raise UnsupportedModelError(f"{name} uses {kind} RoPE, which is not known here; try --positions absolute")
+    return found[0]
 
 
-@torch.no_grad()
-def _check_convention(rotary: nn.Module, name: str) -> None:
-    apply = getattr(sys.modules[type(rotary).__module__], "apply_rotary_pos_emb", None)
-    device = next(rotary.buffers()).device
-    cos, sin = rotary(torch.zeros(1, device=device), torch.tensor([[3]], device=device))
-    if apply is not None:
-        x = torch.linspace(-1, 1, cos.shape[-1], device=device).view(1, 1, 1, -1)
-        half = cos.shape[-1] // 2
-        ours = rotate_back(x, torch.cat((cos[..., :half], -sin[..., :half]), dim=-1)[:, None])
-        if torch.allclose(apply(x, x, cos, sin)[0], ours, atol=1e-5):
-            return
-    raise UnsupportedModelError(f"{name} applies RoPE in a form we do not reproduce; try --positions absolute")
+def table_for(rotary: nn.Module, layer_type: str) -> RotaryTable:
+    """The table of one kind of layer; most models have one for all."""
+    return RotaryTable(rotary, layer_type if isinstance(rotary.rope_type, dict) else None)

@@ -1,7 +1,7 @@
 """One decoder layer of the fixed-window cache: W + 1 slots that are written in place.
 
-Owns keys, values, scores, token indices and ranks of a layer, and the attention over them. Knows nothing of
-the model around it: it is handed queries, keys and values and gives back the attention's output.
+Owns scores, token indices and ranks of a layer, and the attention over its slots. Knows nothing of the model
+around it: it is handed queries, keys and values and gives back the attention's output.
 
 At rest at most W slots are held and `free` names one that is not. A decode step writes the new token there,
 attends, updates the scores and evicts one slot, which is the next free one; nothing is copied or grown.
@@ -17,64 +17,78 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import CacheLayerMixin
 
-from h2o_stream.cache.policies import Scorer, protected, select
+from h2o_stream.cache.padding import Padding
+from h2o_stream.cache.policies import Attention, Budget, Held, Policy, select
 from h2o_stream.cache.rope import RotaryTable, distances, rotate_back
+from h2o_stream.cache.store import QuantizedStore, Store, doubled
 from h2o_stream.config import CachePlan
 from h2o_stream.errors import H2OStreamError
 
-_STATE = ("keys", "values", "scores", "index", "rank", "free")
+_BOOKS = ("scores", "index", "rank", "free", "seen")
 
 
 class SlotLayer(CacheLayerMixin):
     """Fixed slots of one layer.
 
+    Args:
+        plan: budgets and rules.
+        policy: scores and priorities.
+        table: rotations for keys that come un-rotated; None when the model rotates by itself (``absolute``).
+        sliding: keys of this age and older are hidden, as in the model's own sliding windows.
+
     Attributes:
-        keys: [B, Hkv, S, D], S = window + 1; un-rotated, or rotated at token indices with ``absolute``.
-        values: [B, Hkv, S, D].
+        store: keys and values of S = window + 1 slots, un-rotated, or rotated at token indices with ``absolute``.
         scores: [B, Hkv, S] float32, -inf where empty.
-        index: [B, Hkv, S] int64 token index, -1 where empty.
-        rank: [B, Hkv, S] int64, held keys newer than this one; S or more where empty.
-        free: [B, Hkv, 1] int64, the slot the next token is written to.
-        seen: tokens fed since the last reset.
-        pinned: leading tokens that are never evicted; at least the plan's sinks.
+        index: [B, Hkv, S] int32 token index in the row, -1 where empty.
+        rank: [B, Hkv, S] int32, held keys newer than this one; S or more where empty.
+        free: [B, Hkv, 1] int64, an empty slot for the next token to be kept.
+        seen: [B, 1, 1] int64, tokens of each row since the last reset; padding is none.
+        lengths: the same numbers, known without asking the device.
+        columns: columns fed since the last reset, padding included.
+        budget: what eviction may not touch.
     """
 
     is_sliding = False
     is_compileable = False
     supports_early_init = False
 
-    def __init__(self, plan: CachePlan, scorer: Scorer, table: RotaryTable | None) -> None:
+    def __init__(self, plan: CachePlan, policy: Policy, table: RotaryTable | None, sliding: int | None = None) -> None:
         super().__init__()
         self.plan = plan
-        self.scorer = scorer
+        self.policy = policy
         self.table = table
-        self.pinned = plan.sinks
-        self.recent = plan.recent
-        self.seen = 0
+        self.sliding = sliding
+        self.budget = Budget((range(plan.sinks),), plan.recent)
+        self.columns = 0
+        self.lengths: tuple[int, ...] = ()
 
     # transformers' interface
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         """Allocate every slot, in the dtype and on the device of the first keys [B, Hkv, Q, D]."""
-        batch, heads = key_states.shape[:2]
-        slots, device = self.plan.window + 1, key_states.device
-        self.dtype, self.device = key_states.dtype, device
-        self.keys = key_states.new_zeros(batch, heads, slots, key_states.shape[-1])
-        self.values = value_states.new_zeros(batch, heads, slots, value_states.shape[-1])
-        self.scores = torch.empty(batch, heads, slots, dtype=torch.float32, device=device)
-        self.index = torch.empty(batch, heads, slots, dtype=torch.int64, device=device)
+        rows, slots, plan = key_states.shape[:2], self.plan.window + 1, self.plan
+        self.dtype, self.device = key_states.dtype, key_states.device
+        self.store: Store | QuantizedStore = (
+            Store(key_states, value_states, slots)
+            if plan.kv_bits == 16
+            else QuantizedStore(key_states, value_states, slots, plan.kv_bits, plan.residual)
+        )
+        self.scores = torch.empty(*rows, slots, dtype=torch.float32, device=self.device)
+        self.index = torch.empty(*rows, slots, dtype=torch.int32, device=self.device)
         self.rank = torch.empty_like(self.index)
-        self.free = torch.empty(batch, heads, 1, dtype=torch.int64, device=device)
+        self.free = torch.empty(*rows, 1, dtype=torch.int64, device=self.device)
+        self.seen = torch.zeros(rows[0], 1, 1, dtype=torch.int64, device=self.device)
+        self.lengths = (0,) * rows[0]
         self.is_initialized = True
-        self._vacate(0)
+        self._vacate()
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         """Hand the new keys and values on: `attend` stores them once their attention is known."""
         return key_states, value_states
 
     def get_seq_length(self) -> int:
-        """Tokens seen, evicted ones included: what `generate` counts with."""
-        return self.seen
+        """Columns seen, evicted ones and padding included: what `generate` counts with."""
+        return self.columns
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         """(length, offset) of a mask; ours are made in `attend`."""
@@ -86,16 +100,25 @@ class SlotLayer(CacheLayerMixin):
 
     def reset(self) -> None:
         """Forget the stream and release the slots."""
-        self.seen = 0
+        self.columns, self.lengths = 0, ()
         self.is_initialized = False
-        for name in _STATE:
+        for name in ("store", *_BOOKS):
             setattr(self, name, None)
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         """Row i becomes a copy of row beam_idx[i], scores and ranks included."""
         if self.is_initialized:
-            for name in _STATE:
-                setattr(self, name, getattr(self, name).index_select(0, beam_idx.to(self.device)))
+            for owner, name in self._tensors():
+                setattr(owner, name, getattr(owner, name).index_select(0, beam_idx.to(self.device)))
+            self.lengths = tuple(self.lengths[row] for row in beam_idx.tolist())
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        """Every row becomes `repeats` rows."""
+        self.reorder_cache(torch.arange(len(self.lengths)).repeat_interleave(repeats))
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        """Keep the rows at `indices`."""
+        self.reorder_cache(indices)
 
     def crop(self, tokens_to_remove: int) -> None:
         """Refused: what was evicted for the removed tokens does not come back."""
@@ -105,24 +128,41 @@ class SlotLayer(CacheLayerMixin):
 
     @property
     def held(self) -> int:
-        """Tokens held per head."""
-        return min(self.seen, self.plan.window)
+        """Tokens held per head, of the row that holds most."""
+        return min(max(self.lengths, default=0), self.plan.window)
 
     @property
     def nbytes(self) -> int:
         """Bytes of everything allocated for this layer."""
-        return sum(getattr(self, name).nbytes for name in _STATE) if self.is_initialized else 0
+        return sum(tensor.nbytes for tensor in self.tensors().values())
 
     def kept(self) -> Tensor:
-        """[B, Hkv, held] int64 token indices, oldest first."""
+        """[B, Hkv, held] int64 token indices, oldest first; shorter rows have -1 in front."""
         if not self.is_initialized:
             return torch.empty(0, 0, 0, dtype=torch.int64)
-        return self.index.sort(-1).values[..., self.plan.window + 1 - self.held :]
+        return self.index.sort(-1).values[..., self.plan.window + 1 - self.held :].long()
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Everything allocated, by name."""
+        return {name: getattr(owner, name) for owner, name in self._tensors()}
+
+    def _tensors(self) -> list[tuple[Any, str]]:
+        if not self.is_initialized:
+            return []
+        return [(self.store, name) for name in self.store.names] + [(self, name) for name in _BOOKS]
 
     # attention
 
     @torch.no_grad()
-    def attend(self, query: Tensor, key: Tensor, value: Tensor, scaling: float) -> Tensor:
+    def attend(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        scaling: float,
+        softcap: float | None = None,
+        padding: Padding | None = None,
+    ) -> Tensor:
         """Attend with Q new tokens, then hold at most `window` of all.
 
         Args:
@@ -130,115 +170,186 @@ class SlotLayer(CacheLayerMixin):
             key: [B, Hkv, Q, D].
             value: [B, Hkv, Q, D].
             scaling: factor on the query-key products.
+            softcap: bound of those products, by tanh; None for no bound.
+            padding: which columns are padding: they are neither attended to nor held. None for no column.
 
         Returns:
-            [B, Q, Hq, D], in the query's dtype.
+            [B, Q, Hq, D], in the query's dtype; of no account where there is padding.
         """
         if not self.is_initialized:
             self.lazy_initialization(key, value)
+        self.columns += key.shape[2]
+        if padding is not None:
+            query, key, value = padding.pack(query), padding.pack(key), padding.pack(value)
         chunk = self.plan.chunk or key.shape[2]
-        steps = zip(query.split(chunk, 2), key.split(chunk, 2), value.split(chunk, 2), strict=True)
-        outputs = [
-            self._decode(q, k, v, scaling) if k.shape[2] == 1 else self._prefill(q, k, v, scaling) for q, k, v in steps
-        ]
-        return outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=1)
+        outputs = []
+        for number, (q, k, v) in enumerate(zip(query.split(chunk, 2), key.split(chunk, 2), value.split(chunk, 2))):
+            new = k.shape[2]
+            counts = (new,) * len(self.lengths) if padding is None else padding.chunk(number * chunk, new)
+            step = self._decode if new == 1 == min(counts) else self._prefill
+            outputs.append(step(q, k, v, counts, scaling, softcap))
+        output = outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=1)
+        return output if padding is None else padding.unpack(output)
 
-    def _decode(self, query: Tensor, key: Tensor, value: Tensor, scaling: float) -> Tensor:
-        place = self.free[..., None].expand(-1, -1, -1, key.shape[-1])
-        self.keys.scatter_(2, place, key)
-        self.values.scatter_(2, place, value)
-        self.index.scatter_(2, self.free, self.seen)
-        self.scores.scatter_(2, self.free, 0.0)
+    def _decode(
+        self, query: Tensor, key: Tensor, value: Tensor, counts: tuple[int, ...], scaling: float, softcap: float | None
+    ) -> Tensor:
+        slot = self._seat()
+        self.store.write(slot, key, value)
+        self.index.scatter_(2, slot, self.seen.int().expand(slot.shape))
+        self.scores.scatter_(2, slot, 0.0)
         self.rank += 1
-        self.rank.scatter_(2, self.free, 0)
+        self.rank.scatter_(2, slot, 0)
         self.seen += 1
+        self.lengths = tuple(length + 1 for length in self.lengths)
 
-        output, probs = self._weigh(query, self.keys, self.values, self.index, self.rank, scaling)
-        if self.scorer.observes:
-            self.scores = self.scorer.observe(self.scores, probs)
+        held = Held(self.scores, self.index, self.rank, self.seen)
+        keys, values = self.store.read()
+        output, probs = self._weigh(query, keys, values, held, counts, scaling, softcap)
+        if self.policy.observes:
+            self.scores = self.policy.observe(self.scores, Attention(probs, probs.new_zeros(1), 1))
         self._evict()
         return output
 
+    def _seat(self) -> Tensor:
+        """The slot [B, Hkv, 1] for a new token. In a ring of newest tokens, the oldest one gives up its seat."""
+        if not isinstance(self.store, QuantizedStore):
+            return self.free
+        ring = (self.seen % self.store.residual).expand_as(self.free)
+        after = [length + 1 for length in self.lengths]
+        self.store.demote(ring, self.free, self.index >= 0, doubled(self.lengths, after, self.store.residual))
+        for book in (self.scores, self.index, self.rank):
+            book.scatter_(2, self.free, book.gather(2, ring))
+        return ring
+
     def _evict(self) -> None:
-        """Make the slot worth least, or an empty one, the free slot."""
-        worth = self.scorer.priority(self.scores, self.rank)
-        worth = worth.masked_fill(protected(self.index, self.rank, self.pinned, self.recent), torch.inf)
-        if self.seen <= self.plan.window:
-            worth = worth.masked_fill_(self.index < 0, -torch.inf)
-        self.free = worth.argmin(-1, keepdim=True)
-        self.rank -= (self.rank > self.rank.gather(2, self.free)).long()
+        """Make the slot worth least, or an empty one, the free slot; the ring of newest tokens is not asked."""
+        first = self.store.residual
+        worth = self.policy.worth(Held(self.scores, self.index, self.rank, self.seen), self.budget)
+        self.free = worth[..., first:].argmin(-1, keepdim=True) + first
+        self.rank -= (self.rank > self.rank.gather(2, self.free)).int()
         self.rank.scatter_(2, self.free, self.plan.window + 1)
         self.index.scatter_(2, self.free, -1)
         self.scores.scatter_(2, self.free, -torch.inf)
 
-    def _prefill(self, query: Tensor, key: Tensor, value: Tensor, scaling: float) -> Tensor:
-        new, used = key.shape[2], min(self.seen, self.plan.window + 1)
-        shape = (*key.shape[:2], new)
-        keys = torch.cat((self.keys[:, :, :used], key), dim=2)
-        values = torch.cat((self.values[:, :, :used], value), dim=2)
-        fresh = torch.arange(self.seen, self.seen + new, device=key.device)
-        index = torch.cat((self.index[..., :used], fresh.expand(shape)), dim=2)
-        newer = torch.arange(new - 1, -1, -1, device=key.device)
-        rank = torch.cat((self.rank[..., :used] + new, newer.expand(shape)), dim=2)
-        scores = torch.cat((self.scores[..., :used], self.scores.new_zeros(shape)), dim=2)
-        self.seen += new
+    def _prefill(
+        self, query: Tensor, key: Tensor, value: Tensor, counts: tuple[int, ...], scaling: float, softcap: float | None
+    ) -> Tensor:
+        new, used = key.shape[2], min(max(self.lengths), self.plan.window + 1)
+        count = torch.tensor(counts, device=key.device).view(-1, 1, 1)
+        place = torch.arange(new, device=key.device)
+        there = (place < count).expand(*key.shape[:2], new)
+        fresh = Held(
+            scores=self.scores.new_zeros(there.shape),
+            index=(self.seen + place).masked_fill(~there, -1).int(),
+            rank=(count - 1 - place).masked_fill(~there, self.plan.window + 1).int(),
+            seen=self.seen + count,
+        )
+        held = Held(
+            scores=torch.cat((self.scores[..., :used], fresh.scores), 2),
+            index=torch.cat((self.index[..., :used], fresh.index), 2),
+            rank=torch.cat((self.rank[..., :used] + count.int(), fresh.rank), 2),
+            seen=fresh.seen,
+        )
+        keys, values = self.store.read_exactly(used)
+        keys, values = torch.cat((keys, key), 2), torch.cat((values, value), 2)
+        before, self.seen = self.lengths, held.seen
+        self.lengths = tuple(length + more for length, more in zip(before, counts, strict=True))
 
-        output, probs = self._weigh(query, keys, values, index, rank, scaling)
-        if self.scorer.observes:
-            scores = self.scorer.observe(scores, probs)
-        safe = protected(index, rank, self.pinned, self.recent)
-        keep = select(self.scorer.priority(scores, rank), index, safe, self.held)
-        self._hold(keep, keys, values, scores, index)
+        output, probs = self._weigh(query, keys, values, held, counts, scaling, softcap)
+        scores = held.scores
+        if self.policy.observes:
+            scores = self.policy.observe(scores, self._attention(probs, counts, count, place))
+        held = Held(scores, held.index, held.rank, held.seen)
+        keep = select(self.policy.worth(held, self.budget), held.index, self.held)
+        self._hold(keep, keys, values, held, before)
         return output
 
-    def _hold(self, keep: Tensor, keys: Tensor, values: Tensor, scores: Tensor, index: Tensor) -> None:
-        """Write the places `keep` [B, Hkv, n], in token order, to the first n slots."""
-        held = keep.shape[-1]
-        for slots, source in ((self.keys, keys), (self.values, values)):
-            slots[:, :, :held] = source.gather(2, keep[..., None].expand(-1, -1, -1, source.shape[-1]))
-        self.scores[..., :held] = scores.gather(2, keep)
-        self.index[..., :held] = index.gather(2, keep)
-        self.rank[..., :held] = torch.arange(held - 1, -1, -1, device=self.device)
-        self._vacate(held)
+    def _attention(self, probs: Tensor, counts: tuple[int, ...], count: Tensor, place: Tensor) -> Attention:
+        """The probabilities [B, Hkv, G, Q, K] of a chunk whose rows have `counts` tokens."""
+        new = probs.shape[3]
+        if min(counts) == new:
+            return Attention(probs, (new - 1 - place).float(), new)
+        later = (count - 1 - place).clamp_min(0).unsqueeze(1).float()
+        return Attention(probs * (place < count)[:, :, None, :, None], later, count)
 
-    def _vacate(self, held: int) -> None:
-        """Mark every slot from `held` on as empty."""
-        self.index[..., held:] = -1
-        self.scores[..., held:] = -torch.inf
-        self.rank[..., held:] = self.plan.window + 1
-        self.free.fill_(held)
+    def _hold(self, keep: Tensor, keys: Tensor, values: Tensor, held: Held, before: tuple[int, ...]) -> None:
+        """Keep the places `keep` [B, Hkv, n], in token order, and no other; rows had `before` tokens so far."""
+        n, residual = keep.shape[-1], self.store.residual
+        order = torch.arange(n, device=self.device)
+        slot = order.expand_as(keep)
+        if residual:
+            slot = torch.where(order < n - residual, order + residual, (self.seen - n + order) % residual)
+            slot = slot.expand_as(keep)
+        index = held.index.gather(2, keep)
+        there = index >= 0
+        keys, values = (x.gather(2, keep[..., None].expand(-1, -1, -1, x.shape[-1])) for x in (keys, values))
+        self.store.hold(slot, keys, values, there, doubled(before, self.lengths, residual))
+        self._vacate()
+        self.index.scatter_(2, slot, index)
+        self.scores.scatter_(2, slot, held.scores.gather(2, keep).masked_fill_(~there, -torch.inf))
+        rank = (n - 1 - order).int().expand_as(keep).masked_fill(~there, self.plan.window + 1)
+        self.rank.scatter_(2, slot, rank)
+        self.free.fill_(max(n, residual))
+
+    def _vacate(self) -> None:
+        """Mark every slot as empty."""
+        self.index.fill_(-1)
+        self.scores.fill_(-torch.inf)
+        self.rank.fill_(self.plan.window + 1)
+        self.free.fill_(self.store.residual)
 
     def _weigh(
-        self, query: Tensor, keys: Tensor, values: Tensor, index: Tensor, rank: Tensor, scaling: float
+        self,
+        query: Tensor,
+        keys: Tensor,
+        values: Tensor,
+        held: Held,
+        counts: tuple[int, ...],
+        scaling: float,
+        softcap: float | None,
     ) -> tuple[Tensor, Tensor]:
-        """Causal attention of the newest Q tokens over the slots given.
+        """Causal attention of the newest Q tokens, `counts` of them in each row, over the places given.
 
         Returns:
             Output [B, Q, Hq, D] and float32 probabilities [B, Hkv, G, Q, K].
         """
         batch, query_heads, new, size = query.shape
         kv_heads, visible = keys.shape[1:3]
+        keys, values = keys.to(query.dtype), values.to(query.dtype)
         if self.table is not None:
-            query, keys = self._rotate(query, keys, index, rank)
+            query, keys = self._rotate(query, keys, held, counts)
         grouped = query.reshape(batch, kv_heads, -1, size)
         logits = torch.matmul(grouped, keys.transpose(2, 3)).float() * scaling
+        if softcap is not None:
+            logits = logits.div_(softcap).tanh_().mul_(softcap)
         logits = logits.view(batch, kv_heads, query_heads // kv_heads, new, visible)
-        if new > 1 or self.seen < visible:
-            asked_at = torch.arange(self.seen - new, self.seen, device=query.device)
-            hidden = (index < 0)[:, :, None, :] | (index[:, :, None, :] > asked_at[:, None])
-            logits = logits.masked_fill_(hidden[:, :, None], -torch.inf)
+        if new > 1 or self.sliding is not None or min(self.lengths) < visible:
+            logits = logits.masked_fill_(self._hidden(held, counts, new)[:, :, None], -torch.inf)
         probs = logits.softmax(-1)
         output = torch.matmul(probs.to(values.dtype).flatten(2, 3), values)
         output = output.view(batch, query_heads, new, values.shape[-1]).transpose(1, 2)
         return output, probs
 
-    def _rotate(self, query: Tensor, keys: Tensor, index: Tensor, rank: Tensor) -> tuple[Tensor, Tensor]:
+    def _hidden(self, held: Held, counts: tuple[int, ...], new: int) -> Tensor:
+        """[B, Hkv, Q, K] bool: which places each query may not see. Padding may see all, so that no softmax is empty."""
+        place, index = torch.arange(new, device=self.device), held.index[:, :, None, :]
+        count = torch.tensor(counts, device=self.device).view(-1, 1, 1)
+        asked_at = (held.seen - count + place)[..., None]
+        hidden = (index < 0) | (index > asked_at)
+        if self.sliding is not None:
+            hidden |= index <= asked_at - self.sliding
+        return hidden if min(counts) == new else hidden & (place < count)[..., None]
+
+    def _rotate(self, query: Tensor, keys: Tensor, held: Held, counts: tuple[int, ...]) -> tuple[Tensor, Tensor]:
+        """Place the newest token of each row at distance 0 and every other behind it."""
         assert self.table is not None
         new, plan = query.shape[2], self.plan
-        reach = plan.window + 1 + new + (plan.span if plan.positions == "gap" else 0)
-        behind = distances(plan, self.seen - 1 - index, rank).clamp_(0, reach - 1)
+        reach = plan.window + new + (plan.span if plan.positions == "gap" else 0)
+        behind = distances(plan, held.seen - 1 - held.index, held.rank).clamp_(0, reach - 1)
         keys = rotate_back(keys, self.table.lookup(behind, keys.dtype, reach))
         if new > 1:
-            ahead = torch.arange(new - 1, -1, -1, device=query.device)
+            count = torch.tensor(counts, device=query.device).view(-1, 1, 1)
+            ahead = (count - 1 - torch.arange(new, device=query.device)).clamp_min_(0)
             query = rotate_back(query, self.table.lookup(ahead, query.dtype, reach))
         return query, keys

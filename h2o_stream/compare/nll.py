@@ -12,7 +12,8 @@ from typing import Any
 import torch
 from torch.nn.functional import cross_entropy
 
-from h2o_stream.cache.attach import attach, context_of
+from h2o_stream.cache.attach import attach
+from h2o_stream.cache.support import context_of
 from h2o_stream.config import CacheConfig
 from h2o_stream.errors import ConfigError, DataError
 

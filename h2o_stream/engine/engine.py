@@ -14,8 +14,9 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
-from h2o_stream.cache.attach import attach, context_of
+from h2o_stream.cache.attach import attach
 from h2o_stream.cache.caches import CacheCounts
+from h2o_stream.cache.support import context_of, learned_positions
 from h2o_stream.config import AtContext, CacheConfig, SamplingConfig
 from h2o_stream.engine.events import Finished, PrefillProgress, Token
 from h2o_stream.engine.sampling import Sampler
@@ -58,6 +59,8 @@ class Engine:
         self.at_context = at_context
         self.should_stop = should_stop
         self.context = context_of(model.config)
+        self._last_position = learned_positions(model.config)
+        self._opening = 0
         self.end_tokens = _end_tokens(model, tokenizer)
         self._stack = ExitStack()
         self.cache = self._stack.enter_context(attach(model, cache))
@@ -92,8 +95,10 @@ class Engine:
         return limit is not None and self.cache.seen_tokens > limit
 
     def pin(self, count: int) -> None:
-        """Never evict the first `count` tokens; see `H2OCache.pin`."""
-        self.cache.pin(count)
+        """Never evict the first `count` tokens, instead of those of the last call; see `H2OCache.pin`."""
+        self.cache.unpin(min(count, self._opening), self._opening)
+        self.cache.pin(0, count)
+        self._opening = count
 
     def prefill(self, tokens: Sequence[int]) -> Iterator[PrefillProgress | Finished]:
         """Feed a turn's new tokens.
@@ -105,6 +110,7 @@ class Engine:
         if not tokens:
             raise H2OStreamError("there is nothing to prefill: the prompt has no tokens")
         self._turn, elapsed_s = list(tokens), 0.0
+        self.cache.begin(len(tokens))
         if detail := self._refusal(len(tokens)):
             yield Finished("context", detail=detail)
             return
@@ -189,13 +195,15 @@ class Engine:
 
     def _refusal(self, new: int) -> str:
         """Why `new` more tokens may not be fed, or nothing."""
-        limit = self._limit()
-        if self.at_context == "continue" or limit is None or self.cache.seen_tokens + new <= limit:
+        limit, seen = self._limit(), self.cache.seen_tokens
+        if limit is None or seen + new <= limit:
             return ""
-        return (
-            f"{self.cache.seen_tokens} tokens seen and {new} new ones pass the model's {limit} positions; "
-            "use --policy h2o, or go on beyond them with --at-context continue"
-        )
+        passed = f"{seen} tokens seen and {new} new ones pass the model's {limit} "
+        if self._last_position is not None:
+            return f"{passed}learned positions; nothing lies beyond them, reset the conversation or use another model"
+        if self.at_context == "stop":
+            return f"{passed}positions; use --policy h2o, or go on beyond them with --at-context continue"
+        return ""
 
 
 def _out_of_memory(error: BaseException) -> bool:

@@ -55,7 +55,7 @@ def _load(config: ModelConfig, source: str, cache: CacheConfig | None) -> Loaded
     from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
     from transformers.utils.logging import disable_progress_bar
 
-    from h2o_stream.cache.attach import check_supported, context_of
+    from h2o_stream.cache.support import check_supported
     from h2o_stream.models.templates import FALLBACK_STOPS, FALLBACK_TEMPLATE
 
     disable_progress_bar()  # of reading weights: it takes a second
@@ -67,7 +67,7 @@ def _load(config: ModelConfig, source: str, cache: CacheConfig | None) -> Loaded
             raise UnsupportedModelError(f"{config.model} is a {described.model_type}, not a causal language model")
         if cache is not None:
             model_class = AutoModelForCausalLM._model_mapping[type(described)]
-            check_supported(model_class, described, cache.plan(context_of(described)))
+            check_supported(model_class, described, cache)
         tokenizer = AutoTokenizer.from_pretrained(source, **local)
         place = {"device_map": config.device_map} if config.device_map else {}
         model = AutoModelForCausalLM.from_pretrained(source, dtype=_dtype(config.dtype, device), **place, **local)

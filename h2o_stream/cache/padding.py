@@ -1,0 +1,78 @@
+"""Which tokens of a batch are padding: rows are packed to the left before they are cut into chunks.
+
+A row is then cut from its own first token, so that it is evicted as it would be alone.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from h2o_stream.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class Padding:
+    """How the Q columns of one forward are packed.
+
+    Attributes:
+        order: [B, Q] int64, the columns of a row, its tokens first and in their order, then its padding.
+        counts: tokens of each row.
+    """
+
+    order: Tensor
+    counts: tuple[int, ...]
+
+    @classmethod
+    def of(cls, mask: Tensor | None, batch: int, new: int) -> Padding | None:
+        """The padding among the newest `new` columns of a mask, or None if there is none.
+
+        Args:
+            mask: [B, T], zero where a token is padding; T counts all columns since the start of the stream, or
+                those of this forward only. None hides nothing.
+            batch: B.
+            new: Q.
+
+        Raises:
+            ConfigError: the mask is not a mask of padding.
+        """
+        if mask is None or new == 1:
+            return None
+        if mask.dim() != 2 or mask.shape[0] != batch or mask.shape[1] < new:
+            raise ConfigError(
+                f"attention_mask has shape {tuple(mask.shape)}; "
+                f"masks of padding are served, [{batch}, at least {new}], zero where there is none"
+            )
+        kept = mask[:, -new:].bool()
+        if bool(kept.all()):
+            return None
+        return cls((~kept).long().argsort(dim=1, stable=True), tuple(kept.sum(1).tolist()))
+
+    def pack(self, x: Tensor) -> Tensor:
+        """[B, H, Q, D] to [B, H, longest row, D]: every row from its first token on."""
+        order = self.order.to(x.device)[:, : max(self.counts)]
+        return x.gather(2, order[:, None, :, None].expand(-1, x.shape[1], -1, x.shape[3]))
+
+    def unpack(self, x: Tensor) -> Tensor:
+        """[B, longest row, H, D] back to [B, Q, H, D], zero where there is padding."""
+        full = x.new_zeros(x.shape[0], self.order.shape[1], *x.shape[2:])
+        order = self.order.to(x.device)[:, : x.shape[1]]
+        return full.scatter_(1, order[:, :, None, None].expand(x.shape), x)
+
+    def chunk(self, start: int, size: int) -> tuple[int, ...]:
+        """Tokens each row has in the packed columns from `start` to `start + size`."""
+        return tuple(min(max(count - start, 0), size) for count in self.counts)
+
+    def positions(self, seen: Tensor) -> Tensor:
+        """[B, Q] int64 position of every column in its row's own stream, 0 for padding.
+
+        Args:
+            seen: [B] int64, tokens seen before this forward.
+        """
+        order = self.order.to(seen.device)
+        counts = torch.tensor(self.counts, device=seen.device)[:, None]
+        place = torch.arange(order.shape[1], device=seen.device)
+        packed = torch.where(place < counts, seen[:, None] + place, 0)
+        return torch.zeros_like(order).scatter_(1, order, packed)

@@ -1,0 +1,8 @@
+"""What a token is worth and which tokens stay. One policy a file; `base` has the interface and the eviction rule.
+
+Pure functions of tensors: nothing here knows layers, models, or where keys and values lie.
+"""
+
+from h2o_stream.cache.policies.base import Attention, Budget, Held, Policy, make_policy, merged, select
+
+__all__ = ["Attention", "Budget", "Held", "Policy", "make_policy", "merged", "select"]

@@ -1,0 +1,29 @@
+"""``h2o`` and ``h2o-paper``: the attention a token has received so far."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from h2o_stream.cache.policies.base import Attention, Held, Policy
+
+
+class Accumulated(Policy):
+    """Attention received, summed over the query heads of the group and over time (H2O, arXiv 2306.14048).
+
+    With a decay below 1 every later token shrinks what was summed before, so that old tokens cannot live
+    on attention they got long ago. Deliberate difference to the published code: the whole group of
+    query heads counts, not its first head.
+    """
+
+    def observe(self, scores: Tensor, attention: Attention) -> Tensor:
+        """Decay what was there, add what the new queries give; see `Policy.observe`."""
+        probs, decay = attention.probs, self.plan.decay
+        if probs.shape[3] == 1 and attention.new == 1:
+            return scores.mul(decay).add_(probs.sum((2, 3)))
+        weights = decay**attention.later
+        received = (weights.unsqueeze(-2) @ probs).squeeze(-2).sum(2)
+        return received.add_(scores * decay**attention.new)
+
+    def priority(self, held: Held) -> Tensor:
+        """The score itself."""
+        return held.scores

@@ -1,0 +1,139 @@
+"""The interface of a policy (score update, protected set, choice) and the eviction rule they share."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+from importlib import import_module
+
+import torch
+from torch import Tensor
+
+from h2o_stream.config import POLICIES, CachePlan
+
+
+@dataclass(frozen=True)
+class Attention:
+    """What Q new tokens paid attention to.
+
+    Attributes:
+        probs: [B, Hkv, G, Q, K] float32, their softmax over all visible keys; zero for a query that is padding.
+        later: [Q], or [B, 1, 1, Q] when rows differ, float32: new tokens after each query.
+        new: how many tokens are new, or [B, 1, 1] int64 when rows differ.
+    """
+
+    probs: Tensor
+    later: Tensor
+    new: int | Tensor
+
+
+@dataclass(frozen=True)
+class Held:
+    """The K places of every head, as a policy sees them.
+
+    Attributes:
+        scores: [B, Hkv, K] float32.
+        index: [B, Hkv, K] integer, the token's index in its row; -1 where the place is empty.
+        rank: [B, Hkv, K] integer, held tokens newer than it.
+        seen: [B, 1, 1] int64, tokens seen by each row.
+    """
+
+    scores: Tensor
+    index: Tensor
+    rank: Tensor
+    seen: Tensor
+
+
+@dataclass(frozen=True)
+class Budget:
+    """What eviction may not touch.
+
+    Attributes:
+        pins: ranges of token indices, the sinks among them.
+        recent: newest tokens.
+    """
+
+    pins: tuple[range, ...]
+    recent: int
+
+
+class Policy(ABC):
+    """One way to choose what stays; its state is one float32 score per slot, kept by the caller.
+
+    Args:
+        plan: the budgets and the decay.
+        layer: which decoder layer it serves.
+    """
+
+    observes: bool = True
+    """Whether `observe` wants the attention of every forward."""
+
+    def __init__(self, plan: CachePlan, layer: int = 0) -> None:
+        self.plan = plan
+        self.layer = layer
+
+    def observe(self, scores: Tensor, attention: Attention) -> Tensor:
+        """Scores after the attention of the new tokens.
+
+        Args:
+            scores: [B, Hkv, K] float32, zero for the new tokens, -inf where a place is empty.
+            attention: what the new tokens looked at.
+
+        Returns:
+            [B, Hkv, K] float32, a new tensor.
+        """
+        return scores
+
+    def protected(self, held: Held, budget: Budget) -> Tensor:
+        """Which places may not be evicted, [B, Hkv, K] bool; what it says of empty places is of no account."""
+        safe = held.rank < budget.recent
+        for pin in budget.pins:
+            safe |= (held.index < pin.stop) if pin.start == 0 else (held.index >= pin.start) & (held.index < pin.stop)
+        return safe
+
+    @abstractmethod
+    def priority(self, held: Held) -> Tensor:
+        """What an unprotected place is worth: [B, Hkv, K] float32, the lowest is evicted first."""
+
+    def worth(self, held: Held, budget: Budget) -> Tensor:
+        """The priority with protected places at +inf and empty ones at -inf, [B, Hkv, K] float32."""
+        worth = self.priority(held).masked_fill(self.protected(held, budget), torch.inf)
+        return worth.masked_fill_(held.index < 0, -torch.inf)
+
+
+def select(worth: Tensor, index: Tensor, count: int) -> Tensor:
+    """Choose the places to keep, those worth most.
+
+    For the budgets of ``h2o-paper`` this is the cookbook's `HHCache` rule: the top-H scores among all but
+    the last R tokens, plus the last R, in token order.
+
+    Args:
+        worth: [B, Hkv, K] float32, see `Policy.worth`.
+        index: [B, Hkv, K] integer token index, -1 where the place is empty.
+        count: how many to keep.
+
+    Returns:
+        [B, Hkv, count] int64 places along K, oldest token first; a row with fewer tokens has empty places in front.
+    """
+    places = worth.topk(count, dim=-1).indices
+    return places.gather(-1, index.gather(-1, places).argsort(-1))
+
+
+def make_policy(plan: CachePlan, layer: int = 0) -> Policy:
+    """The policy of a plan. Without slots to choose for, recency is all there is, whatever its name."""
+    rule = POLICIES[plan.policy if plan.heavy else "recent"].rule
+    module, _, name = rule.partition(":")
+    policy: Policy = getattr(import_module(module), name)(plan, layer)
+    return policy
+
+
+def merged(pins: Sequence[range]) -> tuple[range, ...]:
+    """Ranges without overlaps and empty ones, in order."""
+    result: list[range] = []
+    for pin in sorted((pin for pin in pins if len(pin)), key=lambda pin: pin.start):
+        if result and pin.start <= result[-1].stop:
+            result[-1] = range(result[-1].start, max(result[-1].stop, pin.stop))
+        else:
+            result.append(range(pin.start, pin.stop))
+    return tuple(result)

@@ -1,0 +1,32 @@
+"""``random``: chance. Any score that does not beat it has shown nothing."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from h2o_stream.cache.policies.base import Held, Policy
+
+
+class Random(Policy):
+    """Each eviction draws anew and evenly among the unprotected tokens of a head.
+
+    The draw is a hash of token index, layer, head and tokens seen, so that it needs no state: a stream, a row of a
+    batch and a resumed session all draw the same.
+    """
+
+    observes = False
+
+    def priority(self, held: Held) -> Tensor:
+        """[B, Hkv, K] float32 in [0, 1)."""
+        heads = torch.arange(held.index.shape[1], device=held.index.device)[:, None]
+        drawn = _mix(_mix(_mix(held.seen) + 0x10001 * self.layer + heads) + held.index)
+        return (drawn & 0xFFFFFF).float() / 2**24
+
+
+def _mix(x: Tensor) -> Tensor:
+    """A bijection of 32-bit numbers held in int64 that spreads every bit (the finalizer of MurmurHash3)."""
+    x = x & 0xFFFFFFFF
+    x = ((x ^ (x >> 16)) * 0x85EBCA6B) & 0xFFFFFFFF
+    x = ((x ^ (x >> 13)) * 0xC2B2AE35) & 0xFFFFFFFF
+    return x ^ (x >> 16)

@@ -1,0 +1,27 @@
+"""``tova``: what the newest token looks at."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from h2o_stream.cache.policies.base import Attention, Held, Policy
+
+
+class Tova(Policy):
+    """Token omission via attention (arXiv 2401.06104): the score is the attention of the last query alone.
+
+    Deliberate difference to the paper: every KV head chooses for itself, by the sum over its query heads,
+    where the paper averages over all heads of a layer.
+    """
+
+    def observe(self, scores: Tensor, attention: Attention) -> Tensor:
+        """What the last new query gives; a row without new tokens keeps what it had. See `Policy.observe`."""
+        if isinstance(attention.new, int):
+            return attention.probs[..., -1, :].sum(2)
+        last = (attention.later == 0).unsqueeze(-1)
+        return torch.where(attention.new > 0, (attention.probs * last).sum((2, 3)), scores)
+
+    def priority(self, held: Held) -> Tensor:
+        """The score itself."""
+        return held.scores

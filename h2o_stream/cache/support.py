@@ -1,0 +1,186 @@
+"""What a model is like, as far as the cache must know: by its config, before weights are read, and by asking it.
+
+A config tells the context, the sliding windows and whether positions are rotary. Whether the model really hands its
+attention to us, and rotates as `rope` does, is not taken on trust: `prove` feeds it one token at two positions.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+from transformers.cache_utils import Cache, CacheLayerMixin
+
+from h2o_stream.cache.attention import ATTENTION_NAME
+from h2o_stream.cache.caches import LayerSpec
+from h2o_stream.cache.rope import RotaryTable, rotary_of, rotate_back, table_for
+from h2o_stream.config import DEFAULT_WINDOW, CacheConfig, CachePlan
+from h2o_stream.errors import UnsupportedModelError
+
+_LAYER_KINDS = {"full_attention", "sliding_attention"}
+
+
+def context_of(config: Any) -> int | None:
+    """Positions a model was trained for, or None when its config names no limit."""
+    limit = getattr(config.get_text_config(), "max_position_embeddings", None)
+    return int(limit) if limit else None
+
+
+def reach_of(config: Any) -> int | None:
+    """The distances a model was trained for: its context, less where all layers slide or RoPE changes with length."""
+    text = config.get_text_config()
+    limits = [context_of(config), (_rope(text) or {}).get("original_max_position_embeddings") if _longrope(text) else None]
+    windows = sliding_windows(config)
+    if None not in windows:
+        limits.append(min(windows))  # type: ignore[type-var]
+    return min((limit for limit in limits if limit), default=None)
+
+
+def learned_positions(config: Any) -> int | None:
+    """How many positions a model has learned one by one, or None if it computes them."""
+    return None if _rope(config.get_text_config()) else context_of(config)
+
+
+def sliding_windows(config: Any) -> list[int | None]:
+    """The sliding window of every layer; None where a layer sees everything."""
+    text = config.get_text_config()
+    window = getattr(text, "sliding_window", None)
+    kinds = getattr(text, "layer_types", None) or ["sliding_attention"] * text.num_hidden_layers
+    return [window if kind == "sliding_attention" else None for kind in kinds[: text.num_hidden_layers]]
+
+
+def _rope(text: Any) -> dict[str, Any] | None:
+    return getattr(text, "rope_parameters", None) or None
+
+
+def _longrope(text: Any) -> bool:
+    return (_rope(text) or {}).get("rope_type") == "longrope"
+
+
+def check_supported(model_class: type, config: Any, cache: CacheConfig) -> CachePlan:
+    """Refuse, before any work, what the fixed slots cannot serve exactly.
+
+    Returns:
+        The plan of `cache` for this model; where it depends on the first prompt, for one of `DEFAULT_WINDOW` tokens.
+
+    Raises:
+        UnsupportedModelError: naming the architecture and the reason.
+        ConfigError: the budgets do not fit the model.
+    """
+    plan = cache.for_prompt(DEFAULT_WINDOW).plan(reach_of(config))
+    if plan.policy == "full":
+        return plan
+    name, text = model_class.__name__, config.get_text_config()
+    if config.is_encoder_decoder or not getattr(model_class, "_supports_attention_backend", False):
+        raise UnsupportedModelError(
+            f"{name} does not take its attention from transformers' registry; only --policy full can serve it"
+        )
+    strange = set(getattr(text, "layer_types", None) or ()) - _LAYER_KINDS
+    if strange:
+        raise UnsupportedModelError(f"{name} has {', '.join(sorted(strange))} layers; only --policy full can serve it")
+    if plan.positions != "absolute" and not _rope(text):
+        raise UnsupportedModelError(
+            f"{name} has no rotary positions, which {plan.positions} re-assigns; use --positions absolute"
+        )
+    return plan
+
+
+def layer_specs(model: PreTrainedModel, plan: CachePlan) -> list[LayerSpec]:
+    """What the cache must know of every layer of a model, and proof that it is so.
+
+    Raises:
+        UnsupportedModelError: see `rotary_of` and `prove`.
+    """
+    text, windows = model.config.get_text_config(), sliding_windows(model.config)
+    kinds = getattr(text, "layer_types", None) or ["full_attention"] * len(windows)
+    tables: dict[str, RotaryTable] = {}
+    if plan.positions != "absolute":
+        rotary = rotary_of(model)
+        tables = {kind: table_for(rotary, kind) for kind in set(kinds)}
+    uniform = None not in windows
+    specs = [
+        LayerSpec(
+            table=tables.get(kind),
+            sliding=None if uniform else window,
+            hidden_from=window if plan.positions == "absolute" else None,
+        )
+        for kind, window in zip(kinds, windows, strict=False)
+    ]
+    prove(model, [spec.table for spec in specs])
+    return specs
+
+
+class _Witness(CacheLayerMixin):
+    """A layer that keeps nothing but the queries and keys it was shown."""
+
+    is_sliding = False
+    supports_early_init = False
+    seen: tuple[Tensor, Tensor] | None = None
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        """Nothing to allocate."""
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        """Hand on what comes."""
+        return key_states, value_states
+
+    def get_seq_length(self) -> int:
+        """Nothing is kept."""
+        return 0
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        """No mask is asked for."""
+        return query_length, 0
+
+    def get_max_length(self) -> int:
+        """No limit."""
+        return -1
+
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, *args: Any) -> Tensor:
+        """A token that is alone attends to itself, wherever it stands."""
+        self.seen = (query, key)
+        return value.repeat_interleave(query.shape[1] // key.shape[1], dim=1).transpose(1, 2)
+
+
+class _Witnesses(Cache):
+    padding = None
+
+
+@torch.no_grad()
+def prove(model: PreTrainedModel, tables: list[RotaryTable | None]) -> None:
+    """Feed one token at position 0 and at a later one, and compare: only RoPE may tell the two apart.
+
+    Raises:
+        UnsupportedModelError: a layer does not ask us for its attention, or the model rotates in another way.
+    """
+    name, position = type(model).__name__, 5
+    witnesses = _Witnesses(layers=[_Witness() for _ in tables])
+    previous = model.config._attn_implementation
+    model.set_attn_implementation(ATTENTION_NAME)
+    try:
+        model(
+            torch.zeros(2, 1, dtype=torch.int64, device=model.device),
+            position_ids=torch.tensor([[0], [position if any(tables) else 0]], device=model.device),
+            past_key_values=witnesses,
+            h2o_cache=witnesses,
+            use_cache=True,
+        )
+    except TypeError as error:
+        raise UnsupportedModelError(f"{name} does not take the keywords of this cache: {error}") from error
+    finally:
+        model.set_attn_implementation(previous)
+    for number, (layer, table) in enumerate(zip(witnesses.layers, tables, strict=True)):
+        if layer.seen is None:
+            raise UnsupportedModelError(f"layer {number} of {name} does not take its attention from the registry")
+        if table is None:
+            continue
+        for x in layer.seen:
+            turns = table.lookup(torch.tensor([position], device=x.device), torch.float32, position + 1)
+            still, turned = x.float()
+            off = (rotate_back(turned, turns) - still).abs().max() / still.abs().max().clamp_min(1e-6)
+            if off > (1e-3 if x.dtype == torch.float32 else 0.05):
+                raise UnsupportedModelError(
+                    f"{name} applies RoPE in a form that is not reproduced here; try --positions absolute"
+                )
