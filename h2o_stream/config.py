@@ -232,7 +232,9 @@ class CacheConfig:
                     f"{spanned}window {self.window} + chunk {chunk or 1} passes the {context} positions the model "
                     f"was trained for; lower {'--span, ' if spanned else ''}--window or --chunk"
                 )
-        return CachePlan(self.policy, self.window, sinks, heavy, recent, decay, positions, span, chunk, self.kv_bits or 16)
+        return CachePlan(
+            self.policy, self.window, sinks, heavy, recent, decay, positions, span, chunk, self.kv_bits or 16
+        )
 
 
 @dataclass(frozen=True)

@@ -38,7 +38,7 @@ class Rules:
 
 @dataclass
 class Oracle:
-    """Feeds tokens through a model; `margin` is how close any choice between two tokens came to a tie."""
+    """Feeds tokens through a model; `margin` is how close, relatively, any choice between two tokens came to a tie."""
 
     model: nn.Module
     rules: Rules
@@ -56,7 +56,9 @@ class Oracle:
 
     def feed(self, tokens: list[int]) -> Tensor:
         """One chunk: attend to what is held and causally to each other, then evict. Returns logits [n, V]."""
-        positions = torch.arange(self.seen, self.seen + len(tokens)) if self.rotary is None else torch.zeros(len(tokens))
+        positions = (
+            torch.arange(self.seen, self.seen + len(tokens)) if self.rotary is None else torch.zeros(len(tokens))
+        )
         previous = self.model.config._attn_implementation
         self.model.set_attn_implementation("oracle")
         try:
@@ -139,16 +141,18 @@ class Oracle:
         old, new = held[: len(held) - recent], held[len(held) - recent :]
         sinks = [token for token in old if token.index < rules.sinks]
         others = [token for token in old if token.index >= rules.sinks]
+        rule = "recency" if rules.heavy == 0 else rules.rule
         worth = {
             "accumulated": lambda token: token.score,
             "tova": lambda token: token.score,
             "recency": lambda token: token.index,
             "random": lambda token: drawn(token.index, layer, head, seen),
-        }["recency" if rules.heavy == 0 else rules.rule]
+        }[rule]
         others.sort(key=worth, reverse=True)
         room = rules.window - recent - len(sinks)
-        if 0 < room < len(others):
-            self.margin = min(self.margin, worth(others[room - 1]) - worth(others[room]))
+        if 0 < room < len(others) and rule in ("accumulated", "tova"):
+            last, first = worth(others[room - 1]), worth(others[room])
+            self.margin = min(self.margin, (last - first) / abs(last or 1))
         return sorted([*sinks, *others[:room], *new], key=lambda token: token.index)
 
     def kept(self, layer: int) -> list[list[int]]:

@@ -12,7 +12,7 @@ from tests.conftest import make_llama
 from tests.oracle import Oracle, Rules
 
 TIE = 1e-5
-"""Scores closer than this may be ordered either way by float32."""
+"""Scores closer than this, relatively, may be ordered either way by float32."""
 
 
 def compare(model: torch.nn.Module, config: CacheConfig, rules: Rules, tokens: list[int], prompt: int) -> bool:

@@ -165,7 +165,9 @@ class H2OCache(Cache):
             H2OStreamError: some of these tokens have been evicted already.
         """
         if not 0 <= start <= stop:
-            raise ConfigError(f"tokens {start} to {stop} cannot be pinned; a pin starts at 0 or later and ends after it")
+            raise ConfigError(
+                f"tokens {start} to {stop} cannot be pinned; a pin starts at 0 or later and ends after it"
+            )
         pins = merged((*self._pins, range(start, stop)))
         self._check(pins)
         for layer in self.evicting:

@@ -31,7 +31,10 @@ def context_of(config: Any) -> int | None:
 def reach_of(config: Any) -> int | None:
     """The distances a model was trained for: its context, less where all layers slide or RoPE changes with length."""
     text = config.get_text_config()
-    limits = [context_of(config), (_rope(text) or {}).get("original_max_position_embeddings") if _longrope(text) else None]
+    limits = [
+        context_of(config),
+        (_rope(text) or {}).get("original_max_position_embeddings") if _longrope(text) else None,
+    ]
     windows = sliding_windows(config)
     if None not in windows:
         limits.append(min(windows))  # type: ignore[type-var]

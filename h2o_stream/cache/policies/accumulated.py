@@ -18,7 +18,7 @@ class Accumulated(Policy):
     def observe(self, scores: Tensor, attention: Attention) -> Tensor:
         """Decay what was there, add what the new queries give; see `Policy.observe`."""
         probs, decay = attention.probs, self.plan.decay
-        if probs.shape[3] == 1 and attention.new == 1:
+        if isinstance(attention.new, int) and attention.new == 1:
             return scores.mul(decay).add_(probs.sum((2, 3)))
         weights = decay**attention.later
         received = (weights.unsqueeze(-2) @ probs).squeeze(-2).sum(2)

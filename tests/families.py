@@ -1,0 +1,228 @@
+"""A tiny random model of every family that is served, and the matrix that proves each one against the oracle."""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import transformers
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from h2o_stream import CacheConfig, attach
+from tests.oracle import Oracle, Rules
+
+TIE = 1e-5
+"""Scores closer than this, relatively, may be ordered either way by float32."""
+
+CONTEXT = 128
+
+SIZES: dict[str, Any] = {
+    "vocab_size": 64,
+    "hidden_size": 32,
+    "intermediate_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "max_position_embeddings": CONTEXT,
+    "initializer_range": 0.4,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+GROUPED = {**SIZES, "num_key_value_heads": 2, "head_dim": 8}
+
+
+@dataclass(frozen=True)
+class Family:
+    """A row of the table in docs/families.md.
+
+    Attributes:
+        name: of the family.
+        models: which people know it by.
+        special: what is not as in Llama 2.
+        make: a tiny random model; called once.
+        learned: positions are learned, only ``absolute`` is possible.
+        reach: distances it was trained for, where that is not CONTEXT.
+    """
+
+    name: str
+    models: str
+    special: str
+    make: Callable[[], PreTrainedModel]
+    learned: bool = False
+    reach: int = CONTEXT
+
+    @property
+    def positions(self) -> tuple[str, ...]:
+        return ("absolute",) if self.learned else ("gap", "rolling", "absolute")
+
+
+def tiny(kind: str, config_kind: str = "", **settings: Any) -> Callable[[], PreTrainedModel]:
+    def make() -> PreTrainedModel:
+        torch.manual_seed(7)
+        config = getattr(transformers, f"{config_kind or kind}Config")(**settings)
+        return getattr(transformers, f"{kind}ForCausalLM")(config).eval()
+
+    return functools.cache(make)
+
+
+def rope(kind: str, **more: Any) -> dict[str, Any]:
+    return {"rope_parameters": {"rope_type": kind, "rope_theta": 10000.0, **more}}
+
+
+LLAMA3 = rope(
+    "llama3", factor=4.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=CONTEXT // 4
+)
+YARN = rope("yarn", factor=4.0, original_max_position_embeddings=CONTEXT // 4)
+LONGROPE = rope(
+    "longrope",
+    short_factor=[1.0, 1.1, 1.2],
+    long_factor=[1.0, 2.0, 4.0],
+    partial_rotary_factor=0.75,
+    original_max_position_embeddings=CONTEXT // 2,
+)
+SLIDING = ["sliding_attention", "full_attention"]
+
+FAMILIES = [
+    Family("Llama 1, 2", "Llama 2, Vicuna, SmolLM2", "", tiny("Llama", **SIZES)),
+    Family("Llama 3", "Llama 3.1, 3.2", "grouped queries, llama3 RoPE", tiny("Llama", **GROUPED, **LLAMA3)),
+    Family("Llama, linear", "LongChat", "linear RoPE scaling", tiny("Llama", **GROUPED, **rope("linear", factor=2.0))),
+    Family("Mistral", "Mistral 7B v0.3, Nemo", "grouped queries", tiny("Mistral", **GROUPED, sliding_window=None)),
+    Family(
+        "Mistral, sliding",
+        "Mistral 7B v0.1",
+        "a sliding window in all layers",
+        tiny("Mistral", **GROUPED, sliding_window=64),
+        reach=64,
+    ),
+    Family("Qwen 2", "Qwen2.5", "biases on q, k, v", tiny("Qwen2", **GROUPED)),
+    Family("Qwen 2, YaRN", "Qwen2.5 beyond 32k", "YaRN scaling", tiny("Qwen2", **GROUPED, **YARN)),
+    Family("Qwen 3", "Qwen3", "normed queries and keys", tiny("Qwen3", **GROUPED)),
+    Family(
+        "Phi-3",
+        "Phi-3 mini 4k",
+        "fused q, k, v; a sliding window in all layers",
+        tiny("Phi3", **GROUPED, sliding_window=60),
+        reach=60,
+    ),
+    Family(
+        "Phi-3, LongRoPE",
+        "Phi-3.5, Phi-4 mini",
+        "partial LongRoPE, kept within its short factors",
+        tiny("Phi3", **GROUPED, **LONGROPE),
+        reach=CONTEXT // 2,
+    ),
+    Family(
+        "Gemma 2",
+        "Gemma 2",
+        "soft-capping, every other layer sliding",
+        tiny(
+            "Gemma2",
+            **GROUPED,
+            sliding_window=10,
+            layer_types=SLIDING,
+            query_pre_attn_scalar=8,
+            attn_logit_softcapping=3.0,
+            final_logit_softcapping=20.0,
+        ),
+    ),
+    Family(
+        "Gemma 3",
+        "Gemma 3 (text)",
+        "sliding layers with a RoPE of their own",
+        tiny("Gemma3", "Gemma3Text", **GROUPED, sliding_window=10, layer_types=SLIDING, query_pre_attn_scalar=8),
+    ),
+    Family(
+        "GPT-NeoX",
+        "Pythia, GPT-NeoX 20B",
+        "partial rotary, parallel MLP",
+        tiny("GPTNeoX", **SIZES, **rope("default", partial_rotary_factor=0.5)),
+    ),
+    Family(
+        "OPT",
+        "OPT 125M to 66B",
+        "learned positions: `absolute` only, ends at the last one",
+        tiny(
+            "OPT", **{**SIZES, "word_embed_proj_dim": 32, "ffn_dim": 32, "init_std": 0.4, "do_layer_norm_before": True}
+        ),
+        learned=True,
+    ),
+]
+
+RULES = {
+    "h2o": "accumulated",
+    "h2o-paper": "accumulated",
+    "tova": "tova",
+    "random": "random",
+    "sink": "recency",
+    "recent": "recency",
+}
+POLICIES = ("full", *RULES)
+LENGTHS = (26, 17, 9)
+"""Prompts of the rows of a batch; the first is the row that is run alone."""
+
+STEPS = 12
+
+
+def rules_of(config: CacheConfig, family: Family) -> Rules:
+    plan = config.plan(family.reach)
+    return Rules(plan.window, plan.heavy, plan.sinks, plan.decay, plan.positions, plan.span, RULES[plan.policy])
+
+
+def config_of(family: Family, policy: str, chunk: int, positions: str | None = None) -> CacheConfig:
+    positions = "absolute" if family.learned else positions
+    return CacheConfig(policy, window=12, positions=positions, span=18, chunk=chunk)
+
+
+def tokens_of(row: int) -> list[int]:
+    count = LENGTHS[row] + STEPS
+    return torch.randint(3, 64, (count,), generator=torch.Generator().manual_seed(row)).tolist()
+
+
+@functools.cache
+def expected(number: int, config: CacheConfig, row: int) -> tuple[Tensor, list[list[list[int]]], float]:
+    """Logits [n, V] of a row alone, what each layer keeps at the end, and how near it came to a tie."""
+    family, tokens, prompt = FAMILIES[number], tokens_of(row), LENGTHS[row]
+    model = family.make()
+    if config.policy == "full":
+        return model(torch.tensor([tokens])).logits[0], [], math.inf
+    oracle, chunk = Oracle(model, rules_of(config, family)), config.chunk or prompt
+    logits = [oracle.feed(tokens[i : min(i + chunk, prompt)]) for i in range(0, prompt, chunk)]
+    logits += [oracle.feed([token]) for token in tokens[prompt:]]
+    return torch.cat(logits), [oracle.kept(layer) for layer in range(2)], oracle.margin
+
+
+@functools.cache
+def error(number: int, policy: str, chunk: int, rows: int, positions: str | None = None) -> float:
+    """The largest difference of any logit to the oracle's, relative to the largest logit.
+
+    Args:
+        number: of the family.
+        policy: a name.
+        chunk: of the prefill, 0 is one-shot.
+        rows: 1, or 3 for a batch that is padded on the left.
+        positions: None is the policy's default.
+    """
+    family = FAMILIES[number]
+    model, config = family.make(), config_of(family, policy, chunk, positions)
+    width, padding = LENGTHS[0], [LENGTHS[0] - length for length in LENGTHS[:rows]]
+    ids = torch.tensor([[0] * pad + tokens_of(row) for row, pad in enumerate(padding)])
+    mask = torch.tensor([[0] * pad + [1] * (width + STEPS - pad) for pad in padding])
+    with attach(model, config) as cache:
+        parts = [model(ids[:, :width], attention_mask=mask[:, :width], past_key_values=cache).logits]
+        for end in range(width + 1, width + STEPS + 1):
+            parts.append(model(ids[:, end - 1 : end], attention_mask=mask[:, :end], past_key_values=cache).logits)
+        kept = [cache.kept(layer).tolist() for layer in range(2)]
+        evicting = [] if policy == "full" else [i for i, layer in enumerate(cache.layers) if layer in cache.evicting]
+    logits, worst = torch.cat(parts, 1), 0.0
+    for row, pad in enumerate(padding):
+        wanted, held, margin = expected(number, config, row)
+        assert margin > TIE, f"{family.name}, {policy}: row {row} comes too close to a tie; take other tokens"
+        for layer in evicting:
+            assert [[i for i in head if i >= 0] for head in kept[layer][row]] == held[layer]
+        worst = max(worst, float((logits[row, pad:] - wanted).abs().max() / wanted.abs().max()))
+    return worst

@@ -1,0 +1,68 @@
+"""Every family under every policy, in chunks and one-shot, alone and in a padded batch, against the oracle."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from transformers import DynamicCache
+
+from h2o_stream import CacheConfig, attach
+from tests.families import CONTEXT, FAMILIES, POLICIES, TIE, config_of, error, rules_of
+from tests.oracle import Oracle
+
+LARGEST = 2e-5
+"""Largest difference of a logit, relative to the largest logit, in float32."""
+
+MEAN = {torch.float32: 5e-6, torch.bfloat16: 0.06}
+"""Root mean square of the differences, relative to that of the logits."""
+
+numbered = pytest.mark.parametrize("number", range(len(FAMILIES)), ids=[family.name for family in FAMILIES])
+
+
+@numbered
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("chunk", [5, 0], ids=["chunked", "one-shot"])
+@pytest.mark.parametrize("rows", [1, 3], ids=["alone", "padded"])
+def test_matrix(number: int, policy: str, chunk: int, rows: int) -> None:
+    assert error(number, policy, chunk, rows) < LARGEST
+
+
+@numbered
+@pytest.mark.parametrize("positions", ["gap", "rolling", "absolute"])
+def test_every_position_mode(number: int, positions: str) -> None:
+    if positions in FAMILIES[number].positions:
+        assert error(number, "h2o", 5, 3, positions) < LARGEST
+
+
+@numbered
+@pytest.mark.parametrize("dtype", MEAN, ids=["float32", "bfloat16"])
+def test_before_any_eviction_it_is_transformers_own_cache(number: int, dtype: torch.dtype) -> None:
+    """And in bfloat16 it is at most half as far again from float32 as transformers' own."""
+    family, tokens = FAMILIES[number], torch.randint(3, 64, (2, 40), generator=torch.Generator().manual_seed(5))
+    model = copy.deepcopy(family.make()).to(dtype)
+    exact = copy.deepcopy(model).float()(tokens).logits
+    parts, theirs = tokens.split([30] + [1] * 10, 1), DynamicCache(config=model.config)
+    wanted = torch.cat([model(part, past_key_values=theirs).logits for part in parts], 1).float()
+    for positions in family.positions:
+        with attach(model, CacheConfig(window=40, positions=positions, chunk=7)) as cache:
+            ours = torch.cat([model(part, past_key_values=cache).logits for part in parts], 1).float()
+        assert float((ours - wanted).norm() / wanted.norm()) < MEAN[dtype]
+        assert (ours - exact).norm() < 1.5 * (wanted - exact).norm() + MEAN[torch.float32] * exact.norm()
+
+
+@numbered
+@pytest.mark.parametrize("positions", ["gap", "rolling"])
+def test_far_past_the_span_and_the_context(number: int, positions: str) -> None:
+    family = FAMILIES[number]
+    if family.learned:
+        return
+    model, config = family.make(), config_of(family, "h2o", 16, positions)
+    tokens = torch.randint(3, 64, (2 * CONTEXT + 20,), generator=torch.Generator().manual_seed(6)).tolist()
+    oracle = Oracle(model, rules_of(config, family))
+    wanted = torch.cat([oracle.feed(tokens[i : i + 16]) for i in range(0, len(tokens), 16)])
+    with attach(model, config) as cache:
+        ours = model(torch.tensor([tokens]), past_key_values=cache).logits[0]
+    assert oracle.margin > TIE
+    assert float((ours - wanted).abs().max() / wanted.abs().max()) < LARGEST
