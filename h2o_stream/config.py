@@ -148,8 +148,8 @@ class CacheConfig:
         if self.policy == "full":
             if self.kv_bits not in (None, 16):
                 raise ConfigError(
-                    f"kv_bits is {self.kv_bits}, but policy full keeps transformers' own cache; --kv-bits needs another "
-                    "--policy, such as recent with a large --window"
+                    f"kv_bits is {self.kv_bits}, but policy full keeps transformers' own cache; --kv-bits needs "
+                    "another --policy, such as recent with a large --window"
                 )
         elif self.by_ratio:
             self._check_ratios()

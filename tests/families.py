@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -213,9 +214,11 @@ def error(number: int, policy: str, chunk: int, rows: int, positions: str | None
     ids = torch.tensor([[0] * pad + tokens_of(row) for row, pad in enumerate(padding)])
     mask = torch.tensor([[0] * pad + [1] * (width + STEPS - pad) for pad in padding])
     with attach(model, config) as cache:
-        parts = [model(ids[:, :width], attention_mask=mask[:, :width], past_key_values=cache).logits]
-        for end in range(width + 1, width + STEPS + 1):
-            parts.append(model(ids[:, end - 1 : end], attention_mask=mask[:, :end], past_key_values=cache).logits)
+        ends = [0, *range(width, width + STEPS + 1)]
+        parts = [
+            model(ids[:, start:end], attention_mask=mask[:, :end], past_key_values=cache).logits
+            for start, end in itertools.pairwise(ends)
+        ]
         kept = [cache.kept(layer).tolist() for layer in range(2)]
         evicting = [] if policy == "full" else [i for i, layer in enumerate(cache.layers) if layer in cache.evicting]
     logits, worst = torch.cat(parts, 1), 0.0

@@ -193,8 +193,8 @@ class H2OCache(Cache):
         if pinned > plan.sinks and plan.window - pinned < needed:
             raise ConfigError(
                 f"{pinned} pinned tokens (system prompt, sinks, pins) leave {max(plan.window - pinned, 0)} of a window "
-                f"of {plan.window}, at least {needed} must be left; raise --window to {pinned + needed} or pin less (a shorter system "
-                "prompt)"
+                f"of {plan.window}, at least {needed} must be left; raise --window to {pinned + needed} or pin less "
+                "(a shorter system prompt)"
             )
 
     def _check_held(self, layer: SlotLayer, start: int, stop: int) -> None:
@@ -205,8 +205,8 @@ class H2OCache(Cache):
         owed = wanted < layer.seen
         if not bool((held | ~owed).all()):
             raise H2OStreamError(
-                f"of the tokens {start} to {stop} some have been evicted, {max(layer.lengths)} were seen in a window of "
-                f"{self.plan.window}; pin tokens before they pass the window"
+                f"of the tokens {start} to {stop} some have been evicted, {max(layer.lengths)} were seen in a window "
+                f"of {self.plan.window}; pin tokens before they pass the window"
             )
 
     def _share(self) -> None:

@@ -183,7 +183,8 @@ class SlotLayer(CacheLayerMixin):
             query, key, value = padding.pack(query), padding.pack(key), padding.pack(value)
         chunk = self.plan.chunk or key.shape[2]
         outputs = []
-        for number, (q, k, v) in enumerate(zip(query.split(chunk, 2), key.split(chunk, 2), value.split(chunk, 2))):
+        parts = zip(query.split(chunk, 2), key.split(chunk, 2), value.split(chunk, 2), strict=True)
+        for number, (q, k, v) in enumerate(parts):
             new = k.shape[2]
             counts = (new,) * len(self.lengths) if padding is None else padding.chunk(number * chunk, new)
             step = self._decode if new == 1 == min(counts) else self._prefill
@@ -332,7 +333,7 @@ class SlotLayer(CacheLayerMixin):
         return output, probs
 
     def _hidden(self, held: Held, counts: tuple[int, ...], new: int) -> Tensor:
-        """[B, Hkv, Q, K] bool: which places each query may not see. Padding may see all, so that no softmax is empty."""
+        """[B, Hkv, Q, K] bool: places a query may not see. Padding may see all, so that no softmax is empty."""
         place, index = torch.arange(new, device=self.device), held.index[:, :, None, :]
         count = torch.tensor(counts, device=self.device).view(-1, 1, 1)
         asked_at = (held.seen - count + place)[..., None]

@@ -113,6 +113,16 @@ class CacheOptions:
         int | None,
         _cache("--chunk", help=f"Prefill chunk; 0 takes the whole prompt at once. (default: {DEFAULT_CHUNK})"),
     ] = None
+    kv_bits: Annotated[
+        int | None,
+        _cache("--kv-bits", help="16, 8, 4 or 2 bits per stored key and value number. (default: the model's dtype)"),
+    ] = None
+    heavy_ratio: Annotated[
+        float | None, _cache("--heavy-ratio", help="Heavy slots as a part of the first prompt; replaces --heavy.")
+    ] = None
+    recent_ratio: Annotated[
+        float | None, _cache("--recent-ratio", help="Recent slots as a part of the first prompt; replaces --window.")
+    ] = None
 
     def cache_config(self, policy: str, window: int) -> CacheConfig:
         """The settings behind the options.
@@ -127,7 +137,19 @@ class CacheOptions:
                 flag = "--rolling" if self.rolling else "--no-rolling"
                 raise ConfigError(f"{flag} means --positions {short}, but --positions {positions} was given too")
             positions = short
-        return CacheConfig(policy, window, self.heavy, self.sinks, self.decay, positions, self.span, self.chunk)
+        return CacheConfig(
+            policy,
+            window,
+            self.heavy,
+            self.sinks,
+            self.decay,
+            positions,
+            self.span,
+            self.chunk,
+            self.kv_bits,
+            self.heavy_ratio,
+            self.recent_ratio,
+        )
 
 
 @dataclasses.dataclass(frozen=True)
