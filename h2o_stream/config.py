@@ -32,8 +32,9 @@ DEFAULT_SPAN = 4096
 
 KV_BITS = (16, 8, 4, 2)
 
-RESIDUAL = 16
-"""Newest tokens that a quantized cache holds in full precision."""
+RESIDUAL = 12
+EXACT_SINKS = 4
+"""Newest and first tokens that a quantized cache holds in full precision: their attention is the largest."""
 
 
 @dataclass(frozen=True)
@@ -88,8 +89,13 @@ class CachePlan:
 
     @property
     def residual(self) -> int:
-        """Newest tokens in full precision; none where everything is."""
-        return min(RESIDUAL, self.recent) if self.kv_bits < 16 else 0
+        """Newest tokens that a quantized cache keeps in full precision."""
+        return min(RESIDUAL, self.recent)
+
+    @property
+    def exact_sinks(self) -> int:
+        """Sinks that a quantized cache keeps in full precision."""
+        return min(EXACT_SINKS, self.sinks)
 
 
 @dataclass(frozen=True)

@@ -189,7 +189,7 @@ class H2OCache(Cache):
             return
         plan = self.plan
         pinned = sum(map(len, merged((range(plan.sinks), *pins))))
-        needed = max(MIN_EVICTABLE, plan.residual + 1)
+        needed = max(MIN_EVICTABLE, self._least_recent + 1)
         if pinned > plan.sinks and plan.window - pinned < needed:
             raise ConfigError(
                 f"{pinned} pinned tokens (system prompt, sinks, pins) leave {max(plan.window - pinned, 0)} of a window "
@@ -215,7 +215,12 @@ class H2OCache(Cache):
         movable = plan.window - sum(map(len, pins))
         recent = movable - movable * plan.heavy // (plan.heavy + plan.recent)
         for layer in self.evicting:
-            layer.budget = Budget(pins, max(recent, plan.residual, 1))
+            layer.budget = Budget(pins, max(recent, self._least_recent))
+
+    @property
+    def _least_recent(self) -> int:
+        """The newest tokens that pins must leave alone: one, or all that a quantized cache holds apart."""
+        return self.plan.residual if self.plan.kv_bits < 16 else 1
 
     # a stream
 

@@ -1,4 +1,4 @@
-"""Numbers on a grid of a few bits: fit a grid, encode, decode. Pure functions of tensors.
+"""Numbers on a grid of a few bits. Pure functions of tensors.
 
 A grid is an offset and a step; a code is a whole number from 0 to 2**bits - 1 and stands for offset + code * step.
 """
@@ -8,68 +8,80 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-_SHRINKS = (1.0, 0.9, 0.8, 0.7, 0.6, 0.5, 0.4)
-"""Parts of the range a grid may cover: with few bits it pays to cut outliers off."""
+_COVERS = {8: 1.0, 4: 1.0, 2: 0.65}
+"""Part of a range that a grid covers: with four levels it pays to cut outliers off."""
+
+_TRIED = (1.0, 0.9, 0.8, 0.7, 0.6, 0.5, 0.4)
 
 
-def fit(x: Tensor, bits: int, dim: int, there: Tensor | None = None) -> Tensor:
-    """The grid of least squared error along `dim`, among several that cover a part of the range.
-
-    What is on a grid already, and reaches its ends, is given that grid again.
+def spread(low: Tensor, high: Tensor, bits: int, covers: float | None = None) -> Tensor:
+    """The grid of a range, [2, *low.shape]: offsets, then steps.
 
     Args:
-        x: [..., n, ...] numbers.
+        low: least number of each range; above `high` where there is none, which gives a grid of zeros.
+        high: same shape, the greatest.
         bits: 2, 4 or 8.
-        dim: the dimension that shares a grid.
-        there: bool, broadcast over x; False leaves a number out.
+        covers: part of the range, about its middle, that the grid reaches; None is what suits the bits.
+    """
+    half = (high - low).clamp_min(0) / 2 * (_COVERS[bits] if covers is None else covers)
+    middle = torch.where(low <= high, (low + high) / 2, 0.0)
+    half = torch.where(low <= high, half, 0.0)
+    return torch.stack((middle - half, half * 2 / (2**bits - 1)))
+
+
+def fit(x: Tensor, bits: int) -> Tensor:
+    """The grid of least squared error for each row, among several that cover a part of its range.
+
+    Numbers that lie on such a grid already are given it again.
+
+    Args:
+        x: [..., n] float32.
+        bits: 2, 4 or 8.
 
     Returns:
-        [2, ...] float32, x's shape with 1 in place of `dim`: offsets, then steps.
+        [2, ..., 1] float32.
     """
-    x = x.float()
-    if there is None:
-        least, most = x.amin(dim, keepdim=True), x.amax(dim, keepdim=True)
-    else:
-        least = x.masked_fill(~there, torch.inf).amin(dim, keepdim=True)
-        most = x.masked_fill(~there, -torch.inf).amax(dim, keepdim=True)
-    middle, half = (least + most) / 2, (most - least) / 2
-    best, best_error = torch.stack((least, least)), torch.full_like(least, torch.inf)
-    for shrink in _SHRINKS:
-        grid = torch.stack((middle - half * shrink, half * (2 * shrink / (2**bits - 1))))
-        error = (levels(x, grid, bits).mul_(grid[1]).add_(grid[0]) - x).square_()
-        error = (error if there is None else error.masked_fill_(~there, 0.0)).sum(dim, keepdim=True)
+    low, high = x.amin(-1, keepdim=True), x.amax(-1, keepdim=True)
+    best = spread(low, high, bits, 1.0)
+    best_error = _error(x, best, bits)
+    for covers in _TRIED[1:] if bits < 8 else ():
+        grid = spread(low, high, bits, covers)
+        error = _error(x, grid, bits)
         best = torch.where(error < best_error, grid, best)
         best_error = torch.minimum(error, best_error)
     return best
+
+
+def _error(x: Tensor, grid: Tensor, bits: int) -> Tensor:
+    back: Tensor = levels(x, grid, bits).mul_(grid[1]).add_(grid[0])
+    return (back - x).square().sum(-1, keepdim=True)
 
 
 def levels(x: Tensor, grid: Tensor, bits: int) -> Tensor:
     """The nearest level of each number, float32 from 0 to 2**bits - 1.
 
     Args:
-        x: any shape.
+        x: float32, any shape.
         grid: [2, ...], broadcast over x.
         bits: 2, 4 or 8.
     """
-    offset, step = grid.float().unbind(0)
-    return (x.float() - offset).div_(step.clamp_min(torch.finfo(torch.float32).tiny)).round_().clamp_(0, 2**bits - 1)
+    offset, step = grid.float()
+    return (x - offset).div_(step.clamp_min(torch.finfo(torch.float32).tiny)).round_().clamp_(0, 2**bits - 1)
 
 
 def encode(x: Tensor, grid: Tensor, bits: int) -> Tensor:
-    """[..., D] numbers to [..., D * bits / 8] uint8 codes on a grid [2, ...]; D * bits is a multiple of 8.
+    """[..., D] float32 to [..., D * bits / 8] uint8 codes on a grid [2, ...]; D * bits is a multiple of 8.
 
-    Each byte holds numbers that lie D * bits / 8 apart, so that decoding is a concatenation.
+    A byte holds numbers that lie D * bits / 8 apart, so that decoding is a concatenation.
     """
-    parts = levels(x, grid, bits).to(torch.uint8).chunk(8 // bits, dim=-1)
-    packed = parts[0]
-    for number, part in enumerate(parts[1:], start=1):
-        packed = packed | (part << (bits * number))
-    return packed
+    first, *others = levels(x, grid, bits).to(torch.uint8).chunk(8 // bits, dim=-1)
+    for number, other in enumerate(others, start=1):
+        first = first | (other << (bits * number))
+    return first
 
 
 def decode(codes: Tensor, grid: Tensor, bits: int, dtype: torch.dtype) -> Tensor:
     """The inverse of `encode`, in `dtype`."""
-    mask = 2**bits - 1
-    parts = [(codes >> shift) & mask for shift in range(0, 8, bits)]
-    offset, step = grid.to(dtype).unbind(0)
+    parts = [(codes >> shift) & (2**bits - 1) for shift in range(0, 8, bits)]
+    offset, step = grid.to(dtype)
     return torch.addcmul(offset, torch.cat(parts, dim=-1).to(dtype), step)

@@ -20,7 +20,7 @@ from transformers.cache_utils import CacheLayerMixin
 from h2o_stream.cache.padding import Padding
 from h2o_stream.cache.policies import Attention, Budget, Held, Policy, select
 from h2o_stream.cache.rope import RotaryTable, distances, rotate_back
-from h2o_stream.cache.store import QuantizedStore, Store, doubled
+from h2o_stream.cache.store import QuantizedStore, Store
 from h2o_stream.config import CachePlan
 from h2o_stream.errors import H2OStreamError
 
@@ -71,7 +71,7 @@ class SlotLayer(CacheLayerMixin):
         self.store: Store | QuantizedStore = (
             Store(key_states, value_states, slots)
             if plan.kv_bits == 16
-            else QuantizedStore(key_states, value_states, slots, plan.kv_bits, plan.residual)
+            else QuantizedStore(key_states, value_states, slots, plan.kv_bits, plan.exact_sinks, plan.residual)
         )
         self.scores = torch.empty(*rows, slots, dtype=torch.float32, device=self.device)
         self.index = torch.empty(*rows, slots, dtype=torch.int32, device=self.device)
@@ -216,16 +216,20 @@ class SlotLayer(CacheLayerMixin):
         """The slot [B, Hkv, 1] for a new token. In a ring of newest tokens, the oldest one gives up its seat."""
         if not isinstance(self.store, QuantizedStore):
             return self.free
-        ring = (self.seen % self.store.residual).expand_as(self.free)
-        after = [length + 1 for length in self.lengths]
-        self.store.demote(ring, self.free, self.index >= 0, doubled(self.lengths, after, self.store.residual))
+        ring = self._ring(self.seen).expand_as(self.free)
+        self.store.demote(ring, self.free, self.index >= 0)
         for book in (self.scores, self.index, self.rank):
             book.scatter_(2, self.free, book.gather(2, ring))
         return ring
 
+    def _ring(self, index: Tensor) -> Tensor:
+        """Where a token is while it is new, if the newest tokens have a ring: sinks have a slot of their own."""
+        sinks = self.store.sinks
+        return torch.where((index >= 0) & (index < sinks), index, sinks + (index - sinks) % self.store.residual)
+
     def _evict(self) -> None:
-        """Make the slot worth least, or an empty one, the free slot; the ring of newest tokens is not asked."""
-        first = self.store.residual
+        """Make the slot worth least, or an empty one, the free slot; sinks and the ring of new tokens are not asked."""
+        first = self.store.exact
         worth = self.policy.worth(Held(self.scores, self.index, self.rank, self.seen), self.budget)
         self.free = worth[..., first:].argmin(-1, keepdim=True) + first
         self.rank -= (self.rank > self.rank.gather(2, self.free)).int()
@@ -236,7 +240,8 @@ class SlotLayer(CacheLayerMixin):
     def _prefill(
         self, query: Tensor, key: Tensor, value: Tensor, counts: tuple[int, ...], scaling: float, softcap: float | None
     ) -> Tensor:
-        new, used = key.shape[2], min(max(self.lengths), self.plan.window + 1)
+        keys, values = self.store.read_exactly(min(max(self.lengths), self.plan.window + 1))
+        new, used = key.shape[2], keys.shape[2]
         count = torch.tensor(counts, device=key.device).view(-1, 1, 1)
         place = torch.arange(new, device=key.device)
         there = (place < count).expand(*key.shape[:2], new)
@@ -252,10 +257,9 @@ class SlotLayer(CacheLayerMixin):
             rank=torch.cat((self.rank[..., :used] + count.int(), fresh.rank), 2),
             seen=fresh.seen,
         )
-        keys, values = self.store.read_exactly(used)
         keys, values = torch.cat((keys, key), 2), torch.cat((values, value), 2)
-        before, self.seen = self.lengths, held.seen
-        self.lengths = tuple(length + more for length, more in zip(before, counts, strict=True))
+        self.seen = held.seen
+        self.lengths = tuple(length + more for length, more in zip(self.lengths, counts, strict=True))
 
         output, probs = self._weigh(query, keys, values, held, counts, scaling, softcap)
         scores = held.scores
@@ -263,7 +267,7 @@ class SlotLayer(CacheLayerMixin):
             scores = self.policy.observe(scores, self._attention(probs, counts, count, place))
         held = Held(scores, held.index, held.rank, held.seen)
         keep = select(self.policy.worth(held, self.budget), held.index, self.held)
-        self._hold(keep, keys, values, held, before)
+        self._hold(keep, keys, values, held)
         return output
 
     def _attention(self, probs: Tensor, counts: tuple[int, ...], count: Tensor, place: Tensor) -> Attention:
@@ -274,31 +278,34 @@ class SlotLayer(CacheLayerMixin):
         later = (count - 1 - place).clamp_min(0).unsqueeze(1).float()
         return Attention(probs * (place < count)[:, :, None, :, None], later, count)
 
-    def _hold(self, keep: Tensor, keys: Tensor, values: Tensor, held: Held, before: tuple[int, ...]) -> None:
-        """Keep the places `keep` [B, Hkv, n], in token order, and no other; rows had `before` tokens so far."""
-        n, residual = keep.shape[-1], self.store.residual
-        order = torch.arange(n, device=self.device)
-        slot = order.expand_as(keep)
-        if residual:
-            slot = torch.where(order < n - residual, order + residual, (self.seen - n + order) % residual)
-            slot = slot.expand_as(keep)
+    def _hold(self, keep: Tensor, keys: Tensor, values: Tensor, held: Held) -> None:
+        """Keep the places `keep` [B, Hkv, n], in token order, and no other."""
+        n, slots, store = keep.shape[-1], self.index.shape[-1], self.store
         index = held.index.gather(2, keep)
         there = index >= 0
+        order = torch.arange(n, device=self.device)
+        slot = order.expand_as(keep)
+        if store.exact:
+            slot = torch.where(order < n - store.residual, order + store.residual, self._ring(self.seen - n + order))
+            slot = torch.where(index < store.sinks, index, slot)
+        slot = slot.masked_fill(~there, slots)
         keys, values = (x.gather(2, keep[..., None].expand(-1, -1, -1, x.shape[-1])) for x in (keys, values))
-        self.store.hold(slot, keys, values, there, doubled(before, self.lengths, residual))
-        self._vacate()
-        self.index.scatter_(2, slot, index)
-        self.scores.scatter_(2, slot, held.scores.gather(2, keep).masked_fill_(~there, -torch.inf))
-        rank = (n - 1 - order).int().expand_as(keep).masked_fill(~there, self.plan.window + 1)
-        self.rank.scatter_(2, slot, rank)
-        self.free.fill_(max(n, residual))
+        store.hold(slot, keys, values)
+
+        def placed(x: Tensor, empty: float) -> Tensor:
+            return x.new_full((*x.shape[:2], slots + 1), empty).scatter_(2, slot, x)[..., :slots].contiguous()
+
+        self.index = placed(index, -1)
+        self.scores = placed(held.scores.gather(2, keep), -torch.inf)
+        self.rank = placed((n - 1 - order).int().expand_as(keep), self.plan.window + 1)
+        self.free.fill_(max(n, store.exact))
 
     def _vacate(self) -> None:
         """Mark every slot as empty."""
         self.index.fill_(-1)
         self.scores.fill_(-torch.inf)
         self.rank.fill_(self.plan.window + 1)
-        self.free.fill_(self.store.residual)
+        self.free.fill_(self.store.exact)
 
     def _weigh(
         self,
