@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -12,6 +13,7 @@ from transformers import PreTrainedModel
 
 from h2o_stream.cache.attention import ATTENTION_NAME
 from h2o_stream.cache.caches import FullCache, H2OCache
+from h2o_stream.cache.state import model_digest
 from h2o_stream.cache.support import check_supported, layer_specs, learned_positions, reach_of
 from h2o_stream.config import CacheConfig
 from h2o_stream.errors import H2OStreamError
@@ -56,9 +58,11 @@ def attach(model: PreTrainedModel, config: CacheConfig | None = None) -> Iterato
 def build_cache(model: PreTrainedModel, config: CacheConfig) -> H2OCache | FullCache:
     """The cache `config` asks for, sized for `model`."""
     plan = check_supported(type(model), model.config, config)
+    digest = functools.partial(model_digest, model)
     if plan.policy == "full":
-        return FullCache(plan, model.config)
-    return H2OCache(config, layer_specs(model, plan), reach_of(model.config), learned_positions(model.config))
+        return FullCache(plan, model.config, digest)
+    specs = layer_specs(model, plan)
+    return H2OCache(config, specs, reach_of(model.config), learned_positions(model.config), digest)
 
 
 class _Hook:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import torch
@@ -15,6 +15,7 @@ from h2o_stream.cache.padding import Padding
 from h2o_stream.cache.policies import Budget, make_policy, merged
 from h2o_stream.cache.rope import RotaryTable
 from h2o_stream.cache.slots import SlotLayer
+from h2o_stream.cache.state import FINGERPRINT, check_seal, sealed, taken
 from h2o_stream.config import DEFAULT_WINDOW, MIN_EVICTABLE, CacheConfig, CachePlan
 from h2o_stream.errors import ConfigError, H2OStreamError
 
@@ -62,11 +63,13 @@ class LayerSpec:
         table: rotations for ``rolling`` and ``gap``; None when the model rotates by itself (``absolute``).
         sliding: the sliding window of a layer among others that have none: it is left alone. None for the others.
         hidden_from: age in tokens from which the model hides keys from this layer, or None.
+        device: where the layer computes; None for the CPU.
     """
 
     table: RotaryTable | None = None
     sliding: int | None = None
     hidden_from: int | None = None
+    device: torch.device | None = None
 
 
 class H2OCache(Cache):
@@ -77,22 +80,31 @@ class H2OCache(Cache):
         layers: what is to be known of every decoder layer.
         reach: distances the model was trained for, or None.
         last_position: positions a model has learned one by one, which nothing can pass; None for rotary ones.
+        model: tells the model apart from others, when a state is saved or loaded.
     """
 
     def __init__(
-        self, config: CacheConfig, layers: Sequence[LayerSpec], reach: int | None, last_position: int | None = None
+        self,
+        config: CacheConfig,
+        layers: Sequence[LayerSpec],
+        reach: int | None,
+        last_position: int | None = None,
+        model: Callable[[], str] = lambda: "",
     ) -> None:
         self.config = config
+        self._model = model
+        self._prompt = DEFAULT_WINDOW
         self.padding: Padding | None = None
         self._specs = tuple(layers)
         self._reach = reach
         self._last_position = last_position
         self._pins: tuple[range, ...] = ()
         self._resolved = not config.by_ratio
-        self._resolve(DEFAULT_WINDOW)
+        self._resolve(self._prompt)
 
     def _resolve(self, prompt: int) -> None:
         """Make the plan, by the length of the first prompt where it is asked for by ratio, and empty layers."""
+        self._prompt = prompt
         self.plan = self.config.for_prompt(prompt).plan(self._reach)
         super().__init__(layers=[self._layer(number, spec) for number, spec in enumerate(self._specs)])
         self._share()
@@ -241,6 +253,49 @@ class H2OCache(Cache):
         self.padding = None
         self._resolved = not self.config.by_ratio
 
+    def state_dict(self) -> dict[str, Tensor]:
+        """A copy of everything there is to go on from, exactly: tensors by name, as safetensors takes them.
+
+        Raises:
+            H2OStreamError: the cache is empty.
+        """
+        if not self.seen_tokens:
+            raise H2OStreamError("the cache is empty: there is no state to save")
+        state = {
+            f"{number}.{name}": tensor.clone(memory_format=torch.contiguous_format)
+            for number, layer in enumerate(self.layers)
+            for name, tensor in layer.tensors().items()
+        }
+        state["pins"] = torch.tensor([(pin.start, pin.stop) for pin in self._pins], dtype=torch.int64).view(-1, 2)
+        state["progress"] = torch.tensor([self.layers[0].columns, self._prompt])
+        state[FINGERPRINT] = sealed(self._fingerprint(self.layers[0].dtype))
+        return state
+
+    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
+        """Go on from a state, in place of whatever is held: the next token is what it would have been.
+
+        Raises:
+            H2OStreamError: the state belongs to another model, dtype or policy, or is damaged. The cache is empty then.
+        """
+        columns, prompt = taken(state, "progress").tolist()
+        self.reset()
+        self._resolve(prompt)
+        check_seal(state, self._fingerprint(taken(state, "0.keys").dtype))
+        try:
+            for number, (layer, spec) in enumerate(zip(self.layers, self._specs, strict=True)):
+                prefix = f"{number}."
+                own = {name.removeprefix(prefix): t for name, t in state.items() if name.startswith(prefix)}
+                layer.load(own, columns, spec.device)
+        except H2OStreamError:
+            self.reset()
+            raise
+        self._resolved = True
+        self._pins = tuple(range(start, stop) for start, stop in taken(state, "pins").tolist())
+        self._share()
+
+    def _fingerprint(self, dtype: torch.dtype) -> dict[str, Any]:
+        return {"model": self._model(), "dtype": str(dtype), "policy": asdict(self.plan)}
+
     def prepare_forward(self, kwargs: dict[str, Any]) -> None:
         """Adapt the keyword arguments of the model's forward to this cache, in place.
 
@@ -275,9 +330,10 @@ class H2OCache(Cache):
 class FullCache(DynamicCache):
     """transformers' own growing cache, with what the fixed window offers beside it."""
 
-    def __init__(self, plan: CachePlan, config: Any) -> None:
+    def __init__(self, plan: CachePlan, config: Any, model: Callable[[], str] = lambda: "") -> None:
         super().__init__(config=config)
         self.plan = plan
+        self._model = model
 
     @property
     def seen_tokens(self) -> int:
@@ -310,6 +366,31 @@ class FullCache(DynamicCache):
         """Where the tokens are now."""
         seen = self.seen_tokens
         return CacheCounts(seen, cached=seen, sinks=0, pinned=0, heavy=0, recent=seen, window=0, nbytes=self.nbytes)
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """See `H2OCache.state_dict`."""
+        if not self.seen_tokens:
+            raise H2OStreamError("the cache is empty: there is no state to save")
+        state = {
+            f"{number}.{name}": getattr(layer, name).clone(memory_format=torch.contiguous_format)
+            for number, layer in enumerate(self.layers)
+            for name in ("keys", "values")
+        }
+        state["progress"] = torch.tensor([self.seen_tokens])
+        state[FINGERPRINT] = sealed({"model": self._model(), "dtype": str(self.layers[0].keys.dtype), "policy": "full"})
+        return state
+
+    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
+        """See `H2OCache.load_state_dict`."""
+        dtype = taken(state, "0.keys").dtype
+        check_seal(state, {"model": self._model(), "dtype": str(dtype), "policy": "full"})
+        seen = int(taken(state, "progress"))
+        tensors = [(taken(state, f"{i}.keys"), taken(state, f"{i}.values")) for i in range(len(self.layers))]
+        for layer, (keys, values) in zip(self.layers, tensors, strict=True):
+            layer.lazy_initialization(keys, values)
+            layer.keys, layer.values = keys.clone(), values.clone()
+            if hasattr(layer, "cumulative_length"):
+                layer.cumulative_length = seen
 
     def prepare_forward(self, kwargs: dict[str, Any]) -> None:
         """Transformers knows what to do with its own cache."""

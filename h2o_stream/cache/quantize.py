@@ -53,8 +53,8 @@ def fit(x: Tensor, bits: int) -> Tensor:
 
 
 def _error(x: Tensor, grid: Tensor, bits: int) -> Tensor:
-    back: Tensor = levels(x, grid, bits).mul_(grid[1]).add_(grid[0])
-    return (back - x).square().sum(-1, keepdim=True)
+    offset, step = grid.unbind(0)
+    return (levels(x, grid, bits) * step + offset - x).square().sum(-1, keepdim=True)
 
 
 def levels(x: Tensor, grid: Tensor, bits: int) -> Tensor:
@@ -65,7 +65,7 @@ def levels(x: Tensor, grid: Tensor, bits: int) -> Tensor:
         grid: [2, ...], broadcast over x.
         bits: 2, 4 or 8.
     """
-    offset, step = grid.float()
+    offset, step = grid.float().unbind(0)
     return (x - offset).div_(step.clamp_min(torch.finfo(torch.float32).tiny)).round_().clamp_(0, 2**bits - 1)
 
 
@@ -83,5 +83,5 @@ def encode(x: Tensor, grid: Tensor, bits: int) -> Tensor:
 def decode(codes: Tensor, grid: Tensor, bits: int, dtype: torch.dtype) -> Tensor:
     """The inverse of `encode`, in `dtype`."""
     parts = [(codes >> shift) & (2**bits - 1) for shift in range(0, 8, bits)]
-    offset, step = grid.to(dtype)
+    offset, step = grid.to(dtype).unbind(0)
     return torch.addcmul(offset, torch.cat(parts, dim=-1).to(dtype), step)

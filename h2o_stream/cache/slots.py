@@ -11,6 +11,7 @@ The two are the same rule, "append, attend, keep", and give the same result toke
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -20,6 +21,7 @@ from transformers.cache_utils import CacheLayerMixin
 from h2o_stream.cache.padding import Padding
 from h2o_stream.cache.policies import Attention, Budget, Held, Policy, select
 from h2o_stream.cache.rope import RotaryTable, distances, rotate_back
+from h2o_stream.cache.state import taken
 from h2o_stream.cache.store import QuantizedStore, Store
 from h2o_stream.config import CachePlan
 from h2o_stream.errors import H2OStreamError
@@ -145,6 +147,18 @@ class SlotLayer(CacheLayerMixin):
     def tensors(self) -> dict[str, Tensor]:
         """Everything allocated, by name."""
         return {name: getattr(owner, name) for owner, name in self._tensors()}
+
+    def load(self, tensors: Mapping[str, Tensor], columns: int, device: torch.device | None) -> None:
+        """Go on from the tensors of another layer of the same plan.
+
+        Raises:
+            H2OStreamError: tensors are missing or do not fit.
+        """
+        keys, values = (taken(tensors, name)[:, :, :1].to(device or "cpu") for name in ("keys", "values"))
+        self.lazy_initialization(keys, values)
+        for owner, name in self._tensors():
+            setattr(owner, name, taken(tensors, name, like=getattr(owner, name)))
+        self.columns, self.lengths = columns, tuple(self.seen.flatten().tolist())
 
     def _tensors(self) -> list[tuple[Any, str]]:
         if not self.is_initialized:

@@ -97,22 +97,22 @@ def layer_specs(model: PreTrainedModel, plan: CachePlan) -> list[LayerSpec]:
         UnsupportedModelError: see `rotary_of` and `prove`.
     """
     text, windows = model.config.get_text_config(), sliding_windows(model.config)
-    kinds = getattr(text, "layer_types", None) or ["full_attention"] * len(windows)
+    kinds = (getattr(text, "layer_types", None) or ["full_attention"] * len(windows))[: len(windows)]
     tables: dict[str, RotaryTable] = {}
     if plan.positions != "absolute":
         rotary = rotary_of(model)
         tables = {kind: table_for(rotary, kind) for kind in set(kinds)}
     uniform = None not in windows
-    specs = [
+    devices = prove(model, [tables.get(kind) for kind in kinds])
+    return [
         LayerSpec(
             table=tables.get(kind),
             sliding=None if uniform else window,
             hidden_from=window if plan.positions == "absolute" else None,
+            device=device,
         )
-        for kind, window in zip(kinds, windows, strict=False)
+        for kind, window, device in zip(kinds, windows, devices, strict=True)
     ]
-    prove(model, [spec.table for spec in specs])
-    return specs
 
 
 class _Witness(CacheLayerMixin):
@@ -152,8 +152,11 @@ class _Witnesses(Cache):
 
 
 @torch.no_grad()
-def prove(model: PreTrainedModel, tables: list[RotaryTable | None]) -> None:
+def prove(model: PreTrainedModel, tables: list[RotaryTable | None]) -> list[torch.device]:
     """Feed one token at position 0 and at a later one, and compare: only RoPE may tell the two apart.
+
+    Returns:
+        Where each layer computes.
 
     Raises:
         UnsupportedModelError: a layer does not ask us for its attention, or the model rotates in another way.
@@ -187,3 +190,4 @@ def prove(model: PreTrainedModel, tables: list[RotaryTable | None]) -> None:
                 raise UnsupportedModelError(
                     f"{name} applies RoPE in a form that is not reproduced here; try --positions absolute"
                 )
+    return [layer.seen[1].device for layer in witnesses.layers]

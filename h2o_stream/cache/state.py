@@ -1,0 +1,71 @@
+"""A cache as a dictionary of tensors, ready for safetensors, and the fingerprint that says what it belongs to."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from h2o_stream.errors import H2OStreamError
+
+FINGERPRINT = "fingerprint"
+
+_SAMPLED = 16
+"""Numbers of each weight that go into the fingerprint of a model."""
+
+
+def model_digest(model: nn.Module) -> str:
+    """Class and 16 hex digits that tell models apart: by config, and by a few numbers of every weight."""
+    config = model.config.to_dict()  # type: ignore[operator, union-attr]
+    told = {name: value for name, value in config.items() if name not in ("_name_or_path", "transformers_version")}
+    digest = hashlib.sha256(json.dumps(told, sort_keys=True, default=str).encode())
+    for name, weight in model.named_parameters():
+        digest.update(f"{name} {tuple(weight.shape)}".encode())
+        if not weight.is_meta:
+            some = weight.detach().flatten()[:: max(weight.numel() // _SAMPLED, 1)]
+            digest.update(some.float().cpu().numpy().tobytes())
+    return f"{type(model).__name__} {digest.hexdigest()[:16]}"
+
+
+def sealed(fingerprint: Mapping[str, Any]) -> Tensor:
+    """A fingerprint as the bytes of a JSON object, uint8."""
+    return torch.tensor(list(json.dumps(fingerprint, sort_keys=True).encode()), dtype=torch.uint8)
+
+
+def check_seal(state: Mapping[str, Tensor], fingerprint: Mapping[str, Any]) -> None:
+    """Compare the fingerprint inside a state with the one of this cache.
+
+    Raises:
+        H2OStreamError: it is missing, or names another model, dtype or policy.
+    """
+    try:
+        theirs = json.loads(bytes(state[FINGERPRINT].tolist()))
+    except (KeyError, ValueError, UnicodeDecodeError, AttributeError) as error:
+        raise H2OStreamError("this is not the state of a cache: its fingerprint is missing or damaged") from error
+    ours = json.loads(json.dumps(fingerprint))
+    for name, value in ours.items():
+        if theirs.get(name) != value:
+            raise H2OStreamError(f"the state belongs to another {name}: {theirs.get(name)}, and this is {value}")
+
+
+def taken(state: Mapping[str, Tensor], name: str, like: Tensor | None = None) -> Tensor:
+    """One tensor of a state, on the device of `like` and checked to be of its shape and type.
+
+    Raises:
+        H2OStreamError: it is missing or does not fit.
+    """
+    if name not in state:
+        raise H2OStreamError(f"the state is incomplete: {name} is missing")
+    tensor = state[name]
+    if like is None:
+        return tensor
+    if tensor.shape != like.shape or tensor.dtype != like.dtype:
+        raise H2OStreamError(
+            f"the state does not fit: {name} is {tuple(tensor.shape)} {tensor.dtype}, "
+            f"{tuple(like.shape)} {like.dtype} is needed"
+        )
+    return tensor.to(like.device, copy=True)
