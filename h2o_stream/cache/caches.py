@@ -16,6 +16,7 @@ from h2o_stream.cache.policies import Budget, make_policy, merged
 from h2o_stream.cache.rope import RotaryTable
 from h2o_stream.cache.slots import SlotLayer
 from h2o_stream.cache.state import FINGERPRINT, check_seal, sealed, taken
+from h2o_stream.cache.statistics import LayerStatistics
 from h2o_stream.config import DEFAULT_WINDOW, MIN_EVICTABLE, CacheConfig, CachePlan
 from h2o_stream.errors import ConfigError, H2OStreamError
 
@@ -159,6 +160,10 @@ class H2OCache(Cache):
             window=self.plan.window,
             nbytes=self.nbytes,
         )
+
+    def statistics(self) -> list[LayerStatistics]:
+        """Sparsity, scores and kept attention of every layer that evicts, of the stream so far."""
+        return [self.layers[i].statistics(i) for i, spec in enumerate(self._specs) if spec.sliding is None]
 
     # pins
 

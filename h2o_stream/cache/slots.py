@@ -11,7 +11,8 @@ The two are the same rule, "append, attend, keep", and give the same result toke
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -22,6 +23,7 @@ from h2o_stream.cache.padding import Padding
 from h2o_stream.cache.policies import Attention, Budget, Held, Policy, select
 from h2o_stream.cache.rope import RotaryTable, distances, rotate_back
 from h2o_stream.cache.state import taken
+from h2o_stream.cache.statistics import LayerStatistics, SparsityMeter, power_law
 from h2o_stream.cache.store import QuantizedStore, Store
 from h2o_stream.config import CachePlan
 from h2o_stream.errors import H2OStreamError
@@ -48,6 +50,8 @@ class SlotLayer(CacheLayerMixin):
         lengths: the same numbers, known without asking the device.
         columns: columns fed since the last reset, padding included.
         budget: what eviction may not touch.
+        groups: query heads per KV head; 0 before the first token.
+        watch: is shown the attention of each part that has no padding; see `SparsityMeter`.
     """
 
     is_sliding = False
@@ -63,6 +67,8 @@ class SlotLayer(CacheLayerMixin):
         self.budget = Budget((range(plan.sinks),), plan.recent)
         self.columns = 0
         self.lengths: tuple[int, ...] = ()
+        self.groups = 0
+        self.watch: Callable[[Tensor, Tensor, int], None] = SparsityMeter()
 
     # transformers' interface
 
@@ -103,6 +109,7 @@ class SlotLayer(CacheLayerMixin):
     def reset(self) -> None:
         """Forget the stream and release the slots."""
         self.columns, self.lengths = 0, ()
+        self.watch = SparsityMeter()
         self.is_initialized = False
         for name in ("store", *_BOOKS):
             setattr(self, name, None)
@@ -148,6 +155,17 @@ class SlotLayer(CacheLayerMixin):
         """Everything allocated, by name."""
         return {name: getattr(owner, name) for owner, name in self._tensors()}
 
+    def statistics(self, number: int) -> LayerStatistics:
+        """What the attention of this layer, called `number`, looks like."""
+        measured = self.watch.value if isinstance(self.watch, SparsityMeter) else math.nan
+        paid = self.policy.total(self.seen) if self.is_initialized and self.policy.observes else None
+        if paid is None or not self.groups:
+            return LayerStatistics(number, measured, torch.empty(0), math.nan, math.nan)
+        scores = self.scores.masked_fill(self.index < 0, 0.0)
+        mass = float((scores.double().sum(-1, keepdim=True) / (paid * self.groups)).mean())
+        ordered = scores.sort(-1, descending=True).values[..., : self.held].mean((0, 1))
+        return LayerStatistics(number, measured, ordered, power_law(ordered), mass)
+
     def load(self, tensors: Mapping[str, Tensor], columns: int, device: torch.device | None) -> None:
         """Go on from the tensors of another layer of the same plan.
 
@@ -192,6 +210,7 @@ class SlotLayer(CacheLayerMixin):
         """
         if not self.is_initialized:
             self.lazy_initialization(key, value)
+        self.groups = query.shape[1] // key.shape[1]
         self.columns += key.shape[2]
         if padding is not None:
             query, key, value = padding.pack(query), padding.pack(key), padding.pack(value)
@@ -349,6 +368,8 @@ class SlotLayer(CacheLayerMixin):
         if new > 1 or self.sliding is not None or min(self.lengths) < visible:
             logits = logits.masked_fill_(self._hidden(held, counts, new)[:, :, None], -torch.inf)
         probs = logits.softmax(-1)
+        if min(counts) == new:
+            self.watch(probs, held.index >= 0, self.lengths[0])
         output = torch.matmul(probs.to(values.dtype).flatten(2, 3), values)
         output = output.view(batch, query_heads, new, values.shape[-1]).transpose(1, 2)
         return output, probs

@@ -8,7 +8,7 @@ from typing import Annotated
 
 from h2o_stream.cli import run
 from h2o_stream.cli.options import CacheOptions, ModelOptions, OutputOptions, option, takes
-from h2o_stream.config import DEFAULT_WINDOW, POLICIES, CacheConfig
+from h2o_stream.config import DEFAULT_CHUNK, DEFAULT_WINDOW, POLICIES, CacheConfig
 from h2o_stream.errors import ConfigError
 from h2o_stream.session.records import Records
 
@@ -52,12 +52,59 @@ def nll(comparison: NllOptions, model: ModelOptions, cache: CacheOptions, output
             compare_nll(model_config, configs, texts, comparison.tokens, terminal, records)
 
 
+@dataclass(frozen=True)
+class HeavyHittersOptions:
+    """What is looked at."""
+
+    text: Annotated[Path, option("Comparison", "--text", help="A text file.")]
+    policies: Annotated[str, option("Comparison", "--policies", help="Policies, separated by commas.")] = (
+        "recent,sink,random,h2o-paper,h2o"
+    )
+    window: Annotated[int, option("Comparison", "--window", help="Tokens kept per layer and KV head.")] = DEFAULT_WINDOW
+    tokens: Annotated[int, option("Comparison", "--tokens", help="Tokens read; within the context.", min=2)] = 2048
+    out: Annotated[Path, option("Comparison", "--out", help="Folder for the table and the plots.")] = Path(
+        "heavy-hitters"
+    )
+
+
+@app.command()
+@takes(HeavyHittersOptions, ModelOptions, CacheOptions, OutputOptions)
+def heavy_hitters(
+    comparison: HeavyHittersOptions, model: ModelOptions, cache: CacheOptions, output: OutputOptions
+) -> None:
+    """The observations behind H2O: how sparse attention is, who gets it, how much of it each policy keeps.
+
+    Writes a table and plots (extra "plots").
+    """
+    with run.reporting("h2o-compare", output.debug):
+        model_config = model.model_config()
+        evicting = [policy for policy in _policies(comparison.policies) if policy != "full"]
+        configs = [cache.cache_config(policy, comparison.window) for policy in evicting]
+        if not configs:
+            raise ConfigError("--policies names none that evicts; give one or more")
+        with Records(output.jsonl) as records:
+            with run.loading(model_config, output) as terminal:
+                from h2o_stream.ui.heavy_hitters import show_heavy_hitters
+                from h2o_stream.ui.plots import require_matplotlib
+            require_matplotlib()
+            chunk = cache.chunk or DEFAULT_CHUNK
+            show_heavy_hitters(
+                model_config, configs, comparison.text, comparison.tokens, chunk, comparison.out, terminal, records
+            )
+
+
+def _policies(text: str) -> list[str]:
+    policies = _listed(text, "--policies")
+    for policy in policies:
+        if policy not in POLICIES:
+            raise ConfigError(f"policy {policy!r} is unknown; --policies takes some of {', '.join(POLICIES)}")
+    return policies
+
+
 def _configs(comparison: NllOptions, cache: CacheOptions) -> list[CacheConfig]:
     """Every policy with every window; ``full`` has none and appears once."""
     configs: list[CacheConfig] = []
-    for policy in _listed(comparison.policies, "--policies"):
-        if policy not in POLICIES:
-            raise ConfigError(f"policy {policy!r} is unknown; --policies takes some of {', '.join(POLICIES)}")
+    for policy in _policies(comparison.policies):
         if policy == "full":
             configs.append(CacheConfig(policy, chunk=cache.chunk))
             continue

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
 from h2o_stream.compare.nll import read_tokens, stream_nll, within_context
 from h2o_stream.config import CacheConfig, ModelConfig
 from h2o_stream.models.load import load
 from h2o_stream.session.records import Records, run_record
+from h2o_stream.ui.progress import progress_bars
 from h2o_stream.ui.terminal import Terminal
 
 
@@ -48,7 +48,7 @@ def compare_nll(
     table = Table(title=f"{loaded.name}: nats per token, lower is better", title_justify="left")
     for column in ("text", "policy", "window", "tokens", "nll", "last half", "tok/s"):
         table.add_column(column, justify="left" if column in ("text", "policy") else "right", no_wrap=True)
-    with _progress(terminal) as progress:
+    with progress_bars(terminal) as progress:
         for path, stream in streams.items():
             for config in configs:
                 fed = within_context(loaded.model, config, stream)
@@ -77,14 +77,3 @@ def compare_nll(
                 table.add_row(path.name, config.policy, str(window or "-"), *figures)
     if not terminal.quiet:
         terminal.console.print(table)
-
-
-def _progress(terminal: Terminal) -> Progress:
-    return Progress(
-        TextColumn("{task.description}", markup=False),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeRemainingColumn(),
-        console=terminal.console,
-        disable=terminal.quiet or not terminal.live,
-    )

@@ -24,6 +24,11 @@ class Accumulated(Policy):
         received = (weights.unsqueeze(-2) @ probs).squeeze(-2).sum(2)
         return received.add_(scores * decay**attention.new)
 
+    def total(self, seen: Tensor) -> Tensor:
+        """Every query gives 1, which decays; see `Policy.total`."""
+        decay, seen = self.plan.decay, seen.double()
+        return seen if decay == 1 else (1 - decay**seen) / (1 - decay)
+
     def priority(self, held: Held) -> Tensor:
         """The score itself."""
         return held.scores

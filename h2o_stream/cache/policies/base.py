@@ -92,6 +92,14 @@ class Policy(ABC):
             safe |= (held.index < pin.stop) if pin.start == 0 else (held.index >= pin.start) & (held.index < pin.stop)
         return safe
 
+    def total(self, seen: Tensor) -> Tensor | None:
+        """What all scores would sum to for each query head, had nothing been evicted; None without scores.
+
+        Args:
+            seen: [B, 1, 1] int64, tokens of each row.
+        """
+        return None
+
     @abstractmethod
     def priority(self, held: Held) -> Tensor:
         """What an unprotected place is worth: [B, Hkv, K] float32, the lowest is evicted first."""

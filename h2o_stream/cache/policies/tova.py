@@ -22,6 +22,10 @@ class Tova(Policy):
         last = (attention.later == 0).unsqueeze(-1)
         return torch.where(attention.new > 0, (attention.probs * last).sum((2, 3)), scores)
 
+    def total(self, seen: Tensor) -> Tensor:
+        """The last query gives 1; see `Policy.total`."""
+        return torch.ones_like(seen, dtype=torch.float64)
+
     def priority(self, held: Held) -> Tensor:
         """The score itself."""
         return held.scores
