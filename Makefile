@@ -6,7 +6,7 @@ BIN    := $(VENV)/bin
 ARGS   ?=
 PIP    := $(BIN)/python -m pip --disable-pip-version-check --quiet
 
-.PHONY: demo chat test lint format setup setup-dev clean
+.PHONY: demo chat test lint format family-table setup setup-dev clean
 
 demo: setup
 	@$(BIN)/h2o-stream $(ARGS)
@@ -21,6 +21,10 @@ lint: setup-dev
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+
+# Writes what the tests prove of each family into docs/families.md.
+family-table: setup-dev
+	$(BIN)/python -m tests.families
 
 format: setup-dev
 	$(BIN)/ruff check --fix .

@@ -7,6 +7,7 @@ import itertools
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -16,6 +17,9 @@ from transformers import PreTrainedModel
 
 from h2o_stream import CacheConfig, attach
 from tests.oracle import Oracle, Rules
+
+LARGEST = 2e-5
+"""Largest difference of a logit, relative to the largest logit, in float32."""
 
 TIE = 1e-5
 """Scores closer than this, relatively, may be ordered either way by float32."""
@@ -229,3 +233,28 @@ def error(number: int, policy: str, chunk: int, rows: int, positions: str | None
             assert [[i for i in head if i >= 0] for head in kept[layer][row]] == held[layer]
         worst = max(worst, float((logits[row, pad:] - wanted).abs().max() / wanted.abs().max()))
     return worst
+
+
+CELLS = [(chunk, rows) for chunk in (5, 0) for rows in (1, 3)]
+"""Chunked and one-shot, alone and in a padded batch."""
+
+
+def table() -> str:
+    """The matrix as it comes out, for docs/families.md: of each family and policy, how many cells are exact."""
+    lines = [
+        f"| family | known from | not as in Llama 2 | {' | '.join(POLICIES)} |",
+        "| --- " * (3 + len(POLICIES)) + "|",
+    ]
+    for number, family in enumerate(FAMILIES):
+        passed = [sum(error(number, policy, *cell) < LARGEST for cell in CELLS) for policy in POLICIES]
+        cells = " | ".join(f"{count}/{len(CELLS)}" for count in passed)
+        lines.append(f"| {family.name} | {family.models} | {family.special} | {cells} |")
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    torch.set_grad_enabled(False)
+    page = Path("docs/families.md")
+    head, begin, rest = page.read_text(encoding="utf-8").partition("<!-- table -->\n")
+    _, end, tail = rest.partition("<!-- end of table -->\n")
+    page.write_text(f"{head}{begin}{table()}\n{end}{tail}", encoding="utf-8")

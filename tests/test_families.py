@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import copy
+from pathlib import Path
 
 import pytest
 import torch
 from transformers import DynamicCache
 
 from h2o_stream import CacheConfig, attach
-from tests.families import CONTEXT, FAMILIES, POLICIES, TIE, config_of, error, rules_of
+from tests.families import CELLS, CONTEXT, FAMILIES, LARGEST, POLICIES, TIE, config_of, error, rules_of, table
 from tests.oracle import Oracle
-
-LARGEST = 2e-5
-"""Largest difference of a logit, relative to the largest logit, in float32."""
 
 MEAN = {torch.float32: 5e-6, torch.bfloat16: 0.06}
 """Root mean square of the differences, relative to that of the logits."""
@@ -23,8 +21,7 @@ numbered = pytest.mark.parametrize("number", range(len(FAMILIES)), ids=[family.n
 
 @numbered
 @pytest.mark.parametrize("policy", POLICIES)
-@pytest.mark.parametrize("chunk", [5, 0], ids=["chunked", "one-shot"])
-@pytest.mark.parametrize("rows", [1, 3], ids=["alone", "padded"])
+@pytest.mark.parametrize(("chunk", "rows"), CELLS)
 def test_matrix(number: int, policy: str, chunk: int, rows: int) -> None:
     assert error(number, policy, chunk, rows) < LARGEST
 
@@ -53,16 +50,23 @@ def test_before_any_eviction_it_is_transformers_own_cache(number: int, dtype: to
 
 
 @numbered
-@pytest.mark.parametrize("positions", ["gap", "rolling"])
+@pytest.mark.parametrize("positions", ["gap", "rolling", "absolute"])
 def test_far_past_the_span_and_the_context(number: int, positions: str) -> None:
+    """With true positions, as far as the context goes, and past every sliding window."""
     family = FAMILIES[number]
-    if family.learned:
+    if positions not in family.positions:
         return
     model, config = family.make(), config_of(family, "h2o", 16, positions)
-    tokens = torch.randint(3, 64, (2 * CONTEXT + 20,), generator=torch.Generator().manual_seed(6)).tolist()
+    count = CONTEXT if positions == "absolute" else 2 * CONTEXT + 20
+    tokens = torch.randint(3, 64, (count,), generator=torch.Generator().manual_seed(6)).tolist()
     oracle = Oracle(model, rules_of(config, family))
-    wanted = torch.cat([oracle.feed(tokens[i : i + 16]) for i in range(0, len(tokens), 16)])
+    wanted = torch.cat([oracle.feed(tokens[i : i + 16]) for i in range(0, count, 16)])
     with attach(model, config) as cache:
         ours = model(torch.tensor([tokens]), past_key_values=cache).logits[0]
     assert oracle.margin > TIE
     assert float((ours - wanted).abs().max() / wanted.abs().max()) < LARGEST
+
+
+def test_the_table_in_the_docs_is_what_comes_out() -> None:
+    """``make family-table`` writes it."""
+    assert table() in Path("docs/families.md").read_text(encoding="utf-8")

@@ -315,13 +315,12 @@ class SlotLayer(CacheLayerMixin):
         """Keep the places `keep` [B, Hkv, n], in token order, and no other."""
         n, slots, store = keep.shape[-1], self.index.shape[-1], self.store
         index = held.index.gather(2, keep)
-        there = index >= 0
         order = torch.arange(n, device=self.device)
         slot = order.expand_as(keep)
         if store.exact:
             slot = torch.where(order < n - store.residual, order + store.residual, self._ring(self.seen - n + order))
             slot = torch.where(index < store.sinks, index, slot)
-        slot = slot.masked_fill(~there, slots)
+        slot = slot.masked_fill(index < 0, slots)
         keys, values = (x.gather(2, keep[..., None].expand(-1, -1, -1, x.shape[-1])) for x in (keys, values))
         store.hold(slot, keys, values)
 

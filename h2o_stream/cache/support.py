@@ -162,12 +162,13 @@ def prove(model: PreTrainedModel, tables: list[RotaryTable | None]) -> list[torc
         UnsupportedModelError: a layer does not ask us for its attention, or the model rotates in another way.
     """
     name, position = type(model).__name__, 5
+    token = 1 if getattr(model.config.get_text_config(), "pad_token_id", None) != 1 else 2
     witnesses = _Witnesses(layers=[_Witness() for _ in tables])
     previous = model.config._attn_implementation
     model.set_attn_implementation(ATTENTION_NAME)
     try:
         model(
-            torch.zeros(2, 1, dtype=torch.int64, device=model.device),
+            torch.full((2, 1), token, device=model.device),
             position_ids=torch.tensor([[0], [position if any(tables) else 0]], device=model.device),
             past_key_values=witnesses,
             h2o_cache=witnesses,
@@ -185,8 +186,8 @@ def prove(model: PreTrainedModel, tables: list[RotaryTable | None]) -> list[torc
         for x in layer.seen:
             turns = table.lookup(torch.tensor([position], device=x.device), torch.float32, position + 1)
             still, turned = x.float()
-            off = (rotate_back(turned, turns) - still).abs().max() / still.abs().max().clamp_min(1e-6)
-            if off > (1e-3 if x.dtype == torch.float32 else 0.05):
+            off = (rotate_back(turned, turns) - still).abs().max()
+            if not off < still.abs().max() * (1e-3 if x.dtype == torch.float32 else 0.05):
                 raise UnsupportedModelError(
                     f"{name} applies RoPE in a form that is not reproduced here; try --positions absolute"
                 )

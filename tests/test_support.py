@@ -1,0 +1,110 @@
+"""What is refused, and why; what is not in the table and works all the same."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from transformers import PreTrainedModel
+
+from h2o_stream import CacheConfig, H2OStreamError, UnsupportedModelError, attach
+from tests.families import GROUPED
+
+MOE = {"num_experts_per_tok": 1, "moe_intermediate_size": 16}
+LATENT = {"q_lora_rank": 16, "kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 8}
+LATENT |= {**MOE, "n_routed_experts": 2, "n_group": 1, "topk_group": 1, "num_key_value_heads": 4}
+
+
+def make(kind: str, config_kind: str = "", **settings: Any) -> PreTrainedModel:
+    torch.manual_seed(3)
+    settings = {**GROUPED, "num_hidden_layers": 4, **settings}
+    config = getattr(transformers, f"{config_kind or kind}Config")(**settings)
+    return getattr(transformers, f"{kind}ForCausalLM")(config).eval()
+
+
+def tokens(count: int) -> torch.Tensor:
+    return torch.randint(3, 64, (1, count), generator=torch.Generator().manual_seed(0))
+
+
+@pytest.mark.parametrize(
+    ("model", "words"),
+    [
+        (("GPTJ", "", {"rotary_dim": 4}), "does not take its attention from transformers' registry"),
+        (("Bloom", "", {}), "does not take its attention from transformers' registry"),
+        (("Mpt", "", {}), "does not take its attention from transformers' registry"),
+        (("GptOss", "", {"num_local_experts": 2, "num_experts_per_tok": 1}), "uses s_aux in its attention"),
+        (("Llama4", "Llama4Text", {"num_local_experts": 2}), "chunked_attention layers"),
+        (("MiniMax", "", {"num_local_experts": 2, "num_experts_per_tok": 1}), "linear_attention layers"),
+        (("Nemotron", "", {}), "does not pass extra keywords on"),
+    ],
+    ids=lambda value: value[0] if isinstance(value, tuple) else "",
+)
+@pytest.mark.parametrize("positions", ["gap", "absolute"])
+def test_refused_before_any_work(model: tuple[str, str, dict[str, Any]], words: str, positions: str) -> None:
+    name, config_kind, settings = model
+    refused = make(name, config_kind, **settings)
+    attention = refused.config._attn_implementation
+    with (
+        pytest.raises(UnsupportedModelError, match=words),
+        attach(refused, CacheConfig(window=16, positions=positions)),
+    ):
+        pass
+    assert refused.config._attn_implementation == attention
+    with attach(refused, CacheConfig("full")):
+        pass
+
+
+@pytest.mark.parametrize(
+    ("name", "settings"),
+    [
+        ("Cohere", {}),  # pairs neighbouring dimensions
+        ("Glm", {}),
+        ("SmolLM3", {}),  # every fourth layer has no positions
+        (
+            "DeepseekV3",
+            {**LATENT, **MOE, "n_routed_experts": 2, "n_group": 1, "topk_group": 1, "num_key_value_heads": 4},
+        ),
+    ],
+)
+def test_another_form_of_rope_is_served_with_true_positions_only(name: str, settings: dict[str, Any]) -> None:
+    model, ids = make(name, **settings), tokens(14)
+    with pytest.raises(UnsupportedModelError, match="--positions absolute"), attach(model, CacheConfig(window=16)):
+        pass
+    expected = model(ids).logits
+    with attach(model, CacheConfig(window=16, positions="absolute")):
+        torch.testing.assert_close(model(ids).logits, expected, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("name", "settings"),
+    [
+        ("Mixtral", {"num_local_experts": 2}),
+        ("Qwen3Moe", {"num_experts": 2, **MOE}),
+        ("Olmo2", {}),
+        ("Granite", {}),
+        ("Phi", {}),
+        ("Gemma", {}),
+        ("Starcoder2", {}),
+    ],
+)
+def test_others_work_as_well(name: str, settings: dict[str, Any]) -> None:
+    model, ids = make(name, **settings), tokens(14)
+    expected = model(ids).logits
+    with attach(model, CacheConfig(window=16)):
+        torch.testing.assert_close(model(ids).logits, expected, atol=1e-4, rtol=1e-4)
+
+
+def test_learned_positions() -> None:
+    model = make("OPT", word_embed_proj_dim=32, ffn_dim=32, max_position_embeddings=40)
+    for positions in ("gap", "rolling"):
+        with (
+            pytest.raises(UnsupportedModelError, match=f"no rotary positions, which {positions} re-assigns; use --pos"),
+            attach(model, CacheConfig(window=16, positions=positions)),
+        ):
+            pass
+    with attach(model, CacheConfig(window=16, positions="absolute")) as cache:
+        model(tokens(40), past_key_values=cache)
+        with pytest.raises(H2OStreamError, match="41 tokens pass the 40 positions"):
+            model(tokens(1), past_key_values=cache)
