@@ -89,8 +89,8 @@ class CachePlan:
 
     @property
     def residual(self) -> int:
-        """Newest tokens that a quantized cache keeps in full precision."""
-        return min(RESIDUAL, self.recent)
+        """Newest tokens that a quantized cache keeps in full precision, the one being fed included."""
+        return min(RESIDUAL, self.recent + 1)
 
     @property
     def exact_sinks(self) -> int:

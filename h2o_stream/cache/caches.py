@@ -237,7 +237,7 @@ class H2OCache(Cache):
     @property
     def _least_recent(self) -> int:
         """The newest tokens that pins must leave alone: one, or all that a quantized cache holds apart."""
-        return self.plan.residual if self.plan.kv_bits < 16 else 1
+        return self.plan.residual - 1 if self.plan.kv_bits < 16 else 1
 
     # a stream
 

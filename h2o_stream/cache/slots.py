@@ -74,13 +74,15 @@ class SlotLayer(CacheLayerMixin):
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         """Allocate every slot, in the dtype and on the device of the first keys [B, Hkv, Q, D]."""
-        rows, slots, plan = key_states.shape[:2], self.plan.window + 1, self.plan
+        rows, plan = key_states.shape[:2], self.plan
         self.dtype, self.device = key_states.dtype, key_states.device
-        self.store: Store | QuantizedStore = (
-            Store(key_states, value_states, slots)
-            if plan.kv_bits == 16
-            else QuantizedStore(key_states, value_states, slots, plan.kv_bits, plan.exact_sinks, plan.residual)
-        )
+        if plan.kv_bits == 16:
+            self.store: Store | QuantizedStore = Store(key_states, value_states, plan.window + 1)
+        else:
+            self.store = QuantizedStore(
+                key_states, value_states, plan.window + 2, plan.kv_bits, plan.exact_sinks, plan.residual
+            )
+        slots = self.store.slots
         self.scores = torch.empty(*rows, slots, dtype=torch.float32, device=self.device)
         self.index = torch.empty(*rows, slots, dtype=torch.int32, device=self.device)
         self.rank = torch.empty_like(self.index)
@@ -149,7 +151,7 @@ class SlotLayer(CacheLayerMixin):
         """[B, Hkv, held] int64 token indices, oldest first; shorter rows have -1 in front."""
         if not self.is_initialized:
             return torch.empty(0, 0, 0, dtype=torch.int64)
-        return self.index.sort(-1).values[..., self.plan.window + 1 - self.held :].long()
+        return self.index.sort(-1).values[..., self.store.slots - self.held :].long()
 
     def tensors(self) -> dict[str, Tensor]:
         """Everything allocated, by name."""
@@ -228,7 +230,7 @@ class SlotLayer(CacheLayerMixin):
     def _decode(
         self, query: Tensor, key: Tensor, value: Tensor, counts: tuple[int, ...], scaling: float, softcap: float | None
     ) -> Tensor:
-        slot = self._seat()
+        slot = self._ring(self.seen).expand_as(self.free) if self.store.exact else self.free
         self.store.write(slot, key, value)
         self.index.scatter_(2, slot, self.seen.int().expand(slot.shape))
         self.scores.scatter_(2, slot, 0.0)
@@ -242,18 +244,18 @@ class SlotLayer(CacheLayerMixin):
         output, probs = self._weigh(query, keys, values, held, counts, scaling, softcap)
         if self.policy.observes:
             self.scores = self.policy.observe(self.scores, Attention(probs, probs.new_zeros(1), 1))
+        if isinstance(self.store, QuantizedStore):
+            self._demote(self.store)
         self._evict()
         return output
 
-    def _seat(self) -> Tensor:
-        """The slot [B, Hkv, 1] for a new token. In a ring of newest tokens, the oldest one gives up its seat."""
-        if not isinstance(self.store, QuantizedStore):
-            return self.free
+    def _demote(self, store: QuantizedStore) -> None:
+        """Vacate the seat of the next token: the oldest of the ring is encoded and moves to the free slot."""
         ring = self._ring(self.seen).expand_as(self.free)
-        self.store.demote(ring, self.free, self.index >= 0)
-        for book in (self.scores, self.index, self.rank):
+        store.demote(ring, self.free, self.index >= 0)
+        for book, empty in ((self.scores, -torch.inf), (self.index, -1), (self.rank, self.plan.window + 1)):
             book.scatter_(2, self.free, book.gather(2, ring))
-        return ring
+            book.scatter_(2, ring, empty)
 
     def _ring(self, index: Tensor) -> Tensor:
         """Where a token is while it is new, if the newest tokens have a ring: sinks have a slot of their own."""
@@ -313,12 +315,13 @@ class SlotLayer(CacheLayerMixin):
 
     def _hold(self, keep: Tensor, keys: Tensor, values: Tensor, held: Held) -> None:
         """Keep the places `keep` [B, Hkv, n], in token order, and no other."""
-        n, slots, store = keep.shape[-1], self.index.shape[-1], self.store
+        n, slots, store = keep.shape[-1], self.store.slots, self.store
         index = held.index.gather(2, keep)
         order = torch.arange(n, device=self.device)
         slot = order.expand_as(keep)
         if store.exact:
-            slot = torch.where(order < n - store.residual, order + store.residual, self._ring(self.seen - n + order))
+            ring = store.residual - 1
+            slot = torch.where(order < n - ring, store.exact - store.sinks + order, self._ring(self.seen - n + order))
             slot = torch.where(index < store.sinks, index, slot)
         slot = slot.masked_fill(index < 0, slots)
         keys, values = (x.gather(2, keep[..., None].expand(-1, -1, -1, x.shape[-1])) for x in (keys, values))
@@ -330,7 +333,7 @@ class SlotLayer(CacheLayerMixin):
         self.index = placed(index, -1)
         self.scores = placed(held.scores.gather(2, keep), -torch.inf)
         self.rank = placed((n - 1 - order).int().expand_as(keep), self.plan.window + 1)
-        self.free.fill_(max(n, store.exact))
+        self.free.fill_(max(n + 1, store.exact) if store.exact else n)
 
     def _vacate(self) -> None:
         """Mark every slot as empty."""
@@ -364,7 +367,7 @@ class SlotLayer(CacheLayerMixin):
         if softcap is not None:
             logits = logits.div_(softcap).tanh_().mul_(softcap)
         logits = logits.view(batch, kv_heads, query_heads // kv_heads, new, visible)
-        if new > 1 or self.sliding is not None or min(self.lengths) < visible:
+        if new > 1 or self.sliding is not None or min(*self.lengths, self.plan.window + 1) < visible:
             logits = logits.masked_fill_(self._hidden(held, counts, new)[:, :, None], -torch.inf)
         probs = logits.softmax(-1)
         if min(counts) == new:

@@ -19,6 +19,7 @@ class Store:
     def __init__(self, key: Tensor, value: Tensor, slots: int) -> None:
         self.keys = key.new_zeros(*key.shape[:2], slots, key.shape[-1])
         self.values = value.new_zeros(*value.shape[:2], slots, value.shape[-1])
+        self.slots = slots
 
     def read(self) -> tuple[Tensor, Tensor]:
         """All keys and values, for a decode step."""
@@ -41,19 +42,20 @@ class Store:
             keys: [B, Hkv, n, D].
             values: [B, Hkv, n, D].
         """
-        slots = self.keys.shape[2]
-        self.keys, self.values = _placed(slot, keys, slots), _placed(slot, values, slots)
+        self.keys, self.values = _placed(slot, keys, self.slots), _placed(slot, values, self.slots)
 
 
 class QuantizedStore:
     """Sinks and the newest tokens as they are, all others in a few bits: keys per channel, values per token.
 
-    The first slots are the sinks', then comes a ring of the newest tokens, by token index. Both are protected from
-    eviction. A token that falls out of the ring is encoded and moves to a slot of the rest, where it stays until it is
-    evicted. The grid of a key channel covers what its head has held since the start; it is shared by all encoded
-    tokens, which are moved to a wider one when a key comes that lies outside. (KIVI, arXiv 2402.02750, and MiniKV,
-    arXiv 2411.18077, give groups of consecutive tokens grids of their own; such groups do not last where single tokens
-    are evicted.) A token's values share a grid of their own in each head.
+    The first slots are the sinks', then comes a ring of the newest tokens, by token index, in which the seat of the
+    next one is free. Both are protected from eviction. A token that falls out of the ring is encoded and moves to a
+    slot of the rest, where it stays until it is evicted.
+
+    The grid of a key channel covers what its head has held since the start; it is shared by all encoded tokens, which
+    are moved to a wider one when a key comes that lies outside. (KIVI, arXiv 2402.02750, and MiniKV, arXiv 2411.18077,
+    give groups of consecutive tokens grids of their own; such groups do not last where single tokens are evicted.) A
+    token's values share a grid of their own in each head.
     """
 
     names = ("keys", "values", "key_codes", "value_codes", "key_range", "value_grid")
@@ -62,7 +64,7 @@ class QuantizedStore:
         for size in (key.shape[-1], value.shape[-1]):
             if size * bits % 8:
                 raise ConfigError(f"kv_bits is {bits}, but heads of size {size} do not fill bytes; raise --kv-bits")
-        self.bits, self.sinks, self.residual = bits, sinks, residual
+        self.slots, self.bits, self.sinks, self.residual = slots, bits, sinks, residual
         self.exact = sinks + residual
         rows, device, encoded = key.shape[:2], key.device, slots - self.exact
         self.keys = key.new_zeros(*rows, self.exact, key.shape[-1])
@@ -109,9 +111,9 @@ class QuantizedStore:
 
     def hold(self, slot: Tensor, keys: Tensor, values: Tensor) -> None:
         """Replace everything by the tokens of a prefill; see `Store.hold`."""
-        slots, dtype = self.exact + self.key_codes.shape[2], self.keys.dtype
-        keys, values = _placed(slot, keys.float(), slots), _placed(slot, values.float(), slots)
-        there = _placed(slot, torch.ones_like(slot, dtype=torch.bool)[..., None], slots)[..., 0]
+        dtype = self.keys.dtype
+        keys, values = _placed(slot, keys.float(), self.slots), _placed(slot, values.float(), self.slots)
+        there = _placed(slot, torch.ones_like(slot, dtype=torch.bool)[..., None], self.slots)[..., 0]
         self.keys, self.values = keys[:, :, : self.exact].to(dtype), values[:, :, : self.exact].to(dtype)
         self._widen(keys[:, :, self.sinks :], there[..., self.sinks :])
         keys, values = keys[:, :, self.exact :], values[:, :, self.exact :]

@@ -1,0 +1,160 @@
+"""Policies by themselves, and the example of docs/policies.md."""
+
+from __future__ import annotations
+
+import re
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import LlamaForCausalLM
+
+from h2o_stream import CacheConfig, ConfigError, attach, config
+from h2o_stream.cache.policies import Attention, Budget, Held, make_policy, merged, select
+
+
+def held(scores: list[float], index: list[int]) -> Held:
+    """One row, one head."""
+    place = torch.tensor(index)
+    rank = torch.tensor([sum(other > own for other in index) for own in index])
+    return Held(torch.tensor([[scores]]), place[None, None], rank[None, None], torch.tensor([[[max(index) + 1]]]))
+
+
+def test_protected_places_are_worth_most_and_empty_ones_least() -> None:
+    policy = make_policy(CacheConfig("h2o", 8).plan())
+    view = held([0.5, 0.1, 9.0, 0.2, 0.0], [0, 3, -1, 5, 6])
+    worth = policy.worth(view, Budget((range(1), range(3, 4)), 1))[0, 0]
+    inf = torch.inf
+    assert worth.tolist() == [inf, inf, -inf, pytest.approx(0.2), inf]
+
+
+def test_select_gives_token_order_and_empty_places_in_front() -> None:
+    worth = torch.tensor([[[1.0, 5.0, 3.0, -torch.inf]]])
+    index = torch.tensor([[[9, 2, 7, -1]]])
+    assert select(worth, index, 2).tolist() == [[[1, 2]]]
+    assert select(worth, index, 4).tolist() == [[[3, 1, 2, 0]]]
+
+
+def test_random_draws_evenly_and_anew() -> None:
+    """Over many evictions every one of ten places is the lowest about equally often."""
+    policy = make_policy(CacheConfig("random", 16).plan())
+    index = torch.arange(10).expand(1, 4, 10)
+    lowest = torch.cat(
+        [
+            policy.priority(Held(index.float(), index, index, torch.tensor([[[seen]]]))).argmin(-1).flatten()
+            for seen in range(1000)
+        ]
+    )
+    counts = torch.bincount(lowest, minlength=10)
+    assert counts.min() > 320
+    assert counts.max() < 480
+
+
+def test_random_differs_by_layer() -> None:
+    plan, index = CacheConfig("random", 16).plan(), torch.arange(10).expand(1, 2, 10)
+    view = Held(index.float(), index, index, torch.tensor([[[20]]]))
+    draws = [make_policy(plan, layer).priority(view) for layer in (0, 1)]
+    assert not draws[0].equal(draws[1])
+    assert not draws[0][0, 0].equal(draws[0][0, 1])
+
+
+def test_tova_is_what_the_last_query_says() -> None:
+    policy = make_policy(CacheConfig("tova", 16).plan())
+    probs = torch.rand(1, 1, 2, 3, 5)
+    scores = policy.observe(torch.full((1, 1, 5), 7.0), Attention(probs, torch.tensor([2.0, 1.0, 0.0]), 3))
+    torch.testing.assert_close(scores, probs[:, :, :, -1].sum(2))
+
+
+def test_decay_takes_from_what_was_before() -> None:
+    policy = make_policy(CacheConfig("h2o", 16, decay=0.5).plan())
+    one = Attention(torch.tensor([0.25, 0.75]).view(1, 1, 1, 1, 2), torch.zeros(1), 1)
+    scores = policy.observe(torch.tensor([[[8.0, 0.0]]]), one)
+    assert scores.tolist() == [[[4.25, 0.75]]]
+
+
+@pytest.mark.parametrize(
+    ("pins", "wanted"),
+    [
+        ([range(3, 5), range(0, 2)], (range(2), range(3, 5))),
+        ([range(0, 4), range(2, 6), range(6, 8)], (range(8),)),
+        ([range(5, 5)], ()),
+    ],
+)
+def test_merged(pins: list[range], wanted: tuple[range, ...]) -> None:
+    assert merged(pins) == wanted
+
+
+def test_budgets_of_every_policy() -> None:
+    budgets = {
+        name: (plan.sinks, plan.heavy, plan.recent, plan.positions)
+        for name in config.POLICIES
+        if name != "full"
+        for plan in [CacheConfig(name, 100).plan()]
+    }
+    assert budgets == {
+        "h2o": (4, 24, 72, "gap"),
+        "h2o-paper": (0, 50, 50, "rolling"),
+        "tova": (0, 99, 1, "rolling"),
+        "random": (4, 48, 48, "rolling"),
+        "sink": (4, 0, 96, "rolling"),
+        "recent": (0, 0, 100, "rolling"),
+    }
+
+
+class TestRatios:
+    """As in h2o_hf: ``int(ratio * length of the prompt)``."""
+
+    @pytest.mark.parametrize(("prompt", "heavy", "recent"), [(50, 5, 10), (57, 5, 11), (9, 0, 1), (3, 0, 1)])
+    def test_they_resolve_against_the_first_prompt(
+        self, tiny: LlamaForCausalLM, prompt: int, heavy: int, recent: int
+    ) -> None:
+        ids = torch.randint(3, 64, (1, prompt))
+        with attach(tiny, CacheConfig("h2o-paper", heavy_ratio=0.1, recent_ratio=0.2, chunk=0)) as cache:
+            for _ in range(2):  # every stream anew
+                tiny(ids)
+                tiny(ids[:, :1], past_key_values=cache)
+                assert (cache.plan.heavy, cache.plan.recent) == (heavy, recent)
+                assert cache.kept().shape[-1] == min(heavy + recent, prompt)
+
+    def test_a_prompt_in_parts_is_announced(self, tiny: LlamaForCausalLM) -> None:
+        with attach(tiny, CacheConfig("h2o", heavy_ratio=0.1, recent_ratio=0.2)) as cache:
+            cache.begin(100)
+            tiny(torch.randint(3, 64, (1, 50)), past_key_values=cache)
+            assert cache.plan.window == 4 + 10 + 20
+
+    @pytest.mark.parametrize(
+        ("settings", "words"),
+        [
+            ({"heavy_ratio": 0.1}, "--recent-ratio must be above 0"),
+            ({"heavy_ratio": 1.5, "recent_ratio": 0.1}, "--heavy-ratio must be between 0 and 1"),
+            ({"recent_ratio": 0.1, "heavy": 5}, "leave out --window and --heavy"),
+            ({"recent_ratio": 0.1, "window": 100}, "leave out --window and --heavy"),
+        ],
+    )
+    def test_wrong_ones(self, settings: dict[str, float], words: str) -> None:
+        with pytest.raises(ConfigError, match=words):
+            CacheConfig("h2o", **settings)  # type: ignore[arg-type]
+
+    def test_pins_are_checked_when_the_prompt_is_known(self, tiny: LlamaForCausalLM) -> None:
+        with attach(tiny, CacheConfig("h2o", recent_ratio=0.2)) as cache:
+            cache.pin(0, 30)
+            with pytest.raises(ConfigError, match="30 pinned tokens"):
+                tiny(torch.randint(3, 64, (1, 100)))
+            tiny(torch.randint(3, 64, (1, 200)))
+            assert cache.kept()[0, 0, :30].tolist() == list(range(30))
+
+
+def test_the_example_of_the_docs(tmp_path: Path, tiny: LlamaForCausalLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    blocks = re.findall(r"```python\n# (\w+\.py)\n(.*?)```", Path("docs/policies.md").read_text(encoding="utf-8"), re.S)
+    assert [name for name, _ in blocks] == ["peak.py", "use.py"]
+    for name, code in blocks:
+        (tmp_path / name).write_text(code, encoding="utf-8")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(config, "POLICIES", dict(config.POLICIES))
+    monkeypatch.setattr("h2o_stream.cache.policies.base.POLICIES", config.POLICIES)
+    inputs = {"input_ids": torch.randint(3, 64, (1, 60)), "attention_mask": torch.ones(1, 60)}
+    names = {"model": tiny, "inputs": inputs}
+    exec(compile(blocks[1][1], "use.py", "exec"), names)
+    assert names["kept"].shape[-1] == 32
+    sys.modules.pop("peak", None)
