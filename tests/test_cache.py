@@ -8,13 +8,12 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from transformers import DynamicCache, GPT2Config, GPT2LMHeadModel, LlamaForCausalLM
+from transformers import DynamicCache, LlamaForCausalLM
 
-from h2o_stream import CacheConfig, ConfigError, H2OStreamError, UnsupportedModelError, attach
+from h2o_stream import CacheConfig, ConfigError, H2OStreamError, attach
 from h2o_stream.cache.policies import make_policy
 from h2o_stream.cache.slots import SlotLayer
 from h2o_stream.config import MIN_EVICTABLE
-from tests.conftest import make_llama
 
 POSITIONS = ["gap", "rolling", "absolute"]
 
@@ -181,101 +180,3 @@ class TestPins:
             tiny(ids(30), past_key_values=cache)
             with pytest.raises(H2OStreamError, match="30 were seen"):
                 cache.pin(0, 10)
-
-
-class TestAttach:
-    @pytest.mark.parametrize("policy", ["h2o", "full"])
-    def test_generate_starts_a_new_stream_each_time(self, tiny: LlamaForCausalLM, policy: str) -> None:
-        alone = tiny.generate(ids(10), attention_mask=torch.ones(1, 10), max_new_tokens=15, do_sample=False)
-        with attach(tiny, CacheConfig(policy, window=64)) as cache:
-            for _ in range(2):
-                out = tiny.generate(ids(10), attention_mask=torch.ones(1, 10), max_new_tokens=15, do_sample=False)
-                assert out.equal(alone)
-                assert cache.seen_tokens == out.shape[1] - 1
-                assert cache.kept(0).shape == (1, 2, out.shape[1] - 1)
-
-    def test_generate_goes_on_with_the_cache_it_is_given(self, tiny: LlamaForCausalLM) -> None:
-        with attach(tiny, CacheConfig(window=16)) as cache:
-            first = tiny.generate(ids(10), max_new_tokens=20, do_sample=False, eos_token_id=None)
-            longer = torch.cat((first, ids(5, seed=1)), 1)
-            out = tiny.generate(longer, past_key_values=cache, max_new_tokens=3, do_sample=False, eos_token_id=None)
-            assert cache.seen_tokens == out.shape[1] - 1 == 37
-            assert cache.kept(0).shape[-1] == 16
-
-    def test_beams_and_sampling(self, tiny: LlamaForCausalLM) -> None:
-        how = {"max_new_tokens": 12, "attention_mask": torch.ones(1, 10), "eos_token_id": None}
-        beams = tiny.generate(ids(10), num_beams=3, do_sample=False, **how)
-        with attach(tiny, CacheConfig(window=64)):
-            assert tiny.generate(ids(10), num_beams=3, do_sample=False, **how).equal(beams)
-            assert tiny.generate(ids(10), do_sample=True, **how).shape == (1, 22)
-
-    def test_reordered_rows_carry_their_whole_state(self, tiny: LlamaForCausalLM) -> None:
-        with attach(tiny, CacheConfig(window=12)) as cache:
-            tiny(ids(30, batch=2), past_key_values=cache)
-            before = cache.kept(1).clone(), cache.layers[1].scores.clone()
-            cache.reorder_cache(torch.tensor([1, 1]))
-            assert cache.kept(1)[0].equal(before[0][1])
-            assert cache.layers[1].scores[0].equal(before[1][1])
-
-    def test_rows_of_a_batch_evict_for_themselves(self, tiny: LlamaForCausalLM) -> None:
-        tokens = ids(50, batch=2)
-        with attach(tiny, CacheConfig(window=12, chunk=8)) as cache:
-            tiny(tokens, past_key_values=cache)
-            together = cache.kept(1)
-            for row in range(2):
-                tiny(tokens[row : row + 1])
-                assert cache.kept(1)[0].equal(together[row])
-
-    def test_assisted_generation_is_refused(self, tiny: LlamaForCausalLM) -> None:
-        mask = torch.ones(1, 10)
-        with attach(tiny), pytest.raises(H2OStreamError, match="assistant"):
-            tiny.generate(ids(10), attention_mask=mask, assistant_model=make_llama(), max_new_tokens=5)
-
-    def test_positional_arguments_and_no_cache(self, tiny: LlamaForCausalLM) -> None:
-        expected = tiny(ids(9)).logits
-        with attach(tiny, CacheConfig(window=64)) as cache:
-            torch.testing.assert_close(tiny(ids(9), torch.ones(1, 9)).logits, expected)
-            torch.testing.assert_close(tiny(ids(9), use_cache=False).logits, expected)
-            assert cache.seen_tokens == 9
-
-    @pytest.mark.parametrize("policy", ["h2o", "full"])
-    def test_the_model_is_given_back(self, tiny: LlamaForCausalLM, policy: str) -> None:
-        before, expected = dict(vars(tiny)), tiny(ids(9)).logits
-        attention = tiny.config._attn_implementation
-        with pytest.raises(RuntimeError, match="inside"), attach(tiny, CacheConfig(policy, window=8)):
-            raise RuntimeError("inside")
-        assert tiny.config._attn_implementation == attention
-        assert dict(vars(tiny)) == before
-        assert not tiny._forward_pre_hooks
-        assert tiny(ids(9)).logits.equal(expected)
-
-    def test_attaching_twice_is_refused(self, tiny: LlamaForCausalLM) -> None:
-        with attach(tiny), pytest.raises(H2OStreamError, match="attached already"), attach(tiny):
-            pass
-        with attach(tiny):
-            pass
-
-    def test_two_models_do_not_meet(self) -> None:
-        one, two = make_llama(seed=1), make_llama(seed=2)
-        with attach(one, CacheConfig(window=8)) as first, attach(two, CacheConfig("recent", 16)) as second:
-            one(ids(20), past_key_values=first)
-            two(ids(30), past_key_values=second)
-            assert (first.seen_tokens, second.seen_tokens) == (20, 30)
-            assert (first.kept().shape[-1], second.kept().shape[-1]) == (8, 16)
-
-    def test_a_foreign_cache_is_refused(self, tiny: LlamaForCausalLM) -> None:
-        foreign = DynamicCache(config=tiny.config)
-        tiny(ids(5), past_key_values=foreign)
-        with attach(tiny), pytest.raises(H2OStreamError, match="5 tokens of another cache"):
-            tiny(ids(1), past_key_values=foreign)
-
-    def test_a_mask_that_is_not_of_padding_is_refused(self, tiny: LlamaForCausalLM) -> None:
-        with attach(tiny), pytest.raises(ConfigError, match=r"attention_mask has shape \(2, 1, 3, 3\)"):
-            tiny(ids(3, batch=2), attention_mask=torch.ones(2, 1, 3, 3))
-
-
-class TestUnsupported:
-    def test_learned_positions_cannot_be_reassigned(self) -> None:
-        model = GPT2LMHeadModel(GPT2Config(n_embd=16, n_head=2, n_layer=1, vocab_size=64, n_positions=64)).eval()
-        with pytest.raises(UnsupportedModelError, match="--positions absolute"), attach(model, CacheConfig(window=16)):
-            pass

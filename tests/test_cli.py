@@ -72,6 +72,13 @@ class TestUsage:
             ("h2o-compare", ["nll", "--text", ","], "--text is empty"),
             ("h2o-compare", ["nll", "--text", "x", "--policies", "a"], "--policies takes"),
             ("h2o-compare", ["nll", "--text", "x", "--windows", "a"], "--windows takes"),
+            ("h2o-compare", ["heavy-hitters", "--text", "x", "--policies", "full"], "none that evicts"),
+            ("h2o-compare", ["heavy-hitters", "--text", "x", "--policies", "lru"], "--policies takes"),
+            ("h2o-stream", ["--kv-bits", "3"], "--kv-bits takes one of 16, 8, 4, 2"),
+            ("h2o-stream", ["--policy", "full", "--kv-bits", "4"], "needs another --policy"),
+            ("h2o-stream", ["--heavy-ratio", "0.1"], "--recent-ratio must be above 0"),
+            ("h2o-stream", ["--heavy-ratio", "2", "--recent-ratio", "0.1"], "--heavy-ratio must be between 0 and 1"),
+            ("h2o-stream", ["--recent-ratio", "0.1", "--window", "64"], "leave out --window"),
             ("h2o-stream", ["--frobnicate"], "No such option"),
             ("h2o-stream", ["--turns", "0"], "--turns"),
             ("h2o-stream", ["--window", "many"], "--window"),
@@ -258,7 +265,7 @@ class TestCompare:
     def test_nll(self, tiny_folder: Path, tmp_path: Path) -> None:
         text = tmp_path / "text.txt"
         text.write_text("The quick brown fox jumps over the lazy dog, again and again. " * 40)
-        base = ["nll", "-m", tiny_folder, "--text", text, "--tokens", "200", "--jsonl", "-"]
+        base = ["nll", "-m", tiny_folder, "--dtype", "float32", "--text", text, "--tokens", "200", "--jsonl", "-"]
         done = invoke("h2o-compare", *base, "--policies", "full,h2o,recent", "--windows", "16,240", "--chunk", "8")
         assert done.exit_code == 0
         run, *results = records(done.stdout)
@@ -280,6 +287,51 @@ class TestCompare:
         base = ["nll", "-m", tiny_folder, "--text", text, "--tokens", "450", "--jsonl", "-", "-q"]
         results = records(invoke("h2o-compare", *base, "--policies", "full,h2o", "--windows", "32").stdout)[1:]
         assert [result["tokens"] for result in results] == [400, 450]
+
+    def test_kv_bits(self, tiny_folder: Path, tmp_path: Path) -> None:
+        text = tmp_path / "text.txt"
+        text.write_text("The quick brown fox jumps over the lazy dog, again and again. " * 20)
+        base = ["nll", "-m", tiny_folder, "--text", text, "--tokens", "200", "--jsonl", "-", "-q", "--policies", "h2o"]
+        results = [records(invoke("h2o-compare", *base, "--kv-bits", bits).stdout)[1]["nll"] for bits in "842"]
+        exact = records(invoke("h2o-compare", *base).stdout)[1]["nll"]
+        assert len({exact, *results}) == 4
+        assert results[0] == pytest.approx(exact, abs=0.05)
+
+    def test_heavy_hitters(self, tiny_folder: Path, tmp_path: Path) -> None:
+        text, out = tmp_path / "text.txt", tmp_path / "new" / "folder"
+        text.write_text("The quick brown fox jumps over the lazy dog, again and again. " * 40)
+        base = ["heavy-hitters", "-m", tiny_folder, "--text", text, "--tokens", "240", "--window", "32", "--chunk", "8"]
+        done = invoke("h2o-compare", *base, "--policies", "recent,h2o", "--out", out, "--jsonl", "-")
+        assert done.exit_code == 0, done.stderr
+        run, *layers = records(done.stdout)
+        assert (run["window"], run["tokens"]) == (32, 240)
+        assert [layer["layer"] for layer in layers] == [0, 1]
+        for layer in layers:
+            assert 0 <= layer["sparsity"] < 1
+            assert 0.1 < layer["top_share"] < 1
+            assert set(layer["mass"]) == {"recent", "h2o", "best"}
+            assert layer["mass"]["best"] >= max(layer["mass"].values()) - 1e-6
+            assert min(layer["mass"].values()) > 0
+        assert "| layer | sparsity |" in (out / "heavy-hitters.md").read_text()
+        for name in ("sparsity", "power-law", "mass"):
+            assert (out / f"{name}.png").read_bytes().startswith(b"\x89PNG")
+
+    @pytest.mark.parametrize(
+        ("more", "words"),
+        [
+            (["--tokens", "401"], "the model has 400 positions; lower --tokens"),
+            (["--tokens", "30"], "raise --tokens"),
+            (["--out", "/proc/nothing"], "--out /proc/nothing"),
+        ],
+    )
+    def test_heavy_hitters_refuses(self, tiny_folder: Path, tmp_path: Path, more: list[str], words: str) -> None:
+        text = tmp_path / "text.txt"
+        text.write_text("word " * 600)
+        base = ["heavy-hitters", "-m", tiny_folder, "--text", text, "--window", "32", "--out", tmp_path / "out", "-q"]
+        done = invoke("h2o-compare", *base, *more)
+        assert done.exit_code in (1, 2)
+        assert words in done.stderr
+        assert done.stderr.count("\n") == 1
 
     @pytest.mark.parametrize(("content", "words"), [(b"", "0 tokens"), (b"a\xff", "not UTF-8 at byte 1")])
     def test_bad_texts(self, tiny_folder: Path, tmp_path: Path, content: bytes, words: str) -> None:

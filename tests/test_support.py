@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from transformers import PreTrainedModel
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from h2o_stream import CacheConfig, H2OStreamError, UnsupportedModelError, attach
+from h2o_stream import CacheConfig, Engine, H2OStreamError, SamplingConfig, UnsupportedModelError, attach
 from tests.families import GROUPED
 
 MOE = {"num_experts_per_tok": 1, "moe_intermediate_size": 16}
@@ -108,3 +108,15 @@ def test_learned_positions() -> None:
         model(tokens(40), past_key_values=cache)
         with pytest.raises(H2OStreamError, match="41 tokens pass the 40 positions"):
             model(tokens(1), past_key_values=cache)
+
+
+def test_learned_positions_end_a_chat(tokenizer: PreTrainedTokenizerBase) -> None:
+    """Whatever --at-context says, nothing lies beyond the last position."""
+    sizes = {"vocab_size": len(tokenizer), "word_embed_proj_dim": 32, "ffn_dim": 32, "max_position_embeddings": 40}
+    for cache in (CacheConfig(window=16, positions="absolute"), CacheConfig("full")):
+        with Engine(make("OPT", **sizes), tokenizer, cache, SamplingConfig(temperature=0)) as engine:
+            list(engine.prefill(range(100, 130)))
+            *said, finished = engine.decode()
+            assert (len(said), finished.reason) == (10, "context")
+            assert "nothing lies beyond" in finished.detail
+            assert [event.reason for event in engine.prefill([100])] == ["context"]

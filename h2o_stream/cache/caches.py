@@ -306,12 +306,14 @@ class H2OCache(Cache):
 
         Raises:
             ConfigError: the attention mask is not one of padding, or budgets do not fit the first prompt.
-            H2OStreamError: the tokens pass the last position the model has learned.
+            H2OStreamError: the tokens pass the last position the model has learned, or the last forward failed.
         """
         tokens = kwargs.get("input_ids")
         if tokens is None:
             tokens = kwargs["inputs_embeds"]
         batch, new = tokens.shape[:2]
+        if len({layer.columns for layer in self.layers}) > 1:
+            raise H2OStreamError("the last forward was cut off halfway; reset() the cache to start a new stream")
         if not self._resolved:
             self.begin(new)
         self.padding = Padding.of(kwargs.get("attention_mask"), batch, new)

@@ -48,7 +48,10 @@ class Padding:
         kept = mask[:, -new:].bool()
         if bool(kept.all()):
             return None
-        return cls((~kept).long().argsort(dim=1, stable=True), tuple(kept.sum(1).tolist()))
+        counts = tuple(kept.sum(1).tolist())
+        if not any(counts):
+            raise ConfigError(f"attention_mask hides every token of a forward of {new}; leave it out or show some")
+        return cls((~kept).long().argsort(dim=1, stable=True), counts)
 
     def pack(self, x: Tensor) -> Tensor:
         """[B, H, Q, D] to [B, H, longest row, D]: every row from its first token on."""

@@ -1,0 +1,281 @@
+"""A model with a cache attached, as other people's code uses it: generate, pipelines, batches, beams."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from transformers import DynamicCache, LlamaForCausalLM, PreTrainedModel, pipeline
+
+from h2o_stream import CacheConfig, ConfigError, H2OStreamError, attach
+from h2o_stream.models.load import LoadedModel
+from tests.conftest import make_llama
+from tests.families import FAMILIES
+
+GREEDY: dict[str, Any] = {"do_sample": False, "eos_token_id": None}
+
+
+def ids(count: int, batch: int = 1, seed: int = 0) -> torch.Tensor:
+    return torch.randint(3, 64, (batch, count), generator=torch.Generator().manual_seed(seed))
+
+
+def padded(rows: list[torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Rows [1, n] as one batch, padded on the left."""
+    width = max(row.shape[1] for row in rows)
+    return {
+        "input_ids": torch.cat([torch.nn.functional.pad(row, (width - row.shape[1], 0)) for row in rows]),
+        "attention_mask": torch.tensor([[0] * (width - row.shape[1]) + [1] * row.shape[1] for row in rows]),
+    }
+
+
+def alone(row: torch.Tensor) -> dict[str, torch.Tensor]:
+    return padded([row])
+
+
+class TestGenerate:
+    @pytest.mark.parametrize("policy", ["h2o", "full"])
+    def test_generate_starts_a_new_stream_each_time(self, tiny: LlamaForCausalLM, policy: str) -> None:
+        alone = tiny.generate(ids(10), attention_mask=torch.ones(1, 10), max_new_tokens=15, do_sample=False)
+        with attach(tiny, CacheConfig(policy, window=64)) as cache:
+            for _ in range(2):
+                out = tiny.generate(ids(10), attention_mask=torch.ones(1, 10), max_new_tokens=15, do_sample=False)
+                assert out.equal(alone)
+                assert cache.seen_tokens == out.shape[1] - 1
+                assert cache.kept(0).shape == (1, 2, out.shape[1] - 1)
+
+    def test_generate_goes_on_with_the_cache_it_is_given(self, tiny: LlamaForCausalLM) -> None:
+        with attach(tiny, CacheConfig(window=16)) as cache:
+            first = tiny.generate(ids(10), max_new_tokens=20, do_sample=False, eos_token_id=None)
+            longer = torch.cat((first, ids(5, seed=1)), 1)
+            out = tiny.generate(longer, past_key_values=cache, max_new_tokens=3, do_sample=False, eos_token_id=None)
+            assert cache.seen_tokens == out.shape[1] - 1 == 37
+            assert cache.kept(0).shape[-1] == 16
+
+    def test_beams_and_sampling(self, tiny: LlamaForCausalLM) -> None:
+        how = {"max_new_tokens": 12, "attention_mask": torch.ones(1, 10), "eos_token_id": None}
+        beams = tiny.generate(ids(10), num_beams=3, do_sample=False, **how)
+        with attach(tiny, CacheConfig(window=64)):
+            assert tiny.generate(ids(10), num_beams=3, do_sample=False, **how).equal(beams)
+            assert tiny.generate(ids(10), do_sample=True, **how).shape == (1, 22)
+
+    def test_reordered_rows_carry_their_whole_state(self, tiny: LlamaForCausalLM) -> None:
+        with attach(tiny, CacheConfig(window=12)) as cache:
+            tiny(ids(30, batch=2), past_key_values=cache)
+            before = cache.kept(1).clone(), cache.layers[1].scores.clone()
+            cache.reorder_cache(torch.tensor([1, 1]))
+            assert cache.kept(1)[0].equal(before[0][1])
+            assert cache.layers[1].scores[0].equal(before[1][1])
+
+    def test_rows_of_a_batch_evict_for_themselves(self, tiny: LlamaForCausalLM) -> None:
+        tokens = ids(50, batch=2)
+        with attach(tiny, CacheConfig(window=12, chunk=8)) as cache:
+            tiny(tokens, past_key_values=cache)
+            together = cache.kept(1)
+            for row in range(2):
+                tiny(tokens[row : row + 1])
+                assert cache.kept(1)[0].equal(together[row])
+
+    def test_assisted_generation_is_refused(self, tiny: LlamaForCausalLM) -> None:
+        mask = torch.ones(1, 10)
+        with attach(tiny), pytest.raises(H2OStreamError, match="assistant"):
+            tiny.generate(ids(10), attention_mask=mask, assistant_model=make_llama(), max_new_tokens=5)
+
+    def test_positional_arguments_and_no_cache(self, tiny: LlamaForCausalLM) -> None:
+        expected = tiny(ids(9)).logits
+        with attach(tiny, CacheConfig(window=64)) as cache:
+            torch.testing.assert_close(tiny(ids(9), torch.ones(1, 9)).logits, expected)
+            torch.testing.assert_close(tiny(ids(9), use_cache=False).logits, expected)
+            assert cache.seen_tokens == 9
+
+    @pytest.mark.parametrize("policy", ["h2o", "full"])
+    def test_the_model_is_given_back(self, tiny: LlamaForCausalLM, policy: str) -> None:
+        before, expected = dict(vars(tiny)), tiny(ids(9)).logits
+        attention = tiny.config._attn_implementation
+        with pytest.raises(RuntimeError, match="inside"), attach(tiny, CacheConfig(policy, window=8)):
+            raise RuntimeError("inside")
+        assert tiny.config._attn_implementation == attention
+        assert dict(vars(tiny)) == before
+        assert not tiny._forward_pre_hooks
+        assert tiny(ids(9)).logits.equal(expected)
+
+    def test_attaching_twice_is_refused(self, tiny: LlamaForCausalLM) -> None:
+        with attach(tiny), pytest.raises(H2OStreamError, match="attached already"), attach(tiny):
+            pass
+        with attach(tiny):
+            pass
+
+    def test_two_models_do_not_meet(self) -> None:
+        one, two = make_llama(seed=1), make_llama(seed=2)
+        with attach(one, CacheConfig(window=8)) as first, attach(two, CacheConfig("recent", 16)) as second:
+            one(ids(20), past_key_values=first)
+            two(ids(30), past_key_values=second)
+            assert (first.seen_tokens, second.seen_tokens) == (20, 30)
+            assert (first.kept().shape[-1], second.kept().shape[-1]) == (8, 16)
+
+    def test_a_foreign_cache_is_refused(self, tiny: LlamaForCausalLM) -> None:
+        foreign = DynamicCache(config=tiny.config)
+        tiny(ids(5), past_key_values=foreign)
+        with attach(tiny), pytest.raises(H2OStreamError, match="5 tokens of another cache"):
+            tiny(ids(1), past_key_values=foreign)
+
+    def test_a_mask_that_is_not_of_padding_is_refused(self, tiny: LlamaForCausalLM) -> None:
+        with attach(tiny), pytest.raises(ConfigError, match=r"attention_mask has shape \(2, 1, 3, 3\)"):
+            tiny(ids(3, batch=2), attention_mask=torch.ones(2, 1, 3, 3))
+
+
+class TestBatches:
+    ROWS = [ids(count, seed=count) for count in (40, 3, 17, 8, 29, 1, 33, 24)]
+
+    @pytest.mark.parametrize("policy", ["h2o", "h2o-paper", "random", "tova", "sink", "full"])
+    @pytest.mark.parametrize("chunk", [0, 6])
+    def test_rows_of_different_lengths_say_what_they_say_alone(
+        self, grouped: LlamaForCausalLM, policy: str, chunk: int
+    ) -> None:
+        with attach(grouped, CacheConfig(policy, window=16, chunk=chunk)) as cache:
+            together = grouped.generate(**padded(self.ROWS), max_new_tokens=20, **GREEDY)
+            kept = cache.kept(1) if policy != "full" else None
+            for number, row in enumerate(self.ROWS):
+                said = grouped.generate(**alone(row), max_new_tokens=20, **GREEDY)[0, row.shape[1] :]
+                assert together[number, -20:].equal(said)
+                if kept is not None:
+                    mine = kept[number][kept[number] >= 0].view(2, -1)
+                    assert cache.kept(1)[0].equal(mine)
+
+    def test_beams_of_a_padded_batch(self, grouped: LlamaForCausalLM) -> None:
+        how = {"num_beams": 3, "max_new_tokens": 12, **GREEDY}
+        with attach(grouped, CacheConfig(window=16, chunk=6)):
+            together = grouped.generate(**padded(self.ROWS[:3]), **how)
+            for number, row in enumerate(self.ROWS[:3]):
+                assert together[number, -12:].equal(grouped.generate(**alone(row), **how)[0, -12:])
+
+    def test_padding_counts_nowhere(self, tiny: LlamaForCausalLM) -> None:
+        with attach(tiny, CacheConfig(window=64)) as cache:
+            tiny(**padded([ids(5), ids(2)]), past_key_values=cache)
+            assert cache.seen_tokens == 5
+            assert cache.kept()[1].tolist() == [[-1, -1, -1, 0, 1]] * 2
+            assert cache.layers[0].scores[1].isfinite().sum() == 4
+
+    def test_padding_on_the_right_and_in_between(self, tiny: LlamaForCausalLM) -> None:
+        tokens = ids(12)
+        spread = torch.tensor([[0, 1, 1, 0, 0, 1, 1, 1, 0, 1, 1, 1, 1, 1, 1, 0, 1, 0]])
+        wide = torch.zeros(1, 18, dtype=torch.int64)
+        wide[spread.bool()] = tokens[0]
+        for chunk in (0, 5):
+            with attach(tiny, CacheConfig(window=8, chunk=chunk)) as cache:
+                expected, kept = tiny(tokens).logits[0], cache.kept(1)
+                assert tiny(wide, attention_mask=spread).logits[0][spread[0].bool()].equal(expected)
+                assert cache.kept(1).equal(kept)
+
+    def test_a_second_prompt_may_be_padded_too(self, grouped: LlamaForCausalLM) -> None:
+        """A batch of conversations: every turn is padded by itself."""
+        first, second = [ids(9), ids(4, seed=1)], [ids(3, seed=2), ids(11, seed=3)]
+        with attach(grouped, CacheConfig(window=12, chunk=4)) as cache:
+            grouped(**padded(first), past_key_values=cache)
+            turn = padded(second)
+            logits = grouped(**turn, past_key_values=cache).logits[:, -1]
+            for number in range(2):
+                cache.reset()
+                grouped(first[number], past_key_values=cache)
+                said = grouped(second[number], past_key_values=cache).logits[:, -1]
+                torch.testing.assert_close(said[0], logits[number])
+
+    def test_a_mask_without_tokens_is_refused(self, tiny: LlamaForCausalLM) -> None:
+        with attach(tiny), pytest.raises(ConfigError, match="hides every token"):
+            tiny(ids(3), attention_mask=torch.zeros(1, 3))
+
+    @torch.no_grad()
+    def test_eight_prompts_on_the_real_model(self, embedded: LoadedModel) -> None:
+        prompts = [
+            "Paris",
+            "Once upon a time there was",
+            "The three primary colours are red,",
+            "Question: what do bees make? Answer:",
+            "In 1969 the first man on the Moon said that it was one small step for a man, and",
+            "def add(a, b):",
+            "A list of fruit: apples, pears, plums, cherries, grapes, melons, figs, dates, " * 3,
+            "The weather today is sunny, tomorrow it will rain, and the day after tomorrow nobody knows. " * 2,
+        ]
+        tokenizer, model = embedded.tokenizer, embedded.model
+        rows = [tokenizer(prompt, return_tensors="pt")["input_ids"] for prompt in prompts]
+        with attach(model, CacheConfig(window=32)):
+            together = model.generate(**padded(rows), max_new_tokens=24, **GREEDY)
+            for number, row in enumerate(rows):
+                said = model.generate(**alone(row), max_new_tokens=24, **GREEDY)[0, row.shape[1] :]
+                assert together[number, -24:].equal(said)
+
+
+class TestPipeline:
+    def test_text_generation(self, tiny_folder: Any) -> None:
+        talk = pipeline("text-generation", model=str(tiny_folder), device="cpu")
+        how = {"max_new_tokens": 30, "do_sample": False, "return_full_text": False}
+        talk.tokenizer.pad_token_id, talk.tokenizer.padding_side = 0, "left"
+        prompts = ["The sky", "One, two, three, four, five, six and seven", "Bees"]
+        with attach(talk.model, CacheConfig(window=16)) as cache:
+            together = talk(prompts, batch_size=3, **how)
+            assert cache.kept().shape[0] == 3
+            assert cache.kept().shape[-1] == 16
+            for prompt, said in zip(prompts, together, strict=True):
+                assert talk(prompt, **how)[0]["generated_text"] == said[0]["generated_text"]
+
+
+class TestMemory:
+    def test_two_thousand_tokens_take_no_more_than_the_window(self) -> None:
+        sizes = set()
+        model = make_llama(heads=2, size=64, layers=3, context=4096)
+        with attach(model, CacheConfig(window=256)) as cache:
+            watch = model.register_forward_hook(lambda *_: sizes.add(cache.nbytes))
+            out = model.generate(ids(10), attention_mask=torch.ones(1, 10), max_new_tokens=2000, **GREEDY)
+            watch.remove()
+            assert out.shape[1] == 2010
+            assert cache.seen_tokens == 2009
+        slots, heads, size = 257, 2, 64
+        books = slots * heads * (4 + 4 + 4)
+        assert len(sizes) == 1
+        assert sizes.pop() == pytest.approx(3 * (slots * heads * size * 2 * 4 + books), rel=0.01)
+
+
+class TestGivenBack:
+    @pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.name)
+    @pytest.mark.parametrize("policy", ["h2o", "full"])
+    def test_every_family_as_it_was(self, family: Any, policy: str) -> None:
+        model: PreTrainedModel = family.make()
+        before, expected = self.state(model), model(ids(9)).logits
+        for _ in range(2):
+            config = CacheConfig(policy, window=8, positions=family.positions[0])
+            with pytest.raises(IndexError), attach(model, config):
+                model(torch.tensor([[3, 64, 5]]))  # the vocabulary ends at 63
+        assert self.state(model) == before
+        assert model(ids(9)).logits.equal(expected)
+
+    def state(self, model: PreTrainedModel) -> tuple[Any, ...]:
+        hooks = [
+            len(hooks) for module in model.modules() for hooks in (module._forward_pre_hooks, module._forward_hooks)
+        ]
+        configs = [model.config.to_dict(), model.generation_config.to_dict(), model.config._attn_implementation]
+        return configs, hooks, set(vars(model)), [module.training for module in model.modules()]
+
+    def test_a_refused_attach_leaves_no_trace(self, tiny: LlamaForCausalLM) -> None:
+        before = self.state(tiny)
+        with pytest.raises(ConfigError), attach(tiny, CacheConfig(window=10_000)):
+            pass
+        assert self.state(tiny) == before
+
+    def test_a_nested_attach_leaves_the_outer_one_in_place(self, tiny: LlamaForCausalLM) -> None:
+        with attach(tiny, CacheConfig(window=8)) as cache:
+            with pytest.raises(H2OStreamError, match="attached already"), attach(tiny, CacheConfig(window=16)):
+                pass
+            tiny(ids(30))
+            assert cache.kept().shape[-1] == 8
+
+    def test_a_forward_that_failed_halfway_is_not_gone_on_with(self, tiny: LlamaForCausalLM) -> None:
+        with attach(tiny, CacheConfig(window=8)) as cache:
+            tiny(ids(10), past_key_values=cache)
+            hook = tiny.model.layers[1].register_forward_pre_hook(lambda *_: 1 / 0)
+            with pytest.raises(ZeroDivisionError):
+                tiny(ids(5), past_key_values=cache)
+            hook.remove()
+            with pytest.raises(H2OStreamError, match="cut off halfway"):
+                tiny(ids(5), past_key_values=cache)
+            tiny(ids(5))
+            assert cache.seen_tokens == 5

@@ -1,0 +1,94 @@
+"""The figures of ``cache.statistics()`` and of ``h2o-compare heavy-hitters``, on attention that is known."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from transformers import LlamaForCausalLM
+
+from h2o_stream import CacheConfig, attach
+from h2o_stream.cache.statistics import SparsityMeter, power_law, share_of_top, sparsity
+from h2o_stream.compare.heavy_hitters import LayerAttention, observe
+
+
+def ids(count: int) -> torch.Tensor:
+    return torch.randint(3, 64, (1, count), generator=torch.Generator().manual_seed(4))
+
+
+def test_sparsity_is_what_is_below_a_hundredth_of_the_largest() -> None:
+    probs = torch.tensor([[0.9, 0.0089, 0.0091, 0.082], [0.5, 0.5, 0.0, 0.0]])
+    visible = torch.tensor([[True] * 4, [True, True, True, False]])
+    assert sparsity(probs, visible).tolist() == [0.25, pytest.approx(1 / 3)]
+
+
+@pytest.mark.parametrize("exponent", [0.5, 1.0, 2.0])
+def test_power_law(exponent: float) -> None:
+    scores = torch.arange(1, 200, dtype=torch.float64) ** -exponent
+    assert power_law(scores.flip(0)) == pytest.approx(exponent)
+    assert math.isnan(power_law(scores[:2]))
+
+
+def test_share_of_top() -> None:
+    assert share_of_top(torch.tensor([1.0, 6.0, 2.0, 1.0]), 0.25) == pytest.approx(0.6)
+
+
+def test_decode_steps_are_sampled() -> None:
+    meter, visible = SparsityMeter(), torch.ones(1, 1, 2, dtype=torch.bool)
+    assert math.isnan(meter.value)
+    for step in range(32):
+        meter(torch.tensor([1.0, 0.0]).view(1, 1, 1, 1, 2), visible, step)
+    assert meter.value == 0.5
+    assert meter._samples == 2
+
+
+@pytest.mark.parametrize("chunk", [0, 7])
+@pytest.mark.parametrize("decay", [1.0, 0.9])
+def test_all_attention_is_on_what_is_held_until_something_is_evicted(
+    grouped: LlamaForCausalLM, chunk: int, decay: float
+) -> None:
+    with attach(grouped, CacheConfig("h2o", 32, decay=decay, chunk=chunk)) as cache:
+        grouped(ids(30), past_key_values=cache)
+        for layer in cache.statistics():
+            assert layer.mass == pytest.approx(1.0)
+            assert layer.scores.sum() * cache.kept().shape[1] == pytest.approx(
+                3 * 2 * (30 if decay == 1 else (1 - decay**30) / (1 - decay)), rel=1e-4
+            )
+            assert 0 < layer.sparsity < 1
+        grouped(ids(30), past_key_values=cache)
+        assert all(0 < layer.mass < 1 for layer in cache.statistics())
+
+
+def test_policies_without_scores_and_an_empty_cache(grouped: LlamaForCausalLM) -> None:
+    with attach(grouped, CacheConfig("recent", 16)) as cache:
+        assert all(math.isnan(layer.sparsity) for layer in cache.statistics())
+        grouped(ids(30), past_key_values=cache)
+        for layer in cache.statistics():
+            assert math.isnan(layer.mass)
+            assert math.isnan(layer.exponent)
+            assert layer.scores.numel() == 0
+            assert 0 < layer.sparsity < 1
+
+
+def test_what_is_observed_is_what_transformers_attends_to(grouped: LlamaForCausalLM) -> None:
+    """Sparsity, sums and the mass of `recent`, from the attentions of an eager forward."""
+    tokens, window, chunk = ids(48), 16, 4
+    grouped.set_attn_implementation("eager")
+    attentions = grouped(tokens, output_attentions=True).attentions
+    grouped.set_attn_implementation("sdpa")
+    *_, layers = observe(grouped, tokens[0].tolist(), [CacheConfig("recent", window)], chunk)
+    assert isinstance(layers, list)
+    for layer, probs in zip(layers, attentions, strict=True):
+        assert isinstance(layer, LayerAttention)
+        causal = torch.ones(48, 48, dtype=torch.bool).tril()
+        assert layer.sparsity == pytest.approx(float(sparsity(probs, causal).mean()), rel=1e-5)
+        sums = probs[0].view(2, 3, 48, 48).sum((1, 2)).sort(-1, descending=True).values.mean(0)
+        torch.testing.assert_close(layer.scores, sums)
+        near = [
+            float(probs[0, :, i, max(start - window, 0) : i + 1].sum(-1).mean())
+            for start in range(0, 48, chunk)
+            if start > window
+            for i in range(start, start + chunk)
+        ]
+        assert layer.mass["recent"] == pytest.approx(sum(near) / len(near), rel=1e-5)
