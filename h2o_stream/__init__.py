@@ -13,7 +13,8 @@ from h2o_stream.errors import ConfigError, H2OStreamError, ModelNotFoundError, U
 
 if TYPE_CHECKING:
     from h2o_stream.cache.attach import attach
-    from h2o_stream.cache.caches import FullCache, H2OCache
+    from h2o_stream.cache.full import FullCache
+    from h2o_stream.cache.window import H2OCache
     from h2o_stream.engine.engine import Engine
     from h2o_stream.session.conversation import Conversation
 
@@ -35,8 +36,8 @@ __all__ = [
 
 _LAZY = {
     "attach": "h2o_stream.cache.attach",
-    "H2OCache": "h2o_stream.cache.caches",
-    "FullCache": "h2o_stream.cache.caches",
+    "H2OCache": "h2o_stream.cache.window",
+    "FullCache": "h2o_stream.cache.full",
     "Engine": "h2o_stream.engine.engine",
     "Conversation": "h2o_stream.session.conversation",
 }

@@ -14,6 +14,7 @@ from h2o_stream import CacheConfig, ConfigError, attach
 from h2o_stream.cache.policies import make_policy
 from h2o_stream.cache.quantize import decode, encode, fit, spread
 from h2o_stream.cache.slots import SlotLayer
+from h2o_stream.cache.weigh import Products
 from h2o_stream.models.load import LoadedModel
 from tests.conftest import make_llama
 
@@ -64,7 +65,7 @@ class TestLayer:
     def feed(self, layer: SlotLayer, parts: list[int], seed: int = 0) -> None:
         for number, length in enumerate(parts):
             q, k, v = (numbers(1, heads, length, 8, seed=seed + number + 100 * heads) for heads in (4, 2, 2))
-            layer.attend(q, k, v, 0.3)
+            layer.attend(q, k, v, Products(0.3))
 
     @settings(max_examples=40, deadline=None, derandomize=True)
     @given(
@@ -81,7 +82,7 @@ class TestLayer:
         for number, length in enumerate(parts):
             k = numbers(1, 2, length, 8, seed=number)
             keys.append(k)
-            layer.attend(numbers(1, 4, length, 8, seed=number + 50), k, -k, 0.3)
+            layer.attend(numbers(1, 4, length, 8, seed=number + 50), k, -k, Products(0.3))
         fed, (stored, values) = torch.cat(keys, 2), layer.store.read()
         occupied = layer.index >= 0
         assert occupied.sum(-1).eq(min(sum(parts), window)).all()

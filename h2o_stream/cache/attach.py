@@ -12,9 +12,10 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from h2o_stream.cache.attention import ATTENTION_NAME
-from h2o_stream.cache.caches import FullCache, H2OCache
+from h2o_stream.cache.full import FullCache
 from h2o_stream.cache.state import model_digest
 from h2o_stream.cache.support import check_supported, layer_specs, learned_positions, reach_of
+from h2o_stream.cache.window import H2OCache
 from h2o_stream.config import CacheConfig
 from h2o_stream.errors import H2OStreamError
 

@@ -11,10 +11,11 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor, nn
 from transformers import AttentionInterface
 
+from h2o_stream.cache.weigh import Products
 from h2o_stream.errors import UnsupportedModelError
 
 if TYPE_CHECKING:
-    from h2o_stream.cache.caches import H2OCache
+    from h2o_stream.cache.window import H2OCache
 
 ATTENTION_NAME = "h2o_stream"
 
@@ -48,7 +49,7 @@ def h2o_attention(
             raise UnsupportedModelError(f"{type(module).__name__} uses {name} in its attention, which is not served")
     scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
     layer = h2o_cache.layers[module.layer_idx]
-    return layer.attend(query, key, value, scaling, softcap, h2o_cache.padding), None
+    return layer.attend(query, key, value, Products(scaling, softcap), h2o_cache.padding), None
 
 
 AttentionInterface.register(ATTENTION_NAME, h2o_attention)

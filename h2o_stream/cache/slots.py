@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -21,10 +22,11 @@ from transformers.cache_utils import CacheLayerMixin
 
 from h2o_stream.cache.padding import Padding
 from h2o_stream.cache.policies import Attention, Budget, Held, Policy, select
-from h2o_stream.cache.rope import RotaryTable, distances, rotate_back
+from h2o_stream.cache.rope import RotaryTable
 from h2o_stream.cache.state import taken
 from h2o_stream.cache.statistics import LayerStatistics, SparsityMeter, power_law
 from h2o_stream.cache.store import QuantizedStore, Store
+from h2o_stream.cache.weigh import Arrivals, Products, hide, rotate, weigh
 from h2o_stream.config import CachePlan
 from h2o_stream.errors import H2OStreamError
 
@@ -193,8 +195,7 @@ class SlotLayer(CacheLayerMixin):
         query: Tensor,
         key: Tensor,
         value: Tensor,
-        scaling: float,
-        softcap: float | None = None,
+        products: Products,
         padding: Padding | None = None,
     ) -> Tensor:
         """Attend with Q new tokens, then hold at most `window` of all.
@@ -203,8 +204,7 @@ class SlotLayer(CacheLayerMixin):
             query: [B, Hq, Q, D], un-rotated like the keys (rotated already with ``absolute``).
             key: [B, Hkv, Q, D].
             value: [B, Hkv, Q, D].
-            scaling: factor on the query-key products.
-            softcap: bound of those products, by tanh; None for no bound.
+            products: what the model does with query times key.
             padding: which columns are padding: they are neither attended to nor held. None for no column.
 
         Returns:
@@ -223,13 +223,11 @@ class SlotLayer(CacheLayerMixin):
             new = k.shape[2]
             counts = (new,) * len(self.lengths) if padding is None else padding.chunk(number * chunk, new)
             step = self._decode if new == 1 == min(counts) else self._prefill
-            outputs.append(step(q, k, v, counts, scaling, softcap))
+            outputs.append(step(q, k, v, Arrivals(counts, new, k.device), products))
         output = outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=1)
         return output if padding is None else padding.unpack(output)
 
-    def _decode(
-        self, query: Tensor, key: Tensor, value: Tensor, counts: tuple[int, ...], scaling: float, softcap: float | None
-    ) -> Tensor:
+    def _decode(self, query: Tensor, key: Tensor, value: Tensor, arrivals: Arrivals, products: Products) -> Tensor:
         slot = self._ring(self.seen).expand_as(self.free) if self.store.exact else self.free
         self.store.write(slot, key, value)
         self.index.scatter_(2, slot, self.seen.int().expand(slot.shape))
@@ -241,7 +239,7 @@ class SlotLayer(CacheLayerMixin):
 
         held = Held(self.scores, self.index, self.rank, self.seen)
         keys, values = self.store.read()
-        output, probs = self._weigh(query, keys, values, held, counts, scaling, softcap)
+        output, probs = self._weigh(query, keys, values, held, arrivals, products)
         if self.policy.observes:
             self.scores = self.policy.observe(self.scores, Attention(probs, probs.new_zeros(1), 1))
         if isinstance(self.store, QuantizedStore):
@@ -272,46 +270,28 @@ class SlotLayer(CacheLayerMixin):
         self.index.scatter_(2, self.free, -1)
         self.scores.scatter_(2, self.free, -torch.inf)
 
-    def _prefill(
-        self, query: Tensor, key: Tensor, value: Tensor, counts: tuple[int, ...], scaling: float, softcap: float | None
-    ) -> Tensor:
+    def _prefill(self, query: Tensor, key: Tensor, value: Tensor, arrivals: Arrivals, products: Products) -> Tensor:
         keys, values = self.store.read_exactly(min(max(self.lengths), self.plan.window + 1))
-        new, used = key.shape[2], keys.shape[2]
-        count = torch.tensor(counts, device=key.device).view(-1, 1, 1)
-        place = torch.arange(new, device=key.device)
-        there = (place < count).expand(*key.shape[:2], new)
-        fresh = Held(
-            scores=self.scores.new_zeros(there.shape),
-            index=(self.seen + place).masked_fill(~there, -1).int(),
-            rank=(count - 1 - place).masked_fill(~there, self.plan.window + 1).int(),
-            seen=self.seen + count,
-        )
+        used, count, empty_rank = keys.shape[2], arrivals.count, self.plan.window + 1
+        there = arrivals.there.expand(*key.shape[:2], -1)
+        index = (self.seen + arrivals.place).masked_fill(~there, -1).int()
+        rank = arrivals.later.masked_fill(~there, empty_rank).int()
         held = Held(
-            scores=torch.cat((self.scores[..., :used], fresh.scores), 2),
-            index=torch.cat((self.index[..., :used], fresh.index), 2),
-            rank=torch.cat((self.rank[..., :used] + count.int(), fresh.rank), 2),
-            seen=fresh.seen,
+            scores=torch.cat((self.scores[..., :used], self.scores.new_zeros(there.shape)), 2),
+            index=torch.cat((self.index[..., :used], index), 2),
+            rank=torch.cat((self.rank[..., :used] + count.int(), rank), 2),
+            seen=self.seen + count,
         )
         keys, values = torch.cat((keys, key), 2), torch.cat((values, value), 2)
         self.seen = held.seen
-        self.lengths = tuple(length + more for length, more in zip(self.lengths, counts, strict=True))
+        self.lengths = tuple(length + more for length, more in zip(self.lengths, arrivals.counts, strict=True))
 
-        output, probs = self._weigh(query, keys, values, held, counts, scaling, softcap)
-        scores = held.scores
+        output, probs = self._weigh(query, keys, values, held, arrivals, products)
         if self.policy.observes:
-            scores = self.policy.observe(scores, self._attention(probs, counts, count, place))
-        held = Held(scores, held.index, held.rank, held.seen)
+            held = replace(held, scores=self.policy.observe(held.scores, arrivals.attention(probs)))
         keep = select(self.policy.worth(held, self.budget), held.index, self.held)
         self._hold(keep, keys, values, held)
         return output
-
-    def _attention(self, probs: Tensor, counts: tuple[int, ...], count: Tensor, place: Tensor) -> Attention:
-        """The probabilities [B, Hkv, G, Q, K] of a chunk whose rows have `counts` tokens."""
-        new = probs.shape[3]
-        if min(counts) == new:
-            return Attention(probs, (new - 1 - place).float(), new)
-        later = (count - 1 - place).clamp_min(0).unsqueeze(1).float()
-        return Attention(probs * (place < count)[:, :, None, :, None], later, count)
 
     def _hold(self, keep: Tensor, keys: Tensor, values: Tensor, held: Held) -> None:
         """Keep the places `keep` [B, Hkv, n], in token order, and no other."""
@@ -343,58 +323,16 @@ class SlotLayer(CacheLayerMixin):
         self.free.fill_(self.store.exact)
 
     def _weigh(
-        self,
-        query: Tensor,
-        keys: Tensor,
-        values: Tensor,
-        held: Held,
-        counts: tuple[int, ...],
-        scaling: float,
-        softcap: float | None,
+        self, query: Tensor, keys: Tensor, values: Tensor, held: Held, arrivals: Arrivals, products: Products
     ) -> tuple[Tensor, Tensor]:
-        """Causal attention of the newest Q tokens, `counts` of them in each row, over the places given.
-
-        Returns:
-            Output [B, Q, Hq, D] and float32 probabilities [B, Hkv, G, Q, K].
-        """
-        batch, query_heads, new, size = query.shape
-        kv_heads, visible = keys.shape[1:3]
+        """`weigh` over the places given, rotated and hidden as this layer's positions want it."""
         keys, values = keys.to(query.dtype), values.to(query.dtype)
         if self.table is not None:
-            query, keys = self._rotate(query, keys, held, counts)
-        grouped = query.reshape(batch, kv_heads, -1, size)
-        logits = torch.matmul(grouped, keys.transpose(2, 3)).float() * scaling
-        if softcap is not None:
-            logits = logits.div_(softcap).tanh_().mul_(softcap)
-        logits = logits.view(batch, kv_heads, query_heads // kv_heads, new, visible)
-        if new > 1 or self.sliding is not None or min(*self.lengths, self.plan.window + 1) < visible:
-            logits = logits.masked_fill_(self._hidden(held, counts, new)[:, :, None], -torch.inf)
-        probs = logits.softmax(-1)
-        if min(counts) == new:
+            query, keys = rotate(query, keys, held, arrivals, self.plan, self.table)
+        vacant = min(*self.lengths, self.plan.window + 1) < keys.shape[2]
+        seeing_all = arrivals.new == 1 and self.sliding is None and not vacant
+        hidden = None if seeing_all else hide(held, arrivals, self.sliding)
+        output, probs = weigh(query, keys, values, arrivals, hidden, products)
+        if not arrivals.ragged:
             self.watch(probs, held.index >= 0, self.lengths[0])
-        output = torch.matmul(probs.to(values.dtype).flatten(2, 3), values)
-        output = output.view(batch, query_heads, new, values.shape[-1]).transpose(1, 2)
         return output, probs
-
-    def _hidden(self, held: Held, counts: tuple[int, ...], new: int) -> Tensor:
-        """[B, Hkv, Q, K] bool: places a query may not see. Padding may see all, so that no softmax is empty."""
-        place, index = torch.arange(new, device=self.device), held.index[:, :, None, :]
-        count = torch.tensor(counts, device=self.device).view(-1, 1, 1)
-        asked_at = (held.seen - count + place)[..., None]
-        hidden = (index < 0) | (index > asked_at)
-        if self.sliding is not None:
-            hidden |= index <= asked_at - self.sliding
-        return hidden if min(counts) == new else hidden & (place < count)[..., None]
-
-    def _rotate(self, query: Tensor, keys: Tensor, held: Held, counts: tuple[int, ...]) -> tuple[Tensor, Tensor]:
-        """Place the newest token of each row at distance 0 and every other behind it."""
-        assert self.table is not None
-        new, plan = query.shape[2], self.plan
-        reach = plan.window + new + (plan.span if plan.positions == "gap" else 0)
-        behind = distances(plan, held.seen - 1 - held.index, held.rank).clamp_(0, reach - 1)
-        keys = rotate_back(keys, self.table.lookup(behind, keys.dtype, reach))
-        if new > 1:
-            count = torch.tensor(counts, device=query.device).view(-1, 1, 1)
-            ahead = (count - 1 - torch.arange(new, device=query.device)).clamp_min_(0)
-            query = rotate_back(query, self.table.lookup(ahead, query.dtype, reach))
-        return query, keys

@@ -14,8 +14,8 @@ from transformers import PreTrainedModel
 from transformers.cache_utils import Cache, CacheLayerMixin
 
 from h2o_stream.cache.attention import ATTENTION_NAME
-from h2o_stream.cache.caches import LayerSpec
 from h2o_stream.cache.rope import RotaryTable, rotary_of, rotate_back, table_for
+from h2o_stream.cache.window import LayerSpec
 from h2o_stream.config import DEFAULT_WINDOW, CacheConfig, CachePlan
 from h2o_stream.errors import UnsupportedModelError
 

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from h2o_stream.cache.attach import attach
-from h2o_stream.cache.caches import CacheCounts
+from h2o_stream.cache.counts import CacheCounts
 from h2o_stream.cache.support import context_of, learned_positions
 from h2o_stream.config import AtContext, CacheConfig, SamplingConfig
 from h2o_stream.engine.events import Finished, PrefillProgress, Token

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
 if TYPE_CHECKING:
-    from h2o_stream.cache.caches import CacheCounts
+    from h2o_stream.cache.counts import CacheCounts
 
 Finish = Literal["stop", "length", "interrupted", "context", "oom"]
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import psutil
 
-from h2o_stream.cache.caches import CacheCounts
+from h2o_stream.cache.counts import CacheCounts
 from h2o_stream.engine.engine import Engine
 from h2o_stream.engine.events import Finish, Finished, PrefillProgress, Token
 from h2o_stream.session.template import ChatTemplate, Prompt

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from h2o_stream.cache.caches import CacheCounts
+from h2o_stream.cache.counts import CacheCounts
 from h2o_stream.session.conversation import Turn
 
 

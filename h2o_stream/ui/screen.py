@@ -15,7 +15,7 @@ from rich.live import Live
 from rich.panel import Panel
 from rich.text import Text
 
-from h2o_stream.cache.caches import CacheCounts
+from h2o_stream.cache.counts import CacheCounts
 from h2o_stream.engine.events import PrefillProgress, Token
 from h2o_stream.session.conversation import Turn
 from h2o_stream.ui.figures import size, speed

@@ -1,4 +1,4 @@
-"""The two caches a model can be attached to: fixed slots, and transformers' growing one with the same face."""
+"""The cache of fixed slots: a window per decoder layer, its pins, its streams and its state."""
 
 from __future__ import annotations
 
@@ -8,52 +8,17 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import DynamicCache
 from transformers.cache_utils import Cache
 
+from h2o_stream.cache.counts import CacheCounts
 from h2o_stream.cache.padding import Padding
 from h2o_stream.cache.policies import Budget, make_policy, merged
 from h2o_stream.cache.rope import RotaryTable
 from h2o_stream.cache.slots import SlotLayer
 from h2o_stream.cache.state import FINGERPRINT, check_seal, sealed, taken
 from h2o_stream.cache.statistics import LayerStatistics
-from h2o_stream.config import DEFAULT_WINDOW, MIN_EVICTABLE, CacheConfig, CachePlan
+from h2o_stream.config import DEFAULT_WINDOW, MIN_EVICTABLE, CacheConfig
 from h2o_stream.errors import ConfigError, H2OStreamError
-
-
-@dataclass(frozen=True)
-class CacheCounts:
-    """Where the tokens of a stream are. All but `seen` and `evicted` are per layer and KV head.
-
-    Attributes:
-        seen: tokens fed since the start.
-        cached: tokens held, ``sinks + pinned + heavy + recent``.
-        sinks: first tokens of the stream, never evicted.
-        pinned: further tokens that are never evicted, such as the system prompt.
-        heavy: held for the attention they got.
-        recent: held because they are new.
-        window: slots there are; 0 means no limit.
-        nbytes: memory of keys, values and bookkeeping, all layers.
-    """
-
-    seen: int
-    cached: int
-    sinks: int
-    pinned: int
-    heavy: int
-    recent: int
-    window: int
-    nbytes: int
-
-    @property
-    def evicted(self) -> int:
-        """Tokens no longer held."""
-        return self.seen - self.cached
-
-    @property
-    def free(self) -> int:
-        """Slots not used yet."""
-        return max(self.window - self.cached, 0)
 
 
 @dataclass(frozen=True)
@@ -332,72 +297,3 @@ class H2OCache(Cache):
             kwargs["position_ids"] = self.padding.positions(seen)
         else:
             kwargs["position_ids"] = seen[:, None] + torch.arange(new, device=tokens.device)
-
-
-class FullCache(DynamicCache):
-    """transformers' own growing cache, with what the fixed window offers beside it."""
-
-    def __init__(self, plan: CachePlan, config: Any, model: Callable[[], str] = lambda: "") -> None:
-        super().__init__(config=config)
-        self.plan = plan
-        self._model = model
-
-    @property
-    def seen_tokens(self) -> int:
-        """Tokens fed since the start of the stream."""
-        return int(self.get_seq_length())
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of keys and values of all layers."""
-        return sum(t.nbytes for layer in self.layers for t in (layer.keys, layer.values) if t is not None)
-
-    def kept(self, layer: int = 0) -> Tensor:
-        """[B, Hkv, n] int64: indices of the tokens a layer holds, oldest first."""
-        keys = self.layers[layer].keys if layer < len(self.layers) else None
-        if keys is None:
-            return torch.empty(0, 0, 0, dtype=torch.int64)
-        held = keys.shape[2]
-        return torch.arange(self.seen_tokens - held, self.seen_tokens, device=keys.device).expand(*keys.shape[:2], held)
-
-    def pin(self, start: int, stop: int) -> None:
-        """Nothing is ever evicted, so nothing is to be done."""
-
-    def unpin(self, start: int = 0, stop: int | None = None) -> None:
-        """Nothing is ever evicted, so nothing is to be done."""
-
-    def begin(self, prompt: int) -> None:
-        """Nothing depends on the first prompt."""
-
-    def counts(self) -> CacheCounts:
-        """Where the tokens are now."""
-        seen = self.seen_tokens
-        return CacheCounts(seen, cached=seen, sinks=0, pinned=0, heavy=0, recent=seen, window=0, nbytes=self.nbytes)
-
-    def state_dict(self) -> dict[str, Tensor]:
-        """See `H2OCache.state_dict`."""
-        if not self.seen_tokens:
-            raise H2OStreamError("the cache is empty: there is no state to save")
-        state = {
-            f"{number}.{name}": getattr(layer, name).clone(memory_format=torch.contiguous_format)
-            for number, layer in enumerate(self.layers)
-            for name in ("keys", "values")
-        }
-        state["progress"] = torch.tensor([self.seen_tokens])
-        state[FINGERPRINT] = sealed({"model": self._model(), "dtype": str(self.layers[0].keys.dtype), "policy": "full"})
-        return state
-
-    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        """See `H2OCache.load_state_dict`."""
-        dtype = taken(state, "0.keys").dtype
-        check_seal(state, {"model": self._model(), "dtype": str(dtype), "policy": "full"})
-        seen = int(taken(state, "progress"))
-        tensors = [(taken(state, f"{i}.keys"), taken(state, f"{i}.values")) for i in range(len(self.layers))]
-        for layer, (keys, values) in zip(self.layers, tensors, strict=True):
-            layer.lazy_initialization(keys, values)
-            layer.keys, layer.values = keys.clone(), values.clone()
-            if hasattr(layer, "cumulative_length"):
-                layer.cumulative_length = seen
-
-    def prepare_forward(self, kwargs: dict[str, Any]) -> None:
-        """Transformers knows what to do with its own cache."""
