@@ -170,6 +170,47 @@ class TestPins:
             assert (counts.sinks, counts.pinned, counts.cached, counts.evicted) == (4, 6, 24, 76)
             assert counts.sinks + counts.pinned + counts.heavy + counts.recent + counts.free == counts.window
 
+    def test_ranges_anywhere_and_let_go_again(self, tiny: LlamaForCausalLM) -> None:
+        """A pin may name tokens that are yet to come; in a batch it counts the tokens of each row."""
+        mask = torch.ones(2, 60).index_fill(1, torch.arange(20), 0)
+        mask[0] = 1
+        with attach(tiny, CacheConfig(window=32, chunk=8)) as cache:
+            cache.pin(10, 14)
+            cache.pin(25, 30)
+            cache.pin(12, 16)
+            assert cache.pins == (range(10, 16), range(25, 30))
+            tiny(ids(60, batch=2), attention_mask=mask, past_key_values=cache)
+            for row in cache.kept(1).flatten(0, 1).tolist():
+                assert {0, 1, 2, 3, *range(10, 16), *range(25, 30)} <= set(row)
+            assert cache.counts().pinned == 11
+            cache.unpin(12, 27)
+            assert cache.pins == (range(10, 12), range(27, 30))
+            cache.unpin()
+            assert cache.pins == ()
+            tiny(ids(200, batch=2), past_key_values=cache)
+            assert not {10, 11, 12, 13, 14, 15} <= set(cache.kept(1)[0, 0].tolist())
+
+    def test_a_late_pin_holds_what_every_head_still_has(self, tiny: LlamaForCausalLM) -> None:
+        with attach(tiny, CacheConfig(window=24, chunk=8)) as cache:
+            tiny(ids(60), past_key_values=cache)
+            cache.pin(52, 58)
+            with pytest.raises(H2OStreamError, match="tokens 20 to 58 some have been evicted"):
+                cache.pin(20, 58)
+            tiny(ids(100, seed=1), past_key_values=cache)
+            assert all({*range(52, 58)} <= set(head) for head in cache.kept(1)[0].tolist())
+
+    def test_a_pin_that_is_no_range_is_refused(self, tiny: LlamaForCausalLM) -> None:
+        with attach(tiny, CacheConfig(window=24)) as cache:
+            for start, stop in ((-1, 3), (5, 4)):
+                with pytest.raises(ConfigError, match="cannot be pinned"):
+                    cache.pin(start, stop)
+
+    def test_a_full_cache_takes_pins_and_needs_none(self, tiny: LlamaForCausalLM) -> None:
+        with attach(tiny, CacheConfig("full")) as cache:
+            cache.pin(0, 1000)
+            cache.unpin()
+            assert (cache.pins, cache.statistics()) == ((), [])
+
     def test_too_many_are_refused(self, tiny: LlamaForCausalLM) -> None:
         with attach(tiny, CacheConfig(window=24)) as cache:
             cache.pin(0, 24 - MIN_EVICTABLE)

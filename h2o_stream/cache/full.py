@@ -11,6 +11,7 @@ from transformers import DynamicCache
 
 from h2o_stream.cache.counts import CacheCounts
 from h2o_stream.cache.state import FINGERPRINT, check_seal, sealed, taken
+from h2o_stream.cache.statistics import LayerStatistics
 from h2o_stream.config import CachePlan
 from h2o_stream.errors import H2OStreamError
 
@@ -40,6 +41,15 @@ class FullCache(DynamicCache):
             return torch.empty(0, 0, 0, dtype=torch.int64)
         held = keys.shape[2]
         return torch.arange(self.seen_tokens - held, self.seen_tokens, device=keys.device).expand(*keys.shape[:2], held)
+
+    def statistics(self) -> list[LayerStatistics]:
+        """Nothing: transformers' attention does not show what it attends to."""
+        return []
+
+    @property
+    def pins(self) -> tuple[range, ...]:
+        """None are needed."""
+        return ()
 
     def pin(self, start: int, stop: int) -> None:
         """Nothing is ever evicted, so nothing is to be done."""

@@ -151,7 +151,8 @@ class H2OCache(Cache):
                 f"tokens {start} to {stop} cannot be pinned; a pin starts at 0 or later and ends after it"
             )
         pins = merged((*self._pins, range(start, stop)))
-        self._check(pins)
+        if self._resolved:
+            self._check(pins)
         for layer in self.evicting:
             self._check_held(layer, start, min(stop, self.seen_tokens))
         self._pins = pins
@@ -167,8 +168,6 @@ class H2OCache(Cache):
         self._share()
 
     def _check(self, pins: tuple[range, ...]) -> None:
-        if not self._resolved or not pins:
-            return
         plan = self.plan
         pinned = sum(map(len, merged((range(plan.sinks), *pins))))
         needed = max(MIN_EVICTABLE, self._least_recent + 1)
@@ -214,8 +213,8 @@ class H2OCache(Cache):
         """
         if self.config.by_ratio and not self.seen_tokens:
             self._resolve(prompt)
-            self._resolved = True
             self._check(self._pins)
+            self._resolved = True
 
     def reset(self) -> None:
         """Forget the stream and release the slots; pins stay."""
