@@ -47,6 +47,7 @@ class PolicyDefaults:
         decay: factor on the accumulated scores per token seen; 1 is the papers' plain sum.
         positions: where RoPE sees the kept tokens.
         rule: ``module:class`` of the `Policy` that chooses among the unprotected tokens.
+        draws: whether the rule draws, so that a seed makes a difference.
     """
 
     heavy_share: float
@@ -54,6 +55,7 @@ class PolicyDefaults:
     decay: float
     positions: Positions
     rule: str
+    draws: bool = False
 
 
 _RULES = "h2o_stream.cache.policies"
@@ -62,7 +64,7 @@ POLICIES: dict[str, PolicyDefaults] = {
     "h2o": PolicyDefaults(0.25, 4, 0.99, "gap", f"{_RULES}.accumulated:Accumulated"),
     "h2o-paper": PolicyDefaults(0.5, 0, 1.0, "rolling", f"{_RULES}.accumulated:Accumulated"),
     "tova": PolicyDefaults(1.0, 0, 1.0, "rolling", f"{_RULES}.tova:Tova"),
-    "random": PolicyDefaults(0.5, 4, 1.0, "rolling", f"{_RULES}.random:Random"),
+    "random": PolicyDefaults(0.5, 4, 1.0, "rolling", f"{_RULES}.random:Random", draws=True),
     "sink": PolicyDefaults(0.0, 4, 1.0, "rolling", f"{_RULES}.recency:Recency"),
     "recent": PolicyDefaults(0.0, 0, 1.0, "rolling", f"{_RULES}.recency:Recency"),
     "full": PolicyDefaults(0.0, 0, 1.0, "absolute", f"{_RULES}.recency:Recency"),
@@ -86,6 +88,7 @@ class CachePlan:
     span: int
     chunk: int
     kv_bits: int = 16
+    seed: int = 0
 
     @property
     def residual(self) -> int:
@@ -115,6 +118,7 @@ class CacheConfig:
         heavy_ratio: heavy slots as a part of the first prompt of a stream, as in the papers; with `recent_ratio`
             it takes the place of `window` and `heavy`.
         recent_ratio: recent slots as a part of the first prompt of a stream.
+        seed: of a policy that draws; the others do not look at it.
 
     Raises:
         ConfigError: a value is outside its limits, naming value, limit and option.
@@ -131,6 +135,7 @@ class CacheConfig:
     kv_bits: int | None = None
     heavy_ratio: float | None = None
     recent_ratio: float | None = None
+    seed: int = 0
 
     def __post_init__(self) -> None:
         if self.policy not in POLICIES:
@@ -239,7 +244,7 @@ class CacheConfig:
                     f"was trained for; lower {'--span, ' if spanned else ''}--window or --chunk"
                 )
         return CachePlan(
-            self.policy, self.window, sinks, heavy, recent, decay, positions, span, chunk, self.kv_bits or 16
+            self.policy, self.window, sinks, heavy, recent, decay, positions, span, chunk, self.kv_bits or 16, self.seed
         )
 
 

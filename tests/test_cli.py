@@ -72,6 +72,7 @@ class TestUsage:
             ("h2o-compare", ["nll", "--text", ","], "--text is empty"),
             ("h2o-compare", ["nll", "--text", "x", "--policies", "a"], "--policies takes"),
             ("h2o-compare", ["nll", "--text", "x", "--windows", "a"], "--windows takes"),
+            ("h2o-compare", ["nll", "--text", "x", "--policies", "random", "--seeds", "-1"], "--seeds takes"),
             ("h2o-compare", ["heavy-hitters", "--text", "x", "--policies", "full"], "none that evicts"),
             ("h2o-compare", ["heavy-hitters", "--text", "x", "--policies", "lru"], "--policies takes"),
             ("h2o-stream", ["--kv-bits", "3"], "--kv-bits takes one of 16, 8, 4, 2"),
@@ -280,6 +281,40 @@ class TestCompare:
             assert result["nll_last_half"] > 0
         assert results[1]["nll"] != pytest.approx(full, abs=1e-3)
         assert "nats per token" in done.stderr
+
+    def test_nll_in_a_folder_goes_on_where_it_was(self, tiny_folder: Path, tmp_path: Path) -> None:
+        text, out = tmp_path / "text.txt", tmp_path / "out"
+        text.write_text("The quick brown fox jumps over the lazy dog, again and again. " * 40)
+        base = ["nll", "-m", tiny_folder, "--text", text, "--tokens", "200", "--jsonl", "-", "--out", out]
+        base += ["--windows", "16", "--chunk", "8", "--seeds", "0,5"]
+        first = records(invoke("h2o-compare", *base, "--policies", "full,sink").stdout)[1:]
+        done = invoke("h2o-compare", *base, "--policies", "random,full,sink,h2o")
+        assert done.exit_code == 0, done.stderr
+        results = records(done.stdout)[1:]
+        assert [(r["policy"], r["seed"]) for r in results] == [
+            ("full", 0), ("random", 0), ("random", 5), ("sink", 0), ("h2o", 0),
+        ]  # fmt: skip
+        assert [results[0], results[3]] == first, "taken from the folder, its speed too"
+        assert results[1]["nll"] != results[2]["nll"]
+        assert results[0]["to_full"] is None
+        for result in results[1:]:
+            difference = result["to_full"]
+            assert difference["mean"] == pytest.approx(result["nll"] - results[0]["nll"])
+            assert difference["low"] < difference["mean"] < difference["high"]
+        assert len(list((out / "parts").iterdir())) == 5
+        assert "| text.txt | sink | 16 | 200 |" in (out / "nll.md").read_text()
+        assert (out / "nll-text.png").read_bytes().startswith(b"\x89PNG")
+
+    def test_a_damaged_part_is_measured_again(self, tiny_folder: Path, tmp_path: Path) -> None:
+        text, out = tmp_path / "text.txt", tmp_path / "out"
+        text.write_text("word " * 100)
+        base = ["nll", "-m", tiny_folder, "--text", text, "--policies", "sink", "--windows", "16", "--out", out, "-q"]
+        assert invoke("h2o-compare", *base).exit_code == 0
+        (part,) = (out / "parts").iterdir()
+        part.write_bytes(b"nonsense")
+        done = invoke("h2o-compare", *base, "--jsonl", "-")
+        assert done.exit_code == 0
+        assert records(done.stdout)[1]["nll"] > 0
 
     def test_full_stays_inside_the_context(self, tiny_folder: Path, tmp_path: Path) -> None:
         text = tmp_path / "text.txt"

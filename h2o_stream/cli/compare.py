@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated
 
@@ -32,6 +32,11 @@ class NllOptions:
         DEFAULT_WINDOW
     )
     tokens: Annotated[int, option("Comparison", "--tokens", help="Tokens predicted per text.", min=1)] = 4096
+    seeds: Annotated[str, option("Comparison", "--seeds", help="Seeds of random, separated by commas.")] = "0"
+    out: Annotated[
+        Path | None,
+        option("Comparison", "--out", help="Folder for table and plots, and for finished parts: go on where it was."),
+    ] = None
 
 
 @app.command()
@@ -40,7 +45,8 @@ def nll(comparison: NllOptions, model: ModelOptions, cache: CacheOptions, output
     """Negative log-likelihood of long texts, streamed through each policy's cache.
 
     A full cache is compared inside the model's context only. The chunk is the number of tokens between two
-    evictions; 1 is exactly what decoding does.
+    evictions; 1 is exactly what decoding does. With --out (extra "plots" for its plots) an interrupted comparison
+    goes on where it was.
     """
     with run.reporting("h2o-compare", output.debug):
         model_config = model.model_config()
@@ -49,7 +55,7 @@ def nll(comparison: NllOptions, model: ModelOptions, cache: CacheOptions, output
         with Records(output.jsonl) as records:
             with run.loading(model_config, output) as terminal:
                 from h2o_stream.ui.compare import compare_nll
-            compare_nll(model_config, configs, texts, comparison.tokens, terminal, records)
+            compare_nll(model_config, configs, texts, comparison.tokens, comparison.out, terminal, records)
 
 
 @dataclass(frozen=True)
@@ -102,17 +108,24 @@ def _policies(text: str) -> list[str]:
 
 
 def _configs(comparison: NllOptions, cache: CacheOptions) -> list[CacheConfig]:
-    """Every policy with every window; ``full`` has none and appears once."""
+    """Every policy with every window and, if it draws, every seed; ``full`` comes first and once."""
     configs: list[CacheConfig] = []
     for policy in _policies(comparison.policies):
         if policy == "full":
             configs.append(CacheConfig(policy, chunk=cache.chunk))
             continue
-        for window in _listed(comparison.windows, "--windows"):
-            if not window.isdecimal():
-                raise ConfigError(f"window {window!r} is not a whole number; --windows takes numbers and commas")
-            configs.append(cache.cache_config(policy, int(window)))
-    return configs
+        for window in _numbers(comparison.windows, "--windows"):
+            seeds = _numbers(comparison.seeds, "--seeds") if POLICIES[policy].draws else [0]
+            configs += [replace(cache.cache_config(policy, window), seed=seed) for seed in seeds]
+    return sorted(configs, key=lambda config: config.policy != "full")
+
+
+def _numbers(text: str, name: str) -> list[int]:
+    items = _listed(text, name)
+    for item in items:
+        if not item.isdecimal():
+            raise ConfigError(f"{item!r} is not a whole number; {name} takes numbers and commas")
+    return [int(item) for item in items]
 
 
 def _listed(text: str, name: str) -> list[str]:

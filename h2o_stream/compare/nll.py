@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.nn.functional import cross_entropy
 
 from h2o_stream.cache.attach import attach
@@ -23,21 +24,33 @@ STEP = 256
 
 @dataclass(frozen=True)
 class NllProgress:
-    """A part of the text was fed; the figures are of all so far.
-
-    Attributes:
-        done: tokens predicted.
-        total: tokens to predict.
-        nll: mean negative log-likelihood, nats per token.
-        nll_last_half: of the second half of `total`; NaN before it begins.
-        tok_s: tokens per second.
-    """
+    """Tokens predicted so far."""
 
     done: int
     total: int
-    nll: float
-    nll_last_half: float
+
+
+@dataclass(frozen=True)
+class NllResult:
+    """A whole text.
+
+    Attributes:
+        losses: [n] float32, the negative log-likelihood of each token, nats.
+        tok_s: tokens per second.
+    """
+
+    losses: Tensor
     tok_s: float
+
+    @property
+    def nll(self) -> float:
+        """Their mean."""
+        return float(self.losses.double().mean())
+
+    @property
+    def nll_last_half(self) -> float:
+        """The mean of their second half."""
+        return float(self.losses[len(self.losses) // 2 :].double().mean())
 
 
 def read_tokens(path: Path, tokenizer: Any, count: int) -> list[int]:
@@ -65,7 +78,7 @@ def within_context(model: Any, config: CacheConfig, tokens: Sequence[int]) -> Se
 
 
 @torch.no_grad()
-def stream_nll(model: Any, config: CacheConfig, tokens: Sequence[int]) -> Iterator[NllProgress]:
+def stream_nll(model: Any, config: CacheConfig, tokens: Sequence[int]) -> Iterator[NllProgress | NllResult]:
     """Feed a text through a cache and score every token by the distribution before it.
 
     Args:
@@ -75,24 +88,18 @@ def stream_nll(model: Any, config: CacheConfig, tokens: Sequence[int]) -> Iterat
         tokens: at least two.
 
     Yields:
-        The figures so far, after each forward; the last one is the result.
+        `NllProgress` after each forward, and last the `NllResult`.
     """
     if config.chunk == 0:
         raise ConfigError("chunk is 0; a streamed text needs a --chunk of at least 1")
-    total, losses, elapsed_s = len(tokens) - 1, torch.empty(0), 0.0
+    total, losses, begun = len(tokens) - 1, list[Tensor](), time.perf_counter()
     ids = torch.tensor([list(tokens)], device=model.device)
     with attach(model, config) as cache:
         chunk = cache.plan.chunk
         step = math.ceil(STEP / chunk) * chunk
         for start in range(0, total, step):
-            end, begun = min(start + step, total), time.perf_counter()
+            end = min(start + step, total)
             logits = model(ids[:, start:end], past_key_values=cache, use_cache=True).logits[0].float()
-            losses = torch.cat((losses, cross_entropy(logits, ids[0, start + 1 : end + 1], reduction="none").cpu()))
-            elapsed_s += time.perf_counter() - begun
-            yield NllProgress(
-                done=end,
-                total=total,
-                nll=float(losses.double().mean()),
-                nll_last_half=float(losses[total // 2 :].double().mean()),
-                tok_s=end / elapsed_s,
-            )
+            losses.append(cross_entropy(logits, ids[0, start + 1 : end + 1], reduction="none").cpu())
+            yield NllProgress(end, total)
+    yield NllResult(torch.cat(losses), total / (time.perf_counter() - begun))

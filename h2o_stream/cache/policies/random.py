@@ -11,8 +11,8 @@ from h2o_stream.cache.policies.base import Held, Policy
 class Random(Policy):
     """Each eviction draws anew and evenly among the unprotected tokens of a head.
 
-    The draw is a hash of token index, layer, head and tokens seen, so that it needs no state: a stream, a row of a
-    batch and a resumed session all draw the same.
+    The draw is a hash of seed, token index, layer, head and tokens seen, so that it needs no state: a stream, a row
+    of a batch and a resumed session all draw the same.
     """
 
     observes = False
@@ -20,7 +20,7 @@ class Random(Policy):
     def priority(self, held: Held) -> Tensor:
         """[B, Hkv, K] float32 in [0, 1)."""
         heads = torch.arange(held.index.shape[1], device=held.index.device)[:, None]
-        drawn = _mix(_mix(_mix(held.seen) + 0x10001 * self.layer + heads) + held.index)
+        drawn = _mix(_mix(_mix(held.seen + 0x9E3779B9 * self.plan.seed) + 0x10001 * self.layer + heads) + held.index)
         return (drawn & 0xFFFFFF).float() / 2**24
 
 

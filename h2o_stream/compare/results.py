@@ -1,0 +1,67 @@
+"""Finished parts of a comparison in a folder, so that an interrupted one goes on where it was."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from h2o_stream.errors import DataError
+
+
+class Results:
+    """One file for each finished part, named by what it is the result of.
+
+    Args:
+        folder: where they are, made when it is not there; None keeps nothing.
+
+    Raises:
+        DataError: the folder cannot be made.
+    """
+
+    def __init__(self, folder: Path | None) -> None:
+        self._folder = folder and folder / "parts"
+        if self._folder is not None:
+            try:
+                self._folder.mkdir(parents=True, exist_ok=True)
+            except OSError as error:
+                raise DataError(f"--out {folder}: {error.strerror or error}") from error
+
+    def load(self, key: Mapping[str, Any]) -> tuple[Tensor, dict[str, Any]] | None:
+        """The tensor and the figures stored under `key`; None if that part is not finished, or not readable."""
+        path = self._path(key)
+        if path is None or not path.exists():
+            return None
+        try:
+            with safe_open(path, "pt") as file:
+                return file.get_tensor("values"), json.loads(file.metadata()["figures"])
+        except (SafetensorError, OSError, KeyError, TypeError, ValueError):
+            return None
+
+    def store(self, key: Mapping[str, Any], values: Tensor, figures: Mapping[str, Any]) -> None:
+        """Keep a finished part; it appears whole or not at all.
+
+        Raises:
+            DataError: it cannot be written.
+        """
+        path = self._path(key)
+        if path is None:
+            return
+        scratch = path.with_suffix(".partial")
+        try:
+            save_file(
+                {"values": values.contiguous()}, scratch, {"figures": json.dumps(figures), "key": json.dumps(key)}
+            )
+            scratch.replace(path)
+        except (OSError, SafetensorError) as error:
+            raise DataError(f"--out {path}: {error}") from error
+
+    def _path(self, key: Mapping[str, Any]) -> Path | None:
+        digest = hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()[:20]
+        return self._folder and self._folder / f"{digest}.safetensors"
