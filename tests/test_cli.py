@@ -302,7 +302,9 @@ class TestCompare:
             assert difference["mean"] == pytest.approx(result["nll"] - results[0]["nll"])
             assert difference["low"] < difference["mean"] < difference["high"]
         assert len(list((out / "parts").iterdir())) == 5
-        assert "| text.txt | sink | 16 | 200 |" in (out / "nll.md").read_text()
+        assert "text.txt, 200 tokens" in (out / "nll.md").read_text()
+        assert "| random #5 | 16 | " in (out / "nll.md").read_text()
+        assert "…" not in done.stderr, "no figure is cut"
         assert (out / "nll-text.png").read_bytes().startswith(b"\x89PNG")
 
     def test_a_damaged_part_is_measured_again(self, tiny_folder: Path, tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from rich.box import SIMPLE_HEAD
 from rich.progress import Progress
 from rich.table import Table
 
@@ -24,7 +25,8 @@ from h2o_stream.ui.plots import Curve, plot, require_matplotlib
 from h2o_stream.ui.progress import progress_bars
 from h2o_stream.ui.terminal import Terminal
 
-_HEADER = ("text", "policy", "window", "tokens", "nll", "last half", "to full", "95%", "of sink's gap", "tok/s")
+_HEADER = ("policy", "window", "nll", "last half", "to full", "95%", "gap", "tok/s")
+_LEGEND = "to full: difference on the same tokens; gap: as a part of sink's"
 _POINTS = 400
 
 
@@ -115,23 +117,35 @@ def compare_nll(
                 cells.append(_Cell(path, config, result, to_full))
                 records.write(cells[-1].record())
     title = f"{loaded.name}: nats per token, lower is better"
-    rows = [_row(cell, cells) for cell in cells]
+    by_text = {path: [cell for cell in cells if cell.text == path] for path in texts}
     if out is not None:
         try:
-            lines = [_HEADER, ["---"] * len(_HEADER), *rows]
-            (out / "nll.md").write_text("".join(f"| {' | '.join(line)} |\n" for line in lines), encoding="utf-8")
-            for path in texts:
-                _plot([cell for cell in cells if cell.text == path], out / f"nll-{path.stem}.png", title)
+            pages = [_markdown(f"{title}, {_span(part)}", part) for part in by_text.values()]
+            (out / "nll.md").write_text("\n".join(pages), encoding="utf-8")
+            for path, part in by_text.items():
+                _plot(part, out / f"nll-{path.stem}.png", title)
         except OSError as error:
             raise DataError(f"--out {out}: {error.strerror or error}") from error
         terminal.note(f"table and plots are in {out}")
-    if not terminal.quiet:
-        table = Table(title=title, title_justify="left")
+    if terminal.quiet:
+        return
+    terminal.console.print(f"{title} ({_LEGEND})", markup=False, highlight=False)
+    for part in by_text.values():
+        table = Table(title=_span(part), title_justify="left", box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
         for column in _HEADER:
-            table.add_column(column, justify="left" if column in ("text", "policy") else "right", no_wrap=True)
-        for row in rows:
-            table.add_row(*row)
+            table.add_column(column, justify="left" if column == "policy" else "right", no_wrap=True)
+        for cell in part:
+            table.add_row(*_row(cell, part))
         terminal.console.print(table)
+
+
+def _span(cells: Sequence[_Cell]) -> str:
+    return f"{cells[0].text.name}, {max(len(cell.result.losses) for cell in cells):,} tokens"
+
+
+def _markdown(title: str, cells: Sequence[_Cell]) -> str:
+    lines = [_HEADER, ["---"] * len(_HEADER), *(_row(cell, cells) for cell in cells)]
+    return f"{title}\n\n" + "".join(f"| {' | '.join(line)} |\n" for line in lines)
 
 
 def _measured(
@@ -160,13 +174,11 @@ def _row(cell: _Cell, cells: Sequence[_Cell]) -> list[str]:
     result, difference, interval, share = cell.result, "-", "-", "-"
     if cell.to_full is not None:
         difference = f"{cell.to_full.mean:+.4f}"
-        interval = f"{cell.to_full.low:+.3f} {cell.to_full.high:+.3f}"
+        interval = f"{cell.to_full.low:+.3f} to {cell.to_full.high:+.3f}"
         share = _share(cell, cells)
     return [
-        cell.text.name,
         cell.name,
         str(cell.window or "-"),
-        f"{len(result.losses):,}",
         f"{result.nll:.4f}",
         f"{result.nll_last_half:.4f}",
         difference,
@@ -179,7 +191,7 @@ def _row(cell: _Cell, cells: Sequence[_Cell]) -> list[str]:
 def _share(cell: _Cell, cells: Sequence[_Cell]) -> str:
     """This policy's distance to the full cache, as a part of that of `sink` with the same window."""
     for other in cells:
-        if (other.text, other.config.policy, other.window) == (cell.text, "sink", cell.window):
+        if (other.config.policy, other.window) == ("sink", cell.window):
             assert cell.to_full is not None
             if other.to_full is not None and other.to_full.mean > 0:
                 return f"{cell.to_full.mean / other.to_full.mean:.2f}"
