@@ -349,6 +349,7 @@ class TestCompare:
             assert set(layer["mass"]) == {"recent", "h2o", "best"}
             assert layer["mass"]["best"] >= max(layer["mass"].values()) - 1e-6
             assert min(layer["mass"].values()) > 0
+        assert "…" not in done.stderr, "no figure is cut"
         assert "| layer | sparsity |" in (out / "heavy-hitters.md").read_text()
         for name in ("sparsity", "power-law", "mass"):
             assert (out / f"{name}.png").read_bytes().startswith(b"\x89PNG")

@@ -9,9 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from rich.box import SIMPLE_HEAD
 from rich.progress import Progress
-from rich.table import Table
 
 from h2o_stream.cache.state import model_digest
 from h2o_stream.compare.bootstrap import Interval, paired_difference
@@ -23,6 +21,7 @@ from h2o_stream.models.load import load
 from h2o_stream.session.records import Records, run_record
 from h2o_stream.ui.plots import Curve, plot, require_matplotlib
 from h2o_stream.ui.progress import progress_bars
+from h2o_stream.ui.tables import figures_table, markdown_table
 from h2o_stream.ui.terminal import Terminal
 
 _HEADER = ("policy", "window", "nll", "last half", "to full", "95%", "gap", "tok/s")
@@ -120,7 +119,10 @@ def compare_nll(
     by_text = {path: [cell for cell in cells if cell.text == path] for path in texts}
     if out is not None:
         try:
-            pages = [_markdown(f"{title}, {_span(part)}", part) for part in by_text.values()]
+            pages = [
+                markdown_table(f"{title}, {_span(part)}", _HEADER, [_row(cell, part) for cell in part])
+                for part in by_text.values()
+            ]
             (out / "nll.md").write_text("\n".join(pages), encoding="utf-8")
             for path, part in by_text.items():
                 _plot(part, out / f"nll-{path.stem}.png", title)
@@ -131,21 +133,11 @@ def compare_nll(
         return
     terminal.console.print(f"{title} ({_LEGEND})", markup=False, highlight=False)
     for part in by_text.values():
-        table = Table(title=_span(part), title_justify="left", box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
-        for column in _HEADER:
-            table.add_column(column, justify="left" if column == "policy" else "right", no_wrap=True)
-        for cell in part:
-            table.add_row(*_row(cell, part))
-        terminal.console.print(table)
+        terminal.console.print(figures_table(_span(part), _HEADER, [_row(cell, part) for cell in part]))
 
 
 def _span(cells: Sequence[_Cell]) -> str:
     return f"{cells[0].text.name}, {max(len(cell.result.losses) for cell in cells):,} tokens"
-
-
-def _markdown(title: str, cells: Sequence[_Cell]) -> str:
-    lines = [_HEADER, ["---"] * len(_HEADER), *(_row(cell, cells) for cell in cells)]
-    return f"{title}\n\n" + "".join(f"| {' | '.join(line)} |\n" for line in lines)
 
 
 def _measured(

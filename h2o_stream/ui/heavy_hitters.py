@@ -6,8 +6,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from statistics import fmean
 
-from rich.table import Table
-
 from h2o_stream.compare.heavy_hitters import BEST, TOP, LayerAttention, observe
 from h2o_stream.compare.nll import read_tokens
 from h2o_stream.config import CacheConfig, ModelConfig
@@ -16,6 +14,7 @@ from h2o_stream.models.load import load
 from h2o_stream.session.records import Records, run_record
 from h2o_stream.ui.plots import Curve, plot
 from h2o_stream.ui.progress import progress_bars
+from h2o_stream.ui.tables import figures_table, markdown_table
 from h2o_stream.ui.terminal import Terminal
 
 
@@ -78,17 +77,14 @@ def show_heavy_hitters(
     names = [*(config.policy for config in configs), BEST]
     rows = [*(_row(layer, names) for layer in layers), _mean(layers, names)]
     try:
-        (out / "heavy-hitters.md").write_text(_markdown(title, _header(names), rows), encoding="utf-8")
+        (out / "heavy-hitters.md").write_text(
+            markdown_table(f"{title}; parts in %", _header(names), rows), encoding="utf-8"
+        )
         _plots(layers, names, title, out)
     except OSError as error:
         raise DataError(f"--out {out}: {error.strerror or error}") from error
     if not terminal.quiet:
-        table = Table(title=title, title_justify="left")
-        for column in _header(names):
-            table.add_column(column, justify="right", no_wrap=True)
-        for row in rows:
-            table.add_row(*row)
-        terminal.console.print(table)
+        terminal.console.print(figures_table(f"{title}; parts in %", _header(names), rows))
     terminal.note(f"table and plots are in {out}")
 
 
@@ -110,19 +106,20 @@ def _header(names: Sequence[str]) -> list[str]:
 
 
 def _row(layer: LayerAttention, names: Sequence[str]) -> list[str]:
-    shares = [f"{layer.mass[name]:.1%}" for name in names]
-    return [str(layer.layer), f"{layer.sparsity:.1%}", f"{layer.exponent:.2f}", f"{layer.top_share:.1%}", *shares]
+    shares = [f"{100 * layer.mass[name]:.1f}" for name in names]
+    return [
+        str(layer.layer),
+        f"{100 * layer.sparsity:.1f}",
+        f"{layer.exponent:.2f}",
+        f"{100 * layer.top_share:.1f}",
+        *shares,
+    ]
 
 
 def _mean(layers: Sequence[LayerAttention], names: Sequence[str]) -> list[str]:
-    shares = [f"{fmean(layer.mass[name] for layer in layers):.1%}" for name in names]
-    figures = [f"{fmean(x.sparsity for x in layers):.1%}", f"{fmean(x.exponent for x in layers):.2f}"]
-    return ["mean", *figures, f"{fmean(x.top_share for x in layers):.1%}", *shares]
-
-
-def _markdown(title: str, header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    lines = [header, ["---:"] * len(header), *rows]
-    return f"{title}\n\n" + "".join(f"| {' | '.join(line)} |\n" for line in lines)
+    shares = [f"{100 * fmean(layer.mass[name] for layer in layers):.1f}" for name in names]
+    figures = [f"{100 * fmean(x.sparsity for x in layers):.1f}", f"{fmean(x.exponent for x in layers):.2f}"]
+    return ["mean", *figures, f"{100 * fmean(x.top_share for x in layers):.1f}", *shares]
 
 
 def _plots(layers: Sequence[LayerAttention], names: Sequence[str], title: str, out: Path) -> None:

@@ -1,7 +1,10 @@
-"""Closing tables."""
+"""Tables at the end of a run."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
+
+from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
 from h2o_stream.session.report import RunReport
@@ -30,3 +33,19 @@ def print_report(terminal: Terminal, report: RunReport, title: str) -> None:
     terminal.note(f"cache {size(report.cache_bytes)}, peak memory of the process {size(report.peak_rss_bytes)}")
     if report.beyond_context:
         terminal.note("part of this was beyond the model's context: expect nonsense there", style="yellow")
+
+
+def figures_table(title: str, header: Sequence[str], rows: Iterable[Sequence[str]]) -> Table:
+    """A table of many figures, narrow enough that none is cut; a first column of names is set to the left."""
+    table = Table(title=title, title_justify="left", box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    for column in header:
+        table.add_column(column, justify="left" if column == "policy" else "right", no_wrap=True)
+    for row in rows:
+        table.add_row(*row)
+    return table
+
+
+def markdown_table(title: str, header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """The same as Markdown."""
+    lines = [header, ["---:"] * len(header), *rows]
+    return f"{title}\n\n" + "".join(f"| {' | '.join(line)} |\n" for line in lines)
