@@ -102,7 +102,7 @@ def _record(layer: LayerAttention, text: Path, window: int) -> dict[str, object]
 
 
 def _header(names: Sequence[str]) -> list[str]:
-    return ["layer", "sparsity", "exponent", f"top {TOP:.0%}", *names]
+    return ["layer", "sparsity", "slope", f"top {TOP:.0%}", *names]
 
 
 def _row(layer: LayerAttention, names: Sequence[str]) -> list[str]:

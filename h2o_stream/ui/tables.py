@@ -37,7 +37,7 @@ def print_report(terminal: Terminal, report: RunReport, title: str) -> None:
 
 def figures_table(title: str, header: Sequence[str], rows: Iterable[Sequence[str]]) -> Table:
     """A table of many figures, narrow enough that none is cut; a first column of names is set to the left."""
-    table = Table(title=title, title_justify="left", box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    table = Table(title=title, title_justify="left", box=SIMPLE_HEAD, padding=(0, 1, 0, 0), show_edge=False)
     for column in header:
         table.add_column(column, justify="left" if column == "policy" else "right", no_wrap=True)
     for row in rows:
