@@ -59,7 +59,7 @@ class Padding:
         return x.gather(2, order[:, None, :, None].expand(-1, x.shape[1], -1, x.shape[3]))
 
     def unpack(self, x: Tensor) -> Tensor:
-        """[B, longest row, H, D] back to [B, Q, H, D], zero where there is padding."""
+        """[B, longest row, H, D] back to [B, Q, H, D]; of no account where there is padding."""
         full = x.new_zeros(x.shape[0], self.order.shape[1], *x.shape[2:])
         order = self.order.to(x.device)[:, : x.shape[1]]
         return full.scatter_(1, order[:, :, None, None].expand(x.shape), x)

@@ -13,7 +13,7 @@ from h2o_stream.config import CachePlan
 from h2o_stream.errors import UnsupportedModelError
 
 _WITHIN_CONTEXT = {"default", "linear", "llama3", "yarn", "proportional", "longrope", "dynamic"}
-"""Kinds of RoPE whose frequencies do not change inside the context that `trained_distances` gives."""
+"""Kinds of RoPE whose frequencies do not change inside the distances that `support.reach_of` gives."""
 
 
 def distances(plan: CachePlan, age: Tensor, rank: Tensor) -> Tensor:
@@ -94,7 +94,7 @@ def rotary_of(model: nn.Module) -> nn.Module:
     """The one rotary embedding of a model.
 
     Raises:
-        UnsupportedModelError: there is none, there are several, or its frequencies change with the length.
+        UnsupportedModelError: there is none, there are several, or its kind is not known.
     """
     name = type(model).__name__
     found = [module for module in model.modules() if hasattr(module, "rope_type")]

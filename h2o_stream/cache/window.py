@@ -87,9 +87,14 @@ class H2OCache(Cache):
         return SlotLayer(own, make_policy(own), spec.table, spec.sliding)
 
     @property
+    def evicting_numbers(self) -> list[int]:
+        """Which layers follow the plan: all but those with a sliding window of their own."""
+        return [number for number, spec in enumerate(self._specs) if spec.sliding is None]
+
+    @property
     def evicting(self) -> list[SlotLayer]:
-        """The layers that follow the plan: all but those with a sliding window of their own."""
-        return [layer for layer, spec in zip(self.layers, self._specs, strict=True) if spec.sliding is None]
+        """The layers that follow the plan."""
+        return [self.layers[number] for number in self.evicting_numbers]
 
     @property
     def seen_tokens(self) -> int:
@@ -128,7 +133,7 @@ class H2OCache(Cache):
 
     def statistics(self) -> list[LayerStatistics]:
         """Sparsity, scores and kept attention of every layer that evicts, of the stream so far."""
-        return [self.layers[i].statistics(i) for i, spec in enumerate(self._specs) if spec.sliding is None]
+        return [self.layers[number].statistics(number) for number in self.evicting_numbers]
 
     # pins
 

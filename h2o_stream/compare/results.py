@@ -15,6 +15,18 @@ from torch import Tensor
 from h2o_stream.errors import DataError
 
 
+def make_folder(folder: Path) -> None:
+    """Make a folder of ``--out``, unless it is there.
+
+    Raises:
+        DataError: it cannot be made.
+    """
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise DataError(f"--out {folder}: {error.strerror or error}") from error
+
+
 class Results:
     """One file for each finished part, named by what it is the result of.
 
@@ -28,10 +40,7 @@ class Results:
     def __init__(self, folder: Path | None) -> None:
         self._folder = folder and folder / "parts"
         if self._folder is not None:
-            try:
-                self._folder.mkdir(parents=True, exist_ok=True)
-            except OSError as error:
-                raise DataError(f"--out {folder}: {error.strerror or error}") from error
+            make_folder(self._folder)
 
     def load(self, key: Mapping[str, Any]) -> tuple[Tensor, dict[str, Any]] | None:
         """The tensor and the figures stored under `key`; None if that part is not finished, or not readable."""

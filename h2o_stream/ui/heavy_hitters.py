@@ -8,6 +8,7 @@ from statistics import fmean
 
 from h2o_stream.compare.heavy_hitters import BEST, TOP, LayerAttention, observe
 from h2o_stream.compare.nll import read_tokens
+from h2o_stream.compare.results import make_folder
 from h2o_stream.config import CacheConfig, ModelConfig
 from h2o_stream.errors import DataError
 from h2o_stream.models.load import load
@@ -44,10 +45,7 @@ def show_heavy_hitters(
         DataError: the text cannot be read, or the folder not be written.
         ConfigError: see `observe`.
     """
-    try:
-        out.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise DataError(f"--out {out}: {error.strerror or error}") from error
+    make_folder(out)
     loaded = load(model_config, notify=terminal.note)
     stream = read_tokens(text, loaded.tokenizer, tokens - 1)
     window = configs[0].window
@@ -75,7 +73,7 @@ def show_heavy_hitters(
         records.write(_record(layer, text, window))
     title = f"{loaded.name}, {len(stream):,} tokens of {text.name}, window {window}"
     names = [*(config.policy for config in configs), BEST]
-    rows = [*(_row(layer, names) for layer in layers), _mean(layers, names)]
+    rows = [*(_row(str(layer.layer), [layer], names) for layer in layers), _row("mean", layers, names)]
     try:
         (out / "heavy-hitters.md").write_text(
             markdown_table(f"{title}; parts in %", _header(names), rows), encoding="utf-8"
@@ -105,21 +103,15 @@ def _header(names: Sequence[str]) -> list[str]:
     return ["layer", "sparsity", "slope", f"top {TOP:.0%}", *names]
 
 
-def _row(layer: LayerAttention, names: Sequence[str]) -> list[str]:
-    shares = [f"{100 * layer.mass[name]:.1f}" for name in names]
+def _row(name: str, layers: Sequence[LayerAttention], names: Sequence[str]) -> list[str]:
+    """The means over one layer or more."""
     return [
-        str(layer.layer),
-        f"{100 * layer.sparsity:.1f}",
-        f"{layer.exponent:.2f}",
-        f"{100 * layer.top_share:.1f}",
-        *shares,
+        name,
+        f"{100 * fmean(layer.sparsity for layer in layers):.1f}",
+        f"{fmean(layer.exponent for layer in layers):.2f}",
+        f"{100 * fmean(layer.top_share for layer in layers):.1f}",
+        *(f"{100 * fmean(layer.mass[policy] for layer in layers):.1f}" for policy in names),
     ]
-
-
-def _mean(layers: Sequence[LayerAttention], names: Sequence[str]) -> list[str]:
-    shares = [f"{100 * fmean(layer.mass[name] for layer in layers):.1f}" for name in names]
-    figures = [f"{100 * fmean(x.sparsity for x in layers):.1f}", f"{fmean(x.exponent for x in layers):.2f}"]
-    return ["mean", *figures, f"{100 * fmean(x.top_share for x in layers):.1f}", *shares]
 
 
 def _plots(layers: Sequence[LayerAttention], names: Sequence[str], title: str, out: Path) -> None:
