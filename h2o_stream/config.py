@@ -11,6 +11,7 @@ from typing import Literal, get_args
 from h2o_stream.errors import ConfigError
 
 Positions = Literal["gap", "rolling", "absolute"]
+Budgets = Literal["measured", "equal"]
 AtContext = Literal["continue", "stop"]
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 
@@ -48,6 +49,7 @@ class PolicyDefaults:
         positions: where RoPE sees the kept tokens.
         rule: ``module:class`` of the `Policy` that chooses among the unprotected tokens.
         draws: whether the rule draws, so that a seed makes a difference.
+        budgets: whether every layer keeps the same, or each by how far back it reaches, in the mean the same.
     """
 
     heavy_share: float
@@ -56,12 +58,13 @@ class PolicyDefaults:
     positions: Positions
     rule: str
     draws: bool = False
+    budgets: Budgets = "equal"
 
 
 _RULES = "h2o_stream.cache.policies"
 
 POLICIES: dict[str, PolicyDefaults] = {
-    "h2o": PolicyDefaults(0.25, 4, 0.99, "gap", f"{_RULES}.accumulated:Accumulated"),
+    "h2o": PolicyDefaults(0.25, 4, 0.99, "gap", f"{_RULES}.accumulated:Accumulated", budgets="measured"),
     "h2o-paper": PolicyDefaults(0.5, 0, 1.0, "rolling", f"{_RULES}.accumulated:Accumulated"),
     "tova": PolicyDefaults(1.0, 0, 1.0, "rolling", f"{_RULES}.tova:Tova"),
     "random": PolicyDefaults(0.5, 4, 1.0, "rolling", f"{_RULES}.random:Random", draws=True),
@@ -73,7 +76,8 @@ POLICIES: dict[str, PolicyDefaults] = {
 
 @dataclass(frozen=True)
 class CachePlan:
-    """A `CacheConfig` with nothing left open. All counts are tokens per layer and KV head.
+    """A `CacheConfig` with nothing left open. All counts are tokens per layer and KV head; means over the layers
+    when budgets are measured.
 
     ``window == sinks + heavy + recent``; ``span + window + chunk`` is the largest distance RoPE can meet.
     """
@@ -89,6 +93,7 @@ class CachePlan:
     chunk: int
     kv_bits: int = 16
     seed: int = 0
+    budgets: Budgets = "equal"
 
     @property
     def residual(self) -> int:
@@ -119,6 +124,8 @@ class CacheConfig:
             it takes the place of `window` and `heavy`.
         recent_ratio: recent slots as a part of the first prompt of a stream.
         seed: of a policy that draws; the others do not look at it.
+        budgets: ``measured`` shares the slots of all layers out by how far back each layer reaches (`cache.budgets`),
+            so that `window` and `heavy` are means; ``equal`` gives every layer the same.
 
     Raises:
         ConfigError: a value is outside its limits, naming value, limit and option.
@@ -136,14 +143,15 @@ class CacheConfig:
     heavy_ratio: float | None = None
     recent_ratio: float | None = None
     seed: int = 0
+    budgets: Budgets | None = None
 
     def __post_init__(self) -> None:
         if self.policy not in POLICIES:
             raise ConfigError(f"policy {self.policy!r} is unknown; --policy takes one of {', '.join(POLICIES)}")
-        if self.positions is not None and self.positions not in get_args(Positions):
-            raise ConfigError(
-                f"positions {self.positions!r} is unknown; --positions takes one of {', '.join(get_args(Positions))}"
-            )
+        for name, choices in (("positions", get_args(Positions)), ("budgets", get_args(Budgets))):
+            value = getattr(self, name)
+            if value is not None and value not in choices:
+                raise ConfigError(f"{name} {value!r} is unknown; --{name} takes one of {', '.join(choices)}")
         for name, least in (("window", 1), ("heavy", 0), ("sinks", 0), ("span", 0), ("chunk", 0)):
             value = getattr(self, name)
             if value is None:
@@ -244,7 +252,18 @@ class CacheConfig:
                     f"was trained for; lower {'--span, ' if spanned else ''}--window or --chunk"
                 )
         return CachePlan(
-            self.policy, self.window, sinks, heavy, recent, decay, positions, span, chunk, self.kv_bits or 16, self.seed
+            self.policy,
+            self.window,
+            sinks,
+            heavy,
+            recent,
+            decay,
+            positions,
+            span,
+            chunk,
+            self.kv_bits or 16,
+            self.seed,
+            self.budgets or defaults.budgets,
         )
 
 

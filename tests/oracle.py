@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -34,6 +35,9 @@ class Rules:
     positions: str = "rolling"
     span: int = 0
     rule: str = "accumulated"
+    limits: Callable[[int, int], int] | None = None
+    recents: tuple[int, ...] = ()
+    """By layer and tokens seen, where the windows of the layers differ; and the recent tokens of each layer."""
 
 
 @dataclass
@@ -135,9 +139,10 @@ class Oracle:
     def evict(self, held: list[Kept], layer: int, head: int, seen: int) -> list[Kept]:
         """Cookbook's HHCache: of more than W keep the last R and, before them, the sinks and those worth most."""
         rules = self.rules
-        if len(held) <= rules.window:
+        window = rules.limits(layer, seen) if rules.limits else rules.window
+        if len(held) <= window:
             return held
-        recent = rules.window - rules.heavy - rules.sinks
+        recent = rules.recents[layer] if rules.recents else rules.window - rules.heavy - rules.sinks
         old, new = held[: len(held) - recent], held[len(held) - recent :]
         sinks = [token for token in old if token.index < rules.sinks]
         others = [token for token in old if token.index >= rules.sinks]
@@ -149,7 +154,7 @@ class Oracle:
             "random": lambda token: drawn(token.index, layer, head, seen),
         }[rule]
         others.sort(key=worth, reverse=True)
-        room = rules.window - recent - len(sinks)
+        room = window - recent - len(sinks)
         if 0 < room < len(others) and rule in ("accumulated", "tova"):
             last, first = worth(others[room - 1]), worth(others[room])
             self.margin = min(self.margin, (last - first) / abs(last or 1))

@@ -157,7 +157,7 @@ class TestPrefill:
         with attach(tiny, CacheConfig(window=20, chunk=16)):
             tiny(ids(500))
         assert max(shape[-2] for shape in shapes) == 16
-        assert max(shape[-1] for shape in shapes) == 20 + 1 + 16
+        assert max(shape[-1] for shape in shapes) == 20 + 16
 
 
 class TestPins:

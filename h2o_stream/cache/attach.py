@@ -13,6 +13,7 @@ from transformers import PreTrainedModel
 
 from h2o_stream.cache.attention import ATTENTION_NAME
 from h2o_stream.cache.full import FullCache
+from h2o_stream.cache.reach import shared_out
 from h2o_stream.cache.state import model_digest
 from h2o_stream.cache.support import check_supported, layer_specs, learned_positions, reach_of
 from h2o_stream.cache.window import H2OCache
@@ -63,6 +64,8 @@ def build_cache(model: PreTrainedModel, config: CacheConfig) -> H2OCache | FullC
     if plan.policy == "full":
         return FullCache(plan, model.config, digest)
     specs = layer_specs(model, plan)
+    if plan.budgets == "measured":
+        specs = shared_out(model, specs)
     return H2OCache(config, specs, reach_of(model.config), learned_positions(model.config), digest)
 
 

@@ -6,7 +6,8 @@ around it: it is handed queries, keys and values and gives back the attention's 
 At rest at most W slots are held and `free` names one that is not. A decode step writes the new token there,
 attends, updates the scores and evicts one slot, which is the next free one; nothing is copied or grown.
 A prefill takes the prompt in chunks: attend to what is held and to the chunk, then keep W of both.
-The two are the same rule, "append, attend, keep", and give the same result token by token.
+The two are the same rule, "append, attend, keep", and give the same result token by token. A layer whose window is
+not the common one (`cache.budgets`) takes the second way, token by token, while it changes its size.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import CacheLayerMixin
 
+from h2o_stream.cache.budgets import Schedule
 from h2o_stream.cache.padding import Padding
 from h2o_stream.cache.policies import Attention, Budget, Held, Policy, select
 from h2o_stream.cache.rope import RotaryTable
@@ -32,6 +34,9 @@ from h2o_stream.errors import H2OStreamError
 
 _BOOKS = ("scores", "index", "rank", "free", "seen")
 
+_BLOCK = 32
+"""Slots by which a layer grows or shrinks while it changes its size."""
+
 
 class SlotLayer(CacheLayerMixin):
     """Fixed slots of one layer.
@@ -43,13 +48,16 @@ class SlotLayer(CacheLayerMixin):
         sliding: keys of this age and older are hidden, as in the model's own sliding windows.
 
     Attributes:
-        store: keys and values of S = window + 1 slots, un-rotated, or rotated at token indices with ``absolute``.
+        schedule: how many tokens the layer holds, by how many it has seen; the plan's window unless told otherwise.
+        store: keys and values of S slots, one more than are held, un-rotated, or rotated at token indices with
+            ``absolute``.
         scores: [B, Hkv, S] float32, -inf where empty.
         index: [B, Hkv, S] int32 token index in the row, -1 where empty.
         rank: [B, Hkv, S] int32, held keys newer than this one; S or more where empty.
         free: [B, Hkv, 1] int64, an empty slot for the next token to be kept.
         seen: [B, 1, 1] int64, tokens of each row since the last reset; padding is none.
         lengths: the same numbers, known without asking the device.
+        _filled: no slot behind this number holds a token, where keys and values are kept as they are.
         columns: columns fed since the last reset, padding included.
         budget: what eviction may not touch.
         groups: query heads per KV head; 0 before the first token.
@@ -66,8 +74,10 @@ class SlotLayer(CacheLayerMixin):
         self.policy = policy
         self.table = table
         self.sliding = sliding
+        self.schedule = Schedule.equal(plan.window)
         self.budget = Budget((range(plan.sinks),), plan.recent)
         self.columns = 0
+        self._filled = 0
         self.lengths: tuple[int, ...] = ()
         self.groups = 0
         self.watch: Callable[[Tensor, Tensor, int], None] = SparsityMeter()
@@ -76,15 +86,15 @@ class SlotLayer(CacheLayerMixin):
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         """Allocate every slot, in the dtype and on the device of the first keys [B, Hkv, Q, D]."""
+        self._allocate(key_states, value_states, self.schedule.common + self._spare)
+
+    def _allocate(self, key_states: Tensor, value_states: Tensor, slots: int) -> None:
         rows, plan = key_states.shape[:2], self.plan
         self.dtype, self.device = key_states.dtype, key_states.device
         if plan.kv_bits == 16:
-            self.store: Store | QuantizedStore = Store(key_states, value_states, plan.window + 1)
+            self.store: Store | QuantizedStore = Store(key_states, value_states, slots)
         else:
-            self.store = QuantizedStore(
-                key_states, value_states, plan.window + 2, plan.kv_bits, plan.exact_sinks, plan.residual
-            )
-        slots = self.store.slots
+            self.store = QuantizedStore(key_states, value_states, slots, plan.kv_bits, plan.exact_sinks, plan.residual)
         self.scores = torch.empty(*rows, slots, dtype=torch.float32, device=self.device)
         self.index = torch.empty(*rows, slots, dtype=torch.int32, device=self.device)
         self.rank = torch.empty_like(self.index)
@@ -92,6 +102,7 @@ class SlotLayer(CacheLayerMixin):
         self.seen = torch.zeros(rows[0], 1, 1, dtype=torch.int64, device=self.device)
         self.lengths = (0,) * rows[0]
         self.is_initialized = True
+        self._filled = 0
         self._vacate()
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
@@ -142,7 +153,27 @@ class SlotLayer(CacheLayerMixin):
     @property
     def held(self) -> int:
         """Tokens held per head, of the row that holds most."""
-        return min(max(self.lengths, default=0), self.plan.window)
+        return max(self._limits, default=0)
+
+    @property
+    def _limits(self) -> list[int]:
+        """Tokens held per head, of each row."""
+        return [self.schedule.held(length) for length in self.lengths]
+
+    @property
+    def _spare(self) -> int:
+        """Slots beside those of held tokens: the next token's, and with a ring of new tokens its seat there."""
+        return 1 if self.plan.kv_bits == 16 else 2
+
+    @property
+    def _in_place(self) -> bool:
+        """Whether the next token of every row finds its slot, with nothing to be allocated or left vacant."""
+        schedule, room = self.schedule, self.store.slots - self._spare
+        if schedule.fixed:
+            return True
+        if max(self.lengths) < schedule.common:
+            return room == schedule.common
+        return min(self.lengths) >= schedule.settled and room == schedule.window
 
     @property
     def nbytes(self) -> int:
@@ -177,10 +208,14 @@ class SlotLayer(CacheLayerMixin):
             H2OStreamError: tensors are missing or do not fit.
         """
         keys, values = (taken(tensors, name)[:, :, :1].to(device or "cpu") for name in ("keys", "values"))
-        self.lazy_initialization(keys, values)
+        slots = taken(tensors, "index").shape[-1]
+        if slots > self.schedule.most + self._spare:
+            raise H2OStreamError(f"the state does not fit: {slots} slots, at most {self.schedule.most} tokens are held")
+        self._allocate(keys, values, slots)
         for owner, name in self._tensors():
             setattr(owner, name, taken(tensors, name, like=getattr(owner, name)))
         self.columns, self.lengths = columns, tuple(self.seen.flatten().tolist())
+        self._filled = int((self.index >= 0).any(0).any(0).nonzero().max()) + 1
 
     def _tensors(self) -> list[tuple[Any, str]]:
         if not self.is_initialized:
@@ -222,7 +257,7 @@ class SlotLayer(CacheLayerMixin):
         for number, (q, k, v) in enumerate(parts):
             new = k.shape[2]
             counts = (new,) * len(self.lengths) if padding is None else padding.chunk(number * chunk, new)
-            step = self._decode if new == 1 == min(counts) else self._prefill
+            step = self._decode if new == 1 == min(counts) and self._in_place else self._prefill
             outputs.append(step(q, k, v, Arrivals(counts, new, k.device), products))
         output = outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=1)
         return output if padding is None else padding.unpack(output)
@@ -235,6 +270,7 @@ class SlotLayer(CacheLayerMixin):
         self.rank += 1
         self.rank.scatter_(2, slot, 0)
         self.seen += 1
+        self._filled = min(self._filled + 1, self.store.slots)
         self.lengths = tuple(length + 1 for length in self.lengths)
 
         held = Held(self.scores, self.index, self.rank, self.seen)
@@ -251,7 +287,7 @@ class SlotLayer(CacheLayerMixin):
         """Vacate the seat of the next token: the oldest of the ring is encoded and moves to the free slot."""
         ring = self._ring(self.seen).expand_as(self.free)
         store.demote(ring, self.free, self.index >= 0)
-        for book, empty in ((self.scores, -torch.inf), (self.index, -1), (self.rank, self.plan.window + 1)):
+        for book, empty in ((self.scores, -torch.inf), (self.index, -1), (self.rank, store.slots)):
             book.scatter_(2, self.free, book.gather(2, ring))
             book.scatter_(2, ring, empty)
 
@@ -266,16 +302,16 @@ class SlotLayer(CacheLayerMixin):
         worth = self.policy.worth(Held(self.scores, self.index, self.rank, self.seen), self.budget)
         self.free = worth[..., first:].argmin(-1, keepdim=True) + first
         self.rank -= (self.rank > self.rank.gather(2, self.free)).int()
-        self.rank.scatter_(2, self.free, self.plan.window + 1)
+        self.rank.scatter_(2, self.free, self.store.slots)
         self.index.scatter_(2, self.free, -1)
         self.scores.scatter_(2, self.free, -torch.inf)
 
     def _prefill(self, query: Tensor, key: Tensor, value: Tensor, arrivals: Arrivals, products: Products) -> Tensor:
-        keys, values = self.store.read_exactly(min(max(self.lengths), self.plan.window + 1))
-        used, count, empty_rank = keys.shape[2], arrivals.count, self.plan.window + 1
+        keys, values = self.store.read_exactly(self._filled)
+        used, count = keys.shape[2], arrivals.count
         there = arrivals.there.expand(*key.shape[:2], -1)
         index = (self.seen + arrivals.place).masked_fill(~there, -1).int()
-        rank = arrivals.later.masked_fill(~there, empty_rank).int()
+        rank = arrivals.later.masked_fill(~there, used + arrivals.new).int()
         held = Held(
             scores=torch.cat((self.scores[..., :used], self.scores.new_zeros(there.shape)), 2),
             index=torch.cat((self.index[..., :used], index), 2),
@@ -289,14 +325,14 @@ class SlotLayer(CacheLayerMixin):
         output, probs = self._weigh(query, keys, values, held, arrivals, products)
         if self.policy.observes:
             held = replace(held, scores=self.policy.observe(held.scores, arrivals.attention(probs)))
-        keep = select(self.policy.worth(held, self.budget), held.index, self.held)
-        self._hold(keep, keys, values, held)
+        keep, index = select(self.policy.worth(held, self.budget), held.index, self._limits)
+        self._hold(keep, index, keys, values, held)
         return output
 
-    def _hold(self, keep: Tensor, keys: Tensor, values: Tensor, held: Held) -> None:
-        """Keep the places `keep` [B, Hkv, n], in token order, and no other."""
-        n, slots, store = keep.shape[-1], self.store.slots, self.store
-        index = held.index.gather(2, keep)
+    def _hold(self, keep: Tensor, index: Tensor, keys: Tensor, values: Tensor, held: Held) -> None:
+        """Keep the places `keep` [B, Hkv, n], in token order, and no other; none where `index` is -1."""
+        n, store = keep.shape[-1], self.store
+        slots = store.slots = self._room() + self._spare
         order = torch.arange(n, device=self.device)
         slot = order.expand_as(keep)
         if store.exact:
@@ -312,14 +348,24 @@ class SlotLayer(CacheLayerMixin):
 
         self.index = placed(index, -1)
         self.scores = placed(held.scores.gather(2, keep), -torch.inf)
-        self.rank = placed((n - 1 - order).int().expand_as(keep), self.plan.window + 1)
+        self.rank = placed((n - 1 - order).int().expand_as(keep), slots)
         self.free.fill_(max(n + 1, store.exact) if store.exact else n)
+        self._filled = n
+
+    def _room(self) -> int:
+        """Tokens to have slots for, now that the rows are as long as they are."""
+        schedule = self.schedule
+        if schedule.fixed or max(self.lengths) <= schedule.common:
+            return schedule.common
+        if min(self.lengths) >= schedule.settled:
+            return schedule.window
+        return min(math.ceil(self.held / _BLOCK) * _BLOCK, schedule.most)
 
     def _vacate(self) -> None:
         """Mark every slot as empty."""
         self.index.fill_(-1)
         self.scores.fill_(-torch.inf)
-        self.rank.fill_(self.plan.window + 1)
+        self.rank.fill_(self.store.slots)
         self.free.fill_(self.store.exact)
 
     def _weigh(
@@ -329,7 +375,7 @@ class SlotLayer(CacheLayerMixin):
         keys, values = keys.to(query.dtype), values.to(query.dtype)
         if self.table is not None:
             query, keys = rotate(query, keys, held, arrivals, self.plan, self.table)
-        vacant = min(*self.lengths, self.plan.window + 1) < keys.shape[2]
+        vacant = min(*self.lengths, self.schedule.window + 1) < keys.shape[2] or not self._in_place
         seeing_all = arrivals.new == 1 and self.sliding is None and not vacant
         hidden = None if seeing_all else hide(held, arrivals, self.sliding)
         output, probs = weigh(query, keys, values, arrivals, hidden, products)

@@ -140,7 +140,7 @@ def rotate(
     Returns:
         Both, rotated.
     """
-    reach = plan.window + arrivals.new + (plan.span if plan.positions == "gap" else 0)
+    reach = keys.shape[2] + (plan.span if plan.positions == "gap" else 0)
     behind = distances(plan, held.seen - 1 - held.index, held.rank).clamp_(0, reach - 1)
     keys = rotate_back(keys, table.lookup(behind, keys.dtype, reach))
     if arrivals.new > 1:

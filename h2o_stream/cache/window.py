@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from statistics import fmean
 from typing import Any
 
 import torch
 from torch import Tensor
 from transformers.cache_utils import Cache
 
+from h2o_stream.cache.budgets import schedules, windows
 from h2o_stream.cache.counts import CacheCounts
 from h2o_stream.cache.padding import Padding
 from h2o_stream.cache.policies import Budget, make_policy, merged
@@ -30,12 +32,14 @@ class LayerSpec:
         sliding: the sliding window of a layer among others that have none: it is left alone. None for the others.
         hidden_from: age in tokens from which the model hides keys from this layer, or None.
         device: where the layer computes; None for the CPU.
+        share: its part of the slots, 1 in the mean over the layers that evict.
     """
 
     table: RotaryTable | None = None
     sliding: int | None = None
     hidden_from: int | None = None
     device: torch.device | None = None
+    share: float = 1.0
 
 
 class H2OCache(Cache):
@@ -65,6 +69,7 @@ class H2OCache(Cache):
         self._reach = reach
         self._last_position = last_position
         self._pins: tuple[range, ...] = ()
+        self._shares = [spec.share for spec in self._specs if spec.sliding is None]
         self._resolved = not config.by_ratio
         self._resolve(self._prompt)
 
@@ -115,17 +120,18 @@ class H2OCache(Cache):
         return kept
 
     def counts(self) -> CacheCounts:
-        """Where the tokens are now, of the longest row."""
-        layer, seen = self.evicting[0], self.seen_tokens
-        protected = sum(len(pin[: max(seen - pin.start, 0)]) for pin in layer.budget.pins)
+        """Where the tokens are now, of the longest row; means over the layers that evict."""
+        layers, seen = self.evicting, self.seen_tokens
+        protected = sum(len(pin[: max(seen - pin.start, 0)]) for pin in layers[0].budget.pins)
         sinks = min(self.plan.sinks, seen)
-        recent = min(layer.budget.recent, layer.held - protected)
+        cached = round(fmean(layer.held for layer in layers))
+        recent = round(fmean(min(layer.budget.recent, layer.held - protected) for layer in layers))
         return CacheCounts(
             seen=seen,
-            cached=layer.held,
+            cached=cached,
             sinks=sinks,
             pinned=protected - sinks,
-            heavy=layer.held - protected - recent,
+            heavy=cached - protected - recent,
             recent=recent,
             window=self.plan.window,
             nbytes=self.nbytes,
@@ -175,12 +181,13 @@ class H2OCache(Cache):
     def _check(self, pins: tuple[range, ...]) -> None:
         plan = self.plan
         pinned = sum(map(len, merged((range(plan.sinks), *pins))))
-        needed = max(MIN_EVICTABLE, self._least_recent + 1)
-        if pinned > plan.sinks and plan.window - pinned < needed:
+        window = min(layer.schedule.window for layer in self.evicting) if self._shared_out else plan.window
+        if pinned > plan.sinks and window - pinned < self._least:
+            whose = "of a layer " if window < plan.window else ""
             raise ConfigError(
-                f"{pinned} pinned tokens (system prompt, sinks, pins) leave {max(plan.window - pinned, 0)} of a window "
-                f"of {plan.window}, at least {needed} must be left; raise --window to {pinned + needed} or pin less "
-                "(a shorter system prompt)"
+                f"{pinned} pinned tokens (system prompt, sinks, pins) leave {max(window - pinned, 0)} of a window "
+                f"{whose}of {window}, at least {self._least} must be left; raise --window to "
+                f"{plan.window + pinned + self._least - window} or pin less (a shorter system prompt)"
             )
 
     def _check_held(self, layer: SlotLayer, start: int, stop: int) -> None:
@@ -196,12 +203,40 @@ class H2OCache(Cache):
             )
 
     def _share(self) -> None:
-        """Give pins their slots; heavy and recent share the rest as before."""
+        """Give pins their slots and the layers their shares of the rest; heavy and recent split it as before."""
         plan, pins = self.plan, merged((range(self.plan.sinks), *self._pins))
-        movable = plan.window - sum(map(len, pins))
-        recent = movable - movable * plan.heavy // (plan.heavy + plan.recent)
+        pinned = sum(map(len, pins))
+        if not self._shared_out:
+            self._schedule(windows(self._shares, plan.window, pinned, self._least, self._most))
         for layer in self.evicting:
+            movable = layer.schedule.window - pinned
+            recent = movable - movable * plan.heavy // (plan.heavy + plan.recent)
             layer.budget = Budget(pins, max(recent, self._least_recent))
+
+    def _schedule(self, sizes: Sequence[int]) -> None:
+        """Give the layers their windows, and distances that the model knows."""
+        for layer, schedule in zip(self.evicting, schedules(tuple(sizes), self.plan.window), strict=True):
+            layer.schedule = schedule
+            if self._reach is not None and self.plan.positions == "gap":
+                room = self._reach - schedule.window - (self.plan.chunk or 1)
+                layer.plan = replace(self.plan, span=min(self.plan.span, room))
+
+    @property
+    def _shared_out(self) -> bool:
+        """Whether some layer has left the common window, so that the windows cannot change any more."""
+        return self.seen_tokens > self.plan.window
+
+    @property
+    def _most(self) -> int | None:
+        """The largest window: half the distances the model knows are left for the gaps between kept tokens."""
+        if self._reach is None:
+            return None
+        return max(self.plan.window, (self._reach - (self.plan.chunk or 1)) // 2)
+
+    @property
+    def _least(self) -> int:
+        """Tokens that every layer needs beside the pinned ones."""
+        return max(MIN_EVICTABLE, self._least_recent + 1)
 
     @property
     def _least_recent(self) -> int:
@@ -226,6 +261,7 @@ class H2OCache(Cache):
         super().reset()
         self.padding = None
         self._resolved = not self.config.by_ratio
+        self._share()
 
     def state_dict(self) -> dict[str, Tensor]:
         """A copy of everything there is to go on from, exactly: tensors by name, as safetensors takes them.
@@ -242,6 +278,8 @@ class H2OCache(Cache):
         }
         state["pins"] = torch.tensor([(pin.start, pin.stop) for pin in self._pins], dtype=torch.int64).view(-1, 2)
         state["progress"] = torch.tensor([self.layers[0].columns, self._prompt])
+        state["shares"] = torch.tensor(self._shares, dtype=torch.float64)
+        state["windows"] = torch.tensor([layer.schedule.window for layer in self.evicting])
         state[FINGERPRINT] = sealed(self._fingerprint(self.layers[0].dtype))
         return state
 
@@ -256,6 +294,10 @@ class H2OCache(Cache):
         self._resolve(prompt)
         check_seal(state, self._fingerprint(taken(state, "0.keys").dtype))
         try:
+            self._shares, sizes = taken(state, "shares").tolist(), taken(state, "windows").tolist()
+            if len(sizes) != len(self.evicting) or sum(sizes) != len(sizes) * self.plan.window:
+                raise H2OStreamError(f"the state does not fit: the windows of its layers are {sizes}")
+            self._schedule(sizes)
             for number, (layer, spec) in enumerate(zip(self.layers, self._specs, strict=True)):
                 prefix = f"{number}."
                 own = {name.removeprefix(prefix): t for name, t in state.items() if name.startswith(prefix)}

@@ -25,6 +25,7 @@ from h2o_stream.config import (
     DTYPES,
     POLICIES,
     AtContext,
+    Budgets,
     CacheConfig,
     ModelConfig,
     Positions,
@@ -124,6 +125,11 @@ class CacheOptions:
         float | None, _cache("--recent-ratio", help="Recent slots as a part of the first prompt; replaces --window.")
     ] = None
 
+    budgets: Annotated[
+        Budgets | None,
+        _cache("--budgets", help="Windows of the layers: measured or equal. (default: measured for h2o, else equal)"),
+    ] = None
+
     def cache_config(self, policy: str, window: int) -> CacheConfig:
         """The settings behind the options.
 
@@ -149,6 +155,7 @@ class CacheOptions:
             self.kv_bits,
             self.heavy_ratio,
             self.recent_ratio,
+            budgets=self.budgets,
         )
 
 
@@ -199,6 +206,7 @@ class SystemOptions:
     ] = None
     at_context: Annotated[
         AtContext,
+        Budgets,
         _talk("--at-context", help="Original positions past the model's context: go on or end there."),
     ] = "continue"
 

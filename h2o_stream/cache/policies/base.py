@@ -110,7 +110,7 @@ class Policy(ABC):
         return worth.masked_fill_(held.index < 0, -torch.inf)
 
 
-def select(worth: Tensor, index: Tensor, count: int) -> Tensor:
+def select(worth: Tensor, index: Tensor, counts: Sequence[int]) -> tuple[Tensor, Tensor]:
     """Choose the places to keep, those worth most.
 
     For the budgets of ``h2o-paper`` this is the cookbook's `HHCache` rule: the top-H scores among all but
@@ -119,13 +119,19 @@ def select(worth: Tensor, index: Tensor, count: int) -> Tensor:
     Args:
         worth: [B, Hkv, K] float32, see `Policy.worth`.
         index: [B, Hkv, K] integer token index, -1 where the place is empty.
-        count: how many to keep.
+        counts: how many each row keeps, at most; n is the largest of them.
 
     Returns:
-        [B, Hkv, count] int64 places along K, oldest token first; a row with fewer tokens has empty places in front.
+        [B, Hkv, n] int64 places along K, oldest token first, and the token index of each; a row that keeps fewer has
+        -1 in front.
     """
-    places = worth.topk(count, dim=-1).indices
-    return places.gather(-1, index.gather(-1, places).argsort(-1))
+    places = worth.topk(max(counts), dim=-1).indices
+    index = index.gather(-1, places)
+    if min(counts) < max(counts):
+        limits = torch.tensor(counts, device=index.device).view(-1, 1, 1)
+        index = index.masked_fill(torch.arange(max(counts), device=index.device) >= limits, -1)
+    index, order = index.sort(-1)
+    return places.gather(-1, order), index
 
 
 def make_policy(plan: CachePlan, layer: int = 0) -> Policy:
