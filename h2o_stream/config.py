@@ -13,6 +13,7 @@ from h2o_stream.errors import ConfigError
 Positions = Literal["gap", "rolling", "absolute"]
 Budgets = Literal["measured", "equal"]
 AtContext = Literal["continue", "stop"]
+Prefill = Literal["full", "chunked"]
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 
 DEFAULT_MODEL = "smollm2-135m"
@@ -176,6 +177,11 @@ class CacheConfig:
             self._budgets(self.window, self.heavy)
 
     @property
+    def label(self) -> str:
+        """The policy, and the seed where it is not the first."""
+        return f"{self.policy} #{self.seed}" if self.seed else self.policy
+
+    @property
     def by_ratio(self) -> bool:
         """Whether the budgets wait for the first prompt of a stream."""
         return self.heavy_ratio is not None or self.recent_ratio is not None
@@ -308,6 +314,23 @@ class SamplingConfig:
             raise ConfigError(f"max_tokens is {self.max_tokens}; --max-tokens must be at least 1")
         if any(not stop for stop in self.stop):
             raise ConfigError("a stop string is empty; --stop needs at least one character")
+
+
+@dataclass(frozen=True)
+class AnswerConfig:
+    """How requests are answered in a comparison.
+
+    Args:
+        prefill: ``full`` reads a prompt whole and evicts then; ``chunked`` evicts while reading.
+        sample: draw as each request says; otherwise take the likeliest token.
+        seed: of the draws.
+        batch: requests answered at once.
+    """
+
+    prefill: Prefill = "full"
+    sample: bool = False
+    seed: int = 0
+    batch: int = 8
 
 
 @dataclass(frozen=True)

@@ -35,9 +35,9 @@ class Rules:
     positions: str = "rolling"
     span: int = 0
     rule: str = "accumulated"
-    limits: Callable[[int, int], int] | None = None
-    recents: tuple[int, ...] = ()
-    """By layer and tokens seen, where the windows of the layers differ; and the recent tokens of each layer."""
+    limits: Callable[[int, int, int], int] | None = None
+    recents: Callable[[int, int], int] | None = None
+    """By layer, head and tokens seen, where windows differ; and the recent tokens of each layer and head."""
 
 
 @dataclass
@@ -139,10 +139,10 @@ class Oracle:
     def evict(self, held: list[Kept], layer: int, head: int, seen: int) -> list[Kept]:
         """Cookbook's HHCache: of more than W keep the last R and, before them, the sinks and those worth most."""
         rules = self.rules
-        window = rules.limits(layer, seen) if rules.limits else rules.window
+        window = rules.limits(layer, head, seen) if rules.limits else rules.window
         if len(held) <= window:
             return held
-        recent = rules.recents[layer] if rules.recents else rules.window - rules.heavy - rules.sinks
+        recent = rules.recents(layer, head) if rules.recents else rules.window - rules.heavy - rules.sinks
         old, new = held[: len(held) - recent], held[len(held) - recent :]
         sinks = [token for token in old if token.index < rules.sinks]
         others = [token for token in old if token.index >= rules.sinks]

@@ -84,6 +84,9 @@ class TestUsage:
             ("h2o-stream", ["--turns", "0"], "--turns"),
             ("h2o-stream", ["--window", "many"], "--window"),
             ("h2o-compare", ["nll"], "--text"),
+            ("h2o-compare", ["recall", "--text", "x", "--distances", "far"], "--distances takes"),
+            ("h2o-compare", ["summarize", "--requests", "x", "--chunk", "8"], "use --prefill chunked"),
+            ("h2o-chat", ["--budgets", "fair"], "--budgets"),
         ],
     )
     def test_wrong_usage_is_2(self, command: str, arguments: list[str], words: str) -> None:
@@ -104,6 +107,7 @@ class TestUsage:
             ("h2o-chat", ["--jsonl", "/no/folder/file", "-p", "x"], "--jsonl /no/folder/file: No such file"),
             ("h2o-stream", ["--questions", "/no/file"], "/no/file: No such file"),
             ("h2o-compare", ["nll", "--text", "/no/file", "-m", "./nowhere"], "does not exist"),
+            ("h2o-compare", ["summarize", "--requests", "/no/file"], "/no/file: No such file"),
         ],
     )
     def test_a_failure_is_1_with_one_line(self, command: str, arguments: list[str], words: str) -> None:
@@ -333,6 +337,80 @@ class TestCompare:
         exact = records(invoke("h2o-compare", *base).stdout)[1]["nll"]
         assert len({exact, *results}) == 4
         assert results[0] == pytest.approx(exact, abs=0.05)
+
+    def test_recall(self, tiny_folder: Path, tmp_path: Path) -> None:
+        text, out = tmp_path / "text.txt", tmp_path / "out"
+        text.write_text("The quick brown fox jumps over the lazy dog, again and again. " * 80)
+        base = ["recall", "-m", tiny_folder, "--text", text, "--facts", "2", "--distances", "8,60", "--jsonl", "-"]
+        done = invoke("h2o-compare", *base, "--policies", "sink,random", "--windows", "32", "--out", out)
+        assert done.exit_code == 0, done.stderr
+        run, *results = records(done.stdout)
+        assert run["facts"] == 2
+        assert [(r["policy"], r["window"], r["distance"]) for r in results] == [
+            ("full", None, 8), ("full", None, 60), ("sink", 32, 8), ("sink", 32, 60), ("random", 32, 8),
+            ("random", 32, 60),
+        ]  # fmt: skip
+        for result, full in zip(results, [*results[:2]] * 3, strict=True):
+            assert result["facts"] == full["facts"] <= 2
+            assert (result["margin"] is None) == (not result["facts"])
+        assert all(result["recalled"] == 1 for result in results[:2] if result["facts"]), "only such facts count"
+        assert len(list((out / "parts").iterdir())) == 3
+        assert "| full | - |" in (out / "recall.md").read_text()
+        again = invoke("h2o-compare", *base, "--policies", "sink,random", "--windows", "32", "--out", out, "-q")
+        assert records(again.stdout)[1:] == results
+
+    def test_summarize(self, tiny_folder: Path, tmp_path: Path) -> None:
+        file, out = tmp_path / "requests.jsonl", tmp_path / "out"
+        form = {"max_tokens": 6, "temperature": 0.5, "top_p": 1, "stop": ["###"], "n": 1}
+        lines = [{**form, "article": "word " * (20 + 9 * n), "summary_gt": "some words"} for n in range(5)]
+        file.write_text("".join(json.dumps(line) + "\n" for line in lines))
+        base = ["summarize", "-m", tiny_folder, "--requests", file, "--policies", "full,h2o", "--windows", "16,32"]
+        base += ["--batch", "2", "--jsonl", "-", "--dtype", "float32"]
+        done = invoke("h2o-compare", *base, "--limit", "4", "--out", out)
+        assert done.exit_code == 0, done.stderr
+        run, *results = records(done.stdout)
+        assert (run["requests"], run["prefill"], run["sample"]) == (4, "full", False)
+        assert [(r["policy"], r["window"], r["n"]) for r in results] == [
+            ("full", None, 4), ("h2o", 16, 4), ("h2o", 32, 4),
+        ]  # fmt: skip
+        assert all(0 <= r["rouge2"] <= r["rouge1"] <= 1 and 4 <= r["new_tokens"] <= 24 for r in results)
+        names = sorted(path.name for path in (out / "predictions").iterdir())
+        assert names == ["full.jsonl", "h2o-16.jsonl", "h2o-32.jsonl"]
+        assert "| h2o | 16 |" in (out / "summarize.md").read_text()
+        assert (out / "summarize.png").exists()
+
+        torn = out / "predictions" / "h2o-16.jsonl"
+        whole = torn.read_text()
+        torn.write_text(whole[: whole.rindex("{") + 9])
+        again = invoke("h2o-compare", *base, "--limit", "4", "--out", out, "-q")
+        assert again.exit_code == 0, again.stderr
+        made = {line["index"]: line["text"] for line in records(torn.read_text())[1:]}
+        assert made == {line["index"]: line["text"] for line in records(whole)[1:]}
+        for old, new in zip(results, records(again.stdout)[1:], strict=True):
+            assert {**old, "tok_s": 0} == {**new, "tok_s": 0}
+
+        other = invoke("h2o-compare", *base, "--out", out, "--sample", "-q")
+        assert other.exit_code == 1
+        assert "another run" in other.stderr
+
+    def test_summaries_in_a_batch_are_those_alone_and_chunks_make_a_difference(
+        self, tiny_folder: Path, tmp_path: Path
+    ) -> None:
+        file = tmp_path / "requests.jsonl"
+        prompts = ["one two three " * 12, "The quick brown fox. " * 9, "a b c d e " * 20]
+        file.write_text("".join(json.dumps({"prompt": prompt, "max_tokens": 8}) + "\n" for prompt in prompts))
+
+        def texts(name: str, *more: object) -> list[str]:
+            base = ["summarize", "-m", tiny_folder, "--requests", file, "--policies", "h2o", "--windows", "24"]
+            done = invoke("h2o-compare", *base, "--out", tmp_path / name, "--dtype", "float32", "-q", *more)
+            assert done.exit_code == 0, done.stderr
+            made = records((tmp_path / name / "predictions" / "h2o-24.jsonl").read_text())[1:]
+            assert all(line["rouge"] is None for line in made), "there is no reference"
+            return [line["text"] for line in sorted(made, key=lambda line: line["index"])]
+
+        alone = texts("alone", "--batch", "1")
+        assert texts("together") == alone
+        assert texts("chunked", "--prefill", "chunked", "--chunk", "4") != alone
 
     def test_heavy_hitters(self, tiny_folder: Path, tmp_path: Path) -> None:
         text, out = tmp_path / "text.txt", tmp_path / "new" / "folder"

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from h2o_stream.compare.bootstrap import paired_difference
+from h2o_stream.compare.recall import ask, plan_questions
 from h2o_stream.compare.results import Results
-from h2o_stream.errors import DataError
+from h2o_stream.config import CacheConfig
+from h2o_stream.errors import ConfigError, DataError
+from h2o_stream.models.load import LoadedModel
 
 
 def noise(count: int, seed: int) -> torch.Tensor:
@@ -58,3 +62,39 @@ class TestResults:
     def test_a_folder_that_cannot_be_made(self) -> None:
         with pytest.raises(DataError, match="--out /proc/nothing"):
             Results(Path("/proc/nothing"))
+
+
+class TestRecall:
+    def test_facts_stand_where_the_plan_says(self, tokenizer: Any) -> None:
+        text = tokenizer("A story about nothing in particular. " * 400)["input_ids"]
+        plan = plan_questions(tokenizer, text, 3, [10, 300])
+        assert [question[1:] for question in plan.questions] == [(0, 0), (1, 0), (2, 0), (0, 1), (1, 1), (2, 1)]
+        for at, fact, which in plan.questions:
+            end = at - plan.distances[which]
+            said = tokenizer.decode(plan.tokens[end - 16 : end])
+            cue, word = tokenizer.decode(plan.cues[fact]).strip(), tokenizer.decode([plan.answers[fact]])
+            assert f"{cue}{word}" in said
+        assert len(set(plan.choices)) == len(plan.choices) >= 20
+        assert plan.length == plan.questions[-1][0] + len(plan.cues[2])
+
+    def test_too_little_text_and_too_many_facts(self, tokenizer: Any) -> None:
+        with pytest.raises(DataError, match="lower --facts or --distances"):
+            plan_questions(tokenizer, [5] * 100, 2, [64])
+        with pytest.raises(ConfigError, match="lower --facts"):
+            plan_questions(tokenizer, [5] * 100, 99, [64])
+
+    def test_a_question_leaves_no_trace_and_the_embedded_model_remembers(self, embedded: LoadedModel) -> None:
+        """The margins of a near question are those of a stream in which it alone is asked."""
+        tokenizer, model = embedded.tokenizer, embedded.model
+        text = tokenizer("It was a quiet day in the village, and nobody had anything to do. " * 60)["input_ids"]
+        config = CacheConfig("sink", 96, chunk=16)
+        both, far = (plan_questions(tokenizer, text, 2, distances) for distances in ([16, 400], [400]))
+        *_, together = ask(model, config, both)
+        *_, alone = ask(model, config, far)
+        assert isinstance(together, torch.Tensor)
+        assert isinstance(alone, torch.Tensor)
+        *_, full = ask(model, CacheConfig("full"), both)
+        torch.testing.assert_close(together[:, 1], alone[:, 0], atol=2e-3, rtol=1e-3)
+        assert full.min() > 0, "it can tell all of them"
+        assert together[:, 0].min() > 0
+        assert together[:, 1].max() < full[:, 1].min(), "what is gone is gone"

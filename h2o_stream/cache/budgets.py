@@ -1,43 +1,62 @@
-"""How the slots are shared out among the layers: windows of different size, equal in the mean.
+"""How the slots are shared out among the heads: windows of different size, equal in the mean.
 
-Until the window is full all layers hold everything; then those that reach far (`cache.reach`) grow by what the others
-give up, and the total is at any moment what equal windows would hold.
+Until the window is full all heads hold everything; then those that reach far (`cache.reach`) grow by what the others
+give up, and the total is at any moment what equal windows would hold, less a rounding.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from itertools import accumulate, pairwise
 
 
-def windows(shares: Sequence[float], window: int, pinned: int, least: int, most: int | None) -> list[int]:
-    """The windows of the layers, `window` in the mean. Pinned tokens are in every layer, the rest is shared.
+@dataclass(frozen=True)
+class HeadGroup:
+    """KV heads of a layer that have windows of one size.
+
+    Attributes:
+        heads: their numbers; empty for all heads of a layer.
+        share: their part of the slots, 1 in the mean over all heads.
+    """
+
+    heads: tuple[int, ...] = ()
+    share: float = 1.0
+
+    @property
+    def count(self) -> int:
+        """How many; all heads of a layer count as one, for where they stand so, all layers are alike."""
+        return len(self.heads) or 1
+
+
+def windows(groups: Sequence[HeadGroup], window: int, pinned: int, least: int, most: int | None = None) -> list[int]:
+    """The windows of groups of heads, `window` in the mean over heads. Every head has the pinned tokens.
 
     Args:
-        shares: see `measure`.
-        window: tokens per layer.
+        groups: who shares.
+        window: tokens per head.
         pinned: of them never evicted.
-        least: tokens beside the pinned ones that every layer needs.
+        least: tokens beside the pinned ones that every head needs.
         most: the largest window there may be, at least `window`; None for no limit. Where it or `least` binds, all
             shares move toward 1.
     """
+    shares = [group.share for group in groups]
     movable, low, high = window - pinned, min(shares), max(shares)
     part = 1.0
     if low < 1:
         part = min(part, max(movable - least, 0) / (movable * (1 - low)))
     if most is not None and high > 1:
         part = min(part, (most - window) / (movable * (high - 1)))
-    return _whole([pinned + movable * (1 + part * (share - 1)) for share in shares])
+    return _whole([pinned + movable * (1 + part * (share - 1)) for share in shares], [group.count for group in groups])
 
 
 @dataclass(frozen=True)
 class Schedule:
-    """How many tokens one layer holds of a stream.
+    """How many tokens a group of heads holds of a stream.
 
     Attributes:
-        common: every layer holds everything up to here.
+        common: every head holds everything up to here.
         between: what it holds of streams of ``common + 1``, ``common + 2``, ... tokens, until it holds `window`.
         window: what it holds from then on.
     """
@@ -53,12 +72,12 @@ class Schedule:
 
     @property
     def fixed(self) -> bool:
-        """Whether the layer never changes its size."""
+        """Whether the window never changes its size."""
         return self.window == self.common
 
     @property
     def settled(self) -> int:
-        """The length of a stream from which on the layer holds `window`."""
+        """The length of a stream from which on `window` tokens are held."""
         return self.common + len(self.between) + 1
 
     @property
@@ -74,15 +93,22 @@ class Schedule:
 
 
 @lru_cache
-def schedules(windows: tuple[int, ...], common: int) -> list[Schedule]:
-    """From equal windows to those given: what the far-reaching layers cannot fill yet is left to the others."""
+def schedules(windows: tuple[int, ...], counts: tuple[int, ...], common: int) -> list[Schedule]:
+    """From equal windows to those given: what the far-reaching heads cannot fill yet is left to the others.
+
+    Args:
+        windows: of every group of heads, in the end.
+        counts: heads of every group.
+        common: the mean window.
+    """
     if set(windows) == {common}:
         return [Schedule.equal(common)] * len(windows)
-    growing = [max(window - common, 0) for window in windows]
+    growing = [count * max(window - common, 0) for window, count in zip(windows, counts, strict=True)]
     rows = []
     for seen in range(common + 1, max(windows)):
-        unused = sum(max(common + more - seen, 0) for more in growing) / sum(growing)
-        rows.append(_whole([min(seen, window + max(common - window, 0) * unused) for window in windows]))
+        unfilled = sum(count * max(window - seen, 0) for window, count in zip(windows, counts, strict=True))
+        left = unfilled / sum(growing)
+        rows.append(_whole([min(seen, window + max(common - window, 0) * left) for window in windows], counts))
     columns = zip(*rows, strict=True) if rows else [()] * len(windows)
     return [
         Schedule.equal(common) if window == common else Schedule(common, column, window)
@@ -90,7 +116,10 @@ def schedules(windows: tuple[int, ...], common: int) -> list[Schedule]:
     ]
 
 
-def _whole(numbers: Sequence[float]) -> list[int]:
-    """Whole numbers of the same sum, each less than 1 away."""
-    ends = [round(end + 1e-9) for end in accumulate(numbers, initial=0.0)]
-    return [after - before for before, after in pairwise(ends)]
+def _whole(numbers: Sequence[float], counts: Sequence[int]) -> list[int]:
+    """Whole numbers less than 1 away, and of the same sum as far as they can be, each counted `counts` times."""
+    whole, owed = [], 0.0
+    for number, count in zip(numbers, counts, strict=True):
+        whole.append(math.floor(number + min(owed / count, 0.999) + 1e-6))
+        owed += count * (number - whole[-1])
+    return whole

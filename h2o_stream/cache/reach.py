@@ -1,6 +1,6 @@
-"""How far back each layer of a model reaches, and what part of the slots it should have for it.
+"""How far back each head of a model reaches, and what part of the slots it should have for it.
 
-Most layers look at the first tokens and at recent ones; a few have heads that find what was said long ago and copy it.
+Most heads look at the first tokens and at recent ones; a few find what was said long ago and copy it.
 Such heads show themselves without any text: in a random sequence that is read twice they attend to where the present
 token stood before, and to what came after it (induction heads, arXiv 2209.11895).
 """
@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
+from statistics import fmean, pvariance
 from typing import Any
 
 import torch
@@ -18,6 +19,7 @@ from transformers import PreTrainedModel
 from transformers.cache_utils import Cache
 
 from h2o_stream.cache.attention import ATTENTION_NAME
+from h2o_stream.cache.budgets import HeadGroup
 from h2o_stream.cache.policies import make_policy
 from h2o_stream.cache.slots import SlotLayer
 from h2o_stream.cache.state import model_digest
@@ -28,20 +30,23 @@ _PERIOD = 128
 """Tokens of the random sequence; it is read twice."""
 
 _FLOOR = 0.3
-"""Part of an equal window that every layer keeps."""
+"""Part of an equal window that every head keeps."""
 
 _NOTICEABLE = 0.2
 """Attention to the copy below which no head is said to reach back: a model without such heads has equal windows."""
 
-_measured: dict[str, list[float]] = {}
-"""Shares by model, for the life of the process."""
+_APART = 1.5
+"""Ratio of the shares from which on two groups of heads in a layer have windows of their own."""
+
+_measured: dict[str, Tensor] = {}
+"""Shares [layers, Hkv] by model, for the life of the process."""
 
 
 def shared_out(model: PreTrainedModel, specs: Sequence[LayerSpec]) -> list[LayerSpec]:
-    """The specs with the share of the slots that each layer should have.
+    """The specs with the share of the slots that the heads of each layer should have.
 
     Of what a head attends to sharply, a window of w tokens misses a part that falls about as 1/w. The least is missed
-    in all when windows go with the square root of what each layer would miss (docs/fidelity.md).
+    in all when windows go with the square root of what each head would miss (docs/fidelity.md).
 
     Args:
         model: a causal language model that `support.prove` has accepted.
@@ -50,13 +55,31 @@ def shared_out(model: PreTrainedModel, specs: Sequence[LayerSpec]) -> list[Layer
     key = f"{model_digest(model)} {[spec.sliding for spec in specs]}"
     if key not in _measured:
         sharing = torch.tensor([spec.sliding is None for spec in specs])
-        heads = _attention_to_copy(model, [spec.sliding or spec.hidden_from for spec in specs])
-        reach = heads.mean(1)
-        need = reach.sqrt() if float(heads[sharing].max()) >= _NOTICEABLE else torch.ones_like(reach)
-        # Sixteenths, so that another dtype or another machine seldom comes to anything else.
-        shares = ((_FLOOR + (1 - _FLOOR) * need / need[sharing].mean()) * 16).round()
-        _measured[key] = (shares / shares[sharing].mean()).tolist()
-    return [replace(spec, share=share) for spec, share in zip(specs, _measured[key], strict=True)]
+        reach = _attention_to_copy(model, [spec.sliding or spec.hidden_from for spec in specs])
+        need = reach.sqrt() if float(reach[sharing].max()) >= _NOTICEABLE else torch.ones_like(reach)
+        _measured[key] = _FLOOR + (1 - _FLOOR) * need / need[sharing].mean()
+    grouped = [() if spec.sliding else _grouped(own.tolist()) for spec, own in zip(specs, _measured[key], strict=True)]
+    groups = [group for own in grouped for group in own]
+    mean = fmean([group.share for group in groups], [group.count for group in groups])
+    return [
+        replace(spec, groups=tuple(replace(group, share=group.share / mean) for group in own) or spec.groups)
+        for spec, own in zip(specs, grouped, strict=True)
+    ]
+
+
+def _grouped(shares: Sequence[float]) -> tuple[HeadGroup, ...]:
+    """The heads of a layer in one group, or in two if the far-reaching ones stand clearly apart from the others."""
+    order = sorted(range(len(shares)), key=lambda head: shares[head])
+    cuts = [(order[:cut], order[cut:]) for cut in range(1, len(order))]
+    apart = [fmean(shares[i] for i in far) / fmean(shares[i] for i in near) for near, far in cuts]
+    if not cuts or max(apart) < _APART:
+        parts = [order]
+    else:
+        # The cut that leaves the least variance inside the groups.
+        spread = [sum(pvariance([shares[i] for i in part]) * len(part) for part in cut) for cut in cuts]
+        parts = list(cuts[spread.index(min(spread))])
+    # Sixteenths, so that another dtype or another machine seldom comes to anything else.
+    return tuple(HeadGroup(tuple(sorted(part)), round(16 * fmean(shares[i] for i in part)) / 16) for part in parts)
 
 
 @torch.no_grad()

@@ -32,8 +32,21 @@ def model_digest(model: nn.Module) -> str:
 
 
 def sealed(fingerprint: Mapping[str, Any]) -> Tensor:
-    """A fingerprint as the bytes of a JSON object, uint8."""
+    """A JSON object as its bytes, uint8."""
     return torch.tensor(list(json.dumps(fingerprint, sort_keys=True).encode()), dtype=torch.uint8)
+
+
+def unsealed(state: Mapping[str, Tensor], name: str) -> dict[str, Any]:
+    """What `sealed` made a tensor of.
+
+    Raises:
+        H2OStreamError: it is missing or damaged.
+    """
+    try:
+        told: dict[str, Any] = json.loads(bytes(state[name].tolist()))
+    except (KeyError, ValueError, UnicodeDecodeError, AttributeError) as error:
+        raise H2OStreamError(f"this is not the state of a cache: its {name} is missing or damaged") from error
+    return told
 
 
 def check_seal(state: Mapping[str, Tensor], fingerprint: Mapping[str, Any]) -> None:
@@ -42,10 +55,7 @@ def check_seal(state: Mapping[str, Tensor], fingerprint: Mapping[str, Any]) -> N
     Raises:
         H2OStreamError: it is missing, or names another model, dtype or policy.
     """
-    try:
-        theirs = json.loads(bytes(state[FINGERPRINT].tolist()))
-    except (KeyError, ValueError, UnicodeDecodeError, AttributeError) as error:
-        raise H2OStreamError("this is not the state of a cache: its fingerprint is missing or damaged") from error
+    theirs = unsealed(state, FINGERPRINT)
     ours = json.loads(json.dumps(fingerprint))
     for name, value in ours.items():
         if theirs.get(name) != value:

@@ -4,20 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from statistics import fmean
+from statistics import StatisticsError, fmean
 from typing import Any
 
 import torch
 from torch import Tensor
 from transformers.cache_utils import Cache
 
-from h2o_stream.cache.budgets import schedules, windows
+from h2o_stream.cache.budgets import HeadGroup, schedules, windows
 from h2o_stream.cache.counts import CacheCounts
+from h2o_stream.cache.groups import GroupedLayer
 from h2o_stream.cache.padding import Padding
 from h2o_stream.cache.policies import Budget, make_policy, merged
 from h2o_stream.cache.rope import RotaryTable
 from h2o_stream.cache.slots import SlotLayer
-from h2o_stream.cache.state import FINGERPRINT, check_seal, sealed, taken
+from h2o_stream.cache.state import FINGERPRINT, check_seal, sealed, taken, unsealed
 from h2o_stream.cache.statistics import LayerStatistics
 from h2o_stream.config import DEFAULT_WINDOW, MIN_EVICTABLE, CacheConfig
 from h2o_stream.errors import ConfigError, H2OStreamError
@@ -32,14 +33,14 @@ class LayerSpec:
         sliding: the sliding window of a layer among others that have none: it is left alone. None for the others.
         hidden_from: age in tokens from which the model hides keys from this layer, or None.
         device: where the layer computes; None for the CPU.
-        share: its part of the slots, 1 in the mean over the layers that evict.
+        groups: its KV heads, by the size of their windows.
     """
 
     table: RotaryTable | None = None
     sliding: int | None = None
     hidden_from: int | None = None
     device: torch.device | None = None
-    share: float = 1.0
+    groups: tuple[HeadGroup, ...] = (HeadGroup(),)
 
 
 class H2OCache(Cache):
@@ -69,7 +70,6 @@ class H2OCache(Cache):
         self._reach = reach
         self._last_position = last_position
         self._pins: tuple[range, ...] = ()
-        self._shares = [spec.share for spec in self._specs if spec.sliding is None]
         self._resolved = not config.by_ratio
         self._resolve(self._prompt)
 
@@ -80,10 +80,12 @@ class H2OCache(Cache):
         super().__init__(layers=[self._layer(number, spec) for number, spec in enumerate(self._specs)])
         self._share()
 
-    def _layer(self, number: int, spec: LayerSpec) -> SlotLayer:
+    def _layer(self, number: int, spec: LayerSpec) -> SlotLayer | GroupedLayer:
         plan = self.plan
         if spec.sliding is None:
-            return SlotLayer(plan, make_policy(plan, number), spec.table, spec.hidden_from)
+            groups = [SlotLayer(plan, make_policy(plan, number), spec.table, spec.hidden_from) for _ in spec.groups]
+            heads = [group.heads for group in spec.groups]
+            return groups[0] if len(groups) == 1 else GroupedLayer(groups, heads, spec.device)
         # A sliding layer holds what its own window shows, in full precision, at true distances.
         own = replace(
             plan, policy="recent", window=spec.sliding - 1, sinks=0, heavy=0, recent=spec.sliding - 1, kv_bits=16
@@ -92,14 +94,19 @@ class H2OCache(Cache):
         return SlotLayer(own, make_policy(own), spec.table, spec.sliding)
 
     @property
+    def _groups(self) -> list[HeadGroup]:
+        return [group for spec in self._specs if spec.sliding is None for group in spec.groups]
+
+    @property
     def evicting_numbers(self) -> list[int]:
         """Which layers follow the plan: all but those with a sliding window of their own."""
         return [number for number, spec in enumerate(self._specs) if spec.sliding is None]
 
     @property
     def evicting(self) -> list[SlotLayer]:
-        """The layers that follow the plan."""
-        return [self.layers[number] for number in self.evicting_numbers]
+        """The slots that follow the plan: one for each group of heads."""
+        layers = [self.layers[number] for number in self.evicting_numbers]
+        return [part for layer in layers for part in (layer.groups if isinstance(layer, GroupedLayer) else (layer,))]
 
     @property
     def seen_tokens(self) -> int:
@@ -120,12 +127,13 @@ class H2OCache(Cache):
         return kept
 
     def counts(self) -> CacheCounts:
-        """Where the tokens are now, of the longest row; means over the layers that evict."""
+        """Where the tokens are now, of the longest row; means over the heads of the layers that evict."""
         layers, seen = self.evicting, self.seen_tokens
         protected = sum(len(pin[: max(seen - pin.start, 0)]) for pin in layers[0].budget.pins)
         sinks = min(self.plan.sinks, seen)
-        cached = round(fmean(layer.held for layer in layers))
-        recent = round(fmean(min(layer.budget.recent, layer.held - protected) for layer in layers))
+        weights = [group.count for group in self._groups]
+        cached = round(fmean([layer.held for layer in layers], weights))
+        recent = round(fmean([min(layer.budget.recent, layer.held - protected) for layer in layers], weights))
         return CacheCounts(
             seen=seen,
             cached=cached,
@@ -183,7 +191,7 @@ class H2OCache(Cache):
         pinned = sum(map(len, merged((range(plan.sinks), *pins))))
         window = min(layer.schedule.window for layer in self.evicting) if self._shared_out else plan.window
         if pinned > plan.sinks and window - pinned < self._least:
-            whose = "of a layer " if window < plan.window else ""
+            whose = "of some heads " if window < plan.window else ""
             raise ConfigError(
                 f"{pinned} pinned tokens (system prompt, sinks, pins) leave {max(window - pinned, 0)} of a window "
                 f"{whose}of {window}, at least {self._least} must be left; raise --window to "
@@ -203,19 +211,20 @@ class H2OCache(Cache):
             )
 
     def _share(self) -> None:
-        """Give pins their slots and the layers their shares of the rest; heavy and recent split it as before."""
+        """Give pins their slots and the heads their shares of the rest; heavy and recent split it as before."""
         plan, pins = self.plan, merged((range(self.plan.sinks), *self._pins))
         pinned = sum(map(len, pins))
         if not self._shared_out:
-            self._schedule(windows(self._shares, plan.window, pinned, self._least, self._most))
+            self._schedule(windows(self._groups, plan.window, pinned, self._least, self._most))
         for layer in self.evicting:
             movable = layer.schedule.window - pinned
             recent = movable - movable * plan.heavy // (plan.heavy + plan.recent)
             layer.budget = Budget(pins, max(recent, self._least_recent))
 
     def _schedule(self, sizes: Sequence[int]) -> None:
-        """Give the layers their windows, and distances that the model knows."""
-        for layer, schedule in zip(self.evicting, schedules(tuple(sizes), self.plan.window), strict=True):
+        """Give the heads their windows, and distances that the model knows."""
+        counts = tuple(group.count for group in self._groups)
+        for layer, schedule in zip(self.evicting, schedules(tuple(sizes), counts, self.plan.window), strict=True):
             layer.schedule = schedule
             if self._reach is not None and self.plan.positions == "gap":
                 room = self._reach - schedule.window - (self.plan.chunk or 1)
@@ -223,7 +232,7 @@ class H2OCache(Cache):
 
     @property
     def _shared_out(self) -> bool:
-        """Whether some layer has left the common window, so that the windows cannot change any more."""
+        """Whether some heads may have left the common window, so that the windows cannot change any more."""
         return self.seen_tokens > self.plan.window
 
     @property
@@ -235,7 +244,7 @@ class H2OCache(Cache):
 
     @property
     def _least(self) -> int:
-        """Tokens that every layer needs beside the pinned ones."""
+        """Tokens that every head needs beside the pinned ones."""
         return max(MIN_EVICTABLE, self._least_recent + 1)
 
     @property
@@ -278,8 +287,12 @@ class H2OCache(Cache):
         }
         state["pins"] = torch.tensor([(pin.start, pin.stop) for pin in self._pins], dtype=torch.int64).view(-1, 2)
         state["progress"] = torch.tensor([self.layers[0].columns, self._prompt])
-        state["shares"] = torch.tensor(self._shares, dtype=torch.float64)
-        state["windows"] = torch.tensor([layer.schedule.window for layer in self.evicting])
+        state["budgets"] = sealed(
+            {
+                "groups": [[(group.heads, group.share) for group in spec.groups] for spec in self._specs],
+                "windows": [layer.schedule.window for layer in self.evicting],
+            }
+        )
         state[FINGERPRINT] = sealed(self._fingerprint(self.layers[0].dtype))
         return state
 
@@ -292,12 +305,10 @@ class H2OCache(Cache):
         columns, prompt = taken(state, "progress").tolist()
         self.reset()
         self._resolve(prompt)
-        check_seal(state, self._fingerprint(taken(state, "0.keys").dtype))
+        first = next((name for name in state if name.startswith("0.") and name.endswith("keys")), "0.keys")
+        check_seal(state, self._fingerprint(taken(state, first).dtype))
         try:
-            self._shares, sizes = taken(state, "shares").tolist(), taken(state, "windows").tolist()
-            if len(sizes) != len(self.evicting) or sum(sizes) != len(sizes) * self.plan.window:
-                raise H2OStreamError(f"the state does not fit: the windows of its layers are {sizes}")
-            self._schedule(sizes)
+            self._take_budgets(unsealed(state, "budgets"))
             for number, (layer, spec) in enumerate(zip(self.layers, self._specs, strict=True)):
                 prefix = f"{number}."
                 own = {name.removeprefix(prefix): t for name, t in state.items() if name.startswith(prefix)}
@@ -308,6 +319,22 @@ class H2OCache(Cache):
         self._resolved = True
         self._pins = tuple(range(start, stop) for start, stop in taken(state, "pins").tolist())
         self._share()
+
+    def _take_budgets(self, told: Mapping[str, Any]) -> None:
+        """The groups and windows of a saved stream, whatever was measured here."""
+        own = self._specs
+        try:
+            groups = [tuple(HeadGroup(tuple(heads), share) for heads, share in layer) for layer in told["groups"]]
+            self._specs = tuple(replace(spec, groups=those) for spec, those in zip(own, groups, strict=True))
+            mean = fmean(told["windows"], [group.count for group in self._groups])
+            if not all(groups) or not self.plan.window - 1 <= mean <= self.plan.window:
+                raise ValueError(mean)
+            self._resolve(self._prompt)
+            self._schedule(told["windows"])
+        except (KeyError, TypeError, ValueError, StatisticsError) as error:
+            self._specs = own
+            self._resolve(self._prompt)
+            raise H2OStreamError(f"the state does not fit: its budgets are {told}") from error
 
     def _fingerprint(self, dtype: torch.dtype) -> dict[str, Any]:
         return {"model": self._model(), "dtype": str(dtype), "policy": asdict(self.plan)}

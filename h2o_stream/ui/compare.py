@@ -14,9 +14,8 @@ from rich.progress import Progress
 from h2o_stream.cache.state import model_digest
 from h2o_stream.compare.bootstrap import Interval, paired_difference
 from h2o_stream.compare.nll import NllResult, read_tokens, stream_nll, within_context
-from h2o_stream.compare.results import Results
+from h2o_stream.compare.results import Results, writing
 from h2o_stream.config import CacheConfig, ModelConfig
-from h2o_stream.errors import DataError
 from h2o_stream.models.load import load
 from h2o_stream.session.records import Records, run_record
 from h2o_stream.ui.plots import Curve, plot, require_matplotlib
@@ -41,10 +40,6 @@ class _Cell:
     @property
     def window(self) -> int | None:
         return None if self.config.policy == "full" else self.config.window
-
-    @property
-    def name(self) -> str:
-        return f"{self.config.policy} #{self.config.seed}" if self.config.seed else self.config.policy
 
     def record(self) -> dict[str, Any]:
         interval = self.to_full._asdict() if self.to_full else None
@@ -118,16 +113,14 @@ def compare_nll(
     title = f"{loaded.name}: nats per token, lower is better"
     by_text = {path: [cell for cell in cells if cell.text == path] for path in texts}
     if out is not None:
-        try:
-            pages = [
-                markdown_table(f"{title}, {_span(part)}", _HEADER, [_row(cell, part) for cell in part])
-                for part in by_text.values()
-            ]
+        pages = [
+            markdown_table(f"{title}, {_span(part)}", _HEADER, [_row(cell, part) for cell in part])
+            for part in by_text.values()
+        ]
+        with writing(out):
             (out / "nll.md").write_text("\n".join(pages), encoding="utf-8")
             for path, part in by_text.items():
                 _plot(part, out / f"nll-{path.stem}.png", title)
-        except OSError as error:
-            raise DataError(f"--out {out}: {error.strerror or error}") from error
         terminal.note(f"table and plots are in {out}")
     if terminal.quiet:
         return
@@ -169,7 +162,7 @@ def _row(cell: _Cell, cells: Sequence[_Cell]) -> list[str]:
         interval = f"{cell.to_full.low:+.3f} to {cell.to_full.high:+.3f}"
         share = _share(cell, cells)
     return [
-        cell.name,
+        cell.config.label,
         str(cell.window or "-"),
         f"{result.nll:.4f}",
         f"{result.nll_last_half:.4f}",
@@ -201,6 +194,6 @@ def _plot(cells: Sequence[_Cell], path: Path, title: str) -> None:
             sums = torch.cat((torch.zeros(1, dtype=torch.float64), losses.cumsum(0)))
             means = (sums[width:] - sums[:-width]) / width
             stride = max(len(means) // _POINTS, 1)
-            label = f"{cell.name} {cell.window or ''}".strip()
+            label = f"{cell.config.label} {cell.window or ''}".strip()
             curves.append(Curve(label, range(width, len(losses) + 1)[::stride], means[::stride].tolist()))
     plot(path, f"{title}\n{cells[0].text.name}, mean of {width} tokens", ("tokens seen", "nats per token"), curves)

@@ -8,9 +8,8 @@ from statistics import fmean
 
 from h2o_stream.compare.heavy_hitters import BEST, TOP, LayerAttention, observe
 from h2o_stream.compare.nll import read_tokens
-from h2o_stream.compare.results import make_folder
+from h2o_stream.compare.results import make_folder, writing
 from h2o_stream.config import CacheConfig, ModelConfig
-from h2o_stream.errors import DataError
 from h2o_stream.models.load import load
 from h2o_stream.session.records import Records, run_record
 from h2o_stream.ui.plots import Curve, plot
@@ -74,13 +73,11 @@ def show_heavy_hitters(
     title = f"{loaded.name}, {len(stream):,} tokens of {text.name}, window {window}"
     names = [*(config.policy for config in configs), BEST]
     rows = [*(_row(str(layer.layer), [layer], names) for layer in layers), _row("mean", layers, names)]
-    try:
+    with writing(out):
         (out / "heavy-hitters.md").write_text(
             markdown_table(f"{title}; parts in %", _header(names), rows), encoding="utf-8"
         )
         _plots(layers, names, title, out)
-    except OSError as error:
-        raise DataError(f"--out {out}: {error.strerror or error}") from error
     if not terminal.quiet:
         terminal.console.print(figures_table(f"{title}; parts in %", _header(names), rows))
     terminal.note(f"table and plots are in {out}")

@@ -1,0 +1,159 @@
+"""A decoder layer whose KV heads keep windows of different size: one `SlotLayer` for the heads of each size."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers.cache_utils import CacheLayerMixin
+
+from h2o_stream.cache.padding import Padding
+from h2o_stream.cache.slots import SlotLayer
+from h2o_stream.cache.statistics import LayerStatistics, power_law
+from h2o_stream.cache.weigh import Products
+
+
+class GroupedLayer(CacheLayerMixin):
+    """Groups of KV heads that share a window.
+
+    Args:
+        groups: the slots of every group.
+        heads: the KV heads of every group, together all heads of the layer.
+        device: where the layer computes.
+    """
+
+    is_sliding = False
+    is_compileable = False
+    supports_early_init = False
+
+    def __init__(
+        self, groups: Sequence[SlotLayer], heads: Sequence[Sequence[int]], device: torch.device | None
+    ) -> None:
+        super().__init__()
+        self.groups = tuple(groups)
+        self.heads = tuple(torch.tensor(own, device=device) for own in heads)
+
+    # transformers' interface: what is said to the layer is said to every group
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        """See `SlotLayer.lazy_initialization`."""
+        for group, own in zip(self.groups, self.heads, strict=True):
+            group.lazy_initialization(key_states[:, own], value_states[:, own])
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        """See `SlotLayer.update`."""
+        return key_states, value_states
+
+    def get_seq_length(self) -> int:
+        """See `SlotLayer.get_seq_length`."""
+        return self.columns
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        """See `SlotLayer.get_mask_sizes`."""
+        return query_length, 0
+
+    def get_max_length(self) -> int:
+        """No limit: the stream is endless."""
+        return -1
+
+    def reset(self) -> None:
+        """Forget the stream and release the slots."""
+        for group in self.groups:
+            group.reset()
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        """See `SlotLayer.reorder_cache`."""
+        for group in self.groups:
+            group.reorder_cache(beam_idx)
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        """Every row becomes `repeats` rows."""
+        for group in self.groups:
+            group.batch_repeat_interleave(repeats)
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        """Keep the rows at `indices`."""
+        self.reorder_cache(indices)
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Refused: see `SlotLayer.crop`."""
+        self.groups[0].crop(tokens_to_remove)
+
+    # what is held
+
+    @property
+    def columns(self) -> int:
+        """See `SlotLayer`; of the group that has seen least, which is the one that failed if one did."""
+        return min(group.columns for group in self.groups)
+
+    @property
+    def lengths(self) -> tuple[int, ...]:
+        """See `SlotLayer`."""
+        return self.groups[0].lengths
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of keys and values, once there are any."""
+        return self.groups[0].dtype
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of everything allocated for this layer."""
+        return sum(group.nbytes for group in self.groups)
+
+    def kept(self) -> Tensor:
+        """[B, Hkv, n] int64 token indices, oldest first; heads and rows that hold fewer have -1 in front."""
+        held = [group.kept() for group in self.groups]
+        rows, device = held[0].shape[0], held[0].device
+        heads, most = sum(map(len, self.heads)), max(part.shape[-1] for part in held)
+        kept = torch.full((rows, heads, most), -1, dtype=torch.int64, device=device)
+        if most:
+            for part, own in zip(held, self.heads, strict=True):
+                kept[:, own, most - part.shape[-1] :] = part
+        return kept
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Everything allocated, by group and name."""
+        return {
+            f"{number}.{name}": tensor
+            for number, group in enumerate(self.groups)
+            for name, tensor in group.tensors().items()
+        }
+
+    def statistics(self, number: int) -> LayerStatistics:
+        """What the attention of this layer, called `number`, looks like; means over its heads."""
+        parts = [group.statistics(number) for group in self.groups]
+        sizes = [len(own) / sum(map(len, self.heads)) for own in self.heads]
+
+        def mean(values: Sequence[float]) -> float:
+            return math.fsum(size * value for size, value in zip(sizes, values, strict=True))
+
+        scores = torch.zeros(max(len(part.scores) for part in parts))
+        for size, part in zip(sizes, parts, strict=True):
+            scores[: len(part.scores)] += size * part.scores.cpu()
+        sparsity, mass = mean([part.sparsity for part in parts]), mean([part.mass for part in parts])
+        return LayerStatistics(number, sparsity, scores, power_law(scores), mass)
+
+    def load(self, tensors: Mapping[str, Tensor], columns: int, device: torch.device | None) -> None:
+        """See `SlotLayer.load`."""
+        for number, group in enumerate(self.groups):
+            prefix = f"{number}."
+            own = {name.removeprefix(prefix): t for name, t in tensors.items() if name.startswith(prefix)}
+            group.load(own, columns, device)
+
+    # attention
+
+    def attend(
+        self, query: Tensor, key: Tensor, value: Tensor, products: Products, padding: Padding | None = None
+    ) -> Tensor:
+        """See `SlotLayer.attend`."""
+        batch, query_heads, new, _ = query.shape
+        query = query.unflatten(1, (key.shape[1], -1))
+        output = value.new_empty(batch, new, *query.shape[1:3], value.shape[-1], dtype=query.dtype)
+        for group, own in zip(self.groups, self.heads, strict=True):
+            part = group.attend(query[:, own].flatten(1, 2), key[:, own], value[:, own], products, padding)
+            output[:, :, own] = part.unflatten(2, (len(own), -1))
+        return output.view(batch, new, query_heads, -1)

@@ -1,0 +1,77 @@
+"""Requests in JSON Lines, one a line: a text to continue, how, and what would be a good answer.
+
+Two forms are read: the H2O cookbook's summarization requests (``article``, ``summary_gt``) and HELM's (``prompt``; or
+one level down, under ``request``). Both have ``max_tokens``, ``temperature``, ``top_p`` and ``stop``.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from h2o_stream.config import SamplingConfig
+from h2o_stream.errors import ConfigError, DataError
+from h2o_stream.session.lines import read_objects
+
+
+@dataclass(frozen=True)
+class Request:
+    """One text to continue.
+
+    Attributes:
+        prompt: the text, given to the model as it is.
+        reference: a good answer, or None.
+        sampling: how the request wants its answer drawn, how long it may be and where it stops.
+    """
+
+    prompt: str
+    reference: str | None
+    sampling: SamplingConfig
+
+
+def read_requests(path: Path, limit: int | None = None) -> tuple[Request, ...]:
+    """The first `limit` requests of a file, or all; empty lines are passed over.
+
+    Raises:
+        DataError: the file cannot be read or a line is wrong, naming file, line and what is wrong.
+    """
+    records = read_objects(path, "--requests")
+    if not records:
+        raise DataError(f"{path}: no request in it")
+    return tuple(_parse(record, place) for place, record in records[:limit])
+
+
+def _parse(record: dict[str, Any], place: str) -> Request:
+    if isinstance(record.get("request"), dict):
+        record = {**record, **record["request"]}
+    prompt, reference = record.get("article", record.get("prompt")), record.get("summary_gt")
+    if not isinstance(prompt, str) or not prompt:
+        raise DataError(f"{place}: article or prompt must be a non-empty string")
+    if not isinstance(reference, str | None):
+        raise DataError(f"{place}: summary_gt must be a string")
+    return Request(prompt, reference, _sampling(record, place))
+
+
+def _sampling(record: dict[str, Any], place: str) -> SamplingConfig:
+    stop = record.get("stop") or []
+    stop = [stop] if isinstance(stop, str) else stop
+    if not isinstance(stop, list) or not all(isinstance(s, str) for s in stop):
+        raise DataError(f"{place}: stop must be a string or a list of strings")
+    numbers = {"max_tokens": 64, "temperature": 0.0, "top_p": 1.0}
+    for name, default in numbers.items():
+        value = record.get(name)
+        value = default if value is None else value
+        if not isinstance(value, int | float) or isinstance(value, bool):
+            raise DataError(f"{place}: {name} must be a number")
+        numbers[name] = value
+    try:
+        return SamplingConfig(
+            temperature=numbers["temperature"],
+            top_p=numbers["top_p"],
+            top_k=0,
+            max_tokens=int(numbers["max_tokens"]),
+            stop=tuple(stop),
+        )
+    except ConfigError as error:
+        raise DataError(f"{place}: {error}") from error
