@@ -175,7 +175,9 @@ STEPS = 12
 
 def rules_of(config: CacheConfig, family: Family) -> Rules:
     plan = config.plan(family.reach)
-    return Rules(plan.window, plan.heavy, plan.sinks, plan.decay, plan.positions, plan.span, RULES[plan.policy])
+    return Rules(
+        plan.window, plan.heavy, plan.sinks, plan.decay, plan.positions, plan.span, RULES[plan.policy], plan.recall
+    )
 
 
 def config_of(family: Family, policy: str, chunk: int, positions: str | None = None) -> CacheConfig:

@@ -24,6 +24,7 @@ class Kept:
     key: Tensor
     value: Tensor
     score: float = 0.0
+    recalled: float = 0.0
 
 
 @dataclass
@@ -35,6 +36,7 @@ class Rules:
     positions: str = "rolling"
     span: int = 0
     rule: str = "accumulated"
+    recall: float = 0.0
     limits: Callable[[int, int, int], int] | None = None
     recents: Callable[[int, int], int] | None = None
     """By layer, head and tokens seen, where windows differ; and the recent tokens of each layer and head."""
@@ -85,6 +87,7 @@ class Oracle:
             held = lists[head]
             held += [Kept(self.seen + i, k[head, i], v[head, i]) for i in range(new)]
             received = torch.zeros(len(held), dtype=torch.float64)
+            found = torch.zeros(len(held), dtype=torch.float64)
             for i in range(new):
                 queries = q[head * groups : (head + 1) * groups, i]
                 weights, output = self.attend(number, queries, held, self.seen + i, scaling, softcap, own_window)
@@ -92,7 +95,9 @@ class Oracle:
                 if rules.rule == "tova":
                     received.zero_()
                 received[: weights.shape[1]] += weights.sum(0).double() * rules.decay ** (new - 1 - i)
-            for token, gained in zip(held, received.tolist(), strict=True):
+                found[: weights.shape[1]] += weights.double().square().sum(0) * 0.999 ** (new - 1 - i)
+            for token, gained, sharply in zip(held, received.tolist(), found.tolist(), strict=True):
+                token.recalled = token.recalled * 0.999**new + (sharply if token.index < self.seen - 64 else 0)
                 token.score = gained + (0 if rules.rule == "tova" else token.score * rules.decay**new)
             if own_window is None:
                 lists[head] = self.evict(held, number, head, self.seen + new)
@@ -148,7 +153,7 @@ class Oracle:
         others = [token for token in old if token.index >= rules.sinks]
         rule = "recency" if rules.heavy == 0 else rules.rule
         worth = {
-            "accumulated": lambda token: token.score,
+            "accumulated": lambda token: token.score + rules.recall * token.recalled,
             "tova": lambda token: token.score,
             "recency": lambda token: token.index,
             "random": lambda token: drawn(token.index, layer, head, seen),

@@ -111,10 +111,11 @@ def test_it_is_what_the_definitions_say(model: Any, positions: str, chunk: int, 
         0.9,
         positions,
         config.plan(256).span,
+        recall=2.0,
         limits=lambda layer, head, seen: plans[BY_HEAD[layer][head]].held(seen),
         recents=recent,
     )
-    assert compare(model, config, rules, tokens_of(5, 75), prompt)
+    assert compare(model, config, rules, tokens_of(5, 130), prompt)
 
 
 def test_until_the_window_is_full_nothing_is_lost(model: Any) -> None:

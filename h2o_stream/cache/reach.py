@@ -26,8 +26,11 @@ from h2o_stream.cache.state import model_digest
 from h2o_stream.cache.window import LayerSpec
 from h2o_stream.config import CachePlan
 
-_PERIOD = 128
-"""Tokens of the random sequence; it is read twice."""
+_PERIOD = 256
+"""Tokens of a random sequence; it is read twice."""
+
+_ROWS = 2
+"""Random sequences."""
 
 _FLOOR = 0.3
 """Part of an equal window that every head keeps."""
@@ -103,14 +106,14 @@ def _attention_to_copy(model: PreTrainedModel, hidden_from: Sequence[int | None]
 
     for number, layer in enumerate(layers):
         layer.watch = partial(watch, number)
-    once = torch.randint(text.vocab_size, (1, period), generator=torch.Generator().manual_seed(0))
+    once = torch.randint(text.vocab_size, (_ROWS, period), generator=torch.Generator().manual_seed(0))
     repeated = torch.cat((once, once), 1).to(model.device)
     cache: Any = Cache(layers=layers)
     cache.padding = None
     previous = model.config._attn_implementation
     model.set_attn_implementation(ATTENTION_NAME)
     try:
-        positions = torch.arange(2 * period, device=model.device)[None]
+        positions = torch.arange(2 * period, device=model.device).expand(_ROWS, -1)
         model.base_model(repeated, position_ids=positions, past_key_values=cache, h2o_cache=cache, use_cache=True)
     finally:
         model.set_attn_implementation(previous)

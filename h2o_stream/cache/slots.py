@@ -52,6 +52,7 @@ class SlotLayer(CacheLayerMixin):
         store: keys and values of S slots, one more than are held, un-rotated, or rotated at token indices with
             ``absolute``.
         scores: [B, Hkv, S] float32, -inf where empty.
+        recalled: [B, Hkv, S] float32 long-term scores, of a policy that has them.
         index: [B, Hkv, S] int32 token index in the row, -1 where empty.
         rank: [B, Hkv, S] int32, held keys newer than this one; S or more where empty.
         free: [B, Hkv, 1] int64, an empty slot for the next token to be kept.
@@ -96,6 +97,8 @@ class SlotLayer(CacheLayerMixin):
         else:
             self.store = QuantizedStore(key_states, value_states, slots, plan.kv_bits, plan.exact_sinks, plan.residual)
         self.scores = torch.empty(*rows, slots, dtype=torch.float32, device=self.device)
+        if self.policy.recalls:
+            self.recalled = torch.empty_like(self.scores)
         self.index = torch.empty(*rows, slots, dtype=torch.int32, device=self.device)
         self.rank = torch.empty_like(self.index)
         self.free = torch.empty(*rows, 1, dtype=torch.int64, device=self.device)
@@ -126,7 +129,7 @@ class SlotLayer(CacheLayerMixin):
         self.columns, self.lengths = 0, ()
         self.watch = SparsityMeter()
         self.is_initialized = False
-        for name in ("store", *_BOOKS):
+        for name in ("store", *self._books):
             setattr(self, name, None)
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
@@ -220,7 +223,16 @@ class SlotLayer(CacheLayerMixin):
     def _tensors(self) -> list[tuple[Any, str]]:
         if not self.is_initialized:
             return []
-        return [(self.store, name) for name in self.store.names] + [(self, name) for name in _BOOKS]
+        return [(self.store, name) for name in self.store.names] + [(self, name) for name in self._books]
+
+    @property
+    def _books(self) -> tuple[str, ...]:
+        return (*_BOOKS, "recalled") if self.policy.recalls else _BOOKS
+
+    @property
+    def _held(self) -> Held:
+        """The slots, as policies see them."""
+        return Held(self.scores, self.index, self.rank, self.seen, self.recalled if self.policy.recalls else None)
 
     # attention
 
@@ -267,17 +279,21 @@ class SlotLayer(CacheLayerMixin):
         self.store.write(slot, key, value)
         self.index.scatter_(2, slot, self.seen.int().expand(slot.shape))
         self.scores.scatter_(2, slot, 0.0)
+        if self.policy.recalls:
+            self.recalled.scatter_(2, slot, 0.0)
         self.rank += 1
         self.rank.scatter_(2, slot, 0)
         self.seen += 1
         self._filled = min(self._filled + 1, self.store.slots)
         self.lengths = tuple(length + 1 for length in self.lengths)
 
-        held = Held(self.scores, self.index, self.rank, self.seen)
         keys, values = self.store.read()
-        output, probs = self._weigh(query, keys, values, held, arrivals, products)
+        output, probs = self._weigh(query, keys, values, self._held, arrivals, products)
+        attention = Attention(probs, probs.new_zeros(1), 1)
         if self.policy.observes:
-            self.scores = self.policy.observe(self.scores, Attention(probs, probs.new_zeros(1), 1))
+            self.scores = self.policy.observe(self.scores, attention)
+        if self.policy.recalls:
+            self.recalled = self.policy.recall(self.recalled, self._held, attention)
         if isinstance(self.store, QuantizedStore):
             self._demote(self.store)
         self._evict()
@@ -287,6 +303,8 @@ class SlotLayer(CacheLayerMixin):
         """Vacate the seat of the next token: the oldest of the ring is encoded and moves to the free slot."""
         ring = self._ring(self.seen).expand_as(self.free)
         store.demote(ring, self.free, self.index >= 0)
+        if self.policy.recalls:
+            self.recalled.scatter_(2, self.free, self.recalled.gather(2, ring))
         for book, empty in ((self.scores, -torch.inf), (self.index, -1), (self.rank, store.slots)):
             book.scatter_(2, self.free, book.gather(2, ring))
             book.scatter_(2, ring, empty)
@@ -299,7 +317,7 @@ class SlotLayer(CacheLayerMixin):
     def _evict(self) -> None:
         """Make the slot worth least, or an empty one, the free slot; sinks and the ring of new tokens are not asked."""
         first = self.store.exact
-        worth = self.policy.worth(Held(self.scores, self.index, self.rank, self.seen), self.budget)
+        worth = self.policy.worth(self._held, self.budget)
         self.free = worth[..., first:].argmin(-1, keepdim=True) + first
         self.rank -= (self.rank > self.rank.gather(2, self.free)).int()
         self.rank.scatter_(2, self.free, self.store.slots)
@@ -317,14 +335,20 @@ class SlotLayer(CacheLayerMixin):
             index=torch.cat((self.index[..., :used], index), 2),
             rank=torch.cat((self.rank[..., :used] + count.int(), rank), 2),
             seen=self.seen + count,
+            recalled=torch.cat((self.recalled[..., :used], self.scores.new_zeros(there.shape)), 2)
+            if self.policy.recalls
+            else None,
         )
         keys, values = torch.cat((keys, key), 2), torch.cat((values, value), 2)
         self.seen = held.seen
         self.lengths = tuple(length + more for length, more in zip(self.lengths, arrivals.counts, strict=True))
 
         output, probs = self._weigh(query, keys, values, held, arrivals, products)
+        attention = arrivals.attention(probs)
         if self.policy.observes:
-            held = replace(held, scores=self.policy.observe(held.scores, arrivals.attention(probs)))
+            held = replace(held, scores=self.policy.observe(held.scores, attention))
+        if held.recalled is not None:
+            held = replace(held, recalled=self.policy.recall(held.recalled, held, attention))
         keep, index = select(self.policy.worth(held, self.budget), held.index, self._limits)
         self._hold(keep, index, keys, values, held)
         return output
@@ -348,6 +372,8 @@ class SlotLayer(CacheLayerMixin):
 
         self.index = placed(index, -1)
         self.scores = placed(held.scores.gather(2, keep), -torch.inf)
+        if held.recalled is not None:
+            self.recalled = placed(held.recalled.gather(2, keep), 0.0)
         self.rank = placed((n - 1 - order).int().expand_as(keep), slots)
         self.free.fill_(max(n + 1, store.exact) if store.exact else n)
         self._filled = n
@@ -365,6 +391,8 @@ class SlotLayer(CacheLayerMixin):
         """Mark every slot as empty."""
         self.index.fill_(-1)
         self.scores.fill_(-torch.inf)
+        if self.policy.recalls:
+            self.recalled.fill_(0.0)
         self.rank.fill_(self.store.slots)
         self.free.fill_(self.store.exact)
 

@@ -127,7 +127,10 @@ class CacheOptions:
 
     budgets: Annotated[
         Budgets | None,
-        _cache("--budgets", help="Windows of the layers: measured or equal. (default: measured for h2o, else equal)"),
+        _cache("--budgets", help="Windows of the heads: measured or equal. (default: measured for h2o, else equal)"),
+    ] = None
+    recall: Annotated[
+        float | None, _cache("--recall", help="h2o: weight of the long-term score. (default: by policy)")
     ] = None
 
     def cache_config(self, policy: str, window: int) -> CacheConfig:
@@ -156,6 +159,7 @@ class CacheOptions:
             self.heavy_ratio,
             self.recent_ratio,
             budgets=self.budgets,
+            recall=self.recall,
         )
 
 

@@ -37,12 +37,14 @@ class Held:
         index: [B, Hkv, K] integer, the token's index in its row; -1 where the place is empty.
         rank: [B, Hkv, K] integer, held tokens newer than it.
         seen: [B, 1, 1] int64, tokens seen by each row.
+        recalled: [B, Hkv, K] float32, the long-term scores of a policy that has them.
     """
 
     scores: Tensor
     index: Tensor
     rank: Tensor
     seen: Tensor
+    recalled: Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -59,7 +61,7 @@ class Budget:
 
 
 class Policy(ABC):
-    """One way to choose what stays; its state is one float32 score per slot, kept by the caller.
+    """One way to choose what stays; its state is a float32 score or two per slot, kept by the caller.
 
     Args:
         plan: the budgets and the decay.
@@ -68,6 +70,9 @@ class Policy(ABC):
 
     observes: bool = True
     """Whether `observe` wants the attention of every forward."""
+
+    recalls: bool = False
+    """Whether there is a second, long-term score, kept by `recall`."""
 
     def __init__(self, plan: CachePlan, layer: int = 0) -> None:
         self.plan = plan
@@ -84,6 +89,19 @@ class Policy(ABC):
             [B, Hkv, K] float32, a new tensor.
         """
         return scores
+
+    def recall(self, recalled: Tensor, held: Held, attention: Attention) -> Tensor:
+        """Long-term scores after the attention of the new tokens.
+
+        Args:
+            recalled: [B, Hkv, K] float32, zero for the new tokens and where a place is empty.
+            held: the places; `seen` counts the new tokens.
+            attention: what the new tokens looked at.
+
+        Returns:
+            [B, Hkv, K] float32, a new tensor.
+        """
+        return recalled
 
     def protected(self, held: Held, budget: Budget) -> Tensor:
         """Which places may not be evicted, [B, Hkv, K] bool; what it says of empty places is of no account."""

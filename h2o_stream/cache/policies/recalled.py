@@ -1,0 +1,41 @@
+"""``h2o``: the attention a token has received lately, and how sharply it was ever attended to from afar."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from h2o_stream.cache.policies.accumulated import Accumulated
+from h2o_stream.cache.policies.base import Attention, Held
+from h2o_stream.config import CachePlan
+
+FAR = 64
+"""Tokens that lie between a token and what looks back at it from afar."""
+
+DECAY = 0.999
+"""Factor on the long-term score per token seen."""
+
+
+class Recalled(Accumulated):
+    """Decayed sums as in `Accumulated`, and beside them a score that lasts ten times as long.
+
+    What is quoted once is quoted again: the long-term score sums the squares of the attention that comes from afar, so
+    that being found once counts and being glanced at a hundred times does not.
+    """
+
+    def __init__(self, plan: CachePlan, layer: int = 0) -> None:
+        super().__init__(plan, layer)
+        self.recalls = plan.recall > 0
+
+    def recall(self, recalled: Tensor, held: Held, attention: Attention) -> Tensor:
+        """Decay what was there, add the squares of what old tokens receive; see `Policy.recall`."""
+        old = held.index < held.seen - attention.new - FAR
+        squares = attention.probs.square()
+        if isinstance(attention.new, int) and attention.new == 1:
+            received = squares.sum((2, 3))
+        else:
+            received = ((DECAY**attention.later).unsqueeze(-2) @ squares).squeeze(-2).sum(2)
+        return received.mul_(old).add_(recalled * DECAY**attention.new)
+
+    def priority(self, held: Held) -> Tensor:
+        """Both scores."""
+        return held.scores if held.recalled is None else held.scores + self.plan.recall * held.recalled
