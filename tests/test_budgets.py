@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,6 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from h2o_stream import CacheConfig, ConfigError, H2OStreamError, attach
+from h2o_stream.cache import reach
 from h2o_stream.cache.budgets import HeadGroup, schedules, windows
 from h2o_stream.cache.groups import GroupedLayer
 from h2o_stream.cache.state import sealed
@@ -220,6 +223,23 @@ class TestMeasured:
         assert 255 < sum(heads) / 90 <= 256
         assert min(heads) > 64
         assert 4 < sum(size > 512 for size in heads) < 20
+
+    def test_what_took_long_is_kept_and_what_is_damaged_measured_again(
+        self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    ) -> None:
+        monkeypatch.setattr(reach, "cache_folder", lambda: tmp_path)
+        monkeypatch.setattr(reach, "_LONG_S", 0.0)
+        model = make_llama(seed=5)
+        first = reach._known(model, [None, None])
+        (path,) = (tmp_path / "reach").iterdir()
+        reach._measured.clear()
+        path.write_text(json.dumps((first + 1).tolist()))
+        torch.testing.assert_close(reach._known(model, [None, None]), first + 1)
+        for damaged in ("", "[[1", "[1, 2]", "[[0.5, 0.5]]", '{"a": 1}', "\x00"):
+            reach._measured.clear()
+            path.write_text(damaged)
+            assert reach._known(model, [None, None]).equal(first)
+        assert len(list(path.parent.iterdir())) == 1
 
     def test_a_model_that_copies_nothing_has_equal_windows(self) -> None:
         with attach(make_llama(layers=3), CacheConfig(window=16, sinks=0)) as cache:

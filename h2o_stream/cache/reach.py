@@ -7,7 +7,12 @@ token stood before, and to what came after it (induction heads, arXiv 2209.11895
 
 from __future__ import annotations
 
+import hashlib
+import json
+import os
+import time
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from statistics import fmean, pvariance
@@ -25,6 +30,7 @@ from h2o_stream.cache.slots import SlotLayer
 from h2o_stream.cache.state import model_digest
 from h2o_stream.cache.window import LayerSpec
 from h2o_stream.config import CachePlan
+from h2o_stream.resources import cache_folder
 
 _PERIOD = 256
 """Tokens of a random sequence; it is read twice."""
@@ -41,8 +47,11 @@ _NOTICEABLE = 0.2
 _APART = 1.5
 """Ratio of the shares from which on two groups of heads in a layer have windows of their own."""
 
+_LONG_S = 0.5
+"""Seconds from which on a measurement is kept in the user's cache folder."""
+
 _measured: dict[str, Tensor] = {}
-"""Shares [layers, Hkv] by model, for the life of the process."""
+"""What `_attention_to_copy` gave, by model, for the life of the process."""
 
 
 def shared_out(model: PreTrainedModel, specs: Sequence[LayerSpec]) -> list[LayerSpec]:
@@ -55,13 +64,11 @@ def shared_out(model: PreTrainedModel, specs: Sequence[LayerSpec]) -> list[Layer
         model: a causal language model that `support.prove` has accepted.
         specs: its layers. Those with a sliding window of their own take no part.
     """
-    key = f"{model_digest(model)} {[spec.sliding for spec in specs]}"
-    if key not in _measured:
-        sharing = torch.tensor([spec.sliding is None for spec in specs])
-        reach = _attention_to_copy(model, [spec.sliding or spec.hidden_from for spec in specs])
-        need = reach.sqrt() if float(reach[sharing].max()) >= _NOTICEABLE else torch.ones_like(reach)
-        _measured[key] = _FLOOR + (1 - _FLOOR) * need / need[sharing].mean()
-    grouped = [() if spec.sliding else _grouped(own.tolist()) for spec, own in zip(specs, _measured[key], strict=True)]
+    reach = _known(model, [spec.sliding or spec.hidden_from for spec in specs])
+    sharing = torch.tensor([spec.sliding is None for spec in specs])
+    need = reach.sqrt() if float(reach[sharing].max()) >= _NOTICEABLE else torch.ones_like(reach)
+    shares = _FLOOR + (1 - _FLOOR) * need / need[sharing].mean()
+    grouped = [() if spec.sliding else _grouped(own.tolist()) for spec, own in zip(specs, shares, strict=True)]
     groups = [group for own in grouped for group in own]
     mean = fmean([group.share for group in groups], [group.count for group in groups])
     return [
@@ -83,6 +90,28 @@ def _grouped(shares: Sequence[float]) -> tuple[HeadGroup, ...]:
         parts = list(cuts[spread.index(min(spread))])
     # Sixteenths, so that another dtype or another machine seldom comes to anything else.
     return tuple(HeadGroup(tuple(sorted(part)), round(16 * fmean(shares[i] for i in part)) / 16) for part in parts)
+
+
+def _known(model: PreTrainedModel, hidden_from: Sequence[int | None]) -> Tensor:
+    """`_attention_to_copy`, from memory or from the user's cache folder if it was measured before."""
+    key = f"{model_digest(model)} {model.dtype} {list(hidden_from)} {_PERIOD} {_ROWS}"
+    if key in _measured:
+        return _measured[key]
+    name = hashlib.sha256(key.encode()).hexdigest()[:16]
+    path = cache_folder() / "reach" / f"{name}.json"
+    with suppress(OSError, ValueError, TypeError, RuntimeError):
+        _measured[key] = torch.tensor(json.loads(path.read_text()), dtype=torch.float32)
+        if _measured[key].dim() == 2 and len(_measured[key]) == len(hidden_from):
+            return _measured[key]
+    begun = time.perf_counter()
+    _measured[key] = _attention_to_copy(model, hidden_from)
+    if time.perf_counter() - begun > _LONG_S:
+        with suppress(OSError):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            scratch = path.with_suffix(f".{os.getpid()}")
+            scratch.write_text(json.dumps(_measured[key].tolist()))
+            scratch.replace(path)
+    return _measured[key]
 
 
 @torch.no_grad()
