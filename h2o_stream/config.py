@@ -51,7 +51,7 @@ class PolicyDefaults:
         rule: ``module:class`` of the `Policy` that chooses among the unprotected tokens.
         draws: whether the rule draws, so that a seed makes a difference.
         budgets: whether every head keeps the same, or each by how far back it reaches, in the mean the same.
-        recall: weight of the long-term score beside the decaying one.
+        long_term: weight of the long-term score beside the decaying one.
     """
 
     heavy_share: float
@@ -61,13 +61,13 @@ class PolicyDefaults:
     rule: str
     draws: bool = False
     budgets: Budgets = "equal"
-    recall: float = 0.0
+    long_term: float = 0.0
 
 
 _RULES = "h2o_stream.cache.policies"
 
 POLICIES: dict[str, PolicyDefaults] = {
-    "h2o": PolicyDefaults(0.25, 4, 0.99, "gap", f"{_RULES}.recalled:Recalled", budgets="measured", recall=2.0),
+    "h2o": PolicyDefaults(0.25, 4, 0.99, "gap", f"{_RULES}.long_term:LongTerm", budgets="measured", long_term=2.0),
     "h2o-paper": PolicyDefaults(0.5, 0, 1.0, "rolling", f"{_RULES}.accumulated:Accumulated"),
     "tova": PolicyDefaults(1.0, 0, 1.0, "rolling", f"{_RULES}.tova:Tova"),
     "random": PolicyDefaults(0.5, 4, 1.0, "rolling", f"{_RULES}.random:Random", draws=True),
@@ -97,7 +97,7 @@ class CachePlan:
     kv_bits: int = 16
     seed: int = 0
     budgets: Budgets = "equal"
-    recall: float = 0.0
+    long_term: float = 0.0
 
     @property
     def residual(self) -> int:
@@ -130,8 +130,8 @@ class CacheConfig:
         seed: of a policy that draws; the others do not look at it.
         budgets: ``measured`` shares the slots of all heads out by how far back each of them reaches (`cache.budgets`),
             so that `window` and `heavy` are means; ``equal`` gives every head the same.
-        recall: weight of the long-term score of ``h2o``; 0 leaves the decaying score alone, which is the default with
-            fewer `kv_bits`, where four bytes a slot are many.
+        long_term: weight of the long-term score of ``h2o``; 0 leaves the decaying score alone, which is the default
+            with fewer `kv_bits`, where four bytes a slot are many.
 
     Raises:
         ConfigError: a value is outside its limits, naming value, limit and option.
@@ -150,7 +150,7 @@ class CacheConfig:
     recent_ratio: float | None = None
     seed: int = 0
     budgets: Budgets | None = None
-    recall: float | None = None
+    long_term: float | None = None
 
     def __post_init__(self) -> None:
         if self.policy not in POLICIES:
@@ -169,8 +169,8 @@ class CacheConfig:
                 raise ConfigError(f"{name} is {value}; --{name} must be at least {least}")
         if self.decay is not None and not 0 < self.decay <= 1:
             raise ConfigError(f"decay is {self.decay}; --decay must be above 0 and at most 1")
-        if self.recall is not None and not 0 <= self.recall < float("inf"):
-            raise ConfigError(f"recall is {self.recall}; --recall must be 0 or above")
+        if self.long_term is not None and not 0 <= self.long_term < float("inf"):
+            raise ConfigError(f"long_term is {self.long_term}; --long-term must be 0 or above")
         if self.kv_bits not in (None, *KV_BITS):
             raise ConfigError(f"kv_bits is {self.kv_bits}; --kv-bits takes one of {', '.join(map(str, KV_BITS))}")
         if self.policy == "full":
@@ -248,7 +248,7 @@ class CacheConfig:
             ConfigError: the distances asked for do not fit the model's positions.
         """
         defaults, kv_bits = POLICIES[self.policy], self.kv_bits or 16
-        recall = (defaults.recall if kv_bits == 16 else 0.0) if self.recall is None else self.recall
+        long_term = (defaults.long_term if kv_bits == 16 else 0.0) if self.long_term is None else self.long_term
         positions = self.positions or defaults.positions
         decay = defaults.decay if self.decay is None else self.decay
         fitting = DEFAULT_CHUNK if context is None else max(min(DEFAULT_CHUNK, context - self.window), 1)
@@ -279,7 +279,7 @@ class CacheConfig:
             kv_bits,
             self.seed,
             self.budgets or defaults.budgets,
-            recall,
+            long_term,
         )
 
 

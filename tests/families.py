@@ -176,7 +176,7 @@ STEPS = 12
 def rules_of(config: CacheConfig, family: Family) -> Rules:
     plan = config.plan(family.reach)
     return Rules(
-        plan.window, plan.heavy, plan.sinks, plan.decay, plan.positions, plan.span, RULES[plan.policy], plan.recall
+        plan.window, plan.heavy, plan.sinks, plan.decay, plan.positions, plan.span, RULES[plan.policy], plan.long_term
     )
 
 

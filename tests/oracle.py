@@ -24,7 +24,7 @@ class Kept:
     key: Tensor
     value: Tensor
     score: float = 0.0
-    recalled: float = 0.0
+    lasting: float = 0.0
 
 
 @dataclass
@@ -36,7 +36,7 @@ class Rules:
     positions: str = "rolling"
     span: int = 0
     rule: str = "accumulated"
-    recall: float = 0.0
+    long_term: float = 0.0
     limits: Callable[[int, int, int], int] | None = None
     recents: Callable[[int, int], int] | None = None
     """By layer, head and tokens seen, where windows differ; and the recent tokens of each layer and head."""
@@ -97,7 +97,7 @@ class Oracle:
                 received[: weights.shape[1]] += weights.sum(0).double() * rules.decay ** (new - 1 - i)
                 found[: weights.shape[1]] += weights.double().square().sum(0) * 0.999 ** (new - 1 - i)
             for token, gained, sharply in zip(held, received.tolist(), found.tolist(), strict=True):
-                token.recalled = token.recalled * 0.999**new + (sharply if token.index < self.seen - 64 else 0)
+                token.lasting = token.lasting * 0.999**new + (sharply if token.index < self.seen - 64 else 0)
                 token.score = gained + (0 if rules.rule == "tova" else token.score * rules.decay**new)
             if own_window is None:
                 lists[head] = self.evict(held, number, head, self.seen + new)
@@ -153,7 +153,7 @@ class Oracle:
         others = [token for token in old if token.index >= rules.sinks]
         rule = "recency" if rules.heavy == 0 else rules.rule
         worth = {
-            "accumulated": lambda token: token.score + rules.recall * token.recalled,
+            "accumulated": lambda token: token.score + rules.long_term * token.lasting,
             "tova": lambda token: token.score,
             "recency": lambda token: token.index,
             "random": lambda token: drawn(token.index, layer, head, seen),

@@ -114,7 +114,7 @@ def test_it_is_what_the_definitions_say(model: Any, positions: str, chunk: int, 
         0.9,
         positions,
         config.plan(256).span,
-        recall=2.0,
+        long_term=2.0,
         limits=lambda layer, head, seen: plans[BY_HEAD[layer][head]].held(seen),
         recents=recent,
     )

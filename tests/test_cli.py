@@ -87,6 +87,7 @@ class TestUsage:
             ("h2o-compare", ["recall", "--text", "x", "--distances", "far"], "--distances takes"),
             ("h2o-compare", ["summarize", "--requests", "x", "--chunk", "8"], "use --prefill chunked"),
             ("h2o-chat", ["--budgets", "fair"], "--budgets"),
+            ("h2o-chat", ["--long-term", "-1"], "--long-term must be 0 or above"),
         ],
     )
     def test_wrong_usage_is_2(self, command: str, arguments: list[str], words: str) -> None:

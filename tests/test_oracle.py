@@ -116,4 +116,4 @@ def test_far_past_the_span_and_the_context() -> None:
     for positions in ("gap", "rolling"):
         config = CacheConfig("h2o", 12, 4, 2, 0.9, positions, chunk=4)
         span = config.plan(32).span
-        assert compare(model, config, Rules(12, 4, 2, 0.9, positions, span, recall=2.0), tokens_of(3, 90), 60)
+        assert compare(model, config, Rules(12, 4, 2, 0.9, positions, span, long_term=2.0), tokens_of(3, 90), 60)

@@ -52,7 +52,7 @@ class SlotLayer(CacheLayerMixin):
         store: keys and values of S slots, one more than are held, un-rotated, or rotated at token indices with
             ``absolute``.
         scores: [B, Hkv, S] float32, -inf where empty.
-        recalled: [B, Hkv, S] float32 long-term scores, of a policy that has them.
+        lasting: [B, Hkv, S] float32 long-term scores, of a policy that has them.
         index: [B, Hkv, S] int32 token index in the row, -1 where empty.
         rank: [B, Hkv, S] int32, held keys newer than this one; S or more where empty.
         free: [B, Hkv, 1] int64, an empty slot for the next token to be kept.
@@ -97,8 +97,8 @@ class SlotLayer(CacheLayerMixin):
         else:
             self.store = QuantizedStore(key_states, value_states, slots, plan.kv_bits, plan.exact_sinks, plan.residual)
         self.scores = torch.empty(*rows, slots, dtype=torch.float32, device=self.device)
-        if self.policy.recalls:
-            self.recalled = torch.empty_like(self.scores)
+        if self.policy.long_term:
+            self.lasting = torch.empty_like(self.scores)
         self.index = torch.empty(*rows, slots, dtype=torch.int32, device=self.device)
         self.rank = torch.empty_like(self.index)
         self.free = torch.empty(*rows, 1, dtype=torch.int64, device=self.device)
@@ -227,12 +227,12 @@ class SlotLayer(CacheLayerMixin):
 
     @property
     def _books(self) -> tuple[str, ...]:
-        return (*_BOOKS, "recalled") if self.policy.recalls else _BOOKS
+        return (*_BOOKS, "lasting") if self.policy.long_term else _BOOKS
 
     @property
     def _held(self) -> Held:
         """The slots, as policies see them."""
-        return Held(self.scores, self.index, self.rank, self.seen, self.recalled if self.policy.recalls else None)
+        return Held(self.scores, self.index, self.rank, self.seen, self.lasting if self.policy.long_term else None)
 
     # attention
 
@@ -279,8 +279,8 @@ class SlotLayer(CacheLayerMixin):
         self.store.write(slot, key, value)
         self.index.scatter_(2, slot, self.seen.int().expand(slot.shape))
         self.scores.scatter_(2, slot, 0.0)
-        if self.policy.recalls:
-            self.recalled.scatter_(2, slot, 0.0)
+        if self.policy.long_term:
+            self.lasting.scatter_(2, slot, 0.0)
         self.rank += 1
         self.rank.scatter_(2, slot, 0)
         self.seen += 1
@@ -292,8 +292,8 @@ class SlotLayer(CacheLayerMixin):
         attention = Attention(probs, probs.new_zeros(1), 1)
         if self.policy.observes:
             self.scores = self.policy.observe(self.scores, attention)
-        if self.policy.recalls:
-            self.recalled = self.policy.recall(self.recalled, self._held, attention)
+        if self.policy.long_term:
+            self.lasting = self.policy.remember(self.lasting, self._held, attention)
         if isinstance(self.store, QuantizedStore):
             self._demote(self.store)
         self._evict()
@@ -303,8 +303,8 @@ class SlotLayer(CacheLayerMixin):
         """Vacate the seat of the next token: the oldest of the ring is encoded and moves to the free slot."""
         ring = self._ring(self.seen).expand_as(self.free)
         store.demote(ring, self.free, self.index >= 0)
-        if self.policy.recalls:
-            self.recalled.scatter_(2, self.free, self.recalled.gather(2, ring))
+        if self.policy.long_term:
+            self.lasting.scatter_(2, self.free, self.lasting.gather(2, ring))
         for book, empty in ((self.scores, -torch.inf), (self.index, -1), (self.rank, store.slots)):
             book.scatter_(2, self.free, book.gather(2, ring))
             book.scatter_(2, ring, empty)
@@ -335,8 +335,8 @@ class SlotLayer(CacheLayerMixin):
             index=torch.cat((self.index[..., :used], index), 2),
             rank=torch.cat((self.rank[..., :used] + count.int(), rank), 2),
             seen=self.seen + count,
-            recalled=torch.cat((self.recalled[..., :used], self.scores.new_zeros(there.shape)), 2)
-            if self.policy.recalls
+            lasting=torch.cat((self.lasting[..., :used], self.scores.new_zeros(there.shape)), 2)
+            if self.policy.long_term
             else None,
         )
         keys, values = torch.cat((keys, key), 2), torch.cat((values, value), 2)
@@ -347,8 +347,8 @@ class SlotLayer(CacheLayerMixin):
         attention = arrivals.attention(probs)
         if self.policy.observes:
             held = replace(held, scores=self.policy.observe(held.scores, attention))
-        if held.recalled is not None:
-            held = replace(held, recalled=self.policy.recall(held.recalled, held, attention))
+        if held.lasting is not None:
+            held = replace(held, lasting=self.policy.remember(held.lasting, held, attention))
         keep, index = select(self.policy.worth(held, self.budget), held.index, self._limits)
         self._hold(keep, index, keys, values, held)
         return output
@@ -372,8 +372,8 @@ class SlotLayer(CacheLayerMixin):
 
         self.index = placed(index, -1)
         self.scores = placed(held.scores.gather(2, keep), -torch.inf)
-        if held.recalled is not None:
-            self.recalled = placed(held.recalled.gather(2, keep), 0.0)
+        if held.lasting is not None:
+            self.lasting = placed(held.lasting.gather(2, keep), 0.0)
         self.rank = placed((n - 1 - order).int().expand_as(keep), slots)
         self.free.fill_(max(n + 1, store.exact) if store.exact else n)
         self._filled = n
@@ -391,8 +391,8 @@ class SlotLayer(CacheLayerMixin):
         """Mark every slot as empty."""
         self.index.fill_(-1)
         self.scores.fill_(-torch.inf)
-        if self.policy.recalls:
-            self.recalled.fill_(0.0)
+        if self.policy.long_term:
+            self.lasting.fill_(0.0)
         self.rank.fill_(self.store.slots)
         self.free.fill_(self.store.exact)
 

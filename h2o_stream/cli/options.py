@@ -129,8 +129,8 @@ class CacheOptions:
         Budgets | None,
         _cache("--budgets", help="Windows of the heads: measured or equal. (default: measured for h2o, else equal)"),
     ] = None
-    recall: Annotated[
-        float | None, _cache("--recall", help="h2o: weight of the long-term score. (default: by policy)")
+    long_term: Annotated[
+        float | None, _cache("--long-term", help="h2o: weight of the long-term score. (default: by policy)")
     ] = None
 
     def cache_config(self, policy: str, window: int) -> CacheConfig:
@@ -159,7 +159,7 @@ class CacheOptions:
             self.heavy_ratio,
             self.recent_ratio,
             budgets=self.budgets,
-            recall=self.recall,
+            long_term=self.long_term,
         )
 
 

@@ -37,14 +37,14 @@ class Held:
         index: [B, Hkv, K] integer, the token's index in its row; -1 where the place is empty.
         rank: [B, Hkv, K] integer, held tokens newer than it.
         seen: [B, 1, 1] int64, tokens seen by each row.
-        recalled: [B, Hkv, K] float32, the long-term scores of a policy that has them.
+        lasting: [B, Hkv, K] float32, the long-term scores of a policy that has them.
     """
 
     scores: Tensor
     index: Tensor
     rank: Tensor
     seen: Tensor
-    recalled: Tensor | None = None
+    lasting: Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -71,8 +71,8 @@ class Policy(ABC):
     observes: bool = True
     """Whether `observe` wants the attention of every forward."""
 
-    recalls: bool = False
-    """Whether there is a second, long-term score, kept by `recall`."""
+    long_term: bool = False
+    """Whether there is a second, long-term score, kept by `remember`."""
 
     def __init__(self, plan: CachePlan, layer: int = 0) -> None:
         self.plan = plan
@@ -90,18 +90,18 @@ class Policy(ABC):
         """
         return scores
 
-    def recall(self, recalled: Tensor, held: Held, attention: Attention) -> Tensor:
+    def remember(self, lasting: Tensor, held: Held, attention: Attention) -> Tensor:
         """Long-term scores after the attention of the new tokens.
 
         Args:
-            recalled: [B, Hkv, K] float32, zero for the new tokens and where a place is empty.
+            lasting: [B, Hkv, K] float32, zero for the new tokens and where a place is empty.
             held: the places; `seen` counts the new tokens.
             attention: what the new tokens looked at.
 
         Returns:
             [B, Hkv, K] float32, a new tensor.
         """
-        return recalled
+        return lasting
 
     def protected(self, held: Held, budget: Budget) -> Tensor:
         """Which places may not be evicted, [B, Hkv, K] bool; what it says of empty places is of no account."""

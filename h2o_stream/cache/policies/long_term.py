@@ -15,7 +15,7 @@ DECAY = 0.999
 """Factor on the long-term score per token seen."""
 
 
-class Recalled(Accumulated):
+class LongTerm(Accumulated):
     """Decayed sums as in `Accumulated`, and beside them a score that lasts ten times as long.
 
     What is quoted once is quoted again: the long-term score sums the squares of the attention that comes from afar, so
@@ -24,18 +24,18 @@ class Recalled(Accumulated):
 
     def __init__(self, plan: CachePlan, layer: int = 0) -> None:
         super().__init__(plan, layer)
-        self.recalls = plan.recall > 0
+        self.long_term = plan.long_term > 0
 
-    def recall(self, recalled: Tensor, held: Held, attention: Attention) -> Tensor:
-        """Decay what was there, add the squares of what old tokens receive; see `Policy.recall`."""
+    def remember(self, lasting: Tensor, held: Held, attention: Attention) -> Tensor:
+        """Decay what was there, add the squares of what old tokens receive; see `Policy.remember`."""
         old = held.index < held.seen - attention.new - FAR
         squares = attention.probs.square()
         if isinstance(attention.new, int) and attention.new == 1:
             received = squares.sum((2, 3))
         else:
             received = ((DECAY**attention.later).unsqueeze(-2) @ squares).squeeze(-2).sum(2)
-        return received.mul_(old).add_(recalled * DECAY**attention.new)
+        return received.mul_(old).add_(lasting * DECAY**attention.new)
 
     def priority(self, held: Held) -> Tensor:
         """Both scores."""
-        return held.scores if held.recalled is None else held.scores + self.plan.recall * held.recalled
+        return held.scores if held.lasting is None else held.scores + self.plan.long_term * held.lasting
