@@ -18,6 +18,7 @@ from h2o_stream.cache import reach
 from h2o_stream.cache.budgets import HeadGroup, schedules, windows
 from h2o_stream.cache.groups import GroupedLayer
 from h2o_stream.cache.state import sealed
+from h2o_stream.compare.heavy_hitters import observe
 from h2o_stream.config import MIN_EVICTABLE
 from h2o_stream.models.load import LoadedModel
 from tests.conftest import make_llama
@@ -251,9 +252,36 @@ class TestMeasured:
                 assert {layer.schedule.window for layer in cache.layers} == {256}
 
 
+def test_the_attention_that_falls_on_what_is_held(model: Any) -> None:
+    *_, layers = observe(model, TOKENS[0].tolist(), [config_of(), CacheConfig("sink", WINDOW)], 7)
+    assert isinstance(layers, list)
+    assert all(0 < layer.mass["h2o"] < 1 and 0 < layer.mass["sink"] < 1 for layer in layers)
+
+
+def test_a_forward_that_failed_in_a_group_is_noticed(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    with attach(model, config_of()) as cache:
+        model(TOKENS, past_key_values=cache)
+        last = cache.layers[2].parts[1]
+        monkeypatch.setattr(last, "attend", lambda *_: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            model(TOKENS[:, :1], past_key_values=cache)
+        monkeypatch.undo()
+        with pytest.raises(H2OStreamError, match="cut off halfway"):
+            model(TOKENS[:, :1], past_key_values=cache)
+
+
+def test_statistics_are_means_over_heads(model: Any) -> None:
+    with attach(model, config_of()) as cache:
+        model(TOKENS, past_key_values=cache)
+        statistics = cache.statistics()
+        assert [layer.layer for layer in statistics] == [0, 1, 2]
+        assert [len(layer.scores) for layer in statistics] == [max(sizes) for sizes in BY_HEAD]
+        assert all(0 < layer.mass < 1 and 0 <= layer.sparsity < 1 for layer in statistics)
+
+
 def parts(cache: Any) -> list[tuple[Any, Any]]:
     """Every group of heads, with its heads."""
     found = []
     for layer in cache.layers:
-        found += zip(layer.groups, layer.heads, strict=True) if isinstance(layer, GroupedLayer) else [(layer, range(3))]
+        found += zip(layer.parts, layer.heads, strict=True) if isinstance(layer, GroupedLayer) else [(layer, range(3))]
     return found

@@ -20,7 +20,7 @@ class GroupedLayer(CacheLayerMixin):
     """Groups of KV heads that share a window.
 
     Args:
-        groups: the slots of every group.
+        parts: the slots of every group.
         heads: the KV heads of every group, together all heads of the layer.
         device: where the layer computes.
     """
@@ -29,19 +29,17 @@ class GroupedLayer(CacheLayerMixin):
     is_compileable = False
     supports_early_init = False
 
-    def __init__(
-        self, groups: Sequence[SlotLayer], heads: Sequence[Sequence[int]], device: torch.device | None
-    ) -> None:
+    def __init__(self, parts: Sequence[SlotLayer], heads: Sequence[Sequence[int]], device: torch.device | None) -> None:
         super().__init__()
-        self.groups = tuple(groups)
+        self.parts = tuple(parts)
         self.heads = tuple(torch.tensor(own, device=device) for own in heads)
 
     # transformers' interface: what is said to the layer is said to every group
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         """See `SlotLayer.lazy_initialization`."""
-        for group, own in zip(self.groups, self.heads, strict=True):
-            group.lazy_initialization(key_states[:, own], value_states[:, own])
+        for part, own in zip(self.parts, self.heads, strict=True):
+            part.lazy_initialization(key_states[:, own], value_states[:, own])
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         """See `SlotLayer.update`."""
@@ -61,18 +59,18 @@ class GroupedLayer(CacheLayerMixin):
 
     def reset(self) -> None:
         """Forget the stream and release the slots."""
-        for group in self.groups:
-            group.reset()
+        for part in self.parts:
+            part.reset()
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         """See `SlotLayer.reorder_cache`."""
-        for group in self.groups:
-            group.reorder_cache(beam_idx)
+        for part in self.parts:
+            part.reorder_cache(beam_idx)
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         """Every row becomes `repeats` rows."""
-        for group in self.groups:
-            group.batch_repeat_interleave(repeats)
+        for part in self.parts:
+            part.batch_repeat_interleave(repeats)
 
     def batch_select_indices(self, indices: Tensor) -> None:
         """Keep the rows at `indices`."""
@@ -80,33 +78,33 @@ class GroupedLayer(CacheLayerMixin):
 
     def crop(self, tokens_to_remove: int) -> None:
         """Refused: see `SlotLayer.crop`."""
-        self.groups[0].crop(tokens_to_remove)
+        self.parts[0].crop(tokens_to_remove)
 
     # what is held
 
     @property
     def columns(self) -> int:
-        """See `SlotLayer`; of the group that has seen least, which is the one that failed if one did."""
-        return min(group.columns for group in self.groups)
+        """See `SlotLayer`."""
+        return self.parts[0].columns
 
     @property
     def lengths(self) -> tuple[int, ...]:
         """See `SlotLayer`."""
-        return self.groups[0].lengths
+        return self.parts[0].lengths
 
     @property
     def dtype(self) -> torch.dtype:
         """Of keys and values, once there are any."""
-        return self.groups[0].dtype
+        return self.parts[0].dtype
 
     @property
     def nbytes(self) -> int:
         """Bytes of everything allocated for this layer."""
-        return sum(group.nbytes for group in self.groups)
+        return sum(part.nbytes for part in self.parts)
 
     def kept(self) -> Tensor:
         """[B, Hkv, n] int64 token indices, oldest first; heads and rows that hold fewer have -1 in front."""
-        held = [group.kept() for group in self.groups]
+        held = [part.kept() for part in self.parts]
         rows, device = held[0].shape[0], held[0].device
         heads, most = sum(map(len, self.heads)), max(part.shape[-1] for part in held)
         kept = torch.full((rows, heads, most), -1, dtype=torch.int64, device=device)
@@ -119,13 +117,13 @@ class GroupedLayer(CacheLayerMixin):
         """Everything allocated, by group and name."""
         return {
             f"{number}.{name}": tensor
-            for number, group in enumerate(self.groups)
-            for name, tensor in group.tensors().items()
+            for number, part in enumerate(self.parts)
+            for name, tensor in part.tensors().items()
         }
 
     def statistics(self, number: int) -> LayerStatistics:
         """What the attention of this layer, called `number`, looks like; means over its heads."""
-        parts = [group.statistics(number) for group in self.groups]
+        parts = [part.statistics(number) for part in self.parts]
         sizes = [len(own) / sum(map(len, self.heads)) for own in self.heads]
 
         def mean(values: Sequence[float]) -> float:
@@ -139,10 +137,10 @@ class GroupedLayer(CacheLayerMixin):
 
     def load(self, tensors: Mapping[str, Tensor], columns: int, device: torch.device | None) -> None:
         """See `SlotLayer.load`."""
-        for number, group in enumerate(self.groups):
+        for number, part in enumerate(self.parts):
             prefix = f"{number}."
             own = {name.removeprefix(prefix): t for name, t in tensors.items() if name.startswith(prefix)}
-            group.load(own, columns, device)
+            part.load(own, columns, device)
 
     # attention
 
@@ -153,7 +151,7 @@ class GroupedLayer(CacheLayerMixin):
         batch, query_heads, new, _ = query.shape
         query = query.unflatten(1, (key.shape[1], -1))
         output = value.new_empty(batch, new, *query.shape[1:3], value.shape[-1], dtype=query.dtype)
-        for group, own in zip(self.groups, self.heads, strict=True):
-            part = group.attend(query[:, own].flatten(1, 2), key[:, own], value[:, own], products, padding)
-            output[:, :, own] = part.unflatten(2, (len(own), -1))
+        for part, own in zip(self.parts, self.heads, strict=True):
+            mixed = part.attend(query[:, own].flatten(1, 2), key[:, own], value[:, own], products, padding)
+            output[:, :, own] = mixed.unflatten(2, (len(own), -1))
         return output.view(batch, new, query_heads, -1)

@@ -100,9 +100,9 @@ def _known(model: PreTrainedModel, hidden_from: Sequence[int | None]) -> Tensor:
     name = hashlib.sha256(key.encode()).hexdigest()[:16]
     path = cache_folder() / "reach" / f"{name}.json"
     with suppress(OSError, ValueError, TypeError, RuntimeError):
-        _measured[key] = torch.tensor(json.loads(path.read_text()), dtype=torch.float32)
-        if _measured[key].dim() == 2 and len(_measured[key]) == len(hidden_from):
-            return _measured[key]
+        found = torch.tensor(json.loads(path.read_text()), dtype=torch.float32)
+        if found.dim() == 2 and len(found) == len(hidden_from):
+            return _measured.setdefault(key, found)
     begun = time.perf_counter()
     _measured[key] = _attention_to_copy(model, hidden_from)
     if time.perf_counter() - begun > _LONG_S:

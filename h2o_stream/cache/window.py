@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from statistics import StatisticsError, fmean
 from typing import Any
@@ -41,6 +41,10 @@ class LayerSpec:
     hidden_from: int | None = None
     device: torch.device | None = None
     groups: tuple[HeadGroup, ...] = (HeadGroup(),)
+
+
+def _slots(layers: Iterable[SlotLayer | GroupedLayer]) -> list[SlotLayer]:
+    return [part for layer in layers for part in (layer.parts if isinstance(layer, GroupedLayer) else (layer,))]
 
 
 class H2OCache(Cache):
@@ -105,8 +109,7 @@ class H2OCache(Cache):
     @property
     def evicting(self) -> list[SlotLayer]:
         """The slots that follow the plan: one for each group of heads."""
-        layers = [self.layers[number] for number in self.evicting_numbers]
-        return [part for layer in layers for part in (layer.groups if isinstance(layer, GroupedLayer) else (layer,))]
+        return _slots(self.layers[number] for number in self.evicting_numbers)
 
     @property
     def seen_tokens(self) -> int:
@@ -350,7 +353,7 @@ class H2OCache(Cache):
         if tokens is None:
             tokens = kwargs["inputs_embeds"]
         batch, new = tokens.shape[:2]
-        if len({layer.columns for layer in self.layers}) > 1:
+        if len({slots.columns for slots in _slots(self.layers)}) > 1:
             raise H2OStreamError("the last forward was cut off halfway; reset() the cache to start a new stream")
         if not self._resolved:
             self.begin(new)

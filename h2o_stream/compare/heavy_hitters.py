@@ -114,7 +114,7 @@ class _Watch:
 
     Attributes:
         window: of the policies.
-        kept: by policy and chunk, [Hkv, n] token indices held after that chunk.
+        kept: by policy and chunk, [Hkv, n] token indices held after that chunk, -1 where a head holds fewer.
     """
 
     window: int
@@ -144,8 +144,9 @@ class _Watch:
     def _judge(self, probs: Tensor, start: int) -> None:
         """How much of the attention [Hkv, G, Q, K] falls on what was held before `start`, and on the chunk itself."""
         for name, steps in self.kept.items():
-            held = torch.zeros(probs.shape[0], probs.shape[-1], device=probs.device)
-            held.scatter_(1, steps[self.chunks - 1].long(), 1.0)
+            kept, places = steps[self.chunks - 1].long(), probs.shape[-1]
+            held = torch.zeros(probs.shape[0], places + 1, device=probs.device)
+            held = held.scatter_(1, kept.where(kept >= 0, places), 1.0)[:, :places]
             held[:, start:] = 1.0
             self._add(name, (probs * held[:, None, None]).sum(-1))
         own = probs[..., start:].sum(-1)
