@@ -67,7 +67,7 @@ class PolicyDefaults:
 _RULES = "h2o_stream.cache.policies"
 
 POLICIES: dict[str, PolicyDefaults] = {
-    "h2o": PolicyDefaults(0.25, 4, 0.99, "gap", f"{_RULES}.long_term:LongTerm", budgets="measured", long_term=2.0),
+    "h2o": PolicyDefaults(0.5, 4, 0.99, "gap", f"{_RULES}.long_term:LongTerm", budgets="measured", long_term=2.0),
     "h2o-paper": PolicyDefaults(0.5, 0, 1.0, "rolling", f"{_RULES}.accumulated:Accumulated"),
     "tova": PolicyDefaults(1.0, 0, 1.0, "rolling", f"{_RULES}.tova:Tova"),
     "random": PolicyDefaults(0.5, 4, 1.0, "rolling", f"{_RULES}.random:Random", draws=True),

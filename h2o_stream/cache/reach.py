@@ -38,7 +38,7 @@ _PERIOD = 256
 _ROWS = 2
 """Random sequences."""
 
-_FLOOR = 0.3
+_FLOOR = 0.5
 """Part of an equal window that every head keeps."""
 
 _NOTICEABLE = 0.2
