@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,8 +11,8 @@ import torch
 
 from h2o_stream.compare.bootstrap import paired_difference
 from h2o_stream.compare.recall import ask, plan_questions
-from h2o_stream.compare.results import Results
-from h2o_stream.config import CacheConfig
+from h2o_stream.compare.results import Results, identity
+from h2o_stream.config import POLICIES, CacheConfig
 from h2o_stream.errors import ConfigError, DataError
 from h2o_stream.models.load import LoadedModel
 
@@ -62,6 +63,15 @@ class TestResults:
     def test_a_folder_that_cannot_be_made(self) -> None:
         with pytest.raises(DataError, match="--out /proc/nothing"):
             Results(Path("/proc/nothing"))
+
+
+def test_a_figure_is_another_one_when_a_default_changes(tiny: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Found when a comparison went on with the figures of a former default."""
+    before = identity(tiny, CacheConfig())
+    assert identity(tiny, CacheConfig()) == before
+    assert identity(tiny, CacheConfig(decay=0.5)) != before
+    monkeypatch.setitem(POLICIES, "h2o", replace(POLICIES["h2o"], heavy_share=0.1))
+    assert identity(tiny, CacheConfig()) != before
 
 
 class TestRecall:

@@ -6,6 +6,8 @@ import hashlib
 import json
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import asdict
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +15,9 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
+from h2o_stream.cache.state import model_digest
+from h2o_stream.cache.support import check_supported
+from h2o_stream.config import CacheConfig
 from h2o_stream.errors import DataError
 
 
@@ -37,6 +42,17 @@ def make_folder(folder: Path) -> None:
     """
     with writing(folder):
         folder.mkdir(parents=True, exist_ok=True)
+
+
+def identity(model: Any, config: CacheConfig) -> dict[str, Any]:
+    """What a figure is a figure of: model, dtype, the policy as asked for and as this version understands it."""
+    return {
+        "model": model_digest(model),
+        "dtype": str(model.dtype),
+        "config": asdict(config),
+        "plan": asdict(check_supported(type(model), model.config, config)),
+        "version": version("h2o-stream"),
+    }
 
 
 class Results:

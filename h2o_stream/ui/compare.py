@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from rich.progress import Progress
 
-from h2o_stream.cache.state import model_digest
 from h2o_stream.compare.bootstrap import Interval, paired_difference
 from h2o_stream.compare.nll import NllResult, read_tokens, stream_nll, within_context
-from h2o_stream.compare.results import Results, writing
+from h2o_stream.compare.results import Results, identity, writing
 from h2o_stream.config import CacheConfig, ModelConfig
 from h2o_stream.models.load import load
 from h2o_stream.session.records import Records, run_record
@@ -96,14 +95,13 @@ def compare_nll(
         )
     )
     cells: list[_Cell] = []
-    identity = {"model": model_digest(loaded.model), "dtype": str(loaded.model.dtype)}
     with progress_bars(terminal) as progress:
         for path, stream in streams.items():
             full: NllResult | None = None
             for config in configs:
                 fed = within_context(loaded.model, config, stream)
                 digest = hashlib.sha256(str(list(fed)).encode()).hexdigest()
-                key = {"what": "nll", **identity, "tokens": digest, "config": asdict(config)}
+                key = {"what": "nll", "tokens": digest, **identity(loaded.model, config)}
                 label = f"{path.name} {config.policy} {config.window if config.policy != 'full' else ''}"
                 result = _measured(loaded.model, config, fed, results, key, progress, label)
                 full = result if config.policy == "full" else full

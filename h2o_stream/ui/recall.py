@@ -4,17 +4,15 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from rich.progress import Progress
 from torch import Tensor
 
-from h2o_stream.cache.state import model_digest
 from h2o_stream.compare.nll import read_tokens
 from h2o_stream.compare.recall import Plan, ask, check_context, plan_questions
-from h2o_stream.compare.results import Results, writing
+from h2o_stream.compare.results import Results, identity, writing
 from h2o_stream.config import CacheConfig, ModelConfig
 from h2o_stream.models.load import load
 from h2o_stream.session.records import Records, run_record
@@ -69,12 +67,11 @@ def compare_recall(
             seed=[config.seed for config in configs],
         )
     )
-    identity = {"model": model_digest(loaded.model), "dtype": str(loaded.model.dtype)}
     digest = hashlib.sha256(str(plan).encode()).hexdigest()
     margins: list[Tensor] = []
     with progress_bars(terminal) as progress:
         for config in configs:
-            key = {"what": "recall", **identity, "plan": digest, "config": asdict(config)}
+            key = {"what": "recall", "questions": digest, **identity(loaded.model, config)}
             margins.append(_measured(loaded.model, config, plan, results, key, progress))
     passed = margins[0] > 0
     rows = []

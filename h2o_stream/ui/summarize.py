@@ -9,8 +9,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from h2o_stream.cache.state import model_digest
-from h2o_stream.compare.results import make_folder, writing
+from h2o_stream.compare.results import identity, make_folder, writing
 from h2o_stream.compare.summarize import ROUGE, Prediction, Rouge, answer, encode
 from h2o_stream.config import AnswerConfig, CacheConfig, ModelConfig
 from h2o_stream.errors import DataError
@@ -69,12 +68,11 @@ def compare_summaries(
             **asdict(how),
         )
     )
-    identity = {"model": model_digest(loaded.model), "dtype": str(loaded.model.dtype), **asdict(how)}
     rows: list[dict[str, Any]] = []
     with progress_bars(terminal) as progress:
         for config in configs:
             label = config.policy if config.policy == "full" else f"{config.policy} {config.window}"
-            kept = _Predictions(out, label, {**identity, "config": asdict(config)}, requests)
+            kept = _Predictions(out, label, {**asdict(how), **identity(loaded.model, config)}, requests)
             task = progress.add_task(label, total=len(requests), completed=len(kept.made))
             todo = [index for index in range(len(requests)) if index not in kept.made]
             for part in answer(loaded.model, loaded.tokenizer, config, requests, prompts, todo, how, rouge):
