@@ -7,7 +7,7 @@ At rest at most W slots are held and `free` names one that is not. A decode step
 attends, updates the scores and evicts one slot, which is the next free one; nothing is copied or grown.
 A prefill takes the prompt in chunks: attend to what is held and to the chunk, then keep W of both.
 The two are the same rule, "append, attend, keep", and give the same result token by token. A layer whose window is
-not the common one (`cache.budgets`) takes the second way, token by token, while it changes its size.
+not the common one (`cache.budgets`) takes the second way now and then while it changes its size, to allocate anew.
 """
 
 from __future__ import annotations
@@ -170,13 +170,15 @@ class SlotLayer(CacheLayerMixin):
 
     @property
     def _in_place(self) -> bool:
-        """Whether the next token of every row finds its slot, with nothing to be allocated or left vacant."""
+        """Whether the next token of every row finds its slot, all rows evict alike and nothing is to be allocated."""
         schedule, room = self.schedule, self.store.slots - self._spare
         if schedule.fixed:
             return True
-        if max(self.lengths) < schedule.common:
-            return room == schedule.common
-        return min(self.lengths) >= schedule.settled and room == schedule.window
+        after = [length + 1 for length in self.lengths]
+        held = [schedule.held(length) for length in after]
+        alike = len({before - now for before, now in zip(self._limits, held, strict=True)}) == 1
+        fits = max(held) <= room and (max(after) <= schedule.common or max(held) > room - _BLOCK)
+        return alike and fits and schedule.settled not in after
 
     @property
     def nbytes(self) -> int:
@@ -296,7 +298,8 @@ class SlotLayer(CacheLayerMixin):
             self.lasting = self.policy.remember(self.lasting, self._held, attention)
         if isinstance(self.store, QuantizedStore):
             self._demote(self.store)
-        self._evict()
+        length = self.lengths[0]
+        self._evict(self.schedule.held(length - 1) + 1 - self.schedule.held(length))
         return output
 
     def _demote(self, store: QuantizedStore) -> None:
@@ -314,15 +317,21 @@ class SlotLayer(CacheLayerMixin):
         sinks = self.store.sinks
         return torch.where((index >= 0) & (index < sinks), index, sinks + (index - sinks) % self.store.residual)
 
-    def _evict(self) -> None:
-        """Make the slot worth least, or an empty one, the free slot; sinks and the ring of new tokens are not asked."""
+    def _evict(self, count: int) -> None:
+        """Evict the `count` tokens worth least and make the last one's slot the free slot, or find an empty one.
+
+        Sinks and the ring of new tokens are not asked. In a window of one size an empty slot is always taken first.
+        """
         first = self.store.exact
-        worth = self.policy.worth(self._held, self.budget)
-        self.free = worth[..., first:].argmin(-1, keepdim=True) + first
-        self.rank -= (self.rank > self.rank.gather(2, self.free)).int()
-        self.rank.scatter_(2, self.free, self.store.slots)
-        self.index.scatter_(2, self.free, -1)
-        self.scores.scatter_(2, self.free, -torch.inf)
+        for _ in range(max(count, 1)):
+            worth = self.policy.worth(self._held, self.budget)
+            if count and not self.schedule.fixed:
+                worth.masked_fill_(self.index < 0, torch.inf)
+            self.free = worth[..., first:].argmin(-1, keepdim=True) + first
+            self.rank -= (self.rank > self.rank.gather(2, self.free)).int()
+            self.rank.scatter_(2, self.free, self.store.slots)
+            self.index.scatter_(2, self.free, -1)
+            self.scores.scatter_(2, self.free, -torch.inf)
 
     def _prefill(self, query: Tensor, key: Tensor, value: Tensor, arrivals: Arrivals, products: Products) -> Tensor:
         keys, values = self.store.read_exactly(self._filled)
@@ -403,7 +412,7 @@ class SlotLayer(CacheLayerMixin):
         keys, values = keys.to(query.dtype), values.to(query.dtype)
         if self.table is not None:
             query, keys = rotate(query, keys, held, arrivals, self.plan, self.table)
-        vacant = min(*self.lengths, self.schedule.window + 1) < keys.shape[2] or not self._in_place
+        vacant = min(self.schedule.held(length - 1) for length in self.lengths) + 1 < keys.shape[2]
         seeing_all = arrivals.new == 1 and self.sliding is None and not vacant
         hidden = None if seeing_all else hide(held, arrivals, self.sliding)
         output, probs = weigh(query, keys, values, arrivals, hidden, products)
