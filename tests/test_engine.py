@@ -340,6 +340,6 @@ def test_budgets_that_do_not_fit_the_model(settings: dict[str, Any], words: str)
 
 def test_the_default_plan() -> None:
     plan = CacheConfig().plan(8192)
-    assert (plan.sinks, plan.heavy, plan.recent, plan.decay, plan.positions) == (4, 63, 189, 0.99, "gap")
+    assert (plan.sinks, plan.heavy, plan.recent, plan.decay, plan.positions) == (4, 126, 126, 0.99, "gap")
     assert plan.span + plan.window + plan.chunk == 8192
     assert CacheConfig("h2o-paper", 256, heavy=128).plan(8192).recent == 128

@@ -102,7 +102,7 @@ def test_budgets_of_every_policy() -> None:
         for plan in [CacheConfig(name, 100).plan()]
     }
     assert budgets == {
-        "h2o": (4, 24, 72, "gap"),
+        "h2o": (4, 48, 48, "gap"),
         "h2o-paper": (0, 50, 50, "rolling"),
         "tova": (0, 99, 1, "rolling"),
         "random": (4, 48, 48, "rolling"),
