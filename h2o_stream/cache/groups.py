@@ -12,6 +12,7 @@ from transformers.cache_utils import CacheLayerMixin
 
 from h2o_stream.cache.padding import Padding
 from h2o_stream.cache.slots import SlotLayer
+from h2o_stream.cache.state import within
 from h2o_stream.cache.statistics import LayerStatistics, power_law
 from h2o_stream.cache.weigh import Products
 
@@ -138,9 +139,7 @@ class GroupedLayer(CacheLayerMixin):
     def load(self, tensors: Mapping[str, Tensor], columns: int, device: torch.device | None) -> None:
         """See `SlotLayer.load`."""
         for number, part in enumerate(self.parts):
-            prefix = f"{number}."
-            own = {name.removeprefix(prefix): t for name, t in tensors.items() if name.startswith(prefix)}
-            part.load(own, columns, device)
+            part.load(within(tensors, number), columns, device)
 
     # attention
 

@@ -62,6 +62,12 @@ def check_seal(state: Mapping[str, Tensor], fingerprint: Mapping[str, Any]) -> N
             raise H2OStreamError(f"the state belongs to another {name}: {theirs.get(name)}, and this is {value}")
 
 
+def within(state: Mapping[str, Tensor], number: int) -> dict[str, Tensor]:
+    """The tensors of one numbered part of a state, by their names in it."""
+    prefix = f"{number}."
+    return {name.removeprefix(prefix): tensor for name, tensor in state.items() if name.startswith(prefix)}
+
+
 def taken(state: Mapping[str, Tensor], name: str, like: Tensor | None = None) -> Tensor:
     """One tensor of a state, on the device of `like` and checked to be of its shape and type.
 

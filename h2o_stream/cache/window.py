@@ -18,7 +18,7 @@ from h2o_stream.cache.padding import Padding
 from h2o_stream.cache.policies import Budget, make_policy, merged
 from h2o_stream.cache.rope import RotaryTable
 from h2o_stream.cache.slots import SlotLayer
-from h2o_stream.cache.state import FINGERPRINT, check_seal, sealed, taken, unsealed
+from h2o_stream.cache.state import FINGERPRINT, check_seal, sealed, taken, unsealed, within
 from h2o_stream.cache.statistics import LayerStatistics
 from h2o_stream.config import DEFAULT_WINDOW, MIN_EVICTABLE, CacheConfig
 from h2o_stream.errors import ConfigError, H2OStreamError
@@ -313,9 +313,7 @@ class H2OCache(Cache):
         try:
             self._take_budgets(unsealed(state, "budgets"))
             for number, (layer, spec) in enumerate(zip(self.layers, self._specs, strict=True)):
-                prefix = f"{number}."
-                own = {name.removeprefix(prefix): t for name, t in state.items() if name.startswith(prefix)}
-                layer.load(own, columns, spec.device)
+                layer.load(within(state, number), columns, spec.device)
         except H2OStreamError:
             self.reset()
             raise

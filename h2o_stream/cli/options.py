@@ -210,7 +210,6 @@ class SystemOptions:
     ] = None
     at_context: Annotated[
         AtContext,
-        Budgets,
         _talk("--at-context", help="Original positions past the model's context: go on or end there."),
     ] = "continue"
 
