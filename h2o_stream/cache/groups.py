@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
-from transformers.cache_utils import CacheLayerMixin
 
+from h2o_stream.cache.endless import EndlessLayer
 from h2o_stream.cache.padding import Padding
 from h2o_stream.cache.slots import SlotLayer
 from h2o_stream.cache.state import within
@@ -17,7 +16,7 @@ from h2o_stream.cache.statistics import LayerStatistics, power_law
 from h2o_stream.cache.weigh import Products
 
 
-class GroupedLayer(CacheLayerMixin):
+class GroupedLayer(EndlessLayer):
     """Groups of KV heads that share a window.
 
     Args:
@@ -25,10 +24,6 @@ class GroupedLayer(CacheLayerMixin):
         heads: the KV heads of every group, together all heads of the layer.
         device: where the layer computes.
     """
-
-    is_sliding = False
-    is_compileable = False
-    supports_early_init = False
 
     def __init__(self, parts: Sequence[SlotLayer], heads: Sequence[Sequence[int]], device: torch.device | None) -> None:
         super().__init__()
@@ -42,21 +37,9 @@ class GroupedLayer(CacheLayerMixin):
         for part, own in zip(self.parts, self.heads, strict=True):
             part.lazy_initialization(key_states[:, own], value_states[:, own])
 
-    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        """See `SlotLayer.update`."""
-        return key_states, value_states
-
     def get_seq_length(self) -> int:
         """See `SlotLayer.get_seq_length`."""
         return self.columns
-
-    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        """See `SlotLayer.get_mask_sizes`."""
-        return query_length, 0
-
-    def get_max_length(self) -> int:
-        """No limit: the stream is endless."""
-        return -1
 
     def reset(self) -> None:
         """Forget the stream and release the slots."""

@@ -19,9 +19,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers.cache_utils import CacheLayerMixin
 
 from h2o_stream.cache.budgets import Schedule
+from h2o_stream.cache.endless import EndlessLayer
 from h2o_stream.cache.padding import Padding
 from h2o_stream.cache.policies import Attention, Budget, Held, Policy, select
 from h2o_stream.cache.rope import RotaryTable
@@ -38,7 +38,7 @@ _BLOCK = 32
 """Slots by which a layer grows or shrinks while it changes its size."""
 
 
-class SlotLayer(CacheLayerMixin):
+class SlotLayer(EndlessLayer):
     """Fixed slots of one layer.
 
     Args:
@@ -64,10 +64,6 @@ class SlotLayer(CacheLayerMixin):
         groups: query heads per KV head; 0 before the first token.
         watch: is shown the attention of each part that has no padding; see `SparsityMeter`.
     """
-
-    is_sliding = False
-    is_compileable = False
-    supports_early_init = False
 
     def __init__(self, plan: CachePlan, policy: Policy, table: RotaryTable | None, sliding: int | None = None) -> None:
         super().__init__()
@@ -108,21 +104,9 @@ class SlotLayer(CacheLayerMixin):
         self._filled = 0
         self._vacate()
 
-    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        """Hand the new keys and values on: `attend` stores them once their attention is known."""
-        return key_states, value_states
-
     def get_seq_length(self) -> int:
         """Columns seen, evicted ones and padding included: what `generate` counts with."""
         return self.columns
-
-    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        """(length, offset) of a mask; ours are made in `attend`."""
-        return query_length, 0
-
-    def get_max_length(self) -> int:
-        """No limit: the stream is endless."""
-        return -1
 
     def reset(self) -> None:
         """Forget the stream and release the slots."""

@@ -11,9 +11,10 @@ from typing import Any
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
-from transformers.cache_utils import Cache, CacheLayerMixin
+from transformers.cache_utils import Cache
 
 from h2o_stream.cache.attention import ATTENTION_NAME
+from h2o_stream.cache.endless import EndlessLayer
 from h2o_stream.cache.rope import RotaryTable, rotary_of, rotate_back, table_for
 from h2o_stream.cache.window import LayerSpec
 from h2o_stream.config import DEFAULT_WINDOW, CacheConfig, CachePlan
@@ -115,31 +116,17 @@ def layer_specs(model: PreTrainedModel, plan: CachePlan) -> list[LayerSpec]:
     ]
 
 
-class _Witness(CacheLayerMixin):
+class _Witness(EndlessLayer):
     """A layer that keeps nothing but the queries and keys it was shown."""
 
-    is_sliding = False
-    supports_early_init = False
     seen: tuple[Tensor, Tensor] | None = None
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         """Nothing to allocate."""
 
-    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        """Hand on what comes."""
-        return key_states, value_states
-
     def get_seq_length(self) -> int:
         """Nothing is kept."""
         return 0
-
-    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        """No mask is asked for."""
-        return query_length, 0
-
-    def get_max_length(self) -> int:
-        """No limit."""
-        return -1
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, *args: Any) -> Tensor:
         """A token that is alone attends to itself, wherever it stands."""
