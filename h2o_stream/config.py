@@ -377,6 +377,7 @@ class Settings:
         system: the system prompt; None leaves it to the model's template.
         at_context: whether a cache that keeps original positions goes on past the positions the model was
             trained for, or ends there.
+        compile: decode through compiled graphs, made in the background.
     """
 
     model: ModelConfig = ModelConfig()
@@ -384,3 +385,4 @@ class Settings:
     sampling: SamplingConfig = SamplingConfig()
     system: str | None = None
     at_context: AtContext = "continue"
+    compile: bool = True

@@ -21,14 +21,13 @@ class GroupedLayer(EndlessLayer):
 
     Args:
         parts: the slots of every group.
-        heads: the KV heads of every group, together all heads of the layer.
-        device: where the layer computes.
+        heads: the KV heads of every group, [n] int64 where the layer computes, together all heads of the layer.
     """
 
-    def __init__(self, parts: Sequence[SlotLayer], heads: Sequence[Sequence[int]], device: torch.device | None) -> None:
+    def __init__(self, parts: Sequence[SlotLayer], heads: Sequence[Tensor]) -> None:
         super().__init__()
         self.parts = tuple(parts)
-        self.heads = tuple(torch.tensor(own, device=device) for own in heads)
+        self.heads = tuple(heads)
 
     # transformers' interface: what is said to the layer is said to every group
 

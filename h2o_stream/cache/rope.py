@@ -9,18 +9,19 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from h2o_stream.config import CachePlan
+from h2o_stream.config import Positions
 from h2o_stream.errors import UnsupportedModelError
 
 _WITHIN_CONTEXT = {"default", "linear", "llama3", "yarn", "proportional", "longrope", "dynamic"}
 """Kinds of RoPE whose frequencies do not change inside the distances that `support.reach_of` gives."""
 
 
-def distances(plan: CachePlan, age: Tensor, rank: Tensor) -> Tensor:
+def distances(positions: Positions, span: int | Tensor, age: Tensor, rank: Tensor) -> Tensor:
     """How far RoPE places each key behind the newest token.
 
     Args:
-        plan: gives ``positions`` and ``span``.
+        positions: ``gap`` or ``rolling``.
+        span: with ``gap``, the distance up to which distances are true.
         age: int64, tokens seen since the key.
         rank: int64, same shape, kept keys newer than it; never above age.
 
@@ -28,9 +29,9 @@ def distances(plan: CachePlan, age: Tensor, rank: Tensor) -> Tensor:
         int64, same shape: rank for ``rolling``, ``min(age, span + rank)`` for ``gap``. Both grow with age,
         so the order of the tokens is kept.
     """
-    if plan.positions == "rolling":
+    if positions == "rolling":
         return rank.long()
-    return torch.minimum(age, rank.long() + plan.span)
+    return torch.minimum(age, rank.long() + span)
 
 
 def rotate_back(x: Tensor, turns: Tensor) -> Tensor:
@@ -38,7 +39,7 @@ def rotate_back(x: Tensor, turns: Tensor) -> Tensor:
 
     Args:
         x: [..., D] un-rotated queries or keys.
-        turns: [..., Drot] from `RotaryTable.lookup`; dimensions of x past Drot stay as they are.
+        turns: [..., Drot] out of `RotaryTable.upto`; dimensions of x past Drot stay as they are.
     """
     half = turns.shape[-1] // 2
     cos, sin = turns[..., :half], turns[..., half:]
@@ -65,21 +66,21 @@ class RotaryTable:
         self._scaling = float(getattr(rotary, f"{prefix}attention_scaling", 1.0))
         self._tables: dict[tuple[torch.device, torch.dtype], Tensor] = {}
 
-    def lookup(self, distance: Tensor, dtype: torch.dtype, limit: int) -> Tensor:
-        """Cosines and sines for each distance.
+    def upto(self, limit: int | Tensor, device: torch.device, dtype: torch.dtype) -> Tensor:
+        """Cosines and sines by distance.
 
         Args:
-            distance: integer, any shape, values from 0 to limit - 1.
+            limit: distances from 0 to limit - 1 are needed.
+            device: of the result.
             dtype: of the result.
-            limit: a bound on the distances, known without looking at them.
 
         Returns:
-            [*distance.shape, Drot]: Drot / 2 cosines, then as many sines.
+            [N, Drot], N at least `limit`: Drot / 2 cosines, then as many sines.
         """
-        key = (distance.device, dtype)
+        key = (device, dtype)
         if key not in self._tables or len(self._tables[key]) < limit:
-            self._tables[key] = self._make(limit, *key)
-        return nn.functional.embedding(distance, self._tables[key])
+            self._tables[key] = self._make(int(limit), *key)
+        return self._tables[key]
 
     @torch.no_grad()
     def _make(self, size: int, device: torch.device, dtype: torch.dtype) -> Tensor:

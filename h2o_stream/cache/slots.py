@@ -49,6 +49,7 @@ class SlotLayer(EndlessLayer):
 
     Attributes:
         schedule: how many tokens the layer holds, by how many it has seen; the plan's window unless told otherwise.
+        span: with ``gap``, the distance up to which distances are true.
         store: keys and values of S slots, one more than are held, un-rotated, or rotated at token indices with
             ``absolute``.
         scores: [B, Hkv, S] float32, -inf where empty.
@@ -72,6 +73,7 @@ class SlotLayer(EndlessLayer):
         self.table = table
         self.sliding = sliding
         self.schedule = Schedule.equal(plan.window)
+        self.span: int | Tensor = plan.span
         self.budget = Budget((range(plan.sinks),), plan.recent)
         self.columns = 0
         self._filled = 0
@@ -89,7 +91,7 @@ class SlotLayer(EndlessLayer):
         rows, plan = key_states.shape[:2], self.plan
         self.dtype, self.device = key_states.dtype, key_states.device
         if plan.kv_bits == 16:
-            self.store: Store | QuantizedStore = Store(key_states, value_states, slots)
+            self.store: Store | QuantizedStore = Store.empty(key_states, value_states, slots)
         else:
             self.store = QuantizedStore(key_states, value_states, slots, plan.kv_bits, plan.exact_sinks, plan.residual)
         self.scores = torch.empty(*rows, slots, dtype=torch.float32, device=self.device)
@@ -152,11 +154,21 @@ class SlotLayer(EndlessLayer):
         """Slots beside those of held tokens: the next token's, and with a ring of new tokens its seat there."""
         return 1 if self.plan.kv_bits == 16 else 2
 
+    def reach(self, places: int) -> int | Tensor:
+        """More than the largest distance between two of so many tokens."""
+        return places + self.span if self.plan.positions == "gap" else places
+
     @property
-    def _in_place(self) -> bool:
+    def due(self) -> int:
+        """Tokens that the next one evicts."""
+        length = self.lengths[0]
+        return self.schedule.held(length) + 1 - self.schedule.held(length + 1)
+
+    @property
+    def in_place(self) -> bool:
         """Whether the next token of every row finds its slot, all rows evict alike and nothing is to be allocated."""
         schedule, room = self.schedule, self.store.slots - self._spare
-        if schedule.fixed:
+        if schedule.fixed or min(self.lengths) >= schedule.settled:
             return True
         after = [length + 1 for length in self.lengths]
         held = [schedule.held(length) for length in after]
@@ -255,12 +267,44 @@ class SlotLayer(EndlessLayer):
         for number, (q, k, v) in enumerate(parts):
             new = k.shape[2]
             counts = (new,) * len(self.lengths) if padding is None else padding.chunk(number * chunk, new)
-            step = self._decode if new == 1 == min(counts) and self._in_place else self._prefill
+            step = self._decode if new == 1 == min(counts) and self.in_place else self._prefill
             outputs.append(step(q, k, v, Arrivals(counts, new, k.device), products))
         output = outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=1)
         return output if padding is None else padding.unpack(output)
 
     def _decode(self, query: Tensor, key: Tensor, value: Tensor, arrivals: Arrivals, products: Products) -> Tensor:
+        vacant, evicted = self.count_token()
+        return self.step(query, key, value, products, vacant, evicted)
+
+    def count_token(self) -> tuple[bool, int]:
+        """Count a token of each row that is about to go through `step`.
+
+        Returns:
+            Whether some slots will be empty while it is attended with, and how many tokens are to be evicted then.
+        """
+        vacant, evicted = min(self._limits) + 1 < self.store.slots, self.due
+        self._filled = min(self._filled + 1, self.store.slots)
+        self.lengths = tuple(length + 1 for length in self.lengths)
+        return vacant, evicted
+
+    def step(
+        self, query: Tensor, key: Tensor, value: Tensor, products: Products, vacant: bool, evicted: int | Tensor
+    ) -> Tensor:
+        """A token's way through the slots: written, attended with, scored; then the next token's slot is made free.
+
+        Nothing here looks at a number of this stream on the host, so that it can be compiled (`h2o_stream.compiled`).
+
+        Args:
+            query: [B, Hq, 1, D].
+            key: [B, Hkv, 1, D].
+            value: [B, Hkv, 1, D].
+            products: what the model does with query times key.
+            vacant: whether slots may be empty besides the token's own.
+            evicted: how many tokens lose their slots; 0 or 1 if it is a tensor.
+
+        Returns:
+            [B, 1, Hq, D].
+        """
         slot = self._ring(self.seen).expand_as(self.free) if self.store.exact else self.free
         self.store.write(slot, key, value)
         self.index.scatter_(2, slot, self.seen.int().expand(slot.shape))
@@ -270,11 +314,11 @@ class SlotLayer(EndlessLayer):
         self.rank += 1
         self.rank.scatter_(2, slot, 0)
         self.seen += 1
-        self._filled = min(self._filled + 1, self.store.slots)
-        self.lengths = tuple(length + 1 for length in self.lengths)
 
         keys, values = self.store.read()
-        output, probs = self._weigh(query, keys, values, self._held, arrivals, products)
+        arrivals = Arrivals((1,) * query.shape[0], 1, query.device)
+        output, probs = self._weigh(query, keys, values, self._held, arrivals, products, vacant)
+        self.watch(probs, self.index >= 0, self.lengths[0])
         attention = Attention(probs, probs.new_zeros(1), 1)
         if self.policy.observes:
             self.scores = self.policy.observe(self.scores, attention)
@@ -282,8 +326,7 @@ class SlotLayer(EndlessLayer):
             self.lasting = self.policy.remember(self.lasting, self._held, attention)
         if isinstance(self.store, QuantizedStore):
             self._demote(self.store)
-        length = self.lengths[0]
-        self._evict(self.schedule.held(length - 1) + 1 - self.schedule.held(length))
+        self._evict(evicted)
         return output
 
     def _demote(self, store: QuantizedStore) -> None:
@@ -301,15 +344,17 @@ class SlotLayer(EndlessLayer):
         sinks = self.store.sinks
         return torch.where((index >= 0) & (index < sinks), index, sinks + (index - sinks) % self.store.residual)
 
-    def _evict(self, count: int) -> None:
+    def _evict(self, count: int | Tensor) -> None:
         """Evict the `count` tokens worth least and make the last one's slot the free slot, or find an empty one.
 
         Sinks and the ring of new tokens are not asked. In a window of one size an empty slot is always taken first.
         """
         first = self.store.exact
-        for _ in range(max(count, 1)):
+        for _ in range(1 if isinstance(count, Tensor) else max(count, 1)):
             worth = self.policy.worth(self._held, self.budget)
-            if count and not self.schedule.fixed:
+            if isinstance(count, Tensor):
+                worth = torch.where((self.index < 0) & (count > 0), torch.inf, worth)
+            elif count and not self.schedule.fixed:
                 worth.masked_fill_(self.index < 0, torch.inf)
             self.free = worth[..., first:].argmin(-1, keepdim=True) + first
             self.rank -= (self.rank > self.rank.gather(2, self.free)).int()
@@ -337,6 +382,8 @@ class SlotLayer(EndlessLayer):
         self.lengths = tuple(length + more for length, more in zip(self.lengths, arrivals.counts, strict=True))
 
         output, probs = self._weigh(query, keys, values, held, arrivals, products)
+        if not arrivals.ragged:
+            self.watch(probs, held.index >= 0, self.lengths[0])
         attention = arrivals.attention(probs)
         if self.policy.observes:
             held = replace(held, scores=self.policy.observe(held.scores, attention))
@@ -390,16 +437,21 @@ class SlotLayer(EndlessLayer):
         self.free.fill_(self.store.exact)
 
     def _weigh(
-        self, query: Tensor, keys: Tensor, values: Tensor, held: Held, arrivals: Arrivals, products: Products
+        self,
+        query: Tensor,
+        keys: Tensor,
+        values: Tensor,
+        held: Held,
+        arrivals: Arrivals,
+        products: Products,
+        vacant: bool = True,
     ) -> tuple[Tensor, Tensor]:
         """`weigh` over the places given, rotated and hidden as this layer's positions want it."""
         keys, values = keys.to(query.dtype), values.to(query.dtype)
         if self.table is not None:
-            query, keys = rotate(query, keys, held, arrivals, self.plan, self.table)
-        vacant = min(self.schedule.held(length - 1) for length in self.lengths) + 1 < keys.shape[2]
+            positions = self.plan.positions
+            turns = self.table.upto(self.reach(keys.shape[2]), keys.device, keys.dtype)
+            query, keys = rotate(query, keys, held, arrivals, positions, self.span, turns)
         seeing_all = arrivals.new == 1 and self.sliding is None and not vacant
         hidden = None if seeing_all else hide(held, arrivals, self.sliding)
-        output, probs = weigh(query, keys, values, arrivals, hidden, products)
-        if not arrivals.ragged:
-            self.watch(probs, held.index >= 0, self.lengths[0])
-        return output, probs
+        return weigh(query, keys, values, arrivals, hidden, products)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Self
+
 import torch
 from torch import Tensor
 
@@ -16,10 +18,15 @@ class Store:
     names: tuple[str, ...] = ("keys", "values")
     """The tensors, rows first, that are all there is to keep."""
 
-    def __init__(self, key: Tensor, value: Tensor, slots: int) -> None:
-        self.keys = key.new_zeros(*key.shape[:2], slots, key.shape[-1])
-        self.values = value.new_zeros(*value.shape[:2], slots, value.shape[-1])
-        self.slots = slots
+    def __init__(self, keys: Tensor, values: Tensor) -> None:
+        self.keys, self.values = keys, values
+        self.slots = keys.shape[2]
+
+    @classmethod
+    def empty(cls, key: Tensor, value: Tensor, slots: int) -> Self:
+        """So many slots for keys and values like those of a token [B, Hkv, 1, D]."""
+        keys, values = (x.new_zeros(*x.shape[:2], slots, x.shape[-1]) for x in (key, value))
+        return cls(keys, values)
 
     def read(self) -> tuple[Tensor, Tensor]:
         """All keys and values, for a decode step."""
@@ -31,8 +38,11 @@ class Store:
 
     def write(self, slot: Tensor, key: Tensor, value: Tensor) -> None:
         """Put one token [B, Hkv, 1, D] into slot [B, Hkv, 1]."""
-        self.keys.scatter_(2, _wide(slot, key), key)
-        self.values.scatter_(2, _wide(slot, value), value)
+        # By index_put_: of the two, a compiler leaves this one in place.
+        rows, heads = (torch.arange(n, device=slot.device) for n in slot.shape[:2])
+        place = (rows[:, None], heads, slot[..., 0])
+        self.keys.index_put_(place, key[:, :, 0])
+        self.values.index_put_(place, value[:, :, 0])
 
     def hold(self, slot: Tensor, keys: Tensor, values: Tensor) -> None:
         """Replace everything by the tokens of a prefill.

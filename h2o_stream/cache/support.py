@@ -171,7 +171,7 @@ def prove(model: PreTrainedModel, tables: list[RotaryTable | None]) -> list[torc
         if table is None:
             continue
         for x in layer.seen:
-            turns = table.lookup(torch.tensor([position], device=x.device), torch.float32, position + 1)
+            turns = table.upto(position + 1, x.device, torch.float32)[position]
             still, turned = x.float()
             off = (rotate_back(turned, turns) - still).abs().max()
             if not off < still.abs().max() * (1e-3 if x.dtype == torch.float32 else 0.05):

@@ -1,6 +1,6 @@
 """Causal attention of new tokens over the places of a layer: rotate, multiply, hide, softmax.
 
-Pure functions of tensors but for the rotary table, which they grow.
+Pure functions of tensors.
 """
 
 from __future__ import annotations
@@ -11,10 +11,11 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn.functional import embedding
 
 from h2o_stream.cache.policies import Attention, Held
-from h2o_stream.cache.rope import RotaryTable, distances, rotate_back
-from h2o_stream.config import CachePlan
+from h2o_stream.cache.rope import distances, rotate_back
+from h2o_stream.config import Positions
 
 
 @dataclass(frozen=True)
@@ -125,7 +126,13 @@ def hide(held: Held, arrivals: Arrivals, sliding: int | None) -> Tensor:
 
 
 def rotate(
-    query: Tensor, keys: Tensor, held: Held, arrivals: Arrivals, plan: CachePlan, table: RotaryTable
+    query: Tensor,
+    keys: Tensor,
+    held: Held,
+    arrivals: Arrivals,
+    positions: Positions,
+    span: int | Tensor,
+    turns: Tensor,
 ) -> tuple[Tensor, Tensor]:
     """Place the newest token of each row at distance 0 and every other behind it.
 
@@ -134,15 +141,15 @@ def rotate(
         keys: [B, Hkv, K, D], un-rotated.
         held: the K places.
         arrivals: the Q new tokens.
-        plan: gives the position mode, and with it the largest distance.
-        table: cosines and sines.
+        positions: ``gap`` or ``rolling``.
+        span: with ``gap``, the distance up to which distances are true.
+        turns: [N, Drot], cosines and sines by distance; N is more than the largest.
 
     Returns:
         Both, rotated.
     """
-    reach = keys.shape[2] + (plan.span if plan.positions == "gap" else 0)
-    behind = distances(plan, held.seen - 1 - held.index, held.rank).clamp_(0, reach - 1)
-    keys = rotate_back(keys, table.lookup(behind, keys.dtype, reach))
+    behind = distances(positions, span, held.seen - 1 - held.index, held.rank).clamp_(0, turns.shape[0] - 1)
+    keys = rotate_back(keys, embedding(behind, turns))
     if arrivals.new > 1:
-        query = rotate_back(query, table.lookup(arrivals.later, query.dtype, reach))
+        query = rotate_back(query, embedding(arrivals.later, turns))
     return query, keys

@@ -88,8 +88,8 @@ class H2OCache(Cache):
         plan = self.plan
         if spec.sliding is None:
             groups = [SlotLayer(plan, make_policy(plan, number), spec.table, spec.hidden_from) for _ in spec.groups]
-            heads = [group.heads for group in spec.groups]
-            return groups[0] if len(groups) == 1 else GroupedLayer(groups, heads, spec.device)
+            heads = [torch.tensor(group.heads, device=spec.device) for group in spec.groups]
+            return groups[0] if len(groups) == 1 else GroupedLayer(groups, heads)
         # A sliding layer holds what its own window shows, in full precision, at true distances.
         own = replace(
             plan, policy="recent", window=spec.sliding - 1, sinks=0, heavy=0, recent=spec.sliding - 1, kv_bits=16
@@ -132,11 +132,11 @@ class H2OCache(Cache):
     def counts(self) -> CacheCounts:
         """Where the tokens are now, of the longest row; means over the heads of the layers that evict."""
         layers, seen = self.evicting, self.seen_tokens
-        protected = sum(len(pin[: max(seen - pin.start, 0)]) for pin in layers[0].budget.pins)
+        protected = sum(len(pin[: max(seen - pin.start, 0)]) for pin in self._protected)
         sinks = min(self.plan.sinks, seen)
         weights = [group.count for group in self._groups]
         cached = round(fmean([layer.held for layer in layers], weights))
-        recent = round(fmean([min(layer.budget.recent, layer.held - protected) for layer in layers], weights))
+        recent = round(fmean([min(int(layer.budget.recent), layer.held - protected) for layer in layers], weights))
         return CacheCounts(
             seen=seen,
             cached=cached,
@@ -158,6 +158,11 @@ class H2OCache(Cache):
     def pins(self) -> tuple[range, ...]:
         """Ranges of token indices that are never evicted, in order; the policy's sinks are not among them."""
         return self._pins
+
+    @property
+    def _protected(self) -> tuple[range, ...]:
+        """Ranges of token indices that are never evicted, sinks and pins."""
+        return merged((range(self.plan.sinks), *self._pins))
 
     def pin(self, start: int, stop: int) -> None:
         """Never evict the tokens from index `start` up to `stop`, in any row, whether they were fed yet or not.
@@ -215,7 +220,7 @@ class H2OCache(Cache):
 
     def _share(self) -> None:
         """Give pins their slots and the heads their shares of the rest; heavy and recent split it as before."""
-        plan, pins = self.plan, merged((range(self.plan.sinks), *self._pins))
+        plan, pins = self.plan, self._protected
         pinned = sum(map(len, pins))
         if not self._shared_out:
             self._schedule(windows(self._groups, plan.window, pinned, self._least, self._most))
@@ -231,7 +236,7 @@ class H2OCache(Cache):
             layer.schedule = schedule
             if self._reach is not None and self.plan.positions == "gap":
                 room = self._reach - schedule.window - (self.plan.chunk or 1)
-                layer.plan = replace(self.plan, span=min(self.plan.span, room))
+                layer.span = min(self.plan.span, room)
 
     @property
     def _shared_out(self) -> bool:

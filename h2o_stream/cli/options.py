@@ -78,6 +78,20 @@ class ModelOptions:
 
 
 @dataclasses.dataclass(frozen=True)
+class CompileOptions:
+    """Whether steps are compiled."""
+
+    compile: Annotated[
+        bool,
+        _model(
+            "--compile/--no-compile",
+            help="Compile decode steps in the background, once, and use them as soon as they are ready.",
+            envvar="H2O_COMPILE",
+        ),
+    ] = True
+
+
+@dataclasses.dataclass(frozen=True)
 class PolicyOptions:
     """Which policy, and how large its window is."""
 
@@ -215,7 +229,7 @@ class SystemOptions:
 
 
 @dataclasses.dataclass(frozen=True)
-class ConversationOptions(SamplingOptions, CacheOptions, PolicyOptions, ModelOptions, SystemOptions):
+class ConversationOptions(SamplingOptions, CacheOptions, PolicyOptions, CompileOptions, ModelOptions, SystemOptions):
     """Everything a conversation needs; ``--help`` lists the bases from the last to the first."""
 
     def settings(self) -> Settings:
@@ -231,6 +245,7 @@ class ConversationOptions(SamplingOptions, CacheOptions, PolicyOptions, ModelOpt
             sampling=self.sampling_config(),
             system=one_of(self.system, "--system", self.system_file, "--system-file"),
             at_context=self.at_context,
+            compile=self.compile,
         )
 
 

@@ -17,6 +17,7 @@ from torch import Tensor
 from h2o_stream.cache.attach import attach
 from h2o_stream.cache.counts import CacheCounts
 from h2o_stream.cache.support import context_of, learned_positions
+from h2o_stream.compiled.steps import compiled
 from h2o_stream.config import AtContext, CacheConfig, SamplingConfig
 from h2o_stream.engine.events import Finished, PrefillProgress, Token
 from h2o_stream.engine.sampling import Sampler
@@ -38,6 +39,7 @@ class Engine:
         at_context: whether a cache that keeps original positions goes on past the positions the model was
             trained for, or ends there.
         should_stop: asked between tokens and between parts of a prompt; True ends the turn as ``interrupted``.
+        compile: let tokens go through compiled graphs as soon as there are any; see `h2o_stream.compiled`.
 
     Raises:
         UnsupportedModelError, ConfigError: see `attach`.
@@ -51,6 +53,7 @@ class Engine:
         sampling: SamplingConfig | None = None,
         at_context: AtContext = "continue",
         should_stop: Callable[[], bool] = lambda: False,
+        compile: bool = False,
     ) -> None:
         self.model = model
         self.tokenizer = tokenizer
@@ -64,6 +67,7 @@ class Engine:
         self.end_tokens = _end_tokens(model, tokenizer)
         self._stack = ExitStack()
         self.cache = self._stack.enter_context(attach(model, cache))
+        self.graphs = self._stack.enter_context(compiled(model, self.cache)) if compile else None
         self._logits: Tensor | None = None
         self._turn: list[int] = []
         self._torn = False

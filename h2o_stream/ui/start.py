@@ -36,7 +36,13 @@ def started(command: str, settings: Settings, terminal: Terminal, records: Recor
     loaded = load(settings.model, settings.cache, terminal.note)
     interrupts = Interrupts()
     with Engine(
-        loaded.model, loaded.tokenizer, settings.cache, settings.sampling, settings.at_context, interrupts
+        loaded.model,
+        loaded.tokenizer,
+        settings.cache,
+        settings.sampling,
+        settings.at_context,
+        interrupts,
+        settings.compile,
     ) as engine:
         plan = engine.cache.plan
         records.write(
@@ -55,3 +61,5 @@ def started(command: str, settings: Settings, terminal: Terminal, records: Recor
         window = f" · window {plan.window} · {plan.positions}" if plan.window else ""
         title = f"{loaded.name} · {plan.policy}{window}"
         yield Started(Conversation(engine, settings.system, loaded.stops), interrupts, title)
+        if engine.graphs and engine.graphs.trouble:
+            terminal.note(engine.graphs.trouble)

@@ -6,6 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib import import_module
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -47,6 +48,18 @@ class Held:
     lasting: Tensor | None = None
 
 
+class Span(Protocol):
+    """Token indices from `start` up to `stop`: a range, or one whose ends are tensors of one number."""
+
+    @property
+    def start(self) -> int | Tensor:
+        """The first."""
+
+    @property
+    def stop(self) -> int | Tensor:
+        """The first that is not of them any more."""
+
+
 @dataclass(frozen=True)
 class Budget:
     """What eviction may not touch.
@@ -56,8 +69,8 @@ class Budget:
         recent: newest tokens.
     """
 
-    pins: tuple[range, ...]
-    recent: int
+    pins: Sequence[Span]
+    recent: int | Tensor
 
 
 class Policy(ABC):
@@ -67,6 +80,8 @@ class Policy(ABC):
         plan: the budgets and the decay.
         layer: which decoder layer it serves.
     """
+
+    layer: int | Tensor
 
     observes: bool = True
     """Whether `observe` wants the attention of every forward."""
@@ -107,7 +122,7 @@ class Policy(ABC):
         """Which places may not be evicted, [B, Hkv, K] bool; what it says of empty places is of no account."""
         safe = held.rank < budget.recent
         for pin in budget.pins:
-            safe |= (held.index < pin.stop) if pin.start == 0 else (held.index >= pin.start) & (held.index < pin.stop)
+            safe |= (held.index >= pin.start) & (held.index < pin.stop)
         return safe
 
     def total(self, seen: Tensor) -> Tensor | None:

@@ -28,13 +28,17 @@ class LongTerm(Accumulated):
 
     def remember(self, lasting: Tensor, held: Held, attention: Attention) -> Tensor:
         """Decay what was there, add the squares of what old tokens receive; see `Policy.remember`."""
-        old = held.index < held.seen - attention.new - FAR
-        squares = attention.probs.square()
-        if isinstance(attention.new, int) and attention.new == 1:
-            received = squares.sum((2, 3))
-        else:
-            received = ((DECAY**attention.later).unsqueeze(-2) @ squares).squeeze(-2).sum(2)
-        return received.mul_(old).add_(lasting * DECAY**attention.new)
+        before = held.seen - attention.new
+        kept = lasting * DECAY**attention.new
+        for start in range(0, attention.probs.shape[-2], FAR):
+            squares = attention.probs[..., start : start + FAR, :].square()
+            if squares.shape[-2] == 1:
+                received = squares.sum((2, 3))
+            else:
+                later = attention.later[..., start : start + FAR]
+                received = ((DECAY**later).unsqueeze(-2) @ squares).squeeze(-2).sum(2)
+            kept += received.mul_(held.index < before + start - FAR)
+        return kept
 
     def priority(self, held: Held) -> Tensor:
         """Both scores."""

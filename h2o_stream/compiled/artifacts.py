@@ -1,0 +1,138 @@
+"""Where compiled graphs come from: memory, the user's cache folder, or a process that makes them meanwhile."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from h2o_stream.resources import cache_folder
+
+if TYPE_CHECKING:
+    from h2o_stream.compiled.trace import Blueprint
+
+Runner = Callable[[list[Tensor]], list[Tensor]]
+"""A compiled graph: inputs as in `trace.Step.forward`, a list that it empties; outputs."""
+
+_loaded: dict[str, Runner] = {}
+
+_LOOK_AGAIN_S = 0.5
+"""Seconds between two looks at a process that compiles."""
+
+
+class Artifacts:
+    """The graphs of one model.
+
+    Args:
+        folder: where they are kept; the default is the user's cache folder.
+
+    Attributes:
+        trouble: a line for the user when some graph cannot be made.
+    """
+
+    def __init__(self, folder: Path | None = None) -> None:
+        self.folder = folder or cache_folder() / "compiled"
+        self.trouble = ""
+        self._wanted: dict[str, bytes] = {}
+        self._failed: set[str] = set()
+        self._building: tuple[str, subprocess.Popen[bytes]] | None = None
+        self._looked = 0.0
+
+    def get(self, key: str, blueprint: Blueprint) -> Runner | None:
+        """The graph called `key`; None if it is not there yet, then it is being made or will be.
+
+        Args:
+            key: of the blueprint.
+            blueprint: what it is made of.
+        """
+        if key in _loaded:
+            return _loaded[key]
+        if key not in self._wanted and key not in self._failed:
+            if runner := self._load(key):
+                return runner
+            self._want(key, blueprint)
+        self._look()
+        return _loaded.get(key)
+
+    def _want(self, key: str, blueprint: Blueprint) -> None:
+        """Take it down as it is now: the model may be given back before its turn comes."""
+        try:
+            self._wanted[key] = blueprint.pickled()
+        except (pickle.PicklingError, AttributeError, TypeError) as error:
+            self._give_up(key, str(error))
+
+    def wait(self) -> None:
+        """Until nothing is being made."""
+        while self._wanted:
+            self._looked = 0.0
+            self._look()
+            time.sleep(0.05)
+
+    def _look(self) -> None:
+        """See what has become of the process, and start the next."""
+        now = time.monotonic()
+        if not self._wanted or now - self._looked < _LOOK_AGAIN_S:
+            return
+        self._looked = now
+        if self._building is None:
+            key = next(iter(self._wanted))
+            try:
+                self._building = key, self._start(key)
+            except OSError as error:
+                self._give_up(key, str(error))
+            return
+        key, process = self._building
+        if process.poll() is None:
+            return
+        self._building = None
+        if process.returncode == 0 and self._load(key):
+            del self._wanted[key]
+        else:
+            self._give_up(key, f"see {self.folder / key}.log")
+
+    def _give_up(self, key: str, reason: str) -> None:
+        self._wanted.pop(key, None)
+        self._failed.add(key)
+        self.trouble = f"decode steps stay uncompiled, several times slower: {reason}; --no-compile does not try"
+
+    def _start(self, key: str) -> subprocess.Popen[bytes]:
+        """A process of its own that ends by itself, so that what a short run began is there for the next."""
+        if not any(map(shutil.which, (os.environ.get("CXX", ""), "g++", "clang++", "c++"))):
+            raise FileNotFoundError("no C++ compiler was found, install g++ or clang++")
+        self.folder.mkdir(parents=True, exist_ok=True)
+        described = self.folder / f"{key}.{os.getpid()}.blueprint"
+        described.write_bytes(self._wanted[key])
+        with (self.folder / f"{key}.log").open("wb") as log:
+            return subprocess.Popen(
+                [sys.executable, "-m", "h2o_stream.compiled.build", described, self._path(key)],
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                start_new_session=True,
+            )
+
+    def _load(self, key: str) -> Runner | None:
+        path = self._path(key)
+        if not path.exists():
+            return None
+        try:
+            # As torch._inductor.aoti_load_package does, without the import of the whole compiler.
+            _loaded[key] = torch._C._aoti.AOTIModelPackageLoader(str(path), "model", True, 1, -1).boxed_run
+        except RuntimeError:  # damaged: made anew
+            with suppress(OSError):
+                path.unlink()
+            return None
+        return _loaded[key]
+
+    def _path(self, key: str) -> Path:
+        return self.folder / f"{key}.pt2"

@@ -1,0 +1,55 @@
+"""Compiles one blueprint ahead of time: ``python -m h2o_stream.compiled.build BLUEPRINT PACKAGE``.
+
+A process of its own, so that a conversation goes on meanwhile, and one that yields to it. The blueprint's file is
+removed.
+"""
+
+from __future__ import annotations
+
+import os
+import pickle
+import sys
+import tempfile
+from collections import defaultdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from h2o_stream.compiled.trace import Blueprint
+
+
+def build(blueprint: Blueprint, package: Path) -> None:
+    """Trace and compile; the package appears whole or not at all."""
+    import torch
+    from torch.export import Dim
+
+    from h2o_stream.compiled.trace import Step
+
+    torch.set_num_threads(blueprint.threads)
+    dims: dict[str, Any] = defaultdict(lambda: Dim.DYNAMIC)
+    inputs = [torch.zeros(blank.shape, dtype=blank.dtype) for blank in blueprint.inputs]
+    shapes = [{number: dims[name] for number, name in blank.growing} or None for blank in blueprint.inputs]
+    with torch.no_grad():
+        program = torch.export.export(Step(blueprint), (inputs,), dynamic_shapes=(shapes,), strict=False)
+    unfinished = package.with_suffix(f".{os.getpid()}.pt2")
+    torch._inductor.aoti_compile_and_package(program, package_path=str(unfinished))
+    unfinished.replace(package)
+
+
+def main() -> None:
+    """Compile what the first argument describes into the file the second names, unless another process has done so."""
+    from filelock import FileLock
+
+    described, package = (Path(argument) for argument in sys.argv[1:])
+    os.nice(19)
+    try:
+        with FileLock(package.with_suffix(".lock")), tempfile.TemporaryDirectory(prefix="h2o-stream-") as scratch:
+            if not package.exists():
+                os.environ |= {"TORCHINDUCTOR_CACHE_DIR": scratch, "TORCHINDUCTOR_COMPILE_THREADS": "1"}
+                build(pickle.loads(described.read_bytes()), package)  # noqa: S301 -- our own, just written
+    finally:
+        described.unlink(missing_ok=True)
+
+
+if __name__ == "__main__":
+    main()

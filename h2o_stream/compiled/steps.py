@@ -1,0 +1,240 @@
+"""Puts compiled steps into a model: each decoder layer, and the output layer, runs its graph when there is one."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from h2o_stream.cache.groups import GroupedLayer
+from h2o_stream.cache.policies import Budget
+from h2o_stream.cache.slots import SlotLayer
+from h2o_stream.cache.statistics import SparsityMeter
+from h2o_stream.cache.window import H2OCache
+from h2o_stream.compiled.artifacts import Artifacts, Runner
+from h2o_stream.compiled.trace import MOST_PINS, Blank, Blueprint, Fixed, Growing, Limits, Part, told_apart
+from h2o_stream.config import CachePlan
+
+_SIZES = {"slots0": 48, "slots1": 80, "distances": 160}
+"""Sizes to trace with in the place of those that grow: all different, or they would be taken for the same."""
+
+
+@contextmanager
+def compiled(model: Any, cache: Any, artifacts: Artifacts | None = None) -> Iterator[Artifacts]:
+    """Let single tokens of one stream go through compiled graphs, as soon as there are any.
+
+    A graph serves the layer it is ready for; whatever it does not serve (prompts, batches, few `kv_bits`, other devices
+    than the CPU, layers that are about to allocate) goes the eager way, on the same tensors.
+
+    Args:
+        model: an attached model.
+        cache: what `attach` gave.
+        artifacts: where graphs come from; the default looks into the user's cache folder.
+
+    Yields:
+        The graphs; `Artifacts.wait` waits for them.
+    """
+    artifacts, keywords = artifacts or Artifacts(), _Keywords(cache)
+    modules = _modules(model, cache)
+    before = {module: vars(module).get("forward") for module in modules}
+    for module, number in modules.items():
+        module.forward = _Compiled(module, number, cache, keywords, artifacts)
+    try:
+        yield artifacts
+    finally:
+        for module, forward in before.items():
+            del module.forward
+            if forward is not None:
+                module.forward = forward
+
+
+def _modules(model: Any, cache: Any) -> dict[nn.Module, int | None]:
+    """The decoder layers with their numbers, and the output layer; nothing if steps of this model are not compiled."""
+    if not isinstance(cache, H2OCache) or model.device.type != "cpu" or hasattr(model, "hf_device_map"):
+        return {}
+    if cache.plan.kv_bits < 16:
+        return {}
+    count = len(cache.layers)
+    for layers in model.modules():
+        if (
+            isinstance(layers, nn.ModuleList)
+            and len(layers) == count
+            and all(map(_layer_number_is, layers, range(count)))
+        ):
+            head = model.get_output_embeddings()
+            return {layer: number for number, layer in enumerate(layers)} | ({head: None} if head is not None else {})
+    return {}
+
+
+def _layer_number_is(layer: nn.Module, number: int) -> bool:
+    return any(getattr(module, "layer_idx", None) == number for module in layer.modules())
+
+
+class _Keywords:
+    """Splits what a model hands to its layers, once for all layers of a forward."""
+
+    def __init__(self, cache: H2OCache) -> None:
+        self._cache = cache
+        self._last: dict[str, Any] = {}
+        self._split: tuple[Fixed, list[Tensor]] = ((), [])
+
+    def __call__(self, keywords: dict[str, Any]) -> tuple[Fixed, list[Tensor]]:
+        """See `told_apart`."""
+        last = self._last
+        if len(last) != len(keywords) or any(
+            value is not last.get(name, _Keywords) for name, value in keywords.items()
+        ):
+            fixed, tensors = told_apart(keywords, self._cache)
+            self._last, self._split = keywords, (fixed, [tensor.contiguous() for tensor in tensors])
+        return self._split
+
+
+@dataclass
+class _Bound:
+    """A graph and the tensors of a layer that it works on, as long as they are those.
+
+    Attributes:
+        run: the graph.
+        keywords: what it was traced with.
+        parts: the groups of heads, each with what must not have been replaced meanwhile.
+        evicted: for each group the tensors that say that none, and that one, loses its slot.
+        rest: inputs from there on.
+    """
+
+    run: Runner
+    keywords: Fixed
+    parts: list[tuple[SlotLayer, Tensor, Tensor, Budget]]
+    evicted: list[tuple[Tensor, Tensor]]
+    rest: list[Tensor]
+
+    @property
+    def holds(self) -> bool:
+        """Whether the tensors are still those."""
+        return all(
+            part.free is free and part.index is index and part.budget is budget
+            for part, free, index, budget in self.parts
+        )
+
+
+class _Compiled:
+    """The forward of one module: its graph where that serves, its own forward elsewhere.
+
+    Args:
+        module: a decoder layer or the output layer.
+        number: of the decoder layer.
+        cache: of the model.
+        keywords: shared by the modules of the model.
+        artifacts: where graphs come from.
+    """
+
+    def __init__(
+        self, module: nn.Module, number: int | None, cache: H2OCache, keywords: _Keywords, artifacts: Artifacts
+    ) -> None:
+        self.eager = module.forward
+        self._module, self._number, self._cache = module, number, cache
+        self._keywords, self._artifacts = keywords, artifacts
+        self._bound: _Bound | None = None
+        self._described: tuple[Fixed, str, Blueprint] | None = None
+
+    def __call__(self, *args: Any, **keywords: Any) -> Any:
+        """See the module's own forward."""
+        hidden = args[0] if len(args) == 1 else None
+        if not isinstance(hidden, Tensor) or hidden.shape[:-1] != (1, 1) or self._cache.padding is not None:
+            return self.eager(*args, **keywords)
+        fixed, extras = self._keywords(keywords)
+        bound = self._bound
+        if bound is None or not bound.holds or bound.keywords != fixed:
+            bound = self._bound = self._bind(hidden, fixed, extras)
+        if bound is None or not all(part.in_place and part.due <= 1 for part, *_ in bound.parts):
+            return self.eager(*args, **keywords)
+        inputs = [hidden.contiguous(), *extras]
+        for (part, *_), evicted in zip(bound.parts, bound.evicted, strict=True):
+            inputs.append(evicted[part.due])
+            part.columns += 1
+            part.count_token()
+        inputs += bound.rest
+        return bound.run(inputs)[0]
+
+    def _bind(self, hidden: Tensor, fixed: Fixed, extras: list[Tensor]) -> _Bound | None:
+        """The graph for the slots as they are now, or None."""
+        known = self._described
+        if known and known[0] == fixed and self._artifacts.get(*known[1:]) is None:
+            return None
+        parts, heads = _by_size(None if self._number is None else self._cache.layers[self._number])
+        if not all(map(_served, parts)):
+            return None
+        named = [
+            (f"{path}.{name}" if path else name, weight)
+            for path, inner in self._module.named_modules()
+            for name, weight in (*inner._parameters.items(), *inner._buffers.items())
+            if weight is not None
+        ]
+        evicted = [(torch.tensor(0), torch.tensor(1)) for _ in parts]
+        rest = [weight for _, weight in named]
+        growing: list[Growing] = [()] * (1 + len(extras) + len(parts) + len(rest))
+        for place, part in enumerate(parts):
+            own = part.tensors().values()
+            rest += [*own, *self._limits(part)]
+            growing += [((2, f"slots{place}"),) if tensor.shape[2] == part.store.slots else () for tensor in own]
+            growing += [()] * len(Limits._fields)
+        rest += heads
+        growing += [()] * len(heads)
+        table = parts[0].table if parts else None
+        if table is not None:
+            reach = max(part.reach(part.store.slots) for part in parts)
+            rest.append(table.upto(reach, hidden.device, hidden.dtype))
+            growing.append(((0, "distances"),))
+        if known is None or known[0] != fixed:
+            inputs = [hidden, *extras, *(none for none, _ in evicted), *rest]
+            blueprint = Blueprint(
+                module=self._module,
+                keywords=fixed,
+                extras=len(extras),
+                weights=tuple(name for name, _ in named),
+                parts=tuple(Part(_rules(part.plan), part.sliding, tuple(part.tensors())) for part in parts),
+                rotates=table is not None,
+                inputs=tuple(_blank(tensor, names) for tensor, names in zip(inputs, growing, strict=True)),
+                threads=torch.get_num_threads(),
+            )
+            known = self._described = fixed, blueprint.key, blueprint
+        run = self._artifacts.get(*known[1:])
+        if run is None:
+            return None
+        return _Bound(run, fixed, [(part, part.free, part.index, part.budget) for part in parts], evicted, rest)
+
+    def _limits(self, part: SlotLayer) -> Limits:
+        pins = torch.zeros(MOST_PINS, 2, dtype=torch.int64)
+        for row, pin in enumerate(part.budget.pins):
+            pins[row] = torch.tensor([pin.start, pin.stop])
+        numbers = (part.budget.recent, part.span, self._number or 0)
+        return Limits._make((pins, *(torch.tensor(int(number)) for number in numbers)))
+
+
+def _served(part: SlotLayer) -> bool:
+    """Whether a graph can work on these slots."""
+    return part.is_initialized and len(part.budget.pins) <= MOST_PINS and isinstance(part.watch, SparsityMeter)
+
+
+def _blank(tensor: Tensor, growing: Growing) -> Blank:
+    """What a graph is traced with in the place of a tensor, the same for all streams."""
+    sizes = list(tensor.shape)
+    for number, name in growing:
+        sizes[number] = _SIZES[name]
+    return Blank(tuple(sizes), tensor.dtype, growing)
+
+
+def _rules(plan: CachePlan) -> CachePlan:
+    """A plan without its numbers of slots, all but whether there are heavy hitters."""
+    return replace(plan, window=0, sinks=0, heavy=min(plan.heavy, 1), recent=0, span=0, chunk=0)
+
+
+def _by_size(layer: Any) -> tuple[list[SlotLayer], list[Tensor]]:
+    """The groups of heads of a layer, small ones first so that fewer kinds of layer need a graph; and their heads."""
+    if not isinstance(layer, GroupedLayer):
+        return ([] if layer is None else [layer]), []
+    order = sorted(range(len(layer.parts)), key=lambda place: len(layer.heads[place]))
+    return [layer.parts[place] for place in order], [layer.heads[place] for place in order]

@@ -1,0 +1,339 @@
+"""One token through a module as a function of tensors, and what tells such functions apart.
+
+The module's own forward is traced; in a decoder layer `SlotLayer.step` is its attention. Weights, slots and all that
+changes while a stream goes on are inputs, so that layers that differ in nothing else share a graph.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import json
+import pickle
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+import transformers
+from torch import Tensor, nn
+from torch.func import functional_call
+from torch.nn.functional import linear
+from torch.overrides import TorchFunctionMode
+from transformers import PreTrainedConfig
+
+import h2o_stream.cache.attention  # noqa: F401 -- registers what the layers call
+from h2o_stream.cache.groups import GroupedLayer
+from h2o_stream.cache.padding import Padding
+from h2o_stream.cache.policies import Budget, make_policy
+from h2o_stream.cache.rope import RotaryTable
+from h2o_stream.cache.slots import SlotLayer
+from h2o_stream.cache.store import Store
+from h2o_stream.cache.weigh import Products
+from h2o_stream.config import CachePlan
+
+MOST_PINS = 8
+"""Ranges of protected tokens that a graph has room for."""
+
+CACHE = "<cache>"
+"""Stands for the cache among a layer's keywords."""
+
+
+@dataclass(frozen=True)
+class Place:
+    """Stands for a tensor among a layer's keywords."""
+
+    number: int
+
+
+class Limits(NamedTuple):
+    """What a group of heads goes by in a step.
+
+    Attributes:
+        pins: [MOST_PINS, 2] int64, the protected indices from first up to last + 1; 0, 0 for none.
+        recent: [] int64, newest tokens that stay.
+        span: [] int64, see `SlotLayer.span`.
+        number: [] int64, of the decoder layer.
+    """
+
+    pins: Tensor
+    recent: Tensor
+    span: Tensor
+    number: Tensor
+
+
+@dataclass(frozen=True)
+class Part:
+    """A group of heads of a layer: what never changes.
+
+    Attributes:
+        plan: its rules; how many slots there are is of no account.
+        sliding: see `SlotLayer`.
+        names: the tensors of its slots.
+    """
+
+    plan: CachePlan
+    sliding: int | None
+    names: tuple[str, ...]
+
+
+Growing = tuple[tuple[int, str], ...]
+"""Dimensions of a tensor that differ between streams, and names for their sizes."""
+
+Fixed = tuple[tuple[str, Any], ...]
+"""Keywords with something else in the place of tensors and of the cache, see `told_apart`."""
+
+
+class Blank(NamedTuple):
+    """A tensor without its numbers."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    growing: Growing
+
+
+@dataclass(frozen=True)
+class Blueprint:
+    """All that a graph is made of.
+
+    Attributes:
+        module: what is traced, without its numbers.
+        keywords: what it is called with, see `told_apart`.
+        extras: how many tensors are among them.
+        weights: names of its parameters and buffers.
+        parts: its groups of heads; none for a module without attention.
+        rotates: whether keys come un-rotated.
+        inputs: the tensors, in the order of `Step.forward`.
+        threads: that share the work.
+    """
+
+    module: nn.Module
+    keywords: Fixed
+    extras: int
+    weights: tuple[str, ...]
+    parts: tuple[Part, ...]
+    rotates: bool
+    inputs: tuple[Blank, ...]
+    threads: int
+
+    @property
+    def key(self) -> str:
+        """16 hex digits, the same for modules that share a graph."""
+        told = [
+            _described(self.module),
+            repr(self.keywords),
+            self.weights,
+            [asdict(part) for part in self.parts],
+            self.rotates,
+            repr(self.inputs),
+            self.threads,
+            torch.backends.cpu.get_cpu_capability(),
+            [torch.__version__, transformers.__version__, _sources()],
+        ]
+        return hashlib.sha256(json.dumps(told, default=str).encode()).hexdigest()[:16]
+
+    def pickled(self) -> bytes:
+        """Itself, with the weights left out."""
+        written = io.BytesIO()
+        _Skeleton(written).dump(self)
+        return written.getvalue()
+
+
+class Step(nn.Module):
+    """What is traced: one token through the module of a blueprint."""
+
+    def __init__(self, blueprint: Blueprint) -> None:
+        super().__init__()
+        self.blueprint = blueprint
+
+    def forward(self, inputs: list[Tensor]) -> Tensor:
+        """The module's output.
+
+        Args:
+            inputs: the hidden state [1, 1, H]; tensors of the keywords; for each group of heads how many tokens lose
+                their slots, [] int64, 0 or 1; weights; for each group the tensors of its slots and its limits; the
+                heads of each group where there are several; the rotary table where keys come un-rotated. What the
+                slots hold is replaced in place.
+        """
+        plan, given = self.blueprint, iter(inputs)
+        hidden, turns = next(given), inputs[-1] if self.blueprint.rotates else None
+        extras = [next(given) for _ in range(plan.extras)]
+        evicted = [next(given) for _ in plan.parts]
+        weights = {name: next(given) for name in plan.weights}
+        parts = []
+        for part, count in zip(plan.parts, evicted, strict=True):
+            tensors = {name: next(given) for name in part.names}
+            parts.append(_Slots(part, tensors, Limits._make(next(given) for _ in Limits._fields), count, turns))
+        cache = _Around(parts, [next(given) for _ in parts] if len(parts) > 1 else [])
+        keywords = {name: _filled(value, extras, cache) for name, value in plan.keywords}
+        with _OneVector():
+            output = functional_call(plan.module, weights, (hidden,), keywords)
+        if not isinstance(output, Tensor):
+            raise TypeError(f"{type(plan.module).__name__} gives {type(output).__name__}, not a tensor")
+        for part in parts:
+            part.write_back()
+        return output
+
+
+class _Slots(SlotLayer):
+    """Slots whose tensors are inputs."""
+
+    def __init__(
+        self, part: Part, tensors: Mapping[str, Tensor], limits: Limits, evicted: Tensor, turns: Tensor | None
+    ) -> None:
+        policy = make_policy(part.plan)
+        policy.layer = limits.number
+        super().__init__(part.plan, policy, None if turns is None else _Given(turns), part.sliding)
+        self.watch, self.lengths = lambda *_: None, (0,)
+        self.span = limits.span
+        self.budget = Budget([_Ends(*pin.unbind()) for pin in limits.pins.unbind()], limits.recent)
+        self._given, self._evicted = tensors, evicted
+        self.store = Store(tensors["keys"], tensors["values"])
+        for name in self._books:
+            setattr(self, name, tensors[name])
+
+    def attend(
+        self, query: Tensor, key: Tensor, value: Tensor, products: Products, padding: Padding | None = None
+    ) -> Tensor:
+        """See `SlotLayer.attend`."""
+        return self.step(query, key, value, products, True, self._evicted)
+
+    def write_back(self) -> None:
+        """Tensors that `step` has replaced go where those came from that were replaced."""
+        for name in self._books:
+            if (book := getattr(self, name)) is not self._given[name]:
+                self._given[name].copy_(book)
+
+
+class _Ends(NamedTuple):
+    start: Tensor
+    stop: Tensor
+
+
+class _Given(RotaryTable):
+    """A rotary table that is an input."""
+
+    def __init__(self, turns: Tensor) -> None:
+        self._turns = turns
+
+    def upto(self, limit: int | Tensor, device: torch.device, dtype: torch.dtype) -> Tensor:
+        """All there is."""
+        return self._turns
+
+
+class _Around:
+    """A cache of one layer, as a decoder layer and `h2o_attention` see it."""
+
+    padding = None
+
+    def __init__(self, parts: Sequence[_Slots], heads: Sequence[Tensor]) -> None:
+        self._layer = GroupedLayer(parts, heads) if heads else parts[0] if parts else None
+        self.layers = self
+
+    def __getitem__(self, number: int) -> Any:
+        return self._layer
+
+    def update(self, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        return key, value
+
+
+class _OneVector(TorchFunctionMode):
+    """Matrices times one vector, and the attention of one query, as sums of products.
+
+    On a CPU the compiler makes of them loops that read weights and slots at the speed of the memory, all in one piece
+    with what comes before and after. The library's products take two to three times as long.
+    """
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is linear:
+            x, weight, *bias = args
+            if x.numel() == x.shape[-1] and not kwargs:
+                product = (weight.float() * x.reshape(1, -1).float()).sum(-1)
+                if bias and bias[0] is not None:
+                    product = product + bias[0]
+                return product.to(x.dtype).view(*x.shape[:-1], -1)
+        if func is torch.matmul and args[0].dim() == 4 and args[0].shape[0] == 1:
+            first, second = args
+            product = first.unsqueeze(-1).float() * second.unsqueeze(-3).float()
+            return product.sum(-2).to(first.dtype)
+        return func(*args, **(kwargs or {}))
+
+
+class _Skeleton(pickle.Pickler):
+    """Pickles without the numbers of tensors."""
+
+    def reducer_override(self, value: Any) -> Any:
+        if isinstance(value, nn.Module):
+            return _of_class, (type(value),), {name: own for name, own in vars(value).items() if name != "forward"}
+        if isinstance(value, nn.Parameter):
+            return _blank_parameter, (tuple(value.shape), value.dtype)
+        if isinstance(value, Tensor):
+            return _blank, (tuple(value.shape), value.dtype)
+        return NotImplemented
+
+
+def _of_class(module: type[nn.Module]) -> nn.Module:
+    return module.__new__(module)
+
+
+def _blank(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    return torch.empty(shape, dtype=dtype, device="meta")
+
+
+def _blank_parameter(shape: tuple[int, ...], dtype: torch.dtype) -> nn.Parameter:
+    return nn.Parameter(_blank(shape, dtype), requires_grad=False)
+
+
+def told_apart(keywords: Mapping[str, Any], cache: object) -> tuple[Fixed, list[Tensor]]:
+    """Split keywords into what is fixed and the tensors.
+
+    Returns:
+        Names and values, with a `Place` where a tensor was and a mark where the cache was; the tensors.
+    """
+    tensors: list[Tensor] = []
+
+    def fixed(value: Any) -> Any:
+        if isinstance(value, Tensor):
+            tensors.append(value)
+            return Place(len(tensors) - 1)
+        if isinstance(value, tuple | list):
+            return tuple(map(fixed, value))
+        return CACHE if value is cache else value
+
+    return tuple((name, fixed(value)) for name, value in keywords.items()), tensors
+
+
+def _filled(value: Any, tensors: Sequence[Tensor], cache: object) -> Any:
+    """The other way round."""
+    if isinstance(value, Place):
+        return tensors[value.number]
+    if isinstance(value, tuple):
+        return tuple(_filled(item, tensors, cache) for item in value)
+    return cache if value == CACHE else value
+
+
+@lru_cache
+def _sources() -> str:
+    """Tells versions of this program apart by what a graph is traced from."""
+    package = Path(__file__).parent
+    digest = hashlib.sha256()
+    for path in sorted([*package.glob("*.py"), *package.parent.glob("cache/**/*.py")]):
+        digest.update(path.read_bytes())
+    return digest.hexdigest()
+
+
+def _described(module: nn.Module) -> list[Any]:
+    """Classes and settings of a module and all inside it. Which layer of the model it is does not count."""
+    told: list[Any] = []
+    for name, inner in module.named_modules():
+        scalars = {
+            key: value
+            for key, value in vars(inner).items()
+            if isinstance(value, str | int | float | bool | None) and key != "layer_idx"
+        }
+        config = getattr(inner, "config", None)
+        settings = config.to_diff_dict() if isinstance(config, PreTrainedConfig) else None
+        told.append((name, f"{type(inner).__module__}.{type(inner).__qualname__}", scalars, settings))
+    return told

@@ -1,0 +1,202 @@
+"""Compiled steps: what is traced is the eager step, graphs are made once, and nothing depends on having them."""
+
+from __future__ import annotations
+
+import pickle
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from h2o_stream import CacheConfig, attach
+from h2o_stream.cache.budgets import HeadGroup
+from h2o_stream.compiled import artifacts as artifacts_module
+from h2o_stream.compiled.artifacts import Artifacts, Runner
+from h2o_stream.compiled.steps import compiled
+from h2o_stream.compiled.trace import Blueprint, Step
+from tests.conftest import make_llama
+from tests.families import FAMILIES, config_of
+
+
+class Traced(Artifacts):
+    """Runs what would be compiled."""
+
+    def __init__(self) -> None:
+        super().__init__(Path("nowhere"))
+        self.made: dict[str, Step] = {}
+        self.runs = 0
+
+    def get(self, key: str, blueprint: Blueprint) -> Runner | None:
+        if key not in self.made:
+            self.made[key] = Step(pickle.loads(blueprint.pickled()))
+        step = self.made[key]
+
+        def run(inputs: list[Tensor]) -> list[Tensor]:
+            self.runs += 1
+            return [step(inputs)]
+
+        return run
+
+
+def stream(model: PreTrainedModel, config: CacheConfig, artifacts: Artifacts | None, steps: int = 60) -> list[Any]:
+    """Logits of a prompt and of single tokens after it, then what is held."""
+    ids = torch.randint(3, model.config.vocab_size, (1, 20 + steps), generator=torch.Generator().manual_seed(1))
+    with attach(model, config) as cache:
+        logits = [model(ids[:, :20]).logits[0, -1]]
+        if artifacts is None:
+            logits += [model(ids[:, i : i + 1], past_key_values=cache).logits[0, -1] for i in range(20, 20 + steps)]
+        else:
+            with compiled(model, cache, artifacts):
+                logits += [model(ids[:, i : i + 1], past_key_values=cache).logits[0, -1] for i in range(20, 20 + steps)]
+        kept = [cache.kept(layer) for layer in range(len(cache.layers))]
+        counts = cache.counts()
+    return [torch.stack(logits), kept, counts]
+
+
+@pytest.fixture
+def by_head(monkeypatch: pytest.MonkeyPatch) -> PreTrainedModel:
+    """A model of three layers whose heads are in one group or in two, of windows of different size."""
+    groups = (
+        (HeadGroup((0, 1, 2), 0.6),),
+        (HeadGroup((0, 2), 0.9), HeadGroup((1,), 3.0)),
+        (HeadGroup((1,), 0.7), HeadGroup((0, 2), 1.0)),
+    )
+
+    def told(model: Any, specs: Any) -> Any:
+        return [replace(spec, groups=own) for spec, own in zip(specs, groups, strict=True)]
+
+    monkeypatch.setattr("h2o_stream.cache.attach.shared_out", told)
+    return make_llama(heads=3, groups=2, layers=3, context=256)
+
+
+def same(one: list[Any], other: list[Any]) -> None:
+    torch.testing.assert_close(one[0], other[0], rtol=1e-4, atol=1e-4)
+    assert all(map(torch.equal, one[1], other[1]))
+    assert one[2] == other[2]
+
+
+FAMILY_NAMES = [family.name for family in FAMILIES]
+
+
+class TestTracing:
+    @pytest.mark.parametrize("number", range(len(FAMILIES)), ids=FAMILY_NAMES)
+    @pytest.mark.parametrize("policy", ["h2o", "sink"])
+    def test_every_family(self, number: int, policy: str) -> None:
+        family = FAMILIES[number]
+        traced = Traced()
+        config = config_of(family, policy, 8)
+        same(stream(family.make(), config, None), stream(family.make(), config, traced))
+        assert traced.runs > 60
+
+    @pytest.mark.parametrize("policy", ["h2o-paper", "tova", "random", "recent"])
+    @pytest.mark.parametrize("positions", ["gap", "rolling", "absolute"])
+    def test_every_policy(self, grouped: PreTrainedModel, policy: str, positions: Any) -> None:
+        config = CacheConfig(policy, 24, positions=positions)
+        same(stream(grouped, config, None), stream(grouped, config, Traced()))
+
+    def test_windows_by_head(self, by_head: PreTrainedModel) -> None:
+        """Before, while and after the windows change their size, where some steps have to be eager."""
+        traced = Traced()
+        config = CacheConfig("h2o", 24)
+        same(stream(by_head, config, None, 100), stream(by_head, config, traced, 100))
+        assert len(traced.made) == 3, "one kind with one group of heads, one with two, and the output layer"
+        assert traced.runs > 300
+
+    def test_layers_of_a_kind_share_a_graph_whatever_the_window(self, tiny: PreTrainedModel) -> None:
+        traced = Traced()
+        for window in (16, 24):
+            stream(tiny, CacheConfig("h2o", window), traced)
+        assert len(traced.made) == 2
+
+    def test_pins_and_a_state(self, tiny: PreTrainedModel) -> None:
+        def run(artifacts: Artifacts) -> tuple[Tensor, Tensor]:
+            ids = torch.arange(3, 63)[None]
+            with attach(tiny, CacheConfig("h2o", 24)) as cache, compiled(tiny, cache, artifacts):
+                tiny(ids[:, :20])
+                cache.pin(5, 9)
+                for i in range(20, 40):
+                    tiny(ids[:, i : i + 1], past_key_values=cache)
+                state = cache.state_dict()
+                cache.unpin()
+                cache.reset()
+                cache.load_state_dict(state)
+                for i in range(40, 60):
+                    last = tiny(ids[:, i : i + 1], past_key_values=cache).logits
+                return last, cache.kept(0)
+
+        class Never(Traced):
+            def get(self, key: str, blueprint: Blueprint) -> None:
+                return None
+
+        (one, held), (other, kept) = run(Never()), run(Traced())
+        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-4)
+        assert torch.equal(held, kept)
+        assert set(range(5, 9)) <= set(kept.flatten().tolist())
+
+    def test_what_a_graph_does_not_serve_is_eager(self, tiny: PreTrainedModel) -> None:
+        traced = Traced()
+        with attach(tiny, CacheConfig("h2o", 24)) as cache, compiled(tiny, cache, traced):
+            tiny.generate(torch.ones(2, 5, dtype=torch.int64), max_new_tokens=8, do_sample=False)
+            assert traced.runs == 0
+        with attach(tiny, CacheConfig("h2o", 32, kv_bits=4)) as cache, compiled(tiny, cache, traced):
+            tiny.generate(torch.ones(1, 5, dtype=torch.int64), max_new_tokens=8, do_sample=False)
+        with attach(tiny, CacheConfig("full")) as cache, compiled(tiny, cache, traced):
+            tiny.generate(torch.ones(1, 5, dtype=torch.int64), max_new_tokens=8, do_sample=False)
+        assert traced.runs == 0
+
+    def test_the_model_is_given_back(self, tiny: PreTrainedModel) -> None:
+        before = [dict(vars(module)) for module in tiny.modules()]
+        with attach(tiny, CacheConfig("h2o", 24)) as cache, compiled(tiny, cache, Traced()):
+            tiny(torch.ones(1, 5, dtype=torch.int64))
+        assert [set(vars(module)) for module in tiny.modules()] == [set(own) for own in before]
+
+
+class TestGraphs:
+    def test_greedy_tokens_are_the_eager_ones(self, by_head: PreTrainedModel, tmp_path: Path) -> None:
+        """Real graphs: made once by a process of their own, used by the next run, and made anew when damaged."""
+        config = CacheConfig("h2o", 24)
+        eager = stream(by_head, config, None, 100)
+        made = Artifacts(tmp_path)
+        stream(by_head, config, made, 3)
+        made.wait()
+        assert made.trouble == ""
+        assert len(list(tmp_path.glob("*.pt2"))) == 3
+        assert not list(tmp_path.glob("*.blueprint"))
+        artifacts_module._loaded.clear()
+        found = Artifacts(tmp_path)
+        same(eager, stream(by_head, config, found, 100))
+        assert len(artifacts_module._loaded) == 3
+
+    def test_a_damaged_graph_is_made_anew(self, tiny: PreTrainedModel, tmp_path: Path) -> None:
+        traced = Traced()
+        stream(tiny, CacheConfig("h2o", 24), traced, 2)
+        for key in traced.made:
+            (tmp_path / f"{key}.pt2").write_bytes(b"damaged")
+        artifacts = Artifacts(tmp_path)
+        artifacts._look = lambda: None  # type: ignore[method-assign]
+        stream(tiny, CacheConfig("h2o", 24), artifacts, 2)
+        assert set(artifacts._wanted) == set(traced.made)
+        assert not list(tmp_path.glob("*.pt2"))
+
+    def test_no_compiler_is_one_line(self, tiny: PreTrainedModel, tmp_path: Path, monkeypatch: Any) -> None:
+        monkeypatch.setattr("shutil.which", lambda name: None)
+        without = Artifacts(tmp_path)
+        stream(tiny, CacheConfig("h2o", 24), without)
+        assert "no C++ compiler" in without.trouble
+        assert "--no-compile" in without.trouble
+        assert "\n" not in without.trouble
+
+    def test_a_failed_build_leaves_the_steps_eager(
+        self, tiny: PreTrainedModel, tmp_path: Path, monkeypatch: Any
+    ) -> None:
+        monkeypatch.setattr("sys.executable", "false")
+        failing = Artifacts(tmp_path)
+        eager = stream(tiny, CacheConfig("h2o", 24), None)
+        stream(tiny, CacheConfig("h2o", 24), failing, 2)
+        failing.wait()
+        same(eager, stream(tiny, CacheConfig("h2o", 24), failing))
+        assert str(tmp_path) in failing.trouble
