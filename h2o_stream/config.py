@@ -15,6 +15,7 @@ Budgets = Literal["measured", "equal"]
 AtContext = Literal["continue", "stop"]
 Prefill = Literal["full", "chunked"]
 DTYPES = ("auto", "float32", "bfloat16", "float16")
+QUANTIZATIONS = ("none", "int8", "int4")
 
 DEFAULT_MODEL = "smollm2-135m"
 DEFAULT_POLICY = "h2o"
@@ -353,6 +354,7 @@ class ModelConfig:
         device: ``auto`` or a torch device such as ``cpu``, ``cuda``, ``cuda:1``, ``mps``.
         device_map: handed to transformers and accelerate (``auto`` spreads the layers); replaces `device`.
         offline: touch no network, use only what is on this machine.
+        quantize: ``none``, ``int8`` or ``int4``: how weights of matrices are held, see `models.quantize`.
     """
 
     model: str = DEFAULT_MODEL
@@ -360,10 +362,19 @@ class ModelConfig:
     device: str = "auto"
     device_map: str | None = None
     offline: bool = False
+    quantize: str = "none"
 
     def __post_init__(self) -> None:
         if self.dtype not in DTYPES:
             raise ConfigError(f"dtype {self.dtype!r} is unknown; --dtype takes one of {', '.join(DTYPES)}")
+        if self.quantize not in QUANTIZATIONS:
+            raise ConfigError(
+                f"quantize {self.quantize!r} is unknown; --quantize takes one of {', '.join(QUANTIZATIONS)}"
+            )
+        if self.quantize != "none" and self.device_map:
+            raise ConfigError(
+                f"quantize is {self.quantize}, which --device-map {self.device_map} does not go with; leave one out"
+            )
 
 
 @dataclass(frozen=True)

@@ -94,10 +94,11 @@ class Oracle:
                 mixed[i, head * groups : (head + 1) * groups] = output
                 if rules.rule == "tova":
                     received.zero_()
-                received[: weights.shape[1]] += weights.sum(0).double() * rules.decay ** (new - 1 - i)
-                found[: weights.shape[1]] += weights.double().square().sum(0) * 0.999 ** (new - 1 - i)
+                received[: weights.shape[1]] += weights.sum(0).double() * rules.decay ** min(new - 1 - i, 64)
+                old = sum(token.index < self.seen + i // 64 * 64 - 64 for token in held)
+                found[:old] += weights[:, :old].double().square().sum(0) * 0.999 ** (new - 1 - i)
             for token, gained, sharply in zip(held, received.tolist(), found.tolist(), strict=True):
-                token.lasting = token.lasting * 0.999**new + (sharply if token.index < self.seen - 64 else 0)
+                token.lasting = token.lasting * 0.999**new + sharply
                 token.score = gained + (0 if rules.rule == "tova" else token.score * rules.decay**new)
             if own_window is None:
                 lists[head] = self.evict(held, number, head, self.seen + new)

@@ -43,10 +43,9 @@ def test_decode_steps_are_sampled() -> None:
     assert meter._samples == 2
 
 
-@pytest.mark.parametrize("chunk", [0, 7])
-@pytest.mark.parametrize("decay", [1.0, 0.9])
+@pytest.mark.parametrize(("decay", "chunk"), [(1.0, 0), (1.0, 7), (0.9, 7)])
 def test_all_attention_is_on_what_is_held_until_something_is_evicted(
-    grouped: LlamaForCausalLM, chunk: int, decay: float
+    grouped: LlamaForCausalLM, decay: float, chunk: int
 ) -> None:
     with attach(grouped, CacheConfig("h2o", 32, decay=decay, chunk=chunk)) as cache:
         grouped(ids(30), past_key_values=cache)
@@ -58,6 +57,12 @@ def test_all_attention_is_on_what_is_held_until_something_is_evicted(
             assert 0 < layer.sparsity < 1
         grouped(ids(30), past_key_values=cache)
         assert all(0 < layer.mass < 1 for layer in cache.statistics())
+
+
+def test_the_part_is_not_known_where_queries_count_more_than_they_decay(grouped: LlamaForCausalLM) -> None:
+    with attach(grouped, CacheConfig("h2o", 32, chunk=0)) as cache:
+        grouped(ids(90), past_key_values=cache)
+        assert all(math.isnan(layer.mass) for layer in cache.statistics())
 
 
 def test_policies_without_scores_and_an_empty_cache(grouped: LlamaForCausalLM) -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Annotated
 
 from h2o_stream.cli import run
-from h2o_stream.cli.options import CacheOptions, ModelOptions, OutputOptions, option, takes
+from h2o_stream.cli.options import CacheOptions, CompileOptions, ModelOptions, OutputOptions, option, takes
 from h2o_stream.config import DEFAULT_CHUNK, DEFAULT_WINDOW, POLICIES, AnswerConfig, CacheConfig, Prefill
 from h2o_stream.errors import ConfigError
 from h2o_stream.session.records import Records
@@ -166,6 +166,72 @@ def summarize(comparison: SummarizeOptions, model: ModelOptions, cache: CacheOpt
                 terminal,
                 records,
             )
+
+
+@dataclass(frozen=True)
+class SpeedOptions:
+    """Who is timed where."""
+
+    text: Annotated[Path, option("Comparison", "--text", help="A text file, read by all.")]
+    policies: Annotated[str, option("Comparison", "--policies", help="Policies, separated by commas.")] = (
+        "full,recent,h2o"
+    )
+    windows: Annotated[str, option("Comparison", "--windows", help="Windows, separated by commas.")] = str(
+        DEFAULT_WINDOW
+    )
+    histories: Annotated[
+        str, option("Comparison", "--histories", help="Tokens seen when decoding is timed, separated by commas.")
+    ] = "256,1024,2048,8192"
+    dtypes: Annotated[str, option("Comparison", "--dtypes", help="Instead of --dtype, separated by commas.")] = ""
+    quantizations: Annotated[
+        str, option("Comparison", "--quantizations", help="Instead of --quantize, separated by commas.")
+    ] = ""
+    peers: Annotated[
+        str, option("Comparison", "--peers", help="Other engines: transformers, llama.cpp (extra bench).")
+    ] = "transformers"
+    threads: Annotated[int | None, option("Comparison", "--threads", help="Of all engines.", min=1)] = None
+    random_weights: Annotated[
+        Path | None,
+        option("Comparison", "--random-weights", help="A config.json: that model, with random weights made in place."),
+    ] = None
+    out: Annotated[Path | None, option("Comparison", "--out", help="Folder for the table and a plot.")] = None
+
+
+@app.command()
+@takes(SpeedOptions, ModelOptions, CompileOptions, CacheOptions, OutputOptions)
+def speed(
+    comparison: SpeedOptions, model: ModelOptions, steps: CompileOptions, cache: CacheOptions, output: OutputOptions
+) -> None:
+    """Speed and memory at growing histories, beside other engines.
+
+    All engines read the same text, each in a process of its own, and decode in turn, round by round; medians count,
+    and what is made once (compiled steps) is made before. Each figure is also given as a part of the floor, what the
+    memory allows: bytes of weights and cache over the bandwidth measured in the same run.
+    """
+    with run.reporting("h2o-compare", output.debug):
+        histories = _numbers(comparison.histories, "--histories")
+        configs = _configs(comparison.policies, comparison.windows, "0", cache)
+        models = [
+            replace(model.model_config(), dtype=dtype, quantize=quantize)
+            for dtype in _listed(comparison.dtypes or model.dtype, "--dtypes")
+            for quantize in _listed(comparison.quantizations or model.quantize, "--quantizations")
+        ]
+        with Records(output.jsonl) as records:
+            with run.loading(models[0], output) as terminal:
+                from h2o_stream.compare.contenders import LLAMA_CPP, OURS, PEERS, Contender
+                from h2o_stream.ui.speed import compare_speed
+            contenders = [Contender(OURS, one, config, steps.compile) for one in models for config in configs]
+            for peer in comparison.peers.split(",") if comparison.peers else ():
+                if peer not in PEERS:
+                    raise ConfigError(f"peer {peer!r} is unknown; --peers takes some of {', '.join(PEERS)}")
+                plain = dict.fromkeys(replace(one, quantize="none") for one in models)
+                plain = dict.fromkeys([models[0]]) if peer == LLAMA_CPP else plain
+                contenders += [Contender(peer, one, CacheConfig("full")) for one in plain]
+            contenders = [
+                replace(contender, threads=comparison.threads, random_weights=comparison.random_weights)
+                for contender in contenders
+            ]
+            compare_speed(contenders, histories, comparison.text, comparison.out, terminal, records)
 
 
 @dataclass(frozen=True)

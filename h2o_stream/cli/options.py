@@ -70,11 +70,14 @@ class ModelOptions:
         str | None,
         _model("--device-map", help="Spread the layers with accelerate: auto, balanced, sequential."),
     ] = None
+    quantize: Annotated[
+        str, _model("--quantize", help="Weights of matrices: none, int8 or int4, packed when the model is loaded.")
+    ] = "none"
     offline: Annotated[bool, _model("--offline", help="Use only what is on this machine.")] = False
 
     def model_config(self) -> ModelConfig:
         """The settings behind the options."""
-        return ModelConfig(self.model, self.dtype, self.device, self.device_map, self.offline)
+        return ModelConfig(self.model, self.dtype, self.device, self.device_map, self.offline, self.quantize)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -46,6 +46,16 @@ def find(name: str, offline: bool, notify: Callable[[str], None]) -> str:
     return name
 
 
+def gguf_file(name: str) -> Path | None:
+    """The GGUF file that `find` would convert, if `name` means one that is on this machine."""
+    if name == DEFAULT_MODEL:
+        file = in_wheel(EMBEDDED_WHEEL, ".gguf")
+        return Path(str(file.locate())) if file else None
+    path = Path(name).expanduser()
+    files = sorted(path.glob("*.gguf")) if path.is_dir() else [path]
+    return files[0] if len(files) == 1 and files[0].is_file() and files[0].suffix == ".gguf" else None
+
+
 def _embedded(notify: Callable[[str], None]) -> Path:
     file = in_wheel(EMBEDDED_WHEEL, ".gguf")
     if file is None:

@@ -56,10 +56,11 @@ def _load(config: ModelConfig, source: str, cache: CacheConfig | None) -> Loaded
     from transformers.utils.logging import disable_progress_bar
 
     from h2o_stream.cache.support import check_supported
+    from h2o_stream.models.quantize import quantize
     from h2o_stream.models.templates import FALLBACK_STOPS, FALLBACK_TEMPLATE
 
     disable_progress_bar()  # of reading weights: it takes a second
-    device = _device(config.device)
+    device = device_of(config.device)
     local = {"local_files_only": True} if config.offline else {}
     try:
         described = AutoConfig.from_pretrained(source, **local)
@@ -70,7 +71,7 @@ def _load(config: ModelConfig, source: str, cache: CacheConfig | None) -> Loaded
             check_supported(model_class, described, cache)
         tokenizer = AutoTokenizer.from_pretrained(source, **local)
         place = {"device_map": config.device_map} if config.device_map else {}
-        model = AutoModelForCausalLM.from_pretrained(source, dtype=_dtype(config.dtype, device), **place, **local)
+        model = AutoModelForCausalLM.from_pretrained(source, dtype=dtype_of(config.dtype, device), **place, **local)
     except (OSError, ValueError, KeyError, SafetensorError, RuntimeError) as error:
         if isinstance(error, ConfigError):
             raise
@@ -81,6 +82,8 @@ def _load(config: ModelConfig, source: str, cache: CacheConfig | None) -> Loaded
     if not tokenizer.chat_template:
         tokenizer.chat_template, stops = FALLBACK_TEMPLATE, FALLBACK_STOPS
     model = model.eval() if config.device_map else model.eval().to(device)
+    if config.quantize != "none":
+        quantize(model, config.quantize)
     return LoadedModel(config.model, model, tokenizer, stops)
 
 
@@ -91,7 +94,12 @@ def _explained(name: str, source: str, error: Exception) -> Exception:
     return ModelNotFoundError(f"{name} could not be loaded from {source}: {reason}")
 
 
-def _device(name: str) -> Any:
+def device_of(name: str) -> Any:
+    """The torch device of a name; ``auto`` is the best there is.
+
+    Raises:
+        ConfigError: it cannot be used here.
+    """
     import torch
 
     if name == "auto":
@@ -105,8 +113,11 @@ def _device(name: str) -> Any:
     return device
 
 
-def _dtype(name: str, device: Any) -> Any:
-    """bfloat16 where the hardware computes in it, float32 elsewhere: emulated, it is slower than float32."""
+def dtype_of(name: str, device: Any) -> Any:
+    """The torch dtype of a name.
+
+    ``auto`` is bfloat16 where the hardware computes in it, float32 elsewhere: emulated, it is slower than float32.
+    """
     import torch
 
     if name != "auto":

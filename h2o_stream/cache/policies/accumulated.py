@@ -7,6 +7,10 @@ from torch import Tensor
 from h2o_stream.cache.policies.base import Attention, Held, Policy
 
 
+AT_ONCE = 64
+"""Tokens of a forward after which its queries count no less: a prompt that is read whole is judged by all of it."""
+
+
 class Accumulated(Policy):
     """Attention received, summed over the query heads of the group and over time (H2O, arXiv 2306.14048).
 
@@ -20,13 +24,15 @@ class Accumulated(Policy):
         probs, decay = attention.probs, self.plan.decay
         if isinstance(attention.new, int) and attention.new == 1:
             return scores.mul(decay).add_(probs.sum((2, 3)))
-        weights = decay**attention.later
+        weights = decay ** attention.later.clamp(max=AT_ONCE)
         received = (weights.unsqueeze(-2) @ probs).squeeze(-2).sum(2)
         return received.add_(scores * decay**attention.new)
 
-    def total(self, seen: Tensor) -> Tensor:
-        """Every query gives 1, which decays; see `Policy.total`."""
+    def total(self, seen: Tensor) -> Tensor | None:
+        """Every query gives 1, which decays; not known if much is read at once. See `Policy.total`."""
         decay, seen = self.plan.decay, seen.double()
+        if decay < 1 and not 0 < self.plan.chunk <= AT_ONCE:
+            return None
         return seen if decay == 1 else (1 - decay**seen) / (1 - decay)
 
     def priority(self, held: Held) -> Tensor:

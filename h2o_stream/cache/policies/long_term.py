@@ -27,7 +27,10 @@ class LongTerm(Accumulated):
         self.long_term = plan.long_term > 0
 
     def remember(self, lasting: Tensor, held: Held, attention: Attention) -> Tensor:
-        """Decay what was there, add the squares of what old tokens receive; see `Policy.remember`."""
+        """Decay what was there, add the squares of what old tokens receive; see `Policy.remember`.
+
+        Old is what lies `FAR` tokens before the query, or before the first one of the `FAR` that it is one of.
+        """
         before = held.seen - attention.new
         kept = lasting * DECAY**attention.new
         for start in range(0, attention.probs.shape[-2], FAR):

@@ -1,0 +1,302 @@
+"""Engines that can be timed against each other, each in a process of its own: ours, transformers, llama.cpp."""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from multiprocessing import get_context
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any, Self
+
+from h2o_stream.config import CacheConfig, ModelConfig
+from h2o_stream.errors import ConfigError, H2OStreamError
+
+OURS, TRANSFORMERS, LLAMA_CPP = "h2o-stream", "transformers", "llama.cpp"
+
+PEERS = (TRANSFORMERS, LLAMA_CPP)
+
+_FED = 2048
+"""Tokens handed to an engine at once while it reads."""
+
+
+@dataclass(frozen=True)
+class Contender:
+    """One engine in one setting.
+
+    Attributes:
+        engine: `OURS` or one of `PEERS`.
+        model: which model, in which precision.
+        cache: the policy; of our own engine only.
+        compile: whether our engine compiles its steps.
+        random_weights: a file of transformers' model settings: that model, with random weights, in place of `model`.
+        threads: that compute; None for as many as the engine likes.
+    """
+
+    engine: str
+    model: ModelConfig
+    cache: CacheConfig
+    compile: bool = True
+    random_weights: Path | None = None
+    threads: int | None = None
+
+    @property
+    def name(self) -> str:
+        """For people: engine, policy, window and precision."""
+        own = self.cache.policy if self.cache.policy == "full" else f"{self.cache.policy} {self.cache.window}"
+        policy = [own] if self.engine == OURS else []
+        eager = ["eager"] if self.engine == OURS and not self.compile else []
+        return " ".join([self.engine, *policy, *eager])
+
+
+@dataclass(frozen=True)
+class Ready:
+    """What is known of a contender once its model is loaded.
+
+    Attributes:
+        dtype: of its computations.
+        weight_bytes: read in every step.
+        context: the longest history it can have; None for no limit.
+    """
+
+    dtype: str
+    weight_bytes: int
+    context: int | None
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Bytes of the cache (None where it is not known), and of the whole process."""
+
+    cache: int | None
+    process: int
+
+
+class Runner(ABC):
+    """An engine with a stream. Its methods are called over a pipe, see `Worker`."""
+
+    def __init__(self, contender: Contender) -> None:
+        self.contender = contender
+
+    @abstractmethod
+    def ready(self) -> Ready:
+        """What is known of it."""
+
+    @abstractmethod
+    def step(self, tokens: Sequence[int]) -> None:
+        """Read tokens, one or many, and know the distribution of the next."""
+
+    @abstractmethod
+    def cache_bytes(self) -> int | None:
+        """Bytes of the cache."""
+
+    def prepare(self) -> None:  # noqa: B027 -- most have nothing to prepare
+        """Make what is made once and would otherwise be made while the time is taken."""
+
+    def feed(self, tokens: Sequence[int]) -> float:
+        """Read tokens as a prompt. Returns the seconds it took."""
+        begun = time.perf_counter()
+        for start in range(0, len(tokens), _FED):
+            self.step(tokens[start : start + _FED])
+        return time.perf_counter() - begun
+
+    def decode(self, tokens: Sequence[int]) -> float:
+        """Read tokens one by one, as if they had been drawn. Returns the seconds it took."""
+        begun = time.perf_counter()
+        for token in tokens:
+            self.step([token])
+        return time.perf_counter() - begun
+
+    def memory(self) -> Memory:
+        """What is in use now."""
+        import psutil
+
+        return Memory(self.cache_bytes(), psutil.Process().memory_info().rss)
+
+
+class _Torch(Runner):
+    """Ours and transformers: a model of transformers, with or without our cache."""
+
+    def __init__(self, contender: Contender) -> None:
+        import torch
+
+        super().__init__(contender)
+        if contender.threads:
+            torch.set_num_threads(contender.threads)
+        torch.set_grad_enabled(False)
+        self._torch, self._stack = torch, ExitStack()
+        self.model = _random(contender) if contender.random_weights else _loaded(contender)
+        self.cache: Any = None
+        self._start()
+
+    def _start(self) -> None:
+        from transformers import DynamicCache
+
+        self.cache = DynamicCache(config=self.model.config)
+
+    def ready(self) -> Ready:
+        from h2o_stream.cache.support import context_of
+
+        unlimited = self.contender.engine == OURS and self.contender.cache.policy != "full"
+        context = None if unlimited else context_of(self.model.config)
+        weights = {tensor.data_ptr(): tensor.nbytes for tensor in (*self.model.parameters(), *self.model.buffers())}
+        looked_up = self.model.get_input_embeddings().weight
+        if looked_up is not getattr(self.model.get_output_embeddings(), "weight", None):
+            del weights[looked_up.data_ptr()]
+        return Ready(str(self.model.dtype).removeprefix("torch."), sum(weights.values()), context)
+
+    def step(self, tokens: Sequence[int]) -> None:
+        ids = self._torch.tensor([list(tokens)], device=self.model.device)
+        self.model(ids, past_key_values=self.cache, use_cache=True, logits_to_keep=1)
+        if self.model.device.type == "cuda":
+            self._torch.cuda.synchronize()
+
+    def cache_bytes(self) -> int | None:
+        layers = [layer for layer in self.cache.layers if layer.is_initialized]
+        return sum(int(layer.keys.nbytes + layer.values.nbytes) for layer in layers)
+
+
+class _Ours(_Torch):
+    def _start(self) -> None:
+        from h2o_stream.cache.attach import attach
+        from h2o_stream.compiled.steps import compiled
+
+        self.cache = self._stack.enter_context(attach(self.model, self.contender.cache))
+        self._graphs = self._stack.enter_context(compiled(self.model, self.cache)) if self.contender.compile else None
+
+    def prepare(self) -> None:
+        if self._graphs is None:
+            return
+        self.step(range(100, 400))
+        for token in (5, 6):
+            self.step([token])
+        self._graphs.wait()
+        self.cache.reset()
+
+    def cache_bytes(self) -> int:
+        return int(self.cache.nbytes)
+
+
+class _LlamaCpp(Runner):
+    """llama.cpp through llama-cpp-python, with the GGUF file that our model was made of."""
+
+    _CONTEXT = 8192 + 256
+
+    def __init__(self, contender: Contender) -> None:
+        super().__init__(contender)
+        try:
+            import llama_cpp
+        except ImportError as error:
+            raise H2OStreamError(
+                "the peer llama.cpp needs llama-cpp-python; pip install 'h2o-stream[bench]'"
+            ) from error
+        from h2o_stream.models.find import gguf_file
+
+        path = gguf_file(contender.model.model)
+        if path is None:
+            raise ConfigError(
+                f"{contender.model.model} is not a GGUF file, which the peer llama.cpp needs; leave it out"
+            )
+        self._size = path.stat().st_size
+        threads = contender.threads or os.cpu_count()
+        self._llama = llama_cpp.Llama(
+            str(path), n_ctx=self._CONTEXT, n_threads=threads, n_threads_batch=threads, verbose=False
+        )
+
+    def ready(self) -> Ready:
+        return Ready("as in the file", self._size, self._CONTEXT - 256)
+
+    def step(self, tokens: Sequence[int]) -> None:
+        self._llama.eval(list(tokens))
+
+    def cache_bytes(self) -> None:
+        return None
+
+
+def _loaded(contender: Contender) -> Any:
+    from h2o_stream.models.load import load
+
+    return load(contender.model).model
+
+
+def _random(contender: Contender) -> Any:
+    """A model of the given settings, made on the device it computes on."""
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    from h2o_stream.models.load import device_of, dtype_of
+
+    device = device_of(contender.model.device)
+    with torch.device(device):
+        config = AutoConfig.from_pretrained(contender.random_weights)
+        return AutoModelForCausalLM.from_config(config, dtype=dtype_of(contender.model.dtype, device)).eval()
+
+
+_RUNNERS: dict[str, type[Runner]] = {OURS: _Ours, TRANSFORMERS: _Torch, LLAMA_CPP: _LlamaCpp}
+
+
+class Worker:
+    """A contender in a process of its own. A context manager: leaving it ends the process.
+
+    Raises:
+        H2OStreamError: its engine could not be started, or failed.
+    """
+
+    def __init__(self, contender: Contender) -> None:
+        self.contender = contender
+        context = get_context("spawn")
+        self._pipe, theirs = context.Pipe()
+        self._process = context.Process(target=_serve, args=(theirs, contender), daemon=True)
+        self._process.start()
+        theirs.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self._pipe.close()
+        self._process.terminate()
+        self._process.join()
+
+    def ask(self, method: str, *arguments: Any) -> Any:
+        """Call a method of its `Runner`."""
+        try:
+            self._pipe.send((method, arguments))
+            answer = self._pipe.recv()
+        except (EOFError, OSError) as error:
+            raise H2OStreamError(f"{self.contender.name} ended without a word (out of memory?)") from error
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
+
+
+def _serve(pipe: Connection, contender: Contender) -> None:
+    """Answer calls until the pipe is closed."""
+    sys.stdout = Path(os.devnull).open("w")  # noqa: SIM115 -- for the life of the process
+    try:
+        runner = _RUNNERS[contender.engine](contender)
+    except Exception as error:  # noqa: BLE001
+        failure = error
+
+        def answer(method: str, arguments: tuple[Any, ...]) -> Any:
+            return failure
+    else:
+
+        def answer(method: str, arguments: tuple[Any, ...]) -> Any:
+            return getattr(runner, method)(*arguments)
+
+    while True:
+        try:
+            method, arguments = pipe.recv()
+        except (EOFError, KeyboardInterrupt):
+            return
+        try:
+            pipe.send(answer(method, arguments))
+        except Exception as error:  # noqa: BLE001
+            told = error if isinstance(error, H2OStreamError) else H2OStreamError(f"{contender.name}: {error}")
+            pipe.send(told)

@@ -1,0 +1,129 @@
+"""Weights of matrices in 8 or 4 bits, multiplied by torch's own packed kernels, which take activations in bfloat16.
+
+In 4 bits every 32 numbers of a row share a scale and an offset, as in GGUF's Q4_0 and Q4_1: what comes from such a file
+lies on that grid already and is not rounded again, but for the scales. In 8 bits a row has one scale.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from h2o_stream.errors import ConfigError
+
+GROUP = 32
+"""Numbers of a row that share a scale, in 4 bits."""
+
+_ROWS = 16
+"""Rows that the 4-bit kernel takes at once."""
+
+_FEW = 32
+"""Vectors up to which the 8-bit kernel is faster than unpacking the weights."""
+
+
+def quantize(model: Any, kind: str) -> None:
+    """Pack the linear layers of a model, the output layer included, in place; embeddings stay as they are.
+
+    Layers whose shape the kernels cannot take are left alone.
+
+    Args:
+        model: a causal language model of transformers.
+        kind: ``int8`` or ``int4``.
+
+    Raises:
+        ConfigError: the model is not on the CPU.
+    """
+    if model.device.type != "cpu":
+        raise ConfigError(f"--quantize {kind} packs weights for the CPU, the model is on {model.device}; leave it out")
+    packed: type[Int4Linear | Int8Linear] = Int4Linear if kind == "int4" else Int8Linear
+    for module in list(model.modules()):
+        for name, child in list(module.named_children()):
+            if type(child) is nn.Linear and packed.takes(child.weight):
+                setattr(module, name, packed(child))
+
+
+class Int8Linear(nn.Module):
+    """y = x W' + b, W in 8 bits with a scale for each row."""
+
+    def __init__(self, linear: nn.Linear) -> None:
+        super().__init__()
+        self.in_features, self.out_features = linear.in_features, linear.out_features
+        weight = linear.weight.detach()
+        scale = (weight.float().abs().amax(1) / 127).clamp_min(torch.finfo(torch.float32).tiny)
+        self.codes: Tensor
+        self.scale: Tensor
+        self.register_buffer("codes", (weight.float() / scale[:, None]).round_().to(torch.int8))
+        self.register_buffer("scale", scale.bfloat16())
+        self.bias = linear.bias
+
+    @staticmethod
+    def takes(weight: Tensor) -> bool:
+        """Whether the kernel does."""
+        return weight.device.type == "cpu"
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[..., in] to [..., out]."""
+        flat = x.reshape(-1, self.in_features)
+        if len(flat) <= _FEW:
+            y = torch._weight_int8pack_mm(flat.bfloat16(), self.codes, self.scale)
+        else:
+            y = flat @ (self.codes.to(x.dtype) * self.scale[:, None].to(x.dtype)).T
+        return _shaped(y, x, self.bias)
+
+
+class Int4Linear(nn.Module):
+    """y = x W' + b, W in 4 bits with a scale and an offset for every `GROUP` numbers of a row."""
+
+    def __init__(self, linear: nn.Linear) -> None:
+        super().__init__()
+        self.in_features, self.out_features = linear.in_features, linear.out_features
+        weight = linear.weight.detach()
+        codes, scale, middle = on_grid(weight.float().unflatten(1, (-1, GROUP)))
+        self.codes: Tensor
+        self.grid: Tensor
+        self.register_buffer("codes", torch.ops.aten._convert_weight_to_int4pack_for_cpu(codes.flatten(1).int(), 1))
+        self.register_buffer("grid", torch.stack((scale.T, middle.T), -1).bfloat16().contiguous())
+        self.bias = linear.bias
+
+    @staticmethod
+    def takes(weight: Tensor) -> bool:
+        """Whether the kernel does."""
+        return weight.device.type == "cpu" and weight.shape[1] % GROUP == 0 and weight.shape[0] % _ROWS == 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[..., in] to [..., out]."""
+        flat = x.reshape(-1, self.in_features)
+        y = torch.ops.aten._weight_int4pack_mm_for_cpu(flat.bfloat16(), self.codes, GROUP, self.grid)
+        return _shaped(y, x, self.bias)
+
+
+def _shaped(y: Tensor, x: Tensor, bias: Tensor | None) -> Tensor:
+    """The product as the output for x."""
+    y = y.to(x.dtype).view(*x.shape[:-1], -1)
+    return y if bias is None else y + bias
+
+
+def on_grid(groups: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Put every group on the nearer of two grids of 16 values.
+
+    One goes from its least to its largest number (Q4_1), the other has zero on it and the number of largest size at its
+    end (Q4_0).
+
+    Args:
+        groups: [..., n] float32.
+
+    Returns:
+        Codes [..., n], 0 to 15; scale and middle [...]: a number is about (code - 8) * scale + middle.
+    """
+    low, high = groups.amin(-1, keepdim=True), groups.amax(-1, keepdim=True)
+    end = torch.where(high > -low, high, low)
+    tried = []
+    for scale, middle in (((high - low) / 15, low + (high - low) / 15 * 8), (end / -8, torch.zeros_like(end))):
+        codes = ((groups - middle) / torch.where(scale == 0, 1.0, scale) + 8).round().clamp(0, 15)
+        error = ((codes - 8) * scale + middle - groups).square().sum(-1, keepdim=True)
+        tried.append((codes, scale, middle, error))
+    (*first, error), (*second, other) = tried
+    codes, scale, middle = (torch.where(other < error, b, a) for a, b in zip(first, second, strict=True))
+    return codes, scale.squeeze(-1), middle.squeeze(-1)
