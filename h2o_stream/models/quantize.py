@@ -24,9 +24,10 @@ _FEW = 32
 
 
 def quantize(model: Any, kind: str) -> None:
-    """Pack the linear layers of a model, the output layer included, in place; embeddings stay as they are.
+    """Pack the linear layers of a model in place; embeddings stay as they are.
 
-    Layers whose shape the kernels cannot take are left alone.
+    The output layer is packed in 8 bits at least, as GGUF files have it: it loses most. Layers whose shape the kernels
+    cannot take are left alone.
 
     Args:
         model: a causal language model of transformers.
@@ -37,9 +38,10 @@ def quantize(model: Any, kind: str) -> None:
     """
     if model.device.type != "cpu":
         raise ConfigError(f"--quantize {kind} packs weights for the CPU, the model is on {model.device}; leave it out")
-    packed: type[Int4Linear | Int8Linear] = Int4Linear if kind == "int4" else Int8Linear
+    head = model.get_output_embeddings()
     for module in list(model.modules()):
         for name, child in list(module.named_children()):
+            packed: type[Int4Linear | Int8Linear] = Int4Linear if kind == "int4" and child is not head else Int8Linear
             if type(child) is nn.Linear and packed.takes(child.weight):
                 setattr(module, name, packed(child))
 

@@ -6,7 +6,6 @@ from torch import Tensor
 
 from h2o_stream.cache.policies.base import Attention, Held, Policy
 
-
 AT_ONCE = 64
 """Tokens of a forward after which its queries count no less: a prompt that is read whole is judged by all of it."""
 

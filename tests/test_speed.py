@@ -1,0 +1,127 @@
+"""``h2o-compare speed``: who is timed where, and what is said about it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from h2o_stream.compare.contenders import LLAMA_CPP, OURS, TRANSFORMERS, Contender, Memory, Ready, Worker
+from h2o_stream.compare.speed import ROUNDS, STEPS, Doing, Figure, bandwidth, needed, race
+from h2o_stream.config import CacheConfig, ModelConfig
+from h2o_stream.errors import H2OStreamError
+from tests.test_cli import invoke
+
+
+def test_a_race_in_the_shell(tiny_folder: Path, tmp_path: Path) -> None:
+    """Two engines, two policies and two precisions on a tiny model; full caches stop at its context of 400 tokens."""
+    text = tmp_path / "text.txt"
+    text.write_text("The quick brown fox jumps over the lazy dog and runs away. " * 80)
+    options = [
+        *("--model", tiny_folder, "--text", text, "--histories", "600,64", "--policies", "full,h2o", "--windows", 32),
+        *("--peers", "transformers", "--dtype", "float32", "--device", "cpu", "--no-compile"),
+        *("--jsonl", tmp_path / "speed.jsonl", "--out", tmp_path / "out"),
+    ]
+    done = invoke("h2o-compare", "speed", *options)
+    assert done.exit_code == 0, done.stderr
+    records = [json.loads(line) for line in (tmp_path / "speed.jsonl").read_text().splitlines()]
+    figures = [record for record in records if record["type"] == "speed"]
+    told = [(figure["engine"], figure["policy"], figure["window"], figure["history"]) for figure in figures]
+    assert told == [
+        (OURS, "full", None, 64),
+        (OURS, "h2o", 32, 64),
+        (TRANSFORMERS, "full", None, 64),
+        (OURS, "h2o", 32, 600),
+    ]
+    for figure in figures:
+        assert figure["dtype"] == "float32"
+        assert figure["quantize"] == "none"
+        assert min(figure["prefill_tok_s"], figure["decode_tok_s"], figure["cache_bytes"], figure["rss_bytes"]) > 0
+    ours = [figure for figure in figures if figure["policy"] == "h2o"]
+    assert ours[0]["cache_bytes"] == ours[1]["cache_bytes"]
+    assert records[0]["bandwidth"] > 1e8
+    assert "of floor" in (tmp_path / "out" / "speed.md").read_text()
+    assert (tmp_path / "out" / "speed.png").stat().st_size > 1000
+    assert "h2o-stream h2o 32" in done.stderr + done.stdout
+
+
+class Pretended:
+    """A worker whose engine takes a known time."""
+
+    asked: list[tuple[str, str, int]] = []
+
+    def __init__(self, contender: Contender) -> None:
+        self.contender = contender
+
+    def __enter__(self) -> Pretended:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        pass
+
+    def ask(self, method: str, *arguments: Any) -> Any:
+        if method == "ready":
+            return Ready("float32", 1000, 500 if self.contender.engine == TRANSFORMERS else None)
+        if method == "memory":
+            return Memory(None, 5000)
+        if method in ("feed", "decode"):
+            self.asked.append((self.contender.engine, method, len(arguments[0])))
+            return len(arguments[0]) * (0.01 if method == "feed" else 0.1)
+        return None
+
+
+def test_rounds_are_in_turn_and_every_token_is_read_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("h2o_stream.compare.speed.Worker", Pretended)
+    monkeypatch.setattr(Pretended, "asked", [])
+    contenders = [Contender(engine, ModelConfig(), CacheConfig()) for engine in (OURS, TRANSFORMERS)]
+    events = list(race(contenders, [100, 1000], list(range(needed([100, 1000])))))
+    figures = [event for event in events if isinstance(event, Figure)]
+    assert [(figure.contender.engine, figure.history) for figure in figures] == [
+        (OURS, 100),
+        (TRANSFORMERS, 100),
+        (OURS, 1000),
+    ]
+    assert figures[2].prefill_tok_s == pytest.approx(100)
+    assert figures[2].decode_tok_s == pytest.approx(10)
+    assert figures[2].floor(2e4) == pytest.approx(20)
+    ours = [count for engine, _, count in Pretended.asked if engine == OURS]
+    assert sum(ours) == needed([1000])
+    first = [engine for engine, method, count in Pretended.asked if count == STEPS][: 2 * ROUNDS]
+    assert first == [OURS, TRANSFORMERS] * ROUNDS
+    doing = [event for event in events if isinstance(event, Doing)]
+    assert all(event.done < event.total for event in doing)
+
+
+def test_bandwidth_is_that_of_a_memory() -> None:
+    assert 1e8 < bandwidth() < 1e13
+
+
+class TestWorkers:
+    def test_a_missing_engine_is_one_line(self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+        (tmp_path / "llama_cpp.py").write_text("raise ImportError('not here')")
+        monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+        with (
+            Worker(Contender(LLAMA_CPP, ModelConfig(), CacheConfig("full"))) as worker,
+            pytest.raises(H2OStreamError, match=r"h2o-stream\[bench\]"),
+        ):
+            worker.ask("ready")
+
+    def test_a_process_that_dies_is_one_line(self) -> None:
+        with Worker(Contender(OURS, ModelConfig("no/such/place"), CacheConfig())) as worker:
+            worker._process.kill()
+            with pytest.raises(H2OStreamError, match="ended without a word"):
+                worker.ask("ready")
+
+
+def test_wrong_peers_and_short_texts(tiny_folder: Path, tmp_path: Path) -> None:
+    text = tmp_path / "text.txt"
+    text.write_text("Too short.")
+    base = ["speed", "--model", tiny_folder, "--text", text]
+    wrong = invoke("h2o-compare", *base, "--peers", "vllm")
+    assert wrong.exit_code == 2
+    assert "transformers, llama.cpp" in wrong.stderr
+    short = invoke("h2o-compare", *base, "--peers", "")
+    assert short.exit_code == 1
+    assert "lower --histories" in short.stderr
