@@ -13,10 +13,11 @@ from typing import Any
 import pytest
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers.generation.logits_process import TopPLogitsWarper
 
 from h2o_stream import CacheConfig, ConfigError, Engine, H2OStreamError, SamplingConfig
 from h2o_stream.engine.events import Finished, PrefillProgress, Token
-from h2o_stream.engine.sampling import Sampler
+from h2o_stream.engine.sampling import Nucleus, Sampler
 from h2o_stream.engine.text import TextStream
 from h2o_stream.models.load import LoadedModel
 
@@ -343,3 +344,12 @@ def test_the_default_plan() -> None:
     assert (plan.sinks, plan.heavy, plan.recent, plan.decay, plan.positions) == (4, 126, 126, 0.99, "gap")
     assert plan.span + plan.window + plan.chunk == 8192
     assert CacheConfig("h2o-paper", 256, heavy=128).plan(8192).recent == 128
+
+
+@pytest.mark.parametrize("spread", [0.1, 1.0, 4.0])
+@pytest.mark.parametrize("top_p", [0.1, 0.9, 0.999])
+def test_the_nucleus_is_that_of_transformers(spread: float, top_p: float) -> None:
+    """Flat distributions too, whose nucleus is most of the vocabulary."""
+    scores = torch.randn(3, 5000, generator=torch.Generator().manual_seed(0)) * spread
+    wanted = TopPLogitsWarper(top_p)(torch.zeros(3, 0), scores)
+    assert torch.equal(Nucleus(top_p)(torch.zeros(3, 0), scores).isinf(), wanted.isinf())

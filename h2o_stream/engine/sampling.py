@@ -19,6 +19,24 @@ from transformers.generation.logits_process import (
 from h2o_stream.config import DEFAULT_TEMPERATURE, DEFAULT_TOP_K, DEFAULT_TOP_P, SamplingConfig
 
 
+_LIKELY = 512
+"""Tokens among which the nucleus nearly always is."""
+
+
+class Nucleus(TopPLogitsWarper):
+    """transformers' top-p, which sorts the whole vocabulary only where the likeliest tokens are not enough."""
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        """[B, V] scores, -inf outside the nucleus."""
+        likely, places = scores.topk(min(_LIKELY, scores.shape[-1]))
+        mass = (likely - scores.logsumexp(-1, keepdim=True)).exp().cumsum(-1)
+        if bool((mass[:, -1] < self.top_p).any()):
+            sorted_by_them: Tensor = super().__call__(input_ids, scores)
+            return sorted_by_them
+        beyond = torch.cat((torch.zeros_like(mass[:, :1]), mass[:, :-1]), -1) >= self.top_p
+        return torch.full_like(scores, -torch.inf).scatter_(-1, places, likely.masked_fill(beyond, -torch.inf))
+
+
 class Sampler:
     """A sampling config made ready for a model.
 
@@ -50,7 +68,7 @@ class Sampler:
             if top_k:
                 self._processors.append(TopKLogitsWarper(top_k))
             if top_p < 1:
-                self._processors.append(TopPLogitsWarper(float(top_p)))
+                self._processors.append(Nucleus(float(top_p)))
             if config.min_p:
                 self._processors.append(MinPLogitsWarper(config.min_p))
 
