@@ -13,7 +13,7 @@ from h2o_stream.config import ModelConfig
 from h2o_stream.models.load import LoadedModel, load
 from h2o_stream.models.quantize import Int4Linear, Int8Linear, on_grid, quantize
 from tests.conftest import make_llama
-from tests.test_compiled import Traced, stream
+from tests.test_graphs import Traced, stream
 
 
 def values(codes: torch.Tensor, scale: torch.Tensor, middle: torch.Tensor) -> torch.Tensor:

@@ -292,7 +292,7 @@ class SlotLayer(EndlessLayer):
     ) -> Tensor:
         """A token's way through the slots: written, attended with, scored; then the next token's slot is made free.
 
-        Nothing here looks at a number of this stream on the host, so that it can be compiled (`h2o_stream.compiled`).
+        Nothing here looks at a number of this stream on the host, so that it can be compiled (`h2o_stream.graphs`).
 
         Args:
             query: [B, Hq, 1, D].

@@ -164,7 +164,7 @@ class _Torch(Runner):
 class _Ours(_Torch):
     def _start(self) -> None:
         from h2o_stream.cache.attach import attach
-        from h2o_stream.compiled.steps import compiled
+        from h2o_stream.graphs.steps import compiled
 
         self.cache = self._stack.enter_context(attach(self.model, self.contender.cache))
         self._graphs = self._stack.enter_context(compiled(self.model, self.cache)) if self.contender.compile else None

@@ -17,12 +17,12 @@ from torch import Tensor
 from h2o_stream.cache.attach import attach
 from h2o_stream.cache.counts import CacheCounts
 from h2o_stream.cache.support import context_of, learned_positions
-from h2o_stream.compiled.steps import compiled
 from h2o_stream.config import AtContext, CacheConfig, SamplingConfig
 from h2o_stream.engine.events import Finished, PrefillProgress, Token
 from h2o_stream.engine.sampling import Sampler
 from h2o_stream.engine.text import TextStream
 from h2o_stream.errors import H2OStreamError, OutOfMemoryError
+from h2o_stream.graphs.steps import compiled
 
 PREFILL_STEP = 256
 """Prompt tokens per forward: enough to keep the matrix products busy, few enough to stop soon after Ctrl-C."""
@@ -39,7 +39,7 @@ class Engine:
         at_context: whether a cache that keeps original positions goes on past the positions the model was
             trained for, or ends there.
         should_stop: asked between tokens and between parts of a prompt; True ends the turn as ``interrupted``.
-        compile: let tokens go through compiled graphs as soon as there are any; see `h2o_stream.compiled`.
+        compile: let tokens go through compiled graphs as soon as there are any; see `h2o_stream.graphs`.
 
     Raises:
         UnsupportedModelError, ConfigError: see `attach`.

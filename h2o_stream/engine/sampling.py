@@ -18,7 +18,6 @@ from transformers.generation.logits_process import (
 
 from h2o_stream.config import DEFAULT_TEMPERATURE, DEFAULT_TOP_K, DEFAULT_TOP_P, SamplingConfig
 
-
 _LIKELY = 512
 """Tokens among which the nucleus nearly always is."""
 

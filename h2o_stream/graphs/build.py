@@ -1,4 +1,4 @@
-"""Compiles one blueprint ahead of time: ``python -m h2o_stream.compiled.build BLUEPRINT PACKAGE``.
+"""Compiles one blueprint ahead of time: ``python -m h2o_stream.graphs.build BLUEPRINT PACKAGE``.
 
 A process of its own, so that a conversation goes on meanwhile, and one that yields to it. The blueprint's file is
 removed.
@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from h2o_stream.compiled.trace import Blueprint
+    from h2o_stream.graphs.trace import Blueprint
 
 
 def build(blueprint: Blueprint, package: Path) -> None:
@@ -23,7 +23,7 @@ def build(blueprint: Blueprint, package: Path) -> None:
     import torch
     from torch.export import Dim
 
-    from h2o_stream.compiled.trace import Step
+    from h2o_stream.graphs.trace import Step
 
     torch.set_num_threads(blueprint.threads)
     dims: dict[str, Any] = defaultdict(lambda: Dim.DYNAMIC)

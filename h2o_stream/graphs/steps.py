@@ -15,9 +15,9 @@ from h2o_stream.cache.policies import Budget
 from h2o_stream.cache.slots import SlotLayer
 from h2o_stream.cache.statistics import SparsityMeter
 from h2o_stream.cache.window import H2OCache
-from h2o_stream.compiled.artifacts import Artifacts, Runner
-from h2o_stream.compiled.trace import MOST_PINS, Blank, Blueprint, Fixed, Growing, Limits, Part, told_apart
 from h2o_stream.config import CachePlan
+from h2o_stream.graphs.artifacts import Artifacts, Runner
+from h2o_stream.graphs.trace import MOST_PINS, Blank, Blueprint, Fixed, Growing, Limits, Part, told_apart
 
 _SIZES = {"slots0": 48, "slots1": 80, "distances": 160}
 """Sizes to trace with in the place of those that grow: all different, or they would be taken for the same."""

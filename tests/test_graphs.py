@@ -14,10 +14,10 @@ from transformers import PreTrainedModel
 
 from h2o_stream import CacheConfig, attach
 from h2o_stream.cache.budgets import HeadGroup
-from h2o_stream.compiled import artifacts as artifacts_module
-from h2o_stream.compiled.artifacts import Artifacts, Runner
-from h2o_stream.compiled.steps import compiled
-from h2o_stream.compiled.trace import Blueprint, Step
+from h2o_stream.graphs import artifacts as artifacts_module
+from h2o_stream.graphs.artifacts import Artifacts, Runner
+from h2o_stream.graphs.steps import compiled
+from h2o_stream.graphs.trace import Blueprint, Step
 from tests.conftest import make_llama
 from tests.families import FAMILIES, config_of
 

@@ -19,7 +19,7 @@ from torch import Tensor
 from h2o_stream.resources import cache_folder
 
 if TYPE_CHECKING:
-    from h2o_stream.compiled.trace import Blueprint
+    from h2o_stream.graphs.trace import Blueprint
 
 Runner = Callable[[list[Tensor]], list[Tensor]]
 """A compiled graph: inputs as in `trace.Step.forward`, a list that it empties; outputs."""
@@ -41,7 +41,7 @@ class Artifacts:
     """
 
     def __init__(self, folder: Path | None = None) -> None:
-        self.folder = folder or cache_folder() / "compiled"
+        self.folder = folder or cache_folder() / "graphs"
         self.trouble = ""
         self._wanted: dict[str, bytes] = {}
         self._failed: set[str] = set()
@@ -114,7 +114,7 @@ class Artifacts:
         described.write_bytes(self._wanted[key])
         with (self.folder / f"{key}.log").open("wb") as log:
             return subprocess.Popen(
-                [sys.executable, "-m", "h2o_stream.compiled.build", described, self._path(key)],
+                [sys.executable, "-m", "h2o_stream.graphs.build", described, self._path(key)],
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
