@@ -79,7 +79,8 @@ class Sampler:
             tokens: what the repetition penalty looks at: the turn so far.
         """
         history = torch.tensor([tokens], dtype=torch.int64, device=logits.device)
-        scores = self._processors(history, logits[None].float())
+        scores = self._processors(history, logits[None].float())[0]
         if self.greedy:
-            return int(scores.argmax(-1))
-        return int(torch.multinomial(scores.softmax(-1), 1, generator=self._generator))
+            return int(scores.argmax())
+        possible = scores.isfinite().nonzero()[:, 0]
+        return int(possible[torch.multinomial(scores[possible].softmax(-1), 1, generator=self._generator)])
