@@ -34,6 +34,9 @@ from h2o_stream.errors import H2OStreamError
 
 _BOOKS = ("scores", "index", "rank", "free", "seen")
 
+MOST_EVICTED = 2
+"""Tokens that a compiled step can evict: a window that shrinks evicts one more now and then."""
+
 _BLOCK = 32
 """Slots by which a layer grows or shrinks while it changes its size."""
 
@@ -159,22 +162,20 @@ class SlotLayer(EndlessLayer):
         return places + self.span if self.plan.positions == "gap" else places
 
     @property
-    def due(self) -> int:
-        """Tokens that the next one evicts."""
-        length = self.lengths[0]
-        return self.schedule.held(length) + 1 - self.schedule.held(length + 1)
-
-    @property
-    def in_place(self) -> bool:
-        """Whether the next token of every row finds its slot, all rows evict alike and nothing is to be allocated."""
-        schedule, room = self.schedule, self.store.slots - self._spare
-        if schedule.fixed or min(self.lengths) >= schedule.settled:
-            return True
+    def due(self) -> int | None:
+        """Tokens that the next one evicts; None where rows differ in that or something has to be allocated."""
+        schedule = self.schedule
+        if len(self.lengths) == 1 and self.lengths[0] >= schedule.settled:
+            return 1
         after = [length + 1 for length in self.lengths]
         held = [schedule.held(length) for length in after]
-        alike = len({before - now for before, now in zip(self._limits, held, strict=True)}) == 1
-        fits = max(held) <= room and (max(after) <= schedule.common or max(held) > room - _BLOCK)
-        return alike and fits and schedule.settled not in after
+        evicted = [before + 1 - now for before, now in zip(self._limits, held, strict=True)]
+        if not schedule.fixed and min(self.lengths) < schedule.settled:
+            room = self.store.slots - self._spare
+            fits = max(held) <= room and (max(after) <= schedule.common or max(held) > room - _BLOCK)
+            if len(set(evicted)) > 1 or not fits or schedule.settled in after:
+                return None
+        return evicted[0]
 
     @property
     def nbytes(self) -> int:
@@ -267,25 +268,20 @@ class SlotLayer(EndlessLayer):
         for number, (q, k, v) in enumerate(parts):
             new = k.shape[2]
             counts = (new,) * len(self.lengths) if padding is None else padding.chunk(number * chunk, new)
-            step = self._decode if new == 1 == min(counts) and self.in_place else self._prefill
+            step = self._decode if new == 1 == min(counts) and self.due is not None else self._prefill
             outputs.append(step(q, k, v, Arrivals(counts, new, k.device), products))
         output = outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=1)
         return output if padding is None else padding.unpack(output)
 
     def _decode(self, query: Tensor, key: Tensor, value: Tensor, arrivals: Arrivals, products: Products) -> Tensor:
-        vacant, evicted = self.count_token()
+        vacant, evicted = min(self._limits) + 1 < self.store.slots, self.due or 0
+        self.count_token()
         return self.step(query, key, value, products, vacant, evicted)
 
-    def count_token(self) -> tuple[bool, int]:
-        """Count a token of each row that is about to go through `step`.
-
-        Returns:
-            Whether some slots will be empty while it is attended with, and how many tokens are to be evicted then.
-        """
-        vacant, evicted = min(self._limits) + 1 < self.store.slots, self.due
+    def count_token(self) -> None:
+        """Count a token of each row that is about to go through `step`."""
         self._filled = min(self._filled + 1, self.store.slots)
         self.lengths = tuple(length + 1 for length in self.lengths)
-        return vacant, evicted
 
     def step(
         self, query: Tensor, key: Tensor, value: Tensor, products: Products, vacant: bool, evicted: int | Tensor
@@ -300,7 +296,7 @@ class SlotLayer(EndlessLayer):
             value: [B, Hkv, 1, D].
             products: what the model does with query times key.
             vacant: whether slots may be empty besides the token's own.
-            evicted: how many tokens lose their slots; 0 or 1 if it is a tensor.
+            evicted: how many tokens lose their slots; at most `MOST_EVICTED` if it is a tensor.
 
         Returns:
             [B, 1, Hq, D].
@@ -350,13 +346,16 @@ class SlotLayer(EndlessLayer):
         Sinks and the ring of new tokens are not asked. In a window of one size an empty slot is always taken first.
         """
         first = self.store.exact
-        for _ in range(1 if isinstance(count, Tensor) else max(count, 1)):
+        for done in range(MOST_EVICTED if isinstance(count, Tensor) else max(count, 1)):
             worth = self.policy.worth(self._held, self.budget)
             if isinstance(count, Tensor):
-                worth = torch.where((self.index < 0) & (count > 0), torch.inf, worth)
+                worth = torch.where((self.index < 0) & (count > done), torch.inf, worth)
             elif count and not self.schedule.fixed:
                 worth.masked_fill_(self.index < 0, torch.inf)
-            self.free = worth[..., first:].argmin(-1, keepdim=True) + first
+            least = worth[..., first:].argmin(-1, keepdim=True) + first
+            if isinstance(count, Tensor) and done:
+                least = torch.where(count > done, least, self.free)
+            self.free = least
             self.rank -= (self.rank > self.rank.gather(2, self.free)).int()
             self.rank.scatter_(2, self.free, self.store.slots)
             self.index.scatter_(2, self.free, -1)

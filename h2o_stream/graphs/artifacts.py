@@ -132,6 +132,8 @@ class Artifacts:
             with suppress(OSError):
                 path.unlink()
             return None
+        with suppress(OSError):
+            path.touch()  # in use: see `build.KEPT_S`
         return _loaded[key]
 
     def _path(self, key: str) -> Path:

@@ -10,12 +10,16 @@ import os
 import pickle
 import sys
 import tempfile
+import time
 from collections import defaultdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from h2o_stream.graphs.trace import Blueprint
+
+KEPT_S = 30 * 24 * 3600
+"""Seconds after which a graph that was not used is removed."""
 
 
 def build(blueprint: Blueprint, package: Path) -> None:
@@ -42,6 +46,9 @@ def main() -> None:
 
     described, package = (Path(argument) for argument in sys.argv[1:])
     os.nice(19)
+    for old in package.parent.iterdir():
+        if time.time() - old.stat().st_mtime > KEPT_S:
+            old.unlink(missing_ok=True)
     try:
         with FileLock(package.with_suffix(".lock")), tempfile.TemporaryDirectory(prefix="h2o-stream-") as scratch:
             if not package.exists():

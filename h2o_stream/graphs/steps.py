@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from h2o_stream.cache.groups import GroupedLayer
 from h2o_stream.cache.policies import Budget
-from h2o_stream.cache.slots import SlotLayer
+from h2o_stream.cache.slots import MOST_EVICTED, SlotLayer
 from h2o_stream.cache.statistics import SparsityMeter
 from h2o_stream.cache.window import H2OCache
 from h2o_stream.config import CachePlan
@@ -101,14 +101,14 @@ class _Bound:
         run: the graph.
         keywords: what it was traced with.
         parts: the groups of heads, each with what must not have been replaced meanwhile.
-        evicted: for each group the tensors that say that none, and that one, loses its slot.
+        evicted: for each group the tensors that say that none, one or two tokens lose their slots.
         rest: inputs from there on.
     """
 
     run: Runner
     keywords: Fixed
     parts: list[tuple[SlotLayer, Tensor, Tensor, Budget]]
-    evicted: list[tuple[Tensor, Tensor]]
+    evicted: list[tuple[Tensor, ...]]
     rest: list[Tensor]
 
     @property
@@ -149,11 +149,15 @@ class _Compiled:
         bound = self._bound
         if bound is None or not bound.holds or bound.keywords != fixed:
             bound = self._bound = self._bind(hidden, fixed, extras)
-        if bound is None or not all(part.in_place and part.due <= 1 for part, *_ in bound.parts):
+        if bound is None:
             return self.eager(*args, **keywords)
         inputs = [hidden.contiguous(), *extras]
         for (part, *_), evicted in zip(bound.parts, bound.evicted, strict=True):
-            inputs.append(evicted[part.due])
+            due = part.due
+            if due is None or due > MOST_EVICTED:
+                return self.eager(*args, **keywords)
+            inputs.append(evicted[due])
+        for part, *_ in bound.parts:
             part.columns += 1
             part.count_token()
         inputs += bound.rest
@@ -173,7 +177,7 @@ class _Compiled:
             for name, weight in (*inner._parameters.items(), *inner._buffers.items())
             if weight is not None
         ]
-        evicted = [(torch.tensor(0), torch.tensor(1)) for _ in parts]
+        evicted = [tuple(torch.tensor(count) for count in range(MOST_EVICTED + 1)) for _ in parts]
         rest = [weight for _, weight in named]
         growing: list[Growing] = [()] * (1 + len(extras) + len(parts) + len(rest))
         for place, part in enumerate(parts):
@@ -189,7 +193,7 @@ class _Compiled:
             rest.append(table.upto(reach, hidden.device, hidden.dtype))
             growing.append(((0, "distances"),))
         if known is None or known[0] != fixed:
-            inputs = [hidden, *extras, *(none for none, _ in evicted), *rest]
+            inputs = [hidden, *extras, *(none for none, *_ in evicted), *rest]
             blueprint = Blueprint(
                 module=self._module,
                 keywords=fixed,

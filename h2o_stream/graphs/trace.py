@@ -153,9 +153,9 @@ class Step(nn.Module):
 
         Args:
             inputs: the hidden state [1, 1, H]; tensors of the keywords; for each group of heads how many tokens lose
-                their slots, [] int64, 0 or 1; weights; for each group the tensors of its slots and its limits; the
-                heads of each group where there are several; the rotary table where keys come un-rotated. What the
-                slots hold is replaced in place.
+                their slots, [] int64, 0 to `MOST_EVICTED`; weights; for each group the tensors of its slots and its
+                limits; the heads of each group where there are several; the rotary table where keys come un-rotated.
+                What the slots hold is replaced in place.
         """
         plan, given = self.blueprint, iter(inputs)
         hidden, turns = next(given), inputs[-1] if self.blueprint.rotates else None
