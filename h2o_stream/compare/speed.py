@@ -17,7 +17,7 @@ STEPS = 24
 """Tokens decoded in a round."""
 
 _WARM_UP = 3
-"""Tokens decoded before the time is taken."""
+"""Tokens decoded in each round before the time is taken."""
 
 _BANDWIDTH_BYTES = 600_000_000
 
@@ -104,10 +104,12 @@ class _Lane:
         self.read += history - self.seen
         self.seen = history
 
-    def decode(self, tokens: Sequence[int], count: int) -> float:
-        """Decode so many tokens. Returns the seconds it took."""
-        seconds: float = self.worker.ask("decode", tokens[self.seen : self.seen + count])
-        self.seen += count
+    def decode(self, tokens: Sequence[int]) -> float:
+        """Decode for a round. Returns the seconds that `STEPS` tokens took."""
+        seconds = 0.0
+        for count in (_WARM_UP, STEPS):
+            seconds = self.worker.ask("decode", tokens[self.seen : self.seen + count])
+            self.seen += count
         return seconds
 
 
@@ -140,12 +142,11 @@ def race(contenders: Sequence[Contender], histories: Sequence[int], tokens: Sequ
             for lane in able:
                 yield Doing(f"{lane.worker.contender.name} reads up to {history:,}", done, total)
                 lane.feed(tokens, history)
-                lane.decode(tokens, _WARM_UP)
             seconds: list[list[float]] = [[] for _ in able]
             for number in range(ROUNDS):
                 for lane, taken in zip(able, seconds, strict=True):
                     yield Doing(f"{lane.worker.contender.name} at {history:,}, round {number + 1}", done, total)
-                    taken.append(lane.decode(tokens, STEPS))
+                    taken.append(lane.decode(tokens))
             for lane, taken in zip(able, seconds, strict=True):
                 done += 1
                 yield Figure(
@@ -160,4 +161,4 @@ def race(contenders: Sequence[Contender], histories: Sequence[int], tokens: Sequ
 
 def needed(histories: Sequence[int]) -> int:
     """Tokens of text for a race up to the last of these histories."""
-    return max(histories) + _WARM_UP + ROUNDS * STEPS
+    return max(histories) + ROUNDS * (_WARM_UP + STEPS)
