@@ -19,6 +19,12 @@ from h2o_stream.config import CachePlan
 from h2o_stream.graphs.artifacts import Artifacts, Runner
 from h2o_stream.graphs.trace import MOST_PINS, Blank, Blueprint, Fixed, Growing, Limits, Part, told_apart
 
+Told = tuple[Fixed, torch.dtype]
+"""Keywords of a module, and the dtype of what it is handed."""
+
+MOST_PARTS = 2
+"""Groups of heads in a layer that a graph has names for."""
+
 _SIZES = {"slots0": 48, "slots1": 80, "distances": 160}
 """Sizes to trace with in the place of those that grow: all different, or they would be taken for the same."""
 
@@ -99,14 +105,14 @@ class _Bound:
 
     Attributes:
         run: the graph.
-        keywords: what it was traced with.
+        told: keywords and dtype that it was traced with.
         parts: the groups of heads, each with what must not have been replaced meanwhile.
         evicted: for each group the tensors that say that none, one or two tokens lose their slots.
         rest: inputs from there on.
     """
 
     run: Runner
-    keywords: Fixed
+    told: Told
     parts: list[tuple[SlotLayer, Tensor, Tensor, Budget]]
     evicted: list[tuple[Tensor, ...]]
     rest: list[Tensor]
@@ -138,7 +144,7 @@ class _Compiled:
         self._module, self._number, self._cache = module, number, cache
         self._keywords, self._artifacts = keywords, artifacts
         self._bound: _Bound | None = None
-        self._described: tuple[Fixed, str, Blueprint] | None = None
+        self._described: tuple[Told, str, Blueprint] | None = None
 
     def __call__(self, *args: Any, **keywords: Any) -> Any:
         """See the module's own forward."""
@@ -147,7 +153,7 @@ class _Compiled:
             return self.eager(*args, **keywords)
         fixed, extras = self._keywords(keywords)
         bound = self._bound
-        if bound is None or not bound.holds or bound.keywords != fixed:
+        if bound is None or not bound.holds or bound.told != (fixed, hidden.dtype):
             bound = self._bound = self._bind(hidden, fixed, extras)
         if bound is None:
             return self.eager(*args, **keywords)
@@ -165,11 +171,11 @@ class _Compiled:
 
     def _bind(self, hidden: Tensor, fixed: Fixed, extras: list[Tensor]) -> _Bound | None:
         """The graph for the slots as they are now, or None."""
-        known = self._described
-        if known and known[0] == fixed and self._artifacts.get(*known[1:]) is None:
+        known, told = self._described, (fixed, hidden.dtype)
+        if known and known[0] == told and self._artifacts.get(*known[1:]) is None:
             return None
         parts, heads = _by_size(None if self._number is None else self._cache.layers[self._number])
-        if not all(map(_served, parts)):
+        if len(parts) > MOST_PARTS or not all(map(_served, parts)):
             return None
         named = [
             (f"{path}.{name}" if path else name, weight)
@@ -192,7 +198,7 @@ class _Compiled:
             reach = max(part.reach(part.store.slots) for part in parts)
             rest.append(table.upto(reach, hidden.device, hidden.dtype))
             growing.append(((0, "distances"),))
-        if known is None or known[0] != fixed:
+        if known is None or known[0] != told:
             inputs = [hidden, *extras, *(none for none, *_ in evicted), *rest]
             blueprint = Blueprint(
                 module=self._module,
@@ -204,11 +210,11 @@ class _Compiled:
                 inputs=tuple(_blank(tensor, names) for tensor, names in zip(inputs, growing, strict=True)),
                 threads=torch.get_num_threads(),
             )
-            known = self._described = fixed, blueprint.key, blueprint
+            known = self._described = told, blueprint.key, blueprint
         run = self._artifacts.get(*known[1:])
         if run is None:
             return None
-        return _Bound(run, fixed, [(part, part.free, part.index, part.budget) for part in parts], evicted, rest)
+        return _Bound(run, told, [(part, part.free, part.index, part.budget) for part in parts], evicted, rest)
 
     def _limits(self, part: SlotLayer) -> Limits:
         pins = torch.zeros(MOST_PINS, 2, dtype=torch.int64)
