@@ -101,7 +101,7 @@ def test_bandwidth_is_that_of_a_memory() -> None:
 class TestWorkers:
     def test_a_missing_engine_is_one_line(self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
         (tmp_path / "llama_cpp.py").write_text("raise ImportError('not here')")
-        monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+        monkeypatch.syspath_prepend(tmp_path)
         with (
             Worker(Contender(LLAMA_CPP, ModelConfig(), CacheConfig("full"))) as worker,
             pytest.raises(H2OStreamError, match=r"h2o-stream\[bench\]"),

@@ -15,6 +15,10 @@ from h2o_stream.session.requests import read_requests
 
 app = run.app()
 
+_Policies = Annotated[str, option("Comparison", "--policies", help="Policies, separated by commas.")]
+_Windows = Annotated[str, option("Comparison", "--windows", help="Windows, separated by commas.")]
+_Seeds = Annotated[str, option("Comparison", "--seeds", help="Seeds of random, separated by commas.")]
+
 
 @app.callback()
 def compare() -> None:
@@ -26,14 +30,10 @@ class NllOptions:
     """What is compared on what."""
 
     text: Annotated[str, option("Comparison", "--text", help="Text files, separated by commas.")]
-    policies: Annotated[str, option("Comparison", "--policies", help="Policies, separated by commas.")] = (
-        "full,recent,sink,h2o-paper,h2o"
-    )
-    windows: Annotated[str, option("Comparison", "--windows", help="Windows, separated by commas.")] = str(
-        DEFAULT_WINDOW
-    )
+    policies: _Policies = "full,recent,sink,h2o-paper,h2o"
+    windows: _Windows = str(DEFAULT_WINDOW)
     tokens: Annotated[int, option("Comparison", "--tokens", help="Tokens predicted per text.", min=1)] = 4096
-    seeds: Annotated[str, option("Comparison", "--seeds", help="Seeds of random, separated by commas.")] = "0"
+    seeds: _Seeds = "0"
     out: Annotated[
         Path | None,
         option("Comparison", "--out", help="Folder for table and plots, and for finished parts: go on where it was."),
@@ -64,17 +64,13 @@ class RecallOptions:
     """What is planted in what."""
 
     text: Annotated[Path, option("Comparison", "--text", help="A text file, in which the facts are planted.")]
-    policies: Annotated[str, option("Comparison", "--policies", help="Policies, separated by commas.")] = (
-        "recent,sink,random,h2o-paper,h2o"
-    )
-    windows: Annotated[str, option("Comparison", "--windows", help="Windows, separated by commas.")] = str(
-        DEFAULT_WINDOW
-    )
+    policies: _Policies = "recent,sink,random,h2o-paper,h2o"
+    windows: _Windows = str(DEFAULT_WINDOW)
     distances: Annotated[
         str, option("Comparison", "--distances", help="Tokens between a fact and its question, separated by commas.")
     ] = "64,256,1024,4096"
     facts: Annotated[int, option("Comparison", "--facts", help="Facts planted.", min=1)] = 20
-    seeds: Annotated[str, option("Comparison", "--seeds", help="Seeds of random, separated by commas.")] = "0"
+    seeds: _Seeds = "0"
     out: Annotated[
         Path | None,
         option("Comparison", "--out", help="Folder for the table, and for finished parts: go on where it was."),
@@ -116,12 +112,8 @@ class SummarizeOptions:
         Path,
         option("Comparison", "--requests", "--input-path", help="Requests in JSON Lines: the cookbook's or HELM's."),
     ]
-    policies: Annotated[str, option("Comparison", "--policies", help="Policies, separated by commas.")] = (
-        "full,sink,h2o-paper,h2o"
-    )
-    windows: Annotated[str, option("Comparison", "--windows", help="Windows, separated by commas.")] = (
-        "64,128,256,512,1024"
-    )
+    policies: _Policies = "full,sink,h2o-paper,h2o"
+    windows: _Windows = "64,128,256,512,1024"
     limit: Annotated[int | None, option("Comparison", "--limit", help="Requests; default is all.", min=1)] = None
     prefill: Annotated[
         Prefill,
@@ -173,12 +165,8 @@ class SpeedOptions:
     """Who is timed where."""
 
     text: Annotated[Path, option("Comparison", "--text", help="A text file, read by all.")]
-    policies: Annotated[str, option("Comparison", "--policies", help="Policies, separated by commas.")] = (
-        "full,recent,h2o"
-    )
-    windows: Annotated[str, option("Comparison", "--windows", help="Windows, separated by commas.")] = str(
-        DEFAULT_WINDOW
-    )
+    policies: _Policies = "full,recent,h2o"
+    windows: _Windows = str(DEFAULT_WINDOW)
     histories: Annotated[
         str, option("Comparison", "--histories", help="Tokens seen when decoding is timed, separated by commas.")
     ] = "256,1024,2048,8192"
@@ -221,7 +209,7 @@ def speed(
                 from h2o_stream.compare.contenders import LLAMA_CPP, OURS, PEERS, Contender
                 from h2o_stream.ui.speed import compare_speed
             contenders = [Contender(OURS, one, config, steps.compile) for one in models for config in configs]
-            for peer in comparison.peers.split(",") if comparison.peers else ():
+            for peer in _listed(comparison.peers, "--peers") if comparison.peers else ():
                 if peer not in PEERS:
                     raise ConfigError(f"peer {peer!r} is unknown; --peers takes some of {', '.join(PEERS)}")
                 plain = dict.fromkeys(replace(one, quantize="none") for one in models)
@@ -239,9 +227,7 @@ class HeavyHittersOptions:
     """What is looked at."""
 
     text: Annotated[Path, option("Comparison", "--text", help="A text file.")]
-    policies: Annotated[str, option("Comparison", "--policies", help="Policies, separated by commas.")] = (
-        "recent,sink,random,h2o-paper,h2o"
-    )
+    policies: _Policies = "recent,sink,random,h2o-paper,h2o"
     window: Annotated[int, option("Comparison", "--window", help="Tokens kept per layer and KV head.")] = DEFAULT_WINDOW
     tokens: Annotated[int, option("Comparison", "--tokens", help="Tokens read; within the context.", min=2)] = 2048
     out: Annotated[Path, option("Comparison", "--out", help="Folder for the table and the plots.")] = Path(

@@ -87,6 +87,25 @@ def _load(config: ModelConfig, source: str, cache: CacheConfig | None) -> Loaded
     return LoadedModel(config.model, model, tokenizer, stops)
 
 
+def load_tokenizer(config: ModelConfig, notify: Callable[[str], None] = lambda line: None) -> Any:
+    """The tokenizer of what `config` names, without its weights.
+
+    Raises:
+        ModelNotFoundError: with what to do about it.
+    """
+    with collector_paused():
+        from transformers import AutoTokenizer
+
+        from h2o_stream.models.find import find
+
+        source = find(config.model, config.offline, notify)
+        local = {"local_files_only": True} if config.offline else {}
+        try:
+            return AutoTokenizer.from_pretrained(source, **local)
+        except (OSError, ValueError, KeyError) as error:
+            raise _explained(config.model, source, error) from error
+
+
 def _explained(name: str, source: str, error: Exception) -> Exception:
     reason = next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)
     if "model type" in reason or "Unrecognized model" in reason or "configuration class" in reason:

@@ -11,7 +11,7 @@ from h2o_stream.compare.nll import read_tokens
 from h2o_stream.compare.results import make_folder, writing
 from h2o_stream.compare.speed import Doing, Figure, bandwidth, needed, race
 from h2o_stream.errors import DataError
-from h2o_stream.models.load import load
+from h2o_stream.models.load import load_tokenizer
 from h2o_stream.session.records import Records, run_record
 from h2o_stream.ui.figures import size
 from h2o_stream.ui.plots import Curve, plot, require_matplotlib
@@ -49,7 +49,7 @@ def compare_speed(
         make_folder(out)
     histories = sorted(set(histories))
     count = needed(histories)
-    tokens = read_tokens(text, load(contenders[0].model, notify=terminal.note).tokenizer, count)
+    tokens = read_tokens(text, load_tokenizer(contenders[0].model, terminal.note), count)
     if len(tokens) < count:
         raise DataError(
             f"--text {text}: {len(tokens)} tokens, {count} are needed; lower --histories or give a longer text"
