@@ -7,13 +7,14 @@ At rest at most W slots are held and `free` names one that is not. A decode step
 attends, updates the scores and evicts one slot, which is the next free one; nothing is copied or grown.
 A prefill takes the prompt in chunks: attend to what is held and to the chunk, then keep W of both.
 The two are the same rule, "append, attend, keep", and give the same result token by token. A layer whose window is
-not the common one (`cache.budgets`) takes the second way now and then while it changes its size, to allocate anew.
+not the common one (`cache.budgets`) takes the second way twice, to allocate anew: when it leaves the common size, and
+when it has come to its own.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -36,9 +37,6 @@ _BOOKS = ("scores", "index", "rank", "free", "seen")
 
 MOST_EVICTED = 2
 """Tokens that a compiled step can evict: a window that shrinks evicts one more now and then."""
-
-_BLOCK = 32
-"""Slots by which a layer grows or shrinks while it changes its size."""
 
 
 class SlotLayer(EndlessLayer):
@@ -168,14 +166,10 @@ class SlotLayer(EndlessLayer):
         if len(self.lengths) == 1 and self.lengths[0] >= schedule.settled:
             return 1
         after = [length + 1 for length in self.lengths]
-        held = [schedule.held(length) for length in after]
-        evicted = [before + 1 - now for before, now in zip(self._limits, held, strict=True)]
-        if not schedule.fixed and min(self.lengths) < schedule.settled:
-            room = self.store.slots - self._spare
-            fits = max(held) <= room and (max(after) <= schedule.common or max(held) > room - _BLOCK)
-            if len(set(evicted)) > 1 or not fits or schedule.settled in after:
-                return None
-        return evicted[0]
+        if not self._fits(after):
+            return None
+        evicted = [before + 1 - schedule.held(now) for before, now in zip(self._limits, after, strict=True)]
+        return None if len(set(evicted)) > 1 and not schedule.fixed else evicted[0]
 
     @property
     def nbytes(self) -> int:
@@ -395,7 +389,7 @@ class SlotLayer(EndlessLayer):
     def _hold(self, keep: Tensor, index: Tensor, keys: Tensor, values: Tensor, held: Held) -> None:
         """Keep the places `keep` [B, Hkv, n], in token order, and no other; none where `index` is -1."""
         n, store = keep.shape[-1], self.store
-        slots = store.slots = self._room() + self._spare
+        slots = store.slots = self._room(self.lengths) + self._spare
         order = torch.arange(n, device=self.device)
         slot = order.expand_as(keep)
         if store.exact:
@@ -417,14 +411,16 @@ class SlotLayer(EndlessLayer):
         self.free.fill_(max(n + 1, store.exact) if store.exact else n)
         self._filled = n
 
-    def _room(self) -> int:
-        """Tokens to have slots for, now that the rows are as long as they are."""
+    def _room(self, lengths: Sequence[int]) -> int:
+        """Tokens to have slots for when the rows are so long."""
         schedule = self.schedule
-        if schedule.fixed or max(self.lengths) <= schedule.common:
+        if schedule.fixed or max(lengths) <= schedule.common:
             return schedule.common
-        if min(self.lengths) >= schedule.settled:
-            return schedule.window
-        return min(math.ceil(self.held / _BLOCK) * _BLOCK, schedule.most)
+        return schedule.window if min(lengths) >= schedule.settled else schedule.most
+
+    def _fits(self, lengths: Sequence[int]) -> bool:
+        """Whether the slots there are are those to have when the rows are so long."""
+        return self.store.slots == self._room(lengths) + self._spare
 
     def _vacate(self) -> None:
         """Mark every slot as empty."""
