@@ -23,6 +23,9 @@ DEFAULT_WINDOW = 256
 DEFAULT_CHUNK = 64
 """Tokens between two evictions of a prefill: small keeps its scores close to decoding's, large is faster."""
 
+PREFILL_STEP = 256
+"""Prompt tokens per forward: enough to keep the matrix products busy, few enough to stop soon after Ctrl-C."""
+
 DEFAULT_TEMPERATURE = 0.7
 DEFAULT_TOP_P = 0.95
 DEFAULT_TOP_K = 0

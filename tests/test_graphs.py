@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pickle
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,7 @@ from h2o_stream.cache.budgets import HeadGroup
 from h2o_stream.graphs import artifacts as artifacts_module
 from h2o_stream.graphs.artifacts import Artifacts, Runner
 from h2o_stream.graphs.steps import compiled
-from h2o_stream.graphs.trace import Blueprint, Step
+from h2o_stream.graphs.trace import Blueprint, Chunk, Step
 from tests.conftest import make_llama
 from tests.families import FAMILIES, config_of
 from tests.test_cli import invoke
@@ -47,13 +48,9 @@ class Traced(Artifacts):
 def stream(model: PreTrainedModel, config: CacheConfig, artifacts: Artifacts | None, steps: int = 60) -> list[Any]:
     """Logits of a prompt and of single tokens after it, then what is held."""
     ids = torch.randint(3, model.config.vocab_size, (1, 20 + steps), generator=torch.Generator().manual_seed(1))
-    with attach(model, config) as cache:
-        logits = [model(ids[:, :20]).logits[0, -1]]
-        if artifacts is None:
-            logits += [model(ids[:, i : i + 1], past_key_values=cache).logits[0, -1] for i in range(20, 20 + steps)]
-        else:
-            with compiled(model, cache, artifacts):
-                logits += [model(ids[:, i : i + 1], past_key_values=cache).logits[0, -1] for i in range(20, 20 + steps)]
+    parts = ids.split([20] + steps * [1], 1)
+    with attach(model, config) as cache, nullcontext() if artifacts is None else compiled(model, cache, artifacts):
+        logits = [model(part, past_key_values=cache).logits[0, -1] for part in parts]
         kept = [cache.kept(layer) for layer in range(len(cache.layers))]
         counts = cache.counts()
     return [torch.stack(logits), kept, counts]
@@ -66,14 +63,16 @@ GROUPS = (
 )
 
 
-def grouped_by_head(monkeypatch: pytest.MonkeyPatch, groups: Sequence[tuple[HeadGroup, ...]]) -> PreTrainedModel:
+def grouped_by_head(
+    monkeypatch: pytest.MonkeyPatch, groups: Sequence[tuple[HeadGroup, ...]], heads: int = 3
+) -> PreTrainedModel:
     """A model of a layer for each of `groups`, whose heads have windows of different size."""
 
     def told(model: Any, specs: Any) -> Any:
         return [replace(spec, groups=own) for spec, own in zip(specs, groups, strict=True)]
 
     monkeypatch.setattr("h2o_stream.cache.attach.shared_out", told)
-    return make_llama(heads=3, groups=2, layers=len(groups), context=256)
+    return make_llama(heads=heads, groups=2, layers=len(groups), context=256)
 
 
 @pytest.fixture
@@ -114,6 +113,28 @@ class TestTracing:
         same(stream(by_head, config, None, 100), stream(by_head, config, traced, 100))
         assert len(traced.made) == 3, "one kind with one group of heads, one with two, and the output layer"
         assert traced.runs > 300
+
+    @pytest.mark.parametrize("policy", ["h2o", "h2o-paper", "tova", "random", "recent"])
+    @pytest.mark.parametrize("positions", ["gap", "absolute"])
+    def test_chunks(self, by_head: PreTrainedModel, policy: str, positions: Any) -> None:
+        """Before, while and after the windows change their size, with single tokens in between."""
+
+        def run(artifacts: Artifacts | None) -> list[Any]:
+            ids = torch.randint(3, 64, (1, 200), generator=torch.Generator().manual_seed(1))
+            parts = ids.split([50, 30, 1, 1, 1, 9, 108], 1)
+            with (
+                attach(by_head, CacheConfig(policy, 24, chunk=8, positions=positions)) as cache,
+                nullcontext() if artifacts is None else compiled(by_head, cache, artifacts),
+            ):
+                logits = [by_head(part, past_key_values=cache).logits[0, -1] for part in parts]
+                kept = [cache.kept(layer) for layer in range(len(cache.layers))]
+                return [torch.stack(logits), kept, cache.counts()]
+
+        traced = Traced()
+        same(run(None), run(traced))
+        chunks = [step for step in traced.made.values() if isinstance(step.blueprint.module, Chunk)]
+        assert len(chunks) == (3 if policy == "h2o" else 1), "for one, two and three heads"
+        assert traced.runs > 50
 
     def test_layers_of_a_kind_share_a_graph_whatever_the_window(self, tiny: PreTrainedModel) -> None:
         traced = Traced()
@@ -167,19 +188,19 @@ class TestTracing:
 class TestGraphs:
     def test_they_do_what_the_steps_do(self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
         """Real graphs, made by a process of their own and used by the next run, of a model with two groups a layer."""
-        by_head = grouped_by_head(monkeypatch, GROUPS[1:])
-        config = CacheConfig("h2o", 24)
+        by_head = grouped_by_head(monkeypatch, [(HeadGroup((0, 2), 0.7), HeadGroup((1, 3), 1.3))], heads=4)
+        config = CacheConfig("h2o", 24, chunk=8)
         eager = stream(by_head, config, None, 100)
         made = Artifacts(tmp_path)
         stream(by_head, config, made, 3)
         made.wait()
         assert made.trouble == ""
-        assert len(list(tmp_path.glob("*.pt2"))) == 2
+        assert len(list(tmp_path.glob("*.pt2"))) == 3, "for tokens, for chunks and for the output layer"
         assert not list(tmp_path.glob("*.blueprint"))
         artifacts_module._loaded.clear()
         found = Artifacts(tmp_path)
         same(eager, stream(by_head, config, found, 100))
-        assert len(artifacts_module._loaded) == 2
+        assert len(artifacts_module._loaded) == 3
 
     def test_a_damaged_graph_is_made_anew(self, tiny: PreTrainedModel, tmp_path: Path) -> None:
         traced = Traced()

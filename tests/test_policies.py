@@ -32,15 +32,15 @@ def test_protected_places_are_worth_most_and_empty_ones_least() -> None:
 def test_select_gives_token_order_and_empty_places_in_front() -> None:
     worth = torch.tensor([[[1.0, 5.0, 3.0, -torch.inf]]])
     index = torch.tensor([[[9, 2, 7, -1]]])
-    places, kept = select(worth, index, [2])
+    places, kept = select(worth, index, 2)
     assert places.tolist() == [[[1, 2]]]
     assert kept.tolist() == [[[2, 7]]]
-    assert select(worth, index, [4])[0].tolist() == [[[3, 1, 2, 0]]]
+    assert select(worth, index, 4)[0].tolist() == [[[3, 1, 2, 0]]]
 
 
 def test_select_keeps_as_many_as_each_row_may() -> None:
     worth = torch.tensor([[[1.0, 5.0, 3.0]], [[1.0, 5.0, 3.0]]])
-    places, kept = select(worth, torch.tensor([[[4, 5, 6]], [[7, 8, 9]]]), [1, 2])
+    places, kept = select(worth, torch.tensor([[[4, 5, 6]], [[7, 8, 9]]]), 2, torch.tensor([1, 2]))
     assert kept.tolist() == [[[-1, 5]], [[8, 9]]]
     assert places[kept >= 0].tolist() == [1, 1, 2]
 

@@ -35,6 +35,9 @@ from h2o_stream.errors import H2OStreamError
 
 _BOOKS = ("scores", "index", "rank", "free", "seen")
 
+Reader = Callable[["SlotLayer", Tensor, Tensor, Tensor, Products], Tensor | None]
+"""Gives the attention's output for queries, keys and values of a chunk, or None where it has not touched anything."""
+
 MOST_EVICTED = 2
 """Tokens that a compiled step can evict: a window that shrinks evicts one more now and then."""
 
@@ -63,6 +66,7 @@ class SlotLayer(EndlessLayer):
         _filled: no slot behind this number holds a token, where keys and values are kept as they are.
         columns: columns fed since the last reset, padding included.
         budget: what eviction may not touch.
+        reader: takes whole chunks of one stream through `read`, if it can; see `h2o_stream.graphs`.
         groups: query heads per KV head; 0 before the first token.
         watch: is shown the attention of each part that has no padding; see `SparsityMeter`.
     """
@@ -79,6 +83,7 @@ class SlotLayer(EndlessLayer):
         self.columns = 0
         self._filled = 0
         self.lengths: tuple[int, ...] = ()
+        self.reader: Reader | None = None
         self.groups = 0
         self.watch: Callable[[Tensor, Tensor, int], None] = SparsityMeter()
 
@@ -262,8 +267,12 @@ class SlotLayer(EndlessLayer):
         for number, (q, k, v) in enumerate(parts):
             new = k.shape[2]
             counts = (new,) * len(self.lengths) if padding is None else padding.chunk(number * chunk, new)
-            step = self._decode if new == 1 == min(counts) and self.due is not None else self._prefill
-            outputs.append(step(q, k, v, Arrivals(counts, new, k.device), products))
+            arrivals = Arrivals(counts, new, k.device)
+            if new == 1 == min(counts) and self.due is not None:
+                outputs.append(self._decode(q, k, v, arrivals, products))
+                continue
+            read = self.reader(self, q, k, v, products) if self.reader and padding is None else None
+            outputs.append(self._prefill(q, k, v, arrivals, products) if read is None else read)
         output = outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=1)
         return output if padding is None else padding.unpack(output)
 
@@ -276,6 +285,18 @@ class SlotLayer(EndlessLayer):
         """Count a token of each row that is about to go through `step`."""
         self._filled = min(self._filled + 1, self.store.slots)
         self.lengths = tuple(length + 1 for length in self.lengths)
+
+    def count_chunk(self, new: int) -> int | None:
+        """Count `new` tokens of the one row that are about to go through a compiled `read`.
+
+        Returns:
+            How many tokens are held then; None, and nothing is counted, where something has to be allocated.
+        """
+        after = [length + new for length in self.lengths]
+        if not self._fits(after):
+            return None
+        self._filled, self.lengths = self.store.slots, tuple(after)
+        return self.held
 
     def step(
         self, query: Tensor, key: Tensor, value: Tensor, products: Products, vacant: bool, evicted: int | Tensor
@@ -356,7 +377,43 @@ class SlotLayer(EndlessLayer):
             self.scores.scatter_(2, self.free, -torch.inf)
 
     def _prefill(self, query: Tensor, key: Tensor, value: Tensor, arrivals: Arrivals, products: Products) -> Tensor:
-        keys, values = self.store.read_exactly(self._filled)
+        used = self._filled
+        self.lengths = tuple(length + more for length, more in zip(self.lengths, arrivals.counts, strict=True))
+        limits, slots = self._limits, self._room(self.lengths) + self._spare
+        uneven = torch.tensor(limits, device=self.device) if min(limits) < max(limits) else None
+        return self.read(query, key, value, arrivals, products, used, slots, max(limits), uneven)
+
+    def read(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        arrivals: Arrivals,
+        products: Products,
+        used: int,
+        slots: int,
+        most: int,
+        limits: Tensor | None,
+    ) -> Tensor:
+        """A chunk's way: attended with together with what is held, scored; then what is worth most of both is held.
+
+        Nothing here looks at a number of this stream on the host, as in `step`.
+
+        Args:
+            query: [B, Hq, Q, D].
+            key: [B, Hkv, Q, D].
+            value: [B, Hkv, Q, D].
+            arrivals: what is new.
+            products: what the model does with query times key.
+            used: no slot behind this number holds a token.
+            slots: how many there are from now on.
+            most: tokens to hold of the row that holds most.
+            limits: [B] int64, tokens to hold of each row; None if all hold `most`.
+
+        Returns:
+            [B, Q, Hq, D].
+        """
+        keys, values = self.store.read_exactly(used)
         used, count = keys.shape[2], arrivals.count
         there = arrivals.there.expand(*key.shape[:2], -1)
         index = (self.seen + arrivals.place).masked_fill(~there, -1).int()
@@ -372,7 +429,6 @@ class SlotLayer(EndlessLayer):
         )
         keys, values = torch.cat((keys, key), 2), torch.cat((values, value), 2)
         self.seen = held.seen
-        self.lengths = tuple(length + more for length, more in zip(self.lengths, arrivals.counts, strict=True))
 
         output, probs = self._weigh(query, keys, values, held, arrivals, products)
         if not arrivals.ragged:
@@ -382,25 +438,29 @@ class SlotLayer(EndlessLayer):
             held = replace(held, scores=self.policy.observe(held.scores, attention))
         if held.lasting is not None:
             held = replace(held, lasting=self.policy.remember(held.lasting, held, attention))
-        keep, index = select(self.policy.worth(held, self.budget), held.index, self._limits)
+        keep, index = select(self.policy.worth(held, self.budget), held.index, most, limits)
+        self.store.slots, self._filled = slots, most
         self._hold(keep, index, keys, values, held)
         return output
 
     def _hold(self, keep: Tensor, index: Tensor, keys: Tensor, values: Tensor, held: Held) -> None:
         """Keep the places `keep` [B, Hkv, n], in token order, and no other; none where `index` is -1."""
-        n, store = keep.shape[-1], self.store
-        slots = store.slots = self._room(self.lengths) + self._spare
-        order = torch.arange(n, device=self.device)
-        slot = order.expand_as(keep)
-        if store.exact:
+        n, store, slots = keep.shape[-1], self.store, self.store.slots
+        keys, values = (x.gather(2, keep[..., None].expand(-1, -1, -1, x.shape[-1])) for x in (keys, values))
+        order, slot, first = torch.arange(n, device=self.device), None, n
+        if isinstance(store, QuantizedStore):
             ring = store.residual - 1
             slot = torch.where(order < n - ring, store.exact - store.sinks + order, self._ring(self.seen - n + order))
-            slot = torch.where(index < store.sinks, index, slot)
-        slot = slot.masked_fill(index < 0, slots)
-        keys, values = (x.gather(2, keep[..., None].expand(-1, -1, -1, x.shape[-1])) for x in (keys, values))
-        store.hold(slot, keys, values)
+            slot = torch.where(index < store.sinks, index, slot).masked_fill(index < 0, slots)
+            store.hold(slot, keys, values)
+            first = max(n + 1, store.exact)
+        else:
+            store.hold(keys, values)
 
         def placed(x: Tensor, empty: float) -> Tensor:
+            if slot is None:
+                rest = x.new_full((*x.shape[:2], slots - n), empty)
+                return torch.cat((x.masked_fill(index < 0, empty), rest), 2)
             return x.new_full((*x.shape[:2], slots + 1), empty).scatter_(2, slot, x)[..., :slots].contiguous()
 
         self.index = placed(index, -1)
@@ -408,8 +468,7 @@ class SlotLayer(EndlessLayer):
         if held.lasting is not None:
             self.lasting = placed(held.lasting.gather(2, keep), 0.0)
         self.rank = placed((n - 1 - order).int().expand_as(keep), slots)
-        self.free.fill_(max(n + 1, store.exact) if store.exact else n)
-        self._filled = n
+        self.free.fill_(first)
 
     def _room(self, lengths: Sequence[int]) -> int:
         """Tokens to have slots for when the rows are so long."""

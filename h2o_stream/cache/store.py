@@ -6,6 +6,7 @@ from typing import Self
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from h2o_stream.cache.quantize import decode, encode, fit, spread
 from h2o_stream.errors import ConfigError
@@ -44,15 +45,9 @@ class Store:
         self.keys.index_put_(place, key[:, :, 0])
         self.values.index_put_(place, value[:, :, 0])
 
-    def hold(self, slot: Tensor, keys: Tensor, values: Tensor) -> None:
-        """Replace everything by the tokens of a prefill.
-
-        Args:
-            slot: [B, Hkv, n] int64, where each goes, S for a place without a token; no other slot twice.
-            keys: [B, Hkv, n, D].
-            values: [B, Hkv, n, D].
-        """
-        self.keys, self.values = _placed(slot, keys, self.slots), _placed(slot, values, self.slots)
+    def hold(self, keys: Tensor, values: Tensor) -> None:
+        """Replace everything by the tokens of a prefill, [B, Hkv, n, D] each, in the first n slots."""
+        self.keys, self.values = (pad(x, (0, 0, 0, self.slots - x.shape[2])) for x in (keys, values))
 
 
 class QuantizedStore:
@@ -120,7 +115,13 @@ class QuantizedStore:
         self.value_grid.scatter_(2, _wide(slot - self.exact, stored), stored)
 
     def hold(self, slot: Tensor, keys: Tensor, values: Tensor) -> None:
-        """Replace everything by the tokens of a prefill; see `Store.hold`."""
+        """Replace everything by the tokens of a prefill.
+
+        Args:
+            slot: [B, Hkv, n] int64, where each goes, S for a place without a token; no other slot twice.
+            keys: [B, Hkv, n, D].
+            values: [B, Hkv, n, D].
+        """
         dtype = self.keys.dtype
         keys, values = _placed(slot, keys.float(), self.slots), _placed(slot, values.float(), self.slots)
         there = _placed(slot, torch.ones_like(slot, dtype=torch.bool)[..., None], self.slots)[..., 0]

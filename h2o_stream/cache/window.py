@@ -17,7 +17,7 @@ from h2o_stream.cache.groups import GroupedLayer
 from h2o_stream.cache.padding import Padding
 from h2o_stream.cache.policies import Budget, make_policy, merged
 from h2o_stream.cache.rope import RotaryTable
-from h2o_stream.cache.slots import SlotLayer
+from h2o_stream.cache.slots import Reader, SlotLayer
 from h2o_stream.cache.state import FINGERPRINT, check_seal, sealed, taken, unsealed, within
 from h2o_stream.cache.statistics import LayerStatistics
 from h2o_stream.config import DEFAULT_WINDOW, MIN_EVICTABLE, CacheConfig
@@ -75,13 +75,26 @@ class H2OCache(Cache):
         self._last_position = last_position
         self._pins: tuple[range, ...] = ()
         self._resolved = not config.by_ratio
+        self._reader: Reader | None = None
         self._resolve(self._prompt)
+
+    @property
+    def reader(self) -> Reader | None:
+        """What takes chunks through the slots in place of their own `SlotLayer.read`."""
+        return self._reader
+
+    @reader.setter
+    def reader(self, reader: Reader | None) -> None:
+        self._reader = reader
+        for layer in self.evicting:
+            layer.reader = reader
 
     def _resolve(self, prompt: int) -> None:
         """Make the plan, by the length of the first prompt where it is asked for by ratio, and empty layers."""
         self._prompt = prompt
         self.plan = self.config.for_prompt(prompt).plan(self._reach)
         super().__init__(layers=[self._layer(number, spec) for number, spec in enumerate(self._specs)])
+        self.reader = self._reader
         self._share()
 
     def _layer(self, number: int, spec: LayerSpec) -> SlotLayer | GroupedLayer:

@@ -14,7 +14,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, Self
 
-from h2o_stream.config import CacheConfig, ModelConfig
+from h2o_stream.config import PREFILL_STEP, CacheConfig, ModelConfig
 from h2o_stream.errors import ConfigError, H2OStreamError
 
 OURS, TRANSFORMERS, LLAMA_CPP = "h2o-stream", "transformers", "llama.cpp"
@@ -22,7 +22,7 @@ OURS, TRANSFORMERS, LLAMA_CPP = "h2o-stream", "transformers", "llama.cpp"
 PEERS = (TRANSFORMERS, LLAMA_CPP)
 
 _FED = 2048
-"""Tokens handed to an engine at once while it reads."""
+"""Tokens handed to a peer at once while it reads."""
 
 
 @dataclass(frozen=True)
@@ -80,6 +80,9 @@ class Memory:
 class Runner(ABC):
     """An engine with a stream. Its methods are called over a pipe, see `Worker`."""
 
+    at_once: int = _FED
+    """Tokens handed to it at once while it reads."""
+
     def __init__(self, contender: Contender) -> None:
         self.contender = contender
 
@@ -101,8 +104,8 @@ class Runner(ABC):
     def feed(self, tokens: Sequence[int]) -> float:
         """Read tokens as a prompt. Returns the seconds it took."""
         begun = time.perf_counter()
-        for start in range(0, len(tokens), _FED):
-            self.step(tokens[start : start + _FED])
+        for start in range(0, len(tokens), self.at_once):
+            self.step(tokens[start : start + self.at_once])
         return time.perf_counter() - begun
 
     def decode(self, tokens: Sequence[int]) -> float:
@@ -162,6 +165,8 @@ class _Torch(Runner):
 
 
 class _Ours(_Torch):
+    at_once = PREFILL_STEP
+
     def _start(self) -> None:
         from h2o_stream.cache.attach import attach
         from h2o_stream.graphs.steps import compiled
@@ -172,7 +177,7 @@ class _Ours(_Torch):
     def prepare(self) -> None:
         if self._graphs is None:
             return
-        self.step(range(100, 400))
+        self.feed(range(100, 400))
         for token in (5, 6):
             self.step([token])
         self._graphs.wait()

@@ -17,15 +17,12 @@ from torch import Tensor
 from h2o_stream.cache.attach import attach
 from h2o_stream.cache.counts import CacheCounts
 from h2o_stream.cache.support import context_of, learned_positions
-from h2o_stream.config import AtContext, CacheConfig, SamplingConfig
+from h2o_stream.config import PREFILL_STEP, AtContext, CacheConfig, SamplingConfig
 from h2o_stream.engine.events import Finished, PrefillProgress, Token
 from h2o_stream.engine.sampling import Sampler
 from h2o_stream.engine.text import TextStream
 from h2o_stream.errors import H2OStreamError, OutOfMemoryError
 from h2o_stream.graphs.steps import compiled
-
-PREFILL_STEP = 256
-"""Prompt tokens per forward: enough to keep the matrix products busy, few enough to stop soon after Ctrl-C."""
 
 
 class Engine:

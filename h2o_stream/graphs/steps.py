@@ -1,4 +1,4 @@
-"""Puts compiled steps into a model: each decoder layer, and the output layer, runs its graph when there is one."""
+"""Puts compiled steps into a model: its decoder layers, output layer and slots run graphs where there are any."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
@@ -14,10 +15,23 @@ from h2o_stream.cache.groups import GroupedLayer
 from h2o_stream.cache.policies import Budget
 from h2o_stream.cache.slots import MOST_EVICTED, SlotLayer
 from h2o_stream.cache.statistics import SparsityMeter
+from h2o_stream.cache.weigh import Products
 from h2o_stream.cache.window import H2OCache
 from h2o_stream.config import CachePlan
 from h2o_stream.graphs.artifacts import Artifacts, Runner
-from h2o_stream.graphs.trace import MOST_PINS, Blank, Blueprint, Fixed, Growing, Limits, Part, told_apart
+from h2o_stream.graphs.trace import (
+    CACHE,
+    MOST_PINS,
+    Blank,
+    Blueprint,
+    Chunk,
+    Fixed,
+    Growing,
+    Limits,
+    Part,
+    Place,
+    told_apart,
+)
 
 Told = tuple[Fixed, torch.dtype]
 """Keywords of a module, and the dtype of what it is handed."""
@@ -31,10 +45,11 @@ _SIZES = {"slots0": 48, "slots1": 80, "distances": 160}
 
 @contextmanager
 def compiled(model: Any, cache: Any, artifacts: Artifacts | None = None) -> Iterator[Artifacts]:
-    """Let single tokens of one stream go through compiled graphs, as soon as there are any.
+    """Let single tokens and chunks of one stream go through compiled graphs, as soon as there are any.
 
-    A graph serves the layer it is ready for; whatever it does not serve (prompts, batches, few `kv_bits`, other devices
-    than the CPU, layers that are about to allocate) goes the eager way, on the same tensors.
+    A graph serves the layer it is ready for; whatever it does not serve (batches, few `kv_bits`, other devices than the
+    CPU, layers that are about to allocate, what is left of a prompt after its last whole chunk) goes the eager way, on
+    the same tensors.
 
     Args:
         model: an attached model.
@@ -49,9 +64,13 @@ def compiled(model: Any, cache: Any, artifacts: Artifacts | None = None) -> Iter
     before = {module: vars(module).get("forward") for module in modules}
     for module, number in modules.items():
         module.forward = _Compiled(module, number, cache, keywords, artifacts)
+    if modules and cache.plan.chunk > 1:
+        cache.reader = _Reader(artifacts)
     try:
         yield artifacts
     finally:
+        if modules:
+            cache.reader = None
         for module, forward in before.items():
             del module.forward
             if forward is not None:
@@ -117,64 +136,42 @@ class _Bound:
     evicted: list[tuple[Tensor, ...]]
     rest: list[Tensor]
 
-    @property
-    def holds(self) -> bool:
-        """Whether the tensors are still those."""
-        return all(
+    def serves(self, told: Told) -> bool:
+        """Whether the tensors are still those, and the graph is one for this."""
+        return self.told == told and all(
             part.free is free and part.index is index and part.budget is budget
             for part, free, index, budget in self.parts
         )
 
 
-class _Compiled:
-    """The forward of one module: its graph where that serves, its own forward elsewhere.
+class _Finder:
+    """Finds the graph for a module, and gathers the tensors that it works on.
 
     Args:
-        module: a decoder layer or the output layer.
+        module: what is traced.
         number: of the decoder layer.
-        cache: of the model.
-        keywords: shared by the modules of the model.
         artifacts: where graphs come from.
     """
 
-    def __init__(
-        self, module: nn.Module, number: int | None, cache: H2OCache, keywords: _Keywords, artifacts: Artifacts
-    ) -> None:
-        self.eager = module.forward
-        self._module, self._number, self._cache = module, number, cache
-        self._keywords, self._artifacts = keywords, artifacts
-        self._bound: _Bound | None = None
+    def __init__(self, module: nn.Module, number: int, artifacts: Artifacts) -> None:
+        self._module, self._number, self._artifacts = module, number, artifacts
         self._described: tuple[Told, str, Blueprint] | None = None
 
-    def __call__(self, *args: Any, **keywords: Any) -> Any:
-        """See the module's own forward."""
-        hidden = args[0] if len(args) == 1 else None
-        if not isinstance(hidden, Tensor) or hidden.shape[:-1] != (1, 1) or self._cache.padding is not None:
-            return self.eager(*args, **keywords)
-        fixed, extras = self._keywords(keywords)
-        bound = self._bound
-        if bound is None or not bound.holds or bound.told != (fixed, hidden.dtype):
-            bound = self._bound = self._bind(hidden, fixed, extras)
-        if bound is None:
-            return self.eager(*args, **keywords)
-        inputs = [hidden.contiguous(), *extras]
-        for (part, *_), evicted in zip(bound.parts, bound.evicted, strict=True):
-            due = part.due
-            if due is None or due > MOST_EVICTED:
-                return self.eager(*args, **keywords)
-            inputs.append(evicted[due])
-        for part, *_ in bound.parts:
-            part.columns += 1
-            part.count_token()
-        inputs += bound.rest
-        return bound.run(inputs)[0]
+    def __call__(
+        self, hidden: Tensor, extras: list[Tensor], told: Told, parts: list[SlotLayer], heads: list[Tensor]
+    ) -> _Bound | None:
+        """The graph for the slots as they are now, or None.
 
-    def _bind(self, hidden: Tensor, fixed: Fixed, extras: list[Tensor]) -> _Bound | None:
-        """The graph for the slots as they are now, or None."""
-        known, told = self._described, (fixed, hidden.dtype)
+        Args:
+            hidden: the first input.
+            extras: tensors of the keywords.
+            told: the keywords.
+            parts: the groups of heads.
+            heads: those of each group where there are several.
+        """
+        known = self._described
         if known and known[0] == told and self._artifacts.get(*known[1:]) is None:
             return None
-        parts, heads = _by_size(None if self._number is None else self._cache.layers[self._number])
         if len(parts) > MOST_PARTS or not all(map(_served, parts)):
             return None
         named = [
@@ -195,14 +192,14 @@ class _Compiled:
         growing += [()] * len(heads)
         table = parts[0].table if parts else None
         if table is not None:
-            reach = max(part.reach(part.store.slots) for part in parts)
+            reach = max(part.reach(part.store.slots + hidden.shape[-2]) for part in parts)
             rest.append(table.upto(reach, hidden.device, hidden.dtype))
             growing.append(((0, "distances"),))
         if known is None or known[0] != told:
             inputs = [hidden, *extras, *(none for none, *_ in evicted), *rest]
             blueprint = Blueprint(
                 module=self._module,
-                keywords=fixed,
+                keywords=told[0],
                 extras=len(extras),
                 weights=tuple(name for name, _ in named),
                 parts=tuple(Part(_rules(part.plan), part.sliding, tuple(part.tensors())) for part in parts),
@@ -220,8 +217,84 @@ class _Compiled:
         pins = torch.zeros(MOST_PINS, 2, dtype=torch.int64)
         for row, pin in enumerate(part.budget.pins):
             pins[row] = torch.tensor([pin.start, pin.stop])
-        numbers = (part.budget.recent, part.span, self._number or 0)
+        numbers = (part.budget.recent, part.span, self._number)
         return Limits._make((pins, *(torch.tensor(int(number)) for number in numbers)))
+
+
+class _Compiled:
+    """The forward of one module: its graph where that serves, its own forward elsewhere.
+
+    Args:
+        module: a decoder layer or the output layer.
+        number: of the decoder layer.
+        cache: of the model.
+        keywords: shared by the modules of the model.
+        artifacts: where graphs come from.
+    """
+
+    def __init__(
+        self, module: nn.Module, number: int | None, cache: H2OCache, keywords: _Keywords, artifacts: Artifacts
+    ) -> None:
+        self.eager = module.forward
+        self._number, self._cache, self._keywords = number, cache, keywords
+        self._find = _Finder(module, number or 0, artifacts)
+        self._bound: _Bound | None = None
+
+    def __call__(self, *args: Any, **keywords: Any) -> Any:
+        """See the module's own forward."""
+        hidden = args[0] if len(args) == 1 else None
+        if not isinstance(hidden, Tensor) or hidden.shape[:-1] != (1, 1) or self._cache.padding is not None:
+            return self.eager(*args, **keywords)
+        fixed, extras = self._keywords(keywords)
+        told, bound = (fixed, hidden.dtype), self._bound
+        if bound is None or not bound.serves(told):
+            layer = None if self._number is None else self._cache.layers[self._number]
+            bound = self._bound = self._find(hidden, extras, told, *_by_size(layer))
+        if bound is None:
+            return self.eager(*args, **keywords)
+        inputs = [hidden.contiguous(), *extras]
+        for (part, *_), evicted in zip(bound.parts, bound.evicted, strict=True):
+            due = part.due
+            if due is None or due > MOST_EVICTED:
+                return self.eager(*args, **keywords)
+            inputs.append(evicted[due])
+        for part, *_ in bound.parts:
+            part.columns += 1
+            part.count_token()
+        inputs += bound.rest
+        return bound.run(inputs)[0]
+
+
+class _Reader:
+    """Takes chunks through the graph of their slots; see `slots.Reader`.
+
+    Args:
+        artifacts: where graphs come from.
+    """
+
+    _TOLD: Fixed = (("key", Place(0)), ("value", Place(1)), ("cache", CACHE))
+
+    def __init__(self, artifacts: Artifacts) -> None:
+        self._artifacts = artifacts
+        self._finders: WeakKeyDictionary[SlotLayer, _Finder] = WeakKeyDictionary()
+        self._bounds: WeakKeyDictionary[SlotLayer, _Bound | None] = WeakKeyDictionary()
+
+    def __call__(self, part: SlotLayer, query: Tensor, key: Tensor, value: Tensor, products: Products) -> Tensor | None:
+        """See `slots.Reader`."""
+        if query.shape[0] > 1 or query.shape[2] != part.plan.chunk or not part.is_initialized:
+            return None
+        told = (self._TOLD, query.dtype)
+        inputs = [query.unflatten(1, (key.shape[1], -1)).contiguous(), key.contiguous(), value.contiguous()]
+        bound = self._bounds.get(part)
+        if bound is None or not bound.serves(told):
+            if part not in self._finders:
+                number = int(part.policy.layer)
+                self._finders[part] = _Finder(Chunk(products), number, self._artifacts)
+            bound = self._bounds[part] = self._finders[part](inputs[0], inputs[1:], told, [part], [])
+        held = None if bound is None else part.count_chunk(query.shape[2])
+        if bound is None or held is None:
+            return None
+        return bound.run([*inputs, torch.tensor(held), *bound.rest])[0]
 
 
 def _served(part: SlotLayer) -> bool:

@@ -1,7 +1,9 @@
-"""One token through a module as a function of tensors, and what tells such functions apart.
+"""One token through a module, or a chunk through the slots of a layer, as a function of tensors; and what tells such
+functions apart.
 
-The module's own forward is traced; in a decoder layer `SlotLayer.step` is its attention. Weights, slots and all that
-changes while a stream goes on are inputs, so that layers that differ in nothing else share a graph.
+For a token the module's own forward is traced; in a decoder layer `SlotLayer.step` is its attention. For a chunk it is
+`SlotLayer.read` alone, since the library's products of matrices are fast. Weights, slots and all that changes while a
+stream goes on are inputs, so that layers that differ in nothing else share a graph.
 """
 
 from __future__ import annotations
@@ -11,6 +13,7 @@ import io
 import json
 import pickle
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import asdict, dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -31,7 +34,7 @@ from h2o_stream.cache.policies import Budget, make_policy
 from h2o_stream.cache.rope import RotaryTable
 from h2o_stream.cache.slots import SlotLayer
 from h2o_stream.cache.store import Store
-from h2o_stream.cache.weigh import Products
+from h2o_stream.cache.weigh import Arrivals, Products
 from h2o_stream.config import CachePlan
 
 MOST_PINS = 8
@@ -141,8 +144,25 @@ class Blueprint:
         return written.getvalue()
 
 
+class Chunk(nn.Module):
+    """What a chunk goes through in a layer's slots.
+
+    Args:
+        products: what the model does with query times key.
+    """
+
+    def __init__(self, products: Products) -> None:
+        super().__init__()
+        self.scaling, self.softcap = products
+
+    def forward(self, query: Tensor, key: Tensor, value: Tensor, cache: Any) -> Tensor:
+        """[1, Q, Hq, D], of queries [1, Hkv, G, Q, D], keys and values [1, Hkv, Q, D]."""
+        output: Tensor = cache[0].attend(query.flatten(1, 2), key, value, Products(self.scaling, self.softcap))
+        return output
+
+
 class Step(nn.Module):
-    """What is traced: one token through the module of a blueprint."""
+    """What is traced: one token, or one chunk, through the module of a blueprint."""
 
     def __init__(self, blueprint: Blueprint) -> None:
         super().__init__()
@@ -152,23 +172,24 @@ class Step(nn.Module):
         """The module's output.
 
         Args:
-            inputs: the hidden state [1, 1, H]; tensors of the keywords; for each group of heads how many tokens lose
-                their slots, [] int64, 0 to `MOST_EVICTED`; weights; for each group the tensors of its slots and its
-                limits; the heads of each group where there are several; the rotary table where keys come un-rotated.
-                What the slots hold is replaced in place.
+            inputs: the hidden state [1, 1, H], or the queries of `Chunk`; tensors of the keywords; for each group of
+                heads how many tokens lose their slots, [] int64, 0 to `MOST_EVICTED`, or with a chunk how many are held
+                after it; weights; for each group the tensors of its slots and its limits; the heads of each group
+                where there are several; the rotary table where keys come un-rotated. What the slots hold is replaced
+                in place.
         """
         plan, given = self.blueprint, iter(inputs)
         hidden, turns = next(given), inputs[-1] if self.blueprint.rotates else None
         extras = [next(given) for _ in range(plan.extras)]
-        evicted = [next(given) for _ in plan.parts]
+        counts = [next(given) for _ in plan.parts]
         weights = {name: next(given) for name in plan.weights}
         parts = []
-        for part, count in zip(plan.parts, evicted, strict=True):
+        for part, count in zip(plan.parts, counts, strict=True):
             tensors = {name: next(given) for name in part.names}
             parts.append(_Slots(part, tensors, Limits._make(next(given) for _ in Limits._fields), count, turns))
         cache = _Around(parts, [next(given) for _ in parts] if len(parts) > 1 else [])
         keywords = {name: _filled(value, extras, cache) for name, value in plan.keywords}
-        with _OneVector():
+        with _OneVector() if hidden.shape[:-1] == (1, 1) else nullcontext():
             output = functional_call(plan.module, weights, (hidden,), keywords)
         if not isinstance(output, Tensor):
             raise TypeError(f"{type(plan.module).__name__} gives {type(output).__name__}, not a tensor")
@@ -181,16 +202,17 @@ class _Slots(SlotLayer):
     """Slots whose tensors are inputs."""
 
     def __init__(
-        self, part: Part, tensors: Mapping[str, Tensor], limits: Limits, evicted: Tensor, turns: Tensor | None
+        self, part: Part, tensors: Mapping[str, Tensor], limits: Limits, count: Tensor, turns: Tensor | None
     ) -> None:
         policy = make_policy(part.plan)
         policy.layer = limits.number
         super().__init__(part.plan, policy, None if turns is None else _Given(turns), part.sliding)
-        self.watch, self.lengths = lambda *_: None, (0,)
+        self.watch, self.lengths, self.is_initialized = lambda *_: None, (0,), True
         self.span = limits.span
         self.budget = Budget([_Ends(*pin.unbind()) for pin in limits.pins.unbind()], limits.recent)
-        self._given, self._evicted = tensors, evicted
+        self._given, self._count = tensors, count
         self.store = Store(tensors["keys"], tensors["values"])
+        self.device = self.store.keys.device
         for name in self._books:
             setattr(self, name, tensors[name])
 
@@ -198,13 +220,17 @@ class _Slots(SlotLayer):
         self, query: Tensor, key: Tensor, value: Tensor, products: Products, padding: Padding | None = None
     ) -> Tensor:
         """See `SlotLayer.attend`."""
-        return self.step(query, key, value, products, True, self._evicted)
+        new, slots = query.shape[2], self.store.slots
+        if new == 1:
+            return self.step(query, key, value, products, True, self._count)
+        arrivals = Arrivals((new,), new, query.device)
+        return self.read(query, key, value, arrivals, products, slots, slots, slots - 1, self._count)
 
     def write_back(self) -> None:
-        """Tensors that `step` has replaced go where those came from that were replaced."""
-        for name in self._books:
-            if (book := getattr(self, name)) is not self._given[name]:
-                self._given[name].copy_(book)
+        """Tensors that were replaced go where those came from that they replace."""
+        for name, tensor in self.tensors().items():
+            if tensor is not self._given[name]:
+                self._given[name].copy_(tensor)
 
 
 class _Ends(NamedTuple):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from h2o_stream.cache.policies.base import Attention, Held, Policy
+from h2o_stream.cache.policies.base import Attention, Held, Policy, faded
 
 AT_ONCE = 64
 """Tokens of a forward after which its queries count no less: a prompt that is read whole is judged by all of it."""
@@ -23,7 +23,7 @@ class Accumulated(Policy):
         probs, decay = attention.probs, self.plan.decay
         if isinstance(attention.new, int) and attention.new == 1:
             return scores.mul(decay).add_(probs.sum((2, 3)))
-        weights = decay ** attention.later.clamp(max=AT_ONCE)
+        weights = faded(decay, attention.later.clamp(max=AT_ONCE))
         received = (weights.unsqueeze(-2) @ probs).squeeze(-2).sum(2)
         return received.add_(scores * decay**attention.new)
 

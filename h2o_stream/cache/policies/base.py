@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -27,6 +28,11 @@ class Attention:
     probs: Tensor
     later: Tensor
     new: int | Tensor
+
+
+def faded(decay: float, later: Tensor) -> Tensor:
+    """``decay ** later``, what a query counts after so many more; a compiler can put an exponential in its loops."""
+    return (later * math.log(decay)).exp()
 
 
 @dataclass(frozen=True)
@@ -143,7 +149,7 @@ class Policy(ABC):
         return worth.masked_fill_(held.index < 0, -torch.inf)
 
 
-def select(worth: Tensor, index: Tensor, counts: Sequence[int]) -> tuple[Tensor, Tensor]:
+def select(worth: Tensor, index: Tensor, most: int, limits: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """Choose the places to keep, those worth most.
 
     For the budgets of ``h2o-paper`` this is the cookbook's `HHCache` rule: the top-H scores among all but
@@ -152,17 +158,17 @@ def select(worth: Tensor, index: Tensor, counts: Sequence[int]) -> tuple[Tensor,
     Args:
         worth: [B, Hkv, K] float32, see `Policy.worth`.
         index: [B, Hkv, K] integer token index, -1 where the place is empty.
-        counts: how many each row keeps, at most; n is the largest of them.
+        most: n, how many the row keeps that keeps most.
+        limits: [B] int64, how many each row keeps, at most; None if all keep `most`.
 
     Returns:
         [B, Hkv, n] int64 places along K, oldest token first, and the token index of each; a row that keeps fewer has
         -1 in front.
     """
-    places = worth.topk(max(counts), dim=-1).indices
+    places = worth.topk(most, dim=-1).indices
     index = index.gather(-1, places)
-    if min(counts) < max(counts):
-        limits = torch.tensor(counts, device=index.device).view(-1, 1, 1)
-        index = index.masked_fill(torch.arange(max(counts), device=index.device) >= limits, -1)
+    if limits is not None:
+        index = index.masked_fill(torch.arange(most, device=index.device) >= limits.view(-1, 1, 1), -1)
     index, order = index.sort(-1)
     return places.gather(-1, order), index
 

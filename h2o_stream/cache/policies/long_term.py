@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from h2o_stream.cache.policies.accumulated import Accumulated
-from h2o_stream.cache.policies.base import Attention, Held
+from h2o_stream.cache.policies.base import Attention, Held, faded
 from h2o_stream.config import CachePlan
 
 FAR = 64
@@ -39,7 +39,7 @@ class LongTerm(Accumulated):
                 received = squares.sum((2, 3))
             else:
                 later = attention.later[..., start : start + FAR]
-                received = ((DECAY**later).unsqueeze(-2) @ squares).squeeze(-2).sum(2)
+                received = (faded(DECAY, later).unsqueeze(-2) @ squares).squeeze(-2).sum(2)
             kept += received.mul_(held.index < before + start - FAR)
         return kept
 
