@@ -63,7 +63,7 @@ class SlotLayer(EndlessLayer):
         free: [B, Hkv, 1] int64, an empty slot for the next token to be kept.
         seen: [B, 1, 1] int64, tokens of each row since the last reset; padding is none.
         lengths: the same numbers, known without asking the device.
-        _filled: no slot behind this number holds a token, where keys and values are kept as they are.
+        filled: no slot behind this number holds a token, where keys and values are kept as they are.
         columns: columns fed since the last reset, padding included.
         budget: what eviction may not touch.
         reader: takes whole chunks of one stream through `read`, if it can; see `h2o_stream.graphs`.
@@ -81,7 +81,7 @@ class SlotLayer(EndlessLayer):
         self.span: int | Tensor = plan.span
         self.budget = Budget((range(plan.sinks),), plan.recent)
         self.columns = 0
-        self._filled = 0
+        self.filled = 0
         self.lengths: tuple[int, ...] = ()
         self.reader: Reader | None = None
         self.groups = 0
@@ -109,7 +109,7 @@ class SlotLayer(EndlessLayer):
         self.seen = torch.zeros(rows[0], 1, 1, dtype=torch.int64, device=self.device)
         self.lengths = (0,) * rows[0]
         self.is_initialized = True
-        self._filled = 0
+        self.filled = 0
         self._vacate()
 
     def get_seq_length(self) -> int:
@@ -216,7 +216,7 @@ class SlotLayer(EndlessLayer):
         for owner, name in self._tensors():
             setattr(owner, name, taken(tensors, name, like=getattr(owner, name)))
         self.columns, self.lengths = columns, tuple(self.seen.flatten().tolist())
-        self._filled = int((self.index >= 0).any(0).any(0).nonzero().max()) + 1
+        self.filled = slots
 
     def _tensors(self) -> list[tuple[Any, str]]:
         if not self.is_initialized:
@@ -283,7 +283,7 @@ class SlotLayer(EndlessLayer):
 
     def count_token(self) -> None:
         """Count a token of each row that is about to go through `step`."""
-        self._filled = min(self._filled + 1, self.store.slots)
+        self.filled = min(self.filled + 1, self.store.slots)
         self.lengths = tuple(length + 1 for length in self.lengths)
 
     def count_chunk(self, new: int) -> int | None:
@@ -295,7 +295,7 @@ class SlotLayer(EndlessLayer):
         after = [length + new for length in self.lengths]
         if not self._fits(after):
             return None
-        self._filled, self.lengths = self.store.slots, tuple(after)
+        self.filled, self.lengths = self.store.slots, tuple(after)
         return self.held
 
     def step(
@@ -377,7 +377,7 @@ class SlotLayer(EndlessLayer):
             self.scores.scatter_(2, self.free, -torch.inf)
 
     def _prefill(self, query: Tensor, key: Tensor, value: Tensor, arrivals: Arrivals, products: Products) -> Tensor:
-        used = self._filled
+        used = self.filled
         self.lengths = tuple(length + more for length, more in zip(self.lengths, arrivals.counts, strict=True))
         limits, slots = self._limits, self._room(self.lengths) + self._spare
         uneven = torch.tensor(limits, device=self.device) if min(limits) < max(limits) else None
@@ -439,7 +439,7 @@ class SlotLayer(EndlessLayer):
         if held.lasting is not None:
             held = replace(held, lasting=self.policy.remember(held.lasting, held, attention))
         keep, index = select(self.policy.worth(held, self.budget), held.index, most, limits)
-        self.store.slots, self._filled = slots, most
+        self.store.slots, self.filled = slots, most
         self._hold(keep, index, keys, values, held)
         return output
 

@@ -308,6 +308,7 @@ class H2OCache(Cache):
         }
         state["pins"] = torch.tensor([(pin.start, pin.stop) for pin in self._pins], dtype=torch.int64).view(-1, 2)
         state["progress"] = torch.tensor([self.layers[0].columns, self._prompt])
+        state["filled"] = torch.tensor([slots.filled for slots in _slots(self.layers)])
         state["budgets"] = sealed(
             {
                 "groups": [[(group.heads, group.share) for group in spec.groups] for spec in self._specs],
@@ -332,6 +333,8 @@ class H2OCache(Cache):
             self._take_budgets(unsealed(state, "budgets"))
             for number, (layer, spec) in enumerate(zip(self.layers, self._specs, strict=True)):
                 layer.load(within(state, number), columns, spec.device)
+            for slots, filled in zip(_slots(self.layers), taken(state, "filled").tolist(), strict=False):
+                slots.filled = filled
         except H2OStreamError:
             self.reset()
             raise

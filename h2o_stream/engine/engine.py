@@ -7,7 +7,8 @@ told to stop, and the stream goes on from there with the next prefill.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from array import array
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from typing import Any, Self
 
@@ -16,6 +17,7 @@ from torch import Tensor
 
 from h2o_stream.cache.attach import attach
 from h2o_stream.cache.counts import CacheCounts
+from h2o_stream.cache.state import taken
 from h2o_stream.cache.support import context_of, learned_positions
 from h2o_stream.config import PREFILL_STEP, AtContext, CacheConfig, SamplingConfig
 from h2o_stream.engine.events import Finished, PrefillProgress, Token
@@ -27,6 +29,10 @@ from h2o_stream.graphs.steps import compiled
 
 class Engine:
     """One endless stream of tokens through one model. A context manager: leaving it gives the model back.
+
+    Attributes:
+        tokens: ids of all that were fed since the start, 4 bytes each.
+        opening: tokens that `pin` protects.
 
     Args:
         model: a causal language model of transformers.
@@ -60,7 +66,8 @@ class Engine:
         self.should_stop = should_stop
         self.context = context_of(model.config)
         self._last_position = learned_positions(model.config)
-        self._opening = 0
+        self.opening = 0
+        self.tokens = array("i")
         self.end_tokens = _end_tokens(model, tokenizer)
         self._stack = ExitStack()
         self.cache = self._stack.enter_context(attach(model, cache))
@@ -83,6 +90,43 @@ class Engine:
         """Start a new stream with an empty cache."""
         self.cache.reset()
         self._logits, self._turn, self._torn = None, [], False
+        del self.tokens[:]
+
+    def resample(self, sampling: SamplingConfig) -> None:
+        """Draw tokens another way from now on; the random draws go on where they are unless a seed is given."""
+        before, self.sampling = self.sampler.state, sampling
+        self.sampler = Sampler(sampling, self.model.generation_config, self.model.device)
+        if sampling.seed is None:
+            self.sampler.state = before
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """A copy of everything there is to go on from with a prefill, as safetensors takes it.
+
+        Raises:
+            H2OStreamError: nothing was fed yet, or the last step was cut off halfway.
+        """
+        if self._torn:
+            raise H2OStreamError("the last step was cut off halfway; there is no state to save")
+        own = {
+            "engine.tokens": torch.tensor(self.tokens, dtype=torch.int32),
+            "engine.opening": torch.tensor(self.opening),
+            "engine.draws": self.sampler.state.clone(),
+        }
+        return self.cache.state_dict() | own
+
+    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
+        """Go on from a state: the next prefill and what is drawn after it are what they would have been.
+
+        Raises:
+            H2OStreamError: the state belongs to another model, dtype or policy, or is damaged; the stream is empty
+                then.
+        """
+        self.reset()
+        tokens, opening, draws = (taken(state, f"engine.{name}") for name in ("tokens", "opening", "draws"))
+        self.cache.load_state_dict(state)
+        self.tokens.extend(tokens.tolist())
+        self.opening = int(opening)
+        self.sampler.state = draws
 
     @property
     def counts(self) -> CacheCounts:
@@ -97,9 +141,9 @@ class Engine:
 
     def pin(self, count: int) -> None:
         """Never evict the first `count` tokens, instead of those of the last call; see `H2OCache.pin`."""
-        self.cache.unpin(min(count, self._opening), self._opening)
+        self.cache.unpin(min(count, self.opening), self.opening)
         self.cache.pin(0, count)
-        self._opening = count
+        self.opening = count
 
     def prefill(self, tokens: Sequence[int]) -> Iterator[PrefillProgress | Finished]:
         """Feed a turn's new tokens.
@@ -188,6 +232,7 @@ class Engine:
                 "a fixed --window with --policy h2o needs no more, however long the chat"
             ) from error
         self._logits = output.logits[0, -1]
+        self.tokens.extend(tokens)
         self._torn = False
 
     def _limit(self) -> int | None:

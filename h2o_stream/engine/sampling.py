@@ -71,6 +71,15 @@ class Sampler:
             if config.min_p:
                 self._processors.append(MinPLogitsWarper(config.min_p))
 
+    @property
+    def state(self) -> Tensor:
+        """uint8, where the random draws have come to."""
+        return self._generator.get_state()
+
+    @state.setter
+    def state(self, state: Tensor) -> None:
+        self._generator.set_state(state)
+
     def draw(self, logits: Tensor, tokens: list[int]) -> int:
         """The next token.
 

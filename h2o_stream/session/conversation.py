@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import astuple, dataclass, replace
 from typing import Any
 
 import psutil
+from torch import Tensor
 
 from h2o_stream.cache.counts import CacheCounts
+from h2o_stream.cache.state import sealed, unsealed
 from h2o_stream.engine.engine import Engine
 from h2o_stream.engine.events import Finish, Finished, PrefillProgress, Token
+from h2o_stream.errors import H2OStreamError
 from h2o_stream.session.template import ChatTemplate, Prompt
 from h2o_stream.session.work import Work
 
@@ -64,6 +68,15 @@ class Turn:
         }
 
 
+@dataclass(frozen=True)
+class Passage:
+    """Tokens of the stream that belong together: from index `start` up to `stop`, of turn `turn`."""
+
+    turn: int
+    start: int
+    stop: int
+
+
 class Conversation:
     """Turns on one engine. The system prompt is fed once, with the first turn, and never evicted.
 
@@ -72,6 +85,11 @@ class Conversation:
         system: the system prompt; None leaves it to the model's template.
         stops: strings that end a reply, beside those of the engine's sampling config.
 
+    Attributes:
+        turns: that were begun.
+        passages: what each turn has put into the stream, in order.
+        pins: texts that are never evicted, beside the system prompt.
+
     Raises:
         ConfigError: the system prompt leaves the window too little room.
         UnsupportedModelError: the chat template cannot be used turn by turn.
@@ -79,18 +97,32 @@ class Conversation:
 
     def __init__(self, engine: Engine, system: str | None = None, stops: Sequence[str] = ()) -> None:
         self.engine = engine
-        self.turns = 0
-        self._template = ChatTemplate(engine.tokenizer, system, engine.end_tokens)
         self._stops = stops
         self._process = psutil.Process()
-        self._opened = False
-        self._ended = False
-        engine.pin(self._template.opening("").pinned)
+        self._begin(system)
 
-    def reset(self) -> None:
-        """Forget everything but the system prompt, which the next turn feeds again."""
-        self.engine.reset()
+    def _begin(self, system: str | None) -> None:
+        self.turns = 0
+        self.passages: list[Passage] = []
+        self.pins: list[str] = []
+        self.system = system
+        self._template = ChatTemplate(self.engine.tokenizer, system, self.engine.end_tokens)
         self._opened = self._ended = False
+        self.engine.pin(self._template.opening("").pinned)
+
+    def reset(self, system: str | None = None) -> None:
+        """Forget everything but the system prompt, which the next turn feeds again.
+
+        Args:
+            system: another system prompt; None keeps the one there is.
+
+        Raises:
+            ConfigError: the system prompt leaves the window too little room; nothing has changed then.
+        """
+        with self._unless_it_fails():
+            self.engine.reset()
+            self.engine.cache.unpin()
+            self._begin(self.system if system is None else system)
 
     def say(self, text: str) -> Iterator[PrefillProgress | Token | Turn]:
         """One turn: feed what the user says, then reply.
@@ -99,20 +131,14 @@ class Conversation:
             The engine's events as they come, then the finished `Turn`. When the iterator is closed early,
             everything yielded so far is in the cache and the next turn goes on from there.
         """
-        text = text.encode("utf-8", "replace").decode()
-        prompt = self._template.following(text, self._ended) if self._opened else self._template.opening(text)
-        if not self._opened:
-            self.engine.pin(prompt.pinned)
+        text, prompt = self._prompt(text)
         self.turns += 1
         work, pieces = Work(), list[str]()
-        for event in self.engine.prefill(prompt.tokens):
+        for event in self._feed(prompt):
             if isinstance(event, Finished):
-                if not self._opened:
-                    self.engine.reset()
                 yield self._turn(text, pieces, work, event)
                 return
             work.prompt_tokens, work.prefill_s = event.done, event.elapsed_s
-            self._note_fed(prompt, event.done)
             yield event
         for reply in self.engine.decode(self._stops):
             pieces.append(reply.text)
@@ -121,12 +147,116 @@ class Conversation:
                 return
             work.new_tokens, work.decode_s = work.new_tokens + 1, reply.elapsed_s
             self._ended = reply.id in self.engine.end_tokens
+            self._note_passage()
             yield reply
 
-    def _note_fed(self, prompt: Prompt, fed: int) -> None:
+    def tell(self, text: str, reply: str) -> Iterator[PrefillProgress | Finished]:
+        """Feed a turn that was: what the user said and what came back. Nothing is drawn.
+
+        Yields:
+            The engine's events; `Finished` if it did not come to the end.
+        """
+        _, prompt = self._prompt(text)
+        self.turns += 1
+        yield from self._feed(self._answered(prompt, reply))
+
+    def pin(self, text: str, reply: str = "I will keep that in mind.") -> Iterator[PrefillProgress | Finished]:
+        """Feed a text as the user's and never evict it.
+
+        Raises:
+            ConfigError: it would leave the window too little room; nothing was fed.
+        """
+        text, prompt = self._prompt(text)
+        start = self.engine.counts.seen
+        self.engine.cache.pin(start + prompt.pinned, start + len(prompt.tokens))
+        self.pins.append(text)
+        self.turns += 1
+        yield from self._feed(self._answered(prompt, reply))
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """A copy of everything there is to go on from after a turn, exactly, as safetensors takes it.
+
+        Raises:
+            H2OStreamError: nothing was said yet, or the last step was cut off halfway.
+        """
+        told = {
+            "turns": self.turns,
+            "passages": [astuple(passage) for passage in self.passages],
+            "pins": self.pins,
+            "system": self.system,
+            "opened": self._opened,
+            "ended": self._ended,
+        }
+        return self.engine.state_dict() | {"conversation": sealed(told)}
+
+    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
+        """Go on from a state, in place of what there is; what the model says next is what it would have said.
+
+        Raises:
+            H2OStreamError: the state belongs to another model, dtype or policy, or is damaged; nothing has changed
+                then.
+        """
+        with self._unless_it_fails():
+            self._load(state)
+
+    def _load(self, state: Mapping[str, Tensor]) -> None:
+        told = unsealed(state, "conversation")
+        try:
+            system, turns, pins = told["system"], int(told["turns"]), [str(pin) for pin in told["pins"]]
+            passages = [Passage(*map(int, passage)) for passage in told["passages"]]
+            opened, ended = bool(told["opened"]), bool(told["ended"])
+        except (KeyError, TypeError, ValueError) as error:
+            raise H2OStreamError("the state of the conversation is damaged") from error
+        self.engine.reset()
+        self.engine.cache.unpin()
+        self._begin(system)
+        self.engine.load_state_dict(state)
+        self.turns, self.pins, self.passages, self._opened, self._ended = turns, pins, passages, opened, ended
+
+    @contextmanager
+    def _unless_it_fails(self) -> Iterator[None]:
+        """Whatever is done inside the block is undone if it fails."""
+        before, system = None, self.system
+        with suppress(H2OStreamError):  # nothing was said yet, or the last step was cut off
+            before = self.state_dict()
+        try:
+            yield
+        except H2OStreamError:
+            self.engine.reset()
+            self.engine.cache.unpin()
+            self._begin(system)
+            if before is not None:
+                self._load(before)
+            raise
+
+    def _prompt(self, text: str) -> tuple[str, Prompt]:
+        text = text.encode("utf-8", "replace").decode()
+        if self._opened:
+            return text, self._template.following(text, self._ended)
+        prompt = self._template.opening(text)
+        self.engine.pin(prompt.pinned)
+        return text, prompt
+
+    def _answered(self, prompt: Prompt, reply: str) -> Prompt:
+        return Prompt([*prompt.tokens, *self._template.reply(reply)], prompt.pinned)
+
+    def _feed(self, prompt: Prompt) -> Iterator[PrefillProgress | Finished]:
         """Once the pinned tokens are in, the conversation is open, even if the rest is interrupted."""
-        self._opened = self._opened or fed > prompt.pinned
-        self._ended = False
+        start = self.engine.counts.seen
+        for event in self.engine.prefill(prompt.tokens):
+            if isinstance(event, Finished) and not self._opened:
+                self.engine.reset()
+            elif isinstance(event, PrefillProgress):
+                self._opened = self._opened or event.done > prompt.pinned
+                self._ended = event.done == event.total and prompt.tokens[-1] in self.engine.end_tokens
+                self._note_passage(start)
+            yield event
+
+    def _note_passage(self, start: int | None = None) -> None:
+        """What was fed since `start`, or since the last call, belongs to this turn."""
+        if start is not None and (not self.passages or self.passages[-1].turn != self.turns):
+            self.passages.append(Passage(self.turns, start, start))
+        self.passages[-1] = replace(self.passages[-1], stop=len(self.engine.tokens))
 
     def _turn(self, prompt: str, pieces: list[str], work: Work, finished: Finished) -> Turn:
         return Turn(

@@ -73,6 +73,11 @@ class ChatTemplate:
             tokens = tokens[end + 1 :]
         return Prompt(tokens)
 
+    def reply(self, text: str) -> list[int]:
+        """A reply that was given, and the token that ends it, if the template has one."""
+        ends = [token for token in self._tokens(self._following[0]) if token in self._ends]
+        return [*self._tokens(text, plain=True), *ends[:1]]
+
     @cached_property
     def _opening(self) -> tuple[str, str]:
         first = {"role": "user", "content": _USER}

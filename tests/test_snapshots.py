@@ -1,0 +1,121 @@
+"""Conversations that are left and taken up again: what the model says next is what it would have said."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from h2o_stream import CacheConfig, ConfigError, Conversation, Engine, H2OStreamError, SamplingConfig
+from h2o_stream.session.conversation import Turn
+
+TALK = ["Tell me about the sea.", "And the tower?", "What about the light?", "Thanks, go on."]
+Talker = Callable[..., PreTrainedModel]
+
+
+def engine(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, policy: str = "h2o") -> Engine:
+    return Engine(model, tokenizer, CacheConfig(policy, 64), SamplingConfig(temperature=1.0, seed=3, max_tokens=24))
+
+
+def said(conversation: Conversation, text: str) -> str:
+    return next(event.text for event in conversation.say(text) if isinstance(event, Turn))
+
+
+@pytest.mark.parametrize("policy", ["h2o", "h2o-paper", "random", "sink", "full"])
+def test_a_conversation_goes_on_as_if_never_left(
+    talker: Talker, tokenizer: PreTrainedTokenizerBase, policy: str
+) -> None:
+    model = talker()
+    with engine(model, tokenizer, policy) as one:
+        talk = Conversation(one, "Be brief.")
+        first = [said(talk, text) for text in TALK[:2]]
+        state = talk.state_dict()
+        rest = [said(talk, text) for text in TALK[2:]]
+        kept = one.cache.kept(1)
+        talk.load_state_dict(state)
+        assert [said(talk, text) for text in TALK[2:]] == rest
+        assert first != rest
+    with engine(model, tokenizer, policy) as other:
+        again = Conversation(other, "Something else.")
+        said(again, "Hello.")
+        again.load_state_dict(state)
+        assert (again.turns, again.system) == (2, "Be brief.")
+        assert [said(again, text) for text in TALK[2:]] == rest
+        assert torch.equal(other.cache.kept(1), kept)
+        assert again.passages == talk.passages
+        assert again.passages[-1].stop == len(other.tokens) == other.counts.seen
+
+
+def test_a_state_that_does_not_fit_changes_nothing(talker: Talker, tokenizer: PreTrainedTokenizerBase) -> None:
+    model = talker()
+    with engine(model, tokenizer, "sink") as one:
+        talk = Conversation(one)
+        said(talk, TALK[0])
+        foreign = talk.state_dict()
+    with engine(model, tokenizer) as other:
+        again = Conversation(other)
+        said(again, TALK[1])
+        before = again.state_dict()
+        with pytest.raises(H2OStreamError, match="another policy"):
+            again.load_state_dict(foreign)
+        with pytest.raises(H2OStreamError, match="damaged"):
+            again.load_state_dict({name: tensor for name, tensor in before.items() if name != "conversation"})
+        after = again.state_dict()
+        assert all(torch.equal(before[name], after[name]) for name in before)
+
+
+def test_another_system_prompt(talker: Talker, tokenizer: PreTrainedTokenizerBase) -> None:
+    with engine(talker(), tokenizer) as one:
+        talk = Conversation(one, "Be brief.")
+        said(talk, TALK[0])
+        before = talk.state_dict()
+        with pytest.raises(ConfigError, match="raise --window"):
+            talk.reset("word " * 80)
+        after = talk.state_dict()
+        assert all(torch.equal(before[name], after[name]) for name in before)
+        talk.reset("Be kind.")
+        said(talk, TALK[1])
+        start = tokenizer.decode(list(one.tokens[: one.counts.pinned + one.counts.sinks]))
+        assert "Be kind." in start
+        assert "Be brief." not in tokenizer.decode(list(one.tokens))
+
+
+def test_what_is_pinned_stays(talker: Talker, tokenizer: PreTrainedTokenizerBase) -> None:
+    with engine(talker(), tokenizer) as one:
+        talk = Conversation(one, "Be brief.")
+        said(talk, TALK[0])
+        list(talk.pin("The code is 4711."))
+        for text in TALK * 4:
+            said(talk, text)
+        kept = one.cache.kept(0)[0, 0].tolist()
+        text = tokenizer.decode([one.tokens[index] for index in kept])
+        assert "The code is 4711." in text
+        seen = one.counts.seen
+        with pytest.raises(ConfigError, match="pinned tokens"):
+            list(talk.pin("word " * 60))
+        assert (one.counts.seen, talk.pins) == (seen, ["The code is 4711."])
+        talk.reset()
+        assert talk.pins == []
+        said(talk, TALK[0])
+        assert "4711" not in tokenizer.decode(list(one.tokens))
+
+
+def test_a_turn_can_be_told(talker: Talker, tokenizer: PreTrainedTokenizerBase) -> None:
+    """As the template would have written it, and the next turn follows on it."""
+    with engine(talker(), tokenizer) as one:
+        talk = Conversation(one, "Be brief.")
+        list(talk.tell("What is two and two?", "Four."))
+        said(talk, "Thanks.")
+        written = tokenizer.apply_chat_template(
+            [
+                {"role": "system", "content": "Be brief."},
+                {"role": "user", "content": "What is two and two?"},
+                {"role": "assistant", "content": "Four."},
+                {"role": "user", "content": "Thanks."},
+            ],
+            tokenize=False,
+            add_generation_prompt=True,
+        )
+        assert tokenizer.decode(list(one.tokens)).startswith(written)
