@@ -1,0 +1,190 @@
+"""Sessions on disk: nothing that was finished is lost, nothing is half there."""
+
+from __future__ import annotations
+
+import json
+import stat
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from h2o_stream import ConfigError, H2OStreamError
+from h2o_stream.errors import DataError
+from h2o_stream.session.sessions import STATES_KEPT, Entry, Header, Session, Transcript, export, saved_sessions
+
+HEADER = Header("a-model", "h2o", 256, "Be brief.")
+
+
+def state(turn: int) -> dict[str, Tensor]:
+    return {"number": torch.tensor(turn)}
+
+
+def filled(folder: Path, turns: int = 3, name: str = "talk") -> Session:
+    session = Session(name, folder)
+    session.begin(HEADER)
+    for turn in range(1, turns + 1):
+        session.add(Entry(turn, f"question {turn}", f"answer {turn} ü"), state(turn))
+    return session
+
+
+def turns(session: Session) -> list[int]:
+    return [entry.turn for entry in session.transcript.entries]
+
+
+def test_what_is_saved_is_found(tmp_path: Path) -> None:
+    with filled(tmp_path):
+        pass
+    with Session("talk", tmp_path) as session:
+        assert turns(session) == [1, 2, 3]
+        assert session.transcript.entries[1].text == "answer 2 ü"
+        assert session.transcript.header is not None
+        assert session.transcript.header.system == "Be brief."
+        assert session.state(3) == state(3)
+        assert session.state(4) is None
+
+
+def test_only_the_owner_can_read_it(tmp_path: Path) -> None:
+    with filled(tmp_path):
+        folder = tmp_path / "talk"
+        assert stat.S_IMODE(folder.stat().st_mode) == 0o700
+        for path in [*folder.glob("state-*"), folder / "transcript.jsonl"]:
+            assert stat.S_IMODE(path.stat().st_mode) == 0o600
+
+
+def test_a_turn_whose_line_is_missing_is_found_in_its_state(tmp_path: Path) -> None:
+    """As after a kill between the two."""
+    with filled(tmp_path):
+        pass
+    path = tmp_path / "talk" / "transcript.jsonl"
+    path.write_bytes(b"".join(path.read_bytes().splitlines(keepends=True)[:-1]))
+    with Session("talk", tmp_path) as session:
+        assert turns(session) == [1, 2, 3]
+    assert Transcript(path).entries[-1].text == "answer 3 ü"
+
+
+@pytest.mark.parametrize("cut", [1, 5, 40])
+def test_half_a_line_is_no_line(tmp_path: Path, cut: int) -> None:
+    with filled(tmp_path):
+        pass
+    for old in (tmp_path / "talk").glob("state-*4.safetensors"):
+        old.unlink()
+    path = tmp_path / "talk" / "transcript.jsonl"
+    path.write_bytes(path.read_bytes()[:-cut])
+    with Session("talk", tmp_path) as session:
+        assert turns(session) == [1, 2]
+        session.add(Entry(3, "again", "yes"), state(3))
+    assert [entry.prompt for entry in Transcript(path).entries] == ["question 1", "question 2", "again"]
+
+
+def test_a_state_that_was_being_written_is_of_no_account(tmp_path: Path) -> None:
+    with filled(tmp_path):
+        pass
+    (tmp_path / "talk" / "state-00000005.part").write_bytes(b"half")
+    (tmp_path / "talk" / "state-00000005.safetensors").write_bytes(b"foreign")
+    with Session("talk", tmp_path) as session:
+        assert turns(session) == [1, 2, 3]
+        assert session.state(3) == state(3)
+        assert not list((tmp_path / "talk").glob("*.part"))
+
+
+def test_turns_are_taken_back(tmp_path: Path) -> None:
+    with filled(tmp_path, 4) as session:
+        session.undo(2)
+        assert turns(session) == [1, 2]
+        assert session.state(3) is None
+        session.add(Entry(3, "another", "one"), {"number": torch.tensor(33)})
+    with Session("talk", tmp_path) as session:
+        assert [entry.prompt for entry in session.transcript.entries] == ["question 1", "question 2", "another"]
+        assert session.state(3) == {"number": torch.tensor(33)}
+        session.begin(HEADER)
+        assert turns(session) == []
+        assert session.state(3) is None
+
+
+def test_the_last_states_are_kept(tmp_path: Path) -> None:
+    with filled(tmp_path, 12) as session:
+        held = [turn for turn in range(1, 13) if session.state(turn) is not None]
+        assert held == list(range(13 - STATES_KEPT, 13))
+
+
+def test_a_branch(tmp_path: Path) -> None:
+    with filled(tmp_path) as session:
+        with session.copied_to("branch") as branch:
+            branch.add(Entry(4, "only here", "yes"), state(4))
+            assert turns(branch) == [1, 2, 3, 4]
+        assert turns(session) == [1, 2, 3]
+        with pytest.raises(DataError, match="already"):
+            session.copied_to("branch")
+    assert [name for name, _ in saved_sessions(tmp_path)] == ["branch", "talk"]
+
+
+def test_one_process_at_a_time(tmp_path: Path) -> None:
+    with filled(tmp_path), pytest.raises(DataError, match="open in another process"):
+        Session("talk", tmp_path)
+    with Session("talk", tmp_path):
+        pass
+
+
+@pytest.mark.parametrize("name", ["", ".", "..", "a/b", ".hidden", "a" * 65, "a b", "a\n"])
+def test_bad_names(tmp_path: Path, name: str) -> None:
+    with pytest.raises(ConfigError, match="--session"):
+        Session(name, tmp_path)
+
+
+@pytest.mark.parametrize("line", ["{}", "[]", "1", "nonsense", '{"type": "other"}', '{"type": "turn", "turn": 1}'])
+def test_a_damaged_transcript_is_named(tmp_path: Path, line: str) -> None:
+    with filled(tmp_path):
+        pass
+    path = tmp_path / "talk" / "transcript.jsonl"
+    path.write_text(path.read_text() + line + "\n")
+    with pytest.raises(DataError, match="line 5 is not one of a transcript"):
+        Session("talk", tmp_path)
+    assert saved_sessions(tmp_path) == []
+
+
+def test_a_full_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What was saved stays; what can be saved is; the message says which."""
+    with filled(tmp_path) as session:
+
+        def full(*_: object, **__: object) -> None:
+            raise OSError(28, "No space left on device")
+
+        with monkeypatch.context() as patch:
+            patch.setattr(session, "_write_state", full)
+            with pytest.raises(DataError, match="No space left on device; the words of this turn are saved"):
+                session.add(Entry(4, "a", "b"), state(4))
+        with monkeypatch.context() as patch:
+            patch.setattr("os.fsync", full)
+            with pytest.raises(DataError, match="this turn is not saved"):
+                session.add(Entry(5, "c", "d"), None)
+    with Session("talk", tmp_path) as session:
+        assert turns(session) == [1, 2, 3, 4]
+
+
+def test_a_read_only_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refused(*_: object, **__: object) -> None:
+        raise OSError(13, "Permission denied")
+
+    monkeypatch.setattr(Path, "mkdir", refused)
+    with pytest.raises(DataError, match="session talk: Permission denied"):
+        Session("talk", tmp_path)
+
+
+def test_exports(tmp_path: Path) -> None:
+    with filled(tmp_path, 1) as session:
+        transcript = session.transcript
+    export(transcript, tmp_path / "talk.md")
+    text = (tmp_path / "talk.md").read_text()
+    assert text.startswith("# talk\n")
+    assert "> Be brief." in text
+    assert "question 1\n\n**Model**\n\nanswer 1 ü\n" in text
+    export(transcript, tmp_path / "talk.json")
+    told = json.loads((tmp_path / "talk.json").read_text())
+    assert [message["role"] for message in told["messages"]] == ["system", "user", "assistant"]
+    assert told["policy"] == "h2o"
+    with pytest.raises(H2OStreamError, match="File exists"):
+        export(transcript, tmp_path / "talk.md")
+    with pytest.raises(ConfigError, match="neither in .md nor in .json"):
+        export(transcript, tmp_path / "talk.txt")
