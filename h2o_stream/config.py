@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Literal, get_args
 
 from h2o_stream.errors import ConfigError
@@ -400,3 +401,26 @@ class Settings:
     system: str | None = None
     at_context: AtContext = "continue"
     compile: bool = True
+
+
+@dataclass(frozen=True)
+class ChatConfig:
+    """How a chat is held.
+
+    Args:
+        prompt: answer this and leave; None reads messages.
+        single_turn: leave after the first reply.
+        session: save the conversation under this name, and go on with it if there is one.
+        retell: feed the transcript of a session again where its state does not fit.
+        plain: replies as they come, not drawn as Markdown.
+        vim: vi's keys in place of Emacs'.
+        record: a file that gets what happens, to be shown again by ``h2o-stream --replay``.
+    """
+
+    prompt: str | None = None
+    single_turn: bool = False
+    session: str | None = None
+    retell: bool = False
+    plain: bool = False
+    vim: bool = False
+    record: Path | None = None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -16,6 +17,11 @@ def shipped(name: str) -> Path:
     package = Path(__file__).parent
     inside = package / name
     return inside if inside.exists() else package.parent / name
+
+
+def named_prompts() -> dict[str, str]:
+    """The texts in prompts/, by name."""
+    return {path.stem: path.read_text(encoding="utf-8").strip() for path in sorted(shipped("prompts").glob("*.txt"))}
 
 
 def in_wheel(project: str, suffix: str) -> PackagePath | None:
@@ -41,3 +47,11 @@ def data_folder() -> Path:
     import platformdirs
 
     return Path(platformdirs.user_data_dir(APP, appauthor=False))
+
+
+def config_file() -> Path:
+    """The user's file of options; H2O_CONFIG names another."""
+    import platformdirs
+
+    named = os.environ.get("H2O_CONFIG")
+    return Path(named) if named else Path(platformdirs.user_config_dir(APP, appauthor=False)) / "config.toml"

@@ -173,18 +173,16 @@ def test_a_read_only_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_exports(tmp_path: Path) -> None:
-    with filled(tmp_path, 1) as session:
-        transcript = session.transcript
-    export(transcript, tmp_path / "talk.md")
+    entries = [Entry(1, "question", "answer ü"), Entry(2, "a fact", "", "pinned")]
+    export(tmp_path / "talk.md", HEADER, entries)
     text = (tmp_path / "talk.md").read_text()
-    assert text.startswith("# talk\n")
-    assert "> Be brief." in text
-    assert "question 1\n\n**Model**\n\nanswer 1 ü\n" in text
-    export(transcript, tmp_path / "talk.json")
+    assert text.startswith("# a-model, h2o, window 256\n\n> Be brief.\n")
+    assert "**You**\n\nquestion\n\n**Model**\n\nanswer ü\n\n**You** (pinned)\n\na fact\n" in text
+    export(tmp_path / "talk.json", HEADER, entries)
     told = json.loads((tmp_path / "talk.json").read_text())
-    assert [message["role"] for message in told["messages"]] == ["system", "user", "assistant"]
+    assert [message["role"] for message in told["messages"]] == ["system", "user", "assistant", "user"]
     assert told["policy"] == "h2o"
     with pytest.raises(H2OStreamError, match="File exists"):
-        export(transcript, tmp_path / "talk.md")
+        export(tmp_path / "talk.md", HEADER, entries)
     with pytest.raises(ConfigError, match="neither in .md nor in .json"):
-        export(transcript, tmp_path / "talk.txt")
+        export(tmp_path / "talk.txt", HEADER, entries)

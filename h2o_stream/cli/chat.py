@@ -7,17 +7,38 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
+import typer
+
 from h2o_stream.cli import run
-from h2o_stream.cli.options import ConversationOptions, OutputOptions, one_of, option, takes
+from h2o_stream.cli.options import ConversationOptions, Invocation, OutputOptions, one_of, option, shown_and_left, takes
+from h2o_stream.config import ChatConfig
 from h2o_stream.errors import ConfigError
 from h2o_stream.session.records import Records
 
-app = run.app()
+app = run.app("H2O")
+
+
+def _list_prompts(wanted: bool) -> None:
+    from h2o_stream.resources import named_prompts
+
+    if wanted:
+        for name, text in named_prompts().items():
+            typer.echo(f"{name:<14} {text.splitlines()[0][:100]}")
+        raise typer.Exit
+
+
+def _list_sessions(wanted: bool) -> None:
+    if wanted:
+        from h2o_stream.ui.tables import sessions_table
+        from h2o_stream.ui.terminal import Terminal
+
+        Terminal().page.print(sessions_table())
+        raise typer.Exit
 
 
 @dataclass(frozen=True)
-class PromptOptions:
-    """What is said first."""
+class ChatOptions:
+    """How the chat is held."""
 
     prompt: Annotated[
         str | None,
@@ -25,15 +46,35 @@ class PromptOptions:
     ] = None
     prompt_file: Annotated[
         Path | None,
-        option("Conversation", "--prompt-file", help="Answer a file and leave; or a named one in prompts/."),
+        option("Conversation", "--prompt-file", help="Answer a file and leave; or a named one, see --list-prompts."),
     ] = None
     single_turn: Annotated[bool, option("Conversation", "--single-turn", help="Leave after the first reply.")] = False
+    session: Annotated[
+        str | None,
+        option("Session", "--session", help="Save the conversation under this name; go on with it if there is one."),
+    ] = None
+    retell: Annotated[
+        bool,
+        option("Session", "--retell", help="Feed a session's transcript again where its state does not fit."),
+    ] = False
+    export: Annotated[
+        Path | None, option("Session", "--export", help="Write the transcript of --session: FILE.md or FILE.json.")
+    ] = None
+    record: Annotated[
+        Path | None, option("Session", "--record", help="Write what happens, for h2o-stream --replay FILE.")
+    ] = None
+    plain: Annotated[bool, option("Output", "--plain", help="Replies as they come, not drawn as Markdown.")] = False
+    vim: Annotated[bool, option("Output", "--vim", help="Edit with vi's keys.")] = False
+    list_prompts: Annotated[
+        bool, shown_and_left("--list-prompts", _list_prompts, help="List the named prompts and leave.")
+    ] = False
+    sessions: Annotated[bool, shown_and_left("--sessions", _list_sessions, help="List the sessions and leave.")] = False
 
-    def chosen(self) -> str | None:
-        """What is to be answered at once, or None.
+    def config(self) -> ChatConfig:
+        """The checked settings behind the options.
 
         Raises:
-            ConfigError: it is empty, or was given twice.
+            ConfigError: the prompt is empty, or was given twice.
             DataError: its file cannot be read.
         """
         prompt = one_of(self.prompt, "--prompt", self.prompt_file, "--prompt-file")
@@ -41,24 +82,38 @@ class PromptOptions:
             prompt = sys.stdin.buffer.read().decode("utf-8", "replace")
         if prompt is not None and not prompt.strip():
             raise ConfigError("the prompt is empty; --prompt and --prompt-file need something to answer")
-        return prompt
+        if self.export is not None and self.session is None:
+            raise ConfigError(f"--export {self.export} needs the --session whose transcript is meant")
+        return ChatConfig(prompt, self.single_turn, self.session, self.retell, self.plain, self.vim, self.record)
 
 
 @app.command()
-@takes(PromptOptions, ConversationOptions, OutputOptions)
-def chat(prompts: PromptOptions, talk: ConversationOptions, output: OutputOptions) -> None:
+@takes(ChatOptions, ConversationOptions, OutputOptions, Invocation)
+def chat(chat: ChatOptions, talk: ConversationOptions, output: OutputOptions, invocation: Invocation) -> None:
     """Talk with a model for as long as you like, in constant memory.
 
     Without a terminal each line of standard input is a message, and the end of input ends the chat.
     """
     with run.reporting("h2o-chat", output.debug):
-        settings, prompt = talk.settings(), prompts.chosen()
+        settings, config = talk.settings(), chat.config()
+        if chat.export is not None and chat.session is not None:
+            _export(chat.session, chat.export)
+            return
         with Records(output.jsonl) as records:
             with run.loading(settings.model, output) as terminal:
                 from h2o_stream.ui.chat import run_chat
-            run.leave(run_chat(settings, prompt, prompts.single_turn, terminal, records))
+            run.leave(run_chat(settings, config, terminal, records, invocation.sources()))
+
+
+def _export(session: str, path: Path) -> None:
+    from h2o_stream.session.sessions import export, find_transcript
+
+    transcript = find_transcript(session)
+    if transcript.header is None:
+        raise ConfigError(f"session {session} is empty; there is nothing to export")
+    export(path, transcript.header, transcript.entries)
 
 
 def main() -> None:
     """Entry point."""
-    app()
+    run.main("h2o-chat", app)

@@ -33,7 +33,7 @@ from h2o_stream.config import (
     Settings,
 )
 from h2o_stream.errors import ConfigError, DataError
-from h2o_stream.resources import shipped
+from h2o_stream.resources import named_prompts, shipped
 
 
 def _version(wanted: bool) -> None:
@@ -46,7 +46,12 @@ def _version(wanted: bool) -> None:
 
 def option(panel: str, *names: str, help: str, **more: Any) -> Any:
     """A typer option under a heading of ``--help``."""
-    return typer.Option(*names, help=help, rich_help_panel=panel, **more)
+    return typer.Option(*names, help=help, rich_help_panel=panel, show_envvar=False, **more)
+
+
+def shown_and_left(name: str, show: Callable[[bool], None], help: str) -> Any:
+    """An option that shows something instead of running the command."""
+    return option("Output", name, help=help, is_eager=True, callback=show)
 
 
 _model = functools.partial(option, "Model")
@@ -221,7 +226,9 @@ class SamplingOptions:
 class SystemOptions:
     """The system prompt and what happens at the model's context."""
 
-    system: Annotated[str | None, _talk("-s", "--system", help="System prompt. (default: the template's)")] = None
+    system: Annotated[
+        str | None, _talk("-s", "--system", help="System prompt, or the name of one. (default: the template's)")
+    ] = None
     system_file: Annotated[
         Path | None, _talk("--system-file", help="Read it from a file, or from a named one in prompts/.")
     ] = None
@@ -246,7 +253,7 @@ class ConversationOptions(SamplingOptions, CacheOptions, PolicyOptions, CompileO
             model=self.model_config(),
             cache=self.cache_config(self.policy, self.window),
             sampling=self.sampling_config(),
-            system=one_of(self.system, "--system", self.system_file, "--system-file"),
+            system=one_of(_named(self.system), "--system", self.system_file, "--system-file"),
             at_context=self.at_context,
             compile=self.compile,
         )
@@ -263,8 +270,29 @@ class OutputOptions:
     color: Annotated[Literal["auto", "on", "off"], _output("--color", help="Colours.")] = "auto"
     version: Annotated[
         bool,
-        _output("--version", help="Print the version and leave.", is_eager=True, callback=_version),
+        shown_and_left("--version", _version, help="Print the version and leave."),
     ] = False
+
+
+@dataclasses.dataclass(frozen=True)
+class Invocation:
+    """How the command was called."""
+
+    context: typer.Context
+
+    def sources(self) -> dict[str, tuple[Any, str]]:
+        """Every option's value, and where that is from: flag, environment, file or default."""
+        words = {"COMMANDLINE": "flag", "ENVIRONMENT": "environment", "DEFAULT_MAP": "file"}
+        told = {}
+        for name, value in self.context.params.items():
+            source = self.context.get_parameter_source(name)
+            told[name] = (value, words.get(source.name, "default") if source else "default")
+        return told
+
+
+def _named(text: str | None) -> str | None:
+    """The named prompt of this name, or the text itself."""
+    return text if text is None else named_prompts().get(text, text)
 
 
 def one_of(text: str | None, text_option: str, file: Path | None, file_option: str) -> str | None:

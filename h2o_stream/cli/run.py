@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import os
 import sys
+import tomllib
 import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import typer
 
 from h2o_stream.errors import ConfigError, H2OStreamError
+from h2o_stream.resources import config_file
 from h2o_stream.startup import collector_paused, quieten_libraries
 
 if TYPE_CHECKING:
@@ -22,10 +24,54 @@ if TYPE_CHECKING:
 
 FAILED, WRONG_USAGE, INTERRUPTED = 1, 2, 130
 
+_COMMANDS = ("h2o-chat", "h2o-stream")
+"""Commands that read the user's file."""
 
-def app() -> typer.Typer:
-    """A typer application in the style of this project."""
-    return typer.Typer(pretty_exceptions_enable=False, context_settings={"help_option_names": ["-h", "--help"]})
+
+def app(prefix: str | None = None) -> typer.Typer:
+    """A typer application in the style of this project.
+
+    Args:
+        prefix: environment variables that begin so stand for options.
+    """
+    settings = {"help_option_names": ["-h", "--help"], "auto_envvar_prefix": prefix}
+    return typer.Typer(pretty_exceptions_enable=False, context_settings=settings)
+
+
+def main(command: str, app: typer.Typer) -> None:
+    """Run a command whose options may also stand in the user's file."""
+    try:
+        given = file_options(command, typer.main.get_command(app))
+    except ConfigError as error:
+        print(f"{command}: {error}", file=sys.stderr)  # noqa: T201
+        sys.exit(WRONG_USAGE)
+    app(default_map=given)
+
+
+def file_options(command: str, described: Any) -> dict[str, Any]:
+    """The options of a command in the user's file: those at its top, and those in the table of the command's name.
+
+    Raises:
+        ConfigError: it cannot be read, or has a name that is no option.
+    """
+    path = config_file()
+    try:
+        told = tomllib.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return {}
+    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+        raise ConfigError(f"{path}: {getattr(error, 'strerror', None) or error}") from error
+    tables = {name: told.pop(name) for name in _COMMANDS if isinstance(told.get(name), dict)}
+    names = {spelled.lstrip("-"): parameter.name for parameter in described.params for spelled in parameter.opts} | {
+        parameter.name: parameter.name for parameter in described.params
+    }
+    given = told | tables.get(command, {})
+    if unknown := [name for name in given if name not in names]:
+        raise ConfigError(
+            f"{path}: {unknown[0]} is no option of {command}; what only one command knows stands in its table, "
+            f"{' or '.join(f'[{name}]' for name in _COMMANDS)}"
+        )
+    return {str(names[name]): value for name, value in given.items()}
 
 
 @contextmanager

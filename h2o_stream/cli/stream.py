@@ -11,7 +11,7 @@ from h2o_stream.cli.options import ConversationOptions, OutputOptions, option, t
 from h2o_stream.session.questions import load_questions
 from h2o_stream.session.records import Records
 
-app = run.app()
+app = run.app("H2O")
 
 
 @dataclass(frozen=True)
@@ -41,4 +41,4 @@ def stream(replay: ReplayOptions, talk: ConversationOptions, output: OutputOptio
 
 def main() -> None:
     """Entry point."""
-    app()
+    run.main("h2o-stream", app)

@@ -11,7 +11,7 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, fields
 from datetime import UTC, datetime
@@ -148,29 +148,6 @@ class Transcript:
             raise DataError(f"{self.path}: {error.strerror or error}; this turn is not saved") from error
         self._whole = end + len(line)
         self._take(dict(record))
-
-    def markdown(self) -> str:
-        """For people."""
-        head = self.header
-        lines = [f"# {self.path.parent.name}", ""]
-        if head:
-            lines += [f"{head.model}, {head.policy}, window {head.window or 'unlimited'}, {head.created}", ""]
-            lines += [f"> {line}" for line in (head.system or "").splitlines()] + [""] * bool(head.system)
-        for entry in self.entries:
-            note = "" if entry.kind == "said" else f" ({entry.kind})"
-            lines += [f"**You**{note}", "", entry.prompt, "", "**Model**", "", entry.text, ""]
-        return "\n".join(lines)
-
-    def json(self) -> str:
-        """For programs: the header and the messages."""
-        system = [{"role": "system", "content": self.header.system}] if self.header and self.header.system else []
-        messages = [
-            message
-            for entry in self.entries
-            for message in ({"role": "user", "content": entry.prompt}, {"role": "assistant", "content": entry.text})
-        ]
-        told = asdict(self.header) if self.header else {}
-        return json.dumps(told | {"messages": system + messages}, ensure_ascii=False, indent=2) + "\n"
 
 
 class Session:
@@ -327,20 +304,43 @@ def saved_sessions(folder: Path | None = None) -> list[tuple[str, Transcript]]:
     return found
 
 
-def export(transcript: Transcript, path: Path) -> None:
+def export(path: Path, header: Header, entries: Sequence[Entry]) -> None:
     """Write a transcript as Markdown, or as JSON if the file's name ends so; never over another file.
 
     Raises:
         ConfigError: the name ends neither way.
         DataError: the file is there already, or cannot be written.
     """
-    if path.suffix not in (".md", ".json"):
+    writers = {".md": _markdown, ".json": _json}
+    if path.suffix not in writers:
         raise ConfigError(f"{path} ends neither in .md nor in .json; name the file so that it says what it is to be")
     try:
         with path.open("x", encoding="utf-8") as file:
-            file.write(transcript.markdown() if path.suffix == ".md" else transcript.json())
+            file.write(writers[path.suffix](header, entries))
     except OSError as error:
         raise DataError(f"{path}: {error.strerror or error}") from error
+
+
+def _markdown(header: Header, entries: Sequence[Entry]) -> str:
+    """For people."""
+    lines = [f"# {header.model}, {header.policy}, window {header.window or 'unlimited'}", ""]
+    if header.system:
+        lines += [*(f"> {line}" for line in header.system.splitlines()), ""]
+    for entry in entries:
+        lines += ["**You**" + ("" if entry.kind == "said" else f" ({entry.kind})"), "", entry.prompt, ""]
+        if entry.text:
+            lines += ["**Model**", "", entry.text, ""]
+    return "\n".join(lines)
+
+
+def _json(header: Header, entries: Sequence[Entry]) -> str:
+    """For programs: the header and the messages, as chat templates take them."""
+    messages = [{"role": "system", "content": header.system}] if header.system else []
+    for entry in entries:
+        messages.append({"role": "user", "content": entry.prompt})
+        if entry.text:
+            messages.append({"role": "assistant", "content": entry.text})
+    return json.dumps(asdict(header) | {"messages": messages}, ensure_ascii=False, indent=2) + "\n"
 
 
 def sessions_folder() -> Path:

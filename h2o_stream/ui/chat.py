@@ -1,154 +1,218 @@
-"""The chat loop: a prompt, a reply that streams, a few commands."""
+"""The chat loop: a message, a reply that streams, and the commands in between."""
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import closing
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, closing
 from typing import Any
 
-from h2o_stream.config import Settings
-from h2o_stream.engine.events import Finish, PrefillProgress, Token
-from h2o_stream.resources import data_folder
+import psutil
+from prompt_toolkit.formatted_text import FormattedText
+from rich.text import Text
+
+from h2o_stream.config import ChatConfig, Settings
+from h2o_stream.engine.events import Finish, Finished, PrefillProgress, Token
 from h2o_stream.session.conversation import Turn
+from h2o_stream.session.keeper import Keeper, NoFitError
+from h2o_stream.session.recording import Recorder
 from h2o_stream.session.records import Records
 from h2o_stream.session.report import RunReport
-from h2o_stream.ui.figures import occupancy, size, speed, turn_line
+from h2o_stream.session.sessions import Header
+from h2o_stream.ui.commands import COMMANDS, Commands, is_command
+from h2o_stream.ui.figures import bar, speed, status, turn_line
+from h2o_stream.ui.reply import MarkdownReply, PlainReply, Reply
 from h2o_stream.ui.start import Started, started
-from h2o_stream.ui.tables import print_report
 from h2o_stream.ui.terminal import Reading, Terminal
 
-PROMPT = "> "
+_BAR = 24
+"""Columns of the bar of slots."""
 
 
 def run_chat(
-    settings: Settings, prompt: str | None, single_turn: bool, terminal: Terminal, records: Records
+    settings: Settings, chat: ChatConfig, terminal: Terminal, records: Records, sources: Mapping[str, tuple[Any, str]]
 ) -> Finish | None:
     """Chat until the user leaves or the input ends.
 
     Args:
         settings: of the conversation.
-        prompt: answer this and leave; None reads messages.
-        single_turn: leave after the first reply.
+        chat: how it is held.
         terminal: where replies and notes go.
         records: gets a record for the run, each turn and the summary.
+        sources: every option's value and where it comes from.
 
     Returns:
         Why the last reply ended if it was the end of the chat too; None when the user left.
     """
-    with started("h2o-chat", settings, terminal, records) as ready:
-        chat = Chat(ready, terminal, records)
-        try:
-            if prompt is not None:
-                return chat.say(prompt)
-            terminal.note(f"{ready.title}. /help lists the commands, Ctrl-D leaves.", style="dim")
-            for message in chat.messages():
-                finish = chat.say(message)
-                if finish == "oom" or single_turn or (finish == "interrupted" and not terminal.interactive):
-                    return finish
-            return None
-        finally:
-            records.write(chat.report.record())
+    with (
+        started("h2o-chat", settings, terminal, records) as ready,
+        Recorder(chat.record, ready.title) as recorder,
+        Chat(ready, chat, terminal, records, recorder, sources) as talk,
+    ):
+        talk.open_session()
+        return talk.run()
 
 
 class Chat:
-    """A conversation with someone at the keyboard, or with a pipe."""
+    """A conversation with someone at the keyboard, or with a pipe. A context manager.
 
-    def __init__(self, ready: Started, terminal: Terminal, records: Records) -> None:
+    Attributes:
+        ready: the conversation's engine, interrupts and title.
+        keeper: the conversation.
+        report: figures so far.
+        leaving: whether the user has asked to leave.
+        sources: every option's value and where it comes from.
+    """
+
+    def __init__(
+        self,
+        ready: Started,
+        config: ChatConfig,
+        terminal: Terminal,
+        records: Records,
+        recorder: Recorder,
+        sources: Mapping[str, tuple[Any, str]],
+    ) -> None:
+        self.ready, self.terminal, self.sources = ready, terminal, sources
         self.report = RunReport()
-        self._ready, self._terminal, self._records = ready, terminal, records
-        self._conversation = ready.conversation
-        self._leaving = False
-        self._commands: dict[str, tuple[str, Callable[[], None]]] = {
-            "/help": ("list the commands", self._help),
-            "/reset": ("forget the conversation, keep the system prompt", self._reset),
-            "/stats": ("what is in the cache, and how fast it goes", self._stats),
-            "/exit": ("leave (so does Ctrl-D)", self._exit),
-        }
+        self.leaving = False
+        plan = ready.conversation.engine.cache.plan
+        self.keeper = Keeper(ready.conversation, Header(ready.name, plan.policy, plan.window, None))
+        self._config, self._records, self._recorder = config, records, recorder
+        self._commands = Commands(self)
+        self._process = psutil.Process()
 
-    def messages(self) -> Iterator[str]:
-        """What the user says, commands carried out and empty lines left out."""
-        for line in self._typed() if self._terminal.interactive else _piped():
-            message = line.strip()
-            if message.startswith("/") and not message.startswith("//"):
-                self._command(message)
-            elif message:
-                yield message.removeprefix("/") if message.startswith("//") else message
-            if self._leaving:
-                return
+    def __enter__(self) -> Chat:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.keeper.close()
+        self._records.write(self.report.record())
+
+    def run(self) -> Finish | None:
+        """Messages and replies, to the end."""
+        if self._config.prompt is not None:
+            return self.say(self._config.prompt)
+        self.terminal.note(f"{self.ready.title}. /help lists the commands, Ctrl-D leaves.", style="dim")
+        for message in self._messages():
+            finish = self.say(message)
+            if finish == "oom" or self._config.single_turn:
+                return finish
+            if finish == "interrupted" and not self.terminal.interactive:
+                return finish
+        return None
 
     def say(self, message: str) -> Finish:
         """One turn: the reply streams to stdout, what it took goes to stderr. Ctrl-C ends the turn."""
-        with self._ready.interrupts, closing(Reading(self._terminal)) as reading:
-            for event in self._conversation.say(message):
+        self._recorder.asked(f"turn {self.keeper.conversation.turns + 1}", message)
+        with self.ready.interrupts, ExitStack() as stack:
+            reading = stack.enter_context(closing(Reading(self.terminal)))
+            reply: Reply | None = None
+            for event in self.keeper.say(message):
                 self.report.observe(event)
+                self._recorder.event(event)
                 if isinstance(event, PrefillProgress):
                     reading.show(event.done, event.total)
-                elif isinstance(event, Token):
-                    self._terminal.reply(event.text)
-                else:
-                    reading.close()
-                    self._close(event)
-                    return event.finish
+                    continue
+                reply = reply or stack.enter_context(self._reply())
+                if isinstance(event, Token):
+                    reply.push(event.text)
+                    continue
+                stack.close()
+                self._close(event)
+                return event.finish
         raise AssertionError("a turn always ends with a Turn")
 
+    def fed(self, events: Iterator[PrefillProgress | Finished]) -> bool:
+        """Show how far feeding without a reply has come; whether it came to the end. Ctrl-C ends it."""
+        with self.ready.interrupts, closing(Reading(self.terminal)) as reading:
+            for event in events:
+                if isinstance(event, Finished):
+                    self.terminal.error(event.detail or f"{event.reason}: not all of it was read")
+                    return False
+                reading.show(event.done, event.total)
+        return True
+
+    def open_session(self, name: str | None = None) -> None:
+        """Go on with a session; where its state does not fit, its transcript may be fed again.
+
+        Raises:
+            H2OStreamError: it cannot be opened, or does not fit and is not to be fed again.
+        """
+        name = name or self._config.session
+        if name is None:
+            return
+        try:
+            there = self.keeper.open(name)
+        except NoFitError as error:
+            question = "Feed its transcript to this model again? The cache will not be what it was."
+            if not self._config.retell and not self._agreed(f"{error}.", question):
+                self.keeper.close()
+                raise NoFitError(f"{error}; --retell feeds its transcript again") from error
+            if not self.fed(self.keeper.retell()):
+                self.terminal.note("The rest of the transcript was not fed.")
+            there = True
+        entries = self.keeper.entries
+        if entries:
+            last = " ".join(entries[-1].prompt.split())
+            self.terminal.note(f"session {name} goes on after turn {entries[-1].turn}: {last[:60]}", style="dim")
+        elif not there:
+            self.terminal.note(f"session {name} begins", style="dim")
+
+    def toolbar(self) -> FormattedText:
+        """The line under the prompt, for prompt_toolkit."""
+        colors = {"bright_black": "ansibrightblack"}
+        counts, line = self._figures()
+        blocks = [(f"noreverse fg:{colors.get(color, f'ansi{color}')}", text) for color, text in bar(counts, _BAR)]
+        return FormattedText([*blocks, ("noreverse", f" {line}")])
+
+    def _footer(self, width: int) -> Text:
+        """The same, for rich."""
+        counts, line = self._figures()
+        shown = Text.assemble(*((text, color) for color, text in bar(counts, _BAR)), f" {line}")
+        shown.truncate(width - 1, overflow="ellipsis")
+        return shown
+
+    def _figures(self) -> tuple[Any, str]:
+        counts = self.keeper.conversation.engine.counts
+        rate = speed(self.report.total.decode_tok_s)
+        return counts, status(counts, rate, self._process.memory_info().rss)
+
+    def _reply(self) -> Reply:
+        if self._config.plain or not self.terminal.live or self.terminal.quiet:
+            return PlainReply(self.terminal)
+        return MarkdownReply(self._footer, self.terminal.page)
+
     def _close(self, turn: Turn) -> None:
-        self._terminal.reply("\n")
-        self._terminal.note(turn_line(turn), style="dim")
+        self.terminal.note(turn_line(turn), style="dim")
         if turn.detail:
-            self._terminal.error(turn.detail)
+            self.terminal.error(turn.detail)
         self._records.write(turn.record())
 
-    def _typed(self) -> Iterator[str]:
-        """Lines from a terminal, with history; Ctrl-C drops the line, Ctrl-D ends."""
-        from prompt_toolkit import PromptSession
-        from prompt_toolkit.history import FileHistory, History, InMemoryHistory
-
-        history: History = InMemoryHistory()
-        try:
-            data_folder().mkdir(parents=True, exist_ok=True)
-            history = FileHistory(str(data_folder() / "history"))
-        except OSError as error:
-            self._terminal.note(f"no input history: {error}")
-        session: PromptSession[str] = PromptSession(history=history, bottom_toolbar=self._toolbar)
-        while True:
-            try:
-                yield session.prompt(PROMPT)
-            except KeyboardInterrupt:
-                continue
-            except EOFError:
+    def _messages(self) -> Iterator[str]:
+        """What the user says, commands carried out and empty lines left out."""
+        for text in self._typed() if self.terminal.interactive else _piped():
+            message = text.strip()
+            if is_command(message):
+                said = self._commands.carry_out(message)
+                if said:
+                    yield said
+            elif message:
+                yield message.removeprefix("/") if message.startswith("//") else message
+            if self.leaving:
                 return
 
-    def _toolbar(self) -> Any:
-        counts = self._conversation.engine.counts
-        return f" {self._ready.title} · {occupancy(counts)} · {speed(self.report.total.decode_tok_s)}"
+    def _typed(self) -> Iterator[str]:
+        from h2o_stream.ui.typing import Typist
 
-    def _command(self, line: str) -> None:
-        name = line.split()[0]
-        if name in self._commands:
-            self._commands[name][1]()
-        else:
-            self._terminal.error(f"{name} is not a command, /help lists them; start with // to say it to the model")
+        words = {name: command.takes_file for name, command in COMMANDS.items()}
+        yield from Typist(words, self.toolbar, self._config.vim, self.terminal.note).messages()
 
-    def _help(self) -> None:
-        for name, (summary, _) in self._commands.items():
-            self._terminal.console.print(f"{name:<8} {summary}")
-        self._terminal.console.print("Ctrl-C stops a reply and keeps what was said.")
-
-    def _reset(self) -> None:
-        self._conversation.reset()
-        self._terminal.note("The conversation starts anew.")
-
-    def _stats(self) -> None:
-        counts = self._conversation.engine.counts
-        print_report(self._terminal, self.report, self._ready.title)
-        self._terminal.note(
-            f"now {counts.sinks} sinks, {counts.pinned} pinned, {counts.heavy} heavy, {counts.recent} recent, "
-            f"{counts.free} free; {size(counts.nbytes)}"
-        )
-
-    def _exit(self) -> None:
-        self._leaving = True
+    def _agreed(self, fact: str, question: str) -> bool:
+        if not self.terminal.interactive:
+            return False
+        self.terminal.note(fact)
+        return input(f"{question} [y/N] ").strip().lower() in ("y", "yes")
 
 
 def _piped() -> Iterator[str]:

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from h2o_stream.cache.counts import CacheCounts
-from h2o_stream.session.conversation import Turn
+
+if TYPE_CHECKING:
+    from h2o_stream.session.conversation import Turn
 
 
 def size(nbytes: int) -> str:
@@ -25,6 +29,34 @@ def occupancy(counts: CacheCounts) -> str:
     """Kept and evicted in a few words."""
     of = f" of {counts.window:,}" if counts.window else ""
     return f"kept {counts.cached:,}{of}, evicted {counts.evicted:,}"
+
+
+BARS = (("sinks", "cyan"), ("pinned", "blue"), ("heavy", "red"), ("recent", "green"), ("free", "bright_black"))
+"""What slots are used for, and the colour of each."""
+
+
+def bar(counts: CacheCounts, width: int) -> list[tuple[str, str]]:
+    """The slots of a window as one bar: colours of `BARS` and as many blocks each; nothing without a window.
+
+    Every use that has a slot has a block.
+    """
+    if not counts.window:
+        return []
+    uses = [(style, getattr(counts, name)) for name, style in BARS]
+    blocks = [max(round(width * count / counts.window), min(count, 1)) for _, count in uses]
+    blocks[blocks.index(max(blocks))] += width - sum(blocks)
+    return [
+        (style, ("·" if style == "bright_black" else "█") * many)
+        for (style, _), many in zip(uses, blocks, strict=True)
+        if many > 0
+    ]
+
+
+def status(counts: CacheCounts, rate: str, rss_bytes: int) -> str:
+    """The figures beside the bar."""
+    return (
+        f"seen {counts.seen:,} evicted {counts.evicted:,} · {rate} · cache {size(counts.nbytes)} of {size(rss_bytes)}"
+    )
 
 
 def turn_line(turn: Turn) -> str:

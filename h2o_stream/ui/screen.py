@@ -18,7 +18,7 @@ from rich.text import Text
 from h2o_stream.cache.counts import CacheCounts
 from h2o_stream.engine.events import PrefillProgress, Token
 from h2o_stream.session.conversation import Turn
-from h2o_stream.ui.figures import size, speed
+from h2o_stream.ui.figures import BARS, size, speed
 from h2o_stream.ui.terminal import Terminal, printable
 
 FRAME_S = 0.1
@@ -26,8 +26,6 @@ FRAME_S = 0.1
 
 TRANSCRIPT_LINES = 500
 """More than any terminal shows."""
-
-BARS = (("sinks", "cyan"), ("pinned", "blue"), ("heavy", "red"), ("recent", "green"), ("free", "bright_black"))
 
 
 class Screen:

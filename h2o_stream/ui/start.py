@@ -22,11 +22,13 @@ class Started:
     Attributes:
         conversation: with an empty cache.
         interrupts: to be entered where Ctrl-C should end a turn instead of the program.
+        name: of the model.
         title: model, policy and window, for people.
     """
 
     conversation: Conversation
     interrupts: Interrupts
+    name: str
     title: str
 
 
@@ -60,6 +62,6 @@ def started(command: str, settings: Settings, terminal: Terminal, records: Recor
         )
         window = f" · window {plan.window} · {plan.positions}" if plan.window else ""
         title = f"{loaded.name} · {plan.policy}{window}"
-        yield Started(Conversation(engine, settings.system, loaded.stops), interrupts, title)
+        yield Started(Conversation(engine, settings.system, loaded.stops), interrupts, loaded.name, title)
         if engine.graphs and engine.graphs.trouble:
             terminal.note(engine.graphs.trouble)

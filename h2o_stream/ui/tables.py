@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING
 
 from rich.box import SIMPLE_HEAD
 from rich.table import Table
+from rich.text import Text
 
-from h2o_stream.session.report import RunReport
+from h2o_stream.session.sessions import saved_sessions
 from h2o_stream.ui.figures import size, speed
-from h2o_stream.ui.terminal import Terminal
+from h2o_stream.ui.terminal import Terminal, printable
+
+if TYPE_CHECKING:
+    from h2o_stream.session.report import RunReport
 
 
 def print_report(terminal: Terminal, report: RunReport, title: str) -> None:
@@ -49,3 +54,18 @@ def markdown_table(title: str, header: Sequence[str], rows: Iterable[Sequence[st
     """The same as Markdown."""
     lines = [header, ["---:"] * len(header), *rows]
     return f"{title}\n\n" + "".join(f"| {' | '.join(line)} |\n" for line in lines)
+
+
+def sessions_table() -> Table:
+    """Every session, the one that was used last first."""
+    table = Table(box=None, padding=(0, 2, 0, 0))
+    for column in ("session", "turns", "last used", "model"):
+        table.add_column(column, justify="right" if column == "turns" else "left", no_wrap=True)
+    table.add_column("first words", no_wrap=True, ratio=1)
+    saved = sorted(saved_sessions(), key=lambda item: item[1].entries[-1].time if item[1].entries else "", reverse=True)
+    for name, transcript in saved:
+        entries, header = transcript.entries, transcript.header
+        last, first = (entries[-1].time, printable(" ".join(entries[0].prompt.split()))) if entries else ("", "")
+        model = f"{header.model} {header.policy}" if header else ""
+        table.add_row(name, str(len(entries)), last[:16].replace("T", " "), model, Text(first))
+    return table

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 import time
+from typing import Any
 
 from rich.console import Console
 from rich.status import Status
@@ -28,20 +29,20 @@ class Terminal:
 
     Attributes:
         console: rich's console on stderr.
+        page: the same on stdout.
         interactive: a person types and reads here.
         live: stdout and stderr are one terminal that can be drawn on.
     """
 
     def __init__(self, color: str = "auto", quiet: bool = False, replies: bool = True) -> None:
-        force = True if color == "on" else None
-        self.console = Console(
-            stderr=True,
-            force_terminal=force,
-            color_system=None if color == "off" else "auto",
-            highlight=False,
-            markup=False,
-            width=None if sys.stderr.isatty() else 100,
-        )
+        looks: dict[str, Any] = {
+            "force_terminal": True if color == "on" else None,
+            "color_system": None if color == "off" else "auto",
+            "highlight": False,
+            "markup": False,
+        }
+        self.console = Console(stderr=True, width=None if sys.stderr.isatty() else 100, **looks)
+        self.page = Console(**looks)
         self.quiet, self._replies = quiet, replies
         self.interactive = sys.stdin.isatty() and sys.stdout.isatty()
         self.live = sys.stdout.isatty() and sys.stderr.isatty() and os.environ.get("TERM") not in (None, "", "dumb")

@@ -1,0 +1,118 @@
+"""What happened in a run, with its times, as JSON Lines: to be shown again without the model."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Self
+
+from h2o_stream.cache.counts import CacheCounts
+from h2o_stream.engine.events import PrefillProgress, Token
+from h2o_stream.errors import DataError
+from h2o_stream.session.work import Work
+
+if TYPE_CHECKING:
+    from h2o_stream.session.conversation import Turn
+
+
+@dataclass(frozen=True)
+class Asked:
+    """A turn begins."""
+
+    title: str
+    prompt: str
+
+
+class Recorder:
+    """Writes what it is told into a file, or nowhere. A context manager.
+
+    Args:
+        path: the file; None for none.
+        title: of the run.
+
+    Raises:
+        DataError: the file is there already, or cannot be written.
+    """
+
+    def __init__(self, path: Path | None, title: str) -> None:
+        self._path = path
+        self._begun = time.monotonic()
+        self._file = None
+        if path is not None:
+            try:
+                self._file = path.open("x", encoding="utf-8")
+            except OSError as error:
+                raise DataError(f"--record {path}: {error.strerror or error}") from error
+            self._write("run", {"title": title})
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        if self._file is not None:
+            self._file.close()
+
+    def asked(self, title: str, prompt: str) -> None:
+        """A turn begins."""
+        self._write("asked", {"title": title, "prompt": prompt})
+
+    def event(self, event: PrefillProgress | Token | Turn) -> None:
+        """Something happened in the turn."""
+        kinds = {PrefillProgress: "prefill", Token: "token"}
+        if self._file is not None:
+            self._write(kinds.get(type(event), "turn"), asdict(event))
+
+    def _write(self, kind: str, record: dict[str, Any]) -> None:
+        if self._file is None:
+            return
+        line = {"type": kind, "at_s": round(time.monotonic() - self._begun, 4), **record}
+        try:
+            self._file.write(json.dumps(line, ensure_ascii=False) + "\n")
+            self._file.flush()
+        except OSError as error:
+            raise DataError(f"--record {self._path}: {error.strerror or error}") from error
+
+
+def recorded(path: Path) -> tuple[str, Iterator[tuple[float, Asked | PrefillProgress | Token | Turn]]]:
+    """The title of a recording, and what happened with the seconds since it began.
+
+    Raises:
+        DataError: the file cannot be read, or is no recording; also while it is read.
+    """
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise DataError(f"--replay {path}: {getattr(error, 'strerror', None) or error}") from error
+    parsed = (_parsed(path, number, line) for number, line in enumerate(lines, 1))
+    first = next(parsed, None)
+    if first is None or not isinstance(first[1], str):
+        raise DataError(f"--replay {path}: this is not a recording, its first line has no title")
+    return first[1], parsed
+
+
+def _parsed(path: Path, number: int, line: str) -> tuple[float, Any]:
+    try:
+        told = json.loads(line)
+        return float(told.pop("at_s")), _event(told.pop("type"), told)
+    except (ValueError, TypeError, KeyError, AttributeError) as error:
+        raise DataError(f"--replay {path}: line {number} is not one of a recording") from error
+
+
+def _event(kind: str, told: dict[str, Any]) -> Any:
+    if kind == "run":
+        return str(told["title"])
+    if kind == "asked":
+        return Asked(str(told["title"]), str(told["prompt"]))
+    counts = CacheCounts(**told.pop("counts"))
+    if kind == "prefill":
+        return PrefillProgress(**told, counts=counts)
+    if kind == "token":
+        return Token(**told, counts=counts)
+    if kind == "turn":
+        from h2o_stream.session.conversation import Turn
+
+        return Turn(**told | {"work": Work(**told["work"])}, counts=counts)
+    raise ValueError(kind)

@@ -1,0 +1,124 @@
+"""What a person types: history that is kept, several lines, completion, an editor."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
+
+from prompt_toolkit import PromptSession
+from prompt_toolkit.completion import CompleteEvent, Completer, Completion, PathCompleter
+from prompt_toolkit.document import Document
+from prompt_toolkit.formatted_text import FormattedText
+from prompt_toolkit.history import FileHistory, History, InMemoryHistory
+from prompt_toolkit.key_binding import KeyBindings, KeyPressEvent
+
+from h2o_stream.resources import data_folder
+from h2o_stream.ui.interrupts import TWICE_S
+
+PROMPT, MORE, QUOTES = "> ", ". ", '"""'
+
+
+class Typist:
+    """Reads messages from a terminal. Enter sends, Meta-Enter begins a new line; so does Enter after three open quotes.
+
+    Args:
+        words: commands, each with whether it takes the name of a file.
+        toolbar: what stands under the prompt.
+        vim: vi's keys in place of Emacs'.
+        notify: told a line when the history cannot be kept.
+    """
+
+    def __init__(
+        self,
+        words: Mapping[str, bool],
+        toolbar: Callable[[], FormattedText],
+        vim: bool,
+        notify: Callable[[str], None],
+    ) -> None:
+        self._session: PromptSession[str] = PromptSession(
+            history=_history(notify),
+            bottom_toolbar=toolbar,
+            completer=CommandCompleter(words),
+            complete_while_typing=False,
+            enable_open_in_editor=True,
+            enable_history_search=True,
+            key_bindings=_keys(),
+            multiline=True,
+            prompt_continuation=MORE,
+            tempfile_suffix=".md",
+            vi_mode=vim,
+        )
+
+    def messages(self) -> Iterator[str]:
+        """Until Ctrl-D, or Ctrl-C twice on an empty line.
+
+        Raises:
+            KeyboardInterrupt: Ctrl-C twice.
+        """
+        last = float("-inf")
+        while True:
+            try:
+                text = self._session.prompt(PROMPT)
+            except KeyboardInterrupt:
+                if time.monotonic() - last < TWICE_S:
+                    raise
+                last = time.monotonic()
+                continue
+            except EOFError:
+                return
+            yield unquoted(text)
+
+
+class CommandCompleter(Completer):
+    """Completes commands, and the names of files where a command takes one."""
+
+    def __init__(self, words: Mapping[str, bool]) -> None:
+        self._words = words
+        self._files = PathCompleter(expanduser=True)
+
+    def get_completions(self, document: Document, complete_event: CompleteEvent) -> Iterable[Completion]:
+        """See prompt_toolkit."""
+        command, gap, rest = document.text_before_cursor.partition(" ")
+        if not gap:
+            for word in self._words:
+                if command.startswith("/") and word.startswith(command):
+                    yield Completion(word, -len(command))
+        elif self._words.get(command):
+            yield from self._files.get_completions(Document(rest), complete_event)
+
+
+def unquoted(text: str) -> str:
+    """A message without the quotes around its lines."""
+    inner = text.strip()
+    if inner.startswith(QUOTES) and inner.endswith(QUOTES) and len(inner) >= 2 * len(QUOTES):
+        return inner.removeprefix(QUOTES).removesuffix(QUOTES).strip("\n")
+    return text
+
+
+def _keys() -> KeyBindings:
+    keys = KeyBindings()
+
+    @keys.add("enter")
+    def _(event: KeyPressEvent) -> None:
+        buffer = event.current_buffer
+        if buffer.text.lstrip().startswith(QUOTES) and buffer.text.count(QUOTES) % 2:
+            buffer.insert_text("\n")
+        else:
+            buffer.validate_and_handle()
+
+    @keys.add("escape", "enter")
+    def _(event: KeyPressEvent) -> None:
+        event.current_buffer.insert_text("\n")
+
+    return keys
+
+
+def _history(notify: Callable[[str], None]) -> History:
+    path = data_folder() / "history"
+    try:
+        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        path.touch(0o600)
+        return FileHistory(str(path))
+    except OSError as error:
+        notify(f"no input history: {error.strerror or error}: {path}")
+        return InMemoryHistory()
