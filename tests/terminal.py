@@ -5,8 +5,9 @@ from __future__ import annotations
 import os
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Self
 
 import pexpect
@@ -14,17 +15,26 @@ import pyte
 
 BIN = Path(sys.executable).parent
 
+_WHERE = "\x1b[6n"
+"""What a program sends to ask where the cursor is; a terminal answers."""
+
 
 class Pty:
     """Runs a command in a terminal of the given size and keeps what a person would see."""
 
     def __init__(
-        self, command: str, *arguments: str, columns: int = 80, lines: int = 24, home: Path | None = None
+        self,
+        command: str,
+        *arguments: str,
+        columns: int = 80,
+        lines: int = 24,
+        home: Path | None = None,
+        environment: Mapping[str, str] = MappingProxyType({}),
     ) -> None:
-        environment = {**os.environ, "TERM": "xterm-256color", "COLUMNS": "", "LINES": ""}
-        environment.pop("NO_COLOR", None)
+        given = {**os.environ, "TERM": "xterm-256color", "COLUMNS": "", "LINES": ""}
+        given.pop("NO_COLOR", None)
         if home is not None:
-            environment["XDG_DATA_HOME"] = str(home)
+            given["XDG_DATA_HOME"] = str(home)
         self.screen = pyte.Screen(columns, lines)
         self.stream = pyte.Stream(self.screen)
         self.output = ""
@@ -33,8 +43,9 @@ class Pty:
             str(BIN / command),
             list(arguments),
             dimensions=(lines, columns),
-            env=environment,
+            env=given | dict(environment),
             encoding="utf-8",
+            codec_errors="replace",
             timeout=60,
         )
 
@@ -52,7 +63,7 @@ class Pty:
     def send(self, keys: str) -> None:
         self.child.send(keys)
 
-    def until(self, done: Callable[[Pty], bool], timeout_s: float = 90) -> None:
+    def until(self, done: Callable[[Pty], bool], timeout_s: float = 60) -> None:
         """Let the program go on until the screen satisfies `done`."""
         deadline = time.monotonic() + timeout_s
         while not done(self):
@@ -60,7 +71,7 @@ class Pty:
             if not self._read():
                 assert done(self), f"the program ended; the screen was:\n{self.text}"
 
-    def exit_code(self, timeout_s: float = 90) -> int:
+    def exit_code(self, timeout_s: float = 60) -> int:
         """Read to the end and return the exit code."""
         deadline = time.monotonic() + timeout_s
         while self._read():
@@ -77,5 +88,7 @@ class Pty:
             return False
         self.output += data
         self.stream.feed(data)
+        for _ in range(data.count(_WHERE)):
+            self.child.send(f"\x1b[{self.screen.cursor.y + 1};{self.screen.cursor.x + 1}R")
         self.frames.append(list(self.screen.display))
         return True

@@ -13,9 +13,9 @@ from h2o_stream import CacheConfig, ConfigError, Conversation, Engine, SamplingC
 from h2o_stream.engine.events import PrefillProgress, Token
 from h2o_stream.models.load import LoadedModel
 from h2o_stream.models.templates import FALLBACK_STOPS, FALLBACK_TEMPLATE
-from h2o_stream.session.conversation import Turn
 from h2o_stream.session.report import RunReport
 from h2o_stream.session.template import ChatTemplate
+from h2o_stream.session.turn import Turn
 from h2o_stream.session.work import Work
 
 END = "<|im_end|>"

@@ -9,7 +9,7 @@ import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from h2o_stream import CacheConfig, ConfigError, Conversation, Engine, H2OStreamError, SamplingConfig
-from h2o_stream.session.conversation import Turn
+from h2o_stream.session.turn import Turn
 
 TALK = ["Tell me about the sea.", "And the tower?", "What about the light?", "Thanks, go on."]
 Talker = Callable[..., PreTrainedModel]

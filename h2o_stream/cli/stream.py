@@ -8,6 +8,8 @@ from typing import Annotated
 
 from h2o_stream.cli import run
 from h2o_stream.cli.options import ConversationOptions, OutputOptions, option, takes
+from h2o_stream.config import POLICIES
+from h2o_stream.errors import ConfigError
 from h2o_stream.session.questions import load_questions
 from h2o_stream.session.records import Records
 
@@ -24,6 +26,29 @@ class ReplayOptions:
     ] = None
     turns: Annotated[int | None, option("Replay", "--turns", help="Stop after so many turns.", min=1)] = None
     loop: Annotated[bool, option("Replay", "--loop", help="Start over at the end, for ever or up to --turns.")] = False
+    compare: Annotated[
+        str | None, option("Replay", "--compare", help="Two policies side by side, such as full,h2o.")
+    ] = None
+    record: Annotated[Path | None, option("Recording", "--record", help="Write what happens, to show it again.")] = None
+    replay: Annotated[
+        Path | None, option("Recording", "--replay", help="Show what --record wrote, at its own pace, without a model.")
+    ] = None
+    pace: Annotated[float, option("Recording", "--pace", help="How many times as fast --replay shows it.")] = 1.0
+
+    def policies(self) -> list[str]:
+        """What is compared.
+
+        Raises:
+            ConfigError: it is not two policies, or they cannot be recorded.
+        """
+        policies = [name.strip() for name in (self.compare or "").split(",") if name.strip()]
+        if self.compare is not None and (len(policies) != 2 or not set(policies) <= set(POLICIES)):
+            raise ConfigError(f"compare is {self.compare!r}; --compare takes two of {', '.join(POLICIES)}")
+        if policies and self.record:
+            raise ConfigError("--compare cannot be recorded; leave out --record")
+        if not 0 < self.pace < float("inf"):
+            raise ConfigError(f"pace is {self.pace}; --pace must be above 0")
+        return policies
 
 
 @app.command()
@@ -31,12 +56,25 @@ class ReplayOptions:
 def stream(replay: ReplayOptions, talk: ConversationOptions, output: OutputOptions) -> None:
     """Replay MT-Bench, or questions of your own, through one endless conversation."""
     with run.reporting("h2o-stream", output.debug):
-        settings = talk.settings()
+        settings, policies = talk.settings(), replay.policies()
+        if replay.replay is not None:
+            from h2o_stream.ui.playback import play
+            from h2o_stream.ui.terminal import Terminal
+
+            play(replay.replay, replay.pace, Terminal(output.color, output.quiet))
+            return
         questions = load_questions(replay.questions)
         with Records(output.jsonl) as records:
             with run.loading(settings.model, output) as terminal:
+                from h2o_stream.ui.panes import compare_policies
                 from h2o_stream.ui.replay import replay_questions
-            run.leave(replay_questions(settings, questions, replay.turns, replay.loop, terminal, records))
+            if policies:
+                finish = compare_policies(settings, policies, questions, replay.turns, replay.loop, terminal, records)
+            else:
+                finish = replay_questions(
+                    settings, questions, replay.turns, replay.loop, replay.record, terminal, records
+                )
+            run.leave(finish)
 
 
 def main() -> None:

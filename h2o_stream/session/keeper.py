@@ -10,8 +10,9 @@ from torch import Tensor
 
 from h2o_stream.engine.events import Finished, PrefillProgress, Token
 from h2o_stream.errors import DataError, H2OStreamError
-from h2o_stream.session.conversation import Conversation, Turn
+from h2o_stream.session.conversation import Conversation
 from h2o_stream.session.sessions import STATES_KEPT, Entry, Header, Kind, Session
+from h2o_stream.session.turn import Turn
 
 _STATES_BYTES = 256 * 2**20
 """Memory for the states of a conversation that is not saved; one is always kept."""

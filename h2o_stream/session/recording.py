@@ -7,15 +7,13 @@ import time
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Self
+from typing import Any, Self
 
 from h2o_stream.cache.counts import CacheCounts
 from h2o_stream.engine.events import PrefillProgress, Token
 from h2o_stream.errors import DataError
+from h2o_stream.session.turn import Turn
 from h2o_stream.session.work import Work
-
-if TYPE_CHECKING:
-    from h2o_stream.session.conversation import Turn
 
 
 @dataclass(frozen=True)
@@ -112,7 +110,5 @@ def _event(kind: str, told: dict[str, Any]) -> Any:
     if kind == "token":
         return Token(**told, counts=counts)
     if kind == "turn":
-        from h2o_stream.session.conversation import Turn
-
         return Turn(**told | {"work": Work(**told["work"])}, counts=counts)
     raise ValueError(kind)

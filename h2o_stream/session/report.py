@@ -8,7 +8,7 @@ from typing import Any
 import psutil
 
 from h2o_stream.engine.events import PrefillProgress, Token
-from h2o_stream.session.conversation import Turn
+from h2o_stream.session.turn import Turn
 from h2o_stream.session.work import Work
 
 MAX_ROWS = 12

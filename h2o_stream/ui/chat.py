@@ -13,20 +13,20 @@ from rich.text import Text
 
 from h2o_stream.config import ChatConfig, Settings
 from h2o_stream.engine.events import Finish, Finished, PrefillProgress, Token
-from h2o_stream.session.conversation import Turn
 from h2o_stream.session.keeper import Keeper, NoFitError
 from h2o_stream.session.recording import Recorder
 from h2o_stream.session.records import Records
 from h2o_stream.session.report import RunReport
 from h2o_stream.session.sessions import Header
+from h2o_stream.session.turn import Turn
 from h2o_stream.ui.commands import COMMANDS, Commands, is_command
 from h2o_stream.ui.figures import bar, speed, status, turn_line
 from h2o_stream.ui.reply import MarkdownReply, PlainReply, Reply
 from h2o_stream.ui.start import Started, started
 from h2o_stream.ui.terminal import Reading, Terminal
 
-_BAR = 24
-"""Columns of the bar of slots."""
+_BAR = 8, 40
+"""Least and most columns of the bar of slots."""
 
 
 def run_chat(
@@ -51,6 +51,10 @@ def run_chat(
     ):
         talk.open_session()
         return talk.run()
+
+
+_ANSI = {"bright_black": "ansibrightblack"}
+"""Colours that prompt_toolkit calls otherwise than rich with ansi before it."""
 
 
 class Chat:
@@ -161,22 +165,22 @@ class Chat:
 
     def toolbar(self) -> FormattedText:
         """The line under the prompt, for prompt_toolkit."""
-        colors = {"bright_black": "ansibrightblack"}
-        counts, line = self._figures()
-        blocks = [(f"noreverse fg:{colors.get(color, f'ansi{color}')}", text) for color, text in bar(counts, _BAR)]
-        return FormattedText([*blocks, ("noreverse", f" {line}")])
+        blocks, line = self._figures()
+        shown = [(f"noreverse fg:{_ANSI.get(color, f'ansi{color}')}", text) for color, text in blocks]
+        return FormattedText([*shown, ("noreverse", line)])
 
     def _footer(self, width: int) -> Text:
         """The same, for rich."""
-        counts, line = self._figures()
-        shown = Text.assemble(*((text, color) for color, text in bar(counts, _BAR)), f" {line}")
+        blocks, line = self._figures()
+        shown = Text.assemble(*((text, color) for color, text in blocks), line)
         shown.truncate(width - 1, overflow="ellipsis")
         return shown
 
-    def _figures(self) -> tuple[Any, str]:
+    def _figures(self) -> tuple[list[tuple[str, str]], str]:
         counts = self.keeper.conversation.engine.counts
-        rate = speed(self.report.total.decode_tok_s)
-        return counts, status(counts, rate, self._process.memory_info().rss)
+        line = status(counts, speed(self.report.total.decode_tok_s), self._process.memory_info().rss)
+        least, most = _BAR
+        return bar(counts, min(max(self.terminal.console.width - len(line) - 2, least), most)), f" {line}"
 
     def _reply(self) -> Reply:
         if self._config.plain or not self.terminal.live or self.terminal.quiet:

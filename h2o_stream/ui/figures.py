@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from h2o_stream.cache.counts import CacheCounts
-
-if TYPE_CHECKING:
-    from h2o_stream.session.conversation import Turn
+from h2o_stream.session.turn import Turn
 
 
 def size(nbytes: int) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Self
 
 from h2o_stream.engine.events import PrefillProgress, Token
-from h2o_stream.session.conversation import Turn
+from h2o_stream.session.turn import Turn
 from h2o_stream.ui.figures import turn_line
 from h2o_stream.ui.terminal import Reading, Terminal
 

@@ -17,7 +17,7 @@ from rich.text import Text
 
 from h2o_stream.cache.counts import CacheCounts
 from h2o_stream.engine.events import PrefillProgress, Token
-from h2o_stream.session.conversation import Turn
+from h2o_stream.session.turn import Turn
 from h2o_stream.ui.figures import BARS, size, speed
 from h2o_stream.ui.terminal import Terminal, printable
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rich.box import SIMPLE_HEAD
@@ -59,13 +60,15 @@ def markdown_table(title: str, header: Sequence[str], rows: Iterable[Sequence[st
 def sessions_table() -> Table:
     """Every session, the one that was used last first."""
     table = Table(box=None, padding=(0, 2, 0, 0))
-    for column in ("session", "turns", "last used", "model"):
-        table.add_column(column, justify="right" if column == "turns" else "left", no_wrap=True)
-    table.add_column("first words", no_wrap=True, ratio=1)
     saved = sorted(saved_sessions(), key=lambda item: item[1].entries[-1].time if item[1].entries else "", reverse=True)
+    widths = {"session": max([7, *(len(name) for name, _ in saved)]), "turns": 5, "last used": 16}
+    for column in ("session", "turns", "last used", "model", "first words"):
+        table.add_column(
+            column, justify="right" if column == "turns" else "left", min_width=widths.get(column), no_wrap=True
+        )
     for name, transcript in saved:
         entries, header = transcript.entries, transcript.header
         last, first = (entries[-1].time, printable(" ".join(entries[0].prompt.split()))) if entries else ("", "")
-        model = f"{header.model} {header.policy}" if header else ""
-        table.add_row(name, str(len(entries)), last[:16].replace("T", " "), model, Text(first))
+        model = f"{Path(header.model).name} {header.policy}" if header else ""
+        table.add_row(name, str(len(entries)), last[:16].replace("T", " "), model, Text(first[:40]))
     return table

@@ -1,0 +1,100 @@
+"""Markdown that grows: what is finished stays as it is, on the screen too."""
+
+from __future__ import annotations
+
+import io
+
+import pyte
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from rich.console import Console
+from rich.text import Text
+
+from h2o_stream.ui.reply import Blocks, MarkdownReply, closed
+
+TEXT = """# A title
+
+A paragraph with **bold words** and `code` that is long enough to be wrapped
+over two lines of a narrow terminal.
+
+- one
+- two
+
+1. first
+2. second
+
+```python
+def hello():
+
+    print("hello")
+```
+And the end.
+"""
+
+
+def cut(text: str, size: int) -> list[str]:
+    blocks = Blocks()
+    found = [block for start in range(0, len(text), size) for block in blocks.push(text[start : start + size])]
+    return found + blocks.close()
+
+
+@pytest.mark.parametrize("size", [1, 2, 7, 1000])
+def test_blocks(size: int) -> None:
+    blocks = cut(TEXT, size)
+    assert [block.split("\n")[0] for block in blocks] == [
+        "# A title",
+        "A paragraph with **bold words** and `code` that is long enough to be wrapped",
+        "- one",
+        "1. first",
+        "```python",
+        "And the end.",
+    ]
+    assert blocks[4].endswith('    print("hello")\n```\n')
+
+
+@given(st.text(alphabet="ab`~*#- \n", max_size=80), st.integers(1, 9))
+def test_no_word_is_lost(text: str, size: int) -> None:
+    assert "".join(cut(text, size)).split() == text.split()
+
+
+def test_code_in_code_stays_open() -> None:
+    assert cut("````\n```\n\n```\n````\nend", 3) == ["````\n```\n\n```\n````\n", "end"]
+
+
+@pytest.mark.parametrize(
+    ("block", "shown"),
+    [("a **b", "a **b**"), ("a **b**", "a **b**"), ("a `b", "a `b`"), ("a **", "a "), ("```\n`", "```\n`"), ("a", "a")],
+)
+def test_open_marks_are_closed(block: str, shown: str) -> None:
+    assert closed(block) == shown
+
+
+@pytest.mark.parametrize("columns", [30, 80])
+def test_finished_lines_stay(columns: int) -> None:
+    """On a real terminal, frame by frame: a line that has another below it never changes again."""
+    screen = pyte.HistoryScreen(columns, 20, history=500)
+    stream = pyte.Stream(screen)
+    out = io.StringIO()
+    console = Console(file=out, force_terminal=True, width=columns, height=20, highlight=False)
+
+    def lines() -> list[str]:
+        stream.feed(out.getvalue().replace("\n", "\r\n"))
+        out.seek(0)
+        out.truncate()
+        past = ["".join(row[x].data for x in range(columns)) for row in screen.history.top]
+        return [line.rstrip() for line in past + screen.display]
+
+    frames = []
+    with MarkdownReply(lambda width: Text("FOOTER"), console) as reply:
+        reply._drawn_at = 0
+        for character in TEXT:
+            reply.push(character)
+            reply._live.refresh()
+            frames.append(lines())
+    final = "\n".join(lines())
+    assert "FOOTER" not in final
+    assert 'print("hello")' in final
+    for frame in frames:
+        finished = "\n".join(frame[: frame.index("FOOTER")]).rstrip().split("\n")[:-1]
+        assert final.split("\n")[: len(finished)] == finished
