@@ -15,7 +15,7 @@ chat: setup
 	@$(BIN)/h2o-chat $(ARGS)
 
 test: setup-dev
-	$(BIN)/python -m pytest $(ARGS)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal $(ARGS)
 
 lint: setup-dev
 	$(BIN)/ruff check .

@@ -130,7 +130,7 @@ def test_another_policy_does_not_fit_and_hears_it_again(make: Callable[..., Keep
     keeper = make("h2o")
     with pytest.raises(NoFitError, match="session talk cannot be gone on from where it was: .* another policy"):
         keeper.open("talk")
-    list(keeper.retell())
+    list(keeper.retell("talk"))
     assert [(entry.prompt, entry.text) for entry in keeper.entries] == [(e.prompt, e.text) for e in before]
     assert keeper.conversation.pins == ["The code is 4711."]
     keeper.close()

@@ -92,11 +92,16 @@ class Engine:
         self._logits, self._turn, self._torn = None, [], False
         del self.tokens[:]
 
-    def resample(self, sampling: SamplingConfig) -> None:
-        """Draw tokens another way from now on; the random draws go on where they are unless a seed is given."""
+    def resample(self, sampling: SamplingConfig, reseed: bool = False) -> None:
+        """Draw tokens another way from now on.
+
+        Args:
+            sampling: how.
+            reseed: begin the random draws anew with its seed; otherwise they go on where they are.
+        """
         before, self.sampling = self.sampler.state, sampling
         self.sampler = Sampler(sampling, self.model.generation_config, self.model.device)
-        if sampling.seed is None:
+        if not reseed:
             self.sampler.state = before
 
     def state_dict(self) -> dict[str, Tensor]:

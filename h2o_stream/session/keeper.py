@@ -178,9 +178,7 @@ class Keeper:
         Raises:
             ConfigError, DataError: see `Session`.
         """
-        copy = self._copied(name)
-        self.close()
-        self.session, self._entries, self._states = copy, [], {}
+        self._go_on(self._copied(name))
 
     def _copied(self, name: str) -> Session:
         if self.session is not None:
@@ -203,36 +201,43 @@ class Keeper:
 
         Raises:
             ConfigError, DataError: see `Session`.
-            NoFitError: its state cannot be gone on from; the session is open nevertheless, for `retell`.
+            NoFitError: its state cannot be gone on from, but `retell` can; nothing has changed.
         """
         session = Session(name)
-        self.close()
-        self.session, self._entries, self._states = session, [], {}
-        if not session.transcript.entries:
-            self.conversation.reset()
-            return bool(session.transcript.lines)
         try:
-            state = session.state(session.transcript.entries[-1].turn)
-            if state is None:
-                raise H2OStreamError("its last state is lost")
-            self.conversation.load_state_dict(state)
+            if session.transcript.entries:
+                state = session.state(session.transcript.entries[-1].turn)
+                if state is None:
+                    raise H2OStreamError("its last state is lost")
+                self.conversation.load_state_dict(state)
+            else:
+                self.conversation.reset()
         except H2OStreamError as error:
+            session.__exit__()
             raise NoFitError(f"session {name} cannot be gone on from where it was: {error}") from error
-        return True
+        self._go_on(session)
+        return bool(session.transcript.lines)
 
-    def retell(self) -> Iterator[PrefillProgress | Finished]:
-        """Feed the whole transcript of the session again, where its state does not fit.
+    def retell(self, name: str) -> Iterator[PrefillProgress | Finished]:
+        """Go on with the session `name` by feeding its whole transcript again, where its state does not fit.
 
         Yields:
             Events of all its turns, one after the other; ends early if one of them does.
+
+        Raises:
+            ConfigError, DataError: see `Session`.
         """
-        if self.session is None:
-            return
-        header, entries = self.session.transcript.header, list(self.session.transcript.entries)
+        self._go_on(session := Session(name))
+        header, entries = session.transcript.header, list(session.transcript.entries)
         self.reset(header.system if header else None)
         for entry in entries:
-            events = self.pin(entry.prompt) if entry.kind == "pinned" else self.tell(entry.prompt, entry.text)
-            for event in events:
+            complete = True
+            for event in self.pin(entry.prompt) if entry.kind == "pinned" else self.tell(entry.prompt, entry.text):
+                complete = isinstance(event, PrefillProgress)
                 yield event
-                if isinstance(event, Finished):
-                    return
+            if not complete:
+                return
+
+    def _go_on(self, session: Session) -> None:
+        self.close()
+        self.session, self._entries, self._states = session, [], {}

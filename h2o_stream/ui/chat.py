@@ -130,12 +130,14 @@ class Chat:
     def fed(self, events: Iterator[PrefillProgress | Finished]) -> bool:
         """Show how far feeding without a reply has come; whether it came to the end. Ctrl-C ends it."""
         with self.ready.interrupts, closing(Reading(self.terminal)) as reading:
+            complete = True
             for event in events:
-                if isinstance(event, Finished):
+                if isinstance(event, PrefillProgress):
+                    reading.show(event.done, event.total)
+                else:
+                    complete = False
                     self.terminal.error(event.detail or f"{event.reason}: not all of it was read")
-                    return False
-                reading.show(event.done, event.total)
-        return True
+        return complete
 
     def open_session(self, name: str | None = None) -> None:
         """Go on with a session; where its state does not fit, its transcript may be fed again.
@@ -151,9 +153,8 @@ class Chat:
         except NoFitError as error:
             question = "Feed its transcript to this model again? The cache will not be what it was."
             if not self._config.retell and not self._agreed(f"{error}.", question):
-                self.keeper.close()
                 raise NoFitError(f"{error}; --retell feeds its transcript again") from error
-            if not self.fed(self.keeper.retell()):
+            if not self.fed(self.keeper.retell(name)):
                 self.terminal.note("The rest of the transcript was not fed.")
             there = True
         entries = self.keeper.entries

@@ -127,8 +127,8 @@ class Commands:
         engine = self._keeper.conversation.engine
         name, _, value = rest.partition(" ")
         name = _SHORT.get(name, name).replace("-", "_")
-        sampling = dataclasses.replace(engine.sampling, seed=None)
-        engine.resample(dataclasses.replace(sampling, **{name: _setting(name, value.strip())}))
+        sampling = dataclasses.replace(engine.sampling, **{name: _setting(name, value.strip())})
+        engine.resample(sampling, reseed=name == "seed")
         self._terminal.note(f"{name} is {value.strip()} from now on")
 
     def _show(self, rest: str) -> None:
@@ -138,6 +138,7 @@ class Commands:
             raise ConfigError(f"/show takes config or nothing, not {rest}")
         else:
             sampling = dataclasses.asdict(self._keeper.conversation.engine.sampling)
+            sampling["seed"] = self._keeper.conversation.engine.sampler.seed
             rows = [(name, "the model's" if value is None else value, "") for name, value in sampling.items()]
         table = Table.grid(padding=(0, 2, 0, 0))
         for name, value, source in rows:

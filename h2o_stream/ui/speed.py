@@ -19,7 +19,7 @@ from h2o_stream.ui.progress import progress_bars
 from h2o_stream.ui.tables import figures_table, markdown_table
 from h2o_stream.ui.terminal import Terminal
 
-_HEADER = ("engine", "dtype", "quantize", "history", "prefill", "decode", "of floor", "cache", "process")
+_HEADER = ("engine", "weights", "history", "prefill", "decode", "of floor", "cache", "process")
 
 
 def compare_speed(
@@ -109,8 +109,7 @@ def _record(figure: Figure) -> dict[str, Any]:
 def _row(figure: Figure, reads: float) -> list[str]:
     return [
         figure.contender.name,
-        figure.ready.dtype,
-        figure.contender.model.quantize,
+        _weights(figure),
         f"{figure.history:,}",
         f"{figure.prefill_tok_s:.0f}",
         f"{figure.decode_tok_s:.1f}",
@@ -120,11 +119,16 @@ def _row(figure: Figure, reads: float) -> list[str]:
     ]
 
 
+def _weights(figure: Figure) -> str:
+    quantize = figure.contender.model.quantize
+    return figure.ready.dtype if quantize == "none" or figure.contender.engine != OURS else quantize
+
+
 def _plot(figures: Sequence[Figure], contenders: Sequence[Contender], path: Path, title: str) -> None:
     curves = []
     for contender in contenders:
         own = [figure for figure in figures if figure.contender == contender]
         if own:
-            name = f"{contender.name} {own[0].ready.dtype} {contender.model.quantize}".removesuffix(" none")
+            name = f"{contender.name} {_weights(own[0])}"
             curves.append(Curve(name, [figure.history for figure in own], [figure.decode_tok_s for figure in own]))
     plot(path, title, ("tokens seen", "decode, tokens/s"), curves, logarithmic=True)
