@@ -14,7 +14,7 @@ import typer
 
 from h2o_stream.errors import ConfigError, H2OStreamError
 from h2o_stream.resources import config_file
-from h2o_stream.startup import collector_paused, quieten_libraries
+from h2o_stream.startup import bound_kernel_cache, collector_paused, quieten_libraries
 
 if TYPE_CHECKING:
     from h2o_stream.cli.options import OutputOptions
@@ -105,6 +105,7 @@ def loading(model: ModelConfig, output: OutputOptions) -> Iterator[Terminal]:
     from h2o_stream.ui.terminal import Terminal
 
     terminal = Terminal(output.color, output.quiet, replies=output.jsonl != "-")
+    bound_kernel_cache()
     quieten_libraries(progress=terminal.live and not output.quiet, warnings=output.verbose)
     terminal.note(f"Loading {model.model} ...", style="dim")
     with collector_paused():
