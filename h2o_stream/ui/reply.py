@@ -15,7 +15,7 @@ from typing import Self
 from rich.console import Console, ConsoleOptions, RenderResult
 from rich.live import Live
 from rich.markdown import Markdown
-from rich.segment import Segment
+from rich.segment import Segment, Segments
 from rich.text import Text
 
 from h2o_stream.ui.terminal import Terminal, printable
@@ -92,7 +92,8 @@ class MarkdownReply(Reply):
         for block in blocks:
             if self._said:
                 self._console.print()
-            self._console.print(_markdown(block))
+            for line in _lines(self._console, self._console.options, block):
+                self._console.print(Segments([*line, Segment.line()]))
             self._said = True
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
@@ -100,7 +101,7 @@ class MarkdownReply(Reply):
         room = max(console.height - 2, 1)
         lines = []
         if self._blocks.open:
-            lines = console.render_lines(_markdown(closed(self._blocks.open)), options, pad=False)
+            lines = _lines(console, options, closed(self._blocks.open))
             if self._said:
                 lines = [[Segment("")], *lines]
         for line in lines[-room:]:
@@ -159,5 +160,8 @@ def closed(block: str) -> str:
     return block
 
 
-def _markdown(block: str) -> Markdown:
-    return Markdown(block, code_theme=_CODE_THEME)
+def _lines(console: Console, options: ConsoleOptions, block: str) -> list[list[Segment]]:
+    """A block as lines, without the empty ones that some kinds of block have around them."""
+    lines = console.render_lines(Markdown(block, code_theme=_CODE_THEME), options, pad=False)
+    said = [number for number, line in enumerate(lines) if any(segment.text.strip() for segment in line)]
+    return lines[said[0] : said[-1] + 1] if said else []
