@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import math
 
 import pyte
 import pytest
@@ -70,8 +71,9 @@ def test_open_marks_are_closed(block: str, shown: str) -> None:
     assert closed(block) == shown
 
 
+@pytest.mark.parametrize("refreshed", [1, 7])
 @pytest.mark.parametrize("columns", [30, 80])
-def test_finished_lines_stay(columns: int) -> None:
+def test_finished_lines_stay(columns: int, refreshed: int) -> None:
     """On a real terminal, frame by frame: a line that has another below it never changes again."""
     screen = pyte.HistoryScreen(columns, 20, history=500)
     stream = pyte.Stream(screen)
@@ -87,12 +89,14 @@ def test_finished_lines_stay(columns: int) -> None:
 
     frames = []
     with MarkdownReply(lambda width: Text("FOOTER"), console) as reply:
-        reply._drawn_at = 0
-        for character in TEXT:
+        for number, character in enumerate(TEXT):
+            reply._drawn_at = math.inf
             reply.push(character)
-            reply._live.refresh()
-            frames.append(lines())
+            if number % refreshed == 0:
+                reply._live.refresh()
+                frames.append(lines())
     final = "\n".join(lines())
+    assert final.count("A paragraph") == final.count("one") == final.count("def hello") == 1
     assert "FOOTER" not in final
     assert 'print("hello")' in final
     for frame in frames:

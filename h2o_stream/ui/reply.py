@@ -92,8 +92,8 @@ class MarkdownReply(Reply):
         for block in blocks:
             if self._said:
                 self._console.print()
-            for line in _lines(self._console, self._console.options, block):
-                self._console.print(Segments([*line, Segment.line()]))
+            lines = _lines(self._console, self._console.options, block)
+            self._console.print(Segments([segment for line in lines for segment in (*line, Segment.line())]))
             self._said = True
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
