@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import pickle
+import weakref
 from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import replace
@@ -135,6 +137,16 @@ class TestTracing:
         chunks = [step for step in traced.made.values() if isinstance(step.blueprint.module, Chunk)]
         assert len(chunks) == (3 if policy == "h2o" else 1), "for one, two and three heads"
         assert traced.runs > 50
+
+    def test_layers_that_are_given_up_are_given_free(self, tiny: PreTrainedModel) -> None:
+        """A state that is loaded makes new layers; graphs do not hold on to the old ones."""
+        ids = torch.arange(3, 63)[None]
+        with attach(tiny, CacheConfig("h2o", 24, chunk=8)) as cache, compiled(tiny, cache, Traced()):
+            tiny(ids)
+            state, old = cache.state_dict(), [weakref.ref(layer) for layer in cache.layers]
+            cache.load_state_dict(state)
+            gc.collect()
+            assert all(layer() is None for layer in old)
 
     def test_layers_of_a_kind_share_a_graph_whatever_the_window(self, tiny: PreTrainedModel) -> None:
         traced = Traced()

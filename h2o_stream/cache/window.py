@@ -75,26 +75,26 @@ class H2OCache(Cache):
         self._last_position = last_position
         self._pins: tuple[range, ...] = ()
         self._resolved = not config.by_ratio
-        self._reader: Reader | None = None
+        self._make_reader: Callable[[], Reader] | None = None
         self._resolve(self._prompt)
 
     @property
-    def reader(self) -> Reader | None:
-        """What takes chunks through the slots in place of their own `SlotLayer.read`."""
-        return self._reader
+    def make_reader(self) -> Callable[[], Reader] | None:
+        """Makes, for each layer, what takes chunks through its slots in place of its own `SlotLayer.read`."""
+        return self._make_reader
 
-    @reader.setter
-    def reader(self, reader: Reader | None) -> None:
-        self._reader = reader
+    @make_reader.setter
+    def make_reader(self, make: Callable[[], Reader] | None) -> None:
+        self._make_reader = make
         for layer in self.evicting:
-            layer.reader = reader
+            layer.reader = make() if make else None
 
     def _resolve(self, prompt: int) -> None:
         """Make the plan, by the length of the first prompt where it is asked for by ratio, and empty layers."""
         self._prompt = prompt
         self.plan = self.config.for_prompt(prompt).plan(self._reach)
         super().__init__(layers=[self._layer(number, spec) for number, spec in enumerate(self._specs)])
-        self.reader = self._reader
+        self.make_reader = self._make_reader
         self._share()
 
     def _layer(self, number: int, spec: LayerSpec) -> SlotLayer | GroupedLayer:

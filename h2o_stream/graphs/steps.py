@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
@@ -65,12 +65,12 @@ def compiled(model: Any, cache: Any, artifacts: Artifacts | None = None) -> Iter
     for module, number in modules.items():
         module.forward = _Compiled(module, number, cache, keywords, artifacts)
     if modules and cache.plan.chunk > 1:
-        cache.reader = _Reader(artifacts)
+        cache.make_reader = partial(_Reader, artifacts)
     try:
         yield artifacts
     finally:
         if modules:
-            cache.reader = None
+            cache.make_reader = None
         for module, forward in before.items():
             del module.forward
             if forward is not None:
@@ -266,7 +266,7 @@ class _Compiled:
 
 
 class _Reader:
-    """Takes chunks through the graph of their slots; see `slots.Reader`.
+    """Takes chunks of one layer through the graph of its slots; see `slots.Reader`.
 
     Args:
         artifacts: where graphs come from.
@@ -276,8 +276,8 @@ class _Reader:
 
     def __init__(self, artifacts: Artifacts) -> None:
         self._artifacts = artifacts
-        self._finders: WeakKeyDictionary[SlotLayer, _Finder] = WeakKeyDictionary()
-        self._bounds: WeakKeyDictionary[SlotLayer, _Bound | None] = WeakKeyDictionary()
+        self._find: _Finder | None = None
+        self._bound: _Bound | None = None
 
     def __call__(self, part: SlotLayer, query: Tensor, key: Tensor, value: Tensor, products: Products) -> Tensor | None:
         """See `slots.Reader`."""
@@ -285,12 +285,10 @@ class _Reader:
             return None
         told = (self._TOLD, query.dtype)
         inputs = [query.unflatten(1, (key.shape[1], -1)).contiguous(), key.contiguous(), value.contiguous()]
-        bound = self._bounds.get(part)
+        bound = self._bound
         if bound is None or not bound.serves(told):
-            if part not in self._finders:
-                number = int(part.policy.layer)
-                self._finders[part] = _Finder(Chunk(products), number, self._artifacts)
-            bound = self._bounds[part] = self._finders[part](inputs[0], inputs[1:], told, [part], [])
+            self._find = self._find or _Finder(Chunk(products), int(part.policy.layer), self._artifacts)
+            bound = self._bound = self._find(inputs[0], inputs[1:], told, [part], [])
         held = None if bound is None else part.count_chunk(query.shape[2])
         if bound is None or held is None:
             return None
