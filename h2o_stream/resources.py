@@ -6,6 +6,8 @@ import os
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from h2o_stream.errors import DataError
+
 if TYPE_CHECKING:
     from importlib.metadata import PackagePath
 
@@ -22,6 +24,24 @@ def shipped(name: str) -> Path:
 def named_prompts() -> dict[str, str]:
     """The texts in prompts/, by name."""
     return {path.stem: path.read_text(encoding="utf-8").strip() for path in sorted(shipped("prompts").glob("*.txt"))}
+
+
+def read_text(path: Path, place: str) -> str:
+    """A text file of the user's.
+
+    Args:
+        path: where it is.
+        place: what it is called in messages: the option or command, and its name.
+
+    Raises:
+        DataError: it cannot be read as UTF-8.
+    """
+    try:
+        return path.read_bytes().decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise DataError(f"{place}: not UTF-8 at byte {error.start}") from error
+    except OSError as error:
+        raise DataError(f"{place}: {error.strerror or error}") from error
 
 
 def in_wheel(project: str, suffix: str) -> PackagePath | None:

@@ -32,8 +32,8 @@ from h2o_stream.config import (
     SamplingConfig,
     Settings,
 )
-from h2o_stream.errors import ConfigError, DataError
-from h2o_stream.resources import named_prompts, shipped
+from h2o_stream.errors import ConfigError
+from h2o_stream.resources import named_prompts, read_text, shipped
 
 
 def _version(wanted: bool) -> None:
@@ -314,12 +314,7 @@ def one_of(text: str | None, text_option: str, file: Path | None, file_option: s
         raise ConfigError(f"{text_option} and {file_option} were both given; leave one of them out")
     named = shipped(f"prompts/{file}.txt")
     path = named if not file.exists() and named.is_file() else file
-    try:
-        return path.read_bytes().decode("utf-8").strip()
-    except UnicodeDecodeError as error:
-        raise DataError(f"{file_option} {file}: not UTF-8 at byte {error.start}") from error
-    except OSError as error:
-        raise DataError(f"{file_option} {file}: {error.strerror or error}") from error
+    return read_text(path, f"{file_option} {file}").strip()
 
 
 def takes(*groups: type) -> Callable[[Callable[..., None]], Callable[..., None]]:

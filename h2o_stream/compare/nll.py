@@ -17,6 +17,7 @@ from h2o_stream.cache.attach import attach
 from h2o_stream.cache.support import context_of
 from h2o_stream.config import CacheConfig
 from h2o_stream.errors import ConfigError, DataError
+from h2o_stream.resources import read_text
 
 STEP = 256
 """Tokens per forward, about: what the cache does depends on its chunk only."""
@@ -59,12 +60,7 @@ def read_tokens(path: Path, tokenizer: Any, count: int) -> list[int]:
     Raises:
         DataError: the file cannot be read as UTF-8, or has fewer than two tokens.
     """
-    try:
-        text = path.read_bytes().decode("utf-8")
-    except UnicodeDecodeError as error:
-        raise DataError(f"--text {path}: not UTF-8 at byte {error.start}") from error
-    except OSError as error:
-        raise DataError(f"--text {path}: {error.strerror or error}") from error
+    text = read_text(path, f"--text {path}")
     tokens = list(tokenizer(text)["input_ids"][: count + 1])
     if len(tokens) < 2:
         raise DataError(f"--text {path}: {len(tokens)} tokens, at least 2 are needed to predict one")

@@ -60,6 +60,11 @@ class Conversation:
         self._opened = self._ended = False
         self.engine.pin(self._template.opening("").pinned)
 
+    def _restart(self, system: str | None) -> None:
+        self.engine.reset()
+        self.engine.cache.unpin()
+        self._begin(system)
+
     def reset(self, system: str | None = None) -> None:
         """Forget everything but the system prompt, which the next turn feeds again.
 
@@ -69,10 +74,11 @@ class Conversation:
         Raises:
             ConfigError: the system prompt leaves the window too little room; nothing has changed then.
         """
+        if system is None:
+            self._restart(self.system)
+            return
         with self._unless_it_fails():
-            self.engine.reset()
-            self.engine.cache.unpin()
-            self._begin(self.system if system is None else system)
+            self._restart(system)
 
     def say(self, text: str) -> Iterator[PrefillProgress | Token | Turn]:
         """One turn: feed what the user says, then reply.
@@ -157,9 +163,7 @@ class Conversation:
             opened, ended = bool(told["opened"]), bool(told["ended"])
         except (KeyError, TypeError, ValueError) as error:
             raise H2OStreamError("the state of the conversation is damaged") from error
-        self.engine.reset()
-        self.engine.cache.unpin()
-        self._begin(system)
+        self._restart(system)
         self.engine.load_state_dict(state)
         self.turns, self.pins, self.passages, self._opened, self._ended = turns, pins, passages, opened, ended
 
@@ -172,9 +176,7 @@ class Conversation:
         try:
             yield
         except H2OStreamError:
-            self.engine.reset()
-            self.engine.cache.unpin()
-            self._begin(system)
+            self._restart(system)
             if before is not None:
                 self._load(before)
             raise

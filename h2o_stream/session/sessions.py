@@ -205,8 +205,8 @@ class Session:
         for path in self._folder.glob("*.part"):
             path.unlink(missing_ok=True)
         for line, path in self._states().items():
-            if line == self.transcript.lines + 1 and (record := _metadata(path)):
-                self.transcript.append(json.loads(record["line"]))
+            if line == self.transcript.lines + 1 and (record := _line_of(path)):
+                self.transcript.append(record)
 
     def begin(self, header: Header) -> None:
         """Start anew; what was said before stays in the file."""
@@ -235,9 +235,9 @@ class Session:
     def undo(self, turn: int) -> None:
         """Forget what came after a turn."""
         self.transcript.append({"type": "undo", "turn": turn})
-        for _, path in list(self._states().items()):
-            record = _metadata(path)
-            if record is not None and json.loads(record["line"])["turn"] > turn:
+        for path in self._states().values():
+            record = _line_of(path)
+            if record is not None and record["turn"] > turn:
                 path.unlink(missing_ok=True)
 
     def state(self, turn: int) -> dict[str, Tensor] | None:
@@ -247,8 +247,8 @@ class Session:
             DataError: the file is damaged.
         """
         for line, path in reversed(self._states().items()):
-            record = _metadata(path)
-            if line > self.transcript.begun and record is not None and json.loads(record["line"])["turn"] == turn:
+            record = _line_of(path)
+            if line > self.transcript.begun and record is not None and record["turn"] == turn:
                 from safetensors import SafetensorError
                 from safetensors.torch import load
 
@@ -367,15 +367,14 @@ def _folder(name: str, folder: Path | None) -> Path:
     return (folder or sessions_folder()) / name
 
 
-def _metadata(path: Path) -> dict[str, str] | None:
-    """What a state says of itself; None if it is damaged."""
+def _line_of(path: Path) -> dict[str, Any] | None:
+    """The line of the turn after which a state was taken; None if the state is damaged."""
     from safetensors import SafetensorError, safe_open
 
     try:
         with safe_open(path, "pt") as file:
-            told: dict[str, str] = file.metadata()
-            json.loads(told["line"])["turn"]
-            return told
+            line: dict[str, Any] = json.loads(file.metadata()["line"])
+            return line if "turn" in line else None
     except (SafetensorError, OSError, KeyError, TypeError, ValueError):
         return None
 

@@ -12,6 +12,7 @@ from rich.table import Table
 
 from h2o_stream.config import SamplingConfig
 from h2o_stream.errors import ConfigError, DataError, H2OStreamError
+from h2o_stream.resources import read_text
 from h2o_stream.session.holdings import holdings
 from h2o_stream.session.sessions import export
 from h2o_stream.ui.figures import size
@@ -175,12 +176,7 @@ class Commands:
     def _file(self, rest: str) -> str:
         name, _, question = rest.partition(" ")
         path = Path(name).expanduser()
-        try:
-            text = path.read_bytes().decode()
-        except UnicodeDecodeError as error:
-            raise DataError(f"/file {name}: not UTF-8 at byte {error.start}") from error
-        except OSError as error:
-            raise DataError(f"/file {name}: {error.strerror or error}") from error
+        text = read_text(path, f"/file {name}")
         if not text.strip():
             raise DataError(f"/file {name}: the file is empty")
         return f"{path.name}:\n\n{text.strip()}\n\n{question}".strip()
