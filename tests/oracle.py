@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from transformers import AttentionInterface
 
 
-@dataclass
+@dataclass(eq=False)
 class Kept:
     index: int
     key: Tensor
@@ -40,6 +40,10 @@ class Rules:
     limits: Callable[[int, int, int], int] | None = None
     recents: Callable[[int, int], int] | None = None
     """By layer, head and tokens seen, where windows differ; and the recent tokens of each layer and head."""
+    pins: tuple[range, ...] = ()
+
+    def pinned(self, index: int) -> bool:
+        return any(index in pin for pin in self.pins)
 
 
 @dataclass
@@ -119,7 +123,8 @@ class Oracle:
         count, positions = len(visible), "absolute" if own_window else self.rules.positions
         age = torch.tensor([now - token.index for token in visible])
         rank = torch.arange(count - 1, -1, -1)
-        distance = {"rolling": rank, "absolute": age, "gap": torch.minimum(age, self.rules.span + rank)}[positions]
+        spans = torch.tensor([0 if self.rules.pinned(token.index) else self.rules.span for token in visible])
+        distance = {"rolling": rank, "absolute": age, "gap": torch.minimum(age, spans + rank)}[positions]
         keys = self.rotate(number, torch.stack([token.key for token in visible]), -distance)
         logits = self.rotate(number, queries, torch.zeros(len(queries))) @ keys.T * scaling
         if softcap is not None:
@@ -150,8 +155,8 @@ class Oracle:
             return held
         recent = rules.recents(layer, head) if rules.recents else rules.window - rules.heavy - rules.sinks
         old, new = held[: len(held) - recent], held[len(held) - recent :]
-        sinks = [token for token in old if token.index < rules.sinks]
-        others = [token for token in old if token.index >= rules.sinks]
+        kept = [token for token in old if token.index < rules.sinks or rules.pinned(token.index)]
+        others = [token for token in old if token not in kept]
         rule = "recency" if rules.heavy == 0 else rules.rule
         worth = {
             "accumulated": lambda token: token.score + rules.long_term * token.lasting,
@@ -160,11 +165,11 @@ class Oracle:
             "random": lambda token: drawn(token.index, layer, head, seen),
         }[rule]
         others.sort(key=worth, reverse=True)
-        room = window - recent - len(sinks)
+        room = window - recent - len(kept)
         if 0 < room < len(others) and rule in ("accumulated", "tova"):
             last, first = worth(others[room - 1]), worth(others[room])
             self.margin = min(self.margin, (last - first) / abs(last or 1))
-        return sorted([*sinks, *others[:room], *new], key=lambda token: token.index)
+        return sorted([*kept, *others[:room], *new], key=lambda token: token.index)
 
     def kept(self, layer: int) -> list[list[int]]:
         return [[token.index for token in head] for head in self.held[layer]]

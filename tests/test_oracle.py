@@ -28,6 +28,8 @@ def compare(model: torch.nn.Module, config: CacheConfig, rules: Rules, tokens: l
     if oracle.margin <= TIE:
         return False
     with attach(model, config) as cache:
+        for pin in rules.pins:
+            cache.pin(pin.start, pin.stop)
         logits, kept = [model(torch.tensor([tokens[:prompt]]), past_key_values=cache).logits[0]], [cache.kept(0)[0]]
         for token in tokens[prompt:]:
             logits.append(model(torch.tensor([[token]]), past_key_values=cache).logits[0])
@@ -108,6 +110,18 @@ def test_policies_without_heavy_hitters(policy: str, sinks: int, positions: str,
     config = CacheConfig(policy, window=9, positions=positions, span=7, chunk=chunk)
     rules = Rules(9, 0, sinks, positions=positions, span=7)
     assert compare(make_llama(groups=3), config, rules, tokens_of(1, 40), 25)
+
+
+@pytest.mark.parametrize("positions", ["gap", "rolling", "absolute"])
+@pytest.mark.parametrize("chunk", [1, 5])
+def test_pins_stay_and_stand_near(positions: str, chunk: int) -> None:
+    """Pinned tokens are not evicted, and have no gap in front of them; sinks alone are left where they were."""
+    pins = (range(1, 5), range(17, 20))
+    config = CacheConfig("h2o", 20, 9, 2, 0.9, positions, span=13, chunk=chunk)
+    movable = 20 - 5 - 3
+    recent = movable - movable * 9 // 18
+    rules = Rules(20, 9, 2, 0.9, positions, 13, long_term=2.0, recents=lambda layer, head: recent, pins=pins)
+    assert compare(make_llama(groups=3), config, rules, tokens_of(5, 90), 50)
 
 
 def test_far_past_the_span_and_the_context() -> None:

@@ -24,7 +24,7 @@ def held(scores: list[float], index: list[int]) -> Held:
 def test_protected_places_are_worth_most_and_empty_ones_least() -> None:
     policy = make_policy(CacheConfig("h2o", 8).plan())
     view = held([0.5, 0.1, 9.0, 0.2, 0.0], [0, 3, -1, 5, 6])
-    worth = policy.worth(view, Budget((range(1), range(3, 4)), 1))[0, 0]
+    worth = policy.worth(view, Budget(1, (range(3, 4),), 1))[0, 0]
     inf = torch.inf
     assert worth.tolist() == [inf, inf, -inf, pytest.approx(0.2), inf]
 

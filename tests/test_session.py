@@ -13,6 +13,7 @@ from h2o_stream import CacheConfig, ConfigError, Conversation, Engine, SamplingC
 from h2o_stream.engine.events import PrefillProgress, Token
 from h2o_stream.models.load import LoadedModel
 from h2o_stream.models.templates import FALLBACK_STOPS, FALLBACK_TEMPLATE
+from h2o_stream.session.questions import load_questions
 from h2o_stream.session.report import RunReport
 from h2o_stream.session.template import ChatTemplate
 from h2o_stream.session.turn import Turn
@@ -137,6 +138,16 @@ class TestConversation:
             assert turn.counts.evicted > 0
             for head in kept[0]:
                 assert head[head >= 0][:pinned].tolist() == list(range(pinned))
+
+    def test_facts_of_the_system_prompt_are_known_windows_later(self, embedded: LoadedModel) -> None:
+        """Being held is not enough: with the gap of evicted tokens in front of it, a prompt is not looked at."""
+        system = "You are a support agent of the company Bluefin. The company was founded in 1987."
+        with Engine(embedded.model, embedded.tokenizer, CacheConfig(window=256), SamplingConfig(0, max_tokens=16)) as e:
+            conversation = Conversation(e, system, embedded.stops)
+            questions = (text for _, text in load_questions(None).replay(loop=True))
+            while e.counts.seen < 3000:
+                list(conversation.tell(next(questions), next(questions)))
+            assert "1987" in self.last(conversation.say("When was the company founded?")).text
 
     def test_a_system_prompt_that_fills_the_window_is_refused_at_once(
         self, talker: Callable[..., PreTrainedModel], tokenizer: PreTrainedTokenizerBase

@@ -79,7 +79,7 @@ class SlotLayer(EndlessLayer):
         self.sliding = sliding
         self.schedule = Schedule.equal(plan.window)
         self.span: int | Tensor = plan.span
-        self.budget = Budget((range(plan.sinks),), plan.recent)
+        self.budget = Budget(plan.sinks, (), plan.recent)
         self.columns = 0
         self.filled = 0
         self.lengths: tuple[int, ...] = ()
@@ -505,7 +505,7 @@ class SlotLayer(EndlessLayer):
         if self.table is not None:
             positions = self.plan.positions
             turns = self.table.upto(self.reach(keys.shape[2]), keys.device, keys.dtype)
-            query, keys = rotate(query, keys, held, arrivals, positions, self.span, turns)
+            query, keys = rotate(query, keys, held, arrivals, positions, self.span, self.budget, turns)
         seeing_all = arrivals.new == 1 and self.sliding is None and not vacant
         hidden = None if seeing_all else hide(held, arrivals, self.sliding)
         return weigh(query, keys, values, arrivals, hidden, products)

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import embedding
 
-from h2o_stream.cache.policies import Attention, Held
+from h2o_stream.cache.policies import Attention, Budget, Held
 from h2o_stream.cache.rope import distances, rotate_back
 from h2o_stream.config import Positions
 
@@ -132,6 +132,7 @@ def rotate(
     arrivals: Arrivals,
     positions: Positions,
     span: int | Tensor,
+    budget: Budget,
     turns: Tensor,
 ) -> tuple[Tensor, Tensor]:
     """Place the newest token of each row at distance 0 and every other behind it.
@@ -143,11 +144,14 @@ def rotate(
         arrivals: the Q new tokens.
         positions: ``gap`` or ``rolling``.
         span: with ``gap``, the distance up to which distances are true.
+        budget: its pins have no gap in front of them, so that what must be known stays near.
         turns: [N, Drot], cosines and sines by distance; N is more than the largest.
 
     Returns:
         Both, rotated.
     """
+    if positions == "gap":
+        span = torch.where(budget.pinned(held.index), 0, span)
     behind = distances(positions, span, held.seen - 1 - held.index, held.rank).clamp_(0, turns.shape[0] - 1)
     keys = rotate_back(keys, embedding(behind, turns))
     if arrivals.new > 1:

@@ -233,14 +233,13 @@ class H2OCache(Cache):
 
     def _share(self) -> None:
         """Give pins their slots and the heads their shares of the rest; heavy and recent split it as before."""
-        plan, pins = self.plan, self._protected
-        pinned = sum(map(len, pins))
+        plan, pinned = self.plan, sum(map(len, self._protected))
         if not self._shared_out:
             self._schedule(windows(self._groups, plan.window, pinned, self._least, self._most))
         for layer in self.evicting:
             movable = layer.schedule.window - pinned
             recent = movable - movable * plan.heavy // (plan.heavy + plan.recent)
-            layer.budget = Budget(pins, max(recent, self._least_recent))
+            layer.budget = Budget(plan.sinks, self._pins, max(recent, self._least_recent))
 
     def _schedule(self, sizes: Sequence[int]) -> None:
         """Give the heads their windows, and distances that the model knows."""

@@ -217,8 +217,9 @@ class _Finder:
         pins = torch.zeros(MOST_PINS, 2, dtype=torch.int64)
         for row, pin in enumerate(part.budget.pins):
             pins[row] = torch.tensor([pin.start, pin.stop])
-        numbers = (part.budget.recent, part.span, self._number)
-        return Limits._make((pins, *(torch.tensor(int(number)) for number in numbers)))
+        budget = part.budget
+        sinks, recent, span, number = map(torch.tensor, (budget.sinks, budget.recent, part.span, self._number))
+        return Limits(sinks, pins, recent, span, number)
 
 
 class _Compiled:

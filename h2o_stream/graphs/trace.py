@@ -38,7 +38,7 @@ from h2o_stream.cache.weigh import Arrivals, Products
 from h2o_stream.config import CachePlan
 
 MOST_PINS = 8
-"""Ranges of protected tokens that a graph has room for."""
+"""Ranges of pinned tokens that a graph has room for."""
 
 CACHE = "<cache>"
 """Stands for the cache among a layer's keywords."""
@@ -55,12 +55,14 @@ class Limits(NamedTuple):
     """What a group of heads goes by in a step.
 
     Attributes:
-        pins: [MOST_PINS, 2] int64, the protected indices from first up to last + 1; 0, 0 for none.
+        sinks: [] int64, first tokens that stay.
+        pins: [MOST_PINS, 2] int64, the pinned indices from first up to last + 1; 0, 0 for none.
         recent: [] int64, newest tokens that stay.
         span: [] int64, see `SlotLayer.span`.
         number: [] int64, of the decoder layer.
     """
 
+    sinks: Tensor
     pins: Tensor
     recent: Tensor
     span: Tensor
@@ -209,7 +211,8 @@ class _Slots(SlotLayer):
         super().__init__(part.plan, policy, None if turns is None else _Given(turns), part.sliding)
         self.watch, self.lengths, self.is_initialized = lambda *_: None, (0,), True
         self.span = limits.span
-        self.budget = Budget([_Ends(*pin.unbind()) for pin in limits.pins.unbind()], limits.recent)
+        pins = [_Ends(*pin.unbind()) for pin in limits.pins.unbind()]
+        self.budget = Budget(limits.sinks, pins, limits.recent)
         self._given, self._count = tensors, count
         self.store = Store(tensors["keys"], tensors["values"])
         self.device = self.store.keys.device

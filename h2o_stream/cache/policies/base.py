@@ -71,12 +71,21 @@ class Budget:
     """What eviction may not touch.
 
     Attributes:
-        pins: ranges of token indices, the sinks among them.
+        sinks: first tokens.
+        pins: ranges of token indices.
         recent: newest tokens.
     """
 
+    sinks: int | Tensor
     pins: Sequence[Span]
     recent: int | Tensor
+
+    def pinned(self, index: Tensor) -> Tensor:
+        """Which token indices are in the pins, bool of the same shape."""
+        pinned = torch.zeros_like(index, dtype=torch.bool)
+        for pin in self.pins:
+            pinned |= (index >= pin.start) & (index < pin.stop)
+        return pinned
 
 
 class Policy(ABC):
@@ -126,10 +135,7 @@ class Policy(ABC):
 
     def protected(self, held: Held, budget: Budget) -> Tensor:
         """Which places may not be evicted, [B, Hkv, K] bool; what it says of empty places is of no account."""
-        safe = held.rank < budget.recent
-        for pin in budget.pins:
-            safe |= (held.index >= pin.start) & (held.index < pin.stop)
-        return safe
+        return (held.rank < budget.recent) | (held.index < budget.sinks) | budget.pinned(held.index)
 
     def total(self, seen: Tensor) -> Tensor | None:
         """What all scores would sum to for each query head, had nothing been evicted; None without scores.
