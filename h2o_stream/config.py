@@ -24,7 +24,7 @@ DEFAULT_WINDOW = 256
 DEFAULT_CHUNK = 64
 """Tokens between two evictions of a prefill: small keeps its scores close to decoding's, large is faster."""
 
-PREFILL_STEP = 256
+PREFILL_STEP = 128
 """Prompt tokens per forward: enough to keep the matrix products busy, few enough to stop soon after Ctrl-C."""
 
 DEFAULT_TEMPERATURE = 0.7

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import subprocess
 import sys
@@ -55,6 +56,34 @@ class TestUsage:
             done = subprocess.run([sys.executable, "-c", code, option], capture_output=True, text=True, check=True)
             assert done.stderr.strip() == "[]"
             assert ("h2o" in done.stdout) or ("Usage" in done.stdout)
+
+    @pytest.mark.parametrize(
+        ("typed", "offered"),
+        [
+            ("--pol", ["--policy"]),
+            ("--policy s", ["sink"]),
+            ("--quantize i", ["int8", "int4"]),
+            ("--system sto", ["storyteller"]),
+            ("--session mon", ["monday"]),
+        ],
+    )
+    def test_a_shell_completes(self, typed: str, offered: list[str], tmp_path: Path) -> None:
+        session = tmp_path / "h2o-stream" / "sessions" / "monday"
+        session.mkdir(parents=True)
+        (session / "transcript.jsonl").write_text(
+            json.dumps({"type": "session", "model": "m", "policy": "h2o", "window": 256, "system": None, "created": ""})
+            + "\n"
+        )
+        words = f"h2o-chat {typed}"
+        asked = {
+            "_H2O_CHAT_COMPLETE": "complete_bash",
+            "COMP_WORDS": words,
+            "COMP_CWORD": str(len(words.split()) - 1),
+            "XDG_DATA_HOME": str(tmp_path),
+        }
+        command = Path(sys.executable).with_name("h2o-chat")
+        done = subprocess.run([command], env=os.environ | asked, capture_output=True, text=True, check=True)
+        assert done.stdout.split() == offered
 
     @pytest.mark.parametrize(
         ("command", "arguments", "words"),

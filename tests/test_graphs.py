@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import os
 import pickle
 import weakref
 from collections.abc import Sequence
@@ -220,7 +221,7 @@ class TestGraphs:
         for key in traced.made:
             (tmp_path / f"{key}.pt2").write_bytes(b"damaged")
         artifacts = Artifacts(tmp_path)
-        artifacts._look = lambda: None  # type: ignore[method-assign]
+        artifacts.look = lambda: None  # type: ignore[method-assign]
         stream(tiny, CacheConfig("h2o", 24), artifacts, 2)
         assert set(artifacts._wanted) == set(traced.made)
         assert not list(tmp_path.glob("*.pt2"))
@@ -232,6 +233,30 @@ class TestGraphs:
         assert "no C++ compiler" in without.trouble
         assert "--no-compile" in without.trouble
         assert "\n" not in without.trouble
+
+    @pytest.mark.parametrize("patient", [True, False])
+    def test_whose_share_of_the_processor_a_compiler_gets(
+        self, patient: bool, tiny: PreTrainedModel, tmp_path: Path, monkeypatch: Any
+    ) -> None:
+        """Linux gives sessions equal parts: in its own, an idle compiler makes a chat five times slower."""
+        compiler = tmp_path / "compiler"
+        compiler.write_text("#!/bin/sh\nsleep 60")
+        compiler.chmod(0o700)
+        monkeypatch.setattr("sys.executable", str(compiler))
+        artifacts = Artifacts(tmp_path)
+        artifacts.patient = patient
+        stream(tiny, CacheConfig("h2o", 24), artifacts, 2)
+        artifacts._looked = 0.0
+        artifacts.look()
+        assert artifacts._building is not None
+        keys, process = artifacts._building
+        try:
+            assert len(keys) == 2, "for the layers and for the output layer, by one process"
+            assert (os.getsid(process.pid) == os.getsid(0)) is patient
+            assert os.getpgid(process.pid) == process.pid, "Ctrl-C is not for it"
+        finally:
+            process.kill()
+            process.wait()
 
     def test_a_failed_build_leaves_the_steps_eager(
         self, tiny: PreTrainedModel, tmp_path: Path, monkeypatch: Any

@@ -10,7 +10,16 @@ from typing import Annotated
 import typer
 
 from h2o_stream.cli import run
-from h2o_stream.cli.options import ConversationOptions, Invocation, OutputOptions, one_of, option, shown_and_left, takes
+from h2o_stream.cli.options import (
+    ConversationOptions,
+    Invocation,
+    OutputOptions,
+    one_of,
+    one_of_these,
+    option,
+    shown_and_left,
+    takes,
+)
 from h2o_stream.config import ChatConfig
 from h2o_stream.errors import ConfigError
 from h2o_stream.session.records import Records
@@ -25,6 +34,12 @@ def _list_prompts(wanted: bool) -> None:
         for name, text in named_prompts().items():
             typer.echo(f"{name:<14} {text.splitlines()[0][:100]}")
         raise typer.Exit
+
+
+def _session_names() -> list[str]:
+    from h2o_stream.session.sessions import saved_sessions
+
+    return [name for name, _ in saved_sessions()]
 
 
 def _list_sessions(wanted: bool) -> None:
@@ -51,7 +66,12 @@ class ChatOptions:
     single_turn: Annotated[bool, option("Conversation", "--single-turn", help="Leave after the first reply.")] = False
     session: Annotated[
         str | None,
-        option("Session", "--session", help="Save the conversation under this name; go on with it if there is one."),
+        option(
+            "Session",
+            "--session",
+            help="Save the conversation under this name; go on with it if there is one.",
+            autocompletion=one_of_these(_session_names),
+        ),
     ] = None
     retell: Annotated[
         bool,

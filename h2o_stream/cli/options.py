@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_type_hints
 
@@ -24,6 +24,7 @@ from h2o_stream.config import (
     DEFAULT_WINDOW,
     DTYPES,
     POLICIES,
+    QUANTIZATIONS,
     AtContext,
     Budgets,
     CacheConfig,
@@ -49,6 +50,15 @@ def option(panel: str, *names: str, help: str, **more: Any) -> Any:
     return typer.Option(*names, help=help, rich_help_panel=panel, show_envvar=False, **more)
 
 
+def one_of_these(words: Iterable[str] | Callable[[], Iterable[str]]) -> Callable[[str], list[str]]:
+    """What completes an option's value in a shell, from words or from what finds them then."""
+
+    def beginning(incomplete: str) -> list[str]:
+        return [word for word in (words() if callable(words) else words) if word.startswith(incomplete)]
+
+    return beginning
+
+
 def shown_and_left(name: str, show: Callable[[bool], None], help: str) -> Any:
     """An option that shows something instead of running the command."""
     return option("Output", name, help=help, is_eager=True, callback=show)
@@ -69,14 +79,26 @@ class ModelOptions:
         str,
         _model("-m", "--model", help="smollm2-135m, a Hub id, a local folder, a .gguf file or repo:file.gguf."),
     ] = DEFAULT_MODEL
-    dtype: Annotated[str, _model("--dtype", help=f"{', '.join(DTYPES)}; auto is the fastest safe one.")] = "auto"
+    dtype: Annotated[
+        str,
+        _model(
+            "--dtype",
+            help=f"{', '.join(DTYPES)}; auto is the fastest safe one.",
+            autocompletion=one_of_these(DTYPES),
+        ),
+    ] = "auto"
     device: Annotated[str, _model("--device", help="auto, cpu, cuda, cuda:1, mps.")] = "auto"
     device_map: Annotated[
         str | None,
         _model("--device-map", help="Spread the layers with accelerate: auto, balanced, sequential."),
     ] = None
     quantize: Annotated[
-        str, _model("--quantize", help="Weights of matrices: none, int8 or int4, packed when the model is loaded.")
+        str,
+        _model(
+            "--quantize",
+            help="Weights of matrices: none, int8 or int4, packed when the model is loaded.",
+            autocompletion=one_of_these(QUANTIZATIONS),
+        ),
     ] = "none"
     offline: Annotated[bool, _model("--offline", help="Use only what is on this machine.")] = False
 
@@ -103,7 +125,10 @@ class CompileOptions:
 class PolicyOptions:
     """Which policy, and how large its window is."""
 
-    policy: Annotated[str, _cache("--policy", "--mode", help=f"{', '.join(POLICIES)}.")] = DEFAULT_POLICY
+    policy: Annotated[
+        str,
+        _cache("--policy", "--mode", help=f"{', '.join(POLICIES)}.", autocompletion=one_of_these(POLICIES)),
+    ] = DEFAULT_POLICY
     window: Annotated[
         int, _cache("--window", "--num-window-length", "--max-kv-size", help="Tokens kept per layer and KV head.")
     ] = DEFAULT_WINDOW
@@ -227,7 +252,13 @@ class SystemOptions:
     """The system prompt and what happens at the model's context."""
 
     system: Annotated[
-        str | None, _talk("-s", "--system", help="System prompt, or the name of one. (default: the template's)")
+        str | None,
+        _talk(
+            "-s",
+            "--system",
+            help="System prompt, or the name of one. (default: the template's)",
+            autocompletion=one_of_these(named_prompts),
+        ),
     ] = None
     system_file: Annotated[
         Path | None, _talk("--system-file", help="Read it from a file, or from a named one in prompts/.")

@@ -27,7 +27,7 @@ Runner = Callable[[list[Tensor]], list[Tensor]]
 _loaded: dict[str, Runner] = {}
 
 _LOOK_AGAIN_S = 0.5
-"""Seconds between two looks at a process that compiles."""
+"""Seconds between two looks at a process that compiles, and until one is started with all that is wanted by then."""
 
 
 class Artifacts:
@@ -37,15 +37,18 @@ class Artifacts:
         folder: where they are kept; the default is the user's cache folder.
 
     Attributes:
+        patient: graphs are made only while nothing else is done here, as in a chat, where someone types and reads.
+            Otherwise they take their part of the processor: a stream without a pause would never get them.
         trouble: a line for the user when some graph cannot be made.
     """
 
     def __init__(self, folder: Path | None = None) -> None:
         self.folder = folder or cache_folder() / "graphs"
+        self.patient = False
         self.trouble = ""
         self._wanted: dict[str, bytes] = {}
         self._failed: set[str] = set()
-        self._building: tuple[str, subprocess.Popen[bytes]] | None = None
+        self._building: tuple[list[str], subprocess.Popen[bytes]] | None = None
         self._looked = 0.0
 
     def get(self, key: str, blueprint: Blueprint) -> Runner | None:
@@ -61,11 +64,16 @@ class Artifacts:
             if runner := self._load(key):
                 return runner
             self._want(key, blueprint)
-        self._look()
+        self.look()
         return _loaded.get(key)
 
     def _want(self, key: str, blueprint: Blueprint) -> None:
         """Take it down as it is now: the model may be given back before its turn comes."""
+        if not any(map(shutil.which, (os.environ.get("CXX", ""), "g++", "clang++", "c++"))):
+            self._give_up(key, "no C++ compiler was found, install g++ or clang++")
+            return
+        if not self._wanted:
+            self._looked = time.monotonic()
         try:
             self._wanted[key] = blueprint.pickled()
         except (pickle.PicklingError, AttributeError, TypeError) as error:
@@ -75,51 +83,59 @@ class Artifacts:
         """Until nothing is being made."""
         while self._wanted:
             self._looked = 0.0
-            self._look()
+            self.look()
             time.sleep(0.05)
 
-    def _look(self) -> None:
-        """See what has become of the process, and start the next."""
+    def look(self) -> None:
+        """See what has become of the process, and start the next; `get` does so too."""
         now = time.monotonic()
         if not self._wanted or now - self._looked < _LOOK_AGAIN_S:
             return
         self._looked = now
         if self._building is None:
-            key = next(iter(self._wanted))
+            keys = list(self._wanted)
             try:
-                self._building = key, self._start(key)
+                self._building = keys, self._start(keys)
             except OSError as error:
-                self._give_up(key, str(error))
+                for key in keys:
+                    self._give_up(key, str(error))
             return
-        key, process = self._building
-        if process.poll() is None:
-            return
-        self._building = None
-        if process.returncode == 0 and self._load(key):
-            del self._wanted[key]
-        else:
-            self._give_up(key, f"see {self.folder / key}.log")
+        keys, process = self._building
+        ended = process.poll() is not None
+        for key in self._wanted.keys() & keys:
+            if self._load(key):
+                del self._wanted[key]
+            elif ended:
+                self._give_up(key, f"see {self._log(keys)}")
+        if ended:
+            self._building = None
 
     def _give_up(self, key: str, reason: str) -> None:
         self._wanted.pop(key, None)
         self._failed.add(key)
         self.trouble = f"decode steps stay uncompiled, several times slower: {reason}; --no-compile does not try"
 
-    def _start(self, key: str) -> subprocess.Popen[bytes]:
+    def _start(self, keys: list[str]) -> subprocess.Popen[bytes]:
         """A process of its own that ends by itself, so that what a short run began is there for the next."""
-        if not any(map(shutil.which, (os.environ.get("CXX", ""), "g++", "clang++", "c++"))):
-            raise FileNotFoundError("no C++ compiler was found, install g++ or clang++")
         self.folder.mkdir(parents=True, exist_ok=True)
-        described = self.folder / f"{key}.{os.getpid()}.blueprint"
-        described.write_bytes(self._wanted[key])
-        with (self.folder / f"{key}.log").open("wb") as log:
+        arguments: list[Path] = []
+        for key in keys:
+            described = self.folder / f"{key}.{os.getpid()}.blueprint"
+            described.write_bytes(self._wanted[key])
+            arguments += [described, self._path(key)]
+        with self._log(keys).open("wb") as log:
             return subprocess.Popen(
-                [sys.executable, "-m", "h2o_stream.graphs.build", described, self._path(key)],
+                [sys.executable, "-m", "h2o_stream.graphs.build", *arguments],
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
-                start_new_session=True,
+                # Linux gives every session the same, however nice its processes are among themselves.
+                start_new_session=not self.patient,
+                process_group=0 if self.patient else None,
             )
+
+    def _log(self, keys: list[str]) -> Path:
+        return self.folder / f"{keys[0]}.log"
 
     def _load(self, key: str) -> Runner | None:
         path = self._path(key)

@@ -1,7 +1,7 @@
-"""Compiles one blueprint ahead of time: ``python -m h2o_stream.graphs.build BLUEPRINT PACKAGE``.
+"""Compiles blueprints ahead of time: ``python -m h2o_stream.graphs.build BLUEPRINT PACKAGE ...``.
 
-A process of its own, so that a conversation goes on meanwhile, and one that yields to it. The blueprint's file is
-removed.
+A process of its own, so that a conversation goes on meanwhile, and one that yields to it. The blueprints' files
+are removed.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import pickle
 import sys
 import tempfile
 import time
+import traceback
 from collections import defaultdict
 from contextlib import suppress
 from pathlib import Path
@@ -50,21 +51,25 @@ def _yield_to_everything() -> None:
 
 
 def main() -> None:
-    """Compile what the first argument describes into the file the second names, unless another process has done so."""
+    """Compile what every first argument describes into the file the next one names, unless another has done so."""
     from filelock import FileLock
 
-    described, package = (Path(argument) for argument in sys.argv[1:])
     _yield_to_everything()
-    for old in package.parent.iterdir():
+    paths = [Path(argument) for argument in sys.argv[1:]]
+    for old in paths[0].parent.iterdir():
         if time.time() - old.stat().st_mtime > KEPT_S:
             old.unlink(missing_ok=True)
-    try:
-        with FileLock(package.with_suffix(".lock")), tempfile.TemporaryDirectory(prefix="h2o-stream-") as scratch:
-            if not package.exists():
-                os.environ |= {"TORCHINDUCTOR_CACHE_DIR": scratch, "TORCHINDUCTOR_COMPILE_THREADS": "1"}
-                build(pickle.loads(described.read_bytes()), package)  # noqa: S301 -- our own, just written
-    finally:
-        described.unlink(missing_ok=True)
+    with tempfile.TemporaryDirectory(prefix="h2o-stream-") as scratch:
+        os.environ |= {"TORCHINDUCTOR_CACHE_DIR": scratch, "TORCHINDUCTOR_COMPILE_THREADS": "1"}
+        for described, package in zip(paths[::2], paths[1::2], strict=True):
+            try:
+                with FileLock(package.with_suffix(".lock")):
+                    if not package.exists():
+                        build(pickle.loads(described.read_bytes()), package)  # noqa: S301 -- our own, just written
+            except Exception:  # noqa: BLE001 -- whatever it was, the others may go well
+                traceback.print_exc()
+            finally:
+                described.unlink(missing_ok=True)
 
 
 if __name__ == "__main__":
