@@ -16,6 +16,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.generation.logits_process import TopPLogitsWarper
 
 from h2o_stream import CacheConfig, ConfigError, Engine, H2OStreamError, SamplingConfig
+from h2o_stream.config import PREFILL_STEP
 from h2o_stream.engine.events import Finished, PrefillProgress, Token
 from h2o_stream.engine.sampling import Nucleus, Sampler
 from h2o_stream.engine.text import TextStream
@@ -89,7 +90,7 @@ class TestStream:
 
     def test_prefill_reports_progress(self, engine: Engine) -> None:
         events = list(engine.prefill(range(100, 800)))
-        assert [event.done for event in events] == [256, 512, 700]
+        assert [event.done for event in events] == [*range(PREFILL_STEP, 700, PREFILL_STEP), 700]
         assert {event.total for event in events} == {700}
         assert events[-1].counts.cached == 400
 
@@ -133,7 +134,7 @@ class TestEnds:
         assert isinstance(next(progress), PrefillProgress)
         engine.should_stop = lambda: True
         assert list(progress) == [Finished("interrupted")]
-        assert engine.cache.seen_tokens == 256
+        assert engine.cache.seen_tokens == PREFILL_STEP
         engine.should_stop = lambda: False
         assert len(run(engine.decode())[0]) == 12
 

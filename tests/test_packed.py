@@ -71,6 +71,26 @@ class TestModel:
         assert not [name for name, module in model.named_modules() if type(module) is nn.Linear]
         assert model.get_input_embeddings().weight.dtype == torch.float32
 
+    @pytest.mark.parametrize(("kind", "packed"), [("int8", Int8Linear), ("int4", Int4Linear)])
+    def test_matrices_of_one_input_are_multiplied_together(
+        self, kind: str, packed: type[Int8Linear | Int4Linear]
+    ) -> None:
+        block, x = nn.Module(), torch.randn(3, 64)
+        alone = {}
+        for name, rows in (("q_proj", 64), ("k_proj", 32), ("v_proj", 32)):
+            linear = nn.Linear(64, rows, bias=name != "k_proj")
+            alone[name] = packed(linear)
+            setattr(block, name, linear)
+        block.device, block.get_output_embeddings = x.device, lambda: None
+        quantize(block, kind)
+        for name, layer in alone.items():
+            assert block.get_submodule(name)(x).equal(layer(x))
+        product = block.q_proj._product
+        assert product is block.v_proj._product
+        assert product._x is None, "nothing is held on to"
+        other = torch.randn(1, 64)
+        assert block.v_proj(other).equal(alone["v_proj"](other)), "in any order"
+
     def test_shapes_the_kernel_cannot_take_stay(self) -> None:
         model = make_llama(heads=1, size=12)
         quantize(model, "int4")

@@ -6,6 +6,7 @@ lies on that grid already and is not rounded again, but for the scales. In 8 bit
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -15,6 +16,9 @@ from h2o_stream.errors import ConfigError
 
 GROUP = 32
 """Numbers of a row that share a scale, in 4 bits."""
+
+_TOGETHER = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
+"""What transformers calls matrices that multiply the same vectors: one product gives them all."""
 
 _ROWS = 16
 """Rows that the 4-bit kernel takes at once."""
@@ -40,10 +44,65 @@ def quantize(model: Any, kind: str) -> None:
         raise ConfigError(f"--quantize {kind} packs weights for the CPU, the model is on {model.device}; leave it out")
     head = model.get_output_embeddings()
     for module in list(model.modules()):
+        packed: type[Int4Linear | Int8Linear] = Int4Linear if kind == "int4" else Int8Linear
+        for names in _TOGETHER:
+            linears: list[Any] = [getattr(module, name, None) for name in names]
+            if all(type(linear) is nn.Linear and packed.takes(linear.weight) for linear in linears):
+                product = _Product(packed(_stacked(linears)), [linear.out_features for linear in linears])
+                for number, name in enumerate(names):
+                    setattr(module, name, _Part(product, number))
         for name, child in list(module.named_children()):
-            packed: type[Int4Linear | Int8Linear] = Int4Linear if kind == "int4" and child is not head else Int8Linear
-            if type(child) is nn.Linear and packed.takes(child.weight):
-                setattr(module, name, packed(child))
+            own = Int8Linear if child is head else packed
+            if type(child) is nn.Linear and own.takes(child.weight):
+                setattr(module, name, own(child))
+
+
+def _stacked(linears: Sequence[Any]) -> nn.Linear:
+    """One linear layer that gives the outputs of several, in a row."""
+    weight = torch.cat([linear.weight for linear in linears])
+    stacked = nn.Linear(weight.shape[1], weight.shape[0], bias=False, device="meta")
+    stacked.weight = nn.Parameter(weight, requires_grad=False)
+    if any(linear.bias is not None for linear in linears):
+        biases = [weight.new_zeros(len(linear.weight)) if linear.bias is None else linear.bias for linear in linears]
+        stacked.bias = nn.Parameter(torch.cat(biases), requires_grad=False)
+    return stacked
+
+
+class _Product(nn.Module):
+    """The outputs of several linear layers for one input, computed when the first of them is asked.
+
+    Args:
+        linear: gives them in a row.
+        sizes: of each.
+    """
+
+    def __init__(self, linear: nn.Module, sizes: Sequence[int]) -> None:
+        super().__init__()
+        self.linear, self._sizes = linear, tuple(sizes)
+        self._x: Tensor | None = None
+        self._parts: Sequence[Tensor] = ()
+
+    def forward(self, x: Tensor, number: int) -> Tensor:
+        """[..., in] to [..., out] of one; nothing is held on to once the last was asked."""
+        if x is not self._x:
+            self._x, self._parts = x, self.linear(x).split(self._sizes, -1)
+        part = self._parts[number]
+        if number == len(self._sizes) - 1:
+            self._x, self._parts = None, ()
+        return part
+
+
+class _Part(nn.Module):
+    """One of the linear layers of a `_Product`."""
+
+    def __init__(self, product: _Product, number: int) -> None:
+        super().__init__()
+        self._product, self._number = product, number
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[..., in] to [..., out]."""
+        y: Tensor = self._product(x, self._number)
+        return y
 
 
 class Int8Linear(nn.Module):
