@@ -114,7 +114,7 @@ class TestTracing:
         traced = Traced()
         config = CacheConfig("h2o", 24)
         same(stream(by_head, config, None, 100), stream(by_head, config, traced, 100))
-        assert len(traced.made) == 3, "one kind with one group of heads, one with two, and the output layer"
+        assert len(traced.made) == 5, "one group of heads and two, while windows shrink and after; the output"
         assert traced.runs > 300
 
     @pytest.mark.parametrize("policy", ["h2o", "h2o-paper", "tova", "random", "recent"])
@@ -208,12 +208,12 @@ class TestGraphs:
         stream(by_head, config, made, 3)
         made.wait()
         assert made.trouble == ""
-        assert len(list(tmp_path.glob("*.pt2"))) == 3, "for tokens, for chunks and for the output layer"
+        assert len(list(tmp_path.glob("*.pt2"))) == 4, "for tokens, while windows shrink and after; chunks; the output"
         assert not list(tmp_path.glob("*.blueprint"))
         artifacts_module._loaded.clear()
         found = Artifacts(tmp_path)
         same(eager, stream(by_head, config, found, 100))
-        assert len(artifacts_module._loaded) == 3
+        assert len(artifacts_module._loaded) == 4
 
     def test_a_damaged_graph_is_made_anew(self, tiny: PreTrainedModel, tmp_path: Path) -> None:
         traced = Traced()

@@ -38,9 +38,6 @@ _BOOKS = ("scores", "index", "rank", "free", "seen")
 Reader = Callable[["SlotLayer", Tensor, Tensor, Tensor, Products], Tensor | None]
 """Gives the attention's output for queries, keys and values of a chunk, or None where it has not touched anything."""
 
-MOST_EVICTED = 2
-"""Tokens that a compiled step can evict: a window that shrinks evicts one more now and then."""
-
 
 class SlotLayer(EndlessLayer):
     """Fixed slots of one layer.
@@ -177,6 +174,12 @@ class SlotLayer(EndlessLayer):
         return None if len(set(evicted)) > 1 and not schedule.fixed else evicted[0]
 
     @property
+    def at_once(self) -> int:
+        """The most tokens that a compiled step evicts: a window that shrinks evicts one more now and then."""
+        schedule = self.schedule
+        return 2 if schedule.window < schedule.common and min(self.lengths) < schedule.settled else 1
+
+    @property
     def nbytes(self) -> int:
         """Bytes of everything allocated for this layer."""
         return sum(tensor.nbytes for tensor in self.tensors().values())
@@ -311,7 +314,7 @@ class SlotLayer(EndlessLayer):
             value: [B, Hkv, 1, D].
             products: what the model does with query times key.
             vacant: whether slots may be empty besides the token's own.
-            evicted: how many tokens lose their slots; at most `MOST_EVICTED` if it is a tensor.
+            evicted: how many tokens lose their slots; at most `at_once` if it is a tensor.
 
         Returns:
             [B, 1, Hq, D].
@@ -361,7 +364,7 @@ class SlotLayer(EndlessLayer):
         Sinks and the ring of new tokens are not asked. In a window of one size an empty slot is always taken first.
         """
         first = self.store.exact
-        for done in range(MOST_EVICTED if isinstance(count, Tensor) else max(count, 1)):
+        for done in range(self.at_once if isinstance(count, Tensor) else max(count, 1)):
             worth = self.policy.worth(self._held, self.budget)
             if isinstance(count, Tensor):
                 worth = torch.where((self.index < 0) & (count > done), torch.inf, worth)

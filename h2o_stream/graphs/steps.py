@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from h2o_stream.cache.groups import GroupedLayer
 from h2o_stream.cache.policies import Budget
-from h2o_stream.cache.slots import MOST_EVICTED, SlotLayer
+from h2o_stream.cache.slots import SlotLayer
 from h2o_stream.cache.statistics import SparsityMeter
 from h2o_stream.cache.weigh import Products
 from h2o_stream.cache.window import H2OCache
@@ -126,7 +126,7 @@ class _Bound:
         run: the graph.
         told: keywords and dtype that it was traced with.
         parts: the groups of heads, each with what must not have been replaced meanwhile.
-        evicted: for each group the tensors that say that none, one or two tokens lose their slots.
+        evicted: for each group the tensors that say how many tokens lose their slots: none, one, perhaps two.
         rest: inputs from there on.
     """
 
@@ -155,7 +155,8 @@ class _Finder:
 
     def __init__(self, module: nn.Module, number: int, artifacts: Artifacts) -> None:
         self._module, self._number, self._artifacts = module, number, artifacts
-        self._described: tuple[Told, str, Blueprint] | None = None
+        self._told: Told | None = None
+        self._described: dict[int, tuple[str, Blueprint]] = {}
 
     def __call__(
         self, hidden: Tensor, extras: list[Tensor], told: Told, parts: list[SlotLayer], heads: list[Tensor]
@@ -169,8 +170,11 @@ class _Finder:
             parts: the groups of heads.
             heads: those of each group where there are several.
         """
-        known = self._described
-        if known and known[0] == told and self._artifacts.get(*known[1:]) is None:
+        if told != self._told:
+            self._told, self._described = told, {}
+        at_once = max([part.at_once for part in parts], default=1) if hidden.shape[-2] == 1 else 1
+        known = self._described.get(at_once)
+        if known and self._artifacts.get(*known) is None:
             return None
         if len(parts) > MOST_PARTS or not all(map(_served, parts)):
             return None
@@ -180,7 +184,7 @@ class _Finder:
             for name, weight in (*inner._parameters.items(), *inner._buffers.items())
             if weight is not None
         ]
-        evicted = [tuple(torch.tensor(count) for count in range(MOST_EVICTED + 1)) for _ in parts]
+        evicted = [tuple(torch.tensor(count) for count in range(at_once + 1)) for _ in parts]
         rest = [weight for _, weight in named]
         growing: list[Growing] = [()] * (1 + len(extras) + len(parts) + len(rest))
         for place, part in enumerate(parts):
@@ -195,7 +199,7 @@ class _Finder:
             reach = max(part.reach(part.store.slots + hidden.shape[-2]) for part in parts)
             rest.append(table.upto(reach, hidden.device, hidden.dtype))
             growing.append(((0, "distances"),))
-        if known is None or known[0] != told:
+        if known is None:
             inputs = [hidden, *extras, *(none for none, *_ in evicted), *rest]
             blueprint = Blueprint(
                 module=self._module,
@@ -205,10 +209,15 @@ class _Finder:
                 parts=tuple(Part(_rules(part.plan), part.sliding, tuple(part.tensors())) for part in parts),
                 rotates=table is not None,
                 inputs=tuple(_blank(tensor, names) for tensor, names in zip(inputs, growing, strict=True)),
+                at_once=at_once,
                 threads=torch.get_num_threads(),
             )
-            known = self._described = told, blueprint.key, blueprint
-        run = self._artifacts.get(*known[1:])
+            for most in sorted({at_once, 1}, reverse=True):  # one is enough once the windows have their sizes
+                one = replace(blueprint, at_once=most)
+                self._described[most] = one.key, one
+                self._artifacts.get(one.key, one)
+            known = self._described[at_once]
+        run = self._artifacts.get(*known)
         if run is None:
             return None
         return _Bound(run, told, [(part, part.free, part.index, part.budget) for part in parts], evicted, rest)
@@ -256,7 +265,7 @@ class _Compiled:
         inputs = [hidden.contiguous(), *extras]
         for (part, *_), evicted in zip(bound.parts, bound.evicted, strict=True):
             due = part.due
-            if due is None or due > MOST_EVICTED:
+            if due is None or due >= len(evicted):
                 return self.eager(*args, **keywords)
             inputs.append(evicted[due])
         for part, *_ in bound.parts:

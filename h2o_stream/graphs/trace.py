@@ -111,6 +111,7 @@ class Blueprint:
         parts: its groups of heads; none for a module without attention.
         rotates: whether keys come un-rotated.
         inputs: the tensors, in the order of `Step.forward`.
+        at_once: see `SlotLayer`; of the group where it is largest.
         threads: that share the work.
     """
 
@@ -121,6 +122,7 @@ class Blueprint:
     parts: tuple[Part, ...]
     rotates: bool
     inputs: tuple[Blank, ...]
+    at_once: int
     threads: int
 
     @property
@@ -133,6 +135,7 @@ class Blueprint:
             [asdict(part) for part in self.parts],
             self.rotates,
             repr(self.inputs),
+            self.at_once,
             self.threads,
             torch.backends.cpu.get_cpu_capability(),
             [torch.__version__, transformers.__version__, _sources()],
@@ -175,8 +178,8 @@ class Step(nn.Module):
 
         Args:
             inputs: the hidden state [1, 1, H], or the queries of `Chunk`; tensors of the keywords; for each group of
-                heads how many tokens lose their slots, [] int64, 0 to `MOST_EVICTED`, or with a chunk how many are held
-                after it; weights; for each group the tensors of its slots and its limits; the heads of each group
+                heads how many tokens lose their slots, [] int64, up to `at_once`, or with a chunk how many are
+                held after it; weights; for each group the tensors of its slots and its limits; the heads of each group
                 where there are several; the rotary table where keys come un-rotated. What the slots hold is replaced
                 in place.
         """
@@ -188,7 +191,8 @@ class Step(nn.Module):
         parts = []
         for part, count in zip(plan.parts, counts, strict=True):
             tensors = {name: next(given) for name in part.names}
-            parts.append(_Slots(part, tensors, Limits._make(next(given) for _ in Limits._fields), count, turns))
+            limits = Limits._make(next(given) for _ in Limits._fields)
+            parts.append(_Slots(part, tensors, limits, count, plan.at_once, turns))
         cache = _Around(parts, [next(given) for _ in parts] if len(parts) > 1 else [])
         keywords = {name: _filled(value, extras, cache) for name, value in plan.keywords}
         with _OneVector() if hidden.shape[:-1] == (1, 1) else nullcontext():
@@ -203,8 +207,16 @@ class Step(nn.Module):
 class _Slots(SlotLayer):
     """Slots whose tensors are inputs."""
 
+    at_once = 1
+
     def __init__(
-        self, part: Part, tensors: Mapping[str, Tensor], limits: Limits, count: Tensor, turns: Tensor | None
+        self,
+        part: Part,
+        tensors: Mapping[str, Tensor],
+        limits: Limits,
+        count: Tensor,
+        at_once: int,
+        turns: Tensor | None,
     ) -> None:
         policy = make_policy(part.plan)
         policy.layer = limits.number
@@ -213,7 +225,7 @@ class _Slots(SlotLayer):
         self.span = limits.span
         pins = [_Ends(*pin.unbind()) for pin in limits.pins.unbind()]
         self.budget = Budget(limits.sinks, pins, limits.recent)
-        self._given, self._count = tensors, count
+        self._given, self._count, self.at_once = tensors, count, at_once
         self.store = Store(tensors["keys"], tensors["values"])
         self.device = self.store.keys.device
         for name in self._books:
