@@ -36,7 +36,7 @@ from h2o_stream.errors import H2OStreamError
 _BOOKS = ("scores", "index", "rank", "free", "seen")
 
 Reader = Callable[["SlotLayer", Tensor, Tensor, Tensor, Products], Tensor | None]
-"""Gives the attention's output for queries, keys and values of a chunk, or None where it has not touched anything."""
+"""Gives the attention's output for queries, keys and values, or None where it has not touched anything."""
 
 
 class SlotLayer(EndlessLayer):
@@ -63,7 +63,8 @@ class SlotLayer(EndlessLayer):
         filled: no slot behind this number holds a token, where keys and values are kept as they are.
         columns: columns fed since the last reset, padding included.
         budget: what eviction may not touch.
-        reader: takes whole chunks of one stream through `read`, if it can; see `h2o_stream.graphs`.
+        reader: takes whole chunks of one stream through `read`, and single tokens of several through `step`, if it can;
+            see `h2o_stream.graphs`.
         groups: query heads per KV head; 0 before the first token.
         watch: is shown the attention of each part that has no padding; see `SparsityMeter`.
     """
@@ -280,6 +281,9 @@ class SlotLayer(EndlessLayer):
         return output if padding is None else padding.unpack(output)
 
     def _decode(self, query: Tensor, key: Tensor, value: Tensor, arrivals: Arrivals, products: Products) -> Tensor:
+        output = self.reader(self, query, key, value, products) if self.reader and len(self.lengths) > 1 else None
+        if output is not None:
+            return output
         vacant, evicted = min(self._limits) + 1 < self.store.slots, self.due or 0
         self.count_token()
         return self.step(query, key, value, products, vacant, evicted)
@@ -330,7 +334,7 @@ class SlotLayer(EndlessLayer):
         self.seen += 1
 
         keys, values = self.store.read()
-        arrivals = Arrivals((1,) * query.shape[0], 1, query.device)
+        arrivals = Arrivals((1,), 1, query.device)
         output, probs = self._weigh(query, keys, values, self._held, arrivals, products, vacant)
         self.watch(probs, self.index >= 0, self.lengths[0])
         attention = Attention(probs, probs.new_zeros(1), 1)

@@ -39,7 +39,7 @@ Told = tuple[Fixed, torch.dtype]
 MOST_PARTS = 2
 """Groups of heads in a layer that a graph has names for."""
 
-_SIZES = {"slots0": 48, "slots1": 80, "distances": 160}
+_SIZES = {"rows": 11, "slots0": 48, "slots1": 80, "distances": 160}
 """Sizes to trace with in the place of those that grow: all different, or they would be taken for the same."""
 
 
@@ -47,9 +47,9 @@ _SIZES = {"slots0": 48, "slots1": 80, "distances": 160}
 def compiled(model: Any, cache: Any, artifacts: Artifacts | None = None) -> Iterator[Artifacts]:
     """Let single tokens and chunks of one stream go through compiled graphs, as soon as there are any.
 
-    A graph serves the layer it is ready for; whatever it does not serve (batches, few `kv_bits`, other devices than the
-    CPU, layers that are about to allocate, what is left of a prompt after its last whole chunk) goes the eager way, on
-    the same tensors.
+    Of several streams the attention of single tokens does. A graph serves the layer it is ready for; whatever it does
+    not serve (few `kv_bits`, other devices than the CPU, layers that are about to allocate, what is left of a prompt
+    after its last whole chunk) goes the eager way, on the same tensors.
 
     Args:
         model: an attached model.
@@ -64,7 +64,7 @@ def compiled(model: Any, cache: Any, artifacts: Artifacts | None = None) -> Iter
     before = {module: vars(module).get("forward") for module in modules}
     for module, number in modules.items():
         module.forward = _Compiled(module, number, cache, keywords, artifacts)
-    if modules and cache.plan.chunk > 1:
+    if modules:
         cache.make_reader = partial(_Reader, artifacts)
     try:
         yield artifacts
@@ -186,11 +186,13 @@ class _Finder:
         ]
         evicted = [tuple(torch.tensor(count) for count in range(at_once + 1)) for _ in parts]
         rest = [weight for _, weight in named]
-        growing: list[Growing] = [()] * (1 + len(extras) + len(parts) + len(rest))
+        rows: Growing = ((0, "rows"),) if hidden.shape[0] > 1 else ()
+        growing: list[Growing] = [rows] * (1 + len(extras)) + [()] * (len(parts) + len(rest))
         for place, part in enumerate(parts):
             own = part.tensors().values()
             rest += [*own, *self._limits(part)]
-            growing += [((2, f"slots{place}"),) if tensor.shape[2] == part.store.slots else () for tensor in own]
+            slots: Growing = (*rows, (2, f"slots{place}"))
+            growing += [slots if tensor.shape[2] == part.store.slots else rows for tensor in own]
             growing += [()] * len(Limits._fields)
         rest += heads
         growing += [()] * len(heads)
@@ -276,7 +278,7 @@ class _Compiled:
 
 
 class _Reader:
-    """Takes chunks of one layer through the graph of its slots; see `slots.Reader`.
+    """Takes chunks, and tokens of several rows, of one layer through graphs of its slots; see `slots.Reader`.
 
     Args:
         artifacts: where graphs come from.
@@ -286,23 +288,32 @@ class _Reader:
 
     def __init__(self, artifacts: Artifacts) -> None:
         self._artifacts = artifacts
-        self._find: _Finder | None = None
-        self._bound: _Bound | None = None
+        self._finders: dict[int, _Finder] = {}
+        self._bound: dict[int, _Bound | None] = {}
 
     def __call__(self, part: SlotLayer, query: Tensor, key: Tensor, value: Tensor, products: Products) -> Tensor | None:
         """See `slots.Reader`."""
-        if query.shape[0] > 1 or query.shape[2] != part.plan.chunk or not part.is_initialized:
+        rows, new = query.shape[0], query.shape[2]
+        if (rows > 1) != (new == 1) or new not in (1, part.plan.chunk) or not part.is_initialized:
             return None
         told = (self._TOLD, query.dtype)
         inputs = [query.unflatten(1, (key.shape[1], -1)).contiguous(), key.contiguous(), value.contiguous()]
-        bound = self._bound
+        bound = self._bound.get(new)
         if bound is None or not bound.serves(told):
-            self._find = self._find or _Finder(Chunk(products), int(part.policy.layer), self._artifacts)
-            bound = self._bound = self._find(inputs[0], inputs[1:], told, [part], [])
-        held = None if bound is None else part.count_chunk(query.shape[2])
-        if bound is None or held is None:
+            if new not in self._finders:
+                self._finders[new] = _Finder(Chunk(products), int(part.policy.layer), self._artifacts)
+            bound = self._bound[new] = self._finders[new](inputs[0], inputs[1:], told, [part], [])
+        if bound is None:
             return None
-        return bound.run([*inputs, torch.tensor(held), *bound.rest])[0]
+        if new > 1:
+            held = part.count_chunk(new)
+            return None if held is None else bound.run([*inputs, torch.tensor(held), *bound.rest])[0]
+        due, evicted = part.due, bound.evicted[0]
+        if due is None or due >= len(evicted):
+            return None
+        due = 0 if part.schedule.fixed else due  # a row may have empty slots where another has none: those come first
+        part.count_token()
+        return bound.run([*inputs, evicted[due], *bound.rest])[0]
 
 
 def _served(part: SlotLayer) -> bool:

@@ -150,7 +150,7 @@ class Blueprint:
 
 
 class Chunk(nn.Module):
-    """What a chunk goes through in a layer's slots.
+    """What a chunk, or one token of each of several rows, goes through in a layer's slots.
 
     Args:
         products: what the model does with query times key.
@@ -161,7 +161,7 @@ class Chunk(nn.Module):
         self.scaling, self.softcap = products
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor, cache: Any) -> Tensor:
-        """[1, Q, Hq, D], of queries [1, Hkv, G, Q, D], keys and values [1, Hkv, Q, D]."""
+        """[B, Q, Hq, D], of queries [B, Hkv, G, Q, D], keys and values [B, Hkv, Q, D]."""
         output: Tensor = cache[0].attend(query.flatten(1, 2), key, value, Products(self.scaling, self.softcap))
         return output
 
@@ -195,7 +195,7 @@ class Step(nn.Module):
             parts.append(_Slots(part, tensors, limits, count, plan.at_once, turns))
         cache = _Around(parts, [next(given) for _ in parts] if len(parts) > 1 else [])
         keywords = {name: _filled(value, extras, cache) for name, value in plan.keywords}
-        with _OneVector() if hidden.shape[:-1] == (1, 1) else nullcontext():
+        with _OneVector() if hidden.shape[-2] == 1 else nullcontext():
             output = functional_call(plan.module, weights, (hidden,), keywords)
         if not isinstance(output, Tensor):
             raise TypeError(f"{type(plan.module).__name__} gives {type(output).__name__}, not a tensor")
@@ -295,7 +295,7 @@ class _OneVector(TorchFunctionMode):
                 if bias and bias[0] is not None:
                     product = product + bias[0]
                 return product.to(x.dtype).view(*x.shape[:-1], -1)
-        if func is torch.matmul and args[0].dim() == 4 and args[0].shape[0] == 1:
+        if func is torch.matmul and args[0].dim() == 4:
             first, second = args
             product = first.unsqueeze(-1).float() * second.unsqueeze(-3).float()
             return product.sum(-2).to(first.dtype)
