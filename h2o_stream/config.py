@@ -332,6 +332,27 @@ class SamplingConfig:
 
 
 @dataclass(frozen=True)
+class Shape:
+    """A request.
+
+    Attributes:
+        prompt: tokens of its prompt.
+        new: tokens generated.
+    """
+
+    prompt: int
+    new: int
+
+    def __str__(self) -> str:
+        return f"{self.prompt}+{self.new}"
+
+    @property
+    def length(self) -> int:
+        """All its tokens."""
+        return self.prompt + self.new
+
+
+@dataclass(frozen=True)
 class AnswerConfig:
     """How requests are answered in a comparison.
 

@@ -89,6 +89,11 @@ class TestUsage:
         ("command", "arguments", "words"),
         [
             ("h2o-chat", ["--window", "0"], "--window must be at least 1"),
+            ("h2o-stream", ["--prompt-file", "README.md", "--questions", "x"], "leave one of them out"),
+            ("h2o-compare", ["throughput", "--text", "x", "--shapes", "512"], "--shapes takes"),
+            ("h2o-compare", ["throughput", "--text", "x", "--shapes", "0+3"], "--shapes takes"),
+            ("h2o-compare", ["throughput", "--text", "x", "--cache-budget", "2 pages"], "--cache-budget takes"),
+            ("h2o-compare", ["throughput", "--text", "x", "--ratio", "0"], "window"),
             ("h2o-chat", ["--policy", "best"], "--policy takes one of"),
             ("h2o-chat", ["--heavy", "300"], "lower --heavy"),
             ("h2o-chat", ["--temp", "-1"], "--temp must be"),
@@ -283,6 +288,21 @@ class TestStream:
         assert "tokens seen" in done.stderr
         assert "try --window" in done.stderr
 
+    def test_a_prompt_of_ones_own(self, tiny_folder: Path, tmp_path: Path) -> None:
+        file, empty = tmp_path / "story.txt", tmp_path / "empty.txt"
+        file.write_text("Once upon a time " * 60)
+        empty.write_text(" \n")
+        base = ["-m", tiny_folder, "--heavy-ratio", "0.1", "--recent-ratio", "0.1", "-n", "20", "--jsonl", "-"]
+        done = invoke("h2o-stream", "--prompt-file", file, *base)
+        assert done.exit_code == 0, done.stderr
+        _, turn, _ = records(done.stdout)
+        assert turn["question_id"] == "story"
+        assert turn["prompt_tokens"] > 240
+        assert turn["cached_tokens"] < 0.25 * turn["prompt_tokens"]
+        nothing = invoke("h2o-stream", "--prompt-file", empty, *base)
+        assert nothing.exit_code == 1
+        assert "there is nothing in it" in nothing.stderr
+
     def test_a_closed_pipe_ends_it_quietly(self, tiny_folder: Path, questions: Path) -> None:
         command = f"{BIN}/h2o-stream -m {tiny_folder} --questions {questions} --loop -n 20 -q | head -c 1"
         done = subprocess.run(["bash", "-c", command], capture_output=True, timeout=120, check=True)
@@ -388,6 +408,31 @@ class TestCompare:
         assert "| full | - |" in (out / "recall.md").read_text()
         again = invoke("h2o-compare", *base, "--policies", "sink,random", "--windows", "32", "--out", out, "-q")
         assert records(again.stdout)[1:] == results
+
+    def test_throughput(self, tiny_folder: Path, tmp_path: Path) -> None:
+        text, out = tmp_path / "text.txt", tmp_path / "out"
+        text.write_text("The quick brown fox jumps over the lazy dog, again and again. " * 80)
+        base = ["throughput", "-m", tiny_folder, "--text", text, "--shapes", "60+5,20+80", "--jsonl", "-"]
+        done = invoke("h2o-compare", *base, "--cache-budget", "160KiB", "--ratio", "0.4", "--out", out)
+        assert done.exit_code == 0, done.stderr
+        _, *results = records(done.stdout)
+        assert [(r["prompt"], r["new"], r["policy"], r["window"], r["largest"]) for r in results] == [
+            (prompt, new, policy, window if policy != "full" else None, largest)
+            for prompt, new, window in ((60, 5, 26), (20, 80, 40))
+            for policy, largest in (("full", True), ("recent", True), ("h2o", True), ("recent", False), ("h2o", False))
+        ]
+        full, recent, h2o, *equal = results[5:]
+        assert recent["batch"] > full["batch"] < h2o["batch"]
+        assert {r["batch"] for r in equal} == {full["batch"]}
+        for result in results:
+            assert result["cache_bytes"] == result["batch"] * result["row_bytes"] <= 160 * 1024
+            assert result["tok_s"] == pytest.approx(result["batch"] * result["new"] / result["seconds"], rel=0.05)
+        assert "| 60+5 | full |" in (out / "throughput.md").read_text()
+        again = invoke("h2o-compare", *base, "--cache-budget", "160KiB", "--ratio", "0.4", "--out", out, "-q")
+        assert records(again.stdout)[1:] == results, "what was timed is not timed again"
+        small = invoke("h2o-compare", *base, "--cache-budget", "4KiB")
+        assert small.exit_code == 2
+        assert "--cache-budget" in small.stderr
 
     def test_summarize(self, tiny_folder: Path, tmp_path: Path) -> None:
         file, out = tmp_path / "requests.jsonl", tmp_path / "out"

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated
 
 from h2o_stream.cli import run
 from h2o_stream.cli.options import CacheOptions, CompileOptions, ModelOptions, OutputOptions, option, takes
-from h2o_stream.config import DEFAULT_CHUNK, DEFAULT_WINDOW, POLICIES, AnswerConfig, CacheConfig, Prefill
+from h2o_stream.config import DEFAULT_CHUNK, DEFAULT_WINDOW, POLICIES, AnswerConfig, CacheConfig, Prefill, Shape
 from h2o_stream.errors import ConfigError
 from h2o_stream.session.records import Records
 from h2o_stream.session.requests import read_requests
@@ -223,6 +224,72 @@ def speed(
 
 
 @dataclass(frozen=True)
+class ThroughputOptions:
+    """What batches of what are answered in which memory."""
+
+    text: Annotated[Path, option("Comparison", "--text", help="A text file, which prompts are cut from.")]
+    policies: _Policies = "recent,h2o"
+    shapes: Annotated[
+        str, option("Comparison", "--shapes", help="Tokens of prompt + tokens generated, separated by commas.")
+    ] = "512+32,512+512,512+1024"
+    ratio: Annotated[
+        float, option("Comparison", "--ratio", help="Windows, as a part of prompt and generated tokens.", min=0, max=1)
+    ] = 0.2
+    cache_budget: Annotated[
+        str, option("Comparison", "--cache-budget", help="Memory for the cache of a batch: 128MiB, 2GiB.")
+    ] = "2GiB"
+    rounds: Annotated[
+        int, option("Comparison", "--rounds", help="Times each batch is answered; medians count.", min=1)
+    ] = 1
+    out: Annotated[
+        Path | None,
+        option("Comparison", "--out", help="Folder for the table, and for finished parts: go on where it was."),
+    ] = None
+
+
+@app.command()
+@takes(ThroughputOptions, ModelOptions, CompileOptions, CacheOptions, OutputOptions)
+def throughput(
+    comparison: ThroughputOptions,
+    model: ModelOptions,
+    steps: CompileOptions,
+    cache: CacheOptions,
+    output: OutputOptions,
+) -> None:
+    """Generated tokens/s of whole batches, prompts included, the largest that fit into the same memory for the cache.
+
+    transformers' own full cache always runs; the others are answered at its batch size, too.
+    """
+    with run.reporting("h2o-compare", output.debug):
+        model_config = model.model_config()
+        budget = _bytes(comparison.cache_budget, "--cache-budget")
+        shapes = [_shape(text) for text in _listed(comparison.shapes, "--shapes")]
+        policies = f"full,{comparison.policies}"
+
+        def configs(shape: Shape) -> list[CacheConfig]:
+            return _configs(policies, str(round(comparison.ratio * shape.length)), "0", cache)
+
+        for shape in shapes:
+            for config in configs(shape):
+                config.plan()
+        with Records(output.jsonl) as records:
+            with run.loading(model_config, output) as terminal:
+                from h2o_stream.ui.throughput import compare_throughput
+            compare_throughput(
+                model_config,
+                shapes,
+                configs,
+                budget,
+                comparison.rounds,
+                steps.compile,
+                comparison.text,
+                comparison.out,
+                terminal,
+                records,
+            )
+
+
+@dataclass(frozen=True)
 class HeavyHittersOptions:
     """What is looked at."""
 
@@ -280,6 +347,23 @@ def _configs(policies: str, windows: str, seeds_of_draws: str, cache: CacheOptio
             seeds = _numbers(seeds_of_draws, "--seeds") if POLICIES[policy].draws else [0]
             configs += [replace(cache.cache_config(policy, window), seed=seed) for seed in seeds]
     return sorted(configs, key=lambda config: config.policy != "full")
+
+
+_UNITS = {"": 1, "B": 1, "KIB": 1 << 10, "MIB": 1 << 20, "GIB": 1 << 30, "KB": 10**3, "MB": 10**6, "GB": 10**9}
+
+
+def _bytes(text: str, name: str) -> int:
+    size = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([a-zA-Z]*)", text.strip())
+    if not size or size[2].upper() not in _UNITS:
+        raise ConfigError(f"{text!r} is not a size; {name} takes one like 128MiB or 2GiB")
+    return int(float(size[1]) * _UNITS[size[2].upper()])
+
+
+def _shape(text: str) -> Shape:
+    prompt, _, new = text.partition("+")
+    if not (prompt.isdecimal() and new.isdecimal() and int(prompt) and int(new)):
+        raise ConfigError(f"{text!r} is not a shape; --shapes takes prompt and generated tokens like 512+32")
+    return Shape(int(prompt), int(new))
 
 
 def _numbers(text: str, name: str) -> list[int]:

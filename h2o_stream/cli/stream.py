@@ -7,10 +7,10 @@ from pathlib import Path
 from typing import Annotated
 
 from h2o_stream.cli import run
-from h2o_stream.cli.options import ConversationOptions, OutputOptions, option, takes
+from h2o_stream.cli.options import ConversationOptions, OutputOptions, one_of, option, takes
 from h2o_stream.config import POLICIES
-from h2o_stream.errors import ConfigError
-from h2o_stream.session.questions import load_questions
+from h2o_stream.errors import ConfigError, DataError
+from h2o_stream.session.questions import Question, QuestionSet, load_questions
 from h2o_stream.session.records import Records
 
 app = run.app("H2O")
@@ -24,6 +24,10 @@ class ReplayOptions:
         Path | None,
         option("Replay", "--questions", help="JSONL of question_id, category, turns. (default: MT-Bench)"),
     ] = None
+    prompt_file: Annotated[
+        Path | None,
+        option("Replay", "--prompt-file", help="Answer a file instead, or a named one of h2o-chat --list-prompts."),
+    ] = None
     turns: Annotated[int | None, option("Replay", "--turns", help="Stop after so many turns.", min=1)] = None
     loop: Annotated[bool, option("Replay", "--loop", help="Start over at the end, for ever or up to --turns.")] = False
     compare: Annotated[
@@ -34,6 +38,22 @@ class ReplayOptions:
         Path | None, option("Recording", "--replay", help="Show what --record wrote, at its own pace, without a model.")
     ] = None
     pace: Annotated[float, option("Recording", "--pace", help="How many times as fast --replay shows it.")] = 1.0
+
+    def asked(self) -> QuestionSet:
+        """The questions, or the one prompt.
+
+        Raises:
+            ConfigError: both were given.
+            DataError: a file cannot be read, or has nothing in it.
+        """
+        if self.prompt_file is None:
+            return load_questions(self.questions)
+        if self.questions is not None:
+            raise ConfigError("--questions and --prompt-file were both given; leave one of them out")
+        prompt = one_of(None, "", self.prompt_file, "--prompt-file")
+        if not prompt:
+            raise DataError(f"--prompt-file {self.prompt_file}: there is nothing in it")
+        return QuestionSet((Question(self.prompt_file.stem, "prompt", (prompt,)),), str(self.prompt_file))
 
     def policies(self) -> list[str]:
         """What is compared.
@@ -63,7 +83,7 @@ def stream(replay: ReplayOptions, talk: ConversationOptions, output: OutputOptio
 
             play(replay.replay, replay.pace, Terminal(output.color, output.quiet))
             return
-        questions = load_questions(replay.questions)
+        questions = replay.asked()
         with Records(output.jsonl) as records:
             with run.loading(settings.model, output) as terminal:
                 from h2o_stream.ui.panes import compare_policies
