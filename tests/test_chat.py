@@ -396,6 +396,8 @@ class TestKeys:
             pty.send("\x03")
             pty.until(lambda p: "interrupted" in p.text, 10)
             assert time.monotonic() - begun < 2, "half a second, and what a busy machine takes"
+            pty.until(lambda p: "seen" in p.screen.display[-1])
+            assert "reading" not in pty.text, "that line is taken away"
 
     def test_plain_and_markdown(self, tiny_folder: Path) -> None:
         for options, shown in ((("--plain",), False), ((), True)):

@@ -120,6 +120,7 @@ class Chat:
                 if isinstance(event, PrefillProgress):
                     reading.show(event.done, event.total)
                     continue
+                reading.close()
                 reply = reply or stack.enter_context(self._reply())
                 if isinstance(event, Token):
                     reply.push(event.text)
