@@ -150,7 +150,7 @@ def rotate(
     Returns:
         Both, rotated.
     """
-    if positions == "gap":
+    if positions == "gap" and budget.pins:
         span = torch.where(budget.pinned(held.index), 0, span)
     behind = distances(positions, span, held.seen - 1 - held.index, held.rank).clamp_(0, turns.shape[0] - 1)
     keys = rotate_back(keys, embedding(behind, turns))

@@ -129,11 +129,11 @@ def generate(model: Any, load: Load, prompts: Tensor, compile: bool) -> float:
         return time.perf_counter() - begun
 
     with ExitStack() as stack:
+        graphs = None
         if load.config.policy != "full":
             cache = stack.enter_context(attach(model, load.config))
             graphs = stack.enter_context(compiled(model, cache)) if compile else None
-            if graphs:
-                answer(3)
-                graphs.wait()
         answer(2)
+        if graphs:
+            graphs.wait()
         return answer(load.shape.new)

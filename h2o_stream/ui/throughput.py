@@ -89,10 +89,11 @@ def compare_throughput(
                     what = f"{shape}: {load.config.label}, batch {load.batch}, round {number + 1} of {rounds}"
                     progress.update(task, description=what)
                     key = _key(loaded.model, load, number, text, compile)
-                    stored = results.load(key)
-                    took = float(stored[0]) if stored else generate(loaded.model, load, rows_of(tokens, load), compile)
-                    results.store(key, torch.tensor(took, dtype=torch.float64), {})
-                    taken.append(took)
+                    if stored := results.load(key):
+                        taken.append(float(stored[0]))
+                        continue
+                    taken.append(generate(loaded.model, load, rows_of(tokens, load), compile))
+                    results.store(key, torch.tensor(taken[-1], dtype=torch.float64), {})
             medians = [median(taken) for taken in seconds]
             for load, took in zip(planned, medians, strict=True):
                 record = _record(load, took, str(loaded.model.dtype).removeprefix("torch."))
