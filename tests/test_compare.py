@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from h2o_stream.compare.bootstrap import paired_difference
+from h2o_stream.compare.folder import Folder, Part, identity
 from h2o_stream.compare.recall import ask, plan_questions
-from h2o_stream.compare.results import Results, identity
 from h2o_stream.config import POLICIES, CacheConfig
 from h2o_stream.errors import ConfigError, DataError
 from h2o_stream.models.load import LoadedModel
@@ -45,24 +45,24 @@ class TestBootstrap:
         assert paired_difference(noise(500, 1), noise(500, 2)) == paired_difference(noise(500, 1), noise(500, 2))
 
 
-class TestResults:
+class TestFolder:
     def test_what_is_stored_is_found_under_its_key_only(self, tmp_path: Path) -> None:
-        results = Results(tmp_path / "new")
-        results.store({"a": 1}, torch.arange(3.0), {"tok_s": 5.0})
-        values, figures = Results(tmp_path / "new").load({"a": 1}) or (None, None)
-        assert values is not None
-        assert values.tolist() == [0, 1, 2]
-        assert figures == {"tok_s": 5.0}
-        assert results.load({"a": 2}) is None
+        folder = Folder(tmp_path / "new")
+        folder.store({"a": 1}, Part({"tok_s": 5.0}, torch.arange(3.0)))
+        part = Folder(tmp_path / "new").load({"a": 1})
+        assert part is not None
+        assert part.values.tolist() == [0, 1, 2]
+        assert part.figures == {"tok_s": 5.0}
+        assert folder.load({"a": 2}) is None
 
     def test_no_folder_keeps_nothing(self) -> None:
-        results = Results(None)
-        results.store({"a": 1}, torch.arange(3.0), {})
-        assert results.load({"a": 1}) is None
+        folder = Folder(None)
+        folder.store({"a": 1}, Part())
+        assert folder.load({"a": 1}) is None
 
     def test_a_folder_that_cannot_be_made(self) -> None:
         with pytest.raises(DataError, match="--out /proc/nothing"):
-            Results(Path("/proc/nothing"))
+            Folder(Path("/proc/nothing"))
 
 
 def test_a_figure_is_another_one_when_a_default_changes(tiny: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -99,10 +99,11 @@ class TestRecall:
         text = tokenizer("It was a quiet day in the village, and nobody had anything to do. " * 60)["input_ids"]
         config = CacheConfig("sink", 96, chunk=16)
         plan = plan_questions(tokenizer, text, 2, [16, 400, 400])
-        *_, margins = ask(model, config, plan)
-        *_, full = ask(model, CacheConfig("full"), plan)
-        assert isinstance(margins, torch.Tensor)
-        assert isinstance(full, torch.Tensor)
+        *_, ours = ask(model, config, plan)
+        *_, theirs = ask(model, CacheConfig("full"), plan)
+        assert isinstance(ours, Part)
+        assert isinstance(theirs, Part)
+        margins, full = ours.values, theirs.values
         assert margins[:, 1].equal(margins[:, 2])
         assert full.min() > 0, "it can tell all of them"
         assert margins[:, 0].min() > 0

@@ -2,43 +2,45 @@
 
 from __future__ import annotations
 
-import re
-from dataclasses import dataclass, replace
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING
 
 from h2o_stream.cli import run
-from h2o_stream.cli.options import CacheOptions, CompileOptions, ModelOptions, OutputOptions, option, takes
-from h2o_stream.config import DEFAULT_CHUNK, DEFAULT_WINDOW, POLICIES, AnswerConfig, CacheConfig, Prefill, Shape
+from h2o_stream.cli.comparisons import (
+    HeavyHittersOptions,
+    NllOptions,
+    RecallOptions,
+    SpeedOptions,
+    SummarizeOptions,
+    ThroughputOptions,
+    bytes_of,
+    configs_of,
+    listed,
+    numbers_of,
+    policies_of,
+    shape_of,
+)
+from h2o_stream.cli.options import CacheOptions, CompileOptions, ModelOptions, OutputOptions, takes
+from h2o_stream.config import DEFAULT_CHUNK, AnswerConfig, CacheConfig, ModelConfig, Shape
 from h2o_stream.errors import ConfigError
+from h2o_stream.processes import Processes
 from h2o_stream.session.records import Records
 from h2o_stream.session.requests import read_requests
 
-app = run.app()
+if TYPE_CHECKING:
+    from h2o_stream.compare.comparison import Comparison
 
-_Policies = Annotated[str, option("Comparison", "--policies", help="Policies, separated by commas.")]
-_Windows = Annotated[str, option("Comparison", "--windows", help="Windows, separated by commas.")]
-_Seeds = Annotated[str, option("Comparison", "--seeds", help="Seeds of random, separated by commas.")]
+app = run.app()
 
 
 @app.callback()
 def compare() -> None:
-    """Compare cache policies with each other and with a full cache."""
+    """Compare cache policies with each other and with a full cache.
 
-
-@dataclass(frozen=True)
-class NllOptions:
-    """What is compared on what."""
-
-    text: Annotated[str, option("Comparison", "--text", help="Text files, separated by commas.")]
-    policies: _Policies = "full,recent,sink,h2o-paper,h2o"
-    windows: _Windows = str(DEFAULT_WINDOW)
-    tokens: Annotated[int, option("Comparison", "--tokens", help="Tokens predicted per text.", min=1)] = 4096
-    seeds: _Seeds = "0"
-    out: Annotated[
-        Path | None,
-        option("Comparison", "--out", help="Folder for table and plots, and for finished parts: go on where it was."),
-    ] = None
+    Under "accelerate launch -m h2o_stream.compare" or torchrun the processes share the work of a comparison.
+    """
 
 
 @app.command()
@@ -52,30 +54,15 @@ def nll(comparison: NllOptions, model: ModelOptions, cache: CacheOptions, output
     """
     with run.reporting("h2o-compare", output.debug):
         model_config = model.model_config()
-        configs = _configs(comparison.policies, comparison.windows, comparison.seeds, cache)
-        texts = [Path(text) for text in _listed(comparison.text, "--text")]
-        with Records(output.jsonl) as records:
-            with run.loading(model_config, output) as terminal:
-                from h2o_stream.ui.compare import compare_nll
-            compare_nll(model_config, configs, texts, comparison.tokens, comparison.out, terminal, records)
+        configs = configs_of(comparison.policies, comparison.windows, comparison.seeds, cache)
+        texts = [Path(text) for text in listed(comparison.text, "--text")]
 
+        def make() -> Comparison:
+            from h2o_stream.compare.nll import Nll
 
-@dataclass(frozen=True)
-class RecallOptions:
-    """What is planted in what."""
+            return Nll(model_config, configs, texts, comparison.tokens)
 
-    text: Annotated[Path, option("Comparison", "--text", help="A text file, in which the facts are planted.")]
-    policies: _Policies = "recent,sink,random,h2o-paper,h2o"
-    windows: _Windows = str(DEFAULT_WINDOW)
-    distances: Annotated[
-        str, option("Comparison", "--distances", help="Tokens between a fact and its question, separated by commas.")
-    ] = "64,256,1024,4096"
-    facts: Annotated[int, option("Comparison", "--facts", help="Facts planted.", min=1)] = 20
-    seeds: _Seeds = "0"
-    out: Annotated[
-        Path | None,
-        option("Comparison", "--out", help="Folder for the table, and for finished parts: go on where it was."),
-    ] = None
+        _show(make, model_config, comparison.out, output)
 
 
 @app.command()
@@ -87,48 +74,15 @@ def recall(comparison: RecallOptions, model: ModelOptions, cache: CacheOptions, 
     """
     with run.reporting("h2o-compare", output.debug):
         model_config = model.model_config()
-        distances = _numbers(comparison.distances, "--distances")
-        policies = f"full,{comparison.policies}"
-        configs = _configs(policies, comparison.windows, comparison.seeds, cache)
-        with Records(output.jsonl) as records:
-            with run.loading(model_config, output) as terminal:
-                from h2o_stream.ui.recall import compare_recall
-            compare_recall(
-                model_config,
-                configs,
-                comparison.text,
-                comparison.facts,
-                distances,
-                comparison.out,
-                terminal,
-                records,
-            )
+        distances = numbers_of(comparison.distances, "--distances")
+        configs = configs_of(f"full,{comparison.policies}", comparison.windows, comparison.seeds, cache)
 
+        def make() -> Comparison:
+            from h2o_stream.compare.recall import Recall
 
-@dataclass(frozen=True)
-class SummarizeOptions:
-    """Who answers what, and how."""
+            return Recall(model_config, configs, comparison.text, comparison.facts, distances)
 
-    requests: Annotated[
-        Path,
-        option("Comparison", "--requests", "--input-path", help="Requests in JSON Lines: the cookbook's or HELM's."),
-    ]
-    policies: _Policies = "full,sink,h2o-paper,h2o"
-    windows: _Windows = "64,128,256,512,1024"
-    limit: Annotated[int | None, option("Comparison", "--limit", help="Requests; default is all.", min=1)] = None
-    prefill: Annotated[
-        Prefill,
-        option("Comparison", "--prefill", help="full: compress after the prompt was read; chunked: while it is read."),
-    ] = "full"
-    sample: Annotated[
-        bool, option("Comparison", "--sample/--greedy", help="Draw as each request says, or take the likeliest.")
-    ] = False
-    seed: Annotated[int, option("Comparison", "--seed", help="Of the draws.", min=0)] = 0
-    batch: Annotated[int, option("Comparison", "--batch", help="Requests answered at once.", min=1)] = 8
-    out: Annotated[
-        Path | None,
-        option("Comparison", "--out", help="Folder for table, plot and predictions: go on where it was."),
-    ] = None
+        _show(make, model_config, comparison.out, output)
 
 
 @app.command()
@@ -145,45 +99,16 @@ def summarize(comparison: SummarizeOptions, model: ModelOptions, cache: CacheOpt
             if cache.chunk:
                 raise ConfigError(f"chunk is {cache.chunk}, which --prefill full does not have; use --prefill chunked")
             cache = replace(cache, chunk=0)
-        configs = _configs(comparison.policies, comparison.windows, "0", cache)
+        configs = configs_of(comparison.policies, comparison.windows, "0", cache)
         requests = read_requests(comparison.requests, comparison.limit)
-        with Records(output.jsonl) as records:
-            with run.loading(model_config, output) as terminal:
-                from h2o_stream.ui.summarize import compare_summaries
-            compare_summaries(
-                model_config,
-                configs,
-                requests,
-                AnswerConfig(comparison.prefill, comparison.sample, comparison.seed, comparison.batch),
-                comparison.out,
-                terminal,
-                records,
-            )
+        how = AnswerConfig(comparison.prefill, comparison.sample, comparison.seed, comparison.batch)
 
+        def make() -> Comparison:
+            from h2o_stream.compare.summarize import Summarize
 
-@dataclass(frozen=True)
-class SpeedOptions:
-    """Who is timed where."""
+            return Summarize(model_config, configs, requests, comparison.requests, how)
 
-    text: Annotated[Path, option("Comparison", "--text", help="A text file, read by all.")]
-    policies: _Policies = "full,recent,h2o"
-    windows: _Windows = str(DEFAULT_WINDOW)
-    histories: Annotated[
-        str, option("Comparison", "--histories", help="Tokens seen when decoding is timed, separated by commas.")
-    ] = "256,1024,2048,8192"
-    dtypes: Annotated[str, option("Comparison", "--dtypes", help="Instead of --dtype, separated by commas.")] = ""
-    quantizations: Annotated[
-        str, option("Comparison", "--quantizations", help="Instead of --quantize, separated by commas.")
-    ] = ""
-    peers: Annotated[
-        str, option("Comparison", "--peers", help="Other engines: transformers, llama.cpp (extra bench).")
-    ] = "transformers"
-    threads: Annotated[int | None, option("Comparison", "--threads", help="Of all engines.", min=1)] = None
-    random_weights: Annotated[
-        Path | None,
-        option("Comparison", "--random-weights", help="A config.json: that model, with random weights made in place."),
-    ] = None
-    out: Annotated[Path | None, option("Comparison", "--out", help="Folder for the table and a plot.")] = None
+        _show(make, model_config, comparison.out, output)
 
 
 @app.command()
@@ -198,19 +123,21 @@ def speed(
     memory allows: bytes of weights and cache over the bandwidth measured in the same run.
     """
     with run.reporting("h2o-compare", output.debug):
-        histories = _numbers(comparison.histories, "--histories")
-        configs = _configs(comparison.policies, comparison.windows, "0", cache)
+        histories = numbers_of(comparison.histories, "--histories")
+        configs = configs_of(comparison.policies, comparison.windows, "0", cache)
         models = [
             replace(model.model_config(), dtype=dtype, quantize=quantize)
-            for dtype in _listed(comparison.dtypes or model.dtype, "--dtypes")
-            for quantize in _listed(comparison.quantizations or model.quantize, "--quantizations")
+            for dtype in listed(comparison.dtypes or model.dtype, "--dtypes")
+            for quantize in listed(comparison.quantizations or model.quantize, "--quantizations")
         ]
-        with Records(output.jsonl) as records:
-            with run.loading(models[0], output) as terminal:
-                from h2o_stream.compare.contenders import LLAMA_CPP, OURS, PEERS, Contender
-                from h2o_stream.ui.speed import compare_speed
+        peers = listed(comparison.peers, "--peers") if comparison.peers else []
+
+        def make() -> Comparison:
+            from h2o_stream.compare.contenders import LLAMA_CPP, OURS, PEERS, Contender
+            from h2o_stream.compare.speed import Speed
+
             contenders = [Contender(OURS, one, config, steps.compile) for one in models for config in configs]
-            for peer in _listed(comparison.peers, "--peers") if comparison.peers else ():
+            for peer in peers:
                 if peer not in PEERS:
                     raise ConfigError(f"peer {peer!r} is unknown; --peers takes some of {', '.join(PEERS)}")
                 plain = dict.fromkeys(replace(one, quantize="none") for one in models)
@@ -220,31 +147,9 @@ def speed(
                 replace(contender, threads=comparison.threads, random_weights=comparison.random_weights)
                 for contender in contenders
             ]
-            compare_speed(contenders, histories, comparison.text, comparison.out, terminal, records)
+            return Speed(contenders, histories, comparison.text)
 
-
-@dataclass(frozen=True)
-class ThroughputOptions:
-    """What batches of what are answered in which memory."""
-
-    text: Annotated[Path, option("Comparison", "--text", help="A text file, which prompts are cut from.")]
-    policies: _Policies = "recent,h2o"
-    shapes: Annotated[
-        str, option("Comparison", "--shapes", help="Tokens of prompt + tokens generated, separated by commas.")
-    ] = "512+32,512+512,512+1024"
-    ratio: Annotated[
-        float, option("Comparison", "--ratio", help="Windows, as a part of prompt and generated tokens.", min=0, max=1)
-    ] = 0.2
-    cache_budget: Annotated[
-        str, option("Comparison", "--cache-budget", help="Memory for the cache of a batch: 128MiB, 2GiB.")
-    ] = "2GiB"
-    rounds: Annotated[
-        int, option("Comparison", "--rounds", help="Times each batch is answered; medians count.", min=1)
-    ] = 1
-    out: Annotated[
-        Path | None,
-        option("Comparison", "--out", help="Folder for the table, and for finished parts: go on where it was."),
-    ] = None
+        _show(make, models[0], comparison.out, output)
 
 
 @app.command()
@@ -262,44 +167,24 @@ def throughput(
     """
     with run.reporting("h2o-compare", output.debug):
         model_config = model.model_config()
-        budget = _bytes(comparison.cache_budget, "--cache-budget")
-        shapes = [_shape(text) for text in _listed(comparison.shapes, "--shapes")]
-        policies = f"full,{comparison.policies}"
+        budget = bytes_of(comparison.cache_budget, "--cache-budget")
+        shapes = [shape_of(text) for text in listed(comparison.shapes, "--shapes")]
 
         def configs(shape: Shape) -> list[CacheConfig]:
-            return _configs(policies, str(round(comparison.ratio * shape.length)), "0", cache)
+            window = str(round(comparison.ratio * shape.length))
+            return configs_of(f"full,{comparison.policies}", window, "0", cache)
 
         for shape in shapes:
             for config in configs(shape):
                 config.plan()
-        with Records(output.jsonl) as records:
-            with run.loading(model_config, output) as terminal:
-                from h2o_stream.ui.throughput import compare_throughput
-            compare_throughput(
-                model_config,
-                shapes,
-                configs,
-                budget,
-                comparison.rounds,
-                steps.compile,
-                comparison.text,
-                comparison.out,
-                terminal,
-                records,
-            )
 
+        def make() -> Comparison:
+            from h2o_stream.compare.throughput import Throughput
 
-@dataclass(frozen=True)
-class HeavyHittersOptions:
-    """What is looked at."""
+            rounds, text = comparison.rounds, comparison.text
+            return Throughput(model_config, shapes, configs, budget, rounds, steps.compile, text)
 
-    text: Annotated[Path, option("Comparison", "--text", help="A text file.")]
-    policies: _Policies = "recent,sink,random,h2o-paper,h2o"
-    window: Annotated[int, option("Comparison", "--window", help="Tokens kept per layer and KV head.")] = DEFAULT_WINDOW
-    tokens: Annotated[int, option("Comparison", "--tokens", help="Tokens read; within the context.", min=2)] = 2048
-    out: Annotated[Path, option("Comparison", "--out", help="Folder for the table and the plots.")] = Path(
-        "heavy-hitters"
-    )
+        _show(make, model_config, comparison.out, output)
 
 
 @app.command()
@@ -313,72 +198,37 @@ def heavy_hitters(
     """
     with run.reporting("h2o-compare", output.debug):
         model_config = model.model_config()
-        evicting = [policy for policy in _policies(comparison.policies) if policy != "full"]
+        evicting = [policy for policy in policies_of(comparison.policies) if policy != "full"]
         configs = [cache.cache_config(policy, comparison.window) for policy in evicting]
         if not configs:
             raise ConfigError("--policies names none that evicts; give one or more")
-        with Records(output.jsonl) as records:
-            with run.loading(model_config, output) as terminal:
-                from h2o_stream.ui.heavy_hitters import show_heavy_hitters
-                from h2o_stream.ui.plots import require_matplotlib
-            require_matplotlib()
+
+        def make() -> Comparison:
+            from h2o_stream.compare.heavy_hitters import HeavyHitters
+
             chunk = cache.chunk or DEFAULT_CHUNK
-            show_heavy_hitters(
-                model_config, configs, comparison.text, comparison.tokens, chunk, comparison.out, terminal, records
-            )
+            return HeavyHitters(model_config, configs, comparison.text, comparison.tokens, chunk)
+
+        _show(make, model_config, comparison.out, output)
 
 
-def _policies(text: str) -> list[str]:
-    policies = _listed(text, "--policies")
-    for policy in policies:
-        if policy not in POLICIES:
-            raise ConfigError(f"policy {policy!r} is unknown; --policies takes some of {', '.join(POLICIES)}")
-    return policies
+def _show(make: Callable[[], Comparison], model: ModelConfig, out: Path | None, output: OutputOptions) -> None:
+    """Run a comparison; of several processes only the first one speaks.
 
+    Args:
+        make: imports and makes it.
+        model: which it is about.
+        out: its folder.
+        output: where its records and words go.
+    """
+    if not Processes().main:
+        output = replace(output, quiet=True, jsonl=None)
+    with Records(output.jsonl) as records:
+        with run.loading(model, output) as terminal:
+            from h2o_stream.ui.comparison import show
 
-def _configs(policies: str, windows: str, seeds_of_draws: str, cache: CacheOptions) -> list[CacheConfig]:
-    """Every policy with every window and, if it draws, every seed; ``full`` comes first and once."""
-    configs: list[CacheConfig] = []
-    for policy in dict.fromkeys(_policies(policies)):
-        if policy == "full":
-            configs.append(CacheConfig(policy, chunk=cache.chunk))
-            continue
-        for window in _numbers(windows, "--windows"):
-            seeds = _numbers(seeds_of_draws, "--seeds") if POLICIES[policy].draws else [0]
-            configs += [replace(cache.cache_config(policy, window), seed=seed) for seed in seeds]
-    return sorted(configs, key=lambda config: config.policy != "full")
-
-
-_UNITS = {"": 1, "B": 1, "KIB": 1 << 10, "MIB": 1 << 20, "GIB": 1 << 30, "KB": 10**3, "MB": 10**6, "GB": 10**9}
-
-
-def _bytes(text: str, name: str) -> int:
-    size = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([a-zA-Z]*)", text.strip())
-    if not size or size[2].upper() not in _UNITS:
-        raise ConfigError(f"{text!r} is not a size; {name} takes one like 128MiB or 2GiB")
-    return int(float(size[1]) * _UNITS[size[2].upper()])
-
-
-def _shape(text: str) -> Shape:
-    prompt, _, new = text.partition("+")
-    if not (prompt.isdecimal() and new.isdecimal() and int(prompt) and int(new)):
-        raise ConfigError(f"{text!r} is not a shape; --shapes takes prompt and generated tokens like 512+32")
-    return Shape(int(prompt), int(new))
-
-
-def _numbers(text: str, name: str) -> list[int]:
-    items = _listed(text, name)
-    for item in items:
-        if not item.isdecimal():
-            raise ConfigError(f"{item!r} is not a whole number; {name} takes numbers and commas")
-    return [int(item) for item in items]
-
-
-def _listed(text: str, name: str) -> list[str]:
-    items = [item.strip() for item in text.split(",") if item.strip()]
-    if not items:
-        raise ConfigError(f"{name} is empty; give one or more, separated by commas")
-    return items
+            comparison = make()
+        show(comparison, out, terminal, records)
 
 
 def main() -> None:

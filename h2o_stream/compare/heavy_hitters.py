@@ -8,8 +8,9 @@ held at that moment.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -18,14 +19,94 @@ from torch import Tensor
 from h2o_stream.cache.attach import attach
 from h2o_stream.cache.statistics import power_law, share_of_top, sparsity
 from h2o_stream.cache.support import context_of
-from h2o_stream.config import CacheConfig
+from h2o_stream.compare.comparison import Comparison, Doing, Job, Notify, told
+from h2o_stream.compare.folder import Part, identity
+from h2o_stream.compare.nll import digest_of, read_tokens
+from h2o_stream.config import CacheConfig, ModelConfig
 from h2o_stream.errors import ConfigError
+from h2o_stream.models.load import load
 
 BEST = "best"
 """The name of the bound: for each query the tokens it attends to most, as many as the window has."""
 
 TOP = 0.1
 """Part of the tokens whose share of all attention is told."""
+
+
+_RANKS = 60
+"""Points of the power law in a record, about."""
+
+
+class HeavyHitters(Comparison):
+    """What `observe` sees on a text.
+
+    Args:
+        model: which.
+        configs: the policies, all of one window.
+        text: a file of plain text.
+        tokens: how many of it are read.
+        chunk: tokens between two evictions.
+    """
+
+    name = "heavy-hitters"
+
+    def __init__(self, model: ModelConfig, configs: Sequence[CacheConfig], text: Path, tokens: int, chunk: int) -> None:
+        self._model_config, self._configs, self._text = model, configs, text
+        self._tokens, self._chunk = tokens, chunk
+        self._model: Any = None
+        self._stream: list[int] = []
+
+    def begin(self, notify: Notify) -> dict[str, Any]:
+        """Load the model and read the text."""
+        loaded = load(self._model_config, notify=notify)
+        self._model = loaded.model
+        self._stream = read_tokens(self._text, loaded.tokenizer, self._tokens - 1)
+        return {
+            "model": loaded.name,
+            "text": str(self._text),
+            "digest": digest_of(self._stream),
+            "tokens": len(self._stream),
+            **told(self._configs),
+            "window": self._configs[0].window,
+            "seed": None,
+        }
+
+    def jobs(self) -> list[Job]:
+        """A single one, since what the policies held is judged together."""
+        key = {
+            "what": self.name,
+            "tokens": digest_of(self._stream),
+            "chunk": self._chunk,
+            "policies": [identity(self._model, config) for config in self._configs],
+        }
+        return [Job("attention", key, len(self._stream) * (len(self._configs) + 1), self._observed)]
+
+    def _observed(self) -> Iterator[Doing | Part]:
+        before: list[str] = []
+        for event in observe(self._model, self._stream, self._configs, self._chunk):
+            if isinstance(event, Progress):
+                before += [event.name] if event.name not in before else []
+                yield Doing((len(before) - 1) * event.total + event.done, event.name)
+                continue
+            ranks = sorted({round(len(event[0].scores) ** (n / _RANKS)) for n in range(_RANKS + 1)})
+            yield Part(
+                {
+                    "layers": [
+                        {
+                            **asdict(layer),
+                            "ranks": ranks,
+                            "scores": [round(float(layer.scores[rank - 1]), 4) for rank in ranks],
+                        }
+                        for layer in event
+                    ]
+                }
+            )
+
+    def records(self, parts: Iterable[Part]) -> Iterator[dict[str, Any]]:
+        """One for each layer."""
+        for part in parts:
+            for layer in part.figures["layers"]:
+                yield {"type": self.name, "text": str(self._text), "window": self._configs[0].window, **layer}
 
 
 @dataclass

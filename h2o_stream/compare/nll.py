@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import hashlib
 import math
 import time
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,43 +16,103 @@ from torch.nn.functional import cross_entropy
 
 from h2o_stream.cache.attach import attach
 from h2o_stream.cache.support import context_of
-from h2o_stream.config import CacheConfig
+from h2o_stream.compare.bootstrap import paired_difference
+from h2o_stream.compare.comparison import Comparison, Doing, Job, Notify, told, window_of
+from h2o_stream.compare.folder import Part, identity
+from h2o_stream.config import CacheConfig, ModelConfig
 from h2o_stream.errors import ConfigError, DataError
+from h2o_stream.models.load import load
 from h2o_stream.resources import read_text
 
 STEP = 256
 """Tokens per forward, about: what the cache does depends on its chunk only."""
 
-
-@dataclass(frozen=True)
-class NllProgress:
-    """Tokens predicted so far."""
-
-    done: int
-    total: int
+_POINTS = 200
+"""Of the curve in a record."""
 
 
-@dataclass(frozen=True)
-class NllResult:
-    """A whole text.
+class Nll(Comparison):
+    """Every policy on every text, on identical tokens.
 
-    Attributes:
-        losses: [n] float32, the negative log-likelihood of each token, nats.
-        tok_s: tokens per second.
+    Args:
+        model: which.
+        configs: the policies, windows and seeds; ``full`` first, so that the others can be compared with it.
+        texts: files of plain text.
+        tokens: predicted per text, or as many as it has.
     """
 
-    losses: Tensor
-    tok_s: float
+    name = "nll"
 
-    @property
-    def nll(self) -> float:
-        """Their mean."""
-        return float(self.losses.double().mean())
+    def __init__(self, model: ModelConfig, configs: Sequence[CacheConfig], texts: Sequence[Path], tokens: int) -> None:
+        self._model_config, self._configs, self._texts, self._tokens = model, configs, texts, tokens
+        self._model: Any = None
+        self._streams: list[list[int]] = []
 
-    @property
-    def nll_last_half(self) -> float:
-        """The mean of their second half."""
-        return float(self.losses[len(self.losses) // 2 :].double().mean())
+    def begin(self, notify: Notify) -> dict[str, Any]:
+        """Load the model and read the texts."""
+        loaded = load(self._model_config, notify=notify)
+        self._model = loaded.model
+        self._streams = [read_tokens(path, loaded.tokenizer, self._tokens) for path in self._texts]
+        return {
+            "model": loaded.name,
+            "tokens": self._tokens,
+            "texts": {str(text): digest_of(tokens) for text, tokens in zip(self._texts, self._streams, strict=True)},
+            **told(self._configs),
+        }
+
+    def jobs(self) -> list[Job]:
+        """One for each text and policy."""
+        return [
+            self._job(text.name, config, within_context(self._model, config, stream))
+            for text, stream in zip(self._texts, self._streams, strict=True)
+            for config in self._configs
+        ]
+
+    def _job(self, text: str, config: CacheConfig, fed: Sequence[int]) -> Job:
+        key = {"what": self.name, "tokens": digest_of(fed), **identity(self._model, config)}
+        label = f"{text} {config.label} {window_of(config) or ''}"
+        return Job(label, key, len(fed) - 1, partial(stream_nll, self._model, config, fed))
+
+    def records(self, parts: Iterable[Part]) -> Iterator[dict[str, Any]]:
+        """One for each text and policy."""
+        of = [(text, config) for text in self._texts for config in self._configs]
+        full: Tensor | None = None
+        for (text, config), part in zip(of, parts, strict=True):
+            losses = part.values
+            to_full = None
+            if config.policy == "full":
+                full = losses
+            elif self._configs[0].policy == "full":
+                assert full is not None
+                to_full = paired_difference(losses, full)._asdict()
+            yield {
+                "type": self.name,
+                "text": str(text),
+                "policy": config.policy,
+                "window": window_of(config),
+                "tokens": len(losses),
+                "nll": float(losses.double().mean()),
+                "nll_last_half": float(losses[len(losses) // 2 :].double().mean()),
+                "tok_s": round(part.figures["tok_s"], 2),
+                "seed": config.seed,
+                "to_full": to_full,
+                "rolling": _rolling(losses),
+            }
+
+
+def digest_of(tokens: Sequence[int]) -> str:
+    """Tells texts apart."""
+    return hashlib.sha256(str(list(tokens)).encode()).hexdigest()[:20]
+
+
+def _rolling(losses: Tensor) -> dict[str, Any]:
+    """The rolling mean of losses by tokens seen, at some points."""
+    width = min(max(len(losses) // 16, 64), len(losses))
+    sums = torch.cat((torch.zeros(1, dtype=torch.float64), losses.double().cumsum(0)))
+    means = (sums[width:] - sums[:-width]) / width
+    stride = math.ceil(len(means) / _POINTS)
+    seen = range(width, len(losses) + 1)[::stride]
+    return {"width": width, "seen": list(seen), "nll": [round(value, 4) for value in means[::stride].tolist()]}
 
 
 def read_tokens(path: Path, tokenizer: Any, count: int) -> list[int]:
@@ -74,7 +135,7 @@ def within_context(model: Any, config: CacheConfig, tokens: Sequence[int]) -> Se
 
 
 @torch.no_grad()
-def stream_nll(model: Any, config: CacheConfig, tokens: Sequence[int]) -> Iterator[NllProgress | NllResult]:
+def stream_nll(model: Any, config: CacheConfig, tokens: Sequence[int]) -> Iterator[Doing | Part]:
     """Feed a text through a cache and score every token by the distribution before it.
 
     Args:
@@ -84,7 +145,7 @@ def stream_nll(model: Any, config: CacheConfig, tokens: Sequence[int]) -> Iterat
         tokens: at least two.
 
     Yields:
-        `NllProgress` after each forward, and last the `NllResult`.
+        `Doing` after each forward, and last the losses, [n] float32 in nats, with ``tok_s``, tokens per second.
     """
     if config.chunk == 0:
         raise ConfigError("chunk is 0; a streamed text needs a --chunk of at least 1")
@@ -97,5 +158,5 @@ def stream_nll(model: Any, config: CacheConfig, tokens: Sequence[int]) -> Iterat
             end = min(start + step, total)
             logits = model(ids[:, start:end], past_key_values=cache, use_cache=True).logits[0].float()
             losses.append(cross_entropy(logits, ids[0, start + 1 : end + 1], reduction="none").cpu())
-            yield NllProgress(end, total)
-    yield NllResult(torch.cat(losses), total / (time.perf_counter() - begun))
+            yield Doing(end)
+    yield Part({"tok_s": total / (time.perf_counter() - begun)}, torch.cat(losses))

@@ -9,8 +9,10 @@ knowing that some word was given is not enough.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -18,9 +20,12 @@ from torch import Tensor
 
 from h2o_stream.cache.attach import attach
 from h2o_stream.cache.support import context_of
-from h2o_stream.compare.nll import STEP
-from h2o_stream.config import CacheConfig
+from h2o_stream.compare.comparison import Comparison, Doing, Job, Notify, told, window_of
+from h2o_stream.compare.folder import Part, identity
+from h2o_stream.compare.nll import STEP, digest_of, read_tokens
+from h2o_stream.config import CacheConfig, ModelConfig
 from h2o_stream.errors import ConfigError, DataError
+from h2o_stream.models.load import load
 
 SPACING = 128
 """Tokens of text between two facts, about."""
@@ -40,12 +45,76 @@ _WORDS = (
 MOST_FACTS = len(_NAMES)
 
 
-@dataclass(frozen=True)
-class Progress:
-    """Tokens and questions so far."""
+_LONGEST = 1 << 16
+"""Tokens of a text that are looked at."""
 
-    done: int
-    total: int
+
+class Recall(Comparison):
+    """Every policy on the same stream and questions; only those count that the full cache answers.
+
+    Args:
+        model: which.
+        configs: ``full`` first, then the policies, windows and seeds.
+        text: a file of plain text, in which the facts are planted.
+        facts: how many.
+        distances: tokens between a fact and its question.
+    """
+
+    name = "recall"
+
+    def __init__(
+        self, model: ModelConfig, configs: Sequence[CacheConfig], text: Path, facts: int, distances: Sequence[int]
+    ) -> None:
+        self._model_config, self._configs, self._text = model, configs, text
+        self._facts, self._distances = facts, distances
+        self._model: Any = None
+        self._plan: Plan
+
+    def begin(self, notify: Notify) -> dict[str, Any]:
+        """Load the model and plant the facts."""
+        loaded = load(self._model_config, notify=notify)
+        self._model = loaded.model
+        tokens = read_tokens(self._text, loaded.tokenizer, _LONGEST)
+        self._plan = plan_questions(loaded.tokenizer, tokens, self._facts, self._distances)
+        check_context(loaded.model, self._plan)
+        return {
+            "model": loaded.name,
+            "text": str(self._text),
+            "tokens": len(self._plan.tokens),
+            "digest": digest_of(self._plan.tokens),
+            "facts": self._facts,
+            "distances": list(self._distances),
+            **told(self._configs),
+        }
+
+    def jobs(self) -> list[Job]:
+        """One for each policy."""
+        return [self._job(config) for config in self._configs]
+
+    def _job(self, config: CacheConfig) -> Job:
+        questions = digest_of([*self._plan.tokens, *itertools.chain(*self._plan.questions)])
+        key = {"what": self.name, "questions": questions, **identity(self._model, config)}
+        label = f"{config.label} {window_of(config) or ''}"
+        return Job(label, key, len(self._plan.tokens), partial(ask, self._model, config, self._plan))
+
+    def records(self, parts: Iterable[Part]) -> Iterator[dict[str, Any]]:
+        """One for each policy and distance."""
+        passed: Tensor | None = None
+        for config, part in zip(self._configs, parts, strict=True):
+            passed = part.values > 0 if passed is None else passed
+            for column, distance in enumerate(self._distances):
+                margins = part.values[:, column][passed[:, column]]
+                yield {
+                    "type": self.name,
+                    "text": str(self._text),
+                    "policy": config.policy,
+                    "window": window_of(config),
+                    "seed": config.seed,
+                    "distance": distance,
+                    "facts": len(margins),
+                    "margin": float(margins.mean()) if len(margins) else None,
+                    "recalled": float((margins > 0).float().mean()) if len(margins) else None,
+                }
 
 
 @dataclass(frozen=True)
@@ -128,11 +197,11 @@ def check_context(model: Any, plan: Plan) -> None:
 
 
 @torch.no_grad()
-def ask(model: Any, config: CacheConfig, plan: Plan) -> Iterator[Progress | Tensor]:
+def ask(model: Any, config: CacheConfig, plan: Plan) -> Iterator[Doing | Part]:
     """Feed the stream; at each question ask, and take the question back.
 
     Yields:
-        `Progress` after each part, and last the margins, [facts, distances] float32 in nats.
+        `Doing` after each piece, and last the margins, [facts, distances] float32 in nats.
     """
     margins = torch.empty(len(plan.answers), len(plan.distances))
     choices = torch.tensor(plan.choices)
@@ -149,10 +218,10 @@ def ask(model: Any, config: CacheConfig, plan: Plan) -> Iterator[Progress | Tens
                 part = plan.tokens[fed : min(fed + STEP, at)]
                 feed(part)
                 fed += len(part)
-                yield Progress(fed, len(plan.tokens))
+                yield Doing(fed)
             state = cache.state_dict()
             logits = feed(plan.cues[fact])
             cache.load_state_dict(state)
             others = logits[choices[choices != plan.answers[fact]]]
             margins[fact, distance] = logits[plan.answers[fact]] - others.max()
-    yield margins
+    yield Part(values=margins)

@@ -3,12 +3,21 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from functools import partial
+from importlib.metadata import version
+from pathlib import Path
 from statistics import median
+from typing import Any
 
-from h2o_stream.compare.contenders import Contender, Memory, Ready, Worker
+from h2o_stream.compare.comparison import Comparison, Doing, Job, Notify, window_of
+from h2o_stream.compare.contenders import OURS, Contender, Memory, Ready, Worker
+from h2o_stream.compare.folder import Part
+from h2o_stream.compare.nll import digest_of, read_tokens
+from h2o_stream.errors import DataError
+from h2o_stream.models.load import load_tokenizer
 
 ROUNDS = 5
 """Times that every contender decodes at a history; the median counts."""
@@ -20,15 +29,6 @@ _WARM_UP = 3
 """Tokens decoded in each round before the time is taken."""
 
 _BANDWIDTH_BYTES = 600_000_000
-
-
-@dataclass(frozen=True)
-class Doing:
-    """What is going on, for people."""
-
-    text: str
-    done: int
-    total: int
 
 
 @dataclass(frozen=True)
@@ -113,50 +113,155 @@ class _Lane:
         return seconds
 
 
-def race(contenders: Sequence[Contender], histories: Sequence[int], tokens: Sequence[int]) -> Iterator[Doing | Figure]:
-    """Let contenders read the same text up to each history and decode there in turn, round by round.
+class Race:
+    """Contenders that read the same text up to each history and decode there in turn, round by round.
 
     Args:
-        contenders: each gets a process of its own.
-        histories: tokens, ascending. Those beyond what a contender can hold are left out for it.
+        contenders: each gets a process of its own, when the first history is asked for.
         tokens: the text, see `needed`.
-
-    Yields:
-        `Doing` before whatever takes long, and a `Figure` for each contender and history.
-
-    Raises:
-        H2OStreamError: an engine is missing or failed.
     """
-    total, done = len(contenders) * (1 + len(histories)), 0
-    with ExitStack() as stack:
-        lanes: list[_Lane] = []
-        for contender in contenders:
-            yield Doing(f"starting {contender.name}", done, total)
-            worker = stack.enter_context(Worker(contender))
-            lanes.append(_Lane(worker, worker.ask("ready")))
+
+    def __init__(self, contenders: Sequence[Contender], tokens: Sequence[int]) -> None:
+        self._contenders, self._tokens = contenders, tokens
+        self._stack, self._lanes = ExitStack(), list[_Lane]()
+
+    def close(self) -> None:
+        """End the processes."""
+        self._stack.close()
+
+    @property
+    def steps(self) -> int:
+        """What `Doing.done` comes to at a history."""
+        return len(self._contenders) * (2 + ROUNDS)
+
+    def at(self, history: int) -> Iterator[Doing | list[Figure]]:
+        """Time all contenders that reach a history; histories come in ascending order.
+
+        Yields:
+            `Doing` before whatever takes long, and last the figures.
+
+        Raises:
+            H2OStreamError: an engine is missing or failed.
+        """
+        for contender in self._contenders[len(self._lanes) :]:
+            yield Doing(len(self._lanes), f"starting {contender.name}")
+            worker = self._stack.enter_context(Worker(contender))
+            self._lanes.append(_Lane(worker, worker.ask("ready")))
             worker.ask("prepare")
+        able = [lane for lane in self._lanes if lane.reaches(history)]
+        done = len(self._lanes)
+        for lane in able:
+            yield Doing(done, f"{lane.worker.contender.name} reads up to {history:,}")
+            lane.feed(self._tokens, history)
             done += 1
-        for history in histories:
-            able = [lane for lane in lanes if lane.reaches(history)]
-            done += len(lanes) - len(able)
-            for lane in able:
-                yield Doing(f"{lane.worker.contender.name} reads up to {history:,}", done, total)
-                lane.feed(tokens, history)
-            seconds: list[list[float]] = [[] for _ in able]
-            for number in range(ROUNDS):
-                for lane, taken in zip(able, seconds, strict=True):
-                    yield Doing(f"{lane.worker.contender.name} at {history:,}, round {number + 1}", done, total)
-                    taken.append(lane.decode(tokens))
+        seconds: list[list[float]] = [[] for _ in able]
+        for number in range(ROUNDS):
             for lane, taken in zip(able, seconds, strict=True):
+                yield Doing(done, f"{lane.worker.contender.name} at {history:,}, round {number + 1}")
+                taken.append(lane.decode(self._tokens))
                 done += 1
-                yield Figure(
-                    contender=lane.worker.contender,
-                    ready=lane.ready,
-                    history=history,
-                    prefill_tok_s=lane.read / lane.read_s,
-                    decode_tok_s=STEPS / median(taken),
-                    memory=lane.worker.ask("memory"),
-                )
+        yield [
+            Figure(
+                contender=lane.worker.contender,
+                ready=lane.ready,
+                history=history,
+                prefill_tok_s=lane.read / lane.read_s,
+                decode_tok_s=STEPS / median(taken),
+                memory=lane.worker.ask("memory"),
+            )
+            for lane, taken in zip(able, seconds, strict=True)
+        ]
+
+
+class Speed(Comparison):
+    """How fast contenders are against each other.
+
+    Args:
+        contenders: all of one model.
+        histories: tokens seen when decoding is timed.
+        text: what they read.
+    """
+
+    name = "speed"
+    alone = True
+
+    def __init__(self, contenders: Sequence[Contender], histories: Sequence[int], text: Path) -> None:
+        self._contenders, self._histories, self._text = contenders, sorted(set(histories)), text
+        self._tokens: list[int] = []
+        self._race: Race
+
+    def begin(self, notify: Notify) -> dict[str, Any]:
+        """Read the text, and measure what the floor is computed from."""
+        count = needed(self._histories)
+        first = self._contenders[0]
+        self._tokens = read_tokens(self._text, load_tokenizer(first.model, notify), count)
+        if len(self._tokens) < count:
+            raise DataError(
+                f"--text {self._text}: {len(self._tokens)} tokens, {count} are needed; lower --histories or give a "
+                "longer text"
+            )
+        self._race = Race(self._contenders, self._tokens)
+        return {
+            "model": first.model.model,
+            "policy": [contender.cache.policy for contender in self._contenders],
+            "window": [window_of(contender.cache) for contender in self._contenders],
+            "seed": None,
+            "text": str(self._text),
+            "digest": digest_of(self._tokens),
+            "histories": self._histories,
+            "contenders": [asdict(contender) for contender in self._contenders],
+        }
+
+    def jobs(self) -> list[Job]:
+        """One for each history."""
+        return [self._job(history) for history in self._histories]
+
+    def _job(self, history: int) -> Job:
+        key = {
+            "what": self.name,
+            "tokens": digest_of(self._tokens),
+            "contenders": [asdict(contender) for contender in self._contenders],
+            "history": history,
+            "version": version("h2o-stream"),
+        }
+        return Job(f"at {history:,}", key, self._race.steps, partial(self._timed, history))
+
+    def _timed(self, history: int) -> Iterator[Doing | Part]:
+        reads = bandwidth(self._contenders[0].threads)
+        for event in self._race.at(history):
+            yield event if isinstance(event, Doing) else Part({"records": [_record(own, reads) for own in event]})
+
+    def records(self, parts: Iterable[Part]) -> Iterator[dict[str, Any]]:
+        """One for each contender and history."""
+        for part in parts:
+            yield from part.figures["records"]
+
+    def close(self) -> None:
+        """End the processes."""
+        if hasattr(self, "_race"):
+            self._race.close()
+
+
+def _record(figure: Figure, reads: float) -> dict[str, Any]:
+    own, cache = figure.contender.engine == OURS, figure.contender.cache
+    return {
+        "type": "speed",
+        "engine": figure.contender.engine,
+        "name": figure.contender.name,
+        "policy": cache.policy if own else "full",
+        "window": window_of(cache) if own else None,
+        "history": figure.history,
+        "prefill_tok_s": round(figure.prefill_tok_s, 2),
+        "decode_tok_s": round(figure.decode_tok_s, 2),
+        "of_floor": round(figure.decode_tok_s / figure.floor(reads), 3),
+        "bandwidth": round(reads),
+        "cache_bytes": figure.memory.cache,
+        "rss_bytes": figure.memory.process,
+        "dtype": figure.ready.dtype,
+        "quantize": figure.contender.model.quantize,
+        "compile": own and figure.contender.compile,
+        "weight_bytes": figure.ready.weight_bytes,
+    }
 
 
 def needed(histories: Sequence[int]) -> int:

@@ -2,21 +2,123 @@
 
 from __future__ import annotations
 
+import json
 import time
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from functools import partial
 from itertools import groupby
+from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import torch
 
 from h2o_stream.cache.attach import attach
 from h2o_stream.cache.support import context_of
-from h2o_stream.config import AnswerConfig, CacheConfig
+from h2o_stream.compare.comparison import Comparison, Job, Notify, told, window_of
+from h2o_stream.compare.folder import Part, identity
+from h2o_stream.config import AnswerConfig, CacheConfig, ModelConfig
 from h2o_stream.errors import ConfigError, H2OStreamError
+from h2o_stream.models.load import LoadedModel, load
 from h2o_stream.session.requests import Request
 
 ROUGE = ("rouge1", "rouge2", "rougeL")
+
+
+class Summarize(Comparison):
+    """Every policy and window on the same requests.
+
+    Args:
+        model: which.
+        configs: the policies and windows, ``full`` first.
+        requests: what is answered.
+        source: the file they are from.
+        how: drawn or not, and how many at once.
+
+    Raises:
+        H2OStreamError: rouge-score is not installed.
+    """
+
+    name = "summarize"
+
+    def __init__(
+        self,
+        model: ModelConfig,
+        configs: Sequence[CacheConfig],
+        requests: Sequence[Request],
+        source: Path,
+        how: AnswerConfig,
+    ) -> None:
+        self._model_config, self._configs, self._requests = model, configs, requests
+        self._source, self._how, self._rouge = source, how, Rouge()
+        self._loaded: LoadedModel
+        self._prompts: list[list[int]] = []
+        self._batches: list[tuple[int, ...]] = []
+        self._made: dict[str, list[dict[str, Any]]] = {}
+
+    def begin(self, notify: Notify) -> dict[str, Any]:
+        """Load the model and encode the requests."""
+        self._loaded = load(self._model_config, notify=notify)
+        self._prompts = encode(self._loaded.tokenizer, self._loaded.model, self._requests)
+        self._batches = batches(self._requests, self._prompts, self._how.batch)
+        return {
+            "model": self._loaded.name,
+            "source": str(self._source),
+            "requests": len(self._requests),
+            "prompt_tokens": fmean(map(len, self._prompts)),
+            **asdict(self._how),
+            **told(self._configs),
+            "seed": self._how.seed,
+        }
+
+    def jobs(self) -> list[Job]:
+        """One for each batch and policy."""
+        return [self._job(config, part) for config in self._configs for part in self._batches]
+
+    def _job(self, config: CacheConfig, part: tuple[int, ...]) -> Job:
+        asked = [(self._requests[index].prompt, str(self._requests[index].sampling)) for index in part]
+        model, how = self._loaded.model, self._how
+        key = {"what": self.name, "requests": asked, **asdict(how), **identity(model, config)}
+        return Job(f"{config.label} {window_of(config) or ''}", key, len(part), partial(self._answer, config, part))
+
+    def _answer(self, config: CacheConfig, part: tuple[int, ...]) -> Iterator[Part]:
+        model, tokenizer, prompts = self._loaded.model, self._loaded.tokenizer, self._prompts
+        made = answer(model, tokenizer, config, self._requests, prompts, part, self._how, self._rouge)
+        yield Part({"predictions": [asdict(prediction) for prediction in made]})
+
+    def records(self, parts: Iterable[Part]) -> Iterator[dict[str, Any]]:
+        """One for each policy and window."""
+        coming = iter(parts)
+        for config in self._configs:
+            made = [prediction for _ in self._batches for prediction in next(coming).figures["predictions"]]
+            scored = [prediction["rouge"] for prediction in made if prediction["rouge"] is not None]
+            means = [fmean(column) for column in zip(*scored, strict=True)] if scored else [None] * len(ROUGE)
+            tokens = sum(prediction["new_tokens"] for prediction in made)
+            yield {
+                "type": self.name,
+                "policy": config.policy,
+                "window": window_of(config),
+                "n": len(made),
+                **dict(zip(ROUGE, means, strict=True)),
+                "new_tokens": tokens,
+                "tok_s": tokens / sum(prediction["seconds"] for prediction in made),
+            }
+            self._made[f"{config.policy}-{config.window}" if window_of(config) else config.policy] = made
+
+    def files(self) -> Iterator[tuple[str, str]]:
+        """The answers of each policy and window, beside what they answer."""
+        for label, made in self._made.items():
+            lines = [
+                {
+                    **prediction,
+                    "reference": self._requests[prediction["index"]].reference,
+                    "prompt": self._requests[prediction["index"]].prompt,
+                }
+                for prediction in sorted(made, key=lambda prediction: int(prediction["index"]))
+            ]
+            text = "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines)
+            yield f"predictions/{label}.jsonl", text
 
 
 @dataclass(frozen=True)
@@ -79,17 +181,24 @@ def encode(tokenizer: Any, model: Any, requests: Sequence[Request]) -> list[list
     return prompts
 
 
+def batches(requests: Sequence[Request], prompts: Sequence[Sequence[int]], size: int) -> list[tuple[int, ...]]:
+    """Which requests are answered together: those of one way to draw, of like length."""
+    order = sorted(range(len(requests)), key=lambda index: (str(requests[index].sampling), len(prompts[index])))
+    alike = [tuple(same) for _, same in groupby(order, key=lambda index: requests[index].sampling)]
+    return [same[start : start + size] for same in alike for start in range(0, len(same), size)]
+
+
 def answer(
     model: Any,
     tokenizer: Any,
     config: CacheConfig,
     requests: Sequence[Request],
     prompts: Sequence[Sequence[int]],
-    todo: Sequence[int],
+    part: Sequence[int],
     how: AnswerConfig,
     rouge: Rouge,
-) -> Iterator[list[Prediction]]:
-    """Answer requests, those of like length together.
+) -> list[Prediction]:
+    """Answer requests together.
 
     Args:
         model: a causal language model of transformers.
@@ -97,47 +206,40 @@ def answer(
         config: the policy under test; with a chunk of 0 prompts are compressed after they were read whole.
         requests: all requests.
         prompts: their tokens.
-        todo: which of them.
-        how: drawn or not, and how many at once.
+        part: which of them, all of one way to draw.
+        how: drawn or not.
         rouge: the measure.
-
-    Yields:
-        The answers of each batch.
     """
-    order = sorted(todo, key=lambda index: (str(requests[index].sampling), len(prompts[index])))
     pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id
-    for _, alike in groupby(order, key=lambda index: requests[index].sampling):
-        group = list(alike)
-        for start in range(0, len(group), how.batch):
-            part, begun = group[start : start + how.batch], time.perf_counter()
-            longest = max(len(prompts[index]) for index in part)
-            ids = torch.full((len(part), longest), pad)
-            for row, index in enumerate(part):
-                ids[row, longest - len(prompts[index]) :] = torch.tensor(list(prompts[index]))
-            lengths = torch.tensor([len(prompts[index]) for index in part])
-            mask = (torch.arange(longest) >= longest - lengths[:, None]).long()
-            sampling = requests[part[0]].sampling
-            drawn = how.sample and bool(sampling.temperature)
-            draw = {"temperature": sampling.temperature, "top_p": sampling.top_p, "top_k": 0} if drawn else {}
-            torch.manual_seed(how.seed + part[0])
-            with attach(model, config):
-                output = model.generate(
-                    input_ids=ids.to(model.device),
-                    attention_mask=mask.to(model.device),
-                    do_sample=drawn,
-                    max_new_tokens=sampling.max_tokens,
-                    stop_strings=list(sampling.stop) or None,
-                    tokenizer=tokenizer,
-                    pad_token_id=pad,
-                    **draw,
-                )[:, longest:]
-            seconds = (time.perf_counter() - begun) / len(part)
-            texts = [_until(tokenizer.decode(row, skip_special_tokens=True), sampling.stop) for row in output]
-            counts = [_count(row.tolist(), pad, model) for row in output]
-            yield [
-                Prediction(index, text, count, seconds, rouge(text, requests[index].reference))
-                for index, text, count in zip(part, texts, counts, strict=True)
-            ]
+    begun = time.perf_counter()
+    longest = max(len(prompts[index]) for index in part)
+    ids = torch.full((len(part), longest), pad)
+    for row, index in enumerate(part):
+        ids[row, longest - len(prompts[index]) :] = torch.tensor(list(prompts[index]))
+    lengths = torch.tensor([len(prompts[index]) for index in part])
+    mask = (torch.arange(longest) >= longest - lengths[:, None]).long()
+    sampling = requests[part[0]].sampling
+    drawn = how.sample and bool(sampling.temperature)
+    draw = {"temperature": sampling.temperature, "top_p": sampling.top_p, "top_k": 0} if drawn else {}
+    torch.manual_seed(how.seed + part[0])
+    with attach(model, config):
+        output = model.generate(
+            input_ids=ids.to(model.device),
+            attention_mask=mask.to(model.device),
+            do_sample=drawn,
+            max_new_tokens=sampling.max_tokens,
+            stop_strings=list(sampling.stop) or None,
+            tokenizer=tokenizer,
+            pad_token_id=pad,
+            **draw,
+        )[:, longest:]
+    seconds = (time.perf_counter() - begun) / len(part)
+    texts = [_until(tokenizer.decode(row, skip_special_tokens=True), sampling.stop) for row in output]
+    counts = [_count(row.tolist(), pad, model) for row in output]
+    return [
+        Prediction(index, text, count, seconds, rouge(text, requests[index].reference))
+        for index, text, count in zip(part, texts, counts, strict=True)
+    ]
 
 
 def _until(text: str, stops: Sequence[str]) -> str:

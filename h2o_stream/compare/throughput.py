@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from functools import partial
 from itertools import cycle, islice
+from pathlib import Path
+from statistics import median
 from typing import Any
 
 import torch
@@ -14,9 +17,16 @@ from torch import Tensor
 
 from h2o_stream.cache.attach import attach
 from h2o_stream.cache.support import context_of
-from h2o_stream.config import PREFILL_STEP, CacheConfig, Shape
+from h2o_stream.compare.comparison import Comparison, Job, Notify, told, window_of
+from h2o_stream.compare.folder import Part, identity
+from h2o_stream.compare.nll import digest_of, read_tokens
+from h2o_stream.config import PREFILL_STEP, CacheConfig, ModelConfig, Shape
 from h2o_stream.errors import ConfigError
 from h2o_stream.graphs.steps import compiled
+from h2o_stream.models.load import load as load_model
+
+_TEXT = 1 << 18
+"""Tokens of a text that are used."""
 
 
 @dataclass(frozen=True)
@@ -38,16 +48,111 @@ class Load:
     largest: bool
 
 
-@dataclass(frozen=True)
-class Doing:
-    """What is going on, for people."""
+class Throughput(Comparison):
+    """The largest batches that fit, and equal ones.
 
-    text: str
+    Args:
+        model: which.
+        shapes: of the requests.
+        configs: the policies for a shape, ``full`` first.
+        budget: bytes for the cache of a batch.
+        rounds: times that each load is answered, in turn; the median counts.
+        compile: let single tokens go through compiled graphs.
+        text: a file that prompts are cut from.
+    """
+
+    name = "throughput"
+    alone = True
+
+    def __init__(
+        self,
+        model: ModelConfig,
+        shapes: Sequence[Shape],
+        configs: Callable[[Shape], Sequence[CacheConfig]],
+        budget: int,
+        rounds: int,
+        compile: bool,
+        text: Path,
+    ) -> None:
+        self._model_config, self._shapes, self._configs = model, shapes, configs
+        self._budget, self._rounds, self._compile, self._text = budget, rounds, compile, text
+        self._model: Any = None
+        self._tokens: list[int] = []
+        self._loads: list[tuple[Load, ...]] = []
+
+    def begin(self, notify: Notify) -> dict[str, Any]:
+        """Load the model and find the batches that fit."""
+        loaded = load_model(self._model_config, notify=notify)
+        self._model = loaded.model
+        self._tokens = read_tokens(self._text, loaded.tokenizer, _TEXT)
+        for shape in self._shapes:
+            notify(f"{shape}: measuring the cache of a row ...")
+            configs = self._configs(shape)
+            self._loads.append(tuple(loads(self._model, shape, configs, self._budget, self._tokens)))
+        return {
+            "model": loaded.name,
+            "dtype": str(self._model.dtype).removeprefix("torch."),
+            "text": str(self._text),
+            "digest": digest_of(self._tokens),
+            "shapes": list(map(str, self._shapes)),
+            "cache_budget": self._budget,
+            "rounds": self._rounds,
+            "compile": self._compile,
+            "device_map": self._model_config.device_map,
+            "threads": torch.get_num_threads(),
+            **told([config for shape in self._shapes for config in self._configs(shape)]),
+        }
+
+    def jobs(self) -> list[Job]:
+        """One for each round of each load; those of a shape in turn."""
+        return [
+            self._job(load, number) for planned in self._loads for number in range(self._rounds) for load in planned
+        ]
+
+    def _job(self, load: Load, number: int) -> Job:
+        key = {
+            "what": self.name,
+            "tokens": digest_of(self._tokens),
+            "compile": self._compile,
+            "shape": str(load.shape),
+            "batch": load.batch,
+            "round": number,
+            "threads": torch.get_num_threads(),
+            **identity(self._model, load.config),
+        }
+        return Job(f"{load.shape}: {load.config.label}, batch {load.batch}", key, 1, partial(self._timed, load))
+
+    def _timed(self, load: Load) -> Iterator[Part]:
+        yield Part({"seconds": generate(self._model, load, rows_of(self._tokens, load), self._compile)})
+
+    def records(self, parts: Iterable[Part]) -> Iterator[dict[str, Any]]:
+        """One for each load."""
+        coming = iter(parts)
+        for planned in self._loads:
+            seconds = [[next(coming).figures["seconds"] for _ in planned] for _ in range(self._rounds)]
+            for load, taken in zip(planned, zip(*seconds, strict=True), strict=True):
+                yield self._record(load, median(taken))
+
+    def _record(self, load: Load, seconds: float) -> dict[str, Any]:
+        return {
+            "type": self.name,
+            "engine": "transformers" if load.config.policy == "full" else "h2o-stream",
+            "policy": load.config.policy,
+            "window": window_of(load.config),
+            **asdict(load.shape),
+            "batch": load.batch,
+            "largest": load.largest,
+            "row_bytes": load.row_bytes,
+            "cache_bytes": load.row_bytes * load.batch,
+            "seconds": round(seconds, 3),
+            "tok_s": round(load.batch * load.shape.new / seconds, 2),
+            "dtype": str(self._model.dtype).removeprefix("torch."),
+        }
 
 
 def loads(
     model: Any, shape: Shape, configs: Sequence[CacheConfig], budget: int, tokens: Sequence[int]
-) -> Iterator[Doing | Load]:
+) -> Iterator[Load]:
     """The largest batch of each policy, and the batch of the full cache for all.
 
     Args:
@@ -57,9 +162,6 @@ def loads(
         budget: bytes for the cache of all rows.
         tokens: a text to measure a row with.
 
-    Yields:
-        `Doing` before whatever takes long, and the loads.
-
     Raises:
         ConfigError: a row does not fit into the budget, or the shape not into the context of a full cache.
     """
@@ -68,7 +170,6 @@ def loads(
         raise ConfigError(f"{shape} needs {shape.length} positions, the model has {context}; give smaller --shapes")
     sizes: list[tuple[CacheConfig, int, int]] = []
     for config in configs:
-        yield Doing(f"{shape}: measuring a row of {config.label}")
         row = row_bytes(model, config, list(islice(cycle(tokens), shape.length)))
         if row > budget:
             raise ConfigError(

@@ -1,21 +1,11 @@
-"""Line plots as PNG files. The only place that knows matplotlib, which comes with the extra ``plots``."""
+"""Charts as pictures. The only place that knows matplotlib, which comes with the extra ``plots``."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 from h2o_stream.errors import H2OStreamError
-
-
-@dataclass(frozen=True)
-class Curve:
-    """A line of a plot; a curve without a name is left out of the legend."""
-
-    name: str
-    x: Sequence[float]
-    y: Sequence[float]
+from h2o_stream.ui.pages import Chart
 
 
 def require_matplotlib() -> None:
@@ -30,23 +20,8 @@ def require_matplotlib() -> None:
         raise H2OStreamError("plots need matplotlib; pip install 'h2o-stream[plots]'") from error
 
 
-def plot(
-    path: Path,
-    title: str,
-    axes: tuple[str, str],
-    curves: Sequence[Curve],
-    y_range: tuple[float, float] | None = None,
-    logarithmic: bool = False,
-) -> None:
-    """Draw curves into a PNG file.
-
-    Args:
-        path: of the file.
-        title: above the plot.
-        axes: names of x and y.
-        curves: one or more.
-        y_range: of the y axis; None is what the curves need.
-        logarithmic: both axes.
+def draw(chart: Chart, path: Path) -> None:
+    """Draw a chart into a PNG file.
 
     Raises:
         OSError: the file cannot be written.
@@ -55,17 +30,18 @@ def plot(
 
     figure = Figure(figsize=(8, 4.5), layout="constrained")
     axis = figure.subplots()
-    for curve in curves:
-        axis.plot(curve.x, curve.y, label=curve.name or None, linewidth=1.6)
-    if logarithmic:
+    for curve in chart.curves:
+        axis.plot(curve.x, curve.y, label=curve.name or None, linewidth=1.6, marker="o" if len(curve.x) < 20 else "")
+    if "x" in chart.logarithmic:
         axis.set_xscale("log")
+    if "y" in chart.logarithmic:
         axis.set_yscale("log")
-    if y_range is not None:
-        axis.set_ylim(*y_range)
-    axis.set_title(title, fontsize=10)
-    axis.set_xlabel(axes[0])
-    axis.set_ylabel(axes[1])
+    if chart.y_range is not None:
+        axis.set_ylim(*chart.y_range)
+    axis.set_title(chart.title, fontsize=10)
+    axis.set_xlabel(chart.axes[0])
+    axis.set_ylabel(chart.axes[1])
     axis.grid(alpha=0.3)
-    if any(curve.name for curve in curves):
+    if any(curve.name for curve in chart.curves):
         axis.legend(fontsize=9)
     figure.savefig(path, dpi=120)

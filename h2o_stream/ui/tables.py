@@ -12,6 +12,7 @@ from rich.text import Text
 
 from h2o_stream.session.sessions import saved_sessions
 from h2o_stream.ui.figures import size, speed
+from h2o_stream.ui.pages import Figures, Page
 from h2o_stream.ui.terminal import Terminal, printable
 
 if TYPE_CHECKING:
@@ -51,10 +52,16 @@ def figures_table(title: str, header: Sequence[str], rows: Iterable[Sequence[str
     return table
 
 
-def markdown_table(title: str, header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """The same as Markdown."""
-    lines = [header, ["---:"] * len(header), *rows]
-    return f"{title}\n\n" + "".join(f"| {' | '.join(line)} |\n" for line in lines)
+def markdown_page(page: Page) -> str:
+    """A page's title and tables as Markdown."""
+    legend = f" ({page.legend})" if page.legend else ""
+    return "\n".join([f"{page.title}{legend}\n", *map(_markdown, page.tables)])
+
+
+def _markdown(table: Figures) -> str:
+    lines = [table.header, ["---:"] * len(table.header), *table.rows]
+    title = f"{table.title}\n\n" if table.title else ""
+    return title + "".join(f"| {' | '.join(line)} |\n" for line in lines)
 
 
 def sessions_table() -> Table:

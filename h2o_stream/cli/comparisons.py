@@ -1,0 +1,212 @@
+"""What ``h2o-compare`` can be asked, as groups of options, and how lists of them are read."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Annotated
+
+from h2o_stream.cli.options import CacheOptions, option
+from h2o_stream.config import DEFAULT_WINDOW, POLICIES, CacheConfig, Prefill, Shape
+from h2o_stream.errors import ConfigError
+
+_Policies = Annotated[str, option("Comparison", "--policies", help="Policies, separated by commas.")]
+_Windows = Annotated[str, option("Comparison", "--windows", help="Windows, separated by commas.")]
+_Seeds = Annotated[str, option("Comparison", "--seeds", help="Seeds of random, separated by commas.")]
+_Text = Annotated[Path, option("Comparison", "--text", help="A text file.")]
+_Out = Annotated[
+    Path | None,
+    option(
+        "Comparison",
+        "--out",
+        help="Folder for settings, records, tables and plots; a comparison that was interrupted goes on there.",
+    ),
+]
+
+
+@dataclass(frozen=True)
+class NllOptions:
+    """What is compared on what."""
+
+    text: Annotated[str, option("Comparison", "--text", help="Text files, separated by commas.")]
+    policies: _Policies = "full,recent,sink,h2o-paper,h2o"
+    windows: _Windows = str(DEFAULT_WINDOW)
+    tokens: Annotated[int, option("Comparison", "--tokens", help="Tokens predicted per text.", min=1)] = 4096
+    seeds: _Seeds = "0"
+    out: _Out = None
+
+
+@dataclass(frozen=True)
+class RecallOptions:
+    """What is planted in what."""
+
+    text: Annotated[Path, option("Comparison", "--text", help="A text file, in which the facts are planted.")]
+    policies: _Policies = "recent,sink,random,h2o-paper,h2o"
+    windows: _Windows = str(DEFAULT_WINDOW)
+    distances: Annotated[
+        str, option("Comparison", "--distances", help="Tokens between a fact and its question, separated by commas.")
+    ] = "64,256,1024,4096"
+    facts: Annotated[int, option("Comparison", "--facts", help="Facts planted.", min=1)] = 20
+    seeds: _Seeds = "0"
+    out: _Out = None
+
+
+@dataclass(frozen=True)
+class SummarizeOptions:
+    """Who answers what, and how."""
+
+    requests: Annotated[
+        Path,
+        option("Comparison", "--requests", "--input-path", help="Requests in JSON Lines: the cookbook's or HELM's."),
+    ]
+    policies: _Policies = "full,sink,h2o-paper,h2o"
+    windows: _Windows = "64,128,256,512,1024"
+    limit: Annotated[int | None, option("Comparison", "--limit", help="Requests; default is all.", min=1)] = None
+    prefill: Annotated[
+        Prefill,
+        option("Comparison", "--prefill", help="full: compress after the prompt was read; chunked: while it is read."),
+    ] = "full"
+    sample: Annotated[
+        bool, option("Comparison", "--sample/--greedy", help="Draw as each request says, or take the likeliest.")
+    ] = False
+    seed: Annotated[int, option("Comparison", "--seed", help="Of the draws.", min=0)] = 0
+    batch: Annotated[int, option("Comparison", "--batch", help="Requests answered at once.", min=1)] = 8
+    out: _Out = None
+
+
+@dataclass(frozen=True)
+class SpeedOptions:
+    """Who is timed where."""
+
+    text: Annotated[Path, option("Comparison", "--text", help="A text file, read by all.")]
+    policies: _Policies = "full,recent,h2o"
+    windows: _Windows = str(DEFAULT_WINDOW)
+    histories: Annotated[
+        str, option("Comparison", "--histories", help="Tokens seen when decoding is timed, separated by commas.")
+    ] = "256,1024,2048,8192"
+    dtypes: Annotated[str, option("Comparison", "--dtypes", help="Instead of --dtype, separated by commas.")] = ""
+    quantizations: Annotated[
+        str, option("Comparison", "--quantizations", help="Instead of --quantize, separated by commas.")
+    ] = ""
+    peers: Annotated[
+        str, option("Comparison", "--peers", help="Other engines: transformers, llama.cpp (extra bench).")
+    ] = "transformers"
+    threads: Annotated[int | None, option("Comparison", "--threads", help="Of all engines.", min=1)] = None
+    random_weights: Annotated[
+        Path | None,
+        option("Comparison", "--random-weights", help="A config.json: that model, with random weights made in place."),
+    ] = None
+    out: _Out = None
+
+
+@dataclass(frozen=True)
+class ThroughputOptions:
+    """What batches of what are answered in which memory."""
+
+    text: Annotated[Path, option("Comparison", "--text", help="A text file, which prompts are cut from.")]
+    policies: _Policies = "recent,h2o"
+    shapes: Annotated[
+        str, option("Comparison", "--shapes", help="Tokens of prompt + tokens generated, separated by commas.")
+    ] = "512+32,512+512,512+1024"
+    ratio: Annotated[
+        float, option("Comparison", "--ratio", help="Windows, as a part of prompt and generated tokens.", min=0, max=1)
+    ] = 0.2
+    cache_budget: Annotated[
+        str, option("Comparison", "--cache-budget", help="Memory for the cache of a batch: 128MiB, 2GiB.")
+    ] = "2GiB"
+    rounds: Annotated[
+        int, option("Comparison", "--rounds", help="Times each batch is answered; medians count.", min=1)
+    ] = 1
+    out: _Out = None
+
+
+@dataclass(frozen=True)
+class HeavyHittersOptions:
+    """What is looked at."""
+
+    text: Annotated[Path, option("Comparison", "--text", help="A text file.")]
+    policies: _Policies = "recent,sink,random,h2o-paper,h2o"
+    window: Annotated[int, option("Comparison", "--window", help="Tokens kept per layer and KV head.")] = DEFAULT_WINDOW
+    tokens: Annotated[int, option("Comparison", "--tokens", help="Tokens read; within the context.", min=2)] = 2048
+    out: Annotated[Path, option("Comparison", "--out", help="Folder for the table and the plots.")] = Path(
+        "heavy-hitters"
+    )
+
+
+def policies_of(text: str) -> list[str]:
+    """The policies in a list.
+
+    Raises:
+        ConfigError: it is none.
+    """
+    policies = listed(text, "--policies")
+    for policy in policies:
+        if policy not in POLICIES:
+            raise ConfigError(f"policy {policy!r} is unknown; --policies takes some of {', '.join(POLICIES)}")
+    return policies
+
+
+def configs_of(policies: str, windows: str, seeds_of_draws: str, cache: CacheOptions) -> list[CacheConfig]:
+    """Every policy with every window and, if it draws, every seed; ``full`` comes first and once."""
+    configs: list[CacheConfig] = []
+    for policy in dict.fromkeys(policies_of(policies)):
+        if policy == "full":
+            configs.append(CacheConfig(policy, chunk=cache.chunk))
+            continue
+        for window in numbers_of(windows, "--windows"):
+            seeds = numbers_of(seeds_of_draws, "--seeds") if POLICIES[policy].draws else [0]
+            configs += [replace(cache.cache_config(policy, window), seed=seed) for seed in seeds]
+    return sorted(configs, key=lambda config: config.policy != "full")
+
+
+_UNITS = {"": 1, "B": 1, "KIB": 1 << 10, "MIB": 1 << 20, "GIB": 1 << 30, "KB": 10**3, "MB": 10**6, "GB": 10**9}
+
+
+def bytes_of(text: str, name: str) -> int:
+    """A size with its unit.
+
+    Raises:
+        ConfigError: it is none.
+    """
+    size = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([a-zA-Z]*)", text.strip())
+    if not size or size[2].upper() not in _UNITS:
+        raise ConfigError(f"{text!r} is not a size; {name} takes one like 128MiB or 2GiB")
+    return int(float(size[1]) * _UNITS[size[2].upper()])
+
+
+def shape_of(text: str) -> Shape:
+    """A request like 512+32.
+
+    Raises:
+        ConfigError: it is none.
+    """
+    prompt, _, new = text.partition("+")
+    if not (prompt.isdecimal() and new.isdecimal() and int(prompt) and int(new)):
+        raise ConfigError(f"{text!r} is not a shape; --shapes takes prompt and generated tokens like 512+32")
+    return Shape(int(prompt), int(new))
+
+
+def numbers_of(text: str, name: str) -> list[int]:
+    """Whole numbers, separated by commas.
+
+    Raises:
+        ConfigError: it is none.
+    """
+    items = listed(text, name)
+    for item in items:
+        if not item.isdecimal():
+            raise ConfigError(f"{item!r} is not a whole number; {name} takes numbers and commas")
+    return [int(item) for item in items]
+
+
+def listed(text: str, name: str) -> list[str]:
+    """What stands between commas.
+
+    Raises:
+        ConfigError: it is none.
+    """
+    items = [item.strip() for item in text.split(",") if item.strip()]
+    if not items:
+        raise ConfigError(f"{name} is empty; give one or more, separated by commas")
+    return items

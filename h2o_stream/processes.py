@@ -1,0 +1,32 @@
+"""The processes of ``accelerate launch`` or ``torchrun`` that share a piece of work; usually there is only this one."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+
+class Processes:
+    """This process among those that were launched together.
+
+    Attributes:
+        count: how many there are.
+        rank: the number of this one, from 0.
+    """
+
+    def __init__(self) -> None:
+        self.count = int(os.environ.get("WORLD_SIZE", "1"))
+        self.rank = int(os.environ.get("RANK", "0")) if self.count > 1 else 0
+
+    @property
+    def main(self) -> bool:
+        """Whether this one speaks and writes for all."""
+        return self.rank == 0
+
+    def gather(self, own: dict[int, Any]) -> dict[int, Any]:
+        """Everything that all processes have, in each of them; waits for the last one."""
+        from accelerate import PartialState
+        from accelerate.utils import gather_object
+
+        PartialState()
+        return {number: item for part in gather_object([own]) for number, item in part.items()}

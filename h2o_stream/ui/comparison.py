@@ -1,0 +1,99 @@
+"""Runs a comparison in front of people: progress, records as they come, tables at the end, all in a folder."""
+
+from __future__ import annotations
+
+import sys
+from collections import defaultdict
+from contextlib import closing
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from rich.progress import Progress, TaskID
+
+from h2o_stream.compare.comparison import Comparison, Doing, Job, outcomes
+from h2o_stream.compare.folder import Folder, writing
+from h2o_stream.processes import Processes
+from h2o_stream.session.records import Records, run_record
+from h2o_stream.ui.pages import Page, page_of
+from h2o_stream.ui.plots import draw, require_matplotlib
+from h2o_stream.ui.progress import progress_bars
+from h2o_stream.ui.tables import figures_table, markdown_page
+from h2o_stream.ui.terminal import Terminal
+
+
+def show(comparison: Comparison, out: Path | None, terminal: Terminal, records: Records) -> None:
+    """Run a comparison and show it.
+
+    Args:
+        comparison: which.
+        out: a folder for all of it, where it can be interrupted and goes on later; None for none.
+        terminal: where progress and tables go.
+        records: gets the run's record and the comparison's.
+
+    Raises:
+        DataError: the folder cannot be written, or holds another run.
+        H2OStreamError: what the comparison raises; matplotlib is missing, which the folder's plots need.
+    """
+    if out is not None:
+        require_matplotlib()
+    processes = Processes()
+    with closing(comparison):
+        folder = Folder(out)
+        begun = {
+            "command_line": ["h2o-compare", *sys.argv[1:]],
+            "begun": datetime.now(UTC).isoformat(timespec="seconds"),
+        }
+        run = run_record(
+            f"h2o-compare {comparison.name}", **comparison.begin(terminal.note), **begun, processes=processes.count
+        )
+        if processes.main:
+            folder.claim(run)
+        records.write(run)
+        made: list[dict[str, Any]] = []
+        with progress_bars(terminal) as progress:
+            for record in comparison.records(outcomes(comparison, folder, processes, _Bars(comparison, progress))):
+                records.write(record)
+                made.append(record)
+        if not processes.main:
+            return
+        page = page_of(comparison.name, run, made)
+        if out is not None:
+            folder.keep_records(run, made)
+            folder.write(f"{comparison.name}.md", markdown_page(page))
+            for name, text in comparison.files():
+                folder.write(name, text)
+            with writing(out):
+                for chart in page.charts:
+                    draw(chart, out / f"{chart.name}.png")
+            terminal.note(f"tables, plots and records are in {out}")
+    print_page(page, terminal)
+
+
+def print_page(page: Page, terminal: Terminal) -> None:
+    """A page on stderr."""
+    if terminal.quiet:
+        return
+    legend = f" ({page.legend})" if page.legend else ""
+    terminal.console.print(f"{page.title}{legend}", markup=False, highlight=False)
+    for table in page.tables:
+        terminal.console.print(figures_table(table.title, table.header, table.rows))
+
+
+class _Bars:
+    """A bar for all jobs of one label."""
+
+    def __init__(self, comparison: Comparison, progress: Progress) -> None:
+        self._progress, self._tasks = progress, dict[str, TaskID]()
+        self._totals: dict[str, int] = defaultdict(int)
+        self._before: dict[str, int] = defaultdict(int)
+        for job in comparison.jobs():
+            self._totals[job.label] += job.total
+
+    def __call__(self, job: Job, doing: Doing) -> None:
+        if job.label not in self._tasks:
+            self._tasks[job.label] = self._progress.add_task(job.label, total=self._totals[job.label])
+        done = self._before[job.label] + doing.done
+        self._progress.update(self._tasks[job.label], completed=done, description=f"{job.label} {doing.text}".strip())
+        if doing.done == job.total:
+            self._before[job.label] = done

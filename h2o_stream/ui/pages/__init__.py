@@ -1,0 +1,97 @@
+"""What each comparison shows: tables and charts made of its records, the same in a terminal, a folder and a report."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from importlib import import_module
+from typing import Any
+
+Record = Mapping[str, Any]
+
+KINDS = ("nll", "recall", "summarize", "tasks", "speed", "throughput", "heavy-hitters")
+"""Comparisons that have a page, in the order of a report."""
+
+
+@dataclass(frozen=True)
+class Figures:
+    """A table."""
+
+    title: str
+    header: Sequence[str]
+    rows: Sequence[Sequence[str]]
+
+
+@dataclass(frozen=True)
+class Curve:
+    """A line of a chart; a curve without a name is left out of the legend."""
+
+    name: str
+    x: Sequence[float]
+    y: Sequence[float]
+
+
+@dataclass(frozen=True)
+class Chart:
+    """Curves.
+
+    Attributes:
+        name: of its file.
+        title: above it.
+        axes: names of x and y.
+        curves: one or more.
+        y_range: of the y axis; None is what the curves need.
+        logarithmic: the axes that are, of "x" and "y".
+    """
+
+    name: str
+    title: str
+    axes: tuple[str, str]
+    curves: Sequence[Curve]
+    y_range: tuple[float, float] | None = None
+    logarithmic: str = ""
+
+
+@dataclass(frozen=True)
+class Page:
+    """All there is to see of a comparison.
+
+    Attributes:
+        title: what was measured.
+        legend: what the columns mean, where they do not say so themselves.
+        tables: one or more.
+        charts: any number.
+    """
+
+    title: str
+    legend: str
+    tables: Sequence[Figures]
+    charts: Sequence[Chart] = ()
+
+
+def page_of(kind: str, run: Record, records: Sequence[Record]) -> Page:
+    """The page of a comparison.
+
+    Args:
+        kind: one of `KINDS`.
+        run: its run record.
+        records: its other ones.
+    """
+    module = import_module(f"h2o_stream.ui.pages.{kind.replace('-', '_')}")
+    page: Page = module.page(run, records)
+    return page
+
+
+def label(record: Record) -> str:
+    """The policy, and the seed where it is not the first."""
+    return f"{record['policy']} #{record['seed']}" if record.get("seed") else str(record["policy"])
+
+
+def shown(value: Any) -> str:
+    """A value that may be missing."""
+    return "-" if value is None else str(value)
+
+
+def stem(path: str) -> str:
+    """The name of a text without folders and ending."""
+    return path.replace("\\", "/").rpartition("/")[2].rpartition(".")[0] or path

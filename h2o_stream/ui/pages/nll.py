@@ -1,0 +1,61 @@
+"""The page of ``h2o-compare nll``."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from h2o_stream.ui.pages import Chart, Curve, Figures, Page, Record, label, shown, stem
+
+_HEADER = ("policy", "window", "nll", "last half", "to full", "95%", "gap", "tok/s")
+
+
+def page(run: Record, records: Sequence[Record]) -> Page:
+    """A table and a chart for each text."""
+    title = f"{run['model']}: nats per token, lower is better"
+    texts = {text: [record for record in records if record["text"] == text] for text in run["texts"]}
+    return Page(
+        title,
+        "to full: difference on the same tokens; gap: as a part of sink's",
+        [Figures(_span(own), _HEADER, [_row(record, own) for record in own]) for own in texts.values()],
+        [_chart(text, own, title) for text, own in texts.items()],
+    )
+
+
+def _span(records: Sequence[Record]) -> str:
+    return f"{stem(records[0]['text'])}, {max(record['tokens'] for record in records):,} tokens"
+
+
+def _row(record: Record, records: Sequence[Record]) -> list[str]:
+    difference, interval = "-", "-"
+    if to_full := record["to_full"]:
+        difference = f"{to_full['mean']:+.4f}"
+        interval = f"{to_full['low']:+.3f} to {to_full['high']:+.3f}"
+    return [
+        label(record),
+        shown(record["window"]),
+        f"{record['nll']:.4f}",
+        f"{record['nll_last_half']:.4f}",
+        difference,
+        interval,
+        _gap(record, records),
+        f"{record['tok_s']:.0f}",
+    ]
+
+
+def _gap(record: Record, records: Sequence[Record]) -> str:
+    """This policy's distance to the full cache, as a part of that of `sink` with the same window."""
+    for other in records:
+        if (other["policy"], other["window"]) == ("sink", record["window"]) and other["to_full"]:
+            theirs = other["to_full"]["mean"]
+            return f"{record['to_full']['mean'] / theirs:.2f}" if theirs > 0 else "-"
+    return "-"
+
+
+def _chart(text: str, records: Sequence[Record], title: str) -> Chart:
+    curves = []
+    for record in records:
+        name = f"{label(record)} {record['window'] or ''}".strip()
+        curves.append(Curve(name, record["rolling"]["seen"], record["rolling"]["nll"]))
+    width = max(record["rolling"]["width"] for record in records)
+    heading = f"{title}\n{stem(text)}, mean of {width:,} tokens"
+    return Chart(f"nll-{stem(text)}", heading, ("tokens seen", "nats per token"), curves)

@@ -1,0 +1,40 @@
+"""The page of ``h2o-compare recall``."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from h2o_stream.ui.pages import Chart, Curve, Figures, Page, Record, label, shown, stem
+
+
+def page(run: Record, records: Sequence[Record]) -> Page:
+    """Margins by policy and distance."""
+    distances = run["distances"]
+    width = len(distances)
+    policies = [records[start : start + width] for start in range(0, len(records), width)]
+    header = [
+        "policy",
+        "window",
+        *(f"{record['distance']:,} ({record['facts']})" for record in (policies[0] if policies else ())),
+    ]
+    rows = [[label(own[0]), shown(own[0]["window"]), *map(_cell, own)] for own in policies]
+    curves = [
+        Curve(
+            f"{label(own[0])} {own[0]['window'] or ''}".strip(),
+            [record["distance"] for record in own if record["recalled"] is not None],
+            [record["recalled"] for record in own if record["recalled"] is not None],
+        )
+        for own in policies
+    ]
+    title = f"{run['model']}, {run['tokens']:,} tokens of {stem(run['text'])}: facts planted and asked for later"
+    return Page(
+        title,
+        "mean margin of the right word in nats, and how often it is the likeliest; in brackets: facts that the full "
+        "cache can tell, others do not count",
+        [Figures("tokens between the fact and the question", header, rows)],
+        [Chart("recall", title, ("tokens since the fact", "recalled"), curves, (-0.02, 1.02), "x")],
+    )
+
+
+def _cell(record: Record) -> str:
+    return "-" if record["margin"] is None else f"{record['margin']:+.2f} {record['recalled']:4.0%}"

@@ -1,0 +1,47 @@
+"""The page of ``h2o-compare speed``."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from statistics import median
+
+from h2o_stream.ui.figures import size
+from h2o_stream.ui.pages import Chart, Curve, Figures, Page, Record
+
+_HEADER = ("engine", "weights", "history", "prefill", "decode", "of floor", "cache", "process")
+
+
+def page(run: Record, records: Sequence[Record]) -> Page:
+    """Tokens per second by engine and history."""
+    reads = median(record["bandwidth"] for record in records) if records else 0
+    title = f"{run['model']}: tokens/s; memory read at {reads / 1e9:.1f} GB/s"
+    names = dict.fromkeys((record["name"], _weights(record)) for record in records)
+    curves = []
+    for name, weights in names:
+        own = [record for record in records if (record["name"], _weights(record)) == (name, weights)]
+        x, y = [record["history"] for record in own], [record["decode_tok_s"] for record in own]
+        curves.append(Curve(f"{name} {weights}", x, y))
+    return Page(
+        title,
+        "of floor: decoding as a part of what reading weights and cache once for each token would allow",
+        [Figures("", _HEADER, [_row(record) for record in records])],
+        [Chart("speed", title, ("tokens seen", "decode, tokens/s"), curves, logarithmic="xy")],
+    )
+
+
+def _weights(record: Record) -> str:
+    ours = record["engine"] == "h2o-stream" and record["quantize"] != "none"
+    return str(record["quantize"] if ours else record["dtype"])
+
+
+def _row(record: Record) -> list[str]:
+    return [
+        record["name"],
+        _weights(record),
+        f"{record['history']:,}",
+        f"{record['prefill_tok_s']:.0f}",
+        f"{record['decode_tok_s']:.1f}",
+        f"{record['of_floor']:.2f}",
+        "-" if record["cache_bytes"] is None else size(record["cache_bytes"]),
+        size(record["rss_bytes"]),
+    ]
