@@ -25,8 +25,9 @@ class Processes:
 
     def gather(self, own: dict[int, Any]) -> dict[int, Any]:
         """Everything that all processes have, in each of them; waits for the last one."""
+        import torch
         from accelerate import PartialState
         from accelerate.utils import gather_object
 
-        PartialState()
+        PartialState(cpu=not torch.accelerator.is_available())
         return {number: item for part in gather_object([own]) for number, item in part.items()}

@@ -12,8 +12,10 @@ from h2o_stream.cli.comparisons import (
     HeavyHittersOptions,
     NllOptions,
     RecallOptions,
+    ReportOptions,
     SpeedOptions,
     SummarizeOptions,
+    TasksOptions,
     ThroughputOptions,
     bytes_of,
     configs_of,
@@ -23,7 +25,7 @@ from h2o_stream.cli.comparisons import (
     shape_of,
 )
 from h2o_stream.cli.options import CacheOptions, CompileOptions, ModelOptions, OutputOptions, takes
-from h2o_stream.config import DEFAULT_CHUNK, AnswerConfig, CacheConfig, ModelConfig, Shape
+from h2o_stream.config import DEFAULT_CHUNK, DEFAULT_WINDOW, AnswerConfig, CacheConfig, ModelConfig, Shape
 from h2o_stream.errors import ConfigError
 from h2o_stream.processes import Processes
 from h2o_stream.session.records import Records
@@ -188,6 +190,30 @@ def throughput(
 
 
 @app.command()
+@takes(TasksOptions, ModelOptions, CacheOptions, OutputOptions)
+def tasks(comparison: TasksOptions, model: ModelOptions, cache: CacheOptions, output: OutputOptions) -> None:
+    """Accuracy on tasks of the lm-evaluation-harness (extra "eval").
+
+    Contexts are read whole, then evicted, and answers are scored under eviction. h2o_facts, h2o_topics and h2o_causes
+    are small tasks of our own; the harness's others need their data on this machine or the network.
+    """
+    with run.reporting("h2o-compare", output.debug):
+        model_config = model.model_config()
+        cache = replace(cache, chunk=cache.chunk or 0)
+        ratio = None if comparison.windows else comparison.ratio
+        configs = configs_of(comparison.policies, comparison.windows or str(DEFAULT_WINDOW), "0", cache)
+        names = listed(comparison.tasks, "--tasks")
+
+        def make() -> Comparison:
+            from h2o_stream.compare.tasks import Tasks
+
+            folder, shots, limit = comparison.task_folder, comparison.shots, comparison.limit
+            return Tasks(model_config, configs, names, ratio, folder, shots, limit)
+
+        _show(make, model_config, comparison.out, output)
+
+
+@app.command()
 @takes(HeavyHittersOptions, ModelOptions, CacheOptions, OutputOptions)
 def heavy_hitters(
     comparison: HeavyHittersOptions, model: ModelOptions, cache: CacheOptions, output: OutputOptions
@@ -210,6 +236,23 @@ def heavy_hitters(
             return HeavyHitters(model_config, configs, comparison.text, comparison.tokens, chunk)
 
         _show(make, model_config, comparison.out, output)
+
+
+@app.command()
+@takes(ReportOptions, OutputOptions)
+def report(comparison: ReportOptions, output: OutputOptions) -> None:
+    """One page of finished comparisons: tables and charts, settings, commands and machine (extra "plots").
+
+    HTML that needs nothing from outside, light or dark as the reader likes it; Markdown if the name ends in .md.
+    """
+    with run.reporting("h2o-compare", output.debug):
+        from h2o_stream.ui.plots import require_matplotlib
+        from h2o_stream.ui.report import finished_in, write_report
+        from h2o_stream.ui.terminal import Terminal
+
+        require_matplotlib()
+        write_report(finished_in(comparison.folders), comparison.to)
+        Terminal(output.color, output.quiet).note(f"the report is {comparison.to}")
 
 
 def _show(make: Callable[[], Comparison], model: ModelConfig, out: Path | None, output: OutputOptions) -> None:

@@ -7,6 +7,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated
 
+import typer
+
 from h2o_stream.cli.options import CacheOptions, option
 from h2o_stream.config import DEFAULT_WINDOW, POLICIES, CacheConfig, Prefill, Shape
 from h2o_stream.errors import ConfigError
@@ -122,6 +124,30 @@ class ThroughputOptions:
 
 
 @dataclass(frozen=True)
+class TasksOptions:
+    """Which tasks, and how much of each context is kept."""
+
+    tasks: Annotated[
+        str, option("Comparison", "--tasks", help="Names of the harness's tasks, separated by commas.")
+    ] = "h2o_facts,h2o_topics,h2o_causes"
+    policies: _Policies = "full,recent,h2o"
+    ratio: Annotated[
+        float | None, option("Comparison", "--ratio", help="Windows, as a part of each context.", min=0, max=1)
+    ] = 0.2
+    windows: Annotated[
+        str, option("Comparison", "--windows", help="Windows in tokens, separated by commas; replaces --ratio.")
+    ] = ""
+    task_folder: Annotated[
+        Path | None, option("Comparison", "--task-folder", help="Further tasks, in the harness's form.")
+    ] = None
+    shots: Annotated[
+        int | None, option("Comparison", "--shots", help="Examples before each question. (default: the task's)", min=0)
+    ] = None
+    limit: Annotated[int | None, option("Comparison", "--limit", help="Documents; default is all.", min=1)] = None
+    out: _Out = None
+
+
+@dataclass(frozen=True)
 class HeavyHittersOptions:
     """What is looked at."""
 
@@ -131,6 +157,18 @@ class HeavyHittersOptions:
     tokens: Annotated[int, option("Comparison", "--tokens", help="Tokens read; within the context.", min=2)] = 2048
     out: Annotated[Path, option("Comparison", "--out", help="Folder for the table and the plots.")] = Path(
         "heavy-hitters"
+    )
+
+
+@dataclass(frozen=True)
+class ReportOptions:
+    """What is told where."""
+
+    folders: Annotated[
+        list[Path], typer.Argument(help="Folders of --out, or folders of such folders.", show_default=False)
+    ]
+    to: Annotated[Path, option("Comparison", "--to", help="The file: .html, or .md for Markdown.")] = Path(
+        "report.html"
     )
 
 

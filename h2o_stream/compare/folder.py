@@ -25,8 +25,7 @@ from h2o_stream.cache.state import model_digest
 from h2o_stream.cache.support import check_supported
 from h2o_stream.config import CacheConfig
 from h2o_stream.errors import DataError
-
-RUN, RECORDS = "run.json", "records.jsonl"
+from h2o_stream.session.records import RECORDS, RUN, read_run
 
 _MAY_DIFFER = ("versions", "hardware", "command_line", "begun")
 """What the run record tells of circumstances, not of what is compared."""
@@ -166,23 +165,3 @@ class Folder:
     def _part(self, key: Mapping[str, Any]) -> Path | None:
         digest = hashlib.sha256(json.dumps(key, sort_keys=True, default=str).encode()).hexdigest()[:20]
         return self.path and self.path / "parts" / f"{digest}.safetensors"
-
-
-def name_of(run: Mapping[str, Any]) -> str:
-    """The comparison that a run record is of."""
-    return str(run["command"]).rpartition(" ")[2]
-
-
-def read_run(folder: Path) -> dict[str, Any]:
-    """The run record of a folder.
-
-    Raises:
-        DataError: there is none, or it is damaged.
-    """
-    try:
-        run = json.loads((folder / RUN).read_text(encoding="utf-8"))
-        if not isinstance(run, dict) or not isinstance(run.get("command"), str):
-            raise ValueError("no run record")
-    except (OSError, ValueError) as error:
-        raise DataError(f"{folder / RUN}: {error}; is this the --out folder of a comparison?") from error
-    return run

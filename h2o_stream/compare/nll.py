@@ -27,7 +27,7 @@ from h2o_stream.resources import read_text
 STEP = 256
 """Tokens per forward, about: what the cache does depends on its chunk only."""
 
-_POINTS = 200
+_POINTS = 100
 """Of the curve in a record."""
 
 
@@ -112,7 +112,7 @@ def _rolling(losses: Tensor) -> dict[str, Any]:
     means = (sums[width:] - sums[:-width]) / width
     stride = math.ceil(len(means) / _POINTS)
     seen = range(width, len(losses) + 1)[::stride]
-    return {"width": width, "seen": list(seen), "nll": [round(value, 4) for value in means[::stride].tolist()]}
+    return {"width": width, "seen": list(seen), "nll": [round(value, 3) for value in means[::stride].tolist()]}
 
 
 def read_tokens(path: Path, tokenizer: Any, count: int) -> list[int]:

@@ -5,11 +5,15 @@ from __future__ import annotations
 import json
 import platform
 import sys
+from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import IO, Any, Self
 
 from h2o_stream.errors import DataError
+
+RUN, RECORDS = "run.json", "records.jsonl"
+"""Names of the files that a comparison writes into its folder: what ran, and all it found."""
 
 
 class Records:
@@ -71,6 +75,26 @@ def run_record(command: str, **settings: Any) -> dict[str, Any]:
             "memory_bytes": psutil.virtual_memory().total,
         },
     }
+
+
+def name_of(run: Mapping[str, Any]) -> str:
+    """The comparison that a run record is of."""
+    return str(run["command"]).rpartition(" ")[2]
+
+
+def read_run(folder: Path) -> dict[str, Any]:
+    """The run record of a folder.
+
+    Raises:
+        DataError: there is none, or it is damaged.
+    """
+    try:
+        run = json.loads((folder / RUN).read_text(encoding="utf-8"))
+        if not isinstance(run, dict) or not isinstance(run.get("command"), str):
+            raise ValueError("no run record")
+    except (OSError, ValueError) as error:
+        raise DataError(f"{folder / RUN}: {error}; is this the --out folder of a comparison?") from error
+    return run
 
 
 def _processor() -> str:

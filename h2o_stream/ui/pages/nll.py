@@ -57,5 +57,5 @@ def _chart(text: str, records: Sequence[Record], title: str) -> Chart:
         name = f"{label(record)} {record['window'] or ''}".strip()
         curves.append(Curve(name, record["rolling"]["seen"], record["rolling"]["nll"]))
     width = max(record["rolling"]["width"] for record in records)
-    heading = f"{title}\n{stem(text)}, mean of {width:,} tokens"
+    heading = f"Loss as the text goes on\n{title}; {stem(text)}, mean of {width:,} tokens"
     return Chart(f"nll-{stem(text)}", heading, ("tokens seen", "nats per token"), curves)

@@ -32,7 +32,16 @@ def page(run: Record, records: Sequence[Record]) -> Page:
         "mean margin of the right word in nats, and how often it is the likeliest; in brackets: facts that the full "
         "cache can tell, others do not count",
         [Figures("tokens between the fact and the question", header, rows)],
-        [Chart("recall", title, ("tokens since the fact", "recalled"), curves, (-0.02, 1.02), "x")],
+        [
+            Chart(
+                "recall",
+                f"Recalled, by distance\n{title}",
+                ("tokens since the fact", "recalled"),
+                curves,
+                (-0.02, 1.02),
+                "x",
+            )
+        ],
     )
 
 

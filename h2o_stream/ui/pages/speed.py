@@ -25,7 +25,15 @@ def page(run: Record, records: Sequence[Record]) -> Page:
         title,
         "of floor: decoding as a part of what reading weights and cache once for each token would allow",
         [Figures("", _HEADER, [_row(record) for record in records])],
-        [Chart("speed", title, ("tokens seen", "decode, tokens/s"), curves, logarithmic="xy")],
+        [
+            Chart(
+                "speed",
+                f"Decoding as the history grows\n{title}",
+                ("tokens seen", "decode, tokens/s"),
+                curves,
+                logarithmic="xy",
+            )
+        ],
     )
 
 

@@ -22,7 +22,7 @@ def page(run: Record, records: Sequence[Record]) -> Page:
         title,
         "batch: as many rows as fit, or as many as fit with a full cache",
         [Figures("", _HEADER, [_row(record, full[_shape(record)]) for record in records])],
-        [Chart("throughput", f"{title}\nlargest batches", ("tokens generated", "tokens/s"), curves, logarithmic="x")],
+        [Chart("throughput", f"Largest batches\n{title}", ("tokens generated", "tokens/s"), curves, logarithmic="x")],
     )
 
 

@@ -1,0 +1,114 @@
+"""lm-evaluation-harness's own model of transformers, with a cache of ours in it: the model ``h2o`` of ``h2o-lm-eval``.
+
+Needs the extra ``eval``. Imported only where the harness is.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from dataclasses import fields, replace
+from typing import Any
+
+import torch
+from lm_eval.api.registry import model_registry
+from lm_eval.models.huggingface import HFLM
+from torch import Tensor
+from tqdm.auto import tqdm
+
+from h2o_stream.cache.attach import attach
+from h2o_stream.config import DEFAULT_CHUNK, CacheConfig
+from h2o_stream.models.find import find
+
+NAME = "h2o"
+
+_OPTIONS = {field.name for field in fields(CacheConfig)}
+
+
+class H2OLM(HFLM):
+    """`HFLM` under a cache policy.
+
+    A context is read whole but for its last token, and what the policy leaves out is evicted; then that token and the
+    continuation follow one by one, each of them seeing only what is kept. With ``policy=full`` everything goes the
+    harness's own way.
+
+    Args:
+        pretrained: a model as `ModelConfig.model` names them, or one of transformers'.
+        ratio: the window as a part of each context, in place of ``window``.
+        quiet: show no bars.
+        more: what `CacheConfig` takes, and what `HFLM` takes.
+    """
+
+    def __init__(self, pretrained: Any, ratio: float | None = None, quiet: bool = False, **more: Any) -> None:
+        cache = {name: more.pop(name) for name in list(more) if name in _OPTIONS}
+        self.cache_config = CacheConfig(**{"chunk": 0, **cache})
+        self.ratio, self.quiet = ratio, quiet
+        super().__init__(find(pretrained, False, print) if isinstance(pretrained, str) else pretrained, **more)
+
+    def loglikelihood(self, requests: Any, disable_tqdm: bool = False) -> Any:
+        """See the harness."""
+        return super().loglikelihood(requests, disable_tqdm or self.quiet)
+
+    def _loglikelihood_tokens(
+        self, requests: Sequence[Any], disable_tqdm: bool = False, override_bs: int | None = None
+    ) -> list[tuple[float, bool]]:
+        if self.cache_config.policy == "full":
+            with attach(self.model, self.cache_config):
+                return list(super()._loglikelihood_tokens(requests, disable_tqdm, override_bs))
+        answers: dict[int, tuple[float, bool]] = {}
+        of_context: dict[tuple[int, ...], list[int]] = defaultdict(list)
+        for number, (_, context, _) in enumerate(requests):
+            of_context[tuple(context)].append(number)
+        bar = tqdm(total=len(requests), disable=disable_tqdm or self.rank != 0, desc="log-likelihoods")
+        for context, numbers in of_context.items():
+            told = self._scored(context, [requests[number][2] for number in numbers])
+            for number, answer in zip(numbers, told, strict=True):
+                answers[number] = answer
+                if requests[number][0] is not None:
+                    self.cache_hook.add_partial("loglikelihood", requests[number][0], answer)
+                bar.update()
+        bar.close()
+        return [answers[number] for number in range(len(requests))]
+
+    @torch.no_grad()
+    def _scored(self, context: Sequence[int], continuations: Sequence[Sequence[int]]) -> Iterator[tuple[float, bool]]:
+        """The log-likelihood of each continuation, and whether it is what greedy decoding would have said."""
+        with attach(self.model, self._policy_for(len(context))) as cache:
+
+            def feed(tokens: Sequence[int]) -> Tensor:
+                """[n, vocabulary] log-probabilities of what follows each of these tokens."""
+                ids = torch.tensor([list(tokens)], device=self.model.device)
+                logits = self.model(ids, past_key_values=cache, use_cache=True).logits[0]
+                return torch.log_softmax(logits.float(), -1)
+
+            if len(context) > 1:
+                feed(context[:-1])
+                before = cache.state_dict()
+            for continuation in continuations:
+                if len(context) > 1:
+                    cache.load_state_dict(before)
+                else:
+                    cache.reset()
+                fed = [context[-1], *continuation[:-1]]
+                step = 1 if len(fed) <= DEFAULT_CHUNK else DEFAULT_CHUNK
+                scores = torch.cat([feed(fed[start : start + step]) for start in range(0, len(fed), step)])
+                expected = torch.tensor(list(continuation), device=self.model.device)
+                told = scores.gather(-1, expected[:, None])
+                yield float(told.sum()), bool((scores.argmax(-1) == expected).all())
+
+    def _policy_for(self, context: int) -> CacheConfig:
+        """The policy for a context of so many tokens."""
+        if self.ratio is None:
+            return self.cache_config
+        return replace(self.cache_config, window=max(round(self.ratio * context), 2))
+
+    def _model_generate(self, *args: Any, **kwargs: Any) -> Any:
+        context = args[0] if args else kwargs["context"]
+        with attach(self.model, self._policy_for(context.shape[1])):
+            return super()._model_generate(*args, **kwargs)
+
+
+def register() -> None:
+    """Let the harness know the model by its name."""
+    if NAME not in model_registry:
+        model_registry.register(NAME, target=H2OLM)

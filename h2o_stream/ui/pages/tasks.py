@@ -1,0 +1,34 @@
+"""The page of ``h2o-compare tasks``."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from statistics import fmean
+
+from h2o_stream.ui.pages import Figures, Page, Record, label
+
+_METRICS = ("acc_norm", "acc", "exact_match")
+"""Those that a table has, the first that a task knows."""
+
+
+def page(run: Record, records: Sequence[Record]) -> Page:
+    """A row for each policy, a column for each task."""
+    tasks = run["tasks"]
+    documents = {record["task"]: record["documents"] for record in records}
+    policies = dict.fromkeys((label(record), record["window"]) for record in records)
+    rows = []
+    for policy, window in policies:
+        same = [record for record in records if (label(record), record["window"]) == (policy, window)]
+        own = {record["task"]: _metric(record) for record in same}
+        kept = "all" if policy == "full" else str(window) if run["ratio"] is None else f"{run['ratio']:.0%}"
+        rows.append([policy, kept, *(f"{100 * own[task]:.1f}" for task in tasks), f"{100 * fmean(own.values()):.1f}"])
+    header = ["policy", "kept", *(f"{task} ({documents[task]})" for task in tasks), "mean"]
+    return Page(
+        f"{run['model']}, {run['dtype']}: accuracy on tasks of the lm-evaluation-harness, %",
+        "kept: tokens of each context that answers can look back at; in brackets: documents",
+        [Figures("", header, rows)],
+    )
+
+
+def _metric(record: Record) -> float:
+    return float(next(record[name] for name in _METRICS if name in record))

@@ -1,0 +1,198 @@
+"""Folders of comparisons, the reports made of them, and comparisons that several processes share."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from h2o_stream.compare.folder import Folder
+from h2o_stream.errors import DataError
+from h2o_stream.ui.pages import KINDS, page_of
+from tests.test_cli import BIN, invoke, records
+
+
+@pytest.fixture
+def text(tmp_path: Path) -> Path:
+    path = tmp_path / "text.txt"
+    path.write_text("The quick brown fox jumps over the lazy dog, again and again. " * 60)
+    return path
+
+
+@pytest.fixture
+def comparisons(tiny_folder: Path, text: Path, tmp_path: Path) -> Path:
+    """A folder of two finished comparisons."""
+    base = ["-m", tiny_folder, "--text", text, "--windows", "32", "-q", "--out"]
+    commands = {
+        "loss": ["nll", "--tokens", "200", "--policies", "full,sink,h2o"],
+        "facts": ["recall", "--facts", "2", "--distances", "8,60", "--policies", "sink"],
+    }
+    for name, command in commands.items():
+        done = invoke("h2o-compare", *command, *base, tmp_path / "all" / name)
+        assert done.exit_code == 0, done.stderr
+    return tmp_path / "all"
+
+
+class TestFolder:
+    run: dict[str, Any] = {"command": "h2o-compare nll", "model": "m", "cache": [{"policy": "full"}], "versions": "1"}
+
+    def test_the_same_may_come_again_and_bring_more_policies(self, tmp_path: Path) -> None:
+        folder = Folder(tmp_path)
+        folder.claim(self.run)
+        folder.claim({**self.run, "versions": "2", "policy": ["full"]})
+        assert json.loads((tmp_path / "run.json").read_text())["versions"] == "1", "what ran first stays"
+        folder.claim({**self.run, "cache": [{"policy": "h2o"}, {"policy": "full"}]})
+        assert len(json.loads((tmp_path / "run.json").read_text())["cache"]) == 2
+
+    @pytest.mark.parametrize(
+        ("other", "words"),
+        [
+            ({"model": "n"}, "its model is m, here it is n"),
+            ({"tokens": 5}, "its tokens is None"),
+            ({"command": "h2o-compare speed"}, "choose another folder"),
+            ({"cache": [{"policy": "h2o"}]}, "policies that this run leaves out"),
+        ],
+    )
+    def test_another_run_is_refused(self, tmp_path: Path, other: dict[str, Any], words: str) -> None:
+        Folder(tmp_path).claim(self.run)
+        with pytest.raises(DataError, match=words):
+            Folder(tmp_path).claim({**self.run, **other})
+
+    def test_a_damaged_folder_is_not_taken_for_ours(self, tmp_path: Path) -> None:
+        (tmp_path / "run.json").write_text("[]")
+        with pytest.raises(DataError, match="is this the --out folder"):
+            Folder(tmp_path).claim(self.run)
+
+    def test_all_of_a_run_is_in_it(self, comparisons: Path) -> None:
+        folder = comparisons / "loss"
+        run, *found = records((folder / "records.jsonl").read_text())
+        assert run == {**json.loads((folder / "run.json").read_text())}
+        assert run["command_line"][:2] == ["h2o-compare", *run["command_line"][1:2]]
+        assert {"versions", "hardware", "begun", "texts", "tokens", "cache"} <= set(run)
+        assert [record["policy"] for record in found] == ["full", "sink", "h2o"]
+        assert {path.name for path in folder.iterdir()} == {
+            "run.json", "records.jsonl", "nll.md", "nll-text.png", "parts",
+        }  # fmt: skip
+
+
+class _Reader(HTMLParser):
+    """Collects what a page refers to, and checks that its elements are closed in order."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.addresses: list[str] = []
+        self.open: list[str] = []
+        self.text: list[str] = []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        told = dict(attrs)
+        self.addresses += [str(told[name]) for name in ("src", "srcset", "href") if name in told]
+        assert tag != "img" or told["alt"]
+        assert tag != "script"
+        if tag not in ("meta", "link", "source", "img"):
+            self.open.append(tag)
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+
+    def handle_data(self, data: str) -> None:
+        self.text.append(data)
+
+
+class TestReport:
+    def test_html_needs_nothing_from_outside(self, comparisons: Path, tmp_path: Path) -> None:
+        done = invoke("h2o-compare", "report", comparisons, "--to", tmp_path / "new" / "report.html")
+        assert done.exit_code == 0, done.stderr
+        page = _Reader()
+        page.feed((tmp_path / "new" / "report.html").read_text())
+        assert not page.open
+        assert all(address.startswith(("data:", "#")) for address in page.addresses)
+        pictures = [address for address in page.addresses if address.startswith("data:image/svg+xml;base64,")]
+        assert len(set(pictures)) == 2 * 4, "two charts, each for wide and narrow, light and dark"
+        words = "".join(page.text)
+        for figure in records((comparisons / "loss" / "records.jsonl").read_text())[1:]:
+            assert f"{figure['nll']:.4f}" in words
+        assert words.index("facts planted") > words.index("nats per token"), "in a fixed order"
+
+    def test_markdown_for_a_readme(self, comparisons: Path, tmp_path: Path) -> None:
+        done = invoke("h2o-compare", "report", comparisons / "loss", "--to", tmp_path / "report.md", "-q")
+        assert done.exit_code == 0, done.stderr
+        page = (tmp_path / "report.md").read_text()
+        assert "| policy | window | nll |" in page
+        assert "](all/loss/nll-text.png)" in page
+        assert (tmp_path / "all" / "loss" / "nll-text.png").exists()
+        again = invoke("h2o-compare", "report", comparisons / "loss", "--to", tmp_path / "report.md", "-q")
+        assert again.exit_code == 0, "a report may take the place of an older one"
+
+    def test_names_are_text_and_no_markup(self, comparisons: Path, tmp_path: Path) -> None:
+        path = comparisons / "loss" / "records.jsonl"
+        path.write_text(path.read_text().replace(str(tmp_path / "text.txt"), "<script>alert(1)</script>"))
+        done = invoke("h2o-compare", "report", comparisons / "loss", "--to", tmp_path / "report.html", "-q")
+        assert done.exit_code == 0, done.stderr
+        _Reader().feed((tmp_path / "report.html").read_text())
+
+    def test_what_is_no_report_is_not_overwritten(self, comparisons: Path, tmp_path: Path) -> None:
+        mine = tmp_path / "mine.html"
+        mine.write_text("my own page")
+        done = invoke("h2o-compare", "report", comparisons, "--to", mine)
+        assert done.exit_code == 1
+        assert "choose another name" in done.stderr
+        assert mine.read_text() == "my own page"
+
+    @pytest.mark.parametrize(
+        ("harm", "words"),
+        [
+            (lambda folder: (folder / "records.jsonl").unlink(), "nll is not finished there"),
+            (lambda folder: (folder / "records.jsonl").write_text("{"), "records.jsonl:1: not JSON"),
+            (lambda folder: (folder / "records.jsonl").write_text('{"type": "run"}\n{}'), "not what nll writes"),
+            (lambda folder: (folder / "run.json").write_text("{}"), "is this the --out folder of a comparison?"),
+            (lambda folder: (folder / "run.json").write_text('{"command": "h2o-chat"}'), "which has no report"),
+            (lambda folder: (folder / "run.json").unlink(), "no comparison in it"),
+        ],
+    )
+    def test_damaged_folders(self, comparisons: Path, tmp_path: Path, harm: Any, words: str) -> None:
+        harm(comparisons / "loss")
+        done = invoke("h2o-compare", "report", comparisons / "loss", "--to", tmp_path / "report.html")
+        assert done.exit_code == 1
+        assert words in done.stderr
+        assert done.stderr.count("\n") == 1
+
+
+def test_every_kind_has_a_page_or_none_is_asked_for() -> None:
+    for kind in KINDS:
+        with pytest.raises((KeyError, IndexError)):
+            page_of(kind, {}, [])
+
+
+def together(count: int, *arguments: object) -> subprocess.CompletedProcess[str]:
+    """Run h2o-compare in processes that share the work."""
+    command = [f"{BIN}/accelerate", "launch", "--multi_gpu", "--num_processes", str(count), "--num_machines", "1"]
+    command += ["--mixed_precision", "no", "--dynamo_backend", "no", "-m", "h2o_stream.compare", *map(str, arguments)]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    return subprocess.run(command, capture_output=True, text=True, timeout=300, check=False, env=environment)
+
+
+def test_two_processes_find_what_one_finds(tiny_folder: Path, text: Path, tmp_path: Path) -> None:
+    file = tmp_path / "requests.jsonl"
+    form = {"max_tokens": 6, "temperature": 0.5}
+    lines = [{**form, "article": "word " * (20 + 9 * n), "summary_gt": "some words"} for n in range(5)]
+    file.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    model = ["-m", tiny_folder, "--dtype", "float32", "--windows", "24", "--policies", "full,h2o,sink"]
+    commands = {
+        "nll": ["nll", "--text", text, "--tokens", "150", *model],
+        "summarize": ["summarize", "--requests", file, "--batch", "2", *model],
+    }
+    for name, command in commands.items():
+        done = together(2, *command, "--out", tmp_path / "two" / name, "--jsonl", tmp_path / f"{name}.jsonl")
+        assert done.returncode == 0, done.stderr
+        assert done.stderr.count("tables, plots and records are in") == 1, "one speaks for both"
+        alone = invoke("h2o-compare", *command, "--jsonl", "-", "-q")
+        mine, theirs = records(alone.stdout), records((tmp_path / f"{name}.jsonl").read_text())
+        assert theirs[0]["processes"] == 2
+        for one, two in zip(mine[1:], theirs[1:], strict=True):
+            assert {**one, "tok_s": 0} == {**two, "tok_s": 0}
