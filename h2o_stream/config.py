@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal, get_args
@@ -13,6 +14,7 @@ from h2o_stream.errors import ConfigError
 
 Positions = Literal["gap", "rolling", "absolute"]
 Budgets = Literal["measured", "equal"]
+CacheDevice = Literal["auto", "cpu"]
 AtContext = Literal["continue", "stop"]
 Prefill = Literal["full", "chunked"]
 DTYPES = ("auto", "float32", "bfloat16", "float16")
@@ -137,6 +139,8 @@ class CacheConfig:
             so that `window` and `heavy` are means; ``equal`` gives every head the same.
         long_term: weight of the long-term score of ``h2o``; 0 leaves the decaying score alone, which is the default
             with fewer `kv_bits`, where four bytes a slot are many.
+        device: ``auto`` keeps keys and values where each layer computes; ``cpu`` keeps them in host memory and attends
+            to them there, so that only the new token's travel.
 
     Raises:
         ConfigError: a value is outside its limits, naming value, limit and option.
@@ -156,14 +160,19 @@ class CacheConfig:
     seed: int = 0
     budgets: Budgets | None = None
     long_term: float | None = None
+    device: CacheDevice = "auto"
 
     def __post_init__(self) -> None:
         if self.policy not in POLICIES:
             raise ConfigError(f"policy {self.policy!r} is unknown; --policy takes one of {', '.join(POLICIES)}")
-        for name, choices in (("positions", get_args(Positions)), ("budgets", get_args(Budgets))):
+        for name, option, choices in (
+            ("positions", "--positions", get_args(Positions)),
+            ("budgets", "--budgets", get_args(Budgets)),
+            ("device", "--cache-device", get_args(CacheDevice)),
+        ):
             value = getattr(self, name)
             if value is not None and value not in choices:
-                raise ConfigError(f"{name} {value!r} is unknown; --{name} takes one of {', '.join(choices)}")
+                raise ConfigError(f"{name} {value!r} is unknown; {option} takes one of {', '.join(choices)}")
         for name, least in (("window", 1), ("heavy", 0), ("sinks", 0), ("span", 0), ("chunk", 0)):
             value = getattr(self, name)
             if value is None:
@@ -378,6 +387,8 @@ class ModelConfig:
         dtype: ``auto``, ``float32``, ``bfloat16`` or ``float16``.
         device: ``auto`` or a torch device such as ``cpu``, ``cuda``, ``cuda:1``, ``mps``.
         device_map: handed to transformers and accelerate (``auto`` spreads the layers); replaces `device`.
+        max_memory: with `device_map`, the most that weights may take of each device, as ``0=10GiB,cpu=24GiB``; what
+            fits nowhere is read from disk in every step.
         offline: touch no network, use only what is on this machine.
         quantize: ``none``, ``int8`` or ``int4``: how weights of matrices are held, see `models.quantize`.
     """
@@ -388,6 +399,7 @@ class ModelConfig:
     device_map: str | None = None
     offline: bool = False
     quantize: str = "none"
+    max_memory: str | None = None
 
     def __post_init__(self) -> None:
         if self.dtype not in DTYPES:
@@ -400,6 +412,25 @@ class ModelConfig:
             raise ConfigError(
                 f"quantize is {self.quantize}, which --device-map {self.device_map} does not go with; leave one out"
             )
+        if self.max_memory and not self.device_map:
+            raise ConfigError(f"max_memory is {self.max_memory}, which needs --device-map auto")
+        self.memory_by_device()
+
+    def memory_by_device(self) -> dict[int | str, str] | None:
+        """`max_memory` as accelerate takes it.
+
+        Raises:
+            ConfigError: it is written in another way.
+        """
+        if not self.max_memory:
+            return None
+        most: dict[int | str, str] = {}
+        for item in self.max_memory.split(","):
+            name, _, size = (part.strip() for part in item.partition("="))
+            if not (name.isdecimal() or name == "cpu") or not re.fullmatch(r"\d+(\.\d+)?[KMG]i?B", size):
+                raise ConfigError(f"{item!r} is no device and size; --max-memory takes them like 0=10GiB,cpu=24GiB")
+            most[int(name) if name.isdecimal() else name] = size
+        return most
 
 
 @dataclass(frozen=True)

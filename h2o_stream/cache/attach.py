@@ -15,7 +15,7 @@ from h2o_stream.cache.attention import ATTENTION_NAME
 from h2o_stream.cache.full import FullCache
 from h2o_stream.cache.reach import shared_out
 from h2o_stream.cache.state import model_digest
-from h2o_stream.cache.support import check_supported, layer_specs, learned_positions, reach_of
+from h2o_stream.cache.support import check_supported, home_of, layer_specs, learned_positions, reach_of
 from h2o_stream.cache.window import H2OCache
 from h2o_stream.config import CacheConfig
 from h2o_stream.errors import H2OStreamError
@@ -62,7 +62,8 @@ def build_cache(model: PreTrainedModel, config: CacheConfig) -> H2OCache | FullC
     plan = check_supported(type(model), model.config, config)
     digest = functools.partial(model_digest, model)
     if plan.policy == "full":
-        return FullCache(plan, model.config, digest)
+        in_host_memory = config.device == "cpu" and home_of(model).type != "cpu"
+        return FullCache(plan, model.config, digest, in_host_memory)
     specs = layer_specs(model, plan)
     if plan.budgets == "measured":
         specs = shared_out(model, specs)

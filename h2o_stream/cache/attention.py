@@ -49,7 +49,9 @@ def h2o_attention(
             raise UnsupportedModelError(f"{type(module).__name__} uses {name} in its attention, which is not served")
     scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
     layer = h2o_cache.layers[module.layer_idx]
-    return layer.attend(query, key, value, Products(scaling, softcap), h2o_cache.padding), None
+    there = h2o_cache.place or query.device
+    mixed = layer.attend(query.to(there), key.to(there), value.to(there), Products(scaling, softcap), h2o_cache.padding)
+    return mixed.to(query.device), None
 
 
 AttentionInterface.register(ATTENTION_NAME, h2o_attention)

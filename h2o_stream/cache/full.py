@@ -19,8 +19,10 @@ from h2o_stream.errors import H2OStreamError
 class FullCache(DynamicCache):
     """transformers' own growing cache, with what the fixed window offers beside it."""
 
-    def __init__(self, plan: CachePlan, config: Any, model: Callable[[], str] = lambda: "") -> None:
-        super().__init__(config=config)
+    def __init__(
+        self, plan: CachePlan, config: Any, model: Callable[[], str] = lambda: "", in_host_memory: bool = False
+    ) -> None:
+        super().__init__(config=config, offloading=in_host_memory)
         self.plan = plan
         self._model = model
 

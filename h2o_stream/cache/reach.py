@@ -28,6 +28,7 @@ from h2o_stream.cache.budgets import HeadGroup
 from h2o_stream.cache.policies import make_policy
 from h2o_stream.cache.slots import SlotLayer
 from h2o_stream.cache.state import model_digest
+from h2o_stream.cache.support import home_of
 from h2o_stream.cache.window import LayerSpec
 from h2o_stream.config import CachePlan
 from h2o_stream.resources import cache_folder
@@ -136,13 +137,13 @@ def _attention_to_copy(model: PreTrainedModel, hidden_from: Sequence[int | None]
     for number, layer in enumerate(layers):
         layer.watch = partial(watch, number)
     once = torch.randint(text.vocab_size, (_ROWS, period), generator=torch.Generator().manual_seed(0))
-    repeated = torch.cat((once, once), 1).to(model.device)
+    repeated = torch.cat((once, once), 1).to(home_of(model))
     cache: Any = Cache(layers=layers)
-    cache.padding = None
+    cache.padding = cache.place = None
     previous = model.config._attn_implementation
     model.set_attn_implementation(ATTENTION_NAME)
     try:
-        positions = torch.arange(2 * period, device=model.device).expand(_ROWS, -1)
+        positions = torch.arange(2 * period, device=home_of(model)).expand(_ROWS, -1)
         model.base_model(repeated, position_ids=positions, past_key_values=cache, h2o_cache=cache, use_cache=True)
     finally:
         model.set_attn_implementation(previous)

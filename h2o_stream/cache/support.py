@@ -23,6 +23,12 @@ from h2o_stream.errors import UnsupportedModelError
 _LAYER_KINDS = {"full_attention", "sliding_attention"}
 
 
+def home_of(model: Any) -> torch.device:
+    """Where a model takes its tokens: its device, also while its weights are on disk."""
+    device: torch.device = model.device
+    return torch.device(model._hf_hook.execution_device) if device.type == "meta" else device
+
+
 def context_of(config: Any) -> int | None:
     """Positions a model was trained for, or None when its config names no limit."""
     limit = getattr(config.get_text_config(), "max_position_embeddings", None)
@@ -135,7 +141,7 @@ class _Witness(EndlessLayer):
 
 
 class _Witnesses(Cache):
-    padding = None
+    padding = place = None
 
 
 @torch.no_grad()
@@ -155,8 +161,8 @@ def prove(model: PreTrainedModel, tables: list[RotaryTable | None]) -> list[torc
     model.set_attn_implementation(ATTENTION_NAME)
     try:
         model(
-            torch.full((2, 1), token, device=model.device),
-            position_ids=torch.tensor([[0], [position if any(tables) else 0]], device=model.device),
+            torch.full((2, 1), token, device=home_of(model)),
+            position_ids=torch.tensor([[0], [position if any(tables) else 0]], device=home_of(model)),
             past_key_values=witnesses,
             h2o_cache=witnesses,
             use_cache=True,

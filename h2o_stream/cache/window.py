@@ -56,6 +56,9 @@ class H2OCache(Cache):
         reach: distances the model was trained for, or None.
         last_position: positions a model has learned one by one, which nothing can pass; None for rotary ones.
         model: tells the model apart from others, when a state is saved or loaded.
+
+    Attributes:
+        place: where all keys and values are kept and attended to; None for where each layer computes.
     """
 
     def __init__(
@@ -67,10 +70,11 @@ class H2OCache(Cache):
         model: Callable[[], str] = lambda: "",
     ) -> None:
         self.config = config
+        self.place = torch.device("cpu") if config.device == "cpu" else None
         self._model = model
         self._prompt = DEFAULT_WINDOW
         self.padding: Padding | None = None
-        self._specs = tuple(layers)
+        self._specs = tuple(replace(spec, device=self.place or spec.device) for spec in layers)
         self._reach = reach
         self._last_position = last_position
         self._pins: tuple[range, ...] = ()

@@ -190,7 +190,7 @@ def configs_of(policies: str, windows: str, seeds_of_draws: str, cache: CacheOpt
     configs: list[CacheConfig] = []
     for policy in dict.fromkeys(policies_of(policies)):
         if policy == "full":
-            configs.append(CacheConfig(policy, chunk=cache.chunk))
+            configs.append(CacheConfig(policy, chunk=cache.chunk, device=cache.cache_device))
             continue
         for window in numbers_of(windows, "--windows"):
             seeds = numbers_of(seeds_of_draws, "--seeds") if POLICIES[policy].draws else [0]

@@ -28,6 +28,7 @@ from h2o_stream.config import (
     AtContext,
     Budgets,
     CacheConfig,
+    CacheDevice,
     ModelConfig,
     Positions,
     SamplingConfig,
@@ -92,6 +93,10 @@ class ModelOptions:
         str | None,
         _model("--device-map", help="Spread the layers with accelerate: auto, balanced, sequential."),
     ] = None
+    max_memory: Annotated[
+        str | None,
+        _model("--max-memory", help="With --device-map: most of each device, as 0=10GiB,cpu=24GiB; the rest on disk."),
+    ] = None
     quantize: Annotated[
         str,
         _model(
@@ -104,7 +109,9 @@ class ModelOptions:
 
     def model_config(self) -> ModelConfig:
         """The settings behind the options."""
-        return ModelConfig(self.model, self.dtype, self.device, self.device_map, self.offline, self.quantize)
+        return ModelConfig(
+            self.model, self.dtype, self.device, self.device_map, self.offline, self.quantize, self.max_memory
+        )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -180,6 +187,10 @@ class CacheOptions:
         float | None, _cache("--long-term", help="h2o: weight of the long-term score. (default: by policy)")
     ] = None
 
+    cache_device: Annotated[
+        CacheDevice, _cache("--cache-device", help="Keys and values: where layers compute, or in host memory.")
+    ] = "auto"
+
     def cache_config(self, policy: str, window: int) -> CacheConfig:
         """The settings behind the options.
 
@@ -207,6 +218,7 @@ class CacheOptions:
             self.recent_ratio,
             budgets=self.budgets,
             long_term=self.long_term,
+            device=self.cache_device,
         )
 
 

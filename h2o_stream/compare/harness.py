@@ -17,6 +17,7 @@ from torch import Tensor
 from tqdm.auto import tqdm
 
 from h2o_stream.cache.attach import attach
+from h2o_stream.cache.support import home_of
 from h2o_stream.config import DEFAULT_CHUNK, CacheConfig
 from h2o_stream.models.find import find
 
@@ -77,7 +78,7 @@ class H2OLM(HFLM):
 
             def feed(tokens: Sequence[int]) -> Tensor:
                 """[n, vocabulary] log-probabilities of what follows each of these tokens."""
-                ids = torch.tensor([list(tokens)], device=self.model.device)
+                ids = torch.tensor([list(tokens)], device=home_of(self.model))
                 logits = self.model(ids, past_key_values=cache, use_cache=True).logits[0]
                 return torch.log_softmax(logits.float(), -1)
 
@@ -92,7 +93,7 @@ class H2OLM(HFLM):
                 fed = [context[-1], *continuation[:-1]]
                 step = 1 if len(fed) <= DEFAULT_CHUNK else DEFAULT_CHUNK
                 scores = torch.cat([feed(fed[start : start + step]) for start in range(0, len(fed), step)])
-                expected = torch.tensor(list(continuation), device=self.model.device)
+                expected = torch.tensor(list(continuation), device=home_of(self.model))
                 told = scores.gather(-1, expected[:, None])
                 yield float(told.sum()), bool((scores.argmax(-1) == expected).all())
 

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from h2o_stream.cache.attach import attach
 from h2o_stream.cache.statistics import power_law, share_of_top, sparsity
-from h2o_stream.cache.support import context_of
+from h2o_stream.cache.support import context_of, home_of
 from h2o_stream.compare.comparison import Comparison, Doing, Job, Notify, told
 from h2o_stream.compare.folder import Part, identity
 from h2o_stream.compare.nll import digest_of, read_tokens
@@ -182,7 +182,7 @@ def observe(
 
 
 def _fed(model: Any, cache: Any, tokens: Sequence[int], chunk: int) -> Iterator[int]:
-    ids = torch.tensor([list(tokens)], device=model.device)
+    ids = torch.tensor([list(tokens)], device=home_of(model))
     for start in range(0, len(tokens), chunk):
         part = ids[:, start : start + chunk]
         model(part, past_key_values=cache, use_cache=True, logits_to_keep=1)

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy
 
 from h2o_stream.cache.attach import attach
-from h2o_stream.cache.support import context_of
+from h2o_stream.cache.support import context_of, home_of
 from h2o_stream.compare.bootstrap import paired_difference
 from h2o_stream.compare.comparison import Comparison, Doing, Job, Notify, told, window_of
 from h2o_stream.compare.folder import Part, identity
@@ -150,7 +150,7 @@ def stream_nll(model: Any, config: CacheConfig, tokens: Sequence[int]) -> Iterat
     if config.chunk == 0:
         raise ConfigError("chunk is 0; a streamed text needs a --chunk of at least 1")
     total, losses, begun = len(tokens) - 1, list[Tensor](), time.perf_counter()
-    ids = torch.tensor([list(tokens)], device=model.device)
+    ids = torch.tensor([list(tokens)], device=home_of(model))
     with attach(model, config) as cache:
         chunk = cache.plan.chunk
         step = math.ceil(STEP / chunk) * chunk

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from h2o_stream.cache.attach import attach
-from h2o_stream.cache.support import context_of
+from h2o_stream.cache.support import context_of, home_of
 from h2o_stream.compare.comparison import Comparison, Doing, Job, Notify, told, window_of
 from h2o_stream.compare.folder import Part, identity
 from h2o_stream.compare.nll import STEP, digest_of, read_tokens
@@ -209,7 +209,7 @@ def ask(model: Any, config: CacheConfig, plan: Plan) -> Iterator[Doing | Part]:
     with attach(model, config) as cache:
 
         def feed(tokens: Sequence[int]) -> Tensor:
-            ids = torch.tensor([list(tokens)], device=model.device)
+            ids = torch.tensor([list(tokens)], device=home_of(model))
             logits: Tensor = model(ids, past_key_values=cache, use_cache=True, logits_to_keep=1).logits
             return logits[0, -1].float().cpu()
 

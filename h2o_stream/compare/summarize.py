@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from h2o_stream.cache.attach import attach
-from h2o_stream.cache.support import context_of
+from h2o_stream.cache.support import context_of, home_of
 from h2o_stream.compare.comparison import Comparison, Job, Notify, told, window_of
 from h2o_stream.compare.folder import Part, identity
 from h2o_stream.config import AnswerConfig, CacheConfig, ModelConfig
@@ -224,8 +224,8 @@ def answer(
     torch.manual_seed(how.seed + part[0])
     with attach(model, config):
         output = model.generate(
-            input_ids=ids.to(model.device),
-            attention_mask=mask.to(model.device),
+            input_ids=ids.to(home_of(model)),
+            attention_mask=mask.to(home_of(model)),
             do_sample=drawn,
             max_new_tokens=sampling.max_tokens,
             stop_strings=list(sampling.stop) or None,

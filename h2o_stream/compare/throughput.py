@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from h2o_stream.cache.attach import attach
-from h2o_stream.cache.support import context_of
+from h2o_stream.cache.support import context_of, home_of
 from h2o_stream.compare.comparison import Comparison, Job, Notify, told, window_of
 from h2o_stream.compare.folder import Part, identity
 from h2o_stream.compare.nll import digest_of, read_tokens
@@ -99,6 +99,7 @@ class Throughput(Comparison):
             "rounds": self._rounds,
             "compile": self._compile,
             "device_map": self._model_config.device_map,
+            "max_memory": self._model_config.max_memory,
             "threads": torch.get_num_threads(),
             **told([config for shape in self._shapes for config in self._configs(shape)]),
         }
@@ -118,6 +119,7 @@ class Throughput(Comparison):
             "batch": load.batch,
             "round": number,
             "threads": torch.get_num_threads(),
+            "max_memory": self._model_config.max_memory,
             **identity(self._model, load.config),
         }
         return Job(f"{load.shape}: {load.config.label}, batch {load.batch}", key, 1, partial(self._timed, load))
@@ -187,7 +189,7 @@ def loads(
 def row_bytes(model: Any, config: CacheConfig, tokens: Sequence[int]) -> int:
     """The most bytes that the cache of one row holds while these tokens go through it."""
     most = 0
-    ids = torch.tensor([list(tokens)], device=model.device)
+    ids = torch.tensor([list(tokens)], device=home_of(model))
     with attach(model, config) as cache:
         for part in ids.split(PREFILL_STEP, 1):
             model(part, past_key_values=cache, use_cache=True, logits_to_keep=1)
@@ -213,7 +215,7 @@ def generate(model: Any, load: Load, prompts: Tensor, compile: bool) -> float:
     Returns:
         The seconds it took, prompts included. What is made once, compiled graphs and the like, is made before.
     """
-    prompts = prompts.to(model.device)
+    prompts = prompts.to(home_of(model))
 
     def answer(new: int) -> float:
         begun = time.perf_counter()
@@ -225,7 +227,7 @@ def generate(model: Any, load: Load, prompts: Tensor, compile: bool) -> float:
             max_new_tokens=new,
             pad_token_id=0,
         )
-        if model.device.type == "cuda":
+        if home_of(model).type == "cuda":
             torch.cuda.synchronize()
         return time.perf_counter() - begun
 

@@ -18,7 +18,7 @@ from torch import Tensor
 from h2o_stream.cache.attach import attach
 from h2o_stream.cache.counts import CacheCounts
 from h2o_stream.cache.state import taken
-from h2o_stream.cache.support import context_of, learned_positions
+from h2o_stream.cache.support import context_of, home_of, learned_positions
 from h2o_stream.config import PREFILL_STEP, AtContext, CacheConfig, SamplingConfig
 from h2o_stream.engine.events import Finished, PrefillProgress, Token
 from h2o_stream.engine.sampling import Sampler
@@ -61,7 +61,7 @@ class Engine:
         self.model = model
         self.tokenizer = tokenizer
         self.sampling = sampling or SamplingConfig()
-        self.sampler = Sampler(self.sampling, model.generation_config, model.device)
+        self.sampler = Sampler(self.sampling, model.generation_config, home_of(model))
         self.at_context = at_context
         self.should_stop = should_stop
         self.context = context_of(model.config)
@@ -100,7 +100,7 @@ class Engine:
             reseed: begin the random draws anew with its seed; otherwise they go on where they are.
         """
         before, self.sampling = self.sampler.state, sampling
-        self.sampler = Sampler(sampling, self.model.generation_config, self.model.device)
+        self.sampler = Sampler(sampling, self.model.generation_config, home_of(self.model))
         if not reseed:
             self.sampler.state = before
 
@@ -227,7 +227,7 @@ class Engine:
             raise H2OStreamError("the last step was cut off halfway; reset the conversation to go on")
         self._torn = True
         try:
-            ids = torch.tensor([tokens], dtype=torch.int64, device=self.model.device)
+            ids = torch.tensor([tokens], dtype=torch.int64, device=home_of(self.model))
             output = self.model(ids, past_key_values=self.cache, use_cache=True, logits_to_keep=1)
         except (MemoryError, RuntimeError) as error:
             if not _out_of_memory(error):

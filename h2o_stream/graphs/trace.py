@@ -267,7 +267,7 @@ class _Given(RotaryTable):
 class _Around:
     """A cache of one layer, as a decoder layer and `h2o_attention` see it."""
 
-    padding = None
+    padding = place = None
 
     def __init__(self, parts: Sequence[_Slots], heads: Sequence[Tensor]) -> None:
         self._layer = GroupedLayer(parts, heads) if heads else parts[0] if parts else None

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 from h2o_stream.config import CacheConfig, ModelConfig
 from h2o_stream.errors import ConfigError, ModelNotFoundError, UnsupportedModelError
+from h2o_stream.resources import cache_folder
 from h2o_stream.startup import collector_paused
 
 
@@ -70,7 +72,7 @@ def _load(config: ModelConfig, source: str, cache: CacheConfig | None) -> Loaded
             model_class = AutoModelForCausalLM._model_mapping[type(described)]
             check_supported(model_class, described, cache)
         tokenizer = AutoTokenizer.from_pretrained(source, **local)
-        place = {"device_map": config.device_map} if config.device_map else {}
+        place = _placed(config)
         model = AutoModelForCausalLM.from_pretrained(source, dtype=dtype_of(config.dtype, device), **place, **local)
     except (OSError, ValueError, KeyError, SafetensorError, RuntimeError) as error:
         if isinstance(error, ConfigError):
@@ -85,6 +87,18 @@ def _load(config: ModelConfig, source: str, cache: CacheConfig | None) -> Loaded
     if config.quantize != "none":
         quantize(model, config.quantize)
     return LoadedModel(config.model, model, tokenizer, stops)
+
+
+def _placed(config: ModelConfig) -> dict[str, Any]:
+    """Where weights go, as transformers takes it."""
+    if not config.device_map:
+        return {}
+    memory = config.memory_by_device()
+    return {
+        "device_map": config.device_map,
+        "offload_folder": str(cache_folder() / "offload"),
+        **({"max_memory": memory} if memory else {}),
+    }
 
 
 def load_tokenizer(config: ModelConfig, notify: Callable[[str], None] = lambda line: None) -> Any:
@@ -122,7 +136,8 @@ def device_of(name: str) -> Any:
     import torch
 
     if name == "auto":
-        name = "cuda" if torch.cuda.is_available() else "mps" if torch.backends.mps.is_available() else "cpu"
+        own = os.environ.get("LOCAL_RANK", "0")  # of this process among those of a launcher
+        name = f"cuda:{own}" if torch.cuda.is_available() else "mps" if torch.backends.mps.is_available() else "cpu"
     try:
         device = torch.device(name)
         torch.empty(0, device=device)

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 
+from h2o_stream.cache.support import home_of
 from h2o_stream.config import Settings
 from h2o_stream.engine.engine import Engine
 from h2o_stream.models.load import load
@@ -55,7 +56,7 @@ def started(command: str, settings: Settings, terminal: Terminal, records: Recor
                 window=plan.window or None,
                 cache=asdict(plan),
                 dtype=str(loaded.model.dtype).removeprefix("torch."),
-                device=str(loaded.model.device),
+                device=str(home_of(loaded.model)),
                 sampling=asdict(settings.sampling),
                 seed=engine.sampler.seed,
             )
