@@ -389,6 +389,7 @@ class ModelConfig:
         device_map: handed to transformers and accelerate (``auto`` spreads the layers); replaces `device`.
         max_memory: with `device_map`, the most that weights may take of each device, as ``0=10GiB,cpu=24GiB``; what
             fits nowhere is read from disk in every step.
+        tensor_parallel: every process of ``torchrun`` holds a part of each matrix, and evicts for its own heads.
         offline: touch no network, use only what is on this machine.
         quantize: ``none``, ``int8`` or ``int4``: how weights of matrices are held, see `models.quantize`.
     """
@@ -400,6 +401,7 @@ class ModelConfig:
     offline: bool = False
     quantize: str = "none"
     max_memory: str | None = None
+    tensor_parallel: bool = False
 
     def __post_init__(self) -> None:
         if self.dtype not in DTYPES:
@@ -412,6 +414,9 @@ class ModelConfig:
             raise ConfigError(
                 f"quantize is {self.quantize}, which --device-map {self.device_map} does not go with; leave one out"
             )
+        if self.tensor_parallel and (self.device_map or self.quantize != "none"):
+            other = f"--device-map {self.device_map}" if self.device_map else f"--quantize {self.quantize}"
+            raise ConfigError(f"--tensor-parallel does not go with {other}; leave one out")
         if self.max_memory and not self.device_map:
             raise ConfigError(f"max_memory is {self.max_memory}, which needs --device-map auto")
         self.memory_by_device()

@@ -12,9 +12,11 @@ class Processes:
     Attributes:
         count: how many there are.
         rank: the number of this one, from 0.
+        together: whether they share a model, so that each has to do all there is to do.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, together: bool = False) -> None:
+        self.together = together
         self.count = int(os.environ.get("WORLD_SIZE", "1"))
         self.rank = int(os.environ.get("RANK", "0")) if self.count > 1 else 0
 
@@ -31,3 +33,14 @@ class Processes:
 
         PartialState(cpu=not torch.accelerator.is_available())
         return {number: item for part in gather_object([own]) for number, item in part.items()}
+
+
+def agreed(value: Any) -> Any:
+    """What the first of the processes that share a model says, where there are several; `value` where there are not."""
+    from torch import distributed
+
+    if not (distributed.is_available() and distributed.is_initialized()):
+        return value
+    said = [value]
+    distributed.broadcast_object_list(said)
+    return said[0]

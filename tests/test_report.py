@@ -1,10 +1,8 @@
-"""Folders of comparisons, the reports made of them, and comparisons that several processes share."""
+"""Folders of comparisons, and the reports made of them."""
 
 from __future__ import annotations
 
 import json
-import os
-import subprocess
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
@@ -14,7 +12,7 @@ import pytest
 from h2o_stream.compare.folder import Folder
 from h2o_stream.errors import DataError
 from h2o_stream.ui.pages import KINDS, page_of
-from tests.test_cli import BIN, invoke, records
+from tests.test_cli import invoke, records
 
 
 @pytest.fixture
@@ -167,32 +165,3 @@ def test_every_kind_has_a_page_or_none_is_asked_for() -> None:
     for kind in KINDS:
         with pytest.raises((KeyError, IndexError)):
             page_of(kind, {}, [])
-
-
-def together(count: int, *arguments: object) -> subprocess.CompletedProcess[str]:
-    """Run h2o-compare in processes that share the work."""
-    command = [f"{BIN}/accelerate", "launch", "--multi_gpu", "--num_processes", str(count), "--num_machines", "1"]
-    command += ["--mixed_precision", "no", "--dynamo_backend", "no", "-m", "h2o_stream.compare", *map(str, arguments)]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    return subprocess.run(command, capture_output=True, text=True, timeout=300, check=False, env=environment)
-
-
-def test_two_processes_find_what_one_finds(tiny_folder: Path, text: Path, tmp_path: Path) -> None:
-    file = tmp_path / "requests.jsonl"
-    form = {"max_tokens": 6, "temperature": 0.5}
-    lines = [{**form, "article": "word " * (20 + 9 * n), "summary_gt": "some words"} for n in range(5)]
-    file.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    model = ["-m", tiny_folder, "--dtype", "float32", "--windows", "24", "--policies", "full,h2o,sink"]
-    commands = {
-        "nll": ["nll", "--text", text, "--tokens", "150", *model],
-        "summarize": ["summarize", "--requests", file, "--batch", "2", *model],
-    }
-    for name, command in commands.items():
-        done = together(2, *command, "--out", tmp_path / "two" / name, "--jsonl", tmp_path / f"{name}.jsonl")
-        assert done.returncode == 0, done.stderr
-        assert done.stderr.count("tables, plots and records are in") == 1, "one speaks for both"
-        alone = invoke("h2o-compare", *command, "--jsonl", "-", "-q")
-        mine, theirs = records(alone.stdout), records((tmp_path / f"{name}.jsonl").read_text())
-        assert theirs[0]["processes"] == 2
-        for one, two in zip(mine[1:], theirs[1:], strict=True):
-            assert {**one, "tok_s": 0} == {**two, "tok_s": 0}

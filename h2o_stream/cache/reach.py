@@ -19,7 +19,7 @@ from statistics import fmean, pvariance
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, distributed
 from transformers import PreTrainedModel
 from transformers.cache_utils import Cache
 
@@ -65,7 +65,11 @@ def shared_out(model: PreTrainedModel, specs: Sequence[LayerSpec]) -> list[Layer
         model: a causal language model that `support.prove` has accepted.
         specs: its layers. Those with a sliding window of their own take no part.
     """
-    reach = _known(model, [spec.sliding or spec.hidden_from for spec in specs])
+    hidden_from = [spec.sliding or spec.hidden_from for spec in specs]
+    if any(spec.shard for spec in specs):
+        reach = _gathered(_attention_to_copy(model, hidden_from), model.tp_size)
+    else:
+        reach = _known(model, hidden_from)
     sharing = torch.tensor([spec.sliding is None for spec in specs])
     need = reach.sqrt() if float(reach[sharing].max()) >= _NOTICEABLE else torch.ones_like(reach)
     shares = _FLOOR + (1 - _FLOOR) * need / need[sharing].mean()
@@ -76,6 +80,14 @@ def shared_out(model: PreTrainedModel, specs: Sequence[LayerSpec]) -> list[Layer
         replace(spec, groups=tuple(replace(group, share=group.share / mean) for group in own) or spec.groups)
         for spec, own in zip(specs, grouped, strict=True)
     ]
+
+
+def _gathered(own: Tensor, processes: int) -> Tensor:
+    """[layers, Hkv] of all heads, from the [layers, n] that each of the processes has that share a model."""
+    parts = [own] * distributed.get_world_size()
+    distributed.all_gather_object(parts, own)
+    first = distributed.get_rank() // processes * processes
+    return torch.cat(parts[first : first + processes], 1)
 
 
 def _grouped(shares: Sequence[float]) -> tuple[HeadGroup, ...]:

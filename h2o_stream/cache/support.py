@@ -110,16 +110,26 @@ def layer_specs(model: PreTrainedModel, plan: CachePlan) -> list[LayerSpec]:
         rotary = rotary_of(model)
         tables = {kind: table_for(rotary, kind) for kind in set(kinds)}
     uniform = None not in windows
-    devices = prove(model, [tables.get(kind) for kind in kinds])
+    keys = prove(model, [tables.get(kind) for kind in kinds])
     return [
         LayerSpec(
             table=tables.get(kind),
             sliding=None if uniform else window,
             hidden_from=window if plan.positions == "absolute" else None,
-            device=device,
+            device=key.device,
+            shard=_shard(model, key.shape[1]),
         )
-        for kind, window, device in zip(kinds, windows, devices, strict=True)
+        for kind, window, key in zip(kinds, windows, keys, strict=True)
     ]
+
+
+def _shard(model: PreTrainedModel, heads: int) -> range | None:
+    """Which KV heads of a layer are in this process, that has so many of them."""
+    processes = getattr(model, "tp_size", None) or 1
+    if processes == 1 or heads >= model.config.get_text_config().num_key_value_heads:
+        return None
+    rank = torch.distributed.get_rank() % processes
+    return range(rank * heads, (rank + 1) * heads)
 
 
 class _Witness(EndlessLayer):
@@ -145,11 +155,11 @@ class _Witnesses(Cache):
 
 
 @torch.no_grad()
-def prove(model: PreTrainedModel, tables: list[RotaryTable | None]) -> list[torch.device]:
+def prove(model: PreTrainedModel, tables: list[RotaryTable | None]) -> list[Tensor]:
     """Feed one token at position 0 and at a later one, and compare: only RoPE may tell the two apart.
 
     Returns:
-        Where each layer computes.
+        A key [B, Hkv, 1, D] of each layer, as it comes to the cache.
 
     Raises:
         UnsupportedModelError: a layer does not ask us for its attention, or the model rotates in another way.
@@ -184,4 +194,4 @@ def prove(model: PreTrainedModel, tables: list[RotaryTable | None]) -> list[torc
                 raise UnsupportedModelError(
                     f"{name} applies RoPE in a form that is not reproduced here; try --positions absolute"
                 )
-    return [layer.seen[1].device for layer in witnesses.layers]
+    return [layer.seen[1] for layer in witnesses.layers]

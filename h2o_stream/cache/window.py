@@ -34,6 +34,7 @@ class LayerSpec:
         hidden_from: age in tokens from which the model hides keys from this layer, or None.
         device: where the layer computes; None for the CPU.
         groups: its KV heads, by the size of their windows.
+        shard: the KV heads that are in this process, where several share the layer (tensor parallel); None for all.
     """
 
     table: RotaryTable | None = None
@@ -41,6 +42,19 @@ class LayerSpec:
     hidden_from: int | None = None
     device: torch.device | None = None
     groups: tuple[HeadGroup, ...] = (HeadGroup(),)
+    shard: range | None = None
+
+    @property
+    def here(self) -> tuple[HeadGroup | None, ...]:
+        """The part of each group that is in this process, its heads counted from the first one here; None for none."""
+        if self.shard is None:
+            return self.groups
+        first = self.shard.start
+        own = [tuple(head - first for head in group.heads if head in self.shard) for group in self.groups]
+        return tuple(
+            replace(group, heads=heads) if heads or not group.heads else None
+            for group, heads in zip(self.groups, own, strict=True)
+        )
 
 
 def _slots(layers: Iterable[SlotLayer | GroupedLayer]) -> list[SlotLayer]:
@@ -78,6 +92,7 @@ class H2OCache(Cache):
         self._reach = reach
         self._last_position = last_position
         self._pins: tuple[range, ...] = ()
+        self._windows: tuple[int, ...] = ()
         self._resolved = not config.by_ratio
         self._make_reader: Callable[[], Reader] | None = None
         self._resolve(self._prompt)
@@ -104,19 +119,25 @@ class H2OCache(Cache):
     def _layer(self, number: int, spec: LayerSpec) -> SlotLayer | GroupedLayer:
         plan = self.plan
         if spec.sliding is None:
-            groups = [SlotLayer(plan, make_policy(plan, number), spec.table, spec.hidden_from) for _ in spec.groups]
-            heads = [torch.tensor(group.heads, device=spec.device) for group in spec.groups]
+            own = [group for group in spec.here if group]
+            groups = [SlotLayer(plan, make_policy(plan, number), spec.table, spec.hidden_from) for _ in own]
+            heads = [torch.tensor(group.heads, device=spec.device) for group in own]
             return groups[0] if len(groups) == 1 else GroupedLayer(groups, heads)
         # A sliding layer holds what its own window shows, in full precision, at true distances.
-        own = replace(
+        alone = replace(
             plan, policy="recent", window=spec.sliding - 1, sinks=0, heavy=0, recent=spec.sliding - 1, kv_bits=16
         )
-        own = own if plan.positions == "absolute" else replace(own, positions="rolling")
-        return SlotLayer(own, make_policy(own), spec.table, spec.sliding)
+        alone = alone if plan.positions == "absolute" else replace(alone, positions="rolling")
+        return SlotLayer(alone, make_policy(alone), spec.table, spec.sliding)
 
     @property
     def _groups(self) -> list[HeadGroup]:
         return [group for spec in self._specs if spec.sliding is None for group in spec.groups]
+
+    @property
+    def _here(self) -> list[HeadGroup | None]:
+        """`_groups`, as far as they are in this process."""
+        return [group for spec in self._specs if spec.sliding is None for group in spec.here]
 
     @property
     def evicting_numbers(self) -> list[int]:
@@ -151,7 +172,7 @@ class H2OCache(Cache):
         layers, seen = self.evicting, self.seen_tokens
         protected = sum(len(pin[: max(seen - pin.start, 0)]) for pin in self._protected)
         sinks = min(self.plan.sinks, seen)
-        weights = [group.count for group in self._groups]
+        weights = [group.count for group in self._here if group]
         cached = round(fmean([layer.held for layer in layers], weights))
         recent = round(fmean([min(int(layer.budget.recent), layer.held - protected) for layer in layers], weights))
         return CacheCounts(
@@ -214,7 +235,7 @@ class H2OCache(Cache):
     def _check(self, pins: tuple[range, ...]) -> None:
         plan = self.plan
         pinned = sum(map(len, merged((range(plan.sinks), *pins))))
-        window = min(layer.schedule.window for layer in self.evicting) if self._shared_out else plan.window
+        window = min(self._windows) if self._shared_out else plan.window
         if pinned > plan.sinks and window - pinned < self._least:
             whose = "of some heads " if window < plan.window else ""
             raise ConfigError(
@@ -248,7 +269,9 @@ class H2OCache(Cache):
     def _schedule(self, sizes: Sequence[int]) -> None:
         """Give the heads their windows, and distances that the model knows."""
         counts = tuple(group.count for group in self._groups)
-        for layer, schedule in zip(self.evicting, schedules(tuple(sizes), counts, self.plan.window), strict=True):
+        self._windows = tuple(sizes)
+        everywhere = zip(self._here, schedules(self._windows, counts, self.plan.window), strict=True)
+        for layer, schedule in zip(self.evicting, (own for group, own in everywhere if group), strict=True):
             layer.schedule = schedule
             if self._reach is not None and self.plan.positions == "gap":
                 room = self._reach - schedule.window - (self.plan.chunk or 1)
@@ -315,7 +338,7 @@ class H2OCache(Cache):
         state["budgets"] = sealed(
             {
                 "groups": [[(group.heads, group.share) for group in spec.groups] for spec in self._specs],
-                "windows": [layer.schedule.window for layer in self.evicting],
+                "windows": list(self._windows),
             }
         )
         state[FINGERPRINT] = sealed(self._fingerprint(self.layers[0].dtype))

@@ -119,6 +119,9 @@ def chat(chat: ChatOptions, talk: ConversationOptions, output: OutputOptions, in
         if chat.export is not None and chat.session is not None:
             _export(chat.session, chat.export)
             return
+        if settings.model.tensor_parallel and (config.prompt is None or config.session or config.record):
+            raise ConfigError("--tensor-parallel answers --prompt and --prompt-file, without --session and --record")
+        output = run.speaking(output)
         with Records(output.jsonl) as records:
             with run.loading(settings.model, output) as terminal:
                 from h2o_stream.ui.chat import run_chat

@@ -264,14 +264,13 @@ def _show(make: Callable[[], Comparison], model: ModelConfig, out: Path | None, 
         out: its folder.
         output: where its records and words go.
     """
-    if not Processes().main:
-        output = replace(output, quiet=True, jsonl=None)
+    output = run.speaking(output)
     with Records(output.jsonl) as records:
         with run.loading(model, output) as terminal:
             from h2o_stream.ui.comparison import show
 
             comparison = make()
-        show(comparison, out, terminal, records)
+        show(comparison, out, terminal, records, Processes(together=model.tensor_parallel))
 
 
 def main() -> None:

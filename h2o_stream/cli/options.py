@@ -97,6 +97,9 @@ class ModelOptions:
         str | None,
         _model("--max-memory", help="With --device-map: most of each device, as 0=10GiB,cpu=24GiB; the rest on disk."),
     ] = None
+    tensor_parallel: Annotated[
+        bool, _model("--tensor-parallel", help="Share every layer among the processes of torchrun.")
+    ] = False
     quantize: Annotated[
         str,
         _model(
@@ -110,7 +113,14 @@ class ModelOptions:
     def model_config(self) -> ModelConfig:
         """The settings behind the options."""
         return ModelConfig(
-            self.model, self.dtype, self.device, self.device_map, self.offline, self.quantize, self.max_memory
+            self.model,
+            self.dtype,
+            self.device,
+            self.device_map,
+            self.offline,
+            self.quantize,
+            self.max_memory,
+            self.tensor_parallel,
         )
 
 

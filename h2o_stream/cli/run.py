@@ -8,11 +8,13 @@ import tomllib
 import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import typer
 
 from h2o_stream.errors import ConfigError, H2OStreamError
+from h2o_stream.processes import Processes
 from h2o_stream.resources import config_file
 from h2o_stream.startup import bound_kernel_cache, collector_paused, quieten_libraries
 
@@ -104,12 +106,17 @@ def loading(model: ModelConfig, output: OutputOptions) -> Iterator[Terminal]:
     """For the imports that bring torch and transformers: says what is going on and makes them quick and quiet."""
     from h2o_stream.ui.terminal import Terminal
 
-    terminal = Terminal(output.color, output.quiet, replies=output.jsonl != "-")
+    terminal = Terminal(output.color, output.quiet, replies=output.jsonl != "-" and Processes().main)
     bound_kernel_cache()
     quieten_libraries(progress=terminal.live and not output.quiet, warnings=output.verbose)
     terminal.note(f"Loading {model.model} ...", style="dim")
     with collector_paused():
         yield terminal
+
+
+def speaking(output: OutputOptions) -> OutputOptions:
+    """What is written where; of several processes only the first one speaks."""
+    return output if Processes().main else replace(output, quiet=True, jsonl=None)
 
 
 def leave(finish: Finish | None) -> None:

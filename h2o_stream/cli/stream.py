@@ -84,6 +84,9 @@ def stream(replay: ReplayOptions, talk: ConversationOptions, output: OutputOptio
             play(replay.replay, replay.pace, Terminal(output.color, output.quiet))
             return
         questions = replay.asked()
+        if settings.model.tensor_parallel and (replay.record or policies):
+            raise ConfigError("--tensor-parallel goes without --record and --compare; leave them out")
+        output = run.speaking(output)
         with Records(output.jsonl) as records:
             with run.loading(settings.model, output) as terminal:
                 from h2o_stream.ui.panes import compare_policies

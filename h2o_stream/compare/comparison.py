@@ -92,7 +92,7 @@ def outcomes(comparison: Comparison, folder: Folder, processes: Processes, watch
         watch: is told about the jobs of this process.
     """
     jobs = comparison.jobs()
-    if processes.count == 1:
+    if processes.count == 1 or processes.together:
         yield from (_outcome(job, folder, watch) for job in jobs)
         return
     workers = 1 if comparison.alone else processes.count

@@ -17,6 +17,7 @@ from transformers.generation.logits_process import (
 )
 
 from h2o_stream.config import DEFAULT_TEMPERATURE, DEFAULT_TOP_K, DEFAULT_TOP_P, SamplingConfig
+from h2o_stream.processes import agreed
 
 _LIKELY = 512
 """Tokens among which the nucleus nearly always is."""
@@ -55,7 +56,7 @@ class Sampler:
 
         temperature = choose("temperature", DEFAULT_TEMPERATURE)
         top_k, top_p = choose("top_k", DEFAULT_TOP_K), choose("top_p", DEFAULT_TOP_P)
-        self.seed = secrets.randbits(32) if config.seed is None else config.seed
+        self.seed = agreed(secrets.randbits(32)) if config.seed is None else config.seed
         self.greedy = temperature == 0
         self._generator = torch.Generator(device=device).manual_seed(self.seed)
         self._processors = LogitsProcessorList()

@@ -9,6 +9,7 @@ from typing import Any
 
 from h2o_stream.config import CacheConfig, ModelConfig
 from h2o_stream.errors import ConfigError, ModelNotFoundError, UnsupportedModelError
+from h2o_stream.processes import Processes
 from h2o_stream.resources import cache_folder
 from h2o_stream.startup import collector_paused
 
@@ -73,6 +74,8 @@ def _load(config: ModelConfig, source: str, cache: CacheConfig | None) -> Loaded
             check_supported(model_class, described, cache)
         tokenizer = AutoTokenizer.from_pretrained(source, **local)
         place = _placed(config)
+        if config.tensor_parallel:
+            place = _shared(described)
         model = AutoModelForCausalLM.from_pretrained(source, dtype=dtype_of(config.dtype, device), **place, **local)
     except (OSError, ValueError, KeyError, SafetensorError, RuntimeError) as error:
         if isinstance(error, ConfigError):
@@ -83,7 +86,7 @@ def _load(config: ModelConfig, source: str, cache: CacheConfig | None) -> Loaded
     stops: tuple[str, ...] = ()
     if not tokenizer.chat_template:
         tokenizer.chat_template, stops = FALLBACK_TEMPLATE, FALLBACK_STOPS
-    model = model.eval() if config.device_map else model.eval().to(device)
+    model = model.eval() if place else model.eval().to(device)
     if config.quantize != "none":
         quantize(model, config.quantize)
     return LoadedModel(config.model, model, tokenizer, stops)
@@ -99,6 +102,22 @@ def _placed(config: ModelConfig) -> dict[str, Any]:
         "offload_folder": str(cache_folder() / "offload"),
         **({"max_memory": memory} if memory else {}),
     }
+
+
+def _shared(described: Any) -> dict[str, Any]:
+    """How weights are shared among processes, as transformers takes it.
+
+    Raises:
+        ConfigError: there is only one process, or the heads cannot be shared out among them.
+    """
+    from transformers.distributed import DistributedConfig
+
+    count, heads = Processes().count, described.get_text_config().num_key_value_heads
+    if count == 1:
+        raise ConfigError("--tensor-parallel needs several processes; start them with torchrun --nproc-per-node N")
+    if heads % count:
+        raise ConfigError(f"{heads} KV heads cannot be shared by {count} processes; give torchrun a divisor")
+    return {"distributed_config": DistributedConfig(tp_plan="auto")}
 
 
 def load_tokenizer(config: ModelConfig, notify: Callable[[str], None] = lambda line: None) -> Any:

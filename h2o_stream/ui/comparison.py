@@ -22,7 +22,7 @@ from h2o_stream.ui.tables import figures_table, markdown_page
 from h2o_stream.ui.terminal import Terminal
 
 
-def show(comparison: Comparison, out: Path | None, terminal: Terminal, records: Records) -> None:
+def show(comparison: Comparison, out: Path | None, terminal: Terminal, records: Records, processes: Processes) -> None:
     """Run a comparison and show it.
 
     Args:
@@ -30,6 +30,7 @@ def show(comparison: Comparison, out: Path | None, terminal: Terminal, records: 
         out: a folder for all of it, where it can be interrupted and goes on later; None for none.
         terminal: where progress and tables go.
         records: gets the run's record and the comparison's.
+        processes: that share its work or its model.
 
     Raises:
         DataError: the folder cannot be written, or holds another run.
@@ -37,7 +38,6 @@ def show(comparison: Comparison, out: Path | None, terminal: Terminal, records: 
     """
     if out is not None:
         require_matplotlib()
-    processes = Processes()
     with closing(comparison):
         folder = Folder(out)
         begun = {

@@ -1,0 +1,107 @@
+"""Several processes: those that share the work of a comparison, and those that share a model."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers import PreTrainedTokenizerBase
+
+from tests.conftest import make_llama
+from tests.test_cli import BIN, invoke, records
+
+
+@pytest.fixture
+def four_heads(tmp_path: Path, tokenizer: PreTrainedTokenizerBase) -> Path:
+    """A model whose heads two processes can share."""
+    folder = tmp_path / "model"
+    make_llama(vocab=len(tokenizer), heads=4, groups=2, context=400).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+def launched(launcher: list[str], *arguments: object) -> subprocess.CompletedProcess[str]:
+    """Run something in two processes."""
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(__file__).parents[1])}
+    command = [*launcher, *map(str, arguments)]
+    return subprocess.run(command, capture_output=True, text=True, timeout=300, check=False, env=environment)
+
+
+ACCELERATE = [f"{BIN}/accelerate", "launch", "--multi_gpu", "--num_processes", "2", "--num_machines", "1"]
+ACCELERATE += ["--mixed_precision", "no", "--dynamo_backend", "no"]
+TORCHRUN = [f"{BIN}/torchrun", "--nproc-per-node", "2"]
+
+
+@pytest.mark.parametrize("launcher", [ACCELERATE, TORCHRUN], ids=["accelerate", "torchrun"])
+def test_two_processes_find_what_one_finds(launcher: list[str], tiny_folder: Path, tmp_path: Path) -> None:
+    text, file = tmp_path / "text.txt", tmp_path / "requests.jsonl"
+    text.write_text("The quick brown fox jumps over the lazy dog, again and again. " * 60)
+    form = {"max_tokens": 6, "temperature": 0.5}
+    lines = [{**form, "article": "word " * (20 + 9 * n), "summary_gt": "some words"} for n in range(5)]
+    file.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    model = ["-m", tiny_folder, "--dtype", "float32", "--windows", "24", "--policies", "full,h2o,sink"]
+    command: list[Any] = ["summarize", "--requests", file, "--batch", "2", *model]
+    if launcher is TORCHRUN:
+        command = ["nll", "--text", text, "--tokens", "150", *model]
+    out = tmp_path / "out"
+    done = launched(launcher, "-m", "h2o_stream.compare", *command, "--out", out, "--jsonl", tmp_path / "two.jsonl")
+    assert done.returncode == 0, done.stderr
+    assert done.stderr.count("tables, plots and records are in") == 1, "one speaks for both"
+    assert len(list((out / "parts").iterdir())) == (9 if launcher is ACCELERATE else 3)
+    alone = invoke("h2o-compare", *command, "--jsonl", "-", "-q")
+    mine, theirs = records(alone.stdout), records((tmp_path / "two.jsonl").read_text())
+    assert theirs[0]["processes"] == 2
+    for one, two in zip(mine[1:], theirs[1:], strict=True):
+        assert {**one, "tok_s": 0} == {**two, "tok_s": 0}
+
+
+class TestTensorParallel:
+    def test_the_same_tokens_and_windows(self, four_heads: Path) -> None:
+        """Windows by head too, although each process knows only its own heads."""
+        script = Path(__file__).parent / "run_tensor_parallel.py"
+        environment = {**os.environ, "PYTHONPATH": str(script.parents[1])}
+        alone = subprocess.run(
+            [sys.executable, script, four_heads], capture_output=True, text=True, check=True, env=environment
+        )
+        shared = launched(TORCHRUN, script, four_heads)
+        assert shared.returncode == 0, shared.stderr
+        mine, theirs = ([json.loads(line) for line in run.stdout.splitlines()] for run in (alone, shared))
+        assert [policy for policy, _, _ in mine] == ["full", "h2o", "sink", "h2o"]
+        assert len({tuple(said) for _, said, _ in mine}) >= 3, "policies make a difference here"
+        assert len(set(mine[1][2][0])) > 1, "so do windows by head"
+        for (_, said, kept), (_, shared_said, shared_kept) in zip(mine, theirs, strict=True):
+            assert shared_said == said
+            assert shared_kept == [layer[:2] for layer in kept], "the first process has the first two heads"
+
+    def test_a_stream_in_the_shell(self, four_heads: Path, tmp_path: Path) -> None:
+        prompt = tmp_path / "prompt.txt"
+        prompt.write_text("Tell me about the sea, the hills and the town. " * 4)
+        base = ["--prompt-file", prompt, "-m", four_heads, "--dtype", "float32", "--window", "32", "-n", "8"]
+        base += ["--temp", "0", "--jsonl", "-"]
+        alone = invoke("h2o-stream", *base)
+        shared = launched(TORCHRUN, f"{BIN}/h2o-stream", *base, "--tensor-parallel", "--device", "cpu")
+        assert shared.returncode == 0, shared.stderr
+        mine, theirs = records(alone.stdout)[1], records(shared.stdout)[1]
+        assert theirs["text"] == mine["text"]
+        assert theirs["cached_tokens"] == mine["cached_tokens"] <= 33
+
+    @pytest.mark.parametrize(
+        ("arguments", "words"),
+        [
+            (["h2o-chat", "-p", "hi", "--tensor-parallel"], "start them with torchrun"),
+            (["h2o-chat", "-p", "hi", "--tensor-parallel", "--quantize", "int8"], "--quantize int8; leave one out"),
+            (["h2o-chat", "-p", "hi", "--tensor-parallel", "--device-map", "auto"], "--device-map auto; leave one out"),
+            (["h2o-chat", "--tensor-parallel"], "answers --prompt and --prompt-file"),
+            (["h2o-stream", "--tensor-parallel", "--compare", "full,h2o"], "leave them out"),
+        ],
+    )
+    def test_where_it_cannot_be(self, arguments: list[str], words: str, four_heads: Path) -> None:
+        command, *rest = arguments
+        done = invoke(command, *rest, "-m", four_heads)
+        assert done.exit_code == 2
+        assert words in done.stderr
