@@ -390,6 +390,7 @@ class ModelConfig:
         max_memory: with `device_map`, the most that weights may take of each device, as ``0=10GiB,cpu=24GiB``; what
             fits nowhere is read from disk in every step.
         tensor_parallel: every process of ``torchrun`` holds a part of each matrix, and evicts for its own heads.
+        zero: weights stay in host memory and come layer by layer, by DeepSpeed's ZeRO-Inference.
         offline: touch no network, use only what is on this machine.
         quantize: ``none``, ``int8`` or ``int4``: how weights of matrices are held, see `models.quantize`.
     """
@@ -402,6 +403,7 @@ class ModelConfig:
     quantize: str = "none"
     max_memory: str | None = None
     tensor_parallel: bool = False
+    zero: bool = False
 
     def __post_init__(self) -> None:
         if self.dtype not in DTYPES:
@@ -410,13 +412,15 @@ class ModelConfig:
             raise ConfigError(
                 f"quantize {self.quantize!r} is unknown; --quantize takes one of {', '.join(QUANTIZATIONS)}"
             )
-        if self.quantize != "none" and self.device_map:
-            raise ConfigError(
-                f"quantize is {self.quantize}, which --device-map {self.device_map} does not go with; leave one out"
-            )
-        if self.tensor_parallel and (self.device_map or self.quantize != "none"):
-            other = f"--device-map {self.device_map}" if self.device_map else f"--quantize {self.quantize}"
-            raise ConfigError(f"--tensor-parallel does not go with {other}; leave one out")
+        ways = {
+            "--tensor-parallel": self.tensor_parallel,
+            "--zero": self.zero,
+            f"--device-map {self.device_map}": self.device_map,
+            f"--quantize {self.quantize}": self.quantize != "none",
+        }
+        given = [way for way, wanted in ways.items() if wanted]
+        if len(given) > 1:
+            raise ConfigError(f"{given[0]} does not go with {given[1]}; leave one out")
         if self.max_memory and not self.device_map:
             raise ConfigError(f"max_memory is {self.max_memory}, which needs --device-map auto")
         self.memory_by_device()

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -15,7 +18,7 @@ from h2o_stream.cache.window import H2OCache, LayerSpec
 from h2o_stream.config import CacheConfig, ModelConfig
 from h2o_stream.errors import ConfigError
 from h2o_stream.models.load import load
-from tests.test_cli import invoke
+from tests.test_cli import BIN, invoke
 
 IDS = torch.tensor([[1, 7, 9, 4, 11, 30, 6, 5, 17, 8, 3, 21] * 4])
 
@@ -55,6 +58,25 @@ def test_host_memory_changes_nothing_where_layers_compute_there(tiny_folder: Pat
         with attach(model, CacheConfig("h2o", 16, device=device)):  # type: ignore[arg-type]
             told.append(model.generate(IDS, max_new_tokens=12, do_sample=False).tolist())
     assert told[0] == told[1]
+
+
+def test_zero_inference_says_what_weights_in_memory_say(tiny_folder: Path) -> None:
+    pytest.importorskip("deepspeed")
+    base = ["h2o-chat", "-m", str(tiny_folder), "-p", "hello", "-n", "8", "--temp", "0", "--dtype", "float32", "-q"]
+    inside, outside = (
+        subprocess.run([BIN / base[0], *base[1:], *more], capture_output=True, text=True, check=True, timeout=300)
+        for more in ([], ["--zero", "--no-compile"])
+    )
+    assert outside.stdout.splitlines()[-1] == inside.stdout.splitlines()[-1]
+
+
+def test_zero_inference_without_deepspeed_is_one_line(tiny_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "deepspeed", None)
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT", "DS_ACCELERATOR"):
+        monkeypatch.setenv(name, os.environ.get(name, "0" if "RANK" in name else "1"))
+    done = invoke("h2o-chat", "-m", tiny_folder, "-p", "hello", "--zero", "-q")
+    assert done.exit_code == 1
+    assert "h2o-stream[zero]" in done.stderr
 
 
 class TestOptions:

@@ -100,6 +100,9 @@ class ModelOptions:
     tensor_parallel: Annotated[
         bool, _model("--tensor-parallel", help="Share every layer among the processes of torchrun.")
     ] = False
+    zero: Annotated[
+        bool, _model("--zero", help="Weights in host memory, by DeepSpeed's ZeRO-Inference (extra zero).")
+    ] = False
     quantize: Annotated[
         str,
         _model(
@@ -121,6 +124,7 @@ class ModelOptions:
             self.quantize,
             self.max_memory,
             self.tensor_parallel,
+            self.zero,
         )
 
 

@@ -98,8 +98,7 @@ class Throughput(Comparison):
             "cache_budget": self._budget,
             "rounds": self._rounds,
             "compile": self._compile,
-            "device_map": self._model_config.device_map,
-            "max_memory": self._model_config.max_memory,
+            "weights": asdict(self._model_config),
             "threads": torch.get_num_threads(),
             **told([config for shape in self._shapes for config in self._configs(shape)]),
         }
@@ -119,7 +118,7 @@ class Throughput(Comparison):
             "batch": load.batch,
             "round": number,
             "threads": torch.get_num_threads(),
-            "max_memory": self._model_config.max_memory,
+            "weights": asdict(self._model_config),
             **identity(self._model, load.config),
         }
         return Job(f"{load.shape}: {load.config.label}, batch {load.batch}", key, 1, partial(self._timed, load))

@@ -81,7 +81,7 @@ def _modules(model: Any, cache: Any) -> dict[nn.Module, int | None]:
     """The decoder layers with their numbers, and the output layer; nothing if steps of this model are not compiled."""
     if not isinstance(cache, H2OCache) or model.device.type != "cpu" or hasattr(model, "hf_device_map"):
         return {}
-    if cache.plan.kv_bits < 16 or (model.tp_size or 1) > 1:
+    if cache.plan.kv_bits < 16 or (model.tp_size or 1) > 1 or hasattr(model, "zero_inference"):
         return {}
     count = len(cache.layers)
     for layers in model.modules():

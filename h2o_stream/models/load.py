@@ -61,6 +61,7 @@ def _load(config: ModelConfig, source: str, cache: CacheConfig | None) -> Loaded
     from h2o_stream.cache.support import check_supported
     from h2o_stream.models.quantize import quantize
     from h2o_stream.models.templates import FALLBACK_STOPS, FALLBACK_TEMPLATE
+    from h2o_stream.models.zero import ZeroInference
 
     disable_progress_bar()  # of reading weights: it takes a second
     device = device_of(config.device)
@@ -76,7 +77,9 @@ def _load(config: ModelConfig, source: str, cache: CacheConfig | None) -> Loaded
         place = _placed(config)
         if config.tensor_parallel:
             place = _shared(described)
-        model = AutoModelForCausalLM.from_pretrained(source, dtype=dtype_of(config.dtype, device), **place, **local)
+        dtype = dtype_of(config.dtype, device)
+        zero = ZeroInference(dtype) if config.zero else None
+        model = AutoModelForCausalLM.from_pretrained(source, dtype=dtype, **place, **local)
     except (OSError, ValueError, KeyError, SafetensorError, RuntimeError) as error:
         if isinstance(error, ConfigError):
             raise
@@ -86,7 +89,8 @@ def _load(config: ModelConfig, source: str, cache: CacheConfig | None) -> Loaded
     stops: tuple[str, ...] = ()
     if not tokenizer.chat_template:
         tokenizer.chat_template, stops = FALLBACK_TEMPLATE, FALLBACK_STOPS
-    model = model.eval() if place else model.eval().to(device)
+    model = zero.take(model) if zero else model if place else model.to(device)
+    model.eval()
     if config.quantize != "none":
         quantize(model, config.quantize)
     return LoadedModel(config.model, model, tokenizer, stops)

@@ -1,0 +1,56 @@
+"""Models of DeepSpeed's ZeRO-Inference: weights in host memory, gathered layer by layer. Needs the extra ``zero``."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+from h2o_stream.errors import H2OStreamError
+
+_ALONE = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29531"}
+
+
+class ZeroInference:
+    """What has to be told before a model is read, and what is done to it then.
+
+    Args:
+        dtype: of its weights.
+
+    Raises:
+        H2OStreamError: DeepSpeed is not installed.
+    """
+
+    def __init__(self, dtype: Any) -> None:
+        import torch
+
+        if not torch.accelerator.is_available():
+            os.environ.setdefault("DS_ACCELERATOR", "cpu")
+        for name, value in _ALONE.items():
+            os.environ.setdefault(name, value)
+        try:
+            import deepspeed
+        except ImportError as error:
+            raise H2OStreamError(
+                "--zero needs DeepSpeed; pip install --no-build-isolation 'h2o-stream[zero]'"
+            ) from error
+        from transformers.integrations import HfDeepSpeedConfig
+
+        self._settings = {
+            "train_micro_batch_size_per_gpu": 1,
+            "bf16": {"enabled": dtype == torch.bfloat16},
+            "fp16": {"enabled": dtype == torch.float16},
+            "zero_optimization": {
+                "stage": 3,
+                "offload_param": {"device": "cpu", "pin_memory": torch.accelerator.is_available()},
+                "stage3_param_persistence_threshold": 0,
+            },
+        }
+        self._deepspeed = deepspeed
+        deepspeed.init_distributed()
+        self._heeded = HfDeepSpeedConfig(self._settings)  # transformers asks for it as long as this lives
+
+    def take(self, model: Any) -> Any:
+        """Let DeepSpeed gather the weights of each layer when it computes."""
+        engine = self._deepspeed.initialize(model=model, config=self._settings)[0]
+        engine.module.zero_inference = (engine, self._heeded)
+        return engine.module
