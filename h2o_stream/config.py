@@ -362,6 +362,27 @@ class Shape:
 
 
 @dataclass(frozen=True)
+class Sizes:
+    """How much ``h2o-compare all`` measures: what the options of the same names say."""
+
+    tokens: int
+    windows: str
+    facts: int
+    distances: str
+    requests: int | None
+    request_windows: str
+    histories: str
+    shapes: str
+    cache_budget: str
+
+
+QUICK = Sizes(2048, "128,256", 8, "64,512,2048", 8, "64,128", "256,1024", "128+128", "32MiB")
+THOROUGH = Sizes(
+    8192, "128,256,512", 20, "64,256,1024,4096", None, "64,128,256", "256,2048,8192", "512+32,512+512", "128MiB"
+)
+
+
+@dataclass(frozen=True)
 class AnswerConfig:
     """How requests are answered in a comparison.
 

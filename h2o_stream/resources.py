@@ -44,6 +44,32 @@ def read_text(path: Path, place: str) -> str:
         raise DataError(f"{place}: {error.strerror or error}") from error
 
 
+def write_text(path: Path, text: str, place: str) -> None:
+    """Write a text file, and the folder it is in.
+
+    Raises:
+        DataError: it cannot be written.
+    """
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise DataError(f"{place} {path}: {error.strerror or error}") from error
+
+
+def manual() -> str:
+    """A long text that is on every machine: the reference manual of Python, as its help() knows it.
+
+    Raises:
+        DataError: this Python came without it.
+    """
+    try:
+        from pydoc_data.topics import topics
+    except ImportError as error:
+        raise DataError("this Python came without the texts of its help(); give a --text") from error
+    return "\n\n".join(topics[name] for name in sorted(topics))
+
+
 def in_wheel(project: str, suffix: str) -> PackagePath | None:
     """The first file ending in `suffix` that an installed project brought, found without importing it."""
     from importlib.metadata import PackageNotFoundError, distribution

@@ -3,15 +3,35 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from h2o_stream.cli.options import CacheOptions, option
-from h2o_stream.config import DEFAULT_WINDOW, POLICIES, CacheConfig, Prefill, Shape
+from h2o_stream.config import (
+    DEFAULT_CHUNK,
+    DEFAULT_WINDOW,
+    POLICIES,
+    QUICK,
+    THOROUGH,
+    AnswerConfig,
+    CacheConfig,
+    ModelConfig,
+    Prefill,
+    Shape,
+)
 from h2o_stream.errors import ConfigError
+from h2o_stream.resources import manual, shipped, write_text
+from h2o_stream.session.requests import read_requests
+
+if TYPE_CHECKING:
+    from h2o_stream.compare.comparison import Comparison
+
+Make = Callable[[], "Comparison"]
+"""Imports what a comparison needs, and makes it."""
 
 _Policies = Annotated[str, option("Comparison", "--policies", help="Policies, separated by commas.")]
 _Windows = Annotated[str, option("Comparison", "--windows", help="Windows, separated by commas.")]
@@ -38,6 +58,18 @@ class NllOptions:
     seeds: _Seeds = "0"
     out: _Out = None
 
+    def make(self, model: ModelConfig, cache: CacheOptions) -> Make:
+        """Check the options; the result makes the comparison."""
+        configs = configs_of(self.policies, self.windows, self.seeds, cache)
+        texts = [Path(text) for text in listed(self.text, "--text")]
+
+        def make() -> Comparison:
+            from h2o_stream.compare.nll import Nll
+
+            return Nll(model, configs, texts, self.tokens)
+
+        return make
+
 
 @dataclass(frozen=True)
 class RecallOptions:
@@ -52,6 +84,18 @@ class RecallOptions:
     facts: Annotated[int, option("Comparison", "--facts", help="Facts planted.", min=1)] = 20
     seeds: _Seeds = "0"
     out: _Out = None
+
+    def make(self, model: ModelConfig, cache: CacheOptions) -> Make:
+        """Check the options; the result makes the comparison."""
+        distances = numbers_of(self.distances, "--distances")
+        configs = configs_of(f"full,{self.policies}", self.windows, self.seeds, cache)
+
+        def make() -> Comparison:
+            from h2o_stream.compare.recall import Recall
+
+            return Recall(model, configs, self.text, self.facts, distances)
+
+        return make
 
 
 @dataclass(frozen=True)
@@ -75,6 +119,23 @@ class SummarizeOptions:
     seed: Annotated[int, option("Comparison", "--seed", help="Of the draws.", min=0)] = 0
     batch: Annotated[int, option("Comparison", "--batch", help="Requests answered at once.", min=1)] = 8
     out: _Out = None
+
+    def make(self, model: ModelConfig, cache: CacheOptions) -> Make:
+        """Check the options; the result makes the comparison."""
+        if self.prefill == "full":
+            if cache.chunk:
+                raise ConfigError(f"chunk is {cache.chunk}, which --prefill full does not have; use --prefill chunked")
+            cache = replace(cache, chunk=0)
+        configs = configs_of(self.policies, self.windows, "0", cache)
+        requests = read_requests(self.requests, self.limit)
+        how = AnswerConfig(self.prefill, self.sample, self.seed, self.batch)
+
+        def make() -> Comparison:
+            from h2o_stream.compare.summarize import Summarize
+
+            return Summarize(model, configs, requests, self.requests, how)
+
+        return make
 
 
 @dataclass(frozen=True)
@@ -101,6 +162,35 @@ class SpeedOptions:
     ] = None
     out: _Out = None
 
+    def make(self, model: ModelConfig, cache: CacheOptions, compile: bool) -> Make:
+        """Check the options; the result makes the comparison."""
+        histories = numbers_of(self.histories, "--histories")
+        configs = configs_of(self.policies, self.windows, "0", cache)
+        models = [
+            replace(model, dtype=dtype, quantize=quantize)
+            for dtype in listed(self.dtypes or model.dtype, "--dtypes")
+            for quantize in listed(self.quantizations or model.quantize, "--quantizations")
+        ]
+        peers = listed(self.peers, "--peers") if self.peers else []
+
+        def make() -> Comparison:
+            from h2o_stream.compare.contenders import LLAMA_CPP, OURS, PEERS, Contender
+            from h2o_stream.compare.speed import Speed
+
+            contenders = [Contender(OURS, one, config, compile) for one in models for config in configs]
+            for peer in peers:
+                if peer not in PEERS:
+                    raise ConfigError(f"peer {peer!r} is unknown; --peers takes some of {', '.join(PEERS)}")
+                plain = dict.fromkeys(replace(one, quantize="none") for one in models)
+                plain = dict.fromkeys([models[0]]) if peer == LLAMA_CPP else plain
+                contenders += [Contender(peer, one, CacheConfig("full")) for one in plain]
+            contenders = [
+                replace(contender, threads=self.threads, random_weights=self.random_weights) for contender in contenders
+            ]
+            return Speed(contenders, histories, self.text)
+
+        return make
+
 
 @dataclass(frozen=True)
 class ThroughputOptions:
@@ -121,6 +211,25 @@ class ThroughputOptions:
         int, option("Comparison", "--rounds", help="Times each batch is answered; medians count.", min=1)
     ] = 1
     out: _Out = None
+
+    def make(self, model: ModelConfig, cache: CacheOptions, compile: bool) -> Make:
+        """Check the options; the result makes the comparison."""
+        budget = bytes_of(self.cache_budget, "--cache-budget")
+        shapes = [shape_of(text) for text in listed(self.shapes, "--shapes")]
+
+        def configs(shape: Shape) -> list[CacheConfig]:
+            return configs_of(f"full,{self.policies}", str(round(self.ratio * shape.length)), "0", cache)
+
+        for shape in shapes:
+            for config in configs(shape):
+                config.plan()
+
+        def make() -> Comparison:
+            from h2o_stream.compare.throughput import Throughput
+
+            return Throughput(model, shapes, configs, budget, self.rounds, compile, self.text)
+
+        return make
 
 
 @dataclass(frozen=True)
@@ -146,6 +255,20 @@ class TasksOptions:
     limit: Annotated[int | None, option("Comparison", "--limit", help="Documents; default is all.", min=1)] = None
     out: _Out = None
 
+    def make(self, model: ModelConfig, cache: CacheOptions) -> Make:
+        """Check the options; the result makes the comparison."""
+        cache = replace(cache, chunk=cache.chunk or 0)
+        ratio = None if self.windows else self.ratio
+        configs = configs_of(self.policies, self.windows or str(DEFAULT_WINDOW), "0", cache)
+        names = listed(self.tasks, "--tasks")
+
+        def make() -> Comparison:
+            from h2o_stream.compare.tasks import Tasks
+
+            return Tasks(model, configs, names, ratio, self.task_folder, self.shots, self.limit)
+
+        return make
+
 
 @dataclass(frozen=True)
 class HeavyHittersOptions:
@@ -158,6 +281,59 @@ class HeavyHittersOptions:
     out: Annotated[Path, option("Comparison", "--out", help="Folder for the table and the plots.")] = Path(
         "heavy-hitters"
     )
+
+    def make(self, model: ModelConfig, cache: CacheOptions) -> Make:
+        """Check the options; the result makes the comparison."""
+        evicting = [policy for policy in policies_of(self.policies) if policy != "full"]
+        configs = [cache.cache_config(policy, self.window) for policy in evicting]
+        if not configs:
+            raise ConfigError("--policies names none that evicts; give one or more")
+
+        def make() -> Comparison:
+            from h2o_stream.compare.heavy_hitters import HeavyHitters
+
+            return HeavyHitters(model, configs, self.text, self.tokens, cache.chunk or DEFAULT_CHUNK)
+
+        return make
+
+
+@dataclass(frozen=True)
+class AllOptions:
+    """How much of everything."""
+
+    out: Annotated[Path, option("Comparison", "--out", help="Folder for a folder of each, and for the report.")]
+    quick: Annotated[bool, option("Comparison", "--quick", help="Small sizes: minutes on a laptop.")] = False
+    text: Annotated[
+        Path | None, option("Comparison", "--text", help="A text file. (default: the manual of Python)")
+    ] = None
+    requests: Annotated[
+        Path | None, option("Comparison", "--requests", help="Requests in JSON Lines. (default: eight of our own)")
+    ] = None
+
+    def makes(self, model: ModelConfig, cache: CacheOptions, compile: bool) -> dict[str, Make]:
+        """Check everything; the results make the comparisons, by the names of their folders.
+
+        Raises:
+            DataError: a text cannot be read, or the folder not be written.
+        """
+        sizes = QUICK if self.quick else THOROUGH
+        text = self.text
+        if text is None:
+            text = self.out / "manual.txt"
+            write_text(text, manual(), "--out")
+        requests = self.requests or shipped("data/articles/requests.jsonl")
+        nll = NllOptions(str(text), windows=sizes.windows, tokens=sizes.tokens)
+        recall = RecallOptions(text, windows=sizes.windows, distances=sizes.distances, facts=sizes.facts)
+        summarize = SummarizeOptions(requests, windows=sizes.request_windows, limit=sizes.requests)
+        speed = SpeedOptions(text, histories=sizes.histories)
+        throughput = ThroughputOptions(text, shapes=sizes.shapes, cache_budget=sizes.cache_budget)
+        return {
+            "nll": nll.make(model, cache),
+            "recall": recall.make(model, cache),
+            "summarize": summarize.make(model, cache),
+            "speed": speed.make(model, cache, compile),
+            "throughput": throughput.make(model, cache, compile),
+        }
 
 
 @dataclass(frozen=True)
