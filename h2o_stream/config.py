@@ -376,9 +376,27 @@ class Sizes:
     cache_budget: str
 
 
-QUICK = Sizes(2048, "128,256", 8, "64,512,2048", 8, "64,128", "256,1024", "128+128", "32MiB")
+QUICK = Sizes(
+    tokens=2048,
+    windows="128,256",
+    facts=8,
+    distances="64,512,2048",
+    requests=8,
+    request_windows="64,128",
+    histories="256,1024",
+    shapes="128+128",
+    cache_budget="32MiB",
+)
 THOROUGH = Sizes(
-    8192, "128,256,512", 20, "64,256,1024,4096", None, "64,128,256", "256,2048,8192", "512+32,512+512", "128MiB"
+    tokens=8192,
+    windows="128,256,512",
+    facts=20,
+    distances="64,256,1024,4096",
+    requests=None,
+    request_windows="64,128,256",
+    histories="256,2048,8192",
+    shapes="512+32,512+512",
+    cache_budget="128MiB",
 )
 
 

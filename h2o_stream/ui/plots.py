@@ -34,6 +34,8 @@ class Look:
     title: bool = True
 
 
+_STYLES = ("-", "--", ":", "-.")
+
 _FEW = 20
 """Points of a curve below which each is marked."""
 
@@ -83,12 +85,15 @@ def _figure(chart: Chart, look: Look) -> Figure:
         figure = Figure(figsize=look.size, layout="constrained", facecolor=look.paper)
         axis = figure.subplots()
         axis.set_facecolor("none")
+        kinds = [curve.kind or curve.name for curve in chart.curves]
+        order = list(dict.fromkeys(kinds))
         for number, curve in enumerate(chart.curves):
+            color, before = order.index(kinds[number]), kinds[:number].count(kinds[number])
             axis.plot(
                 curve.x,
                 curve.y,
-                color=look.colors[number % len(look.colors)],
-                linestyle="-" if number < len(look.colors) else "--",
+                color=look.colors[color % len(look.colors)],
+                linestyle=_STYLES[(before + color // len(look.colors)) % len(_STYLES)],
                 linewidth=1.6,
                 marker="o" if len(curve.x) < _FEW else "",
                 markersize=4,

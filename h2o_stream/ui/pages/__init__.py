@@ -24,11 +24,12 @@ class Figures:
 
 @dataclass(frozen=True)
 class Curve:
-    """A line of a chart; a curve without a name is left out of the legend."""
+    """A line of a chart; a curve without a name is left out of the legend, those of one kind have one colour."""
 
     name: str
     x: Sequence[float]
     y: Sequence[float]
+    kind: str = ""
 
 
 @dataclass(frozen=True)

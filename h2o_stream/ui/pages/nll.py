@@ -55,7 +55,7 @@ def _chart(text: str, records: Sequence[Record], title: str) -> Chart:
     curves = []
     for record in records:
         name = f"{label(record)} {record['window'] or ''}".strip()
-        curves.append(Curve(name, record["rolling"]["seen"], record["rolling"]["nll"]))
+        curves.append(Curve(name, record["rolling"]["seen"], record["rolling"]["nll"], label(record)))
     width = max(record["rolling"]["width"] for record in records)
     heading = f"Loss as the text goes on\n{title}; {stem(text)}, mean of {width:,} tokens"
     return Chart(f"nll-{stem(text)}", heading, ("tokens seen", "nats per token"), curves)

@@ -23,6 +23,7 @@ def page(run: Record, records: Sequence[Record]) -> Page:
             f"{label(own[0])} {own[0]['window'] or ''}".strip(),
             [record["distance"] for record in own if record["recalled"] is not None],
             [record["recalled"] for record in own if record["recalled"] is not None],
+            label(own[0]),
         )
         for own in policies
     ]
