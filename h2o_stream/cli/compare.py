@@ -12,6 +12,7 @@ from h2o_stream.cli.comparisons import (
     NllOptions,
     RecallOptions,
     ReportOptions,
+    SoakOptions,
     SpeedOptions,
     SummarizeOptions,
     TasksOptions,
@@ -131,6 +132,21 @@ def heavy_hitters(
     with run.reporting("h2o-compare", output.debug):
         config = model.model_config()
         _show(comparison.make(config, cache), config, comparison.out, output)
+
+
+@app.command()
+@takes(SoakOptions, ModelOptions, CompileOptions, CacheOptions, OutputOptions)
+def soak(
+    comparison: SoakOptions, model: ModelOptions, steps: CompileOptions, cache: CacheOptions, output: OutputOptions
+) -> None:
+    """One very long stream: memory, speed, loss and the cache's invariants from its beginning to its end.
+
+    Turns of real text, and replies that the model draws. The text comes again and again, so that a drift of its loss
+    would show. --model tiny is a random model of two layers, for streams of millions of tokens.
+    """
+    with run.reporting("h2o-compare", output.debug):
+        config = model.model_config()
+        _show(comparison.make(config, cache, steps.compile), config, comparison.out, output)
 
 
 @app.command(name="all")

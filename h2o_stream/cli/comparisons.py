@@ -13,6 +13,7 @@ import typer
 from h2o_stream.cli.options import CacheOptions, option
 from h2o_stream.config import (
     DEFAULT_CHUNK,
+    DEFAULT_POLICY,
     DEFAULT_WINDOW,
     POLICIES,
     QUICK,
@@ -24,7 +25,7 @@ from h2o_stream.config import (
     Shape,
 )
 from h2o_stream.errors import ConfigError
-from h2o_stream.resources import manual, shipped, write_text
+from h2o_stream.resources import cache_folder, manual, shipped, write_text
 from h2o_stream.session.requests import read_requests
 
 if TYPE_CHECKING:
@@ -293,6 +294,35 @@ class HeavyHittersOptions:
             from h2o_stream.compare.heavy_hitters import HeavyHitters
 
             return HeavyHitters(model, configs, self.text, self.tokens, cache.chunk or DEFAULT_CHUNK)
+
+        return make
+
+
+@dataclass(frozen=True)
+class SoakOptions:
+    """What stream, and how long."""
+
+    text: Annotated[Path | None, option("Comparison", "--text", help="A file. (default: the manual of Python)")] = None
+    tokens: Annotated[int, option("Comparison", "--tokens", help="Of the whole stream.", min=20_000)] = 200_000
+    passes: Annotated[int, option("Comparison", "--passes", help="Times that the text is read.", min=2)] = 10
+    policy: Annotated[str, option("Comparison", "--policy", help="Any that evicts.")] = DEFAULT_POLICY
+    window: Annotated[int, option("Comparison", "--window", help="Tokens kept per layer and KV head.")] = DEFAULT_WINDOW
+    out: _Out = None
+
+    def make(self, model: ModelConfig, cache: CacheOptions, compile: bool) -> Make:
+        """Check the options; the result makes the comparison."""
+        config = cache.cache_config(self.policy, self.window)
+        if config.policy == "full":
+            raise ConfigError("--policy full keeps everything, which no memory holds for ever; give one that evicts")
+        text = self.text
+        if text is None:
+            text = (self.out or cache_folder()) / "manual.txt"
+            write_text(text, manual(), "--out")
+
+        def make() -> Comparison:
+            from h2o_stream.compare.soak import Soak
+
+            return Soak(model, config, text, self.tokens, self.passes, compile, self.out)
 
         return make
 

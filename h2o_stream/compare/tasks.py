@@ -98,12 +98,13 @@ class Tasks(Comparison):
         return Job(f"{task} {config.label}", key, 1, partial(self._answered, task, config))
 
     def _answered(self, task: str, config: CacheConfig) -> Iterator[Part]:
-        from lm_eval import simple_evaluate
+        from lm_eval import evaluator
 
         from h2o_stream.compare.harness import H2OLM
 
         model = H2OLM(self._loaded.model, self._ratio, True, tokenizer=self._loaded.tokenizer, **_given(config))
-        found = simple_evaluate(
+        evaluator.get_git_commit_hash = lambda: None  # it complains where there is no git repository
+        found = evaluator.simple_evaluate(
             model,
             tasks=[task],
             num_fewshot=self._shots,

@@ -9,7 +9,7 @@ from typing import Any
 
 Record = Mapping[str, Any]
 
-KINDS = ("nll", "recall", "summarize", "tasks", "speed", "throughput", "heavy-hitters")
+KINDS = ("nll", "recall", "summarize", "tasks", "speed", "throughput", "soak", "heavy-hitters")
 """Comparisons that have a page, in the order of a report."""
 
 

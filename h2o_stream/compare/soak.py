@@ -1,0 +1,235 @@
+"""Whether a stream can go on for ever: memory, speed, loss and the cache's invariants, over very many tokens."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import ExitStack
+from functools import partial
+from itertools import cycle, islice, pairwise
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+import psutil
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch.nn.functional import cross_entropy
+
+from h2o_stream.cache.attach import attach
+from h2o_stream.cache.audit import audit
+from h2o_stream.cache.support import home_of
+from h2o_stream.compare.comparison import Comparison, Doing, Job, Notify, told
+from h2o_stream.compare.folder import Part, identity, writing
+from h2o_stream.compare.nll import digest_of, read_tokens
+from h2o_stream.config import PREFILL_STEP, CacheConfig, ModelConfig
+from h2o_stream.errors import DataError
+from h2o_stream.graphs.steps import compiled
+from h2o_stream.models.load import load
+
+TINY = "tiny"
+"""The name of a random Llama of two layers, for streams of millions of tokens."""
+
+_READ, _REPLY = 512, 64
+"""Tokens of a turn: real text, and a reply that the model draws."""
+
+_STRETCHES = 20
+"""Parts of a stream that have a record each."""
+
+
+class Soak(Comparison):
+    """One stream of turns: a text again and again, and a reply after each piece of it.
+
+    Args:
+        model: which; `TINY` is a random one.
+        config: the policy.
+        text: a file.
+        tokens: of the whole stream, replies included.
+        passes: times that the text is read in them; so much of it is taken.
+        compile: let it go through compiled graphs.
+        out: a folder for the state of the stream, so that an interrupted one goes on; None for none.
+    """
+
+    name = "soak"
+    alone = True
+
+    def __init__(
+        self,
+        model: ModelConfig,
+        config: CacheConfig,
+        text: Path,
+        tokens: int,
+        passes: int,
+        compile: bool,
+        out: Path | None,
+    ) -> None:
+        self._model_config, self._config, self._text, self._total = model, config, text, tokens
+        self._passes, self._compile, self._state = passes, compile, out and out / "state.safetensors"
+        self._model: Any = None
+        self._tokens: list[int] = []
+        self._cache: Any = None
+        self._stack = ExitStack()
+        self._drawn = torch.Generator()
+
+    def begin(self, notify: Notify) -> dict[str, Any]:
+        """Load the model, and take as much of the text as fits the passes."""
+        if self._model_config.model == TINY:
+            self._model = tiny()
+            data = self._text.read_bytes() if self._text.exists() else b""
+            everything = list(data)
+        else:
+            loaded = load(self._model_config, notify=notify)
+            self._model = loaded.model
+            everything = read_tokens(self._text, loaded.tokenizer, self._total)
+        turns = self._total // (_READ + _REPLY)
+        self._turns_of_pass = max(turns // self._passes, 1)
+        needed = self._turns_of_pass * _READ
+        if len(everything) < needed:
+            raise DataError(f"--text {self._text}: {len(everything)} tokens, {needed} are needed; raise --passes")
+        self._tokens = everything[:needed]
+        return {
+            "model": self._model_config.model,
+            "dtype": str(self._model.dtype).removeprefix("torch."),
+            "text": str(self._text),
+            "digest": digest_of(self._tokens),
+            "tokens": self._total,
+            "passes": self._passes,
+            "compile": self._compile,
+            **told([self._config]),
+        }
+
+    def jobs(self) -> list[Job]:
+        """One for each stretch of the stream; a later one goes on where the one before it ended."""
+        turns = self._turns_of_pass * self._passes
+        edges = [turns * number // _STRETCHES for number in range(_STRETCHES + 1)]
+        return [self._job(number, range(*edge)) for number, edge in enumerate(pairwise(edges))]
+
+    def _job(self, number: int, turns: range) -> Job:
+        key = {
+            "what": self.name,
+            "tokens": digest_of(self._tokens),
+            "turns": [turns.start, turns.stop],
+            "passes": self._passes,
+            "compile": self._compile,
+            **identity(self._model, self._config),
+        }
+        return Job("turns", key, len(turns), partial(self._stretch, number, turns))
+
+    @torch.no_grad()
+    def _stretch(self, number: int, turns: range) -> Iterator[Doing | Part]:
+        self._go_on(number)
+        cache, spent = self._cache, {"read": 0.0, "reply": 0.0}
+        losses: list[tuple[int, float]] = []
+        largest = 0.0
+        for turn in turns:
+            place = turn % self._turns_of_pass * _READ
+            begun = time.perf_counter()
+            loss, logits = self._read(self._tokens[place : place + _READ])
+            between = time.perf_counter()
+            self._reply(logits)
+            spent["read"] += between - begun
+            spent["reply"] += time.perf_counter() - between
+            losses.append((turn // self._turns_of_pass, loss))
+            largest = max(largest, audit(cache))
+            yield Doing(turn - turns.start + 1)
+        self._keep(number)
+        yield Part(
+            {
+                "seen": cache.seen_tokens,
+                "turns": len(turns),
+                "read_tok_s": _READ * len(turns) / spent["read"],
+                "reply_tok_s": _REPLY * len(turns) / spent["reply"],
+                "losses": losses,
+                "largest_score": largest,
+                "cache_bytes": cache.nbytes,
+                "rss_bytes": psutil.Process().memory_info().rss,
+            }
+        )
+
+    def _read(self, tokens: Sequence[int]) -> tuple[float, torch.Tensor]:
+        """Feed a piece of text. Returns the mean loss of its tokens but the first, and what follows the last."""
+        ids, losses = torch.tensor([list(tokens)], device=home_of(self._model)), []
+        for start in range(0, len(tokens), PREFILL_STEP):
+            part = ids[:, start : start + PREFILL_STEP]
+            logits = self._model(part, past_key_values=self._cache, use_cache=True).logits[0].float()
+            expected = ids[0, start + 1 : start + 1 + part.shape[1]]
+            losses.append(cross_entropy(logits[: len(expected)], expected, reduction="none"))
+        return float(torch.cat(losses).mean()), logits[-1]
+
+    def _reply(self, logits: torch.Tensor) -> None:
+        """Draw a reply token by token."""
+        for _ in range(_REPLY):
+            token = torch.multinomial(logits.softmax(-1).cpu(), 1, generator=self._drawn)
+            fed = token.view(1, 1).to(home_of(self._model))
+            logits = self._model(fed, past_key_values=self._cache, use_cache=True).logits[0, -1].float()
+
+    def _go_on(self, number: int) -> None:
+        """Have the stream as it was before a stretch."""
+        if self._cache is not None:
+            return
+        self._cache = self._stack.enter_context(attach(self._model, self._config))
+        graphs = self._stack.enter_context(compiled(self._model, self._cache)) if self._compile else None
+        self._drawn.manual_seed(0)
+        if graphs:
+            self._read(list(islice(cycle(self._tokens), 2 * _READ)))
+            self._reply(torch.zeros(self._model.config.get_text_config().vocab_size))
+            graphs.wait()
+            self._cache.reset()
+            self._drawn.manual_seed(0)
+        if number == 0:
+            return
+        try:
+            assert self._state is not None
+            state = load_file(self._state)
+            if int(state.pop("stretch")) != number - 1:
+                raise ValueError("it is of another stretch")
+            self._drawn.set_state(state.pop("drawn"))
+        except (OSError, SafetensorError, KeyError, ValueError, AssertionError) as error:
+            raise DataError(f"--out {self._state}: {error}; begin again in another folder") from error
+        self._cache.load_state_dict(state)
+
+    def _keep(self, number: int) -> None:
+        if self._state is not None:
+            state = self._cache.state_dict()
+            state |= {"stretch": torch.tensor(number), "drawn": self._drawn.get_state()}
+            with writing(self._state.parent):
+                save_file(state, self._state.with_suffix(".partial"))
+                self._state.with_suffix(".partial").replace(self._state)
+
+    def records(self, parts: Iterable[Part]) -> Iterator[dict[str, Any]]:
+        """One for each stretch."""
+        for part in parts:
+            losses = part.figures.pop("losses")
+            yield {
+                "type": self.name,
+                **part.figures,
+                "nll": fmean(loss for _, loss in losses),
+                "nll_by_pass": {
+                    str(number): [loss for own, loss in losses if own == number]
+                    for number in dict.fromkeys(own for own, _ in losses)
+                },
+            }
+
+    def close(self) -> None:
+        """Give the model back."""
+        self._stack.close()
+
+
+def tiny() -> Any:
+    """A random Llama of two layers whose tokens are bytes."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    return LlamaForCausalLM(
+        LlamaConfig(
+            vocab_size=256,
+            hidden_size=64,
+            intermediate_size=128,
+            num_hidden_layers=2,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            max_position_embeddings=1024,
+            initializer_range=0.3,
+        )
+    ).eval()
