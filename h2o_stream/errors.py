@@ -22,4 +22,10 @@ class DataError(H2OStreamError):
 
 
 class OutOfMemoryError(H2OStreamError):
-    """The machine has no memory left for the cache or the step."""
+    """The machine has no memory left for the model, the cache or the step."""
+
+
+def means_out_of_memory(error: BaseException) -> bool:
+    """Whether an error of Python, torch or the operating system says that memory has ended."""
+    signs = ("allocate memory", "out of memory", "bad_alloc")
+    return isinstance(error, MemoryError) or any(sign in str(error).lower() for sign in signs)

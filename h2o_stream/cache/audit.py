@@ -41,7 +41,7 @@ def _audited(layer: SlotLayer, name: str, sinks: int) -> float:
     must((ordered[:, : min(sinks, seen)] == torch.arange(min(sinks, seen))).all(), "a sink is not held")
     newer = (index[:, None] > index[..., None]) & there[..., None]
     must((rank[there] == newer.sum(-1)[there]).all(), "ranks are not the order of the tokens")
-    must((rank[~there] >= slots).all(), "an empty slot has the rank of a token")
+    must((rank[~there] >= held).all(), "an empty slot has the rank of a token")
     must((index.gather(-1, layer.free[0]) < 0).all(), "the free slot holds a token")
     must(scores[there].isfinite().all() and (scores[there] >= 0).all(), "a score is negative or no number")
     must((scores[~there] == -torch.inf).all(), "an empty slot has a score")

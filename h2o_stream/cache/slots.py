@@ -56,7 +56,7 @@ class SlotLayer(EndlessLayer):
         scores: [B, Hkv, S] float32, -inf where empty.
         lasting: [B, Hkv, S] float32 long-term scores, of a policy that has them.
         index: [B, Hkv, S] int32 token index in the row, -1 where empty.
-        rank: [B, Hkv, S] int32, held keys newer than this one; S or more where empty.
+        rank: [B, Hkv, S] int32, held keys newer than this one; where empty, no less than are held.
         free: [B, Hkv, 1] int64, an empty slot for the next token to be kept.
         seen: [B, 1, 1] int64, tokens of each row since the last reset; padding is none.
         lengths: the same numbers, known without asking the device.

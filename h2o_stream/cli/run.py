@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import sys
 import tomllib
 import traceback
@@ -24,7 +25,7 @@ if TYPE_CHECKING:
     from h2o_stream.engine.events import Finish
     from h2o_stream.ui.terminal import Terminal
 
-FAILED, WRONG_USAGE, INTERRUPTED = 1, 2, 130
+FAILED, WRONG_USAGE, INTERRUPTED, TERMINATED = 1, 2, 130, 143
 
 _COMMANDS = ("h2o-chat", "h2o-stream")
 """Commands that read the user's file."""
@@ -47,6 +48,7 @@ def main(command: str, app: typer.Typer) -> None:
     except ConfigError as error:
         print(f"{command}: {error}", file=sys.stderr)  # noqa: T201
         sys.exit(WRONG_USAGE)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(TERMINATED))  # so that a terminal is left as it was
     app(default_map=given)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack
@@ -82,8 +83,7 @@ class Soak(Comparison):
             loaded = load(self._model_config, notify=notify)
             self._model = loaded.model
             everything = read_tokens(self._text, loaded.tokenizer, self._total)
-        turns = self._total // (_READ + _REPLY)
-        self._turns_of_pass = max(turns // self._passes, 1)
+        self._turns_of_pass = math.ceil(self._total / (_READ + _REPLY) / self._passes)
         needed = self._turns_of_pass * _READ
         if len(everything) < needed:
             raise DataError(f"--text {self._text}: {len(everything)} tokens, {needed} are needed; raise --passes")

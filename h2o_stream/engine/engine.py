@@ -23,7 +23,7 @@ from h2o_stream.config import PREFILL_STEP, AtContext, CacheConfig, SamplingConf
 from h2o_stream.engine.events import Finished, PrefillProgress, Token
 from h2o_stream.engine.sampling import Sampler
 from h2o_stream.engine.text import TextStream
-from h2o_stream.errors import H2OStreamError, OutOfMemoryError
+from h2o_stream.errors import H2OStreamError, OutOfMemoryError, means_out_of_memory
 from h2o_stream.graphs.steps import compiled
 
 
@@ -230,7 +230,7 @@ class Engine:
             ids = torch.tensor([tokens], dtype=torch.int64, device=home_of(self.model))
             output = self.model(ids, past_key_values=self.cache, use_cache=True, logits_to_keep=1)
         except (MemoryError, RuntimeError) as error:
-            if not _out_of_memory(error):
+            if not means_out_of_memory(error):
                 raise
             raise OutOfMemoryError(
                 f"out of memory after {self.cache.seen_tokens} tokens; "
@@ -255,11 +255,6 @@ class Engine:
         if self.at_context == "stop":
             return f"{passed}positions; use --policy h2o, or go on beyond them with --at-context continue"
         return ""
-
-
-def _out_of_memory(error: BaseException) -> bool:
-    signs = ("allocate memory", "out of memory", "bad_alloc")
-    return isinstance(error, MemoryError) or any(sign in str(error).lower() for sign in signs)
 
 
 def _end_tokens(model: Any, tokenizer: Any) -> frozenset[int]:

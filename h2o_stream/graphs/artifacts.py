@@ -7,6 +7,7 @@ import pickle
 import shutil
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable
 from contextlib import suppress
@@ -118,15 +119,13 @@ class Artifacts:
     def _start(self, keys: list[str]) -> subprocess.Popen[bytes]:
         """A process of its own that ends by itself, so that what a short run began is there for the next."""
         self.folder.mkdir(parents=True, exist_ok=True)
-        arguments: list[Path] = []
-        for key in keys:
-            described = self.folder / f"{key}.{os.getpid()}.blueprint"
-            described.write_bytes(self._wanted[key])
-            arguments += [described, self._path(key)]
-        with self._log(keys).open("wb") as log:
+        # What is pickled has no name on the disk: nobody else can put anything in its place.
+        with tempfile.TemporaryFile() as described, self._log(keys).open("wb") as log:
+            pickle.dump([self._wanted[key] for key in keys], described)
+            described.seek(0)
             return subprocess.Popen(
-                [sys.executable, "-m", "h2o_stream.graphs.build", *arguments],
-                stdin=subprocess.DEVNULL,
+                [sys.executable, "-m", "h2o_stream.graphs.build", *map(self._path, keys)],
+                stdin=described,
                 stdout=log,
                 stderr=log,
                 # Linux gives every session the same, however nice its processes are among themselves.

@@ -1,7 +1,6 @@
-"""Compiles blueprints ahead of time: ``python -m h2o_stream.graphs.build BLUEPRINT PACKAGE ...``.
+"""Compiles blueprints ahead of time: ``python -m h2o_stream.graphs.build PACKAGE ...``, blueprints on standard input.
 
-A process of its own, so that a conversation goes on meanwhile, and one that yields to it. The blueprints' files
-are removed.
+A process of its own, so that a conversation goes on meanwhile, and one that yields to it.
 """
 
 from __future__ import annotations
@@ -44,14 +43,15 @@ def build(blueprint: Blueprint, package: Path) -> None:
 
 def _yield_to_everything() -> None:
     """Run only when nothing else wants to: a conversation wakes up thousands of times a second, and must not wait."""
-    os.nice(19)
+    if hasattr(os, "nice"):
+        os.nice(19)
     if hasattr(os, "SCHED_IDLE"):
         with suppress(OSError):
             os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
 
 
 def main() -> None:
-    """Compile what every first argument describes into the file the next one names, unless another has done so."""
+    """Compile every blueprint into the file that an argument names, unless another process has done so."""
     from filelock import FileLock
 
     _yield_to_everything()
@@ -61,15 +61,14 @@ def main() -> None:
             old.unlink(missing_ok=True)
     with tempfile.TemporaryDirectory(prefix="h2o-stream-") as scratch:
         os.environ |= {"TORCHINDUCTOR_CACHE_DIR": scratch, "TORCHINDUCTOR_COMPILE_THREADS": "1"}
-        for described, package in zip(paths[::2], paths[1::2], strict=True):
+        blueprints = pickle.load(sys.stdin.buffer)  # noqa: S301 -- from the process that started this one
+        for blueprint, package in zip(blueprints, paths, strict=True):
             try:
                 with FileLock(package.with_suffix(".lock")):
                     if not package.exists():
-                        build(pickle.loads(described.read_bytes()), package)  # noqa: S301 -- our own, just written
+                        build(pickle.loads(blueprint), package)  # noqa: S301 -- the same
             except Exception:  # noqa: BLE001 -- whatever it was, the others may go well
                 traceback.print_exc()
-            finally:
-                described.unlink(missing_ok=True)
 
 
 if __name__ == "__main__":

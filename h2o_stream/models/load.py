@@ -8,7 +8,13 @@ from dataclasses import dataclass
 from typing import Any
 
 from h2o_stream.config import CacheConfig, ModelConfig
-from h2o_stream.errors import ConfigError, ModelNotFoundError, UnsupportedModelError
+from h2o_stream.errors import (
+    ConfigError,
+    ModelNotFoundError,
+    OutOfMemoryError,
+    UnsupportedModelError,
+    means_out_of_memory,
+)
 from h2o_stream.processes import Processes
 from h2o_stream.resources import cache_folder
 from h2o_stream.startup import collector_paused
@@ -80,9 +86,14 @@ def _load(config: ModelConfig, source: str, cache: CacheConfig | None) -> Loaded
         dtype = dtype_of(config.dtype, device)
         zero = ZeroInference(dtype) if config.zero else None
         model = AutoModelForCausalLM.from_pretrained(source, dtype=dtype, **place, **local)
-    except (OSError, ValueError, KeyError, SafetensorError, RuntimeError) as error:
+    except (OSError, ValueError, KeyError, SafetensorError, RuntimeError, MemoryError) as error:
         if isinstance(error, ConfigError):
             raise
+        if means_out_of_memory(error):
+            raise OutOfMemoryError(
+                f"{config.model} does not fit into the memory of {device}; take --dtype bfloat16, --quantize int4, "
+                "--device-map auto or a smaller --model"
+            ) from error
         raise _explained(config.model, source, error) from error
     if not hasattr(tokenizer, "backend_tokenizer"):
         raise UnsupportedModelError(f"{config.model} has no tokenizer of the tokenizers library (tokenizer.json)")

@@ -104,7 +104,7 @@ class Chat:
             finish = self.say(message)
             if finish == "oom" or self._config.single_turn:
                 return finish
-            if finish == "interrupted" and not self.terminal.interactive:
+            if finish == "interrupted" and (self.ready.interrupts.ended or not self.terminal.interactive):
                 return finish
         return None
 
@@ -114,20 +114,27 @@ class Chat:
         with self.ready.interrupts, ExitStack() as stack:
             reading = stack.enter_context(closing(Reading(self.terminal)))
             reply: Reply | None = None
-            for event in self.keeper.say(message):
-                self.report.observe(event)
-                self._recorder.event(event)
-                if isinstance(event, PrefillProgress):
-                    reading.show(event.done, event.total)
-                    continue
-                reading.close()
-                reply = reply or stack.enter_context(self._reply())
-                if isinstance(event, Token):
-                    reply.push(event.text)
-                    continue
-                stack.close()
-                self._close(event)
-                return event.finish
+            events = self.keeper.say(message)
+            try:
+                for event in events:
+                    self.report.observe(event)
+                    self._recorder.event(event)
+                    if isinstance(event, PrefillProgress):
+                        reading.show(event.done, event.total)
+                        continue
+                    reading.close()
+                    reply = reply or stack.enter_context(self._reply())
+                    if isinstance(event, Token):
+                        reply.push(event.text)
+                        continue
+                    stack.close()
+                    self._close(event)
+                    return event.finish
+            except OSError:  # the terminal or the pipe is gone: what was said until now is kept
+                self.ready.interrupts.requested = True
+                for event in events:
+                    self.report.observe(event)
+                raise
         raise AssertionError("a turn always ends with a Turn")
 
     def fed(self, events: Iterator[PrefillProgress | Finished]) -> bool:

@@ -1,4 +1,4 @@
-"""Ctrl-C as a wish, not as an exception in the middle of a step."""
+"""Ctrl-C as a wish, not as an exception in the middle of a step; and so are a closed terminal and SIGTERM."""
 
 from __future__ import annotations
 
@@ -11,25 +11,38 @@ TWICE_S = 2.0
 """A second Ctrl-C within this time does not wait any longer."""
 
 
+_ENDS = tuple(getattr(signal, name) for name in ("SIGTERM", "SIGHUP") if hasattr(signal, name))
+
+
 class Interrupts:
-    """Inside the block the first Ctrl-C sets `requested`; a second one soon after raises KeyboardInterrupt."""
+    """Inside the block the first Ctrl-C sets `requested`; a second one soon after raises KeyboardInterrupt.
+
+    Attributes:
+        requested: whether what is going on should stop.
+        ended: whether the program was asked to end, too.
+    """
 
     def __init__(self) -> None:
-        self.requested = False
+        self.requested = self.ended = False
         self._last = float("-inf")
-        self._previous: Any = None
+        self._previous: dict[int, Any] = {}
 
     def __enter__(self) -> Self:
         self.requested = False
-        self._previous = signal.signal(signal.SIGINT, self._handle)
+        self._previous = {number: signal.signal(number, self._end) for number in _ENDS}
+        self._previous[signal.SIGINT] = signal.signal(signal.SIGINT, self._handle)
         return self
 
     def __exit__(self, *exception: object) -> None:
-        signal.signal(signal.SIGINT, self._previous)
+        for number, before in self._previous.items():
+            signal.signal(number, before)
 
     def __call__(self) -> bool:
         """Whether Ctrl-C was pressed since the block was entered."""
         return self.requested
+
+    def _end(self, number: int, frame: FrameType | None) -> None:
+        self.requested = self.ended = True
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
         now = time.monotonic()

@@ -1,0 +1,154 @@
+"""What goes wrong around the program: signals, terminals and pipes that go away, folders that vanish."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import signal
+import subprocess
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import transformers
+
+from h2o_stream.config import ModelConfig
+from h2o_stream.errors import OutOfMemoryError
+from h2o_stream.models.load import load
+from tests.terminal import Pty
+from tests.test_cli import BIN, invoke
+
+
+@pytest.fixture(autouse=True)
+def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path / "data"))
+    return tmp_path / "data" / "h2o-stream" / "sessions" / "talk"
+
+
+def said(home: Path) -> list[dict[str, Any]]:
+    """The whole lines of the session's transcript that are turns."""
+    path = home / "transcript.jsonl"
+    lines = path.read_text().splitlines(keepends=True) if path.exists() else []
+    return [line for line in map(json.loads, (line for line in lines if line.endswith("\n"))) if line["type"] == "turn"]
+
+
+def wait_for(what: Any, timeout_s: float = 60) -> None:
+    deadline = time.monotonic() + timeout_s
+    while not what():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+@contextmanager
+def talking(model: Path, tokens: int) -> Iterator[subprocess.Popen[bytes]]:
+    """A chat in pipes, in the middle of its second reply, which is long."""
+    command = [BIN / "h2o-chat", "-m", model, "-n", str(tokens), "--temp", "0", "--session", "talk", "--no-compile"]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as child:
+        assert child.stdin is not None
+        assert child.stdout is not None
+        child.stdin.write(b"one\ntwo\n")
+        child.stdin.flush()
+        child.stdout.readline()
+        child.stdout.read(20)
+        yield child
+        child.kill()
+
+
+class TestSignals:
+    @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP, signal.SIGINT])
+    def test_what_was_said_is_kept(self, tiny_folder: Path, home: Path, number: signal.Signals) -> None:
+        with talking(tiny_folder, 3000) as child:
+            child.send_signal(number)
+            assert child.wait(30) == 130
+        _, second = said(home)
+        assert second["finish"] == "interrupted"
+        assert second["text"]
+        again = invoke("h2o-chat", "-m", tiny_folder, "--session", "talk", "-n", "2", "--temp", "0", typed="three\n")
+        assert again.exit_code == 0, again.stderr
+        assert "goes on after turn 2" in again.stderr
+
+    def test_terminated_while_nothing_is_going_on(self, tiny_folder: Path) -> None:
+        with Pty("h2o-chat", "-m", str(tiny_folder), "--no-compile") as terminal:
+            terminal.until(lambda t: t.screen.display[t.screen.cursor.y].rstrip() == ">")
+            terminal.child.kill(signal.SIGTERM)
+            assert terminal.exit_code() == 143
+            assert "\x1b[?2004l" in terminal.output, "the terminal is left as it was"
+
+
+class TestOutput:
+    def test_a_pipe_that_is_closed_in_a_reply(self, tiny_folder: Path, home: Path) -> None:
+        with talking(tiny_folder, 3000) as child:
+            assert child.stdout is not None
+            assert child.stderr is not None
+            child.stdout.close()
+            assert child.wait(30) == 1
+            assert b"Traceback" not in child.stderr.read()
+        assert [turn["finish"] for turn in said(home)] == ["length", "interrupted"]
+
+    def test_a_terminal_that_is_closed_in_a_reply(self, tiny_folder: Path, home: Path) -> None:
+        base = ["-m", str(tiny_folder), "-n", "3000", "--temp", "0", "--session", "talk", "--no-compile", "--plain"]
+        with Pty("h2o-chat", *base) as terminal:
+            terminal.until(lambda t: t.screen.display[t.screen.cursor.y].rstrip() == ">")
+            terminal.send("tell me\r")
+            terminal.until(lambda t: len(t.text.split()) > 60)
+            terminal.child.close(force=False)
+        wait_for(lambda: said(home))
+        assert said(home)[0]["finish"] == "interrupted"
+
+    def test_a_terminal_that_changes_its_size_in_a_reply(self, tiny_folder: Path) -> None:
+        base = ["-m", str(tiny_folder), "-n", "200", "--temp", "0", "--no-compile"]
+        with Pty("h2o-chat", *base) as terminal:
+            terminal.until(lambda t: t.screen.display[t.screen.cursor.y].rstrip() == ">")
+            terminal.send("tell me\r")
+            for columns in (40, 132, 20, 80):
+                time.sleep(0.1)
+                terminal.child.setwinsize(24, columns)
+            terminal.until(lambda t: "200 tokens" in t.text.replace("\n", ""))
+            terminal.send("\x04")
+            assert terminal.exit_code() == 0
+            assert "Traceback" not in terminal.output
+
+
+class TestFolders:
+    def test_a_session_that_is_deleted_under_us(self, tiny_folder: Path, home: Path) -> None:
+        """The chat goes on, and says that nothing is saved any more."""
+        command = [BIN / "h2o-chat", "-m", tiny_folder, "-n", "3", "--session", "talk", "--no-compile", "--temp", "0"]
+        with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as child:
+            assert child.stdin is not None
+            assert child.stderr is not None
+            child.stdin.write(b"one\n")
+            child.stdin.flush()
+            wait_for(lambda: said(home))
+            shutil.rmtree(home)
+            child.stdin.write(b"two\n")
+            child.stdin.close()
+            assert child.wait(60) == 0
+            told = child.stderr.read().decode()
+        assert "No such file" in told
+        assert "Traceback" not in told
+
+    def test_a_cache_folder_that_is_deleted_under_us(
+        self, tiny_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        cache = tmp_path / "cache"
+        monkeypatch.setenv("XDG_CACHE_HOME", str(cache))
+        for _ in range(2):
+            done = invoke("h2o-chat", "-m", tiny_folder, "-p", "hello", "-n", "3", "-q")
+            assert done.exit_code == 0, done.stderr
+            shutil.rmtree(cache, ignore_errors=True)
+
+
+@pytest.mark.parametrize(
+    "error",
+    [MemoryError(), RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory: you tried to ...")],
+)
+def test_memory_that_ends_while_loading(tiny_folder: Path, monkeypatch: pytest.MonkeyPatch, error: Exception) -> None:
+    def fail(*args: Any, **more: Any) -> Any:
+        raise error
+
+    monkeypatch.setattr(transformers.AutoModelForCausalLM, "from_pretrained", fail)
+    with pytest.raises(OutOfMemoryError, match=r"does not fit into the memory of cpu; take .*--quantize int4"):
+        load(ModelConfig(str(tiny_folder), device="cpu"))

@@ -1,0 +1,141 @@
+"""No code from elsewhere, no network without need, and readers that no bytes can break."""
+
+from __future__ import annotations
+
+import ast
+import json
+import os
+import subprocess
+from contextlib import suppress
+from itertools import count
+from pathlib import Path
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+import h2o_stream
+from h2o_stream.errors import H2OStreamError
+from h2o_stream.session.lines import read_objects
+from h2o_stream.session.questions import load_questions
+from h2o_stream.session.requests import read_requests
+from h2o_stream.session.sessions import Transcript
+from h2o_stream.ui.commands import COMMANDS, is_command
+from tests.test_cli import BIN, invoke
+from tests.test_sessions import filled
+
+SOURCES = sorted(Path(h2o_stream.__file__).parent.rglob("*.py"))
+
+MAY_PICKLE = {"graphs/trace.py", "graphs/artifacts.py", "graphs/build.py"}
+"""What one process hands to the compiler it starts, without a name on the disk."""
+
+
+@pytest.mark.parametrize("source", SOURCES, ids=lambda path: "/".join(path.parts[-2:]))
+def test_nothing_runs_what_a_file_says(source: Path) -> None:
+    for node in ast.walk(ast.parse(source.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import | ast.ImportFrom):
+            names = [alias.name for alias in node.names] + [getattr(node, "module", None) or ""]
+            if {"pickle", "marshal", "shelve", "dill", "cloudpickle", "joblib"} & {n.split(".")[0] for n in names}:
+                assert "/".join(source.parts[-2:]) in MAY_PICKLE
+        if isinstance(node, ast.Call):
+            called = ast.unparse(node.func)
+            assert called not in ("eval", "exec", "os.system", "torch.load"), f"{source}:{node.lineno}"
+            for keyword in node.keywords:
+                assert keyword.arg not in ("trust_remote_code", "shell"), f"{source}:{node.lineno}"
+
+
+@pytest.mark.parametrize("offline", [["--offline"], []], ids=["offline", "local model"])
+def test_no_network_without_need(offline: list[str], tmp_path: Path) -> None:
+    """Every way out is closed, and writes down who tried."""
+    tried = tmp_path / "tried"
+    (tmp_path / "sitecustomize.py").write_text(
+        "import socket\n"
+        "def refuse(*arguments, **more):\n"
+        f"    open({str(tried)!r}, 'a').write(repr(arguments))\n"
+        "    raise OSError('the network is cut off')\n"
+        "socket.socket.connect = socket.socket.connect_ex = socket.getaddrinfo = refuse\n"
+    )
+    done = subprocess.run(
+        [BIN / "h2o-chat", "-p", "Say hi.", "-n", "3", "-q", "--no-compile", *offline],
+        env={**os.environ, "PYTHONPATH": str(tmp_path)},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.strip()
+    assert not tried.exists(), tried.read_text()
+
+
+NUMBERS = count()
+
+NOISE = st.one_of(
+    st.binary(max_size=300),
+    st.recursive(
+        st.none() | st.booleans() | st.floats() | st.integers() | st.text(max_size=20),
+        lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=12), inner, max_size=4),
+        max_leaves=12,
+    ).map(lambda value: json.dumps(value).encode()),
+    st.dictionaries(
+        st.sampled_from(["type", "turn", "turns", "question_id", "category", "article", "prompt", "stop", "text"]),
+        st.none() | st.integers() | st.text(max_size=9) | st.lists(st.text(max_size=5) | st.integers(), max_size=3),
+        max_size=6,
+    ).map(lambda value: json.dumps(value).encode()),
+)
+FUZZ = settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+
+
+class TestFuzzing:
+    """Whatever stands in a file, it is read or refused in one line of ours."""
+
+    @FUZZ
+    @given(lines=st.lists(NOISE, max_size=4))
+    def test_json_lines(self, lines: list[bytes], tmp_path: Path) -> None:
+        file = tmp_path / "noise.jsonl"
+        file.write_bytes(b"\n".join(lines))
+        for read in (lambda: read_objects(file, "--x"), lambda: load_questions(file), lambda: read_requests(file)):
+            with suppress(H2OStreamError):
+                read()
+
+    @FUZZ
+    @given(lines=st.lists(NOISE, max_size=4))
+    def test_transcripts(self, lines: list[bytes], tmp_path: Path) -> None:
+        file = tmp_path / "transcript.jsonl"
+        header = {"type": "session", "model": "m", "policy": "h2o", "window": 8, "system": None, "created": ""}
+        file.write_bytes(b"\n".join([json.dumps(header).encode(), *lines]) + b"\n")
+        with suppress(H2OStreamError):
+            Transcript(file)
+
+    @FUZZ
+    @given(noise=st.binary(max_size=400), cut=st.integers(0, 60))
+    def test_states(self, noise: bytes, cut: int, tmp_path: Path) -> None:
+        name = f"s{next(NUMBERS)}"
+        with filled(tmp_path, name=name) as session:
+            state = max((tmp_path / name).glob("state-*"))
+            whole = state.read_bytes()
+            state.write_bytes(whole[:cut] + noise)
+            with suppress(H2OStreamError):
+                assert session.state(3) is None
+            assert session.state(2) is not None, "the others are as they were"
+
+    @settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+    @given(
+        commands=st.lists(
+            st.builds(
+                lambda name, rest: f"/{name} {rest}",
+                st.sampled_from([name for name in COMMANDS if name not in ("edit",)]) | st.text("abcdefgh", max_size=6),
+                st.text(st.characters(exclude_characters="\n\r\x0b\x0c\x1c\x1d\x1e\x85\u2028\u2029"), max_size=12),
+            ),
+            max_size=5,
+        )
+    )
+    def test_commands(
+        self, commands: list[str], tiny_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path / "data"))
+        monkeypatch.chdir(tmp_path)
+        typed = "\n".join(command for command in commands if is_command(command.strip()))
+        done = invoke("h2o-chat", "-m", tiny_folder, "-n", "1", "-q", typed=typed.encode("utf-8", "surrogateescape"))  # type: ignore[arg-type]
+        assert done.exit_code == 0, (typed, done.stderr)
+        assert "unexpected" not in done.stderr, (typed, done.stderr)
