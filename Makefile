@@ -6,7 +6,7 @@ BIN    := $(VENV)/bin
 ARGS   ?=
 PIP    := $(BIN)/python -m pip --disable-pip-version-check --quiet
 
-.PHONY: demo chat test lint format family-table setup setup-dev clean
+.PHONY: demo chat test lint format audit soak family-table setup setup-dev clean
 
 demo: setup
 	@$(BIN)/h2o-stream $(ARGS)
@@ -21,6 +21,16 @@ lint: setup-dev
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+
+# Known holes in what is installed; asks the package index.
+audit: setup-dev
+	$(PIP) install pip-audit
+	$(BIN)/python -m pip_audit --skip-editable
+
+# The long runs of docs/reliability.md: 20 minutes on two cores.
+soak: setup-dev
+	$(BIN)/h2o-compare soak --model tiny --tokens 1000000 --no-compile --out soak-tiny
+	$(BIN)/h2o-compare soak --tokens 200000 --out soak-embedded
 
 # Writes what the tests prove of each family into docs/families.md.
 family-table: setup-dev

@@ -1,0 +1,124 @@
+"""Every command and every Python example of the documentation runs; every link leads somewhere."""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers import PreTrainedTokenizerBase
+
+from tests.conftest import make_llama
+from tests.test_cli import invoke
+
+ROOT = Path(__file__).parents[1]
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+FENCED = re.compile(r"^```(\w*)\n(.*?)^```", re.M | re.S)
+INLINE = re.compile(r"`(h2o-(?:chat|stream|compare)\s[^`]+)`")
+
+ELSEWHERE = ("torchrun", "accelerate", "h2o-lm-eval", "--zero", "--device cuda", "--install-completion", "..")
+"""What other tests run (several processes, the harness, DeepSpeed), what needs a GPU, what is not meant literally."""
+
+SMALL: dict[str, str] = {
+    "h2o-chat": "-n 2 --no-compile",
+    "h2o-stream": "-n 2 --turns 1 --no-compile",
+    "nll": "--tokens 60 --policies full,h2o --windows 24",
+    "recall": "--facts 2 --distances 8,60 --policies sink --windows 24",
+    "summarize": "--limit 2 --policies full,h2o --windows 24",
+    "tasks": "--limit 2 --policies full,h2o --tasks h2o_causes",
+    "speed": "--histories 64 --policies h2o --windows 24 --no-compile --quantizations none --peers transformers",
+    "throughput": "--shapes 20+5 --cache-budget 160KiB --policies h2o --ratio 0.4 --rounds 1 --no-compile",
+    "heavy-hitters": "--tokens 100 --window 24 --chunk 8 --policies h2o",
+    "soak": "--tokens 20000 --passes 4 --no-compile --window 64",
+    "report": "",
+    "all": "",
+}
+
+
+def commands() -> list[tuple[str, str]]:
+    found = []
+    for page in PAGES:
+        text = page.read_text(encoding="utf-8")
+        lines = [line for kind, block in FENCED.findall(text) if kind in ("", "sh") for line in block.splitlines()]
+        lines += [" ".join(line.split()) for line in INLINE.findall(FENCED.sub("", text))]
+        for line in lines:
+            command = line.partition("  #")[0].split(" | ")[-1].strip()
+            if command.startswith("h2o-") and not any(word in line for word in ELSEWHERE):
+                found.append((page.name, command))
+    return list(dict.fromkeys(found))
+
+
+COMMANDS = commands()
+
+
+def test_there_are_commands_of_every_kind() -> None:
+    told = {" ".join(command.split()[:2]) for _, command in COMMANDS}
+    for name in SMALL:
+        assert any(name in words for words in told), name
+    assert len(COMMANDS) > 40
+
+
+@pytest.fixture
+def place(tmp_path: Path, tiny_folder: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder with everything that the documentation names."""
+    monkeypatch.chdir(tmp_path)
+    for name in ("XDG_DATA_HOME", "XDG_CACHE_HOME", "XDG_CONFIG_HOME"):
+        monkeypatch.setenv(name, str(tmp_path / name))
+    words = "The quick brown fox jumps over the lazy dog, again and again. "
+    for name in ("a.txt", "b.txt", "news.txt", "chat.txt", "manual.txt", "long.txt", "essay.txt", "FILE"):
+        (tmp_path / name).write_text(words * (3 if name == "essay.txt" else 120))
+    question = {"question_id": 1, "category": "any", "turns": ["Say something.", "And more."]}
+    (tmp_path / "my.jsonl").write_text(json.dumps(question) + "\n")
+    request = {"article": "word " * 30, "summary_gt": "words", "max_tokens": 4}
+    (tmp_path / "xsum.jsonl").write_text(json.dumps(request) + "\n")
+    return tmp_path
+
+
+@pytest.mark.parametrize(("page", "line"), COMMANDS, ids=[f"{page} {line}"[:70] for page, line in COMMANDS])
+def test_commands(page: str, line: str, place: Path, tiny_folder: Path) -> None:
+    command, *arguments = shlex.split(line)
+    kind = arguments[0] if command == "h2o-compare" and arguments else command
+    if kind not in SMALL or kind == "all" or "--help" in arguments:
+        assert invoke(command, *arguments, "--help").exit_code == 0
+        return
+    if kind == "summarize":
+        arguments = ["xsum.jsonl" if word == "FILE" else word for word in arguments]
+    if "--replay" in arguments:
+        assert invoke("h2o-stream", "-m", tiny_folder, "--turns", "1", "-n", "2", "--record", "FILE").exit_code == 0
+    if "--export" in arguments:
+        talk = ["--session", arguments[arguments.index("--session") + 1]]
+        assert invoke("h2o-chat", "-m", tiny_folder, "-n", "2", *talk, typed="hello\n").exit_code == 0
+    if kind == "report":
+        base = ["-m", tiny_folder, "--text", "a.txt", "--out", "FOLDER", *SMALL["nll"].split()]
+        assert invoke("h2o-compare", "nll", *base).exit_code == 0
+    small = SMALL[kind].split() if "--replay" not in arguments and "--sessions" not in arguments else []
+    model = [] if kind == "report" or "tiny" in arguments else ["-m", str(tiny_folder)]
+    done = invoke(command, *arguments, *small, *model, typed="hello\n")
+    assert done.exit_code == 0, done.stderr
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_python(
+    page: Path, tokenizer: PreTrainedTokenizerBase, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The examples of a page, one after the other, as if they were one program."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setenv("CXX", "none")
+    monkeypatch.setattr("shutil.which", lambda name: None)  # no compiler, so that nothing compiles behind the tests
+    model = make_llama(vocab=len(tokenizer), context=4096)
+    inputs = dict(tokenizer("The quick brown fox jumps over the lazy dog. " * 30, return_tensors="pt"))
+    names: dict[str, Any] = {"model": model, "inputs": inputs, "tokenizer": tokenizer}
+    for kind, block in FENCED.findall(page.read_text(encoding="utf-8")):
+        if kind == "python" and "..." not in block:
+            exec(compile(block, page.name, "exec"), names)
+
+
+@pytest.mark.parametrize("page", [*PAGES, ROOT / "CHANGELOG.md"], ids=lambda page: page.name)
+def test_links(page: Path) -> None:
+    text = FENCED.sub("", page.read_text(encoding="utf-8"))
+    for target in re.findall(r"\]\(([^)#]*)(#[^)]*)?\)", text):
+        if target[0] and not target[0].startswith("http"):
+            assert (page.parent / target[0]).exists(), target[0]
