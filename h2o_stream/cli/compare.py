@@ -161,8 +161,10 @@ def everything(
     with run.reporting("h2o-compare", output.debug):
         config = model.model_config()
         makes = comparison.makes(config, cache, steps.compile)
-        for name, make in makes.items():
-            _show(make, config, comparison.out / name, output)
+        output = run.speaking(output)
+        with Records(output.jsonl) as records:
+            for name, make in makes.items():
+                _run(make, config, comparison.out / name, output, records)
         if Processes().main:
             for name in ("report.html", "report.md"):
                 _report([comparison.out], comparison.out / name, output)
@@ -200,11 +202,15 @@ def _show(make: Make, model: ModelConfig, out: Path | None, output: OutputOption
     """
     output = run.speaking(output)
     with Records(output.jsonl) as records:
-        with run.loading(model, output) as terminal:
-            from h2o_stream.ui.comparison import show
+        _run(make, model, out, output, records)
 
-            comparison = make()
-        show(comparison, out, terminal, records, Processes(together=model.tensor_parallel))
+
+def _run(make: Make, model: ModelConfig, out: Path | None, output: OutputOptions, records: Records) -> None:
+    with run.loading(model, output) as terminal:
+        from h2o_stream.ui.comparison import show
+
+        comparison = make()
+    show(comparison, out, terminal, records, Processes(together=model.tensor_parallel))
 
 
 def main() -> None:

@@ -82,20 +82,20 @@ class Watcher(Protocol):
         """A job has come so far."""
 
 
-def outcomes(comparison: Comparison, folder: Folder, processes: Processes, watch: Watcher) -> Iterator[Part]:
+def outcomes(jobs: Sequence[Job], alone: bool, folder: Folder, processes: Processes, watch: Watcher) -> Iterator[Part]:
     """Do what is not done yet, each process its part of it, and give every outcome in order, in every process.
 
     Args:
-        comparison: which has begun.
+        jobs: of a comparison.
+        alone: whether one process has to do them all.
         folder: has what was finished before, and gets what is now.
         processes: that share the work.
         watch: is told about the jobs of this process.
     """
-    jobs = comparison.jobs()
     if processes.count == 1 or processes.together:
         yield from (_outcome(job, folder, watch) for job in jobs)
         return
-    workers = 1 if comparison.alone else processes.count
+    workers = 1 if alone else processes.count
     own = {
         number: _outcome(job, folder, watch) for number, job in enumerate(jobs) if number % workers == processes.rank
     }

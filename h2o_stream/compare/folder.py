@@ -15,6 +15,7 @@ from dataclasses import asdict, dataclass, field
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -27,7 +28,7 @@ from h2o_stream.config import CacheConfig
 from h2o_stream.errors import DataError
 from h2o_stream.session.records import RECORDS, RUN, read_run
 
-_MAY_DIFFER = ("versions", "hardware", "command_line", "begun")
+_MAY_DIFFER = ("versions", "hardware", "command_line", "begun", "processes")
 """What the run record tells of circumstances, not of what is compared."""
 
 _MAY_GROW = ("cache", "policy", "window", "seed")
@@ -47,10 +48,14 @@ def writing(folder: Path) -> Iterator[None]:
         raise DataError(f"--out {folder}: {error.strerror or error}") from error
 
 
+_digests: WeakKeyDictionary[Any, str] = WeakKeyDictionary()
+"""Of models that were asked for: a comparison has hundreds of jobs with the same one."""
+
+
 def identity(model: Any, config: CacheConfig) -> dict[str, Any]:
     """What a figure is a figure of: model, dtype, the policy as asked for and as this version understands it."""
     return {
-        "model": model_digest(model),
+        "model": _digests.get(model) or _digests.setdefault(model, model_digest(model)),
         "dtype": str(model.dtype),
         "config": asdict(config),
         "plan": asdict(check_supported(type(model), model.config, config)),

@@ -200,10 +200,10 @@ class Soak(Comparison):
     def records(self, parts: Iterable[Part]) -> Iterator[dict[str, Any]]:
         """One for each stretch."""
         for part in parts:
-            losses = part.figures.pop("losses")
+            losses = part.figures["losses"]
             yield {
                 "type": self.name,
-                **part.figures,
+                **{name: value for name, value in part.figures.items() if name != "losses"},
                 "nll": fmean(loss for _, loss in losses),
                 "nll_by_pass": {
                     str(number): [loss for own, loss in losses if own == number]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections import defaultdict
+from collections.abc import Sequence
 from contextlib import closing
 from datetime import UTC, datetime
 from pathlib import Path
@@ -52,7 +53,9 @@ def show(comparison: Comparison, out: Path | None, terminal: Terminal, records: 
         records.write(run)
         made: list[dict[str, Any]] = []
         with progress_bars(terminal) as progress:
-            for record in comparison.records(outcomes(comparison, folder, processes, _Bars(comparison, progress))):
+            jobs = comparison.jobs()
+            parts = outcomes(jobs, comparison.alone, folder, processes, _Bars(jobs, progress))
+            for record in comparison.records(parts):
                 records.write(record)
                 made.append(record)
         if not processes.main:
@@ -83,11 +86,11 @@ def print_page(page: Page, terminal: Terminal) -> None:
 class _Bars:
     """A bar for all jobs of one label."""
 
-    def __init__(self, comparison: Comparison, progress: Progress) -> None:
+    def __init__(self, jobs: Sequence[Job], progress: Progress) -> None:
         self._progress, self._tasks = progress, dict[str, TaskID]()
         self._totals: dict[str, int] = defaultdict(int)
         self._before: dict[str, int] = defaultdict(int)
-        for job in comparison.jobs():
+        for job in jobs:
             self._totals[job.label] += job.total
 
     def __call__(self, job: Job, doing: Doing) -> None:
