@@ -1,0 +1,114 @@
+"""Very long streams in small: what is looked through, and that an interrupted one goes on exactly."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from h2o_stream.cache.attach import attach
+from h2o_stream.cache.audit import audit
+from h2o_stream.cache.slots import SlotLayer
+from h2o_stream.compare.folder import Part
+from h2o_stream.compare.soak import TINY, Soak
+from h2o_stream.config import CacheConfig, ModelConfig
+from h2o_stream.errors import DataError, H2OStreamError
+from tests.test_cli import invoke, records
+
+IDS = torch.randint(3, 60, (1, 90), generator=torch.Generator().manual_seed(1))
+
+
+def set_to(name: str, value: float) -> Callable[[SlotLayer], None]:
+    def harm(layer: SlotLayer) -> None:
+        tensor = getattr(layer, name)
+        place = int((layer.index[0, 0] >= 0).nonzero()[3])
+        tensor[0, 0, place] = value
+
+    return harm
+
+
+def hold_twice(layer: SlotLayer) -> None:
+    places = (layer.index[0, 0] >= 0).nonzero().flatten()
+    layer.index[0, 0, places[3]] = layer.index[0, 0, places[4]]
+
+
+class TestAudit:
+    @pytest.mark.parametrize("policy", ["h2o", "h2o-paper", "tova", "sink", "recent", "random"])
+    def test_what_is_right_passes(self, tiny: Any, policy: str) -> None:
+        with attach(tiny, CacheConfig(policy, 24)) as cache:
+            for part in IDS.split([7, 40, 1, 1, 1, 20, 20], 1):
+                tiny(part, past_key_values=cache)
+                assert audit(cache) >= 0  # type: ignore[arg-type]
+
+    @pytest.mark.parametrize(
+        ("harm", "words"),
+        [
+            (hold_twice, "a token is held twice"),
+            (set_to("scores", float("nan")), "a score is negative or no number"),
+            (set_to("scores", -1.0), "a score is negative or no number"),
+            (set_to("scores", float("inf")), "a score is negative or no number"),
+            (set_to("rank", 0), "ranks are not the order"),
+            (set_to("index", -1), "tokens are held"),
+            (set_to("lasting", float("inf")), "a long-term score is no number"),
+            (lambda layer: layer.seen.add_(1), "were counted here"),
+            (lambda layer: layer.free.copy_((layer.index >= 0).int().argmax(-1, keepdim=True)), "the free slot holds"),
+        ],
+    )
+    def test_what_is_wrong_is_found(self, tiny: Any, harm: Callable[[SlotLayer], None], words: str) -> None:
+        with attach(tiny, CacheConfig("h2o", 24, budgets="equal")) as cache:
+            tiny(IDS, past_key_values=cache)
+            audit(cache)  # type: ignore[arg-type]
+            harm(cache.layers[1])  # type: ignore[arg-type]
+            with pytest.raises(H2OStreamError, match=f"slots 1: .*{words}"):
+                audit(cache)  # type: ignore[arg-type]
+
+
+def soak(text: Path, out: Path) -> Soak:
+    made = Soak(ModelConfig(TINY), CacheConfig(window=64), text, 12_000, 2, False, out)
+    made.begin(print)
+    return made
+
+
+def parts(made: Soak, numbers: range) -> list[dict[str, Any]]:
+    jobs = made.jobs()
+    return [event.figures for number in numbers for event in jobs[number].run() if isinstance(event, Part)]
+
+
+@pytest.fixture
+def text(tmp_path: Path) -> Path:
+    path = tmp_path / "text.txt"
+    path.write_bytes(bytes(torch.randint(32, 120, (8000,), generator=torch.Generator().manual_seed(2)).tolist()))
+    return path
+
+
+def test_an_interrupted_stream_goes_on_exactly(text: Path, tmp_path: Path) -> None:
+    for name in ("one", "two"):
+        (tmp_path / name).mkdir()
+    whole = parts(soak(text, tmp_path / "one"), range(8))
+    first = soak(text, tmp_path / "two")
+    begun = parts(first, range(5))
+    first.close()
+    rest = parts(soak(text, tmp_path / "two"), range(5, 8))
+    for one, two in zip(whole, begun + rest, strict=True):
+        assert one["losses"] == two["losses"]
+        assert one["seen"] == two["seen"]
+    with pytest.raises(DataError, match="begin again in another folder"):
+        parts(soak(text, tmp_path / "two"), range(2, 3))
+
+
+def test_in_the_shell(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    base = ["soak", "--model", "tiny", "--tokens", "20000", "--passes", "4", "--window", "64", "--no-compile"]
+    done = invoke("h2o-compare", *base, "--out", tmp_path / "out", "--jsonl", "-")
+    assert done.exit_code == 0, done.stderr
+    _, *found = records(done.stdout)
+    assert found[-1]["seen"] >= 20_000
+    assert len({record["cache_bytes"] for record in found}) == 1
+    assert {number for record in found for number in record["nll_by_pass"]} == {"0", "1", "2", "3"}
+    assert "the same text again and again" in (tmp_path / "out" / "soak.md").read_text()
+    short = invoke("h2o-compare", *base, "--text", tmp_path / "out" / "soak.md")
+    assert short.exit_code == 1
+    assert "raise --passes" in short.stderr
