@@ -19,7 +19,7 @@ PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").g
 FENCED = re.compile(r"^```(\w*)\n(.*?)^```", re.M | re.S)
 INLINE = re.compile(r"`(h2o-(?:chat|stream|compare)\s[^`]+)`")
 
-ELSEWHERE = ("torchrun", "accelerate", "h2o-lm-eval", "--zero", "--device cuda", "--install-completion", "..")
+ELSEWHERE = ("torchrun", "accelerate", "h2o-lm-eval", "--zero", "cuda", "0=10GiB", "--install-completion", "..")
 """What other tests run (several processes, the harness, DeepSpeed), what needs a GPU, what is not meant literally."""
 
 SMALL: dict[str, str] = {
@@ -68,15 +68,24 @@ def test_there_are_commands_of_every_kind() -> None:
     assert len(COMMANDS) > 40
 
 
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory, tokenizer: PreTrainedTokenizerBase) -> Path:
+    """A small random model with a context as long as the documentation takes for granted."""
+    folder = tmp_path_factory.mktemp("model")
+    make_llama(vocab=len(tokenizer), context=8192).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
 @pytest.fixture
-def place(tmp_path: Path, tiny_folder: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A folder with everything that the documentation names."""
     monkeypatch.chdir(tmp_path)
     for name in ("XDG_DATA_HOME", "XDG_CACHE_HOME", "XDG_CONFIG_HOME"):
         monkeypatch.setenv(name, str(tmp_path / name))
     words = "The quick brown fox jumps over the lazy dog, again and again. "
     for name in ("a.txt", "b.txt", "news.txt", "chat.txt", "manual.txt", "long.txt", "essay.txt", "FILE"):
-        (tmp_path / name).write_text(words * (3 if name == "essay.txt" else 120))
+        (tmp_path / name).write_text(words * (40 if name == "essay.txt" else 120))
     question = {"question_id": 1, "category": "any", "turns": ["Say something.", "And more."]}
     (tmp_path / "my.jsonl").write_text(json.dumps(question) + "\n")
     request = {"article": "word " * 30, "summary_gt": "words", "max_tokens": 4}
@@ -85,7 +94,7 @@ def place(tmp_path: Path, tiny_folder: Path, monkeypatch: pytest.MonkeyPatch) ->
 
 
 @pytest.mark.parametrize(("page", "line"), COMMANDS, ids=[f"{page} {line}"[:70] for page, line in COMMANDS])
-def test_commands(page: str, line: str, place: Path, tiny_folder: Path) -> None:
+def test_commands(page: str, line: str, place: Path, model: Path) -> None:
     command, *arguments = shlex.split(line)
     kind = arguments[0] if command == "h2o-compare" and arguments else command
     if kind not in SMALL or kind == "all" or "--help" in arguments:
@@ -93,13 +102,15 @@ def test_commands(page: str, line: str, place: Path, tiny_folder: Path) -> None:
         return
     if kind == "summarize":
         arguments = ["xsum.jsonl" if word == "FILE" else word for word in arguments]
+    if "--record" in arguments or "--replay" in arguments:
+        Path("FILE").unlink()
     if "--replay" in arguments:
-        assert invoke("h2o-stream", "-m", tiny_folder, "--turns", "1", "-n", "2", "--record", "FILE").exit_code == 0
+        assert invoke("h2o-stream", "-m", model, "--turns", "1", "-n", "2", "--record", "FILE").exit_code == 0
     if "--export" in arguments:
         talk = ["--session", arguments[arguments.index("--session") + 1]]
-        assert invoke("h2o-chat", "-m", tiny_folder, "-n", "2", *talk, typed="hello\n").exit_code == 0
+        assert invoke("h2o-chat", "-m", model, "-n", "2", *talk, typed="hello\n").exit_code == 0
     if kind == "report":
-        base = ["-m", tiny_folder, "--text", "a.txt", "--out", "FOLDER", *SMALL["nll"].split()]
+        base = ["-m", model, "--text", "a.txt", "--out", "FOLDER", *SMALL["nll"].split()]
         assert invoke("h2o-compare", "nll", *base).exit_code == 0
     for option, kinds in NEEDED.items():
         if kind in kinds and option not in arguments and "--input-path" not in arguments:
@@ -110,8 +121,8 @@ def test_commands(page: str, line: str, place: Path, tiny_folder: Path) -> None:
         assert "./nowhere does not exist" in done.stderr
         return
     small = SMALL[kind].split() if "--replay" not in arguments and "--sessions" not in arguments else []
-    model = [] if kind == "report" or "tiny" in arguments else ["-m", str(tiny_folder)]
-    done = invoke(command, *arguments, *small, *model, typed="hello\n")
+    named = [] if kind == "report" or "tiny" in arguments else ["-m", str(model)]
+    done = invoke(command, *arguments, *small, *named, typed="hello\n")
     assert done.exit_code == 0, done.stderr
 
 
@@ -121,13 +132,15 @@ def test_python(
 ) -> None:
     """The examples of a page, one after the other, as if they were one program."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setenv("CXX", "none")
+    monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setattr("shutil.which", lambda name: None)  # no compiler, so that nothing compiles behind the tests
-    model = make_llama(vocab=len(tokenizer), context=4096)
     inputs = dict(tokenizer("The quick brown fox jumps over the lazy dog. " * 30, return_tensors="pt"))
+    model = make_llama(vocab=len(tokenizer), context=4096)
     names: dict[str, Any] = {"model": model, "inputs": inputs, "tokenizer": tokenizer}
     for kind, block in FENCED.findall(page.read_text(encoding="utf-8")):
         if kind == "python" and "..." not in block:
+            if named := re.match(r"# (\w+\.py)\n", block):
+                (tmp_path / named[1]).write_text(block)
             exec(compile(block, page.name, "exec"), names)
 
 
