@@ -23,7 +23,8 @@ from h2o_stream.models.find import find
 
 NAME = "h2o"
 
-_OPTIONS = {field.name for field in fields(CacheConfig)}
+_OPTIONS = {field.name for field in fields(CacheConfig)} - {"device"}
+"""Of the cache; `HFLM` has a device of its own."""
 
 
 class H2OLM(HFLM):
@@ -37,12 +38,15 @@ class H2OLM(HFLM):
         pretrained: a model as `ModelConfig.model` names them, or one of transformers'.
         ratio: the window as a part of each context, in place of ``window``.
         quiet: show no bars.
+        cache_device: see `CacheConfig.device`.
         more: what `CacheConfig` takes, and what `HFLM` takes.
     """
 
-    def __init__(self, pretrained: Any, ratio: float | None = None, quiet: bool = False, **more: Any) -> None:
+    def __init__(
+        self, pretrained: Any, ratio: float | None = None, quiet: bool = False, cache_device: Any = "auto", **more: Any
+    ) -> None:
         cache = {name: more.pop(name) for name in list(more) if name in _OPTIONS}
-        self.cache_config = CacheConfig(**{"chunk": 0, **cache})
+        self.cache_config = CacheConfig(**{"chunk": 0, "device": cache_device, **cache})
         self.ratio, self.quiet = ratio, quiet
         super().__init__(find(pretrained, False, print) if isinstance(pretrained, str) else pretrained, **more)
 

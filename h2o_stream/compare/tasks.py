@@ -137,8 +137,9 @@ class Tasks(Comparison):
 
 
 def _given(config: CacheConfig) -> dict[str, Any]:
-    """What was asked for of a policy, by the names of `CacheConfig`."""
-    return {name: value for name, value in vars(config).items() if value is not None}
+    """What was asked for of a policy, by the names of `H2OLM`."""
+    names = {"device": "cache_device"}
+    return {names.get(name, name): value for name, value in vars(config).items() if value is not None}
 
 
 def require_harness() -> None:
