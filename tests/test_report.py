@@ -8,9 +8,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from rich.progress import Progress
 
+from h2o_stream.compare.comparison import Doing, Job
 from h2o_stream.compare.folder import Folder
 from h2o_stream.errors import DataError
+from h2o_stream.ui.comparison import _Bars
 from h2o_stream.ui.pages import KINDS, page_of
 from tests.test_cli import invoke, records
 
@@ -76,6 +79,18 @@ class TestFolder:
         assert {path.name for path in folder.iterdir()} == {
             "run.json", "records.jsonl", "nll.md", "nll-text.png", "parts",
         }  # fmt: skip
+
+
+def test_a_bar_is_full_when_its_jobs_are_done_and_no_sooner() -> None:
+    """Jobs say themselves that they have come to their end, and are said to have once more."""
+    jobs = [Job("same", {}, 4, list), Job("same", {}, 6, list), Job("other", {}, 1, list)]
+    with Progress(disable=True) as progress:
+        bars = _Bars(jobs, progress)
+        for job in jobs[:2]:
+            for done in (0, 2, job.total, job.total):
+                bars(job, Doing(done))
+            assert progress.tasks[0].completed == (4 if job is jobs[0] else 10)
+        assert [task.total for task in progress.tasks] == [10]
 
 
 class _Reader(HTMLParser):

@@ -89,14 +89,14 @@ class _Bars:
     def __init__(self, jobs: Sequence[Job], progress: Progress) -> None:
         self._progress, self._tasks = progress, dict[str, TaskID]()
         self._totals: dict[str, int] = defaultdict(int)
-        self._before: dict[str, int] = defaultdict(int)
+        self._done: dict[str, dict[int, int]] = defaultdict(dict)
         for job in jobs:
             self._totals[job.label] += job.total
 
     def __call__(self, job: Job, doing: Doing) -> None:
         if job.label not in self._tasks:
             self._tasks[job.label] = self._progress.add_task(job.label, total=self._totals[job.label])
-        done = self._before[job.label] + doing.done
-        self._progress.update(self._tasks[job.label], completed=done, description=f"{job.label} {doing.text}".strip())
-        if doing.done == job.total:
-            self._before[job.label] = done
+        done = self._done[job.label]
+        done[id(job)] = doing.done
+        description = f"{job.label} {doing.text}".strip()
+        self._progress.update(self._tasks[job.label], completed=sum(done.values()), description=description)
