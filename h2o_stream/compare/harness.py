@@ -5,6 +5,7 @@ Needs the extra ``eval``. Imported only where the harness is.
 
 from __future__ import annotations
 
+import logging
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import fields, replace
@@ -48,7 +49,9 @@ class H2OLM(HFLM):
         cache = {name: more.pop(name) for name in list(more) if name in _OPTIONS}
         self.cache_config = CacheConfig(**{"chunk": 0, "device": cache_device, **cache})
         self.ratio, self.quiet = ratio, quiet
-        super().__init__(find(pretrained, False, print) if isinstance(pretrained, str) else pretrained, **more)
+        if isinstance(pretrained, str):
+            pretrained = find(pretrained, offline=False, notify=logging.getLogger("lm_eval").info)
+        super().__init__(pretrained, **more)
 
     def loglikelihood(self, requests: Any, disable_tqdm: bool = False) -> Any:
         """See the harness."""
