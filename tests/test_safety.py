@@ -83,7 +83,9 @@ NOISE = st.one_of(
         max_size=6,
     ).map(lambda value: json.dumps(value).encode()),
 )
-FUZZ = settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+FUZZ = settings(
+    max_examples=150, derandomize=True, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
 
 
 class TestFuzzing:
@@ -119,7 +121,9 @@ class TestFuzzing:
                 assert session.state(3) is None
             assert session.state(2) is not None, "the others are as they were"
 
-    @settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+    @settings(
+        max_examples=25, derandomize=True, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+    )
     @given(
         commands=st.lists(
             st.builds(
@@ -136,6 +140,6 @@ class TestFuzzing:
         monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path / "data"))
         monkeypatch.chdir(tmp_path)
         typed = "\n".join(command for command in commands if is_command(command.strip()))
-        done = invoke("h2o-chat", "-m", tiny_folder, "-n", "1", "-q", typed=typed.encode("utf-8", "surrogateescape"))  # type: ignore[arg-type]
+        done = invoke("h2o-chat", "-m", tiny_folder, "-n", "1", "-q", typed=typed.encode("utf-8", "surrogatepass"))  # type: ignore[arg-type]
         assert done.exit_code == 0, (typed, done.stderr)
         assert "unexpected" not in done.stderr, (typed, done.stderr)
