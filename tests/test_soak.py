@@ -112,3 +112,6 @@ def test_in_the_shell(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     short = invoke("h2o-compare", *base, "--text", tmp_path / "out" / "soak.md")
     assert short.exit_code == 1
     assert "raise --passes" in short.stderr
+    missing = invoke("h2o-compare", *base, "--text", tmp_path / "nothing")
+    assert missing.exit_code == 1
+    assert "nothing: No such file" in missing.stderr

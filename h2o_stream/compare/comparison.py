@@ -128,6 +128,11 @@ def told(configs: Sequence[CacheConfig]) -> dict[str, Any]:
     }
 
 
+def label_of(config: CacheConfig) -> str:
+    """Policy, seed and window, for people."""
+    return f"{config.label} {window_of(config) or ''}".strip()
+
+
 def window_of(config: CacheConfig) -> int | None:
     """The window, which a full cache has not."""
     return None if config.policy == "full" else config.window

@@ -17,7 +17,7 @@ from torch.nn.functional import cross_entropy
 from h2o_stream.cache.attach import attach
 from h2o_stream.cache.support import context_of, home_of
 from h2o_stream.compare.bootstrap import paired_difference
-from h2o_stream.compare.comparison import Comparison, Doing, Job, Notify, told, window_of
+from h2o_stream.compare.comparison import Comparison, Doing, Job, Notify, label_of, told, window_of
 from h2o_stream.compare.folder import Part, identity
 from h2o_stream.config import CacheConfig, ModelConfig
 from h2o_stream.errors import ConfigError, DataError
@@ -70,8 +70,7 @@ class Nll(Comparison):
 
     def _job(self, text: str, config: CacheConfig, fed: Sequence[int]) -> Job:
         key = {"what": self.name, "tokens": digest_of(fed), **identity(self._model, config)}
-        label = f"{text} {config.label} {window_of(config) or ''}"
-        return Job(label, key, len(fed) - 1, partial(stream_nll, self._model, config, fed))
+        return Job(f"{text} {label_of(config)}", key, len(fed) - 1, partial(stream_nll, self._model, config, fed))
 
     def records(self, parts: Iterable[Part]) -> Iterator[dict[str, Any]]:
         """One for each text and policy."""

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from h2o_stream.cache.attach import attach
 from h2o_stream.cache.support import context_of, home_of
-from h2o_stream.compare.comparison import Comparison, Doing, Job, Notify, told, window_of
+from h2o_stream.compare.comparison import Comparison, Doing, Job, Notify, label_of, told, window_of
 from h2o_stream.compare.folder import Part, identity
 from h2o_stream.compare.nll import STEP, digest_of, read_tokens
 from h2o_stream.config import CacheConfig, ModelConfig
@@ -94,8 +94,7 @@ class Recall(Comparison):
     def _job(self, config: CacheConfig) -> Job:
         questions = digest_of([*self._plan.tokens, *itertools.chain(*self._plan.questions)])
         key = {"what": self.name, "questions": questions, **identity(self._model, config)}
-        label = f"{config.label} {window_of(config) or ''}"
-        return Job(label, key, len(self._plan.tokens), partial(ask, self._model, config, self._plan))
+        return Job(label_of(config), key, len(self._plan.tokens), partial(ask, self._model, config, self._plan))
 
     def records(self, parts: Iterable[Part]) -> Iterator[dict[str, Any]]:
         """One for each policy and distance."""

@@ -28,6 +28,7 @@ from h2o_stream.config import PREFILL_STEP, CacheConfig, ModelConfig
 from h2o_stream.errors import DataError
 from h2o_stream.graphs.steps import compiled
 from h2o_stream.models.load import load
+from h2o_stream.resources import read_text
 
 TINY = "tiny"
 """The name of a random Llama of two layers, for streams of millions of tokens."""
@@ -69,6 +70,7 @@ class Soak(Comparison):
         self._passes, self._compile, self._state = passes, compile, out and out / "state.safetensors"
         self._model: Any = None
         self._tokens: list[int] = []
+        self._digest = ""
         self._cache: Any = None
         self._stack = ExitStack()
         self._drawn = torch.Generator()
@@ -77,8 +79,7 @@ class Soak(Comparison):
         """Load the model, and take as much of the text as fits the passes."""
         if self._model_config.model == TINY:
             self._model = tiny()
-            data = self._text.read_bytes() if self._text.exists() else b""
-            everything = list(data)
+            everything = list(read_text(self._text, f"--text {self._text}").encode())
         else:
             loaded = load(self._model_config, notify=notify)
             self._model = loaded.model
@@ -88,11 +89,12 @@ class Soak(Comparison):
         if len(everything) < needed:
             raise DataError(f"--text {self._text}: {len(everything)} tokens, {needed} are needed; raise --passes")
         self._tokens = everything[:needed]
+        self._digest = digest_of(self._tokens)
         return {
             "model": self._model_config.model,
             "dtype": str(self._model.dtype).removeprefix("torch."),
             "text": str(self._text),
-            "digest": digest_of(self._tokens),
+            "digest": self._digest,
             "tokens": self._total,
             "passes": self._passes,
             "compile": self._compile,
@@ -108,7 +110,7 @@ class Soak(Comparison):
     def _job(self, number: int, turns: range) -> Job:
         key = {
             "what": self.name,
-            "tokens": digest_of(self._tokens),
+            "tokens": self._digest,
             "turns": [turns.start, turns.stop],
             "passes": self._passes,
             "compile": self._compile,

@@ -188,6 +188,7 @@ class Speed(Comparison):
     def __init__(self, contenders: Sequence[Contender], histories: Sequence[int], text: Path) -> None:
         self._contenders, self._histories, self._text = contenders, sorted(set(histories)), text
         self._tokens: list[int] = []
+        self._digest = ""
         self._race: Race
 
     def begin(self, notify: Notify) -> dict[str, Any]:
@@ -200,6 +201,7 @@ class Speed(Comparison):
                 f"--text {self._text}: {len(self._tokens)} tokens, {count} are needed; lower --histories or give a "
                 "longer text"
             )
+        self._digest = digest_of(self._tokens)
         self._race = Race(self._contenders, self._tokens)
         return {
             "model": first.model.model,
@@ -207,7 +209,7 @@ class Speed(Comparison):
             "window": [window_of(contender.cache) for contender in self._contenders],
             "seed": None,
             "text": str(self._text),
-            "digest": digest_of(self._tokens),
+            "digest": self._digest,
             "histories": self._histories,
             "contenders": [asdict(contender) for contender in self._contenders],
         }
@@ -219,7 +221,7 @@ class Speed(Comparison):
     def _job(self, history: int) -> Job:
         key = {
             "what": self.name,
-            "tokens": digest_of(self._tokens),
+            "tokens": self._digest,
             "contenders": [asdict(contender) for contender in self._contenders],
             "history": history,
             "version": version("h2o-stream"),

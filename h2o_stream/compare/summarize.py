@@ -16,7 +16,7 @@ import torch
 
 from h2o_stream.cache.attach import attach
 from h2o_stream.cache.support import context_of, home_of
-from h2o_stream.compare.comparison import Comparison, Job, Notify, told, window_of
+from h2o_stream.compare.comparison import Comparison, Job, Notify, label_of, told, window_of
 from h2o_stream.compare.folder import Part, identity
 from h2o_stream.config import AnswerConfig, CacheConfig, ModelConfig
 from h2o_stream.errors import ConfigError, H2OStreamError
@@ -80,7 +80,7 @@ class Summarize(Comparison):
         asked = [(self._requests[index].prompt, str(self._requests[index].sampling)) for index in part]
         model, how = self._loaded.model, self._how
         key = {"what": self.name, "requests": asked, **asdict(how), **identity(model, config)}
-        return Job(f"{config.label} {window_of(config) or ''}", key, len(part), partial(self._answer, config, part))
+        return Job(label_of(config), key, len(part), partial(self._answer, config, part))
 
     def _answer(self, config: CacheConfig, part: tuple[int, ...]) -> Iterator[Part]:
         model, tokenizer, prompts = self._loaded.model, self._loaded.tokenizer, self._prompts

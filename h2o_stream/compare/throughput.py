@@ -78,6 +78,7 @@ class Throughput(Comparison):
         self._budget, self._rounds, self._compile, self._text = budget, rounds, compile, text
         self._model: Any = None
         self._tokens: list[int] = []
+        self._digest = ""
         self._loads: list[tuple[Load, ...]] = []
 
     def begin(self, notify: Notify) -> dict[str, Any]:
@@ -85,6 +86,7 @@ class Throughput(Comparison):
         loaded = load_model(self._model_config, notify=notify)
         self._model = loaded.model
         self._tokens = read_tokens(self._text, loaded.tokenizer, _TEXT)
+        self._digest = digest_of(self._tokens)
         for shape in self._shapes:
             notify(f"{shape}: measuring the cache of a row ...")
             configs = self._configs(shape)
@@ -93,7 +95,7 @@ class Throughput(Comparison):
             "model": loaded.name,
             "dtype": str(self._model.dtype).removeprefix("torch."),
             "text": str(self._text),
-            "digest": digest_of(self._tokens),
+            "digest": self._digest,
             "shapes": list(map(str, self._shapes)),
             "cache_budget": self._budget,
             "rounds": self._rounds,
@@ -112,7 +114,7 @@ class Throughput(Comparison):
     def _job(self, load: Load, number: int) -> Job:
         key = {
             "what": self.name,
-            "tokens": digest_of(self._tokens),
+            "tokens": self._digest,
             "compile": self._compile,
             "shape": str(load.shape),
             "batch": load.batch,

@@ -15,6 +15,7 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 
 from h2o_stream import __version__
 from h2o_stream.errors import DataError
+from h2o_stream.resources import write_text
 from h2o_stream.session.lines import read_objects
 from h2o_stream.session.records import RECORDS, RUN, name_of, read_run
 from h2o_stream.ui.figures import size
@@ -95,11 +96,9 @@ def write_report(finished: Sequence[Finished], path: Path) -> None:
     try:
         if path.exists() and _MADE_BY not in path.read_text(encoding="utf-8", errors="replace"):
             raise DataError(f"--to {path} is there and no report of ours; choose another name")
-        text = _markdown(finished, path.parent) if markdown else _html(finished)
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(text, encoding="utf-8")
     except OSError as error:
         raise DataError(f"--to {path}: {error.strerror or error}") from error
+    write_text(path, _markdown(finished, path.parent) if markdown else _html(finished), "--to")
 
 
 def _html(finished: Sequence[Finished]) -> str:

@@ -88,6 +88,11 @@ def label(record: Record) -> str:
     return f"{record['policy']} #{record['seed']}" if record.get("seed") else str(record["policy"])
 
 
+def curve_name(record: Record) -> str:
+    """Policy, seed and window."""
+    return f"{label(record)} {record['window'] or ''}".strip()
+
+
 def shown(value: Any) -> str:
     """A value that may be missing."""
     return "-" if value is None else str(value)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from h2o_stream.ui.pages import Chart, Curve, Figures, Page, Record, label, shown, stem
+from h2o_stream.ui.pages import Chart, Curve, Figures, Page, Record, curve_name, label, shown, stem
 
 _HEADER = ("policy", "window", "nll", "last half", "to full", "95%", "gap", "tok/s")
 
@@ -52,10 +52,10 @@ def _gap(record: Record, records: Sequence[Record]) -> str:
 
 
 def _chart(text: str, records: Sequence[Record], title: str) -> Chart:
-    curves = []
-    for record in records:
-        name = f"{label(record)} {record['window'] or ''}".strip()
-        curves.append(Curve(name, record["rolling"]["seen"], record["rolling"]["nll"], label(record)))
+    curves = [
+        Curve(curve_name(record), record["rolling"]["seen"], record["rolling"]["nll"], label(record))
+        for record in records
+    ]
     width = max(record["rolling"]["width"] for record in records)
     heading = f"Loss as the text goes on\n{title}; {stem(text)}, mean of {width:,} tokens"
     return Chart(f"nll-{stem(text)}", heading, ("tokens seen", "nats per token"), curves)

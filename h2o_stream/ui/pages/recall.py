@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from h2o_stream.ui.pages import Chart, Curve, Figures, Page, Record, label, shown, stem
+from h2o_stream.ui.pages import Chart, Curve, Figures, Page, Record, curve_name, label, shown, stem
 
 
 def page(run: Record, records: Sequence[Record]) -> Page:
@@ -20,7 +20,7 @@ def page(run: Record, records: Sequence[Record]) -> Page:
     rows = [[label(own[0]), shown(own[0]["window"]), *map(_cell, own)] for own in policies]
     curves = [
         Curve(
-            f"{label(own[0])} {own[0]['window'] or ''}".strip(),
+            curve_name(own[0]),
             [record["distance"] for record in own if record["recalled"] is not None],
             [record["recalled"] for record in own if record["recalled"] is not None],
             label(own[0]),
