@@ -29,7 +29,7 @@ from h2o_stream.cache.rope import RotaryTable
 from h2o_stream.cache.state import taken
 from h2o_stream.cache.statistics import LayerStatistics, SparsityMeter, power_law
 from h2o_stream.cache.store import QuantizedStore, Store
-from h2o_stream.cache.weigh import Arrivals, Products, hide, rotate, weigh
+from h2o_stream.cache.weigh import Arrivals, Multiplication, Products, hide, rotate, weigh
 from h2o_stream.config import CachePlan
 from h2o_stream.errors import H2OStreamError
 
@@ -66,6 +66,7 @@ class SlotLayer(EndlessLayer):
         reader: takes whole chunks of one stream through `read`, and single tokens of several through `step`, if it can;
             see `h2o_stream.graphs`.
         groups: query heads per KV head; 0 before the first token.
+        multiplication: how queries, keys and values are multiplied.
         watch: is shown the attention of each part that has no padding; see `SparsityMeter`.
     """
 
@@ -83,6 +84,7 @@ class SlotLayer(EndlessLayer):
         self.lengths: tuple[int, ...] = ()
         self.reader: Reader | None = None
         self.groups = 0
+        self.multiplication = Multiplication()
         self.watch: Callable[[Tensor, Tensor, int], None] = SparsityMeter()
 
     # transformers' interface
@@ -509,10 +511,11 @@ class SlotLayer(EndlessLayer):
     ) -> tuple[Tensor, Tensor]:
         """`weigh` over the places given, rotated and hidden as this layer's positions want it."""
         keys, values = keys.to(query.dtype), values.to(query.dtype)
+        turns = None
         if self.table is not None:
             positions = self.plan.positions
-            turns = self.table.upto(self.reach(keys.shape[2]), keys.device, keys.dtype)
-            query, keys = rotate(query, keys, held, arrivals, positions, self.span, self.budget, turns)
+            table = self.table.upto(self.reach(keys.shape[2]), keys.device, keys.dtype)
+            query, turns = rotate(query, held, arrivals, positions, self.span, self.budget, table)
         seeing_all = arrivals.new == 1 and self.sliding is None and not vacant
         hidden = None if seeing_all else hide(held, arrivals, self.sliding)
-        return weigh(query, keys, values, arrivals, hidden, products)
+        return weigh(query, keys, values, turns, arrivals, hidden, products, self.multiplication)

@@ -76,23 +76,49 @@ class Products(NamedTuple):
     softcap: float | None = None
 
 
+class Multiplication:
+    """How attention multiplies: with products of matrices."""
+
+    def alike(self, query: Tensor, keys: Tensor, turns: Tensor | None) -> Tensor:
+        """Every query times every key.
+
+        Args:
+            query: [B, Hkv, N, D], rotated.
+            keys: [B, Hkv, K, D].
+            turns: [B, Hkv, K, Drot], what the keys are rotated back by; None where they are rotated already.
+
+        Returns:
+            [B, Hkv, N, K] float32.
+        """
+        keys = keys if turns is None else rotate_back(keys, turns)
+        return torch.matmul(query, keys.transpose(2, 3)).float()
+
+    def mixed(self, probs: Tensor, values: Tensor) -> Tensor:
+        """The values [B, Hkv, K, D] by the probabilities [B, Hkv, N, K]: [B, Hkv, N, D]."""
+        return torch.matmul(probs.to(values.dtype), values)
+
+
 def weigh(
     query: Tensor,
     keys: Tensor,
     values: Tensor,
+    turns: Tensor | None,
     arrivals: Arrivals,
     hidden: Tensor | None,
     products: Products,
+    multiplication: Multiplication,
 ) -> tuple[Tensor, Tensor]:
     """Attention of Q queries over K places.
 
     Args:
         query: [B, Hq, Q, D], rotated.
-        keys: [B, Hkv, K, D], rotated.
+        keys: [B, Hkv, K, D].
         values: [B, Hkv, K, D].
+        turns: [B, Hkv, K, Drot], see `Multiplication.alike`.
         arrivals: the queries.
         hidden: [B, Hkv, Q, K] bool, what may not be seen; None for nothing.
         products: what becomes of query times key.
+        multiplication: how it is done.
 
     Returns:
         Output [B, Q, Hq, D] and float32 probabilities [B, Hkv, G, Q, K].
@@ -100,14 +126,14 @@ def weigh(
     batch, query_heads, new, size = query.shape
     kv_heads, places = keys.shape[1:3]
     grouped = query.reshape(batch, kv_heads, -1, size)
-    logits = torch.matmul(grouped, keys.transpose(2, 3)).float() * products.scaling
+    logits = multiplication.alike(grouped, keys, turns) * products.scaling
     if products.softcap is not None:
         logits = logits.div_(products.softcap).tanh_().mul_(products.softcap)
     logits = logits.view(batch, kv_heads, query_heads // kv_heads, new, places)
     if hidden is not None:
         logits = logits.masked_fill_(hidden[:, :, None], -torch.inf)
     probs = logits.softmax(-1)
-    output = torch.matmul(probs.to(values.dtype).flatten(2, 3), values)
+    output = multiplication.mixed(probs.flatten(2, 3), values)
     return output.view(batch, query_heads, new, values.shape[-1]).transpose(1, 2), probs
 
 
@@ -127,7 +153,6 @@ def hide(held: Held, arrivals: Arrivals, sliding: int | None) -> Tensor:
 
 def rotate(
     query: Tensor,
-    keys: Tensor,
     held: Held,
     arrivals: Arrivals,
     positions: Positions,
@@ -139,7 +164,6 @@ def rotate(
 
     Args:
         query: [B, Hq, Q, D], un-rotated.
-        keys: [B, Hkv, K, D], un-rotated.
         held: the K places.
         arrivals: the Q new tokens.
         positions: ``gap`` or ``rolling``.
@@ -148,12 +172,11 @@ def rotate(
         turns: [N, Drot], cosines and sines by distance; N is more than the largest.
 
     Returns:
-        Both, rotated.
+        The query, rotated; what the keys are rotated back by, [B, Hkv, K, Drot].
     """
     if positions == "gap" and budget.pins:
         span = torch.where(budget.pinned(held.index), 0, span)
     behind = distances(positions, span, held.seen - 1 - held.index, held.rank).clamp_(0, turns.shape[0] - 1)
-    keys = rotate_back(keys, embedding(behind, turns))
     if arrivals.new > 1:
         query = rotate_back(query, embedding(arrivals.later, turns))
-    return query, keys
+    return query, embedding(behind, turns)

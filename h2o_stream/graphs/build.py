@@ -22,6 +22,11 @@ if TYPE_CHECKING:
 KEPT_S = 30 * 24 * 3600
 """Seconds after which a graph that was not used is removed."""
 
+_SETTINGS = {
+    "realize_reads_threshold": 16,  # keys are rotated where they are multiplied, and not written down in between
+    "cpp.enable_floating_point_contract_flag": "fast",
+}
+
 
 def build(blueprint: Blueprint, package: Path) -> None:
     """Trace and compile; the package appears whole or not at all."""
@@ -37,7 +42,7 @@ def build(blueprint: Blueprint, package: Path) -> None:
     with torch.no_grad():
         program = torch.export.export(Step(blueprint), (inputs,), dynamic_shapes=(shapes,), strict=False)
     unfinished = package.with_suffix(f".{os.getpid()}.pt2")
-    torch._inductor.aoti_compile_and_package(program, package_path=str(unfinished))
+    torch._inductor.aoti_compile_and_package(program, package_path=str(unfinished), inductor_configs=_SETTINGS)
     unfinished.replace(package)
 
 
