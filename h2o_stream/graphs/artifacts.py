@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import os
 import pickle
-import shutil
 import subprocess
 import sys
 import tempfile
@@ -17,6 +15,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from h2o_stream.models.native import compiler
 from h2o_stream.resources import cache_folder
 
 if TYPE_CHECKING:
@@ -70,7 +69,7 @@ class Artifacts:
 
     def _want(self, key: str, blueprint: Blueprint) -> None:
         """Take it down as it is now: the model may be given back before its turn comes."""
-        if not any(map(shutil.which, (os.environ.get("CXX", ""), "g++", "clang++", "c++"))):
+        if compiler() is None:
             self._give_up(key, "no C++ compiler was found, install g++ or clang++")
             return
         if not self._wanted:

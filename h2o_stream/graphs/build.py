@@ -34,6 +34,7 @@ def build(blueprint: Blueprint, package: Path) -> None:
     from torch.export import Dim
 
     from h2o_stream.graphs.trace import Step
+    from h2o_stream.models.native import called_by_graphs
 
     torch.set_num_threads(blueprint.threads)
     dims: dict[str, Any] = defaultdict(lambda: Dim.DYNAMIC)
@@ -41,8 +42,9 @@ def build(blueprint: Blueprint, package: Path) -> None:
     shapes = [{number: dims[name] for number, name in blank.growing} or None for blank in blueprint.inputs]
     with torch.no_grad():
         program = torch.export.export(Step(blueprint), (inputs,), dynamic_shapes=(shapes,), strict=False)
+    settings = _SETTINGS | {"aot_inductor.custom_ops_to_c_shims": called_by_graphs()}
     unfinished = package.with_suffix(f".{os.getpid()}.pt2")
-    torch._inductor.aoti_compile_and_package(program, package_path=str(unfinished), inductor_configs=_SETTINGS)
+    torch._inductor.aoti_compile_and_package(program, package_path=str(unfinished), inductor_configs=settings)
     unfinished.replace(package)
 
 

@@ -391,7 +391,8 @@ def _sources() -> str:
     """Tells versions of this program apart by what a graph is traced from."""
     package = Path(__file__).parent
     digest = hashlib.sha256()
-    for path in sorted([*package.glob("*.py"), *package.parent.glob("cache/**/*.py")]):
+    native = package.parent / "models" / "native.py"
+    for path in sorted([*package.glob("*.py"), *package.parent.glob("cache/**/*.py"), native]):
         digest.update(path.read_bytes())
     return digest.hexdigest()
 

@@ -56,10 +56,10 @@ def load(
         from h2o_stream.models.find import find
 
         source = find(config.model, config.offline, notify)
-        return _load(config, source, cache)
+        return _load(config, source, cache, notify)
 
 
-def _load(config: ModelConfig, source: str, cache: CacheConfig | None) -> LoadedModel:
+def _load(config: ModelConfig, source: str, cache: CacheConfig | None, notify: Callable[[str], None]) -> LoadedModel:
     from safetensors import SafetensorError
     from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
     from transformers.utils.logging import disable_progress_bar
@@ -103,7 +103,7 @@ def _load(config: ModelConfig, source: str, cache: CacheConfig | None) -> Loaded
     model = zero.take(model) if zero else model if place else model.to(device)
     model.eval()
     if config.quantize != "none":
-        quantize(model, config.quantize)
+        quantize(model, config.quantize, notify)
     return LoadedModel(config.model, model, tokenizer, stops)
 
 

@@ -1,33 +1,37 @@
-"""Weights of matrices in 8 or 4 bits, multiplied by torch's own packed kernels, which take activations in bfloat16.
+"""Weights of matrices in 8 or 4 bits.
 
-In 4 bits every 32 numbers of a row share a scale and an offset, as in GGUF's Q4_0 and Q4_1: what comes from such a file
-lies on that grid already and is not rounded again, but for the scales. In 8 bits a row has one scale.
+Every 32 numbers of a row share a scale, and in 4 bits an offset, as in GGUF's Q8_0, Q4_0 and Q4_1: what comes from such
+a file lies on that grid already and is not rounded again. They are multiplied by `native`; where that cannot be
+compiled, by torch's own packed kernels, which are slower, take activations in bfloat16, and in 8 bits have one scale
+for a row.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from h2o_stream.errors import ConfigError
-
-GROUP = 32
-"""Numbers of a row that share a scale, in 4 bits."""
+from h2o_stream.models import native
+from h2o_stream.models.native import GROUP
 
 _TOGETHER = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 """What transformers calls matrices that multiply the same vectors: one product gives them all."""
 
 _ROWS = 16
-"""Rows that the 4-bit kernel takes at once."""
+"""Rows that torch's 4-bit kernel takes at once."""
 
-_FEW = 32
-"""Vectors up to which the 8-bit kernel is faster than unpacking the weights."""
+_FEW = 16
+"""Vectors up to which it is faster not to unpack the weights."""
+
+_FEW_FOR_TORCH = 32
+"""The same for torch's 8-bit kernel."""
 
 
-def quantize(model: Any, kind: str) -> None:
+def quantize(model: Any, kind: str, notify: Callable[[str], None] = lambda line: None) -> None:
     """Pack the linear layers of a model in place; embeddings stay as they are.
 
     The output layer is packed in 8 bits at least, as GGUF files have it: it loses most. Layers whose shape the kernels
@@ -36,25 +40,45 @@ def quantize(model: Any, kind: str) -> None:
     Args:
         model: a causal language model of transformers.
         kind: ``int8`` or ``int4``.
+        notify: told one line where weights will be slower than they could be.
 
     Raises:
         ConfigError: the model is not on the CPU.
     """
     if model.device.type != "cpu":
         raise ConfigError(f"--quantize {kind} packs weights for the CPU, the model is on {model.device}; leave it out")
+    if native.library() is None:
+        notify(
+            "Packed weights are multiplied by torch's kernels, slower: the C++ compiler failed or there is none (g++)."
+        )
     head = model.get_output_embeddings()
     for module in list(model.modules()):
-        packed: type[Int4Linear | Int8Linear] = Int4Linear if kind == "int4" else Int8Linear
         for names in _TOGETHER:
             linears: list[Any] = [getattr(module, name, None) for name in names]
-            if all(type(linear) is nn.Linear and packed.takes(linear.weight) for linear in linears):
-                product = _Product(packed(_stacked(linears)), [linear.out_features for linear in linears])
-                for number, name in enumerate(names):
-                    setattr(module, name, _Part(product, number))
+            if all(type(linear) is nn.Linear for linear in linears):
+                kinds = {_packing(linear.weight, kind) for linear in linears}
+                packed = kinds.pop()
+                if packed is not None and not kinds:
+                    product = _Product(packed(_stacked(linears)), [linear.out_features for linear in linears])
+                    for number, name in enumerate(names):
+                        setattr(module, name, _Part(product, number))
         for name, child in list(module.named_children()):
-            own = Int8Linear if child is head else packed
-            if type(child) is nn.Linear and own.takes(child.weight):
-                setattr(module, name, own(child))
+            if type(child) is nn.Linear:
+                packed = _packing(child.weight, "int8" if child is head else kind)
+                if packed is not None:
+                    setattr(module, name, packed(child))
+
+
+Packed = Callable[[nn.Linear], nn.Module]
+"""Makes a packed layer of one."""
+
+
+def _packing(weight: Tensor, kind: str) -> Packed | None:
+    """The quickest way to hold a matrix; None if there is none."""
+    ours, torchs = (_Native4, Int4Linear) if kind == "int4" else (_Native8, Int8Linear)
+    if native.library() is not None and ours.takes(weight):
+        return ours
+    return torchs if torchs.takes(weight) else None
 
 
 def _stacked(linears: Sequence[Any]) -> nn.Linear:
@@ -105,8 +129,62 @@ class _Part(nn.Module):
         return y
 
 
+class NativeLinear(nn.Module):
+    """y = x W' + b, W in 8 or 4 bits; see `native.multiply_packed`."""
+
+    def __init__(self, linear: nn.Linear) -> None:
+        super().__init__()
+        self.in_features, self.out_features = linear.in_features, linear.out_features
+        codes, grid = self.pack(linear.weight.detach().float().unflatten(1, (-1, GROUP)))
+        self.codes: Tensor
+        self.grid: Tensor
+        self.register_buffer("codes", codes.flatten(1).contiguous())
+        self.register_buffer("grid", grid.half().contiguous())
+        self.bias = linear.bias
+
+    @staticmethod
+    def takes(weight: Tensor) -> bool:
+        """Whether the library does."""
+        return weight.device.type == "cpu" and weight.shape[1] % GROUP == 0
+
+    @staticmethod
+    def pack(groups: Tensor) -> tuple[Tensor, Tensor]:
+        """Codes, and scales and offsets [rows, 1 or 2, n], of numbers [rows, n, GROUP]."""
+        raise NotImplementedError
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[..., in] to [..., out]."""
+        flat = x.reshape(-1, self.in_features)
+        if len(flat) <= _FEW:
+            threads = torch.get_num_threads()
+            y = torch.ops.h2o_stream.multiply_packed(flat.float(), self.codes, self.grid, threads)
+        else:
+            y = flat @ native.unpacked(self.codes, self.grid).to(x.dtype).T
+        return _shaped(y, x, self.bias)
+
+
+class _Native8(NativeLinear):
+    @staticmethod
+    def pack(groups: Tensor) -> tuple[Tensor, Tensor]:
+        scale = _half(groups.abs().amax(-1) / 127)
+        return (groups / scale[..., None]).round_().clamp_(-127, 127).to(torch.int8), scale[:, None]
+
+
+class _Native4(NativeLinear):
+    @staticmethod
+    def pack(groups: Tensor) -> tuple[Tensor, Tensor]:
+        codes, scale, middle = on_grid(groups)
+        codes = codes.to(torch.uint8)
+        return codes[..., : GROUP // 2] | codes[..., GROUP // 2 :] << 4, torch.stack((scale, middle - 8 * scale), 1)
+
+
+def _half(scale: Tensor) -> Tensor:
+    """Scales as they will be held, none of them zero."""
+    return scale.half().float().clamp_min(torch.finfo(torch.float16).smallest_normal)
+
+
 class Int8Linear(nn.Module):
-    """y = x W' + b, W in 8 bits with a scale for each row."""
+    """y = x W' + b, W in 8 bits with a scale for each row, by torch's kernel."""
 
     def __init__(self, linear: nn.Linear) -> None:
         super().__init__()
@@ -127,7 +205,7 @@ class Int8Linear(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """[..., in] to [..., out]."""
         flat = x.reshape(-1, self.in_features)
-        if len(flat) <= _FEW:
+        if len(flat) <= _FEW_FOR_TORCH:
             y = torch._weight_int8pack_mm(flat.bfloat16(), self.codes, self.scale)
         else:
             y = flat @ (self.codes.to(x.dtype) * self.scale[:, None].to(x.dtype)).T
@@ -135,7 +213,7 @@ class Int8Linear(nn.Module):
 
 
 class Int4Linear(nn.Module):
-    """y = x W' + b, W in 4 bits with a scale and an offset for every `GROUP` numbers of a row."""
+    """y = x W' + b, W in 4 bits with a scale and an offset for every `GROUP` numbers of a row, by torch's kernel."""
 
     def __init__(self, linear: nn.Linear) -> None:
         super().__init__()

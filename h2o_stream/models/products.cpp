@@ -1,0 +1,228 @@
+// Matrices in 8 or 4 bits times vectors.
+//
+// Every 32 numbers of a row share a scale in half precision, and in 4 bits an offset, as in GGUF's Q8_0 and Q4_1. The
+// vectors are rounded to 8 bits with a scale for every 32 of their numbers, so that the inner loop is one of integers.
+// Compiled for the machine it runs on, see `native.py`.
+
+#include <algorithm>
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+#include <vector>
+
+#if defined(__AVX2__) && defined(__FMA__)
+#include <immintrin.h>
+#endif
+
+namespace {
+
+constexpr int64_t kGroup = 32;
+
+// How many numbers of a group lie in a byte.
+enum Packing : int64_t { kEightBits = 1, kFourBits = 2 };
+
+float from_half(uint16_t half) {
+  const uint32_t magnitude = (half & 0x7fffu) << 13, sign = (half & 0x8000u) << 16;
+  float value;
+  std::memcpy(&value, &magnitude, sizeof value);
+  value *= 0x1p112f;
+  uint32_t bits;
+  std::memcpy(&bits, &value, sizeof bits);
+  bits |= sign;
+  std::memcpy(&value, &bits, sizeof value);
+  return value;
+}
+
+#if defined(__AVX2__) && defined(__FMA__)
+
+// The sum of products of two groups, in eight parts.
+using Sums = __m256;
+using Group = __m256i;
+
+Group load(const int8_t* codes) { return _mm256_loadu_si256(reinterpret_cast<const __m256i*>(codes)); }
+
+// 16 bytes, the first half of the group in their lower halves.
+Group load_halves(const uint8_t* codes) {
+  const __m128i bytes = _mm_loadu_si128(reinterpret_cast<const __m128i*>(codes));
+  return _mm256_and_si256(_mm256_set_m128i(_mm_srli_epi16(bytes, 4), bytes), _mm256_set1_epi8(15));
+}
+
+// Adds factor * (unsigned times signed numbers).
+Sums add_product(Sums sums, Group positive, Group other, float factor) {
+#if defined(__AVX512VNNI__) && defined(__AVX512VL__)
+  const __m256i products = _mm256_dpbusd_epi32(_mm256_setzero_si256(), positive, other);
+#else
+  const __m256i products = _mm256_madd_epi16(_mm256_maddubs_epi16(positive, other), _mm256_set1_epi16(1));
+#endif
+  return _mm256_fmadd_ps(_mm256_set1_ps(factor), _mm256_cvtepi32_ps(products), sums);
+}
+
+Sums add_signed_product(Sums sums, Group one, Group other, float factor) {
+  return add_product(sums, _mm256_abs_epi8(one), _mm256_sign_epi8(other, one), factor);
+}
+
+float total(Sums sums) {
+  float parts[8];
+  _mm256_storeu_ps(parts, sums);
+  return ((parts[0] + parts[4]) + (parts[1] + parts[5])) + ((parts[2] + parts[6]) + (parts[3] + parts[7]));
+}
+
+#else
+
+using Sums = float;
+
+struct Group {
+  int16_t numbers[kGroup];
+};
+
+Group load(const int8_t* codes) {
+  Group group;
+  std::copy(codes, codes + kGroup, group.numbers);
+  return group;
+}
+
+Group load_halves(const uint8_t* codes) {
+  Group group;
+  for (int64_t i = 0; i < kGroup / 2; ++i) {
+    group.numbers[i] = codes[i] & 15;
+    group.numbers[i + kGroup / 2] = codes[i] >> 4;
+  }
+  return group;
+}
+
+Sums add_product(Sums sums, Group one, Group other, float factor) {
+  int32_t products = 0;
+  for (int64_t i = 0; i < kGroup; ++i) products += int32_t(one.numbers[i]) * other.numbers[i];
+  return sums + factor * float(products);
+}
+
+Sums add_signed_product(Sums sums, Group one, Group other, float factor) {
+  return add_product(sums, one, other, factor);
+}
+
+float total(Sums sums) { return sums; }
+
+#endif
+
+// Vectors in 8 bits.
+struct Rounded {
+  std::vector<int8_t> codes;
+  std::vector<float> scales;
+  std::vector<float> sums;  // of the numbers of a group
+
+  Rounded(const float* numbers, int64_t groups) : codes(groups * kGroup), scales(groups), sums(groups) {
+    for (int64_t g = 0; g < groups; ++g, numbers += kGroup) {
+      float most = 0;
+      for (int64_t i = 0; i < kGroup; ++i) most = std::max(most, std::fabs(numbers[i]));
+      const float scale = most / 127, inverse = most > 0 ? 127 / most : 0;
+      int32_t sum = 0;
+      for (int64_t i = 0; i < kGroup; ++i) {
+        const int32_t code = int32_t(std::nearbyint(numbers[i] * inverse));
+        codes[g * kGroup + i] = int8_t(code);
+        sum += code;
+      }
+      scales[g] = scale;
+      sums[g] = scale * float(sum);
+    }
+  }
+};
+
+}  // namespace
+
+extern "C" {
+
+// y[count][rows] = x[count][columns] times W'.
+//
+// codes: [rows][columns / packing] bytes; grid: [rows][packing][columns / 32] halves, scales and in 4 bits offsets.
+void h2o_stream_multiply(const float* x, const void* codes, const uint16_t* grid, float* y, int64_t count,
+                         int64_t rows, int64_t columns, int64_t packing, int64_t threads) {
+  const int64_t groups = columns / kGroup, row_bytes = columns / packing;
+  const Rounded vectors(x, count * groups);
+#pragma omp parallel num_threads(int(threads))
+  {
+    std::vector<float> fixed(packing * groups);
+#pragma omp for schedule(static)
+    for (int64_t row = 0; row < rows; ++row) {
+      const auto* bytes = static_cast<const uint8_t*>(codes) + row * row_bytes;
+      const uint16_t* halves = grid + row * packing * groups;
+      for (int64_t i = 0; i < packing * groups; ++i) fixed[i] = from_half(halves[i]);
+      const float *scales = fixed.data(), *offsets = scales + groups;
+      for (int64_t v = 0; v < count; ++v) {
+        const int8_t* vector = vectors.codes.data() + v * columns;
+        const float *steps = vectors.scales.data() + v * groups, *sums = vectors.sums.data() + v * groups;
+        Sums products{};
+        float rest = 0;
+        if (packing == kFourBits) {
+          for (int64_t g = 0; g < groups; ++g) {
+            const Group group = load_halves(bytes + g * kGroup / 2);
+            products = add_product(products, group, load(vector + g * kGroup), scales[g] * steps[g]);
+            rest += offsets[g] * sums[g];
+          }
+        } else {
+          for (int64_t g = 0; g < groups; ++g) {
+            const Group group = load(reinterpret_cast<const int8_t*>(bytes) + g * kGroup);
+            products = add_signed_product(products, group, load(vector + g * kGroup), scales[g] * steps[g]);
+          }
+        }
+        y[v * rows + row] = total(products) + rest;
+      }
+    }
+  }
+}
+
+// The matrix itself, [rows][columns].
+void h2o_stream_unpack(const void* codes, const uint16_t* grid, float* matrix, int64_t rows, int64_t columns,
+                       int64_t packing, int64_t threads) {
+  const int64_t groups = columns / kGroup, row_bytes = columns / packing;
+#pragma omp parallel for num_threads(int(threads)) schedule(static)
+  for (int64_t row = 0; row < rows; ++row) {
+    const auto* bytes = static_cast<const uint8_t*>(codes) + row * row_bytes;
+    for (int64_t g = 0; g < groups; ++g) {
+      const uint16_t* halves = grid + row * packing * groups + g;
+      const float scale = from_half(halves[0]), offset = packing == kFourBits ? from_half(halves[groups]) : 0;
+      float* numbers = matrix + row * columns + g * kGroup;
+      if (packing == kFourBits) {
+        const uint8_t* group = bytes + g * kGroup / 2;
+        for (int64_t i = 0; i < kGroup / 2; ++i) numbers[i] = float(group[i] & 15) * scale + offset;
+        for (int64_t i = 0; i < kGroup / 2; ++i) numbers[i + kGroup / 2] = float(group[i] >> 4) * scale + offset;
+      } else {
+        const auto* group = reinterpret_cast<const int8_t*>(bytes) + g * kGroup;
+        for (int64_t i = 0; i < kGroup; ++i) numbers[i] = float(group[i]) * scale;
+      }
+    }
+  }
+}
+
+// The first as compiled graphs call it: AOT Inductor hands tensors over by handle. The names are of torch's shim.h.
+
+struct AtenTensorOpaque;
+using AtenTensorHandle = AtenTensorOpaque*;
+int32_t aoti_torch_get_data_ptr(AtenTensorHandle tensor, void** data);
+int32_t aoti_torch_get_size(AtenTensorHandle tensor, int64_t dimension, int64_t* size);
+int32_t aoti_torch_get_numel(AtenTensorHandle tensor, int64_t* numel);
+int32_t aoti_torch_get_dtype(AtenTensorHandle tensor, int32_t* dtype);
+int32_t aoti_torch_empty_strided(int64_t dimensions, const int64_t* sizes, const int64_t* strides, int32_t dtype,
+                                 int32_t device, int32_t index, AtenTensorHandle* created);
+
+int32_t aoti_torch_cpu_multiply_packed(AtenTensorHandle x, AtenTensorHandle codes, AtenTensorHandle grid,
+                                       int64_t threads, AtenTensorHandle* y) {
+  int64_t numbers, rows, packing, groups;
+  int32_t dtype;
+  void *from, *bytes, *halves, *to;
+  if (aoti_torch_get_numel(x, &numbers) || aoti_torch_get_dtype(x, &dtype) || aoti_torch_get_size(grid, 0, &rows) ||
+      aoti_torch_get_size(grid, 1, &packing) || aoti_torch_get_size(grid, 2, &groups)) {
+    return 1;
+  }
+  const int64_t columns = groups * kGroup, count = numbers / columns;
+  const int64_t sizes[] = {count, rows}, strides[] = {rows, 1};
+  if (aoti_torch_empty_strided(2, sizes, strides, dtype, 0, 0, y) || aoti_torch_get_data_ptr(x, &from) ||
+      aoti_torch_get_data_ptr(codes, &bytes) || aoti_torch_get_data_ptr(grid, &halves) ||
+      aoti_torch_get_data_ptr(*y, &to)) {
+    return 1;
+  }
+  h2o_stream_multiply(static_cast<const float*>(from), bytes, static_cast<const uint16_t*>(halves),
+                      static_cast<float*>(to), count, rows, columns, packing, threads);
+  return 0;
+}
+
+}  // extern "C"
