@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from functools import cache
+from pathlib import Path
+
 import pytest
 import torch
 from torch import nn
@@ -10,8 +13,10 @@ from transformers import PreTrainedModel
 
 from h2o_stream import CacheConfig, ConfigError, attach
 from h2o_stream.config import ModelConfig
+from h2o_stream.graphs.build import compile_ahead
+from h2o_stream.models import native
 from h2o_stream.models.load import LoadedModel, load
-from h2o_stream.models.quantize import Int4Linear, Int8Linear, on_grid, quantize
+from h2o_stream.models.quantize import Int4Linear, Int8Linear, Native4Linear, Native8Linear, on_grid, quantize
 from tests.conftest import make_llama
 from tests.test_graphs import Traced, stream
 
@@ -46,9 +51,11 @@ class TestGrid:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize(("packed", "most"), [(Int8Linear, 0.02), (Int4Linear, 0.15)])
+@pytest.mark.parametrize(
+    ("packed", "most"), [(Int8Linear, 0.02), (Native8Linear, 0.02), (Int4Linear, 0.15), (Native4Linear, 0.15)]
+)
 @pytest.mark.parametrize("bias", [False, True])
-def test_a_layer(packed: type[Int8Linear | Int4Linear], most: float, bias: bool, dtype: torch.dtype) -> None:
+def test_a_layer(packed: type[nn.Module], most: float, bias: bool, dtype: torch.dtype) -> None:
     torch.manual_seed(0)
     linear = nn.Linear(64, 48, bias=bias).to(dtype)
     layer = packed(linear)
@@ -58,6 +65,92 @@ def test_a_layer(packed: type[Int8Linear | Int4Linear], most: float, bias: bool,
         assert given.shape == wanted.shape
         assert given.dtype == wanted.dtype
         assert (given - wanted).norm() < most * wanted.norm()
+
+
+class TestNative:
+    """The library of our own, against the same in float64."""
+
+    @pytest.fixture(params=["for this machine", "for any machine"])
+    def anywhere(self, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Its two ways to multiply: with the instructions of new processors and without."""
+        if request.param == "for any machine":
+            monkeypatch.setattr(native, "FLAGS", [flag for flag in native.FLAGS if flag != "-march=native"])
+            monkeypatch.setattr(native, "library", cache(native.library.__wrapped__))
+
+    @pytest.mark.parametrize("packed", [Native8Linear, Native4Linear])
+    @pytest.mark.parametrize("columns", [32, 96, 1056])
+    @pytest.mark.parametrize("threads", [1, 2])
+    @pytest.mark.usefixtures("anywhere")
+    def test_products(self, packed: type[Native8Linear | Native4Linear], columns: int, threads: int) -> None:
+        torch.manual_seed(0)
+        layer = packed(nn.Linear(columns, 37, bias=False))
+        matrix = native.unpacked(layer.codes, layer.grid).double()
+        x = torch.randn(5, columns) * torch.tensor([[1.0], [1e-6], [1e6], [0.0], [3.0]])
+        groups = x.double().unflatten(1, (-1, native.GROUP))
+        steps = groups.abs().amax(-1, keepdim=True).clamp_min(1e-30) / 127
+        rounded = ((groups / steps).round() * steps).flatten(1)
+        y = torch.ops.h2o_stream.multiply_packed(x, layer.codes, layer.grid, threads)
+        torch.testing.assert_close(y.double(), rounded @ matrix.T, rtol=1e-4, atol=1e-5 * float(x[4].norm()))
+        assert not y[3].any()
+        one = torch.ops.h2o_stream.multiply_packed(x[2:3], layer.codes, layer.grid, threads)
+        assert one.equal(y[2:3]), "a vector gives the same alone"
+
+    @pytest.mark.parametrize("packed", [Native8Linear, Native4Linear])
+    def test_grids_of_gguf_files_are_held_as_they_are(self, packed: type[Native8Linear | Native4Linear]) -> None:
+        torch.manual_seed(0)
+        scale, offset = (torch.rand(8, 3, 1) * 0.01).half().float(), -torch.rand(8, 3, 1).half().float()
+        if packed is Native4Linear:
+            codes = torch.randint(0, 16, (8, 3, 32))
+            codes[..., 3], codes[..., 20] = 0, 15
+        else:
+            codes = torch.randint(-127, 128, (8, 3, 32))
+            codes[..., 7], offset = 127, torch.zeros_like(offset)
+        linear = nn.Linear(96, 8, bias=False)
+        linear.weight.data = (codes * scale + offset).flatten(1)
+        layer = packed(linear)
+        torch.testing.assert_close(native.unpacked(layer.codes, layer.grid), linear.weight.data, rtol=1e-6, atol=1e-8)
+
+    def test_small_and_empty_groups(self) -> None:
+        for number in (0.0, 1e-7, -3.0):
+            linear = nn.Linear(64, 4, bias=False)
+            linear.weight.data = torch.full((4, 64), number)
+            for packed in (Native8Linear, Native4Linear):
+                layer = packed(linear)
+                given = native.unpacked(layer.codes, layer.grid)
+                torch.testing.assert_close(given, linear.weight.data, rtol=2e-3, atol=1e-7)
+
+    @pytest.mark.parametrize("packed", [Native8Linear, Native4Linear])
+    def test_a_compiled_graph_calls_it(self, packed: type[Native8Linear | Native4Linear], tmp_path: Path) -> None:
+        layer, x = packed(nn.Linear(64, 24)), torch.randn(1, 1, 64)
+        with torch.no_grad():
+            compile_ahead(torch.export.export(layer, (x,), strict=False), tmp_path / "layer.pt2")
+            run = torch._C._aoti.AOTIModelPackageLoader(str(tmp_path / "layer.pt2"), "model", True, 1, -1).boxed_run
+            torch.testing.assert_close(run([x])[0], layer(x))
+
+    def test_without_a_compiler_the_kernels_are_torchs(self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+        monkeypatch.setattr(native, "library", native.library.__wrapped__)
+        monkeypatch.setattr("shutil.which", lambda name: None)
+        told: list[str] = []
+        model = make_llama(heads=2, groups=2, size=8)
+        quantize(model, "int4", told.append)
+        assert {type(module) for module in model.modules()} >= {Int4Linear, Int8Linear}
+        assert len(told) == 1
+        assert "g++" in told[0]
+
+    def test_a_compiler_that_fails(self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+        failing = tmp_path / "g++"
+        failing.write_text("#!/bin/sh\nexit 1\n")
+        failing.chmod(0o755)
+        monkeypatch.setenv("CXX", str(failing))
+        assert native.library.__wrapped__() is None
+
+    def test_it_is_compiled_once(self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+        monkeypatch.setattr(native, "cache_folder", lambda: tmp_path)
+        assert native.library.__wrapped__() is not None
+        made = list((tmp_path / "native").iterdir())
+        assert [path.suffix for path in made] == [".so"]
+        monkeypatch.setattr("subprocess.run", None)
+        assert native.library.__wrapped__() is not None
 
 
 class TestModel:
@@ -71,10 +164,8 @@ class TestModel:
         assert not [name for name, module in model.named_modules() if type(module) is nn.Linear]
         assert model.get_input_embeddings().weight.dtype == torch.float32
 
-    @pytest.mark.parametrize(("kind", "packed"), [("int8", Int8Linear), ("int4", Int4Linear)])
-    def test_matrices_of_one_input_are_multiplied_together(
-        self, kind: str, packed: type[Int8Linear | Int4Linear]
-    ) -> None:
+    @pytest.mark.parametrize(("kind", "packed"), [("int8", Native8Linear), ("int4", Native4Linear)])
+    def test_matrices_of_one_input_are_multiplied_together(self, kind: str, packed: type[nn.Module]) -> None:
         block, x = nn.Module(), torch.randn(3, 64)
         alone = {}
         for name, rows in (("q_proj", 64), ("k_proj", 32), ("v_proj", 32)):
@@ -117,7 +208,7 @@ def test_settings_are_checked() -> None:
 
 @pytest.mark.parametrize(("kind", "most"), [("int8", 0.03), ("int4", 0.06)])
 def test_what_the_embedded_model_loses(embedded: LoadedModel, kind: str, most: float) -> None:
-    """Its file is Q4_1: four bits are the file's own, but for scales and activations in bfloat16."""
+    """Its file is Q4_1: four bits are the file's own, but for activations in 8 bits."""
     text = "The city council met on Tuesday to discuss the new bridge over the river. " * 4
     ids = torch.tensor([embedded.tokenizer(text + "Nobody expected what the mayor said next.")["input_ids"]])
 

@@ -29,12 +29,11 @@ _SETTINGS = {
 
 
 def build(blueprint: Blueprint, package: Path) -> None:
-    """Trace and compile; the package appears whole or not at all."""
+    """Trace and compile."""
     import torch
     from torch.export import Dim
 
     from h2o_stream.graphs.trace import Step
-    from h2o_stream.models.native import called_by_graphs
 
     torch.set_num_threads(blueprint.threads)
     dims: dict[str, Any] = defaultdict(lambda: Dim.DYNAMIC)
@@ -42,6 +41,15 @@ def build(blueprint: Blueprint, package: Path) -> None:
     shapes = [{number: dims[name] for number, name in blank.growing} or None for blank in blueprint.inputs]
     with torch.no_grad():
         program = torch.export.export(Step(blueprint), (inputs,), dynamic_shapes=(shapes,), strict=False)
+    compile_ahead(program, package)
+
+
+def compile_ahead(program: Any, package: Path) -> None:
+    """Compile an exported program; the package appears whole or not at all."""
+    import torch
+
+    from h2o_stream.models.native import called_by_graphs
+
     settings = _SETTINGS | {"aot_inductor.custom_ops_to_c_shims": called_by_graphs()}
     unfinished = package.with_suffix(f".{os.getpid()}.pt2")
     torch._inductor.aoti_compile_and_package(program, package_path=str(unfinished), inductor_configs=settings)

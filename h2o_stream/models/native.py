@@ -24,7 +24,7 @@ from h2o_stream.resources import cache_folder
 GROUP = 32
 """Numbers of a row that share a scale."""
 
-_FLAGS = ["-std=c++17", "-O3", "-march=native", "-fno-math-errno", "-fno-trapping-math", "-fopenmp", "-fPIC", "-shared"]
+FLAGS = ["-std=c++17", "-O3", "-march=native", "-fno-math-errno", "-fno-trapping-math", "-fopenmp", "-fPIC", "-shared"]
 
 _ops = torch.library.Library("h2o_stream", "DEF")
 _ops.define("multiply_packed(Tensor x, Tensor codes, Tensor grid, int threads) -> Tensor")
@@ -53,7 +53,7 @@ def library() -> ctypes.CDLL | None:
     if found is None:
         return None
     told = hashlib.sha256(source.read_bytes())
-    told.update(" ".join([found, *_FLAGS, torch.__version__, _processor()]).encode())
+    told.update(" ".join([found, *FLAGS, torch.__version__, _processor()]).encode())
     path = cache_folder() / "native" / f"products-{told.hexdigest()[:16]}.so"
     try:
         if not path.exists():
@@ -71,7 +71,7 @@ def _compile(compiler: str, source: Path, path: Path) -> None:
     with tempfile.TemporaryDirectory(dir=path.parent) as scratch:
         unfinished = Path(scratch) / path.name
         links = ["-o", str(unfinished), f"-L{own}", f"-Wl,-rpath,{own}", "-ltorch_cpu", "-lgomp"]
-        subprocess.run([compiler, *_FLAGS, str(source), *links], check=True, capture_output=True)
+        subprocess.run([compiler, *FLAGS, str(source), *links], check=True, capture_output=True)
         unfinished.replace(path)
 
 

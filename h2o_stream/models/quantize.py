@@ -75,7 +75,7 @@ Packed = Callable[[nn.Linear], nn.Module]
 
 def _packing(weight: Tensor, kind: str) -> Packed | None:
     """The quickest way to hold a matrix; None if there is none."""
-    ours, torchs = (_Native4, Int4Linear) if kind == "int4" else (_Native8, Int8Linear)
+    ours, torchs = (Native4Linear, Int4Linear) if kind == "int4" else (Native8Linear, Int8Linear)
     if native.library() is not None and ours.takes(weight):
         return ours
     return torchs if torchs.takes(weight) else None
@@ -163,16 +163,22 @@ class NativeLinear(nn.Module):
         return _shaped(y, x, self.bias)
 
 
-class _Native8(NativeLinear):
+class Native8Linear(NativeLinear):
+    """In 8 bits."""
+
     @staticmethod
     def pack(groups: Tensor) -> tuple[Tensor, Tensor]:
+        """See `NativeLinear.pack`."""
         scale = _half(groups.abs().amax(-1) / 127)
         return (groups / scale[..., None]).round_().clamp_(-127, 127).to(torch.int8), scale[:, None]
 
 
-class _Native4(NativeLinear):
+class Native4Linear(NativeLinear):
+    """In 4 bits."""
+
     @staticmethod
     def pack(groups: Tensor) -> tuple[Tensor, Tensor]:
+        """See `NativeLinear.pack`."""
         codes, scale, middle = on_grid(groups)
         codes = codes.to(torch.uint8)
         return codes[..., : GROUP // 2] | codes[..., GROUP // 2 :] << 4, torch.stack((scale, middle - 8 * scale), 1)
