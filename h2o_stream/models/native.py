@@ -18,11 +18,15 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from h2o_stream.resources import cache_folder
 
 GROUP = 32
 """Numbers of a row that share a scale."""
+
+TOGETHER = 8
+"""Scales of a row are read so many at once."""
 
 FLAGS = ["-std=c++17", "-O3", "-march=native", "-fno-math-errno", "-fno-trapping-math", "-fopenmp", "-fPIC", "-shared"]
 
@@ -84,11 +88,20 @@ def _processor() -> str:
     return next((line for line in lines if line.startswith(("flags", "Features"))), platform.machine())
 
 
+def grid_of(*numbers: Tensor) -> Tensor:
+    """Scales, and offsets if there are any, [rows, n] each, as the library takes them: [rows, 1 or 2, N] float16.
+
+    N is the next multiple of `TOGETHER`; behind the last number there are zeros.
+    """
+    return pad(torch.stack(numbers, 1).half(), (0, -numbers[0].shape[1] % TOGETHER))
+
+
 def unpacked(codes: Tensor, grid: Tensor) -> Tensor:
     """The matrix [rows, columns] float32 of codes and grid; see `multiply_packed`."""
-    rows, packing, groups = grid.shape
-    matrix = torch.empty(rows, groups * GROUP)
-    _call("h2o_stream_unpack", codes, grid, matrix, rows, groups * GROUP, packing, torch.get_num_threads())
+    rows, packing, _ = grid.shape
+    columns = codes.shape[1] * packing
+    matrix = torch.empty(rows, columns)
+    _call("h2o_stream_unpack", codes, grid, matrix, rows, columns, packing, torch.get_num_threads())
     return matrix
 
 
@@ -99,15 +112,15 @@ def multiply_packed(x: Tensor, codes: Tensor, grid: Tensor, threads: int) -> Ten
         x: [n, columns] float32.
         codes: [rows, columns] int8, or [rows, columns / 2] uint8, where the first 16 numbers of a group lie in the
             lower halves of its 16 bytes.
-        grid: [rows, 1 or 2, columns / 32] float16: scales, and in 4 bits offsets.
+        grid: scales, and in 4 bits offsets; see `grid_of`.
         threads: that share the work.
 
     Returns:
         [n, rows] float32.
     """
-    rows, packing, groups = grid.shape
+    rows, packing, _ = grid.shape
     x, y = x.contiguous(), x.new_empty(len(x), rows)
-    _call("h2o_stream_multiply", x, codes, grid, y, len(x), rows, groups * GROUP, packing, threads)
+    _call("h2o_stream_multiply", x, codes, grid, y, len(x), rows, codes.shape[1] * packing, packing, threads)
     return y
 
 

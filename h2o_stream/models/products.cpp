@@ -10,7 +10,8 @@
 #include <cstring>
 #include <vector>
 
-#if defined(__AVX2__) && defined(__FMA__)
+#if defined(__AVX2__) && defined(__FMA__) && defined(__F16C__)
+#define H2O_STREAM_AVX2
 #include <immintrin.h>
 #endif
 
@@ -21,19 +22,19 @@ constexpr int64_t kGroup = 32;
 // How many numbers of a group lie in a byte.
 enum Packing : int64_t { kEightBits = 1, kFourBits = 2 };
 
-float from_half(uint16_t half) {
-  const uint32_t magnitude = (half & 0x7fffu) << 13, sign = (half & 0x8000u) << 16;
-  float value;
-  std::memcpy(&value, &magnitude, sizeof value);
-  value *= 0x1p112f;
-  uint32_t bits;
-  std::memcpy(&bits, &value, sizeof bits);
-  bits |= sign;
-  std::memcpy(&value, &bits, sizeof value);
-  return value;
-}
+// Scales and offsets of groups are handled so many at once, with zeros behind the last.
+constexpr int64_t kTogether = 8;
 
-#if defined(__AVX2__) && defined(__FMA__)
+int64_t padded(int64_t groups) { return (groups + kTogether - 1) / kTogether * kTogether; }
+
+#ifdef H2O_STREAM_AVX2
+
+void from_halves(const uint16_t* halves, float* numbers, int64_t count) {
+  for (int64_t i = 0; i < count; i += kTogether) {
+    const __m128i some = _mm_loadu_si128(reinterpret_cast<const __m128i*>(halves + i));
+    _mm256_storeu_ps(numbers + i, _mm256_cvtph_ps(some));
+  }
+}
 
 // The sum of products of two groups, in eight parts.
 using Sums = __m256;
@@ -68,6 +69,22 @@ float total(Sums sums) {
 }
 
 #else
+
+float from_half(uint16_t half) {
+  const uint32_t magnitude = (half & 0x7fffu) << 13, sign = (half & 0x8000u) << 16;
+  float value;
+  std::memcpy(&value, &magnitude, sizeof value);
+  value *= 0x1p112f;
+  uint32_t bits;
+  std::memcpy(&bits, &value, sizeof bits);
+  bits |= sign;
+  std::memcpy(&value, &bits, sizeof value);
+  return value;
+}
+
+void from_halves(const uint16_t* halves, float* numbers, int64_t count) {
+  for (int64_t i = 0; i < count; ++i) numbers[i] = from_half(halves[i]);
+}
 
 using Sums = float;
 
@@ -104,26 +121,47 @@ float total(Sums sums) { return sums; }
 
 #endif
 
-// Vectors in 8 bits.
+void multiply(const float* __restrict one, const float* __restrict other, float* __restrict products, int64_t count) {
+  for (int64_t g = 0; g < count; g += kTogether) {
+    for (int64_t i = 0; i < kTogether; ++i) products[g + i] = one[g + i] * other[g + i];
+  }
+}
+
+float dot(const float* one, const float* other, int64_t count) {
+  float parts[kTogether] = {};
+  for (int64_t g = 0; g < count; g += kTogether) {
+    for (int64_t i = 0; i < kTogether; ++i) parts[i] += one[g + i] * other[g + i];
+  }
+  return ((parts[0] + parts[4]) + (parts[1] + parts[5])) + ((parts[2] + parts[6]) + (parts[3] + parts[7]));
+}
+
+// Vectors in 8 bits; scales and sums of the groups of each are padded.
 struct Rounded {
   std::vector<int8_t> codes;
-  std::vector<float> scales;
-  std::vector<float> sums;  // of the numbers of a group
+  std::vector<float> scales, sums;
 
-  Rounded(const float* numbers, int64_t groups) : codes(groups * kGroup), scales(groups), sums(groups) {
-    for (int64_t g = 0; g < groups; ++g, numbers += kGroup) {
-      float most = 0;
-      for (int64_t i = 0; i < kGroup; ++i) most = std::max(most, std::fabs(numbers[i]));
-      const float scale = most / 127, inverse = most > 0 ? 127 / most : 0;
-      int32_t sum = 0;
-      for (int64_t i = 0; i < kGroup; ++i) {
-        const int32_t code = int32_t(std::nearbyint(numbers[i] * inverse));
-        codes[g * kGroup + i] = int8_t(code);
-        sum += code;
+  Rounded(const float* numbers, int64_t count, int64_t groups)
+      : codes(count * groups * kGroup), scales(count * padded(groups)), sums(scales.size()) {
+    int8_t* code = codes.data();
+    for (int64_t v = 0; v < count; ++v) {
+      for (int64_t g = v * padded(groups); g < v * padded(groups) + groups; ++g, numbers += kGroup, code += kGroup) {
+        round(numbers, code, scales[g], sums[g]);
       }
-      scales[g] = scale;
-      sums[g] = scale * float(sum);
     }
+  }
+
+  static void round(const float* numbers, int8_t* codes, float& scale, float& sum) {
+    int32_t bits[kGroup], most_bits = 0, total = 0;
+    std::memcpy(bits, numbers, sizeof bits);
+    for (int64_t i = 0; i < kGroup; ++i) most_bits = std::max(most_bits, bits[i] & 0x7fffffff);
+    float most;
+    std::memcpy(&most, &most_bits, sizeof most);
+    const float inverse = most > 0 ? 127 / most : 0;
+    for (int64_t i = 0; i < kGroup; ++i) bits[i] = int32_t(std::nearbyint(numbers[i] * inverse));
+    for (int64_t i = 0; i < kGroup; ++i) total += bits[i];
+    for (int64_t i = 0; i < kGroup; ++i) codes[i] = int8_t(bits[i]);
+    scale = most / 127;
+    sum = scale * float(total);
   }
 };
 
@@ -133,38 +171,33 @@ extern "C" {
 
 // y[count][rows] = x[count][columns] times W'.
 //
-// codes: [rows][columns / packing] bytes; grid: [rows][packing][columns / 32] halves, scales and in 4 bits offsets.
+// codes: [rows][columns / packing] bytes; grid: [rows][packing][columns / 32, padded] halves, scales
+// and in 4 bits offsets.
 void h2o_stream_multiply(const float* x, const void* codes, const uint16_t* grid, float* y, int64_t count,
                          int64_t rows, int64_t columns, int64_t packing, int64_t threads) {
-  const int64_t groups = columns / kGroup, row_bytes = columns / packing;
-  const Rounded vectors(x, count * groups);
+  const int64_t groups = columns / kGroup, row_bytes = columns / packing, most = padded(groups);
+  const Rounded vectors(x, count, groups);
 #pragma omp parallel num_threads(int(threads))
   {
-    std::vector<float> fixed(packing * groups);
+    std::vector<float> numbers(3 * most);
+    float *scales = numbers.data(), *offsets = scales + most, *factors = offsets + most;
 #pragma omp for schedule(static)
     for (int64_t row = 0; row < rows; ++row) {
       const auto* bytes = static_cast<const uint8_t*>(codes) + row * row_bytes;
-      const uint16_t* halves = grid + row * packing * groups;
-      for (int64_t i = 0; i < packing * groups; ++i) fixed[i] = from_half(halves[i]);
-      const float *scales = fixed.data(), *offsets = scales + groups;
+      from_halves(grid + row * packing * most, scales, packing * most);
       for (int64_t v = 0; v < count; ++v) {
         const int8_t* vector = vectors.codes.data() + v * columns;
-        const float *steps = vectors.scales.data() + v * groups, *sums = vectors.sums.data() + v * groups;
-        Sums products{};
-        float rest = 0;
-        if (packing == kFourBits) {
-          for (int64_t g = 0; g < groups; ++g) {
-            const Group group = load_halves(bytes + g * kGroup / 2);
-            products = add_product(products, group, load(vector + g * kGroup), scales[g] * steps[g]);
-            rest += offsets[g] * sums[g];
-          }
-        } else {
-          for (int64_t g = 0; g < groups; ++g) {
-            const Group group = load(reinterpret_cast<const int8_t*>(bytes) + g * kGroup);
-            products = add_signed_product(products, group, load(vector + g * kGroup), scales[g] * steps[g]);
-          }
-        }
-        y[v * rows + row] = total(products) + rest;
+        multiply(scales, vectors.scales.data() + v * most, factors, most);
+        const auto add = [&](Sums sums, int64_t g) {
+          const Group other = load(vector + g * kGroup);
+          if (packing == kFourBits) return add_product(sums, load_halves(bytes + g * kGroup / 2), other, factors[g]);
+          return add_signed_product(sums, load(reinterpret_cast<const int8_t*>(bytes) + g * kGroup), other, factors[g]);
+        };
+        Sums even{}, odd{};  // so that no sum waits for the one before
+        for (int64_t g = 0; g + 1 < groups; g += 2) even = add(even, g), odd = add(odd, g + 1);
+        if (groups % 2) even = add(even, groups - 1);
+        const float rest = packing == kFourBits ? dot(offsets, vectors.sums.data() + v * most, most) : 0;
+        y[v * rows + row] = total(even + odd) + rest;
       }
     }
   }
@@ -173,21 +206,26 @@ void h2o_stream_multiply(const float* x, const void* codes, const uint16_t* grid
 // The matrix itself, [rows][columns].
 void h2o_stream_unpack(const void* codes, const uint16_t* grid, float* matrix, int64_t rows, int64_t columns,
                        int64_t packing, int64_t threads) {
-  const int64_t groups = columns / kGroup, row_bytes = columns / packing;
-#pragma omp parallel for num_threads(int(threads)) schedule(static)
-  for (int64_t row = 0; row < rows; ++row) {
-    const auto* bytes = static_cast<const uint8_t*>(codes) + row * row_bytes;
-    for (int64_t g = 0; g < groups; ++g) {
-      const uint16_t* halves = grid + row * packing * groups + g;
-      const float scale = from_half(halves[0]), offset = packing == kFourBits ? from_half(halves[groups]) : 0;
-      float* numbers = matrix + row * columns + g * kGroup;
-      if (packing == kFourBits) {
-        const uint8_t* group = bytes + g * kGroup / 2;
-        for (int64_t i = 0; i < kGroup / 2; ++i) numbers[i] = float(group[i] & 15) * scale + offset;
-        for (int64_t i = 0; i < kGroup / 2; ++i) numbers[i + kGroup / 2] = float(group[i] >> 4) * scale + offset;
-      } else {
-        const auto* group = reinterpret_cast<const int8_t*>(bytes) + g * kGroup;
-        for (int64_t i = 0; i < kGroup; ++i) numbers[i] = float(group[i]) * scale;
+  const int64_t groups = columns / kGroup, row_bytes = columns / packing, most = padded(groups);
+#pragma omp parallel num_threads(int(threads))
+  {
+    std::vector<float> both(2 * most);
+    const float *scales = both.data(), *offsets = scales + most;
+#pragma omp for schedule(static)
+    for (int64_t row = 0; row < rows; ++row) {
+      const auto* bytes = static_cast<const uint8_t*>(codes) + row * row_bytes;
+      from_halves(grid + row * packing * most, both.data(), packing * most);
+      for (int64_t g = 0; g < groups; ++g) {
+        float* numbers = matrix + row * columns + g * kGroup;
+        const float scale = scales[g], offset = offsets[g];
+        if (packing == kFourBits) {
+          const uint8_t* group = bytes + g * kGroup / 2;
+          for (int64_t i = 0; i < kGroup / 2; ++i) numbers[i] = float(group[i] & 15) * scale + offset;
+          for (int64_t i = 0; i < kGroup / 2; ++i) numbers[i + kGroup / 2] = float(group[i] >> 4) * scale + offset;
+        } else {
+          const auto* group = reinterpret_cast<const int8_t*>(bytes) + g * kGroup;
+          for (int64_t i = 0; i < kGroup; ++i) numbers[i] = float(group[i]) * scale;
+        }
       }
     }
   }
@@ -206,14 +244,14 @@ int32_t aoti_torch_empty_strided(int64_t dimensions, const int64_t* sizes, const
 
 int32_t aoti_torch_cpu_multiply_packed(AtenTensorHandle x, AtenTensorHandle codes, AtenTensorHandle grid,
                                        int64_t threads, AtenTensorHandle* y) {
-  int64_t numbers, rows, packing, groups;
+  int64_t numbers, rows, packing, row_bytes;
   int32_t dtype;
   void *from, *bytes, *halves, *to;
   if (aoti_torch_get_numel(x, &numbers) || aoti_torch_get_dtype(x, &dtype) || aoti_torch_get_size(grid, 0, &rows) ||
-      aoti_torch_get_size(grid, 1, &packing) || aoti_torch_get_size(grid, 2, &groups)) {
+      aoti_torch_get_size(grid, 1, &packing) || aoti_torch_get_size(codes, 1, &row_bytes)) {
     return 1;
   }
-  const int64_t columns = groups * kGroup, count = numbers / columns;
+  const int64_t columns = row_bytes * packing, count = numbers / columns;
   const int64_t sizes[] = {count, rows}, strides[] = {rows, 1};
   if (aoti_torch_empty_strided(2, sizes, strides, dtype, 0, 0, y) || aoti_torch_get_data_ptr(x, &from) ||
       aoti_torch_get_data_ptr(codes, &bytes) || aoti_torch_get_data_ptr(grid, &halves) ||

@@ -139,7 +139,7 @@ class NativeLinear(nn.Module):
         self.codes: Tensor
         self.grid: Tensor
         self.register_buffer("codes", codes.flatten(1).contiguous())
-        self.register_buffer("grid", grid.half().contiguous())
+        self.register_buffer("grid", grid)
         self.bias = linear.bias
 
     @staticmethod
@@ -149,7 +149,7 @@ class NativeLinear(nn.Module):
 
     @staticmethod
     def pack(groups: Tensor) -> tuple[Tensor, Tensor]:
-        """Codes, and scales and offsets [rows, 1 or 2, n], of numbers [rows, n, GROUP]."""
+        """Codes, and what `native.grid_of` gives, of numbers [rows, n, GROUP]."""
         raise NotImplementedError
 
     def forward(self, x: Tensor) -> Tensor:
@@ -170,7 +170,7 @@ class Native8Linear(NativeLinear):
     def pack(groups: Tensor) -> tuple[Tensor, Tensor]:
         """See `NativeLinear.pack`."""
         scale = _half(groups.abs().amax(-1) / 127)
-        return (groups / scale[..., None]).round_().clamp_(-127, 127).to(torch.int8), scale[:, None]
+        return (groups / scale[..., None]).round_().clamp_(-127, 127).to(torch.int8), native.grid_of(scale)
 
 
 class Native4Linear(NativeLinear):
@@ -181,7 +181,7 @@ class Native4Linear(NativeLinear):
         """See `NativeLinear.pack`."""
         codes, scale, middle = on_grid(groups)
         codes = codes.to(torch.uint8)
-        return codes[..., : GROUP // 2] | codes[..., GROUP // 2 :] << 4, torch.stack((scale, middle - 8 * scale), 1)
+        return codes[..., : GROUP // 2] | codes[..., GROUP // 2 :] << 4, native.grid_of(scale, middle - 8 * scale)
 
 
 def _half(scale: Tensor) -> Tensor:
