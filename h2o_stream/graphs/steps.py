@@ -159,11 +159,18 @@ class _Finder:
         self._described: dict[int, tuple[str, Blueprint]] = {}
 
     def __call__(
-        self, hidden: Tensor, extras: list[Tensor], told: Told, parts: list[SlotLayer], heads: list[Tensor]
+        self,
+        at_once: int,
+        hidden: Tensor,
+        extras: list[Tensor],
+        told: Told,
+        parts: list[SlotLayer],
+        heads: list[Tensor],
     ) -> _Bound | None:
         """The graph for the slots as they are now, or None.
 
         Args:
+            at_once: how many tokens lose their slots, at most.
             hidden: the first input.
             extras: tensors of the keywords.
             told: the keywords.
@@ -172,7 +179,6 @@ class _Finder:
         """
         if told != self._told:
             self._told, self._described = told, {}
-        at_once = max([part.at_once for part in parts], default=1) if hidden.shape[-2] == 1 else 1
         known = self._described.get(at_once)
         if known and self._artifacts.get(*known) is None:
             return None
@@ -214,7 +220,8 @@ class _Finder:
                 at_once=at_once,
                 threads=torch.get_num_threads(),
             )
-            for most in sorted({at_once, 1}, reverse=True):  # one is enough once the windows have their sizes
+            shrinking = hidden.shape[-2] == 1 and any(part.at_once > 1 for part in parts)
+            for most in {at_once, 1, 2 if shrinking else 1}:  # two are rare, one is enough for all other steps
                 one = replace(blueprint, at_once=most)
                 self._described[most] = one.key, one
                 self._artifacts.get(one.key, one)
@@ -250,27 +257,27 @@ class _Compiled:
         self.eager = module.forward
         self._number, self._cache, self._keywords = number, cache, keywords
         self._find = _Finder(module, number or 0, artifacts)
-        self._bound: _Bound | None = None
+        self._bound: dict[int, _Bound | None] = {}
 
     def __call__(self, *args: Any, **keywords: Any) -> Any:
         """See the module's own forward."""
         hidden = args[0] if len(args) == 1 else None
         if not isinstance(hidden, Tensor) or hidden.shape[:-1] != (1, 1) or self._cache.padding is not None:
             return self.eager(*args, **keywords)
+        parts, heads = _by_size(None if self._number is None else self._cache.layers[self._number])
+        dues = [part.due if part.is_initialized else None for part in parts]
+        if None in dues:
+            return self.eager(*args, **keywords)
+        at_once = max([1, *filter(None, dues)])
         fixed, extras = self._keywords(keywords)
-        told, bound = (fixed, hidden.dtype), self._bound
+        told, bound = (fixed, hidden.dtype), self._bound.get(at_once)
         if bound is None or not bound.serves(told):
-            layer = None if self._number is None else self._cache.layers[self._number]
-            bound = self._bound = self._find(hidden, extras, told, *_by_size(layer))
+            bound = self._bound[at_once] = self._find(at_once, hidden, extras, told, parts, heads)
         if bound is None:
             return self.eager(*args, **keywords)
         inputs = [hidden.contiguous(), *extras]
-        for (part, *_), evicted in zip(bound.parts, bound.evicted, strict=True):
-            due = part.due
-            if due is None or due >= len(evicted):
-                return self.eager(*args, **keywords)
-            inputs.append(evicted[due])
-        for part, *_ in bound.parts:
+        inputs += [evicted[due or 0] for due, evicted in zip(dues, bound.evicted, strict=True)]
+        for part in parts:
             part.columns += 1
             part.count_token()
         inputs += bound.rest
@@ -289,31 +296,33 @@ class _Reader:
     def __init__(self, artifacts: Artifacts) -> None:
         self._artifacts = artifacts
         self._finders: dict[int, _Finder] = {}
-        self._bound: dict[int, _Bound | None] = {}
+        self._bound: dict[tuple[int, int], _Bound | None] = {}
 
     def __call__(self, part: SlotLayer, query: Tensor, key: Tensor, value: Tensor, products: Products) -> Tensor | None:
         """See `slots.Reader`."""
         rows, new = query.shape[0], query.shape[2]
         if (rows > 1) != (new == 1) or new not in (1, part.plan.chunk) or not part.is_initialized:
             return None
+        due = part.due if new == 1 else 1
+        if due is None:
+            return None
+        due = 0 if part.schedule.fixed else due  # a row may have empty slots where another has none: those come first
+        at_once = max(due, 1)
         told = (self._TOLD, query.dtype)
         inputs = [query.unflatten(1, (key.shape[1], -1)).contiguous(), key.contiguous(), value.contiguous()]
-        bound = self._bound.get(new)
+        bound = self._bound.get((new, at_once))
         if bound is None or not bound.serves(told):
             if new not in self._finders:
                 self._finders[new] = _Finder(Chunk(products), int(part.policy.layer), self._artifacts)
-            bound = self._bound[new] = self._finders[new](inputs[0], inputs[1:], told, [part], [])
+            bound = self._finders[new](at_once, inputs[0], inputs[1:], told, [part], [])
+            self._bound[new, at_once] = bound
         if bound is None:
             return None
         if new > 1:
             held = part.count_chunk(new)
             return None if held is None else bound.run([*inputs, torch.tensor(held), *bound.rest])[0]
-        due, evicted = part.due, bound.evicted[0]
-        if due is None or due >= len(evicted):
-            return None
-        due = 0 if part.schedule.fixed else due  # a row may have empty slots where another has none: those come first
         part.count_token()
-        return bound.run([*inputs, evicted[due], *bound.rest])[0]
+        return bound.run([*inputs, bound.evicted[0][due], *bound.rest])[0]
 
 
 def _served(part: SlotLayer) -> bool:
