@@ -109,6 +109,12 @@ class TestTracing:
         config = CacheConfig(policy, 24, positions=positions)
         same(stream(grouped, config, None), stream(grouped, config, Traced()))
 
+    @pytest.mark.parametrize("groups", [1, 3, 12])
+    def test_groups_of_any_size(self, groups: int) -> None:
+        """A sum for each query head of a group in one loop; products of matrices where there are many."""
+        model, config = make_llama(heads=2, groups=groups), CacheConfig("h2o", 24)
+        same(stream(model, config, None), stream(model, config, Traced()))
+
     def test_windows_by_head(self, by_head: PreTrainedModel) -> None:
         """Before, while and after the windows change their size, where some steps have to be eager."""
         traced = Traced()
