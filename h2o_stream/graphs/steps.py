@@ -220,8 +220,8 @@ class _Finder:
                 at_once=at_once,
                 threads=torch.get_num_threads(),
             )
-            shrinking = hidden.shape[-2] == 1 and any(part.at_once > 1 for part in parts)
-            for most in {at_once, 1, 2 if shrinking else 1}:  # two are rare, one is enough for all other steps
+            soon = {part.at_once for part in parts if hidden.shape[-2] == 1}
+            for most in {1, at_once} | soon:  # two are rare, one is enough for all other steps
                 one = replace(blueprint, at_once=most)
                 self._described[most] = one.key, one
                 self._artifacts.get(one.key, one)
