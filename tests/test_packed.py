@@ -14,9 +14,10 @@ from transformers import PreTrainedModel
 from h2o_stream import CacheConfig, ConfigError, attach
 from h2o_stream.config import ModelConfig
 from h2o_stream.graphs.build import compile_ahead
-from h2o_stream.models import native
 from h2o_stream.models.load import LoadedModel, load
 from h2o_stream.models.quantize import Int4Linear, Int8Linear, Native4Linear, Native8Linear, on_grid, quantize
+from h2o_stream.native import library
+from h2o_stream.native.ops import GROUP, unpacked
 from tests.conftest import make_llama
 from tests.test_graphs import Traced, stream
 
@@ -74,8 +75,8 @@ class TestNative:
     def anywhere(self, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
         """Its two ways to multiply: with the instructions of new processors and without."""
         if request.param == "for any machine":
-            monkeypatch.setattr(native, "FLAGS", [flag for flag in native.FLAGS if flag != "-march=native"])
-            monkeypatch.setattr(native, "library", cache(native.library.__wrapped__))
+            monkeypatch.setattr(library, "FLAGS", [flag for flag in library.FLAGS if flag != "-march=native"])
+            monkeypatch.setattr(library, "loaded", cache(library.loaded.__wrapped__))
 
     @pytest.mark.parametrize("packed", [Native8Linear, Native4Linear])
     @pytest.mark.parametrize("columns", [32, 96, 1056])
@@ -84,9 +85,9 @@ class TestNative:
     def test_products(self, packed: type[Native8Linear | Native4Linear], columns: int, threads: int) -> None:
         torch.manual_seed(0)
         layer = packed(nn.Linear(columns, 37, bias=False))
-        matrix = native.unpacked(layer.codes, layer.grid).double()
+        matrix = unpacked(layer.codes, layer.grid, torch.float32).double()
         x = torch.randn(5, columns) * torch.tensor([[1.0], [1e-6], [1e6], [0.0], [3.0]])
-        groups = x.double().unflatten(1, (-1, native.GROUP))
+        groups = x.double().unflatten(1, (-1, GROUP))
         steps = groups.abs().amax(-1, keepdim=True).clamp_min(1e-30) / 127
         rounded = ((groups / steps).round() * steps).flatten(1)
         y = torch.ops.h2o_stream.multiply_packed(x, layer.codes, layer.grid, threads)
@@ -108,7 +109,9 @@ class TestNative:
         linear = nn.Linear(96, 8, bias=False)
         linear.weight.data = (codes * scale + offset).flatten(1)
         layer = packed(linear)
-        torch.testing.assert_close(native.unpacked(layer.codes, layer.grid), linear.weight.data, rtol=1e-6, atol=1e-8)
+        torch.testing.assert_close(
+            unpacked(layer.codes, layer.grid, torch.float32), linear.weight.data, rtol=1e-6, atol=1e-8
+        )
 
     def test_small_and_empty_groups(self) -> None:
         for number in (0.0, 1e-7, -3.0):
@@ -116,19 +119,19 @@ class TestNative:
             linear.weight.data = torch.full((4, 64), number)
             for packed in (Native8Linear, Native4Linear):
                 layer = packed(linear)
-                given = native.unpacked(layer.codes, layer.grid)
+                given = unpacked(layer.codes, layer.grid, torch.float32)
                 torch.testing.assert_close(given, linear.weight.data, rtol=2e-3, atol=1e-7)
 
     @pytest.mark.parametrize("packed", [Native8Linear, Native4Linear])
     def test_a_compiled_graph_calls_it(self, packed: type[Native8Linear | Native4Linear], tmp_path: Path) -> None:
         layer, x = packed(nn.Linear(64, 24)), torch.randn(1, 1, 64)
         with torch.no_grad():
-            compile_ahead(torch.export.export(layer, (x,), strict=False), tmp_path / "layer.pt2")
+            compile_ahead(torch.export.export(layer, (x,), strict=False), tmp_path / "layer.pt2", {})
             run = torch._C._aoti.AOTIModelPackageLoader(str(tmp_path / "layer.pt2"), "model", True, 1, -1).boxed_run
             torch.testing.assert_close(run([x])[0], layer(x))
 
     def test_without_a_compiler_the_kernels_are_torchs(self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-        monkeypatch.setattr(native, "library", native.library.__wrapped__)
+        monkeypatch.setattr(library, "loaded", library.loaded.__wrapped__)
         monkeypatch.setattr("shutil.which", lambda name: None)
         told: list[str] = []
         model = make_llama(heads=2, groups=2, size=8)
@@ -142,15 +145,15 @@ class TestNative:
         failing.write_text("#!/bin/sh\nexit 1\n")
         failing.chmod(0o755)
         monkeypatch.setenv("CXX", str(failing))
-        assert native.library.__wrapped__() is None
+        assert library.loaded.__wrapped__() is None
 
     def test_it_is_compiled_once(self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-        monkeypatch.setattr(native, "cache_folder", lambda: tmp_path)
-        assert native.library.__wrapped__() is not None
+        monkeypatch.setattr(library, "cache_folder", lambda: tmp_path)
+        assert library.loaded.__wrapped__() is not None
         made = list((tmp_path / "native").iterdir())
         assert [path.suffix for path in made] == [".so"]
         monkeypatch.setattr("subprocess.run", None)
-        assert native.library.__wrapped__() is not None
+        assert library.loaded.__wrapped__() is not None
 
 
 class TestModel:

@@ -41,16 +41,11 @@ def rotate_back(x: Tensor, turns: Tensor) -> Tensor:
         x: [..., D] un-rotated queries or keys.
         turns: [..., Drot] out of `RotaryTable.upto`; dimensions of x past Drot stay as they are.
     """
-    return torch.cat(turned(x, turns), dim=-1)
-
-
-def turned(x: Tensor, turns: Tensor) -> list[Tensor]:
-    """The pieces of `rotate_back`: two halves [..., Drot / 2], and what stays as it is, if anything."""
     half = turns.shape[-1] // 2
     cos, sin = turns[..., :half], turns[..., half:]
     first, second = x[..., :half], x[..., half : 2 * half]
     pieces = [torch.addcmul(first * cos, second, sin), torch.addcmul(second * cos, first, sin, value=-1)]
-    return pieces if x.shape[-1] == 2 * half else [*pieces, x[..., 2 * half :]]
+    return torch.cat(pieces if x.shape[-1] == 2 * half else [*pieces, x[..., 2 * half :]], dim=-1)
 
 
 class RotaryTable:

@@ -29,7 +29,7 @@ from h2o_stream.cache.rope import RotaryTable
 from h2o_stream.cache.state import taken
 from h2o_stream.cache.statistics import LayerStatistics, SparsityMeter, power_law
 from h2o_stream.cache.store import QuantizedStore, Store
-from h2o_stream.cache.weigh import Arrivals, Multiplication, Products, hide, rotate, weigh
+from h2o_stream.cache.weigh import Arrivals, Products, hide, rotate, weigh
 from h2o_stream.config import CachePlan
 from h2o_stream.errors import H2OStreamError
 
@@ -63,10 +63,9 @@ class SlotLayer(EndlessLayer):
         filled: no slot behind this number holds a token, where keys and values are kept as they are.
         columns: columns fed since the last reset, padding included.
         budget: what eviction may not touch.
-        reader: takes whole chunks of one stream through `read`, and single tokens of several through `step`, if it can;
-            see `h2o_stream.graphs`.
+        reader: takes whole chunks of one stream through `read`, if it can; see `h2o_stream.graphs`.
         groups: query heads per KV head; 0 before the first token.
-        multiplication: how queries, keys and values are multiplied.
+        weigh: computes the attention, see `weigh`.
         watch: is shown the attention of each part that has no padding; see `SparsityMeter`.
     """
 
@@ -84,7 +83,7 @@ class SlotLayer(EndlessLayer):
         self.lengths: tuple[int, ...] = ()
         self.reader: Reader | None = None
         self.groups = 0
-        self.multiplication = Multiplication()
+        self.weigh = weigh
         self.watch: Callable[[Tensor, Tensor, int], None] = SparsityMeter()
 
     # transformers' interface
@@ -283,9 +282,6 @@ class SlotLayer(EndlessLayer):
         return output if padding is None else padding.unpack(output)
 
     def _decode(self, query: Tensor, key: Tensor, value: Tensor, arrivals: Arrivals, products: Products) -> Tensor:
-        output = self.reader(self, query, key, value, products) if self.reader and len(self.lengths) > 1 else None
-        if output is not None:
-            return output
         vacant, evicted = min(self._limits) + 1 < self.store.slots, self.due or 0
         self.count_token()
         return self.step(query, key, value, products, vacant, evicted)
@@ -518,4 +514,4 @@ class SlotLayer(EndlessLayer):
             query, turns = rotate(query, held, arrivals, positions, self.span, self.budget, table)
         seeing_all = arrivals.new == 1 and self.sliding is None and not vacant
         hidden = None if seeing_all else hide(held, arrivals, self.sliding)
-        return weigh(query, keys, values, turns, arrivals, hidden, products, self.multiplication)
+        return self.weigh(query, keys, values, turns, arrivals, hidden, products)

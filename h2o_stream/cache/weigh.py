@@ -76,37 +76,26 @@ class Products(NamedTuple):
     softcap: float | None = None
 
 
-class Multiplication:
-    """How attention multiplies: with products of matrices."""
+class Turns(NamedTuple):
+    """What keys are rotated back by.
 
-    def alike(self, query: Tensor, keys: Tensor, turns: Tensor | None) -> Tensor:
-        """Every query times every key.
+    Attributes:
+        table: [N, Drot], cosines and sines by distance.
+        behind: [B, Hkv, K] int64, the distance of each place from the newest token.
+    """
 
-        Args:
-            query: [B, Hkv, N, D], rotated.
-            keys: [B, Hkv, K, D].
-            turns: [B, Hkv, K, Drot], what the keys are rotated back by; None where they are rotated already.
-
-        Returns:
-            [B, Hkv, N, K] float32.
-        """
-        keys = keys if turns is None else rotate_back(keys, turns)
-        return torch.matmul(query, keys.transpose(2, 3)).float()
-
-    def mixed(self, probs: Tensor, values: Tensor) -> Tensor:
-        """The values [B, Hkv, K, D] by the probabilities [B, Hkv, N, K]: [B, Hkv, N, D]."""
-        return torch.matmul(probs.to(values.dtype), values)
+    table: Tensor
+    behind: Tensor
 
 
 def weigh(
     query: Tensor,
     keys: Tensor,
     values: Tensor,
-    turns: Tensor | None,
+    turns: Turns | None,
     arrivals: Arrivals,
     hidden: Tensor | None,
     products: Products,
-    multiplication: Multiplication,
 ) -> tuple[Tensor, Tensor]:
     """Attention of Q queries over K places.
 
@@ -114,26 +103,27 @@ def weigh(
         query: [B, Hq, Q, D], rotated.
         keys: [B, Hkv, K, D].
         values: [B, Hkv, K, D].
-        turns: [B, Hkv, K, Drot], see `Multiplication.alike`.
+        turns: of the keys; None where they are rotated already.
         arrivals: the queries.
         hidden: [B, Hkv, Q, K] bool, what may not be seen; None for nothing.
         products: what becomes of query times key.
-        multiplication: how it is done.
 
     Returns:
         Output [B, Q, Hq, D] and float32 probabilities [B, Hkv, G, Q, K].
     """
     batch, query_heads, new, size = query.shape
     kv_heads, places = keys.shape[1:3]
+    if turns is not None:
+        keys = rotate_back(keys, embedding(turns.behind, turns.table))
     grouped = query.reshape(batch, kv_heads, -1, size)
-    logits = multiplication.alike(grouped, keys, turns) * products.scaling
+    logits = torch.matmul(grouped, keys.transpose(2, 3)).float() * products.scaling
     if products.softcap is not None:
         logits = logits.div_(products.softcap).tanh_().mul_(products.softcap)
     logits = logits.view(batch, kv_heads, query_heads // kv_heads, new, places)
     if hidden is not None:
         logits = logits.masked_fill_(hidden[:, :, None], -torch.inf)
     probs = logits.softmax(-1)
-    output = multiplication.mixed(probs.flatten(2, 3), values)
+    output = torch.matmul(probs.flatten(2, 3).to(values.dtype), values)
     return output.view(batch, query_heads, new, values.shape[-1]).transpose(1, 2), probs
 
 
@@ -158,8 +148,8 @@ def rotate(
     positions: Positions,
     span: int | Tensor,
     budget: Budget,
-    turns: Tensor,
-) -> tuple[Tensor, Tensor]:
+    table: Tensor,
+) -> tuple[Tensor, Turns]:
     """Place the newest token of each row at distance 0 and every other behind it.
 
     Args:
@@ -169,14 +159,14 @@ def rotate(
         positions: ``gap`` or ``rolling``.
         span: with ``gap``, the distance up to which distances are true.
         budget: its pins have no gap in front of them, so that what must be known stays near.
-        turns: [N, Drot], cosines and sines by distance; N is more than the largest.
+        table: [N, Drot], cosines and sines by distance; N is more than the largest.
 
     Returns:
-        The query, rotated; what the keys are rotated back by, [B, Hkv, K, Drot].
+        The query, rotated; how to rotate the keys.
     """
     if positions == "gap" and budget.pins:
         span = torch.where(budget.pinned(held.index), 0, span)
-    behind = distances(positions, span, held.seen - 1 - held.index, held.rank).clamp_(0, turns.shape[0] - 1)
+    behind = distances(positions, span, held.seen - 1 - held.index, held.rank).clamp_(0, table.shape[0] - 1)
     if arrivals.new > 1:
-        query = rotate_back(query, embedding(arrivals.later, turns))
-    return query, embedding(behind, turns)
+        query = rotate_back(query, embedding(arrivals.later, table))
+    return query, Turns(table, behind)

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from h2o_stream.models.native import compiler
+from h2o_stream.native import library
 from h2o_stream.resources import cache_folder
 
 if TYPE_CHECKING:
@@ -69,7 +69,7 @@ class Artifacts:
 
     def _want(self, key: str, blueprint: Blueprint) -> None:
         """Take it down as it is now: the model may be given back before its turn comes."""
-        if compiler() is None:
+        if library.compiler() is None:
             self._give_up(key, "no C++ compiler was found, install g++ or clang++")
             return
         if not self._wanted:
@@ -139,6 +139,7 @@ class Artifacts:
         path = self._path(key)
         if not path.exists():
             return None
+        library.loaded()  # a graph calls it
         try:
             # As torch._inductor.aoti_load_package does, without the import of the whole compiler.
             _loaded[key] = torch._C._aoti.AOTIModelPackageLoader(str(path), "model", True, 1, -1).boxed_run

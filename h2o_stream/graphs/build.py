@@ -12,6 +12,7 @@ import tempfile
 import time
 import traceback
 from collections import defaultdict
+from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -22,10 +23,10 @@ if TYPE_CHECKING:
 KEPT_S = 30 * 24 * 3600
 """Seconds after which a graph that was not used is removed."""
 
-_SETTINGS = {
-    "realize_reads_threshold": 16,  # keys are rotated where they are multiplied, and not written down in between
-    "cpp.enable_floating_point_contract_flag": "fast",
-}
+_SETTINGS = {"cpp.enable_floating_point_contract_flag": "fast"}
+
+_SERIAL = {"cpp.threads": 1}
+"""What is left between the calls of our own library is too little to share out: waiting for each other takes longer."""
 
 
 def build(blueprint: Blueprint, package: Path) -> None:
@@ -41,16 +42,16 @@ def build(blueprint: Blueprint, package: Path) -> None:
     shapes = [{number: dims[name] for number, name in blank.growing} or None for blank in blueprint.inputs]
     with torch.no_grad():
         program = torch.export.export(Step(blueprint), (inputs,), dynamic_shapes=(shapes,), strict=False)
-    compile_ahead(program, package)
+    compile_ahead(program, package, _SERIAL if blueprint.by_library else {})
 
 
-def compile_ahead(program: Any, package: Path) -> None:
-    """Compile an exported program; the package appears whole or not at all."""
+def compile_ahead(program: Any, package: Path, settings: Mapping[str, Any]) -> None:
+    """Compile an exported program, with settings of Inductor; the package appears whole or not at all."""
     import torch
 
-    from h2o_stream.models.native import called_by_graphs
+    from h2o_stream.native.ops import called_by_graphs
 
-    settings = _SETTINGS | {"aot_inductor.custom_ops_to_c_shims": called_by_graphs()}
+    settings = {**_SETTINGS, **settings, "aot_inductor.custom_ops_to_c_shims": called_by_graphs()}
     unfinished = package.with_suffix(f".{os.getpid()}.pt2")
     torch._inductor.aoti_compile_and_package(program, package_path=str(unfinished), inductor_configs=settings)
     unfinished.replace(package)

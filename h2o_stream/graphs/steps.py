@@ -45,9 +45,9 @@ _SIZES = {"rows": 11, "slots0": 48, "slots1": 80, "distances": 160}
 
 @contextmanager
 def compiled(model: Any, cache: Any, artifacts: Artifacts | None = None) -> Iterator[Artifacts]:
-    """Let single tokens and chunks of one stream go through compiled graphs, as soon as there are any.
+    """Let single tokens, and chunks of one stream, go through compiled graphs, as soon as there are any.
 
-    Of several streams the attention of single tokens does. A graph serves the layer it is ready for; whatever it does
+    A graph serves the layer it is ready for; whatever it does
     not serve (few `kv_bits`, other devices than the CPU, layers that are about to allocate, what is left of a prompt
     after its last whole chunk) goes the eager way, on the same tensors.
 
@@ -156,7 +156,7 @@ class _Finder:
     def __init__(self, module: nn.Module, number: int, artifacts: Artifacts) -> None:
         self._module, self._number, self._artifacts = module, number, artifacts
         self._told: Told | None = None
-        self._described: dict[int, tuple[str, Blueprint]] = {}
+        self._described: dict[tuple[int, bool], tuple[str, Blueprint]] = {}
 
     def __call__(
         self,
@@ -179,7 +179,8 @@ class _Finder:
         """
         if told != self._told:
             self._told, self._described = told, {}
-        known = self._described.get(at_once)
+        several = hidden.shape[0] > 1
+        known = self._described.get((at_once, several))
         if known and self._artifacts.get(*known) is None:
             return None
         if len(parts) > MOST_PARTS or not all(map(_served, parts)):
@@ -192,8 +193,9 @@ class _Finder:
         ]
         evicted = [tuple(torch.tensor(count) for count in range(at_once + 1)) for _ in parts]
         rest = [weight for _, weight in named]
-        rows: Growing = ((0, "rows"),) if hidden.shape[0] > 1 else ()
-        growing: list[Growing] = [rows] * (1 + len(extras)) + [()] * (len(parts) + len(rest))
+        rows: Growing = ((0, "rows"),) if several else ()
+        growing: list[Growing] = [rows if len(x) == len(hidden) else () for x in (hidden, *extras)]
+        growing += [()] * (len(parts) + len(rest))
         for place, part in enumerate(parts):
             own = part.tensors().values()
             rest += [*own, *self._limits(part)]
@@ -223,9 +225,9 @@ class _Finder:
             soon = {part.at_once for part in parts if hidden.shape[-2] == 1}
             for most in {1, at_once} | soon:  # two are rare, one is enough for all other steps
                 one = replace(blueprint, at_once=most)
-                self._described[most] = one.key, one
+                self._described[most, several] = one.key, one
                 self._artifacts.get(one.key, one)
-            known = self._described[at_once]
+            known = self._described[at_once, several]
         run = self._artifacts.get(*known)
         if run is None:
             return None
@@ -262,10 +264,10 @@ class _Compiled:
     def __call__(self, *args: Any, **keywords: Any) -> Any:
         """See the module's own forward."""
         hidden = args[0] if len(args) == 1 else None
-        if not isinstance(hidden, Tensor) or hidden.shape[:-1] != (1, 1) or self._cache.padding is not None:
+        if not isinstance(hidden, Tensor) or hidden.dim() != 3 or hidden.shape[1] > 1:
             return self.eager(*args, **keywords)
         parts, heads = _by_size(None if self._number is None else self._cache.layers[self._number])
-        dues = [part.due if part.is_initialized else None for part in parts]
+        dues = [_due(part) for part in parts]
         if None in dues:
             return self.eager(*args, **keywords)
         at_once = max([1, *filter(None, dues)])
@@ -285,7 +287,7 @@ class _Compiled:
 
 
 class _Reader:
-    """Takes chunks, and tokens of several rows, of one layer through graphs of its slots; see `slots.Reader`.
+    """Takes chunks of one layer through graphs of its slots; see `slots.Reader`.
 
     Args:
         artifacts: where graphs come from.
@@ -295,34 +297,30 @@ class _Reader:
 
     def __init__(self, artifacts: Artifacts) -> None:
         self._artifacts = artifacts
-        self._finders: dict[int, _Finder] = {}
-        self._bound: dict[tuple[int, int], _Bound | None] = {}
+        self._find: _Finder | None = None
+        self._bound: _Bound | None = None
 
     def __call__(self, part: SlotLayer, query: Tensor, key: Tensor, value: Tensor, products: Products) -> Tensor | None:
         """See `slots.Reader`."""
-        rows, new = query.shape[0], query.shape[2]
-        if (rows > 1) != (new == 1) or new not in (1, part.plan.chunk) or not part.is_initialized:
+        if query.shape[0] > 1 or query.shape[2] != part.plan.chunk or not part.is_initialized:
             return None
-        due = part.due if new == 1 else 1
-        if due is None:
-            return None
-        due = 0 if part.schedule.fixed else due  # a row may have empty slots where another has none: those come first
-        at_once = max(due, 1)
         told = (self._TOLD, query.dtype)
         inputs = [query.unflatten(1, (key.shape[1], -1)).contiguous(), key.contiguous(), value.contiguous()]
-        bound = self._bound.get((new, at_once))
-        if bound is None or not bound.serves(told):
-            if new not in self._finders:
-                self._finders[new] = _Finder(Chunk(products), int(part.policy.layer), self._artifacts)
-            bound = self._finders[new](at_once, inputs[0], inputs[1:], told, [part], [])
-            self._bound[new, at_once] = bound
-        if bound is None:
+        if self._bound is None or not self._bound.serves(told):
+            self._find = self._find or _Finder(Chunk(products), int(part.policy.layer), self._artifacts)
+            self._bound = self._find(1, inputs[0], inputs[1:], told, [part], [])
+        held = None if self._bound is None else part.count_chunk(query.shape[2])
+        if self._bound is None or held is None:
             return None
-        if new > 1:
-            held = part.count_chunk(new)
-            return None if held is None else bound.run([*inputs, torch.tensor(held), *bound.rest])[0]
-        part.count_token()
-        return bound.run([*inputs, bound.evicted[0][due], *bound.rest])[0]
+        return self._bound.run([*inputs, torch.tensor(held), *self._bound.rest])[0]
+
+
+def _due(part: SlotLayer) -> int | None:
+    """See `SlotLayer.due`; None where there are no slots yet."""
+    if not part.is_initialized or part.due is None:
+        return None
+    # A row may have empty slots where another has none: those come first.
+    return 0 if len(part.lengths) > 1 and part.schedule.fixed else part.due
 
 
 def _served(part: SlotLayer) -> bool:

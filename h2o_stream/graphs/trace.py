@@ -1,5 +1,4 @@
-"""One token through a module, or a chunk through the slots of a layer, as a function of tensors; and what tells such
-functions apart.
+"""Tokens through a module, or a chunk through the slots of a layer, as functions of tensors; and what tells them apart.
 
 For a token the module's own forward is traced; in a decoder layer `SlotLayer.step` is its attention. For a chunk it is
 `SlotLayer.read` alone, since the library's products of matrices are fast. Weights, slots and all that changes while a
@@ -16,6 +15,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass
 from functools import lru_cache
+from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -31,17 +31,16 @@ import h2o_stream.cache.attention  # noqa: F401 -- registers what the layers cal
 from h2o_stream.cache.groups import GroupedLayer
 from h2o_stream.cache.padding import Padding
 from h2o_stream.cache.policies import Budget, make_policy
-from h2o_stream.cache.rope import RotaryTable, turned
+from h2o_stream.cache.rope import RotaryTable
 from h2o_stream.cache.slots import SlotLayer
 from h2o_stream.cache.store import Store
-from h2o_stream.cache.weigh import Arrivals, Multiplication, Products
+from h2o_stream.cache.weigh import Arrivals, Products, Turns
 from h2o_stream.config import CachePlan
+from h2o_stream.native import library
+from h2o_stream.native.ops import DTYPES
 
 MOST_PINS = 8
 """Ranges of pinned tokens that a graph has room for."""
-
-_MOST_SUMS = 8
-"""Query heads of a group that have a sum each in one loop; for more the library's products of matrices do better."""
 
 CACHE = "<cache>"
 """Stands for the cache among a layer's keywords."""
@@ -129,6 +128,11 @@ class Blueprint:
     threads: int
 
     @property
+    def by_library(self) -> bool:
+        """Whether products and attention are the business of our own library: for one token of each row."""
+        return self.inputs[0].shape[-2] == 1 and library.loaded() is not None
+
+    @property
     def key(self) -> str:
         """16 hex digits, the same for modules that share a graph."""
         told = [
@@ -153,7 +157,7 @@ class Blueprint:
 
 
 class Chunk(nn.Module):
-    """What a chunk, or one token of each of several rows, goes through in a layer's slots.
+    """What a chunk goes through in a layer's slots.
 
     Args:
         products: what the model does with query times key.
@@ -180,7 +184,7 @@ class Step(nn.Module):
         """The module's output.
 
         Args:
-            inputs: the hidden state [1, 1, H], or the queries of `Chunk`; tensors of the keywords; for each group of
+            inputs: the hidden state [B, 1, H], or the queries of `Chunk`; tensors of the keywords; for each group of
                 heads how many tokens lose their slots, [] int64, up to `at_once`, or with a chunk how many are
                 held after it; weights; for each group the tensors of its slots and its limits; the heads of each group
                 where there are several; the rotary table where keys come un-rotated. What the slots hold is replaced
@@ -198,7 +202,7 @@ class Step(nn.Module):
             parts.append(_Slots(part, tensors, limits, count, plan.at_once, turns))
         cache = _Around(parts, [next(given) for _ in parts] if len(parts) > 1 else [])
         keywords = {name: _filled(value, extras, cache) for name, value in plan.keywords}
-        with _OneVector() if hidden.shape[-2] == 1 else nullcontext():
+        with _FewVectors() if plan.by_library else nullcontext():
             output = functional_call(plan.module, weights, (hidden,), keywords)
         if not isinstance(output, Tensor):
             raise TypeError(f"{type(plan.module).__name__} gives {type(output).__name__}, not a tensor")
@@ -240,7 +244,8 @@ class _Slots(SlotLayer):
         """See `SlotLayer.attend`."""
         new, slots = query.shape[2], self.store.slots
         if new == 1:
-            self.multiplication = _Sums()
+            if query.dtype in DTYPES and library.loaded() is not None:
+                self.weigh = _weigh_one
             return self.step(query, key, value, products, True, self._count)
         arrivals = Arrivals((new,), new, query.device)
         return self.read(query, key, value, arrivals, products, slots, slots, slots - 1, self._count)
@@ -284,52 +289,36 @@ class _Around:
         return key, value
 
 
-class _Sums(Multiplication):
-    """The attention of one query to a group of heads as sums of products.
-
-    The compiler makes one loop over the slots for all heads of a group: a key is read and rotated once, and every head
-    has a sum of its own, so that none waits for the one before.
-    """
-
-    def alike(self, query: Tensor, keys: Tensor, turns: Tensor | None) -> Tensor:
-        """See `Multiplication.alike`."""
-        if query.shape[2] > _MOST_SUMS:
-            return super().alike(query, keys, turns)
-        pieces = [keys] if turns is None else turned(keys, turns)
-        sizes = [piece.shape[-1] for piece in pieces]
-        sums = []
-        for one in query.float().unsqueeze(3).unbind(2):
-            products = [piece * own for piece, own in zip(pieces, one.split(sizes, -1), strict=True)]
-            halves = products[0] if turns is None else products.pop(0) + products[0]
-            sums.append(sum((rest.sum(-1) for rest in products[1:]), halves.sum(-1)))
-        return torch.stack(sums, 2)
-
-    def mixed(self, probs: Tensor, values: Tensor) -> Tensor:
-        """See `Multiplication.mixed`."""
-        if probs.shape[2] > _MOST_SUMS:
-            return super().mixed(probs, values)
-        sums = [(one.unsqueeze(-1) * values).sum(-2) for one in probs.unbind(2)]
-        return torch.stack(sums, 2).to(values.dtype)
+def _weigh_one(
+    query: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    turns: Turns | None,
+    arrivals: Arrivals,
+    hidden: Tensor | None,
+    products: Products,
+) -> tuple[Tensor, Tensor]:
+    """`weigh` for one query, by the library of our own."""
+    table, behind = turns or (None, None)
+    softcap, threads = products.softcap or 0.0, torch.get_num_threads()
+    seen = None if hidden is None else hidden.contiguous()
+    output, probs = torch.ops.h2o_stream.weigh_one(
+        query.contiguous(), keys, values, table, behind, seen, products.scaling, softcap, threads
+    )
+    return output, probs
 
 
-class _OneVector(TorchFunctionMode):
-    """Matrices times one vector as sums of products.
-
-    On a CPU the compiler makes of them loops that read weights at the speed of the memory, all in one piece with what
-    comes before and after. The library's products take two to three times as long.
-    """
+class _FewVectors(TorchFunctionMode):
+    """Matrices times one vector of each row, by the library of our own."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is linear:
+        if func is linear and not kwargs:
             x, weight, *bias = args
-            if x.numel() == x.shape[-1] and not kwargs:
-                product = (weight.float() * x.reshape(1, -1).float()).sum(-1)
-                if bias and bias[0] is not None:
-                    product = product + bias[0]
-                return product.to(x.dtype).view(*x.shape[:-1], -1)
-        if func is Tensor.softmax:
-            weights = (args[0] - args[0].amax(-1, keepdim=True)).exp()
-            return weights * weights.sum(-1, keepdim=True).reciprocal()
+            if x.dtype == weight.dtype and weight.dtype in DTYPES:
+                few = x.reshape(-1, x.shape[-1]).contiguous()
+                product = torch.ops.h2o_stream.multiply_few(few, weight.contiguous(), torch.get_num_threads())
+                product = product.view(*x.shape[:-1], -1)
+                return product if not bias or bias[0] is None else product + bias[0]
         return func(*args, **(kwargs or {}))
 
 
@@ -389,10 +378,9 @@ def _filled(value: Any, tensors: Sequence[Tensor], cache: object) -> Any:
 @lru_cache
 def _sources() -> str:
     """Tells versions of this program apart by what a graph is traced from."""
-    package = Path(__file__).parent
+    package = Path(__file__).parent.parent
     digest = hashlib.sha256()
-    native = package.parent / "models" / "native.py"
-    for path in sorted([*package.glob("*.py"), *package.parent.glob("cache/**/*.py"), native]):
+    for path in sorted(chain(*map(package.glob, ("graphs/*.py", "cache/**/*.py", "native/*")))):
         digest.update(path.read_bytes())
     return digest.hexdigest()
 

@@ -15,8 +15,8 @@ import torch
 from torch import Tensor, nn
 
 from h2o_stream.errors import ConfigError
-from h2o_stream.models import native
-from h2o_stream.models.native import GROUP
+from h2o_stream.native import library
+from h2o_stream.native.ops import GROUP, grid_of, unpacked
 
 _TOGETHER = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 """What transformers calls matrices that multiply the same vectors: one product gives them all."""
@@ -47,7 +47,7 @@ def quantize(model: Any, kind: str, notify: Callable[[str], None] = lambda line:
     """
     if model.device.type != "cpu":
         raise ConfigError(f"--quantize {kind} packs weights for the CPU, the model is on {model.device}; leave it out")
-    if native.library() is None:
+    if library.loaded() is None:
         notify(
             "Packed weights are multiplied by torch's kernels, slower: the C++ compiler failed or there is none (g++)."
         )
@@ -76,7 +76,7 @@ Packed = Callable[[nn.Linear], nn.Module]
 def _packing(weight: Tensor, kind: str) -> Packed | None:
     """The quickest way to hold a matrix; None if there is none."""
     ours, torchs = (Native4Linear, Int4Linear) if kind == "int4" else (Native8Linear, Int8Linear)
-    if native.library() is not None and ours.takes(weight):
+    if library.loaded() is not None and ours.takes(weight):
         return ours
     return torchs if torchs.takes(weight) else None
 
@@ -130,7 +130,7 @@ class _Part(nn.Module):
 
 
 class NativeLinear(nn.Module):
-    """y = x W' + b, W in 8 or 4 bits; see `native.multiply_packed`."""
+    """y = x W' + b, W in 8 or 4 bits; see `ops.multiply_packed`."""
 
     def __init__(self, linear: nn.Linear) -> None:
         super().__init__()
@@ -149,7 +149,7 @@ class NativeLinear(nn.Module):
 
     @staticmethod
     def pack(groups: Tensor) -> tuple[Tensor, Tensor]:
-        """Codes, and what `native.grid_of` gives, of numbers [rows, n, GROUP]."""
+        """Codes, and what `ops.grid_of` gives, of numbers [rows, n, GROUP]."""
         raise NotImplementedError
 
     def forward(self, x: Tensor) -> Tensor:
@@ -159,7 +159,7 @@ class NativeLinear(nn.Module):
             threads = torch.get_num_threads()
             y = torch.ops.h2o_stream.multiply_packed(flat.float(), self.codes, self.grid, threads)
         else:
-            y = flat @ native.unpacked(self.codes, self.grid).to(x.dtype).T
+            y = flat @ unpacked(self.codes, self.grid, x.dtype).T
         return _shaped(y, x, self.bias)
 
 
@@ -170,7 +170,7 @@ class Native8Linear(NativeLinear):
     def pack(groups: Tensor) -> tuple[Tensor, Tensor]:
         """See `NativeLinear.pack`."""
         scale = _half(groups.abs().amax(-1) / 127)
-        return (groups / scale[..., None]).round_().clamp_(-127, 127).to(torch.int8), native.grid_of(scale)
+        return (groups / scale[..., None]).round_().clamp_(-127, 127).to(torch.int8), grid_of(scale)
 
 
 class Native4Linear(NativeLinear):
@@ -181,7 +181,7 @@ class Native4Linear(NativeLinear):
         """See `NativeLinear.pack`."""
         codes, scale, middle = on_grid(groups)
         codes = codes.to(torch.uint8)
-        return codes[..., : GROUP // 2] | codes[..., GROUP // 2 :] << 4, native.grid_of(scale, middle - 8 * scale)
+        return codes[..., : GROUP // 2] | codes[..., GROUP // 2 :] << 4, grid_of(scale, middle - 8 * scale)
 
 
 def _half(scale: Tensor) -> Tensor:

@@ -2,12 +2,9 @@
 //
 // Every 32 numbers of a row share a scale in half precision, and in 4 bits an offset, as in GGUF's Q8_0 and Q4_1. The
 // vectors are rounded to 8 bits with a scale for every 32 of their numbers, so that the inner loop is one of integers.
-// Compiled for the machine it runs on, see `native.py`.
 
-#include <algorithm>
-#include <cmath>
-#include <cstdint>
-#include <cstring>
+#include "lanes.h"
+
 #include <vector>
 
 #if defined(__AVX2__) && defined(__FMA__) && defined(__F16C__)
@@ -165,6 +162,35 @@ struct Rounded {
   }
 };
 
+template <class Number>
+void unpack(const void* codes, const uint16_t* grid, Number* matrix, int64_t rows, int64_t columns, int64_t packing,
+            int64_t threads) {
+  const int64_t groups = columns / kGroup, row_bytes = columns / packing, most = padded(groups);
+#pragma omp parallel num_threads(int(threads))
+  {
+    std::vector<float> both(2 * most);
+    const float *scales = both.data(), *offsets = scales + most;
+#pragma omp for schedule(static)
+    for (int64_t row = 0; row < rows; ++row) {
+      const auto* bytes = static_cast<const uint8_t*>(codes) + row * row_bytes;
+      from_halves(grid + row * packing * most, both.data(), packing * most);
+      for (int64_t g = 0; g < groups; ++g) {
+        Number* numbers = matrix + row * columns + g * kGroup;
+        const float scale = scales[g], offset = packing == kFourBits ? offsets[g] : 0;
+        const auto put = [&](int64_t i, int code) { lanes::put(float(code) * scale + offset, numbers[i]); };
+        if (packing == kFourBits) {
+          const uint8_t* group = bytes + g * kGroup / 2;
+          for (int64_t i = 0; i < kGroup / 2; ++i) put(i, group[i] & 15);
+          for (int64_t i = 0; i < kGroup / 2; ++i) put(i + kGroup / 2, group[i] >> 4);
+        } else {
+          const auto* group = reinterpret_cast<const int8_t*>(bytes) + g * kGroup;
+          for (int64_t i = 0; i < kGroup; ++i) put(i, group[i]);
+        }
+      }
+    }
+  }
+}
+
 }  // namespace
 
 extern "C" {
@@ -173,8 +199,8 @@ extern "C" {
 //
 // codes: [rows][columns / packing] bytes; grid: [rows][packing][columns / 32, padded] halves, scales
 // and in 4 bits offsets.
-void h2o_stream_multiply(const float* x, const void* codes, const uint16_t* grid, float* y, int64_t count,
-                         int64_t rows, int64_t columns, int64_t packing, int64_t threads) {
+void h2o_stream_multiply_packed(const float* x, const void* codes, const uint16_t* grid, float* y, int64_t count,
+                                int64_t rows, int64_t columns, int64_t packing, int64_t threads) {
   const int64_t groups = columns / kGroup, row_bytes = columns / packing, most = padded(groups);
   const Rounded vectors(x, count, groups);
 #pragma omp parallel num_threads(int(threads))
@@ -203,64 +229,14 @@ void h2o_stream_multiply(const float* x, const void* codes, const uint16_t* grid
   }
 }
 
-// The matrix itself, [rows][columns].
-void h2o_stream_unpack(const void* codes, const uint16_t* grid, float* matrix, int64_t rows, int64_t columns,
-                       int64_t packing, int64_t threads) {
-  const int64_t groups = columns / kGroup, row_bytes = columns / packing, most = padded(groups);
-#pragma omp parallel num_threads(int(threads))
-  {
-    std::vector<float> both(2 * most);
-    const float *scales = both.data(), *offsets = scales + most;
-#pragma omp for schedule(static)
-    for (int64_t row = 0; row < rows; ++row) {
-      const auto* bytes = static_cast<const uint8_t*>(codes) + row * row_bytes;
-      from_halves(grid + row * packing * most, both.data(), packing * most);
-      for (int64_t g = 0; g < groups; ++g) {
-        float* numbers = matrix + row * columns + g * kGroup;
-        const float scale = scales[g], offset = offsets[g];
-        if (packing == kFourBits) {
-          const uint8_t* group = bytes + g * kGroup / 2;
-          for (int64_t i = 0; i < kGroup / 2; ++i) numbers[i] = float(group[i] & 15) * scale + offset;
-          for (int64_t i = 0; i < kGroup / 2; ++i) numbers[i + kGroup / 2] = float(group[i] >> 4) * scale + offset;
-        } else {
-          const auto* group = reinterpret_cast<const int8_t*>(bytes) + g * kGroup;
-          for (int64_t i = 0; i < kGroup; ++i) numbers[i] = float(group[i]) * scale;
-        }
-      }
-    }
+// The matrix itself, [rows][columns], in float32 or bfloat16.
+void h2o_stream_unpack(const void* codes, const uint16_t* grid, void* matrix, int64_t rows, int64_t columns,
+                       int64_t packing, int64_t in_bfloat16, int64_t threads) {
+  if (in_bfloat16) {
+    unpack(codes, grid, static_cast<lanes::BFloat16*>(matrix), rows, columns, packing, threads);
+  } else {
+    unpack(codes, grid, static_cast<float*>(matrix), rows, columns, packing, threads);
   }
-}
-
-// The first as compiled graphs call it: AOT Inductor hands tensors over by handle. The names are of torch's shim.h.
-
-struct AtenTensorOpaque;
-using AtenTensorHandle = AtenTensorOpaque*;
-int32_t aoti_torch_get_data_ptr(AtenTensorHandle tensor, void** data);
-int32_t aoti_torch_get_size(AtenTensorHandle tensor, int64_t dimension, int64_t* size);
-int32_t aoti_torch_get_numel(AtenTensorHandle tensor, int64_t* numel);
-int32_t aoti_torch_get_dtype(AtenTensorHandle tensor, int32_t* dtype);
-int32_t aoti_torch_empty_strided(int64_t dimensions, const int64_t* sizes, const int64_t* strides, int32_t dtype,
-                                 int32_t device, int32_t index, AtenTensorHandle* created);
-
-int32_t aoti_torch_cpu_multiply_packed(AtenTensorHandle x, AtenTensorHandle codes, AtenTensorHandle grid,
-                                       int64_t threads, AtenTensorHandle* y) {
-  int64_t numbers, rows, packing, row_bytes;
-  int32_t dtype;
-  void *from, *bytes, *halves, *to;
-  if (aoti_torch_get_numel(x, &numbers) || aoti_torch_get_dtype(x, &dtype) || aoti_torch_get_size(grid, 0, &rows) ||
-      aoti_torch_get_size(grid, 1, &packing) || aoti_torch_get_size(codes, 1, &row_bytes)) {
-    return 1;
-  }
-  const int64_t columns = row_bytes * packing, count = numbers / columns;
-  const int64_t sizes[] = {count, rows}, strides[] = {rows, 1};
-  if (aoti_torch_empty_strided(2, sizes, strides, dtype, 0, 0, y) || aoti_torch_get_data_ptr(x, &from) ||
-      aoti_torch_get_data_ptr(codes, &bytes) || aoti_torch_get_data_ptr(grid, &halves) ||
-      aoti_torch_get_data_ptr(*y, &to)) {
-    return 1;
-  }
-  h2o_stream_multiply(static_cast<const float*>(from), bytes, static_cast<const uint16_t*>(halves),
-                      static_cast<float*>(to), count, rows, columns, packing, threads);
-  return 0;
 }
 
 }  // extern "C"
