@@ -155,7 +155,7 @@ class NativeLinear(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """[..., in] to [..., out]."""
         flat = x.reshape(-1, self.in_features)
-        if len(flat) <= _FEW:
+        if flat.shape[0] <= _FEW:
             threads = torch.get_num_threads()
             y = torch.ops.h2o_stream.multiply_packed(flat.float(), self.codes, self.grid, threads)
         else:

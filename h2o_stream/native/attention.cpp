@@ -20,7 +20,15 @@ constexpr float kNothing = -std::numeric_limits<float>::infinity();
 // Heads whose sums fit into registers at once.
 constexpr int64_t kHeads = 8;
 
+// How many places ahead keys are fetched from memory.
+constexpr int64_t kAhead = 16;
+
 int64_t padded(int64_t count) { return (count + kLanes - 1) / kLanes * kLanes; }
+
+template <class Number>
+void fetch(const Number* numbers, int64_t count) {
+  for (int64_t i = 0; i < count; i += 64 / int64_t(sizeof(Number))) __builtin_prefetch(numbers + i);
+}
 
 // Numbers in float32, with zeros up to the next multiple of kLanes.
 template <class Number>
@@ -76,7 +84,11 @@ class Share {
     for (int64_t head = 0; head < asked_.heads; ++head) {
       pieces_.widen_all(asked_.query + (group * asked_.heads + head) * asked_.size, query_.data() + head * all);
     }
-    for (int64_t place = first; place < last; ++place) multiply(group * asked_.places + place, probs + place);
+    if (pieces_.rest == 0 && pieces_.half % kLanes == 0) {
+      multiply_all<8>(group * asked_.places, first, last, probs);
+    } else {
+      multiply_all<0>(group * asked_.places, first, last, probs);
+    }
     for (int64_t head = 0; head < asked_.heads; ++head) {
       soften(probs + head * asked_.places + first, last - first, top[head], sum[head]);
     }
@@ -84,13 +96,49 @@ class Share {
   }
 
  private:
-  // A key by the queries of all heads.
+  // Keys by the queries of all heads; `blocks` is how many a half of a key fills, or 0 for any size.
+  template <int64_t blocks>
+  void multiply_all(int64_t start, int64_t first, int64_t last, float* logits) {
+    if constexpr (blocks > 0) {
+      if (pieces_.half != blocks * kLanes) return multiply_all<blocks - 1>(start, first, last, logits);
+    }
+    for (int64_t place = first; place < last; ++place) {
+      fetch(asked_.keys + (start + std::min(place + kAhead, last - 1)) * asked_.size, asked_.size);
+      fetch(asked_.values + (start + place) * asked_.value_size, asked_.value_size);
+      if (asked_.hidden && asked_.hidden[start + place]) {
+        for (int64_t head = 0; head < asked_.heads; ++head) logits[head * asked_.places + place] = kNothing;
+      } else if constexpr (blocks > 0) {
+        multiply_blocks<blocks>(start + place, logits + place);
+      } else {
+        multiply(start + place, logits + place);
+      }
+    }
+  }
+
+  // A key that is all rotated, and stays in registers.
+  template <int64_t blocks>
+  void multiply_blocks(int64_t place, float* logits) const {
+    const Number* key = asked_.keys + place * asked_.size;
+    const Number* turn = asked_.turns + asked_.behind[place] * asked_.turned;
+    constexpr int64_t half = blocks * kLanes;
+    Lanes pieces[2 * blocks];
+    for (int64_t i = 0; i < blocks; ++i) {
+      const Lanes one = lanes::load(key + i * kLanes), other = lanes::load(key + half + i * kLanes);
+      const Lanes cosine = lanes::load(turn + i * kLanes), sine = lanes::load(turn + half + i * kLanes);
+      pieces[i] = one * cosine + other * sine;
+      pieces[blocks + i] = other * cosine - one * sine;
+    }
+    for (int64_t head = 0; head < asked_.heads; ++head) {
+      const float* query = query_.data() + head * 2 * half;
+      Lanes sums{};
+      for (int64_t i = 0; i < 2 * blocks; ++i) sums += lanes::load(query + i * kLanes) * pieces[i];
+      logits[head * asked_.places] = bounded(lanes::total(sums));
+    }
+  }
+
+  // A key of any size.
   void multiply(int64_t place, float* logits) {
     const int64_t half = pieces_.padded_half(), all = pieces_.padded_all();
-    if (asked_.hidden && asked_.hidden[place]) {
-      for (int64_t head = 0; head < asked_.heads; ++head) logits[head * asked_.places] = kNothing;
-      return;
-    }
     float* key = key_.data();
     pieces_.widen_all(asked_.keys + place * asked_.size, key);
     if (asked_.turns) {
@@ -109,9 +157,13 @@ class Share {
       const float* query = query_.data() + head * all;
       Lanes sums{};
       for (int64_t i = 0; i < all; i += kLanes) sums += lanes::load(query + i) * lanes::load(key + i);
-      const float product = lanes::total(sums) * asked_.scaling;
-      logits[head * asked_.places] = asked_.softcap > 0 ? std::tanh(product / asked_.softcap) * asked_.softcap : product;
+      logits[head * asked_.places] = bounded(lanes::total(sums));
     }
+  }
+
+  float bounded(float product) const {
+    product *= asked_.scaling;
+    return asked_.softcap > 0 ? std::tanh(product / asked_.softcap) * asked_.softcap : product;
   }
 
   static void soften(float* logits, int64_t count, float& top, float& sum) {

@@ -62,22 +62,19 @@ inline Lanes load(const BFloat16* from) {
 
 inline void store(Lanes lanes, float* to) { std::memcpy(to, &lanes, sizeof lanes); }
 
-inline float total(Lanes lanes) {
-  float parts[kLanes];
-  store(lanes, parts);
-  for (int64_t width = kLanes / 2; width >= 4; width /= 2) {
-    for (int64_t i = 0; i < width; ++i) parts[i] += parts[i + width];
+// The sum of 16, 8 or 4 numbers, halves first.
+template <class Some>
+float total(Some lanes) {
+  if constexpr (sizeof lanes == 64) {
+    return total(__builtin_shufflevector(lanes, lanes, 0, 1, 2, 3, 4, 5, 6, 7) +
+                 __builtin_shufflevector(lanes, lanes, 8, 9, 10, 11, 12, 13, 14, 15));
+  } else if constexpr (sizeof lanes == 32) {
+    return total(__builtin_shufflevector(lanes, lanes, 0, 1, 2, 3) + __builtin_shufflevector(lanes, lanes, 4, 5, 6, 7));
+  } else {
+    const Some pairs = lanes + __builtin_shufflevector(lanes, lanes, 2, 3, 0, 1);
+    return pairs[0] + pairs[1];
   }
-  return (parts[0] + parts[2]) + (parts[1] + parts[3]);
 }
-
-inline float largest(Lanes lanes) {
-  float parts[kLanes];
-  store(lanes, parts);
-  return *std::max_element(parts, parts + kLanes);
-}
-
-inline Lanes greater(Lanes one, Lanes other) { return one > other ? one : other; }
 
 // e to the power of numbers that are not above zero, to the last digit but one; zero below -87.
 inline Lanes exponential(Lanes x) {

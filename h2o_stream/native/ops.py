@@ -98,7 +98,7 @@ def multiply_few(x: Tensor, matrix: Tensor, threads: int) -> Tensor:
         [n, rows] in the same dtype.
     """
     x, matrix = x.contiguous(), matrix.contiguous()
-    y = x.new_empty(len(x), len(matrix))
+    y = x.new_empty(x.shape[0], matrix.shape[0])
     _call("multiply_few", x, matrix, y, len(x), *matrix.shape, x.dtype == torch.bfloat16, threads)
     return y
 
@@ -156,11 +156,11 @@ def _handed_over(argument: Tensor | float | None) -> Any:
 
 
 def _product(x: Tensor, matrix: Tensor, threads: int) -> Tensor:
-    return x.new_empty(len(x), len(matrix))
+    return x.new_empty(x.shape[0], matrix.shape[0])
 
 
 def _packed_product(x: Tensor, codes: Tensor, grid: Tensor, threads: int) -> Tensor:
-    return x.new_empty(len(x), len(grid))
+    return x.new_empty(x.shape[0], grid.shape[0])
 
 
 def _weighed(query: Tensor, keys: Tensor, values: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
