@@ -21,8 +21,10 @@ from h2o_stream import CacheConfig, attach
 from h2o_stream.cache.budgets import HeadGroup
 from h2o_stream.graphs import artifacts as artifacts_module
 from h2o_stream.graphs.artifacts import Artifacts, Runner
+from h2o_stream.graphs.build import traced
 from h2o_stream.graphs.steps import compiled
 from h2o_stream.graphs.trace import Blueprint, Chunk, Step
+from h2o_stream.models.quantize import quantize
 from tests.conftest import make_llama
 from tests.families import FAMILIES, config_of
 from tests.test_cli import invoke
@@ -57,6 +59,19 @@ def stream(model: PreTrainedModel, config: CacheConfig, artifacts: Artifacts | N
         kept = [cache.kept(layer) for layer in range(len(cache.layers))]
         counts = cache.counts()
     return [torch.stack(logits), kept, counts]
+
+
+def rows(model: PreTrainedModel, policy: str, padded: bool, artifacts: Artifacts | None) -> list[Tensor]:
+    """The same of three rows, of one length or of several."""
+    ids = torch.randint(3, 60, (3, 80), generator=torch.Generator().manual_seed(1))
+    mask = (torch.arange(80) >= torch.tensor([[0], [4 * padded], [9 * padded]])).long()
+    config = CacheConfig(policy, 24)
+    with attach(model, config) as cache, nullcontext() if artifacts is None else compiled(model, cache, artifacts):
+        read = [model(ids[:, :16], attention_mask=mask[:, :16], past_key_values=cache).logits[:, -1]]
+        for place in range(16, 80):
+            told, token = mask[:, : place + 1], ids[:, place : place + 1]
+            read.append(model(token, attention_mask=told, past_key_values=cache).logits[:, -1])
+        return [torch.stack(read), *(cache.kept(layer) for layer in range(len(cache.layers)))]
 
 
 GROUPS = (
@@ -189,27 +204,28 @@ class TestTracing:
     @pytest.mark.parametrize("policy", ["h2o", "random", "recent"])
     @pytest.mark.parametrize("padded", [False, True])
     def test_rows(self, by_head: PreTrainedModel, policy: str, padded: bool) -> None:
-        """The attention of single tokens of rows of one length or of several, before and past the window."""
-        ids = torch.randint(3, 60, (3, 80), generator=torch.Generator().manual_seed(1))
-        mask = (torch.arange(80) >= torch.tensor([[0], [4 * padded], [9 * padded]])).long()
-
-        def run(artifacts: Artifacts | None) -> list[Tensor]:
-            config = CacheConfig(policy, 24)
-            with (
-                attach(by_head, config) as cache,
-                nullcontext() if artifacts is None else compiled(by_head, cache, artifacts),
-            ):
-                read = [by_head(ids[:, :16], attention_mask=mask[:, :16], past_key_values=cache).logits[:, -1]]
-                for place in range(16, 80):
-                    told, token = mask[:, : place + 1], ids[:, place : place + 1]
-                    read.append(by_head(token, attention_mask=told, past_key_values=cache).logits[:, -1])
-                return [torch.stack(read), *(cache.kept(layer) for layer in range(3))]
-
-        traced = Traced()
-        (one, *held), (other, *kept) = run(None), run(traced)
+        """Single tokens of rows of one length or of several, before and past the window."""
+        made = Traced()
+        (one, *held), (other, *kept) = rows(by_head, policy, padded, None), rows(by_head, policy, padded, made)
         torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-4)
         assert all(map(torch.equal, held, kept))
-        assert traced.runs > 64
+        assert made.runs > 64
+
+    @pytest.mark.parametrize("kind", ["none", "int4"])
+    def test_nothing_that_grows_is_fixed_in_a_graph(self, monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
+        """`traced` fails if rows, slots or distances have one size only."""
+        model = grouped_by_head(monkeypatch, [(HeadGroup((0, 2), 0.7), HeadGroup((1, 3), 1.3))], heads=4)
+        if kind != "none":
+            quantize(model, kind)
+        for run in (
+            lambda made: rows(model, "h2o", False, made),
+            lambda made: stream(model, CacheConfig("h2o", 24), made),
+        ):
+            made = Traced()
+            run(made)
+            assert made.made
+            for step in made.made.values():
+                traced(step.blueprint)
 
     def test_what_a_graph_does_not_serve_is_eager(self, tiny: PreTrainedModel) -> None:
         traced = Traced()

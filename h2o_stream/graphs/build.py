@@ -29,8 +29,8 @@ _SERIAL = {"cpp.threads": 1}
 """What is left between the calls of our own library is too little to share out: waiting for each other takes longer."""
 
 
-def build(blueprint: Blueprint, package: Path) -> None:
-    """Trace and compile."""
+def traced(blueprint: Blueprint) -> Any:
+    """The exported program of a blueprint; what grows has any size in it."""
     import torch
     from torch.export import Dim
 
@@ -41,8 +41,12 @@ def build(blueprint: Blueprint, package: Path) -> None:
     inputs = [torch.zeros(blank.shape, dtype=blank.dtype) for blank in blueprint.inputs]
     shapes = [{number: dims[name] for number, name in blank.growing} or None for blank in blueprint.inputs]
     with torch.no_grad():
-        program = torch.export.export(Step(blueprint), (inputs,), dynamic_shapes=(shapes,), strict=False)
-    compile_ahead(program, package, _SERIAL if blueprint.by_library else {})
+        return torch.export.export(Step(blueprint), (inputs,), dynamic_shapes=(shapes,), strict=False)
+
+
+def build(blueprint: Blueprint, package: Path) -> None:
+    """Trace and compile."""
+    compile_ahead(traced(blueprint), package, _SERIAL if blueprint.by_library else {})
 
 
 def compile_ahead(program: Any, package: Path, settings: Mapping[str, Any]) -> None:
