@@ -317,10 +317,9 @@ class _Reader:
 
 def _due(part: SlotLayer) -> int | None:
     """See `SlotLayer.due`; None where there are no slots yet."""
-    if not part.is_initialized or part.due is None:
-        return None
+    due = part.due if part.is_initialized else None
     # A row may have empty slots where another has none: those come first.
-    return 0 if len(part.lengths) > 1 and part.schedule.fixed else part.due
+    return 0 if due and len(part.lengths) > 1 and part.schedule.fixed else due
 
 
 def _served(part: SlotLayer) -> bool:

@@ -1,9 +1,9 @@
 """Weights of matrices in 8 or 4 bits.
 
 Every 32 numbers of a row share a scale, and in 4 bits an offset, as in GGUF's Q8_0, Q4_0 and Q4_1: what comes from such
-a file lies on that grid already and is not rounded again. They are multiplied by `native`; where that cannot be
-compiled, by torch's own packed kernels, which are slower, take activations in bfloat16, and in 8 bits have one scale
-for a row.
+a file lies on that grid already and is not rounded again. They are multiplied by the library of `h2o_stream.native`;
+where that cannot be compiled, by torch's own packed kernels, which are slower, take activations in bfloat16, and in
+8 bits have one scale for a row.
 """
 
 from __future__ import annotations
