@@ -39,7 +39,7 @@ void widen(const Number* from, float* to, int64_t count) {
   for (; i < padded(count); ++i) to[i] = 0;
 }
 
-// What is asked, for all streams; see `weigh_one` in __init__.py.
+// What is asked, for all streams; see `weigh_one` in ops.py.
 template <class Number>
 struct Question {
   const Number *query, *keys, *values, *turns;
@@ -273,7 +273,7 @@ void attend(const Question<Number>& asked, int64_t threads) {
 
 extern "C" {
 
-// See `weigh_one` in __init__.py. Sizes: rows times KV heads, query heads of each, places, numbers of a key, of a
+// See `weigh_one` in ops.py. Sizes: rows times KV heads, query heads of each, places, numbers of a key, of a
 // value, and those of a key that are rotated. `turns` and `hidden` may be null.
 void h2o_stream_weigh_one(const void* query, const void* keys, const void* values, const void* turns,
                           const int64_t* behind, const bool* hidden, void* output, float* probs, int64_t groups,
