@@ -38,10 +38,10 @@ class Traced(Artifacts):
         self.made: dict[str, Step] = {}
         self.runs = 0
 
-    def get(self, key: str, blueprint: Blueprint) -> Runner | None:
-        if key not in self.made:
-            self.made[key] = Step(pickle.loads(blueprint.pickled()))
-        step = self.made[key]
+    def get(self, blueprint: Blueprint) -> Runner | None:
+        if blueprint.key not in self.made:
+            self.made[blueprint.key] = Step(pickle.loads(blueprint.pickled()))
+        step = self.made[blueprint.key]
 
         def run(inputs: list[Tensor]) -> list[Tensor]:
             self.runs += 1
@@ -193,7 +193,7 @@ class TestTracing:
                 return last, cache.kept(0)
 
         class Never(Traced):
-            def get(self, key: str, blueprint: Blueprint) -> None:
+            def get(self, blueprint: Blueprint) -> None:
                 return None
 
         (one, held), (other, kept) = run(Never()), run(Traced())

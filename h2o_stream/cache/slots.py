@@ -7,8 +7,7 @@ At rest at most W slots are held and `free` names one that is not. A decode step
 attends, updates the scores and evicts one slot, which is the next free one; nothing is copied or grown.
 A prefill takes the prompt in chunks: attend to what is held and to the chunk, then keep W of both.
 The two are the same rule, "append, attend, keep", and give the same result token by token. A layer whose window is
-not the common one (`cache.budgets`) takes the second way twice, to allocate anew: when it leaves the common size, and
-when it has come to its own.
+less than the common one (`cache.budgets`) takes the second way once, to allocate anew: when it has come to its own.
 """
 
 from __future__ import annotations
@@ -90,7 +89,7 @@ class SlotLayer(EndlessLayer):
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         """Allocate every slot, in the dtype and on the device of the first keys [B, Hkv, Q, D]."""
-        self._allocate(key_states, value_states, self.schedule.common + self._spare)
+        self._allocate(key_states, value_states, self.schedule.most + self._spare)
 
     def _allocate(self, key_states: Tensor, value_states: Tensor, slots: int) -> None:
         rows, plan = key_states.shape[:2], self.plan
@@ -477,10 +476,7 @@ class SlotLayer(EndlessLayer):
 
     def _room(self, lengths: Sequence[int]) -> int:
         """Tokens to have slots for when the rows are so long."""
-        schedule = self.schedule
-        if schedule.fixed or max(lengths) <= schedule.common:
-            return schedule.common
-        return schedule.window if min(lengths) >= schedule.settled else schedule.most
+        return self.schedule.window if min(lengths) >= self.schedule.settled else self.schedule.most
 
     def _fits(self, lengths: Sequence[int]) -> bool:
         """Whether the slots there are are those to have when the rows are so long."""

@@ -51,13 +51,9 @@ class Artifacts:
         self._building: tuple[list[str], subprocess.Popen[bytes]] | None = None
         self._looked = 0.0
 
-    def get(self, key: str, blueprint: Blueprint) -> Runner | None:
-        """The graph called `key`; None if it is not there yet, then it is being made or will be.
-
-        Args:
-            key: of the blueprint.
-            blueprint: what it is made of.
-        """
+    def get(self, blueprint: Blueprint) -> Runner | None:
+        """The graph of a blueprint; None if it is not there yet, then it is being made or will be."""
+        key = blueprint.key
         if key in _loaded:
             return _loaded[key]
         if key not in self._wanted and key not in self._failed:

@@ -30,6 +30,7 @@ from h2o_stream.graphs.trace import (
     Limits,
     Part,
     Place,
+    kind_of,
     told_apart,
 )
 
@@ -155,8 +156,9 @@ class _Finder:
 
     def __init__(self, module: nn.Module, number: int, artifacts: Artifacts) -> None:
         self._module, self._number, self._artifacts = module, number, artifacts
+        self._kind = ""
         self._told: Told | None = None
-        self._described: dict[tuple[int, bool], tuple[str, Blueprint]] = {}
+        self._described: dict[tuple[int, bool], Blueprint] = {}
 
     def __call__(
         self,
@@ -181,7 +183,7 @@ class _Finder:
             self._told, self._described = told, {}
         several = hidden.shape[0] > 1
         known = self._described.get((at_once, several))
-        if known and self._artifacts.get(*known) is None:
+        if known and self._artifacts.get(known) is None:
             return None
         if len(parts) > MOST_PARTS or not all(map(_served, parts)):
             return None
@@ -210,9 +212,11 @@ class _Finder:
             rest.append(table.upto(reach, hidden.device, hidden.dtype))
             growing.append(((0, "distances"),))
         if known is None:
+            self._kind = self._kind or kind_of(self._module)
             inputs = [hidden, *extras, *(none for none, *_ in evicted), *rest]
             blueprint = Blueprint(
                 module=self._module,
+                kind=self._kind,
                 keywords=told[0],
                 extras=len(extras),
                 weights=tuple(name for name, _ in named),
@@ -225,10 +229,10 @@ class _Finder:
             soon = {part.at_once for part in parts if hidden.shape[-2] == 1}
             for most in {1, at_once} | soon:  # two are rare, one is enough for all other steps
                 one = replace(blueprint, at_once=most)
-                self._described[most, several] = one.key, one
-                self._artifacts.get(one.key, one)
+                self._described[most, several] = one
+                self._artifacts.get(one)
             known = self._described[at_once, several]
-        run = self._artifacts.get(*known)
+        run = self._artifacts.get(known)
         if run is None:
             return None
         return _Bound(run, told, [(part, part.free, part.index, part.budget) for part in parts], evicted, rest)

@@ -14,7 +14,7 @@ import pickle
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -107,6 +107,7 @@ class Blueprint:
 
     Attributes:
         module: what is traced, without its numbers.
+        kind: what it is, see `kind_of`.
         keywords: what it is called with, see `told_apart`.
         extras: how many tensors are among them.
         weights: names of its parameters and buffers.
@@ -118,6 +119,7 @@ class Blueprint:
     """
 
     module: nn.Module
+    kind: str
     keywords: Fixed
     extras: int
     weights: tuple[str, ...]
@@ -132,11 +134,11 @@ class Blueprint:
         """Whether products and attention are the business of our own library: for one token of each row."""
         return self.inputs[0].shape[-2] == 1 and library.loaded() is not None
 
-    @property
+    @cached_property
     def key(self) -> str:
         """16 hex digits, the same for modules that share a graph."""
         told = [
-            _described(self.module),
+            self.kind,
             repr(self.keywords),
             self.weights,
             [asdict(part) for part in self.parts],
@@ -385,7 +387,7 @@ def _sources() -> str:
     return digest.hexdigest()
 
 
-def _described(module: nn.Module) -> list[Any]:
+def kind_of(module: nn.Module) -> str:
     """Classes and settings of a module and all inside it. Which layer of the model it is does not count."""
     told: list[Any] = []
     for name, inner in module.named_modules():
@@ -397,4 +399,4 @@ def _described(module: nn.Module) -> list[Any]:
         config = getattr(inner, "config", None)
         settings = config.to_diff_dict() if isinstance(config, PreTrainedConfig) else None
         told.append((name, f"{type(inner).__module__}.{type(inner).__qualname__}", scalars, settings))
-    return told
+    return json.dumps(told, default=str)
