@@ -32,6 +32,9 @@ from h2o_stream.cache.weigh import Arrivals, Products, hide, rotate, weigh
 from h2o_stream.config import CachePlan
 from h2o_stream.errors import H2OStreamError
 
+_SHRINKING = 3
+"""Evictions in the steps of most layers that shrink, so that they can share a graph."""
+
 _BOOKS = ("scores", "index", "rank", "free", "seen")
 
 Reader = Callable[["SlotLayer", Tensor, Tensor, Tensor, Products], Tensor | None]
@@ -176,9 +179,9 @@ class SlotLayer(EndlessLayer):
 
     @property
     def at_once(self) -> int:
-        """The most tokens that a compiled step evicts: a window that shrinks evicts one more now and then."""
-        schedule = self.schedule
-        return 2 if schedule.window < schedule.common and min(self.lengths) < schedule.settled else 1
+        """The most tokens that a compiled step evicts: a window that shrinks evicts more than one now and then."""
+        most = self.schedule.at_once
+        return max(most, _SHRINKING) if most > 1 and min(self.lengths) < self.schedule.settled else 1
 
     @property
     def nbytes(self) -> int:

@@ -227,7 +227,7 @@ class _Finder:
                 threads=torch.get_num_threads(),
             )
             soon = {part.at_once for part in parts if hidden.shape[-2] == 1}
-            for most in {1, at_once} | soon:  # two are rare, one is enough for all other steps
+            for most in {1, at_once} | soon:  # more are rare, one is enough for all other steps
                 one = replace(blueprint, at_once=most)
                 self._described[most, several] = one
                 self._artifacts.get(one)
@@ -274,7 +274,7 @@ class _Compiled:
         dues = [_due(part) for part in parts]
         if None in dues:
             return self.eager(*args, **keywords)
-        at_once = max([1, *filter(None, dues)])
+        at_once = max([1, *(part.at_once for part, due in zip(parts, dues, strict=True) if due and due > 1)])
         fixed, extras = self._keywords(keywords)
         told, bound = (fixed, hidden.dtype), self._bound.get(at_once)
         if bound is None or not bound.serves(told):
