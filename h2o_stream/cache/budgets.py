@@ -76,7 +76,7 @@ class Schedule:
         """Whether the window never changes its size."""
         return self.window == self.common
 
-    @property
+    @cached_property
     def settled(self) -> int:
         """The length of a stream from which on `window` tokens are held."""
         return self.common + len(self.between) + 1

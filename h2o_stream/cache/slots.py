@@ -291,7 +291,7 @@ class SlotLayer(EndlessLayer):
     def count_token(self) -> None:
         """Count a token of each row that is about to go through `step`."""
         self.filled = min(self.filled + 1, self.store.slots)
-        self.lengths = tuple(length + 1 for length in self.lengths)
+        self.lengths = tuple([length + 1 for length in self.lengths])
 
     def count_chunk(self, new: int) -> int | None:
         """Count `new` tokens of the one row that are about to go through a compiled `read`.

@@ -106,16 +106,16 @@ class _Keywords:
     def __init__(self, cache: H2OCache) -> None:
         self._cache = cache
         self._last: dict[str, Any] = {}
+        self._known: tuple[list[str], list[int]] = ([], [])
         self._split: tuple[Fixed, list[Tensor]] = ((), [])
 
     def __call__(self, keywords: dict[str, Any]) -> tuple[Fixed, list[Tensor]]:
         """See `told_apart`."""
-        last = self._last
-        if len(last) != len(keywords) or any(
-            value is not last.get(name, _Keywords) for name, value in keywords.items()
-        ):
+        known = list(keywords), list(map(id, keywords.values()))
+        if known != self._known:
             fixed, tensors = told_apart(keywords, self._cache)
-            self._last, self._split = keywords, (fixed, [tensor.contiguous() for tensor in tensors])
+            self._last, self._known = keywords, known
+            self._split = fixed, [tensor.contiguous() for tensor in tensors]
         return self._split
 
 
@@ -139,10 +139,10 @@ class _Bound:
 
     def serves(self, told: Told) -> bool:
         """Whether the tensors are still those, and the graph is one for this."""
-        return self.told == told and all(
-            part.free is free and part.index is index and part.budget is budget
-            for part, free, index, budget in self.parts
-        )
+        for part, free, index, budget in self.parts:
+            if part.free is not free or part.index is not index or part.budget is not budget:
+                return False
+        return self.told == told
 
 
 class _Finder:
@@ -264,26 +264,35 @@ class _Compiled:
         self._number, self._cache, self._keywords = number, cache, keywords
         self._find = _Finder(module, number or 0, artifacts)
         self._bound: dict[int, _Bound | None] = {}
+        self._layer: Any = None
+        self._parts: list[SlotLayer] = []
+        self._heads: list[Tensor] = []
 
     def __call__(self, *args: Any, **keywords: Any) -> Any:
         """See the module's own forward."""
         hidden = args[0] if len(args) == 1 else None
         if not isinstance(hidden, Tensor) or hidden.dim() != 3 or hidden.shape[1] > 1:
             return self.eager(*args, **keywords)
-        parts, heads = _by_size(None if self._number is None else self._cache.layers[self._number])
-        dues = [_due(part) for part in parts]
-        if None in dues:
-            return self.eager(*args, **keywords)
-        at_once = max([1, *(part.at_once for part, due in zip(parts, dues, strict=True) if due and due > 1)])
+        if self._number is not None and self._cache.layers[self._number] is not self._layer:
+            self._layer = self._cache.layers[self._number]
+            self._parts, self._heads = _by_size(self._layer)
+        at_once, dues = 1, []
+        for part in self._parts:
+            due = _due(part)
+            if due is None:
+                return self.eager(*args, **keywords)
+            dues.append(due)
+            if due > 1:
+                at_once = max(at_once, part.at_once)
         fixed, extras = self._keywords(keywords)
         told, bound = (fixed, hidden.dtype), self._bound.get(at_once)
         if bound is None or not bound.serves(told):
-            bound = self._bound[at_once] = self._find(at_once, hidden, extras, told, parts, heads)
+            bound = self._bound[at_once] = self._find(at_once, hidden, extras, told, self._parts, self._heads)
         if bound is None:
             return self.eager(*args, **keywords)
         inputs = [hidden.contiguous(), *extras]
-        inputs += [evicted[due or 0] for due, evicted in zip(dues, bound.evicted, strict=True)]
-        for part in parts:
+        inputs += [evicted[due] for due, evicted in zip(dues, bound.evicted, strict=True)]
+        for part in self._parts:
             part.columns += 1
             part.count_token()
         inputs += bound.rest
@@ -347,6 +356,6 @@ def _rules(plan: CachePlan) -> CachePlan:
 def _by_size(layer: Any) -> tuple[list[SlotLayer], list[Tensor]]:
     """The groups of heads of a layer, small ones first so that fewer kinds of layer need a graph; and their heads."""
     if not isinstance(layer, GroupedLayer):
-        return ([] if layer is None else [layer]), []
+        return [layer], []
     order = sorted(range(len(layer.parts)), key=lambda place: len(layer.heads[place]))
     return [layer.parts[place] for place in order], [layer.heads[place] for place in order]

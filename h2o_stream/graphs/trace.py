@@ -382,7 +382,9 @@ def _sources() -> str:
     """Tells versions of this program apart by what a graph is traced from."""
     package = Path(__file__).parent.parent
     digest = hashlib.sha256()
-    for path in sorted(chain(*map(package.glob, ("graphs/*.py", "cache/**/*.py", "native/ops.py")))):
+    for path in sorted(
+        chain(*map(package.glob, ("graphs/trace.py", "graphs/build.py", "cache/**/*.py", "native/ops.py")))
+    ):
         digest.update(path.read_bytes())
     return digest.hexdigest()
 
