@@ -26,8 +26,11 @@ DEFAULT_WINDOW = 256
 DEFAULT_CHUNK = 64
 """Tokens between two evictions of a prefill: small keeps its scores close to decoding's, large is faster."""
 
-PREFILL_STEP = 128
-"""Prompt tokens per forward: enough to keep the matrix products busy, few enough to stop soon after Ctrl-C."""
+PREFILL_STEP, PREFILL_MOST = 128, 1024
+"""Prompt tokens per forward, with large models and with small ones: the more, the faster are products of matrices."""
+
+PREFILL_WORK = 10**11
+"""Multiplications of a forward on a CPU, more or less: few enough to stop soon after Ctrl-C."""
 
 DEFAULT_TEMPERATURE = 0.7
 DEFAULT_TOP_P = 0.95

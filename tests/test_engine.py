@@ -89,6 +89,7 @@ class TestStream:
             assert held == {24}
 
     def test_prefill_reports_progress(self, engine: Engine) -> None:
+        engine.step = PREFILL_STEP
         events = list(engine.prefill(range(100, 800)))
         assert [event.done for event in events] == [*range(PREFILL_STEP, 700, PREFILL_STEP), 700]
         assert {event.total for event in events} == {700}
@@ -130,6 +131,7 @@ class TestEnds:
         assert len(run(engine.decode())[0]) == 12
 
     def test_interrupted_during_prefill(self, engine: Engine) -> None:
+        engine.step = PREFILL_STEP
         progress = engine.prefill(range(100, 800))
         assert isinstance(next(progress), PrefillProgress)
         engine.should_stop = lambda: True

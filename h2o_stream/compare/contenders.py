@@ -14,7 +14,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, Self
 
-from h2o_stream.config import PREFILL_STEP, CacheConfig, ModelConfig
+from h2o_stream.config import CacheConfig, ModelConfig
 from h2o_stream.errors import ConfigError, H2OStreamError
 
 OURS, TRANSFORMERS, LLAMA_CPP = "h2o-stream", "transformers", "llama.cpp"
@@ -165,12 +165,12 @@ class _Torch(Runner):
 
 
 class _Ours(_Torch):
-    at_once = PREFILL_STEP
-
     def _start(self) -> None:
         from h2o_stream.cache.attach import attach
+        from h2o_stream.engine.engine import prefill_step
         from h2o_stream.graphs.steps import compiled
 
+        self.at_once = prefill_step(self.model)
         self.cache = self._stack.enter_context(attach(self.model, self.contender.cache))
         self._graphs = self._stack.enter_context(compiled(self.model, self.cache)) if self.contender.compile else None
 

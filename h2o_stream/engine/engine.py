@@ -19,7 +19,7 @@ from h2o_stream.cache.attach import attach
 from h2o_stream.cache.counts import CacheCounts
 from h2o_stream.cache.state import taken
 from h2o_stream.cache.support import context_of, home_of, learned_positions
-from h2o_stream.config import PREFILL_STEP, AtContext, CacheConfig, SamplingConfig
+from h2o_stream.config import PREFILL_MOST, PREFILL_STEP, PREFILL_WORK, AtContext, CacheConfig, SamplingConfig
 from h2o_stream.engine.events import Finished, PrefillProgress, Token
 from h2o_stream.engine.sampling import Sampler
 from h2o_stream.engine.text import TextStream
@@ -33,6 +33,7 @@ class Engine:
     Attributes:
         tokens: ids of all that were fed since the start, 4 bytes each.
         opening: tokens that `pin` protects.
+        step: prompt tokens per forward, see `prefill_step`.
 
     Args:
         model: a causal language model of transformers.
@@ -67,6 +68,7 @@ class Engine:
         self.context = context_of(model.config)
         self._last_position = learned_positions(model.config)
         self.opening = 0
+        self.step = prefill_step(model)
         self.tokens = array("i")
         self.end_tokens = _end_tokens(model, tokenizer)
         self._stack = ExitStack()
@@ -165,7 +167,7 @@ class Engine:
             yield Finished("context", detail=detail)
             return
         chunk = self.cache.plan.chunk or len(tokens)
-        step = max(PREFILL_STEP // chunk, 1) * chunk
+        step = max(self.step // chunk, 1) * chunk
         for start in range(0, len(tokens), step):
             if self.should_stop():
                 yield Finished("interrupted")
@@ -255,6 +257,17 @@ class Engine:
         if self.at_context == "stop":
             return f"{passed}positions; use --policy h2o, or go on beyond them with --at-context continue"
         return ""
+
+
+def prefill_step(model: Any) -> int:
+    """How many tokens of a prompt to feed at once: as many as a small machine can in about a second."""
+    if home_of(model).type != "cpu":
+        return PREFILL_MOST
+    numbers = sum(tensor.numel() for tensor in (*model.parameters(), *model.buffers()))
+    step = PREFILL_STEP
+    while step < PREFILL_MOST and 2 * step * numbers <= PREFILL_WORK:
+        step *= 2
+    return step
 
 
 def _end_tokens(model: Any, tokenizer: Any) -> frozenset[int]:
