@@ -215,9 +215,9 @@ class TestChat:
     def test_a_long_prompt_shows_progress(self, tiny_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(Reading, "EVERY_S", 0.0)
         talk = ["-m", tiny_folder, "-n", "3", "-p", "-"]
-        done = invoke("h2o-chat", *talk, typed="word " * 1000)
-        assert re.search(r"reading 512 of 1,0\d\d tokens", done.stderr)
-        assert "reading" not in invoke("h2o-chat", *talk, "-q", typed="word " * 1000).stderr
+        done = invoke("h2o-chat", *talk, typed="word " * 2000)
+        assert re.search(r"reading 1,024 of 2,0\d\d tokens", done.stderr)
+        assert "reading" not in invoke("h2o-chat", *talk, "-q", typed="word " * 2000).stderr
 
     def test_the_same_seed_says_the_same(self, tiny_folder: Path) -> None:
         talk = ["-m", tiny_folder, "--seed", "5", "-n", "12", "-p", "hello", "-q"]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -158,7 +158,7 @@ class _Finder:
         self._module, self._number, self._artifacts = module, number, artifacts
         self._kind = ""
         self._told: Told | None = None
-        self._described: dict[tuple[int, bool], Blueprint] = {}
+        self._described: dict[tuple[int, ...], Blueprint] = {}
 
     def __call__(
         self,
@@ -181,8 +181,8 @@ class _Finder:
         """
         if told != self._told:
             self._told, self._described = told, {}
-        several = hidden.shape[0] > 1
-        known = self._described.get((at_once, several))
+        several, room = hidden.shape[0] > 1, _room([len(part.budget.pins) for part in parts])
+        known = self._described.get((at_once, several, room))
         if known and self._artifacts.get(known) is None:
             return None
         if len(parts) > MOST_PARTS or not all(map(_served, parts)):
@@ -200,7 +200,7 @@ class _Finder:
         growing += [()] * (len(parts) + len(rest))
         for place, part in enumerate(parts):
             own = part.tensors().values()
-            rest += [*own, *self._limits(part)]
+            rest += [*own, *self._limits(part, room)]
             slots: Growing = (*rows, (2, f"slots{place}"))
             growing += [slots if tensor.shape[2] == part.store.slots else rows for tensor in own]
             growing += [()] * len(Limits._fields)
@@ -229,16 +229,16 @@ class _Finder:
             soon = {part.at_once for part in parts if hidden.shape[-2] == 1}
             for most in {1, at_once} | soon:  # more are rare, one is enough for all other steps
                 one = replace(blueprint, at_once=most)
-                self._described[most, several] = one
+                self._described[most, several, room] = one
                 self._artifacts.get(one)
-            known = self._described[at_once, several]
+            known = self._described[at_once, several, room]
         run = self._artifacts.get(known)
         if run is None:
             return None
         return _Bound(run, told, [(part, part.free, part.index, part.budget) for part in parts], evicted, rest)
 
-    def _limits(self, part: SlotLayer) -> Limits:
-        pins = torch.zeros(MOST_PINS, 2, dtype=torch.int64)
+    def _limits(self, part: SlotLayer, room: int) -> Limits:
+        pins = torch.zeros(room, 2, dtype=torch.int64)
         for row, pin in enumerate(part.budget.pins):
             pins[row] = torch.tensor([pin.start, pin.stop])
         budget = part.budget
@@ -338,6 +338,11 @@ def _due(part: SlotLayer) -> int | None:
 def _served(part: SlotLayer) -> bool:
     """Whether a graph can work on these slots."""
     return part.is_initialized and len(part.budget.pins) <= MOST_PINS and isinstance(part.watch, SparsityMeter)
+
+
+def _room(pins: Sequence[int]) -> int:
+    """For how many ranges of pinned tokens to have room: every slot is looked up in each, and few chats have two."""
+    return 1 if max(pins, default=0) <= 1 else MOST_PINS
 
 
 def _blank(tensor: Tensor, growing: Growing) -> Blank:

@@ -40,7 +40,7 @@ from h2o_stream.native import library
 from h2o_stream.native.ops import DTYPES
 
 MOST_PINS = 8
-"""Ranges of pinned tokens that a graph has room for."""
+"""The most ranges of pinned tokens that a graph has room for."""
 
 CACHE = "<cache>"
 """Stands for the cache among a layer's keywords."""
@@ -58,7 +58,7 @@ class Limits(NamedTuple):
 
     Attributes:
         sinks: [] int64, first tokens that stay.
-        pins: [MOST_PINS, 2] int64, the pinned indices from first up to last + 1; 0, 0 for none.
+        pins: [n, 2] int64, the pinned indices from first up to last + 1; 0, 0 for none.
         recent: [] int64, newest tokens that stay.
         span: [] int64, see `SlotLayer.span`.
         number: [] int64, of the decoder layer.
