@@ -25,15 +25,6 @@ def collector_paused() -> Iterator[None]:
         gc.freeze()
 
 
-def bound_kernel_cache() -> None:
-    """Tell oneDNN, before torch is imported, to keep 200 kernels and not 1,024.
-
-    It makes one for every length of a prompt and every size of a window, of more than half a megabyte each: without
-    this a long chat grows by some 700 MB before it stops growing.
-    """
-    os.environ.setdefault("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "200")
-
-
 def quieten_libraries(progress: bool, warnings: bool) -> None:
     """Tell the libraries, before they are imported, whether to show progress bars and warnings."""
     if not progress:

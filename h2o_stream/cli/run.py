@@ -15,9 +15,10 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 from h2o_stream.errors import ConfigError, H2OStreamError
+from h2o_stream.memory import bound_kernel_caches
 from h2o_stream.processes import Processes
 from h2o_stream.resources import config_file
-from h2o_stream.startup import bound_kernel_cache, collector_paused, quieten_libraries
+from h2o_stream.startup import collector_paused, quieten_libraries
 
 if TYPE_CHECKING:
     from h2o_stream.cli.options import OutputOptions
@@ -109,7 +110,7 @@ def loading(model: ModelConfig, output: OutputOptions) -> Iterator[Terminal]:
     from h2o_stream.ui.terminal import Terminal
 
     terminal = Terminal(output.color, output.quiet, replies=output.jsonl != "-" and Processes().main)
-    bound_kernel_cache()
+    bound_kernel_caches()
     quieten_libraries(progress=terminal.live and not output.quiet, warnings=output.verbose)
     terminal.note(f"Loading {model.model} ...", style="dim")
     with collector_paused():

@@ -16,6 +16,7 @@ from typing import Any, Self
 
 from h2o_stream.config import CacheConfig, ModelConfig
 from h2o_stream.errors import ConfigError, H2OStreamError
+from h2o_stream.memory import give_back_free_memory
 
 OURS, TRANSFORMERS, LLAMA_CPP = "h2o-stream", "transformers", "llama.cpp"
 
@@ -182,6 +183,12 @@ class _Ours(_Torch):
             self.decode((5, 6))
         self._graphs.wait()
         self.cache.reset()
+
+    def feed(self, tokens: Sequence[int]) -> float:
+        begun = time.perf_counter()
+        super().feed(tokens)
+        give_back_free_memory()
+        return time.perf_counter() - begun
 
     def cache_bytes(self) -> int:
         return int(self.cache.nbytes)

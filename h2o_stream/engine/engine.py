@@ -25,6 +25,7 @@ from h2o_stream.engine.sampling import Sampler
 from h2o_stream.engine.text import TextStream
 from h2o_stream.errors import H2OStreamError, OutOfMemoryError, means_out_of_memory
 from h2o_stream.graphs.steps import compiled
+from h2o_stream.memory import give_back_free_memory
 
 
 class Engine:
@@ -178,6 +179,8 @@ class Engine:
             except OutOfMemoryError as error:
                 yield Finished("oom", detail=str(error))
                 return
+            if len(tokens) >= PREFILL_STEP and start + step >= len(tokens):
+                give_back_free_memory()
             elapsed_s += time.perf_counter() - begun
             yield PrefillProgress(min(start + step, len(tokens)), len(tokens), elapsed_s, self.counts)
 
