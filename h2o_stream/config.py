@@ -29,7 +29,7 @@ DEFAULT_CHUNK = 64
 PREFILL_STEP, PREFILL_MOST = 128, 1024
 """Prompt tokens per forward, with large models and with small ones: the more, the faster are products of matrices."""
 
-PREFILL_WORK = 10**11
+PREFILL_WORK = 15 * 10**10
 """Multiplications of a forward on a CPU, more or less: few enough to stop soon after Ctrl-C."""
 
 DEFAULT_TEMPERATURE = 0.7

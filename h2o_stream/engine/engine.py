@@ -263,7 +263,7 @@ class Engine:
 
 
 def prefill_step(model: Any) -> int:
-    """How many tokens of a prompt to feed at once: as many as a small machine can in about a second."""
+    """How many tokens of a prompt to feed at once: as many as a small machine can in a second or two."""
     if home_of(model).type != "cpu":
         return PREFILL_MOST
     numbers = sum(tensor.numel() for tensor in (*model.parameters(), *model.buffers()))
