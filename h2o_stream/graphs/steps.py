@@ -114,7 +114,7 @@ class _Keywords:
         known = list(keywords), list(map(id, keywords.values()))
         if known != self._known:
             fixed, tensors = told_apart(keywords, self._cache)
-            self._last, self._known = keywords, known
+            self._last, self._known = keywords, known  # as long as it is held no other object has its number
             self._split = fixed, [tensor.contiguous() for tensor in tensors]
         return self._split
 

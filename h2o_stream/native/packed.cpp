@@ -87,6 +87,8 @@ Sums next_halves(const uint16_t* halves, int64_t count) {
   return Sums(_mm512_cvtph_ps(_mm256_loadu_si256((const __m256i*)halves)));
 }
 
+Sums permuted(Sums some, Whole places) { return Sums(_mm512_permutexvar_ps(__m512i(places), __m512(some))); }
+
 using Bytes = __m512i;
 
 Bytes load(const void* from) { return _mm512_loadu_si512(from); }
@@ -112,6 +114,8 @@ Whole multiplied(Bytes one, Bytes other) {
 Sums next_halves(const uint16_t* halves, int64_t) {
   return Sums(_mm256_cvtph_ps(_mm_loadu_si128((const __m128i*)halves)));
 }
+
+Sums permuted(Sums some, Whole places) { return Sums(_mm256_permutevar8x32_ps(__m256(some), __m256i(places))); }
 
 using Bytes = __m256i;
 
@@ -175,7 +179,7 @@ Sums spread(Sums factors, int64_t first) {
 #ifdef H2O_STREAM_AVX2
   Whole places{};
   for (int64_t i = 0; i < kSums; ++i) places[i] = int32_t(i * groups / kSums);
-  return __builtin_shuffle(factors, places + int32_t(first));
+  return permuted(factors, places + int32_t(first));
 #else
   float each[kSums];
   std::memcpy(each, &factors, sizeof each);
