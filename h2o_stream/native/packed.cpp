@@ -26,7 +26,7 @@ enum Packing : int64_t { kEightBits = 1, kFourBits = 2 };
 // Scales and offsets of groups are handled so many at once, with zeros behind the last.
 constexpr int64_t kTogether = 8;
 
-int64_t padded(int64_t groups) { return (groups + kTogether - 1) / kTogether * kTogether; }
+int64_t padded(int64_t groups, int64_t together = kTogether) { return (groups + together - 1) / together * together; }
 
 // Bytes that are multiplied at once.
 #ifdef H2O_STREAM_AVX512
@@ -52,11 +52,12 @@ constexpr int64_t kAhead = 4096;
 
 #ifdef H2O_STREAM_AVX2
 
+__m256 eight_halves(const uint16_t* halves) {
+  return _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(halves)));
+}
+
 void from_halves(const uint16_t* halves, float* numbers, int64_t count) {
-  for (int64_t i = 0; i < count; i += kTogether) {
-    const __m128i some = _mm_loadu_si128(reinterpret_cast<const __m128i*>(halves + i));
-    _mm256_storeu_ps(numbers + i, _mm256_cvtph_ps(some));
-  }
+  for (int64_t i = 0; i < count; i += kTogether) _mm256_storeu_ps(numbers + i, eight_halves(halves + i));
 }
 
 #else
@@ -83,8 +84,8 @@ void from_halves(const uint16_t* halves, float* numbers, int64_t count) {
 
 // The next scales or offsets, one for each sum; `kTogether` of them if there are no more.
 Sums next_halves(const uint16_t* halves, int64_t count) {
-  if (count < kSums) return Sums(_mm512_zextps256_ps512(_mm256_cvtph_ps(_mm_loadu_si128((const __m128i*)halves))));
-  return Sums(_mm512_cvtph_ps(_mm256_loadu_si256((const __m256i*)halves)));
+  if (count < kSums) return Sums(_mm512_zextps256_ps512(eight_halves(halves)));
+  return Sums(_mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(halves))));
 }
 
 Sums permuted(Sums some, Whole places) { return Sums(_mm512_permutexvar_ps(__m512i(places), __m512(some))); }
@@ -105,15 +106,14 @@ Whole multiplied_halves(Bytes bytes, Bytes lower, Bytes upper) {
 }
 
 Whole multiplied(Bytes one, Bytes other) {
-  const Bytes none = _mm512_setzero_si512(), turned = _mm512_mask_sub_epi8(other, _mm512_movepi8_mask(one), none, other);
+  const Bytes none = _mm512_setzero_si512();
+  const Bytes turned = _mm512_mask_sub_epi8(other, _mm512_movepi8_mask(one), none, other);
   return Whole(_mm512_dpbusd_epi32(none, _mm512_abs_epi8(one), turned));
 }
 
 #elif defined(H2O_STREAM_AVX2)
 
-Sums next_halves(const uint16_t* halves, int64_t) {
-  return Sums(_mm256_cvtph_ps(_mm_loadu_si128((const __m128i*)halves)));
-}
+Sums next_halves(const uint16_t* halves, int64_t) { return Sums(eight_halves(halves)); }
 
 Sums permuted(Sums some, Whole places) { return Sums(_mm256_permutevar8x32_ps(__m256(some), __m256i(places))); }
 
@@ -217,8 +217,8 @@ struct Rounded {
   std::vector<float> scales, sums;
 
   Rounded(const float* numbers, int64_t count, int64_t groups)
-      : stride((groups + Step<packing>::kGroups - 1) / Step<packing>::kGroups * Step<packing>::kGroups * kGroup),
-        most((groups + kSums - 1) / kSums * kSums),
+      : stride(padded(groups, Step<packing>::kGroups) * kGroup),
+        most(padded(groups, kSums)),
         codes(count * stride),
         scales(count * most),
         sums(scales.size()) {
@@ -261,7 +261,8 @@ void multiply(const float* x, const uint8_t* codes, const uint16_t* grid, float*
     const uint16_t *scales = grid + row * packing * most, *offsets = scales + most;
     for (int64_t v = 0; v < count; ++v) {
       const int8_t* vector = vectors.codes.data() + v * vectors.stride;
-      const float *own_scales = vectors.scales.data() + v * vectors.most, *own_sums = vectors.sums.data() + v * vectors.most;
+      const float *own_scales = vectors.scales.data() + v * vectors.most;
+      const float *own_sums = vectors.sums.data() + v * vectors.most;
       Sums sums[2] = {}, rest{};  // so that no sum waits for the one before
       for (int64_t g = 0; g < groups; g += kSums) {
         const Sums factors = next_halves(scales + g, most - g) * load(own_scales + g);
