@@ -169,6 +169,20 @@ inline float largest(const float* numbers, int64_t count) {
   return top;
 }
 
+// The smallest of some numbers; infinity for none.
+inline float smallest(const float* numbers, int64_t count) {
+  Floats least = splat(-kMinusInfinity);
+  int64_t i = 0;
+  for (; i + kWidth <= count; i += kWidth) {
+    const Floats some = load(numbers + i);
+    least = some < least ? some : least;
+  }
+  float smallest = -kMinusInfinity;
+  for (int64_t j = 0; j < kWidth; ++j) smallest = std::min(smallest, least[j]);
+  for (; i < count; ++i) smallest = std::min(smallest, numbers[i]);
+  return smallest;
+}
+
 // e to the power of numbers that are not above zero, to the last digit but one; zero below -87.
 inline Floats exp_nonpositive(Floats x) {
   const Ints there = x > -87.f;

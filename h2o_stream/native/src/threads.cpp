@@ -56,7 +56,7 @@ class Turn {
   void sleep(int32_t before) {
     std::unique_lock<std::mutex> lock(mutex_);
     sleepers_.fetch_add(1, std::memory_order_seq_cst);
-    wakened_.wait(lock, [&] { return now() != before; });
+    wakened_.wait(lock, [&] { return turn_.load(std::memory_order_seq_cst) != before; });
     sleepers_.fetch_sub(1, std::memory_order_seq_cst);
   }
 

@@ -1,0 +1,426 @@
+#include "attention.h"
+
+#include <type_traits>
+
+namespace {
+
+using simd::BFloat16;
+using simd::Floats;
+using simd::kMinusInfinity;
+using simd::kWidth;
+using simd::load;
+using simd::splat;
+
+// Slots that are read ahead.
+constexpr int64_t kAhead = 8;
+
+// Query heads whose sums fit into registers at once.
+constexpr int64_t kTogether = 4;
+
+// Keys or values in the dtype of the model, from slot `first` on.
+template <class Number>
+struct Exact {
+  const Number* numbers;
+  int64_t size;
+
+  Exact(const uint8_t* bytes, int64_t size, int64_t first)
+      : numbers(reinterpret_cast<const Number*>(bytes) + first * size), size(size) {}
+
+  const Number* at(int64_t slot) const { return numbers + slot * size; }
+  Floats load(int64_t slot, int64_t i) const { return simd::load(at(slot) + i); }
+  float one(int64_t slot, int64_t i) const { return simd::to_float(at(slot)[i]); }
+  void prefetch(int64_t slot) const { simd::prefetch(at(slot), size * int64_t(sizeof(Number))); }
+  bool whole() const { return size % kWidth == 0; }
+};
+
+// Codes of a few bits. A byte holds numbers that lie size * bits / 8 apart.
+struct Codes {
+  const uint8_t* codes;
+  int64_t size, bits, bytes;
+
+  Codes(const uint8_t* codes, int64_t size, int64_t bits, int64_t first)
+      : codes(codes + first * (size * bits / 8)), size(size), bits(bits), bytes(size * bits / 8) {}
+
+  const uint8_t* at(int64_t slot) const { return codes + slot * bytes; }
+  Floats load(int64_t slot, int64_t i) const {
+    const uint8_t* own = at(slot) + i % bytes;
+    using Bytes = uint8_t __attribute__((vector_size(kWidth)));
+    Bytes some;
+    std::memcpy(&some, own, sizeof some);
+    const auto wide = __builtin_convertvector(some, simd::Ints) >> int32_t(i / bytes * bits);
+    return __builtin_convertvector(wide & int32_t((1 << bits) - 1), Floats);
+  }
+  float one(int64_t slot, int64_t i) const {
+    return float(at(slot)[i % bytes] >> (i / bytes * bits) & ((1 << bits) - 1));
+  }
+  void prefetch(int64_t slot) const { simd::prefetch(at(slot), bytes); }
+  bool whole() const { return bytes % kWidth == 0; }
+};
+
+// Codes of keys, on the grids of their channels.
+struct KeyCodes : Codes {
+  const float *offsets, *steps;
+
+  Floats load(int64_t slot, int64_t i) const {
+    return simd::load(offsets + i) + Codes::load(slot, i) * simd::load(steps + i);
+  }
+  float one(int64_t slot, int64_t i) const { return offsets[i] + Codes::one(slot, i) * steps[i]; }
+};
+
+struct Rotation {
+  const float* table;  // null for none
+  int64_t rotary;
+  const int32_t* distances;  // of the slots from the first one on
+};
+
+// The products of a rotated key, `blocks` registers to each half, with the queries of a group.
+template <int64_t blocks, class Keys, class Put>
+void rotated_products(const Keys& keys, int64_t slot, const float* turn, const float* queries, int64_t heads, Put put) {
+  constexpr int64_t half = blocks * kWidth;
+  Floats pieces[2 * blocks];
+  for (int64_t i = 0; i < blocks; ++i) {
+    const Floats one = keys.load(slot, i * kWidth), other = keys.load(slot, half + i * kWidth);
+    const Floats cosine = load(turn + i * kWidth), sine = load(turn + half + i * kWidth);
+    pieces[i] = one * cosine + other * sine;
+    pieces[blocks + i] = other * cosine - one * sine;
+  }
+  for (int64_t q = 0; q < heads; ++q) {
+    Floats sums{};
+    for (int64_t i = 0; i < 2 * blocks; ++i) sums += load(queries + q * 2 * half + i * kWidth) * pieces[i];
+    put(q, simd::total(sums));
+  }
+}
+
+// The same for a key of any size, rotated in memory; `stride` numbers lie between two queries, zeros behind each.
+template <class Keys, class Put>
+void any_products(const Keys& keys, int64_t slot, const float* turn, int64_t rotary, float* key, const float* queries,
+                  int64_t stride, int64_t heads, Put put) {
+  int64_t i = 0;
+  if (keys.whole()) {
+    for (; i < keys.size; i += kWidth) simd::store(keys.load(slot, i), key + i);
+  }
+  for (; i < keys.size; ++i) key[i] = keys.one(slot, i);
+  if (turn) {
+    const int64_t half = rotary / 2;
+    for (int64_t j = 0; j < half; ++j) {
+      const float one = key[j], other = key[half + j];
+      key[j] = one * turn[j] + other * turn[half + j];
+      key[half + j] = other * turn[j] - one * turn[half + j];
+    }
+  }
+  for (int64_t q = 0; q < heads; ++q) {
+    Floats sums{};
+    for (int64_t j = 0; j < keys.size; j += kWidth) sums += load(queries + q * stride + j) * load(key + j);
+    put(q, simd::total(sums));
+  }
+}
+
+// Calls put(slot, query, product) for all slots, counted from the first.
+template <class Keys, class Put>
+void products(const Keys& keys, int64_t slots, const Rotation& rotation, float* scratch, const float* queries,
+              int64_t heads, Put put) {
+  const int64_t stride = simd::padded(keys.size), size = keys.size, row = rotation.rotary;
+  const auto each = [&](auto multiply) {
+    for (int64_t slot = 0; slot < slots; ++slot) {
+      const int64_t later = std::min(slot + kAhead, slots - 1);
+      keys.prefetch(later);
+      const float* turn = nullptr;
+      if (rotation.table) {
+        turn = rotation.table + rotation.distances[slot] * row;
+        simd::prefetch(rotation.table + rotation.distances[later] * row, row * 4);
+      }
+      multiply(slot, turn, [&](int64_t q, float product) { put(slot, q, product); });
+    }
+  };
+  const auto in_registers = [&](auto blocks) {
+    each([&](int64_t slot, const float* turn, auto put_one) {
+      rotated_products<decltype(blocks)::value>(keys, slot, turn, queries, heads, put_one);
+    });
+  };
+  if (rotation.table && row == size && keys.whole()) {
+    switch (size) {
+      case 2 * kWidth: return in_registers(std::integral_constant<int64_t, 1>{});
+      case 4 * kWidth: return in_registers(std::integral_constant<int64_t, 2>{});
+      case 8 * kWidth: return in_registers(std::integral_constant<int64_t, 4>{});
+      case 16 * kWidth: return in_registers(std::integral_constant<int64_t, 8>{});
+      default: break;
+    }
+  }
+  each([&](int64_t slot, const float* turn, auto put_one) {
+    any_products(keys, slot, turn, row, scratch, queries, stride, heads, put_one);
+  });
+}
+
+// mixed[q][size] += sum over slots of probs[q][slot] * value, for `heads` <= most query heads.
+template <int64_t most, class Values>
+void mix_some(const Values& values, int64_t slots, const float* probs, int64_t prob_stride, int64_t heads,
+              float* mixed) {
+  if constexpr (most > 1) {
+    if (heads < most) return mix_some<most - 1>(values, slots, probs, prob_stride, heads, mixed);
+  }
+  constexpr int64_t wide = 4;
+  int64_t i = 0;
+  const auto columns = [&](auto registers) {
+    constexpr int64_t count = decltype(registers)::value;
+    for (; i + count * kWidth <= values.size; i += count * kWidth) {
+      Floats sums[most][count] = {};
+      for (int64_t slot = 0; slot < slots; ++slot) {
+        for (int64_t j = 0; j < count; ++j) {
+          const Floats some = values.load(slot, i + j * kWidth);
+          for (int64_t q = 0; q < most; ++q) sums[q][j] += probs[q * prob_stride + slot] * some;
+        }
+      }
+      for (int64_t q = 0; q < most; ++q) {
+        for (int64_t j = 0; j < count; ++j) {
+          float* to = mixed + q * values.size + i + j * kWidth;
+          simd::store(load(to) + sums[q][j], to);
+        }
+      }
+    }
+  };
+  if (values.whole()) {
+    columns(std::integral_constant<int64_t, wide>{});
+    columns(std::integral_constant<int64_t, 1>{});
+  }
+  for (; i < values.size; ++i) {
+    for (int64_t q = 0; q < most; ++q) {
+      float sum = 0;
+      for (int64_t slot = 0; slot < slots; ++slot) sum += probs[q * prob_stride + slot] * values.one(slot, i);
+      mixed[q * values.size + i] += sum;
+    }
+  }
+}
+
+template <class Values>
+void mix(const Values& values, int64_t slots, const float* probs, int64_t prob_stride, int64_t heads, float* mixed) {
+  for (int64_t q = 0; q < heads; q += kTogether) {
+    mix_some<kTogether>(values, slots, probs + q * prob_stride, prob_stride, std::min(kTogether, heads - q),
+                        mixed + q * values.size);
+  }
+}
+
+// Leaves exponentials, and gives their sum.
+float exponentials(float* logits, int64_t count, float top) {
+  const float least = top == kMinusInfinity ? 0 : top;
+  Floats sums{};
+  int64_t i = 0;
+  for (; i + kWidth <= count; i += kWidth) {
+    const Floats powers = simd::exp_nonpositive(load(logits + i) - least);
+    simd::store(powers, logits + i);
+    sums += powers;
+  }
+  if (i < count) {
+    float rest[kWidth];
+    std::fill_n(rest, kWidth, kMinusInfinity);
+    std::copy(logits + i, logits + count, rest);
+    const Floats powers = simd::exp_nonpositive(load(rest) - least);
+    simd::store(powers, rest);
+    std::copy_n(rest, count - i, logits + i);
+    sums += powers;
+  }
+  return simd::total(sums);
+}
+
+}  // namespace
+
+void DecodeAttention::reserve(int64_t streams, int64_t query_heads, int64_t value_size, int64_t slots,
+                              int64_t threads) {
+  query_heads_ = query_heads, value_size_ = value_size;
+  slots_most_ = simd::padded(slots, 16), blocks_ = simd::padded(slots, kBlock) / kBlock;
+  const int64_t heads = streams * query_heads;
+  probs_.reserve(heads * slots_most_);
+  tops_.reserve(heads * blocks_);
+  sums_.reserve(heads * blocks_);
+  mixed_.reserve(heads * blocks_ * value_size);
+  if (int64_t(scratch_.size()) < threads) scratch_.resize(threads);
+}
+
+void DecodeAttention::reserve_scratch(const AttentionLayer& layer) {
+  for (Scratch& own : scratch_) {
+    own.queries.reserve(layer.query_heads / layer.kv_heads * simd::padded(layer.head_size, 16));
+    own.key.reserve(layer.head_size);
+    own.value.reserve(layer.value_size);
+    own.rotated.reserve(2 * layer.head_size);
+    own.worth.reserve(slots_most_);
+    own.distances.reserve(kBlock);
+    own.grids.reserve(6 * std::max(layer.head_size, layer.value_size));
+    own.mixed.reserve(layer.query_heads / layer.kv_heads * layer.value_size);
+  }
+}
+
+void DecodeAttention::arrive(const Head& head, int64_t slot, int32_t now, const float* key, const float* value) {
+  head.store.write(slot, key, value);
+  head.index[slot] = now;
+  head.rank[slot] = 0;
+  head.scores[slot] = 0;
+  if (head.long_term) head.long_term[slot] = 0;
+}
+
+void DecodeAttention::attend_block(const Head& head, int64_t stream, Range slots, Scratch& own) {
+  const AttentionLayer& layer = *layer_;
+  const int64_t heads = head.query_heads(), first = head.first_query(), block = slots.begin / kBlock;
+  const int32_t now = now_[stream];
+  if (layer.rope) head.distances(slots.begin, slots.end, now, own.distances.data());
+  const Range exact{slots.begin, std::min(slots.end, head.exact)}, coded{std::max(slots.begin, head.exact), slots.end};
+  float* probs = this->probs(stream, first) + slots.begin;
+  const auto multiply = [&](const auto& keys, Range some) {
+    if (some.size() <= 0) return;
+    const int64_t offset = some.begin - slots.begin;
+    const Rotation rotation{layer.rope, layer.rotary, own.distances.at(offset)};
+    products(keys, some.size(), rotation, own.rotated.data(), own.queries.data(), heads,
+             [&](int64_t slot, int64_t q, float product) { probs[q * slots_most_ + offset + slot] = product; });
+  };
+  if (layer.in_bfloat16) {
+    multiply(Exact<BFloat16>(head.store.keys, layer.head_size, exact.begin), exact);
+  } else {
+    multiply(Exact<float>(head.store.keys, layer.head_size, exact.begin), exact);
+  }
+  if (coded.size() > 0) {
+    float *offsets = own.grids.data(), *steps = own.grids.at(layer.head_size);
+    store::key_grid(head.store.key_range, layer.head_size, layer.kv_bits, offsets, steps);
+    multiply(KeyCodes{{head.store.key_codes, layer.head_size, layer.kv_bits, coded.begin - head.exact}, offsets, steps},
+             coded);
+  }
+  for (int64_t q = 0; q < heads; ++q) {
+    float* logits = probs + q * slots_most_;
+    bound(head, slots, now, logits);
+    const float top = simd::largest(logits, slots.size());
+    tops_[partial(stream, first + q, block)] = top;
+    sums_[partial(stream, first + q, block)] = exponentials(logits, slots.size(), top);
+  }
+  mix_values(head, stream, exact, coded, own);
+}
+
+// Scales logits and hides what may not be seen.
+void DecodeAttention::bound(const Head& head, Range slots, int32_t now, float* logits) const {
+  const float scaling = float(layer_->scaling), cap = float(layer_->softcap);
+  const int32_t oldest = layer_->sliding ? std::max(now - int32_t(layer_->sliding) + 1, 0) : 0;
+  const int32_t* index = head.index + slots.begin;
+  const int64_t count = slots.size();
+  if (cap > 0) {
+    for (int64_t i = 0; i < count; ++i) logits[i] = std::tanh(logits[i] * scaling / cap) * cap;
+  } else {
+    for (int64_t i = 0; i < count; ++i) logits[i] *= scaling;
+  }
+  for (int64_t i = 0; i < count; ++i) logits[i] = index[i] < oldest ? kMinusInfinity : logits[i];
+}
+
+void DecodeAttention::mix_values(const Head& head, int64_t stream, Range exact, Range coded, Scratch& own) {
+  const AttentionLayer& layer = *layer_;
+  const int64_t heads = head.query_heads(), size = layer.value_size;
+  const Range slots{std::min(exact.begin, coded.begin), std::max(exact.end, coded.end)};
+  float* probs = this->probs(stream, head.first_query());
+  float* mixed = own.mixed.data();
+  std::fill_n(mixed, heads * size, 0.f);
+  if (exact.size() > 0) {
+    const auto mix_exact = [&](auto number) {
+      using Number = decltype(number);
+      const Exact<Number> values(head.store.values, size, exact.begin);
+      mix(values, exact.size(), probs + exact.begin, slots_most_, heads, mixed);
+    };
+    layer.in_bfloat16 ? mix_exact(BFloat16{}) : mix_exact(float{});
+  }
+  if (coded.size() > 0) {  // a value is offset + code * step: the steps are multiplied to the probabilities
+    const int64_t first_coded = coded.begin - head.exact;
+    const Codes codes(head.store.value_codes, size, layer.kv_bits, first_coded);
+    const simd::Half* grid = head.store.value_grid + 2 * first_coded;
+    float weights[kTogether * kBlock];
+    for (int64_t q = 0; q < heads; q += kTogether) {
+      const int64_t some = std::min(kTogether, heads - q);
+      for (int64_t j = 0; j < some; ++j) {
+        const float* own_probs = probs + (q + j) * slots_most_ + coded.begin;
+        float offsets = 0;
+        for (int64_t i = 0; i < coded.size(); ++i) {
+          offsets += own_probs[i] * simd::to_float(grid[2 * i]);
+          weights[j * kBlock + i] = own_probs[i] * simd::to_float(grid[2 * i + 1]);
+        }
+        for (int64_t i = 0; i < size; ++i) mixed[(q + j) * size + i] += offsets;
+      }
+      mix_some<kTogether>(codes, coded.size(), weights, kBlock, some, mixed + q * size);
+    }
+  }
+  for (int64_t q = 0; q < heads; ++q) {
+    std::copy_n(mixed + q * size, size,
+                mixed_.at(partial(stream, head.first_query() + q, slots.begin / kBlock) * size));
+  }
+}
+
+void DecodeAttention::merge(int64_t stream, float* output, float* factors) const {
+  for (int64_t group = 0; group < groups_; ++group) {
+    const Slots& slots = slots_[stream][group];
+    const int64_t blocks = simd::padded(slots.slots, kBlock) / kBlock, heads = layer_->query_heads / layer_->kv_heads;
+    for (int64_t place = 0; place < slots.head_count; ++place) {
+      for (int64_t q = slots.heads[place] * heads; q < (slots.heads[place] + 1) * heads; ++q) {
+        merge_head(partial(stream, q, 0), blocks, output + q * value_size_, factors + q * blocks_);
+      }
+    }
+  }
+}
+
+void DecodeAttention::merge_head(int64_t first, int64_t blocks, float* output, float* factors) const {
+  const float *tops = tops_.at(first), *sums = sums_.at(first), *mixed = mixed_.at(first * value_size_);
+  float top = kMinusInfinity, sum = 0;
+  for (int64_t b = 0; b < blocks; ++b) top = std::max(top, tops[b]);
+  for (int64_t b = 0; b < blocks; ++b) {
+    factors[b] = tops[b] == kMinusInfinity ? 0 : std::exp(tops[b] - top);
+    sum += factors[b] * sums[b];
+  }
+  std::fill_n(output, value_size_, 0.f);
+  for (int64_t b = 0; b < blocks; ++b) {
+    const float factor = factors[b] /= sum;
+    const float* own = mixed + b * value_size_;
+    for (int64_t i = 0; i < value_size_; ++i) output[i] += factor * own[i];
+  }
+}
+
+void DecodeAttention::update_scores(const Head& head, int64_t stream, Range slots, const float* factors) const {
+  const AttentionLayer& layer = *layer_;
+  const int64_t heads = head.query_heads();
+  const int32_t old = now_[stream] - int32_t(layer.far);
+  const float decay = layer.policy == kTova ? 0.f : float(layer.decay), slow = float(layer.long_term_decay);
+  for (int64_t begin = slots.begin; begin < slots.end; begin += kBlock) {
+    const int64_t count = std::min(kBlock, slots.end - begin);
+    const int32_t* index = head.index + begin;
+    float received[kBlock] = {}, found[kBlock] = {};
+    for (int64_t q = 0; q < heads; ++q) {
+      const float factor = factors[(head.first_query() + q) * blocks_ + begin / kBlock];
+      const float* own = probs(stream, head.first_query() + q) + begin;
+      for (int64_t i = 0; i < count; ++i) {
+        const float paid = own[i] * factor;
+        received[i] += paid;
+        found[i] += paid * paid;
+      }
+    }
+    float* scores = head.scores + begin;
+    for (int64_t i = 0; i < count; ++i) {
+      scores[i] = index[i] < 0 ? kMinusInfinity : scores[i] * decay + received[i];
+    }
+    if (!head.long_term) continue;
+    float* lasting = head.long_term + begin;
+    for (int64_t i = 0; i < count; ++i) lasting[i] = lasting[i] * slow + (index[i] < old ? found[i] : 0);
+  }
+}
+
+void DecodeAttention::evict(const Worker& worker) {
+  float* worth = scratch_[worker.number].worth.data();
+  int64_t item = 0;
+  each_head([&](int64_t stream, const Slots& slots, int64_t place) {
+    if (!worker.owns(item++)) return;
+    const Head head(*layer_, slots, place);
+    const int32_t seen = now_[stream] + 1;
+    if (layer_->kv_bits < 16) head.demote(seen, scratch_[worker.number].grids.data());
+    head.evict(seen, worth);
+    if (place == 0) *slots.seen = seen;
+  });
+}
+
+void DecodeAttention::prefetch_slots(const Worker& worker) const {
+  each_range(worker, [&](int64_t, const Head& head, Range slots) {
+    for (const void* book : {static_cast<const void*>(head.index + slots.begin), static_cast<const void*>(head.rank + slots.begin),
+                             static_cast<const void*>(head.scores + slots.begin)}) {
+      simd::prefetch(book, 4 * slots.size());
+    }
+    if (head.long_term) simd::prefetch(head.long_term + slots.begin, 4 * slots.size());
+    simd::prefetch(head.free, 1);
+  });
+}

@@ -1,0 +1,84 @@
+// What a new token brings to an attention: queries, keys and values of one layer, as they are asked with and held.
+
+#pragma once
+
+#include "abi.h"
+#include "memory.h"
+#include "simd.h"
+
+// The root mean square of some numbers, inverted.
+inline float inverse_rms(const float* x, int64_t size, double epsilon) {
+  simd::Floats sums[2] = {};
+  int64_t i = 0;
+  for (; i + 2 * simd::kWidth <= size; i += 2 * simd::kWidth) {
+    for (int64_t j = 0; j < 2; ++j) {
+      const simd::Floats some = simd::load(x + i + j * simd::kWidth);
+      sums[j] += some * some;
+    }
+  }
+  float sum = simd::total(sums[0] + sums[1]);
+  for (; i < size; ++i) sum += x[i] * x[i];
+  return 1 / std::sqrt(sum / float(size) + float(epsilon));
+}
+
+// to = norm(x); both may be the same.
+inline void apply_norm(const Norm& norm, const float* x, int64_t size, float* to) {
+  if (norm.kind == kNoNorm) {
+    if (to != x) std::copy_n(x, size, to);
+    return;
+  }
+  float mean = 0, factor;
+  if (norm.kind == kLayerNorm) {
+    for (int64_t i = 0; i < size; ++i) mean += x[i];
+    mean /= float(size);
+    float sum = 0;
+    for (int64_t i = 0; i < size; ++i) sum += (x[i] - mean) * (x[i] - mean);
+    factor = 1 / std::sqrt(sum / float(size) + float(norm.epsilon));
+  } else {
+    factor = inverse_rms(x, size, norm.epsilon);
+  }
+  for (int64_t i = 0; i < size; ++i) {
+    const float normed = (x[i] - mean) * factor * (norm.weight ? norm.weight[i] : 1.f);
+    to[i] = norm.bias ? normed + norm.bias[i] : normed;
+  }
+}
+
+// Cosines and sines of a token index, of one layer's frequencies after the other: most have the same.
+class Angles {
+ public:
+  // [rotary]: cosines, then sines.
+  const float* at(const float* frequencies, int64_t rotary, int32_t index) {
+    if (frequencies != frequencies_ || index != index_) {
+      numbers_.reserve(rotary);
+      for (int64_t i = 0; i < rotary / 2; ++i) {
+        const float angle = float(index) * frequencies[i];
+        numbers_[i] = std::cos(angle);
+        numbers_[rotary / 2 + i] = std::sin(angle);
+      }
+      frequencies_ = frequencies, index_ = index;
+    }
+    return numbers_.data();
+  }
+
+ private:
+  Buffer<float> numbers_;
+  const float* frequencies_ = nullptr;
+  int32_t index_ = -1;
+};
+
+// A head's query or key: normed, scaled, and rotated if the cache holds rotated ones.
+inline void prepare_head(const Layer& layer, const Norm& norm, const float* from, int32_t index, Angles& angles,
+                         float* to) {
+  apply_norm(norm, from, layer.attention.head_size, to);
+  if (layer.rope_scale != 1) {
+    for (int64_t i = 0; i < layer.rope_scaled; ++i) to[i] *= float(layer.rope_scale);
+  }
+  if (!layer.frequencies) return;
+  const int64_t half = layer.absolute_rotary / 2;
+  const float* turn = angles.at(layer.frequencies, layer.absolute_rotary, index);
+  for (int64_t i = 0; i < half; ++i) {
+    const float one = to[i], other = to[half + i];
+    to[i] = one * turn[i] - other * turn[half + i];
+    to[half + i] = other * turn[i] + one * turn[half + i];
+  }
+}
