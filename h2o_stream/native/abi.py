@@ -1,0 +1,163 @@
+"""The structures of the native library's C interface (`src/abi.h`), field for field, and addresses of tensors.
+
+`src/abi.h` says what each field means. ``h2o_abi_sizes`` of the library gives the sizes in bytes it was compiled with,
+in the order of `STRUCTURES`. Structures hold addresses: whoever fills one keeps the tensors alive.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from ctypes import POINTER, Structure, c_double, c_int64, c_void_p
+from enum import IntEnum
+from typing import Any
+
+import numpy
+from torch import Tensor
+
+
+class MatrixKind(IntEnum):
+    """How the numbers of a matrix are held."""
+
+    FLOAT32 = 0
+    BFLOAT16 = 1
+    INT8 = 2
+    INT4 = 3
+
+
+class PolicyKind(IntEnum):
+    """What decides which token is evicted."""
+
+    ACCUMULATED = 0
+    TOVA = 1
+    RANDOM = 2
+    RECENCY = 3
+
+
+class PositionMode(IntEnum):
+    """Where RoPE sees the kept tokens."""
+
+    GAP = 0
+    ROLLING = 1
+    AS_FED = 2
+
+
+class NormKind(IntEnum):
+    """How a vector is normalized."""
+
+    NONE = 0
+    RMS = 1
+    LAYER = 2
+
+
+class Activation(IntEnum):
+    """The nonlinear function of an MLP."""
+
+    SILU = 0
+    GELU_TANH = 1
+    GELU_ERF = 2
+    RELU = 3
+
+
+def _fields(**kinds: str) -> list[tuple[str, type]]:
+    """Fields of a structure from the names of each kind, for kinds that come one after the other."""
+    types = {"pointer": c_void_p, "int": c_int64, "float": c_double}
+    return [(name, types[kind.rstrip("0123456789")]) for kind, names in kinds.items() for name in names.split()]
+
+
+class Matrix(Structure):
+    """Weights of a linear layer."""
+
+    _fields_ = _fields(pointer="weights bias", int="rows columns kind")
+
+
+class AttentionLayer(Structure):
+    """Attention over the slots of a decoder layer: what is the same for all streams."""
+
+    _fields_ = _fields(
+        int1="query_heads kv_heads head_size value_size",
+        float1="scaling softcap",
+        int2="policy positions",
+        float2="decay long_term long_term_decay",
+        int3="far sinks",
+        pointer1="pins",
+        int4="pin_count sliding seed number",
+        pointer2="rope",
+        int5="distances rotary in_bfloat16 kv_bits exact_sinks residual",
+    )
+
+
+class Slots(Structure):
+    """The slots of some KV heads of one stream in one layer."""
+
+    _fields_ = _fields(
+        pointer="keys values key_codes value_codes key_range value_grid scores long_term index rank free seen heads",
+        int="head_count slots recent span evictions window",
+    )
+
+
+class Norm(Structure):
+    """A normalization."""
+
+    _fields_ = _fields(pointer="weight bias", float="epsilon", int="kind")
+
+
+class Layer(Structure):
+    """A decoder layer."""
+
+    _fields_ = [
+        ("attention", AttentionLayer),
+        *((name, Norm) for name in ("before_attention", "after_attention", "before_mlp", "after_mlp")),
+        *((name, Norm) for name in ("query_norm", "key_norm")),
+        ("qkv", Matrix * 3),
+        *_fields(int="qkv_count query_first query_step key_first key_step value_first value_step"),
+        *_fields(float="rope_scale", int1="rope_scaled", pointer="frequencies", int2="absolute_rotary"),
+        *((name, Matrix) for name in ("out", "gate", "up", "down")),
+        *_fields(int="activation parallel first_group group_count"),
+    ]
+
+
+class Model(Structure):
+    """A whole model."""
+
+    _fields_ = [
+        ("layers", POINTER(Layer)),
+        *_fields(
+            int1="layer_count hidden vocabulary",
+            pointer1="embedding",
+            int2="embedding_in_bfloat16",
+            float1="embedding_scale",
+            pointer2="learned_positions",
+            int3="learned_offset",
+        ),
+        ("norm", Norm),
+        ("output", Matrix),
+        *_fields(float="logit_scale logit_softcap residual_scale"),
+    ]
+
+
+class Stream(Structure):
+    """One token of one stream."""
+
+    _fields_ = _fields(int="token", pointer="slots")
+
+
+STRUCTURES: Sequence[type[Structure]] = (Matrix, AttentionLayer, Slots, Norm, Layer, Model, Stream)
+"""All of them, in the order of ``h2o_abi_sizes``."""
+
+SLOTS: numpy.dtype[Any] = numpy.dtype(Slots)
+"""A numpy array of this dtype is an array of `Slots`."""
+
+STREAM: numpy.dtype[Any] = numpy.dtype(Stream)
+"""The same for `Stream`."""
+
+
+def pointer(tensor: Tensor | None) -> int:
+    """The address of a contiguous tensor on the CPU; 0, the null pointer, for None.
+
+    The numbers stay where they are: whoever keeps the address keeps the tensor.
+    """
+    if tensor is None:
+        return 0
+    assert tensor.device.type == "cpu", tensor.device
+    assert tensor.is_contiguous(), (tensor.shape, tensor.stride())
+    return tensor.data_ptr()

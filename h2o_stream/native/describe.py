@@ -1,0 +1,298 @@
+"""The description of a transformers model, read off its modules.
+
+Nothing is assumed of a class by its name: the modules of a layer must be those of a layout (`layouts`), what each one
+computes is asked of it (`modules`), and a module, parameter, hook or flag that is left over means that the model is not
+described. What a forward does beside its modules cannot be seen here; whoever uses a description proves it by comparing
+logits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection
+from typing import Any
+
+from torch import nn
+
+from h2o_stream.native import layouts
+from h2o_stream.native.description import Attention, Description, HeadOffsets, Layer, Matrix, Mlp, Norm, NotDescribed
+from h2o_stream.native.layouts import AttentionLayout, LayerLayout
+from h2o_stream.native.modules import (
+    DTYPES,
+    activation_of,
+    embedding_scale,
+    matrix_of,
+    norm_of,
+    plain,
+    rope_of,
+    single,
+)
+
+_HARMLESS_HOOKS = "transformers.utils.output_capturing"
+"""Hooks that do nothing unless hidden states are asked for; transformers never takes them off."""
+
+_IDLE = (nn.Dropout, nn.Identity)
+"""Modules without effect when they do not drop."""
+
+
+def describe(model: Any) -> Description:
+    """Describe a causal language model of transformers.
+
+    Matrices and embedding are the model's own memory, norms and biases may be float32 copies: a description holds for
+    the weights as they are now.
+
+    Raises:
+        NotDescribed: it has something that the native step does not know.
+    """
+    for name, module in model.named_modules():
+        _check_module(name or "the model", module)
+    return _Reader(model).read()
+
+
+def _check_module(name: str, module: Any) -> None:
+    """Whether calling a module is calling the forward of its class, on the CPU, without chance."""
+    kind = type(module).__name__
+    if hasattr(module, "_hf_hook"):
+        raise NotDescribed(f"{name} has a hook of accelerate")
+    hooks = (*module._forward_hooks.values(), *module._forward_pre_hooks.values())
+    if any(getattr(hook, "__module__", None) != _HARMLESS_HOOKS for hook in hooks):
+        raise NotDescribed(f"{name} has a forward hook")
+    if "forward" in vars(module):
+        raise NotDescribed(f"{name} has a forward put in place of its class's")
+    home = type(module).forward.__module__.partition(".")[0]
+    if home not in ("torch", "transformers", "h2o_stream"):
+        raise NotDescribed(f"{name} is a {kind}, whose forward is of {home}")
+    if any(tensor.device.type != "cpu" for tensor in module.parameters(recurse=False)):
+        raise NotDescribed(f"{name} has weights that are not on the CPU")
+    dropping = (value for key, value in vars(module).items() if "drop" in key or key == "p")
+    if module.training and any(isinstance(value, float | int) and value > 0 for value in dropping):
+        raise NotDescribed(f"{name} drops at random in training mode; call model.eval()")
+
+
+def _check_flags(name: str, get: Callable[[str], Any]) -> None:
+    """Whether attributes that change what is computed are as if they were not there."""
+    for flag, neutral in layouts.NEUTRAL_FLAGS.items():
+        value = get(flag)
+        if value is not None and value not in neutral:
+            raise NotDescribed(f"{name} has {flag} = {value}")
+
+
+class _Reader:
+    """Reads a model top down, and notes which modules it has read."""
+
+    def __init__(self, model: Any) -> None:
+        self._model = model
+        self._config = model.config.get_text_config()
+        self._read: set[int] = set()
+
+    def read(self) -> Description:
+        """The whole model."""
+        model, config = self._model, self._config
+        _check_flags("the config", lambda flag: getattr(config, flag, None))
+        _check_flags("RoPE", (getattr(config, "rope_parameters", None) or {}).get)
+        backbone = self._backbone()
+        layers = list(backbone.layers)
+        if len(layers) != config.num_hidden_layers:
+            raise NotDescribed(f"the config says {config.num_hidden_layers} layers, there are {len(layers)}")
+        embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
+        if head is None:
+            raise NotDescribed(f"{type(model).__name__} has no output layer")
+        weight = plain(embedding.weight, "the embedding")
+        if weight.dtype not in DTYPES:
+            raise NotDescribed(f"the embedding has weights of {str(weight.dtype).removeprefix('torch.')}")
+        self._note(embedding, head)
+        self._hidden = weight.shape[1]
+        self._rotary = getattr(backbone, "rotary_emb", None)
+        positions = getattr(backbone, "embed_positions", None)
+        if (positions is None) == (self._rotary is None):
+            raise NotDescribed(f"{type(backbone).__name__} has neither rotary nor learned positions that are known")
+        self._note(*(module for module in (positions, self._rotary) if module is not None))
+        norm = next((name for name in layouts.LAST_NORMS if getattr(backbone, name, None) is not None), None)
+        if norm is None:
+            raise NotDescribed(f"{type(backbone).__name__} has no norm in front of the output layer")
+        description = Description(
+            layers=[self._layer(layer, number) for number, layer in enumerate(layers)],
+            embedding=weight,
+            embedding_scale=embedding_scale(embedding, "the embedding") * self._factor("embedding_multiplier"),
+            learned_positions=None if positions is None else single(positions.weight, "the learned positions"),
+            learned_offset=int(getattr(positions, "offset", 0)),
+            norm=self._norm(backbone, norm, self._hidden, "the model"),
+            output=self._expect(matrix_of(head, "the output layer"), "the output layer", columns=self._hidden),
+            logit_scale=self._factor("logit_scale") / self._factor("logits_scaling"),
+            logit_softcap=float(getattr(config, "final_logit_softcapping", None) or 0.0),
+            residual_scale=self._factor("residual_multiplier"),
+        )
+        self._check_all_read()
+        return description
+
+    def _backbone(self) -> Any:
+        """The module that holds the layers, under the model or its base model."""
+        module = self._model
+        self._note(module)
+        for name in (self._model.base_model_prefix, "decoder"):
+            if not hasattr(module, "layers") and isinstance(getattr(module, name, None), nn.Module):
+                module = getattr(module, name)
+                self._note(module)
+        if not isinstance(getattr(module, "layers", None), nn.ModuleList):
+            raise NotDescribed(f"{type(self._model).__name__} has no list of layers that is known")
+        self._note(module.layers)
+        return module
+
+    def _note(self, *modules: Any) -> None:
+        self._read.update(map(id, modules))
+
+    def _check_all_read(self) -> None:
+        """Whether every module, and every number that is not in a module that was read for its numbers, is known."""
+        for name, module in self._model.named_modules():
+            if id(module) not in self._read and not isinstance(module, _IDLE):
+                raise NotDescribed(f"{name} is a {type(module).__name__} that is not known")
+
+    def _factor(self, name: str) -> float:
+        value = getattr(self._config, name, None)
+        return 1.0 if value is None else float(value)
+
+    def _layer(self, layer: Any, number: int) -> Layer:
+        name = f"layer {number}"
+        layout = _layout(layer, name, layouts.LAYERS)
+        self._note_container(layer, name)
+        _check_flags(name, lambda flag: getattr(layer, flag, None))
+        mlp = layer if layout.mlp is None else getattr(layer, layout.mlp)
+        norms = {role: self._norm(layer, key, self._hidden, name) for role, key in layout.norms.items()}
+        parallel = layout.parallel if layout.parallel is not None else getattr(layer, "use_parallel_residual", False)
+        return Layer(
+            attention=self._attention(getattr(layer, layout.attention), number),
+            mlp=self._mlp(mlp, name),
+            **{role: norms.get(role, Norm()) for role in layouts.ROLES},
+            parallel=bool(parallel),
+        )
+
+    def _note_container(self, module: Any, name: str) -> None:
+        """A module of which only the children are read."""
+        if loose := next((key for key, _ in (*module._parameters.items(), *module._buffers.items())), None):
+            raise NotDescribed(f"{name} has {loose} of its own in its {type(module).__name__}")
+        self._note(module)
+
+    def _norm(self, parent: Any, key: str, size: int, name: str) -> Norm:
+        module = getattr(parent, key)
+        self._note(module)
+        return norm_of(module, size, f"{key} of {name}")
+
+    def _matrix(self, parent: Any, key: str, name: str, columns: int = 0) -> Matrix:
+        module = getattr(parent, key)
+        self._note(*module.modules())
+        return self._expect(matrix_of(module, f"{key} of {name}"), f"{key} of {name}", columns)
+
+    @staticmethod
+    def _expect(matrix: Matrix, name: str, columns: int) -> Matrix:
+        if columns and matrix.columns != columns:
+            raise NotDescribed(f"{name} takes {matrix.columns} numbers where {columns} come")
+        return matrix
+
+    def _attention(self, module: Any, number: int) -> Attention:
+        name = f"the attention of layer {number}"
+        layout = next((layout for layout in layouts.ATTENTIONS if _has(module, (*layout.qkv, layout.out))), None)
+        if layout is None:
+            raise NotDescribed(f"layer {number} has a {type(module).__name__} where an attention is expected")
+        self._note_container(module, name)
+        _check_flags(name, lambda flag: getattr(module, flag, None))
+        size = getattr(module, "head_dim", None) or getattr(module, "head_size", None)
+        if size is None or not isinstance(getattr(module, "scaling", None), float):
+            raise NotDescribed(f"{name} does not say its head size and scaling")
+        qkv = [self._matrix(module, key, name, self._hidden) for key in layout.qkv]
+        out = self._matrix(module, layout.out, name)
+        heads, kv_heads, value_size, offsets = _heads(qkv, layout, size, out.columns, name)
+        rope = None
+        if self._rotary is not None:
+            kinds = getattr(self._config, "layer_types", None)
+            rope = rope_of(self._rotary, kinds[number] if kinds else None, module, name)
+            if rope.rotary > size:
+                raise NotDescribed(f"{name} rotates {rope.rotary} numbers of {size}")
+        norms = [self._norm(module, key, size, name) if _has(module, (key,)) else Norm() for key in layout.norms]
+        return Attention(
+            query_heads=heads,
+            kv_heads=kv_heads,
+            head_size=size,
+            value_size=value_size,
+            scaling=module.scaling,
+            softcap=float(getattr(module, "attn_logit_softcapping", None) or 0.0),
+            qkv=_joined(module, layout, qkv),
+            heads=offsets,
+            query_norm=norms[0],
+            key_norm=norms[1],
+            rope=rope,
+            out=out,
+        )
+
+    def _mlp(self, module: Any, name: str) -> Mlp:
+        known = (one for one in layouts.MLPS if _has(module, [key for key in (one.gate, one.up, one.down) if key]))
+        layout = next(known, None)
+        key = next((key for key in layouts.ACTIVATIONS if hasattr(module, key)), None)
+        if layout is None or key is None:
+            raise NotDescribed(f"{name} has a {type(module).__name__} where an MLP is expected")
+        self._note_container(module, name)
+        function = getattr(module, key)
+        self._note(function)
+        activation = activation_of(function, f"{key} of {name}")
+        up, down = self._matrix(module, layout.up, name, self._hidden), self._matrix(module, layout.down, name)
+        gate = self._matrix(module, layout.gate, name, self._hidden) if layout.gate else None
+        if layout.fused:
+            half = up.rows // 2
+            gate, up = up.row_range(0, half), up.row_range(half, half)
+        self._expect(down, f"{layout.down} of {name}", up.rows)
+        return Mlp(gate, up, down, activation)
+
+
+def _has(module: Any, names: Collection[str]) -> bool:
+    """Whether a module has all these submodules."""
+    return all(isinstance(getattr(module, name, None), nn.Module) for name in names)
+
+
+def _layout(layer: Any, name: str, known: Collection[LayerLayout]) -> LayerLayout:
+    """The layout whose norms are those of a layer, no more and no less."""
+    kinds = {key: child for key, child in layer.named_children() if not isinstance(child, _IDLE)}
+    for layout in known:
+        own = {layout.attention, *layout.norms.values(), *((layout.mlp,) if layout.mlp else ())}
+        rest = kinds.keys() - own
+        inside = {"fc1", "fc2", *layouts.ACTIVATIONS} if layout.mlp is None else set()
+        if own <= kinds.keys() and rest <= inside:
+            return layout
+    raise NotDescribed(f"{name} is a {type(layer).__name__} with modules in another order: {', '.join(kinds)}")
+
+
+def _heads(
+    qkv: list[Matrix], layout: AttentionLayout, size: int, columns: int, name: str
+) -> tuple[int, int, int, HeadOffsets]:
+    """Query heads, KV heads, the size of values, and where they lie; from the sizes of the matrices."""
+    if layout.order == "by head":
+        heads = qkv[0].rows // (3 * size)
+        offsets = HeadOffsets(0, 3 * size, size, 3 * size, 2 * size, 3 * size)
+        counts = heads, heads, size
+        total = 3 * heads * size
+    elif len(qkv) == 1:
+        heads = columns // size
+        kv_heads = (qkv[0].rows - columns) // (2 * size)
+        offsets = HeadOffsets(0, size, columns, size, columns + kv_heads * size, size)
+        counts = heads, kv_heads, size
+        total = (heads + 2 * kv_heads) * size
+    else:
+        q, k, v = (matrix.rows for matrix in qkv)
+        heads, kv_heads = q // size, k // size
+        value_size = v // max(1, kv_heads)
+        offsets = HeadOffsets(0, size, q, size, q + k, value_size)
+        counts = heads, kv_heads, value_size
+        total = (heads + kv_heads) * size + kv_heads * value_size
+    heads, kv_heads, value_size = counts
+    fits = sum(matrix.rows for matrix in qkv) == total and columns == heads * value_size
+    if not fits or kv_heads < 1 or heads % kv_heads:
+        raise NotDescribed(f"{name} has matrices that do not make whole heads of {size}")
+    return heads, kv_heads, value_size, offsets
+
+
+def _joined(module: Any, layout: AttentionLayout, qkv: list[Matrix]) -> list[Matrix]:
+    """The matrices of queries, keys and values; as one where they are parts of one."""
+    products = {id(getattr(getattr(module, key), "_product", key)) for key in layout.qkv}
+    first = getattr(module, layout.qkv[0])
+    if len(layout.qkv) > 1 and len(products) == 1 and hasattr(first, "_product"):
+        whole = matrix_of(first._product.linear, "queries, keys and values")
+        if whole.rows == sum(matrix.rows for matrix in qkv):
+            return [whole]
+    return qkv

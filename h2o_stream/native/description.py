@@ -1,0 +1,257 @@
+"""A decoder-only transformer as data: which matrices and norms it has, and what is done with them.
+
+Everything that the native step (`src/abi.h`, whose names these are) must know about a model and nothing about a cache.
+`describe` makes one of a transformers model; `NativeModel` holds it as structures of the C interface.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, fields
+
+from torch import Tensor
+
+from h2o_stream.native import abi
+from h2o_stream.native.abi import Activation, MatrixKind, NormKind, pointer
+
+
+class NotDescribed(Exception):  # noqa: N818
+    """This model is not one that can be described; the message is one line that names the reason."""
+
+
+@dataclass(frozen=True, eq=False)
+class Matrix:
+    """Weights of a linear layer.
+
+    Attributes:
+        weights: [rows, columns] float32 or bfloat16, or [tiles of 4 rows, bytes of one] uint8; the model's own.
+        bias: [rows] float32, or None.
+        rows: numbers that come out.
+        columns: numbers that go in.
+        kind: how the numbers are held.
+    """
+
+    weights: Tensor
+    bias: Tensor | None
+    rows: int
+    columns: int
+    kind: MatrixKind
+
+    def row_range(self, first: int, count: int) -> Matrix:
+        """Some of the rows, in the same memory.
+
+        Raises:
+            NotDescribed: they do not start at a tile of the packed matrix.
+        """
+        tile = 1 if self.kind in (MatrixKind.FLOAT32, MatrixKind.BFLOAT16) else 4
+        if first % tile:
+            raise NotDescribed(f"rows {first} and on of a packed matrix do not start at a multiple of {tile}")
+        weights = self.weights[first // tile : -(-(first + count) // tile)]
+        bias = None if self.bias is None else self.bias[first : first + count]
+        return Matrix(weights, bias, count, self.columns, self.kind)
+
+    def to_struct(self) -> abi.Matrix:
+        """Addresses of this."""
+        return abi.Matrix(pointer(self.weights), pointer(self.bias), self.rows, self.columns, self.kind)
+
+
+@dataclass(frozen=True, eq=False)
+class Norm:
+    """A normalization; offsets such as Gemma's 1 + w are part of the weight.
+
+    Attributes:
+        kind: RMS or layer normalization, or none at all.
+        weight: [n] float32, or None with no norm.
+        bias: [n] float32, or None.
+        epsilon: added to the mean square, or to the variance.
+    """
+
+    kind: NormKind = NormKind.NONE
+    weight: Tensor | None = None
+    bias: Tensor | None = None
+    epsilon: float = 0.0
+
+    def to_struct(self) -> abi.Norm:
+        """Addresses of this."""
+        return abi.Norm(pointer(self.weight), pointer(self.bias), self.epsilon, self.kind)
+
+
+@dataclass(frozen=True)
+class HeadOffsets:
+    """Where queries, keys and values lie in the vector that `Layer.qkv` gives: head h at first + h * step."""
+
+    query_first: int
+    query_step: int
+    key_first: int
+    key_step: int
+    value_first: int
+    value_step: int
+
+
+@dataclass(frozen=True, eq=False)
+class Rope:
+    """The rotary embedding of a layer, in the rotate-half form.
+
+    Attributes:
+        frequencies: float32 [rotary / 2], angles per position.
+        scale: factor on the rotated numbers of queries and keys (YaRN, LongRoPE), at every position.
+        fixed: the frequencies are the same at every length; otherwise they hold for short texts only.
+    """
+
+    frequencies: Tensor
+    scale: float
+    fixed: bool
+
+    @property
+    def rotary(self) -> int:
+        """Numbers of a head that are rotated, from its first."""
+        return 2 * len(self.frequencies)
+
+
+@dataclass(frozen=True, eq=False)
+class Attention:
+    """The attention of a layer; `qkv` are multiplied to one vector, one to three matrices one after the other."""
+
+    query_heads: int
+    kv_heads: int
+    head_size: int
+    value_size: int
+    scaling: float
+    softcap: float
+    qkv: Sequence[Matrix]
+    heads: HeadOffsets
+    query_norm: Norm
+    key_norm: Norm
+    rope: Rope | None
+    out: Matrix
+
+
+@dataclass(frozen=True, eq=False)
+class Mlp:
+    """down(activation(gate(x)) * up(x)), or down(activation(up(x))) without a gate."""
+
+    gate: Matrix | None
+    up: Matrix
+    down: Matrix
+    activation: Activation
+
+
+@dataclass(frozen=True, eq=False)
+class Layer:
+    """A decoder layer; with `parallel` the MLP reads what the attention read."""
+
+    attention: Attention
+    mlp: Mlp
+    before_attention: Norm
+    after_attention: Norm
+    before_mlp: Norm
+    after_mlp: Norm
+    parallel: bool
+
+    def fill(self, struct: abi.Layer) -> None:
+        """Write this into a structure; what depends on a cache is left alone."""
+        attention, mlp = self.attention, self.mlp
+        for name in ("query_heads", "kv_heads", "head_size", "value_size", "scaling", "softcap"):
+            setattr(struct.attention, name, getattr(attention, name))
+        for name in ("before_attention", "after_attention", "before_mlp", "after_mlp"):
+            setattr(struct, name, getattr(self, name).to_struct())
+        struct.query_norm, struct.key_norm = attention.query_norm.to_struct(), attention.key_norm.to_struct()
+        for number, matrix in enumerate(attention.qkv):
+            struct.qkv[number] = matrix.to_struct()
+        struct.qkv_count = len(attention.qkv)
+        for field in fields(attention.heads):
+            setattr(struct, field.name, getattr(attention.heads, field.name))
+        struct.rope_scale = 1.0
+        if attention.rope:
+            rope = attention.rope
+            struct.frequencies, struct.absolute_rotary = pointer(rope.frequencies), rope.rotary
+            struct.rope_scale, struct.rope_scaled = rope.scale, rope.rotary if rope.scale != 1 else 0
+        struct.out, struct.up, struct.down = attention.out.to_struct(), mlp.up.to_struct(), mlp.down.to_struct()
+        if mlp.gate:
+            struct.gate = mlp.gate.to_struct()
+        struct.activation, struct.parallel = mlp.activation, self.parallel
+
+
+@dataclass(frozen=True, eq=False)
+class Description:
+    """A causal language model.
+
+    Attributes:
+        layers: one after the other.
+        embedding: [vocabulary, hidden] float32 or bfloat16; the model's own.
+        embedding_scale: factor on its rows.
+        learned_positions: [n, hidden] float32, or None.
+        learned_offset: its row for token index 0.
+        norm: in front of the output layer.
+        output: the output layer.
+        logit_scale: factor on logits.
+        logit_softcap: of logits, 0 for none.
+        residual_scale: factor on what attention and MLP add.
+    """
+
+    layers: Sequence[Layer]
+    embedding: Tensor
+    embedding_scale: float
+    learned_positions: Tensor | None
+    learned_offset: int
+    norm: Norm
+    output: Matrix
+    logit_scale: float
+    logit_softcap: float
+    residual_scale: float
+
+    @property
+    def absolute_ok(self) -> bool:
+        """Whether the frequencies of all layers hold at every position, as ``absolute`` positions need."""
+        return all(layer.attention.rope is None or layer.attention.rope.fixed for layer in self.layers)
+
+    def tensors(self) -> Iterator[Tensor]:
+        """Every tensor that is pointed to."""
+        yield from _tensors(self)
+
+
+def _tensors(item: object) -> Iterator[Tensor]:
+    if isinstance(item, Tensor):
+        yield item
+    elif isinstance(item, (list, tuple)):
+        for part in item:
+            yield from _tensors(part)
+    elif hasattr(item, "__dataclass_fields__"):
+        for name in item.__dataclass_fields__:
+            yield from _tensors(getattr(item, name))
+
+
+class NativeModel:
+    """A description as structures of the C interface, and what keeps its tensors alive.
+
+    Of every layer the cache's part is still zero: `policy` and on of `AttentionLayer`, and the groups of slots.
+
+    Attributes:
+        layers: array of `abi.Layer`, to be filled further.
+        struct: the model; it points to `layers`.
+        description: owns the tensors.
+    """
+
+    def __init__(self, description: Description) -> None:
+        self.description = description
+        self.layers = (abi.Layer * len(description.layers))()
+        for layer, struct in zip(description.layers, self.layers, strict=True):
+            layer.fill(struct)
+        vocabulary, hidden = description.embedding.shape
+        self.struct = abi.Model(
+            layers=ctypes.cast(self.layers, ctypes.POINTER(abi.Layer)),
+            layer_count=len(self.layers),
+            hidden=hidden,
+            vocabulary=vocabulary,
+            embedding=pointer(description.embedding),
+            embedding_in_bfloat16=description.embedding.element_size() == 2,
+            embedding_scale=description.embedding_scale,
+            learned_positions=pointer(description.learned_positions),
+            learned_offset=description.learned_offset,
+            norm=description.norm.to_struct(),
+            output=description.output.to_struct(),
+            logit_scale=description.logit_scale,
+            logit_softcap=description.logit_softcap,
+            residual_scale=description.residual_scale,
+        )

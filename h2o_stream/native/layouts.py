@@ -1,0 +1,125 @@
+"""What transformers calls the modules of decoder layers.
+
+A layer fits a layout when it has these modules and no others, dropouts aside: a name more is something that nobody
+would compute. Models that share names share a layout; what a norm or an activation does is asked of the module itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+LAST_NORMS = ("norm", "final_layer_norm", "final_layernorm")
+"""Names of the norm in front of the output layer."""
+
+
+ROLES = ("before_attention", "after_attention", "before_mlp", "after_mlp")
+"""The norms of a layer, by our names."""
+
+
+@dataclass(frozen=True)
+class LayerLayout:
+    """Names in a decoder layer.
+
+    Attributes:
+        attention: the attention.
+        mlp: the MLP, or None where its linear layers are the layer's own.
+        norms: those of `Layer`, by its names for them.
+        parallel: whether the MLP reads what the attention reads; None if an attribute of the layer says so.
+    """
+
+    attention: str
+    mlp: str | None
+    norms: Mapping[str, str]
+    parallel: bool | None = None
+
+
+_TWO_NORMS = {"before_attention": "input_layernorm", "before_mlp": "post_attention_layernorm"}
+
+LAYERS = (
+    LayerLayout("self_attn", "mlp", _TWO_NORMS),
+    LayerLayout(
+        "self_attn",
+        "mlp",
+        {
+            "before_attention": "input_layernorm",
+            "after_attention": "post_attention_layernorm",
+            "before_mlp": "pre_feedforward_layernorm",
+            "after_mlp": "post_feedforward_layernorm",
+        },
+    ),
+    LayerLayout(
+        "self_attn", "mlp", {"after_attention": "post_attention_layernorm", "after_mlp": "post_feedforward_layernorm"}
+    ),
+    LayerLayout("attention", "mlp", _TWO_NORMS),
+    LayerLayout(
+        "self_attn", "mlp", {"before_attention": "input_layernorm", "before_mlp": "input_layernorm"}, parallel=True
+    ),
+    LayerLayout("self_attn", None, {"before_attention": "self_attn_layer_norm", "before_mlp": "final_layer_norm"}),
+)
+"""Llama and most others; Gemma 2 and 3; norms behind only (OLMo 2); GPT-NeoX; Phi, StableLM 2 12B; OPT."""
+
+
+@dataclass(frozen=True)
+class AttentionLayout:
+    """Names in an attention.
+
+    Attributes:
+        qkv: what is multiplied to queries, keys and values, in this order.
+        out: the matrix behind.
+        order: how one matrix holds the three: one after the other, or head by head.
+        norms: of queries and keys, which an attention may also do without.
+    """
+
+    qkv: tuple[str, ...]
+    out: str
+    order: Literal["in a row", "by head"] = "in a row"
+    norms: tuple[str, str] = ("q_norm", "k_norm")
+
+
+_THREE = ("q_proj", "k_proj", "v_proj")
+
+ATTENTIONS = (
+    AttentionLayout(_THREE, "o_proj"),
+    AttentionLayout(_THREE, "out_proj"),
+    AttentionLayout(_THREE, "dense", norms=("q_layernorm", "k_layernorm")),
+    AttentionLayout(("qkv_proj",), "o_proj"),
+    AttentionLayout(("query_key_value",), "dense", order="by head"),
+)
+"""Llama and most others; OPT; Phi; Phi-3; GPT-NeoX."""
+
+
+@dataclass(frozen=True)
+class MlpLayout:
+    """Names in an MLP; with `fused`, `up` holds the rows of the gate and then its own."""
+
+    gate: str | None
+    up: str
+    down: str
+    fused: bool = False
+
+
+MLPS = (
+    MlpLayout("gate_proj", "up_proj", "down_proj"),
+    MlpLayout(None, "gate_up_proj", "down_proj", fused=True),
+    MlpLayout(None, "dense_h_to_4h", "dense_4h_to_h"),
+    MlpLayout(None, "fc1", "fc2"),
+    MlpLayout(None, "c_fc", "c_proj"),
+    MlpLayout(None, "up_proj", "down_proj"),
+)
+"""Llama and most others; Phi-3; GPT-NeoX; OPT, Phi; StarCoder 2; Nemotron."""
+
+ACTIVATIONS = ("act_fn", "activation_fn", "act")
+
+NEUTRAL_FLAGS: Mapping[str, tuple[object, ...]] = {
+    "do_layer_norm_before": (True,),
+    "use_bidirectional_attention": (None, False),
+    "is_causal": (True,),
+    "clip_qkv": (None,),
+    "alibi": (None, False),
+    "attn_temperature_tuning": (None, False, 0),
+    "use_rope": (True, 1),
+    "llama_4_scaling_beta": (None, 0),
+}
+"""Attributes of configs, RoPE parameters, layers and attentions that change what is computed, and how they may be."""

@@ -1,0 +1,227 @@
+"""What single modules of a model compute: linear layers, norms, activations, embeddings, rotary embeddings.
+
+Where classes differ in name only, a module is asked rather than looked up: it is given a few numbers, and what it makes
+of them tells a layer norm from an RMS norm, w from 1 + w, and one GELU from another.
+"""
+
+from __future__ import annotations
+
+import itertools
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from h2o_stream.native.abi import Activation, MatrixKind, NormKind
+from h2o_stream.native.description import Matrix, Norm, NotDescribed, Rope
+
+DTYPES = {torch.float32: MatrixKind.FLOAT32, torch.bfloat16: MatrixKind.BFLOAT16}
+"""Weights that are used as they are."""
+
+_PACKED = {1: MatrixKind.INT8, 2: MatrixKind.INT4}
+
+_ACTIVATIONS: dict[Activation, Callable[[Tensor], Tensor]] = {
+    Activation.SILU: functional.silu,
+    Activation.GELU_TANH: lambda x: functional.gelu(x, approximate="tanh"),
+    Activation.GELU_ERF: functional.gelu,
+    Activation.RELU: functional.relu,
+}
+
+_EPSILONS = (1e-5, 1e-6)
+"""Of norms that do not say."""
+
+_FIXED_ROPE = {"default", "linear", "llama3", "yarn", "proportional"}
+"""Kinds of RoPE whose frequencies do not change with the length of the text."""
+
+_FEW_POSITIONS = (0, 1, 5)
+
+
+def matrix_of(module: Any, name: str) -> Matrix:
+    """The weights of a linear layer, where they lie.
+
+    Args:
+        module: a plain `nn.Linear`, or one that holds packed `tiles`, alone or as part of a larger one.
+        name: for the message.
+
+    Raises:
+        NotDescribed: it is neither, or its weights are not contiguous float32 or bfloat16.
+    """
+    if hasattr(module, "_product") and hasattr(module, "_number"):
+        sizes, number = module._product._sizes, module._number
+        return matrix_of(module._product.linear, name).row_range(sum(sizes[:number]), sizes[number])
+    if hasattr(module, "tiles"):
+        packing = 2 if "4" in type(module).__name__ else 1
+        kind = _PACKED[getattr(module, "packing", packing)]
+        weights, rows, columns = module.tiles, module.out_features, module.in_features
+    elif type(module) is nn.Linear:
+        weights, (rows, columns) = module.weight, module.weight.shape
+        if weights.dtype not in DTYPES:
+            raise NotDescribed(f"{name} has weights of {str(weights.dtype).removeprefix('torch.')}")
+        kind = DTYPES[weights.dtype]
+    else:
+        raise NotDescribed(f"{name} is a {type(module).__name__} where a linear layer is expected")
+    return Matrix(plain(weights, name), single(module.bias, name), rows, columns, kind)
+
+
+def plain(tensor: Tensor, name: str) -> Tensor:
+    """The same memory as a tensor without gradient.
+
+    Raises:
+        NotDescribed: it is of a subclass, elsewhere than on the CPU or not contiguous.
+    """
+    if type(tensor) not in (Tensor, nn.Parameter, nn.Buffer):
+        raise NotDescribed(f"{name} has weights in a {type(tensor).__name__}")
+    if tensor.device.type != "cpu" or not tensor.is_contiguous():
+        raise NotDescribed(f"{name} has weights that are not contiguous on the CPU")
+    return tensor.detach()
+
+
+def single(tensor: Tensor | None, name: str) -> Tensor | None:
+    """A small tensor in float32: itself, or a copy."""
+    return None if tensor is None else plain(tensor, name).float()
+
+
+def norm_of(module: Any, size: int, name: str) -> Norm:
+    """What a norm over `size` numbers computes.
+
+    Raises:
+        NotDescribed: neither a layer norm nor an RMS norm, of this size.
+    """
+    weight, bias = single(getattr(module, "weight", None), name), single(getattr(module, "bias", None), name)
+    one = torch.ones(size)
+    if any(tensor is not None and tensor.shape != one.shape for tensor in (weight, bias)):
+        raise NotDescribed(f"{name} is a {type(module).__name__} that does not norm {size} numbers")
+    found = (getattr(module, key, None) for key in ("eps", "variance_epsilon", "epsilon"))
+    epsilons = [float(value) for value in found if value is not None][:1] or _EPSILONS
+    dtype = getattr(module, "weight", one).dtype if weight is not None else torch.float32
+    wave = (torch.arange(size) * 1.7).cos() + 0.3
+    x = torch.stack((wave, wave * 1e-3)).to(dtype)
+    expected = _asked(module, x, name)
+    best, least = Norm(), torch.inf
+    for kind, epsilon in itertools.product((NormKind.RMS, NormKind.LAYER), epsilons):
+        for factor in (one,) if weight is None else (weight, 1 + weight):
+            candidate = Norm(kind, factor.contiguous(), bias, epsilon)
+            error = _distance(apply_norm(candidate, x.float()), expected)
+            if error < least:
+                best, least = candidate, error
+    if not least < (1e-4 if dtype == torch.float32 else 3e-2):
+        raise NotDescribed(f"{name} is a {type(module).__name__}, neither a layer norm nor an RMS norm")
+    return best
+
+
+def apply_norm(norm: Norm, x: Tensor) -> Tensor:
+    """The norm of vectors [..., n]."""
+    if norm.kind == NormKind.NONE:
+        return x
+    assert norm.weight is not None
+    centered = x - x.mean(-1, keepdim=True) if norm.kind == NormKind.LAYER else x
+    y = centered * torch.rsqrt(centered.square().mean(-1, keepdim=True) + norm.epsilon) * norm.weight
+    return y if norm.bias is None else y + norm.bias
+
+
+def apply_activation(activation: Activation, x: Tensor) -> Tensor:
+    """An activation of numbers."""
+    return _ACTIVATIONS[activation](x)
+
+
+def activation_of(function: Any, name: str) -> Activation:
+    """Which of the known activations a module or function is.
+
+    Raises:
+        NotDescribed: none of them.
+    """
+    x = torch.linspace(-6, 6, 97)
+    y = _asked(function, x, name)
+    for activation, known in _ACTIVATIONS.items():
+        if _distance(known(x), y) < 1e-6:
+            return activation
+    raise NotDescribed(f"{name} is {type(function).__name__}, not an activation that is known here")
+
+
+def embedding_scale(module: Any, name: str) -> float:
+    """The factor by which an embedding multiplies its rows.
+
+    Raises:
+        NotDescribed: it does something else to them.
+    """
+    scale = getattr(module, "embed_scale", 1.0)
+    scale = float(scale.to(module.weight.dtype)) if isinstance(scale, Tensor) else float(scale)
+    ids = torch.tensor([0, len(module.weight) - 1])
+    rows = module.weight[ids].detach().float() * scale
+    if not _distance(_asked(module, ids, name), rows) < 1e-2:
+        raise NotDescribed(f"{name} is a {type(module).__name__} that does more than scale its rows")
+    return scale
+
+
+def rope_of(rotary: Any, layer_type: str | None, attention: Any, name: str) -> Rope:
+    """Angles and scale of a rotary embedding.
+
+    Args:
+        rotary: of transformers.
+        layer_type: of the layer, where the embedding has several kinds of layers.
+        attention: the module that applies it.
+        name: of `attention`, for the message.
+
+    Raises:
+        NotDescribed: it does not rotate in the rotate-half form by fixed angles per position.
+    """
+    prefix, kind, which = "", rotary.rope_type, ()
+    if isinstance(kind, dict):
+        if layer_type not in kind:
+            raise NotDescribed(f"{name} is in a layer without rotary positions")
+        prefix, kind, which = f"{layer_type}_", kind[layer_type], (layer_type,)
+    # What is called original is not exchanged while a long text is fed.
+    angles = getattr(rotary, f"{prefix}original_inv_freq", getattr(rotary, f"{prefix}inv_freq", None))
+    if angles is None or angles.device.type != "cpu":
+        raise NotDescribed(f"{type(rotary).__name__} has no angles per position on the CPU")
+    scale = float(getattr(rotary, f"{prefix}attention_scaling", 1.0))
+    frequencies = angles.detach().float().contiguous()
+    if getattr(attention, "rotary_ndims", 2 * len(frequencies)) != 2 * len(frequencies):
+        raise NotDescribed(f"{name} rotates {attention.rotary_ndims} numbers, its table has {2 * len(frequencies)}")
+    positions = torch.tensor([_FEW_POSITIONS])
+    cos, sin = rotary(torch.zeros(1), positions, *which)
+    turned = torch.outer(torch.tensor(_FEW_POSITIONS, dtype=torch.float32), frequencies).repeat(1, 2)
+    if cos.shape[1:] != turned.shape or not (
+        _distance(turned.cos() * scale, cos[0]) < 1e-5 and _distance(turned.sin() * scale, sin[0]) < 1e-5
+    ):
+        raise NotDescribed(f"{type(rotary).__name__} gives other angles than its frequencies say")
+    if not _rotates_halves(attention, cos, sin):
+        raise NotDescribed(f"{name} does not rotate in the rotate-half form")
+    return Rope(frequencies, scale, kind in _FIXED_ROPE)
+
+
+def _rotates_halves(attention: Any, cos: Tensor, sin: Tensor) -> bool:
+    """Whether the function that applies rotations beside an attention's class does it half by half."""
+    apply = getattr(sys.modules[type(attention).__module__], "apply_rotary_pos_emb", None)
+    if apply is None:
+        return False
+    x = (torch.arange(cos[0].numel()) * 0.9).sin().view(1, 1, *cos.shape[1:])
+    half = x.shape[-1] // 2
+    expected = x * cos + torch.cat((-x[..., half:], x[..., :half]), -1) * sin
+    try:
+        query, key = apply(x, x, cos, sin)
+    except (TypeError, ValueError, RuntimeError, IndexError):
+        return False
+    return all(y.shape == x.shape and bool(_distance(expected, y) < 1e-5) for y in (query, key))
+
+
+@torch.no_grad()
+def _asked(function: Any, x: Tensor, name: str) -> Tensor:
+    """What a module makes of some numbers, in float32."""
+    try:
+        y = function(x)
+    except (TypeError, ValueError, RuntimeError, IndexError) as error:
+        raise NotDescribed(f"{name}, a {type(function).__name__}, cannot be tried: {error}") from error
+    if not isinstance(y, Tensor):
+        raise NotDescribed(f"{name}, a {type(function).__name__}, does not give one tensor")
+    return y.float()
+
+
+def _distance(given: Tensor, expected: Tensor) -> Tensor:
+    """Largest difference of any number, relative to the largest number."""
+    if given.shape != expected.shape:
+        return torch.tensor(torch.inf)
+    return (given - expected).abs().max() / expected.abs().max().clamp_min(torch.finfo(torch.float32).tiny)
