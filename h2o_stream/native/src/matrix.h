@@ -1,0 +1,60 @@
+// Matrices times few vectors, read at the speed of memory.
+//
+// A result depends neither on the number of threads nor on the other vectors that are multiplied with it.
+
+#pragma once
+
+#include "abi.h"
+#include "memory.h"
+#include "threads.h"
+
+namespace packed {
+
+constexpr int64_t kGroup = 32;  // numbers of a row that share a scale
+constexpr int64_t kTile = 4;    // rows that lie together
+
+}  // namespace packed
+
+// Vectors of `size` numbers, and the same rounded to 8 bits (a scale for every 32 numbers) in the order in which packed
+// matrices are read. They may be longer than a matrix has columns: the rest is ignored.
+class Vectors {
+ public:
+  Vectors() = default;
+  Vectors(int64_t count, int64_t size);
+
+  // Makes room for as much; what was there is lost where there is more to hold.
+  void reserve(int64_t count, int64_t size);
+
+  // The numbers of a vector, aligned to a cache line; zeros until something is written.
+  float* at(int64_t vector) const { return numbers_.at(vector * stride_); }
+  int64_t count() const { return count_; }
+  int64_t size() const { return size_; }
+
+  // Rounds some groups of 32 numbers for matrices of this `MatrixKind`; nothing to do for dense ones. Threads may
+  // share the groups of a vector.
+  void round(int64_t kind, int64_t vector, Range groups) const;
+
+  // What `round` wrote.
+  const int8_t* codes(int64_t vector) const { return codes_.at(vector * stride_); }
+  const float* scales(int64_t vector) const { return scales_.at(vector * group_stride_); }
+  const float* sums(int64_t vector) const { return sums_.at(vector * group_stride_); }  // of the numbers of a group
+  int64_t stride() const { return stride_; }  // between vectors, in numbers or codes
+  int64_t group_stride() const { return group_stride_; }
+
+ private:
+  int64_t count_ = 0, size_ = 0, stride_ = 0, group_stride_ = 0;
+  Buffer<float> numbers_, scales_, sums_;
+  Buffer<int8_t> codes_;
+};
+
+// out[v * stride + row] = matrix[row] . vectors[v] + bias[row] for some rows and vectors 0 to count - 1, which must be
+// rounded for packed matrices. `rows.begin` is a multiple of four.
+void multiply(const Matrix& matrix, const Vectors& vectors, int64_t count, Range rows, float* out, int64_t stride);
+
+// Fetches what a thread will read first of its next matrix, before it waits at a barrier.
+void prefetch(const Matrix& matrix, Range rows);
+
+// Bytes from a row to the next, or from a tile to the next.
+int64_t stride_bytes(const Matrix& matrix);
+
+inline bool is_packed(int64_t kind) { return kind == kInt8 || kind == kInt4; }
