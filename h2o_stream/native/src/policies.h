@@ -1,0 +1,71 @@
+// What tokens are worth when slots are evicted: the policies of h2o_stream/cache/policies, for the tokens of one head.
+
+#pragma once
+
+#include "abi.h"
+#include "simd.h"
+
+namespace policies {
+
+// Tokens of one head, in any order; places that hold none have index -1.
+struct Tokens {
+  const float *scores, *long_term;  // long_term is null where there is none
+  const int32_t *index, *rank;      // token index; held tokens newer than it
+  int64_t count;
+};
+
+// Whether the policy adds up attention.
+inline bool observes(const AttentionLayer& layer) { return layer.policy == kAccumulated || layer.policy == kTova; }
+
+// Whether a token index is in a range that is never evicted, sinks aside.
+inline bool pinned(const AttentionLayer& layer, int64_t index) {
+  for (int64_t pin = 0; pin < layer.pin_count; ++pin) {
+    if (index >= layer.pins[2 * pin] && index < layer.pins[2 * pin + 1]) return true;
+  }
+  return false;
+}
+
+// The finalizer of MurmurHash3: a bijection of 32-bit numbers that spreads every bit.
+inline uint32_t mix(uint32_t x) {
+  x = (x ^ (x >> 16)) * 0x85EBCA6Bu;
+  x = (x ^ (x >> 13)) * 0xC2B2AE35u;
+  return x ^ (x >> 16);
+}
+
+// What is lost first leaves first: the worth of each token, infinite where it may not be evicted and minus infinity where
+// there is none.
+//
+// `head` is the number of the head among those of its `Slots`, `seen` counts the tokens of the stream, new ones included.
+// Plain loops, which compilers turn into vectors.
+inline void worth(const AttentionLayer& layer, const Slots& slots, int64_t head, int64_t seen, const Tokens& tokens,
+                  float* worth) {
+  const int64_t count = tokens.count;
+  if (layer.policy == kRandom) {
+    const uint32_t stream = mix(uint32_t(seen) + 0x9E3779B9u * uint32_t(layer.seed));
+    const uint32_t place = mix(stream + 0x10001u * uint32_t(layer.number) + uint32_t(head));
+    for (int64_t i = 0; i < count; ++i) {
+      worth[i] = float(int32_t(mix(place + uint32_t(tokens.index[i])) & 0xFFFFFFu)) * 0x1p-24f;
+    }
+  } else if (layer.policy == kRecency) {
+    for (int64_t i = 0; i < count; ++i) worth[i] = -float(tokens.rank[i]);
+  } else if (layer.policy == kAccumulated && tokens.long_term) {
+    const float weight = float(layer.long_term);
+    for (int64_t i = 0; i < count; ++i) worth[i] = tokens.scores[i] + weight * tokens.long_term[i];
+  } else {
+    for (int64_t i = 0; i < count; ++i) worth[i] = tokens.scores[i];
+  }
+  constexpr float kAlways = std::numeric_limits<float>::infinity();
+  for (int64_t pin = 0; pin < layer.pin_count; ++pin) {
+    const int32_t first = int32_t(layer.pins[2 * pin]), past = int32_t(layer.pins[2 * pin + 1]);
+    for (int64_t i = 0; i < count; ++i) {
+      worth[i] = (tokens.index[i] >= first) & (tokens.index[i] < past) ? kAlways : worth[i];
+    }
+  }
+  const int32_t recent = int32_t(slots.recent), sinks = int32_t(layer.sinks);
+  for (int64_t i = 0; i < count; ++i) {
+    const float kept = (tokens.rank[i] < recent) | (tokens.index[i] < sinks) ? kAlways : worth[i];
+    worth[i] = tokens.index[i] < 0 ? simd::kMinusInfinity : kept;
+  }
+}
+
+}  // namespace policies

@@ -1,0 +1,175 @@
+// Prompts through the slots of a layer: how the work on heads is shared among threads.
+
+#include "prefill.h"
+
+#include <atomic>
+#include <vector>
+
+#include "policies.h"
+#include "threads.h"
+
+namespace prefill {
+namespace {
+
+constexpr int64_t kDone = 0, kDoesNotFit = 1, kOutOfMemory = 2;
+
+// Heads for each thread from which on it pays to give it whole ones.
+constexpr int64_t kHeadsForEach = 4;
+
+// Numbers of keys and values for which memory is kept between calls: a prompt that is read whole needs more.
+constexpr int64_t kKeptNumbers = 4 << 20;
+
+// One KV head of one stream.
+struct Task {
+  const Slots* slots;
+  int64_t stream, head;  // the latter among those of the slots
+  int64_t count;         // new tokens
+  const int64_t* windows;
+};
+
+// What a call computes in, kept for the next one.
+struct Workspace {
+  std::vector<Head> heads;
+  std::vector<Scratch> scratch;  // of each thread
+};
+
+// Calls `item` with numbers below `total` that no other thread has taken.
+template <class Item>
+void take(std::atomic<int64_t>& next, int64_t total, Item item) {
+  for (int64_t number; (number = next.fetch_add(1, std::memory_order_relaxed)) < total;) item(number);
+}
+
+// Every thread takes whole heads.
+void run_heads(const AttentionLayer& layer, const NewTokens& tokens, const std::vector<Task>& tasks, int64_t threads,
+               Workspace& space) {
+  std::atomic<int64_t> next{0};
+  parallel(threads, [&](const Worker& worker) {
+    Head& head = space.heads[worker.number];
+    Scratch& scratch = space.scratch[worker.number];
+    take(next, int64_t(tasks.size()), [&](int64_t number) {
+      const Task& task = tasks[number];
+      head.begin(layer, *task.slots, tokens, task.stream, task.head, task.count, task.windows);
+      for (int64_t chunk = 0, all = head.chunks(); chunk < all; ++chunk) {
+        for (int64_t piece = 0; piece < head.pieces(); ++piece) head.prepare(piece, scratch);
+        for (int64_t band = 0; band < head.bands(); ++band) head.attend(band, scratch);
+        head.evict();
+      }
+    });
+  });
+}
+
+// All threads work on all heads, phase by phase.
+void run_phases(const AttentionLayer& layer, const NewTokens& tokens, const std::vector<Task>& tasks, int64_t threads,
+                Workspace& space) {
+  const int64_t heads = int64_t(tasks.size());
+  std::atomic<int64_t> next[3] = {};
+  int64_t chunks = 0;
+  for (const Task& task : tasks) chunks = std::max(chunks, (task.count + tokens.chunk - 1) / tokens.chunk);
+  parallel(threads, [&](const Worker& worker) {
+    Scratch& scratch = space.scratch[worker.number];
+    for (int64_t i = worker.number; i < heads; i += worker.count) {
+      const Task& task = tasks[i];
+      space.heads[i].begin(layer, *task.slots, tokens, task.stream, task.head, task.count, task.windows);
+    }
+    worker.barrier();
+    for (int64_t chunk = 0; chunk < chunks; ++chunk) {
+      const auto active = [&](int64_t i) { return chunk * tokens.chunk < tasks[i].count; };
+      // Units of work of all active heads, one after the other. A counter is set back a phase ahead of its use, when
+      // no thread can be in the one that used it last.
+      const auto phase = [&](int64_t number, auto units, auto work) {
+        if (worker.number == 0) next[(number + 1) % 3].store(0, std::memory_order_relaxed);
+        int64_t total = 0;
+        for (int64_t i = 0; i < heads; ++i) total += active(i) ? units(space.heads[i]) : 0;
+        take(next[number], total, [&](int64_t unit) {
+          int64_t i = 0;
+          for (;; ++i) {
+            const int64_t own = active(i) ? units(space.heads[i]) : 0;
+            if (unit < own) break;
+            unit -= own;
+          }
+          work(space.heads[i], unit);
+        });
+        worker.barrier();
+      };
+      phase(0, [](Head& head) { return head.pieces(); }, [&](Head& head, int64_t unit) { head.prepare(unit, scratch); });
+      phase(1, [](Head& head) { return head.bands(); }, [&](Head& head, int64_t unit) { head.attend(unit, scratch); });
+      phase(2, [](Head&) { return 1; }, [](Head& head, int64_t) { head.evict(); });
+    }
+  });
+}
+
+// Whether all tokens to hold have slots, with one to spare for the next token, and with a ring another.
+bool fits(const AttentionLayer& layer, const Slots& slots, const int64_t* windows, int64_t chunks) {
+  const bool encoded = layer.kv_bits < 16;
+  if (encoded && slots.recent < layer.residual - 1) return false;
+  for (int64_t chunk = 0; chunk < chunks; ++chunk) {
+    if (windows[chunk] < 1 || windows[chunk] + 1 + encoded > slots.slots) return false;
+  }
+  return true;
+}
+
+void run(const AttentionLayer& layer, const NewTokens& tokens, const std::vector<Task>& tasks, int64_t slots,
+         int64_t threads) {
+  thread_local Workspace space;
+  const int64_t count = int64_t(tasks.size());
+  const bool whole = threads == 1 || count >= kHeadsForEach * threads;
+  const int64_t heads = whole ? threads : count, places = slots + tokens.chunk;
+  if (int64_t(space.heads.size()) < heads) space.heads.resize(heads);
+  if (int64_t(space.scratch.size()) < threads) space.scratch.resize(threads);
+  for (int64_t i = 0; i < heads; ++i) space.heads[i].reserve(layer, places, tokens.chunk);
+  for (int64_t i = 0; i < threads; ++i) space.scratch[i].reserve(layer, places);
+  whole ? run_heads(layer, tokens, tasks, threads, space) : run_phases(layer, tokens, tasks, threads, space);
+  if (heads * places * (layer.head_size + layer.value_size) > kKeptNumbers) space = Workspace();
+}
+
+}  // namespace
+}  // namespace prefill
+
+// Up to `new_tokens` tokens of each of B streams, packed to the left, in chunks: attend to what is held and to the chunk,
+// score, then hold what is worth most.
+//
+// slots [B][groups]: of each stream the slots of this layer.
+// counts [B]: new tokens of each stream. Outputs of the rest are zero.
+// windows [B][groups][chunks]: tokens to hold after each chunk, at most.
+// chunk: tokens between two evictions; 0 for all at once.
+// query [B][Hq][Q][D], key, value [B][Hkv][Q][D], of which `strides` [3][3] are those of stream, head and token, in
+// numbers; output [B][Q][Hq][value_size]; all float32 or bfloat16.
+//
+// Returns 0, or with nothing done 1 if there are not slots enough or 2 if there is not memory enough.
+extern "C" int64_t h2o_prefill(const AttentionLayer* layer, const Slots* slots, int64_t groups, int64_t streams,
+                               const int64_t* counts, const int64_t* windows, int64_t chunk, const void* query,
+                               const void* key, const void* value, const int64_t* strides, int64_t new_tokens,
+                               int64_t in_bfloat16, void* output, int64_t threads) {
+  using namespace prefill;
+  if (chunk <= 0 || chunk > new_tokens) chunk = new_tokens;
+  if (new_tokens <= 0) return kDone;
+  const int64_t chunks = (new_tokens + chunk - 1) / chunk;
+  const NewTokens tokens{query, key, value, strides, output, new_tokens, chunk, in_bfloat16 != 0};
+  try {
+    std::vector<Task> tasks;
+    std::vector<int64_t> seen;
+    int64_t most = 0;
+    for (int64_t i = 0; i < streams * groups; ++i) {
+      const int64_t count = counts[i / groups];
+      seen.push_back(*slots[i].seen + count);
+      if (!count) continue;
+      if (count < 0 || count > new_tokens || !fits(*layer, slots[i], windows + i * chunks, (count + chunk - 1) / chunk)) {
+        return kDoesNotFit;
+      }
+      most = std::max(most, slots[i].slots);
+      for (int64_t head = 0; head < slots[i].head_count; ++head) {
+        tasks.push_back({slots + i, i / groups, head, count, windows + i * chunks});
+      }
+    }
+    run(*layer, tokens, tasks, most, std::max<int64_t>(threads, 1));
+    for (int64_t i = 0; i < streams * groups; ++i) *slots[i].seen = seen[i];
+  } catch (const std::bad_alloc&) {
+    return kOutOfMemory;
+  }
+  const int64_t bytes = layer->query_heads * layer->value_size * (in_bfloat16 ? 2 : 4);
+  for (int64_t stream = 0; stream < streams; ++stream) {
+    std::memset(static_cast<char*>(output) + (stream * new_tokens + counts[stream]) * bytes, 0,
+                (new_tokens - counts[stream]) * bytes);
+  }
+  return kDone;
+}
