@@ -57,11 +57,12 @@ format: setup-dev
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-# A change of the C++ sources is compiled; so is what could not be for want of a compiler that is there now.
+# A change of the C++ sources is compiled, and must compile where they did before. What was not compiled for want of a
+# compiler is compiled when there is one.
 setup: $(VENV)/.installed
 	@if [ -n "$$(find $(SOURCES) -newer $(VENV)/.compiled)" ] || \
 	    { [ ! -e $(LIBRARY) ] && command -v $(CXX) > /dev/null; }; then \
-		$(PIP) install --no-deps -e . && touch $(VENV)/.compiled && $(LIBRARY_STATE); \
+		H2O_REQUIRE_LIBRARY="$(wildcard $(LIBRARY))" $(PIP) install --no-deps -e . && touch $(VENV)/.compiled && $(LIBRARY_STATE); \
 	fi
 
 setup-dev: $(VENV)/.installed-dev setup

@@ -32,9 +32,9 @@ class NativeLibraries(BuildHookInterface):
         """Compile, and list the libraries as files of the wheel."""
         root = Path(self.root)
         if version == "editable":
-            for library in root.glob(f"{PLACE}/_h2o_*"):
-                library.unlink()
-            self._compile(root / "build" / "native", root)
+            if not self._compile(root / "build" / "native", root):
+                for outdated in root.glob(f"{PLACE}/_h2o_*"):
+                    outdated.unlink()
             return
         self._scratch = tempfile.TemporaryDirectory()
         scratch = Path(self._scratch.name)

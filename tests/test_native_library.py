@@ -71,7 +71,7 @@ class TestNone:
         assert library.loaded() is None
         assert library.name() == "none"
         assert library.available() == []
-        assert "install a C++ compiler" in library.missing_reason()
+        assert "install GCC or Clang" in library.missing_reason()
         assert "\n" not in library.missing_reason()
 
     def test_a_name_that_there_is_not(self, monkeypatch, folder):

@@ -22,8 +22,8 @@ FOLDER = "H2O_LIBRARY_FOLDER"
 """The environment variable that names another folder of libraries, such as those that `make sanitize` builds."""
 
 _INSTALLED_WITHOUT = (
-    "h2o_stream was installed without its compiled library; install a C++ compiler, then h2o_stream again "
-    "(pip install -v shows what the compiler says)"
+    "h2o_stream was installed without its compiled library, since there was no C++ compiler or it failed "
+    "(pip install -v says why): install GCC or Clang, then h2o_stream again"
 )
 
 
