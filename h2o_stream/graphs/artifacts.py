@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from h2o_stream.native import library
+from h2o_stream.native import legacy_library as library
 from h2o_stream.resources import cache_folder
 
 if TYPE_CHECKING:

@@ -36,7 +36,7 @@ from h2o_stream.cache.slots import SlotLayer
 from h2o_stream.cache.store import Store
 from h2o_stream.cache.weigh import Arrivals, Products, Turns
 from h2o_stream.config import CachePlan
-from h2o_stream.native import library
+from h2o_stream.native import legacy_library as library
 from h2o_stream.native.ops import DTYPES
 
 MOST_PINS = 8

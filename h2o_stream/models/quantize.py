@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from h2o_stream.errors import ConfigError
-from h2o_stream.native import library
+from h2o_stream.native import legacy_library as library
 from h2o_stream.native.ops import GROUP, grid_of, unpacked
 
 _TOGETHER = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))

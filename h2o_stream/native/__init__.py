@@ -1,4 +1,4 @@
-"""C++ of our own for what a decode step does on a CPU: matrices times few vectors, and the attention of one token.
+"""C++ of our own for what a CPU does for each token.
 
-`library` compiles it for this machine, once; `ops` makes operations of torch of it, which compiled graphs call too.
+`src` knows neither Python nor torch and is compiled when the package is installed; `library` loads what that gave.
 """

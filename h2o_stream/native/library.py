@@ -1,66 +1,82 @@
-"""The library of our own: its sources beside this file, compiled once for a machine and kept in the cache folder."""
+"""The compiled library: which of those that were built at install is loaded, or why there is none.
+
+There is one for each instruction set, compiled from `src` (CMakeLists.txt): a wheel runs on any processor of its kind.
+"""
 
 from __future__ import annotations
 
 import ctypes
-import hashlib
 import os
-import platform
-import shutil
-import subprocess
-import tempfile
-from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
 
-import torch
+from h2o_stream.errors import ConfigError
 
-from h2o_stream.resources import cache_folder
+INSTRUCTIONS = ("portable", "avx2", "avx512")
+"""From what every processor has to the best; the numbers of `h2o_cpu_level` in src/cpu.cpp."""
 
-FLAGS = ["-std=c++17", "-O3", "-march=native", "-fno-math-errno", "-fno-trapping-math", "-fopenmp", "-fPIC", "-shared"]
+CHOICE = "H2O_INSTRUCTIONS"
+"""The environment variable that names another than the best, for tests and to find errors."""
 
-_SOURCES = sorted(path for path in Path(__file__).parent.iterdir() if path.suffix in (".cpp", ".h"))
+FOLDER = "H2O_LIBRARY_FOLDER"
+"""The environment variable that names another folder of libraries, such as those that `make sanitize` builds."""
+
+_INSTALLED_WITHOUT = (
+    "h2o_stream was installed without its compiled library, since there was no C++ compiler or it failed "
+    "(pip install -v says why): install GCC or Clang, then h2o_stream again"
+)
 
 
-def compiler() -> str | None:
-    """The C++ compiler of this machine, the one that CXX names if it is set."""
-    named = (os.environ.get("CXX", ""), "g++", "clang++", "c++")
-    return next((found for name in named if (found := shutil.which(name))), None)
+def loaded() -> ctypes.CDLL | None:
+    """The library for the best instructions that the processor has; None where there is none, see `missing_reason`.
+
+    Raises:
+        ConfigError: H2O_INSTRUCTIONS names something that there is not.
+    """
+    return _found()[0]
+
+
+def missing_reason() -> str | None:
+    """Why there is no library, and what to do about it, in one line; None where there is one."""
+    return _found()[2]
+
+
+def name() -> str:
+    """Which instructions the loaded library uses, one of `INSTRUCTIONS`; "none" without a library."""
+    return _found()[1]
+
+
+def available() -> list[str]:
+    """The instruction sets that there is a library for and that this processor has, the best last."""
+    portable = _path("portable")
+    if not portable.exists():
+        return []
+    level = int(opened("portable").h2o_cpu_level())
+    return [choice for choice in INSTRUCTIONS[: level + 1] if _path(choice).exists()]
+
+
+def opened(choice: str) -> ctypes.CDLL:
+    """The library for one of `available`, whichever is the best."""
+    return ctypes.CDLL(str(_path(choice).resolve()))
 
 
 @cache
-def loaded() -> ctypes.CDLL | None:
-    """The library; None where it cannot be compiled. That takes some seconds, once for a machine and version."""
-    found = compiler()
-    if found is None:
-        return None
-    told = hashlib.sha256(b"".join(source.read_bytes() for source in _SOURCES))
-    told.update(" ".join([found, *FLAGS, torch.__version__, _processor()]).encode())
-    path = cache_folder() / "native" / f"h2o-stream-{told.hexdigest()[:16]}.so"
+def _found() -> tuple[ctypes.CDLL | None, str, str | None]:
+    """The library, its name, and why there is none."""
+    wanted = os.environ.get(CHOICE)
+    if wanted and wanted not in INSTRUCTIONS:
+        raise ConfigError(f"{CHOICE}={wanted}: choose one of {', '.join(INSTRUCTIONS)}")
     try:
-        if not path.exists():
-            _compile(found, [source for source in _SOURCES if source.suffix == ".cpp"], path)
-        # A graph finds in it what it calls: the names are for all.
-        return ctypes.CDLL(str(path), mode=ctypes.RTLD_GLOBAL)
-    except (OSError, subprocess.CalledProcessError):
-        return None
+        choices = available()
+        if not choices:
+            return None, "none", _INSTALLED_WITHOUT
+        if wanted and wanted not in choices:
+            raise ConfigError(f"{CHOICE}={wanted}: this processor and installation have {', '.join(choices)}")
+        best = wanted or choices[-1]
+        return opened(best), best, None
+    except OSError as error:
+        return None, "none", f"the compiled library cannot be loaded, install h2o_stream again: {error}"
 
 
-def _compile(compiler: str, sources: Sequence[Path], path: Path) -> None:
-    """The library appears whole or not at all."""
-    own = Path(torch.__file__).with_name("lib")
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=path.parent) as scratch:
-        unfinished = Path(scratch) / path.name
-        links = ["-o", str(unfinished), f"-L{own}", f"-Wl,-rpath,{own}", "-ltorch_cpu", "-lgomp"]
-        subprocess.run([compiler, *FLAGS, *map(str, sources), *links], check=True, capture_output=True)
-        unfinished.replace(path)
-
-
-def _processor() -> str:
-    """What it can do: a home folder may be shared by machines that differ in that."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
-    except OSError:
-        return platform.processor()
-    return next((line for line in lines if line.startswith(("flags", "Features"))), platform.machine())
+def _path(choice: str) -> Path:
+    return Path(os.environ.get(FOLDER) or Path(__file__).parent) / f"_h2o_{choice}.so"

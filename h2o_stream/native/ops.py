@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from h2o_stream.native import library
+from h2o_stream.native import legacy_library as library
 
 GROUP = 32
 """Numbers of a row of a packed matrix that share a scale."""

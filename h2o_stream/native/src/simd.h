@@ -8,6 +8,8 @@
 #include <cstring>
 #include <limits>
 
+#include "compat.h"
+
 #if defined(__AVX2__) && defined(__FMA__) && defined(__F16C__)
 #define H2O_AVX2
 #include <immintrin.h>

@@ -1,0 +1,20 @@
+// What GCC before 12 lacks.
+
+#pragma once
+
+#if defined(__GNUC__) && !defined(__clang__) && __GNUC__ < 12
+
+#include <type_traits>
+
+// The numbers of two vectors at these places, counted through both. GCC makes a permutation of it.
+template <int... places, class Vector>
+inline auto h2o_shuffle(Vector a, Vector b) {
+  using Number = std::remove_cv_t<std::remove_reference_t<decltype(a[0])>>;
+  constexpr int count = sizeof(Vector) / sizeof(Number);
+  using Result __attribute__((vector_size(sizeof(Number) * sizeof...(places)))) = Number;
+  return Result{(places < count ? a[places % count] : b[places % count])...};
+}
+
+#define __builtin_shufflevector(a, b, ...) h2o_shuffle<__VA_ARGS__>(a, b)
+
+#endif

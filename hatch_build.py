@@ -1,0 +1,92 @@
+"""Compiles the C++ of h2o_stream/native/src while a wheel or an editable install is built.
+
+CMakeLists.txt says how. Without a compiler, or where compiling fails, the package is installed without the libraries.
+An editable install has them in the source tree and keeps what was compiled in build/native; a wheel leaves no traces.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+import shutil
+import subprocess
+import sysconfig
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from hatchling.builders.hooks.plugin.interface import BuildHookInterface
+
+PLACE = Path("h2o_stream/native")
+"""Where the libraries are, in the source tree and in a wheel."""
+
+
+class NativeLibraries(BuildHookInterface):
+    """The hook that hatchling calls."""
+
+    def dependencies(self) -> list[str]:
+        """CMake and Ninja from the package index, where the system has none and a compiler would use them."""
+        return [tool for tool in ("cmake", "ninja") if _has_compiler() and shutil.which(tool) is None]
+
+    def initialize(self, version: str, build_data: dict[str, Any]) -> None:
+        """Compile, and list the libraries as files of the wheel."""
+        root = Path(self.root)
+        if version == "editable":
+            if not self._compile(root / "build" / "native", root):
+                for outdated in root.glob(f"{PLACE}/_h2o_*"):
+                    outdated.unlink()
+            return
+        self._scratch = tempfile.TemporaryDirectory()
+        scratch = Path(self._scratch.name)
+        if self._compile(scratch / "build", scratch):
+            # They do not link Python: one wheel for every version of it, but for one kind of machine.
+            build_data["pure_python"] = False
+            build_data["tag"] = f"py3-none-{_platform_tag()}"
+            for library in scratch.glob(f"{PLACE}/*"):
+                build_data["force_include"][str(library)] = str(PLACE / library.name)
+
+    def finalize(self, version: str, build_data: dict[str, Any], artifact_path: str) -> None:
+        """The wheel is written."""
+        if version != "editable":
+            self._scratch.cleanup()
+
+    def _compile(self, folder: Path, prefix: Path) -> bool:
+        """Compile in a folder and install under `prefix`; whether that worked."""
+        if not _has_compiler():
+            self._warn("no C++ compiler was found")
+            return False
+        ninja = shutil.which("ninja")
+        generator = ["-G", "Ninja", f"-DCMAKE_MAKE_PROGRAM={ninja}"] if ninja else []
+        configure = ["cmake", "-S", self.root, "-B", str(folder), f"-DCMAKE_INSTALL_PREFIX={prefix}", *generator]
+        build = ["cmake", "--build", str(folder), "--target", "install/strip", "--parallel", str(os.cpu_count() or 1)]
+        try:
+            if (folder / "CMakeCache.txt").exists() and _failure(configure):
+                shutil.rmtree(folder)  # from another compiler, or of a checkout that was moved
+            failure = _failure(configure) or _failure(build)
+        except OSError as error:
+            failure = str(error)
+        if failure:
+            self._warn(failure)
+        return not failure
+
+    def _warn(self, reason: str) -> None:
+        if os.environ.get("H2O_REQUIRE_LIBRARY"):
+            raise SystemExit(f"h2o-stream: {reason}")
+        self.app.display_warning(f"h2o-stream is installed without its compiled library, and will be slower: {reason}")
+
+
+def _failure(command: list[str]) -> str:
+    """Run it; what it says if it fails."""
+    done = subprocess.run(command, check=False, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+    return f"{' '.join(command)} failed:\n{done.stdout}" if done.returncode else ""
+
+
+def _has_compiler() -> bool:
+    named = os.environ.get("CXX")
+    return any(shutil.which(name) for name in ([named.split()[0]] if named else ["c++", "g++", "clang++"]))
+
+
+def _platform_tag() -> str:
+    # A Python for two kinds of Mac compiles for the one that it runs on.
+    own = sysconfig.get_platform().replace("universal2", platform.machine())
+    return own.replace("-", "_").replace(".", "_")

@@ -1,0 +1,68 @@
+"""Wheels: with the compiled libraries where there is a compiler, without where there is none."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("hatchling", reason="the build backend: pip install -e .[dev]")
+
+ROOT = Path(__file__).parent.parent
+
+
+@pytest.fixture
+def checkout(tmp_path: Path) -> Path:
+    """A copy with the least that compiles."""
+    copy = tmp_path / "checkout"
+    ignored = shutil.ignore_patterns("__pycache__", "_h2o_*", "src")
+    shutil.copytree(ROOT / "h2o_stream", copy / "h2o_stream", ignore=ignored)
+    for folder in ("data", "prompts"):
+        shutil.copytree(ROOT / folder, copy / folder)
+    for name in ("pyproject.toml", "hatch_build.py", "CMakeLists.txt", "README.md", "LICENSE", ".gitignore"):
+        shutil.copy(ROOT / name, copy)
+    sources = copy / "h2o_stream" / "native" / "src"
+    sources.mkdir()
+    for name in ("cpu.cpp", "simd.h", "compat.h"):
+        shutil.copy(ROOT / "h2o_stream" / "native" / "src" / name, sources)
+    return copy
+
+
+def _wheel(checkout: Path, **environment: str) -> tuple[str, set[str], str]:
+    """Its name, its files, and what was said while it was built."""
+    command = [sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d", "wheels"]
+    done = subprocess.run(command, cwd=checkout, env=os.environ | environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    (wheel,) = (checkout / "wheels").iterdir()
+    with zipfile.ZipFile(wheel) as opened:
+        return wheel.name, set(opened.namelist()), done.stdout + done.stderr
+
+
+def test_without_a_compiler(checkout):
+    name, files, said = _wheel(checkout, CXX="/nowhere/c++")
+    assert name.endswith("-py3-none-any.whl")
+    assert not [file for file in files if file.endswith(".so")]
+    assert {"h2o_stream/native/library.py", "h2o_stream/prompts/assistant.txt"} <= files
+    assert "without its compiled library" in said
+
+
+@pytest.mark.skipif(not all(map(shutil.which, ("c++", "cmake"))), reason="nothing to compile with")
+class TestCompiled:
+    def test_the_wheel_is_for_this_kind_of_machine(self, checkout):
+        name, files, _ = _wheel(checkout, H2O_REQUIRE_LIBRARY="1")
+        assert "-py3-none-" in name
+        assert not name.endswith("-any.whl")
+        assert "h2o_stream/native/_h2o_portable.so" in files
+        assert not (checkout / "build").exists()
+
+    def test_sources_that_do_not_compile(self, checkout):
+        (checkout / "h2o_stream" / "native" / "src" / "cpu.cpp").write_text("no C++")
+        name, files, said = _wheel(checkout)
+        assert name.endswith("-py3-none-any.whl")
+        assert not [file for file in files if file.endswith(".so")]
+        assert "error" in said

@@ -1,0 +1,85 @@
+"""Which compiled library is loaded, and what is said where there is none."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+
+from h2o_stream.errors import ConfigError
+from h2o_stream.native import library
+from h2o_stream.native.library import CHOICE, FOLDER, INSTRUCTIONS
+
+
+@pytest.fixture(autouse=True)
+def fresh(monkeypatch: pytest.MonkeyPatch):
+    """Chosen anew, and once more after the test."""
+    monkeypatch.delenv(CHOICE, raising=False)
+    library._found.cache_clear()
+    yield
+    monkeypatch.undo()
+    library._found.cache_clear()
+
+
+@pytest.fixture
+def folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    """An empty folder that libraries are looked for in."""
+    monkeypatch.setenv(FOLDER, str(tmp_path))
+    return tmp_path
+
+
+def test_compiled_where_there_is_a_compiler():
+    if not any(map(shutil.which, ("c++", "g++", "clang++"))):
+        pytest.skip("no compiler")
+    assert library.missing_reason() is None
+    assert library.available()
+
+
+@pytest.mark.skipif(library.loaded() is None, reason="not compiled")
+class TestChoice:
+    def test_the_best_of_this_processor(self):
+        assert library.name() == library.available()[-1]
+        assert library.loaded().h2o_library_level() == INSTRUCTIONS.index(library.name())
+        assert library.loaded().h2o_cpu_level() >= library.loaded().h2o_library_level()
+
+    @pytest.mark.parametrize("choice", library.available())
+    def test_a_named_one(self, monkeypatch, choice):
+        monkeypatch.setenv(CHOICE, choice)
+        assert library.name() == choice
+        assert library.loaded().h2o_library_level() == INSTRUCTIONS.index(choice)
+        assert library.missing_reason() is None
+
+    def test_a_name_that_there_is_not(self, monkeypatch):
+        monkeypatch.setenv(CHOICE, "sse9")
+        with pytest.raises(ConfigError, match=r"H2O_INSTRUCTIONS=sse9: choose one of portable, avx2, avx512"):
+            library.loaded()
+
+    def test_one_that_is_not_installed(self, monkeypatch, folder):
+        portable = Path(library.__file__).with_name("_h2o_portable.so")
+        shutil.copy(portable, folder)
+        assert library.available() == ["portable"]
+        assert library.name() == "portable"
+        library._found.cache_clear()
+        monkeypatch.setenv(CHOICE, "avx2")
+        with pytest.raises(ConfigError, match="have portable"):
+            library.loaded()
+
+
+class TestNone:
+    def test_says_what_to_do(self, folder):
+        assert library.loaded() is None
+        assert library.name() == "none"
+        assert library.available() == []
+        assert "install GCC or Clang" in library.missing_reason()
+        assert "\n" not in library.missing_reason()
+
+    def test_a_name_that_there_is_not(self, monkeypatch, folder):
+        monkeypatch.setenv(CHOICE, "sse9")
+        with pytest.raises(ConfigError, match="sse9"):
+            library.loaded()
+
+    def test_a_file_that_is_no_library(self, folder):
+        (folder / "_h2o_portable.so").write_bytes(b"of another machine")
+        assert library.loaded() is None
+        assert "_h2o_portable.so" in library.missing_reason()
