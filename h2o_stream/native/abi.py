@@ -7,7 +7,7 @@ in the order of `STRUCTURES`. Structures hold addresses: whoever fills one keeps
 from __future__ import annotations
 
 from collections.abc import Sequence
-from ctypes import POINTER, Structure, c_double, c_int64, c_void_p
+from ctypes import CDLL, POINTER, Structure, c_double, c_int64, c_void_p
 from enum import IntEnum
 from typing import Any
 
@@ -161,3 +161,27 @@ def pointer(tensor: Tensor | None) -> int:
     assert tensor.device.type == "cpu", tensor.device
     assert tensor.is_contiguous(), (tensor.shape, tensor.stride())
     return tensor.data_ptr()
+
+
+_FUNCTIONS: dict[str, tuple[Any, list[Any]]] = {
+    "h2o_step_open": (c_void_p, [c_void_p]),
+    "h2o_step_close": (None, [c_void_p]),
+    "h2o_step": (None, [c_void_p, c_void_p, c_int64, c_void_p, c_void_p, c_int64]),
+    "h2o_decode": (None, [c_void_p, c_void_p, c_int64, c_int64, *[c_void_p] * 4, c_int64]),
+    "h2o_prefill": (
+        c_int64,
+        [c_void_p, c_void_p, c_int64, c_int64, c_void_p, c_void_p, c_int64, *[c_void_p] * 4, c_int64, c_int64, c_void_p]
+        + [c_int64],
+    ),
+    "h2o_multiply": (None, [c_void_p, c_void_p, c_void_p, c_int64, c_int64]),
+    "h2o_unpack": (None, [c_void_p, c_void_p, c_int64, c_int64]),
+}
+"""What the functions of the library give and take, as `src` says."""
+
+
+def declare(library: CDLL) -> CDLL:
+    """The library, with the types of its functions."""
+    for name, (result, arguments) in _FUNCTIONS.items():
+        function = getattr(library, name)
+        function.restype, function.argtypes = result, arguments
+    return library

@@ -11,6 +11,7 @@ from functools import cache
 from pathlib import Path
 
 from h2o_stream.errors import ConfigError
+from h2o_stream.native.abi import declare
 
 INSTRUCTIONS = ("portable", "avx2", "avx512")
 """From what every processor has to the best; the numbers of `h2o_cpu_level` in src/cpu.cpp."""
@@ -57,7 +58,7 @@ def available() -> list[str]:
 
 def opened(choice: str) -> ctypes.CDLL:
     """The library for one of `available`, whichever is the best."""
-    return ctypes.CDLL(str(_path(choice).resolve()))
+    return declare(ctypes.CDLL(str(_path(choice).resolve())))
 
 
 @cache

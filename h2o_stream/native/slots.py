@@ -64,15 +64,16 @@ class BoundLayer:
     Args:
         groups: its groups of heads, initialized.
         attention: filled with what the cache knows; sizes, scaling and softcap are the model's.
+        max_distance: distances there are to be rotations for; by default what decode steps need.
     """
 
-    def __init__(self, groups: Sequence[Group], attention: AttentionLayer) -> None:
+    def __init__(self, groups: Sequence[Group], attention: AttentionLayer, max_distance: int = 0) -> None:
         self.groups = [group.slots for group in groups]
         first = self.groups[0]
         plan, budget = first.plan, first.budget
         self._alive: list[Any] = [group.heads for group in groups]
         pins = torch.tensor([(pin.start, pin.stop) for pin in budget.pins], dtype=torch.int64).view(-1, 2)
-        rope = self._rope()
+        rope = self._rope(max_distance)
         self._alive += [pins, rope]
         self.attention, filled = attention, dict(
             policy=POLICIES[type(first.policy)],
@@ -101,11 +102,11 @@ class BoundLayer:
         for number, group in enumerate(groups):
             self._fill(self.slots[:, number], group)
 
-    def _rope(self) -> Tensor | None:
+    def _rope(self, max_distance: int) -> Tensor | None:
         table = self.groups[0].table
         if table is None:
             return None
-        most = max(slots.max_distance(slots.store.slots + max(slots.plan.chunk, 1)) for slots in self.groups)
+        most = max(max_distance, *(slots.reach(slots.store.slots) for slots in self.groups))
         return table.upto(most, torch.device("cpu"), torch.float32).contiguous()
 
     @staticmethod
@@ -121,8 +122,3 @@ class BoundLayer:
                 rows[name] = pointer(tensor) + stride * numpy.arange(len(rows))
         rows["heads"], rows["head_count"] = pointer(group.heads), len(group.heads)
         rows["slots"], rows["recent"], rows["span"] = slots.store.slots, int(slots.budget.recent), int(slots.span)
-
-    def count_evictions(self) -> None:
-        """How many tokens the next one of each row evicts."""
-        for number, slots in enumerate(self.groups):
-            self.slots["evictions"][:, number] = slots.num_evictions

@@ -1,12 +1,14 @@
-"""Whole decode steps in the native library: takes the place of a model's forward where it gives the same.
+"""Whole decode steps in the native library: they take the place of a model's forward for single tokens.
 
-`make_stepper` describes a model, proves the description by comparing logits with the model's own forward, and gives a
-`Stepper`, or the reason why there is none. All that is native or eager is decided here.
+What is native and what is eager is decided here: `make_stepper` describes a model and proves the description by comparing
+logits with those of the model's own forward. Where either fails the steps are eager, and `Stepper` says why.
 """
 
 from __future__ import annotations
 
 import ctypes
+import os
+from ctypes import CDLL
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -15,97 +17,212 @@ import torch
 from torch import Tensor
 
 from h2o_stream.cache.window import H2OCache
+from h2o_stream.errors import H2OStreamError
 from h2o_stream.native import library
-from h2o_stream.native.abi import STREAM
+from h2o_stream.native.abi import STREAM, MatrixKind
 from h2o_stream.native.describe import describe
 from h2o_stream.native.description import Description, NativeModel, NotDescribed
 from h2o_stream.native.slots import BoundLayer, groups_of, unserved
 
-PROMPT, STEPS = 6, 3
-"""Tokens of the proof: read at once, and then one by one."""
+CHECK = "H2O_CHECK_STEPS"
+"""Environment variable: every native step is compared with the eager one, layer by layer."""
 
-TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.06}
-"""Root mean square of the differences of logits, as a share of that of the logits."""
+MOST_ROWS = 64
+"""Rows of a batch beyond which torch's products of matrices are faster."""
 
-PACKED_TOLERANCE = 0.1
-"""The same with weights in a few bits: the step rounds vectors to 8 bits, long prompts are not rounded."""
+_PROMPT, _STEPS = 6, 3
+"""Tokens of the proof: a prompt, and those that follow one by one."""
+
+_TOLERANCE = {MatrixKind.FLOAT32: 1e-4, MatrixKind.BFLOAT16: 0.08, MatrixKind.INT8: 0.08, MatrixKind.INT4: 0.08}
+"""Root mean square of the differences of logits, as a share of that of the logits, by how weights are held."""
 
 _proved: WeakKeyDictionary[Any, set[tuple[Any, ...]]] = WeakKeyDictionary()
+"""What has been proved of a model: addresses of its weights, and how the cache places tokens."""
+
+
+def make_stepper(model: Any, cache: H2OCache) -> Stepper | str:
+    """Native steps of an attached model, or the reason why there are none.
+
+    Args:
+        model: takes its attention from `cache`; its forward is its own.
+        cache: empty.
+    """
+    native = library.loaded()
+    if native is None:
+        return library.missing_reason() or "there is no compiled library"
+    if cache.place is not None or (getattr(model, "tp_size", None) or 1) > 1:
+        return "the cache is in host memory or the model is shared by several processes"
+    try:
+        description = describe(model)
+    except NotDescribed as reason:
+        return str(reason)
+    if cache.plan.positions == "absolute" and not description.absolute_ok:
+        return "its rotary frequencies change with the length of the text"
+    stepper = Stepper(native, NativeModel(description), cache)
+    key = (cache.plan.positions, cache.plan.kv_bits, *(tensor.data_ptr() for tensor in description.tensors()))
+    if key not in _proved.setdefault(model, set()):
+        if trouble := _prove(model, cache, stepper, description):
+            stepper.close()
+            return trouble
+        _proved[model].add(key)
+    return _CheckedStepper(stepper, model) if os.environ.get(CHECK) else stepper
 
 
 class Stepper:
-    """Steps of one model through the slots of one cache.
+    """Steps of one model through the slots of one cache; see `h2o_stream.cache.forward.Stepper`.
 
     Args:
-        native: the loaded library.
+        native: the library.
         model: the description, as structures.
-        cache: an attached model's cache.
+        cache: of the attached model.
     """
 
-    def __init__(self, native: ctypes.CDLL, model: NativeModel, cache: H2OCache) -> None:
-        self._native, self._model, self._cache = native, model, cache
+    def __init__(self, native: CDLL, model: NativeModel, cache: H2OCache) -> None:
+        self.cache, self.model = cache, model
+        self._native = native
         self._layers: list[BoundLayer] = []
-        self._bound_to: tuple[int, int] | None = None
-        self._step = 0
-        for layer, described in zip(model.layers, model.description.layers, strict=True):
-            if cache.plan.positions != "absolute" and described.attention.rope is not None:
-                layer.frequencies = None
-        native.h2o_step_open.restype = ctypes.c_void_p
-        native.h2o_step_close.argtypes = [ctypes.c_void_p]
+        self._layout = -1
+        self._settled = False
+        if cache.plan.positions != "absolute":
+            for layer in model.layers:
+                layer.frequencies = None  # keys are rotated when they are attended to
+        self._step = native.h2o_step_open(ctypes.addressof(model.struct))
 
-    def logits(self, tokens: Tensor) -> Tensor | None:
-        """Take a token of each row.
-
-        Args:
-            tokens: [B, 1] int64.
-
-        Returns:
-            [B, 1, V] float32; None where this step has to go the eager way, and nothing was done.
-        """
-        layers = self._cache.layers
-        if not layers[0].is_initialized or tokens.shape[0] != len(layers[0].lengths):
-            return None
-        if self._bound_to != (id(layers[0]), self._cache.layout) and not self._bind():
-            return None
-        for layer in self._layers:
-            layer.count_evictions()
-        self._streams["token"] = tokens[:, 0].numpy()
-        logits = torch.empty(len(tokens), 1, self._model.struct.vocabulary)
-        self._native.h2o_step(
-            ctypes.c_void_p(self._step),
-            ctypes.c_void_p(self._streams.ctypes.data),
-            ctypes.c_int64(len(tokens)),
-            ctypes.c_void_p(logits.data_ptr()),
-            ctypes.c_int64(torch.get_num_threads()),
-        )
-        self._cache.count_step()
-        return logits
+    def __del__(self) -> None:
+        self.close()
 
     def close(self) -> None:
         """Release what the library holds."""
         if self._step:
             self._native.h2o_step_close(self._step)
-            self._step = 0
+            self._step = None
+
+    def logits(self, kwargs: dict[str, Any]) -> Tensor | None:
+        """A token of each row; see `h2o_stream.cache.forward.Stepper`."""
+        return self.run(kwargs["input_ids"])
+
+    def run(self, tokens: Tensor, trace: Tensor | None = None) -> Tensor | None:
+        """Take a token of each row through the model, and count it.
+
+        Args:
+            tokens: [B, 1] int64.
+            trace: [layers + 1, B, hidden] float32, gets the residual stream in front of every layer and behind the last.
+
+        Returns:
+            [B, 1, V] float32; None where it has to be done eagerly, and nothing was touched.
+        """
+        rows, cache = len(tokens), self.cache
+        if rows > MOST_ROWS or len(cache.slots[0].lengths) != rows or tokens.device.type != "cpu":
+            return None
+        if self._layout != cache.layout and not self._bind():
+            return None
+        if not (self._settled and cache.settled):
+            for layer in self._layers:
+                for number, slots in enumerate(layer.groups):
+                    layer.slots["evictions"][:, number] = slots.num_evictions
+            self._settled = cache.settled
+        self._streams["token"] = tokens[:, 0].numpy()
+        logits = torch.empty(rows, 1, self.model.struct.vocabulary)
+        self._native.h2o_step(
+            self._step,
+            self._streams.ctypes.data,
+            rows,
+            logits.data_ptr(),
+            0 if trace is None else trace.data_ptr(),
+            torch.get_num_threads(),
+        )
+        cache.count_token()
+        return logits
 
     def _bind(self) -> bool:
-        """Take down the addresses of all slots anew; whether the library can serve them."""
-        bound, first = [], 0
-        for cached, layer in zip(self._cache.layers, self._model.layers, strict=True):
+        """Take down the addresses of all slots; whether the library can serve them."""
+        bound: list[BoundLayer] = []
+        first = 0
+        for cached, layer in zip(self.cache.layers, self.model.layers, strict=True):
             groups = groups_of(cached, layer.attention.kv_heads)
-            if any(unserved(group.slots) for group in groups):
+            if any(group.slots.watched or unserved(group.slots) for group in groups):
                 return False
-            own = BoundLayer(groups, layer.attention)
+            bound.append(BoundLayer(groups, layer.attention))
             layer.first_group, layer.group_count = first, len(groups)
             first += len(groups)
-            bound.append(own)
-        self._layers = bound
-        rows = len(bound[0].slots)
+        # The slots of a stream lie one after the other, those of a layer are a view of them.
         self._slots = numpy.concatenate([layer.slots for layer in bound], axis=1)
-        for layer, struct in zip(bound, self._model.layers, strict=True):
-            layer.slots = self._slots[:, struct.first_group : struct.first_group + struct.group_count]
+        for own, layer in zip(bound, self.model.layers, strict=True):
+            own.slots = self._slots[:, layer.first_group : layer.first_group + layer.group_count]
+        rows = len(self._slots)
         self._streams = numpy.zeros(rows, dtype=STREAM)
         self._streams["slots"] = self._slots.ctypes.data + self._slots.strides[0] * numpy.arange(rows)
-        self.close()
-        self._step = self._native.h2o_step_open(ctypes.byref(self._model.struct))
-        self._bound_to = (id(self._cache.layers[0]), self._cache.layout)
+        self._layers, self._layout, self._settled = bound, self.cache.layout, False
         return True
+
+
+class _CheckedStepper:
+    """Does every step eagerly, too, and raises where they differ."""
+
+    def __init__(self, stepper: Stepper, model: Any) -> None:
+        self._stepper, self._model, self._forward = stepper, model, model.forward
+
+    def logits(self, kwargs: dict[str, Any]) -> Tensor | None:
+        """See `Stepper.logits`.
+
+        Raises:
+            H2OStreamError: naming the first layer after which the residual streams differ.
+        """
+        cache, tokens = self._stepper.cache, kwargs["input_ids"]
+        model = self._stepper.model
+        before = cache.state_dict()
+        eager = self._forward(**kwargs, output_hidden_states=True)
+        cache.load_state_dict(before)
+        trace = torch.empty(len(model.layers) + 1, len(tokens), model.struct.hidden)
+        logits = self._stepper.run(tokens, trace)
+        if logits is None:
+            return None
+        tolerance = _tolerance(model.description)
+        for number, (ours, theirs) in enumerate(zip(trace[:-1], eager.hidden_states, strict=False)):
+            if not _error(ours, theirs[:, -1]) < tolerance:
+                where = f"layer {number - 1}" if number else "the embedding"
+                raise H2OStreamError(
+                    f"after {where} the native step is off by {_error(ours, theirs[:, -1]):.1e} of the rms, "
+                    f"at most {tolerance:.0e} is rounding; use --engine eager"
+                )
+        if not _error(logits, eager.logits) < tolerance:
+            raise H2OStreamError(
+                f"logits of the native step are off by {_error(logits, eager.logits):.1e} of their rms, at most "
+                f"{tolerance:.0e} is rounding; use --engine eager"
+            )
+        return logits
+
+
+@torch.no_grad()
+def _prove(model: Any, cache: H2OCache, stepper: Stepper, description: Description) -> str:
+    """Why the native step does not give what the model's own forward gives, or nothing. The cache is empty afterwards."""
+    vocabulary = description.embedding.shape[0]
+    tokens = torch.randint(vocabulary, (1, _PROMPT + _STEPS), generator=torch.Generator().manual_seed(0))
+    parts, logits = [tokens[:, :_PROMPT], *tokens[:, _PROMPT:].split(1, 1)], []
+    try:
+        for native in (False, True):
+            cache.reset()
+            for number, part in enumerate(parts):
+                kwargs = {"input_ids": part, "past_key_values": cache, "use_cache": True}
+                cache.prepare_forward(kwargs)
+                given = stepper.run(part) if native and number else model.forward(**kwargs).logits
+                if given is None:
+                    return "its cache is not one that the library serves"
+                logits.append(given[:, -1:])
+    finally:
+        cache.reset()
+    ours, theirs = torch.cat(logits[len(parts) :]), torch.cat(logits[: len(parts)])
+    error, tolerance = _error(ours[1:], theirs[1:]), _tolerance(description)
+    return "" if error < tolerance else f"its logits are off by {error:.1e} of their rms, {tolerance:.0e} is rounding"
+
+
+def _tolerance(description: Description) -> float:
+    kinds = {matrix.kind for layer in description.layers for matrix in (*layer.attention.qkv, layer.mlp.up)}
+    dtype = MatrixKind.BFLOAT16 if description.embedding.dtype == torch.bfloat16 else MatrixKind.FLOAT32
+    return max(_TOLERANCE[kind] for kind in (*kinds, dtype))
+
+
+def _error(ours: Tensor, theirs: Tensor) -> float:
+    """Root mean square of the differences, as a share of that of `theirs`."""
+    ours, theirs = ours.float().flatten(), theirs.float().flatten()
+    return float((ours - theirs).norm() / theirs.norm().clamp_min(torch.finfo(torch.float32).tiny))

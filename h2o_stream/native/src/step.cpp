@@ -23,8 +23,8 @@ float activated(int64_t activation, float x) {
 
 }  // namespace
 
-void Step::run(const Stream* streams, int64_t count, float* logits, int64_t threads) {
-  streams_ = streams, count_ = count, logits_ = logits, threads_ = threads;
+void Step::run(const Stream* streams, int64_t count, float* logits, float* trace, int64_t threads) {
+  streams_ = streams, count_ = count, logits_ = logits, trace_ = trace;
   slots_.resize(count), now_.resize(count);
   for (int64_t stream = 0; stream < count; ++stream) now_[stream] = int32_t(*streams[stream].slots->seen);
   reserve(threads);
@@ -90,6 +90,7 @@ void Step::work(const Worker& worker) {
     each_stream(worker, [&](State& state, int64_t stream) {
       float* x = state.x.at(stream * model_.hidden);
       if (before) add_layer(*before, x, stream, worker);
+      keep_trace(number, stream, x, worker);
       apply_norm(layer.before_attention, x, model_.hidden, state.normed.at(stream));
       state.normed.round(layer.qkv[0].kind, stream, groups(model_.hidden));
     });
@@ -115,6 +116,11 @@ void Step::embed(const Worker& worker) {
     for (int64_t i = 0; i < hidden; ++i) x[i] += position[i];
   };
   each_stream(worker, row);
+}
+
+void Step::keep_trace(int64_t layer, int64_t stream, const float* x, const Worker& worker) const {
+  if (!trace_ || (count_ == 1 && worker.number)) return;
+  std::copy_n(x, model_.hidden, trace_ + (layer * count_ + stream) * model_.hidden);
 }
 
 // x += delta, normed first where the layer wants it.
@@ -230,6 +236,7 @@ void Step::output(const Worker& worker) {
   each_stream(worker, [&](State& state, int64_t stream) {
     float* x = state.x.at(stream * hidden);
     add_layer(last, x, stream, worker);
+    keep_trace(model_.layer_count, stream, x, worker);
     apply_norm(model_.norm, x, hidden, state.normed.at(stream));
     state.normed.round(model_.output.kind, stream, groups(hidden));
   });
@@ -252,9 +259,9 @@ void* h2o_step_open(const Model* model) { return new Step(*model); }
 
 void h2o_step_close(void* step) { delete static_cast<Step*>(step); }
 
-// One token of each stream through the whole model; logits [count][vocabulary].
-void h2o_step(void* step, const Stream* streams, int64_t count, float* logits, int64_t threads) {
-  static_cast<Step*>(step)->run(streams, count, logits, threads);
+// See `Step::run`; `trace` may be null.
+void h2o_step(void* step, const Stream* streams, int64_t count, float* logits, float* trace, int64_t threads) {
+  static_cast<Step*>(step)->run(streams, count, logits, trace, threads);
 }
 
 }  // extern "C"

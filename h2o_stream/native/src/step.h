@@ -18,8 +18,9 @@ class Step {
  public:
   explicit Step(const Model& model) : model_(model) {}
 
-  // Takes a token of each stream; leaves logits [count][vocabulary].
-  void run(const Stream* streams, int64_t count, float* logits, int64_t threads);
+  // Takes a token of each stream; leaves logits [count][vocabulary] and, unless null, the residual stream in front of
+  // every layer and behind the last: trace [layers + 1][count][hidden].
+  void run(const Stream* streams, int64_t count, float* logits, float* trace, int64_t threads);
 
  private:
   // The residual stream of every token and what is made of it: one for all threads, or one for each.
@@ -37,6 +38,7 @@ class Step {
   void mlp(const Worker& worker, const Layer& layer);
   void activate(const Layer& layer, int64_t stream, Range columns);
   void output(const Worker& worker);
+  void keep_trace(int64_t layer, int64_t stream, const float* x, const Worker& worker) const;
   void add(const Norm& norm, float* delta, float* x, const Worker& worker);
   void add_layer(const Layer& layer, float* x, int64_t stream, const Worker& worker);
 
@@ -47,8 +49,8 @@ class Step {
 
   const Model model_;
   const Stream* streams_ = nullptr;
-  float* logits_ = nullptr;
-  int64_t count_ = 0, threads_ = 0;
+  float *logits_ = nullptr, *trace_ = nullptr;
+  int64_t count_ = 0;
   int64_t reserved_ = 0, reserved_threads_ = 0, reserved_slots_ = 0;
 
   DecodeAttention attention_;
