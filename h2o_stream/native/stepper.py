@@ -116,11 +116,11 @@ class Stepper:
             return None
         if self._layout != cache.layout and not self._bind():
             return None
-        if not (self._settled and cache.settled):
+        if not (self._settled and cache.steady):
             for layer in self._layers:
                 for number, slots in enumerate(layer.groups):
                     layer.slots["evictions"][:, number] = slots.num_evictions
-            self._settled = cache.settled
+            self._settled = cache.steady
         self._streams["token"] = tokens[:, 0].numpy()
         logits = torch.empty(rows, 1, self.model.struct.vocabulary)
         self._native.h2o_step(
