@@ -154,8 +154,8 @@ class TestPrefill:
             shapes.append(probs.shape)
             return output, probs
 
-        monkeypatch.setattr(eager, "attention", watch)
         with attach(tiny, CacheConfig(window=20, chunk=16)):
+            monkeypatch.setattr(eager, "attention", watch)
             tiny(ids(500))
         assert max(shape[-2] for shape in shapes) == 16
         assert max(shape[-1] for shape in shapes) == 20 + 16
