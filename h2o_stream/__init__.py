@@ -15,8 +15,8 @@ if TYPE_CHECKING:
     from h2o_stream.cache.attach import attach
     from h2o_stream.cache.full import FullCache
     from h2o_stream.cache.window import H2OCache
+    from h2o_stream.deprecated import compiled
     from h2o_stream.engine.engine import Engine
-    from h2o_stream.graphs.steps import compiled
     from h2o_stream.session.conversation import Conversation
 
     __version__: str
@@ -38,7 +38,7 @@ __all__ = [
 
 _LAZY = {
     "attach": "h2o_stream.cache.attach",
-    "compiled": "h2o_stream.graphs.steps",
+    "compiled": "h2o_stream.deprecated",
     "H2OCache": "h2o_stream.cache.window",
     "FullCache": "h2o_stream.cache.full",
     "Engine": "h2o_stream.engine.engine",

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from transformers import DynamicCache, LlamaForCausalLM
 
 from h2o_stream import CacheConfig, ConfigError, H2OStreamError, attach
+from h2o_stream.cache import eager
 from h2o_stream.cache.policies import make_policy
 from h2o_stream.cache.slots import SlotLayer
 from h2o_stream.cache.weigh import Products
@@ -146,15 +147,15 @@ class TestPrefill:
         self, tiny: LlamaForCausalLM, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         """Bug 7 of the reference: it makes the whole matrix of prompt by cache and prompt."""
-        shapes, weigh = [], SlotLayer._weigh
+        shapes, attention = [], eager.attention
 
-        def watch(self: SlotLayer, *args: Any) -> Any:
-            output, probs = weigh(self, *args)
+        def watch(*args: Any) -> Any:
+            output, probs = attention(*args)
             shapes.append(probs.shape)
             return output, probs
 
-        monkeypatch.setattr(SlotLayer, "_weigh", watch)
         with attach(tiny, CacheConfig(window=20, chunk=16)):
+            monkeypatch.setattr(eager, "attention", watch)
             tiny(ids(500))
         assert max(shape[-2] for shape in shapes) == 16
         assert max(shape[-1] for shape in shapes) == 20 + 16

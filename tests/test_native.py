@@ -12,7 +12,6 @@ import torch
 from torch import nn
 
 from h2o_stream.cache.weigh import Arrivals, Products, Turns, weigh
-from h2o_stream.graphs.build import compile_ahead
 from h2o_stream.models.quantize import Int4Linear, Int8Linear, Native4Linear, Native8Linear, quantize
 from h2o_stream.native import legacy_library as library
 from h2o_stream.native.ops import GROUP, unpacked
@@ -149,14 +148,6 @@ class TestPacked:
                 layer = packed(linear)
                 given = unpacked(layer.codes, layer.grid, torch.float32)
                 torch.testing.assert_close(given, linear.weight.data, rtol=2e-3, atol=1e-7)
-
-    @pytest.mark.parametrize("packed", [Native8Linear, Native4Linear])
-    def test_a_compiled_graph_calls_it(self, packed: type[Native8Linear | Native4Linear], tmp_path: Path) -> None:
-        layer, x = packed(nn.Linear(64, 24)), torch.randn(1, 1, 64)
-        with torch.no_grad():
-            compile_ahead(torch.export.export(layer, (x,), strict=False), tmp_path / "layer.pt2", {})
-            run = torch._C._aoti.AOTIModelPackageLoader(str(tmp_path / "layer.pt2"), "model", True, 1, -1).boxed_run
-            torch.testing.assert_close(run([x])[0], layer(x))
 
 
 class TestCompiling:

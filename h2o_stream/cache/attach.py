@@ -3,26 +3,30 @@
 from __future__ import annotations
 
 import functools
-import inspect
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Literal, get_args
 
-from torch import nn
 from transformers import PreTrainedModel
 
 from h2o_stream.cache.attention import ATTENTION_NAME
+from h2o_stream.cache.forward import AttachedForward, Stepper, replaced_forward
 from h2o_stream.cache.full import FullCache
 from h2o_stream.cache.reach import shared_out
 from h2o_stream.cache.state import model_digest
 from h2o_stream.cache.support import check_supported, home_of, layer_specs, learned_positions, reach_of
 from h2o_stream.cache.window import H2OCache
 from h2o_stream.config import CacheConfig
-from h2o_stream.errors import H2OStreamError
+from h2o_stream.errors import ConfigError, H2OStreamError
+
+Engine = Literal["auto", "eager"]
+"""``auto``: native code where it serves; ``eager``: torch alone."""
 
 
 @contextmanager
-def attach(model: PreTrainedModel, config: CacheConfig | None = None) -> Iterator[H2OCache | FullCache]:
+def attach(
+    model: PreTrainedModel, config: CacheConfig | None = None, *, engine: Engine = "auto"
+) -> Iterator[H2OCache | FullCache]:
     """Let `model` keep only what `config` says, under ``generate``, pipelines and plain forwards.
 
     A forward that brings no cache of its own starts a new stream; ``past_key_values=cache`` goes on with the
@@ -31,15 +35,18 @@ def attach(model: PreTrainedModel, config: CacheConfig | None = None) -> Iterato
     Args:
         model: a causal language model of transformers.
         config: the policy and its budgets; the default is ours.
+        engine: ``auto`` takes native code where it serves; ``eager`` is for comparison.
 
     Yields:
         The cache, with ``kept``, ``nbytes``, ``seen_tokens``, ``counts``, ``pin``, ``statistics`` and ``state_dict``.
 
     Raises:
         UnsupportedModelError: the architecture cannot be served.
-        ConfigError: the budgets do not fit the model.
+        ConfigError: the budgets do not fit the model, or there is no such engine.
         H2OStreamError: the model is attached already.
     """
+    if engine not in get_args(Engine):
+        raise ConfigError(f"engine is {engine!r}; choose one of {', '.join(get_args(Engine))}")
     config = config or CacheConfig()
     if getattr(model, "_h2o_cache", None) is not None:
         raise H2OStreamError(f"{type(model).__name__} is attached already; leave that block first")
@@ -47,13 +54,12 @@ def attach(model: PreTrainedModel, config: CacheConfig | None = None) -> Iterato
     previous = model.config._attn_implementation
     if isinstance(cache, H2OCache):
         model.set_attn_implementation(ATTENTION_NAME)
-    hook = model.register_forward_pre_hook(_Hook(cache, model), with_kwargs=True)
     model._h2o_cache = cache
     try:
-        yield cache
+        with replaced_forward(model, AttachedForward(model, cache, _native(model, cache, engine))):
+            yield cache
     finally:
         del model._h2o_cache
-        hook.remove()
         model.set_attn_implementation(previous)
 
 
@@ -70,23 +76,11 @@ def build_cache(model: PreTrainedModel, config: CacheConfig) -> H2OCache | FullC
     return H2OCache(config, specs, reach_of(model.config), learned_positions(model.config), digest)
 
 
-class _Hook:
-    """Puts the cache into every forward of the model."""
+def _native(model: PreTrainedModel, cache: H2OCache | FullCache, engine: Engine) -> Stepper | None:
+    """Native code for this model and cache, as far as there is any: for its layers, and for whole steps."""
+    if engine == "eager" or not isinstance(cache, H2OCache):
+        return None
+    from h2o_stream.native import kernels, stepper
 
-    def __init__(self, cache: H2OCache | FullCache, model: nn.Module) -> None:
-        self.cache = cache
-        self.names = list(inspect.signature(model.forward).parameters)
-
-    def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        kwargs = {**dict(zip(self.names, args, strict=False)), **kwargs}
-        given = kwargs.get("past_key_values")
-        if given is not self.cache:
-            if given is not None and given.get_seq_length() > 0:
-                raise H2OStreamError(
-                    f"past_key_values holds {given.get_seq_length()} tokens of another cache; "
-                    "pass the attached cache, or none to start a new stream"
-                )
-            self.cache.reset()
-            kwargs["past_key_values"] = self.cache
-        self.cache.prepare_forward(kwargs)
-        return (), kwargs
+    cache.kernels = kernels.make_kernels()
+    return stepper.make_stepper(model, cache)

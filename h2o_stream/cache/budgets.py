@@ -10,7 +10,6 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
-from itertools import pairwise
 
 
 @dataclass(frozen=True)
@@ -85,12 +84,6 @@ class Schedule:
     def most(self) -> int:
         """The most it ever holds."""
         return max(self.common, self.window)
-
-    @cached_property
-    def at_once(self) -> int:
-        """The most tokens that lose their slots to a single new one."""
-        held = (self.common, *self.between, self.window)
-        return max(before - after for before, after in pairwise(held)) + 1
 
     def held(self, seen: int) -> int:
         """Tokens held of a stream of `seen`."""

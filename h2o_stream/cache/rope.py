@@ -66,7 +66,7 @@ class RotaryTable:
         self._scaling = float(getattr(rotary, f"{prefix}attention_scaling", 1.0))
         self._tables: dict[tuple[torch.device, torch.dtype], Tensor] = {}
 
-    def upto(self, limit: int | Tensor, device: torch.device, dtype: torch.dtype) -> Tensor:
+    def upto(self, limit: int, device: torch.device, dtype: torch.dtype) -> Tensor:
         """Cosines and sines by distance.
 
         Args:
@@ -79,7 +79,7 @@ class RotaryTable:
         """
         key = (device, dtype)
         if key not in self._tables or len(self._tables[key]) < limit:
-            self._tables[key] = self._make(int(limit), *key)
+            self._tables[key] = self._make(limit, *key)
         return self._tables[key]
 
     @torch.no_grad()

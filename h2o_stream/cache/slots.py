@@ -1,44 +1,103 @@
-"""One decoder layer of the fixed-window cache: W + 1 slots that are written in place.
+"""One decoder layer of the fixed-window cache: slots that are written in place, and the bookkeeping around them.
 
-Owns scores, token indices and ranks of a layer, and the attention over its slots. Knows nothing of the model
-around it: it is handed queries, keys and values and gives back the attention's output.
+Owns keys, values, scores, token indices and ranks of a layer. Knows nothing of the model around it: it is handed
+queries, keys and values and gives back the attention's output. What is done to the tensors is `Kernels`' part:
+`cache.eager` in torch, or native code.
 
-At rest at most W slots are held and `free` names one that is not. A decode step writes the new token there,
-attends, updates the scores and evicts one slot, which is the next free one; nothing is copied or grown.
-A prefill takes the prompt in chunks: attend to what is held and to the chunk, then keep W of both.
-The two are the same rule, "append, attend, keep", and give the same result token by token. A layer whose window is
-less than the common one (`cache.budgets`) takes the second way once, to allocate anew: when it has come to its own.
+Slots are allocated for the most tokens that the layer will ever hold and one more, and stay where they are. At rest at
+least one of them, `free`, is empty: the next token's. A layer whose window ends up smaller than the common one
+(`cache.budgets`) moves what it holds into fewer slots once, when its window has come to its final size.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from h2o_stream.cache.budgets import Schedule
+from h2o_stream.cache.eager import EAGER, attention_of_newest
 from h2o_stream.cache.endless import EndlessLayer
+from h2o_stream.cache.layout import Layout
 from h2o_stream.cache.padding import Padding
-from h2o_stream.cache.policies import Attention, Budget, Held, Policy, select
+from h2o_stream.cache.policies import Budget, Held, Policy
 from h2o_stream.cache.rope import RotaryTable
 from h2o_stream.cache.state import taken
 from h2o_stream.cache.statistics import LayerStatistics, SparsityMeter, power_law
 from h2o_stream.cache.store import QuantizedStore, Store
-from h2o_stream.cache.weigh import Arrivals, Products, hide, rotate, weigh
+from h2o_stream.cache.weigh import Products
 from h2o_stream.config import CachePlan
 from h2o_stream.errors import H2OStreamError
 
-_SHRINKING = 3
-"""Evictions in the steps of most layers that shrink, so that they can share a graph."""
-
 _BOOKS = ("scores", "index", "rank", "free", "seen")
 
-Reader = Callable[["SlotLayer", Tensor, Tensor, Tensor, Products], Tensor | None]
-"""Gives the attention's output for queries, keys and values, or None where it has not touched anything."""
+Watch = Callable[[Tensor, Tensor, int], None]
+"""Is shown attention probabilities [B, Hkv, G, Q, K], which places are held [B, Hkv, K], and the tokens seen."""
+
+
+class Kernels(Protocol):
+    """The tensor work of a layer: everything between new keys and the attention's output.
+
+    Both functions write the tensors of the layer in place, `seen` included. Numbers on the host (`lengths`, `columns`)
+    are counted by the layer afterwards.
+    """
+
+    def serves(self, layer: SlotLayer, query: Tensor) -> bool:
+        """Whether `decode` and `prefill` can be called for this layer and query [B, Hq, Q, D]."""
+
+    def decode(
+        self,
+        layer: SlotLayer,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        products: Products,
+        evictions: Sequence[int],
+    ) -> Tensor:
+        """A token of each row: written into the free slot, attended with, scored; then a slot is made free.
+
+        Args:
+            layer: the slots.
+            query: [B, Hq, 1, D], un-rotated like the keys (rotated already with ``absolute``).
+            key: [B, Hkv, 1, D].
+            value: [B, Hkv, 1, D].
+            products: what the model does with query times key.
+            evictions: how many tokens each row evicts; one that evicts none finds an empty slot.
+
+        Returns:
+            [B, 1, Hq, D] in the query's dtype.
+        """
+
+    def prefill(
+        self,
+        layer: SlotLayer,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        products: Products,
+        counts: Sequence[int],
+        limits: Sequence[int],
+    ) -> Tensor:
+        """A chunk: attended with together with what is held; then what is worth most of both is held.
+
+        Also sets `layer.filled`.
+
+        Args:
+            layer: the slots.
+            query: [B, Hq, Q, D], as for `decode`.
+            key: [B, Hkv, Q, D].
+            value: [B, Hkv, Q, D].
+            products: what the model does with query times key.
+            counts: tokens of each row; its columns behind them are padding.
+            limits: tokens that each row holds afterwards.
+
+        Returns:
+            [B, Q, Hq, D] in the query's dtype; undefined where there is padding.
+        """
 
 
 class SlotLayer(EndlessLayer):
@@ -49,11 +108,12 @@ class SlotLayer(EndlessLayer):
         policy: scores and priorities.
         table: rotations for keys that come un-rotated; None when the model rotates by itself (``absolute``).
         sliding: keys of this age and older are hidden, as in the model's own sliding windows.
+        layout: is told when tensors are allocated; shared by the layers of a cache.
 
     Attributes:
-        schedule: how many tokens the layer holds, by how many it has seen; the plan's window unless told otherwise.
+        schedule: how many tokens the layer holds, by how many it has seen; see `follow`.
         span: with ``gap``, the distance up to which distances are true.
-        store: keys and values of S slots, one more than are held, un-rotated, or rotated at token indices with
+        store: keys and values of S slots, more than are held, un-rotated, or rotated at token indices with
             ``absolute``.
         scores: [B, Hkv, S] float32, -inf where empty.
         lasting: [B, Hkv, S] float32 long-term scores, of a policy that has them.
@@ -65,28 +125,33 @@ class SlotLayer(EndlessLayer):
         filled: no slot behind this number holds a token, where keys and values are kept as they are.
         columns: columns fed since the last reset, padding included.
         budget: what eviction may not touch.
-        reader: takes whole chunks of one stream through `read`, if it can; see `h2o_stream.graphs`.
+        kernels: serve this layer in place of the eager ones where they can; None for nowhere.
         groups: query heads per KV head; 0 before the first token.
-        weigh: computes the attention, see `weigh`.
-        watch: is shown the attention of each part that has no padding; see `SparsityMeter`.
     """
 
-    def __init__(self, plan: CachePlan, policy: Policy, table: RotaryTable | None, sliding: int | None = None) -> None:
+    def __init__(
+        self,
+        plan: CachePlan,
+        policy: Policy,
+        table: RotaryTable | None,
+        sliding: int | None = None,
+        layout: Layout | None = None,
+    ) -> None:
         super().__init__()
+        self.layout = layout or Layout()
         self.plan = plan
         self.policy = policy
         self.table = table
         self.sliding = sliding
         self.schedule = Schedule.equal(plan.window)
-        self.span: int | Tensor = plan.span
+        self.span = plan.span
         self.budget = Budget(plan.sinks, (), plan.recent)
         self.columns = 0
         self.filled = 0
         self.lengths: tuple[int, ...] = ()
-        self.reader: Reader | None = None
+        self.kernels: Kernels | None = None
         self.groups = 0
-        self.weigh = weigh
-        self.watch: Callable[[Tensor, Tensor, int], None] = SparsityMeter()
+        self._watch: Watch = SparsityMeter()
 
     # transformers' interface
 
@@ -111,7 +176,13 @@ class SlotLayer(EndlessLayer):
         self.lengths = (0,) * rows[0]
         self.is_initialized = True
         self.filled = 0
-        self._vacate()
+        self.index.fill_(-1)
+        self.scores.fill_(-torch.inf)
+        if self.policy.long_term:
+            self.lasting.fill_(0.0)
+        self.rank.fill_(slots)
+        self.free.fill_(self.store.exact)
+        self.layout.changed()
 
     def get_seq_length(self) -> int:
         """Columns seen, evicted ones and padding included: what `generate` counts with."""
@@ -124,13 +195,22 @@ class SlotLayer(EndlessLayer):
         self.is_initialized = False
         for name in ("store", *self._books):
             setattr(self, name, None)
+        self.layout.changed()
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         """Row i becomes a copy of row beam_idx[i], scores and ranks included."""
-        if self.is_initialized:
-            for owner, name in self._tensors():
-                setattr(owner, name, getattr(owner, name).index_select(0, beam_idx.to(self.device)))
-            self.lengths = tuple(self.lengths[row] for row in beam_idx.tolist())
+        if not self.is_initialized:
+            return
+        rows, order = len(self.lengths), beam_idx.to(self.device)
+        for owner, name in self._tensors():
+            chosen = getattr(owner, name).index_select(0, order)
+            if len(order) == rows:
+                getattr(owner, name).copy_(chosen)
+            else:
+                setattr(owner, name, chosen)
+        self.lengths = tuple(self.lengths[row] for row in beam_idx.tolist())
+        if len(order) != rows:
+            self.layout.changed()
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         """Every row becomes `repeats` rows."""
@@ -149,39 +229,52 @@ class SlotLayer(EndlessLayer):
     @property
     def held(self) -> int:
         """Tokens held per head, of the row that holds most."""
-        return max(self._limits, default=0)
+        return max(self.limits, default=0)
 
     @property
-    def _limits(self) -> list[int]:
+    def limits(self) -> list[int]:
         """Tokens held per head, of each row."""
         return [self.schedule.held(length) for length in self.lengths]
+
+    @property
+    def num_evictions(self) -> list[int]:
+        """Number of evictions caused by the next token, of each row."""
+        schedule = self.schedule
+        return [
+            1 if length >= schedule.settled else schedule.held(length) + 1 - schedule.held(length + 1)
+            for length in self.lengths
+        ]
 
     @property
     def _spare(self) -> int:
         """Slots beside those of held tokens: the next token's, and with a ring of new tokens its seat there."""
         return 1 if self.plan.kv_bits == 16 else 2
 
-    def reach(self, places: int) -> int | Tensor:
+    def reach(self, places: int) -> int:
         """More than the largest distance between two of so many tokens."""
         return places + self.span if self.plan.positions == "gap" else places
 
-    @property
-    def due(self) -> int | None:
-        """Tokens that the next one evicts; None where rows differ in that or something has to be allocated."""
-        schedule = self.schedule
-        if len(self.lengths) == 1 and self.lengths[0] >= schedule.settled:
-            return 1
-        after = [length + 1 for length in self.lengths]
-        if not self._fits(after):
-            return None
-        evicted = [before + 1 - schedule.held(now) for before, now in zip(self._limits, after, strict=True)]
-        return None if len(set(evicted)) > 1 and not schedule.fixed else evicted[0]
+    def follow(self, schedule: Schedule) -> None:
+        """Hold as many tokens as `schedule` says from now on; only while every row is within the common window."""
+        self.schedule = schedule
+        if self.is_initialized and self.store.slots < schedule.most + self._spare:
+            self._resize(schedule.most + self._spare)
+        self.layout.changed()
 
     @property
-    def at_once(self) -> int:
-        """The most tokens that a compiled step evicts: a window that shrinks evicts more than one now and then."""
-        most = self.schedule.at_once
-        return max(most, _SHRINKING) if most > 1 and min(self.lengths) < self.schedule.settled else 1
+    def watch(self) -> Watch:
+        """Is shown the attention of each part that has no padding; see `SparsityMeter`."""
+        return self._watch
+
+    @watch.setter
+    def watch(self, watch: Watch) -> None:
+        self._watch = watch
+        self.layout.changed()
+
+    @property
+    def watched(self) -> bool:
+        """Whether every probability is asked for, which native code never has all of."""
+        return not isinstance(self._watch, SparsityMeter)
 
     @property
     def nbytes(self) -> int:
@@ -221,7 +314,7 @@ class SlotLayer(EndlessLayer):
             raise H2OStreamError(f"the state does not fit: {slots} slots, at most {self.schedule.most} tokens are held")
         self._allocate(keys, values, slots)
         for owner, name in self._tensors():
-            setattr(owner, name, taken(tensors, name, like=getattr(owner, name)))
+            getattr(owner, name).copy_(taken(tensors, name, like=getattr(owner, name)))
         self.columns, self.lengths = columns, tuple(self.seen.flatten().tolist())
         self.filled = slots
 
@@ -235,7 +328,7 @@ class SlotLayer(EndlessLayer):
         return (*_BOOKS, "lasting") if self.policy.long_term else _BOOKS
 
     @property
-    def _held(self) -> Held:
+    def places(self) -> Held:
         """The slots, as policies see them."""
         return Held(self.scores, self.index, self.rank, self.seen, self.lasting if self.policy.long_term else None)
 
@@ -268,249 +361,52 @@ class SlotLayer(EndlessLayer):
         self.columns += key.shape[2]
         if padding is not None:
             query, key, value = padding.pack(query), padding.pack(key), padding.pack(value)
+        native = self.kernels if self.kernels and not self.watched and self.kernels.serves(self, query) else None
+        kernels, before = native or EAGER, self.lengths[0]
         chunk = self.plan.chunk or key.shape[2]
         outputs = []
         parts = zip(query.split(chunk, 2), key.split(chunk, 2), value.split(chunk, 2), strict=True)
         for number, (q, k, v) in enumerate(parts):
             new = k.shape[2]
             counts = (new,) * len(self.lengths) if padding is None else padding.chunk(number * chunk, new)
-            arrivals = Arrivals(counts, new, k.device)
-            if new == 1 == min(counts) and self.due is not None:
-                outputs.append(self._decode(q, k, v, arrivals, products))
-                continue
-            read = self.reader(self, q, k, v, products) if self.reader and padding is None else None
-            outputs.append(self._prefill(q, k, v, arrivals, products) if read is None else read)
+            after = tuple([length + count for length, count in zip(self.lengths, counts, strict=True)])
+            if new == 1 == min(counts):
+                outputs.append(kernels.decode(self, q, k, v, products, self.num_evictions))
+                self.filled = min(self.filled + 1, self.store.slots)
+            else:
+                limits = [self.schedule.held(length) for length in after]
+                outputs.append(kernels.prefill(self, q, k, v, products, counts, limits))
+            self.lengths = after
+            self.compact()
+        meter = self._watch
+        if native and padding is None and isinstance(meter, SparsityMeter) and meter.wants(before, self.lengths[0]):
+            meter.add(attention_of_newest(self, query[:, :, -1:], products), self.index >= 0)
         output = outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=1)
         return output if padding is None else padding.unpack(output)
 
-    def _decode(self, query: Tensor, key: Tensor, value: Tensor, arrivals: Arrivals, products: Products) -> Tensor:
-        vacant, evicted = min(self._limits) + 1 < self.store.slots, self.due or 0
-        self.count_token()
-        return self.step(query, key, value, products, vacant, evicted)
+    def compact(self) -> None:
+        """Move what is held into as few slots as it needs from now on, once the window has shrunk to its final size."""
+        slots = self.schedule.window + self._spare
+        if self.store.slots > slots and min(self.lengths) >= self.schedule.settled:
+            self._resize(slots)
 
-    def count_token(self) -> None:
-        """Count a token of each row that is about to go through `step`."""
-        self.filled = min(self.filled + 1, self.store.slots)
-        self.lengths = tuple([length + 1 for length in self.lengths])
+    def _resize(self, slots: int) -> None:
+        """Move what is held into an allocation of so many slots: in token order, but for slots with a fixed purpose."""
+        exact, empty = self.store.exact, {"scores": -torch.inf, "lasting": 0.0, "index": -1, "rank": slots}
+        index = self.index[..., exact:]
+        held = index >= 0
+        order = index.masked_fill(~held, torch.iinfo(index.dtype).max).argsort(-1)[..., : slots - exact]
+        self.free.copy_(held.sum(-1, keepdim=True) + exact)
+        self.store.rearrange(order, slots)
+        for name in empty.keys() & set(self._books):
+            book = getattr(self, name)
+            moved = torch.cat((book[..., :exact], book[..., exact:].gather(-1, order)), -1)
+            setattr(self, name, pad(moved, (0, slots - moved.shape[-1]), value=empty[name]))
+        self.rank.masked_fill_(self.index < 0, slots)
+        self.filled = self.held
+        self.layout.changed()
 
-    def count_chunk(self, new: int) -> int | None:
-        """Count `new` tokens of the one row that are about to go through a compiled `read`.
-
-        Returns:
-            How many tokens are held then; None, and nothing is counted, where something has to be allocated.
-        """
-        after = [length + new for length in self.lengths]
-        if not self._fits(after):
-            return None
-        self.filled, self.lengths = self.store.slots, tuple(after)
-        return self.held
-
-    def step(
-        self, query: Tensor, key: Tensor, value: Tensor, products: Products, vacant: bool, evicted: int | Tensor
-    ) -> Tensor:
-        """A token's way through the slots: written, attended with, scored; then the next token's slot is made free.
-
-        Nothing here looks at a number of this stream on the host, so that it can be compiled (`h2o_stream.graphs`).
-
-        Args:
-            query: [B, Hq, 1, D].
-            key: [B, Hkv, 1, D].
-            value: [B, Hkv, 1, D].
-            products: what the model does with query times key.
-            vacant: whether slots may be empty besides the token's own.
-            evicted: how many tokens lose their slots; at most `at_once` if it is a tensor.
-
-        Returns:
-            [B, 1, Hq, D].
-        """
-        slot = self._ring(self.seen).expand_as(self.free) if self.store.exact else self.free
-        self.store.write(slot, key, value)
-        self.index.scatter_(2, slot, self.seen.int().expand(slot.shape))
-        self.scores.scatter_(2, slot, 0.0)
-        if self.policy.long_term:
-            self.lasting.scatter_(2, slot, 0.0)
-        self.rank += 1
-        self.rank.scatter_(2, slot, 0)
-        self.seen += 1
-
-        keys, values = self.store.read()
-        arrivals = Arrivals((1,), 1, query.device)
-        output, probs = self._weigh(query, keys, values, self._held, arrivals, products, vacant)
-        self.watch(probs, self.index >= 0, self.lengths[0])
-        attention = Attention(probs, probs.new_zeros(1), 1)
-        if self.policy.observes:
-            self.scores = self.policy.observe(self.scores, attention)
-        if self.policy.long_term:
-            self.lasting = self.policy.remember(self.lasting, self._held, attention)
-        if isinstance(self.store, QuantizedStore):
-            self._demote(self.store)
-        self._evict(evicted)
-        return output
-
-    def _demote(self, store: QuantizedStore) -> None:
-        """Vacate the seat of the next token: the oldest of the ring is encoded and moves to the free slot."""
-        ring = self._ring(self.seen).expand_as(self.free)
-        store.demote(ring, self.free, self.index >= 0)
-        if self.policy.long_term:
-            self.lasting.scatter_(2, self.free, self.lasting.gather(2, ring))
-        for book, empty in ((self.scores, -torch.inf), (self.index, -1), (self.rank, store.slots)):
-            book.scatter_(2, self.free, book.gather(2, ring))
-            book.scatter_(2, ring, empty)
-
-    def _ring(self, index: Tensor) -> Tensor:
+    def ring(self, index: Tensor) -> Tensor:
         """Where a token is while it is new, if the newest tokens have a ring: sinks have a slot of their own."""
         sinks = self.store.sinks
         return torch.where((index >= 0) & (index < sinks), index, sinks + (index - sinks) % self.store.residual)
-
-    def _evict(self, count: int | Tensor) -> None:
-        """Evict the `count` tokens worth least and make the last one's slot the free slot, or find an empty one.
-
-        Sinks and the ring of new tokens are not asked. In a window of one size an empty slot is always taken first.
-        """
-        first = self.store.exact
-        for done in range(self.at_once if isinstance(count, Tensor) else max(count, 1)):
-            worth = self.policy.worth(self._held, self.budget)
-            if isinstance(count, Tensor):
-                worth = torch.where((self.index < 0) & (count > done), torch.inf, worth)
-            elif count and not self.schedule.fixed:
-                worth.masked_fill_(self.index < 0, torch.inf)
-            least = worth[..., first:].argmin(-1, keepdim=True) + first
-            if isinstance(count, Tensor) and done:
-                least = torch.where(count > done, least, self.free)
-            self.free = least
-            self.rank -= (self.rank > self.rank.gather(2, self.free)).int()
-            self.rank.scatter_(2, self.free, self.store.slots)
-            self.index.scatter_(2, self.free, -1)
-            self.scores.scatter_(2, self.free, -torch.inf)
-
-    def _prefill(self, query: Tensor, key: Tensor, value: Tensor, arrivals: Arrivals, products: Products) -> Tensor:
-        used = self.filled
-        self.lengths = tuple(length + more for length, more in zip(self.lengths, arrivals.counts, strict=True))
-        limits, slots = self._limits, self._room(self.lengths) + self._spare
-        uneven = torch.tensor(limits, device=self.device) if min(limits) < max(limits) else None
-        return self.read(query, key, value, arrivals, products, used, slots, max(limits), uneven)
-
-    def read(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        arrivals: Arrivals,
-        products: Products,
-        used: int,
-        slots: int,
-        most: int,
-        limits: Tensor | None,
-    ) -> Tensor:
-        """A chunk's way: attended with together with what is held, scored; then what is worth most of both is held.
-
-        Nothing here looks at a number of this stream on the host, as in `step`.
-
-        Args:
-            query: [B, Hq, Q, D].
-            key: [B, Hkv, Q, D].
-            value: [B, Hkv, Q, D].
-            arrivals: what is new.
-            products: what the model does with query times key.
-            used: no slot behind this number holds a token.
-            slots: how many there are from now on.
-            most: tokens to hold of the row that holds most.
-            limits: [B] int64, tokens to hold of each row; None if all hold `most`.
-
-        Returns:
-            [B, Q, Hq, D].
-        """
-        keys, values = self.store.read_exactly(used)
-        used, count = keys.shape[2], arrivals.count
-        there = arrivals.there.expand(*key.shape[:2], -1)
-        index = (self.seen + arrivals.place).masked_fill(~there, -1).int()
-        rank = arrivals.later.masked_fill(~there, used + arrivals.new).int()
-        held = Held(
-            scores=torch.cat((self.scores[..., :used], self.scores.new_zeros(there.shape)), 2),
-            index=torch.cat((self.index[..., :used], index), 2),
-            rank=torch.cat((self.rank[..., :used] + count.int(), rank), 2),
-            seen=self.seen + count,
-            lasting=torch.cat((self.lasting[..., :used], self.scores.new_zeros(there.shape)), 2)
-            if self.policy.long_term
-            else None,
-        )
-        keys, values = torch.cat((keys, key), 2), torch.cat((values, value), 2)
-        self.seen = held.seen
-
-        output, probs = self._weigh(query, keys, values, held, arrivals, products)
-        if not arrivals.ragged:
-            self.watch(probs, held.index >= 0, self.lengths[0])
-        attention = arrivals.attention(probs)
-        if self.policy.observes:
-            held = replace(held, scores=self.policy.observe(held.scores, attention))
-        if held.lasting is not None:
-            held = replace(held, lasting=self.policy.remember(held.lasting, held, attention))
-        keep, index = select(self.policy.worth(held, self.budget), held.index, most, limits)
-        self.store.slots, self.filled = slots, most
-        self._hold(keep, index, keys, values, held)
-        return output
-
-    def _hold(self, keep: Tensor, index: Tensor, keys: Tensor, values: Tensor, held: Held) -> None:
-        """Keep the places `keep` [B, Hkv, n], in token order, and no other; none where `index` is -1."""
-        n, store, slots = keep.shape[-1], self.store, self.store.slots
-        keys, values = (x.gather(2, keep[..., None].expand(-1, -1, -1, x.shape[-1])) for x in (keys, values))
-        order, slot, first = torch.arange(n, device=self.device), None, n
-        if isinstance(store, QuantizedStore):
-            ring = store.residual - 1
-            slot = torch.where(order < n - ring, store.exact - store.sinks + order, self._ring(self.seen - n + order))
-            slot = torch.where(index < store.sinks, index, slot).masked_fill(index < 0, slots)
-            store.hold(slot, keys, values)
-            first = max(n + 1, store.exact)
-        else:
-            store.hold(keys, values)
-
-        def placed(x: Tensor, empty: float) -> Tensor:
-            if slot is None:
-                rest = x.new_full((*x.shape[:2], slots - n), empty)
-                return torch.cat((x.masked_fill(index < 0, empty), rest), 2)
-            return x.new_full((*x.shape[:2], slots + 1), empty).scatter_(2, slot, x)[..., :slots].contiguous()
-
-        self.index = placed(index, -1)
-        self.scores = placed(held.scores.gather(2, keep), -torch.inf)
-        if held.lasting is not None:
-            self.lasting = placed(held.lasting.gather(2, keep), 0.0)
-        self.rank = placed((n - 1 - order).int().expand_as(keep), slots)
-        self.free.fill_(first)
-
-    def _room(self, lengths: Sequence[int]) -> int:
-        """Tokens to have slots for when the rows are so long."""
-        return self.schedule.window if min(lengths) >= self.schedule.settled else self.schedule.most
-
-    def _fits(self, lengths: Sequence[int]) -> bool:
-        """Whether the slots there are are those to have when the rows are so long."""
-        return self.store.slots == self._room(lengths) + self._spare
-
-    def _vacate(self) -> None:
-        """Mark every slot as empty."""
-        self.index.fill_(-1)
-        self.scores.fill_(-torch.inf)
-        if self.policy.long_term:
-            self.lasting.fill_(0.0)
-        self.rank.fill_(self.store.slots)
-        self.free.fill_(self.store.exact)
-
-    def _weigh(
-        self,
-        query: Tensor,
-        keys: Tensor,
-        values: Tensor,
-        held: Held,
-        arrivals: Arrivals,
-        products: Products,
-        vacant: bool = True,
-    ) -> tuple[Tensor, Tensor]:
-        """`weigh` over the places given, rotated and hidden as this layer's positions want it."""
-        keys, values = keys.to(query.dtype), values.to(query.dtype)
-        turns = None
-        if self.table is not None:
-            positions = self.plan.positions
-            table = self.table.upto(self.reach(keys.shape[2]), keys.device, keys.dtype)
-            query, turns = rotate(query, held, arrivals, positions, self.span, self.budget, table)
-        seeing_all = arrivals.new == 1 and self.sliding is None and not vacant
-        hidden = None if seeing_all else hide(held, arrivals, self.sliding)
-        return self.weigh(query, keys, values, turns, arrivals, hidden, products)

@@ -49,8 +49,16 @@ def share_of_top(scores: Tensor, part: float) -> float:
     return float(scores.topk(count).values.sum() / scores.sum())
 
 
+_EVERY_NATIVE = 256
+"""Tokens between two samples where native code computes the attention, and a sample costs an attention of its own."""
+
+
 class SparsityMeter:
-    """Samples the attention of a layer: the last query of a prefill chunk, and of every 16th decode step."""
+    """Samples the attention of a layer: the last query of a prefill chunk, and of every 16th decode step.
+
+    Native code does not show its probabilities: there the last query of a forward is sampled every 256 tokens, over
+    what is held after it. Steps that run natively as a whole are not sampled.
+    """
 
     def __init__(self) -> None:
         self._sum: Tensor | None = None
@@ -65,9 +73,17 @@ class SparsityMeter:
             step: tokens seen, which says whether it is time for a sample.
         """
         if probs.shape[3] > 1 or step % _EVERY == 0:
-            sample = sparsity(probs[..., -1, :], visible.unsqueeze(2)).mean()
-            self._sum = sample if self._sum is None else self._sum + sample
-            self._samples += 1
+            self.add(probs, visible)
+
+    def add(self, probs: Tensor, visible: Tensor) -> None:
+        """Take a sample of what the last query looks at; arguments as above."""
+        sample = sparsity(probs[..., -1, :], visible.unsqueeze(2)).mean()
+        self._sum = sample if self._sum is None else self._sum + sample
+        self._samples += 1
+
+    def wants(self, before: int, after: int) -> bool:
+        """Whether to sample a forward that native code took from `before` to `after` tokens."""
+        return self._sum is None or before // _EVERY_NATIVE < after // _EVERY_NATIVE
 
     @property
     def value(self) -> float:

@@ -39,7 +39,6 @@ class Store:
 
     def write(self, slot: Tensor, key: Tensor, value: Tensor) -> None:
         """Put one token [B, Hkv, 1, D] into slot [B, Hkv, 1]."""
-        # By index_put_: of the two, a compiler leaves this one in place.
         rows, heads = (torch.arange(n, device=slot.device) for n in slot.shape[:2])
         place = (rows[:, None], heads, slot[..., 0])
         self.keys.index_put_(place, key[:, :, 0])
@@ -47,7 +46,13 @@ class Store:
 
     def hold(self, keys: Tensor, values: Tensor) -> None:
         """Replace everything by the tokens of a prefill, [B, Hkv, n, D] each, in the first n slots."""
-        self.keys, self.values = (pad(x, (0, 0, 0, self.slots - x.shape[2])) for x in (keys, values))
+        for slots, x in ((self.keys, keys), (self.values, values)):
+            slots[:, :, : x.shape[2]] = x
+            slots[:, :, x.shape[2] :] = 0
+
+    def rearrange(self, order: Tensor, slots: int) -> None:
+        """Move to an allocation of so many slots: first what lies at `order` [B, Hkv, n] now, then nothing."""
+        self.keys, self.values, self.slots = _moved(self.keys, order, slots), _moved(self.values, order, slots), slots
 
 
 class QuantizedStore:
@@ -101,11 +106,11 @@ class QuantizedStore:
             slot: where it goes, after the ring.
             there: [B, Hkv, S] bool, slots that hold a token.
         """
-        before = self.key_range
+        before = self.key_range.clone()
         self._widen(self.keys[:, :, self.sinks :], there[..., self.sinks : self.exact])
         if not self.key_range.equal(before):
             keys = decode(self.key_codes, _spread(before, self.bits), self.bits, torch.float32)
-            self.key_codes = encode(keys, self._key_grid(), self.bits)
+            self.key_codes.copy_(encode(keys, self._key_grid(), self.bits))
         keys, values = (x.gather(2, _wide(ring, x)).float() for x in (self.keys, self.values))
         codes, grid = encode(keys, self._key_grid(), self.bits), fit(values, self.bits).half()
         self.key_codes.scatter_(2, _wide(slot - self.exact, codes), codes)
@@ -122,15 +127,25 @@ class QuantizedStore:
             keys: [B, Hkv, n, D].
             values: [B, Hkv, n, D].
         """
-        dtype = self.keys.dtype
         keys, values = _placed(slot, keys.float(), self.slots), _placed(slot, values.float(), self.slots)
         there = _placed(slot, torch.ones_like(slot, dtype=torch.bool)[..., None], self.slots)[..., 0]
-        self.keys, self.values = keys[:, :, : self.exact].to(dtype), values[:, :, : self.exact].to(dtype)
+        self.keys.copy_(keys[:, :, : self.exact])
+        self.values.copy_(values[:, :, : self.exact])
         self._widen(keys[:, :, self.sinks :], there[..., self.sinks :])
         keys, values = keys[:, :, self.exact :], values[:, :, self.exact :]
         grid = fit(values, self.bits).half()
-        self.key_codes, self.value_codes = encode(keys, self._key_grid(), self.bits), encode(values, grid, self.bits)
-        self.value_grid = torch.cat(tuple(grid), -1)
+        self.key_codes.copy_(encode(keys, self._key_grid(), self.bits))
+        self.value_codes.copy_(encode(values, grid, self.bits))
+        torch.cat(tuple(grid), -1, out=self.value_grid)
+
+    def rearrange(self, order: Tensor, slots: int) -> None:
+        """Move to an allocation of so many slots: behind sinks and ring first what lies at `order` [B, Hkv, n] there.
+
+        Nothing is encoded anew.
+        """
+        for name in ("key_codes", "value_codes", "value_grid"):
+            setattr(self, name, _moved(getattr(self, name), order, slots - self.exact))
+        self.slots = slots
 
     def _read(self, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         keys = decode(self.key_codes, self._key_grid(), self.bits, dtype)
@@ -145,12 +160,17 @@ class QuantizedStore:
         low = keys.float().masked_fill(~there[..., None], torch.inf).amin(2)
         high = keys.float().masked_fill(~there[..., None], -torch.inf).amax(2)
         least, most = self.key_range.unbind(2)
-        self.key_range = torch.stack((torch.minimum(least, low), torch.maximum(most, high)), dim=2)
+        self.key_range.copy_(torch.stack((torch.minimum(least, low), torch.maximum(most, high)), dim=2))
 
 
 def _wide(slot: Tensor, x: Tensor) -> Tensor:
     """[B, Hkv, n] slots for the last dimension of x [B, Hkv, n, D]."""
     return slot[..., None].expand(-1, -1, -1, x.shape[-1])
+
+
+def _moved(x: Tensor, order: Tensor, slots: int) -> Tensor:
+    """Rows `order` [B, Hkv, n] of x [B, Hkv, S, D], and zeros up to `slots`."""
+    return pad(x.gather(2, _wide(order, x)), (0, 0, 0, slots - order.shape[-1]))
 
 
 def _placed(slot: Tensor, x: Tensor, slots: int) -> Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from statistics import StatisticsError, fmean
@@ -11,13 +12,14 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import Cache
 
-from h2o_stream.cache.budgets import HeadGroup, schedules, windows
+from h2o_stream.cache.budgets import HeadGroup, Schedule, schedules, windows
 from h2o_stream.cache.counts import CacheCounts
 from h2o_stream.cache.groups import GroupedLayer
+from h2o_stream.cache.layout import Layout
 from h2o_stream.cache.padding import Padding
 from h2o_stream.cache.policies import Budget, make_policy, merged
 from h2o_stream.cache.rope import RotaryTable
-from h2o_stream.cache.slots import Reader, SlotLayer
+from h2o_stream.cache.slots import Kernels, SlotLayer
 from h2o_stream.cache.state import FINGERPRINT, check_seal, sealed, taken, unsealed, within
 from h2o_stream.cache.statistics import LayerStatistics
 from h2o_stream.config import DEFAULT_WINDOW, MIN_EVICTABLE, CacheConfig
@@ -61,6 +63,25 @@ def _slots(layers: Iterable[SlotLayer | GroupedLayer]) -> list[SlotLayer]:
     return [part for layer in layers for part in (layer.parts if isinstance(layer, GroupedLayer) else (layer,))]
 
 
+@dataclass(frozen=True)
+class _Figures:
+    """What `H2OCache.counts` needs and does not change from token to token.
+
+    Attributes:
+        layout: of the cache.
+        nbytes: see `H2OCache.nbytes`.
+        settled: the length of a stream from which on no layer changes its size.
+        groups: schedules and newest tokens that stay, with the heads that have them, of the layers that evict.
+        heads: all of these heads.
+    """
+
+    layout: int
+    nbytes: int
+    settled: int
+    groups: tuple[tuple[Schedule, int, int], ...]
+    heads: int
+
+
 class H2OCache(Cache):
     """A fixed window of slots per decoder layer; memory does not grow with the stream.
 
@@ -73,6 +94,7 @@ class H2OCache(Cache):
 
     Attributes:
         place: where all keys and values are kept and attended to; None for where each layer computes.
+        slots: those of all layers and groups of heads, one after the other.
     """
 
     def __init__(
@@ -94,33 +116,46 @@ class H2OCache(Cache):
         self._pins: tuple[range, ...] = ()
         self._windows: tuple[int, ...] = ()
         self._resolved = not config.by_ratio
-        self._make_reader: Callable[[], Reader] | None = None
+        self._kernels: Kernels | None = None
+        self._known: _Figures | None = None
+        self._layout = Layout()
         self._resolve(self._prompt)
 
     @property
-    def make_reader(self) -> Callable[[], Reader] | None:
-        """Makes, for each layer, what takes chunks through its slots in place of its own `SlotLayer.read`."""
-        return self._make_reader
+    def layout(self) -> int:
+        """Grows whenever a tensor is allocated anew or released, or what governs the slots changes.
 
-    @make_reader.setter
-    def make_reader(self, make: Callable[[], Reader] | None) -> None:
-        self._make_reader = make
-        for layer in self.evicting:
-            layer.reader = make() if make else None
+        As long as it stays the same, addresses of tensors stay valid, and so do windows, pins, budgets and rows.
+        """
+        return self._layout.version
+
+    @property
+    def kernels(self) -> Kernels | None:
+        """Serve the layers in place of the eager ones, where they can; None for nowhere."""
+        return self._kernels
+
+    @kernels.setter
+    def kernels(self, kernels: Kernels | None) -> None:
+        self._kernels = kernels
+        for layer in self.slots:
+            layer.kernels = kernels
+        self._layout.changed()
 
     def _resolve(self, prompt: int) -> None:
         """Make the plan, by the length of the first prompt where it is asked for by ratio, and empty layers."""
         self._prompt = prompt
         self.plan = self.config.for_prompt(prompt).plan(self._reach)
         super().__init__(layers=[self._layer(number, spec) for number, spec in enumerate(self._specs)])
-        self.make_reader = self._make_reader
+        self.slots = _slots(self.layers)
+        self.kernels = self._kernels
         self._share()
 
     def _layer(self, number: int, spec: LayerSpec) -> SlotLayer | GroupedLayer:
         plan = self.plan
         if spec.sliding is None:
             own = [group for group in spec.here if group]
-            groups = [SlotLayer(plan, make_policy(plan, number), spec.table, spec.hidden_from) for _ in own]
+            policy, layout = make_policy(plan, number), self._layout
+            groups = [SlotLayer(plan, policy, spec.table, spec.hidden_from, layout) for _ in own]
             heads = [torch.tensor(group.heads, device=spec.device) for group in own]
             return groups[0] if len(groups) == 1 else GroupedLayer(groups, heads)
         # A sliding layer holds what its own window shows, in full precision, at true distances.
@@ -128,7 +163,7 @@ class H2OCache(Cache):
             plan, policy="recent", window=spec.sliding - 1, sinks=0, heavy=0, recent=spec.sliding - 1, kv_bits=16
         )
         alone = alone if plan.positions == "absolute" else replace(alone, positions="rolling")
-        return SlotLayer(alone, make_policy(alone), spec.table, spec.sliding)
+        return SlotLayer(alone, make_policy(alone), spec.table, spec.sliding, self._layout)
 
     @property
     def _groups(self) -> list[HeadGroup]:
@@ -157,7 +192,7 @@ class H2OCache(Cache):
     @property
     def nbytes(self) -> int:
         """Bytes of keys, values and bookkeeping of all layers."""
-        return sum(layer.nbytes for layer in self.layers)
+        return self._figures.nbytes
 
     def kept(self, layer: int = 0) -> Tensor:
         """[B, Hkv, n] int64: indices of the tokens a layer holds, oldest first; shorter rows have -1 in front.
@@ -169,12 +204,15 @@ class H2OCache(Cache):
 
     def counts(self) -> CacheCounts:
         """Where the tokens are now, of the longest row; means over the heads of the layers that evict."""
-        layers, seen = self.evicting, self.seen_tokens
+        figures, seen = self._figures, self.seen_tokens
         protected = sum(len(pin[: max(seen - pin.start, 0)]) for pin in self._protected)
         sinks = min(self.plan.sinks, seen)
-        weights = [group.count for group in self._here if group]
-        cached = round(fmean([layer.held for layer in layers], weights))
-        recent = round(fmean([min(int(layer.budget.recent), layer.held - protected) for layer in layers], weights))
+        cached = recent = 0
+        for schedule, newest, heads in figures.groups:
+            held = schedule.held(seen)
+            cached += heads * held
+            recent += heads * min(newest, held - protected)
+        cached, recent = round(cached / figures.heads), round(recent / figures.heads)
         return CacheCounts(
             seen=seen,
             cached=cached,
@@ -183,8 +221,23 @@ class H2OCache(Cache):
             heavy=cached - protected - recent,
             recent=recent,
             window=self.plan.window,
-            nbytes=self.nbytes,
+            nbytes=figures.nbytes,
         )
+
+    @property
+    def _figures(self) -> _Figures:
+        if self._known is None or self._known.layout != self.layout:
+            groups = Counter[tuple[Schedule, int]]()
+            for group, layer in zip((group for group in self._here if group), self.evicting, strict=True):
+                groups[layer.schedule, layer.budget.recent] += group.count
+            self._known = _Figures(
+                layout=self.layout,
+                nbytes=sum(layer.nbytes for layer in self.slots),
+                settled=max(layer.schedule.settled for layer in self.slots),
+                groups=tuple((schedule, recent, heads) for (schedule, recent), heads in groups.items()),
+                heads=groups.total(),
+            )
+        return self._known
 
     def statistics(self) -> list[LayerStatistics]:
         """Sparsity, scores and kept attention of every layer that evicts, of the stream so far."""
@@ -265,6 +318,7 @@ class H2OCache(Cache):
             movable = layer.schedule.window - pinned
             recent = movable - movable * plan.heavy // (plan.heavy + plan.recent)
             layer.budget = Budget(plan.sinks, self._pins, max(recent, self._least_recent))
+        self._layout.changed()
 
     def _schedule(self, sizes: Sequence[int]) -> None:
         """Give the heads their windows, and distances that the model knows."""
@@ -272,7 +326,7 @@ class H2OCache(Cache):
         self._windows = tuple(sizes)
         everywhere = zip(self._here, schedules(self._windows, counts, self.plan.window), strict=True)
         for layer, schedule in zip(self.evicting, (own for group, own in everywhere if group), strict=True):
-            layer.schedule = schedule
+            layer.follow(schedule)
             if self._reach is not None and self.plan.positions == "gap":
                 room = self._reach - schedule.window - (self.plan.chunk or 1)
                 layer.span = min(self.plan.span, room)
@@ -334,7 +388,7 @@ class H2OCache(Cache):
         }
         state["pins"] = torch.tensor([(pin.start, pin.stop) for pin in self._pins], dtype=torch.int64).view(-1, 2)
         state["progress"] = torch.tensor([self.layers[0].columns, self._prompt])
-        state["filled"] = torch.tensor([slots.filled for slots in _slots(self.layers)])
+        state["filled"] = torch.tensor([slots.filled for slots in self.slots])
         state["budgets"] = sealed(
             {
                 "groups": [[(group.heads, group.share) for group in spec.groups] for spec in self._specs],
@@ -359,7 +413,7 @@ class H2OCache(Cache):
             self._take_budgets(unsealed(state, "budgets"))
             for number, (layer, spec) in enumerate(zip(self.layers, self._specs, strict=True)):
                 layer.load(within(state, number), columns, spec.device)
-            for slots, filled in zip(_slots(self.layers), taken(state, "filled").tolist(), strict=False):
+            for slots, filled in zip(self.slots, taken(state, "filled").tolist(), strict=False):
                 slots.filled = filled
         except H2OStreamError:
             self.reset()
@@ -387,6 +441,23 @@ class H2OCache(Cache):
     def _fingerprint(self, dtype: torch.dtype) -> dict[str, Any]:
         return {"model": self._model(), "dtype": str(dtype), "policy": asdict(self.plan)}
 
+    @property
+    def steady(self) -> bool:
+        """Whether every layer has come to its final size: the next token evicts one token from each, in every row."""
+        lengths = self.layers[0].lengths
+        return bool(lengths) and min(lengths) >= self._figures.settled
+
+    def count_token(self) -> None:
+        """Count a token of each row that a native step took through the slots of all layers."""
+        lengths = tuple([length + 1 for length in self.layers[0].lengths])
+        columns = self.slots[0].columns + 1
+        for layer in self.slots:
+            layer.columns, layer.lengths = columns, lengths
+            layer.filled = min(layer.filled + 1, layer.store.slots)
+        if min(lengths) <= self._figures.settled:
+            for layer in self.slots:
+                layer.compact()
+
     def prepare_forward(self, kwargs: dict[str, Any]) -> None:
         """Adapt the keyword arguments of the model's forward to this cache, in place.
 
@@ -398,7 +469,7 @@ class H2OCache(Cache):
         if tokens is None:
             tokens = kwargs["inputs_embeds"]
         batch, new = tokens.shape[:2]
-        if len({slots.columns for slots in _slots(self.layers)}) > 1:
+        if len({slots.columns for slots in self.slots}) > 1:
             raise H2OStreamError("the last forward was cut off halfway; reset() the cache to start a new stream")
         if not self._resolved:
             self.begin(new)

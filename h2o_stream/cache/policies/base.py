@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import math
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib import import_module
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -31,8 +29,8 @@ class Attention:
 
 
 def faded(decay: float, later: Tensor) -> Tensor:
-    """``decay ** later``, what a query counts after so many more; a compiler can put an exponential in its loops."""
-    return (later * math.log(decay)).exp()
+    """``decay ** later``, what a query counts after so many more."""
+    return decay**later
 
 
 @dataclass(frozen=True)
@@ -54,18 +52,6 @@ class Held:
     lasting: Tensor | None = None
 
 
-class Span(Protocol):
-    """Token indices from `start` up to `stop`: a range, or one whose ends are tensors of one number."""
-
-    @property
-    def start(self) -> int | Tensor:
-        """The first."""
-
-    @property
-    def stop(self) -> int | Tensor:
-        """The first that is not of them any more."""
-
-
 @dataclass(frozen=True)
 class Budget:
     """What eviction may not touch.
@@ -76,9 +62,9 @@ class Budget:
         recent: newest tokens.
     """
 
-    sinks: int | Tensor
-    pins: Sequence[Span]
-    recent: int | Tensor
+    sinks: int
+    pins: tuple[range, ...]
+    recent: int
 
     def pinned(self, index: Tensor) -> Tensor:
         """Which token indices are in the pins, bool of the same shape."""
@@ -95,8 +81,6 @@ class Policy(ABC):
         plan: the budgets and the decay.
         layer: which decoder layer it serves.
     """
-
-    layer: int | Tensor
 
     observes: bool = True
     """Whether `observe` wants the attention of every forward."""

@@ -1,0 +1,141 @@
+"""The forward of an attached model: who takes it, and what the model looks like meanwhile and afterwards."""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import LlamaForCausalLM
+from transformers.modeling_outputs import CausalLMOutputWithPast
+
+from h2o_stream import CacheConfig, ConfigError, attach, compiled
+from tests.conftest import make_llama
+
+
+def ids(count: int, batch: int = 1, seed: int = 0) -> Tensor:
+    return torch.randint(3, 64, (batch, count), generator=torch.Generator().manual_seed(seed))
+
+
+class OneLogit:
+    """A stepper that always expects the same token next."""
+
+    def __init__(self, token: int = 7, serves: bool = True) -> None:
+        self.token, self.serves, self.taken, self.cache = token, serves, 0, None
+
+    def logits(self, kwargs: dict[str, Any]) -> Tensor | None:
+        if not self.serves:
+            return None
+        self.taken += 1
+        kwargs["past_key_values"].count_token()
+        logits = torch.zeros(len(kwargs["input_ids"]), 1, 64)
+        logits[..., self.token] = 1
+        return logits
+
+
+@pytest.fixture
+def stepper(monkeypatch: pytest.MonkeyPatch) -> OneLogit:
+    made = OneLogit()
+    monkeypatch.setattr("h2o_stream.native.stepper.make_stepper", lambda model, cache: made)
+    return made
+
+
+class TestWhoTakesIt:
+    def test_single_tokens_go_through_the_stepper(self, tiny: LlamaForCausalLM, stepper: OneLogit) -> None:
+        with attach(tiny, CacheConfig(window=16)) as cache:
+            mask = torch.ones(1, 10)
+            out = tiny.generate(ids(10), attention_mask=mask, max_new_tokens=30, do_sample=False, eos_token_id=None)
+            assert out[0, 11:].eq(7).all()
+            assert stepper.taken == 29
+            assert cache.seen_tokens == 39
+
+    def test_what_it_gives_looks_as_the_models_own(self, tiny: LlamaForCausalLM, stepper: OneLogit) -> None:
+        with attach(tiny, CacheConfig(window=16)) as cache:
+            tiny(ids(10), past_key_values=cache)
+            output = tiny(ids(1), past_key_values=cache)
+            assert isinstance(output, CausalLMOutputWithPast)
+            assert output.past_key_values is cache
+            logits, past = tiny(ids(1), past_key_values=cache, return_dict=False)
+            assert (logits.shape, past is cache, stepper.taken) == ((1, 1, 64), True, 2)
+
+    @pytest.mark.parametrize(
+        "asked",
+        [
+            {"output_hidden_states": True},
+            {"output_attentions": True},
+            {"labels": torch.zeros(1, 1, dtype=torch.int64)},
+            {"logits_to_keep": torch.tensor([0])},
+        ],
+        ids=lambda asked: next(iter(asked)),
+    )
+    def test_who_asks_for_more_gets_the_models_own_forward(
+        self, tiny: LlamaForCausalLM, stepper: OneLogit, asked: dict[str, Any]
+    ) -> None:
+        with attach(tiny, CacheConfig(window=16)) as cache:
+            tiny(ids(10), past_key_values=cache)
+            output = tiny(ids(1), past_key_values=cache, **asked)
+            assert stepper.taken == 0
+            assert output.logits.shape == (1, 1, 64)
+            if "output_hidden_states" in asked:
+                assert len(output.hidden_states) == 3
+            embedded = tiny.get_input_embeddings()(ids(1))
+            tiny(inputs_embeds=embedded, past_key_values=cache)
+            assert (stepper.taken, cache.seen_tokens) == (0, 12)
+
+    def test_a_stepper_may_decline(self, tiny: LlamaForCausalLM, stepper: OneLogit) -> None:
+        with attach(tiny, CacheConfig(window=16)) as cache:
+            tiny(ids(10), past_key_values=cache)
+            stepper.serves = False
+            tiny(ids(1), past_key_values=cache)
+            assert cache.seen_tokens == 11
+            assert (cache.layers[0].seen == 11).all()
+
+    def test_the_eager_engine_asks_nobody(self, tiny: LlamaForCausalLM, stepper: OneLogit) -> None:
+        with attach(tiny, CacheConfig(window=16), engine="eager") as cache:
+            tiny(ids(10), past_key_values=cache)
+            tiny(ids(1), past_key_values=cache)
+        assert stepper.taken == 0
+
+    def test_another_engine_is_refused(self, tiny: LlamaForCausalLM) -> None:
+        with pytest.raises(ConfigError, match="choose one of auto, eager"), attach(tiny, engine="fast"):  # type: ignore[arg-type]
+            pass
+
+
+class TestTheModel:
+    def test_its_forward_has_its_signature(self, tiny: LlamaForCausalLM) -> None:
+        signature = inspect.signature(tiny.forward)
+        with attach(tiny):
+            assert inspect.signature(tiny.forward) == signature
+
+    def test_positional_arguments_find_their_names(self, tiny: LlamaForCausalLM) -> None:
+        mask = torch.tensor([[0, 0, 1, 1, 1]])
+        with attach(tiny, CacheConfig(window=16)) as cache:
+            tiny(ids(5), mask)
+            assert cache.seen_tokens == 3
+
+    def test_a_forward_of_somebody_else_is_called_and_put_back(self) -> None:
+        """As accelerate replaces it."""
+        model = make_llama()
+        own, calls = model.forward, []
+
+        def theirs(*args: Any, **kwargs: Any) -> Any:
+            calls.append(sorted(kwargs))
+            return own(*args, **kwargs)
+
+        model.forward = theirs
+        with attach(model, CacheConfig(window=16)) as cache:
+            model(input_ids=ids(5))
+            assert cache.seen_tokens == 5
+        assert model.forward is theirs
+        assert len(calls) == 2, "when its attention was looked at, and once inside"
+
+
+def test_compiled_does_nothing_and_says_so(tiny: LlamaForCausalLM) -> None:
+    with attach(tiny) as cache:
+        before, way = dict(vars(tiny)), compiled(tiny, cache)
+        with pytest.warns(DeprecationWarning, match="does nothing"):
+            way.__enter__().wait()
+        assert dict(vars(tiny)) == before
+        way.__exit__(None, None, None)
