@@ -9,14 +9,9 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
 
 from h2o_stream.cache.weigh import Arrivals, Products, Turns, weigh
-from h2o_stream.graphs.build import compile_ahead
-from h2o_stream.models.quantize import Int4Linear, Int8Linear, Native4Linear, Native8Linear, quantize
 from h2o_stream.native import library
-from h2o_stream.native.ops import GROUP, unpacked
-from tests.conftest import make_llama
 
 MACHINES = {
     "this one": library.FLAGS,
@@ -105,71 +100,7 @@ class TestWeighOne:
         assert output.flatten().tolist() == [30.0] * 8
 
 
-class TestPacked:
-    @pytest.mark.parametrize("packed", [Native8Linear, Native4Linear])
-    @pytest.mark.parametrize("columns", [32, 96, 1056])
-    @pytest.mark.parametrize("threads", [1, 2])
-    @pytest.mark.usefixtures("anywhere")
-    def test_products(self, packed: type[Native8Linear | Native4Linear], columns: int, threads: int) -> None:
-        torch.manual_seed(0)
-        layer = packed(nn.Linear(columns, 37, bias=False))
-        matrix = unpacked(layer.codes, layer.grid, torch.float32).double()
-        x = torch.randn(5, columns) * torch.tensor([[1.0], [1e-6], [1e6], [0.0], [3.0]])
-        groups = x.double().unflatten(1, (-1, GROUP))
-        steps = groups.abs().amax(-1, keepdim=True).clamp_min(1e-30) / 127
-        rounded = ((groups / steps).round() * steps).flatten(1)
-        y = torch.ops.h2o_stream.multiply_packed(x, layer.codes, layer.grid, threads)
-        torch.testing.assert_close(y.double(), rounded @ matrix.T, rtol=1e-4, atol=1e-5 * float(x[4].norm()))
-        assert not y[3].any()
-        one = torch.ops.h2o_stream.multiply_packed(x[2:3], layer.codes, layer.grid, threads)
-        assert one.equal(y[2:3]), "a vector gives the same alone"
-
-    @pytest.mark.parametrize("packed", [Native8Linear, Native4Linear])
-    def test_grids_of_gguf_files_are_held_as_they_are(self, packed: type[Native8Linear | Native4Linear]) -> None:
-        torch.manual_seed(0)
-        scale, offset = (torch.rand(8, 3, 1) * 0.01).half().float(), -torch.rand(8, 3, 1).half().float()
-        if packed is Native4Linear:
-            codes = torch.randint(0, 16, (8, 3, 32))
-            codes[..., 3], codes[..., 20] = 0, 15
-        else:
-            codes = torch.randint(-127, 128, (8, 3, 32))
-            codes[..., 7], offset = 127, torch.zeros_like(offset)
-        linear = nn.Linear(96, 8, bias=False)
-        linear.weight.data = (codes * scale + offset).flatten(1)
-        layer = packed(linear)
-        torch.testing.assert_close(
-            unpacked(layer.codes, layer.grid, torch.float32), linear.weight.data, rtol=1e-6, atol=1e-8
-        )
-
-    def test_small_and_empty_groups(self) -> None:
-        for number in (0.0, 1e-7, -3.0):
-            linear = nn.Linear(64, 4, bias=False)
-            linear.weight.data = torch.full((4, 64), number)
-            for packed in (Native8Linear, Native4Linear):
-                layer = packed(linear)
-                given = unpacked(layer.codes, layer.grid, torch.float32)
-                torch.testing.assert_close(given, linear.weight.data, rtol=2e-3, atol=1e-7)
-
-    @pytest.mark.parametrize("packed", [Native8Linear, Native4Linear])
-    def test_a_compiled_graph_calls_it(self, packed: type[Native8Linear | Native4Linear], tmp_path: Path) -> None:
-        layer, x = packed(nn.Linear(64, 24)), torch.randn(1, 1, 64)
-        with torch.no_grad():
-            compile_ahead(torch.export.export(layer, (x,), strict=False), tmp_path / "layer.pt2", {})
-            run = torch._C._aoti.AOTIModelPackageLoader(str(tmp_path / "layer.pt2"), "model", True, 1, -1).boxed_run
-            torch.testing.assert_close(run([x])[0], layer(x))
-
-
 class TestCompiling:
-    def test_without_a_compiler_the_kernels_are_torchs(self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-        monkeypatch.setattr(library, "loaded", library.loaded.__wrapped__)
-        monkeypatch.setattr("shutil.which", lambda name: None)
-        told: list[str] = []
-        model = make_llama(heads=2, groups=2, size=8)
-        quantize(model, "int4", told.append)
-        assert {type(module) for module in model.modules()} >= {Int4Linear, Int8Linear}
-        assert len(told) == 1
-        assert "g++" in told[0]
-
     def test_a_compiler_that_fails(self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
         failing = tmp_path / "g++"
         failing.write_text("#!/bin/sh\nexit 1\n")
