@@ -9,7 +9,6 @@ import platform
 import shutil
 import subprocess
 import tempfile
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -59,8 +58,8 @@ def built(instruction_set: str, flags: tuple[str, ...] = ("-O2",)) -> ctypes.CDL
 
 
 @pytest.fixture(params=INSTRUCTION_SETS, scope="module")
-def native(request: pytest.FixtureRequest) -> Iterator[ctypes.CDLL]:
+def native(request: pytest.FixtureRequest) -> ctypes.CDLL:
     """The library, for every instruction set."""
     if not supported(request.param):
         pytest.skip(f"this processor does not have {request.param}")
-    yield built(request.param)
+    return built(request.param)
