@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import ctypes
+from collections.abc import Callable
+
 import pytest
 import torch
 from torch import nn
@@ -11,8 +14,66 @@ from transformers import PreTrainedModel
 from h2o_stream import CacheConfig, ConfigError, attach
 from h2o_stream.config import ModelConfig
 from h2o_stream.models.load import LoadedModel, load
-from h2o_stream.models.quantize import Int4Linear, Int8Linear, Native4Linear, Native8Linear, on_grid, quantize
+from h2o_stream.models.quantize import Native4Linear, Native8Linear, NativeLinear, on_grid, quantize
+from h2o_stream.native import library
+from h2o_stream.native.packing import GROUP, from_tiles, tile_bytes, to_tiles
 from tests.conftest import make_llama
+from tests.native_builds import native  # noqa: F401
+
+PACKED: list[Callable[[nn.Linear], NativeLinear]] = [Native8Linear, Native4Linear]
+
+
+@pytest.fixture(params=[True, False], ids=["native", "torch"])
+def multiplied(request: pytest.FixtureRequest, native: ctypes.CDLL, monkeypatch: pytest.MonkeyPatch) -> None:  # noqa: F811
+    """With every library, and without one."""
+    monkeypatch.setattr(library, "loaded", lambda: native if request.param else None)
+
+
+class TestTiles:
+    @pytest.mark.parametrize("bits", [8, 4])
+    def test_layout(self, bits: int) -> None:
+        """What `src/abi.h` says, number by number."""
+        torch.manual_seed(0)
+        rows, groups = 6, 3
+        codes = torch.randint(0, 256, (rows, groups, GROUP * bits // 8)).to(torch.uint8)
+        grid = torch.rand(rows, 8 // bits, groups).half()
+        tiles = to_tiles(codes.view(torch.int8) if bits == 8 else codes, grid)
+        code_bytes, grid_bytes, stride = tile_bytes(groups * GROUP, bits)
+        assert tiles.shape == (2, stride)
+        assert stride % 32 == 0
+        row_bytes = groups * GROUP * bits // 8
+        for row in range(rows):
+            tile, place = tiles[row // 4], row % 4
+            assert tile[place * row_bytes :][:row_bytes].equal(codes[row].flatten())
+            halves = tile[code_bytes : code_bytes + grid_bytes].clone().view(torch.float16).view(4, -1)
+            assert halves[place].equal(grid[row].flatten())
+        assert not tiles[1, 2 * row_bytes : code_bytes].any(), "rows that are not there"
+        assert not tiles[:, code_bytes + grid_bytes :].any()
+
+    @pytest.mark.parametrize("packed", PACKED)
+    def test_grids_of_gguf_files_are_held_as_they_are(self, packed: Callable[[nn.Linear], NativeLinear]) -> None:
+        torch.manual_seed(0)
+        scale, offset = (torch.rand(7, 3, 1) * 0.01).half().float(), -torch.rand(7, 3, 1).half().float()
+        if packed is Native4Linear:
+            codes = torch.randint(0, 16, (7, 3, 32))
+            codes[..., 3], codes[..., 20] = 0, 15
+        else:
+            codes = torch.randint(-127, 128, (7, 3, 32))
+            codes[..., 7], offset = 127, torch.zeros_like(offset)
+        linear = nn.Linear(96, 7, bias=False)
+        linear.weight.data = (codes * scale + offset).flatten(1)
+        layer = packed(linear)
+        numbers = from_tiles(layer.tiles, 7, 96, layer.bits)
+        torch.testing.assert_close(numbers, linear.weight.data, rtol=1e-6, atol=1e-8)
+
+    def test_small_and_empty_groups(self) -> None:
+        for number in (0.0, 1e-7, -3.0):
+            linear = nn.Linear(64, 4, bias=False)
+            linear.weight.data = torch.full((4, 64), number)
+            for packed in PACKED:
+                layer = packed(linear)
+                numbers = from_tiles(layer.tiles, 4, 64, layer.bits)
+                torch.testing.assert_close(numbers, linear.weight.data, rtol=2e-3, atol=1e-7)
 
 
 def values(codes: torch.Tensor, scale: torch.Tensor, middle: torch.Tensor) -> torch.Tensor:
@@ -45,13 +106,12 @@ class TestGrid:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize(
-    ("packed", "most"), [(Int8Linear, 0.02), (Native8Linear, 0.02), (Int4Linear, 0.15), (Native4Linear, 0.15)]
-)
+@pytest.mark.parametrize(("packed", "most"), [(Native8Linear, 0.02), (Native4Linear, 0.15)])
 @pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.usefixtures("multiplied")
 def test_a_layer(packed: type[nn.Module], most: float, bias: bool, dtype: torch.dtype) -> None:
     torch.manual_seed(0)
-    linear = nn.Linear(64, 48, bias=bias).to(dtype)
+    linear = nn.Linear(64, 46, bias=bias).to(dtype)
     layer = packed(linear)
     for rows in (1, 7, 80):
         x = torch.randn(2, rows, 64).to(dtype)
@@ -72,25 +132,22 @@ class TestModel:
         assert not [name for name, module in model.named_modules() if type(module) is nn.Linear]
         assert model.get_input_embeddings().weight.dtype == torch.float32
 
-    @pytest.mark.parametrize(("kind", "packed"), [("int8", Native8Linear), ("int4", Native4Linear)])
-    def test_matrices_of_one_input_are_multiplied_together(self, kind: str, packed: type[nn.Module]) -> None:
-        block, x = nn.Module(), torch.randn(3, 64)
-        alone = {}
-        for name, rows in (("q_proj", 64), ("k_proj", 32), ("v_proj", 32)):
-            linear = nn.Linear(64, rows, bias=name != "k_proj")
-            alone[name] = packed(linear)
-            setattr(block, name, linear)
-        block.device, block.get_output_embeddings = x.device, lambda: None
-        quantize(block, kind)
-        for name, layer in alone.items():
-            assert block.get_submodule(name)(x).equal(layer(x))
-        product = block.q_proj._product
-        assert product is block.v_proj._product
-        assert product._x is None, "nothing is held on to"
-        other = torch.randn(1, 64)
-        assert block.v_proj(other).equal(alone["v_proj"](other)), "in any order"
+    @pytest.mark.parametrize("kind", ["int8", "int4"])
+    def test_the_output_layer_has_8_bits(self, model: PreTrainedModel, kind: str) -> None:
+        quantize(model, kind)
+        assert type(model.get_output_embeddings()) is Native8Linear
+        others = {type(module) for module in model.model.modules() if isinstance(module, NativeLinear)}
+        assert others == {Native8Linear if kind == "int8" else Native4Linear}
 
-    def test_shapes_the_kernel_cannot_take_stay(self) -> None:
+    def test_without_a_library_one_line_says_so(self, model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(library, "loaded", lambda: None)
+        lines: list[str] = []
+        quantize(model, "int4", lines.append)
+        (line,) = lines
+        assert "library" in line
+        assert model(torch.randint(3, 64, (1, 5))).logits.isfinite().all()
+
+    def test_shapes_that_are_not_whole_groups_stay(self) -> None:
         model = make_llama(heads=1, size=12)
         quantize(model, "int4")
         assert {type(module) for module in model.model.layers[0].self_attn.children()} == {nn.Linear}
