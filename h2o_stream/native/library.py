@@ -51,8 +51,13 @@ def available() -> list[str]:
     portable = _path("portable")
     if not portable.exists():
         return []
-    level = int(_opened("portable").h2o_cpu_level())
+    level = int(opened("portable").h2o_cpu_level())
     return [choice for choice in INSTRUCTIONS[: level + 1] if _path(choice).exists()]
+
+
+def opened(choice: str) -> ctypes.CDLL:
+    """The library for one of `available`, whichever is the best."""
+    return ctypes.CDLL(str(_path(choice).resolve()))
 
 
 @cache
@@ -68,14 +73,10 @@ def _found() -> tuple[ctypes.CDLL | None, str, str | None]:
         if wanted and wanted not in choices:
             raise ConfigError(f"{CHOICE}={wanted}: this processor and installation have {', '.join(choices)}")
         best = wanted or choices[-1]
-        return _opened(best), best, None
+        return opened(best), best, None
     except OSError as error:
         return None, "none", f"the compiled library cannot be loaded, install h2o_stream again: {error}"
 
 
 def _path(choice: str) -> Path:
     return Path(os.environ.get(FOLDER) or Path(__file__).parent) / f"_h2o_{choice}.so"
-
-
-def _opened(choice: str) -> ctypes.CDLL:
-    return ctypes.CDLL(str(_path(choice).resolve()))
