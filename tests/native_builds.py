@@ -6,7 +6,6 @@ H2O_LIBRARY_FOLDER names others than the installed ones: `make sanitize` does.
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Iterator
 
 import pytest
 
@@ -14,10 +13,10 @@ from h2o_stream.native import library
 
 
 @pytest.fixture(params=library.INSTRUCTIONS, scope="module")
-def native(request: pytest.FixtureRequest) -> Iterator[ctypes.CDLL]:
+def native(request: pytest.FixtureRequest) -> ctypes.CDLL:
     """The library, for every instruction set."""
     if library.missing_reason():
         pytest.skip("there is no compiled library")
     if request.param not in library.available():
         pytest.skip(f"this processor does not have {request.param}")
-    yield library.opened(request.param)
+    return library.opened(request.param)

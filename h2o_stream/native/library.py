@@ -75,7 +75,7 @@ def _found() -> tuple[ctypes.CDLL | None, str, str | None]:
             raise ConfigError(f"{CHOICE}={wanted}: this processor and installation have {', '.join(choices)}")
         best = wanted or choices[-1]
         return opened(best), best, None
-    except OSError as error:
+    except (OSError, AttributeError) as error:  # the latter: of another version
         return None, "none", f"the compiled library cannot be loaded, install h2o_stream again: {error}"
 
 
