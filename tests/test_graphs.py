@@ -28,6 +28,7 @@ from h2o_stream.models.quantize import quantize
 from tests.conftest import make_llama
 from tests.families import FAMILIES, config_of
 from tests.test_cli import invoke
+from tests.tolerance import assert_close
 
 
 class Traced(Artifacts):
@@ -100,7 +101,7 @@ def by_head(monkeypatch: pytest.MonkeyPatch) -> PreTrainedModel:
 
 
 def same(one: list[Any], other: list[Any]) -> None:
-    torch.testing.assert_close(one[0], other[0], rtol=1e-4, atol=1e-4)
+    assert_close(one[0], other[0])
     assert all(map(torch.equal, one[1], other[1]))
     assert one[2] == other[2]
 
@@ -205,7 +206,7 @@ class TestTracing:
                 return None
 
         (one, held), (other, kept) = run(Never()), run(Traced())
-        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-4)
+        assert_close(one, other)
         assert torch.equal(held, kept)
         assert set(range(5, 9)) <= set(kept.flatten().tolist())
 
@@ -215,7 +216,7 @@ class TestTracing:
         """Single tokens of rows of one length or of several, before and past the window."""
         made = Traced()
         (one, *held), (other, *kept) = rows(by_head, policy, padded, None), rows(by_head, policy, padded, made)
-        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-4)
+        assert_close(one, other)
         assert all(map(torch.equal, held, kept))
         assert made.runs > 64
 
