@@ -11,16 +11,19 @@ from typing import Any
 import torch
 from torch import Tensor
 
-FLOAT32 = 1e-4
-"""Largest difference of any number in float32, as a share of the rms; some ten times what was seen on any machine."""
+FLOAT32 = 5e-4
+"""Largest difference of any number in float32, as a share of the rms; eight times what was seen on any machine."""
 
 LIKELIHOOD = 3e-5
 """Relative difference of a mean of log-likelihoods in float32."""
 
 
 def relative_error(ours: Tensor, wanted: Tensor) -> float:
-    """The largest difference of any two numbers, as a share of the rms of what is wanted."""
+    """The largest difference of any two numbers, as a share of the rms of what is wanted. Infinities are equal."""
     assert ours.shape == wanted.shape, f"shapes are {list(ours.shape)} and {list(wanted.shape)}"
+    infinite = wanted.isinf()
+    assert ours[infinite].equal(wanted[infinite]), "infinities differ"
+    ours, wanted = ours[~infinite], wanted[~infinite]
     return float((ours.double() - wanted.double()).abs().max() / rms(wanted))
 
 
