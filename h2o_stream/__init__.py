@@ -16,7 +16,6 @@ if TYPE_CHECKING:
     from h2o_stream.cache.full import FullCache
     from h2o_stream.cache.window import H2OCache
     from h2o_stream.engine.engine import Engine
-    from h2o_stream.graphs.steps import compiled
     from h2o_stream.session.conversation import Conversation
 
     __version__: str
@@ -33,12 +32,10 @@ __all__ = [
     "SamplingConfig",
     "UnsupportedModelError",
     "attach",
-    "compiled",
 ]
 
 _LAZY = {
     "attach": "h2o_stream.cache.attach",
-    "compiled": "h2o_stream.graphs.steps",
     "H2OCache": "h2o_stream.cache.window",
     "FullCache": "h2o_stream.cache.full",
     "Engine": "h2o_stream.engine.engine",

@@ -17,12 +17,14 @@ from h2o_stream.cache.reach import shared_out
 from h2o_stream.cache.state import model_digest
 from h2o_stream.cache.support import check_supported, home_of, layer_specs, learned_positions, reach_of
 from h2o_stream.cache.window import H2OCache
-from h2o_stream.config import CacheConfig
+from h2o_stream.config import CacheConfig, EngineChoice
 from h2o_stream.errors import H2OStreamError
 
 
 @contextmanager
-def attach(model: PreTrainedModel, config: CacheConfig | None = None) -> Iterator[H2OCache | FullCache]:
+def attach(
+    model: PreTrainedModel, config: CacheConfig | None = None, *, engine: EngineChoice = "auto"
+) -> Iterator[H2OCache | FullCache]:
     """Let `model` keep only what `config` says, under ``generate``, pipelines and plain forwards.
 
     A forward that brings no cache of its own starts a new stream; ``past_key_values=cache`` goes on with the
@@ -31,6 +33,7 @@ def attach(model: PreTrainedModel, config: CacheConfig | None = None) -> Iterato
     Args:
         model: a causal language model of transformers.
         config: the policy and its budgets; the default is ours.
+        engine: what runs a step.
 
     Yields:
         The cache, with ``kept``, ``nbytes``, ``seen_tokens``, ``counts``, ``pin``, ``statistics`` and ``state_dict``.
