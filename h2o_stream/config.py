@@ -16,6 +16,7 @@ Positions = Literal["gap", "rolling", "absolute"]
 Budgets = Literal["measured", "equal"]
 CacheDevice = Literal["auto", "cpu"]
 AtContext = Literal["continue", "stop"]
+EngineChoice = Literal["auto", "eager"]
 Prefill = Literal["full", "chunked"]
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 QUANTIZATIONS = ("none", "int8", "int4")
@@ -495,7 +496,7 @@ class Settings:
         system: the system prompt; None leaves it to the model's template.
         at_context: whether a cache that keeps original positions goes on past the positions the model was
             trained for, or ends there.
-        compile: decode through compiled graphs, made in the background.
+        engine: what runs a step: ``auto`` is the native step where it serves, ``eager`` is transformers' forward.
     """
 
     model: ModelConfig = ModelConfig()
@@ -503,7 +504,11 @@ class Settings:
     sampling: SamplingConfig = SamplingConfig()
     system: str | None = None
     at_context: AtContext = "continue"
-    compile: bool = True
+    engine: EngineChoice = "auto"
+
+    def __post_init__(self) -> None:
+        if self.engine not in get_args(EngineChoice):
+            raise ConfigError(f"engine is {self.engine!r}; --engine takes {', '.join(get_args(EngineChoice))}")
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 from pathlib import Path
 
@@ -15,7 +14,6 @@ from h2o_stream.models.find import find
 from h2o_stream.models.load import LoadedModel, load
 
 torch.set_grad_enabled(False)
-os.environ["H2O_COMPILE"] = "0"  # of the commands: what they would leave behind compiles on while others are timed
 
 
 def make_llama(

@@ -164,7 +164,7 @@ class TestCommands:
 class TestSessions:
     def test_it_goes_on_as_if_never_left(self, tiny_folder: Path, tmp_path: Path) -> None:
         talk = [f"question {number} " + "word " * 20 for number in range(6)]
-        options = ("--window", 64, "--no-compile", "--temp", 1, "--seed", 4)
+        options = ("--window", 64, "--temp", 1, "--seed", 4)
         whole = piped(tiny_folder, talk, *options).stdout.splitlines()
         first = piped(tiny_folder, talk[:3], *options, "--session", "talk")
         assert "session talk begins" in first.stderr
@@ -202,8 +202,8 @@ class TestSessions:
     def test_killed_at_any_moment_it_goes_on_exactly(self, tiny_folder: Path, tmp_path: Path) -> None:
         """SIGKILL at random moments of a scripted session, until it has come to its end."""
         talk = [f"question {number} " + "word " * 30 for number in range(20)]
-        command = [BIN / "h2o-chat", "-m", tiny_folder, "-n", "24", "--temp", "0", "--window", "64", "--no-compile"]
-        whole = texts(piped(tiny_folder, talk, "-n", 24, "--window", 64, "--no-compile", "--jsonl", "-").stdout)
+        command = [BIN / "h2o-chat", "-m", tiny_folder, "-n", "24", "--temp", "0", "--window", "64"]
+        whole = texts(piped(tiny_folder, talk, "-n", 24, "--window", 64, "--jsonl", "-").stdout)
         transcript = tmp_path / "data" / "h2o-stream" / "sessions" / "talk" / "transcript.jsonl"
         chance, kills = random.Random(7), 0
 

@@ -17,6 +17,7 @@ from h2o_stream.cli import chat, compare, stream
 from h2o_stream.ui.screen import Screen
 from h2o_stream.ui.terminal import Reading, Terminal, printable
 from tests.terminal import BIN, Pty
+from tests.tolerance import LIKELIHOOD
 
 APPS = {"h2o-chat": chat.app, "h2o-stream": stream.app, "h2o-compare": compare.app}
 TURN_FIELDS = {
@@ -331,9 +332,9 @@ class TestCompare:
         assert {r["tokens"] for r in results} == {200}
         full = results[0]["nll"]
         for result in results:
-            assert result["nll"] == pytest.approx(full, abs=1e-4) or result["window"] == 16
+            assert result["nll"] == pytest.approx(full, rel=LIKELIHOOD) or result["window"] == 16
             assert result["nll_last_half"] > 0
-        assert results[1]["nll"] != pytest.approx(full, abs=1e-3)
+        assert results[1]["nll"] != pytest.approx(full, rel=3 * LIKELIHOOD)
         assert "nats per token" in done.stderr
 
     def test_nll_in_a_folder_goes_on_where_it_was(self, tiny_folder: Path, tmp_path: Path) -> None:

@@ -23,16 +23,16 @@ ELSEWHERE = ("torchrun", "accelerate", "h2o-lm-eval", "--zero", "cuda", "0=10GiB
 """What other tests run (several processes, the harness, DeepSpeed), what needs a GPU, what is not meant literally."""
 
 SMALL: dict[str, str] = {
-    "h2o-chat": "-n 2 --no-compile",
-    "h2o-stream": "-n 2 --turns 1 --no-compile",
+    "h2o-chat": "-n 2",
+    "h2o-stream": "-n 2 --turns 1",
     "nll": "--tokens 60 --policies full,h2o --windows 24",
     "recall": "--facts 2 --distances 8,60 --policies sink --windows 24",
     "summarize": "--limit 2 --policies full,h2o --windows 24",
     "tasks": "--limit 2 --policies full,h2o --tasks h2o_causes",
-    "speed": "--histories 64 --policies h2o --windows 24 --no-compile --quantizations none --peers transformers",
-    "throughput": "--shapes 20+5 --cache-budget 160KiB --policies h2o --ratio 0.4 --rounds 1 --no-compile",
+    "speed": "--histories 64 --policies h2o --windows 24 --quantizations none --peers transformers",
+    "throughput": "--shapes 20+5 --cache-budget 160KiB --policies h2o --ratio 0.4 --rounds 1",
     "heavy-hitters": "--tokens 100 --window 24 --chunk 8 --policies h2o",
-    "soak": "--tokens 20000 --passes 4 --no-compile --window 64",
+    "soak": "--tokens 20000 --passes 4 --window 64",
     "report": "",
     "all": "",
 }

@@ -45,7 +45,7 @@ def wait_for(what: Any, timeout_s: float = 60) -> None:
 @contextmanager
 def talking(model: Path, tokens: int) -> Iterator[subprocess.Popen[bytes]]:
     """A chat in pipes, in the middle of a long reply."""
-    command = [BIN / "h2o-chat", "-m", model, "-n", str(tokens), "--temp", "0", "--session", "talk", "--no-compile"]
+    command = [BIN / "h2o-chat", "-m", model, "-n", str(tokens), "--temp", "0", "--session", "talk"]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as child:
         assert child.stdin is not None
         assert child.stdout is not None
@@ -70,7 +70,7 @@ class TestSignals:
         assert f"goes on after turn {last['turn']}" in again.stderr
 
     def test_terminated_while_nothing_is_going_on(self, tiny_folder: Path) -> None:
-        with Pty("h2o-chat", "-m", str(tiny_folder), "--no-compile") as terminal:
+        with Pty("h2o-chat", "-m", str(tiny_folder)) as terminal:
             terminal.until(lambda t: t.screen.display[t.screen.cursor.y].rstrip() == ">")
             terminal.child.kill(signal.SIGTERM)
             assert terminal.exit_code() == 143
@@ -88,7 +88,7 @@ class TestOutput:
         assert said(home)[-1]["finish"] == "interrupted"
 
     def test_a_terminal_that_is_closed_in_a_reply(self, tiny_folder: Path, home: Path) -> None:
-        base = ["-m", str(tiny_folder), "-n", "3000", "--temp", "0", "--session", "talk", "--no-compile", "--plain"]
+        base = ["-m", str(tiny_folder), "-n", "3000", "--temp", "0", "--session", "talk", "--plain"]
         with Pty("h2o-chat", *base) as terminal:
             terminal.until(lambda t: t.screen.display[t.screen.cursor.y].rstrip() == ">")
             terminal.send("tell me\r")
@@ -98,7 +98,7 @@ class TestOutput:
         assert said(home)[0]["finish"] == "interrupted"
 
     def test_a_terminal_that_changes_its_size_in_a_reply(self, tiny_folder: Path) -> None:
-        base = ["-m", str(tiny_folder), "-n", "200", "--temp", "0", "--no-compile"]
+        base = ["-m", str(tiny_folder), "-n", "200", "--temp", "0"]
         with Pty("h2o-chat", *base) as terminal:
             terminal.until(lambda t: t.screen.display[t.screen.cursor.y].rstrip() == ">")
             terminal.send("tell me\r")
@@ -114,7 +114,7 @@ class TestOutput:
 class TestFolders:
     def test_a_session_that_is_deleted_under_us(self, tiny_folder: Path, home: Path) -> None:
         """The chat goes on, and says that nothing is saved any more."""
-        command = [BIN / "h2o-chat", "-m", tiny_folder, "-n", "3", "--session", "talk", "--no-compile", "--temp", "0"]
+        command = [BIN / "h2o-chat", "-m", tiny_folder, "-n", "3", "--session", "talk", "--temp", "0"]
         with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as child:
             assert child.stdin is not None
             assert child.stderr is not None

@@ -65,7 +65,7 @@ def test_zero_inference_says_what_weights_in_memory_say(tiny_folder: Path) -> No
     base = ["h2o-chat", "-m", str(tiny_folder), "-p", "hello", "-n", "8", "--temp", "0", "--dtype", "float32", "-q"]
     inside, outside = (
         subprocess.run([BIN / base[0], *base[1:], *more], capture_output=True, text=True, check=True, timeout=300)
-        for more in ([], ["--zero", "--no-compile"])
+        for more in ([], ["--zero"])
     )
     assert outside.stdout.splitlines()[-1] == inside.stdout.splitlines()[-1]
 

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from h2o_stream import CacheConfig, attach
 from tests.conftest import make_llama
 from tests.oracle import Oracle, Rules
+from tests.tolerance import assert_close
 
 TIE = 1e-5
 """Scores closer than this, relatively, may be ordered either way by float32."""
@@ -36,7 +37,7 @@ def compare(model: torch.nn.Module, config: CacheConfig, rules: Rules, tokens: l
             kept.append(cache.kept(0)[0])
         kept += [cache.kept(layer)[0] for layer in layers]
     assert [held_by(heads) for heads in kept] == wanted
-    torch.testing.assert_close(torch.cat(logits), torch.cat(expected), atol=2e-4, rtol=1e-3)
+    assert_close(torch.cat(logits), torch.cat(expected))
     return True
 
 

@@ -12,6 +12,7 @@ from transformers import LlamaForCausalLM
 
 from h2o_stream import CacheConfig, ConfigError, attach, config
 from h2o_stream.cache.policies import Attention, Budget, Held, make_policy, merged, select
+from tests.tolerance import assert_close
 
 
 def held(scores: list[float], index: list[int]) -> Held:
@@ -72,7 +73,7 @@ def test_tova_is_what_the_last_query_says() -> None:
     policy = make_policy(CacheConfig("tova", 16).plan())
     probs = torch.rand(1, 1, 2, 3, 5)
     scores = policy.observe(torch.full((1, 1, 5), 7.0), Attention(probs, torch.tensor([2.0, 1.0, 0.0]), 3))
-    torch.testing.assert_close(scores, probs[:, :, :, -1].sum(2))
+    assert_close(scores, probs[:, :, :, -1].sum(2))
 
 
 def test_decay_takes_from_what_was_before() -> None:

@@ -17,6 +17,7 @@ from h2o_stream.cache.slots import SlotLayer
 from h2o_stream.cache.weigh import Products
 from h2o_stream.models.load import LoadedModel
 from tests.conftest import make_llama
+from tests.tolerance import assert_close
 
 
 def numbers(*shape: int, seed: int = 0) -> torch.Tensor:
@@ -125,7 +126,7 @@ class TestCache:
         ids = torch.randint(3, 64, (1, 16))
         expected = grouped(ids).logits
         with attach(grouped, CacheConfig(window=64, kv_bits=2)):
-            torch.testing.assert_close(grouped(ids).logits, expected, atol=1e-4, rtol=1e-4)
+            assert_close(grouped(ids).logits, expected)
 
     @pytest.mark.parametrize("bits", [8, 4, 2])
     def test_rows_of_a_padded_batch_are_as_alone(self, grouped: LlamaForCausalLM, bits: int) -> None:
@@ -142,7 +143,7 @@ class TestCache:
                 alone = [grouped(row, past_key_values=cache).logits[:, -1:]]
                 alone += [grouped(p, past_key_values=cache).logits for p in more[number : number + 1].split(1, 1)]
                 ours = torch.cat(together, 1)[number : number + 1]
-                torch.testing.assert_close(ours, torch.cat(alone, 1), atol=1e-3, rtol=1e-3)
+                assert_close(ours, torch.cat(alone, 1))
 
     @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
     def test_bytes(self, dtype: torch.dtype) -> None:

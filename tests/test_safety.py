@@ -53,7 +53,7 @@ def test_no_network_without_need(offline: list[str], tmp_path: Path) -> None:
         "socket.socket.connect = socket.socket.connect_ex = socket.getaddrinfo = refuse\n"
     )
     done = subprocess.run(
-        [BIN / "h2o-chat", "-p", "Say hi.", "-n", "3", "-q", "--no-compile", *offline],
+        [BIN / "h2o-chat", "-p", "Say hi.", "-n", "3", "-q", *offline],
         env={**os.environ, "PYTHONPATH": str(tmp_path)},
         capture_output=True,
         text=True,

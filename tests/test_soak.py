@@ -101,7 +101,7 @@ def test_an_interrupted_stream_goes_on_exactly(text: Path, tmp_path: Path) -> No
 
 def test_in_the_shell(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    base = ["soak", "--model", "tiny", "--tokens", "20000", "--passes", "4", "--window", "64", "--no-compile"]
+    base = ["soak", "--model", "tiny", "--tokens", "20000", "--passes", "4", "--window", "64"]
     done = invoke("h2o-compare", *base, "--out", tmp_path / "out", "--jsonl", "-")
     assert done.exit_code == 0, done.stderr
     _, *found = records(done.stdout)

@@ -11,6 +11,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from h2o_stream import CacheConfig, Engine, H2OStreamError, SamplingConfig, UnsupportedModelError, attach
 from tests.families import GROUPED
+from tests.tolerance import assert_close
 
 MOE = {"num_experts_per_tok": 1, "moe_intermediate_size": 16}
 LATENT = {"q_lora_rank": 16, "kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 8}
@@ -74,7 +75,7 @@ def test_another_form_of_rope_is_served_with_true_positions_only(name: str, sett
         pass
     expected = model(ids).logits
     with attach(model, CacheConfig(window=16, positions="absolute")):
-        torch.testing.assert_close(model(ids).logits, expected, atol=1e-4, rtol=1e-4)
+        assert_close(model(ids).logits, expected)
 
 
 @pytest.mark.parametrize(
@@ -93,7 +94,7 @@ def test_others_work_as_well(name: str, settings: dict[str, Any]) -> None:
     model, ids = make(name, **settings), tokens(14)
     expected = model(ids).logits
     with attach(model, CacheConfig(window=16)):
-        torch.testing.assert_close(model(ids).logits, expected, atol=1e-4, rtol=1e-4)
+        assert_close(model(ids).logits, expected)
 
 
 def test_learned_positions() -> None:

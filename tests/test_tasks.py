@@ -19,6 +19,7 @@ from h2o_stream.cache.attach import attach
 from h2o_stream.compare.harness import H2OLM
 from h2o_stream.config import CacheConfig
 from tests.test_cli import BIN, invoke, records
+from tests.tolerance import LIKELIHOOD
 
 logging.getLogger("lm_eval").setLevel(logging.ERROR)
 
@@ -70,7 +71,7 @@ def test_a_window_that_holds_everything_says_what_full_says_and_a_small_one_does
         [likelihood for answers in evaluated(ours(tiny_folder, **options), folder)[1] for likelihood, _ in answers]
         for options in ({"policy": "full"}, {"policy": "h2o", "window": 200}, {"policy": "recent", "ratio": 0.2})
     )
-    assert large == pytest.approx(full, abs=1e-3)
+    assert large == pytest.approx(full, rel=LIKELIHOOD)
     assert max(abs(a - b) for a, b in zip(small, full, strict=True)) > 0.01
 
 
@@ -90,7 +91,7 @@ def test_an_answer_is_scored_token_by_token_under_eviction(
                 logits = model.model(torch.tensor([[fed]]), past_key_values=cache).logits[0, -1]
                 expected += float(logits.float().log_softmax(-1)[wanted])
                 likeliest.append(int(logits.argmax()))
-        assert likelihood == pytest.approx(expected, abs=1e-4)
+        assert likelihood == pytest.approx(expected, rel=LIKELIHOOD)
         assert greedy == (likeliest == list(answer))
 
 
@@ -105,7 +106,7 @@ def test_rolling_likelihoods_and_generation_go_through_the_cache(tiny_folder: Pa
     )
     assert full < 0
     assert small < 0
-    assert full != pytest.approx(small, abs=1e-3)
+    assert full != pytest.approx(small, rel=3 * LIKELIHOOD)
     asked = [Instance("generate_until", {}, (text, {"until": ["\n\n"], "max_gen_toks": 8}), 0)]
     assert ours(tiny_folder, policy="h2o", window=16).generate_until(asked, disable_tqdm=True)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Literal, get_args
+from typing import get_args
 
 from transformers import PreTrainedModel
 
@@ -16,16 +16,12 @@ from h2o_stream.cache.reach import shared_out
 from h2o_stream.cache.state import model_digest
 from h2o_stream.cache.support import check_supported, home_of, layer_specs, learned_positions, reach_of
 from h2o_stream.cache.window import H2OCache
-from h2o_stream.config import CacheConfig
+from h2o_stream.config import CacheConfig, EngineChoice
 from h2o_stream.errors import ConfigError, H2OStreamError
-
-Engine = Literal["auto", "eager"]
-"""``auto``: native code where it serves; ``eager``: torch alone."""
-
 
 @contextmanager
 def attach(
-    model: PreTrainedModel, config: CacheConfig | None = None, *, engine: Engine = "auto"
+    model: PreTrainedModel, config: CacheConfig | None = None, *, engine: EngineChoice = "auto"
 ) -> Iterator[H2OCache | FullCache]:
     """Let `model` keep only what `config` says, under ``generate``, pipelines and plain forwards.
 
@@ -45,8 +41,8 @@ def attach(
         ConfigError: the budgets do not fit the model, or there is no such engine.
         H2OStreamError: the model is attached already.
     """
-    if engine not in get_args(Engine):
-        raise ConfigError(f"engine is {engine!r}; choose one of {', '.join(get_args(Engine))}")
+    if engine not in get_args(EngineChoice):
+        raise ConfigError(f"engine is {engine!r}; choose one of {', '.join(get_args(EngineChoice))}")
     config = config or CacheConfig()
     if getattr(model, "_h2o_cache", None) is not None:
         raise H2OStreamError(f"{type(model).__name__} is attached already; leave that block first")
@@ -76,11 +72,20 @@ def build_cache(model: PreTrainedModel, config: CacheConfig) -> H2OCache | FullC
     return H2OCache(config, specs, reach_of(model.config), learned_positions(model.config), digest)
 
 
-def _native(model: PreTrainedModel, cache: H2OCache | FullCache, engine: Engine) -> Stepper | None:
+def _native(model: PreTrainedModel, cache: H2OCache | FullCache, engine: EngineChoice) -> Stepper | None:
     """Native code for this model and cache, as far as there is any: for its layers, and for whole steps."""
-    if engine == "eager" or not isinstance(cache, H2OCache):
+    if not isinstance(cache, H2OCache):
+        cache.engine_note = "eager: policy full keeps transformers' own cache"
         return None
-    from h2o_stream.native import kernels, stepper
+    if engine == "eager":
+        cache.engine_note = "eager: --engine eager"
+        return None
+    from h2o_stream.native import kernels, library, stepper
 
     cache.kernels = kernels.make_kernels()
-    return stepper.make_stepper(model, cache)
+    found = stepper.make_stepper(model, cache)
+    if isinstance(found, str):
+        cache.engine_note = f"eager: {found}"
+        return None
+    cache.engine_note = f"native, {library.name()}"
+    return found

@@ -18,7 +18,7 @@ from h2o_stream.cli.comparisons import (
     TasksOptions,
     ThroughputOptions,
 )
-from h2o_stream.cli.options import CacheOptions, CompileOptions, ModelOptions, OutputOptions, takes
+from h2o_stream.cli.options import CacheOptions, EngineOptions, ModelOptions, OutputOptions, takes
 from h2o_stream.config import ModelConfig
 from h2o_stream.processes import Processes
 from h2o_stream.session.records import Records
@@ -74,27 +74,27 @@ def summarize(comparison: SummarizeOptions, model: ModelOptions, cache: CacheOpt
 
 
 @app.command()
-@takes(SpeedOptions, ModelOptions, CompileOptions, CacheOptions, OutputOptions)
+@takes(SpeedOptions, ModelOptions, EngineOptions, CacheOptions, OutputOptions)
 def speed(
-    comparison: SpeedOptions, model: ModelOptions, steps: CompileOptions, cache: CacheOptions, output: OutputOptions
+    comparison: SpeedOptions, model: ModelOptions, engine: EngineOptions, cache: CacheOptions, output: OutputOptions
 ) -> None:
     """Speed and memory at growing histories, beside other engines.
 
-    All engines read the same text, each in a process of its own, and decode in turn, round by round; medians count,
-    and what is made once (compiled steps) is made before. Each figure is also given as a part of the floor, what the
-    memory allows: bytes of weights and cache over the bandwidth measured in the same run.
+    All engines read the same text, each in a process of its own, and decode in turn, round by round; medians count.
+    Each figure is also given as a part of the floor, what the memory allows: bytes of weights and cache over the
+    bandwidth measured in the same run.
     """
     with run.reporting("h2o-compare", output.debug):
         config = model.model_config()
-        _show(comparison.make(config, cache, steps.compile), config, comparison.out, output)
+        _show(comparison.make(config, cache, engine.engine_choice()), config, comparison.out, output)
 
 
 @app.command()
-@takes(ThroughputOptions, ModelOptions, CompileOptions, CacheOptions, OutputOptions)
+@takes(ThroughputOptions, ModelOptions, EngineOptions, CacheOptions, OutputOptions)
 def throughput(
     comparison: ThroughputOptions,
     model: ModelOptions,
-    steps: CompileOptions,
+    engine: EngineOptions,
     cache: CacheOptions,
     output: OutputOptions,
 ) -> None:
@@ -104,7 +104,7 @@ def throughput(
     """
     with run.reporting("h2o-compare", output.debug):
         config = model.model_config()
-        _show(comparison.make(config, cache, steps.compile), config, comparison.out, output)
+        _show(comparison.make(config, cache, engine.engine_choice()), config, comparison.out, output)
 
 
 @app.command()
@@ -135,9 +135,9 @@ def heavy_hitters(
 
 
 @app.command()
-@takes(SoakOptions, ModelOptions, CompileOptions, CacheOptions, OutputOptions)
+@takes(SoakOptions, ModelOptions, EngineOptions, CacheOptions, OutputOptions)
 def soak(
-    comparison: SoakOptions, model: ModelOptions, steps: CompileOptions, cache: CacheOptions, output: OutputOptions
+    comparison: SoakOptions, model: ModelOptions, engine: EngineOptions, cache: CacheOptions, output: OutputOptions
 ) -> None:
     """One very long stream: memory, speed, loss and the cache's invariants from its beginning to its end.
 
@@ -146,13 +146,13 @@ def soak(
     """
     with run.reporting("h2o-compare", output.debug):
         config = model.model_config()
-        _show(comparison.make(config, cache, steps.compile), config, comparison.out, output)
+        _show(comparison.make(config, cache, engine.engine_choice()), config, comparison.out, output)
 
 
 @app.command(name="all")
-@takes(AllOptions, ModelOptions, CompileOptions, CacheOptions, OutputOptions)
+@takes(AllOptions, ModelOptions, EngineOptions, CacheOptions, OutputOptions)
 def everything(
-    comparison: AllOptions, model: ModelOptions, steps: CompileOptions, cache: CacheOptions, output: OutputOptions
+    comparison: AllOptions, model: ModelOptions, engine: EngineOptions, cache: CacheOptions, output: OutputOptions
 ) -> None:
     """nll, recall, summarize, speed and throughput, and one report of them (extras "plots" and "rouge").
 
@@ -160,7 +160,7 @@ def everything(
     """
     with run.reporting("h2o-compare", output.debug):
         config = model.model_config()
-        makes = comparison.makes(config, cache, steps.compile)
+        makes = comparison.makes(config, cache, engine.engine_choice())
         output = run.speaking(output)
         with Records(output.jsonl) as records:
             for name, make in makes.items():

@@ -19,6 +19,7 @@ from h2o_stream.config import (
     THOROUGH,
     AnswerConfig,
     CacheConfig,
+    EngineChoice,
     ModelConfig,
     Prefill,
     Shape,
@@ -162,7 +163,7 @@ class SpeedOptions:
     ] = None
     out: _Out = None
 
-    def make(self, model: ModelConfig, cache: CacheOptions, compile: bool) -> Make:
+    def make(self, model: ModelConfig, cache: CacheOptions, engine: EngineChoice) -> Make:
         """Check the options; the result makes the comparison."""
         histories = numbers_of(self.histories, "--histories")
         configs = configs_of(self.policies, self.windows, "0", cache)
@@ -177,7 +178,7 @@ class SpeedOptions:
             from h2o_stream.compare.contenders import LLAMA_CPP, OURS, PEERS, Contender
             from h2o_stream.compare.speed import Speed
 
-            contenders = [Contender(OURS, one, config, compile) for one in models for config in configs]
+            contenders = [Contender(OURS, one, config, engine) for one in models for config in configs]
             for peer in peers:
                 if peer not in PEERS:
                     raise ConfigError(f"peer {peer!r} is unknown; --peers takes some of {', '.join(PEERS)}")
@@ -212,7 +213,7 @@ class ThroughputOptions:
     ] = 1
     out: _Out = None
 
-    def make(self, model: ModelConfig, cache: CacheOptions, compile: bool) -> Make:
+    def make(self, model: ModelConfig, cache: CacheOptions, engine: EngineChoice) -> Make:
         """Check the options; the result makes the comparison."""
         budget = bytes_of(self.cache_budget, "--cache-budget")
         shapes = [shape_of(text) for text in listed(self.shapes, "--shapes")]
@@ -227,7 +228,7 @@ class ThroughputOptions:
         def make() -> Comparison:
             from h2o_stream.compare.throughput import Throughput
 
-            return Throughput(model, shapes, configs, budget, self.rounds, compile, self.text)
+            return Throughput(model, shapes, configs, budget, self.rounds, engine, self.text)
 
         return make
 
@@ -308,7 +309,7 @@ class SoakOptions:
     window: Annotated[int, option("Comparison", "--window", help="Tokens kept per layer and KV head.")] = DEFAULT_WINDOW
     out: _Out = None
 
-    def make(self, model: ModelConfig, cache: CacheOptions, compile: bool) -> Make:
+    def make(self, model: ModelConfig, cache: CacheOptions, engine: EngineChoice) -> Make:
         """Check the options; the result makes the comparison."""
         config = cache.cache_config(self.policy, self.window)
         if config.policy == "full":
@@ -321,7 +322,7 @@ class SoakOptions:
         def make() -> Comparison:
             from h2o_stream.compare.soak import Soak
 
-            return Soak(model, config, text, self.tokens, self.passes, compile, self.out)
+            return Soak(model, config, text, self.tokens, self.passes, engine, self.out)
 
         return make
 
@@ -339,7 +340,7 @@ class AllOptions:
         Path | None, option("Comparison", "--requests", help="Requests in JSON Lines. (default: eight of our own)")
     ] = None
 
-    def makes(self, model: ModelConfig, cache: CacheOptions, compile: bool) -> dict[str, Make]:
+    def makes(self, model: ModelConfig, cache: CacheOptions, engine: EngineChoice) -> dict[str, Make]:
         """Check everything; the results make the comparisons, by the names of their folders.
 
         Raises:
@@ -360,8 +361,8 @@ class AllOptions:
             "nll": nll.make(model, cache),
             "recall": recall.make(model, cache),
             "summarize": summarize.make(model, cache),
-            "speed": speed.make(model, cache, compile),
-            "throughput": throughput.make(model, cache, compile),
+            "speed": speed.make(model, cache, engine),
+            "throughput": throughput.make(model, cache, engine),
         }
 
 

@@ -29,6 +29,7 @@ from h2o_stream.config import (
     Budgets,
     CacheConfig,
     CacheDevice,
+    EngineChoice,
     ModelConfig,
     Positions,
     SamplingConfig,
@@ -129,17 +130,20 @@ class ModelOptions:
 
 
 @dataclasses.dataclass(frozen=True)
-class CompileOptions:
-    """Whether steps are compiled."""
+class EngineOptions:
+    """What runs a decode step."""
 
+    engine: Annotated[
+        EngineChoice,
+        _model("--engine", help="auto: the native step where it serves the model; eager: never.", envvar="H2O_ENGINE"),
+    ] = "auto"
     compile: Annotated[
-        bool,
-        _model(
-            "--compile/--no-compile",
-            help="Compile decode steps in the background, once, and use them as soon as they are ready.",
-            envvar="H2O_COMPILE",
-        ),
-    ] = True
+        bool | None, _model("--compile/--no-compile", help="Before version 2.", envvar="H2O_COMPILE", hidden=True)
+    ] = None
+
+    def engine_choice(self) -> EngineChoice:
+        """The choice; ``--no-compile``, as it was called before, is ``--engine eager``."""
+        return "eager" if self.compile is False else self.engine
 
 
 @dataclasses.dataclass(frozen=True)
@@ -296,7 +300,7 @@ class SystemOptions:
 
 
 @dataclasses.dataclass(frozen=True)
-class ConversationOptions(SamplingOptions, CacheOptions, PolicyOptions, CompileOptions, ModelOptions, SystemOptions):
+class ConversationOptions(SamplingOptions, CacheOptions, PolicyOptions, EngineOptions, ModelOptions, SystemOptions):
     """Everything a conversation needs; ``--help`` lists the bases from the last to the first."""
 
     def settings(self) -> Settings:
@@ -312,7 +316,7 @@ class ConversationOptions(SamplingOptions, CacheOptions, PolicyOptions, CompileO
             sampling=self.sampling_config(),
             system=one_of(_named(self.system), "--system", self.system_file, "--system-file"),
             at_context=self.at_context,
-            compile=self.compile,
+            engine=self.engine_choice(),
         )
 
 

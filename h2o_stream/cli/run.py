@@ -109,7 +109,9 @@ def loading(model: ModelConfig, output: OutputOptions) -> Iterator[Terminal]:
     """For the imports that bring torch and transformers: says what is going on and makes them quick and quiet."""
     from h2o_stream.ui.terminal import Terminal
 
-    terminal = Terminal(output.color, output.quiet, replies=output.jsonl != "-" and Processes().main)
+    terminal = Terminal(
+        output.color, output.quiet, replies=output.jsonl != "-" and Processes().main, verbose=output.verbose
+    )
     bound_kernel_caches()
     quieten_libraries(progress=terminal.live and not output.quiet, warnings=output.verbose)
     terminal.note(f"Loading {model.model} ...", style="dim")

@@ -14,7 +14,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, Self
 
-from h2o_stream.config import CacheConfig, ModelConfig
+from h2o_stream.config import CacheConfig, EngineChoice, ModelConfig
 from h2o_stream.errors import ConfigError, H2OStreamError
 from h2o_stream.memory import give_back_free_memory
 
@@ -34,7 +34,7 @@ class Contender:
         engine: `OURS` or one of `PEERS`.
         model: which model, in which precision.
         cache: the policy; of our own engine only.
-        compile: whether our engine compiles its steps.
+        steps: what runs a step of our engine, see `attach`.
         random_weights: a file of transformers' model settings: that model, with random weights, in place of `model`.
         threads: that compute; None for as many as the engine likes.
     """
@@ -42,7 +42,7 @@ class Contender:
     engine: str
     model: ModelConfig
     cache: CacheConfig
-    compile: bool = True
+    steps: EngineChoice = "auto"
     random_weights: Path | None = None
     threads: int | None = None
 
@@ -51,7 +51,7 @@ class Contender:
         """For people: engine, policy, window and precision."""
         own = self.cache.policy if self.cache.policy == "full" else f"{self.cache.policy} {self.cache.window}"
         policy = [own] if self.engine == OURS else []
-        eager = ["eager"] if self.engine == OURS and not self.compile else []
+        eager = ["eager"] if self.engine == OURS and self.steps == "eager" else []
         return " ".join([self.engine, *policy, *eager])
 
 
@@ -98,6 +98,10 @@ class Runner(ABC):
     @abstractmethod
     def cache_bytes(self) -> int | None:
         """Bytes of the cache."""
+
+    def steps(self) -> str | None:
+        """What runs the steps of our engine and why, see `engine_note`; None for a peer."""
+        return None
 
     def prepare(self) -> None:  # noqa: B027 -- most have nothing to prepare
         """Make what is made once and would otherwise be made while the time is taken."""
@@ -148,11 +152,7 @@ class _Torch(Runner):
 
         unlimited = self.contender.engine == OURS and self.contender.cache.policy != "full"
         context = None if unlimited else context_of(self.model.config)
-        weights = {tensor.data_ptr(): tensor.nbytes for tensor in (*self.model.parameters(), *self.model.buffers())}
-        looked_up = self.model.get_input_embeddings().weight
-        if looked_up is not getattr(self.model.get_output_embeddings(), "weight", None):
-            del weights[looked_up.data_ptr()]
-        return Ready(str(self.model.dtype).removeprefix("torch."), sum(weights.values()), context)
+        return Ready(str(self.model.dtype).removeprefix("torch."), weight_bytes(self.model), context)
 
     def step(self, tokens: Sequence[int]) -> None:
         ids = self._torch.tensor([list(tokens)], device=self.model.device)
@@ -169,20 +169,20 @@ class _Ours(_Torch):
     def _start(self) -> None:
         from h2o_stream.cache.attach import attach
         from h2o_stream.engine.engine import prefill_step
-        from h2o_stream.graphs.steps import compiled
 
         self.at_once = prefill_step(self.model)
-        self.cache = self._stack.enter_context(attach(self.model, self.contender.cache))
-        self._graphs = self._stack.enter_context(compiled(self.model, self.cache)) if self.contender.compile else None
+        self.cache = self._stack.enter_context(attach(self.model, self.contender.cache, engine=self.contender.steps))
 
     def prepare(self) -> None:
-        if self._graphs is None:
-            return
-        for length in (self.contender.cache.window, 300):  # where windows change their size, and beyond
-            self.feed([5] * length)
-            self.decode([5, 6])
-        self._graphs.wait()
+        """What the first forward alone would do: buffers, threads, and the proof that native steps are right."""
+        self.feed([5] * 64)
+        self.decode([5, 6])
         self.cache.reset()
+
+    def steps(self) -> str:
+        from h2o_stream.engine.engine import engine_note
+
+        return engine_note(self.cache, self.contender.steps)
 
     def feed(self, tokens: Sequence[int]) -> float:
         begun = time.perf_counter()
@@ -228,6 +228,18 @@ class _LlamaCpp(Runner):
 
     def cache_bytes(self) -> None:
         return None
+
+
+def weight_bytes(model: Any) -> int:
+    """Bytes of weights a step reads: each one once, and one row of an embedding that is not the output layer too."""
+    embedding = model.get_input_embeddings().weight
+    tied = embedding is getattr(model.get_output_embeddings(), "weight", None)
+    tensors = [tensor for tensor in (*model.parameters(), *model.buffers()) if tied or tensor is not embedding]
+    total, end = 0 if tied else embedding[0].nbytes, 0
+    for start, stop in sorted((tensor.data_ptr(), tensor.data_ptr() + tensor.nbytes) for tensor in tensors):
+        total += max(stop - max(start, end), 0)  # views of one tensor are counted once
+        end = max(end, stop)
+    return total
 
 
 def _loaded(contender: Contender) -> Any:

@@ -7,7 +7,7 @@ import time
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from functools import partial
-from itertools import cycle, islice, pairwise
+from itertools import pairwise
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -24,9 +24,9 @@ from h2o_stream.cache.support import home_of
 from h2o_stream.compare.comparison import Comparison, Doing, Job, Notify, told
 from h2o_stream.compare.folder import Part, identity, writing
 from h2o_stream.compare.nll import digest_of, read_tokens
-from h2o_stream.config import PREFILL_STEP, CacheConfig, ModelConfig
+from h2o_stream.config import PREFILL_STEP, CacheConfig, EngineChoice, ModelConfig
+from h2o_stream.engine.engine import engine_note
 from h2o_stream.errors import DataError
-from h2o_stream.graphs.steps import compiled
 from h2o_stream.memory import give_back_free_memory
 from h2o_stream.models.load import load
 from h2o_stream.resources import read_text
@@ -50,7 +50,7 @@ class Soak(Comparison):
         text: a file.
         tokens: of the whole stream, replies included.
         passes: times that the text is read in them; so much of it is taken.
-        compile: let it go through compiled graphs.
+        engine: what runs a step, see `attach`.
         out: a folder for the state of the stream, so that an interrupted one goes on; None for none.
     """
 
@@ -64,11 +64,11 @@ class Soak(Comparison):
         text: Path,
         tokens: int,
         passes: int,
-        compile: bool,
+        engine: EngineChoice,
         out: Path | None,
     ) -> None:
         self._model_config, self._config, self._text, self._total = model, config, text, tokens
-        self._passes, self._compile, self._state = passes, compile, out and out / "state.safetensors"
+        self._passes, self._engine, self._state = passes, engine, out and out / "state.safetensors"
         self._model: Any = None
         self._tokens: list[int] = []
         self._digest = ""
@@ -98,7 +98,7 @@ class Soak(Comparison):
             "digest": self._digest,
             "tokens": self._total,
             "passes": self._passes,
-            "compile": self._compile,
+            "steps": self._engine,
             **told([self._config]),
         }
 
@@ -114,7 +114,7 @@ class Soak(Comparison):
             "tokens": self._digest,
             "turns": [turns.start, turns.stop],
             "passes": self._passes,
-            "compile": self._compile,
+            "steps": self._engine,
             **identity(self._model, self._config),
         }
         return Job("turns", key, len(turns), partial(self._stretch, number, turns))
@@ -147,6 +147,7 @@ class Soak(Comparison):
                 "largest_score": largest,
                 "cache_bytes": cache.nbytes,
                 "rss_bytes": psutil.Process().memory_info().rss,
+                "steps": engine_note(cache, self._engine),
             }
         )
 
@@ -172,15 +173,8 @@ class Soak(Comparison):
         """Have the stream as it was before a stretch."""
         if self._cache is not None:
             return
-        self._cache = self._stack.enter_context(attach(self._model, self._config))
-        graphs = self._stack.enter_context(compiled(self._model, self._cache)) if self._compile else None
+        self._cache = self._stack.enter_context(attach(self._model, self._config, engine=self._engine))
         self._drawn.manual_seed(0)
-        if graphs:
-            self._read(list(islice(cycle(self._tokens), 2 * _READ)))
-            self._reply(torch.zeros(self._model.config.get_text_config().vocab_size))
-            graphs.wait()
-            self._cache.reset()
-            self._drawn.manual_seed(0)
         if number == 0:
             return
         try:

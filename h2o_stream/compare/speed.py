@@ -42,6 +42,7 @@ class Figure:
         prefill_tok_s: tokens per second, from the first one up to there.
         decode_tok_s: median over the rounds.
         memory: after them.
+        steps: what ran them and why, see `engine_note`; None for a peer.
     """
 
     contender: Contender
@@ -50,6 +51,7 @@ class Figure:
     prefill_tok_s: float
     decode_tok_s: float
     memory: Memory
+    steps: str | None = None
 
     def floor(self, bandwidth: float) -> float:
         """The most tokens per second there can be when weights and cache are read once for each.
@@ -168,6 +170,7 @@ class Race:
                 prefill_tok_s=lane.read / lane.read_s,
                 decode_tok_s=STEPS / median(taken),
                 memory=lane.worker.ask("memory"),
+                steps=lane.worker.ask("steps"),
             )
             for lane, taken in zip(able, seconds, strict=True)
         ]
@@ -261,7 +264,7 @@ def _record(figure: Figure, reads: float) -> dict[str, Any]:
         "rss_bytes": figure.memory.process,
         "dtype": figure.ready.dtype,
         "quantize": figure.contender.model.quantize,
-        "compile": own and figure.contender.compile,
+        "steps": figure.steps,
         "weight_bytes": figure.ready.weight_bytes,
     }
 

@@ -20,9 +20,8 @@ from h2o_stream.cache.support import context_of, home_of
 from h2o_stream.compare.comparison import Comparison, Job, Notify, told, window_of
 from h2o_stream.compare.folder import Part, identity
 from h2o_stream.compare.nll import digest_of, read_tokens
-from h2o_stream.config import PREFILL_STEP, CacheConfig, ModelConfig, Shape
+from h2o_stream.config import PREFILL_STEP, CacheConfig, EngineChoice, ModelConfig, Shape
 from h2o_stream.errors import ConfigError
-from h2o_stream.graphs.steps import compiled
 from h2o_stream.models.load import load as load_model
 
 _TEXT = 1 << 18
@@ -57,7 +56,7 @@ class Throughput(Comparison):
         configs: the policies for a shape, ``full`` first.
         budget: bytes for the cache of a batch.
         rounds: times that each load is answered, in turn; the median counts.
-        compile: let single tokens go through compiled graphs.
+        engine: what runs a step, see `attach`.
         text: a file that prompts are cut from.
     """
 
@@ -71,11 +70,11 @@ class Throughput(Comparison):
         configs: Callable[[Shape], Sequence[CacheConfig]],
         budget: int,
         rounds: int,
-        compile: bool,
+        engine: EngineChoice,
         text: Path,
     ) -> None:
         self._model_config, self._shapes, self._configs = model, shapes, configs
-        self._budget, self._rounds, self._compile, self._text = budget, rounds, compile, text
+        self._budget, self._rounds, self._engine, self._text = budget, rounds, engine, text
         self._model: Any = None
         self._tokens: list[int] = []
         self._digest = ""
@@ -99,7 +98,7 @@ class Throughput(Comparison):
             "shapes": list(map(str, self._shapes)),
             "cache_budget": self._budget,
             "rounds": self._rounds,
-            "compile": self._compile,
+            "steps": self._engine,
             "weights": asdict(self._model_config),
             "threads": torch.get_num_threads(),
             **told([config for shape in self._shapes for config in self._configs(shape)]),
@@ -115,7 +114,7 @@ class Throughput(Comparison):
         key = {
             "what": self.name,
             "tokens": self._digest,
-            "compile": self._compile,
+            "steps": self._engine,
             "shape": str(load.shape),
             "batch": load.batch,
             "round": number,
@@ -126,7 +125,7 @@ class Throughput(Comparison):
         return Job(f"{load.shape}: {load.config.label}, batch {load.batch}", key, 1, partial(self._timed, load))
 
     def _timed(self, load: Load) -> Iterator[Part]:
-        yield Part({"seconds": generate(self._model, load, rows_of(self._tokens, load), self._compile)})
+        yield Part({"seconds": generate(self._model, load, rows_of(self._tokens, load), self._engine)})
 
     def records(self, parts: Iterable[Part]) -> Iterator[dict[str, Any]]:
         """One for each load."""
@@ -204,17 +203,17 @@ def rows_of(tokens: Sequence[int], load: Load) -> Tensor:
     return torch.tensor(list(islice(cycle(tokens), load.batch * prompt))).view(load.batch, prompt)
 
 
-def generate(model: Any, load: Load, prompts: Tensor, compile: bool) -> float:
+def generate(model: Any, load: Load, prompts: Tensor, engine: EngineChoice = "auto") -> float:
     """Answer a load greedily, to its last token.
 
     Args:
         model: a causal language model of transformers.
         load: what is asked.
         prompts: [batch, prompt].
-        compile: let single tokens go through compiled graphs; not with a full cache.
+        engine: what runs a step, see `attach`; not with a full cache.
 
     Returns:
-        The seconds it took, prompts included. What is made once, compiled graphs and the like, is made before.
+        The seconds it took, prompts included. What the first forward alone does is done before.
     """
     prompts = prompts.to(home_of(model))
 
@@ -233,11 +232,7 @@ def generate(model: Any, load: Load, prompts: Tensor, compile: bool) -> float:
         return time.perf_counter() - begun
 
     with ExitStack() as stack:
-        graphs = None
         if load.config.policy != "full":
-            cache = stack.enter_context(attach(model, load.config))
-            graphs = stack.enter_context(compiled(model, cache)) if compile else None
+            stack.enter_context(attach(model, load.config, engine=engine))
         answer(2)
-        if graphs:
-            graphs.wait()
         return answer(load.shape.new)

@@ -19,12 +19,19 @@ from h2o_stream.cache.attach import attach
 from h2o_stream.cache.counts import CacheCounts
 from h2o_stream.cache.state import taken
 from h2o_stream.cache.support import context_of, home_of, learned_positions
-from h2o_stream.config import PREFILL_MOST, PREFILL_STEP, PREFILL_WORK, AtContext, CacheConfig, SamplingConfig
+from h2o_stream.config import (
+    PREFILL_MOST,
+    PREFILL_STEP,
+    PREFILL_WORK,
+    AtContext,
+    CacheConfig,
+    EngineChoice,
+    SamplingConfig,
+)
 from h2o_stream.engine.events import Finished, PrefillProgress, Token
 from h2o_stream.engine.sampling import Sampler
 from h2o_stream.engine.text import TextStream
 from h2o_stream.errors import H2OStreamError, OutOfMemoryError, means_out_of_memory
-from h2o_stream.graphs.steps import compiled
 from h2o_stream.memory import give_back_free_memory
 
 
@@ -44,7 +51,7 @@ class Engine:
         at_context: whether a cache that keeps original positions goes on past the positions the model was
             trained for, or ends there.
         should_stop: asked between tokens and between parts of a prompt; True ends the turn as ``interrupted``.
-        compile: let tokens go through compiled graphs as soon as there are any; see `h2o_stream.graphs`.
+        engine: what runs a step, see `attach`.
 
     Raises:
         UnsupportedModelError, ConfigError: see `attach`.
@@ -58,7 +65,7 @@ class Engine:
         sampling: SamplingConfig | None = None,
         at_context: AtContext = "continue",
         should_stop: Callable[[], bool] = lambda: False,
-        compile: bool = False,
+        engine: EngineChoice = "auto",
     ) -> None:
         self.model = model
         self.tokenizer = tokenizer
@@ -73,8 +80,7 @@ class Engine:
         self.tokens = array("i")
         self.end_tokens = _end_tokens(model, tokenizer)
         self._stack = ExitStack()
-        self.cache = self._stack.enter_context(attach(model, cache))
-        self.graphs = self._stack.enter_context(compiled(model, self.cache)) if compile else None
+        self.cache = self._stack.enter_context(attach(model, cache, engine=engine))
         self._logits: Tensor | None = None
         self._turn: list[int] = []
         self._torn = False
@@ -271,6 +277,16 @@ def prefill_step(model: Any) -> int:
     while step < PREFILL_MOST and 2 * step * numbers <= PREFILL_WORK:
         step *= 2
     return step
+
+
+def engine_note(cache: Any, choice: EngineChoice = "auto") -> str:
+    """What runs the steps of an attached cache and why: ``native, avx512``, or ``eager: ...``.
+
+    Args:
+        cache: attached.
+        choice: what was asked for.
+    """
+    return getattr(cache, "engine_note", "") or ("eager: --engine eager" if choice == "eager" else "eager")
 
 
 def _end_tokens(model: Any, tokenizer: Any) -> frozenset[int]:

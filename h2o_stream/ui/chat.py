@@ -83,8 +83,6 @@ class Chat:
         plan = ready.conversation.engine.cache.plan
         self.keeper = Keeper(ready.conversation, Header(ready.name, plan.policy, plan.window, None))
         self._config, self._records, self._recorder = config, records, recorder
-        if graphs := ready.conversation.engine.graphs:
-            graphs.patient = terminal.interactive or config.prompt is not None
         self._commands = Commands(self)
         self._process = psutil.Process()
 
@@ -175,9 +173,7 @@ class Chat:
             self.terminal.note(f"session {name} begins", style="dim")
 
     def toolbar(self) -> FormattedText:
-        """The line under the prompt, for prompt_toolkit; while someone types, graphs are made."""
-        if graphs := self.ready.conversation.engine.graphs:
-            graphs.look()
+        """The line under the prompt, for prompt_toolkit."""
         blocks, line = self._figures()
         shown = [(f"noreverse fg:{_ANSI.get(color, f'ansi{color}')}", text) for color, text in blocks]
         return FormattedText([*shown, ("noreverse", line)])

@@ -26,6 +26,7 @@ class Terminal:
         color: ``auto``, ``on`` or ``off``.
         quiet: no notes.
         replies: whether reply text is written to stdout at all.
+        verbose: details too.
 
     Attributes:
         console: rich's console on stderr.
@@ -34,7 +35,7 @@ class Terminal:
         live: stdout and stderr are one terminal that can be drawn on.
     """
 
-    def __init__(self, color: str = "auto", quiet: bool = False, replies: bool = True) -> None:
+    def __init__(self, color: str = "auto", quiet: bool = False, replies: bool = True, verbose: bool = False) -> None:
         looks: dict[str, Any] = {
             "force_terminal": True if color == "on" else None,
             "color_system": None if color == "off" else "auto",
@@ -43,7 +44,7 @@ class Terminal:
         }
         self.console = Console(stderr=True, width=None if sys.stderr.isatty() else 100, **looks)
         self.page = Console(**looks)
-        self.quiet, self._replies = quiet, replies
+        self.quiet, self._replies, self._verbose = quiet, replies, verbose
         self.interactive = sys.stdin.isatty() and sys.stdout.isatty()
         self.live = sys.stdout.isatty() and sys.stderr.isatty() and os.environ.get("TERM") not in (None, "", "dumb")
 
@@ -57,6 +58,11 @@ class Terminal:
         """Write a line to stderr, unless quiet."""
         if not self.quiet:
             self.console.print(printable(line), style=style, soft_wrap=True)
+
+    def detail(self, line: str) -> None:
+        """Write a line to stderr that only ``--verbose`` asks for."""
+        if self._verbose:
+            self.note(line, style="dim")
 
     def error(self, line: str) -> None:
         """Write a line to stderr, quiet or not."""
