@@ -19,6 +19,9 @@ from h2o_stream.errors import H2OStreamError
 class FullCache(DynamicCache):
     """transformers' own growing cache, with what the fixed window offers beside it."""
 
+    engine_note = ""
+    """See `H2OCache`."""
+
     def __init__(
         self, plan: CachePlan, config: Any, model: Callable[[], str] = lambda: "", in_host_memory: bool = False
     ) -> None:

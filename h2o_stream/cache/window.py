@@ -95,7 +95,10 @@ class H2OCache(Cache):
     Attributes:
         place: where all keys and values are kept and attended to; None for where each layer computes.
         slots: those of all layers and groups of heads, one after the other.
+        engine_note: what runs the steps and why, "native, avx512" or "eager: ...", for people; `attach` knows.
     """
+
+    engine_note = ""
 
     def __init__(
         self,

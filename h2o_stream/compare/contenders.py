@@ -100,7 +100,7 @@ class Runner(ABC):
         """Bytes of the cache."""
 
     def steps(self) -> str | None:
-        """What runs the steps of our engine and why, see `engine_note`; None for a peer."""
+        """What runs the steps of our engine and why, see `H2OCache`; None for a peer."""
         return None
 
     def prepare(self) -> None:  # noqa: B027 -- most have nothing to prepare
@@ -180,9 +180,7 @@ class _Ours(_Torch):
         self.cache.reset()
 
     def steps(self) -> str:
-        from h2o_stream.engine.engine import engine_note
-
-        return engine_note(self.cache, self.contender.steps)
+        return self.cache.engine_note
 
     def feed(self, tokens: Sequence[int]) -> float:
         begun = time.perf_counter()

@@ -25,7 +25,6 @@ from h2o_stream.compare.comparison import Comparison, Doing, Job, Notify, told
 from h2o_stream.compare.folder import Part, identity, writing
 from h2o_stream.compare.nll import digest_of, read_tokens
 from h2o_stream.config import PREFILL_STEP, CacheConfig, EngineChoice, ModelConfig
-from h2o_stream.engine.engine import engine_note
 from h2o_stream.errors import DataError
 from h2o_stream.memory import give_back_free_memory
 from h2o_stream.models.load import load
@@ -147,7 +146,7 @@ class Soak(Comparison):
                 "largest_score": largest,
                 "cache_bytes": cache.nbytes,
                 "rss_bytes": psutil.Process().memory_info().rss,
-                "steps": engine_note(cache, self._engine),
+                "steps": cache.engine_note,
             }
         )
 

@@ -42,7 +42,7 @@ class Figure:
         prefill_tok_s: tokens per second, from the first one up to there.
         decode_tok_s: median over the rounds.
         memory: after them.
-        steps: what ran them and why, see `engine_note`; None for a peer.
+        steps: what ran them and why, see `H2OCache`; None for a peer.
     """
 
     contender: Contender

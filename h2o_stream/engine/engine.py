@@ -279,16 +279,6 @@ def prefill_step(model: Any) -> int:
     return step
 
 
-def engine_note(cache: Any, choice: EngineChoice = "auto") -> str:
-    """What runs the steps of an attached cache and why: ``native, avx512``, or ``eager: ...``.
-
-    Args:
-        cache: attached.
-        choice: what was asked for.
-    """
-    return getattr(cache, "engine_note", "") or ("eager: --engine eager" if choice == "eager" else "eager")
-
-
 def _end_tokens(model: Any, tokenizer: Any) -> frozenset[int]:
     """Every token that ends a turn, by the model's generation config and by its tokenizer."""
     ends = model.generation_config.eos_token_id

@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass
 
 from h2o_stream.cache.support import home_of
 from h2o_stream.config import Settings
-from h2o_stream.engine.engine import Engine, engine_note
+from h2o_stream.engine.engine import Engine
 from h2o_stream.models.load import load
 from h2o_stream.session.conversation import Conversation
 from h2o_stream.session.records import Records, run_record
@@ -61,7 +61,7 @@ def started(command: str, settings: Settings, terminal: Terminal, records: Recor
                 seed=engine.sampler.seed,
             )
         )
-        terminal.detail(f"steps: {engine_note(engine.cache, settings.engine)}")
+        terminal.detail(f"steps: {engine.cache.engine_note}")
         window = f" · window {plan.window} · {plan.positions}" if plan.window else ""
         title = f"{loaded.name} · {plan.policy}{window}"
         yield Started(Conversation(engine, settings.system, loaded.stops), interrupts, loaded.name, title)
