@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from h2o_stream.native import layouts
 from h2o_stream.native.description import Attention, Description, HeadOffsets, Layer, Matrix, Mlp, Norm, NotDescribed
@@ -19,6 +19,7 @@ from h2o_stream.native.layouts import AttentionLayout, LayerLayout
 from h2o_stream.native.modules import (
     DTYPES,
     activation_of,
+    check_module,
     embedding_scale,
     matrix_of,
     norm_of,
@@ -26,9 +27,6 @@ from h2o_stream.native.modules import (
     rope_of,
     single,
 )
-
-_HARMLESS_HOOKS = "transformers.utils.output_capturing"
-"""Hooks that do nothing unless hidden states are asked for; transformers never takes them off."""
 
 _IDLE = (nn.Dropout, nn.Identity)
 """Modules without effect when they do not drop."""
@@ -44,28 +42,8 @@ def describe(model: Any) -> Description:
         NotDescribed: it has something that the native step does not know.
     """
     for name, module in model.named_modules():
-        _check_module(name or "the model", module)
+        check_module(name or "the model", module)
     return _Reader(model).read()
-
-
-def _check_module(name: str, module: Any) -> None:
-    """Whether calling a module is calling the forward of its class, on the CPU, without chance."""
-    kind = type(module).__name__
-    if hasattr(module, "_hf_hook"):
-        raise NotDescribed(f"{name} has a hook of accelerate")
-    hooks = (*module._forward_hooks.values(), *module._forward_pre_hooks.values())
-    if any(getattr(hook, "__module__", None) != _HARMLESS_HOOKS for hook in hooks):
-        raise NotDescribed(f"{name} has a forward hook")
-    if "forward" in vars(module):
-        raise NotDescribed(f"{name} has a forward put in place of its class's")
-    home = type(module).forward.__module__.partition(".")[0]
-    if home not in ("torch", "transformers", "h2o_stream"):
-        raise NotDescribed(f"{name} is a {kind}, whose forward is of {home}")
-    if any(tensor.device.type != "cpu" for tensor in module.parameters(recurse=False)):
-        raise NotDescribed(f"{name} has weights that are not on the CPU")
-    dropping = (value for key, value in vars(module).items() if "drop" in key or key == "p")
-    if module.training and any(isinstance(value, float | int) and value > 0 for value in dropping):
-        raise NotDescribed(f"{name} drops at random in training mode; call model.eval()")
 
 
 def _check_flags(name: str, get: Callable[[str], Any]) -> None:
@@ -86,26 +64,15 @@ class _Reader:
 
     def read(self) -> Description:
         """The whole model."""
-        model, config = self._model, self._config
+        config = self._config
         _check_flags("the config", lambda flag: getattr(config, flag, None))
         _check_flags("RoPE", (getattr(config, "rope_parameters", None) or {}).get)
         backbone = self._backbone()
         layers = list(backbone.layers)
         if len(layers) != config.num_hidden_layers:
             raise NotDescribed(f"the config says {config.num_hidden_layers} layers, there are {len(layers)}")
-        embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
-        if head is None:
-            raise NotDescribed(f"{type(model).__name__} has no output layer")
-        weight = plain(embedding.weight, "the embedding")
-        if weight.dtype not in DTYPES:
-            raise NotDescribed(f"the embedding has weights of {str(weight.dtype).removeprefix('torch.')}")
-        self._note(embedding, head)
-        self._hidden = weight.shape[1]
-        self._rotary = getattr(backbone, "rotary_emb", None)
-        positions = getattr(backbone, "embed_positions", None)
-        if (positions is None) == (self._rotary is None):
-            raise NotDescribed(f"{type(backbone).__name__} has neither rotary nor learned positions that are known")
-        self._note(*(module for module in (positions, self._rotary) if module is not None))
+        embedding, weight, head = self._ends()
+        positions = self._positions(backbone)
         norm = next((name for name in layouts.LAST_NORMS if getattr(backbone, name, None) is not None), None)
         if norm is None:
             raise NotDescribed(f"{type(backbone).__name__} has no norm in front of the output layer")
@@ -124,24 +91,50 @@ class _Reader:
         self._check_all_read()
         return description
 
+    def _ends(self) -> tuple[Any, Tensor, Any]:
+        """The embedding, its weight, and the output layer."""
+        embedding, head = self._model.get_input_embeddings(), self._model.get_output_embeddings()
+        if head is None or not isinstance(embedding, nn.Embedding):
+            raise NotDescribed(f"{type(self._model).__name__} has no output layer or no embedding that is known")
+        weight = plain(embedding.weight, "the embedding")
+        if weight.dtype not in DTYPES:
+            raise NotDescribed(f"the embedding has weights of {str(weight.dtype).removeprefix('torch.')}")
+        if weight.shape[1] != self._config.hidden_size:
+            raise NotDescribed(
+                f"the embedding has rows of {weight.shape[1]} numbers, layers {self._config.hidden_size}"
+            )
+        self._note(embedding, *head.modules())
+        self._hidden = weight.shape[1]
+        return embedding, weight, head
+
+    def _positions(self, backbone: Any) -> Any:
+        """The embedding of learned positions; None where there is a rotary one."""
+        self._rotary = getattr(backbone, "rotary_emb", None)
+        positions = getattr(backbone, "embed_positions", None)
+        if (positions is None) == (self._rotary is None) or not isinstance(positions, nn.Embedding | None):
+            raise NotDescribed(f"{type(backbone).__name__} has neither rotary nor learned positions that are known")
+        self._note(*(module for module in (positions, self._rotary) if module is not None))
+        return positions
+
     def _backbone(self) -> Any:
         """The module that holds the layers, under the model or its base model."""
-        module = self._model
-        self._note(module)
+        path = [self._model]
         for name in (self._model.base_model_prefix, "decoder"):
-            if not hasattr(module, "layers") and isinstance(getattr(module, name, None), nn.Module):
-                module = getattr(module, name)
-                self._note(module)
-        if not isinstance(getattr(module, "layers", None), nn.ModuleList):
+            if not hasattr(path[-1], "layers") and isinstance(getattr(path[-1], name, None), nn.Module):
+                path.append(getattr(path[-1], name))
+        layers = getattr(path[-1], "layers", None)
+        if not isinstance(layers, nn.ModuleList):
             raise NotDescribed(f"{type(self._model).__name__} has no list of layers that is known")
-        self._note(module.layers)
-        return module
+        for module in path:
+            self._note_container(module, "the model")
+        self._note(layers)
+        return path[-1]
 
     def _note(self, *modules: Any) -> None:
         self._read.update(map(id, modules))
 
     def _check_all_read(self) -> None:
-        """Whether every module, and every number that is not in a module that was read for its numbers, is known."""
+        """Whether nothing is left over."""
         for name, module in self._model.named_modules():
             if id(module) not in self._read and not isinstance(module, _IDLE):
                 raise NotDescribed(f"{name} is a {type(module).__name__} that is not known")
@@ -203,6 +196,8 @@ class _Reader:
         rope = None
         if self._rotary is not None:
             kinds = getattr(self._config, "layer_types", None)
+            if type(module).__name__ in layouts.NO_ROPE_AMONG_SLIDING and kinds and kinds[number] == "full_attention":
+                raise NotDescribed(f"{name} is in a layer without rotary positions")
             rope = rope_of(self._rotary, kinds[number] if kinds else None, module, name)
             if rope.rotary > size:
                 raise NotDescribed(f"{name} rotates {rope.rotary} numbers of {size}")
@@ -255,7 +250,9 @@ def _layout(layer: Any, name: str, known: Collection[LayerLayout]) -> LayerLayou
         inside = {"fc1", "fc2", *layouts.ACTIVATIONS} if layout.mlp is None else set()
         if own <= kinds.keys() and rest <= inside:
             return layout
-    raise NotDescribed(f"{name} is a {type(layer).__name__} with modules in another order: {', '.join(kinds)}")
+    raise NotDescribed(
+        f"{name} is a {type(layer).__name__} whose modules fit no layout that is known: {', '.join(kinds)}"
+    )
 
 
 def _heads(

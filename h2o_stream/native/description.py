@@ -7,7 +7,7 @@ Everything that the native step (`src/abi.h`, whose names these are) must know a
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, fields
 
 from torch import Tensor
@@ -205,21 +205,6 @@ class Description:
     def absolute_ok(self) -> bool:
         """Whether the frequencies of all layers hold at every position, as ``absolute`` positions need."""
         return all(layer.attention.rope is None or layer.attention.rope.fixed for layer in self.layers)
-
-    def tensors(self) -> Iterator[Tensor]:
-        """Every tensor that is pointed to."""
-        yield from _tensors(self)
-
-
-def _tensors(item: object) -> Iterator[Tensor]:
-    if isinstance(item, Tensor):
-        yield item
-    elif isinstance(item, (list, tuple)):
-        for part in item:
-            yield from _tensors(part)
-    elif hasattr(item, "__dataclass_fields__"):
-        for name in item.__dataclass_fields__:
-            yield from _tensors(getattr(item, name))
 
 
 class NativeModel:

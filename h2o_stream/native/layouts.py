@@ -52,13 +52,14 @@ LAYERS = (
     LayerLayout(
         "self_attn", "mlp", {"after_attention": "post_attention_layernorm", "after_mlp": "post_feedforward_layernorm"}
     ),
+    LayerLayout("self_attn", "mlp", {"before_attention": "input_layernorm", "before_mlp": "pre_feedforward_layernorm"}),
     LayerLayout("attention", "mlp", _TWO_NORMS),
     LayerLayout(
         "self_attn", "mlp", {"before_attention": "input_layernorm", "before_mlp": "input_layernorm"}, parallel=True
     ),
     LayerLayout("self_attn", None, {"before_attention": "self_attn_layer_norm", "before_mlp": "final_layer_norm"}),
 )
-"""Llama and most others; Gemma 2 and 3; norms behind only (OLMo 2); GPT-NeoX; Phi, StableLM 2 12B; OPT."""
+"""Llama and most others; Gemma 2 and 3; EXAONE 4, OLMo 2; VaultGemma; GPT-NeoX; Phi, StableLM 2 12B; OPT."""
 
 
 @dataclass(frozen=True)
@@ -123,3 +124,6 @@ NEUTRAL_FLAGS: Mapping[str, tuple[object, ...]] = {
     "llama_4_scaling_beta": (None, 0),
 }
 """Attributes of configs, RoPE parameters, layers and attentions that change what is computed, and how they may be."""
+
+NO_ROPE_AMONG_SLIDING = ("Exaone4Attention",)
+"""Attentions that rotate in sliding layers only, where a model has both kinds."""

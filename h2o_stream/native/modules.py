@@ -39,6 +39,34 @@ _FIXED_ROPE = {"default", "linear", "llama3", "yarn", "proportional"}
 _FEW_POSITIONS = (0, 1, 5)
 
 
+_HARMLESS_HOOKS = "transformers.utils.output_capturing"
+"""Hooks that do nothing unless hidden states are asked for; transformers never takes them off."""
+
+
+def check_module(name: str, module: Any) -> None:
+    """Whether calling a module is calling the forward of its class, on the CPU and without chance.
+
+    Raises:
+        NotDescribed: it is hooked, patched, offloaded, not of a library, or drops at random.
+    """
+    kind = type(module).__name__
+    if hasattr(module, "_hf_hook"):
+        raise NotDescribed(f"{name} has a hook of accelerate")
+    hooks = (*module._forward_hooks.values(), *module._forward_pre_hooks.values())
+    if any(getattr(hook, "__module__", None) != _HARMLESS_HOOKS for hook in hooks):
+        raise NotDescribed(f"{name} has a forward hook")
+    if "forward" in vars(module):
+        raise NotDescribed(f"{name} has a forward put in place of its class's")
+    home = type(module).forward.__module__.partition(".")[0]
+    if home not in ("torch", "transformers", "h2o_stream"):
+        raise NotDescribed(f"{name} is a {kind}, whose forward is of {home}")
+    if any(tensor.device.type != "cpu" for tensor in module.parameters(recurse=False)):
+        raise NotDescribed(f"{name} has weights that are not on the CPU")
+    dropping = (value for key, value in vars(module).items() if "drop" in key or key == "p")
+    if module.training and any(isinstance(value, float | int) and value > 0 for value in dropping):
+        raise NotDescribed(f"{name} drops at random in training mode; call model.eval()")
+
+
 def matrix_of(module: Any, name: str) -> Matrix:
     """The weights of a linear layer, where they lie.
 
@@ -100,7 +128,7 @@ def norm_of(module: Any, size: int, name: str) -> Norm:
     wave = (torch.arange(size) * 1.7).cos() + 0.3
     x = torch.stack((wave, wave * 1e-3)).to(dtype)
     expected = _asked(module, x, name)
-    best, least = Norm(), torch.inf
+    best, least = Norm(), torch.tensor(torch.inf)
     for kind, epsilon in itertools.product((NormKind.RMS, NormKind.LAYER), epsilons):
         for factor in (one,) if weight is None else (weight, 1 + weight):
             candidate = Norm(kind, factor.contiguous(), bias, epsilon)
@@ -168,9 +196,10 @@ def rope_of(rotary: Any, layer_type: str | None, attention: Any, name: str) -> R
     Raises:
         NotDescribed: it does not rotate in the rotate-half form by fixed angles per position.
     """
-    prefix, kind, which = "", rotary.rope_type, ()
+    prefix, kind = "", rotary.rope_type
+    which: tuple[str, ...] = ()
     if isinstance(kind, dict):
-        if layer_type not in kind:
+        if layer_type is None or layer_type not in kind:
             raise NotDescribed(f"{name} is in a layer without rotary positions")
         prefix, kind, which = f"{layer_type}_", kind[layer_type], (layer_type,)
     # What is called original is not exchanged while a long text is fed.
