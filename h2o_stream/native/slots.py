@@ -49,6 +49,8 @@ def groups_of(layer: SlotLayer | GroupedLayer, kv_heads: int) -> list[Group]:
 
 def unserved(slots: SlotLayer) -> str:
     """Why the library cannot serve these slots, or nothing."""
+    if slots.watched:
+        return "somebody looks at the probabilities of attention"
     if type(slots.policy) not in POLICIES:
         return f"policy {type(slots.policy).__name__} is written in Python"
     if slots.device.type != "cpu":

@@ -59,7 +59,8 @@ def make_stepper(model: Any, cache: H2OCache) -> Stepper | str:
     if cache.plan.positions == "absolute" and not description.absolute_ok:
         return "its rotary frequencies change with the length of the text"
     stepper = Stepper(native, NativeModel(description), cache)
-    key = (cache.plan.positions, cache.plan.kv_bits, *(tensor.data_ptr() for tensor in description.tensors()))
+    weights = (tensor.data_ptr() for tensor in (*model.parameters(), *model.buffers()))
+    key = (cache.plan.positions, cache.plan.kv_bits, *weights)
     if key not in _proved.setdefault(model, set()):
         if trouble := _prove(model, cache, stepper, description):
             stepper.close()
@@ -75,14 +76,16 @@ class Stepper:
         native: the library.
         model: the description, as structures.
         cache: of the attached model.
+
+    Attributes:
+        unserved: why the cache as it is now cannot be served, or nothing.
     """
 
     def __init__(self, native: CDLL, model: NativeModel, cache: H2OCache) -> None:
         self.cache, self.model = cache, model
         self._native = native
         self._layers: list[BoundLayer] = []
-        self._layout = -1
-        self._settled = False
+        self._layout, self._settled, self.unserved = -1, False, ""
         if cache.plan.positions != "absolute":
             for layer in model.layers:
                 layer.frequencies = None  # keys are rotated when they are attended to
@@ -114,7 +117,9 @@ class Stepper:
         rows, cache = len(tokens), self.cache
         if rows > MOST_ROWS or len(cache.slots[0].lengths) != rows or tokens.device.type != "cpu":
             return None
-        if self._layout != cache.layout and not self._bind():
+        if self._layout != cache.layout:
+            self.unserved = self._bind()
+        if self.unserved:
             return None
         if not (self._settled and cache.steady):
             for layer in self._layers:
@@ -134,14 +139,15 @@ class Stepper:
         cache.count_token()
         return logits
 
-    def _bind(self) -> bool:
-        """Take down the addresses of all slots; whether the library can serve them."""
+    def _bind(self) -> str:
+        """Take down the addresses of all slots; why the library cannot serve them, or nothing."""
+        self._layout = self.cache.layout
         bound: list[BoundLayer] = []
         first = 0
         for cached, layer in zip(self.cache.layers, self.model.layers, strict=True):
             groups = groups_of(cached, layer.attention.kv_heads)
-            if any(group.slots.watched or unserved(group.slots) for group in groups):
-                return False
+            if reason := next(filter(None, (unserved(group.slots) for group in groups)), ""):
+                return reason
             bound.append(BoundLayer(groups, layer.attention))
             layer.first_group, layer.group_count = first, len(groups)
             first += len(groups)
@@ -152,8 +158,8 @@ class Stepper:
         rows = len(self._slots)
         self._streams = numpy.zeros(rows, dtype=STREAM)
         self._streams["slots"] = self._slots.ctypes.data + self._slots.strides[0] * numpy.arange(rows)
-        self._layers, self._layout, self._settled = bound, self.cache.layout, False
-        return True
+        self._layers, self._settled = bound, False
+        return ""
 
 
 class _CheckedStepper:
@@ -207,7 +213,7 @@ def _prove(model: Any, cache: H2OCache, stepper: Stepper, description: Descripti
                 cache.prepare_forward(kwargs)
                 given = stepper.run(part) if native and number else model.forward(**kwargs).logits
                 if given is None:
-                    return "its cache is not one that the library serves"
+                    return stepper.unserved
                 logits.append(given[:, -1:])
     finally:
         cache.reset()

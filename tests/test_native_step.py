@@ -1,0 +1,186 @@
+"""Native steps against eager ones: the same tokens, logits and evictions, whatever a step can be."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from h2o_stream import CacheConfig, attach
+from h2o_stream.cache.policies.accumulated import Accumulated
+from h2o_stream.errors import H2OStreamError
+from h2o_stream.native import library, stepper
+from tests.conftest import make_llama
+from tests.families import FAMILIES, RULES, config_of
+from tests.tolerance import relative_error
+
+pytestmark = pytest.mark.skipif(library.loaded() is None, reason="there is no compiled library")
+
+EXACT = 1e-4
+"""Largest difference in float32, relative to the rms of the logits."""
+
+PROMPT = 30
+
+
+def tokens_of(rows: int, count: int) -> Tensor:
+    return torch.randint(3, 64, (rows, count), generator=torch.Generator().manual_seed(rows))
+
+
+def run(
+    model: Any, config: CacheConfig, tokens: Tensor, engine: Any, mask: Tensor | None = None
+) -> tuple[Tensor, list[list[list[int]]]]:
+    """Logits [B, n, V] of the single tokens behind a prompt, and what every layer keeps."""
+    with torch.no_grad(), attach(model, config, engine=engine) as cache:
+        assert cache.engine_note.startswith("native" if engine == "auto" else "eager"), cache.engine_note
+        width = PROMPT if mask is None else mask.shape[1]
+        model(tokens[:, :width], attention_mask=mask, past_key_values=cache)
+        steps = [model(part, past_key_values=cache).logits for part in tokens[:, width:].split(1, 1)]
+        kept = [cache.kept(layer).tolist() for layer in range(len(cache.layers))]
+    return torch.cat(steps, 1), kept
+
+
+def assert_same(model: Any, config: CacheConfig, tokens: Tensor, mask: Tensor | None = None) -> None:
+    (ours, kept), (theirs, wanted) = (run(model, config, tokens, engine, mask) for engine in ("auto", "eager"))
+    assert relative_error(ours, theirs) < EXACT
+    assert kept == wanted
+
+
+@pytest.mark.parametrize("number", range(len(FAMILIES)), ids=[family.name for family in FAMILIES])
+@pytest.mark.parametrize("policy", RULES)
+def test_every_family_and_policy(number: int, policy: str) -> None:
+    """Rows 1, then 3, then 1 again."""
+    family = FAMILIES[number]
+    for positions in family.positions:
+        for rows in (1, 3, 1):
+            assert_same(family.make(), config_of(family, policy, 8, positions), tokens_of(rows, PROMPT + 12))
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+@pytest.mark.parametrize("kv_bits", [16, 8])
+def test_padded_batches(side: str, kv_bits: int) -> None:
+    mask = torch.ones(4, PROMPT, dtype=torch.int64)
+    for row, padding in enumerate((0, 3, 17, 25)):
+        mask[row, slice(0, padding) if side == "left" else slice(PROMPT - padding, PROMPT)] = 0
+    config = CacheConfig(window=24, chunk=8, kv_bits=kv_bits)
+    assert_same(make_llama(), config, tokens_of(4, PROMPT + 40), mask)
+
+
+@pytest.mark.parametrize("kv_bits", [8, 4, 2])
+@pytest.mark.parametrize("positions", ["gap", "rolling", "absolute"])
+def test_few_bits(kv_bits: int, positions: Any) -> None:
+    config = CacheConfig(window=32, kv_bits=kv_bits, positions=positions, long_term=2.0)
+    for rows in (1, 2):
+        assert_same(make_llama(), config, tokens_of(rows, PROMPT + 60))
+
+
+def test_500_greedy_tokens_past_the_window() -> None:
+    model, found = make_llama(), []
+    for engine in ("auto", "eager"):
+        with torch.no_grad(), attach(model, CacheConfig(window=32), engine=engine):
+            found.append(model.generate(tokens_of(1, 40), max_new_tokens=500, min_new_tokens=500, do_sample=False))
+    assert found[0].equal(found[1])
+
+
+def test_windows_by_head_that_grow_and_shrink(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = make_llama()
+    for rows in (1, 3):
+        assert_same(model, CacheConfig(window=32, budgets="measured"), tokens_of(rows, PROMPT + 90))
+
+
+def test_pins_in_the_middle_of_a_stream() -> None:
+    model, kept = make_llama(), []
+    for engine in ("auto", "eager"):
+        with torch.no_grad(), attach(model, CacheConfig(window=32), engine=engine) as cache:
+            tokens = tokens_of(1, 120)
+            model(tokens[:, :20], past_key_values=cache)
+            cache.pin(5, 12)
+            for part in tokens[:, 20:].split(1, 1):
+                model(part, past_key_values=cache)
+            kept.append(cache.kept(1).tolist())
+    assert kept[0] == kept[1]
+    assert all(set(range(5, 12)) <= set(head) for head in kept[0][0])
+
+
+def test_a_stream_goes_on_from_one_engine_to_the_other() -> None:
+    model, tokens = make_llama(), tokens_of(1, 80)
+    config = CacheConfig(window=24)
+    whole, _ = run(model, config, tokens, "eager")
+    with torch.no_grad(), attach(model, config) as cache:
+        model(tokens[:, :PROMPT], past_key_values=cache)
+        first = [model(part, past_key_values=cache).logits for part in tokens[:, PROMPT:50].split(1, 1)]
+        state = cache.state_dict()
+    with torch.no_grad(), attach(model, config, engine="eager") as cache:
+        cache.load_state_dict(state)
+        rest = [model(part, past_key_values=cache).logits for part in tokens[:, 50:].split(1, 1)]
+    assert relative_error(torch.cat([*first, *rest], 1), whole) < EXACT
+
+
+def test_bfloat16_is_nearer_to_float32_than_transformers_is() -> None:
+    exact = make_llama()
+    model, config, tokens = copy.deepcopy(exact).bfloat16(), CacheConfig(window=64), tokens_of(2, PROMPT + 20)
+    wanted, _ = run(exact, config, tokens, "eager")
+    errors = [relative_error(run(model, config, tokens, engine)[0].float(), wanted) for engine in ("auto", "eager")]
+    assert errors[0] < errors[1] * 1.1 < 0.1
+
+
+@pytest.mark.parametrize("threads", [1, 2, 3, 5])
+def test_results_do_not_depend_on_the_number_of_threads(threads: int) -> None:
+    model, before, results = make_llama(), torch.get_num_threads(), []
+    try:
+        for count in (1, threads):
+            torch.set_num_threads(count)
+            results.append(run(model, CacheConfig(window=80), tokens_of(2, PROMPT + 90), "auto")[0])
+    finally:
+        torch.set_num_threads(before)
+    assert relative_error(*results) < EXACT  # the prompt's products are torch's, which do depend on it
+
+
+class Mine(Accumulated):
+    """A policy written in Python."""
+
+
+def test_a_policy_written_in_python_is_served_eagerly(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("h2o_stream.cache.window.make_policy", lambda plan, layer=0: Mine(plan, layer))
+    model = make_llama()
+    with torch.no_grad(), attach(model, CacheConfig(window=24)) as cache:
+        assert cache.engine_note.startswith("eager")
+        for part in tokens_of(1, 40).split(1, 1):
+            model(part, past_key_values=cache)
+        assert cache.kept().shape[-1] == 24
+
+
+def test_a_model_that_computes_something_else_is_not_proved() -> None:
+    """Its modules are a Llama's, but its forward does more: no name tells."""
+
+    class Twice(nn.Module):
+        def __init__(self, norm: nn.Module) -> None:
+            super().__init__()
+            self.weight, self.variance_epsilon, self.calls = norm.weight, norm.variance_epsilon, 0
+            self.norm = norm
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.calls += 1
+            return self.norm(x) if x.dim() == 2 else self.norm(x) * 1.5
+
+    Twice.__module__ = "transformers.models.llama.modeling_llama"
+    model = copy.deepcopy(make_llama())
+    model.model.norm = Twice(model.model.norm)
+    with attach(model, CacheConfig(window=24)) as cache:
+        assert cache.engine_note.startswith("eager"), cache.engine_note
+
+
+def test_a_step_that_differs_is_found_layer_by_layer(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(stepper.CHECK, "1")
+    model = copy.deepcopy(make_llama())
+    tokens = tokens_of(1, 60)
+    with torch.no_grad(), attach(model, CacheConfig(window=24)) as cache:
+        model(tokens[:, :40], past_key_values=cache)
+        for part in tokens[:, 40:50].split(1, 1):
+            model(part, past_key_values=cache)
+        norm = model.model.layers[1].input_layernorm
+        norm.weight = nn.Parameter(norm.weight * 1.1)  # the native step still has the other one
+        with pytest.raises(H2OStreamError, match="after layer 1 "):
+            model(tokens[:, 50:51], past_key_values=cache)
