@@ -1,8 +1,8 @@
 """Weights of matrices in 8 or 4 bits.
 
 Every 32 numbers of a row share a scale, and in 4 bits an offset, as in GGUF's Q8_0, Q4_0 and Q4_1: what comes from such
-a file lies on that grid already and is not rounded again. The library of `h2o_stream.native` multiplies them, one matrix
-after the other here and all of a token in its decode step; without it they are unpacked for every product.
+a file lies on that grid already and is not rounded again. The library of `h2o_stream.native` multiplies them; without
+it they are unpacked for every product.
 """
 
 from __future__ import annotations
