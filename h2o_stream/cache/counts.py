@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
+from statistics import fmean
+
+from h2o_stream.cache.budgets import Schedule
 
 
 @dataclass(frozen=True)
@@ -38,3 +42,48 @@ class CacheCounts:
     def free(self) -> int:
         """Slots not used yet."""
         return max(self.window - self.cached, 0)
+
+
+@dataclass(frozen=True)
+class Occupancy:
+    """How many tokens the layers that evict hold, at any length of a stream, as long as the cache's layout stays.
+
+    Attributes:
+        layout: see `H2OCache.layout`.
+        window: slots there are, in the mean.
+        nbytes: of all layers.
+        sinks: first tokens, never evicted.
+        protected: token indices that are never evicted, sinks and pins.
+        groups: by schedule and by newest tokens that stay, how many heads have them.
+    """
+
+    layout: int
+    window: int
+    nbytes: int
+    sinks: int
+    protected: tuple[range, ...]
+    groups: dict[tuple[Schedule, int], int]
+
+    def counts(self, seen: int) -> CacheCounts:
+        """Means over the heads, of a stream of `seen` tokens."""
+        numbers = self._final if seen >= self._constant_from else self._numbers(seen)
+        return CacheCounts(seen, *numbers, self.window, self.nbytes)
+
+    @cached_property
+    def _constant_from(self) -> int:
+        """The length of a stream from which on nothing but the length changes."""
+        return max(*(schedule.settled for schedule, _ in self.groups), *(pin.stop for pin in self.protected), 0)
+
+    @cached_property
+    def _final(self) -> tuple[int, int, int, int, int]:
+        return self._numbers(self._constant_from)
+
+    def _numbers(self, seen: int) -> tuple[int, int, int, int, int]:
+        """Tokens cached, and of them sinks, pinned, heavy and recent ones."""
+        protected = sum(len(pin[: max(seen - pin.start, 0)]) for pin in self.protected)
+        sinks = min(self.sinks, seen)
+        held = [schedule.held(seen) for schedule, _ in self.groups]
+        newest = [min(recent, now - protected) for (_, recent), now in zip(self.groups, held, strict=True)]
+        heads = list(self.groups.values())
+        cached, recent = (round(fmean(numbers, heads)) for numbers in (held, newest))
+        return cached, sinks, protected - sinks, cached - protected - recent, recent

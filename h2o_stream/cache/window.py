@@ -13,7 +13,7 @@ from torch import Tensor
 from transformers.cache_utils import Cache
 
 from h2o_stream.cache.budgets import HeadGroup, Schedule, schedules, windows
-from h2o_stream.cache.counts import CacheCounts
+from h2o_stream.cache.counts import CacheCounts, Occupancy
 from h2o_stream.cache.groups import GroupedLayer
 from h2o_stream.cache.layout import Layout
 from h2o_stream.cache.padding import Padding
@@ -63,25 +63,6 @@ def _slots(layers: Iterable[SlotLayer | GroupedLayer]) -> list[SlotLayer]:
     return [part for layer in layers for part in (layer.parts if isinstance(layer, GroupedLayer) else (layer,))]
 
 
-@dataclass(frozen=True)
-class _Figures:
-    """What `H2OCache.counts` needs and does not change from token to token.
-
-    Attributes:
-        layout: of the cache.
-        nbytes: see `H2OCache.nbytes`.
-        settled: the length of a stream from which on no layer changes its size.
-        groups: schedules and newest tokens that stay, with the heads that have them, of the layers that evict.
-        heads: all of these heads.
-    """
-
-    layout: int
-    nbytes: int
-    settled: int
-    groups: tuple[tuple[Schedule, int, int], ...]
-    heads: int
-
-
 class H2OCache(Cache):
     """A fixed window of slots per decoder layer; memory does not grow with the stream.
 
@@ -120,7 +101,7 @@ class H2OCache(Cache):
         self._windows: tuple[int, ...] = ()
         self._resolved = not config.by_ratio
         self._kernels: Kernels | None = None
-        self._known: _Figures | None = None
+        self._known: Occupancy | None = None
         self._layout = Layout()
         self._resolve(self._prompt)
 
@@ -195,7 +176,7 @@ class H2OCache(Cache):
     @property
     def nbytes(self) -> int:
         """Bytes of keys, values and bookkeeping of all layers."""
-        return self._figures.nbytes
+        return self._occupancy.nbytes
 
     def kept(self, layer: int = 0) -> Tensor:
         """[B, Hkv, n] int64: indices of the tokens a layer holds, oldest first; shorter rows have -1 in front.
@@ -207,39 +188,17 @@ class H2OCache(Cache):
 
     def counts(self) -> CacheCounts:
         """Where the tokens are now, of the longest row; means over the heads of the layers that evict."""
-        figures, seen = self._figures, self.seen_tokens
-        protected = sum(len(pin[: max(seen - pin.start, 0)]) for pin in self._protected)
-        sinks = min(self.plan.sinks, seen)
-        cached = recent = 0
-        for schedule, newest, heads in figures.groups:
-            held = schedule.held(seen)
-            cached += heads * held
-            recent += heads * min(newest, held - protected)
-        cached, recent = round(cached / figures.heads), round(recent / figures.heads)
-        return CacheCounts(
-            seen=seen,
-            cached=cached,
-            sinks=sinks,
-            pinned=protected - sinks,
-            heavy=cached - protected - recent,
-            recent=recent,
-            window=self.plan.window,
-            nbytes=figures.nbytes,
-        )
+        return self._occupancy.counts(self.seen_tokens)
 
     @property
-    def _figures(self) -> _Figures:
+    def _occupancy(self) -> Occupancy:
         if self._known is None or self._known.layout != self.layout:
             groups = Counter[tuple[Schedule, int]]()
             for group, layer in zip((group for group in self._here if group), self.evicting, strict=True):
                 groups[layer.schedule, layer.budget.recent] += group.count
-            self._known = _Figures(
-                layout=self.layout,
-                nbytes=sum(layer.nbytes for layer in self.slots),
-                settled=max(layer.schedule.settled for layer in self.slots),
-                groups=tuple((schedule, recent, heads) for (schedule, recent), heads in groups.items()),
-                heads=groups.total(),
-            )
+            nbytes = sum(layer.nbytes for layer in self.slots)
+            plan = self.plan
+            self._known = Occupancy(self.layout, plan.window, nbytes, plan.sinks, self._protected, dict(groups))
         return self._known
 
     def statistics(self) -> list[LayerStatistics]:
@@ -321,6 +280,7 @@ class H2OCache(Cache):
             movable = layer.schedule.window - pinned
             recent = movable - movable * plan.heavy // (plan.heavy + plan.recent)
             layer.budget = Budget(plan.sinks, self._pins, max(recent, self._least_recent))
+        self._settled = max(layer.schedule.settled for layer in self.slots)
         self._layout.changed()
 
     def _schedule(self, sizes: Sequence[int]) -> None:
@@ -448,7 +408,7 @@ class H2OCache(Cache):
     def steady(self) -> bool:
         """Whether every layer has come to its final size: the next token evicts one token from each, in every row."""
         lengths = self.layers[0].lengths
-        return bool(lengths) and min(lengths) >= self._figures.settled
+        return bool(lengths) and min(lengths) >= self._settled
 
     def count_token(self) -> None:
         """Count a token of each row that a native step took through the slots of all layers."""
@@ -457,7 +417,7 @@ class H2OCache(Cache):
         for layer in self.slots:
             layer.columns, layer.lengths = columns, lengths
             layer.filled = min(layer.filled + 1, layer.store.slots)
-        if min(lengths) <= self._figures.settled:
+        if min(lengths) <= self._settled:
             for layer in self.slots:
                 layer.compact()
 
