@@ -206,6 +206,20 @@ class Description:
         """Whether the frequencies of all layers hold at every position, as ``absolute`` positions need."""
         return all(layer.attention.rope is None or layer.attention.rope.fixed for layer in self.layers)
 
+    @property
+    def matrices(self) -> list[Matrix]:
+        """All that a token is multiplied by."""
+        found = [self.output]
+        for layer in self.layers:
+            attention, mlp = layer.attention, layer.mlp
+            found += [*attention.qkv, attention.out, *([mlp.gate] if mlp.gate else []), mlp.up, mlp.down]
+        return found
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of weights that a token reads."""
+        return sum(matrix.weights.nbytes for matrix in self.matrices)
+
 
 class NativeModel:
     """A description as structures of the C interface, and what keeps its tensors alive.

@@ -30,6 +30,9 @@ CHECK = "H2O_CHECK_STEPS"
 MOST_ROWS = 64
 """Rows of a batch beyond which torch's products of matrices are faster."""
 
+_BYTES_PER_THREAD = 2**20
+"""Weights that a thread should have to read in a step, to be worth waiting for."""
+
 _PROMPT, _STEPS = 6, 3
 """Tokens of the proof: a prompt, and those that follow one by one."""
 
@@ -89,6 +92,7 @@ class Stepper:
         if cache.plan.positions != "absolute":
             for layer in model.layers:
                 layer.frequencies = None  # keys are rotated when they are attended to
+        self._most_threads = max(1, model.description.nbytes // _BYTES_PER_THREAD)
         self._step = native.h2o_step_open(ctypes.addressof(model.struct))
 
     def __del__(self) -> None:
@@ -134,7 +138,7 @@ class Stepper:
             rows,
             logits.data_ptr(),
             0 if trace is None else trace.data_ptr(),
-            torch.get_num_threads(),
+            min(torch.get_num_threads(), self._most_threads),
         )
         cache.count_token()
         return logits
@@ -223,7 +227,7 @@ def _prove(model: Any, cache: H2OCache, stepper: Stepper, description: Descripti
 
 
 def _tolerance(description: Description) -> float:
-    kinds = {matrix.kind for layer in description.layers for matrix in (*layer.attention.qkv, layer.mlp.up)}
+    kinds = {matrix.kind for matrix in description.matrices}
     dtype = MatrixKind.BFLOAT16 if description.embedding.dtype == torch.bfloat16 else MatrixKind.FLOAT32
     return max(_TOLERANCE[kind] for kind in (*kinds, dtype))
 

@@ -1,5 +1,7 @@
 #include "step.h"
 
+#include <chrono>
+
 namespace {
 
 constexpr int64_t kRows = 16;   // of a matrix that stay with one thread: their results share a line of the cache
@@ -28,7 +30,9 @@ void Step::run(const Stream* streams, int64_t count, float* logits, float* trace
   slots_.resize(count), now_.resize(count);
   for (int64_t stream = 0; stream < count; ++stream) now_[stream] = int32_t(*streams[stream].slots->seen);
   reserve(threads);
-  parallel(threads, [this](const Worker& worker) { work(worker); });
+  const auto begun = std::chrono::steady_clock::now();
+  parallel(threads > 1 ? choice_.choose(threads) : 1, [this](const Worker& worker) { work(worker); });
+  if (threads > 1) choice_.learn(std::chrono::duration<double>(std::chrono::steady_clock::now() - begun).count());
 }
 
 void Step::reserve(int64_t threads) {

@@ -12,6 +12,7 @@
 
 #include "attention.h"
 #include "matrix.h"
+#include "thread_choice.h"
 #include "token.h"
 
 class Step {
@@ -48,6 +49,7 @@ class Step {
   State& state(const Worker& worker) { return states_[count_ == 1 ? worker.number : 0]; }
 
   const Model model_;
+  ThreadChoice choice_;
   const Stream* streams_ = nullptr;
   float *logits_ = nullptr, *trace_ = nullptr;
   int64_t count_ = 0;
