@@ -298,6 +298,7 @@ CASES: dict[str, Case] = {
     "growing": Case(plan(), schedule=GROWN),
     "shrinking": Case(plan(recent=4), schedule=SHRUNK),
     "groups of heads": Case(plan(), query_heads=8, kv_heads=4, heads=((2, 0), (3,), (1,))),
+    "groups of heads that draw": Case(plan("random"), kv_heads=4, query_heads=4, heads=((2, 0), (3, 1))),
     **{f"{bits} bits": Case(plan(kv_bits=bits, long_term=0.0), size=16, rotary=16) for bits in (8, 4, 2)},
     "8 bits, all at once": Case(plan(kv_bits=8, chunk=0, recent=14, heavy=0), prompts=((60,), (60,), (1,))),
     "4 bits, rows": Case(plan(kv_bits=4), batch=2, prompts=((40, 3), (4, 5), (9, 30))),

@@ -70,8 +70,8 @@ void multiply_panel(Rows a, Rows b, float* c, int64_t c_stride, int64_t rows, in
   }
 }
 
-// C [rows][columns] = A [rows][depth] times B [depth][columns], or C += with kAdd. Of B and C whole vectors are read and
-// written.
+// C [rows][columns] = A [rows][depth] times B [depth][columns], or C += with kAdd. Whole vectors of B and C are read
+// and written.
 template <bool kAdd>
 void multiply(Rows a, Rows b, float* c, int64_t c_stride, int64_t rows, int64_t depth, int64_t columns) {
   for (; columns > kPanel; columns -= kPanel, b.at += kPanel, c += kPanel) {

@@ -32,11 +32,11 @@ inline uint32_t mix(uint32_t x) {
   return x ^ (x >> 16);
 }
 
-// What is lost first leaves first: the worth of each token, infinite where it may not be evicted and minus infinity where
-// there is none.
+// The worth of each token: the least is evicted first. Infinite where a token is protected, minus infinity where there
+// is none.
 //
-// `head` is the number of the head among those of its `Slots`, `seen` counts the tokens of the stream, new ones included.
-// Plain loops, which compilers turn into vectors.
+// `head` is the number of the head among those of its `Slots`; `seen` counts the tokens of the stream, new ones
+// included. Plain loops, which compilers vectorize.
 inline void worth(const AttentionLayer& layer, const Slots& slots, int64_t head, int64_t seen, const Tokens& tokens,
                   float* worth) {
   const int64_t count = tokens.count;

@@ -91,8 +91,8 @@ void run_phases(const AttentionLayer& layer, const NewTokens& tokens, const std:
         });
         worker.barrier();
       };
-      phase(0, [](Head& head) { return head.pieces(); }, [&](Head& head, int64_t unit) { head.prepare(unit, scratch); });
-      phase(1, [](Head& head) { return head.bands(); }, [&](Head& head, int64_t unit) { head.attend(unit, scratch); });
+      phase(0, [](Head& head) { return head.pieces(); }, [&](Head& head, int64_t i) { head.prepare(i, scratch); });
+      phase(1, [](Head& head) { return head.bands(); }, [&](Head& head, int64_t i) { head.attend(i, scratch); });
       phase(2, [](Head&) { return 1; }, [](Head& head, int64_t) { head.evict(); });
     }
   });
@@ -125,8 +125,8 @@ void run(const AttentionLayer& layer, const NewTokens& tokens, const std::vector
 }  // namespace
 }  // namespace prefill
 
-// Up to `new_tokens` tokens of each of B streams, packed to the left, in chunks: attend to what is held and to the chunk,
-// score, then hold what is worth most.
+// Up to `new_tokens` tokens of each of B streams, packed to the left, in chunks: attend to what is held and to the
+// chunk, score, then hold what is worth most.
 //
 // slots [B][groups]: of each stream the slots of this layer.
 // counts [B]: new tokens of each stream. Outputs of the rest are zero.
@@ -153,7 +153,8 @@ extern "C" int64_t h2o_prefill(const AttentionLayer* layer, const Slots* slots, 
       const int64_t count = counts[i / groups];
       seen.push_back(*slots[i].seen + count);
       if (!count) continue;
-      if (count < 0 || count > new_tokens || !fits(*layer, slots[i], windows + i * chunks, (count + chunk - 1) / chunk)) {
+      const int64_t own_chunks = (count + chunk - 1) / chunk;
+      if (count < 0 || count > new_tokens || !fits(*layer, slots[i], windows + i * chunks, own_chunks)) {
         return kDoesNotFit;
       }
       most = std::max(most, slots[i].slots);

@@ -1,8 +1,8 @@
 // Chunks of a prompt through the slots of one KV head of one stream.
 //
-// A chunk goes through three phases, the parts of which may be run by different threads: `prepare` the keys and values of
-// what is held and what is new, `attend` with blocks of queries, `evict`. How work is cut depends on shapes alone, and
-// the parts of a sum are added up in a fixed order, so that results do not depend on the number of threads.
+// A chunk goes through three phases, the parts of which may be run by different threads: `prepare` the keys and values
+// of what is held and what is new, `attend` with blocks of queries, `evict`. How work is cut depends on shapes alone,
+// and the parts of a sum are added up in a fixed order, so that results do not depend on the number of threads.
 
 #pragma once
 

@@ -35,6 +35,32 @@ void soft_cap(float bound, float* x, int64_t count) {
   }
 }
 
+// Rows [count][size] into the columns of a panel.
+void transpose(const float* rows, int64_t count, int64_t size, float* panel) {
+  using Four = float __attribute__((vector_size(16)));
+  int64_t i = 0;
+  for (; i + 4 <= count; i += 4) {
+    int64_t k = 0;
+    for (; k + 4 <= size; k += 4) {
+      Four row[4];
+      for (int64_t j = 0; j < 4; ++j) std::memcpy(row + j, rows + (i + j) * size + k, sizeof(Four));
+      const Four a = __builtin_shufflevector(row[0], row[1], 0, 4, 1, 5);
+      const Four b = __builtin_shufflevector(row[0], row[1], 2, 6, 3, 7);
+      const Four c = __builtin_shufflevector(row[2], row[3], 0, 4, 1, 5);
+      const Four d = __builtin_shufflevector(row[2], row[3], 2, 6, 3, 7);
+      const Four columns[4] = {__builtin_shufflevector(a, c, 0, 1, 4, 5), __builtin_shufflevector(a, c, 2, 3, 6, 7),
+                               __builtin_shufflevector(b, d, 0, 1, 4, 5), __builtin_shufflevector(b, d, 2, 3, 6, 7)};
+      for (int64_t j = 0; j < 4; ++j) std::memcpy(panel + (k + j) * gemm::kPanel + i, columns + j, sizeof(Four));
+    }
+    for (; k < size; ++k) {
+      for (int64_t j = i; j < i + 4; ++j) panel[k * gemm::kPanel + j] = rows[j * size + k];
+    }
+  }
+  for (; i < count; ++i) {
+    for (int64_t k = 0; k < size; ++k) panel[k * gemm::kPanel + i] = rows[i * size + k];
+  }
+}
+
 // Sums of rows [begin, end) of a matrix, each times a weight, added to `sums` in columns [from, to).
 template <bool kSquared>
 void add_rows(const float* rows, int64_t stride, const float* weights, int64_t begin, int64_t end, int64_t from,
@@ -90,9 +116,7 @@ void Head::prepare(int64_t piece, Scratch& scratch) {
   for (int64_t first = begin; first < end; first += gemm::kPanel) {
     const int64_t count = std::min(gemm::kPanel, end - first);
     float *panel = keys_.at(first * size), *own = rows + (first - begin) * size;
-    for (int64_t k = 0; k < size; ++k) {
-      for (int64_t i = 0; i < count; ++i) panel[k * gemm::kPanel + i] = own[i * size + k];
-    }
+    transpose(own, count, size, panel);
   }
 }
 

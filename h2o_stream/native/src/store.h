@@ -1,8 +1,8 @@
 // Where the keys and values of one head lie: as they are, or quantized but for the sinks and the newest tokens.
 //
-// The semantics are those of h2o_stream/cache/store.py and quantize.py. A grid is an offset and a step, and a code stands
-// for offset + code * step. Keys have a grid per channel, shared by all encoded tokens of the head, which covers what the
-// head has held since the start; the values of a token have a grid of their own.
+// The semantics are those of h2o_stream/cache/store.py and quantize.py. A grid is an offset and a step, and a code
+// stands for offset + code * step. Keys have a grid per channel, shared by all encoded tokens of the head, which covers
+// what the head has held since the start; the values of a token have a grid of their own.
 
 #pragma once
 
