@@ -50,6 +50,7 @@ class Typist:
             tempfile_suffix=".md",
             vi_mode=vim,
         )
+        self._session.app.terminal_size_polling_interval = None  # SIGWINCH says so; an idle prompt sleeps
 
     def messages(self) -> Iterator[str]:
         """Until Ctrl-D, or Ctrl-C twice on an empty line.
