@@ -27,7 +27,6 @@ from h2o_stream.graphs.trace import Blueprint, Chunk, Step
 from h2o_stream.models.quantize import quantize
 from tests.conftest import make_llama
 from tests.families import FAMILIES, config_of
-from tests.test_cli import invoke
 from tests.tolerance import assert_close
 
 
@@ -323,15 +322,3 @@ class TestGraphs:
         failing.wait()
         same(eager, stream(tiny, CacheConfig("h2o", 24), failing))
         assert str(tmp_path) in failing.trouble
-
-
-def test_a_chat_without_a_compiler_goes_on_with_one_line(
-    tiny_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setattr("shutil.which", lambda *_, **__: None)
-    done = invoke("h2o-chat", "-m", tiny_folder, "-p", "Hello.", "-n", 8, "--compile", "--device", "cpu")
-    assert done.exit_code == 0
-    assert done.stderr.count("no C++ compiler was found") == 1
-    quiet = invoke("h2o-chat", "-m", tiny_folder, "-p", "Hello.", "-n", 8, "--no-compile", "--device", "cpu")
-    assert "compiler" not in quiet.stderr
