@@ -5,6 +5,9 @@ The public names are loaded on first use, so that importing the package costs no
 
 from __future__ import annotations
 
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
@@ -44,6 +47,13 @@ _LAZY = {
     "Engine": "h2o_stream.engine.engine",
     "Conversation": "h2o_stream.session.conversation",
 }
+
+
+@contextmanager
+def compiled(model: Any, cache: Any) -> Iterator[None]:
+    """Does nothing, and goes with the next version: `attach` takes the fastest way by itself."""
+    warnings.warn("compiled() does nothing any more: attach(model) is fast by itself", DeprecationWarning, stacklevel=3)
+    yield
 
 
 def __getattr__(name: str) -> Any:

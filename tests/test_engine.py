@@ -13,12 +13,18 @@ from typing import Any
 import pytest
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
-from transformers.generation.logits_process import TopPLogitsWarper
+from transformers.generation.logits_process import (
+    LogitsProcessorList,
+    MinPLogitsWarper,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+)
 
 from h2o_stream import CacheConfig, ConfigError, Engine, H2OStreamError, SamplingConfig
 from h2o_stream.config import PREFILL_STEP
 from h2o_stream.engine.events import Finished, PrefillProgress, Token
-from h2o_stream.engine.sampling import Nucleus, Sampler
+from h2o_stream.engine.sampling import Sampler, nucleus, one_thread
 from h2o_stream.engine.text import TextStream
 from h2o_stream.models.load import LoadedModel
 
@@ -353,6 +359,43 @@ def test_the_default_plan() -> None:
 @pytest.mark.parametrize("top_p", [0.1, 0.9, 0.999])
 def test_the_nucleus_is_that_of_transformers(spread: float, top_p: float) -> None:
     """Flat distributions too, whose nucleus is most of the vocabulary."""
-    scores = torch.randn(3, 5000, generator=torch.Generator().manual_seed(0)) * spread
-    wanted = TopPLogitsWarper(top_p)(torch.zeros(3, 0), scores)
-    assert torch.equal(Nucleus(top_p)(torch.zeros(3, 0), scores).isinf(), wanted.isinf())
+    for scores in torch.randn(3, 5000, generator=torch.Generator().manual_seed(0)) * spread:
+        wanted = TopPLogitsWarper(top_p)(torch.zeros(1, 0), scores[None])[0]
+        assert nucleus(scores, top_p).tolist() == wanted.isfinite().nonzero()[:, 0].tolist()
+
+
+@pytest.mark.parametrize("temperature", [0.5, 1.0, 1.3])
+@pytest.mark.parametrize("top_k", [0, 7])
+@pytest.mark.parametrize("top_p", [0.8, 1.0])
+@pytest.mark.parametrize("min_p", [0.0, 0.05])
+def test_what_can_be_drawn_is_what_transformers_leaves(
+    temperature: float, top_k: int, top_p: float, min_p: float
+) -> None:
+    config = SamplingConfig(temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p, seed=0)
+    sampler = Sampler(config, None, torch.device("cpu"))
+    warpers = LogitsProcessorList([TemperatureLogitsWarper(temperature)])
+    warpers += [TopKLogitsWarper(top_k)] if top_k else []
+    warpers += [TopPLogitsWarper(top_p)] if top_p < 1 else []
+    warpers += [MinPLogitsWarper(min_p)] if min_p else []
+    for scores in 3 * torch.randn(5, 2000, generator=torch.Generator().manual_seed(1)):
+        wanted = warpers(torch.zeros(1, 0), scores[None].clone())[0]
+        ids, ours = sampler.possible(scores)
+        assert ids.tolist() == wanted.isfinite().nonzero()[:, 0].tolist()
+        assert ours.equal(wanted[ids])
+
+
+def test_equal_scores_and_forbidden_tokens() -> None:
+    """The first of equal ones; what has no probability is never drawn."""
+    assert nucleus(torch.zeros(10), 0.35).tolist() == [0, 1, 2, 3]
+    scores = torch.tensor([-torch.inf, 0.0, -torch.inf, 0.0])
+    for settings in ({"top_p": 0.9}, {"top_p": 1.0}, {"top_k": 4}):
+        sampler = Sampler(SamplingConfig(temperature=1.0, seed=0, **settings), None, torch.device("cpu"))
+        assert sampler.possible(scores)[0].tolist() == [1, 3]
+        assert {sampler.draw(scores, []) for _ in range(50)} == {1, 3}
+
+
+def test_a_draw_leaves_the_number_of_threads() -> None:
+    before = torch.get_num_threads()
+    with one_thread():
+        assert torch.get_num_threads() == 1
+    assert torch.get_num_threads() == before

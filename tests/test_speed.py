@@ -9,10 +9,11 @@ from typing import Any
 import pytest
 
 from h2o_stream.compare.comparison import Doing
-from h2o_stream.compare.contenders import LLAMA_CPP, OURS, TRANSFORMERS, Contender, Memory, Ready, Worker
+from h2o_stream.compare.contenders import LLAMA_CPP, OURS, TRANSFORMERS, Contender, Memory, Ready, Worker, weight_bytes
 from h2o_stream.compare.speed import ROUNDS, STEPS, Race, bandwidth, needed
 from h2o_stream.config import CacheConfig, ModelConfig
 from h2o_stream.errors import H2OStreamError
+from tests.conftest import make_llama
 from tests.test_cli import invoke
 
 
@@ -39,6 +40,8 @@ def test_a_race_in_the_shell(tiny_folder: Path, tmp_path: Path) -> None:
     for figure in figures:
         assert figure["dtype"] == "float32"
         assert figure["quantize"] == "none"
+        assert (figure["steps"] is None) == (figure["engine"] != OURS)
+        assert "compile" not in figure
         assert min(figure["prefill_tok_s"], figure["decode_tok_s"], figure["cache_bytes"], figure["rss_bytes"]) > 0
     ours = [figure for figure in figures if figure["policy"] == "h2o"]
     assert ours[0]["cache_bytes"] == ours[1]["cache_bytes"]
@@ -95,6 +98,19 @@ def test_rounds_are_in_turn_and_every_token_is_read_once(monkeypatch: pytest.Mon
     assert first == [OURS, TRANSFORMERS] * ROUNDS
     doing = [event for event in events if isinstance(event, Doing)]
     assert all(event.done < race.steps for event in doing)
+
+
+def test_weights_that_a_step_reads() -> None:
+    """Once each, however many modules share them; one row of an embedding that is not the output layer as well."""
+    model = make_llama(vocab=64)
+    every = sum(parameter.nbytes for parameter in model.parameters())
+    embedding = model.get_input_embeddings().weight
+    once = weight_bytes(model)
+    assert every - embedding.nbytes < once < every - embedding.nbytes + 1024, "and small buffers"
+    model.register_buffer("view", model.lm_head.weight[8:16])
+    assert weight_bytes(model) == once
+    model.lm_head.weight = embedding
+    assert once - embedding.nbytes <= weight_bytes(model) - embedding.nbytes < once
 
 
 def test_bandwidth_is_that_of_a_memory() -> None:

@@ -221,7 +221,7 @@ class Engine:
             ended = token in self.end_tokens
             piece = "" if ended else text.push(token)
             elapsed_s += time.perf_counter() - begun
-            yield Token(token, piece, elapsed_s, self.counts)
+            yield Token(token, piece, elapsed_s, len(self.tokens), self.cache.counts)
             if ended or text.stopped:
                 yield Finished("stop", text.flush())
                 return

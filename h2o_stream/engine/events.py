@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal
 
 if TYPE_CHECKING:
@@ -36,13 +37,20 @@ class Token:
         id: of the vocabulary.
         text: what became readable with it; empty while a character is incomplete.
         elapsed_s: seconds of work on this reply.
-        counts: where the tokens are.
+        seen: tokens fed since the start of the stream.
+        count: counts where the tokens are, see `counts`.
     """
 
     id: int
     text: str
     elapsed_s: float
-    counts: CacheCounts
+    seen: int
+    count: Callable[[], CacheCounts] = field(repr=False, compare=False)
+
+    @property
+    def counts(self) -> CacheCounts:
+        """Where the tokens are, counted when asked for: it is right until the next event."""
+        return self.count()
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,7 @@
 """Draws the next token: repetition penalty, temperature, top-k, top-p and min-p, as transformers' processors do.
 
-Between two steps nothing may wake torch's threads: they spin on the cores that the next step needs. So a draw runs on one
-thread, and few of its operations touch the whole vocabulary.
+Between two steps nothing may wake torch's threads: they spin on the cores that the next step needs. So a draw runs on
+one thread, and few of its operations touch the whole vocabulary.
 """
 
 from __future__ import annotations
@@ -19,8 +19,9 @@ from transformers.generation.logits_process import RepetitionPenaltyLogitsProces
 from h2o_stream.config import DEFAULT_TEMPERATURE, DEFAULT_TOP_K, DEFAULT_TOP_P, SamplingConfig
 from h2o_stream.processes import agreed
 
-_LIKELY = (1e-4, 1e-6)
-"""Probabilities: the nucleus is looked for among the tokens above the first, then above the second, then among all."""
+_LIKELY = {1e-4: torch.float32, 1e-6: torch.float64}
+"""Probabilities: the nucleus is looked for among the tokens above the first, then above the second, then among all; and
+what is precise enough to add them up."""
 
 LOWEST = torch.finfo(torch.float32).min
 """All scores but -inf are at least this."""
@@ -113,11 +114,11 @@ def nucleus(scores: Tensor, top_p: float) -> Tensor:
         scores: [V] float32, logits.
         top_p: below 1.
     """
-    total = scores.logsumexp(-1).item()
-    for least in _LIKELY:
+    for least, dtype in _LIKELY.items():
+        total = scores.to(dtype).logsumexp(-1).item()
         places = at_least(scores, total + math.log(least))
         likely, order = scores[places].sort(descending=True, stable=True)
-        mass = (likely - total).exp_().cumsum(-1)
+        mass = (likely.to(dtype) - total).exp_().cumsum(-1)
         if len(mass) and mass[-1].item() >= top_p:
             count = int(torch.searchsorted(mass, top_p)) + 1
             return places[order[:count].sort().values]

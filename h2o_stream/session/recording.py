@@ -59,9 +59,13 @@ class Recorder:
 
     def event(self, event: PrefillProgress | Token | Turn) -> None:
         """Something happened in the turn."""
-        kinds = {PrefillProgress: "prefill", Token: "token"}
-        if self._file is not None:
-            self._write(kinds.get(type(event), "turn"), asdict(event))
+        if self._file is None:
+            return
+        if isinstance(event, Token):
+            told = {"id": event.id, "text": event.text, "elapsed_s": event.elapsed_s, "counts": asdict(event.counts)}
+            self._write("token", told)
+        else:
+            self._write("prefill" if isinstance(event, PrefillProgress) else "turn", asdict(event))
 
     def _write(self, kind: str, record: dict[str, Any]) -> None:
         if self._file is None:
@@ -108,7 +112,7 @@ def _event(kind: str, told: dict[str, Any]) -> Any:
     if kind == "prefill":
         return PrefillProgress(**told, counts=counts)
     if kind == "token":
-        return Token(**told, counts=counts)
+        return Token(**told, seen=counts.seen, count=lambda: counts)
     if kind == "turn":
         return Turn(**told | {"work": Work(**told["work"])}, counts=counts)
     raise ValueError(kind)

@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+import time
 from collections import Counter
 from typing import Any
 
 import psutil
 
+from h2o_stream.cache.counts import CacheCounts
 from h2o_stream.engine.events import PrefillProgress, Token
 from h2o_stream.session.turn import Turn
 from h2o_stream.session.work import Work
 
 MAX_ROWS = 12
 """Rows of the speed table; the thousands of tokens are grouped to fit."""
+
+
+_LOOK_S = 0.1
+"""Between two looks at memory and counts while tokens come, which cost time that the model could use."""
 
 
 class RunReport:
@@ -29,13 +35,13 @@ class RunReport:
         self.beyond_context = False
         self._thousands: dict[int, Work] = {}
         self._process = psutil.Process()
+        self._looked_at = 0.0
         self._before: PrefillProgress | Token | None = None
 
     def observe(self, event: PrefillProgress | Token | Turn) -> None:
         """Take in an event of `Conversation.say`."""
-        self.peak_rss_bytes = max(self.peak_rss_bytes, self._process.memory_info().rss)
-        counts = event.counts
-        self.seen, self.evicted, self.cache_bytes = counts.seen, counts.evicted, counts.nbytes
+        if not isinstance(event, Token) or time.monotonic() - self._looked_at >= _LOOK_S:
+            self._look(event.counts)
         if isinstance(event, Turn):
             self.turns += 1
             self.finishes[event.finish] += 1
@@ -51,7 +57,13 @@ class RunReport:
             work = Work(new_tokens=1, decode_s=elapsed_s)
         self._before = event
         self.total.add(work)
-        self._thousands.setdefault(max(counts.seen - 1, 0) // 1000, Work()).add(work)
+        self.seen = event.seen if isinstance(event, Token) else event.counts.seen
+        self._thousands.setdefault(max(self.seen - 1, 0) // 1000, Work()).add(work)
+
+    def _look(self, counts: CacheCounts) -> None:
+        self.peak_rss_bytes = max(self.peak_rss_bytes, self._process.memory_info().rss)
+        self.seen, self.evicted, self.cache_bytes = counts.seen, counts.evicted, counts.nbytes
+        self._looked_at = time.monotonic()
 
     def by_length(self) -> list[tuple[int, int, Work]]:
         """(from, to, work) by tokens seen, in at most `MAX_ROWS` rows of equal width."""

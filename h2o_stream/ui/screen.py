@@ -40,8 +40,8 @@ class Screen:
     def __init__(self, terminal: Terminal, title: str, context: int | None) -> None:
         self._title, self._context = printable(title), context
         self._turn_title = ""
-        self._transcript: deque[Text] = deque([Text()], maxlen=TRANSCRIPT_LINES)
-        self._counts: CacheCounts | None = None
+        self._transcript: deque[_Line] = deque([_Line(Text())], maxlen=TRANSCRIPT_LINES)
+        self._event: PrefillProgress | Token | Turn | None = None
         self._prefill = self._decode = ""
         self._new = 0
         self._process = psutil.Process()
@@ -58,12 +58,12 @@ class Screen:
     def asked(self, title: str, prompt: str) -> None:
         """A turn begins."""
         self._turn_title, self._new = printable(title), 0
-        self._write(("\n\n" if self._counts else "") + f"> {prompt}\n", "cyan")
+        self._write(("\n\n" if self._event else "") + f"> {prompt}\n", "cyan")
         self._draw(now=True)
 
     def event(self, event: PrefillProgress | Token | Turn) -> None:
         """Something happened in the turn."""
-        self._counts = event.counts
+        self._event = event
         if isinstance(event, PrefillProgress):
             self._prefill = f"{speed(event.done / event.elapsed_s)} ({event.done:,}/{event.total:,})"
         elif isinstance(event, Token):
@@ -76,8 +76,8 @@ class Screen:
 
     def _write(self, text: str, style: str = "") -> None:
         first, *rest = printable(text).expandtabs(4).split("\n")
-        self._transcript[-1].append(first, style)
-        self._transcript.extend(Text(line, style) for line in rest)
+        self._transcript[-1].text.append(first, style)
+        self._transcript.extend(_Line(Text(line, style)) for line in rest)
 
     def _draw(self, now: bool) -> None:
         if now or time.monotonic() - self._drawn_at >= FRAME_S:
@@ -105,10 +105,10 @@ class Screen:
             shown[:0] = line.wrap(console, width)
             if len(shown) >= lines:
                 break
-        return Text("\n").join(shown[-lines:])
+        return Text("\n", no_wrap=True, overflow="crop").join(shown[-lines:])
 
     def _status(self, width: int) -> list[Text]:
-        counts = self._counts
+        counts = self._event.counts if self._event else None
         lines = self._bars(counts, width) if counts else []
         seen = f"seen {counts.seen:,}  kept {counts.cached:,}  evicted {counts.evicted:,}" if counts else "starting"
         rates = f"prefill {self._prefill or '-'}  decode {self._decode or '-'}"
@@ -124,6 +124,21 @@ class Screen:
             rows = [("cached", "green", counts.cached)]
         room = max(width - 18, 4)
         return [_bar(name, style, count, total, room) for name, style, count in rows]
+
+
+class _Line:
+    """A line of the transcript, wrapped again only when it has grown or the width is another."""
+
+    def __init__(self, text: Text) -> None:
+        self.text = text
+        self._wrapped: list[Text] = []
+        self._of = (-1, -1)
+
+    def wrap(self, console: Console, width: int) -> list[Text]:
+        """In lines of this width."""
+        if self._of != (len(self.text), width):
+            self._wrapped, self._of = list(self.text.wrap(console, width)), (len(self.text), width)
+        return self._wrapped
 
 
 def _bar(name: str, style: str, count: int, total: int, room: int) -> Text:

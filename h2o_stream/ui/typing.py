@@ -19,9 +19,6 @@ from h2o_stream.ui.interrupts import TWICE_S
 
 PROMPT, MORE, QUOTES = "> ", ". ", '"""'
 
-_REFRESH_S = 1.0
-"""Seconds between two looks at the toolbar."""
-
 
 class Typist:
     """Reads messages from a terminal. Enter sends, Meta-Enter begins a new line; so does Enter after three open quotes.
@@ -49,11 +46,11 @@ class Typist:
             enable_history_search=True,
             key_bindings=_keys(),
             multiline=True,
-            refresh_interval=_REFRESH_S,
             prompt_continuation=MORE,
             tempfile_suffix=".md",
             vi_mode=vim,
         )
+        self._session.app.terminal_size_polling_interval = None  # SIGWINCH says so; an idle prompt sleeps
 
     def messages(self) -> Iterator[str]:
         """Until Ctrl-D, or Ctrl-C twice on an empty line.

@@ -1,0 +1,87 @@
+"""`--engine auto|eager`, and what it was called before."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers import PreTrainedModel
+
+import h2o_stream
+from h2o_stream import CacheConfig, ConfigError, attach
+from h2o_stream.cli.options import EngineOptions
+from h2o_stream.config import Settings
+from h2o_stream.engine.engine import Engine, engine_note
+from tests.test_cli import invoke
+
+
+@pytest.mark.parametrize(
+    ("options", "choice"),
+    [
+        ({}, "auto"),
+        ({"engine": "eager"}, "eager"),
+        ({"compile": True}, "auto"),
+        ({"compile": False}, "eager"),
+        ({"engine": "eager", "compile": True}, "eager"),
+    ],
+)
+def test_what_is_chosen(options: dict[str, Any], choice: str) -> None:
+    assert EngineOptions(**options).engine_choice() == choice
+
+
+def test_others_are_refused(tiny_folder: Path) -> None:
+    with pytest.raises(ConfigError, match="--engine takes auto, eager"):
+        Settings(engine="compiled")  # type: ignore[arg-type]
+    assert invoke("h2o-chat", "-m", tiny_folder, "-p", "Hello.", "--engine", "fast").exit_code == 2
+
+
+@pytest.mark.parametrize(("option", "steps"), [("eager", "steps: eager"), ("auto", "steps: ")])
+def test_verbose_says_what_runs_the_steps(tiny_folder: Path, option: str, steps: str) -> None:
+    base = ["-m", tiny_folder, "-p", "Hello.", "-n", 4, "--device", "cpu", "--engine", option]
+    done = invoke("h2o-chat", *base, "-v")
+    assert done.exit_code == 0, done.stderr
+    assert done.stderr.count(steps) == 1
+    assert "steps:" not in invoke("h2o-chat", *base).stderr
+
+
+def test_the_old_option_is_hidden_and_works(tiny_folder: Path) -> None:
+    base = ["-m", tiny_folder, "-p", "Hello.", "-n", 4, "--temp", 0, "--device", "cpu"]
+    done = invoke("h2o-chat", *base, "--no-compile", "-v")
+    assert done.exit_code == 0, done.stderr
+    assert "steps: eager" in done.stderr
+    assert "compile" not in invoke("h2o-chat", "--help").stdout
+
+
+def test_the_cache_says_it(tiny: PreTrainedModel) -> None:
+    with attach(tiny, CacheConfig(window=16), engine="eager") as cache:
+        assert engine_note(cache, "eager").startswith("eager")
+        cache.engine_note = "native, avx2"
+        assert engine_note(cache, "auto") == "native, avx2"
+
+
+def test_compiled_warns_and_does_nothing(tiny: PreTrainedModel) -> None:
+    with (
+        attach(tiny, CacheConfig(window=16)) as cache,
+        pytest.warns(DeprecationWarning, match="attach"),
+        h2o_stream.compiled(tiny, cache),
+    ):
+        pass
+
+
+def test_counts_are_made_when_somebody_looks(talker: Any, tokenizer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are not free: nobody looks at those of every token."""
+    from h2o_stream.config import SamplingConfig
+    from h2o_stream.engine.events import Token
+
+    with Engine(talker(), tokenizer, CacheConfig(window=16), SamplingConfig(max_tokens=12, seed=0)) as engine:
+        list(engine.prefill([5, 6, 7]))
+        looked: list[int] = []
+        counts = engine.cache.counts
+        monkeypatch.setattr(engine.cache, "counts", lambda: looked.append(0) or counts())
+        for event in engine.decode():
+            if isinstance(event, Token):
+                assert not looked
+                assert event.seen == len(engine.tokens)
+        assert event is not None
+        assert not looked
