@@ -12,12 +12,8 @@ namespace dot {
 // How many weights lie in a byte.
 enum Packing : int64_t { kEightBits = 1, kFourBits = 2 };
 
-// Bytes that are multiplied at once.
-#ifdef H2O_AVX512
-constexpr int64_t kBytes = 64;
-#else
+// Bytes that are multiplied at once. Twice as many are no faster with AVX-512: tiles are not aligned to so much.
 constexpr int64_t kBytes = 32;
-#endif
 
 // Sums of the products of every four bytes, as integers and not.
 using Integers = int32_t __attribute__((vector_size(kBytes)));
@@ -51,63 +47,14 @@ inline Sums first(Sums numbers, int64_t count) {
   return places < int32_t(count) ? numbers : Sums{};
 }
 
-// What is multiplied is `weight + kBias`; only 8 bits are signed, and AVX-512 takes the weights unsigned.
+// What is added to weights of 8 bits before they are multiplied.
 #if defined(H2O_AVX512)
-
 constexpr int32_t kBias = 128;
-
-using Bytes = __m512i;
-
-inline Bytes load_bytes(const void* from) { return _mm512_loadu_si512(from); }
-
-// Fewer bytes than a register holds, zeros behind them.
-inline Bytes load_bytes(const void* from, int64_t bytes) {
-  return _mm512_maskz_loadu_epi8((uint64_t(1) << bytes) - 1, from);
-}
-
-inline Sums load_halves(const uint8_t* from) {
-  return Sums(_mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(from))));
-}
-
-inline Sums load_halves(const uint8_t* from, int64_t count) {
-  return Sums(_mm512_cvtph_ps(_mm256_maskz_loadu_epi16(__mmask16((1u << count) - 1), from)));
-}
-
-inline Sums permute(Sums sums, Integers places) {
-  return Sums(_mm512_permutexvar_ps(__m512i(places), __m512(sums)));
-}
-
-template <Packing packing>
-struct Weights;
-
-template <>
-struct Weights<kFourBits> {
-  Bytes lower, upper;
-
-  explicit Weights(Bytes bytes)
-      : lower(_mm512_and_si512(bytes, _mm512_set1_epi8(15))),
-        upper(_mm512_and_si512(_mm512_srli_epi16(bytes, 4), _mm512_set1_epi8(15))) {}
-
-  Integers multiply(const int8_t* vector) const {
-    const Bytes sums = _mm512_dpbusd_epi32(_mm512_setzero_si512(), lower, load_bytes(vector));
-    return Integers(_mm512_dpbusd_epi32(sums, upper, load_bytes(vector + kBytes)));
-  }
-};
-
-template <>
-struct Weights<kEightBits> {
-  Bytes biased;
-
-  explicit Weights(Bytes bytes) : biased(_mm512_xor_si512(bytes, _mm512_set1_epi8(-128))) {}
-
-  Integers multiply(const int8_t* vector) const {
-    return Integers(_mm512_dpbusd_epi32(_mm512_setzero_si512(), biased, load_bytes(vector)));
-  }
-};
-
-#elif defined(H2O_AVX2)
-
+#else
 constexpr int32_t kBias = 0;
+#endif
+
+#if defined(H2O_AVX2)
 
 using Bytes = __m256i;
 
@@ -122,14 +69,18 @@ inline Sums load_halves(const uint8_t* from) {
   return Sums(_mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(from))));
 }
 
-// Fewer than eight: they are loaded together with what lies in front of them, as a tile may end behind them.
+// Fewer than eight. A tile may end behind them: without masks they are loaded with what lies in front of them.
 inline Sums load_halves(const uint8_t* from, int64_t count) {
+#if defined(H2O_AVX512)
+  return Sums(_mm256_cvtph_ps(_mm_maskz_loadu_epi16(__mmask8((1u << count) - 1), from)));
+#else
   alignas(32) static const int8_t kPlaces[32] = {0,  1,  2,  3,  4,  5,  6,  7,  8,  9,  10, 11, 12, 13, 14, 15,
                                                  -1, -1, -1, -1, -1, -1, -1, -1, -1, -1, -1, -1, -1, -1, -1, -1};
   const int64_t before = 16 - 2 * count;
   const __m128i places = _mm_loadu_si128(reinterpret_cast<const __m128i*>(kPlaces + before));
   const __m128i halves = _mm_loadu_si128(reinterpret_cast<const __m128i*>(from - before));
   return Sums(_mm256_cvtph_ps(_mm_shuffle_epi8(halves, places)));
+#endif
 }
 
 inline Sums permute(Sums sums, Integers places) {
@@ -150,27 +101,38 @@ struct Weights<kFourBits> {
         upper(_mm256_and_si256(_mm256_srli_epi16(bytes, 4), _mm256_set1_epi8(15))) {}
 
   Integers multiply(const int8_t* vector) const {
-    return sums_of_pairs(_mm256_add_epi16(_mm256_maddubs_epi16(lower, load_bytes(vector)),
-                                          _mm256_maddubs_epi16(upper, load_bytes(vector + kBytes))));
+    const Bytes first = load_bytes(vector), second = load_bytes(vector + kBytes);
+#if defined(H2O_AVX512)
+    return Integers(_mm256_dpbusd_epi32(_mm256_dpbusd_epi32(_mm256_setzero_si256(), lower, first), upper, second));
+#else
+    return sums_of_pairs(_mm256_add_epi16(_mm256_maddubs_epi16(lower, first), _mm256_maddubs_epi16(upper, second)));
+#endif
   }
 };
 
-// The instruction takes unsigned numbers and signed ones: the sign of a weight is moved to the vector.
+// Instructions multiply unsigned bytes by signed ones. Without VNNI the products of two must fit into 16 bits: the sign
+// of a weight is moved to the vector. With it, `kBias` is added to the weights, and its products taken off later.
 template <>
 struct Weights<kEightBits> {
   Bytes bytes;
 
+#if defined(H2O_AVX512)
+  explicit Weights(Bytes some) : bytes(_mm256_xor_si256(some, _mm256_set1_epi8(-128))) {}
+
+  Integers multiply(const int8_t* vector) const {
+    return Integers(_mm256_dpbusd_epi32(_mm256_setzero_si256(), bytes, load_bytes(vector)));
+  }
+#else
   explicit Weights(Bytes some) : bytes(some) {}
 
   Integers multiply(const int8_t* vector) const {
     return sums_of_pairs(
         _mm256_maddubs_epi16(_mm256_abs_epi8(bytes), _mm256_sign_epi8(load_bytes(vector), bytes)));
   }
+#endif
 };
 
 #else
-
-constexpr int32_t kBias = 0;
 
 using Bytes = int8_t __attribute__((vector_size(kBytes)));
 
@@ -217,8 +179,9 @@ struct Weights {
   explicit Weights(Bytes some) : bytes(some) {}
 
   Integers multiply(const int8_t* vector) const {
-    if (packing == kEightBits) return multiply_bytes(bytes, load_bytes(vector));
-    return multiply_bytes(bytes & 15, load_bytes(vector)) + multiply_bytes(bytes >> 4 & 15, load_bytes(vector + kBytes));
+    const Bytes first = load_bytes(vector);
+    if (packing == kEightBits) return multiply_bytes(bytes, first);
+    return multiply_bytes(bytes & 15, first) + multiply_bytes(bytes >> 4 & 15, load_bytes(vector + kBytes));
   }
 };
 

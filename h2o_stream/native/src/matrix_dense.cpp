@@ -35,33 +35,45 @@ class DenseTile {
 
   template <int64_t count>
   void multiply(const Vectors& vectors, int64_t first, float* products) const {
-    Floats sums[count][kTile] = {};
-    const auto add = [&](int64_t column, auto load) {
-      Floats weights[kTile];
-#pragma GCC unroll 4
-      for (int64_t r = 0; r < kTile; ++r) weights[r] = load(rows_[r] + column);
-#pragma GCC unroll 8
-      for (int64_t v = 0; v < count; ++v) {
-        const Floats numbers = load(vectors.at(first + v) + column);
-#pragma GCC unroll 4
-        for (int64_t r = 0; r < kTile; ++r) sums[v][r] += weights[r] * numbers;
-      }
-    };
-    int64_t column = 0;
-    for (; column + kWidth <= columns_; column += kWidth) {
-      if (first == 0) fetch(column);
-      add(column, [](const auto* from) { return simd::load(from); });
-    }
-    const int64_t left = columns_ - column;
-    if (left) add(column, [&](const auto* from) { return load_some(from, left); });
+    constexpr int64_t rows = count == 1 ? 1 : kTile;  // side by side: memory is quickest in the order of addresses
+    Floats sums[count][kTile];
+    for (int64_t row = 0; row < kTile; row += rows) multiply_rows<rows, count>(vectors, first, row, sums);
     for (int64_t v = 0; v < count; ++v) dot::totals(sums[v], products + v * kTile);
   }
 
  private:
-  // Fetches as much of what comes later as is read at a column, once for all vectors.
-  void fetch(int64_t column) const {
-    simd::prefetch(reinterpret_cast<const uint8_t*>(rows_[0] + kTile * column) + kAhead,
-                   kTile * kWidth * int64_t(sizeof(Number)));
+  template <int64_t rows, int64_t count>
+  void multiply_rows(const Vectors& vectors, int64_t first, int64_t row, Floats (&sums)[count][kTile]) const {
+    Floats some[count][rows] = {};
+    const auto add = [&](int64_t column, auto load) {
+      Floats weights[rows];
+#pragma GCC unroll 4
+      for (int64_t r = 0; r < rows; ++r) weights[r] = load(rows_[row + r] + column);
+#pragma GCC unroll 8
+      for (int64_t v = 0; v < count; ++v) {
+        const Floats numbers = load(vectors.at(first + v) + column);
+#pragma GCC unroll 4
+        for (int64_t r = 0; r < rows; ++r) some[v][r] += weights[r] * numbers;
+      }
+    };
+    const auto whole = [](const auto* from) { return simd::load(from); };
+    constexpr int64_t kColumns = simd::kCacheLine / int64_t(sizeof(Number));
+    int64_t column = 0;
+    for (; column + kColumns <= columns_; column += kColumns) {
+      if (first == 0) fetch<rows>(row, column);
+#pragma GCC unroll 8
+      for (int64_t i = 0; i < kColumns; i += kWidth) add(column + i, whole);
+    }
+    for (; column + kWidth <= columns_; column += kWidth) add(column, whole);
+    const int64_t left = columns_ - column;
+    if (left) add(column, [&](const auto* from) { return load_some(from, left); });
+    for (int64_t v = 0; v < count; ++v) std::copy_n(some[v], rows, sums[v] + row);
+  }
+
+  // Fetches what comes as much later as is read of some rows in a step; once for all vectors.
+  template <int64_t rows>
+  void fetch(int64_t row, int64_t column) const {
+    simd::prefetch(reinterpret_cast<const uint8_t*>(rows_[row] + rows * column) + kAhead, rows * simd::kCacheLine);
   }
 
   const Number* rows_[kTile];

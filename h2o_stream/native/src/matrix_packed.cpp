@@ -29,43 +29,54 @@ class PackedTile {
 
   template <int64_t count>
   void multiply(const Vectors& vectors, int64_t first, float* products) const {
-    Sums sums[count][kTile] = {};
-    int64_t group = 0;
-    for (; group + dot::kSums <= groups_; group += dot::kSums) add<true, count>(vectors, first, group, sums);
-    if (group < groups_) add<false, count>(vectors, first, group, sums);
+    constexpr int64_t rows = count == 1 ? 2 : kTile;  // side by side: as many as memory delivers, or fill registers
+    Sums sums[count][kTile];
+#pragma GCC unroll 4
+    for (int64_t row = 0; row < kTile; row += rows) multiply_rows<rows, count>(vectors, first, row, sums);
     for (int64_t v = 0; v < count; ++v) dot::totals(sums[v], products + v * kTile);
   }
 
  private:
   static constexpr int64_t kGroups = dot::kGroups<packing>, kSteps = dot::kSums / kGroups;
 
+  template <int64_t rows, int64_t count>
+  [[gnu::always_inline]] void multiply_rows(const Vectors& vectors, int64_t first, int64_t row,
+                                            Sums (&sums)[count][kTile]) const {
+    Sums some[count][rows] = {};
+    int64_t group = 0;
+    for (; group + dot::kSums <= groups_; group += dot::kSums) add<true>(vectors, first, row, group, some);
+    if (group < groups_) add<false>(vectors, first, row, group, some);
+    for (int64_t v = 0; v < count; ++v) std::copy_n(some[v], rows, sums[v] + row);
+  }
+
   // Adds the products of the next groups: of as many as a register holds scales of, or of the last ones.
-  template <bool all, int64_t count>
-  void add(const Vectors& vectors, int64_t first, int64_t group, Sums (&sums)[count][kTile]) const {
+  template <bool all, int64_t rows, int64_t count>
+  [[gnu::always_inline]] void add(const Vectors& vectors, int64_t first, int64_t row, int64_t group,
+                                  Sums (&sums)[count][rows]) const {
     const int64_t left = groups_ - group;
     const auto halves = [&](const uint8_t* from) {
       return all ? dot::load_halves(from) : dot::load_halves(from, left);
     };
     const auto floats = [&](const float* from) { return all ? dot::load(from) : dot::first(dot::load(from), left); };
-    Sums scales[kTile], factors[count][kTile];
+    Sums factors[count][rows];
 #pragma GCC unroll 4
-    for (int64_t r = 0; r < kTile; ++r) {
-      const uint8_t* grid = grid_ + r * grid_bytes_ + 2 * group;
-      scales[r] = halves(grid);
-      const Sums offsets = packing == dot::kFourBits ? halves(grid + 2 * groups_) : scales[r] * float(-dot::kBias);
+    for (int64_t r = 0; r < rows; ++r) {
+      const uint8_t* grid = grid_ + (row + r) * grid_bytes_ + 2 * group;
+      const Sums scales = halves(grid);
+      const Sums offsets = packing == dot::kFourBits ? halves(grid + 2 * groups_) : scales * float(-dot::kBias);
 #pragma GCC unroll 8
       for (int64_t v = 0; v < count; ++v) {
-        factors[v][r] = scales[r] * floats(vectors.scales(first + v) + group);
+        factors[v][r] = scales * floats(vectors.scales(first + v) + group);
         if (packing == dot::kFourBits || dot::kBias) {
           sums[v][r] += offsets * floats(vectors.sums(first + v) + group);
         }
       }
     }
     const auto step = [&](int64_t begin, auto load) {
-      const uint8_t* codes = codes_ + (group + begin) * (kGroup / packing);
-      fetch(first, group + begin);
+      if (first == 0) fetch<rows>(row, group + begin);
+      const uint8_t* codes = codes_ + row * row_bytes_ + (group + begin) * (kGroup / packing);
 #pragma GCC unroll 4
-      for (int64_t r = 0; r < kTile; ++r) {
+      for (int64_t r = 0; r < rows; ++r) {
         const dot::Weights<packing> weights(load(codes + r * row_bytes_));
 #pragma GCC unroll 8
         for (int64_t v = 0; v < count; ++v) {
@@ -86,10 +97,11 @@ class PackedTile {
     }
   }
 
-  // Fetches as much of what comes later as is read in a step, once for all vectors.
-  void fetch(int64_t first, int64_t group) const {
-    constexpr int64_t kGroupBytes = kTile * (kGroup / packing + 2 * packing);
-    if (first == 0) simd::prefetch(codes_ + kAhead + group * kGroupBytes, kGroups * kGroupBytes);
+  // Fetches as much of what comes later as is read in a step of some rows; once for all vectors.
+  template <int64_t rows>
+  void fetch(int64_t row, int64_t group) const {
+    constexpr int64_t kGroupBytes = kGroup / packing + 2 * packing;
+    simd::prefetch(codes_ + kAhead + (row * groups_ + group * rows) * kGroupBytes, rows * kGroups * kGroupBytes);
   }
 
   const uint8_t* const codes_;
