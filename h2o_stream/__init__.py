@@ -5,14 +5,12 @@ The public names are loaded on first use, so that importing the package costs no
 
 from __future__ import annotations
 
-import warnings
-from collections.abc import Iterator
-from contextlib import contextmanager
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from h2o_stream.config import CacheConfig, SamplingConfig
 from h2o_stream.errors import ConfigError, H2OStreamError, ModelNotFoundError, UnsupportedModelError
+from h2o_stream.startup import let_idle_threads_sleep
 
 if TYPE_CHECKING:
     from h2o_stream.cache.attach import attach
@@ -49,11 +47,7 @@ _LAZY = {
 }
 
 
-@contextmanager
-def compiled(model: Any, cache: Any) -> Iterator[None]:
-    """Does nothing, and goes with the next version: `attach` takes the fastest way by itself."""
-    warnings.warn("compiled() does nothing any more: attach(model) is fast by itself", DeprecationWarning, stacklevel=3)
-    yield
+let_idle_threads_sleep()
 
 
 def __getattr__(name: str) -> Any:

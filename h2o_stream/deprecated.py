@@ -24,5 +24,5 @@ class _NoGraphs:
 @contextmanager
 def compiled(model: Any, cache: Any, artifacts: Any = None) -> Iterator[_NoGraphs]:
     """Do nothing: `attach` runs native code where there is any."""
-    warnings.warn("compiled() does nothing any more; leave it out", DeprecationWarning, stacklevel=3)
+    warnings.warn("compiled() does nothing any more: attach(model) is fast by itself", DeprecationWarning, stacklevel=3)
     yield _NoGraphs()

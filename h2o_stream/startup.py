@@ -30,3 +30,12 @@ def quieten_libraries(progress: bool, warnings: bool) -> None:
     if not progress:
         os.environ.setdefault("TQDM_DISABLE", "1")
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "warning" if warnings else "error")
+
+
+def let_idle_threads_sleep() -> None:
+    """Tell GNU's OpenMP, which torch uses, to let its threads sleep soon after their work.
+
+    By default they spin for milliseconds, on the processors that the native library's threads need next: prompts were
+    read ten times slower. It is read when torch is imported; a process that imports torch first has to set it itself.
+    """
+    os.environ.setdefault("GOMP_SPINCOUNT", "1000")

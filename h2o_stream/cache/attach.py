@@ -19,6 +19,7 @@ from h2o_stream.cache.window import H2OCache
 from h2o_stream.config import CacheConfig, EngineChoice
 from h2o_stream.errors import ConfigError, H2OStreamError
 
+
 @contextmanager
 def attach(
     model: PreTrainedModel, config: CacheConfig | None = None, *, engine: EngineChoice = "auto"

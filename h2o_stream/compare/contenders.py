@@ -180,7 +180,8 @@ class _Ours(_Torch):
         self.cache.reset()
 
     def steps(self) -> str:
-        return self.cache.engine_note
+        note: str = self.cache.engine_note
+        return note
 
     def feed(self, tokens: Sequence[int]) -> float:
         begun = time.perf_counter()

@@ -170,8 +170,7 @@ _FUNCTIONS: dict[str, tuple[Any, list[Any]]] = {
     "h2o_decode": (None, [c_void_p, c_void_p, c_int64, c_int64, *[c_void_p] * 4, c_int64]),
     "h2o_prefill": (
         c_int64,
-        [c_void_p, c_void_p, c_int64, c_int64, c_void_p, c_void_p, c_int64, *[c_void_p] * 4, c_int64, c_int64, c_void_p]
-        + [c_int64],
+        [*[c_void_p] * 2, *[c_int64] * 2, *[c_void_p] * 2, c_int64, *[c_void_p] * 4, *[c_int64] * 2, c_void_p, c_int64],
     ),
     "h2o_multiply": (None, [c_void_p, c_void_p, c_void_p, c_int64, c_int64]),
     "h2o_unpack": (None, [c_void_p, c_void_p, c_int64, c_int64]),

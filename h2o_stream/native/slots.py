@@ -77,29 +77,26 @@ class BoundLayer:
         pins = torch.tensor([(pin.start, pin.stop) for pin in budget.pins], dtype=torch.int64).view(-1, 2)
         rope = self._rope(max_distance)
         self._alive += [pins, rope]
-        self.attention, filled = attention, dict(
-            policy=POLICIES[type(first.policy)],
-            positions=_POSITIONS[plan.positions],
-            decay=plan.decay,
-            long_term=plan.long_term if first.policy.long_term else 0.0,
-            long_term_decay=DECAY,
-            far=FAR,
-            sinks=int(budget.sinks),
-            pins=pointer(pins),
-            pin_count=len(pins),
-            sliding=first.sliding or 0,
-            seed=plan.seed,
-            number=int(first.policy.layer),
-            rope=pointer(rope),
-            distances=0 if rope is None else rope.shape[0],
-            rotary=0 if rope is None else rope.shape[1],
-            in_bfloat16=first.dtype == torch.bfloat16,
-            kv_bits=plan.kv_bits,
-            exact_sinks=first.store.sinks,
-            residual=first.store.residual,
-        )
-        for name, value in filled.items():
-            setattr(attention, name, value)
+        self.attention = attention
+        attention.policy = POLICIES[type(first.policy)]
+        attention.positions = _POSITIONS[plan.positions]
+        attention.decay = plan.decay
+        attention.long_term = plan.long_term if first.policy.long_term else 0.0
+        attention.long_term_decay = DECAY
+        attention.far = FAR
+        attention.sinks = int(budget.sinks)
+        attention.pins = pointer(pins)
+        attention.pin_count = len(pins)
+        attention.sliding = first.sliding or 0
+        attention.seed = plan.seed
+        attention.number = int(first.policy.layer)
+        attention.rope = pointer(rope)
+        attention.distances = 0 if rope is None else rope.shape[0]
+        attention.rotary = 0 if rope is None else rope.shape[1]
+        attention.in_bfloat16 = first.dtype == torch.bfloat16
+        attention.kv_bits = plan.kv_bits
+        attention.exact_sinks = first.store.sinks
+        attention.residual = first.store.residual
         self.slots = numpy.zeros((len(first.lengths), len(groups)), dtype=SLOTS)
         for number, group in enumerate(groups):
             self._fill(self.slots[:, number], group)

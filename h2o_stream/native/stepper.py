@@ -1,7 +1,7 @@
 """Whole decode steps in the native library: they take the place of a model's forward for single tokens.
 
-What is native and what is eager is decided here: `make_stepper` describes a model and proves the description by comparing
-logits with those of the model's own forward. Where either fails the steps are eager, and `Stepper` says why.
+What is native and what is eager is decided here: `make_stepper` describes a model and proves the description by
+comparing logits with those of the model's own forward. Where either fails the steps are eager, and it says why.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ _proved: WeakKeyDictionary[Any, set[tuple[Any, ...]]] = WeakKeyDictionary()
 """What has been proved of a model: addresses of its weights, and how the cache places tokens."""
 
 
-def make_stepper(model: Any, cache: H2OCache) -> Stepper | str:
+def make_stepper(model: Any, cache: H2OCache) -> Stepper | CheckedStepper | str:
     """Native steps of an attached model, or the reason why there are none.
 
     Args:
@@ -69,7 +69,7 @@ def make_stepper(model: Any, cache: H2OCache) -> Stepper | str:
             stepper.close()
             return trouble
         _proved[model].add(key)
-    return _CheckedStepper(stepper, model) if os.environ.get(CHECK) else stepper
+    return CheckedStepper(stepper, model) if os.environ.get(CHECK) else stepper
 
 
 class Stepper:
@@ -113,7 +113,7 @@ class Stepper:
 
         Args:
             tokens: [B, 1] int64.
-            trace: [layers + 1, B, hidden] float32, gets the residual stream in front of every layer and behind the last.
+            trace: [layers + 1, B, hidden] float32: gets the residual stream before every layer and after the last.
 
         Returns:
             [B, 1, V] float32; None where it has to be done eagerly, and nothing was touched.
@@ -166,7 +166,7 @@ class Stepper:
         return ""
 
 
-class _CheckedStepper:
+class CheckedStepper:
     """Does every step eagerly, too, and raises where they differ."""
 
     def __init__(self, stepper: Stepper, model: Any) -> None:
@@ -205,7 +205,7 @@ class _CheckedStepper:
 
 @torch.no_grad()
 def _prove(model: Any, cache: H2OCache, stepper: Stepper, description: Description) -> str:
-    """Why the native step does not give what the model's own forward gives, or nothing. The cache is empty afterwards."""
+    """Why the native step differs from the model's own forward, or nothing; the cache is empty afterwards."""
     vocabulary = description.embedding.shape[0]
     tokens = torch.randint(vocabulary, (1, _PROMPT + _STEPS), generator=torch.Generator().manual_seed(0))
     parts, logits = [tokens[:, :_PROMPT], *tokens[:, _PROMPT:].split(1, 1)], []
