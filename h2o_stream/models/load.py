@@ -65,6 +65,7 @@ def _load(config: ModelConfig, source: str, cache: CacheConfig | None, notify: C
     from transformers.utils.logging import disable_progress_bar
 
     from h2o_stream.cache.support import check_supported
+    from h2o_stream.models.pages import into_large_pages
     from h2o_stream.models.quantize import quantize
     from h2o_stream.models.templates import FALLBACK_STOPS, FALLBACK_TEMPLATE
     from h2o_stream.models.zero import ZeroInference
@@ -104,6 +105,8 @@ def _load(config: ModelConfig, source: str, cache: CacheConfig | None, notify: C
     model.eval()
     if config.quantize != "none":
         quantize(model, config.quantize, notify)
+    if not zero and not place:
+        into_large_pages(model)
     return LoadedModel(config.model, model, tokenizer, stops)
 
 
