@@ -1,7 +1,7 @@
 // Matrices times few vectors, read at the speed of memory.
 //
-// A result does not depend on the number of threads, and for packed matrices not on the other vectors that are multiplied
-// with it. Dense ones add up a single vector in another order.
+// A result does not depend on the number of threads. Of packed matrices it does not depend on the other vectors either;
+// dense ones add up a single vector in another order.
 
 #pragma once
 
