@@ -1,6 +1,7 @@
 // Matrices times few vectors, read at the speed of memory.
 //
-// A result depends neither on the number of threads nor on the other vectors that are multiplied with it.
+// A result does not depend on the number of threads. Of packed matrices it does not depend on the other vectors either;
+// dense ones add up a single vector in another order.
 
 #pragma once
 
