@@ -32,9 +32,9 @@ audit: setup-dev
 	$(PIP) install pip-audit
 	$(BIN)/python -m pip_audit --skip-editable
 
-# The long runs of docs/reliability.md: 20 minutes on two cores.
+# The long runs of docs/reliability.md.
 soak: setup-dev
-	$(BIN)/h2o-compare soak --model tiny --tokens 1000000 --no-compile --out soak-tiny
+	$(BIN)/h2o-compare soak --model tiny --tokens 1000000 --out soak-tiny
 	$(BIN)/h2o-compare soak --tokens 200000 --out soak-embedded
 
 # The kernel tests with addresses and undefined behaviour checked, for every instruction set of this processor.

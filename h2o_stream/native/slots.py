@@ -47,17 +47,20 @@ def groups_of(layer: SlotLayer | GroupedLayer, kv_heads: int) -> list[Group]:
     return [Group(layer, torch.arange(kv_heads, dtype=torch.int32))]
 
 
-def unserved(slots: SlotLayer) -> str:
-    """Why the library cannot serve these slots, or nothing."""
-    if slots.watched:
-        return "somebody looks at the probabilities of attention"
+def unserved_rules(slots: SlotLayer) -> str:
+    """Why the library cannot evict as these slots do, or nothing."""
     if type(slots.policy) not in POLICIES:
         return f"policy {type(slots.policy).__name__} is written in Python"
+    return "somebody looks at the probabilities of attention" if slots.watched else ""
+
+
+def unserved(slots: SlotLayer) -> str:
+    """Why the library cannot serve these slots, which are allocated, or nothing."""
     if slots.device.type != "cpu":
         return f"the cache is on {slots.device}"
     if slots.dtype not in (torch.float32, torch.bfloat16):
         return f"keys and values are in {slots.dtype}"
-    return ""
+    return unserved_rules(slots)
 
 
 class BoundLayer:

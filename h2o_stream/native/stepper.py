@@ -22,7 +22,7 @@ from h2o_stream.native import library
 from h2o_stream.native.abi import STREAM, MatrixKind
 from h2o_stream.native.describe import describe
 from h2o_stream.native.description import Description, NativeModel, NotDescribed
-from h2o_stream.native.slots import BoundLayer, groups_of, unserved
+from h2o_stream.native.slots import BoundLayer, groups_of, unserved, unserved_rules
 
 CHECK = "H2O_CHECK_STEPS"
 """Environment variable: every native step is compared with the eager one, layer by layer."""
@@ -61,6 +61,8 @@ def make_stepper(model: Any, cache: H2OCache) -> Stepper | CheckedStepper | str:
         return str(reason)
     if cache.plan.positions == "absolute" and not description.absolute_ok:
         return "its rotary frequencies change with the length of the text"
+    if reason := next(filter(None, map(unserved_rules, cache.slots)), ""):
+        return reason
     stepper = Stepper(native, NativeModel(description), cache)
     weights = (tensor.data_ptr() for tensor in (*model.parameters(), *model.buffers()))
     key = (cache.plan.positions, cache.plan.kv_bits, *weights)
