@@ -8,7 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from h2o_stream.native.packing import BFLOAT16, FLOAT32, GROUP, Matrix, from_tiles, kind_of, tile_bytes, to_tiles
+from h2o_stream.native.abi import Matrix, MatrixKind
+from h2o_stream.native.packing import GROUP, from_tiles, kind_of, tile_bytes, to_tiles
 from tests.native_builds import native  # noqa: F401
 
 GUARD = 123.5
@@ -58,13 +59,13 @@ def assert_near(y: Tensor, expected: Tensor, share: float) -> None:
 COUNTS = [1, 2, 3, 4, 5, 6, 7, 8, 16, 33]
 
 
-@pytest.mark.parametrize("kind", [FLOAT32, BFLOAT16])
+@pytest.mark.parametrize("kind", [MatrixKind.FLOAT32, MatrixKind.BFLOAT16])
 @pytest.mark.parametrize("columns", [1, 7, 16, 40, 576])
 def test_dense(native: ctypes.CDLL, kind: int, columns: int) -> None:  # noqa: F811
     torch.manual_seed(columns)
     for rows in (*range(1, 10), 37):
         weights = torch.randn(rows, columns)
-        if kind == BFLOAT16:
+        if kind == MatrixKind.BFLOAT16:
             weights = weights.bfloat16()
         bias = torch.randn(rows) if rows % 2 else None
         matrix = described(weights, bias, rows, columns, kind)
@@ -96,7 +97,7 @@ def test_packed(native: ctypes.CDLL, bits: int, columns: int) -> None:  # noqa: 
 def kinds_and_weights(rows: int, columns: int) -> list[tuple[int, Tensor]]:
     weights = torch.randn(rows, columns)
     few_bits = [(kind_of(bits), packed(rows, columns, bits)) for bits in (8, 4)]
-    return [(FLOAT32, weights), (BFLOAT16, weights.bfloat16()), *few_bits]
+    return [(MatrixKind.FLOAT32, weights), (MatrixKind.BFLOAT16, weights.bfloat16()), *few_bits]
 
 
 def test_results_do_not_depend_on_threads_or_other_vectors(native: ctypes.CDLL) -> None:  # noqa: F811
@@ -108,7 +109,7 @@ def test_results_do_not_depend_on_threads_or_other_vectors(native: ctypes.CDLL) 
             assert multiply(native, matrix, x, threads).equal(together)
         for vector in range(13):
             alone = multiply(native, matrix, x[vector : vector + 1])
-            if kind in (FLOAT32, BFLOAT16):  # added up in another order
+            if kind in (MatrixKind.FLOAT32, MatrixKind.BFLOAT16):  # added up in another order
                 assert_near(alone, together[vector : vector + 1].double(), 1e-5)
             else:
                 assert alone.equal(together[vector : vector + 1])
@@ -122,7 +123,7 @@ def test_what_was_multiplied_before_is_of_no_account(native: ctypes.CDLL) -> Non
             matrix, x = described(weights, None, 8, columns, kind), torch.randn(3, columns)
             before = multiply(native, matrix, x)
             wide = torch.zeros(8, 1536)
-            multiply(native, described(wide, None, 8, 1536, FLOAT32), torch.full((40, 1536), torch.nan))
+            multiply(native, described(wide, None, 8, 1536, MatrixKind.FLOAT32), torch.full((40, 1536), torch.nan))
             tiles = packed(8, 1536, 4)
             multiply(native, described(tiles, None, 8, 1536, kind_of(4)), torch.full((40, 1536), torch.nan))
             assert multiply(native, matrix, x).equal(before)

@@ -16,7 +16,8 @@ from torch import Tensor, nn
 
 from h2o_stream.errors import ConfigError
 from h2o_stream.native import library
-from h2o_stream.native.packing import GROUP, Matrix, from_tiles, kind_of, to_tiles
+from h2o_stream.native.abi import Matrix
+from h2o_stream.native.packing import GROUP, from_tiles, kind_of, to_tiles
 
 _FEW = 16
 """Vectors up to which it is faster not to unpack the weights."""

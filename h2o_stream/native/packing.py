@@ -5,12 +5,13 @@ See ``src/abi.h`` for the layout. Everything here is torch alone; tensors are on
 
 from __future__ import annotations
 
-import ctypes
 from typing import Final
 
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
+
+from h2o_stream.native.abi import MatrixKind
 
 GROUP: Final = 32
 """Numbers of a row that share a scale."""
@@ -21,25 +22,10 @@ TILE: Final = 4
 ALIGNMENT: Final = 32
 """Tiles are padded to a multiple of so many bytes."""
 
-FLOAT32, BFLOAT16, INT8, INT4 = range(4)
-"""``MatrixKind`` in ``src/abi.h``."""
 
-
-class Matrix(ctypes.Structure):
-    """``Matrix`` in ``src/abi.h``."""
-
-    _fields_ = (
-        ("weights", ctypes.c_void_p),
-        ("bias", ctypes.c_void_p),
-        ("rows", ctypes.c_int64),
-        ("columns", ctypes.c_int64),
-        ("kind", ctypes.c_int64),
-    )
-
-
-def kind_of(bits: int) -> int:
-    """The ``MatrixKind`` of packed matrices."""
-    return {8: INT8, 4: INT4}[bits]
+def kind_of(bits: int) -> MatrixKind:
+    """How packed matrices of so many bits are held."""
+    return {8: MatrixKind.INT8, 4: MatrixKind.INT4}[bits]
 
 
 def tile_bytes(columns: int, bits: int) -> tuple[int, int, int]:

@@ -61,8 +61,8 @@ def make_stepper(model: Any, cache: H2OCache) -> Stepper | CheckedStepper | str:
         return str(reason)
     if cache.plan.positions == "absolute" and not description.absolute_ok:
         return "its rotary frequencies change with the length of the text"
-    if reason := next(filter(None, map(unserved_rules, cache.slots)), ""):
-        return reason
+    if trouble := next(filter(None, map(unserved_rules, cache.slots)), ""):
+        return trouble
     stepper = Stepper(native, NativeModel(description), cache)
     weights = (tensor.data_ptr() for tensor in (*model.parameters(), *model.buffers()))
     key = (cache.plan.positions, cache.plan.kv_bits, *weights)
