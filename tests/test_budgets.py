@@ -261,7 +261,7 @@ def test_the_attention_that_falls_on_what_is_held(model: Any) -> None:
 
 
 def test_a_forward_that_failed_in_a_group_is_noticed(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    with attach(model, config_of()) as cache:
+    with attach(model, config_of(), engine="eager") as cache:
         model(TOKENS, past_key_values=cache)
         last = cache.layers[2].parts[1]
         monkeypatch.setattr(last, "attend", lambda *_: 1 / 0)

@@ -176,13 +176,13 @@ class TestEnds:
     )
     def test_out_of_memory(self, engine: Engine, monkeypatch: pytest.MonkeyPatch, error: Exception) -> None:
         list(engine.prefill(range(100, 140)))
-        layer = engine.model.model.layers[1]
 
         def fail(*args: Any, **kwargs: Any) -> Any:
             raise error
 
         with monkeypatch.context() as patch:
-            patch.setattr(layer.mlp, "forward", fail)
+            patch.setattr(engine.model.forward, "stepper", None)
+            patch.setattr(engine.model.model.layers[1].mlp, "forward", fail)
             finished = list(engine.decode())[-1]
         assert finished.reason == "oom"
         assert "after 4" in finished.detail

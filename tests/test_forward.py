@@ -29,7 +29,9 @@ class OneLogit:
         if not self.serves:
             return None
         self.taken += 1
-        kwargs["past_key_values"].count_token()
+        cache = kwargs["past_key_values"]
+        cache.begin_token()
+        cache.count_token()
         logits = torch.zeros(len(kwargs["input_ids"]), 1, 64)
         logits[..., self.token] = 1
         return logits

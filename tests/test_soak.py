@@ -67,7 +67,7 @@ class TestAudit:
 
 
 def soak(text: Path, out: Path) -> Soak:
-    made = Soak(ModelConfig(TINY), CacheConfig(window=64), text, 12_000, 2, False, out)
+    made = Soak(ModelConfig(TINY), CacheConfig(window=64), text, 12_000, 2, "eager", out)
     made.begin(print)
     return made
 

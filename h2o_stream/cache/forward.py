@@ -34,7 +34,8 @@ class Stepper(Protocol):
     """Runs the whole model for one token of each row."""
 
     def logits(self, kwargs: dict[str, Any]) -> Tensor | None:
-        """Take the token through the model and the cache, and count it there (`H2OCache.count_token`).
+        """Take the token through the model and the cache, and count it there: `H2OCache.begin_token` before the slots
+        are touched, `H2OCache.count_token` afterwards.
 
         Args:
             kwargs: of the model's forward, by name, after `H2OCache.prepare_forward`: ``input_ids`` [B, 1], and nothing

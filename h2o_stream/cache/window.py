@@ -410,10 +410,14 @@ class H2OCache(Cache):
         lengths = self.layers[0].lengths
         return bool(lengths) and min(lengths) >= self._settled
 
+    def begin_token(self) -> None:
+        """Count a token of each row in the first layer alone: a native step that is cut off now is known by that."""
+        self.slots[0].columns += 1
+
     def count_token(self) -> None:
-        """Count a token of each row that a native step took through the slots of all layers."""
+        """Count a token of each row that a native step took through the slots of all layers, after `begin_token`."""
         lengths = tuple([length + 1 for length in self.layers[0].lengths])
-        columns = self.slots[0].columns + 1
+        columns = self.slots[0].columns
         for layer in self.slots:
             layer.columns, layer.lengths = columns, lengths
             layer.filled = min(layer.filled + 1, layer.store.slots)

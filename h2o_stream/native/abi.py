@@ -91,7 +91,7 @@ class Slots(Structure):
 
     _fields_ = _fields(
         pointer="keys values key_codes value_codes key_range value_grid scores long_term index rank free seen heads",
-        int="head_count slots recent span evictions window",
+        int="head_count slots recent span evictions",
     )
 
 
@@ -166,8 +166,8 @@ def pointer(tensor: Tensor | None) -> int:
 _FUNCTIONS: dict[str, tuple[Any, list[Any]]] = {
     "h2o_step_open": (c_void_p, [c_void_p]),
     "h2o_step_close": (None, [c_void_p]),
-    "h2o_step": (None, [c_void_p, c_void_p, c_int64, c_void_p, c_void_p, c_int64]),
-    "h2o_decode": (None, [c_void_p, c_void_p, c_int64, c_int64, *[c_void_p] * 4, c_int64]),
+    "h2o_step": (c_int64, [c_void_p, c_void_p, c_int64, c_void_p, c_void_p, c_int64]),
+    "h2o_decode": (c_int64, [c_void_p, c_void_p, c_int64, c_int64, *[c_void_p] * 4, c_int64]),
     "h2o_prefill": (
         c_int64,
         [*[c_void_p] * 2, *[c_int64] * 2, *[c_void_p] * 2, c_int64, *[c_void_p] * 4, *[c_int64] * 2, c_void_p, c_int64],

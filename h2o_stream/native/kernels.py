@@ -48,7 +48,7 @@ class NativeKernels:
         bound.slots["evictions"][:, 0] = evictions
         query, key, value = query.contiguous(), key.contiguous(), value.contiguous()
         output = query.new_empty(len(query), 1, query.shape[1], value.shape[-1])
-        self._native.h2o_decode(
+        failed = self._native.h2o_decode(
             addressof(bound.attention),
             bound.slots.ctypes.data,
             1,
@@ -56,6 +56,8 @@ class NativeKernels:
             *map(pointer, (query, key, value, output)),
             torch.get_num_threads(),
         )
+        if failed:
+            raise OutOfMemoryError(f"out of memory for a step of {len(query)} rows")
         return output
 
     def prefill(

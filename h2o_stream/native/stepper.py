@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from h2o_stream.cache.window import H2OCache
-from h2o_stream.errors import H2OStreamError
+from h2o_stream.errors import ConfigError, H2OStreamError, OutOfMemoryError
 from h2o_stream.native import library
 from h2o_stream.native.abi import STREAM, MatrixKind
 from h2o_stream.native.describe import describe
@@ -134,7 +134,8 @@ class Stepper:
             self._settled = cache.steady
         self._streams["token"] = tokens[:, 0].numpy()
         logits = torch.empty(rows, 1, self.model.struct.vocabulary)
-        self._native.h2o_step(
+        cache.begin_token()
+        failed = self._native.h2o_step(
             self._step,
             self._streams.ctypes.data,
             rows,
@@ -142,6 +143,8 @@ class Stepper:
             0 if trace is None else trace.data_ptr(),
             min(torch.get_num_threads(), self._most_threads),
         )
+        if failed:
+            raise OutOfMemoryError(f"out of memory for a step of {rows} rows")
         cache.count_token()
         return logits
 
@@ -221,6 +224,8 @@ def _prove(model: Any, cache: H2OCache, stepper: Stepper, description: Descripti
                 if given is None:
                     return stepper.unserved
                 logits.append(given[:, -1:])
+    except ConfigError as refusal:  # of this short prompt, or of any: the first real one will tell
+        return str(refusal)
     finally:
         cache.reset()
     ours, theirs = torch.cat(logits[len(parts) :]), torch.cat(logits[: len(parts)])

@@ -77,7 +77,6 @@ struct Slots {
   int64_t head_count, slots;
   int64_t recent, span;                // newest tokens that stay; distance up to which distances are true (kGap)
   int64_t evictions;                   // how many tokens the next one evicts; 0 while slots are empty
-  int64_t window;                      // tokens to hold after the call (prefill)
 };
 
 // ---- the model ------------------------------------------------------------------------------------------------------

@@ -2,6 +2,8 @@
 
 #include "attention.h"
 
+#include <exception>
+
 namespace {
 
 void widen(const void* from, int64_t first, bool in_bfloat16, int64_t count, float* to) {
@@ -11,13 +13,7 @@ void widen(const void* from, int64_t first, bool in_bfloat16, int64_t count, flo
   }
 }
 
-}  // namespace
-
-extern "C" {
-
-// query [streams][query_heads][D], key and value [streams][kv_heads][D], output [streams][query_heads][value_size], all
-// in the dtype of the slots' keys; slots [streams][groups].
-void h2o_decode(const AttentionLayer* layer, const Slots* slots, int64_t groups, int64_t streams, const void* query,
+void decode(const AttentionLayer* layer, const Slots* slots, int64_t groups, int64_t streams, const void* query,
                 const void* key, const void* value, void* output, int64_t threads) {
   thread_local DecodeAttention attention;
   thread_local std::vector<const Slots*> by_stream;
@@ -71,4 +67,17 @@ void h2o_decode(const AttentionLayer* layer, const Slots* slots, int64_t groups,
   });
 }
 
-}  // extern "C"
+}  // namespace
+
+// query [streams][query_heads][D], key and value [streams][kv_heads][D], output [streams][query_heads][value_size], all
+// in the dtype of the slots' keys; slots [streams][groups]. Returns 0, or 1 if there is not memory enough, with nothing
+// done.
+extern "C" int64_t h2o_decode(const AttentionLayer* layer, const Slots* slots, int64_t groups, int64_t streams,
+                              const void* query, const void* key, const void* value, void* output, int64_t threads) {
+  try {
+    decode(layer, slots, groups, streams, query, key, value, output, threads);
+    return 0;
+  } catch (const std::exception&) {  // of buffers or threads, which are made before anything else
+    return 1;
+  }
+}

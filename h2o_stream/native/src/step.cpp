@@ -1,6 +1,7 @@
 #include "step.h"
 
 #include <chrono>
+#include <exception>
 
 namespace {
 
@@ -263,9 +264,14 @@ void* h2o_step_open(const Model* model) { return new Step(*model); }
 
 void h2o_step_close(void* step) { delete static_cast<Step*>(step); }
 
-// See `Step::run`; `trace` may be null.
-void h2o_step(void* step, const Stream* streams, int64_t count, float* logits, float* trace, int64_t threads) {
-  static_cast<Step*>(step)->run(streams, count, logits, trace, threads);
+// See `Step::run`; `trace` may be null. Returns 0, or 1 if there is not memory enough, with nothing done.
+int64_t h2o_step(void* step, const Stream* streams, int64_t count, float* logits, float* trace, int64_t threads) {
+  try {
+    static_cast<Step*>(step)->run(streams, count, logits, trace, threads);
+    return 0;
+  } catch (const std::exception&) {  // of buffers or threads, which are made before anything else
+    return 1;
+  }
 }
 
 }  // extern "C"
