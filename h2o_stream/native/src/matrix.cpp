@@ -32,13 +32,14 @@ void round_group(const float* from, int64_t group, int8_t* codes, float& scale, 
   float largest;
   std::memcpy(&largest, &largest_bits, sizeof largest);
   const Floats inverse = simd::splat(largest > 1e-36f ? 127 / largest : 0), magic = simd::splat(12582912.f);
-  Ints total{};
+  using Unsigned = uint32_t __attribute__((vector_size(4 * simd::kWidth)));  // NaN is no number to count with
+  Unsigned total{};
   alignas(16) int8_t rounded[kGroup];
   for (int64_t i = 0; i < kParts; ++i) {
-    const Ints whole = Ints(numbers[i] * inverse + magic) - Ints(magic);  // 1.5 * 2^23: rounds to a whole number
+    const Unsigned whole = Unsigned(numbers[i] * inverse + magic) - Unsigned(magic);  // 1.5 * 2^23 rounds to integers
     total += whole;
     using Bytes = int8_t __attribute__((vector_size(simd::kWidth)));
-    const Bytes bytes = __builtin_convertvector(whole, Bytes);
+    const Bytes bytes = __builtin_convertvector(Ints(whole), Bytes);
     std::memcpy(rounded + i * simd::kWidth, &bytes, sizeof bytes);
   }
   constexpr int64_t kHalf = kGroup / 2;
@@ -46,7 +47,7 @@ void round_group(const float* from, int64_t group, int8_t* codes, float& scale, 
     std::memcpy(codes + dot::place<packing>(group * kGroup + i), rounded + i, kHalf);
   }
   scale = largest / 127;
-  sum = scale * simd::total(__builtin_convertvector(total, Floats));
+  sum = scale * simd::total(__builtin_convertvector(Ints(total), Floats));
 }
 
 template <class Number>
