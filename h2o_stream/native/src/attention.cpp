@@ -61,8 +61,10 @@ void DecodeAttention::attend_block(const Head& head, int64_t stream, Range slots
   if (coded.size() > 0) {
     float *offsets = own.grids.data(), *steps = own.grids.at(layer.head_size);
     store::key_grid(head.store.key_range, layer.head_size, layer.kv_bits, offsets, steps);
-    multiply(KeyCodes{{head.store.key_codes, layer.head_size, layer.kv_bits, coded.begin - head.exact}, offsets, steps},
-             coded);
+    with_bits(layer.kv_bits, [&](auto bits) {
+      const Codes<bits> codes(head.store.key_codes, layer.head_size, coded.begin - head.exact);
+      multiply(KeyCodes<bits>(codes, offsets, steps), coded);
+    });
   }
   for (int64_t q = 0; q < heads; ++q) {
     float* logits = probs + q * slots_most_;
@@ -103,29 +105,35 @@ void DecodeAttention::mix_values(const Head& head, int64_t stream, Range exact, 
     };
     layer.in_bfloat16 ? mix_exact(BFloat16{}) : mix_exact(float{});
   }
-  if (coded.size() > 0) {  // a value is offset + code * step: the steps are multiplied to the probabilities
-    const int64_t first_coded = coded.begin - head.exact;
-    const Codes codes(head.store.value_codes, size, layer.kv_bits, first_coded);
-    const simd::Half* grid = head.store.value_grid + 2 * first_coded;
-    float weights[kTogether * kBlock];
-    for (int64_t q = 0; q < heads; q += kTogether) {
-      const int64_t some = std::min(kTogether, heads - q);
-      for (int64_t j = 0; j < some; ++j) {
-        const float* own_probs = probs + (q + j) * slots_most_ + coded.begin;
-        float offsets = 0;
-        for (int64_t i = 0; i < coded.size(); ++i) {
-          offsets += own_probs[i] * simd::to_float(grid[2 * i]);
-          weights[j * kBlock + i] = own_probs[i] * simd::to_float(grid[2 * i + 1]);
-        }
-        for (int64_t i = 0; i < size; ++i) mixed[(q + j) * size + i] += offsets;
-      }
-      mix_some<kTogether>(codes, coded.size(), weights, kBlock, some, mixed + q * size);
-    }
-  }
+  if (coded.size() > 0) mix_codes(head, coded, probs + coded.begin, mixed);
   for (int64_t q = 0; q < heads; ++q) {
     std::copy_n(mixed + q * size, size,
                 mixed_.at(partial(stream, head.first_query() + q, slots.begin / kBlock) * size));
   }
+}
+
+// A value is offset + code * step: the steps are multiplied to the probabilities.
+void DecodeAttention::mix_codes(const Head& head, Range coded, const float* probs, float* mixed) const {
+  const int64_t heads = head.query_heads(), size = layer_->value_size, first = coded.begin - head.exact;
+  const simd::Half* grid = head.store.value_grid + 2 * first;
+  float offsets[kBlock], steps[kBlock], weights[kTogether * kBlock];
+  for (int64_t i = 0; i < coded.size(); ++i) {
+    offsets[i] = simd::to_float(grid[2 * i]), steps[i] = simd::to_float(grid[2 * i + 1]);
+  }
+  with_bits(layer_->kv_bits, [&](auto bits) {
+    const Codes<bits> codes(head.store.value_codes, size, first);
+    for (int64_t q = 0; q < heads; q += kTogether) {
+      const int64_t some = std::min(kTogether, heads - q);
+      for (int64_t j = 0; j < some; ++j) {
+        const float* own = probs + (q + j) * slots_most_;
+        float offset = 0;
+        for (int64_t i = 0; i < coded.size(); ++i) offset += own[i] * offsets[i];
+        for (int64_t i = 0; i < coded.size(); ++i) weights[j * kBlock + i] = own[i] * steps[i];
+        for (int64_t i = 0; i < size; ++i) mixed[(q + j) * size + i] += offset;
+      }
+      mix_some<kTogether>(codes, coded.size(), weights, kBlock, some, mixed + q * size);
+    }
+  });
 }
 
 void DecodeAttention::merge(int64_t stream, float* output, float* factors) const {

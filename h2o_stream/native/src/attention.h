@@ -83,6 +83,7 @@ class DecodeAttention {
   void attend_block(const Head& head, int64_t stream, Range slots, Scratch& own);
   void bound(const Head& head, Range slots, int32_t now, float* logits) const;
   void mix_values(const Head& head, int64_t stream, Range exact, Range coded, Scratch& own);
+  void mix_codes(const Head& head, Range coded, const float* probs, float* mixed) const;
   void merge_head(int64_t first, int64_t blocks, float* output, float* factors) const;
   void update_scores(const Head& head, int64_t stream, Range slots, const float* factors) const;
 

@@ -58,6 +58,9 @@ inline float to_float(BFloat16 x) {
   return value;
 }
 
+#if defined(H2O_AVX2)
+inline float to_float(Half x) { return _cvtsh_ss(x.bits); }
+#else
 inline float to_float(Half x) {
   const uint32_t magnitude = (x.bits & 0x7fffu) << 13, sign = (x.bits & 0x8000u) << 16;
   float value;
@@ -69,6 +72,7 @@ inline float to_float(Half x) {
   std::memcpy(&value, &bits, sizeof value);
   return value;
 }
+#endif
 
 inline void from_float(float x, float& to) { to = x; }
 

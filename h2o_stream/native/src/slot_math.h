@@ -36,21 +36,22 @@ struct Exact {
 };
 
 // Codes of a few bits. A byte holds numbers that lie size * bits / 8 apart.
+template <int64_t bits>
 struct Codes {
   const uint8_t* codes;
-  int64_t size, bits, bytes;
+  int64_t size, bytes;
 
-  Codes(const uint8_t* codes, int64_t size, int64_t bits, int64_t first)
-      : codes(codes + first * (size * bits / 8)), size(size), bits(bits), bytes(size * bits / 8) {}
+  Codes(const uint8_t* codes, int64_t size, int64_t first)
+      : codes(codes + first * (size * bits / 8)), size(size), bytes(size * bits / 8) {}
 
   const uint8_t* at(int64_t slot) const { return codes + slot * bytes; }
   Floats load(int64_t slot, int64_t i) const {
-    const uint8_t* own = at(slot) + i % bytes;
+    if constexpr (bits == 8) return simd::load(at(slot) + i);
     using Bytes = uint8_t __attribute__((vector_size(kWidth)));
     Bytes some;
-    std::memcpy(&some, own, sizeof some);
+    std::memcpy(&some, at(slot) + i % bytes, sizeof some);
     const auto wide = __builtin_convertvector(some, simd::Ints) >> int32_t(i / bytes * bits);
-    return __builtin_convertvector(wide & int32_t((1 << bits) - 1), Floats);
+    return __builtin_convertvector(wide & ((1 << bits) - 1), Floats);
   }
   float one(int64_t slot, int64_t i) const {
     return float(at(slot)[i % bytes] >> (i / bytes * bits) & ((1 << bits) - 1));
@@ -60,14 +61,28 @@ struct Codes {
 };
 
 // Codes of keys, on the grids of their channels.
-struct KeyCodes : Codes {
+template <int64_t bits>
+struct KeyCodes : Codes<bits> {
   const float *offsets, *steps;
 
+  KeyCodes(const Codes<bits>& codes, const float* offsets, const float* steps)
+      : Codes<bits>(codes), offsets(offsets), steps(steps) {}
+
   Floats load(int64_t slot, int64_t i) const {
-    return simd::load(offsets + i) + Codes::load(slot, i) * simd::load(steps + i);
+    return simd::load(offsets + i) + Codes<bits>::load(slot, i) * simd::load(steps + i);
   }
-  float one(int64_t slot, int64_t i) const { return offsets[i] + Codes::one(slot, i) * steps[i]; }
+  float one(int64_t slot, int64_t i) const { return offsets[i] + Codes<bits>::one(slot, i) * steps[i]; }
 };
+
+// Calls `work` with the number of bits, known to the compiler.
+template <class Work>
+void with_bits(int64_t bits, Work work) {
+  switch (bits) {
+    case 8: return work(std::integral_constant<int64_t, 8>{});
+    case 4: return work(std::integral_constant<int64_t, 4>{});
+    default: return work(std::integral_constant<int64_t, 2>{});
+  }
+}
 
 struct Rotation {
   const float* table;  // null for none
