@@ -210,3 +210,12 @@ def test_a_step_that_is_cut_off_is_known(monkeypatch: pytest.MonkeyPatch) -> Non
         model(tokens[:, :20], past_key_values=cache)
         model(tokens[:, 20:21], past_key_values=cache)
         assert cache.seen_tokens == 21
+
+
+@pytest.mark.parametrize("token", [-1, 64, 2**40])
+def test_a_token_that_does_not_exist_is_refused(token: int) -> None:
+    model = make_llama()
+    with torch.no_grad(), attach(model, CacheConfig(window=24)) as cache:
+        model(tokens_of(1, 20), past_key_values=cache)
+        with pytest.raises(IndexError):
+            model(torch.tensor([[token]]), past_key_values=cache)

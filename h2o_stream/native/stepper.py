@@ -132,7 +132,10 @@ class Stepper:
                 for number, slots in enumerate(layer.groups):
                     layer.slots["evictions"][:, number] = slots.num_evictions
             self._settled = cache.steady
-        self._streams["token"] = tokens[:, 0].numpy()
+        ids = tokens[:, 0].numpy()
+        if ids.min() < 0 or ids.max() >= self.model.struct.vocabulary:
+            return None  # the model's own forward refuses it
+        self._streams["token"] = ids
         logits = torch.empty(rows, 1, self.model.struct.vocabulary)
         cache.begin_token()
         failed = self._native.h2o_step(

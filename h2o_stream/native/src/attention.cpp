@@ -205,13 +205,11 @@ void DecodeAttention::evict(const Worker& worker) {
   });
 }
 
-void DecodeAttention::prefetch_slots(const Worker& worker) const {
-  each_range(worker, [&](int64_t, const Head& head, Range slots) {
-    for (const void* book : {static_cast<const void*>(head.index + slots.begin), static_cast<const void*>(head.rank + slots.begin),
-                             static_cast<const void*>(head.scores + slots.begin)}) {
-      simd::prefetch(book, 4 * slots.size());
-    }
-    if (head.long_term) simd::prefetch(head.long_term + slots.begin, 4 * slots.size());
-    simd::prefetch(head.free, 1);
-  });
+void prefetch_slots(const Slots& slots, const Worker& worker) {
+  const Range mine = worker.share(slots.head_count * slots.slots);
+  simd::prefetch(slots.index + mine.begin, 4 * mine.size());
+  simd::prefetch(slots.rank + mine.begin, 4 * mine.size());
+  simd::prefetch(slots.scores + mine.begin, 4 * mine.size());
+  if (slots.long_term) simd::prefetch(slots.long_term + mine.begin, 4 * mine.size());
+  simd::prefetch(slots.free, 8 * slots.head_count);
 }

@@ -69,9 +69,6 @@ class DecodeAttention {
   // Evicts what the new tokens push out, of a thread's heads, and counts the tokens.
   void evict(const Worker& worker);
 
-  // Fetches what is known of a thread's slots: it is scattered.
-  void prefetch_slots(const Worker& worker) const;
-
  private:
   // A thread's own.
   struct Scratch {
@@ -132,3 +129,6 @@ class DecodeAttention {
   Buffer<float> probs_, tops_, sums_, mixed_;
   std::vector<Scratch> scratch_;
 };
+
+// Fetches a thread's part of what is known of some slots: it is scattered, and would be waited for piece by piece.
+void prefetch_slots(const Slots& slots, const Worker& worker);

@@ -157,6 +157,9 @@ void Step::attention(const Worker& worker, const Layer& layer) {
     multiply(matrix, own.normed, count_, worker.share(matrix.rows, kRows), qkv_.at(first), qkv_size_);
     first += matrix.rows;
   }
+  for (int64_t group = 0; count_ == 1 && group < layer.group_count; ++group) {
+    prefetch_slots(streams_->slots[layer.first_group + group], worker);
+  }
   if (worker.number == 0) {
     for (int64_t stream = 0; stream < count_; ++stream) {
       slots_[stream] = streams_[stream].slots + layer.first_group;
