@@ -187,8 +187,8 @@ void DecodeAttention::update_scores(const Head& head, int64_t stream, Range slot
       scores[i] = index[i] < 0 ? kMinusInfinity : scores[i] * decay + received[i];
     }
     if (!head.long_term) continue;
-    float* lasting = head.long_term + begin;
-    for (int64_t i = 0; i < count; ++i) lasting[i] = lasting[i] * slow + (index[i] < old ? found[i] : 0);
+    float* long_term = head.long_term + begin;
+    for (int64_t i = 0; i < count; ++i) long_term[i] = long_term[i] * slow + (index[i] < old ? found[i] : 0);
   }
 }
 
