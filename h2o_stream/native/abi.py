@@ -1,7 +1,6 @@
 """The structures of the native library's C interface (`src/abi.h`), field for field, and addresses of tensors.
 
-`src/abi.h` says what each field means. ``h2o_abi_sizes`` of the library gives the sizes in bytes it was compiled with,
-in the order of `STRUCTURES`. Structures hold addresses: whoever fills one keeps the tensors alive.
+`src/abi.h` says what each field means. Structures hold addresses: whoever fills one keeps the tensors alive.
 """
 
 from __future__ import annotations
@@ -142,7 +141,7 @@ class Stream(Structure):
 
 
 STRUCTURES: Sequence[type[Structure]] = (Matrix, AttentionLayer, Slots, Norm, Layer, Model, Stream)
-"""All of them, in the order of ``h2o_abi_sizes``."""
+"""All of them."""
 
 SLOTS: numpy.dtype[Any] = numpy.dtype(Slots)
 """A numpy array of this dtype is an array of `Slots`."""

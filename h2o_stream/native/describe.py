@@ -209,7 +209,7 @@ class _Reader:
             value_size=value_size,
             scaling=module.scaling,
             softcap=float(getattr(module, "attn_logit_softcapping", None) or 0.0),
-            qkv=_joined(module, layout, qkv),
+            qkv=qkv,
             heads=offsets,
             query_norm=norms[0],
             key_norm=norms[1],
@@ -282,14 +282,3 @@ def _heads(
     if not fits or kv_heads < 1 or heads % kv_heads:
         raise NotDescribed(f"{name} has matrices that do not make whole heads of {size}")
     return heads, kv_heads, value_size, offsets
-
-
-def _joined(module: Any, layout: AttentionLayout, qkv: list[Matrix]) -> list[Matrix]:
-    """The matrices of queries, keys and values; as one where they are parts of one."""
-    products = {id(getattr(getattr(module, key), "_product", key)) for key in layout.qkv}
-    first = getattr(module, layout.qkv[0])
-    if len(layout.qkv) > 1 and len(products) == 1 and hasattr(first, "_product"):
-        whole = matrix_of(first._product.linear, "queries, keys and values")
-        if whole.rows == sum(matrix.rows for matrix in qkv):
-            return [whole]
-    return qkv

@@ -77,9 +77,6 @@ def matrix_of(module: Any, name: str) -> Matrix:
     Raises:
         NotDescribed: it is neither, or its weights are not contiguous float32 or bfloat16.
     """
-    if hasattr(module, "_product") and hasattr(module, "_number"):
-        sizes, number = module._product._sizes, module._number
-        return matrix_of(module._product.linear, name).row_range(sum(sizes[:number]), sizes[number])
     if hasattr(module, "tiles"):
         packing = 2 if "4" in type(module).__name__ else 1
         kind = _PACKED[getattr(module, "packing", packing)]

@@ -1,7 +1,7 @@
 // The plain C interface of the library: structures that Python fills through ctypes, and the functions it calls.
 //
 // Nothing here knows Python or torch: all tensors are addresses of contiguous memory.
-// h2o_stream/native/abi.py mirrors every structure; `h2o_abi_sizes` lets it check that the two agree.
+// h2o_stream/native/abi.py mirrors every structure; tests/test_describe.py compares the two, field by field.
 //
 // Shapes: B streams (rows of a batch), Hq query heads, Hkv KV heads, G = Hq / Hkv, S slots, D head size, Q new tokens.
 

@@ -15,12 +15,6 @@
 // Slots that are attended to together.
 constexpr int64_t kBlock = 32;
 
-// What the new token of a stream brings, in float32: heads at first + h * step of one vector.
-struct NewToken {
-  const float *query, *key, *value;
-  int64_t query_step, key_step, value_step;
-};
-
 class DecodeAttention {
  public:
   // Makes room for so many streams, query heads, numbers of a value and slots, and so many threads.
@@ -125,7 +119,7 @@ class DecodeAttention {
   int64_t groups_ = 0, streams_ = 0;
   const int32_t* now_ = nullptr;
 
-  int64_t query_heads_ = 0, value_size_ = 0, slots_most_ = 0, blocks_ = 0, streams_most_ = 0;
+  int64_t query_heads_ = 0, value_size_ = 0, slots_most_ = 0, blocks_ = 0;
   Buffer<float> probs_, tops_, sums_, mixed_;
   std::vector<Scratch> scratch_;
 };

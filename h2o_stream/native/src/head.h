@@ -4,6 +4,7 @@
 
 #include "abi.h"
 #include "policies.h"
+#include "rope.h"
 #include "simd.h"
 #include "store.h"
 
@@ -38,24 +39,9 @@ struct Head {
   // The slot of a token that comes.
   int64_t new_slot(int32_t token) const { return layer.kv_bits == 16 ? *free : store::ring_seat(layer, token); }
 
-  // How far RoPE places some slots behind token `now`; see h2o_stream/cache/rope.py.
+  // How far RoPE places some slots behind token `now`.
   void distances(int64_t begin, int64_t end, int32_t now, int32_t* to) const {
-    const int32_t last = int32_t(layer.distances) - 1, span = int32_t(slots.span);
-    const int32_t *own_index = index + begin, *own_rank = rank + begin;
-    const int64_t some = end - begin;
-    if (layer.positions == kRolling) {
-      for (int64_t i = 0; i < some; ++i) to[i] = own_rank[i];
-    } else {
-      for (int64_t i = 0; i < some; ++i) to[i] = std::min(now - own_index[i], span + own_rank[i]);
-      for (int64_t pin = 0; pin < layer.pin_count; ++pin) {  // no gap in front of them: what must be known stays near
-        const int32_t first = int32_t(layer.pins[2 * pin]), past = int32_t(layer.pins[2 * pin + 1]);
-        for (int64_t i = 0; i < some; ++i) {
-          const bool pinned = (own_index[i] >= first) & (own_index[i] < past);
-          to[i] = pinned ? std::min(to[i], own_rank[i]) : to[i];
-        }
-      }
-    }
-    for (int64_t i = 0; i < some; ++i) to[i] = std::max(0, std::min(to[i], last));
+    rope::distances(layer, slots, now, index + begin, rank + begin, end - begin, to);
   }
 
   void vacate(int64_t slot) const {

@@ -17,14 +17,6 @@ struct Tokens {
 // Whether the policy adds up attention.
 inline bool observes(const AttentionLayer& layer) { return layer.policy == kAccumulated || layer.policy == kTova; }
 
-// Whether a token index is in a range that is never evicted, sinks aside.
-inline bool pinned(const AttentionLayer& layer, int64_t index) {
-  for (int64_t pin = 0; pin < layer.pin_count; ++pin) {
-    if (index >= layer.pins[2 * pin] && index < layer.pins[2 * pin + 1]) return true;
-  }
-  return false;
-}
-
 // The finalizer of MurmurHash3: a bijection of 32-bit numbers that spreads every bit.
 inline uint32_t mix(uint32_t x) {
   x = (x ^ (x >> 16)) * 0x85EBCA6Bu;

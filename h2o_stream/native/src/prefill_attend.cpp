@@ -102,14 +102,17 @@ int64_t Head::first_newer(int64_t index) const {
 // Keys are rotated and turned into panels: [head_size][kPanel] numbers for kPanel places.
 void Head::prepare(int64_t piece, Scratch& scratch) {
   const int64_t begin = piece * kPlaces, end = std::min(begin + kPlaces, places_), size = layer_->head_size;
-  const int64_t value_size = layer_->value_size, value_stride = simd::padded(value_size), now = seen_ + fresh_;
+  const int64_t value_size = layer_->value_size, value_stride = simd::padded(value_size);
+  const int32_t newest = int32_t(seen_ + fresh_) - 1;
   float* rows = scratch.keys.data();
+  int32_t distances[kPlaces];
+  if (layer_->positions != kAsFed) {
+    rope::distances(*layer_, *slots_, newest, index_.at(begin), rank_.at(begin), end - begin, distances);
+  }
   for (int64_t i = begin; i < end; ++i) {
     float *key = rows + (i - begin) * size, *value = values_.at(i * value_stride);
     read_key(i, key);
-    if (layer_->positions != kAsFed) {
-      rope::rotate_back(*layer_, rope::distance(*layer_, *slots_, now, index_[i], rank_[i]), key);
-    }
+    if (layer_->positions != kAsFed) rope::rotate_back(*layer_, distances[i - begin], key);
     read_value(i, value);
     std::fill(value + value_size, value + value_stride, 0.f);
   }

@@ -3,25 +3,33 @@
 #pragma once
 
 #include "abi.h"
-#include "policies.h"
 #include "simd.h"
 
 namespace rope {
 
-// How far behind the newest token RoPE sees a key. `seen` counts the tokens of the stream, the newest included.
-inline int64_t distance(const AttentionLayer& layer, const Slots& slots, int64_t seen, int64_t index, int64_t rank) {
-  int64_t result = rank;
-  if (layer.positions == kGap) {
-    const int64_t span = policies::pinned(layer, index) ? 0 : slots.span;
-    result = std::min(seen - 1 - index, rank + span);
+// How far behind the newest token, `now`, RoPE sees some keys.
+inline void distances(const AttentionLayer& layer, const Slots& slots, int32_t now, const int32_t* index,
+                      const int32_t* rank, int64_t count, int32_t* to) {
+  const int32_t last = int32_t(layer.distances) - 1, span = int32_t(slots.span);
+  if (layer.positions == kRolling) {
+    for (int64_t i = 0; i < count; ++i) to[i] = rank[i];
+  } else {
+    for (int64_t i = 0; i < count; ++i) to[i] = std::min(now - index[i], span + rank[i]);
+    for (int64_t pin = 0; pin < layer.pin_count; ++pin) {  // no gap in front of them: what must be known stays near
+      const int32_t first = int32_t(layer.pins[2 * pin]), past = int32_t(layer.pins[2 * pin + 1]);
+      for (int64_t i = 0; i < count; ++i) {
+        const bool pinned = (index[i] >= first) & (index[i] < past);
+        to[i] = pinned ? std::min(to[i], rank[i]) : to[i];
+      }
+    }
   }
-  return std::min(std::max<int64_t>(result, 0), layer.distances - 1);
+  for (int64_t i = 0; i < count; ++i) to[i] = std::max(0, std::min(to[i], last));
 }
 
-// Rotates a query or key by minus the angles of a distance, in place; numbers past `rotary` stay.
-inline void rotate_back(const AttentionLayer& layer, int64_t distance, float* x) {
-  const int64_t half = layer.rotary / 2;
-  const float *cosines = layer.rope + distance * layer.rotary, *sines = cosines + half;
+// Rotates a query or key by minus the angles of `turn` [rotary], in place; numbers past `rotary` stay.
+inline void rotate_back(const float* turn, int64_t rotary, float* x) {
+  const int64_t half = rotary / 2;
+  const float *cosines = turn, *sines = turn + half;
   int64_t i = 0;
   for (; i + simd::kWidth <= half; i += simd::kWidth) {
     const simd::Floats first = simd::load(x + i), second = simd::load(x + half + i);
@@ -34,6 +42,10 @@ inline void rotate_back(const AttentionLayer& layer, int64_t distance, float* x)
     x[i] = first * cosines[i] + second * sines[i];
     x[half + i] = second * cosines[i] - first * sines[i];
   }
+}
+
+inline void rotate_back(const AttentionLayer& layer, int64_t distance, float* x) {
+  rotate_back(layer.rope + distance * layer.rotary, layer.rotary, x);
 }
 
 }  // namespace rope

@@ -3,6 +3,7 @@
 
 #pragma once
 
+#include "rope.h"
 #include "simd.h"
 
 #include <type_traits>
@@ -117,14 +118,7 @@ void any_products(const Keys& keys, int64_t slot, const float* turn, int64_t rot
     for (; i < keys.size; i += kWidth) simd::store(keys.load(slot, i), key + i);
   }
   for (; i < keys.size; ++i) key[i] = keys.one(slot, i);
-  if (turn) {
-    const int64_t half = rotary / 2;
-    for (int64_t j = 0; j < half; ++j) {
-      const float one = key[j], other = key[half + j];
-      key[j] = one * turn[j] + other * turn[half + j];
-      key[half + j] = other * turn[j] - one * turn[half + j];
-    }
-  }
+  if (turn) rope::rotate_back(turn, rotary, key);
   for (int64_t q = 0; q < heads; ++q) {
     Floats sums{};
     for (int64_t j = 0; j < keys.size; j += kWidth) sums += load(queries + q * stride + j) * load(key + j);
