@@ -21,6 +21,8 @@ class MatrixKind(IntEnum):
     BFLOAT16 = 1
     INT8 = 2
     INT4 = 3
+    Q4_K = 4
+    Q6_K = 5
 
 
 class PolicyKind(IntEnum):
@@ -122,11 +124,12 @@ class Model(Structure):
         ("layers", POINTER(Layer)),
         *_fields(
             int1="layer_count hidden vocabulary",
-            pointer1="embedding",
-            int2="embedding_in_bfloat16",
+        ),
+        ("embedding", Matrix),
+        *_fields(
             float1="embedding_scale",
-            pointer2="learned_positions",
-            int3="learned_offset",
+            pointer1="learned_positions",
+            int1="learned_offset",
         ),
         ("norm", Norm),
         ("output", Matrix),
@@ -172,7 +175,10 @@ _FUNCTIONS: dict[str, tuple[Any, list[Any]]] = {
         [*[c_void_p] * 2, *[c_int64] * 2, *[c_void_p] * 2, c_int64, *[c_void_p] * 4, *[c_int64] * 2, c_void_p, c_int64],
     ),
     "h2o_multiply": (None, [c_void_p, c_void_p, c_void_p, c_int64, c_int64]),
-    "h2o_unpack": (None, [c_void_p, c_void_p, c_int64, c_int64]),
+    "h2o_pack": (None, [c_void_p, c_void_p, c_int64, c_int64]),
+    "h2o_repack": (c_int64, [c_void_p, c_void_p, c_int64, c_void_p, c_int64]),
+    "h2o_unpack": (None, [c_void_p, c_void_p, c_int64, c_int64, c_int64, c_int64]),
+    "h2o_gather": (None, [c_void_p, c_void_p, c_int64, c_void_p, c_int64, c_int64]),
 }
 """What the functions of the library give and take, as `src` says."""
 

@@ -1,65 +1,172 @@
-"""Matrices in 8 and 4 bits as the library reads them: tiles of four rows, each with its scales beside its codes.
+"""Matrices in 8, 6 and 4 bits, in the tiles that the library multiplies; `src/abi.h` has the layout.
 
-See ``src/abi.h`` for the layout. Everything here is torch alone; tensors are on the CPU.
+All tensors are on the CPU. Everything here needs the compiled library.
 """
 
 from __future__ import annotations
 
+import ctypes
 from typing import Final
 
 import torch
 from torch import Tensor
-from torch.nn.functional import pad
 
-from h2o_stream.native.abi import MatrixKind
+from h2o_stream.errors import ConfigError
+from h2o_stream.native import library
+from h2o_stream.native.abi import Matrix, MatrixKind, pointer
+
+ROWS: Final = 16
+"""Rows of a tile."""
 
 GROUP: Final = 32
-"""Numbers of a row that share a scale."""
+"""Columns of a group: those that share a scale."""
 
-TILE: Final = 4
-"""Rows that lie together."""
+BLOCK: Final = 256
+"""Columns of a block."""
 
-ALIGNMENT: Final = 32
-"""Tiles are padded to a multiple of so many bytes."""
+_LINE = 64
+"""Bytes; every part of a block begins at a multiple of it."""
+
+_FLOATS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
+"""Of weights to be packed, as `h2o_pack` numbers them."""
+
+GGUF_KINDS: Final = {
+    "Q4_0": MatrixKind.INT4,
+    "Q4_1": MatrixKind.INT4,
+    "Q5_0": MatrixKind.INT8,
+    "Q5_1": MatrixKind.INT8,
+    "Q8_0": MatrixKind.INT8,
+    "Q2_K": MatrixKind.INT8,
+    "Q3_K": MatrixKind.Q6_K,
+    "Q4_K": MatrixKind.Q4_K,
+    "Q5_K": MatrixKind.INT8,
+    "Q6_K": MatrixKind.Q6_K,
+}
+"""How matrices of the types of GGUF are held. Q5_1, Q5_K and Q2_K are rounded to 8 bits, the others lose nothing."""
 
 
-def kind_of(bits: int) -> MatrixKind:
-    """How packed matrices of so many bits are held."""
-    return {8: MatrixKind.INT8, 4: MatrixKind.INT4}[bits]
+def fits(kind: MatrixKind, columns: int) -> bool:
+    """Whether a matrix of so many columns can be held in a packed kind."""
+    return columns > 0 and columns % (BLOCK if kind in (MatrixKind.Q4_K, MatrixKind.Q6_K) else GROUP) == 0
 
 
-def tile_bytes(columns: int, bits: int) -> tuple[int, int, int]:
-    """Bytes of a tile's codes, of its grid, and of the tile."""
-    codes, grid = TILE * columns * bits // 8, TILE * (8 // bits) * (columns // GROUP) * 2
-    return codes, grid, -(-(codes + grid) // ALIGNMENT) * ALIGNMENT
+def tiles_shape(kind: MatrixKind, rows: int, columns: int) -> tuple[int, int]:
+    """Tiles of a packed matrix, and bytes of one."""
+    blocks, rest = divmod(columns, BLOCK)
+    size = blocks * _block_bytes(kind, BLOCK // GROUP) + (_block_bytes(kind, rest // GROUP) if rest else 0)
+    return -(-rows // ROWS), size
 
 
-def to_tiles(codes: Tensor, grid: Tensor) -> Tensor:
-    """Lay out a matrix in tiles.
+def _block_bytes(kind: MatrixKind, groups: int) -> int:
+    grid, bits = {
+        MatrixKind.INT8: (2 * groups, 8),
+        MatrixKind.INT4: (4 * groups, 4),
+        MatrixKind.Q4_K: (4 + 2 * groups, 4),
+        MatrixKind.Q6_K: (2 + 2 * groups, 6),
+    }[kind]
+    return -(-ROWS * grid // _LINE) * _LINE + ROWS * groups * GROUP * bits // 8
+
+
+def pack(weights: Tensor, kind: MatrixKind, out: Tensor | None = None) -> Tensor:
+    """Round a matrix to a packed kind.
 
     Args:
-        codes: [rows, columns / 32, 32] int8, or [rows, columns / 32, 16] uint8, where the lower halves of the bytes of
-            a group hold its first 16 numbers.
-        grid: [rows, 1 or 2, columns / 32] float16: scales, and in 4 bits offsets.
+        weights: [rows, columns] float32, bfloat16 or float16, contiguous.
+        kind: INT8 or INT4.
+        out: written, if given: uint8 of `tiles_shape`.
 
     Returns:
-        [ceil(rows / 4), bytes] uint8.
+        uint8 of `tiles_shape`.
     """
-    columns, bits = codes.shape[1] * GROUP, 8 // grid.shape[1]
-    missing = -len(codes) % TILE
-    parts = [x.contiguous().view(torch.uint8).flatten(1) for x in (codes, grid)]
-    tiles = torch.cat([pad(part, (0, 0, 0, missing)).unflatten(0, (-1, TILE)).flatten(1) for part in parts], 1)
-    return pad(tiles, (0, tile_bytes(columns, bits)[2] - tiles.shape[1])).contiguous()
+    rows, columns = weights.shape
+    out = _empty(kind, rows, columns) if out is None else out
+    _library().h2o_pack(
+        ctypes.byref(_matrix(out, kind, rows, columns)),
+        pointer(weights),
+        _FLOATS[weights.dtype],
+        torch.get_num_threads(),
+    )
+    return out
 
 
-def from_tiles(tiles: Tensor, rows: int, columns: int, bits: int) -> Tensor:
-    """The numbers of a matrix in tiles: [rows, columns] float32."""
-    code_bytes, grid_bytes, _ = tile_bytes(columns, bits)
-    codes = tiles[:, :code_bytes].reshape(-1, columns // GROUP, GROUP * bits // 8)[:rows]
-    halves = tiles[:, code_bytes : code_bytes + grid_bytes].contiguous().view(torch.float16)
-    grid = halves.reshape(-1, 8 // bits, columns // GROUP)[:rows].float()
-    if bits == 8:
-        numbers = codes.view(torch.int8) * grid[:, 0, :, None]
-    else:
-        numbers = torch.cat([codes & 15, codes >> 4], -1) * grid[:, 0, :, None] + grid[:, 1, :, None]
-    return numbers.flatten(1)
+def repack(
+    blocks: Tensor,
+    gguf_type: int,
+    kind: MatrixKind,
+    rows: int,
+    columns: int,
+    order: Tensor | None = None,
+    out: Tensor | None = None,
+) -> Tensor:
+    """Lay out the blocks of a GGUF file as tiles.
+
+    Args:
+        blocks: uint8, all bytes of a matrix in the file.
+        gguf_type: number of `gguf.GGMLQuantizationType`.
+        kind: what `GGUF_KINDS` says of the type.
+        rows: of the matrix.
+        columns: of the matrix.
+        order: int64 [rows]: row i of the result is row order[i] of the file; None for the same order.
+        out: written, if given: uint8 of `tiles_shape`.
+
+    Returns:
+        uint8 of `tiles_shape`.
+
+    Raises:
+        ConfigError: the library cannot read this type.
+    """
+    out = _empty(kind, rows, columns) if out is None else out
+    matrix = _matrix(out, kind, rows, columns)
+    if _library().h2o_repack(ctypes.byref(matrix), pointer(blocks), gguf_type, pointer(order), torch.get_num_threads()):
+        raise ConfigError(f"weights of GGUF type {gguf_type} cannot be repacked")
+    return out
+
+
+def unpack(
+    tiles: Tensor, kind: MatrixKind, columns: int, first: int, count: int, dtype: torch.dtype, out: Tensor | None = None
+) -> Tensor:
+    """Some rows of a packed matrix.
+
+    Args:
+        tiles: as `pack` makes them.
+        kind: how they are held.
+        columns: of the matrix.
+        first: row.
+        count: of rows.
+        dtype: float32 or bfloat16.
+        out: written, if given: [count, columns] of `dtype`.
+
+    Returns:
+        [count, columns] of `dtype`.
+    """
+    out = torch.empty(count, columns, dtype=dtype) if out is None else out
+    matrix = _matrix(tiles, kind, first + count, columns)
+    in_bfloat16 = dtype == torch.bfloat16
+    _library().h2o_unpack(ctypes.byref(matrix), pointer(out), first, count, in_bfloat16, torch.get_num_threads())
+    return out
+
+
+def gather(tiles: Tensor, kind: MatrixKind, columns: int, rows: Tensor, dtype: torch.dtype) -> Tensor:
+    """Rows of a packed matrix by number: [n, columns] of `dtype` (float32 or bfloat16) for `rows`, int64 [n]."""
+    out = torch.empty(len(rows), columns, dtype=dtype)
+    matrix = _matrix(tiles, kind, len(tiles) * ROWS, columns)
+    in_bfloat16 = dtype == torch.bfloat16
+    _library().h2o_gather(
+        ctypes.byref(matrix), pointer(rows), len(rows), pointer(out), in_bfloat16, torch.get_num_threads()
+    )
+    return out
+
+
+def _empty(kind: MatrixKind, rows: int, columns: int) -> Tensor:
+    return torch.empty(tiles_shape(kind, rows, columns), dtype=torch.uint8)
+
+
+def _matrix(tiles: Tensor, kind: MatrixKind, rows: int, columns: int) -> Matrix:
+    return Matrix(pointer(tiles), None, rows, columns, kind)
+
+
+def _library() -> ctypes.CDLL:
+    native = library.loaded()
+    if native is None:
+        raise ConfigError(f"packed weights need the compiled library: {library.missing_reason()}")
+    return native

@@ -15,18 +15,27 @@ extern "C" {
 
 // How the numbers of a matrix are held.
 //
-// Packed matrices (8 and 4 bits): every 32 numbers of a row (a group) share a scale in half precision, and in 4 bits an
-// offset, as in GGUF's Q8_0 and Q4_1: value = code * scale (8 bits, code is int8), code * scale + offset (4 bits, 0..15).
-// In 4 bits the 16 bytes of a group hold its first 16 numbers in their lower halves and the other 16 in the upper ones.
-// Four rows are a tile, so that memory is read in one go:
-//   codes [4][columns / packing] bytes          packing: numbers in a byte, 1 or 2
-//   grid  [4][packing][columns / 32] halves     scales, in 4 bits followed by offsets
-//   zeros up to a multiple of 32 bytes.
-// Rows beyond the last are zero. `columns` is a multiple of 32.
-enum MatrixKind : int64_t { kFloat32 = 0, kBFloat16 = 1, kInt8 = 2, kInt4 = 3 };
+// Packed kinds: 16 rows are a tile, and a tile is a sequence of blocks of 256 columns; the last block may have fewer, a
+// multiple of 32. A group is 32 columns. A block of n groups is its grid (what codes are multiplied by), padded with
+// zeros to a multiple of 64 bytes, and its codes. Rows beyond the last are zero. In the order of memory:
+//   kInt8  grid   half scale[n][16]
+//          codes  int8 [n][8][16][4]: of group g, columns 4q to 4q + 3 of row r at [g][q][r]
+//          value = scale * code
+//   kInt4  grid   half [n][2][16]: scales, then offsets, of each group
+//          codes  uint8 [n][4][16][4]: byte [g][q][r][k] is column 4q + k (lower half) and 16 + 4q + k (upper half)
+//          value = scale * code + offset
+//   kQ4K   grid   half d[16], half dmin[16], uint8 scale[n][16], uint8 min[n][16]
+//          codes  as kInt4
+//          value = (d * scale) * code - dmin * min
+//   kQ6K   grid   half d[16], int8 scale[2n][16]: for every 16 columns
+//          codes  the lower four bits of each code as kInt4, then the upper two: uint8 [n][2][16][4], where bits 2j and
+//                 2j + 1 of byte [g][h][r][k] belong to column 16h + 4j + k
+//          value = (d * scale) * (code - 32)
+// The first two hold GGUF's Q8_0, Q5_0, Q4_0 and Q4_1 without loss, the others (n = 8) its Q4_K, Q6_K and Q3_K.
+enum MatrixKind : int64_t { kFloat32 = 0, kBFloat16 = 1, kInt8 = 2, kInt4 = 3, kQ4K = 4, kQ6K = 5 };
 
 struct Matrix {
-  const void* weights;  // [rows][columns], or tiles; null where a layer has no such matrix
+  const void* weights;  // [rows][columns], or [tiles][bytes]; null where a layer has no such matrix
   const float* bias;    // [rows] or null
   int64_t rows, columns, kind;
 };
@@ -119,8 +128,7 @@ struct Layer {
 struct Model {
   const Layer* layers;
   int64_t layer_count, hidden, vocabulary;
-  const void* embedding;  // [vocabulary][hidden]
-  int64_t embedding_in_bfloat16;
+  Matrix embedding;  // [vocabulary][hidden], of any kind
   double embedding_scale;
   const float* learned_positions;  // [n][hidden] or null
   int64_t learned_offset;          // row of token index 0

@@ -1,0 +1,111 @@
+"""Layers whose weights are packed into 8, 6 or 4 bits: what takes the place of `nn.Linear` and `nn.Embedding`."""
+
+from __future__ import annotations
+
+import ctypes
+
+import torch
+from torch import Tensor, nn
+
+from h2o_stream.native import library
+from h2o_stream.native.abi import Matrix, MatrixKind, pointer
+from h2o_stream.native.packing import gather, tiles_shape, unpack
+
+_FEW = 16
+"""Vectors up to which it is faster not to unpack the weights."""
+
+_AT_ONCE = 2**20
+"""Weights that are unpacked at once: few enough to stay in the processor's cache."""
+
+
+class PackedLinear(nn.Module):
+    """y = x W' + b.
+
+    Args:
+        kind: how W is held.
+        in_features: columns of W.
+        out_features: rows of W.
+        bias: [out] or None.
+        tiles: of W, uint8 of `tiles_shape`; None for those of `meta`, to be filled in later.
+    """
+
+    def __init__(
+        self,
+        kind: MatrixKind,
+        in_features: int,
+        out_features: int,
+        bias: nn.Parameter | None,
+        tiles: Tensor | None = None,
+    ) -> None:
+        super().__init__()
+        self.kind, self.in_features, self.out_features = kind, in_features, out_features
+        if tiles is None:
+            tiles = torch.empty(tiles_shape(kind, out_features, in_features), dtype=torch.uint8, device="meta")
+        self.tiles: Tensor
+        self.register_buffer("tiles", tiles)
+        self.bias = bias
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[..., in] to [..., out]."""
+        flat = x.reshape(-1, self.in_features)
+        y = self._multiplied(flat) if len(flat) <= _FEW else self._multiplied_in_parts(flat)
+        y = y.to(x.dtype).view(*x.shape[:-1], -1)
+        return y if self.bias is None else y + self.bias
+
+    def _multiplied(self, x: Tensor) -> Tensor:
+        """[n, in] to [n, out] float32, without the bias, by vectors rounded to 8 bits."""
+        native = library.loaded()
+        assert native is not None
+        x = x.float().contiguous()
+        y = x.new_empty(len(x), self.out_features)
+        matrix = Matrix(pointer(self.tiles), None, self.out_features, self.in_features, self.kind)
+        native.h2o_multiply(ctypes.byref(matrix), pointer(x), pointer(y), len(x), torch.get_num_threads())
+        return y
+
+    def _multiplied_in_parts(self, x: Tensor) -> Tensor:
+        """[n, in] to [n, out], without the bias; weights are unpacked some rows at a time."""
+        dtype = torch.bfloat16 if x.dtype == torch.bfloat16 else torch.float32
+        x = x.to(dtype)
+        y = x.new_empty(len(x), self.out_features)
+        step = max(16, _AT_ONCE // self.in_features // 16 * 16)
+        weights = x.new_empty(min(step, self.out_features), self.in_features)
+        for first in range(0, self.out_features, step):
+            count = min(step, self.out_features - first)
+            rows = unpack(self.tiles, self.kind, self.in_features, first, count, dtype, out=weights[:count])
+            torch.mm(x, rows.T, out=y[:, first : first + count])
+        return y
+
+
+class PackedEmbedding(nn.Module):
+    """Rows of a packed matrix, in a floating dtype.
+
+    Args:
+        kind: how the matrix is held.
+        num_embeddings: its rows.
+        embedding_dim: its columns.
+        dtype: of what comes out.
+        tiles: see `PackedLinear`.
+    """
+
+    def __init__(
+        self, kind: MatrixKind, num_embeddings: int, embedding_dim: int, dtype: torch.dtype, tiles: Tensor | None = None
+    ) -> None:
+        super().__init__()
+        self.kind, self.num_embeddings, self.embedding_dim, self.dtype = kind, num_embeddings, embedding_dim, dtype
+        if tiles is None:
+            tiles = torch.empty(tiles_shape(kind, num_embeddings, embedding_dim), dtype=torch.uint8, device="meta")
+        self.tiles: Tensor
+        self.register_buffer("tiles", tiles)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        """[...] int64 to [..., embedding_dim].
+
+        Raises:
+            IndexError: there is no such row.
+        """
+        flat = ids.flatten().contiguous()
+        if len(flat) and not 0 <= int(flat.min()) <= int(flat.max()) < self.num_embeddings:
+            raise IndexError(f"token {int(flat.max())} is not one of {self.num_embeddings}")
+        dtype = torch.bfloat16 if self.dtype == torch.bfloat16 else torch.float32
+        rows = gather(self.tiles, self.kind, self.embedding_dim, flat, dtype)
+        return rows.to(self.dtype).view(*ids.shape, -1)

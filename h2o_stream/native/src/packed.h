@@ -1,0 +1,42 @@
+// Where the numbers of packed matrices lie; see `MatrixKind` in abi.h.
+
+#pragma once
+
+#include "abi.h"
+
+namespace packed {
+
+constexpr int64_t kRows = 16;     // rows of a tile
+constexpr int64_t kGroup = 32;    // columns of a group
+constexpr int64_t kBlock = 256;   // columns of a block
+constexpr int64_t kLine = 64;     // bytes; every part of a block begins at a multiple of it
+
+constexpr bool is_packed(int64_t kind) { return kind >= kInt8 && kind <= kQ6K; }
+
+// Bytes of the grid of a block of some groups.
+constexpr int64_t grid_bytes(int64_t kind, int64_t groups) {
+  const int64_t halves = 2 * kRows;
+  int64_t bytes = 0;
+  if (kind == kInt8) bytes = groups * halves;
+  if (kind == kInt4) bytes = 2 * groups * halves;
+  if (kind == kQ4K) bytes = 2 * halves + 2 * groups * kRows;
+  if (kind == kQ6K) bytes = halves + 2 * groups * kRows;
+  return (bytes + kLine - 1) / kLine * kLine;
+}
+
+// Bytes of the codes of a block, and of those the upper bits that lie behind the others.
+constexpr int64_t upper_bytes(int64_t kind, int64_t groups) { return kind == kQ6K ? groups * kRows * kGroup / 4 : 0; }
+constexpr int64_t code_bytes(int64_t kind, int64_t groups) {
+  return groups * kRows * kGroup / (kind == kInt8 ? 1 : 2) + upper_bytes(kind, groups);
+}
+
+constexpr int64_t block_bytes(int64_t kind, int64_t groups) {
+  return grid_bytes(kind, groups) + code_bytes(kind, groups);
+}
+
+constexpr int64_t tile_bytes(int64_t kind, int64_t columns) {
+  const int64_t rest = columns % kBlock;
+  return columns / kBlock * block_bytes(kind, kBlock / kGroup) + (rest ? block_bytes(kind, rest / kGroup) : 0);
+}
+
+}  // namespace packed
