@@ -12,7 +12,8 @@ from torch import Tensor
 
 from h2o_stream.errors import OutOfMemoryError
 from h2o_stream.memory import free_bytes
-from h2o_stream.models.gguf import GgufFile, Weight, model_weights
+from h2o_stream.models.gguf import GgufFile
+from h2o_stream.models.gguf_names import Weight, model_weights
 from h2o_stream.models.pages import Pages
 from h2o_stream.models.precision import TIGHT, readable
 from h2o_stream.models.progress import Progress
@@ -40,8 +41,10 @@ class _Place:
 
     def shape(self, dtype: torch.dtype) -> tuple[int, ...]:
         """Of its bytes."""
-        shape = self.weight.tensor.shape
-        return (prod(shape) * dtype.itemsize,) if self.kind is None else tiles_shape(self.kind, *shape)
+        rows, *columns = self.weight.shape
+        return (
+            (prod(self.weight.shape) * dtype.itemsize,) if self.kind is None else tiles_shape(self.kind, rows, *columns)
+        )
 
 
 def weights_as_they_are(
@@ -88,14 +91,14 @@ def _kind(weight: Weight, skeleton: Any) -> MatrixKind | None:
     if kind is None or not packable(module):
         return None
     kind = kind if weight.plain else MatrixKind.INT8
-    return kind if fits(kind, weight.tensor.shape[1]) else None
+    return kind if fits(kind, weight.shape[1]) else None
 
 
 def _tiles(file: GgufFile, weight: Weight, kind: MatrixKind, pages: Pages) -> Tensor:
-    tensor = weight.tensor
-    tiles = pages.take(tiles_shape(kind, *tensor.shape))
+    rows, columns = weight.shape
+    tiles = pages.take(tiles_shape(kind, rows, columns))
     if weight.plain:
-        return repack(file.blocks(tensor), tensor.type, kind, *tensor.shape, weight.order, tiles)
+        return repack(file.blocks(weight.tensor), weight.tensor.type, kind, rows, columns, weight.order, tiles)
     return pack(weight.values().contiguous(), kind, tiles)
 
 

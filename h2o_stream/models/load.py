@@ -26,7 +26,8 @@ from h2o_stream.errors import (
 )
 from h2o_stream.memory import free_bytes
 from h2o_stream.models.find import find, fingerprint
-from h2o_stream.models.gguf import GgufFile, described, is_gguf
+from h2o_stream.models.gguf import GgufFile
+from h2o_stream.models.gguf_describe import described
 from h2o_stream.models.gguf_model import weights_as_they_are, weights_in
 from h2o_stream.models.hub import fetch
 from h2o_stream.models.kept import folder_of, keep
@@ -115,8 +116,7 @@ class _Loader:
     ) -> None:
         disable_progress_bar()  # ours is drawn in its place
         self._config, self._notify, self._progress = config, notify, progress
-        self._file = GgufFile(Path(source)) if is_gguf(Path(source)) else None
-        self._source = str(described(self._file, fingerprint(self._file.path), notify)) if self._file else source
+        self._file, self._source = _files(source, notify)
         self._local = {"local_files_only": True} if config.offline else {}
         self._device = device_of(config.device)
         self._described = AutoConfig.from_pretrained(self._source, **self._local)
@@ -280,12 +280,21 @@ def load_tokenizer(config: ModelConfig, notify: Callable[[str], None] = lambda l
         ModelNotFoundError: with what to do about it.
     """
     with collector_paused():
-        source = find(config.model, config.offline, notify)
+        _, source = _files(find(config.model, config.offline, notify), notify)
         local = {"local_files_only": True} if config.offline else {}
         try:
             return AutoTokenizer.from_pretrained(source, **local)
         except (OSError, ValueError, KeyError) as error:
             raise _explained(config.model, source, error) from error
+
+
+def _files(source: str, notify: Callable[[str], None]) -> tuple[GgufFile | None, str]:
+    """The GGUF file, if `source` is one, and the folder or Hub id with the config and the tokenizer."""
+    path = Path(source)
+    if not path.is_file():
+        return None, source
+    file = GgufFile(path)
+    return file, str(described(file, fingerprint(path), notify))
 
 
 def _explained(name: str, source: str, error: Exception) -> Exception:

@@ -29,6 +29,8 @@ class PackedLinear(nn.Module):
         tiles: of W, uint8 of `tiles_shape`; None for those of `meta`, to be filled in later.
     """
 
+    tiles: Tensor
+
     def __init__(
         self,
         kind: MatrixKind,
@@ -86,6 +88,8 @@ class PackedEmbedding(nn.Module):
         embed_scale: factor on the rows.
         tiles: see `PackedLinear`.
     """
+
+    tiles: Tensor
 
     def __init__(
         self,

@@ -33,7 +33,7 @@ _KINDS = {"int8": MatrixKind.INT8, "int4": MatrixKind.INT4}
 
 
 @register_quantization_config(METHOD)
-class PackedConfig(QuantizationConfigMixin):  # type: ignore[misc]
+class PackedConfig(QuantizationConfigMixin):
     """How the matrices of a model are packed.
 
     Args:
@@ -54,11 +54,12 @@ class PackedConfig(QuantizationConfigMixin):  # type: ignore[misc]
         if format != FORMAT:
             raise ConfigError(f"the packed weights have format {format}, this version reads {FORMAT}; pack them again")
         self.quant_method = METHOD
-        self.quantize, self.modules, self.format = quantize, dict(modules or {}), format
+        self.quantize, self.format = quantize, format
+        self.modules: dict[str, str] = dict(modules or {})
 
 
 @register_quantizer(METHOD)
-class PackedQuantizer(HfQuantizer):  # type: ignore[misc]
+class PackedQuantizer(HfQuantizer):
     """Packs weights while transformers reads them, or takes packed ones as they are."""
 
     quantization_config: PackedConfig
@@ -83,8 +84,8 @@ class PackedQuantizer(HfQuantizer):  # type: ignore[misc]
         config = self.quantization_config
         self.pre_quantized = bool(config.modules)
         if self.pre_quantized:
-            for name, kind in config.modules.items():
-                replace(model, name, MatrixKind[kind])
+            for name, called in config.modules.items():
+                replace(model, name, MatrixKind[called])
         else:
             kinds = packed_kinds(model, config.quantize)
             config.modules = {name: kind.name for name, kind in kinds.items()}
@@ -115,7 +116,7 @@ class PackedQuantizer(HfQuantizer):  # type: ignore[misc]
         return True
 
 
-class _Pack(ConversionOps):  # type: ignore[misc]
+class _Pack(ConversionOps):
     """Packs one weight and puts its packed module into the model."""
 
     def __init__(self, quantizer: PackedQuantizer) -> None:
@@ -160,19 +161,15 @@ def packed_bytes(model: Any, quantize: str) -> int:
     """Bytes of a model's weights when it is packed, what stays as it is included; see `packed_kinds`."""
     kinds = packed_kinds(model, quantize)
     shapes = {name: model.get_submodule(name).weight.shape for name in kinds}
-    left = {id(weight): weight.nbytes for weight in model.parameters()}
-    for name in kinds:
-        left.pop(id(model.get_submodule(name).weight), None)
-    return sum(left.values()) + sum(prod(tiles_shape(kind, *shapes[name])) for name, kind in kinds.items())
+    packed = {id(model.get_submodule(name).weight) for name in kinds}
+    left: int = sum(weight.nbytes for weight in model.parameters() if id(weight) not in packed)
+    return left + sum(prod(tiles_shape(kind, *shapes[name])) for name, kind in kinds.items())
 
 
 def packable(module: Any) -> bool:
     """Whether a module does no more than multiply its weights, or look them up and scale them."""
-    return type(module) in (nn.Linear, nn.Embedding) or _scales(module)
-
-
-def _scales(module: Any) -> bool:
-    return isinstance(module, nn.Embedding) and hasattr(module, "scalar_embed_scale")
+    scales = isinstance(module, nn.Embedding) and hasattr(module, "scalar_embed_scale")
+    return type(module) in (nn.Linear, nn.Embedding) or scales
 
 
 def replace(model: Any, name: str, kind: MatrixKind, tiles: Tensor | None = None) -> None:
@@ -187,8 +184,9 @@ def replace(model: Any, name: str, kind: MatrixKind, tiles: Tensor | None = None
     module = model.get_submodule(name)
     packed: nn.Module
     if isinstance(module, nn.Embedding):
-        scale = float(module.scalar_embed_scale) if _scales(module) else 1.0
-        packed = PackedEmbedding(kind, *module.weight.shape, module.weight.dtype, scale, tiles)
+        scale = getattr(module, "scalar_embed_scale", 1.0)
+        rows, columns = module.weight.shape
+        packed = PackedEmbedding(kind, rows, columns, module.weight.dtype, scale, tiles)
     else:
         packed = PackedLinear(kind, module.in_features, module.out_features, module.bias, tiles)
     packed._is_hf_initialized = True  # type: ignore[assignment] # or transformers would draw weights for it
