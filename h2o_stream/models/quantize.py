@@ -95,8 +95,8 @@ class PackedQuantizer(HfQuantizer):
 
     def param_needs_quantization(self, model: Any, param_name: str, **_: Any) -> bool:
         """Whether a weight is packed when it is read."""
-        module, _, leaf = param_name.rpartition(".")
-        return leaf == "weight" and module in self.quantization_config.modules
+        name = param_name.removesuffix(".weight")
+        return name != param_name and name in self.quantization_config.modules
 
     def get_quantize_ops(self) -> ConversionOps:
         """What packs a weight."""
