@@ -33,7 +33,7 @@ from h2o_stream.models.hub import fetch
 from h2o_stream.models.kept import folder_of, keep
 from h2o_stream.models.pages import into_large_pages
 from h2o_stream.models.precision import Precision, WeightSizes, choose
-from h2o_stream.models.progress import Progress
+from h2o_stream.progress import Progress, ignore
 from h2o_stream.models.quantize import PackedConfig, with_dtype
 from h2o_stream.models.templates import FALLBACK_STOPS, FALLBACK_TEMPLATE
 from h2o_stream.models.zero import ZeroInference
@@ -64,7 +64,7 @@ def load(
     config: ModelConfig,
     cache: CacheConfig | None = None,
     notify: Callable[[str], None] = lambda line: None,
-    progress: Callable[[Progress], None] = lambda progress: None,
+    progress: Callable[[Progress], None] = ignore,
 ) -> LoadedModel:
     """Load what `config` names.
 
