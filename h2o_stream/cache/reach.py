@@ -141,7 +141,7 @@ def _rows(model: PreTrainedModel) -> int:
 
 @torch.no_grad()
 def _attention_to_copy(
-    model: PreTrainedModel, hidden_from: Sequence[int | None], progress: Callable[[Progress], None]
+    model: PreTrainedModel, hidden_from: Sequence[int | None], progress: Callable[[Progress], None] = ignore
 ) -> Tensor:
     """[layers, Hkv]: the part of its attention that a head gives to the present token's last place and the next.
 

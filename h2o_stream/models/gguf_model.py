@@ -16,10 +16,10 @@ from h2o_stream.models.gguf import GgufFile
 from h2o_stream.models.gguf_names import Weight, model_weights
 from h2o_stream.models.pages import Pages
 from h2o_stream.models.precision import TIGHT, readable
-from h2o_stream.progress import Progress
 from h2o_stream.models.quantize import PackedConfig, packable
 from h2o_stream.native.abi import MatrixKind
 from h2o_stream.native.packing import GGUF_KINDS, fits, pack, repack, tiles_shape
+from h2o_stream.progress import Progress
 
 
 @dataclass(frozen=True)

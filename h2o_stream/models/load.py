@@ -33,12 +33,12 @@ from h2o_stream.models.hub import fetch
 from h2o_stream.models.kept import folder_of, keep
 from h2o_stream.models.pages import into_large_pages
 from h2o_stream.models.precision import Precision, WeightSizes, choose
-from h2o_stream.progress import Progress, ignore
 from h2o_stream.models.quantize import PackedConfig, with_dtype
 from h2o_stream.models.templates import FALLBACK_STOPS, FALLBACK_TEMPLATE
 from h2o_stream.models.zero import ZeroInference
 from h2o_stream.native import library
 from h2o_stream.processes import Processes
+from h2o_stream.progress import Progress, ignore
 from h2o_stream.resources import cache_folder
 from h2o_stream.startup import collector_paused
 
