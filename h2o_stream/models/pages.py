@@ -30,10 +30,7 @@ class Pages:
         size = sum(_whole_lines(prod(shape)) for shape in shapes)
         self._memory, self._begin = torch.empty(0, dtype=torch.uint8), 0
         if size:
-            pages = mmap.mmap(-1, size)
-            if hasattr(mmap, "MADV_HUGEPAGE"):
-                pages.madvise(mmap.MADV_HUGEPAGE)
-            self._memory = torch.frombuffer(pages, dtype=torch.uint8)
+            self._memory = torch.frombuffer(_allocated(size), dtype=torch.uint8)
 
     def take(self, shape: Iterable[int], dtype: torch.dtype = torch.uint8) -> Tensor:
         """The next tensor; its numbers are not set."""
@@ -41,6 +38,14 @@ class Pages:
         begin, size = self._begin, prod(shape) * dtype.itemsize
         self._begin += _whole_lines(size)
         return self._memory[begin : begin + size].view(dtype).view(shape)
+
+
+def _allocated(size: int) -> mmap.mmap:
+    if not hasattr(mmap, "MADV_HUGEPAGE"):
+        return mmap.mmap(-1, size)
+    pages = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    pages.madvise(mmap.MADV_HUGEPAGE)
+    return pages
 
 
 def into_large_pages(model: Any) -> None:
