@@ -13,7 +13,7 @@ KINDS = (MatrixKind.INT8, MatrixKind.INT4, MatrixKind.Q4_K, MatrixKind.Q6_K)
 
 GRID = {
     MatrixKind.INT8: lambda n: {"scale": ("f2", (n, 16))},
-    MatrixKind.INT4: lambda n: {"scale": ("f2", (n, 16)), "offset": ("f2", (n, 16))},
+    MatrixKind.INT4: lambda n: {"halves": ("f2", (n, 2, 16))},
     MatrixKind.Q4_K: lambda n: {
         "d": ("f2", (16,)),
         "dmin": ("f2", (16,)),
@@ -54,8 +54,9 @@ def random_tiles(kind: MatrixKind, rows: int, columns: int, seed: int = 0) -> Te
         for field in grid.dtype.names:
             shape, dtype = grid[field].shape, grid[field].dtype
             if dtype == numpy.float16:
-                low = -0.02 if field == "offset" else 0.001
-                grid[field] = random.uniform(low, 0.01, shape) / (30 if "d" in grid.dtype.names else 1)
+                grid[field] = random.uniform(0.001, 0.01, shape) / (30 if "d" in grid.dtype.names else 1)
+                if field == "halves":
+                    grid[field][:, :, 1] -= 0.02
             else:
                 limits = numpy.iinfo(dtype)
                 grid[field] = random.integers(limits.min, limits.max, shape, endpoint=True)
@@ -89,10 +90,10 @@ def block_numbers(block: numpy.ndarray, kind: MatrixKind) -> numpy.ndarray:
         scale = grid["d"][:, None] * grid["scale"]
         scale = scale.reshape(len(block), -1, 2, 16)
     else:
+        if kind == MatrixKind.INT4:
+            grid["scale"], offset = grid["halves"][:, :, 0], grid["halves"][:, :, 1]
         scale = grid["scale"] * grid["d"][:, None] if kind == MatrixKind.Q4_K else grid["scale"]
         scale = scale[:, :, None]
-    if kind == MatrixKind.INT4:
-        offset = grid["offset"]
     if kind == MatrixKind.Q4_K:
         offset = -grid["dmin"][:, None] * grid["min"]
     if kind in (MatrixKind.INT4, MatrixKind.Q4_K):

@@ -70,7 +70,7 @@ class Grid {
   // Of a half of a group.
   Floats scale(int64_t group, int64_t half) const {
     if constexpr (kind == kInt8 || kind == kInt4) {
-      return load_halves<Floats>(at_ + group * 2 * kRows);
+      return load_halves<Floats>(at_ + group * (kind == kInt4 ? 4 : 2) * kRows);
     } else if constexpr (kind == kQ4K) {
       return scale_ * load_bytes<Floats, uint8_t>(at_ + group * kRows);
     } else {
@@ -80,7 +80,7 @@ class Grid {
 
   Floats offset(int64_t group) const {
     if constexpr (kind == kInt4) {
-      return load_halves<Floats>(at_ + (groups_ + group) * 2 * kRows);
+      return load_halves<Floats>(at_ + (2 * group + 1) * 2 * kRows);
     } else if constexpr (kind == kQ4K) {
       return offset_ * load_bytes<Floats, uint8_t>(at_ + (groups_ + group) * kRows);
     } else {
