@@ -18,6 +18,9 @@ from h2o_stream.models.gguf import GgufFile
 _LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
 """Of Llama 3.1, 3.2 and 3.3; only their factors differ, 8 or 32."""
 
+_WINDOWED = ("mistral", "phi3")
+"""Whose files say whether there is a sliding window, and transformers takes its default."""
+
 _FACTORS = "rope_freqs.weight"
 _LARGE_GEMMAS = {("gemma2", 46), ("gemma3", 62)}
 """Layers of those with 27 B, which scale queries by the width of a head's share of the model."""
@@ -34,6 +37,8 @@ def corrected(config: Any, file: GgufFile) -> Any:
         config.vocab_size = table.shape[0]
     if hasattr(config, "head_dim") and not hasattr(config, "global_head_dim"):
         config.head_dim = _said(file, "attention.key_length") or config.head_dim
+    if config.model_type in _WINDOWED:
+        config.sliding_window = _said(file, "attention.sliding_window")
     for part, bias in {"attention_bias": "attn_q.bias", "mlp_bias": "ffn_down.bias"}.items():
         if hasattr(config, part):
             setattr(config, part, any(name.endswith(bias) for name in file.tensors))
