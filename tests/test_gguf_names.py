@@ -73,11 +73,11 @@ FAMILIES: dict[str, tuple[str, Callable[[], PreTrainedModel], dict[str, Any]]] =
     "Phi 3": (
         "phi3",
         tiny("Phi3", **GROUPED, **PARTIAL, sliding_window=24),
-        {**RMS, **BASE, "rope.dimension_count": 4, "attention.sliding_window": 24},
+        {**BASE, "rope.dimension_count": 4, "attention.sliding_window": 24, "attention.layer_norm_rms_epsilon": 1e-5},
     ),
     "StableLM": ("stablelm", tiny("StableLm", **GROUPED, **PARTIAL), {**NORM, **BASE, "rope.dimension_count": 4}),
     "Starcoder 2": ("starcoder2", tiny("Starcoder2", **GROUPED, **THETA), {**NORM, **BASE}),
-    "Nemotron": ("nemotron", tiny("Nemotron", **GROUPED, **PARTIAL), {**RMS, **BASE, "rope.dimension_count": 4}),
+    "Nemotron": ("nemotron", tiny("Nemotron", **GROUPED, **PARTIAL), {**NORM, **BASE, "rope.dimension_count": 4}),
 }
 ARITHMETIC = {"gemma2", "gemma3", "nemotron"}
 
@@ -91,8 +91,9 @@ def made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple
         path = tmp_path / "model.gguf"
         write_model(path, model, arch, **more, **keys)
         file = GgufFile(path)
+        config = AutoConfig.from_pretrained(described(file, "key", print))
         with torch.device("meta"):
-            return file, AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(described(file, "key", print)))
+            return file, AutoModelForCausalLM.from_config(config)
 
     return make
 
