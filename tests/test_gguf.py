@@ -376,6 +376,34 @@ class TestDescribed:
         assert "\n" not in str(error.value)
         assert not [path for path in cache_folder.iterdir() if path.suffix != ".lock"]
 
+    @pytest.mark.parametrize("name", ["block_count", "attention.head_count", "rope.dimension_count"])
+    @pytest.mark.parametrize("size", [0, 1 << 31])
+    def test_sizes_that_no_tensor_has(
+        self, small: Path, tmp_path: Path, cache_folder: Path, name: str, size: int
+    ) -> None:
+        content, own = small.read_bytes(), GgufFile(small).metadata[f"llama.{name}"]
+        old, new = (key(f"llama.{name}", T.UINT32, number) for number in (own, size))
+        (tmp_path / "bad.gguf").write_bytes(content.replace(old, new))
+        with pytest.raises(ModelNotFoundError, match=rf"bad.gguf .*: llama.{name} is {size}, not a number from 1 to"):
+            described(GgufFile(tmp_path / "bad.gguf"), "key", pytest.fail)
+
+    @settings(max_examples=60, deadline=None)
+    @given(st.data())
+    def test_metadata_that_were_changed(
+        self, small: Path, tmp_path_factory: pytest.TempPathFactory, data: st.DataObject
+    ) -> None:
+        content, folder = bytearray(small.read_bytes()), tmp_path_factory.mktemp("changed")
+        end = content.index(b"token_embd.weight")
+        for _ in range(data.draw(st.integers(1, 3))):
+            content[data.draw(st.integers(24, end))] = data.draw(st.integers(0, 255))
+        (folder / "changed.gguf").write_bytes(content)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(gguf_describe, "cache_folder", lambda: folder)
+            try:
+                assert described(GgufFile(folder / "changed.gguf"), "key", pytest.fail).is_dir()
+            except (ModelNotFoundError, UnsupportedModelError) as error:
+                assert "\n" not in str(error)  # noqa: PT017
+
 
 class TestFind:
     def test_a_file_is_found_as_it_is(self, small: Path, embedded_file: Path) -> None:

@@ -16,6 +16,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, GgufConfig, PreTraine
 
 from h2o_stream import ModelNotFoundError, UnsupportedModelError
 from h2o_stream.models import gguf_describe
+from h2o_stream.models.find import find
 from h2o_stream.models.gguf import GgufFile
 from h2o_stream.models.gguf_describe import described
 from h2o_stream.models.gguf_names import Weight, model_weights
@@ -145,6 +146,20 @@ def test_experts_are_joined(made: Callable[..., tuple[GgufFile, Any]]) -> None:
         torch.testing.assert_close(weight.values(), model.state_dict()[weight.name], rtol=0, atol=0)
     joined = next(weight for weight in weights if weight.name.endswith("gate_up_proj"))
     assert (len(joined.others), joined.plain) == (1, False)
+
+
+def test_the_embedded_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gguf_describe, "cache_folder", lambda: tmp_path)
+    file = GgufFile(Path(find("smollm2-135m", True, pytest.fail)))
+    config = AutoConfig.from_pretrained(described(file, "key", pytest.fail))
+    with torch.device("meta"):
+        weights = model_weights(file, AutoModelForCausalLM.from_config(config))
+        query = next(weight for weight in weights if weight.name.endswith("q_proj.weight"))
+        assert query.values().device.type == "cpu", "transformers makes models in this context"
+    assert len(weights) == len(file.tensors) == 272
+    assert all(weight.plain for weight in weights)
+    offsets = [weight.tensor.offset for weight in weights]
+    assert offsets == sorted(offsets), "the file is read from its start to its end"
 
 
 class TestQuantized:

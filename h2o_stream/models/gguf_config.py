@@ -12,11 +12,24 @@ from typing import Any
 import numpy as np
 from gguf import GGMLQuantizationType
 
-from h2o_stream.errors import UnsupportedModelError
+from h2o_stream.errors import ModelNotFoundError, UnsupportedModelError
 from h2o_stream.models.gguf import GgufFile
 
 _LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
 """Of Llama 3.1, 3.2 and 3.3; only their factors differ, 8 or 32."""
+
+_DIMENSIONS = (
+    "embedding_length",
+    "feed_forward_length",
+    "attention.head_count",
+    "attention.head_count_kv",
+    "attention.key_length",
+    "attention.value_length",
+    "rope.dimension_count",
+    "expert_count",
+    "expert_feed_forward_length",
+    "expert_shared_feed_forward_length",
+)
 
 _SIZES = {
     "moe_intermediate_size": "expert_feed_forward_length",
@@ -30,6 +43,24 @@ _WINDOWED = ("mistral", "phi3")
 _FACTORS = "rope_freqs.weight"
 _LARGE_GEMMAS = {("gemma2", 46), ("gemma3", 62)}
 """Layers of those with 27 B, which scale queries by the width of a head's share of the model."""
+
+
+def check_sizes(file: GgufFile) -> None:
+    """Refuse sizes of a model that its tensors contradict, before anything is allocated by them.
+
+    Raises:
+        ModelNotFoundError: a size is 0, or larger than any dimension of the tensors.
+    """
+    widest = max((size for tensor in file.tensors.values() for size in tensor.shape), default=0)
+    for key in ("block_count", *_DIMENSIONS):
+        most = len(file.tensors) if key == "block_count" else widest
+        value = _said(file, key)
+        for size in value if isinstance(value, list) else [] if value is None else [value]:
+            if type(size) is not int or not (isinstance(value, list) or size) or not 0 <= size <= most:
+                raise ModelNotFoundError(
+                    f"{file.path} is damaged or not readable as GGUF: "
+                    f"{file.architecture}.{key} is {size!r}, not a number from 1 to {most}"
+                )
 
 
 def corrected(config: Any, file: GgufFile) -> Any:

@@ -89,8 +89,9 @@ def _describe(file: GgufFile, target: Path) -> None:
     from transformers import AutoConfig, GenerationConfig, PreTrainedTokenizerFast
     from transformers.integrations.gguf import GGUF_CONFIG_ARCHS
 
-    from h2o_stream.models.gguf_config import corrected, ends_of
+    from h2o_stream.models.gguf_config import check_sizes, corrected, ends_of
 
+    check_sizes(file)
     whole, short = target / "whole.gguf", target / "short.gguf"
     whole.write_bytes(_header(file, short=False))
     short.write_bytes(_header(file, short=file.architecture not in GGUF_CONFIG_ARCHS))
