@@ -47,7 +47,7 @@ class Weight:
     _source: _Source = field(repr=False, kw_only=True)
 
     def values(self) -> Tensor:
-        """The weight itself, float32.
+        """The weight itself, float32; float32 in the file is a view of it that must not be written to.
 
         Raises:
             UnsupportedModelError: numbers of this type cannot be read.
