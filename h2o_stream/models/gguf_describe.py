@@ -6,6 +6,7 @@ and makes the result atomic and safe when two programs start at the same time.
 
 from __future__ import annotations
 
+import json
 import shutil
 import struct
 import tempfile
@@ -88,8 +89,9 @@ def _describe(file: GgufFile, target: Path) -> None:
     from transformers import AutoConfig, GenerationConfig, PreTrainedTokenizerFast
     from transformers.integrations.gguf import GGUF_CONFIG_ARCHS
 
-    from h2o_stream.models.gguf_config import corrected, ends_of
+    from h2o_stream.models.gguf_config import check_sizes, corrected, ends_of
 
+    check_sizes(file)
     whole, short = target / "whole.gguf", target / "short.gguf"
     whole.write_bytes(_header(file, short=False))
     short.write_bytes(_header(file, short=file.architecture not in GGUF_CONFIG_ARCHS))
@@ -111,6 +113,15 @@ def _describe(file: GgufFile, target: Path) -> None:
     config.save_pretrained(target)
     generation.save_pretrained(target)
     tokenizer.save_pretrained(target)
+    _remove_added(target / "tokenizer.json", file.metadata[_TOKENS].count)
+
+
+def _remove_added(path: Path, count: int) -> None:
+    """Take out of a tokenizer what transformers added to its `count` tokens; the model has no such tokens."""
+    tokenizer = json.loads(path.read_text(encoding="utf-8"))
+    own = [token for token in tokenizer["added_tokens"] if token["id"] < count]
+    if len(own) < len(tokenizer["added_tokens"]):
+        path.write_text(json.dumps({**tokenizer, "added_tokens": own}, ensure_ascii=False), encoding="utf-8")
 
 
 def _header(file: GgufFile, short: bool) -> bytes:

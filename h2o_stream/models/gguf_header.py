@@ -177,6 +177,8 @@ class Header:
         length = self._number("Q", f"the length of {what}")
         if length > longest:
             raise DamagedError(f"{what} is a string of {length} bytes, more than {longest}")
+        if not length and longest == _MAX_NAME:
+            raise DamagedError(f"{what} is empty")
         start = self._take(length, what)
         try:
             return self._data[start : self._at].decode()

@@ -47,7 +47,7 @@ class Weight:
     _source: _Source = field(repr=False, kw_only=True)
 
     def values(self) -> Tensor:
-        """The weight itself, float32.
+        """The weight itself, float32; float32 in the file is a view of it that must not be written to.
 
         Raises:
             UnsupportedModelError: numbers of this type cannot be read.
@@ -102,14 +102,14 @@ def _weight(source: _Source, name: str, shape: torch.Size, tensor: GgufTensor, *
         raise _misshapen(source.file, tensor, tensor.shape, weight)
     if others or tensor.shape != shape:
         return weight
-    rows = torch.from_numpy(source.row_numbers(tensor))
-    if rows.shape != (shape[0], 2) or not torch.equal(rows[:, 1], rows[:, 0] + 1):
+    rows = source.row_numbers(tensor)
+    if rows.shape != (shape[0], 2) or np.any(rows[:, 1] != rows[:, 0] + 1):
         return weight
-    order = rows[:, 0] // 2
-    if torch.equal(order, torch.arange(shape[0])):
+    order, unchanged = rows[:, 0] // 2, np.arange(shape[0])
+    if np.array_equal(order, unchanged):
         return replace(weight, plain=True)
-    if torch.equal(order.sort().values, torch.arange(shape[0])):
-        return replace(weight, plain=True, order=order)
+    if np.array_equal(np.sort(order), unchanged):
+        return replace(weight, plain=True, order=torch.from_numpy(order))
     return weight
 
 

@@ -1,0 +1,152 @@
+"""Small GGUF files: byte by byte, for what no writer would write, and of random models by gguf's own writer."""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+from gguf import GGMLQuantizationType, GGUFValueType
+from transformers import PreTrainedModel
+
+ARCHITECTURE = ("general.architecture", GGUFValueType.STRING, b"llama")
+ROW = 32
+"""Bytes of data: 8 numbers of 32 bits."""
+
+
+def string(data: bytes) -> bytes:
+    return struct.pack("<Q", len(data)) + data
+
+
+def key(name: str, kind: int, value: Any) -> bytes:
+    """A key and its value; bytes of other kinds than strings are taken as they are."""
+    if kind == GGUFValueType.STRING:
+        value = string(value)
+    elif kind == GGUFValueType.UINT32 and not isinstance(value, bytes):
+        value = struct.pack("<I", value)
+    return string(name.encode()) + struct.pack("<I", kind) + value
+
+
+def array(kind: int, count: int, data: bytes = b"") -> bytes:
+    return struct.pack("<IQ", kind, count) + data
+
+
+def tensor(name: str = "a", dims: tuple[int, ...] = (8,), kind: int = 0, offset: int = 0, count: int = -1) -> bytes:
+    head = string(name.encode()) + struct.pack("<I", len(dims) if count < 0 else count)
+    return head + struct.pack(f"<{len(dims)}QIQ", *dims, kind, offset)
+
+
+def composed(
+    *keys: bytes,
+    tensors: tuple[bytes, ...] = (),
+    data: bytes = bytes(ROW),
+    magic: bytes = b"GGUF",
+    version: bytes = struct.pack("<I", 3),
+    num_tensors: int = -1,
+    num_keys: int = -1,
+) -> bytes:
+    """A file with an architecture, `keys` and `tensors`."""
+    keys = (key(*ARCHITECTURE), *keys)
+    counts = (
+        len(tensors) if num_tensors < 0 else num_tensors,
+        len(keys) if num_keys < 0 else num_keys,
+    )
+    head = b"".join([magic, version, struct.pack("<QQ", *counts), *keys, *tensors])
+    return head + bytes(-len(head) % 32) + data
+
+
+LETTERS = [chr(code) for code in range(ord("a"), ord("z") + 1)]
+TOKENS = ["<unk>", "<s>", "</s>", "Ġ", *LETTERS, "th", "the", "an", *(f"<more{i}>" for i in range(31))]
+MERGES = ["t h", "th e", "a n"]
+
+
+def write_model(
+    path: Path,
+    model: PreTrainedModel,
+    arch: str,
+    quantize: int | None = None,
+    rope_factors: np.ndarray | None = None,
+    **keys: Any,
+) -> None:
+    """A GGUF file of a random model, as llama.cpp's converter would write it.
+
+    Args:
+        path: of the file.
+        model: whose weights and config are written.
+        arch: as llama.cpp calls it.
+        quantize: type of the matrices, float32 if None.
+        rope_factors: what wavelengths of RoPE are multiplied with.
+        keys: metadata of the architecture beside the sizes, or instead of them.
+    """
+    config = model.config
+    sizes = {
+        "block_count": config.num_hidden_layers,
+        "context_length": config.max_position_embeddings,
+        "embedding_length": config.hidden_size,
+        "feed_forward_length": config.intermediate_size,
+        "attention.head_count": config.num_attention_heads,
+        "attention.head_count_kv": config.num_key_value_heads,
+    }
+    writer = gguf.GGUFWriter(path, arch)
+    add = {int: writer.add_uint32, float: writer.add_float32, str: writer.add_string}
+    for name, value in (sizes | keys).items():
+        add[type(value)](f"{arch}.{name}", value)
+    write_tokens(writer)
+    number = next(number for number, name in gguf.MODEL_ARCH_NAMES.items() if name == arch)
+    names = gguf.get_tensor_name_map(number, config.num_hidden_layers)
+    for name, weight in model.state_dict().items():
+        if not (name == "lm_head.weight" and config.tie_word_embeddings):
+            for stored_name, values in stored(arch, name, weight.float().numpy(), config, names):
+                add_tensor(writer, stored_name, values, quantize)
+    if rope_factors is not None:
+        writer.add_tensor("rope_freqs.weight", rope_factors.astype(np.float32))
+    finish(writer)
+
+
+def write_tokens(writer: gguf.GGUFWriter) -> None:
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre("default")
+    writer.add_token_list(TOKENS)
+    writer.add_token_types([3] * 3 + [1] * (len(TOKENS) - 3))
+    writer.add_token_merges(MERGES)
+    writer.add_unk_token_id(0)
+    writer.add_bos_token_id(1)
+    writer.add_eos_token_id(2)
+    writer.add_chat_template("{% for message in messages %}{{ message.content }}{% endfor %}")
+
+
+def add_tensor(writer: gguf.GGUFWriter, name: str, values: np.ndarray, quantize: int | None) -> None:
+    if quantize is None or values.ndim < 2:
+        writer.add_tensor(name, np.ascontiguousarray(values, np.float32))
+    else:
+        kind = GGMLQuantizationType(quantize)
+        writer.add_tensor(name, gguf.quants.quantize(values, kind), raw_dtype=kind)
+
+
+def finish(writer: gguf.GGUFWriter) -> None:
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
+def stored(
+    arch: str, name: str, values: np.ndarray, config: Any, names: gguf.TensorNameMap
+) -> Iterator[tuple[str, np.ndarray]]:
+    """What llama.cpp's converter makes of a weight."""
+    if name.endswith("gate_up_proj"):
+        block = f"blk.{name.split('.')[2]}"
+        for half, part in zip(("gate", "up"), np.split(values, 2, axis=1), strict=True):
+            yield f"{block}.ffn_{half}_exps.weight", part
+        return
+    owner, suffix = (name, "weight") if name.endswith("experts.down_proj") else name.rsplit(".", 1)
+    if arch == "llama" and (".q_proj." in name or ".k_proj." in name):
+        heads = config.num_attention_heads if ".q_proj." in name else config.num_key_value_heads
+        halves = values.reshape(heads, 2, -1, *values.shape[1:])
+        values = halves.swapaxes(1, 2).reshape(values.shape)
+    elif arch in ("gemma2", "gemma3", "nemotron") and name.endswith("norm.weight"):
+        values = values + 1
+    yield f"{names.get_name(owner)}.{suffix}", values

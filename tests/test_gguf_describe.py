@@ -1,0 +1,211 @@
+"""What transformers needs beside the weights of a GGUF file: a config and a tokenizer, made once and kept."""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from pathlib import Path
+
+import pytest
+from gguf import GGUFValueType as T
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from transformers import AutoConfig, AutoTokenizer, GenerationConfig
+
+from h2o_stream import H2OStreamError, ModelNotFoundError, UnsupportedModelError
+from h2o_stream.models import gguf_describe
+from h2o_stream.models.find import EMBEDDED_WHEEL, find, fingerprint
+from h2o_stream.models.gguf import GgufFile
+from h2o_stream.models.gguf_describe import described
+from h2o_stream.resources import in_wheel
+from tests.conftest import make_llama
+from tests.gguf_files import MERGES, TOKENS, composed, key, string, write_model
+
+
+@pytest.fixture
+def cache_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setattr(gguf_describe, "cache_folder", lambda: tmp_path / "cache")
+    return tmp_path / "cache" / "gguf"
+
+
+@pytest.fixture(scope="module")
+def small(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("gguf") / "small.gguf"
+    write_model(path, make_llama(), "llama", **{"attention.layer_norm_rms_epsilon": 1e-6, "rope.dimension_count": 8})
+    return path
+
+
+@pytest.fixture(scope="module")
+def embedded_file() -> Path:
+    file = in_wheel(EMBEDDED_WHEEL, ".gguf")
+    assert file is not None, "make test installs it"
+    return Path(str(file.locate()))
+
+
+class TestDescribed:
+    def test_it_is_what_transformers_makes_of_the_file(self, small: Path, cache_folder: Path) -> None:
+        folder = described(GgufFile(small), "small", pytest.fail)
+        assert sorted(path.name for path in folder.iterdir()) == [
+            "chat_template.jinja",
+            "config.json",
+            "generation_config.json",
+            "tokenizer.json",
+            "tokenizer_config.json",
+        ]
+        ours, theirs = (
+            AutoTokenizer.from_pretrained(folder),
+            AutoTokenizer.from_pretrained(small.parent, gguf_file=small.name),
+        )
+        assert len(theirs) == len(TOKENS) + 1, "transformers adds <|endoftext|>, which the model does not have"
+        assert ours.get_vocab() == {token: i for i, token in enumerate(TOKENS)}
+        for part in ("normalizer", "pre_tokenizer", "post_processor", "decoder", "model"):
+            first, second = (json.loads(each.backend_tokenizer.to_str())[part] for each in (ours, theirs))
+            assert first == second
+        assert (ours.bos_token, ours.eos_token, ours.chat_template) == ("<s>", "</s>", theirs.chat_template)
+        assert ours.tokenize("the an") == ["the", "Ġ", "an"]
+        config = AutoConfig.from_pretrained(folder)
+        assert (config.vocab_size, config.num_hidden_layers, config.head_dim) == (64, 2, 8)
+        assert GenerationConfig.from_pretrained(folder).eos_token_id == [2]
+
+    def test_the_embedded_model_takes_little_time_and_space(self, embedded_file: Path, cache_folder: Path) -> None:
+        begun = time.perf_counter()
+        folder = described(GgufFile(embedded_file), "embedded", pytest.fail)
+        assert time.perf_counter() - begun < 3, "0.4 s on a quiet machine; transformers alone takes 7 s"
+        assert sum(path.stat().st_size for path in folder.iterdir()) < 0.05 * embedded_file.stat().st_size
+        tokenizer = AutoTokenizer.from_pretrained(folder)
+        assert tokenizer.decode(tokenizer("It's 2 o'clock.\n")["input_ids"]) == "It's 2 o'clock.\n"
+
+    def test_a_second_start_makes_nothing(
+        self, small: Path, cache_folder: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        first = described(GgufFile(small), "small", pytest.fail)
+        monkeypatch.setattr(gguf_describe, "_describe", lambda *_: pytest.fail("made again"))
+        assert described(GgufFile(small), "small", pytest.fail) == first
+
+    def test_files_of_transformers_beside_it_are_not_taken(
+        self, small: Path, tmp_path: Path, cache_folder: Path
+    ) -> None:
+        (tmp_path / "small.gguf").write_bytes(small.read_bytes())
+        for name in ("config.json", "tokenizer.json", "tokenizer_config.json"):
+            (tmp_path / name).write_text("{}")
+        folder = described(GgufFile(tmp_path / "small.gguf"), "small", pytest.fail)
+        assert len(AutoTokenizer.from_pretrained(folder)) == len(TOKENS)
+
+    def test_two_at_once_make_one(self, small: Path, cache_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        made: list[Path] = []
+
+        def slowly(file: GgufFile, target: Path) -> None:
+            made.append(target)
+            time.sleep(0.3)
+            (target / "config.json").write_text("{}")
+
+        monkeypatch.setattr(gguf_describe, "_describe", slowly)
+        said: list[str] = []
+        found: list[Path] = []
+        threads = [
+            threading.Thread(target=lambda: found.append(described(GgufFile(small), "key", said.append)))
+            for _ in range(3)
+        ]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert (len(set(found)), len(found), len(made)) == (1, 3, 1)
+        assert any("Another program is reading small.gguf" in line for line in said)
+        assert (found[0] / "config.json").exists()
+
+    @pytest.mark.parametrize("error", [OSError(28, "No space left on device"), KeyboardInterrupt()])
+    def test_a_failed_one_leaves_nothing(
+        self, small: Path, cache_folder: Path, monkeypatch: pytest.MonkeyPatch, error: BaseException
+    ) -> None:
+        def fail(file: GgufFile, target: Path) -> None:
+            (target / "config.json").write_text("{}")
+            raise error
+
+        monkeypatch.setattr(gguf_describe, "_describe", fail)
+        expected = KeyboardInterrupt if isinstance(error, KeyboardInterrupt) else H2OStreamError
+        with pytest.raises(expected, match="^$|small.gguf .* No space left on device"):
+            described(GgufFile(small), "key", pytest.fail)
+        assert not [path for path in cache_folder.iterdir() if path.suffix != ".lock"]
+
+    def test_what_a_killed_one_left_is_cleared(self, small: Path, cache_folder: Path) -> None:
+        folder = described(GgufFile(small), "key", pytest.fail)
+        left = cache_folder / f".{folder.name}.abc.partial"
+        left.mkdir()
+        folder.rename(cache_folder / "elsewhere")
+        described(GgufFile(small), "key", pytest.fail)
+        assert not left.exists()
+
+    def test_a_read_only_cache(self, small: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        (tmp_path / "file").write_text("not a folder")
+        monkeypatch.setattr(gguf_describe, "cache_folder", lambda: tmp_path / "file")
+        with pytest.raises(H2OStreamError, match=r"tokenizer of small.gguf could not be written into .*file"):
+            described(GgufFile(small), "key", pytest.fail)
+
+    def test_unknown_architectures(self, tmp_path: Path, cache_folder: Path) -> None:
+        (tmp_path / "new.gguf").write_bytes(composed().replace(b"llama", b"lamma"))
+        with pytest.raises(UnsupportedModelError, match=r"new.gguf cannot be served: .*architecture lamma"):
+            described(GgufFile(tmp_path / "new.gguf"), "key", pytest.fail)
+
+    @pytest.mark.parametrize(
+        ("old", "new"),
+        [
+            (b"tokenizer.ggml.tokens", b"tokenizer.ggml.takens"),
+            (b"tokenizer.ggml.model", b"tokenizer.ggml.madel"),
+            (string(b"th") + string(b"the"), string(b"\xff\xfe") + string(b"the")),
+            (string(MERGES[0].encode()), string(b"t+h")),
+            (string(MERGES[0].encode()), string(b"x!y")),
+            (key("tokenizer.ggml.bos_token_id", T.UINT32, 1), key("tokenizer.ggml.bos_token_id", T.UINT32, 1 << 31)),
+        ],
+    )
+    def test_damaged_metadata(self, small: Path, tmp_path: Path, cache_folder: Path, old: bytes, new: bytes) -> None:
+        content = small.read_bytes()
+        assert old in content
+        (tmp_path / "bad.gguf").write_bytes(content.replace(old, new))
+        with pytest.raises(ModelNotFoundError, match=r"bad.gguf is damaged or not readable as GGUF: .") as error:
+            described(GgufFile(tmp_path / "bad.gguf"), "key", pytest.fail)
+        assert "\n" not in str(error.value)
+        assert not [path for path in cache_folder.iterdir() if path.suffix != ".lock"]
+
+    @pytest.mark.parametrize("name", ["block_count", "attention.head_count", "rope.dimension_count"])
+    @pytest.mark.parametrize("size", [0, 1 << 31])
+    def test_sizes_that_no_tensor_has(
+        self, small: Path, tmp_path: Path, cache_folder: Path, name: str, size: int
+    ) -> None:
+        content, own = small.read_bytes(), GgufFile(small).metadata[f"llama.{name}"]
+        old, new = (key(f"llama.{name}", T.UINT32, number) for number in (own, size))
+        (tmp_path / "bad.gguf").write_bytes(content.replace(old, new))
+        with pytest.raises(ModelNotFoundError, match=rf"bad.gguf .*: llama.{name} is {size}, not a number from 1 to"):
+            described(GgufFile(tmp_path / "bad.gguf"), "key", pytest.fail)
+
+    @settings(max_examples=60, deadline=None)
+    @given(st.data())
+    def test_metadata_that_were_changed(
+        self, small: Path, tmp_path_factory: pytest.TempPathFactory, data: st.DataObject
+    ) -> None:
+        content, folder = bytearray(small.read_bytes()), tmp_path_factory.mktemp("changed")
+        end = content.index(b"token_embd.weight")
+        for _ in range(data.draw(st.integers(1, 3))):
+            content[data.draw(st.integers(24, end))] = data.draw(st.integers(0, 255))
+        (folder / "changed.gguf").write_bytes(content)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(gguf_describe, "cache_folder", lambda: folder)
+            try:
+                assert described(GgufFile(folder / "changed.gguf"), "key", pytest.fail).is_dir()
+            except (ModelNotFoundError, UnsupportedModelError) as error:
+                assert "\n" not in str(error)  # noqa: PT017
+
+
+class TestFind:
+    def test_a_file_is_found_as_it_is(self, small: Path, embedded_file: Path) -> None:
+        assert find(str(small), True, pytest.fail) == str(small)
+        assert find(str(small.parent), True, pytest.fail) == str(small)
+        assert find("smollm2-135m", True, pytest.fail) == str(embedded_file)
+
+    def test_other_content_has_another_fingerprint(self, small: Path, tmp_path: Path) -> None:
+        path = tmp_path / "some.gguf"
+        path.write_bytes(small.read_bytes())
+        before = fingerprint(path)
+        path.write_bytes(small.read_bytes() + b"\0")
+        assert fingerprint(path) != before
