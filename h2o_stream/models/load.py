@@ -15,6 +15,7 @@ from h2o_stream.errors import (
     UnsupportedModelError,
     means_out_of_memory,
 )
+from h2o_stream.models.progress import Listener, ignore
 from h2o_stream.processes import Processes
 from h2o_stream.resources import cache_folder
 from h2o_stream.startup import collector_paused
@@ -38,7 +39,10 @@ class LoadedModel:
 
 
 def load(
-    config: ModelConfig, cache: CacheConfig | None = None, notify: Callable[[str], None] = lambda line: None
+    config: ModelConfig,
+    cache: CacheConfig | None = None,
+    notify: Callable[[str], None] = lambda line: None,
+    progress: Listener = ignore,
 ) -> LoadedModel:
     """Load what `config` names.
 
@@ -46,6 +50,7 @@ def load(
         config: name, dtype and device.
         cache: when given, an architecture it cannot serve is refused before any weight is read.
         notify: told one line about anything that takes long.
+        progress: told how far it has come; may stop it, see `Listener`.
 
     Raises:
         ModelNotFoundError: with what to do about it.

@@ -9,10 +9,11 @@ from dataclasses import asdict, dataclass
 from h2o_stream.cache.support import home_of
 from h2o_stream.config import Settings
 from h2o_stream.engine.engine import Engine
-from h2o_stream.models.load import load
+from h2o_stream.models.load import LoadedModel, load
 from h2o_stream.session.conversation import Conversation
 from h2o_stream.session.records import Records, run_record
 from h2o_stream.ui.interrupts import Interrupts
+from h2o_stream.ui.loading import shown_loading
 from h2o_stream.ui.terminal import Terminal
 
 
@@ -34,9 +35,21 @@ class Started:
 
 
 @contextmanager
-def started(command: str, settings: Settings, terminal: Terminal, records: Records) -> Iterator[Started]:
-    """Open a conversation as `settings` says; leaving the block gives the model back."""
-    loaded = load(settings.model, settings.cache, terminal.note)
+def started(
+    command: str, settings: Settings, terminal: Terminal, records: Records, loaded: LoadedModel | None = None
+) -> Iterator[Started]:
+    """Open a conversation as `settings` says; leaving the block gives the model back.
+
+    Args:
+        command: its name, for the records.
+        settings: of the conversation.
+        terminal: where notes go.
+        records: gets the run's first record.
+        loaded: the model, if it is loaded already.
+    """
+    if loaded is None:
+        with shown_loading(settings.model.model, terminal) as progress:
+            loaded = load(settings.model, settings.cache, terminal.note, progress)
     interrupts = Interrupts()
     with Engine(
         loaded.model,
