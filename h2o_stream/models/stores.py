@@ -110,11 +110,11 @@ def _model_layer(folder: Path, manifest: Path) -> Path | None:
 
 
 def _hub_models() -> Iterator[StoredModel]:
-    from huggingface_hub import scan_cache_dir
+    from huggingface_hub import constants, scan_cache_dir
     from huggingface_hub.errors import CacheNotFound
 
     try:
-        repos = scan_cache_dir().repos
+        repos = scan_cache_dir(constants.HF_HUB_CACHE).repos
     except (CacheNotFound, OSError, ValueError):
         return
     for repo in sorted(repos, key=lambda repo: repo.repo_id):

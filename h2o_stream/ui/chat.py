@@ -13,7 +13,6 @@ from rich.text import Text
 
 from h2o_stream.config import ChatConfig, Settings
 from h2o_stream.engine.events import Finish, Finished, PrefillProgress, Token
-from h2o_stream.models.load import LoadedModel
 from h2o_stream.session.keeper import Keeper, NoFitError
 from h2o_stream.session.recording import Recorder
 from h2o_stream.session.records import Records
@@ -57,11 +56,11 @@ def opened_chat(
     terminal: Terminal,
     records: Records,
     sources: Mapping[str, tuple[Any, str]],
-    loaded: LoadedModel | None = None,
+    ready: Started | None = None,
 ) -> Iterator[Chat]:
-    """A chat that is ready for its first message. Arguments as for `run_chat`; `loaded` is the model if it is there."""
+    """A chat that is ready for its first message. Arguments as for `run_chat`; `ready` is the model if it is there."""
     with (
-        started("h2o-chat", settings, terminal, records, loaded) as ready,
+        started("h2o-chat", settings, terminal, records, ready) as ready,
         Recorder(chat.record, ready.title) as recorder,
         Chat(ready, chat, terminal, records, recorder, sources) as talk,
     ):

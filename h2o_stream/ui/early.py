@@ -31,8 +31,8 @@ from h2o_stream.ui.typing import Typist
 
 if TYPE_CHECKING:
     from h2o_stream.engine.events import Finish
-    from h2o_stream.models.load import LoadedModel
     from h2o_stream.ui.chat import Chat
+    from h2o_stream.ui.start import Started
 
 _FRAME_S = 0.2
 """Between two frames of the toolbar while the model loads: drawing takes time from the imports."""
@@ -44,22 +44,22 @@ _GRACE_S = 2.0
 
 
 class Loader:
-    """Imports torch and transformers and loads a model, in a thread of its own.
+    """Imports torch and transformers and prepares a conversation, in a thread of its own.
 
     Attributes:
-        result: the model, or why there is none.
+        result: the conversation, or why there is none.
         lines: what the user should be told; to be taken out on the left.
 
     Args:
-        settings: which model, and its cache.
+        settings: of the conversation.
         progress: told how far it has come.
     """
 
     def __init__(self, settings: Settings, progress: Listener) -> None:
-        self.result: Future[LoadedModel] = Future()
+        self.result: Future[Started] = Future()
         self.lines: deque[str] = deque()
         self._settings, self._progress = settings, progress
-        self._stop, self._heard = threading.Event(), threading.Event()
+        self._stop, self._at_work = threading.Event(), False
         self._thread = threading.Thread(target=self._load, name=LOADER, daemon=True)
 
     def start(self) -> None:
@@ -67,24 +67,23 @@ class Loader:
         self._thread.start()
 
     def stop(self) -> None:
-        """Give up what is not loaded yet. An import goes on: it cannot be interrupted."""
+        """Give up what is not loaded yet, when its progress is told next. An import goes on: nothing interrupts it."""
         self._stop.set()
-        if self._thread.is_alive() and self._heard.is_set():
+        if self._thread.is_alive() and self._at_work:
             self._thread.join(_GRACE_S)
 
     def _load(self) -> None:
         try:
             with collector_paused():
                 import h2o_stream.ui.chat  # noqa: F401
-                from h2o_stream.models.load import load
+                from h2o_stream.ui.start import prepare
 
-            settings = self._settings
-            self.result.set_result(load(settings.model, settings.cache, self.lines.append, self._listen))
+            self.result.set_result(prepare(self._settings, self.lines.append, self._listen))
         except BaseException as error:  # noqa: BLE001
             self.result.set_exception(error)
 
     def _listen(self, progress: Progress) -> None:
-        self._heard.set()
+        self._at_work = progress.done < progress.total
         if self._stop.is_set():
             raise KeyboardInterrupt
         self._progress(progress)
@@ -155,10 +154,10 @@ class EarlyChat:
 
     def _open(self) -> None:
         self._print_lines()
-        loaded = self._loader.result.result()
+        ready = self._loader.result.result()
         from h2o_stream.ui.chat import opened_chat
 
-        self._talk = self._stack.enter_context(opened_chat(*self._opened_with, loaded))
+        self._talk = self._stack.enter_context(opened_chat(*self._opened_with, ready))
 
     def _toolbar(self) -> FormattedText:
         if self._talk is not None:

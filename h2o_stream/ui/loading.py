@@ -47,7 +47,7 @@ class LoadingLine:
     def text(self, width: int) -> str:
         """What is going on, in at most `width` columns: words, a bar if it fits, the time left."""
         progress = self._latest
-        if progress is None:
+        if progress is None or progress.done >= progress.total:
             return f"Loading {self._name} ... {time.monotonic() - self._begun:.0f} s"[:width]
         start, end = f"{progress.what.capitalize()} {self._name}  {share(progress.done, progress.total)} ", self._left()
         least, most = _BAR

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 
 from h2o_stream.cache.support import home_of
 from h2o_stream.config import Settings
 from h2o_stream.engine.engine import Engine
-from h2o_stream.models.load import LoadedModel, load
+from h2o_stream.models.load import load
+from h2o_stream.models.progress import Listener
 from h2o_stream.session.conversation import Conversation
 from h2o_stream.session.records import Records, run_record
 from h2o_stream.ui.interrupts import Interrupts
@@ -34,9 +35,28 @@ class Started:
     title: str
 
 
+def prepare(settings: Settings, notify: Callable[[str], None], progress: Listener) -> Started:
+    """Load a model and open a conversation on it, in any thread; needs no terminal. Arguments as for `load`."""
+    loaded = load(settings.model, settings.cache, notify, progress)
+    interrupts = Interrupts()
+    engine = Engine(
+        loaded.model,
+        loaded.tokenizer,
+        settings.cache,
+        settings.sampling,
+        settings.at_context,
+        interrupts,
+        settings.engine,
+    )
+    plan = engine.cache.plan
+    window = f" · window {plan.window} · {plan.positions}" if plan.window else ""
+    title = f"{loaded.name} · {plan.policy}{window}"
+    return Started(Conversation(engine, settings.system, loaded.stops), interrupts, loaded.name, title)
+
+
 @contextmanager
 def started(
-    command: str, settings: Settings, terminal: Terminal, records: Records, loaded: LoadedModel | None = None
+    command: str, settings: Settings, terminal: Terminal, records: Records, ready: Started | None = None
 ) -> Iterator[Started]:
     """Open a conversation as `settings` says; leaving the block gives the model back.
 
@@ -45,36 +65,26 @@ def started(
         settings: of the conversation.
         terminal: where notes go.
         records: gets the run's first record.
-        loaded: the model, if it is loaded already.
+        ready: what `prepare` made, if it did already.
     """
-    if loaded is None:
+    if ready is None:
         with shown_loading(settings.model.model, terminal) as progress:
-            loaded = load(settings.model, settings.cache, terminal.note, progress)
-    interrupts = Interrupts()
-    with Engine(
-        loaded.model,
-        loaded.tokenizer,
-        settings.cache,
-        settings.sampling,
-        settings.at_context,
-        interrupts,
-        settings.engine,
-    ) as engine:
+            ready = prepare(settings, terminal.note, progress)
+    engine = ready.conversation.engine
+    with engine:
         plan = engine.cache.plan
         records.write(
             run_record(
                 command,
-                model=loaded.name,
+                model=ready.name,
                 policy=plan.policy,
                 window=plan.window or None,
                 cache=asdict(plan),
-                dtype=str(loaded.model.dtype).removeprefix("torch."),
-                device=str(home_of(loaded.model)),
+                dtype=str(engine.model.dtype).removeprefix("torch."),
+                device=str(home_of(engine.model)),
                 sampling=asdict(settings.sampling),
                 seed=engine.sampler.seed,
             )
         )
         terminal.detail(f"steps: {engine.cache.engine_note}")
-        window = f" · window {plan.window} · {plan.positions}" if plan.window else ""
-        title = f"{loaded.name} · {plan.policy}{window}"
-        yield Started(Conversation(engine, settings.system, loaded.stops), interrupts, loaded.name, title)
+        yield ready
