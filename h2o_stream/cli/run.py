@@ -117,15 +117,20 @@ def reporting(command: str, debug: bool) -> Iterator[None]:
         raise typer.Exit(WRONG_USAGE if isinstance(error, ConfigError) else FAILED) from None
 
 
-def open_terminal(output: OutputOptions) -> Terminal:
-    """Where output goes; the libraries, which must not be imported yet, are told to be quiet and small."""
+def open_terminal(output: OutputOptions, bars: bool = False) -> Terminal:
+    """Where output goes; the libraries, which must not be imported yet, are told to be quiet and small.
+
+    Args:
+        output: what is written where.
+        bars: whether libraries draw bars of their own on a live terminal.
+    """
     from h2o_stream.ui.terminal import Terminal
 
     terminal = Terminal(
         output.color, output.quiet, replies=output.jsonl != "-" and Processes().main, verbose=output.verbose
     )
     bound_kernel_caches()
-    quieten_libraries(progress=terminal.live and not output.quiet, warnings=output.verbose)
+    quieten_libraries(progress=bars and terminal.live and not output.quiet, warnings=output.verbose)
     return terminal
 
 

