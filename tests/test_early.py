@@ -43,6 +43,7 @@ class Early:
         self.keys, self.said, self.noted = keys, [], []
         self.loaded = threading.Event()
         self.error: Exception | None = None
+        self.times_opened = 0
         self.opened_in: threading.Thread | None = None
         monkeypatch.setattr(h2o_stream.ui.start, "prepare", self._prepare)
         monkeypatch.setattr(h2o_stream.ui.chat, "opened_chat", self._opened)
@@ -59,6 +60,7 @@ class Early:
     @contextmanager
     def _opened(self, *given: object) -> Iterator[Any]:
         self.opened_in = threading.current_thread()
+        self.times_opened += 1
 
         def run(messages: Iterator[str]) -> None:
             self.said = list(messages)
@@ -112,6 +114,22 @@ class TestEarlyChat:
         early.later(early.loaded.set, lambda: None, lambda: early.keys.send_text("lp\r\x04"))
         early.run()
         assert early.said == ["/help"]
+
+    @pytest.mark.parametrize("editing_s", [0, 1])
+    def test_an_editor_is_left_alone(
+        self, early: Early, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, editing_s: int
+    ) -> None:
+        editor = tmp_path / "editor"
+        editor.write_text(f'#!/bin/sh\nsleep {editing_s}\nprintf "from the editor" > "$1"\n')
+        editor.chmod(0o755)
+        monkeypatch.setenv("VISUAL", str(editor))
+        early.keys.send_text("draft\x18\x05")
+        early.later(
+            lambda: None, early.loaded.set, *[lambda: None] * (4 * editing_s), lambda: early.keys.send_text("\x04")
+        )
+        early.run()
+        assert early.said == ["from the editor"]
+        assert early.times_opened == 1
 
     @pytest.mark.parametrize("typed", ["", "hello", "hello\r"])
     def test_ctrl_c_leaves_at_once(self, early: Early, typed: str) -> None:

@@ -60,7 +60,9 @@ class Typist:
             vi_mode=vim,
         )
         self._session.app.terminal_size_polling_interval = None  # SIGWINCH says so; an idle prompt sleeps
-        self._session.default_buffer.on_text_changed += self._edited
+        buffer = self._session.default_buffer
+        buffer.on_text_changed += self._edited
+        self._send, buffer.accept_handler = buffer.accept_handler, self._accept
 
     @property
     def draft(self) -> str:
@@ -103,6 +105,13 @@ class Typist:
         if self.held:
             self._session.default_buffer.validate_and_handle()
 
+    def _accept(self, buffer: Buffer) -> bool:
+        """What Enter does, or leaving the editor; returns whether the text stays."""
+        if self._beside is None and self._send is not None:
+            return self._send(buffer)
+        self.held = bool(buffer.text.strip())
+        return True
+
     def _edited(self, buffer: Buffer) -> None:
         self.held = False
 
@@ -114,8 +123,6 @@ class Typist:
             buffer = event.current_buffer
             if buffer.text.lstrip().startswith(QUOTES) and buffer.text.count(QUOTES) % 2:
                 buffer.insert_text("\n")
-            elif self._beside is not None:
-                self.held = bool(buffer.text.strip())
             else:
                 buffer.validate_and_handle()
 
