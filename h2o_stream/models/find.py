@@ -54,9 +54,9 @@ def gguf_file(name: str) -> Path | None:
     if name == DEFAULT_MODEL:
         file = in_wheel(EMBEDDED_WHEEL, ".gguf")
         return Path(str(file.locate())) if file else None
-    path = Path(name).expanduser()
+    path = ollama_file(name) or Path(name).expanduser()
     files = sorted(path.glob("*.gguf")) if path.is_dir() else [path]
-    return files[0] if len(files) == 1 and files[0].is_file() and files[0].suffix == ".gguf" else None
+    return files[0] if len(files) == 1 and is_gguf(files[0]) else None
 
 
 def _embedded(notify: Callable[[str], None]) -> Path:

@@ -104,7 +104,7 @@ def _model_layer(folder: Path, manifest: Path) -> Path | None:
         if isinstance(layer, dict) and layer.get("mediaType") == _MODEL_LAYER:
             digest = _DIGEST.fullmatch(str(layer.get("digest")))
             file = folder / "blobs" / f"sha256-{digest[1]}" if digest else None
-            if file and _starts_as_gguf(file):
+            if file and is_gguf(file):
                 return file
     return None
 
@@ -136,23 +136,17 @@ def _hub_models() -> Iterator[StoredModel]:
 def _lm_studio_models() -> Iterator[StoredModel]:
     for folder in (Path.home() / ".lmstudio" / "models", Path.home() / ".cache" / "lm-studio" / "models"):
         for path in sorted(folder.rglob("*.gguf")):
-            if not _NOT_ALONE.search(path.name) and _starts_as_gguf(path):
+            if not _NOT_ALONE.search(path.name) and is_gguf(path):
                 yield StoredModel(str(path), _size(path), "LM Studio")
 
 
 def is_gguf(path: Path) -> bool:
-    """Whether a file begins as GGUF files do, whatever it is called.
-
-    Raises:
-        OSError: it cannot be read.
-    """
-    with path.open("rb") as file:
-        return file.read(4) == b"GGUF"
-
-
-def _starts_as_gguf(path: Path) -> bool:
+    """Whether this is a file that can be read and begins as GGUF files do, whatever it is called."""
     try:
-        return path.is_file() and is_gguf(path)
+        if not path.is_file():
+            return False
+        with path.open("rb") as file:
+            return file.read(4) == b"GGUF"
     except OSError:
         return False
 
