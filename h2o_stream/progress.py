@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
 class Progress:
-    """How far something has come. Whoever is told may raise KeyboardInterrupt to end it: nothing is left half done.
+    """How far something has come.
 
     Attributes:
-        what: ``reading``, ``packing`` or ``measuring``.
-        done: bytes; of ``measuring`` layers.
-        total: the same.
+        what: ``downloading``, ``reading``, ``packing``, ``writing`` or ``measuring``.
+        done: bytes that are behind us; of ``measuring`` layers.
+        total: bytes in all, or layers.
     """
 
     what: str
@@ -20,5 +21,13 @@ class Progress:
     total: int
 
 
+Listener = Callable[[Progress], None]
+"""Told about progress, from the thread that works. It must return at once.
+
+It raises KeyboardInterrupt when the user has left: whoever writes files calls it several times a second, and removes
+what is half written when it raises.
+"""
+
+
 def ignore(progress: Progress) -> None:
-    """For work that nobody watches."""
+    """The listener that does nothing."""

@@ -7,6 +7,9 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+LOADER = "h2o-loader"
+"""Name of a thread that imports and loads."""
+
 
 @contextmanager
 def collector_paused() -> Iterator[None]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import get_args
 
@@ -18,7 +18,7 @@ from h2o_stream.cache.support import check_supported, home_of, layer_specs, lear
 from h2o_stream.cache.window import H2OCache
 from h2o_stream.config import CacheConfig, EngineChoice
 from h2o_stream.errors import ConfigError, H2OStreamError
-from h2o_stream.progress import Progress, ignore
+from h2o_stream.progress import Listener, ignore
 
 
 @contextmanager
@@ -27,7 +27,7 @@ def attach(
     config: CacheConfig | None = None,
     *,
     engine: EngineChoice = "auto",
-    progress: Callable[[Progress], None] = ignore,
+    progress: Listener = ignore,
 ) -> Iterator[H2OCache | FullCache]:
     """Let `model` keep only what `config` says, under ``generate``, pipelines and plain forwards.
 
@@ -67,9 +67,7 @@ def attach(
         model.set_attn_implementation(previous)
 
 
-def build_cache(
-    model: PreTrainedModel, config: CacheConfig, progress: Callable[[Progress], None]
-) -> H2OCache | FullCache:
+def build_cache(model: PreTrainedModel, config: CacheConfig, progress: Listener) -> H2OCache | FullCache:
     """The cache `config` asks for, sized for `model`."""
     plan = check_supported(type(model), model.config, config)
     digest = functools.partial(model_digest, model)

@@ -11,7 +11,7 @@ import hashlib
 import json
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
@@ -31,7 +31,7 @@ from h2o_stream.cache.state import model_digest
 from h2o_stream.cache.support import home_of, size_of
 from h2o_stream.cache.window import LayerSpec
 from h2o_stream.config import CachePlan
-from h2o_stream.progress import Progress, ignore
+from h2o_stream.progress import Listener, Progress, ignore
 from h2o_stream.resources import cache_folder
 
 _PERIOD = 256
@@ -59,9 +59,7 @@ _measured: dict[str, Tensor] = {}
 """What `_attention_to_copy` gave, by model, for the life of the process."""
 
 
-def shared_out(
-    model: PreTrainedModel, specs: Sequence[LayerSpec], progress: Callable[[Progress], None] = ignore
-) -> list[LayerSpec]:
+def shared_out(model: PreTrainedModel, specs: Sequence[LayerSpec], progress: Listener = ignore) -> list[LayerSpec]:
     """The specs with the share of the slots that the heads of each layer should have.
 
     Of what a head attends to sharply, a window of w tokens misses a part that falls about as 1/w. The least is missed
@@ -112,7 +110,7 @@ def _grouped(shares: Sequence[float]) -> tuple[HeadGroup, ...]:
     return tuple(HeadGroup(tuple(sorted(part)), round(16 * fmean(shares[i] for i in part)) / 16) for part in parts)
 
 
-def _known(model: PreTrainedModel, hidden_from: Sequence[int | None], progress: Callable[[Progress], None]) -> Tensor:
+def _known(model: PreTrainedModel, hidden_from: Sequence[int | None], progress: Listener) -> Tensor:
     """`_attention_to_copy`, from memory or from the user's cache folder if it was measured before."""
     key = f"{model_digest(model)} {model.dtype} {list(hidden_from)} {_PERIOD} {_rows(model)}"
     if key in _measured:
@@ -141,7 +139,7 @@ def _rows(model: PreTrainedModel) -> int:
 
 @torch.no_grad()
 def _attention_to_copy(
-    model: PreTrainedModel, hidden_from: Sequence[int | None], progress: Callable[[Progress], None] = ignore
+    model: PreTrainedModel, hidden_from: Sequence[int | None], progress: Listener = ignore
 ) -> Tensor:
     """[layers, Hkv]: the part of its attention that a head gives to the present token's last place and the next.
 

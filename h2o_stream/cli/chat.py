@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -20,11 +20,17 @@ from h2o_stream.cli.options import (
     shown_and_left,
     takes,
 )
-from h2o_stream.config import ChatConfig
+from h2o_stream.config import ChatConfig, ModelConfig
 from h2o_stream.errors import ConfigError
 from h2o_stream.session.records import Records
 
+if TYPE_CHECKING:
+    from h2o_stream.ui.terminal import Terminal
+
 app = run.app("H2O")
+
+_ENDLESS = 10_000
+"""Columns of a page that is no terminal."""
 
 
 def _list_prompts(wanted: bool) -> None:
@@ -48,6 +54,43 @@ def _list_sessions(wanted: bool) -> None:
         from h2o_stream.ui.terminal import Terminal
 
         Terminal().page.print(sessions_table())
+        raise typer.Exit
+
+
+def _list_models(wanted: bool) -> None:
+    if wanted:
+        from h2o_stream.models.kept import embedded_models, kept_bytes, kept_folders
+        from h2o_stream.models.stores import stored_models
+        from h2o_stream.resources import cache_folder
+        from h2o_stream.ui.figures import size
+        from h2o_stream.ui.tables import models_table
+        from h2o_stream.ui.terminal import Terminal
+
+        with run.reporting("h2o-chat", debug=False):
+            terminal = Terminal()
+            if not terminal.page.is_terminal:
+                terminal.page.width = _ENDLESS  # a name a line, for scripts
+            terminal.page.print(models_table([*embedded_models(), *stored_models()], kept_folders()))
+            terminal.note(f"h2o_stream keeps {size(kept_bytes())} in {cache_folder()}", style="dim")
+        raise typer.Exit
+
+
+def _kept_names() -> list[str]:
+    from h2o_stream.models.kept import kept_folders
+
+    return [folder.names[0] for folder in kept_folders()]
+
+
+def _forget(name: str | None) -> None:
+    if name is not None:
+        from h2o_stream.models.kept import forget
+        from h2o_stream.ui.figures import size
+        from h2o_stream.ui.terminal import Terminal
+
+        with run.reporting("h2o-chat", debug=False):
+            terminal, gone = Terminal(), forget(name)
+            for folder in gone:
+                terminal.note(f"removed {folder.path} ({folder.content}), {size(folder.nbytes)}")
         raise typer.Exit
 
 
@@ -89,6 +132,20 @@ class ChatOptions:
         bool, shown_and_left("--list-prompts", _list_prompts, help="List the named prompts and leave.")
     ] = False
     sessions: Annotated[bool, shown_and_left("--sessions", _list_sessions, help="List the sessions and leave.")] = False
+    models: Annotated[
+        bool, shown_and_left("--models", _list_models, help="List the models on this machine and leave.")
+    ] = False
+    forget: Annotated[
+        str | None,
+        option(
+            "Output",
+            "--forget",
+            help="Remove what h2o_stream keeps of a model and leave; see --models.",
+            is_eager=True,
+            callback=_forget,
+            autocompletion=one_of_these(_kept_names),
+        ),
+    ] = None
 
     def config(self) -> ChatConfig:
         """The checked settings behind the options.
@@ -123,9 +180,22 @@ def chat(chat: ChatOptions, talk: ConversationOptions, output: OutputOptions, in
             raise ConfigError("--tensor-parallel answers --prompt and --prompt-file, without --session and --record")
         output = run.speaking(output)
         with Records(output.jsonl) as records:
-            with run.loading(settings.model, output) as terminal:
-                from h2o_stream.ui.chat import run_chat
-            run.leave(run_chat(settings, config, terminal, records, invocation.sources()))
+            terminal = run.open_terminal(output)
+            if _can_start_early(settings.model, config, output, terminal):
+                from h2o_stream.ui.early import EarlyChat
+
+                with EarlyChat(settings, config, terminal, records, invocation.sources()) as early:
+                    finish = early.run()
+            else:
+                with run.loading(settings.model, terminal):
+                    from h2o_stream.ui.chat import run_chat
+                finish = run_chat(settings, config, terminal, records, invocation.sources())
+            run.leave(finish)
+
+
+def _can_start_early(model: ModelConfig, chat: ChatConfig, output: OutputOptions, terminal: Terminal) -> bool:
+    """Whether somebody can type while the model loads; DeepSpeed wants the main thread."""
+    return terminal.interactive and terminal.live and chat.prompt is None and output.jsonl != "-" and not model.zero
 
 
 def _export(session: str, path: Path) -> None:

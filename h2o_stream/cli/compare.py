@@ -206,7 +206,8 @@ def _show(make: Make, model: ModelConfig, out: Path | None, output: OutputOption
 
 
 def _run(make: Make, model: ModelConfig, out: Path | None, output: OutputOptions, records: Records) -> None:
-    with run.loading(model, output) as terminal:
+    terminal = run.open_terminal(output, bars=True)
+    with run.loading(model, terminal):
         from h2o_stream.ui.comparison import show
 
         comparison = make()

@@ -79,7 +79,7 @@ class ModelOptions:
 
     model: Annotated[
         str,
-        _model("-m", "--model", help="smollm2-135m, a Hub id, a local folder, a .gguf file or repo:file.gguf."),
+        _model("-m", "--model", help="smollm2-135m, a Hub id, a folder, a .gguf file, repo:file.gguf or ollama:name."),
     ] = DEFAULT_MODEL
     dtype: Annotated[
         str,

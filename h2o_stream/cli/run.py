@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import sys
+import threading
 import tomllib
 import traceback
 from collections.abc import Iterator
@@ -18,7 +19,7 @@ from h2o_stream.errors import ConfigError, H2OStreamError
 from h2o_stream.memory import bound_kernel_caches
 from h2o_stream.processes import Processes
 from h2o_stream.resources import config_file
-from h2o_stream.startup import collector_paused, quieten_libraries
+from h2o_stream.startup import LOADER, collector_paused, quieten_libraries
 
 if TYPE_CHECKING:
     from h2o_stream.cli.options import OutputOptions
@@ -50,7 +51,19 @@ def main(command: str, app: typer.Typer) -> None:
         print(f"{command}: {error}", file=sys.stderr)  # noqa: T201
         sys.exit(WRONG_USAGE)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(TERMINATED))  # so that a terminal is left as it was
-    app(default_map=given)
+    try:
+        app(default_map=given)
+    except SystemExit as left:
+        _leave_loader(left.code)
+        raise
+
+
+def _leave_loader(code: str | int | None) -> None:
+    """End the process here if its loader was left in an import: that cannot be interrupted, nor waited for."""
+    if any(thread.name == LOADER for thread in threading.enumerate()):
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code if isinstance(code, int) else FAILED if code else 0)
 
 
 def file_options(command: str, described: Any) -> dict[str, Any]:
@@ -104,19 +117,29 @@ def reporting(command: str, debug: bool) -> Iterator[None]:
         raise typer.Exit(WRONG_USAGE if isinstance(error, ConfigError) else FAILED) from None
 
 
-@contextmanager
-def loading(model: ModelConfig, output: OutputOptions) -> Iterator[Terminal]:
-    """For the imports that bring torch and transformers: says what is going on and makes them quick and quiet."""
+def open_terminal(output: OutputOptions, bars: bool = False) -> Terminal:
+    """Where output goes; the libraries, which must not be imported yet, are told to be quiet and small.
+
+    Args:
+        output: what is written where.
+        bars: whether libraries draw bars of their own on a live terminal.
+    """
     from h2o_stream.ui.terminal import Terminal
 
     terminal = Terminal(
         output.color, output.quiet, replies=output.jsonl != "-" and Processes().main, verbose=output.verbose
     )
     bound_kernel_caches()
-    quieten_libraries(progress=terminal.live and not output.quiet, warnings=output.verbose)
+    quieten_libraries(progress=bars and terminal.live and not output.quiet, warnings=output.verbose)
+    return terminal
+
+
+@contextmanager
+def loading(model: ModelConfig, terminal: Terminal) -> Iterator[None]:
+    """For the imports that bring torch and transformers: says what is going on and makes them quick."""
     terminal.note(f"Loading {model.model} ...", style="dim")
     with collector_paused():
-        yield terminal
+        yield
 
 
 def speaking(output: OutputOptions) -> OutputOptions:

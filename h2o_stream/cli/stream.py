@@ -88,7 +88,8 @@ def stream(replay: ReplayOptions, talk: ConversationOptions, output: OutputOptio
             raise ConfigError("--tensor-parallel goes without --record and --compare; leave them out")
         output = run.speaking(output)
         with Records(output.jsonl) as records:
-            with run.loading(settings.model, output) as terminal:
+            terminal = run.open_terminal(output)
+            with run.loading(settings.model, terminal):
                 from h2o_stream.ui.panes import compare_policies
                 from h2o_stream.ui.replay import replay_questions
             if policies:

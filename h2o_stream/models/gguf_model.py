@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from math import prod
 from typing import Any
@@ -19,7 +18,7 @@ from h2o_stream.models.precision import TIGHT, readable
 from h2o_stream.models.quantize import PackedConfig, packable
 from h2o_stream.native.abi import MatrixKind
 from h2o_stream.native.packing import GGUF_KINDS, fits, pack, repack, tiles_shape
-from h2o_stream.progress import Progress
+from h2o_stream.progress import Listener, Progress
 
 
 @dataclass(frozen=True)
@@ -48,7 +47,7 @@ class _Place:
 
 
 def weights_as_they_are(
-    file: GgufFile, skeleton: Any, dtype: torch.dtype, progress: Callable[[Progress], None]
+    file: GgufFile, skeleton: Any, dtype: torch.dtype, progress: Listener
 ) -> tuple[dict[str, Tensor], PackedConfig]:
     """The weights of a GGUF file for `from_pretrained`: matrices in blocks as tiles, all others in `dtype`.
 
@@ -102,9 +101,7 @@ def _tiles(file: GgufFile, weight: Weight, kind: MatrixKind, pages: Pages) -> Te
     return pack(weight.values().contiguous(), kind, tiles)
 
 
-def weights_in(
-    file: GgufFile, skeleton: Any, dtype: torch.dtype, progress: Callable[[Progress], None]
-) -> dict[str, Tensor]:
+def weights_in(file: GgufFile, skeleton: Any, dtype: torch.dtype, progress: Listener) -> dict[str, Tensor]:
     """The weights of a GGUF file for `from_pretrained`, all as floating numbers of `dtype`; see above."""
     found, weights, done = list(model_weights(file, skeleton)), dict[str, Tensor](), 0
     total = sum(weight.tensor.nbytes for weight in found)

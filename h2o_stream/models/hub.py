@@ -5,13 +5,35 @@ HF_HOME, HF_TOKEN, HF_ENDPOINT and HF_HUB_OFFLINE work as everywhere: huggingfac
 
 from __future__ import annotations
 
+import io
 from pathlib import Path
+from typing import Any
 
 from h2o_stream.config import DEFAULT_MODEL
 from h2o_stream.errors import ModelNotFoundError
+from h2o_stream.progress import Listener, Progress, ignore
 
 
-def fetch(repo: str, file: str, offline: bool) -> Path:
+def download_bars(progress: Listener) -> type[Any]:
+    """A class for ``tqdm_class`` of huggingface_hub and transformers that tells `progress` the sum of its bars."""
+    from tqdm import tqdm
+
+    bars: dict[int, tuple[int, int]] = {}
+
+    class Bar(tqdm):
+        def __init__(self, *args: Any, **more: Any) -> None:
+            super().__init__(*args, **{**more, "file": io.StringIO(), "disable": False, "leave": False})
+
+        def display(self, *_: Any, **__: Any) -> None:
+            if self.unit == "B":
+                bars[id(self)] = int(self.n), int(self.total or self.n)
+                done, total = map(sum, zip(*bars.values(), strict=True))
+                progress(Progress("downloading", done, total))
+
+    return Bar
+
+
+def fetch(repo: str, file: str, offline: bool, progress: Listener = ignore) -> Path:
     """Download one file of a model repository, or find it in the local cache.
 
     Raises:
@@ -21,7 +43,7 @@ def fetch(repo: str, file: str, offline: bool) -> Path:
 
     offline = offline or constants.HF_HUB_OFFLINE
     try:
-        return Path(hf_hub_download(repo, file, local_files_only=offline))
+        return Path(hf_hub_download(repo, file, local_files_only=offline, tqdm_class=download_bars(progress)))
     except errors.GatedRepoError as error:
         raise ModelNotFoundError(
             f"{repo} is gated: accept its licence at {constants.ENDPOINT}/{repo} and set HF_TOKEN "

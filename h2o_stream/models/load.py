@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -29,8 +29,9 @@ from h2o_stream.models.find import find, fingerprint
 from h2o_stream.models.gguf import GgufFile
 from h2o_stream.models.gguf_describe import described
 from h2o_stream.models.gguf_model import weights_as_they_are, weights_in
-from h2o_stream.models.hub import fetch
-from h2o_stream.models.kept import folder_of, keep
+from h2o_stream.models.hub import download_bars, fetch
+from h2o_stream.models.kept import lock_of
+from h2o_stream.models.packed_folder import folder_of, keep
 from h2o_stream.models.pages import into_large_pages
 from h2o_stream.models.precision import Precision, WeightSizes, choose
 from h2o_stream.models.quantize import PackedConfig, with_dtype
@@ -38,7 +39,7 @@ from h2o_stream.models.templates import FALLBACK_STOPS, FALLBACK_TEMPLATE
 from h2o_stream.models.zero import ZeroInference
 from h2o_stream.native import library
 from h2o_stream.processes import Processes
-from h2o_stream.progress import Progress, ignore
+from h2o_stream.progress import Listener, Progress, ignore
 from h2o_stream.resources import cache_folder
 from h2o_stream.startup import collector_paused
 
@@ -64,7 +65,7 @@ def load(
     config: ModelConfig,
     cache: CacheConfig | None = None,
     notify: Callable[[str], None] = lambda line: None,
-    progress: Callable[[Progress], None] = ignore,
+    progress: Listener = ignore,
 ) -> LoadedModel:
     """Load what `config` names.
 
@@ -72,7 +73,7 @@ def load(
         config: name, dtype and device.
         cache: when given, an architecture it cannot serve is refused before any weight is read.
         notify: told one line about anything that takes long, and about what the user did not choose.
-        progress: told how far reading has come.
+        progress: told how far it has come; may stop it, see `Listener`.
 
     Raises:
         ModelNotFoundError: with what to do about it.
@@ -81,7 +82,7 @@ def load(
         OutOfMemoryError: the weights do not fit into the memory that is free.
     """
     with collector_paused():
-        source = find(config.model, config.offline, notify)
+        source = find(config.model, config.offline, progress)
         try:
             return _Loader(config, source, notify, progress).load(cache)
         except (H2OStreamError, KeyboardInterrupt):
@@ -112,12 +113,13 @@ class _Loader:
         config: ModelConfig,
         source: str,
         notify: Callable[[str], None],
-        progress: Callable[[Progress], None],
+        progress: Listener,
     ) -> None:
         disable_progress_bar()  # ours is drawn in its place
         self._config, self._notify, self._progress = config, notify, progress
         self._file, self._source = _files(source, notify)
         self._local = {"local_files_only": True} if config.offline else {}
+        self._bars = {"tqdm_class": download_bars(progress)}
         self._device = device_of(config.device)
         self._described = AutoConfig.from_pretrained(self._source, **self._local)
 
@@ -186,7 +188,7 @@ class _Loader:
             weights = weights_in(self._file, skeleton, dtype, self._progress)
             return self._filled(weights, dtype=dtype, **place)
         with self._reported("reading"):
-            return self._class.from_pretrained(self._source, dtype=dtype, **place, **self._local)
+            return self._class.from_pretrained(self._source, dtype=dtype, **self._bars, **place, **self._local)
 
     def _as_the_file_has_it(self, file: GgufFile, skeleton: Any) -> Any:
         """With the packed weights of a GGUF file."""
@@ -202,15 +204,15 @@ class _Loader:
             return self._filled(weights, dtype=precision.dtype, quantization_config=PackedConfig(quantize))
         folder = Path(source) if Path(source).is_dir() else fetch(source, "config.json", self._config.offline).parent
         kept = folder_of(name, folder, quantize)
-        if kept.exists():
-            model = self._class.from_pretrained(kept, dtype=precision.dtype)
-        else:
-            with self._reported("packing"):
-                model = self._class.from_pretrained(
-                    source, dtype="auto", quantization_config=PackedConfig(quantize), **self._local
-                )
-            with_dtype(model, precision.dtype)
-            keep(model, kept, name, folder, self._notify)
+        with suppress(OSError), lock_of(kept):
+            if kept.exists():
+                return self._class.from_pretrained(kept, dtype=precision.dtype)
+        with self._reported("packing"):
+            model = self._class.from_pretrained(
+                source, dtype="auto", quantization_config=PackedConfig(quantize), **self._bars, **self._local
+            )
+        with_dtype(model, precision.dtype)
+        keep(model, kept, name, folder, self._notify, self._progress)
         return model
 
     def _filled(self, weights: dict[str, Any], **how: Any) -> Any:
@@ -237,6 +239,7 @@ class _Loader:
                 self._progress(Progress(what, min(done, total), total))
                 yield item
                 done += sizes.get(item[0], 0)
+            self._progress(Progress(what, total, total))
 
         previous = set_tqdm_hook(hook)
         try:
@@ -280,7 +283,7 @@ def load_tokenizer(config: ModelConfig, notify: Callable[[str], None] = lambda l
         ModelNotFoundError: with what to do about it.
     """
     with collector_paused():
-        _, source = _files(find(config.model, config.offline, notify), notify)
+        _, source = _files(find(config.model, config.offline), notify)
         local = {"local_files_only": True} if config.offline else {}
         try:
             return AutoTokenizer.from_pretrained(source, **local)

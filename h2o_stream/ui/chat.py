@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, closing
+from contextlib import ExitStack, closing, contextmanager
 from typing import Any
 
 import psutil
@@ -19,7 +19,8 @@ from h2o_stream.session.records import Records
 from h2o_stream.session.report import RunReport
 from h2o_stream.session.sessions import Header
 from h2o_stream.session.turn import Turn
-from h2o_stream.ui.commands import COMMANDS, Commands, is_command
+from h2o_stream.ui.command_list import COMMANDS, is_command
+from h2o_stream.ui.commands import Commands
 from h2o_stream.ui.figures import bar, speed, status, turn_line
 from h2o_stream.ui.reply import MarkdownReply, PlainReply, Reply
 from h2o_stream.ui.start import Started, started
@@ -44,13 +45,29 @@ def run_chat(
     Returns:
         Why the last reply ended if it was the end of the chat too; None when the user left.
     """
+    with opened_chat(settings, chat, terminal, records, sources) as talk:
+        return talk.run()
+
+
+@contextmanager
+def opened_chat(
+    settings: Settings,
+    chat: ChatConfig,
+    terminal: Terminal,
+    records: Records,
+    sources: Mapping[str, tuple[Any, str]],
+    ready: Started | None = None,
+) -> Iterator[Chat]:
+    """A chat that is ready for its first message. Arguments as for `run_chat`; `ready` is the model if it is there."""
     with (
-        started("h2o-chat", settings, terminal, records) as ready,
+        started("h2o-chat", settings, terminal, records, ready) as ready,
         Recorder(chat.record, ready.title) as recorder,
         Chat(ready, chat, terminal, records, recorder, sources) as talk,
     ):
         talk.open_session()
-        return talk.run()
+        if chat.prompt is None:
+            terminal.note(f"{ready.title}. /help lists the commands, Ctrl-D leaves.", style="dim")
+        yield talk
 
 
 _ANSI = {"bright_black": "ansibrightblack"}
@@ -93,12 +110,15 @@ class Chat:
         self.keeper.close()
         self._records.write(self.report.record())
 
-    def run(self) -> Finish | None:
-        """Messages and replies, to the end."""
+    def run(self, typed: Iterator[str] | None = None) -> Finish | None:
+        """Messages and replies, to the end.
+
+        Args:
+            typed: where messages come from, in place of a prompt of its own or standard input.
+        """
         if self._config.prompt is not None:
             return self.say(self._config.prompt)
-        self.terminal.note(f"{self.ready.title}. /help lists the commands, Ctrl-D leaves.", style="dim")
-        for message in self._messages():
+        for message in self._messages(typed or (self._typed() if self.terminal.interactive else _piped())):
             finish = self.say(message)
             if finish == "oom" or self._config.single_turn:
                 return finish
@@ -202,9 +222,9 @@ class Chat:
             self.terminal.error(turn.detail)
         self._records.write(turn.record())
 
-    def _messages(self) -> Iterator[str]:
+    def _messages(self, texts: Iterator[str]) -> Iterator[str]:
         """What the user says, commands carried out and empty lines left out."""
-        for text in self._typed() if self.terminal.interactive else _piped():
+        for text in texts:
             message = text.strip()
             if is_command(message):
                 said = self._commands.carry_out(message)

@@ -62,3 +62,15 @@ def turn_line(turn: Turn) -> str:
         f"{work.prompt_tokens} + {work.new_tokens} tokens, {work.prefill_tok_s:.0f} + {work.decode_tok_s:.1f} tok/s, "
         f"{occupancy(turn.counts)}, {turn.finish}" + (", beyond the model's context" if turn.beyond_context else "")
     )
+
+
+def share(done_bytes: int, total_bytes: int) -> str:
+    """Bytes of bytes in one unit: 4.2/15.0 GiB."""
+    total, unit = size(total_bytes).split()
+    part = done_bytes / total_bytes * float(total) if total_bytes else 0.0
+    return f"{part:.{1 if '.' in total else 0}f}/{total} {unit}"
+
+
+def time_left(seconds: float) -> str:
+    """A guess at a time, no more exact than it is: 38 s, 4 min."""
+    return f"{seconds:.0f} s" if seconds < 100 else f"{seconds / 60:.0f} min"

@@ -16,6 +16,8 @@ from h2o_stream.ui.pages import Figures, Page
 from h2o_stream.ui.terminal import Terminal, printable
 
 if TYPE_CHECKING:
+    from h2o_stream.models.kept import KeptFolder
+    from h2o_stream.models.stores import StoredModel
     from h2o_stream.session.report import RunReport
 
 
@@ -79,3 +81,19 @@ def sessions_table() -> Table:
         model = f"{Path(header.model).name} {header.policy}" if header else ""
         table.add_row(name, str(len(entries)), last[:16].replace("T", " "), model, Text(first[:40]))
     return table
+
+
+def models_table(models: Sequence[StoredModel], kept: Sequence[KeptFolder]) -> Table:
+    """What --model can name on this machine, and what --forget removes."""
+    table = Table(box=None, padding=(0, 2, 0, 0))
+    for column in ("model", "size", ""):
+        table.add_column(column, justify="right" if column == "size" else "left", overflow="fold")
+    rows = [(model.name, model.nbytes, model.place) for model in models]
+    rows += [(folder.names[0], folder.nbytes, f"{folder.content}; --forget removes it") for folder in kept]
+    for name, nbytes, place in rows:
+        table.add_row(Text(_one_line(name)), size(nbytes), _one_line(place))
+    return table
+
+
+def _one_line(text: str) -> str:
+    return " ".join(printable(text).split())

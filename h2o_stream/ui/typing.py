@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping
 
 from prompt_toolkit import PromptSession
+from prompt_toolkit.buffer import Buffer
 from prompt_toolkit.completion import CompleteEvent, Completer, Completion, PathCompleter
 from prompt_toolkit.document import Document
 from prompt_toolkit.enums import DEFAULT_BUFFER
-from prompt_toolkit.filters import has_focus
+from prompt_toolkit.filters import Condition, has_focus
 from prompt_toolkit.formatted_text import FormattedText
 from prompt_toolkit.history import FileHistory, History, InMemoryHistory
 from prompt_toolkit.key_binding import KeyBindings, KeyPressEvent
@@ -28,6 +29,11 @@ class Typist:
         toolbar: what stands under the prompt.
         vim: vi's keys in place of Emacs'.
         notify: told a line when the history cannot be kept.
+        beside: what has to be done before the first message can be taken. It runs while that is typed, in this thread;
+            Enter holds the message back until it is done. If it raises, so does `messages`.
+
+    Attributes:
+        held: whether a message is held back.
     """
 
     def __init__(
@@ -36,7 +42,10 @@ class Typist:
         toolbar: Callable[[], FormattedText],
         vim: bool,
         notify: Callable[[str], None],
+        beside: Callable[[], Awaitable[None]] | None = None,
     ) -> None:
+        self._beside = beside
+        self.held = False
         self._session: PromptSession[str] = PromptSession(
             history=_history(notify),
             bottom_toolbar=toolbar,
@@ -44,32 +53,88 @@ class Typist:
             complete_while_typing=False,
             enable_open_in_editor=True,
             enable_history_search=True,
-            key_bindings=_keys(),
+            key_bindings=self._keys(),
             multiline=True,
             prompt_continuation=MORE,
             tempfile_suffix=".md",
             vi_mode=vim,
         )
         self._session.app.terminal_size_polling_interval = None  # SIGWINCH says so; an idle prompt sleeps
+        buffer = self._session.default_buffer
+        buffer.on_text_changed += self._edited
+        self._send, buffer.accept_handler = buffer.accept_handler, self._accept
+
+    @property
+    def draft(self) -> str:
+        """What was typed and not sent."""
+        return self._session.default_buffer.text
 
     def messages(self) -> Iterator[str]:
-        """Until Ctrl-D, or Ctrl-C twice on an empty line.
+        """Until Ctrl-D, or Ctrl-C twice on an empty line; once, while there is something to be done beside.
 
         Raises:
-            KeyboardInterrupt: Ctrl-C twice.
+            KeyboardInterrupt: Ctrl-C.
         """
         last = float("-inf")
         while True:
             try:
-                text = self._session.prompt(PROMPT)
+                text = self._session.prompt(PROMPT, pre_run=self._begin)
             except KeyboardInterrupt:
-                if time.monotonic() - last < TWICE_S:
+                if self._beside is not None or time.monotonic() - last < TWICE_S:
                     raise
                 last = time.monotonic()
                 continue
             except EOFError:
                 return
             yield unquoted(text)
+
+    def _begin(self) -> None:
+        if self._beside is not None:
+            self._session.app.create_background_task(self._finish(self._beside))
+
+    async def _finish(self, beside: Callable[[], Awaitable[None]]) -> None:
+        app = self._session.app
+        try:
+            await beside()
+        except Exception as error:  # noqa: BLE001
+            if app.future is not None and not app.future.done():
+                app.erase_when_done = True
+                app.exit(exception=error)
+            return
+        self._beside = None
+        if self.held:
+            self._session.default_buffer.validate_and_handle()
+
+    def _accept(self, buffer: Buffer) -> bool:
+        """What Enter does, or leaving the editor; returns whether the text stays."""
+        if self._beside is None and self._send is not None:
+            return self._send(buffer)
+        self.held = bool(buffer.text.strip())
+        return True
+
+    def _edited(self, buffer: Buffer) -> None:
+        self.held = False
+
+    def _keys(self) -> KeyBindings:
+        keys = KeyBindings()
+
+        @keys.add("enter", filter=has_focus(DEFAULT_BUFFER))
+        def _(event: KeyPressEvent) -> None:
+            buffer = event.current_buffer
+            if buffer.text.lstrip().startswith(QUOTES) and buffer.text.count(QUOTES) % 2:
+                buffer.insert_text("\n")
+            else:
+                buffer.validate_and_handle()
+
+        @keys.add("escape", "enter", filter=has_focus(DEFAULT_BUFFER))
+        def _(event: KeyPressEvent) -> None:
+            event.current_buffer.insert_text("\n")
+
+        @keys.add("c-d", filter=Condition(lambda: self.held))
+        def _(event: KeyPressEvent) -> None:
+            event.app.exit(exception=EOFError)
+
+        return keys
 
 
 class CommandCompleter(Completer):
@@ -96,24 +161,6 @@ def unquoted(text: str) -> str:
     if inner.startswith(QUOTES) and inner.endswith(QUOTES) and len(inner) >= 2 * len(QUOTES):
         return inner.removeprefix(QUOTES).removesuffix(QUOTES).strip("\n")
     return text
-
-
-def _keys() -> KeyBindings:
-    keys = KeyBindings()
-
-    @keys.add("enter", filter=has_focus(DEFAULT_BUFFER))
-    def _(event: KeyPressEvent) -> None:
-        buffer = event.current_buffer
-        if buffer.text.lstrip().startswith(QUOTES) and buffer.text.count(QUOTES) % 2:
-            buffer.insert_text("\n")
-        else:
-            buffer.validate_and_handle()
-
-    @keys.add("escape", "enter", filter=has_focus(DEFAULT_BUFFER))
-    def _(event: KeyPressEvent) -> None:
-        event.current_buffer.insert_text("\n")
-
-    return keys
 
 
 def _history(notify: Callable[[str], None]) -> History:

@@ -1,0 +1,155 @@
+"""What other tools keep on this machine that --model can name: the Hub's cache, ollama's store, LM Studio's folders.
+
+Their files are only ever read. They are data of strangers: whatever is damaged is left out, and no name in them leads
+out of their folder.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from h2o_stream.errors import ModelNotFoundError
+
+OLLAMA = "ollama:"
+"""What names of ollama's models begin with."""
+
+_REGISTRY = "registry.ollama.ai"
+_MODEL_LAYER = "application/vnd.ollama.image.model"
+_DIGEST = re.compile(r"sha256:([0-9a-f]{64})")
+_SAFE_PART = re.compile(r"[\w-][\w.-]*")
+_LARGEST_JSON = 1 << 20
+_NOT_ALONE = re.compile(r"mmproj|-\d{5}-of-\d{5}\.gguf$")
+"""GGUF files that are no language model by themselves: vision parts, and parts of a split file."""
+
+
+@dataclass(frozen=True)
+class StoredModel:
+    """A model on this machine.
+
+    Attributes:
+        name: what --model takes.
+        nbytes: size of its files.
+        place: where it is from, and what is kept.
+    """
+
+    name: str
+    nbytes: int
+    place: str
+
+
+def stored_models() -> list[StoredModel]:
+    """What other tools keep, by tool and name."""
+    return [*_hub_models(), *_ollama_models(), *_lm_studio_models()]
+
+
+def ollama_file(name: str) -> Path | None:
+    """The GGUF file of ``ollama:NAME[:TAG]``, where TAG is ``latest`` unless given; None for any other name.
+
+    Raises:
+        ModelNotFoundError: ollama has no such model; says which ones it has.
+    """
+    if not name.startswith(OLLAMA):
+        return None
+    path, _, tag = name.removeprefix(OLLAMA).partition(":")
+    parts = path.split("/")
+    host = parts.pop(0) if len(parts) > 2 else _REGISTRY
+    if len(parts) == 1:
+        parts.insert(0, "library")
+    parts = [host, *parts, tag or "latest"]
+    if len(parts) == 4 and all(_SAFE_PART.fullmatch(part) for part in parts):
+        for folder in _ollama_folders():
+            if file := _model_layer(folder, folder.joinpath("manifests", *parts)):
+                return file
+    names = ", ".join(model.name for model in _ollama_models()) or "it has none"
+    raise ModelNotFoundError(f"ollama has no model {name.removeprefix(OLLAMA)!r} on this machine ({names})")
+
+
+def read_json(path: Path) -> Any:
+    """The content of a small JSON file; None if it cannot be read."""
+    try:
+        with path.open("rb") as file:
+            return json.loads(file.read(_LARGEST_JSON))
+    except (OSError, ValueError, RecursionError):
+        return None
+
+
+def _ollama_folders() -> list[Path]:
+    if named := os.environ.get("OLLAMA_MODELS"):
+        return [Path(named).expanduser()]
+    return [Path.home() / ".ollama" / "models", Path("/usr/share/ollama/.ollama/models")]
+
+
+def _ollama_models() -> Iterator[StoredModel]:
+    for folder in _ollama_folders():
+        manifests = folder / "manifests"
+        for path in sorted(manifests.glob("*/*/*/*")):
+            if file := _model_layer(folder, path):
+                host, owner, model, tag = path.relative_to(manifests).parts
+                parts = [model] if owner == "library" else [owner, model]
+                name = "/".join(parts if host == _REGISTRY else [host, owner, model])
+                yield StoredModel(f"{OLLAMA}{name}:{tag}", _size(file), "ollama")
+
+
+def _model_layer(folder: Path, manifest: Path) -> Path | None:
+    """The file with the weights that a manifest names, if it is there."""
+    content = read_json(manifest)
+    layers = content.get("layers") if isinstance(content, dict) else None
+    for layer in layers if isinstance(layers, list) else []:
+        if isinstance(layer, dict) and layer.get("mediaType") == _MODEL_LAYER:
+            digest = _DIGEST.fullmatch(str(layer.get("digest")))
+            file = folder / "blobs" / f"sha256-{digest[1]}" if digest else None
+            if file and is_gguf(file):
+                return file
+    return None
+
+
+def _hub_models() -> Iterator[StoredModel]:
+    from huggingface_hub import constants, scan_cache_dir
+    from huggingface_hub.errors import CacheNotFound
+
+    try:
+        repos = scan_cache_dir(constants.HF_HUB_CACHE).repos
+    except (CacheNotFound, OSError, ValueError):
+        return
+    for repo in sorted(repos, key=lambda repo: repo.repo_id):
+        if repo.repo_type != "model":
+            continue
+        files = {
+            file.file_path.relative_to(revision.snapshot_path).as_posix(): file
+            for revision in repo.revisions
+            for file in revision.files
+        }
+        weights = {file.blob_path: file.size_on_disk for name, file in files.items() if name.endswith(".safetensors")}
+        if weights and "config.json" in files:
+            yield StoredModel(repo.repo_id, sum(weights.values()), "Hub")
+        for name, file in sorted(files.items()):
+            if name.endswith(".gguf") and not _NOT_ALONE.search(name):
+                yield StoredModel(f"{repo.repo_id}:{name}", file.size_on_disk, "Hub")
+
+
+def _lm_studio_models() -> Iterator[StoredModel]:
+    for folder in (Path.home() / ".lmstudio" / "models", Path.home() / ".cache" / "lm-studio" / "models"):
+        for path in sorted(folder.rglob("*.gguf")):
+            if not _NOT_ALONE.search(path.name) and is_gguf(path):
+                yield StoredModel(str(path), _size(path), "LM Studio")
+
+
+def is_gguf(path: Path) -> bool:
+    """Whether this is a file that can be read and begins as GGUF files do, whatever it is called."""
+    try:
+        if not path.is_file():
+            return False
+        with path.open("rb") as file:
+            return file.read(4) == b"GGUF"
+    except OSError:
+        return False
+
+
+def _size(path: Path) -> int:
+    return path.stat().st_size

@@ -1,0 +1,256 @@
+"""What is typed while the model loads, and what is shown of the loading."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from prompt_toolkit.application import create_app_session
+from prompt_toolkit.input import PipeInput, create_pipe_input
+from prompt_toolkit.output import DummyOutput
+
+import h2o_stream.ui.chat
+import h2o_stream.ui.start
+from h2o_stream.config import ChatConfig, Settings
+from h2o_stream.errors import ModelNotFoundError
+from h2o_stream.progress import Progress
+from h2o_stream.session.records import Records
+from h2o_stream.ui import loading
+from h2o_stream.ui.early import EarlyChat, Loader
+from h2o_stream.ui.loading import LoadingLine, shown_loading
+from h2o_stream.ui.terminal import Terminal
+from tests.terminal import Pty
+
+GIB = 1 << 30
+
+
+@pytest.fixture(autouse=True)
+def _home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path / "data"))
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "config"))
+
+
+class Early:
+    """An early chat at keys from a pipe, whose model is loaded when the test says so."""
+
+    def __init__(self, keys: PipeInput, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.keys, self.said, self.noted = keys, [], []
+        self.loaded = threading.Event()
+        self.error: Exception | None = None
+        self.times_opened = 0
+        self.opened_in: threading.Thread | None = None
+        monkeypatch.setattr(h2o_stream.ui.start, "prepare", self._prepare)
+        monkeypatch.setattr(h2o_stream.ui.chat, "opened_chat", self._opened)
+        self.chat = EarlyChat(Settings(), ChatConfig(), Terminal(), Records(None), {})
+
+    def _prepare(self, settings: Settings, notify: Callable[[str], None], progress: Any) -> object:
+        while not self.loaded.wait(0.01):
+            progress(Progress("packing", 1, 2))
+        notify("almost there")
+        if self.error:
+            raise self.error
+        return object()
+
+    @contextmanager
+    def _opened(self, *given: object) -> Iterator[Any]:
+        self.opened_in = threading.current_thread()
+        self.times_opened += 1
+
+        def run(messages: Iterator[str]) -> None:
+            self.said = list(messages)
+
+        yield SimpleNamespace(toolbar=lambda: "ready", run=run)
+
+    def later(self, *steps: Callable[[], object]) -> None:
+        """Carry out steps one after the other while the chat runs."""
+
+        def carry_out() -> None:
+            for step in steps:
+                time.sleep(0.25)
+                step()
+
+        threading.Thread(target=carry_out, daemon=True).start()
+
+    def run(self) -> None:
+        with self.chat:
+            self.chat.run()
+
+
+@pytest.fixture
+def early(monkeypatch: pytest.MonkeyPatch) -> Iterator[Early]:
+    with create_pipe_input() as keys, create_app_session(input=keys, output=DummyOutput()):
+        yield Early(keys, monkeypatch)
+
+
+class TestEarlyChat:
+    def test_a_message_waits_for_the_model(self, early: Early, capsys: pytest.CaptureFixture[str]) -> None:
+        early.keys.send_text("hello\r")
+        early.later(lambda: None, early.loaded.set, lambda: early.keys.send_text("again\r\x04"))
+        early.run()
+        assert early.said == ["hello", "again"]
+        assert early.opened_in is threading.main_thread()
+        assert "almost there" in capsys.readouterr().err
+
+    def test_a_message_that_waits_can_still_be_changed(self, early: Early) -> None:
+        early.keys.send_text("hello\r")
+        early.later(
+            lambda: early.keys.send_text(" there"),
+            early.loaded.set,
+            lambda: None,
+            lambda: early.keys.send_text("!\r"),
+            lambda: early.keys.send_text("\x04"),
+        )
+        early.run()
+        assert early.said == ["hello there!"]
+
+    def test_what_is_half_typed_when_the_model_is_there_stays(self, early: Early) -> None:
+        early.keys.send_text("/he")
+        early.later(early.loaded.set, lambda: None, lambda: early.keys.send_text("lp\r\x04"))
+        early.run()
+        assert early.said == ["/help"]
+
+    @pytest.mark.parametrize("editing_s", [0, 1])
+    def test_an_editor_is_left_alone(
+        self, early: Early, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, editing_s: int
+    ) -> None:
+        editor = tmp_path / "editor"
+        editor.write_text(f'#!/bin/sh\nsleep {editing_s}\nprintf "from the editor" > "$1"\n')
+        editor.chmod(0o755)
+        monkeypatch.setenv("VISUAL", str(editor))
+        early.keys.send_text("draft\x18\x05")
+        early.later(
+            lambda: None, early.loaded.set, *[lambda: None] * (4 * editing_s), lambda: early.keys.send_text("\x04")
+        )
+        early.run()
+        assert early.said == ["from the editor"]
+        assert early.times_opened == 1
+
+    @pytest.mark.parametrize("typed", ["", "hello", "hello\r"])
+    def test_ctrl_c_leaves_at_once(self, early: Early, typed: str) -> None:
+        early.keys.send_text(typed)
+        early.later(lambda: early.keys.send_text("\x03"))
+        with pytest.raises(KeyboardInterrupt):
+            early.run()
+        assert not early.loaded.is_set()
+        assert not early.said
+
+    @pytest.mark.parametrize("typed", ["", "hello\r"])
+    def test_so_does_ctrl_d(self, early: Early, typed: str) -> None:
+        early.keys.send_text(typed)
+        early.later(lambda: early.keys.send_text("\x04"))
+        early.run()
+        assert not early.loaded.is_set()
+        assert not early.said
+
+    @pytest.mark.parametrize("typed", ["my question", "my question\r", "my\x1b\rquestion \x1b"])
+    def test_what_was_typed_is_not_lost_with_the_model(
+        self, early: Early, typed: str, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        early.error = ModelNotFoundError("no such model")
+        early.keys.send_text(typed)
+        early.later(lambda: None, early.loaded.set)
+        with pytest.raises(ModelNotFoundError, match="no such model"):
+            early.run()
+        err = capsys.readouterr().err
+        assert "Not sent: my" in err
+        assert "question" in err
+
+
+class TestLoader:
+    def test_stopping_it_ends_it_at_its_next_progress(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        cleaned = []
+
+        def prepare(settings: Settings, notify: object, progress: Callable[[Progress], None]) -> None:
+            try:
+                for done in range(10_000):
+                    progress(Progress("writing", done, 10_000))
+                    time.sleep(0.01)
+            finally:
+                cleaned.append(True)
+
+        monkeypatch.setattr(h2o_stream.ui.start, "prepare", prepare)
+        heard: list[Progress] = []
+        loader = Loader(Settings(), heard.append)
+        loader.start()
+        while not heard:
+            time.sleep(0.01)
+        loader.stop()
+        assert cleaned
+        assert isinstance(loader.result.exception(1), KeyboardInterrupt)
+
+    def test_one_that_never_began(self) -> None:
+        Loader(Settings(), lambda progress: None).stop()
+
+
+class TestLoadingLine:
+    def test_words_bar_and_time(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        now = 100.0
+        monkeypatch.setattr(loading.time, "monotonic", lambda: now)
+        line = LoadingLine("some/folder/llama-3-8b")
+        assert line.text(80) == "Loading llama-3-8b ... 0 s"
+        line(Progress("reading", 0, 15 * GIB))
+        now += 10
+        line(Progress("reading", 5 * GIB, 15 * GIB))
+        assert line.text(80) == "Reading llama-3-8b  5.0/15.0 GiB " + ("━" * 10 + "╸").ljust(30) + "  20 s left"
+        assert [len(line.text(width)) <= width for width in range(90)] == [True] * 90
+        line(Progress("packing", 1 * GIB, 15 * GIB))
+        assert "left" not in line.text(80), "a new phase has a speed of its own"
+        now += 10
+        line(Progress("packing", 2 * GIB, 15 * GIB))
+        assert line.text(80).endswith("  2 min left")
+        line(Progress("packing", 15 * GIB, 15 * GIB))
+        assert line.text(80).startswith("Loading llama-3-8b ... ")
+
+    @pytest.mark.parametrize("progress", [Progress("reading", 0, 0), Progress("reading", 5, 3), Progress("x", 1, 10)])
+    def test_odd_figures(self, progress: Progress) -> None:
+        line = LoadingLine("x\x1b[2J")
+        line(progress)
+        assert "\x1b" not in line.text(60)
+        assert len(line.text(60)) <= 60
+
+    def test_without_a_terminal_it_is_a_line_now_and_then(
+        self, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        now = 0.0
+        monkeypatch.setattr(loading.time, "monotonic", lambda: now)
+        for quiet in (False, True):
+            with shown_loading("model", Terminal(quiet=quiet)) as progress:
+                for _ in range(25):
+                    now += 1.0
+                    progress(Progress("packing", 1, 1000))
+            assert capsys.readouterr().err.count("Packing model  1/1000 B") == (0 if quiet else 2)
+
+
+class TestInATerminal:
+    def test_a_question_before_the_model(self, tiny_folder: Path) -> None:
+        with Pty("h2o-chat", "-m", str(tiny_folder), "-n", "4") as pty:
+            pty.until(lambda p: "Loading" in p.screen.display[-1])
+            pty.send("hello\r")
+            pty.until(lambda p: "your message waits" in p.screen.display[-1], 2)
+            pty.until(lambda p: "+ 4 tokens" in p.text)
+            pty.send("\x04")
+            assert pty.exit_code() == 0
+        assert pty.output.count("Ctrl-D leaves") == 1
+
+    def test_leaving_does_not_wait_for_imports(self, tiny_folder: Path) -> None:
+        with Pty("h2o-chat", "-m", str(tiny_folder)) as pty:
+            pty.until(lambda p: "Loading" in p.screen.display[-1])
+            time.sleep(0.5)
+            begun = time.monotonic()
+            pty.send("\x03")
+            assert pty.exit_code() == 130
+            assert time.monotonic() - begun < 2
+
+    def test_no_such_model(self) -> None:
+        with Pty("h2o-chat", "-m", "./nowhere") as pty:
+            pty.until(lambda p: "Loading" in p.screen.display[-1])
+            pty.send("my question")
+            assert pty.exit_code() == 1
+            assert "Not sent: my question" in pty.text
+            assert "h2o-chat: ./nowhere does not exist" in pty.text
