@@ -9,8 +9,9 @@ from typing import Any
 import pytest
 
 from h2o_stream.compare.comparison import Doing
-from h2o_stream.compare.contenders import LLAMA_CPP, OURS, TRANSFORMERS, Contender, Memory, Ready, Worker, weight_bytes
+from h2o_stream.compare.contenders import LLAMA_CPP, OURS, TRANSFORMERS, Contender, Memory, Ready, weight_bytes
 from h2o_stream.compare.speed import ROUNDS, STEPS, Race, bandwidth, needed
+from h2o_stream.compare.worker import Worker
 from h2o_stream.config import CacheConfig, ModelConfig
 from h2o_stream.errors import H2OStreamError
 from tests.conftest import make_llama

@@ -183,7 +183,8 @@ class SpeedOptions:
                 if peer not in PEERS:
                     raise ConfigError(f"peer {peer!r} is unknown; --peers takes some of {', '.join(PEERS)}")
                 plain = dict.fromkeys(replace(one, quantize="none") for one in models)
-                plain = dict.fromkeys([models[0]]) if peer == LLAMA_CPP else plain
+                if peer == LLAMA_CPP:  # its file says how weights are kept
+                    plain = dict.fromkeys(models if self.random_weights else models[:1])
                 contenders += [Contender(peer, one, CacheConfig("full")) for one in plain]
             contenders = [
                 replace(contender, threads=self.threads, random_weights=self.random_weights) for contender in contenders
