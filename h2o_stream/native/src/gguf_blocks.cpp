@@ -1,0 +1,52 @@
+// The matrices of GGUF files, laid out as packed tiles.
+
+#include "gguf_blocks.h"
+
+namespace {
+
+using namespace tiles;
+
+template <class Type>
+int64_t repack(const Matrix& matrix, const uint8_t* blocks, const int64_t* order, int64_t threads) {
+  static const uint8_t zeros[Type::kBytes] = {};
+  constexpr int64_t kGroups = Type::kColumns / packed::kGroup;
+  constexpr int64_t kGridBytes = (Type::kKind == kInt4 ? 4 : 2) * kRows;  // of a group, where blocks are groups
+  constexpr int64_t kCodeBytes = packed::kGroup * kRows / (Type::kKind == kInt8 ? 1 : 2);
+  if (matrix.kind != Type::kKind || matrix.columns <= 0 || matrix.columns % Type::kColumns) return 1;
+  const int64_t row_bytes = matrix.columns / Type::kColumns * Type::kBytes;
+  for_each_block(matrix, threads, [&](const Place& place) {
+    for (int64_t g = 0; g < place.groups; g += kGroups) {
+      const int64_t first = (place.column + g * packed::kGroup) / Type::kColumns * Type::kBytes;
+      Rows rows;
+      for (int64_t r = 0; r < kRows; ++r) {
+        const int64_t row = place.tile * kRows + r;
+        rows[r] = row < matrix.rows ? blocks + (order ? order[row] : row) * row_bytes + first : zeros;
+      }
+      Type::lay_out(rows, place.grid + g * kGridBytes, place.lower + g * kCodeBytes, place.upper);
+    }
+  });
+  return 0;
+}
+
+}  // namespace
+
+// Lays out the blocks of a matrix, its rows one after the other, as tiles of out->kind. Row i of the result is row
+// order[i] of the blocks, or row i without an order. Types have the numbers of ggml. Returns 0, or 1 where this type
+// cannot become this kind, or the columns are not whole blocks.
+extern "C" int64_t h2o_repack(const Matrix* out, const void* blocks, int64_t ggml_type, const int64_t* order,
+                              int64_t threads) {
+  const auto* bytes = static_cast<const uint8_t*>(blocks);
+  switch (ggml_type) {
+    case 2: return repack<gguf::Q4_0>(*out, bytes, order, threads);
+    case 3: return repack<gguf::Q4_1>(*out, bytes, order, threads);
+    case 6: return repack<gguf::Q5_0>(*out, bytes, order, threads);
+    case 7: return repack<gguf::Q5_1>(*out, bytes, order, threads);
+    case 8: return repack<gguf::Q8_0>(*out, bytes, order, threads);
+    case 10: return repack<gguf::Q2_K>(*out, bytes, order, threads);
+    case 11: return repack<gguf::Q3_K>(*out, bytes, order, threads);
+    case 12: return repack<gguf::Q4_K>(*out, bytes, order, threads);
+    case 13: return repack<gguf::Q5_K>(*out, bytes, order, threads);
+    case 14: return repack<gguf::Q6_K>(*out, bytes, order, threads);
+    default: return 1;
+  }
+}

@@ -1,0 +1,53 @@
+// Weights in 32 or 16 bits, rounded to tiles in 8 or 4.
+
+#include "tile_rounding.h"
+
+namespace {
+
+using namespace tiles;
+
+inline Floats load_floats(const float* from) { return simd::load(from); }
+inline Floats load_floats(const simd::BFloat16* from) { return simd::load(from); }
+inline Floats load_floats(const Half* from) { return load_halves(from); }
+
+template <class Number>
+void load_group(const Number* const (&rows)[kRows], int64_t column, Group& group) {
+  for (int64_t c = 0; c < kGroup; c += kWidth) {
+    for (int64_t r = 0; r < kRows; r += kWidth) {
+      Floats square[kWidth];
+      for (int64_t i = 0; i < kWidth; ++i) square[i] = load_floats(rows[r + i] + column + c);
+      transpose(square);
+      for (int64_t i = 0; i < kWidth; ++i) simd::store(square[i], group[c + i] + r);
+    }
+  }
+}
+
+template <class Number>
+void pack(const Matrix& matrix, const Number* weights, int64_t threads) {
+  static const Number zeros[packed::kBlock] = {};
+  for_each_block(matrix, threads, [&](const Place& place) {
+    const Number* rows[kRows];
+    for (int64_t r = 0; r < kRows; ++r) {
+      const int64_t row = place.tile * kRows + r;
+      rows[r] = row < matrix.rows ? weights + row * matrix.columns + place.column : zeros;
+    }
+    Group group;
+    for (int64_t g = 0; g < place.groups; ++g) {
+      load_group(rows, g * kGroup, group);
+      if (matrix.kind == kInt8) {
+        round_to_int8(group, place.grid + g * 2 * kRows, place.lower + g * kGroup * kRows);
+      } else {
+        round_to_int4(group, place.grid + g * 4 * kRows, place.lower + g * kGroup / 2 * kRows);
+      }
+    }
+  });
+}
+
+}  // namespace
+
+// Rounds weights [rows][columns] (dtype 0: float32, 1: bfloat16, 2: float16) to a matrix of kInt8 or kInt4.
+extern "C" void h2o_pack(const Matrix* out, const void* weights, int64_t dtype, int64_t threads) {
+  if (dtype == 0) pack(*out, static_cast<const float*>(weights), threads);
+  if (dtype == 1) pack(*out, static_cast<const simd::BFloat16*>(weights), threads);
+  if (dtype == 2) pack(*out, static_cast<const Half*>(weights), threads);
+}

@@ -1,0 +1,293 @@
+"""Packed tiles made of floats and of the blocks of GGUF files, for every instruction set.
+
+Tiles are read here by numpy, from what `src/abi.h` says; blocks by the `gguf` package.
+"""
+
+from __future__ import annotations
+
+import ctypes
+
+import numpy as np
+import pytest
+import torch
+from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
+from gguf.quants import dequantize
+from numpy.typing import NDArray
+from torch import Tensor
+
+from h2o_stream.errors import ConfigError
+from h2o_stream.native import library
+from h2o_stream.native.abi import MatrixKind
+from h2o_stream.native.packing import BLOCK, GGUF_KINDS, GROUP, ROWS, pack, repack, tiles_shape
+from tests.native_builds import native  # noqa: F401
+
+Bytes = NDArray[np.uint8]
+Floats = NDArray[np.float32]
+
+ROUNDED = ("Q5_1", "Q5_K", "Q2_K")
+"""Types that lose something."""
+
+SMALLEST = float(torch.finfo(torch.float16).smallest_normal)
+"""Scale of 8 bits."""
+
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+KINDS = [MatrixKind.INT8, MatrixKind.INT4]
+
+
+@pytest.fixture(autouse=True)
+def chosen(native: ctypes.CDLL, monkeypatch: pytest.MonkeyPatch) -> None:  # noqa: F811
+    """Packs with each library."""
+    monkeypatch.setattr(library, "loaded", lambda: native)
+
+
+class Reader:
+    """Takes arrays from the bytes of a tile, one after the other."""
+
+    def __init__(self, tile: Bytes) -> None:
+        self.tile, self.place = tile, 0
+
+    def take(self, dtype: type[np.generic], *shape: int) -> NDArray[np.generic]:
+        size = int(np.prod(shape)) * np.dtype(dtype).itemsize
+        self.place += size
+        assert self.place <= len(self.tile)
+        return self.tile[self.place - size : self.place].view(dtype).reshape(shape)
+
+    def halves(self, *shape: int) -> Floats:
+        return self.take(np.float16, *shape).astype(np.float32)
+
+    def align(self) -> None:
+        padding = -self.place % 64
+        assert not self.take(np.uint8, padding).any()
+
+    def nibbles(self, groups: int) -> NDArray[np.uint8]:
+        """Codes [16][n][32]."""
+        both = self.take(np.uint8, groups, 4, ROWS, 4).transpose(2, 0, 1, 3).reshape(ROWS, groups, 16)
+        return np.concatenate([both & 15, both >> 4], -1)
+
+
+def int8_block(reader: Reader, groups: int) -> Floats:
+    scale = reader.halves(groups, ROWS)
+    reader.align()
+    codes = reader.take(np.int8, groups, 8, ROWS, 4).transpose(2, 0, 1, 3).reshape(ROWS, groups, GROUP)
+    return scale.T[..., None] * codes.astype(np.float32)
+
+
+def int4_block(reader: Reader, groups: int) -> Floats:
+    scale, offset = reader.halves(groups, 2, ROWS).transpose(1, 2, 0)[..., None]
+    reader.align()
+    return scale * reader.nibbles(groups) + offset
+
+
+def q4_k_block(reader: Reader, groups: int) -> Floats:
+    d, dmin = reader.halves(2, ROWS, 1)
+    scale, minimum = reader.take(np.uint8, 2, groups, ROWS).transpose(0, 2, 1)
+    reader.align()
+    return (d * scale)[..., None] * reader.nibbles(groups) - (dmin * minimum)[..., None]
+
+
+def q6_k_block(reader: Reader, groups: int) -> Floats:
+    d = reader.halves(ROWS, 1)
+    scale = np.repeat(d * reader.take(np.int8, 2 * groups, ROWS).T, 16, 1).reshape(ROWS, groups, GROUP)
+    reader.align()
+    lower = reader.nibbles(groups)
+    packed = reader.take(np.uint8, groups, 2, ROWS, 1, 4) >> np.array([0, 2, 4, 6], np.uint8)[:, None]
+    upper = (packed & 3).transpose(2, 0, 1, 3, 4).reshape(ROWS, groups, GROUP)
+    return scale * ((upper << 4 | lower).astype(np.float32) - 32)
+
+
+BLOCKS = {
+    MatrixKind.INT8: int8_block,
+    MatrixKind.INT4: int4_block,
+    MatrixKind.Q4_K: q4_k_block,
+    MatrixKind.Q6_K: q6_k_block,
+}
+
+
+def numbers(tiles: Tensor, kind: MatrixKind, rows: int, columns: int) -> Floats:
+    """What tiles hold: [rows, columns]. Rows beyond the last must be zero, and so must padding."""
+    assert tiles.shape == tiles_shape(kind, rows, columns)
+    decoded = []
+    for tile in tiles.numpy():
+        reader = Reader(tile)
+        parts = [min(BLOCK, columns - first) // GROUP for first in range(0, columns, BLOCK)]
+        decoded.append(np.concatenate([BLOCKS[kind](reader, n).reshape(ROWS, -1) for n in parts], 1))
+        assert reader.place == len(tile)
+    matrix = np.concatenate(decoded)
+    assert not matrix[rows:].any()
+    return matrix[:rows]
+
+
+def random_blocks(name: str, rows: int, columns: int) -> Bytes:
+    """Blocks of random bytes whose 16-bit scales are finite."""
+    block, size = GGML_QUANT_SIZES[GGMLQuantizationType[name]]
+    blocks = np.random.default_rng(0).integers(0, 256, (rows, columns // block, size), np.uint8)
+    halves = {"Q6_K": [208], "Q3_K": [108], "Q2_K": [80, 82]}.get(name)
+    for place in halves or ([0, 2] if name in ("Q4_1", "Q5_1", "Q4_K", "Q5_K") else [0]):
+        blocks[..., place + 1] &= 0xBF  # less than 2
+    return blocks.reshape(rows, -1)
+
+
+def repacked(name: str, blocks: Bytes, rows: int, columns: int, order: Tensor | None = None) -> Floats:
+    kind = GGUF_KINDS[name]
+    # of its own size: the sanitizers see what is read behind it
+    tiles = repack(torch.from_numpy(blocks), GGMLQuantizationType[name], kind, rows, columns, order)
+    return numbers(tiles, kind, rows, columns)
+
+
+def assert_as_in_file(name: str, given: Floats, blocks: Bytes) -> None:
+    expected = dequantize(blocks, GGMLQuantizationType[name])
+    if name in ROUNDED:
+        largest = np.abs(expected.reshape(len(expected), -1, GROUP)).max(-1).repeat(GROUP, 1)
+        step = np.maximum(largest / 127, SMALLEST)
+        assert (np.abs(given - expected) <= (0.5 + 2**-12) * step).all()
+    else:
+        np.testing.assert_allclose(given, expected, rtol=1e-6, atol=1e-12)
+
+
+def column_counts(name: str) -> list[int]:
+    return [256, 768] if name.endswith("_K") else [32, 64, 96, 256, 288, 576]
+
+
+class TestRepack:
+    @pytest.mark.parametrize("name", GGUF_KINDS)
+    @pytest.mark.parametrize("rows", [1, 16, 37])
+    def test_numbers_are_those_of_the_file(self, name: str, rows: int) -> None:
+        for columns in column_counts(name):
+            blocks = random_blocks(name, rows, columns)
+            assert_as_in_file(name, repacked(name, blocks, rows, columns), blocks)
+
+    @pytest.mark.parametrize("name", GGUF_KINDS)
+    def test_row_order(self, name: str) -> None:
+        rows, columns = 35, column_counts(name)[-1]
+        blocks = random_blocks(name, rows, columns)
+        order = torch.randperm(rows, generator=torch.Generator().manual_seed(0))
+        assert_as_in_file(name, repacked(name, blocks, rows, columns, order), blocks[order.numpy()])
+
+    @pytest.mark.parametrize("name", ["Q4_0", "Q4_1", "Q5_0", "Q8_0"])
+    def test_codes_and_scales_go_over_bit_by_bit(self, name: str) -> None:
+        blocks = random_blocks(name, 16, 96)
+        given, expected = repacked(name, blocks, 16, 96), dequantize(blocks, GGMLQuantizationType[name])
+        assert (given == expected).all()
+
+    @pytest.mark.parametrize("name", GGUF_KINDS)
+    def test_any_bytes(self, name: str) -> None:
+        """Scales that are infinite or no numbers; tiles beside the bad ones are untouched."""
+        rows, columns = 32, column_counts(name)[-1]
+        kind, number = GGUF_KINDS[name], GGMLQuantizationType[name]
+        random = np.random.default_rng(1)
+        for fill in (None, 0, 0xFF, 0x7C, 0x7F):
+            blocks = random_blocks(name, rows, columns)
+            bad = blocks[:ROWS]
+            bad[:] = random.integers(0, 256, bad.shape, np.uint8) if fill is None else fill
+            tiles = repack(torch.from_numpy(blocks), number, kind, rows, columns)
+            assert_as_in_file(name, numbers(tiles[1:], kind, ROWS, columns), blocks[ROWS:])
+
+    def test_what_is_not_known_is_refused(self) -> None:
+        blocks = torch.zeros(4096, dtype=torch.uint8)
+        for number, kind, columns in [
+            (GGMLQuantizationType.IQ4_NL, MatrixKind.INT8, 32),
+            (GGMLQuantizationType.Q4_K, MatrixKind.INT4, 256),
+            (GGMLQuantizationType.Q8_0, MatrixKind.INT8, 48),
+            (GGMLQuantizationType.Q4_K, MatrixKind.Q4_K, 128),
+            (-1, MatrixKind.INT8, 32),
+        ]:
+            out = torch.zeros(tiles_shape(kind, 1, BLOCK), dtype=torch.uint8)
+            with pytest.raises(ConfigError, match=str(int(number))):
+                repack(blocks, number, kind, 1, columns, out=out)
+            assert not out.any()
+
+
+def packed(weights: Tensor, kind: MatrixKind) -> Tensor:
+    """The weights, packed and unpacked, float32."""
+    return torch.from_numpy(numbers(pack(weights, kind), kind, *weights.shape))
+
+
+def int8_reference(weights: Tensor) -> Tensor:
+    groups = weights.float().unflatten(1, (-1, GROUP))
+    scale = (groups.abs().amax(-1, keepdim=True) / 127).half().clamp_min(SMALLEST)
+    return ((groups / scale.float()).round().clamp(-127, 127) * scale.float()).flatten(1)
+
+
+def int4_errors(weights: Tensor) -> Tensor:
+    """Squared errors [rows, n, 2] of the groups on the grids of Q4_1 and Q4_0."""
+    groups = weights.float().unflatten(1, (-1, GROUP))
+    low, high = groups.amin(-1, keepdim=True), groups.amax(-1, keepdim=True)
+    end = torch.where(high > -low, high, low)
+    zero_scale = (end / -8).half().float()
+    errors = []
+    for scale, offset in (((high - low) / 15, low), (zero_scale, -8 * zero_scale)):
+        scale, offset = scale.half().float(), offset.half().float()
+        codes = ((groups - offset) / torch.where(scale == 0, 1, scale)).round().clamp(0, 15)
+        errors.append((codes * scale + offset - groups).square().sum(-1))
+    return torch.stack(errors, -1)
+
+
+class TestPack:
+    @pytest.mark.parametrize("dtype", DTYPES)
+    @pytest.mark.parametrize("rows", [1, 16, 37])
+    def test_int8(self, rows: int, dtype: torch.dtype) -> None:
+        torch.manual_seed(0)
+        for columns in (32, 96, 256, 288, 576):
+            weights = (torch.randn(rows, columns) * torch.rand(rows, 1)).to(dtype)
+            torch.testing.assert_close(packed(weights, MatrixKind.INT8), int8_reference(weights), rtol=0, atol=0)
+
+    @pytest.mark.parametrize("dtype", DTYPES)
+    @pytest.mark.parametrize("rows", [1, 16, 37])
+    def test_int4(self, rows: int, dtype: torch.dtype) -> None:
+        """Groups are on the better of two grids."""
+        torch.manual_seed(0)
+        for columns in (32, 96, 256, 288, 576):
+            weights = (torch.randn(rows, columns) + torch.rand(rows, 1)).to(dtype)
+            lost = (packed(weights, MatrixKind.INT4) - weights.float()).unflatten(1, (-1, GROUP)).square().sum(-1)
+            torch.testing.assert_close(lost, int4_errors(weights).amin(-1), rtol=1e-4, atol=1e-9)
+
+    @pytest.mark.parametrize("name", ["Q8_0", "Q4_0", "Q4_1"])
+    def test_numbers_of_gguf_files_are_not_rounded_again(self, name: str) -> None:
+        torch.manual_seed(0)
+        scale, offset = (torch.rand(37, 3, 1) * 0.01 + 1e-4).half().float(), -torch.rand(37, 3, 1).half().float()
+        if name == "Q8_0":
+            codes = torch.randint(-127, 128, (37, 3, 32))
+            codes[..., 7], offset = 127, torch.zeros_like(offset)
+        else:
+            codes = torch.randint(0, 16, (37, 3, 32))
+            codes[..., 20] = 0
+            if name == "Q4_0":
+                offset = -8 * scale
+            else:
+                codes[..., 3] = 15
+        weights = (codes * scale + offset).flatten(1)
+        kind = MatrixKind.INT8 if name == "Q8_0" else MatrixKind.INT4
+        torch.testing.assert_close(packed(weights, kind), weights, rtol=0, atol=0)
+
+    @pytest.mark.parametrize("kind", KINDS)
+    def test_constant_groups(self, kind: MatrixKind) -> None:
+        for number in (0.0, 1e-7, 0.7, -3.0):
+            weights = torch.full((4, 64), number)
+            torch.testing.assert_close(packed(weights, kind), weights, rtol=2e-3, atol=1e-7)
+
+    @pytest.mark.parametrize("dtype", DTYPES)
+    @pytest.mark.parametrize("kind", KINDS)
+    def test_any_numbers(self, kind: MatrixKind, dtype: torch.dtype) -> None:
+        """Infinities, NaNs and numbers that no half can hold leave finite grids, and other rows alone."""
+        random = np.random.default_rng(0)
+        size = torch.tensor([], dtype=dtype).element_size()
+        weights = torch.from_numpy(random.integers(0, 256, (16, 96 * size), np.uint8)).view(dtype)
+        for row, number in enumerate((float("nan"), float("inf"), -float("inf"), torch.finfo(dtype).max)):
+            weights[row, row:] = number
+        torch.manual_seed(0)
+        good = torch.randn(16, 96).to(dtype)
+        tiles = pack(torch.cat([weights, good]), kind)
+        assert tiles[1].equal(pack(good, kind)[0])
+        if dtype != torch.float16:
+            assert np.isfinite(numbers(tiles, kind, 32, 96)).all()
+
+    @pytest.mark.parametrize("kind", KINDS)
+    def test_threads_agree(self, kind: MatrixKind, monkeypatch: pytest.MonkeyPatch) -> None:
+        torch.manual_seed(0)
+        weights = torch.randn(100, 64)
+        results = []
+        for threads in (1, 2, 5):
+            monkeypatch.setattr(torch, "get_num_threads", lambda threads=threads: threads)
+            results.append(pack(weights, kind))
+        assert results[0].equal(results[1])
+        assert results[0].equal(results[2])
