@@ -186,9 +186,8 @@ class SpeedOptions:
                 if peer == LLAMA_CPP:  # its file says how weights are kept
                     plain = dict.fromkeys(models if self.random_weights else models[:1])
                 contenders += [Contender(peer, one, CacheConfig("full")) for one in plain]
-            contenders = [
-                replace(contender, threads=self.threads, random_weights=self.random_weights) for contender in contenders
-            ]
+            random = str(self.random_weights) if self.random_weights else None
+            contenders = [replace(one, threads=self.threads, random_weights=random) for one in contenders]
             return Speed(contenders, histories, self.text)
 
         return make

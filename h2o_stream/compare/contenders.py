@@ -34,7 +34,7 @@ class Contender:
         model: which model, in which precision.
         cache: the policy; of our own engine only.
         steps: what runs a step of our engine, see `attach`.
-        random_weights: a file of transformers' model settings: that model, with random weights, in place of `model`.
+        random_weights: path of a config of transformers: that model, with random weights, in place of `model`.
         threads: that compute; None for as many as the engine likes.
         length: tokens of the longest history, for an engine that allocates its cache before it reads.
     """
@@ -43,7 +43,7 @@ class Contender:
     model: ModelConfig
     cache: CacheConfig
     steps: EngineChoice = "auto"
-    random_weights: Path | None = None
+    random_weights: str | None = None
     threads: int | None = None
     length: int = 8192
 
@@ -251,7 +251,7 @@ def _model_of(contender: Contender) -> Any:
     if contender.random_weights:
         from h2o_stream.compare.random_weights import random_model
 
-        return random_model(contender.random_weights, contender.model)
+        return random_model(Path(contender.random_weights), contender.model)
     from h2o_stream.models.load import load
 
     return load(contender.model).model

@@ -77,29 +77,40 @@ def random_model(path: Path, choice: ModelConfig) -> Any:
         raise ConfigError(f"--quantize {choice.quantize} packs weights for the CPU, not for {device}; leave it out")
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config, dtype=dtype).eval()
-    _pack_layers(model, kind)
+    tied = model.get_output_embeddings().weight is model.get_input_embeddings().weight
+    _pack_layers(model, kind, tied)
     model.to_empty(device=device)
+    if tied:
+        _tie(model)
     for module in model.modules():
         module._is_hf_initialized = False
-    model.initialize_weights()
+    model.initialize_weights()  # norms, RoPE and whatever else was not packed
     _fill(model)
     into_large_pages(model)
     return model
 
 
-def _pack_layers(model: Any, kind: MatrixKind) -> None:
-    """Put layers without weights, to be packed in 8 bits where they are the output, in place of those that fit."""
+def _pack_layers(model: Any, kind: MatrixKind, tied: bool) -> None:
+    """Exchange layers for packed ones without weights; the output layer has 8 bits at least."""
     head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
-    tied = head is not None and head.weight is embedding.weight
     for parent in list(model.modules()):
         for name, child in list(parent.named_children()):
             if type(child) is nn.Linear and fits(kind, child.in_features):
                 own = MatrixKind.INT8 if child is head else kind
                 setattr(parent, name, PackedLinear(own, child.in_features, child.out_features, child.bias))
-            elif type(child) is nn.Embedding and child is embedding and fits(kind, child.embedding_dim):
+            elif child is embedding and type(child) is nn.Embedding and fits(kind, child.embedding_dim):
                 own = MatrixKind.INT8 if tied else kind
                 packed = PackedEmbedding(own, child.num_embeddings, child.embedding_dim, child.weight.dtype)
                 setattr(parent, name, packed)
+
+
+def _tie(model: Any) -> None:
+    """Let the output layer have the weights of the embedding again."""
+    head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
+    if isinstance(embedding, PackedEmbedding):
+        head.tiles = embedding.tiles
+    else:
+        model.tie_weights()
 
 
 def _fill(model: Any) -> None:

@@ -152,7 +152,7 @@ class Race:
         """
         for contender in self._contenders[len(self._lanes) :]:
             if contender.random_weights and contender.engine == LLAMA_CPP:
-                contender = yield from self._with_file(contender, contender.random_weights)
+                contender = yield from self._with_file(contender, Path(contender.random_weights))
             yield Doing(len(self._lanes), f"starting {contender.name}")
             worker = self._stack.enter_context(Worker(replace(contender, length=len(self._tokens))))
             self._lanes.append(_Lane(worker, worker.ask("ready")))
@@ -221,11 +221,11 @@ class Speed(Comparison):
                 "longer text"
             )
         if first.random_weights:
-            self._check_random(first.random_weights)
+            self._check_random(Path(first.random_weights))
         self._digest = digest_of(self._tokens)
         self._race = Race(self._contenders, self._tokens)
         return {
-            "model": str(first.random_weights or first.model.model),
+            "model": first.random_weights or first.model.model,
             "policy": [contender.cache.policy for contender in self._contenders],
             "window": [window_of(contender.cache) for contender in self._contenders],
             "seed": None,
