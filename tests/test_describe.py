@@ -14,32 +14,20 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from h2o_stream.models.quantize import on_grid, quantize
-from h2o_stream.native import abi
+from h2o_stream.models.packed import PackedEmbedding, PackedLinear
+from h2o_stream.native import abi, library
 from h2o_stream.native.describe import describe
 from h2o_stream.native.description import Attention, Description, Layer, Matrix, NativeModel, NotDescribed, Rope
 from h2o_stream.native.modules import apply_activation, apply_norm, matrix_of, norm_of
 from tests.families import FAMILIES, GROUPED, LONGROPE, SIZES, SLIDING, YARN, Family, rope, tiny
+from tests.packed_tiles import KINDS, random_tiles
+from tests.packed_tiles import numbers as packed_numbers
 
 
 def numbers(matrix: Matrix) -> Tensor:
     if matrix.kind in (abi.MatrixKind.FLOAT32, abi.MatrixKind.BFLOAT16):
         return matrix.weights.double()
-    return unpacked(matrix.weights, matrix.rows, matrix.columns, 1 if matrix.kind == abi.MatrixKind.INT8 else 2)
-
-
-def unpacked(tiles: Tensor, rows: int, columns: int, packing: int) -> Tensor:
-    """Numbers out of tiles, by the words of abi.h."""
-    size, groups = 4 * columns // packing, columns // 32
-    codes = tiles[:, :size].reshape(-1, columns // packing)
-    grid = tiles[:, size : size + 4 * packing * groups * 2].contiguous().view(torch.float16).double()
-    grid = grid.view(-1, 4, packing, groups).flatten(0, 1)
-    if packing == 1:
-        values = codes.view(torch.int8).double().view(-1, groups, 32) * grid[:, 0, :, None]
-    else:
-        halves = codes.view(-1, groups, 16)
-        values = torch.cat((halves & 15, halves >> 4), -1).double() * grid[:, 0, :, None] + grid[:, 1, :, None]
-    return values.flatten(1)[:rows]
+    return packed_numbers(matrix.weights, matrix.kind, matrix.rows, matrix.columns)
 
 
 def apply(matrix: Matrix, x: Tensor) -> Tensor:
@@ -91,7 +79,7 @@ def feed_forward(layer: Layer, x: Tensor) -> Tensor:
 
 def interpret(description: Description, tokens: list[int]) -> Tensor:
     """Logits [n, vocabulary] in float64, with full attention at absolute positions."""
-    x = description.embedding[tokens].double() * description.embedding_scale
+    x = numbers(description.embedding)[tokens] * description.embedding_scale
     if description.learned_positions is not None:
         start = description.learned_offset
         x = x + description.learned_positions[start : start + len(tokens)]
@@ -170,7 +158,7 @@ def test_bfloat16(family: Family) -> None:
     """The interpreter does not round between, so it is about as near to the model as that is to float32."""
     model = nudged(family.make()).bfloat16()
     description = describe(model)
-    assert description.embedding.dtype == torch.bfloat16
+    assert description.embedding.kind == abi.MatrixKind.BFLOAT16
     expected = model(torch.tensor([TOKENS])).logits[0].double()
     difference = interpret(description, TOKENS) - expected
     assert difference.square().mean().sqrt() < 0.06 * expected.square().mean().sqrt()
@@ -302,74 +290,58 @@ class TestChanged:
         self.refused(llama, "matrices that do not make whole heads of 12")
 
 
-def packed(weight: Tensor, packing: int) -> Tensor:
-    """Tiles by the words of abi.h."""
-    rows, columns = weight.shape
-    groups = weight.unflatten(1, (-1, 32))
-    if packing == 1:
-        scale = (groups.abs().amax(-1) / 127).half().float()
-        codes = (groups / scale[..., None]).round().to(torch.int8).view(torch.uint8)
-        grid = scale.half()[:, None]
-    else:
-        numbers, scale, middle = on_grid(groups)
-        codes = numbers.to(torch.uint8)
-        codes = codes[..., :16] | codes[..., 16:] << 4
-        grid = torch.stack((scale, middle - 8 * scale), 1).half()
-    lines = torch.cat((codes.flatten(1), torch.zeros(-rows % 4, columns // packing, dtype=torch.uint8)))
-    grid = torch.cat((grid, torch.zeros(-rows % 4, *grid.shape[1:], dtype=torch.float16))).flatten(1)
-    tiles = torch.cat((lines.view(-1, 4 * columns // packing), grid.reshape(len(lines) // 4, -1).view(torch.uint8)), 1)
-    return nn.functional.pad(tiles, (0, -tiles.shape[1] % 32))
-
-
-class Native8Linear(nn.Module):
-    """A packed layer that multiplies what is in its tiles."""
-
-    packing = 1
-
-    def __init__(self, linear: nn.Linear) -> None:
-        super().__init__()
-        self.in_features, self.out_features, self.bias = linear.in_features, linear.out_features, linear.bias
-        self.register_buffer("tiles", packed(linear.weight.detach(), self.packing))
+class Packed(PackedLinear):
+    """A packed layer that does not round what it multiplies."""
 
     def forward(self, x: Tensor) -> Tensor:
-        weight = unpacked(self.tiles, self.out_features, self.in_features, self.packing).to(x.dtype)
+        weight = packed_numbers(self.tiles, self.kind, self.out_features, self.in_features).to(x.dtype)
         return nn.functional.linear(x, weight, self.bias)
 
 
-class Native4Linear(Native8Linear):
-    packing = 2
+Packed.forward.__module__ = PackedLinear.__module__
 
 
-Native8Linear.forward.__module__ = "h2o_stream.models.quantize"  # where packed layers are at home
+def packed_layer(linear: nn.Linear, kind: abi.MatrixKind) -> Packed:
+    rows, columns = linear.weight.shape
+    return Packed(kind, columns, rows, linear.bias, random_tiles(kind, rows, columns))
 
 
-def pack_all(model: Any, kind: type[Native8Linear]) -> Any:
+def pack_all(model: Any, kind: abi.MatrixKind) -> Any:
+    """A model with packed layers of random numbers."""
     model = nudged(model)
     for parent in list(model.modules()):
         for name, child in list(parent.named_children()):
             if type(child) is nn.Linear:
-                setattr(parent, name, kind(child))
+                setattr(parent, name, packed_layer(child, kind))
     return model
 
 
 class TestPacked:
-    @pytest.mark.parametrize("kind", [Native8Linear, Native4Linear])
+    @pytest.mark.parametrize("kind", [abi.MatrixKind.INT8, abi.MatrixKind.INT4])
     @pytest.mark.parametrize("number", [1, 5, 8, 12], ids=lambda number: FAMILIES[number].name)
-    def test_families(self, kind: type[Native8Linear], number: int) -> None:
+    def test_families(self, kind: abi.MatrixKind, number: int) -> None:
         """Also where one matrix holds several: gate and up of Phi-3 are rows of it."""
         assert error(pack_all(FAMILIES[number].make(), kind)) < 2e-5
 
-    @pytest.mark.parametrize("kind", ["int8", "int4"])
-    def test_quantize(self, kind: str, llama: Any) -> None:
-        quantize(llama, kind)
-        description = describe(llama)
-        assert {len(layer.attention.qkv) for layer in description.layers} <= {1, 3}
-        assert error(llama) < 0.15  # the model's own layers round a short text's vectors to 8 bits
+    @pytest.mark.parametrize("kind", [abi.MatrixKind.INT8, abi.MatrixKind.INT4])
+    def test_embedding(self, kind: abi.MatrixKind) -> None:
+        if library.missing_reason():
+            pytest.skip("there is no compiled library")
+        model = pack_all(FAMILIES[1].make(), kind)
+        vocabulary, hidden = model.get_input_embeddings().weight.shape
+        tiles = random_tiles(kind, vocabulary, hidden)
+        model.set_input_embeddings(PackedEmbedding(kind, vocabulary, hidden, torch.float32, tiles))
+        embedding = describe(model).embedding
+        assert (embedding.kind, embedding.rows, embedding.columns) == (kind, vocabulary, hidden)
+        assert embedding.weights.data_ptr() == tiles.data_ptr()
+        assert error(model) < 2e-5
 
-    def test_rows_within_a_tile(self) -> None:
-        matrix = matrix_of(Native8Linear(nn.Linear(32, 12)), "m")
-        assert torch.equal(numbers(matrix.row_range(4, 6)), numbers(matrix)[4:10])
-        with pytest.raises(NotDescribed, match="rows 6 and on"):
+    @pytest.mark.parametrize("kind", KINDS)
+    def test_rows_within_a_tile(self, kind: abi.MatrixKind) -> None:
+        matrix = matrix_of(packed_layer(nn.Linear(256, 44), kind), "m")
+        assert matrix.kind == kind
+        assert torch.equal(numbers(matrix.row_range(16, 20)), numbers(matrix)[16:36])
+        with pytest.raises(NotDescribed, match="rows 6 and on .* multiple of 16"):
             matrix.row_range(6, 6)
 
 
@@ -378,7 +350,7 @@ class TestMemory:
 
     def test_nothing_large_is_copied(self, llama: Any) -> None:
         description = describe(llama)
-        assert description.embedding.data_ptr() == llama.model.embed_tokens.weight.data_ptr()
+        assert description.embedding.weights.data_ptr() == llama.model.embed_tokens.weight.data_ptr()
         layer, module = description.layers[1], llama.model.layers[1]
         assert layer.mlp.down.weights.data_ptr() == module.mlp.down_proj.weight.data_ptr()
         assert [matrix.weights.data_ptr() for matrix in layer.attention.qkv] == [
@@ -395,7 +367,7 @@ class TestMemory:
 
     def test_tied(self) -> None:
         description = describe(OTHERS["Llama, tied"]())
-        assert description.output.weights.data_ptr() == description.embedding.data_ptr()
+        assert description.output.weights.data_ptr() == description.embedding.weights.data_ptr()
 
     def test_struct(self) -> None:
         model = nudged(next(family for family in FAMILIES if family.name == "Qwen 2, YaRN").make())

@@ -9,21 +9,12 @@ import torch
 from torch import Tensor
 
 from h2o_stream.native.abi import Matrix, MatrixKind
-from h2o_stream.native.packing import GROUP, from_tiles, kind_of, tile_bytes, to_tiles
+from h2o_stream.native.packing import GROUP, fits
 from tests.native_builds import native  # noqa: F401
+from tests.packed_tiles import KINDS, numbers, random_tiles
 
 GUARD = 123.5
 """What lies behind an output and must not be touched."""
-
-
-def packed(rows: int, columns: int, bits: int) -> Tensor:
-    """Tiles of random codes and scales."""
-    groups = columns // GROUP
-    low, high, dtype = (-127, 128, torch.int8) if bits == 8 else (0, 256, torch.uint8)
-    codes = torch.randint(low, high, (rows, groups, GROUP * bits // 8), dtype=dtype)
-    scales = (torch.rand(rows, 1, groups) + 0.1) * 0.01
-    offsets = -7.5 * scales + torch.randn(rows, 1, groups) * 0.002
-    return to_tiles(codes, torch.cat([scales, offsets][: 8 // bits], 1).half())
 
 
 def vectors(count: int, columns: int) -> tuple[Tensor, Tensor]:
@@ -76,17 +67,19 @@ def test_dense(native: ctypes.CDLL, kind: int, columns: int) -> None:  # noqa: F
             assert ((multiply(native, matrix, x).double() - expected).abs() <= 1e-5 * scale + 1e-6).all()
 
 
-@pytest.mark.parametrize("bits", [8, 4])
-@pytest.mark.parametrize("columns", [32, 96, 256, 576, 1536])
-def test_packed(native: ctypes.CDLL, bits: int, columns: int) -> None:  # noqa: F811
+SHAPES = [(kind, columns) for kind in KINDS for columns in (32, 64, 96, 256, 288, 576, 4096) if fits(kind, columns)]
+"""Packed kinds, and columns that they can have."""
+
+
+@pytest.mark.parametrize(("kind", "columns"), [*SHAPES, (MatrixKind.Q4_K, 512), (MatrixKind.Q6_K, 512)])
+def test_packed(native: ctypes.CDLL, kind: MatrixKind, columns: int) -> None:  # noqa: F811
     torch.manual_seed(columns)
-    for rows in (*range(1, 10), 37):
-        tiles = packed(rows, columns, bits)
-        assert tiles.shape == (-(-rows // 4), tile_bytes(columns, bits)[2])
-        weights = from_tiles(tiles, rows, columns, bits).double()
+    for rows in (1, 15, 16, 17, 40):
+        tiles = random_tiles(kind, rows, columns, rows)
+        weights = numbers(tiles, kind, rows, columns)
         bias = torch.randn(rows) if rows % 2 else None
-        matrix = described(tiles, bias, rows, columns, kind_of(bits))
-        for count in COUNTS:
+        matrix = described(tiles, bias, rows, columns, kind)
+        for count in (*range(1, 8), 33):
             x, rounded = vectors(count, columns)
             expected = rounded @ weights.T
             norm = weights.square().mean().sqrt() * x.double().square().mean(1, keepdim=True).sqrt() * columns**0.5
@@ -96,14 +89,15 @@ def test_packed(native: ctypes.CDLL, bits: int, columns: int) -> None:  # noqa: 
 
 def kinds_and_weights(rows: int, columns: int) -> list[tuple[int, Tensor]]:
     weights = torch.randn(rows, columns)
-    few_bits = [(kind_of(bits), packed(rows, columns, bits)) for bits in (8, 4)]
+    few_bits = [(kind, random_tiles(kind, rows, columns)) for kind in KINDS if fits(kind, columns)]
     return [(MatrixKind.FLOAT32, weights), (MatrixKind.BFLOAT16, weights.bfloat16()), *few_bits]
 
 
-def test_results_do_not_depend_on_threads_or_other_vectors(native: ctypes.CDLL) -> None:  # noqa: F811
+@pytest.mark.parametrize("columns", [576, 768])
+def test_results_do_not_depend_on_threads_or_other_vectors(native: ctypes.CDLL, columns: int) -> None:  # noqa: F811
     torch.manual_seed(0)
-    for kind, weights in kinds_and_weights(403, 576):
-        matrix, x = described(weights, None, 403, 576, kind), torch.randn(13, 576)
+    for kind, weights in kinds_and_weights(403, columns):
+        matrix, x = described(weights, None, 403, columns, kind), torch.randn(13, columns)
         together = multiply(native, matrix, x)
         for threads in (2, 3):
             assert multiply(native, matrix, x, threads).equal(together)
@@ -118,55 +112,88 @@ def test_results_do_not_depend_on_threads_or_other_vectors(native: ctypes.CDLL) 
 def test_what_was_multiplied_before_is_of_no_account(native: ctypes.CDLL) -> None:  # noqa: F811
     """Space for vectors is used again: for shorter ones, after some that were not finite."""
     torch.manual_seed(0)
-    for columns in (576, 96):
+    for columns in (768, 96):
         for kind, weights in kinds_and_weights(8, columns):
             matrix, x = described(weights, None, 8, columns, kind), torch.randn(3, columns)
             before = multiply(native, matrix, x)
-            wide = torch.zeros(8, 1536)
-            multiply(native, described(wide, None, 8, 1536, MatrixKind.FLOAT32), torch.full((40, 1536), torch.nan))
-            tiles = packed(8, 1536, 4)
-            multiply(native, described(tiles, None, 8, 1536, kind_of(4)), torch.full((40, 1536), torch.nan))
+            for wide, nans in kinds_and_weights(8, 1536):
+                multiply(native, described(nans, None, 8, 1536, wide), torch.full((40, 1536), torch.nan))
             assert multiply(native, matrix, x).equal(before)
 
 
-@pytest.mark.parametrize("bits", [8, 4])
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("value", [torch.nan, torch.inf])
-def test_what_is_not_finite_shows(native: ctypes.CDLL, bits: int, value: float) -> None:  # noqa: F811
-    tiles, x = packed(8, 96, bits), torch.randn(2, 96)
+def test_what_is_not_finite_shows(native: ctypes.CDLL, kind: MatrixKind, value: float) -> None:  # noqa: F811
+    tiles, x = random_tiles(kind, 8, 512), torch.randn(2, 512)
     x[1, 40] = value
-    y = multiply(native, described(tiles, None, 8, 96, kind_of(bits)), x)
+    y = multiply(native, described(tiles, None, 8, 512, kind), x)
     assert y[0].isfinite().all()
     assert not y[1].isfinite().any()
 
 
-@pytest.mark.parametrize("bits", [8, 4])
-def test_extreme_vectors(native: ctypes.CDLL, bits: int) -> None:  # noqa: F811
-    tiles = packed(8, 96, bits)
-    matrix, weights = described(tiles, None, 8, 96, kind_of(bits)), from_tiles(tiles, 8, 96, bits).double()
-    x = torch.stack([torch.zeros(96), torch.full((96,), 1e-41), torch.full((96,), 1e30), torch.full((96,), -2.0)])
+@pytest.mark.parametrize("kind", KINDS)
+def test_extreme_vectors(native: ctypes.CDLL, kind: MatrixKind) -> None:  # noqa: F811
+    tiles = random_tiles(kind, 8, 256)
+    matrix, weights = described(tiles, None, 8, 256, kind), numbers(tiles, kind, 8, 256)
+    alternating = torch.tensor([1.0, -1.0]).repeat(128)
+    x = torch.stack(
+        [torch.zeros(256), torch.full((256,), 1e-41), torch.full((256,), 1e30), -torch.ones(256), alternating]
+    )
     y = multiply(native, matrix, x)
     assert not y[0].any()
     assert y[1].abs().max() < 1e-36
     assert_near(y[2:], x[2:].double() @ weights.T, 1e-5)
 
 
-@pytest.mark.parametrize("bits", [8, 4])
+@pytest.mark.parametrize("kind", KINDS)
+def test_extreme_codes(native: ctypes.CDLL, kind: MatrixKind) -> None:  # noqa: F811
+    """The largest sums of products, of either sign."""
+    for byte in (0x00, 0x7F, 0x80, 0x81, 0xFF):
+        tiles = random_tiles(kind, 16, 256)
+        size = 16 * 256 * {MatrixKind.INT8: 8, MatrixKind.Q6_K: 6}.get(kind, 4) // 8
+        tiles[:, -size:] = byte
+        weights = numbers(tiles, kind, 16, 256)
+        x = torch.stack((torch.ones(256), -torch.ones(256)))
+        assert_near(multiply(native, described(tiles, None, 16, 256, kind), x), x.double() @ weights.T, 1e-5)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_unpacked(native: ctypes.CDLL, bits: int, dtype: torch.dtype) -> None:  # noqa: F811
-    torch.manual_seed(0)
-    for rows, columns in ((1, 32), (9, 96), (37, 576)):
-        tiles = packed(rows, columns, bits)
-        matrix, out = described(tiles, None, rows, columns, kind_of(bits)), torch.full((rows + 1, columns), GUARD)
-        out = out.to(dtype)
-        native.h2o_unpack(
-            ctypes.byref(matrix),
-            ctypes.c_void_p(out.data_ptr()),
-            *map(ctypes.c_int64, (dtype == torch.bfloat16, 2)),
-        )
-        torch.testing.assert_close(
-            out[:-1],
-            from_tiles(tiles, rows, columns, bits).to(dtype),
-            rtol=1e-2 if dtype == torch.bfloat16 else 1e-6,
-            atol=1e-7,
-        )
-        assert out[-1].eq(GUARD).all()
+class TestUnpacked:
+    """Numbers are rounded to float32 once and then, for bfloat16, once more."""
+
+    @pytest.mark.parametrize(("kind", "columns"), SHAPES)
+    def test_ranges_of_rows(
+        self,
+        native: ctypes.CDLL,  # noqa: F811
+        kind: MatrixKind,
+        columns: int,
+        dtype: torch.dtype,
+    ) -> None:
+        tiles = random_tiles(kind, 67, columns)
+        expected = numbers(tiles, kind, 67, columns).float().to(dtype)
+        matrix = described(tiles, None, 67, columns, kind)
+        for first, count in ((0, 67), (16, 32), (48, 19), (5, 9), (15, 18), (3, 0)):
+            for threads in (1, 2, 3):
+                out = torch.full((count + 1, columns), GUARD, dtype=dtype)
+                native.h2o_unpack(ctypes.byref(matrix), out.data_ptr(), first, count, dtype == torch.bfloat16, threads)
+                assert out[:-1].equal(expected[first : first + count])
+                assert out[-1].eq(GUARD).all()
+
+    @pytest.mark.parametrize(("kind", "columns"), SHAPES)
+    def test_rows_by_number(
+        self,
+        native: ctypes.CDLL,  # noqa: F811
+        kind: MatrixKind,
+        columns: int,
+        dtype: torch.dtype,
+    ) -> None:
+        tiles, rows = random_tiles(kind, 67, columns), torch.tensor([66, 0, 15, 16, 31, 31, 40])
+        expected = numbers(tiles, kind, 67, columns).float().to(dtype)
+        matrix = described(tiles, None, 67, columns, kind)
+        for threads in (1, 2, 3):
+            out = torch.full((len(rows) + 1, columns), GUARD, dtype=dtype)
+            native.h2o_gather(
+                ctypes.byref(matrix), rows.data_ptr(), len(rows), out.data_ptr(), dtype == torch.bfloat16, threads
+            )
+            assert out[:-1].equal(expected[rows])
+            assert out[-1].eq(GUARD).all()

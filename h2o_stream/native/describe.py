@@ -11,19 +11,18 @@ from __future__ import annotations
 from collections.abc import Callable, Collection
 from typing import Any
 
-from torch import Tensor, nn
+from torch import nn
 
 from h2o_stream.native import layouts
 from h2o_stream.native.description import Attention, Description, HeadOffsets, Layer, Matrix, Mlp, Norm, NotDescribed
 from h2o_stream.native.layouts import AttentionLayout, LayerLayout
 from h2o_stream.native.modules import (
-    DTYPES,
     activation_of,
     check_module,
+    embedding_of,
     embedding_scale,
     matrix_of,
     norm_of,
-    plain,
     rope_of,
     single,
 )
@@ -71,15 +70,15 @@ class _Reader:
         layers = list(backbone.layers)
         if len(layers) != config.num_hidden_layers:
             raise NotDescribed(f"the config says {config.num_hidden_layers} layers, there are {len(layers)}")
-        embedding, weight, head = self._ends()
+        embedding, rows, head = self._ends()
         positions = self._positions(backbone)
         norm = next((name for name in layouts.LAST_NORMS if getattr(backbone, name, None) is not None), None)
         if norm is None:
             raise NotDescribed(f"{type(backbone).__name__} has no norm in front of the output layer")
         description = Description(
             layers=[self._layer(layer, number) for number, layer in enumerate(layers)],
-            embedding=weight,
-            embedding_scale=embedding_scale(embedding, "the embedding") * self._factor("embedding_multiplier"),
+            embedding=rows,
+            embedding_scale=embedding_scale(embedding, rows, "the embedding") * self._factor("embedding_multiplier"),
             learned_positions=None if positions is None else single(positions.weight, "the learned positions"),
             learned_offset=int(getattr(positions, "offset", 0)),
             norm=self._norm(backbone, norm, self._hidden, "the model"),
@@ -91,21 +90,16 @@ class _Reader:
         self._check_all_read()
         return description
 
-    def _ends(self) -> tuple[Any, Tensor, Any]:
-        """The embedding, its weight, and the output layer."""
+    def _ends(self) -> tuple[Any, Matrix, Any]:
+        """The embedding, its rows, and the output layer."""
         embedding, head = self._model.get_input_embeddings(), self._model.get_output_embeddings()
-        if head is None or not isinstance(embedding, nn.Embedding):
-            raise NotDescribed(f"{type(self._model).__name__} has no output layer or no embedding that is known")
-        weight = plain(embedding.weight, "the embedding")
-        if weight.dtype not in DTYPES:
-            raise NotDescribed(f"the embedding has weights of {str(weight.dtype).removeprefix('torch.')}")
-        if weight.shape[1] != self._config.hidden_size:
-            raise NotDescribed(
-                f"the embedding has rows of {weight.shape[1]} numbers, layers {self._config.hidden_size}"
-            )
-        self._note(embedding, *head.modules())
-        self._hidden = weight.shape[1]
-        return embedding, weight, head
+        if head is None:
+            raise NotDescribed(f"{type(self._model).__name__} has no output layer")
+        rows, self._hidden = embedding_of(embedding, "the embedding"), self._config.hidden_size
+        if rows.columns != self._hidden:
+            raise NotDescribed(f"the embedding has rows of {rows.columns} numbers, layers {self._hidden}")
+        self._note(*embedding.modules(), *head.modules())
+        return embedding, rows, head
 
     def _positions(self, backbone: Any) -> Any:
         """The embedding of learned positions; None where there is a rotary one."""

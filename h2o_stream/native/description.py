@@ -12,7 +12,7 @@ from dataclasses import dataclass, fields
 
 from torch import Tensor
 
-from h2o_stream.native import abi
+from h2o_stream.native import abi, packing
 from h2o_stream.native.abi import Activation, MatrixKind, NormKind, pointer
 
 
@@ -22,10 +22,10 @@ class NotDescribed(Exception):  # noqa: N818
 
 @dataclass(frozen=True, eq=False)
 class Matrix:
-    """Weights of a linear layer.
+    """Weights of a linear layer or an embedding.
 
     Attributes:
-        weights: [rows, columns] float32 or bfloat16, or [tiles of 4 rows, bytes of one] uint8; the model's own.
+        weights: [rows, columns] float32 or bfloat16, or uint8 of `packing.tiles_shape`; the model's own.
         bias: [rows] float32, or None.
         rows: numbers that come out.
         columns: numbers that go in.
@@ -44,7 +44,7 @@ class Matrix:
         Raises:
             NotDescribed: they do not start at a tile of the packed matrix.
         """
-        tile = 1 if self.kind in (MatrixKind.FLOAT32, MatrixKind.BFLOAT16) else 4
+        tile = 1 if self.kind in (MatrixKind.FLOAT32, MatrixKind.BFLOAT16) else packing.ROWS
         if first % tile:
             raise NotDescribed(f"rows {first} and on of a packed matrix do not start at a multiple of {tile}")
         weights = self.weights[first // tile : -(-(first + count) // tile)]
@@ -179,7 +179,7 @@ class Description:
 
     Attributes:
         layers: one after the other.
-        embedding: [vocabulary, hidden] float32 or bfloat16; the model's own.
+        embedding: a row of `hidden` numbers for each token of the vocabulary.
         embedding_scale: factor on its rows.
         learned_positions: [n, hidden] float32, or None.
         learned_offset: its row for token index 0.
@@ -191,7 +191,7 @@ class Description:
     """
 
     layers: Sequence[Layer]
-    embedding: Tensor
+    embedding: Matrix
     embedding_scale: float
     learned_positions: Tensor | None
     learned_offset: int
@@ -237,14 +237,12 @@ class NativeModel:
         self.layers = (abi.Layer * len(description.layers))()
         for layer, struct in zip(description.layers, self.layers, strict=True):
             layer.fill(struct)
-        vocabulary, hidden = description.embedding.shape
         self.struct = abi.Model(
             layers=ctypes.cast(self.layers, ctypes.POINTER(abi.Layer)),
             layer_count=len(self.layers),
-            hidden=hidden,
-            vocabulary=vocabulary,
-            embedding=pointer(description.embedding),
-            embedding_in_bfloat16=description.embedding.element_size() == 2,
+            hidden=description.embedding.columns,
+            vocabulary=description.embedding.rows,
+            embedding=description.embedding.to_struct(),
             embedding_scale=description.embedding_scale,
             learned_positions=pointer(description.learned_positions),
             learned_offset=description.learned_offset,

@@ -17,11 +17,10 @@ from torch.nn import functional
 
 from h2o_stream.native.abi import Activation, MatrixKind, NormKind
 from h2o_stream.native.description import Matrix, Norm, NotDescribed, Rope
+from h2o_stream.native.packing import gather
 
 DTYPES = {torch.float32: MatrixKind.FLOAT32, torch.bfloat16: MatrixKind.BFLOAT16}
 """Weights that are used as they are."""
-
-_PACKED = {1: MatrixKind.INT8, 2: MatrixKind.INT4}
 
 _ACTIVATIONS: dict[Activation, Callable[[Tensor], Tensor]] = {
     Activation.SILU: functional.silu,
@@ -71,24 +70,42 @@ def matrix_of(module: Any, name: str) -> Matrix:
     """The weights of a linear layer, where they lie.
 
     Args:
-        module: a plain `nn.Linear`, or one that holds packed `tiles`, alone or as part of a larger one.
+        module: a plain `nn.Linear`, or one that holds packed `tiles` of a `kind`.
         name: for the message.
 
     Raises:
         NotDescribed: it is neither, or its weights are not contiguous float32 or bfloat16.
     """
     if hasattr(module, "tiles"):
-        packing = 2 if "4" in type(module).__name__ else 1
-        kind = _PACKED[getattr(module, "packing", packing)]
-        weights, rows, columns = module.tiles, module.out_features, module.in_features
-    elif type(module) is nn.Linear:
-        weights, (rows, columns) = module.weight, module.weight.shape
-        if weights.dtype not in DTYPES:
-            raise NotDescribed(f"{name} has weights of {str(weights.dtype).removeprefix('torch.')}")
-        kind = DTYPES[weights.dtype]
-    else:
-        raise NotDescribed(f"{name} is a {type(module).__name__} where a linear layer is expected")
-    return Matrix(plain(weights, name), single(module.bias, name), rows, columns, kind)
+        tiles = plain(module.tiles, name)
+        return Matrix(tiles, single(module.bias, name), module.out_features, module.in_features, module.kind)
+    if type(module) is nn.Linear:
+        return _dense(module.weight, module.bias, name)
+    raise NotDescribed(f"{name} is a {type(module).__name__} where a linear layer is expected")
+
+
+def embedding_of(module: Any, name: str) -> Matrix:
+    """The rows of an embedding, where they lie: one for each token.
+
+    Args:
+        module: an `nn.Embedding`, or one that holds packed `tiles` of a `kind`.
+        name: for the message.
+
+    Raises:
+        NotDescribed: it is neither, or its weights are not contiguous float32 or bfloat16.
+    """
+    if hasattr(module, "tiles"):
+        return Matrix(plain(module.tiles, name), None, module.num_embeddings, module.embedding_dim, module.kind)
+    if isinstance(module, nn.Embedding):
+        return _dense(module.weight, None, name)
+    raise NotDescribed(f"{name} is a {type(module).__name__} where an embedding is expected")
+
+
+def _dense(weights: Tensor, bias: Tensor | None, name: str) -> Matrix:
+    if weights.dtype not in DTYPES:
+        raise NotDescribed(f"{name} has weights of {str(weights.dtype).removeprefix('torch.')}")
+    rows, columns = weights.shape
+    return Matrix(plain(weights, name), single(bias, name), rows, columns, DTYPES[weights.dtype])
 
 
 def plain(tensor: Tensor, name: str) -> Tensor:
@@ -166,17 +183,22 @@ def activation_of(function: Any, name: str) -> Activation:
     raise NotDescribed(f"{name} is {type(function).__name__}, not an activation that is known here")
 
 
-def embedding_scale(module: Any, name: str) -> float:
-    """The factor by which an embedding multiplies its rows.
+def embedding_scale(module: Any, matrix: Matrix, name: str) -> float:
+    """The factor by which an embedding multiplies its rows, those of `matrix`.
 
     Raises:
         NotDescribed: it does something else to them.
     """
     scale = getattr(module, "embed_scale", 1.0)
-    scale = float(scale.to(module.weight.dtype)) if isinstance(scale, Tensor) else float(scale)
-    ids = torch.tensor([0, len(module.weight) - 1])
-    rows = module.weight[ids].detach().float() * scale
-    if not _distance(_asked(module, ids, name), rows) < 1e-2:
+    if isinstance(scale, Tensor):
+        scale = scale.to(module.dtype if hasattr(module, "tiles") else module.weight.dtype)
+    scale = float(scale)
+    ids = torch.tensor([0, matrix.rows - 1])
+    if matrix.kind in DTYPES.values():
+        rows = matrix.weights[ids].float()
+    else:
+        rows = gather(matrix.weights, matrix.kind, matrix.columns, ids, torch.float32)
+    if not _distance(_asked(module, ids, name), rows * scale) < 1e-2:
         raise NotDescribed(f"{name} is a {type(module).__name__} that does more than scale its rows")
     return scale
 

@@ -36,7 +36,7 @@ _BYTES_PER_THREAD = 2**20
 _PROMPT, _STEPS = 6, 3
 """Tokens of the proof: a prompt, and those that follow one by one."""
 
-_TOLERANCE = {MatrixKind.FLOAT32: 1e-4, MatrixKind.BFLOAT16: 0.08, MatrixKind.INT8: 0.08, MatrixKind.INT4: 0.08}
+_TOLERANCE = {MatrixKind.FLOAT32: 1e-4} | dict.fromkeys(set(MatrixKind) - {MatrixKind.FLOAT32}, 0.08)
 """Root mean square of the differences of logits, as a share of that of the logits, by how weights are held."""
 
 _proved: WeakKeyDictionary[Any, set[tuple[Any, ...]]] = WeakKeyDictionary()
@@ -214,8 +214,9 @@ class CheckedStepper:
 @torch.no_grad()
 def _prove(model: Any, cache: H2OCache, stepper: Stepper, description: Description) -> str:
     """Why the native step differs from the model's own forward, or nothing; the cache is empty afterwards."""
-    vocabulary = description.embedding.shape[0]
-    tokens = torch.randint(vocabulary, (1, _PROMPT + _STEPS), generator=torch.Generator().manual_seed(0))
+    tokens = torch.randint(
+        description.embedding.rows, (1, _PROMPT + _STEPS), generator=torch.Generator().manual_seed(0)
+    )
     parts, logits = [tokens[:, :_PROMPT], *tokens[:, _PROMPT:].split(1, 1)], []
     try:
         for native in (False, True):
@@ -237,9 +238,7 @@ def _prove(model: Any, cache: H2OCache, stepper: Stepper, description: Descripti
 
 
 def _tolerance(description: Description) -> float:
-    kinds = {matrix.kind for matrix in description.matrices}
-    dtype = MatrixKind.BFLOAT16 if description.embedding.dtype == torch.bfloat16 else MatrixKind.FLOAT32
-    return max(_TOLERANCE[kind] for kind in (*kinds, dtype))
+    return max(_TOLERANCE[matrix.kind] for matrix in (*description.matrices, description.embedding))
 
 
 def _error(ours: Tensor, theirs: Tensor) -> float:

@@ -1,7 +1,7 @@
 // The blocks of GGUF matrices as packed tiles: a structure for every type.
 //
-// lay_out(rows, grid, lower, upper) takes a block of each of 16 rows and writes where its groups begin in the grid and in
-// the codes. Words hold four columns of a row, from the lowest byte on. Any bytes are a valid block.
+// lay_out(rows, grid, lower, upper) reads a block of each of 16 rows and writes its groups to these places of the grid
+// and the codes. Words hold four columns of a row, from the lowest byte on. Any bytes are a valid block.
 
 #pragma once
 
@@ -167,10 +167,10 @@ struct Q4_K {
     load_columns<32>(rows, 16, columns + 4);
     const Column* codes = columns + 4;
     for (int64_t r = 0; r < kRows; r += kWidth) {
-      const ScalesAndMinima packed(columns, r);
+      const ScalesAndMinima six_bits(columns, r);
       for (int64_t half = 0; half < 2; ++half) {
-        store_bytes(packed.scales[half], grid + (4 + 4 * half) * kRows + r);
-        store_bytes(packed.minima[half], grid + (12 + 4 * half) * kRows + r);
+        store_bytes(six_bits.scales[half], grid + (4 + 4 * half) * kRows + r);
+        store_bytes(six_bits.minima[half], grid + (12 + 4 * half) * kRows + r);
       }
       for (int64_t g = 0; g < 8; ++g) {
         store_nibbles(lower + g * packed::kGroup / 2 * kRows, r, [&](int64_t i) {
@@ -196,10 +196,10 @@ struct Q5_K {
     for (int64_t g = 0; g < 8; ++g) {
       Group group;
       for (int64_t r = 0; r < kRows; r += kWidth) {
-        const ScalesAndMinima packed(columns, r);
-        const Floats scale = load_halves(halves + 2 * r) * to_floats(byte_of(packed.scales[g / 4], g % 4));
+        const ScalesAndMinima six_bits(columns, r);
+        const Floats scale = load_halves(halves + 2 * r) * to_floats(byte_of(six_bits.scales[g / 4], g % 4));
         const Floats minimum =
-            load_halves(halves + 2 * (kRows + r)) * to_floats(byte_of(packed.minima[g / 4], g % 4));
+            load_halves(halves + 2 * (kRows + r)) * to_floats(byte_of(six_bits.minima[g / 4], g % 4));
         for (int64_t i = 0; i < kWords; ++i) {
           const Words nibbles = words_at(codes[g / 2 * kWords + i], r) >> uint32_t(g % 2 * 4) & 0xf * kOnes;
           const Words set = words_at(fifth[i], r) >> uint32_t(g) & kOnes;
@@ -220,7 +220,8 @@ template <class Bits>
   }
 }
 
-// 256 codes, the lower four bits and the upper two, int8 scales for every 16 columns, d; value = (d * scale) * (code - 32).
+// 256 codes, the lower four bits and the upper two, int8 scales for every 16 columns, d;
+// value = (d * scale) * (code - 32).
 struct Q6_K {
   static constexpr int64_t kBytes = 210, kColumns = 256, kKind = kQ6K;
 

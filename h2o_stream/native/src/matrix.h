@@ -7,17 +7,11 @@
 
 #include "abi.h"
 #include "memory.h"
+#include "packed.h"
 #include "threads.h"
 
-namespace packed {
-
-constexpr int64_t kGroup = 32;  // numbers of a row that share a scale
-constexpr int64_t kTile = 4;    // rows that lie together
-
-}  // namespace packed
-
-// Vectors of `size` numbers, and the same rounded to 8 bits (a scale for every 32 numbers) in the order in which packed
-// matrices are read. They may be longer than a matrix has columns: the rest is ignored.
+// Vectors of `size` numbers, and the same rounded to 8 bits with a scale for every group of 32, for packed matrices. They
+// may be longer than a matrix has columns: the rest is ignored.
 class Vectors {
  public:
   Vectors() = default;
@@ -31,25 +25,24 @@ class Vectors {
   int64_t count() const { return count_; }
   int64_t size() const { return size_; }
 
-  // Rounds some groups of 32 numbers for matrices of this `MatrixKind`; nothing to do for dense ones. Threads may
-  // share the groups of a vector.
-  void round(int64_t kind, int64_t vector, Range groups) const;
+  // Rounds the groups of a vector that begin in a range of numbers. Threads may share them.
+  void round(int64_t vector, Range numbers) const;
 
   // What `round` wrote.
   const int8_t* codes(int64_t vector) const { return codes_.at(vector * stride_); }
   const float* scales(int64_t vector) const { return scales_.at(vector * group_stride_); }
   const float* sums(int64_t vector) const { return sums_.at(vector * group_stride_); }  // of the numbers of a group
-  int64_t stride() const { return stride_; }  // between vectors, in numbers or codes
-  int64_t group_stride() const { return group_stride_; }
+  const int32_t* code_sums(int64_t vector) const { return code_sums_.at(2 * vector * group_stride_); }  // of half a group
 
  private:
   int64_t count_ = 0, size_ = 0, stride_ = 0, group_stride_ = 0;
   Buffer<float> numbers_, scales_, sums_;
   Buffer<int8_t> codes_;
+  Buffer<int32_t> code_sums_;
 };
 
 // out[v * stride + row] = matrix[row] . vectors[v] + bias[row] for some rows and vectors 0 to count - 1, which must be
-// rounded for packed matrices. `rows.begin` is a multiple of four.
+// rounded for packed matrices. `rows.begin` is a multiple of 16.
 void multiply(const Matrix& matrix, const Vectors& vectors, int64_t count, Range rows, float* out, int64_t stride);
 
 // Fetches what a thread will read first of its next matrix, before it waits at a barrier.
@@ -58,4 +51,5 @@ void prefetch(const Matrix& matrix, Range rows);
 // Bytes from a row to the next, or from a tile to the next.
 int64_t stride_bytes(const Matrix& matrix);
 
-inline bool is_packed(int64_t kind) { return kind == kInt8 || kind == kInt4; }
+// Writes a row of the matrix, in float32.
+void read_row(const Matrix& matrix, int64_t row, float* out);

@@ -1,11 +1,9 @@
 // Matrices in float32 and bfloat16 times vectors in float32.
 
-#include "dot.h"
 #include "tiles.h"
 
 namespace {
 
-using packed::kTile;
 using simd::Floats;
 using simd::kWidth;
 
@@ -25,6 +23,9 @@ Narrow load_narrow(const Number* from) {
 }
 #endif
 
+// Bytes that a matrix is fetched ahead: what the processor does by itself ends with a page.
+constexpr int64_t kAhead = 4096;
+
 constexpr int64_t kNarrow = sizeof(Narrow) / sizeof(float);
 
 // The first `count` numbers of a register, zeros behind them.
@@ -42,10 +43,38 @@ Narrow load_some_narrow(const Number* from, int64_t count) {
   return load_narrow(some);
 }
 
+// The sums of four registers.
+template <class Numbers>
+void totals(const Numbers* numbers, float* to) {
+  using Four = float __attribute__((vector_size(16)));
+  Four four[4];
+  for (int64_t i = 0; i < 4; ++i) {
+    float each[sizeof(Numbers) / 4];
+    std::memcpy(each, numbers + i, sizeof each);
+    Four parts[sizeof(Numbers) / 16];
+    std::memcpy(parts, each, sizeof each);
+    constexpr int64_t count = sizeof(Numbers) / 16;
+    if constexpr (count == 4) {
+      four[i] = (parts[0] + parts[2]) + (parts[1] + parts[3]);
+    } else if constexpr (count == 2) {
+      four[i] = parts[0] + parts[1];
+    } else {
+      four[i] = parts[0];
+    }
+  }
+  const auto pairs = [](Four one, Four other) {
+    return __builtin_shufflevector(one, other, 0, 4, 1, 5) + __builtin_shufflevector(one, other, 2, 6, 3, 7);
+  };
+  const Four left = pairs(four[0], four[1]), right = pairs(four[2], four[3]);
+  const Four sums = __builtin_shufflevector(left, right, 0, 1, 4, 5) + __builtin_shufflevector(left, right, 2, 3, 6, 7);
+  std::memcpy(to, &sums, sizeof sums);
+}
+
 // Four rows of a matrix; where there are no more, the last is multiplied again.
 template <class Number>
 class DenseTile {
  public:
+  static constexpr int64_t kRows = 4;
 #if defined(H2O_AVX512)
   static constexpr int64_t kMostVectors = 6;
 #else
@@ -53,7 +82,7 @@ class DenseTile {
 #endif
 
   DenseTile(const Matrix& matrix, int64_t row) : columns_(matrix.columns) {
-    for (int64_t r = 0; r < kTile; ++r) {
+    for (int64_t r = 0; r < kRows; ++r) {
       rows_[r] = static_cast<const Number*>(matrix.weights) + std::min(row + r, matrix.rows - 1) * columns_;
     }
   }
@@ -63,9 +92,9 @@ class DenseTile {
     // Memory is quickest in the order of addresses, and then fetched by the processor itself: for a single vector a row
     // at a time, in sums that do not wait for each other. More vectors are multiplied by all rows.
     if constexpr (count == 1) {
-      Narrow sums[kTile];
-      for (int64_t r = 0; r < kTile; ++r) sums[r] = multiply_row(rows_[r], vectors.at(first));
-      dot::totals(sums, products);
+      Narrow sums[kRows];
+      for (int64_t r = 0; r < kRows; ++r) sums[r] = multiply_row(rows_[r], vectors.at(first));
+      totals(sums, products);
     } else {
       multiply_rows<count>(vectors, first, products);
     }
@@ -92,32 +121,32 @@ class DenseTile {
 
   template <int64_t count>
   void multiply_rows(const Vectors& vectors, int64_t first, float* products) const {
-    Floats sums[count][kTile] = {};
+    Floats sums[count][kRows] = {};
     const auto add = [&](int64_t column, auto load) {
-      Floats weights[kTile];
+      Floats weights[kRows];
 #pragma GCC unroll 4
-      for (int64_t r = 0; r < kTile; ++r) weights[r] = load(rows_[r] + column);
+      for (int64_t r = 0; r < kRows; ++r) weights[r] = load(rows_[r] + column);
 #pragma GCC unroll 8
       for (int64_t v = 0; v < count; ++v) {
         const Floats numbers = load(vectors.at(first + v) + column);
 #pragma GCC unroll 4
-        for (int64_t r = 0; r < kTile; ++r) sums[v][r] += weights[r] * numbers;
+        for (int64_t r = 0; r < kRows; ++r) sums[v][r] += weights[r] * numbers;
       }
     };
     int64_t column = 0;
     for (; column + kWidth <= columns_; column += kWidth) {
       if (first == 0) {  // what comes later is fetched once for all vectors
-        simd::prefetch(reinterpret_cast<const uint8_t*>(rows_[0] + kTile * column) + kAhead,
-                       kTile * kWidth * int64_t(sizeof(Number)));
+        simd::prefetch(reinterpret_cast<const uint8_t*>(rows_[0] + kRows * column) + kAhead,
+                       kRows * kWidth * int64_t(sizeof(Number)));
       }
       add(column, [](const auto* from) { return simd::load(from); });
     }
     const int64_t left = columns_ - column;
     if (left) add(column, [&](const auto* from) { return load_some(from, left); });
-    for (int64_t v = 0; v < count; ++v) dot::totals(sums[v], products + v * kTile);
+    for (int64_t v = 0; v < count; ++v) totals(sums[v], products + v * kRows);
   }
 
-  const Number* rows_[kTile];
+  const Number* rows_[kRows];
   const int64_t columns_;
 };
 

@@ -1,122 +1,135 @@
-// Matrices in 8 and 4 bits times vectors in 8 bits.
+// Matrices in 8, 6 and 4 bits times vectors in 8 bits.
 
 #include "dot.h"
+#include "grid.h"
 #include "tiles.h"
 
 namespace {
 
-using dot::Packing;
-using dot::Sums;
+using packed::kBlock;
 using packed::kGroup;
-using packed::kTile;
+using packed::kLine;
+using simd::Floats;
+using simd::kWidth;
 
-// Four rows of a matrix. Codes come first, then the grid of every row: scales, in 4 bits followed by offsets.
-template <Packing packing>
+// Blocks that a matrix is fetched ahead.
+constexpr int64_t kBlocksAhead = 2;
+
+// Sixteen rows of a matrix, in the order of memory.
+template <int64_t kind>
 class PackedTile {
  public:
+  static constexpr int64_t kRows = packed::kRows;
 #if defined(H2O_AVX512)
   static constexpr int64_t kMostVectors = 4;
 #else
   static constexpr int64_t kMostVectors = 2;
 #endif
 
-  PackedTile(const Matrix& matrix, int64_t row)
-      : codes_(address(matrix, row)),
-        groups_(matrix.columns / kGroup),
-        row_bytes_(matrix.columns / packing),
-        grid_(codes_ + kTile * row_bytes_),
-        grid_bytes_(2 * packing * groups_) {}
+  PackedTile(const Matrix& matrix, int64_t row) : blocks_(address(matrix, row)), groups_(matrix.columns / kGroup) {}
 
   template <int64_t count>
   void multiply(const Vectors& vectors, int64_t first, float* products) const {
-    constexpr int64_t rows = count == 1 ? 2 : kTile;  // side by side: as many as memory delivers, or fill registers
-    Sums sums[count][kTile];
-#pragma GCC unroll 4
-    for (int64_t row = 0; row < kTile; row += rows) multiply_rows<rows, count>(vectors, first, row, sums);
-    for (int64_t v = 0; v < count; ++v) dot::totals(sums[v], products + v * kTile);
+    constexpr int64_t kGroups = kBlock / kGroup, kBytes = packed::block_bytes(kind, kGroups);
+    Floats sums[count][kParts] = {};
+    const uint8_t* block = blocks_;
+    int64_t group = 0;
+    for (; group + kGroups <= groups_; group += kGroups, block += kBytes) {
+      add_block<count>(block, group, kGroups, vectors, first, sums);
+    }
+    if (group < groups_) add_block<count>(block, group, groups_ - group, vectors, first, sums);
+    std::memcpy(products, sums, sizeof sums);
   }
 
  private:
-  static constexpr int64_t kGroups = dot::kGroups<packing>, kSteps = dot::kSums / kGroups;
+  using Grid = packed::Grid<kind, Floats>;
+  static constexpr int64_t kParts = kRows / kWidth;  // registers of rows
+  static constexpr int64_t kBits = kind == kInt8 ? 8 : kind == kQ6K ? 6 : 4;
+  static constexpr int32_t kBias = kind == kInt8 && dot::kUnsigned ? 128 : Grid::kBias;
+  static constexpr int64_t kGroupBytes = kRows * kGroup / (kind == kInt8 ? 1 : 2);  // without upper bits
 
-  template <int64_t rows, int64_t count>
-  [[gnu::always_inline]] void multiply_rows(const Vectors& vectors, int64_t first, int64_t row,
-                                            Sums (&sums)[count][kTile]) const {
-    Sums some[count][rows] = {};
-    int64_t group = 0;
-    for (; group + dot::kSums <= groups_; group += dot::kSums) add<true>(vectors, first, row, group, some);
-    if (group < groups_) add<false>(vectors, first, row, group, some);
-    for (int64_t v = 0; v < count; ++v) std::copy_n(some[v], rows, sums[v] + row);
+  template <int64_t count>
+  [[gnu::always_inline]] static void add_block(const uint8_t* block, int64_t begin, int64_t groups,
+                                               const Vectors& vectors, int64_t first, Floats (&sums)[count][kParts]) {
+    constexpr int64_t kAhead = kBlocksAhead * packed::block_bytes(kind, kBlock / kGroup);
+    const uint8_t* codes = block + packed::grid_bytes(kind, groups);
+    const uint8_t* upper = codes + groups * kGroupBytes;
+    if (first == 0) simd::prefetch(block + kAhead, codes - block);  // once for all vectors
+    for (int64_t group = 0; group < groups; ++group) {
+      const uint8_t* lines = codes + group * kGroupBytes;
+      const uint8_t* upper_lines = upper + group * 2 * kLine;
+      if (first == 0) {
+        simd::prefetch(lines + kAhead, kGroupBytes);
+        if (kind == kQ6K) simd::prefetch(upper_lines + kAhead, 2 * kLine);
+      }
+#pragma GCC unroll 4
+      for (int64_t part = 0; part < kParts; ++part) {
+        const Grid grid(block, groups, part * kWidth);
+        const int64_t place = part * 4 * kWidth;
+        add_group<count>(grid, group, lines + place, upper_lines + place, vectors, first, begin + group, part, sums);
+      }
+    }
   }
 
-  // Adds the products of the next groups: of as many as a register holds scales of, or of the last ones.
-  template <bool all, int64_t rows, int64_t count>
-  [[gnu::always_inline]] void add(const Vectors& vectors, int64_t first, int64_t row, int64_t group,
-                                  Sums (&sums)[count][rows]) const {
-    const int64_t left = groups_ - group;
-    const auto halves = [&](const uint8_t* from) {
-      return all ? dot::load_halves(from) : dot::load_halves(from, left);
-    };
-    const auto floats = [&](const float* from) { return all ? dot::load(from) : dot::first(dot::load(from), left); };
-    Sums factors[count][rows];
-#pragma GCC unroll 4
-    for (int64_t r = 0; r < rows; ++r) {
-      const uint8_t* grid = grid_ + (row + r) * grid_bytes_ + 2 * group;
-      const Sums scales = halves(grid);
-      const Sums offsets = packing == dot::kFourBits ? halves(grid + 2 * groups_) : scales * float(-dot::kBias);
+  // Codes of the columns 16 * half + 4 * quad and on of a group.
+  static dot::Codes codes(const uint8_t* lines, const uint8_t* upper, int64_t half, int64_t quad) {
+    if constexpr (kind == kInt8) return dot::from_signed(dot::load(lines + (4 * half + quad) * kLine));
+    const dot::Codes both = dot::load(lines + quad * kLine);
+    const dot::Codes four = half ? dot::upper_half(both) : dot::lower_half(both);
+    if constexpr (kind != kQ6K) return four;
+    return four | dot::upper_bits(dot::load(upper + half * kLine), quad);
+  }
+
+  // Adds the products of 32 columns of a register of rows.
+  template <int64_t count>
+  [[gnu::always_inline]] static void add_group(const Grid& grid, int64_t group, const uint8_t* lines,
+                                               const uint8_t* upper, const Vectors& vectors, int64_t first,
+                                               int64_t vector_group, int64_t part, Floats (&sums)[count][kParts]) {
+    using Sums = dot::Sums<kBits>;
+    constexpr int64_t kScales = Grid::kScales;
+    Sums dots[kScales][count];
+    for (int64_t v = 0; kBias && v < count; ++v) {
+      const int32_t* code_sums = vectors.code_sums(first + v) + 2 * vector_group;
+      if constexpr (kScales == 2) {
+        for (int64_t half = 0; half < 2; ++half) dots[half][v] = Sums(-kBias * code_sums[half]);
+      } else {
+        dots[0][v] = Sums(-kBias * (code_sums[0] + code_sums[1]));
+      }
+    }
 #pragma GCC unroll 8
+    for (int64_t i = 0; i < 8; ++i) {  // in the order of memory
+      const int64_t half = kind == kInt8 ? i / 4 : i % 2, quad = kind == kInt8 ? i % 4 : i / 2;
+      const dot::Codes four = codes(lines, upper, half, quad);
+#pragma GCC unroll 4
       for (int64_t v = 0; v < count; ++v) {
-        factors[v][r] = scales * floats(vectors.scales(first + v) + group);
-        if (packing == dot::kFourBits || dot::kBias) {
-          sums[v][r] += offsets * floats(vectors.sums(first + v) + group);
-        }
+        const int8_t* vector = vectors.codes(first + v) + vector_group * kGroup + 16 * half + 4 * quad;
+        dots[kScales == 2 ? half : 0][v].add(four, vector, kScales == 2 ? quad : i);
       }
     }
-    const auto step = [&](int64_t begin, auto load) {
-      if (first == 0) fetch<rows>(row, group + begin);
-      const uint8_t* codes = codes_ + row * row_bytes_ + (group + begin) * (kGroup / packing);
+    Floats scales[kScales];
+    for (int64_t i = 0; i < kScales; ++i) scales[i] = grid.scale(group, i);
+    const Floats offset = grid.offset(group);
 #pragma GCC unroll 4
-      for (int64_t r = 0; r < rows; ++r) {
-        const dot::Weights<packing> weights(load(codes + r * row_bytes_));
-#pragma GCC unroll 8
-        for (int64_t v = 0; v < count; ++v) {
-          const dot::Integers dots = weights.multiply(vectors.codes(first + v) + (group + begin) * kGroup);
-          sums[v][r] += dot::spread<kGroups>(factors[v][r], begin) * __builtin_convertvector(dots, Sums);
-        }
-      }
-    };
-    const auto whole = [](const uint8_t* from) { return dot::load_bytes(from); };
-    if constexpr (all) {
-#pragma GCC unroll 8
-      for (int64_t i = 0; i < kSteps; ++i) step(i * kGroups, whole);
-    } else {
-      int64_t begin = 0;
-      for (; begin + kGroups <= left; begin += kGroups) step(begin, whole);
-      const int64_t bytes = (left - begin) * (kGroup / packing);
-      if (bytes) step(begin, [&](const uint8_t* from) { return dot::load_bytes(from, bytes); });
+    for (int64_t v = 0; v < count; ++v) {
+      Floats& sum = sums[v][part];
+      const float scale = vectors.scales(first + v)[vector_group];
+      for (int64_t i = 0; i < kScales; ++i) sum += dots[i][v].floats() * (scales[i] * scale);
+      if (Grid::kHasOffsets) sum += offset * vectors.sums(first + v)[vector_group];
     }
   }
 
-  // Fetches as much of what comes later as is read in a step of some rows; once for all vectors.
-  template <int64_t rows>
-  void fetch(int64_t row, int64_t group) const {
-    constexpr int64_t kGroupBytes = kGroup / packing + 2 * packing;
-    simd::prefetch(codes_ + kAhead + (row * groups_ + group * rows) * kGroupBytes, rows * kGroups * kGroupBytes);
-  }
-
-  const uint8_t* const codes_;
-  const int64_t groups_, row_bytes_;
-  const uint8_t* const grid_;
-  const int64_t grid_bytes_;
+  const uint8_t* const blocks_;
+  const int64_t groups_;
 };
 
 }  // namespace
 
 void multiply_packed(const Matrix& matrix, const Vectors& vectors, int64_t count, Range rows, float* out,
                      int64_t stride) {
-  if (matrix.kind == kInt4) {
-    multiply_tiles<PackedTile<dot::kFourBits>>(matrix, vectors, count, rows, out, stride);
-  } else {
-    multiply_tiles<PackedTile<dot::kEightBits>>(matrix, vectors, count, rows, out, stride);
+  switch (matrix.kind) {
+    case kInt8: return multiply_tiles<PackedTile<kInt8>>(matrix, vectors, count, rows, out, stride);
+    case kInt4: return multiply_tiles<PackedTile<kInt4>>(matrix, vectors, count, rows, out, stride);
+    case kQ4K: return multiply_tiles<PackedTile<kQ4K>>(matrix, vectors, count, rows, out, stride);
+    default: return multiply_tiles<PackedTile<kQ6K>>(matrix, vectors, count, rows, out, stride);
   }
 }

@@ -2,13 +2,18 @@
 
 #include <chrono>
 #include <exception>
+#include <initializer_list>
 
 namespace {
 
-constexpr int64_t kRows = 16;   // of a matrix that stay with one thread: their results share a line of the cache
-constexpr int64_t kGroup = 32;  // numbers that are rounded together
+using packed::kGroup;
+using packed::kRows;  // of any matrix stay with one thread: their results share a line of the cache
 
-Range groups(int64_t size) { return {0, size / kGroup}; }
+// Rounds some numbers of a vector if one of these matrices needs it.
+void round_for(std::initializer_list<const Matrix*> matrices, const Vectors& vectors, int64_t vector, Range numbers) {
+  const auto needs = [](const Matrix* matrix) { return matrix->weights && packed::is_packed(matrix->kind); };
+  if (std::any_of(matrices.begin(), matrices.end(), needs)) vectors.round(vector, numbers);
+}
 
 simd::Floats silu(simd::Floats x) {
   const simd::Floats power = simd::exp_nonpositive(x < 0.f ? x : -x);
@@ -97,7 +102,7 @@ void Step::work(const Worker& worker) {
       if (before) add_layer(*before, x, stream, worker);
       keep_trace(number, stream, x, worker);
       apply_norm(layer.before_attention, x, model_.hidden, state.normed.at(stream));
-      state.normed.round(layer.qkv[0].kind, stream, groups(model_.hidden));
+      round_for({&layer.qkv[0], &layer.qkv[1], &layer.qkv[2]}, state.normed, stream, {0, model_.hidden});
     });
     attention(worker, layer);
     mlp(worker, layer);
@@ -110,12 +115,8 @@ void Step::embed(const Worker& worker) {
   const float scale = float(model_.embedding_scale);
   const auto row = [&](State& state, int64_t stream) {
     float* x = state.x.at(stream * hidden);
-    const int64_t first = streams_[stream].token * hidden;
-    for (int64_t i = 0; i < hidden; ++i) {
-      x[i] = scale * (model_.embedding_in_bfloat16
-                          ? simd::to_float(static_cast<const simd::BFloat16*>(model_.embedding)[first + i])
-                          : static_cast<const float*>(model_.embedding)[first + i]);
-    }
+    read_row(model_.embedding, streams_[stream].token, x);
+    for (int64_t i = 0; i < hidden; ++i) x[i] *= scale;
     if (!model_.learned_positions) return;
     const float* position = model_.learned_positions + (now_[stream] + model_.learned_offset) * hidden;
     for (int64_t i = 0; i < hidden; ++i) x[i] += position[i];
@@ -174,7 +175,7 @@ void Step::attention(const Worker& worker, const Layer& layer) {
   worker.barrier();
   each_stream(worker, [&](State& state, int64_t stream) {
     attention_.merge(stream, state.attended.at(stream), state.factors.at(stream * attention_.factor_count()));
-    state.attended.round(layer.out.kind, stream, groups(layer.out.columns));
+    round_for({&layer.out}, state.attended, stream, {0, layer.out.columns});
   });
   attention_.update_scores(
       worker, [&](int64_t stream) { return own.factors.at(stream * attention_.factor_count()); });
@@ -206,7 +207,7 @@ void Step::mlp(const Worker& worker, const Layer& layer) {
     float* x = state.x.at(stream * hidden);
     if (!layer.parallel) add(layer.after_attention, attention_delta_.at(stream * hidden), x, worker);
     apply_norm(layer.before_mlp, x, hidden, state.normed.at(stream));
-    state.normed.round(layer.up.kind, stream, groups(hidden));
+    round_for({&layer.gate, &layer.up}, state.normed, stream, {0, hidden});
   });
   const Range columns = worker.share(inner, kGroup);
   if (layer.gate.weights) multiply(layer.gate, own.normed, count_, columns, gate_.data(), inner_);
@@ -235,7 +236,7 @@ void Step::activate(const Layer& layer, int64_t stream, Range columns) {
     }
   }
   for (; i < columns.end; ++i) to[i] = activated(layer.activation, from[i]) * (gate ? up[i] : 1.f);
-  activated_.round(layer.down.kind, stream, {columns.begin / kGroup, columns.end / kGroup});
+  round_for({&layer.down}, activated_, stream, columns);
 }
 
 void Step::output(const Worker& worker) {
@@ -246,7 +247,7 @@ void Step::output(const Worker& worker) {
     add_layer(last, x, stream, worker);
     keep_trace(model_.layer_count, stream, x, worker);
     apply_norm(model_.norm, x, hidden, state.normed.at(stream));
-    state.normed.round(model_.output.kind, stream, groups(hidden));
+    round_for({&model_.output}, state.normed, stream, {0, hidden});
   });
   const Range rows = worker.share(vocabulary, kRows);
   multiply(model_.output, state(worker).normed, count_, rows, logits_, vocabulary);

@@ -19,7 +19,7 @@ inline Floats clamped(Floats x, float low, float high) {
   return x < high ? x : simd::splat(high);
 }
 
-// As the nearest whole number, ties to even, in the lower bits: adding 1.5 * 2^23 leaves it there. Less than 2^22 in size.
+// The nearest whole number, ties to even, in the lower bits: adding 1.5 * 2^23 leaves it there. For sizes below 2^22.
 inline Words whole(Floats x) {
   x += 12582912.f;
   return load<Words>(&x);
@@ -72,8 +72,8 @@ struct Grid {
   }
 };
 
-// The better of two grids: one goes from the least to the largest number (Q4_1); the other has zero on it and the number
-// of largest size at its end (Q4_0).
+// The better of two grids: one goes from the least to the largest number (Q4_1), the other has zero on it and the
+// number of largest size at its end (Q4_0). NaNs are ignored.
 inline Grid grid_of(const Group& group, int64_t row) {
   Floats low = simd::splat(kLargestHalf), high = simd::splat(-kLargestHalf);
   for (const auto& column : group) {

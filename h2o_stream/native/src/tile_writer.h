@@ -45,7 +45,8 @@ void for_each_block(const Matrix& matrix, int64_t threads, Write write) {
         const int64_t groups = std::min(packed::kBlock, columns - column) / packed::kGroup;
         const int64_t grid_bytes = packed::grid_bytes(kind, groups), bytes = packed::block_bytes(kind, groups);
         std::memset(block + grid_bytes - packed::kLine, 0, packed::kLine);  // what the grid may not fill
-        write(Place{block, block + grid_bytes, block + bytes - packed::upper_bytes(kind, groups), tile, column, groups});
+        uint8_t* upper = block + bytes - packed::upper_bytes(kind, groups);
+        write(Place{block, block + grid_bytes, upper, tile, column, groups});
         block += bytes;
       }
     }

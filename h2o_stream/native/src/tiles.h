@@ -1,19 +1,16 @@
-// What dense and packed matrices have in common: four rows at a time are multiplied by as many vectors as there are
-// registers for, while the rows are in the cache.
+// What dense and packed matrices have in common: some rows at a time, a tile, are multiplied by as many vectors as there
+// are registers for, while the rows are in the cache.
 
 #pragma once
 
 #include "matrix.h"
 #include "simd.h"
 
-// The first row of a tile or, of a dense matrix, the row.
+// The tile of a packed matrix that begins with a row or, of a dense one, the row.
 inline const uint8_t* address(const Matrix& matrix, int64_t row) {
   return static_cast<const uint8_t*>(matrix.weights) +
-         (is_packed(matrix.kind) ? row / packed::kTile : row) * stride_bytes(matrix);
+         (packed::is_packed(matrix.kind) ? row / packed::kRows : row) * stride_bytes(matrix);
 }
-
-// Bytes that a matrix is fetched ahead: what the processor does by itself ends with a page.
-constexpr int64_t kAhead = 4096;
 
 // The products of a tile and the vectors from `first` on, as many of them as there are, at most `most`; gives how many.
 template <int64_t most, class Tile>
@@ -25,22 +22,22 @@ int64_t multiply_tile(const Tile& tile, const Vectors& vectors, int64_t first, i
   return most;
 }
 
-// See `multiply`. A `Tile` is made of a matrix and a row; its `multiply<count>` writes products [count][4].
+// See `multiply`. A `Tile` is made of a matrix and its first row; its `multiply<count>` writes products [count][kRows].
 template <class Tile>
 void multiply_tiles(const Matrix& matrix, const Vectors& vectors, int64_t count, Range rows, float* out,
                     int64_t stride) {
-  using packed::kTile;
-  float products[Tile::kMostVectors * kTile];
-  for (int64_t row = rows.begin; row < rows.end; row += kTile) {
-    const int64_t in_tile = rows.end - row < kTile ? rows.end - row : kTile;
-    float bias[kTile] = {};
-    for (int64_t i = 0; matrix.bias && i < in_tile; ++i) bias[i] = matrix.bias[row + i];
+  constexpr int64_t kRows = Tile::kRows;
+  alignas(simd::kCacheLine) float products[Tile::kMostVectors * kRows];
+  for (int64_t row = rows.begin; row < rows.end; row += kRows) {
+    const int64_t in_tile = std::min(rows.end - row, kRows);
+    float bias[kRows] = {};
+    if (matrix.bias) std::copy_n(matrix.bias + row, in_tile, bias);
     const Tile tile(matrix, row);
     for (int64_t first = 0; first < count;) {
       const int64_t some = multiply_tile<Tile::kMostVectors>(tile, vectors, first, count - first, products);
       for (int64_t v = 0; v < some; ++v) {
         float* to = out + (first + v) * stride + row;
-        for (int64_t i = 0; i < in_tile; ++i) to[i] = products[v * kTile + i] + bias[i];
+        for (int64_t i = 0; i < in_tile; ++i) to[i] = products[v * kRows + i] + bias[i];
       }
       first += some;
     }

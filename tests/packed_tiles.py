@@ -1,0 +1,101 @@
+"""Packed matrices by the words of `src/abi.h`, in numpy: random ones, and what their numbers are."""
+
+from __future__ import annotations
+
+import numpy
+import torch
+from torch import Tensor
+
+from h2o_stream.native.abi import MatrixKind
+from h2o_stream.native.packing import ROWS, tiles_shape
+
+KINDS = (MatrixKind.INT8, MatrixKind.INT4, MatrixKind.Q4_K, MatrixKind.Q6_K)
+
+GRID = {
+    MatrixKind.INT8: lambda n: {"scale": ("f2", (n, 16))},
+    MatrixKind.INT4: lambda n: {"scale": ("f2", (n, 16)), "offset": ("f2", (n, 16))},
+    MatrixKind.Q4_K: lambda n: {
+        "d": ("f2", (16,)),
+        "dmin": ("f2", (16,)),
+        "scale": ("u1", (n, 16)),
+        "min": ("u1", (n, 16)),
+    },
+    MatrixKind.Q6_K: lambda n: {"d": ("f2", (16,)), "scale": ("i1", (2 * n, 16))},
+}
+"""Names, dtypes and shapes of what a block of n groups begins with."""
+
+
+def block_dtype(kind: MatrixKind, groups: int) -> numpy.dtype:
+    """A block of a tile."""
+    grid = numpy.dtype([(name, *field) for name, field in GRID[kind](groups).items()])
+    parts = [("grid", grid), ("zeros", "u1", -grid.itemsize % 64)]
+    parts.append(
+        ("codes", "i1", (groups, 8, 16, 4)) if kind == MatrixKind.INT8 else ("codes", "u1", (groups, 4, 16, 4))
+    )
+    if kind == MatrixKind.Q6_K:
+        parts.append(("upper", "u1", (groups, 2, 16, 4)))
+    return numpy.dtype(parts)
+
+
+def tile_dtype(kind: MatrixKind, columns: int) -> numpy.dtype:
+    """A tile: its blocks, numbered."""
+    groups = [min(256, columns - column) // 32 for column in range(0, columns, 256)]
+    return numpy.dtype([(str(number), block_dtype(kind, count)) for number, count in enumerate(groups)])
+
+
+def random_tiles(kind: MatrixKind, rows: int, columns: int, seed: int = 0) -> Tensor:
+    """Random codes, extremes among them, and scales of ordinary sizes; uint8 of `tiles_shape`."""
+    random = numpy.random.default_rng(seed)
+    tiles = numpy.zeros(-(-rows // ROWS), tile_dtype(kind, columns))
+    assert (len(tiles), tiles.itemsize) == tiles_shape(kind, rows, columns)
+    for name in tiles.dtype.names:
+        block = tiles[name]
+        grid = block["grid"]
+        for field in grid.dtype.names:
+            shape, dtype = grid[field].shape, grid[field].dtype
+            if dtype == numpy.float16:
+                low = -0.02 if field == "offset" else 0.001
+                grid[field] = random.uniform(low, 0.01, shape) / (30 if "d" in grid.dtype.names else 1)
+            else:
+                limits = numpy.iinfo(dtype)
+                grid[field] = random.integers(limits.min, limits.max, shape, endpoint=True)
+        for field in {"codes", "upper"} & set(block.dtype.names):
+            low = -127 if kind == MatrixKind.INT8 else 0
+            block[field] = random.integers(low, 127 if low else 255, block[field].shape, endpoint=True)
+            block[field][:, 0] = -127 if low else 255
+    return torch.from_numpy(tiles.view(numpy.uint8).reshape(len(tiles), -1).copy())
+
+
+def numbers(tiles: Tensor, kind: MatrixKind, rows: int, columns: int) -> Tensor:
+    """The matrix that tiles hold: [rows, columns] float64."""
+    blocks = tiles.contiguous().numpy().view(tile_dtype(kind, columns))[:, 0]
+    parts = [block_numbers(blocks[name], kind) for name in blocks.dtype.names]
+    return torch.from_numpy(numpy.concatenate(parts, 2).reshape(-1, columns)[:rows])
+
+
+def block_numbers(block: numpy.ndarray, kind: MatrixKind) -> numpy.ndarray:
+    """[tiles, rows, columns] float64 of the same block of all tiles."""
+    codes = block["codes"].astype(int)
+    if kind == MatrixKind.INT8:
+        codes = numpy.stack(numpy.split(codes, 2, 2), 2)  # [tiles, groups, halves, quads, rows, 4]
+    else:
+        codes = numpy.stack((codes & 15, codes >> 4), 2)
+    grid = {name: block["grid"][name].astype(float) for name in block["grid"].dtype.names}
+    offset = 0.0
+    if kind == MatrixKind.Q6_K:
+        upper = block["upper"].astype(int)
+        codes |= numpy.stack([upper >> 2 * quad & 3 for quad in range(4)], 3) << 4
+        codes -= 32
+        scale = grid["d"][:, None] * grid["scale"]
+        scale = scale.reshape(len(block), -1, 2, 16)
+    else:
+        scale = grid["scale"] * grid["d"][:, None] if kind == MatrixKind.Q4_K else grid["scale"]
+        scale = scale[:, :, None]
+    if kind == MatrixKind.INT4:
+        offset = grid["offset"]
+    if kind == MatrixKind.Q4_K:
+        offset = -grid["dmin"][:, None] * grid["min"]
+    if kind in (MatrixKind.INT4, MatrixKind.Q4_K):
+        offset = offset[:, :, None, None, :, None]
+    values = codes * scale[:, :, :, None, :, None] + offset
+    return values.transpose(0, 4, 1, 2, 3, 5).reshape(len(block), 16, -1)
