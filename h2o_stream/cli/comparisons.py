@@ -159,7 +159,11 @@ class SpeedOptions:
     threads: Annotated[int | None, option("Comparison", "--threads", help="Of all engines.", min=1)] = None
     random_weights: Annotated[
         Path | None,
-        option("Comparison", "--random-weights", help="A config.json: that model, with random weights made in place."),
+        option(
+            "Comparison",
+            "--random-weights",
+            help="A config.json: that model, with random weights, made in place as --quantize says.",
+        ),
     ] = None
     out: _Out = None
 

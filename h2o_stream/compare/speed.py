@@ -184,9 +184,8 @@ class Race:
 
     def _with_file(self, contender: Contender, settings: Path) -> Generator[Doing, None, Contender]:
         """The same with a GGUF file of random weights, which is there until `close`."""
-        folder = Path(self._stack.enter_context(TemporaryDirectory(prefix="h2o-stream-")))
-        precision = precision_of(contender.model)
-        file = folder / f"random-{precision}.gguf"
+        precision, folder = precision_of(contender.model), TemporaryDirectory(prefix="h2o-stream-")
+        file = Path(self._stack.enter_context(folder)) / f"random-{precision}.gguf"
         for done, total in write_random_gguf(read_settings(settings), precision, file):
             yield Doing(len(self._lanes), f"writing {file.name}: {done / 1e9:.1f} of {total / 1e9:.1f} GB")
         return replace(contender, model=replace(contender.model, model=str(file)))
@@ -216,10 +215,8 @@ class Speed(Comparison):
         first = self._contenders[0]
         self._tokens = read_tokens(self._text, load_tokenizer(first.model, notify), count)
         if len(self._tokens) < count:
-            raise DataError(
-                f"--text {self._text}: {len(self._tokens)} tokens, {count} are needed; lower --histories or give a "
-                "longer text"
-            )
+            few = f"--text {self._text}: {len(self._tokens)} tokens, {count} are needed"
+            raise DataError(f"{few}; lower --histories or give a longer text")
         if first.random_weights:
             self._check_random(Path(first.random_weights))
         self._digest = digest_of(self._tokens)
