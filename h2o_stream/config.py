@@ -19,7 +19,7 @@ AtContext = Literal["continue", "stop"]
 EngineChoice = Literal["auto", "eager"]
 Prefill = Literal["full", "chunked"]
 DTYPES = ("auto", "float32", "bfloat16", "float16")
-QUANTIZATIONS = ("none", "int8", "int4")
+QUANTIZATIONS = ("auto", "none", "int8", "int4")
 
 DEFAULT_MODEL = "smollm2-135m"
 DEFAULT_POLICY = "h2o"
@@ -435,7 +435,8 @@ class ModelConfig:
         tensor_parallel: every process of ``torchrun`` holds a part of each matrix, and evicts for its own heads.
         zero: weights stay in host memory and come layer by layer, by DeepSpeed's ZeRO-Inference.
         offline: touch no network, use only what is on this machine.
-        quantize: ``none``, ``int8`` or ``int4``: how weights of matrices are held, see `models.quantize`.
+        quantize: how the weights of matrices are held on a CPU: ``none``, ``int8``, ``int4``, or ``auto``: as the file
+            has them where it is quantized, else as wide as fits comfortably into the memory that is free.
     """
 
     model: str = DEFAULT_MODEL
@@ -443,7 +444,7 @@ class ModelConfig:
     device: str = "auto"
     device_map: str | None = None
     offline: bool = False
-    quantize: str = "none"
+    quantize: str = "auto"
     max_memory: str | None = None
     tensor_parallel: bool = False
     zero: bool = False
@@ -459,7 +460,7 @@ class ModelConfig:
             "--tensor-parallel": self.tensor_parallel,
             "--zero": self.zero,
             f"--device-map {self.device_map}": self.device_map,
-            f"--quantize {self.quantize}": self.quantize != "none",
+            f"--quantize {self.quantize}": self.quantize not in ("auto", "none"),
         }
         given = [way for way, wanted in ways.items() if wanted]
         if len(given) > 1:

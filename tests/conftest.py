@@ -7,11 +7,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
 
 from h2o_stream.config import ModelConfig
-from h2o_stream.models.find import find
-from h2o_stream.models.load import LoadedModel, load
+from h2o_stream.models.load import LoadedModel, load, load_tokenizer
 
 torch.set_grad_enabled(False)
 
@@ -49,19 +48,14 @@ def grouped() -> LlamaForCausalLM:
 
 
 @pytest.fixture(scope="session")
-def embedded_folder() -> Path:
-    """The embedded model in transformers' form; converts it on a machine that never did."""
-    return Path(find("smollm2-135m", offline=True, notify=print))
+def embedded() -> LoadedModel:
+    """The embedded model, its weights unpacked."""
+    return load(ModelConfig(dtype="float32", device="cpu", quantize="none"))
 
 
 @pytest.fixture(scope="session")
-def embedded(embedded_folder: Path) -> LoadedModel:
-    return load(ModelConfig(dtype="float32", device="cpu"))
-
-
-@pytest.fixture(scope="session")
-def tokenizer(embedded_folder: Path) -> PreTrainedTokenizerBase:
-    return AutoTokenizer.from_pretrained(embedded_folder)
+def tokenizer() -> PreTrainedTokenizerBase:
+    return load_tokenizer(ModelConfig())
 
 
 @pytest.fixture(scope="session")

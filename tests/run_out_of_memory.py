@@ -1,16 +1,16 @@
 """Fills a full cache under an address-space limit and prints how the prompt ended. Run by test_engine."""
 
 import resource
-import sys
 
 import psutil
-from transformers import AutoTokenizer
 
 from h2o_stream import CacheConfig, Engine, SamplingConfig
+from h2o_stream.config import ModelConfig
 from h2o_stream.engine.events import Finished
+from h2o_stream.models.load import load_tokenizer
 from tests.conftest import make_llama
 
-tokenizer = AutoTokenizer.from_pretrained(sys.argv[1])
+tokenizer = load_tokenizer(ModelConfig())
 model = make_llama(heads=16, size=64, layers=4, vocab=len(tokenizer), context=4096)
 sampling = SamplingConfig(temperature=0, max_tokens=4)
 with Engine(model, tokenizer, CacheConfig("full"), sampling) as engine:

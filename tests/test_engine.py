@@ -192,10 +192,10 @@ class TestEnds:
         assert list(engine.prefill([100]))
 
     @pytest.mark.skipif(sys.platform != "linux", reason="limits its own address space")
-    def test_memory_that_really_ends(self, embedded_folder: Path) -> None:
+    def test_memory_that_really_ends(self) -> None:
         script = Path(__file__).with_name("run_out_of_memory.py")
         done = subprocess.run(
-            [sys.executable, script, embedded_folder],
+            [sys.executable, script],
             capture_output=True,
             text=True,
             timeout=120,

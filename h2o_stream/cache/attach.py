@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import get_args
 
@@ -18,11 +18,16 @@ from h2o_stream.cache.support import check_supported, home_of, layer_specs, lear
 from h2o_stream.cache.window import H2OCache
 from h2o_stream.config import CacheConfig, EngineChoice
 from h2o_stream.errors import ConfigError, H2OStreamError
+from h2o_stream.progress import Progress, ignore
 
 
 @contextmanager
 def attach(
-    model: PreTrainedModel, config: CacheConfig | None = None, *, engine: EngineChoice = "auto"
+    model: PreTrainedModel,
+    config: CacheConfig | None = None,
+    *,
+    engine: EngineChoice = "auto",
+    progress: Callable[[Progress], None] = ignore,
 ) -> Iterator[H2OCache | FullCache]:
     """Let `model` keep only what `config` says, under ``generate``, pipelines and plain forwards.
 
@@ -33,6 +38,8 @@ def attach(
         model: a causal language model of transformers.
         config: the policy and its budgets; the default is ours.
         engine: ``auto`` takes native code where it serves; ``eager`` is for comparison.
+        progress: told how far the measurement of the heads has come, which takes a minute the first time that a large
+            model is attached.
 
     Yields:
         The cache, with ``kept``, ``nbytes``, ``seen_tokens``, ``counts``, ``pin``, ``statistics`` and ``state_dict``.
@@ -47,7 +54,7 @@ def attach(
     config = config or CacheConfig()
     if getattr(model, "_h2o_cache", None) is not None:
         raise H2OStreamError(f"{type(model).__name__} is attached already; leave that block first")
-    cache = build_cache(model, config)
+    cache = build_cache(model, config, progress)
     previous = model.config._attn_implementation
     if isinstance(cache, H2OCache):
         model.set_attn_implementation(ATTENTION_NAME)
@@ -60,7 +67,9 @@ def attach(
         model.set_attn_implementation(previous)
 
 
-def build_cache(model: PreTrainedModel, config: CacheConfig) -> H2OCache | FullCache:
+def build_cache(
+    model: PreTrainedModel, config: CacheConfig, progress: Callable[[Progress], None]
+) -> H2OCache | FullCache:
     """The cache `config` asks for, sized for `model`."""
     plan = check_supported(type(model), model.config, config)
     digest = functools.partial(model_digest, model)
@@ -69,7 +78,7 @@ def build_cache(model: PreTrainedModel, config: CacheConfig) -> H2OCache | FullC
         return FullCache(plan, model.config, digest, in_host_memory)
     specs = layer_specs(model, plan)
     if plan.budgets == "measured":
-        specs = shared_out(model, specs)
+        specs = shared_out(model, specs, progress)
     return H2OCache(config, specs, reach_of(model.config), learned_positions(model.config), digest)
 
 

@@ -11,7 +11,7 @@ import hashlib
 import json
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
@@ -28,9 +28,10 @@ from h2o_stream.cache.budgets import HeadGroup
 from h2o_stream.cache.policies import make_policy
 from h2o_stream.cache.slots import SlotLayer
 from h2o_stream.cache.state import model_digest
-from h2o_stream.cache.support import home_of
+from h2o_stream.cache.support import home_of, size_of
 from h2o_stream.cache.window import LayerSpec
 from h2o_stream.config import CachePlan
+from h2o_stream.progress import Progress, ignore
 from h2o_stream.resources import cache_folder
 
 _PERIOD = 256
@@ -38,6 +39,9 @@ _PERIOD = 256
 
 _ROWS = 2
 """Random sequences."""
+
+_LARGE = 10**9
+"""Weights of a model that gets one sequence."""
 
 _FLOOR = 0.5
 """Part of an equal window that every head keeps."""
@@ -55,7 +59,9 @@ _measured: dict[str, Tensor] = {}
 """What `_attention_to_copy` gave, by model, for the life of the process."""
 
 
-def shared_out(model: PreTrainedModel, specs: Sequence[LayerSpec]) -> list[LayerSpec]:
+def shared_out(
+    model: PreTrainedModel, specs: Sequence[LayerSpec], progress: Callable[[Progress], None] = ignore
+) -> list[LayerSpec]:
     """The specs with the share of the slots that the heads of each layer should have.
 
     Of what a head attends to sharply, a window of w tokens misses a part that falls about as 1/w. The least is missed
@@ -64,12 +70,13 @@ def shared_out(model: PreTrainedModel, specs: Sequence[LayerSpec]) -> list[Layer
     Args:
         model: a causal language model that `support.prove` has accepted.
         specs: its layers. Those with a sliding window of their own take no part.
+        progress: told after every layer, where heads have to be measured.
     """
     hidden_from = [spec.sliding or spec.hidden_from for spec in specs]
     if any(spec.shard for spec in specs):
-        reach = _gathered(_attention_to_copy(model, hidden_from), model.tp_size)
+        reach = _gathered(_attention_to_copy(model, hidden_from, progress), model.tp_size)
     else:
-        reach = _known(model, hidden_from)
+        reach = _known(model, hidden_from, progress)
     sharing = torch.tensor([spec.sliding is None for spec in specs])
     need = reach.sqrt() if float(reach[sharing].max()) >= _NOTICEABLE else torch.ones_like(reach)
     shares = _FLOOR + (1 - _FLOOR) * need / need[sharing].mean()
@@ -105,9 +112,9 @@ def _grouped(shares: Sequence[float]) -> tuple[HeadGroup, ...]:
     return tuple(HeadGroup(tuple(sorted(part)), round(16 * fmean(shares[i] for i in part)) / 16) for part in parts)
 
 
-def _known(model: PreTrainedModel, hidden_from: Sequence[int | None]) -> Tensor:
+def _known(model: PreTrainedModel, hidden_from: Sequence[int | None], progress: Callable[[Progress], None]) -> Tensor:
     """`_attention_to_copy`, from memory or from the user's cache folder if it was measured before."""
-    key = f"{model_digest(model)} {model.dtype} {list(hidden_from)} {_PERIOD} {_ROWS}"
+    key = f"{model_digest(model)} {model.dtype} {list(hidden_from)} {_PERIOD} {_rows(model)}"
     if key in _measured:
         return _measured[key]
     name = hashlib.sha256(key.encode()).hexdigest()[:16]
@@ -117,7 +124,7 @@ def _known(model: PreTrainedModel, hidden_from: Sequence[int | None]) -> Tensor:
         if found.dim() == 2 and len(found) == len(hidden_from):
             return _measured.setdefault(key, found)
     begun = time.perf_counter()
-    _measured[key] = _attention_to_copy(model, hidden_from)
+    _measured[key] = _attention_to_copy(model, hidden_from, progress)
     if time.perf_counter() - begun > _LONG_S:
         with suppress(OSError):
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -127,13 +134,21 @@ def _known(model: PreTrainedModel, hidden_from: Sequence[int | None]) -> Tensor:
     return _measured[key]
 
 
+def _rows(model: PreTrainedModel) -> int:
+    """Random sequences for a model: a large one takes long, and one sequence puts nearly all heads in their place."""
+    return _ROWS if size_of(model) < _LARGE else 1
+
+
 @torch.no_grad()
-def _attention_to_copy(model: PreTrainedModel, hidden_from: Sequence[int | None]) -> Tensor:
+def _attention_to_copy(
+    model: PreTrainedModel, hidden_from: Sequence[int | None], progress: Callable[[Progress], None] = ignore
+) -> Tensor:
     """[layers, Hkv]: the part of its attention that a head gives to the present token's last place and the next.
 
     Args:
         model: the model, with positions of its own.
         hidden_from: of every layer, the age from which the model hides keys from it.
+        progress: told after every layer.
     """
     text = model.config.get_text_config()
     period = min(_PERIOD, (getattr(text, "max_position_embeddings", None) or 2 * _PERIOD) // 2)
@@ -145,17 +160,18 @@ def _attention_to_copy(model: PreTrainedModel, hidden_from: Sequence[int | None]
         query = torch.arange(period, 2 * period, device=probs.device)
         copied = probs[..., query, query - period] + probs[..., query, query - period + 1]
         reach[number] = copied.mean((0, 2, 3)).cpu()
+        progress(Progress("measuring", number + 1, len(layers)))
 
     for number, layer in enumerate(layers):
         layer.watch = partial(watch, number)
-    once = torch.randint(text.vocab_size, (_ROWS, period), generator=torch.Generator().manual_seed(0))
+    once = torch.randint(text.vocab_size, (_rows(model), period), generator=torch.Generator().manual_seed(0))
     repeated = torch.cat((once, once), 1).to(home_of(model))
     cache: Any = Cache(layers=layers)
     cache.padding = cache.place = None
     previous = model.config._attn_implementation
     model.set_attn_implementation(ATTENTION_NAME)
     try:
-        positions = torch.arange(2 * period, device=home_of(model)).expand(_ROWS, -1)
+        positions = torch.arange(2 * period, device=home_of(model)).expand(len(once), -1)
         model.base_model(repeated, position_ids=positions, past_key_values=cache, h2o_cache=cache, use_cache=True)
     finally:
         model.set_attn_implementation(previous)

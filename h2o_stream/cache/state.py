@@ -21,9 +21,11 @@ _SAMPLED = 16
 def model_digest(model: nn.Module) -> str:
     """Class and 16 hex digits that tell models apart: by config, and by a few numbers of every weight."""
     config = model.config.to_dict()  # type: ignore[operator, union-attr]
-    told = {name: value for name, value in config.items() if name not in ("_name_or_path", "transformers_version")}
+    elsewhere = ("_name_or_path", "transformers_version", "quantization_config")
+    told = {name: value for name, value in config.items() if name not in elsewhere}
     digest = hashlib.sha256(json.dumps(told, sort_keys=True, default=str).encode())
-    for name, weight in model.named_parameters():
+    packed = (entry for entry in model.named_buffers() if entry[1].dtype == torch.uint8)
+    for name, weight in (*model.named_parameters(), *packed):
         digest.update(f"{name} {tuple(weight.shape)}".encode())
         weight = getattr(weight, "to_local", lambda whole=weight: whole)()  # of a tensor that processes share
         if not weight.is_meta:

@@ -29,6 +29,11 @@ def home_of(model: Any) -> torch.device:
     return torch.device(model._hf_hook.execution_device) if device.type == "meta" else device
 
 
+def size_of(model: Any) -> int:
+    """Numbers that a model's weights have; of packed ones bytes."""
+    return sum(tensor.numel() for tensor in (*model.parameters(), *model.buffers()))
+
+
 def context_of(config: Any) -> int | None:
     """Positions a model was trained for, or None when its config names no limit."""
     limit = getattr(config.get_text_config(), "max_position_embeddings", None)

@@ -108,10 +108,10 @@ class ModelOptions:
         str,
         _model(
             "--quantize",
-            help="Weights of matrices: none, int8 or int4, packed when the model is loaded.",
+            help="Weights of matrices: none, int8, int4; auto: as the file has them, or as wide as fits into memory.",
             autocompletion=one_of_these(QUANTIZATIONS),
         ),
-    ] = "none"
+    ] = "auto"
     offline: Annotated[bool, _model("--offline", help="Use only what is on this machine.")] = False
 
     def model_config(self) -> ModelConfig:

@@ -18,7 +18,7 @@ from torch import Tensor
 from h2o_stream.cache.attach import attach
 from h2o_stream.cache.counts import CacheCounts
 from h2o_stream.cache.state import taken
-from h2o_stream.cache.support import context_of, home_of, learned_positions
+from h2o_stream.cache.support import context_of, home_of, learned_positions, size_of
 from h2o_stream.config import (
     PREFILL_MOST,
     PREFILL_STEP,
@@ -33,6 +33,7 @@ from h2o_stream.engine.sampling import Sampler
 from h2o_stream.engine.text import TextStream
 from h2o_stream.errors import H2OStreamError, OutOfMemoryError, means_out_of_memory
 from h2o_stream.memory import give_back_free_memory
+from h2o_stream.progress import Progress, ignore
 
 
 class Engine:
@@ -52,6 +53,7 @@ class Engine:
             trained for, or ends there.
         should_stop: asked between tokens and between parts of a prompt; True ends the turn as ``interrupted``.
         engine: what runs a step, see `attach`.
+        progress: told how far preparations have come, see `attach`.
 
     Raises:
         UnsupportedModelError, ConfigError: see `attach`.
@@ -66,6 +68,7 @@ class Engine:
         at_context: AtContext = "continue",
         should_stop: Callable[[], bool] = lambda: False,
         engine: EngineChoice = "auto",
+        progress: Callable[[Progress], None] = ignore,
     ) -> None:
         self.model = model
         self.tokenizer = tokenizer
@@ -80,7 +83,7 @@ class Engine:
         self.tokens = array("i")
         self.end_tokens = _end_tokens(model, tokenizer)
         self._stack = ExitStack()
-        self.cache = self._stack.enter_context(attach(model, cache, engine=engine))
+        self.cache = self._stack.enter_context(attach(model, cache, engine=engine, progress=progress))
         self._logits: Tensor | None = None
         self._turn: list[int] = []
         self._torn = False
@@ -272,9 +275,8 @@ def prefill_step(model: Any) -> int:
     """How many tokens of a prompt to feed at once: as many as a small machine can in a second or two."""
     if home_of(model).type != "cpu":
         return PREFILL_MOST
-    numbers = sum(tensor.numel() for tensor in (*model.parameters(), *model.buffers()))
     step = PREFILL_STEP
-    while step < PREFILL_MOST and 2 * step * numbers <= PREFILL_WORK:
+    while step < PREFILL_MOST and 2 * step * size_of(model) <= PREFILL_WORK:
         step *= 2
     return step
 

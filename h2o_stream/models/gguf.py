@@ -1,99 +1,98 @@
-"""Converts a GGUF file to a safetensors folder in the user's cache, once.
+"""A GGUF file, used as it is: its metadata, and views of its tensors.
 
-transformers reads and de-quantizes the file; this module makes the conversion atomic and safe when two
-programs start it at the same time.
+How the header is read is in `gguf_header`, what transformers makes of it in `gguf_describe`, and which weights of
+a model the tensors are in `gguf_names`.
 """
 
 from __future__ import annotations
 
-import shutil
-import tempfile
-import time
-from collections.abc import Callable
+import mmap
+import warnings
 from pathlib import Path
 
-from filelock import FileLock, Timeout
+import numpy as np
+import torch
+from gguf import GGMLQuantizationType
+from torch import Tensor
 
-from h2o_stream.errors import H2OStreamError, ModelNotFoundError, UnsupportedModelError
-from h2o_stream.resources import cache_folder
+from h2o_stream.errors import ModelNotFoundError, UnsupportedModelError
+from h2o_stream.models.gguf_header import (
+    DamagedError,
+    GgufTensor,
+    Header,
+    UnknownTypeError,
+    alignment_of,
+    architecture_of,
+)
 
-_LARGE_BYTES = 1 << 30
-"""Above this size of the GGUF file the copy is bfloat16, below it float32, which loses nothing."""
+PLAIN_TYPES = frozenset({GGMLQuantizationType.F32, GGMLQuantizationType.F16, GGMLQuantizationType.BF16})
+"""Types whose numbers stand one by one, not in blocks with common scales."""
 
 
-def converted(source: Path, key: str, notify: Callable[[str], None]) -> Path:
-    """The folder with `source` in transformers' form; converts it if that was not done yet.
+class GgufFile:
+    """A GGUF file, mapped; opening it reads the header only.
 
-    Args:
-        source: a GGUF file.
-        key: name of the folder; changes with the content of the file.
-        notify: told when a conversion starts, waits or ends.
+    Attributes:
+        path: of the file.
+        metadata: values by key; strings, numbers, lists of a few numbers, and `LongArray` for all other arrays.
+        tensors: by their names, in the file's order.
+        architecture: as llama.cpp calls it.
 
     Raises:
-        ModelNotFoundError: the file is not a readable GGUF file.
-        UnsupportedModelError: transformers cannot read its architecture.
-        H2OStreamError: the copy cannot be written.
+        ModelNotFoundError: it cannot be read, or is damaged.
+        UnsupportedModelError: a type of tensors is unknown, or the file is one of several.
     """
-    parent = cache_folder() / "models"
-    folder = parent / key
-    if folder.exists():
-        return folder
-    _check_magic(source)
-    try:
-        parent.mkdir(parents=True, exist_ok=True)
-        lock = FileLock(parent / f"{key}.lock")
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
         try:
-            lock.acquire(timeout=0)
-        except Timeout:
-            notify(f"Another program is converting {source.name}, waiting for it ...")
-            lock.acquire()
-        try:
-            if not folder.exists():
-                _convert(source, folder, notify)
-        finally:
-            lock.release()
-    except OSError as error:
-        raise H2OStreamError(f"{source.name} could not be converted into {parent}: {error}") from error
-    return folder
+            self._map, size = _mapped(path)
+            header = Header(self._map, size)
+            self.metadata, self._spans = header.metadata()
+            self.architecture = architecture_of(self.metadata)
+            self.tensors = header.tensors(alignment_of(self.metadata))
+        except DamagedError as error:
+            raise ModelNotFoundError(f"{path} is damaged or not readable as GGUF: {error}") from None
+        except UnknownTypeError as error:
+            raise UnsupportedModelError(f"{path} cannot be served: {error}") from None
+        except OSError as error:
+            raise ModelNotFoundError(f"{path} cannot be read: {error.strerror or error}") from error
+        if isinstance(parts := self.metadata.get("split.count", 1), int) and parts > 1:
+            raise UnsupportedModelError(
+                f"{path} is one of {parts} files of a model; join them with llama-gguf-split --merge"
+            )
+
+    @property
+    def quantized(self) -> bool:
+        """Whether any matrix is stored in blocks."""
+        return any(len(tensor.shape) > 1 and tensor.type not in PLAIN_TYPES for tensor in self.tensors.values())
+
+    @property
+    def nbytes(self) -> int:
+        """Size of all tensors in the file."""
+        return sum(tensor.nbytes for tensor in self.tensors.values())
+
+    def blocks(self, tensor: GgufTensor) -> Tensor:
+        """The bytes of a tensor, [nbytes] uint8: a view of the mapped file that must not be written to."""
+        view = np.frombuffer(self._map, np.uint8, tensor.nbytes, tensor.offset)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", UserWarning)  # that it is read-only
+            return torch.from_numpy(view)
+
+    def forget(self, tensor: GgufTensor) -> None:
+        """Give the pages of a tensor back to the system; reading it again reads the file again."""
+        if hasattr(mmap, "MADV_DONTNEED"):
+            start = tensor.offset // mmap.PAGESIZE * mmap.PAGESIZE
+            self._map.madvise(mmap.MADV_DONTNEED, start, tensor.offset + tensor.nbytes - start)
+
+    def raw(self, key: str) -> bytes:
+        """A key with its value, as they are in the file."""
+        return self._map[slice(*self._spans[key])]
 
 
-def _check_magic(source: Path) -> None:
-    with source.open("rb") as file:
-        magic = file.read(4)
-    if magic != b"GGUF":
-        raise ModelNotFoundError(f"{source} is not a GGUF file: it starts with {magic!r}")
-
-
-def _convert(source: Path, folder: Path, notify: Callable[[str], None]) -> None:
-    for leftover in folder.parent.glob(f".{folder.name}.*.partial"):
-        shutil.rmtree(leftover, ignore_errors=True)
-    notify(f"Converting {source.name} for faster starts (once) ...")
-    begun = time.perf_counter()
-    partial = Path(tempfile.mkdtemp(prefix=f".{folder.name}.", suffix=".partial", dir=folder.parent))
-    try:
-        _dequantize(source, partial)
-        partial.rename(folder)
-    finally:
-        shutil.rmtree(partial, ignore_errors=True)
-    notify(f"Converted in {time.perf_counter() - begun:.0f} s.")
-
-
-def _dequantize(source: Path, target: Path) -> None:
-    import torch
-    from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
-
-    dtype = torch.bfloat16 if source.stat().st_size > _LARGE_BYTES else torch.float32
-    folder, name = str(source.parent), source.name
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(folder, gguf_file=name)
-        quantized = GgufConfig(gguf_file=name, dequantize=True)
-        model = AutoModelForCausalLM.from_pretrained(folder, gguf_file=name, quantization_config=quantized, dtype=dtype)
-    except OSError:
-        raise
-    except Exception as error:  # what a damaged file makes of a parser is anyone's guess
-        reason = (str(error) or type(error).__name__).splitlines()[0]
-        if "architecture" in reason or "model type" in reason:
-            raise UnsupportedModelError(f"{name} cannot be served: {reason}") from error
-        raise ModelNotFoundError(f"{source} is damaged or not readable as GGUF: {reason}") from error
-    tokenizer.save_pretrained(target)
-    model.save_pretrained(target)
+def _mapped(path: Path) -> tuple[mmap.mmap, int]:
+    with path.open("rb") as file:
+        start = file.read(8)
+        if start[:4] != b"GGUF":
+            raise DamagedError(f"it starts with {start[:4]!r}, not with b'GGUF'")
+        return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ), file.seek(0, 2)

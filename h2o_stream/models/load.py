@@ -3,19 +3,42 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
+import torch
+from safetensors import SafetensorError
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
+from transformers.utils.logging import disable_progress_bar, set_tqdm_hook
+
+from h2o_stream.cache.support import check_supported
 from h2o_stream.config import CacheConfig, ModelConfig
 from h2o_stream.errors import (
     ConfigError,
+    H2OStreamError,
     ModelNotFoundError,
     OutOfMemoryError,
     UnsupportedModelError,
     means_out_of_memory,
 )
+from h2o_stream.memory import free_bytes
+from h2o_stream.models.find import find, fingerprint
+from h2o_stream.models.gguf import GgufFile
+from h2o_stream.models.gguf_describe import described
+from h2o_stream.models.gguf_model import weights_as_they_are, weights_in
+from h2o_stream.models.hub import fetch
+from h2o_stream.models.kept import folder_of, keep
+from h2o_stream.models.pages import into_large_pages
+from h2o_stream.models.precision import Precision, WeightSizes, choose
+from h2o_stream.models.quantize import PackedConfig, with_dtype
+from h2o_stream.models.templates import FALLBACK_STOPS, FALLBACK_TEMPLATE
+from h2o_stream.models.zero import ZeroInference
+from h2o_stream.native import library
 from h2o_stream.processes import Processes
+from h2o_stream.progress import Progress, ignore
 from h2o_stream.resources import cache_folder
 from h2o_stream.startup import collector_paused
 
@@ -38,76 +61,188 @@ class LoadedModel:
 
 
 def load(
-    config: ModelConfig, cache: CacheConfig | None = None, notify: Callable[[str], None] = lambda line: None
+    config: ModelConfig,
+    cache: CacheConfig | None = None,
+    notify: Callable[[str], None] = lambda line: None,
+    progress: Callable[[Progress], None] = ignore,
 ) -> LoadedModel:
     """Load what `config` names.
 
     Args:
         config: name, dtype and device.
         cache: when given, an architecture it cannot serve is refused before any weight is read.
-        notify: told one line about anything that takes long.
+        notify: told one line about anything that takes long, and about what the user did not choose.
+        progress: told how far reading has come.
 
     Raises:
         ModelNotFoundError: with what to do about it.
         UnsupportedModelError: the architecture cannot be loaded, or not be served with this cache.
         ConfigError: dtype, device or budgets do not fit.
+        OutOfMemoryError: the weights do not fit into the memory that is free.
     """
     with collector_paused():
-        from h2o_stream.models.find import find
-
         source = find(config.model, config.offline, notify)
-        return _load(config, source, cache, notify)
-
-
-def _load(config: ModelConfig, source: str, cache: CacheConfig | None, notify: Callable[[str], None]) -> LoadedModel:
-    from safetensors import SafetensorError
-    from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
-    from transformers.utils.logging import disable_progress_bar
-
-    from h2o_stream.cache.support import check_supported
-    from h2o_stream.models.pages import into_large_pages
-    from h2o_stream.models.quantize import quantize
-    from h2o_stream.models.templates import FALLBACK_STOPS, FALLBACK_TEMPLATE
-    from h2o_stream.models.zero import ZeroInference
-
-    disable_progress_bar()  # of reading weights: it takes a second
-    device = device_of(config.device)
-    local = {"local_files_only": True} if config.offline else {}
-    try:
-        described = AutoConfig.from_pretrained(source, **local)
-        if type(described) not in AutoModelForCausalLM._model_mapping:
-            raise UnsupportedModelError(f"{config.model} is a {described.model_type}, not a causal language model")
-        if cache is not None:
-            model_class = AutoModelForCausalLM._model_mapping[type(described)]
-            check_supported(model_class, described, cache)
-        tokenizer = AutoTokenizer.from_pretrained(source, **local)
-        place = _placed(config)
-        if config.tensor_parallel:
-            place = _shared(described)
-        dtype = dtype_of(config.dtype, device)
-        zero = ZeroInference(dtype) if config.zero else None
-        model = AutoModelForCausalLM.from_pretrained(source, dtype=dtype, **place, **local)
-    except (OSError, ValueError, KeyError, SafetensorError, RuntimeError, MemoryError) as error:
-        if isinstance(error, ConfigError):
+        try:
+            return _Loader(config, source, notify, progress).load(cache)
+        except (H2OStreamError, KeyboardInterrupt):
             raise
-        if means_out_of_memory(error):
-            raise OutOfMemoryError(
-                f"{config.model} does not fit into the memory of {device}; take --dtype bfloat16, --quantize int4, "
-                "--device-map auto or a smaller --model"
-            ) from error
-        raise _explained(config.model, source, error) from error
-    if not hasattr(tokenizer, "backend_tokenizer"):
-        raise UnsupportedModelError(f"{config.model} has no tokenizer of the tokenizers library (tokenizer.json)")
-    stops: tuple[str, ...] = ()
-    if not tokenizer.chat_template:
-        tokenizer.chat_template, stops = FALLBACK_TEMPLATE, FALLBACK_STOPS
-    model = zero.take(model) if zero else model if place else model.to(device)
-    model.eval()
-    if config.quantize != "none":
-        quantize(model, config.quantize, notify)
-    if not zero and not place:
+        except Exception as error:
+            if means_out_of_memory(error):
+                raise OutOfMemoryError(
+                    f"{config.model} does not fit into the memory of {config.device}; take --quantize int4, "
+                    "--device-map auto or a smaller --model"
+                ) from error
+            if isinstance(error, OSError | ValueError | KeyError | RuntimeError | SafetensorError):
+                raise _explained(config.model, source, error) from error
+            raise
+
+
+class _Loader:
+    """Loads one model.
+
+    Args:
+        config: name, dtype and device.
+        source: what `find` made of the name.
+        notify: see `load`.
+        progress: see `load`.
+    """
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        source: str,
+        notify: Callable[[str], None],
+        progress: Callable[[Progress], None],
+    ) -> None:
+        disable_progress_bar()  # ours is drawn in its place
+        self._config, self._notify, self._progress = config, notify, progress
+        self._file, self._source = _files(source, notify)
+        self._local = {"local_files_only": True} if config.offline else {}
+        self._device = device_of(config.device)
+        self._described = AutoConfig.from_pretrained(self._source, **self._local)
+
+    def load(self, cache: CacheConfig | None) -> LoadedModel:
+        """See `load`."""
+        name, kind = self._config.model, type(self._described)
+        if kind not in AutoModelForCausalLM._model_mapping:
+            raise UnsupportedModelError(f"{name} is a {self._described.model_type}, not a causal language model")
+        self._class = AutoModelForCausalLM._model_mapping[kind]
+        if cache is not None:
+            check_supported(self._class, self._described, cache)
+        tokenizer = AutoTokenizer.from_pretrained(self._source, **self._local)
+        if not hasattr(tokenizer, "backend_tokenizer"):
+            raise UnsupportedModelError(f"{name} has no tokenizer of the tokenizers library (tokenizer.json)")
+        stops: tuple[str, ...] = ()
+        if not tokenizer.chat_template:
+            tokenizer.chat_template, stops = FALLBACK_TEMPLATE, FALLBACK_STOPS
+        return LoadedModel(name, self._model().eval(), tokenizer, stops)
+
+    def _model(self) -> Any:
+        config = self._config
+        if config.zero or config.device_map or config.tensor_parallel or self._device.type != "cpu":
+            return self._elsewhere()
+        skeleton = self._skeleton()
+        if self._file is not None and self._file.quantized and config.quantize == "auto":
+            if library.loaded() is not None:
+                return self._as_the_file_has_it(self._file, skeleton)
+            self._notify(f"The weights of {config.model} are unpacked: {library.missing_reason()}.")
+        quantized = getattr(self._described, "quantization_config", None) is not None
+        precision = choose(
+            config.model,
+            WeightSizes.of(skeleton),
+            free_bytes(),
+            "none" if quantized and config.quantize == "auto" else config.quantize,
+            _dtypes_of(config.dtype),
+            can_pack=library.loaded() is not None,
+        )
+        if precision.reason:
+            self._notify(precision.reason)
+        if precision.quantize != "none":
+            return self._packed(precision)
+        model = self._plain(precision.dtype, skeleton)
         into_large_pages(model)
-    return LoadedModel(config.model, model, tokenizer, stops)
+        return model
+
+    def _elsewhere(self) -> Any:
+        """On a GPU, or spread over several devices or processes."""
+        config, dtype = self._config, dtype_of(self._config.dtype, self._device)
+        if config.quantize not in ("auto", "none"):
+            raise ConfigError(
+                f"--quantize {config.quantize} packs weights for the CPU, the model is on {self._device}; leave it out"
+            )
+        place = _shared(self._described) if config.tensor_parallel else _placed(config)
+        zero = ZeroInference(dtype) if config.zero else None
+        model = self._plain(dtype, self._skeleton() if self._file else None, **place)
+        return zero.take(model) if zero else model if place else model.to(self._device)
+
+    def _skeleton(self) -> Any:
+        """The model without weights."""
+        with torch.device("meta"):
+            return self._class(self._described)
+
+    def _plain(self, dtype: Any, skeleton: Any, **place: Any) -> Any:
+        """With floating weights."""
+        if self._file is not None:
+            weights = weights_in(self._file, skeleton, dtype, self._progress)
+            return self._filled(weights, dtype=dtype, **place)
+        with self._reported("reading"):
+            return self._class.from_pretrained(self._source, dtype=dtype, **place, **self._local)
+
+    def _as_the_file_has_it(self, file: GgufFile, skeleton: Any) -> Any:
+        """With the packed weights of a GGUF file."""
+        dtype = dtype_of(self._config.dtype, self._device)
+        weights, packed = weights_as_they_are(file, skeleton, dtype, self._progress)
+        return self._filled(weights, dtype=dtype, quantization_config=packed)
+
+    def _packed(self, precision: Precision) -> Any:
+        """Packed while it is read, or as it was packed before."""
+        name, quantize, source = self._config.model, precision.quantize, self._source
+        if self._file is not None:
+            weights = weights_in(self._file, self._skeleton(), precision.dtype, self._progress)
+            return self._filled(weights, dtype=precision.dtype, quantization_config=PackedConfig(quantize))
+        folder = Path(source) if Path(source).is_dir() else fetch(source, "config.json", self._config.offline).parent
+        kept = folder_of(name, folder, quantize)
+        if kept.exists():
+            model = self._class.from_pretrained(kept, dtype=precision.dtype)
+        else:
+            with self._reported("packing"):
+                model = self._class.from_pretrained(
+                    source, dtype="auto", quantization_config=PackedConfig(quantize), **self._local
+                )
+            with_dtype(model, precision.dtype)
+            keep(model, kept, name, folder, self._notify)
+        return model
+
+    def _filled(self, weights: dict[str, Any], **how: Any) -> Any:
+        """With these weights."""
+        model = self._class.from_pretrained(None, config=self._described, state_dict=weights, **how)
+        if (Path(self._source) / "generation_config.json").exists():
+            model.generation_config = GenerationConfig.from_pretrained(self._source)
+        return model
+
+    @contextmanager
+    def _reported(self, what: str) -> Iterator[None]:
+        """Tell how far transformers has come with reading a checkpoint."""
+        sizes = {name: tensor.nbytes for name, tensor in self._skeleton().state_dict().items()}
+        total = sum(sizes.values())
+
+        def hook(factory: Any, args: Any, kwargs: Any) -> Any:
+            if not args or not hasattr(args[0], "__len__"):
+                return factory(*args, **kwargs)
+            return counted(args[0])
+
+        def counted(items: Any) -> Iterator[Any]:
+            done = 0
+            for item in items:
+                self._progress(Progress(what, min(done, total), total))
+                yield item
+                done += sizes.get(item[0], 0)
+
+        previous = set_tqdm_hook(hook)
+        try:
+            yield
+        finally:
+            set_tqdm_hook(previous)
 
 
 def _placed(config: ModelConfig) -> dict[str, Any]:
@@ -145,16 +280,21 @@ def load_tokenizer(config: ModelConfig, notify: Callable[[str], None] = lambda l
         ModelNotFoundError: with what to do about it.
     """
     with collector_paused():
-        from transformers import AutoTokenizer
-
-        from h2o_stream.models.find import find
-
-        source = find(config.model, config.offline, notify)
+        _, source = _files(find(config.model, config.offline, notify), notify)
         local = {"local_files_only": True} if config.offline else {}
         try:
             return AutoTokenizer.from_pretrained(source, **local)
         except (OSError, ValueError, KeyError) as error:
             raise _explained(config.model, source, error) from error
+
+
+def _files(source: str, notify: Callable[[str], None]) -> tuple[GgufFile | None, str]:
+    """The GGUF file, if `source` is one, and the folder or Hub id with the config and the tokenizer."""
+    path = Path(source)
+    if not path.is_file():
+        return None, source
+    file = GgufFile(path)
+    return file, str(described(file, fingerprint(path), notify))
 
 
 def _explained(name: str, source: str, error: Exception) -> Exception:
@@ -164,14 +304,12 @@ def _explained(name: str, source: str, error: Exception) -> Exception:
     return ModelNotFoundError(f"{name} could not be loaded from {source}: {reason}")
 
 
-def device_of(name: str) -> Any:
+def device_of(name: str) -> torch.device:
     """The torch device of a name; ``auto`` is the best there is.
 
     Raises:
         ConfigError: it cannot be used here.
     """
-    import torch
-
     if name == "auto":
         own = os.environ.get("LOCAL_RANK", "0")  # of this process among those of a launcher
         name = f"cuda:{own}" if torch.cuda.is_available() else "mps" if torch.backends.mps.is_available() else "cpu"
@@ -184,16 +322,19 @@ def device_of(name: str) -> Any:
     return device
 
 
-def dtype_of(name: str, device: Any) -> Any:
+def dtype_of(name: str, device: torch.device) -> torch.dtype:
     """The torch dtype of a name.
 
     ``auto`` is bfloat16 where the hardware computes in it, float32 elsewhere: emulated, it is slower than float32.
     """
-    import torch
-
-    if name != "auto":
-        return getattr(torch, name)
-    if device.type != "cpu":
+    if name == "auto" and device.type != "cpu":
         return torch.bfloat16
+    return _dtypes_of(name)[0]
+
+
+def _dtypes_of(name: str) -> tuple[torch.dtype, ...]:
+    """The dtypes that a name allows on a CPU, the best first."""
+    if name != "auto":
+        return (getattr(torch, name),)
     native = any(getattr(torch.cpu, f"_is_{unit}_supported", bool)() for unit in ("avx512_bf16", "amx_tile"))
-    return torch.bfloat16 if native else torch.float32
+    return (torch.bfloat16,) if native else (torch.float32, torch.bfloat16)

@@ -29,6 +29,8 @@ class PackedLinear(nn.Module):
         tiles: of W, uint8 of `tiles_shape`; None for those of `meta`, to be filled in later.
     """
 
+    tiles: Tensor
+
     def __init__(
         self,
         kind: MatrixKind,
@@ -41,7 +43,6 @@ class PackedLinear(nn.Module):
         self.kind, self.in_features, self.out_features = kind, in_features, out_features
         if tiles is None:
             tiles = torch.empty(tiles_shape(kind, out_features, in_features), dtype=torch.uint8, device="meta")
-        self.tiles: Tensor
         self.register_buffer("tiles", tiles)
         self.bias = bias
 
@@ -84,17 +85,26 @@ class PackedEmbedding(nn.Module):
         num_embeddings: its rows.
         embedding_dim: its columns.
         dtype: of what comes out.
+        embed_scale: factor on the rows.
         tiles: see `PackedLinear`.
     """
 
+    tiles: Tensor
+
     def __init__(
-        self, kind: MatrixKind, num_embeddings: int, embedding_dim: int, dtype: torch.dtype, tiles: Tensor | None = None
+        self,
+        kind: MatrixKind,
+        num_embeddings: int,
+        embedding_dim: int,
+        dtype: torch.dtype,
+        embed_scale: float = 1.0,
+        tiles: Tensor | None = None,
     ) -> None:
         super().__init__()
-        self.kind, self.num_embeddings, self.embedding_dim, self.dtype = kind, num_embeddings, embedding_dim, dtype
+        self.kind, self.num_embeddings, self.embedding_dim = kind, num_embeddings, embedding_dim
+        self.dtype, self.embed_scale = dtype, embed_scale
         if tiles is None:
             tiles = torch.empty(tiles_shape(kind, num_embeddings, embedding_dim), dtype=torch.uint8, device="meta")
-        self.tiles: Tensor
         self.register_buffer("tiles", tiles)
 
     def forward(self, ids: Tensor) -> Tensor:
@@ -108,4 +118,28 @@ class PackedEmbedding(nn.Module):
             raise IndexError(f"token {int(flat.max())} is not one of {self.num_embeddings}")
         dtype = torch.bfloat16 if self.dtype == torch.bfloat16 else torch.float32
         rows = gather(self.tiles, self.kind, self.embedding_dim, flat, dtype)
-        return rows.to(self.dtype).view(*ids.shape, -1)
+        rows = rows.to(self.dtype).view(*ids.shape, -1)
+        return rows if self.embed_scale == 1 else rows * torch.tensor(self.embed_scale, dtype=self.dtype)
+
+
+class TiedHead(PackedLinear):
+    """An output layer with the weights of a packed embedding.
+
+    Args:
+        embedding: owns the weights.
+    """
+
+    def __init__(self, embedding: PackedEmbedding) -> None:
+        nn.Module.__init__(self)
+        self.kind, self.in_features, self.out_features = (
+            embedding.kind,
+            embedding.embedding_dim,
+            embedding.num_embeddings,
+        )
+        self.bias = None
+        self._embedding = (embedding,)  # not a submodule: its weights are listed once
+
+    @property
+    def tiles(self) -> Tensor:  # type: ignore[override]
+        """See `PackedLinear`."""
+        return self._embedding[0].tiles

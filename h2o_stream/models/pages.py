@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import mmap
+from collections.abc import Iterable
+from math import prod
 from typing import Any
 
 import torch
@@ -12,7 +14,33 @@ _LEAST = 16 * 2**20
 """Bytes of weights that make it worth while."""
 
 _LINE = 64
-"""Bytes of a line of the cache, which tensors begin with."""
+"""Bytes of a line of the processor's cache, which tensors begin with."""
+
+
+class Pages:
+    """Memory for tensors that are made one by one; it is taken from the system when they are written.
+
+    Large pages where the system has them for the asking (Linux), else as they come.
+
+    Args:
+        shapes: of the tensors that will be taken, as if all were of bytes; an empty one for no memory at all.
+    """
+
+    def __init__(self, shapes: Iterable[Iterable[int]]) -> None:
+        size = sum(_whole_lines(prod(shape)) for shape in shapes)
+        self._memory, self._begin = torch.empty(0, dtype=torch.uint8), 0
+        if size:
+            pages = mmap.mmap(-1, size)
+            if hasattr(mmap, "MADV_HUGEPAGE"):
+                pages.madvise(mmap.MADV_HUGEPAGE)
+            self._memory = torch.frombuffer(pages, dtype=torch.uint8)
+
+    def take(self, shape: Iterable[int], dtype: torch.dtype = torch.uint8) -> Tensor:
+        """The next tensor; its numbers are not set."""
+        shape = tuple(shape)
+        begin, size = self._begin, prod(shape) * dtype.itemsize
+        self._begin += _whole_lines(size)
+        return self._memory[begin : begin + size].view(dtype).view(shape)
 
 
 def into_large_pages(model: Any) -> None:
@@ -24,19 +52,15 @@ def into_large_pages(model: Any) -> None:
     if not hasattr(mmap, "MADV_HUGEPAGE"):
         return
     tensors = [tensor for tensor in (*model.parameters(), *model.buffers()) if _movable(tensor)]
-    size = sum({tensor.data_ptr(): _whole_lines(tensor.nbytes) for tensor in tensors}.values())
-    if size < _LEAST:
+    sizes = {tensor.data_ptr(): [tensor.nbytes] for tensor in tensors}  # tied weights are one
+    if sum(size for (size,) in sizes.values()) < _LEAST:
         return
-    pages = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    pages.madvise(mmap.MADV_HUGEPAGE)
-    memory, begin = torch.frombuffer(pages, dtype=torch.uint8), 0
-    moved: dict[int, Tensor] = {}  # tied weights are one
+    pages, moved = Pages(sizes.values()), dict[int, Tensor]()
     for tensor in tensors:
         place = tensor.data_ptr()
         if place not in moved:
-            moved[place] = memory[begin : begin + tensor.nbytes].view(tensor.dtype)
-            moved[place].copy_(tensor.detach().flatten())
-            begin += _whole_lines(tensor.nbytes)
+            moved[place] = pages.take(tensor.shape, tensor.dtype)
+            moved[place].copy_(tensor.detach())
         tensor.data = moved[place].view(tensor.shape)
 
 

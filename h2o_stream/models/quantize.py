@@ -1,162 +1,224 @@
-"""Weights of matrices in 8 or 4 bits.
+"""Models whose matrices are packed into 8, 6 or 4 bits, through the quantizer interface of transformers.
 
-Every 32 numbers of a row share a scale, and in 4 bits an offset, as in GGUF's Q8_0, Q4_0 and Q4_1: what comes from such
-a file lies on that grid already and is not rounded again. The library of `h2o_stream.native` multiplies them; without
-it they are unpacked for every product.
+`PackedConfig("int4")` as `quantization_config` of `from_pretrained` packs a checkpoint while it is read, tensor by
+tensor: no weight is ever held wider than it stays, one tensor aside. A packed model may be saved and loaded again.
 """
 
 from __future__ import annotations
 
-import ctypes
-from collections.abc import Callable
+from collections.abc import Collection, Mapping
+from math import prod
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from transformers.core_model_loading import ConversionOps
+from transformers.quantizers import HfQuantizer, register_quantization_config, register_quantizer
+from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from h2o_stream.errors import ConfigError
+from h2o_stream.models.packed import PackedEmbedding, PackedLinear, TiedHead
+from h2o_stream.models.pages import Pages
 from h2o_stream.native import library
-from h2o_stream.native.abi import Matrix
-from h2o_stream.native.packing import GROUP, from_tiles, kind_of, to_tiles
+from h2o_stream.native.abi import MatrixKind
+from h2o_stream.native.packing import fits, pack, tiles_shape
 
-_FEW = 16
-"""Vectors up to which it is faster not to unpack the weights."""
+METHOD = "h2o"
+"""Name of the quantizer in transformers."""
+
+FORMAT = 1
+"""Of packed weights in files; counted up when the layout of tiles changes."""
+
+_KINDS = {"int8": MatrixKind.INT8, "int4": MatrixKind.INT4}
 
 
-def quantize(model: Any, kind: str, notify: Callable[[str], None] = lambda line: None) -> None:
-    """Pack the linear layers of a model in place; embeddings stay as they are.
-
-    The output layer is packed in 8 bits at least, as GGUF files have it: it loses most. Layers whose input size is not
-    a multiple of 32 are left alone.
+@register_quantization_config(METHOD)
+class PackedConfig(QuantizationConfigMixin):
+    """How the matrices of a model are packed.
 
     Args:
-        model: a causal language model of transformers.
-        kind: ``int8`` or ``int4``.
-        notify: told one line where weights will be slower than they could be.
+        quantize: ``int8`` or ``int4``, for a checkpoint that is packed while it is read. The output layer and the
+            embedding are packed in 8 bits at least, as GGUF files have them: they lose most.
+        modules: how each module is held, by name, for weights that are packed already.
+        format: of the packed weights.
 
     Raises:
-        ConfigError: the model is not on the CPU.
+        ConfigError: an unknown `quantize`, or weights of another version.
     """
-    if model.device.type != "cpu":
-        raise ConfigError(f"--quantize {kind} packs weights for the CPU, the model is on {model.device}; leave it out")
-    if library.loaded() is None:
-        notify("Packed weights are slow here: the C++ library is missing, so they are unpacked for every product.")
-    head = model.get_output_embeddings()
-    for module in list(model.modules()):
-        for name, child in list(module.named_children()):
-            if type(child) is nn.Linear and NativeLinear.takes(child.weight):
-                packed = Native4Linear if kind == "int4" and child is not head else Native8Linear
-                setattr(module, name, packed(child))
+
+    def __init__(
+        self, quantize: str = "int4", modules: Mapping[str, str] | None = None, format: int = FORMAT, **_: Any
+    ) -> None:
+        if quantize not in _KINDS:
+            raise ConfigError(f"quantize {quantize!r} is unknown; weights are packed as one of {', '.join(_KINDS)}")
+        if format != FORMAT:
+            raise ConfigError(f"the packed weights have format {format}, this version reads {FORMAT}; pack them again")
+        self.quant_method = METHOD
+        self.quantize, self.format = quantize, format
+        self.modules: dict[str, str] = dict(modules or {})
 
 
-class NativeLinear(nn.Module):
-    """y = x W' + b, W in 8 or 4 bits in tiles of four rows; see `h2o_stream.native.packing`."""
+@register_quantizer(METHOD)
+class PackedQuantizer(HfQuantizer):
+    """Packs weights while transformers reads them, or takes packed ones as they are."""
 
-    bits: int
+    quantization_config: PackedConfig
+    requires_calibration = False
 
-    def __init__(self, linear: nn.Linear) -> None:
-        super().__init__()
-        self.in_features, self.out_features = linear.in_features, linear.out_features
-        self.tiles: Tensor
-        self.register_buffer("tiles", to_tiles(*self.pack(linear.weight.detach().float().unflatten(1, (-1, GROUP)))))
-        self.bias = linear.bias
+    def __init__(self, quantization_config: PackedConfig, **kwargs: Any) -> None:
+        super().__init__(quantization_config, **kwargs)
+        self.pages = Pages(())
 
-    @staticmethod
-    def takes(weight: Tensor) -> bool:
-        """Whether a matrix can be packed."""
-        return weight.device.type == "cpu" and weight.shape[1] % GROUP == 0
+    def validate_environment(self, *_: Any, device_map: Any = None, **__: Any) -> None:
+        """Whether packed weights can be used here.
 
-    @staticmethod
-    def pack(groups: Tensor) -> tuple[Tensor, Tensor]:
-        """Codes and grid, as `to_tiles` takes them, of numbers [rows, n, GROUP]."""
-        raise NotImplementedError
+        Raises:
+            ConfigError: there is no compiled library, or weights are to go elsewhere than to the CPU.
+        """
+        if library.loaded() is None:
+            raise ConfigError(f"packed weights need the compiled library: {library.missing_reason()}")
+        if device_map is not None:
+            raise ConfigError("packed weights are for the CPU alone; leave out --device-map, or use --quantize none")
 
-    def unpacked(self, dtype: torch.dtype) -> Tensor:
-        """The matrix, [out, in]."""
-        shape = self.out_features, self.in_features
-        native = library.loaded()
-        if native is None:
-            return from_tiles(self.tiles, *shape, self.bits).to(dtype)
-        weights = torch.empty(shape, dtype=dtype if dtype == torch.bfloat16 else torch.float32)
-        native.h2o_unpack(
-            ctypes.byref(self._described()),
-            ctypes.c_void_p(weights.data_ptr()),
-            *map(ctypes.c_int64, (weights.dtype == torch.bfloat16, torch.get_num_threads())),
-        )
-        return weights.to(dtype)
-
-    def forward(self, x: Tensor) -> Tensor:
-        """[..., in] to [..., out]."""
-        flat = x.reshape(-1, self.in_features)
-        native = library.loaded()
-        if native is not None and len(flat) <= _FEW:
-            y = self._multiplied(native, flat)
+    def _process_model_before_weight_loading(self, model: Any, **_: Any) -> None:
+        config = self.quantization_config
+        self.pre_quantized = bool(config.modules)
+        if self.pre_quantized:
+            for name, called in config.modules.items():
+                replace(model, name, MatrixKind[called])
         else:
-            y = flat @ self.unpacked(x.dtype).T
-        y = y.to(x.dtype).view(*x.shape[:-1], -1)
-        return y if self.bias is None else y + self.bias
+            kinds = packed_kinds(model, config.quantize)
+            config.modules = {name: kind.name for name, kind in kinds.items()}
+            shapes = (tiles_shape(kind, *model.get_submodule(name).weight.shape) for name, kind in kinds.items())
+            self.pages = Pages(shapes)
+        tie_head(model, config.modules)
 
-    def _multiplied(self, native: ctypes.CDLL, x: Tensor) -> Tensor:
-        """[n, in] to [n, out] float32, without the bias."""
-        x = x.float().contiguous()
-        y = x.new_empty(len(x), self.out_features)
-        native.h2o_multiply(
-            ctypes.byref(self._described()),
-            *(ctypes.c_void_p(tensor.data_ptr()) for tensor in (x, y)),
-            *map(ctypes.c_int64, (len(x), torch.get_num_threads())),
-        )
-        return y
+    def param_needs_quantization(self, model: Any, param_name: str, **_: Any) -> bool:
+        """Whether a weight is packed when it is read."""
+        name = param_name.removesuffix(".weight")
+        return name != param_name and name in self.quantization_config.modules
 
-    def _described(self) -> Matrix:
-        return Matrix(self.tiles.data_ptr(), None, self.out_features, self.in_features, kind_of(self.bits))
+    def get_quantize_ops(self) -> ConversionOps:
+        """What packs a weight."""
+        return _Pack(self)
 
+    def _process_model_after_weight_loading(self, model: Any, **_: Any) -> Any:
+        tie_head(model, self.quantization_config.modules)
+        return model
 
-class Native8Linear(NativeLinear):
-    """In 8 bits."""
+    @property
+    def is_trainable(self) -> bool:
+        """Packed weights have no gradients."""
+        return False
 
-    bits = 8
-
-    @staticmethod
-    def pack(groups: Tensor) -> tuple[Tensor, Tensor]:
-        """See `NativeLinear.pack`."""
-        smallest = torch.finfo(torch.float16).smallest_normal
-        scale = (groups.abs().amax(-1) / 127).half().clamp_min(smallest)
-        return (groups / scale.float()[..., None]).round_().clamp_(-127, 127).to(torch.int8), scale[:, None]
+    def is_serializable(self, *_: Any, **__: Any) -> bool:
+        """A packed model may be saved."""
+        return True
 
 
-class Native4Linear(NativeLinear):
-    """In 4 bits."""
+class _Pack(ConversionOps):
+    """Packs one weight and puts its packed module into the model."""
 
-    bits = 4
+    def __init__(self, quantizer: PackedQuantizer) -> None:
+        self._quantizer = quantizer
 
-    @staticmethod
-    def pack(groups: Tensor) -> tuple[Tensor, Tensor]:
-        """See `NativeLinear.pack`."""
-        codes, scale, middle = on_grid(groups)
-        codes = codes.to(torch.uint8)
-        grid = torch.stack((scale, middle - 8 * scale), 1).half()
-        return codes[..., : GROUP // 2] | codes[..., GROUP // 2 :] << 4, grid
+    @torch.no_grad()
+    def convert(
+        self, input_dict: dict[str, Any], model: Any, full_layer_name: str, missing_keys: set[str], **_: Any
+    ) -> dict[str, Tensor]:
+        """See `ConversionOps.convert`; nothing is left for transformers to put into the model."""
+        value = next(iter(input_dict.values()))
+        weights: Tensor = value[0] if isinstance(value, list) else value
+        name = full_layer_name.removesuffix(".weight")
+        config, pages = self._quantizer.quantization_config, self._quantizer.pages
+        kind = MatrixKind[config.modules[name]]
+        tiles = pages.take(tiles_shape(kind, *weights.shape), torch.uint8)
+        replace(model, name, kind, pack(weights.contiguous(), kind, tiles))
+        missing_keys.discard(full_layer_name)
+        return {}
 
 
-def on_grid(groups: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Put every group on the nearer of two grids of 16 values.
+def packed_kinds(model: Any, quantize: str) -> dict[str, MatrixKind]:
+    """How the modules of a model are packed, by name; what is not in it stays as it is.
 
-    One goes from its least to its largest number (Q4_1), the other has zero on it and the number of largest size at its
-    end (Q4_0).
+    Linear layers and the embedding are packed, unless their columns are not a multiple of 32. An output layer that is
+    tied to the embedding is not in it.
 
     Args:
-        groups: [..., n] float32.
-
-    Returns:
-        Codes [..., n], 0 to 15; scale and middle [...]: a number is about (code - 8) * scale + middle.
+        model: of transformers; may be on the meta device.
+        quantize: ``int8`` or ``int4``.
     """
-    low, high = groups.amin(-1, keepdim=True), groups.amax(-1, keepdim=True)
-    end = torch.where(high > -low, high, low)
-    tried = []
-    for scale, middle in (((high - low) / 15, low + (high - low) / 15 * 8), (end / -8, torch.zeros_like(end))):
-        codes = ((groups - middle) / torch.where(scale == 0, 1.0, scale) + 8).round().clamp(0, 15)
-        error = ((codes - 8) * scale + middle - groups).square().sum(-1, keepdim=True)
-        tried.append((codes, scale, middle, error))
-    (*first, error), (*second, other) = tried
-    codes, scale, middle = (torch.where(other < error, b, a) for a, b in zip(first, second, strict=True))
-    return codes, scale.squeeze(-1), middle.squeeze(-1)
+    embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
+    kinds = {}
+    for name, module in model.named_modules():
+        kind = MatrixKind.INT8 if module is embedding or module is head else _KINDS[quantize]
+        if packable(module) and fits(kind, module.weight.shape[1]) and not (module is head and tied(model)):
+            kinds[name] = kind
+    return kinds
+
+
+def packed_bytes(model: Any, quantize: str) -> int:
+    """Bytes of a model's weights when it is packed, what stays as it is included; see `packed_kinds`."""
+    kinds = packed_kinds(model, quantize)
+    shapes = {name: model.get_submodule(name).weight.shape for name in kinds}
+    packed = {id(model.get_submodule(name).weight) for name in kinds}
+    left: int = sum(weight.nbytes for weight in model.parameters() if id(weight) not in packed)
+    return left + sum(prod(tiles_shape(kind, *shapes[name])) for name, kind in kinds.items())
+
+
+def packable(module: Any) -> bool:
+    """Whether a module does no more than multiply its weights, or look them up and scale them."""
+    scales = isinstance(module, nn.Embedding) and hasattr(module, "scalar_embed_scale")
+    return type(module) in (nn.Linear, nn.Embedding) or scales
+
+
+def replace(model: Any, name: str, kind: MatrixKind, tiles: Tensor | None = None) -> None:
+    """Put a packed layer in the place of a linear layer or an embedding.
+
+    Args:
+        model: of transformers.
+        name: of the module.
+        kind: how its weights are held.
+        tiles: its weights; None if they are put there later.
+    """
+    module = model.get_submodule(name)
+    packed: nn.Module
+    if isinstance(module, nn.Embedding):
+        scale = getattr(module, "scalar_embed_scale", 1.0)
+        rows, columns = module.weight.shape
+        packed = PackedEmbedding(kind, rows, columns, module.weight.dtype, scale, tiles)
+    else:
+        packed = PackedLinear(kind, module.in_features, module.out_features, module.bias, tiles)
+    packed._is_hf_initialized = True  # type: ignore[assignment] # or transformers would draw weights for it
+    model.set_submodule(name, packed)
+
+
+def tied(model: Any) -> bool:
+    """Whether the output layer has the weights of the embedding."""
+    head = model.get_output_embeddings()
+    name = next((name for name, module in model.named_modules() if module is head), None)
+    return f"{name}.weight" in model.all_tied_weights_keys or isinstance(head, TiedHead)
+
+
+def tie_head(model: Any, modules: Collection[str]) -> None:
+    """Let a tied output layer use the packed embedding.
+
+    Args:
+        model: of transformers.
+        modules: names of those that are packed.
+    """
+    embedding = model.get_input_embeddings()
+    names = {id(module): name for name, module in model.named_modules()}
+    if tied(model) and names[id(embedding)] in modules:
+        model.all_tied_weights_keys = {}
+        model.set_output_embeddings(TiedHead(embedding))
+
+
+def with_dtype(model: Any, dtype: torch.dtype) -> None:
+    """Give the weights of a packed model that stay floating numbers, and its activations, another dtype."""
+    for weight in model.parameters():
+        weight.data = weight.data.to(dtype)
+    embedding = model.get_input_embeddings()
+    if isinstance(embedding, PackedEmbedding):
+        embedding.dtype = dtype
+    model.config.dtype = dtype

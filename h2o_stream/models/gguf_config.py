@@ -1,0 +1,112 @@
+"""What transformers overlooks when it makes a config of GGUF metadata: models would be served wrongly without a sign.
+
+Frequencies of RoPE and their scaling, the size of heads, biases, and scales that llama.cpp knows by the size of a
+model.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from h2o_stream.errors import UnsupportedModelError
+from h2o_stream.models.gguf import GgufFile
+
+_LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
+"""Of Llama 3.1, 3.2 and 3.3; only their factors differ, 8 or 32."""
+
+_FACTORS = "rope_freqs.weight"
+_LARGE_GEMMAS = {("gemma2", 46), ("gemma3", 62)}
+"""Layers of those with 27 B, which scale queries by the width of a head's share of the model."""
+
+
+def corrected(config: Any, file: GgufFile) -> Any:
+    """The config that transformers made of a file, with what the file says and transformers did not read.
+
+    Raises:
+        UnsupportedModelError: the file scales positions in a way that has no counterpart in transformers.
+    """
+    table = file.tensors.get("token_embd.weight")
+    if table and len(table.shape) == 2:
+        config.vocab_size = table.shape[0]
+    if hasattr(config, "head_dim") and not hasattr(config, "global_head_dim"):
+        config.head_dim = _said(file, "attention.key_length") or config.head_dim
+    for part, bias in {"attention_bias": "attn_q.bias", "mlp_bias": "ffn_down.bias"}.items():
+        if hasattr(config, part):
+            setattr(config, part, any(name.endswith(bias) for name in file.tensors))
+    if hasattr(config, "query_pre_attn_scalar"):
+        large = (file.architecture, config.num_hidden_layers) in _LARGE_GEMMAS
+        config.query_pre_attn_scalar = config.hidden_size // config.num_attention_heads if large else config.head_dim
+    if getattr(config, "rope_parameters", None):
+        _correct_rope(config, file)
+    return config
+
+
+def ends_of(file: GgufFile) -> list[int] | None:
+    """The tokens that end a reply."""
+    keys = (f"tokenizer.ggml.{name}_token_id" for name in ("eos", "eot", "eom"))
+    found = {file.metadata[key] for key in keys if isinstance(file.metadata.get(key), int)}
+    return sorted(found) or None
+
+
+def _said(file: GgufFile, key: str) -> Any:
+    return file.metadata.get(f"{file.architecture}.{key}")
+
+
+def _correct_rope(config: Any, file: GgufFile) -> None:
+    layered = "full_attention" in config.rope_parameters
+    rope = config.rope_parameters["full_attention"] if layered else config.rope_parameters
+    rope["rope_theta"] = _said(file, "rope.freq_base") or rope["rope_theta"]
+    if layered and (base := _said(file, "rope.freq_base_swa")):
+        config.rope_parameters["sliding_attention"]["rope_theta"] = base
+    size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    dims = _said(file, "rope.dimension_count") or size
+    if dims != size or "partial_rotary_factor" in rope:
+        rope["partial_rotary_factor"] = dims / size
+    rope.update(_scaling(file, rope["rope_theta"], dims))
+
+
+def _scaling(file: GgufFile, theta: float, dims: int) -> dict[str, Any]:
+    """How the frequencies of RoPE are scaled, as transformers says it."""
+    kind, factor = _said(file, "rope.scaling.type") or "none", _said(file, "rope.scaling.factor")
+    if any(name.startswith("rope_factors_") for name in file.tensors):
+        raise _refused(file, "LongRoPE factors, which only folders in transformers' form can be served with")
+    if _FACTORS in file.tensors:
+        return _llama3(file, theta, dims)
+    if kind == "none" or not factor or factor == 1:
+        return {}
+    if kind == "linear":
+        return {"rope_type": "linear", "factor": factor}
+    if kind != "yarn":
+        raise _refused(file, f"RoPE scaling of type {kind!r}")
+    context = _said(file, "rope.scaling.original_context_length")
+    return {"rope_type": "yarn", "factor": factor, **({"original_max_position_embeddings": context} if context else {})}
+
+
+def _llama3(file: GgufFile, theta: float, dims: int) -> dict[str, Any]:
+    """The numbers that Llama 3 computes the factors in the file with, if it is they that it computes."""
+    tensor = file.tensors[_FACTORS]
+    if tensor.type != 0 or tensor.shape != (dims // 2,):
+        raise _refused(file, f"RoPE factors of shape {tensor.shape}, not ({dims // 2},)")
+    factors = file.blocks(tensor).clone().view(torch.float32)
+    if bool((factors == 1).all()):
+        return {}
+    scaling = {"rope_type": "llama3", "factor": float(factors.max()), **_LLAMA3}
+    if not torch.allclose(factors, _llama3_factors(theta, dims, float(factors.max())), rtol=1e-4):
+        raise _refused(file, "RoPE factors that are not those of Llama 3")
+    return scaling
+
+
+def _llama3_factors(theta: float, dims: int, factor: float) -> Tensor:
+    """What the wavelengths of RoPE are multiplied with, [dims // 2]."""
+    low, high, context = _LLAMA3.values()
+    waves = 2 * math.pi * theta ** (torch.arange(0, dims, 2, dtype=torch.float64) / dims)
+    share = ((context / waves - low) / (high - low)).clamp(0, 1)
+    return (1 / ((1 - share) / factor + share)).float()
+
+
+def _refused(file: GgufFile, what: str) -> UnsupportedModelError:
+    return UnsupportedModelError(f"{file.path.name} has {what}; it would be served wrongly")

@@ -1,0 +1,148 @@
+"""What transformers needs beside the weights of a GGUF file, its config and tokenizer, made once and kept.
+
+transformers makes both; this module gives it headers it reads quickly, corrects what it overlooks (`gguf_config`),
+and makes the result atomic and safe when two programs start at the same time.
+"""
+
+from __future__ import annotations
+
+import shutil
+import struct
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from filelock import FileLock, Timeout
+from gguf import GGMLQuantizationType, GGUFValueType
+
+from h2o_stream.errors import H2OStreamError, ModelNotFoundError, UnsupportedModelError
+from h2o_stream.models.gguf import GgufFile
+from h2o_stream.models.gguf_header import LongArray
+from h2o_stream.resources import cache_folder
+
+_FORMAT = 1
+"""Counts up when other files are made of the same GGUF file."""
+
+_TOKENS = "tokenizer.ggml.tokens"
+
+
+def described(file: GgufFile, key: str, notify: Callable[[str], None]) -> Path:
+    """The folder with config.json, generation_config.json and the tokenizer of a GGUF file; makes it if need be.
+
+    Args:
+        file: with the model.
+        key: names the folder; changes with the content of the file.
+        notify: told when another program is making it.
+
+    Raises:
+        ModelNotFoundError: the metadata are damaged.
+        UnsupportedModelError: transformers does not know the architecture, or its positions cannot be served.
+        H2OStreamError: the folder cannot be written.
+    """
+    parent = cache_folder() / "gguf"
+    folder = parent / f"{key}-{_FORMAT}"
+    if folder.exists():
+        return folder
+    try:
+        parent.mkdir(parents=True, exist_ok=True)
+        with _locked(
+            parent / f"{folder.name}.lock", lambda: notify(f"Another program is reading {file.path.name} ...")
+        ):
+            if not folder.exists():
+                _make(file, folder)
+    except OSError as error:
+        raise H2OStreamError(
+            f"the tokenizer of {file.path.name} could not be written into {parent}: {error.strerror or error}"
+        ) from error
+    return folder
+
+
+@contextmanager
+def _locked(path: Path, wait: Callable[[], None]) -> Iterator[None]:
+    lock = FileLock(path)
+    try:
+        lock.acquire(timeout=0)
+    except Timeout:
+        wait()
+        lock.acquire()
+    try:
+        yield
+    finally:
+        lock.release()
+
+
+def _make(file: GgufFile, folder: Path) -> None:
+    for leftover in folder.parent.glob(f".{folder.name}.*.partial"):
+        shutil.rmtree(leftover, ignore_errors=True)
+    partial = Path(tempfile.mkdtemp(prefix=f".{folder.name}.", suffix=".partial", dir=folder.parent))
+    try:
+        _describe(file, partial)
+        partial.rename(folder)
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+
+
+def _describe(file: GgufFile, target: Path) -> None:
+    """Let transformers read the header, and write what it found."""
+    from transformers import AutoConfig, GenerationConfig, PreTrainedTokenizerFast
+    from transformers.integrations.gguf import GGUF_CONFIG_ARCHS
+
+    from h2o_stream.models.gguf_config import corrected, ends_of
+
+    whole, short = target / "whole.gguf", target / "short.gguf"
+    whole.write_bytes(_header(file, short=False))
+    short.write_bytes(_header(file, short=file.architecture not in GGUF_CONFIG_ARCHS))
+    try:
+        with _silent():
+            config = corrected(AutoConfig.from_pretrained(target, gguf_file=short.name), file)
+            tokenizer = PreTrainedTokenizerFast.from_pretrained(target, gguf_file=whole.name)
+            generation = GenerationConfig.from_model_config(config)
+    except H2OStreamError:
+        raise
+    except Exception as error:  # what damaged metadata make of a parser is anyone's guess
+        reason = (str(error) or type(error).__name__).splitlines()[0]
+        if "architecture" in reason or "model type" in reason:
+            raise UnsupportedModelError(f"{file.path.name} cannot be served: {reason}") from error
+        raise ModelNotFoundError(f"{file.path} is damaged or not readable as GGUF: {reason}") from error
+    whole.unlink()
+    short.unlink()
+    generation.eos_token_id = ends_of(file)
+    config.save_pretrained(target)
+    generation.save_pretrained(target)
+    tokenizer.save_pretrained(target)
+
+
+def _header(file: GgufFile, short: bool) -> bytes:
+    """A GGUF file with the metadata and names of the tensors, each of one number.
+
+    Args:
+        file: which.
+        short: without the long arrays, which transformers takes seconds to read where it only wants their length.
+    """
+    keys = [key for key, value in file.metadata.items() if not (short and isinstance(value, LongArray))]
+    kept = [file.raw(key) for key in keys if key != "general.alignment"]
+    size, tokens = f"{file.architecture}.vocab_size", file.metadata.get(_TOKENS)
+    if short and size not in file.metadata and isinstance(tokens, LongArray):
+        kept.append(_string(size) + struct.pack("<II", GGUFValueType.UINT32, tokens.count))
+    infos = [_string(name) + struct.pack("<IQIQ", 1, 1, GGMLQuantizationType.F32, 0) for name in file.tensors]
+    head = b"".join([b"GGUF", struct.pack("<IQQ", 3, len(infos), len(kept)), *kept, *infos])
+    return head + bytes(-len(head) % 32 + 32)
+
+
+def _string(text: str) -> bytes:
+    data = text.encode()
+    return struct.pack("<Q", len(data)) + data
+
+
+@contextmanager
+def _silent() -> Iterator[None]:
+    """Without the warnings of transformers."""
+    from transformers.utils import logging
+
+    before = logging.get_verbosity()
+    logging.set_verbosity_error()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(before)

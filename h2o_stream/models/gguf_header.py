@@ -1,0 +1,239 @@
+"""Walks through the header of a GGUF file.
+
+Every count, length and offset is checked against the size of the file before anything is made of it.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import struct
+from collections.abc import Iterable
+from dataclasses import dataclass
+from mmap import mmap
+from typing import Any
+
+from gguf import GGML_QUANT_SIZES, GGMLQuantizationType, GGUFValueType
+
+VERSIONS = (2, 3)
+_ALIGNMENT = 32  # unless general.alignment says otherwise
+_ALIGNMENTS = tuple(8 << i for i in range(14))
+_MAX_DIMS = 4
+_MAX_KEYS = _MAX_TENSORS = 1 << 16
+_MAX_NAME = (1 << 16) - 1
+_MAX_STRING = 1 << 24
+_MAX_ITEMS = 1 << 24
+_SHORT_ARRAY = 4096
+_SMALLEST_KEY = 8 + 4 + 1  # bytes: an empty name, a type, one byte
+_SMALLEST_TENSOR = 8 + 4 + 8 + 4 + 8
+
+_LENGTH = struct.Struct("<Q")
+_FORMATS = {
+    GGUFValueType.UINT8: "B",
+    GGUFValueType.INT8: "b",
+    GGUFValueType.UINT16: "H",
+    GGUFValueType.INT16: "h",
+    GGUFValueType.UINT32: "I",
+    GGUFValueType.INT32: "i",
+    GGUFValueType.FLOAT32: "f",
+    GGUFValueType.BOOL: "?",
+    GGUFValueType.UINT64: "Q",
+    GGUFValueType.INT64: "q",
+    GGUFValueType.FLOAT64: "d",
+}
+
+
+@dataclass(frozen=True)
+class GgufTensor:
+    """Where a tensor is in its file.
+
+    Attributes:
+        name: in the file.
+        type: how its numbers are stored.
+        shape: as torch has it, rows first.
+        offset: of the first byte, from the start of the file.
+        nbytes: its size in the file.
+    """
+
+    name: str
+    type: GGMLQuantizationType
+    shape: tuple[int, ...]
+    offset: int
+    nbytes: int
+
+
+@dataclass(frozen=True)
+class LongArray:
+    """An array in the metadata that was skipped, such as the tokens: thousands of values that few readers need."""
+
+    type: GGUFValueType
+    count: int
+
+
+class DamagedError(Exception):
+    """The file is not what it says; the message gives the numbers."""
+
+
+class UnknownTypeError(Exception):
+    """Tensors are stored in a way that the package gguf does not know."""
+
+
+class Header:
+    """Walks through the header from its start; `at` is the next byte to be read."""
+
+    def __init__(self, data: mmap, size: int) -> None:
+        self._data, self._size, self._at = data, size, 4
+        version = self._number("I", "the version")
+        if version not in VERSIONS:
+            if version & 0xFFFF == 0:
+                raise DamagedError("it is big-endian")
+            raise DamagedError(f"its version is {version}, not 2 or 3")
+        self._num_tensors = self._count(_MAX_TENSORS, _SMALLEST_TENSOR, "tensors")
+        self._num_keys = self._count(_MAX_KEYS, _SMALLEST_KEY, "keys")
+
+    def metadata(self) -> tuple[dict[str, Any], dict[str, tuple[int, int]]]:
+        """Values and spans by key."""
+        values: dict[str, Any] = {}
+        spans: dict[str, tuple[int, int]] = {}
+        for index in range(self._num_keys):
+            start = self._at
+            key = self._string(_MAX_NAME, f"key {index}")
+            if key in values:
+                raise DamagedError(f"key {key} is there twice")
+            values[key] = self._value(key)
+            spans[key] = start, self._at
+        return values, spans
+
+    def tensors(self, alignment: int) -> dict[str, GgufTensor]:
+        """The tensors, by name."""
+        infos = [self._tensor(index) for index in range(self._num_tensors)]
+        start = -(-self._at // alignment) * alignment
+        found: dict[str, GgufTensor] = {}
+        for name, kind, shape, offset in infos:
+            tensor = GgufTensor(name, kind, shape, start + offset, _nbytes(name, kind, shape))
+            if name in found:
+                raise DamagedError(f"tensor {name} is there twice")
+            if offset % alignment:
+                raise DamagedError(f"tensor {name} is at {offset}, not a multiple of {alignment}")
+            if tensor.offset + tensor.nbytes > self._size:
+                raise DamagedError(
+                    f"tensor {name} has {tensor.nbytes} bytes from {tensor.offset} on, the file ends at {self._size}"
+                )
+            found[name] = tensor
+        _check_apart(found.values())
+        return found
+
+    def _tensor(self, index: int) -> tuple[str, GGMLQuantizationType, tuple[int, ...], int]:
+        name = self._string(_MAX_NAME, f"the name of tensor {index}")
+        count = self._number("I", f"the dimensions of {name}")
+        if not 1 <= count <= _MAX_DIMS:
+            raise DamagedError(f"tensor {name} has {count} dimensions, not 1 to {_MAX_DIMS}")
+        dims = [self._number("Q", f"the dimensions of {name}") for _ in range(count)]
+        number = self._number("I", f"the type of {name}")
+        try:
+            kind = GGMLQuantizationType(number)
+        except ValueError:
+            raise UnknownTypeError(f"tensor {name} has type {number}, which is not known") from None
+        return name, kind, tuple(reversed(dims)), self._number("Q", f"the offset of {name}")
+
+    def _value(self, key: str) -> Any:
+        kind = self._type(key)
+        if kind == GGUFValueType.STRING:
+            return self._string(_MAX_STRING, key)
+        return self._array(key) if kind == GGUFValueType.ARRAY else self._number(_FORMATS[kind], key)
+
+    def _array(self, key: str) -> Any:
+        kind = self._type(key)
+        if kind == GGUFValueType.ARRAY:
+            raise DamagedError(f"{key} is an array of arrays")
+        if kind == GGUFValueType.STRING:
+            count = self._count(_MAX_ITEMS, _LENGTH.size, f"strings in {key}")
+            self._skip_strings(count, key)
+            return LongArray(kind, count)
+        values = struct.Struct(f"<{_FORMATS[kind]}")
+        count = self._count(_MAX_ITEMS, values.size, f"values in {key}")
+        start = self._take(count * values.size, key)
+        if count > _SHORT_ARRAY:
+            return LongArray(kind, count)
+        return [value for (value,) in values.iter_unpack(self._data[start : self._at])]
+
+    def _skip_strings(self, count: int, key: str) -> None:
+        data, at, last, unpack = self._data, self._at, self._size - _LENGTH.size, _LENGTH.unpack_from
+        for index in range(count):
+            if at > last:
+                raise DamagedError(f"string {index} of {count} in {key} is at {at}, the file ends at {self._size}")
+            at += _LENGTH.size + unpack(data, at)[0]
+        self._at = at
+        self._take(0, key)
+
+    def _type(self, key: str) -> GGUFValueType:
+        number = self._number("I", f"the type of {key}")
+        try:
+            return GGUFValueType(number)
+        except ValueError:
+            raise DamagedError(f"{key} is a value of type {number}, which is not known") from None
+
+    def _string(self, longest: int, what: str) -> str:
+        length = self._number("Q", f"the length of {what}")
+        if length > longest:
+            raise DamagedError(f"{what} is a string of {length} bytes, more than {longest}")
+        start = self._take(length, what)
+        try:
+            return self._data[start : self._at].decode()
+        except UnicodeDecodeError as error:
+            raise DamagedError(f"{what} is not UTF-8 at byte {start + error.start}") from None
+
+    def _count(self, most: int, width: int, what: str) -> int:
+        """A number of things that take at least `width` bytes each."""
+        count: int = self._number("Q", f"the number of {what}")
+        if count > most:
+            raise DamagedError(f"it has {count} {what}, more than {most}")
+        if count * width > self._size - self._at:
+            raise DamagedError(f"{count} {what} do not fit into {self._size - self._at} bytes")
+        return count
+
+    def _number(self, code: str, what: str) -> Any:
+        values = struct.Struct(f"<{code}")
+        return values.unpack_from(self._data, self._take(values.size, what))[0]
+
+    def _take(self, count: int, what: str) -> int:
+        """Where the next `count` bytes start; goes on behind them."""
+        start = self._at
+        if count > self._size - start:
+            raise DamagedError(f"{what} ends at {start + count}, the file at {self._size}")
+        self._at = start + count
+        return start
+
+
+def _nbytes(name: str, kind: GGMLQuantizationType, shape: tuple[int, ...]) -> int:
+    block, width = GGML_QUANT_SIZES[kind]
+    if not all(shape):
+        raise DamagedError(f"tensor {name} has the shape {shape}")
+    if shape[-1] % block:
+        raise DamagedError(f"tensor {name} has rows of {shape[-1]} numbers, not of whole blocks of {block}")
+    return math.prod(shape) // block * width
+
+
+def _check_apart(tensors: Iterable[GgufTensor]) -> None:
+    ordered = sorted(tensors, key=lambda tensor: tensor.offset)
+    for first, second in itertools.pairwise(ordered):
+        if second.offset < first.offset + first.nbytes:
+            raise DamagedError(
+                f"tensor {second.name} starts at {second.offset}, {first.name} ends at {first.offset + first.nbytes}"
+            )
+
+
+def architecture_of(metadata: dict[str, Any]) -> str:
+    """What llama.cpp calls the architecture."""
+    name = metadata.get("general.architecture")
+    if not isinstance(name, str) or not name:
+        raise DamagedError(f"general.architecture is {name!r}, not a name")
+    return name
+
+
+def alignment_of(metadata: dict[str, Any]) -> int:
+    """Every tensor starts at a multiple of it, in bytes."""
+    alignment = metadata.get("general.alignment", _ALIGNMENT)
+    if type(alignment) is not int or alignment not in _ALIGNMENTS:
+        raise DamagedError(f"general.alignment is {alignment!r}, not a power of 2 from 8 to {_ALIGNMENTS[-1]}")
+    return alignment

@@ -1,0 +1,116 @@
+"""A model from a GGUF file: its blocks become packed tiles as they are read, the rest floating numbers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from math import prod
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from h2o_stream.errors import OutOfMemoryError
+from h2o_stream.memory import free_bytes
+from h2o_stream.models.gguf import GgufFile
+from h2o_stream.models.gguf_names import Weight, model_weights
+from h2o_stream.models.pages import Pages
+from h2o_stream.models.precision import TIGHT, readable
+from h2o_stream.models.quantize import PackedConfig, packable
+from h2o_stream.native.abi import MatrixKind
+from h2o_stream.native.packing import GGUF_KINDS, fits, pack, repack, tiles_shape
+from h2o_stream.progress import Progress
+
+
+@dataclass(frozen=True)
+class _Place:
+    """Where a tensor of the file goes.
+
+    Attributes:
+        weight: of the file.
+        kind: how the matrix is held; None for floating numbers.
+    """
+
+    weight: Weight
+    kind: MatrixKind | None
+
+    @property
+    def module(self) -> str:
+        """Name of the module."""
+        return self.weight.name.removesuffix(".weight")
+
+    def shape(self, dtype: torch.dtype) -> tuple[int, ...]:
+        """Of its bytes."""
+        rows, *columns = self.weight.shape
+        return (
+            (prod(self.weight.shape) * dtype.itemsize,) if self.kind is None else tiles_shape(self.kind, rows, *columns)
+        )
+
+
+def weights_as_they_are(
+    file: GgufFile, skeleton: Any, dtype: torch.dtype, progress: Callable[[Progress], None]
+) -> tuple[dict[str, Tensor], PackedConfig]:
+    """The weights of a GGUF file for `from_pretrained`: matrices in blocks as tiles, all others in `dtype`.
+
+    Args:
+        file: to be read, once and in order.
+        skeleton: the model on the meta device.
+        dtype: of what is not packed.
+        progress: told bytes of the file.
+
+    Raises:
+        OutOfMemoryError: they do not fit into the memory that is free.
+    """
+    places = [_Place(weight, _kind(weight, skeleton)) for weight in model_weights(file, skeleton)]
+    shapes = [place.shape(dtype) for place in places]
+    size, free = sum(map(prod, shapes)), free_bytes()
+    if size > TIGHT * free:
+        raise OutOfMemoryError(
+            f"{file.path.name} needs {readable(size)} of memory, {readable(free)} are free; take a smaller --model"
+        )
+    pages, weights, done = Pages(shapes), dict[str, Tensor](), 0
+    total = sum(place.weight.tensor.nbytes for place in places)
+    for place in places:
+        progress(Progress("reading", done, total))
+        weight, kind = place.weight, place.kind
+        if kind is None:
+            values = weight.values()
+            weights[weight.name] = pages.take(values.shape, dtype).copy_(values)
+        else:
+            weights[f"{place.module}.tiles"] = _tiles(file, weight, kind, pages)
+        file.forget(weight.tensor)
+        done += weight.tensor.nbytes
+    progress(Progress("reading", total, total))
+    return weights, PackedConfig(modules={place.module: place.kind.name for place in places if place.kind is not None})
+
+
+def _kind(weight: Weight, skeleton: Any) -> MatrixKind | None:
+    """How a tensor of a block type is held; None where it has no block type or its module cannot be packed."""
+    kind = GGUF_KINDS.get(weight.tensor.type.name)
+    module = skeleton.get_submodule(weight.name.rpartition(".")[0])
+    if kind is None or not packable(module):
+        return None
+    kind = kind if weight.plain else MatrixKind.INT8
+    return kind if fits(kind, weight.shape[1]) else None
+
+
+def _tiles(file: GgufFile, weight: Weight, kind: MatrixKind, pages: Pages) -> Tensor:
+    rows, columns = weight.shape
+    tiles = pages.take(tiles_shape(kind, rows, columns))
+    if weight.plain:
+        return repack(file.blocks(weight.tensor), weight.tensor.type, kind, rows, columns, weight.order, tiles)
+    return pack(weight.values().contiguous(), kind, tiles)
+
+
+def weights_in(
+    file: GgufFile, skeleton: Any, dtype: torch.dtype, progress: Callable[[Progress], None]
+) -> dict[str, Tensor]:
+    """The weights of a GGUF file for `from_pretrained`, all as floating numbers of `dtype`; see above."""
+    found, weights, done = list(model_weights(file, skeleton)), dict[str, Tensor](), 0
+    total = sum(weight.tensor.nbytes for weight in found)
+    for weight in found:
+        progress(Progress("reading", done, total))
+        weights[weight.name] = weight.values().to(dtype)
+        file.forget(weight.tensor)
+        done += weight.tensor.nbytes
+    return weights

@@ -1,0 +1,97 @@
+"""Packed weights that are kept in the user's cache folder: a later start maps them instead of packing again.
+
+A folder is a checkpoint that transformers reads by itself, with a file `packed.json` that says what it was made of.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+import shutil
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from filelock import FileLock, Timeout
+
+from h2o_stream.models.quantize import FORMAT
+from h2o_stream.resources import cache_folder
+
+LEAST = 64 * 2**20
+"""Bytes of packed weights from which on they are kept: smaller ones are packed in a moment."""
+
+NOTE = "packed.json"
+
+_SPARE = 2**28
+"""Bytes of the disk that must stay free."""
+
+
+def kept_folder() -> Path:
+    """The folder of all that are kept."""
+    return cache_folder() / "packed"
+
+
+def folder_of(name: str, source: Path, quantize: str) -> Path:
+    """Where the packed weights of a model are kept, whether they are there or not.
+
+    Args:
+        name: as the user typed it.
+        source: folder of its checkpoint; changes of its files change the result.
+        quantize: ``int8`` or ``int4``.
+    """
+    files = sorted(path for path in source.iterdir() if path.suffix in (".safetensors", ".bin", ".json"))
+    stats = [(path.name, path.stat().st_size, path.stat().st_mtime_ns) for path in files]
+    digest = hashlib.sha256(repr((str(source.resolve()), stats, FORMAT)).encode()).hexdigest()[:12]
+    readable = re.sub(r"[^\w.-]+", "-", Path(name).name or name)[-60:]
+    return kept_folder() / f"{readable}-{quantize}-{digest}"
+
+
+def keep(model: Any, folder: Path, name: str, source: Path, notify: Callable[[str], None]) -> None:
+    """Write the weights of a packed model, all or nothing.
+
+    Nothing is written, and one line says why, where the disk is too small or cannot be written; another program that
+    writes the same is left to it.
+
+    Args:
+        model: of transformers, packed.
+        folder: of `folder_of`.
+        name: as the user typed it.
+        source: folder of its checkpoint.
+        notify: told what is written and how large it is.
+    """
+    from safetensors.torch import save_file
+
+    tensors = {key: tensor.contiguous() for key, tensor in model.state_dict().items()}
+    size = sum(tensor.nbytes for tensor in tensors.values())
+    if size < LEAST:
+        return
+    parent, gib = folder.parent, size / 2**30
+    try:
+        parent.mkdir(parents=True, exist_ok=True)
+        if (free := shutil.disk_usage(parent).free) < size + _SPARE:
+            notify(
+                f"The packed weights are not kept: they take {gib:.1f} GiB, {free / 2**30:.1f} are free in {parent}."
+            )
+            return
+        with FileLock(parent / f"{folder.name}.lock", timeout=0):
+            for leftover in parent.glob(f".{folder.name}.*.partial"):
+                shutil.rmtree(leftover, ignore_errors=True)
+            if folder.exists():
+                return
+            notify(f"Keeping the packed weights for faster starts: {gib:.1f} GiB in {folder} (--forget removes them).")
+            partial = Path(tempfile.mkdtemp(prefix=f".{folder.name}.", suffix=".partial", dir=parent))
+            try:
+                model.config.save_pretrained(partial)
+                save_file(tensors, partial / "model.safetensors", {"format": "pt"})
+                config = model.config.quantization_config
+                note = {"model": name, "quantize": config.quantize, "source": str(source)}
+                (partial / NOTE).write_text(json.dumps(note), encoding="utf-8")
+                partial.rename(folder)
+            finally:
+                shutil.rmtree(partial, ignore_errors=True)
+    except Timeout:
+        pass
+    except OSError as error:
+        notify(f"The packed weights are not kept: {error.strerror or error} ({parent}).")

@@ -1,0 +1,127 @@
+"""How wide the weights of a model are held: chosen by what fits into the memory that is free, before any is read."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from h2o_stream.errors import OutOfMemoryError
+
+if TYPE_CHECKING:
+    import torch
+
+COMFORTABLE = 0.6
+"""Share of the free memory that weights of 16, 32 and 8 bits may take; the rest is for everything else."""
+
+TIGHT = 0.9
+"""Share that they may take where nothing smaller is left, or the user asks for it."""
+
+
+@dataclass(frozen=True)
+class WeightSizes:
+    """Bytes of a model's weights.
+
+    Attributes:
+        float32: all in 32 bits.
+        int8: the matrices packed in 8 bits.
+        int4: the matrices packed in 4 bits.
+        largest: the largest tensor as it is read: it is there twice for a moment.
+    """
+
+    float32: int
+    int8: int
+    int4: int
+    largest: int
+
+    @staticmethod
+    def of(model: Any) -> WeightSizes:
+        """Those of a model, which may be on the meta device."""
+        from h2o_stream.models.quantize import packed_bytes
+
+        numbers = [weight.numel() for weight in model.parameters()]
+        int8, int4 = (packed_bytes(model, quantize) for quantize in ("int8", "int4"))
+        return WeightSizes(4 * sum(numbers), int8, int4, 2 * max(numbers))
+
+    def bytes_of(self, dtype: torch.dtype, quantize: str) -> int:
+        """Bytes of memory that loading takes."""
+        if quantize == "none":
+            return self.float32 * dtype.itemsize // 4
+        return self.largest + (self.int8 if quantize == "int8" else self.int4)
+
+
+@dataclass(frozen=True)
+class Precision:
+    """A choice.
+
+    Attributes:
+        dtype: of what is not packed, and of activations.
+        quantize: ``none``, ``int8`` or ``int4``.
+        reason: one line that says why, where the user would wonder; else empty.
+    """
+
+    dtype: torch.dtype
+    quantize: str
+    reason: str = ""
+
+
+def choose(
+    name: str,
+    sizes: WeightSizes,
+    free_bytes: int,
+    quantize: str,
+    dtypes: tuple[torch.dtype, ...],
+    can_pack: bool = True,
+) -> Precision:
+    """How wide weights are to be held.
+
+    Args:
+        name: of the model, for messages.
+        sizes: of its weights.
+        free_bytes: of memory.
+        quantize: as the user says, ``auto`` included.
+        dtypes: that may be used, the best first.
+        can_pack: whether weights can be packed on this machine.
+
+    Raises:
+        OutOfMemoryError: nothing that may be used fits.
+    """
+
+    def fits(dtype: torch.dtype, how: str, share: float) -> bool:
+        return sizes.bytes_of(dtype, how) <= share * free_bytes
+
+    def told(dtype: torch.dtype, how: str) -> str:
+        needed = readable(sizes.bytes_of(dtypes[0], "none"))
+        packed = readable(sizes.bytes_of(dtype, how) - sizes.largest)
+        return (
+            f"{name} takes {needed} in {_called(dtypes[0])} and {readable(free_bytes)} of memory are free: its weights "
+            f"are packed into {how} ({packed}); --quantize chooses otherwise."
+        )
+
+    best = dtypes[0]
+    if quantize != "auto" or not can_pack:
+        how = "none" if quantize == "auto" else quantize
+        for dtype in dtypes:
+            if fits(dtype, how, TIGHT):
+                return Precision(dtype, how)
+    else:
+        if fits(best, "none", COMFORTABLE):
+            return Precision(best, "none")
+        for how, share in (("int8", COMFORTABLE), ("int4", TIGHT)):
+            if fits(best, how, share):
+                return Precision(best, how, told(best, how))
+        how = "int4"
+    needed, smallest = sizes.bytes_of(dtypes[-1], how), sizes.bytes_of(best, "int4")
+    hint = f"--quantize int4 takes {readable(smallest)}" if how != "int4" and can_pack else "take a smaller --model"
+    width = _called(dtypes[-1]) if how == "none" else how
+    raise OutOfMemoryError(
+        f"{name} needs {readable(needed)} of memory in {width}, {readable(free_bytes)} are free; {hint}"
+    )
+
+
+def readable(count: int) -> str:
+    """Bytes, for people."""
+    return f"{count / 2**30:.1f} GiB" if count >= 2**30 else f"{count / 2**20:.0f} MiB"
+
+
+def _called(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

@@ -1,0 +1,80 @@
+"""How wide weights are held: by what is free, as the user says, or refused before anything is read."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from h2o_stream.errors import OutOfMemoryError
+from h2o_stream.models.precision import WeightSizes, choose
+from h2o_stream.models.quantize import packed_bytes
+from tests.conftest import make_llama
+
+GIB = 2**30
+SIZES = WeightSizes(float32=32 * GIB, int8=9 * GIB, int4=5 * GIB, largest=GIB)
+WIDE = (torch.float32, torch.bfloat16)
+NATIVE = (torch.bfloat16,)
+
+
+@pytest.mark.parametrize(
+    ("free", "dtypes", "quantize", "dtype"),
+    [
+        (64, WIDE, "none", torch.float32),
+        (48, WIDE, "int8", torch.float32),
+        (48, NATIVE, "none", torch.bfloat16),
+        (24, NATIVE, "int8", torch.bfloat16),
+        (17, NATIVE, "int8", torch.bfloat16),
+        (16, NATIVE, "int4", torch.bfloat16),
+        (7, WIDE, "int4", torch.float32),
+    ],
+)
+def test_auto_takes_the_widest_that_is_comfortable(
+    free: int, dtypes: tuple[torch.dtype, ...], quantize: str, dtype: torch.dtype
+) -> None:
+    chosen = choose("m", SIZES, free * GIB, "auto", dtypes)
+    assert (chosen.quantize, chosen.dtype) == (quantize, dtype)
+    assert bool(chosen.reason) == (quantize != "none")
+    assert "\n" not in chosen.reason
+
+
+def test_the_reason_names_sizes_and_the_option() -> None:
+    reason = choose("meta/Llama", SIZES, 24 * GIB, "auto", NATIVE).reason
+    for part in ("meta/Llama", "16.0 GiB", "24.0 GiB", "int8", "9.0 GiB", "--quantize"):
+        assert part in reason
+
+
+def test_none_is_not_widened_into_what_does_not_fit() -> None:
+    assert choose("m", SIZES, 40 * GIB, "none", WIDE).dtype == torch.float32
+    assert choose("m", SIZES, 24 * GIB, "none", WIDE).dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize(
+    ("quantize", "free", "hint"),
+    [
+        ("none", 12, "--quantize int4"),
+        ("int8", 8, "--quantize int4"),
+        ("int4", 4, "smaller --model"),
+        ("auto", 4, "smaller --model"),
+    ],
+)
+def test_what_does_not_fit_is_refused_with_sizes(quantize: str, free: int, hint: str) -> None:
+    with pytest.raises(OutOfMemoryError, match=hint) as error:
+        choose("m", SIZES, free * GIB, quantize, NATIVE)
+    assert f"{free}.0 GiB are free" in str(error.value)
+    assert "\n" not in str(error.value)
+
+
+def test_without_the_library_nothing_is_packed() -> None:
+    assert choose("m", SIZES, 24 * GIB, "auto", NATIVE, can_pack=False).quantize == "none"
+    with pytest.raises(OutOfMemoryError):
+        choose("m", SIZES, 12 * GIB, "auto", NATIVE, can_pack=False)
+
+
+def test_sizes_are_those_of_the_packed_model() -> None:
+    with torch.device("meta"):
+        model = make_llama(heads=4, size=64, vocab=1000)
+    sizes = WeightSizes.of(model)
+    numbers = sum(weight.numel() for weight in model.parameters())
+    assert sizes.float32 == 4 * numbers
+    assert 1.06 * numbers < packed_bytes(model, "int8") < 1.2 * numbers
+    assert sizes.int4 < sizes.int8 < sizes.float32
