@@ -214,9 +214,8 @@ class CheckedStepper:
 @torch.no_grad()
 def _prove(model: Any, cache: H2OCache, stepper: Stepper, description: Description) -> str:
     """Why the native step differs from the model's own forward, or nothing; the cache is empty afterwards."""
-    tokens = torch.randint(
-        description.embedding.rows, (1, _PROMPT + _STEPS), generator=torch.Generator().manual_seed(0)
-    )
+    vocabulary, seeded = description.embedding.rows, torch.Generator().manual_seed(0)
+    tokens = torch.randint(vocabulary, (1, _PROMPT + _STEPS), generator=seeded)
     parts, logits = [tokens[:, :_PROMPT], *tokens[:, _PROMPT:].split(1, 1)], []
     try:
         for native in (False, True):
