@@ -24,7 +24,7 @@ def test_a_race_in_the_shell(tiny_folder: Path, tmp_path: Path) -> None:
     text.write_text("The quick brown fox jumps over the lazy dog and runs away. " * 80)
     options = [
         *("--model", tiny_folder, "--text", text, "--histories", "600,64", "--policies", "full,h2o", "--windows", 32),
-        *("--peers", "transformers", "--dtype", "float32", "--device", "cpu"),
+        *("--peers", "transformers", "--dtype", "float32", "--quantize", "none", "--device", "cpu"),
         *("--jsonl", tmp_path / "speed.jsonl", "--out", tmp_path / "out"),
     ]
     done = invoke("h2o-compare", "speed", *options)

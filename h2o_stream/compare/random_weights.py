@@ -5,20 +5,22 @@ Such a model says nothing, but takes the time and the memory of a real one.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from h2o_stream.config import ModelConfig
 from h2o_stream.errors import ConfigError
 from h2o_stream.models.load import device_of, dtype_of
 from h2o_stream.models.packed import PackedEmbedding, PackedLinear
-from h2o_stream.models.pages import into_large_pages
+from h2o_stream.models.pages import Pages
+from h2o_stream.models.quantize import packed_kinds, replace, tie_head
 from h2o_stream.native.abi import MatrixKind
-from h2o_stream.native.packing import ROWS, fits, pack
+from h2o_stream.native.packing import ROWS, pack
 
 DEVIATION = 0.02
 """Standard deviation of random weights."""
@@ -26,7 +28,7 @@ DEVIATION = 0.02
 _SAMPLE_ROWS = 1024
 """Rows that are drawn and packed; larger matrices repeat them."""
 
-_KINDS = {"int8": MatrixKind.INT8, "int4": MatrixKind.INT4}
+_PACKED = ("int8", "int4")
 
 
 def read_settings(path: Path) -> Any:
@@ -52,7 +54,7 @@ def read_settings(path: Path) -> Any:
 def precision_of(choice: ModelConfig) -> str:
     """How weights are kept: ``int8``, ``int4`` or the name of a dtype."""
     dtype = str(dtype_of(choice.dtype, device_of(choice.device))).removeprefix("torch.")
-    return choice.quantize if choice.quantize in _KINDS else dtype
+    return choice.quantize if choice.quantize in _PACKED else dtype
 
 
 def random_model(path: Path, choice: ModelConfig) -> Any:
@@ -69,69 +71,46 @@ def random_model(path: Path, choice: ModelConfig) -> Any:
 
     config, device = read_settings(path), device_of(choice.device)
     dtype = dtype_of(choice.dtype, device)
-    kind = _KINDS.get(choice.quantize)
-    if kind is None:
+    if choice.quantize not in _PACKED:
         with torch.device(device):
             return AutoModelForCausalLM.from_config(config, dtype=dtype).eval()
     if device.type != "cpu":
         raise ConfigError(f"--quantize {choice.quantize} packs weights for the CPU, not for {device}; leave it out")
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config, dtype=dtype).eval()
-    tied = model.get_output_embeddings().weight is model.get_input_embeddings().weight
-    _pack_layers(model, kind, tied)
+    kinds = packed_kinds(model, choice.quantize)
+    for name, kind in kinds.items():
+        replace(model, name, kind)
+    tie_head(model, kinds)
     model.to_empty(device=device)
-    if tied:
-        _tie(model)
+    if model.all_tied_weights_keys:  # of an embedding that could not be packed
+        model.tie_weights()
     for module in model.modules():
         module._is_hf_initialized = False
-    model.initialize_weights()  # norms, RoPE and whatever else was not packed
-    _fill(model)
-    into_large_pages(model)
+    model.initialize_weights()  # norms, RoPE and whatever else is not packed
+    _fill([model.get_submodule(name) for name in kinds])
     return model
 
 
-def _pack_layers(model: Any, kind: MatrixKind, tied: bool) -> None:
-    """Exchange layers for packed ones without weights; the output layer has 8 bits at least."""
-    head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
-    for parent in list(model.modules()):
-        for name, child in list(parent.named_children()):
-            if type(child) is nn.Linear and fits(kind, child.in_features):
-                own = MatrixKind.INT8 if child is head else kind
-                setattr(parent, name, PackedLinear(own, child.in_features, child.out_features, child.bias))
-            elif child is embedding and type(child) is nn.Embedding and fits(kind, child.embedding_dim):
-                own = MatrixKind.INT8 if tied else kind
-                packed = PackedEmbedding(own, child.num_embeddings, child.embedding_dim, child.weight.dtype)
-                setattr(parent, name, packed)
-
-
-def _tie(model: Any) -> None:
-    """Let the output layer have the weights of the embedding again."""
-    head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
-    if isinstance(embedding, PackedEmbedding):
-        head.tiles = embedding.tiles
-    else:
-        model.tie_weights()
-
-
-def _fill(model: Any) -> None:
-    """Random weights for the packed layers, and zeros for their biases."""
-    _sample.cache_clear()
-    for module in model.modules():
-        if isinstance(module, PackedLinear):
-            _fill_tiles(module.tiles, module.kind, module.out_features, module.in_features)
-            if module.bias is not None:
-                module.bias.data.zero_()
-        elif isinstance(module, PackedEmbedding):
-            _fill_tiles(module.tiles, module.kind, module.num_embeddings, module.embedding_dim)
+def _fill(layers: Sequence[Any]) -> None:
+    """Give packed layers random weights, and biases of zero."""
+    pages = Pages(layer.tiles.shape for layer in layers)
+    for layer in layers:
+        rows, columns = _size(layer)
+        layer.tiles, sample = pages.take(layer.tiles.shape), _sample(layer.kind, columns)
+        for part in layer.tiles.split(len(sample)):
+            part.copy_(sample[: len(part)])
+        if rows % ROWS:
+            pack(torch.randn(rows % ROWS, columns) * DEVIATION, layer.kind, out=layer.tiles[-1:])
+        if getattr(layer, "bias", None) is not None:
+            layer.bias.data.zero_()
     _sample.cache_clear()
 
 
-def _fill_tiles(tiles: Tensor, kind: MatrixKind, rows: int, columns: int) -> None:
-    sample = _sample(kind, columns)
-    for part in tiles.split(len(sample)):
-        part.copy_(sample[: len(part)])
-    if rows % ROWS:
-        pack(torch.randn(rows % ROWS, columns) * DEVIATION, kind, out=tiles[-1:])
+def _size(layer: PackedLinear | PackedEmbedding) -> tuple[int, int]:
+    if isinstance(layer, PackedLinear):
+        return layer.out_features, layer.in_features
+    return layer.num_embeddings, layer.embedding_dim
 
 
 @cache
