@@ -11,7 +11,7 @@ SOURCES      := CMakeLists.txt hatch_build.py $(wildcard h2o_stream/native/src/*
 LIBRARY      := h2o_stream/native/_h2o_portable.so
 KERNEL_TESTS := $(wildcard tests/test_matrices.py tests/test_native_*.py)
 
-.PHONY: demo chat test lint format audit soak sanitize family-table setup setup-dev clean
+.PHONY: demo chat test lint format audit soak sanitize family-table gguf-table setup setup-dev clean
 
 demo: setup
 	@$(BIN)/h2o-stream $(ARGS)
@@ -49,6 +49,11 @@ sanitize: setup-dev
 # Writes what the tests prove of each family into docs/families.md.
 family-table: setup-dev
 	$(BIN)/python -m tests.families
+
+# Writes the loss on files of every GGUF type, ours and llama.cpp's, into docs/models.md. Some minutes.
+gguf-table: setup-dev
+	$(PIP) install -c constraints.txt -e ".[bench]"
+	$(BIN)/python -m tests.gguf_types $(ARGS)
 
 format: setup-dev
 	$(BIN)/ruff check --fix .

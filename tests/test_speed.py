@@ -9,8 +9,9 @@ from typing import Any
 import pytest
 
 from h2o_stream.compare.comparison import Doing
-from h2o_stream.compare.contenders import LLAMA_CPP, OURS, TRANSFORMERS, Contender, Memory, Ready, Worker, weight_bytes
+from h2o_stream.compare.contenders import LLAMA_CPP, OURS, TRANSFORMERS, Contender, Memory, Ready, weight_bytes
 from h2o_stream.compare.speed import ROUNDS, STEPS, Race, bandwidth, needed
+from h2o_stream.compare.worker import Worker
 from h2o_stream.config import CacheConfig, ModelConfig
 from h2o_stream.errors import H2OStreamError
 from tests.conftest import make_llama
@@ -23,7 +24,7 @@ def test_a_race_in_the_shell(tiny_folder: Path, tmp_path: Path) -> None:
     text.write_text("The quick brown fox jumps over the lazy dog and runs away. " * 80)
     options = [
         *("--model", tiny_folder, "--text", text, "--histories", "600,64", "--policies", "full,h2o", "--windows", 32),
-        *("--peers", "transformers", "--dtype", "float32", "--device", "cpu"),
+        *("--peers", "transformers", "--dtype", "float32", "--quantize", "none", "--device", "cpu"),
         *("--jsonl", tmp_path / "speed.jsonl", "--out", tmp_path / "out"),
     ]
     done = invoke("h2o-compare", "speed", *options)

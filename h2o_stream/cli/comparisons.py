@@ -159,7 +159,11 @@ class SpeedOptions:
     threads: Annotated[int | None, option("Comparison", "--threads", help="Of all engines.", min=1)] = None
     random_weights: Annotated[
         Path | None,
-        option("Comparison", "--random-weights", help="A config.json: that model, with random weights made in place."),
+        option(
+            "Comparison",
+            "--random-weights",
+            help="A config.json: that model, with random weights, made in place as --quantize says.",
+        ),
     ] = None
     out: _Out = None
 
@@ -183,11 +187,11 @@ class SpeedOptions:
                 if peer not in PEERS:
                     raise ConfigError(f"peer {peer!r} is unknown; --peers takes some of {', '.join(PEERS)}")
                 plain = dict.fromkeys(replace(one, quantize="none") for one in models)
-                plain = dict.fromkeys([models[0]]) if peer == LLAMA_CPP else plain
+                if peer == LLAMA_CPP:  # its file says how weights are kept
+                    plain = dict.fromkeys(models if self.random_weights else models[:1])
                 contenders += [Contender(peer, one, CacheConfig("full")) for one in plain]
-            contenders = [
-                replace(contender, threads=self.threads, random_weights=self.random_weights) for contender in contenders
-            ]
+            random = str(self.random_weights) if self.random_weights else None
+            contenders = [replace(one, threads=self.threads, random_weights=random) for one in contenders]
             return Speed(contenders, histories, self.text)
 
         return make

@@ -1,18 +1,15 @@
-"""Engines that can be timed against each other, each in a process of its own: ours, transformers, llama.cpp."""
+"""Engines that can be timed against each other: ours, transformers, llama.cpp."""
 
 from __future__ import annotations
 
 import os
-import sys
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
-from multiprocessing import get_context
-from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 from h2o_stream.config import CacheConfig, EngineChoice, ModelConfig
 from h2o_stream.errors import ConfigError, H2OStreamError
@@ -21,6 +18,8 @@ from h2o_stream.memory import give_back_free_memory
 OURS, TRANSFORMERS, LLAMA_CPP = "h2o-stream", "transformers", "llama.cpp"
 
 PEERS = (TRANSFORMERS, LLAMA_CPP)
+
+NO_LLAMA_CPP = "the peer llama.cpp needs llama-cpp-python; pip install 'h2o-stream[bench]'"
 
 _FED = 2048
 """Tokens handed to a peer at once while it reads."""
@@ -35,16 +34,18 @@ class Contender:
         model: which model, in which precision.
         cache: the policy; of our own engine only.
         steps: what runs a step of our engine, see `attach`.
-        random_weights: a file of transformers' model settings: that model, with random weights, in place of `model`.
+        random_weights: path of a config of transformers: that model, with random weights, in place of `model`.
         threads: that compute; None for as many as the engine likes.
+        length: tokens of the longest history, for an engine that allocates its cache before it reads.
     """
 
     engine: str
     model: ModelConfig
     cache: CacheConfig
     steps: EngineChoice = "auto"
-    random_weights: Path | None = None
+    random_weights: str | None = None
     threads: int | None = None
+    length: int = 8192
 
     @property
     def name(self) -> str:
@@ -79,7 +80,7 @@ class Memory:
 
 
 class Runner(ABC):
-    """An engine with a stream. Its methods are called over a pipe, see `Worker`."""
+    """An engine with a stream. Its methods are called from another process, see `Worker`."""
 
     at_once: int = _FED
     """Tokens handed to it at once while it reads."""
@@ -138,7 +139,7 @@ class _Torch(Runner):
             torch.set_num_threads(contender.threads)
         torch.set_grad_enabled(False)
         self._torch, self._stack = torch, ExitStack()
-        self.model = _random(contender) if contender.random_weights else _loaded(contender)
+        self.model = _model_of(contender)
         self.cache: Any = None
         self._start()
 
@@ -196,16 +197,12 @@ class _Ours(_Torch):
 class _LlamaCpp(Runner):
     """llama.cpp through llama-cpp-python, with the GGUF file that our model was made of."""
 
-    _CONTEXT = 8192 + 256
-
     def __init__(self, contender: Contender) -> None:
         super().__init__(contender)
         try:
             import llama_cpp
         except ImportError as error:
-            raise H2OStreamError(
-                "the peer llama.cpp needs llama-cpp-python; pip install 'h2o-stream[bench]'"
-            ) from error
+            raise H2OStreamError(NO_LLAMA_CPP) from error
         from h2o_stream.models.find import gguf_file
 
         path = gguf_file(contender.model.model)
@@ -213,14 +210,17 @@ class _LlamaCpp(Runner):
             raise ConfigError(
                 f"{contender.model.model} is not a GGUF file, which the peer llama.cpp needs; leave it out"
             )
-        self._size = path.stat().st_size
         threads = contender.threads or os.cpu_count()
-        self._llama = llama_cpp.Llama(
-            str(path), n_ctx=self._CONTEXT, n_threads=threads, n_threads_batch=threads, verbose=False
-        )
+        try:
+            self._llama = llama_cpp.Llama(
+                str(path), n_ctx=contender.length, n_threads=threads, n_threads_batch=threads, verbose=False
+            )
+        except ValueError as error:
+            raise H2OStreamError(f"llama.cpp cannot load {path}: {error}") from error
+        self._ready = Ready("as in the file", path.stat().st_size, llama_cpp.llama_model_n_ctx_train(self._llama.model))
 
     def ready(self) -> Ready:
-        return Ready("as in the file", self._size, self._CONTEXT - 256)
+        return self._ready
 
     def step(self, tokens: Sequence[int]) -> None:
         self._llama.eval(list(tokens))
@@ -231,95 +231,31 @@ class _LlamaCpp(Runner):
 
 def weight_bytes(model: Any) -> int:
     """Bytes of weights a step reads: each one once, and one row of an embedding that is not the output layer too."""
-    embedding = model.get_input_embeddings().weight
-    tied = embedding is getattr(model.get_output_embeddings(), "weight", None)
-    tensors = [tensor for tensor in (*model.parameters(), *model.buffers()) if tied or tensor is not embedding]
-    total, end = 0 if tied else embedding[0].nbytes, 0
+    embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
+    table = _largest(embedding)
+    tied = head is not None and _largest(head, table).data_ptr() == table.data_ptr()
+    tensors = [tensor for tensor in (*model.parameters(), *model.buffers()) if tied or tensor is not table]
+    total, end = 0 if tied else table.nbytes // embedding.num_embeddings, 0
     for start, stop in sorted((tensor.data_ptr(), tensor.data_ptr() + tensor.nbytes) for tensor in tensors):
         total += max(stop - max(start, end), 0)  # views of one tensor are counted once
         end = max(end, stop)
     return total
 
 
-def _loaded(contender: Contender) -> Any:
+def _largest(module: Any, *others: Any) -> Any:
+    """The weights of a layer, packed or not; the others are for a layer that has none of its own."""
+    return max((*module.parameters(), *module.buffers(), *others), key=lambda tensor: tensor.nbytes)
+
+
+def _model_of(contender: Contender) -> Any:
+    if contender.random_weights:
+        from h2o_stream.compare.random_weights import random_model
+
+        return random_model(Path(contender.random_weights), contender.model)
     from h2o_stream.models.load import load
 
     return load(contender.model).model
 
 
-def _random(contender: Contender) -> Any:
-    """A model of the given settings, made on the device it computes on."""
-    import torch
-    from transformers import AutoConfig, AutoModelForCausalLM
-
-    from h2o_stream.models.load import device_of, dtype_of
-
-    device = device_of(contender.model.device)
-    with torch.device(device):
-        config = AutoConfig.from_pretrained(contender.random_weights)
-        return AutoModelForCausalLM.from_config(config, dtype=dtype_of(contender.model.dtype, device)).eval()
-
-
-_RUNNERS: dict[str, type[Runner]] = {OURS: _Ours, TRANSFORMERS: _Torch, LLAMA_CPP: _LlamaCpp}
-
-
-class Worker:
-    """A contender in a process of its own. A context manager: leaving it ends the process.
-
-    Raises:
-        H2OStreamError: its engine could not be started, or failed.
-    """
-
-    def __init__(self, contender: Contender) -> None:
-        self.contender = contender
-        context = get_context("spawn")
-        self._pipe, theirs = context.Pipe()
-        self._process = context.Process(target=_serve, args=(theirs, contender), daemon=True)
-        self._process.start()
-        theirs.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        self._pipe.close()
-        self._process.terminate()
-        self._process.join()
-
-    def ask(self, method: str, *arguments: Any) -> Any:
-        """Call a method of its `Runner`."""
-        try:
-            self._pipe.send((method, arguments))
-            answer = self._pipe.recv()
-        except (EOFError, OSError) as error:
-            raise H2OStreamError(f"{self.contender.name} ended without a word (out of memory?)") from error
-        if isinstance(answer, Exception):
-            raise answer
-        return answer
-
-
-def _serve(pipe: Connection, contender: Contender) -> None:
-    """Answer calls until the pipe is closed."""
-    sys.stdout = Path(os.devnull).open("w")  # noqa: SIM115 -- for the life of the process
-    try:
-        runner = _RUNNERS[contender.engine](contender)
-    except Exception as error:  # noqa: BLE001
-        failure = error
-
-        def answer(method: str, arguments: tuple[Any, ...]) -> Any:
-            return failure
-    else:
-
-        def answer(method: str, arguments: tuple[Any, ...]) -> Any:
-            return getattr(runner, method)(*arguments)
-
-    while True:
-        try:
-            method, arguments = pipe.recv()
-        except (EOFError, KeyboardInterrupt):
-            return
-        try:
-            pipe.send(answer(method, arguments))
-        except Exception as error:  # noqa: BLE001
-            told = error if isinstance(error, H2OStreamError) else H2OStreamError(f"{contender.name}: {error}")
-            pipe.send(told)
+RUNNERS: dict[str, type[Runner]] = {OURS: _Ours, TRANSFORMERS: _Torch, LLAMA_CPP: _LlamaCpp}
+"""By engine."""

@@ -3,20 +3,25 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Generator, Iterable, Iterator, Sequence
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from importlib.metadata import version
+from importlib.util import find_spec
 from pathlib import Path
 from statistics import median
+from tempfile import TemporaryDirectory
 from typing import Any
 
 from h2o_stream.compare.comparison import Comparison, Doing, Job, Notify, window_of
-from h2o_stream.compare.contenders import OURS, Contender, Memory, Ready, Worker
+from h2o_stream.compare.contenders import LLAMA_CPP, NO_LLAMA_CPP, OURS, Contender, Memory, Ready
 from h2o_stream.compare.folder import Part
 from h2o_stream.compare.nll import digest_of, read_tokens
-from h2o_stream.errors import DataError
+from h2o_stream.compare.random_gguf import check_architecture, write_random_gguf
+from h2o_stream.compare.random_weights import precision_of, read_settings
+from h2o_stream.compare.worker import Worker
+from h2o_stream.errors import DataError, H2OStreamError
 from h2o_stream.models.load import load_tokenizer
 
 ROUNDS = 5
@@ -146,8 +151,10 @@ class Race:
             H2OStreamError: an engine is missing or failed.
         """
         for contender in self._contenders[len(self._lanes) :]:
+            if contender.random_weights and contender.engine == LLAMA_CPP:
+                contender = yield from self._with_file(contender, Path(contender.random_weights))
             yield Doing(len(self._lanes), f"starting {contender.name}")
-            worker = self._stack.enter_context(Worker(contender))
+            worker = self._stack.enter_context(Worker(replace(contender, length=len(self._tokens))))
             self._lanes.append(_Lane(worker, worker.ask("ready")))
             worker.ask("prepare")
         able = [lane for lane in self._lanes if lane.reaches(history)]
@@ -175,6 +182,14 @@ class Race:
             for lane, taken in zip(able, seconds, strict=True)
         ]
 
+    def _with_file(self, contender: Contender, settings: Path) -> Generator[Doing, None, Contender]:
+        """The same with a GGUF file of random weights, which is there until `close`."""
+        precision, folder = precision_of(contender.model), TemporaryDirectory(prefix="h2o-stream-")
+        file = Path(self._stack.enter_context(folder)) / f"random-{precision}.gguf"
+        for done, total in write_random_gguf(read_settings(settings), precision, file):
+            yield Doing(len(self._lanes), f"writing {file.name}: {done / 1e9:.1f} of {total / 1e9:.1f} GB")
+        return replace(contender, model=replace(contender.model, model=str(file)))
+
 
 class Speed(Comparison):
     """How fast contenders are against each other.
@@ -200,14 +215,14 @@ class Speed(Comparison):
         first = self._contenders[0]
         self._tokens = read_tokens(self._text, load_tokenizer(first.model, notify), count)
         if len(self._tokens) < count:
-            raise DataError(
-                f"--text {self._text}: {len(self._tokens)} tokens, {count} are needed; lower --histories or give a "
-                "longer text"
-            )
+            few = f"--text {self._text}: {len(self._tokens)} tokens, {count} are needed"
+            raise DataError(f"{few}; lower --histories or give a longer text")
+        if first.random_weights:
+            self._check_random(Path(first.random_weights))
         self._digest = digest_of(self._tokens)
         self._race = Race(self._contenders, self._tokens)
         return {
-            "model": first.model.model,
+            "model": first.random_weights or first.model.model,
             "policy": [contender.cache.policy for contender in self._contenders],
             "window": [window_of(contender.cache) for contender in self._contenders],
             "seed": None,
@@ -216,6 +231,15 @@ class Speed(Comparison):
             "histories": self._histories,
             "contenders": [asdict(contender) for contender in self._contenders],
         }
+
+    def _check_random(self, settings: Path) -> None:
+        """Refuse what would fail late, and cut the text's tokens down to the vocabulary."""
+        config = read_settings(settings)
+        if LLAMA_CPP in {contender.engine for contender in self._contenders}:
+            check_architecture(config)
+            if find_spec("llama_cpp") is None:
+                raise H2OStreamError(NO_LLAMA_CPP)
+        self._tokens = [token % config.get_text_config().vocab_size for token in self._tokens]
 
     def jobs(self) -> list[Job]:
         """One for each history."""
