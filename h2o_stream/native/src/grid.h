@@ -33,17 +33,25 @@ inline simd::Floats load_halves(const uint8_t* from) {
 #endif
 }
 
-using UnsignedBytes = uint8_t __attribute__((vector_size(simd::kWidth)));
-using SignedBytes = int8_t __attribute__((vector_size(simd::kWidth)));
-
+// GCC 12 converts bytes one by one.
 template <class Floats, class Byte>
 Floats load_bytes(const uint8_t* from) {
   if constexpr (std::is_same_v<Floats, float>) {
     return float(Byte(*from));
   } else {
-    std::conditional_t<std::is_signed_v<Byte>, SignedBytes, UnsignedBytes> bytes;
-    std::memcpy(&bytes, from, sizeof bytes);
-    return __builtin_convertvector(__builtin_convertvector(bytes, simd::Ints), Floats);
+#if defined(H2O_AVX512)
+    const __m128i bytes = _mm_loadu_si128(reinterpret_cast<const __m128i*>(from));
+    return Floats(_mm512_cvtepi32_ps(std::is_signed_v<Byte> ? _mm512_cvtepi8_epi32(bytes)
+                                                            : _mm512_cvtepu8_epi32(bytes)));
+#elif defined(H2O_AVX2)
+    const __m128i bytes = _mm_loadl_epi64(reinterpret_cast<const __m128i*>(from));
+    return Floats(_mm256_cvtepi32_ps(std::is_signed_v<Byte> ? _mm256_cvtepi8_epi32(bytes)
+                                                            : _mm256_cvtepu8_epi32(bytes)));
+#else
+    Floats floats;
+    for (int64_t i = 0; i < simd::kWidth; ++i) floats[i] = float(Byte(from[i]));
+    return floats;
+#endif
   }
 }
 
