@@ -230,8 +230,8 @@ class TestMeasured:
     def test_what_took_long_is_kept_and_what_is_damaged_measured_again(
         self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
     ) -> None:
-        monkeypatch.setattr(reach, "cache_folder", lambda: tmp_path)
-        monkeypatch.setattr(reach, "_LONG_S", 0.0)
+        monkeypatch.setattr(notes, "cache_folder", lambda: tmp_path)
+        monkeypatch.setattr(reach, "LONG_S", 0.0)
         model = make_llama(seed=5)
         first = reach._known(model, [None, None])
         (path,) = (tmp_path / "reach").iterdir()

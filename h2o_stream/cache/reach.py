@@ -7,9 +7,6 @@ token stood before, and to what came after it (induction heads, arXiv 2209.11895
 
 from __future__ import annotations
 
-import hashlib
-import json
-import os
 import time
 from collections.abc import Sequence
 from contextlib import suppress
@@ -25,6 +22,7 @@ from transformers.cache_utils import Cache
 
 from h2o_stream.cache.attention import ATTENTION_NAME
 from h2o_stream.cache.budgets import HeadGroup
+from h2o_stream.cache.notes import LONG_S, read_note, write_note
 from h2o_stream.cache.policies import make_policy
 from h2o_stream.cache.slots import SlotLayer
 from h2o_stream.cache.state import model_digest
@@ -32,7 +30,6 @@ from h2o_stream.cache.support import home_of, size_of
 from h2o_stream.cache.window import LayerSpec
 from h2o_stream.config import CachePlan
 from h2o_stream.progress import Listener, Progress, ignore
-from h2o_stream.resources import cache_folder
 
 _PERIOD = 256
 """Tokens of a random sequence; it is read twice."""
@@ -51,9 +48,6 @@ _NOTICEABLE = 0.2
 
 _APART = 1.5
 """Ratio of the shares from which on two groups of heads in a layer have windows of their own."""
-
-_LONG_S = 0.5
-"""Seconds from which on a measurement is kept in the user's cache folder."""
 
 _measured: dict[str, Tensor] = {}
 """What `_attention_to_copy` gave, by model, for the life of the process."""
@@ -115,20 +109,14 @@ def _known(model: PreTrainedModel, hidden_from: Sequence[int | None], progress: 
     key = f"{model_digest(model)} {model.dtype} {list(hidden_from)} {_PERIOD} {_rows(model)}"
     if key in _measured:
         return _measured[key]
-    name = hashlib.sha256(key.encode()).hexdigest()[:16]
-    path = cache_folder() / "reach" / f"{name}.json"
-    with suppress(OSError, ValueError, TypeError, RuntimeError):
-        found = torch.tensor(json.loads(path.read_text()), dtype=torch.float32)
+    with suppress(ValueError, TypeError, RuntimeError):
+        found = torch.tensor(read_note("reach", key), dtype=torch.float32)
         if found.dim() == 2 and len(found) == len(hidden_from):
             return _measured.setdefault(key, found)
     begun = time.perf_counter()
     _measured[key] = _attention_to_copy(model, hidden_from, progress)
-    if time.perf_counter() - begun > _LONG_S:
-        with suppress(OSError):
-            path.parent.mkdir(parents=True, exist_ok=True)
-            scratch = path.with_suffix(f".{os.getpid()}")
-            scratch.write_text(json.dumps(_measured[key].tolist()))
-            scratch.replace(path)
+    if time.perf_counter() - begun > LONG_S:
+        write_note("reach", key, _measured[key].tolist())
     return _measured[key]
 
 

@@ -47,6 +47,12 @@ def name() -> str:
     return _found()[1]
 
 
+def identity() -> str:
+    """What tells the loaded library from others: its name, size and time."""
+    path = _path(name())
+    return f"{name()} {path.stat().st_size} {path.stat().st_mtime_ns}" if path.exists() else name()
+
+
 def available() -> list[str]:
     """The instruction sets that there is a library for and that this processor has, the best last."""
     portable = _path("portable")

@@ -10,18 +10,18 @@ import ctypes
 import os
 from ctypes import CDLL
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import numpy
 import torch
 from torch import Tensor
 
 from h2o_stream.cache.window import H2OCache
-from h2o_stream.errors import ConfigError, H2OStreamError, OutOfMemoryError
+from h2o_stream.errors import H2OStreamError, OutOfMemoryError
 from h2o_stream.native import library
-from h2o_stream.native.abi import STREAM, MatrixKind
+from h2o_stream.native.abi import STREAM
 from h2o_stream.native.describe import describe
-from h2o_stream.native.description import Description, NativeModel, NotDescribed
+from h2o_stream.native.description import NativeModel, NotDescribed
+from h2o_stream.native.proof import error_of, proved, tolerance_of
 from h2o_stream.native.slots import BoundLayer, groups_of, unserved, unserved_rules
 
 CHECK = "H2O_CHECK_STEPS"
@@ -32,15 +32,6 @@ MOST_ROWS = 64
 
 _BYTES_PER_THREAD = 2**20
 """Weights that a thread should have to read in a step, to be worth waiting for."""
-
-_PROMPT, _STEPS = 6, 3
-"""Tokens of the proof: a prompt, and those that follow one by one."""
-
-_TOLERANCE = {MatrixKind.FLOAT32: 1e-4} | dict.fromkeys(set(MatrixKind) - {MatrixKind.FLOAT32}, 0.08)
-"""Root mean square of the differences of logits, as a share of that of the logits, by how weights are held."""
-
-_proved: WeakKeyDictionary[Any, set[tuple[Any, ...]]] = WeakKeyDictionary()
-"""What has been proved of a model: addresses of its weights, and how the cache places tokens."""
 
 
 def make_stepper(model: Any, cache: H2OCache) -> Stepper | CheckedStepper | str:
@@ -64,13 +55,9 @@ def make_stepper(model: Any, cache: H2OCache) -> Stepper | CheckedStepper | str:
     if trouble := next(filter(None, map(unserved_rules, cache.slots)), ""):
         return trouble
     stepper = Stepper(native, NativeModel(description), cache)
-    weights = (tensor.data_ptr() for tensor in (*model.parameters(), *model.buffers()))
-    key = (cache.plan.positions, cache.plan.kv_bits, *weights)
-    if key not in _proved.setdefault(model, set()):
-        if trouble := _prove(model, cache, stepper, description):
-            stepper.close()
-            return trouble
-        _proved[model].add(key)
+    if trouble := proved(model, cache, description, stepper.run):
+        stepper.close()
+        return stepper.unserved or trouble
     return CheckedStepper(stepper, model) if os.environ.get(CHECK) else stepper
 
 
@@ -195,52 +182,17 @@ class CheckedStepper:
         logits = self._stepper.run(tokens, trace)
         if logits is None:
             return None
-        tolerance = _tolerance(model.description)
+        tolerance = tolerance_of(model.description)
         for number, (ours, theirs) in enumerate(zip(trace[:-1], eager.hidden_states, strict=False)):
-            if not _error(ours, theirs[:, -1]) < tolerance:
+            if not error_of(ours, theirs[:, -1]) < tolerance:
                 where = f"layer {number - 1}" if number else "the embedding"
                 raise H2OStreamError(
-                    f"after {where} the native step is off by {_error(ours, theirs[:, -1]):.1e} of the rms, "
+                    f"after {where} the native step is off by {error_of(ours, theirs[:, -1]):.1e} of the rms, "
                     f"at most {tolerance:.0e} is rounding; use --engine eager"
                 )
-        if not _error(logits, eager.logits) < tolerance:
+        if not error_of(logits, eager.logits) < tolerance:
             raise H2OStreamError(
-                f"logits of the native step are off by {_error(logits, eager.logits):.1e} of their rms, at most "
+                f"logits of the native step are off by {error_of(logits, eager.logits):.1e} of their rms, at most "
                 f"{tolerance:.0e} is rounding; use --engine eager"
             )
         return logits
-
-
-@torch.no_grad()
-def _prove(model: Any, cache: H2OCache, stepper: Stepper, description: Description) -> str:
-    """Why the native step differs from the model's own forward, or nothing; the cache is empty afterwards."""
-    vocabulary, seeded = description.embedding.rows, torch.Generator().manual_seed(0)
-    tokens = torch.randint(vocabulary, (1, _PROMPT + _STEPS), generator=seeded)
-    parts, logits = [tokens[:, :_PROMPT], *tokens[:, _PROMPT:].split(1, 1)], []
-    try:
-        for native in (False, True):
-            cache.reset()
-            for number, part in enumerate(parts):
-                kwargs = {"input_ids": part, "past_key_values": cache, "use_cache": True}
-                cache.prepare_forward(kwargs)
-                given = stepper.run(part) if native and number else model.forward(**kwargs).logits
-                if given is None:
-                    return stepper.unserved
-                logits.append(given[:, -1:])
-    except ConfigError as refusal:  # of this short prompt, or of any: the first real one will tell
-        return str(refusal)
-    finally:
-        cache.reset()
-    ours, theirs = torch.cat(logits[len(parts) :]), torch.cat(logits[: len(parts)])
-    error, tolerance = _error(ours[1:], theirs[1:]), _tolerance(description)
-    return "" if error < tolerance else f"its logits are off by {error:.1e} of their rms, {tolerance:.0e} is rounding"
-
-
-def _tolerance(description: Description) -> float:
-    return max(_TOLERANCE[matrix.kind] for matrix in (*description.matrices, description.embedding))
-
-
-def _error(ours: Tensor, theirs: Tensor) -> float:
-    """Root mean square of the differences, as a share of that of `theirs`."""
-    ours, theirs = ours.float().flatten(), theirs.float().flatten()
-    return float((ours - theirs).norm() / theirs.norm().clamp_min(torch.finfo(torch.float32).tiny))

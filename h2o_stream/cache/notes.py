@@ -1,0 +1,42 @@
+"""What was measured of a model and takes long, kept in the user's cache folder as small JSON files."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from h2o_stream.resources import cache_folder
+
+LONG_S = 0.5
+"""Seconds from which on a measurement is worth keeping."""
+
+
+def read_note(kind: str, key: str) -> Any:
+    """What `write_note` wrote; None where there is nothing, or nothing that can be read."""
+    with suppress(OSError, ValueError):
+        return json.loads(_path(kind, key).read_text())
+    return None
+
+
+def write_note(kind: str, key: str, value: Any) -> None:
+    """Keep a value of JSON, all or nothing; not at all where the folder cannot be written.
+
+    Args:
+        kind: of measurement: the folder.
+        key: all that the value depends on.
+        value: what was measured.
+    """
+    path = _path(kind, key)
+    with suppress(OSError):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        scratch = path.with_suffix(f".{os.getpid()}")
+        scratch.write_text(json.dumps(value))
+        scratch.replace(path)
+
+
+def _path(kind: str, key: str) -> Path:
+    return cache_folder() / kind / f"{hashlib.sha256(key.encode()).hexdigest()[:16]}.json"
