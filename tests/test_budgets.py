@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from h2o_stream import CacheConfig, ConfigError, H2OStreamError, attach
-from h2o_stream.cache import reach
+from h2o_stream.cache import notes, reach
 from h2o_stream.cache.budgets import HeadGroup, schedules, windows
 from h2o_stream.cache.groups import GroupedLayer
 from h2o_stream.cache.state import sealed

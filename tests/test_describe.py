@@ -330,7 +330,7 @@ class TestPacked:
         model = pack_all(FAMILIES[1].make(), kind)
         vocabulary, hidden = model.get_input_embeddings().weight.shape
         tiles = random_tiles(kind, vocabulary, hidden)
-        model.set_input_embeddings(PackedEmbedding(kind, vocabulary, hidden, torch.float32, tiles))
+        model.set_input_embeddings(PackedEmbedding(kind, vocabulary, hidden, torch.float32, tiles=tiles))
         embedding = describe(model).embedding
         assert (embedding.kind, embedding.rows, embedding.columns) == (kind, vocabulary, hidden)
         assert embedding.weights.data_ptr() == tiles.data_ptr()

@@ -59,7 +59,7 @@ def test_weights_are_unpacked_in_parts(kind: MatrixKind, monkeypatch: pytest.Mon
 @pytest.mark.parametrize("kind", KINDS)
 def test_an_embedding(kind: MatrixKind, dtype: torch.dtype) -> None:
     tiles = random_tiles(kind, 50, 256)
-    embedding = PackedEmbedding(kind, 50, 256, dtype, tiles)
+    embedding = PackedEmbedding(kind, 50, 256, dtype, tiles=tiles)
     ids = torch.tensor([[3, 49, 0], [17, 17, 16]])
     assert embedding(ids).equal(unpack(tiles, kind, 256, 0, 50, dtype)[ids])
     with pytest.raises(IndexError, match="token 50 is not one of 50"):
