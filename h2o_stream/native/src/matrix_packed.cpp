@@ -52,7 +52,7 @@ class PackedTile {
   [[gnu::always_inline]] static void add_block(const uint8_t* block, int64_t begin, int64_t groups,
                                                const Vectors& vectors, int64_t first, Floats (&sums)[count][kParts]) {
     constexpr int64_t kBytes = packed::block_bytes(kind, kBlock / kGroup);
-    constexpr int64_t kFetched = simd::padded(kBytes * kGroup / kBlock, kLine);  // with each group, once for all vectors
+    constexpr int64_t kFetched = simd::padded(kBytes * kGroup / kBlock, kLine);  // with a group, for all vectors
     const uint8_t* codes = block + packed::grid_bytes(kind, groups);
     const uint8_t* upper = codes + groups * kGroupBytes;
     for (int64_t group = 0; group < groups; ++group) {
