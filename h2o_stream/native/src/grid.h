@@ -27,9 +27,12 @@ inline simd::Floats load_halves(const uint8_t* from) {
 #elif defined(H2O_AVX2)
   return simd::Floats(_mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(from))));
 #else
-  simd::Floats floats;
-  for (int64_t i = 0; i < simd::kWidth; ++i) floats[i] = load_halves<float>(from + 2 * i);
-  return floats;
+  using Halves = uint16_t __attribute__((vector_size(2 * simd::kWidth)));
+  Halves halves;
+  std::memcpy(&halves, from, sizeof halves);
+  const simd::Ints bits = __builtin_convertvector(halves, simd::Ints);
+  const simd::Floats magnitudes = simd::Floats((bits & 0x7fff) << 13) * 0x1p112f;
+  return simd::Floats(simd::Ints(magnitudes) | (bits & 0x8000) << 16);
 #endif
 }
 

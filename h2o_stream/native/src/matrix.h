@@ -10,8 +10,8 @@
 #include "packed.h"
 #include "threads.h"
 
-// Vectors of `size` numbers, and the same rounded to 8 bits with a scale for every group of 32, for packed matrices. They
-// may be longer than a matrix has columns: the rest is ignored.
+// Vectors of `size` numbers, and the same rounded to 8 bits with a scale for every group of 32, for packed matrices.
+// They may be longer than a matrix has columns: the rest is ignored.
 class Vectors {
  public:
   Vectors() = default;
@@ -32,7 +32,7 @@ class Vectors {
   const int8_t* codes(int64_t vector) const { return codes_.at(vector * stride_); }
   const float* scales(int64_t vector) const { return scales_.at(vector * group_stride_); }
   const float* sums(int64_t vector) const { return sums_.at(vector * group_stride_); }  // of the numbers of a group
-  const int32_t* code_sums(int64_t vector) const { return code_sums_.at(2 * vector * group_stride_); }  // of half a group
+  const int32_t* code_sums(int64_t vector) const { return code_sums_.at(2 * vector * group_stride_); }  // of 16 codes
 
  private:
   int64_t count_ = 0, size_ = 0, stride_ = 0, group_stride_ = 0;

@@ -12,8 +12,8 @@ using packed::kLine;
 using simd::Floats;
 using simd::kWidth;
 
-// Blocks that a matrix is fetched ahead.
-constexpr int64_t kBlocksAhead = 2;
+// Blocks that a matrix is fetched ahead, in the order of memory: in any other the processor's own fetching is confused.
+constexpr int64_t kBlocksAhead = 1;
 
 // Sixteen rows of a matrix, in the order of memory.
 template <int64_t kind>
@@ -51,17 +51,14 @@ class PackedTile {
   template <int64_t count>
   [[gnu::always_inline]] static void add_block(const uint8_t* block, int64_t begin, int64_t groups,
                                                const Vectors& vectors, int64_t first, Floats (&sums)[count][kParts]) {
-    constexpr int64_t kAhead = kBlocksAhead * packed::block_bytes(kind, kBlock / kGroup);
+    constexpr int64_t kBytes = packed::block_bytes(kind, kBlock / kGroup);
+    constexpr int64_t kFetched = simd::padded(kBytes * kGroup / kBlock, kLine);  // with a group, for all vectors
     const uint8_t* codes = block + packed::grid_bytes(kind, groups);
     const uint8_t* upper = codes + groups * kGroupBytes;
-    if (first == 0) simd::prefetch(block + kAhead, codes - block);  // once for all vectors
     for (int64_t group = 0; group < groups; ++group) {
       const uint8_t* lines = codes + group * kGroupBytes;
       const uint8_t* upper_lines = upper + group * 2 * kLine;
-      if (first == 0) {
-        simd::prefetch(lines + kAhead, kGroupBytes);
-        if (kind == kQ6K) simd::prefetch(upper_lines + kAhead, 2 * kLine);
-      }
+      if (first == 0) simd::prefetch(block + kBlocksAhead * kBytes + group * kFetched, kFetched);
 #pragma GCC unroll 4
       for (int64_t part = 0; part < kParts; ++part) {
         const Grid grid(block, groups, part * kWidth);

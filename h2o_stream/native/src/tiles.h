@@ -1,5 +1,5 @@
-// What dense and packed matrices have in common: some rows at a time, a tile, are multiplied by as many vectors as there
-// are registers for, while the rows are in the cache.
+// What dense and packed matrices have in common: some rows at a time, a tile, are multiplied by as many vectors as
+// there are registers for, while the rows are in the cache.
 
 #pragma once
 
