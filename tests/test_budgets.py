@@ -46,7 +46,7 @@ TOKENS = torch.tensor([tokens_of(0, 120), tokens_of(1, 120)])
 def model(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     """A model of three layers whose heads are grouped as in `GROUPS`."""
 
-    def told(model: Any, specs: Any) -> Any:
+    def told(model: Any, specs: Any, progress: Any) -> Any:
         return [replace(spec, groups=groups) for spec, groups in zip(specs, GROUPS, strict=True)]
 
     monkeypatch.setattr("h2o_stream.cache.attach.shared_out", told)

@@ -79,7 +79,9 @@ def packed_model(kind: MatrixKind) -> PreTrainedModel:
                 layer = PackedLinear(other, columns, rows, None, tiles)
                 setattr(parent, name, layer)
     rows, columns = model.get_input_embeddings().weight.shape
-    model.set_input_embeddings(PackedEmbedding(kind, rows, columns, torch.float32, random_tiles(kind, rows, columns)))
+    model.set_input_embeddings(
+        PackedEmbedding(kind, rows, columns, torch.float32, tiles=random_tiles(kind, rows, columns))
+    )
     return model.eval()
 
 

@@ -11,7 +11,6 @@ import pytest
 from filelock import FileLock
 
 from h2o_stream.errors import H2OStreamError, ModelNotFoundError
-from h2o_stream.models import find as finding
 from h2o_stream.models import kept, stores
 from h2o_stream.models.find import find
 from h2o_stream.models.kept import forget, kept_bytes, kept_folders
@@ -133,7 +132,6 @@ class TestOllama:
 
     def test_find_takes_a_gguf_file_of_any_name(self, home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         ollama(home / ".ollama" / "models")
-        monkeypatch.setattr(finding, "converted", lambda path, key, notify: path)
         blob = str(home / ".ollama" / "models" / "blobs" / f"sha256-{HEX}")
         assert find("ollama:llama3:8b", True, print) == blob
         assert find(blob, True, print) == blob
