@@ -191,7 +191,7 @@ def test_a_state_goes_on_at_any_size(model: Any, monkeypatch: pytest.MonkeyPatch
         model(TOKENS[:, :fed], past_key_values=cache)
         state = cache.state_dict()
         wanted = [model(TOKENS[:, 70 + step, None], past_key_values=cache).logits for step in range(40)]
-    monkeypatch.setattr("h2o_stream.cache.attach.shared_out", lambda model, specs: specs)
+    monkeypatch.setattr("h2o_stream.cache.attach.shared_out", lambda model, specs, progress: specs)
     with attach(model, config) as cache:
         cache.load_state_dict(state)
         got = [model(TOKENS[:, 70 + step, None], past_key_values=cache).logits for step in range(40)]

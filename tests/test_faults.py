@@ -148,6 +148,6 @@ def test_memory_that_ends_while_loading(tiny_folder: Path, monkeypatch: pytest.M
     def fail(*args: Any, **more: Any) -> Any:
         raise error
 
-    monkeypatch.setattr(transformers.AutoModelForCausalLM, "from_pretrained", fail)
+    monkeypatch.setattr(transformers.LlamaForCausalLM, "from_pretrained", fail)
     with pytest.raises(OutOfMemoryError, match=r"does not fit into the memory of cpu; take .*--quantize int4"):
         load(ModelConfig(str(tiny_folder), device="cpu"))

@@ -36,7 +36,7 @@ def ids(count: int, batch: int = 1, seed: int = 0) -> Tensor:
 def model(monkeypatch: pytest.MonkeyPatch) -> LlamaForCausalLM:
     """A model whose heads are grouped as in `GROUPS`."""
 
-    def grouped(model: Any, specs: Any) -> Any:
+    def grouped(model: Any, specs: Any, progress: Any) -> Any:
         return [replace(spec, groups=groups) for spec, groups in zip(specs, GROUPS, strict=True)]
 
     monkeypatch.setattr("h2o_stream.cache.attach.shared_out", grouped)

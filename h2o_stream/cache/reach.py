@@ -104,7 +104,7 @@ def _grouped(shares: Sequence[float]) -> tuple[HeadGroup, ...]:
     return tuple(HeadGroup(tuple(sorted(part)), round(16 * fmean(shares[i] for i in part)) / 16) for part in parts)
 
 
-def _known(model: PreTrainedModel, hidden_from: Sequence[int | None], progress: Listener) -> Tensor:
+def _known(model: PreTrainedModel, hidden_from: Sequence[int | None], progress: Listener = ignore) -> Tensor:
     """`_attention_to_copy`, from memory or from the user's cache folder if it was measured before."""
     key = f"{model_digest(model)} {model.dtype} {list(hidden_from)} {_PERIOD} {_rows(model)}"
     if key in _measured:

@@ -18,7 +18,7 @@ from h2o_stream.errors import ConfigError
 from h2o_stream.models.load import device_of, dtype_of
 from h2o_stream.models.packed import PackedEmbedding, PackedLinear
 from h2o_stream.models.pages import Pages
-from h2o_stream.models.quantize import packed_kinds, replace, tie_head
+from h2o_stream.models.quantize import packed_kinds, replace, tie_head, untie
 from h2o_stream.native.abi import MatrixKind
 from h2o_stream.native.packing import ROWS, pack
 
@@ -79,9 +79,11 @@ def random_model(path: Path, choice: ModelConfig) -> Any:
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config, dtype=dtype).eval()
     kinds = packed_kinds(model, choice.quantize)
+    shared = untie(model, kinds)
     for name, kind in kinds.items():
         replace(model, name, kind)
-    tie_head(model, kinds)
+    if shared:
+        tie_head(model)
     model.to_empty(device=device)
     if model.all_tied_weights_keys:  # of an embedding that could not be packed
         model.tie_weights()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,7 +25,7 @@ from h2o_stream.errors import (
     UnsupportedModelError,
     means_out_of_memory,
 )
-from h2o_stream.memory import free_bytes
+from h2o_stream.memory import free_bytes, give_back_free_memory
 from h2o_stream.models.find import find, fingerprint
 from h2o_stream.models.gguf import GgufFile
 from h2o_stream.models.gguf_describe import described
@@ -131,13 +132,24 @@ class _Loader:
         self._class = AutoModelForCausalLM._model_mapping[kind]
         if cache is not None:
             check_supported(self._class, self._described, cache)
+        with ThreadPoolExecutor(1) as beside:
+            reading = beside.submit(self._tokenizer)
+            model = self._model().eval()
+        tokenizer, stops = reading.result()
+        give_back_free_memory()
+        return LoadedModel(name, model, tokenizer, stops)
+
+    def _tokenizer(self) -> tuple[Any, tuple[str, ...]]:
+        """The tokenizer with a chat template, and what ends a reply."""
         tokenizer = AutoTokenizer.from_pretrained(self._source, **self._local)
         if not hasattr(tokenizer, "backend_tokenizer"):
-            raise UnsupportedModelError(f"{name} has no tokenizer of the tokenizers library (tokenizer.json)")
-        stops: tuple[str, ...] = ()
-        if not tokenizer.chat_template:
-            tokenizer.chat_template, stops = FALLBACK_TEMPLATE, FALLBACK_STOPS
-        return LoadedModel(name, self._model().eval(), tokenizer, stops)
+            raise UnsupportedModelError(
+                f"{self._config.model} has no tokenizer of the tokenizers library (tokenizer.json)"
+            )
+        if tokenizer.chat_template:
+            return tokenizer, ()
+        tokenizer.chat_template = FALLBACK_TEMPLATE
+        return tokenizer, FALLBACK_STOPS
 
     def _model(self) -> Any:
         config = self._config

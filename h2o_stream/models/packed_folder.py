@@ -17,6 +17,7 @@ from typing import Any
 from filelock import Timeout
 
 from h2o_stream.models.kept import lock_of
+from h2o_stream.models.precision import readable
 from h2o_stream.models.quantize import FORMAT
 from h2o_stream.progress import Listener, Progress
 from h2o_stream.resources import cache_folder
@@ -65,12 +66,12 @@ def keep(model: Any, folder: Path, name: str, source: Path, notify: Callable[[st
     size = sum(tensor.nbytes for tensor in tensors.values())
     if size < LEAST:
         return
-    parent, gib = folder.parent, size / 2**30
+    parent = folder.parent
     try:
         parent.mkdir(parents=True, exist_ok=True)
         if (free := shutil.disk_usage(parent).free) < size + _SPARE:
             notify(
-                f"The packed weights are not kept: they take {gib:.1f} GiB, {free / 2**30:.1f} are free in {parent}."
+                f"The packed weights are not kept: they take {readable(size)}, {readable(free)} are free in {parent}."
             )
             return
         with lock_of(folder).acquire(timeout=0):
@@ -78,7 +79,9 @@ def keep(model: Any, folder: Path, name: str, source: Path, notify: Callable[[st
                 shutil.rmtree(leftover, ignore_errors=True)
             if folder.exists():
                 return
-            notify(f"Keeping the packed weights for faster starts: {gib:.1f} GiB in {folder} (--forget removes them).")
+            notify(
+                f"Keeping the packed weights for faster starts: {readable(size)} in {folder} (--forget removes them)."
+            )
             partial = Path(tempfile.mkdtemp(prefix=f".{folder.name}.", suffix=".partial", dir=parent))
             try:
                 model.config.save_pretrained(partial)

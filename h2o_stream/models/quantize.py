@@ -68,6 +68,7 @@ class PackedQuantizer(HfQuantizer):
     def __init__(self, quantization_config: PackedConfig, **kwargs: Any) -> None:
         super().__init__(quantization_config, **kwargs)
         self.pages = Pages(())
+        self._tied = False
 
     def validate_environment(self, *_: Any, device_map: Any = None, **__: Any) -> None:
         """Whether packed weights can be used here.
@@ -83,15 +84,16 @@ class PackedQuantizer(HfQuantizer):
     def _process_model_before_weight_loading(self, model: Any, **_: Any) -> None:
         config = self.quantization_config
         self.pre_quantized = bool(config.modules)
+        kinds = {name: MatrixKind[kind] for name, kind in config.modules.items()} or packed_kinds(
+            model, config.quantize
+        )
+        self._tied = untie(model, kinds)
         if self.pre_quantized:
-            for name, called in config.modules.items():
-                replace(model, name, MatrixKind[called])
-        else:
-            kinds = packed_kinds(model, config.quantize)
-            config.modules = {name: kind.name for name, kind in kinds.items()}
-            shapes = (tiles_shape(kind, *model.get_submodule(name).weight.shape) for name, kind in kinds.items())
-            self.pages = Pages(shapes)
-        tie_head(model, config.modules)
+            for name, kind in kinds.items():
+                replace(model, name, kind)
+            return
+        config.modules = {name: kind.name for name, kind in kinds.items()}
+        self.pages = Pages(tiles_shape(kind, *model.get_submodule(name).weight.shape) for name, kind in kinds.items())
 
     def param_needs_quantization(self, model: Any, param_name: str, **_: Any) -> bool:
         """Whether a weight is packed when it is read."""
@@ -103,7 +105,8 @@ class PackedQuantizer(HfQuantizer):
         return _Pack(self)
 
     def _process_model_after_weight_loading(self, model: Any, **_: Any) -> Any:
-        tie_head(model, self.quantization_config.modules)
+        if self._tied:
+            tie_head(model)
         return model
 
     @property
@@ -148,11 +151,11 @@ def packed_kinds(model: Any, quantize: str) -> dict[str, MatrixKind]:
         model: of transformers; may be on the meta device.
         quantize: ``int8`` or ``int4``.
     """
-    embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
+    embedding, head, shared = model.get_input_embeddings(), model.get_output_embeddings(), tied(model)
     kinds = {}
     for name, module in model.named_modules():
         kind = MatrixKind.INT8 if module is embedding or module is head else _KINDS[quantize]
-        if packable(module) and fits(kind, module.weight.shape[1]) and not (module is head and tied(model)):
+        if packable(module) and fits(kind, module.weight.shape[1]) and not (module is head and shared):
             kinds[name] = kind
     return kinds
 
@@ -196,22 +199,34 @@ def replace(model: Any, name: str, kind: MatrixKind, tiles: Tensor | None = None
 def tied(model: Any) -> bool:
     """Whether the output layer has the weights of the embedding."""
     head = model.get_output_embeddings()
-    name = next((name for name, module in model.named_modules() if module is head), None)
-    return f"{name}.weight" in model.all_tied_weights_keys or isinstance(head, TiedHead)
+    return head is not None and f"{names_of(model)[id(head)]}.weight" in model.all_tied_weights_keys
 
 
-def tie_head(model: Any, modules: Collection[str]) -> None:
-    """Let a tied output layer use the packed embedding.
+def untie(model: Any, modules: Collection[str]) -> bool:
+    """Take a tied output layer out of a model whose embedding is to be packed, until `tie_head`.
 
     Args:
         model: of transformers.
         modules: names of those that are packed.
+
+    Returns:
+        Whether there was one.
     """
-    embedding = model.get_input_embeddings()
-    names = {id(module): name for name, module in model.named_modules()}
-    if tied(model) and names[id(embedding)] in modules:
-        model.all_tied_weights_keys = {}
-        model.set_output_embeddings(TiedHead(embedding))
+    if not tied(model) or names_of(model)[id(model.get_input_embeddings())] not in modules:
+        return False
+    model.all_tied_weights_keys = {}
+    model.set_output_embeddings(nn.Identity())
+    return True
+
+
+def tie_head(model: Any) -> None:
+    """Give a model an output layer with the weights of its packed embedding."""
+    model.set_output_embeddings(TiedHead(model.get_input_embeddings()))
+
+
+def names_of(model: Any) -> dict[int, str]:
+    """Names of a model's modules, by their ids."""
+    return {id(module): name for name, module in model.named_modules()}
 
 
 def with_dtype(model: Any, dtype: torch.dtype) -> None:
