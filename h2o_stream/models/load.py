@@ -33,7 +33,7 @@ from h2o_stream.models.gguf_model import weights_as_they_are, weights_in
 from h2o_stream.models.hub import download_bars, fetch
 from h2o_stream.models.kept import lock_of
 from h2o_stream.models.packed_folder import folder_of, keep
-from h2o_stream.models.pages import into_large_pages
+from h2o_stream.models.pages import into_large_pages, map_in_large_pages
 from h2o_stream.models.precision import Precision, WeightSizes, choose
 from h2o_stream.models.quantize import PackedConfig, with_dtype
 from h2o_stream.models.templates import FALLBACK_STOPS, FALLBACK_TEMPLATE
@@ -43,6 +43,9 @@ from h2o_stream.processes import Processes
 from h2o_stream.progress import Listener, Progress, ignore
 from h2o_stream.resources import cache_folder
 from h2o_stream.startup import collector_paused
+
+_LARGE_FILE = 2**30
+"""Bytes of a GGUF file from which on its repacked weights are kept: smaller ones are repacked in a moment."""
 
 
 @dataclass(frozen=True)
@@ -172,7 +175,7 @@ class _Loader:
         if precision.reason:
             self._notify(precision.reason)
         if precision.quantize != "none":
-            return self._packed(precision)
+            return self._packed(precision, skeleton)
         model = self._plain(precision.dtype, skeleton)
         into_large_pages(model)
         return model
@@ -205,26 +208,43 @@ class _Loader:
     def _as_the_file_has_it(self, file: GgufFile, skeleton: Any) -> Any:
         """With the packed weights of a GGUF file."""
         dtype = dtype_of(self._config.dtype, self._device)
-        weights, packed = weights_as_they_are(file, skeleton, dtype, self._progress)
-        return self._filled(weights, dtype=dtype, quantization_config=packed)
 
-    def _packed(self, precision: Precision) -> Any:
+        def read() -> Any:
+            weights, packed = weights_as_they_are(file, skeleton, dtype, self._progress)
+            return self._filled(weights, dtype=dtype, quantization_config=packed)
+
+        return self._kept(file.path, "gguf", dtype, read) if file.nbytes >= _LARGE_FILE else read()
+
+    def _packed(self, precision: Precision, skeleton: Any) -> Any:
         """Packed while it is read, or as it was packed before."""
-        name, quantize, source = self._config.model, precision.quantize, self._source
+        source, config = self._source, PackedConfig(precision.quantize)
         if self._file is not None:
-            weights = weights_in(self._file, self._skeleton(), precision.dtype, self._progress)
-            return self._filled(weights, dtype=precision.dtype, quantization_config=PackedConfig(quantize))
+            weights = weights_in(self._file, skeleton, precision.dtype, self._progress)
+            return self._filled(weights, dtype=precision.dtype, quantization_config=config)
+
+        def read() -> Any:
+            with self._reported("packing"):
+                model = self._class.from_pretrained(
+                    source, dtype="auto", quantization_config=config, **self._bars, **self._local
+                )
+            with_dtype(model, precision.dtype)
+            return model
+
         folder = Path(source) if Path(source).is_dir() else fetch(source, "config.json", self._config.offline).parent
-        kept = folder_of(name, folder, quantize)
-        with suppress(OSError), lock_of(kept):
-            if kept.exists():
-                return self._class.from_pretrained(kept, dtype=precision.dtype)
-        with self._reported("packing"):
-            model = self._class.from_pretrained(
-                source, dtype="auto", quantization_config=PackedConfig(quantize), **self._bars, **self._local
-            )
-        with_dtype(model, precision.dtype)
-        keep(model, kept, name, folder, self._notify, self._progress)
+        return self._kept(folder, precision.quantize, precision.dtype, read)
+
+    def _kept(self, source: Path, quantize: str, dtype: torch.dtype, read: Callable[[], Any]) -> Any:
+        """With the packed weights that are kept of `source`; else what `read` makes, which is kept then."""
+        name = self._config.model
+        folder = folder_of(name, source, quantize)
+        with suppress(OSError), lock_of(folder):
+            if folder.exists():
+                model = self._class.from_pretrained(folder, dtype=dtype)
+                map_in_large_pages(model.buffers())
+                return model
+        model = read()
+        note = {"model": name, "quantize": quantize, "source": str(source.absolute())}
+        keep(model, folder, note, self._notify, self._progress)
         return model
 
     def _filled(self, weights: dict[str, Any], **how: Any) -> Any:

@@ -10,7 +10,7 @@ import json
 import re
 import shutil
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -36,17 +36,19 @@ def folder_of(name: str, source: Path, quantize: str) -> Path:
 
     Args:
         name: as the user typed it.
-        source: folder of its checkpoint; changes of its files change the result.
-        quantize: ``int8`` or ``int4``.
+        source: folder of its checkpoint, or GGUF file; changes of its files change the result.
+        quantize: ``int8``, ``int4`` or ``gguf``.
     """
-    files = sorted(path for path in source.iterdir() if path.suffix in (".safetensors", ".bin", ".json"))
+    files = [source]
+    if source.is_dir():
+        files = sorted(path for path in source.iterdir() if path.suffix in (".safetensors", ".bin", ".json"))
     stats = [(path.name, path.stat().st_size, path.stat().st_mtime_ns) for path in files]
     digest = hashlib.sha256(repr((str(source.resolve()), stats, FORMAT)).encode()).hexdigest()[:12]
     readable = re.sub(r"[^\w.-]+", "-", Path(name).name or name)[-60:]
     return cache_folder() / "packed" / f"{readable}-{quantize}-{digest}"
 
 
-def keep(model: Any, folder: Path, name: str, source: Path, notify: Callable[[str], None], progress: Listener) -> None:
+def keep(model: Any, folder: Path, note: Mapping[str, str], notify: Callable[[str], None], progress: Listener) -> None:
     """Write the weights of a packed model, all or nothing.
 
     Nothing is written, and one line says why, where the disk is too small or cannot be written; another program that
@@ -55,8 +57,7 @@ def keep(model: Any, folder: Path, name: str, source: Path, notify: Callable[[st
     Args:
         model: of transformers, packed.
         folder: of `folder_of`.
-        name: as the user typed it.
-        source: folder of its checkpoint.
+        note: what it was made of, see `kept`.
         notify: told what is written and how large it is.
         progress: told when writing begins and ends.
     """
@@ -87,9 +88,7 @@ def keep(model: Any, folder: Path, name: str, source: Path, notify: Callable[[st
                 model.config.save_pretrained(partial)
                 progress(Progress("writing", 0, size))
                 save_file(tensors, partial / "model.safetensors", {"format": "pt"})
-                config = model.config.quantization_config
-                note = {"model": name, "quantize": config.quantize, "source": str(source.absolute())}
-                (partial / NOTE).write_text(json.dumps(note), encoding="utf-8")
+                (partial / NOTE).write_text(json.dumps(dict(note)), encoding="utf-8")
                 partial.rename(folder)
                 progress(Progress("writing", size, size))
             finally:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import mmap
 from collections.abc import Iterable
 from math import prod
@@ -67,6 +68,17 @@ def into_large_pages(model: Any) -> None:
             moved[place] = pages.take(tensor.shape, tensor.dtype)
             moved[place].copy_(tensor.detach())
         tensor.data = moved[place].view(tensor.shape)
+
+
+def map_in_large_pages(tensors: Iterable[Tensor]) -> None:
+    """Ask for large pages for what is read from now on of tensors mapped from files; some filesystems of Linux do so."""
+    if not hasattr(mmap, "MADV_HUGEPAGE"):
+        return
+    storages = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in tensors}
+    advise = ctypes.CDLL(None).madvise
+    for place, size in storages.items():
+        start = place // mmap.PAGESIZE * mmap.PAGESIZE
+        advise(ctypes.c_void_p(start), ctypes.c_size_t(place + size - start), mmap.MADV_HUGEPAGE)
 
 
 def _whole_lines(size: int) -> int:
