@@ -49,7 +49,7 @@ def test_a_layer(kind: MatrixKind, bias: bool, dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_weights_are_unpacked_in_parts(kind: MatrixKind, monkeypatch: pytest.MonkeyPatch) -> None:
-    layer, x = linear(kind, 100, 256), torch.randn(20, 256)
+    layer, x = linear(kind, 100, 256), torch.randn(70, 256)
     whole = layer(x)
     monkeypatch.setattr("h2o_stream.models.packed._AT_ONCE", 256 * 40)
     torch.testing.assert_close(layer(x), whole)

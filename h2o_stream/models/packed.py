@@ -11,8 +11,11 @@ from h2o_stream.native import library
 from h2o_stream.native.abi import Matrix, MatrixKind, pointer
 from h2o_stream.native.packing import gather, tiles_shape, unpack
 
-_FEW = 16
-"""Vectors up to which it is faster not to unpack the weights."""
+_FEW = 64
+"""Vectors up to which they are rounded to 8 bits rather than the weights unpacked: it is faster."""
+
+_WIDE = 2048
+"""Columns from which on any number of vectors is rounded: over so many, rounding averages out."""
 
 _AT_ONCE = 2**20
 """Weights that are unpacked at once: few enough to stay in the processor's cache."""
@@ -49,7 +52,8 @@ class PackedLinear(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """[..., in] to [..., out]."""
         flat = x.reshape(-1, self.in_features)
-        y = self._multiplied(flat) if len(flat) <= _FEW else self._multiplied_in_parts(flat)
+        rounded = len(flat) <= _FEW or self.in_features >= _WIDE
+        y = self._multiplied(flat) if rounded else self._multiplied_in_parts(flat)
         y = y.to(x.dtype).view(*x.shape[:-1], -1)
         return y if self.bias is None else y + self.bias
 
