@@ -15,9 +15,9 @@ from torch import Tensor
 
 from h2o_stream.config import ModelConfig
 from h2o_stream.errors import ConfigError
-from h2o_stream.models.load import device_of, dtype_of
 from h2o_stream.models.packed import PackedEmbedding, PackedLinear
 from h2o_stream.models.pages import Pages
+from h2o_stream.models.placement import device_of, dtype_of
 from h2o_stream.models.quantize import packed_kinds, replace, tie_head, untie
 from h2o_stream.native.abi import MatrixKind
 from h2o_stream.native.packing import ROWS, pack

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
@@ -34,14 +33,13 @@ from h2o_stream.models.hub import download_bars, fetch
 from h2o_stream.models.kept import lock_of
 from h2o_stream.models.packed_folder import folder_of, keep
 from h2o_stream.models.pages import into_large_pages, map_in_large_pages
+from h2o_stream.models.placement import device_of, dtype_of, dtypes_of, shared, spread
 from h2o_stream.models.precision import Precision, WeightSizes, choose
 from h2o_stream.models.quantize import PackedConfig, with_dtype
 from h2o_stream.models.templates import FALLBACK_STOPS, FALLBACK_TEMPLATE
 from h2o_stream.models.zero import ZeroInference
 from h2o_stream.native import library
-from h2o_stream.processes import Processes
 from h2o_stream.progress import Listener, Progress, ignore
-from h2o_stream.resources import cache_folder
 from h2o_stream.startup import collector_paused
 
 _LARGE_FILE = 2**30
@@ -169,7 +167,7 @@ class _Loader:
             WeightSizes.of(skeleton),
             free_bytes(),
             "none" if quantized and config.quantize == "auto" else config.quantize,
-            _dtypes_of(config.dtype),
+            dtypes_of(config.dtype),
             can_pack=library.loaded() is not None,
         )
         if precision.reason:
@@ -187,7 +185,7 @@ class _Loader:
             raise ConfigError(
                 f"--quantize {config.quantize} packs weights for the CPU, the model is on {self._device}; leave it out"
             )
-        place = _shared(self._described) if config.tensor_parallel else _placed(config)
+        place = shared(self._described) if config.tensor_parallel else spread(config)
         zero = ZeroInference(dtype) if config.zero else None
         model = self._plain(dtype, self._skeleton() if self._file else None, **place)
         return zero.take(model) if zero else model if place else model.to(self._device)
@@ -257,7 +255,8 @@ class _Loader:
     @contextmanager
     def _reported(self, what: str) -> Iterator[None]:
         """Tell how far transformers has come with reading a checkpoint."""
-        sizes = {name: tensor.nbytes for name, tensor in self._skeleton().state_dict().items()}
+        width = (getattr(self._described, "dtype", None) or torch.float32).itemsize
+        sizes = {name: tensor.numel() * width for name, tensor in self._skeleton().state_dict().items()}
         total = sum(sizes.values())
 
         def hook(factory: Any, args: Any, kwargs: Any) -> Any:
@@ -278,34 +277,6 @@ class _Loader:
             yield
         finally:
             set_tqdm_hook(previous)
-
-
-def _placed(config: ModelConfig) -> dict[str, Any]:
-    """Where weights go, as transformers takes it."""
-    if not config.device_map:
-        return {}
-    memory = config.memory_by_device()
-    return {
-        "device_map": config.device_map,
-        "offload_folder": str(cache_folder() / "offload"),
-        **({"max_memory": memory} if memory else {}),
-    }
-
-
-def _shared(described: Any) -> dict[str, Any]:
-    """How weights are shared among processes, as transformers takes it.
-
-    Raises:
-        ConfigError: there is only one process, or the heads cannot be shared out among them.
-    """
-    from transformers.distributed import DistributedConfig
-
-    count, heads = Processes().count, described.get_text_config().num_key_value_heads
-    if count == 1:
-        raise ConfigError("--tensor-parallel needs several processes; start them with torchrun --nproc-per-node N")
-    if heads % count:
-        raise ConfigError(f"{heads} KV heads cannot be shared by {count} processes; give torchrun a divisor")
-    return {"distributed_config": DistributedConfig(tp_plan="auto")}
 
 
 def load_tokenizer(config: ModelConfig, notify: Callable[[str], None] = lambda line: None) -> Any:
@@ -337,39 +308,3 @@ def _explained(name: str, source: str, error: Exception) -> Exception:
     if "model type" in reason or "Unrecognized model" in reason or "configuration class" in reason:
         return UnsupportedModelError(f"{name} cannot be served: {reason}")
     return ModelNotFoundError(f"{name} could not be loaded from {source}: {reason}")
-
-
-def device_of(name: str) -> torch.device:
-    """The torch device of a name; ``auto`` is the best there is.
-
-    Raises:
-        ConfigError: it cannot be used here.
-    """
-    if name == "auto":
-        own = os.environ.get("LOCAL_RANK", "0")  # of this process among those of a launcher
-        name = f"cuda:{own}" if torch.cuda.is_available() else "mps" if torch.backends.mps.is_available() else "cpu"
-    try:
-        device = torch.device(name)
-        torch.empty(0, device=device)
-    except (RuntimeError, AssertionError, NotImplementedError) as error:
-        reason = str(error).splitlines()[0]
-        raise ConfigError(f"device {name!r} cannot be used here: {reason}; try --device cpu") from error
-    return device
-
-
-def dtype_of(name: str, device: torch.device) -> torch.dtype:
-    """The torch dtype of a name.
-
-    ``auto`` is bfloat16 where the hardware computes in it, float32 elsewhere: emulated, it is slower than float32.
-    """
-    if name == "auto" and device.type != "cpu":
-        return torch.bfloat16
-    return _dtypes_of(name)[0]
-
-
-def _dtypes_of(name: str) -> tuple[torch.dtype, ...]:
-    """The dtypes that a name allows on a CPU, the best first."""
-    if name != "auto":
-        return (getattr(torch, name),)
-    native = any(getattr(torch.cpu, f"_is_{unit}_supported", bool)() for unit in ("avx512_bf16", "amx_tile"))
-    return (torch.bfloat16,) if native else (torch.float32, torch.bfloat16)

@@ -71,7 +71,7 @@ def into_large_pages(model: Any) -> None:
 
 
 def map_in_large_pages(tensors: Iterable[Tensor]) -> None:
-    """Ask for large pages for what is read from now on of tensors mapped from files; some filesystems of Linux do so."""
+    """Ask for large pages for what is read from now on of tensors mapped from files; not every filesystem has them."""
     if not hasattr(mmap, "MADV_HUGEPAGE"):
         return
     storages = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in tensors}
