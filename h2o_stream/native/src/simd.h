@@ -113,7 +113,7 @@ inline Floats load(const float* from) {
 inline Floats load(const BFloat16* from) {
 #if defined(H2O_AVX512)  // GCC 12 takes four instructions where there is one
   const __m256i halves = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(from));
-  return Floats(_mm512_slli_epi32(_mm512_maskz_cvtepu16_epi32(__mmask16(-1), halves), 16));
+  return Floats(Ints(_mm512_maskz_cvtepu16_epi32(__mmask16(-1), halves)) << 16);
 #elif defined(H2O_AVX2)
   const __m128i halves = _mm_loadu_si128(reinterpret_cast<const __m128i*>(from));
   return Floats(_mm256_slli_epi32(_mm256_cvtepu16_epi32(halves), 16));
