@@ -209,7 +209,7 @@ class TestGguf:
         down, up = model.model.layers[3].mlp.down_proj, model.get_input_embeddings()
         assert (down.kind, up.kind) == (MatrixKind.INT4, MatrixKind.INT8)
         assert isinstance(model.get_output_embeddings(), TiedHead)
-        ids = torch.arange(100, 140)[None]
+        ids = torch.arange(100, 180)[None]  # so many that activations are not rounded
         torch.testing.assert_close(model(ids).logits, embedded.model(ids).logits, rtol=1e-4, atol=1e-4)
 
     @pytest.mark.parametrize(("quantize", "most"), [("auto", 0.03), ("int8", 0.03), ("int4", 0.06)])

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from safetensors import SafetensorError
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
+from transformers.initialization import no_init_weights
 from transformers.utils.logging import disable_progress_bar, set_tqdm_hook
 
 from h2o_stream.cache.support import check_supported
@@ -192,7 +193,7 @@ class _Loader:
 
     def _skeleton(self) -> Any:
         """The model without weights."""
-        with torch.device("meta"):
+        with torch.device("meta"), no_init_weights():
             return self._class(self._described)
 
     def _plain(self, dtype: Any, skeleton: Any, **place: Any) -> Any:
