@@ -148,6 +148,17 @@ class TestKept:
         load(config)
         assert len(kept_folders()) == 2
 
+    def test_damaged_ones_are_made_again(self, folder: Path, cache: Path) -> None:
+        config, said = ModelConfig(str(folder), quantize="int4", device="cpu"), list[str]()
+        first = load(config).model
+        (entry,) = kept_folders()
+        weights = entry.path / "model.safetensors"
+        weights.write_bytes(weights.read_bytes()[:5000])
+        again = load(config, notify=said.append).model
+        assert again(IDS).logits.equal(first(IDS).logits)
+        assert "damaged" in said[0]
+        assert weights.stat().st_size > 5000
+
     def test_small_ones_are_not_kept(self, folder: Path, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(packed_folder, "LEAST", 2**30)
         load(ModelConfig(str(folder), quantize="int4", device="cpu"))

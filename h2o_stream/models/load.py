@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
@@ -111,13 +112,7 @@ class _Loader:
         progress: see `load`.
     """
 
-    def __init__(
-        self,
-        config: ModelConfig,
-        source: str,
-        notify: Callable[[str], None],
-        progress: Listener,
-    ) -> None:
+    def __init__(self, config: ModelConfig, source: str, notify: Callable[[str], None], progress: Listener) -> None:
         disable_progress_bar()  # ours is drawn in its place
         self._config, self._notify, self._progress = config, notify, progress
         self._file, self._source = _files(source, notify)
@@ -238,9 +233,14 @@ class _Loader:
         folder = folder_of(name, source, quantize)
         with suppress(OSError), lock_of(folder):
             if folder.exists():
-                model = self._class.from_pretrained(folder, dtype=dtype)
-                map_in_large_pages(model.buffers())
-                return model
+                try:
+                    model = self._class.from_pretrained(folder, dtype=dtype)
+                    map_in_large_pages(model.buffers())
+                    return model
+                except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
+                    reason = (str(error) or type(error).__name__).splitlines()[0]
+                    self._notify(f"The packed weights in {folder} are damaged and are made again: {reason}")
+                    shutil.rmtree(folder)
         model = read()
         note = {"model": name, "quantize": quantize, "source": str(source.absolute())}
         keep(model, folder, note, self._notify, self._progress)
