@@ -11,10 +11,13 @@ import re
 import shutil
 import tempfile
 from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor, wait
 from pathlib import Path
 from typing import Any
 
+import safetensors.torch
 from filelock import Timeout
+from torch import Tensor
 
 from h2o_stream.models.kept import lock_of
 from h2o_stream.models.precision import readable
@@ -26,6 +29,9 @@ LEAST = 64 * 2**20
 """Bytes of packed weights from which on they are kept: smaller ones are packed in a moment."""
 
 NOTE = "packed.json"
+
+_EVERY_S = 0.2
+"""Between two looks at how much is written."""
 
 _SPARE = 2**28
 """Bytes of the disk that must stay free."""
@@ -61,8 +67,6 @@ def keep(model: Any, folder: Path, note: Mapping[str, str], notify: Callable[[st
         notify: told what is written and how large it is.
         progress: told when writing begins and ends.
     """
-    from safetensors.torch import save_file
-
     tensors = {key: tensor.contiguous() for key, tensor in model.state_dict().items()}
     size = sum(tensor.nbytes for tensor in tensors.values())
     if size < LEAST:
@@ -86,14 +90,23 @@ def keep(model: Any, folder: Path, note: Mapping[str, str], notify: Callable[[st
             partial = Path(tempfile.mkdtemp(prefix=f".{folder.name}.", suffix=".partial", dir=parent))
             try:
                 model.config.save_pretrained(partial)
-                progress(Progress("writing", 0, size))
-                save_file(tensors, partial / "model.safetensors", {"format": "pt"})
+                _write(tensors, partial / "model.safetensors", size, progress)
                 (partial / NOTE).write_text(json.dumps(dict(note)), encoding="utf-8")
                 partial.rename(folder)
-                progress(Progress("writing", size, size))
             finally:
                 shutil.rmtree(partial, ignore_errors=True)
     except Timeout:
         pass
     except OSError as error:
         notify(f"The packed weights are not kept: {error.strerror or error} ({parent}).")
+
+
+def _write(tensors: dict[str, Tensor], path: Path, size: int, progress: Listener) -> None:
+    """Write tensors of `size` bytes, and tell how large the file is meanwhile."""
+    with ThreadPoolExecutor(1) as beside:
+        writing = beside.submit(safetensors.torch.save_file, tensors, path, {"format": "pt"})
+        while not writing.done():
+            progress(Progress("writing", min(path.stat().st_size, size) if path.exists() else 0, size))
+            wait([writing], _EVERY_S)
+    writing.result()
+    progress(Progress("writing", size, size))
