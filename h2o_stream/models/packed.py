@@ -12,8 +12,7 @@ from h2o_stream.native.abi import Matrix, MatrixKind, pointer
 from h2o_stream.native.packing import gather, tiles_shape, unpack
 
 _FEW = 16
-"""Vectors that are rounded to 8 bits rather than the weights unpacked. More would be faster, but less exact: small models
-feel it."""
+"""Vectors that are rounded to 8 bits rather than the weights unpacked: with more that is faster too, but less exact."""
 
 _WIDE = 2048
 """Columns from which on any number of vectors is rounded: over so many, rounding averages out."""
