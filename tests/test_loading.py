@@ -16,8 +16,9 @@ from transformers import AutoModelForCausalLM, Gemma2Config, Gemma2ForCausalLM, 
 from h2o_stream import CacheConfig, ConfigError, attach
 from h2o_stream.config import ModelConfig
 from h2o_stream.errors import OutOfMemoryError
-from h2o_stream.models import kept, packed_folder
+from h2o_stream.models import kept, packed_folder, quantize
 from h2o_stream.models import load as loading
+from h2o_stream.models.gguf_names import Weight
 from h2o_stream.models.kept import kept_folders
 from h2o_stream.models.load import LoadedModel, load
 from h2o_stream.models.packed import PackedEmbedding, PackedLinear, TiedHead
@@ -234,6 +235,27 @@ class TestGguf:
 
         model = load(ModelConfig(dtype="float32", device="cpu", quantize=quantize)).model
         assert abs(loss(model) - loss(embedded.model)) < most
+
+    def test_packed_anew_it_is_read_matrix_by_matrix(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """No more than one matrix exists unpacked."""
+        ahead = most = 0
+        read, packed = Weight.values, quantize.pack
+
+        def counted(weight: Weight) -> torch.Tensor:
+            nonlocal ahead, most
+            ahead += len(weight.shape) == 2
+            most = max(most, ahead)
+            return read(weight)
+
+        def packing(*given: object) -> torch.Tensor:
+            nonlocal ahead
+            ahead -= 1
+            return packed(*given)  # type: ignore[arg-type]
+
+        monkeypatch.setattr(Weight, "values", counted)
+        monkeypatch.setattr(quantize, "pack", packing)
+        load(ModelConfig(device="cpu", quantize="int4"))
+        assert (ahead, most) == (0, 1)
 
     def test_progress_reaches_the_end_and_may_stop_it(self) -> None:
         steps: list[Progress] = []

@@ -101,13 +101,24 @@ def _tiles(file: GgufFile, weight: Weight, kind: MatrixKind, pages: Pages) -> Te
     return pack(weight.values().contiguous(), kind, tiles)
 
 
-def weights_in(file: GgufFile, skeleton: Any, dtype: torch.dtype, progress: Listener) -> dict[str, Tensor]:
-    """The weights of a GGUF file for `from_pretrained`, all as floating numbers of `dtype`; see above."""
-    found, weights, done = list(model_weights(file, skeleton)), dict[str, Tensor](), 0
-    total = sum(weight.tensor.nbytes for weight in found)
-    for weight in found:
-        progress(Progress("reading", done, total))
-        weights[weight.name] = weight.values().to(dtype)
-        file.forget(weight.tensor)
-        done += weight.tensor.nbytes
-    return weights
+class _Unread:
+    """A weight that is read when transformers asks for it, as it does of slices of safetensors."""
+
+    def __init__(self, file: GgufFile, weight: Weight, dtype: torch.dtype) -> None:
+        self._file, self._weight, self._dtype = file, weight, dtype
+
+    def __getitem__(self, everything: Any) -> Tensor:
+        values = self._weight.values().to(self._dtype, copy=True)
+        self._file.forget(self._weight.tensor)
+        return values
+
+
+def weights_in(file: GgufFile, skeleton: Any, dtype: torch.dtype) -> dict[str, Any]:
+    """The weights of a GGUF file for `from_pretrained`, as floating numbers of `dtype` that are read one by one.
+
+    Args:
+        file: with the weights.
+        skeleton: the model on the meta device.
+        dtype: of all of them.
+    """
+    return {weight.name: _Unread(file, weight, dtype) for weight in model_weights(file, skeleton)}

@@ -194,8 +194,8 @@ class _Loader:
     def _plain(self, dtype: Any, skeleton: Any, **place: Any) -> Any:
         """With floating weights."""
         if self._file is not None:
-            weights = weights_in(self._file, skeleton, dtype, self._progress)
-            return self._filled(weights, dtype=dtype, **place)
+            with self._reported("reading"):
+                return self._filled(weights_in(self._file, skeleton, dtype), dtype=dtype, **place)
         with self._reported("reading"):
             return self._class.from_pretrained(self._source, dtype=dtype, **self._bars, **place, **self._local)
 
@@ -213,8 +213,9 @@ class _Loader:
         """Packed while it is read, or as it was packed before."""
         source, config = self._source, PackedConfig(precision.quantize)
         if self._file is not None:
-            weights = weights_in(self._file, skeleton, precision.dtype, self._progress)
-            return self._filled(weights, dtype=precision.dtype, quantization_config=config)
+            weights = weights_in(self._file, skeleton, precision.dtype)
+            with self._reported("packing"):
+                return self._filled(weights, dtype=precision.dtype, quantization_config=config)
 
         def read() -> Any:
             with self._reported("packing"):
