@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -79,6 +81,25 @@ def in_wheel(project: str, suffix: str) -> PackagePath | None:
     except PackageNotFoundError:
         return None
     return next((file for file in files if str(file).endswith(suffix) and Path(str(file.locate())).exists()), None)
+
+
+@contextmanager
+def whole_folder(folder: Path) -> Iterator[Path]:
+    """Make a folder all or nothing: the block fills one beside it, which gets its name at the end.
+
+    What killed programs left of earlier attempts is removed; the caller holds a lock.
+    """
+    import shutil
+    import tempfile
+
+    for leftover in folder.parent.glob(f".{folder.name}.*.partial"):
+        shutil.rmtree(leftover, ignore_errors=True)
+    partial = Path(tempfile.mkdtemp(prefix=f".{folder.name}.", suffix=".partial", dir=folder.parent))
+    try:
+        yield partial
+        partial.rename(folder)
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
 
 
 def cache_folder() -> Path:

@@ -10,7 +10,10 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
 
 from h2o_stream.config import ModelConfig
+from h2o_stream.models.find import EMBEDDED_WHEEL
 from h2o_stream.models.load import LoadedModel, load, load_tokenizer
+from h2o_stream.resources import in_wheel
+from tests.gguf_files import write_model
 
 torch.set_grad_enabled(False)
 
@@ -45,6 +48,22 @@ def tiny() -> LlamaForCausalLM:
 @pytest.fixture
 def grouped() -> LlamaForCausalLM:
     return make_llama(heads=2, groups=3)
+
+
+@pytest.fixture(scope="session")
+def small(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A GGUF file of a tiny random Llama."""
+    path = tmp_path_factory.mktemp("gguf") / "small.gguf"
+    write_model(path, make_llama(), "llama", **{"attention.layer_norm_rms_epsilon": 1e-6, "rope.dimension_count": 8})
+    return path
+
+
+@pytest.fixture(scope="session")
+def embedded_file() -> Path:
+    """The GGUF file of the embedded model."""
+    file = in_wheel(EMBEDDED_WHEEL, ".gguf")
+    assert file is not None, "make test installs it"
+    return Path(str(file.locate()))
 
 
 @pytest.fixture(scope="session")

@@ -16,12 +16,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from h2o_stream import ModelNotFoundError, UnsupportedModelError
-from h2o_stream.models.find import EMBEDDED_WHEEL
 from h2o_stream.models.gguf import GgufFile
 from h2o_stream.models.gguf_header import LongArray
-from h2o_stream.resources import in_wheel
-from tests.conftest import make_llama
-from tests.gguf_files import ROW, array, composed, key, string, tensor, write_model
+from tests.gguf_files import ROW, array, composed, key, string, tensor
 
 T = GGUFValueType
 HUGE = 1 << 63
@@ -93,20 +90,6 @@ HOSTILE = {
     "two in one place": (two(offset=0), r"tensor b starts at \d+, a ends at"),
     "cut in the last tensor": (two()[:-1], "tensor b has 32 bytes"),
 }
-
-
-@pytest.fixture(scope="module")
-def small(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("gguf") / "small.gguf"
-    write_model(path, make_llama(), "llama", **{"attention.layer_norm_rms_epsilon": 1e-6, "rope.dimension_count": 8})
-    return path
-
-
-@pytest.fixture(scope="module")
-def embedded_file() -> Path:
-    file = in_wheel(EMBEDDED_WHEEL, ".gguf")
-    assert file is not None, "make test installs it"
-    return Path(str(file.locate()))
 
 
 class TestHostile:

@@ -15,32 +15,16 @@ from transformers import AutoConfig, AutoTokenizer, GenerationConfig
 
 from h2o_stream import H2OStreamError, ModelNotFoundError, UnsupportedModelError
 from h2o_stream.models import gguf_describe
-from h2o_stream.models.find import EMBEDDED_WHEEL, find, fingerprint
+from h2o_stream.models.find import find, fingerprint
 from h2o_stream.models.gguf import GgufFile
 from h2o_stream.models.gguf_describe import described
-from h2o_stream.resources import in_wheel
-from tests.conftest import make_llama
-from tests.gguf_files import MERGES, TOKENS, composed, key, string, write_model
+from tests.gguf_files import MERGES, TOKENS, composed, key, string
 
 
 @pytest.fixture
 def cache_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setattr(gguf_describe, "cache_folder", lambda: tmp_path / "cache")
     return tmp_path / "cache" / "gguf"
-
-
-@pytest.fixture(scope="module")
-def small(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("gguf") / "small.gguf"
-    write_model(path, make_llama(), "llama", **{"attention.layer_norm_rms_epsilon": 1e-6, "rope.dimension_count": 8})
-    return path
-
-
-@pytest.fixture(scope="module")
-def embedded_file() -> Path:
-    file = in_wheel(EMBEDDED_WHEEL, ".gguf")
-    assert file is not None, "make test installs it"
-    return Path(str(file.locate()))
 
 
 class TestDescribed:

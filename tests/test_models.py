@@ -19,17 +19,9 @@ from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedTokenizerBase
 from h2o_stream import CacheConfig, ConfigError, ModelNotFoundError, UnsupportedModelError
 from h2o_stream.config import ModelConfig
 from h2o_stream.models import find as finding
-from h2o_stream.models.find import EMBEDDED_WHEEL, find
+from h2o_stream.models.find import find
 from h2o_stream.models.load import LoadedModel, load
 from h2o_stream.models.templates import FALLBACK_STOPS
-from h2o_stream.resources import in_wheel
-
-
-@pytest.fixture
-def embedded_file() -> Path:
-    file = in_wheel(EMBEDDED_WHEEL, ".gguf")
-    assert file is not None, "make test installs it"
-    return Path(str(file.locate()))
 
 
 class TestEmbedded:

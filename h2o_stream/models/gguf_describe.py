@@ -7,9 +7,7 @@ and makes the result atomic and safe when two programs start at the same time.
 from __future__ import annotations
 
 import json
-import shutil
 import struct
-import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -20,7 +18,7 @@ from gguf import GGMLQuantizationType, GGUFValueType
 from h2o_stream.errors import H2OStreamError, ModelNotFoundError, UnsupportedModelError
 from h2o_stream.models.gguf import GgufFile
 from h2o_stream.models.gguf_header import LongArray
-from h2o_stream.resources import cache_folder
+from h2o_stream.resources import cache_folder, whole_folder
 
 _FORMAT = 1
 """Counts up when other files are made of the same GGUF file."""
@@ -51,7 +49,8 @@ def described(file: GgufFile, key: str, notify: Callable[[str], None]) -> Path:
             parent / f"{folder.name}.lock", lambda: notify(f"Another program is reading {file.path.name} ...")
         ):
             if not folder.exists():
-                _make(file, folder)
+                with whole_folder(folder) as partial:
+                    _describe(file, partial)
     except OSError as error:
         raise H2OStreamError(
             f"the tokenizer of {file.path.name} could not be written into {parent}: {error.strerror or error}"
@@ -71,17 +70,6 @@ def _locked(path: Path, wait: Callable[[], None]) -> Iterator[None]:
         yield
     finally:
         lock.release()
-
-
-def _make(file: GgufFile, folder: Path) -> None:
-    for leftover in folder.parent.glob(f".{folder.name}.*.partial"):
-        shutil.rmtree(leftover, ignore_errors=True)
-    partial = Path(tempfile.mkdtemp(prefix=f".{folder.name}.", suffix=".partial", dir=folder.parent))
-    try:
-        _describe(file, partial)
-        partial.rename(folder)
-    finally:
-        shutil.rmtree(partial, ignore_errors=True)
 
 
 def _describe(file: GgufFile, target: Path) -> None:

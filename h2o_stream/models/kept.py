@@ -23,6 +23,9 @@ from h2o_stream.models.find import EMBEDDED_WHEEL
 from h2o_stream.models.stores import StoredModel, read_json
 from h2o_stream.resources import cache_folder, in_wheel
 
+NOTE = "packed.json"
+"""Says of which model the packed weights of a folder are."""
+
 _OLD_KEY = re.compile(rf"({re.escape(DEFAULT_MODEL)})-[0-9A-Za-z]+|(.+)-[0-9a-f]+-[0-9a-f]+")
 """How version 0.1 called its copies: the embedded model and a digest; the stem of a file, its size and its time."""
 
@@ -114,7 +117,7 @@ def _remove(folder: Path) -> None:
 
 def _packed_folders() -> Iterator[KeptFolder]:
     for path in _folders("packed"):
-        described = read_json(path / "packed.json")
+        described = read_json(path / NOTE)
         told = described if isinstance(described, dict) else {}
         model, source, kind = (str(told.get(name, "")) for name in ("model", "source", "quantize"))
         names = dict.fromkeys(name for name in (model, source, path.name) if name)

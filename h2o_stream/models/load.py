@@ -183,7 +183,7 @@ class _Loader:
             )
         place = shared(self._described) if config.tensor_parallel else spread(config)
         zero = ZeroInference(dtype) if config.zero else None
-        model = self._plain(dtype, self._skeleton() if self._file else None, **place)
+        model = self._plain(dtype, self._skeleton(), **place)
         return zero.take(model) if zero else model if place else model.to(self._device)
 
     def _skeleton(self) -> Any:
@@ -193,10 +193,9 @@ class _Loader:
 
     def _plain(self, dtype: Any, skeleton: Any, **place: Any) -> Any:
         """With floating weights."""
-        if self._file is not None:
-            with self._reported("reading"):
+        with self._reported("reading", skeleton):
+            if self._file is not None:
                 return self._filled(weights_in(self._file, skeleton, dtype), dtype=dtype, **place)
-        with self._reported("reading"):
             return self._class.from_pretrained(self._source, dtype=dtype, **self._bars, **place, **self._local)
 
     def _as_the_file_has_it(self, file: GgufFile, skeleton: Any) -> Any:
@@ -214,11 +213,11 @@ class _Loader:
         source, config = self._source, PackedConfig(precision.quantize)
         if self._file is not None:
             weights = weights_in(self._file, skeleton, precision.dtype)
-            with self._reported("packing"):
+            with self._reported("packing", skeleton):
                 return self._filled(weights, dtype=precision.dtype, quantization_config=config)
 
         def read() -> Any:
-            with self._reported("packing"):
+            with self._reported("packing", skeleton):
                 model = self._class.from_pretrained(
                     source, dtype="auto", quantization_config=config, **self._bars, **self._local
                 )
@@ -255,10 +254,10 @@ class _Loader:
         return model
 
     @contextmanager
-    def _reported(self, what: str) -> Iterator[None]:
-        """Tell how far transformers has come with reading a checkpoint."""
+    def _reported(self, what: str, skeleton: Any) -> Iterator[None]:
+        """Tell how far transformers has come with reading the weights of `skeleton`."""
         width = (getattr(self._described, "dtype", None) or torch.float32).itemsize
-        sizes = {name: tensor.numel() * width for name, tensor in self._skeleton().state_dict().items()}
+        sizes = {name: tensor.numel() * width for name, tensor in skeleton.state_dict().items()}
         total = sum(sizes.values())
 
         def hook(factory: Any, args: Any, kwargs: Any) -> Any:

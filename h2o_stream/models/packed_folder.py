@@ -9,7 +9,6 @@ import hashlib
 import json
 import re
 import shutil
-import tempfile
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor, wait
 from pathlib import Path
@@ -19,16 +18,14 @@ import safetensors.torch
 from filelock import Timeout
 from torch import Tensor
 
-from h2o_stream.models.kept import lock_of
+from h2o_stream.models.kept import NOTE, lock_of
 from h2o_stream.models.precision import readable
 from h2o_stream.models.quantize import FORMAT
 from h2o_stream.progress import Listener, Progress
-from h2o_stream.resources import cache_folder
+from h2o_stream.resources import cache_folder, whole_folder
 
 LEAST = 64 * 2**20
 """Bytes of packed weights from which on they are kept: smaller ones are packed in a moment."""
-
-NOTE = "packed.json"
 
 _EVERY_S = 0.2
 """Between two looks at how much is written."""
@@ -50,8 +47,8 @@ def folder_of(name: str, source: Path, quantize: str) -> Path:
         files = sorted(path for path in source.iterdir() if path.suffix in (".safetensors", ".bin", ".json"))
     stats = [(path.name, path.stat().st_size, path.stat().st_mtime_ns) for path in files]
     digest = hashlib.sha256(repr((str(source.resolve()), stats, FORMAT)).encode()).hexdigest()[:12]
-    readable = re.sub(r"[^\w.-]+", "-", Path(name).name or name)[-60:]
-    return cache_folder() / "packed" / f"{readable}-{quantize}-{digest}"
+    stem = re.sub(r"[^\w.-]+", "-", Path(name).name or name)[-60:]
+    return cache_folder() / "packed" / f"{stem}-{quantize}-{digest}"
 
 
 def keep(model: Any, folder: Path, note: Mapping[str, str], notify: Callable[[str], None], progress: Listener) -> None:
@@ -80,21 +77,15 @@ def keep(model: Any, folder: Path, note: Mapping[str, str], notify: Callable[[st
             )
             return
         with lock_of(folder).acquire(timeout=0):
-            for leftover in parent.glob(f".{folder.name}.*.partial"):
-                shutil.rmtree(leftover, ignore_errors=True)
             if folder.exists():
                 return
             notify(
                 f"Keeping the packed weights for faster starts: {readable(size)} in {folder} (--forget removes them)."
             )
-            partial = Path(tempfile.mkdtemp(prefix=f".{folder.name}.", suffix=".partial", dir=parent))
-            try:
+            with whole_folder(folder) as partial:
                 model.config.save_pretrained(partial)
                 _write(tensors, partial / "model.safetensors", size, progress)
                 (partial / NOTE).write_text(json.dumps(dict(note)), encoding="utf-8")
-                partial.rename(folder)
-            finally:
-                shutil.rmtree(partial, ignore_errors=True)
     except Timeout:
         pass
     except OSError as error:

@@ -19,9 +19,8 @@ from transformers.utils.quantization_config import QuantizationConfigMixin
 from h2o_stream.errors import ConfigError
 from h2o_stream.models.packed import PackedEmbedding, PackedLinear, TiedHead
 from h2o_stream.models.pages import Pages
-from h2o_stream.native import library
 from h2o_stream.native.abi import MatrixKind
-from h2o_stream.native.packing import fits, pack, tiles_shape
+from h2o_stream.native.packing import fits, pack, required_library, tiles_shape
 
 METHOD = "h2o"
 """Name of the quantizer in transformers."""
@@ -76,8 +75,7 @@ class PackedQuantizer(HfQuantizer):
         Raises:
             ConfigError: there is no compiled library, or weights are to go elsewhere than to the CPU.
         """
-        if library.loaded() is None:
-            raise ConfigError(f"packed weights need the compiled library: {library.missing_reason()}")
+        required_library()
         if device_map is not None:
             raise ConfigError("packed weights are for the CPU alone; leave out --device-map, or use --quantize none")
 
@@ -163,10 +161,10 @@ def packed_kinds(model: Any, quantize: str) -> dict[str, MatrixKind]:
 def packed_bytes(model: Any, quantize: str) -> int:
     """Bytes of a model's weights when it is packed, what stays as it is included; see `packed_kinds`."""
     kinds = packed_kinds(model, quantize)
-    shapes = {name: model.get_submodule(name).weight.shape for name in kinds}
-    packed = {id(model.get_submodule(name).weight) for name in kinds}
+    weights = {name: model.get_submodule(name).weight for name in kinds}
+    packed = set(map(id, weights.values()))
     left: int = sum(weight.nbytes for weight in model.parameters() if id(weight) not in packed)
-    return left + sum(prod(tiles_shape(kind, *shapes[name])) for name, kind in kinds.items())
+    return left + sum(prod(tiles_shape(kind, *weights[name].shape)) for name, kind in kinds.items())
 
 
 def packable(module: Any) -> bool:

@@ -80,7 +80,7 @@ def pack(weights: Tensor, kind: MatrixKind, out: Tensor | None = None) -> Tensor
     """
     rows, columns = weights.shape
     out = _empty(kind, rows, columns) if out is None else out
-    _library().h2o_pack(
+    required_library().h2o_pack(
         ctypes.byref(_matrix(out, kind, rows, columns)),
         pointer(weights),
         _FLOATS[weights.dtype],
@@ -117,7 +117,9 @@ def repack(
     """
     out = _empty(kind, rows, columns) if out is None else out
     matrix = _matrix(out, kind, rows, columns)
-    if _library().h2o_repack(ctypes.byref(matrix), pointer(blocks), gguf_type, pointer(order), torch.get_num_threads()):
+    if required_library().h2o_repack(
+        ctypes.byref(matrix), pointer(blocks), gguf_type, pointer(order), torch.get_num_threads()
+    ):
         raise ConfigError(f"weights of GGUF type {gguf_type} cannot be repacked")
     return out
 
@@ -142,7 +144,9 @@ def unpack(
     out = torch.empty(count, columns, dtype=dtype) if out is None else out
     matrix = _matrix(tiles, kind, first + count, columns)
     in_bfloat16 = dtype == torch.bfloat16
-    _library().h2o_unpack(ctypes.byref(matrix), pointer(out), first, count, in_bfloat16, torch.get_num_threads())
+    required_library().h2o_unpack(
+        ctypes.byref(matrix), pointer(out), first, count, in_bfloat16, torch.get_num_threads()
+    )
     return out
 
 
@@ -151,7 +155,7 @@ def gather(tiles: Tensor, kind: MatrixKind, columns: int, rows: Tensor, dtype: t
     out = torch.empty(len(rows), columns, dtype=dtype)
     matrix = _matrix(tiles, kind, len(tiles) * ROWS, columns)
     in_bfloat16 = dtype == torch.bfloat16
-    _library().h2o_gather(
+    required_library().h2o_gather(
         ctypes.byref(matrix), pointer(rows), len(rows), pointer(out), in_bfloat16, torch.get_num_threads()
     )
     return out
@@ -165,7 +169,12 @@ def _matrix(tiles: Tensor, kind: MatrixKind, rows: int, columns: int) -> Matrix:
     return Matrix(pointer(tiles), None, rows, columns, kind)
 
 
-def _library() -> ctypes.CDLL:
+def required_library() -> ctypes.CDLL:
+    """The compiled library.
+
+    Raises:
+        ConfigError: there is none.
+    """
     native = library.loaded()
     if native is None:
         raise ConfigError(f"packed weights need the compiled library: {library.missing_reason()}")
