@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import zlib
 from collections.abc import Mapping
 from typing import Any
 
@@ -13,6 +14,7 @@ from torch import Tensor, nn
 from h2o_stream.errors import H2OStreamError
 
 FINGERPRINT = "fingerprint"
+CHECKSUMS = "checksums"
 
 _SAMPLED = 16
 """Numbers of each weight that go into the fingerprint of a model."""
@@ -32,6 +34,29 @@ def model_digest(model: nn.Module) -> str:
             some = weight.detach().flatten()[:: max(weight.numel() // _SAMPLED, 1)]
             digest.update(some.float().cpu().numpy().tobytes())
     return f"{type(model).__name__} {digest.hexdigest()[:16]}"
+
+
+def checksummed(state: dict[str, Tensor], name: str = CHECKSUMS) -> dict[str, Tensor]:
+    """The state, and under `name` a CRC-32 of each of its tensors."""
+    return state | {name: sealed({key: _crc(tensor) for key, tensor in state.items()})}
+
+
+def verify(state: Mapping[str, Tensor], name: str = CHECKSUMS) -> None:
+    """Compare every tensor that `checksummed` saw with its checksum; others in the state are not looked at.
+
+    Raises:
+        H2OStreamError: a tensor is missing or damaged, or there are no checksums.
+    """
+    for key, crc in unsealed(state, name).items():
+        if not isinstance(state.get(key), Tensor) or _crc(state[key]) != crc:
+            raise H2OStreamError(f"the state is damaged: {key} is missing or not what was saved")
+
+
+def _crc(tensor: Tensor) -> int:
+    """Of dtype, shape and bytes."""
+    header = f"{tensor.dtype} {tuple(tensor.shape)}".encode()
+    whole = tensor.detach().cpu().contiguous().flatten().view(torch.uint8)
+    return zlib.crc32(whole.numpy(), zlib.crc32(header))
 
 
 def sealed(fingerprint: Mapping[str, Any]) -> Tensor:
