@@ -216,4 +216,4 @@ def _run(make: Make, model: ModelConfig, out: Path | None, output: OutputOptions
 
 def main() -> None:
     """Entry point."""
-    app()
+    run.main("h2o-compare", app)
