@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import stat
 import sys
 from collections.abc import Callable
 from contextlib import suppress
@@ -53,7 +54,7 @@ def silence(only_terminals: bool = False) -> None:
     nowhere = os.open(os.devnull, os.O_RDWR)
     for number in (1, 2):
         with suppress(OSError):
-            if not only_terminals or os.isatty(number):
+            if not only_terminals or stat.S_ISCHR(os.fstat(number).st_mode):  # one that hung up is no tty any more
                 os.dup2(nowhere, number)
     os.close(nowhere)
 

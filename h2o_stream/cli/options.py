@@ -321,6 +321,9 @@ class ConversationOptions(SamplingOptions, CacheOptions, PolicyOptions, EngineOp
         )
 
 
+VersionOption = Annotated[bool, shown_and_left("--version", _version, help="Print the version and leave.")]
+
+
 @dataclasses.dataclass(frozen=True)
 class OutputOptions:
     """What is written where."""
@@ -330,10 +333,7 @@ class OutputOptions:
     verbose: Annotated[bool, _output("-v", "--verbose", help="Say more about what is going on.")] = False
     debug: Annotated[bool, _output("--debug", help="Show tracebacks.")] = False
     color: Annotated[Literal["auto", "on", "off"], _output("--color", help="Colours.")] = "auto"
-    version: Annotated[
-        bool,
-        shown_and_left("--version", _version, help="Print the version and leave."),
-    ] = False
+    version: VersionOption = False
 
 
 @dataclasses.dataclass(frozen=True)

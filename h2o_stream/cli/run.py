@@ -109,7 +109,9 @@ def reporting(command: str, debug: bool) -> Iterator[None]:
         raise typer.Exit(FAILED) from None
     except Exception as error:  # noqa: BLE001
         message = str(error)
-        if not isinstance(error, H2OStreamError):
+        if isinstance(error, RuntimeError) and "home directory" in message:  # says pathlib
+            message = "this user has no home folder; set HOME"
+        elif not isinstance(error, H2OStreamError):
             hint = "" if debug else " (--debug shows where)"
             message = f"unexpected {type(error).__name__}: {message.partition(chr(10))[0]}{hint}"
         _complain(command, message, traceback.format_exc() if debug else "")
