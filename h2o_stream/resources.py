@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 from h2o_stream.errors import DataError
 
@@ -26,6 +27,14 @@ def shipped(name: str) -> Path:
 def named_prompts() -> dict[str, str]:
     """The texts in prompts/, by name."""
     return {path.stem: path.read_text(encoding="utf-8").strip() for path in sorted(shipped("prompts").glob("*.txt"))}
+
+
+def is_file(path: Path) -> bool:
+    """Whether there is a file of this name, however long or odd it is."""
+    try:
+        return path.expanduser().is_file()
+    except (OSError, RuntimeError, ValueError):
+        return False
 
 
 def read_text(path: Path, place: str) -> str:
@@ -102,23 +111,68 @@ def whole_folder(folder: Path) -> Iterator[Path]:
         shutil.rmtree(partial, ignore_errors=True)
 
 
-def cache_folder() -> Path:
-    """The user's cache folder of this program."""
-    import platformdirs
+class NoHomeError(DataError, OSError):
+    """Nobody knows the user's folders: the user has no entry in the system's list, and no variable names them."""
 
-    return Path(platformdirs.user_cache_dir(APP, appauthor=False))
+
+def cache_folder() -> Path:
+    """The user's cache folder of this program.
+
+    Raises:
+        NoHomeError: there is none.
+    """
+    return _folder("cache")
 
 
 def data_folder() -> Path:
-    """The user's folder for what should outlive a cache clean-up, such as the input history."""
-    import platformdirs
+    """The user's folder for what should outlive a cache clean-up, such as the input history.
 
-    return Path(platformdirs.user_data_dir(APP, appauthor=False))
+    Raises:
+        NoHomeError: there is none.
+    """
+    return _folder("data")
 
 
 def config_file() -> Path:
-    """The user's file of options; H2O_CONFIG names another."""
+    """The user's file of options; H2O_CONFIG names another.
+
+    Raises:
+        NoHomeError: there is none.
+    """
+    named = os.environ.get("H2O_CONFIG")
+    return Path(named) if named else _folder("config") / "config.toml"
+
+
+def _folder(kind: Literal["cache", "data", "config"]) -> Path:
     import platformdirs
 
-    named = os.environ.get("H2O_CONFIG")
-    return Path(named) if named else Path(platformdirs.user_config_dir(APP, appauthor=False)) / "config.toml"
+    try:
+        folder: str = getattr(platformdirs, f"user_{kind}_dir")(APP, appauthor=False)
+    except RuntimeError:
+        folder = "~"
+    if folder.startswith("~"):
+        raise NoHomeError(f"this user has no home folder; set HOME or XDG_{kind.upper()}_HOME")
+    return Path(folder)
+
+
+def user_path(name: str, place: str) -> Path:
+    """The path that a user typed, with the home folder for ``~``.
+
+    Args:
+        name: what was typed.
+        place: what it is called in messages.
+
+    Raises:
+        DataError: there is no such home folder, or no path is written so.
+    """
+    if "\0" in name:
+        raise DataError(f"{place}: no name of a file has a null character")
+    try:
+        return Path(name).expanduser()
+    except RuntimeError as error:
+        raise DataError(f"{place}: there is no home folder {name.partition('/')[0]}") from error
+
+
+def whole_letters(text: str) -> str:
+    """Text that can be encoded: what was no UTF-8 on the command line or half a pair in JSON is a replacement sign."""
+    return re.sub("[\ud800-\udfff]", "\ufffd", text)

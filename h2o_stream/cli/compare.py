@@ -18,7 +18,7 @@ from h2o_stream.cli.comparisons import (
     TasksOptions,
     ThroughputOptions,
 )
-from h2o_stream.cli.options import CacheOptions, EngineOptions, ModelOptions, OutputOptions, takes
+from h2o_stream.cli.options import CacheOptions, EngineOptions, ModelOptions, OutputOptions, VersionOption, takes
 from h2o_stream.config import ModelConfig
 from h2o_stream.processes import Processes
 from h2o_stream.session.records import Records
@@ -27,7 +27,7 @@ app = run.app()
 
 
 @app.callback()
-def compare() -> None:
+def compare(version: VersionOption = False) -> None:
     """Compare cache policies with each other and with a full cache.
 
     Under "accelerate launch -m h2o_stream.compare" or torchrun the processes share the work of a comparison.
@@ -216,4 +216,4 @@ def _run(make: Make, model: ModelConfig, out: Path | None, output: OutputOptions
 
 def main() -> None:
     """Entry point."""
-    app()
+    run.main("h2o-compare", app)

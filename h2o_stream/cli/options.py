@@ -36,7 +36,7 @@ from h2o_stream.config import (
     Settings,
 )
 from h2o_stream.errors import ConfigError
-from h2o_stream.resources import named_prompts, read_text, shipped
+from h2o_stream.resources import is_file, named_prompts, read_text, shipped, whole_letters
 
 
 def _version(wanted: bool) -> None:
@@ -56,7 +56,8 @@ def one_of_these(words: Iterable[str] | Callable[[], Iterable[str]]) -> Callable
     """What completes an option's value in a shell, from words or from what finds them then."""
 
     def beginning(incomplete: str) -> list[str]:
-        return [word for word in (words() if callable(words) else words) if word.startswith(incomplete)]
+        offered = words() if callable(words) else words
+        return [word for word in offered if word.startswith(incomplete) and word.isprintable()]
 
     return beginning
 
@@ -273,7 +274,7 @@ class SamplingOptions:
             self.repetition_penalty,
             self.seed,
             self.max_tokens,
-            tuple(self.stop or ()),
+            tuple(map(whole_letters, self.stop or ())),
         )
 
 
@@ -320,6 +321,9 @@ class ConversationOptions(SamplingOptions, CacheOptions, PolicyOptions, EngineOp
         )
 
 
+VersionOption = Annotated[bool, shown_and_left("--version", _version, help="Print the version and leave.")]
+
+
 @dataclasses.dataclass(frozen=True)
 class OutputOptions:
     """What is written where."""
@@ -329,10 +333,7 @@ class OutputOptions:
     verbose: Annotated[bool, _output("-v", "--verbose", help="Say more about what is going on.")] = False
     debug: Annotated[bool, _output("--debug", help="Show tracebacks.")] = False
     color: Annotated[Literal["auto", "on", "off"], _output("--color", help="Colours.")] = "auto"
-    version: Annotated[
-        bool,
-        shown_and_left("--version", _version, help="Print the version and leave."),
-    ] = False
+    version: VersionOption = False
 
 
 @dataclasses.dataclass(frozen=True)
@@ -370,11 +371,11 @@ def one_of(text: str | None, text_option: str, file: Path | None, file_option: s
         DataError: the file cannot be read as UTF-8.
     """
     if file is None:
-        return text
+        return text if text is None else whole_letters(text)
     if text is not None:
         raise ConfigError(f"{text_option} and {file_option} were both given; leave one of them out")
-    named = shipped(f"prompts/{file}.txt")
-    path = named if not file.exists() and named.is_file() else file
+    named = shipped("prompts") / f"{file}.txt"
+    path = named if not is_file(file) and is_file(named) else file
     return read_text(path, f"{file_option} {file}").strip()
 
 

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import os
-import signal
 import sys
 import threading
 import tomllib
 import traceback
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -18,8 +17,9 @@ import typer
 from h2o_stream.errors import ConfigError, H2OStreamError
 from h2o_stream.memory import bound_kernel_caches
 from h2o_stream.processes import Processes
-from h2o_stream.resources import config_file
+from h2o_stream.resources import NoHomeError, config_file
 from h2o_stream.startup import LOADER, collector_paused, quieten_libraries
+from h2o_stream.streams import on_end, settle_streams, silence
 
 if TYPE_CHECKING:
     from h2o_stream.cli.options import OutputOptions
@@ -27,7 +27,8 @@ if TYPE_CHECKING:
     from h2o_stream.engine.events import Finish
     from h2o_stream.ui.terminal import Terminal
 
-FAILED, WRONG_USAGE, INTERRUPTED, TERMINATED = 1, 2, 130, 143
+FAILED, WRONG_USAGE, INTERRUPTED, SIGNALLED = 1, 2, 130, 128
+"""Exit codes; to the last one the number of the signal is added."""
 
 _COMMANDS = ("h2o-chat", "h2o-stream")
 """Commands that read the user's file."""
@@ -44,13 +45,14 @@ def app(prefix: str | None = None) -> typer.Typer:
 
 
 def main(command: str, app: typer.Typer) -> None:
-    """Run a command whose options may also stand in the user's file."""
+    """Run a command; the options of some may also stand in the user's file."""
+    settle_streams()
+    on_end(lambda number: sys.exit(SIGNALLED + number))  # so that terminal and files are left as they were
     try:
-        given = file_options(command, typer.main.get_command(app))
+        given = file_options(command, typer.main.get_command(app)) if command in _COMMANDS else {}
     except ConfigError as error:
-        print(f"{command}: {error}", file=sys.stderr)  # noqa: T201
+        _complain(command, str(error))
         sys.exit(WRONG_USAGE)
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(TERMINATED))  # so that a terminal is left as it was
     try:
         app(default_map=given)
     except SystemExit as left:
@@ -61,8 +63,9 @@ def main(command: str, app: typer.Typer) -> None:
 def _leave_loader(code: str | int | None) -> None:
     """End the process here if its loader was left in an import: that cannot be interrupted, nor waited for."""
     if any(thread.name == LOADER for thread in threading.enumerate()):
-        sys.stdout.flush()
-        sys.stderr.flush()
+        with suppress(OSError):
+            sys.stdout.flush()
+            sys.stderr.flush()
         os._exit(code if isinstance(code, int) else FAILED if code else 0)
 
 
@@ -72,10 +75,10 @@ def file_options(command: str, described: Any) -> dict[str, Any]:
     Raises:
         ConfigError: it cannot be read, or has a name that is no option.
     """
-    path = config_file()
     try:
+        path = config_file()
         told = tomllib.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
+    except (FileNotFoundError, NoHomeError):
         return {}
     except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
         raise ConfigError(f"{path}: {getattr(error, 'strerror', None) or error}") from error
@@ -102,19 +105,24 @@ def reporting(command: str, debug: bool) -> Iterator[None]:
     except KeyboardInterrupt:
         raise typer.Exit(INTERRUPTED) from None
     except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        silence()
         raise typer.Exit(FAILED) from None
     except Exception as error:  # noqa: BLE001
-        if debug:
-            traceback.print_exc()
         message = str(error)
-        if not isinstance(error, H2OStreamError):
+        if isinstance(error, RuntimeError) and "home directory" in message:  # says pathlib
+            message = "this user has no home folder; set HOME"
+        elif not isinstance(error, H2OStreamError):
             hint = "" if debug else " (--debug shows where)"
             message = f"unexpected {type(error).__name__}: {message.partition(chr(10))[0]}{hint}"
-        from h2o_stream.ui.terminal import printable
-
-        print(f"{command}: {printable(' '.join(message.split()))}", file=sys.stderr)  # noqa: T201
+        _complain(command, message, traceback.format_exc() if debug else "")
         raise typer.Exit(WRONG_USAGE if isinstance(error, ConfigError) else FAILED) from None
+
+
+def _complain(command: str, message: str, details: str = "") -> None:
+    from h2o_stream.ui.terminal import one_line, printable
+
+    with suppress(OSError):  # there is nobody to be told
+        print(f"{printable(details)}{command}: {one_line(message)}", file=sys.stderr, flush=True)  # noqa: T201
 
 
 def open_terminal(output: OutputOptions, bars: bool = False) -> Terminal:

@@ -1,12 +1,18 @@
-"""Reads JSON Lines: one object a line."""
+"""Reads and writes JSON Lines: one object a line."""
 
 from __future__ import annotations
 
 import json
+import re
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from h2o_stream.errors import DataError
+from h2o_stream.resources import whole_letters
+
+_HALF = re.compile(r"\\u[dD][89a-fA-F]")
+"""How JSON writes what may be half a pair of surrogates: no text has it, and no tokenizer takes it."""
 
 
 def read_objects(path: Path, option: str) -> list[tuple[str, dict[str, Any]]]:
@@ -27,9 +33,22 @@ def read_objects(path: Path, option: str) -> list[tuple[str, dict[str, Any]]]:
     return [(place, _parse(line, place)) for place, line in places]
 
 
+def line_of(record: Mapping[str, Any], encoding: str | None = "utf-8") -> str:
+    """A record as a line. Letters that the encoding does not have, or none (halves of a pair), are escaped."""
+    line = json.dumps(record, ensure_ascii=False)
+    try:
+        line.encode(encoding or "ascii")
+    except UnicodeEncodeError:
+        line = json.dumps(record)
+    return line + "\n"
+
+
 def _parse(line: bytes, place: str) -> dict[str, Any]:
     try:
-        record = json.loads(line.decode("utf-8-sig"))
+        text = line.decode("utf-8-sig")
+        record = json.loads(text)
+        if _HALF.search(text):
+            record = json.loads(whole_letters(json.dumps(record, ensure_ascii=False)))
     except UnicodeDecodeError as error:
         raise DataError(f"{place}: not UTF-8 at byte {error.start}") from error
     except (json.JSONDecodeError, RecursionError) as error:

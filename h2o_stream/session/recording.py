@@ -7,13 +7,19 @@ import time
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, Literal, Self, TypeVar, get_args, get_origin, get_type_hints
 
 from h2o_stream.cache.counts import CacheCounts
 from h2o_stream.engine.events import PrefillProgress, Token
 from h2o_stream.errors import DataError
+from h2o_stream.session.lines import line_of
 from h2o_stream.session.turn import Turn
 from h2o_stream.session.work import Work
+
+T = TypeVar("T")
+
+_LARGEST = 1 << 53
+"""Above it JSON's numbers are not exact."""
 
 
 @dataclass(frozen=True)
@@ -72,7 +78,7 @@ class Recorder:
             return
         line = {"type": kind, "at_s": round(time.monotonic() - self._begun, 4), **record}
         try:
-            self._file.write(json.dumps(line, ensure_ascii=False) + "\n")
+            self._file.write(line_of(line))
             self._file.flush()
         except OSError as error:
             raise DataError(f"--record {self._path}: {error.strerror or error}") from error
@@ -85,7 +91,7 @@ def recorded(path: Path) -> tuple[str, Iterator[tuple[float, Asked | PrefillProg
         DataError: the file cannot be read, or is no recording; also while it is read.
     """
     try:
-        lines = path.read_text(encoding="utf-8").splitlines()
+        lines = path.read_text(encoding="utf-8").removesuffix("\n").split("\n")  # text may have other line ends
     except (OSError, UnicodeDecodeError) as error:
         raise DataError(f"--replay {path}: {getattr(error, 'strerror', None) or error}") from error
     parsed = (_parsed(path, number, line) for number, line in enumerate(lines, 1))
@@ -98,21 +104,40 @@ def recorded(path: Path) -> tuple[str, Iterator[tuple[float, Asked | PrefillProg
 def _parsed(path: Path, number: int, line: str) -> tuple[float, Any]:
     try:
         told = json.loads(line)
-        return float(told.pop("at_s")), _event(told.pop("type"), told)
-    except (ValueError, TypeError, KeyError, AttributeError) as error:
+        return _checked(told.pop("at_s"), float), _event(told.pop("type"), told)
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
         raise DataError(f"--replay {path}: line {number} is not one of a recording") from error
 
 
 def _event(kind: str, told: dict[str, Any]) -> Any:
     if kind == "run":
-        return str(told["title"])
+        return _checked(told["title"], str)
     if kind == "asked":
-        return Asked(str(told["title"]), str(told["prompt"]))
-    counts = CacheCounts(**told.pop("counts"))
+        return Asked(_checked(told["title"], str), _checked(told["prompt"], str))
+    counts = _made(CacheCounts, told.pop("counts"))
     if kind == "prefill":
-        return PrefillProgress(**told, counts=counts)
+        return _made(PrefillProgress, told, counts=counts)
     if kind == "token":
-        return Token(**told, seen=counts.seen, count=lambda: counts)
+        return _made(Token, told, seen=counts.seen, count=lambda: counts)
     if kind == "turn":
-        return Turn(**told | {"work": Work(**told["work"])}, counts=counts)
+        return _made(Turn, told, work=_made(Work, told.pop("work")), counts=counts)
     raise ValueError(kind)
+
+
+def _made(kind: type[T], told: dict[str, Any], **more: Any) -> T:
+    """An object of its fields as they were written, and of those that were made already."""
+    types = get_type_hints(kind, localns={"CacheCounts": CacheCounts})
+    return kind(**{name: _checked(value, types[name]) for name, value in told.items()}, **more)
+
+
+def _checked(value: Any, kind: Any) -> Any:
+    """A value of a recording; a number is finite, not negative and no larger than any that is written."""
+    if get_origin(kind) is Literal:
+        fits = value in get_args(kind)
+    elif kind in (int, float):
+        fits = type(value) in (int, kind) and 0 <= value < _LARGEST
+    else:
+        fits = type(value) is kind
+    if not fits:
+        raise ValueError(value)
+    return value

@@ -8,9 +8,10 @@ import sys
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import IO, Any, Self
+from typing import Any, Self, TextIO
 
 from h2o_stream.errors import DataError
+from h2o_stream.session.lines import line_of
 
 RUN, RECORDS = "run.json", "records.jsonl"
 """Names of the files that a comparison writes into its folder: what ran, and all it found."""
@@ -20,7 +21,7 @@ class Records:
     """A JSON Lines file, standard output (``-``), or nothing at all (None)."""
 
     def __init__(self, target: str | None) -> None:
-        self._file: IO[str] | None = None
+        self._file: TextIO | None = None
         self._owned = target not in (None, "-")
         self._target = target
         if target == "-":
@@ -48,7 +49,7 @@ class Records:
         if self._file is None:
             return
         try:
-            self._file.write(json.dumps(record, ensure_ascii=False) + "\n")
+            self._file.write(line_of(record, self._file.encoding))
             self._file.flush()
         except BrokenPipeError:
             raise

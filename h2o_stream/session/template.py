@@ -17,6 +17,7 @@ from jinja2 import TemplateError
 
 from h2o_stream.errors import UnsupportedModelError
 
+_SYSTEM = "3a9d-the-system-prompt-says-this-60be"
 _USER = "7c9e-the-user-says-this-2f41"
 _FIRST = "5d1b-the-user-said-this-8a03"
 _REPLY = "e604-the-assistant-said-this-b97c"
@@ -50,6 +51,7 @@ class ChatTemplate:
         self._ends = end_tokens
         added = tokenizer.backend_tokenizer.get_added_tokens_decoder().values()
         self._special = tuple(token.content for token in added)
+        self._words = (system or "").strip()
 
     def opening(self, user: str) -> Prompt:
         """The first turn: all that comes before the user's words is pinned, the system prompt with it."""
@@ -80,25 +82,38 @@ class ChatTemplate:
 
     @cached_property
     def _opening(self) -> tuple[str, str]:
-        first = {"role": "user", "content": _USER}
-        if self._system is None:
-            return self._split(self._render([first]))
+        """Before and after the user's first words; a system prompt that has marks is `_SYSTEM` here."""
+        system = self._system
+        if system is None:
+            return self._split(self._render([_said("user", _USER)]))
+        if self._has_marks(system):
+            system = system.replace(self._words, _SYSTEM, 1)
+        messages = [_said("system", system), _said("user", _USER)]
+        if not self._has_system_role:
+            messages = [_said("user", f"{system}\n\n{_USER}")]
+        return self._split(self._render(messages))
+
+    @property
+    def _has_system_role(self) -> bool:
+        """Whether the template writes system prompts, rather than refuse them or leave them out."""
         try:
-            return self._split(self._render([{"role": "system", "content": self._system}, first]))
-        except TemplateError:  # no system role: the system prompt opens the user's first message
-            return self._split(self._render([{"role": "user", "content": f"{self._system}\n\n{_USER}"}]))
+            return _SYSTEM in self._render([_said("system", _SYSTEM), _said("user", _USER)])
+        except UnsupportedModelError:
+            return False
 
     @cached_property
     def _following(self) -> tuple[str, str]:
-        past = [{"role": "user", "content": _FIRST}, {"role": "assistant", "content": _REPLY}]
-        written = self._render([*past, {"role": "user", "content": _USER}])
+        written = self._render([_said("user", _FIRST), _said("assistant", _REPLY), _said("user", _USER)])
         _, found, tail = written.rpartition(_REPLY)
         if not found:
             raise UnsupportedModelError("the chat template leaves past replies out; use a model with another one")
         return self._split(tail)
 
     def _render(self, messages: list[dict[str, str]]) -> str:
-        return str(self._tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True))
+        try:
+            return str(self._tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True))
+        except TemplateError as error:
+            raise UnsupportedModelError(f"the chat template fails: {error}; use a model with another one") from error
 
     def _split(self, written: str) -> tuple[str, str]:
         before, found, after = written.partition(_USER)
@@ -108,10 +123,26 @@ class ChatTemplate:
 
     def _encode(self, before: str, user: str, after: str) -> list[int]:
         """Tokens of a turn. What a user types never becomes a control token of the template."""
-        if any(special in user for special in self._special):
+        if self._has_marks(user):
             return [*self._tokens(before), *self._tokens(user, plain=True), *self._tokens(after)]
         return self._tokens(before + user + after)
 
+    def _has_marks(self, text: str) -> bool:
+        """Whether a text would be mistaken for what a template writes, or for a placeholder."""
+        return any(mark in text for mark in (*self._special, _SYSTEM, _USER))
+
     def _tokens(self, text: str, plain: bool = False) -> list[int]:
+        """Tokens of what a template wrote, the system prompt's words as text; or of nothing but text."""
+        first, *rest = [text] if plain else text.split(_SYSTEM)
+        tokens = self._encoded(first, plain)
+        for piece in rest:
+            tokens += [*self._encoded(self._words, plain=True), *self._encoded(piece, plain)]
+        return tokens
+
+    def _encoded(self, text: str, plain: bool) -> list[int]:
         encoded = self._tokenizer(text, add_special_tokens=False, split_special_tokens=plain)
         return list(encoded["input_ids"])
+
+
+def _said(role: str, content: str) -> dict[str, str]:
+    return {"role": role, "content": content}

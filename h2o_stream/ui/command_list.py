@@ -43,7 +43,11 @@ COMMANDS = {
     "/why": Command("[LAYER]", "which words the cache still holds, by how many heads hold them"),
     "/pin": Command("TEXT", "have a text read and never evict it"),
     "/pins": Command("", "what is never evicted"),
-    "/file": Command("PATH [QUESTION]", "say a file, with a question after it", takes_file=True),
+    "/file": Command(
+        "PATH [QUESTION]",
+        "say a file, with a question after it; quotes may hold a PATH with spaces",
+        takes_file=True,
+    ),
     "/regen": Command("", "take back the last reply and give another"),
     "/undo": Command("[N]", "take back the last turn, or the last N"),
     "/recall": Command("N", "have turn N of the transcript read again"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_type_hints
@@ -11,13 +12,14 @@ from rich.table import Table
 
 from h2o_stream.config import SamplingConfig
 from h2o_stream.errors import ConfigError, DataError, H2OStreamError
-from h2o_stream.resources import read_text
+from h2o_stream.resources import is_file, read_text, user_path
 from h2o_stream.session.holdings import holdings
 from h2o_stream.session.sessions import export
 from h2o_stream.ui.command_list import COMMANDS
 from h2o_stream.ui.figures import size
 from h2o_stream.ui.strip import strip
 from h2o_stream.ui.tables import print_report, sessions_table
+from h2o_stream.ui.terminal import one_line
 
 if TYPE_CHECKING:
     from h2o_stream.ui.chat import Chat
@@ -93,7 +95,7 @@ class Commands:
             rows = [(name, "the model's" if value is None else value, "") for name, value in sampling.items()]
         table = Table.grid(padding=(0, 2, 0, 0))
         for name, value, source in rows:
-            table.add_row(name, "-" if value is None else str(value), source)
+            table.add_row(name, "-" if value is None else one_line(value), source)
         self._terminal.console.print(table)
 
     def _stats(self, rest: str) -> None:
@@ -124,8 +126,8 @@ class Commands:
             self._terminal.note(f"{number or 'system'}: {text}")
 
     def _file(self, rest: str) -> str:
-        name, _, question = rest.partition(" ")
-        path = Path(name).expanduser()
+        name, question = _file_and_rest(rest)
+        path = user_path(name, f"/file {name}")
         text = read_text(path, f"/file {name}")
         if not text.strip():
             raise DataError(f"/file {name}: the file is empty")
@@ -161,11 +163,23 @@ class Commands:
         self._terminal.console.print(sessions_table())
 
     def _export(self, rest: str) -> None:
-        export(Path(rest).expanduser(), self._keeper.header(), self._keeper.entries)
+        export(user_path(rest, f"/export {rest}"), self._keeper.header(), self._keeper.entries)
         self._terminal.note(f"written: {rest}")
 
     def _exit(self, rest: str) -> None:
         self._chat.leaving = True
+
+
+def _file_and_rest(text: str) -> tuple[str, str]:
+    """A path and what stands after it: the path may have spaces, in quotes or where that is a file."""
+    if text[0] in "\"'" and (end := text.find(text[0], 1)) > 1:
+        return text[1:end], text[end + 1 :].strip()
+    ends = [len(text), *(gap.start() for gap in reversed(list(re.finditer(r"\s", text))))]
+    for end in ends:
+        if is_file(Path(text[:end])):
+            return text[:end], text[end:].strip()
+    name, _, rest = text.partition(" ")
+    return name, rest.strip()
 
 
 def _number(command: str, text: str) -> int:

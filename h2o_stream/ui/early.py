@@ -26,7 +26,7 @@ from h2o_stream.session.records import Records
 from h2o_stream.startup import LOADER, collector_paused
 from h2o_stream.ui.command_list import COMMANDS
 from h2o_stream.ui.loading import LoadingLine
-from h2o_stream.ui.terminal import Terminal, printable
+from h2o_stream.ui.terminal import Terminal
 from h2o_stream.ui.typing import Typist
 
 if TYPE_CHECKING:
@@ -131,7 +131,7 @@ class EarlyChat:
             first = next(messages, None)
         except Exception:
             if draft := self._typist.draft.strip():
-                self._terminal.console.print(printable(f"Not sent: {draft}"), soft_wrap=True)
+                self._terminal.console.print(f"Not sent: {draft}", soft_wrap=True)
             raise
         if first is None or self._talk is None:
             return None

@@ -7,11 +7,10 @@ import time
 from types import FrameType
 from typing import Any, Self
 
+from h2o_stream.streams import on_end
+
 TWICE_S = 2.0
 """A second Ctrl-C within this time does not wait any longer."""
-
-
-_ENDS = tuple(getattr(signal, name) for name in ("SIGTERM", "SIGHUP") if hasattr(signal, name))
 
 
 class Interrupts:
@@ -29,7 +28,7 @@ class Interrupts:
 
     def __enter__(self) -> Self:
         self.requested = False
-        self._previous = {number: signal.signal(number, self._end) for number in _ENDS}
+        self._previous = on_end(self._end)
         self._previous[signal.SIGINT] = signal.signal(signal.SIGINT, self._handle)
         return self
 
@@ -41,7 +40,7 @@ class Interrupts:
         """Whether Ctrl-C was pressed since the block was entered."""
         return self.requested
 
-    def _end(self, number: int, frame: FrameType | None) -> None:
+    def _end(self, number: int) -> None:
         self.requested = self.ended = True
 
     def _handle(self, number: int, frame: FrameType | None) -> None:

@@ -13,7 +13,7 @@ from rich.text import Text
 
 from h2o_stream.progress import Listener, Progress
 from h2o_stream.ui.figures import share, time_left
-from h2o_stream.ui.terminal import Terminal, printable
+from h2o_stream.ui.terminal import Terminal, one_line
 
 EVERY_S = 10.0
 """Between two lines where nothing can be drawn."""
@@ -33,7 +33,7 @@ class LoadingLine:
     """
 
     def __init__(self, model: str) -> None:
-        self._name = printable(PurePath(model).name or model)
+        self._name = one_line(PurePath(model).name or model)
         self._begun = time.monotonic()
         self._latest: Progress | None = None
         self._first = (self._begun, 0)

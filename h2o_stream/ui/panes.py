@@ -25,7 +25,7 @@ from h2o_stream.session.turn import Turn
 from h2o_stream.ui.figures import bar, size, speed, turn_line
 from h2o_stream.ui.screen import FRAME_S
 from h2o_stream.ui.start import Started, started
-from h2o_stream.ui.terminal import Terminal, printable
+from h2o_stream.ui.terminal import Terminal
 
 Event = PrefillProgress | Token | Turn
 
@@ -57,7 +57,7 @@ class Side:
             self.report.observe(event)
             self.last = event
             if isinstance(event, Token):
-                self.text += printable(event.text)
+                self.text += event.text
             elif isinstance(event, Turn):
                 self.turn = event
                 if event.finish in ("context", "oom", "interrupted"):
@@ -152,7 +152,7 @@ class Panes:
 
     def asked(self, title: str, prompt: str) -> None:
         """A turn begins."""
-        self._title, self._prompt = printable(title), printable(prompt)
+        self._title, self._prompt = title, prompt
         if not self._live:
             self._terminal.note(f"[{self._title}] {self._prompt}", style="cyan")
 

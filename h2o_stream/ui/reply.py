@@ -18,7 +18,7 @@ from rich.markdown import Markdown
 from rich.segment import Segment, Segments
 from rich.text import Text
 
-from h2o_stream.ui.terminal import Terminal, printable
+from h2o_stream.ui.terminal import Terminal
 
 _FRAME_S = 0.08
 """Between two frames: quick enough to read along, rare enough to cost the model nothing."""
@@ -82,7 +82,7 @@ class MarkdownReply(Reply):
 
     def push(self, text: str) -> None:
         """See `Reply`."""
-        finished = self._blocks.push(printable(text))
+        finished = self._blocks.push(text)
         self._print(finished)
         if finished or time.monotonic() - self._drawn_at >= _FRAME_S:
             self._live.refresh()

@@ -19,7 +19,7 @@ from h2o_stream.cache.counts import CacheCounts
 from h2o_stream.engine.events import PrefillProgress, Token
 from h2o_stream.session.turn import Turn
 from h2o_stream.ui.figures import BARS, size, speed
-from h2o_stream.ui.terminal import Terminal, printable
+from h2o_stream.ui.terminal import Terminal
 
 FRAME_S = 0.1
 """Between two frames; drawing costs time that the model could use."""
@@ -38,7 +38,7 @@ class Screen:
     """
 
     def __init__(self, terminal: Terminal, title: str, context: int | None) -> None:
-        self._title, self._context = printable(title), context
+        self._title, self._context = title, context
         self._turn_title = ""
         self._transcript: deque[_Line] = deque([_Line(Text())], maxlen=TRANSCRIPT_LINES)
         self._event: PrefillProgress | Token | Turn | None = None
@@ -57,7 +57,7 @@ class Screen:
 
     def asked(self, title: str, prompt: str) -> None:
         """A turn begins."""
-        self._turn_title, self._new = printable(title), 0
+        self._turn_title, self._new = title, 0
         self._write(("\n\n" if self._event else "") + f"> {prompt}\n", "cyan")
         self._draw(now=True)
 
@@ -65,17 +65,17 @@ class Screen:
         """Something happened in the turn."""
         self._event = event
         if isinstance(event, PrefillProgress):
-            self._prefill = f"{speed(event.done / event.elapsed_s)} ({event.done:,}/{event.total:,})"
+            self._prefill = f"{_rate(event.done, event.elapsed_s)} ({event.done:,}/{event.total:,})"
         elif isinstance(event, Token):
             self._new += 1
             self._write(event.text)
-            self._decode = speed(self._new / event.elapsed_s)
+            self._decode = _rate(self._new, event.elapsed_s)
         elif event.finish != "stop":
             self._write(f" [{event.finish}]", "yellow")
         self._draw(now=isinstance(event, Turn))
 
     def _write(self, text: str, style: str = "") -> None:
-        first, *rest = printable(text).expandtabs(4).split("\n")
+        first, *rest = text.expandtabs(4).split("\n")
         self._transcript[-1].text.append(first, style)
         self._transcript.extend(_Line(Text(line, style)) for line in rest)
 
@@ -139,6 +139,10 @@ class _Line:
         if self._of != (len(self.text), width):
             self._wrapped, self._of = list(self.text.wrap(console, width)), (len(self.text), width)
         return self._wrapped
+
+
+def _rate(tokens: int, elapsed_s: float) -> str:
+    return speed(tokens / elapsed_s if elapsed_s else 0.0)
 
 
 def _bar(name: str, style: str, count: int, total: int, room: int) -> Text:

@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from rich.text import Text
 
 from h2o_stream.session.holdings import HeldPassage
-from h2o_stream.ui.terminal import printable
 
 HEAT = ((0.1, "bright_black"), (0.3, "blue"), (0.6, "cyan"), (0.9, "yellow"), (1.0, "bold red"))
 """Upper ends of the shares of heads, and how text held by so many looks."""
@@ -48,4 +47,4 @@ def _style(share: float) -> str:
 
 def _flat(text: str) -> str:
     """On one line; a line break is a space and its sign."""
-    return printable(text).replace("\n", "↵ ").replace("\t", " ")
+    return text.replace("\n", "↵ ").replace("\t", " ")

@@ -8,12 +8,11 @@ from typing import TYPE_CHECKING
 
 from rich.box import SIMPLE_HEAD
 from rich.table import Table
-from rich.text import Text
 
 from h2o_stream.session.sessions import saved_sessions
 from h2o_stream.ui.figures import size, speed
 from h2o_stream.ui.pages import Figures, Page
-from h2o_stream.ui.terminal import Terminal, printable
+from h2o_stream.ui.terminal import Terminal, one_line
 
 if TYPE_CHECKING:
     from h2o_stream.models.kept import KeptFolder
@@ -25,7 +24,7 @@ def print_report(terminal: Terminal, report: RunReport, title: str) -> None:
     """Speed by tokens seen, and the run in three lines, on stderr."""
     if terminal.quiet:
         return
-    table = Table(title=title, title_justify="left")
+    table = Table(title=one_line(title), title_justify="left")
     for column in ("tokens seen", "prompt tokens", "prefill", "reply tokens", "decode"):
         table.add_column(column, justify="right", no_wrap=True)
     for start, end, part in report.by_length():
@@ -46,11 +45,11 @@ def print_report(terminal: Terminal, report: RunReport, title: str) -> None:
 
 def figures_table(title: str, header: Sequence[str], rows: Iterable[Sequence[str]]) -> Table:
     """A table of many figures, narrow enough that none is cut; a first column of names is set to the left."""
-    table = Table(title=title, title_justify="left", box=SIMPLE_HEAD, padding=(0, 1, 0, 0), show_edge=False)
+    table = Table(title=one_line(title), title_justify="left", box=SIMPLE_HEAD, padding=(0, 1, 0, 0), show_edge=False)
     for column in header:
-        table.add_column(column, justify="left" if column == "policy" else "right", no_wrap=True)
+        table.add_column(one_line(column), justify="left" if column == "policy" else "right", no_wrap=True)
     for row in rows:
-        table.add_row(*row)
+        table.add_row(*map(one_line, row))
     return table
 
 
@@ -69,7 +68,8 @@ def _markdown(table: Figures) -> str:
 def sessions_table() -> Table:
     """Every session, the one that was used last first."""
     table = Table(box=None, padding=(0, 2, 0, 0))
-    saved = sorted(saved_sessions(), key=lambda item: item[1].entries[-1].time if item[1].entries else "", reverse=True)
+    saved = [(one_line(name), transcript) for name, transcript in saved_sessions()]
+    saved.sort(key=lambda item: str(item[1].entries[-1].time) if item[1].entries else "", reverse=True)
     widths = {"session": max([7, *(len(name) for name, _ in saved)]), "turns": 5, "last used": 16}
     for column in ("session", "turns", "last used", "model", "first words"):
         table.add_column(
@@ -77,9 +77,9 @@ def sessions_table() -> Table:
         )
     for name, transcript in saved:
         entries, header = transcript.entries, transcript.header
-        last, first = (entries[-1].time, printable(" ".join(entries[0].prompt.split()))) if entries else ("", "")
-        model = f"{Path(header.model).name} {header.policy}" if header else ""
-        table.add_row(name, str(len(entries)), last[:16].replace("T", " "), model, Text(first[:40]))
+        last, first = (one_line(entries[-1].time), one_line(entries[0].prompt)) if entries else ("", "")
+        model = one_line(f"{Path(str(header.model)).name} {header.policy}") if header else ""
+        table.add_row(name, str(len(entries)), last[:16].replace("T", " "), model, first[:40])
     return table
 
 
@@ -91,9 +91,5 @@ def models_table(models: Sequence[StoredModel], kept: Sequence[KeptFolder]) -> T
     rows = [(model.name, model.nbytes, model.place) for model in models]
     rows += [(folder.names[0], folder.nbytes, f"{folder.content}; --forget removes it") for folder in kept]
     for name, nbytes, place in rows:
-        table.add_row(Text(_one_line(name)), size(nbytes), _one_line(place))
+        table.add_row(one_line(name), size(nbytes), one_line(place))
     return table
-
-
-def _one_line(text: str) -> str:
-    return " ".join(printable(text).split())

@@ -5,18 +5,48 @@ from __future__ import annotations
 import os
 import sys
 import time
+from collections.abc import Iterable
 from typing import Any
 
-from rich.console import Console
+from rich.console import Console, ConsoleOptions, RenderableType
+from rich.segment import Segment
 from rich.status import Status
 from rich.text import Text
 
-_CONTROLS = {code: None for code in (*range(0x20), *range(0x7F, 0xA0)) if chr(code) not in "\n\t"}
+_CONTROLS: dict[int, str | None] = {
+    **{code: None for code in (*range(0x20), *range(0x7F, 0xA0)) if chr(code) not in "\n\t"},
+    **dict.fromkeys(range(0xD800, 0xE000), "\ufffd"),  # halves of a pair: no encoding has them
+}
+
+_TURNS = dict.fromkeys((*range(0x202A, 0x202F), *range(0x2066, 0x206A)))
+"""Marks that have the letters after them shown in another order."""
 
 
 def printable(text: str) -> str:
-    """Text without control characters (escape sequences among them), line breaks and tabs kept."""
+    """Text without control characters (escape sequences among them), line breaks and tabs kept.
+
+    Whatever reaches a terminal has passed here: consoles of this module see to it by themselves.
+    """
     return text.translate(_CONTROLS)
+
+
+def one_line(text: object) -> str:
+    """The same for a name in a list or an error: on one line, and without marks that reorder the letters around it."""
+    return printable(" ".join(str(text).split()).translate(_TURNS))
+
+
+class SafeConsole(Console):
+    """rich's console; what it is to show passes `printable`, its own escape sequences do not."""
+
+    def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterable[Segment]:
+        """See rich: every piece of text comes this way."""
+        for segment in super().render(renderable, options):
+            text, style, control = segment
+            yield segment if control or (shown := printable(text)) == text else Segment(shown, style)
+
+    def on_broken_pipe(self) -> None:
+        """Nobody reads: for the caller to know, as everywhere else."""
+        raise BrokenPipeError
 
 
 class Terminal:
@@ -41,9 +71,10 @@ class Terminal:
             "color_system": None if color == "off" else "auto",
             "highlight": False,
             "markup": False,
+            "emoji": False,
         }
-        self.console = Console(stderr=True, width=None if sys.stderr.isatty() else 100, **looks)
-        self.page = Console(**looks)
+        self.console = SafeConsole(stderr=True, width=None if sys.stderr.isatty() else 100, **looks)
+        self.page = SafeConsole(**looks)
         self.quiet, self._replies, self._verbose = quiet, replies, verbose
         self.interactive = sys.stdin.isatty() and sys.stdout.isatty()
         self.live = sys.stdout.isatty() and sys.stderr.isatty() and os.environ.get("TERM") not in (None, "", "dumb")
@@ -57,7 +88,7 @@ class Terminal:
     def note(self, line: str, style: str = "") -> None:
         """Write a line to stderr, unless quiet."""
         if not self.quiet:
-            self.console.print(printable(line), style=style, soft_wrap=True)
+            self.console.print(line, style=style, soft_wrap=True)
 
     def detail(self, line: str) -> None:
         """Write a line to stderr that only ``--verbose`` asks for."""
@@ -66,7 +97,7 @@ class Terminal:
 
     def error(self, line: str) -> None:
         """Write a line to stderr, quiet or not."""
-        self.console.print(printable(line), style="red", soft_wrap=True)
+        self.console.print(line, style="red", soft_wrap=True)
 
 
 class Reading:

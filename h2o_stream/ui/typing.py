@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping
+from contextlib import suppress
 
 from prompt_toolkit import PromptSession
 from prompt_toolkit.buffer import Buffer
@@ -15,7 +16,7 @@ from prompt_toolkit.formatted_text import FormattedText
 from prompt_toolkit.history import FileHistory, History, InMemoryHistory
 from prompt_toolkit.key_binding import KeyBindings, KeyPressEvent
 
-from h2o_stream.resources import data_folder
+from h2o_stream.resources import data_folder, whole_letters
 from h2o_stream.ui.interrupts import TWICE_S
 
 PROMPT, MORE, QUOTES = "> ", ". ", '"""'
@@ -163,12 +164,21 @@ def unquoted(text: str) -> str:
     return text
 
 
+class _KeptHistory(FileHistory):
+    """A history in a file. A disk that is full, or keys that are no letters, do not end the prompt."""
+
+    def store_string(self, string: str) -> None:
+        """See prompt_toolkit."""
+        with suppress(OSError):
+            super().store_string(whole_letters(string))
+
+
 def _history(notify: Callable[[str], None]) -> History:
-    path = data_folder() / "history"
     try:
+        path = data_folder() / "history"
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         path.touch(0o600)
-        return FileHistory(str(path))
+        return _KeptHistory(str(path))
     except OSError as error:
-        notify(f"no input history: {error.strerror or error}: {path}")
+        notify(f"no input history: {error}")
         return InMemoryHistory()

@@ -1,0 +1,289 @@
+"""Streams that are closed, narrow, ASCII or hung up, and users without a home: neither tracebacks nor files behind."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from h2o_stream.session.recording import recorded
+from tests.terminal import BIN, Pty
+from tests.test_cli import invoke
+
+COUNTS = {"seen": 9, "cached": 8, "sinks": 1, "pinned": 2, "heavy": 2, "recent": 3, "window": 8, "nbytes": 100}
+LINES: list[dict[str, Any]] = [
+    {"type": "run", "at_s": 0, "title": "modèle · h2o"},
+    {"type": "asked", "at_s": 0, "title": "turn 1 · fragen", "prompt": "日本\u2028語\u2029?\x85 \ud83d"},
+    {"type": "prefill", "at_s": 0.01, "done": 5, "total": 5, "elapsed_s": 0.0, "counts": COUNTS},
+    {"type": "token", "at_s": 0.02, "id": 7, "text": "Grüße\u2028👍\udcff", "elapsed_s": 0.0, "counts": COUNTS},
+    {
+        "type": "turn", "at_s": 0.03, "number": 1, "prompt": "?", "text": "Grüße", "rss_bytes": 5, "finish": "stop",
+        "work": {"prompt_tokens": 5, "prefill_s": 0.1, "new_tokens": 1, "decode_s": 0.0}, "counts": COUNTS,
+    },
+]  # fmt: skip
+COMMANDS = ("h2o-chat", "h2o-stream", "h2o-compare")
+
+
+def written(path: Path, lines: list[dict[str, Any]]) -> Path:
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
+    return path
+
+
+@pytest.fixture
+def recording(tmp_path: Path) -> Path:
+    return written(tmp_path / "run.rec", LINES)
+
+
+def shell(command: str, *arguments: object, closed: str = "", **environment: str) -> subprocess.CompletedProcess[str]:
+    line = f'exec "$0" "$@" {closed}'
+    return subprocess.run(
+        ["sh", "-c", line, BIN / command, *map(str, arguments)],
+        env={**os.environ, **environment},
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        encoding="utf-8",
+        timeout=120,
+        check=False,
+    )
+
+
+class TestClosedStreams:
+    @pytest.mark.parametrize("command", COMMANDS)
+    @pytest.mark.parametrize(
+        ("closed", "code"), [("<&-", 0), (">&-", 1), ("2>&-", 0), ("<&- 2>&-", 0), (">&- 2>&-", 1)]
+    )
+    def test_what_needs_no_model(self, command: str, closed: str, code: int) -> None:
+        done = shell(command, "--version", closed=closed)
+        assert (done.returncode, done.stderr) == (code, "")
+        assert done.stdout.startswith("h2o_stream ") == (code == 0)
+
+    @pytest.mark.parametrize(("closed", "code"), [("<&-", 0), (">&-", 1), ("2>&-", 0)])
+    def test_help_and_replays(self, recording: Path, closed: str, code: int) -> None:
+        for arguments in (["--help"], ["--replay", recording]):
+            done = shell("h2o-stream", *arguments, closed=closed)
+            assert done.returncode == code
+            assert "Traceback" not in done.stderr
+            assert "unexpected" not in done.stderr
+            assert bool(done.stdout) == (code == 0)
+
+    @pytest.mark.parametrize(("closed", "code"), [(">&-", 1), ("<&- 2>&-", 0)])
+    def test_replies(self, tiny_folder: Path, tmp_path: Path, closed: str, code: int) -> None:
+        """A reply that nobody can read is none: the command says so by its exit code, as with a closed pipe."""
+        records = tmp_path / "run.jsonl"
+        done = shell("h2o-chat", "-m", tiny_folder, "-p", "hi", "-n", 3, "--jsonl", records, closed=closed)
+        assert done.returncode == code
+        assert "Traceback" not in done.stderr
+        assert "unexpected" not in done.stderr
+        assert bool(done.stdout.strip()) == (code == 0)
+        assert '"run"' in records.read_text().splitlines()[0]
+
+    def test_no_input_is_the_end_of_it(self, tiny_folder: Path) -> None:
+        done = shell("h2o-chat", "-m", tiny_folder, closed="<&-")
+        assert done.returncode == 0
+        assert not done.stdout
+
+
+ASCII: list[dict[str, str]] = [
+    {"PYTHONIOENCODING": "ascii"},
+    {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"},
+]
+
+
+class TestAscii:
+    @pytest.mark.parametrize("environment", ASCII)
+    def test_what_it_has_no_letters_for_is_a_question_mark(
+        self, recording: Path, environment: Mapping[str, str]
+    ) -> None:
+        done = shell("h2o-stream", "--replay", recording, **environment)
+        assert done.returncode == 0, done.stderr
+        assert done.stdout == "Gr??e???\n"
+        assert "] ???? \n" in done.stderr.replace("\\u", "?") or "unexpected" not in done.stderr
+        assert shell("h2o-chat", "--help", **environment).returncode == 0
+
+    def test_records_stay_exact(self, tiny_folder: Path) -> None:
+        base = ["-m", tiny_folder, "-p", "hé", "-n", 3, "--temp", 0, "--stop", "日本", "--jsonl", "-"]
+        plain, ascii_only = (shell("h2o-chat", *base, **more) for more in ({}, ASCII[0]))
+        for number in (0, 1):
+            exact, escaped = (json.loads(done.stdout.splitlines()[number]) for done in (plain, ascii_only))
+            assert exact.get("sampling") == escaped.get("sampling")
+            assert exact.get("text") == escaped.get("text")
+        assert exact["text"]
+        assert ascii_only.stdout.isascii()
+
+
+class TestHangUps:
+    """A terminal that is closed, in a chat and in a replay."""
+
+    @staticmethod
+    def hang_up(pty: Pty) -> int:
+        """Close the terminal; the exit code of what ran in it."""
+        pty.child.ptyproc.fileobj.close()
+        deadline = time.monotonic() + 20
+        while pty.child.ptyproc.isalive():
+            assert time.monotonic() < deadline
+            time.sleep(0.02)
+        return int(pty.child.ptyproc.exitstatus if pty.child.ptyproc.exitstatus is not None else -1)
+
+    @pytest.mark.parametrize("when", ["loading", "waiting"])
+    def test_a_chat(self, tiny_folder: Path, tmp_path: Path, when: str) -> None:
+        scratch, home = tmp_path / "scratch", tmp_path / "home"
+        scratch.mkdir()
+        base = ["-m", str(tiny_folder), "-n", "4", "--session", "talk"]
+        with Pty("h2o-chat", *base, home=home, environment={"TMPDIR": str(scratch)}) as pty:
+            pty.until(lambda p: "Loading" in p.text and ">" in p.text)
+            if when == "waiting":
+                pty.until(lambda p: "seen" in p.text)
+                pty.send("hello\r")
+                pty.until(lambda p: "tokens, " in p.text)
+            assert self.hang_up(pty) == 128 + signal.SIGHUP
+        assert not [path for path in scratch.rglob("*") if path.is_file()]
+        assert {path.name.partition("_")[0] for path in scratch.iterdir()} <= {"torchinductor"}, "torch makes it"
+        session = home / "h2o-stream" / "sessions" / "talk"
+        assert not list(session.glob("*.part"))
+        if when == "waiting":
+            assert '"hello"' in (session / "transcript.jsonl").read_text()
+
+    def test_a_replay(self, tmp_path: Path) -> None:
+        late = written(tmp_path / "late.rec", [*LINES, LINES[-1] | {"at_s": 600}])
+        with Pty("h2o-stream", "--replay", str(late)) as pty:
+            pty.until(lambda p: "Gr" in p.text)
+            assert self.hang_up(pty) == 128 + signal.SIGHUP
+
+    @pytest.mark.parametrize("ignored", [True, False])
+    def test_nohup(self, tmp_path: Path, ignored: bool) -> None:
+        late = written(tmp_path / "late.rec", [*LINES, LINES[-1] | {"at_s": 2}])
+        line = ("trap '' HUP; " if ignored else "") + 'exec "$0" "$@"'
+        with subprocess.Popen(
+            ["sh", "-c", line, BIN / "h2o-stream", "--replay", late], stdout=subprocess.PIPE, stderr=subprocess.PIPE
+        ) as child:
+            assert child.stdout is not None
+            child.stdout.read(1)
+            child.send_signal(signal.SIGHUP)
+            assert child.wait(20) == (0 if ignored else 128 + signal.SIGHUP)
+
+
+class TestPoorTerminals:
+    @pytest.mark.parametrize("columns", [1, 3])
+    def test_narrow_ones(self, recording: Path, columns: int) -> None:
+        for command, arguments in (("h2o-stream", ["--replay", str(recording)]), ("h2o-chat", ["--list-prompts"])):
+            with Pty(command, *arguments, columns=columns) as pty:
+                assert pty.exit_code() == 0
+                assert "Traceback" not in "".join(pty.output.split())
+
+    def test_a_chat_in_one_column(self, tiny_folder: Path, tmp_path: Path) -> None:
+        with Pty("h2o-chat", "-m", str(tiny_folder), "-n", "5", columns=1, lines=3, home=tmp_path) as pty:
+            pty.send("hi\r")
+            pty.until(lambda p: "length" in "".join(p.output.split()))
+            pty.send("/why\r/stats\r/sessions\r/help\r")
+            pty.send("\x04")
+            assert pty.exit_code() == 0
+            assert "unexpected" not in "".join(pty.output.split())
+
+    def test_a_dumb_one(self, recording: Path) -> None:
+        with Pty("h2o-stream", "--replay", str(recording), environment={"TERM": "dumb"}) as pty:
+            assert pty.exit_code() == 0
+            assert "\x1b" not in pty.output
+            assert "Grüße" in pty.text
+
+
+NOBODY = """
+import os, pwd, sys
+for name in [name for name in os.environ if name == "HOME" or name.startswith("XDG_")]:
+    del os.environ[name]
+def unknown(number):
+    raise KeyError(number)
+pwd.getpwuid = pwd.getpwnam = unknown
+sys.argv = sys.argv[1:]
+from importlib import import_module
+import_module("h2o_stream.cli." + sys.argv[0].removeprefix("h2o-")).main()
+"""
+
+
+class TestNoHome:
+    @pytest.mark.parametrize(
+        ("arguments", "code", "words"),
+        [
+            *((f"{command} --version", 0, "") for command in COMMANDS),
+            ("h2o-chat --list-prompts", 0, ""),
+            ("h2o-stream --replay RECORDING", 0, ""),
+            ("h2o-chat --sessions", 1, "set HOME or XDG_DATA_HOME"),
+            ("h2o-chat --models", 1, "set HOME"),
+            ("h2o-chat --session talk -p hi -n 2 -m MODEL", 1, "set HOME or XDG_DATA_HOME"),
+            ("h2o-chat -p hi -n 2 -q -m MODEL", 0, ""),
+        ],
+    )
+    def test_what_needs_no_folder_works(
+        self, arguments: str, code: int, words: str, recording: Path, tiny_folder: Path, tmp_path: Path
+    ) -> None:
+        typed = arguments.replace("RECORDING", str(recording)).replace("MODEL", str(tiny_folder))
+        done = subprocess.run(
+            [sys.executable, "-c", NOBODY, *typed.split()],
+            cwd=tmp_path,
+            env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
+            capture_output=True,
+            text=True,
+            timeout=120,
+            check=False,
+        )
+        assert done.returncode == code, done.stderr
+        assert words in done.stderr
+        assert "unexpected" not in done.stderr
+        assert "Traceback" not in done.stderr
+        assert not (tmp_path / "~").exists()
+
+
+class TestReplays:
+    def test_odd_line_ends_in_text(self, recording: Path) -> None:
+        title, events = recorded(recording)
+        assert title == "modèle · h2o"
+        assert [type(event).__name__ for _, event in events] == ["Asked", "PrefillProgress", "Token", "Turn"]
+
+    def test_what_a_chat_records_can_be_shown(self, tiny_folder: Path, tmp_path: Path) -> None:
+        file = tmp_path / "run.rec"
+        prompt = "a\u2028b\u2029c\x85d\udce9"
+        done = invoke("h2o-chat", "-m", tiny_folder, "-n", 2, "-p", prompt, "-s", "caf\udce9", "--record", file)
+        assert done.exit_code == 0, done.stderr
+        shown = invoke("h2o-stream", "--replay", file, "--pace", 1000)
+        assert shown.exit_code == 0, shown.stderr
+        assert shown.stdout == done.stdout
+
+    def test_halves_of_pairs_in_questions(self, tiny_folder: Path, tmp_path: Path) -> None:
+        questions = tmp_path / "q.jsonl"
+        questions.write_text('{"question_id": "\\udc00", "category": "\\ud800 \\ud83d\\ude00", "turns": ["\\udfff"]}\n')
+        base = ["-m", tiny_folder, "-n", 2, "--questions", questions]
+        done = invoke("h2o-stream", *base, "--record", tmp_path / "rec", "--jsonl", tmp_path / "jsonl")
+        assert done.exit_code == 0, done.stderr
+        assert invoke("h2o-stream", "--replay", tmp_path / "rec", "--pace", 1000).exit_code == 0
+        assert "\U0001f600" in (tmp_path / "rec").read_text()
+
+    @pytest.mark.parametrize(
+        ("line", "name"),
+        [(line, name) for line in range(len(LINES)) for name in LINES[line] if name != "type"]
+        + [(4, f"work.{name}") for name in LINES[4]["work"]]
+        + [(2, f"counts.{name}") for name in COUNTS],
+    )
+    def test_what_is_no_number_or_text(self, tmp_path: Path, line: int, name: str) -> None:
+        """Every value of every line, in turn: refused with the number of the line."""
+        outer, _, inner = name.partition(".")
+        right = LINES[line][outer][inner] if inner else LINES[line][outer]
+        values: list[Any] = [None, [], {"a": 1}, float("nan"), float("inf"), -1, 10**400, 1e300, True]
+        values += (
+            [7, ""] if isinstance(right, str) and outer == "finish" else ["7"] if not isinstance(right, str) else [7]
+        )
+        for value in values:
+            changed = {**LINES[line], outer: {**LINES[line][outer], inner: value} if inner else value}
+            file = written(tmp_path / "bad.rec", [*LINES[:line], changed, *LINES[line + 1 :]])
+            done = invoke("h2o-stream", "--replay", file, "--pace", 1000)
+            assert done.exit_code == 1, value
+            assert f"line {line + 1} " in done.stderr or "recording" in done.stderr
+            assert "unexpected" not in done.stderr
+            assert done.stderr.rstrip().splitlines()[-1].startswith("h2o-stream: --replay ")
