@@ -22,10 +22,10 @@ from transformers.cache_utils import Cache
 
 from h2o_stream.cache.attention import ATTENTION_NAME
 from h2o_stream.cache.budgets import HeadGroup
+from h2o_stream.cache.identity import model_digest
 from h2o_stream.cache.notes import LONG_S, read_note, write_note
 from h2o_stream.cache.policies import make_policy
 from h2o_stream.cache.slots import SlotLayer
-from h2o_stream.cache.state import model_digest
 from h2o_stream.cache.support import home_of, size_of
 from h2o_stream.cache.window import LayerSpec
 from h2o_stream.config import CachePlan

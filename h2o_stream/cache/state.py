@@ -2,38 +2,19 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import zlib
 from collections.abc import Mapping
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
+from h2o_stream.cache.identity import model_digest as model_digest
 from h2o_stream.errors import H2OStreamError
 
 FINGERPRINT = "fingerprint"
 CHECKSUMS = "checksums"
-
-_SAMPLED = 16
-"""Numbers of each weight that go into the fingerprint of a model."""
-
-
-def model_digest(model: nn.Module) -> str:
-    """Class and 16 hex digits that tell models apart: by config, and by a few numbers of every weight."""
-    config = model.config.to_dict()  # type: ignore[operator, union-attr]
-    elsewhere = ("_name_or_path", "transformers_version", "quantization_config")
-    told = {name: value for name, value in config.items() if name not in elsewhere}
-    digest = hashlib.sha256(json.dumps(told, sort_keys=True, default=str).encode())
-    packed = (entry for entry in model.named_buffers() if entry[1].dtype == torch.uint8)
-    for name, weight in (*model.named_parameters(), *packed):
-        digest.update(f"{name} {tuple(weight.shape)}".encode())
-        weight = getattr(weight, "to_local", lambda whole=weight: whole)()  # of a tensor that processes share
-        if not weight.is_meta:
-            some = weight.detach().flatten()[:: max(weight.numel() // _SAMPLED, 1)]
-            digest.update(some.float().cpu().numpy().tobytes())
-    return f"{type(model).__name__} {digest.hexdigest()[:16]}"
 
 
 def checksummed(state: dict[str, Tensor], name: str = CHECKSUMS) -> dict[str, Tensor]:

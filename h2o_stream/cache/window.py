@@ -15,6 +15,7 @@ from transformers.cache_utils import Cache
 from h2o_stream.cache.budgets import HeadGroup, Schedule, schedules, windows
 from h2o_stream.cache.counts import CacheCounts, Occupancy
 from h2o_stream.cache.groups import GroupedLayer
+from h2o_stream.cache.identity import policy_source
 from h2o_stream.cache.layout import Layout
 from h2o_stream.cache.padding import Padding
 from h2o_stream.cache.policies import Budget, make_policy, merged
@@ -402,7 +403,8 @@ class H2OCache(Cache):
             raise H2OStreamError(f"the state does not fit: its budgets are {told}") from error
 
     def _fingerprint(self, dtype: torch.dtype) -> dict[str, Any]:
-        return {"model": self._model(), "dtype": str(dtype), "policy": asdict(self.plan)}
+        told = {"dtype": str(dtype), "model": self._model(), "policy": asdict(self.plan)}
+        return told | {"policy's source": policy_source(self.plan)}
 
     @property
     def steady(self) -> bool:

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, ClassVar, Protocol
 
+from h2o_stream.cache.identity import policy_source
 from h2o_stream.compare.folder import Folder, Part
 from h2o_stream.config import CacheConfig
 from h2o_stream.processes import Processes
@@ -124,8 +125,14 @@ def told(configs: Sequence[CacheConfig]) -> dict[str, Any]:
         "policy": [config.policy for config in configs],
         "window": [window_of(config) for config in configs],
         "seed": [config.seed for config in configs],
-        "cache": [asdict(config) for config in configs],
+        "cache": [_cache(config) for config in configs],
     }
+
+
+def _cache(config: CacheConfig) -> dict[str, Any]:
+    """The policy, and where it is a user's, its source: an edited one is another."""
+    source = policy_source(config.plan())
+    return {**asdict(config), "source": source} if source else asdict(config)
 
 
 def label_of(config: CacheConfig) -> str:

@@ -15,21 +15,21 @@ from dataclasses import asdict, dataclass, field
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from h2o_stream.cache.state import model_digest
+from h2o_stream.cache.identity import model_digest, policy_source
 from h2o_stream.cache.support import check_supported
 from h2o_stream.config import CacheConfig
 from h2o_stream.errors import DataError
-from h2o_stream.session.records import RECORDS, RUN, read_run
+from h2o_stream.native import library
+from h2o_stream.session.records import RECORDS, RUN, hardware, read_run
 
 _MAY_DIFFER = ("versions", "hardware", "command_line", "begun", "processes")
-"""What the run record tells of circumstances, not of what is compared."""
+"""What the run record tells of circumstances, not of what is compared; what is timed has `machine` beside them."""
 
 _MAY_GROW = ("cache", "policy", "window", "seed")
 """What it tells of each policy."""
@@ -48,19 +48,23 @@ def writing(folder: Path) -> Iterator[None]:
         raise DataError(f"--out {folder}: {error.strerror or error}") from error
 
 
-_digests: WeakKeyDictionary[Any, str] = WeakKeyDictionary()
-"""Of models that were asked for: a comparison has hundreds of jobs with the same one."""
-
-
 def identity(model: Any, config: CacheConfig) -> dict[str, Any]:
     """What a figure is a figure of: model, dtype, the policy as asked for and as this version understands it."""
+    plan = check_supported(type(model), model.config, config)
     return {
-        "model": _digests.get(model) or _digests.setdefault(model, model_digest(model)),
+        "model": model_digest(model),
         "dtype": str(model.dtype),
         "config": asdict(config),
-        "plan": asdict(check_supported(type(model), model.config, config)),
+        "plan": asdict(plan),
+        "source": policy_source(plan),
         "version": version("h2o-stream"),
     }
+
+
+def machine() -> dict[str, Any]:
+    """What a timed figure is a figure of besides: processor, threads, and the library that computes."""
+    own = {name: value for name, value in hardware().items() if name != "memory_bytes"}
+    return {**own, "threads": torch.get_num_threads(), "library": library.identity()}
 
 
 @dataclass(frozen=True)

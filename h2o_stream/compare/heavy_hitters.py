@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from h2o_stream.cache.attach import attach
+from h2o_stream.cache.identity import model_digest
 from h2o_stream.cache.statistics import power_law, share_of_top, sparsity
 from h2o_stream.cache.support import context_of, home_of
 from h2o_stream.compare.comparison import Comparison, Doing, Job, Notify, told
@@ -63,6 +64,7 @@ class HeavyHitters(Comparison):
         self._stream = read_tokens(self._text, loaded.tokenizer, self._tokens - 1)
         return {
             "model": loaded.name,
+            "identity": model_digest(self._model),
             "text": str(self._text),
             "digest": digest_of(self._stream),
             "tokens": len(self._stream),

@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy
 
 from h2o_stream.cache.attach import attach
+from h2o_stream.cache.identity import model_digest
 from h2o_stream.cache.support import context_of, home_of
 from h2o_stream.compare.bootstrap import paired_difference
 from h2o_stream.compare.comparison import Comparison, Doing, Job, Notify, label_of, told, window_of
@@ -55,6 +56,7 @@ class Nll(Comparison):
         self._streams = [read_tokens(path, loaded.tokenizer, self._tokens) for path in self._texts]
         return {
             "model": loaded.name,
+            "identity": model_digest(self._model),
             "tokens": self._tokens,
             "texts": {str(text): digest_of(tokens) for text, tokens in zip(self._texts, self._streams, strict=True)},
             **told(self._configs),

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from h2o_stream.cache.attach import attach
+from h2o_stream.cache.identity import model_digest
 from h2o_stream.cache.support import context_of, home_of
 from h2o_stream.compare.comparison import Comparison, Doing, Job, Notify, label_of, told, window_of
 from h2o_stream.compare.folder import Part, identity
@@ -79,6 +80,7 @@ class Recall(Comparison):
         check_context(loaded.model, self._plan)
         return {
             "model": loaded.name,
+            "identity": model_digest(self._model),
             "text": str(self._text),
             "tokens": len(self._plan.tokens),
             "digest": digest_of(self._plan.tokens),

@@ -20,9 +20,10 @@ from torch.nn.functional import cross_entropy
 
 from h2o_stream.cache.attach import attach
 from h2o_stream.cache.audit import audit
+from h2o_stream.cache.identity import model_digest
 from h2o_stream.cache.support import home_of
 from h2o_stream.compare.comparison import Comparison, Doing, Job, Notify, told
-from h2o_stream.compare.folder import Part, identity, writing
+from h2o_stream.compare.folder import Part, identity, machine, writing
 from h2o_stream.compare.nll import digest_of, read_tokens
 from h2o_stream.config import PREFILL_STEP, CacheConfig, EngineChoice, ModelConfig
 from h2o_stream.errors import DataError
@@ -92,6 +93,8 @@ class Soak(Comparison):
         self._digest = digest_of(self._tokens)
         return {
             "model": self._model_config.model,
+            "identity": model_digest(self._model),
+            "machine": machine(),
             "dtype": str(self._model.dtype).removeprefix("torch."),
             "text": str(self._text),
             "digest": self._digest,
@@ -114,6 +117,7 @@ class Soak(Comparison):
             "turns": [turns.start, turns.stop],
             "passes": self._passes,
             "steps": self._engine,
+            "machine": machine(),
             **identity(self._model, self._config),
         }
         return Job("turns", key, len(turns), partial(self._stretch, number, turns))

@@ -16,7 +16,7 @@ from typing import Any
 
 from h2o_stream.compare.comparison import Comparison, Doing, Job, Notify, window_of
 from h2o_stream.compare.contenders import LLAMA_CPP, NO_LLAMA_CPP, OURS, Contender, Memory, Ready
-from h2o_stream.compare.folder import Part
+from h2o_stream.compare.folder import Part, machine
 from h2o_stream.compare.nll import digest_of, read_tokens
 from h2o_stream.compare.random_gguf import check_architecture, write_random_gguf
 from h2o_stream.compare.random_weights import precision_of, read_settings
@@ -230,6 +230,7 @@ class Speed(Comparison):
             "digest": self._digest,
             "histories": self._histories,
             "contenders": [asdict(contender) for contender in self._contenders],
+            "machine": machine(),
         }
 
     def _check_random(self, settings: Path) -> None:
@@ -251,6 +252,7 @@ class Speed(Comparison):
             "tokens": self._digest,
             "contenders": [asdict(contender) for contender in self._contenders],
             "history": history,
+            "machine": machine(),
             "version": version("h2o-stream"),
         }
         return Job(f"at {history:,}", key, self._race.steps, partial(self._timed, history))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from itertools import groupby
@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from h2o_stream.cache.attach import attach
+from h2o_stream.cache.identity import model_digest
 from h2o_stream.cache.support import context_of, home_of
 from h2o_stream.compare.comparison import Comparison, Job, Notify, label_of, told, window_of
 from h2o_stream.compare.folder import Part, identity
@@ -64,6 +65,7 @@ class Summarize(Comparison):
         self._batches = batches(self._requests, self._prompts, self._how.batch)
         return {
             "model": self._loaded.name,
+            "identity": model_digest(self._loaded.model),
             "source": str(self._source),
             "requests": len(self._requests),
             "prompt_tokens": fmean(map(len, self._prompts)),
@@ -74,12 +76,13 @@ class Summarize(Comparison):
 
     def jobs(self) -> list[Job]:
         """One for each batch and policy."""
-        return [self._job(config, part) for config in self._configs for part in self._batches]
+        model = self._loaded.model
+        of = [(config, identity(model, config)) for config in self._configs]
+        return [self._job(config, part, own) for config, own in of for part in self._batches]
 
-    def _job(self, config: CacheConfig, part: tuple[int, ...]) -> Job:
+    def _job(self, config: CacheConfig, part: tuple[int, ...], own: Mapping[str, Any]) -> Job:
         asked = [(self._requests[index].prompt, str(self._requests[index].sampling)) for index in part]
-        model, how = self._loaded.model, self._how
-        key = {"what": self.name, "requests": asked, **asdict(how), **identity(model, config)}
+        key = {"what": self.name, "requests": asked, **asdict(self._how), **own}
         return Job(label_of(config), key, len(part), partial(self._answer, config, part))
 
     def _answer(self, config: CacheConfig, part: tuple[int, ...]) -> Iterator[Part]:

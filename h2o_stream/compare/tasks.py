@@ -10,6 +10,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+from h2o_stream.cache.identity import model_digest
 from h2o_stream.compare.comparison import Comparison, Job, Notify, told, window_of
 from h2o_stream.compare.folder import Part, identity
 from h2o_stream.config import CacheConfig, ModelConfig
@@ -64,6 +65,7 @@ class Tasks(Comparison):
                 raise ConfigError(f"task {task!r} is unknown; --tasks takes the harness's, --task-folder brings more")
         return {
             "model": self._loaded.name,
+            "identity": model_digest(self._loaded.model),
             "dtype": str(self._loaded.model.dtype).removeprefix("torch."),
             "tasks": list(self._tasks),
             "ratio": self._ratio,

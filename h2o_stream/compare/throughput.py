@@ -16,9 +16,10 @@ import torch
 from torch import Tensor
 
 from h2o_stream.cache.attach import attach
+from h2o_stream.cache.identity import model_digest
 from h2o_stream.cache.support import context_of, home_of
 from h2o_stream.compare.comparison import Comparison, Job, Notify, told, window_of
-from h2o_stream.compare.folder import Part, identity
+from h2o_stream.compare.folder import Part, identity, machine
 from h2o_stream.compare.nll import digest_of, read_tokens
 from h2o_stream.config import PREFILL_STEP, CacheConfig, EngineChoice, ModelConfig, Shape
 from h2o_stream.errors import ConfigError
@@ -92,6 +93,8 @@ class Throughput(Comparison):
             self._loads.append(tuple(loads(self._model, shape, configs, self._budget, self._tokens)))
         return {
             "model": loaded.name,
+            "identity": model_digest(self._model),
+            "machine": machine(),
             "dtype": str(self._model.dtype).removeprefix("torch."),
             "text": str(self._text),
             "digest": self._digest,
@@ -100,7 +103,6 @@ class Throughput(Comparison):
             "rounds": self._rounds,
             "steps": self._engine,
             "weights": asdict(self._model_config),
-            "threads": torch.get_num_threads(),
             **told([config for shape in self._shapes for config in self._configs(shape)]),
         }
 
@@ -118,7 +120,7 @@ class Throughput(Comparison):
             "shape": str(load.shape),
             "batch": load.batch,
             "round": number,
-            "threads": torch.get_num_threads(),
+            "machine": machine(),
             "weights": asdict(self._model_config),
             **identity(self._model, load.config),
         }

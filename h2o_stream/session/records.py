@@ -61,20 +61,25 @@ def run_record(command: str, **settings: Any) -> dict[str, Any]:
     """The first record of every run: what ran, with what, on what."""
     from importlib.metadata import version
 
-    import psutil
-
     packages = ("h2o-stream", "torch", "transformers", "tokenizers")
     return {
         "type": "run",
         "command": command,
         **settings,
         "versions": {"python": platform.python_version(), **{name: version(name) for name in packages}},
-        "hardware": {
-            "machine": platform.machine(),
-            "processor": _processor(),
-            "cores": psutil.cpu_count(),
-            "memory_bytes": psutil.virtual_memory().total,
-        },
+        "hardware": hardware(),
+    }
+
+
+def hardware() -> dict[str, Any]:
+    """This machine."""
+    import psutil
+
+    return {
+        "machine": platform.machine(),
+        "processor": _processor(),
+        "cores": psutil.cpu_count(),
+        "memory_bytes": psutil.virtual_memory().total,
     }
 
 

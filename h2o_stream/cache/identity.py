@@ -1,0 +1,198 @@
+"""What a model is, and what a policy is: one place, for states, sessions, comparisons and what is cached on disk.
+
+A model is its class and config, every number of its weights and persistent buffers, how packed ones are packed, the
+plain attributes of its modules (PEFT keeps there which adapters are active, merged or disabled, and their scaling), and
+the source of modules, patched forwards and hooks that come with no package of ours, torch's or Hugging Face's. It is
+not the mode (training or not), nor what computes its attention, nor where it lies.
+
+All bytes of a weight are summed up in pieces, at the speed of memory (0.02 s for 540 MB): what one step of decoding
+reads. A sum misses only changes inside 4 KiB that cancel. In one process a weight is summed up again when its address,
+its version or one of some sampled numbers has changed: what is written through ``.data`` into few numbers of a weight
+that was summed up before can be missed.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import inspect
+import json
+import sys
+from collections.abc import Iterator
+from enum import Enum
+from types import FunctionType
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor, nn
+
+from h2o_stream.cache.policies import make_policy
+from h2o_stream.config import CachePlan
+
+_SAMPLED = 256
+"""Numbers of each weight that are looked at every time."""
+
+_PIECE = 4096
+"""Bytes that have a sum of their own."""
+
+_ELSEWHERE = ("_name_or_path", "transformers_version", "quantization_config", "use_cache")
+"""What a config tells that says nothing about the logits, or that the weights themselves tell."""
+
+_PASSING = ("training", "gradient_checkpointing", "max_seq_len_cached", "warnings_issued", "name_or_path")
+"""Attributes of modules that do not belong to the model."""
+
+_ADAPTERS = ("_active_adapter", "_disable_adapters")
+"""Private attributes of PEFT's layers that do."""
+
+_VERSIONED = ("h2o_stream", "torch", "transformers", "peft", "accelerate", "deepspeed")
+"""Packages whose source is told by their version."""
+
+_summed: WeakKeyDictionary[nn.Module, dict[str, tuple[Any, bytes]]] = WeakKeyDictionary()
+"""Of the weights of a model, by name: what they looked like when they were summed up, and their sums."""
+
+_sources: WeakKeyDictionary[Any, str] = WeakKeyDictionary()
+"""What `source_of` gave: a file may be edited after it was imported."""
+
+
+def model_digest(model: nn.Module) -> str:
+    """What tells a model from all others: its class, how its weights are held, and 16 hex digits."""
+    digest = hashlib.sha256(json.dumps(_config(model), sort_keys=True, default=str).encode())
+    known = _summed.setdefault(model, {})
+    for name, weight in _weights(model):
+        digest.update(f"{name} {weight.dtype} {tuple(weight.shape)}".encode())
+        weight = getattr(weight, "to_local", lambda whole=weight: whole)().detach()  # of one that processes share
+        if weight.is_meta:
+            continue
+        seen = _looks(weight)
+        if name not in known or known[name][0] != seen:
+            known[name] = seen, _sums(weight)
+        digest.update(known[name][1])
+    held = set[str]()
+    for name, module in model.named_modules():
+        digest.update(json.dumps([name, *_module(module)], default=str).encode())
+        kind = getattr(module, "kind", None)
+        held |= {kind.name.lower()} if isinstance(kind, Enum) else set()
+    held = held or {str(weight.dtype).removeprefix("torch.") for _, weight in _weights(model)}
+    return f"{type(model).__name__} {'+'.join(sorted(held))} {digest.hexdigest()[:16]}"
+
+
+def policy_source(plan: CachePlan) -> str:
+    """16 hex digits of the source of a user's policy; nothing for one of ours, which the plan and the version tell."""
+    return source_of(type(make_policy(plan)))
+
+
+def source_of(thing: Any) -> str:
+    """16 hex digits of the modules that a class (with its bases) or a function is written in.
+
+    Its byte code counts where there is no source. Nothing for what the version of a package tells.
+    """
+    if thing not in _sources:
+        parts = [part for part in getattr(thing, "__mro__", (thing,)) if not _versioned(part)]
+        told = "".join(f"{part.__qualname__} {_source(part)}" for part in parts)
+        _sources[thing] = hashlib.sha256(told.encode()).hexdigest()[:16] if parts else ""
+    return _sources[thing]
+
+
+def _source(thing: Any) -> str:
+    for where in (sys.modules.get(_home(thing)), thing):
+        try:
+            return inspect.getsource(where)  # type: ignore[arg-type]
+        except (OSError, TypeError):  # typed in, or compiled
+            continue
+    functions = vars(thing).values() if isinstance(thing, type) else (thing,)
+    codes = [function.__code__ for function in functions if hasattr(function, "__code__")]
+    return "".join(f"{code.co_name} {code.co_code.hex()} {code.co_names} {code.co_consts}" for code in codes)
+
+
+def _home(thing: Any) -> str:
+    """The module where it is written: what wraps a function takes over its `__module__`."""
+    return str(thing.__globals__["__name__"] if isinstance(thing, FunctionType) else getattr(thing, "__module__", ""))
+
+
+def _versioned(thing: Any) -> bool:
+    package = _home(thing).partition(".")[0]
+    return package in _VERSIONED or package in sys.stdlib_module_names
+
+
+# a model
+
+
+def _config(model: nn.Module) -> Any:
+    def told(value: Any) -> Any:
+        if not isinstance(value, dict):
+            return value
+        kept = {name: told(part) for name, part in value.items() if name not in _ELSEWHERE}
+        return {name: part for name, part in kept.items() if "attn_implementation" not in str(name)}
+
+    return told(model.config.to_dict())  # type: ignore[operator, union-attr]
+
+
+def _weights(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Parameters and persistent buffers: the others are computed from the config, or while the model runs."""
+    yield from model.named_parameters()
+    for prefix, module in model.named_modules():
+        for name, buffer in module.named_buffers(prefix, recurse=False):
+            if name.rpartition(".")[2] not in module._non_persistent_buffers_set:
+                yield name, buffer
+
+
+def _looks(weight: Tensor) -> tuple[Any, ...]:
+    """What changes with a weight, in all likelihood."""
+    some = weight.flatten()[:: max(weight.numel() // _SAMPLED, 1)]
+    version = None if weight.is_inference() else weight._version
+    return weight.data_ptr(), version, weight.shape, weight.stride(), weight.dtype, _bytes(some).cpu().numpy().tobytes()
+
+
+def _sums(weight: Tensor) -> bytes:
+    """The sum of each piece of a weight, as whole numbers; of the last one the bytes."""
+    whole = _bytes(weight)
+    if whole.storage_offset() % 8:
+        whole = whole.clone()
+    full = len(whole) // _PIECE * _PIECE
+    sums = whole[:full].view(torch.int64).view(-1, _PIECE // 8).sum(1)
+    return sums.cpu().numpy().tobytes() + whole[full:].cpu().numpy().tobytes()
+
+
+def _bytes(weight: Tensor) -> Tensor:
+    return weight.contiguous().flatten().view(torch.uint8)
+
+
+def _module(module: nn.Module) -> Iterator[Any]:
+    """What it is besides its weights."""
+    yield f"{type(module).__qualname__} {source_of(type(module))}"
+    for name, value in sorted(vars(module).items()):
+        if name in _ADAPTERS or not (name.startswith("_") or name in _PASSING):
+            try:
+                yield name, _plain(value)
+            except TypeError:  # a module, a tensor, a config
+                continue
+    added = (vars(module).get("forward"), *module._forward_pre_hooks.values(), *module._forward_hooks.values())
+    yield [told for function in added if (told := _foreign(function, type(module)))]
+
+
+def _plain(value: Any) -> Any:
+    """A value that is no object of its own, for JSON.
+
+    Raises:
+        TypeError: it is one.
+    """
+    if isinstance(value, dict):
+        return sorted((str(name), _plain(part)) for name, part in value.items())
+    if isinstance(value, list | tuple):
+        return [_plain(part) for part in value]
+    if isinstance(value, set | frozenset):
+        return sorted(map(str, value))
+    if value is None or isinstance(value, str | int | float | Enum | torch.dtype):
+        return str(value)
+    raise TypeError(value)
+
+
+def _foreign(function: Any, owner: type[nn.Module]) -> str:
+    """The source of what was put into a module from outside."""
+    while _home(type(function)).startswith("h2o_stream."):  # an attached model: what is within
+        function = getattr(function, "forward", None)
+    function = getattr(function, "func", function)
+    function = getattr(function, "__func__", function)
+    if function is owner.forward:
+        return ""
+    return source_of(function if hasattr(function, "__qualname__") else type(function))

@@ -1,0 +1,218 @@
+"""What a model, a policy and a machine are: nothing is taken for another."""
+
+from __future__ import annotations
+
+import copy
+import importlib
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from h2o_stream import CacheConfig, H2OStreamError, attach, config
+from h2o_stream.cache.identity import model_digest, policy_source
+from h2o_stream.compare import folder
+from h2o_stream.config import POLICIES, PolicyDefaults
+from h2o_stream.errors import DataError
+from h2o_stream.models.packed import PackedLinear
+from h2o_stream.models.quantize import packed_kinds, replace
+from h2o_stream.native.packing import pack
+from tests import families
+from tests.conftest import make_llama
+from tests.families import FAMILIES
+
+TOKENS = torch.randint(3, 64, (1, 40), generator=torch.Generator().manual_seed(0))
+
+
+def packed(quantize: str) -> Any:
+    """A tiny model with the same weights in so many bits."""
+    model = make_llama(size=16)
+    for name, kind in packed_kinds(model, quantize).items():
+        replace(model, name, kind, pack(model.get_submodule(name).weight.contiguous(), kind))
+    return model
+
+
+def one_row(model: Any) -> None:
+    model.model.embed_tokens.weight[17] *= 1.01
+
+
+def behind_the_version(model: Any) -> None:
+    model.model.layers[1].mlp.up_proj.weight.data += 1e-3
+
+
+def epsilon(model: Any) -> None:
+    model.model.norm.variance_epsilon = 0.1
+
+
+def hook(model: Any) -> None:
+    model.model.layers[0].mlp.register_forward_hook(lambda module, inputs, output: output * 2)
+
+
+def patch(model: Any) -> None:
+    layer = model.model.layers[0].mlp
+    layer.forward = lambda x: x
+
+
+class Doubled(nn.Linear):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return 2 * super().forward(x)
+
+
+def swap(model: Any) -> None:
+    model.model.layers[0].mlp.up_proj.__class__ = Doubled
+
+
+class TestModel:
+    @pytest.mark.parametrize("change", [one_row, behind_the_version, epsilon, hook, patch, swap])
+    def test_a_change_is_noticed(self, tiny: Any, change: Callable[[Any], None]) -> None:
+        before = model_digest(tiny)
+        change(tiny)
+        assert model_digest(tiny) != before
+
+    @pytest.mark.parametrize("number", range(0, 64 * 16, 37))
+    def test_every_number_of_a_weight_counts(self, number: int) -> None:
+        """Of a model that another process read: nothing is known of it from before."""
+        model, other = make_llama(), make_llama()
+        other.model.embed_tokens.weight.view(-1)[number] += 1e-5
+        assert model_digest(model) != model_digest(other)
+
+    def test_packed_otherwise_it_is_another(self) -> None:
+        digests = {model_digest(packed("int8")), model_digest(packed("int4")), model_digest(make_llama(size=16))}
+        assert len(digests) == 3
+        assert sorted(digest.split()[1] for digest in digests) == ["float32", "int4+int8", "int8"]
+
+    def test_one_code_of_a_packed_weight_counts(self) -> None:
+        model, other = packed("int4"), packed("int4")
+        assert model_digest(model) == model_digest(other)
+        layer = next(module for module in other.modules() if isinstance(module, PackedLinear))
+        layer.tiles.view(-1)[100] ^= 1
+        assert model_digest(model) != model_digest(other)
+
+    @pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.name)
+    def test_it_is_the_same_before_while_and_after_it_runs(self, family: Any) -> None:
+        model = family.make()
+        before = model_digest(model)
+        with attach(model, CacheConfig(window=12, positions=family.positions[0], chunk=5)) as cache:
+            model(TOKENS, past_key_values=cache)
+            assert model_digest(model) == before
+        model.train()
+        model(TOKENS[:, :5])
+        assert model_digest(model) == before
+        assert model_digest(copy.deepcopy(model).eval()) == before
+
+
+class TestAdapters:
+    @pytest.fixture
+    def lora(self, tiny: Any) -> Any:
+        peft = pytest.importorskip("peft")
+        settings = peft.LoraConfig(r=2, lora_alpha=8, target_modules=["q_proj"], init_lora_weights=False)
+        torch.manual_seed(0)
+        return peft.get_peft_model(tiny, settings)
+
+    @pytest.mark.parametrize(
+        "change",
+        [
+            lambda lora: lora.merge_adapter(),
+            lambda lora: lora.base_model.disable_adapter_layers(),
+            lambda lora: lora.add_adapter("more", lora.peft_config["default"]) or lora.set_adapter("more"),
+            lambda lora: lora.base_model.model.model.layers[0].self_attn.q_proj.set_scale("default", 8.0),
+        ],
+        ids=["merged", "disabled", "another is active", "scaled"],
+    )
+    def test_they_are_part_of_it(self, lora: Any, change: Callable[[Any], Any]) -> None:
+        base = lora.base_model.model
+        before = model_digest(base)
+        assert model_digest(base) == before
+        change(lora)
+        assert model_digest(base) != before
+
+    def test_and_of_states(self, lora: Any) -> None:
+        base = lora.base_model.model
+        with attach(base, CacheConfig(window=24)) as cache:
+            base(TOKENS, past_key_values=cache)
+            state = cache.state_dict()
+        lora.base_model.disable_adapter_layers()
+        with attach(base, CacheConfig(window=24)) as cache, pytest.raises(H2OStreamError, match="another model"):
+            cache.load_state_dict(state)
+
+
+_POLICY = """
+from h2o_stream.cache.policies import Policy
+
+SIGN = {sign}
+
+class Mine(Policy):
+    def priority(self, held):
+        return SIGN * held.scores
+"""
+
+
+class TestPolicy:
+    @pytest.fixture
+    def written(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
+        """Writes a user's policy, another one for each sign, as a new process would find it."""
+        monkeypatch.syspath_prepend(tmp_path)
+        monkeypatch.setattr(sys, "dont_write_bytecode", True)
+        monkeypatch.setitem(POLICIES, "mine", PolicyDefaults(0.5, 4, 1.0, "rolling", "mine_policy:Mine"))
+
+        def write(sign: int) -> None:
+            (tmp_path / "mine_policy.py").write_text(_POLICY.format(sign=sign))
+            sys.modules.pop("mine_policy", None)
+            importlib.invalidate_caches()
+
+        yield write
+        sys.modules.pop("mine_policy", None)
+
+    def test_ours_is_told_by_the_version(self) -> None:
+        assert {policy_source(CacheConfig(name).plan()) for name in POLICIES} == {""}
+
+    def test_a_state_of_an_edited_one_is_refused(self, tiny: Any, written: Callable[[int], None]) -> None:
+        written(1)
+        with attach(tiny, CacheConfig("mine", window=24)) as cache:
+            tiny(TOKENS, past_key_values=cache)
+            state = cache.state_dict()
+            cache.load_state_dict(state)
+        written(-10)
+        with attach(tiny, CacheConfig("mine", window=24)) as cache:
+            with pytest.raises(H2OStreamError, match="another policy's source"):
+                cache.load_state_dict(state)
+
+    def test_a_figure_of_an_edited_one_is_another(
+        self, tiny: Any, tmp_path: Path, written: Callable[[int], None]
+    ) -> None:
+        from h2o_stream.compare.comparison import told
+
+        settings = [CacheConfig("mine", window=24)]
+        written(1)
+        before, run = folder.identity(tiny, settings[0]), {"command": "h2o-compare nll", **told(settings)}
+        folder.Folder(tmp_path / "out").claim(run)
+        folder.Folder(tmp_path / "out").claim(run)
+        written(-10)
+        assert folder.identity(tiny, settings[0]) != before
+        with pytest.raises(DataError, match="policies that this run leaves out"):
+            folder.Folder(tmp_path / "out").claim({"command": "h2o-compare nll", **told(settings)})
+
+
+class TestMachine:
+    def test_a_timed_figure_is_of_the_threads_and_of_the_library(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        before = folder.machine()
+        assert folder.machine() == before
+        assert before["threads"] == torch.get_num_threads()
+        monkeypatch.setattr(folder.library, "identity", lambda: "another")
+        assert folder.machine() != before
+
+    def test_a_folder_of_another_machine_is_refused(self, tmp_path: Path) -> None:
+        run = {"command": "h2o-compare speed", "machine": folder.machine(), "hardware": 1}
+        folder.Folder(tmp_path).claim(run)
+        folder.Folder(tmp_path).claim({**run, "hardware": 2})
+        with pytest.raises(DataError, match="its machine is"):
+            folder.Folder(tmp_path).claim({**run, "machine": {**run["machine"], "processor": "Z80"}})
+
+
+def test_the_matrices_have_every_policy() -> None:
+    """As docs/extending.md promises."""
+    assert set(families.POLICIES) == set(config.POLICIES)
