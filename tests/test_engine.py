@@ -124,7 +124,7 @@ class TestEnds:
         engine.should_stop = lambda: True
         assert list(replies) == [Finished("interrupted")]
         engine.should_stop = lambda: False
-        engine.sampler = Sampler(GREEDY, None, torch.device("cpu"))
+        engine.sampler = Sampler(GREEDY, None)
         rest, _ = run(engine.decode())
         assert [*begun, *rest][:12] == plain, "it goes on exactly where it stopped"
 
@@ -262,7 +262,7 @@ class TestText:
 
 class TestSampling:
     def draws(self, count: int = 40, **settings: Any) -> list[int]:
-        sampler = Sampler(SamplingConfig(**settings), None, torch.device("cpu"))
+        sampler = Sampler(SamplingConfig(**settings), None)
         logits = torch.tensor([3.0, 2.0, 1.0, 0.0, -1.0])
         return [sampler.draw(logits, [0]) for _ in range(count)]
 
@@ -274,8 +274,8 @@ class TestSampling:
         assert self.draws(seed=3) != self.draws(seed=4)
 
     def test_an_unseeded_run_says_its_seed(self) -> None:
-        sampler = Sampler(SamplingConfig(), None, torch.device("cpu"))
-        assert Sampler(SamplingConfig(), None, torch.device("cpu")).seed != sampler.seed
+        sampler = Sampler(SamplingConfig(), None)
+        assert Sampler(SamplingConfig(), None).seed != sampler.seed
 
     @pytest.mark.parametrize(
         ("settings", "allowed"),
@@ -291,8 +291,8 @@ class TestSampling:
         class Recommended:
             temperature, top_p, top_k = 0.0, None, 50
 
-        assert Sampler(SamplingConfig(), Recommended, torch.device("cpu")).greedy
-        assert not Sampler(SamplingConfig(temperature=1.0), Recommended, torch.device("cpu")).greedy
+        assert Sampler(SamplingConfig(), Recommended).greedy
+        assert not Sampler(SamplingConfig(temperature=1.0), Recommended).greedy
 
 
 @pytest.mark.parametrize(
@@ -372,7 +372,7 @@ def test_what_can_be_drawn_is_what_transformers_leaves(
     temperature: float, top_k: int, top_p: float, min_p: float
 ) -> None:
     config = SamplingConfig(temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p, seed=0)
-    sampler = Sampler(config, None, torch.device("cpu"))
+    sampler = Sampler(config, None)
     warpers = LogitsProcessorList([TemperatureLogitsWarper(temperature)])
     warpers += [TopKLogitsWarper(top_k)] if top_k else []
     warpers += [TopPLogitsWarper(top_p)] if top_p < 1 else []
@@ -389,7 +389,7 @@ def test_equal_scores_and_forbidden_tokens() -> None:
     assert nucleus(torch.zeros(10), 0.35).tolist() == [0, 1, 2, 3]
     scores = torch.tensor([-torch.inf, 0.0, -torch.inf, 0.0])
     for settings in ({"top_p": 0.9}, {"top_p": 1.0}, {"top_k": 4}):
-        sampler = Sampler(SamplingConfig(temperature=1.0, seed=0, **settings), None, torch.device("cpu"))
+        sampler = Sampler(SamplingConfig(temperature=1.0, seed=0, **settings), None)
         assert sampler.possible(scores)[0].tolist() == [1, 3]
         assert {sampler.draw(scores, []) for _ in range(50)} == {1, 3}
 

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from h2o_stream.cache.attach import attach
 from h2o_stream.cache.counts import CacheCounts
-from h2o_stream.cache.state import taken
+from h2o_stream.cache.state import checksummed, taken, verify
 from h2o_stream.cache.support import context_of, home_of, learned_positions, size_of
 from h2o_stream.config import (
     PREFILL_MOST,
@@ -29,11 +29,15 @@ from h2o_stream.config import (
     SamplingConfig,
 )
 from h2o_stream.engine.events import Finished, PrefillProgress, Token
-from h2o_stream.engine.sampling import Sampler
+from h2o_stream.engine.sampling import Sampler, check_draws
 from h2o_stream.engine.text import TextStream
 from h2o_stream.errors import H2OStreamError, OutOfMemoryError, means_out_of_memory
 from h2o_stream.memory import give_back_free_memory
 from h2o_stream.progress import Listener, ignore
+
+TORN = "the last step was cut off halfway; reset the conversation to go on"
+
+_CHECKSUMS = "engine.checksums"
 
 
 class Engine:
@@ -73,7 +77,7 @@ class Engine:
         self.model = model
         self.tokenizer = tokenizer
         self.sampling = sampling or SamplingConfig()
-        self.sampler = Sampler(self.sampling, model.generation_config, home_of(model))
+        self.sampler = Sampler(self.sampling, model.generation_config)
         self.at_context = at_context
         self.should_stop = should_stop
         self.context = context_of(model.config)
@@ -98,11 +102,18 @@ class Engine:
         """Give the model back as it was."""
         self._stack.close()
 
+    @property
+    def torn(self) -> bool:
+        """Whether a step was cut off halfway: then only `reset` and `load_state_dict` can be called."""
+        return self._torn
+
     def reset(self) -> None:
-        """Start a new stream with an empty cache."""
+        """Start a new stream with an empty cache; pins stay."""
+        self._torn = True
         self.cache.reset()
-        self._logits, self._turn, self._torn = None, [], False
+        self._logits, self._turn = None, []
         del self.tokens[:]
+        self._torn = False
 
     def resample(self, sampling: SamplingConfig, reseed: bool = False) -> None:
         """Draw tokens another way from now on.
@@ -111,10 +122,10 @@ class Engine:
             sampling: how.
             reseed: begin the random draws anew with its seed; otherwise they go on where they are.
         """
-        before, self.sampling = self.sampler.state, sampling
-        self.sampler = Sampler(sampling, self.model.generation_config, home_of(self.model))
+        sampler = Sampler(sampling, self.model.generation_config)
         if not reseed:
-            self.sampler.state = before
+            sampler.state = self.sampler.state
+        self.sampling, self.sampler = sampling, sampler
 
     def state_dict(self) -> dict[str, Tensor]:
         """A copy of everything there is to go on from with a prefill, as safetensors takes it.
@@ -129,21 +140,26 @@ class Engine:
             "engine.opening": torch.tensor(self.opening),
             "engine.draws": self.sampler.state.clone(),
         }
-        return self.cache.state_dict() | own
+        return self.cache.state_dict() | checksummed(own, _CHECKSUMS)
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
         """Go on from a state: the next prefill and what is drawn after it are what they would have been.
 
         Raises:
-            H2OStreamError: the state belongs to another model, dtype or policy, or is damaged; the stream is empty
-                then.
+            H2OStreamError: the engine's own part is damaged, or its draws are those of another device; nothing has
+                changed then. Or the state belongs to another model, dtype or policy, or the cache's part is damaged;
+                the stream is torn then.
         """
-        self.reset()
+        verify(state, _CHECKSUMS)
         tokens, opening, draws = (taken(state, f"engine.{name}") for name in ("tokens", "opening", "draws"))
+        check_draws(draws)
+        self.reset()
+        self._torn = True
         self.cache.load_state_dict(state)
         self.tokens.extend(tokens.tolist())
         self.opening = int(opening)
         self.sampler.state = draws
+        self._torn = False
 
     @property
     def counts(self) -> CacheCounts:
@@ -158,9 +174,19 @@ class Engine:
 
     def pin(self, count: int) -> None:
         """Never evict the first `count` tokens, instead of those of the last call; see `H2OCache.pin`."""
-        self.cache.unpin(min(count, self.opening), self.opening)
-        self.cache.pin(0, count)
+        before, self.opening = self.opening, max(count, self.opening)  # cut off here, no more is pinned than it says
+        try:
+            self.cache.pin(0, count)
+        except H2OStreamError:
+            self.opening = before
+            raise
+        self.cache.unpin(count, self.opening)
         self.opening = count
+
+    def unpin(self) -> None:
+        """Let every token be evicted again."""
+        self.cache.unpin()
+        self.opening = 0
 
     def prefill(self, tokens: Sequence[int]) -> Iterator[PrefillProgress | Finished]:
         """Feed a turn's new tokens.
@@ -171,6 +197,7 @@ class Engine:
         """
         if not tokens:
             raise H2OStreamError("there is nothing to prefill: the prompt has no tokens")
+        self._refuse_torn()
         self._turn, elapsed_s = list(tokens), 0.0
         self.cache.begin(len(tokens))
         if detail := self._refusal(len(tokens)):
@@ -213,9 +240,12 @@ class Engine:
             if detail := self._refusal(1):
                 yield Finished("context", text.flush(), detail)
                 return
-            begun = time.perf_counter()
-            token = self._draw()
+            self._refuse_torn()
+            if self._logits is None:
+                raise H2OStreamError("there is nothing to continue: prefill a prompt first")
+            begun, self._torn = time.perf_counter(), True  # a draw without its token is half a step
             try:
+                token = self.sampler.draw(self._logits, self._turn)
                 self._feed([token])
             except OutOfMemoryError as error:
                 yield Finished("oom", text.flush(), str(error))
@@ -230,15 +260,12 @@ class Engine:
                 return
         yield Finished("length", text.flush())
 
-    def _draw(self) -> int:
-        if self._logits is None:
-            raise H2OStreamError("there is nothing to continue: prefill a prompt first")
-        return self.sampler.draw(self._logits, self._turn)
+    def _refuse_torn(self) -> None:
+        if self._torn:
+            raise H2OStreamError(TORN)
 
     @torch.no_grad()
     def _feed(self, tokens: list[int]) -> None:
-        if self._torn:
-            raise H2OStreamError("the last step was cut off halfway; reset the conversation to go on")
         self._torn = True
         try:
             ids = torch.tensor([tokens], dtype=torch.int64, device=home_of(self.model))

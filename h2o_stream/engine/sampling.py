@@ -17,6 +17,7 @@ from torch import Tensor
 from transformers.generation.logits_process import RepetitionPenaltyLogitsProcessor, TopPLogitsWarper
 
 from h2o_stream.config import DEFAULT_TEMPERATURE, DEFAULT_TOP_K, DEFAULT_TOP_P, SamplingConfig
+from h2o_stream.errors import H2OStreamError
 from h2o_stream.processes import agreed
 
 _LIKELY = {1e-4: torch.float32, 1e-6: torch.float64}
@@ -33,13 +34,12 @@ class Sampler:
     Args:
         config: what the user said; what is None comes from `recommended`, then from our defaults.
         recommended: the model's generation config, or None.
-        device: where the logits are.
 
     Attributes:
         seed: the seed in use, drawn if none was given.
     """
 
-    def __init__(self, config: SamplingConfig, recommended: Any, device: torch.device) -> None:
+    def __init__(self, config: SamplingConfig, recommended: Any) -> None:
         def choose(name: str, default: float) -> Any:
             given = getattr(config, name)
             return next(v for v in (given, getattr(recommended, name, None), default) if v is not None)
@@ -49,14 +49,14 @@ class Sampler:
         self._min_p = config.min_p
         self.seed = agreed(secrets.randbits(32)) if config.seed is None else config.seed
         self.greedy = self._temperature == 0
-        self._generator = torch.Generator(device=device).manual_seed(self.seed)
+        self._generator = torch.Generator().manual_seed(self.seed)
         self._penalty = None
         if config.repetition_penalty != 1:
             self._penalty = RepetitionPenaltyLogitsProcessor(config.repetition_penalty)
 
     @property
     def state(self) -> Tensor:
-        """uint8, where the random draws have come to."""
+        """uint8, where the random draws have come to: the CPU's, wherever the logits are."""
         return self._generator.get_state()
 
     @state.setter
@@ -78,7 +78,8 @@ class Sampler:
             if self.greedy:
                 return largest(scores)
             ids, scores = self.possible(scores)
-            return int(ids[torch.multinomial(scores.softmax(-1), 1, generator=self._generator)])
+            place = torch.multinomial(scores.softmax(-1).cpu(), 1, generator=self._generator)
+            return int(ids[int(place)])
 
     def possible(self, scores: Tensor) -> tuple[Tensor, Tensor]:
         """Which tokens can be drawn, in ascending order, and their scores.
@@ -102,6 +103,20 @@ class Sampler:
             inside = at_least(probs, (self._min_p * probs.max()).item())
             scores, ids = scores[inside], ids[inside]
         return ids, scores
+
+
+def check_draws(state: Tensor) -> None:
+    """Try a `Sampler.state` from elsewhere.
+
+    Raises:
+        H2OStreamError: it is not one.
+    """
+    try:
+        torch.Generator().set_state(state)
+    except (RuntimeError, TypeError) as error:
+        raise H2OStreamError(
+            f"the state does not fit: {tuple(state.shape)} {state.dtype} are not the random draws of a CPU"
+        ) from error
 
 
 def nucleus(scores: Tensor, top_p: float) -> Tensor:

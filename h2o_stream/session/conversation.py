@@ -1,21 +1,32 @@
-"""A conversation of any length: says things to the engine and reports what came back, turn by turn."""
+"""A conversation of any length: says things to the engine and reports what came back, turn by turn.
+
+All that a conversation is beside its stream of tokens are `Facts`, replaced as a whole. A turn states them before it
+feeds anything, and `Conversation._settle` makes them fit what was fed, however the turn ended. So between two events
+nothing is half there; only a forward that is cut off leaves the stream torn, and known as such.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
-from dataclasses import astuple, dataclass, replace
+from collections.abc import Callable, Generator, Mapping, Sequence
+from contextlib import closing
+from dataclasses import astuple, dataclass, field, replace
 
 import psutil
 from torch import Tensor
 
-from h2o_stream.cache.state import sealed, unsealed
-from h2o_stream.engine.engine import Engine
+from h2o_stream.cache.state import checksummed, sealed, unsealed, verify
+from h2o_stream.engine.engine import TORN, Engine
 from h2o_stream.engine.events import Finished, PrefillProgress, Token
 from h2o_stream.errors import H2OStreamError
+from h2o_stream.session.running import Running
 from h2o_stream.session.template import ChatTemplate, Prompt
 from h2o_stream.session.turn import Turn
 from h2o_stream.session.work import Work
+
+Turning = Generator[PrefillProgress | Token | Turn, None, None]
+Feeding = Generator[PrefillProgress | Finished, None, None]
+
+_CHECKSUMS = "conversation.checksums"
 
 
 @dataclass(frozen=True)
@@ -27,8 +38,49 @@ class Passage:
     stop: int
 
 
+@dataclass(frozen=True)
+class Pinning:
+    """A text that is being pinned: it is to take the token indices from `start` up to `stop`."""
+
+    text: str
+    start: int
+    stop: int
+
+
+@dataclass(frozen=True)
+class Facts:
+    """What a conversation is beside its stream; never changed, only replaced as a whole.
+
+    Attributes:
+        system: the system prompt; None leaves it to the template.
+        template: writes turns after it.
+        turns: that were begun.
+        starts: of each turn that has tokens its number and the index of the first.
+        pins: texts that are never evicted.
+        pinning: the text that the turn under way pins.
+        torn: they do not belong to the stream, for that was being replaced.
+        stream: another object for each stream.
+    """
+
+    system: str | None
+    template: ChatTemplate = field(compare=False)
+    turns: int = 0
+    starts: tuple[tuple[int, int], ...] = ()
+    pins: tuple[str, ...] = ()
+    pinning: Pinning | None = None
+    torn: bool = False
+    stream: object = field(default_factory=object)
+
+
+def plain(text: str) -> str:
+    """A text as it is fed: without surrogates."""
+    return text.encode("utf-8", "replace").decode()
+
+
 class Conversation:
     """Turns on one engine. The system prompt is fed once, with the first turn, and never evicted.
+
+    One turn is under way at a time: whatever is called next closes it.
 
     Args:
         engine: with an empty cache.
@@ -36,9 +88,7 @@ class Conversation:
         stops: strings that end a reply, beside those of the engine's sampling config.
 
     Attributes:
-        turns: that were begun.
-        passages: what each turn has put into the stream, in order.
-        pins: texts that are never evicted, beside the system prompt.
+        facts: all that it is beside the stream.
 
     Raises:
         ConfigError: the system prompt leaves the window too little room.
@@ -49,21 +99,43 @@ class Conversation:
         self.engine = engine
         self._stops = stops
         self._process = psutil.Process()
-        self._begin(system)
+        self._running = Running()
+        self.facts = Facts(system, self._template(system))
+        self.engine.pin(self.facts.template.opening("").pinned)
 
-    def _begin(self, system: str | None) -> None:
-        self.turns = 0
-        self.passages: list[Passage] = []
-        self.pins: list[str] = []
-        self.system = system
-        self._template = ChatTemplate(self.engine.tokenizer, system, self.engine.end_tokens)
-        self._opened = self._ended = False
-        self.engine.pin(self._template.opening("").pinned)
+    @property
+    def turns(self) -> int:
+        """How many were begun."""
+        return self.facts.turns
 
-    def _restart(self, system: str | None) -> None:
-        self.engine.reset()
-        self.engine.cache.unpin()
-        self._begin(system)
+    @property
+    def system(self) -> str | None:
+        """The system prompt; None leaves it to the model's template."""
+        return self.facts.system
+
+    @property
+    def pins(self) -> list[str]:
+        """Texts that are never evicted, beside the system prompt."""
+        return list(self.facts.pins)
+
+    @property
+    def passages(self) -> list[Passage]:
+        """What each turn has put into the stream, in order and without a gap."""
+        starts = self.facts.starts
+        stops = [*(start for _, start in starts[1:]), len(self.engine.tokens)]
+        return [Passage(turn, start, stop) for (turn, start), stop in zip(starts, stops, strict=False)]
+
+    @property
+    def torn(self) -> bool:
+        """Whether a step was cut off halfway: then only `reset` and `load_state_dict` help."""
+        return self.engine.torn or self.facts.torn
+
+    def tear(self) -> None:
+        """Nothing but `reset` and `load_state_dict` from here on: what there is does not belong together."""
+        self.facts = replace(self.facts, torn=True)
+
+    def _template(self, system: str | None) -> ChatTemplate:
+        return ChatTemplate(self.engine.tokenizer, system, self.engine.end_tokens)
 
     def reset(self, system: str | None = None) -> None:
         """Forget everything but the system prompt, which the next turn feeds again.
@@ -74,60 +146,90 @@ class Conversation:
         Raises:
             ConfigError: the system prompt leaves the window too little room; nothing has changed then.
         """
-        if system is None:
-            self._restart(self.system)
-            return
-        with self._unless_it_fails():
-            self._restart(system)
+        self.restart(self.system if system is None else system)
 
-    def say(self, text: str) -> Iterator[PrefillProgress | Token | Turn]:
+    def restart(self, system: str | None) -> None:
+        """Forget everything; the next turn feeds this system prompt, None for the template's own.
+
+        Raises:
+            ConfigError: see `reset`.
+        """
+        self._running.end()
+        if system != self.system:
+            self._atomically(lambda: self._restart(system))
+            return
+        try:
+            self._restart(system)
+        except BaseException:
+            self._restart(system)  # it had room before: all of it rather than half
+            raise
+
+    def _restart(self, system: str | None, turns: int = 0) -> None:
+        template = self._template(system)
+        pinned = template.opening("").pinned
+        self.facts = replace(self.facts, torn=True)
+        self.engine.reset()
+        self.engine.unpin()
+        self.engine.pin(pinned)
+        self.facts = Facts(system, template, turns)
+
+    def say(self, text: str) -> Turning:
         """One turn: feed what the user says, then reply.
 
         Yields:
             The engine's events as they come, then the finished `Turn`. When the iterator is closed early,
-            everything yielded so far is in the cache and the next turn goes on from there.
+            everything yielded so far is in the cache and the next turn goes on from there; but an opening that did not
+            come to the user's words is forgotten.
+
+        Raises:
+            H2OStreamError: the stream is torn.
         """
-        text, prompt = self._prompt(text)
-        self.turns += 1
-        work, pieces = Work(), list[str]()
-        for event in self._feed(prompt):
-            if isinstance(event, Finished):
-                yield self._turn(text, pieces, work, event)
-                return
-            work.prompt_tokens, work.prefill_s = event.done, event.elapsed_s
-            yield event
+        return self._running.begin(self._say(text))
+
+    def _say(self, text: str) -> Turning:
+        text, work, pieces = plain(text), Work(), list[str]()
+        with closing(self._feed(self._prompt(text))) as events:
+            for event in events:
+                if isinstance(event, Finished):
+                    yield self._turn(text, pieces, work, event)
+                    return
+                work.prompt_tokens, work.prefill_s = event.done, event.elapsed_s
+                yield event
         for reply in self.engine.decode(self._stops):
             pieces.append(reply.text)
             if isinstance(reply, Finished):
                 yield self._turn(text, pieces, work, reply)
                 return
             work.new_tokens, work.decode_s = work.new_tokens + 1, reply.elapsed_s
-            self._ended = reply.id in self.engine.end_tokens
-            self._note_passage()
             yield reply
 
-    def tell(self, text: str, reply: str) -> Iterator[PrefillProgress | Finished]:
+    def tell(self, text: str, reply: str) -> Feeding:
         """Feed a turn that was: what the user said and what came back. Nothing is drawn.
 
         Yields:
             The engine's events; `Finished` if it did not come to the end.
-        """
-        _, prompt = self._prompt(text)
-        self.turns += 1
-        yield from self._feed(self._answered(prompt, reply))
 
-    def pin(self, text: str, reply: str = "I will keep that in mind.") -> Iterator[PrefillProgress | Finished]:
-        """Feed a text as the user's and never evict it.
+        Raises:
+            H2OStreamError: the stream is torn.
+        """
+        return self._running.begin(self._tell(plain(text), reply))
+
+    def _tell(self, text: str, reply: str) -> Feeding:
+        yield from self._feed(self._answered(self._prompt(text), reply))
+
+    def pin(self, text: str, reply: str = "I will keep that in mind.") -> Feeding:
+        """Feed a text as the user's and never evict it; one that is not fed to its end is not pinned.
 
         Raises:
             ConfigError: it would leave the window too little room; nothing was fed.
+            H2OStreamError: the stream is torn.
         """
-        text, prompt = self._prompt(text)
-        start = self.engine.counts.seen
-        self.engine.cache.pin(start + prompt.pinned, start + len(prompt.tokens))
-        self.pins.append(text)
-        self.turns += 1
-        yield from self._feed(self._answered(prompt, reply))
+        return self._running.begin(self._pin(plain(text), reply))
+
+    def _pin(self, text: str, reply: str) -> Feeding:
+        prompt, start = self._prompt(text), len(self.engine.tokens)
+        pinning = Pinning(text, start + prompt.pinned, start + len(prompt.tokens))
+        yield from self._feed(self._answered(prompt, reply), pinning)
 
     def state_dict(self) -> dict[str, Tensor]:
         """A copy of everything there is to go on from after a turn, exactly, as safetensors takes it.
@@ -135,15 +237,17 @@ class Conversation:
         Raises:
             H2OStreamError: nothing was said yet, or the last step was cut off halfway.
         """
+        self._running.end()
+        self._settle()
+        if self.torn:
+            raise H2OStreamError("the last step was cut off halfway; there is no state to save")
         told = {
             "turns": self.turns,
             "passages": [astuple(passage) for passage in self.passages],
             "pins": self.pins,
             "system": self.system,
-            "opened": self._opened,
-            "ended": self._ended,
         }
-        return self.engine.state_dict() | {"conversation": sealed(told)}
+        return self.engine.state_dict() | checksummed({"conversation": sealed(told)}, _CHECKSUMS)
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
         """Go on from a state, in place of what there is; what the model says next is what it would have said.
@@ -152,63 +256,89 @@ class Conversation:
             H2OStreamError: the state belongs to another model, dtype or policy, or is damaged; nothing has changed
                 then.
         """
-        with self._unless_it_fails():
-            self._load(state)
+        self._running.end()
+        facts = self._facts_of(state)
+        self._atomically(lambda: self._load(state, facts))
 
-    def _load(self, state: Mapping[str, Tensor]) -> None:
+    def _load(self, state: Mapping[str, Tensor], facts: Facts) -> None:
+        self.facts = replace(self.facts, torn=True)
+        self.engine.load_state_dict(state)
+        self.facts = facts
+
+    def _facts_of(self, state: Mapping[str, Tensor]) -> Facts:
+        verify(state, _CHECKSUMS)
         told = unsealed(state, "conversation")
         try:
-            system, turns, pins = told["system"], int(told["turns"]), [str(pin) for pin in told["pins"]]
-            passages = [Passage(*map(int, passage)) for passage in told["passages"]]
-            opened, ended = bool(told["opened"]), bool(told["ended"])
+            system, turns, pins = told["system"], int(told["turns"]), tuple(map(str, told["pins"]))
+            starts = tuple((int(turn), int(start)) for turn, start, _ in told["passages"])
         except (KeyError, TypeError, ValueError) as error:
             raise H2OStreamError("the state of the conversation is damaged") from error
-        self._restart(system)
-        self.engine.load_state_dict(state)
-        self.turns, self.pins, self.passages, self._opened, self._ended = turns, pins, passages, opened, ended
+        return Facts(system, self._template(system), turns, starts, pins)
 
-    @contextmanager
-    def _unless_it_fails(self) -> Iterator[None]:
-        """Whatever is done inside the block is undone if it fails."""
-        before, system = None, self.system
-        with suppress(H2OStreamError):  # nothing was said yet, or the last step was cut off
-            before = self.state_dict()
+    def _atomically(self, change: Callable[[], None]) -> None:
+        """Do something to the whole; whatever cuts it off, it was not done."""
+        self._settle()
+        facts, torn, draws = self.facts, self.torn, self.engine.sampler.state
+        before = self.engine.state_dict() if self.engine.tokens and not torn else None
         try:
-            yield
-        except H2OStreamError:
-            self._restart(system)
+            change()
+        except BaseException:
+            self.facts = replace(facts, torn=True)
             if before is not None:
-                self._load(before)
+                self.engine.load_state_dict(before)
+            elif not torn:
+                self._restart(facts.system)
+            self.engine.sampler.state = draws
+            self.facts = replace(facts, torn=torn)
             raise
 
-    def _prompt(self, text: str) -> tuple[str, Prompt]:
-        text = text.encode("utf-8", "replace").decode()
-        if self._opened:
-            return text, self._template.following(text, self._ended)
-        prompt = self._template.opening(text)
+    def _prompt(self, text: str) -> Prompt:
+        self._settle()
+        if self.torn:
+            raise H2OStreamError(TORN)
+        template, tokens = self.facts.template, self.engine.tokens
+        if tokens:
+            return template.following(text, ended=tokens[-1] in self.engine.end_tokens)
+        prompt = template.opening(text)
+        prompt = replace(prompt, pinned=min(prompt.pinned, len(prompt.tokens) - 1))
         self.engine.pin(prompt.pinned)
-        return text, prompt
+        return prompt
 
     def _answered(self, prompt: Prompt, reply: str) -> Prompt:
-        return Prompt([*prompt.tokens, *self._template.reply(reply)], prompt.pinned)
+        return Prompt([*prompt.tokens, *self.facts.template.reply(reply)], prompt.pinned)
 
-    def _feed(self, prompt: Prompt) -> Iterator[PrefillProgress | Finished]:
-        """Once the pinned tokens are in, the conversation is open, even if the rest is interrupted."""
-        start = self.engine.counts.seen
-        for event in self.engine.prefill(prompt.tokens):
-            if isinstance(event, Finished) and not self._opened:
-                self.engine.reset()
-            elif isinstance(event, PrefillProgress):
-                self._opened = self._opened or event.done > prompt.pinned
-                self._ended = event.done == event.total and prompt.tokens[-1] in self.engine.end_tokens
-                self._note_passage(start)
-            yield event
+    def _feed(self, prompt: Prompt, pinning: Pinning | None = None) -> Feeding:
+        number, before = self.facts.turns + 1, self.facts
+        try:
+            starts = (*before.starts, (number, len(self.engine.tokens)))
+            self.facts = replace(before, turns=number, starts=starts, pinning=pinning)
+            if pinning is not None:
+                self.engine.cache.pin(pinning.start, pinning.stop)
+            for event in self.engine.prefill(prompt.tokens):
+                if isinstance(event, Finished):
+                    self._settle()
+                    self.facts = replace(self.facts, turns=number)
+                yield event
+        finally:
+            self._settle()
 
-    def _note_passage(self, start: int | None = None) -> None:
-        """What was fed since `start`, or since the last call, belongs to this turn."""
-        if start is not None and (not self.passages or self.passages[-1].turn != self.turns):
-            self.passages.append(Passage(self.turns, start, start))
-        self.passages[-1] = replace(self.passages[-1], stop=len(self.engine.tokens))
+    def _settle(self) -> None:
+        """Make the facts fit what was fed, after a turn that ended in any way; cut off itself, it can be repeated."""
+        facts, fed = self.facts, len(self.engine.tokens)
+        if self.torn:
+            return
+        if 0 < fed <= self.engine.opening:  # without all of the system prompt there is nothing to go on from
+            self._restart(facts.system, facts.turns - 1)
+            return
+        if facts.pinning is not None:
+            if facts.pinning.stop > fed:
+                self.engine.cache.unpin(facts.pinning.start, facts.pinning.stop)
+            else:
+                facts = replace(facts, pins=(*facts.pins, facts.pinning.text))
+            facts = replace(facts, pinning=None)
+        if facts.starts and facts.starts[-1][1] == fed:
+            facts = replace(facts, turns=facts.turns - 1, starts=facts.starts[:-1])
+        self.facts = facts
 
     def _turn(self, prompt: str, pieces: list[str], work: Work, finished: Finished) -> Turn:
         return Turn(

@@ -7,11 +7,12 @@ line too: it is written first and appears whole or not at all, so that a turn wh
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import re
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, fields
 from datetime import UTC, datetime
@@ -28,6 +29,8 @@ STATES_KEPT = 8
 """Turns that can be taken back."""
 
 _NAME = re.compile(r"\w[\w.-]{0,63}")
+_NAME_BYTES = 255
+"""What file systems take."""
 
 Kind = Literal["said", "told", "pinned"]
 
@@ -72,17 +75,46 @@ class Header:
     created: str = ""
 
 
+@dataclass(frozen=True)
+class _Lines:
+    """What the lines of a transcript say; never changed, only replaced as a whole.
+
+    Attributes:
+        count: of the lines.
+        header: of the conversation that was begun last.
+        entries: its turns, less those that were taken back.
+        numbers: of the lines of the entries, from 1.
+    """
+
+    count: int = 0
+    header: Header | None = None
+    entries: tuple[Entry, ...] = ()
+    numbers: tuple[int, ...] = ()
+
+    def and_then(self, record: Mapping[str, Any]) -> _Lines:
+        """With one more.
+
+        Raises:
+            ValueError, TypeError, KeyError, AttributeError: it is not one of a transcript.
+        """
+        kind, count = record["type"], self.count + 1
+        if kind == "session":
+            return _Lines(count, Header(**{field.name: record[field.name] for field in fields(Header)}))
+        if kind == "turn":
+            entry = Entry(**{field.name: record[field.name] for field in fields(Entry)})
+            return _Lines(count, self.header, (*self.entries, entry), (*self.numbers, count))
+        if kind == "undo":
+            turn = int(record["turn"])
+            rest = [pair for pair in zip(self.entries, self.numbers, strict=True) if pair[0].turn <= turn]
+            return _Lines(count, self.header, tuple(e for e, _ in rest), tuple(number for _, number in rest))
+        raise ValueError(kind)
+
+
 class Transcript:
     """What a session's file says, and the file.
 
     Args:
         path: of the file; it is created with the first line.
-
-    Attributes:
-        header: of the conversation that was begun last.
-        entries: its turns, less those that were taken back.
-        lines: in the file.
-        begun: the line of the header.
 
     Raises:
         DataError: it cannot be read, or is not a transcript.
@@ -90,107 +122,151 @@ class Transcript:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self.header: Header | None = None
-        self.entries: list[Entry] = []
-        self.lines = self.begun = self._whole = 0
+        self._lines, self._size = _Lines(), 0
+        self._owed: tuple[bytes, ...] = ()
         if path.exists():
             self._read()
+
+    @property
+    def header(self) -> Header | None:
+        """Of the conversation that was begun last."""
+        return self._lines.header
+
+    @property
+    def entries(self) -> list[Entry]:
+        """Its turns, less those that were taken back."""
+        return list(self._lines.entries)
+
+    @property
+    def lines(self) -> int:
+        """How many there are, those included that could not be written yet."""
+        return self._lines.count
+
+    @property
+    def numbers(self) -> dict[int, int]:
+        """The number of the line of each turn, by the turn."""
+        return {entry.turn: number for entry, number in zip(self._lines.entries, self._lines.numbers, strict=True)}
 
     def _read(self) -> None:
         try:
             data = self.path.read_bytes()
         except OSError as error:
             raise DataError(f"{self.path}: {error.strerror or error}") from error
-        self._whole = data.rfind(b"\n") + 1  # a last line without its end was being written when the power went
-        for number, line in enumerate(data[: self._whole].splitlines(), 1):
+        self._size = data.rfind(b"\n") + 1  # a last line without its end was being written when the power went
+        for number, line in enumerate(data[: self._size].splitlines(), 1):
             try:
-                self._take(json.loads(line))
+                self._lines = self._lines.and_then(json.loads(line))
             except (ValueError, TypeError, KeyError, AttributeError) as error:
                 raise DataError(f"{self.path}: line {number} is not one of a transcript") from error
         if self.header is None and self.lines:
             raise DataError(f"{self.path}: the transcript has no header")
 
-    def _take(self, record: dict[str, Any]) -> None:
-        kind = record["type"]
-        if kind == "session":
-            self.header = Header(**{field.name: record[field.name] for field in fields(Header)})
-            self.entries, self.begun = [], self.lines + 1
-        elif kind == "turn":
-            self.entries.append(Entry(**{field.name: record[field.name] for field in fields(Entry)}))
-        elif kind == "undo":
-            turn = int(record["turn"])
-            self.entries = [entry for entry in self.entries if entry.turn <= turn]
-        else:
-            raise ValueError(kind)
-        self.lines += 1
-
     def append(self, record: Mapping[str, Any]) -> None:
-        """Add a line and have it on the disk.
+        """Add a line and have it on the disk, with those that are owed; if that is cut off, nothing was added.
 
         Raises:
             DataError: the file cannot be written.
         """
-        line = (json.dumps(record, ensure_ascii=False) + "\n").encode()
+        data, size = b"".join((*self._owed, _line(record))), self._size
+        before, after = (self._lines, self._size, self._owed), (self._lines.and_then(record), size + len(data), ())
         try:
-            with os.fdopen(os.open(self.path, os.O_RDWR | os.O_CREAT, 0o600), "r+b") as file:
-                end = self._whole
-                file.truncate(end)
-                file.seek(end)
+            with os.fdopen(os.open(self.path, os.O_RDWR | os.O_CREAT, 0o600), "r+b", buffering=0) as file:
+                if os.fstat(file.fileno()).st_size < size:
+                    raise OSError("the file was cut by another program")
+                file.truncate(size)
                 try:
-                    file.write(line)
-                    file.flush()
+                    file.seek(size)
+                    if file.write(data) != len(data):
+                        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
                     os.fsync(file.fileno())
-                except OSError:
+                    self._lines, self._size, self._owed = after
+                except BaseException:
+                    self._lines, self._size, self._owed = before
                     with suppress(OSError):
-                        file.truncate(end)
+                        file.truncate(size)
                     raise
         except OSError as error:
-            raise DataError(f"{self.path}: {error.strerror or error}; this turn is not saved") from error
-        self._whole = end + len(line)
-        self._take(dict(record))
+            raise DataError(f"{self.path}: {error.strerror or error}") from error
+
+    def owe(self, record: Mapping[str, Any]) -> None:
+        """Add a line that cannot be written now; it will be with the next."""
+        self._lines, self._owed = self._lines.and_then(record), (*self._owed, _line(record))
+
+    def replace(self, records: Sequence[Mapping[str, Any]]) -> None:
+        """Add lines, all of them or none, even if the process is killed.
+
+        Raises:
+            DataError: the file cannot be written.
+        """
+        lines = self._lines
+        for record in records:
+            lines = lines.and_then(record)
+        try:
+            before = self.path.read_bytes()[: self._size] if self.path.exists() else b""
+            data = b"".join((before, *self._owed, *map(_line, records)))
+            write_whole(self.path, data)
+        except OSError as error:
+            raise DataError(f"{self.path}: {error.strerror or error}") from error
+        self._lines, self._size, self._owed = lines, len(data), ()
 
 
 class Session:
     """One conversation on disk, open in one process only. A context manager.
 
     Args:
-        name: of the session: letters, digits, ``_``, ``-`` and ``.``, at most 64.
+        name: of the session: letters, digits, ``_``, ``-`` and ``.``, at most 64, and 255 bytes.
         folder: where sessions are; the default is the user's data folder.
+        create: begin it where there is none.
 
     Attributes:
+        name: of the session.
         transcript: what was said.
 
     Raises:
         ConfigError: the name cannot be one.
-        DataError: the folder cannot be written, the transcript is damaged, or another process has the session open.
+        DataError: the folder cannot be written, the transcript is damaged, another process has the session open, or
+            there is none and none is to be begun.
     """
 
-    def __init__(self, name: str, folder: Path | None = None) -> None:
+    def __init__(self, name: str, folder: Path | None = None, create: bool = True) -> None:
         from filelock import FileLock, Timeout
 
         self.name, self._folder = name, _folder(name, folder)
+        path = self._folder / "transcript.jsonl"
         try:
+            if not create and not path.exists():
+                raise DataError(f"there is no session {name}; h2o-chat --sessions lists them")
             self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
             self._lock = FileLock(self._folder / "lock", timeout=0)
             self._lock.acquire()
+            self.transcript = Transcript(path)
+            self._settle()
         except Timeout as error:
             raise DataError(
                 f"session {name} is open in another process; leave it there, or use another name"
             ) from error
         except OSError as error:
+            self.close()
             raise DataError(f"session {name}: {error.strerror or error}: {self._folder}") from error
-        try:
-            self.transcript = Transcript(self._folder / "transcript.jsonl")
-            self._settle()
-        except DataError:
-            self._lock.release()
+        except BaseException:
+            self.close()
             raise
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *exception: object) -> None:
-        self._lock.release()
+        self.close()
+
+    def close(self) -> None:
+        """Let other processes have it; a second time does nothing."""
+        if hasattr(self, "_lock"):
+            self._lock.release()
+
+    def remove(self) -> None:
+        """Close it and leave nothing of it."""
+        shutil.rmtree(self._folder, ignore_errors=True)
+        self.close()
 
     def _states(self) -> dict[int, Path]:
         """By the number of the line after which they were taken."""
@@ -206,39 +282,105 @@ class Session:
             path.unlink(missing_ok=True)
         for line, path in self._states().items():
             if line == self.transcript.lines + 1 and (record := _line_of(path)):
-                self.transcript.append(record)
+                self._append_or_owe(record)
+        self._prune()
+
+    def _prune(self) -> None:
+        """Drop the states of turns that are too old, or not there any more."""
+        kept = list(self.transcript.numbers.values())[-STATES_KEPT:]
+        for line, path in self._states().items():
+            if line not in kept:
+                with suppress(OSError):
+                    path.unlink(missing_ok=True)
 
     def begin(self, header: Header) -> None:
-        """Start anew; what was said before stays in the file."""
-        self.transcript.append({"type": "session", **asdict(header), "created": _now()})
+        """Start anew; what was said before stays in the file.
 
-    def add(self, entry: Entry, state: Mapping[str, Tensor] | None) -> None:
+        Raises:
+            DataError: the disk is full, say; nothing has changed then.
+        """
+        self.transcript.append(_header_record(header))
+        self._prune()
+
+    def add(self, entry: Entry, state: Mapping[str, Tensor] | None, header: Header | None = None) -> None:
         """Save a turn, and what there is after it.
+
+        What could not be written for want of room is owed: it is written with the next turn. Whatever else cuts this
+        off, the turn was not added.
+
+        Args:
+            entry: the turn.
+            state: what there is after it.
+            header: begins the session, if nothing did yet.
 
         Raises:
             DataError: the disk is full, say. What was saved before is as it was.
         """
-        record = {"type": "turn", **asdict(entry), "time": _now()}
-        trouble = None
-        if state is not None:
+        lost, trouble = "the words of this turn are saved, the state of the cache is not", None
+        if header is not None and self.transcript.header is None:
+            self._append_or_owe(_header_record(header))
+        line, record = self.transcript.lines + 1, _turn_record(entry)
+        try:
             try:
-                self._write_state(self.transcript.lines + 1, state, record)
+                if state is not None:
+                    self._write_state(line, state, record)
             except OSError as error:
-                trouble = error
-        self.transcript.append(record)
+                trouble = error.strerror or str(error)
+            if (unwritten := self._append_or_owe(record)) is not None:
+                lost, trouble = "this turn is not saved yet", trouble or unwritten
+        finally:
+            if self.transcript.lines < line:
+                _state_path(self._folder, line).unlink(missing_ok=True)
+        self._prune()
         if trouble is not None:
-            raise DataError(
-                f"session {self.name}: {trouble.strerror or trouble}; the words of this turn are saved, "
-                "the state of the cache is not"
-            ) from trouble
+            raise DataError(f"session {self.name}: {trouble}; {lost}")
+
+    def _append_or_owe(self, record: Mapping[str, Any]) -> str | None:
+        """What was in the way, or None."""
+        try:
+            self.transcript.append(record)
+        except DataError as error:
+            self.transcript.owe(record)
+            return str(error)
+        return None
+
+    def add_all(
+        self, header: Header, entries: Sequence[Entry], state: Callable[[int], Mapping[str, Tensor] | None]
+    ) -> None:
+        """Start anew with turns that were, all of them or none, even if the process is killed.
+
+        Args:
+            header: of the conversation.
+            entries: its turns.
+            state: what there was after a turn, by its number; None where that is not known.
+
+        Raises:
+            DataError: the disk is full, say; nothing has changed then.
+        """
+        records = [_turn_record(entry) for entry in entries]
+        first, before = self.transcript.lines + 2, self.transcript.lines
+        try:
+            for line, (entry, record) in list(enumerate(zip(entries, records, strict=True), first))[-STATES_KEPT:]:
+                if (tensors := state(entry.turn)) is not None:
+                    self._write_state(line, tensors, record)
+            self.transcript.replace([_header_record(header), *records])
+        except OSError as error:
+            raise DataError(f"session {self.name}: {error.strerror or error}; it is not saved") from error
+        finally:
+            if self.transcript.lines == before:
+                for line, path in self._states().items():
+                    if line >= first:
+                        path.unlink(missing_ok=True)
+        self._prune()
 
     def undo(self, turn: int) -> None:
-        """Forget what came after a turn."""
+        """Forget what came after a turn.
+
+        Raises:
+            DataError: the disk is full, say; nothing has changed then.
+        """
         self.transcript.append({"type": "undo", "turn": turn})
-        for path in self._states().values():
-            record = _line_of(path)
-            if record is not None and record["turn"] > turn:
-                path.unlink(missing_ok=True)
+        self._prune()
 
     def state(self, turn: int) -> dict[str, Tensor] | None:
         """What there was after a turn; None if that is not known any more.
@@ -246,52 +388,40 @@ class Session:
         Raises:
             DataError: the file is damaged.
         """
-        for line, path in reversed(self._states().items()):
-            record = _line_of(path)
-            if line > self.transcript.begun and record is not None and record["turn"] == turn:
-                from safetensors import SafetensorError
-                from safetensors.torch import load
+        path = _state_path(self._folder, self.transcript.numbers.get(turn, 0))
+        record = _line_of(path)
+        if record is None or record["turn"] != turn:
+            return None
+        from safetensors import SafetensorError
+        from safetensors.torch import load
 
-                try:
-                    return load(path.read_bytes())
-                except (SafetensorError, OSError) as error:
-                    raise DataError(f"{path}: damaged: {error}") from error
-        return None
-
-    def copied_to(self, name: str) -> Session:
-        """The same under another name, open.
-
-        Raises:
-            ConfigError, DataError: see `Session`, and when there is one of that name.
-        """
-        target = _folder(name, self._folder.parent)
-        if target.exists():
-            raise DataError(f"there is a session {name} already; take another name")
         try:
-            target.mkdir(mode=0o700, parents=True)
-            for path in (self.transcript.path, *self._states().values()):
-                if path.exists():
-                    shutil.copy2(path, target)
-        except OSError as error:
-            shutil.rmtree(target, ignore_errors=True)
-            raise DataError(f"session {name}: {error.strerror or error}") from error
-        return Session(name, self._folder.parent)
+            return load(path.read_bytes())
+        except (SafetensorError, OSError) as error:
+            raise DataError(f"{path}: damaged: {error}") from error
 
     def _write_state(self, line: int, state: Mapping[str, Tensor], record: Mapping[str, Any]) -> None:
         from safetensors.torch import save
 
-        for old in list(self._states().values())[: -STATES_KEPT + 1]:
-            old.unlink(missing_ok=True)
-        path = self._folder / f"state-{line:08}.safetensors"
-        unfinished = path.with_suffix(".part")
         data = save(dict(state), metadata={"line": json.dumps(record, ensure_ascii=False)})
-        try:
-            with os.fdopen(os.open(unfinished, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb") as file:
-                file.write(data)
-                file.flush()
-                os.fsync(file.fileno())
-            unfinished.replace(path)
-        finally:
+        write_whole(_state_path(self._folder, line), data)
+
+
+def write_whole(path: Path, data: bytes) -> None:
+    """Write a file that is there as a whole or as it was before.
+
+    Raises:
+        OSError: the disk is full, say.
+    """
+    unfinished = path.with_suffix(".part")
+    try:
+        with os.fdopen(os.open(unfinished, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        unfinished.replace(path)
+    finally:
+        with suppress(OSError):
             unfinished.unlink(missing_ok=True)
 
 
@@ -362,8 +492,11 @@ def find_transcript(name: str) -> Transcript:
 
 
 def _folder(name: str, folder: Path | None) -> Path:
-    if not _NAME.fullmatch(name):
-        raise ConfigError(f"{name!r} cannot name a session; --session takes letters, digits, _, - and ., at most 64")
+    if not _NAME.fullmatch(name) or len(os.fsencode(name)) > _NAME_BYTES:
+        raise ConfigError(
+            f"{name!r} cannot name a session; --session takes letters, digits, _, - and ., at most 64 "
+            f"and {_NAME_BYTES} bytes"
+        )
     return (folder or sessions_folder()) / name
 
 
@@ -377,6 +510,22 @@ def _line_of(path: Path) -> dict[str, Any] | None:
             return line if "turn" in line else None
     except (SafetensorError, OSError, KeyError, TypeError, ValueError):
         return None
+
+
+def _state_path(folder: Path, line: int) -> Path:
+    return folder / f"state-{line:08}.safetensors"
+
+
+def _header_record(header: Header) -> dict[str, Any]:
+    return {"type": "session", **asdict(header), "created": _now()}
+
+
+def _turn_record(entry: Entry) -> dict[str, Any]:
+    return {"type": "turn", **asdict(entry), "time": entry.time or _now()}
+
+
+def _line(record: Mapping[str, Any]) -> bytes:
+    return (json.dumps(record, ensure_ascii=False) + "\n").encode("utf-8", "replace")
 
 
 def _now() -> str:

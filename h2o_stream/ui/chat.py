@@ -13,6 +13,7 @@ from rich.text import Text
 
 from h2o_stream.config import ChatConfig, Settings
 from h2o_stream.engine.events import Finish, Finished, PrefillProgress, Token
+from h2o_stream.errors import H2OStreamError
 from h2o_stream.session.keeper import Keeper, NoFitError
 from h2o_stream.session.recording import Recorder
 from h2o_stream.session.records import Records
@@ -170,20 +171,23 @@ class Chat:
     def open_session(self, name: str | None = None) -> None:
         """Go on with a session; where its state does not fit, its transcript may be fed again.
 
+        Args:
+            name: of one that is there; None for the one of the configuration, which begins if it is not.
+
         Raises:
             H2OStreamError: it cannot be opened, or does not fit and is not to be fed again.
         """
-        name = name or self._config.session
+        create, name = name is None, name or self._config.session
         if name is None:
             return
         try:
-            there = self.keeper.open(name)
+            there = self.keeper.open(name, create)
         except NoFitError as error:
             question = "Feed its transcript to this model again? The cache will not be what it was."
             if not self._config.retell and not self._agreed(f"{error}.", question):
                 raise NoFitError(f"{error}; --retell feeds its transcript again") from error
             if not self.fed(self.keeper.retell(name)):
-                self.terminal.note("The rest of the transcript was not fed.")
+                raise H2OStreamError(f"session {name} was not fed to its end and is left as it was") from error
             there = True
         entries = self.keeper.entries
         if entries:
