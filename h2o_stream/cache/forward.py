@@ -73,6 +73,7 @@ class AttachedForward:
         self._names = list(inspect.signature(model.forward).parameters)
         self._replaced: WeakSet[Any] = WeakSet()
 
+    @torch.compiler.disable  # in a compiled model this part runs as it is
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """See the model's own forward.
 
@@ -89,6 +90,7 @@ class AttachedForward:
         if not own:
             self._replace(given, kwargs)
             given = Stream(self.cache)
+        self._check_asked(kwargs)
         cache = self.cache
         if cache.torn:
             raise H2OStreamError("the last forward was cut off halfway; reset() the cache to start a new stream")
@@ -114,12 +116,20 @@ class AttachedForward:
                     "choose it before the block, or set it back to " + ATTENTION_NAME
                 )
 
+    def _check_asked(self, kwargs: dict[str, Any]) -> None:
+        asked = kwargs.get("output_attentions")
+        asked = getattr(self._text, "output_attentions", False) if asked is None else asked
+        if asked and self._attention == "eager" and not isinstance(self.cache, FullCache):
+            raise H2OStreamError("an attached model does not give out its attentions; ask for them outside the block")
+
     def _wants_cache(self, kwargs: dict[str, Any]) -> bool:
         """Whether the model's own forward would make a cache."""
         wanted = kwargs.get("use_cache")
         if wanted is None:
             wanted = getattr(self._text, "use_cache", True)
-        return bool(wanted) and not (self._model.training and self._model.is_gradient_checkpointing)
+        if wanted and self._model.training:
+            return not any(getattr(module, "gradient_checkpointing", False) for module in self._model.modules())
+        return bool(wanted)
 
     def _without_cache(self, kwargs: dict[str, Any]) -> Any:
         """The forward as it is without a cache of ours; the stream is left alone."""

@@ -109,7 +109,12 @@ class FullCache(DynamicCache):
         """Transformers knows what to do with its own cache.
 
         Raises:
-            H2OStreamError: the stream has another number of rows.
+            H2OStreamError: the stream has another number of rows, or the mask is made for a cache of fixed size.
         """
+        mask, new = kwargs.get("attention_mask"), tokens_in(kwargs).shape[1]
+        if isinstance(mask, Tensor) and mask.dim() == 4 and mask.shape[-1] != self.seen_tokens + new:
+            raise H2OStreamError(
+                f"attention_mask is made for a cache of {mask.shape[-1]} tokens; leave cache_implementation out"
+            )
         keys = self.layers[0].keys if self.layers else None
         check_rows(0 if keys is None else len(keys), len(tokens_in(kwargs)))
