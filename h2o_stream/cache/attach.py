@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import get_args
+from typing import Any, get_args
 
 from transformers import PreTrainedModel
 
@@ -17,7 +17,7 @@ from h2o_stream.cache.state import model_digest
 from h2o_stream.cache.support import check_supported, home_of, layer_specs, learned_positions, reach_of
 from h2o_stream.cache.window import H2OCache
 from h2o_stream.config import CacheConfig, EngineChoice
-from h2o_stream.errors import ConfigError, H2OStreamError
+from h2o_stream.errors import ConfigError, H2OStreamError, UnsupportedModelError
 from h2o_stream.progress import Listener, ignore
 
 
@@ -31,11 +31,12 @@ def attach(
 ) -> Iterator[H2OCache | FullCache]:
     """Let `model` keep only what `config` says, under ``generate``, pipelines and plain forwards.
 
-    A forward that brings no cache of its own starts a new stream; ``past_key_values=cache`` goes on with the
-    old one. Inference only.
+    A forward that brings no cache of its own starts a new stream, in place of the one before; ``past_key_values=cache``
+    goes on with it, and so does what that forward gives as ``past_key_values``. A forward that wants no cache
+    (``use_cache=False``, by argument or config) is the model's own. Inference only: `backward` raises.
 
     Args:
-        model: a causal language model of transformers.
+        model: a causal language model of transformers, or PEFT's wrapper around one.
         config: the policy and its budgets; the default is ours.
         engine: ``auto`` takes native code where it serves; ``eager`` is for comparison.
         progress: told how far the measurement of the heads has come, which takes a minute the first time that a large
@@ -52,6 +53,7 @@ def attach(
     if engine not in get_args(EngineChoice):
         raise ConfigError(f"engine is {engine!r}; choose one of {', '.join(get_args(EngineChoice))}")
     config = config or CacheConfig()
+    model = _transformers_model(model)
     if getattr(model, "_h2o_cache", None) is not None:
         raise H2OStreamError(f"{type(model).__name__} is attached already; leave that block first")
     cache = build_cache(model, config, progress)
@@ -60,11 +62,24 @@ def attach(
         model.set_attn_implementation(ATTENTION_NAME)
     model._h2o_cache = cache
     try:
-        with replaced_forward(model, AttachedForward(model, cache, _native(model, cache, engine))):
+        with replaced_forward(model, AttachedForward(model, cache, _native(model, cache, engine), previous)):
             yield cache
     finally:
         del model._h2o_cache
         model.set_attn_implementation(previous)
+
+
+def _transformers_model(model: Any) -> PreTrainedModel:
+    """The model within a wrapper: PEFT's runs the same modules, and the forward that is replaced.
+
+    Raises:
+        UnsupportedModelError: it is out of `torch.compile`.
+    """
+    if hasattr(model, "_orig_mod"):
+        raise UnsupportedModelError(
+            "a model out of torch.compile runs graphs that ask for no cache of ours; attach the model it was made of"
+        )
+    return model.get_base_model() if hasattr(model, "get_base_model") else model
 
 
 def build_cache(model: PreTrainedModel, config: CacheConfig, progress: Listener) -> H2OCache | FullCache:

@@ -7,12 +7,18 @@ import inspect
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, Protocol
+from weakref import WeakSet
 
+import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
+from h2o_stream.cache.arguments import tokens_in
+from h2o_stream.cache.attention import ATTENTION_NAME
 from h2o_stream.cache.full import FullCache
+from h2o_stream.cache.gradients import without_gradient
+from h2o_stream.cache.stream import Stream, cache_of
 from h2o_stream.cache.window import H2OCache
 from h2o_stream.errors import H2OStreamError
 
@@ -47,52 +53,141 @@ class Stepper(Protocol):
 
 
 class AttachedForward:
-    """Stands in for `model.forward`.
+    """Stands in for `model.forward`. Owns `cache.torn`: it is set while a forward is under way.
 
     Args:
         model: whose forward it is.
-        cache: goes into every forward.
+        cache: goes into every forward that wants a cache.
         stepper: is asked first about single tokens; None for none.
+        attention: the model's own, which serves forwards without a cache.
     """
 
-    def __init__(self, model: PreTrainedModel, cache: H2OCache | FullCache, stepper: Stepper | None) -> None:
+    def __init__(
+        self, model: PreTrainedModel, cache: H2OCache | FullCache, stepper: Stepper | None, attention: str
+    ) -> None:
         # transformers and others ask for the signature: they see that of the forward within.
         functools.update_wrapper(self, model.forward)
         self.forward, self.cache, self.stepper = model.forward, cache, stepper
-        self._config = model.config
+        self._model, self._attention = model, attention
+        self._config, self._text = model.config, model.config.get_text_config()
         self._names = list(inspect.signature(model.forward).parameters)
+        self._replaced: WeakSet[Any] = WeakSet()
 
+    @torch.compiler.disable  # in a compiled model this part runs as it is
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """See the model's own forward.
 
         Raises:
-            H2OStreamError: another cache is given that holds tokens; and see `H2OCache.prepare_forward`.
+            H2OStreamError: a cache is given that is not the attached one, or of a stream that was replaced; the
+                attention is not ours any more; the last forward was cut off halfway; and see `H2OCache.prepare_forward`.
         """
         kwargs = {**dict(zip(self._names, args, strict=False)), **kwargs}
         given = kwargs.get("past_key_values")
-        if given is not self.cache:
-            if given is not None and given.get_seq_length() > 0:
+        own = cache_of(given) is self.cache
+        self._check_attention()
+        if not own and not self._wants_cache(kwargs):
+            return self._without_cache(kwargs)
+        if not own:
+            self._replace(given, kwargs)
+            given = Stream(self.cache)
+        self._check_asked(kwargs)
+        cache = self.cache
+        if cache.torn:
+            raise H2OStreamError("the last forward was cut off halfway; reset() the cache to start a new stream")
+        kwargs["past_key_values"] = cache
+        cache.prepare_forward(kwargs)
+        before = cache.get_seq_length()
+        cache.torn = True
+        try:
+            output = self._output(kwargs)
+        except BaseException:
+            cache.torn = any(layer.get_seq_length() != before for layer in cache.layers)
+            raise
+        cache.torn = False
+        return _naming(output, cache, given)
+
+    def _check_attention(self) -> None:
+        if isinstance(self.cache, FullCache):
+            return
+        for config in (self._config, self._text):
+            if config._attn_implementation != ATTENTION_NAME:
                 raise H2OStreamError(
-                    f"past_key_values holds {given.get_seq_length()} tokens of another cache; "
+                    f"the attention of an attached model was set to {config._attn_implementation}; "
+                    "choose it before the block, or set it back to " + ATTENTION_NAME
+                )
+
+    def _check_asked(self, kwargs: dict[str, Any]) -> None:
+        asked = kwargs.get("output_attentions")
+        asked = getattr(self._text, "output_attentions", False) if asked is None else asked
+        if asked and self._attention == "eager" and not isinstance(self.cache, FullCache):
+            raise H2OStreamError("an attached model does not give out its attentions; ask for them outside the block")
+
+    def _wants_cache(self, kwargs: dict[str, Any]) -> bool:
+        """Whether the model's own forward would make a cache."""
+        wanted = kwargs.get("use_cache")
+        if wanted is None:
+            wanted = getattr(self._text, "use_cache", True)
+        if wanted and self._model.training:
+            return not any(getattr(module, "gradient_checkpointing", False) for module in self._model.modules())
+        return bool(wanted)
+
+    def _without_cache(self, kwargs: dict[str, Any]) -> Any:
+        """The forward as it is without a cache of ours; the stream is left alone."""
+        if isinstance(self.cache, FullCache):
+            return self.forward(**kwargs)
+        self._model.set_attn_implementation(self._attention)
+        try:
+            return self.forward(**kwargs)
+        finally:
+            self._model.set_attn_implementation(ATTENTION_NAME)
+
+    def _replace(self, given: Any, kwargs: dict[str, Any]) -> None:
+        """Begin a new stream in place of a cache that is given, which has to be empty."""
+        if given is not None:
+            if held := given.get_seq_length():
+                raise H2OStreamError(
+                    f"past_key_values holds {held} tokens of another cache; "
                     "pass the attached cache, or none to start a new stream"
                 )
-            self.cache.reset()
-            kwargs["past_key_values"] = self.cache
-        self.cache.prepare_forward(kwargs)
-        logits = self.stepper.logits(kwargs) if self.stepper and self._asks_for_logits_of_a_token(kwargs) else None
+            mask = kwargs.get("attention_mask")
+            if given in self._replaced and (mask is None or mask.shape[-1] > tokens_in(kwargs).shape[1]):
+                raise H2OStreamError(
+                    "past_key_values stayed empty, an attached model fills its own cache; "
+                    "go on with the past_key_values of the output"
+                )
+            self._replaced.add(given)
+        self.cache.reset()
+
+    def _output(self, kwargs: dict[str, Any]) -> Any:
+        if not self.stepper or not self._asks_for_logits_of_a_token(kwargs):
+            return self.forward(**kwargs)
+        logits = self.stepper.logits(kwargs)
         if logits is None:
             return self.forward(**kwargs)
+        if torch.is_grad_enabled():
+            logits = without_gradient(logits, next((p for p in self._model.parameters() if p.requires_grad), None))
         output = CausalLMOutputWithPast(logits=logits, past_key_values=self.cache)
         as_dict = kwargs.get("return_dict")
         return output if (self._config.return_dict if as_dict is None else as_dict) else output.to_tuple()
 
     def _asks_for_logits_of_a_token(self, kwargs: dict[str, Any]) -> bool:
         ids = kwargs.get("input_ids")
+        if getattr(self.cache, "padding", None) is not None:
+            return False
         if ids is None or ids.dim() != 2 or ids.shape[1] != 1 or not isinstance(kwargs.get("logits_to_keep", 0), int):
             return False
         if any(getattr(self._config, name, False) for name in ("output_hidden_states", "output_attentions")):
             return False
         return all(value is None or value is False for name, value in kwargs.items() if name not in _UNDERSTOOD)
+
+
+def _naming(output: Any, cache: Any, stream: Any) -> Any:
+    """The output of a forward, in which the cache goes by the name of its stream."""
+    if isinstance(output, tuple):
+        return tuple(stream if item is cache else item for item in output)
+    if getattr(output, "past_key_values", None) is cache:
+        output.past_key_values = stream
+    return output
 
 
 @contextmanager

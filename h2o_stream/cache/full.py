@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache
 
+from h2o_stream.cache.arguments import check_rows, tokens_in
 from h2o_stream.cache.counts import CacheCounts
 from h2o_stream.cache.state import FINGERPRINT, check_seal, sealed, taken
 from h2o_stream.cache.statistics import LayerStatistics
@@ -20,6 +21,8 @@ class FullCache(DynamicCache):
     """transformers' own growing cache, with what the fixed window offers beside it."""
 
     engine_note = ""
+    torn = False
+    stream_number = 0
     """See `H2OCache`."""
 
     def __init__(
@@ -95,5 +98,23 @@ class FullCache(DynamicCache):
             if hasattr(layer, "cumulative_length"):
                 layer.cumulative_length = seen
 
+    def reset(self) -> None:
+        """See `H2OCache.reset`."""
+        self.torn = True
+        super().reset()
+        self.stream_number += 1
+        self.torn = False
+
     def prepare_forward(self, kwargs: dict[str, Any]) -> None:
-        """Transformers knows what to do with its own cache."""
+        """Transformers knows what to do with its own cache.
+
+        Raises:
+            H2OStreamError: the stream has another number of rows, or the mask is made for a cache of fixed size.
+        """
+        mask, new = kwargs.get("attention_mask"), tokens_in(kwargs).shape[1]
+        if isinstance(mask, Tensor) and mask.dim() == 4 and mask.shape[-1] != self.seen_tokens + new:
+            raise H2OStreamError(
+                f"attention_mask is made for a cache of {mask.shape[-1]} tokens; leave cache_implementation out"
+            )
+        keys = self.layers[0].keys if self.layers else None
+        check_rows(0 if keys is None else len(keys), len(tokens_in(kwargs)))

@@ -38,7 +38,7 @@ class Padding:
         Raises:
             ConfigError: the mask is not a mask of padding.
         """
-        if mask is None or new == 1:
+        if mask is None:
             return None
         if mask.dim() != 2 or mask.shape[0] != batch or mask.shape[1] < new:
             raise ConfigError(
@@ -63,6 +63,12 @@ class Padding:
         full = x.new_zeros(x.shape[0], self.order.shape[1], *x.shape[2:])
         order = self.order.to(x.device)[:, : x.shape[1]]
         return full.scatter_(1, order[:, :, None, None].expand(x.shape), x)
+
+    def hidden(self, device: torch.device) -> Tensor:
+        """[B, Q] bool, which columns are padding."""
+        order, counts = self.order.to(device), torch.tensor(self.counts, device=device)[:, None]
+        beyond = torch.arange(order.shape[1], device=device) >= counts
+        return torch.zeros_like(beyond).scatter_(1, order, beyond)
 
     def chunk(self, start: int, size: int) -> tuple[int, ...]:
         """Tokens each row has in the packed columns from `start` to `start + size`."""

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import Cache
 
+from h2o_stream.cache.arguments import check_past, check_positions, check_rows, tokens_in
 from h2o_stream.cache.budgets import HeadGroup, Schedule, schedules, windows
 from h2o_stream.cache.counts import CacheCounts, Occupancy
 from h2o_stream.cache.groups import GroupedLayer
@@ -78,9 +79,13 @@ class H2OCache(Cache):
         place: where all keys and values are kept and attended to; None for where each layer computes.
         slots: those of all layers and groups of heads, one after the other.
         engine_note: what runs the steps and why, "native, avx512" or "eager: ...", for people; `attach` knows.
+        torn: a forward or a reset was cut off halfway: there is nothing to go on from before the next `reset`.
+        stream_number: grows with every `reset`, so that streams can be told apart.
     """
 
     engine_note = ""
+    torn = False
+    stream_number = 0
 
     def __init__(
         self,
@@ -332,10 +337,13 @@ class H2OCache(Cache):
 
     def reset(self) -> None:
         """Forget the stream and release the slots; pins stay."""
+        self.torn = True
         super().reset()
         self.padding = None
         self._resolved = not self.config.by_ratio
         self._share()
+        self.stream_number += 1
+        self.torn = False
 
     def state_dict(self) -> dict[str, Tensor]:
         """A copy of everything there is to go on from, exactly: tensors by name, as safetensors takes them.
@@ -413,7 +421,7 @@ class H2OCache(Cache):
         return bool(lengths) and min(lengths) >= self._settled
 
     def begin_token(self) -> None:
-        """Count a token of each row in the first layer alone: a native step that is cut off now is known by that."""
+        """Count a token of each row in the first layer alone: the slots are written from now on."""
         self.slots[0].columns += 1
 
     def count_token(self) -> None:
@@ -431,30 +439,32 @@ class H2OCache(Cache):
         """Adapt the keyword arguments of the model's forward to this cache, in place.
 
         Raises:
-            ConfigError: the attention mask is not one of padding, or budgets do not fit the first prompt.
-            H2OStreamError: the tokens pass the last position the model has learned, or the last forward failed.
+            ConfigError: the attention mask is not one of padding, positions are not those of one text, or budgets do not
+                fit the first prompt.
+            H2OStreamError: the tokens pass the last position the model has learned, or rows are missing.
         """
-        tokens = kwargs.get("input_ids")
-        if tokens is None:
-            tokens = kwargs["inputs_embeds"]
+        tokens = tokens_in(kwargs)
         batch, new = tokens.shape[:2]
-        if len({slots.columns for slots in self.slots}) > 1:
-            raise H2OStreamError("the last forward was cut off halfway; reset() the cache to start a new stream")
+        lengths, columns = self.layers[0].lengths or (0,) * batch, self.layers[0].columns
+        check_rows(len(lengths), batch)
+        mask, given = kwargs.get("attention_mask"), kwargs.get("position_ids")
+        padding = Padding.of(mask, batch, new)
+        check_past(mask, lengths, columns, new)
+        check_positions(given, lengths, columns, (batch, new), padding, self._last_position is not None)
         if not self._resolved:
             self.begin(new)
-        self.padding = Padding.of(kwargs.get("attention_mask"), batch, new)
+        self.padding = padding
         kwargs["h2o_cache"] = self
         if self.plan.positions != "absolute":
             kwargs["position_ids"] = torch.zeros(batch, new, dtype=torch.int64, device=tokens.device)
             return
-        lengths = self.layers[0].lengths or (0,) * batch
-        longest = max(map(sum, zip(lengths, self.padding.counts if self.padding else (new,) * batch, strict=True)))
+        longest = max(map(sum, zip(lengths, padding.counts if padding else (new,) * batch, strict=True)))
         if self._last_position is not None and longest > self._last_position:
             raise H2OStreamError(
                 f"{longest} tokens pass the {self._last_position} positions the model has learned; nothing lies beyond"
             )
         seen = torch.tensor(lengths, device=tokens.device)
-        if self.padding is not None:
-            kwargs["position_ids"] = self.padding.positions(seen)
+        if padding is not None:
+            kwargs["position_ids"] = padding.positions(seen)
         else:
             kwargs["position_ids"] = seen[:, None] + torch.arange(new, device=tokens.device)

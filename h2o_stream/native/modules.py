@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -51,8 +51,7 @@ def check_module(name: str, module: Any) -> None:
     kind = type(module).__name__
     if hasattr(module, "_hf_hook"):
         raise NotDescribed(f"{name} has a hook of accelerate")
-    hooks = (*module._forward_hooks.values(), *module._forward_pre_hooks.values())
-    if any(getattr(hook, "__module__", None) != _HARMLESS_HOOKS for hook in hooks):
+    if hooked(module._forward_hooks) or hooked(module._forward_pre_hooks):
         raise NotDescribed(f"{name} has a forward hook")
     if "forward" in vars(module):
         raise NotDescribed(f"{name} has a forward put in place of its class's")
@@ -61,9 +60,19 @@ def check_module(name: str, module: Any) -> None:
         raise NotDescribed(f"{name} is a {kind}, whose forward is of {home}")
     if any(tensor.device.type != "cpu" for tensor in module.parameters(recurse=False)):
         raise NotDescribed(f"{name} has weights that are not on the CPU")
-    dropping = (value for key, value in vars(module).items() if "drop" in key or key == "p")
-    if module.training and any(isinstance(value, float | int) and value > 0 for value in dropping):
+    if module.training and drops(module):
         raise NotDescribed(f"{name} drops at random in training mode; call model.eval()")
+
+
+def hooked(hooks: Mapping[int, Any]) -> bool:
+    """Whether there are hooks among these that may do something."""
+    return any(getattr(hook, "__module__", None) != _HARMLESS_HOOKS for hook in hooks.values())
+
+
+def drops(module: Any) -> bool:
+    """Whether a module drops at random in training mode."""
+    dropping = (value for key, value in vars(module).items() if "drop" in key or key == "p")
+    return any(isinstance(value, float | int) and value > 0 for value in dropping)
 
 
 def matrix_of(module: Any, name: str) -> Matrix:

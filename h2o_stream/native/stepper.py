@@ -23,6 +23,7 @@ from h2o_stream.native.describe import describe
 from h2o_stream.native.description import NativeModel, NotDescribed
 from h2o_stream.native.proof import error_of, proved, tolerance_of
 from h2o_stream.native.slots import BoundLayer, groups_of, unserved, unserved_rules
+from h2o_stream.native.unchanged import Unchanged
 
 CHECK = "H2O_CHECK_STEPS"
 """Environment variable: every native step is compared with the eager one, layer by layer."""
@@ -54,7 +55,7 @@ def make_stepper(model: Any, cache: H2OCache) -> Stepper | CheckedStepper | str:
         return "its rotary frequencies change with the length of the text"
     if trouble := next(filter(None, map(unserved_rules, cache.slots)), ""):
         return trouble
-    stepper = Stepper(native, NativeModel(description), cache)
+    stepper = Stepper(native, NativeModel(description), cache, Unchanged(model, description))
     if trouble := proved(model, cache, description, stepper.run):
         stepper.close()
         return stepper.unserved or trouble
@@ -68,13 +69,14 @@ class Stepper:
         native: the library.
         model: the description, as structures.
         cache: of the attached model.
+        unchanged: whether the description still holds.
 
     Attributes:
         unserved: why the cache as it is now cannot be served, or nothing.
     """
 
-    def __init__(self, native: CDLL, model: NativeModel, cache: H2OCache) -> None:
-        self.cache, self.model = cache, model
+    def __init__(self, native: CDLL, model: NativeModel, cache: H2OCache, unchanged: Unchanged) -> None:
+        self.cache, self.model, self._unchanged = cache, model, unchanged
         self._native = native
         self._layers: list[BoundLayer] = []
         self._layout, self._settled, self.unserved = -1, False, ""
@@ -112,7 +114,7 @@ class Stepper:
             return None
         if self._layout != cache.layout:
             self.unserved = self._bind()
-        if self.unserved:
+        if self.unserved or not self._unchanged:
             return None
         if not (self._settled and cache.steady):
             for layer in self._layers:
@@ -141,6 +143,8 @@ class Stepper:
     def _bind(self) -> str:
         """Take down the addresses of all slots; why the library cannot serve them, or nothing."""
         self._layout = self.cache.layout
+        if not self._unchanged.in_content:
+            return "weights were written to since the model was attached"
         bound: list[BoundLayer] = []
         first = 0
         for cached, layer in zip(self.cache.layers, self.model.layers, strict=True):

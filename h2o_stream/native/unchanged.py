@@ -1,0 +1,78 @@
+"""Whether a model is still the one that was described: a native step reads weights by address and calls no module."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import fields, is_dataclass
+from itertools import chain, repeat
+from operator import attrgetter, contains, is_
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules import module as torch_module
+
+from h2o_stream.native.description import Description
+from h2o_stream.native.modules import drops, hooked
+
+_version, _training = attrgetter("_version"), attrgetter("training")
+
+
+class Unchanged:
+    """A model as it is now, to be compared with what it is later; comparing takes less than a hundredth of a step.
+
+    The model's own hooks and forward are not looked at: they are run around every step.
+
+    Args:
+        model: whose modules, weights, hooks and modes are taken down.
+        description: of the model.
+    """
+
+    def __init__(self, model: nn.Module, description: Description) -> None:
+        modules = list(model.modules())
+        inside = modules[1:]
+        # The frequencies of a rotary embedding come and go with the length of the text.
+        still = [module for module in modules if not hasattr(module, "rope_type")]
+        homes = [module._modules for module in modules]
+        homes += [owner for module in still for owner in (module._parameters, module._buffers)]
+        # These show what is put in later; behind them comes an end that nothing else is.
+        self._homes = [*(home.values() for home in homes if home), (self,)]
+        self._held = [*chain.from_iterable(self._homes)]
+        self._tensors = [held for held in self._held if isinstance(held, Tensor)]
+        self._addresses = [*map(Tensor.data_ptr, self._tensors)]
+        self._states = [vars(module) for module in inside]
+        self._hooks = [hooks for module in inside for hooks in (module._forward_hooks, module._forward_pre_hooks)]
+        self._hooks += [torch_module._global_forward_hooks, torch_module._global_forward_pre_hooks]
+        self._dropping = [module for module in modules if drops(module)]
+        self._modes = [*map(_training, self._dropping)]
+        read_in_place = set(_addresses(description))
+        self._copied = [tensor for tensor in self._tensors if tensor.data_ptr() not in read_in_place]
+        self._copies = [tensor.detach().clone() for tensor in self._copied]
+        self._counted = [tensor for tensor in self._copied if not tensor.is_inference()]
+        self._versions = [*map(_version, self._counted)]
+
+    def __bool__(self) -> bool:
+        """Whether modules, weights, hooks and modes are those that were taken down."""
+        return (
+            all(map(is_, chain.from_iterable(self._homes), self._held))
+            and [*map(Tensor.data_ptr, self._tensors)] == self._addresses
+            and [*map(_version, self._counted)] == self._versions
+            and not (any(self._hooks) and any(map(hooked, self._hooks)))
+            and not any(map(contains, self._states, repeat("forward")))
+            and [*map(_training, self._dropping)] == self._modes
+        )
+
+    @property
+    def in_content(self) -> bool:
+        """Whether the numbers of which the description holds copies are the same; takes longer."""
+        return all(map(torch.equal, self._copied, self._copies))
+
+
+def _addresses(value: Any) -> Iterator[int]:
+    """Of all tensors in a description."""
+    if isinstance(value, Tensor):
+        yield value.data_ptr()
+    elif is_dataclass(value):
+        yield from chain.from_iterable(_addresses(getattr(value, field.name)) for field in fields(value))
+    elif isinstance(value, list | tuple):
+        yield from chain.from_iterable(map(_addresses, value))

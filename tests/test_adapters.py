@@ -1,0 +1,187 @@
+"""Models whose weights or modules change: adapters of PEFT, and whatever is done to an attached model."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from transformers import LlamaForCausalLM
+
+from h2o_stream import CacheConfig, UnsupportedModelError, attach
+from h2o_stream.native import library
+from tests.conftest import make_llama
+from tests.tolerance import assert_close
+
+peft = pytest.importorskip("peft")
+
+ROOMY = CacheConfig(window=64)
+WAYS = [("h2o", "auto"), ("h2o", "eager"), ("full", "auto")]
+LINEAR = ["q_proj", "v_proj", "down_proj"]
+
+
+def with_adapter(alpha: float, model: LlamaForCausalLM | None = None, seed: int = 5) -> Any:
+    """PEFT's wrapper around a tiny Llama, with a LoRA that does something."""
+    model = model or make_llama()
+    torch.manual_seed(seed)
+    how = peft.LoraConfig(r=2, lora_alpha=alpha, target_modules=LINEAR, init_lora_weights=False)
+    return peft.get_peft_model(model, how).eval()
+
+
+def told(model: Any, steps: int = 4) -> Tensor:
+    """Logits of a prompt's last token and of some that follow one by one."""
+    ids = torch.randint(3, 64, (1, 9 + steps), generator=torch.Generator().manual_seed(0))
+    output = model(input_ids=ids[:, :9], use_cache=True)
+    logits = [output.logits[:, -1]]
+    for token in ids[:, 9:].split(1, 1):
+        output = model(input_ids=token, past_key_values=output.past_key_values, use_cache=True)
+        logits.append(output.logits[:, -1])
+    return torch.cat(logits)
+
+
+@pytest.mark.parametrize(("policy", "engine"), WAYS, ids=["h2o", "h2o eager", "full"])
+class TestAdapters:
+    def test_each_is_itself(self, policy: str, engine: Any) -> None:
+        """The scaling is not among the weights."""
+        base = make_llama()
+        for alpha in (8, 64):
+            model = with_adapter(alpha, base)
+            expected = told(model)
+            with attach(model, CacheConfig(policy, window=64), engine=engine) as cache:
+                assert_close(told(model), expected)
+                assert cache.seen_tokens == 13
+            base = model.unload()
+
+    def test_generate_through_the_wrapper(self, policy: str, engine: Any) -> None:
+        model, how = with_adapter(16), {"max_new_tokens": 8, "do_sample": False, "eos_token_id": None}
+        ids = torch.randint(3, 64, (3, 9), generator=torch.Generator().manual_seed(0))
+        expected = model.generate(input_ids=ids, num_beams=2, **how)
+        with attach(model, CacheConfig(policy, window=64), engine=engine):
+            assert model.generate(input_ids=ids, num_beams=2, **how).equal(expected)
+
+    def test_switched_merged_and_taken_off_inside_the_block(self, policy: str, engine: Any) -> None:
+        model = with_adapter(32)
+        expected = told(model)
+        with model.disable_adapter():
+            plain = told(model)
+        with attach(model, CacheConfig(policy, window=64), engine=engine):
+            assert_close(told(model), expected)
+            with model.disable_adapter():
+                assert_close(told(model), plain)
+            model.merge_adapter()
+            assert_close(told(model), expected)
+            model.unmerge_adapter()
+            assert_close(told(model), expected)
+            assert_close(told(model.merge_and_unload()), expected)
+
+    def test_put_on_an_attached_model(self, policy: str, engine: Any) -> None:
+        expected, base = told(with_adapter(32)), make_llama()
+        plain = told(base)
+        with attach(base, CacheConfig(policy, window=64), engine=engine):
+            assert_close(told(base), plain)
+            model = with_adapter(32, base)
+            assert_close(told(model), expected)
+            assert_close(told(model.unload()), plain)
+
+
+def put_other_data(model: Any) -> None:
+    weight = model.model.layers[0].mlp.up_proj.weight
+    weight.data = weight.data * 2
+
+
+def put_other_weights(model: Any) -> None:
+    model.model.layers[1].self_attn.q_proj.weight = nn.Parameter(torch.eye(16), requires_grad=False)
+
+
+def write_into_weights(model: Any) -> None:
+    model.model.layers[1].mlp.up_proj.weight.mul_(2)
+
+
+def write_into_norms(model: Any) -> None:
+    model.model.norm.weight.mul_(torch.linspace(0.5, 2, 16))
+
+
+def write_behind_norms(model: Any) -> None:
+    model.model.layers[0].input_layernorm.weight.data.mul_(torch.linspace(0.5, 2, 16))
+
+
+def load_other_weights(model: Any) -> None:
+    model.load_state_dict(make_llama(seed=3).state_dict(), assign=True)
+
+
+def swap_a_module(model: Any) -> None:
+    model.model.layers[1].mlp = make_llama(seed=3).model.layers[0].mlp
+
+
+def add_a_bias(model: Any) -> None:
+    model.model.layers[1].mlp.up_proj.bias = nn.Parameter(torch.ones(32), requires_grad=False)
+
+
+def hook_a_module(model: Any) -> None:
+    model.model.layers[0].register_forward_hook(lambda module, inputs, output: output * 2)
+
+
+def patch_a_forward(model: Any) -> None:
+    own = model.model.layers[0].mlp.forward
+    model.model.layers[0].mlp.forward = lambda x: 2 * own(x)
+
+
+CHANGES = [
+    put_other_data,
+    put_other_weights,
+    write_into_weights,
+    write_into_norms,
+    write_behind_norms,
+    load_other_weights,
+    swap_a_module,
+    add_a_bias,
+    hook_a_module,
+    patch_a_forward,
+]
+
+
+@pytest.mark.parametrize("change", CHANGES, ids=lambda change: change.__name__)
+class TestChanged:
+    """An attached model is changed: the next token knows."""
+
+    def test_between_streams(self, change: Callable[[Any], None]) -> None:
+        other = make_llama()
+        change(other)
+        expected, model = told(other), make_llama()
+        with attach(model, ROOMY):
+            told(model)
+            change(model)
+            assert_close(told(model), expected)
+
+    def test_in_bfloat16(self, change: Callable[[Any], None]) -> None:
+        """Of norms a native step has copies then."""
+        if library.loaded() is None:
+            pytest.skip("there is no native step")
+        model = make_llama().bfloat16()
+        with attach(model, ROOMY):
+            before = told(model)
+            change(model.bfloat16())
+            changed = told(model.bfloat16())
+        with attach(model, ROOMY, engine="eager"):
+            expected = told(model)
+        assert (expected.float() - before.float()).norm() > 0.3 * before.float().norm()
+        assert (expected.float() - changed.float()).norm() < 0.1 * expected.float().norm()
+
+    def test_between_two_tokens(self, change: Callable[[Any], None]) -> None:
+        ids = torch.randint(3, 64, (1, 12), generator=torch.Generator().manual_seed(0))
+        logits = []
+        for engine in ("auto", "eager"):
+            model = make_llama()
+            with attach(model, ROOMY, engine=engine) as cache:  # type: ignore[arg-type]
+                model(ids[:, :10], past_key_values=cache)
+                model(ids[:, 10:11], past_key_values=cache)
+                change(model)
+                logits.append(model(ids[:, 11:], past_key_values=cache).logits)
+        assert_close(*logits)
+
+
+def test_a_model_out_of_compile_is_told_why() -> None:
+    with pytest.raises(UnsupportedModelError, match=r"torch\.compile"), attach(torch.compile(make_llama())):
+        pass
