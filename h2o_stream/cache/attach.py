@@ -83,11 +83,8 @@ def build_cache(model: PreTrainedModel, config: CacheConfig, progress: Listener)
         return FullCache(plan, model.config, digest, in_host_memory)
     try:
         plan, specs, proof = _proved(model, config)
-    except PositionsError as refusal:
-        try:
-            _proved(model, replace(config, positions="absolute"))
-        except UnsupportedModelError:
-            raise UnsupportedModelError(f"{refusal.reason}; only --policy full can serve it") from refusal
+    except PositionsError:
+        _proved(model, replace(config, positions="absolute"))  # which the error recommends
         raise
     if plan.budgets == "measured":
         specs = shared_out(model, specs, progress)

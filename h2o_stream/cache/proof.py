@@ -93,6 +93,10 @@ def prove(model: Any, positions: Positions, device: CacheDevice, specs: Sequence
     """
     proof = Proof(model, positions, device, specs)
     if trouble := proof.remembered("eager", proof.trouble):
+        if proof.sees_later():
+            raise UnsupportedModelError(
+                f"tokens of {type(model).__name__} attend to later ones, as its config says; no cache can serve it"
+            )
         reason = f"{type(model).__name__} computes something else through this cache than by itself: {trouble}"
         if positions != "absolute":
             raise PositionsError(reason)
@@ -118,6 +122,7 @@ class Proof:
         limit = context_of(model.config) if positions == "absolute" else self._reach
         chunk = CHUNK if limit is None else max(1, min(CHUNK, limit // 4))
         self._count = PROMPT + STEPS if limit is None else min(PROMPT + STEPS, limit - chunk)
+        self._prompt = max(1, self._count - STEPS)
         self._config = CacheConfig(
             "recent", self._count, sinks=0, span=0, positions=positions, chunk=chunk, device=device
         )
@@ -179,11 +184,17 @@ class Proof:
             "" if error < tolerance else f"its logits are off by {error:.1e} of their rms, {tolerance:.0e} is rounding"
         )
 
-    def _logits(self) -> Tensor:
-        """[1, n, V], of the model's own forward."""
+    def sees_later(self) -> bool:
+        """Whether the model's own logits of a token depend on what comes after it."""
+        with _undisturbed(self._model):
+            whole, part = self._logits(), self._logits(self._prompt)
+            return not error_of(part, whole[:, : self._prompt]) < tolerance_of(self._model)
+
+    def _logits(self, count: int | None = None) -> Tensor:
+        """[1, n, V], of the model's own forward of the first n tokens; of all by default."""
         name = type(self._model).__name__
         with _attention(self._model, self._attention), failing_as(f"the forward of {name}"):
-            logits = _logits_of(self._model(input_ids=self._tokens(), use_cache=False))
+            logits = _logits_of(self._model(input_ids=self._tokens()[:, :count], use_cache=False))
         if logits.isnan().any():
             raise UnsupportedModelError(f"logits of {name} are NaN, whatever its cache does; check its weights")
         return logits
@@ -191,9 +202,8 @@ class Proof:
     def _through(self, cache: H2OCache, steps: NativeSteps | None) -> Tensor | None:
         """[1, n, V], through the cache; None where native steps cannot serve."""
         tokens, found = self._tokens(), []
-        prompt = max(1, self._count - STEPS)
         with _attention(self._model, ATTENTION_NAME), failing_as(f"{type(self._model).__name__} through this cache"):
-            for number, part in enumerate((tokens[:, :prompt], *tokens[:, prompt:].split(1, 1))):
+            for number, part in enumerate((tokens[:, : self._prompt], *tokens[:, self._prompt :].split(1, 1))):
                 kwargs = {"input_ids": part, "past_key_values": cache, "use_cache": True}
                 cache.prepare_forward(kwargs)
                 # The first token after the prompt goes through the model and the kernels of its layers.

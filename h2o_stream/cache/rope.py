@@ -20,15 +20,11 @@ class PositionsError(UnsupportedModelError):
     """What is refused for the positions that were asked for: the model's own might be served.
 
     Args:
-        reason: why they are refused.
-
-    Attributes:
-        reason: the same; the message says also what to do.
+        reason: why they are refused; the message also says what to do.
     """
 
     def __init__(self, reason: str) -> None:
         super().__init__(f"{reason}; use --positions absolute")
-        self.reason = reason
 
 
 def distances(positions: Positions, span: int | Tensor, age: Tensor, rank: Tensor) -> Tensor:

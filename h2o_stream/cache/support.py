@@ -7,6 +7,7 @@ the whole model computes what it should is proved afterwards, see `proof`.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -40,7 +41,7 @@ def size_of(model: Any) -> int:
 def context_of(config: Any) -> int | None:
     """Positions a model was trained for, or None when its config names no limit."""
     limit = getattr(config.get_text_config(), "max_position_embeddings", None)
-    return int(limit) if limit else None
+    return int(limit) if limit and limit > 0 else None
 
 
 def reach_of(config: Any) -> int | None:
@@ -91,16 +92,27 @@ def check_supported(model_class: type, config: Any, cache: CacheConfig) -> Cache
     if plan.policy == "full":
         return plan
     name, text = model_class.__name__, config.get_text_config()
-    if config.is_encoder_decoder or not getattr(model_class, "_supports_attention_backend", False):
-        raise UnsupportedModelError(
-            f"{name} does not take its attention from transformers' registry; only --policy full can serve it"
-        )
-    strange = set(getattr(text, "layer_types", None) or ()) - _LAYER_KINDS
-    if strange:
-        raise UnsupportedModelError(f"{name} has {', '.join(sorted(strange))} layers; only --policy full can serve it")
+    if reason := _not_served(model_class, config):
+        raise UnsupportedModelError(f"{name} {reason}; only --policy full can serve it")
     if plan.positions != "absolute" and not _rope(text):
         raise PositionsError(f"{name} has no rotary positions, which {plan.positions} re-assigns")
     return plan
+
+
+def _not_served(model_class: type, config: Any) -> str:
+    """What a model of this class is or does that the fixed slots cannot serve, or nothing."""
+    strange = set(getattr(config.get_text_config(), "layer_types", None) or ()) - _LAYER_KINDS
+    if strange:
+        return f"has {', '.join(sorted(strange))} layers"
+    if getattr(model_class, "_is_stateful", False):
+        return "keeps states that are no keys and values"
+    if config.is_encoder_decoder:
+        return "is half of an encoder and a decoder"
+    if not getattr(model_class, "_supports_attention_backend", False):
+        if hasattr(sys.modules[model_class.__module__], "ALL_ATTENTION_FUNCTIONS"):
+            return "does not declare that its attention can be replaced"
+        return "does not take its attention from transformers' registry"
+    return ""
 
 
 def layer_specs(model: PreTrainedModel, plan: CachePlan) -> list[LayerSpec]:
@@ -202,13 +214,20 @@ def probe(model: PreTrainedModel, tables: list[RotaryTable | None]) -> list[Tens
             )
     finally:
         model.set_attn_implementation(previous)
-    for number, (layer, table) in enumerate(zip(probes.layers, tables, strict=True)):
-        if layer.seen is None:
-            raise UnsupportedModelError(f"layer {number} of {name} does not take its attention from the registry")
+    asked = sum(layer.seen is not None for layer in probes.layers)
+    if asked < len(tables):
+        raise UnsupportedModelError(
+            f"{asked} of {len(tables)} layers of {name} take their attention from transformers' registry; "
+            "only --policy full can serve it"
+        )
+    for layer, table in zip(probes.layers, tables, strict=True):
         if table is None:
             continue
         for x in layer.seen:
-            turns = table.upto(position + 1, x.device, torch.float32)[position]
+            try:
+                turns = table.upto(position + 1, x.device, torch.float32)[position]
+            except (KeyError, TypeError, ValueError) as error:
+                raise PositionsError(f"{name} has a rotary embedding that gives no cosines and sines") from error
             still, turned = x.float()
             off = (rotate_back(turned, turns) - still).abs().max()
             if not off < still.abs().max() * (1e-3 if x.dtype == torch.float32 else 0.05):
