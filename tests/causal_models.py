@@ -49,7 +49,7 @@ for names, value in [
     ("pad_token_id", 0), ("bos_token_id", 1), ("eos_token_id", 2),
 ]:
     SIZES |= dict.fromkeys(names.split(), value)
-SIZES |= dict.fromkeys(LAYERS, 2)
+SIZES |= dict.fromkeys(LAYERS, 2) | {"initializer_range": 0.3, "init_std": 0.3}
 
 
 MAMBA = {"mamba_expand": 1, "mamba_n_groups": 1}

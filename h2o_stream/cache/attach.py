@@ -20,7 +20,7 @@ from h2o_stream.cache.state import model_digest
 from h2o_stream.cache.support import check_supported, home_of, layer_specs, learned_positions, reach_of
 from h2o_stream.cache.window import H2OCache, LayerSpec
 from h2o_stream.config import CacheConfig, CachePlan, EngineChoice
-from h2o_stream.errors import ConfigError, H2OStreamError, UnsupportedModelError
+from h2o_stream.errors import ConfigError, H2OStreamError
 from h2o_stream.progress import Listener, ignore
 
 

@@ -25,7 +25,8 @@ def computation_of(model: nn.Module) -> str | None:
     """
     digest = hashlib.sha256()
     for name, module in model.named_modules():
-        marks = [_class(type(module), type(module).forward), *map(_replacement, _replacements(module))]
+        kind: Any = type(module)
+        marks = [_class(kind, kind.forward), *map(_replacement, _replacements(module))]
         if None in marks:
             return None
         plain = {key: value for key, value in vars(module).items() if _is_plain(value)}

@@ -17,13 +17,21 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from h2o_stream.cache.attention import ATTENTION_NAME
 from h2o_stream.cache.computation import computation_of
 from h2o_stream.cache.notes import LONG_S, read_note, write_note
 from h2o_stream.cache.rope import PositionsError
 from h2o_stream.cache.slots import Kernels
 from h2o_stream.cache.state import model_digest
-from h2o_stream.cache.support import context_of, failing_as, home_of, learned_positions, reach_of
+from h2o_stream.cache.support import (
+    attention_of,
+    attention_of_ours,
+    attention_set,
+    context_of,
+    failing_as,
+    home_of,
+    learned_positions,
+    reach_of,
+)
 from h2o_stream.cache.window import H2OCache, LayerSpec
 from h2o_stream.config import CacheConfig, CacheDevice, Positions
 from h2o_stream.errors import UnsupportedModelError
@@ -31,7 +39,7 @@ from h2o_stream.errors import UnsupportedModelError
 PROMPT, STEPS, CHUNK = 24, 3, 16
 """Tokens of the proof: a prompt, which is longer than a chunk, and those that follow one by one."""
 
-_TOLERANCE = 3e-4
+_TOLERANCE = 1e-4
 """Root mean square of the differences of logits in float32, as a share of that of the logits."""
 
 _ROUNDED_TOLERANCE = 0.08
@@ -116,7 +124,7 @@ class Proof:
 
     def __init__(self, model: Any, positions: Positions, device: CacheDevice, specs: Sequence[LayerSpec]) -> None:
         self._model, self._specs = model, specs
-        self._attention = model.config._attn_implementation
+        self._attention = attention_of(model)
         self._own: Tensor | None = None
         self._reach, self._learned = reach_of(model.config), learned_positions(model.config)
         limit = context_of(model.config) if positions == "absolute" else self._reach
@@ -133,7 +141,7 @@ class Proof:
         model, computation = self._model, computation_of(self._model)
         if computation is None:
             return None
-        here = f"{home_of(model).type} {model.dtype} {tolerance_of(model)} {self._attention}"
+        here = f"{home_of(model).type} {model.dtype} {tolerance_of(model)} {[name for _, name in self._attention]}"
         return f"{model_digest(model)} {computation} {here} {self._config} {_versions()}"
 
     def remembered(self, engine: str, trouble: Callable[[], str]) -> str:
@@ -193,7 +201,7 @@ class Proof:
     def _logits(self, count: int | None = None) -> Tensor:
         """[1, n, V], of the model's own forward of the first n tokens; of all by default."""
         name = type(self._model).__name__
-        with _attention(self._model, self._attention), failing_as(f"the forward of {name}"):
+        with attention_set(self._model, self._attention), failing_as(f"the forward of {name}"):
             logits = _logits_of(self._model(input_ids=self._tokens()[:, :count], use_cache=False))
         if logits.isnan().any():
             raise UnsupportedModelError(f"logits of {name} are NaN, whatever its cache does; check its weights")
@@ -202,7 +210,7 @@ class Proof:
     def _through(self, cache: H2OCache, steps: NativeSteps | None) -> Tensor | None:
         """[1, n, V], through the cache; None where native steps cannot serve."""
         tokens, found = self._tokens(), []
-        with _attention(self._model, ATTENTION_NAME), failing_as(f"{type(self._model).__name__} through this cache"):
+        with attention_of_ours(self._model), failing_as(f"{type(self._model).__name__} through this cache"):
             for number, part in enumerate((tokens[:, : self._prompt], *tokens[:, self._prompt :].split(1, 1))):
                 kwargs = {"input_ids": part, "past_key_values": cache, "use_cache": True}
                 cache.prepare_forward(kwargs)
@@ -231,19 +239,6 @@ def _versions() -> list[str]:
 def _logits_of(output: Any) -> Tensor:
     logits: Tensor = output[0] if isinstance(output, tuple) else output.logits
     return logits
-
-
-@contextmanager
-def _attention(model: Any, name: str) -> Iterator[None]:
-    """Let a model take its attention from there."""
-    previous = model.config._attn_implementation
-    if previous != name:
-        model.set_attn_implementation(name)
-    try:
-        yield
-    finally:
-        if previous != name:
-            model.set_attn_implementation(previous)
 
 
 @contextmanager

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.cache_utils import Cache
 
 from h2o_stream.cache.attention import ATTENTION_NAME
@@ -172,6 +172,38 @@ class _Probes(Cache):
     padding = place = None
 
 
+def attention_of(model: PreTrainedModel) -> list[tuple[Any, str]]:
+    """Where each part of a model takes its attention from, by its config: parts need not agree."""
+    configs = {id(config): config for module in model.modules() if (config := getattr(module, "config", None))}
+    return [
+        (config, config._attn_implementation) for config in configs.values() if isinstance(config, PreTrainedConfig)
+    ]
+
+
+@contextmanager
+def attention_set(model: PreTrainedModel, attention: list[tuple[Any, str]]) -> Iterator[None]:
+    """Let a model take its attention from where `attention_of` said, and then from where it does now."""
+    before = attention_of(model)
+    _set_attention(attention)
+    try:
+        yield
+    finally:
+        _set_attention(before)
+
+
+@contextmanager
+def attention_of_ours(model: PreTrainedModel) -> Iterator[None]:
+    """Let a model take its attention from `h2o_attention`, and then from where it does now."""
+    with attention_set(model, attention_of(model)):
+        model.set_attn_implementation(ATTENTION_NAME)
+        yield
+
+
+def _set_attention(attention: list[tuple[Any, str]]) -> None:
+    for config, name in attention:  # a config hands its own on to those inside it, which come later
+        config._attn_implementation = name
+
+
 @contextmanager
 def failing_as(what: str) -> Iterator[None]:
     """Let a model's own errors be told as the reason why it is refused; `what` failed."""
@@ -201,19 +233,14 @@ def probe(model: PreTrainedModel, tables: list[RotaryTable | None]) -> list[Tens
     name, position = type(model).__name__, 5
     token = 1 if getattr(model.config.get_text_config(), "pad_token_id", None) != 1 else 2
     probes = _Probes(layers=[_AttentionProbe() for _ in tables])
-    previous = model.config._attn_implementation
-    model.set_attn_implementation(ATTENTION_NAME)
-    try:
-        with failing_as(f"{name} with the keywords of this cache"):
-            model(
-                torch.full((2, 1), token, device=home_of(model)),
-                position_ids=torch.tensor([[0], [position if any(tables) else 0]], device=home_of(model)),
-                past_key_values=probes,
-                h2o_cache=probes,
-                use_cache=True,
-            )
-    finally:
-        model.set_attn_implementation(previous)
+    with attention_of_ours(model), failing_as(f"{name} with the keywords of this cache"):
+        model(
+            torch.full((2, 1), token, device=home_of(model)),
+            position_ids=torch.tensor([[0], [position if any(tables) else 0]], device=home_of(model)),
+            past_key_values=probes,
+            h2o_cache=probes,
+            use_cache=True,
+        )
     asked = sum(layer.seen is not None for layer in probes.layers)
     if asked < len(tables):
         raise UnsupportedModelError(
