@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any, get_args
 
 from transformers import PreTrainedModel
@@ -12,11 +13,13 @@ from transformers import PreTrainedModel
 from h2o_stream.cache.attention import ATTENTION_NAME
 from h2o_stream.cache.forward import AttachedForward, Stepper, replaced_forward
 from h2o_stream.cache.full import FullCache
+from h2o_stream.cache.identity import model_digest
+from h2o_stream.cache.proof import Proof, prove
 from h2o_stream.cache.reach import shared_out
-from h2o_stream.cache.state import model_digest
+from h2o_stream.cache.rope import PositionsError
 from h2o_stream.cache.support import check_supported, home_of, layer_specs, learned_positions, reach_of
-from h2o_stream.cache.window import H2OCache
-from h2o_stream.config import CacheConfig, EngineChoice
+from h2o_stream.cache.window import H2OCache, LayerSpec
+from h2o_stream.config import CacheConfig, CachePlan, EngineChoice
 from h2o_stream.errors import ConfigError, H2OStreamError, UnsupportedModelError
 from h2o_stream.progress import Listener, ignore
 
@@ -83,16 +86,32 @@ def _transformers_model(model: Any) -> PreTrainedModel:
 
 
 def build_cache(model: PreTrainedModel, config: CacheConfig, progress: Listener) -> H2OCache | FullCache:
-    """The cache `config` asks for, sized for `model`."""
-    plan = check_supported(type(model), model.config, config)
+    """The cache `config` asks for, sized for `model`, which is proved to compute through it what it should.
+
+    Raises:
+        UnsupportedModelError: it does not; what is recommended instead was tried.
+    """
     digest = functools.partial(model_digest, model)
-    if plan.policy == "full":
+    if config.policy == "full":
+        plan = check_supported(type(model), model.config, config)
         in_host_memory = config.device == "cpu" and home_of(model).type != "cpu"
         return FullCache(plan, model.config, digest, in_host_memory)
-    specs = layer_specs(model, plan)
+    try:
+        plan, specs, proof = _proved(model, config)
+    except PositionsError:
+        _proved(model, replace(config, positions="absolute"))  # which the error recommends
+        raise
     if plan.budgets == "measured":
         specs = shared_out(model, specs, progress)
-    return H2OCache(config, specs, reach_of(model.config), learned_positions(model.config), digest)
+    cache = H2OCache(config, specs, reach_of(model.config), learned_positions(model.config), digest)
+    cache.proof = proof
+    return cache
+
+
+def _proved(model: PreTrainedModel, config: CacheConfig) -> tuple[CachePlan, list[LayerSpec], Proof]:
+    plan = check_supported(type(model), model.config, config)
+    specs = layer_specs(model, plan)
+    return plan, specs, prove(model, plan.positions, config.device, specs)
 
 
 def _native(model: PreTrainedModel, cache: H2OCache | FullCache, engine: EngineChoice) -> Stepper | None:

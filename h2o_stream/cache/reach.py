@@ -20,13 +20,12 @@ from torch import Tensor, distributed
 from transformers import PreTrainedModel
 from transformers.cache_utils import Cache
 
-from h2o_stream.cache.attention import ATTENTION_NAME
 from h2o_stream.cache.budgets import HeadGroup
 from h2o_stream.cache.identity import model_digest
 from h2o_stream.cache.notes import LONG_S, read_note, write_note
 from h2o_stream.cache.policies import make_policy
 from h2o_stream.cache.slots import SlotLayer
-from h2o_stream.cache.support import home_of, size_of
+from h2o_stream.cache.support import attention_of_ours, home_of, size_of
 from h2o_stream.cache.window import LayerSpec
 from h2o_stream.config import CachePlan
 from h2o_stream.progress import Listener, Progress, ignore
@@ -60,7 +59,7 @@ def shared_out(model: PreTrainedModel, specs: Sequence[LayerSpec], progress: Lis
     in all when windows go with the square root of what each head would miss (docs/fidelity.md).
 
     Args:
-        model: a causal language model that `support.prove` has accepted.
+        model: a causal language model that `proof.prove` has accepted.
         specs: its layers. Those with a sliding window of their own take no part.
         progress: told after every layer, where heads have to be measured.
     """
@@ -154,11 +153,7 @@ def _attention_to_copy(
     repeated = torch.cat((once, once), 1).to(home_of(model))
     cache: Any = Cache(layers=layers)
     cache.padding = cache.place = None
-    previous = model.config._attn_implementation
-    model.set_attn_implementation(ATTENTION_NAME)
-    try:
+    with attention_of_ours(model):
         positions = torch.arange(2 * period, device=home_of(model)).expand(len(once), -1)
         model.base_model(repeated, position_ids=positions, past_key_values=cache, h2o_cache=cache, use_cache=True)
-    finally:
-        model.set_attn_implementation(previous)
     return torch.stack(reach)

@@ -16,6 +16,17 @@ _WITHIN_CONTEXT = {"default", "linear", "llama3", "yarn", "proportional", "longr
 """Kinds of RoPE whose frequencies do not change inside the distances that `support.reach_of` gives."""
 
 
+class PositionsError(UnsupportedModelError):
+    """What is refused for the positions that were asked for: the model's own might be served.
+
+    Args:
+        reason: why they are refused; the message also says what to do.
+    """
+
+    def __init__(self, reason: str) -> None:
+        super().__init__(f"{reason}; use --positions absolute")
+
+
 def distances(positions: Positions, span: int | Tensor, age: Tensor, rank: Tensor) -> Tensor:
     """How far RoPE places each key behind the newest token.
 
@@ -95,18 +106,16 @@ def rotary_of(model: nn.Module) -> nn.Module:
     """The one rotary embedding of a model.
 
     Raises:
-        UnsupportedModelError: there is none, there are several, or its kind is not known.
+        PositionsError: there is none, there are several, or its kind is not known.
     """
     name = type(model).__name__
     found = [module for module in model.modules() if hasattr(module, "rope_type")]
     if len(found) != 1:
-        raise UnsupportedModelError(
-            f"{name} has {len(found)} rotary embeddings, rolling and gap positions need one; try --positions absolute"
-        )
+        raise PositionsError(f"{name} has {len(found)} rotary embeddings, rolling and gap positions need one")
     kinds = found[0].rope_type
     for kind in kinds.values() if isinstance(kinds, dict) else (kinds,):
         if kind not in _WITHIN_CONTEXT:
-            raise UnsupportedModelError(f"{name} uses {kind} RoPE, which is not known here; try --positions absolute")
+            raise PositionsError(f"{name} uses {kind} RoPE, which is not known here")
     return found[0]
 
 

@@ -1,24 +1,28 @@
 """What a model is like, as far as the cache must know: by its config, before weights are read, and by asking it.
 
 A config tells the context, the sliding windows and whether positions are rotary. Whether the model really hands its
-attention to us, and rotates as `rope` does, is not taken on trust: `prove` feeds it one token at two positions.
+attention to us, and rotates as `rope` does, is not taken on trust: `probe` feeds it one token at two positions. That
+the whole model computes what it should is proved afterwards, see `proof`.
 """
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.cache_utils import Cache
 
 from h2o_stream.cache.attention import ATTENTION_NAME
 from h2o_stream.cache.endless import EndlessLayer
-from h2o_stream.cache.rope import RotaryTable, rotary_of, rotate_back, table_for
+from h2o_stream.cache.rope import PositionsError, RotaryTable, rotary_of, rotate_back, table_for
 from h2o_stream.cache.window import LayerSpec
 from h2o_stream.config import DEFAULT_WINDOW, CacheConfig, CachePlan
-from h2o_stream.errors import UnsupportedModelError
+from h2o_stream.errors import H2OStreamError, UnsupportedModelError, means_out_of_memory
 
 _LAYER_KINDS = {"full_attention", "sliding_attention"}
 
@@ -37,7 +41,7 @@ def size_of(model: Any) -> int:
 def context_of(config: Any) -> int | None:
     """Positions a model was trained for, or None when its config names no limit."""
     limit = getattr(config.get_text_config(), "max_position_embeddings", None)
-    return int(limit) if limit else None
+    return int(limit) if limit and limit > 0 else None
 
 
 def reach_of(config: Any) -> int | None:
@@ -88,25 +92,34 @@ def check_supported(model_class: type, config: Any, cache: CacheConfig) -> Cache
     if plan.policy == "full":
         return plan
     name, text = model_class.__name__, config.get_text_config()
-    if config.is_encoder_decoder or not getattr(model_class, "_supports_attention_backend", False):
-        raise UnsupportedModelError(
-            f"{name} does not take its attention from transformers' registry; only --policy full can serve it"
-        )
-    strange = set(getattr(text, "layer_types", None) or ()) - _LAYER_KINDS
-    if strange:
-        raise UnsupportedModelError(f"{name} has {', '.join(sorted(strange))} layers; only --policy full can serve it")
+    if reason := _not_served(model_class, config):
+        raise UnsupportedModelError(f"{name} {reason}; only --policy full can serve it")
     if plan.positions != "absolute" and not _rope(text):
-        raise UnsupportedModelError(
-            f"{name} has no rotary positions, which {plan.positions} re-assigns; use --positions absolute"
-        )
+        raise PositionsError(f"{name} has no rotary positions, which {plan.positions} re-assigns")
     return plan
+
+
+def _not_served(model_class: type, config: Any) -> str:
+    """What a model of this class is or does that the fixed slots cannot serve, or nothing."""
+    strange = set(getattr(config.get_text_config(), "layer_types", None) or ()) - _LAYER_KINDS
+    if strange:
+        return f"has {', '.join(sorted(strange))} layers"
+    if getattr(model_class, "_is_stateful", False):
+        return "keeps states that are no keys and values"
+    if config.is_encoder_decoder:
+        return "is half of an encoder and a decoder"
+    if not getattr(model_class, "_supports_attention_backend", False):
+        if hasattr(sys.modules[model_class.__module__], "ALL_ATTENTION_FUNCTIONS"):
+            return "does not declare that its attention can be replaced"
+        return "does not take its attention from transformers' registry"
+    return ""
 
 
 def layer_specs(model: PreTrainedModel, plan: CachePlan) -> list[LayerSpec]:
     """What the cache must know of every layer of a model, and proof that it is so.
 
     Raises:
-        UnsupportedModelError: see `rotary_of` and `prove`.
+        UnsupportedModelError: see `rotary_of` and `probe`.
     """
     text, windows = model.config.get_text_config(), sliding_windows(model.config)
     kinds = (getattr(text, "layer_types", None) or ["full_attention"] * len(windows))[: len(windows)]
@@ -115,7 +128,7 @@ def layer_specs(model: PreTrainedModel, plan: CachePlan) -> list[LayerSpec]:
         rotary = rotary_of(model)
         tables = {kind: table_for(rotary, kind) for kind in set(kinds)}
     uniform = None not in windows
-    keys = prove(model, [tables.get(kind) for kind in kinds])
+    keys = probe(model, [tables.get(kind) for kind in kinds])
     return [
         LayerSpec(
             table=tables.get(kind),
@@ -137,7 +150,7 @@ def _shard(model: PreTrainedModel, heads: int) -> range | None:
     return range(rank * heads, (rank + 1) * heads)
 
 
-class _Witness(EndlessLayer):
+class _AttentionProbe(EndlessLayer):
     """A layer that keeps nothing but the queries and keys it was shown."""
 
     seen: tuple[Tensor, Tensor] | None = None
@@ -152,15 +165,63 @@ class _Witness(EndlessLayer):
     def attend(self, query: Tensor, key: Tensor, value: Tensor, *args: Any) -> Tensor:
         """A token that is alone attends to itself, wherever it stands."""
         self.seen = (query, key)
-        return value.repeat_interleave(query.shape[1] // key.shape[1], dim=1).transpose(1, 2)
+        return value.repeat_interleave(query.shape[1] // key.shape[1], dim=1).transpose(1, 2).contiguous()
 
 
-class _Witnesses(Cache):
+class _Probes(Cache):
     padding = place = None
 
 
+def attention_of(model: PreTrainedModel) -> list[tuple[Any, str]]:
+    """Where each part of a model takes its attention from, by its config: parts need not agree."""
+    configs = {id(config): config for module in model.modules() if (config := getattr(module, "config", None))}
+    return [
+        (config, config._attn_implementation) for config in configs.values() if isinstance(config, PreTrainedConfig)
+    ]
+
+
+@contextmanager
+def attention_set(model: PreTrainedModel, attention: list[tuple[Any, str]]) -> Iterator[None]:
+    """Let a model take its attention from where `attention_of` said, and then from where it does now."""
+    before = attention_of(model)
+    _set_attention(attention)
+    try:
+        yield
+    finally:
+        _set_attention(before)
+
+
+@contextmanager
+def attention_of_ours(model: PreTrainedModel) -> Iterator[None]:
+    """Let a model take its attention from `h2o_attention`, and then from where it does now."""
+    with attention_set(model, attention_of(model)):
+        model.set_attn_implementation(ATTENTION_NAME)
+        yield
+
+
+def _set_attention(attention: list[tuple[Any, str]]) -> None:
+    for config, name in attention:  # a config hands its own on to those inside it, which come later
+        config._attn_implementation = name
+
+
+@contextmanager
+def failing_as(what: str) -> Iterator[None]:
+    """Let a model's own errors be told as the reason why it is refused; `what` failed."""
+    try:
+        yield
+    except H2OStreamError:
+        raise
+    except Exception as error:
+        if means_out_of_memory(error):
+            raise
+        told = str(error).strip().partition("\n")[0][:200]
+        raise UnsupportedModelError(
+            f"{what} fails ({type(error).__name__}: {told}); only --policy full can serve it"
+        ) from error
+
+
 @torch.no_grad()
-def prove(model: PreTrainedModel, tables: list[RotaryTable | None]) -> list[Tensor]:
+def probe(model: PreTrainedModel, tables: list[RotaryTable | None]) -> list[Tensor]:
     """Feed one token at position 0 and at a later one, and compare: only RoPE may tell the two apart.
 
     Returns:
@@ -171,32 +232,31 @@ def prove(model: PreTrainedModel, tables: list[RotaryTable | None]) -> list[Tens
     """
     name, position = type(model).__name__, 5
     token = 1 if getattr(model.config.get_text_config(), "pad_token_id", None) != 1 else 2
-    witnesses = _Witnesses(layers=[_Witness() for _ in tables])
-    previous = model.config._attn_implementation
-    model.set_attn_implementation(ATTENTION_NAME)
-    try:
+    probes = _Probes(layers=[_AttentionProbe() for _ in tables])
+    with attention_of_ours(model), failing_as(f"{name} with the keywords of this cache"):
         model(
             torch.full((2, 1), token, device=home_of(model)),
             position_ids=torch.tensor([[0], [position if any(tables) else 0]], device=home_of(model)),
-            past_key_values=witnesses,
-            h2o_cache=witnesses,
+            past_key_values=probes,
+            h2o_cache=probes,
             use_cache=True,
         )
-    except TypeError as error:
-        raise UnsupportedModelError(f"{name} does not take the keywords of this cache: {error}") from error
-    finally:
-        model.set_attn_implementation(previous)
-    for number, (layer, table) in enumerate(zip(witnesses.layers, tables, strict=True)):
-        if layer.seen is None:
-            raise UnsupportedModelError(f"layer {number} of {name} does not take its attention from the registry")
+    asked = sum(layer.seen is not None for layer in probes.layers)
+    if asked < len(tables):
+        raise UnsupportedModelError(
+            f"{asked} of {len(tables)} layers of {name} take their attention from transformers' registry; "
+            "only --policy full can serve it"
+        )
+    for layer, table in zip(probes.layers, tables, strict=True):
         if table is None:
             continue
         for x in layer.seen:
-            turns = table.upto(position + 1, x.device, torch.float32)[position]
+            try:
+                turns = table.upto(position + 1, x.device, torch.float32)[position]
+            except (KeyError, TypeError, ValueError) as error:
+                raise PositionsError(f"{name} has a rotary embedding that gives no cosines and sines") from error
             still, turned = x.float()
             off = (rotate_back(turned, turns) - still).abs().max()
             if not off < still.abs().max() * (1e-3 if x.dtype == torch.float32 else 0.05):
-                raise UnsupportedModelError(
-                    f"{name} applies RoPE in a form that is not reproduced here; try --positions absolute"
-                )
-    return [layer.seen[1] for layer in witnesses.layers]
+                raise PositionsError(f"{name} applies RoPE in a form that is not reproduced here")
+    return [layer.seen[1] for layer in probes.layers]

@@ -109,7 +109,7 @@ def weigh(
         products: what becomes of query times key.
 
     Returns:
-        Output [B, Q, Hq, D] and float32 probabilities [B, Hkv, G, Q, K].
+        Output [B, Q, Hq, D], contiguous, and float32 probabilities [B, Hkv, G, Q, K].
     """
     batch, query_heads, new, size = query.shape
     kv_heads, places = keys.shape[1:3]
@@ -124,7 +124,7 @@ def weigh(
         logits = logits.masked_fill_(hidden[:, :, None], -torch.inf)
     probs = logits.softmax(-1)
     output = torch.matmul(probs.flatten(2, 3).to(values.dtype), values)
-    return output.view(batch, query_heads, new, values.shape[-1]).transpose(1, 2), probs
+    return output.view(batch, query_heads, new, values.shape[-1]).transpose(1, 2).contiguous(), probs
 
 
 def hide(held: Held, arrivals: Arrivals, sliding: int | None) -> Tensor:

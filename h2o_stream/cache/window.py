@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from statistics import StatisticsError, fmean
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -26,6 +26,9 @@ from h2o_stream.cache.state import FINGERPRINT, check_seal, sealed, taken, unsea
 from h2o_stream.cache.statistics import LayerStatistics
 from h2o_stream.config import DEFAULT_WINDOW, MIN_EVICTABLE, CacheConfig
 from h2o_stream.errors import ConfigError, H2OStreamError
+
+if TYPE_CHECKING:
+    from h2o_stream.cache.proof import Proof
 
 
 @dataclass(frozen=True)
@@ -78,6 +81,7 @@ class H2OCache(Cache):
     Attributes:
         place: where all keys and values are kept and attended to; None for where each layer computes.
         slots: those of all layers and groups of heads, one after the other.
+        proof: what `attach` proved of the model, for native code to be proved by; None where nobody did.
         engine_note: what runs the steps and why, "native, avx512" or "eager: ...", for people; `attach` knows.
         torn: a forward or a reset was cut off halfway: there is nothing to go on from before the next `reset`.
         stream_number: grows with every `reset`, so that streams can be told apart.
@@ -86,6 +90,7 @@ class H2OCache(Cache):
     engine_note = ""
     torn = False
     stream_number = 0
+    proof: Proof | None = None
 
     def __init__(
         self,

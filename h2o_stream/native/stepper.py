@@ -1,13 +1,15 @@
 """Whole decode steps in the native library: they take the place of a model's forward for single tokens.
 
-What is native and what is eager is decided here: `make_stepper` describes a model and proves the description by
-comparing logits with those of the model's own forward. Where either fails the steps are eager, and it says why.
+What is native and what is eager is decided here: `make_stepper` describes a model, and has the description proved
+(`cache.proof`). Where either fails the steps are eager, and it says why.
 """
 
 from __future__ import annotations
 
 import ctypes
+import functools
 import os
+from collections.abc import Callable
 from ctypes import CDLL
 from typing import Any
 
@@ -15,13 +17,13 @@ import numpy
 import torch
 from torch import Tensor
 
+from h2o_stream.cache.proof import error_of, tolerance_of
 from h2o_stream.cache.window import H2OCache
 from h2o_stream.errors import H2OStreamError, OutOfMemoryError
 from h2o_stream.native import library
 from h2o_stream.native.abi import STREAM
 from h2o_stream.native.describe import describe
-from h2o_stream.native.description import NativeModel, NotDescribed
-from h2o_stream.native.proof import error_of, proved, tolerance_of
+from h2o_stream.native.description import Description, NativeModel, NotDescribed
 from h2o_stream.native.slots import BoundLayer, groups_of, unserved, unserved_rules
 from h2o_stream.native.unchanged import Unchanged
 
@@ -40,11 +42,27 @@ def make_stepper(model: Any, cache: H2OCache) -> Stepper | CheckedStepper | str:
 
     Args:
         model: takes its attention from `cache`; its forward is its own.
-        cache: empty.
+        cache: empty; loses its native kernels where they fail.
     """
     native = library.loaded()
     if native is None:
         return library.missing_reason() or "there is no compiled library"
+    description, steps = _described(model, cache), None
+    if not isinstance(description, str):
+        parts = native, NativeModel(description), Unchanged(model, description)
+        steps = functools.partial(Stepper, *parts)
+    if trouble := _disproved(cache, steps):
+        if steps is None or _disproved(cache, None):
+            cache.kernels = None
+        return trouble
+    if isinstance(description, str) or steps is None:
+        return str(description)
+    stepper = steps(cache)
+    return CheckedStepper(stepper, model) if os.environ.get(CHECK) else stepper
+
+
+def _described(model: Any, cache: H2OCache) -> Description | str:
+    """What native steps need, or why there are none."""
     if cache.place is not None or (getattr(model, "tp_size", None) or 1) > 1:
         return "the cache is in host memory or the model is shared by several processes"
     try:
@@ -53,13 +71,19 @@ def make_stepper(model: Any, cache: H2OCache) -> Stepper | CheckedStepper | str:
         return str(reason)
     if cache.plan.positions == "absolute" and not description.absolute_ok:
         return "its rotary frequencies change with the length of the text"
-    if trouble := next(filter(None, map(unserved_rules, cache.slots)), ""):
-        return trouble
-    stepper = Stepper(native, NativeModel(description), cache, Unchanged(model, description))
-    if trouble := proved(model, cache, description, stepper.run):
-        stepper.close()
-        return stepper.unserved or trouble
-    return CheckedStepper(stepper, model) if os.environ.get(CHECK) else stepper
+    return next(filter(None, map(unserved_rules, cache.slots)), "") or description
+
+
+def _disproved(cache: H2OCache, steps: Callable[[H2OCache], Stepper] | None) -> str:
+    """Why native kernels, and steps if there are any, do not compute what the model does, or nothing."""
+    proof, kernels = cache.proof, cache.kernels
+    if proof is None or kernels is None:
+        return ""
+
+    def trouble() -> str:
+        return proof.trouble(kernels, steps)
+
+    return proof.remembered(f"{'steps' if steps else 'kernels'} of {library.identity()}", trouble)
 
 
 class Stepper:
@@ -68,14 +92,14 @@ class Stepper:
     Args:
         native: the library.
         model: the description, as structures.
-        cache: of the attached model.
         unchanged: whether the description still holds.
+        cache: of the attached model.
 
     Attributes:
         unserved: why the cache as it is now cannot be served, or nothing.
     """
 
-    def __init__(self, native: CDLL, model: NativeModel, cache: H2OCache, unchanged: Unchanged) -> None:
+    def __init__(self, native: CDLL, model: NativeModel, unchanged: Unchanged, cache: H2OCache) -> None:
         self.cache, self.model, self._unchanged = cache, model, unchanged
         self._native = native
         self._layers: list[BoundLayer] = []
@@ -186,7 +210,7 @@ class CheckedStepper:
         logits = self._stepper.run(tokens, trace)
         if logits is None:
             return None
-        tolerance = tolerance_of(model.description)
+        tolerance = tolerance_of(self._model)
         for number, (ours, theirs) in enumerate(zip(trace[:-1], eager.hidden_states, strict=False)):
             if not error_of(ours, theirs[:, -1]) < tolerance:
                 where = f"layer {number - 1}" if number else "the embedding"

@@ -1,0 +1,272 @@
+"""The proof that a model computes through the cache what it computes by itself.
+
+A few random tokens go through the model's own forward, and through a cache that holds them all: a prompt, then single
+tokens. Whatever a model does with its queries, keys and values that is not done here shows in the logits. What native
+code does is proved with the same tokens, against the same logits.
+"""
+
+from __future__ import annotations
+
+import functools
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from importlib.metadata import version
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from h2o_stream.cache.computation import computation_of
+from h2o_stream.cache.identity import model_digest
+from h2o_stream.cache.notes import LONG_S, read_note, write_note
+from h2o_stream.cache.rope import PositionsError
+from h2o_stream.cache.slots import Kernels
+from h2o_stream.cache.support import (
+    attention_of,
+    attention_of_ours,
+    attention_set,
+    context_of,
+    failing_as,
+    home_of,
+    learned_positions,
+    reach_of,
+)
+from h2o_stream.cache.window import H2OCache, LayerSpec
+from h2o_stream.config import CacheConfig, CacheDevice, Positions
+from h2o_stream.errors import UnsupportedModelError
+
+PROMPT, STEPS, CHUNK = 24, 3, 16
+"""Tokens of the proof: a prompt, which is longer than a chunk, and those that follow one by one."""
+
+_TOLERANCE = 1e-4
+"""Root mean square of the differences of logits in float32, as a share of that of the logits."""
+
+_ROUNDED_TOLERANCE = 0.08
+"""The same where numbers have fewer bits, if rounding is not multiplied."""
+
+_ROUNDINGS = 3
+"""How many times further off than with a rounded embedding logits may be."""
+
+_MAX_TOLERANCE = 0.5
+"""Never exceeded, whatever rounding does."""
+
+_EXACT = {torch.float32, torch.float64, torch.int64, torch.int32, torch.bool}
+"""Types of numbers that round so little that it is never multiplied to anything."""
+
+_known: set[str] = set()
+"""Keys of what was proved in this process."""
+
+
+class NativeSteps(Protocol):
+    """Takes single tokens through a model and a cache.
+
+    Attributes:
+        unserved: why it cannot, once it was asked; or nothing.
+    """
+
+    unserved: str
+
+    def run(self, tokens: Tensor) -> Tensor | None:
+        """Tokens [1, 1] to logits [1, 1, V], or None where it cannot serve."""
+
+
+def error_of(ours: Tensor, theirs: Tensor) -> float:
+    """Root mean square of the differences, as a share of that of `theirs`.
+
+    Logits that stand for "never" (infinite, or near the end of their type) must be equal; infinity where they are not.
+    """
+    never = theirs.abs() > torch.finfo(theirs.dtype).max / 2
+    if not torch.equal(ours[never].float(), theirs[never].float()):
+        return float("inf")
+    ours, theirs = (x.float().masked_fill(never, 0.0) for x in (ours, theirs))
+    return float((ours - theirs).norm() / theirs.norm().clamp_min(torch.finfo(torch.float32).tiny))
+
+
+def tolerance_of(model: Any) -> float:
+    """How far logits of a model may be off where rounding is not multiplied, see `error_of`."""
+    exact = torch.get_float32_matmul_precision() == "highest" and _EXACT.issuperset(
+        tensor.dtype for tensor in (*model.parameters(), *model.buffers())
+    )
+    return _TOLERANCE if exact else _ROUNDED_TOLERANCE
+
+
+def prove(model: Any, positions: Positions, device: CacheDevice, specs: Sequence[LayerSpec]) -> Proof:
+    """Prove that a model gives its own logits through a cache with these layers.
+
+    Nothing is left behind. What took long is remembered in the user's cache folder.
+
+    Raises:
+        UnsupportedModelError: it does not, with the numbers.
+    """
+    proof = Proof(model, positions, device, specs)
+    if trouble := proof.remembered("eager", proof.trouble):
+        if proof.sees_later():
+            raise UnsupportedModelError(
+                f"tokens of {type(model).__name__} attend to later ones, as its config says; no cache can serve it"
+            )
+        reason = f"{type(model).__name__} computes something else through this cache than by itself: {trouble}"
+        if positions != "absolute":
+            raise PositionsError(reason)
+        raise UnsupportedModelError(f"{reason}; only --policy full can serve it")
+    return proof
+
+
+class Proof:
+    """The proof for one model and the layers of one cache.
+
+    Args:
+        model: its forward is its own; its attention, too, when this is made.
+        positions: those that are asked for.
+        device: where keys and values are kept.
+        specs: the layers.
+    """
+
+    def __init__(self, model: Any, positions: Positions, device: CacheDevice, specs: Sequence[LayerSpec]) -> None:
+        self._model, self._specs = model, specs
+        self._attention = attention_of(model)
+        self._own: Tensor | None = None
+        self._reach, self._learned = reach_of(model.config), learned_positions(model.config)
+        limit = context_of(model.config) if positions == "absolute" else self._reach
+        chunk = CHUNK if limit is None else max(1, min(CHUNK, limit // 4))
+        self._count = PROMPT + STEPS if limit is None else min(PROMPT + STEPS, limit - chunk)
+        self._prompt = max(1, self._count - STEPS)
+        self._config = CacheConfig(
+            "recent", self._count, sinks=0, span=0, positions=positions, chunk=chunk, device=device
+        )
+        self._key = self._identify()
+
+    def _identify(self) -> str | None:
+        """All that a verdict depends on; None where that cannot be told."""
+        model, computation = self._model, computation_of(self._model)
+        if computation is None:
+            return None
+        here = f"{home_of(model).type} {model.dtype} {tolerance_of(model)} {[name for _, name in self._attention]}"
+        return f"{model_digest(model)} {computation} {here} {self._config} {_versions()}"
+
+    def remembered(self, engine: str, trouble: Callable[[], str]) -> str:
+        """What `trouble` says, unless it said nothing before, of the same model and `engine`."""
+        if self._key is None or torch.distributed.is_initialized():  # all processes must do the same
+            return trouble()
+        key = f"{engine} {self._key}"
+        if key in _known or read_note("proved", key):
+            _known.add(key)
+            return ""
+        begun = time.perf_counter()
+        if found := trouble():
+            return found
+        _known.add(key)
+        if time.perf_counter() - begun > LONG_S:
+            write_note("proved", key, True)
+        return ""
+
+    def trouble(
+        self, kernels: Kernels | None = None, make_steps: Callable[[H2OCache], NativeSteps] | None = None
+    ) -> str:
+        """Why what comes through the cache is not what the model computes by itself, or nothing.
+
+        Args:
+            kernels: serve the layers in place of the eager ones.
+            make_steps: makes native steps for a cache; they take the last tokens.
+
+        Raises:
+            UnsupportedModelError: the model cannot compute these tokens, by itself or through the cache.
+        """
+        with _undisturbed(self._model):
+            if self._own is None:
+                self._own = self._logits()
+            cache = H2OCache(self._config, self._specs, self._reach, self._learned)
+            cache.kernels = kernels
+            steps = make_steps(cache) if make_steps else None
+            ours = self._through(cache, steps)
+            if ours is None:
+                return steps.unserved if steps else ""
+            # The last ones are enough for what is native, and few are kept.
+            own, self._own = self._own, self._own[:, -STEPS - 1 :].clone()
+            error, tolerance = error_of(ours[:, -own.shape[1] :], own), tolerance_of(self._model)
+            if not error < tolerance and tolerance == _ROUNDED_TOLERANCE:
+                with _rounded(self._model.get_input_embeddings()):
+                    rounded = self._logits()
+                tolerance = min(max(tolerance, _ROUNDINGS * error_of(rounded[:, -own.shape[1] :], own)), _MAX_TOLERANCE)
+        return (
+            "" if error < tolerance else f"its logits are off by {error:.1e} of their rms, {tolerance:.0e} is rounding"
+        )
+
+    def sees_later(self) -> bool:
+        """Whether the model's own logits of a token depend on what comes after it."""
+        with _undisturbed(self._model):
+            whole, part = self._logits(), self._logits(self._prompt)
+            return not error_of(part, whole[:, : self._prompt]) < tolerance_of(self._model)
+
+    def _logits(self, count: int | None = None) -> Tensor:
+        """[1, n, V], of the model's own forward of the first n tokens; of all by default."""
+        name = type(self._model).__name__
+        with attention_set(self._model, self._attention), failing_as(f"the forward of {name}"):
+            logits = _logits_of(self._model(input_ids=self._tokens()[:, :count], use_cache=False))
+        if logits.isnan().any():
+            raise UnsupportedModelError(f"logits of {name} are NaN, whatever its cache does; check its weights")
+        return logits
+
+    def _through(self, cache: H2OCache, steps: NativeSteps | None) -> Tensor | None:
+        """[1, n, V], through the cache; None where native steps cannot serve."""
+        tokens, found = self._tokens(), []
+        with attention_of_ours(self._model), failing_as(f"{type(self._model).__name__} through this cache"):
+            for number, part in enumerate((tokens[:, : self._prompt], *tokens[:, self._prompt :].split(1, 1))):
+                kwargs = {"input_ids": part, "past_key_values": cache, "use_cache": True}
+                cache.prepare_forward(kwargs)
+                # The first token after the prompt goes through the model and the kernels of its layers.
+                logits = steps.run(part) if steps and number > 1 else _logits_of(self._model(**kwargs))
+                if logits is None:
+                    return None
+                found.append(logits)
+        return torch.cat(found, 1)
+
+    def _tokens(self) -> Tensor:
+        """[1, n] random tokens that have no special meaning."""
+        config = self._model.config
+        text, told = config.get_text_config(), {**config.to_dict(), **config.get_text_config().to_dict()}
+        special = {value for name, value in told.items() if name.endswith(("_token_id", "_token_index"))}
+        usual = [token for token in range(min(text.vocab_size, 4096)) if token not in special] or [0]
+        chosen = torch.randint(len(usual), (1, self._count), generator=torch.Generator().manual_seed(0))
+        return torch.tensor(usual)[chosen].to(home_of(self._model))
+
+
+@functools.cache
+def _versions() -> list[str]:
+    return [version(name) for name in ("h2o-stream", "transformers", "torch", "accelerate")]
+
+
+def _logits_of(output: Any) -> Tensor:
+    logits: Tensor = output[0] if isinstance(output, tuple) else output.logits
+    return logits
+
+
+@contextmanager
+def _undisturbed(model: Any) -> Iterator[None]:
+    """No gradients, no dropout, and random numbers go on afterwards as if nothing had been."""
+    training = [module for module in model.modules() if module.training]
+    home = home_of(model)
+    with torch.no_grad(), torch.random.fork_rng([home] if home.type == "cuda" else []):
+        for module in training:
+            module.training = False
+        try:
+            yield
+        finally:
+            for module in training:
+                module.training = True
+
+
+@contextmanager
+def _rounded(embedding: Any) -> Iterator[None]:
+    """Let an embedding give its rows rounded up or down by chance, by as much as bfloat16 does."""
+    seeded = torch.Generator().manual_seed(0)
+
+    def rounded(module: Any, inputs: Any, rows: Tensor) -> Tensor:
+        ups = (torch.randint(2, rows.shape, generator=seeded) * 2 - 1).to(rows.device)
+        return (rows.float() * (1 + ups * 2.0**-8)).to(rows.dtype)
+
+    handle = embedding.register_forward_hook(rounded)
+    try:
+        yield
+    finally:
+        handle.remove()
