@@ -44,8 +44,17 @@ _SIZES: dict[Any, str] = {
 }
 """Sizes of a tiny model, and the settings that have them, wherever they occur."""
 
-_LAYERS = """num_hidden_layers n_layer n_layers num_layers decoder_layers encoder_layers num_decoder_layers
-    num_encoder_layers num_blocks""".split()
+_LAYERS = [
+    "num_hidden_layers",
+    "n_layer",
+    "n_layers",
+    "num_layers",
+    "decoder_layers",
+    "encoder_layers",
+    "num_decoder_layers",
+    "num_encoder_layers",
+    "num_blocks",
+]
 
 _TINY: dict[str, Any] = {name: size for size, names in _SIZES.items() for name in names.split()}
 _TINY |= dict.fromkeys(_LAYERS, 2)
