@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from accelerate import disk_offload
 from torch import Tensor
 from transformers import BertConfig, BertLMHeadModel, DiffLlamaConfig, DiffLlamaForCausalLM, LlamaForCausalLM
 
@@ -127,6 +128,16 @@ class TestAccepts:
 
 
 class TestIsMadeOnce:
+    def test_for_a_model_on_disk(self, tmp_path: Any) -> None:
+        """Its hooks are accelerate's, and known."""
+        model = copy.deepcopy(make_llama(seed=8))
+        ids = torch.arange(3, 23)[None]
+        expected = model(ids, use_cache=False).logits
+        disk_offload(model, tmp_path, torch.device("cpu"))
+        with attach(model, CacheConfig(window=32)) as cache:
+            assert (model(ids, past_key_values=cache).logits - expected).abs().max() < 1e-5 * expected.abs().max()
+        assert proof._known
+
     def test_for_equal_models(self, forwards: list[int]) -> None:
         config = CacheConfig(window=32, budgets="equal")
         with attach(make_llama(), config):
