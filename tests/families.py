@@ -17,6 +17,7 @@ from transformers import PreTrainedModel
 
 from h2o_stream import CacheConfig, attach
 from tests.oracle import Oracle, Rules
+from tests.sweep import sweep_table
 
 LARGEST = 2e-5
 """Largest difference of a logit, relative to the largest logit, in float32."""
@@ -257,6 +258,9 @@ def table() -> str:
 if __name__ == "__main__":
     torch.set_grad_enabled(False)
     page = Path("docs/families.md")
-    head, begin, rest = page.read_text(encoding="utf-8").partition("<!-- table -->\n")
-    _, end, tail = rest.partition("<!-- end of table -->\n")
-    page.write_text(f"{head}{begin}{table()}\n{end}{tail}", encoding="utf-8")
+    text = page.read_text(encoding="utf-8")
+    for mark, written in (("table", table()), ("sweep", sweep_table())):
+        head, begin, rest = text.partition(f"<!-- {mark} -->\n")
+        _, end, tail = rest.partition(f"<!-- end of {mark} -->\n")
+        text = f"{head}{begin}{written}\n{end}{tail}"
+    page.write_text(text, encoding="utf-8")

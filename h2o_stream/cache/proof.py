@@ -102,9 +102,7 @@ def prove(model: Any, positions: Positions, device: CacheDevice, specs: Sequence
     proof = Proof(model, positions, device, specs)
     if trouble := proof.remembered("eager", proof.trouble):
         if proof.sees_later():
-            raise UnsupportedModelError(
-                f"tokens of {type(model).__name__} attend to later ones, as its config says; no cache can serve it"
-            )
+            raise UnsupportedModelError(f"tokens of {type(model).__name__} attend to later ones; no cache can serve it")
         reason = f"{type(model).__name__} computes something else through this cache than by itself: {trouble}"
         if positions != "absolute":
             raise PositionsError(reason)

@@ -30,7 +30,11 @@ _LAYER_KINDS = {"full_attention", "sliding_attention"}
 def home_of(model: Any) -> torch.device:
     """Where a model takes its tokens: its device, also while its weights are on disk."""
     device: torch.device = model.device
-    return torch.device(model._hf_hook.execution_device) if device.type == "meta" else device
+    if device.type != "meta":
+        return device
+    hooks = (getattr(module, "_hf_hook", None) for module in model.modules())
+    devices = (getattr(hook, "execution_device", None) for hook in hooks)
+    return torch.device(next(device for device in devices if device is not None))
 
 
 def size_of(model: Any) -> int:

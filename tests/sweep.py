@@ -1,0 +1,121 @@
+"""What becomes of every entry of transformers' causal-LM map, for the tests and for docs/families.md."""
+
+from __future__ import annotations
+
+import functools
+import re
+import sys
+from typing import Any
+
+import torch
+import transformers
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from h2o_stream import CacheConfig, UnsupportedModelError, attach
+from tests.causal_models import ENTRIES, logits_of, make
+
+PROMPT, STEPS = 29, 8
+
+WRONG = 1e-4
+"""Root mean square of the differences of logits to those of the model without a cache of ours, relative to theirs."""
+
+SAME = 1e-6
+"""The same, of a model that is let go of: it computes what it did before."""
+
+_REFUSALS = {
+    "layers of another kind: linear, convolutional, indexed, chunked": r"has (\w+, )*\w+ layers;",
+    "states that are no keys and values": "keeps states",
+    "an attention that cannot be replaced": "registry|declare that its attention",
+    "more in its softmax than queries and keys: learned sinks": "uses s_aux",
+    "tokens that attend to later ones: an encoder": "attend to later ones",
+    "keywords of a forward do not reach its attention": "does not pass extra keywords on",
+    "something else comes out, or it fails; the proof says it": "computes something else|fails",
+}
+"""Kinds of reasons, and what messages of that kind say."""
+
+OUTCOMES = (
+    "right by default",
+    "right with `--positions absolute`",
+    *(f"refused: {kind}" for kind in _REFUSALS),
+)
+
+
+@functools.cache
+def outcome(entry: str) -> str:
+    """One of `OUTCOMES`; with every engine and in all position modes it is right or refused.
+
+    Raises:
+        AssertionError: it is wrong, or refused with a reason or an advice that is not true.
+    """
+    model = make(entry)
+    words = [token for token in range(3, 64) if token not in _special(model.config)]
+    chosen = torch.randint(len(words), (1, PROMPT + STEPS), generator=torch.Generator().manual_seed(1))
+    ids = torch.tensor(words)[chosen]
+    wanted = logits_of(model, ids, use_cache=False)
+    refusals = {}
+    for positions in (None, "rolling", "absolute"):
+        config = CacheConfig(window=PROMPT + STEPS + 3, positions=positions, chunk=16)
+        try:
+            for engine in ("auto", "eager"):
+                error = _error(model, config, engine, ids, wanted)
+                assert error < WRONG, f"{entry} with {positions} positions and engine {engine} is off by {error:.1e}"
+        except UnsupportedModelError as refusal:
+            refusals[positions] = str(refusal)
+        again = logits_of(model, ids, use_cache=False)
+        assert _apart(again, wanted) < SAME, f"{entry} is not as it was before"
+    if not refusals:
+        return OUTCOMES[0]
+    assert (None in refusals) == ("rolling" in refusals)
+    advised = {positions: "use --positions absolute" in reason for positions, reason in refusals.items()}
+    if "absolute" not in refusals:
+        assert all(advised.values()), refusals
+        return OUTCOMES[1]
+    assert not any(advised.values()), refusals
+    return f"refused: {_kind(model, refusals['absolute'], ids, wanted)}"
+
+
+def _error(model: PreTrainedModel, config: CacheConfig, engine: Any, ids: Tensor, wanted: Tensor) -> float:
+    with attach(model, config, engine=engine) as cache:
+        parts = (ids[:, :PROMPT], *ids[:, PROMPT:].split(1, 1))
+        ours = torch.cat([logits_of(model, part, past_key_values=cache) for part in parts], 1)
+    return _apart(ours, wanted)
+
+
+def _apart(ours: Tensor, theirs: Tensor) -> float:
+    return float((ours - theirs).norm() / theirs.norm())
+
+
+def _special(config: Any) -> set[Any]:
+    """Tokens that stand for images and the like."""
+    return {value for name, value in config.to_dict().items() if name.endswith(("_token_id", "_token_index"))}
+
+
+def _kind(model: PreTrainedModel, reason: str, ids: Tensor, wanted: Tensor) -> str:
+    """Of which kind a reason is; it has to be true."""
+    kinds = [kind for kind, said in _REFUSALS.items() if re.search(said, reason)]
+    assert len(kinds) == 1, reason
+    if "attend to later" in reason or "something else" in reason:
+        causal = _apart(logits_of(model, ids[:, :PROMPT], use_cache=False), wanted[:, :PROMPT]) < WRONG
+        assert causal == ("something else" in reason), reason
+    if found := re.search(r"has ((?:\w+, )*\w+) layers;", reason):
+        assert set(found[1].split(", ")) <= set(model.config.get_text_config().layer_types)
+    if "does not take its attention" in reason:
+        assert not hasattr(sys.modules[type(model).__module__], "ALL_ATTENTION_FUNCTIONS")
+    return kinds[0]
+
+
+def sweep_table() -> str:
+    """For docs/families.md."""
+    found: dict[str, list[str]] = {name: [] for name in OUTCOMES}
+    for entry in ENTRIES:
+        found[outcome(entry)].append(entry)
+    lines = [f"| with transformers {transformers.__version__} | entries | which |", "| --- | --- | --- |"]
+    lines += [f"| {name} | {len(entries)} | {', '.join(entries)} |" for name, entries in found.items()]
+    return "\n".join(lines)
+
+
+def rows_in(page: str) -> dict[str, list[str]]:
+    """Entries by outcome, as the table in a page says."""
+    rows = re.findall(r"^\| ((?:right|refused).*?) \| \d+ \| (.*?) \|$", page, re.MULTILINE)
+    return {name: entries.split(", ") if entries else [] for name, entries in rows}

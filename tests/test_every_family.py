@@ -1,0 +1,38 @@
+"""Every entry of transformers' causal-LM map: right or refused for a true reason, never wrong and never a crash."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+import transformers
+
+from tests.causal_models import ENTRIES
+from tests.sweep import OUTCOMES, outcome, rows_in
+
+DOCS = Path("docs/families.md").read_text(encoding="utf-8")
+
+same_version = pytest.mark.skipif(
+    f"transformers {transformers.__version__}" not in DOCS, reason="the table is of another version of transformers"
+)
+
+
+@pytest.mark.parametrize("entry", ENTRIES)
+def test_right_or_refused(entry: str) -> None:
+    found = outcome(entry)
+    if f"transformers {transformers.__version__}" in DOCS:
+        assert entry in rows_in(DOCS)[found], "make family-table"
+
+
+def test_nearly_all_are_tried() -> None:
+    assert len(ENTRIES) >= 170
+
+
+@same_version
+def test_the_counts_in_the_docs() -> None:
+    rows = rows_in(DOCS)
+    assert list(rows) == list(OUTCOMES)
+    assert sorted(entry for entries in rows.values() for entry in entries) == ENTRIES
+    for name, entries in rows.items():
+        assert re.search(rf"^\| {re.escape(name)} \| {len(entries)} \|", DOCS, re.MULTILINE)
