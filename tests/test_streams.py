@@ -94,6 +94,16 @@ class TestClosedStreams:
         assert not done.stdout
 
 
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="a device of Linux")
+def test_a_disk_that_is_full(recording: Path) -> None:
+    for command, argument in (("h2o-chat", "--version"), ("h2o-stream", "--help"), ("h2o-chat", "--sessions")):
+        done = shell(command, argument, closed=">/dev/full")
+        assert (done.returncode, done.stderr) == (1, f"{command}: No space left on device (--debug shows where)\n")
+    done = shell("h2o-stream", "--replay", recording, closed=">/dev/full")
+    assert done.returncode == 1
+    assert done.stderr.endswith("h2o-stream: No space left on device (--debug shows where)\n")
+
+
 ASCII: list[dict[str, str]] = [
     {"PYTHONIOENCODING": "ascii"},
     {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"},

@@ -54,7 +54,10 @@ def main(command: str, app: typer.Typer) -> None:
         _complain(command, str(error))
         sys.exit(WRONG_USAGE)
     try:
-        app(default_map=given)
+        with reporting(command, debug=False):
+            app(default_map=given)
+    except typer.Exit as left:
+        sys.exit(left.exit_code)
     except SystemExit as left:
         _leave_loader(left.code)
         raise
@@ -108,14 +111,20 @@ def reporting(command: str, debug: bool) -> Iterator[None]:
         silence()
         raise typer.Exit(FAILED) from None
     except Exception as error:  # noqa: BLE001
-        message = str(error)
-        if isinstance(error, RuntimeError) and "home directory" in message:  # says pathlib
-            message = "this user has no home folder; set HOME"
-        elif not isinstance(error, H2OStreamError):
-            hint = "" if debug else " (--debug shows where)"
-            message = f"unexpected {type(error).__name__}: {message.partition(chr(10))[0]}{hint}"
-        _complain(command, message, traceback.format_exc() if debug else "")
+        _complain(command, _reason(error, debug), traceback.format_exc() if debug else "")
         raise typer.Exit(WRONG_USAGE if isinstance(error, ConfigError) else FAILED) from None
+
+
+def _reason(error: Exception, debug: bool) -> str:
+    """What an error comes down to for a user."""
+    hint = "" if debug else " (--debug shows where)"
+    if isinstance(error, H2OStreamError):
+        return str(error)
+    if isinstance(error, RuntimeError) and "home directory" in str(error):  # says pathlib
+        return "this user has no home folder; set HOME"
+    if isinstance(error, OSError) and error.strerror:  # a disk that is full, say
+        return f"{error.strerror}{f': {error.filename}' if error.filename else ''}{hint}"
+    return f"unexpected {type(error).__name__}: {str(error).partition(chr(10))[0]}{hint}"
 
 
 def _complain(command: str, message: str, details: str = "") -> None:

@@ -153,7 +153,7 @@ class CommandCompleter(Completer):
                 if command.startswith("/") and word.startswith(command):
                     yield Completion(word, -len(command))
         elif self._words.get(command):
-            yield from self._files.get_completions(Document(rest), complete_event)
+            yield from self._files.get_completions(Document(rest.lstrip("\"'")), complete_event)
 
 
 def unquoted(text: str) -> str:
