@@ -134,8 +134,13 @@ class Policy(ABC):
         """What an unprotected place is worth: [B, Hkv, K] float32, the lowest is evicted first."""
 
     def worth(self, held: Held, budget: Budget) -> Tensor:
-        """The priority with protected places at +inf and empty ones at -inf, [B, Hkv, K] float32."""
-        worth = self.priority(held).masked_fill(self.protected(held, budget), torch.inf)
+        """The priority with protected places at +inf and empty ones at -inf, [B, Hkv, K] float32.
+
+        A priority of NaN, which a model gives whose numbers overflow, counts as the lowest of all.
+        """
+        least = torch.finfo(torch.float32).min
+        worth = self.priority(held)
+        worth = worth.masked_fill(worth.isnan(), least).masked_fill_(self.protected(held, budget), torch.inf)
         return worth.masked_fill_(held.index < 0, -torch.inf)
 
 

@@ -25,7 +25,7 @@ inline uint32_t mix(uint32_t x) {
 }
 
 // The worth of each token: the least is evicted first. Infinite where a token is protected, minus infinity where there
-// is none.
+// is none, and all but that where a score is NaN: no comparison may depend on one.
 //
 // `head` is the number of the head among those of its `Slots`; `seen` counts the tokens of the stream, new ones
 // included. Plain loops, which compilers vectorize.
@@ -46,7 +46,7 @@ inline void worth(const AttentionLayer& layer, const Slots& slots, int64_t head,
   } else {
     for (int64_t i = 0; i < count; ++i) worth[i] = tokens.scores[i];
   }
-  constexpr float kAlways = std::numeric_limits<float>::infinity();
+  constexpr float kAlways = std::numeric_limits<float>::infinity(), kLeast = std::numeric_limits<float>::lowest();
   for (int64_t pin = 0; pin < layer.pin_count; ++pin) {
     const int32_t first = int32_t(layer.pins[2 * pin]), past = int32_t(layer.pins[2 * pin + 1]);
     for (int64_t i = 0; i < count; ++i) {
@@ -55,7 +55,8 @@ inline void worth(const AttentionLayer& layer, const Slots& slots, int64_t head,
   }
   const int32_t recent = int32_t(slots.recent), sinks = int32_t(layer.sinks);
   for (int64_t i = 0; i < count; ++i) {
-    const float kept = (tokens.rank[i] < recent) | (tokens.index[i] < sinks) ? kAlways : worth[i];
+    const float own = worth[i] == worth[i] ? worth[i] : kLeast;
+    const float kept = (tokens.rank[i] < recent) | (tokens.index[i] < sinks) ? kAlways : own;
     worth[i] = tokens.index[i] < 0 ? simd::kMinusInfinity : kept;
   }
 }

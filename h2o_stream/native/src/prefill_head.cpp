@@ -109,10 +109,7 @@ void Head::select() {
   const float* long_terms = long_term_ ? long_terms_.data() : nullptr;
   policies::worth(*layer_, *slots_, head_, seen_ + fresh_,
                   {scores_.data(), long_terms, index_.data(), rank_.data(), places_}, worth_.data());
-  for (int64_t i = 0; i < places_; ++i) {
-    order_[i] = int32_t(i);
-    if (worth_[i] != worth_[i]) worth_[i] = simd::kMinusInfinity;  // what is not a number has no order
-  }
+  for (int64_t i = 0; i < places_; ++i) order_[i] = int32_t(i);
   const float* worth = worth_.data();
   std::nth_element(order_.data(), order_.at(evicted - 1), order_.at(places_), [worth](int32_t a, int32_t b) {
     return worth[a] != worth[b] ? worth[a] < worth[b] : a < b;

@@ -197,9 +197,9 @@ inline float smallest(const float* numbers, int64_t count) {
   return smallest;
 }
 
-// e to the power of numbers that are not above zero, to the last digit but one; zero below -87.
+// e to the power of numbers that are not above zero, to the last digit but one; zero below -87, NaN of NaN.
 inline Floats exp_nonpositive(Floats x) {
-  const Ints there = x > -87.f;
+  const Ints vanishing = x < -87.f;
   const Floats power = x * 1.44269504f, magic = splat(12582912.f);  // adding 1.5 * 2^23 rounds to a whole number
   const Floats whole = (power + magic) - magic;
   const Floats rest = (x - whole * 0.693359375f) + whole * 2.12194440e-4f;
@@ -211,7 +211,7 @@ inline Floats exp_nonpositive(Floats x) {
   const Ints exponent = (__builtin_convertvector(whole, Ints) + 127) << 23;
   Floats scale;
   std::memcpy(&scale, &exponent, sizeof scale);
-  return there ? sum * scale : Floats{};
+  return vanishing ? Floats{} : sum * scale;
 }
 
 inline void prefetch(const void* from, int64_t bytes) {

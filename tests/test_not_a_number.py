@@ -1,0 +1,51 @@
+"""Keys that are not numbers: native attention gives NaN where torch does, and what is protected is never evicted."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+from torch import Tensor
+
+from h2o_stream.cache.policies import Budget, make_policy
+from h2o_stream.cache.slots import SlotLayer
+from h2o_stream.cache.weigh import Products
+from h2o_stream.config import CachePlan
+from h2o_stream.native import library
+from h2o_stream.native.kernels import NativeKernels
+from tests.test_native_prefill import Table, plan
+
+NEW = (40, 1, 1, 9, *[1] * 20)
+
+
+def outputs(native: bool, plan: CachePlan, poisoned: int) -> Iterator[tuple[Tensor, SlotLayer]]:
+    """Of a layer whose first head gets a key that is not a number in one of the forwards."""
+    layer = SlotLayer(plan, make_policy(plan), None if plan.positions == "absolute" else Table(16))
+    layer.budget = Budget(plan.sinks, (range(7, 9),), 4)
+    layer.kernels = NativeKernels(library.loaded()) if native else None
+    seeded = torch.Generator().manual_seed(1)
+    for number, new in enumerate(NEW):
+        query, key, value = (torch.randn(1, heads, new, 16, generator=seeded) for heads in (4, 2, 2))
+        if number == poisoned:
+            key[:, 0, -1] = torch.nan
+        yield layer.attend(query, key, value, Products(0.25), None), layer
+
+
+@pytest.mark.skipif(bool(library.missing_reason()), reason="there is no compiled library")
+@pytest.mark.parametrize("policy", ["h2o", "h2o-paper", "tova", "random", "sink"])
+@pytest.mark.parametrize("poisoned", [0, 1, 3])
+@pytest.mark.parametrize("positions", ["gap", "absolute"])
+def test_as_in_torch(policy: str, poisoned: int, positions: str) -> None:
+    case = plan(policy, positions=positions)
+    both = zip(outputs(True, case, poisoned), outputs(False, case, poisoned), strict=True)
+    for number, ((native, layer), (eager, other)) in enumerate(both):
+        assert not native[:, :, 2:].isnan().any(), "the other KV head"
+        if number <= poisoned:
+            assert torch.equal(native.isnan(), eager.isnan())
+            assert native.isnan().any() == (number == poisoned)
+        for one in (layer, other):
+            kept = one.kept()
+            assert all(set(range(7, 9)) <= set(kept[0, head].tolist()) for head in range(2))
+            assert (kept[..., : case.sinks] == torch.arange(case.sinks)).all()
+            assert (kept[..., -1] == one.lengths[0] - 1).all()
