@@ -19,7 +19,7 @@ from h2o_stream.memory import bound_kernel_caches
 from h2o_stream.processes import Processes
 from h2o_stream.resources import NoHomeError, config_file
 from h2o_stream.startup import LOADER, collector_paused, quieten_libraries
-from h2o_stream.streams import on_end, settle_streams, silence
+from h2o_stream.streams import discard_output, handle_termination, prepare_streams
 
 if TYPE_CHECKING:
     from h2o_stream.cli.options import OutputOptions
@@ -46,21 +46,23 @@ def app(prefix: str | None = None) -> typer.Typer:
 
 def main(command: str, app: typer.Typer) -> None:
     """Run a command; the options of some may also stand in the user's file."""
-    settle_streams()
-    on_end(lambda number: sys.exit(SIGNALLED + number))  # so that terminal and files are left as they were
+    prepare_streams()
+    handle_termination(lambda number: sys.exit(SIGNALLED + number))  # so that terminal and files are left as they were
     try:
         given = file_options(command, typer.main.get_command(app)) if command in _COMMANDS else {}
     except ConfigError as error:
         _complain(command, str(error))
         sys.exit(WRONG_USAGE)
+    code: str | int | None = 0
     try:
         with reporting(command, debug=False):
             app(default_map=given)
     except typer.Exit as left:
-        sys.exit(left.exit_code)
+        code = left.exit_code
     except SystemExit as left:
-        _leave_loader(left.code)
-        raise
+        code = left.code
+    _leave_loader(code)
+    sys.exit(code)
 
 
 def _leave_loader(code: str | int | None) -> None:
@@ -108,7 +110,7 @@ def reporting(command: str, debug: bool) -> Iterator[None]:
     except KeyboardInterrupt:
         raise typer.Exit(INTERRUPTED) from None
     except BrokenPipeError:
-        silence()
+        discard_output()
         raise typer.Exit(FAILED) from None
     except Exception as error:  # noqa: BLE001
         _complain(command, _reason(error, debug), traceback.format_exc() if debug else "")

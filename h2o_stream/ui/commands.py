@@ -126,7 +126,7 @@ class Commands:
             self._terminal.note(f"{number or 'system'}: {text}")
 
     def _file(self, rest: str) -> str:
-        name, question = _file_and_rest(rest)
+        name, question = _split_path(rest)
         path = user_path(name, f"/file {name}")
         text = read_text(path, f"/file {name}")
         if not text.strip():
@@ -170,7 +170,7 @@ class Commands:
         self._chat.leaving = True
 
 
-def _file_and_rest(text: str) -> tuple[str, str]:
+def _split_path(text: str) -> tuple[str, str]:
     """A path and what stands after it. The longest start that is a file is the path; else what is in quotes."""
     gaps = [gap.start() for gap in re.finditer(r"\s", text)]
     for end in (len(text), *reversed(gaps)):
