@@ -173,6 +173,6 @@ def user_path(name: str, place: str) -> Path:
         raise DataError(f"{place}: there is no home folder {name.partition('/')[0]}") from error
 
 
-def whole_letters(text: str) -> str:
+def replace_surrogates(text: str) -> str:
     """Text that can be encoded: what was no UTF-8 on the command line or half a pair in JSON is a replacement sign."""
     return re.sub("[\ud800-\udfff]", "\ufffd", text)

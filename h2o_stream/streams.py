@@ -13,11 +13,11 @@ from typing import Any
 
 _NAMES = ("stdin", "stdout", "stderr")
 
-ENDS = tuple(getattr(signal, name) for name in ("SIGTERM", "SIGHUP") if hasattr(signal, name))
+TERMINATION_SIGNALS = tuple(getattr(signal, name) for name in ("SIGTERM", "SIGHUP") if hasattr(signal, name))
 """Signals that end a program which does not ignore them: it is asked to leave, or its terminal is closed."""
 
 
-def settle_streams() -> None:
+def prepare_streams() -> None:
     """Have all three standard streams, and question marks for letters that an output cannot show.
 
     Of those that the caller has closed (``2>&-``) the input is an empty one, notes go nowhere, and the output is a
@@ -45,7 +45,7 @@ def _open(number: int) -> None:
     os.set_inheritable(number, True)
 
 
-def silence(only_terminals: bool = False) -> None:
+def discard_output(only_terminals: bool = False) -> None:
     """Let what is still written go nowhere, because nobody reads it any more.
 
     Args:
@@ -59,8 +59,8 @@ def silence(only_terminals: bool = False) -> None:
     os.close(nowhere)
 
 
-def on_end(handle: Callable[[int], None]) -> dict[int, Any]:
-    """Have the signals of `ENDS` handled, those that the caller ignores (``nohup``) left out.
+def handle_termination(handle: Callable[[int], None]) -> dict[int, Any]:
+    """Have the signals of `TERMINATION_SIGNALS` handled, those that the caller ignores (``nohup``) left out.
 
     Args:
         handle: gets the signal's number; what is written to a closed terminal from then on goes nowhere.
@@ -71,8 +71,8 @@ def on_end(handle: Callable[[int], None]) -> dict[int, Any]:
 
     def ended(number: int, frame: object) -> None:
         if number == getattr(signal, "SIGHUP", None):
-            silence(only_terminals=True)
+            discard_output(only_terminals=True)
         handle(number)
 
-    heard = [number for number in ENDS if signal.getsignal(number) is not signal.SIG_IGN]
+    heard = [number for number in TERMINATION_SIGNALS if signal.getsignal(number) is not signal.SIG_IGN]
     return {number: signal.signal(number, ended) for number in heard}

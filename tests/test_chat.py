@@ -141,6 +141,44 @@ class TestCommands:
         assert "File exists" in done.stderr
         assert "neither in .md nor in .json" in done.stderr
 
+    def test_names_of_files_may_have_spaces(self, tiny_folder: Path, tmp_path: Path) -> None:
+        out = tmp_path / "talk.md"
+        for name in ("my notes.txt", "my", "it's.txt"):
+            (tmp_path / name).write_text(f"This is {name}.")
+        lines = [
+            f"/file {tmp_path}/my notes.txt",
+            f"/file {tmp_path}/my notes.txt  What is it?",
+            f"/file '{tmp_path}/my' notes.txt?",
+            f'/file "{tmp_path}/my notes.txt" Why?',
+            f"/file {tmp_path}/my note",
+            f"/file {tmp_path}/it's.txt or it's not",
+            '/file "no such file" What?',
+            "/file no such file",
+            "/file ~nobody-at-all/x",
+            "/file a\0b",
+            f"/file {'x' * 5000} y",
+            f"/export {out}",
+        ]
+        done = piped(tiny_folder, lines)
+        said = re.findall(r"\*\*You\*\*\n\n(.*?)\n\n\*\*Model", out.read_text(), re.DOTALL)
+        assert [text.replace("\n\n", "|") for text in said] == [
+            "my notes.txt:|This is my notes.txt.",
+            "my notes.txt:|This is my notes.txt.|What is it?",
+            "my:|This is my.|notes.txt?",
+            "my notes.txt:|This is my notes.txt.|Why?",
+            "my:|This is my.|note",
+            "it's.txt:|This is it's.txt.|or it's not",
+        ]
+        for words in (
+            "/file no such file: No such file",
+            "/file no: No such file",
+            "/file ~nobody-at-all/x: there is no home folder ~nobody-at-all",
+            "null character",
+            "File name too long",
+        ):
+            assert words in done.stderr
+        assert "unexpected" not in done.stderr
+
     def test_save_load_fork(self, tiny_folder: Path) -> None:
         lines = [
             "one",

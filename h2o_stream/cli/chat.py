@@ -37,9 +37,8 @@ def _list_prompts(wanted: bool) -> None:
     from h2o_stream.resources import named_prompts
 
     if wanted:
-        with run.reporting("h2o-chat", debug=False):
-            for name, text in named_prompts().items():
-                typer.echo(f"{name:<14} {text.splitlines()[0][:100]}")
+        for name, text in named_prompts().items():
+            typer.echo(f"{name:<14} {text.splitlines()[0][:100]}")
         raise typer.Exit
 
 
@@ -54,8 +53,7 @@ def _list_sessions(wanted: bool) -> None:
         from h2o_stream.ui.tables import sessions_table
         from h2o_stream.ui.terminal import Terminal
 
-        with run.reporting("h2o-chat", debug=False):
-            Terminal().page.print(sessions_table())
+        Terminal().page.print(sessions_table())
         raise typer.Exit
 
 

@@ -36,7 +36,7 @@ from h2o_stream.config import (
     Settings,
 )
 from h2o_stream.errors import ConfigError
-from h2o_stream.resources import is_file, named_prompts, read_text, shipped, whole_letters
+from h2o_stream.resources import is_file, named_prompts, read_text, replace_surrogates, shipped
 
 
 def _version(wanted: bool) -> None:
@@ -274,7 +274,7 @@ class SamplingOptions:
             self.repetition_penalty,
             self.seed,
             self.max_tokens,
-            tuple(map(whole_letters, self.stop or ())),
+            tuple(map(replace_surrogates, self.stop or ())),
         )
 
 
@@ -371,7 +371,7 @@ def one_of(text: str | None, text_option: str, file: Path | None, file_option: s
         DataError: the file cannot be read as UTF-8.
     """
     if file is None:
-        return text if text is None else whole_letters(text)
+        return text if text is None else replace_surrogates(text)
     if text is not None:
         raise ConfigError(f"{text_option} and {file_option} were both given; leave one of them out")
     named = shipped("prompts") / f"{file}.txt"

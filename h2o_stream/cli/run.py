@@ -19,7 +19,7 @@ from h2o_stream.memory import bound_kernel_caches
 from h2o_stream.processes import Processes
 from h2o_stream.resources import NoHomeError, config_file
 from h2o_stream.startup import LOADER, collector_paused, quieten_libraries
-from h2o_stream.streams import on_end, settle_streams, silence
+from h2o_stream.streams import discard_output, handle_termination, prepare_streams
 
 if TYPE_CHECKING:
     from h2o_stream.cli.options import OutputOptions
@@ -46,18 +46,23 @@ def app(prefix: str | None = None) -> typer.Typer:
 
 def main(command: str, app: typer.Typer) -> None:
     """Run a command; the options of some may also stand in the user's file."""
-    settle_streams()
-    on_end(lambda number: sys.exit(SIGNALLED + number))  # so that terminal and files are left as they were
+    prepare_streams()
+    handle_termination(lambda number: sys.exit(SIGNALLED + number))  # so that terminal and files are left as they were
     try:
         given = file_options(command, typer.main.get_command(app)) if command in _COMMANDS else {}
     except ConfigError as error:
         _complain(command, str(error))
         sys.exit(WRONG_USAGE)
+    code: str | int | None = 0
     try:
-        app(default_map=given)
+        with reporting(command, debug=False):
+            app(default_map=given)
+    except typer.Exit as left:
+        code = left.exit_code
     except SystemExit as left:
-        _leave_loader(left.code)
-        raise
+        code = left.code
+    _leave_loader(code)
+    sys.exit(code)
 
 
 def _leave_loader(code: str | int | None) -> None:
@@ -105,17 +110,23 @@ def reporting(command: str, debug: bool) -> Iterator[None]:
     except KeyboardInterrupt:
         raise typer.Exit(INTERRUPTED) from None
     except BrokenPipeError:
-        silence()
+        discard_output()
         raise typer.Exit(FAILED) from None
     except Exception as error:  # noqa: BLE001
-        message = str(error)
-        if isinstance(error, RuntimeError) and "home directory" in message:  # says pathlib
-            message = "this user has no home folder; set HOME"
-        elif not isinstance(error, H2OStreamError):
-            hint = "" if debug else " (--debug shows where)"
-            message = f"unexpected {type(error).__name__}: {message.partition(chr(10))[0]}{hint}"
-        _complain(command, message, traceback.format_exc() if debug else "")
+        _complain(command, _reason(error, debug), traceback.format_exc() if debug else "")
         raise typer.Exit(WRONG_USAGE if isinstance(error, ConfigError) else FAILED) from None
+
+
+def _reason(error: Exception, debug: bool) -> str:
+    """What an error comes down to for a user."""
+    hint = "" if debug else " (--debug shows where)"
+    if isinstance(error, H2OStreamError):
+        return str(error)
+    if isinstance(error, RuntimeError) and "home directory" in str(error):  # says pathlib
+        return "this user has no home folder; set HOME"
+    if isinstance(error, OSError) and error.strerror:  # a disk that is full, say
+        return f"{error.strerror}{f': {error.filename}' if error.filename else ''}{hint}"
+    return f"unexpected {type(error).__name__}: {str(error).partition(chr(10))[0]}{hint}"
 
 
 def _complain(command: str, message: str, details: str = "") -> None:

@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from h2o_stream.errors import DataError
-from h2o_stream.resources import whole_letters
+from h2o_stream.resources import replace_surrogates
 
-_HALF = re.compile(r"\\u[dD][89a-fA-F]")
+_SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
 """How JSON writes what may be half a pair of surrogates: no text has it, and no tokenizer takes it."""
 
 
@@ -33,7 +33,7 @@ def read_objects(path: Path, option: str) -> list[tuple[str, dict[str, Any]]]:
     return [(place, _parse(line, place)) for place, line in places]
 
 
-def line_of(record: Mapping[str, Any], encoding: str | None = "utf-8") -> str:
+def to_json_line(record: Mapping[str, Any], encoding: str | None = "utf-8") -> str:
     """A record as a line. Letters that the encoding does not have, or none (halves of a pair), are escaped."""
     line = json.dumps(record, ensure_ascii=False)
     try:
@@ -47,8 +47,8 @@ def _parse(line: bytes, place: str) -> dict[str, Any]:
     try:
         text = line.decode("utf-8-sig")
         record = json.loads(text)
-        if _HALF.search(text):
-            record = json.loads(whole_letters(json.dumps(record, ensure_ascii=False)))
+        if _SURROGATE.search(text):
+            record = json.loads(replace_surrogates(json.dumps(record, ensure_ascii=False)))
     except UnicodeDecodeError as error:
         raise DataError(f"{place}: not UTF-8 at byte {error.start}") from error
     except (json.JSONDecodeError, RecursionError) as error:

@@ -12,7 +12,7 @@ from typing import Any, Literal, Self, TypeVar, get_args, get_origin, get_type_h
 from h2o_stream.cache.counts import CacheCounts
 from h2o_stream.engine.events import PrefillProgress, Token
 from h2o_stream.errors import DataError
-from h2o_stream.session.lines import line_of
+from h2o_stream.session.lines import to_json_line
 from h2o_stream.session.turn import Turn
 from h2o_stream.session.work import Work
 
@@ -78,7 +78,7 @@ class Recorder:
             return
         line = {"type": kind, "at_s": round(time.monotonic() - self._begun, 4), **record}
         try:
-            self._file.write(line_of(line))
+            self._file.write(to_json_line(line))
             self._file.flush()
         except OSError as error:
             raise DataError(f"--record {self._path}: {error.strerror or error}") from error
@@ -114,17 +114,17 @@ def _event(kind: str, told: dict[str, Any]) -> Any:
         return _checked(told["title"], str)
     if kind == "asked":
         return Asked(_checked(told["title"], str), _checked(told["prompt"], str))
-    counts = _made(CacheCounts, told.pop("counts"))
+    counts = _build(CacheCounts, told.pop("counts"))
     if kind == "prefill":
-        return _made(PrefillProgress, told, counts=counts)
+        return _build(PrefillProgress, told, counts=counts)
     if kind == "token":
-        return _made(Token, told, seen=counts.seen, count=lambda: counts)
+        return _build(Token, told, seen=counts.seen, count=lambda: counts)
     if kind == "turn":
-        return _made(Turn, told, work=_made(Work, told.pop("work")), counts=counts)
+        return _build(Turn, told, work=_build(Work, told.pop("work")), counts=counts)
     raise ValueError(kind)
 
 
-def _made(kind: type[T], told: dict[str, Any], **more: Any) -> T:
+def _build(kind: type[T], told: dict[str, Any], **more: Any) -> T:
     """An object of its fields as they were written, and of those that were made already."""
     types = get_type_hints(kind, localns={"CacheCounts": CacheCounts})
     return kind(**{name: _checked(value, types[name]) for name, value in told.items()}, **more)

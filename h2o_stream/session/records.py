@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, Self, TextIO
 
 from h2o_stream.errors import DataError
-from h2o_stream.session.lines import line_of
+from h2o_stream.session.lines import to_json_line
 
 RUN, RECORDS = "run.json", "records.jsonl"
 """Names of the files that a comparison writes into its folder: what ran, and all it found."""
@@ -49,7 +49,7 @@ class Records:
         if self._file is None:
             return
         try:
-            self._file.write(line_of(record, self._file.encoding))
+            self._file.write(to_json_line(record, self._file.encoding))
             self._file.flush()
         except BrokenPipeError:
             raise

@@ -249,7 +249,10 @@ class Chat:
         if not self.terminal.interactive:
             return False
         self.terminal.note(fact)
-        return input(f"{question} [y/N] ").strip().lower() in ("y", "yes")
+        try:
+            return input(f"{question} [y/N] ").strip().lower() in ("y", "yes")
+        except EOFError:
+            return False
 
 
 def _piped() -> Iterator[str]:

@@ -126,7 +126,7 @@ class Commands:
             self._terminal.note(f"{number or 'system'}: {text}")
 
     def _file(self, rest: str) -> str:
-        name, question = _file_and_rest(rest)
+        name, question = _split_path(rest)
         path = user_path(name, f"/file {name}")
         text = read_text(path, f"/file {name}")
         if not text.strip():
@@ -170,16 +170,15 @@ class Commands:
         self._chat.leaving = True
 
 
-def _file_and_rest(text: str) -> tuple[str, str]:
-    """A path and what stands after it: the path may have spaces, in quotes or where that is a file."""
-    if text[0] in "\"'" and (end := text.find(text[0], 1)) > 1:
-        return text[1:end], text[end + 1 :].strip()
-    ends = [len(text), *(gap.start() for gap in reversed(list(re.finditer(r"\s", text))))]
-    for end in ends:
+def _split_path(text: str) -> tuple[str, str]:
+    """A path and what stands after it. The longest start that is a file is the path; else what is in quotes."""
+    gaps = [gap.start() for gap in re.finditer(r"\s", text)]
+    for end in (len(text), *reversed(gaps)):
         if is_file(Path(text[:end])):
             return text[:end], text[end:].strip()
-    name, _, rest = text.partition(" ")
-    return name, rest.strip()
+    quoted = re.match(r"""(["'])(.+?)\1""", text)
+    end = quoted.end() if quoted else gaps[0] if gaps else len(text)
+    return quoted[2] if quoted else text[:end], text[end:].strip()
 
 
 def _number(command: str, text: str) -> int:

@@ -15,7 +15,7 @@ from rich.progress import Progress, TaskID
 from h2o_stream.compare.comparison import Comparison, Doing, Job, outcomes
 from h2o_stream.compare.folder import Folder, writing
 from h2o_stream.processes import Processes
-from h2o_stream.resources import whole_letters
+from h2o_stream.resources import replace_surrogates
 from h2o_stream.session.records import Records, run_record
 from h2o_stream.ui.pages import Page, page_of
 from h2o_stream.ui.plots import draw, require_matplotlib
@@ -43,7 +43,7 @@ def show(comparison: Comparison, out: Path | None, terminal: Terminal, records: 
     with closing(comparison):
         folder = Folder(out)
         begun = {
-            "command_line": ["h2o-compare", *map(whole_letters, sys.argv[1:])],
+            "command_line": ["h2o-compare", *map(replace_surrogates, sys.argv[1:])],
             "begun": datetime.now(UTC).isoformat(timespec="seconds"),
         }
         run = run_record(

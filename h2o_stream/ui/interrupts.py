@@ -7,7 +7,7 @@ import time
 from types import FrameType
 from typing import Any, Self
 
-from h2o_stream.streams import on_end
+from h2o_stream.streams import handle_termination
 
 TWICE_S = 2.0
 """A second Ctrl-C within this time does not wait any longer."""
@@ -28,7 +28,7 @@ class Interrupts:
 
     def __enter__(self) -> Self:
         self.requested = False
-        self._previous = on_end(self._end)
+        self._previous = handle_termination(self._end)
         self._previous[signal.SIGINT] = signal.signal(signal.SIGINT, self._handle)
         return self
 

@@ -18,7 +18,7 @@ _CONTROLS: dict[int, str | None] = {
     **dict.fromkeys(range(0xD800, 0xE000), "\ufffd"),  # halves of a pair: no encoding has them
 }
 
-_TURNS = dict.fromkeys((*range(0x202A, 0x202F), *range(0x2066, 0x206A)))
+_BIDI = dict.fromkeys((*range(0x202A, 0x202F), *range(0x2066, 0x206A)))
 """Marks that have the letters after them shown in another order."""
 
 
@@ -32,7 +32,7 @@ def printable(text: str) -> str:
 
 def one_line(text: object) -> str:
     """The same for a name in a list or an error: on one line, and without marks that reorder the letters around it."""
-    return printable(" ".join(str(text).split()).translate(_TURNS))
+    return printable(" ".join(str(text).split()).translate(_BIDI))
 
 
 class SafeConsole(Console):

@@ -16,7 +16,7 @@ from prompt_toolkit.formatted_text import FormattedText
 from prompt_toolkit.history import FileHistory, History, InMemoryHistory
 from prompt_toolkit.key_binding import KeyBindings, KeyPressEvent
 
-from h2o_stream.resources import data_folder, whole_letters
+from h2o_stream.resources import data_folder, replace_surrogates
 from h2o_stream.ui.interrupts import TWICE_S
 
 PROMPT, MORE, QUOTES = "> ", ". ", '"""'
@@ -153,7 +153,7 @@ class CommandCompleter(Completer):
                 if command.startswith("/") and word.startswith(command):
                     yield Completion(word, -len(command))
         elif self._words.get(command):
-            yield from self._files.get_completions(Document(rest), complete_event)
+            yield from self._files.get_completions(Document(rest.lstrip("\"'")), complete_event)
 
 
 def unquoted(text: str) -> str:
@@ -170,7 +170,7 @@ class _KeptHistory(FileHistory):
     def store_string(self, string: str) -> None:
         """See prompt_toolkit."""
         with suppress(OSError):
-            super().store_string(whole_letters(string))
+            super().store_string(replace_surrogates(string))
 
 
 def _history(notify: Callable[[str], None]) -> History:
