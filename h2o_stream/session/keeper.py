@@ -210,13 +210,13 @@ class Keeper:
             with closing(events):
                 for event in events:
                     if isinstance(event, Finished):
-                        trouble = self._ended(text, reply, "told", event.reason)
+                        trouble = self._ended(text, reply, kind, event.reason)
                         event, trouble = replace(event, detail=" ".join(filter(None, (event.detail, trouble)))), ""
                     elif event.done == event.total:
                         trouble = self._ended(text, reply, kind, "stop")
                     yield event
         except GeneratorExit:
-            self._atomically(lambda: self._keep(text, reply, "told", "interrupted"))
+            self._atomically(lambda: self._keep(text, reply, kind, "interrupted"))
             raise
         except BaseException:
             self._take_back()
@@ -243,6 +243,8 @@ class Keeper:
         if not facts.starts or facts.starts[-1][0] != facts.turns:  # nothing was fed
             self._kept = replace(kept, facts=facts)
             return
+        if kind == "pinned" and facts.pins == kept.facts.pins:  # cut off before its end
+            kind = "told"
         entry = Entry(facts.turns, text, reply, kind, finish)
         if kept.session is None:
             self._kept = kept.with_turn(facts, entry, state)
