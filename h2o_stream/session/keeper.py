@@ -87,6 +87,7 @@ class Keeper:
         self._header = header
         self._running = Running()
         self._kept = _Kept(conversation.facts, self._draws)
+        self._opened: Session | None = None  # last; nothing may keep its lock but going on with it
 
     def close(self) -> None:
         """Let other processes have the session; the conversation itself goes on."""
@@ -95,7 +96,7 @@ class Keeper:
         finally:
             kept = self._kept
             self._kept = replace(kept, session=None, entries=tuple(kept.turns))
-            self._release(kept.session)
+            self._release(kept.session, self._opened)
 
     @property
     def session(self) -> Session | None:
@@ -124,6 +125,7 @@ class Keeper:
     def _ready(self) -> None:
         """End the turn under way; what was cut off before is taken back now at the latest."""
         self._running.end()
+        self._release(self._opened)
         self._take_back()
         self._kept = replace(self._kept, draws=self._draws)
 
@@ -188,11 +190,10 @@ class Keeper:
                         pieces.append(event.text)
                     yield event
         except GeneratorExit:
-            self._atomically(lambda: self._keep(text, "".join(pieces), "said", "interrupted"))
+            self._keep(text, "".join(pieces), "said", "interrupted")
             raise
-        except BaseException:
+        finally:
             self._take_back()
-            raise
 
     def tell(self, text: str, reply: str) -> Feeding:
         """See `Conversation.tell`."""
@@ -216,11 +217,11 @@ class Keeper:
                         trouble = self._ended(text, reply, kind, "stop")
                     yield event
         except GeneratorExit:
-            self._atomically(lambda: self._keep(text, reply, kind, "interrupted"))
-            raise
-        except BaseException:
+            self._keep(text, reply, kind, "interrupted")
+            if not trouble:
+                raise
+        finally:
             self._take_back()
-            raise
         if trouble:
             raise DataError(trouble)
 
@@ -316,7 +317,9 @@ class Keeper:
     def _state(self, turn: int) -> State:
         state = self._kept.state(turn)
         if state is None:
-            raise H2OStreamError(f"turns before the last {STATES_KEPT - 1} cannot be taken back")
+            raise H2OStreamError(
+                f"turns cannot be taken back to turn {turn}: its state is not among the last {STATES_KEPT}, or was not saved"
+            )
         return state
 
     def again(self) -> str:
@@ -361,7 +364,8 @@ class Keeper:
     def _other(self, name: str, create: bool) -> Session:
         if self.session is not None and self.session.name == name:
             raise DataError(f"session {name} is the one that is open; take another name")
-        return Session(name, create=create)
+        self._opened = Session(name, create=create)
+        return self._opened
 
     def _copied(self, name: str) -> Session:
         self._ready()
