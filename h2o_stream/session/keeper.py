@@ -127,7 +127,11 @@ class Keeper:
         self._running.end()
         self._release(self._opened)
         self._take_back()
-        self._kept = replace(self._kept, draws=self._draws)
+        kept = replace(self._kept, draws=self._draws)
+        if kept.session is None and kept.entries and kept.entries[-1].turn not in kept.states and self._is_kept:
+            state = self._copy()  # it was left behind with a session, say
+            kept = kept if state is None else replace(kept, states={**kept.states, kept.entries[-1].turn: state})
+        self._kept = kept
 
     def _take_back(self) -> None:
         """Return to what was kept last; if that is not known any more, the conversation is torn until it is reset."""
@@ -318,7 +322,7 @@ class Keeper:
         state = self._kept.state(turn)
         if state is None:
             raise H2OStreamError(
-                f"turns cannot be taken back to turn {turn}: its state is not among the last {STATES_KEPT}, or was not saved"
+                f"what came after turn {turn} cannot be taken back: its state is too old or was not saved"
             )
         return state
 
