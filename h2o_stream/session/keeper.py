@@ -87,6 +87,7 @@ class Keeper:
         self._header = header
         self._running = Running()
         self._kept = _Kept(conversation.facts, self._draws)
+        self._opened: Session | None = None  # last; nothing may keep its lock but going on with it
 
     def close(self) -> None:
         """Let other processes have the session; the conversation itself goes on."""
@@ -95,7 +96,7 @@ class Keeper:
         finally:
             kept = self._kept
             self._kept = replace(kept, session=None, entries=tuple(kept.turns))
-            self._release(kept.session)
+            self._release(kept.session, self._opened)
 
     @property
     def session(self) -> Session | None:
@@ -124,8 +125,13 @@ class Keeper:
     def _ready(self) -> None:
         """End the turn under way; what was cut off before is taken back now at the latest."""
         self._running.end()
+        self._release(self._opened)
         self._take_back()
-        self._kept = replace(self._kept, draws=self._draws)
+        kept = replace(self._kept, draws=self._draws)
+        if kept.session is None and kept.entries and kept.entries[-1].turn not in kept.states and self._is_kept:
+            state = self._copy()  # it was left behind with a session, say
+            kept = kept if state is None else replace(kept, states={**kept.states, kept.entries[-1].turn: state})
+        self._kept = kept
 
     def _take_back(self) -> None:
         """Return to what was kept last; if that is not known any more, the conversation is torn until it is reset."""
@@ -188,11 +194,10 @@ class Keeper:
                         pieces.append(event.text)
                     yield event
         except GeneratorExit:
-            self._atomically(lambda: self._keep(text, "".join(pieces), "said", "interrupted"))
+            self._keep(text, "".join(pieces), "said", "interrupted")
             raise
-        except BaseException:
+        finally:
             self._take_back()
-            raise
 
     def tell(self, text: str, reply: str) -> Feeding:
         """See `Conversation.tell`."""
@@ -210,17 +215,17 @@ class Keeper:
             with closing(events):
                 for event in events:
                     if isinstance(event, Finished):
-                        trouble = self._ended(text, reply, "told", event.reason)
+                        trouble = self._ended(text, reply, kind, event.reason)
                         event, trouble = replace(event, detail=" ".join(filter(None, (event.detail, trouble)))), ""
                     elif event.done == event.total:
                         trouble = self._ended(text, reply, kind, "stop")
                     yield event
         except GeneratorExit:
-            self._atomically(lambda: self._keep(text, reply, "told", "interrupted"))
-            raise
-        except BaseException:
+            self._keep(text, reply, kind, "interrupted")
+            if not trouble:
+                raise
+        finally:
             self._take_back()
-            raise
         if trouble:
             raise DataError(trouble)
 
@@ -243,6 +248,8 @@ class Keeper:
         if not facts.starts or facts.starts[-1][0] != facts.turns:  # nothing was fed
             self._kept = replace(kept, facts=facts)
             return
+        if kind == "pinned" and facts.pins == kept.facts.pins:  # cut off before its end
+            kind = "told"
         entry = Entry(facts.turns, text, reply, kind, finish)
         if kept.session is None:
             self._kept = kept.with_turn(facts, entry, state)
@@ -314,7 +321,9 @@ class Keeper:
     def _state(self, turn: int) -> State:
         state = self._kept.state(turn)
         if state is None:
-            raise H2OStreamError(f"turns before the last {STATES_KEPT - 1} cannot be taken back")
+            raise H2OStreamError(
+                f"what came after turn {turn} cannot be taken back: its state is too old or was not saved"
+            )
         return state
 
     def again(self) -> str:
@@ -359,7 +368,8 @@ class Keeper:
     def _other(self, name: str, create: bool) -> Session:
         if self.session is not None and self.session.name == name:
             raise DataError(f"session {name} is the one that is open; take another name")
-        return Session(name, create=create)
+        self._opened = Session(name, create=create)
+        return self._opened
 
     def _copied(self, name: str) -> Session:
         self._ready()

@@ -247,6 +247,8 @@ class Session:
             ) from error
         except OSError as error:
             self.close()
+            with suppress(OSError):
+                self._folder.rmdir()  # if nothing is in it
             raise DataError(f"session {name}: {error.strerror or error}: {self._folder}") from error
         except BaseException:
             self.close()

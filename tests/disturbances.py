@@ -1,0 +1,80 @@
+"""What can come between: Ctrl-C at any line, and a disk that is full."""
+
+from __future__ import annotations
+
+import errno
+import os
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import FrameType
+from typing import Any
+from unittest.mock import patch
+
+import h2o_stream
+
+_ROOT = str(Path(h2o_stream.__file__).parent)
+
+
+@contextmanager
+def interrupted(line: int, within: tuple[str, ...] = ("session", "engine", "cache")) -> Iterator[None]:
+    """Raise KeyboardInterrupt before the n-th line, from 1, that the block runs in these packages."""
+    places = tuple(f"{_ROOT}{os.sep}{name}{os.sep}" for name in within)
+    left = line
+
+    def in_frame(frame: FrameType, event: str, _: Any) -> Callable[..., Any] | None:
+        nonlocal left
+        if event == "line":
+            left -= 1
+            if left == 0:
+                raise KeyboardInterrupt
+        return in_frame
+
+    def called(frame: FrameType, event: str, _: Any) -> Callable[..., Any] | None:
+        return in_frame if left > 0 and frame.f_code.co_filename.startswith(places) else None
+
+    before = sys.gettrace()
+    sys.settrace(called)
+    try:
+        yield
+    finally:
+        sys.settrace(before)
+
+
+class FullDisk(OSError):
+    """There is no room."""
+
+    def __init__(self) -> None:
+        super().__init__(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+@contextmanager
+def full_disk(first: int = 1, last: int = 10**9) -> Iterator[None]:
+    """Fail everything that needs room, from the n-th such call to the `last`: files, folders, syncs, new names."""
+    count = 0
+
+    def failing(real: Callable[..., Any], needs_room: Callable[..., bool]) -> Callable[..., Any]:
+        def call(*given: Any, **more: Any) -> Any:
+            nonlocal count
+            if needs_room(*given):
+                count += 1
+                if first <= count <= last:
+                    raise FullDisk
+            return real(*given, **more)
+
+        return call
+
+    def always(*_: Any) -> bool:
+        return True
+
+    def creates(path: Any, flags: int = 0, *_: Any) -> bool:
+        return bool(flags & os.O_CREAT) and str(path).endswith((".part", ".jsonl"))
+
+    with (
+        patch("os.open", failing(os.open, creates)),
+        patch("os.fsync", failing(os.fsync, always)),
+        patch.object(Path, "replace", failing(Path.replace, always)),
+        patch.object(Path, "mkdir", failing(Path.mkdir, always)),
+    ):
+        yield

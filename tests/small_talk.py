@@ -1,0 +1,38 @@
+"""A model and a tokenizer that are small enough for thousands of conversations."""
+
+from __future__ import annotations
+
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import PreTrainedModel, PreTrainedTokenizerFast
+
+from tests.conftest import make_llama
+
+WORDS = tuple(f"w{number}" for number in range(24))
+_SPECIAL = ("<unk>", "<s>", "</s>", "<system>", "<user>", "<bot>")
+_TEMPLATE = (
+    "{% for m in messages %}"
+    "{% if m.role == 'system' %}<system> {{ m.content }} </s>{% endif %}"
+    "{% if m.role == 'user' %}<user> {{ m.content }} </s>{% endif %}"
+    "{% if m.role == 'assistant' %}<bot> {{ m.content }} </s>{% endif %}"
+    "{% endfor %}{% if add_generation_prompt %}<bot> {% endif %}"
+)
+
+
+def small_tokenizer() -> PreTrainedTokenizerFast:
+    """Of whole words."""
+    inner = Tokenizer(models.WordLevel({word: id for id, word in enumerate((*_SPECIAL, *WORDS))}, "<unk>"))
+    inner.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=inner,
+        unk_token="<unk>",
+        bos_token="<s>",
+        eos_token="</s>",
+        additional_special_tokens=["<system>", "<user>", "<bot>"],
+    )
+    tokenizer.chat_template = _TEMPLATE
+    return tokenizer
+
+
+def small_model() -> PreTrainedModel:
+    """That speaks its words."""
+    return make_llama(heads=1, layers=2, size=4, vocab=len(_SPECIAL) + len(WORDS))

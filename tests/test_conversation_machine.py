@@ -1,0 +1,375 @@
+"""Conversations in any order of things to do with them, disturbed anywhere, against a model that is a list of turns.
+
+``H2O_EXAMPLES=20000 pytest tests/test_conversation_machine.py`` tries more than CI does.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import shutil
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, suppress
+from dataclasses import dataclass, replace
+from itertools import islice
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
+from torch import Tensor
+
+from h2o_stream import CacheConfig, ConfigError, Conversation, Engine, H2OStreamError, SamplingConfig
+from h2o_stream.cache.audit import audit
+from h2o_stream.errors import DataError
+from h2o_stream.session.keeper import Keeper, NoFitError
+from h2o_stream.session.sessions import Header, Session
+from tests.disturbances import full_disk, interrupted
+from tests.small_talk import WORDS, small_model, small_tokenizer
+
+MODEL, TOKENIZER = small_model(), small_tokenizer()
+CACHE = CacheConfig("h2o", 32, chunk=4)
+SYSTEMS = ("w1 w2", "w3", "w4 w5 w6 w7 w8")
+TOO_LONG = " ".join(WORDS + WORDS)
+
+texts = st.lists(st.sampled_from(WORDS), min_size=1, max_size=6).map(" ".join)
+names = st.sampled_from(["one", "two", "ü" * 4])
+kinds = st.sampled_from(["say", "say", "pin", "tell"])
+disturbances = st.one_of(
+    st.none(),
+    st.none(),
+    st.tuples(st.just("line"), st.integers(1, 200), st.just(("session",))),
+    st.tuples(st.just("line"), st.integers(1, 3000), st.just(("session", "engine", "cache"))),
+    st.tuples(st.just("disk"), st.integers(1, 6), st.integers(0, 6)),
+)
+
+
+@dataclass(frozen=True)
+class Said:
+    """A turn: what was asked for, and what there was to be seen afterwards."""
+
+    kind: str
+    text: str
+    events: int | None
+    draws: Tensor
+    entry: tuple[str, ...]
+    tokens: tuple[int, ...]
+    digest: str
+
+
+@dataclass(frozen=True)
+class Talk:
+    """What the model knows of a conversation."""
+
+    system: str
+    turns: tuple[Said, ...] = ()
+
+    @property
+    def entries(self) -> list[tuple[str, ...]]:
+        return [turn.entry for turn in self.turns]
+
+    @property
+    def pins(self) -> list[str]:
+        return [turn.text for turn in self.turns if turn.entry[0] == "pinned"]
+
+    @property
+    def digest(self) -> str:
+        return self.turns[-1].digest if self.turns else ""
+
+
+def make_engine() -> Engine:
+    engine = Engine(MODEL, TOKENIZER, CACHE, SamplingConfig(temperature=1.0, seed=4, max_tokens=4))
+    engine.step = CACHE.chunk or 1
+    return engine
+
+
+def digest_of(conversation: Conversation) -> str:
+    if not conversation.engine.tokens:
+        return ""
+    state = conversation.state_dict()
+    whole = hashlib.sha256()
+    for name in sorted(state):
+        whole.update(f"{name} {tuple(state[name].shape)}".encode() + state[name].numpy().tobytes())
+    return whole.hexdigest()
+
+
+def begun(talker: Any, kind: str, text: str) -> Iterator[Any]:
+    if kind == "tell":
+        return talker.tell(text, "w9 w10")  # type: ignore[no-any-return]
+    return (talker.say if kind == "say" else talker.pin)(text)  # type: ignore[no-any-return]
+
+
+class ConversationMachine(RuleBasedStateMachine):
+    def __init__(self) -> None:
+        super().__init__()
+        self.stack = ExitStack()
+        self.folder = Path(tempfile.mkdtemp())
+        self.stack.callback(shutil.rmtree, self.folder)
+        self.stack.enter_context(patch.dict(os.environ, {"XDG_DATA_HOME": str(self.folder)}))
+        self.stack.enter_context(torch.no_grad())
+        self.engine = self.stack.enter_context(make_engine())
+        self.keeper = Keeper(Conversation(self.engine, SYSTEMS[0]), Header("small", "h2o", 32, None))
+        self.talk = Talk(SYSTEMS[0])
+        self.name: str | None = None
+        self.saved: dict[str, Talk] = {}
+        self.behind: set[str] = set()
+
+    def teardown(self) -> None:
+        self.keeper.close()
+        self.engine.close()
+        self.check_that_a_fresh_one_comes_to_the_same()
+        self.check_the_disk()
+        self.stack.close()
+
+    # what is to be seen
+
+    def seen(self, talk: Talk) -> bool:
+        """Whether the conversation is as the model says."""
+        conversation = self.keeper.conversation
+        entries = [(entry.kind, entry.prompt, entry.text, entry.finish) for entry in self.keeper.entries]
+        return (
+            not conversation.torn
+            and (entries, conversation.pins, conversation.system) == (talk.entries, talk.pins, talk.system)
+            and digest_of(conversation) == talk.digest
+        )
+
+    def disturbed(self, disturbance: Any, do: Callable[[], Any]) -> BaseException | None:
+        """What came of doing something, while something else happens."""
+        with ExitStack() as stack:
+            if disturbance is not None:
+                how, *numbers = disturbance
+                stack.enter_context(
+                    interrupted(*numbers) if how == "line" else full_disk(numbers[0], sum(numbers))  # type: ignore[arg-type]
+                )
+            try:
+                do()
+            except (KeyboardInterrupt, H2OStreamError) as error:
+                return error.with_traceback(None)
+        return None
+
+    def before_or(self, after: Talk, error: BaseException | None, name: str | None) -> None:
+        """The model goes where the conversation has gone: nowhere, or all the way, which it must without an error."""
+        if (error is None or self.seen(after)) and self.there(name):
+            assert self.seen(after)
+            self.talk, self.name = after, name
+        else:
+            assert error is not None
+            assert self.there(self.name)
+            assert self.seen(self.talk)
+        if self.name is not None:
+            self.saved[self.name] = self.talk
+
+    def there(self, name: str | None) -> bool:
+        session = self.keeper.session
+        return (None if session is None else session.name) == name
+
+    def on_disk(self, name: str) -> bool:
+        return (self.folder / "h2o-stream" / "sessions" / name / "transcript.jsonl").exists()
+
+    # what can be done
+
+    @rule(kind=kinds, text=texts, events=st.none() | st.integers(1, 6), disturbance=disturbances)
+    def turn(self, kind: str, text: str, events: int | None, disturbance: Any) -> None:
+        before, draws, told = self.talk, self.engine.sampler.state, list[str]()
+
+        def do() -> None:
+            iterator = begun(self.keeper, kind, text)
+            for event in islice(iterator, events):
+                told.append(getattr(event, "detail", ""))
+            if events is not None:
+                iterator.close()  # type: ignore[attr-defined]
+
+        error = self.disturbed(disturbance, do)
+        if len(self.keeper.entries) == len(before.turns):
+            assert self.seen(before), error
+            assert error is not None or (self.engine.tokens or not before.turns)
+            return
+        assert self.there(self.name)
+        entry = self.keeper.entries[-1]
+        assert entry.prompt == text
+        assert error is None or isinstance(error, KeyboardInterrupt | DataError), error
+        conversation = self.keeper.conversation
+        after = (entry.kind, entry.prompt, entry.text, entry.finish)
+        stopped = events if entry.finish == "interrupted" else None
+        said = Said(kind, text, stopped, draws, after, tuple(self.engine.tokens), digest_of(conversation))
+        self.talk = replace(before, turns=(*before.turns, said))
+        assert self.seen(self.talk)
+        if self.name is not None:
+            self.saved[self.name] = self.talk
+            if any("not" in detail for detail in told) or isinstance(error, DataError):
+                self.behind.add(self.name)
+            elif error is None and disturbance is None:
+                self.behind.discard(self.name)
+
+    @rule(count=st.integers(1, 3), disturbance=disturbances)
+    def undo(self, count: int, disturbance: Any) -> None:
+        error = self.disturbed(disturbance, lambda: self.keeper.undo(count))
+        turns = self.talk.turns
+        after = replace(self.talk, turns=turns[:-count]) if count <= len(turns) else self.talk
+        assert count <= len(turns) or error is not None
+        self.before_or(after, error, self.name)
+
+    @rule(system=st.none() | st.sampled_from(SYSTEMS) | st.just(TOO_LONG), disturbance=disturbances)
+    def reset(self, system: str | None, disturbance: Any) -> None:
+        error = self.disturbed(disturbance, lambda: self.keeper.reset(system))
+        assert system != TOO_LONG or isinstance(error, ConfigError | KeyboardInterrupt)
+        self.before_or(Talk(self.talk.system if system is None else system), error, self.name)
+
+    @rule(name=names, disturbance=disturbances)
+    def save(self, name: str, disturbance: Any) -> None:
+        known = self.on_disk(name)
+        error = self.disturbed(disturbance, lambda: self.keeper.save(name))
+        assert not known or error is not None
+        self.before_or(self.talk, error, self.name)
+        if error is None:
+            self.saved[name] = self.talk
+
+    @rule(name=names, disturbance=disturbances)
+    def fork(self, name: str, disturbance: Any) -> None:
+        known = self.on_disk(name)
+        error = self.disturbed(disturbance, lambda: self.keeper.fork(name))
+        assert not known or error is not None
+        self.before_or(self.talk, error, self.name if known else name)
+
+    @rule(name=names, create=st.booleans(), retell=st.booleans(), disturbance=disturbances)
+    def load(self, name: str, create: bool, retell: bool, disturbance: Any) -> None:
+        known = self.on_disk(name)
+        error = self.disturbed(disturbance, lambda: self.keeper.open(name, create))
+        if name == self.name or not (known or create):
+            assert error is not None
+            return self.before_or(self.talk, error, self.name)
+        if isinstance(error, NoFitError):
+            assert name in self.behind or disturbance is not None, error
+            self.before_or(self.talk, error, self.name)
+            return self.hear_again(name, None) if retell else None
+        after = self.saved[name] if known else Talk(self.talk.system)
+        if name in self.behind and self.there(name):
+            after = replace(after, turns=after.turns[: len(self.keeper.entries)])
+            self.behind.discard(name)
+        self.before_or(after, error, name)
+        return None
+
+    @rule(name=names, disturbance=disturbances, events=st.none() | st.integers(1, 20))
+    def retell(self, name: str, disturbance: Any, events: int | None) -> None:
+        if self.on_disk(name) and name != self.name:
+            self.hear_again(name, disturbance, events)
+
+    def hear_again(self, name: str, disturbance: Any, events: int | None = None) -> None:
+        draws, digests = self.engine.sampler.state, list[tuple[str, tuple[int, ...]]]()
+
+        def do() -> None:
+            iterator = self.keeper.retell(name)
+            for _ in islice(iterator, events):
+                pass
+            iterator.close()
+
+        error = self.disturbed(disturbance, do)
+        if not self.there(name):
+            assert error is not None or events is not None
+            return self.before_or(self.talk, error or KeyboardInterrupt(), self.name)
+        there = self.saved[name]
+        entries, turns = self.keeper.entries, list[Said]()
+        assert [entry.prompt for entry in entries] == [turn.text for turn in there.turns][: len(entries)]
+        assert len(entries) == len(there.turns) or name in self.behind
+        self.behind.discard(name)
+        with suppress(H2OStreamError):  # states of long ago
+            for entry in reversed(entries):
+                state = self.keeper._kept.state(entry.turn)
+                if state is None:
+                    break
+                digests.append((self.digest_of_state(state), tuple(state["engine.tokens"].tolist())))
+        digests += [("", ())] * (len(entries) - len(digests))
+        for entry, (digest, tokens) in zip(entries, reversed(digests), strict=True):
+            kind = "pin" if entry.kind == "pinned" else f"tell {entry.text}"
+            seen = (entry.kind, entry.prompt, entry.text, entry.finish)
+            turns.append(Said(kind, entry.prompt, None, draws, seen, tokens, digest))
+        self.talk, self.name = Talk(there.system, tuple(turns)), name
+        assert self.seen(self.talk)
+        self.saved[name] = self.talk
+        return None
+
+    @staticmethod
+    def digest_of_state(state: dict[str, Tensor]) -> str:
+        whole = hashlib.sha256()
+        for key in sorted(state):
+            whole.update(f"{key} {tuple(state[key].shape)}".encode() + state[key].numpy().tobytes())
+        return whole.hexdigest()
+
+    @rule()
+    def leave_the_session(self) -> None:
+        self.keeper.close()
+        self.name = None
+
+    # what always holds
+
+    @invariant()
+    def it_is_as_the_model_says(self) -> None:
+        assert self.there(self.name)
+        conversation = self.keeper.conversation
+        assert not conversation.torn
+        assert conversation.system == self.talk.system
+        assert conversation.pins == self.talk.pins
+        assert [entry.prompt for entry in self.keeper.entries] == [turn.text for turn in self.talk.turns]
+        tokens, place = self.engine.tokens, 0
+        assert tuple(tokens) == (self.talk.turns[-1].tokens if self.talk.turns else ())
+        assert self.engine.cache.seen_tokens == len(tokens)
+        for passage in conversation.passages:
+            assert passage.start == place < passage.stop
+            place = passage.stop
+        assert place == len(tokens)
+        if tokens:
+            audit(self.engine.cache)  # type: ignore[arg-type]
+
+    @invariant()
+    def nothing_half_written_lies_about(self) -> None:
+        assert not list(self.folder.rglob("*.part"))
+
+    def check_that_a_fresh_one_comes_to_the_same(self) -> None:
+        with make_engine() as engine:
+            conversation = Conversation(engine, self.talk.system)
+            for turn in self.talk.turns:
+                engine.sampler.state = turn.draws
+                kind, _, reply = turn.kind.partition(" ")
+                events = conversation.tell(turn.text, reply) if reply else begun(conversation, kind, turn.text)
+                for _ in islice(events, turn.events):
+                    pass
+                del events
+                if turn.tokens:
+                    assert tuple(engine.tokens) == turn.tokens
+            if self.talk.turns:
+                ours = engine.cache.kept(1)
+                assert torch.equal(ours, self.kept), "what is held differs"
+
+    def check_the_disk(self) -> None:
+        for name, talk in self.saved.items():
+            if not self.on_disk(name):
+                assert not talk.turns or name in self.behind
+                continue
+            with Session(name, create=False) as session:
+                prompts = [entry.prompt for entry in session.transcript.entries]
+                wanted = [turn.text for turn in talk.turns]
+                assert prompts == wanted or (name in self.behind and prompts == wanted[: len(prompts)])
+
+    @property
+    def kept(self) -> Tensor:
+        return self._held
+
+    @invariant()
+    def remember_what_is_held(self) -> None:
+        self._held = self.engine.cache.kept(1)
+
+
+TestConversations = ConversationMachine.TestCase
+TestConversations.settings = settings(
+    max_examples=int(os.environ.get("H2O_EXAMPLES", "200")),
+    stateful_step_count=12,
+    deadline=None,
+    derandomize="H2O_EXAMPLES" not in os.environ,
+    database=None,
+    print_blob=True,
+    suppress_health_check=list(HealthCheck),
+)

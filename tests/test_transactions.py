@@ -1,0 +1,304 @@
+"""Whatever comes between two events leaves a conversation and its session as they were before, or as they are after."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from h2o_stream import CacheConfig, ConfigError, Conversation, Engine, H2OStreamError, SamplingConfig
+from h2o_stream.engine.events import Finished, PrefillProgress, Token
+from h2o_stream.errors import DataError
+from h2o_stream.session.keeper import Keeper, NoFitError
+from h2o_stream.session.sessions import Entry, Header, Session
+from h2o_stream.session.turn import Turn
+from tests.disturbances import full_disk, interrupted
+from tests.small_talk import WORDS, small_model, small_tokenizer
+
+TOO_LONG = " ".join(WORDS + WORDS)
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path))
+    return tmp_path / "h2o-stream" / "sessions"
+
+
+@pytest.fixture
+def make() -> Iterator[Callable[..., Keeper]]:
+    model, tokenizer, engines = small_model(), small_tokenizer(), list[Engine]()
+
+    def keeper(policy: str = "h2o", window: int = 32) -> Keeper:
+        while engines:
+            engines.pop().close()
+        cache = CacheConfig(policy, window, chunk=4)
+        engines.append(Engine(model, tokenizer, cache, SamplingConfig(temperature=1.0, seed=4, max_tokens=4)))
+        engines[-1].step = 4
+        return Keeper(Conversation(engines[-1], "w1 w2"), Header("small", policy, window, None))
+
+    yield keeper
+    while engines:
+        engines.pop().close()
+
+
+def whole(keeper: Keeper) -> tuple[object, ...]:
+    conversation = keeper.conversation
+    state = {name: tensor.tolist() for name, tensor in conversation.state_dict().items()} if keeper.entries else {}
+    return [*keeper.entries], conversation.facts.system, conversation.pins, conversation.passages, str(state)
+
+
+class TestInterrupted:
+    @pytest.mark.parametrize("saved", [False, True])
+    def test_a_turn_at_any_line(self, make: Callable[..., Keeper], saved: bool) -> None:
+        keeper, count = make(), 0
+        if saved:
+            keeper.open("talk")
+        list(keeper.say("w3 w4"))
+        before = whole(keeper)
+        for line in range(1, 1200, 13):
+            try:
+                with interrupted(line):
+                    list(keeper.say("w5 w6 w7"))
+            except KeyboardInterrupt:
+                count += 1
+            if len(keeper.entries) == 1:
+                assert whole(keeper) == before
+            else:
+                keeper.undo()
+        assert count > 50
+        keeper.close()
+
+    def test_a_pin_pins_nothing_of_the_next_turn(self, make: Callable[..., Keeper]) -> None:
+        keeper = make()
+        list(keeper.say("w3"))
+        engine = keeper.conversation.engine
+        pins = engine.cache.pins
+        events = keeper.pin("w4 w5 w6 w7 w8 w9")
+        next(events)
+        engine.should_stop = lambda: True
+        assert isinstance(next(events), Finished)
+        assert (engine.cache.pins, keeper.conversation.pins) == (pins, [])
+        assert keeper.entries[-1].kind == "told"
+
+    def test_an_opening_leaves_no_passage(self, make: Callable[..., Keeper]) -> None:
+        keeper = make()
+        conversation = keeper.conversation
+        next(keeper.say("w3 w4")).counts  # noqa: B018 -- four tokens of the system prompt
+        keeper.close()
+        assert (conversation.passages, len(conversation.engine.tokens), keeper.entries) == ([], 0, [])
+        list(keeper.say("w5"))
+        assert [passage.start for passage in conversation.passages] == [0]
+
+    @pytest.mark.parametrize("taken", [1, 2, 3, 5])
+    def test_what_was_yielded_is_a_turn(self, make: Callable[..., Keeper], taken: int) -> None:
+        keeper = make()
+        list(keeper.say("w3"))
+        seen, text = len(keeper.conversation.engine.tokens), ""
+        events = keeper.say("w4 w5")
+        for _ in range(taken):
+            event = next(events)
+            if isinstance(event, Token):
+                text += event.text
+        events.close()
+        entry = keeper.entries[-1]
+        assert (entry.prompt, entry.text, entry.finish) == ("w4 w5", text, "interrupted")
+        assert keeper.conversation.passages[-1].start == seen
+        assert keeper.conversation.passages[-1].stop == len(keeper.conversation.engine.tokens)
+
+    def test_a_forward_without_a_keeper_is_torn_until_reset(self, make: Callable[..., Keeper]) -> None:
+        conversation = make().conversation
+
+        def fail(*_: object, **__: object) -> None:
+            raise KeyboardInterrupt
+
+        forward = conversation.engine.model.forward
+        conversation.engine.model.forward = fail
+        with pytest.raises(KeyboardInterrupt):
+            list(conversation.say("w3"))
+        conversation.engine.model.forward = forward
+        assert conversation.torn
+        for call in (lambda: list(conversation.say("w3")), conversation.state_dict):
+            with pytest.raises(H2OStreamError, match="cut off halfway"):
+                call()
+        conversation.reset()
+        assert isinstance(list(conversation.say("w3"))[-1], Turn)
+
+    def test_out_of_memory_takes_the_turn_back(self, make: Callable[..., Keeper]) -> None:
+        keeper = make()
+        list(keeper.say("w3"))
+        before = whole(keeper)
+        model = keeper.conversation.engine.model
+        forward = model.forward
+
+        def fail(*_: object, **__: object) -> None:
+            raise MemoryError
+
+        events = keeper.say("w4 w5 w6 w7 w8")
+        next(events)
+        model.forward = fail
+        turn = next(events)
+        model.forward = forward
+        assert isinstance(turn, Turn)
+        assert turn.finish == "oom"
+        assert turn.detail.endswith("The conversation is as it was before this turn.")
+        assert whole(keeper) == before
+
+
+class TestSessions:
+    def two(self, make: Callable[..., Keeper]) -> Keeper:
+        """A conversation, and a session of another policy beside it."""
+        keeper = make("sink")
+        keeper.open("other")
+        for _ in range(3):
+            list(keeper.say("w8 w9"))
+        keeper.close()
+        keeper = make()
+        keeper.open("talk")
+        list(keeper.say("w3"))
+        return keeper
+
+    def free(self, name: str) -> list[Entry]:
+        with Session(name, create=False) as session:
+            return session.transcript.entries
+
+    def test_loading_what_is_not_there(self, make: Callable[..., Keeper], folder: Path) -> None:
+        keeper = self.two(make)
+        before = whole(keeper)
+        with pytest.raises(DataError, match="there is no session typo"):
+            keeper.open("typo", create=False)
+        assert whole(keeper) == before
+        assert not (folder / "typo").exists()
+        keeper.close()
+
+    def test_retelling_what_does_not_fit(self, make: Callable[..., Keeper]) -> None:
+        with Session("big") as session:
+            session.add(Entry(1, "w3", "w4"), None, Header("small", "h2o", 99, TOO_LONG))
+        keeper = self.two(make)
+        before = whole(keeper)
+        with pytest.raises(NoFitError):
+            keeper.open("big")
+        with pytest.raises(ConfigError, match="raise --window"):
+            list(keeper.retell("big"))
+        assert whole(keeper) == before
+        list(keeper.say("w5"))
+        assert [entry.prompt for entry in self.free("big")] == ["w3"]
+        keeper.close()
+
+    @pytest.mark.parametrize("taken", [1, 4, 7])
+    def test_retelling_that_is_cut_off(self, make: Callable[..., Keeper], taken: int) -> None:
+        keeper = self.two(make)
+        before, there = whole(keeper), self.free("other")
+        events = keeper.retell("other")
+        for _ in range(taken):
+            next(events)
+        keeper.conversation.engine.should_stop = lambda: True
+        assert isinstance(list(events)[-1], Finished)
+        assert whole(keeper) == before
+        assert self.free("other") == there
+        keeper.conversation.engine.should_stop = lambda: False
+        events = keeper.retell("other")
+        next(events)
+        events.close()
+        assert whole(keeper) == before
+        assert isinstance(list(keeper.retell("other"))[-1], PrefillProgress)
+        assert [entry.prompt for entry in keeper.entries] == ["w8 w9"] * 3
+        keeper.close()
+
+    def test_any_exception_lets_the_lock_go(self, make: Callable[..., Keeper], monkeypatch: pytest.MonkeyPatch) -> None:
+        keeper = self.two(make)
+        before = whole(keeper)
+
+        def fail(*_: object) -> None:
+            raise ZeroDivisionError
+
+        with monkeypatch.context() as patch:
+            patch.setattr(Session, "state", fail)
+            with pytest.raises(ZeroDivisionError):
+                keeper.open("other")
+        assert whole(keeper) == before
+        assert len(self.free("other")) == 3
+        keeper.close()
+        keeper.close()
+        assert len(self.free("talk")) == 1
+
+    def test_a_forked_process_does_not_let_it_go(self) -> None:
+        with Session("talk") as session:
+            child = os.fork()
+            if not child:
+                session.close()
+                os._exit(0)
+            os.waitpid(child, 0)
+            with pytest.raises(DataError, match="open in another process"):
+                Session("talk")
+
+    def test_draws_of_another_device(self, make: Callable[..., Keeper]) -> None:
+        from h2o_stream.cache.state import checksummed
+
+        keeper = make()
+        list(keeper.say("w3"))
+        before, state = whole(keeper), keeper.conversation.state_dict()
+        own = {name: state[name] for name in ("engine.tokens", "engine.opening")}
+        foreign = state | checksummed(own | {"engine.draws": torch.zeros(16, dtype=torch.uint8)}, "engine.checksums")
+        with pytest.raises(H2OStreamError, match="are not the random draws of a CPU"):
+            keeper.conversation.load_state_dict(foreign)
+        assert whole(keeper) == before
+
+    @pytest.mark.parametrize("name", ["𝔘" * 64, "ü" * 65])
+    def test_names_that_no_file_system_takes(self, name: str) -> None:
+        with pytest.raises(ConfigError, match="cannot name a session"):
+            Session(name)
+        Session("𝔘" * 63).close()
+
+
+class TestFullDisk:
+    @pytest.mark.parametrize("first", range(1, 8))
+    def test_at_any_write(self, make: Callable[..., Keeper], folder: Path, first: int) -> None:
+        keeper = make()
+        keeper.open("talk")
+        list(keeper.say("w3"))
+        saved = (folder / "talk" / "transcript.jsonl").read_bytes()
+        states = {path: path.read_bytes() for path in folder.rglob("state-*")}
+        with full_disk(first):
+            turn = list(keeper.say("w4"))[-1]
+        assert isinstance(turn, Turn)
+        assert first > 4 or "No space left on device" in turn.detail
+        assert (folder / "talk" / "transcript.jsonl").read_bytes().startswith(saved)
+        assert all(path.read_bytes() == data for path, data in states.items())
+        assert not list(folder.rglob("*.part"))
+        list(keeper.say("w5"))
+        keeper.close()
+        with Session("talk") as session:
+            assert [entry.prompt for entry in session.transcript.entries] == ["w3", "w4", "w5"]
+
+    @pytest.mark.parametrize("first", range(1, 7))
+    def test_a_copy_that_has_no_room_leaves_nothing(
+        self, make: Callable[..., Keeper], folder: Path, first: int
+    ) -> None:
+        keeper = make()
+        list(keeper.say("w3"))
+        before = whole(keeper)
+        with full_disk(first), pytest.raises(DataError, match="No space left"):
+            keeper.fork("copy")
+        assert whole(keeper) == before
+        assert keeper.session is None
+        assert not (folder / "copy").exists()
+
+    def test_the_oldest_state_stays_until_the_newest_is_there(self, folder: Path) -> None:
+        def state(turn: int) -> dict[str, Tensor]:
+            return {"number": torch.tensor(turn)}
+
+        with Session("talk") as session:
+            for turn in range(1, 9):
+                session.add(Entry(turn, "w3", "w4"), state(turn), Header("small", "h2o", 32, None))
+            before = sorted(folder.rglob("state-*"))
+            with full_disk(), pytest.raises(DataError, match="not saved yet"):
+                session.add(Entry(9, "w5", "w6"), state(9))
+            assert sorted(folder.rglob("state-*")) >= before[1:]
+            session.add(Entry(10, "w7", "w8"), state(10))
+        with Session("talk") as session:
+            assert [entry.turn for entry in session.transcript.entries] == list(range(1, 11))
+            assert (session.state(9), session.state(10)) == (None, state(10))
