@@ -28,6 +28,18 @@ def give_back_free_memory() -> None:
         trim(0)
 
 
+def peak_bytes() -> int:
+    """The most memory that this process ever had in use, as the system has kept it."""
+    if sys.platform == "win32":
+        import psutil
+
+        return int(psutil.Process().memory_info().peak_wset)
+    import resource
+
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024
+
+
 def free_bytes() -> int:
     """Bytes of memory that a process may still take: of the machine, and of its control group (containers)."""
     import psutil

@@ -177,9 +177,9 @@ class TestPolicy:
             state = cache.state_dict()
             cache.load_state_dict(state)
         written(-10)
-        with attach(tiny, CacheConfig("mine", window=24)) as cache:
-            with pytest.raises(H2OStreamError, match="another policy's source"):
-                cache.load_state_dict(state)
+        refused = pytest.raises(H2OStreamError, match="another policy's source")
+        with attach(tiny, CacheConfig("mine", window=24)) as cache, refused:
+            cache.load_state_dict(state)
 
     def test_a_figure_of_an_edited_one_is_another(
         self, tiny: Any, tmp_path: Path, written: Callable[[int], None]
