@@ -118,6 +118,9 @@ class FullCache(DynamicCache):
             raise H2OStreamError(
                 f"the state does not fit: keys and values of layer {number} are {shapes}, not {wanted}"
             )
+        before = [x.shape[1::2] for x in (layer.keys, layer.values)] if layer.is_initialized else None
+        if before not in (None, [x.shape[1::2] for x in (keys, values)]):
+            raise H2OStreamError(f"the state does not fit: heads of layer {number} are of another size")
         layer.lazy_initialization(keys, values)
         layer.keys, layer.values = keys.clone(), values.clone()
         if hasattr(layer, "cumulative_length"):

@@ -287,6 +287,11 @@ class SlotLayer(EndlessLayer):
             return torch.empty(0, 0, 0, dtype=torch.int64)
         return self.index.sort(-1).values[..., self.store.slots - self.held :].long()
 
+    @property
+    def head_sizes(self) -> tuple[int, int]:
+        """Numbers of a key and of a value, once there are any."""
+        return self.store.keys.shape[-1], self.store.values.shape[-1]
+
     def tensors(self) -> dict[str, Tensor]:
         """Everything allocated, by name."""
         return {name: getattr(owner, name) for owner, name in self._tensors()}

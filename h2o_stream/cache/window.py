@@ -395,11 +395,12 @@ class H2OCache(Cache):
         """
         loaded = copy(self)
         with refusing_damage():
-            loaded._load(state)
+            loaded._load(state, [slots.head_sizes for slots in self.slots if slots.is_initialized])
         vars(self).update(vars(loaded), torn=False)
         self._layout.changed()
 
-    def _load(self, state: Mapping[str, Tensor]) -> None:
+    def _load(self, state: Mapping[str, Tensor], sizes: Sequence[tuple[int, int]]) -> None:
+        """Take over a state, as far as it goes; `sizes` are those of the heads, by slots, where they are known."""
         columns, prompt = whole_numbers(state, "progress", 2)
         self.plan = self.config.for_prompt(prompt).plan(self._reach)
         first = next((name for name in state if name.startswith("0.") and name.endswith("keys")), "0.keys")
@@ -417,6 +418,8 @@ class H2OCache(Cache):
                 f"the state is damaged: its pins are {pins}, and it has seen {self.seen_tokens} tokens"
             )
         for number, slots in enumerate(self.slots):
+            if len(sizes) == len(self.slots) and sizes[number] != slots.head_sizes:
+                raise H2OStreamError(f"the state does not fit: heads of slots {number} are of another size")
             check_slots(slots, f"slots {number}", self.slots[0].lengths)
         self._share()
 
