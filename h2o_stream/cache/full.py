@@ -106,7 +106,8 @@ class FullCache(DynamicCache):
             verify(state)
             (seen,) = whole_numbers(state, "progress", 1)
             layers = [self._loaded(copy(layer), state, number, seen) for number, layer in enumerate(self.layers)]
-        self.layers, self.torn = layers, False
+        self.layers: list[Any] = layers
+        self.torn = False
 
     def _loaded(self, layer: Any, state: Mapping[str, Tensor], number: int, seen: int) -> Any:
         """A layer that goes on from its tensors."""

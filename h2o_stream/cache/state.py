@@ -56,7 +56,7 @@ def _crc(tensor: Tensor) -> int:
     """Of dtype, shape and bytes."""
     header = f"{tensor.dtype} {tuple(tensor.shape)}".encode()
     whole = tensor.detach().cpu().contiguous().flatten().view(torch.uint8)
-    return zlib.crc32(whole.numpy(), zlib.crc32(header))
+    return zlib.crc32(whole.numpy().data, zlib.crc32(header))
 
 
 def sealed(fingerprint: Mapping[str, Any]) -> Tensor:

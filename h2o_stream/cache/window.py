@@ -396,7 +396,7 @@ class H2OCache(Cache):
         loaded = copy(self)
         with refusing_damage():
             loaded._load(state, [slots.head_sizes for slots in self.slots if slots.is_initialized])
-        vars(self).update(vars(loaded), torn=False)
+        self.__dict__.update(loaded.__dict__, torn=False)
         self._layout.changed()
 
     def _load(self, state: Mapping[str, Tensor], sizes: Sequence[tuple[int, int]]) -> None:
