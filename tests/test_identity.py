@@ -233,8 +233,8 @@ class TestInTheShell:
         options = ["nll", "-m", model, "--text", tmp_path / "text.txt", "--tokens", "100", "--windows", "32"]
         options += ["--policies", "h2o", "-q", "--out", tmp_path / "out"]
         assert invoke("h2o-compare", *options, "--quantize", "int8").exit_code == 0
-        before = (tmp_path / "out" / "records.jsonl").read_text()
         assert invoke("h2o-compare", *options, "--quantize", "int8").exit_code == 0
+        before = (tmp_path / "out" / "records.jsonl").read_text()
         refused = invoke("h2o-compare", *options, "--quantize", "int4")
         assert refused.exit_code == 1
         assert "holds another run: its identity is LlamaForCausalLM int8" in refused.stderr
