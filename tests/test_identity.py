@@ -24,6 +24,7 @@ from h2o_stream.native.packing import pack
 from tests import families
 from tests.conftest import make_llama
 from tests.families import FAMILIES
+from tests.test_cli import invoke
 
 TOKENS = torch.randint(3, 64, (1, 40), generator=torch.Generator().manual_seed(0))
 
@@ -177,9 +178,9 @@ class TestPolicy:
             state = cache.state_dict()
             cache.load_state_dict(state)
         written(-10)
-        with attach(tiny, CacheConfig("mine", window=24)) as cache:
-            with pytest.raises(H2OStreamError, match="another policy's source"):
-                cache.load_state_dict(state)
+        refused = pytest.raises(H2OStreamError, match="another policy's source")
+        with attach(tiny, CacheConfig("mine", window=24)) as cache, refused:
+            cache.load_state_dict(state)
 
     def test_a_figure_of_an_edited_one_is_another(
         self, tiny: Any, tmp_path: Path, written: Callable[[int], None]
@@ -216,3 +217,34 @@ class TestMachine:
 def test_the_matrices_have_every_policy() -> None:
     """As docs/extending.md promises."""
     assert set(families.POLICIES) == set(config.POLICIES)
+
+
+class TestInTheShell:
+    """The same weights in 8 and in 4 bits."""
+
+    @pytest.fixture
+    def model(self, tmp_path: Path, tokenizer: Any) -> Path:
+        make_llama(size=16, vocab=len(tokenizer)).save_pretrained(tmp_path / "model")
+        tokenizer.save_pretrained(tmp_path / "model")
+        return tmp_path / "model"
+
+    def test_a_folder_is_of_one(self, model: Path, tmp_path: Path) -> None:
+        (tmp_path / "text.txt").write_text("The quick brown fox jumps over the lazy dog. " * 30)
+        options = ["nll", "-m", model, "--text", tmp_path / "text.txt", "--tokens", "100", "--windows", "32"]
+        options += ["--policies", "h2o", "-q", "--out", tmp_path / "out"]
+        assert invoke("h2o-compare", *options, "--quantize", "int8").exit_code == 0
+        assert invoke("h2o-compare", *options, "--quantize", "int8").exit_code == 0
+        before = (tmp_path / "out" / "records.jsonl").read_text()
+        refused = invoke("h2o-compare", *options, "--quantize", "int4")
+        assert refused.exit_code == 1
+        assert "holds another run: its identity is LlamaForCausalLM int8" in refused.stderr
+        assert (tmp_path / "out" / "records.jsonl").read_text() == before
+
+    def test_a_session_is_of_one(self, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path / "data"))
+        options = ["-m", model, "--session", "one", "-p", "Hello", "-n", "3"]
+        assert invoke("h2o-chat", *options, "--quantize", "int8").exit_code == 0
+        assert invoke("h2o-chat", *options, "--quantize", "int8").exit_code == 0
+        refused = invoke("h2o-chat", *options, "--quantize", "int4")
+        assert refused.exit_code == 1
+        assert "session one cannot be gone on from where it was: the state belongs to another model" in refused.stderr

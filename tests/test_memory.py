@@ -1,4 +1,5 @@
 import os
+import subprocess
 import sys
 
 import psutil
@@ -31,3 +32,18 @@ def test_free_memory_is_given_back() -> None:
     give_back_free_memory()
     assert len(kept) == 1000
     assert before - process.memory_info().rss > 30e6
+
+
+def test_the_peak_is_one_that_nobody_looked_at() -> None:
+    """A fresh process: whether the test was started by a large one must not matter."""
+    code = """
+import psutil
+from h2o_stream.memory import peak_bytes
+from h2o_stream.session.report import RunReport
+report, before = RunReport(), psutil.Process().memory_info().rss
+held = bytearray(b"x") * 300_000_000
+del held
+print(peak_bytes() - before, report.record()["peak_rss_bytes"] - before)
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert all(299e6 < int(grown) < 400e6 for grown in done.stdout.split())

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -57,7 +59,8 @@ class TestChoice:
 
     def test_one_that_is_not_installed(self, monkeypatch, folder):
         portable = Path(library.__file__).with_name("_h2o_portable.so")
-        shutil.copy(portable, folder)
+        for file in (portable, portable.with_suffix(".sum")):
+            shutil.copy(file, folder)
         assert library.available() == ["portable"]
         assert library.name() == "portable"
         library._found.cache_clear()
@@ -83,3 +86,28 @@ class TestNone:
         (folder / "_h2o_portable.so").write_bytes(b"of another machine")
         assert library.loaded() is None
         assert "_h2o_portable.so" in library.missing_reason()
+
+    @pytest.mark.skipif(library.loaded() is None, reason="not compiled")
+    def test_damaged_ones_are_refused(self, folder):
+        """In a process of its own: what is loaded of a damaged library can end it."""
+        whole = Path(library.__file__).with_name("_h2o_portable.so")
+        shutil.copy(whole.with_suffix(".sum"), folder)
+        code = f"""
+from pathlib import Path
+from random import Random
+from h2o_stream.native import library
+whole, path, drawn = Path({str(whole)!r}).read_bytes(), Path({str(folder)!r}) / "_h2o_portable.so", Random(0)
+lengths = [0, 1, 64, 4096, *(drawn.randrange(len(whole)) for _ in range(20)), len(whole) - 1]
+flips = [(place, 1 << drawn.randrange(8)) for place in (drawn.randrange(len(whole)) for _ in range(30))]
+damaged = [whole[:length] for length in lengths]
+damaged += [whole[:place] + bytes([whole[place] ^ bit]) + whole[place + 1:] for place, bit in flips]
+for number, harmed in enumerate([*damaged, whole]):
+    path.write_bytes(harmed)
+    library._found.cache_clear()
+    assert (library.loaded() is None) == (number < len(damaged)), number
+    assert library.loaded() or "checksum differs" in library.missing_reason()
+path.with_suffix(".sum").unlink()
+library._found.cache_clear()
+assert library.loaded() is None
+"""
+        subprocess.run([sys.executable, "-c", code], check=True)

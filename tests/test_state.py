@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import random
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +13,8 @@ from safetensors.torch import load_file, save_file
 from transformers import LlamaForCausalLM
 
 from h2o_stream import CacheConfig, H2OStreamError, attach
+from h2o_stream.cache.state import checksummed
+from h2o_stream.config import POLICIES
 from tests.conftest import make_llama
 from tests.families import FAMILIES
 
@@ -23,7 +27,7 @@ def going_on(model: Any, cache: Any) -> torch.Tensor:
     return torch.cat([model(part, past_key_values=cache).logits for part in parts], 1)
 
 
-@pytest.mark.parametrize("policy", ["h2o", "h2o-paper", "tova", "random", "sink", "recent", "full"])
+@pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("kv_bits", [16, 4])
 def test_it_goes_on_bit_for_bit(tmp_path: Path, grouped: LlamaForCausalLM, policy: str, kv_bits: int) -> None:
     config = CacheConfig(policy, window=24, chunk=8, kv_bits=16 if policy == "full" else kv_bits)
@@ -112,16 +116,136 @@ class TestRefused:
         with attach(tiny, CacheConfig(policy, window=24)) as cache, pytest.raises(H2OStreamError):
             cache.load_state_dict(state)
 
-    def test_a_damaged_state_leaves_an_empty_cache(self, tiny: LlamaForCausalLM) -> None:
+    def test_a_state_without_checksums(self, tiny: LlamaForCausalLM) -> None:
         state = self.state(tiny)
-        state["1.scores"] = state["1.scores"][..., :-1]
-        with attach(tiny, CacheConfig(window=24)) as cache:
-            with pytest.raises(H2OStreamError, match="scores is"):
-                cache.load_state_dict(state)
-            assert cache.seen_tokens == 0
-            tiny(TOKENS[:, :40], past_key_values=cache)
+        del state["checksums"]
+        with attach(tiny, CacheConfig(window=24)) as cache, pytest.raises(H2OStreamError, match="an older version"):
+            cache.load_state_dict(state)
+
+    @pytest.mark.parametrize("policy", ["h2o", "full"])
+    def test_a_torn_cache_has_none(self, tiny: LlamaForCausalLM, policy: str) -> None:
+        """Until it is loaded with one that is complete."""
+        state = self.state(tiny, policy=policy)
+        with attach(tiny, CacheConfig(policy, window=24)) as cache:
+            cache.torn = True
+            with pytest.raises(H2OStreamError, match="cut off halfway"):
+                cache.state_dict()
+            with pytest.raises(H2OStreamError):
+                cache.load_state_dict({**state, "progress": torch.tensor([-1, 7])})
+            assert cache.torn
+            cache.load_state_dict(state)
+            assert not cache.torn
+            assert equal(cache.state_dict(), state)
 
     @pytest.mark.parametrize("policy", ["h2o", "full"])
     def test_an_empty_cache_has_no_state(self, tiny: LlamaForCausalLM, policy: str) -> None:
         with attach(tiny, CacheConfig(policy, window=24)) as cache, pytest.raises(H2OStreamError, match="empty"):
             cache.state_dict()
+
+
+def equal(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor]) -> bool:
+    return ours.keys() == theirs.keys() and all(ours[name].equal(theirs[name]) for name in ours)
+
+
+def flipped(tensor: torch.Tensor, drawn: random.Random) -> torch.Tensor:
+    bytes_ = tensor.flatten().view(torch.uint8)
+    bytes_[drawn.randrange(len(bytes_))] ^= 1 << drawn.randrange(8)
+    return tensor
+
+
+def filled(tensor: torch.Tensor, drawn: random.Random) -> torch.Tensor:
+    values = [-1, 0, 1, 2**31 - 1, -(2**31)]
+    if tensor.dtype == torch.int64:
+        values += [2**63 - 1, -(2**63)]
+    elif tensor.is_floating_point():
+        values = [torch.inf, torch.nan, -1.0, 0.0]
+    return tensor.fill_(0 if tensor.dtype == torch.uint8 else drawn.choice(values))
+
+
+HARMS: list[Callable[[torch.Tensor, random.Random], Any]] = [
+    flipped,
+    flipped,
+    filled,
+    lambda tensor, drawn: tensor.narrow(axis := drawn.randrange(tensor.dim()), 0, tensor.shape[axis] - 1),
+    lambda tensor, drawn: torch.cat((tensor, tensor), drawn.randrange(tensor.dim())),
+    lambda tensor, drawn: tensor.flip(drawn.randrange(tensor.dim())),
+    lambda tensor, drawn: tensor.to(drawn.choice([torch.float16, torch.int32, torch.bool, torch.float64])),
+    lambda tensor, drawn: tensor.flatten(),
+    lambda tensor, drawn: tensor.flatten()[:0],
+    lambda tensor, drawn: tensor.sum(),
+    lambda tensor, drawn: [1, 2],
+]
+"""What can become of a tensor of a state."""
+
+
+@pytest.mark.parametrize("resealed", [False, True], ids=["damaged", "with checksums that fit"])
+@pytest.mark.parametrize(
+    "settings",
+    [{}, {"kv_bits": 4, "budgets": "equal"}, {"policy": "full"}, {"positions": "absolute", "policy": "tova"}],
+)
+def test_300_damaged_states(grouped: LlamaForCausalLM, settings: Any, resealed: bool) -> None:
+    """Every one is refused in one line and changes nothing, or is no other stream.
+
+    With checksums that fit, other numbers can be another stream; it goes on all the same.
+    """
+    drawn = random.Random(str(settings))
+    with attach(grouped, CacheConfig(**{"window": 24, "chunk": 8, **settings})) as cache:
+        cache.pin(6, 9)
+        grouped(TOKENS[:, :40], past_key_values=cache)
+        state = cache.state_dict()
+        names = [name for name in state if name != "checksums"]
+        refused = 0
+        for _ in range(300 // 4):
+            harmed: dict[str, Any] = {name: tensor.clone() for name, tensor in state.items()}
+            name, other = drawn.choice(names), drawn.choice(names)
+            harm = drawn.choice([None, None, *HARMS])
+            if harm is None:
+                harmed[name], harmed[other] = harmed[other], harmed[name]
+            else:
+                harmed[name] = harm(harmed[name], drawn)
+            if resealed:
+                tensors = {name: tensor for name, tensor in harmed.items() if isinstance(tensor, torch.Tensor)}
+                del tensors["checksums"]
+                harmed = checksummed(tensors)
+            line = None
+            try:
+                cache.load_state_dict(harmed)
+            except H2OStreamError as error:
+                line = str(error)
+            assert line is None or "\n" not in line
+            assert (resealed and line is None) or equal(cache.state_dict(), state)
+            refused += line is not None
+            if line is None:
+                going_on(grouped, cache)
+                cache.load_state_dict(state)
+        assert refused > (20 if resealed else 60)
+
+
+def storages(held: Any) -> dict[int, int]:
+    """Bytes of all that the tensors among the attributes of these objects keep alive, by address."""
+    tensors = [value for one in held for value in vars(one).values() if isinstance(value, torch.Tensor)]
+    return {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in tensors}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("kv_bits", [16, 8, 4, None])
+def test_bytes_are_what_is_really_held(grouped: LlamaForCausalLM, dtype: torch.dtype, kv_bits: int | None) -> None:
+    """After a prompt, steps, rows that are copied, and a state; None is the full cache."""
+    config = CacheConfig(window=24, chunk=8, kv_bits=kv_bits) if kv_bits else CacheConfig("full")
+    model = grouped.to(dtype)
+
+    def check(cache: Any) -> None:
+        held = cache.layers if kv_bits is None else [own for slots in cache.slots for own in (slots, slots.store)]
+        assert sum(storages(held).values()) == cache.nbytes
+
+    with attach(model, config) as cache:
+        model(TOKENS[:, :40], past_key_values=cache)
+        check(cache)
+        model(TOKENS[:, 40:41], past_key_values=cache)
+        check(cache)
+        cache.reorder_cache(torch.tensor([1, 0]))
+        check(cache)
+        cache.batch_repeat_interleave(2)
+        check(cache)
+        cache.load_state_dict(cache.state_dict())
+        check(cache)

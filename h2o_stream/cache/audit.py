@@ -1,16 +1,22 @@
-"""Looks through a cache for anything that cannot be: the invariants of the slots, checked on live tensors."""
+"""Looks through slots for anything that cannot be: their invariants, checked on tensors."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
 import torch
+from torch import Tensor
 
 from h2o_stream.cache.slots import SlotLayer
-from h2o_stream.cache.window import H2OCache
 from h2o_stream.errors import H2OStreamError
+
+if TYPE_CHECKING:
+    from h2o_stream.cache.window import H2OCache
 
 
 def audit(cache: H2OCache) -> float:
-    """Check every layer of a stream of one row.
+    """Check every layer of a stream that follows the plan, under a policy whose scores are sums.
 
     Returns:
         The largest score there is.
@@ -20,31 +26,58 @@ def audit(cache: H2OCache) -> float:
     """
     largest = 0.0
     for number, layer in enumerate(cache.evicting):
-        largest = max(largest, _audited(layer, f"slots {number}", cache.plan.sinks))
+        check_slots(layer, name := f"slots {number}", layer.lengths)
+        scores, sinks = layer.scores[layer.index >= 0], (layer.index >= 0) & (layer.index < cache.plan.sinks)
+        _must(layer, name, (scores >= 0).all(), "a score is negative or no number")
+        _must(
+            layer, name, (sinks.sum(-1) == layer.seen[..., 0].clamp_max(cache.plan.sinks)).all(), "a sink is not held"
+        )
+        largest = max(largest, float(scores.max()))
     return largest
 
 
-def _audited(layer: SlotLayer, name: str, sinks: int) -> float:
-    index, rank, scores = layer.index[0].long(), layer.rank[0].long(), layer.scores[0]
-    held, seen, slots = layer.held, int(layer.seen), index.shape[-1]
+def check_slots(layer: SlotLayer, name: str, lengths: Sequence[int]) -> None:
+    """Check what holds whatever the policy.
 
-    def must(holds: bool | torch.Tensor, what: str) -> None:
-        if not bool(holds):
-            raise H2OStreamError(f"after {seen:,} tokens, {name}: {what}")
+    Args:
+        layer: with a stream.
+        name: for people.
+        lengths: tokens of each row, of which all layers must know.
 
-    there = index >= 0
-    must((there.sum(-1) == held).all(), f"{there.sum(-1).tolist()} tokens are held, {held} should be")
-    must(seen == layer.lengths[0], f"{layer.lengths[0]} tokens were counted here, {seen} on the device")
-    ordered = index.sort(-1).values[:, slots - held :]
-    must((ordered.diff(dim=-1) > 0).all(), "a token is held twice")
-    must((ordered[:, -1] == seen - 1).all(), "the newest token is not held")
-    must((ordered[:, : min(sinks, seen)] == torch.arange(min(sinks, seen))).all(), "a sink is not held")
-    newer = (index[:, None] > index[..., None]) & there[..., None]
-    must((rank[there] == newer.sum(-1)[there]).all(), "ranks are not the order of the tokens")
-    must((rank[~there] >= held).all(), "an empty slot has the rank of a token")
-    must((index.gather(-1, layer.free[0]) < 0).all(), "the free slot holds a token")
-    must(scores[there].isfinite().all() and (scores[there] >= 0).all(), "a score is negative or no number")
-    must((scores[~there] == -torch.inf).all(), "an empty slot has a score")
+    Raises:
+        H2OStreamError: something is wrong, saying what and where.
+    """
+    index, rank, slots = layer.index.long(), layer.rank.long(), layer.store.slots
+    there, seen = index >= 0, layer.seen
+    limits = torch.tensor(layer.limits, device=index.device)[:, None]
+
+    def must(holds: bool | Tensor, what: str) -> None:
+        _must(layer, name, holds, what)
+
+    told = tuple(seen.flatten().tolist())
+    must(told == tuple(lengths), f"{list(lengths)} tokens were counted here, {list(told)} on the device")
+    must(
+        (there.sum(-1) == limits).all(), f"{there.sum(-1).tolist()} tokens are held, {limits[:, 0].tolist()} should be"
+    )
+    ordered = index.sort(-1).values
+    must(((ordered.diff(dim=-1) > 0) | (ordered[..., 1:] < 0)).all(), "a token is held twice")
+    must((ordered[..., -1:] == seen - 1).all() and (index >= -1).all(), "the newest token is not held")
+    newer = index.argsort(-1, descending=True).argsort(-1)
+    must((rank == newer)[there].all(), "ranks are not the order of the tokens")
+    must(((rank >= limits[..., None]) & (rank <= 2 * slots))[~there].all(), "an empty slot has the rank of a token")
+    must((layer.free >= layer.store.exact).all() and (layer.free < slots).all(), "the free slot is none of them")
+    must((index.gather(-1, layer.free) < 0).all(), "the free slot holds a token")
+    must(layer.scores[there].isfinite().all(), "a score is negative or no number")
+    must((layer.scores[~there] == -torch.inf).all(), "an empty slot has a score")
     if layer.policy.long_term:
-        must(layer.lasting[0][there].isfinite().all(), "a long-term score is no number")
-    return float(scores[there].max())
+        must(layer.lasting[there].isfinite().all(), "a long-term score is no number")
+    last = int(there.any(1).any(0).nonzero()[-1]) if bool(there.any()) else -1
+    must(
+        layer.filled <= slots and (layer.filled > last or layer.store.exact > 0),
+        "a slot that is in use counts as empty",
+    )
+
+
+def _must(layer: SlotLayer, name: str, holds: bool | Tensor, what: str) -> None:
+    if not bool(holds):
+        raise H2OStreamError(f"after {max(layer.lengths):,} tokens, {name}: {what}")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from copy import copy
 from typing import Any
 
 import torch
@@ -11,7 +12,16 @@ from transformers import DynamicCache
 
 from h2o_stream.cache.arguments import check_rows, tokens_in
 from h2o_stream.cache.counts import CacheCounts
-from h2o_stream.cache.state import FINGERPRINT, check_seal, sealed, taken
+from h2o_stream.cache.state import (
+    FINGERPRINT,
+    check_seal,
+    checksummed,
+    refusing_damage,
+    sealed,
+    taken,
+    verify,
+    whole_numbers,
+)
 from h2o_stream.cache.statistics import LayerStatistics
 from h2o_stream.config import CachePlan
 from h2o_stream.errors import H2OStreamError
@@ -23,6 +33,9 @@ class FullCache(DynamicCache):
     engine_note = ""
     torn = False
     stream_number = 0
+    """See `H2OCache`."""
+
+    torn = False
     """See `H2OCache`."""
 
     def __init__(
@@ -39,8 +52,9 @@ class FullCache(DynamicCache):
 
     @property
     def nbytes(self) -> int:
-        """Bytes of keys and values of all layers."""
-        return sum(t.nbytes for layer in self.layers for t in (layer.keys, layer.values) if t is not None)
+        """Bytes of keys and values of all layers; a layer with a sliding window holds what it was cut from, too."""
+        held = (t for layer in self.layers for t in (layer.keys, layer.values) if t is not None)
+        return sum({s.data_ptr(): s.nbytes() for s in (tensor.untyped_storage() for tensor in held)}.values())
 
     def kept(self, layer: int = 0) -> Tensor:
         """[B, Hkv, n] int64: indices of the tokens a layer holds, oldest first."""
@@ -75,6 +89,8 @@ class FullCache(DynamicCache):
 
     def state_dict(self) -> dict[str, Tensor]:
         """See `H2OCache.state_dict`."""
+        if self.torn:
+            raise H2OStreamError("the last forward was cut off halfway: there is no state to save")
         if not self.seen_tokens:
             raise H2OStreamError("the cache is empty: there is no state to save")
         state = {
@@ -83,20 +99,40 @@ class FullCache(DynamicCache):
             for name in ("keys", "values")
         }
         state["progress"] = torch.tensor([self.seen_tokens])
-        state[FINGERPRINT] = sealed({"model": self._model(), "dtype": str(self.layers[0].keys.dtype), "policy": "full"})
-        return state
+        state[FINGERPRINT] = sealed(self._fingerprint(self.layers[0].keys.dtype))
+        return checksummed(state)
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
         """See `H2OCache.load_state_dict`."""
-        dtype = taken(state, "0.keys").dtype
-        check_seal(state, {"model": self._model(), "dtype": str(dtype), "policy": "full"})
-        seen = int(taken(state, "progress"))
-        tensors = [(taken(state, f"{i}.keys"), taken(state, f"{i}.values")) for i in range(len(self.layers))]
-        for layer, (keys, values) in zip(self.layers, tensors, strict=True):
-            layer.lazy_initialization(keys, values)
-            layer.keys, layer.values = keys.clone(), values.clone()
-            if hasattr(layer, "cumulative_length"):
-                layer.cumulative_length = seen
+        with refusing_damage():
+            check_seal(state, self._fingerprint(taken(state, "0.keys").dtype))
+            verify(state)
+            (seen,) = whole_numbers(state, "progress", 1)
+            layers = [self._loaded(copy(layer), state, number, seen) for number, layer in enumerate(self.layers)]
+        self.layers: list[Any] = layers
+        self.torn = False
+
+    def _loaded(self, layer: Any, state: Mapping[str, Tensor], number: int, seen: int) -> Any:
+        """A layer that goes on from its tensors."""
+        keys, values, first = (taken(state, name) for name in (f"{number}.keys", f"{number}.values", "0.keys"))
+        held = min(seen, layer.sliding_window - 1 or seen) if layer.is_sliding else seen
+        shapes = [(tuple(x.shape[:3]), x.dtype) for x in (keys, values)]
+        wanted = (first.shape[0], keys.shape[1], held), first.dtype
+        if shapes != [wanted, wanted] or keys.dim() != 4 or values.dim() != 4:
+            raise H2OStreamError(
+                f"the state does not fit: keys and values of layer {number} are {shapes}, not {wanted}"
+            )
+        before = [x.shape[1::2] for x in (layer.keys, layer.values)] if layer.is_initialized else None
+        if before not in (None, [x.shape[1::2] for x in (keys, values)]):
+            raise H2OStreamError(f"the state does not fit: heads of layer {number} are of another size")
+        layer.lazy_initialization(keys, values)
+        layer.keys, layer.values = keys.clone(), values.clone()
+        if hasattr(layer, "cumulative_length"):
+            layer.cumulative_length = seen
+        return layer
+
+    def _fingerprint(self, dtype: torch.dtype) -> dict[str, Any]:
+        return {"dtype": str(dtype), "model": self._model(), "policy": "full"}
 
     def reset(self) -> None:
         """See `H2OCache.reset`."""

@@ -14,6 +14,7 @@ from h2o_stream.cache.slots import SlotLayer
 from h2o_stream.cache.state import within
 from h2o_stream.cache.statistics import LayerStatistics, power_law
 from h2o_stream.cache.weigh import Products
+from h2o_stream.errors import H2OStreamError
 
 
 class GroupedLayer(EndlessLayer):
@@ -120,8 +121,10 @@ class GroupedLayer(EndlessLayer):
 
     def load(self, tensors: Mapping[str, Tensor], columns: int, device: torch.device | None) -> None:
         """See `SlotLayer.load`."""
-        for number, part in enumerate(self.parts):
+        for number, (part, own) in enumerate(zip(self.parts, self.heads, strict=True)):
             part.load(within(tensors, number), columns, device)
+            if part.index.shape[1] != len(own):
+                raise H2OStreamError(f"the state does not fit: {part.index.shape[1]} heads of a group of {len(own)}")
 
     # attention
 

@@ -287,6 +287,11 @@ class SlotLayer(EndlessLayer):
             return torch.empty(0, 0, 0, dtype=torch.int64)
         return self.index.sort(-1).values[..., self.store.slots - self.held :].long()
 
+    @property
+    def head_sizes(self) -> tuple[int, int]:
+        """Numbers of a key and of a value, once there are any."""
+        return self.store.keys.shape[-1], self.store.values.shape[-1]
+
     def tensors(self) -> dict[str, Tensor]:
         """Everything allocated, by name."""
         return {name: getattr(owner, name) for owner, name in self._tensors()}
@@ -309,13 +314,18 @@ class SlotLayer(EndlessLayer):
             H2OStreamError: tensors are missing or do not fit.
         """
         keys, values = (taken(tensors, name)[:, :, :1].to(device or "cpu") for name in ("keys", "values"))
-        slots = taken(tensors, "index").shape[-1]
-        if slots > self.schedule.most + self._spare:
-            raise H2OStreamError(f"the state does not fit: {slots} slots, at most {self.schedule.most} tokens are held")
+        self.columns, self.lengths = columns, tuple(taken(tensors, "seen").flatten().tolist())
+        slots, settled = taken(tensors, "index").shape[-1], min(self.lengths) >= self.schedule.settled
+        least = (self.schedule.window if settled else self.schedule.most) + self._spare
+        if not least <= slots <= self.plan.window + self.schedule.most + self._spare:
+            raise H2OStreamError(f"the state does not fit: it has {slots} slots, {least} are needed")
+        if keys.dim() != 4 or keys.shape[:3] != values.shape[:3] or keys.dtype != values.dtype:
+            raise H2OStreamError(f"the state does not fit: values are {tuple(values.shape)} {values.dtype}")
+        lengths = self.lengths
         self._allocate(keys, values, slots)
+        self.lengths = lengths
         for owner, name in self._tensors():
             getattr(owner, name).copy_(taken(tensors, name, like=getattr(owner, name)))
-        self.columns, self.lengths = columns, tuple(self.seen.flatten().tolist())
         self.filled = slots
 
     def _tensors(self) -> list[tuple[Any, str]]:

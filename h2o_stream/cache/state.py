@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import json
 import zlib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from h2o_stream.cache.identity import model_digest as model_digest
-from h2o_stream.errors import H2OStreamError
+from h2o_stream.errors import H2OStreamError, means_out_of_memory
 
 FINGERPRINT = "fingerprint"
 CHECKSUMS = "checksums"
@@ -28,16 +29,34 @@ def verify(state: Mapping[str, Tensor], name: str = CHECKSUMS) -> None:
     Raises:
         H2OStreamError: a tensor is missing or damaged, or there are no checksums.
     """
+    if name not in state:
+        raise H2OStreamError("the state has no checksums: an older version saved it, or it is incomplete")
     for key, crc in unsealed(state, name).items():
         if not isinstance(state.get(key), Tensor) or _crc(state[key]) != crc:
             raise H2OStreamError(f"the state is damaged: {key} is missing or not what was saved")
+
+
+@contextmanager
+def refusing_damage() -> Iterator[None]:
+    """Turn whatever goes wrong inside the block, where a state is read, into a line.
+
+    Raises:
+        H2OStreamError: something went wrong, but for a lack of memory.
+    """
+    try:
+        yield
+    except (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
+        if means_out_of_memory(error):
+            raise
+        reason = next(iter(str(error).splitlines()), type(error).__name__)
+        raise H2OStreamError(f"the state is damaged: {reason}") from error
 
 
 def _crc(tensor: Tensor) -> int:
     """Of dtype, shape and bytes."""
     header = f"{tensor.dtype} {tuple(tensor.shape)}".encode()
     whole = tensor.detach().cpu().contiguous().flatten().view(torch.uint8)
-    return zlib.crc32(whole.numpy(), zlib.crc32(header))
+    return zlib.crc32(whole.numpy().data, zlib.crc32(header))
 
 
 def sealed(fingerprint: Mapping[str, Any]) -> Tensor:
@@ -52,9 +71,11 @@ def unsealed(state: Mapping[str, Tensor], name: str) -> dict[str, Any]:
         H2OStreamError: it is missing or damaged.
     """
     try:
-        told: dict[str, Any] = json.loads(bytes(state[name].tolist()))
-    except (KeyError, ValueError, UnicodeDecodeError, AttributeError) as error:
+        told = json.loads(bytes(state[name].tolist()))
+    except (KeyError, ValueError, TypeError, AttributeError, RecursionError) as error:
         raise H2OStreamError(f"this is not the state of a cache: its {name} is missing or damaged") from error
+    if not isinstance(told, dict):
+        raise H2OStreamError(f"the state is damaged: its {name} is no object")
     return told
 
 
@@ -77,15 +98,30 @@ def within(state: Mapping[str, Tensor], number: int) -> dict[str, Tensor]:
     return {name.removeprefix(prefix): tensor for name, tensor in state.items() if name.startswith(prefix)}
 
 
+def whole_numbers(state: Mapping[str, Tensor], name: str, count: int | None = None) -> list[int]:
+    """A tensor of whole numbers [count] from 0 up to 2**31.
+
+    Raises:
+        H2OStreamError: it is missing or no such thing.
+    """
+    tensor = taken(state, name)
+    if tensor.dtype != torch.int64 or tensor.dim() != 1 or len(tensor) != (len(tensor) if count is None else count):
+        raise H2OStreamError(f"the state is damaged: {name} is {tuple(tensor.shape)} {tensor.dtype}")
+    numbers: list[int] = tensor.tolist()
+    if not all(0 <= number < 2**31 for number in numbers):
+        raise H2OStreamError(f"the state is damaged: {name} is {numbers}")
+    return numbers
+
+
 def taken(state: Mapping[str, Tensor], name: str, like: Tensor | None = None) -> Tensor:
     """One tensor of a state, on the device of `like` and checked to be of its shape and type.
 
     Raises:
         H2OStreamError: it is missing or does not fit.
     """
-    if name not in state:
+    tensor = state.get(name)
+    if not isinstance(tensor, Tensor):
         raise H2OStreamError(f"the state is incomplete: {name} is missing")
-    tensor = state[name]
     if like is None:
         return tensor
     if tensor.shape != like.shape or tensor.dtype != like.dtype:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from copy import copy
 from dataclasses import asdict, dataclass, replace
+from math import isfinite
 from statistics import StatisticsError, fmean
 from typing import TYPE_CHECKING, Any
 
@@ -13,6 +15,7 @@ from torch import Tensor
 from transformers.cache_utils import Cache
 
 from h2o_stream.cache.arguments import check_past, check_positions, check_rows, tokens_in
+from h2o_stream.cache.audit import check_slots
 from h2o_stream.cache.budgets import HeadGroup, Schedule, schedules, windows
 from h2o_stream.cache.counts import CacheCounts, Occupancy
 from h2o_stream.cache.groups import GroupedLayer
@@ -22,7 +25,18 @@ from h2o_stream.cache.padding import Padding
 from h2o_stream.cache.policies import Budget, make_policy, merged
 from h2o_stream.cache.rope import RotaryTable
 from h2o_stream.cache.slots import Kernels, SlotLayer
-from h2o_stream.cache.state import FINGERPRINT, check_seal, sealed, taken, unsealed, within
+from h2o_stream.cache.state import (
+    FINGERPRINT,
+    check_seal,
+    checksummed,
+    refusing_damage,
+    sealed,
+    taken,
+    unsealed,
+    verify,
+    whole_numbers,
+    within,
+)
 from h2o_stream.cache.statistics import LayerStatistics
 from h2o_stream.config import DEFAULT_WINDOW, MIN_EVICTABLE, CacheConfig
 from h2o_stream.errors import ConfigError, H2OStreamError
@@ -66,6 +80,13 @@ class LayerSpec:
 
 def _slots(layers: Iterable[SlotLayer | GroupedLayer]) -> list[SlotLayer]:
     return [part for layer in layers for part in (layer.parts if isinstance(layer, GroupedLayer) else (layer,))]
+
+
+def _whole(groups: Sequence[HeadGroup]) -> bool:
+    """Whether groups of heads make up a layer."""
+    heads = sorted(head for group in groups for head in group.heads)
+    named = heads == list(range(len(heads))) and (len(groups) == 1 or all(group.heads for group in groups))
+    return bool(groups) and named and all(isfinite(group.share) and group.share > 0 for group in groups)
 
 
 class H2OCache(Cache):
@@ -354,8 +375,10 @@ class H2OCache(Cache):
         """A copy of everything there is to go on from, exactly: tensors by name, as safetensors takes them.
 
         Raises:
-            H2OStreamError: the cache is empty.
+            H2OStreamError: the cache is empty, or the last forward was cut off halfway.
         """
+        if self.torn:
+            raise H2OStreamError("the last forward was cut off halfway: there is no state to save")
         if not self.seen_tokens:
             raise H2OStreamError("the cache is empty: there is no state to save")
         state = {
@@ -363,7 +386,7 @@ class H2OCache(Cache):
             for number, layer in enumerate(self.layers)
             for name, tensor in layer.tensors().items()
         }
-        state["pins"] = torch.tensor([(pin.start, pin.stop) for pin in self._pins], dtype=torch.int64).view(-1, 2)
+        state["pins"] = torch.tensor([(pin.start, pin.stop) for pin in self._pins], dtype=torch.int64).flatten()
         state["progress"] = torch.tensor([self.layers[0].columns, self._prompt])
         state["filled"] = torch.tensor([slots.filled for slots in self.slots])
         state["budgets"] = sealed(
@@ -373,46 +396,58 @@ class H2OCache(Cache):
             }
         )
         state[FINGERPRINT] = sealed(self._fingerprint(self.layers[0].dtype))
-        return state
+        return checksummed(state)
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
         """Go on from a state, in place of whatever is held: the next token is what it would have been.
 
         Raises:
-            H2OStreamError: the state belongs to another model, dtype or policy, or is damaged. The cache is empty then.
+            H2OStreamError: the state belongs to another model, dtype or policy, or is damaged. The cache is as it was.
         """
-        columns, prompt = taken(state, "progress").tolist()
-        self.reset()
-        self._resolve(prompt)
+        loaded = copy(self)
+        with refusing_damage():
+            loaded._load(state, [slots.head_sizes for slots in self.slots if slots.is_initialized])
+        self.__dict__.update(loaded.__dict__, torn=False)
+        self._layout.changed()
+
+    def _load(self, state: Mapping[str, Tensor], sizes: Sequence[tuple[int, int]]) -> None:
+        """Take over a state, as far as it goes; `sizes` are those of the heads, by slots, where they are known."""
+        columns, prompt = whole_numbers(state, "progress", 2)
+        self.plan = self.config.for_prompt(prompt).plan(self._reach)
         first = next((name for name in state if name.startswith("0.") and name.endswith("keys")), "0.keys")
         check_seal(state, self._fingerprint(taken(state, first).dtype))
-        try:
-            self._take_budgets(unsealed(state, "budgets"))
-            for number, (layer, spec) in enumerate(zip(self.layers, self._specs, strict=True)):
-                layer.load(within(state, number), columns, spec.device)
-            for slots, filled in zip(self.slots, taken(state, "filled").tolist(), strict=False):
-                slots.filled = filled
-        except H2OStreamError:
-            self.reset()
-            raise
-        self._resolved = True
-        self._pins = tuple(range(start, stop) for start, stop in taken(state, "pins").tolist())
+        verify(state)
+        self._take_budgets(unsealed(state, "budgets"), prompt)
+        for number, (layer, spec) in enumerate(zip(self.layers, self._specs, strict=True)):
+            layer.load(within(state, number), columns, spec.device)
+        for slots, filled in zip(self.slots, whole_numbers(state, "filled", len(self.slots)), strict=True):
+            slots.filled = filled
+        pins = whole_numbers(state, "pins")
+        self._resolved, self._pins = True, tuple(map(range, pins[::2], pins[1::2]))
+        if len(pins) % 2 or self._pins != merged(self._pins) or not 0 < self.seen_tokens <= columns:
+            raise H2OStreamError(
+                f"the state is damaged: its pins are {pins}, and it has seen {self.seen_tokens} tokens"
+            )
+        for number, slots in enumerate(self.slots):
+            if len(sizes) == len(self.slots) and sizes[number] != slots.head_sizes:
+                raise H2OStreamError(f"the state does not fit: heads of slots {number} are of another size")
+            check_slots(slots, f"slots {number}", self.slots[0].lengths)
         self._share()
 
-    def _take_budgets(self, told: Mapping[str, Any]) -> None:
-        """The groups and windows of a saved stream, whatever was measured here."""
-        own = self._specs
+    def _take_budgets(self, told: Mapping[str, Any], prompt: int) -> None:
+        """The groups and windows of a saved stream, whatever was measured here, and empty layers for them."""
         try:
             groups = [tuple(HeadGroup(tuple(heads), share) for heads, share in layer) for layer in told["groups"]]
-            self._specs = tuple(replace(spec, groups=those) for spec, those in zip(own, groups, strict=True))
-            mean = fmean(told["windows"], [group.count for group in self._groups])
-            if not all(groups) or not self.plan.window - 1 <= mean <= self.plan.window:
-                raise ValueError(mean)
-            self._resolve(self._prompt)
-            self._schedule(told["windows"])
+            self._specs = tuple(replace(spec, groups=those) for spec, those in zip(self._specs, groups, strict=True))
+            sizes = told["windows"]
+            mean = fmean(sizes, [group.count for group in self._groups])
+            if not self.plan.window - 1 <= mean <= self.plan.window or not all(type(n) is int and n > 0 for n in sizes):
+                raise ValueError(sizes)
+            if not all(map(_whole, groups)):
+                raise ValueError(groups)
+            self._resolve(prompt)
+            self._schedule(sizes)
         except (KeyError, TypeError, ValueError, StatisticsError) as error:
-            self._specs = own
-            self._resolve(self._prompt)
             raise H2OStreamError(f"the state does not fit: its budgets are {told}") from error
 
     def _fingerprint(self, dtype: torch.dtype) -> dict[str, Any]:

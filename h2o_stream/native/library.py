@@ -1,11 +1,13 @@
 """The compiled library: which of those that were built at install is loaded, or why there is none.
 
 There is one for each instruction set, compiled from `src` (CMakeLists.txt): a wheel runs on any processor of its kind.
+Beside each lies its checksum: one that is damaged, truncated or of another build is never loaded.
 """
 
 from __future__ import annotations
 
 import ctypes
+import hashlib
 import os
 from functools import cache
 from pathlib import Path
@@ -48,9 +50,8 @@ def name() -> str:
 
 
 def identity() -> str:
-    """What tells the loaded library from others: its name, size and time."""
-    path = _path(name())
-    return f"{name()} {path.stat().st_size} {path.stat().st_mtime_ns}" if path.exists() else name()
+    """What tells the loaded library from others: its name and its checksum."""
+    return f"{name()} {_checksum(name())}" if loaded() else name()
 
 
 def available() -> list[str]:
@@ -63,8 +64,16 @@ def available() -> list[str]:
 
 
 def opened(choice: str) -> ctypes.CDLL:
-    """The library for one of `available`, whichever is the best."""
-    return declare(ctypes.CDLL(str(_path(choice).resolve())))
+    """The library for one of `available`, whichever is the best.
+
+    Raises:
+        OSError: it is damaged or of another build, or the system cannot load it.
+        AttributeError: it is of another version.
+    """
+    path = _path(choice)
+    if hashlib.sha256(path.read_bytes()).hexdigest() != _checksum(choice):
+        raise OSError(f"{path.name} is damaged or of another build, its checksum differs")
+    return declare(ctypes.CDLL(str(path.resolve())))
 
 
 @cache
@@ -83,6 +92,12 @@ def _found() -> tuple[ctypes.CDLL | None, str, str | None]:
         return opened(best), best, None
     except (OSError, AttributeError) as error:  # the latter: of another version
         return None, "none", f"the compiled library cannot be loaded, install h2o_stream again: {error}"
+
+
+def _checksum(choice: str) -> str:
+    """What was written down when the library was built; nothing where it is missing."""
+    path = _path(choice).with_suffix(".sum")
+    return path.read_text(errors="replace").strip() if path.is_file() else ""
 
 
 def _path(choice: str) -> Path:

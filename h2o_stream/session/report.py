@@ -6,10 +6,9 @@ import time
 from collections import Counter
 from typing import Any
 
-import psutil
-
 from h2o_stream.cache.counts import CacheCounts
 from h2o_stream.engine.events import PrefillProgress, Token
+from h2o_stream.memory import peak_bytes
 from h2o_stream.session.turn import Turn
 from h2o_stream.session.work import Work
 
@@ -28,13 +27,11 @@ class RunReport:
         self.turns = 0
         self.finishes: Counter[str] = Counter()
         self.total = Work()
-        self.peak_rss_bytes = 0
         self.cache_bytes = 0
         self.seen = 0
         self.evicted = 0
         self.beyond_context = False
         self._thousands: dict[int, Work] = {}
-        self._process = psutil.Process()
         self._looked_at = 0.0
         self._before: PrefillProgress | Token | None = None
 
@@ -61,9 +58,13 @@ class RunReport:
         self._thousands.setdefault(max(self.seen - 1, 0) // 1000, Work()).add(work)
 
     def _look(self, counts: CacheCounts) -> None:
-        self.peak_rss_bytes = max(self.peak_rss_bytes, self._process.memory_info().rss)
         self.seen, self.evicted, self.cache_bytes = counts.seen, counts.evicted, counts.nbytes
         self._looked_at = time.monotonic()
+
+    @property
+    def peak_rss_bytes(self) -> int:
+        """The system's own high-water mark of this process, from its start."""
+        return peak_bytes()
 
     def by_length(self) -> list[tuple[int, int, Work]]:
         """(from, to, work) by tokens seen, in at most `MAX_ROWS` rows of equal width."""
