@@ -60,7 +60,12 @@ def check_past(mask: Tensor | None, lengths: Sequence[int], columns: int, new: i
 
 
 def check_positions(
-    given: Tensor | None, lengths: Sequence[int], columns: int, shape: tuple[int, int], padding: Padding | None, exact: bool
+    given: Tensor | None,
+    lengths: Sequence[int],
+    columns: int,
+    shape: tuple[int, int],
+    padding: Padding | None,
+    exact: bool,
 ) -> None:
     """Whether positions are those of one text: each token's index in its row, with padding counted or without.
 

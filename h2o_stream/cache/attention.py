@@ -54,7 +54,9 @@ def h2o_attention(
         if kwargs.get(name) is not None:
             raise UnsupportedModelError(f"{type(module).__name__} uses {name} in its attention, which is not served")
     if dropout:
-        raise H2OStreamError("an attached model is for inference, in training mode it drops attention; call model.eval()")
+        raise H2OStreamError(
+            "an attached model is for inference, in training mode it drops attention; call model.eval()"
+        )
     scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
     layer = h2o_cache.layers[module.layer_idx]
     there = h2o_cache.place or query.device

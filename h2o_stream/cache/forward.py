@@ -101,7 +101,10 @@ class AttachedForward:
         try:
             output = self._output(kwargs)
         except BaseException:
-            cache.torn = any(layer.get_seq_length() != before for layer in cache.layers)
+            if before:
+                cache.torn = any(layer.get_seq_length() != before for layer in cache.layers)
+            else:
+                cache.reset()
             raise
         cache.torn = False
         return _naming(output, cache, given)
