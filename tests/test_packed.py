@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -96,3 +97,14 @@ def test_native_steps(kind: MatrixKind, rows: int, monkeypatch: pytest.MonkeyPat
         model(ids[:, :10], past_key_values=cache)
         for part in ids[:, 10:].split(1, 1):
             assert model(part, past_key_values=cache).logits.isfinite().all()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_threads_do_not_meet(kind: MatrixKind) -> None:
+    """Nothing of a product is kept on the layer."""
+    layer = linear(kind, 64, 512)
+    inputs = [torch.randn(rows, 512, generator=torch.Generator().manual_seed(rows)) for rows in (1, 2, 5, 40)]
+    expected = [layer(x) for x in inputs]
+    with ThreadPoolExecutor(4) as threads:
+        for found in threads.map(lambda _: [layer(x) for x in inputs], range(40)):
+            assert all(map(torch.equal, found, expected))

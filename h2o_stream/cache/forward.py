@@ -73,13 +73,13 @@ class AttachedForward:
         self._names = list(inspect.signature(model.forward).parameters)
         self._replaced: WeakSet[Any] = WeakSet()
 
-    @torch.compiler.disable  # in a compiled model this part runs as it is
+    @torch.compiler.disable  # type: ignore[untyped-decorator]  # runs as it is within a compiled model
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """See the model's own forward.
 
         Raises:
             H2OStreamError: a cache is given that is not the attached one, or of a stream that was replaced; the
-                attention is not ours any more; the last forward was cut off halfway; and see `H2OCache.prepare_forward`.
+                attention is not ours any more; the last forward was cut off halfway; see `H2OCache.prepare_forward`.
         """
         kwargs = {**dict(zip(self._names, args, strict=False)), **kwargs}
         given = kwargs.get("past_key_values")
@@ -101,7 +101,10 @@ class AttachedForward:
         try:
             output = self._output(kwargs)
         except BaseException:
-            cache.torn = any(layer.get_seq_length() != before for layer in cache.layers)
+            if before:
+                cache.torn = any(layer.get_seq_length() != before for layer in cache.layers)
+            else:
+                cache.reset()
             raise
         cache.torn = False
         return _naming(output, cache, given)

@@ -479,8 +479,8 @@ class H2OCache(Cache):
         """Adapt the keyword arguments of the model's forward to this cache, in place.
 
         Raises:
-            ConfigError: the attention mask is not one of padding, positions are not those of one text, or budgets do not
-                fit the first prompt.
+            ConfigError: the attention mask is not one of padding, positions are not those of one text, or budgets do
+                not fit the first prompt.
             H2OStreamError: the tokens pass the last position the model has learned, or rows are missing.
         """
         tokens = tokens_in(kwargs)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import fields, is_dataclass
 from itertools import chain, repeat
 from operator import attrgetter, contains, is_
@@ -33,12 +33,12 @@ class Unchanged:
         inside = modules[1:]
         # The frequencies of a rotary embedding come and go with the length of the text.
         still = [module for module in modules if not hasattr(module, "rope_type")]
-        homes = [module._modules for module in modules]
+        homes: list[dict[str, Any]] = [module._modules for module in modules]
         homes += [owner for module in still for owner in (module._parameters, module._buffers)]
         # These show what is put in later; behind them comes an end that nothing else is.
-        self._homes = [*(home.values() for home in homes if home), (self,)]
-        self._held = [*chain.from_iterable(self._homes)]
-        self._tensors = [held for held in self._held if isinstance(held, Tensor)]
+        self._homes: list[Iterable[Any]] = [*(home.values() for home in homes if home), (self,)]
+        self._held: list[Any] = [*chain.from_iterable(self._homes)]
+        self._tensors: list[Tensor] = [held for held in self._held if isinstance(held, Tensor)]
         self._addresses = [*map(Tensor.data_ptr, self._tensors)]
         self._states = [vars(module) for module in inside]
         self._hooks = [hooks for module in inside for hooks in (module._forward_hooks, module._forward_pre_hooks)]
