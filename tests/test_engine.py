@@ -287,6 +287,13 @@ class TestSampling:
     def test_repetition_penalty(self) -> None:
         assert set(self.draws(temperature=0, repetition_penalty=2.0)) == {1}
 
+    @pytest.mark.parametrize("temperature", [0.0, 0.7])
+    def test_what_is_no_number_is_never_drawn_from(self, temperature: float) -> None:
+        sampler = Sampler(SamplingConfig(temperature=temperature), None)
+        sampler.draw(torch.tensor([1.0, -torch.inf, 2.0]), [0])
+        with pytest.raises(H2OStreamError, match="not numbers"):
+            sampler.draw(torch.tensor([1.0, torch.nan, 2.0]), [0])
+
     def test_the_model_recommends_and_the_user_decides(self) -> None:
         class Recommended:
             temperature, top_p, top_k = 0.0, None, 50

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -14,6 +15,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from h2o_stream.cache.attach import attach
 from h2o_stream.cache.attention import h2o_attention
+from h2o_stream.cache.identity import model_digest
 from h2o_stream.cache.window import H2OCache, LayerSpec
 from h2o_stream.config import CacheConfig, ModelConfig
 from h2o_stream.errors import ConfigError
@@ -103,3 +105,16 @@ class TestOptions:
         outside = invoke("h2o-chat", *base, "--device-map", "auto", "--max-memory", "cpu=1MB", "--cache-device", "cpu")
         assert outside.exit_code == 0, outside.stderr
         assert outside.stdout == inside.stdout
+
+
+def test_weights_on_disk_are_part_of_what_a_model_is(tiny_folder: Path, tmp_path: Path) -> None:
+    inside = load(ModelConfig(str(tiny_folder), dtype="float32", device="cpu")).model
+    shutil.copytree(tiny_folder, tmp_path / "tuned")
+    with torch.no_grad():
+        inside.model.layers[1].mlp.up_proj.weight[3, 5] += 1
+    inside.save_pretrained(tmp_path / "tuned")
+    elsewhere = {"dtype": "float32", "device_map": "auto", "max_memory": "cpu=1MB"}
+    before, after = (
+        model_digest(load(ModelConfig(str(folder), **elsewhere)).model) for folder in (tiny_folder, tmp_path / "tuned")
+    )
+    assert before != after == model_digest(inside)

@@ -71,6 +71,19 @@ class TestTorn:
                 tiny(ids(1), past_key_values=cache)
 
 
+def test_the_last_layer_cut_off_when_it_has_counted(tiny: LlamaForCausalLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    with attach(tiny, CacheConfig(window=16), engine="eager") as cache:
+        tiny(ids(10), past_key_values=cache)
+        monkeypatch.setattr(cache.layers[1].policy, "observe", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            tiny(ids(1), past_key_values=cache)
+        assert {layer.get_seq_length() for layer in cache.layers} == {11}
+        with pytest.raises(H2OStreamError, match="cut off halfway"):
+            cache.state_dict()
+        with pytest.raises(H2OStreamError, match="cut off halfway"):
+            tiny(ids(1), past_key_values=cache)
+
+
 @pytest.mark.parametrize("policy", ["h2o", "full"])
 class TestStreams:
     def test_a_stream_goes_by_its_own_name(self, tiny: LlamaForCausalLM, policy: str) -> None:

@@ -4,20 +4,27 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any, get_args
 
 from transformers import PreTrainedModel
 
-from h2o_stream.cache.attention import ATTENTION_NAME
 from h2o_stream.cache.forward import AttachedForward, Stepper, replaced_forward
 from h2o_stream.cache.full import FullCache
 from h2o_stream.cache.identity import model_digest
 from h2o_stream.cache.proof import Proof, prove
 from h2o_stream.cache.reach import shared_out
 from h2o_stream.cache.rope import PositionsError
-from h2o_stream.cache.support import check_supported, home_of, layer_specs, learned_positions, reach_of
+from h2o_stream.cache.support import (
+    attention_of,
+    attention_of_ours,
+    check_supported,
+    home_of,
+    layer_specs,
+    learned_positions,
+    reach_of,
+)
 from h2o_stream.cache.window import H2OCache, LayerSpec
 from h2o_stream.config import CacheConfig, CachePlan, EngineChoice
 from h2o_stream.errors import ConfigError, H2OStreamError, UnsupportedModelError
@@ -60,16 +67,16 @@ def attach(
     if getattr(model, "_h2o_cache", None) is not None:
         raise H2OStreamError(f"{type(model).__name__} is attached already; leave that block first")
     cache = build_cache(model, config, progress)
-    previous = model.config._attn_implementation
-    if isinstance(cache, H2OCache):
-        model.set_attn_implementation(ATTENTION_NAME)
+    own = attention_of(model)
     model._h2o_cache = cache
     try:
-        with replaced_forward(model, AttachedForward(model, cache, _native(model, cache, engine), previous)):
+        with (
+            attention_of_ours(model) if isinstance(cache, H2OCache) else nullcontext(),
+            replaced_forward(model, AttachedForward(model, cache, _native(model, cache, engine), own)),
+        ):
             yield cache
     finally:
         del model._h2o_cache
-        model.set_attn_implementation(previous)
 
 
 def _transformers_model(model: Any) -> PreTrainedModel:

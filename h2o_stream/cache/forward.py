@@ -19,6 +19,7 @@ from h2o_stream.cache.attention import ATTENTION_NAME
 from h2o_stream.cache.full import FullCache
 from h2o_stream.cache.gradients import without_gradient
 from h2o_stream.cache.stream import Stream, cache_of
+from h2o_stream.cache.support import attention_set
 from h2o_stream.cache.window import H2OCache
 from h2o_stream.errors import H2OStreamError
 
@@ -53,17 +54,21 @@ class Stepper(Protocol):
 
 
 class AttachedForward:
-    """Stands in for `model.forward`. Owns `cache.torn`: it is set while a forward is under way.
+    """Stands in for `model.forward`.
 
     Args:
         model: whose forward it is.
         cache: goes into every forward that wants a cache.
         stepper: is asked first about single tokens; None for none.
-        attention: the model's own, which serves forwards without a cache.
+        attention: the model's own, see `attention_of`, which serves forwards without a cache.
     """
 
     def __init__(
-        self, model: PreTrainedModel, cache: H2OCache | FullCache, stepper: Stepper | None, attention: str
+        self,
+        model: PreTrainedModel,
+        cache: H2OCache | FullCache,
+        stepper: Stepper | None,
+        attention: list[tuple[Any, str]],
     ) -> None:
         # transformers and others ask for the signature: they see that of the forward within.
         functools.update_wrapper(self, model.forward)
@@ -96,14 +101,11 @@ class AttachedForward:
             raise H2OStreamError("the last forward was cut off halfway; reset() the cache to start a new stream")
         kwargs["past_key_values"] = cache
         cache.prepare_forward(kwargs)
-        before = cache.get_seq_length()
-        cache.torn = True
+        begun = bool(cache.get_seq_length())
         try:
             output = self._output(kwargs)
         except BaseException:
-            if before:
-                cache.torn = any(layer.get_seq_length() != before for layer in cache.layers)
-            else:
+            if not begun:
                 cache.reset()
             raise
         cache.torn = False
@@ -122,7 +124,7 @@ class AttachedForward:
     def _check_asked(self, kwargs: dict[str, Any]) -> None:
         asked = kwargs.get("output_attentions")
         asked = getattr(self._text, "output_attentions", False) if asked is None else asked
-        if asked and self._attention == "eager" and not isinstance(self.cache, FullCache):
+        if asked and (self._text, "eager") in self._attention and not isinstance(self.cache, FullCache):
             raise H2OStreamError("an attached model does not give out its attentions; ask for them outside the block")
 
     def _wants_cache(self, kwargs: dict[str, Any]) -> bool:
@@ -138,11 +140,8 @@ class AttachedForward:
         """The forward as it is without a cache of ours; the stream is left alone."""
         if isinstance(self.cache, FullCache):
             return self.forward(**kwargs)
-        self._model.set_attn_implementation(self._attention)
-        try:
+        with attention_set(self._model, self._attention):
             return self.forward(**kwargs)
-        finally:
-            self._model.set_attn_implementation(ATTENTION_NAME)
 
     def _replace(self, given: Any, kwargs: dict[str, Any]) -> None:
         """Begin a new stream in place of a cache that is given, which has to be empty."""

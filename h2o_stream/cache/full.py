@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping
 from copy import copy
 from typing import Any
@@ -27,15 +28,21 @@ from h2o_stream.config import CachePlan
 from h2o_stream.errors import H2OStreamError
 
 
+def _tearing(update: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(update)
+    def tearing(self: FullCache, *args: Any, **kwargs: Any) -> Any:
+        self.torn = True  # until the forward has come to its end
+        return update(self, *args, **kwargs)
+
+    return tearing
+
+
 class FullCache(DynamicCache):
     """transformers' own growing cache, with what the fixed window offers beside it."""
 
     engine_note = ""
     torn = False
     stream_number = 0
-    """See `H2OCache`."""
-
-    torn = False
     """See `H2OCache`."""
 
     def __init__(
@@ -110,6 +117,7 @@ class FullCache(DynamicCache):
             (seen,) = whole_numbers(state, "progress", 1)
             layers = [self._loaded(copy(layer), state, number, seen) for number, layer in enumerate(self.layers)]
         self.layers: list[Any] = layers
+        self.stream_number += 1
         self.torn = False
 
     def _loaded(self, layer: Any, state: Mapping[str, Tensor], number: int, seen: int) -> Any:
@@ -154,3 +162,7 @@ class FullCache(DynamicCache):
             )
         keys = self.layers[0].keys if self.layers else None
         check_rows(0 if keys is None else len(keys), len(tokens_in(kwargs)))
+
+
+for _name in [name for name in dir(DynamicCache) if name.startswith("update")]:
+    setattr(FullCache, _name, _tearing(getattr(DynamicCache, _name)))

@@ -38,7 +38,14 @@ _PIECE = 4096
 _ELSEWHERE = ("_name_or_path", "transformers_version", "quantization_config", "use_cache")
 """What a config tells that says nothing about the logits, or that the weights themselves tell."""
 
-_PASSING = ("training", "gradient_checkpointing", "max_seq_len_cached", "warnings_issued", "name_or_path")
+_PASSING = (
+    "training",
+    "hf_device_map",
+    "gradient_checkpointing",
+    "max_seq_len_cached",
+    "warnings_issued",
+    "name_or_path",
+)
 """Attributes of modules that do not belong to the model."""
 
 _ADAPTERS = ("_active_adapter", "_disable_adapters")
@@ -58,14 +65,15 @@ def model_digest(model: nn.Module) -> str:
     """What tells a model from all others: its class, how its weights are held, and 16 hex digits."""
     digest = hashlib.sha256(json.dumps(_config(model), sort_keys=True, default=str).encode())
     known = _summed.setdefault(model, {})
+    offloaded = _offloaded(model)
     for name, weight in _weights(model):
         digest.update(f"{name} {weight.dtype} {tuple(weight.shape)}".encode())
         weight = getattr(weight, "to_local", lambda whole=weight: whole)().detach()  # of one that processes share
-        if weight.is_meta:
+        if weight.is_meta and name not in offloaded:
             continue
-        seen = _looks(weight)
+        seen = id(offloaded[name]) if weight.is_meta else _looks(weight)
         if name not in known or known[name][0] != seen:
-            known[name] = seen, _sums(weight)
+            known[name] = seen, _sums(offloaded[name][name.rpartition(".")[2]] if weight.is_meta else weight)
         digest.update(known[name][1])
     held = set[str]()
     for name, module in model.named_modules():
@@ -74,6 +82,11 @@ def model_digest(model: nn.Module) -> str:
         held |= {kind.name.lower()} if isinstance(kind, Enum) else set()
     held = held or {str(weight.dtype).removeprefix("torch.") for _, weight in _weights(model)}
     return f"{type(model).__name__} {'+'.join(sorted(held))} {digest.hexdigest()[:16]}"
+
+
+def has_additions(model: nn.Module) -> bool:
+    """Whether functions were put into modules from outside: their source does not tell what they close over."""
+    return any(map(_additions, model.modules()))
 
 
 def policy_source(plan: CachePlan) -> str:
@@ -136,6 +149,16 @@ def _weights(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
                 yield name, buffer
 
 
+def _offloaded(model: nn.Module) -> dict[str, Any]:
+    """By the names of weights: where accelerate keeps those of their modules, by their names there."""
+    found = dict[str, Any]()
+    for prefix, module in model.named_modules():
+        kept = getattr(getattr(module, "_hf_hook", None), "weights_map", None)
+        if kept is not None:
+            found |= {f"{prefix}.{name}".lstrip("."): kept for name, _ in module.named_parameters(recurse=False)}
+    return found
+
+
 def _looks(weight: Tensor) -> tuple[Any, ...]:
     """What changes with a weight, in all likelihood."""
     some = weight.flatten()[:: max(weight.numel() // _SAMPLED, 1)]
@@ -166,8 +189,13 @@ def _module(module: nn.Module) -> Iterator[Any]:
                 yield name, _plain(value)
             except TypeError:  # a module, a tensor, a config
                 continue
+    yield _additions(module)
+
+
+def _additions(module: nn.Module) -> list[str]:
+    """The source of the functions that were put into a module from outside."""
     added = (vars(module).get("forward"), *module._forward_pre_hooks.values(), *module._forward_hooks.values())
-    yield [told for function in added if (told := _foreign(function, type(module)))]
+    return [told for function in added if (told := _foreign(function, type(module)))]
 
 
 def _plain(value: Any) -> Any:

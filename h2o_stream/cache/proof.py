@@ -17,8 +17,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from h2o_stream.cache.computation import computation_of
-from h2o_stream.cache.identity import model_digest
+from h2o_stream.cache.identity import has_additions, model_digest
 from h2o_stream.cache.notes import LONG_S, read_note, write_note
 from h2o_stream.cache.rope import PositionsError
 from h2o_stream.cache.slots import Kernels
@@ -136,11 +135,11 @@ class Proof:
 
     def _identify(self) -> str | None:
         """All that a verdict depends on; None where that cannot be told."""
-        model, computation = self._model, computation_of(self._model)
-        if computation is None:
+        model = self._model
+        if has_additions(model):
             return None
         here = f"{home_of(model).type} {model.dtype} {tolerance_of(model)} {[name for _, name in self._attention]}"
-        return f"{model_digest(model)} {computation} {here} {self._config} {_versions()}"
+        return f"{model_digest(model)} {here} {self._config} {_versions()}"
 
     def remembered(self, engine: str, trouble: Callable[[], str]) -> str:
         """What `trouble` says, unless it said nothing before, of the same model and `engine`."""

@@ -105,7 +105,7 @@ class H2OCache(Cache):
         proof: what `attach` proved of the model, for native code to be proved by; None where nobody did.
         engine_note: what runs the steps and why, "native, avx512" or "eager: ...", for people; `attach` knows.
         torn: a forward or a reset was cut off halfway: there is nothing to go on from before the next `reset`.
-        stream_number: grows with every `reset`, so that streams can be told apart.
+        stream_number: grows with every `reset` and every state that is loaded, so that streams can be told apart.
     """
 
     engine_note = ""
@@ -407,7 +407,7 @@ class H2OCache(Cache):
         loaded = copy(self)
         with refusing_damage():
             loaded._load(state, [slots.head_sizes for slots in self.slots if slots.is_initialized])
-        self.__dict__.update(loaded.__dict__, torn=False)
+        self.__dict__.update(loaded.__dict__, torn=False, stream_number=self.stream_number + 1)
         self._layout.changed()
 
     def _load(self, state: Mapping[str, Tensor], sizes: Sequence[tuple[int, int]]) -> None:
@@ -461,13 +461,13 @@ class H2OCache(Cache):
         return bool(lengths) and min(lengths) >= self._settled
 
     def begin_token(self) -> None:
-        """Count a token of each row in the first layer alone: the slots are written from now on."""
-        self.slots[0].columns += 1
+        """The slots are written from now on."""
+        self.torn = True
 
     def count_token(self) -> None:
         """Count a token of each row that a native step took through the slots of all layers, after `begin_token`."""
         lengths = tuple([length + 1 for length in self.layers[0].lengths])
-        columns = self.slots[0].columns
+        columns = self.slots[0].columns + 1
         for layer in self.slots:
             layer.columns, layer.lengths = columns, lengths
             layer.filled = min(layer.filled + 1, layer.store.slots)

@@ -105,7 +105,7 @@ class Engine:
     @property
     def torn(self) -> bool:
         """Whether a step was cut off halfway: then only `reset` and `load_state_dict` can be called."""
-        return self._torn
+        return self._torn or self.cache.torn
 
     def reset(self) -> None:
         """Start a new stream with an empty cache; pins stay."""
@@ -133,7 +133,7 @@ class Engine:
         Raises:
             H2OStreamError: nothing was fed yet, or the last step was cut off halfway.
         """
-        if self._torn:
+        if self.torn:
             raise H2OStreamError("the last step was cut off halfway; there is no state to save")
         own = {
             "engine.tokens": torch.tensor(self.tokens, dtype=torch.int32),
@@ -261,7 +261,7 @@ class Engine:
         yield Finished("length", text.flush())
 
     def _refuse_torn(self) -> None:
-        if self._torn:
+        if self.torn:
             raise H2OStreamError(TORN)
 
     @torch.no_grad()

@@ -69,9 +69,17 @@ class Sampler:
         Args:
             logits: [V], any float dtype.
             tokens: what the repetition penalty looks at: the turn so far.
+
+        Raises:
+            H2OStreamError: there are NaNs among the logits.
         """
         with one_thread():
             scores = logits.float()
+            if math.isnan(scores.sum().item()):
+                raise H2OStreamError(
+                    "the model's logits are not numbers (NaN): its weights are damaged, or their type is too narrow "
+                    "for it; try --dtype float32"
+                )
             if self._penalty is not None:
                 history = torch.tensor([tokens], dtype=torch.int64, device=logits.device)
                 scores = self._penalty(history, scores[None])[0]

@@ -203,11 +203,10 @@ class CheckedStepper:
         """
         cache, tokens = self._stepper.cache, kwargs["input_ids"]
         model = self._stepper.model
-        number, cache.torn = cache.stream_number, False
-        before = cache.state_dict()
+        number, before = cache.stream_number, cache.state_dict()
         eager = self._forward(**kwargs, output_hidden_states=True)
         cache.load_state_dict(before)
-        cache.stream_number, cache.torn = number, True  # it is the same stream, and the forward is still under way
+        cache.stream_number = number  # it is the same stream
         trace = torch.empty(len(model.layers) + 1, len(tokens), model.struct.hidden)
         logits = self._stepper.run(tokens, trace)
         if logits is None:
