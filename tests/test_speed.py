@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,7 @@ import pytest
 
 from h2o_stream.compare.comparison import Doing
 from h2o_stream.compare.contenders import LLAMA_CPP, OURS, TRANSFORMERS, Contender, Memory, Ready, weight_bytes
-from h2o_stream.compare.speed import ROUNDS, STEPS, Race, bandwidth, needed
+from h2o_stream.compare.speed import ROUNDS, STEPS, Race, Speed, bandwidth, needed
 from h2o_stream.compare.worker import Worker
 from h2o_stream.config import CacheConfig, ModelConfig
 from h2o_stream.errors import H2OStreamError
@@ -51,6 +52,17 @@ def test_a_race_in_the_shell(tiny_folder: Path, tmp_path: Path) -> None:
     assert "of floor" in (tmp_path / "out" / "speed.md").read_text()
     assert (tmp_path / "out" / "speed.png").stat().st_size > 1000
     assert "h2o-stream h2o 32" in done.stderr + done.stdout
+
+
+def test_the_run_record_tells_weights_of_one_name_apart(tiny_folder: Path, tmp_path: Path) -> None:
+    model, text = tmp_path / "model", tmp_path / "text.txt"
+    shutil.copytree(tiny_folder, model)
+    text.write_text("The quick brown fox jumps over the lazy dog and runs away. " * 80)
+    contender = Contender(OURS, ModelConfig(str(model)), CacheConfig())
+    before = Speed([contender], [8], text).begin(print)
+    assert Speed([contender], [8], text).begin(print) == before
+    make_llama(vocab=64, seed=1).save_pretrained(model)
+    assert Speed([contender], [8], text).begin(print)["files"] != before["files"]
 
 
 class Pretended:

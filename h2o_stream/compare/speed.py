@@ -22,6 +22,7 @@ from h2o_stream.compare.random_gguf import check_architecture, write_random_gguf
 from h2o_stream.compare.random_weights import precision_of, read_settings
 from h2o_stream.compare.worker import Worker
 from h2o_stream.errors import DataError, H2OStreamError
+from h2o_stream.models.find import files_digest, find, located
 from h2o_stream.models.load import load_tokenizer
 
 ROUNDS = 5
@@ -206,7 +207,7 @@ class Speed(Comparison):
     def __init__(self, contenders: Sequence[Contender], histories: Sequence[int], text: Path) -> None:
         self._contenders, self._histories, self._text = contenders, sorted(set(histories)), text
         self._tokens: list[int] = []
-        self._digest = ""
+        self._digest, self._files = "", list[str]()
         self._race: Race
 
     def begin(self, notify: Notify) -> dict[str, Any]:
@@ -220,8 +221,10 @@ class Speed(Comparison):
         if first.random_weights:
             self._check_random(Path(first.random_weights))
         self._digest = digest_of(self._tokens)
+        self._files = sorted({_weights_of(contender) for contender in self._contenders})
         self._race = Race(self._contenders, self._tokens)
         return {
+            "files": self._files,
             "model": first.random_weights or first.model.model,
             "policy": [contender.cache.policy for contender in self._contenders],
             "window": [window_of(contender.cache) for contender in self._contenders],
@@ -252,6 +255,7 @@ class Speed(Comparison):
             "tokens": self._digest,
             "contenders": [asdict(contender) for contender in self._contenders],
             "history": history,
+            "files": self._files,
             "machine": machine(),
             "version": version("h2o-stream"),
         }
@@ -271,6 +275,14 @@ class Speed(Comparison):
         """End the processes."""
         if hasattr(self, "_race"):
             self._race.close()
+
+
+def _weights_of(contender: Contender) -> str:
+    """What tells the files of a contender's weights from others of that name: no process has read them yet."""
+    if contender.random_weights:
+        return files_digest(Path(contender.random_weights))
+    model = contender.model
+    return files_digest(located(find(model.model, model.offline), model.offline))
 
 
 def _record(figure: Figure, reads: float) -> dict[str, Any]:

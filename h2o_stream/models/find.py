@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from pathlib import Path
 
 from h2o_stream.config import DEFAULT_MODEL
@@ -79,3 +80,18 @@ def fingerprint(path: Path) -> str:
     """Names what is kept of a GGUF file: changes whenever the file does."""
     stat = path.resolve().stat()
     return f"{path.stem}-{stat.st_size:x}-{stat.st_mtime_ns:x}"
+
+
+def located(source: str, offline: bool) -> Path:
+    """The folder or the file in which what `find` found lies on this machine."""
+    path = Path(source)
+    return path if path.exists() else fetch(source, "config.json", offline).parent
+
+
+def files_digest(path: Path) -> str:
+    """12 hex digits that change whenever a GGUF file, or a file of weights or settings in a folder, is another one."""
+    files = [path]
+    if path.is_dir():
+        files = sorted(file for file in path.iterdir() if file.suffix in (".safetensors", ".bin", ".json"))
+    stats = [(file.name, file.stat().st_size, file.stat().st_mtime_ns) for file in files]
+    return hashlib.sha256(repr((str(path.resolve()), stats)).encode()).hexdigest()[:12]

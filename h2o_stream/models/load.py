@@ -27,11 +27,11 @@ from h2o_stream.errors import (
     means_out_of_memory,
 )
 from h2o_stream.memory import free_bytes, give_back_free_memory
-from h2o_stream.models.find import find, fingerprint
+from h2o_stream.models.find import find, fingerprint, located
 from h2o_stream.models.gguf import GgufFile
 from h2o_stream.models.gguf_describe import described
 from h2o_stream.models.gguf_model import weights_as_they_are, weights_in
-from h2o_stream.models.hub import download_bars, fetch
+from h2o_stream.models.hub import download_bars
 from h2o_stream.models.kept import lock_of
 from h2o_stream.models.packed_folder import folder_of, keep
 from h2o_stream.models.pages import into_large_pages, map_in_large_pages
@@ -224,8 +224,7 @@ class _Loader:
             with_dtype(model, precision.dtype)
             return model
 
-        folder = Path(source) if Path(source).is_dir() else fetch(source, "config.json", self._config.offline).parent
-        return self._kept(folder, precision.quantize, precision.dtype, read)
+        return self._kept(located(source, self._config.offline), precision.quantize, precision.dtype, read)
 
     def _kept(self, source: Path, quantize: str, dtype: torch.dtype, read: Callable[[], Any]) -> Any:
         """With the packed weights that are kept of `source`; else what `read` makes, which is kept then."""

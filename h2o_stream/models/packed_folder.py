@@ -18,6 +18,7 @@ import safetensors.torch
 from filelock import Timeout
 from torch import Tensor
 
+from h2o_stream.models.find import files_digest
 from h2o_stream.models.kept import NOTE, lock_of
 from h2o_stream.models.precision import readable
 from h2o_stream.models.quantize import FORMAT
@@ -42,11 +43,7 @@ def folder_of(name: str, source: Path, quantize: str) -> Path:
         source: folder of its checkpoint, or GGUF file; changes of its files change the result.
         quantize: ``int8``, ``int4`` or ``gguf``.
     """
-    files = [source]
-    if source.is_dir():
-        files = sorted(path for path in source.iterdir() if path.suffix in (".safetensors", ".bin", ".json"))
-    stats = [(path.name, path.stat().st_size, path.stat().st_mtime_ns) for path in files]
-    digest = hashlib.sha256(repr((str(source.resolve()), stats, FORMAT)).encode()).hexdigest()[:12]
+    digest = hashlib.sha256(f"{files_digest(source)} {FORMAT}".encode()).hexdigest()[:12]
     stem = re.sub(r"[^\w.-]+", "-", Path(name).name or name)[-60:]
     return cache_folder() / "packed" / f"{stem}-{quantize}-{digest}"
 
