@@ -27,7 +27,8 @@ from h2o_stream import CacheConfig, ConfigError, Conversation, Engine, H2OStream
 from h2o_stream.cache.audit import audit
 from h2o_stream.errors import DataError
 from h2o_stream.session.keeper import Keeper, NoFitError
-from h2o_stream.session.sessions import Header, Session
+from h2o_stream.session.sessions import Session
+from h2o_stream.session.transcript import Header
 from tests.disturbances import full_disk, interrupted
 from tests.small_talk import WORDS, small_model, small_tokenizer
 
@@ -278,7 +279,7 @@ class ConversationMachine(RuleBasedStateMachine):
         self.behind.discard(name)
         with suppress(H2OStreamError):  # states of long ago
             for entry in reversed(entries):
-                state = self.keeper._kept.state(entry.turn)
+                state = self.keeper._transactions.checkpoint.state(entry.turn)
                 if state is None:
                     break
                 digests.append((self.digest_of_state(state), tuple(state["engine.tokens"].tolist())))

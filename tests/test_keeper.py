@@ -10,7 +10,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from h2o_stream import CacheConfig, Conversation, Engine, H2OStreamError, SamplingConfig
 from h2o_stream.session.keeper import Keeper, NoFitError
-from h2o_stream.session.sessions import Header
+from h2o_stream.session.transcript import Header
 from h2o_stream.session.turn import Turn
 
 TALK = ["Tell me about the sea.", "And the tower?", "What about the light?", "Thanks, go on.", "And then?"]

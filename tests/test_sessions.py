@@ -12,7 +12,9 @@ from torch import Tensor
 
 from h2o_stream import ConfigError, H2OStreamError
 from h2o_stream.errors import DataError
-from h2o_stream.session.sessions import STATES_KEPT, Entry, Header, Session, Transcript, export, saved_sessions
+from h2o_stream.session.export import export
+from h2o_stream.session.sessions import STATES_KEPT, Session, saved_sessions
+from h2o_stream.session.transcript import Entry, Header, Transcript
 
 HEADER = Header("a-model", "h2o", 256, "Be brief.")
 

@@ -14,7 +14,8 @@ from h2o_stream import CacheConfig, ConfigError, Conversation, Engine, H2OStream
 from h2o_stream.engine.events import Finished, PrefillProgress, Token
 from h2o_stream.errors import DataError
 from h2o_stream.session.keeper import Keeper, NoFitError
-from h2o_stream.session.sessions import Entry, Header, Session
+from h2o_stream.session.sessions import Session
+from h2o_stream.session.transcript import Entry, Header
 from h2o_stream.session.turn import Turn
 from tests.disturbances import full_disk, interrupted
 from tests.small_talk import WORDS, small_model, small_tokenizer
