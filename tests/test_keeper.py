@@ -10,6 +10,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from h2o_stream import CacheConfig, Conversation, Engine, H2OStreamError, SamplingConfig
 from h2o_stream.session.keeper import Keeper, NoFitError
+from h2o_stream.session.states import StateFiles
 from h2o_stream.session.transcript import Header
 from h2o_stream.session.turn import Turn
 
@@ -148,7 +149,7 @@ def test_a_full_disk_is_told_with_the_turn(make: Callable[..., Keeper], monkeypa
         raise OSError(28, "No space left on device")
 
     assert keeper.session is not None
-    monkeypatch.setattr(keeper.session, "_write_state", full)
+    monkeypatch.setattr(StateFiles, "write", full)
     turn = next(event for event in keeper.say("Hello.") if isinstance(event, Turn))
     assert "No space left on device" in turn.detail
     assert turn.text

@@ -2,12 +2,11 @@
 
 A session is a folder. ``transcript.jsonl`` has a header and a line for each thing that happened; every line is
 synced before the next turn begins. ``state-N.safetensors`` is everything there was after the N-th line, and holds that
-line too: it is written first and appears whole or not at all, so that a turn whose line is missing is found there.
+line too: it is written first, so a turn whose line is missing is found there.
 """
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import shutil
@@ -18,7 +17,8 @@ from typing import TYPE_CHECKING, Any, Self
 
 from h2o_stream.errors import ConfigError, DataError
 from h2o_stream.resources import data_folder
-from h2o_stream.session.transcript import Entry, Header, Transcript, header_record, turn_record, write_whole
+from h2o_stream.session.states import StateFiles
+from h2o_stream.session.transcript import Entry, Header, Transcript, header_record, turn_record
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -60,8 +60,8 @@ class Session:
             self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
             self._lock = FileLock(self._folder / "lock", timeout=0)
             self._lock.acquire()
-            self.transcript = Transcript(path)
-            self._settle()
+            self.transcript, self._states = Transcript(path), StateFiles(self._folder)
+            self._recover()
         except Timeout as error:
             raise DataError(
                 f"session {name} is open in another process; leave it there, or use another name"
@@ -91,30 +91,17 @@ class Session:
         shutil.rmtree(self._folder, ignore_errors=True)
         self.close()
 
-    def _states(self) -> dict[int, Path]:
-        """By the number of the line after which they were taken."""
-        found = {}
-        for path in self._folder.glob("state-*.safetensors"):
-            with suppress(ValueError):
-                found[int(path.stem.removeprefix("state-"))] = path
-        return dict(sorted(found.items()))
-
-    def _settle(self) -> None:
+    def _recover(self) -> None:
         """Take over the line of a turn whose state was saved when the process ended; drop what is of no use."""
         for path in self._folder.glob("*.part"):
             path.unlink(missing_ok=True)
-        for line, path in self._states().items():
-            if line == self.transcript.lines + 1 and (record := _line_of(path)):
-                self._append_or_owe(record)
+        while record := self._states.record(self.transcript.lines + 1):
+            self._append_or_owe(record)
         self._prune()
 
     def _prune(self) -> None:
         """Drop the states of turns that are too old, or not there any more."""
-        kept = list(self.transcript.numbers.values())[-STATES_KEPT:]
-        for line, path in self._states().items():
-            if line not in kept:
-                with suppress(OSError):
-                    path.unlink(missing_ok=True)
+        self._states.keep(list(self.transcript.numbers.values())[-STATES_KEPT:])
 
     def begin(self, header: Header) -> None:
         """Start anew; what was said before stays in the file.
@@ -146,14 +133,14 @@ class Session:
         try:
             try:
                 if state is not None:
-                    self._write_state(line, state, record)
+                    self._states.write(line, state, record)
             except OSError as error:
                 trouble = error.strerror or str(error)
             if (unwritten := self._append_or_owe(record)) is not None:
                 lost, trouble = "this turn is not saved yet", trouble or unwritten
         finally:
             if self.transcript.lines < line:
-                _state_path(self._folder, line).unlink(missing_ok=True)
+                self._states.drop_from(line)
         self._prune()
         if trouble is not None:
             raise DataError(f"session {self.name}: {trouble}; {lost}")
@@ -185,15 +172,13 @@ class Session:
         try:
             for line, (entry, record) in list(enumerate(zip(entries, records, strict=True), first))[-STATES_KEPT:]:
                 if (tensors := state(entry.turn)) is not None:
-                    self._write_state(line, tensors, record)
+                    self._states.write(line, tensors, record)
             self.transcript.replace([header_record(header), *records])
         except OSError as error:
             raise DataError(f"session {self.name}: {error.strerror or error}; it is not saved") from error
         finally:
             if self.transcript.lines == before:
-                for line, path in self._states().items():
-                    if line >= first:
-                        path.unlink(missing_ok=True)
+                self._states.drop_from(first)
         self._prune()
 
     def undo(self, turn: int) -> None:
@@ -211,23 +196,7 @@ class Session:
         Raises:
             DataError: the file is damaged.
         """
-        path = _state_path(self._folder, self.transcript.numbers.get(turn, 0))
-        record = _line_of(path)
-        if record is None or record["turn"] != turn:
-            return None
-        from safetensors import SafetensorError
-        from safetensors.torch import load
-
-        try:
-            return load(path.read_bytes())
-        except (SafetensorError, OSError) as error:
-            raise DataError(f"{path}: damaged: {error}") from error
-
-    def _write_state(self, line: int, state: Mapping[str, Tensor], record: Mapping[str, Any]) -> None:
-        from safetensors.torch import save
-
-        data = save(dict(state), metadata={"line": json.dumps(record, ensure_ascii=False)})
-        write_whole(_state_path(self._folder, line), data)
+        return self._states.read(self.transcript.numbers.get(turn, 0), turn)
 
 
 def saved_sessions(folder: Path | None = None) -> list[tuple[str, Transcript]]:
@@ -264,19 +233,3 @@ def _folder(name: str, folder: Path | None) -> Path:
             f"and {_NAME_BYTES} bytes"
         )
     return (folder or sessions_folder()) / name
-
-
-def _line_of(path: Path) -> dict[str, Any] | None:
-    """The line of the turn after which a state was taken; None if the state is damaged."""
-    from safetensors import SafetensorError, safe_open
-
-    try:
-        with safe_open(path, "pt") as file:
-            line: dict[str, Any] = json.loads(file.metadata()["line"])
-            return line if "turn" in line else None
-    except (SafetensorError, OSError, KeyError, TypeError, ValueError):
-        return None
-
-
-def _state_path(folder: Path, line: int) -> Path:
-    return folder / f"state-{line:08}.safetensors"
