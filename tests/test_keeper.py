@@ -9,6 +9,7 @@ import pytest
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from h2o_stream import CacheConfig, Conversation, Engine, H2OStreamError, SamplingConfig
+from h2o_stream.errors import DataError
 from h2o_stream.session.keeper import Keeper, NoFitError
 from h2o_stream.session.states import StateFiles
 from h2o_stream.session.transcript import Header
@@ -154,4 +155,8 @@ def test_a_full_disk_is_told_with_the_turn(make: Callable[..., Keeper], monkeypa
     assert "No space left on device" in turn.detail
     assert turn.text
     assert len(keeper.entries) == 1
+    for events in (keeper.tell("What is the code?", "4711."), keeper.pin("The code is 4711.")):
+        with pytest.raises(DataError, match="the state of the cache is not"):
+            list(events)
+    assert [entry.kind for entry in keeper.entries] == ["said", "told", "pinned"]
     keeper.close()

@@ -89,7 +89,7 @@ class Keeper:
         Raises:
             DataError: the turn is complete, but could not be saved, or not all of it.
         """
-        return self._transactions.begin(self._feed(plain(text), reply, "told"))
+        return self._transactions.begin(self._feed_turn(plain(text), reply, "told"))
 
     def pin(self, text: str) -> Feeding:
         """See `Conversation.pin`; one that is cut off is kept as told.
@@ -97,12 +97,12 @@ class Keeper:
         Raises:
             DataError: see `tell`.
         """
-        return self._transactions.begin(self._feed(plain(text), "", "pinned"))
+        return self._transactions.begin(self._feed_turn(plain(text), "", "pinned"))
 
-    def _feed(self, text: str, reply: str, kind: Kind) -> Feeding:
+    def _feed_turn(self, text: str, reply: str, kind: Kind) -> Feeding:
         with self._transactions.atomic():
             try:
-                with closing(self._fed(text, reply, kind)) as events:
+                with closing(self._feed(text, reply, kind)) as events:
                     for event in events:
                         if isinstance(event, Finished):
                             event = _with_detail(event, self._ended(text, reply, kind, event.reason))
@@ -113,7 +113,7 @@ class Keeper:
                 self._transactions.commit_turn(text, reply, kind, "interrupted")
                 raise
 
-    def _fed(self, text: str, reply: str, kind: Kind) -> Feeding:
+    def _feed(self, text: str, reply: str, kind: Kind) -> Feeding:
         return self.conversation.pin(text) if kind == "pinned" else self.conversation.tell(text, reply)
 
     def _ended(self, text: str, reply: str, kind: Kind, finish: str) -> str:
@@ -274,7 +274,7 @@ class Keeper:
             told = Checkpoint(conversation.facts, transactions.draws)
             for entry in session.transcript.entries:
                 kind: Kind = "pinned" if entry.kind == "pinned" else "told"
-                with closing(self._fed(entry.prompt, entry.text, kind)) as events:
+                with closing(self._feed(entry.prompt, entry.text, kind)) as events:
                     for event in events:
                         if isinstance(event, Finished):
                             transactions.roll_back()
