@@ -155,8 +155,9 @@ def test_a_full_disk_is_told_with_the_turn(make: Callable[..., Keeper], monkeypa
     assert "No space left on device" in turn.detail
     assert turn.text
     assert len(keeper.entries) == 1
-    for events in (keeper.tell("What is the code?", "4711."), keeper.pin("The code is 4711.")):
-        with pytest.raises(DataError, match="the state of the cache is not"):
-            list(events)
+    with pytest.raises(DataError, match="the state of the cache is not"):
+        list(keeper.tell("What is the code?", "4711."))
+    with pytest.raises(DataError, match="the state of the cache is not"):
+        list(keeper.pin("The code is 4711."))
     assert [entry.kind for entry in keeper.entries] == ["said", "told", "pinned"]
     keeper.close()
