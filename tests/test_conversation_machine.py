@@ -27,7 +27,8 @@ from h2o_stream import CacheConfig, ConfigError, Conversation, Engine, H2OStream
 from h2o_stream.cache.audit import audit
 from h2o_stream.errors import DataError
 from h2o_stream.session.keeper import Keeper, NoFitError
-from h2o_stream.session.sessions import Header, Session
+from h2o_stream.session.sessions import Session
+from h2o_stream.session.transcript import Header
 from tests.disturbances import full_disk, interrupted
 from tests.small_talk import WORDS, small_model, small_tokenizer
 
@@ -87,10 +88,7 @@ def make_engine() -> Engine:
     return engine
 
 
-def digest_of(conversation: Conversation) -> str:
-    if not conversation.engine.tokens:
-        return ""
-    state = conversation.state_dict()
+def digest_of(state: dict[str, Tensor]) -> str:
     whole = hashlib.sha256()
     for name in sorted(state):
         whole.update(f"{name} {tuple(state[name].shape)}".encode() + state[name].numpy().tobytes())
@@ -127,6 +125,10 @@ class ConversationMachine(RuleBasedStateMachine):
 
     # what is to be seen
 
+    @property
+    def digest(self) -> str:
+        return digest_of(self.keeper.conversation.state_dict()) if self.engine.tokens else ""
+
     def seen(self, talk: Talk) -> bool:
         """Whether the conversation is as the model says."""
         conversation = self.keeper.conversation
@@ -134,7 +136,7 @@ class ConversationMachine(RuleBasedStateMachine):
         return (
             not conversation.torn
             and (entries, conversation.pins, conversation.system) == (talk.entries, talk.pins, talk.system)
-            and digest_of(conversation) == talk.digest
+            and self.digest == talk.digest
         )
 
     def disturbed(self, disturbance: Any, do: Callable[[], Any]) -> BaseException | None:
@@ -192,10 +194,9 @@ class ConversationMachine(RuleBasedStateMachine):
         entry = self.keeper.entries[-1]
         assert entry.prompt == text
         assert error is None or isinstance(error, KeyboardInterrupt | DataError), error
-        conversation = self.keeper.conversation
         after = (entry.kind, entry.prompt, entry.text, entry.finish)
         stopped = events if entry.finish == "interrupted" else None
-        said = Said(kind, text, stopped, draws, after, tuple(self.engine.tokens), digest_of(conversation))
+        said = Said(kind, text, stopped, draws, after, tuple(self.engine.tokens), self.digest)
         self.talk = replace(before, turns=(*before.turns, said))
         assert self.seen(self.talk)
         if self.name is not None:
@@ -278,10 +279,10 @@ class ConversationMachine(RuleBasedStateMachine):
         self.behind.discard(name)
         with suppress(H2OStreamError):  # states of long ago
             for entry in reversed(entries):
-                state = self.keeper._kept.state(entry.turn)
+                state = self.keeper._transactions.checkpoint.state(entry.turn)
                 if state is None:
                     break
-                digests.append((self.digest_of_state(state), tuple(state["engine.tokens"].tolist())))
+                digests.append((digest_of(state), tuple(state["engine.tokens"].tolist())))
         digests += [("", ())] * (len(entries) - len(digests))
         for entry, (digest, tokens) in zip(entries, reversed(digests), strict=True):
             kind = "pin" if entry.kind == "pinned" else f"tell {entry.text}"
@@ -291,13 +292,6 @@ class ConversationMachine(RuleBasedStateMachine):
         assert self.seen(self.talk)
         self.saved[name] = self.talk
         return None
-
-    @staticmethod
-    def digest_of_state(state: dict[str, Tensor]) -> str:
-        whole = hashlib.sha256()
-        for key in sorted(state):
-            whole.update(f"{key} {tuple(state[key].shape)}".encode() + state[key].numpy().tobytes())
-        return whole.hexdigest()
 
     @rule()
     def leave_the_session(self) -> None:
@@ -341,8 +335,7 @@ class ConversationMachine(RuleBasedStateMachine):
                 if turn.tokens:
                     assert tuple(engine.tokens) == turn.tokens
             if self.talk.turns:
-                ours = engine.cache.kept(1)
-                assert torch.equal(ours, self.kept), "what is held differs"
+                assert torch.equal(engine.cache.kept(1), self.held), "what is held differs"
 
     def check_the_disk(self) -> None:
         for name, talk in self.saved.items():
@@ -354,13 +347,9 @@ class ConversationMachine(RuleBasedStateMachine):
                 wanted = [turn.text for turn in talk.turns]
                 assert prompts == wanted or (name in self.behind and prompts == wanted[: len(prompts)])
 
-    @property
-    def kept(self) -> Tensor:
-        return self._held
-
     @invariant()
     def remember_what_is_held(self) -> None:
-        self._held = self.engine.cache.kept(1)
+        self.held = self.engine.cache.kept(1)
 
 
 TestConversations = ConversationMachine.TestCase

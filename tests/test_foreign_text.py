@@ -27,7 +27,8 @@ from h2o_stream.cli import chat, run
 from h2o_stream.models import stores
 from h2o_stream.models.stores import StoredModel
 from h2o_stream.progress import Progress
-from h2o_stream.session.holdings import HeldPassage, HeldText, Passage
+from h2o_stream.session.facts import Passage
+from h2o_stream.session.holdings import HeldPassage, HeldText
 from h2o_stream.session.report import RunReport
 from h2o_stream.ui.comparison import print_page
 from h2o_stream.ui.loading import LoadingLine

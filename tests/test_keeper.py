@@ -9,8 +9,10 @@ import pytest
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from h2o_stream import CacheConfig, Conversation, Engine, H2OStreamError, SamplingConfig
+from h2o_stream.errors import DataError
 from h2o_stream.session.keeper import Keeper, NoFitError
-from h2o_stream.session.sessions import Header
+from h2o_stream.session.states import StateFiles
+from h2o_stream.session.transcript import Header
 from h2o_stream.session.turn import Turn
 
 TALK = ["Tell me about the sea.", "And the tower?", "What about the light?", "Thanks, go on.", "And then?"]
@@ -148,9 +150,14 @@ def test_a_full_disk_is_told_with_the_turn(make: Callable[..., Keeper], monkeypa
         raise OSError(28, "No space left on device")
 
     assert keeper.session is not None
-    monkeypatch.setattr(keeper.session, "_write_state", full)
+    monkeypatch.setattr(StateFiles, "write", full)
     turn = next(event for event in keeper.say("Hello.") if isinstance(event, Turn))
     assert "No space left on device" in turn.detail
     assert turn.text
     assert len(keeper.entries) == 1
+    with pytest.raises(DataError, match="the state of the cache is not"):
+        list(keeper.tell("What is the code?", "4711."))
+    with pytest.raises(DataError, match="the state of the cache is not"):
+        list(keeper.pin("The code is 4711."))
+    assert [entry.kind for entry in keeper.entries] == ["said", "told", "pinned"]
     keeper.close()

@@ -19,7 +19,7 @@ from h2o_stream.errors import H2OStreamError
 from h2o_stream.session.lines import read_objects
 from h2o_stream.session.questions import load_questions
 from h2o_stream.session.requests import read_requests
-from h2o_stream.session.sessions import Transcript
+from h2o_stream.session.transcript import Transcript
 from h2o_stream.ui.command_list import COMMANDS, is_command
 from tests.test_cli import BIN, invoke
 from tests.test_sessions import filled

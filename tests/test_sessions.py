@@ -12,7 +12,10 @@ from torch import Tensor
 
 from h2o_stream import ConfigError, H2OStreamError
 from h2o_stream.errors import DataError
-from h2o_stream.session.sessions import STATES_KEPT, Entry, Header, Session, Transcript, export, saved_sessions
+from h2o_stream.session.export import export
+from h2o_stream.session.sessions import STATES_KEPT, Session, saved_sessions
+from h2o_stream.session.states import StateFiles
+from h2o_stream.session.transcript import Entry, Header, Transcript
 
 HEADER = Header("a-model", "h2o", 256, "Be brief.")
 
@@ -151,7 +154,7 @@ def test_a_full_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
             raise OSError(28, "No space left on device")
 
         with monkeypatch.context() as patch:
-            patch.setattr(session, "_write_state", full)
+            patch.setattr(StateFiles, "write", full)
             with pytest.raises(DataError, match="No space left on device; the words of this turn are saved"):
                 session.add(Entry(4, "a", "b"), state(4))
         with monkeypatch.context() as patch:

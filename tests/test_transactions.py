@@ -14,7 +14,8 @@ from h2o_stream import CacheConfig, ConfigError, Conversation, Engine, H2OStream
 from h2o_stream.engine.events import Finished, PrefillProgress, Token
 from h2o_stream.errors import DataError
 from h2o_stream.session.keeper import Keeper, NoFitError
-from h2o_stream.session.sessions import Entry, Header, Session
+from h2o_stream.session.sessions import Session
+from h2o_stream.session.transcript import Entry, Header
 from h2o_stream.session.turn import Turn
 from tests.disturbances import full_disk, interrupted
 from tests.small_talk import WORDS, small_model, small_tokenizer
@@ -127,21 +128,21 @@ class TestInterrupted:
         conversation.reset()
         assert isinstance(list(conversation.say("w3"))[-1], Turn)
 
-    def test_out_of_memory_takes_the_turn_back(self, make: Callable[..., Keeper]) -> None:
+    def test_out_of_memory_takes_the_turn_back(
+        self, make: Callable[..., Keeper], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
         keeper = make()
         list(keeper.say("w3"))
         before = whole(keeper)
-        model = keeper.conversation.engine.model
-        forward = model.forward
 
         def fail(*_: object, **__: object) -> None:
             raise MemoryError
 
         events = keeper.say("w4 w5 w6 w7 w8")
         next(events)
-        model.forward = fail
-        turn = next(events)
-        model.forward = forward
+        with monkeypatch.context() as patch:
+            patch.setattr("torch.nn.functional.embedding", fail)
+            turn = next(events)
         assert isinstance(turn, Turn)
         assert turn.finish == "oom"
         assert turn.detail.endswith("The conversation is as it was before this turn.")

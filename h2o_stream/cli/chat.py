@@ -199,7 +199,8 @@ def _can_start_early(model: ModelConfig, chat: ChatConfig, output: OutputOptions
 
 
 def _export(session: str, path: Path) -> None:
-    from h2o_stream.session.sessions import export, find_transcript
+    from h2o_stream.session.export import export
+    from h2o_stream.session.sessions import find_transcript
 
     transcript = find_transcript(session)
     if transcript.header is None:

@@ -1,23 +1,23 @@
 """A conversation of any length: says things to the engine and reports what came back, turn by turn.
 
-All that a conversation is beside its stream of tokens are `Facts`, replaced as a whole. A turn states them before it
-feeds anything, and `Conversation._settle` makes them fit what was fed, however the turn ended. So between two events
-nothing is half there; only a forward that is cut off leaves the stream torn, and known as such.
+All that a conversation is beside its stream of tokens is in its `Facts`. A turn states them before it feeds anything,
+and `Conversation._settle` makes them fit what was fed, however the turn ended. So nothing is half done between two
+events; only a forward that is cut off leaves the stream torn, and known as such.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Mapping, Sequence
-from contextlib import closing
-from dataclasses import astuple, dataclass, field, replace
+from collections.abc import Generator, Iterator, Mapping, Sequence
+from contextlib import closing, contextmanager
+from dataclasses import replace
 
 import psutil
 from torch import Tensor
 
-from h2o_stream.cache.state import checksummed, sealed, unsealed, verify
 from h2o_stream.engine.engine import TORN, Engine
 from h2o_stream.engine.events import Finished, PrefillProgress, Token
 from h2o_stream.errors import H2OStreamError
+from h2o_stream.session.facts import Facts, Passage, Pinning, facts_of
 from h2o_stream.session.running import Running
 from h2o_stream.session.template import ChatTemplate, Prompt
 from h2o_stream.session.turn import Turn
@@ -25,51 +25,6 @@ from h2o_stream.session.work import Work
 
 Turning = Generator[PrefillProgress | Token | Turn, None, None]
 Feeding = Generator[PrefillProgress | Finished, None, None]
-
-_CHECKSUMS = "conversation.checksums"
-
-
-@dataclass(frozen=True)
-class Passage:
-    """Tokens of the stream that belong together: from index `start` up to `stop`, of turn `turn`."""
-
-    turn: int
-    start: int
-    stop: int
-
-
-@dataclass(frozen=True)
-class Pinning:
-    """A text that is being pinned: it is to take the token indices from `start` up to `stop`."""
-
-    text: str
-    start: int
-    stop: int
-
-
-@dataclass(frozen=True)
-class Facts:
-    """What a conversation is beside its stream; never changed, only replaced as a whole.
-
-    Attributes:
-        system: the system prompt; None leaves it to the template.
-        template: writes turns after it.
-        turns: that were begun.
-        starts: of each turn that has tokens its number and the index of the first.
-        pins: texts that are never evicted.
-        pinning: the text that the turn under way pins.
-        torn: they do not belong to the stream, for that was being replaced.
-        stream: another object for each stream.
-    """
-
-    system: str | None
-    template: ChatTemplate = field(compare=False)
-    turns: int = 0
-    starts: tuple[tuple[int, int], ...] = ()
-    pins: tuple[str, ...] = ()
-    pinning: Pinning | None = None
-    torn: bool = False
-    stream: object = field(default_factory=object)
 
 
 def plain(text: str) -> str:
@@ -121,9 +76,7 @@ class Conversation:
     @property
     def passages(self) -> list[Passage]:
         """What each turn has put into the stream, in order and without a gap."""
-        starts = self.facts.starts
-        stops = [*(start for _, start in starts[1:]), len(self.engine.tokens)]
-        return [Passage(turn, start, stop) for (turn, start), stop in zip(starts, stops, strict=False)]
+        return self.facts.passages(len(self.engine.tokens))
 
     @property
     def torn(self) -> bool:
@@ -156,7 +109,8 @@ class Conversation:
         """
         self._running.end()
         if system != self.system:
-            self._atomically(lambda: self._restart(system))
+            with self._atomic():
+                self._restart(system)
             return
         try:
             self._restart(system)
@@ -167,7 +121,7 @@ class Conversation:
     def _restart(self, system: str | None, turns: int = 0) -> None:
         template = self._template(system)
         pinned = template.opening("").pinned
-        self.facts = replace(self.facts, torn=True)
+        self.tear()
         self.engine.reset()
         self.engine.unpin()
         self.engine.pin(pinned)
@@ -241,13 +195,7 @@ class Conversation:
         self._settle()
         if self.torn:
             raise H2OStreamError("the last step was cut off halfway; there is no state to save")
-        told = {
-            "turns": self.turns,
-            "passages": [astuple(passage) for passage in self.passages],
-            "pins": self.pins,
-            "system": self.system,
-        }
-        return self.engine.state_dict() | checksummed({"conversation": sealed(told)}, _CHECKSUMS)
+        return self.engine.state_dict() | self.facts.state_dict(len(self.engine.tokens))
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
         """Go on from a state, in place of what there is; what the model says next is what it would have said.
@@ -257,33 +205,22 @@ class Conversation:
                 then.
         """
         self._running.end()
-        facts = self._facts_of(state)
-        self._atomically(lambda: self._load(state, facts))
+        facts = facts_of(state, self._template)
+        with self._atomic():
+            self.tear()
+            self.engine.load_state_dict(state)
+            self.facts = facts
 
-    def _load(self, state: Mapping[str, Tensor], facts: Facts) -> None:
-        self.facts = replace(self.facts, torn=True)
-        self.engine.load_state_dict(state)
-        self.facts = facts
-
-    def _facts_of(self, state: Mapping[str, Tensor]) -> Facts:
-        verify(state, _CHECKSUMS)
-        told = unsealed(state, "conversation")
-        try:
-            system, turns, pins = told["system"], int(told["turns"]), tuple(map(str, told["pins"]))
-            starts = tuple((int(turn), int(start)) for turn, start, _ in told["passages"])
-        except (KeyError, TypeError, ValueError) as error:
-            raise H2OStreamError("the state of the conversation is damaged") from error
-        return Facts(system, self._template(system), turns, starts, pins)
-
-    def _atomically(self, change: Callable[[], None]) -> None:
-        """Do something to the whole; whatever cuts it off, it was not done."""
+    @contextmanager
+    def _atomic(self) -> Iterator[None]:
+        """Replace the stream in the block; if that fails or is cut off, everything is as it was before."""
         self._settle()
         facts, torn, draws = self.facts, self.torn, self.engine.sampler.state
         before = self.engine.state_dict() if self.engine.tokens and not torn else None
         try:
-            change()
+            yield
         except BaseException:
-            self.facts = replace(facts, torn=True)
+            self.tear()
             if before is not None:
                 self.engine.load_state_dict(before)
             elif not torn:

@@ -9,7 +9,7 @@ from tokenizers.decoders import DecodeStream
 
 from h2o_stream.engine.engine import Engine
 from h2o_stream.errors import H2OStreamError
-from h2o_stream.session.conversation import Passage
+from h2o_stream.session.facts import Passage
 
 
 @dataclass(frozen=True)

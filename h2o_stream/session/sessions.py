@@ -2,25 +2,23 @@
 
 A session is a folder. ``transcript.jsonl`` has a header and a line for each thing that happened; every line is
 synced before the next turn begins. ``state-N.safetensors`` is everything there was after the N-th line, and holds that
-line too: it is written first and appears whole or not at all, so that a turn whose line is missing is found there.
+line too: it is written first, so a turn whose line is missing is found there.
 """
 
 from __future__ import annotations
 
-import errno
-import json
 import os
 import re
 import shutil
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass, fields
-from datetime import UTC, datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, Self
+from typing import TYPE_CHECKING, Any, Self
 
 from h2o_stream.errors import ConfigError, DataError
 from h2o_stream.resources import data_folder
+from h2o_stream.session.states import StateFiles
+from h2o_stream.session.transcript import Entry, Header, Transcript, header_record, turn_record
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -31,183 +29,6 @@ STATES_KEPT = 8
 _NAME = re.compile(r"\w[\w.-]{0,63}")
 _NAME_BYTES = 255
 """What file systems take."""
-
-Kind = Literal["said", "told", "pinned"]
-
-
-@dataclass(frozen=True)
-class Entry:
-    """A turn of a transcript.
-
-    Attributes:
-        turn: its number.
-        prompt: what the user said.
-        text: what the model said.
-        kind: ``said``, or fed without a reply being drawn: ``told`` again or ``pinned``.
-        finish: why the reply ended.
-        time: when, ISO 8601.
-    """
-
-    turn: int
-    prompt: str
-    text: str
-    kind: Kind = "said"
-    finish: str = "stop"
-    time: str = ""
-
-
-@dataclass(frozen=True)
-class Header:
-    """What a session belongs to.
-
-    Attributes:
-        model: name of the model.
-        policy: of its cache.
-        window: tokens it keeps; 0 for all.
-        system: the system prompt, or None.
-        created: ISO 8601.
-    """
-
-    model: str
-    policy: str
-    window: int
-    system: str | None
-    created: str = ""
-
-
-@dataclass(frozen=True)
-class _Lines:
-    """What the lines of a transcript say; never changed, only replaced as a whole.
-
-    Attributes:
-        count: of the lines.
-        header: of the conversation that was begun last.
-        entries: its turns, less those that were taken back.
-        numbers: of the lines of the entries, from 1.
-    """
-
-    count: int = 0
-    header: Header | None = None
-    entries: tuple[Entry, ...] = ()
-    numbers: tuple[int, ...] = ()
-
-    def and_then(self, record: Mapping[str, Any]) -> _Lines:
-        """With one more.
-
-        Raises:
-            ValueError, TypeError, KeyError, AttributeError: it is not one of a transcript.
-        """
-        kind, count = record["type"], self.count + 1
-        if kind == "session":
-            return _Lines(count, Header(**{field.name: record[field.name] for field in fields(Header)}))
-        if kind == "turn":
-            entry = Entry(**{field.name: record[field.name] for field in fields(Entry)})
-            return _Lines(count, self.header, (*self.entries, entry), (*self.numbers, count))
-        if kind == "undo":
-            turn = int(record["turn"])
-            rest = [pair for pair in zip(self.entries, self.numbers, strict=True) if pair[0].turn <= turn]
-            return _Lines(count, self.header, tuple(e for e, _ in rest), tuple(number for _, number in rest))
-        raise ValueError(kind)
-
-
-class Transcript:
-    """What a session's file says, and the file.
-
-    Args:
-        path: of the file; it is created with the first line.
-
-    Raises:
-        DataError: it cannot be read, or is not a transcript.
-    """
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-        self._lines, self._size = _Lines(), 0
-        self._owed: tuple[bytes, ...] = ()
-        if path.exists():
-            self._read()
-
-    @property
-    def header(self) -> Header | None:
-        """Of the conversation that was begun last."""
-        return self._lines.header
-
-    @property
-    def entries(self) -> list[Entry]:
-        """Its turns, less those that were taken back."""
-        return list(self._lines.entries)
-
-    @property
-    def lines(self) -> int:
-        """How many there are, those included that could not be written yet."""
-        return self._lines.count
-
-    @property
-    def numbers(self) -> dict[int, int]:
-        """The number of the line of each turn, by the turn."""
-        return {entry.turn: number for entry, number in zip(self._lines.entries, self._lines.numbers, strict=True)}
-
-    def _read(self) -> None:
-        try:
-            data = self.path.read_bytes()
-        except OSError as error:
-            raise DataError(f"{self.path}: {error.strerror or error}") from error
-        self._size = data.rfind(b"\n") + 1  # a last line without its end was being written when the power went
-        for number, line in enumerate(data[: self._size].splitlines(), 1):
-            try:
-                self._lines = self._lines.and_then(json.loads(line))
-            except (ValueError, TypeError, KeyError, AttributeError) as error:
-                raise DataError(f"{self.path}: line {number} is not one of a transcript") from error
-        if self.header is None and self.lines:
-            raise DataError(f"{self.path}: the transcript has no header")
-
-    def append(self, record: Mapping[str, Any]) -> None:
-        """Add a line and have it on the disk, with those that are owed; if that is cut off, nothing was added.
-
-        Raises:
-            DataError: the file cannot be written.
-        """
-        data, size = b"".join((*self._owed, _line(record))), self._size
-        before, after = (self._lines, self._size, self._owed), (self._lines.and_then(record), size + len(data), ())
-        try:
-            with os.fdopen(os.open(self.path, os.O_RDWR | os.O_CREAT, 0o600), "r+b", buffering=0) as file:
-                if os.fstat(file.fileno()).st_size < size:
-                    raise OSError("the file was cut by another program")
-                file.truncate(size)
-                try:
-                    file.seek(size)
-                    if file.write(data) != len(data):
-                        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-                    os.fsync(file.fileno())
-                    self._lines, self._size, self._owed = after
-                except BaseException:
-                    self._lines, self._size, self._owed = before
-                    with suppress(OSError):
-                        file.truncate(size)
-                    raise
-        except OSError as error:
-            raise DataError(f"{self.path}: {error.strerror or error}") from error
-
-    def owe(self, record: Mapping[str, Any]) -> None:
-        """Add a line that cannot be written now; it will be with the next."""
-        self._lines, self._owed = self._lines.and_then(record), (*self._owed, _line(record))
-
-    def replace(self, records: Sequence[Mapping[str, Any]]) -> None:
-        """Add lines, all of them or none, even if the process is killed.
-
-        Raises:
-            DataError: the file cannot be written.
-        """
-        lines = self._lines
-        for record in records:
-            lines = lines.and_then(record)
-        try:
-            before = self.path.read_bytes()[: self._size] if self.path.exists() else b""
-            data = b"".join((before, *self._owed, *map(_line, records)))
-            write_whole(self.path, data)
-        except OSError as error:
-            raise DataError(f"{self.path}: {error.strerror or error}") from error
-        self._lines, self._size, self._owed = lines, len(data), ()
 
 
 class Session:
@@ -239,8 +60,8 @@ class Session:
             self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
             self._lock = FileLock(self._folder / "lock", timeout=0)
             self._lock.acquire()
-            self.transcript = Transcript(path)
-            self._settle()
+            self.transcript, self._states = Transcript(path), StateFiles(self._folder)
+            self._recover()
         except Timeout as error:
             raise DataError(
                 f"session {name} is open in another process; leave it there, or use another name"
@@ -270,30 +91,17 @@ class Session:
         shutil.rmtree(self._folder, ignore_errors=True)
         self.close()
 
-    def _states(self) -> dict[int, Path]:
-        """By the number of the line after which they were taken."""
-        found = {}
-        for path in self._folder.glob("state-*.safetensors"):
-            with suppress(ValueError):
-                found[int(path.stem.removeprefix("state-"))] = path
-        return dict(sorted(found.items()))
-
-    def _settle(self) -> None:
+    def _recover(self) -> None:
         """Take over the line of a turn whose state was saved when the process ended; drop what is of no use."""
         for path in self._folder.glob("*.part"):
             path.unlink(missing_ok=True)
-        for line, path in self._states().items():
-            if line == self.transcript.lines + 1 and (record := _line_of(path)):
-                self._append_or_owe(record)
+        while record := self._states.record(self.transcript.lines + 1):
+            self._append_or_owe(record)
         self._prune()
 
     def _prune(self) -> None:
         """Drop the states of turns that are too old, or not there any more."""
-        kept = list(self.transcript.numbers.values())[-STATES_KEPT:]
-        for line, path in self._states().items():
-            if line not in kept:
-                with suppress(OSError):
-                    path.unlink(missing_ok=True)
+        self._states.keep(list(self.transcript.numbers.values())[-STATES_KEPT:])
 
     def begin(self, header: Header) -> None:
         """Start anew; what was said before stays in the file.
@@ -301,7 +109,7 @@ class Session:
         Raises:
             DataError: the disk is full, say; nothing has changed then.
         """
-        self.transcript.append(_header_record(header))
+        self.transcript.append(header_record(header))
         self._prune()
 
     def add(self, entry: Entry, state: Mapping[str, Tensor] | None, header: Header | None = None) -> None:
@@ -320,19 +128,19 @@ class Session:
         """
         lost, trouble = "the words of this turn are saved, the state of the cache is not", None
         if header is not None and self.transcript.header is None:
-            self._append_or_owe(_header_record(header))
-        line, record = self.transcript.lines + 1, _turn_record(entry)
+            self._append_or_owe(header_record(header))
+        line, record = self.transcript.lines + 1, turn_record(entry)
         try:
             try:
                 if state is not None:
-                    self._write_state(line, state, record)
+                    self._states.write(line, state, record)
             except OSError as error:
                 trouble = error.strerror or str(error)
             if (unwritten := self._append_or_owe(record)) is not None:
                 lost, trouble = "this turn is not saved yet", trouble or unwritten
         finally:
             if self.transcript.lines < line:
-                _state_path(self._folder, line).unlink(missing_ok=True)
+                self._states.drop_from(line)
         self._prune()
         if trouble is not None:
             raise DataError(f"session {self.name}: {trouble}; {lost}")
@@ -359,20 +167,18 @@ class Session:
         Raises:
             DataError: the disk is full, say; nothing has changed then.
         """
-        records = [_turn_record(entry) for entry in entries]
+        records = [turn_record(entry) for entry in entries]
         first, before = self.transcript.lines + 2, self.transcript.lines
         try:
             for line, (entry, record) in list(enumerate(zip(entries, records, strict=True), first))[-STATES_KEPT:]:
                 if (tensors := state(entry.turn)) is not None:
-                    self._write_state(line, tensors, record)
-            self.transcript.replace([_header_record(header), *records])
+                    self._states.write(line, tensors, record)
+            self.transcript.replace([header_record(header), *records])
         except OSError as error:
             raise DataError(f"session {self.name}: {error.strerror or error}; it is not saved") from error
         finally:
             if self.transcript.lines == before:
-                for line, path in self._states().items():
-                    if line >= first:
-                        path.unlink(missing_ok=True)
+                self._states.drop_from(first)
         self._prune()
 
     def undo(self, turn: int) -> None:
@@ -390,41 +196,7 @@ class Session:
         Raises:
             DataError: the file is damaged.
         """
-        path = _state_path(self._folder, self.transcript.numbers.get(turn, 0))
-        record = _line_of(path)
-        if record is None or record["turn"] != turn:
-            return None
-        from safetensors import SafetensorError
-        from safetensors.torch import load
-
-        try:
-            return load(path.read_bytes())
-        except (SafetensorError, OSError) as error:
-            raise DataError(f"{path}: damaged: {error}") from error
-
-    def _write_state(self, line: int, state: Mapping[str, Tensor], record: Mapping[str, Any]) -> None:
-        from safetensors.torch import save
-
-        data = save(dict(state), metadata={"line": json.dumps(record, ensure_ascii=False)})
-        write_whole(_state_path(self._folder, line), data)
-
-
-def write_whole(path: Path, data: bytes) -> None:
-    """Write a file that is there as a whole or as it was before.
-
-    Raises:
-        OSError: the disk is full, say.
-    """
-    unfinished = path.with_suffix(".part")
-    try:
-        with os.fdopen(os.open(unfinished, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb") as file:
-            file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
-        unfinished.replace(path)
-    finally:
-        with suppress(OSError):
-            unfinished.unlink(missing_ok=True)
+        return self._states.read(self.transcript.numbers.get(turn, 0), turn)
 
 
 def saved_sessions(folder: Path | None = None) -> list[tuple[str, Transcript]]:
@@ -434,45 +206,6 @@ def saved_sessions(folder: Path | None = None) -> list[tuple[str, Transcript]]:
         with suppress(DataError):
             found.append((path.parent.name, Transcript(path)))
     return found
-
-
-def export(path: Path, header: Header, entries: Sequence[Entry]) -> None:
-    """Write a transcript as Markdown, or as JSON if the file's name ends so; never over another file.
-
-    Raises:
-        ConfigError: the name ends neither way.
-        DataError: the file is there already, or cannot be written.
-    """
-    writers = {".md": _markdown, ".json": _json}
-    if path.suffix not in writers:
-        raise ConfigError(f"{path} ends neither in .md nor in .json; name the file so that it says what it is to be")
-    try:
-        with path.open("x", encoding="utf-8") as file:
-            file.write(writers[path.suffix](header, entries))
-    except OSError as error:
-        raise DataError(f"{path}: {error.strerror or error}") from error
-
-
-def _markdown(header: Header, entries: Sequence[Entry]) -> str:
-    """For people."""
-    lines = [f"# {header.model}, {header.policy}, window {header.window or 'unlimited'}", ""]
-    if header.system:
-        lines += [*(f"> {line}" for line in header.system.splitlines()), ""]
-    for entry in entries:
-        lines += ["**You**" + ("" if entry.kind == "said" else f" ({entry.kind})"), "", entry.prompt, ""]
-        if entry.text:
-            lines += ["**Model**", "", entry.text, ""]
-    return "\n".join(lines)
-
-
-def _json(header: Header, entries: Sequence[Entry]) -> str:
-    """For programs: the header and the messages, as chat templates take them."""
-    messages = [{"role": "system", "content": header.system}] if header.system else []
-    for entry in entries:
-        messages.append({"role": "user", "content": entry.prompt})
-        if entry.text:
-            messages.append({"role": "assistant", "content": entry.text})
-    return json.dumps(asdict(header) | {"messages": messages}, ensure_ascii=False, indent=2) + "\n"
 
 
 def sessions_folder() -> Path:
@@ -500,35 +233,3 @@ def _folder(name: str, folder: Path | None) -> Path:
             f"and {_NAME_BYTES} bytes"
         )
     return (folder or sessions_folder()) / name
-
-
-def _line_of(path: Path) -> dict[str, Any] | None:
-    """The line of the turn after which a state was taken; None if the state is damaged."""
-    from safetensors import SafetensorError, safe_open
-
-    try:
-        with safe_open(path, "pt") as file:
-            line: dict[str, Any] = json.loads(file.metadata()["line"])
-            return line if "turn" in line else None
-    except (SafetensorError, OSError, KeyError, TypeError, ValueError):
-        return None
-
-
-def _state_path(folder: Path, line: int) -> Path:
-    return folder / f"state-{line:08}.safetensors"
-
-
-def _header_record(header: Header) -> dict[str, Any]:
-    return {"type": "session", **asdict(header), "created": _now()}
-
-
-def _turn_record(entry: Entry) -> dict[str, Any]:
-    return {"type": "turn", **asdict(entry), "time": entry.time or _now()}
-
-
-def _line(record: Mapping[str, Any]) -> bytes:
-    return (json.dumps(record, ensure_ascii=False) + "\n").encode("utf-8", "replace")
-
-
-def _now() -> str:
-    return datetime.now(UTC).isoformat(timespec="seconds")

@@ -18,7 +18,7 @@ from h2o_stream.session.keeper import Keeper, NoFitError
 from h2o_stream.session.recording import Recorder
 from h2o_stream.session.records import Records
 from h2o_stream.session.report import RunReport
-from h2o_stream.session.sessions import Header
+from h2o_stream.session.transcript import Header
 from h2o_stream.session.turn import Turn
 from h2o_stream.ui.command_list import COMMANDS, is_command
 from h2o_stream.ui.commands import Commands

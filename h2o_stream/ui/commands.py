@@ -13,8 +13,8 @@ from rich.table import Table
 from h2o_stream.config import SamplingConfig
 from h2o_stream.errors import ConfigError, DataError, H2OStreamError
 from h2o_stream.resources import is_file, read_text, user_path
+from h2o_stream.session.export import export
 from h2o_stream.session.holdings import holdings
-from h2o_stream.session.sessions import export
 from h2o_stream.ui.command_list import COMMANDS
 from h2o_stream.ui.figures import size
 from h2o_stream.ui.strip import strip
