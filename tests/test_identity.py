@@ -95,7 +95,7 @@ class TestModel:
 
     @pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.name)
     def test_it_is_the_same_before_while_and_after_it_runs(self, family: Any) -> None:
-        model = family.make()
+        model = copy.deepcopy(family.make())
         before = model_digest(model)
         with attach(model, CacheConfig(window=12, positions=family.positions[0], chunk=5)) as cache:
             model(TOKENS, past_key_values=cache)

@@ -15,11 +15,10 @@ from transformers import PreTrainedModel
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from h2o_stream.cache.arguments import tokens_in
-from h2o_stream.cache.attention import ATTENTION_NAME
 from h2o_stream.cache.full import FullCache
 from h2o_stream.cache.gradients import without_gradient
 from h2o_stream.cache.stream import Stream, cache_of
-from h2o_stream.cache.support import attention_set
+from h2o_stream.cache.support import attention_of, attention_set
 from h2o_stream.cache.window import H2OCache
 from h2o_stream.errors import H2OStreamError
 
@@ -75,6 +74,7 @@ class AttachedForward:
         self.forward, self.cache, self.stepper = model.forward, cache, stepper
         self._model, self._attention = model, attention
         self._config, self._text = model.config, model.config.get_text_config()
+        self._attached = attention_of(model)
         self._names = list(inspect.signature(model.forward).parameters)
         self._replaced: WeakSet[Any] = WeakSet()
 
@@ -112,13 +112,11 @@ class AttachedForward:
         return _naming(output, cache, given)
 
     def _check_attention(self) -> None:
-        if isinstance(self.cache, FullCache):
-            return
-        for config in (self._config, self._text):
-            if config._attn_implementation != ATTENTION_NAME:
+        for config, name in self._attached:
+            if config._attn_implementation != name and not isinstance(self.cache, FullCache):
                 raise H2OStreamError(
                     f"the attention of an attached model was set to {config._attn_implementation}; "
-                    "choose it before the block, or set it back to " + ATTENTION_NAME
+                    f"choose it before the block, or set it back to {name}"
                 )
 
     def _check_asked(self, kwargs: dict[str, Any]) -> None:

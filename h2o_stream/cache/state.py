@@ -19,8 +19,8 @@ CHECKSUMS = "checksums"
 
 
 def checksummed(state: dict[str, Tensor], name: str = CHECKSUMS) -> dict[str, Tensor]:
-    """The state, and under `name` a CRC-32 of each of its tensors."""
-    return state | {name: sealed({key: _crc(tensor) for key, tensor in state.items()})}
+    """The state, and under `name` a CRC-32 of each of its other tensors."""
+    return state | {name: sealed({key: _crc(tensor) for key, tensor in state.items() if key != name})}
 
 
 def verify(state: Mapping[str, Tensor], name: str = CHECKSUMS) -> None:
