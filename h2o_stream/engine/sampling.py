@@ -75,7 +75,8 @@ class Sampler:
         """
         with one_thread():
             scores = logits.float()
-            if math.isnan(scores.sum().item()):
+            top = largest(scores)  # NaN, if there is one
+            if math.isnan(scores[top].item()):
                 raise H2OStreamError(
                     "the model's logits are not numbers (NaN): its weights are damaged, or their type is too narrow "
                     "for it; try --dtype float32"
@@ -83,8 +84,9 @@ class Sampler:
             if self._penalty is not None:
                 history = torch.tensor([tokens], dtype=torch.int64, device=logits.device)
                 scores = self._penalty(history, scores[None])[0]
+                top = largest(scores)
             if self.greedy:
-                return largest(scores)
+                return top
             ids, scores = self.possible(scores)
             place = torch.multinomial(scores.softmax(-1).cpu(), 1, generator=self._generator)
             return int(ids[int(place)])
@@ -150,7 +152,7 @@ def nucleus(scores: Tensor, top_p: float) -> Tensor:
 
 
 def largest(scores: Tensor) -> int:
-    """Index of the largest score, the first of equal ones."""
+    """Index of the largest score, the first of equal ones; of NaN, if there is one."""
     if scores.device.type == "cpu":
         return int(scores.numpy().argmax())  # eight times faster than torch's on one thread
     return int(scores.argmax())

@@ -103,7 +103,7 @@ class Stepper:
         self.cache, self.model, self._unchanged = cache, model, unchanged
         self._native = native
         self._layers: list[BoundLayer] = []
-        self._layout, self._settled, self.unserved = -1, False, ""
+        self._layout, self._columns, self._settled, self.unserved = -1, -1, False, ""
         if cache.plan.positions != "absolute":
             for layer in model.layers:
                 layer.frequencies = None  # keys are rotated when they are attended to
@@ -138,6 +138,8 @@ class Stepper:
             return None
         if self._layout != cache.layout:
             self.unserved = self._bind()
+        if cache.slots[0].columns != self._columns:  # a prompt came between
+            self._unchanged.look_again()
         if self.unserved or not self._unchanged:
             return None
         if not (self._settled and cache.steady):
@@ -162,6 +164,7 @@ class Stepper:
         if failed:
             raise OutOfMemoryError(f"out of memory for a step of {rows} rows")
         cache.count_token()
+        self._columns = cache.slots[0].columns
         return logits
 
     def _bind(self) -> str:

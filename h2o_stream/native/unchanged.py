@@ -2,26 +2,39 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import fields, is_dataclass
+from functools import partial
 from itertools import chain, repeat
 from operator import attrgetter, contains, is_
 from typing import Any
+from weakref import finalize
 
 import torch
 from torch import Tensor, nn
 from torch.nn.modules import module as torch_module
+from torch.utils.hooks import RemovableHandle
 
 from h2o_stream.native.description import Description
 from h2o_stream.native.modules import drops, hooked
 
 _version, _training = attrgetter("_version"), attrgetter("training")
 
+_END = object()
+
+_REGISTRATIONS = (
+    torch_module.register_module_parameter_registration_hook,
+    torch_module.register_module_buffer_registration_hook,
+    torch_module.register_module_module_registration_hook,
+)
+
 
 class Unchanged:
-    """A model as it is now, to be compared with what it is later; comparing takes less than a hundredth of a step.
+    """A model as it is now, to be compared with what it is later.
 
-    The model's own hooks and forward are not looked at: they are run around every step.
+    Between two tokens of a stream what is cheap is compared, a fiftieth of a step of a very small model: addresses,
+    versions and modes. Modules, parameters and hooks are compared when torch has put any into any module since, and
+    after `look_again`. The model's own hooks and forward are not looked at: they are run around every step.
 
     Args:
         model: whose modules, weights, hooks and modes are taken down.
@@ -33,12 +46,12 @@ class Unchanged:
         inside = modules[1:]
         # The frequencies of a rotary embedding come and go with the length of the text.
         still = [module for module in modules if not hasattr(module, "rope_type")]
-        homes: list[dict[str, Any]] = [module._modules for module in modules]
+        homes: list[Mapping[str, Any]] = [module._modules for module in modules]
         homes += [owner for module in still for owner in (module._parameters, module._buffers)]
         # These show what is put in later; behind them comes an end that nothing else is.
-        self._homes: list[Iterable[Any]] = [*(home.values() for home in homes if home), (self,)]
-        self._held: list[Any] = [*chain.from_iterable(self._homes)]
-        self._tensors: list[Tensor] = [held for held in self._held if isinstance(held, Tensor)]
+        self._homes = [*(home.values() for home in homes if home), (_END,)]
+        self._held = [*chain.from_iterable(self._homes)]
+        self._tensors = [held for held in self._held if isinstance(held, Tensor)]
         self._addresses = [*map(Tensor.data_ptr, self._tensors)]
         self._states = [vars(module) for module in inside]
         self._hooks = [hooks for module in inside for hooks in (module._forward_hooks, module._forward_pre_hooks)]
@@ -50,17 +63,37 @@ class Unchanged:
         self._copies = [tensor.detach().clone() for tensor in self._copied]
         self._counted = [tensor for tensor in self._copied if not tensor.is_inference()]
         self._versions = [*map(_version, self._counted)]
+        self._registered = [0]
+        handles = [listen(partial(_count, self._registered)) for listen in _REGISTRATIONS]
+        finalize(self, _remove, handles)
+        self._compared: tuple[int, int] | None = self._signs
+
+    @property
+    def _signs(self) -> tuple[int, int]:
+        """Hooks that were made, and what was put into modules, anywhere."""
+        return RemovableHandle.next_id, self._registered[0]
+
+    def look_again(self) -> None:
+        """Compare everything the next time."""
+        self._compared = None
 
     def __bool__(self) -> bool:
         """Whether modules, weights, hooks and modes are those that were taken down."""
+        if self._compared != self._signs:
+            if not self._in_structure:
+                return False
+            self._compared = self._signs
         return (
-            all(map(is_, chain.from_iterable(self._homes), self._held))
-            and [*map(Tensor.data_ptr, self._tensors)] == self._addresses
+            [*map(Tensor.data_ptr, self._tensors)] == self._addresses
             and [*map(_version, self._counted)] == self._versions
-            and not (any(self._hooks) and any(map(hooked, self._hooks)))
             and not any(map(contains, self._states, repeat("forward")))
             and [*map(_training, self._dropping)] == self._modes
         )
+
+    @property
+    def _in_structure(self) -> bool:
+        """Whether modules, parameters and hooks are the same."""
+        return all(map(is_, chain.from_iterable(self._homes), self._held)) and not any(map(hooked, self._hooks))
 
     @property
     def in_content(self) -> bool:
@@ -76,3 +109,12 @@ def _addresses(value: Any) -> Iterator[int]:
         yield from chain.from_iterable(_addresses(getattr(value, field.name)) for field in fields(value))
     elif isinstance(value, list | tuple):
         yield from chain.from_iterable(map(_addresses, value))
+
+
+def _count(registered: list[int], *_: Any) -> None:
+    registered[0] += 1
+
+
+def _remove(handles: list[RemovableHandle]) -> None:
+    for handle in handles:
+        handle.remove()
