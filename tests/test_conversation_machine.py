@@ -170,7 +170,8 @@ class ConversationMachine(RuleBasedStateMachine):
         return (None if session is None else session.name) == name
 
     def on_disk(self, name: str) -> bool:
-        return (self.folder / "h2o-stream" / "sessions" / name / "transcript.jsonl").exists()
+        path = self.folder / "h2o-stream" / "sessions" / name / "transcript.jsonl"
+        return path.exists() and path.stat().st_size > 0  # one without a line is none
 
     # what can be done
 
@@ -327,8 +328,8 @@ class ConversationMachine(RuleBasedStateMachine):
             conversation = Conversation(engine, self.talk.system)
             for turn in self.talk.turns:
                 engine.sampler.state = turn.draws
-                kind, _, reply = turn.kind.partition(" ")
-                events = conversation.tell(turn.text, reply) if reply else begun(conversation, kind, turn.text)
+                kind, told, reply = turn.kind.partition(" ")
+                events = conversation.tell(turn.text, reply) if told else begun(conversation, kind, turn.text)
                 for _ in islice(events, turn.events):
                     pass
                 del events

@@ -161,3 +161,13 @@ def test_a_full_disk_is_told_with_the_turn(make: Callable[..., Keeper], monkeypa
         list(keeper.pin("The code is 4711."))
     assert [entry.kind for entry in keeper.entries] == ["said", "told", "pinned"]
     keeper.close()
+
+
+def test_a_session_without_a_line_keeps_the_system_prompt(make: Callable[..., Keeper]) -> None:
+    """Begun by a process that ended before it could write."""
+    keeper = make()
+    keeper.open("talk")
+    keeper.close()
+    list(keeper.retell("talk"))
+    assert keeper.conversation.system == "Be brief."
+    assert not keeper.entries
