@@ -163,11 +163,12 @@ def test_a_full_disk_is_told_with_the_turn(make: Callable[..., Keeper], monkeypa
     keeper.close()
 
 
-def test_a_session_without_a_line_keeps_the_system_prompt(make: Callable[..., Keeper]) -> None:
+def test_a_session_without_a_line_keeps_the_system_prompt(make: Callable[..., Keeper], tmp_path: Path) -> None:
     """Begun by a process that ended before it could write."""
+    folder = tmp_path / "h2o-stream" / "sessions" / "talk"
+    folder.mkdir(parents=True)
+    (folder / "transcript.jsonl").touch()
     keeper = make()
-    keeper.open("talk")
-    keeper.close()
     list(keeper.retell("talk"))
     assert keeper.conversation.system == "Be brief."
     assert not keeper.entries
