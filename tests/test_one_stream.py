@@ -71,6 +71,27 @@ class TestTorn:
                 tiny(ids(1), past_key_values=cache)
 
 
+def test_what_is_refused_leaves_no_tear(tiny: LlamaForCausalLM) -> None:
+    with attach(tiny, CacheConfig(window=16)) as cache:
+        tiny(ids(10), past_key_values=cache)
+        with pytest.raises(H2OStreamError, match="cannot take tokens back"):
+            cache.crop(1)
+        tiny(ids(1), past_key_values=cache)
+
+
+@pytest.mark.parametrize("policy", ["h2o", "full"])
+def test_rows_that_were_half_rearranged(tiny: LlamaForCausalLM, policy: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    with attach(tiny, CacheConfig(policy, window=16)) as cache:
+        tiny(ids(10, batch=2), past_key_values=cache)
+        cache.reorder_cache(torch.tensor([1, 0]))
+        tiny(ids(1, batch=2), past_key_values=cache)
+        monkeypatch.setattr(cache.layers[1], "reorder_cache", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            cache.reorder_cache(torch.tensor([1, 1]))
+        with pytest.raises(H2OStreamError, match="cut off halfway"):
+            tiny(ids(1, batch=2), past_key_values=cache)
+
+
 def test_the_last_layer_cut_off_when_it_has_counted(tiny: LlamaForCausalLM, monkeypatch: pytest.MonkeyPatch) -> None:
     with attach(tiny, CacheConfig(window=16), engine="eager") as cache:
         tiny(ids(10), past_key_values=cache)

@@ -58,7 +58,6 @@ def h2o_attention(
             "an attached model is for inference, in training mode it drops attention; call model.eval()"
         )
     scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
-    h2o_cache.torn = True  # until the forward has come to its end
     layer = h2o_cache.layers[module.layer_idx]
     there = h2o_cache.place or query.device
     mixed = layer.attend(query.to(there), key.to(there), value.to(there), Products(scaling, softcap), h2o_cache.padding)

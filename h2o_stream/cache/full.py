@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Mapping
 from copy import copy
 from typing import Any
@@ -24,19 +23,12 @@ from h2o_stream.cache.state import (
     whole_numbers,
 )
 from h2o_stream.cache.statistics import LayerStatistics
+from h2o_stream.cache.tearing import marks_tears
 from h2o_stream.config import CachePlan
 from h2o_stream.errors import H2OStreamError
 
 
-def _tearing(update: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(update)
-    def tearing(self: FullCache, *args: Any, **kwargs: Any) -> Any:
-        self.torn = True  # until the forward has come to its end
-        return update(self, *args, **kwargs)
-
-    return tearing
-
-
+@marks_tears
 class FullCache(DynamicCache):
     """transformers' own growing cache, with what the fixed window offers beside it."""
 
@@ -162,7 +154,3 @@ class FullCache(DynamicCache):
             )
         keys = self.layers[0].keys if self.layers else None
         check_rows(0 if keys is None else len(keys), len(tokens_in(kwargs)))
-
-
-for _name in [name for name in dir(DynamicCache) if name.startswith("update")]:
-    setattr(FullCache, _name, _tearing(getattr(DynamicCache, _name)))

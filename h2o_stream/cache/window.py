@@ -38,6 +38,7 @@ from h2o_stream.cache.state import (
     within,
 )
 from h2o_stream.cache.statistics import LayerStatistics
+from h2o_stream.cache.tearing import marks_tears
 from h2o_stream.config import DEFAULT_WINDOW, MIN_EVICTABLE, CacheConfig
 from h2o_stream.errors import ConfigError, H2OStreamError
 
@@ -89,6 +90,7 @@ def _whole(groups: Sequence[HeadGroup]) -> bool:
     return bool(groups) and named and all(isfinite(group.share) and group.share > 0 for group in groups)
 
 
+@marks_tears
 class H2OCache(Cache):
     """A fixed window of slots per decoder layer; memory does not grow with the stream.
 

@@ -1,0 +1,50 @@
+"""Marks a cache as torn while it is written to: whatever cuts that off leaves the mark, for `reset` to take away."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+from h2o_stream.errors import H2OStreamError
+
+_REARRANGING = ("reorder_cache", "batch_repeat_interleave", "batch_select_indices", "crop")
+
+CacheType = TypeVar("CacheType", bound=type)
+
+
+def marks_tears(cache: CacheType) -> CacheType:
+    """A class of transformers' caches that sets `torn` while rows are rearranged, and whenever a layer takes keys.
+
+    `AttachedForward` takes the mark away when the forward has come to its end.
+    """
+    for name in dir(cache):
+        if name.startswith("update"):
+            setattr(cache, name, _tearing(getattr(cache, name)))
+        elif name in _REARRANGING:
+            setattr(cache, name, _rearranging(getattr(cache, name)))
+    return cache
+
+
+def _tearing(update: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(update)
+    def tearing(self: Any, *args: Any, **kwargs: Any) -> Any:
+        self.torn = True
+        return update(self, *args, **kwargs)
+
+    return tearing
+
+
+def _rearranging(change: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(change)
+    def rearranging(self: Any, *args: Any, **kwargs: Any) -> Any:
+        before, self.torn = self.torn, True
+        try:
+            result = change(self, *args, **kwargs)
+        except H2OStreamError:  # refused: nothing was done
+            self.torn = before
+            raise
+        self.torn = before
+        return result
+
+    return rearranging
