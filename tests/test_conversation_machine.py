@@ -227,8 +227,9 @@ class ConversationMachine(RuleBasedStateMachine):
         error = self.disturbed(disturbance, lambda: self.keeper.save(name))
         assert not known or error is not None
         self.before_or(self.talk, error, self.name)
-        if error is None:
+        if not known and self.on_disk(name):
             self.saved[name] = self.talk
+        assert error is not None or self.on_disk(name)
 
     @rule(name=names, disturbance=disturbances)
     def fork(self, name: str, disturbance: Any) -> None:
@@ -236,6 +237,7 @@ class ConversationMachine(RuleBasedStateMachine):
         error = self.disturbed(disturbance, lambda: self.keeper.fork(name))
         assert not known or error is not None
         self.before_or(self.talk, error, self.name if known else name)
+        assert known or self.there(name) or not self.on_disk(name), "nothing is left of a copy that was not taken up"
 
     @rule(name=names, create=st.booleans(), retell=st.booleans(), disturbance=disturbances)
     def load(self, name: str, create: bool, retell: bool, disturbance: Any) -> None:

@@ -189,7 +189,11 @@ class Keeper:
         Raises:
             ConfigError, DataError: see `Session`, and when there is one of that name; nothing is left of it then.
         """
-        self._copied(name).close()
+        try:
+            self._copied(name)
+            self._transactions.keep_opened()
+        finally:
+            self._transactions.discard_opened()
 
     def fork(self, name: str) -> None:
         """Go on in a copy called `name`; where it was saved before stays as it is.
@@ -204,13 +208,8 @@ class Keeper:
         self._transactions.prepare()
         session = self._transactions.open_session(name, create=True)
         if session.transcript.lines:
-            session.close()
             raise DataError(f"there is a session {name} already; take another name")
-        try:
-            session.add_all(self.header(), self.entries, self._known_state)
-        except BaseException:
-            session.remove()
-            raise
+        session.add_all(self.header(), self.entries, self._known_state)
         return session
 
     def _known_state(self, turn: int) -> State | None:

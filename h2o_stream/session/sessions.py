@@ -62,6 +62,7 @@ class Session:
             self._lock.acquire()
             self.transcript, self._states = Transcript(path), StateFiles(self._folder)
             self._recover()
+            self._fresh = not self.transcript.lines
         except Timeout as error:
             raise DataError(
                 f"session {name} is open in another process; leave it there, or use another name"
@@ -86,9 +87,10 @@ class Session:
         if hasattr(self, "_lock"):
             self._lock.release()
 
-    def remove(self) -> None:
-        """Close it and leave nothing of it."""
-        shutil.rmtree(self._folder, ignore_errors=True)
+    def discard(self) -> None:
+        """Close it; if it was empty when it was opened, leave nothing of it."""
+        if self._fresh:
+            shutil.rmtree(self._folder, ignore_errors=True)
         self.close()
 
     def _recover(self) -> None:

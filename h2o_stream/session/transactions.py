@@ -69,16 +69,18 @@ class Transactions:
         try:
             self._running.end()
         finally:
-            checkpoint = self.checkpoint
+            self.discard_opened()
+            checkpoint, self._opened = self.checkpoint, None
             self.checkpoint = replace(checkpoint, session=None, unsaved=tuple(checkpoint.entries))
-            self._release(checkpoint.session, self._opened)
+            if checkpoint.session is not None:
+                checkpoint.session.close()
 
     # a change
 
     def prepare(self) -> None:
         """End the turn under way, and roll back what was not rolled back yet. Every change begins with this."""
         self._running.end()
-        self._release(self._opened)
+        self.discard_opened()
         self.roll_back()
         checkpoint = replace(self.checkpoint, draws=self.draws)
         turn = checkpoint.last_turn
@@ -111,15 +113,24 @@ class Transactions:
         try:
             yield
         finally:
+            self.discard_opened()
             self.roll_back()
-            self._release(session, self._opened)
-
-    def _release(self, *sessions: Session | None) -> None:
-        for session in sessions:
             if session is not None and session is not self.checkpoint.session:
                 session.close()
 
+    def discard_opened(self) -> None:
+        """Leave the session that was opened last, and nothing of it if it is new, unless it was committed or kept."""
+        if self._opened is not None and self._opened is not self.checkpoint.session:
+            self._opened.discard()
+            self._opened = None
+
     # its end
+
+    def keep_opened(self) -> None:
+        """Leave the session that was opened last as it is; the conversation does not go on in it."""
+        opened, self._opened = self._opened, None
+        if opened is not None:
+            opened.close()
 
     def commit_session(self, session: Session) -> None:
         """Commit the conversation as it is now, with all its turns in this session."""
