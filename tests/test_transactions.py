@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -71,6 +72,29 @@ class TestInterrupted:
             else:
                 keeper.undo()
         assert count > 50
+        keeper.close()
+
+    @pytest.mark.parametrize("how", ["save", "fork"])
+    def test_a_copy_at_any_line(self, make: Callable[..., Keeper], folder: Path, how: str) -> None:
+        """It is there whole, or nothing of it."""
+        keeper, line, done = make(), 0, False
+        list(keeper.say("w3 w4"))
+        before = whole(keeper)
+        while not done:
+            line += 1
+            try:
+                with interrupted(line, ("session",)):
+                    getattr(keeper, how)(f"copy{line}")
+                done = True
+            except KeyboardInterrupt:
+                done = keeper.session is not None
+            if (folder / f"copy{line}" / "transcript.jsonl").exists():
+                assert how == "save" or done
+                own = keeper.session
+                with nullcontext(own) if own is not None else Session(f"copy{line}", create=False) as session:
+                    assert [entry.prompt for entry in session.transcript.entries] == ["w3 w4"]
+            assert whole(keeper)[1:] == before[1:]
+        assert line > 100
         keeper.close()
 
     def test_a_pin_pins_nothing_of_the_next_turn(self, make: Callable[..., Keeper]) -> None:
