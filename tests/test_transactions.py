@@ -74,6 +74,27 @@ class TestInterrupted:
         assert count > 50
         keeper.close()
 
+    def test_an_undo_at_any_line(self, make: Callable[..., Keeper]) -> None:
+        """The random draws are those of before or of after, too."""
+        line, done = 0, False
+        while not done:
+            line += 3
+            keeper = make()
+            keeper.open(f"talk{line}")
+            list(keeper.say("w3"))
+            after = whole(keeper)[1:]
+            list(keeper.say("w4"))
+            before = whole(keeper)[1:]
+            try:
+                with interrupted(line, ("session",)):
+                    keeper.undo()
+                done = True
+            except KeyboardInterrupt:
+                done = False
+            assert whole(keeper)[1:] == (after if len(keeper.entries) == 1 else before)
+            keeper.close()
+        assert line > 100
+
     @pytest.mark.parametrize("how", ["save", "fork"])
     def test_a_copy_at_any_line(self, make: Callable[..., Keeper], folder: Path, how: str) -> None:
         """It is there whole, or nothing of it."""

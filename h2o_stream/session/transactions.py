@@ -180,7 +180,8 @@ class Transactions:
         except H2OStreamError:
             self.conversation.tear()
             return
-        self.draws = checkpoint.draws
+        if self.conversation.turns == checkpoint.facts.turns:
+            self.draws = checkpoint.draws  # otherwise the change is on disk, and has come to its end now
         self.checkpoint = replace(checkpoint, facts=self.conversation.facts)
 
     def go_back(self, turn: int) -> None:
