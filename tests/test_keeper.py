@@ -163,12 +163,14 @@ def test_a_full_disk_is_told_with_the_turn(make: Callable[..., Keeper], monkeypa
     keeper.close()
 
 
-def test_a_session_without_a_line_keeps_the_system_prompt(make: Callable[..., Keeper], tmp_path: Path) -> None:
+def test_a_session_without_a_line_is_none(make: Callable[..., Keeper], tmp_path: Path) -> None:
     """Begun by a process that ended before it could write."""
     folder = tmp_path / "h2o-stream" / "sessions" / "talk"
     folder.mkdir(parents=True)
     (folder / "transcript.jsonl").touch()
     keeper = make()
-    list(keeper.retell("talk"))
+    for change in (lambda: list(keeper.retell("talk")), lambda: keeper.open("talk", create=False)):
+        with pytest.raises(DataError, match="there is no session talk"):
+            change()
     assert keeper.conversation.system == "Be brief."
-    assert not keeper.entries
+    assert not keeper.open("talk")

@@ -269,7 +269,7 @@ class Keeper:
         with transactions.atomic():
             session = transactions.open_session(name, create=False)
             header = session.transcript.header
-            conversation.restart(header.system if header else conversation.system)
+            conversation.restart(header.system if header else None)
             told = Checkpoint(conversation.facts, transactions.draws)
             for entry in session.transcript.entries:
                 kind: Kind = "pinned" if entry.kind == "pinned" else "told"

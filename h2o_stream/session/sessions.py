@@ -55,7 +55,7 @@ class Session:
         self.name, self._folder = name, _folder(name, folder)
         path = self._folder / "transcript.jsonl"
         try:
-            if not create and not path.exists():
+            if not create and not (path.exists() and path.stat().st_size):  # one without a line was never begun
                 raise DataError(f"there is no session {name}; h2o-chat --sessions lists them")
             self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
             self._lock = FileLock(self._folder / "lock", timeout=0)
