@@ -233,6 +233,7 @@ class TestMeasured:
     ) -> None:
         monkeypatch.setattr(notes, "cache_folder", lambda: tmp_path)
         monkeypatch.setattr(reach, "LONG_S", 0.0)
+        monkeypatch.setattr(reach, "_measured", {})
         model = make_llama(seed=5)
         first = reach._known(model, [None, None])
         (path,) = (tmp_path / "reach").iterdir()

@@ -54,8 +54,8 @@ def check_slots(layer: SlotLayer, name: str, lengths: Sequence[int]) -> None:
     def must(holds: bool | Tensor, what: str) -> None:
         _must(layer, name, holds, what)
 
-    told = tuple(seen.flatten().tolist())
-    must(told == tuple(lengths), f"{list(lengths)} tokens were counted here, {list(told)} on the device")
+    on_device = tuple(seen.flatten().tolist())
+    must(on_device == tuple(lengths), f"{list(lengths)} tokens were counted here, {list(on_device)} on the device")
     must(
         (there.sum(-1) == limits).all(), f"{there.sum(-1).tolist()} tokens are held, {limits[:, 0].tolist()} should be"
     )

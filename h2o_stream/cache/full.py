@@ -14,6 +14,7 @@ from h2o_stream.cache.arguments import check_rows, tokens_in
 from h2o_stream.cache.counts import CacheCounts
 from h2o_stream.cache.state import (
     FINGERPRINT,
+    check_saveable,
     check_seal,
     checksummed,
     refusing_damage,
@@ -88,10 +89,7 @@ class FullCache(DynamicCache):
 
     def state_dict(self) -> dict[str, Tensor]:
         """See `H2OCache.state_dict`."""
-        if self.torn:
-            raise H2OStreamError("the last forward was cut off halfway: there is no state to save")
-        if not self.seen_tokens:
-            raise H2OStreamError("the cache is empty: there is no state to save")
+        check_saveable(self.torn, self.seen_tokens)
         state = {
             f"{number}.{name}": getattr(layer, name).clone(memory_format=torch.contiguous_format)
             for number, layer in enumerate(self.layers)

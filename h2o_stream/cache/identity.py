@@ -52,7 +52,7 @@ _ADAPTERS = ("_active_adapter", "_disable_adapters")
 """Private attributes of PEFT's layers that do."""
 
 _VERSIONED = ("h2o_stream", "torch", "transformers", "peft", "accelerate", "deepspeed")
-"""Packages whose source is told by their version."""
+"""Packages whose source the version identifies."""
 
 _summed: WeakKeyDictionary[nn.Module, dict[str, tuple[Any, bytes]]] = WeakKeyDictionary()
 """Of the weights of a model, by name: what they looked like when they were summed up, and their sums."""
@@ -101,8 +101,8 @@ def source_of(thing: Any) -> str:
     """
     if thing not in _sources:
         parts = [part for part in getattr(thing, "__mro__", (thing,)) if not _versioned(part)]
-        told = "".join(f"{part.__qualname__} {_source(part)}" for part in parts)
-        _sources[thing] = hashlib.sha256(told.encode()).hexdigest()[:16] if parts else ""
+        sources = "".join(f"{part.__qualname__} {_source(part)}" for part in parts)
+        _sources[thing] = hashlib.sha256(sources.encode()).hexdigest()[:16] if parts else ""
     return _sources[thing]
 
 
@@ -131,13 +131,13 @@ def _versioned(thing: Any) -> bool:
 
 
 def _config(model: nn.Module) -> Any:
-    def told(value: Any) -> Any:
+    def relevant(value: Any) -> Any:
         if not isinstance(value, dict):
             return value
-        kept = {name: told(part) for name, part in value.items() if name not in _ELSEWHERE}
+        kept = {name: relevant(part) for name, part in value.items() if name not in _ELSEWHERE}
         return {name: part for name, part in kept.items() if "attn_implementation" not in str(name)}
 
-    return told(model.config.to_dict())  # type: ignore[operator, union-attr]
+    return relevant(model.config.to_dict())  # type: ignore[operator, union-attr]
 
 
 def _weights(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
@@ -195,7 +195,7 @@ def _module(module: nn.Module) -> Iterator[Any]:
 def _additions(module: nn.Module) -> list[str]:
     """The source of the functions that were put into a module from outside."""
     added = (vars(module).get("forward"), *module._forward_pre_hooks.values(), *module._forward_hooks.values())
-    return [told for function in added if (told := _foreign(function, type(module)))]
+    return [source for function in added if (source := _foreign(function, type(module)))]
 
 
 def _plain(value: Any) -> Any:

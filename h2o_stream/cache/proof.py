@@ -134,7 +134,7 @@ class Proof:
         self._key = self._identify()
 
     def _identify(self) -> str | None:
-        """All that a verdict depends on; None where that cannot be told."""
+        """All that a verdict depends on; None where that is not known."""
         model = self._model
         if has_additions(model):
             return None
@@ -221,8 +221,9 @@ class Proof:
     def _tokens(self) -> Tensor:
         """[1, n] random tokens that have no special meaning."""
         config = self._model.config
-        text, told = config.get_text_config(), {**config.to_dict(), **config.get_text_config().to_dict()}
-        special = {value for name, value in told.items() if name.endswith(("_token_id", "_token_index"))}
+        text = config.get_text_config()
+        settings = {**config.to_dict(), **text.to_dict()}
+        special = {value for name, value in settings.items() if name.endswith(("_token_id", "_token_index"))}
         usual = [token for token in range(min(text.vocab_size, 4096)) if token not in special] or [0]
         chosen = torch.randint(len(usual), (1, self._count), generator=torch.Generator().manual_seed(0))
         return torch.tensor(usual)[chosen].to(home_of(self._model))

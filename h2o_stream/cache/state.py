@@ -11,7 +11,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from h2o_stream.cache.identity import model_digest as model_digest
 from h2o_stream.errors import H2OStreamError, means_out_of_memory
 
 FINGERPRINT = "fingerprint"
@@ -34,6 +33,18 @@ def verify(state: Mapping[str, Tensor], name: str = CHECKSUMS) -> None:
     for key, crc in unsealed(state, name).items():
         if not isinstance(state.get(key), Tensor) or _crc(state[key]) != crc:
             raise H2OStreamError(f"the state is damaged: {key} is missing or not what was saved")
+
+
+def check_saveable(torn: bool, seen_tokens: int) -> None:
+    """Whether a cache has a state.
+
+    Raises:
+        H2OStreamError: it is empty, or the last forward was cut off halfway.
+    """
+    if torn:
+        raise H2OStreamError("the last forward was cut off halfway: there is no state to save")
+    if not seen_tokens:
+        raise H2OStreamError("the cache is empty: there is no state to save")
 
 
 @contextmanager

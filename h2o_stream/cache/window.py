@@ -27,6 +27,7 @@ from h2o_stream.cache.rope import RotaryTable
 from h2o_stream.cache.slots import Kernels, SlotLayer
 from h2o_stream.cache.state import (
     FINGERPRINT,
+    check_saveable,
     check_seal,
     checksummed,
     refusing_damage,
@@ -379,10 +380,7 @@ class H2OCache(Cache):
         Raises:
             H2OStreamError: the cache is empty, or the last forward was cut off halfway.
         """
-        if self.torn:
-            raise H2OStreamError("the last forward was cut off halfway: there is no state to save")
-        if not self.seen_tokens:
-            raise H2OStreamError("the cache is empty: there is no state to save")
+        check_saveable(self.torn, self.seen_tokens)
         state = {
             f"{number}.{name}": tensor.clone(memory_format=torch.contiguous_format)
             for number, layer in enumerate(self.layers)
@@ -453,8 +451,8 @@ class H2OCache(Cache):
             raise H2OStreamError(f"the state does not fit: its budgets are {told}") from error
 
     def _fingerprint(self, dtype: torch.dtype) -> dict[str, Any]:
-        told = {"dtype": str(dtype), "model": self._model(), "policy": asdict(self.plan)}
-        return told | {"policy's source": policy_source(self.plan)}
+        fingerprint = {"dtype": str(dtype), "model": self._model(), "policy": asdict(self.plan)}
+        return fingerprint | {"policy's source": policy_source(self.plan)}
 
     @property
     def steady(self) -> bool:

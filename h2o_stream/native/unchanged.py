@@ -32,7 +32,7 @@ _REGISTRATIONS = (
 class Unchanged:
     """A model as it is now, to be compared with what it is later.
 
-    Between two tokens of a stream what is cheap is compared, a fiftieth of a step of a very small model: addresses,
+    Between two tokens of a stream what is cheap is compared, a twenty-fifth of a step of a very small model: addresses,
     versions and modes. Modules, parameters and hooks are compared when torch has put any into any module since, and
     after `look_again`. The model's own hooks and forward are not looked at: they are run around every step.
 

@@ -270,7 +270,7 @@ class Keeper:
             session = transactions.open_session(name, create=False)
             header = session.transcript.header
             conversation.restart(header.system if header else None)
-            told = Checkpoint(conversation.facts, transactions.draws)
+            replayed = Checkpoint(conversation.facts, transactions.draws)
             for entry in session.transcript.entries:
                 kind: Kind = "pinned" if entry.kind == "pinned" else "told"
                 with closing(self._feed(entry.prompt, entry.text, kind)) as events:
@@ -281,8 +281,8 @@ class Keeper:
                             return
                         yield event
                 state, facts = transactions.copied_state(), conversation.facts
-                told = told.with_turn(facts, replace(entry, turn=facts.turns, kind=kind), state)
-            session.add_all(self.header(), told.entries, told.states.get)
+                replayed = replayed.with_turn(facts, replace(entry, turn=facts.turns, kind=kind), state)
+            session.add_all(self.header(), replayed.entries, replayed.states.get)
             transactions.commit_session(session)
 
 
