@@ -14,7 +14,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from h2o_stream.cache.attach import attach
-from h2o_stream.cache.attention import h2o_attention
+from h2o_stream.cache.attention_interface import h2o_attention
 from h2o_stream.cache.identity import model_digest
 from h2o_stream.cache.window import H2OCache, LayerSpec
 from h2o_stream.config import CacheConfig, ModelConfig

@@ -17,7 +17,7 @@ from torch import Tensor
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.cache_utils import Cache
 
-from h2o_stream.cache.attention import ATTENTION_NAME
+from h2o_stream.cache.attention_interface import ATTENTION_NAME
 from h2o_stream.cache.endless import EndlessLayer
 from h2o_stream.cache.rope import PositionsError, RotaryTable, rotary_of, rotate_back, table_for
 from h2o_stream.cache.window import LayerSpec
