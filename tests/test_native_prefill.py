@@ -17,7 +17,7 @@ from h2o_stream.cache.policies import Budget, make_policy
 from h2o_stream.cache.policies.long_term import DECAY, FAR
 from h2o_stream.cache.slots import SlotLayer
 from h2o_stream.cache.store import QuantizedStore
-from h2o_stream.cache.weigh import Products
+from h2o_stream.cache.attention import Products
 from h2o_stream.config import CachePlan
 from h2o_stream.native.abi import AttentionLayer, PolicyKind, PositionMode, Slots
 from tests.native_builds import native

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from h2o_stream.cache.policies import Budget, make_policy
 from h2o_stream.cache.slots import SlotLayer
-from h2o_stream.cache.weigh import Products
+from h2o_stream.cache.attention import Products
 from h2o_stream.config import CachePlan
 from h2o_stream.native import library
 from h2o_stream.native.kernels import NativeKernels

@@ -14,7 +14,7 @@ from h2o_stream import CacheConfig, ConfigError, attach
 from h2o_stream.cache.policies import make_policy
 from h2o_stream.cache.quantize import decode, encode, fit, spread
 from h2o_stream.cache.slots import SlotLayer
-from h2o_stream.cache.weigh import Products
+from h2o_stream.cache.attention import Products
 from h2o_stream.models.load import LoadedModel
 from tests.conftest import make_llama
 from tests.tolerance import assert_close

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from transformers import AttentionInterface
 
 from h2o_stream.cache.gradients import without_gradient
-from h2o_stream.cache.weigh import Products
+from h2o_stream.cache.attention import Products
 from h2o_stream.errors import H2OStreamError, UnsupportedModelError
 
 if TYPE_CHECKING:

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from h2o_stream.cache.policies import Attention, Held, select
 from h2o_stream.cache.store import QuantizedStore
-from h2o_stream.cache.weigh import Arrivals, Products, hide, rotate, weigh
+from h2o_stream.cache.attention import Arrivals, Products, hide, rotate, weigh
 
 if TYPE_CHECKING:
     from h2o_stream.cache.slots import SlotLayer

@@ -13,7 +13,7 @@ from h2o_stream.cache.padding import Padding
 from h2o_stream.cache.slots import SlotLayer
 from h2o_stream.cache.state import within
 from h2o_stream.cache.statistics import LayerStatistics, power_law
-from h2o_stream.cache.weigh import Products
+from h2o_stream.cache.attention import Products
 from h2o_stream.errors import H2OStreamError
 
 

@@ -29,7 +29,7 @@ from h2o_stream.cache.rope import RotaryTable
 from h2o_stream.cache.state import taken
 from h2o_stream.cache.statistics import LayerStatistics, SparsityMeter, power_law
 from h2o_stream.cache.store import QuantizedStore, Store
-from h2o_stream.cache.weigh import Products
+from h2o_stream.cache.attention import Products
 from h2o_stream.config import CachePlan
 from h2o_stream.errors import H2OStreamError
 

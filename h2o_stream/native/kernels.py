@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from h2o_stream.cache.slots import SlotLayer
-from h2o_stream.cache.weigh import Products
+from h2o_stream.cache.attention import Products
 from h2o_stream.errors import H2OStreamError, OutOfMemoryError
 from h2o_stream.native import library
 from h2o_stream.native.abi import AttentionLayer, pointer
