@@ -22,7 +22,7 @@ from torch.nn.functional import pad
 from h2o_stream.cache.budgets import Schedule
 from h2o_stream.cache.eager import EAGER, attention_of_newest
 from h2o_stream.cache.endless import EndlessLayer
-from h2o_stream.cache.layout import Layout
+from h2o_stream.cache.revision import Layout
 from h2o_stream.cache.padding import Padding
 from h2o_stream.cache.policies import Budget, Held, Policy
 from h2o_stream.cache.rope import RotaryTable

@@ -20,7 +20,7 @@ from h2o_stream.cache.budgets import HeadGroup, Schedule, schedules, windows
 from h2o_stream.cache.counts import CacheCounts, Occupancy
 from h2o_stream.cache.groups import GroupedLayer
 from h2o_stream.cache.identity import policy_source
-from h2o_stream.cache.layout import Layout
+from h2o_stream.cache.revision import Layout
 from h2o_stream.cache.padding import Padding
 from h2o_stream.cache.policies import Budget, make_policy, merged
 from h2o_stream.cache.rope import RotaryTable
