@@ -44,7 +44,7 @@ from h2o_stream.config import DEFAULT_WINDOW, MIN_EVICTABLE, CacheConfig
 from h2o_stream.errors import ConfigError, H2OStreamError
 
 if TYPE_CHECKING:
-    from h2o_stream.cache.proof import Proof
+    from h2o_stream.cache.verification import Proof
 
 
 @dataclass(frozen=True)
