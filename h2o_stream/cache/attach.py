@@ -111,7 +111,7 @@ def build_cache(model: PreTrainedModel, config: CacheConfig, progress: Listener)
     if plan.budgets == "measured":
         specs = shared_out(model, specs, progress)
     cache = H2OCache(config, specs, reach_of(model.config), learned_positions(model.config), digest)
-    cache.proof = proof
+    cache.verification = proof
     return cache
 
 

@@ -1,7 +1,7 @@
 """Whole decode steps in the native library: they take the place of a model's forward for single tokens.
 
 What is native and what is eager is decided here: `make_stepper` describes a model, and has the description proved
-(`cache.proof`). Where either fails the steps are eager, and it says why.
+(`cache.verification`). Where either fails the steps are eager, and it says why.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ def _described(model: Any, cache: H2OCache) -> Description | str:
 
 def _disproved(cache: H2OCache, steps: Callable[[H2OCache], Stepper] | None) -> str:
     """Why native kernels, and steps if there are any, do not compute what the model does, or nothing."""
-    proof, kernels = cache.proof, cache.kernels
+    proof, kernels = cache.verification, cache.kernels
     if proof is None or kernels is None:
         return ""
 
