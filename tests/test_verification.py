@@ -13,7 +13,7 @@ from torch import Tensor
 from transformers import BertConfig, BertLMHeadModel, DiffLlamaConfig, DiffLlamaForCausalLM, LlamaForCausalLM
 
 from h2o_stream import CacheConfig, UnsupportedModelError, attach
-from h2o_stream.cache import proof
+from h2o_stream.cache import verification
 from h2o_stream.cache.support import attention_of
 from tests.causal_models import make
 from tests.conftest import make_llama
