@@ -1,4 +1,4 @@
-"""The proof that a model computes through the cache what it computes by itself: what it finds, and leaves behind."""
+"""The verification that a model computes through the cache what it computes by itself: what it finds, and leaves behind."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from tests.families import GROUPED, SIZES, tiny
 
 @pytest.fixture(autouse=True)
 def nothing_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(proof, "_known", set())
+    monkeypatch.setattr(verification, "_known", set())
 
 
 def refusal(model: Any, **settings: Any) -> str:
@@ -122,9 +122,9 @@ class TestAccepts:
 
     def test_logits_that_stand_for_never(self) -> None:
         theirs = torch.tensor([1.0, 2.0, -torch.inf, torch.finfo(torch.float32).min])
-        assert proof.error_of(theirs * torch.tensor([1.01, 1.01, 1, 1]), theirs) == pytest.approx(0.01, rel=1e-3)
-        assert proof.error_of(torch.zeros(4), theirs) == float("inf")
-        assert not proof.error_of(theirs.where(theirs != 1, torch.nan), theirs) < 1
+        assert verification.error_of(theirs * torch.tensor([1.01, 1.01, 1, 1]), theirs) == pytest.approx(0.01, rel=1e-3)
+        assert verification.error_of(torch.zeros(4), theirs) == float("inf")
+        assert not verification.error_of(theirs.where(theirs != 1, torch.nan), theirs) < 1
 
 
 class TestIsMadeOnce:
@@ -136,12 +136,12 @@ class TestIsMadeOnce:
         disk_offload(model, tmp_path, torch.device("cpu"))
         with attach(model, CacheConfig(window=32)) as cache:
             assert (model(ids, past_key_values=cache).logits - expected).abs().max() < 1e-5 * expected.abs().max()
-        assert proof._known
+        assert verification._known
 
     def test_for_equal_models(self, forwards: list[int]) -> None:
         config = CacheConfig(window=32, budgets="equal")
         with attach(make_llama(), config):
-            assert proof.PROMPT + proof.STEPS in forwards
+            assert verification.PROMPT + verification.STEPS in forwards
         forwards.clear()
         with attach(make_llama(), config):
             assert set(forwards) == {1}, "one token at two positions"
@@ -155,16 +155,16 @@ class TestIsMadeOnce:
         model.model.layers[0].self_attn.scaling *= 2 if other == "flag" else 1
         positions = "absolute" if other == "positions" else None
         with attach(model, CacheConfig(window=32, budgets="equal", positions=positions)):
-            assert proof.PROMPT + proof.STEPS in forwards
+            assert verification.PROMPT + verification.STEPS in forwards
 
     def test_in_another_process(self, forwards: list[int], monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:
-        monkeypatch.setattr(proof, "LONG_S", 0.0)
+        monkeypatch.setattr(verification, "LONG_S", 0.0)
         monkeypatch.setattr("h2o_stream.cache.notes.cache_folder", lambda: tmp_path)
         for known in (False, True):
-            monkeypatch.setattr(proof, "_known", set())
+            monkeypatch.setattr(verification, "_known", set())
             forwards.clear()
             with attach(make_llama(), CacheConfig(window=32, budgets="equal")):
-                assert (proof.PROMPT + proof.STEPS in forwards) != known
+                assert (verification.PROMPT + verification.STEPS in forwards) != known
 
 
 class TestLeavesNothingBehind:
@@ -187,7 +187,7 @@ class TestLeavesNothingBehind:
         model = make("got_ocr2")
         before = [name for _, name in attention_of(model)]
         assert len(set(before)) > 1
-        built = proof.Proof(model, "absolute", "auto", [])
+        built = verification.Proof(model, "absolute", "auto", [])
         with pytest.raises(IndexError):
             built.trouble()
         assert [name for _, name in attention_of(model)] == before
