@@ -14,7 +14,7 @@ from h2o_stream.cache.forward import AttachedForward, Stepper, replaced_forward
 from h2o_stream.cache.full import FullCache
 from h2o_stream.cache.identity import model_digest
 from h2o_stream.cache.verification import Proof, prove
-from h2o_stream.cache.reach import shared_out
+from h2o_stream.cache.retrieval_heads import shared_out
 from h2o_stream.cache.rope import PositionsError
 from h2o_stream.cache.support import (
     attention_of,
