@@ -1,6 +1,6 @@
 """How the slots are shared out among the heads: windows of different size, equal in the mean.
 
-Until the window is full all heads hold everything; then those that reach far (`cache.reach`) grow by what the others
+Until the window is full all heads hold everything; then those that reach far (`cache.retrieval_heads`) grow by what the others
 give up, and the total is at any moment what equal windows would hold, less a rounding.
 """
 
