@@ -15,7 +15,7 @@ from h2o_stream.startup import let_idle_threads_sleep
 if TYPE_CHECKING:
     from h2o_stream.cache.attach import attach
     from h2o_stream.cache.full import FullCache
-    from h2o_stream.cache.window import H2OCache
+    from h2o_stream.cache.h2o_cache import H2OCache
     from h2o_stream.deprecated import compiled
     from h2o_stream.engine.engine import Engine
     from h2o_stream.session.conversation import Conversation
@@ -40,7 +40,7 @@ __all__ = [
 _LAZY = {
     "attach": "h2o_stream.cache.attach",
     "compiled": "h2o_stream.deprecated",
-    "H2OCache": "h2o_stream.cache.window",
+    "H2OCache": "h2o_stream.cache.h2o_cache",
     "FullCache": "h2o_stream.cache.full",
     "Engine": "h2o_stream.engine.engine",
     "Conversation": "h2o_stream.session.conversation",

@@ -25,7 +25,7 @@ from h2o_stream.cache.support import (
     learned_positions,
     reach_of,
 )
-from h2o_stream.cache.window import H2OCache, LayerSpec
+from h2o_stream.cache.h2o_cache import H2OCache, LayerSpec
 from h2o_stream.config import CacheConfig, CachePlan, EngineChoice
 from h2o_stream.errors import ConfigError, H2OStreamError, UnsupportedModelError
 from h2o_stream.progress import Listener, ignore

@@ -16,7 +16,7 @@ from h2o_stream.cache.attention import Products
 from h2o_stream.errors import H2OStreamError, UnsupportedModelError
 
 if TYPE_CHECKING:
-    from h2o_stream.cache.window import H2OCache
+    from h2o_stream.cache.h2o_cache import H2OCache
 
 ATTENTION_NAME = "h2o_stream"
 

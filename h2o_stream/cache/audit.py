@@ -12,7 +12,7 @@ from h2o_stream.cache.slots import SlotLayer
 from h2o_stream.errors import H2OStreamError
 
 if TYPE_CHECKING:
-    from h2o_stream.cache.window import H2OCache
+    from h2o_stream.cache.h2o_cache import H2OCache
 
 
 def audit(cache: H2OCache) -> float:

@@ -19,7 +19,7 @@ from h2o_stream.cache.full import FullCache
 from h2o_stream.cache.gradients import without_gradient
 from h2o_stream.cache.stream import Stream, cache_of
 from h2o_stream.cache.support import attention_of, attention_set
-from h2o_stream.cache.window import H2OCache
+from h2o_stream.cache.h2o_cache import H2OCache
 from h2o_stream.errors import H2OStreamError
 
 _UNDERSTOOD = {

@@ -26,7 +26,7 @@ from h2o_stream.cache.notes import LONG_S, read_note, write_note
 from h2o_stream.cache.policies import make_policy
 from h2o_stream.cache.slots import SlotLayer
 from h2o_stream.cache.support import attention_of_ours, home_of, size_of
-from h2o_stream.cache.window import LayerSpec
+from h2o_stream.cache.h2o_cache import LayerSpec
 from h2o_stream.config import CachePlan
 from h2o_stream.progress import Listener, Progress, ignore
 

@@ -20,7 +20,7 @@ from transformers.cache_utils import Cache
 from h2o_stream.cache.attention_interface import ATTENTION_NAME
 from h2o_stream.cache.endless import EndlessLayer
 from h2o_stream.cache.rope import PositionsError, RotaryTable, rotary_of, rotate_back, table_for
-from h2o_stream.cache.window import LayerSpec
+from h2o_stream.cache.h2o_cache import LayerSpec
 from h2o_stream.config import DEFAULT_WINDOW, CacheConfig, CachePlan
 from h2o_stream.errors import H2OStreamError, UnsupportedModelError, means_out_of_memory
 

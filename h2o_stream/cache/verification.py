@@ -31,7 +31,7 @@ from h2o_stream.cache.support import (
     learned_positions,
     reach_of,
 )
-from h2o_stream.cache.window import H2OCache, LayerSpec
+from h2o_stream.cache.h2o_cache import H2OCache, LayerSpec
 from h2o_stream.config import CacheConfig, CacheDevice, Positions
 from h2o_stream.errors import UnsupportedModelError
 

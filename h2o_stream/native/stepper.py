@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from h2o_stream.cache.verification import error_of, tolerance_of
-from h2o_stream.cache.window import H2OCache
+from h2o_stream.cache.h2o_cache import H2OCache
 from h2o_stream.errors import H2OStreamError, OutOfMemoryError
 from h2o_stream.native import library
 from h2o_stream.native.abi import STREAM
