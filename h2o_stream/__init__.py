@@ -14,7 +14,7 @@ from h2o_stream.startup import let_idle_threads_sleep
 
 if TYPE_CHECKING:
     from h2o_stream.cache.attach import attach
-    from h2o_stream.cache.full import FullCache
+    from h2o_stream.cache.full_cache import FullCache
     from h2o_stream.cache.h2o_cache import H2OCache
     from h2o_stream.deprecated import compiled
     from h2o_stream.engine.engine import Engine
@@ -41,7 +41,7 @@ _LAZY = {
     "attach": "h2o_stream.cache.attach",
     "compiled": "h2o_stream.deprecated",
     "H2OCache": "h2o_stream.cache.h2o_cache",
-    "FullCache": "h2o_stream.cache.full",
+    "FullCache": "h2o_stream.cache.full_cache",
     "Engine": "h2o_stream.engine.engine",
     "Conversation": "h2o_stream.session.conversation",
 }

@@ -11,7 +11,7 @@ from typing import Any, get_args
 from transformers import PreTrainedModel
 
 from h2o_stream.cache.forward import AttachedForward, Stepper, replaced_forward
-from h2o_stream.cache.full import FullCache
+from h2o_stream.cache.full_cache import FullCache
 from h2o_stream.cache.identity import model_digest
 from h2o_stream.cache.verification import Proof, prove
 from h2o_stream.cache.retrieval_heads import shared_out

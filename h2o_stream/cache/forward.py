@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from h2o_stream.cache.arguments import tokens_in
-from h2o_stream.cache.full import FullCache
+from h2o_stream.cache.full_cache import FullCache
 from h2o_stream.cache.gradients import without_gradient
 from h2o_stream.cache.stream import Stream, cache_of
 from h2o_stream.cache.support import attention_of, attention_set

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from h2o_stream.cache.full import FullCache
+from h2o_stream.cache.full_cache import FullCache
 from h2o_stream.cache.h2o_cache import H2OCache
 from h2o_stream.errors import H2OStreamError
 
