@@ -22,7 +22,7 @@ from transformers.cache_utils import Cache
 
 from h2o_stream.cache.budgets import HeadGroup
 from h2o_stream.cache.identity import model_digest
-from h2o_stream.cache.notes import LONG_S, read_note, write_note
+from h2o_stream.cache.measurements import LONG_S, read_note, write_note
 from h2o_stream.cache.policies import make_policy
 from h2o_stream.cache.slots import SlotLayer
 from h2o_stream.cache.support import attention_of_ours, home_of, size_of

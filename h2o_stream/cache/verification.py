@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from h2o_stream.cache.identity import has_additions, model_digest
-from h2o_stream.cache.notes import LONG_S, read_note, write_note
+from h2o_stream.cache.measurements import LONG_S, read_note, write_note
 from h2o_stream.cache.rope import PositionsError
 from h2o_stream.cache.slots import Kernels
 from h2o_stream.cache.support import (
