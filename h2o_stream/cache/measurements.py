@@ -15,7 +15,7 @@ LONG_S = 0.5
 """Seconds from which on a measurement is worth keeping."""
 
 
-def read_note(kind: str, key: str) -> Any:
+def read_measurement(kind: str, key: str) -> Any:
     """What `write_note` wrote; None where there is nothing, or nothing that can be read."""
     with suppress(OSError, ValueError):
         return json.loads(_path(kind, key).read_text())

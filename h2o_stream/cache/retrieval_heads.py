@@ -22,7 +22,7 @@ from transformers.cache_utils import Cache
 
 from h2o_stream.cache.budgets import HeadGroup
 from h2o_stream.cache.identity import model_digest
-from h2o_stream.cache.measurements import LONG_S, read_note, write_note
+from h2o_stream.cache.measurements import LONG_S, read_measurement, write_note
 from h2o_stream.cache.policies import make_policy
 from h2o_stream.cache.slots import SlotLayer
 from h2o_stream.cache.support import attention_of_ours, home_of, size_of
@@ -109,7 +109,7 @@ def _known(model: PreTrainedModel, hidden_from: Sequence[int | None], progress: 
     if key in _measured:
         return _measured[key]
     with suppress(ValueError, TypeError, RuntimeError):
-        found = torch.tensor(read_note("reach", key), dtype=torch.float32)
+        found = torch.tensor(read_measurement("reach", key), dtype=torch.float32)
         if found.dim() == 2 and len(found) == len(hidden_from):
             return _measured.setdefault(key, found)
     begun = time.perf_counter()

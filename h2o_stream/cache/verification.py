@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from h2o_stream.cache.identity import has_additions, model_digest
-from h2o_stream.cache.measurements import LONG_S, read_note, write_note
+from h2o_stream.cache.measurements import LONG_S, read_measurement, write_note
 from h2o_stream.cache.rope import PositionsError
 from h2o_stream.cache.slots import Kernels
 from h2o_stream.cache.support import (
@@ -146,7 +146,7 @@ class Proof:
         if self._key is None or torch.distributed.is_initialized():  # all processes must do the same
             return trouble()
         key = f"{engine} {self._key}"
-        if key in _known or read_note("proved", key):
+        if key in _known or read_measurement("proved", key):
             _known.add(key)
             return ""
         begun = time.perf_counter()
