@@ -16,13 +16,13 @@ LONG_S = 0.5
 
 
 def read_measurement(kind: str, key: str) -> Any:
-    """What `write_note` wrote; None where there is nothing, or nothing that can be read."""
+    """What `save_measurement` wrote; None where there is nothing, or nothing that can be read."""
     with suppress(OSError, ValueError):
         return json.loads(_path(kind, key).read_text())
     return None
 
 
-def write_note(kind: str, key: str, value: Any) -> None:
+def save_measurement(kind: str, key: str, value: Any) -> None:
     """Keep a value of JSON, all or nothing; not at all where the folder cannot be written.
 
     Args:

@@ -22,7 +22,7 @@ from transformers.cache_utils import Cache
 
 from h2o_stream.cache.budgets import HeadGroup
 from h2o_stream.cache.identity import model_digest
-from h2o_stream.cache.measurements import LONG_S, read_measurement, write_note
+from h2o_stream.cache.measurements import LONG_S, read_measurement, save_measurement
 from h2o_stream.cache.policies import make_policy
 from h2o_stream.cache.slots import SlotLayer
 from h2o_stream.cache.support import attention_of_ours, home_of, size_of
@@ -115,7 +115,7 @@ def _known(model: PreTrainedModel, hidden_from: Sequence[int | None], progress: 
     begun = time.perf_counter()
     _measured[key] = _attention_to_copy(model, hidden_from, progress)
     if time.perf_counter() - begun > LONG_S:
-        write_note("reach", key, _measured[key].tolist())
+        save_measurement("reach", key, _measured[key].tolist())
     return _measured[key]
 
 

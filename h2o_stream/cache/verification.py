@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from h2o_stream.cache.identity import has_additions, model_digest
-from h2o_stream.cache.measurements import LONG_S, read_measurement, write_note
+from h2o_stream.cache.measurements import LONG_S, read_measurement, save_measurement
 from h2o_stream.cache.rope import PositionsError
 from h2o_stream.cache.slots import Kernels
 from h2o_stream.cache.support import (
@@ -154,7 +154,7 @@ class Proof:
             return found
         _known.add(key)
         if time.perf_counter() - begun > LONG_S:
-            write_note("proved", key, True)
+            save_measurement("proved", key, True)
         return ""
 
     def trouble(
