@@ -13,7 +13,7 @@ from transformers import DynamicCache, LlamaForCausalLM
 from h2o_stream import CacheConfig, ConfigError, H2OStreamError, attach
 from h2o_stream.cache import eager
 from h2o_stream.cache.policies import make_policy
-from h2o_stream.cache.slots import SlotLayer
+from h2o_stream.cache.head_group import SlotLayer
 from h2o_stream.cache.attention import Products
 from h2o_stream.config import MIN_EVICTABLE
 from tests.tolerance import assert_close

@@ -15,7 +15,7 @@ from h2o_stream import CacheConfig, attach
 from h2o_stream.cache.audit import audit
 from h2o_stream.cache.budgets import HeadGroup
 from h2o_stream.cache.eager import EAGER, EagerKernels
-from h2o_stream.cache.slots import SlotLayer
+from h2o_stream.cache.head_group import SlotLayer
 from h2o_stream.cache.h2o_cache import H2OCache
 from tests.conftest import make_llama
 

@@ -15,7 +15,7 @@ from h2o_stream.cache.budgets import Schedule
 from h2o_stream.cache.padding import Padding
 from h2o_stream.cache.policies import Budget, make_policy
 from h2o_stream.cache.policies.long_term import DECAY, FAR
-from h2o_stream.cache.slots import SlotLayer
+from h2o_stream.cache.head_group import SlotLayer
 from h2o_stream.cache.store import QuantizedStore
 from h2o_stream.cache.attention import Products
 from h2o_stream.config import CachePlan

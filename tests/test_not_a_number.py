@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from h2o_stream.cache.policies import Budget, make_policy
-from h2o_stream.cache.slots import SlotLayer
+from h2o_stream.cache.head_group import SlotLayer
 from h2o_stream.cache.attention import Products
 from h2o_stream.config import CachePlan
 from h2o_stream.native import library

@@ -13,7 +13,7 @@ from transformers import LlamaForCausalLM
 from h2o_stream import CacheConfig, ConfigError, attach
 from h2o_stream.cache.policies import make_policy
 from h2o_stream.cache.quantize import decode, encode, fit, spread
-from h2o_stream.cache.slots import SlotLayer
+from h2o_stream.cache.head_group import SlotLayer
 from h2o_stream.cache.attention import Products
 from h2o_stream.models.load import LoadedModel
 from tests.conftest import make_llama

@@ -11,7 +11,7 @@ import torch
 
 from h2o_stream.cache.attach import attach
 from h2o_stream.cache.audit import audit
-from h2o_stream.cache.slots import SlotLayer
+from h2o_stream.cache.head_group import SlotLayer
 from h2o_stream.compare.folder import Part
 from h2o_stream.compare.soak import TINY, Soak
 from h2o_stream.config import CacheConfig, ModelConfig

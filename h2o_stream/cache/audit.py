@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from h2o_stream.cache.slots import SlotLayer
+from h2o_stream.cache.head_group import SlotLayer
 from h2o_stream.errors import H2OStreamError
 
 if TYPE_CHECKING:

@@ -21,7 +21,7 @@ from h2o_stream.cache.store import QuantizedStore
 from h2o_stream.cache.attention import Arrivals, Products, hide, rotate, weigh
 
 if TYPE_CHECKING:
-    from h2o_stream.cache.slots import SlotLayer
+    from h2o_stream.cache.head_group import SlotLayer
 
 
 class EagerKernels:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from h2o_stream.cache.endless import EndlessLayer
 from h2o_stream.cache.padding import Padding
-from h2o_stream.cache.slots import SlotLayer
+from h2o_stream.cache.head_group import SlotLayer
 from h2o_stream.cache.state import within
 from h2o_stream.cache.statistics import LayerStatistics, power_law
 from h2o_stream.cache.attention import Products

@@ -24,7 +24,7 @@ from h2o_stream.cache.revision import Layout
 from h2o_stream.cache.padding import Padding
 from h2o_stream.cache.policies import Budget, make_policy, merged
 from h2o_stream.cache.rope import RotaryTable
-from h2o_stream.cache.slots import Kernels, SlotLayer
+from h2o_stream.cache.head_group import Kernels, SlotLayer
 from h2o_stream.cache.state import (
     FINGERPRINT,
     check_saveable,

@@ -24,7 +24,7 @@ from h2o_stream.cache.budgets import HeadGroup
 from h2o_stream.cache.identity import model_digest
 from h2o_stream.cache.measurements import LONG_S, read_measurement, save_measurement
 from h2o_stream.cache.policies import make_policy
-from h2o_stream.cache.slots import SlotLayer
+from h2o_stream.cache.head_group import SlotLayer
 from h2o_stream.cache.support import attention_of_ours, home_of, size_of
 from h2o_stream.cache.h2o_cache import LayerSpec
 from h2o_stream.config import CachePlan

@@ -20,7 +20,7 @@ from torch import Tensor
 from h2o_stream.cache.identity import has_additions, model_digest
 from h2o_stream.cache.measurements import LONG_S, read_measurement, save_measurement
 from h2o_stream.cache.rope import PositionsError
-from h2o_stream.cache.slots import Kernels
+from h2o_stream.cache.head_group import Kernels
 from h2o_stream.cache.support import (
     attention_of,
     attention_of_ours,

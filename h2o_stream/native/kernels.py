@@ -1,4 +1,4 @@
-"""The tensor work of one layer in the native library; see `h2o_stream.cache.slots.Kernels`."""
+"""The tensor work of one layer in the native library; see `h2o_stream.cache.head_group.Kernels`."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor
 
-from h2o_stream.cache.slots import SlotLayer
+from h2o_stream.cache.head_group import SlotLayer
 from h2o_stream.cache.attention import Products
 from h2o_stream.errors import H2OStreamError, OutOfMemoryError
 from h2o_stream.native import library

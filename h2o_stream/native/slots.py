@@ -15,7 +15,7 @@ from h2o_stream.cache.policies.long_term import DECAY, FAR, LongTerm
 from h2o_stream.cache.policies.random import Random
 from h2o_stream.cache.policies.recency import Recency
 from h2o_stream.cache.policies.tova import Tova
-from h2o_stream.cache.slots import SlotLayer
+from h2o_stream.cache.head_group import SlotLayer
 from h2o_stream.native.abi import SLOTS, AttentionLayer, PolicyKind, PositionMode, pointer
 
 POLICIES: dict[type, PolicyKind] = {
