@@ -18,7 +18,7 @@ from torch import Tensor
 
 from h2o_stream.cache.policies import Attention, Held, select
 from h2o_stream.cache.store import QuantizedStore
-from h2o_stream.cache.attention import Arrivals, Products, hide, rotate, weigh
+from h2o_stream.cache.layer_attention import Arrivals, Products, hide, rotate, weigh
 
 if TYPE_CHECKING:
     from h2o_stream.cache.head_group import SlotLayer
@@ -54,7 +54,7 @@ class EagerKernels:
 
         keys, values = layer.store.read()
         arrivals = Arrivals((1,), 1, query.device)
-        output, probs = attention(layer, query, keys, values, layer.places, arrivals, products, vacant)
+        output, probs = layer_attention(layer, query, keys, values, layer.places, arrivals, products, vacant)
         layer.watch(probs, layer.index >= 0, layer.lengths[0] + 1)
         paid = Attention(probs, probs.new_zeros(1), 1)
         if layer.policy.observes:
@@ -94,10 +94,10 @@ class EagerKernels:
         )
         keys, values = torch.cat((keys, key), 2), torch.cat((values, value), 2)
 
-        output, probs = attention(layer, query, keys, values, held, arrivals, products)
+        output, probs = layer_attention(layer, query, keys, values, held, arrivals, products)
         if not arrivals.ragged:
             layer.watch(probs, held.index >= 0, layer.lengths[0] + arrivals.new)
-        paid = arrivals.attention(probs)
+        paid = arrivals.layer_attention(probs)
         if layer.policy.observes:
             held = replace(held, scores=layer.policy.observe(held.scores, paid))
         if held.lasting is not None:
@@ -112,7 +112,7 @@ class EagerKernels:
 EAGER = EagerKernels()
 
 
-def attention(
+def layer_attention(
     layer: SlotLayer,
     query: Tensor,
     keys: Tensor,
@@ -151,7 +151,7 @@ def attention_of_newest(layer: SlotLayer, query: Tensor, products: Products) -> 
     """What the newest token's query [B, Hq, 1, D] sees in what is held: probabilities [B, Hkv, G, 1, S]."""
     keys, values = layer.store.read()
     arrivals = Arrivals((1,), 1, query.device)
-    return attention(layer, query, keys, values, layer.places, arrivals, products)[1]
+    return layer_attention(layer, query, keys, values, layer.places, arrivals, products)[1]
 
 
 def _demote(layer: SlotLayer, store: QuantizedStore) -> None:
