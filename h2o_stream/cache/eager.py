@@ -147,7 +147,7 @@ def layer_attention(
     return weigh(query, keys, values, turns, arrivals, hidden, products)
 
 
-def attention_of_newest(layer: SlotLayer, query: Tensor, products: Products) -> Tensor:
+def attention_of_last_query(layer: SlotLayer, query: Tensor, products: Products) -> Tensor:
     """What the newest token's query [B, Hq, 1, D] sees in what is held: probabilities [B, Hkv, G, 1, S]."""
     keys, values = layer.store.read()
     arrivals = Arrivals((1,), 1, query.device)

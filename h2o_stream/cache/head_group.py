@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from h2o_stream.cache.budgets import Schedule
-from h2o_stream.cache.eager import EAGER, attention_of_newest
+from h2o_stream.cache.eager import EAGER, attention_of_last_query
 from h2o_stream.cache.endless import EndlessLayer
 from h2o_stream.cache.revision import Layout
 from h2o_stream.cache.padding import Padding
@@ -390,7 +390,7 @@ class SlotLayer(EndlessLayer):
             self.compact()
         meter = self._watch
         if native and padding is None and isinstance(meter, SparsityMeter) and meter.wants(before, self.lengths[0]):
-            meter.add(attention_of_newest(self, query[:, :, -1:], products), self.index >= 0)
+            meter.add(attention_of_last_query(self, query[:, :, -1:], products), self.index >= 0)
         output = outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=1)
         return output if padding is None else padding.unpack(output)
 
