@@ -88,7 +88,7 @@ class Turns(NamedTuple):
     behind: Tensor
 
 
-def weigh(
+def attention(
     query: Tensor,
     keys: Tensor,
     values: Tensor,

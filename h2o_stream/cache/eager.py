@@ -18,7 +18,7 @@ from torch import Tensor
 
 from h2o_stream.cache.policies import Attention, Held, select
 from h2o_stream.cache.store import QuantizedStore
-from h2o_stream.cache.layer_attention import Arrivals, Products, hide, rotate, weigh
+from h2o_stream.cache.layer_attention import Arrivals, Products, hide, rotate, attention
 
 if TYPE_CHECKING:
     from h2o_stream.cache.head_group import SlotLayer
@@ -122,7 +122,7 @@ def layer_attention(
     products: Products,
     vacant: bool = True,
 ) -> tuple[Tensor, Tensor]:
-    """`weigh` over the places given, rotated and hidden as the layer's positions want it.
+    """`attention` over the places given, rotated and hidden as the layer's positions want it.
 
     Args:
         layer: whose rules apply.
@@ -144,7 +144,7 @@ def layer_attention(
         query, turns = rotate(query, held, arrivals, layer.plan.positions, layer.span, layer.budget, table)
     seeing_all = arrivals.new == 1 and layer.sliding is None and not vacant
     hidden = None if seeing_all else hide(held, arrivals, layer.sliding)
-    return weigh(query, keys, values, turns, arrivals, hidden, products)
+    return attention(query, keys, values, turns, arrivals, hidden, products)
 
 
 def attention_of_last_query(layer: SlotLayer, query: Tensor, products: Products) -> Tensor:
