@@ -1,4 +1,4 @@
-"""Causal attention of new tokens over the places of a layer: rotate, multiply, hide, softmax.
+"""Causal attention of new tokens over the places of a layer: rotate, multiply, causal_mask, softmax.
 
 Pure functions of tensors.
 """
@@ -127,7 +127,7 @@ def attention(
     return output.view(batch, query_heads, new, values.shape[-1]).transpose(1, 2).contiguous(), probs
 
 
-def hide(held: Held, arrivals: Arrivals, sliding: int | None) -> Tensor:
+def causal_mask(held: Held, arrivals: Arrivals, sliding: int | None) -> Tensor:
     """Which places a new token may not see: empty ones, newer ones, and those of age `sliding` and more.
 
     Returns:

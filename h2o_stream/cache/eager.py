@@ -18,7 +18,7 @@ from torch import Tensor
 
 from h2o_stream.cache.policies import Attention, Held, select
 from h2o_stream.cache.store import QuantizedStore
-from h2o_stream.cache.layer_attention import Arrivals, Products, hide, rotate, attention
+from h2o_stream.cache.layer_attention import Arrivals, Products, causal_mask, rotate, attention
 
 if TYPE_CHECKING:
     from h2o_stream.cache.head_group import SlotLayer
@@ -143,7 +143,7 @@ def layer_attention(
         table = layer.table.upto(layer.reach(keys.shape[2]), keys.device, keys.dtype)
         query, turns = rotate(query, held, arrivals, layer.plan.positions, layer.span, layer.budget, table)
     seeing_all = arrivals.new == 1 and layer.sliding is None and not vacant
-    hidden = None if seeing_all else hide(held, arrivals, layer.sliding)
+    hidden = None if seeing_all else causal_mask(held, arrivals, layer.sliding)
     return attention(query, keys, values, turns, arrivals, hidden, products)
 
 
