@@ -14,7 +14,7 @@ from h2o_stream import CacheConfig, ConfigError, H2OStreamError, attach
 from h2o_stream.cache import eager
 from h2o_stream.cache.policies import make_policy
 from h2o_stream.cache.head_group import SlotLayer
-from h2o_stream.cache.attention import Products
+from h2o_stream.cache.attention import LogitTransform
 from h2o_stream.config import MIN_EVICTABLE
 from tests.tolerance import assert_close
 
@@ -84,7 +84,7 @@ class TestSlots:
                 torch.randn(batch, 2, length, 4),
                 torch.randn(batch, 2, length, 4),
             )
-            assert layer.attend(q, k, v, Products(0.5)).shape == (batch, length, 4, 4)
+            assert layer.attend(q, k, v, LogitTransform(0.5)).shape == (batch, length, 4, 4)
             self.check(layer)
 
     def check(self, layer: SlotLayer) -> None:
@@ -112,7 +112,7 @@ class TestSlots:
         numbers = torch.arange(20.0)
         for part in numbers.split([5, 1, 1, 4, 1, 1, 1, 6]):
             k = part.view(1, 1, -1, 1).expand(1, 2, -1, 4)
-            layer.attend(torch.randn(1, 2, len(part), 4), k.clone(), -k, Products(0.5))
+            layer.attend(torch.randn(1, 2, len(part), 4), k.clone(), -k, LogitTransform(0.5))
             occupied = layer.index >= 0
             assert layer.store.keys[occupied][:, 0].equal(layer.index[occupied].float())
             assert layer.store.values[occupied][:, 0].equal(-layer.index[occupied].float())
@@ -123,10 +123,10 @@ class TestSlots:
         layer = SlotLayer(plan, make_policy(plan), None)
         one = torch.ones(1, 1, 1, 4, dtype=torch.bfloat16)
         for _ in range(3):
-            layer.attend(one, one, one, Products(0.5))
+            layer.attend(one, one, one, LogitTransform(0.5))
         layer.scores[layer.index == 0] = 4096.0
         before = layer.scores[layer.index == 0].item()
-        layer.attend(one, one, one, Products(0.5))
+        layer.attend(one, one, one, LogitTransform(0.5))
         assert layer.scores.dtype == torch.float32
         assert layer.scores[layer.index == 0].item() == pytest.approx(before + 0.25)
 

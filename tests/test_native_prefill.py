@@ -17,7 +17,7 @@ from h2o_stream.cache.policies import Budget, make_policy
 from h2o_stream.cache.policies.long_term import DECAY, FAR
 from h2o_stream.cache.head_group import SlotLayer
 from h2o_stream.cache.store import QuantizedStore
-from h2o_stream.cache.attention import Products
+from h2o_stream.cache.attention import LogitTransform
 from h2o_stream.config import CachePlan
 from h2o_stream.native.abi import AttentionLayer, PolicyKind, PositionMode, Slots
 from tests.native_builds import native
@@ -104,7 +104,7 @@ class Eager:
         query, key, value = (x.float() for x in self.case.inputs[call])
         grouped = query.unflatten(1, (key.shape[1], -1))
         output = torch.empty(query.shape[0], query.shape[2], *grouped.shape[1:3], query.shape[-1])
-        products = Products(self.case.size**-0.5, self.case.softcap)
+        products = LogitTransform(self.case.size**-0.5, self.case.softcap)
         for layer, heads in self.layers:
             counts = padding(self.case.prompts[call])
             mixed = layer.attend(grouped[:, heads].flatten(1, 2), key[:, heads], value[:, heads], products, counts)

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from h2o_stream.cache.policies import Budget, make_policy
 from h2o_stream.cache.head_group import SlotLayer
-from h2o_stream.cache.attention import Products
+from h2o_stream.cache.attention import LogitTransform
 from h2o_stream.config import CachePlan
 from h2o_stream.native import library
 from h2o_stream.native.kernels import NativeKernels
@@ -29,7 +29,7 @@ def outputs(native: bool, plan: CachePlan, poisoned: int) -> Iterator[tuple[Tens
         query, key, value = (torch.randn(1, heads, new, 16, generator=seeded) for heads in (4, 2, 2))
         if number == poisoned:
             key[:, 0, -1] = torch.nan
-        yield layer.attend(query, key, value, Products(0.25), None), layer
+        yield layer.attend(query, key, value, LogitTransform(0.25), None), layer
 
 
 @pytest.mark.skipif(bool(library.missing_reason()), reason="there is no compiled library")

@@ -64,7 +64,7 @@ class Arrivals:
         return Attention(probs, self.later[0, 0].float(), self.new)
 
 
-class Products(NamedTuple):
+class LogitTransform(NamedTuple):
     """What a model does with the products of queries and keys.
 
     Attributes:
@@ -95,7 +95,7 @@ def attention(
     turns: Turns | None,
     arrivals: Arrivals,
     hidden: Tensor | None,
-    products: Products,
+    products: LogitTransform,
 ) -> tuple[Tensor, Tensor]:
     """Attention of Q queries over K places.
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from transformers import AttentionInterface
 
 from h2o_stream.cache.gradients import without_gradient
-from h2o_stream.cache.attention import Products
+from h2o_stream.cache.attention import LogitTransform
 from h2o_stream.errors import H2OStreamError, UnsupportedModelError
 
 if TYPE_CHECKING:
@@ -60,7 +60,7 @@ def h2o_attention(
     scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
     layer = h2o_cache.layers[module.layer_idx]
     there = h2o_cache.place or query.device
-    mixed = layer.attend(query.to(there), key.to(there), value.to(there), Products(scaling, softcap), h2o_cache.padding)
+    mixed = layer.attend(query.to(there), key.to(there), value.to(there), LogitTransform(scaling, softcap), h2o_cache.padding)
     return without_gradient(mixed.to(query.device), query, key, value), None
 
 

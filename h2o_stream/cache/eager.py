@@ -18,7 +18,7 @@ from torch import Tensor
 
 from h2o_stream.cache.policies import Attention, Held, select
 from h2o_stream.cache.store import QuantizedStore
-from h2o_stream.cache.layer_attention import Arrivals, Products, causal_mask, rotate, attention
+from h2o_stream.cache.layer_attention import Arrivals, LogitTransform, causal_mask, rotate, attention
 
 if TYPE_CHECKING:
     from h2o_stream.cache.head_group import SlotLayer
@@ -37,7 +37,7 @@ class EagerKernels:
         query: Tensor,
         key: Tensor,
         value: Tensor,
-        products: Products,
+        products: LogitTransform,
         evictions: Sequence[int],
     ) -> Tensor:
         """See `slots.Kernels.decode`."""
@@ -72,7 +72,7 @@ class EagerKernels:
         query: Tensor,
         key: Tensor,
         value: Tensor,
-        products: Products,
+        products: LogitTransform,
         counts: Sequence[int],
         limits: Sequence[int],
     ) -> Tensor:
@@ -119,7 +119,7 @@ def layer_attention(
     values: Tensor,
     held: Held,
     arrivals: Arrivals,
-    products: Products,
+    products: LogitTransform,
     vacant: bool = True,
 ) -> tuple[Tensor, Tensor]:
     """`attention` over the places given, rotated and hidden as the layer's positions want it.
@@ -147,7 +147,7 @@ def layer_attention(
     return attention(query, keys, values, turns, arrivals, hidden, products)
 
 
-def attention_of_last_query(layer: SlotLayer, query: Tensor, products: Products) -> Tensor:
+def attention_of_last_query(layer: SlotLayer, query: Tensor, products: LogitTransform) -> Tensor:
     """What the newest token's query [B, Hq, 1, D] sees in what is held: probabilities [B, Hkv, G, 1, S]."""
     keys, values = layer.store.read()
     arrivals = Arrivals((1,), 1, query.device)

@@ -13,7 +13,7 @@ from h2o_stream.cache.padding import Padding
 from h2o_stream.cache.head_group import SlotLayer
 from h2o_stream.cache.state import within
 from h2o_stream.cache.statistics import LayerStatistics, power_law
-from h2o_stream.cache.attention import Products
+from h2o_stream.cache.attention import LogitTransform
 from h2o_stream.errors import H2OStreamError
 
 
@@ -129,7 +129,7 @@ class GroupedLayer(EndlessLayer):
     # attention
 
     def attend(
-        self, query: Tensor, key: Tensor, value: Tensor, products: Products, padding: Padding | None = None
+        self, query: Tensor, key: Tensor, value: Tensor, products: LogitTransform, padding: Padding | None = None
     ) -> Tensor:
         """See `SlotLayer.attend`."""
         batch, query_heads, new, _ = query.shape

@@ -29,7 +29,7 @@ from h2o_stream.cache.rope import RotaryTable
 from h2o_stream.cache.state import taken
 from h2o_stream.cache.statistics import LayerStatistics, SparsityMeter, power_law
 from h2o_stream.cache.store import QuantizedStore, Store
-from h2o_stream.cache.attention import Products
+from h2o_stream.cache.attention import LogitTransform
 from h2o_stream.config import CachePlan
 from h2o_stream.errors import H2OStreamError
 
@@ -55,7 +55,7 @@ class Kernels(Protocol):
         query: Tensor,
         key: Tensor,
         value: Tensor,
-        products: Products,
+        products: LogitTransform,
         evictions: Sequence[int],
     ) -> Tensor:
         """A token of each row: written into the free slot, attended with, scored; then a slot is made free.
@@ -78,7 +78,7 @@ class Kernels(Protocol):
         query: Tensor,
         key: Tensor,
         value: Tensor,
-        products: Products,
+        products: LogitTransform,
         counts: Sequence[int],
         limits: Sequence[int],
     ) -> Tensor:
@@ -350,7 +350,7 @@ class SlotLayer(EndlessLayer):
         query: Tensor,
         key: Tensor,
         value: Tensor,
-        products: Products,
+        products: LogitTransform,
         padding: Padding | None = None,
     ) -> Tensor:
         """Attend with Q new tokens, then hold at most `window` of all.

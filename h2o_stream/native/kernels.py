@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from h2o_stream.cache.head_group import SlotLayer
-from h2o_stream.cache.attention import Products
+from h2o_stream.cache.attention import LogitTransform
 from h2o_stream.errors import H2OStreamError, OutOfMemoryError
 from h2o_stream.native import library
 from h2o_stream.native.abi import AttentionLayer, pointer
@@ -28,7 +28,7 @@ class NativeKernels:
 
     def __init__(self, native: CDLL) -> None:
         self._native = native
-        self._bound: WeakKeyDictionary[SlotLayer, tuple[tuple[int, Products, int], BoundLayer]] = WeakKeyDictionary()
+        self._bound: WeakKeyDictionary[SlotLayer, tuple[tuple[int, LogitTransform, int], BoundLayer]] = WeakKeyDictionary()
 
     def serves(self, layer: SlotLayer, query: Tensor) -> bool:
         """See `Kernels.serves`."""
@@ -40,7 +40,7 @@ class NativeKernels:
         query: Tensor,
         key: Tensor,
         value: Tensor,
-        products: Products,
+        products: LogitTransform,
         evictions: Sequence[int],
     ) -> Tensor:
         """See `Kernels.decode`."""
@@ -66,7 +66,7 @@ class NativeKernels:
         query: Tensor,
         key: Tensor,
         value: Tensor,
-        products: Products,
+        products: LogitTransform,
         counts: Sequence[int],
         limits: Sequence[int],
     ) -> Tensor:
@@ -103,7 +103,7 @@ class NativeKernels:
         layer.filled = layer.store.slots
         return output
 
-    def _bind(self, layer: SlotLayer, query: Tensor, value: Tensor, products: Products, places: int) -> BoundLayer:
+    def _bind(self, layer: SlotLayer, query: Tensor, value: Tensor, products: LogitTransform, places: int) -> BoundLayer:
         """The layer's structures, made anew when something has changed."""
         most = layer.reach(places)
         found = self._bound.get(layer)
