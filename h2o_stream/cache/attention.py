@@ -65,7 +65,7 @@ class Arrivals:
 
 
 class LogitTransform(NamedTuple):
-    """What a model does with the products of queries and keys.
+    """What a model does with the transform of queries and keys.
 
     Attributes:
         scaling: a factor.
@@ -95,7 +95,7 @@ def attention(
     turns: Turns | None,
     arrivals: Arrivals,
     hidden: Tensor | None,
-    products: LogitTransform,
+    transform: LogitTransform,
 ) -> tuple[Tensor, Tensor]:
     """Attention of Q queries over K places.
 
@@ -106,7 +106,7 @@ def attention(
         turns: of the keys; None where they are rotated already.
         arrivals: the queries.
         hidden: [B, Hkv, Q, K] bool, what may not be seen; None for nothing.
-        products: what becomes of query times key.
+        transform: what becomes of query times key.
 
     Returns:
         Output [B, Q, Hq, D], contiguous, and float32 probabilities [B, Hkv, G, Q, K].
@@ -116,9 +116,9 @@ def attention(
     if turns is not None:
         keys = rotate_back(keys, embedding(turns.behind, turns.table))
     grouped = query.reshape(batch, kv_heads, -1, size)
-    logits = torch.matmul(grouped, keys.transpose(2, 3)).float() * products.scaling
-    if products.softcap is not None:
-        logits = logits.div_(products.softcap).tanh_().mul_(products.softcap)
+    logits = torch.matmul(grouped, keys.transpose(2, 3)).float() * transform.scaling
+    if transform.softcap is not None:
+        logits = logits.div_(transform.softcap).tanh_().mul_(transform.softcap)
     logits = logits.view(batch, kv_heads, query_heads // kv_heads, new, places)
     if hidden is not None:
         logits = logits.masked_fill_(hidden[:, :, None], -torch.inf)

@@ -37,7 +37,7 @@ class EagerKernels:
         query: Tensor,
         key: Tensor,
         value: Tensor,
-        products: LogitTransform,
+        transform: LogitTransform,
         evictions: Sequence[int],
     ) -> Tensor:
         """See `slots.Kernels.decode`."""
@@ -54,7 +54,7 @@ class EagerKernels:
 
         keys, values = layer.store.read()
         arrivals = Arrivals((1,), 1, query.device)
-        output, probs = layer_attention(layer, query, keys, values, layer.places, arrivals, products, vacant)
+        output, probs = layer_attention(layer, query, keys, values, layer.places, arrivals, transform, vacant)
         layer.watch(probs, layer.index >= 0, layer.lengths[0] + 1)
         paid = Attention(probs, probs.new_zeros(1), 1)
         if layer.policy.observes:
@@ -72,7 +72,7 @@ class EagerKernels:
         query: Tensor,
         key: Tensor,
         value: Tensor,
-        products: LogitTransform,
+        transform: LogitTransform,
         counts: Sequence[int],
         limits: Sequence[int],
     ) -> Tensor:
@@ -94,7 +94,7 @@ class EagerKernels:
         )
         keys, values = torch.cat((keys, key), 2), torch.cat((values, value), 2)
 
-        output, probs = layer_attention(layer, query, keys, values, held, arrivals, products)
+        output, probs = layer_attention(layer, query, keys, values, held, arrivals, transform)
         if not arrivals.ragged:
             layer.watch(probs, held.index >= 0, layer.lengths[0] + arrivals.new)
         paid = arrivals.layer_attention(probs)
@@ -119,7 +119,7 @@ def layer_attention(
     values: Tensor,
     held: Held,
     arrivals: Arrivals,
-    products: LogitTransform,
+    transform: LogitTransform,
     vacant: bool = True,
 ) -> tuple[Tensor, Tensor]:
     """`attention` over the places given, rotated and hidden as the layer's positions want it.
@@ -131,7 +131,7 @@ def layer_attention(
         values: [B, Hkv, K, D].
         held: the K places.
         arrivals: the queries.
-        products: what the model does with query times key.
+        transform: what the model does with query times key.
         vacant: whether places may be empty.
 
     Returns:
@@ -144,14 +144,14 @@ def layer_attention(
         query, turns = rotate(query, held, arrivals, layer.plan.positions, layer.span, layer.budget, table)
     seeing_all = arrivals.new == 1 and layer.sliding is None and not vacant
     hidden = None if seeing_all else causal_mask(held, arrivals, layer.sliding)
-    return attention(query, keys, values, turns, arrivals, hidden, products)
+    return attention(query, keys, values, turns, arrivals, hidden, transform)
 
 
-def attention_of_last_query(layer: SlotLayer, query: Tensor, products: LogitTransform) -> Tensor:
+def attention_of_last_query(layer: SlotLayer, query: Tensor, transform: LogitTransform) -> Tensor:
     """What the newest token's query [B, Hq, 1, D] sees in what is held: probabilities [B, Hkv, G, 1, S]."""
     keys, values = layer.store.read()
     arrivals = Arrivals((1,), 1, query.device)
-    return layer_attention(layer, query, keys, values, layer.places, arrivals, products)[1]
+    return layer_attention(layer, query, keys, values, layer.places, arrivals, transform)[1]
 
 
 def _demote(layer: SlotLayer, store: QuantizedStore) -> None:

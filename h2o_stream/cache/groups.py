@@ -129,13 +129,13 @@ class GroupedLayer(EndlessLayer):
     # attention
 
     def attend(
-        self, query: Tensor, key: Tensor, value: Tensor, products: LogitTransform, padding: Padding | None = None
+        self, query: Tensor, key: Tensor, value: Tensor, transform: LogitTransform, padding: Padding | None = None
     ) -> Tensor:
         """See `SlotLayer.attend`."""
         batch, query_heads, new, _ = query.shape
         query = query.unflatten(1, (key.shape[1], -1))
         output = value.new_empty(batch, new, *query.shape[1:3], value.shape[-1], dtype=query.dtype)
         for part, own in zip(self.parts, self.heads, strict=True):
-            mixed = part.attend(query[:, own].flatten(1, 2), key[:, own], value[:, own], products, padding)
+            mixed = part.attend(query[:, own].flatten(1, 2), key[:, own], value[:, own], transform, padding)
             output[:, :, own] = mixed.unflatten(2, (len(own), -1))
         return output.view(batch, new, query_heads, -1)

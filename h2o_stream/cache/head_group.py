@@ -55,7 +55,7 @@ class Kernels(Protocol):
         query: Tensor,
         key: Tensor,
         value: Tensor,
-        products: LogitTransform,
+        transform: LogitTransform,
         evictions: Sequence[int],
     ) -> Tensor:
         """A token of each row: written into the free slot, attended with, scored; then a slot is made free.
@@ -65,7 +65,7 @@ class Kernels(Protocol):
             query: [B, Hq, 1, D], un-rotated like the keys (rotated already with ``absolute``).
             key: [B, Hkv, 1, D].
             value: [B, Hkv, 1, D].
-            products: what the model does with query times key.
+            transform: what the model does with query times key.
             evictions: how many tokens each row evicts; one that evicts none finds an empty slot.
 
         Returns:
@@ -78,7 +78,7 @@ class Kernels(Protocol):
         query: Tensor,
         key: Tensor,
         value: Tensor,
-        products: LogitTransform,
+        transform: LogitTransform,
         counts: Sequence[int],
         limits: Sequence[int],
     ) -> Tensor:
@@ -91,7 +91,7 @@ class Kernels(Protocol):
             query: [B, Hq, Q, D], as for `decode`.
             key: [B, Hkv, Q, D].
             value: [B, Hkv, Q, D].
-            products: what the model does with query times key.
+            transform: what the model does with query times key.
             counts: tokens of each row; its columns behind them are padding.
             limits: tokens that each row holds afterwards.
 
@@ -350,7 +350,7 @@ class SlotLayer(EndlessLayer):
         query: Tensor,
         key: Tensor,
         value: Tensor,
-        products: LogitTransform,
+        transform: LogitTransform,
         padding: Padding | None = None,
     ) -> Tensor:
         """Attend with Q new tokens, then hold at most `window` of all.
@@ -359,7 +359,7 @@ class SlotLayer(EndlessLayer):
             query: [B, Hq, Q, D], un-rotated like the keys (rotated already with ``absolute``).
             key: [B, Hkv, Q, D].
             value: [B, Hkv, Q, D].
-            products: what the model does with query times key.
+            transform: what the model does with query times key.
             padding: which columns are padding: they are neither attended to nor held. None for no column.
 
         Returns:
@@ -381,16 +381,16 @@ class SlotLayer(EndlessLayer):
             counts = (new,) * len(self.lengths) if padding is None else padding.chunk(number * chunk, new)
             after = tuple([length + count for length, count in zip(self.lengths, counts, strict=True)])
             if new == 1 == min(counts):
-                outputs.append(kernels.decode(self, q, k, v, products, self.num_evictions))
+                outputs.append(kernels.decode(self, q, k, v, transform, self.num_evictions))
                 self.filled = min(self.filled + 1, self.store.slots)
             else:
                 limits = [self.schedule.held(length) for length in after]
-                outputs.append(kernels.prefill(self, q, k, v, products, counts, limits))
+                outputs.append(kernels.prefill(self, q, k, v, transform, counts, limits))
             self.lengths = after
             self.compact()
         meter = self._watch
         if native and padding is None and isinstance(meter, SparsityMeter) and meter.wants(before, self.lengths[0]):
-            meter.add(attention_of_last_query(self, query[:, :, -1:], products), self.index >= 0)
+            meter.add(attention_of_last_query(self, query[:, :, -1:], transform), self.index >= 0)
         output = outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=1)
         return output if padding is None else padding.unpack(output)
 

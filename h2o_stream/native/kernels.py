@@ -40,11 +40,11 @@ class NativeKernels:
         query: Tensor,
         key: Tensor,
         value: Tensor,
-        products: LogitTransform,
+        transform: LogitTransform,
         evictions: Sequence[int],
     ) -> Tensor:
         """See `Kernels.decode`."""
-        bound = self._bind(layer, query, value, products, layer.store.slots)
+        bound = self._bind(layer, query, value, transform, layer.store.slots)
         bound.slots["evictions"][:, 0] = evictions
         query, key, value = query.contiguous(), key.contiguous(), value.contiguous()
         output = query.new_empty(len(query), 1, query.shape[1], value.shape[-1])
@@ -66,17 +66,17 @@ class NativeKernels:
         query: Tensor,
         key: Tensor,
         value: Tensor,
-        products: LogitTransform,
+        transform: LogitTransform,
         counts: Sequence[int],
         limits: Sequence[int],
     ) -> Tensor:
         """See `Kernels.prefill`.
 
         Raises:
-            OutOfMemoryError: there is none for the products of a chunk.
+            OutOfMemoryError: there is none for the transform of a chunk.
         """
         rows, query_heads, new, _ = query.shape
-        bound = self._bind(layer, query, value, products, layer.store.slots + new)
+        bound = self._bind(layer, query, value, transform, layer.store.slots + new)
         tensors = [x if x.stride(-1) == 1 else x.contiguous() for x in (query, key, value)]
         strides = torch.tensor([x.stride()[:3] for x in tensors])
         counted, windows = torch.tensor(counts), torch.tensor(limits)
@@ -103,13 +103,13 @@ class NativeKernels:
         layer.filled = layer.store.slots
         return output
 
-    def _bind(self, layer: SlotLayer, query: Tensor, value: Tensor, products: LogitTransform, places: int) -> BoundLayer:
+    def _bind(self, layer: SlotLayer, query: Tensor, value: Tensor, transform: LogitTransform, places: int) -> BoundLayer:
         """The layer's structures, made anew when something has changed."""
         most = layer.reach(places)
         found = self._bound.get(layer)
         if found:
             (version, before, reached), bound = found
-            if version == layer.layout.version and before == products and reached >= most:
+            if version == layer.layout.version and before == transform and reached >= most:
                 return bound
         heads = layer.index.shape[1]
         attention = AttentionLayer(
@@ -117,11 +117,11 @@ class NativeKernels:
             kv_heads=heads,
             head_size=query.shape[-1],
             value_size=value.shape[-1],
-            scaling=products.scaling,
-            softcap=products.softcap or 0.0,
+            scaling=transform.scaling,
+            softcap=transform.softcap or 0.0,
         )
         bound = BoundLayer([Group(layer, torch.arange(heads, dtype=torch.int32))], attention, most)
-        self._bound[layer] = (layer.layout.version, products, most), bound
+        self._bound[layer] = (layer.layout.version, transform, most), bound
         return bound
 
 
