@@ -76,7 +76,7 @@ class LogitTransform(NamedTuple):
     softcap: float | None = None
 
 
-class Turns(NamedTuple):
+class RopeLookup(NamedTuple):
     """What keys are rotated back by.
 
     Attributes:
@@ -92,7 +92,7 @@ def attention(
     query: Tensor,
     keys: Tensor,
     values: Tensor,
-    turns: Turns | None,
+    turns: RopeLookup | None,
     arrivals: Arrivals,
     hidden: Tensor | None,
     transform: LogitTransform,
@@ -149,7 +149,7 @@ def rotate(
     span: int | Tensor,
     budget: Budget,
     table: Tensor,
-) -> tuple[Tensor, Turns]:
+) -> tuple[Tensor, RopeLookup]:
     """Place the newest token of each row at distance 0 and every other behind it.
 
     Args:
@@ -169,4 +169,4 @@ def rotate(
     behind = distances(positions, span, held.seen - 1 - held.index, held.rank).clamp_(0, table.shape[0] - 1)
     if arrivals.new > 1:
         query = rotate_back(query, embedding(arrivals.later, table))
-    return query, Turns(table, behind)
+    return query, RopeLookup(table, behind)
