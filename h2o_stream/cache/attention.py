@@ -92,7 +92,7 @@ def attention(
     query: Tensor,
     keys: Tensor,
     values: Tensor,
-    turns: RopeLookup | None,
+    lookup: RopeLookup | None,
     arrivals: Arrivals,
     hidden: Tensor | None,
     transform: LogitTransform,
@@ -103,7 +103,7 @@ def attention(
         query: [B, Hq, Q, D], rotated.
         keys: [B, Hkv, K, D].
         values: [B, Hkv, K, D].
-        turns: of the keys; None where they are rotated already.
+        lookup: of the keys; None where they are rotated already.
         arrivals: the queries.
         hidden: [B, Hkv, Q, K] bool, what may not be seen; None for nothing.
         transform: what becomes of query times key.
@@ -113,8 +113,8 @@ def attention(
     """
     batch, query_heads, new, size = query.shape
     kv_heads, places = keys.shape[1:3]
-    if turns is not None:
-        keys = rotate_back(keys, embedding(turns.behind, turns.table))
+    if lookup is not None:
+        keys = rotate_back(keys, embedding(lookup.behind, lookup.table))
     grouped = query.reshape(batch, kv_heads, -1, size)
     logits = torch.matmul(grouped, keys.transpose(2, 3)).float() * transform.scaling
     if transform.softcap is not None:

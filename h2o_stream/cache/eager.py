@@ -138,13 +138,13 @@ def layer_attention(
         Output [B, Q, Hq, D] and float32 probabilities [B, Hkv, G, Q, K].
     """
     keys, values = keys.to(query.dtype), values.to(query.dtype)
-    turns = None
+    lookup = None
     if layer.table is not None:
         table = layer.table.upto(layer.reach(keys.shape[2]), keys.device, keys.dtype)
-        query, turns = rotate(query, held, arrivals, layer.plan.positions, layer.span, layer.budget, table)
+        query, lookup = rotate(query, held, arrivals, layer.plan.positions, layer.span, layer.budget, table)
     seeing_all = arrivals.new == 1 and layer.sliding is None and not vacant
     hidden = None if seeing_all else causal_mask(held, arrivals, layer.sliding)
-    return attention(query, keys, values, turns, arrivals, hidden, transform)
+    return attention(query, keys, values, lookup, arrivals, hidden, transform)
 
 
 def attention_of_last_query(layer: SlotLayer, query: Tensor, transform: LogitTransform) -> Tensor:
