@@ -19,7 +19,7 @@ from h2o_stream.config import Positions
 
 
 @dataclass(frozen=True)
-class Arrivals:
+class QueryChunk:
     """Q new columns, packed to the left.
 
     Attributes:
@@ -93,7 +93,7 @@ def attention(
     keys: Tensor,
     values: Tensor,
     lookup: RopeLookup | None,
-    arrivals: Arrivals,
+    arrivals: QueryChunk,
     hidden: Tensor | None,
     transform: LogitTransform,
 ) -> tuple[Tensor, Tensor]:
@@ -127,7 +127,7 @@ def attention(
     return output.view(batch, query_heads, new, values.shape[-1]).transpose(1, 2).contiguous(), probs
 
 
-def causal_mask(held: Held, arrivals: Arrivals, sliding: int | None) -> Tensor:
+def causal_mask(held: Held, arrivals: QueryChunk, sliding: int | None) -> Tensor:
     """Which places a new token may not see: empty ones, newer ones, and those of age `sliding` and more.
 
     Returns:
@@ -144,7 +144,7 @@ def causal_mask(held: Held, arrivals: Arrivals, sliding: int | None) -> Tensor:
 def rotate(
     query: Tensor,
     held: Held,
-    arrivals: Arrivals,
+    arrivals: QueryChunk,
     positions: Positions,
     span: int | Tensor,
     budget: Budget,

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from h2o_stream.cache.policies import Attention, Held, select
 from h2o_stream.cache.store import QuantizedStore
-from h2o_stream.cache.layer_attention import Arrivals, LogitTransform, causal_mask, rotate, attention
+from h2o_stream.cache.layer_attention import QueryChunk, LogitTransform, causal_mask, rotate, attention
 
 if TYPE_CHECKING:
     from h2o_stream.cache.head_group import SlotLayer
@@ -53,7 +53,7 @@ class EagerKernels:
         layer.seen += 1
 
         keys, values = layer.store.read()
-        arrivals = Arrivals((1,), 1, query.device)
+        arrivals = QueryChunk((1,), 1, query.device)
         output, probs = layer_attention(layer, query, keys, values, layer.places, arrivals, transform, vacant)
         layer.watch(probs, layer.index >= 0, layer.lengths[0] + 1)
         paid = Attention(probs, probs.new_zeros(1), 1)
@@ -77,7 +77,7 @@ class EagerKernels:
         limits: Sequence[int],
     ) -> Tensor:
         """See `slots.Kernels.prefill`."""
-        arrivals = Arrivals(tuple(counts), key.shape[2], key.device)
+        arrivals = QueryChunk(tuple(counts), key.shape[2], key.device)
         keys, values = layer.store.read_exactly(layer.filled)
         used, count = keys.shape[2], arrivals.count
         there = arrivals.there.expand(*key.shape[:2], -1)
@@ -118,7 +118,7 @@ def layer_attention(
     keys: Tensor,
     values: Tensor,
     held: Held,
-    arrivals: Arrivals,
+    arrivals: QueryChunk,
     transform: LogitTransform,
     vacant: bool = True,
 ) -> tuple[Tensor, Tensor]:
@@ -150,7 +150,7 @@ def layer_attention(
 def attention_of_last_query(layer: SlotLayer, query: Tensor, transform: LogitTransform) -> Tensor:
     """What the newest token's query [B, Hq, 1, D] sees in what is held: probabilities [B, Hkv, G, 1, S]."""
     keys, values = layer.store.read()
-    arrivals = Arrivals((1,), 1, query.device)
+    arrivals = QueryChunk((1,), 1, query.device)
     return layer_attention(layer, query, keys, values, layer.places, arrivals, transform)[1]
 
 
