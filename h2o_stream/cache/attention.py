@@ -93,7 +93,7 @@ def attention(
     keys: Tensor,
     values: Tensor,
     lookup: RopeLookup | None,
-    arrivals: QueryChunk,
+    chunk: QueryChunk,
     hidden: Tensor | None,
     transform: LogitTransform,
 ) -> tuple[Tensor, Tensor]:
@@ -104,7 +104,7 @@ def attention(
         keys: [B, Hkv, K, D].
         values: [B, Hkv, K, D].
         lookup: of the keys; None where they are rotated already.
-        arrivals: the queries.
+        chunk: the queries.
         hidden: [B, Hkv, Q, K] bool, what may not be seen; None for nothing.
         transform: what becomes of query times key.
 
@@ -127,24 +127,24 @@ def attention(
     return output.view(batch, query_heads, new, values.shape[-1]).transpose(1, 2).contiguous(), probs
 
 
-def causal_mask(held: Held, arrivals: QueryChunk, sliding: int | None) -> Tensor:
+def causal_mask(held: Held, chunk: QueryChunk, sliding: int | None) -> Tensor:
     """Which places a new token may not see: empty ones, newer ones, and those of age `sliding` and more.
 
     Returns:
         [B, Hkv, Q, K] bool. Padding may see all, so that no softmax is empty.
     """
     index = held.index[:, :, None, :]
-    asked_at = (held.seen - arrivals.count + arrivals.place)[..., None]
+    asked_at = (held.seen - chunk.count + chunk.place)[..., None]
     hidden = (index < 0) | (index > asked_at)
     if sliding is not None:
         hidden |= index <= asked_at - sliding
-    return hidden & arrivals.there[..., None] if arrivals.ragged else hidden
+    return hidden & chunk.there[..., None] if chunk.ragged else hidden
 
 
 def rotate(
     query: Tensor,
     held: Held,
-    arrivals: QueryChunk,
+    chunk: QueryChunk,
     positions: Positions,
     span: int | Tensor,
     budget: Budget,
@@ -155,7 +155,7 @@ def rotate(
     Args:
         query: [B, Hq, Q, D], un-rotated.
         held: the K places.
-        arrivals: the Q new tokens.
+        chunk: the Q new tokens.
         positions: ``gap`` or ``rolling``.
         span: with ``gap``, the distance up to which distances are true.
         budget: its pins have no gap in front of them, so that what must be known stays near.
@@ -167,6 +167,6 @@ def rotate(
     if positions == "gap" and budget.pins:
         span = torch.where(budget.pinned(held.index), 0, span)
     behind = distances(positions, span, held.seen - 1 - held.index, held.rank).clamp_(0, table.shape[0] - 1)
-    if arrivals.new > 1:
-        query = rotate_back(query, embedding(arrivals.later, table))
+    if chunk.new > 1:
+        query = rotate_back(query, embedding(chunk.later, table))
     return query, RopeLookup(table, behind)

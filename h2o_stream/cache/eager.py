@@ -53,8 +53,8 @@ class EagerKernels:
         layer.seen += 1
 
         keys, values = layer.store.read()
-        arrivals = QueryChunk((1,), 1, query.device)
-        output, probs = layer_attention(layer, query, keys, values, layer.places, arrivals, transform, vacant)
+        chunk = QueryChunk((1,), 1, query.device)
+        output, probs = layer_attention(layer, query, keys, values, layer.places, chunk, transform, vacant)
         layer.watch(probs, layer.index >= 0, layer.lengths[0] + 1)
         paid = Attention(probs, probs.new_zeros(1), 1)
         if layer.policy.observes:
@@ -77,12 +77,12 @@ class EagerKernels:
         limits: Sequence[int],
     ) -> Tensor:
         """See `slots.Kernels.prefill`."""
-        arrivals = QueryChunk(tuple(counts), key.shape[2], key.device)
+        chunk = QueryChunk(tuple(counts), key.shape[2], key.device)
         keys, values = layer.store.read_exactly(layer.filled)
-        used, count = keys.shape[2], arrivals.count
-        there = arrivals.there.expand(*key.shape[:2], -1)
-        index = (layer.seen + arrivals.place).masked_fill(~there, -1).int()
-        rank = arrivals.later.masked_fill(~there, used + arrivals.new).int()
+        used, count = keys.shape[2], chunk.count
+        there = chunk.there.expand(*key.shape[:2], -1)
+        index = (layer.seen + chunk.place).masked_fill(~there, -1).int()
+        rank = chunk.later.masked_fill(~there, used + chunk.new).int()
         held = Held(
             scores=torch.cat((layer.scores[..., :used], layer.scores.new_zeros(there.shape)), 2),
             index=torch.cat((layer.index[..., :used], index), 2),
@@ -94,10 +94,10 @@ class EagerKernels:
         )
         keys, values = torch.cat((keys, key), 2), torch.cat((values, value), 2)
 
-        output, probs = layer_attention(layer, query, keys, values, held, arrivals, transform)
-        if not arrivals.ragged:
-            layer.watch(probs, held.index >= 0, layer.lengths[0] + arrivals.new)
-        paid = arrivals.layer_attention(probs)
+        output, probs = layer_attention(layer, query, keys, values, held, chunk, transform)
+        if not chunk.ragged:
+            layer.watch(probs, held.index >= 0, layer.lengths[0] + chunk.new)
+        paid = chunk.layer_attention(probs)
         if layer.policy.observes:
             held = replace(held, scores=layer.policy.observe(held.scores, paid))
         if held.lasting is not None:
@@ -118,7 +118,7 @@ def layer_attention(
     keys: Tensor,
     values: Tensor,
     held: Held,
-    arrivals: QueryChunk,
+    chunk: QueryChunk,
     transform: LogitTransform,
     vacant: bool = True,
 ) -> tuple[Tensor, Tensor]:
@@ -130,7 +130,7 @@ def layer_attention(
         keys: [B, Hkv, K, D].
         values: [B, Hkv, K, D].
         held: the K places.
-        arrivals: the queries.
+        chunk: the queries.
         transform: what the model does with query times key.
         vacant: whether places may be empty.
 
@@ -141,17 +141,17 @@ def layer_attention(
     lookup = None
     if layer.table is not None:
         table = layer.table.upto(layer.reach(keys.shape[2]), keys.device, keys.dtype)
-        query, lookup = rotate(query, held, arrivals, layer.plan.positions, layer.span, layer.budget, table)
-    seeing_all = arrivals.new == 1 and layer.sliding is None and not vacant
-    hidden = None if seeing_all else causal_mask(held, arrivals, layer.sliding)
-    return attention(query, keys, values, lookup, arrivals, hidden, transform)
+        query, lookup = rotate(query, held, chunk, layer.plan.positions, layer.span, layer.budget, table)
+    seeing_all = chunk.new == 1 and layer.sliding is None and not vacant
+    hidden = None if seeing_all else causal_mask(held, chunk, layer.sliding)
+    return attention(query, keys, values, lookup, chunk, hidden, transform)
 
 
 def attention_of_last_query(layer: SlotLayer, query: Tensor, transform: LogitTransform) -> Tensor:
     """What the newest token's query [B, Hq, 1, D] sees in what is held: probabilities [B, Hkv, G, 1, S]."""
     keys, values = layer.store.read()
-    arrivals = QueryChunk((1,), 1, query.device)
-    return layer_attention(layer, query, keys, values, layer.places, arrivals, transform)[1]
+    chunk = QueryChunk((1,), 1, query.device)
+    return layer_attention(layer, query, keys, values, layer.places, chunk, transform)[1]
 
 
 def _demote(layer: SlotLayer, store: QuantizedStore) -> None:
