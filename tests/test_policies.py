@@ -72,14 +72,14 @@ def test_random_differs_by_layer() -> None:
 def test_tova_is_what_the_last_query_says() -> None:
     policy = make_policy(CacheConfig("tova", 16).plan())
     probs = torch.rand(1, 1, 2, 3, 5)
-    scores = policy.observe(torch.full((1, 1, 5), 7.0), Attention(probs, torch.tensor([2.0, 1.0, 0.0]), 3))
+    scores = policy.update_scores(torch.full((1, 1, 5), 7.0), Attention(probs, torch.tensor([2.0, 1.0, 0.0]), 3))
     assert_close(scores, probs[:, :, :, -1].sum(2))
 
 
 def test_decay_takes_from_what_was_before() -> None:
     policy = make_policy(CacheConfig("h2o", 16, decay=0.5).plan())
     one = Attention(torch.tensor([0.25, 0.75]).view(1, 1, 1, 1, 2), torch.zeros(1), 1)
-    scores = policy.observe(torch.tensor([[[8.0, 0.0]]]), one)
+    scores = policy.update_scores(torch.tensor([[[8.0, 0.0]]]), one)
     assert scores.tolist() == [[[4.25, 0.75]]]
 
 

@@ -58,7 +58,7 @@ class EagerKernels:
         layer.watch(probs, layer.index >= 0, layer.lengths[0] + 1)
         paid = Attention(probs, probs.new_zeros(1), 1)
         if layer.policy.observes:
-            layer.scores.copy_(layer.policy.observe(layer.scores, paid))
+            layer.scores.copy_(layer.policy.update_scores(layer.scores, paid))
         if layer.policy.long_term:
             layer.lasting.copy_(layer.policy.remember(layer.lasting, layer.places, paid))
         if isinstance(layer.store, QuantizedStore):
@@ -99,7 +99,7 @@ class EagerKernels:
             layer.watch(probs, held.index >= 0, layer.lengths[0] + chunk.new)
         paid = chunk.layer_attention(probs)
         if layer.policy.observes:
-            held = replace(held, scores=layer.policy.observe(held.scores, paid))
+            held = replace(held, scores=layer.policy.update_scores(held.scores, paid))
         if held.lasting is not None:
             held = replace(held, lasting=layer.policy.remember(held.lasting, held, paid))
         uneven = torch.tensor(limits, device=key.device) if min(limits) < max(limits) else None

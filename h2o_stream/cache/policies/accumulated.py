@@ -18,8 +18,8 @@ class Accumulated(Policy):
     query heads counts, not its first head.
     """
 
-    def observe(self, scores: Tensor, attention: Attention) -> Tensor:
-        """Decay what was there, add what the new queries give; see `Policy.observe`."""
+    def update_scores(self, scores: Tensor, attention: Attention) -> Tensor:
+        """Decay what was there, add what the new queries give; see `Policy.update_scores`."""
         probs, decay = attention.probs, self.plan.decay
         if isinstance(attention.new, int) and attention.new == 1:
             return scores.mul(decay).add_(probs.sum((2, 3)))

@@ -83,7 +83,7 @@ class Policy(ABC):
     """
 
     observes: bool = True
-    """Whether `observe` wants the attention of every forward."""
+    """Whether `update_scores` wants the attention of every forward."""
 
     long_term: bool = False
     """Whether there is a second, long-term score, kept by `remember`."""
@@ -92,7 +92,7 @@ class Policy(ABC):
         self.plan = plan
         self.layer = layer
 
-    def observe(self, scores: Tensor, attention: Attention) -> Tensor:
+    def update_scores(self, scores: Tensor, attention: Attention) -> Tensor:
         """Scores after the attention of the new tokens.
 
         Args:

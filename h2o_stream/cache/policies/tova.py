@@ -15,8 +15,8 @@ class Tova(Policy):
     where the paper averages over all heads of a layer.
     """
 
-    def observe(self, scores: Tensor, attention: Attention) -> Tensor:
-        """What the last new query gives; a row without new tokens keeps what it had. See `Policy.observe`."""
+    def update_scores(self, scores: Tensor, attention: Attention) -> Tensor:
+        """What the last new query gives; a row without new tokens keeps what it had. See `Policy.update_scores`."""
         if isinstance(attention.new, int):
             return attention.probs[..., -1, :].sum(2)
         last = (attention.later == 0).unsqueeze(-1)
