@@ -57,7 +57,7 @@ class EagerKernels:
         output, probs = layer_attention(layer, query, keys, values, layer.places, chunk, transform, vacant)
         layer.watch(probs, layer.index >= 0, layer.lengths[0] + 1)
         paid = Attention(probs, probs.new_zeros(1), 1)
-        if layer.policy.observes:
+        if layer.policy.needs_attention:
             layer.scores.copy_(layer.policy.update_scores(layer.scores, paid))
         if layer.policy.long_term:
             layer.lasting.copy_(layer.policy.remember(layer.lasting, layer.places, paid))
@@ -98,7 +98,7 @@ class EagerKernels:
         if not chunk.ragged:
             layer.watch(probs, held.index >= 0, layer.lengths[0] + chunk.new)
         paid = chunk.layer_attention(probs)
-        if layer.policy.observes:
+        if layer.policy.needs_attention:
             held = replace(held, scores=layer.policy.update_scores(held.scores, paid))
         if held.lasting is not None:
             held = replace(held, lasting=layer.policy.remember(held.lasting, held, paid))

@@ -299,7 +299,7 @@ class SlotLayer(EndlessLayer):
     def statistics(self, number: int) -> LayerStatistics:
         """What the attention of this layer, called `number`, looks like."""
         measured = self.watch.value if isinstance(self.watch, SparsityMeter) else math.nan
-        paid = self.policy.total(self.seen) if self.is_initialized and self.policy.observes else None
+        paid = self.policy.total(self.seen) if self.is_initialized and self.policy.needs_attention else None
         if paid is None or not self.groups:
             return LayerStatistics(number, measured, torch.empty(0), math.nan, math.nan)
         scores = self.scores.masked_fill(self.index < 0, 0.0)

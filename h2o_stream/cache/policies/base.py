@@ -82,7 +82,7 @@ class Policy(ABC):
         layer: which decoder layer it serves.
     """
 
-    observes: bool = True
+    needs_attention: bool = True
     """Whether `update_scores` wants the attention of every forward."""
 
     long_term: bool = False

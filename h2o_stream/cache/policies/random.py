@@ -15,7 +15,7 @@ class Random(Policy):
     of a batch and a resumed session all draw the same.
     """
 
-    observes = False
+    needs_attention = False
 
     def priority(self, held: Held) -> Tensor:
         """[B, Hkv, K] float32 in [0, 1)."""

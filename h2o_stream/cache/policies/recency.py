@@ -10,7 +10,7 @@ from h2o_stream.cache.policies.base import Held, Policy
 class Recency(Policy):
     """The oldest unprotected token leaves first (StreamingLLM, arXiv 2309.17453, when there are sinks)."""
 
-    observes = False
+    needs_attention = False
 
     def priority(self, held: Held) -> Tensor:
         """Newer is worth more."""
