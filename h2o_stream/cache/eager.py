@@ -60,7 +60,7 @@ class EagerKernels:
         if layer.policy.needs_attention:
             layer.scores.copy_(layer.policy.update_scores(layer.scores, paid))
         if layer.policy.long_term:
-            layer.lasting.copy_(layer.policy.remember(layer.lasting, layer.places, paid))
+            layer.lasting.copy_(layer.policy.update_long_term(layer.lasting, layer.places, paid))
         if isinstance(layer.store, QuantizedStore):
             _demote(layer, layer.store)
         _evict(layer, evictions)
@@ -101,7 +101,7 @@ class EagerKernels:
         if layer.policy.needs_attention:
             held = replace(held, scores=layer.policy.update_scores(held.scores, paid))
         if held.lasting is not None:
-            held = replace(held, lasting=layer.policy.remember(held.lasting, held, paid))
+            held = replace(held, lasting=layer.policy.update_long_term(held.lasting, held, paid))
         uneven = torch.tensor(limits, device=key.device) if min(limits) < max(limits) else None
         keep, index = select(layer.policy.worth(held, layer.budget), held.index, max(limits), uneven)
         layer.seen.copy_(held.seen)

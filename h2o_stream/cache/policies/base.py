@@ -86,7 +86,7 @@ class Policy(ABC):
     """Whether `update_scores` wants the attention of every forward."""
 
     long_term: bool = False
-    """Whether there is a second, long-term score, kept by `remember`."""
+    """Whether there is a second, long-term score, kept by `update_long_term`."""
 
     def __init__(self, plan: CachePlan, layer: int = 0) -> None:
         self.plan = plan
@@ -104,7 +104,7 @@ class Policy(ABC):
         """
         return scores
 
-    def remember(self, lasting: Tensor, held: Held, attention: Attention) -> Tensor:
+    def update_long_term(self, lasting: Tensor, held: Held, attention: Attention) -> Tensor:
         """Long-term scores after the attention of the new tokens.
 
         Args:

@@ -26,8 +26,8 @@ class LongTerm(Accumulated):
         super().__init__(plan, layer)
         self.long_term = plan.long_term > 0
 
-    def remember(self, lasting: Tensor, held: Held, attention: Attention) -> Tensor:
-        """Decay what was there, add the squares of what old tokens receive; see `Policy.remember`.
+    def update_long_term(self, lasting: Tensor, held: Held, attention: Attention) -> Tensor:
+        """Decay what was there, add the squares of what old tokens receive; see `Policy.update_long_term`.
 
         Old is what lies `FAR` tokens before the query, or before the first one of the `FAR` that it is one of.
         """
