@@ -176,7 +176,7 @@ def by_token(layer: SlotLayer) -> dict[tuple[int, int, int], Any]:
         if exact and slot >= exact:
             stored = (tensors[name] for name in ("key_codes", "value_codes", "value_grid"))
             codes = [tensor[row, head, slot - exact].tolist() for tensor in stored]
-        books = [float(tensors[name][place]) for name in ("scores", "lasting", "rank") if name in tensors]
+        books = [float(tensors[name][place]) for name in ("scores", "long_term_scores", "rank") if name in tensors]
         found[row, head, int(layer.index[place])] = (books, codes, keys[place].tolist(), values[place].tolist())
     return found
 

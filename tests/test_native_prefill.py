@@ -112,11 +112,11 @@ class Eager:
         return output.flatten(2, 3)
 
     def held(self) -> list[dict[str, Tensor]]:
-        return [by_token(layer.store, layer.scores, layer.policy, layer.lasting if layer.policy.long_term else None,
+        return [by_token(layer.store, layer.scores, layer.policy, layer.long_term_scores if layer.policy.long_term else None,
                          layer.index, layer.rank) for layer, _ in self.layers]  # fmt: skip
 
 
-def by_token(store: Any, scores: Tensor, policy: Any, lasting: Tensor | None, index: Tensor, rank: Tensor) -> Any:
+def by_token(store: Any, scores: Tensor, policy: Any, long_term_scores: Tensor | None, index: Tensor, rank: Tensor) -> Any:
     """What slots hold, by token, oldest first; empty slots come in front."""
     order = index.sort(-1).indices
     keys, values = store.read_exactly(index.shape[-1])
@@ -125,7 +125,7 @@ def by_token(store: Any, scores: Tensor, policy: Any, lasting: Tensor | None, in
         "index": index,
         "rank": rank.masked_fill(empty, -1),
         "scores": scores.masked_fill(empty, 0),
-        "long_term": torch.zeros_like(scores) if lasting is None else lasting.masked_fill(empty, 0),
+        "long_term": torch.zeros_like(scores) if long_term_scores is None else long_term_scores.masked_fill(empty, 0),
     }
     result = {name: book.gather(-1, order) for name, book in books.items()}
     for name, x in (("keys", keys.float()), ("values", values.float())):

@@ -52,7 +52,7 @@ class TestAudit:
             (set_to("scores", float("inf")), "a score is negative or no number"),
             (set_to("rank", 0), "ranks are not the order"),
             (set_to("index", -1), "tokens are held"),
-            (set_to("lasting", float("inf")), "a long-term score is no number"),
+            (set_to("long_term_scores", float("inf")), "a long-term score is no number"),
             (lambda layer: layer.seen.add_(1), "were counted here"),
             (lambda layer: layer.free.copy_((layer.index >= 0).int().argmax(-1, keepdim=True)), "the free slot holds"),
         ],

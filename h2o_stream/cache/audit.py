@@ -70,7 +70,7 @@ def check_slots(layer: SlotLayer, name: str, lengths: Sequence[int]) -> None:
     must(layer.scores[there].isfinite().all(), "a score is negative or no number")
     must((layer.scores[~there] == -torch.inf).all(), "an empty slot has a score")
     if layer.policy.long_term:
-        must(layer.lasting[there].isfinite().all(), "a long-term score is no number")
+        must(layer.long_term_scores[there].isfinite().all(), "a long-term score is no number")
     last = int(there.any(1).any(0).nonzero()[-1]) if bool(there.any()) else -1
     must(
         layer.filled <= slots and (layer.filled > last or layer.store.exact > 0),

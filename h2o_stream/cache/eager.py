@@ -47,7 +47,7 @@ class EagerKernels:
         layer.index.scatter_(2, slot, layer.seen.int().expand(slot.shape))
         layer.scores.scatter_(2, slot, 0.0)
         if layer.policy.long_term:
-            layer.lasting.scatter_(2, slot, 0.0)
+            layer.long_term_scores.scatter_(2, slot, 0.0)
         layer.rank += 1
         layer.rank.scatter_(2, slot, 0)
         layer.seen += 1
@@ -60,7 +60,7 @@ class EagerKernels:
         if layer.policy.needs_attention:
             layer.scores.copy_(layer.policy.update_scores(layer.scores, paid))
         if layer.policy.long_term:
-            layer.lasting.copy_(layer.policy.update_long_term(layer.lasting, layer.places, paid))
+            layer.long_term_scores.copy_(layer.policy.update_long_term(layer.long_term_scores, layer.places, paid))
         if isinstance(layer.store, QuantizedStore):
             _demote(layer, layer.store)
         _evict(layer, evictions)
@@ -88,7 +88,7 @@ class EagerKernels:
             index=torch.cat((layer.index[..., :used], index), 2),
             rank=torch.cat((layer.rank[..., :used] + count.int(), rank), 2),
             seen=layer.seen + count,
-            lasting=torch.cat((layer.lasting[..., :used], layer.scores.new_zeros(there.shape)), 2)
+            long_term_scores=torch.cat((layer.long_term_scores[..., :used], layer.scores.new_zeros(there.shape)), 2)
             if layer.policy.long_term
             else None,
         )
@@ -100,8 +100,8 @@ class EagerKernels:
         paid = chunk.layer_attention(probs)
         if layer.policy.needs_attention:
             held = replace(held, scores=layer.policy.update_scores(held.scores, paid))
-        if held.lasting is not None:
-            held = replace(held, lasting=layer.policy.update_long_term(held.lasting, held, paid))
+        if held.long_term_scores is not None:
+            held = replace(held, long_term_scores=layer.policy.update_long_term(held.long_term_scores, held, paid))
         uneven = torch.tensor(limits, device=key.device) if min(limits) < max(limits) else None
         keep, index = select(layer.policy.worth(held, layer.budget), held.index, max(limits), uneven)
         layer.seen.copy_(held.seen)
@@ -159,7 +159,7 @@ def _demote(layer: SlotLayer, store: QuantizedStore) -> None:
     ring = layer.ring(layer.seen).expand_as(layer.free)
     store.demote(ring, layer.free, layer.index >= 0)
     if layer.policy.long_term:
-        layer.lasting.scatter_(2, layer.free, layer.lasting.gather(2, ring))
+        layer.long_term_scores.scatter_(2, layer.free, layer.long_term_scores.gather(2, ring))
     for book, empty in ((layer.scores, -torch.inf), (layer.index, -1), (layer.rank, store.slots)):
         book.scatter_(2, layer.free, book.gather(2, ring))
         book.scatter_(2, ring, empty)
@@ -214,8 +214,8 @@ def _hold(layer: SlotLayer, keep: Tensor, index: Tensor, keys: Tensor, values: T
 
     place(layer.index, index, -1)
     place(layer.scores, held.scores.gather(2, keep), -torch.inf)
-    if held.lasting is not None:
-        place(layer.lasting, held.lasting.gather(2, keep), 0.0)
+    if held.long_term_scores is not None:
+        place(layer.long_term_scores, held.long_term_scores.gather(2, keep), 0.0)
     place(layer.rank, (n - 1 - order).int().expand_as(keep), slots)
     layer.free.fill_(first)
     layer.filled = n

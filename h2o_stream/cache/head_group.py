@@ -116,7 +116,7 @@ class SlotLayer(EndlessLayer):
         store: keys and values of S slots, more than are held, un-rotated, or rotated at token indices with
             ``absolute``.
         scores: [B, Hkv, S] float32, -inf where empty.
-        lasting: [B, Hkv, S] float32 long-term scores, of a policy that has them.
+        long_term_scores: [B, Hkv, S] float32 long-term scores, of a policy that has them.
         index: [B, Hkv, S] int32 token index in the row, -1 where empty.
         rank: [B, Hkv, S] int32, held keys newer than this one; where empty, no less than are held.
         free: [B, Hkv, 1] int64, an empty slot for the next token to be kept.
@@ -168,7 +168,7 @@ class SlotLayer(EndlessLayer):
             self.store = QuantizedStore(key_states, value_states, slots, plan.kv_bits, plan.exact_sinks, plan.residual)
         self.scores = torch.empty(*rows, slots, dtype=torch.float32, device=self.device)
         if self.policy.long_term:
-            self.lasting = torch.empty_like(self.scores)
+            self.long_term_scores = torch.empty_like(self.scores)
         self.index = torch.empty(*rows, slots, dtype=torch.int32, device=self.device)
         self.rank = torch.empty_like(self.index)
         self.free = torch.empty(*rows, 1, dtype=torch.int64, device=self.device)
@@ -179,7 +179,7 @@ class SlotLayer(EndlessLayer):
         self.index.fill_(-1)
         self.scores.fill_(-torch.inf)
         if self.policy.long_term:
-            self.lasting.fill_(0.0)
+            self.long_term_scores.fill_(0.0)
         self.rank.fill_(slots)
         self.free.fill_(self.store.exact)
         self.layout.changed()
@@ -335,12 +335,12 @@ class SlotLayer(EndlessLayer):
 
     @property
     def _books(self) -> tuple[str, ...]:
-        return (*_BOOKS, "lasting") if self.policy.long_term else _BOOKS
+        return (*_BOOKS, "long_term_scores") if self.policy.long_term else _BOOKS
 
     @property
     def places(self) -> Held:
         """The slots, as policies see them."""
-        return Held(self.scores, self.index, self.rank, self.seen, self.lasting if self.policy.long_term else None)
+        return Held(self.scores, self.index, self.rank, self.seen, self.long_term_scores if self.policy.long_term else None)
 
     # attention
 
@@ -402,7 +402,7 @@ class SlotLayer(EndlessLayer):
 
     def _resize(self, slots: int) -> None:
         """Move what is held into an allocation of so many slots: in token order, but for slots with a fixed purpose."""
-        exact, empty = self.store.exact, {"scores": -torch.inf, "lasting": 0.0, "index": -1, "rank": slots}
+        exact, empty = self.store.exact, {"scores": -torch.inf, "long_term_scores": 0.0, "index": -1, "rank": slots}
         index = self.index[..., exact:]
         held = index >= 0
         order = index.masked_fill(~held, torch.iinfo(index.dtype).max).argsort(-1)[..., : slots - exact]

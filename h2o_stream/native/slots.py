@@ -117,7 +117,7 @@ class BoundLayer:
         slots = group.slots
         tensors = {name: getattr(slots.store, name, None) for name in _STORED}
         tensors |= {name: getattr(slots, name) for name in _BOOKS}
-        tensors["long_term"] = slots.lasting if slots.policy.long_term else None
+        tensors["long_term"] = slots.long_term_scores if slots.policy.long_term else None
         for name, tensor in tensors.items():
             if tensor is not None:
                 stride = tensor.stride(0) * tensor.element_size()

@@ -42,14 +42,14 @@ class Held:
         index: [B, Hkv, K] integer, the token's index in its row; -1 where the place is empty.
         rank: [B, Hkv, K] integer, held tokens newer than it.
         seen: [B, 1, 1] int64, tokens seen by each row.
-        lasting: [B, Hkv, K] float32, the long-term scores of a policy that has them.
+        long_term_scores: [B, Hkv, K] float32, the long-term scores of a policy that has them.
     """
 
     scores: Tensor
     index: Tensor
     rank: Tensor
     seen: Tensor
-    lasting: Tensor | None = None
+    long_term_scores: Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -104,18 +104,18 @@ class Policy(ABC):
         """
         return scores
 
-    def update_long_term(self, lasting: Tensor, held: Held, attention: Attention) -> Tensor:
+    def update_long_term(self, long_term_scores: Tensor, held: Held, attention: Attention) -> Tensor:
         """Long-term scores after the attention of the new tokens.
 
         Args:
-            lasting: [B, Hkv, K] float32, zero for the new tokens and where a place is empty.
+            long_term_scores: [B, Hkv, K] float32, zero for the new tokens and where a place is empty.
             held: the places; `seen` counts the new tokens.
             attention: what the new tokens looked at.
 
         Returns:
             [B, Hkv, K] float32, a new tensor.
         """
-        return lasting
+        return long_term_scores
 
     def protected(self, held: Held, budget: Budget) -> Tensor:
         """Which places may not be evicted, [B, Hkv, K] bool; what it says of empty places is of no account."""

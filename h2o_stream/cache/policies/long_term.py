@@ -26,13 +26,13 @@ class LongTerm(Accumulated):
         super().__init__(plan, layer)
         self.long_term = plan.long_term > 0
 
-    def update_long_term(self, lasting: Tensor, held: Held, attention: Attention) -> Tensor:
+    def update_long_term(self, long_term_scores: Tensor, held: Held, attention: Attention) -> Tensor:
         """Decay what was there, add the squares of what old tokens receive; see `Policy.update_long_term`.
 
         Old is what lies `FAR` tokens before the query, or before the first one of the `FAR` that it is one of.
         """
         before = held.seen - attention.new
-        kept = lasting * DECAY**attention.new
+        kept = long_term_scores * DECAY**attention.new
         for start in range(0, attention.probs.shape[-2], FAR):
             squares = attention.probs[..., start : start + FAR, :].square()
             if squares.shape[-2] == 1:
@@ -45,4 +45,4 @@ class LongTerm(Accumulated):
 
     def priority(self, held: Held) -> Tensor:
         """Both scores."""
-        return held.scores if held.lasting is None else held.scores + self.plan.long_term * held.lasting
+        return held.scores if held.long_term_scores is None else held.scores + self.plan.long_term * held.long_term_scores
