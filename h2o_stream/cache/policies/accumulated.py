@@ -6,7 +6,7 @@ from torch import Tensor
 
 from h2o_stream.cache.policies.base import Attention, Held, Policy, faded
 
-AT_ONCE = 64
+MAX_DECAY_TOKENS = 64
 """Tokens of a forward after which its queries count no less: a prompt that is read whole is judged by all of it."""
 
 
@@ -23,14 +23,14 @@ class Accumulated(Policy):
         probs, decay = attention.probs, self.plan.decay
         if isinstance(attention.new, int) and attention.new == 1:
             return scores.mul(decay).add_(probs.sum((2, 3)))
-        weights = faded(decay, attention.later.clamp(max=AT_ONCE))
+        weights = faded(decay, attention.later.clamp(max=MAX_DECAY_TOKENS))
         received = (weights.unsqueeze(-2) @ probs).squeeze(-2).sum(2)
         return received.add_(scores * decay**attention.new)
 
     def total(self, seen: Tensor) -> Tensor | None:
         """Every query gives 1, which decays; not known if much is read at once. See `Policy.total`."""
         decay, seen = self.plan.decay, seen.double()
-        if decay < 1 and not 0 < self.plan.chunk <= AT_ONCE:
+        if decay < 1 and not 0 < self.plan.chunk <= MAX_DECAY_TOKENS:
             return None
         return seen if decay == 1 else (1 - decay**seen) / (1 - decay)
 
