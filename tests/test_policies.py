@@ -11,15 +11,15 @@ import torch
 from transformers import LlamaForCausalLM
 
 from h2o_stream import CacheConfig, ConfigError, attach, config
-from h2o_stream.cache.policies import Attention, Budget, Held, make_policy, merged, select
+from h2o_stream.cache.policies import Attention, Budget, Candidates, make_policy, merged, select
 from tests.tolerance import assert_close
 
 
-def held(scores: list[float], index: list[int]) -> Held:
+def held(scores: list[float], index: list[int]) -> Candidates:
     """One row, one head."""
     place = torch.tensor(index)
     rank = torch.tensor([sum(other > own for other in index) for own in index])
-    return Held(torch.tensor([[scores]]), place[None, None], rank[None, None], torch.tensor([[[max(index) + 1]]]))
+    return Candidates(torch.tensor([[scores]]), place[None, None], rank[None, None], torch.tensor([[[max(index) + 1]]]))
 
 
 def test_protected_places_are_worth_most_and_empty_ones_least() -> None:
@@ -52,7 +52,7 @@ def test_random_draws_evenly_and_anew() -> None:
     index = torch.arange(10).expand(1, 4, 10)
     lowest = torch.cat(
         [
-            policy.priority(Held(index.float(), index, index, torch.tensor([[[seen]]]))).argmin(-1).flatten()
+            policy.priority(Candidates(index.float(), index, index, torch.tensor([[[seen]]]))).argmin(-1).flatten()
             for seen in range(1000)
         ]
     )
@@ -63,7 +63,7 @@ def test_random_draws_evenly_and_anew() -> None:
 
 def test_random_differs_by_layer() -> None:
     plan, index = CacheConfig("random", 16).plan(), torch.arange(10).expand(1, 2, 10)
-    view = Held(index.float(), index, index, torch.tensor([[[20]]]))
+    view = Candidates(index.float(), index, index, torch.tensor([[[20]]]))
     draws = [make_policy(plan, layer).priority(view) for layer in (0, 1)]
     assert not draws[0].equal(draws[1])
     assert not draws[0][0, 0].equal(draws[0][0, 1])

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import embedding
 
-from h2o_stream.cache.policies import Attention, Budget, Held
+from h2o_stream.cache.policies import Attention, Budget, Candidates
 from h2o_stream.cache.rope import distances, rotate_back
 from h2o_stream.config import Positions
 
@@ -127,7 +127,7 @@ def attention(
     return output.view(batch, query_heads, new, values.shape[-1]).transpose(1, 2).contiguous(), probs
 
 
-def causal_mask(held: Held, chunk: QueryChunk, sliding: int | None) -> Tensor:
+def causal_mask(held: Candidates, chunk: QueryChunk, sliding: int | None) -> Tensor:
     """Which places a new token may not see: empty ones, newer ones, and those of age `sliding` and more.
 
     Returns:
@@ -143,7 +143,7 @@ def causal_mask(held: Held, chunk: QueryChunk, sliding: int | None) -> Tensor:
 
 def rotate(
     query: Tensor,
-    held: Held,
+    held: Candidates,
     chunk: QueryChunk,
     positions: Positions,
     span: int | Tensor,

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from h2o_stream.cache.policies import Attention, Held, select
+from h2o_stream.cache.policies import Attention, Candidates, select
 from h2o_stream.cache.store import QuantizedStore
 from h2o_stream.cache.layer_attention import QueryChunk, LogitTransform, causal_mask, rotate, attention
 
@@ -83,7 +83,7 @@ class EagerKernels:
         there = chunk.there.expand(*key.shape[:2], -1)
         index = (layer.seen + chunk.place).masked_fill(~there, -1).int()
         rank = chunk.later.masked_fill(~there, used + chunk.new).int()
-        held = Held(
+        held = Candidates(
             scores=torch.cat((layer.scores[..., :used], layer.scores.new_zeros(there.shape)), 2),
             index=torch.cat((layer.index[..., :used], index), 2),
             rank=torch.cat((layer.rank[..., :used] + count.int(), rank), 2),
@@ -117,7 +117,7 @@ def layer_attention(
     query: Tensor,
     keys: Tensor,
     values: Tensor,
-    held: Held,
+    held: Candidates,
     chunk: QueryChunk,
     transform: LogitTransform,
     vacant: bool = True,
@@ -191,7 +191,7 @@ def _evict(layer: SlotLayer, evictions: Sequence[int]) -> None:
         layer.scores.scatter_(2, least, -torch.inf)
 
 
-def _hold(layer: SlotLayer, keep: Tensor, index: Tensor, keys: Tensor, values: Tensor, held: Held) -> None:
+def _hold(layer: SlotLayer, keep: Tensor, index: Tensor, keys: Tensor, values: Tensor, held: Candidates) -> None:
     """Keep the places `keep` [B, Hkv, n], in token order, and no other; none where `index` is -1."""
     n, store, slots = keep.shape[-1], layer.store, layer.store.slots
     keys, values = (x.gather(2, keep[..., None].expand(-1, -1, -1, x.shape[-1])) for x in (keys, values))

@@ -24,7 +24,7 @@ from h2o_stream.cache.eager import EAGER, attention_of_last_query
 from h2o_stream.cache.endless import EndlessLayer
 from h2o_stream.cache.revision import Layout
 from h2o_stream.cache.padding import Padding
-from h2o_stream.cache.policies import Budget, Held, Policy
+from h2o_stream.cache.policies import Budget, Candidates, Policy
 from h2o_stream.cache.rope import RotaryTable
 from h2o_stream.cache.state import taken
 from h2o_stream.cache.statistics import LayerStatistics, SparsityMeter, power_law
@@ -338,9 +338,9 @@ class SlotLayer(EndlessLayer):
         return (*_BOOKS, "long_term_scores") if self.policy.long_term else _BOOKS
 
     @property
-    def places(self) -> Held:
+    def places(self) -> Candidates:
         """The slots, as policies see them."""
-        return Held(self.scores, self.index, self.rank, self.seen, self.long_term_scores if self.policy.long_term else None)
+        return Candidates(self.scores, self.index, self.rank, self.seen, self.long_term_scores if self.policy.long_term else None)
 
     # attention
 

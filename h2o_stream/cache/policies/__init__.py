@@ -3,6 +3,6 @@
 Pure functions of tensors: nothing here knows layers, models, or where keys and values lie.
 """
 
-from h2o_stream.cache.policies.base import Attention, Budget, Held, Policy, make_policy, merged, select
+from h2o_stream.cache.policies.base import Attention, Budget, Candidates, Policy, make_policy, merged, select
 
-__all__ = ["Attention", "Budget", "Held", "Policy", "make_policy", "merged", "select"]
+__all__ = ["Attention", "Budget", "Candidates", "Policy", "make_policy", "merged", "select"]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from h2o_stream.cache.policies.base import Attention, Held, Policy, faded
+from h2o_stream.cache.policies.base import Attention, Candidates, Policy, faded
 
 MAX_DECAY_TOKENS = 64
 """Tokens of a forward after which its queries count no less: a prompt that is read whole is judged by all of it."""
@@ -34,6 +34,6 @@ class Accumulated(Policy):
             return None
         return seen if decay == 1 else (1 - decay**seen) / (1 - decay)
 
-    def priority(self, held: Held) -> Tensor:
+    def priority(self, held: Candidates) -> Tensor:
         """The score itself."""
         return held.scores

@@ -34,7 +34,7 @@ def faded(decay: float, later: Tensor) -> Tensor:
 
 
 @dataclass(frozen=True)
-class Held:
+class Candidates:
     """The K places of every head, as a policy sees them.
 
     Attributes:
@@ -104,7 +104,7 @@ class Policy(ABC):
         """
         return scores
 
-    def update_long_term(self, long_term_scores: Tensor, held: Held, attention: Attention) -> Tensor:
+    def update_long_term(self, long_term_scores: Tensor, held: Candidates, attention: Attention) -> Tensor:
         """Long-term scores after the attention of the new tokens.
 
         Args:
@@ -117,7 +117,7 @@ class Policy(ABC):
         """
         return long_term_scores
 
-    def protected(self, held: Held, budget: Budget) -> Tensor:
+    def protected(self, held: Candidates, budget: Budget) -> Tensor:
         """Which places may not be evicted, [B, Hkv, K] bool; what it says of empty places is of no account."""
         return (held.rank < budget.recent) | (held.index < budget.sinks) | budget.pinned(held.index)
 
@@ -130,10 +130,10 @@ class Policy(ABC):
         return None
 
     @abstractmethod
-    def priority(self, held: Held) -> Tensor:
+    def priority(self, held: Candidates) -> Tensor:
         """What an unprotected place is worth: [B, Hkv, K] float32, the lowest is evicted first."""
 
-    def worth(self, held: Held, budget: Budget) -> Tensor:
+    def worth(self, held: Candidates, budget: Budget) -> Tensor:
         """The priority with protected places at +inf and empty ones at -inf, [B, Hkv, K] float32.
 
         A priority of NaN, which a model gives whose numbers overflow, counts as the lowest of all.

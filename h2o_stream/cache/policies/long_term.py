@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from h2o_stream.cache.policies.accumulated import Accumulated
-from h2o_stream.cache.policies.base import Attention, Held, faded
+from h2o_stream.cache.policies.base import Attention, Candidates, faded
 from h2o_stream.config import CachePlan
 
 FAR = 64
@@ -26,7 +26,7 @@ class LongTerm(Accumulated):
         super().__init__(plan, layer)
         self.long_term = plan.long_term > 0
 
-    def update_long_term(self, long_term_scores: Tensor, held: Held, attention: Attention) -> Tensor:
+    def update_long_term(self, long_term_scores: Tensor, held: Candidates, attention: Attention) -> Tensor:
         """Decay what was there, add the squares of what old tokens receive; see `Policy.update_long_term`.
 
         Old is what lies `FAR` tokens before the query, or before the first one of the `FAR` that it is one of.
@@ -43,6 +43,6 @@ class LongTerm(Accumulated):
             kept += received.mul_(held.index < before + start - FAR)
         return kept
 
-    def priority(self, held: Held) -> Tensor:
+    def priority(self, held: Candidates) -> Tensor:
         """Both scores."""
         return held.scores if held.long_term_scores is None else held.scores + self.plan.long_term * held.long_term_scores

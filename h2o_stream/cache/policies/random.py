@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from h2o_stream.cache.policies.base import Held, Policy
+from h2o_stream.cache.policies.base import Candidates, Policy
 
 
 class Random(Policy):
@@ -17,7 +17,7 @@ class Random(Policy):
 
     needs_attention = False
 
-    def priority(self, held: Held) -> Tensor:
+    def priority(self, held: Candidates) -> Tensor:
         """[B, Hkv, K] float32 in [0, 1)."""
         heads = torch.arange(held.index.shape[1], device=held.index.device)[:, None]
         drawn = _mix(_mix(_mix(held.seen + 0x9E3779B9 * self.plan.seed) + 0x10001 * self.layer + heads) + held.index)

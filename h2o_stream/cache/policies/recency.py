@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from h2o_stream.cache.policies.base import Held, Policy
+from h2o_stream.cache.policies.base import Candidates, Policy
 
 
 class Recency(Policy):
@@ -12,6 +12,6 @@ class Recency(Policy):
 
     needs_attention = False
 
-    def priority(self, held: Held) -> Tensor:
+    def priority(self, held: Candidates) -> Tensor:
         """Newer is worth more."""
         return held.rank.neg().float()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from h2o_stream.cache.policies.base import Attention, Held, Policy
+from h2o_stream.cache.policies.base import Attention, Candidates, Policy
 
 
 class Tova(Policy):
@@ -26,6 +26,6 @@ class Tova(Policy):
         """The last query gives 1; see `Policy.total`."""
         return torch.ones_like(seen, dtype=torch.float64)
 
-    def priority(self, held: Held) -> Tensor:
+    def priority(self, held: Candidates) -> Tensor:
         """The score itself."""
         return held.scores
