@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from h2o_stream import CacheConfig, ConfigError, H2OStreamError, attach
 from h2o_stream.cache import notes, reach
-from h2o_stream.cache.budgets import HeadGroup, schedules, windows
+from h2o_stream.cache.budgets import HeadBudget, schedules, windows
 from h2o_stream.cache.groups import GroupedLayer
 from h2o_stream.cache.state import checksummed, sealed
 from h2o_stream.compare.heavy_hitters import observe
@@ -27,9 +27,9 @@ from tests.test_oracle import compare, tokens_of
 from tests.tolerance import FLOAT32, assert_close
 
 GROUPS = (
-    (HeadGroup((0, 1, 2), 0.6),),
-    (HeadGroup((0, 2), 0.9), HeadGroup((1,), 3.0)),
-    (HeadGroup((1, 2), 0.7), HeadGroup((0,), 1.0)),
+    (HeadBudget((0, 1, 2), 0.6),),
+    (HeadBudget((0, 2), 0.9), HeadBudget((1,), 3.0)),
+    (HeadBudget((1, 2), 0.7), HeadBudget((0,), 1.0)),
 )
 """Three layers of three KV heads: one size, two sizes, two sizes of which one stays as it is."""
 ALL = [group for layer in GROUPS for group in layer]
@@ -67,7 +67,7 @@ class TestArithmetic:
     def test_windows(self, shares: list[tuple[float, int]], window: int, pinned: int, most: int | None) -> None:
         heads = sum(count for _, count in shares)
         mean = sum(share * count for share, count in shares) / heads
-        groups = [HeadGroup(tuple(range(count)), share / mean) for share, count in shares]
+        groups = [HeadBudget(tuple(range(count)), share / mean) for share, count in shares]
         sizes = windows(groups, window, pinned, 8, most)
         total = sum(size * group.count for size, group in zip(sizes, groups, strict=True))
         assert window * heads - 4 <= total <= window * heads
@@ -75,7 +75,7 @@ class TestArithmetic:
         assert most is None or max(sizes) <= most + 1
 
     def test_shares_move_toward_equal_where_too_little_is_left(self) -> None:
-        groups = [HeadGroup((), 0.5), HeadGroup((), 1.5)]
+        groups = [HeadBudget((), 0.5), HeadBudget((), 1.5)]
         assert windows(groups, 100, 0, 8) == [50, 150]
         assert windows(groups, 100, 60, 8) == [80, 120]
         assert windows(groups, 100, 0, 8, 110) == [90, 110]

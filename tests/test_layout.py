@@ -13,7 +13,7 @@ from transformers import LlamaForCausalLM
 
 from h2o_stream import CacheConfig, attach
 from h2o_stream.cache.audit import audit
-from h2o_stream.cache.budgets import HeadGroup
+from h2o_stream.cache.budgets import HeadBudget
 from h2o_stream.cache.eager import EAGER, EagerKernels
 from h2o_stream.cache.head_group import SlotLayer
 from h2o_stream.cache.h2o_cache import H2OCache
@@ -21,9 +21,9 @@ from tests.conftest import make_llama
 
 WINDOW = 24
 GROUPS = (
-    (HeadGroup((0, 1, 2), 1.1),),
-    (HeadGroup((0, 2), 0.5), HeadGroup((1,), 2.0)),
-    (HeadGroup((0, 2), 1.0), HeadGroup((1,), 0.7)),
+    (HeadBudget((0, 1, 2), 1.1),),
+    (HeadBudget((0, 2), 0.5), HeadBudget((1,), 2.0)),
+    (HeadBudget((0, 2), 1.0), HeadBudget((1,), 0.7)),
 )
 """Three layers of three KV heads: windows that grow, that shrink (many slots are lost to a few tokens), that stay."""
 

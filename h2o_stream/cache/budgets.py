@@ -13,7 +13,7 @@ from functools import cached_property, lru_cache
 
 
 @dataclass(frozen=True)
-class HeadGroup:
+class HeadBudget:
     """KV heads of a layer that have windows of one size.
 
     Attributes:
@@ -30,7 +30,7 @@ class HeadGroup:
         return len(self.heads) or 1
 
 
-def windows(groups: Sequence[HeadGroup], window: int, pinned: int, least: int, most: int | None = None) -> list[int]:
+def windows(groups: Sequence[HeadBudget], window: int, pinned: int, least: int, most: int | None = None) -> list[int]:
     """The windows of groups of heads, `window` in the mean over heads. Every head has the pinned tokens.
 
     Args:

@@ -16,7 +16,7 @@ from transformers.cache_utils import Cache
 
 from h2o_stream.cache.arguments import check_past, check_positions, check_rows, tokens_in
 from h2o_stream.cache.audit import check_slots
-from h2o_stream.cache.budgets import HeadGroup, Schedule, schedules, windows
+from h2o_stream.cache.budgets import HeadBudget, Schedule, schedules, windows
 from h2o_stream.cache.counts import CacheCounts, Occupancy
 from h2o_stream.cache.groups import GroupedLayer
 from h2o_stream.cache.identity import policy_source
@@ -64,11 +64,11 @@ class LayerSpec:
     sliding: int | None = None
     hidden_from: int | None = None
     device: torch.device | None = None
-    groups: tuple[HeadGroup, ...] = (HeadGroup(),)
+    groups: tuple[HeadBudget, ...] = (HeadBudget(),)
     shard: range | None = None
 
     @property
-    def here(self) -> tuple[HeadGroup | None, ...]:
+    def here(self) -> tuple[HeadBudget | None, ...]:
         """The part of each group that is in this process, its heads counted from the first one here; None for none."""
         if self.shard is None:
             return self.groups
@@ -84,7 +84,7 @@ def _slots(layers: Iterable[SlotLayer | GroupedLayer]) -> list[SlotLayer]:
     return [part for layer in layers for part in (layer.parts if isinstance(layer, GroupedLayer) else (layer,))]
 
 
-def _whole(groups: Sequence[HeadGroup]) -> bool:
+def _whole(groups: Sequence[HeadBudget]) -> bool:
     """Whether groups of heads make up a layer."""
     heads = sorted(head for group in groups for head in group.heads)
     named = heads == list(range(len(heads))) and (len(groups) == 1 or all(group.heads for group in groups))
@@ -185,11 +185,11 @@ class H2OCache(Cache):
         return SlotLayer(alone, make_policy(alone), spec.table, spec.sliding, self._layout)
 
     @property
-    def _groups(self) -> list[HeadGroup]:
+    def _groups(self) -> list[HeadBudget]:
         return [group for spec in self._specs if spec.sliding is None for group in spec.groups]
 
     @property
-    def _here(self) -> list[HeadGroup | None]:
+    def _here(self) -> list[HeadBudget | None]:
         """`_groups`, as far as they are in this process."""
         return [group for spec in self._specs if spec.sliding is None for group in spec.here]
 
@@ -437,7 +437,7 @@ class H2OCache(Cache):
     def _take_budgets(self, told: Mapping[str, Any], prompt: int) -> None:
         """The groups and windows of a saved stream, whatever was measured here, and empty layers for them."""
         try:
-            groups = [tuple(HeadGroup(tuple(heads), share) for heads, share in layer) for layer in told["groups"]]
+            groups = [tuple(HeadBudget(tuple(heads), share) for heads, share in layer) for layer in told["groups"]]
             self._specs = tuple(replace(spec, groups=those) for spec, those in zip(self._specs, groups, strict=True))
             sizes = told["windows"]
             mean = fmean(sizes, [group.count for group in self._groups])

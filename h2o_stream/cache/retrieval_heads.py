@@ -20,7 +20,7 @@ from torch import Tensor, distributed
 from transformers import PreTrainedModel
 from transformers.cache_utils import Cache
 
-from h2o_stream.cache.budgets import HeadGroup
+from h2o_stream.cache.budgets import HeadBudget
 from h2o_stream.cache.identity import model_digest
 from h2o_stream.cache.measurements import LONG_S, read_measurement, save_measurement
 from h2o_stream.cache.policies import make_policy
@@ -88,7 +88,7 @@ def _gathered(own: Tensor, processes: int) -> Tensor:
     return torch.cat(parts[first : first + processes], 1)
 
 
-def _grouped(shares: Sequence[float]) -> tuple[HeadGroup, ...]:
+def _grouped(shares: Sequence[float]) -> tuple[HeadBudget, ...]:
     """The heads of a layer in one group, or in two if the far-reaching ones stand clearly apart from the others."""
     order = sorted(range(len(shares)), key=lambda head: shares[head])
     cuts = [(order[:cut], order[cut:]) for cut in range(1, len(order))]
@@ -100,7 +100,7 @@ def _grouped(shares: Sequence[float]) -> tuple[HeadGroup, ...]:
         spread = [sum(pvariance([shares[i] for i in part]) * len(part) for part in cut) for cut in cuts]
         parts = list(cuts[spread.index(min(spread))])
     # Sixteenths, so that another dtype or another machine seldom comes to anything else.
-    return tuple(HeadGroup(tuple(sorted(part)), round(16 * fmean(shares[i] for i in part)) / 16) for part in parts)
+    return tuple(HeadBudget(tuple(sorted(part)), round(16 * fmean(shares[i] for i in part)) / 16) for part in parts)
 
 
 def _known(model: PreTrainedModel, hidden_from: Sequence[int | None], progress: Listener = ignore) -> Tensor:
