@@ -13,7 +13,7 @@ from transformers import DynamicCache, LlamaForCausalLM
 from h2o_stream import CacheConfig, ConfigError, H2OStreamError, attach
 from h2o_stream.cache import eager
 from h2o_stream.cache.policies import make_policy
-from h2o_stream.cache.head_group import SlotLayer
+from h2o_stream.cache.head_group import HeadGroup
 from h2o_stream.cache.attention import LogitTransform
 from h2o_stream.config import MIN_EVICTABLE
 from tests.tolerance import assert_close
@@ -76,7 +76,7 @@ class TestSlots:
     )
     def test_invariants(self, policy: str, window: int, lengths: list[int], batch: int) -> None:
         plan = CacheConfig(policy, window, positions="absolute", chunk=4).plan()
-        layer = SlotLayer(plan, make_policy(plan), None)
+        layer = HeadGroup(plan, make_policy(plan), None)
         for number, length in enumerate(lengths):
             torch.manual_seed(number)
             q, k, v = (
@@ -87,7 +87,7 @@ class TestSlots:
             assert layer.attend(q, k, v, LogitTransform(0.5)).shape == (batch, length, 4, 4)
             self.check(layer)
 
-    def check(self, layer: SlotLayer) -> None:
+    def check(self, layer: HeadGroup) -> None:
         held, window = layer.held, layer.plan.window
         full = layer.index >= 0
         assert full.sum(-1).eq(held).all()
@@ -108,7 +108,7 @@ class TestSlots:
 
     def test_keys_and_values_stay_with_their_tokens(self) -> None:
         plan = CacheConfig("h2o", 6, heavy=2, sinks=1, positions="absolute", chunk=3).plan()
-        layer = SlotLayer(plan, make_policy(plan), None)
+        layer = HeadGroup(plan, make_policy(plan), None)
         numbers = torch.arange(20.0)
         for part in numbers.split([5, 1, 1, 4, 1, 1, 1, 6]):
             k = part.view(1, 1, -1, 1).expand(1, 2, -1, 4)
@@ -120,7 +120,7 @@ class TestSlots:
     def test_scores_are_float32_and_do_not_saturate_in_bfloat16(self) -> None:
         """Bug 4 of the reference: at 512 an increment below 1 vanishes in half precision."""
         plan = CacheConfig("h2o-paper", 4, heavy=2, positions="absolute").plan()
-        layer = SlotLayer(plan, make_policy(plan), None)
+        layer = HeadGroup(plan, make_policy(plan), None)
         one = torch.ones(1, 1, 1, 4, dtype=torch.bfloat16)
         for _ in range(3):
             layer.attend(one, one, one, LogitTransform(0.5))

@@ -15,7 +15,7 @@ from h2o_stream import CacheConfig, attach
 from h2o_stream.cache.audit import audit
 from h2o_stream.cache.budgets import HeadBudget
 from h2o_stream.cache.eager import EAGER, EagerKernels
-from h2o_stream.cache.head_group import SlotLayer
+from h2o_stream.cache.head_group import HeadGroup
 from h2o_stream.cache.h2o_cache import H2OCache
 from tests.conftest import make_llama
 
@@ -165,7 +165,7 @@ def test_compacting_moves_and_changes_nothing(model: LlamaForCausalLM, kv_bits: 
         model(ids(30, 2), past_key_values=cache)
 
 
-def by_token(layer: SlotLayer) -> dict[tuple[int, int, int], Any]:
+def by_token(layer: HeadGroup) -> dict[tuple[int, int, int], Any]:
     """What is held of each token: its books, and every bit of its key and value."""
     exact, found = layer.store.exact, {}
     keys, values = layer.store.read()
@@ -241,7 +241,7 @@ def test_counting_walks_no_layers(model: LlamaForCausalLM, monkeypatch: pytest.M
     with attach(model, CacheConfig("h2o", WINDOW)) as cache:
         model(ids(60), past_key_values=cache)
         before = cache.counts()
-        monkeypatch.setattr(SlotLayer, "nbytes", property(lambda self: 1 / 0))
-        monkeypatch.setattr(SlotLayer, "held", property(lambda self: 1 / 0))
+        monkeypatch.setattr(HeadGroup, "nbytes", property(lambda self: 1 / 0))
+        monkeypatch.setattr(HeadGroup, "held", property(lambda self: 1 / 0))
         model(ids(1), past_key_values=cache)
         assert cache.counts() == replace(before, seen=61)

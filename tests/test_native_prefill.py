@@ -1,4 +1,4 @@
-"""Prompts through the slots in C++, against `SlotLayer`: outputs, what is held, scores, and where all of it lies."""
+"""Prompts through the slots in C++, against `HeadGroup`: outputs, what is held, scores, and where all of it lies."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from h2o_stream.cache.budgets import Schedule
 from h2o_stream.cache.padding import Padding
 from h2o_stream.cache.policies import Budget, make_policy
 from h2o_stream.cache.policies.long_term import DECAY, FAR
-from h2o_stream.cache.head_group import SlotLayer
+from h2o_stream.cache.head_group import HeadGroup
 from h2o_stream.cache.store import QuantizedStore
 from h2o_stream.cache.attention import LogitTransform
 from h2o_stream.config import CachePlan
@@ -88,14 +88,14 @@ def padding(counts: Sequence[int]) -> Padding | None:
 
 
 class Eager:
-    """The case through `SlotLayer`s in float32."""
+    """The case through `HeadGroup`s in float32."""
 
     def __init__(self, case: Case) -> None:
         groups = case.heads or (tuple(range(case.kv_heads)),)
         self.case, self.layers = case, []
         for heads in groups:
             table = None if case.plan.positions == "absolute" else Table(case.rotary)
-            layer = SlotLayer(case.plan, make_policy(case.plan, 3), table, case.sliding)
+            layer = HeadGroup(case.plan, make_policy(case.plan, 3), table, case.sliding)
             layer.schedule = case.schedule
             layer.budget = Budget(case.plan.sinks, case.pins, case.plan.recent)
             self.layers.append((layer, torch.tensor(heads)))

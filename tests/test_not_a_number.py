@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from h2o_stream.cache.policies import Budget, make_policy
-from h2o_stream.cache.head_group import SlotLayer
+from h2o_stream.cache.head_group import HeadGroup
 from h2o_stream.cache.attention import LogitTransform
 from h2o_stream.config import CachePlan
 from h2o_stream.native import library
@@ -19,9 +19,9 @@ from tests.test_native_prefill import Table, plan
 NEW = (40, 1, 1, 9, *[1] * 20)
 
 
-def outputs(native: bool, plan: CachePlan, poisoned: int) -> Iterator[tuple[Tensor, SlotLayer]]:
+def outputs(native: bool, plan: CachePlan, poisoned: int) -> Iterator[tuple[Tensor, HeadGroup]]:
     """Of a layer whose first head gets a key that is not a number in one of the forwards."""
-    layer = SlotLayer(plan, make_policy(plan), None if plan.positions == "absolute" else Table(16))
+    layer = HeadGroup(plan, make_policy(plan), None if plan.positions == "absolute" else Table(16))
     layer.budget = Budget(plan.sinks, (range(7, 9),), 4)
     layer.kernels = NativeKernels(library.loaded()) if native else None
     seeded = torch.Generator().manual_seed(1)

@@ -13,7 +13,7 @@ from transformers import LlamaForCausalLM
 from h2o_stream import CacheConfig, ConfigError, attach
 from h2o_stream.cache.policies import make_policy
 from h2o_stream.cache.quantize import decode, encode, fit, spread
-from h2o_stream.cache.head_group import SlotLayer
+from h2o_stream.cache.head_group import HeadGroup
 from h2o_stream.cache.attention import LogitTransform
 from h2o_stream.models.load import LoadedModel
 from tests.conftest import make_llama
@@ -63,7 +63,7 @@ class TestGrids:
 
 
 class TestLayer:
-    def feed(self, layer: SlotLayer, parts: list[int], seed: int = 0) -> None:
+    def feed(self, layer: HeadGroup, parts: list[int], seed: int = 0) -> None:
         for number, length in enumerate(parts):
             q, k, v = (numbers(1, heads, length, 8, seed=seed + number + 100 * heads) for heads in (4, 2, 2))
             layer.attend(q, k, v, LogitTransform(0.3))
@@ -78,7 +78,7 @@ class TestLayer:
     def test_every_token_is_where_it_belongs(self, policy: str, window: int, bits: int, parts: list[int]) -> None:
         """Each slot's key is near the key of its token, and exact for sinks and the newest."""
         plan = CacheConfig(policy, window, positions="absolute", chunk=7, kv_bits=bits).plan()
-        layer = SlotLayer(plan, make_policy(plan), None)
+        layer = HeadGroup(plan, make_policy(plan), None)
         keys: list[torch.Tensor] = []
         for number, length in enumerate(parts):
             k = numbers(1, 2, length, 8, seed=number)
@@ -100,7 +100,7 @@ class TestLayer:
     def test_a_token_does_not_drift_while_it_stays(self) -> None:
         """Once the ranges have settled, reading and storing again changes no code."""
         plan = CacheConfig("sink", 40, sinks=30, positions="absolute", chunk=5, kv_bits=4).plan()
-        layer = SlotLayer(plan, make_policy(plan), None)
+        layer = HeadGroup(plan, make_policy(plan), None)
         self.feed(layer, [60])
         layer.store.key_range[:, :, 0], layer.store.key_range[:, :, 1] = -9.0, 9.0
         self.feed(layer, [10])

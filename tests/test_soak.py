@@ -11,7 +11,7 @@ import torch
 
 from h2o_stream.cache.attach import attach
 from h2o_stream.cache.audit import audit
-from h2o_stream.cache.head_group import SlotLayer
+from h2o_stream.cache.head_group import HeadGroup
 from h2o_stream.compare.folder import Part
 from h2o_stream.compare.soak import TINY, Soak
 from h2o_stream.config import CacheConfig, ModelConfig
@@ -21,8 +21,8 @@ from tests.test_cli import invoke, records
 IDS = torch.randint(3, 60, (1, 90), generator=torch.Generator().manual_seed(1))
 
 
-def set_to(name: str, value: float) -> Callable[[SlotLayer], None]:
-    def harm(layer: SlotLayer) -> None:
+def set_to(name: str, value: float) -> Callable[[HeadGroup], None]:
+    def harm(layer: HeadGroup) -> None:
         tensor = getattr(layer, name)
         place = int((layer.index[0, 0] >= 0).nonzero()[3])
         tensor[0, 0, place] = value
@@ -30,7 +30,7 @@ def set_to(name: str, value: float) -> Callable[[SlotLayer], None]:
     return harm
 
 
-def hold_twice(layer: SlotLayer) -> None:
+def hold_twice(layer: HeadGroup) -> None:
     places = (layer.index[0, 0] >= 0).nonzero().flatten()
     layer.index[0, 0, places[3]] = layer.index[0, 0, places[4]]
 
@@ -57,7 +57,7 @@ class TestAudit:
             (lambda layer: layer.free.copy_((layer.index >= 0).int().argmax(-1, keepdim=True)), "the free slot holds"),
         ],
     )
-    def test_what_is_wrong_is_found(self, tiny: Any, harm: Callable[[SlotLayer], None], words: str) -> None:
+    def test_what_is_wrong_is_found(self, tiny: Any, harm: Callable[[HeadGroup], None], words: str) -> None:
         with attach(tiny, CacheConfig("h2o", 24, budgets="equal")) as cache:
             tiny(IDS, past_key_values=cache)
             audit(cache)  # type: ignore[arg-type]

@@ -36,7 +36,7 @@ def h2o_attention(
     h2o_cache: H2OCache | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """Attend through the layer's slots; see `SlotLayer.attend` for shapes.
+    """Attend through the layer's slots; see `HeadGroup.attend` for shapes.
 
     ``attention_mask`` is None: masks inside a chunk are made from token indices. The model's sliding window is
     the layer's own affair. What comes out has no gradient, see `without_gradient`.

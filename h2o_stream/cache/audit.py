@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from h2o_stream.cache.head_group import SlotLayer
+from h2o_stream.cache.head_group import HeadGroup
 from h2o_stream.errors import H2OStreamError
 
 if TYPE_CHECKING:
@@ -36,7 +36,7 @@ def audit(cache: H2OCache) -> float:
     return largest
 
 
-def check_slots(layer: SlotLayer, name: str, lengths: Sequence[int]) -> None:
+def check_slots(layer: HeadGroup, name: str, lengths: Sequence[int]) -> None:
     """Check what holds whatever the policy.
 
     Args:
@@ -78,6 +78,6 @@ def check_slots(layer: SlotLayer, name: str, lengths: Sequence[int]) -> None:
     )
 
 
-def _must(layer: SlotLayer, name: str, holds: bool | Tensor, what: str) -> None:
+def _must(layer: HeadGroup, name: str, holds: bool | Tensor, what: str) -> None:
     if not bool(holds):
         raise H2OStreamError(f"after {max(layer.lengths):,} tokens, {name}: {what}")

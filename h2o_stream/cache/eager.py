@@ -21,19 +21,19 @@ from h2o_stream.cache.store import QuantizedStore
 from h2o_stream.cache.layer_attention import QueryChunk, LogitTransform, causal_mask, rotate, attention
 
 if TYPE_CHECKING:
-    from h2o_stream.cache.head_group import SlotLayer
+    from h2o_stream.cache.head_group import HeadGroup
 
 
 class EagerKernels:
     """The `slots.Kernels` that serve everything."""
 
-    def serves(self, layer: SlotLayer, query: Tensor) -> bool:
+    def serves(self, layer: HeadGroup, query: Tensor) -> bool:
         """Always."""
         return True
 
     def decode(
         self,
-        layer: SlotLayer,
+        layer: HeadGroup,
         query: Tensor,
         key: Tensor,
         value: Tensor,
@@ -68,7 +68,7 @@ class EagerKernels:
 
     def prefill(
         self,
-        layer: SlotLayer,
+        layer: HeadGroup,
         query: Tensor,
         key: Tensor,
         value: Tensor,
@@ -113,7 +113,7 @@ EAGER = EagerKernels()
 
 
 def layer_attention(
-    layer: SlotLayer,
+    layer: HeadGroup,
     query: Tensor,
     keys: Tensor,
     values: Tensor,
@@ -147,14 +147,14 @@ def layer_attention(
     return attention(query, keys, values, lookup, chunk, hidden, transform)
 
 
-def attention_of_last_query(layer: SlotLayer, query: Tensor, transform: LogitTransform) -> Tensor:
+def attention_of_last_query(layer: HeadGroup, query: Tensor, transform: LogitTransform) -> Tensor:
     """What the newest token's query [B, Hq, 1, D] sees in what is held: probabilities [B, Hkv, G, 1, S]."""
     keys, values = layer.store.read()
     chunk = QueryChunk((1,), 1, query.device)
     return layer_attention(layer, query, keys, values, layer.places, chunk, transform)[1]
 
 
-def _demote(layer: SlotLayer, store: QuantizedStore) -> None:
+def _demote(layer: HeadGroup, store: QuantizedStore) -> None:
     """Vacate the seat of the next token: the oldest of the ring is encoded and moves to the free slot."""
     ring = layer.ring(layer.seen).expand_as(layer.free)
     store.demote(ring, layer.free, layer.index >= 0)
@@ -165,7 +165,7 @@ def _demote(layer: SlotLayer, store: QuantizedStore) -> None:
         book.scatter_(2, ring, empty)
 
 
-def _evict(layer: SlotLayer, evictions: Sequence[int]) -> None:
+def _evict(layer: HeadGroup, evictions: Sequence[int]) -> None:
     """Evict the tokens worth least, so many of each row, and make the last one's slot the free slot.
 
     A row that evicts none finds an empty slot. Sinks and the ring of new tokens are not asked. In a window of one size
@@ -191,7 +191,7 @@ def _evict(layer: SlotLayer, evictions: Sequence[int]) -> None:
         layer.scores.scatter_(2, least, -torch.inf)
 
 
-def _hold(layer: SlotLayer, keep: Tensor, index: Tensor, keys: Tensor, values: Tensor, held: Candidates) -> None:
+def _hold(layer: HeadGroup, keep: Tensor, index: Tensor, keys: Tensor, values: Tensor, held: Candidates) -> None:
     """Keep the places `keep` [B, Hkv, n], in token order, and no other; none where `index` is -1."""
     n, store, slots = keep.shape[-1], layer.store, layer.store.slots
     keys, values = (x.gather(2, keep[..., None].expand(-1, -1, -1, x.shape[-1])) for x in (keys, values))

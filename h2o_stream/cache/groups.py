@@ -1,4 +1,4 @@
-"""A decoder layer whose KV heads keep windows of different size: one `SlotLayer` for the heads of each size."""
+"""A decoder layer whose KV heads keep windows of different size: one `HeadGroup` for the heads of each size."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import Tensor
 
 from h2o_stream.cache.endless import EndlessLayer
 from h2o_stream.cache.padding import Padding
-from h2o_stream.cache.head_group import SlotLayer
+from h2o_stream.cache.head_group import HeadGroup
 from h2o_stream.cache.state import within
 from h2o_stream.cache.statistics import LayerStatistics, power_law
 from h2o_stream.cache.attention import LogitTransform
@@ -25,7 +25,7 @@ class GroupedLayer(EndlessLayer):
         heads: the KV heads of every group, [n] int64 where the layer computes, together all heads of the layer.
     """
 
-    def __init__(self, parts: Sequence[SlotLayer], heads: Sequence[Tensor]) -> None:
+    def __init__(self, parts: Sequence[HeadGroup], heads: Sequence[Tensor]) -> None:
         super().__init__()
         self.parts = tuple(parts)
         self.heads = tuple(heads)
@@ -33,12 +33,12 @@ class GroupedLayer(EndlessLayer):
     # transformers' interface: what is said to the layer is said to every group
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        """See `SlotLayer.lazy_initialization`."""
+        """See `HeadGroup.lazy_initialization`."""
         for part, own in zip(self.parts, self.heads, strict=True):
             part.lazy_initialization(key_states[:, own], value_states[:, own])
 
     def get_seq_length(self) -> int:
-        """See `SlotLayer.get_seq_length`."""
+        """See `HeadGroup.get_seq_length`."""
         return self.columns
 
     def reset(self) -> None:
@@ -47,7 +47,7 @@ class GroupedLayer(EndlessLayer):
             part.reset()
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
-        """See `SlotLayer.reorder_cache`."""
+        """See `HeadGroup.reorder_cache`."""
         for part in self.parts:
             part.reorder_cache(beam_idx)
 
@@ -61,19 +61,19 @@ class GroupedLayer(EndlessLayer):
         self.reorder_cache(indices)
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Refused: see `SlotLayer.crop`."""
+        """Refused: see `HeadGroup.crop`."""
         self.parts[0].crop(tokens_to_remove)
 
     # what is held
 
     @property
     def columns(self) -> int:
-        """See `SlotLayer`."""
+        """See `HeadGroup`."""
         return self.parts[0].columns
 
     @property
     def lengths(self) -> tuple[int, ...]:
-        """See `SlotLayer`."""
+        """See `HeadGroup`."""
         return self.parts[0].lengths
 
     @property
@@ -120,7 +120,7 @@ class GroupedLayer(EndlessLayer):
         return LayerStatistics(number, sparsity, scores, power_law(scores), mass)
 
     def load(self, tensors: Mapping[str, Tensor], columns: int, device: torch.device | None) -> None:
-        """See `SlotLayer.load`."""
+        """See `HeadGroup.load`."""
         for number, (part, own) in enumerate(zip(self.parts, self.heads, strict=True)):
             part.load(within(tensors, number), columns, device)
             if part.index.shape[1] != len(own):
@@ -131,7 +131,7 @@ class GroupedLayer(EndlessLayer):
     def attend(
         self, query: Tensor, key: Tensor, value: Tensor, transform: LogitTransform, padding: Padding | None = None
     ) -> Tensor:
-        """See `SlotLayer.attend`."""
+        """See `HeadGroup.attend`."""
         batch, query_heads, new, _ = query.shape
         query = query.unflatten(1, (key.shape[1], -1))
         output = value.new_empty(batch, new, *query.shape[1:3], value.shape[-1], dtype=query.dtype)

@@ -24,7 +24,7 @@ from h2o_stream.cache.revision import Layout
 from h2o_stream.cache.padding import Padding
 from h2o_stream.cache.policies import Budget, make_policy, merged
 from h2o_stream.cache.rope import RotaryTable
-from h2o_stream.cache.head_group import Kernels, SlotLayer
+from h2o_stream.cache.head_group import Kernels, HeadGroup
 from h2o_stream.cache.state import (
     FINGERPRINT,
     check_saveable,
@@ -80,7 +80,7 @@ class LayerSpec:
         )
 
 
-def _slots(layers: Iterable[SlotLayer | GroupedLayer]) -> list[SlotLayer]:
+def _slots(layers: Iterable[HeadGroup | GroupedLayer]) -> list[HeadGroup]:
     return [part for layer in layers for part in (layer.parts if isinstance(layer, GroupedLayer) else (layer,))]
 
 
@@ -169,12 +169,12 @@ class H2OCache(Cache):
         self.kernels = self._kernels
         self._share()
 
-    def _layer(self, number: int, spec: LayerSpec) -> SlotLayer | GroupedLayer:
+    def _layer(self, number: int, spec: LayerSpec) -> HeadGroup | GroupedLayer:
         plan = self.plan
         if spec.sliding is None:
             own = [group for group in spec.here if group]
             policy, layout = make_policy(plan, number), self._layout
-            groups = [SlotLayer(plan, policy, spec.table, spec.hidden_from, layout) for _ in own]
+            groups = [HeadGroup(plan, policy, spec.table, spec.hidden_from, layout) for _ in own]
             heads = [torch.tensor(group.heads, device=spec.device) for group in own]
             return groups[0] if len(groups) == 1 else GroupedLayer(groups, heads)
         # A sliding layer holds what its own window shows, in full precision, at true distances.
@@ -182,7 +182,7 @@ class H2OCache(Cache):
             plan, policy="recent", window=spec.sliding - 1, sinks=0, heavy=0, recent=spec.sliding - 1, kv_bits=16
         )
         alone = alone if plan.positions == "absolute" else replace(alone, positions="rolling")
-        return SlotLayer(alone, make_policy(alone), spec.table, spec.sliding, self._layout)
+        return HeadGroup(alone, make_policy(alone), spec.table, spec.sliding, self._layout)
 
     @property
     def _groups(self) -> list[HeadBudget]:
@@ -199,7 +199,7 @@ class H2OCache(Cache):
         return [number for number, spec in enumerate(self._specs) if spec.sliding is None]
 
     @property
-    def evicting(self) -> list[SlotLayer]:
+    def evicting(self) -> list[HeadGroup]:
         """The slots that follow the plan: one for each group of heads."""
         return _slots(self.layers[number] for number in self.evicting_numbers)
 
@@ -294,7 +294,7 @@ class H2OCache(Cache):
                 f"{plan.window + pinned + self._least - window} or pin less (a shorter system prompt)"
             )
 
-    def _check_held(self, layer: SlotLayer, start: int, stop: int) -> None:
+    def _check_held(self, layer: HeadGroup, start: int, stop: int) -> None:
         if stop <= start or max(layer.lengths) <= self.plan.window:
             return
         wanted = torch.arange(start, stop, device=layer.device)

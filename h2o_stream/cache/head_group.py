@@ -46,12 +46,12 @@ class Kernels(Protocol):
     are counted by the layer afterwards.
     """
 
-    def serves(self, layer: SlotLayer, query: Tensor) -> bool:
+    def serves(self, layer: HeadGroup, query: Tensor) -> bool:
         """Whether `decode` and `prefill` can be called for this layer and query [B, Hq, Q, D]."""
 
     def decode(
         self,
-        layer: SlotLayer,
+        layer: HeadGroup,
         query: Tensor,
         key: Tensor,
         value: Tensor,
@@ -74,7 +74,7 @@ class Kernels(Protocol):
 
     def prefill(
         self,
-        layer: SlotLayer,
+        layer: HeadGroup,
         query: Tensor,
         key: Tensor,
         value: Tensor,
@@ -100,7 +100,7 @@ class Kernels(Protocol):
         """
 
 
-class SlotLayer(EndlessLayer):
+class HeadGroup(EndlessLayer):
     """Fixed slots of one layer.
 
     Args:

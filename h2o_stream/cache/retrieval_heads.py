@@ -24,7 +24,7 @@ from h2o_stream.cache.budgets import HeadBudget
 from h2o_stream.cache.identity import model_digest
 from h2o_stream.cache.measurements import LONG_S, read_measurement, save_measurement
 from h2o_stream.cache.policies import make_policy
-from h2o_stream.cache.head_group import SlotLayer
+from h2o_stream.cache.head_group import HeadGroup
 from h2o_stream.cache.support import attention_of_ours, home_of, size_of
 from h2o_stream.cache.h2o_cache import LayerSpec
 from h2o_stream.config import CachePlan
@@ -139,7 +139,7 @@ def _attention_to_copy(
     period = min(_PERIOD, (getattr(text, "max_position_embeddings", None) or 2 * _PERIOD) // 2)
     plan = CachePlan("recent", 2 * period, 0, 0, 2 * period, 1.0, "absolute", 0, 2 * period)
     reach: list[Tensor] = [torch.empty(0)] * len(hidden_from)
-    layers = [SlotLayer(plan, make_policy(plan), None, hidden) for hidden in hidden_from]
+    layers = [HeadGroup(plan, make_policy(plan), None, hidden) for hidden in hidden_from]
 
     def watch(number: int, probs: Tensor, there: Tensor, before: int) -> None:
         query = torch.arange(period, 2 * period, device=probs.device)

@@ -210,7 +210,7 @@ class _Watch:
     mass: dict[str, float] = field(default_factory=dict)
 
     def __call__(self, probs: Tensor, visible: Tensor, step: int) -> None:
-        """See `SlotLayer.watch`: probs [1, Hkv, G, Q, K] of a cache that has evicted nothing, K in token order."""
+        """See `HeadGroup.watch`: probs [1, Hkv, G, Q, K] of a cache that has evicted nothing, K in token order."""
         *_, new, seen = probs.shape
         asked_at = torch.arange(seen - new, seen, device=probs.device)
         causal = torch.arange(seen, device=probs.device) <= asked_at[:, None]

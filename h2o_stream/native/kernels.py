@@ -9,7 +9,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor
 
-from h2o_stream.cache.head_group import SlotLayer
+from h2o_stream.cache.head_group import HeadGroup
 from h2o_stream.cache.attention import LogitTransform
 from h2o_stream.errors import H2OStreamError, OutOfMemoryError
 from h2o_stream.native import library
@@ -28,15 +28,15 @@ class NativeKernels:
 
     def __init__(self, native: CDLL) -> None:
         self._native = native
-        self._bound: WeakKeyDictionary[SlotLayer, tuple[tuple[int, LogitTransform, int], BoundLayer]] = WeakKeyDictionary()
+        self._bound: WeakKeyDictionary[HeadGroup, tuple[tuple[int, LogitTransform, int], BoundLayer]] = WeakKeyDictionary()
 
-    def serves(self, layer: SlotLayer, query: Tensor) -> bool:
+    def serves(self, layer: HeadGroup, query: Tensor) -> bool:
         """See `Kernels.serves`."""
         return not unserved(layer) and query.dtype == layer.dtype and query.device == layer.device
 
     def decode(
         self,
-        layer: SlotLayer,
+        layer: HeadGroup,
         query: Tensor,
         key: Tensor,
         value: Tensor,
@@ -62,7 +62,7 @@ class NativeKernels:
 
     def prefill(
         self,
-        layer: SlotLayer,
+        layer: HeadGroup,
         query: Tensor,
         key: Tensor,
         value: Tensor,
@@ -103,7 +103,7 @@ class NativeKernels:
         layer.filled = layer.store.slots
         return output
 
-    def _bind(self, layer: SlotLayer, query: Tensor, value: Tensor, transform: LogitTransform, places: int) -> BoundLayer:
+    def _bind(self, layer: HeadGroup, query: Tensor, value: Tensor, transform: LogitTransform, places: int) -> BoundLayer:
         """The layer's structures, made anew when something has changed."""
         most = layer.reach(places)
         found = self._bound.get(layer)

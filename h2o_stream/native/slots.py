@@ -15,7 +15,7 @@ from h2o_stream.cache.policies.long_term import DECAY, FAR, LongTerm
 from h2o_stream.cache.policies.random import Random
 from h2o_stream.cache.policies.recency import Recency
 from h2o_stream.cache.policies.tova import Tova
-from h2o_stream.cache.head_group import SlotLayer
+from h2o_stream.cache.head_group import HeadGroup
 from h2o_stream.native.abi import SLOTS, AttentionLayer, PolicyKind, PositionMode, pointer
 
 POLICIES: dict[type, PolicyKind] = {
@@ -36,25 +36,25 @@ _STORED = ("keys", "values", "key_codes", "value_codes", "key_range", "value_gri
 class Group(NamedTuple):
     """KV heads of a layer that share a window: their slots and their numbers, [n] int32."""
 
-    slots: SlotLayer
+    slots: HeadGroup
     heads: Tensor
 
 
-def groups_of(layer: SlotLayer | GroupedLayer, kv_heads: int) -> list[Group]:
+def groups_of(layer: HeadGroup | GroupedLayer, kv_heads: int) -> list[Group]:
     """The groups of heads of a decoder layer."""
     if isinstance(layer, GroupedLayer):
         return [Group(slots, heads.int()) for slots, heads in zip(layer.parts, layer.heads, strict=True)]
     return [Group(layer, torch.arange(kv_heads, dtype=torch.int32))]
 
 
-def unserved_rules(slots: SlotLayer) -> str:
+def unserved_rules(slots: HeadGroup) -> str:
     """Why the library cannot evict as these slots do, or nothing."""
     if type(slots.policy) not in POLICIES:
         return f"policy {type(slots.policy).__name__} is written in Python"
     return "somebody looks at the probabilities of attention" if slots.watched else ""
 
 
-def unserved(slots: SlotLayer) -> str:
+def unserved(slots: HeadGroup) -> str:
     """Why the library cannot serve these slots, which are allocated, or nothing."""
     if slots.device.type != "cpu":
         return f"the cache is on {slots.device}"
