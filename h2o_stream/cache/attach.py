@@ -23,7 +23,7 @@ from h2o_stream.cache.support import (
     home_of,
     layer_specs,
     learned_positions,
-    reach_of,
+    max_distance_of,
 )
 from h2o_stream.cache.h2o_cache import H2OCache, LayerSpec
 from h2o_stream.config import CacheConfig, CachePlan, EngineChoice
@@ -110,7 +110,7 @@ def build_cache(model: PreTrainedModel, config: CacheConfig, progress: Listener)
         raise
     if plan.budgets == "measured":
         specs = shared_out(model, specs, progress)
-    cache = H2OCache(config, specs, reach_of(model.config), learned_positions(model.config), digest)
+    cache = H2OCache(config, specs, max_distance_of(model.config), learned_positions(model.config), digest)
     cache.verification = proof
     return cache
 

@@ -13,7 +13,7 @@ from h2o_stream.config import Positions
 from h2o_stream.errors import UnsupportedModelError
 
 _WITHIN_CONTEXT = {"default", "linear", "llama3", "yarn", "proportional", "longrope", "dynamic"}
-"""Kinds of RoPE whose frequencies do not change inside the distances that `support.reach_of` gives."""
+"""Kinds of RoPE whose frequencies do not change inside the distances that `support.max_distance_of` gives."""
 
 
 class PositionsError(UnsupportedModelError):

@@ -48,7 +48,7 @@ def context_of(config: Any) -> int | None:
     return int(limit) if limit and limit > 0 else None
 
 
-def reach_of(config: Any) -> int | None:
+def max_distance_of(config: Any) -> int | None:
     """The distances a model was trained for: its context, less where all layers slide or RoPE changes with length."""
     text = config.get_text_config()
     limits = [
@@ -92,7 +92,7 @@ def check_supported(model_class: type, config: Any, cache: CacheConfig) -> Cache
         UnsupportedModelError: naming the architecture and the reason.
         ConfigError: the budgets do not fit the model.
     """
-    plan = cache.for_prompt(DEFAULT_WINDOW).plan(reach_of(config))
+    plan = cache.for_prompt(DEFAULT_WINDOW).plan(max_distance_of(config))
     if plan.policy == "full":
         return plan
     name, text = model_class.__name__, config.get_text_config()

@@ -29,7 +29,7 @@ from h2o_stream.cache.support import (
     failing_as,
     home_of,
     learned_positions,
-    reach_of,
+    max_distance_of,
 )
 from h2o_stream.cache.h2o_cache import H2OCache, LayerSpec
 from h2o_stream.config import CacheConfig, CacheDevice, Positions
@@ -123,7 +123,7 @@ class Proof:
         self._model, self._specs = model, specs
         self._attention = attention_of(model)
         self._own: Tensor | None = None
-        self._reach, self._learned = reach_of(model.config), learned_positions(model.config)
+        self._reach, self._learned = max_distance_of(model.config), learned_positions(model.config)
         limit = context_of(model.config) if positions == "absolute" else self._reach
         chunk = CHUNK if limit is None else max(1, min(CHUNK, limit // 4))
         self._count = PROMPT + STEPS if limit is None else min(PROMPT + STEPS, limit - chunk)
