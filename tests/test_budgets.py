@@ -49,7 +49,7 @@ def model(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     def told(model: Any, specs: Any, progress: Any) -> Any:
         return [replace(spec, groups=groups) for spec, groups in zip(specs, GROUPS, strict=True)]
 
-    monkeypatch.setattr("h2o_stream.cache.attach.shared_out", told)
+    monkeypatch.setattr("h2o_stream.cache.attach.assign_budgets", told)
     return make_llama(heads=3, groups=2, layers=3, context=256)
 
 
@@ -191,7 +191,7 @@ def test_a_state_goes_on_at_any_size(model: Any, monkeypatch: pytest.MonkeyPatch
         model(TOKENS[:, :fed], past_key_values=cache)
         state = cache.state_dict()
         wanted = [model(TOKENS[:, 70 + step, None], past_key_values=cache).logits for step in range(40)]
-    monkeypatch.setattr("h2o_stream.cache.attach.shared_out", lambda model, specs, progress: specs)
+    monkeypatch.setattr("h2o_stream.cache.attach.assign_budgets", lambda model, specs, progress: specs)
     with attach(model, config) as cache:
         cache.load_state_dict(state)
         got = [model(TOKENS[:, 70 + step, None], past_key_values=cache).logits for step in range(40)]

@@ -39,7 +39,7 @@ def model(monkeypatch: pytest.MonkeyPatch) -> LlamaForCausalLM:
     def grouped(model: Any, specs: Any, progress: Any) -> Any:
         return [replace(spec, groups=groups) for spec, groups in zip(specs, GROUPS, strict=True)]
 
-    monkeypatch.setattr("h2o_stream.cache.attach.shared_out", grouped)
+    monkeypatch.setattr("h2o_stream.cache.attach.assign_budgets", grouped)
     return make_llama(heads=3, groups=2, layers=3, context=256)
 
 

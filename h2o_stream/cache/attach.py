@@ -14,7 +14,7 @@ from h2o_stream.cache.forward import AttachedForward, Stepper, replaced_forward
 from h2o_stream.cache.full_cache import FullCache
 from h2o_stream.cache.identity import model_digest
 from h2o_stream.cache.verification import Proof, prove
-from h2o_stream.cache.retrieval_heads import shared_out
+from h2o_stream.cache.retrieval_heads import assign_budgets
 from h2o_stream.cache.rope import PositionsError
 from h2o_stream.cache.support import (
     attention_of,
@@ -109,7 +109,7 @@ def build_cache(model: PreTrainedModel, config: CacheConfig, progress: Listener)
         _proved(model, replace(config, positions="absolute"))  # which the error recommends
         raise
     if plan.budgets == "measured":
-        specs = shared_out(model, specs, progress)
+        specs = assign_budgets(model, specs, progress)
     cache = H2OCache(config, specs, max_distance_of(model.config), learned_positions(model.config), digest)
     cache.verification = proof
     return cache

@@ -52,7 +52,7 @@ _measured: dict[str, Tensor] = {}
 """What `_attention_to_copy` gave, by model, for the life of the process."""
 
 
-def shared_out(model: PreTrainedModel, specs: Sequence[LayerSpec], progress: Listener = ignore) -> list[LayerSpec]:
+def assign_budgets(model: PreTrainedModel, specs: Sequence[LayerSpec], progress: Listener = ignore) -> list[LayerSpec]:
     """The specs with the share of the slots that the heads of each layer should have.
 
     Of what a head attends to sharply, a window of w tokens misses a part that falls about as 1/w. The least is missed
