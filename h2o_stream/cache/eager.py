@@ -169,7 +169,7 @@ def _evict(layer: HeadGroup, evictions: Sequence[int]) -> None:
     """Evict the tokens worth least, so many of each row, and make the last one's slot the free slot.
 
     A row that evicts none finds an empty slot. Sinks and the ring of new tokens are not asked. In a window of one size
-    an empty slot is always taken first.
+    an empty slot is always require_tensor first.
     """
     first, most, fixed = layer.store.exact, max(evictions), layer.schedule.fixed
     uneven = None

@@ -19,7 +19,7 @@ from h2o_stream.cache.state import (
     checksummed,
     refusing_damage,
     sealed,
-    taken,
+    require_tensor,
     verify,
     whole_numbers,
 )
@@ -102,7 +102,7 @@ class FullCache(DynamicCache):
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
         """See `H2OCache.load_state_dict`."""
         with refusing_damage():
-            check_seal(state, self._fingerprint(taken(state, "0.keys").dtype))
+            check_seal(state, self._fingerprint(require_tensor(state, "0.keys").dtype))
             verify(state)
             (seen,) = whole_numbers(state, "progress", 1)
             layers = [self._loaded(copy(layer), state, number, seen) for number, layer in enumerate(self.layers)]
@@ -112,7 +112,7 @@ class FullCache(DynamicCache):
 
     def _loaded(self, layer: Any, state: Mapping[str, Tensor], number: int, seen: int) -> Any:
         """A layer that goes on from its tensors."""
-        keys, values, first = (taken(state, name) for name in (f"{number}.keys", f"{number}.values", "0.keys"))
+        keys, values, first = (require_tensor(state, name) for name in (f"{number}.keys", f"{number}.values", "0.keys"))
         held = min(seen, layer.sliding_window - 1 or seen) if layer.is_sliding else seen
         shapes = [(tuple(x.shape[:3]), x.dtype) for x in (keys, values)]
         wanted = (first.shape[0], keys.shape[1], held), first.dtype

@@ -32,7 +32,7 @@ from h2o_stream.cache.state import (
     checksummed,
     refusing_damage,
     sealed,
-    taken,
+    require_tensor,
     unsealed,
     verify,
     whole_numbers,
@@ -415,7 +415,7 @@ class H2OCache(Cache):
         columns, prompt = whole_numbers(state, "progress", 2)
         self.plan = self.config.for_prompt(prompt).plan(self._reach)
         first = next((name for name in state if name.startswith("0.") and name.endswith("keys")), "0.keys")
-        check_seal(state, self._fingerprint(taken(state, first).dtype))
+        check_seal(state, self._fingerprint(require_tensor(state, first).dtype))
         verify(state)
         self._take_budgets(unsealed(state, "budgets"), prompt)
         for number, (layer, spec) in enumerate(zip(self.layers, self._specs, strict=True)):

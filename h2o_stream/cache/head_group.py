@@ -26,7 +26,7 @@ from h2o_stream.cache.revision import Layout
 from h2o_stream.cache.padding import Padding
 from h2o_stream.cache.policies import Budget, Candidates, Policy
 from h2o_stream.cache.rope import RotaryTable
-from h2o_stream.cache.state import taken
+from h2o_stream.cache.state import require_tensor
 from h2o_stream.cache.statistics import LayerStatistics, SparsityMeter, power_law
 from h2o_stream.cache.store import QuantizedStore, Store
 from h2o_stream.cache.attention import LogitTransform
@@ -313,9 +313,9 @@ class HeadGroup(EndlessLayer):
         Raises:
             H2OStreamError: tensors are missing or do not fit.
         """
-        keys, values = (taken(tensors, name)[:, :, :1].to(device or "cpu") for name in ("keys", "values"))
-        self.columns, self.lengths = columns, tuple(taken(tensors, "seen").flatten().tolist())
-        slots, settled = taken(tensors, "index").shape[-1], min(self.lengths) >= self.schedule.settled
+        keys, values = (require_tensor(tensors, name)[:, :, :1].to(device or "cpu") for name in ("keys", "values"))
+        self.columns, self.lengths = columns, tuple(require_tensor(tensors, "seen").flatten().tolist())
+        slots, settled = require_tensor(tensors, "index").shape[-1], min(self.lengths) >= self.schedule.settled
         least = (self.schedule.window if settled else self.schedule.most) + self._spare
         if not least <= slots <= self.plan.window + self.schedule.most + self._spare:
             raise H2OStreamError(f"the state does not fit: it has {slots} slots, {least} are needed")
@@ -325,7 +325,7 @@ class HeadGroup(EndlessLayer):
         self._allocate(keys, values, slots)
         self.lengths = lengths
         for owner, name in self._tensors():
-            getattr(owner, name).copy_(taken(tensors, name, like=getattr(owner, name)))
+            getattr(owner, name).copy_(require_tensor(tensors, name, like=getattr(owner, name)))
         self.filled = slots
 
     def _tensors(self) -> list[tuple[Any, str]]:

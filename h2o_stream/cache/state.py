@@ -115,7 +115,7 @@ def whole_numbers(state: Mapping[str, Tensor], name: str, count: int | None = No
     Raises:
         H2OStreamError: it is missing or no such thing.
     """
-    tensor = taken(state, name)
+    tensor = require_tensor(state, name)
     if tensor.dtype != torch.int64 or tensor.dim() != 1 or len(tensor) != (len(tensor) if count is None else count):
         raise H2OStreamError(f"the state is damaged: {name} is {tuple(tensor.shape)} {tensor.dtype}")
     numbers: list[int] = tensor.tolist()
@@ -124,7 +124,7 @@ def whole_numbers(state: Mapping[str, Tensor], name: str, count: int | None = No
     return numbers
 
 
-def taken(state: Mapping[str, Tensor], name: str, like: Tensor | None = None) -> Tensor:
+def require_tensor(state: Mapping[str, Tensor], name: str, like: Tensor | None = None) -> Tensor:
     """One tensor of a state, on the device of `like` and checked to be of its shape and type.
 
     Raises:

@@ -1,7 +1,7 @@
 """What a model is like, as far as the cache must know: by its config, before weights are read, and by asking it.
 
 A config tells the context, the sliding windows and whether positions are rotary. Whether the model really hands its
-attention to us, and rotates as `rope` does, is not taken on trust: `probe` feeds it one token at two positions. That
+attention to us, and rotates as `rope` does, is not require_tensor on trust: `probe` feeds it one token at two positions. That
 the whole model computes what it should is proved afterwards, see `proof`.
 """
 

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from h2o_stream.cache.attach import attach
 from h2o_stream.cache.counts import CacheCounts
-from h2o_stream.cache.state import checksummed, taken, verify
+from h2o_stream.cache.state import checksummed, require_tensor, verify
 from h2o_stream.cache.support import context_of, home_of, learned_positions, size_of
 from h2o_stream.config import (
     PREFILL_MOST,
@@ -151,7 +151,7 @@ class Engine:
                 the stream is torn then.
         """
         verify(state, _CHECKSUMS)
-        tokens, opening, draws = (taken(state, f"engine.{name}") for name in ("tokens", "opening", "draws"))
+        tokens, opening, draws = (require_tensor(state, f"engine.{name}") for name in ("tokens", "opening", "draws"))
         check_draws(draws)
         self.reset()
         self._torn = True
