@@ -20,7 +20,7 @@ from h2o_stream.cache.state import (
     refusing_damage,
     sealed,
     require_tensor,
-    verify,
+    verify_checksums,
     whole_numbers,
 )
 from h2o_stream.cache.statistics import LayerStatistics
@@ -103,7 +103,7 @@ class FullCache(DynamicCache):
         """See `H2OCache.load_state_dict`."""
         with refusing_damage():
             check_seal(state, self._fingerprint(require_tensor(state, "0.keys").dtype))
-            verify(state)
+            verify_checksums(state)
             (seen,) = whole_numbers(state, "progress", 1)
             layers = [self._loaded(copy(layer), state, number, seen) for number, layer in enumerate(self.layers)]
         self.layers: list[Any] = layers

@@ -34,7 +34,7 @@ from h2o_stream.cache.state import (
     sealed,
     require_tensor,
     unsealed,
-    verify,
+    verify_checksums,
     whole_numbers,
     within,
 )
@@ -416,7 +416,7 @@ class H2OCache(Cache):
         self.plan = self.config.for_prompt(prompt).plan(self._reach)
         first = next((name for name in state if name.startswith("0.") and name.endswith("keys")), "0.keys")
         check_seal(state, self._fingerprint(require_tensor(state, first).dtype))
-        verify(state)
+        verify_checksums(state)
         self._take_budgets(unsealed(state, "budgets"), prompt)
         for number, (layer, spec) in enumerate(zip(self.layers, self._specs, strict=True)):
             layer.load(within(state, number), columns, spec.device)

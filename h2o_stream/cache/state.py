@@ -22,7 +22,7 @@ def checksummed(state: dict[str, Tensor], name: str = CHECKSUMS) -> dict[str, Te
     return state | {name: sealed({key: _crc(tensor) for key, tensor in state.items() if key != name})}
 
 
-def verify(state: Mapping[str, Tensor], name: str = CHECKSUMS) -> None:
+def verify_checksums(state: Mapping[str, Tensor], name: str = CHECKSUMS) -> None:
     """Compare every tensor that `checksummed` saw with its checksum; others in the state are not looked at.
 
     Raises:

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from h2o_stream.cache.attach import attach
 from h2o_stream.cache.counts import CacheCounts
-from h2o_stream.cache.state import checksummed, require_tensor, verify
+from h2o_stream.cache.state import checksummed, require_tensor, verify_checksums
 from h2o_stream.cache.support import context_of, home_of, learned_positions, size_of
 from h2o_stream.config import (
     PREFILL_MOST,
@@ -150,7 +150,7 @@ class Engine:
                 changed then. Or the state belongs to another model, dtype or policy, or the cache's part is damaged;
                 the stream is torn then.
         """
-        verify(state, _CHECKSUMS)
+        verify_checksums(state, _CHECKSUMS)
         tokens, opening, draws = (require_tensor(state, f"engine.{name}") for name in ("tokens", "opening", "draws"))
         check_draws(draws)
         self.reset()

@@ -7,7 +7,7 @@ from dataclasses import astuple, dataclass, field
 
 from torch import Tensor
 
-from h2o_stream.cache.state import checksummed, sealed, unsealed, verify
+from h2o_stream.cache.state import checksummed, sealed, unsealed, verify_checksums
 from h2o_stream.errors import H2OStreamError
 from h2o_stream.session.template import ChatTemplate
 
@@ -79,7 +79,7 @@ def facts_of(state: Mapping[str, Tensor], make_template: Callable[[str | None], 
     Raises:
         H2OStreamError: they are missing or damaged.
     """
-    verify(state, _CHECKSUMS)
+    verify_checksums(state, _CHECKSUMS)
     metadata = unsealed(state, _METADATA)
     try:
         system, turns, pins = metadata["system"], int(metadata["turns"]), tuple(map(str, metadata["pins"]))
