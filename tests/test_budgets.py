@@ -17,7 +17,7 @@ from h2o_stream import CacheConfig, ConfigError, H2OStreamError, attach
 from h2o_stream.cache import notes, reach
 from h2o_stream.cache.budgets import HeadBudget, schedules, windows
 from h2o_stream.cache.groups import GroupedLayer
-from h2o_stream.cache.state import checksummed, sealed
+from h2o_stream.cache.state import checksummed, encode_json
 from h2o_stream.compare.heavy_hitters import observe
 from h2o_stream.config import MIN_EVICTABLE
 from h2o_stream.models.load import LoadedModel
@@ -198,11 +198,11 @@ def test_a_state_goes_on_at_any_size(model: Any, monkeypatch: pytest.MonkeyPatch
         assert torch.cat(got).equal(torch.cat(wanted))
         for damaged in ({"groups": [], "windows": FINAL}, {"groups": [[]] * 3}, {}):
             with pytest.raises(H2OStreamError, match="its budgets are"):
-                cache.load_state_dict(checksummed({**state, "budgets": sealed(damaged)}))
+                cache.load_state_dict(checksummed({**state, "budgets": encode_json(damaged)}))
         groups = [[(group.heads, group.share) for group in layer] for layer in GROUPS]
         told = {"groups": groups, "windows": [99] * len(FINAL)}
         with pytest.raises(H2OStreamError, match="its budgets are"):
-            cache.load_state_dict(checksummed({**state, "budgets": sealed(told)}))
+            cache.load_state_dict(checksummed({**state, "budgets": encode_json(told)}))
         cache.load_state_dict(state)
 
 

@@ -18,7 +18,7 @@ from h2o_stream.cache.state import (
     check_seal,
     checksummed,
     refusing_damage,
-    sealed,
+    encode_json,
     require_tensor,
     verify_checksums,
     whole_numbers,
@@ -96,7 +96,7 @@ class FullCache(DynamicCache):
             for name in ("keys", "values")
         }
         state["progress"] = torch.tensor([self.seen_tokens])
-        state[FINGERPRINT] = sealed(self._fingerprint(self.layers[0].keys.dtype))
+        state[FINGERPRINT] = encode_json(self._fingerprint(self.layers[0].keys.dtype))
         return checksummed(state)
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:

@@ -31,7 +31,7 @@ from h2o_stream.cache.state import (
     check_seal,
     checksummed,
     refusing_damage,
-    sealed,
+    encode_json,
     require_tensor,
     unsealed,
     verify_checksums,
@@ -389,13 +389,13 @@ class H2OCache(Cache):
         state["pins"] = torch.tensor([(pin.start, pin.stop) for pin in self._pins], dtype=torch.int64).flatten()
         state["progress"] = torch.tensor([self.layers[0].columns, self._prompt])
         state["filled"] = torch.tensor([slots.filled for slots in self.slots])
-        state["budgets"] = sealed(
+        state["budgets"] = encode_json(
             {
                 "groups": [[(group.heads, group.share) for group in spec.groups] for spec in self._specs],
                 "windows": list(self._windows),
             }
         )
-        state[FINGERPRINT] = sealed(self._fingerprint(self.layers[0].dtype))
+        state[FINGERPRINT] = encode_json(self._fingerprint(self.layers[0].dtype))
         return checksummed(state)
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:

@@ -19,7 +19,7 @@ CHECKSUMS = "checksums"
 
 def checksummed(state: dict[str, Tensor], name: str = CHECKSUMS) -> dict[str, Tensor]:
     """The state, and under `name` a CRC-32 of each of its other tensors."""
-    return state | {name: sealed({key: _crc(tensor) for key, tensor in state.items() if key != name})}
+    return state | {name: encode_json({key: _crc(tensor) for key, tensor in state.items() if key != name})}
 
 
 def verify_checksums(state: Mapping[str, Tensor], name: str = CHECKSUMS) -> None:
@@ -70,13 +70,13 @@ def _crc(tensor: Tensor) -> int:
     return zlib.crc32(whole.numpy().data, zlib.crc32(header))
 
 
-def sealed(fingerprint: Mapping[str, Any]) -> Tensor:
+def encode_json(fingerprint: Mapping[str, Any]) -> Tensor:
     """A JSON object as its bytes, uint8."""
     return torch.tensor(list(json.dumps(fingerprint, sort_keys=True).encode()), dtype=torch.uint8)
 
 
 def unsealed(state: Mapping[str, Tensor], name: str) -> dict[str, Any]:
-    """What `sealed` made a tensor of.
+    """What `encode_json` made a tensor of.
 
     Raises:
         H2OStreamError: it is missing or damaged.

@@ -7,7 +7,7 @@ from dataclasses import astuple, dataclass, field
 
 from torch import Tensor
 
-from h2o_stream.cache.state import checksummed, sealed, unsealed, verify_checksums
+from h2o_stream.cache.state import checksummed, encode_json, unsealed, verify_checksums
 from h2o_stream.errors import H2OStreamError
 from h2o_stream.session.template import ChatTemplate
 
@@ -70,7 +70,7 @@ class Facts:
             "pins": self.pins,
             "system": self.system,
         }
-        return checksummed({_METADATA: sealed(metadata)}, _CHECKSUMS)
+        return checksummed({_METADATA: encode_json(metadata)}, _CHECKSUMS)
 
 
 def facts_of(state: Mapping[str, Tensor], make_template: Callable[[str | None], ChatTemplate]) -> Facts:
