@@ -33,7 +33,7 @@ from h2o_stream.cache.state import (
     refusing_damage,
     encode_json,
     require_tensor,
-    unsealed,
+    decode_json,
     verify_checksums,
     whole_numbers,
     within,
@@ -417,7 +417,7 @@ class H2OCache(Cache):
         first = next((name for name in state if name.startswith("0.") and name.endswith("keys")), "0.keys")
         check_seal(state, self._fingerprint(require_tensor(state, first).dtype))
         verify_checksums(state)
-        self._take_budgets(unsealed(state, "budgets"), prompt)
+        self._take_budgets(decode_json(state, "budgets"), prompt)
         for number, (layer, spec) in enumerate(zip(self.layers, self._specs, strict=True)):
             layer.load(within(state, number), columns, spec.device)
         for slots, filled in zip(self.slots, whole_numbers(state, "filled", len(self.slots)), strict=True):

@@ -30,7 +30,7 @@ def verify_checksums(state: Mapping[str, Tensor], name: str = CHECKSUMS) -> None
     """
     if name not in state:
         raise H2OStreamError("the state has no checksums: an older version saved it, or it is incomplete")
-    for key, crc in unsealed(state, name).items():
+    for key, crc in decode_json(state, name).items():
         if not isinstance(state.get(key), Tensor) or _crc(state[key]) != crc:
             raise H2OStreamError(f"the state is damaged: {key} is missing or not what was saved")
 
@@ -75,7 +75,7 @@ def encode_json(fingerprint: Mapping[str, Any]) -> Tensor:
     return torch.tensor(list(json.dumps(fingerprint, sort_keys=True).encode()), dtype=torch.uint8)
 
 
-def unsealed(state: Mapping[str, Tensor], name: str) -> dict[str, Any]:
+def decode_json(state: Mapping[str, Tensor], name: str) -> dict[str, Any]:
     """What `encode_json` made a tensor of.
 
     Raises:
@@ -96,7 +96,7 @@ def check_seal(state: Mapping[str, Tensor], fingerprint: Mapping[str, Any]) -> N
     Raises:
         H2OStreamError: it is missing, or names another model, dtype or policy.
     """
-    theirs = unsealed(state, FINGERPRINT)
+    theirs = decode_json(state, FINGERPRINT)
     ours = json.loads(json.dumps(fingerprint))
     for name, value in ours.items():
         if theirs.get(name) != value:

@@ -7,7 +7,7 @@ from dataclasses import astuple, dataclass, field
 
 from torch import Tensor
 
-from h2o_stream.cache.state import checksummed, encode_json, unsealed, verify_checksums
+from h2o_stream.cache.state import checksummed, encode_json, decode_json, verify_checksums
 from h2o_stream.errors import H2OStreamError
 from h2o_stream.session.template import ChatTemplate
 
@@ -80,7 +80,7 @@ def facts_of(state: Mapping[str, Tensor], make_template: Callable[[str | None], 
         H2OStreamError: they are missing or damaged.
     """
     verify_checksums(state, _CHECKSUMS)
-    metadata = unsealed(state, _METADATA)
+    metadata = decode_json(state, _METADATA)
     try:
         system, turns, pins = metadata["system"], int(metadata["turns"]), tuple(map(str, metadata["pins"]))
         starts = tuple((int(turn), int(start)) for turn, start, _ in metadata["passages"])
