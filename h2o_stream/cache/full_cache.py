@@ -15,7 +15,7 @@ from h2o_stream.cache.counts import CacheCounts
 from h2o_stream.cache.state import (
     FINGERPRINT,
     check_saveable,
-    check_seal,
+    check_fingerprint,
     checksummed,
     refusing_damage,
     encode_json,
@@ -102,7 +102,7 @@ class FullCache(DynamicCache):
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
         """See `H2OCache.load_state_dict`."""
         with refusing_damage():
-            check_seal(state, self._fingerprint(require_tensor(state, "0.keys").dtype))
+            check_fingerprint(state, self._fingerprint(require_tensor(state, "0.keys").dtype))
             verify_checksums(state)
             (seen,) = whole_numbers(state, "progress", 1)
             layers = [self._loaded(copy(layer), state, number, seen) for number, layer in enumerate(self.layers)]

@@ -28,7 +28,7 @@ from h2o_stream.cache.head_group import Kernels, HeadGroup
 from h2o_stream.cache.state import (
     FINGERPRINT,
     check_saveable,
-    check_seal,
+    check_fingerprint,
     checksummed,
     refusing_damage,
     encode_json,
@@ -415,7 +415,7 @@ class H2OCache(Cache):
         columns, prompt = whole_numbers(state, "progress", 2)
         self.plan = self.config.for_prompt(prompt).plan(self._reach)
         first = next((name for name in state if name.startswith("0.") and name.endswith("keys")), "0.keys")
-        check_seal(state, self._fingerprint(require_tensor(state, first).dtype))
+        check_fingerprint(state, self._fingerprint(require_tensor(state, first).dtype))
         verify_checksums(state)
         self._take_budgets(decode_json(state, "budgets"), prompt)
         for number, (layer, spec) in enumerate(zip(self.layers, self._specs, strict=True)):

@@ -90,7 +90,7 @@ def decode_json(state: Mapping[str, Tensor], name: str) -> dict[str, Any]:
     return told
 
 
-def check_seal(state: Mapping[str, Tensor], fingerprint: Mapping[str, Any]) -> None:
+def check_fingerprint(state: Mapping[str, Tensor], fingerprint: Mapping[str, Any]) -> None:
     """Compare the fingerprint inside a state with the one of this cache.
 
     Raises:
