@@ -59,7 +59,7 @@ def assign_budgets(model: PreTrainedModel, specs: Sequence[LayerSpec], progress:
     in all when windows go with the square root of what each head would miss (docs/fidelity.md).
 
     Args:
-        model: a causal language model that `proof.prove` has accepted.
+        model: a causal language model that `proof.verify_logits` has accepted.
         specs: its layers. Those with a sliding window of their own take no part.
         progress: told after every layer, where heads have to be measured.
     """

@@ -90,7 +90,7 @@ def tolerance_of(model: Any) -> float:
     return _TOLERANCE if exact else _ROUNDED_TOLERANCE
 
 
-def prove(model: Any, positions: Positions, device: CacheDevice, specs: Sequence[LayerSpec]) -> Proof:
+def verify_logits(model: Any, positions: Positions, device: CacheDevice, specs: Sequence[LayerSpec]) -> Proof:
     """Prove that a model gives its own logits through a cache with these layers.
 
     Nothing is left behind. What took long is remembered in the user's cache folder.
