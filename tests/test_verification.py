@@ -187,7 +187,7 @@ class TestLeavesNothingBehind:
         model = make("got_ocr2")
         before = [name for _, name in attention_of(model)]
         assert len(set(before)) > 1
-        built = verification.Proof(model, "absolute", "auto", [])
+        built = verification.Verification(model, "absolute", "auto", [])
         with pytest.raises(IndexError):
             built.trouble()
         assert [name for _, name in attention_of(model)] == before

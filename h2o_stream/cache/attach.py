@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 from h2o_stream.cache.forward import AttachedForward, Stepper, replaced_forward
 from h2o_stream.cache.full_cache import FullCache
 from h2o_stream.cache.identity import model_digest
-from h2o_stream.cache.verification import Proof, verify_logits
+from h2o_stream.cache.verification import Verification, verify_logits
 from h2o_stream.cache.retrieval_heads import assign_budgets
 from h2o_stream.cache.rope import PositionsError
 from h2o_stream.cache.support import (
@@ -115,7 +115,7 @@ def build_cache(model: PreTrainedModel, config: CacheConfig, progress: Listener)
     return cache
 
 
-def _proved(model: PreTrainedModel, config: CacheConfig) -> tuple[CachePlan, list[LayerSpec], Proof]:
+def _proved(model: PreTrainedModel, config: CacheConfig) -> tuple[CachePlan, list[LayerSpec], Verification]:
     plan = check_supported(type(model), model.config, config)
     specs = layer_specs(model, plan)
     return plan, specs, verify_logits(model, plan.positions, config.device, specs)

@@ -44,7 +44,7 @@ from h2o_stream.config import DEFAULT_WINDOW, MIN_EVICTABLE, CacheConfig
 from h2o_stream.errors import ConfigError, H2OStreamError
 
 if TYPE_CHECKING:
-    from h2o_stream.cache.verification import Proof
+    from h2o_stream.cache.verification import Verification
 
 
 @dataclass(frozen=True)
@@ -114,7 +114,7 @@ class H2OCache(Cache):
     engine_note = ""
     torn = False
     stream_number = 0
-    proof: Proof | None = None
+    proof: Verification | None = None
 
     def __init__(
         self,

@@ -90,7 +90,7 @@ def tolerance_of(model: Any) -> float:
     return _TOLERANCE if exact else _ROUNDED_TOLERANCE
 
 
-def verify_logits(model: Any, positions: Positions, device: CacheDevice, specs: Sequence[LayerSpec]) -> Proof:
+def verify_logits(model: Any, positions: Positions, device: CacheDevice, specs: Sequence[LayerSpec]) -> Verification:
     """Prove that a model gives its own logits through a cache with these layers.
 
     Nothing is left behind. What took long is remembered in the user's cache folder.
@@ -98,7 +98,7 @@ def verify_logits(model: Any, positions: Positions, device: CacheDevice, specs: 
     Raises:
         UnsupportedModelError: it does not, with the numbers.
     """
-    proof = Proof(model, positions, device, specs)
+    proof = Verification(model, positions, device, specs)
     if trouble := proof.remembered("eager", proof.trouble):
         if proof.sees_later():
             raise UnsupportedModelError(f"tokens of {type(model).__name__} attend to later ones; no cache can serve it")
@@ -109,7 +109,7 @@ def verify_logits(model: Any, positions: Positions, device: CacheDevice, specs: 
     return proof
 
 
-class Proof:
+class Verification:
     """The proof for one model and the layers of one cache.
 
     Args:
