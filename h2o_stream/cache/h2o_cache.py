@@ -20,7 +20,7 @@ from h2o_stream.cache.budgets import HeadBudget, Schedule, schedules, windows
 from h2o_stream.cache.counts import CacheCounts, Occupancy
 from h2o_stream.cache.groups import GroupedLayer
 from h2o_stream.cache.identity import policy_source
-from h2o_stream.cache.revision import Layout
+from h2o_stream.cache.revision import Revision
 from h2o_stream.cache.padding import Padding
 from h2o_stream.cache.policies import Budget, make_policy, merged
 from h2o_stream.cache.rope import RotaryTable
@@ -137,7 +137,7 @@ class H2OCache(Cache):
         self._resolved = not config.by_ratio
         self._kernels: Kernels | None = None
         self._known: Occupancy | None = None
-        self._layout = Layout()
+        self._layout = Revision()
         self._resolve(self._prompt)
 
     @property

@@ -22,7 +22,7 @@ from torch.nn.functional import pad
 from h2o_stream.cache.budgets import Schedule
 from h2o_stream.cache.eager import EAGER, attention_of_last_query
 from h2o_stream.cache.endless import EndlessLayer
-from h2o_stream.cache.revision import Layout
+from h2o_stream.cache.revision import Revision
 from h2o_stream.cache.padding import Padding
 from h2o_stream.cache.policies import Budget, Candidates, Policy
 from h2o_stream.cache.rope import RotaryTable
@@ -135,10 +135,10 @@ class HeadGroup(EndlessLayer):
         policy: Policy,
         table: RotaryTable | None,
         sliding: int | None = None,
-        layout: Layout | None = None,
+        layout: Revision | None = None,
     ) -> None:
         super().__init__()
-        self.layout = layout or Layout()
+        self.layout = layout or Revision()
         self.plan = plan
         self.policy = policy
         self.table = table

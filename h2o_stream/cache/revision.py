@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 
-class Layout:
+class Revision:
     """A counter that the layers of a cache share.
 
     It grows when a tensor of a layer is allocated anew or released, and when anything else changes that stays the same
