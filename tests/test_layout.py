@@ -56,15 +56,15 @@ class TestAddresses:
         with attach(model, config) as cache:
             assert isinstance(cache, H2OCache)
             model(ids(9, 2), past_key_values=cache)
-            layouts, before = [cache.layout], addresses(cache)
+            layouts, before = [cache.revision], addresses(cache)
             for number, part in enumerate(ids(100, 2, seed=1).split([3, *[1] * 40, 20, *[1] * 30, 7], 1)):
                 if number % 10 == 5:
                     cache.reorder_cache(torch.tensor([1, 0]))
                 model(part, past_key_values=cache)
-                if cache.layout == layouts[-1]:
+                if cache.revision == layouts[-1]:
                     assert addresses(cache) == before
                 else:
-                    layouts.append(cache.layout)
+                    layouts.append(cache.revision)
                     before = addresses(cache)
             shrinking = [layer for layer in cache.slots if layer.schedule.window < layer.schedule.common]
             assert len(layouts) <= 1 + len(shrinking)
@@ -78,9 +78,9 @@ class TestAddresses:
             state = cache.state_dict()
 
             def grows(change: Callable[[], Any]) -> bool:
-                before = cache.layout
+                before = cache.revision
                 change()
-                return cache.layout > before
+                return cache.revision > before
 
             assert not grows(lambda: model(ids(1, 2), past_key_values=cache))
             assert not grows(lambda: model(ids(30, 2), past_key_values=cache))

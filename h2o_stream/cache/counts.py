@@ -49,7 +49,7 @@ class Occupancy:
     """How many tokens the layers that evict hold, at any length of a stream, as long as the cache's layout stays.
 
     Attributes:
-        layout: see `H2OCache.layout`.
+        layout: see `H2OCache.revision`.
         window: slots there are, in the mean.
         nbytes: of all layers.
         sinks: first tokens, never evicted.

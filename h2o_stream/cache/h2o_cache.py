@@ -227,13 +227,13 @@ class H2OCache(Cache):
 
     @property
     def _occupancy(self) -> Occupancy:
-        if self._known is None or self._known.layout != self.layout:
+        if self._known is None or self._known.revision != self.revision:
             groups = Counter[tuple[Schedule, int]]()
             for group, layer in zip((group for group in self._here if group), self.evicting, strict=True):
                 groups[layer.schedule, layer.budget.recent] += group.count
             nbytes = sum(layer.nbytes for layer in self.slots)
             plan = self.plan
-            self._known = Occupancy(self.layout, plan.window, nbytes, plan.sinks, self._protected, dict(groups))
+            self._known = Occupancy(self.revision, plan.window, nbytes, plan.sinks, self._protected, dict(groups))
         return self._known
 
     def statistics(self) -> list[LayerStatistics]:

@@ -138,7 +138,7 @@ class HeadGroup(EndlessLayer):
         layout: Revision | None = None,
     ) -> None:
         super().__init__()
-        self.layout = layout or Revision()
+        self.revision = layout or Revision()
         self.plan = plan
         self.policy = policy
         self.table = table
@@ -182,7 +182,7 @@ class HeadGroup(EndlessLayer):
             self.long_term_scores.fill_(0.0)
         self.rank.fill_(slots)
         self.free.fill_(self.store.exact)
-        self.layout.changed()
+        self.revision.changed()
 
     def get_seq_length(self) -> int:
         """Columns seen, evicted ones and padding included: what `generate` counts with."""
@@ -195,7 +195,7 @@ class HeadGroup(EndlessLayer):
         self.is_initialized = False
         for name in ("store", *self._books):
             setattr(self, name, None)
-        self.layout.changed()
+        self.revision.changed()
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         """Row i becomes a copy of row beam_idx[i], scores and ranks included."""
@@ -210,7 +210,7 @@ class HeadGroup(EndlessLayer):
                 setattr(owner, name, chosen)
         self.lengths = tuple(self.lengths[row] for row in beam_idx.tolist())
         if len(order) != rows:
-            self.layout.changed()
+            self.revision.changed()
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         """Every row becomes `repeats` rows."""
@@ -259,7 +259,7 @@ class HeadGroup(EndlessLayer):
         self.schedule = schedule
         if self.is_initialized and self.store.slots < schedule.most + self._spare:
             self._resize(schedule.most + self._spare)
-        self.layout.changed()
+        self.revision.changed()
 
     @property
     def watch(self) -> Watch:
@@ -269,7 +269,7 @@ class HeadGroup(EndlessLayer):
     @watch.setter
     def watch(self, watch: Watch) -> None:
         self._watch = watch
-        self.layout.changed()
+        self.revision.changed()
 
     @property
     def watched(self) -> bool:
@@ -414,7 +414,7 @@ class HeadGroup(EndlessLayer):
             setattr(self, name, pad(moved, (0, slots - moved.shape[-1]), value=empty[name]))
         self.rank.masked_fill_(self.index < 0, slots)
         self.filled = self.held
-        self.layout.changed()
+        self.revision.changed()
 
     def ring(self, index: Tensor) -> Tensor:
         """Where a token is while it is new, if the newest tokens have a ring: sinks have a slot of their own."""

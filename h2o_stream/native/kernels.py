@@ -109,7 +109,7 @@ class NativeKernels:
         found = self._bound.get(layer)
         if found:
             (version, before, reached), bound = found
-            if version == layer.layout.version and before == transform and reached >= most:
+            if version == layer.revision.version and before == transform and reached >= most:
                 return bound
         heads = layer.index.shape[1]
         attention = AttentionLayer(
@@ -121,7 +121,7 @@ class NativeKernels:
             softcap=transform.softcap or 0.0,
         )
         bound = BoundLayer([Group(layer, torch.arange(heads, dtype=torch.int32))], attention, most)
-        self._bound[layer] = (layer.layout.version, transform, most), bound
+        self._bound[layer] = (layer.revision.version, transform, most), bound
         return bound
 
 

@@ -136,7 +136,7 @@ class Stepper:
         rows, cache = len(tokens), self.cache
         if rows > MOST_ROWS or len(cache.slots[0].lengths) != rows or tokens.device.type != "cpu":
             return None
-        if self._layout != cache.layout:
+        if self._layout != cache.revision:
             self.unserved = self._bind()
         if cache.slots[0].columns != self._columns:  # a prompt came between
             self._unchanged.look_again()
@@ -169,7 +169,7 @@ class Stepper:
 
     def _bind(self) -> str:
         """Take down the addresses of all slots; why the library cannot serve them, or nothing."""
-        self._layout = self.cache.layout
+        self._layout = self.cache.revision
         if not self._unchanged.in_content:
             return "weights were written to since the model was attached"
         bound: list[BoundLayer] = []
