@@ -194,14 +194,14 @@ class H2OCache(Cache):
         return [group for spec in self._specs if spec.sliding is None for group in spec.here]
 
     @property
-    def evicting_numbers(self) -> list[int]:
+    def evicting_layers(self) -> list[int]:
         """Which layers follow the plan: all but those with a sliding window of their own."""
         return [number for number, spec in enumerate(self._specs) if spec.sliding is None]
 
     @property
     def evicting(self) -> list[HeadGroup]:
         """The slots that follow the plan: one for each group of heads."""
-        return _slots(self.layers[number] for number in self.evicting_numbers)
+        return _slots(self.layers[number] for number in self.evicting_layers)
 
     @property
     def seen_tokens(self) -> int:
@@ -238,7 +238,7 @@ class H2OCache(Cache):
 
     def statistics(self) -> list[LayerStatistics]:
         """Sparsity, scores and kept attention of every layer that evicts, of the stream so far."""
-        return [self.layers[number].statistics(number) for number in self.evicting_numbers]
+        return [self.layers[number].statistics(number) for number in self.evicting_layers]
 
     # pins
 

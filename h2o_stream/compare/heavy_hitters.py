@@ -167,14 +167,14 @@ def observe(
     kept: dict[str, list[list[Tensor]]] = {}
     for config in configs:
         with attach(model, config) as cache:
-            layers = cache.evicting_numbers
+            layers = cache.evicting_layers
             kept[config.policy] = steps = []
             for done in _fed(model, cache, tokens, chunk):
                 steps.append([cache.kept(number)[0].to(torch.int32) for number in layers])
                 yield Progress(config.policy, done, len(tokens))
     everything = CacheConfig("h2o-paper", window=len(tokens), positions="absolute", chunk=chunk)
     with attach(model, everything) as cache:
-        layers = cache.evicting_numbers
+        layers = cache.evicting_layers
         watches = [_Watch(window, {name: [step[i] for step in steps] for name, steps in kept.items()}) for i in layers]
         for watch, number in zip(watches, layers, strict=True):
             cache.layers[number].watch = watch
