@@ -227,7 +227,7 @@ def error(number: int, policy: str, chunk: int, rows: int, positions: str | None
             for start, end in itertools.pairwise(ends)
         ]
         kept = [cache.kept(layer).tolist() for layer in range(2)]
-        evicting = [] if policy == "full" else [i for i, layer in enumerate(cache.layers) if layer in cache.evicting]
+        evicting = [] if policy == "full" else cache.evicting_layers
     logits, worst = torch.cat(parts, 1), 0.0
     for row, pad in enumerate(padding):
         wanted, held, margin = expected(number, config, row)

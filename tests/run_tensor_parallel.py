@@ -6,7 +6,7 @@ import sys
 import torch
 
 from h2o_stream import CacheConfig, attach
-from h2o_stream.cache import reach
+from h2o_stream.cache import retrieval_heads
 from h2o_stream.config import ModelConfig
 from h2o_stream.models.load import load
 from h2o_stream.processes import Processes
@@ -16,8 +16,8 @@ loaded = load(ModelConfig(sys.argv[1], dtype="float32", device="cpu", tensor_par
 
 far = torch.tensor([[0.0, 0.0, 0.9, 0.0], [0.6, 0.1, 0.1, 0.5]])  # layers, KV heads
 own = range(processes.rank * 4 // processes.count, (processes.rank + 1) * 4 // processes.count)
-reach._attention_to_copy = lambda model, hidden_from, progress: far[:, own.start : own.stop]
-reach._known = lambda model, hidden_from, progress: far
+retrieval_heads._attention_to_copy = lambda model, hidden_from, progress: far[:, own.start : own.stop]
+retrieval_heads._known = lambda model, hidden_from, progress: far
 
 ids = torch.tensor([[1, 7, 9, 4, 11, 30, 6, 5, 17, 8, 3, 21] * 4])
 configs = [CacheConfig(policy, 24) for policy in ("full", "h2o", "sink")] + [CacheConfig("h2o", 24, budgets="equal")]

@@ -63,10 +63,10 @@ class TestGenerate:
     def test_reordered_rows_carry_their_whole_state(self, tiny: LlamaForCausalLM) -> None:
         with attach(tiny, CacheConfig(window=12)) as cache:
             tiny(ids(30, batch=2), past_key_values=cache)
-            before = cache.kept(1).clone(), cache.layers[1].scores.clone()
+            before = cache.kept(1).clone(), cache.head_groups[1].scores.clone()
             cache.reorder_cache(torch.tensor([1, 1]))
             assert cache.kept(1)[0].equal(before[0][1])
-            assert cache.layers[1].scores[0].equal(before[1][1])
+            assert cache.head_groups[1].scores[0].equal(before[1][1])
 
     def test_rows_of_a_batch_evict_for_themselves(self, tiny: LlamaForCausalLM) -> None:
         tokens = ids(50, batch=2)
@@ -155,7 +155,7 @@ class TestBatches:
             tiny(**padded([ids(5), ids(2)]), past_key_values=cache)
             assert cache.seen_tokens == 5
             assert cache.kept()[1].tolist() == [[-1, -1, -1, 0, 1]] * 2
-            assert cache.layers[0].scores[1].isfinite().sum() == 4
+            assert cache.head_groups[0].scores[1].isfinite().sum() == 4
 
     def test_padding_on_the_right_and_in_between(self, tiny: LlamaForCausalLM) -> None:
         tokens = ids(12)

@@ -14,9 +14,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from h2o_stream import CacheConfig, ConfigError, H2OStreamError, attach
-from h2o_stream.cache import notes, reach
+from h2o_stream.cache import measurements, retrieval_heads
 from h2o_stream.cache.budgets import HeadBudget, schedules, windows
-from h2o_stream.cache.groups import GroupedLayer
 from h2o_stream.cache.state import checksummed, encode_json
 from h2o_stream.compare.heavy_hitters import observe
 from h2o_stream.config import MIN_EVICTABLE
@@ -46,10 +45,10 @@ TOKENS = torch.tensor([tokens_of(0, 120), tokens_of(1, 120)])
 def model(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     """A model of three layers whose heads are grouped as in `GROUPS`."""
 
-    def told(model: Any, specs: Any, progress: Any) -> Any:
-        return [replace(spec, groups=groups) for spec, groups in zip(specs, GROUPS, strict=True)]
+    def assigned(model: Any, specs: Any, progress: Any) -> Any:
+        return [replace(spec, budgets=groups) for spec, groups in zip(specs, GROUPS, strict=True)]
 
-    monkeypatch.setattr("h2o_stream.cache.attach.assign_budgets", told)
+    monkeypatch.setattr("h2o_stream.cache.attach.assign_budgets", assigned)
     return make_llama(heads=3, groups=2, layers=3, context=256)
 
 
@@ -200,9 +199,9 @@ def test_a_state_goes_on_at_any_size(model: Any, monkeypatch: pytest.MonkeyPatch
             with pytest.raises(H2OStreamError, match="its budgets are"):
                 cache.load_state_dict(checksummed({**state, "budgets": encode_json(damaged)}))
         groups = [[(group.heads, group.share) for group in layer] for layer in GROUPS]
-        told = {"groups": groups, "windows": [99] * len(FINAL)}
+        saved = {"groups": groups, "windows": [99] * len(FINAL)}
         with pytest.raises(H2OStreamError, match="its budgets are"):
-            cache.load_state_dict(checksummed({**state, "budgets": encode_json(told)}))
+            cache.load_state_dict(checksummed({**state, "budgets": encode_json(saved)}))
         cache.load_state_dict(state)
 
 
@@ -231,19 +230,19 @@ class TestMeasured:
     def test_what_took_long_is_kept_and_what_is_damaged_measured_again(
         self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
     ) -> None:
-        monkeypatch.setattr(notes, "cache_folder", lambda: tmp_path)
-        monkeypatch.setattr(reach, "LONG_S", 0.0)
-        monkeypatch.setattr(reach, "_measured", {})
+        monkeypatch.setattr(measurements, "cache_folder", lambda: tmp_path)
+        monkeypatch.setattr(retrieval_heads, "LONG_S", 0.0)
+        monkeypatch.setattr(retrieval_heads, "_measured", {})
         model = make_llama(seed=5)
-        first = reach._known(model, [None, None])
+        first = retrieval_heads._known(model, [None, None])
         (path,) = (tmp_path / "reach").iterdir()
-        reach._measured.clear()
+        retrieval_heads._measured.clear()
         path.write_text(json.dumps((first + 1).tolist()))
-        torch.testing.assert_close(reach._known(model, [None, None]), first + 1)
+        torch.testing.assert_close(retrieval_heads._known(model, [None, None]), first + 1)
         for damaged in ("", "[[1", "[1, 2]", "[[0.5, 0.5]]", '{"a": 1}', "\x00"):
-            reach._measured.clear()
+            retrieval_heads._measured.clear()
             path.write_text(damaged)
-            assert reach._known(model, [None, None]).equal(first)
+            assert retrieval_heads._known(model, [None, None]).equal(first)
         assert len(list(path.parent.iterdir())) == 1
 
     def test_a_model_that_copies_nothing_has_equal_windows(self) -> None:
@@ -253,7 +252,7 @@ class TestMeasured:
     def test_what_is_not_measured_is_equal(self, embedded: LoadedModel) -> None:
         for config in (CacheConfig("sink"), CacheConfig(budgets="equal")):
             with attach(embedded.model, config) as cache:
-                assert {layer.schedule.window for layer in cache.layers} == {256}
+                assert {group.schedule.window for group in cache.head_groups} == {256}
 
 
 def test_the_attention_that_falls_on_what_is_held(model: Any) -> None:
@@ -265,7 +264,7 @@ def test_the_attention_that_falls_on_what_is_held(model: Any) -> None:
 def test_a_forward_that_failed_in_a_group_is_noticed(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     with attach(model, config_of(), engine="eager") as cache:
         model(TOKENS, past_key_values=cache)
-        last = cache.layers[2].parts[1]
+        last = cache.layers[2].head_groups[1]
         monkeypatch.setattr(last, "attend", lambda *_: 1 / 0)
         with pytest.raises(ZeroDivisionError):
             model(TOKENS[:, :1], past_key_values=cache)
@@ -285,7 +284,4 @@ def test_statistics_are_means_over_heads(model: Any) -> None:
 
 def parts(cache: Any) -> list[tuple[Any, Any]]:
     """Every group of heads, with its heads."""
-    found = []
-    for layer in cache.layers:
-        found += zip(layer.parts, layer.heads, strict=True) if isinstance(layer, GroupedLayer) else [(layer, range(3))]
-    return found
+    return [(group, group.heads.tolist()) for group in cache.head_groups]

@@ -12,10 +12,11 @@ from transformers import DynamicCache, LlamaForCausalLM
 
 from h2o_stream import CacheConfig, ConfigError, H2OStreamError, attach
 from h2o_stream.cache import eager
-from h2o_stream.cache.policies import make_policy
-from h2o_stream.cache.head_group import HeadGroup
 from h2o_stream.cache.attention import LogitTransform
+from h2o_stream.cache.head_group import HeadGroup
+from h2o_stream.cache.policies import make_policy
 from h2o_stream.config import MIN_EVICTABLE
+from tests.slots import attend
 from tests.tolerance import assert_close
 
 POSITIONS = ["gap", "rolling", "absolute"]
@@ -49,8 +50,8 @@ class TestBeforeAnyEviction:
         for size in (0, chunk):
             with attach(grouped, CacheConfig(window=40, chunk=size)) as cache:
                 grouped(ids(40), past_key_values=cache)
-                order = cache.layers[1].index.argsort(-1)
-                states.append((cache.kept(1), cache.layers[1].scores.gather(-1, order)))
+                order = cache.head_groups[1].index.argsort(-1)
+                states.append((cache.kept(1), cache.head_groups[1].scores.gather(-1, order)))
         assert states[0][0].equal(states[1][0])
         assert_close(states[0][1], states[1][1])
 
@@ -84,14 +85,14 @@ class TestSlots:
                 torch.randn(batch, 2, length, 4),
                 torch.randn(batch, 2, length, 4),
             )
-            assert layer.attend(q, k, v, LogitTransform(0.5)).shape == (batch, length, 4, 4)
+            assert attend(layer, q, k, v, LogitTransform(0.5)).shape == (batch, length, 4, 4)
             self.check(layer)
 
     def check(self, layer: HeadGroup) -> None:
         held, window = layer.held, layer.plan.window
         full = layer.index >= 0
         assert full.sum(-1).eq(held).all()
-        assert held == min(layer.lengths[0], window)
+        assert held == min(layer.tokens.lengths[0], window)
         assert not full.gather(-1, layer.free).any(), "the free slot is empty"
         assert layer.scores.isfinite().equal(full)
         for index, rank, occupied in zip(
@@ -100,7 +101,7 @@ class TestSlots:
             order = index[occupied].argsort(descending=True)
             assert rank[occupied][order].tolist() == list(range(held)), "rank counts the newer tokens held"
         kept = layer.kept()
-        seen = layer.lengths[0]
+        seen = layer.tokens.lengths[0]
         recent = torch.arange(max(seen - layer.budget.recent, 0), seen)
         assert kept[..., held - len(recent) :].eq(recent).all()
         pinned = torch.arange(min(layer.plan.sinks, held))
@@ -112,7 +113,7 @@ class TestSlots:
         numbers = torch.arange(20.0)
         for part in numbers.split([5, 1, 1, 4, 1, 1, 1, 6]):
             k = part.view(1, 1, -1, 1).expand(1, 2, -1, 4)
-            layer.attend(torch.randn(1, 2, len(part), 4), k.clone(), -k, LogitTransform(0.5))
+            attend(layer, torch.randn(1, 2, len(part), 4), k.clone(), -k, LogitTransform(0.5))
             occupied = layer.index >= 0
             assert layer.store.keys[occupied][:, 0].equal(layer.index[occupied].float())
             assert layer.store.values[occupied][:, 0].equal(-layer.index[occupied].float())
@@ -123,10 +124,10 @@ class TestSlots:
         layer = HeadGroup(plan, make_policy(plan), None)
         one = torch.ones(1, 1, 1, 4, dtype=torch.bfloat16)
         for _ in range(3):
-            layer.attend(one, one, one, LogitTransform(0.5))
+            attend(layer, one, one, one, LogitTransform(0.5))
         layer.scores[layer.index == 0] = 4096.0
         before = layer.scores[layer.index == 0].item()
-        layer.attend(one, one, one, LogitTransform(0.5))
+        attend(layer, one, one, one, LogitTransform(0.5))
         assert layer.scores.dtype == torch.float32
         assert layer.scores[layer.index == 0].item() == pytest.approx(before + 0.25)
 

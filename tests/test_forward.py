@@ -92,7 +92,7 @@ class TestWhoTakesIt:
             stepper.serves = False
             tiny(ids(1), past_key_values=cache)
             assert cache.seen_tokens == 11
-            assert (cache.layers[0].seen == 11).all()
+            assert (cache.head_groups[0].seen == 11).all()
 
     def test_the_eager_engine_asks_nobody(self, tiny: LlamaForCausalLM, stepper: OneLogit) -> None:
         with attach(tiny, CacheConfig(window=16), engine="eager") as cache:

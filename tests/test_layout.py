@@ -15,8 +15,8 @@ from h2o_stream import CacheConfig, attach
 from h2o_stream.cache.audit import audit
 from h2o_stream.cache.budgets import HeadBudget
 from h2o_stream.cache.eager import EAGER, EagerKernels
-from h2o_stream.cache.head_group import HeadGroup
 from h2o_stream.cache.h2o_cache import H2OCache
+from h2o_stream.cache.head_group import HeadGroup
 from tests.conftest import make_llama
 
 WINDOW = 24
@@ -37,14 +37,14 @@ def model(monkeypatch: pytest.MonkeyPatch) -> LlamaForCausalLM:
     """A model whose heads are grouped as in `GROUPS`."""
 
     def grouped(model: Any, specs: Any, progress: Any) -> Any:
-        return [replace(spec, groups=groups) for spec, groups in zip(specs, GROUPS, strict=True)]
+        return [replace(spec, budgets=groups) for spec, groups in zip(specs, GROUPS, strict=True)]
 
     monkeypatch.setattr("h2o_stream.cache.attach.assign_budgets", grouped)
     return make_llama(heads=3, groups=2, layers=3, context=256)
 
 
 def addresses(cache: H2OCache) -> list[int]:
-    return [tensor.data_ptr() for layer in cache.layers for tensor in layer.tensors().values()]
+    return [tensor.data_ptr() for group in cache.head_groups for tensor in group.tensors().values()]
 
 
 class TestAddresses:
@@ -66,10 +66,10 @@ class TestAddresses:
                 else:
                     layouts.append(cache.revision)
                     before = addresses(cache)
-            shrinking = [layer for layer in cache.slots if layer.schedule.window < layer.schedule.common]
+            shrinking = [layer for layer in cache.head_groups if layer.schedule.window < layer.schedule.common]
             assert len(layouts) <= 1 + len(shrinking)
             assert cache.steady
-            for layer in cache.slots:
+            for layer in cache.head_groups:
                 assert layer.store.slots == layer.schedule.window + (1 if kv_bits == 16 else 2)
 
     def test_what_changes_the_layout(self, model: LlamaForCausalLM) -> None:
@@ -90,7 +90,7 @@ class TestAddresses:
             assert grows(lambda: cache.batch_repeat_interleave(3))
             assert grows(lambda: cache.pin(200, 202))
             assert grows(cache.unpin)
-            assert grows(lambda: setattr(cache.slots[0], "watch", lambda *_: None))
+            assert grows(lambda: setattr(cache.head_groups[0], "watch", lambda *_: None))
             assert grows(cache.reset)
             assert grows(lambda: cache.load_state_dict(state))
             assert grows(lambda: model(ids(5)))
@@ -101,9 +101,9 @@ class TestAddresses:
         with attach(model, CacheConfig("h2o", WINDOW)) as cache:
             cache.pin(0, 10)
             model(tokens[:, :12], past_key_values=cache)
-            before = [layer.store.slots for layer in cache.slots]
+            before = [layer.store.slots for layer in cache.head_groups]
             cache.unpin()
-            assert any(layer.store.slots > slots for layer, slots in zip(cache.slots, before, strict=True))
+            assert any(layer.store.slots > slots for layer, slots in zip(cache.head_groups, before, strict=True))
             got = [model(token, past_key_values=cache).logits for token in tokens[:, 12:].split(1, 1)]
             audit(cache)
         with attach(model, CacheConfig("h2o", WINDOW)) as cache:
@@ -127,7 +127,7 @@ class TestSingleTokens:
                 patch.setattr(EagerKernels, "prefill", None)
                 logits, evictions = [], []
                 for token in fed[rows].split(1, 1):
-                    evictions += [layer.num_evictions for layer in cache.slots]
+                    evictions += [layer.num_evictions for layer in cache.head_groups]
                     logits.append(model(token, past_key_values=cache).logits)
                 return torch.cat(logits, 1), evictions, [cache.kept(layer) for layer in range(3)]
 
@@ -153,11 +153,11 @@ class TestSingleTokens:
 def test_compacting_moves_and_changes_nothing(model: LlamaForCausalLM, kv_bits: int) -> None:
     with attach(model, CacheConfig("h2o", WINDOW, kv_bits=kv_bits, budgets="equal")) as cache:
         model(ids(60, 2), past_key_values=cache)
-        layer = cache.slots[0]
+        layer = cache.head_groups[0]
         before, kept = by_token(layer), layer.kept()
-        layer._resize(layer.store.slots + 9)
+        layer._resize(layer.store.slots + 9, cache.tokens.lengths)
         assert by_token(layer) == before
-        layer.compact()
+        layer.compact(cache.tokens.lengths)
         assert layer.store.slots == WINDOW + (1 if kv_bits == 16 else 2)
         assert by_token(layer) == before
         assert layer.kept().equal(kept)
@@ -221,7 +221,7 @@ class TestKernels:
     def test_a_layer_whose_attention_is_watched_is_not_served(self, tiny: LlamaForCausalLM, kernels: Recording) -> None:
         shown: list[Sequence[int]] = []
         with attach(tiny, CacheConfig("h2o", WINDOW)) as cache:
-            cache.slots[0].watch = lambda probs, *_: shown.append(probs.shape)
+            cache.head_groups[0].watch = lambda probs, *_: shown.append(probs.shape)
             tiny(ids(20), past_key_values=cache)
         assert kernels.calls == ["prefill"]
         assert shown == [torch.Size((1, 2, 1, 20, 20))]

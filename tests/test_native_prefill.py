@@ -11,16 +11,17 @@ import pytest
 import torch
 from torch import Tensor
 
-from h2o_stream.cache.budgets import Schedule
-from h2o_stream.cache.padding import Padding
-from h2o_stream.cache.policies import Budget, make_policy
-from h2o_stream.cache.policies.long_term import DECAY, FAR
-from h2o_stream.cache.head_group import HeadGroup
-from h2o_stream.cache.store import QuantizedStore
 from h2o_stream.cache.attention import LogitTransform
+from h2o_stream.cache.budgets import Schedule
+from h2o_stream.cache.head_group import HeadGroup
+from h2o_stream.cache.padding import Padding
+from h2o_stream.cache.policies import Budget, Candidates, make_policy
+from h2o_stream.cache.policies.long_term import DECAY, FAR
+from h2o_stream.cache.quantized_store import QuantizedStore
 from h2o_stream.config import CachePlan
 from h2o_stream.native.abi import AttentionLayer, PolicyKind, PositionMode, Slots
 from tests.native_builds import native
+from tests.slots import attend
 
 __all__ = ["native"]
 
@@ -107,25 +108,25 @@ class Eager:
         products = LogitTransform(self.case.size**-0.5, self.case.softcap)
         for layer, heads in self.layers:
             counts = padding(self.case.prompts[call])
-            mixed = layer.attend(grouped[:, heads].flatten(1, 2), key[:, heads], value[:, heads], products, counts)
+            mixed = attend(layer, grouped[:, heads].flatten(1, 2), key[:, heads], value[:, heads], products, counts)
             output[:, :, heads] = mixed.unflatten(2, (len(heads), -1))
         return output.flatten(2, 3)
 
     def held(self) -> list[dict[str, Tensor]]:
-        return [by_token(layer.store, layer.scores, layer.policy, layer.long_term_scores if layer.policy.long_term else None,
-                         layer.index, layer.rank) for layer, _ in self.layers]  # fmt: skip
+        return [by_token(layer.store, layer.candidates) for layer, _ in self.layers]
 
 
-def by_token(store: Any, scores: Tensor, policy: Any, long_term_scores: Tensor | None, index: Tensor, rank: Tensor) -> Any:
+def by_token(store: Any, slots: Candidates) -> dict[str, Tensor]:
     """What slots hold, by token, oldest first; empty slots come in front."""
+    index, scores, long_term = slots.index, slots.scores, slots.long_term_scores
     order = index.sort(-1).indices
     keys, values = store.read_exactly(index.shape[-1])
     empty = index < 0
     books = {
         "index": index,
-        "rank": rank.masked_fill(empty, -1),
+        "rank": slots.rank.masked_fill(empty, -1),
         "scores": scores.masked_fill(empty, 0),
-        "long_term": torch.zeros_like(scores) if long_term_scores is None else long_term_scores.masked_fill(empty, 0),
+        "long_term": torch.zeros_like(scores) if long_term is None else long_term.masked_fill(empty, 0),
     }
     result = {name: book.gather(-1, order) for name, book in books.items()}
     for name, x in (("keys", keys.float()), ("values", values.float())):
@@ -149,7 +150,7 @@ class Native:
             case.sliding or 0, plan.seed, 3,
             self.address(Table(case.rotary).values), 4096, case.rotary, bfloat16, plan.kv_bits, *exact,
         )  # fmt: skip
-        slots = case.schedule.most + (1 if plan.kv_bits == 16 else 2)
+        slots = case.schedule.max_held + (1 if plan.kv_bits == 16 else 2)
         self.groups = case.heads or (tuple(range(case.kv_heads)),)
         self.tensors = [[self.made(len(heads), slots) for heads in self.groups] for _ in range(case.batch)]
         filled = [self.slots(own, heads, slots) for row in self.tensors
@@ -229,7 +230,8 @@ class Native:
                 store.bits = bits
                 for name in store.names:
                     setattr(store, name, self.stacked(group, name))
-            result.append(by_token(store, book["scores"], None, book.get("long_term"), book["index"], book["rank"]))
+            held = Candidates(book["scores"], book["index"], book["rank"], book["seen"], book.get("long_term"))
+            result.append(by_token(store, held))
         return result
 
 

@@ -8,12 +8,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from h2o_stream.cache.policies import Budget, make_policy
-from h2o_stream.cache.head_group import HeadGroup
 from h2o_stream.cache.attention import LogitTransform
+from h2o_stream.cache.head_group import HeadGroup
+from h2o_stream.cache.policies import Budget, make_policy
 from h2o_stream.config import CachePlan
 from h2o_stream.native import library
 from h2o_stream.native.kernels import NativeKernels
+from tests.slots import attend
 from tests.test_native_prefill import Table, plan
 
 NEW = (40, 1, 1, 9, *[1] * 20)
@@ -29,7 +30,7 @@ def outputs(native: bool, plan: CachePlan, poisoned: int) -> Iterator[tuple[Tens
         query, key, value = (torch.randn(1, heads, new, 16, generator=seeded) for heads in (4, 2, 2))
         if number == poisoned:
             key[:, 0, -1] = torch.nan
-        yield layer.attend(query, key, value, LogitTransform(0.25), None), layer
+        yield attend(layer, query, key, value, LogitTransform(0.25)), layer
 
 
 @pytest.mark.skipif(bool(library.missing_reason()), reason="there is no compiled library")
@@ -48,4 +49,4 @@ def test_as_in_torch(policy: str, poisoned: int, positions: str) -> None:
             kept = one.kept()
             assert all(set(range(7, 9)) <= set(kept[0, head].tolist()) for head in range(2))
             assert (kept[..., : case.sinks] == torch.arange(case.sinks)).all()
-            assert (kept[..., -1] == one.lengths[0] - 1).all()
+            assert (kept[..., -1] == one.tokens.lengths[0] - 1).all()

@@ -15,8 +15,9 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from h2o_stream.cache.attach import attach
 from h2o_stream.cache.attention_interface import h2o_attention
+from h2o_stream.cache.h2o_cache import H2OCache
 from h2o_stream.cache.identity import model_digest
-from h2o_stream.cache.h2o_cache import H2OCache, LayerSpec
+from h2o_stream.cache.layer_spec import LayerSpec
 from h2o_stream.config import CacheConfig, ModelConfig
 from h2o_stream.errors import ConfigError
 from h2o_stream.models.load import load
@@ -50,7 +51,7 @@ def test_a_cache_in_host_memory_of_a_model_elsewhere(policy: str) -> None:
             key = torch.empty(1, 2, new, 8, device="cuda")
             mixed, _ = h2o_attention(SimpleNamespace(layer_idx=0), query, key, key, None, h2o_cache=cache)  # type: ignore[arg-type]
             assert mixed.device.type == "cuda"
-            assert cache.layers[0].store.keys.device.type == "cpu"  # type: ignore[union-attr]
+            assert cache.head_groups[0].store.keys.device.type == "cpu"  # type: ignore[union-attr]
 
 
 def test_host_memory_changes_nothing_where_layers_compute_there(tiny_folder: Path) -> None:

@@ -85,7 +85,10 @@ def test_rows_that_were_half_rearranged(tiny: LlamaForCausalLM, policy: str, mon
         tiny(ids(10, batch=2), past_key_values=cache)
         cache.reorder_cache(torch.tensor([1, 0]))
         tiny(ids(1, batch=2), past_key_values=cache)
-        monkeypatch.setattr(cache.layers[1], "reorder_cache", interrupt)
+        if policy == "full":
+            monkeypatch.setattr(cache.layers[1], "reorder_cache", interrupt)
+        else:
+            monkeypatch.setattr(cache.head_groups[1], "select_rows", interrupt)
         with pytest.raises(KeyboardInterrupt):
             cache.reorder_cache(torch.tensor([1, 1]))
         with pytest.raises(H2OStreamError, match="cut off halfway"):
@@ -95,7 +98,7 @@ def test_rows_that_were_half_rearranged(tiny: LlamaForCausalLM, policy: str, mon
 def test_the_last_layer_cut_off_when_it_has_counted(tiny: LlamaForCausalLM, monkeypatch: pytest.MonkeyPatch) -> None:
     with attach(tiny, CacheConfig(window=16), engine="eager") as cache:
         tiny(ids(10), past_key_values=cache)
-        monkeypatch.setattr(cache.layers[1].policy, "observe", interrupt)
+        monkeypatch.setattr(cache.head_groups[1].policy, "update_scores", interrupt)
         with pytest.raises(KeyboardInterrupt):
             tiny(ids(1), past_key_values=cache)
         assert {layer.get_seq_length() for layer in cache.layers} == {11}
@@ -184,7 +187,7 @@ class TestArguments:
             tiny(ids(6, batch=2), past_key_values=cache)
             mask = torch.tensor([[1] * 7, [1] * 6 + [0]])
             tiny(ids(1, batch=2), attention_mask=mask, past_key_values=cache)
-            assert cache.layers[0].lengths == (7, 6)
+            assert cache.tokens.lengths == (7, 6)
 
     @pytest.mark.parametrize(
         ("first", "places"),

@@ -11,12 +11,13 @@ from hypothesis import strategies as st
 from transformers import LlamaForCausalLM
 
 from h2o_stream import CacheConfig, ConfigError, attach
+from h2o_stream.cache.attention import LogitTransform
+from h2o_stream.cache.head_group import HeadGroup
 from h2o_stream.cache.policies import make_policy
 from h2o_stream.cache.quantize import decode, encode, fit, spread
-from h2o_stream.cache.head_group import HeadGroup
-from h2o_stream.cache.attention import LogitTransform
 from h2o_stream.models.load import LoadedModel
 from tests.conftest import make_llama
+from tests.slots import attend
 from tests.tolerance import assert_close
 
 
@@ -66,7 +67,7 @@ class TestLayer:
     def feed(self, layer: HeadGroup, parts: list[int], seed: int = 0) -> None:
         for number, length in enumerate(parts):
             q, k, v = (numbers(1, heads, length, 8, seed=seed + number + 100 * heads) for heads in (4, 2, 2))
-            layer.attend(q, k, v, LogitTransform(0.3))
+            attend(layer, q, k, v, LogitTransform(0.3))
 
     @settings(max_examples=40, deadline=None, derandomize=True)
     @given(
@@ -83,7 +84,7 @@ class TestLayer:
         for number, length in enumerate(parts):
             k = numbers(1, 2, length, 8, seed=number)
             keys.append(k)
-            layer.attend(numbers(1, 4, length, 8, seed=number + 50), k, -k, LogitTransform(0.3))
+            attend(layer, numbers(1, 4, length, 8, seed=number + 50), k, -k, LogitTransform(0.3))
         fed, (stored, values) = torch.cat(keys, 2), layer.store.read()
         occupied = layer.index >= 0
         assert occupied.sum(-1).eq(min(sum(parts), window)).all()

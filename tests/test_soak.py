@@ -61,7 +61,7 @@ class TestAudit:
         with attach(tiny, CacheConfig("h2o", 24, budgets="equal")) as cache:
             tiny(IDS, past_key_values=cache)
             audit(cache)  # type: ignore[arg-type]
-            harm(cache.layers[1])  # type: ignore[arg-type]
+            harm(cache.head_groups[1])  # type: ignore[arg-type]
             with pytest.raises(H2OStreamError, match=f"slots 1: .*{words}"):
                 audit(cache)  # type: ignore[arg-type]
 

@@ -235,7 +235,7 @@ def test_bytes_are_what_is_really_held(grouped: LlamaForCausalLM, dtype: torch.d
     model = grouped.to(dtype)
 
     def check(cache: Any) -> None:
-        held = cache.layers if kv_bits is None else [own for slots in cache.slots for own in (slots, slots.store)]
+        held = cache.layers if kv_bits is None else [own for group in cache.head_groups for own in (group, group.store)]
         assert sum(storages(held).values()) == cache.nbytes
 
     with attach(model, config) as cache:

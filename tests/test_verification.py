@@ -1,4 +1,4 @@
-"""The verification that a model computes through the cache what it computes by itself: what it finds, and leaves behind."""
+"""The check that a model computes the same through the cache as by itself: what it finds, and leaves behind."""
 
 from __future__ import annotations
 
@@ -189,7 +189,7 @@ class TestLeavesNothingBehind:
         assert len(set(before)) > 1
         built = verification.Verification(model, "absolute", "auto", [])
         with pytest.raises(IndexError):
-            built.trouble()
+            built.failure()
         assert [name for _, name in attention_of(model)] == before
 
     def test_gradients_and_inference_mode(self) -> None:

@@ -1,4 +1,4 @@
-"""What a forward is called with, checked against the stream that it goes on with."""
+"""Checks the arguments of a forward against the stream that it continues."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def tokens_in(kwargs: Mapping[str, Any]) -> Tensor:
     """``input_ids`` [B, Q] or ``inputs_embeds`` [B, Q, hidden].
 
     Raises:
-        H2OStreamError: there are neither.
+        H2OStreamError: there is neither.
     """
     for name in ("input_ids", "inputs_embeds"):
         if kwargs.get(name) is not None:
@@ -26,7 +26,7 @@ def tokens_in(kwargs: Mapping[str, Any]) -> Tensor:
 
 
 def check_rows(rows: int, batch: int) -> None:
-    """Whether a forward of `batch` rows can go on with a stream of so many, 0 for one that is empty.
+    """Check that a forward of `batch` rows can continue a stream of `rows`, 0 for an empty one.
 
     Raises:
         H2OStreamError: it cannot.
@@ -38,16 +38,16 @@ def check_rows(rows: int, batch: int) -> None:
 
 
 def check_past(mask: Tensor | None, lengths: Sequence[int], columns: int, new: int) -> None:
-    """Whether a mask shows of the past what the stream holds.
+    """Check that a mask shows all past tokens of the stream and none of its padding.
 
     Args:
-        mask: [B, T] as `Padding.of` takes it. Looked at if T is `columns` + `new`.
+        mask: [B, T] as `Padding.of` takes it. Checked if T is `columns` + `new`.
         lengths: tokens of each row before this forward.
         columns: columns of the stream before this forward.
         new: Q.
 
     Raises:
-        ConfigError: it hides tokens of the past, or shows padding.
+        ConfigError: it does not.
     """
     if not columns or mask is None or mask.shape[1] != columns + new:
         return
@@ -60,39 +60,39 @@ def check_past(mask: Tensor | None, lengths: Sequence[int], columns: int, new: i
 
 
 def check_positions(
-    given: Tensor | None,
+    positions: Tensor | None,
     lengths: Sequence[int],
     columns: int,
     shape: tuple[int, int],
     padding: Padding | None,
     exact: bool,
 ) -> None:
-    """Whether positions are those of one text: each token's index in its row, with padding counted or without.
+    """Check that positions are those of one text: each token's index in its row, with or without padding.
 
     Args:
-        given: [..., B or 1, Q] ``position_ids``, of no account where there is padding. None for none.
+        positions: [..., B or 1, Q] ``position_ids``, ignored where there is padding. None for none.
         lengths: tokens of each row before this forward.
         columns: columns of the stream before this forward.
         shape: B and Q.
         padding: of this forward.
-        exact: padding may not be counted: the model looks positions up.
+        exact: padding must not be counted, because positions are looked up.
 
     Raises:
-        ConfigError: they are others, as those of several texts packed into one row.
+        ConfigError: they are not, as with several texts packed into one row.
     """
-    if given is None:
+    if positions is None:
         return
     batch, new = shape
-    if given.dim() < 2 or given.shape[-1] != new or given.shape[-2] not in (1, batch):
-        raise ConfigError(f"position_ids have shape {tuple(given.shape)}; [{batch}, {new}] is served")
-    if new == 1 and padding is None and given.flatten().tolist() == list(lengths):
-        return  # as `generate` gives them with every token, found out quickly
-    seen, column = torch.tensor(lengths, device=given.device), torch.arange(new, device=given.device)
-    hidden = False if padding is None else padding.hidden(given.device)
-    right = ((given == (seen[:, None] + column if padding is None else padding.positions(seen))) | hidden).all(-1)
+    if positions.dim() < 2 or positions.shape[-1] != new or positions.shape[-2] not in (1, batch):
+        raise ConfigError(f"position_ids have shape {tuple(positions.shape)}; [{batch}, {new}] is served")
+    if new == 1 and padding is None and positions.flatten().tolist() == list(lengths):
+        return  # as `generate` passes them with every token: a fast path
+    seen, column = torch.tensor(lengths, device=positions.device), torch.arange(new, device=positions.device)
+    hidden = False if padding is None else padding.hidden(positions.device)
+    valid = ((positions == (seen[:, None] + column if padding is None else padding.positions(seen))) | hidden).all(-1)
     if not exact:
-        right |= ((given == columns + column) | hidden).all(-1)
-    if not bool(right.all()):
+        valid |= ((positions == columns + column) | hidden).all(-1)
+    if not bool(valid.all()):
         raise ConfigError(
             "position_ids are not those of one text that goes on from what was seen (packed texts are not served); "
             "leave them out"

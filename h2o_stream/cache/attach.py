@@ -1,4 +1,4 @@
-"""Attach a cache to any supported transformers model, and give the model back as it was."""
+"""Attach a cache to any supported transformers model, and restore the model afterwards."""
 
 from __future__ import annotations
 
@@ -12,8 +12,9 @@ from transformers import PreTrainedModel
 
 from h2o_stream.cache.forward import AttachedForward, Stepper, replaced_forward
 from h2o_stream.cache.full_cache import FullCache
+from h2o_stream.cache.h2o_cache import H2OCache
 from h2o_stream.cache.identity import model_digest
-from h2o_stream.cache.verification import Verification, verify_logits
+from h2o_stream.cache.layer_spec import LayerSpec
 from h2o_stream.cache.retrieval_heads import assign_budgets
 from h2o_stream.cache.rope import PositionsError
 from h2o_stream.cache.support import (
@@ -25,7 +26,7 @@ from h2o_stream.cache.support import (
     learned_positions,
     max_distance_of,
 )
-from h2o_stream.cache.h2o_cache import H2OCache, LayerSpec
+from h2o_stream.cache.verification import Verification, verify_logits
 from h2o_stream.config import CacheConfig, CachePlan, EngineChoice
 from h2o_stream.errors import ConfigError, H2OStreamError, UnsupportedModelError
 from h2o_stream.progress import Listener, ignore
@@ -41,22 +42,22 @@ def attach(
 ) -> Iterator[H2OCache | FullCache]:
     """Let `model` keep only what `config` says, under ``generate``, pipelines and plain forwards.
 
-    A forward that brings no cache of its own starts a new stream, in place of the one before; ``past_key_values=cache``
-    goes on with it, and so does what that forward gives as ``past_key_values``. A forward that wants no cache
-    (``use_cache=False``, by argument or config) is the model's own. Inference only: `backward` raises.
+    A forward without ``past_key_values`` starts a new stream in place of the previous one; ``past_key_values=cache``
+    continues it, and so does the ``past_key_values`` of its output. A forward that wants no cache (``use_cache=False``,
+    by argument or config) is the model's own. Inference only: `backward` raises.
 
     Args:
         model: a causal language model of transformers, or PEFT's wrapper around one.
         config: the policy and its budgets; the default is ours.
-        engine: ``auto`` takes native code where it serves; ``eager`` is for comparison.
-        progress: told how far the measurement of the heads has come, which takes a minute the first time that a large
-            model is attached.
+        engine: ``auto`` uses native code where it can; ``eager`` is for comparison.
+        progress: called while the heads are measured, which takes a minute the first time that a large model is
+            attached.
 
     Yields:
         The cache, with ``kept``, ``nbytes``, ``seen_tokens``, ``counts``, ``pin``, ``statistics`` and ``state_dict``.
 
     Raises:
-        UnsupportedModelError: the architecture cannot be served.
+        UnsupportedModelError: the architecture is not supported.
         ConfigError: the budgets do not fit the model, or there is no such engine.
         H2OStreamError: the model is attached already.
     """
@@ -67,12 +68,12 @@ def attach(
     if getattr(model, "_h2o_cache", None) is not None:
         raise H2OStreamError(f"{type(model).__name__} is attached already; leave that block first")
     cache = build_cache(model, config, progress)
-    own = attention_of(model)
+    attention = attention_of(model)
     model._h2o_cache = cache
     try:
         with (
             attention_of_ours(model) if isinstance(cache, H2OCache) else nullcontext(),
-            replaced_forward(model, AttachedForward(model, cache, _native(model, cache, engine), own)),
+            replaced_forward(model, AttachedForward(model, cache, _native(model, cache, engine), attention)),
         ):
             yield cache
     finally:
@@ -80,10 +81,10 @@ def attach(
 
 
 def _transformers_model(model: Any) -> PreTrainedModel:
-    """The model within a wrapper: PEFT's runs the same modules, and the forward that is replaced.
+    """The model inside a wrapper: PEFT's wrapper runs the same modules and the forward that is replaced.
 
     Raises:
-        UnsupportedModelError: it is out of `torch.compile`.
+        UnsupportedModelError: it is the result of `torch.compile`.
     """
     if hasattr(model, "_orig_mod"):
         raise UnsupportedModelError(
@@ -93,10 +94,10 @@ def _transformers_model(model: Any) -> PreTrainedModel:
 
 
 def build_cache(model: PreTrainedModel, config: CacheConfig, progress: Listener) -> H2OCache | FullCache:
-    """The cache `config` asks for, sized for `model`, which is proved to compute through it what it should.
+    """The cache that `config` asks for, sized for `model`, which is verified to compute the same through it.
 
     Raises:
-        UnsupportedModelError: it does not; what is recommended instead was tried.
+        UnsupportedModelError: it does not; any alternative in the message has been tried.
     """
     digest = functools.partial(model_digest, model)
     if config.policy == "full":
@@ -104,25 +105,25 @@ def build_cache(model: PreTrainedModel, config: CacheConfig, progress: Listener)
         in_host_memory = config.device == "cpu" and home_of(model).type != "cpu"
         return FullCache(plan, model.config, digest, in_host_memory)
     try:
-        plan, specs, proof = _proved(model, config)
+        plan, specs, verification = _verified(model, config)
     except PositionsError:
-        _proved(model, replace(config, positions="absolute"))  # which the error recommends
+        _verified(model, replace(config, positions="absolute"))  # which the error recommends
         raise
     if plan.budgets == "measured":
         specs = assign_budgets(model, specs, progress)
     cache = H2OCache(config, specs, max_distance_of(model.config), learned_positions(model.config), digest)
-    cache.verification = proof
+    cache.verification = verification
     return cache
 
 
-def _proved(model: PreTrainedModel, config: CacheConfig) -> tuple[CachePlan, list[LayerSpec], Verification]:
+def _verified(model: PreTrainedModel, config: CacheConfig) -> tuple[CachePlan, list[LayerSpec], Verification]:
     plan = check_supported(type(model), model.config, config)
     specs = layer_specs(model, plan)
     return plan, specs, verify_logits(model, plan.positions, config.device, specs)
 
 
 def _native(model: PreTrainedModel, cache: H2OCache | FullCache, engine: EngineChoice) -> Stepper | None:
-    """Native code for this model and cache, as far as there is any: for its layers, and for whole steps."""
+    """Set native kernels for the layers, if there are any, and return native steps of the whole model, or None."""
     if not isinstance(cache, H2OCache):
         cache.engine_note = "eager: policy full keeps transformers' own cache"
         return None

@@ -1,4 +1,4 @@
-"""Causal attention of new tokens over the places of a layer: rotate, multiply, causal_mask, softmax.
+"""Causal attention of new tokens over the slots of a layer: rotate, multiply, mask, softmax.
 
 Pure functions of tensors.
 """
@@ -20,12 +20,12 @@ from h2o_stream.config import Positions
 
 @dataclass(frozen=True)
 class QueryChunk:
-    """Q new columns, packed to the left.
+    """Q columns of new tokens, packed to the left.
 
     Attributes:
-        counts: how many of them each row has; the rest is padding.
+        counts: number of tokens in each row; the rest is padding.
         new: Q.
-        device: where they are.
+        device: of the tensors.
     """
 
     counts: tuple[int, ...]
@@ -43,33 +43,33 @@ class QueryChunk:
         return torch.tensor(self.counts, device=self.device).view(-1, 1, 1)
 
     @cached_property
-    def place(self) -> Tensor:
+    def column(self) -> Tensor:
         """[Q] int64, 0 for the first column."""
         return torch.arange(self.new, device=self.device)
 
     @cached_property
-    def there(self) -> Tensor:
+    def is_token(self) -> Tensor:
         """[B, 1, Q] bool, False for padding."""
-        return self.place < self.count
+        return self.column < self.count
 
     @cached_property
     def later(self) -> Tensor:
-        """[B, 1, Q] int64, tokens of the row that come after each; 0 for padding."""
-        return (self.count - 1 - self.place).clamp_min(0)
+        """[B, 1, Q] int64, number of tokens of the row after each one; 0 for padding."""
+        return (self.count - 1 - self.column).clamp_min(0)
 
     def attention(self, probs: Tensor) -> Attention:
-        """The probabilities [B, Hkv, G, Q, K] as policies want them."""
+        """The probabilities [B, Hkv, G, Q, K] in the form that policies take."""
         if self.ragged:
-            return Attention(probs * self.there[:, :, None, :, None], self.later.unsqueeze(1).float(), self.count)
+            return Attention(probs * self.is_token[:, :, None, :, None], self.later.unsqueeze(1).float(), self.count)
         return Attention(probs, self.later[0, 0].float(), self.new)
 
 
 class LogitTransform(NamedTuple):
-    """What a model does with the transform of queries and keys.
+    """What a model does with the products of queries and keys.
 
     Attributes:
         scaling: a factor.
-        softcap: their bound, by tanh; None for no bound.
+        softcap: bound that tanh keeps them within; None for no bound.
     """
 
     scaling: float
@@ -77,15 +77,15 @@ class LogitTransform(NamedTuple):
 
 
 class RopeLookup(NamedTuple):
-    """What keys are rotated back by.
+    """The rotations of the keys.
 
     Attributes:
         table: [N, Drot], cosines and sines by distance.
-        behind: [B, Hkv, K] int64, the distance of each place from the newest token.
+        distance: [B, Hkv, K] int64, distance of each key from the newest token.
     """
 
     table: Tensor
-    behind: Tensor
+    distance: Tensor
 
 
 def attention(
@@ -93,80 +93,80 @@ def attention(
     keys: Tensor,
     values: Tensor,
     lookup: RopeLookup | None,
-    chunk: QueryChunk,
-    hidden: Tensor | None,
+    mask: Tensor | None,
     transform: LogitTransform,
 ) -> tuple[Tensor, Tensor]:
-    """Attention of Q queries over K places.
+    """Attention of Q queries over K keys.
 
     Args:
         query: [B, Hq, Q, D], rotated.
         keys: [B, Hkv, K, D].
         values: [B, Hkv, K, D].
-        lookup: of the keys; None where they are rotated already.
-        chunk: the queries.
-        hidden: [B, Hkv, Q, K] bool, what may not be seen; None for nothing.
+        lookup: rotations of the keys; None if they are rotated already.
+        mask: [B, Hkv, Q, K] bool, True where a query may not attend; None for nowhere.
         transform: what becomes of query times key.
 
     Returns:
         Output [B, Q, Hq, D], contiguous, and float32 probabilities [B, Hkv, G, Q, K].
     """
     batch, query_heads, new, size = query.shape
-    kv_heads, places = keys.shape[1:3]
+    kv_heads, num_keys = keys.shape[1:3]
     if lookup is not None:
-        keys = rotate_back(keys, embedding(lookup.behind, lookup.table))
+        keys = rotate_back(keys, embedding(lookup.distance, lookup.table))
     grouped = query.reshape(batch, kv_heads, -1, size)
     logits = torch.matmul(grouped, keys.transpose(2, 3)).float() * transform.scaling
     if transform.softcap is not None:
         logits = logits.div_(transform.softcap).tanh_().mul_(transform.softcap)
-    logits = logits.view(batch, kv_heads, query_heads // kv_heads, new, places)
-    if hidden is not None:
-        logits = logits.masked_fill_(hidden[:, :, None], -torch.inf)
+    logits = logits.view(batch, kv_heads, query_heads // kv_heads, new, num_keys)
+    if mask is not None:
+        logits = logits.masked_fill_(mask[:, :, None], -torch.inf)
     probs = logits.softmax(-1)
     output = torch.matmul(probs.flatten(2, 3).to(values.dtype), values)
     return output.view(batch, query_heads, new, values.shape[-1]).transpose(1, 2).contiguous(), probs
 
 
-def causal_mask(held: Candidates, chunk: QueryChunk, sliding: int | None) -> Tensor:
-    """Which places a new token may not see: empty ones, newer ones, and those of age `sliding` and more.
+def causal_mask(candidates: Candidates, chunk: QueryChunk, sliding: int | None) -> Tensor:
+    """Masks empty slots, newer tokens, and tokens of age `sliding` or more.
 
     Returns:
-        [B, Hkv, Q, K] bool. Padding may see all, so that no softmax is empty.
+        [B, Hkv, Q, K] bool, True where a query may not attend. Padding attends to everything, so that no softmax is
+        empty.
     """
-    index = held.index[:, :, None, :]
-    asked_at = (held.seen - chunk.count + chunk.place)[..., None]
-    hidden = (index < 0) | (index > asked_at)
+    index = candidates.index[:, :, None, :]
+    query_index = (candidates.seen - chunk.count + chunk.column)[..., None]
+    mask = (index < 0) | (index > query_index)
     if sliding is not None:
-        hidden |= index <= asked_at - sliding
-    return hidden & chunk.there[..., None] if chunk.ragged else hidden
+        mask |= index <= query_index - sliding
+    return mask & chunk.is_token[..., None] if chunk.ragged else mask
 
 
 def rotate(
     query: Tensor,
-    held: Candidates,
+    candidates: Candidates,
     chunk: QueryChunk,
     positions: Positions,
     span: int | Tensor,
     budget: Budget,
     table: Tensor,
 ) -> tuple[Tensor, RopeLookup]:
-    """Place the newest token of each row at distance 0 and every other behind it.
+    """Place the newest token of each row at distance 0 and every other one behind it.
 
     Args:
         query: [B, Hq, Q, D], un-rotated.
-        held: the K places.
+        candidates: the K cached and new tokens.
         chunk: the Q new tokens.
         positions: ``gap`` or ``rolling``.
         span: with ``gap``, the distance up to which distances are true.
-        budget: its pins have no gap in front of them, so that what must be known stays near.
-        table: [N, Drot], cosines and sines by distance; N is more than the largest.
+        budget: pinned tokens get a span of 0, so that what must be known stays near.
+        table: [N, Drot], cosines and sines by distance; N is more than the largest distance.
 
     Returns:
-        The query, rotated; how to rotate the keys.
+        The rotated query, and the rotations of the keys.
     """
     if positions == "gap" and budget.pins:
-        span = torch.where(budget.pinned(held.index), 0, span)
-    behind = distances(positions, span, held.seen - 1 - held.index, held.rank).clamp_(0, table.shape[0] - 1)
+        span = torch.where(budget.pinned(candidates.index), 0, span)
+    age = candidates.seen - 1 - candidates.index
+    distance = distances(positions, span, age, candidates.rank).clamp_(0, table.shape[0] - 1)
     if chunk.new > 1:
         query = rotate_back(query, embedding(chunk.later, table))
-    return query, RopeLookup(table, behind)
+    return query, RopeLookup(table, distance)

@@ -1,7 +1,7 @@
 """The attention function that transformers calls for an attached model.
 
-`attach` registers it by name; the model's forward hands the cache through as the keyword `h2o_cache`, since
-the attention interface passes extra keywords on but not ``past_key_values``.
+`attach` selects it by name. The model's forward passes the cache through as the keyword `h2o_cache`, because the
+attention interface gets extra keywords but not ``past_key_values``.
 """
 
 from __future__ import annotations
@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor, nn
 from transformers import AttentionInterface
 
-from h2o_stream.cache.gradients import without_gradient
 from h2o_stream.cache.attention import LogitTransform
+from h2o_stream.cache.gradients import without_gradient
 from h2o_stream.errors import H2OStreamError, UnsupportedModelError
 
 if TYPE_CHECKING:
@@ -20,8 +20,8 @@ if TYPE_CHECKING:
 
 ATTENTION_NAME = "h2o_stream"
 
-_NOT_SERVED = ("s_aux", "sinks", "position_bias", "indices", "block_indices")
-"""What some models hand to their attention and would be wrong to ignore: learned sinks, biases, sparse choices."""
+_UNSUPPORTED = ("s_aux", "sinks", "position_bias", "indices", "block_indices")
+"""Keywords of some models' attention that must not be ignored: learned sinks, biases, sparse indices."""
 
 
 def h2o_attention(
@@ -38,19 +38,19 @@ def h2o_attention(
 ) -> tuple[Tensor, None]:
     """Attend through the layer's slots; see `HeadGroup.attend` for shapes.
 
-    ``attention_mask`` is None: masks inside a chunk are made from token indices. The model's sliding window is
-    the layer's own affair. What comes out has no gradient, see `without_gradient`.
+    ``attention_mask`` is None: masks are made from token indices, and the layer knows its sliding window. The output
+    has no gradient, see `without_gradient`.
 
     Raises:
-        UnsupportedModelError: the model did not hand the cache on, or wants an attention that is not ours.
-        H2OStreamError: attention is to be dropped at random, as in training.
+        UnsupportedModelError: the model did not pass the cache through, or wants an unsupported kind of attention.
+        H2OStreamError: there is attention dropout, as in training.
     """
     if h2o_cache is None:
         raise UnsupportedModelError(
             f"{type(module).__name__} does not pass extra keywords on to its attention, or a part of an attached model "
             "was called by itself; call the model"
         )
-    for name in _NOT_SERVED:
+    for name in _UNSUPPORTED:
         if kwargs.get(name) is not None:
             raise UnsupportedModelError(f"{type(module).__name__} uses {name} in its attention, which is not served")
     if dropout:
@@ -59,9 +59,9 @@ def h2o_attention(
         )
     scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
     layer = h2o_cache.layers[module.layer_idx]
-    there = h2o_cache.place or query.device
-    mixed = layer.attend(query.to(there), key.to(there), value.to(there), LogitTransform(scaling, softcap), h2o_cache.padding)
-    return without_gradient(mixed.to(query.device), query, key, value), None
+    device, transform = h2o_cache.storage_device or query.device, LogitTransform(scaling, softcap)
+    output = layer.attend(query.to(device), key.to(device), value.to(device), transform, h2o_cache.padding)
+    return without_gradient(output.to(query.device), query, key, value), None
 
 
 AttentionInterface.register(ATTENTION_NAME, h2o_attention)

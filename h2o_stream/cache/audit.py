@@ -1,8 +1,7 @@
-"""Looks through slots for anything that cannot be: their invariants, checked on tensors."""
+"""Checks the invariants of slots, on tensors: finds bookkeeping that cannot be right."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -24,60 +23,55 @@ def audit(cache: H2OCache) -> float:
     Raises:
         H2OStreamError: something is wrong, saying what and where.
     """
-    largest = 0.0
-    for number, layer in enumerate(cache.evicting):
-        check_slots(layer, name := f"slots {number}", layer.lengths)
-        scores, sinks = layer.scores[layer.index >= 0], (layer.index >= 0) & (layer.index < cache.plan.sinks)
-        _must(layer, name, (scores >= 0).all(), "a score is negative or no number")
-        _must(
-            layer, name, (sinks.sum(-1) == layer.seen[..., 0].clamp_max(cache.plan.sinks)).all(), "a sink is not held"
-        )
+    largest, num_sinks = 0.0, cache.plan.sinks
+    for number, group in enumerate(cache.evicting_groups):
+        check_slots(group, name := f"slots {number}")
+        scores, sinks = group.scores[group.index >= 0], (group.index >= 0) & (group.index < num_sinks)
+        _must(group, name, (scores >= 0).all(), "a score is negative or no number")
+        expected = group.seen[..., 0].clamp_max(num_sinks)
+        _must(group, name, (sinks.sum(-1) == expected).all(), "a sink is not held")
         largest = max(largest, float(scores.max()))
     return largest
 
 
-def check_slots(layer: HeadGroup, name: str, lengths: Sequence[int]) -> None:
-    """Check what holds whatever the policy.
+def check_slots(group: HeadGroup, name: str) -> None:
+    """Check what holds for every policy.
 
     Args:
-        layer: with a stream.
-        name: for people.
-        lengths: tokens of each row, of which all layers must know.
+        group: with a stream.
+        name: of the group, for people.
 
     Raises:
         H2OStreamError: something is wrong, saying what and where.
     """
-    index, rank, slots = layer.index.long(), layer.rank.long(), layer.store.slots
-    there, seen = index >= 0, layer.seen
-    limits = torch.tensor(layer.limits, device=index.device)[:, None]
+    index, rank, slots = group.index.long(), group.rank.long(), group.store.slots
+    is_token, seen, lengths = index >= 0, group.seen, group.tokens.lengths
+    limits = torch.tensor(group.limits, device=index.device)[:, None]
 
     def must(holds: bool | Tensor, what: str) -> None:
-        _must(layer, name, holds, what)
+        _must(group, name, holds, what)
 
     on_device = tuple(seen.flatten().tolist())
-    must(on_device == tuple(lengths), f"{list(lengths)} tokens were counted here, {list(on_device)} on the device")
-    must(
-        (there.sum(-1) == limits).all(), f"{there.sum(-1).tolist()} tokens are held, {limits[:, 0].tolist()} should be"
-    )
+    must(on_device == lengths, f"{list(lengths)} tokens were counted here, {list(on_device)} on the device")
+    held = is_token.sum(-1)
+    must((held == limits).all(), f"{held.tolist()} tokens are held, {limits[:, 0].tolist()} should be")
     ordered = index.sort(-1).values
     must(((ordered.diff(dim=-1) > 0) | (ordered[..., 1:] < 0)).all(), "a token is held twice")
     must((ordered[..., -1:] == seen - 1).all() and (index >= -1).all(), "the newest token is not held")
     newer = index.argsort(-1, descending=True).argsort(-1)
-    must((rank == newer)[there].all(), "ranks are not the order of the tokens")
-    must(((rank >= limits[..., None]) & (rank <= 2 * slots))[~there].all(), "an empty slot has the rank of a token")
-    must((layer.free >= layer.store.exact).all() and (layer.free < slots).all(), "the free slot is none of them")
-    must((index.gather(-1, layer.free) < 0).all(), "the free slot holds a token")
-    must(layer.scores[there].isfinite().all(), "a score is negative or no number")
-    must((layer.scores[~there] == -torch.inf).all(), "an empty slot has a score")
-    if layer.policy.long_term:
-        must(layer.long_term_scores[there].isfinite().all(), "a long-term score is no number")
-    last = int(there.any(1).any(0).nonzero()[-1]) if bool(there.any()) else -1
-    must(
-        layer.filled <= slots and (layer.filled > last or layer.store.exact > 0),
-        "a slot that is in use counts as empty",
-    )
+    must((rank == newer)[is_token].all(), "ranks are not the order of the tokens")
+    must(((rank >= limits[..., None]) & (rank <= 2 * slots))[~is_token].all(), "an empty slot has the rank of a token")
+    must((group.free >= group.store.exact).all() and (group.free < slots).all(), "the free slot is none of them")
+    must((index.gather(-1, group.free) < 0).all(), "the free slot holds a token")
+    must(group.scores[is_token].isfinite().all(), "a score is negative or no number")
+    must((group.scores[~is_token] == -torch.inf).all(), "an empty slot has a score")
+    if group.policy.long_term:
+        must(group.long_term_scores[is_token].isfinite().all(), "a long-term score is no number")
+    last = int(is_token.any(1).any(0).nonzero()[-1]) if bool(is_token.any()) else -1
+    filled = group.filled > last or group.store.exact > 0
+    must(group.filled <= slots and filled, "a slot that is in use counts as empty")
 
 
-def _must(layer: HeadGroup, name: str, holds: bool | Tensor, what: str) -> None:
+def _must(group: HeadGroup, name: str, holds: bool | Tensor, what: str) -> None:
     if not bool(holds):
-        raise H2OStreamError(f"after {max(layer.lengths):,} tokens, {name}: {what}")
+        raise H2OStreamError(f"after {max(group.tokens.lengths):,} tokens, {name}: {what}")

@@ -1,7 +1,7 @@
-"""How the slots are shared out among the heads: windows of different size, equal in the mean.
+"""Windows of different size for the heads of a model, equal in the mean.
 
-Until the window is full all heads hold everything; then those that reach far (`cache.retrieval_heads`) grow by what the others
-give up, and the total is at any moment what equal windows would hold, less a rounding.
+Until the window is full all heads hold everything. Then retrieval heads (`cache.retrieval_heads`) grow by what the
+others give up: at any moment the total is what equal windows would hold, less a rounding.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ from functools import cached_property, lru_cache
 
 @dataclass(frozen=True)
 class HeadBudget:
-    """KV heads of a layer that have windows of one size.
+    """KV heads of a layer that share a window size.
 
     Attributes:
-        heads: their numbers; empty for all heads of a layer.
-        share: their part of the slots, 1 in the mean over all heads.
+        heads: their indices; empty for all heads of a layer.
+        share: size of their windows relative to the mean over all heads.
     """
 
     heads: tuple[int, ...] = ()
@@ -26,39 +26,42 @@ class HeadBudget:
 
     @property
     def count(self) -> int:
-        """How many; all heads of a layer count as one, for where they stand so, all layers are alike."""
+        """Number of heads; 1 for all heads of a layer, because all layers are then alike."""
         return len(self.heads) or 1
 
 
-def windows(groups: Sequence[HeadBudget], window: int, pinned: int, least: int, most: int | None = None) -> list[int]:
+def windows(
+    groups: Sequence[HeadBudget], window: int, pinned: int, minimum: int, max_window: int | None = None
+) -> list[int]:
     """The windows of groups of heads, `window` in the mean over heads. Every head has the pinned tokens.
 
     Args:
-        groups: who shares.
-        window: tokens per head.
-        pinned: of them never evicted.
-        least: tokens beside the pinned ones that every head needs.
-        most: the largest window there may be, at least `window`; None for no limit. Where it or `least` binds, all
-            shares move toward 1.
+        groups: shares of the heads.
+        window: mean number of tokens per head.
+        pinned: how many of them are never evicted.
+        minimum: tokens beside the pinned ones that every head needs.
+        max_window: largest window, at least `window`; None for no limit. Where it or `minimum` binds, all shares move
+            toward 1.
     """
     shares = [group.share for group in groups]
     movable, low, high = window - pinned, min(shares), max(shares)
-    part = 1.0
+    strength = 1.0
     if low < 1:
-        part = min(part, max(movable - least, 0) / (movable * (1 - low)))
-    if most is not None and high > 1:
-        part = min(part, (most - window) / (movable * (high - 1)))
-    return _whole([pinned + movable * (1 + part * (share - 1)) for share in shares], [group.count for group in groups])
+        strength = min(strength, max(movable - minimum, 0) / (movable * (1 - low)))
+    if max_window is not None and high > 1:
+        strength = min(strength, (max_window - window) / (movable * (high - 1)))
+    sizes = [pinned + movable * (1 + strength * (share - 1)) for share in shares]
+    return _rounded(sizes, [group.count for group in groups])
 
 
 @dataclass(frozen=True)
 class Schedule:
-    """How many tokens a group of heads holds of a stream.
+    """Number of tokens that a group of heads holds of a stream.
 
     Attributes:
-        common: every head holds everything up to here.
-        between: what it holds of streams of ``common + 1``, ``common + 2``, ... tokens, until it holds `window`.
-        window: what it holds from then on.
+        common: streams up to this length are held entirely, by every head.
+        between: tokens held of streams of ``common + 1``, ``common + 2``, ... tokens, until it holds `window`.
+        window: tokens held from then on.
     """
 
     common: int
@@ -81,8 +84,8 @@ class Schedule:
         return self.common + len(self.between) + 1
 
     @property
-    def most(self) -> int:
-        """The most it ever holds."""
+    def max_held(self) -> int:
+        """Largest number of tokens it ever holds."""
         return max(self.common, self.window)
 
     def held(self, seen: int) -> int:
@@ -91,15 +94,19 @@ class Schedule:
             return seen
         return self.between[seen - self.common - 1] if seen < self.settled else self.window
 
+    def num_evictions(self, seen: int) -> int:
+        """Number of evictions caused by the next token of a stream of `seen`."""
+        return 1 if seen >= self.settled else self.held(seen) + 1 - self.held(seen + 1)
+
 
 @lru_cache
 def schedules(windows: tuple[int, ...], counts: tuple[int, ...], common: int) -> list[Schedule]:
-    """From equal windows to those given: what the far-reaching heads cannot fill yet is left to the others.
+    """From equal windows to `windows`: slots that growing heads cannot fill yet are left to the others.
 
     Args:
-        windows: of every group of heads, in the end.
-        counts: heads of every group.
-        common: the mean window.
+        windows: final size for each group of heads.
+        counts: number of heads in each group.
+        common: mean window.
     """
     if set(windows) == {common}:
         return [Schedule.equal(common)] * len(windows)
@@ -108,7 +115,7 @@ def schedules(windows: tuple[int, ...], counts: tuple[int, ...], common: int) ->
     for seen in range(common + 1, max(windows)):
         unfilled = sum(count * max(window - seen, 0) for window, count in zip(windows, counts, strict=True))
         left = unfilled / sum(growing)
-        rows.append(_whole([min(seen, window + max(common - window, 0) * left) for window in windows], counts))
+        rows.append(_rounded([min(seen, window + max(common - window, 0) * left) for window in windows], counts))
     columns = zip(*rows, strict=True) if rows else [()] * len(windows)
     return [
         Schedule.equal(common) if window == common else Schedule(common, column, window)
@@ -116,8 +123,8 @@ def schedules(windows: tuple[int, ...], counts: tuple[int, ...], common: int) ->
     ]
 
 
-def _whole(numbers: Sequence[float], counts: Sequence[int]) -> list[int]:
-    """Whole numbers less than 1 away, and of the same sum as far as they can be, each counted `counts` times."""
+def _rounded(numbers: Sequence[float], counts: Sequence[int]) -> list[int]:
+    """Integers less than 1 away with the same sum, as far as possible; each number counts `counts` times."""
     whole, owed = [], 0.0
     for number, count in zip(numbers, counts, strict=True):
         whole.append(math.floor(number + min(owed / count, 0.999) + 1e-6))

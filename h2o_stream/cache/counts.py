@@ -46,18 +46,18 @@ class CacheCounts:
 
 @dataclass(frozen=True)
 class Occupancy:
-    """How many tokens the layers that evict hold, at any length of a stream, as long as the cache's layout stays.
+    """How many tokens the layers that evict hold, at any length of a stream; valid for one revision of the cache.
 
     Attributes:
-        layout: see `H2OCache.revision`.
-        window: slots there are, in the mean.
+        revision: see `H2OCache.revision`.
+        window: tokens that a head holds in the mean.
         nbytes: of all layers.
         sinks: first tokens, never evicted.
         protected: token indices that are never evicted, sinks and pins.
-        groups: by schedule and by newest tokens that stay, how many heads have them.
+        groups: number of heads, by schedule and recent budget.
     """
 
-    layout: int
+    revision: int
     window: int
     nbytes: int
     sinks: int

@@ -1,4 +1,4 @@
-"""The forward of an attached model: puts the cache in, and lets a native step take single tokens where there is one."""
+"""The forward of an attached model: passes the cache in, and lets a native step run single tokens if there is one."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 from h2o_stream.cache.arguments import tokens_in
 from h2o_stream.cache.full_cache import FullCache
 from h2o_stream.cache.gradients import without_gradient
+from h2o_stream.cache.h2o_cache import H2OCache
 from h2o_stream.cache.stream import Stream, cache_of
 from h2o_stream.cache.support import attention_of, attention_set
-from h2o_stream.cache.h2o_cache import H2OCache
 from h2o_stream.errors import H2OStreamError
 
-_UNDERSTOOD = {
+_HANDLED = {
     "input_ids",
     "past_key_values",
     "attention_mask",
@@ -33,22 +33,22 @@ _UNDERSTOOD = {
     "return_dict",
     "h2o_cache",
 }
-"""Keywords of a forward that change nothing about the logits of a single token, or that the cache has seen to."""
+"""Keywords that do not change the logits of a single token, or that the cache has handled."""
 
 
 class Stepper(Protocol):
     """Runs the whole model for one token of each row."""
 
     def logits(self, kwargs: dict[str, Any]) -> Tensor | None:
-        """Take the token through the model and the cache, and count it there: `H2OCache.begin_token` before the slots
-        are touched, `H2OCache.count_token` afterwards.
+        """Run the token through the model and the cache: `H2OCache.begin_token` before the slots are touched,
+        `H2OCache.count_token` afterwards.
 
         Args:
-            kwargs: of the model's forward, by name, after `H2OCache.prepare_forward`: ``input_ids`` [B, 1], and nothing
-                that asks for more than logits.
+            kwargs: of the model's forward, after `H2OCache.prepare_forward`: ``input_ids`` [B, 1], and nothing that
+                asks for more than logits.
 
         Returns:
-            [B, 1, vocabulary], or None if the model's own forward has to do it; then nothing was touched.
+            [B, 1, vocabulary]; None, with nothing touched, if the model's own forward has to run.
         """
 
 
@@ -57,9 +57,9 @@ class AttachedForward:
 
     Args:
         model: whose forward it is.
-        cache: goes into every forward that wants a cache.
-        stepper: is asked first about single tokens; None for none.
-        attention: the model's own, see `attention_of`, which serves forwards without a cache.
+        cache: passed to every forward that wants a cache.
+        stepper: runs single tokens where it can; None for none.
+        attention: the model's own, see `attention_of`, for forwards without a cache.
     """
 
     def __init__(
@@ -69,7 +69,7 @@ class AttachedForward:
         stepper: Stepper | None,
         attention: list[tuple[Any, str]],
     ) -> None:
-        # transformers and others ask for the signature: they see that of the forward within.
+        # transformers and others inspect the signature: they see that of the original forward.
         functools.update_wrapper(self, model.forward)
         self.forward, self.cache, self.stepper = model.forward, cache, stepper
         self._model, self._attention = model, attention
@@ -83,19 +83,19 @@ class AttachedForward:
         """See the model's own forward.
 
         Raises:
-            H2OStreamError: a cache is given that is not the attached one, or of a stream that was replaced; the
-                attention is not ours any more; the last forward was cut off halfway; see `H2OCache.prepare_forward`.
+            H2OStreamError: the cache is not the attached one, or its stream was replaced; the attention is not ours any
+                more; the last forward was cut off halfway; see `H2OCache.prepare_forward`.
         """
         kwargs = {**dict(zip(self._names, args, strict=False)), **kwargs}
-        given = kwargs.get("past_key_values")
-        own = cache_of(given) is self.cache
+        past = kwargs.get("past_key_values")
+        is_attached = cache_of(past) is self.cache
         self._check_attention()
-        if not own and not self._wants_cache(kwargs):
+        if not is_attached and not self._wants_cache(kwargs):
             return self._without_cache(kwargs)
-        if not own:
-            self._replace(given, kwargs)
-            given = Stream(self.cache)
-        self._check_asked(kwargs)
+        if not is_attached:
+            self._start_stream(past, kwargs)
+            past = Stream(self.cache)
+        self._check_outputs(kwargs)
         cache = self.cache
         if cache.torn:
             raise H2OStreamError("the last forward was cut off halfway; reset() the cache to start a new stream")
@@ -109,7 +109,7 @@ class AttachedForward:
                 cache.reset()
             raise
         cache.torn = False
-        return _naming(output, cache, given)
+        return _with_stream(output, cache, past)
 
     def _check_attention(self) -> None:
         for config, name in self._attached:
@@ -119,7 +119,7 @@ class AttachedForward:
                     f"choose it before the block, or set it back to {name}"
                 )
 
-    def _check_asked(self, kwargs: dict[str, Any]) -> None:
+    def _check_outputs(self, kwargs: dict[str, Any]) -> None:
         asked = kwargs.get("output_attentions")
         asked = getattr(self._text, "output_attentions", False) if asked is None else asked
         if asked and (self._text, "eager") in self._attention and not isinstance(self.cache, FullCache):
@@ -135,42 +135,43 @@ class AttachedForward:
         return bool(wanted)
 
     def _without_cache(self, kwargs: dict[str, Any]) -> Any:
-        """The forward as it is without a cache of ours; the stream is left alone."""
+        """The model's own forward; the stream is left alone."""
         if isinstance(self.cache, FullCache):
             return self.forward(**kwargs)
         with attention_set(self._model, self._attention):
             return self.forward(**kwargs)
 
-    def _replace(self, given: Any, kwargs: dict[str, Any]) -> None:
-        """Begin a new stream in place of a cache that is given, which has to be empty."""
-        if given is not None:
-            if held := given.get_seq_length():
+    def _start_stream(self, past: Any, kwargs: dict[str, Any]) -> None:
+        """Start a new stream; the ``past_key_values`` that it replaces must be empty."""
+        if past is not None:
+            if held := past.get_seq_length():
                 raise H2OStreamError(
                     f"past_key_values holds {held} tokens of another cache; "
                     "pass the attached cache, or none to start a new stream"
                 )
             mask = kwargs.get("attention_mask")
-            if given in self._replaced and (mask is None or mask.shape[-1] > tokens_in(kwargs).shape[1]):
+            if past in self._replaced and (mask is None or mask.shape[-1] > tokens_in(kwargs).shape[1]):
                 raise H2OStreamError(
                     "past_key_values stayed empty, an attached model fills its own cache; "
                     "go on with the past_key_values of the output"
                 )
-            self._replaced.add(given)
+            self._replaced.add(past)
         self.cache.reset()
 
     def _output(self, kwargs: dict[str, Any]) -> Any:
-        if not self.stepper or not self._asks_for_logits_of_a_token(kwargs):
-            return self.forward(**kwargs)
-        logits = self.stepper.logits(kwargs)
+        logits = self.stepper.logits(kwargs) if self.stepper and self._is_step(kwargs) else None
         if logits is None:
-            return self.forward(**kwargs)
+            output = self.forward(**kwargs)
+            self.cache.count_forward()
+            return output
         if torch.is_grad_enabled():
             logits = without_gradient(logits, next((p for p in self._model.parameters() if p.requires_grad), None))
         output = CausalLMOutputWithPast(logits=logits, past_key_values=self.cache)
         as_dict = kwargs.get("return_dict")
         return output if (self._config.return_dict if as_dict is None else as_dict) else output.to_tuple()
 
-    def _asks_for_logits_of_a_token(self, kwargs: dict[str, Any]) -> bool:
+    def _is_step(self, kwargs: dict[str, Any]) -> bool:
+        """Whether only the logits of a single token are wanted."""
         ids = kwargs.get("input_ids")
         if getattr(self.cache, "padding", None) is not None:
             return False
@@ -178,11 +179,11 @@ class AttachedForward:
             return False
         if any(getattr(self._config, name, False) for name in ("output_hidden_states", "output_attentions")):
             return False
-        return all(value is None or value is False for name, value in kwargs.items() if name not in _UNDERSTOOD)
+        return all(value is None or value is False for name, value in kwargs.items() if name not in _HANDLED)
 
 
-def _naming(output: Any, cache: Any, stream: Any) -> Any:
-    """The output of a forward, in which the cache goes by the name of its stream."""
+def _with_stream(output: Any, cache: Any, stream: Any) -> Any:
+    """The output of a forward, with the stream in place of the cache."""
     if isinstance(output, tuple):
         return tuple(stream if item is cache else item for item in output)
     if getattr(output, "past_key_values", None) is cache:
@@ -192,7 +193,7 @@ def _naming(output: Any, cache: Any, stream: Any) -> Any:
 
 @contextmanager
 def replaced_forward(model: PreTrainedModel, forward: AttachedForward) -> Iterator[None]:
-    """Let `forward` be the model's; afterwards the model is as it was, whoever else had replaced its forward before."""
+    """Set the forward of a model and restore it afterwards, even if it had been replaced before."""
     before = vars(model).get("forward")
     model.forward = forward
     try:

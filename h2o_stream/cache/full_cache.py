@@ -1,4 +1,4 @@
-"""The cache that keeps everything: transformers' own, with the same face as the fixed window."""
+"""The cache that keeps everything: transformers' own, with the interface of the fixed window."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from h2o_stream.cache.arguments import check_rows, tokens_in
 from h2o_stream.cache.counts import CacheCounts
 from h2o_stream.cache.state import (
     FINGERPRINT,
-    check_saveable,
     check_fingerprint,
+    check_saveable,
     checksummed,
-    refusing_damage,
     encode_json,
+    refusing_damage,
     require_tensor,
     verify_checksums,
     whole_numbers,
@@ -31,7 +31,7 @@ from h2o_stream.errors import H2OStreamError
 
 @marks_tears
 class FullCache(DynamicCache):
-    """transformers' own growing cache, with what the fixed window offers beside it."""
+    """transformers' own growing cache, with the further methods of `H2OCache`."""
 
     engine_note = ""
     torn = False
@@ -52,7 +52,7 @@ class FullCache(DynamicCache):
 
     @property
     def nbytes(self) -> int:
-        """Bytes of keys and values of all layers; a layer with a sliding window holds what it was cut from, too."""
+        """Bytes of keys and values of all layers; a sliding layer also holds what its window was cut from."""
         held = (t for layer in self.layers for t in (layer.keys, layer.values) if t is not None)
         return sum({s.data_ptr(): s.nbytes() for s in (tensor.untyped_storage() for tensor in held)}.values())
 
@@ -65,19 +65,19 @@ class FullCache(DynamicCache):
         return torch.arange(self.seen_tokens - held, self.seen_tokens, device=keys.device).expand(*keys.shape[:2], held)
 
     def statistics(self) -> list[LayerStatistics]:
-        """Nothing: transformers' attention does not show what it attends to."""
+        """None: transformers' attention does not return its probabilities."""
         return []
 
     @property
     def pins(self) -> tuple[range, ...]:
-        """None are needed."""
+        """No pins are needed."""
         return ()
 
     def pin(self, start: int, stop: int) -> None:
-        """Nothing is ever evicted, so nothing is to be done."""
+        """Nothing to do: nothing is ever evicted."""
 
     def unpin(self, start: int = 0, stop: int | None = None) -> None:
-        """Nothing is ever evicted, so nothing is to be done."""
+        """Nothing to do: nothing is ever evicted."""
 
     def begin(self, prompt: int) -> None:
         """Nothing depends on the first prompt."""
@@ -111,7 +111,7 @@ class FullCache(DynamicCache):
         self.torn = False
 
     def _loaded(self, layer: Any, state: Mapping[str, Tensor], number: int, seen: int) -> Any:
-        """A layer that goes on from its tensors."""
+        """A layer that continues from its tensors."""
         keys, values, first = (require_tensor(state, name) for name in (f"{number}.keys", f"{number}.values", "0.keys"))
         held = min(seen, layer.sliding_window - 1 or seen) if layer.is_sliding else seen
         shapes = [(tuple(x.shape[:3]), x.dtype) for x in (keys, values)]
@@ -139,8 +139,11 @@ class FullCache(DynamicCache):
         self.stream_number += 1
         self.torn = False
 
+    def count_forward(self) -> None:
+        """Nothing to do: transformers' layers count by themselves."""
+
     def prepare_forward(self, kwargs: dict[str, Any]) -> None:
-        """Transformers knows what to do with its own cache.
+        """Check that the forward continues the stream.
 
         Raises:
             H2OStreamError: the stream has another number of rows, or the mask is made for a cache of fixed size.

@@ -1,4 +1,4 @@
-"""What comes out of a cache has no gradient: asking for one is an error, never a wrong number."""
+"""The output of a cache has no gradient: asking for one is an error, never a wrong number."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ class _NoBackward(torch.autograd.Function):
 
 
 def without_gradient(output: Tensor, *origins: Tensor | None) -> Tensor:
-    """The same numbers, whose backward raises where one of the tensors that they come from wants a gradient.
+    """The same numbers; `backward` raises if one of the tensors they come from requires a gradient.
 
     Args:
         output: computed without a graph.
-        origins: what it was computed from.
+        origins: the tensors it was computed from.
     """
     if torch.is_grad_enabled():
-        wanting = [origin for origin in origins if origin is not None and origin.requires_grad]
-        if wanting:
-            return _NoBackward.apply(output, *wanting)  # type: ignore[no-any-return]
+        requiring = [origin for origin in origins if origin is not None and origin.requires_grad]
+        if requiring:
+            return _NoBackward.apply(output, *requiring)  # type: ignore[no-any-return]
     return output

@@ -1,13 +1,11 @@
-"""The cache of fixed slots: a window per decoder layer, its pins, its streams and its state."""
+"""The cache of fixed slots: memory does not grow with the stream."""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from copy import copy
-from dataclasses import asdict, dataclass, replace
-from math import isfinite
-from statistics import StatisticsError, fmean
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -15,198 +13,121 @@ from torch import Tensor
 from transformers.cache_utils import Cache
 
 from h2o_stream.cache.arguments import check_past, check_positions, check_rows, tokens_in
-from h2o_stream.cache.audit import check_slots
-from h2o_stream.cache.budgets import HeadBudget, Schedule, schedules, windows
+from h2o_stream.cache.budget_assignment import BudgetAssignment, check_not_evicted
+from h2o_stream.cache.budgets import Schedule
+from h2o_stream.cache.cache_state import load_state, state_of
 from h2o_stream.cache.counts import CacheCounts, Occupancy
-from h2o_stream.cache.groups import GroupedLayer
-from h2o_stream.cache.identity import policy_source
-from h2o_stream.cache.revision import Revision
+from h2o_stream.cache.head_group import HeadGroup
+from h2o_stream.cache.kernels import Kernels
+from h2o_stream.cache.layer_spec import LayerSpec
 from h2o_stream.cache.padding import Padding
-from h2o_stream.cache.policies import Budget, make_policy, merged
-from h2o_stream.cache.rope import RotaryTable
-from h2o_stream.cache.head_group import Kernels, HeadGroup
-from h2o_stream.cache.state import (
-    FINGERPRINT,
-    check_saveable,
-    check_fingerprint,
-    checksummed,
-    refusing_damage,
-    encode_json,
-    require_tensor,
-    decode_json,
-    verify_checksums,
-    whole_numbers,
-    within,
-)
-from h2o_stream.cache.statistics import LayerStatistics
+from h2o_stream.cache.policies import merged
+from h2o_stream.cache.revision import Revision
+from h2o_stream.cache.state import check_saveable, refusing_damage
+from h2o_stream.cache.statistics import LayerStatistics, layer_statistics
 from h2o_stream.cache.tearing import marks_tears
-from h2o_stream.config import DEFAULT_WINDOW, MIN_EVICTABLE, CacheConfig
+from h2o_stream.cache.token_count import TokenCount
+from h2o_stream.config import DEFAULT_WINDOW, CacheConfig
 from h2o_stream.errors import ConfigError, H2OStreamError
 
 if TYPE_CHECKING:
     from h2o_stream.cache.verification import Verification
 
 
-@dataclass(frozen=True)
-class LayerSpec:
-    """What the cache must know of a decoder layer.
-
-    Attributes:
-        table: rotations for ``rolling`` and ``gap``; None when the model rotates by itself (``absolute``).
-        sliding: the sliding window of a layer among others that have none: it is left alone. None for the others.
-        hidden_from: age in tokens from which the model hides keys from this layer, or None.
-        device: where the layer computes; None for the CPU.
-        groups: its KV heads, by the size of their windows.
-        shard: the KV heads that are in this process, where several share the layer (tensor parallel); None for all.
-    """
-
-    table: RotaryTable | None = None
-    sliding: int | None = None
-    hidden_from: int | None = None
-    device: torch.device | None = None
-    groups: tuple[HeadBudget, ...] = (HeadBudget(),)
-    shard: range | None = None
-
-    @property
-    def here(self) -> tuple[HeadBudget | None, ...]:
-        """The part of each group that is in this process, its heads counted from the first one here; None for none."""
-        if self.shard is None:
-            return self.groups
-        first = self.shard.start
-        own = [tuple(head - first for head in group.heads if head in self.shard) for group in self.groups]
-        return tuple(
-            replace(group, heads=heads) if heads or not group.heads else None
-            for group, heads in zip(self.groups, own, strict=True)
-        )
-
-
-def _slots(layers: Iterable[HeadGroup | GroupedLayer]) -> list[HeadGroup]:
-    return [part for layer in layers for part in (layer.parts if isinstance(layer, GroupedLayer) else (layer,))]
-
-
-def _whole(groups: Sequence[HeadBudget]) -> bool:
-    """Whether groups of heads make up a layer."""
-    heads = sorted(head for group in groups for head in group.heads)
-    named = heads == list(range(len(heads))) and (len(groups) == 1 or all(group.heads for group in groups))
-    return bool(groups) and named and all(isfinite(group.share) and group.share > 0 for group in groups)
-
-
 @marks_tears
 class H2OCache(Cache):
-    """A fixed window of slots per decoder layer; memory does not grow with the stream.
+    """A fixed window of slots per decoder layer: pins, streams, and what transformers asks of a cache.
 
     Args:
         config: budgets and rules.
-        layers: what is to be known of every decoder layer.
-        reach: distances the model was trained for, or None.
-        last_position: positions a model has learned one by one, which nothing can pass; None for rotary ones.
-        model: tells the model apart from others, when a state is saved or loaded.
+        specs: the decoder layers.
+        max_distance: largest distance the model was trained for, or None.
+        last_position: number of learned positions, which nothing can exceed; None for rotary ones.
+        model: identifies the model when a state is saved or loaded.
 
     Attributes:
-        place: where all keys and values are kept and attended to; None for where each layer computes.
-        slots: those of all layers and groups of heads, one after the other.
-        proof: what `attach` proved of the model, for native code to be proved by; None where nobody did.
-        engine_note: what runs the steps and why, "native, avx512" or "eager: ...", for people; `attach` knows.
-        torn: a forward or a reset was cut off halfway: there is nothing to go on from before the next `reset`.
+        storage_device: where all keys and values are kept and attended to; None for where each layer computes.
+        layers: one `EvictingLayer` per decoder layer.
+        head_groups: those of all layers, in order.
+        tokens: counts the tokens of the stream.
+        verification: how `attach` verified the model, for native code to be verified by; None if it did not.
+        engine_note: what runs the steps and why, for people: "native, avx512" or "eager: ..."; set by `attach`.
+        torn: a forward or a reset was cut off halfway; only `reset` helps.
         stream_number: grows with every `reset` and every state that is loaded, so that streams can be told apart.
     """
 
     engine_note = ""
     torn = False
     stream_number = 0
-    proof: Verification | None = None
+    verification: Verification | None = None
 
     def __init__(
         self,
         config: CacheConfig,
-        layers: Sequence[LayerSpec],
-        reach: int | None,
+        specs: Sequence[LayerSpec],
+        max_distance: int | None,
         last_position: int | None = None,
         model: Callable[[], str] = lambda: "",
     ) -> None:
-        self.config = config
-        self.place = torch.device("cpu") if config.device == "cpu" else None
-        self._model = model
-        self._prompt = DEFAULT_WINDOW
+        self.config, self.model, self.max_distance, self._last_position = config, model, max_distance, last_position
+        self.storage_device = torch.device("cpu") if config.device == "cpu" else None
+        self.specs = tuple(replace(spec, device=self.storage_device or spec.device) for spec in specs)
         self.padding: Padding | None = None
-        self._specs = tuple(replace(spec, device=self.place or spec.device) for spec in layers)
-        self._reach = reach
-        self._last_position = last_position
-        self._pins: tuple[range, ...] = ()
-        self._windows: tuple[int, ...] = ()
-        self._resolved = not config.by_ratio
+        self.resolved = not config.by_ratio
+        self._revision = Revision()
         self._kernels: Kernels | None = None
-        self._known: Occupancy | None = None
-        self._layout = Revision()
-        self._resolve(self._prompt)
+        self._occupancy_cache: Occupancy | None = None
+        self._arriving: tuple[Sequence[int], int] = (), 0
+        self.build(DEFAULT_WINDOW)
+
+    def build(self, prompt: int, pins: tuple[range, ...] = ()) -> None:
+        """Make the plan, by the length of the first prompt if the budgets are ratios of it, and empty layers."""
+        self.first_prompt = prompt
+        self.plan = self.config.for_prompt(prompt).plan(self.max_distance)
+        self.tokens = TokenCount()
+        made = [spec.make_layer(self.plan, n, self.tokens, self._revision) for n, spec in enumerate(self.specs)]
+        super().__init__(layers=made)
+        self.head_groups = [group for layer in made for group in layer.head_groups]
+        self.budgets = BudgetAssignment(self.plan, self.specs, self.max_distance, pins)
+        self.kernels = self._kernels
+        self.assign_budgets()
 
     @property
-    def layout(self) -> int:
-        """Grows whenever a tensor is allocated anew or released, or what governs the slots changes.
+    def revision(self) -> int:
+        """Grows whenever a tensor is allocated or released, or a window, pin, budget, span or row changes.
 
-        As long as it stays the same, addresses of tensors stay valid, and so do windows, pins, budgets and rows.
+        As long as it stays the same, the addresses of tensors stay valid, and so do those rules.
         """
-        return self._layout.version
+        return self._revision.number
 
     @property
     def kernels(self) -> Kernels | None:
-        """Serve the layers in place of the eager ones, where they can; None for nowhere."""
+        """Used instead of the eager ones, where they can be; None for nowhere."""
         return self._kernels
 
     @kernels.setter
     def kernels(self, kernels: Kernels | None) -> None:
         self._kernels = kernels
-        for layer in self.slots:
-            layer.kernels = kernels
-        self._layout.changed()
+        for group in self.head_groups:
+            group.kernels = kernels
+        self._revision.bump()
 
-    def _resolve(self, prompt: int) -> None:
-        """Make the plan, by the length of the first prompt where it is asked for by ratio, and empty layers."""
-        self._prompt = prompt
-        self.plan = self.config.for_prompt(prompt).plan(self._reach)
-        super().__init__(layers=[self._layer(number, spec) for number, spec in enumerate(self._specs)])
-        self.slots = _slots(self.layers)
-        self.kernels = self._kernels
-        self._share()
-
-    def _layer(self, number: int, spec: LayerSpec) -> HeadGroup | GroupedLayer:
-        plan = self.plan
-        if spec.sliding is None:
-            own = [group for group in spec.here if group]
-            policy, layout = make_policy(plan, number), self._layout
-            groups = [HeadGroup(plan, policy, spec.table, spec.hidden_from, layout) for _ in own]
-            heads = [torch.tensor(group.heads, device=spec.device) for group in own]
-            return groups[0] if len(groups) == 1 else GroupedLayer(groups, heads)
-        # A sliding layer holds what its own window shows, in full precision, at true distances.
-        alone = replace(
-            plan, policy="recent", window=spec.sliding - 1, sinks=0, heavy=0, recent=spec.sliding - 1, kv_bits=16
-        )
-        alone = alone if plan.positions == "absolute" else replace(alone, positions="rolling")
-        return HeadGroup(alone, make_policy(alone), spec.table, spec.sliding, self._layout)
-
-    @property
-    def _groups(self) -> list[HeadBudget]:
-        return [group for spec in self._specs if spec.sliding is None for group in spec.groups]
-
-    @property
-    def _here(self) -> list[HeadBudget | None]:
-        """`_groups`, as far as they are in this process."""
-        return [group for spec in self._specs if spec.sliding is None for group in spec.here]
+    # layers and what they hold
 
     @property
     def evicting_layers(self) -> list[int]:
-        """Which layers follow the plan: all but those with a sliding window of their own."""
-        return [number for number, spec in enumerate(self._specs) if spec.sliding is None]
+        """Indices of the layers that follow the plan: all but those with a sliding window of their own."""
+        return [number for number, spec in enumerate(self.specs) if spec.sliding is None]
 
     @property
-    def evicting(self) -> list[HeadGroup]:
-        """The slots that follow the plan: one for each group of heads."""
-        return _slots(self.layers[number] for number in self.evicting_layers)
+    def evicting_groups(self) -> list[HeadGroup]:
+        """The head groups of the layers that follow the plan."""
+        return [group for number in self.evicting_layers for group in self.layers[number].head_groups]
 
     @property
     def seen_tokens(self) -> int:
-        """Tokens fed since the start of the stream, of the longest row; padding is none."""
-        return max(self.layers[0].lengths, default=0)
+        """Tokens fed since the start of the stream, without padding, of the longest row."""
+        return max(self.tokens.lengths, default=0)
 
     @property
     def nbytes(self) -> int:
@@ -218,8 +139,17 @@ class H2OCache(Cache):
 
         An index counts the tokens of its row, so that a row of a padded batch holds what it would hold alone.
         """
-        kept: Tensor = self.layers[layer].kept()
-        return kept
+        groups = self.layers[layer].head_groups
+        held = [group.kept() for group in groups]
+        if len(groups) == 1:
+            return held[0]
+        most = max(kept.shape[-1] for kept in held)
+        shape = len(held[0]), sum(group.num_heads for group in groups), most
+        result = torch.full(shape, -1, dtype=torch.int64, device=held[0].device)
+        for group, kept in zip(groups, held, strict=True):
+            if most:
+                result[:, group.heads, most - kept.shape[-1] :] = kept
+        return result
 
     def counts(self) -> CacheCounts:
         """Where the tokens are now, of the longest row; means over the heads of the layers that evict."""
@@ -227,33 +157,28 @@ class H2OCache(Cache):
 
     @property
     def _occupancy(self) -> Occupancy:
-        if self._known is None or self._known.revision != self.revision:
-            groups = Counter[tuple[Schedule, int]]()
-            for group, layer in zip((group for group in self._here if group), self.evicting, strict=True):
-                groups[layer.schedule, layer.budget.recent] += group.count
-            nbytes = sum(layer.nbytes for layer in self.slots)
-            plan = self.plan
-            self._known = Occupancy(self.revision, plan.window, nbytes, plan.sinks, self._protected, dict(groups))
-        return self._known
+        if self._occupancy_cache is None or self._occupancy_cache.revision != self.revision:
+            heads = Counter[tuple[Schedule, int]]()
+            for group in self.evicting_groups:
+                heads[group.schedule, group.budget.recent] += group.num_heads
+            nbytes = sum(group.nbytes for group in self.head_groups)
+            plan, protected = self.plan, self.budgets.protected
+            self._occupancy_cache = Occupancy(self.revision, plan.window, nbytes, plan.sinks, protected, dict(heads))
+        return self._occupancy_cache
 
     def statistics(self) -> list[LayerStatistics]:
         """Sparsity, scores and kept attention of every layer that evicts, of the stream so far."""
-        return [self.layers[number].statistics(number) for number in self.evicting_layers]
+        return [layer_statistics(number, self.layers[number].head_groups) for number in self.evicting_layers]
 
     # pins
 
     @property
     def pins(self) -> tuple[range, ...]:
-        """Ranges of token indices that are never evicted, in order; the policy's sinks are not among them."""
-        return self._pins
-
-    @property
-    def _protected(self) -> tuple[range, ...]:
-        """Ranges of token indices that are never evicted, sinks and pins."""
-        return merged((range(self.plan.sinks), *self._pins))
+        """Ranges of token indices that are never evicted, in order, without the policy's sinks."""
+        return self.budgets.pins
 
     def pin(self, start: int, stop: int) -> None:
-        """Never evict the tokens from index `start` up to `stop`, in any row, whether they were fed yet or not.
+        """Never evict the tokens from index `start` up to `stop`, in any row, whether they have been fed yet or not.
 
         Pins stay when a new stream begins. Heavy and recent slots share what pins leave in their proportion.
 
@@ -265,215 +190,95 @@ class H2OCache(Cache):
             raise ConfigError(
                 f"tokens {start} to {stop} cannot be pinned; a pin starts at 0 or later and ends after it"
             )
-        pins = merged((*self._pins, range(start, stop)))
-        if self._resolved:
-            self._check(pins)
-        for layer in self.evicting:
-            self._check_held(layer, start, min(stop, self.seen_tokens))
-        self._pins = pins
-        self._share()
+        pins = merged((*self.pins, range(start, stop)))
+        if self.resolved:
+            self.budgets.check(pins, self._windows_fixed)
+        for group in self.evicting_groups:
+            check_not_evicted(group, start, stop)
+        self.budgets.pins = pins
+        self.assign_budgets()
 
     def unpin(self, start: int = 0, stop: int | None = None) -> None:
         """Let the tokens from `start` up to `stop`, or all from `start` on, be evicted again."""
         rest = []
-        for pin in self._pins:
+        for pin in self.pins:
             after = pin.stop if stop is None else max(min(stop, pin.stop), pin.start)
             rest += [range(pin.start, min(start, pin.stop)), range(max(after, pin.start), pin.stop)]
-        self._pins = merged(rest)
-        self._share()
+        self.budgets.pins = merged(rest)
+        self.assign_budgets()
 
-    def _check(self, pins: tuple[range, ...]) -> None:
-        plan = self.plan
-        pinned = sum(map(len, merged((range(plan.sinks), *pins))))
-        window = min(self._windows) if self._shared_out else plan.window
-        if pinned > plan.sinks and window - pinned < self._least:
-            whose = "of some heads " if window < plan.window else ""
-            raise ConfigError(
-                f"{pinned} pinned tokens (system prompt, sinks, pins) leave {max(window - pinned, 0)} of a window "
-                f"{whose}of {window}, at least {self._least} must be left; raise --window to "
-                f"{plan.window + pinned + self._least - window} or pin less (a shorter system prompt)"
-            )
-
-    def _check_held(self, layer: HeadGroup, start: int, stop: int) -> None:
-        if stop <= start or max(layer.lengths) <= self.plan.window:
-            return
-        wanted = torch.arange(start, stop, device=layer.device)
-        held = (layer.index.unsqueeze(-1) == wanted).any(2)
-        owed = wanted < layer.seen
-        if not bool((held | ~owed).all()):
-            raise H2OStreamError(
-                f"of the tokens {start} to {stop} some have been evicted, {max(layer.lengths)} were seen in a window "
-                f"of {self.plan.window}; pin tokens before they pass the window"
-            )
-
-    def _share(self) -> None:
-        """Give pins their slots and the heads their shares of the rest; heavy and recent split it as before."""
-        plan, pinned = self.plan, sum(map(len, self._protected))
-        if not self._shared_out:
-            self._schedule(windows(self._groups, plan.window, pinned, self._least, self._most))
-        for layer in self.evicting:
-            movable = layer.schedule.window - pinned
-            recent = movable - movable * plan.heavy // (plan.heavy + plan.recent)
-            layer.budget = Budget(plan.sinks, self._pins, max(recent, self._least_recent))
-        self._settled = max(layer.schedule.settled for layer in self.slots)
-        self._layout.changed()
-
-    def _schedule(self, sizes: Sequence[int]) -> None:
-        """Give the heads their windows, and distances that the model knows."""
-        counts = tuple(group.count for group in self._groups)
-        self._windows = tuple(sizes)
-        everywhere = zip(self._here, schedules(self._windows, counts, self.plan.window), strict=True)
-        for layer, schedule in zip(self.evicting, (own for group, own in everywhere if group), strict=True):
-            layer.follow(schedule)
-            if self._reach is not None and self.plan.positions == "gap":
-                room = self._reach - schedule.window - (self.plan.chunk or 1)
-                layer.span = min(self.plan.span, room)
+    def assign_budgets(self) -> None:
+        """Bring windows and budgets up to date with pins and the length of the stream."""
+        self.budgets.assign(self.evicting_groups, self._windows_fixed)
+        self._settled = max(group.schedule.settled for group in self.head_groups)
+        self._revision.bump()
 
     @property
-    def _shared_out(self) -> bool:
+    def _windows_fixed(self) -> bool:
         """Whether some heads may have left the common window, so that the windows cannot change any more."""
         return self.seen_tokens > self.plan.window
 
-    @property
-    def _most(self) -> int | None:
-        """The largest window: half the distances the model knows are left for the gaps between kept tokens."""
-        if self._reach is None:
-            return None
-        return max(self.plan.window, (self._reach - (self.plan.chunk or 1)) // 2)
-
-    @property
-    def _least(self) -> int:
-        """Tokens that every head needs beside the pinned ones."""
-        return max(MIN_EVICTABLE, self._least_recent + 1)
-
-    @property
-    def _least_recent(self) -> int:
-        """The newest tokens that pins must leave alone: one, or all that a quantized cache holds apart."""
-        return self.plan.residual - 1 if self.plan.kv_bits < 16 else 1
-
-    # a stream
+    # streams
 
     def begin(self, prompt: int) -> None:
-        """Tell an empty cache how long the first prompt is, when it will be fed in parts: ratios resolve by it.
+        """Tell an empty cache the length of the first prompt, if it is fed in parts: ratios are resolved by it.
 
         Raises:
             ConfigError: budgets or pins do not fit.
         """
         if self.config.by_ratio and not self.seen_tokens:
-            self._resolve(prompt)
-            self._check(self._pins)
-            self._resolved = True
+            self.build(prompt, self.pins)
+            self.budgets.check(self.pins, fixed=False)
+            self.resolved = True
 
     def reset(self) -> None:
         """Forget the stream and release the slots; pins stay."""
         self.torn = True
         super().reset()
+        self.tokens.reset()
         self.padding = None
-        self._resolved = not self.config.by_ratio
-        self._share()
+        self.resolved = not self.config.by_ratio
+        self.assign_budgets()
         self.stream_number += 1
         self.torn = False
 
     def state_dict(self) -> dict[str, Tensor]:
-        """A copy of everything there is to go on from, exactly: tensors by name, as safetensors takes them.
+        """A copy of everything needed to continue exactly: tensors by name, as safetensors takes them.
 
         Raises:
             H2OStreamError: the cache is empty, or the last forward was cut off halfway.
         """
         check_saveable(self.torn, self.seen_tokens)
-        state = {
-            f"{number}.{name}": tensor.clone(memory_format=torch.contiguous_format)
-            for number, layer in enumerate(self.layers)
-            for name, tensor in layer.tensors().items()
-        }
-        state["pins"] = torch.tensor([(pin.start, pin.stop) for pin in self._pins], dtype=torch.int64).flatten()
-        state["progress"] = torch.tensor([self.layers[0].columns, self._prompt])
-        state["filled"] = torch.tensor([slots.filled for slots in self.slots])
-        state["budgets"] = encode_json(
-            {
-                "groups": [[(group.heads, group.share) for group in spec.groups] for spec in self._specs],
-                "windows": list(self._windows),
-            }
-        )
-        state[FINGERPRINT] = encode_json(self._fingerprint(self.layers[0].dtype))
-        return checksummed(state)
+        return state_of(self)
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        """Go on from a state, in place of whatever is held: the next token is what it would have been.
+        """Continue from a state, in place of what is held: the next token is what it would have been.
 
         Raises:
-            H2OStreamError: the state belongs to another model, dtype or policy, or is damaged. The cache is as it was.
+            H2OStreamError: the state belongs to another model, dtype or policy, or is damaged. The cache is unchanged.
         """
         loaded = copy(self)
         with refusing_damage():
-            loaded._load(state, [slots.head_sizes for slots in self.slots if slots.is_initialized])
+            load_state(loaded, state, [group.head_sizes for group in self.head_groups if group.is_initialized])
         self.__dict__.update(loaded.__dict__, torn=False, stream_number=self.stream_number + 1)
-        self._layout.changed()
+        self._revision.bump()
 
-    def _load(self, state: Mapping[str, Tensor], sizes: Sequence[tuple[int, int]]) -> None:
-        """Take over a state, as far as it goes; `sizes` are those of the heads, by slots, where they are known."""
-        columns, prompt = whole_numbers(state, "progress", 2)
-        self.plan = self.config.for_prompt(prompt).plan(self._reach)
-        first = next((name for name in state if name.startswith("0.") and name.endswith("keys")), "0.keys")
-        check_fingerprint(state, self._fingerprint(require_tensor(state, first).dtype))
-        verify_checksums(state)
-        self._take_budgets(decode_json(state, "budgets"), prompt)
-        for number, (layer, spec) in enumerate(zip(self.layers, self._specs, strict=True)):
-            layer.load(within(state, number), columns, spec.device)
-        for slots, filled in zip(self.slots, whole_numbers(state, "filled", len(self.slots)), strict=True):
-            slots.filled = filled
-        pins = whole_numbers(state, "pins")
-        self._resolved, self._pins = True, tuple(map(range, pins[::2], pins[1::2]))
-        if len(pins) % 2 or self._pins != merged(self._pins) or not 0 < self.seen_tokens <= columns:
-            raise H2OStreamError(
-                f"the state is damaged: its pins are {pins}, and it has seen {self.seen_tokens} tokens"
-            )
-        for number, slots in enumerate(self.slots):
-            if len(sizes) == len(self.slots) and sizes[number] != slots.head_sizes:
-                raise H2OStreamError(f"the state does not fit: heads of slots {number} are of another size")
-            check_slots(slots, f"slots {number}", self.slots[0].lengths)
-        self._share()
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        """Row i becomes a copy of row beam_idx[i], scores and ranks included."""
+        if self.tokens.lengths:
+            for group in self.head_groups:
+                group.select_rows(beam_idx)
+            self.tokens.select_rows(beam_idx.tolist())
 
-    def _take_budgets(self, told: Mapping[str, Any], prompt: int) -> None:
-        """The groups and windows of a saved stream, whatever was measured here, and empty layers for them."""
-        try:
-            groups = [tuple(HeadBudget(tuple(heads), share) for heads, share in layer) for layer in told["groups"]]
-            self._specs = tuple(replace(spec, groups=those) for spec, those in zip(self._specs, groups, strict=True))
-            sizes = told["windows"]
-            mean = fmean(sizes, [group.count for group in self._groups])
-            if not self.plan.window - 1 <= mean <= self.plan.window or not all(type(n) is int and n > 0 for n in sizes):
-                raise ValueError(sizes)
-            if not all(map(_whole, groups)):
-                raise ValueError(groups)
-            self._resolve(prompt)
-            self._schedule(sizes)
-        except (KeyError, TypeError, ValueError, StatisticsError) as error:
-            raise H2OStreamError(f"the state does not fit: its budgets are {told}") from error
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        """Every row becomes `repeats` rows."""
+        self.reorder_cache(torch.arange(len(self.tokens.lengths)).repeat_interleave(repeats))
 
-    def _fingerprint(self, dtype: torch.dtype) -> dict[str, Any]:
-        fingerprint = {"dtype": str(dtype), "model": self._model(), "policy": asdict(self.plan)}
-        return fingerprint | {"policy's source": policy_source(self.plan)}
+    def batch_select_indices(self, indices: Tensor) -> None:
+        """Keep the rows at `indices`."""
+        self.reorder_cache(indices)
 
-    @property
-    def steady(self) -> bool:
-        """Whether every layer has come to its final size: the next token evicts one token from each, in every row."""
-        lengths = self.layers[0].lengths
-        return bool(lengths) and min(lengths) >= self._settled
-
-    def begin_token(self) -> None:
-        """The slots are written from now on."""
-        self.torn = True
-
-    def count_token(self) -> None:
-        """Count a token of each row that a native step took through the slots of all layers, after `begin_token`."""
-        lengths = tuple([length + 1 for length in self.layers[0].lengths])
-        columns = self.slots[0].columns + 1
-        for layer in self.slots:
-            layer.columns, layer.lengths = columns, lengths
-            layer.filled = min(layer.filled + 1, layer.store.slots)
-        if min(lengths) <= self._settled:
-            for layer in self.slots:
-                layer.compact()
+    # forwards
 
     def prepare_forward(self, kwargs: dict[str, Any]) -> None:
         """Adapt the keyword arguments of the model's forward to this cache, in place.
@@ -481,24 +286,26 @@ class H2OCache(Cache):
         Raises:
             ConfigError: the attention mask is not one of padding, positions are not those of one text, or budgets do
                 not fit the first prompt.
-            H2OStreamError: the tokens pass the last position the model has learned, or rows are missing.
+            H2OStreamError: the tokens exceed the last learned position, or rows are missing.
         """
         tokens = tokens_in(kwargs)
         batch, new = tokens.shape[:2]
-        lengths, columns = self.layers[0].lengths or (0,) * batch, self.layers[0].columns
+        lengths, columns = self.tokens.lengths or (0,) * batch, self.tokens.columns
         check_rows(len(lengths), batch)
-        mask, given = kwargs.get("attention_mask"), kwargs.get("position_ids")
+        mask, positions = kwargs.get("attention_mask"), kwargs.get("position_ids")
         padding = Padding.of(mask, batch, new)
         check_past(mask, lengths, columns, new)
-        check_positions(given, lengths, columns, (batch, new), padding, self._last_position is not None)
-        if not self._resolved:
+        check_positions(positions, lengths, columns, (batch, new), padding, self._last_position is not None)
+        if not self.resolved:
             self.begin(new)
         self.padding = padding
+        counts = padding.counts if padding else (new,) * batch
+        self._arriving = counts, new
         kwargs["h2o_cache"] = self
         if self.plan.positions != "absolute":
             kwargs["position_ids"] = torch.zeros(batch, new, dtype=torch.int64, device=tokens.device)
             return
-        longest = max(map(sum, zip(lengths, padding.counts if padding else (new,) * batch, strict=True)))
+        longest = max(map(sum, zip(lengths, counts, strict=True)))
         if self._last_position is not None and longest > self._last_position:
             raise H2OStreamError(
                 f"{longest} tokens pass the {self._last_position} positions the model has learned; nothing lies beyond"
@@ -508,3 +315,28 @@ class H2OCache(Cache):
             kwargs["position_ids"] = padding.positions(seen)
         else:
             kwargs["position_ids"] = seen[:, None] + torch.arange(new, device=tokens.device)
+
+    def count_forward(self) -> None:
+        """Count the tokens of the forward that was prepared: all layers have taken them."""
+        self.tokens.advance(*self._arriving)
+
+    @property
+    def steady(self) -> bool:
+        """Whether every window has its final size: the next token evicts one token from each head, in every row."""
+        lengths = self.tokens.lengths
+        return bool(lengths) and min(lengths) >= self._settled
+
+    def begin_token(self) -> None:
+        """A native step is about to write the slots of all layers."""
+        self.torn = True
+
+    def count_token(self) -> None:
+        """A native step has taken a token of each row through the slots of all layers."""
+        self.count_forward()
+        for group in self.head_groups:
+            if group.filled < group.store.slots:
+                group.filled += 1
+        lengths = self.tokens.lengths
+        if min(lengths) <= self._settled:
+            for group in self.head_groups:
+                group.compact(lengths)

@@ -1,133 +1,81 @@
-"""One decoder layer of the fixed-window cache: slots that are written in place, and the bookkeeping around them.
+"""The slots of the KV heads of a layer that share a window size, and the bookkeeping of their tokens.
 
-Owns keys, values, scores, token indices and ranks of a layer. Knows nothing of the model around it: it is handed
-queries, keys and values and gives back the attention's output. What is done to the tensors is `Kernels`' part:
-`cache.eager` in torch, or native code.
+A policy says what a token is worth: pure functions of tensors. A head group owns the bookkeeping: the score, token
+index and rank of every slot, and which slot is free. A store owns keys and values. `eviction` applies the policy to
+the slots, and `Kernels` compute the attention, in torch or in native code. A head group knows nothing of the model: it
+takes queries, keys and values, and returns the output of attention.
 
-Slots are allocated for the most tokens that the layer will ever hold and one more, and stay where they are. At rest at
-least one of them, `free`, is empty: the next token's. A layer whose window ends up smaller than the common one
-(`cache.budgets`) moves what it holds into fewer slots once, when its window has come to its final size.
+Slots are allocated for the most tokens that the group will ever hold and one more, and stay in place. Between forwards
+at least one of them is empty: `free`, the slot of the next token. A group whose window ends up smaller than the common
+one (`budgets`) moves its tokens into fewer slots once, when its window has reached its final size.
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Protocol
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from operator import add
 
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from h2o_stream.cache.attention import LogitTransform
 from h2o_stream.cache.budgets import Schedule
 from h2o_stream.cache.eager import EAGER, attention_of_last_query
-from h2o_stream.cache.endless import EndlessLayer
-from h2o_stream.cache.revision import Revision
+from h2o_stream.cache.kernels import Kernels, NewTokens
 from h2o_stream.cache.padding import Padding
 from h2o_stream.cache.policies import Budget, Candidates, Policy
+from h2o_stream.cache.quantized_store import QuantizedStore
+from h2o_stream.cache.revision import Revision
 from h2o_stream.cache.rope import RotaryTable
 from h2o_stream.cache.state import require_tensor
-from h2o_stream.cache.statistics import LayerStatistics, SparsityMeter, power_law
-from h2o_stream.cache.store import QuantizedStore, Store
-from h2o_stream.cache.attention import LogitTransform
+from h2o_stream.cache.statistics import SparsityMeter
+from h2o_stream.cache.store import Store
+from h2o_stream.cache.token_count import TokenCount
 from h2o_stream.config import CachePlan
 from h2o_stream.errors import H2OStreamError
 
-_BOOKS = ("scores", "index", "rank", "free", "seen")
-
 Watch = Callable[[Tensor, Tensor, int], None]
-"""Is shown attention probabilities [B, Hkv, G, Q, K], which places are held [B, Hkv, K], and the tokens seen."""
+"""Gets attention probabilities [B, Hkv, G, Q, K], which of K are tokens [B, Hkv, K], and the tokens seen."""
 
 
-class Kernels(Protocol):
-    """The tensor work of a layer: everything between new keys and the attention's output.
-
-    Both functions write the tensors of the layer in place, `seen` included. Numbers on the host (`lengths`, `columns`)
-    are counted by the layer afterwards.
-    """
-
-    def serves(self, layer: HeadGroup, query: Tensor) -> bool:
-        """Whether `decode` and `prefill` can be called for this layer and query [B, Hq, Q, D]."""
-
-    def decode(
-        self,
-        layer: HeadGroup,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        transform: LogitTransform,
-        evictions: Sequence[int],
-    ) -> Tensor:
-        """A token of each row: written into the free slot, attended with, scored; then a slot is made free.
-
-        Args:
-            layer: the slots.
-            query: [B, Hq, 1, D], un-rotated like the keys (rotated already with ``absolute``).
-            key: [B, Hkv, 1, D].
-            value: [B, Hkv, 1, D].
-            transform: what the model does with query times key.
-            evictions: how many tokens each row evicts; one that evicts none finds an empty slot.
-
-        Returns:
-            [B, 1, Hq, D] in the query's dtype.
-        """
-
-    def prefill(
-        self,
-        layer: HeadGroup,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        transform: LogitTransform,
-        counts: Sequence[int],
-        limits: Sequence[int],
-    ) -> Tensor:
-        """A chunk: attended with together with what is held; then what is worth most of both is held.
-
-        Also sets `layer.filled`.
-
-        Args:
-            layer: the slots.
-            query: [B, Hq, Q, D], as for `decode`.
-            key: [B, Hkv, Q, D].
-            value: [B, Hkv, Q, D].
-            transform: what the model does with query times key.
-            counts: tokens of each row; its columns behind them are padding.
-            limits: tokens that each row holds afterwards.
-
-        Returns:
-            [B, Q, Hq, D] in the query's dtype; undefined where there is padding.
-        """
-
-
-class HeadGroup(EndlessLayer):
-    """Fixed slots of one layer.
+class HeadGroup:
+    """Slots and their bookkeeping.
 
     Args:
         plan: budgets and rules.
         policy: scores and priorities.
-        table: rotations for keys that come un-rotated; None when the model rotates by itself (``absolute``).
+        table: rotations for keys that come un-rotated; None if the model rotates by itself (``absolute``).
         sliding: keys of this age and older are hidden, as in the model's own sliding windows.
-        layout: is told when tensors are allocated; shared by the layers of a cache.
+        heads: [n] int64, the KV heads of the layer in this group, on its device; None for all.
+        tokens: counts the tokens of the cache.
+        revision: grows when tensors are allocated or rules change.
 
     Attributes:
-        schedule: how many tokens the layer holds, by how many it has seen; see `follow`.
+        schedule: how many tokens the group holds, by how many it has seen; see `set_schedule`.
         span: with ``gap``, the distance up to which distances are true.
-        store: keys and values of S slots, more than are held, un-rotated, or rotated at token indices with
-            ``absolute``.
+        budget: what must not be evicted.
+        store: keys and values of S slots, un-rotated, or rotated by token index with ``absolute``.
         scores: [B, Hkv, S] float32, -inf where empty.
-        long_term_scores: [B, Hkv, S] float32 long-term scores, of a policy that has them.
-        index: [B, Hkv, S] int32 token index in the row, -1 where empty.
-        rank: [B, Hkv, S] int32, held keys newer than this one; where empty, no less than are held.
-        free: [B, Hkv, 1] int64, an empty slot for the next token to be kept.
-        seen: [B, 1, 1] int64, tokens of each row since the last reset; padding is none.
-        lengths: the same numbers, known without asking the device.
-        filled: no slot behind this number holds a token, where keys and values are kept as they are.
-        columns: columns fed since the last reset, padding included.
-        budget: what eviction may not touch.
-        kernels: serve this layer in place of the eager ones where they can; None for nowhere.
-        groups: query heads per KV head; 0 before the first token.
+        long_term_scores: [B, Hkv, S] float32, only with a policy that has them.
+        index: [B, Hkv, S] int32 token index in its row, -1 where empty.
+        rank: [B, Hkv, S] int32, number of newer tokens in the group; where empty, at least as many as it holds.
+        free: [B, Hkv, 1] int64, an empty slot for the next token.
+        seen: [B, 1, 1] int64, tokens of each row that this group has taken: the device's copy of `tokens.lengths`.
+        filled: slots from this index on are empty. Undefined for a `QuantizedStore`.
+        kernels: used instead of the eager ones where they support the group; None for never.
+        queries_per_key: query heads per KV head; 0 before the first token.
     """
+
+    store: Store
+    scores: Tensor
+    long_term_scores: Tensor
+    index: Tensor
+    rank: Tensor
+    free: Tensor
+    seen: Tensor
+    dtype: torch.dtype
+    device: torch.device
 
     def __init__(
         self,
@@ -135,94 +83,122 @@ class HeadGroup(EndlessLayer):
         policy: Policy,
         table: RotaryTable | None,
         sliding: int | None = None,
-        layout: Revision | None = None,
+        *,
+        heads: Tensor | None = None,
+        tokens: TokenCount | None = None,
+        revision: Revision | None = None,
     ) -> None:
-        super().__init__()
-        self.revision = layout or Revision()
-        self.plan = plan
-        self.policy = policy
-        self.table = table
-        self.sliding = sliding
+        self.plan, self.policy, self.table, self.sliding, self.heads = plan, policy, table, sliding, heads
+        self.tokens, self.revision = tokens or TokenCount(), revision or Revision()
         self.schedule = Schedule.equal(plan.window)
         self.span = plan.span
         self.budget = Budget(plan.sinks, (), plan.recent)
-        self.columns = 0
-        self.filled = 0
-        self.lengths: tuple[int, ...] = ()
         self.kernels: Kernels | None = None
-        self.groups = 0
+        self.is_initialized = False
+        self.filled = self.queries_per_key = 0
         self._watch: Watch = SparsityMeter()
 
-    # transformers' interface
+    # attention
 
-    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        """Allocate every slot, in the dtype and on the device of the first keys [B, Hkv, Q, D]."""
-        self._allocate(key_states, value_states, self.schedule.most + self._spare)
+    @torch.no_grad()
+    def attend(
+        self, query: Tensor, key: Tensor, value: Tensor, transform: LogitTransform, padding: Padding | None = None
+    ) -> Tensor:
+        """Attend with Q new tokens and keep as many of all tokens as the schedule says, chunk by chunk.
 
-    def _allocate(self, key_states: Tensor, value_states: Tensor, slots: int) -> None:
-        rows, plan = key_states.shape[:2], self.plan
-        self.dtype, self.device = key_states.dtype, key_states.device
-        if plan.kv_bits == 16:
-            self.store: Store | QuantizedStore = Store.empty(key_states, value_states, slots)
-        else:
-            self.store = QuantizedStore(key_states, value_states, slots, plan.kv_bits, plan.exact_sinks, plan.residual)
-        self.scores = torch.empty(*rows, slots, dtype=torch.float32, device=self.device)
-        if self.policy.long_term:
-            self.long_term_scores = torch.empty_like(self.scores)
-        self.index = torch.empty(*rows, slots, dtype=torch.int32, device=self.device)
-        self.rank = torch.empty_like(self.index)
-        self.free = torch.empty(*rows, 1, dtype=torch.int64, device=self.device)
-        self.seen = torch.zeros(rows[0], 1, 1, dtype=torch.int64, device=self.device)
-        self.lengths = (0,) * rows[0]
-        self.is_initialized = True
-        self.filled = 0
-        self.index.fill_(-1)
-        self.scores.fill_(-torch.inf)
-        if self.policy.long_term:
-            self.long_term_scores.fill_(0.0)
-        self.rank.fill_(slots)
-        self.free.fill_(self.store.exact)
-        self.revision.changed()
+        The caller counts the tokens when all layers have taken them.
 
-    def get_seq_length(self) -> int:
-        """Columns seen, evicted ones and padding included: what `generate` counts with."""
-        return self.columns
+        Args:
+            query: [B, Hq, Q, D], un-rotated like the keys (already rotated with ``absolute``).
+            key: [B, Hkv, Q, D].
+            value: [B, Hkv, Q, D].
+            transform: what the model does with query times key.
+            padding: which columns are padding, neither attended to nor kept; None for no column.
 
-    def reset(self) -> None:
-        """Forget the stream and release the slots."""
-        self.columns, self.lengths = 0, ()
-        self.watch = SparsityMeter()
-        self.is_initialized = False
-        for name in ("store", *self._books):
-            setattr(self, name, None)
-        self.revision.changed()
-
-    def reorder_cache(self, beam_idx: Tensor) -> None:
-        """Row i becomes a copy of row beam_idx[i], scores and ranks included."""
+        Returns:
+            [B, Q, Hq, D] in the query's dtype; undefined where there is padding.
+        """
         if not self.is_initialized:
-            return
-        rows, order = len(self.lengths), beam_idx.to(self.device)
-        for owner, name in self._tensors():
-            chosen = getattr(owner, name).index_select(0, order)
-            if len(order) == rows:
-                getattr(owner, name).copy_(chosen)
+            self._allocate(key, value, self.schedule.max_held + self._spare)
+        self.queries_per_key = query.shape[1] // key.shape[1]
+        if padding is not None:
+            query, key, value = padding.pack(query), padding.pack(key), padding.pack(value)
+        native = self.kernels if self.kernels and not self.watched and self.kernels.serves(self, query) else None
+        kernels, size = native or EAGER, self.plan.chunk or key.shape[2]
+        before = lengths = self.tokens.lengths or (0,) * len(key)
+        outputs = []
+        chunks = zip(query.split(size, 2), key.split(size, 2), value.split(size, 2), strict=True)
+        for number, (q, k, v) in enumerate(chunks):
+            new = k.shape[2]
+            counts = (new,) * len(lengths) if padding is None else padding.chunk(number * size, new)
+            tokens = NewTokens(q, k, v, transform, lengths, counts)
+            if new == 1 == min(counts):
+                outputs.append(kernels.decode(self, tokens))
+                self.filled = min(self.filled + 1, self.store.slots)
             else:
-                setattr(owner, name, chosen)
-        self.lengths = tuple(self.lengths[row] for row in beam_idx.tolist())
-        if len(order) != rows:
-            self.revision.changed()
+                outputs.append(kernels.prefill(self, tokens))
+            lengths = tuple(map(add, lengths, counts))
+            self.compact(lengths)
+        meter = self._watch
+        if native and padding is None and isinstance(meter, SparsityMeter) and meter.wants(before[0], lengths[0]):
+            meter.add(attention_of_last_query(self, query[:, :, -1:], transform), self.index >= 0)
+        output = outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=1)
+        return output if padding is None else padding.unpack(output)
 
-    def batch_repeat_interleave(self, repeats: int) -> None:
-        """Every row becomes `repeats` rows."""
-        self.reorder_cache(torch.arange(len(self.lengths)).repeat_interleave(repeats))
+    def max_distance(self, keys: int) -> int:
+        """More than the largest distance at which RoPE sees that many keys."""
+        return keys + self.span if self.plan.positions == "gap" else keys
 
-    def batch_select_indices(self, indices: Tensor) -> None:
-        """Keep the rows at `indices`."""
-        self.reorder_cache(indices)
+    @property
+    def watch(self) -> Watch:
+        """Gets the attention of each chunk without padding; see `SparsityMeter`."""
+        return self._watch
 
-    def crop(self, tokens_to_remove: int) -> None:
-        """Refused: what was evicted for the removed tokens does not come back."""
-        raise H2OStreamError("a cache that evicts cannot take tokens back; generate without an assistant model")
+    @watch.setter
+    def watch(self, watch: Watch) -> None:
+        self._watch = watch
+        self.revision.bump()
+
+    @property
+    def watched(self) -> bool:
+        """Whether all probabilities are asked for, which native code never has."""
+        return not isinstance(self._watch, SparsityMeter)
+
+    # bookkeeping
+
+    @property
+    def candidates(self) -> Candidates:
+        """The slots, as policies see them."""
+        long_term = self.long_term_scores if self.policy.long_term else None
+        return Candidates(self.scores, self.index, self.rank, self.seen, long_term)
+
+    def empty_values(self, slots: int) -> dict[str, float]:
+        """The bookkeeping of an empty slot, one of `slots`."""
+        empty = {"scores": -torch.inf, "index": -1, "rank": slots}
+        return empty | {"long_term_scores": 0.0} if self.policy.long_term else empty
+
+    def add_newest(self, slot: Tensor) -> None:
+        """Enter the next token of each row at `slot` [B, Hkv, 1]."""
+        self.index.scatter_(2, slot, self.seen.int().expand(slot.shape))
+        self.scores.scatter_(2, slot, 0.0)
+        if self.policy.long_term:
+            self.long_term_scores.scatter_(2, slot, 0.0)
+        self.rank += 1
+        self.rank.scatter_(2, slot, 0)
+        self.seen += 1
+
+    def move(self, source: Tensor, target: Tensor) -> None:
+        """Move the entries at `source` [B, Hkv, 1] to the empty slots `target`."""
+        for name in self.empty_values(self.store.slots):
+            tensor = getattr(self, name)
+            tensor.scatter_(2, target, tensor.gather(2, source))
+        self.clear(source)
+
+    def clear(self, slot: Tensor) -> None:
+        """Enter `slot` [B, Hkv, 1] as empty. Its long-term score stays until a token overwrites it."""
+        self.rank.scatter_(2, slot, self.store.slots)
+        self.index.scatter_(2, slot, -1)
+        self.scores.scatter_(2, slot, -torch.inf)
 
     # what is held
 
@@ -234,51 +210,21 @@ class HeadGroup(EndlessLayer):
     @property
     def limits(self) -> list[int]:
         """Tokens held per head, of each row."""
-        return [self.schedule.held(length) for length in self.lengths]
+        return [self.schedule.held(length) for length in self.tokens.lengths]
 
     @property
     def num_evictions(self) -> list[int]:
         """Number of evictions caused by the next token, of each row."""
-        schedule = self.schedule
-        return [
-            1 if length >= schedule.settled else schedule.held(length) + 1 - schedule.held(length + 1)
-            for length in self.lengths
-        ]
+        return [self.schedule.num_evictions(length) for length in self.tokens.lengths]
 
     @property
-    def _spare(self) -> int:
-        """Slots beside those of held tokens: the next token's, and with a ring of new tokens its seat there."""
-        return 1 if self.plan.kv_bits == 16 else 2
-
-    def reach(self, places: int) -> int:
-        """More than the largest distance between two of so many tokens."""
-        return places + self.span if self.plan.positions == "gap" else places
-
-    def follow(self, schedule: Schedule) -> None:
-        """Hold as many tokens as `schedule` says from now on; only while every row is within the common window."""
-        self.schedule = schedule
-        if self.is_initialized and self.store.slots < schedule.most + self._spare:
-            self._resize(schedule.most + self._spare)
-        self.revision.changed()
-
-    @property
-    def watch(self) -> Watch:
-        """Is shown the attention of each part that has no padding; see `SparsityMeter`."""
-        return self._watch
-
-    @watch.setter
-    def watch(self, watch: Watch) -> None:
-        self._watch = watch
-        self.revision.changed()
-
-    @property
-    def watched(self) -> bool:
-        """Whether every probability is asked for, which native code never has all of."""
-        return not isinstance(self._watch, SparsityMeter)
+    def num_heads(self) -> int:
+        """Number of KV heads; 1 if the group is the whole layer, because all layers are then alike."""
+        return 1 if self.heads is None else len(self.heads)
 
     @property
     def nbytes(self) -> int:
-        """Bytes of everything allocated for this layer."""
+        """Bytes of everything allocated for this group."""
         return sum(tensor.nbytes for tensor in self.tensors().values())
 
     def kept(self) -> Tensor:
@@ -289,134 +235,108 @@ class HeadGroup(EndlessLayer):
 
     @property
     def head_sizes(self) -> tuple[int, int]:
-        """Numbers of a key and of a value, once there are any."""
+        """Sizes of a key and of a value."""
         return self.store.keys.shape[-1], self.store.values.shape[-1]
 
     def tensors(self) -> dict[str, Tensor]:
         """Everything allocated, by name."""
-        return {name: getattr(owner, name) for owner, name in self._tensors()}
+        return {name: getattr(owner, name) for owner, name in self._attributes()}
 
-    def statistics(self, number: int) -> LayerStatistics:
-        """What the attention of this layer, called `number`, looks like."""
-        measured = self.watch.value if isinstance(self.watch, SparsityMeter) else math.nan
-        paid = self.policy.total(self.seen) if self.is_initialized and self.policy.needs_attention else None
-        if paid is None or not self.groups:
-            return LayerStatistics(number, measured, torch.empty(0), math.nan, math.nan)
-        scores = self.scores.masked_fill(self.index < 0, 0.0)
-        mass = float((scores.double().sum(-1, keepdim=True) / (paid * self.groups)).mean())
-        ordered = scores.sort(-1, descending=True).values[..., : self.held].mean((0, 1))
-        return LayerStatistics(number, measured, ordered, power_law(ordered), mass)
+    def _attributes(self) -> Iterator[tuple[Store | HeadGroup, str]]:
+        """Whose attribute each tensor is, and its name."""
+        if self.is_initialized:
+            yield from ((self.store, name) for name in self.store.names)
+            yield from ((self, name) for name in (*self.empty_values(0), "free", "seen"))
 
-    def load(self, tensors: Mapping[str, Tensor], columns: int, device: torch.device | None) -> None:
-        """Go on from the tensors of another layer of the same plan.
+    # allocation
+
+    @property
+    def _spare(self) -> int:
+        """Slots beside those of held tokens: the next token's, and its seat in the ring of a quantized store."""
+        return 1 if self.plan.kv_bits == 16 else 2
+
+    def _allocate(self, key: Tensor, value: Tensor, slots: int) -> None:
+        """Allocate every slot, in the dtype and on the device of keys like [B, Hkv, Q, D]."""
+        rows, plan = key.shape[:2], self.plan
+        self.dtype, self.device = key.dtype, key.device
+        if plan.kv_bits == 16:
+            self.store = Store.empty(key, value, slots)
+        else:
+            self.store = QuantizedStore(key, value, slots, plan.kv_bits, plan.exact_sinks, plan.residual)
+        for name, empty in self.empty_values(slots).items():
+            dtype = torch.float32 if name.endswith("scores") else torch.int32
+            setattr(self, name, torch.full((*rows, slots), empty, dtype=dtype, device=self.device))
+        self.free = torch.full((*rows, 1), self.store.exact, dtype=torch.int64, device=self.device)
+        self.seen = torch.zeros(rows[0], 1, 1, dtype=torch.int64, device=self.device)
+        self.is_initialized = True
+        self.filled = 0
+        self.revision.bump()
+
+    def reset(self) -> None:
+        """Forget the stream and release the slots."""
+        for name in ("store", *self.empty_values(0), "free", "seen"):
+            self.__dict__.pop(name, None)
+        self.is_initialized = False
+        self.watch = SparsityMeter()
+
+    def select_rows(self, rows: Tensor) -> None:
+        """Row i becomes a copy of row rows[i]."""
+        if not self.is_initialized:
+            return
+        rows, in_place = rows.to(self.device), len(rows) == len(self.seen)
+        for owner, name in self._attributes():
+            chosen = getattr(owner, name).index_select(0, rows)
+            if in_place:
+                getattr(owner, name).copy_(chosen)
+            else:
+                setattr(owner, name, chosen)
+        if not in_place:
+            self.revision.bump()
+
+    def set_schedule(self, schedule: Schedule) -> None:
+        """Hold as many tokens as `schedule` says from now on; only while every row is within the common window."""
+        self.schedule = schedule
+        if self.is_initialized and self.store.slots < schedule.max_held + self._spare:
+            self._resize(schedule.max_held + self._spare, self.tokens.lengths)
+        self.revision.bump()
+
+    def compact(self, lengths: Sequence[int]) -> None:
+        """Release slots once every row, of so many tokens, has reached the final size of a window that shrinks."""
+        slots = self.schedule.window + self._spare
+        if self.store.slots > slots and min(lengths) >= self.schedule.settled:
+            self._resize(slots, lengths)
+
+    def _resize(self, slots: int, lengths: Sequence[int]) -> None:
+        """Move to an allocation of that many slots: in token order, except for slots with a fixed purpose."""
+        exact, index = self.store.exact, self.index[..., self.store.exact :]
+        is_token = index >= 0
+        order = index.masked_fill(~is_token, torch.iinfo(index.dtype).max).argsort(-1)[..., : slots - exact]
+        self.free.copy_(is_token.sum(-1, keepdim=True) + exact)
+        self.store.rearrange(order, slots)
+        for name, empty in self.empty_values(slots).items():
+            tensor = getattr(self, name)
+            moved = torch.cat((tensor[..., :exact], tensor[..., exact:].gather(-1, order)), -1)
+            setattr(self, name, pad(moved, (0, slots - moved.shape[-1]), value=empty))
+        self.rank.masked_fill_(self.index < 0, slots)
+        self.filled = max(map(self.schedule.held, lengths))
+        self.revision.bump()
+
+    def load(self, tensors: Mapping[str, Tensor], device: torch.device | None) -> None:
+        """Take over copies of the `tensors` of another group of the same plan, whose tokens are counted already.
 
         Raises:
             H2OStreamError: tensors are missing or do not fit.
         """
         keys, values = (require_tensor(tensors, name)[:, :, :1].to(device or "cpu") for name in ("keys", "values"))
-        self.columns, self.lengths = columns, tuple(require_tensor(tensors, "seen").flatten().tolist())
-        slots, settled = require_tensor(tensors, "index").shape[-1], min(self.lengths) >= self.schedule.settled
-        least = (self.schedule.window if settled else self.schedule.most) + self._spare
-        if not least <= slots <= self.plan.window + self.schedule.most + self._spare:
-            raise H2OStreamError(f"the state does not fit: it has {slots} slots, {least} are needed")
+        schedule, slots = self.schedule, require_tensor(tensors, "index").shape[-1]
+        settled = min(self.tokens.lengths) >= schedule.settled
+        minimum = (schedule.window if settled else schedule.max_held) + self._spare
+        if not minimum <= slots <= self.plan.window + schedule.max_held + self._spare:
+            raise H2OStreamError(f"the state does not fit: it has {slots} slots, {minimum} are needed")
         if keys.dim() != 4 or keys.shape[:3] != values.shape[:3] or keys.dtype != values.dtype:
             raise H2OStreamError(f"the state does not fit: values are {tuple(values.shape)} {values.dtype}")
-        lengths = self.lengths
+        if self.heads is not None and keys.shape[1] != len(self.heads):
+            raise H2OStreamError(f"the state does not fit: {keys.shape[1]} heads of a group of {len(self.heads)}")
         self._allocate(keys, values, slots)
-        self.lengths = lengths
-        for owner, name in self._tensors():
+        for owner, name in self._attributes():
             getattr(owner, name).copy_(require_tensor(tensors, name, like=getattr(owner, name)))
-        self.filled = slots
-
-    def _tensors(self) -> list[tuple[Any, str]]:
-        if not self.is_initialized:
-            return []
-        return [(self.store, name) for name in self.store.names] + [(self, name) for name in self._books]
-
-    @property
-    def _books(self) -> tuple[str, ...]:
-        return (*_BOOKS, "long_term_scores") if self.policy.long_term else _BOOKS
-
-    @property
-    def places(self) -> Candidates:
-        """The slots, as policies see them."""
-        return Candidates(self.scores, self.index, self.rank, self.seen, self.long_term_scores if self.policy.long_term else None)
-
-    # attention
-
-    @torch.no_grad()
-    def attend(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        transform: LogitTransform,
-        padding: Padding | None = None,
-    ) -> Tensor:
-        """Attend with Q new tokens, then hold at most `window` of all.
-
-        Args:
-            query: [B, Hq, Q, D], un-rotated like the keys (rotated already with ``absolute``).
-            key: [B, Hkv, Q, D].
-            value: [B, Hkv, Q, D].
-            transform: what the model does with query times key.
-            padding: which columns are padding: they are neither attended to nor held. None for no column.
-
-        Returns:
-            [B, Q, Hq, D], in the query's dtype; of no account where there is padding.
-        """
-        if not self.is_initialized:
-            self.lazy_initialization(key, value)
-        self.groups = query.shape[1] // key.shape[1]
-        self.columns += key.shape[2]
-        if padding is not None:
-            query, key, value = padding.pack(query), padding.pack(key), padding.pack(value)
-        native = self.kernels if self.kernels and not self.watched and self.kernels.serves(self, query) else None
-        kernels, before = native or EAGER, self.lengths[0]
-        chunk = self.plan.chunk or key.shape[2]
-        outputs = []
-        parts = zip(query.split(chunk, 2), key.split(chunk, 2), value.split(chunk, 2), strict=True)
-        for number, (q, k, v) in enumerate(parts):
-            new = k.shape[2]
-            counts = (new,) * len(self.lengths) if padding is None else padding.chunk(number * chunk, new)
-            after = tuple([length + count for length, count in zip(self.lengths, counts, strict=True)])
-            if new == 1 == min(counts):
-                outputs.append(kernels.decode(self, q, k, v, transform, self.num_evictions))
-                self.filled = min(self.filled + 1, self.store.slots)
-            else:
-                limits = [self.schedule.held(length) for length in after]
-                outputs.append(kernels.prefill(self, q, k, v, transform, counts, limits))
-            self.lengths = after
-            self.compact()
-        meter = self._watch
-        if native and padding is None and isinstance(meter, SparsityMeter) and meter.wants(before, self.lengths[0]):
-            meter.add(attention_of_last_query(self, query[:, :, -1:], transform), self.index >= 0)
-        output = outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=1)
-        return output if padding is None else padding.unpack(output)
-
-    def compact(self) -> None:
-        """Move what is held into as few slots as it needs from now on, once the window has shrunk to its final size."""
-        slots = self.schedule.window + self._spare
-        if self.store.slots > slots and min(self.lengths) >= self.schedule.settled:
-            self._resize(slots)
-
-    def _resize(self, slots: int) -> None:
-        """Move what is held into an allocation of so many slots: in token order, but for slots with a fixed purpose."""
-        exact, empty = self.store.exact, {"scores": -torch.inf, "long_term_scores": 0.0, "index": -1, "rank": slots}
-        index = self.index[..., exact:]
-        held = index >= 0
-        order = index.masked_fill(~held, torch.iinfo(index.dtype).max).argsort(-1)[..., : slots - exact]
-        self.free.copy_(held.sum(-1, keepdim=True) + exact)
-        self.store.rearrange(order, slots)
-        for name in empty.keys() & set(self._books):
-            book = getattr(self, name)
-            moved = torch.cat((book[..., :exact], book[..., exact:].gather(-1, order)), -1)
-            setattr(self, name, pad(moved, (0, slots - moved.shape[-1]), value=empty[name]))
-        self.rank.masked_fill_(self.index < 0, slots)
-        self.filled = self.held
-        self.revision.changed()
-
-    def ring(self, index: Tensor) -> Tensor:
-        """Where a token is while it is new, if the newest tokens have a ring: sinks have a slot of their own."""
-        sinks = self.store.sinks
-        return torch.where((index >= 0) & (index < sinks), index, sinks + (index - sinks) % self.store.residual)

@@ -1,4 +1,4 @@
-"""What was measured of a model and takes long, kept in the user's cache folder as small JSON files."""
+"""Measurements of models that take long, saved in the user's cache folder as small JSON files."""
 
 from __future__ import annotations
 
@@ -12,23 +12,23 @@ from typing import Any
 from h2o_stream.resources import cache_folder
 
 LONG_S = 0.5
-"""Seconds from which on a measurement is worth keeping."""
+"""Seconds that a measurement must take to be worth saving."""
 
 
 def read_measurement(kind: str, key: str) -> Any:
-    """What `save_measurement` wrote; None where there is nothing, or nothing that can be read."""
+    """What `save_measurement` saved; None if there is nothing, or nothing readable."""
     with suppress(OSError, ValueError):
         return json.loads(_path(kind, key).read_text())
     return None
 
 
 def save_measurement(kind: str, key: str, value: Any) -> None:
-    """Keep a value of JSON, all or nothing; not at all where the folder cannot be written.
+    """Save a JSON value atomically; do nothing if the folder cannot be written.
 
     Args:
-        kind: of measurement: the folder.
-        key: all that the value depends on.
-        value: what was measured.
+        kind: of measurement; names the folder.
+        key: everything the value depends on.
+        value: the result.
     """
     path = _path(kind, key)
     with suppress(OSError):

@@ -1,6 +1,6 @@
-"""Which tokens of a batch are padding: rows are packed to the left before they are cut into chunks.
+"""Padding in a batch: rows are packed to the left before they are split into chunks.
 
-A row is then cut from its own first token, so that it is evicted as it would be alone.
+Chunks then start at the first token of each row, so that tokens are evicted as they would be in a batch of one.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ class Padding:
 
     Attributes:
         order: [B, Q] int64, the columns of a row, its tokens first and in their order, then its padding.
-        counts: tokens of each row.
+        counts: number of tokens in each row.
     """
 
     order: Tensor
@@ -54,12 +54,12 @@ class Padding:
         return cls((~kept).long().argsort(dim=1, stable=True), counts)
 
     def pack(self, x: Tensor) -> Tensor:
-        """[B, H, Q, D] to [B, H, longest row, D]: every row from its first token on."""
+        """[B, H, Q, D] to [B, H, longest row, D]: every row starts with its first token."""
         order = self.order.to(x.device)[:, : max(self.counts)]
         return x.gather(2, order[:, None, :, None].expand(-1, x.shape[1], -1, x.shape[3]))
 
     def unpack(self, x: Tensor) -> Tensor:
-        """[B, longest row, H, D] back to [B, Q, H, D]; of no account where there is padding."""
+        """[B, longest row, H, D] back to [B, Q, H, D]; undefined where there is padding."""
         full = x.new_zeros(x.shape[0], self.order.shape[1], *x.shape[2:])
         order = self.order.to(x.device)[:, : x.shape[1]]
         return full.scatter_(1, order[:, :, None, None].expand(x.shape), x)
@@ -71,7 +71,7 @@ class Padding:
         return torch.zeros_like(beyond).scatter_(1, order, beyond)
 
     def chunk(self, start: int, size: int) -> tuple[int, ...]:
-        """Tokens each row has in the packed columns from `start` to `start + size`."""
+        """Number of tokens of each row in the packed columns from `start` to `start + size`."""
         return tuple(min(max(count - start, 0), size) for count in self.counts)
 
     def positions(self, seen: Tensor) -> Tensor:
@@ -82,6 +82,6 @@ class Padding:
         """
         order = self.order.to(seen.device)
         counts = torch.tensor(self.counts, device=seen.device)[:, None]
-        place = torch.arange(order.shape[1], device=seen.device)
-        packed = torch.where(place < counts, seen[:, None] + place, 0)
+        column = torch.arange(order.shape[1], device=seen.device)
+        packed = torch.where(column < counts, seen[:, None] + column, 0)
         return torch.zeros_like(order).scatter_(1, order, packed)

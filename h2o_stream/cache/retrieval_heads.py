@@ -1,8 +1,8 @@
-"""How far back each head of a model reaches, and what part of the slots it should have for it.
+"""Finds the retrieval heads of a model and gives them larger windows.
 
-Most heads look at the first tokens and at recent ones; a few find what was said long ago and copy it.
-Such heads show themselves without any text: in a random sequence that is read twice they attend to where the present
-token stood before, and to what came after it (induction heads, arXiv 2209.11895).
+Most heads attend to the first tokens and to recent ones; a few find a passage from long ago and copy it. Such heads
+can be found without any text: in a repeated random sequence they attend to the previous occurrence of the present token
+and to what came after it (induction heads, arXiv 2209.11895).
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from transformers.cache_utils import Cache
 
 from h2o_stream.cache.budgets import HeadBudget
 from h2o_stream.cache.identity import model_digest
+from h2o_stream.cache.layer_spec import LayerSpec
 from h2o_stream.cache.measurements import LONG_S, read_measurement, save_measurement
-from h2o_stream.cache.policies import make_policy
-from h2o_stream.cache.head_group import HeadGroup
+from h2o_stream.cache.revision import Revision
 from h2o_stream.cache.support import attention_of_ours, home_of, size_of
-from h2o_stream.cache.h2o_cache import LayerSpec
+from h2o_stream.cache.token_count import TokenCount
 from h2o_stream.config import CachePlan
 from h2o_stream.progress import Listener, Progress, ignore
 
@@ -40,67 +40,68 @@ _LARGE = 10**9
 """Weights of a model that gets one sequence."""
 
 _FLOOR = 0.5
-"""Part of an equal window that every head keeps."""
+"""Fraction of an equal window that every head keeps."""
 
-_NOTICEABLE = 0.2
-"""Attention to the copy below which no head is said to reach back: a model without such heads has equal windows."""
+_MIN_RETRIEVAL = 0.2
+"""Attention to the copy that a retrieval head pays at least; a model without such heads gets equal windows."""
 
-_APART = 1.5
-"""Ratio of the shares from which on two groups of heads in a layer have windows of their own."""
+_MIN_RATIO = 1.5
+"""Ratio of the shares from which on the heads of a layer are split into two groups."""
 
 _measured: dict[str, Tensor] = {}
-"""What `_attention_to_copy` gave, by model, for the life of the process."""
+"""Results of `_attention_to_copy` in this process, by model."""
 
 
 def assign_budgets(model: PreTrainedModel, specs: Sequence[LayerSpec], progress: Listener = ignore) -> list[LayerSpec]:
-    """The specs with the share of the slots that the heads of each layer should have.
+    """The specs, with head budgets by how much each head retrieves.
 
-    Of what a head attends to sharply, a window of w tokens misses a part that falls about as 1/w. The least is missed
-    in all when windows go with the square root of what each head would miss (docs/fidelity.md).
+    A window of w tokens misses a fraction of what a head attends to sharply that falls about as 1/w. The total is
+    smallest if windows grow with the square root of what each head would miss (docs/fidelity.md).
 
     Args:
-        model: a causal language model that `proof.verify_logits` has accepted.
-        specs: its layers. Those with a sliding window of their own take no part.
-        progress: told after every layer, where heads have to be measured.
+        model: a causal language model that `verify_logits` has accepted.
+        specs: its layers. Those with a sliding window of their own stay as they are.
+        progress: called after every layer, if heads have to be measured.
     """
     hidden_from = [spec.sliding or spec.hidden_from for spec in specs]
     if any(spec.shard for spec in specs):
-        reach = _gathered(_attention_to_copy(model, hidden_from, progress), model.tp_size)
+        retrieval = _gathered(_attention_to_copy(model, hidden_from, progress), model.tp_size)
     else:
-        reach = _known(model, hidden_from, progress)
-    sharing = torch.tensor([spec.sliding is None for spec in specs])
-    need = reach.sqrt() if float(reach[sharing].max()) >= _NOTICEABLE else torch.ones_like(reach)
-    shares = _FLOOR + (1 - _FLOOR) * need / need[sharing].mean()
-    grouped = [() if spec.sliding else _grouped(own.tolist()) for spec, own in zip(specs, shares, strict=True)]
-    groups = [group for own in grouped for group in own]
+        retrieval = _known(model, hidden_from, progress)
+    evicting = torch.tensor([spec.sliding is None for spec in specs])
+    found = float(retrieval[evicting].max()) >= _MIN_RETRIEVAL
+    need = retrieval.sqrt() if found else torch.ones_like(retrieval)
+    shares = _FLOOR + (1 - _FLOOR) * need / need[evicting].mean()
+    layers = [() if spec.sliding else _grouped(heads.tolist()) for spec, heads in zip(specs, shares, strict=True)]
+    groups = [group for layer in layers for group in layer]
     mean = fmean([group.share for group in groups], [group.count for group in groups])
     return [
-        replace(spec, groups=tuple(replace(group, share=group.share / mean) for group in own) or spec.groups)
-        for spec, own in zip(specs, grouped, strict=True)
+        replace(spec, budgets=tuple(replace(group, share=group.share / mean) for group in layer) or spec.budgets)
+        for spec, layer in zip(specs, layers, strict=True)
     ]
 
 
-def _gathered(own: Tensor, processes: int) -> Tensor:
-    """[layers, Hkv] of all heads, from the [layers, n] that each of the processes has that share a model."""
-    parts = [own] * distributed.get_world_size()
-    distributed.all_gather_object(parts, own)
+def _gathered(local: Tensor, processes: int) -> Tensor:
+    """[layers, Hkv] of all heads, from [layers, n] of each process that shares the model."""
+    shards = [local] * distributed.get_world_size()
+    distributed.all_gather_object(shards, local)
     first = distributed.get_rank() // processes * processes
-    return torch.cat(parts[first : first + processes], 1)
+    return torch.cat(shards[first : first + processes], 1)
 
 
 def _grouped(shares: Sequence[float]) -> tuple[HeadBudget, ...]:
-    """The heads of a layer in one group, or in two if the far-reaching ones stand clearly apart from the others."""
+    """The heads of a layer in one group, or in two if the retrieval heads stand clearly apart from the others."""
     order = sorted(range(len(shares)), key=lambda head: shares[head])
     cuts = [(order[:cut], order[cut:]) for cut in range(1, len(order))]
-    apart = [fmean(shares[i] for i in far) / fmean(shares[i] for i in near) for near, far in cuts]
-    if not cuts or max(apart) < _APART:
-        parts = [order]
+    ratios = [fmean(shares[i] for i in large) / fmean(shares[i] for i in small) for small, large in cuts]
+    if not cuts or max(ratios) < _MIN_RATIO:
+        groups = [order]
     else:
         # The cut that leaves the least variance inside the groups.
-        spread = [sum(pvariance([shares[i] for i in part]) * len(part) for part in cut) for cut in cuts]
-        parts = list(cuts[spread.index(min(spread))])
-    # Sixteenths, so that another dtype or another machine seldom comes to anything else.
-    return tuple(HeadBudget(tuple(sorted(part)), round(16 * fmean(shares[i] for i in part)) / 16) for part in parts)
+        variances = [sum(pvariance([shares[i] for i in group]) * len(group) for group in cut) for cut in cuts]
+        groups = list(cuts[variances.index(min(variances))])
+    # Sixteenths, so that another dtype or machine seldom gives another result.
+    return tuple(HeadBudget(tuple(sorted(group)), round(16 * fmean(shares[i] for i in group)) / 16) for group in groups)
 
 
 def _known(model: PreTrainedModel, hidden_from: Sequence[int | None], progress: Listener = ignore) -> Tensor:
@@ -120,7 +121,7 @@ def _known(model: PreTrainedModel, hidden_from: Sequence[int | None], progress: 
 
 
 def _rows(model: PreTrainedModel) -> int:
-    """Random sequences for a model: a large one takes long, and one sequence puts nearly all heads in their place."""
+    """Random sequences for a model: a large one takes long, and one sequence finds nearly all of its heads."""
     return _ROWS if size_of(model) < _LARGE else 1
 
 
@@ -128,32 +129,33 @@ def _rows(model: PreTrainedModel) -> int:
 def _attention_to_copy(
     model: PreTrainedModel, hidden_from: Sequence[int | None], progress: Listener = ignore
 ) -> Tensor:
-    """[layers, Hkv]: the part of its attention that a head gives to the present token's last place and the next.
+    """[layers, Hkv]: fraction of attention on the previous occurrence of the present token and on the token after it.
 
     Args:
         model: the model, with positions of its own.
-        hidden_from: of every layer, the age from which the model hides keys from it.
-        progress: told after every layer.
+        hidden_from: for every layer, the age from which the model hides keys from it.
+        progress: called after every layer.
     """
     text = model.config.get_text_config()
     period = min(_PERIOD, (getattr(text, "max_position_embeddings", None) or 2 * _PERIOD) // 2)
     plan = CachePlan("recent", 2 * period, 0, 0, 2 * period, 1.0, "absolute", 0, 2 * period)
-    reach: list[Tensor] = [torch.empty(0)] * len(hidden_from)
-    layers = [HeadGroup(plan, make_policy(plan), None, hidden) for hidden in hidden_from]
+    retrieval: list[Tensor] = [torch.empty(0)] * len(hidden_from)
+    specs = [LayerSpec(hidden_from=hidden) for hidden in hidden_from]
+    layers = [spec.make_layer(plan, number, TokenCount(), Revision()) for number, spec in enumerate(specs)]
 
-    def watch(number: int, probs: Tensor, there: Tensor, before: int) -> None:
+    def watch(number: int, probs: Tensor, visible: Tensor, step: int) -> None:
         query = torch.arange(period, 2 * period, device=probs.device)
         copied = probs[..., query, query - period] + probs[..., query, query - period + 1]
-        reach[number] = copied.mean((0, 2, 3)).cpu()
+        retrieval[number] = copied.mean((0, 2, 3)).cpu()
         progress(Progress("measuring", number + 1, len(layers)))
 
     for number, layer in enumerate(layers):
-        layer.watch = partial(watch, number)
+        layer.head_groups[0].watch = partial(watch, number)
     once = torch.randint(text.vocab_size, (_rows(model), period), generator=torch.Generator().manual_seed(0))
     repeated = torch.cat((once, once), 1).to(home_of(model))
     cache: Any = Cache(layers=layers)
-    cache.padding = cache.place = None
+    cache.padding = cache.storage_device = None
     with attention_of_ours(model):
         positions = torch.arange(2 * period, device=home_of(model)).expand(len(once), -1)
         model.base_model(repeated, position_ids=positions, past_key_values=cache, h2o_cache=cache, use_cache=True)
-    return torch.stack(reach)
+    return torch.stack(retrieval)

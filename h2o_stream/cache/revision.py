@@ -1,21 +1,17 @@
-"""Tells whoever works on a cache's tensors by address when the addresses, or the rules they were read with, change."""
+"""A number that says whether addresses and rules that native code has bound are still valid."""
 
 from __future__ import annotations
 
 
 class Revision:
-    """A counter that the layers of a cache share.
+    """Grows whenever a tensor of a cache is allocated or released, or when a window, pin, budget, span or row changes.
 
-    It grows when a tensor of a layer is allocated anew or released, and when anything else changes that stays the same
-    from token to token: windows, pins, budgets, spans, rows.
-
-    Attributes:
-        version: how often that happened.
+    All head groups of a cache share one. What was bound stays valid as long as the number stays the same.
     """
 
     def __init__(self) -> None:
-        self.version = 0
+        self.number = 0
 
-    def changed(self) -> None:
-        """Whatever was bound to the tensors has to be bound again."""
-        self.version += 1
+    def bump(self) -> None:
+        """Invalidate everything bound so far."""
+        self.number += 1

@@ -1,7 +1,7 @@
-"""Rotary positions by distance: where RoPE sees the kept tokens.
+"""Rotary positions by distance.
 
-RoPE only sees differences, so the newest token of a forward stands at position 0 and every other one at
-minus its distance. Keys are stored un-rotated and rotated by a table lookup when they are attended to.
+RoPE depends only on differences, so the newest token of a forward is at position 0 and every other one at minus its
+distance. Keys are stored un-rotated and rotated by a table lookup when they are attended to.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ _WITHIN_CONTEXT = {"default", "linear", "llama3", "yarn", "proportional", "longr
 
 
 class PositionsError(UnsupportedModelError):
-    """What is refused for the positions that were asked for: the model's own might be served.
+    """A model is refused because of the position mode; ``absolute`` might work.
 
     Args:
-        reason: why they are refused; the message also says what to do.
+        reason: why; the message also says what to do.
     """
 
     def __init__(self, reason: str) -> None:
@@ -45,34 +45,34 @@ def distances(positions: Positions, span: int | Tensor, age: Tensor, rank: Tenso
     return torch.minimum(age, rank.long() + span)
 
 
-def rotate_back(x: Tensor, turns: Tensor) -> Tensor:
-    """Rotate by minus the tabled angles, as the rotate-half form of RoPE does.
+def rotate_back(x: Tensor, rotation: Tensor) -> Tensor:
+    """Rotate by minus the angles of the table, in the rotate-half form of RoPE.
 
     Args:
         x: [..., D] un-rotated queries or keys.
-        turns: [..., Drot] out of `RotaryTable.upto`; dimensions of x past Drot stay as they are.
+        rotation: [..., Drot] out of `RotaryTable.upto`; dimensions of x beyond Drot stay as they are.
     """
-    half = turns.shape[-1] // 2
-    cos, sin = turns[..., :half], turns[..., half:]
+    half = rotation.shape[-1] // 2
+    cos, sin = rotation[..., :half], rotation[..., half:]
     first, second = x[..., :half], x[..., half : 2 * half]
-    pieces = [torch.addcmul(first * cos, second, sin), torch.addcmul(second * cos, first, sin, value=-1)]
-    return torch.cat(pieces if x.shape[-1] == 2 * half else [*pieces, x[..., 2 * half :]], dim=-1)
+    rotated = [torch.addcmul(first * cos, second, sin), torch.addcmul(second * cos, first, sin, value=-1)]
+    return torch.cat(rotated if x.shape[-1] == 2 * half else [*rotated, x[..., 2 * half :]], dim=-1)
 
 
 class RotaryTable:
-    """Cosines and sines of a model's own rotary embedding by distance, made once and grown when needed.
+    """Cosines and sines of a model's own rotary embedding by distance; grows when needed.
 
-    The model still scales queries and keys by its ``attention_scaling`` (YaRN) when it rotates them by
-    position 0; the table leaves that factor out, so that it is applied once.
+    The model still scales queries and keys by its ``attention_scaling`` (YaRN) when it rotates them by position 0; the
+    table omits that factor, so that it is applied once.
 
     Args:
         rotary: the model's rotary embedding.
-        layer_type: which of its several frequencies (Gemma 3), or None where it has one.
+        layer_type: which of several frequencies (Gemma 3), or None if there is one.
     """
 
     def __init__(self, rotary: nn.Module, layer_type: str | None = None) -> None:
         self._rotary = rotary
-        self._which = (layer_type,) if layer_type else ()
+        self._layer_type = (layer_type,) if layer_type else ()
         prefix = f"{layer_type}_" if layer_type else ""
         self._scaling = float(getattr(rotary, f"{prefix}attention_scaling", 1.0))
         self._tables: dict[tuple[torch.device, torch.dtype], Tensor] = {}
@@ -95,18 +95,18 @@ class RotaryTable:
 
     @torch.no_grad()
     def _make(self, size: int, device: torch.device, dtype: torch.dtype) -> Tensor:
-        places = torch.arange(size, device=device)[None]
-        cos, sin = self._rotary(torch.zeros(1, device=device, dtype=torch.float32), places, *self._which)
+        position = torch.arange(size, device=device)[None]
+        cos, sin = self._rotary(torch.zeros(1, device=device, dtype=torch.float32), position, *self._layer_type)
         half = cos.shape[-1] // 2
         table = torch.cat((cos[0, :, :half], sin[0, :, :half]), dim=-1)
         return (table / self._scaling).to(dtype)
 
 
 def rotary_of(model: nn.Module) -> nn.Module:
-    """The one rotary embedding of a model.
+    """The rotary embedding of a model.
 
     Raises:
-        PositionsError: there is none, there are several, or its kind is not known.
+        PositionsError: there is none, there are several, or its type is unknown.
     """
     name = type(model).__name__
     found = [module for module in model.modules() if hasattr(module, "rope_type")]

@@ -1,4 +1,4 @@
-"""A cache as a dictionary of tensors, ready for safetensors, and the fingerprint that says what it belongs to."""
+"""States as dictionaries of tensors, ready for safetensors: checksums, fingerprints and checked access."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ CHECKSUMS = "checksums"
 
 
 def checksummed(state: dict[str, Tensor], name: str = CHECKSUMS) -> dict[str, Tensor]:
-    """The state, and under `name` a CRC-32 of each of its other tensors."""
+    """The state, plus a CRC-32 of each of its other tensors under `name`."""
     return state | {name: encode_json({key: _crc(tensor) for key, tensor in state.items() if key != name})}
 
 
 def verify_checksums(state: Mapping[str, Tensor], name: str = CHECKSUMS) -> None:
-    """Compare every tensor that `checksummed` saw with its checksum; others in the state are not looked at.
+    """Compare every tensor that `checksummed` saw with its checksum; others are ignored.
 
     Raises:
         H2OStreamError: a tensor is missing or damaged, or there are no checksums.
@@ -36,7 +36,7 @@ def verify_checksums(state: Mapping[str, Tensor], name: str = CHECKSUMS) -> None
 
 
 def check_saveable(torn: bool, seen_tokens: int) -> None:
-    """Whether a cache has a state.
+    """Check that a cache has a state.
 
     Raises:
         H2OStreamError: it is empty, or the last forward was cut off halfway.
@@ -49,10 +49,10 @@ def check_saveable(torn: bool, seen_tokens: int) -> None:
 
 @contextmanager
 def refusing_damage() -> Iterator[None]:
-    """Turn whatever goes wrong inside the block, where a state is read, into a line.
+    """Turn any error while a state is read into one line.
 
     Raises:
-        H2OStreamError: something went wrong, but for a lack of memory.
+        H2OStreamError: something other than a lack of memory went wrong.
     """
     try:
         yield
@@ -64,30 +64,30 @@ def refusing_damage() -> Iterator[None]:
 
 
 def _crc(tensor: Tensor) -> int:
-    """Of dtype, shape and bytes."""
+    """Checksum of dtype, shape and bytes."""
     header = f"{tensor.dtype} {tuple(tensor.shape)}".encode()
-    whole = tensor.detach().cpu().contiguous().flatten().view(torch.uint8)
-    return zlib.crc32(whole.numpy().data, zlib.crc32(header))
+    data = tensor.detach().cpu().contiguous().flatten().view(torch.uint8)
+    return zlib.crc32(data.numpy().data, zlib.crc32(header))
 
 
 def encode_json(fingerprint: Mapping[str, Any]) -> Tensor:
-    """A JSON object as its bytes, uint8."""
+    """A JSON object as a uint8 tensor."""
     return torch.tensor(list(json.dumps(fingerprint, sort_keys=True).encode()), dtype=torch.uint8)
 
 
 def decode_json(state: Mapping[str, Tensor], name: str) -> dict[str, Any]:
-    """What `encode_json` made a tensor of.
+    """The object that `encode_json` encoded as tensor `name`.
 
     Raises:
         H2OStreamError: it is missing or damaged.
     """
     try:
-        told = json.loads(bytes(state[name].tolist()))
+        decoded = json.loads(bytes(state[name].tolist()))
     except (KeyError, ValueError, TypeError, AttributeError, RecursionError) as error:
         raise H2OStreamError(f"this is not the state of a cache: its {name} is missing or damaged") from error
-    if not isinstance(told, dict):
+    if not isinstance(decoded, dict):
         raise H2OStreamError(f"the state is damaged: its {name} is no object")
-    return told
+    return decoded
 
 
 def check_fingerprint(state: Mapping[str, Tensor], fingerprint: Mapping[str, Any]) -> None:
@@ -103,17 +103,16 @@ def check_fingerprint(state: Mapping[str, Tensor], fingerprint: Mapping[str, Any
             raise H2OStreamError(f"the state belongs to another {name}: {theirs.get(name)}, and this is {value}")
 
 
-def within(state: Mapping[str, Tensor], number: int) -> dict[str, Tensor]:
-    """The tensors of one numbered part of a state, by their names in it."""
-    prefix = f"{number}."
+def with_prefix(state: Mapping[str, Tensor], prefix: str) -> dict[str, Tensor]:
+    """The tensors whose names begin with `prefix`, by the rest of their names."""
     return {name.removeprefix(prefix): tensor for name, tensor in state.items() if name.startswith(prefix)}
 
 
 def whole_numbers(state: Mapping[str, Tensor], name: str, count: int | None = None) -> list[int]:
-    """A tensor of whole numbers [count] from 0 up to 2**31.
+    """The numbers of an int64 tensor [count], all from 0 up to 2**31.
 
     Raises:
-        H2OStreamError: it is missing or no such thing.
+        H2OStreamError: it is missing or not such a tensor.
     """
     tensor = require_tensor(state, name)
     if tensor.dtype != torch.int64 or tensor.dim() != 1 or len(tensor) != (len(tensor) if count is None else count):
@@ -125,7 +124,7 @@ def whole_numbers(state: Mapping[str, Tensor], name: str, count: int | None = No
 
 
 def require_tensor(state: Mapping[str, Tensor], name: str, like: Tensor | None = None) -> Tensor:
-    """One tensor of a state, on the device of `like` and checked to be of its shape and type.
+    """One tensor of a state; with `like`, a copy on its device, checked to have its shape and dtype.
 
     Raises:
         H2OStreamError: it is missing or does not fit.

@@ -3,20 +3,25 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
+if TYPE_CHECKING:
+    from h2o_stream.cache.head_group import HeadGroup
+
 NEGLIGIBLE = 0.01
-"""Attention below this part of the query's largest counts as none: the paper's threshold for sparsity."""
+"""Attention below this fraction of the query's largest counts as none: the paper's threshold for sparsity."""
 
 _EVERY = 16
 """Decode steps between two samples of the attention."""
 
 
 def sparsity(probs: Tensor, visible: Tensor) -> Tensor:
-    """The part of what each query sees that it all but ignores.
+    """Fraction of the visible tokens that each query all but ignores.
 
     Args:
         probs: [..., K] attention probabilities.
@@ -43,9 +48,9 @@ def power_law(scores: Tensor) -> float:
     return -float((rank * (ordered - ordered.mean())).sum() / rank.square().sum())
 
 
-def share_of_top(scores: Tensor, part: float) -> float:
-    """What the given part of the tokens, those with the largest scores, has of the sum of all scores [n]."""
-    count = max(round(part * len(scores)), 1)
+def share_of_top(scores: Tensor, fraction: float) -> float:
+    """Share of the sum of all scores [n] that the largest ones have; `fraction` of the tokens count as largest."""
+    count = max(round(fraction * len(scores)), 1)
     return float(scores.topk(count).values.sum() / scores.sum())
 
 
@@ -65,18 +70,18 @@ class SparsityMeter:
         self._samples = 0
 
     def __call__(self, probs: Tensor, visible: Tensor, step: int) -> None:
-        """Look at one forward.
+        """Sample a forward, if it is time.
 
         Args:
             probs: [B, Hkv, G, Q, K] float32.
-            visible: [B, Hkv, K] bool, places that hold a token.
-            step: tokens seen, which says whether it is time for a sample.
+            visible: [B, Hkv, K] bool, False for empty slots.
+            step: tokens seen.
         """
         if probs.shape[3] > 1 or step % _EVERY == 0:
             self.add(probs, visible)
 
     def add(self, probs: Tensor, visible: Tensor) -> None:
-        """Take a sample of what the last query looks at; arguments as above."""
+        """Take a sample of the attention of the last query; arguments as above."""
         sample = sparsity(probs[..., -1, :], visible.unsqueeze(2)).mean()
         self._sum = sample if self._sum is None else self._sum + sample
         self._samples += 1
@@ -96,9 +101,9 @@ class LayerStatistics:
     """What a layer's attention looks like.
 
     Attributes:
-        layer: its number.
-        sparsity: part of the held tokens that a query all but ignores (below 1% of its largest attention), a mean over
-            sampled queries and heads.
+        layer: its index.
+        sparsity: fraction of the held tokens that a query all but ignores (below 1% of its largest attention), a mean
+            over sampled queries and heads.
         scores: [n] float32, accumulated scores of the held tokens, a mean over rows and heads, largest first; empty
             for a policy that keeps none.
         exponent: of the power law of those scores; NaN without them.
@@ -111,3 +116,32 @@ class LayerStatistics:
     scores: Tensor
     exponent: float
     mass: float
+
+
+def layer_statistics(layer: int, groups: Sequence[HeadGroup]) -> LayerStatistics:
+    """Statistics of the attention of a layer, a mean over the heads of its groups."""
+    parts = [_group_statistics(layer, group) for group in groups]
+    if len(parts) == 1:
+        return parts[0]
+    total = sum(group.num_heads for group in groups)
+    weights = [group.num_heads / total for group in groups]
+
+    def mean(values: Sequence[float]) -> float:
+        return math.fsum(weight * value for weight, value in zip(weights, values, strict=True))
+
+    scores = torch.zeros(max(len(part.scores) for part in parts))
+    for weight, part in zip(weights, parts, strict=True):
+        scores[: len(part.scores)] += weight * part.scores.cpu()
+    sparsity, mass = mean([part.sparsity for part in parts]), mean([part.mass for part in parts])
+    return LayerStatistics(layer, sparsity, scores, power_law(scores), mass)
+
+
+def _group_statistics(layer: int, group: HeadGroup) -> LayerStatistics:
+    measured = group.watch.value if isinstance(group.watch, SparsityMeter) else math.nan
+    total = group.policy.total(group.seen) if group.is_initialized and group.policy.needs_attention else None
+    if total is None or not group.queries_per_key:
+        return LayerStatistics(layer, measured, torch.empty(0), math.nan, math.nan)
+    scores = group.scores.masked_fill(group.index < 0, 0.0)
+    mass = float((scores.double().sum(-1, keepdim=True) / (total * group.queries_per_key)).mean())
+    ordered = scores.sort(-1, descending=True).values[..., : group.held].mean((0, 1))
+    return LayerStatistics(layer, measured, ordered, power_law(ordered), mass)

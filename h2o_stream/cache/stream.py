@@ -1,4 +1,4 @@
-"""Which stream a forward belongs to: an attached model has one at a time, and each is told from those before it."""
+"""Which stream a forward belongs to: an attached model has one at a time, and older ones are recognized."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from h2o_stream.errors import H2OStreamError
 
 
 class Stream:
-    """What ``past_key_values`` is after a forward that began a stream: the attached cache, until the next one begins.
+    """The ``past_key_values`` of a forward that began a stream: stands for the cache until the next stream begins.
 
-    Looks like the cache in everything else, to `isinstance` too.
+    Otherwise it looks like the cache, to `isinstance` too.
 
     Args:
         cache: of the attached model, at the start of a stream.
@@ -26,7 +26,7 @@ class Stream:
         """The cache.
 
         Raises:
-            H2OStreamError: it holds another stream by now.
+            H2OStreamError: it holds a newer stream.
         """
         if self._cache.stream_number != self._number:
             raise H2OStreamError(
@@ -48,10 +48,10 @@ class Stream:
         return len(self.cache)
 
 
-def cache_of(given: Any) -> Any:
-    """The cache that a forward is given, whichever way it is named.
+def cache_of(past_key_values: Any) -> Any:
+    """The cache itself, if it comes as a `Stream`.
 
     Raises:
-        H2OStreamError: its stream was replaced.
+        H2OStreamError: a newer stream has replaced it.
     """
-    return given.cache if type(given) is Stream else given
+    return past_key_values.cache if type(past_key_values) is Stream else past_key_values

@@ -1,8 +1,8 @@
-"""What a model is like, as far as the cache must know: by its config, before weights are read, and by asking it.
+"""Whether a model is supported, and what the cache must know of it: from its config and from a probe.
 
-A config tells the context, the sliding windows and whether positions are rotary. Whether the model really hands its
-attention to us, and rotates as `rope` does, is not require_tensor on trust: `probe` feeds it one token at two positions. That
-the whole model computes what it should is proved afterwards, see `proof`.
+The config gives the context, the sliding windows and whether positions are rotary. Whether the model takes its
+attention from us and rotates as `rope` does is tested: `probe` feeds it one token at two positions. The whole model is
+checked afterwards, see `verification`.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.cache_utils import Cache
 
 from h2o_stream.cache.attention_interface import ATTENTION_NAME
-from h2o_stream.cache.endless import EndlessLayer
+from h2o_stream.cache.layer import EvictingLayer
+from h2o_stream.cache.layer_spec import LayerSpec
 from h2o_stream.cache.rope import PositionsError, RotaryTable, rotary_of, rotate_back, table_for
-from h2o_stream.cache.h2o_cache import LayerSpec
 from h2o_stream.config import DEFAULT_WINDOW, CacheConfig, CachePlan
 from h2o_stream.errors import H2OStreamError, UnsupportedModelError, means_out_of_memory
 
@@ -28,7 +28,7 @@ _LAYER_KINDS = {"full_attention", "sliding_attention"}
 
 
 def home_of(model: Any) -> torch.device:
-    """Where a model takes its tokens: its device, also while its weights are on disk."""
+    """The device of a model's input tokens, also while its weights are on disk."""
     device: torch.device = model.device
     if device.type != "meta":
         return device
@@ -38,7 +38,7 @@ def home_of(model: Any) -> torch.device:
 
 
 def size_of(model: Any) -> int:
-    """Numbers that a model's weights have; of packed ones bytes."""
+    """Number of elements of a model's weights and buffers; packed weights count bytes."""
     return sum(tensor.numel() for tensor in (*model.parameters(), *model.buffers()))
 
 
@@ -49,7 +49,7 @@ def context_of(config: Any) -> int | None:
 
 
 def max_distance_of(config: Any) -> int | None:
-    """The distances a model was trained for: its context, less where all layers slide or RoPE changes with length."""
+    """Largest distance a model was trained for: its context, or less if all layers slide or RoPE depends on length."""
     text = config.get_text_config()
     limits = [
         context_of(config),
@@ -62,7 +62,7 @@ def max_distance_of(config: Any) -> int | None:
 
 
 def learned_positions(config: Any) -> int | None:
-    """How many positions a model has learned one by one, or None if it computes them."""
+    """Number of positions with a learned embedding, or None if positions are computed."""
     return None if _rope(config.get_text_config()) else context_of(config)
 
 
@@ -83,10 +83,10 @@ def _longrope(text: Any) -> bool:
 
 
 def check_supported(model_class: type, config: Any, cache: CacheConfig) -> CachePlan:
-    """Refuse, before any work, what the fixed slots cannot serve exactly.
+    """Refuse, before any work, models that the cache cannot support exactly.
 
     Returns:
-        The plan of `cache` for this model; where it depends on the first prompt, for one of `DEFAULT_WINDOW` tokens.
+        The plan of `cache` for this model; if it depends on the first prompt, for one of `DEFAULT_WINDOW` tokens.
 
     Raises:
         UnsupportedModelError: naming the architecture and the reason.
@@ -96,15 +96,15 @@ def check_supported(model_class: type, config: Any, cache: CacheConfig) -> Cache
     if plan.policy == "full":
         return plan
     name, text = model_class.__name__, config.get_text_config()
-    if reason := _not_served(model_class, config):
+    if reason := _unsupported_because(model_class, config):
         raise UnsupportedModelError(f"{name} {reason}; only --policy full can serve it")
     if plan.positions != "absolute" and not _rope(text):
         raise PositionsError(f"{name} has no rotary positions, which {plan.positions} re-assigns")
     return plan
 
 
-def _not_served(model_class: type, config: Any) -> str:
-    """What a model of this class is or does that the fixed slots cannot serve, or nothing."""
+def _unsupported_because(model_class: type, config: Any) -> str:
+    """Why the cache cannot support a model of this class, or nothing."""
     strange = set(getattr(config.get_text_config(), "layer_types", None) or ()) - _LAYER_KINDS
     if strange:
         return f"has {', '.join(sorted(strange))} layers"
@@ -120,7 +120,7 @@ def _not_served(model_class: type, config: Any) -> str:
 
 
 def layer_specs(model: PreTrainedModel, plan: CachePlan) -> list[LayerSpec]:
-    """What the cache must know of every layer of a model, and proof that it is so.
+    """What the cache must know of every layer of a model, tested by a probe.
 
     Raises:
         UnsupportedModelError: see `rotary_of` and `probe`.
@@ -146,7 +146,7 @@ def layer_specs(model: PreTrainedModel, plan: CachePlan) -> list[LayerSpec]:
 
 
 def _shard(model: PreTrainedModel, heads: int) -> range | None:
-    """Which KV heads of a layer are in this process, that has so many of them."""
+    """The KV heads of a layer that are in this process, which has `heads` of them."""
     processes = getattr(model, "tp_size", None) or 1
     if processes == 1 or heads >= model.config.get_text_config().num_key_value_heads:
         return None
@@ -154,30 +154,27 @@ def _shard(model: PreTrainedModel, heads: int) -> range | None:
     return range(rank * heads, (rank + 1) * heads)
 
 
-class _AttentionProbe(EndlessLayer):
-    """A layer that keeps nothing but the queries and keys it was shown."""
+class _AttentionProbe(EvictingLayer):
+    """A layer that keeps nothing but the queries and keys it gets."""
 
     seen: tuple[Tensor, Tensor] | None = None
-
-    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        """Nothing to allocate."""
 
     def get_seq_length(self) -> int:
         """Nothing is kept."""
         return 0
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, *args: Any) -> Tensor:
-        """A token that is alone attends to itself, wherever it stands."""
+        """A single token attends to itself, at any position."""
         self.seen = (query, key)
         return value.repeat_interleave(query.shape[1] // key.shape[1], dim=1).transpose(1, 2).contiguous()
 
 
 class _Probes(Cache):
-    padding = place = None
+    padding = storage_device = None
 
 
 def attention_of(model: PreTrainedModel) -> list[tuple[Any, str]]:
-    """Where each part of a model takes its attention from, by its config: parts need not agree."""
+    """The attention implementation of each config of a model; submodels may differ."""
     configs = {id(config): config for module in model.modules() if (config := getattr(module, "config", None))}
     return [
         (config, config._attn_implementation) for config in configs.values() if isinstance(config, PreTrainedConfig)
@@ -186,7 +183,7 @@ def attention_of(model: PreTrainedModel) -> list[tuple[Any, str]]:
 
 @contextmanager
 def attention_set(model: PreTrainedModel, attention: list[tuple[Any, str]]) -> Iterator[None]:
-    """Let a model take its attention from where `attention_of` said, and then from where it does now."""
+    """Set the attention implementations that `attention_of` gave, and restore the present ones afterwards."""
     before = attention_of(model)
     _set_attention(attention)
     try:
@@ -197,20 +194,20 @@ def attention_set(model: PreTrainedModel, attention: list[tuple[Any, str]]) -> I
 
 @contextmanager
 def attention_of_ours(model: PreTrainedModel) -> Iterator[None]:
-    """Let a model take its attention from `h2o_attention`, and then from where it does now."""
+    """Set `h2o_attention` as the attention implementation, and restore the present one afterwards."""
     with attention_set(model, attention_of(model)):
         model.set_attn_implementation(ATTENTION_NAME)
         yield
 
 
 def _set_attention(attention: list[tuple[Any, str]]) -> None:
-    for config, name in attention:  # a config hands its own on to those inside it, which come later
+    for config, name in attention:  # setting a config also sets those inside it, which come later
         config._attn_implementation = name
 
 
 @contextmanager
 def failing_as(what: str) -> Iterator[None]:
-    """Let a model's own errors be told as the reason why it is refused; `what` failed."""
+    """Turn a model's own errors into the reason why it is refused; `what` failed."""
     try:
         yield
     except H2OStreamError:
@@ -218,25 +215,25 @@ def failing_as(what: str) -> Iterator[None]:
     except Exception as error:
         if means_out_of_memory(error):
             raise
-        told = str(error).strip().partition("\n")[0][:200]
+        message = str(error).strip().partition("\n")[0][:200]
         raise UnsupportedModelError(
-            f"{what} fails ({type(error).__name__}: {told}); only --policy full can serve it"
+            f"{what} fails ({type(error).__name__}: {message}); only --policy full can serve it"
         ) from error
 
 
 @torch.no_grad()
 def probe(model: PreTrainedModel, tables: list[RotaryTable | None]) -> list[Tensor]:
-    """Feed one token at position 0 and at a later one, and compare: only RoPE may tell the two apart.
+    """Feed one token at position 0 and at a later one, and compare: they may differ only by RoPE.
 
     Returns:
-        A key [B, Hkv, 1, D] of each layer, as it comes to the cache.
+        A key [B, Hkv, 1, D] of each layer, as the cache gets it.
 
     Raises:
-        UnsupportedModelError: a layer does not ask us for its attention, or the model rotates in another way.
+        UnsupportedModelError: a layer does not take its attention from us, or the model rotates in another way.
     """
     name, position = type(model).__name__, 5
     token = 1 if getattr(model.config.get_text_config(), "pad_token_id", None) != 1 else 2
-    probes = _Probes(layers=[_AttentionProbe() for _ in tables])
+    probes = _Probes(layers=[_AttentionProbe(()) for _ in tables])
     with attention_of_ours(model), failing_as(f"{name} with the keywords of this cache"):
         model(
             torch.full((2, 1), token, device=home_of(model)),
@@ -256,11 +253,11 @@ def probe(model: PreTrainedModel, tables: list[RotaryTable | None]) -> list[Tens
             continue
         for x in layer.seen:
             try:
-                turns = table.upto(position + 1, x.device, torch.float32)[position]
+                rotation = table.upto(position + 1, x.device, torch.float32)[position]
             except (KeyError, TypeError, ValueError) as error:
                 raise PositionsError(f"{name} has a rotary embedding that gives no cosines and sines") from error
-            still, turned = x.float()
-            off = (rotate_back(turned, turns) - still).abs().max()
-            if not off < still.abs().max() * (1e-3 if x.dtype == torch.float32 else 0.05):
+            unrotated, rotated = x.float()
+            off = (rotate_back(rotated, rotation) - unrotated).abs().max()
+            if not off < unrotated.abs().max() * (1e-3 if x.dtype == torch.float32 else 0.05):
                 raise PositionsError(f"{name} applies RoPE in a form that is not reproduced here")
     return [layer.seen[1] for layer in probes.layers]

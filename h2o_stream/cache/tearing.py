@@ -1,4 +1,4 @@
-"""Marks a cache as torn while it is written to: whatever cuts that off leaves the mark, for `reset` to take away."""
+"""Marks a cache as torn while it is written to, so that the mark stays if that is cut off; `reset` removes it."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ CacheType = TypeVar("CacheType", bound=type)
 
 
 def marks_tears(cache: CacheType) -> CacheType:
-    """A class of transformers' caches that sets `torn` while rows are rearranged, and whenever a layer takes keys.
+    """Class decorator for transformers' caches: sets `torn` when a layer takes keys, and while rows are rearranged.
 
-    `AttachedForward` takes the mark away when the forward has come to its end.
+    `AttachedForward` clears the mark at the end of a forward.
     """
     for name in dir(cache):
         if name.startswith("update"):

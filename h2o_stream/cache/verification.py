@@ -1,8 +1,8 @@
-"""The proof that a model computes through the cache what it computes by itself.
+"""Verifies that a model computes the same logits through the cache as by itself.
 
-A few random tokens go through the model's own forward, and through a cache that holds them all: a prompt, then single
-tokens. Whatever a model does with its queries, keys and values that is not done here shows in the logits. What native
-code does is proved with the same tokens, against the same logits.
+A few random tokens go through the model's own forward, and through a cache that holds all of them: a prompt, then
+single tokens. Anything a model does with its queries, keys and values that the cache does not reproduce shows in the
+logits. Native code is verified with the same tokens, against the same logits.
 """
 
 from __future__ import annotations
@@ -17,10 +17,12 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from h2o_stream.cache.h2o_cache import H2OCache
 from h2o_stream.cache.identity import has_additions, model_digest
+from h2o_stream.cache.kernels import Kernels
+from h2o_stream.cache.layer_spec import LayerSpec
 from h2o_stream.cache.measurements import LONG_S, read_measurement, save_measurement
 from h2o_stream.cache.rope import PositionsError
-from h2o_stream.cache.head_group import Kernels
 from h2o_stream.cache.support import (
     attention_of,
     attention_of_ours,
@@ -31,47 +33,46 @@ from h2o_stream.cache.support import (
     learned_positions,
     max_distance_of,
 )
-from h2o_stream.cache.h2o_cache import H2OCache, LayerSpec
 from h2o_stream.config import CacheConfig, CacheDevice, Positions
 from h2o_stream.errors import UnsupportedModelError
 
 PROMPT, STEPS, CHUNK = 24, 3, 16
-"""Tokens of the proof: a prompt, which is longer than a chunk, and those that follow one by one."""
+"""Tokens of a prompt longer than a chunk, tokens that follow one by one, and tokens per chunk."""
 
 _TOLERANCE = 1e-4
 """Root mean square of the differences of logits in float32, as a share of that of the logits."""
 
 _ROUNDED_TOLERANCE = 0.08
-"""The same where numbers have fewer bits, if rounding is not multiplied."""
+"""The same for fewer bits, if the model does not amplify rounding."""
 
 _ROUNDINGS = 3
-"""How many times further off than with a rounded embedding logits may be."""
+"""Logits may be off by this many times the effect of a rounded embedding."""
 
 _MAX_TOLERANCE = 0.5
-"""Never exceeded, whatever rounding does."""
+"""Limit of the tolerance, whatever rounding does."""
 
 _EXACT = {torch.float32, torch.float64, torch.int64, torch.int32, torch.bool}
-"""Types of numbers that round so little that it is never multiplied to anything."""
+"""Types whose rounding never matters, even if amplified."""
 
 _known: set[str] = set()
-"""Keys of what was proved in this process."""
+"""Keys of everything verified in this process."""
 
 
 class NativeSteps(Protocol):
-    """Takes single tokens through a model and a cache.
+    """Runs single tokens through a model and a cache.
 
     Attributes:
-        unserved: why it cannot, once it was asked; or nothing.
+        unserved: why it cannot, known after the first call; or nothing.
     """
 
     unserved: str
 
     def run(self, tokens: Tensor) -> Tensor | None:
-        """Tokens [1, 1] to logits [1, 1, V], or None where it cannot serve."""
+        """Tokens [1, 1] to logits [1, 1, V], or None if it cannot."""
 
 
 def error_of(ours: Tensor, theirs: Tensor) -> float:
-    """Root mean square of the differences, as a share of that of `theirs`.
+    """Root mean square of the differences, relative to that of `theirs`.
 
     Logits that stand for "never" (infinite, or near the end of their type) must be equal; infinity where they are not.
     """
@@ -83,7 +84,7 @@ def error_of(ours: Tensor, theirs: Tensor) -> float:
 
 
 def tolerance_of(model: Any) -> float:
-    """How far logits of a model may be off where rounding is not multiplied, see `error_of`."""
+    """How far logits of a model may be off if it does not amplify rounding, see `error_of`."""
     exact = torch.get_float32_matmul_precision() == "highest" and _EXACT.issuperset(
         tensor.dtype for tensor in (*model.parameters(), *model.buffers())
     )
@@ -91,30 +92,30 @@ def tolerance_of(model: Any) -> float:
 
 
 def verify_logits(model: Any, positions: Positions, device: CacheDevice, specs: Sequence[LayerSpec]) -> Verification:
-    """Prove that a model gives its own logits through a cache with these layers.
+    """Verify that a model gives its own logits through a cache with these layers.
 
-    Nothing is left behind. What took long is remembered in the user's cache folder.
+    The model is left as it was. A result that took long is saved in the user's cache folder.
 
     Raises:
         UnsupportedModelError: it does not, with the numbers.
     """
-    proof = Verification(model, positions, device, specs)
-    if trouble := proof.remembered("eager", proof.trouble):
-        if proof.sees_later():
+    verification = Verification(model, positions, device, specs)
+    if failure := verification.cached("eager", verification.failure):
+        if verification.sees_later():
             raise UnsupportedModelError(f"tokens of {type(model).__name__} attend to later ones; no cache can serve it")
-        reason = f"{type(model).__name__} computes something else through this cache than by itself: {trouble}"
+        reason = f"{type(model).__name__} computes something else through this cache than by itself: {failure}"
         if positions != "absolute":
             raise PositionsError(reason)
         raise UnsupportedModelError(f"{reason}; only --policy full can serve it")
-    return proof
+    return verification
 
 
 class Verification:
-    """The proof for one model and the layers of one cache.
+    """The check of one model with the layers of one cache.
 
     Args:
-        model: its forward is its own; its attention, too, when this is made.
-        positions: those that are asked for.
+        model: with its own forward, and its own attention when this is created.
+        positions: of the cache.
         device: where keys and values are kept.
         specs: the layers.
     """
@@ -122,9 +123,9 @@ class Verification:
     def __init__(self, model: Any, positions: Positions, device: CacheDevice, specs: Sequence[LayerSpec]) -> None:
         self._model, self._specs = model, specs
         self._attention = attention_of(model)
-        self._own: Tensor | None = None
-        self._reach, self._learned = max_distance_of(model.config), learned_positions(model.config)
-        limit = context_of(model.config) if positions == "absolute" else self._reach
+        self._expected: Tensor | None = None
+        self._max_distance, self._learned = max_distance_of(model.config), learned_positions(model.config)
+        limit = context_of(model.config) if positions == "absolute" else self._max_distance
         chunk = CHUNK if limit is None else max(1, min(CHUNK, limit // 4))
         self._count = PROMPT + STEPS if limit is None else min(PROMPT + STEPS, limit - chunk)
         self._prompt = max(1, self._count - STEPS)
@@ -134,69 +135,72 @@ class Verification:
         self._key = self._identify()
 
     def _identify(self) -> str | None:
-        """All that a verdict depends on; None where that is not known."""
+        """Everything the result depends on; None if that is unknown."""
         model = self._model
         if has_additions(model):
             return None
-        here = f"{home_of(model).type} {model.dtype} {tolerance_of(model)} {[name for _, name in self._attention]}"
-        return f"{model_digest(model)} {here} {self._config} {_versions()}"
+        names = [name for _, name in self._attention]
+        environment = f"{home_of(model).type} {model.dtype} {tolerance_of(model)} {names}"
+        return f"{model_digest(model)} {environment} {self._config} {_versions()}"
 
-    def remembered(self, engine: str, trouble: Callable[[], str]) -> str:
-        """What `trouble` says, unless it said nothing before, of the same model and `engine`."""
+    def cached(self, engine: str, failure: Callable[[], str]) -> str:
+        """The result of `failure`; nothing, without a call, if the same model and `engine` passed before."""
         if self._key is None or torch.distributed.is_initialized():  # all processes must do the same
-            return trouble()
+            return failure()
         key = f"{engine} {self._key}"
         if key in _known or read_measurement("proved", key):
             _known.add(key)
             return ""
         begun = time.perf_counter()
-        if found := trouble():
+        if found := failure():
             return found
         _known.add(key)
         if time.perf_counter() - begun > LONG_S:
             save_measurement("proved", key, True)
         return ""
 
-    def trouble(
+    def failure(
         self, kernels: Kernels | None = None, make_steps: Callable[[H2OCache], NativeSteps] | None = None
     ) -> str:
-        """Why what comes through the cache is not what the model computes by itself, or nothing.
+        """Why logits through the cache differ from the model's own, or nothing.
 
         Args:
-            kernels: serve the layers in place of the eager ones.
-            make_steps: makes native steps for a cache; they take the last tokens.
+            kernels: used instead of the eager ones.
+            make_steps: makes native steps for a cache; they run the last tokens.
 
         Raises:
             UnsupportedModelError: the model cannot compute these tokens, by itself or through the cache.
         """
         with _undisturbed(self._model):
-            if self._own is None:
-                self._own = self._logits()
-            cache = H2OCache(self._config, self._specs, self._reach, self._learned)
+            if self._expected is None:
+                self._expected = self._logits()
+            cache = H2OCache(self._config, self._specs, self._max_distance, self._learned)
             cache.kernels = kernels
             steps = make_steps(cache) if make_steps else None
             ours = self._through(cache, steps)
             if ours is None:
                 return steps.unserved if steps else ""
-            # The last ones are enough for what is native, and few are kept.
-            own, self._own = self._own, self._own[:, -STEPS - 1 :].clone()
-            error, tolerance = error_of(ours[:, -own.shape[1] :], own), tolerance_of(self._model)
+            # Native code is compared by the last ones only, so that no others are kept.
+            expected, self._expected = self._expected, self._expected[:, -STEPS - 1 :].clone()
+            count = expected.shape[1]
+            error, tolerance = error_of(ours[:, -count:], expected), tolerance_of(self._model)
             if not error < tolerance and tolerance == _ROUNDED_TOLERANCE:
                 with _rounded(self._model.get_input_embeddings()):
                     rounded = self._logits()
-                tolerance = min(max(tolerance, _ROUNDINGS * error_of(rounded[:, -own.shape[1] :], own)), _MAX_TOLERANCE)
+                rounding = error_of(rounded[:, -count:], expected)
+                tolerance = min(max(tolerance, _ROUNDINGS * rounding), _MAX_TOLERANCE)
         return (
             "" if error < tolerance else f"its logits are off by {error:.1e} of their rms, {tolerance:.0e} is rounding"
         )
 
     def sees_later(self) -> bool:
-        """Whether the model's own logits of a token depend on what comes after it."""
+        """Whether the model's own logits of a token depend on later tokens."""
         with _undisturbed(self._model):
             whole, part = self._logits(), self._logits(self._prompt)
             return not error_of(part, whole[:, : self._prompt]) < tolerance_of(self._model)
 
     def _logits(self, count: int | None = None) -> Tensor:
-        """[1, n, V], of the model's own forward of the first n tokens; of all by default."""
+        """[1, n, V] from the model's own forward of the first n tokens, by default of all."""
         name = type(self._model).__name__
         with attention_set(self._model, self._attention), failing_as(f"the forward of {name}"):
             logits = _logits_of(self._model(input_ids=self._tokens()[:, :count], use_cache=False))
@@ -205,21 +209,25 @@ class Verification:
         return logits
 
     def _through(self, cache: H2OCache, steps: NativeSteps | None) -> Tensor | None:
-        """[1, n, V], through the cache; None where native steps cannot serve."""
+        """[1, n, V] through the cache; None if native steps cannot run."""
         tokens, found = self._tokens(), []
         with attention_of_ours(self._model), failing_as(f"{type(self._model).__name__} through this cache"):
             for number, part in enumerate((tokens[:, : self._prompt], *tokens[:, self._prompt :].split(1, 1))):
                 kwargs = {"input_ids": part, "past_key_values": cache, "use_cache": True}
                 cache.prepare_forward(kwargs)
                 # The first token after the prompt goes through the model and the kernels of its layers.
-                logits = steps.run(part) if steps and number > 1 else _logits_of(self._model(**kwargs))
+                if steps and number > 1:
+                    logits = steps.run(part)
+                else:
+                    logits = _logits_of(self._model(**kwargs))
+                    cache.count_forward()
                 if logits is None:
                     return None
                 found.append(logits)
         return torch.cat(found, 1)
 
     def _tokens(self) -> Tensor:
-        """[1, n] random tokens that have no special meaning."""
+        """[1, n] random tokens, none of them special."""
         config = self._model.config
         text = config.get_text_config()
         settings = {**config.to_dict(), **text.to_dict()}
@@ -241,7 +249,7 @@ def _logits_of(output: Any) -> Tensor:
 
 @contextmanager
 def _undisturbed(model: Any) -> Iterator[None]:
-    """No gradients, no dropout, and random numbers go on afterwards as if nothing had been."""
+    """No gradients and no dropout, and the state of random numbers is restored."""
     training = [module for module in model.modules() if module.training]
     home = home_of(model)
     with torch.no_grad(), torch.random.fork_rng([home] if home.type == "cuda" else []):
@@ -256,7 +264,7 @@ def _undisturbed(model: Any) -> Iterator[None]:
 
 @contextmanager
 def _rounded(embedding: Any) -> Iterator[None]:
-    """Let an embedding give its rows rounded up or down by chance, by as much as bfloat16 does."""
+    """Let an embedding round its outputs randomly up or down, by as much as bfloat16 does."""
     seeded = torch.Generator().manual_seed(0)
 
     def rounded(module: Any, inputs: Any, rows: Tensor) -> Tensor:

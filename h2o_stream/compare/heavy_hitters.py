@@ -177,7 +177,7 @@ def observe(
         layers = cache.evicting_layers
         watches = [_Watch(window, {name: [step[i] for step in steps] for name, steps in kept.items()}) for i in layers]
         for watch, number in zip(watches, layers, strict=True):
-            cache.layers[number].watch = watch
+            cache.layers[number].head_groups[0].watch = watch
         for done in _fed(model, cache, tokens, chunk):
             yield Progress("full attention", done, len(tokens))
     yield [watch.result(number) for watch, number in zip(watches, layers, strict=True)]

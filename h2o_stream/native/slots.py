@@ -1,21 +1,20 @@
-"""The slots of a cache as structures of the native library: addresses of its tensors and the numbers of its plan."""
+"""The slots of a cache as structures of the native library: addresses of tensors and the numbers of the plan."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy
 import torch
 from torch import Tensor
 
-from h2o_stream.cache.groups import GroupedLayer
+from h2o_stream.cache.head_group import HeadGroup
 from h2o_stream.cache.policies.accumulated import Accumulated
 from h2o_stream.cache.policies.long_term import DECAY, FAR, LongTerm
 from h2o_stream.cache.policies.random import Random
 from h2o_stream.cache.policies.recency import Recency
 from h2o_stream.cache.policies.tova import Tova
-from h2o_stream.cache.head_group import HeadGroup
 from h2o_stream.native.abi import SLOTS, AttentionLayer, PolicyKind, PositionMode, pointer
 
 POLICIES: dict[type, PolicyKind] = {
@@ -25,61 +24,48 @@ POLICIES: dict[type, PolicyKind] = {
     Random: PolicyKind.RANDOM,
     Recency: PolicyKind.RECENCY,
 }
-"""What the library evicts by; other policies are served eagerly."""
+"""Policies that the library implements; others run eagerly."""
 
 _POSITIONS = {"gap": PositionMode.GAP, "rolling": PositionMode.ROLLING, "absolute": PositionMode.AS_FED}
 
-_BOOKS = ("scores", "index", "rank", "free", "seen")
+_BOOKKEEPING = ("scores", "index", "rank", "free", "seen")
 _STORED = ("keys", "values", "key_codes", "value_codes", "key_range", "value_grid")
 
 
-class Group(NamedTuple):
-    """KV heads of a layer that share a window: their slots and their numbers, [n] int32."""
-
-    slots: HeadGroup
-    heads: Tensor
-
-
-def groups_of(layer: HeadGroup | GroupedLayer, kv_heads: int) -> list[Group]:
-    """The groups of heads of a decoder layer."""
-    if isinstance(layer, GroupedLayer):
-        return [Group(slots, heads.int()) for slots, heads in zip(layer.parts, layer.heads, strict=True)]
-    return [Group(layer, torch.arange(kv_heads, dtype=torch.int32))]
+def unsupported_rules(group: HeadGroup) -> str:
+    """Why the library cannot evict as this group does, or nothing."""
+    if type(group.policy) not in POLICIES:
+        return f"policy {type(group.policy).__name__} is written in Python"
+    return "somebody looks at the probabilities of attention" if group.watched else ""
 
 
-def unserved_rules(slots: HeadGroup) -> str:
-    """Why the library cannot evict as these slots do, or nothing."""
-    if type(slots.policy) not in POLICIES:
-        return f"policy {type(slots.policy).__name__} is written in Python"
-    return "somebody looks at the probabilities of attention" if slots.watched else ""
-
-
-def unserved(slots: HeadGroup) -> str:
-    """Why the library cannot serve these slots, which are allocated, or nothing."""
-    if slots.device.type != "cpu":
-        return f"the cache is on {slots.device}"
-    if slots.dtype not in (torch.float32, torch.bfloat16):
-        return f"keys and values are in {slots.dtype}"
-    return unserved_rules(slots)
+def unsupported(group: HeadGroup) -> str:
+    """Why the library does not support this group, which is allocated, or nothing."""
+    if group.device.type != "cpu":
+        return f"the cache is on {group.device}"
+    if group.dtype not in (torch.float32, torch.bfloat16):
+        return f"keys and values are in {group.dtype}"
+    return unsupported_rules(group)
 
 
 class BoundLayer:
-    """A decoder layer's slots, by address. Good until its tensors or its plan change.
+    """The slots of a decoder layer or of one head group, by address. Valid for one revision of the cache.
 
     Args:
-        groups: its groups of heads, initialized.
-        attention: filled with what the cache knows; sizes, scaling and softcap are the model's.
-        max_distance: distances there are to be rotations for; by default what decode steps need.
+        head_groups: with their slots allocated.
+        attention: filled with what the cache knows; the caller sets sizes, scaling and softcap.
+        max_distance: distances that need rotations; by default those of decode steps.
     """
 
-    def __init__(self, groups: Sequence[Group], attention: AttentionLayer, max_distance: int = 0) -> None:
-        self.groups = [group.slots for group in groups]
-        first = self.groups[0]
+    def __init__(self, head_groups: Sequence[HeadGroup], attention: AttentionLayer, max_distance: int = 0) -> None:
+        self.head_groups, first = head_groups, head_groups[0]
         plan, budget = first.plan, first.budget
-        self._alive: list[Any] = [group.heads for group in groups]
+        whole = torch.arange(attention.kv_heads)
+        all_heads = [whole if group.heads is None or len(head_groups) == 1 else group.heads for group in head_groups]
+        self._heads = [heads.int() for heads in all_heads]
         pins = torch.tensor([(pin.start, pin.stop) for pin in budget.pins], dtype=torch.int64).view(-1, 2)
         rope = self._rope(max_distance)
-        self._alive += [pins, rope]
+        self._alive = pins, rope
         self.attention = attention
         attention.policy = POLICIES[type(first.policy)]
         attention.positions = _POSITIONS[plan.positions]
@@ -100,27 +86,26 @@ class BoundLayer:
         attention.kv_bits = plan.kv_bits
         attention.exact_sinks = first.store.sinks
         attention.residual = first.store.residual
-        self.slots = numpy.zeros((len(first.lengths), len(groups)), dtype=SLOTS)
-        for number, group in enumerate(groups):
-            self._fill(self.slots[:, number], group)
+        self.slots = numpy.zeros((len(first.seen), len(head_groups)), dtype=SLOTS)
+        for number, (group, heads) in enumerate(zip(head_groups, self._heads, strict=True)):
+            self._fill(self.slots[:, number], group, heads)
 
     def _rope(self, max_distance: int) -> Tensor | None:
-        table = self.groups[0].table
+        table = self.head_groups[0].table
         if table is None:
             return None
-        most = max(max_distance, *(slots.reach(slots.store.slots) for slots in self.groups))
-        return table.upto(most, torch.device("cpu"), torch.float32).contiguous()
+        limit = max(max_distance, *(group.max_distance(group.store.slots) for group in self.head_groups))
+        return table.upto(limit, torch.device("cpu"), torch.float32).contiguous()
 
     @staticmethod
-    def _fill(rows: Any, group: Group) -> None:
-        """Structures [B] of one group."""
-        slots = group.slots
-        tensors = {name: getattr(slots.store, name, None) for name in _STORED}
-        tensors |= {name: getattr(slots, name) for name in _BOOKS}
-        tensors["long_term"] = slots.long_term_scores if slots.policy.long_term else None
+    def _fill(rows: Any, group: HeadGroup, heads: Tensor) -> None:
+        """Fill the structures [B] of one group of `heads`."""
+        tensors = {name: getattr(group.store, name, None) for name in _STORED}
+        tensors |= {name: getattr(group, name) for name in _BOOKKEEPING}
+        tensors["long_term"] = group.long_term_scores if group.policy.long_term else None
         for name, tensor in tensors.items():
             if tensor is not None:
                 stride = tensor.stride(0) * tensor.element_size()
                 rows[name] = pointer(tensor) + stride * numpy.arange(len(rows))
-        rows["heads"], rows["head_count"] = pointer(group.heads), len(group.heads)
-        rows["slots"], rows["recent"], rows["span"] = slots.store.slots, int(slots.budget.recent), int(slots.span)
+        rows["heads"], rows["head_count"] = pointer(heads), len(heads)
+        rows["slots"], rows["recent"], rows["span"] = group.store.slots, int(group.budget.recent), int(group.span)

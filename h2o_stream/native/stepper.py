@@ -1,7 +1,7 @@
-"""Whole decode steps in the native library: they take the place of a model's forward for single tokens.
+"""Whole decode steps in the native library, in place of a model's forward for single tokens.
 
-What is native and what is eager is decided here: `make_stepper` describes a model, and has the description proved
-(`cache.verification`). Where either fails the steps are eager, and it says why.
+`make_stepper` decides what is native and what is eager: it describes a model and verifies the description
+(`cache.verification`). If either fails the steps are eager, and it says why.
 """
 
 from __future__ import annotations
@@ -17,20 +17,20 @@ import numpy
 import torch
 from torch import Tensor
 
-from h2o_stream.cache.verification import error_of, tolerance_of
 from h2o_stream.cache.h2o_cache import H2OCache
+from h2o_stream.cache.verification import error_of, tolerance_of
 from h2o_stream.errors import H2OStreamError, OutOfMemoryError
 from h2o_stream.native import library
 from h2o_stream.native.abi import STREAM
 from h2o_stream.native.describe import describe
 from h2o_stream.native.description import Description, NativeModel, NotDescribed
-from h2o_stream.native.slots import BoundLayer, groups_of, unserved, unserved_rules
+from h2o_stream.native.slots import BoundLayer, unsupported, unsupported_rules
 from h2o_stream.native.unchanged import Unchanged
 
 CHECK = "H2O_CHECK_STEPS"
 """Environment variable: every native step is compared with the eager one, layer by layer."""
 
-MOST_ROWS = 64
+MAX_ROWS = 64
 """Rows of a batch beyond which torch's products of matrices are faster."""
 
 _BYTES_PER_THREAD = 2**20
@@ -42,7 +42,7 @@ def make_stepper(model: Any, cache: H2OCache) -> Stepper | CheckedStepper | str:
 
     Args:
         model: takes its attention from `cache`; its forward is its own.
-        cache: empty; loses its native kernels where they fail.
+        cache: empty; loses its native kernels if they fail.
     """
     native = library.loaded()
     if native is None:
@@ -51,10 +51,10 @@ def make_stepper(model: Any, cache: H2OCache) -> Stepper | CheckedStepper | str:
     if not isinstance(description, str):
         parts = native, NativeModel(description), Unchanged(model, description)
         steps = functools.partial(Stepper, *parts)
-    if trouble := _disproved(cache, steps):
-        if steps is None or _disproved(cache, None):
+    if failure := _failure(cache, steps):
+        if steps is None or _failure(cache, None):
             cache.kernels = None
-        return trouble
+        return failure
     if isinstance(description, str) or steps is None:
         return str(description)
     stepper = steps(cache)
@@ -63,7 +63,7 @@ def make_stepper(model: Any, cache: H2OCache) -> Stepper | CheckedStepper | str:
 
 def _described(model: Any, cache: H2OCache) -> Description | str:
     """What native steps need, or why there are none."""
-    if cache.place is not None or (getattr(model, "tp_size", None) or 1) > 1:
+    if cache.storage_device is not None or (getattr(model, "tp_size", None) or 1) > 1:
         return "the cache is in host memory or the model is shared by several processes"
     try:
         description = describe(model)
@@ -71,19 +71,19 @@ def _described(model: Any, cache: H2OCache) -> Description | str:
         return str(reason)
     if cache.plan.positions == "absolute" and not description.absolute_ok:
         return "its rotary frequencies change with the length of the text"
-    return next(filter(None, map(unserved_rules, cache.slots)), "") or description
+    return next(filter(None, map(unsupported_rules, cache.head_groups)), "") or description
 
 
-def _disproved(cache: H2OCache, steps: Callable[[H2OCache], Stepper] | None) -> str:
+def _failure(cache: H2OCache, steps: Callable[[H2OCache], Stepper] | None) -> str:
     """Why native kernels, and steps if there are any, do not compute what the model does, or nothing."""
-    proof, kernels = cache.verification, cache.kernels
-    if proof is None or kernels is None:
+    verification, kernels = cache.verification, cache.kernels
+    if verification is None or kernels is None:
         return ""
 
-    def trouble() -> str:
-        return proof.trouble(kernels, steps)
+    def failure() -> str:
+        return verification.failure(kernels, steps)
 
-    return proof.remembered(f"{'steps' if steps else 'kernels'} of {library.identity()}", trouble)
+    return verification.cached(f"{'steps' if steps else 'kernels'} of {library.identity()}", failure)
 
 
 class Stepper:
@@ -103,7 +103,7 @@ class Stepper:
         self.cache, self.model, self._unchanged = cache, model, unchanged
         self._native = native
         self._layers: list[BoundLayer] = []
-        self._layout, self._columns, self._settled, self.unserved = -1, -1, False, ""
+        self._revision, self._columns, self._steady, self.unserved = -1, -1, False, ""
         if cache.plan.positions != "absolute":
             for layer in model.layers:
                 layer.frequencies = None  # keys are rotated when they are attended to
@@ -134,19 +134,19 @@ class Stepper:
             [B, 1, V] float32; None where it has to be done eagerly, and nothing was touched.
         """
         rows, cache = len(tokens), self.cache
-        if rows > MOST_ROWS or len(cache.slots[0].lengths) != rows or tokens.device.type != "cpu":
+        if rows > MAX_ROWS or len(cache.tokens.lengths) != rows or tokens.device.type != "cpu":
             return None
-        if self._layout != cache.revision:
+        if self._revision != cache.revision:
             self.unserved = self._bind()
-        if cache.slots[0].columns != self._columns:  # a prompt came between
+        if cache.tokens.columns != self._columns:  # a prompt came between
             self._unchanged.look_again()
         if self.unserved or not self._unchanged:
             return None
-        if not (self._settled and cache.steady):
+        if not (self._steady and cache.steady):
             for layer in self._layers:
-                for number, slots in enumerate(layer.groups):
-                    layer.slots["evictions"][:, number] = slots.num_evictions
-            self._settled = cache.steady
+                for number, group in enumerate(layer.head_groups):
+                    layer.slots["evictions"][:, number] = group.num_evictions
+            self._steady = cache.steady
         ids = tokens[:, 0].numpy()
         if ids.min() < 0 or ids.max() >= self.model.struct.vocabulary:
             return None  # the model's own forward refuses it
@@ -164,31 +164,31 @@ class Stepper:
         if failed:
             raise OutOfMemoryError(f"out of memory for a step of {rows} rows")
         cache.count_token()
-        self._columns = cache.slots[0].columns
+        self._columns = cache.tokens.columns
         return logits
 
     def _bind(self) -> str:
-        """Take down the addresses of all slots; why the library cannot serve them, or nothing."""
-        self._layout = self.cache.revision
+        """Bind the addresses of all slots; why the library does not support them, or nothing."""
+        self._revision = self.cache.revision
         if not self._unchanged.in_content:
             return "weights were written to since the model was attached"
         bound: list[BoundLayer] = []
         first = 0
         for cached, layer in zip(self.cache.layers, self.model.layers, strict=True):
-            groups = groups_of(cached, layer.attention.kv_heads)
-            if reason := next(filter(None, (unserved(group.slots) for group in groups)), ""):
+            groups = cached.head_groups
+            if reason := next(filter(None, map(unsupported, groups)), ""):
                 return reason
             bound.append(BoundLayer(groups, layer.attention))
             layer.first_group, layer.group_count = first, len(groups)
             first += len(groups)
-        # The slots of a stream lie one after the other, those of a layer are a view of them.
+        # The slots of a stream are contiguous; those of a layer are a view of them.
         self._slots = numpy.concatenate([layer.slots for layer in bound], axis=1)
-        for own, layer in zip(bound, self.model.layers, strict=True):
-            own.slots = self._slots[:, layer.first_group : layer.first_group + layer.group_count]
+        for bound_layer, layer in zip(bound, self.model.layers, strict=True):
+            bound_layer.slots = self._slots[:, layer.first_group : layer.first_group + layer.group_count]
         rows = len(self._slots)
         self._streams = numpy.zeros(rows, dtype=STREAM)
         self._streams["slots"] = self._slots.ctypes.data + self._slots.strides[0] * numpy.arange(rows)
-        self._layers, self._settled = bound, False
+        self._layers, self._steady = bound, False
         return ""
 
 

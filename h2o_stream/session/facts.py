@@ -7,7 +7,7 @@ from dataclasses import astuple, dataclass, field
 
 from torch import Tensor
 
-from h2o_stream.cache.state import checksummed, encode_json, decode_json, verify_checksums
+from h2o_stream.cache.state import checksummed, decode_json, encode_json, verify_checksums
 from h2o_stream.errors import H2OStreamError
 from h2o_stream.session.template import ChatTemplate
 

@@ -1,8 +1,11 @@
-"""What a token is worth and which tokens stay. One policy a file; `base` has the interface and the eviction rule.
+"""What a token is worth and which tokens stay: one policy per file; `base` has the interface and the eviction rule.
 
-Pure functions of tensors: nothing here knows layers, models, or where keys and values lie.
+Pure functions of tensors: nothing here knows layers, models, or where keys and values are stored.
 """
 
 from h2o_stream.cache.policies.base import Attention, Budget, Candidates, Policy, make_policy, merged, select
 
-__all__ = ["Attention", "Budget", "Candidates", "Policy", "make_policy", "merged", "select"]
+Held = Candidates
+"""The name of `Candidates` in version 0.1."""
+
+__all__ = ["Attention", "Budget", "Candidates", "Held", "Policy", "make_policy", "merged", "select"]

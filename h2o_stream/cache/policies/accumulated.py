@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from h2o_stream.cache.policies.base import Attention, Candidates, Policy, faded
+from h2o_stream.cache.policies.base import Attention, Candidates, Policy
 
 MAX_DECAY_TOKENS = 64
-"""Tokens of a forward after which its queries count no less: a prompt that is read whole is judged by all of it."""
+"""Within one forward decay stops after this many tokens, so that all of a prompt read at once counts."""
 
 
 class Accumulated(Policy):
@@ -19,21 +19,21 @@ class Accumulated(Policy):
     """
 
     def update_scores(self, scores: Tensor, attention: Attention) -> Tensor:
-        """Decay what was there, add what the new queries give; see `Policy.update_scores`."""
+        """Decay the scores, add the attention of the new queries; see `Policy.update_scores`."""
         probs, decay = attention.probs, self.plan.decay
         if isinstance(attention.new, int) and attention.new == 1:
             return scores.mul(decay).add_(probs.sum((2, 3)))
-        weights = faded(decay, attention.later.clamp(max=MAX_DECAY_TOKENS))
+        weights = decay ** attention.later.clamp(max=MAX_DECAY_TOKENS)
         received = (weights.unsqueeze(-2) @ probs).squeeze(-2).sum(2)
         return received.add_(scores * decay**attention.new)
 
     def total(self, seen: Tensor) -> Tensor | None:
-        """Every query gives 1, which decays; not known if much is read at once. See `Policy.total`."""
+        """Every query adds 1, which decays; unknown if chunks are large. See `Policy.total`."""
         decay, seen = self.plan.decay, seen.double()
         if decay < 1 and not 0 < self.plan.chunk <= MAX_DECAY_TOKENS:
             return None
         return seen if decay == 1 else (1 - decay**seen) / (1 - decay)
 
-    def priority(self, held: Candidates) -> Tensor:
+    def priority(self, candidates: Candidates) -> Tensor:
         """The score itself."""
-        return held.scores
+        return candidates.scores

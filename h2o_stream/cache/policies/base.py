@@ -1,11 +1,16 @@
-"""The interface of a policy (score update, protected set, choice) and the eviction rule they share."""
+"""The interface of a policy (score update, protected tokens, priority) and the eviction rule all policies share.
+
+A policy says what a token is worth and owns no state: scores are kept for it, one or two per slot (`cache.head_group`).
+"""
 
 from __future__ import annotations
 
+import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib import import_module
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,12 +20,12 @@ from h2o_stream.config import POLICIES, CachePlan
 
 @dataclass(frozen=True)
 class Attention:
-    """What Q new tokens paid attention to.
+    """The attention of Q new tokens.
 
     Attributes:
         probs: [B, Hkv, G, Q, K] float32, their softmax over all visible keys; zero for a query that is padding.
-        later: [Q], or [B, 1, 1, Q] when rows differ, float32: new tokens after each query.
-        new: how many tokens are new, or [B, 1, 1] int64 when rows differ.
+        later: [Q], or [B, 1, 1, Q] when rows differ, float32: number of new tokens after each query.
+        new: number of new tokens, or [B, 1, 1] int64 when rows differ.
     """
 
     probs: Tensor
@@ -28,19 +33,14 @@ class Attention:
     new: int | Tensor
 
 
-def faded(decay: float, later: Tensor) -> Tensor:
-    """``decay ** later``, what a query counts after so many more."""
-    return decay**later
-
-
 @dataclass(frozen=True)
 class Candidates:
-    """The K places of every head, as a policy sees them.
+    """The K tokens of every head among which a policy chooses: cached ones, and in a prefill the new ones.
 
     Attributes:
         scores: [B, Hkv, K] float32.
-        index: [B, Hkv, K] integer, the token's index in its row; -1 where the place is empty.
-        rank: [B, Hkv, K] integer, held tokens newer than it.
+        index: [B, Hkv, K] integer, the token's index in its row; -1 where a slot is empty.
+        rank: [B, Hkv, K] integer, number of newer tokens among them.
         seen: [B, 1, 1] int64, tokens seen by each row.
         long_term_scores: [B, Hkv, K] float32, the long-term scores of a policy that has them.
     """
@@ -51,10 +51,15 @@ class Candidates:
     seen: Tensor
     long_term_scores: Tensor | None = None
 
+    @property
+    def lasting(self) -> Tensor | None:
+        """The name of `long_term_scores` before version 0.2."""
+        return self.long_term_scores
+
 
 @dataclass(frozen=True)
 class Budget:
-    """What eviction may not touch.
+    """What must not be evicted.
 
     Attributes:
         sinks: first tokens.
@@ -74,19 +79,33 @@ class Budget:
         return pinned
 
 
+_RENAMED = {"observe": "update_scores", "remember": "update_long_term", "observes": "needs_attention"}
+"""Names of `Policy` in version 0.1, and what they are called now."""
+
+
 class Policy(ABC):
-    """One way to choose what stays; its state is a float32 score or two per slot, kept by the caller.
+    """One way to choose which tokens stay.
 
     Args:
         plan: the budgets and the decay.
-        layer: which decoder layer it serves.
+        layer: index of the decoder layer.
     """
 
     needs_attention: bool = True
-    """Whether `update_scores` wants the attention of every forward."""
+    """Whether scores depend on attention, so that `update_scores` must see every forward."""
 
     long_term: bool = False
-    """Whether there is a second, long-term score, kept by `update_long_term`."""
+    """Whether there is a second, long-term score; see `update_long_term`."""
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        """Let policies written for version 0.1 keep the old names of methods, in both directions."""
+        super().__init_subclass__(**kwargs)
+        for old, new in _RENAMED.items():
+            if old in vars(cls):
+                warnings.warn(f"{cls.__name__}.{old} is now called {new}", DeprecationWarning, stacklevel=3)
+                setattr(cls, new, vars(cls)[old])
+            elif new in vars(cls):
+                setattr(cls, old, vars(cls)[new])
 
     def __init__(self, plan: CachePlan, layer: int = 0) -> None:
         self.plan = plan
@@ -96,30 +115,30 @@ class Policy(ABC):
         """Scores after the attention of the new tokens.
 
         Args:
-            scores: [B, Hkv, K] float32, zero for the new tokens, -inf where a place is empty.
-            attention: what the new tokens looked at.
+            scores: [B, Hkv, K] float32, zero for the new tokens, -inf where a slot is empty.
+            attention: what the new tokens paid attention to.
 
         Returns:
             [B, Hkv, K] float32, a new tensor.
         """
         return scores
 
-    def update_long_term(self, long_term_scores: Tensor, held: Candidates, attention: Attention) -> Tensor:
+    def update_long_term(self, long_term_scores: Tensor, candidates: Candidates, attention: Attention) -> Tensor:
         """Long-term scores after the attention of the new tokens.
 
         Args:
-            long_term_scores: [B, Hkv, K] float32, zero for the new tokens and where a place is empty.
-            held: the places; `seen` counts the new tokens.
-            attention: what the new tokens looked at.
+            long_term_scores: [B, Hkv, K] float32, zero for the new tokens and where a slot is empty.
+            candidates: the K tokens; `seen` counts the new ones.
+            attention: what the new tokens paid attention to.
 
         Returns:
             [B, Hkv, K] float32, a new tensor.
         """
         return long_term_scores
 
-    def protected(self, held: Candidates, budget: Budget) -> Tensor:
-        """Which places may not be evicted, [B, Hkv, K] bool; what it says of empty places is of no account."""
-        return (held.rank < budget.recent) | (held.index < budget.sinks) | budget.pinned(held.index)
+    def protected(self, candidates: Candidates, budget: Budget) -> Tensor:
+        """Which tokens must not be evicted, [B, Hkv, K] bool; undefined for empty slots."""
+        return (candidates.rank < budget.recent) | (candidates.index < budget.sinks) | budget.pinned(candidates.index)
 
     def total(self, seen: Tensor) -> Tensor | None:
         """What all scores would sum to for each query head, had nothing been evicted; None without scores.
@@ -130,46 +149,46 @@ class Policy(ABC):
         return None
 
     @abstractmethod
-    def priority(self, held: Candidates) -> Tensor:
-        """What an unprotected place is worth: [B, Hkv, K] float32, the lowest is evicted first."""
+    def priority(self, candidates: Candidates) -> Tensor:
+        """Worth of the unprotected tokens, [B, Hkv, K] float32; the lowest is evicted first."""
 
-    def worth(self, held: Candidates, budget: Budget) -> Tensor:
-        """The priority with protected places at +inf and empty ones at -inf, [B, Hkv, K] float32.
+    def worth(self, candidates: Candidates, budget: Budget) -> Tensor:
+        """The priority, +inf for protected tokens and -inf for empty slots, [B, Hkv, K] float32.
 
-        A priority of NaN, which a model gives whose numbers overflow, counts as the lowest of all.
+        NaN, which a model whose numbers overflow gives, counts as the lowest priority.
         """
-        least = torch.finfo(torch.float32).min
-        worth = self.priority(held)
-        worth = worth.masked_fill(worth.isnan(), least).masked_fill_(self.protected(held, budget), torch.inf)
-        return worth.masked_fill_(held.index < 0, -torch.inf)
+        lowest = torch.finfo(torch.float32).min
+        worth = self.priority(candidates)
+        worth = worth.masked_fill(worth.isnan(), lowest).masked_fill_(self.protected(candidates, budget), torch.inf)
+        return worth.masked_fill_(candidates.index < 0, -torch.inf)
 
 
-def select(worth: Tensor, index: Tensor, most: int, limits: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """Choose the places to keep, those worth most.
+def select(worth: Tensor, index: Tensor, limit: int, limits: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """Choose the tokens of most worth.
 
-    For the budgets of ``h2o-paper`` this is the cookbook's `HHCache` rule: the top-H scores among all but
-    the last R tokens, plus the last R, in token order.
+    For the budgets of ``h2o-paper`` this is the cookbook's `HHCache` rule: the top-H scores among all but the last R
+    tokens, plus the last R, in token order.
 
     Args:
         worth: [B, Hkv, K] float32, see `Policy.worth`.
-        index: [B, Hkv, K] integer token index, -1 where the place is empty.
-        most: n, how many the row keeps that keeps most.
-        limits: [B] int64, how many each row keeps, at most; None if all keep `most`.
+        index: [B, Hkv, K] integer token index, -1 where a slot is empty.
+        limit: n, number of tokens kept by the row that keeps most.
+        limits: [B] int64, number of tokens that each row keeps; None if all keep `limit`.
 
     Returns:
-        [B, Hkv, n] int64 places along K, oldest token first, and the token index of each; a row that keeps fewer has
-        -1 in front.
+        [B, Hkv, n] int64 positions along K, oldest token first, and the token index of each; a row that keeps fewer
+        has -1 in front.
     """
-    places = worth.topk(most, dim=-1).indices
-    index = index.gather(-1, places)
+    chosen = worth.topk(limit, dim=-1).indices
+    index = index.gather(-1, chosen)
     if limits is not None:
-        index = index.masked_fill(torch.arange(most, device=index.device) >= limits.view(-1, 1, 1), -1)
+        index = index.masked_fill(torch.arange(limit, device=index.device) >= limits.view(-1, 1, 1), -1)
     index, order = index.sort(-1)
-    return places.gather(-1, order), index
+    return chosen.gather(-1, order), index
 
 
 def make_policy(plan: CachePlan, layer: int = 0) -> Policy:
-    """The policy of a plan. Without slots to choose for, recency is all there is, whatever its name."""
+    """The policy of a plan. With a heavy budget of 0 there is nothing to choose: every policy is `Recency`."""
     rule = POLICIES[plan.policy if plan.heavy else "recent"].rule
     module, _, name = rule.partition(":")
     policy: Policy = getattr(import_module(module), name)(plan, layer)
@@ -177,7 +196,7 @@ def make_policy(plan: CachePlan, layer: int = 0) -> Policy:
 
 
 def merged(pins: Sequence[range]) -> tuple[range, ...]:
-    """Ranges without overlaps and empty ones, in order."""
+    """The same indices as ranges in order, none of them empty or overlapping."""
     result: list[range] = []
     for pin in sorted((pin for pin in pins if len(pin)), key=lambda pin: pin.start):
         if result and pin.start <= result[-1].stop:

@@ -1,37 +1,37 @@
-"""``h2o``: the attention a token has received lately, and how sharply it was ever attended to from afar."""
+"""``h2o``: recent attention, and how sharply a token was ever attended to from a distance."""
 
 from __future__ import annotations
 
 from torch import Tensor
 
 from h2o_stream.cache.policies.accumulated import Accumulated
-from h2o_stream.cache.policies.base import Attention, Candidates, faded
+from h2o_stream.cache.policies.base import Attention, Candidates
 from h2o_stream.config import CachePlan
 
 FAR = 64
-"""Tokens that lie between a token and what looks back at it from afar."""
+"""Distance in tokens from which attention counts for the long-term score."""
 
 DECAY = 0.999
 """Factor on the long-term score per token seen."""
 
 
 class LongTerm(Accumulated):
-    """Decayed sums as in `Accumulated`, and beside them a score that lasts ten times as long.
+    """Decayed sums as in `Accumulated`, plus a score that lasts ten times as long.
 
-    What is quoted once is quoted again: the long-term score sums the squares of the attention that comes from afar, so
-    that being found once counts and being glanced at a hundred times does not.
+    What is quoted once is quoted again: the long-term score sums the squares of attention from a distance, so that one
+    sharp look counts and a hundred glances do not.
     """
 
     def __init__(self, plan: CachePlan, layer: int = 0) -> None:
         super().__init__(plan, layer)
         self.long_term = plan.long_term > 0
 
-    def update_long_term(self, long_term_scores: Tensor, held: Candidates, attention: Attention) -> Tensor:
-        """Decay what was there, add the squares of what old tokens receive; see `Policy.update_long_term`.
+    def update_long_term(self, long_term_scores: Tensor, candidates: Candidates, attention: Attention) -> Tensor:
+        """Decay the scores, add the squares of the attention to distant tokens; see `Policy.update_long_term`.
 
-        Old is what lies `FAR` tokens before the query, or before the first one of the `FAR` that it is one of.
+        Distant is `FAR` tokens before the query; queries are taken `FAR` at a time, and the first one counts.
         """
-        before = held.seen - attention.new
+        before = candidates.seen - attention.new
         kept = long_term_scores * DECAY**attention.new
         for start in range(0, attention.probs.shape[-2], FAR):
             squares = attention.probs[..., start : start + FAR, :].square()
@@ -39,10 +39,11 @@ class LongTerm(Accumulated):
                 received = squares.sum((2, 3))
             else:
                 later = attention.later[..., start : start + FAR]
-                received = (faded(DECAY, later).unsqueeze(-2) @ squares).squeeze(-2).sum(2)
-            kept += received.mul_(held.index < before + start - FAR)
+                received = ((DECAY**later).unsqueeze(-2) @ squares).squeeze(-2).sum(2)
+            kept += received.mul_(candidates.index < before + start - FAR)
         return kept
 
-    def priority(self, held: Candidates) -> Tensor:
-        """Both scores."""
-        return held.scores if held.long_term_scores is None else held.scores + self.plan.long_term * held.long_term_scores
+    def priority(self, candidates: Candidates) -> Tensor:
+        """The sum of both scores."""
+        scores, long_term = candidates.scores, candidates.long_term_scores
+        return scores if long_term is None else scores + self.plan.long_term * long_term

@@ -1,4 +1,4 @@
-"""``random``: chance. Any score that does not beat it has shown nothing."""
+"""``random``: the baseline that any score must beat."""
 
 from __future__ import annotations
 
@@ -17,10 +17,11 @@ class Random(Policy):
 
     needs_attention = False
 
-    def priority(self, held: Candidates) -> Tensor:
+    def priority(self, candidates: Candidates) -> Tensor:
         """[B, Hkv, K] float32 in [0, 1)."""
-        heads = torch.arange(held.index.shape[1], device=held.index.device)[:, None]
-        drawn = _mix(_mix(_mix(held.seen + 0x9E3779B9 * self.plan.seed) + 0x10001 * self.layer + heads) + held.index)
+        heads = torch.arange(candidates.index.shape[1], device=candidates.index.device)[:, None]
+        stream = _mix(candidates.seen + 0x9E3779B9 * self.plan.seed)
+        drawn = _mix(_mix(stream + 0x10001 * self.layer + heads) + candidates.index)
         return (drawn & 0xFFFFFF).float() / 2**24
 
 

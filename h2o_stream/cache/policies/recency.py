@@ -12,6 +12,6 @@ class Recency(Policy):
 
     needs_attention = False
 
-    def priority(self, held: Candidates) -> Tensor:
+    def priority(self, candidates: Candidates) -> Tensor:
         """Newer is worth more."""
-        return held.rank.neg().float()
+        return candidates.rank.neg().float()

@@ -1,4 +1,4 @@
-"""``tova``: what the newest token looks at."""
+"""``tova``: the attention of the newest token."""
 
 from __future__ import annotations
 
@@ -11,21 +11,21 @@ from h2o_stream.cache.policies.base import Attention, Candidates, Policy
 class Tova(Policy):
     """Token omission via attention (arXiv 2401.06104): the score is the attention of the last query alone.
 
-    Deliberate difference to the paper: every KV head chooses for itself, by the sum over its query heads,
-    where the paper averages over all heads of a layer.
+    Deliberate difference to the paper: every KV head chooses by itself, by the sum over its query heads; the paper
+    averages over all heads of a layer.
     """
 
     def update_scores(self, scores: Tensor, attention: Attention) -> Tensor:
-        """What the last new query gives; a row without new tokens keeps what it had. See `Policy.update_scores`."""
+        """The attention of the last query; a row without new tokens keeps its scores. See `Policy.update_scores`."""
         if isinstance(attention.new, int):
             return attention.probs[..., -1, :].sum(2)
         last = (attention.later == 0).unsqueeze(-1)
         return torch.where(attention.new > 0, (attention.probs * last).sum((2, 3)), scores)
 
     def total(self, seen: Tensor) -> Tensor:
-        """The last query gives 1; see `Policy.total`."""
+        """The last query adds 1; see `Policy.total`."""
         return torch.ones_like(seen, dtype=torch.float64)
 
-    def priority(self, held: Candidates) -> Tensor:
+    def priority(self, candidates: Candidates) -> Tensor:
         """The score itself."""
-        return held.scores
+        return candidates.scores

@@ -1,0 +1,124 @@
+"""How the slots of a cache are assigned: which tokens are pinned, and how many tokens each group of heads may hold."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import torch
+
+from h2o_stream.cache.budgets import schedules, windows
+from h2o_stream.cache.head_group import HeadGroup
+from h2o_stream.cache.layer_spec import LayerSpec
+from h2o_stream.cache.policies import Budget, merged
+from h2o_stream.config import MIN_EVICTABLE, CachePlan
+from h2o_stream.errors import ConfigError, H2OStreamError
+
+
+class BudgetAssignment:
+    """Pins and windows of the layers that follow the plan.
+
+    Args:
+        plan: the windows and budgets of a head in the mean.
+        specs: all layers.
+        max_distance: largest distance the model was trained for, or None.
+
+    Attributes:
+        pins: ranges of token indices that are never evicted, without the sinks.
+        windows: tokens that each group of heads holds in the end, in all processes.
+    """
+
+    def __init__(
+        self, plan: CachePlan, specs: Iterable[LayerSpec], max_distance: int | None, pins: tuple[range, ...] = ()
+    ) -> None:
+        self._plan, self._max_distance, self.pins = plan, max_distance, pins
+        evicting = [spec for spec in specs if spec.sliding is None]
+        self._budgets = [budget for spec in evicting for budget in spec.budgets]
+        self._local = [budget is not None for spec in evicting for budget in spec.local_budgets]
+        self.windows: tuple[int, ...] = ()
+
+    @property
+    def counts(self) -> tuple[int, ...]:
+        """Number of heads in each group."""
+        return tuple(budget.count for budget in self._budgets)
+
+    @property
+    def protected(self) -> tuple[range, ...]:
+        """Ranges of token indices that are never evicted, sinks and pins."""
+        return self._with_sinks(self.pins)
+
+    def _with_sinks(self, pins: Sequence[range]) -> tuple[range, ...]:
+        return merged((range(self._plan.sinks), *pins))
+
+    def check(self, pins: tuple[range, ...], fixed: bool) -> None:
+        """Check that pins leave enough slots in every window; if `fixed`, windows cannot change any more.
+
+        Raises:
+            ConfigError: they do not.
+        """
+        plan, minimum = self._plan, self._min_movable
+        pinned = sum(map(len, self._with_sinks(pins)))
+        window = min(self.windows) if fixed else plan.window
+        if pinned > plan.sinks and window - pinned < minimum:
+            whose = "of some heads " if window < plan.window else ""
+            raise ConfigError(
+                f"{pinned} pinned tokens (system prompt, sinks, pins) leave {max(window - pinned, 0)} of a window "
+                f"{whose}of {window}, at least {minimum} must be left; raise --window to "
+                f"{plan.window + pinned + minimum - window} or pin less (a shorter system prompt)"
+            )
+
+    def assign(self, groups: Sequence[HeadGroup], fixed: bool) -> None:
+        """Give each head its window unless that is `fixed`, and split what pins leave of it into heavy and recent."""
+        plan, pinned = self._plan, sum(map(len, self.protected))
+        if not fixed:
+            sizes = windows(self._budgets, plan.window, pinned, self._min_movable, self._max_window)
+            self.set_windows(groups, sizes)
+        for group in groups:
+            movable = group.schedule.window - pinned
+            recent = movable - movable * plan.heavy // (plan.heavy + plan.recent)
+            group.budget = Budget(plan.sinks, self.pins, max(recent, self._min_recent))
+
+    def set_windows(self, groups: Sequence[HeadGroup], sizes: Sequence[int]) -> None:
+        """Give the heads their windows, and spans within the distances that the model knows."""
+        plan, self.windows = self._plan, tuple(sizes)
+        everywhere = schedules(self.windows, self.counts, plan.window)
+        local = [schedule for schedule, is_local in zip(everywhere, self._local, strict=True) if is_local]
+        for group, schedule in zip(groups, local, strict=True):
+            group.set_schedule(schedule)
+            if self._max_distance is not None and plan.positions == "gap":
+                group.span = min(plan.span, self._max_distance - schedule.window - (plan.chunk or 1))
+
+    @property
+    def _max_window(self) -> int | None:
+        """Largest window: half the distances that the model knows are left for the gaps between kept tokens."""
+        if self._max_distance is None:
+            return None
+        return max(self._plan.window, (self._max_distance - (self._plan.chunk or 1)) // 2)
+
+    @property
+    def _min_movable(self) -> int:
+        """Tokens that every head needs beside the pinned ones."""
+        return max(MIN_EVICTABLE, self._min_recent + 1)
+
+    @property
+    def _min_recent(self) -> int:
+        """Newest tokens that pins must leave: one, or as many as a quantized cache keeps in full precision."""
+        return self._plan.residual - 1 if self._plan.kv_bits < 16 else 1
+
+
+def check_not_evicted(group: HeadGroup, start: int, stop: int) -> None:
+    """Check that a group holds the tokens from `start` up to `stop` of every row, as far as the row has them.
+
+    Raises:
+        H2OStreamError: some have been evicted.
+    """
+    seen, window = max(group.tokens.lengths, default=0), group.plan.window
+    stop = min(stop, seen)
+    if stop <= start or seen <= window:
+        return
+    wanted = torch.arange(start, stop, device=group.device)
+    held = (group.index.unsqueeze(-1) == wanted).any(2)
+    if not bool((held | (wanted >= group.seen)).all()):
+        raise H2OStreamError(
+            f"of the tokens {start} to {stop} some have been evicted, {seen} were seen in a window of {window}; "
+            "pin tokens before they pass the window"
+        )

@@ -1,0 +1,126 @@
+"""The state of an `H2OCache` as tensors by name, and back."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, replace
+from math import isfinite
+from statistics import StatisticsError, fmean
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from h2o_stream.cache.audit import check_slots
+from h2o_stream.cache.budgets import HeadBudget
+from h2o_stream.cache.head_group import HeadGroup
+from h2o_stream.cache.identity import policy_source
+from h2o_stream.cache.policies import merged
+from h2o_stream.cache.state import (
+    FINGERPRINT,
+    check_fingerprint,
+    checksummed,
+    decode_json,
+    encode_json,
+    require_tensor,
+    verify_checksums,
+    whole_numbers,
+    with_prefix,
+)
+from h2o_stream.errors import H2OStreamError
+
+if TYPE_CHECKING:
+    from h2o_stream.cache.h2o_cache import H2OCache
+
+_KEYS = {"long_term_scores": "lasting"}
+"""What tensors are called in a state, where that differs from the attribute."""
+
+
+def state_of(cache: H2OCache) -> dict[str, Tensor]:
+    """A copy of everything needed to continue exactly."""
+    state = {
+        f"{prefix}{_KEYS.get(name, name)}": tensor.clone(memory_format=torch.contiguous_format)
+        for prefix, group, _ in _groups(cache)
+        for name, tensor in group.tensors().items()
+    }
+    state["pins"] = torch.tensor([(pin.start, pin.stop) for pin in cache.pins], dtype=torch.int64).flatten()
+    state["progress"] = torch.tensor([cache.tokens.columns, cache.first_prompt])
+    state["filled"] = torch.tensor([group.filled for group in cache.head_groups])
+    budgets = [[(budget.heads, budget.share) for budget in spec.budgets] for spec in cache.specs]
+    state["budgets"] = encode_json({"groups": budgets, "windows": list(cache.budgets.windows)})
+    state[FINGERPRINT] = encode_json(_fingerprint(cache, cache.head_groups[0].dtype))
+    return checksummed(state)
+
+
+def load_state(cache: H2OCache, state: Mapping[str, Tensor], sizes: Sequence[tuple[int, int]]) -> None:
+    """Continue from a state. If that fails, the cache is left half changed.
+
+    Args:
+        cache: a shallow copy; its layers are replaced.
+        state: as `state_of` gives it.
+        sizes: of a key and a value in each head group, where they are known.
+
+    Raises:
+        H2OStreamError: the state does not fit, or is damaged.
+    """
+    columns, prompt = whole_numbers(state, "progress", 2)
+    cache.plan = cache.config.for_prompt(prompt).plan(cache.max_distance)
+    first = next((name for name in state if name.startswith("0.") and name.endswith("keys")), "0.keys")
+    check_fingerprint(state, _fingerprint(cache, require_tensor(state, first).dtype))
+    verify_checksums(state)
+    _load_budgets(cache, decode_json(state, "budgets"), prompt)
+    names = {key: name for name, key in _KEYS.items()}
+    filled = whole_numbers(state, "filled", len(cache.head_groups))
+    for number, (prefix, group, device) in enumerate(_groups(cache)):
+        tensors = {names.get(key, key): tensor for key, tensor in with_prefix(state, prefix).items()}
+        if number == 0:
+            cache.tokens.lengths = tuple(require_tensor(tensors, "seen").flatten().tolist())
+            cache.tokens.columns = columns
+        group.load(tensors, device)
+        group.filled = filled[number]
+    pins = whole_numbers(state, "pins")
+    cache.resolved, cache.budgets.pins = True, tuple(map(range, pins[::2], pins[1::2]))
+    if len(pins) % 2 or cache.pins != merged(cache.pins) or not 0 < cache.seen_tokens <= columns:
+        raise H2OStreamError(f"the state is damaged: its pins are {pins}, and it has seen {cache.seen_tokens} tokens")
+    for number, group in enumerate(cache.head_groups):
+        if len(sizes) == len(cache.head_groups) and sizes[number] != group.head_sizes:
+            raise H2OStreamError(f"the state does not fit: heads of slots {number} are of another size")
+        check_slots(group, f"slots {number}")
+    cache.assign_budgets()
+
+
+def _groups(cache: H2OCache) -> Iterator[tuple[str, HeadGroup, torch.device | None]]:
+    """Every head group, what the names of its tensors begin with, and its device."""
+    for number, (layer, spec) in enumerate(zip(cache.layers, cache.specs, strict=True)):
+        for part, group in enumerate(layer.head_groups):
+            yield f"{number}." if len(layer.head_groups) == 1 else f"{number}.{part}.", group, spec.device
+
+
+def _load_budgets(cache: H2OCache, saved: Mapping[str, Any], prompt: int) -> None:
+    """Make empty layers with the groups and windows of the saved stream, whatever was measured here."""
+    try:
+        layers = [tuple(HeadBudget(tuple(heads), share) for heads, share in layer) for layer in saved["groups"]]
+        cache.specs = tuple(replace(spec, budgets=layer) for spec, layer in zip(cache.specs, layers, strict=True))
+        sizes = saved["windows"]
+        if not all(map(_covers_layer, layers)):
+            raise ValueError(layers)
+        cache.build(prompt)
+        mean, window = fmean(sizes, cache.budgets.counts), cache.plan.window
+        if not window - 1 <= mean <= window or not all(type(n) is int and n > 0 for n in sizes):
+            raise ValueError(sizes)
+        cache.budgets.set_windows(cache.evicting_groups, sizes)
+    except (KeyError, TypeError, ValueError, StatisticsError) as error:
+        raise H2OStreamError(f"the state does not fit: its budgets are {saved}") from error
+
+
+def _covers_layer(budgets: Sequence[HeadBudget]) -> bool:
+    """Whether groups of heads name every head of a layer once, or are one group of all heads."""
+    heads = sorted(head for budget in budgets for head in budget.heads)
+    named = len(budgets) == 1 or all(budget.heads for budget in budgets)
+    shares = all(isfinite(budget.share) and budget.share > 0 for budget in budgets)
+    return bool(budgets) and named and heads == list(range(len(heads))) and shares
+
+
+def _fingerprint(cache: H2OCache, dtype: torch.dtype) -> dict[str, Any]:
+    fingerprint = {"dtype": str(dtype), "model": cache.model(), "policy": asdict(cache.plan)}
+    return fingerprint | {"policy's source": policy_source(cache.plan)}

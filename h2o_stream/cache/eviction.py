@@ -1,0 +1,78 @@
+"""Eviction: what a policy's priorities and a budget mean for the slots of a head group.
+
+`free_slots` evicts after a decode step, `keep_best` selects what stays after a chunk of a prompt. Both follow the same
+rule (append, attend, keep the best) and give the same result token by token.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from h2o_stream.cache.policies import Candidates, select
+
+if TYPE_CHECKING:
+    from h2o_stream.cache.head_group import HeadGroup
+
+
+def free_slots(group: HeadGroup, evictions: Sequence[int]) -> None:
+    """Evict the tokens of least worth and make the slot of the last one the free slot.
+
+    Sinks and newest tokens with slots of their own are never candidates. While a window grows or shrinks, an empty slot
+    is only taken by a row that evicts nothing; in a window of fixed size it is always taken first.
+
+    Args:
+        group: its tensors are written in place.
+        evictions: number of tokens that each row evicts. A row that evicts none has an empty slot.
+    """
+    start, fixed, rounds = group.store.exact, group.schedule.fixed, max(evictions)
+    uneven = None
+    if not fixed and min(evictions) < rounds:
+        uneven = torch.tensor(evictions, device=group.free.device).view(-1, 1, 1)
+    for done in range(max(rounds, 1)):
+        worth = group.policy.worth(group.candidates, group.budget)
+        if uneven is not None:
+            worth.masked_fill_((group.index < 0) & (uneven > done), torch.inf)
+        elif rounds and not fixed:
+            worth.masked_fill_(group.index < 0, torch.inf)
+        slot = worth[..., start:].argmin(-1, keepdim=True).add_(start)
+        if uneven is not None and done:
+            slot = torch.where(uneven > done, slot, group.free)
+        group.free.copy_(slot)
+        group.rank -= (group.rank > group.rank.gather(2, slot)).int()
+        group.clear(slot)
+
+
+def keep_best(group: HeadGroup, candidates: Candidates, keys: Tensor, values: Tensor, limits: Sequence[int]) -> None:
+    """Replace what the group holds by the candidates of most worth, in token order.
+
+    Args:
+        group: its tensors are written in place.
+        candidates: K cached and new tokens.
+        keys: [B, Hkv, K, D].
+        values: [B, Hkv, K, D].
+        limits: number of tokens that each row keeps.
+    """
+    uneven = torch.tensor(limits, device=keys.device) if min(limits) < max(limits) else None
+    worth = group.policy.worth(candidates, group.budget)
+    keep, index = select(worth, candidates.index, max(limits), uneven)
+    n, slots = keep.shape[-1], group.store.slots
+    keys, values = (x.gather(2, keep[..., None].expand(-1, -1, -1, x.shape[-1])) for x in (keys, values))
+    slot, free = group.store.place_prefill(keys, values, index, candidates.seen)
+    kept = {
+        "index": index,
+        "rank": torch.arange(n - 1, -1, -1, dtype=torch.int32, device=keep.device).expand_as(keep),
+        "scores": candidates.scores.gather(2, keep),
+    }
+    if candidates.long_term_scores is not None:
+        kept["long_term_scores"] = candidates.long_term_scores.gather(2, keep)
+    for name, empty in group.empty_values(slots).items():
+        x = kept[name]
+        placed = x.new_full((*x.shape[:2], slots + 1), empty).scatter_(2, slot, x)
+        getattr(group, name).copy_(placed[..., :slots])
+    group.seen.copy_(candidates.seen)
+    group.free.fill_(free)
+    group.filled = n

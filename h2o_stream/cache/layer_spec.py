@@ -1,0 +1,76 @@
+"""What the cache must know of a decoder layer, and how it makes one from that."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+
+from h2o_stream.cache.budgets import HeadBudget
+from h2o_stream.cache.head_group import HeadGroup
+from h2o_stream.cache.layer import EvictingLayer
+from h2o_stream.cache.policies import make_policy
+from h2o_stream.cache.revision import Revision
+from h2o_stream.cache.rope import RotaryTable
+from h2o_stream.cache.token_count import TokenCount
+from h2o_stream.config import CachePlan
+
+
+@dataclass(frozen=True)
+class LayerSpec:
+    """One decoder layer.
+
+    Attributes:
+        table: rotations for ``rolling`` and ``gap``; None if the model rotates by itself (``absolute``).
+        sliding: the window of a sliding layer among layers that have none: it does not follow the plan. None for the
+            other layers.
+        hidden_from: age in tokens from which the model hides keys from this layer, or None.
+        device: where the layer computes; None for the CPU.
+        budgets: its KV heads, grouped by window size.
+        shard: the KV heads that are in this process, where several share the layer (tensor parallel); None for all.
+    """
+
+    table: RotaryTable | None = None
+    sliding: int | None = None
+    hidden_from: int | None = None
+    device: torch.device | None = None
+    budgets: tuple[HeadBudget, ...] = (HeadBudget(),)
+    shard: range | None = None
+
+    @property
+    def local_budgets(self) -> tuple[HeadBudget | None, ...]:
+        """`budgets` of the heads in this process, counted from the first one here; None where there are none."""
+        if self.shard is None:
+            return self.budgets
+        start, shard = self.shard.start, self.shard
+        heads = [tuple(head - start for head in budget.heads if head in shard) for budget in self.budgets]
+        return tuple(
+            replace(budget, heads=local) if local or not budget.heads else None
+            for budget, local in zip(self.budgets, heads, strict=True)
+        )
+
+    def make_layer(self, plan: CachePlan, number: int, tokens: TokenCount, revision: Revision) -> EvictingLayer:
+        """An empty layer, the `number`-th of its model."""
+        if self.sliding is not None:
+            plan = _sliding_plan(plan, self.sliding)
+            policy = make_policy(plan)
+            group = HeadGroup(plan, policy, self.table, self.sliding, tokens=tokens, revision=revision)
+            return EvictingLayer([group])
+        policy = make_policy(plan, number)
+        all_heads = [budget.heads for budget in self.local_budgets if budget]
+        heads = [torch.tensor(heads, device=self.device) if heads else None for heads in all_heads]
+        return EvictingLayer(
+            [
+                HeadGroup(plan, policy, self.table, self.hidden_from, heads=own, tokens=tokens, revision=revision)
+                for own in heads
+            ]
+        )
+
+
+def _sliding_plan(plan: CachePlan, window: int) -> CachePlan:
+    """A sliding layer holds what its own window shows, in full precision, at true distances."""
+    positions = "absolute" if plan.positions == "absolute" else "rolling"
+    recent = window - 1
+    return replace(
+        plan, policy="recent", window=recent, sinks=0, heavy=0, recent=recent, kv_bits=16, positions=positions
+    )

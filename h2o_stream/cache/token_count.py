@@ -1,0 +1,34 @@
+"""The one place where a cache counts tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from operator import add
+
+
+class TokenCount:
+    """How many tokens a stream has seen. All head groups of a cache share one.
+
+    The count stays the same during a forward, while one layer after another takes the new tokens, and advances once
+    all of them have. A forward that is cut off halfway is not counted.
+
+    Attributes:
+        lengths: tokens of each row without padding; empty before the first forward.
+        columns: columns fed, padding included: what `generate` counts with.
+    """
+
+    def __init__(self, lengths: Sequence[int] = (), columns: int = 0) -> None:
+        self.lengths, self.columns = tuple(lengths), columns
+
+    def advance(self, counts: Sequence[int], columns: int) -> None:
+        """Count the tokens of a forward: `counts` of each row, in so many columns."""
+        self.lengths = tuple(map(add, self.lengths, counts)) if self.lengths else tuple(counts)
+        self.columns += columns
+
+    def select_rows(self, rows: Sequence[int]) -> None:
+        """Row i becomes a copy of row `rows[i]`."""
+        self.lengths = tuple(self.lengths[row] for row in rows)
+
+    def reset(self) -> None:
+        """Start a new stream."""
+        self.lengths, self.columns = (), 0

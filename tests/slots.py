@@ -1,0 +1,23 @@
+"""A head group on its own, without a cache that counts its tokens."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from h2o_stream.cache.attention import LogitTransform
+from h2o_stream.cache.head_group import HeadGroup
+from h2o_stream.cache.padding import Padding
+
+
+def attend(
+    group: HeadGroup,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    transform: LogitTransform,
+    padding: Padding | None = None,
+) -> Tensor:
+    """Feed new tokens and count them."""
+    output = group.attend(query, key, value, transform, padding)
+    group.tokens.advance(padding.counts if padding else (key.shape[2],) * len(key), key.shape[2])
+    return output
