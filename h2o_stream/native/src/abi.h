@@ -46,24 +46,24 @@ enum PolicyKind : int64_t { kAccumulated = 0, kTova = 1, kRandom = 2, kRecency =
 
 // Where RoPE sees the kept tokens. With kAsFed keys are stored as they are to be attended to: rotated at token indices
 // before they came, or not at all.
-enum PositionMode : int64_t { kGap = 0, kRolling = 1, kAsFed = 2 };
+enum PositionMode : int64_t { kGap = 0, kRolling = 1, kAbsolute = 2 };
 
 // What is the same for all streams, in one decoder layer.
 struct AttentionLayer {
   int64_t query_heads, kv_heads, head_size, value_size;
   double scaling, softcap;  // of query times key; softcap 0 for none
-  int64_t policy, positions;
+  int64_t policy, position_mode;
   double decay;             // of scores, per token
   double long_term;         // weight of the long-term score; 0 where there is none
   double long_term_decay;   // per token
-  int64_t far;              // tokens between a key and a query that looks at it from afar
+  int64_t long_term_distance;              // tokens between a key and a query that looks at it from afar
   int64_t sinks;            // first tokens, never evicted
   const int64_t* pins;      // [pin_count][2] token indices, first and last + 1, never evicted
   int64_t pin_count;
-  int64_t sliding;          // keys of this age and older are hidden; 0 for none
-  int64_t seed, number;     // of the policy that draws; of the layer
+  int64_t sliding_window;          // keys of this age and older are hidden; 0 for none
+  int64_t seed, layer_index;     // of the policy that draws; of the layer
   const float* rope;        // [distances][rotary]: rotary / 2 cosines, then as many sines; null with kAsFed
-  int64_t distances, rotary;
+  int64_t rope_rows, rotary_dims;
   int64_t in_bfloat16;      // keys and values as they are held, otherwise float32
   int64_t kv_bits;          // 16, or 8, 4, 2: all slots but the first exact_sinks + residual hold codes
   int64_t exact_sinks, residual;
@@ -83,7 +83,7 @@ struct Slots {
   int64_t* free;                       // [heads]: an empty slot for the next token
   int64_t* seen;                       // tokens of the stream so far: read before, written after
   const int32_t* heads;                // [head_count] numbers of the KV heads
-  int64_t head_count, slots;
+  int64_t head_count, slot_count;
   int64_t recent, span;                // newest tokens that stay; distance up to which distances are true (kGap)
   int64_t evictions;                   // how many tokens the next one evicts; 0 while slots are empty
 };
@@ -112,14 +112,14 @@ struct Layer {
   Matrix qkv[3];
   int64_t qkv_count;
   // Where head h of each lies in that vector: at first + h * step.
-  int64_t query_first, query_step, key_first, key_step, value_first, value_step;
+  int64_t query_offset, query_stride, key_offset, key_stride, value_offset, value_stride;
   // Factor on the first `rope_scaled` numbers of queries and keys: what YaRN and LongRoPE scale them by.
   double rope_scale;
-  int64_t rope_scaled;
+  int64_t rope_scaled_dims;
   // With kAsFed, and not null: queries and keys are rotated at their token index when they come, by these angles per
   // position [absolute_rotary / 2].
   const float* frequencies;
-  int64_t absolute_rotary;
+  int64_t absolute_rotary_dims;
   Matrix out, gate, up, down;  // gate.weights null: a plain MLP, down(act(up(x)))
   int64_t activation, parallel;
   int64_t first_group, group_count;  // which of a stream's `Slots` are this layer's
@@ -127,7 +127,7 @@ struct Layer {
 
 struct Model {
   const Layer* layers;
-  int64_t layer_count, hidden, vocabulary;
+  int64_t layer_count, hidden_size, vocab_size;
   Matrix embedding;  // [vocabulary][hidden], of any kind
   double embedding_scale;
   const float* learned_positions;  // [n][hidden] or null

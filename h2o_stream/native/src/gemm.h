@@ -21,13 +21,13 @@ constexpr int64_t kVectors = 2;
 constexpr int64_t kPanel = kVectors * simd::kWidth;
 
 // A matrix whose rows are `stride` numbers apart.
-struct Rows {
-  const float* at;
+struct View {
+  const float* data;
   int64_t stride;
 };
 
 template <int kTileRows, int kTileVectors, bool kAdd>
-void tile(Rows a, Rows b, float* c, int64_t c_stride, int64_t depth) {
+void micro_kernel(View a, View b, float* c, int64_t c_stride, int64_t depth) {
   simd::Floats sums[kTileRows][kTileVectors];
 #pragma GCC unroll 8
   for (int r = 0; r < kTileRows; ++r) {
@@ -36,7 +36,7 @@ void tile(Rows a, Rows b, float* c, int64_t c_stride, int64_t depth) {
       sums[r][v] = kAdd ? simd::load(c + r * c_stride + v * simd::kWidth) : simd::Floats{};
     }
   }
-  const float *left = a.at, *right = b.at;
+  const float *left = a.data, *right = b.data;
   for (int64_t k = 0; k < depth; ++k, ++left, right += b.stride) {
     simd::Floats row[kTileVectors];
 #pragma GCC unroll 8
@@ -55,26 +55,26 @@ void tile(Rows a, Rows b, float* c, int64_t c_stride, int64_t depth) {
 }
 
 template <int kTileVectors, bool kAdd>
-void multiply_panel(Rows a, Rows b, float* c, int64_t c_stride, int64_t rows, int64_t depth) {
+void multiply_panel(View a, View b, float* c, int64_t c_stride, int64_t rows, int64_t depth) {
   int64_t row = 0;
   for (; row + kRows <= rows; row += kRows) {
-    tile<kRows, kTileVectors, kAdd>({a.at + row * a.stride, a.stride}, b, c + row * c_stride, c_stride, depth);
+    micro_kernel<kRows, kTileVectors, kAdd>({a.data + row * a.stride, a.stride}, b, c + row * c_stride, c_stride, depth);
   }
-  a.at += row * a.stride, c += row * c_stride;
+  a.data += row * a.stride, c += row * c_stride;
   switch (rows - row) {
-    case 1: return tile<1, kTileVectors, kAdd>(a, b, c, c_stride, depth);
-    case 2: return tile<2, kTileVectors, kAdd>(a, b, c, c_stride, depth);
-    case 3: return tile<3, kTileVectors, kAdd>(a, b, c, c_stride, depth);
-    case 4: return tile<4, kTileVectors, kAdd>(a, b, c, c_stride, depth);
-    case 5: return tile<5, kTileVectors, kAdd>(a, b, c, c_stride, depth);
+    case 1: return micro_kernel<1, kTileVectors, kAdd>(a, b, c, c_stride, depth);
+    case 2: return micro_kernel<2, kTileVectors, kAdd>(a, b, c, c_stride, depth);
+    case 3: return micro_kernel<3, kTileVectors, kAdd>(a, b, c, c_stride, depth);
+    case 4: return micro_kernel<4, kTileVectors, kAdd>(a, b, c, c_stride, depth);
+    case 5: return micro_kernel<5, kTileVectors, kAdd>(a, b, c, c_stride, depth);
   }
 }
 
 // C [rows][columns] = A [rows][depth] times B [depth][columns], or C += with kAdd. Whole vectors of B and C are read
 // and written.
 template <bool kAdd>
-void multiply(Rows a, Rows b, float* c, int64_t c_stride, int64_t rows, int64_t depth, int64_t columns) {
-  for (; columns > kPanel; columns -= kPanel, b.at += kPanel, c += kPanel) {
+void multiply(View a, View b, float* c, int64_t c_stride, int64_t rows, int64_t depth, int64_t columns) {
+  for (; columns > kPanel; columns -= kPanel, b.data += kPanel, c += kPanel) {
     multiply_panel<kVectors, kAdd>(a, b, c, c_stride, rows, depth);
   }
   switch ((columns + simd::kWidth - 1) / simd::kWidth) {

@@ -5,7 +5,7 @@
 
 #pragma once
 
-#include "tile_rounding.h"
+#include "tile_quantize.h"
 
 namespace gguf {
 
@@ -36,9 +36,9 @@ inline void store_values(Group& group, int64_t i, int64_t row, Words codes, Floa
 struct Q4_0 {
   static constexpr int64_t kBytes = 18, kColumns = 32, kKind = kInt4;
 
-  static void lay_out(const Rows& rows, uint8_t* grid, uint8_t* lower, uint8_t*) {
-    copy_halves(rows, 0, grid);
-    for (int64_t r = 0; r < kRows; r += kWidth) store_halves(load_halves(grid + 2 * r) * -8.f, grid + 2 * (kRows + r));
+  static void repack(const Rows& rows, uint8_t* scale_out, uint8_t* lower, uint8_t*) {
+    copy_halves(rows, 0, scale_out);
+    for (int64_t r = 0; r < kRows; r += kWidth) store_halves(load_halves(scale_out + 2 * r) * -8.f, scale_out + 2 * (kRows + r));
     Column codes[4];
     load_columns<4>(rows, 2, codes);
     std::memcpy(lower, codes, sizeof codes);
@@ -49,9 +49,9 @@ struct Q4_0 {
 struct Q4_1 {
   static constexpr int64_t kBytes = 20, kColumns = 32, kKind = kInt4;
 
-  static void lay_out(const Rows& rows, uint8_t* grid, uint8_t* lower, uint8_t*) {
-    copy_halves(rows, 0, grid);
-    copy_halves(rows, 2, grid + 2 * kRows);
+  static void repack(const Rows& rows, uint8_t* scale_out, uint8_t* lower, uint8_t*) {
+    copy_halves(rows, 0, scale_out);
+    copy_halves(rows, 2, scale_out + 2 * kRows);
     Column codes[4];
     load_columns<4>(rows, 4, codes);
     std::memcpy(lower, codes, sizeof codes);
@@ -62,8 +62,8 @@ struct Q4_1 {
 struct Q5_0 {
   static constexpr int64_t kBytes = 22, kColumns = 32, kKind = kInt8;
 
-  static void lay_out(const Rows& rows, uint8_t* grid, uint8_t* lower, uint8_t*) {
-    copy_halves(rows, 0, grid);
+  static void repack(const Rows& rows, uint8_t* scale_out, uint8_t* lower, uint8_t*) {
+    copy_halves(rows, 0, scale_out);
     Column fifth[1], codes[4];
     load_columns<1>(rows, 2, fifth);
     load_columns<4>(rows, 6, codes);
@@ -81,7 +81,7 @@ struct Q5_0 {
 struct Q5_1 {
   static constexpr int64_t kBytes = 24, kColumns = 32, kKind = kInt8;
 
-  static void lay_out(const Rows& rows, uint8_t* grid, uint8_t* lower, uint8_t*) {
+  static void repack(const Rows& rows, uint8_t* scale_out, uint8_t* lower, uint8_t*) {
     uint8_t halves[4 * kRows];
     copy_halves(rows, 0, halves);
     copy_halves(rows, 2, halves + 2 * kRows);
@@ -97,7 +97,7 @@ struct Q5_1 {
         store_values(group, i, r, nibbles | spread_bits(set >> 4 * i) << 4, scale, offset);
       }
     }
-    round_to_int8(group, grid, lower);
+    quantize_int8(group, scale_out, lower);
   }
 };
 
@@ -105,8 +105,8 @@ struct Q5_1 {
 struct Q8_0 {
   static constexpr int64_t kBytes = 34, kColumns = 32, kKind = kInt8;
 
-  static void lay_out(const Rows& rows, uint8_t* grid, uint8_t* lower, uint8_t*) {
-    copy_halves(rows, 0, grid);
+  static void repack(const Rows& rows, uint8_t* scale_out, uint8_t* lower, uint8_t*) {
+    copy_halves(rows, 0, scale_out);
     Column codes[kWords];
     load_columns<kWords>(rows, 2, codes);
     std::memcpy(lower, codes, sizeof codes);
@@ -118,7 +118,7 @@ struct Q8_0 {
 struct Q2_K {
   static constexpr int64_t kBytes = 84, kColumns = 256, kKind = kInt8;
 
-  static void lay_out(const Rows& rows, uint8_t* grid, uint8_t* lower, uint8_t*) {
+  static void repack(const Rows& rows, uint8_t* scale_out, uint8_t* lower, uint8_t*) {
     Column scales[4], codes[16];
     load_columns<4>(rows, 0, scales);
     load_columns<16>(rows, 16, codes);
@@ -130,13 +130,13 @@ struct Q2_K {
       for (int64_t r = 0; r < kRows; r += kWidth) {
         const Floats d = load_halves(halves + 2 * r), dmin = load_halves(halves + 2 * (kRows + r));
         for (int64_t i = 0; i < kWords; ++i) {
-          const int64_t sixteen = 2 * g + i / 4;
-          const Words both = byte_of(words_at(scales[sixteen / 4], r), sixteen % 4);
+          const int64_t subgroup = 2 * g + i / 4;
+          const Words packed_scales = byte_of(words_at(scales[subgroup / 4], r), subgroup % 4);
           const Words two_bits = words_at(codes[g / 4 * kWords + i], r) >> uint32_t(g % 4 * 2) & 3 * kOnes;
-          store_values(group, i, r, two_bits, d * to_floats(both & 0xf), -(dmin * to_floats(both >> 4)));
+          store_values(group, i, r, two_bits, d * to_floats(packed_scales & 0xf), -(dmin * to_floats(packed_scales >> 4)));
         }
       }
-      round_to_int8(group, grid + g * 2 * kRows, lower + g * packed::kGroup * kRows);
+      quantize_int8(group, scale_out + g * 2 * kRows, lower + g * packed::kGroup * kRows);
     }
   }
 };
@@ -159,9 +159,9 @@ struct ScalesAndMinima {
 struct Q4_K {
   static constexpr int64_t kBytes = 144, kColumns = 256, kKind = kQ4K;
 
-  static void lay_out(const Rows& rows, uint8_t* grid, uint8_t* lower, uint8_t*) {
-    copy_halves(rows, 0, grid);
-    copy_halves(rows, 2, grid + 2 * kRows);
+  static void repack(const Rows& rows, uint8_t* scale_out, uint8_t* lower, uint8_t*) {
+    copy_halves(rows, 0, scale_out);
+    copy_halves(rows, 2, scale_out + 2 * kRows);
     Column columns[4 + 32];
     load_columns<4>(rows, 0, columns);
     load_columns<32>(rows, 16, columns + 4);
@@ -169,8 +169,8 @@ struct Q4_K {
     for (int64_t r = 0; r < kRows; r += kWidth) {
       const ScalesAndMinima six_bits(columns, r);
       for (int64_t half = 0; half < 2; ++half) {
-        store_bytes(six_bits.scales[half], grid + (4 + 4 * half) * kRows + r);
-        store_bytes(six_bits.minima[half], grid + (12 + 4 * half) * kRows + r);
+        store_bytes(six_bits.scales[half], scale_out + (4 + 4 * half) * kRows + r);
+        store_bytes(six_bits.minima[half], scale_out + (12 + 4 * half) * kRows + r);
       }
       for (int64_t g = 0; g < 8; ++g) {
         store_nibbles(lower + g * packed::kGroup / 2 * kRows, r, [&](int64_t i) {
@@ -185,7 +185,7 @@ struct Q4_K {
 struct Q5_K {
   static constexpr int64_t kBytes = 176, kColumns = 256, kKind = kInt8;
 
-  static void lay_out(const Rows& rows, uint8_t* grid, uint8_t* lower, uint8_t*) {
+  static void repack(const Rows& rows, uint8_t* scale_out, uint8_t* lower, uint8_t*) {
     uint8_t halves[4 * kRows];
     copy_halves(rows, 0, halves);
     copy_halves(rows, 2, halves + 2 * kRows);
@@ -206,7 +206,7 @@ struct Q5_K {
           store_values(group, i, r, nibbles | set << 4, scale, -minimum);
         }
       }
-      round_to_int8(group, grid + g * 2 * kRows, lower + g * packed::kGroup * kRows);
+      quantize_int8(group, scale_out + g * 2 * kRows, lower + g * packed::kGroup * kRows);
     }
   }
 };
@@ -225,14 +225,14 @@ template <class Bits>
 struct Q6_K {
   static constexpr int64_t kBytes = 210, kColumns = 256, kKind = kQ6K;
 
-  static void lay_out(const Rows& rows, uint8_t* grid, uint8_t* lower, uint8_t* upper) {
+  static void repack(const Rows& rows, uint8_t* scale_out, uint8_t* lower, uint8_t* upper) {
     Column four[32], two[16], scales[4];
     load_columns<32>(rows, 0, four);
     load_columns<16>(rows, 128, two);
     load_columns<4>(rows, 192, scales);
-    copy_halves(rows, 208, grid);
+    copy_halves(rows, 208, scale_out);
     for (int64_t r = 0; r < kRows; r += kWidth) {
-      for (int64_t i = 0; i < 4; ++i) store_bytes(words_at(scales[i], r), grid + (2 + 4 * i) * kRows + r);
+      for (int64_t i = 0; i < 4; ++i) store_bytes(words_at(scales[i], r), scale_out + (2 + 4 * i) * kRows + r);
       for (int64_t g = 0; g < 8; ++g) {
         const Column* nibbles = four + (g / 4 * 2 + g % 2) * kWords;
         const Column* bits = two + g / 4 * kWords;
@@ -250,18 +250,18 @@ struct Q6_K {
 struct Q3_K {
   static constexpr int64_t kBytes = 110, kColumns = 256, kKind = kQ6K;
 
-  static void lay_out(const Rows& rows, uint8_t* grid, uint8_t* lower, uint8_t* upper) {
+  static void repack(const Rows& rows, uint8_t* scale_out, uint8_t* lower, uint8_t* upper) {
     Column third[kWords], two[16], scales[3];
     load_columns<kWords>(rows, 0, third);
     load_columns<16>(rows, 32, two);
     load_columns<3>(rows, 96, scales);
-    copy_halves(rows, 108, grid);
+    copy_halves(rows, 108, scale_out);
     for (int64_t r = 0; r < kRows; r += kWidth) {
       for (uint32_t i = 0; i < 4; ++i) {
         const Words nibbles = words_at(scales[i % 2], r) >> i / 2 * 4 & 0xf * kOnes;
         const Words code = nibbles | (words_at(scales[2], r) >> 2 * i & 3 * kOnes) << 4;
         const Words sign = ~code & 0x20 * kOnes;  // code - 32 in 8 bits
-        store_bytes((code & 0x1f * kOnes) | sign | sign << 1 | sign << 2, grid + (2 + 4 * i) * kRows + r);
+        store_bytes((code & 0x1f * kOnes) | sign | sign << 1 | sign << 2, scale_out + (2 + 4 * i) * kRows + r);
       }
       for (int64_t g = 0; g < 8; ++g) {  // code + 28: without the third bit 28 to 31, with it 32 to 35
         const auto unset = [&](int64_t i) { return ~words_at(third[i], r) >> uint32_t(g) & kOnes; };

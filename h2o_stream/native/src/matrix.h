@@ -6,7 +6,7 @@
 #pragma once
 
 #include "abi.h"
-#include "memory.h"
+#include "buffer.h"
 #include "packed.h"
 #include "threads.h"
 
@@ -26,7 +26,7 @@ class Vectors {
   int64_t size() const { return size_; }
 
   // Rounds the groups of a vector that begin in a range of numbers. Threads may share them.
-  void round(int64_t vector, Range numbers) const;
+  void quantize(int64_t vector, Range numbers) const;
 
   // What `round` wrote.
   const int8_t* codes(int64_t vector) const { return codes_.at(vector * stride_); }
@@ -43,7 +43,7 @@ class Vectors {
 
 // out[v * stride + row] = matrix[row] . vectors[v] + bias[row] for some rows and vectors 0 to count - 1, which must be
 // rounded for packed matrices. `rows.begin` is a multiple of 16.
-void multiply(const Matrix& matrix, const Vectors& vectors, int64_t count, Range rows, float* out, int64_t stride);
+void skinny_gemm(const Matrix& matrix, const Vectors& vectors, int64_t count, Range rows, float* out, int64_t stride);
 
 // Fetches what a thread will read first of its next matrix, before it waits at a barrier.
 void prefetch(const Matrix& matrix, Range rows);

@@ -24,28 +24,28 @@ Narrow load_narrow(const Number* from) {
 #endif
 
 // Bytes that a matrix is fetched ahead: what the processor does by itself ends with a page.
-constexpr int64_t kAhead = 4096;
+constexpr int64_t kPrefetchBytes = 4096;
 
 constexpr int64_t kNarrow = sizeof(Narrow) / sizeof(float);
 
 // The first `count` numbers of a register, zeros behind them.
 template <class Number>
-Floats load_some(const Number* from, int64_t count) {
-  Number some[kWidth] = {};
-  std::memcpy(some, from, count * sizeof(Number));
-  return simd::load(some);
+Floats load_partial(const Number* from, int64_t count) {
+  Number padded[kWidth] = {};
+  std::memcpy(padded, from, count * sizeof(Number));
+  return simd::load(padded);
 }
 
 template <class Number>
-Narrow load_some_narrow(const Number* from, int64_t count) {
-  Number some[kNarrow] = {};
-  std::memcpy(some, from, count * sizeof(Number));
-  return load_narrow(some);
+Narrow load_partial_narrow(const Number* from, int64_t count) {
+  Number padded[kNarrow] = {};
+  std::memcpy(padded, from, count * sizeof(Number));
+  return load_narrow(padded);
 }
 
 // The sums of four registers.
 template <class Numbers>
-void totals(const Numbers* numbers, float* to) {
+void reduce_add_four(const Numbers* numbers, float* to) {
   using Four = float __attribute__((vector_size(16)));
   Four four[4];
   for (int64_t i = 0; i < 4; ++i) {
@@ -65,8 +65,8 @@ void totals(const Numbers* numbers, float* to) {
   const auto pairs = [](Four one, Four other) {
     return __builtin_shufflevector(one, other, 0, 4, 1, 5) + __builtin_shufflevector(one, other, 2, 6, 3, 7);
   };
-  const Four left = pairs(four[0], four[1]), right = pairs(four[2], four[3]);
-  const Four sums = __builtin_shufflevector(left, right, 0, 1, 4, 5) + __builtin_shufflevector(left, right, 2, 3, 6, 7);
+  const Four remaining = pairs(four[0], four[1]), right = pairs(four[2], four[3]);
+  const Four sums = __builtin_shufflevector(remaining, right, 0, 1, 4, 5) + __builtin_shufflevector(remaining, right, 2, 3, 6, 7);
   std::memcpy(to, &sums, sizeof sums);
 }
 
@@ -76,9 +76,9 @@ class DenseTile {
  public:
   static constexpr int64_t kRows = 4;
 #if defined(H2O_AVX512)
-  static constexpr int64_t kMostVectors = 6;
+  static constexpr int64_t kMaxVectors = 6;
 #else
-  static constexpr int64_t kMostVectors = 3;
+  static constexpr int64_t kMaxVectors = 3;
 #endif
 
   DenseTile(const Matrix& matrix, int64_t row) : columns_(matrix.columns) {
@@ -94,7 +94,7 @@ class DenseTile {
     if constexpr (count == 1) {
       Narrow sums[kRows];
       for (int64_t r = 0; r < kRows; ++r) sums[r] = multiply_row(rows_[r], vectors.at(first));
-      totals(sums, products);
+      reduce_add_four(sums, products);
     } else {
       multiply_rows<count>(vectors, first, products);
     }
@@ -114,8 +114,8 @@ class DenseTile {
     for (; column + kNarrow <= columns_; column += kNarrow) {
       sums[0] += load_narrow(row + column) * load_narrow(vector + column);
     }
-    const int64_t left = columns_ - column;
-    if (left) sums[1] += load_some_narrow(row + column, left) * load_some_narrow(vector + column, left);
+    const int64_t remaining = columns_ - column;
+    if (remaining) sums[1] += load_partial_narrow(row + column, remaining) * load_partial_narrow(vector + column, remaining);
     return (sums[0] + sums[1]) + (sums[2] + sums[3]);
   }
 
@@ -136,14 +136,14 @@ class DenseTile {
     int64_t column = 0;
     for (; column + kWidth <= columns_; column += kWidth) {
       if (first == 0) {  // what comes later is fetched once for all vectors
-        simd::prefetch(reinterpret_cast<const uint8_t*>(rows_[0] + kRows * column) + kAhead,
+        simd::prefetch(reinterpret_cast<const uint8_t*>(rows_[0] + kRows * column) + kPrefetchBytes,
                        kRows * kWidth * int64_t(sizeof(Number)));
       }
       add(column, [](const auto* from) { return simd::load(from); });
     }
-    const int64_t left = columns_ - column;
-    if (left) add(column, [&](const auto* from) { return load_some(from, left); });
-    for (int64_t v = 0; v < count; ++v) totals(sums[v], products + v * kRows);
+    const int64_t remaining = columns_ - column;
+    if (remaining) add(column, [&](const auto* from) { return load_partial(from, remaining); });
+    for (int64_t v = 0; v < count; ++v) reduce_add_four(sums[v], products + v * kRows);
   }
 
   const Number* rows_[kRows];
@@ -152,11 +152,11 @@ class DenseTile {
 
 }  // namespace
 
-void multiply_dense(const Matrix& matrix, const Vectors& vectors, int64_t count, Range rows, float* out,
+void skinny_gemm_dense(const Matrix& matrix, const Vectors& vectors, int64_t count, Range rows, float* out,
                     int64_t stride) {
   if (matrix.kind == kBFloat16) {
-    multiply_tiles<DenseTile<simd::BFloat16>>(matrix, vectors, count, rows, out, stride);
+    gemm_tiles<DenseTile<simd::BFloat16>>(matrix, vectors, count, rows, out, stride);
   } else {
-    multiply_tiles<DenseTile<float>>(matrix, vectors, count, rows, out, stride);
+    gemm_tiles<DenseTile<float>>(matrix, vectors, count, rows, out, stride);
   }
 }

@@ -1,6 +1,6 @@
 // Weights in 32 or 16 bits, rounded to tiles in 8 or 4.
 
-#include "tile_rounding.h"
+#include "tile_quantize.h"
 
 namespace {
 
@@ -14,10 +14,10 @@ template <class Number>
 void load_group(const Number* const (&rows)[kRows], int64_t column, Group& group) {
   for (int64_t c = 0; c < kGroup; c += kWidth) {
     for (int64_t r = 0; r < kRows; r += kWidth) {
-      Floats square[kWidth];
-      for (int64_t i = 0; i < kWidth; ++i) square[i] = load_floats(rows[r + i] + column + c);
-      transpose(square);
-      for (int64_t i = 0; i < kWidth; ++i) simd::store(square[i], group[c + i] + r);
+      Floats block[kWidth];
+      for (int64_t i = 0; i < kWidth; ++i) block[i] = load_floats(rows[r + i] + column + c);
+      simd::transpose(block);
+      for (int64_t i = 0; i < kWidth; ++i) simd::store(block[i], group[c + i] + r);
     }
   }
 }
@@ -25,19 +25,19 @@ void load_group(const Number* const (&rows)[kRows], int64_t column, Group& group
 template <class Number>
 void pack(const Matrix& matrix, const Number* weights, int64_t threads) {
   static const Number zeros[packed::kBlock] = {};
-  for_each_block(matrix, threads, [&](const Place& place) {
+  for_each_block(matrix, threads, [&](const BlockTarget& target) {
     const Number* rows[kRows];
     for (int64_t r = 0; r < kRows; ++r) {
-      const int64_t row = place.tile * kRows + r;
-      rows[r] = row < matrix.rows ? weights + row * matrix.columns + place.column : zeros;
+      const int64_t row = target.tile * kRows + r;
+      rows[r] = row < matrix.rows ? weights + row * matrix.columns + target.column : zeros;
     }
     Group group;
-    for (int64_t g = 0; g < place.groups; ++g) {
+    for (int64_t g = 0; g < target.groups; ++g) {
       load_group(rows, g * kGroup, group);
       if (matrix.kind == kInt8) {
-        round_to_int8(group, place.grid + g * 2 * kRows, place.lower + g * kGroup * kRows);
+        quantize_int8(group, target.scales + g * 2 * kRows, target.lower + g * kGroup * kRows);
       } else {
-        round_to_int4(group, place.grid + g * 4 * kRows, place.lower + g * kGroup / 2 * kRows);
+        quantize_int4(group, target.scales + g * 4 * kRows, target.lower + g * kGroup / 2 * kRows);
       }
     }
   });

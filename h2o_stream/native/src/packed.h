@@ -14,7 +14,7 @@ constexpr int64_t kLine = 64;     // bytes; every part of a block begins at a mu
 constexpr bool is_packed(int64_t kind) { return kind >= kInt8 && kind <= kQ6K; }
 
 // Bytes of the grid of a block of some groups.
-constexpr int64_t grid_bytes(int64_t kind, int64_t groups) {
+constexpr int64_t scale_bytes(int64_t kind, int64_t groups) {
   const int64_t halves = 2 * kRows;
   int64_t bytes = 0;
   if (kind == kInt8) bytes = groups * halves;
@@ -31,7 +31,7 @@ constexpr int64_t code_bytes(int64_t kind, int64_t groups) {
 }
 
 constexpr int64_t block_bytes(int64_t kind, int64_t groups) {
-  return grid_bytes(kind, groups) + code_bytes(kind, groups);
+  return scale_bytes(kind, groups) + code_bytes(kind, groups);
 }
 
 constexpr int64_t tile_bytes(int64_t kind, int64_t columns) {

@@ -7,6 +7,8 @@
 #include <cstdint>
 #include <cstring>
 #include <limits>
+#include <type_traits>
+#include <utility>
 
 #include "compat.h"
 
@@ -32,6 +34,10 @@ constexpr int64_t kWidth = 4;
 
 using Floats = float __attribute__((vector_size(4 * kWidth)));
 using Ints = int32_t __attribute__((vector_size(4 * kWidth)));
+using Words = uint32_t __attribute__((vector_size(4 * kWidth)));
+using Halves = uint16_t __attribute__((vector_size(2 * kWidth)));
+using Bytes = uint8_t __attribute__((vector_size(kWidth)));
+using SignedBytes = int8_t __attribute__((vector_size(kWidth)));
 
 constexpr float kMinusInfinity = -std::numeric_limits<float>::infinity();
 constexpr int64_t kCacheLine = 64;
@@ -50,6 +56,8 @@ struct Half {
 };
 
 inline float to_float(float x) { return x; }
+inline float to_float(uint8_t x) { return x; }
+inline float to_float(int8_t x) { return x; }
 
 inline float to_float(BFloat16 x) {
   const uint32_t bits = uint32_t(x.bits) << 16;
@@ -93,9 +101,9 @@ inline void from_float(float x, Half& to) {
     to.bits = sign | 0x7c00;
   } else if (magnitude < 0x1p-14f) {  // subnormal: adding 0.5 leaves it, rounded, in the last bits
     const float shifted = magnitude + 0.5f;
-    uint32_t own;
-    std::memcpy(&own, &shifted, sizeof own);
-    to.bits = sign | uint16_t(own & 0xffff);
+    uint32_t rounded_bits;
+    std::memcpy(&rounded_bits, &shifted, sizeof rounded_bits);
+    to.bits = sign | uint16_t(rounded_bits & 0xffff);
   } else {
     bits = (bits & 0x7fffffff) - (112u << 23);
     to.bits = sign | uint16_t((bits + 0xfff + (bits >> 13 & 1)) >> 13);
@@ -118,22 +126,40 @@ inline Floats load(const BFloat16* from) {
   const __m128i halves = _mm_loadu_si128(reinterpret_cast<const __m128i*>(from));
   return Floats(_mm256_slli_epi32(_mm256_cvtepu16_epi32(halves), 16));
 #else
-  using Halves = uint16_t __attribute__((vector_size(2 * kWidth)));
-  using Wide = uint32_t __attribute__((vector_size(4 * kWidth)));
   Halves halves;
   std::memcpy(&halves, from, sizeof halves);
-  const Wide wide = __builtin_convertvector(halves, Wide) << 16;
-  Floats floats;
-  std::memcpy(&floats, &wide, sizeof floats);
-  return floats;
+  return Floats(__builtin_convertvector(halves, Words) << 16);
 #endif
 }
 
-inline Floats load(const uint8_t* from) {
-  using Bytes = uint8_t __attribute__((vector_size(kWidth)));
-  Bytes bytes;
-  std::memcpy(&bytes, from, sizeof bytes);
-  return __builtin_convertvector(__builtin_convertvector(bytes, Ints), Floats);
+inline Floats load(const Half* from) {
+#if defined(H2O_AVX512)  // GCC 12 warns about the variant without a mask
+  return Floats(_mm512_maskz_cvtph_ps(__mmask16(-1), _mm256_loadu_si256(reinterpret_cast<const __m256i*>(from))));
+#elif defined(H2O_AVX2)
+  return Floats(_mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(from))));
+#else
+  Halves halves;
+  std::memcpy(&halves, from, sizeof halves);
+  const Ints bits = __builtin_convertvector(halves, Ints);
+  const Floats magnitudes = Floats((bits & 0x7fff) << 13) * 0x1p112f;
+  return Floats(Ints(magnitudes) | (bits & 0x8000) << 16);
+#endif
+}
+
+// GCC 12 converts bytes one by one without intrinsics.
+template <class Byte, class = std::enable_if_t<sizeof(Byte) == 1>>
+Floats load(const Byte* from) {
+#if defined(H2O_AVX512)
+  const __m128i bytes = _mm_loadu_si128(reinterpret_cast<const __m128i*>(from));
+  return Floats(_mm512_cvtepi32_ps(std::is_signed_v<Byte> ? _mm512_cvtepi8_epi32(bytes) : _mm512_cvtepu8_epi32(bytes)));
+#elif defined(H2O_AVX2)
+  const __m128i bytes = _mm_loadl_epi64(reinterpret_cast<const __m128i*>(from));
+  return Floats(_mm256_cvtepi32_ps(std::is_signed_v<Byte> ? _mm256_cvtepi8_epi32(bytes) : _mm256_cvtepu8_epi32(bytes)));
+#else
+  Floats floats;
+  for (int64_t i = 0; i < kWidth; ++i) floats[i] = float(from[i]);
+  return floats;
+#endif
 }
 
 inline Ints load(const int32_t* from) {
@@ -146,72 +172,103 @@ inline void store(Floats floats, float* to) { std::memcpy(to, &floats, sizeof fl
 inline void store(Ints ints, int32_t* to) { std::memcpy(to, &ints, sizeof ints); }
 
 inline void store(Floats floats, BFloat16* to) {
-  using Halves = uint16_t __attribute__((vector_size(2 * kWidth)));
-  using Wide = uint32_t __attribute__((vector_size(4 * kWidth)));
-  Wide bits;
-  std::memcpy(&bits, &floats, sizeof bits);
+  const Words bits = Words(floats);
   const Halves halves = __builtin_convertvector((bits + 0x7fff + (bits >> 16 & 1)) >> 16, Halves);
   std::memcpy(to, &halves, sizeof halves);
 }
 
+// Rounds to nearest, ties to even; values that are too large become infinity.
+inline void store(Floats floats, Half* to) {
+#if defined(H2O_AVX512)
+  const __m256i halves = _mm512_maskz_cvtps_ph(__mmask16(-1), __m512(floats), _MM_FROUND_TO_NEAREST_INT);
+  std::memcpy(to, &halves, sizeof halves);
+#elif defined(H2O_AVX2)
+  const __m128i halves = _mm256_cvtps_ph(__m256(floats), _MM_FROUND_TO_NEAREST_INT);
+  std::memcpy(to, &halves, sizeof halves);
+#else
+  for (int64_t i = 0; i < kWidth; ++i) from_float(floats[i], to[i]);
+#endif
+}
+
+// Interleaves the halves of two vectors that begin at element `first`.
+template <int64_t first, class Vector, size_t... i>
+Vector interleave(Vector a, Vector b, std::index_sequence<i...>) {
+  return __builtin_shufflevector(a, b, (first + int64_t(i) / 2 + int64_t(i) % 2 * int64_t(sizeof...(i)))...);
+}
+
+// Transposes a square matrix of `width` vectors in place. Each stage rotates the bits of (row, column) by one.
+template <class Vector, size_t width>
+[[gnu::always_inline]] inline void transpose(Vector (&rows)[width]) {
+  constexpr auto kIndices = std::make_index_sequence<width>();
+#pragma GCC unroll 4
+  for (size_t stage = 1; stage < width; stage *= 2) {
+    Vector interleaved[width];
+#pragma GCC unroll 8
+    for (size_t i = 0; i < width / 2; ++i) {
+      interleaved[2 * i] = interleave<0>(rows[i], rows[i + width / 2], kIndices);
+      interleaved[2 * i + 1] = interleave<width / 2>(rows[i], rows[i + width / 2], kIndices);
+    }
+#pragma GCC unroll 16
+    for (size_t i = 0; i < width; ++i) rows[i] = interleaved[i];
+  }
+}
+
 // The sum of 16, 8 or 4 numbers, halves first.
-template <class Some>
-float total(Some numbers) {
+template <class Vector>
+float reduce_add(Vector numbers) {
   if constexpr (sizeof numbers == 64) {
-    return total(__builtin_shufflevector(numbers, numbers, 0, 1, 2, 3, 4, 5, 6, 7) +
+    return reduce_add(__builtin_shufflevector(numbers, numbers, 0, 1, 2, 3, 4, 5, 6, 7) +
                  __builtin_shufflevector(numbers, numbers, 8, 9, 10, 11, 12, 13, 14, 15));
   } else if constexpr (sizeof numbers == 32) {
-    return total(__builtin_shufflevector(numbers, numbers, 0, 1, 2, 3) +
+    return reduce_add(__builtin_shufflevector(numbers, numbers, 0, 1, 2, 3) +
                  __builtin_shufflevector(numbers, numbers, 4, 5, 6, 7));
   } else {
-    const Some pairs = numbers + __builtin_shufflevector(numbers, numbers, 2, 3, 0, 1);
+    const Vector pairs = numbers + __builtin_shufflevector(numbers, numbers, 2, 3, 0, 1);
     return pairs[0] + pairs[1];
   }
 }
 
 // The largest of some numbers; minus infinity for none.
-inline float largest(const float* numbers, int64_t count) {
-  Floats tops = splat(kMinusInfinity);
+inline float reduce_max(const float* numbers, int64_t count) {
+  Floats maxima = splat(kMinusInfinity);
   int64_t i = 0;
   for (; i + kWidth <= count; i += kWidth) {
-    const Floats some = load(numbers + i);
-    tops = some > tops ? some : tops;
+    const Floats values = load(numbers + i);
+    maxima = values > maxima ? values : maxima;
   }
-  float top = kMinusInfinity;
-  for (int64_t j = 0; j < kWidth; ++j) top = std::max(top, tops[j]);
-  for (; i < count; ++i) top = std::max(top, numbers[i]);
-  return top;
+  float maximum = kMinusInfinity;
+  for (int64_t j = 0; j < kWidth; ++j) maximum = std::max(maximum, maxima[j]);
+  for (; i < count; ++i) maximum = std::max(maximum, numbers[i]);
+  return maximum;
 }
 
 // The smallest of some numbers; infinity for none.
-inline float smallest(const float* numbers, int64_t count) {
-  Floats least = splat(-kMinusInfinity);
+inline float reduce_min(const float* numbers, int64_t count) {
+  Floats minima = splat(-kMinusInfinity);
   int64_t i = 0;
   for (; i + kWidth <= count; i += kWidth) {
-    const Floats some = load(numbers + i);
-    least = some < least ? some : least;
+    const Floats values = load(numbers + i);
+    minima = values < minima ? values : minima;
   }
-  float smallest = -kMinusInfinity;
-  for (int64_t j = 0; j < kWidth; ++j) smallest = std::min(smallest, least[j]);
-  for (; i < count; ++i) smallest = std::min(smallest, numbers[i]);
-  return smallest;
+  float reduce_min = -kMinusInfinity;
+  for (int64_t j = 0; j < kWidth; ++j) reduce_min = std::min(reduce_min, minima[j]);
+  for (; i < count; ++i) reduce_min = std::min(reduce_min, numbers[i]);
+  return reduce_min;
 }
 
 // e to the power of numbers that are not above zero, to the last digit but one; zero below -87, NaN of NaN.
 inline Floats exp_nonpositive(Floats x) {
-  const Ints vanishing = x < -87.f;
-  const Floats power = x * 1.44269504f, magic = splat(12582912.f);  // adding 1.5 * 2^23 rounds to a whole number
-  const Floats whole = (power + magic) - magic;
-  const Floats rest = (x - whole * 0.693359375f) + whole * 2.12194440e-4f;
-  Floats sum = splat(1.9875691500e-4f);
-  for (const float factor : {1.3981999507e-3f, 8.3334519073e-3f, 4.1665795894e-2f, 1.6666665459e-1f, 5.0000001201e-1f}) {
-    sum = sum * rest + factor;
+  const Ints underflow = x < -87.f;
+  const Floats scaled = x * 1.44269504f, magic = splat(12582912.f);  // adding 1.5 * 2^23 rounds to a whole number
+  const Floats rounded = (scaled + magic) - magic;
+  const Floats remainder = (x - rounded * 0.693359375f) + rounded * 2.12194440e-4f;
+  Floats polynomial = splat(1.9875691500e-4f);
+  for (const float coefficient : {1.3981999507e-3f, 8.3334519073e-3f, 4.1665795894e-2f, 1.6666665459e-1f, 5.0000001201e-1f}) {
+    polynomial = polynomial * remainder + coefficient;
   }
-  sum = sum * rest * rest + rest + 1.f;
-  const Ints exponent = (__builtin_convertvector(whole, Ints) + 127) << 23;
-  Floats scale;
-  std::memcpy(&scale, &exponent, sizeof scale);
-  return vanishing ? Floats{} : sum * scale;
+  polynomial = polynomial * remainder * remainder + remainder + 1.f;
+  const Ints exponent = (__builtin_convertvector(rounded, Ints) + 127) << 23;
+  return underflow ? Floats{} : polynomial * Floats(exponent);
 }
 
 inline void prefetch(const void* from, int64_t bytes) {

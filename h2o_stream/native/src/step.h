@@ -12,8 +12,8 @@
 
 #include "attention.h"
 #include "matrix.h"
-#include "thread_choice.h"
-#include "token.h"
+#include "thread_tuner.h"
+#include "norm_rope.h"
 
 class Step {
  public:
@@ -39,26 +39,26 @@ class Step {
   void mlp(const Worker& worker, const Layer& layer);
   void activate(const Layer& layer, int64_t stream, Range columns);
   void output(const Worker& worker);
-  void keep_trace(int64_t layer, int64_t stream, const float* x, const Worker& worker) const;
+  void write_trace(int64_t layer, int64_t stream, const float* x, const Worker& worker) const;
   void add(const Norm& norm, float* delta, float* x, const Worker& worker);
   void add_layer(const Layer& layer, float* x, int64_t stream, const Worker& worker);
 
   // Calls `body(state, stream)` for the streams that are a thread's; when it goes on it may use all of them.
   template <class Body>
-  void each_stream(const Worker& worker, Body body);
-  State& state(const Worker& worker) { return states_[count_ == 1 ? worker.number : 0]; }
+  void for_each_stream(const Worker& worker, Body body);
+  State& state(const Worker& worker) { return states_[count_ == 1 ? worker.index : 0]; }
 
   const Model model_;
-  ThreadChoice choice_;
+  ThreadTuner tuner_;
   const Stream* streams_ = nullptr;
   float *logits_ = nullptr, *trace_ = nullptr;
   int64_t count_ = 0;
-  int64_t reserved_ = 0, reserved_threads_ = 0, reserved_slots_ = 0;
+  int64_t reserved_streams_ = 0, reserved_threads_ = 0, reserved_slots_ = 0;
 
   DecodeAttention attention_;
   std::vector<State> states_;
   std::vector<const Slots*> slots_;  // of the layer that is computed, by stream
-  std::vector<int32_t> now_;         // token index of each stream's new token
+  std::vector<int32_t> token_indices_;         // token index of each stream's new token
   std::vector<Angles> angles_;       // [threads][streams]
   int64_t qkv_size_ = 0, inner_ = 0;  // the largest of any layer
   Buffer<float> qkv_, attention_delta_, mlp_delta_, gate_, up_, scratch_;

@@ -13,17 +13,17 @@ struct Range {
 // One of the threads that run a job.
 class Worker {
  public:
-  int64_t number, count;
+  int64_t index, count;
 
   // The part of `total` items that is this thread's, in whole units.
-  Range share(int64_t total, int64_t unit = 1) const {
+  Range partition(int64_t total, int64_t unit = 1) const {
     const int64_t units = (total + unit - 1) / unit;
-    const int64_t begin = units * number / count * unit, end = units * (number + 1) / count * unit;
+    const int64_t begin = units * index / count * unit, end = units * (index + 1) / count * unit;
     return {begin < total ? begin : total, end < total ? end : total};
   }
 
   // Whether an item that is not divided is this thread's.
-  bool owns(int64_t item) const { return item % count == number; }
+  bool owns(int64_t item) const { return item % count == index; }
 
   // Waits until all threads of the job have come here.
   void barrier() const;

@@ -1,9 +1,6 @@
 // Matrices back to numbers: ranges of rows, for products with many vectors, and single ones, of embeddings.
 
-#include <type_traits>
-#include <utility>
-
-#include "grid.h"
+#include "block_scales.h"
 #include "tiles.h"
 
 namespace {
@@ -15,40 +12,40 @@ using packed::kRows;
 using simd::Floats;
 using simd::Ints;
 using simd::kWidth;
+using simd::Words;
 
-using Words = uint32_t __attribute__((vector_size(4 * kWidth)));
 
 // A block of a tile, of the rows that `Floats` holds: a register of them, or a single one.
 template <int64_t kind, class Ints, class Floats>
 class Block {
  public:
   Block(const uint8_t* block, int64_t groups, int64_t row)
-      : grid_(block, groups, row),
-        codes_(block + packed::grid_bytes(kind, groups) + 4 * row),
+      : scales_(block, groups, row),
+        codes_(block + packed::scale_bytes(kind, groups) + 4 * row),
         upper_(codes_ + groups * kGroupBytes) {}
 
   // Columns 16 * half + 4 * quad and on of a group.
   [[gnu::always_inline]] void read(int64_t group, int64_t half, int64_t quad, Floats* four) const {
     const uint8_t* lines = codes_ + group * kGroupBytes;
-    const Ints line = load(lines + (kind == kInt8 ? 4 * half + quad : quad) * kLine);
+    const Ints codes = load(lines + (kind == kInt8 ? 4 * half + quad : quad) * kLine);
     Ints upper{};
     if (kind == kQ6K) upper = load(upper_ + (2 * group + half) * kLine) >> int32_t(2 * quad);
-    const Floats scale = grid_.scale(group, half), offset = grid_.offset(group);
+    const Floats scale = scales_.scale(group, half), offset = scales_.offset(group);
     for (int32_t i = 0; i < 4; ++i) {
       Ints code;
       if constexpr (kind == kInt8) {
-        code = Ints(line << (24 - 8 * i)) >> 24;
+        code = Ints(codes << (24 - 8 * i)) >> 24;
       } else {
-        code = line >> int32_t(8 * i + 4 * half) & 15;
+        code = codes >> int32_t(8 * i + 4 * half) & 15;
       }
       if (kind == kQ6K) code |= (upper >> (8 * i) & 3) << 4;
-      code -= Grid::kBias;
+      code -= Scales::kBias;
       four[i] = scale * to_floats(code) + offset;
     }
   }
 
  private:
-  using Grid = packed::Grid<kind, Floats>;
+  using Scales = packed::BlockScales<kind, Floats>;
   static constexpr int64_t kGroupBytes = kRows * kGroup / (kind == kInt8 ? 1 : 2);  // without upper bits
 
   static Ints load(const uint8_t* from) {
@@ -59,13 +56,13 @@ class Block {
   static float to_floats(int32_t code) { return float(code); }
   static simd::Floats to_floats(simd::Ints codes) { return __builtin_convertvector(codes, simd::Floats); }
 
-  const Grid grid_;
+  const Scales scales_;
   const uint8_t *codes_, *upper_;
 };
 
 // Calls `body(block, groups, column)` for the blocks of a tile.
 template <int64_t kind, class Body>
-void each_block(const uint8_t* tile, int64_t columns, Body body) {
+void for_each_block(const uint8_t* tile, int64_t columns, Body body) {
   for (int64_t column = 0; column < columns; column += kBlock) {
     const int64_t groups = std::min(columns - column, kBlock) / kGroup;
     body(tile, groups, column);
@@ -75,7 +72,7 @@ void each_block(const uint8_t* tile, int64_t columns, Body body) {
 
 template <int64_t kind, class Number>
 void read_row(const Matrix& matrix, int64_t row, Number* out) {
-  each_block<kind>(address(matrix, row), matrix.columns, [&](const uint8_t* at, int64_t groups, int64_t column) {
+  for_each_block<kind>(tile_address(matrix, row), matrix.columns, [&](const uint8_t* at, int64_t groups, int64_t column) {
     const Block<kind, int32_t, float> block(at, groups, row % kRows);
     for (int64_t i = 0; i < groups * kGroup; i += 4) {
       float four[4];
@@ -83,28 +80,6 @@ void read_row(const Matrix& matrix, int64_t row, Number* out) {
       for (int64_t k = 0; k < 4; ++k) simd::from_float(four[k], out[column + i + k]);
     }
   });
-}
-
-// The first or the last halves of two registers, number by number in turn.
-template <int64_t first, size_t... i>
-Words interleave(Words one, Words other, std::index_sequence<i...>) {
-  return __builtin_shufflevector(one, other, (first + int64_t(i) / 2 + int64_t(i) % 2 * kWidth)...);
-}
-
-// Makes columns of `kWidth` registers their rows.
-[[gnu::always_inline]] inline void transpose(Words* square) {
-  constexpr auto kPlaces = std::make_index_sequence<kWidth>();
-#pragma GCC unroll 4
-  for (int64_t step = 1; step < kWidth; step *= 2) {
-    Words turned[kWidth];
-#pragma GCC unroll 8
-    for (int64_t i = 0; i < kWidth / 2; ++i) {
-      turned[2 * i] = interleave<0>(square[i], square[i + kWidth / 2], kPlaces);
-      turned[2 * i + 1] = interleave<kWidth / 2>(square[i], square[i + kWidth / 2], kPlaces);
-    }
-#pragma GCC unroll 16
-    for (int64_t i = 0; i < kWidth; ++i) square[i] = turned[i];
-  }
 }
 
 // Numbers of neighbouring columns as they lie in memory: one in a word, or two.
@@ -130,7 +105,7 @@ void write_group(const Block<kind, Ints, Floats>& block, int64_t group, Range ro
 #pragma GCC unroll 4
       for (int64_t k = 0; k < 4; k += kPerWord) to_words(four + k, out, words[(i + k) / kPerWord]);
     }
-    transpose(words);
+    simd::transpose(words);
 #pragma GCC unroll 16
     for (int64_t row = 0; row < kWidth; ++row) {
       if (row < rows.begin || row >= rows.end) continue;
@@ -142,7 +117,7 @@ void write_group(const Block<kind, Ints, Floats>& block, int64_t group, Range ro
 // The rows of a tile that are in `rows`; `out` is the first of these.
 template <int64_t kind, class Number>
 void write_tile(const uint8_t* tile, Range rows, int64_t columns, Number* out) {
-  each_block<kind>(tile, columns, [&](const uint8_t* at, int64_t groups, int64_t column) {
+  for_each_block<kind>(tile, columns, [&](const uint8_t* at, int64_t groups, int64_t column) {
     for (int64_t row = 0; row < kRows; row += kWidth) {
       const Block<kind, Ints, Floats> block(at, groups, row);
       Number* to = out + (row - rows.begin) * columns + column;
@@ -155,7 +130,7 @@ void write_tile(const uint8_t* tile, Range rows, int64_t columns, Number* out) {
 
 // Calls `body` with the packed kind as a constant.
 template <class Body>
-void with_kind(int64_t kind, Body body) {
+void dispatch_kind(int64_t kind, Body body) {
   switch (kind) {
     case kInt8: return body(std::integral_constant<int64_t, kInt8>());
     case kInt4: return body(std::integral_constant<int64_t, kInt4>());
@@ -166,13 +141,13 @@ void with_kind(int64_t kind, Body body) {
 
 template <class Number>
 void unpack(const Matrix& matrix, Range rows, Number* out, int64_t threads) {
-  with_kind(matrix.kind, [&](auto kind) {
+  dispatch_kind(matrix.kind, [&](auto kind) {
     const int64_t begin = rows.begin / kRows;
     parallel(threads, [&](const Worker& worker) {
-      const Range own = worker.share(simd::padded(rows.end, kRows) / kRows - begin);
-      for (int64_t tile = begin + own.begin; tile < begin + own.end; ++tile) {
+      const Range range = worker.partition(simd::padded(rows.end, kRows) / kRows - begin);
+      for (int64_t tile = begin + range.begin; tile < begin + range.end; ++tile) {
         const int64_t first = std::max(rows.begin, tile * kRows), end = std::min(rows.end, (tile + 1) * kRows);
-        write_tile<kind>(address(matrix, tile * kRows), {first - tile * kRows, end - tile * kRows}, matrix.columns,
+        write_tile<kind>(tile_address(matrix, tile * kRows), {first - tile * kRows, end - tile * kRows}, matrix.columns,
                          out + (first - rows.begin) * matrix.columns);
       }
     });
@@ -181,10 +156,10 @@ void unpack(const Matrix& matrix, Range rows, Number* out, int64_t threads) {
 
 template <class Number>
 void gather(const Matrix& matrix, const int64_t* rows, int64_t count, Number* out, int64_t threads) {
-  with_kind(matrix.kind, [&](auto kind) {
+  dispatch_kind(matrix.kind, [&](auto kind) {
     parallel(threads, [&](const Worker& worker) {
-      const Range own = worker.share(count);
-      for (int64_t i = own.begin; i < own.end; ++i) read_row<kind>(matrix, rows[i], out + i * matrix.columns);
+      const Range range = worker.partition(count);
+      for (int64_t i = range.begin; i < range.end; ++i) read_row<kind>(matrix, rows[i], out + i * matrix.columns);
     });
   });
 }
@@ -196,9 +171,9 @@ void read_row(const Matrix& matrix, int64_t row, float* out) {
     for (int64_t i = 0; i < matrix.columns; ++i) out[i] = simd::to_float(from[i]);
   };
   switch (matrix.kind) {
-    case kFloat32: return copy(reinterpret_cast<const float*>(address(matrix, row)));
-    case kBFloat16: return copy(reinterpret_cast<const simd::BFloat16*>(address(matrix, row)));
-    default: with_kind(matrix.kind, [&](auto kind) { read_row<kind>(matrix, row, out); });
+    case kFloat32: return copy(reinterpret_cast<const float*>(tile_address(matrix, row)));
+    case kBFloat16: return copy(reinterpret_cast<const simd::BFloat16*>(tile_address(matrix, row)));
+    default: dispatch_kind(matrix.kind, [&](auto kind) { read_row<kind>(matrix, row, out); });
   }
 }
 

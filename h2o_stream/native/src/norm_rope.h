@@ -3,7 +3,7 @@
 #pragma once
 
 #include "abi.h"
-#include "memory.h"
+#include "buffer.h"
 #include "simd.h"
 
 // The root mean square of some numbers, inverted.
@@ -12,19 +12,19 @@ inline float inverse_rms(const float* x, int64_t size, double epsilon) {
   int64_t i = 0;
   for (; i + 2 * simd::kWidth <= size; i += 2 * simd::kWidth) {
     for (int64_t j = 0; j < 2; ++j) {
-      const simd::Floats some = simd::load(x + i + j * simd::kWidth);
-      sums[j] += some * some;
+      const simd::Floats values = simd::load(x + i + j * simd::kWidth);
+      sums[j] += values * values;
     }
   }
-  float sum = simd::total(sums[0] + sums[1]);
+  float sum = simd::reduce_add(sums[0] + sums[1]);
   for (; i < size; ++i) sum += x[i] * x[i];
   return 1 / std::sqrt(sum / float(size) + float(epsilon));
 }
 
 // to = norm(x); both may be the same.
-inline void apply_norm(const Norm& norm, const float* x, int64_t size, float* to) {
+inline void apply_norm(const Norm& norm, const float* x, int64_t size, float* out) {
   if (norm.kind == kNoNorm) {
-    if (to != x) std::copy_n(x, size, to);
+    if (out != x) std::copy_n(x, size, out);
     return;
   }
   float mean = 0, factor;
@@ -39,7 +39,7 @@ inline void apply_norm(const Norm& norm, const float* x, int64_t size, float* to
   }
   for (int64_t i = 0; i < size; ++i) {
     const float normed = (x[i] - mean) * factor * (norm.weight ? norm.weight[i] : 1.f);
-    to[i] = norm.bias ? normed + norm.bias[i] : normed;
+    out[i] = norm.bias ? normed + norm.bias[i] : normed;
   }
 }
 
@@ -47,38 +47,38 @@ inline void apply_norm(const Norm& norm, const float* x, int64_t size, float* to
 class Angles {
  public:
   // [rotary]: cosines, then sines.
-  const float* at(const float* frequencies, int64_t rotary, int32_t index) {
+  const float* at(const float* frequencies, int64_t rotary_dims, int32_t index) {
     if (frequencies != frequencies_ || index != index_) {
-      numbers_.reserve(rotary);
-      for (int64_t i = 0; i < rotary / 2; ++i) {
+      cos_sin_.reserve(rotary_dims);
+      for (int64_t i = 0; i < rotary_dims / 2; ++i) {
         const float angle = float(index) * frequencies[i];
-        numbers_[i] = std::cos(angle);
-        numbers_[rotary / 2 + i] = std::sin(angle);
+        cos_sin_[i] = std::cos(angle);
+        cos_sin_[rotary_dims / 2 + i] = std::sin(angle);
       }
       frequencies_ = frequencies, index_ = index;
     }
-    return numbers_.data();
+    return cos_sin_.data();
   }
 
  private:
-  Buffer<float> numbers_;
+  Buffer<float> cos_sin_;
   const float* frequencies_ = nullptr;
   int32_t index_ = -1;
 };
 
 // A head's query or key: normed, scaled, and rotated if the cache holds rotated ones.
 inline void prepare_head(const Layer& layer, const Norm& norm, const float* from, int32_t index, Angles& angles,
-                         float* to) {
-  apply_norm(norm, from, layer.attention.head_size, to);
+                         float* out) {
+  apply_norm(norm, from, layer.attention.head_size, out);
   if (layer.rope_scale != 1) {
-    for (int64_t i = 0; i < layer.rope_scaled; ++i) to[i] *= float(layer.rope_scale);
+    for (int64_t i = 0; i < layer.rope_scaled_dims; ++i) out[i] *= float(layer.rope_scale);
   }
   if (!layer.frequencies) return;
-  const int64_t half = layer.absolute_rotary / 2;
-  const float* turn = angles.at(layer.frequencies, layer.absolute_rotary, index);
+  const int64_t half = layer.absolute_rotary_dims / 2;
+  const float* cos_sin = angles.at(layer.frequencies, layer.absolute_rotary_dims, index);
   for (int64_t i = 0; i < half; ++i) {
-    const float one = to[i], other = to[half + i];
-    to[i] = one * turn[i] - other * turn[half + i];
-    to[half + i] = other * turn[i] + one * turn[half + i];
+    const float first = out[i], second = out[half + i];
+    out[i] = first * cos_sin[i] - second * cos_sin[half + i];
+    out[half + i] = second * cos_sin[i] + first * cos_sin[half + i];
   }
 }

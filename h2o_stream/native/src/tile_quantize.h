@@ -14,38 +14,38 @@ using Group = float[kGroup][kRows];
 constexpr float kLargestHalf = 65504.f, kSmallestNormalHalf = 0x1p-14f;
 
 // NaN becomes `low`.
-inline Floats clamped(Floats x, float low, float high) {
+inline Floats clamp(Floats x, float low, float high) {
   x = x > low ? x : simd::splat(low);
   return x < high ? x : simd::splat(high);
 }
 
 // The nearest whole number, ties to even, in the lower bits: adding 1.5 * 2^23 leaves it there. For sizes below 2^22.
-inline Words whole(Floats x) {
+inline Words round_to_int(Floats x) {
   x += 12582912.f;
   return load<Words>(&x);
 }
 
-inline Floats to_halves(Floats x) {
+inline Floats round_to_half(Floats x) {
   uint16_t halves[kWidth];
-  store_halves(clamped(x, -kLargestHalf, kLargestHalf), halves);
+  store_halves(clamp(x, -kLargestHalf, kLargestHalf), halves);
   return load_halves(halves);
 }
 
 // The number of largest size becomes 127 or -127.
-inline void round_to_int8(const Group& group, uint8_t* scales, uint8_t* codes) {
+inline void quantize_int8(const Group& group, uint8_t* scales, uint8_t* codes) {
   for (int64_t r = 0; r < kRows; r += kWidth) {
     Floats largest{};
     for (const auto& column : group) {
       const Floats x = simd::load(column + r), size = x < 0.f ? -x : x;
       largest = size > largest ? size : largest;
     }
-    const Floats scale = to_halves(clamped(largest / 127.f, kSmallestNormalHalf, kLargestHalf));
+    const Floats scale = round_to_half(clamp(largest / 127.f, kSmallestNormalHalf, kLargestHalf));
     store_halves(scale, scales + 2 * r);
     for (int64_t q = 0; q < kGroup / 4; ++q) {
       Words four{};
       for (int64_t k = 0; k < 4; ++k) {
         const Floats x = simd::load(group[4 * q + k] + r);
-        four |= (whole(clamped(x / scale, -127.f, 127.f)) & 0xff) << uint32_t(8 * k);
+        four |= (round_to_int(clamp(x / scale, -127.f, 127.f)) & 0xff) << uint32_t(8 * k);
       }
       store(four, codes + 4 * (q * kRows + r));
     }
@@ -53,20 +53,20 @@ inline void round_to_int8(const Group& group, uint8_t* scales, uint8_t* codes) {
 }
 
 // Sixteen values, `scale` apart.
-struct Grid {
+struct Int4Params {
   Floats scale, offset, inverse;
 
-  Grid(Floats scale, Floats offset) : scale(scale), offset(offset), inverse(scale != 0.f ? 1.f / scale : Floats{}) {}
+  Int4Params(Floats scale, Floats offset) : scale(scale), offset(offset), inverse(scale != 0.f ? 1.f / scale : Floats{}) {}
 
-  Floats place(Floats x) const { return clamped((x - offset) * inverse, 0.f, 15.f); }
+  Floats code(Floats x) const { return clamp((x - offset) * inverse, 0.f, 15.f); }
 
   // The sum of the squares of what is lost.
   Floats error(const Group& group, int64_t row) const {
     Floats sum{};
     for (const auto& column : group) {
       const Floats x = simd::load(column + row);
-      const Floats lost = to_floats(whole(place(x)) & 0xf) * scale + offset - x;
-      sum += lost * lost;
+      const Floats error = to_floats(round_to_int(code(x)) & 0xf) * scale + offset - x;
+      sum += error * error;
     }
     return sum;
   }
@@ -74,30 +74,30 @@ struct Grid {
 
 // The better of two grids: one goes from the least to the largest number (Q4_1), the other has zero on it and the
 // number of largest size at its end (Q4_0). NaNs are ignored.
-inline Grid grid_of(const Group& group, int64_t row) {
+inline Int4Params best_int4_params(const Group& group, int64_t row) {
   Floats low = simd::splat(kLargestHalf), high = simd::splat(-kLargestHalf);
   for (const auto& column : group) {
     const Floats x = simd::load(column + row);
     low = x < low ? x : low;
     high = x > high ? x : high;
   }
-  const Floats end = clamped(high > -low ? high : low, -kLargestHalf, kLargestHalf), scale = to_halves(end / -8.f);
-  const Grid between(to_halves((high - low) / 15.f), to_halves(low)), around_zero(scale, scale * -8.f);
-  const auto better = around_zero.error(group, row) < between.error(group, row);
-  return {better ? around_zero.scale : between.scale, better ? around_zero.offset : between.offset};
+  const Floats extreme = clamp(high > -low ? high : low, -kLargestHalf, kLargestHalf), scale = round_to_half(extreme / -8.f);
+  const Int4Params asymmetric(round_to_half((high - low) / 15.f), round_to_half(low)), symmetric(scale, scale * -8.f);
+  const auto better = symmetric.error(group, row) < asymmetric.error(group, row);
+  return {better ? symmetric.scale : asymmetric.scale, better ? symmetric.offset : asymmetric.offset};
 }
 
-inline void round_to_int4(const Group& group, uint8_t* grid_halves, uint8_t* codes) {
+inline void quantize_int4(const Group& group, uint8_t* scales, uint8_t* codes) {
   for (int64_t r = 0; r < kRows; r += kWidth) {
-    const Grid grid = grid_of(group, r);
-    store_halves(grid.scale, grid_halves + 2 * r);
-    store_halves(grid.offset, grid_halves + 2 * (kRows + r));
+    const Int4Params params = best_int4_params(group, r);
+    store_halves(params.scale, scales + 2 * r);
+    store_halves(params.offset, scales + 2 * (kRows + r));
     for (int64_t q = 0; q < kGroup / 8; ++q) {
       Words four{};
       for (int64_t k = 0; k < 4; ++k) {
         const Floats lower = simd::load(group[4 * q + k] + r), upper = simd::load(group[kGroup / 2 + 4 * q + k] + r);
-        four |= (whole(grid.place(lower)) & 0xf) << uint32_t(8 * k);
-        four |= (whole(grid.place(upper)) & 0xf) << uint32_t(8 * k + 4);
+        four |= (round_to_int(params.code(lower)) & 0xf) << uint32_t(8 * k);
+        four |= (round_to_int(params.code(upper)) & 0xf) << uint32_t(8 * k + 4);
       }
       store(four, codes + 4 * (q * kRows + r));
     }
