@@ -31,7 +31,8 @@ void DecodeAttention::reserve_scratch(const AttentionLayer& layer) {
   }
 }
 
-void DecodeAttention::insert_token(const HeadSlots& head, int64_t slot, int32_t token_index, const float* key, const float* value) {
+void DecodeAttention::insert_token(const HeadSlots& head, int64_t slot, int32_t token_index, const float* key,
+                                   const float* value) {
   head.store.write(slot, key, value);
   head.index[slot] = token_index;
   head.rank[slot] = 0;
@@ -44,14 +45,15 @@ void DecodeAttention::attend_block(const HeadSlots& head, int64_t stream, Range 
   const int64_t heads = head.query_heads(), first = head.first_query(), block = slots.begin / kBlockSlots;
   const int32_t token_index = token_indices_[stream];
   if (layer.rope) head.distances(slots.begin, slots.end, token_index, scratch.distances.data());
-  const Range exact{slots.begin, std::min(slots.end, head.exact)}, quantized{std::max(slots.begin, head.exact), slots.end};
+  const Range exact{slots.begin, std::min(slots.end, head.exact)},
+      quantized{std::max(slots.begin, head.exact), slots.end};
   float* probs = this->probs(stream, first) + slots.begin;
   const auto multiply = [&](const auto& keys, Range some) {
     if (some.size() <= 0) return;
     const int64_t offset = some.begin - slots.begin;
     const Rotation rotation{layer.rope, layer.rotary_dims, scratch.distances.at(offset)};
     query_key_dots(keys, some.size(), rotation, scratch.rotated.data(), scratch.queries.data(), heads,
-             [&](int64_t slot, int64_t q, float product) { probs[q * max_slots_ + offset + slot] = product; });
+                   [&](int64_t slot, int64_t q, float product) { probs[q * max_slots_ + offset + slot] = product; });
   };
   if (layer.in_bfloat16) {
     multiply(DenseRows<BFloat16>(head.store.keys, layer.head_size, exact.begin), exact);
@@ -76,7 +78,7 @@ void DecodeAttention::attend_block(const HeadSlots& head, int64_t stream, Range 
   accumulate_values(head, stream, exact, quantized, scratch);
 }
 
-// Scales logits and hides what may not be seen.
+// Applies scaling, softcap and the sliding window to logits.
 void DecodeAttention::scale_and_mask(const HeadSlots& head, Range slots, int32_t token_index, float* logits) const {
   const float scaling = float(layer_->scaling), cap = float(layer_->softcap);
   const int32_t oldest = layer_->sliding_window ? std::max(token_index - int32_t(layer_->sliding_window) + 1, 0) : 0;
@@ -90,7 +92,8 @@ void DecodeAttention::scale_and_mask(const HeadSlots& head, Range slots, int32_t
   for (int64_t i = 0; i < count; ++i) logits[i] = index[i] < oldest ? kMinusInfinity : logits[i];
 }
 
-void DecodeAttention::accumulate_values(const HeadSlots& head, int64_t stream, Range exact, Range quantized, Scratch& scratch) {
+void DecodeAttention::accumulate_values(const HeadSlots& head, int64_t stream, Range exact, Range quantized,
+                                        Scratch& scratch) {
   const AttentionLayer& layer = *layer_;
   const int64_t heads = head.query_heads(), size = layer.value_size;
   const Range slots{std::min(exact.begin, quantized.begin), std::max(exact.end, quantized.end)};
@@ -112,8 +115,9 @@ void DecodeAttention::accumulate_values(const HeadSlots& head, int64_t stream, R
   }
 }
 
-// A value is offset + code * step: the steps are multiplied to the probabilities.
-void DecodeAttention::accumulate_quantized(const HeadSlots& head, Range quantized, const float* probs, float* mixed) const {
+// A value is offset + code * scale, so the scales are folded into the probabilities.
+void DecodeAttention::accumulate_quantized(const HeadSlots& head, Range quantized, const float* probs,
+                                           float* mixed) const {
   const int64_t heads = head.query_heads(), size = layer_->value_size, first = quantized.begin - head.exact;
   const simd::Half* grid = head.store.value_grid + 2 * first;
   float offsets[kBlockSlots], scales[kBlockSlots], weights[kMaxHeads * kBlockSlots];
@@ -139,7 +143,8 @@ void DecodeAttention::accumulate_quantized(const HeadSlots& head, Range quantize
 void DecodeAttention::merge(int64_t stream, float* output, float* factors) const {
   for (int64_t group = 0; group < groups_; ++group) {
     const Slots& slots = slots_[stream][group];
-    const int64_t blocks = simd::padded(slots.slot_count, kBlockSlots) / kBlockSlots, heads = layer_->query_heads / layer_->kv_heads;
+    const int64_t blocks = simd::padded(slots.slot_count, kBlockSlots) / kBlockSlots,
+                  heads = layer_->query_heads / layer_->kv_heads;
     for (int64_t local_head = 0; local_head < slots.head_count; ++local_head) {
       for (int64_t q = slots.heads[local_head] * heads; q < (slots.heads[local_head] + 1) * heads; ++q) {
         merge_head(block_number(stream, q, 0), blocks, output + q * value_size_, factors + q * blocks_);
@@ -188,7 +193,8 @@ void DecodeAttention::update_scores(const HeadSlots& head, int64_t stream, Range
     }
     if (!head.long_term) continue;
     float* long_term = head.long_term + begin;
-    for (int64_t i = 0; i < count; ++i) long_term[i] = long_term[i] * long_term_decay + (index[i] < long_term_before ? squares[i] : 0);
+    for (int64_t i = 0; i < count; ++i)
+      long_term[i] = long_term[i] * long_term_decay + (index[i] < long_term_before ? squares[i] : 0);
   }
 }
 

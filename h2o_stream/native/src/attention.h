@@ -1,8 +1,8 @@
-// The attention of one new token of each stream over the slots of one layer.
+// Decode attention: one new token per stream over the slots of one layer.
 //
-// Work is divided into blocks of slots, whatever the number of threads, so that results do not depend on it: every
-// block has a softmax of its own, and they are merged in order. A token's way has four parts, with a barrier of the
-// caller's between any two: `attend`, `merge` for each stream, `update_scores`, `evict`.
+// Slots are processed in fixed-size blocks, so results do not depend on the number of threads. Every block has its own
+// softmax, and the blocks are merged in order, as in split-K flash decoding. A token goes through four phases, which
+// the caller separates by barriers: `attend`, `merge` for each stream, `update_scores`, `evict`.
 
 #pragma once
 
@@ -12,25 +12,25 @@
 
 #include <vector>
 
-// Slots that are attended to together.
+// Slots per block.
 constexpr int64_t kBlockSlots = 32;
 
 class DecodeAttention {
  public:
-  // Makes room for so many streams, query heads, numbers of a value and slots, and so many threads.
+  // Allocates buffers for these sizes.
   void reserve(int64_t streams, int64_t query_heads, int64_t value_size, int64_t slots, int64_t threads);
 
-  // Makes room for the heads of a layer of this shape, in every thread; after `reserve`.
+  // Allocates per-thread scratch for a layer of this shape. Call `reserve` first.
   void reserve_scratch(const AttentionLayer& layer);
 
-  // Takes up a layer. `slots` [streams][groups], those of stream b at slots[b] and the following.
+  // Selects a layer. `slots` is [streams][groups]; the groups of stream b start at slots[b].
   void set_layer(const AttentionLayer& layer, const Slots* const* slots, int64_t groups, int64_t streams,
-             const int32_t* token_indices) {
+                 const int32_t* token_indices) {
     layer_ = &layer, slots_ = slots, groups_ = groups, streams_ = streams, token_indices_ = token_indices;
   }
 
-  // Puts the new tokens into their slots and attends to a thread's blocks. Queries and keys are as they are asked with
-  // and held: `prepare(stream, token)` makes them for the head that is called for.
+  // Writes the new tokens into their slots and attends to this thread's blocks. `prepare(stream, head, queries, key,
+  // value)` writes a head's rotated queries and, unless null, its key and value.
   template <class Prepare>
   void attend(const Worker& worker, Prepare prepare) {
     for_each_range(worker, [&](int64_t stream, const HeadSlots& head, Range range) {
@@ -47,11 +47,11 @@ class DecodeAttention {
     });
   }
 
-  // The attention's output of a stream, [query_heads][value_size], and what each block's softmax is multiplied by.
+  // Writes a stream's attention output [query_heads][value_size], and the factor on each block's softmax.
   void merge(int64_t stream, float* output, float* factors) const;
   int64_t factor_count() const { return query_heads_ * blocks_; }
 
-  // Scores of a thread's slots; `factors(stream)` gives what `merge` gave.
+  // Updates the scores of this thread's slots; `factors(stream)` returns what `merge` wrote.
   template <class Factors>
   void update_scores(const Worker& worker, Factors factors) const {
     if (layer_->policy != kAccumulated && layer_->policy != kTova) return;
@@ -60,17 +60,18 @@ class DecodeAttention {
     });
   }
 
-  // Evicts what the new tokens push out, of a thread's heads, and counts the tokens.
+  // Evicts tokens from this thread's heads and advances the token counters.
   void evict(const Worker& worker);
 
  private:
-  // A thread's own.
+  // Per-thread buffers.
   struct Scratch {
     Buffer<float> queries, key, value, rotated, key_params, accum, priority;
     Buffer<int32_t> distances;
   };
 
-  static void insert_token(const HeadSlots& head, int64_t slot, int32_t token_indices, const float* key, const float* value);
+  static void insert_token(const HeadSlots& head, int64_t slot, int32_t token_indices, const float* key,
+                           const float* value);
   void attend_block(const HeadSlots& head, int64_t stream, Range slots, Scratch& scratch);
   void scale_and_mask(const HeadSlots& head, Range slots, int32_t token_indices, float* logits) const;
   void accumulate_values(const HeadSlots& head, int64_t stream, Range exact, Range quantized, Scratch& scratch);
@@ -85,12 +86,12 @@ class DecodeAttention {
     return (stream * query_heads_ + query_head) * blocks_ + block;
   }
 
-  // Calls `work` for all heads of which some slots are a thread's: whole blocks.
+  // Calls `work` for every head of which this thread has some slots, in whole blocks.
   template <class Work>
   void for_each_range(const Worker& worker, Work work) const {
     int64_t total = 0;
     for_each_head([&](int64_t, const Slots& slots, int64_t) { total += slots.slot_count; });
-    const Range range = worker.partition(total);  // of the blocks that begin there
+    const Range range = worker.partition(total);  // blocks that start in this range
     int64_t first_slot = 0;
     for_each_head([&](int64_t stream, const Slots& slots, int64_t local_head) {
       const int64_t begin = block_start(range.begin - first_slot), end = block_start(range.end - first_slot);
@@ -101,7 +102,7 @@ class DecodeAttention {
     });
   }
 
-  // The first slot from this one on that begins a block.
+  // The first block boundary at or after a slot.
   static int64_t block_start(int64_t slot) { return slot <= 0 ? 0 : simd::padded(slot, kBlockSlots); }
 
   template <class Visit>
@@ -124,5 +125,5 @@ class DecodeAttention {
   std::vector<Scratch> scratch_;
 };
 
-// Fetches a thread's part of what is known of some slots: it is scattered, and would be waited for piece by piece.
+// Prefetches this thread's part of the slots' metadata, which is scattered in memory.
 void prefetch_slots(const Slots& slots, const Worker& worker);

@@ -1,4 +1,4 @@
-// What the codes of a block of a packed matrix are multiplied by; see `MatrixKind` in abi.h.
+// Scales and offsets of a block of a packed matrix; see `MatrixKind` in abi.h.
 
 #pragma once
 
@@ -21,15 +21,15 @@ Floats load_as(const uint8_t* from) {
   }
 }
 
-// The grid of some rows of a tile, as many as `Floats` holds: a number is scale * (code - kBias) + offset.
+// Scales of as many rows of a tile as `Floats` holds: value = scale * (code - kBias) + offset.
 template <int64_t kind, class Floats>
 class BlockScales {
  public:
   static constexpr bool kHasOffsets = kind == kInt4 || kind == kQ4K;
-  static constexpr int64_t kScales = kind == kQ6K ? 2 : 1;  // of a group
+  static constexpr int64_t kScales = kind == kQ6K ? 2 : 1;  // per group
   static constexpr int32_t kBias = kind == kQ6K ? 32 : 0;
 
-  // Of a block of some groups, from a row of the tile on.
+  // `row` is the first row within the tile.
   BlockScales(const uint8_t* block, int64_t groups, int64_t row) : groups_(groups) {
     constexpr int64_t kHalves = 2 * kRows;
     if constexpr (kind == kInt8 || kind == kInt4) {
@@ -41,7 +41,7 @@ class BlockScales {
     }
   }
 
-  // Of a half of a group.
+  // Scale of the first or second half of a group.
   Floats scale(int64_t group, int64_t half) const {
     if constexpr (kind == kInt8 || kind == kInt4) {
       return load_as<Floats, simd::Half>(group_scales_ + group * (kind == kInt4 ? 4 : 2) * kRows);

@@ -1,4 +1,4 @@
-// Memory that begins with a line of the cache, zero at first.
+// Zero-initialized memory aligned to a cache line.
 
 #pragma once
 
@@ -14,7 +14,7 @@ class Buffer {
   Buffer() = default;
   explicit Buffer(int64_t count) : count_(count) {
     if (!count) return;
-    const int64_t bytes = (count * int64_t(sizeof(Number)) + 63) / 64 * 64 + 64;  // a vector past the last may be read
+    const int64_t bytes = (count * int64_t(sizeof(Number)) + 63) / 64 * 64 + 64;  // a vector past the end may be read
     numbers_.reset(static_cast<Number*>(std::aligned_alloc(64, bytes)));
     if (!numbers_) throw std::bad_alloc();
     std::memset(static_cast<void*>(numbers_.get()), 0, bytes);
@@ -25,7 +25,7 @@ class Buffer {
   Number& operator[](int64_t place) const { return numbers_.get()[place]; }
   int64_t size() const { return count_; }
 
-  // Makes room for `count` numbers; what was there is lost where there is more to hold.
+  // Grows to `count` elements; growing discards the contents.
   void reserve(int64_t count) {
     if (count > count_) *this = Buffer(count);
   }

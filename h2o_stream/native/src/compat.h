@@ -1,4 +1,4 @@
-// What GCC before 12 lacks.
+// __builtin_shufflevector for GCC before 12.
 
 #pragma once
 
@@ -6,7 +6,7 @@
 
 #include <type_traits>
 
-// The numbers of two vectors at these places, counted through both. GCC makes a permutation of it.
+// GCC compiles this to a permutation.
 template <int... places, class Vector>
 inline auto h2o_shuffle(Vector a, Vector b) {
   using Number = std::remove_cv_t<std::remove_reference_t<decltype(a[0])>>;

@@ -1,4 +1,4 @@
-// The attention of one token of each stream in one layer, for models whose other parts run elsewhere.
+// Decode attention of one layer, for models whose other modules run in torch.
 
 #include "attention.h"
 
@@ -9,12 +9,12 @@ namespace {
 void load_row(const void* from, int64_t first, bool in_bfloat16, int64_t count, float* row) {
   for (int64_t i = 0; i < count; ++i) {
     row[i] = in_bfloat16 ? simd::to_float(static_cast<const simd::BFloat16*>(from)[first + i])
-                        : static_cast<const float*>(from)[first + i];
+                         : static_cast<const float*>(from)[first + i];
   }
 }
 
 void decode(const AttentionLayer* layer, const Slots* slots, int64_t groups, int64_t streams, const void* query,
-                const void* key, const void* value, void* output, int64_t threads) {
+            const void* key, const void* value, void* output, int64_t threads) {
   thread_local DecodeAttention attention;
   thread_local std::vector<const Slots*> by_stream;
   thread_local std::vector<int32_t> token_indices;
@@ -24,7 +24,8 @@ void decode(const AttentionLayer* layer, const Slots* slots, int64_t groups, int
   for (int64_t stream = 0; stream < streams; ++stream) {
     by_stream[stream] = slots + stream * groups;
     token_indices[stream] = int32_t(*by_stream[stream]->seen);
-    for (int64_t group = 0; group < groups; ++group) max_slots = std::max(max_slots, by_stream[stream][group].slot_count);
+    for (int64_t group = 0; group < groups; ++group)
+      max_slots = std::max(max_slots, by_stream[stream][group].slot_count);
   }
   attention.reserve(streams, layer->query_heads, layer->value_size, max_slots, threads);
   attention.reserve_scratch(*layer);
@@ -33,7 +34,7 @@ void decode(const AttentionLayer* layer, const Slots* slots, int64_t groups, int
   const int64_t output_size = layer->query_heads * value_size;
   factors.reserve(streams * attention.factor_count());
   outputs.reserve(streams * output_size);
-  // What is local to the calling thread is the others' only by name.
+  // Other threads would see their own thread_local instances, so pass references.
   DecodeAttention& own = attention;
   float *all_factors = factors.data(), *all_outputs = outputs.data();
   parallel(threads, [&, all_factors, all_outputs](const Worker& worker) {
@@ -70,14 +71,13 @@ void decode(const AttentionLayer* layer, const Slots* slots, int64_t groups, int
 }  // namespace
 
 // query [streams][query_heads][D], key and value [streams][kv_heads][D], output [streams][query_heads][value_size], all
-// in the dtype of the slots' keys; slots [streams][groups]. Returns 0, or 1 if there is not memory enough, with nothing
-// done.
+// in the dtype of the cached keys; slots [streams][groups]. Returns 0, or 1 if out of memory, with nothing changed.
 extern "C" int64_t h2o_decode(const AttentionLayer* layer, const Slots* slots, int64_t groups, int64_t streams,
                               const void* query, const void* key, const void* value, void* output, int64_t threads) {
   try {
     decode(layer, slots, groups, streams, query, key, value, output, threads);
     return 0;
-  } catch (const std::exception&) {  // of buffers or threads, which are made before anything else
+  } catch (const std::exception&) {  // all buffers and threads are created before any state changes
     return 1;
   }
 }

@@ -1,7 +1,7 @@
-// Products of small dense float32 matrices: C = A B or C += A B, where C is at most a panel wide.
+// Small dense float32 matrix products: C = A B or C += A B.
 //
-// A tile of C, a few rows by a few vectors, stays in registers while all of the depth is added up, so that every number
-// of C is the sum of the same products in the same order whoever computes it.
+// A micro-tile of C stays in registers over the whole depth, so every element of C sums the same products in the same
+// order, whichever thread computes it.
 
 #pragma once
 
@@ -9,7 +9,7 @@
 
 namespace gemm {
 
-// Rows and vectors of a tile: as many as there are registers for, beside a row of B.
+// Rows and vectors of a micro-tile: what fits into registers beside a row of B.
 constexpr int64_t kRows = 6;
 #if defined(H2O_AVX512)
 constexpr int64_t kVectors = 4;
@@ -17,10 +17,10 @@ constexpr int64_t kVectors = 4;
 constexpr int64_t kVectors = 2;
 #endif
 
-// Numbers in a row of a panel of B.
+// Columns of a panel of B.
 constexpr int64_t kPanel = kVectors * simd::kWidth;
 
-// A matrix whose rows are `stride` numbers apart.
+// A matrix with `stride` elements between rows.
 struct View {
   const float* data;
   int64_t stride;
@@ -58,7 +58,8 @@ template <int kTileVectors, bool kAdd>
 void multiply_panel(View a, View b, float* c, int64_t c_stride, int64_t rows, int64_t depth) {
   int64_t row = 0;
   for (; row + kRows <= rows; row += kRows) {
-    micro_kernel<kRows, kTileVectors, kAdd>({a.data + row * a.stride, a.stride}, b, c + row * c_stride, c_stride, depth);
+    micro_kernel<kRows, kTileVectors, kAdd>({a.data + row * a.stride, a.stride}, b, c + row * c_stride, c_stride,
+                                            depth);
   }
   a.data += row * a.stride, c += row * c_stride;
   switch (rows - row) {
@@ -70,8 +71,8 @@ void multiply_panel(View a, View b, float* c, int64_t c_stride, int64_t rows, in
   }
 }
 
-// C [rows][columns] = A [rows][depth] times B [depth][columns], or C += with kAdd. Whole vectors of B and C are read
-// and written.
+// C [rows][columns] = A [rows][depth] times B [depth][columns]; C += with kAdd. Reads and writes whole vectors of B and
+// C.
 template <bool kAdd>
 void multiply(View a, View b, float* c, int64_t c_stride, int64_t rows, int64_t depth, int64_t columns) {
   for (; columns > kPanel; columns -= kPanel, b.data += kPanel, c += kPanel) {

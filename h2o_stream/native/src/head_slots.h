@@ -1,4 +1,4 @@
-// The slots of one KV head of one stream: where they are, how far RoPE sees them, and which of them are evicted.
+// The slots of one KV head of one stream: positions, eviction, quantization.
 
 #pragma once
 
@@ -11,8 +11,8 @@
 struct HeadSlots {
   const AttentionLayer& layer;
   const Slots& slots;
-  int64_t local_head, kv_head;  // among the heads of the slots, and of the layer
-  int64_t count, exact;   // slots; those from `exact` on hold codes
+  int64_t local_head, kv_head;  // index within the group, and within the layer
+  int64_t count, exact;         // slots; those from `exact` on are quantized
   store::HeadStore store;
   float *scores, *long_term;  // long_term may be null
   int32_t *index, *rank;
@@ -36,10 +36,10 @@ struct HeadSlots {
   int64_t query_heads() const { return layer.query_heads / layer.kv_heads; }
   int64_t first_query() const { return kv_head * query_heads(); }
 
-  // The slot of a token that comes.
+  // The slot that a new token is written to.
   int64_t slot_for(int32_t token) const { return layer.kv_bits == 16 ? *free : store::exact_slot(layer, token); }
 
-  // How far RoPE places some slots behind token `now`.
+  // RoPE distances of some slots from the newest token.
   void distances(int64_t begin, int64_t end, int32_t newest, int32_t* out) const {
     rope::distances(layer, slots, newest, index + begin, rank + begin, end - begin, out);
   }
@@ -52,9 +52,9 @@ struct HeadSlots {
     scores[slot] = simd::kMinusInfinity;
   }
 
-  // Evicts the tokens worth least, as many as the new one pushes out, and finds the next one's slot.
+  // Evicts the tokens of lowest priority and finds a free slot for the next token.
   //
-  // `seen` counts the tokens of the stream, `worth` is scratch for all slots.
+  // `seen` counts the tokens of the stream; `priority` is scratch of one element per slot.
   void evict(int64_t seen, float* priority) const {
     if (slots.evictions == 0) {
       int64_t slot = exact == count ? 0 : exact;
@@ -76,9 +76,10 @@ struct HeadSlots {
     }
   }
 
-  // Vacates the seat of the next token, the `seen`th: the oldest of the ring is encoded and moves to the free slot.
+  // Frees the exact slot that token `seen` will be written to: quantizes the oldest token of the ring into the free
+  // slot.
   //
-  // `scratch` has room for six keys or values.
+  // `scratch` holds six keys or values.
   void quantize_oldest(int64_t seen, float* scratch) const {
     const int64_t size = std::max(layer.head_size, layer.value_size);
     float *key = scratch, *offsets = scratch + size, *scales = scratch + 2 * size, *value = scratch + 3 * size;
@@ -100,7 +101,8 @@ struct HeadSlots {
   }
 
  private:
-  void requantize_keys(const float* old_offsets, const float* old_scales, float* offsets, float* scales, float* key) const {
+  void requantize_keys(const float* old_offsets, const float* old_scales, float* offsets, float* scales,
+                       float* key) const {
     store::key_params(store.key_range, layer.head_size, layer.kv_bits, offsets, scales);
     for (int64_t slot = exact; slot < count; ++slot) {
       if (index[slot] >= 0) store.requantize_key(slot, {old_offsets, old_scales, 1}, {offsets, scales, 1}, key);

@@ -6,13 +6,13 @@ namespace {
 
 using packed::kGroup;
 
-// Bytes of a matrix that are worth fetching while a thread waits.
+// Bytes of the next matrix to prefetch before a barrier.
 constexpr int64_t kPrefetchBytes = 4096;
 
-// A thread that has less to read than this is not worth waking.
+// With less to read per thread, waking the thread costs more than it saves.
 constexpr int64_t kMinBytesPerThread = 32768;
 
-// Rounds a group; gives its scale, the sum of its numbers, and the sums of each half of its codes.
+// Quantizes a group; returns its scale, its sum, and the code sums of its halves.
 void quantize_group(const float* from, int8_t* codes, float& scale, float& sum, int32_t* code_sums) {
   using simd::Floats;
   using simd::Ints;
@@ -21,7 +21,7 @@ void quantize_group(const float* from, int8_t* codes, float& scale, float& sum, 
   Ints top{};
   for (int64_t i = 0; i < kVectors; ++i) {
     numbers[i] = simd::load(from + i * simd::kWidth);
-    const Ints bits = Ints(numbers[i]) & 0x7fffffff;  // integers are in the order of the numbers, NaN above all
+    const Ints bits = Ints(numbers[i]) & 0x7fffffff;  // ordered like the magnitudes, NaN above all
     top = bits > top ? bits : top;
   }
   int32_t largest_bits = 0;
@@ -31,7 +31,8 @@ void quantize_group(const float* from, int8_t* codes, float& scale, float& sum, 
   const Floats inverse = simd::splat(largest > 1e-36f ? 127 / largest : 0), magic = simd::splat(12582912.f);
   Ints totals[2] = {};
   for (int64_t i = 0; i < kVectors; ++i) {
-    const simd::Words rounded = simd::Words(numbers[i] * inverse + magic) - simd::Words(magic);  // 1.5 * 2^23 rounds to integers
+    // adding 1.5 * 2^23 rounds to integers; unsigned because of NaN
+    const simd::Words rounded = simd::Words(numbers[i] * inverse + magic) - simd::Words(magic);
     const auto bytes = __builtin_convertvector(Ints(rounded), simd::SignedBytes);
     std::memcpy(codes + i * simd::kWidth, &bytes, sizeof bytes);
     totals[2 * i / kVectors] += __builtin_convertvector(bytes, Ints);
@@ -54,7 +55,7 @@ Vectors::Vectors(int64_t count, int64_t size) { reserve(count, size); }
 void Vectors::reserve(int64_t count, int64_t size) {
   const int64_t groups = simd::padded(size, kGroup) / kGroup;
   count_ = count, size_ = size;
-  stride_ = simd::padded(size, 128);  // of numbers and codes: whole registers, and whole lines of the cache
+  stride_ = simd::padded(size, 128);  // whole registers and cache lines
   group_stride_ = groups;
   if (numbers_.size() < count * stride_) {
     numbers_ = Buffer<float>(count * stride_);
@@ -71,8 +72,8 @@ void Vectors::quantize(int64_t vector, Range numbers) const {
   const int64_t base = vector * group_stride_;
   for (int64_t group = numbers.begin / kGroup; group < numbers.end / kGroup; ++group) {
     const int64_t index = base + group;
-    quantize_group(at(vector) + group * kGroup, codes_.at(vector * stride_ + group * kGroup), scales_[index], sums_[index],
-                code_sums_.at(2 * index));
+    quantize_group(at(vector) + group * kGroup, codes_.at(vector * stride_ + group * kGroup), scales_[index],
+                   sums_[index], code_sums_.at(2 * index));
   }
 }
 
@@ -96,7 +97,7 @@ void skinny_gemm(const Matrix& matrix, const Vectors& vectors, int64_t count, Ra
 
 extern "C" {
 
-// y [count][rows] = x [count][columns] times the matrix, transposed, plus its bias.
+// y [count][rows] = x [count][columns] times the transposed matrix, plus its bias.
 void h2o_multiply(const Matrix* matrix, const float* x, float* y, int64_t count, int64_t threads) {
   static thread_local Vectors scratch;
   const Vectors& vectors = scratch;

@@ -1,4 +1,4 @@
-// Matrices in float32 and bfloat16 times vectors in float32.
+// Products of float32 and bfloat16 matrices with float32 vectors.
 
 #include "tiles.h"
 
@@ -7,7 +7,7 @@ namespace {
 using simd::Floats;
 using simd::kWidth;
 
-// What a single vector is multiplied in: memory is quicker in 32 bytes at a time than in 64.
+// A single vector uses 32-byte registers: reading memory is faster that way than with 64-byte ones.
 #if defined(H2O_AVX512)
 using Narrow = float __attribute__((vector_size(32)));
 inline Narrow load_narrow(const float* from) { return Narrow(_mm256_loadu_ps(from)); }
@@ -23,12 +23,12 @@ Narrow load_narrow(const Number* from) {
 }
 #endif
 
-// Bytes that a matrix is fetched ahead: what the processor does by itself ends with a page.
+// Prefetch distance in bytes; the hardware prefetcher stops at page boundaries.
 constexpr int64_t kPrefetchBytes = 4096;
 
 constexpr int64_t kNarrow = sizeof(Narrow) / sizeof(float);
 
-// The first `count` numbers of a register, zeros behind them.
+// Loads `count` elements and pads with zeros.
 template <class Number>
 Floats load_partial(const Number* from, int64_t count) {
   Number padded[kWidth] = {};
@@ -43,7 +43,7 @@ Narrow load_partial_narrow(const Number* from, int64_t count) {
   return load_narrow(padded);
 }
 
-// The sums of four registers.
+// Sums each of four registers.
 template <class Numbers>
 void reduce_add_four(const Numbers* numbers, float* to) {
   using Four = float __attribute__((vector_size(16)));
@@ -66,11 +66,12 @@ void reduce_add_four(const Numbers* numbers, float* to) {
     return __builtin_shufflevector(one, other, 0, 4, 1, 5) + __builtin_shufflevector(one, other, 2, 6, 3, 7);
   };
   const Four remaining = pairs(four[0], four[1]), right = pairs(four[2], four[3]);
-  const Four sums = __builtin_shufflevector(remaining, right, 0, 1, 4, 5) + __builtin_shufflevector(remaining, right, 2, 3, 6, 7);
+  const Four sums =
+      __builtin_shufflevector(remaining, right, 0, 1, 4, 5) + __builtin_shufflevector(remaining, right, 2, 3, 6, 7);
   std::memcpy(to, &sums, sizeof sums);
 }
 
-// Four rows of a matrix; where there are no more, the last is multiplied again.
+// Four rows of a matrix; missing rows repeat the last one.
 template <class Number>
 class DenseTile {
  public:
@@ -89,8 +90,8 @@ class DenseTile {
 
   template <int64_t count>
   void multiply(const Vectors& vectors, int64_t first, float* products) const {
-    // Memory is quickest in the order of addresses, and then fetched by the processor itself: for a single vector a row
-    // at a time, in sums that do not wait for each other. More vectors are multiplied by all rows.
+    // The hardware prefetcher favours sequential reads, so a single vector is multiplied row by row, with independent
+    // accumulators. More vectors are multiplied by all rows at once.
     if constexpr (count == 1) {
       Narrow sums[kRows];
       for (int64_t r = 0; r < kRows; ++r) sums[r] = multiply_row(rows_[r], vectors.at(first));
@@ -115,7 +116,8 @@ class DenseTile {
       sums[0] += load_narrow(row + column) * load_narrow(vector + column);
     }
     const int64_t remaining = columns_ - column;
-    if (remaining) sums[1] += load_partial_narrow(row + column, remaining) * load_partial_narrow(vector + column, remaining);
+    if (remaining)
+      sums[1] += load_partial_narrow(row + column, remaining) * load_partial_narrow(vector + column, remaining);
     return (sums[0] + sums[1]) + (sums[2] + sums[3]);
   }
 
@@ -135,7 +137,7 @@ class DenseTile {
     };
     int64_t column = 0;
     for (; column + kWidth <= columns_; column += kWidth) {
-      if (first == 0) {  // what comes later is fetched once for all vectors
+      if (first == 0) {  // prefetch once for all vectors
         simd::prefetch(reinterpret_cast<const uint8_t*>(rows_[0] + kRows * column) + kPrefetchBytes,
                        kRows * kWidth * int64_t(sizeof(Number)));
       }
@@ -153,7 +155,7 @@ class DenseTile {
 }  // namespace
 
 void skinny_gemm_dense(const Matrix& matrix, const Vectors& vectors, int64_t count, Range rows, float* out,
-                    int64_t stride) {
+                       int64_t stride) {
   if (matrix.kind == kBFloat16) {
     gemm_tiles<DenseTile<simd::BFloat16>>(matrix, vectors, count, rows, out, stride);
   } else {

@@ -1,4 +1,4 @@
-// Matrices in 8, 6 and 4 bits times vectors in 8 bits.
+// Products of packed matrices with vectors quantized to 8 bits.
 
 #include "dot.h"
 #include "block_scales.h"
@@ -12,10 +12,10 @@ using packed::kLine;
 using simd::Floats;
 using simd::kWidth;
 
-// Blocks that a matrix is fetched ahead, in the order of memory: in any other the processor's own fetching is confused.
+// Prefetch distance in blocks. Reads stay in memory order, as the hardware prefetcher expects.
 constexpr int64_t kPrefetchBlocks = 1;
 
-// Sixteen rows of a matrix, in the order of memory.
+// A tile of 16 rows.
 template <int64_t kind>
 class PackedTile {
  public:
@@ -26,7 +26,8 @@ class PackedTile {
   static constexpr int64_t kMaxVectors = 2;
 #endif
 
-  PackedTile(const Matrix& matrix, int64_t row) : blocks_(tile_address(matrix, row)), groups_(matrix.columns / kGroup) {}
+  PackedTile(const Matrix& matrix, int64_t row)
+      : blocks_(tile_address(matrix, row)), groups_(matrix.columns / kGroup) {}
 
   template <int64_t count>
   void multiply(const Vectors& vectors, int64_t first, float* products) const {
@@ -43,16 +44,17 @@ class PackedTile {
 
  private:
   using Scales = packed::BlockScales<kind, Floats>;
-  static constexpr int64_t kVectorsPerTile = kRows / kWidth;  // registers of rows
+  static constexpr int64_t kVectorsPerTile = kRows / kWidth;  // registers per column of a tile
   static constexpr int64_t kBits = kind == kInt8 ? 8 : kind == kQ6K ? 6 : 4;
   static constexpr int32_t kBias = kind == kInt8 && dot::kUnsigned ? 128 : Scales::kBias;
-  static constexpr int64_t kGroupBytes = kRows * kGroup / (kind == kInt8 ? 1 : 2);  // without upper bits
+  static constexpr int64_t kGroupBytes = kRows * kGroup / (kind == kInt8 ? 1 : 2);  // without the upper bits
 
   template <int64_t count>
   [[gnu::always_inline]] static void add_block(const uint8_t* block, int64_t begin, int64_t groups,
-                                               const Vectors& vectors, int64_t first, Floats (&sums)[count][kVectorsPerTile]) {
+                                               const Vectors& vectors, int64_t first,
+                                               Floats (&sums)[count][kVectorsPerTile]) {
     constexpr int64_t kBytes = packed::block_bytes(kind, kBlock / kGroup);
-    constexpr int64_t kPrefetchBytes = simd::padded(kBytes * kGroup / kBlock, kLine);  // with a group, for all vectors
+    constexpr int64_t kPrefetchBytes = simd::padded(kBytes * kGroup / kBlock, kLine);  // per group
     const uint8_t* codes = block + packed::scale_bytes(kind, groups);
     const uint8_t* upper = codes + groups * kGroupBytes;
     for (int64_t group = 0; group < groups; ++group) {
@@ -63,12 +65,13 @@ class PackedTile {
       for (int64_t row_vector = 0; row_vector < kVectorsPerTile; ++row_vector) {
         const Scales block_scales(block, groups, row_vector * kWidth);
         const int64_t offset = row_vector * 4 * kWidth;
-        add_group<count>(block_scales, group, lines + offset, upper_lines + offset, vectors, first, begin + group, row_vector, sums);
+        add_group<count>(block_scales, group, lines + offset, upper_lines + offset, vectors, first, begin + group,
+                         row_vector, sums);
       }
     }
   }
 
-  // Codes of the columns 16 * half + 4 * quad and on of a group.
+  // Codes of columns 16 * half + 4 * quad to 16 * half + 4 * quad + 3 of a group.
   static dot::Codes codes(const uint8_t* lines, const uint8_t* upper, int64_t half, int64_t quad) {
     if constexpr (kind == kInt8) return dot::from_signed(dot::load(lines + (4 * half + quad) * kLine));
     const dot::Codes both = dot::load(lines + quad * kLine);
@@ -77,11 +80,12 @@ class PackedTile {
     return four | dot::upper_bits(dot::load(upper + half * kLine), quad);
   }
 
-  // Adds the products of 32 columns of a register of rows.
+  // Adds the products of a group for one register of rows.
   template <int64_t count>
   [[gnu::always_inline]] static void add_group(const Scales& block_scales, int64_t group, const uint8_t* lines,
                                                const uint8_t* upper, const Vectors& vectors, int64_t first,
-                                               int64_t vector_group, int64_t row_vector, Floats (&sums)[count][kVectorsPerTile]) {
+                                               int64_t vector_group, int64_t row_vector,
+                                               Floats (&sums)[count][kVectorsPerTile]) {
     using Accumulator = dot::Accumulator<kBits>;
     constexpr int64_t kScales = Scales::kScales;
     Accumulator dots[kScales][count];
@@ -94,7 +98,7 @@ class PackedTile {
       }
     }
 #pragma GCC unroll 8
-    for (int64_t i = 0; i < 8; ++i) {  // in the order of memory
+    for (int64_t i = 0; i < 8; ++i) {  // memory order
       const int64_t half = kind == kInt8 ? i / 4 : i % 2, quad = kind == kInt8 ? i % 4 : i / 2;
       const dot::Codes four = codes(lines, upper, half, quad);
 #pragma GCC unroll 4
@@ -122,7 +126,7 @@ class PackedTile {
 }  // namespace
 
 void skinny_gemm_packed(const Matrix& matrix, const Vectors& vectors, int64_t count, Range rows, float* out,
-                     int64_t stride) {
+                        int64_t stride) {
   switch (matrix.kind) {
     case kInt8: return gemm_tiles<PackedTile<kInt8>>(matrix, vectors, count, rows, out, stride);
     case kInt4: return gemm_tiles<PackedTile<kInt4>>(matrix, vectors, count, rows, out, stride);

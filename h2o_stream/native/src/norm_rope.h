@@ -1,4 +1,4 @@
-// What a new token brings to an attention: queries, keys and values of one layer, as they are asked with and held.
+// Norms, and rotation of new queries and keys at their token index.
 
 #pragma once
 
@@ -6,7 +6,7 @@
 #include "buffer.h"
 #include "simd.h"
 
-// The root mean square of some numbers, inverted.
+// 1 / rms(x).
 inline float inverse_rms(const float* x, int64_t size, double epsilon) {
   simd::Floats sums[2] = {};
   int64_t i = 0;
@@ -21,7 +21,7 @@ inline float inverse_rms(const float* x, int64_t size, double epsilon) {
   return 1 / std::sqrt(sum / float(size) + float(epsilon));
 }
 
-// to = norm(x); both may be the same.
+// out = norm(x); may work in place.
 inline void apply_norm(const Norm& norm, const float* x, int64_t size, float* out) {
   if (norm.kind == kNoNorm) {
     if (out != x) std::copy_n(x, size, out);
@@ -43,10 +43,10 @@ inline void apply_norm(const Norm& norm, const float* x, int64_t size, float* ou
   }
 }
 
-// Cosines and sines of a token index, of one layer's frequencies after the other: most have the same.
+// Cosines and sines of one token index, cached because most layers share their frequencies.
 class Angles {
  public:
-  // [rotary]: cosines, then sines.
+  // [rotary_dims]: cosines, then sines.
   const float* at(const float* frequencies, int64_t rotary_dims, int32_t index) {
     if (frequencies != frequencies_ || index != index_) {
       cos_sin_.reserve(rotary_dims);
@@ -66,7 +66,7 @@ class Angles {
   int32_t index_ = -1;
 };
 
-// A head's query or key: normed, scaled, and rotated if the cache holds rotated ones.
+// Norms and scales a query or key, and rotates it if the cache stores rotated keys.
 inline void prepare_head(const Layer& layer, const Norm& norm, const float* from, int32_t index, Angles& angles,
                          float* out) {
   apply_norm(norm, from, layer.attention.head_size, out);

@@ -1,4 +1,4 @@
-// Weights in 32 or 16 bits, rounded to tiles in 8 or 4.
+// Quantizes dense weights to int8 and int4 tiles.
 
 #include "tile_quantize.h"
 
@@ -45,7 +45,7 @@ void pack(const Matrix& matrix, const Number* weights, int64_t threads) {
 
 }  // namespace
 
-// Rounds weights [rows][columns] (dtype 0: float32, 1: bfloat16, 2: float16) to a matrix of kInt8 or kInt4.
+// Quantizes weights [rows][columns] (dtype 0: float32, 1: bfloat16, 2: float16) to kInt8 or kInt4.
 extern "C" void h2o_pack(const Matrix* out, const void* weights, int64_t dtype, int64_t threads) {
   if (dtype == 0) pack(*out, static_cast<const float*>(weights), threads);
   if (dtype == 1) pack(*out, static_cast<const simd::BFloat16*>(weights), threads);

@@ -1,4 +1,4 @@
-// What tokens are worth when slots are evicted: the policies of h2o_stream/cache/policies, for the tokens of one head.
+// Eviction policies: the C++ counterpart of h2o_stream/cache/policies.
 
 #pragma once
 
@@ -7,30 +7,32 @@
 
 namespace policies {
 
-// Tokens of one head, in any order; places that hold none have index -1.
+// Tokens of one head in any order; empty entries have index -1.
 struct Tokens {
-  const float *scores, *long_term;  // long_term is null where there is none
-  const int32_t *index, *rank;      // token index; held tokens newer than it
+  const float *scores, *long_term;  // long_term may be null
+  const int32_t *index, *rank;      // token index; number of newer cached tokens
   int64_t count;
 };
 
-// Whether the policy adds up attention.
-inline bool needs_attention(const AttentionLayer& layer) { return layer.policy == kAccumulated || layer.policy == kTova; }
+// Whether the policy scores tokens by attention.
+inline bool needs_attention(const AttentionLayer& layer) {
+  return layer.policy == kAccumulated || layer.policy == kTova;
+}
 
-// The finalizer of MurmurHash3: a bijection of 32-bit numbers that spreads every bit.
+// MurmurHash3's finalizer: a bijection on 32-bit integers.
 inline uint32_t hash(uint32_t x) {
   x = (x ^ (x >> 16)) * 0x85EBCA6Bu;
   x = (x ^ (x >> 13)) * 0xC2B2AE35u;
   return x ^ (x >> 16);
 }
 
-// The worth of each token: the least is evicted first. Infinite where a token is protected, minus infinity where there
-// is none, and all but that where a score is NaN: no comparison may depend on one.
+// Computes each token's retention priority; the lowest is evicted first. Protected tokens get infinity, empty entries
+// minus infinity. A NaN score counts as the lowest finite priority, so that no comparison depends on it.
 //
-// `head` is the number of the head among those of its `Slots`; `seen` counts the tokens of the stream, new ones
-// included. Plain loops, which compilers vectorize.
-inline void compute_priority(const AttentionLayer& layer, const Slots& slots, int64_t head, int64_t seen, const Tokens& tokens,
-                  float* priority) {
+// `head` is the index within the group; `seen` counts the tokens of the stream including the new ones. The loops are
+// plain so that compilers vectorize them.
+inline void compute_priority(const AttentionLayer& layer, const Slots& slots, int64_t head, int64_t seen,
+                             const Tokens& tokens, float* priority) {
   const int64_t count = tokens.count;
   if (layer.policy == kRandom) {
     const uint32_t step_hash = hash(uint32_t(seen) + 0x9E3779B9u * uint32_t(layer.seed));

@@ -1,4 +1,4 @@
-// Prompts through the slots of a layer: how the work on heads is shared among threads.
+// Prefill of a layer: distributes the work on heads over threads.
 
 #include "prefill.h"
 
@@ -13,33 +13,33 @@ namespace {
 
 constexpr int64_t kDone = 0, kDoesNotFit = 1, kOutOfMemory = 2;
 
-// Heads for each thread from which on it pays to give it whole ones.
+// With at least this many heads per thread, every thread takes whole heads.
 constexpr int64_t kHeadsPerThread = 4;
 
-// Numbers of keys and values for which memory is kept between calls: a prompt that is read whole needs more.
+// Workspaces with more keys and values than this are freed after the call.
 constexpr int64_t kMaxCachedElements = 4 << 20;
 
 // One KV head of one stream.
 struct Task {
   const Slots* slots;
-  int64_t stream, head;  // the latter among those of the slots
+  int64_t stream, head;  // `head` is the index within the group
   int64_t count;         // new tokens
   const int64_t* limits;
 };
 
-// What a call computes in, kept for the next one.
+// Buffers that are reused between calls.
 struct Workspace {
   std::vector<Head> heads;
-  std::vector<Scratch> scratch;  // of each thread
+  std::vector<Scratch> scratch;  // per thread
 };
 
-// Calls `item` with numbers below `total` that no other thread has taken.
+// Calls `work` with every number below `total` that no other thread has claimed.
 template <class Item>
 void claim_all(std::atomic<int64_t>& next, int64_t total, Item work) {
   for (int64_t number; (number = next.fetch_add(1, std::memory_order_relaxed)) < total;) work(number);
 }
 
-// Every thread takes whole heads.
+// Threads process whole heads.
 void run_heads(const AttentionLayer& layer, const NewTokens& tokens, const std::vector<Task>& tasks, int64_t threads,
                Workspace& space) {
   std::atomic<int64_t> next{0};
@@ -74,8 +74,8 @@ void run_phases(const AttentionLayer& layer, const NewTokens& tokens, const std:
     worker.barrier();
     for (int64_t chunk = 0; chunk < chunks; ++chunk) {
       const auto active = [&](int64_t i) { return chunk * tokens.chunk < tasks[i].count; };
-      // Units of work of all active heads, one after the other. A counter is set back a phase ahead of its use, when
-      // no thread can be in the one that used it last.
+      // The work units of all active heads, in order. A counter is reset one phase ahead of its use, when no thread can
+      // still be in the phase that used it last.
       const auto phase = [&](int64_t number, auto units, auto work) {
         if (worker.index == 0) next[(number + 1) % 3].store(0, std::memory_order_relaxed);
         int64_t total = 0;
@@ -91,14 +91,17 @@ void run_phases(const AttentionLayer& layer, const NewTokens& tokens, const std:
         });
         worker.barrier();
       };
-      phase(0, [](Head& head) { return head.key_blocks(); }, [&](Head& head, int64_t i) { head.prepare(i, scratch); });
-      phase(1, [](Head& head) { return head.splits(); }, [&](Head& head, int64_t i) { head.attend(i, scratch); });
-      phase(2, [](Head&) { return 1; }, [](Head& head, int64_t) { head.evict(); });
+      phase(
+          0, [](Head& head) { return head.key_blocks(); }, [&](Head& head, int64_t i) { head.prepare(i, scratch); });
+      phase(
+          1, [](Head& head) { return head.splits(); }, [&](Head& head, int64_t i) { head.attend(i, scratch); });
+      phase(
+          2, [](Head&) { return 1; }, [](Head& head, int64_t) { head.evict(); });
     }
   });
 }
 
-// Whether all tokens to hold have slots, with one to spare for the next token, and with a ring another.
+// Whether there are slots for all tokens to keep, one more for the next token, and another one for a ring.
 bool fits(const AttentionLayer& layer, const Slots& slots, const int64_t* limits, int64_t chunks) {
   const bool quantized = layer.kv_bits < 16;
   if (quantized && slots.recent < layer.residual - 1) return false;
@@ -125,17 +128,17 @@ void run(const AttentionLayer& layer, const NewTokens& tokens, const std::vector
 }  // namespace
 }  // namespace prefill
 
-// Up to `new_tokens` tokens of each of B streams, packed to the left, in chunks: attend to what is held and to the
-// chunk, score, then hold what is worth most.
+// Feeds up to `new_tokens` left-aligned tokens of each of B streams in chunks: attend to the cache and the chunk,
+// update the scores, evict.
 //
-// slots [B][groups]: of each stream the slots of this layer.
-// counts [B]: new tokens of each stream. Outputs of the rest are zero.
-// windows [B][groups][chunks]: tokens to hold after each chunk, at most.
-// chunk: tokens between two evictions; 0 for all at once.
-// query [B][Hq][Q][D], key, value [B][Hkv][Q][D], of which `strides` [3][3] are those of stream, head and token, in
-// numbers; output [B][Q][Hq][value_size]; all float32 or bfloat16.
+// slots [B][groups]: the slots of this layer, by stream.
+// counts [B]: new tokens of each stream. The other outputs are zero.
+// windows [B][groups][chunks]: maximum number of cached tokens after each chunk.
+// chunk: tokens between evictions; 0 for all tokens.
+// query [B][Hq][Q][D], key, value [B][Hkv][Q][D], with `strides` [3][3] in elements per stream, head and token;
+// output [B][Q][Hq][value_size]; all float32 or bfloat16.
 //
-// Returns 0, or with nothing done 1 if there are not slots enough or 2 if there is not memory enough.
+// Returns 0; 1 if there are too few slots or 2 if out of memory, with nothing changed.
 extern "C" int64_t h2o_prefill(const AttentionLayer* layer, const Slots* slots, int64_t groups, int64_t streams,
                                const int64_t* counts, const int64_t* limits, int64_t chunk, const void* query,
                                const void* key, const void* value, const int64_t* strides, int64_t new_tokens,

@@ -1,4 +1,4 @@
-// Attention of a chunk of one head: logits and outputs by small products of matrices, softmax and scores in between.
+// Attention of one head over a chunk: two small matrix products with softmax and scoring in between.
 
 #include <algorithm>
 
@@ -13,19 +13,19 @@ namespace prefill {
 using simd::Floats;
 using simd::kWidth;
 
-// Some queries of a chunk with all query heads of the group, a row each, and the places that any of them sees.
+// A block of queries, one row per query and query head of the group, and the keys that any of them attends to.
 struct Head::Block {
   int64_t first, past;  // queries
   int64_t rows;
-  int64_t begin, end;   // places, from the beginning of a panel
+  int64_t begin, end;  // keys, starting at a panel boundary
 };
 
 namespace {
 
-// Numbers between two rows of logits: not a power of two, so that rows do not meet in the same sets of the cache.
+// Elements between rows of logits: not a power of two, which would cause cache set conflicts.
 int64_t logit_stride(int64_t num_keys) { return simd::padded(num_keys, kKeyBlock) + kWidth; }
 
-// bound * tanh(x / bound), to within 1e-7 of the bound.
+// bound * tanh(x / bound), with an error below 1e-7 * bound.
 void soft_cap(float bound, float* x, int64_t count) {
   for (int64_t i = 0; i < count; i += kWidth) {
     const Floats value = simd::load(x + i), size = value < 0.f ? -value : value;
@@ -35,7 +35,7 @@ void soft_cap(float bound, float* x, int64_t count) {
   }
 }
 
-// Rows [count][size] into the columns of a panel.
+// Transposes rows [count][size] into a panel.
 void transpose(const float* rows, int64_t count, int64_t size, float* panel) {
   using Four = float __attribute__((vector_size(16)));
   int64_t i = 0;
@@ -56,10 +56,10 @@ void transpose(const float* rows, int64_t count, int64_t size, float* panel) {
   }
 }
 
-// Sums of rows [begin, end) of a matrix, each times a weight, added to `sums` in columns [from, to).
+// Adds the weighted sum of rows [begin, end), restricted to columns [from, to), to `sums`.
 template <bool kSquared>
-void add_weighted_rows(const float* rows, int64_t stride, const float* weights, int64_t begin, int64_t end, int64_t from,
-              int64_t to, float* sums) {
+void add_weighted_rows(const float* rows, int64_t stride, const float* weights, int64_t begin, int64_t end,
+                       int64_t from, int64_t to, float* sums) {
   simd::Ints lane_index{};
   for (int32_t i = 0; i < kWidth; ++i) lane_index[i] = i;
   for (int64_t i = from; i < to; i += kWidth) {
@@ -88,13 +88,13 @@ void Scratch::reserve(const AttentionLayer& layer, int64_t num_keys) {
 int64_t Head::key_blocks() const { return (num_keys_ + kKeyBlock - 1) / kKeyBlock; }
 int64_t Head::splits() const { return split_count(num_new_, groups_); }
 
-// The first place whose token index is no less.
+// The first key whose token index is at least `index`.
 int64_t Head::first_key_from(int64_t index) const {
   return std::lower_bound(index_.data(), index_.at(num_keys_), index, [](int32_t a, int64_t b) { return a < b; }) -
          index_.data();
 }
 
-// Keys are rotated and turned into panels: [head_size][kPanel] numbers for kPanel places.
+// Rotates keys and stores them as panels [head_size][kPanel].
 void Head::prepare(int64_t block, Scratch& scratch) {
   const int64_t begin = block * kKeyBlock, end = std::min(begin + kKeyBlock, num_keys_), size = layer_->head_size;
   const int64_t value_size = layer_->value_size, value_stride = simd::padded(value_size);
@@ -156,7 +156,7 @@ void Head::attend_block(int64_t number, int64_t split, Scratch& scratch) {
   add_scores(block, split, stride, scratch);
 }
 
-// Row by row, rotated to where they stand before the newest token of the chunk, and scaled.
+// Reads queries row by row, rotated by their distance to the newest token of the chunk, and scaled.
 void Head::read_queries(const Block& block, float* query) const {
   const int64_t size = layer_->head_size, first_head = slots_->heads[local_head_] * groups_;
   const float scaling = float(layer_->scaling);
@@ -171,14 +171,14 @@ void Head::read_queries(const Block& block, float* query) const {
   }
 }
 
-// Leaves e to the power of each logit less the largest of its row, zero where a place may not be seen, and in
-// `scratch.weights` one over the sum of each row.
+// Replaces logits by exp(logit - max), 0 where masked, and stores 1 / sum of each row in `scratch.weights`.
 void Head::softmax(const Block& block, int64_t stride, Scratch& scratch) const {
   const int64_t padded = block.begin + simd::padded(block.end - block.begin);
   for (int64_t row = 0; row < block.rows; ++row) {
     const int64_t q = block.first + row / groups_;
     float* logits = scratch.logits.at(row * stride);
-    const int64_t from = layer_->sliding_window ? first_key_from(seen_ + q - layer_->sliding_window + 1) : 0, to = num_held_ + q + 1;
+    const int64_t from = layer_->sliding_window ? first_key_from(seen_ + q - layer_->sliding_window + 1) : 0,
+                  to = num_held_ + q + 1;
     if (layer_->softcap > 0) soft_cap(float(layer_->softcap), logits + block.begin, padded - block.begin);
     std::fill(logits + block.begin, logits + std::max(from, block.begin), simd::kMinusInfinity);
     std::fill(logits + to, logits + padded, simd::kMinusInfinity);
@@ -210,8 +210,8 @@ void Head::write_outputs(const Block& block, int64_t stride, const Scratch& scra
   }
 }
 
-// Attention received, by what a query counts once the chunk is over; its squares where it comes from afar: from `far`
-// tokens before the first of the `far` queries that the query is one of.
+// Adds the attention received, weighted by decay until the end of the chunk. Long-term scores add squares for keys at
+// least `long_term_distance` before the first query of the query's block of that size.
 void Head::add_scores(const Block& block, int64_t split, int64_t stride, Scratch& scratch) {
   if (!policies::needs_attention(*layer_)) return;
   for (int64_t row = 0; row < block.rows; ++row) {
@@ -222,12 +222,14 @@ void Head::add_scores(const Block& block, int64_t split, int64_t stride, Scratch
   }
   const float* probs = scratch.logits.data();
   const int64_t first_sum = split * score_stride_;
-  add_weighted_rows<false>(probs, stride, scratch.weights.data(), 0, block.rows, block.begin, block.end, sums_.at(first_sum));
+  add_weighted_rows<false>(probs, stride, scratch.weights.data(), 0, block.rows, block.begin, block.end,
+                           sums_.at(first_sum));
   for (int64_t q = block.first, past; long_term_ && q < block.past; q = past) {
     const int64_t start = q / layer_->long_term_distance * layer_->long_term_distance;
     past = std::min(start + layer_->long_term_distance, block.past);
-    add_weighted_rows<true>(probs, stride, scratch.squares.data(), (q - block.first) * groups_, (past - block.first) * groups_,
-                   block.begin, std::min(first_key_from(seen_ + start - layer_->long_term_distance), block.end), squares_.at(first_sum));
+    add_weighted_rows<true>(
+        probs, stride, scratch.squares.data(), (q - block.first) * groups_, (past - block.first) * groups_, block.begin,
+        std::min(first_key_from(seen_ + start - layer_->long_term_distance), block.end), squares_.at(first_sum));
   }
 }
 

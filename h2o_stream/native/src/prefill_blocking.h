@@ -1,4 +1,4 @@
-// How the work of a chunk is cut: by shapes alone, never by the number of threads.
+// Block sizes of prefill. They depend on shapes alone, never on the number of threads.
 
 #pragma once
 
@@ -8,24 +8,24 @@
 
 namespace prefill {
 
-// Places that are prepared together: whole panels of every instruction set.
+// Keys prepared together: whole panels for every instruction set.
 constexpr int64_t kKeyBlock = 64;
 static_assert(kKeyBlock % gemm::kPanel == 0);
 
-// Rows of logits, a query head of a token each, that a block has if it can: what stays in the second cache.
+// Target number of logit rows per block, so that a block fits into the L2 cache.
 constexpr int64_t kBlockRows = 48;
 
-// Places whose values are multiplied at a time: what stays in the first cache.
+// Values multiplied together, so that they fit into the L1 cache.
 constexpr int64_t kValueBlock = 64;
 
-// Blocks of queries are dealt out to at most so many bands, which each add up the scores of theirs.
+// Maximum number of splits of the query blocks; each split accumulates scores of its own.
 constexpr int64_t kMaxSplits = 16;
 
-// Tokens of a chunk after which its queries count no less: a prompt that is read whole is judged by all of it
+// Queries older than this within a chunk decay no further, so that a prompt read in one chunk is scored by all of it
 // (h2o_stream/cache/policies/accumulated.py).
 constexpr int64_t kMaxDecaySteps = 64;
 
-// Queries of a block: a power of two, for the long-term score looks at 64 queries together.
+// A power of two, because long-term scores look at 64 queries together.
 inline int64_t block_queries(int64_t groups) {
   int64_t queries = 1;
   while (queries < 32 && 2 * queries * groups <= kBlockRows) queries *= 2;
@@ -37,6 +37,8 @@ inline int64_t block_count(int64_t new_tokens, int64_t groups) {
   return (new_tokens + queries - 1) / queries;
 }
 
-inline int64_t split_count(int64_t new_tokens, int64_t groups) { return std::min(block_count(new_tokens, groups), kMaxSplits); }
+inline int64_t split_count(int64_t new_tokens, int64_t groups) {
+  return std::min(block_count(new_tokens, groups), kMaxSplits);
+}
 
 }  // namespace prefill

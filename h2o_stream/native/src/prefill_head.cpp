@@ -1,4 +1,4 @@
-// The books of a head while a prompt goes through its slots: what is held, what is worth most, where it lies.
+// Bookkeeping of a head during prefill: cached tokens, scores, evictions, slots.
 
 #include <algorithm>
 
@@ -25,8 +25,8 @@ void Head::reserve(const AttentionLayer& layer, int64_t num_keys, int64_t chunk)
   value_.reserve(layer.value_size);
 }
 
-void Head::load_slots(const AttentionLayer& layer, const Slots& slots, const NewTokens& tokens, int64_t stream, int64_t head,
-                 int64_t count, const int64_t* limits) {
+void Head::load_slots(const AttentionLayer& layer, const Slots& slots, const NewTokens& tokens, int64_t stream,
+                      int64_t head, int64_t count, const int64_t* limits) {
   layer_ = &layer, slots_ = &slots, tokens_ = &tokens, limits_ = limits;
   stream_ = stream, local_head_ = head, count_ = count;
   groups_ = layer.query_heads / layer.kv_heads;
@@ -52,7 +52,7 @@ void Head::load_slots(const AttentionLayer& layer, const Slots& slots, const New
   start_chunk();
 }
 
-// What a query counts after so many more: in the long-term score, and up to `kAtOnce` in the other.
+// Decay factors by age of a query; scores stop decaying after kMaxDecaySteps.
 void Head::set_decays() {
   const int64_t max_age = std::min(tokens_->chunk, count_);
   double decay = 1, long_term_decay = 1;
@@ -101,14 +101,15 @@ void Head::update_scores() {
   if (long_term_) add(squares_, layer_->long_term_decay, long_term_scores_.data());
 }
 
-// Marks what is kept: what is worth most, of equals the newest.
+// Selects the tokens to keep: highest priority first, newest first among equals.
 void Head::select_evictions() {
   const int64_t evicted = std::max<int64_t>(num_keys_ - limits_[chunk_], 0);
   std::fill(keep_.data(), keep_.at(num_keys_), uint8_t(1));
   if (!evicted) return;
   const float* long_term_scores = long_term_ ? long_term_scores_.data() : nullptr;
   policies::compute_priority(*layer_, *slots_, local_head_, seen_ + num_new_,
-                  {scores_.data(), long_term_scores, index_.data(), rank_.data(), num_keys_}, priority_.data());
+                             {scores_.data(), long_term_scores, index_.data(), rank_.data(), num_keys_},
+                             priority_.data());
   for (int64_t i = 0; i < num_keys_; ++i) order_[i] = int32_t(i);
   const float* priority = priority_.data();
   std::nth_element(order_.data(), order_.at(evicted - 1), order_.at(num_keys_), [priority](int32_t a, int32_t b) {
@@ -120,13 +121,13 @@ void Head::select_evictions() {
   }
 }
 
-// The first empty slot from a number on.
+// The first empty slot at or after `from`.
 int64_t Head::next_free_slot(int64_t from) const {
   while (from < slots_->slot_count && occupied_[from]) ++from;
   return from;
 }
 
-// Puts the new tokens that are kept where others were evicted; those that were held stay where they are.
+// Stores kept new tokens in free slots; cached tokens stay where they are.
 void Head::store_tokens() {
   int64_t slot = 0;
   for (int64_t i = num_held_; i < num_keys_; ++i) {
@@ -139,7 +140,7 @@ void Head::store_tokens() {
   }
 }
 
-// Puts what is kept of sinks and newest tokens into their seats, after all others have been encoded.
+// Quantizes kept tokens that leave the exact slots, then stores kept sinks and newest tokens there.
 void Head::store_quantized() {
   const int64_t seen = seen_ + num_new_, size = store_.key_size;
   const auto stays_exact = [&](int64_t i) {
@@ -180,12 +181,13 @@ void Head::store_quantized() {
   }
 }
 
-// Forgets what is not kept.
+// Drops evicted tokens.
 void Head::compact() {
   int64_t count = 0;
   for (int64_t i = 0; i < num_keys_; ++i) {
     if (!keep_[i]) continue;
-    index_[count] = index_[i], slot_[count] = slot_[i], scores_[count] = scores_[i], long_term_scores_[count] = long_term_scores_[i];
+    index_[count] = index_[i], slot_[count] = slot_[i], scores_[count] = scores_[i],
+    long_term_scores_[count] = long_term_scores_[i];
     ++count;
   }
   num_held_ = count;
@@ -221,12 +223,14 @@ void Head::read_new(int64_t which, int64_t head, int64_t token, int64_t size, fl
 }
 
 void Head::read_key(int64_t key_index, float* key) const {
-  if (key_index >= num_held_) return read_new(1, slots_->heads[local_head_], key_index - num_held_, store_.key_size, key);
+  if (key_index >= num_held_)
+    return read_new(1, slots_->heads[local_head_], key_index - num_held_, store_.key_size, key);
   store_.read_key(slot_[key_index], key_offsets_.data(), key_scales_.data(), key);
 }
 
 void Head::read_value(int64_t key_index, float* value) const {
-  if (key_index >= num_held_) return read_new(2, slots_->heads[local_head_], key_index - num_held_, store_.value_size, value);
+  if (key_index >= num_held_)
+    return read_new(2, slots_->heads[local_head_], key_index - num_held_, store_.value_size, value);
   store_.read_value(slot_[key_index], value);
 }
 

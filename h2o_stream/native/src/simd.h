@@ -1,4 +1,4 @@
-// Vectors of numbers as wide as the machine's registers, loads and stores of every dtype, and functions of them.
+// SIMD vectors of the native width: loads and stores for every dtype, and functions on them.
 
 #pragma once
 
@@ -17,13 +17,14 @@
 #include <immintrin.h>
 #endif
 
-#if defined(H2O_AVX2) && defined(__AVX512F__) && defined(__AVX512BW__) && defined(__AVX512VL__) && defined(__AVX512VNNI__)
+#if defined(H2O_AVX2) && defined(__AVX512F__) && defined(__AVX512BW__) && defined(__AVX512VL__) && \
+    defined(__AVX512VNNI__)
 #define H2O_AVX512
 #endif
 
 namespace simd {
 
-// Numbers in a vector. One of 16 that the machine does not have is made of several by the compiler.
+// Elements per vector. Compilers emulate wider vectors than the machine has.
 #if defined(H2O_AVX512)
 constexpr int64_t kWidth = 16;
 #elif defined(H2O_AVX2)
@@ -42,10 +43,10 @@ using SignedBytes = int8_t __attribute__((vector_size(kWidth)));
 constexpr float kMinusInfinity = -std::numeric_limits<float>::infinity();
 constexpr int64_t kCacheLine = 64;
 
-// `count` rounded up to a multiple of `unit`.
+// Rounds `count` up to a multiple of `unit`.
 constexpr int64_t padded(int64_t count, int64_t unit = kWidth) { return (count + unit - 1) / unit * unit; }
 
-// bfloat16: the upper half of a float.
+// The upper half of a float.
 struct BFloat16 {
   uint16_t bits;
 };
@@ -73,7 +74,7 @@ inline float to_float(Half x) {
   const uint32_t magnitude = (x.bits & 0x7fffu) << 13, sign = (x.bits & 0x8000u) << 16;
   float value;
   std::memcpy(&value, &magnitude, sizeof value);
-  value *= 0x1p112f;  // infinities and NaNs do not occur in what is held
+  value *= 0x1p112f;  // infinities and NaNs do not occur
   uint32_t bits;
   std::memcpy(&bits, &value, sizeof bits);
   bits |= sign;
@@ -84,14 +85,14 @@ inline float to_float(Half x) {
 
 inline void from_float(float x, float& to) { to = x; }
 
-// Rounded to nearest, ties to even.
+// Rounds to nearest, ties to even.
 inline void from_float(float x, BFloat16& to) {
   uint32_t bits;
   std::memcpy(&bits, &x, sizeof bits);
   to.bits = x != x ? 0x7fc0 : uint16_t((bits + 0x7fff + (bits >> 16 & 1)) >> 16);
 }
 
-// Rounded to nearest, ties to even; too large becomes infinity.
+// Rounds to nearest, ties to even; values that are too large become infinity.
 inline void from_float(float x, Half& to) {
   uint32_t bits;
   std::memcpy(&bits, &x, sizeof bits);
@@ -99,7 +100,7 @@ inline void from_float(float x, Half& to) {
   const float magnitude = std::fabs(x);
   if (!(magnitude < 65520.f)) {
     to.bits = sign | 0x7c00;
-  } else if (magnitude < 0x1p-14f) {  // subnormal: adding 0.5 leaves it, rounded, in the last bits
+  } else if (magnitude < 0x1p-14f) {  // subnormal: adding 0.5 rounds to the lowest bits
     const float shifted = magnitude + 0.5f;
     uint32_t rounded_bits;
     std::memcpy(&rounded_bits, &shifted, sizeof rounded_bits);
@@ -119,7 +120,7 @@ inline Floats load(const float* from) {
 }
 
 inline Floats load(const BFloat16* from) {
-#if defined(H2O_AVX512)  // GCC 12 takes four instructions where there is one
+#if defined(H2O_AVX512)  // GCC 12 emits four instructions otherwise
   const __m256i halves = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(from));
   return Floats(Ints(_mm512_maskz_cvtepu16_epi32(__mmask16(-1), halves)) << 16);
 #elif defined(H2O_AVX2)
@@ -213,22 +214,22 @@ template <class Vector, size_t width>
   }
 }
 
-// The sum of 16, 8 or 4 numbers, halves first.
+// Sums 16, 8 or 4 elements, halves first.
 template <class Vector>
 float reduce_add(Vector numbers) {
   if constexpr (sizeof numbers == 64) {
     return reduce_add(__builtin_shufflevector(numbers, numbers, 0, 1, 2, 3, 4, 5, 6, 7) +
-                 __builtin_shufflevector(numbers, numbers, 8, 9, 10, 11, 12, 13, 14, 15));
+                      __builtin_shufflevector(numbers, numbers, 8, 9, 10, 11, 12, 13, 14, 15));
   } else if constexpr (sizeof numbers == 32) {
     return reduce_add(__builtin_shufflevector(numbers, numbers, 0, 1, 2, 3) +
-                 __builtin_shufflevector(numbers, numbers, 4, 5, 6, 7));
+                      __builtin_shufflevector(numbers, numbers, 4, 5, 6, 7));
   } else {
     const Vector pairs = numbers + __builtin_shufflevector(numbers, numbers, 2, 3, 0, 1);
     return pairs[0] + pairs[1];
   }
 }
 
-// The largest of some numbers; minus infinity for none.
+// Minus infinity for an empty array.
 inline float reduce_max(const float* numbers, int64_t count) {
   Floats maxima = splat(kMinusInfinity);
   int64_t i = 0;
@@ -242,7 +243,7 @@ inline float reduce_max(const float* numbers, int64_t count) {
   return maximum;
 }
 
-// The smallest of some numbers; infinity for none.
+// Infinity for an empty array.
 inline float reduce_min(const float* numbers, int64_t count) {
   Floats minima = splat(-kMinusInfinity);
   int64_t i = 0;
@@ -256,14 +257,15 @@ inline float reduce_min(const float* numbers, int64_t count) {
   return reduce_min;
 }
 
-// e to the power of numbers that are not above zero, to the last digit but one; zero below -87, NaN of NaN.
+// exp(x) for x <= 0, accurate to about 1 ulp; zero below -87, NaN for NaN.
 inline Floats exp_nonpositive(Floats x) {
   const Ints underflow = x < -87.f;
-  const Floats scaled = x * 1.44269504f, magic = splat(12582912.f);  // adding 1.5 * 2^23 rounds to a whole number
+  const Floats scaled = x * 1.44269504f, magic = splat(12582912.f);  // adding 1.5 * 2^23 rounds to an integer
   const Floats rounded = (scaled + magic) - magic;
   const Floats remainder = (x - rounded * 0.693359375f) + rounded * 2.12194440e-4f;
   Floats polynomial = splat(1.9875691500e-4f);
-  for (const float coefficient : {1.3981999507e-3f, 8.3334519073e-3f, 4.1665795894e-2f, 1.6666665459e-1f, 5.0000001201e-1f}) {
+  for (const float coefficient :
+       {1.3981999507e-3f, 8.3334519073e-3f, 4.1665795894e-2f, 1.6666665459e-1f, 5.0000001201e-1f}) {
     polynomial = polynomial * remainder + coefficient;
   }
   polynomial = polynomial * remainder * remainder + remainder + 1.f;
@@ -272,7 +274,7 @@ inline Floats exp_nonpositive(Floats x) {
 }
 
 inline void prefetch(const void* from, int64_t bytes) {
-  asm volatile("");  // GCC takes functions that only prefetch for pure ones, and leaves them out
+  asm volatile("");  // GCC treats functions that only prefetch as pure and removes the calls
   for (int64_t i = 0; i < bytes; i += kCacheLine) __builtin_prefetch(static_cast<const uint8_t*>(from) + i);
 }
 

@@ -1,5 +1,4 @@
-// A query's products with the keys of some slots, and the values of some slots by its probabilities: the inner loops of
-// the attention of one token, whatever keys and values are held in.
+// Inner loops of decode attention for every storage format: query-key dot products and probability-weighted value sums.
 
 #pragma once
 
@@ -14,13 +13,13 @@ using simd::Floats;
 using simd::kWidth;
 using simd::load;
 
-// Slots that are read ahead.
+// Prefetch distance in slots.
 constexpr int64_t kPrefetchSlots = 8;
 
-// Query heads whose sums fit into registers at once.
+// Query heads whose accumulators fit into registers.
 constexpr int64_t kMaxHeads = 4;
 
-// Keys or values in the dtype of the model, from slot `first` on.
+// Keys or values in the model's dtype, starting at slot `first`.
 template <class Number>
 struct DenseRows {
   const Number* numbers;
@@ -36,7 +35,7 @@ struct DenseRows {
   bool vectorizable() const { return size % kWidth == 0; }
 };
 
-// Codes of a few bits. A byte holds numbers that lie size * bits / 8 apart.
+// Quantized rows. A byte packs elements that are size * bits / 8 apart.
 template <int64_t bits>
 struct QuantizedRows {
   const uint8_t* codes;
@@ -60,7 +59,7 @@ struct QuantizedRows {
   bool vectorizable() const { return bytes % kWidth == 0; }
 };
 
-// Codes of keys, on the grids of their channels.
+// Quantized keys with per-channel offsets and scales.
 template <int64_t bits>
 struct QuantizedKeys : QuantizedRows<bits> {
   const float *offsets, *scales;
@@ -74,7 +73,7 @@ struct QuantizedKeys : QuantizedRows<bits> {
   float scalar(int64_t slot, int64_t i) const { return offsets[i] + QuantizedRows<bits>::scalar(slot, i) * scales[i]; }
 };
 
-// Calls `work` with the number of bits, known to the compiler.
+// Calls `work` with the number of bits as a compile-time constant.
 template <class Work>
 void dispatch_bits(int64_t bits, Work work) {
   switch (bits) {
@@ -85,12 +84,12 @@ void dispatch_bits(int64_t bits, Work work) {
 }
 
 struct Rotation {
-  const float* table;  // null for none
+  const float* table;  // null for no rotation
   int64_t rotary_dims;
-  const int32_t* distances;  // of the slots from the first one on
+  const int32_t* distances;  // per slot
 };
 
-// The products of a rotated key, `blocks` registers to each half, with the queries of a group.
+// Dot products of the queries of a group with a rotated key, held in `blocks` registers per half.
 template <int64_t blocks, class Keys, class Put>
 void rotated_dots(const Keys& keys, int64_t slot, const float* cos_sin, const float* queries, int64_t heads, Put put) {
   constexpr int64_t half = blocks * kWidth;
@@ -108,10 +107,10 @@ void rotated_dots(const Keys& keys, int64_t slot, const float* cos_sin, const fl
   }
 }
 
-// The same for a key of any size, rotated in memory; `stride` numbers lie between two queries, zeros behind each.
+// The same for keys of any size, rotated in memory. Queries are `stride` elements apart and padded with zeros.
 template <class Keys, class Put>
-void generic_dots(const Keys& keys, int64_t slot, const float* cos_sin, int64_t rotary_dims, float* key, const float* queries,
-                  int64_t stride, int64_t heads, Put put) {
+void generic_dots(const Keys& keys, int64_t slot, const float* cos_sin, int64_t rotary_dims, float* key,
+                  const float* queries, int64_t stride, int64_t heads, Put put) {
   int64_t i = 0;
   if (keys.vectorizable()) {
     for (; i < keys.size; i += kWidth) simd::store(keys.load(slot, i), key + i);
@@ -125,10 +124,10 @@ void generic_dots(const Keys& keys, int64_t slot, const float* cos_sin, int64_t 
   }
 }
 
-// Calls put(slot, query, product) for all slots, counted from the first.
+// Calls put(slot, query, dot product) for all slots.
 template <class Keys, class Put>
 void query_key_dots(const Keys& keys, int64_t slots, const Rotation& rotation, float* scratch, const float* queries,
-              int64_t heads, Put put) {
+                    int64_t heads, Put put) {
   const int64_t stride = simd::padded(keys.size), size = keys.size, row = rotation.rotary_dims;
   const auto each = [&](auto dot) {
     for (int64_t slot = 0; slot < slots; ++slot) {
@@ -161,10 +160,10 @@ void query_key_dots(const Keys& keys, int64_t slots, const Rotation& rotation, f
   });
 }
 
-// mixed[q][size] += sum over slots of probs[q][slot] * value, for `heads` <= most query heads.
+// accum[q][size] += sum over slots of probs[q][slot] * value, for up to max_heads query heads.
 template <int64_t max_heads, class Values>
 void accumulate_heads(const Values& values, int64_t slots, const float* probs, int64_t prob_stride, int64_t heads,
-              float* accum) {
+                      float* accum) {
   if constexpr (max_heads > 1) {
     if (heads < max_heads) return accumulate_heads<max_heads - 1>(values, slots, probs, prob_stride, heads, accum);
   }
@@ -202,14 +201,15 @@ void accumulate_heads(const Values& values, int64_t slots, const float* probs, i
 }
 
 template <class Values>
-void accumulate(const Values& values, int64_t slots, const float* probs, int64_t prob_stride, int64_t heads, float* accum) {
+void accumulate(const Values& values, int64_t slots, const float* probs, int64_t prob_stride, int64_t heads,
+                float* accum) {
   for (int64_t q = 0; q < heads; q += kMaxHeads) {
     accumulate_heads<kMaxHeads>(values, slots, probs + q * prob_stride, prob_stride, std::min(kMaxHeads, heads - q),
-                        accum + q * values.size);
+                                accum + q * values.size);
   }
 }
 
-// Leaves exponentials, and gives their sum.
+// Replaces logits by exp(logit - top) and returns their sum.
 inline float exp_and_sum(float* logits, int64_t count, float top) {
   const float shift = top == simd::kMinusInfinity ? 0 : top;
   Floats sums{};
@@ -231,4 +231,4 @@ inline float exp_and_sum(float* logits, int64_t count, float top) {
   return simd::reduce_add(sums);
 }
 
-}  // namespace slot_math
+}  // namespace slot_kernels

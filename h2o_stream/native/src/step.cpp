@@ -7,10 +7,11 @@
 namespace {
 
 using packed::kGroup;
-using packed::kRows;  // of any matrix stay with one thread: their results share a line of the cache
+using packed::kRows;  // units of work per thread: the results of 16 rows share a cache line
 
-// Rounds some numbers of a vector if one of these matrices needs it.
-void quantize_for(std::initializer_list<const Matrix*> matrices, const Vectors& vectors, int64_t vector, Range numbers) {
+// Quantizes a range of a vector if any of these matrices needs it.
+void quantize_for(std::initializer_list<const Matrix*> matrices, const Vectors& vectors, int64_t vector,
+                  Range numbers) {
   const auto reads_codes = [](const Matrix* matrix) { return matrix->weights && packed::is_packed(matrix->kind); };
   if (std::any_of(matrices.begin(), matrices.end(), reads_codes)) vectors.quantize(vector, numbers);
 }
@@ -67,7 +68,7 @@ void Step::reserve(int64_t threads) {
   }
   states_.resize(reserved_threads_);
   for (int64_t i = 0; i < reserved_threads_; ++i) {
-    const int64_t rows = i == 0 ? reserved_streams_ : 1;  // all others are used for one stream alone
+    const int64_t rows = i == 0 ? reserved_streams_ : 1;  // the other states hold a single stream
     states_[i].x.reserve(rows * hidden);
     states_[i].factors.reserve(rows * attention_.factor_count());
     states_[i].normed = Vectors(rows, hidden);
@@ -129,7 +130,7 @@ void Step::write_trace(int64_t layer, int64_t stream, const float* x, const Work
   std::copy_n(x, model_.hidden_size, trace_ + (layer * count_ + stream) * model_.hidden_size);
 }
 
-// x += delta, normed first where the layer wants it.
+// x += norm(delta).
 void Step::add(const Norm& norm, float* delta, float* x, const Worker& worker) {
   const int64_t hidden = model_.hidden_size;
   const float scale = float(model_.residual_scale);
@@ -142,7 +143,7 @@ void Step::add(const Norm& norm, float* delta, float* x, const Worker& worker) {
   for (int64_t i = 0; i < hidden; ++i) x[i] += scale * from[i];
 }
 
-// What the layer before has left to be added.
+// Adds the MLP output, and with a parallel MLP also the attention output, of the previous layer.
 void Step::add_layer(const Layer& layer, float* x, int64_t stream, const Worker& worker) {
   const int64_t hidden = model_.hidden_size;
   if (layer.parallel) add(layer.after_attention, attention_delta_.at(stream * hidden), x, worker);
@@ -177,15 +178,15 @@ void Step::attention(const Worker& worker, const Layer& layer) {
     attention_.merge(stream, state.attended.at(stream), state.factors.at(stream * attention_.factor_count()));
     quantize_for({&layer.out}, state.attended, stream, {0, layer.out.columns});
   });
-  attention_.update_scores(
-      worker, [&](int64_t stream) { return local.factors.at(stream * attention_.factor_count()); });
+  attention_.update_scores(worker,
+                           [&](int64_t stream) { return local.factors.at(stream * attention_.factor_count()); });
   skinny_gemm(layer.out, local.attended, count_, worker.partition(hidden, kRows), attention_delta_.data(), hidden);
   prefetch(layer.gate.weights ? layer.gate : layer.up, worker.partition(layer.down.columns, kGroup));
   worker.barrier();
   attention_.evict(worker);
 }
 
-// Queries of a KV head's group and, unless null, its key and value.
+// Writes the queries of a KV head's group and, unless null, its key and value.
 void Step::prepare(const Layer& layer, int64_t stream, int64_t head, float* queries, float* key, float* value,
                    Angles& angles) {
   const AttentionLayer& shape = layer.attention;
@@ -196,7 +197,8 @@ void Step::prepare(const Layer& layer, int64_t stream, int64_t head, float* quer
     prepare_head(layer, layer.query_norm, from, token_indices_[stream], angles, queries + q * size);
   }
   if (!key) return;
-  prepare_head(layer, layer.key_norm, qkv + layer.key_offset + head * layer.key_stride, token_indices_[stream], angles, key);
+  prepare_head(layer, layer.key_norm, qkv + layer.key_offset + head * layer.key_stride, token_indices_[stream], angles,
+               key);
   std::copy_n(qkv + layer.value_offset + head * layer.value_stride, shape.value_size, value);
 }
 
@@ -222,7 +224,7 @@ void Step::mlp(const Worker& worker, const Layer& layer) {
   worker.barrier();
 }
 
-// Some columns of what goes into `down`, rounded for it.
+// Computes a range of the input of `down` and quantizes it.
 void Step::activate(const Layer& layer, int64_t stream, Range columns) {
   const float* up = up_.at(stream * inner_);
   const float* gate = layer.gate.weights ? gate_.at(stream * inner_) : nullptr;
@@ -268,12 +270,12 @@ void* h2o_step_open(const Model* model) { return new Step(*model); }
 
 void h2o_step_close(void* step) { delete static_cast<Step*>(step); }
 
-// See `Step::run`; `trace` may be null. Returns 0, or 1 if there is not memory enough, with nothing done.
+// See `Step::run`. Returns 0, or 1 if out of memory, with nothing changed.
 int64_t h2o_step(void* step, const Stream* streams, int64_t count, float* logits, float* trace, int64_t threads) {
   try {
     static_cast<Step*>(step)->run(streams, count, logits, trace, threads);
     return 0;
-  } catch (const std::exception&) {  // of buffers or threads, which are made before anything else
+  } catch (const std::exception&) {  // all buffers and threads are created before any state changes
     return 1;
   }
 }

@@ -1,8 +1,7 @@
-// Where the keys and values of one head lie: as they are, or quantized but for the sinks and the newest tokens.
+// Storage of the keys and values of one head: in the model's dtype, or quantized except for sinks and newest tokens.
 //
-// The semantics are those of h2o_stream/cache/store.py and quantize.py. A grid is an offset and a step, and a code
-// stands for offset + code * step. Keys have a grid per channel, shared by all encoded tokens of the head, which covers
-// what the head has held since the start; the values of a token have a grid of their own.
+// The C++ counterpart of h2o_stream/cache/store.py and quantize.py: value = offset + code * scale. Keys are quantized
+// per channel, with parameters that cover every key the head has cached so far. Values are quantized per token.
 
 #pragma once
 
@@ -15,14 +14,15 @@ struct QuantParams {
   float offset, scale;
 };
 
-// The grid of a range. With four levels it pays to cut outliers off: `covers` is the part of the range that it reaches.
+// Parameters for a range. With four levels clipping outliers reduces the error: `coverage` is the share of the range
+// that is kept.
 inline QuantParams range_params(float low, float high, int64_t bits, float coverage) {
   if (!(low <= high)) return {0, 0};
   const float half = (high - low) / 2 * coverage, middle = (low + high) / 2;
   return {middle - half, half * 2 / float((1 << bits) - 1)};
 }
 
-// The grids of the channels of keys.
+// Quantization parameters of the key channels.
 inline void key_params(const float* key_range, int64_t size, int64_t bits, float* offsets, float* scales) {
   for (int64_t i = 0; i < size; ++i) {
     const QuantParams params = range_params(key_range[i], key_range[size + i], bits, bits == 2 ? 0.65f : 1.f);
@@ -30,20 +30,20 @@ inline void key_params(const float* key_range, int64_t size, int64_t bits, float
   }
 }
 
-// The nearest level of a number, ties to even, 0 to `top`.
+// Rounds to the nearest code in [0, max_code], ties to even.
 inline float nearest_code(float x, float offset, float scale, float max_code) {
-  constexpr float kMagic = 12582912.f;  // adding 1.5 * 2^23 rounds to a whole number
+  constexpr float kMagic = 12582912.f;  // adding 1.5 * 2^23 rounds to an integer
   const float code = (x - offset) / std::max(scale, std::numeric_limits<float>::min());
   return (std::min(std::max(code, 0.f), max_code) + kMagic) - kMagic;
 }
 
-// A grid for each number, or one for all.
+// Parameters per element, or shared by all.
 struct ParamArray {
   const float *offsets, *scales;
   int64_t stride;  // 1 or 0
 };
 
-// Codes of `size` numbers: byte i holds numbers that lie size * bits / 8 apart.
+// Packs `size` codes: byte i holds elements that are size * bits / 8 apart.
 inline void quantize(const float* x, int64_t size, int64_t bits, ParamArray params, uint8_t* codes) {
   const int64_t bytes = size * bits / 8;
   const float max_code = float((1 << bits) - 1);
@@ -69,7 +69,7 @@ inline void dequantize(const uint8_t* codes, int64_t size, int64_t bits, ParamAr
   }
 }
 
-// The grid of least squared error for some numbers, among several that cover a part of their range.
+// Parameters with the least squared error among several coverages of the range.
 inline QuantParams best_params(const float* x, int64_t size, int64_t bits) {
   constexpr float kCoverages[] = {1.f, 0.9f, 0.8f, 0.7f, 0.6f, 0.5f, 0.4f};
   const float low = *std::min_element(x, x + size), high = *std::max_element(x, x + size);
@@ -81,7 +81,8 @@ inline QuantParams best_params(const float* x, int64_t size, int64_t bits) {
     const QuantParams params = range_params(low, high, bits, coverage);
     float sums[16] = {}, squared_error = 0;
     for (int64_t i = 0; i < size; ++i) {
-      const float error = nearest_code(x[i], params.offset, params.scale, max_code) * params.scale + params.offset - x[i];
+      const float error =
+          nearest_code(x[i], params.offset, params.scale, max_code) * params.scale + params.offset - x[i];
       sums[i % 16] += error * error;
     }
     for (const float sum : sums) squared_error += sum;
@@ -90,24 +91,24 @@ inline QuantParams best_params(const float* x, int64_t size, int64_t bits) {
   return best;
 }
 
-// Where a token lies while it is new, in a quantized store: sinks have a slot of their own, the newest a ring.
+// The slot of a new token in a quantized store: sinks have fixed slots, newer tokens share a ring buffer.
 inline int64_t exact_slot(const AttentionLayer& layer, int64_t index) {
   if (index < layer.exact_sinks) return index;
   return layer.exact_sinks + (index - layer.exact_sinks) % layer.residual;
 }
 
-// Copies numbers of any dtype to another.
+// Converts between dtypes.
 template <class From, class To>
 void convert(const From* from, int64_t count, To* to) {
   for (int64_t i = 0; i < count; ++i) simd::from_float(simd::to_float(from[i]), to[i]);
 }
 
-// The keys and values of one head. Slots below `exact` hold them as they are, all others in codes.
+// The keys and values of one head. Slots below `exact` are in the model's dtype, the others are quantized.
 class HeadStore {
  public:
   HeadStore() = default;
 
-  // `head` is its number among the heads of the slots.
+  // `head` is the index within the group.
   HeadStore(const AttentionLayer& layer, const Slots& slots, int64_t head)
       : key_size(layer.head_size), value_size(layer.value_size), bits(layer.kv_bits), in_bfloat16(layer.in_bfloat16) {
     exact = bits == 16 ? slots.slot_count : layer.exact_sinks + layer.residual;
@@ -122,7 +123,7 @@ class HeadStore {
     value_grid = reinterpret_cast<simd::Half*>(slots.value_grid) + head * quantized_slots * 2;
   }
 
-  // `offsets` and `steps` are the grids of keys where there are codes.
+  // `offsets` and `scales` are the key parameters, used for quantized slots.
   void read_key(int64_t slot, const float* offsets, const float* scales, float* key) const {
     if (slot < exact) return read(keys, slot, key_size, key);
     dequantize(key_codes_of(slot), key_size, bits, {offsets, scales, 1}, key);
@@ -135,14 +136,15 @@ class HeadStore {
     dequantize(value_codes_of(slot), value_size, bits, {&offset, &scale, 0}, value);
   }
 
-  // Puts a token into a slot that holds it as it is.
+  // Writes a token to an exact slot.
   void write(int64_t slot, const float* key, const float* value) const {
     write(keys, slot, key_size, key);
     write(values, slot, value_size, value);
   }
 
-  // Puts a token into a slot of codes.
-  void write_quantized(int64_t slot, const float* offsets, const float* scales, const float* key, const float* value) const {
+  // Writes a token to a quantized slot.
+  void write_quantized(int64_t slot, const float* offsets, const float* scales, const float* key,
+                       const float* value) const {
     quantize(key, key_size, bits, {offsets, scales, 1}, key_codes_of(slot));
     simd::Half* stored = value_grid + (slot - exact) * 2;
     const QuantParams params = best_params(value, value_size, bits);
@@ -152,7 +154,7 @@ class HeadStore {
     quantize(value, value_size, bits, {&offset, &scale, 0}, value_codes_of(slot));
   }
 
-  // Makes room on the grids of keys for one more; tells whether they changed.
+  // Extends the key ranges to include a key; returns whether they changed.
   bool extend_range(const float* key) const {
     bool grew = false;
     for (int64_t i = 0; i < key_size; ++i) {
@@ -163,7 +165,7 @@ class HeadStore {
     return grew;
   }
 
-  // Moves the key of a slot of codes from the grids of keys as they were to those that are; `key` is scratch.
+  // Requantizes the key of a slot with new parameters; `key` is scratch.
   void requantize_key(int64_t slot, ParamArray old_params, ParamArray new_params, float* key) const {
     dequantize(key_codes_of(slot), key_size, bits, old_params, key);
     quantize(key, key_size, bits, new_params, key_codes_of(slot));

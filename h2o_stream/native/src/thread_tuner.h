@@ -1,7 +1,7 @@
-// How many threads run a step: all of them, or one while other processes want the processor.
+// Chooses between all threads and a single one, depending on the load of the machine.
 //
-// Threads of a step wait for each other 150 times a token. When one of them has lost its processor to somebody else the
-// others wait for as long as it is away, and one thread alone is quicker. What a step gives does not depend on it.
+// The threads of a step synchronize about 150 times per token. If another process preempts one of them, the others wait
+// for it and a single thread is faster. Results do not depend on the choice.
 
 #pragma once
 
@@ -12,7 +12,7 @@ class ThreadTuner {
  public:
   int64_t choose(int64_t max_threads) const { return state_ == kParallel || state_ == kTryParallel ? max_threads : 1; }
 
-  // What the last step took.
+  // Records the duration of the last step.
   void record(double seconds) {
     switch (state_) {
       case kParallel: return record_parallel(seconds);
@@ -42,7 +42,7 @@ class ThreadTuner {
  private:
   enum State { kParallel, kTrySerial, kSerial, kTryParallel };
 
-  // Steps of a trial; steps alone until all are tried again, more each time that it is in vain.
+  // steps per trial; single-threaded steps between trials, doubled after each failed trial
   static constexpr int64_t kTrialSteps = 4, kMinSerialSteps = 32, kMaxSerialSteps = 256;
 
   void record_parallel(double seconds) {
@@ -51,7 +51,7 @@ class ThreadTuner {
     if (parallel_mean_ > 1.6 * baseline_) enter(kTrySerial, kTrialSteps);
   }
 
-  // Counts a step of a trial; whether it was the last.
+  // Counts a step of a trial; returns whether it was the last.
   bool count_trial(double seconds) {
     trial_mean_ += seconds / kTrialSteps;
     return --steps_left_ == 0;

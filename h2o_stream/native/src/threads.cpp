@@ -17,7 +17,7 @@
 
 namespace {
 
-// How long a thread spins before it sleeps: longer than what lies between two barriers of a step of a small model.
+// Threads spin this long before they sleep: longer than the time between two barriers of a small model.
 constexpr auto kSpinTime = std::chrono::microseconds(60);
 
 void cpu_relax() {
@@ -28,7 +28,7 @@ void cpu_relax() {
 #endif
 }
 
-// A number that threads wait for to change: they spin briefly, then sleep.
+// A counter whose changes threads wait for, first spinning, then sleeping.
 class EventCounter {
  public:
   int32_t value() const { return value_.load(std::memory_order_acquire); }
@@ -72,8 +72,9 @@ class Pool {
     std::lock_guard<std::mutex> lock(job_mutex_);
     while (int64_t(workers_.size()) + 1 < threads) {
       workers_.push_back(std::make_unique<EventCounter>());
-      std::thread([this, start = workers_.back().get(), index = int64_t(workers_.size())] { work(*start, index); })
-          .detach();
+      std::thread([this, start = workers_.back().get(), index = int64_t(workers_.size())] {
+        work(*start, index);
+      }).detach();
     }
     job_ = job, context_ = context, threads_ = threads;
     for (int64_t i = 0; i < threads - 1; ++i) workers_[i]->advance();
@@ -101,7 +102,7 @@ class Pool {
   }
 
   std::mutex job_mutex_;
-  std::vector<std::unique_ptr<EventCounter>> workers_;  // each waits for a turn of its own
+  std::vector<std::unique_ptr<EventCounter>> workers_;  // one per worker, advanced to start it
   Job job_ = nullptr;
   void* context_ = nullptr;
   int64_t threads_ = 1;
@@ -111,7 +112,8 @@ class Pool {
 
 Pool* pool = nullptr;
 
-// A forked process has none of the threads: it makes a pool of its own. Pools are never destroyed, threads may sleep.
+// A forked process has none of the threads, so it gets a new pool. Pools are never destroyed: threads may be asleep in
+// them.
 Pool& global_pool() {
   static std::once_flag once;
   std::call_once(once, [] {

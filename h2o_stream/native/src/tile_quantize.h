@@ -1,4 +1,4 @@
-// Groups of 16 rows, rounded to the grids of kInt8 and kInt4.
+// Quantizes groups of 16 rows to kInt8 and kInt4.
 
 #pragma once
 
@@ -8,7 +8,7 @@ namespace tiles {
 
 using packed::kGroup;
 
-// A group: 32 columns of 16 rows.
+// 32 columns of 16 rows.
 using Group = float[kGroup][kRows];
 
 constexpr float kLargestHalf = 65504.f, kSmallestNormalHalf = 0x1p-14f;
@@ -19,7 +19,7 @@ inline Floats clamp(Floats x, float low, float high) {
   return x < high ? x : simd::splat(high);
 }
 
-// The nearest whole number, ties to even, in the lower bits: adding 1.5 * 2^23 leaves it there. For sizes below 2^22.
+// Rounds to nearest, ties to even, leaving the integer in the low bits; valid below 2^22.
 inline Words round_to_int(Floats x) {
   x += 12582912.f;
   return load<Words>(&x);
@@ -31,7 +31,7 @@ inline Floats round_to_half(Floats x) {
   return load_halves(halves);
 }
 
-// The number of largest size becomes 127 or -127.
+// The largest magnitude becomes 127 or -127.
 inline void quantize_int8(const Group& group, uint8_t* scales, uint8_t* codes) {
   for (int64_t r = 0; r < kRows; r += kWidth) {
     Floats largest{};
@@ -52,15 +52,16 @@ inline void quantize_int8(const Group& group, uint8_t* scales, uint8_t* codes) {
   }
 }
 
-// Sixteen values, `scale` apart.
+// 16 levels, `scale` apart.
 struct Int4Params {
   Floats scale, offset, inverse;
 
-  Int4Params(Floats scale, Floats offset) : scale(scale), offset(offset), inverse(scale != 0.f ? 1.f / scale : Floats{}) {}
+  Int4Params(Floats scale, Floats offset)
+      : scale(scale), offset(offset), inverse(scale != 0.f ? 1.f / scale : Floats{}) {}
 
   Floats code(Floats x) const { return clamp((x - offset) * inverse, 0.f, 15.f); }
 
-  // The sum of the squares of what is lost.
+  // Sum of squared errors.
   Floats error(const Group& group, int64_t row) const {
     Floats sum{};
     for (const auto& column : group) {
@@ -72,8 +73,8 @@ struct Int4Params {
   }
 };
 
-// The better of two grids: one goes from the least to the largest number (Q4_1), the other has zero on it and the
-// number of largest size at its end (Q4_0). NaNs are ignored.
+// Chooses the better of two ranges: from minimum to maximum (Q4_1), or with an exact zero and the largest magnitude at
+// its end (Q4_0). NaNs are ignored.
 inline Int4Params best_int4_params(const Group& group, int64_t row) {
   Floats low = simd::splat(kLargestHalf), high = simd::splat(-kLargestHalf);
   for (const auto& column : group) {
@@ -81,7 +82,8 @@ inline Int4Params best_int4_params(const Group& group, int64_t row) {
     low = x < low ? x : low;
     high = x > high ? x : high;
   }
-  const Floats extreme = clamp(high > -low ? high : low, -kLargestHalf, kLargestHalf), scale = round_to_half(extreme / -8.f);
+  const Floats extreme = clamp(high > -low ? high : low, -kLargestHalf, kLargestHalf),
+               scale = round_to_half(extreme / -8.f);
   const Int4Params asymmetric(round_to_half((high - low) / 15.f), round_to_half(low)), symmetric(scale, scale * -8.f);
   const auto better = symmetric.error(group, row) < asymmetric.error(group, row);
   return {better ? symmetric.scale : asymmetric.scale, better ? symmetric.offset : asymmetric.offset};

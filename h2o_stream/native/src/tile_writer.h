@@ -1,4 +1,4 @@
-// What makes packed tiles: the blocks of a matrix, shared between threads, and the same place of 16 rows side by side.
+// Helpers for writing packed tiles: iteration over blocks, and transposed loads from 16 rows.
 
 #pragma once
 
@@ -19,19 +19,19 @@ struct WordsOf {
   typedef uint32_t Type __attribute__((vector_size(4 * count)));
 };
 
-// Where the rows of a tile are read.
+// One pointer per row of a tile.
 using Rows = const uint8_t* [kRows];
 
 // Four bytes of every row.
 using Column = uint32_t[kRows];
 
-// Where some columns of a tile are written; `lower` and `upper` are the two parts of the codes of kQ6K.
+// Where a block is written; `lower` and `upper` are the low and high bits of the codes (upper is used by kQ6K only).
 struct BlockTarget {
   uint8_t *scales, *lower, *upper;
   int64_t tile, column, groups;
 };
 
-// Calls write(place) for every block of a matrix, from several threads.
+// Calls write(target) for every block of a matrix, on several threads.
 template <class Write>
 void for_each_block(const Matrix& matrix, int64_t threads, Write write) {
   const int64_t kind = matrix.kind, columns = matrix.columns;
@@ -43,7 +43,7 @@ void for_each_block(const Matrix& matrix, int64_t threads, Write write) {
       for (int64_t column = 0; column + packed::kGroup <= columns; column += packed::kBlock) {
         const int64_t groups = std::min(packed::kBlock, columns - column) / packed::kGroup;
         const int64_t scale_bytes = packed::scale_bytes(kind, groups), bytes = packed::block_bytes(kind, groups);
-        std::memset(block + scale_bytes - packed::kLine, 0, packed::kLine);  // what the grid may not fill
+        std::memset(block + scale_bytes - packed::kLine, 0, packed::kLine);  // padding after the scales
         uint8_t* upper = block + bytes - packed::upper_bytes(kind, groups);
         write(BlockTarget{block, block + scale_bytes, upper, tile, column, groups});
         block += bytes;
@@ -67,7 +67,7 @@ void store(const Value& value, void* to) {
 inline Floats load_halves(const void* from) { return simd::load(static_cast<const Half*>(from)); }
 inline void store_halves(Floats floats, void* to) { simd::store(floats, static_cast<Half*>(to)); }
 
-// Reads four bytes of every row, `count` times, from a place in each.
+// Reads 4 * count bytes at `from` of every row.
 template <int64_t count>
 void load_columns(const Rows& rows, int64_t from, Column* columns) {
   if constexpr (count % 4) {
@@ -88,20 +88,20 @@ void load_columns(const Rows& rows, int64_t from, Column* columns) {
   }
 }
 
-// Copies a half of every row.
+// Copies an fp16 number of every row.
 inline void copy_halves(const Rows& rows, int64_t from, uint8_t* to) {
   for (int64_t r = 0; r < kRows; ++r) std::memcpy(to + 2 * r, rows[r] + from, 2);
 }
 
-// A byte of every word.
+// Byte `number` of every word.
 inline Words byte_of(Words words, int64_t number) { return words >> uint32_t(8 * number) & 0xff; }
 
-// Writes the bytes of some words [4][kRows], of which these are `kWidth` rows.
+// Writes the bytes of words as [4][kRows], for `kWidth` of the rows.
 inline void store_bytes(Words words, uint8_t* to) {
   for (int64_t k = 0; k < 4; ++k) store(__builtin_convertvector(byte_of(words, k), simd::Bytes), to + k * kRows);
 }
 
-// As numbers, what is less than 2^31.
+// Valid below 2^31.
 inline Floats to_floats(Words words) {
   return __builtin_convertvector(__builtin_convertvector(words, simd::Ints), Floats);
 }

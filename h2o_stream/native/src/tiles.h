@@ -1,18 +1,18 @@
-// What dense and packed matrices have in common: some rows at a time, a tile, are multiplied by as many vectors as
-// there are registers for, while the rows are in the cache.
+// Common loop of dense and packed products: a tile of rows is multiplied by as many vectors as registers allow while it
+// is in the cache.
 
 #pragma once
 
 #include "matrix.h"
 #include "simd.h"
 
-// The tile of a packed matrix that begins with a row or, of a dense one, the row.
+// Address of a row, or of the packed tile that contains it.
 inline const uint8_t* tile_address(const Matrix& matrix, int64_t row) {
   return static_cast<const uint8_t*>(matrix.weights) +
          (packed::is_packed(matrix.kind) ? row / packed::kRows : row) * stride_bytes(matrix);
 }
 
-// The products of a tile and the vectors from `first` on, as many of them as there are, at most `most`; gives how many.
+// Multiplies a tile by up to max_vectors vectors, starting at `first`; returns how many.
 template <int64_t max_vectors, class Tile>
 int64_t gemm_tile(const Tile& tile, const Vectors& vectors, int64_t first, int64_t count, float* products) {
   if constexpr (max_vectors > 1) {
@@ -22,10 +22,10 @@ int64_t gemm_tile(const Tile& tile, const Vectors& vectors, int64_t first, int64
   return max_vectors;
 }
 
-// See `multiply`. A `Tile` is made of a matrix and its first row; its `multiply<count>` writes products [count][kRows].
+// See `skinny_gemm`. A `Tile` is built from a matrix and its first row; its `multiply<count>` writes products
+// [count][kRows].
 template <class Tile>
-void gemm_tiles(const Matrix& matrix, const Vectors& vectors, int64_t count, Range rows, float* out,
-                    int64_t stride) {
+void gemm_tiles(const Matrix& matrix, const Vectors& vectors, int64_t count, Range rows, float* out, int64_t stride) {
   constexpr int64_t kRows = Tile::kRows;
   alignas(simd::kCacheLine) float products[Tile::kMaxVectors * kRows];
   for (int64_t row = rows.begin; row < rows.end; row += kRows) {
@@ -44,8 +44,8 @@ void gemm_tiles(const Matrix& matrix, const Vectors& vectors, int64_t count, Ran
   }
 }
 
-// The halves of `multiply`.
+// The two implementations of `skinny_gemm`.
 void skinny_gemm_dense(const Matrix& matrix, const Vectors& vectors, int64_t count, Range rows, float* out,
-                    int64_t stride);
+                       int64_t stride);
 void skinny_gemm_packed(const Matrix& matrix, const Vectors& vectors, int64_t count, Range rows, float* out,
-                     int64_t stride);
+                        int64_t stride);

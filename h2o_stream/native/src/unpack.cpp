@@ -1,4 +1,4 @@
-// Matrices back to numbers: ranges of rows, for products with many vectors, and single ones, of embeddings.
+// Dequantizes packed matrices: ranges of rows for large products, single rows for embeddings.
 
 #include "block_scales.h"
 #include "tiles.h"
@@ -14,8 +14,7 @@ using simd::Ints;
 using simd::kWidth;
 using simd::Words;
 
-
-// A block of a tile, of the rows that `Floats` holds: a register of them, or a single one.
+// A block of a tile, for as many rows as `Floats` holds: a register or a single row.
 template <int64_t kind, class Ints, class Floats>
 class Block {
  public:
@@ -24,7 +23,7 @@ class Block {
         codes_(block + packed::scale_bytes(kind, groups) + 4 * row),
         upper_(codes_ + groups * kGroupBytes) {}
 
-  // Columns 16 * half + 4 * quad and on of a group.
+  // Dequantizes columns 16 * half + 4 * quad to 16 * half + 4 * quad + 3 of a group.
   [[gnu::always_inline]] void read(int64_t group, int64_t half, int64_t quad, Floats* four) const {
     const uint8_t* lines = codes_ + group * kGroupBytes;
     const Ints codes = load(lines + (kind == kInt8 ? 4 * half + quad : quad) * kLine);
@@ -46,7 +45,7 @@ class Block {
 
  private:
   using Scales = packed::BlockScales<kind, Floats>;
-  static constexpr int64_t kGroupBytes = kRows * kGroup / (kind == kInt8 ? 1 : 2);  // without upper bits
+  static constexpr int64_t kGroupBytes = kRows * kGroup / (kind == kInt8 ? 1 : 2);  // without the upper bits
 
   static Ints load(const uint8_t* from) {
     Ints ints;
@@ -72,17 +71,18 @@ void for_each_block(const uint8_t* tile, int64_t columns, Body body) {
 
 template <int64_t kind, class Number>
 void read_row(const Matrix& matrix, int64_t row, Number* out) {
-  for_each_block<kind>(tile_address(matrix, row), matrix.columns, [&](const uint8_t* at, int64_t groups, int64_t column) {
-    const Block<kind, int32_t, float> block(at, groups, row % kRows);
-    for (int64_t i = 0; i < groups * kGroup; i += 4) {
-      float four[4];
-      block.read(i / kGroup, i / 16 % 2, i / 4 % 4, four);
-      for (int64_t k = 0; k < 4; ++k) simd::from_float(four[k], out[column + i + k]);
-    }
-  });
+  for_each_block<kind>(tile_address(matrix, row), matrix.columns,
+                       [&](const uint8_t* at, int64_t groups, int64_t column) {
+                         const Block<kind, int32_t, float> block(at, groups, row % kRows);
+                         for (int64_t i = 0; i < groups * kGroup; i += 4) {
+                           float four[4];
+                           block.read(i / kGroup, i / 16 % 2, i / 4 % 4, four);
+                           for (int64_t k = 0; k < 4; ++k) simd::from_float(four[k], out[column + i + k]);
+                         }
+                       });
 }
 
-// Numbers of neighbouring columns as they lie in memory: one in a word, or two.
+// Converts adjacent columns to words of one float32 or two bfloat16.
 inline void to_words(const Floats* columns, float*, Words& word) { word = Words(columns[0]); }
 
 inline void to_words(const Floats* columns, simd::BFloat16*, Words& word) {
@@ -90,7 +90,7 @@ inline void to_words(const Floats* columns, simd::BFloat16*, Words& word) {
   word = rounded(columns[0]) >> 16 | (rounded(columns[1]) & 0xffff0000);
 }
 
-// A group of a register of rows, of which those in `rows` are written.
+// Dequantizes a group for one register of rows; writes only the rows in `rows`.
 template <int64_t kind, class Number>
 void write_group(const Block<kind, Ints, Floats>& block, int64_t group, Range rows, Number* out, int64_t stride) {
   constexpr int64_t kPerWord = sizeof(uint32_t) / sizeof(Number), kColumns = kWidth * kPerWord;
@@ -114,7 +114,7 @@ void write_group(const Block<kind, Ints, Floats>& block, int64_t group, Range ro
   }
 }
 
-// The rows of a tile that are in `rows`; `out` is the first of these.
+// Dequantizes rows [rows.begin, rows.end) of a tile; `out` is the first of them.
 template <int64_t kind, class Number>
 void write_tile(const uint8_t* tile, Range rows, int64_t columns, Number* out) {
   for_each_block<kind>(tile, columns, [&](const uint8_t* at, int64_t groups, int64_t column) {
@@ -128,7 +128,7 @@ void write_tile(const uint8_t* tile, Range rows, int64_t columns, Number* out) {
   });
 }
 
-// Calls `body` with the packed kind as a constant.
+// Calls `body` with the kind as a compile-time constant.
 template <class Body>
 void dispatch_kind(int64_t kind, Body body) {
   switch (kind) {
@@ -179,7 +179,7 @@ void read_row(const Matrix& matrix, int64_t row, float* out) {
 
 extern "C" {
 
-// Rows `first` and on of a packed matrix, [count][columns] in float32 or bfloat16.
+// Dequantizes rows [first, first + count) of a packed matrix to [count][columns] in float32 or bfloat16.
 void h2o_unpack(const Matrix* matrix, void* out, int64_t first, int64_t count, int64_t in_bfloat16, int64_t threads) {
   const Range rows{first, first + count};
   if (in_bfloat16) {
@@ -189,7 +189,7 @@ void h2o_unpack(const Matrix* matrix, void* out, int64_t first, int64_t count, i
   }
 }
 
-// Rows of a packed matrix by number, [count][columns] in float32 or bfloat16.
+// Dequantizes rows by index, to [count][columns] in float32 or bfloat16.
 void h2o_gather(const Matrix* matrix, const int64_t* rows, int64_t count, void* out, int64_t in_bfloat16,
                 int64_t threads) {
   if (in_bfloat16) {
