@@ -48,32 +48,32 @@ void DecodeAttention::attend_block(const HeadSlots& head, int64_t stream, Range 
   const Range exact{slots.begin, std::min(slots.end, head.exact)},
       quantized{std::max(slots.begin, head.exact), slots.end};
   float* probs = this->probs(stream, first) + slots.begin;
-  const auto multiply = [&](const auto& keys, Range some) {
-    if (some.size() <= 0) return;
-    const int64_t offset = some.begin - slots.begin;
+  const auto add_logits = [&](const auto& keys, Range range) {
+    if (range.size() <= 0) return;
+    const int64_t offset = range.begin - slots.begin;
     const Rotation rotation{layer.rope, layer.rotary_dims, scratch.distances.at(offset)};
-    query_key_dots(keys, some.size(), rotation, scratch.rotated.data(), scratch.queries.data(), heads,
+    query_key_dots(keys, range.size(), rotation, scratch.rotated.data(), scratch.queries.data(), heads,
                    [&](int64_t slot, int64_t q, float product) { probs[q * max_slots_ + offset + slot] = product; });
   };
   if (layer.in_bfloat16) {
-    multiply(DenseRows<BFloat16>(head.store.keys, layer.head_size, exact.begin), exact);
+    add_logits(DenseRows<BFloat16>(head.store.keys, layer.head_size, exact.begin), exact);
   } else {
-    multiply(DenseRows<float>(head.store.keys, layer.head_size, exact.begin), exact);
+    add_logits(DenseRows<float>(head.store.keys, layer.head_size, exact.begin), exact);
   }
   if (quantized.size() > 0) {
     float *offsets = scratch.key_params.data(), *scales = scratch.key_params.at(layer.head_size);
     store::key_params(head.store.key_range, layer.head_size, layer.kv_bits, offsets, scales);
     dispatch_bits(layer.kv_bits, [&](auto bits) {
       const QuantizedRows<bits> codes(head.store.key_codes, layer.head_size, quantized.begin - head.exact);
-      multiply(QuantizedKeys<bits>(codes, offsets, scales), quantized);
+      add_logits(QuantizedKeys<bits>(codes, offsets, scales), quantized);
     });
   }
   for (int64_t q = 0; q < heads; ++q) {
     float* logits = probs + q * max_slots_;
     scale_and_mask(head, slots, token_index, logits);
-    const float top = simd::reduce_max(logits, slots.size());
-    maxima_[block_number(stream, first + q, block)] = top;
-    sums_[block_number(stream, first + q, block)] = exp_and_sum(logits, slots.size(), top);
+    const float maximum = simd::reduce_max(logits, slots.size());
+    maxima_[block_number(stream, first + q, block)] = maximum;
+    sums_[block_number(stream, first + q, block)] = exp_and_sum(logits, slots.size(), maximum);
   }
   accumulate_values(head, stream, exact, quantized, scratch);
 }
@@ -98,44 +98,44 @@ void DecodeAttention::accumulate_values(const HeadSlots& head, int64_t stream, R
   const int64_t heads = head.query_heads(), size = layer.value_size;
   const Range slots{std::min(exact.begin, quantized.begin), std::max(exact.end, quantized.end)};
   float* probs = this->probs(stream, head.first_query());
-  float* mixed = scratch.accum.data();
-  std::fill_n(mixed, heads * size, 0.f);
+  float* accum = scratch.accum.data();
+  std::fill_n(accum, heads * size, 0.f);
   if (exact.size() > 0) {
-    const auto accumulate_dense = [&](auto number) {
-      using Number = decltype(number);
-      const DenseRows<Number> values(head.store.values, size, exact.begin);
-      accumulate(values, exact.size(), probs + exact.begin, max_slots_, heads, mixed);
+    const auto accumulate_dense = [&](auto element) {
+      using Element = decltype(element);
+      const DenseRows<Element> values(head.store.values, size, exact.begin);
+      accumulate(values, exact.size(), probs + exact.begin, max_slots_, heads, accum);
     };
     layer.in_bfloat16 ? accumulate_dense(BFloat16{}) : accumulate_dense(float{});
   }
-  if (quantized.size() > 0) accumulate_quantized(head, quantized, probs + quantized.begin, mixed);
+  if (quantized.size() > 0) accumulate_quantized(head, quantized, probs + quantized.begin, accum);
   for (int64_t q = 0; q < heads; ++q) {
-    std::copy_n(mixed + q * size, size,
+    std::copy_n(accum + q * size, size,
                 outputs_.at(block_number(stream, head.first_query() + q, slots.begin / kBlockSlots) * size));
   }
 }
 
 // A value is offset + code * scale, so the scales are folded into the probabilities.
 void DecodeAttention::accumulate_quantized(const HeadSlots& head, Range quantized, const float* probs,
-                                           float* mixed) const {
+                                           float* accum) const {
   const int64_t heads = head.query_heads(), size = layer_->value_size, first = quantized.begin - head.exact;
-  const simd::Half* grid = head.store.value_grid + 2 * first;
+  const simd::Half* params = head.store.value_grid + 2 * first;
   float offsets[kBlockSlots], scales[kBlockSlots], weights[kMaxHeads * kBlockSlots];
   for (int64_t i = 0; i < quantized.size(); ++i) {
-    offsets[i] = simd::to_float(grid[2 * i]), scales[i] = simd::to_float(grid[2 * i + 1]);
+    offsets[i] = simd::to_float(params[2 * i]), scales[i] = simd::to_float(params[2 * i + 1]);
   }
   dispatch_bits(layer_->kv_bits, [&](auto bits) {
     const QuantizedRows<bits> codes(head.store.value_codes, size, first);
     for (int64_t q = 0; q < heads; q += kMaxHeads) {
-      const int64_t some = std::min(kMaxHeads, heads - q);
-      for (int64_t j = 0; j < some; ++j) {
+      const int64_t count = std::min(kMaxHeads, heads - q);
+      for (int64_t j = 0; j < count; ++j) {
         const float* row = probs + (q + j) * max_slots_;
         float offset = 0;
         for (int64_t i = 0; i < quantized.size(); ++i) offset += row[i] * offsets[i];
         for (int64_t i = 0; i < quantized.size(); ++i) weights[j * kBlockSlots + i] = row[i] * scales[i];
-        for (int64_t i = 0; i < size; ++i) mixed[(q + j) * size + i] += offset;
+        for (int64_t i = 0; i < size; ++i) accum[(q + j) * size + i] += offset;
       }
-      accumulate_heads<kMaxHeads>(codes, quantized.size(), weights, kBlockSlots, some, mixed + q * size);
+      accumulate_heads<kMaxHeads>(codes, quantized.size(), weights, kBlockSlots, count, accum + q * size);
     }
   });
 }
@@ -154,17 +154,17 @@ void DecodeAttention::merge(int64_t stream, float* output, float* factors) const
 }
 
 void DecodeAttention::merge_head(int64_t first, int64_t blocks, float* output, float* factors) const {
-  const float *tops = maxima_.at(first), *sums = sums_.at(first), *mixed = outputs_.at(first * value_size_);
-  float top = kMinusInfinity, sum = 0;
-  for (int64_t b = 0; b < blocks; ++b) top = std::max(top, tops[b]);
+  const float *maxima = maxima_.at(first), *sums = sums_.at(first), *accum = outputs_.at(first * value_size_);
+  float maximum = kMinusInfinity, sum = 0;
+  for (int64_t b = 0; b < blocks; ++b) maximum = std::max(maximum, maxima[b]);
   for (int64_t b = 0; b < blocks; ++b) {
-    factors[b] = tops[b] == kMinusInfinity ? 0 : std::exp(tops[b] - top);
+    factors[b] = maxima[b] == kMinusInfinity ? 0 : std::exp(maxima[b] - maximum);
     sum += factors[b] * sums[b];
   }
   std::fill_n(output, value_size_, 0.f);
   for (int64_t b = 0; b < blocks; ++b) {
     const float factor = factors[b] /= sum;
-    const float* row = mixed + b * value_size_;
+    const float* row = accum + b * value_size_;
     for (int64_t i = 0; i < value_size_; ++i) output[i] += factor * row[i];
   }
 }

@@ -10,14 +10,14 @@
 namespace packed {
 
 // Loads a register of numbers, or a single one if `Floats` is float.
-template <class Floats, class Number>
+template <class Floats, class Element>
 Floats load_as(const uint8_t* from) {
   if constexpr (std::is_same_v<Floats, float>) {
-    Number number;
-    std::memcpy(&number, from, sizeof number);
-    return simd::to_float(number);
+    Element element;
+    std::memcpy(&element, from, sizeof element);
+    return simd::to_float(element);
   } else {
-    return simd::load(reinterpret_cast<const Number*>(from));
+    return simd::load(reinterpret_cast<const Element*>(from));
   }
 }
 

@@ -8,21 +8,21 @@
 #include <memory>
 #include <new>
 
-template <class Number>
+template <class Element>
 class Buffer {
  public:
   Buffer() = default;
   explicit Buffer(int64_t count) : count_(count) {
     if (!count) return;
-    const int64_t bytes = (count * int64_t(sizeof(Number)) + 63) / 64 * 64 + 64;  // a vector past the end may be read
-    numbers_.reset(static_cast<Number*>(std::aligned_alloc(64, bytes)));
-    if (!numbers_) throw std::bad_alloc();
-    std::memset(static_cast<void*>(numbers_.get()), 0, bytes);
+    const int64_t bytes = (count * int64_t(sizeof(Element)) + 63) / 64 * 64 + 64;  // a vector past the end may be read
+    data_.reset(static_cast<Element*>(std::aligned_alloc(64, bytes)));
+    if (!data_) throw std::bad_alloc();
+    std::memset(static_cast<void*>(data_.get()), 0, bytes);
   }
 
-  Number* data() const { return numbers_.get(); }
-  Number* at(int64_t place) const { return numbers_.get() + place; }
-  Number& operator[](int64_t place) const { return numbers_.get()[place]; }
+  Element* data() const { return data_.get(); }
+  Element* at(int64_t index) const { return data_.get() + index; }
+  Element& operator[](int64_t index) const { return data_.get()[index]; }
   int64_t size() const { return count_; }
 
   // Grows to `count` elements; growing discards the contents.
@@ -32,8 +32,8 @@ class Buffer {
 
  private:
   struct Free {
-    void operator()(Number* numbers) const { std::free(numbers); }
+    void operator()(Element* data) const { std::free(data); }
   };
-  std::unique_ptr<Number, Free> numbers_;
+  std::unique_ptr<Element, Free> data_;
   int64_t count_ = 0;
 };

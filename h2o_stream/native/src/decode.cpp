@@ -35,23 +35,24 @@ void decode(const AttentionLayer* layer, const Slots* slots, int64_t groups, int
   factors.reserve(streams * attention.factor_count());
   outputs.reserve(streams * output_size);
   // Other threads would see their own thread_local instances, so pass references.
-  DecodeAttention& own = attention;
+  DecodeAttention& shared_attention = attention;
   float *all_factors = factors.data(), *all_outputs = outputs.data();
   parallel(threads, [&, all_factors, all_outputs](const Worker& worker) {
-    own.attend(worker, [&](int64_t stream, int64_t head, float* queries, float* new_key, float* new_value) {
-      const int64_t first = stream * layer->kv_heads + head;
-      for (int64_t q = 0; q < heads; ++q) {
-        load_row(query, (first * heads + q) * size, layer->in_bfloat16, size, queries + q * simd::padded(size));
-      }
-      if (!new_key) return;
-      load_row(key, first * size, layer->in_bfloat16, size, new_key);
-      load_row(value, first * value_size, layer->in_bfloat16, value_size, new_value);
-    });
+    shared_attention.attend(
+        worker, [&](int64_t stream, int64_t head, float* queries, float* new_key, float* new_value) {
+          const int64_t first = stream * layer->kv_heads + head;
+          for (int64_t q = 0; q < heads; ++q) {
+            load_row(query, (first * heads + q) * size, layer->in_bfloat16, size, queries + q * simd::padded(size));
+          }
+          if (!new_key) return;
+          load_row(key, first * size, layer->in_bfloat16, size, new_key);
+          load_row(value, first * value_size, layer->in_bfloat16, value_size, new_value);
+        });
     worker.barrier();
     const Range range = worker.partition(streams);
     for (int64_t stream = range.begin; stream < range.end; ++stream) {
       float* row = all_outputs + stream * output_size;
-      own.merge(stream, row, all_factors + stream * own.factor_count());
+      shared_attention.merge(stream, row, all_factors + stream * shared_attention.factor_count());
       for (int64_t i = 0; i < output_size; ++i) {
         const int64_t element = stream * output_size + i;
         if (layer->in_bfloat16) {
@@ -62,9 +63,10 @@ void decode(const AttentionLayer* layer, const Slots* slots, int64_t groups, int
       }
     }
     worker.barrier();
-    own.update_scores(worker, [&](int64_t stream) { return all_factors + stream * own.factor_count(); });
+    shared_attention.update_scores(
+        worker, [&](int64_t stream) { return all_factors + stream * shared_attention.factor_count(); });
     worker.barrier();
-    own.evict(worker);
+    shared_attention.evict(worker);
   });
 }
 

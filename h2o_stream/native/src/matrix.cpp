@@ -18,14 +18,14 @@ void quantize_group(const float* from, int8_t* codes, float& scale, float& sum, 
   using simd::Ints;
   constexpr int64_t kVectors = kGroup / simd::kWidth;
   Floats numbers[kVectors];
-  Ints top{};
+  Ints maximum{};
   for (int64_t i = 0; i < kVectors; ++i) {
     numbers[i] = simd::load(from + i * simd::kWidth);
     const Ints bits = Ints(numbers[i]) & 0x7fffffff;  // ordered like the magnitudes, NaN above all
-    top = bits > top ? bits : top;
+    maximum = bits > maximum ? bits : maximum;
   }
   int32_t largest_bits = 0;
-  for (int64_t i = 0; i < simd::kWidth; ++i) largest_bits = std::max(largest_bits, int32_t(top[i]));
+  for (int64_t i = 0; i < simd::kWidth; ++i) largest_bits = std::max(largest_bits, int32_t(maximum[i]));
   float largest;
   std::memcpy(&largest, &largest_bits, sizeof largest);
   const Floats inverse = simd::splat(largest > 1e-36f ? 127 / largest : 0), magic = simd::splat(12582912.f);

@@ -17,8 +17,8 @@ inline Narrow load_narrow(const simd::BFloat16* from) {
 }
 #else
 using Narrow = Floats;
-template <class Number>
-Narrow load_narrow(const Number* from) {
+template <class Element>
+Narrow load_narrow(const Element* from) {
   return simd::load(from);
 }
 #endif
@@ -29,31 +29,31 @@ constexpr int64_t kPrefetchBytes = 4096;
 constexpr int64_t kNarrow = sizeof(Narrow) / sizeof(float);
 
 // Loads `count` elements and pads with zeros.
-template <class Number>
-Floats load_partial(const Number* from, int64_t count) {
-  Number padded[kWidth] = {};
-  std::memcpy(padded, from, count * sizeof(Number));
+template <class Element>
+Floats load_partial(const Element* from, int64_t count) {
+  Element padded[kWidth] = {};
+  std::memcpy(padded, from, count * sizeof(Element));
   return simd::load(padded);
 }
 
-template <class Number>
-Narrow load_partial_narrow(const Number* from, int64_t count) {
-  Number padded[kNarrow] = {};
-  std::memcpy(padded, from, count * sizeof(Number));
+template <class Element>
+Narrow load_partial_narrow(const Element* from, int64_t count) {
+  Element padded[kNarrow] = {};
+  std::memcpy(padded, from, count * sizeof(Element));
   return load_narrow(padded);
 }
 
 // Sums each of four registers.
-template <class Numbers>
-void reduce_add_four(const Numbers* numbers, float* to) {
+template <class Vector>
+void reduce_add_four(const Vector* vectors, float* to) {
   using Four = float __attribute__((vector_size(16)));
   Four four[4];
   for (int64_t i = 0; i < 4; ++i) {
-    float each[sizeof(Numbers) / 4];
-    std::memcpy(each, numbers + i, sizeof each);
-    Four parts[sizeof(Numbers) / 16];
+    float each[sizeof(Vector) / 4];
+    std::memcpy(each, vectors + i, sizeof each);
+    Four parts[sizeof(Vector) / 16];
     std::memcpy(parts, each, sizeof each);
-    constexpr int64_t count = sizeof(Numbers) / 16;
+    constexpr int64_t count = sizeof(Vector) / 16;
     if constexpr (count == 4) {
       four[i] = (parts[0] + parts[2]) + (parts[1] + parts[3]);
     } else if constexpr (count == 2) {
@@ -62,17 +62,16 @@ void reduce_add_four(const Numbers* numbers, float* to) {
       four[i] = parts[0];
     }
   }
-  const auto pairs = [](Four one, Four other) {
-    return __builtin_shufflevector(one, other, 0, 4, 1, 5) + __builtin_shufflevector(one, other, 2, 6, 3, 7);
+  const auto pairs = [](Four a, Four b) {
+    return __builtin_shufflevector(a, b, 0, 4, 1, 5) + __builtin_shufflevector(a, b, 2, 6, 3, 7);
   };
-  const Four remaining = pairs(four[0], four[1]), right = pairs(four[2], four[3]);
-  const Four sums =
-      __builtin_shufflevector(remaining, right, 0, 1, 4, 5) + __builtin_shufflevector(remaining, right, 2, 3, 6, 7);
+  const Four low = pairs(four[0], four[1]), high = pairs(four[2], four[3]);
+  const Four sums = __builtin_shufflevector(low, high, 0, 1, 4, 5) + __builtin_shufflevector(low, high, 2, 3, 6, 7);
   std::memcpy(to, &sums, sizeof sums);
 }
 
 // Four rows of a matrix; missing rows repeat the last one.
-template <class Number>
+template <class Element>
 class DenseTile {
  public:
   static constexpr int64_t kRows = 4;
@@ -84,7 +83,7 @@ class DenseTile {
 
   DenseTile(const Matrix& matrix, int64_t row) : columns_(matrix.columns) {
     for (int64_t r = 0; r < kRows; ++r) {
-      rows_[r] = static_cast<const Number*>(matrix.weights) + std::min(row + r, matrix.rows - 1) * columns_;
+      rows_[r] = static_cast<const Element*>(matrix.weights) + std::min(row + r, matrix.rows - 1) * columns_;
     }
   }
 
@@ -102,7 +101,7 @@ class DenseTile {
   }
 
  private:
-  Narrow multiply_row(const Number* row, const float* vector) const {
+  Narrow multiply_row(const Element* row, const float* vector) const {
     constexpr int64_t kSums = 4;
     Narrow sums[kSums] = {};
     int64_t column = 0;
@@ -130,16 +129,16 @@ class DenseTile {
       for (int64_t r = 0; r < kRows; ++r) weights[r] = load(rows_[r] + column);
 #pragma GCC unroll 8
       for (int64_t v = 0; v < count; ++v) {
-        const Floats numbers = load(vectors.at(first + v) + column);
+        const Floats values = load(vectors.at(first + v) + column);
 #pragma GCC unroll 4
-        for (int64_t r = 0; r < kRows; ++r) sums[v][r] += weights[r] * numbers;
+        for (int64_t r = 0; r < kRows; ++r) sums[v][r] += weights[r] * values;
       }
     };
     int64_t column = 0;
     for (; column + kWidth <= columns_; column += kWidth) {
       if (first == 0) {  // prefetch once for all vectors
         simd::prefetch(reinterpret_cast<const uint8_t*>(rows_[0] + kRows * column) + kPrefetchBytes,
-                       kRows * kWidth * int64_t(sizeof(Number)));
+                       kRows * kWidth * int64_t(sizeof(Element)));
       }
       add(column, [](const auto* from) { return simd::load(from); });
     }
@@ -148,7 +147,7 @@ class DenseTile {
     for (int64_t v = 0; v < count; ++v) reduce_add_four(sums[v], products + v * kRows);
   }
 
-  const Number* rows_[kRows];
+  const Element* rows_[kRows];
   const int64_t columns_;
 };
 

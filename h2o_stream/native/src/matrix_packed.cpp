@@ -55,34 +55,34 @@ class PackedTile {
                                                Floats (&sums)[count][kVectorsPerTile]) {
     constexpr int64_t kBytes = packed::block_bytes(kind, kBlock / kGroup);
     constexpr int64_t kPrefetchBytes = simd::padded(kBytes * kGroup / kBlock, kLine);  // per group
-    const uint8_t* codes = block + packed::scale_bytes(kind, groups);
-    const uint8_t* upper = codes + groups * kGroupBytes;
+    const uint8_t* lower = block + packed::scale_bytes(kind, groups);
+    const uint8_t* upper = lower + groups * kGroupBytes;
     for (int64_t group = 0; group < groups; ++group) {
-      const uint8_t* lines = codes + group * kGroupBytes;
-      const uint8_t* upper_lines = upper + group * 2 * kLine;
+      const uint8_t* group_lower = lower + group * kGroupBytes;
+      const uint8_t* group_upper = upper + group * 2 * kLine;
       if (first == 0) simd::prefetch(block + kPrefetchBlocks * kBytes + group * kPrefetchBytes, kPrefetchBytes);
 #pragma GCC unroll 4
       for (int64_t row_vector = 0; row_vector < kVectorsPerTile; ++row_vector) {
         const Scales block_scales(block, groups, row_vector * kWidth);
         const int64_t offset = row_vector * 4 * kWidth;
-        add_group<count>(block_scales, group, lines + offset, upper_lines + offset, vectors, first, begin + group,
+        add_group<count>(block_scales, group, group_lower + offset, group_upper + offset, vectors, first, begin + group,
                          row_vector, sums);
       }
     }
   }
 
   // Codes of columns 16 * half + 4 * quad to 16 * half + 4 * quad + 3 of a group.
-  static dot::Codes codes(const uint8_t* lines, const uint8_t* upper, int64_t half, int64_t quad) {
-    if constexpr (kind == kInt8) return dot::from_signed(dot::load(lines + (4 * half + quad) * kLine));
-    const dot::Codes both = dot::load(lines + quad * kLine);
-    const dot::Codes four = half ? dot::high_nibbles(both) : dot::low_nibbles(both);
+  static dot::Codes codes(const uint8_t* lower, const uint8_t* upper, int64_t half, int64_t quad) {
+    if constexpr (kind == kInt8) return dot::from_signed(dot::load(lower + (4 * half + quad) * kLine));
+    const dot::Codes nibbles = dot::load(lower + quad * kLine);
+    const dot::Codes four = half ? dot::high_nibbles(nibbles) : dot::low_nibbles(nibbles);
     if constexpr (kind != kQ6K) return four;
     return four | dot::upper_bits(dot::load(upper + half * kLine), quad);
   }
 
   // Adds the products of a group for one register of rows.
   template <int64_t count>
-  [[gnu::always_inline]] static void add_group(const Scales& block_scales, int64_t group, const uint8_t* lines,
+  [[gnu::always_inline]] static void add_group(const Scales& block_scales, int64_t group, const uint8_t* lower,
                                                const uint8_t* upper, const Vectors& vectors, int64_t first,
                                                int64_t vector_group, int64_t row_vector,
                                                Floats (&sums)[count][kVectorsPerTile]) {
@@ -100,7 +100,7 @@ class PackedTile {
 #pragma GCC unroll 8
     for (int64_t i = 0; i < 8; ++i) {  // memory order
       const int64_t half = kind == kInt8 ? i / 4 : i % 2, quad = kind == kInt8 ? i % 4 : i / 2;
-      const dot::Codes four = codes(lines, upper, half, quad);
+      const dot::Codes four = codes(lower, upper, half, quad);
 #pragma GCC unroll 4
       for (int64_t v = 0; v < count; ++v) {
         const int8_t* vector = vectors.codes(first + v) + vector_group * kGroup + 16 * half + 4 * quad;

@@ -10,8 +10,8 @@ inline Floats load_floats(const float* from) { return simd::load(from); }
 inline Floats load_floats(const simd::BFloat16* from) { return simd::load(from); }
 inline Floats load_floats(const Half* from) { return load_halves(from); }
 
-template <class Number>
-void load_group(const Number* const (&rows)[kRows], int64_t column, Group& group) {
+template <class Element>
+void load_group(const Element* const (&rows)[kRows], int64_t column, Group& group) {
   for (int64_t c = 0; c < kGroup; c += kWidth) {
     for (int64_t r = 0; r < kRows; r += kWidth) {
       Floats block[kWidth];
@@ -22,11 +22,11 @@ void load_group(const Number* const (&rows)[kRows], int64_t column, Group& group
   }
 }
 
-template <class Number>
-void pack(const Matrix& matrix, const Number* weights, int64_t threads) {
-  static const Number zeros[packed::kBlock] = {};
+template <class Element>
+void pack(const Matrix& matrix, const Element* weights, int64_t threads) {
+  static const Element zeros[packed::kBlock] = {};
   for_each_block(matrix, threads, [&](const BlockTarget& target) {
-    const Number* rows[kRows];
+    const Element* rows[kRows];
     for (int64_t r = 0; r < kRows; ++r) {
       const int64_t row = target.tile * kRows + r;
       rows[r] = row < matrix.rows ? weights + row * matrix.columns + target.column : zeros;

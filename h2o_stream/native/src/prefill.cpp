@@ -46,8 +46,8 @@ void run_heads(const AttentionLayer& layer, const NewTokens& tokens, const std::
   parallel(threads, [&](const Worker& worker) {
     Head& head = space.heads[worker.index];
     Scratch& scratch = space.scratch[worker.index];
-    claim_all(next, int64_t(tasks.size()), [&](int64_t number) {
-      const Task& task = tasks[number];
+    claim_all(next, int64_t(tasks.size()), [&](int64_t index) {
+      const Task& task = tasks[index];
       head.load_slots(layer, *task.slots, tokens, task.stream, task.head, task.count, task.limits);
       for (int64_t chunk = 0, all = head.chunks(); chunk < all; ++chunk) {
         for (int64_t block = 0; block < head.key_blocks(); ++block) head.prepare(block, scratch);
@@ -76,11 +76,11 @@ void run_phases(const AttentionLayer& layer, const NewTokens& tokens, const std:
       const auto active = [&](int64_t i) { return chunk * tokens.chunk < tasks[i].count; };
       // The work units of all active heads, in order. A counter is reset one phase ahead of its use, when no thread can
       // still be in the phase that used it last.
-      const auto phase = [&](int64_t number, auto units, auto work) {
-        if (worker.index == 0) next[(number + 1) % 3].store(0, std::memory_order_relaxed);
+      const auto phase = [&](int64_t phase_index, auto units, auto work) {
+        if (worker.index == 0) next[(phase_index + 1) % 3].store(0, std::memory_order_relaxed);
         int64_t total = 0;
         for (int64_t i = 0; i < heads; ++i) total += active(i) ? units(space.heads[i]) : 0;
-        claim_all(next[number], total, [&](int64_t unit) {
+        claim_all(next[phase_index], total, [&](int64_t unit) {
           int64_t i = 0;
           for (;; ++i) {
             const int64_t head_units = active(i) ? units(space.heads[i]) : 0;

@@ -15,9 +15,9 @@ using simd::kWidth;
 
 // A block of queries, one row per query and query head of the group, and the keys that any of them attends to.
 struct Head::Block {
-  int64_t first, past;  // queries
+  int64_t query_begin, query_end;
   int64_t rows;
-  int64_t begin, end;  // keys, starting at a panel boundary
+  int64_t key_begin, key_end;  // keys, starting at a panel boundary
 };
 
 namespace {
@@ -60,15 +60,15 @@ void transpose(const float* rows, int64_t count, int64_t size, float* panel) {
 template <bool kSquared>
 void add_weighted_rows(const float* rows, int64_t stride, const float* weights, int64_t begin, int64_t end,
                        int64_t from, int64_t to, float* sums) {
-  simd::Ints lane_index{};
-  for (int32_t i = 0; i < kWidth; ++i) lane_index[i] = i;
+  simd::Ints lanes{};
+  for (int32_t i = 0; i < kWidth; ++i) lanes[i] = i;
   for (int64_t i = from; i < to; i += kWidth) {
     Floats sum{};
     for (int64_t row = begin; row < end; ++row) {
       const Floats x = simd::load(rows + row * stride + i);
       sum += (kSquared ? x * x : x) * weights[row];
     }
-    const Floats masked = lane_index < int32_t(std::min(to - i, kWidth)) ? sum : Floats{};
+    const Floats masked = lanes < int32_t(std::min(to - i, kWidth)) ? sum : Floats{};
     simd::store(simd::load(sums + i) + masked, sums + i);
   }
 }
@@ -113,8 +113,8 @@ void Head::prepare(int64_t block, Scratch& scratch) {
   }
   for (int64_t first = begin; first < end; first += gemm::kPanel) {
     const int64_t count = std::min(gemm::kPanel, end - first);
-    float *panel = keys_.at(first * size), *first_sum = rows + (first - begin) * size;
-    transpose(first_sum, count, size, panel);
+    float *panel = keys_.at(first * size), *panel_rows = rows + (first - begin) * size;
+    transpose(panel_rows, count, size, panel);
   }
 }
 
@@ -126,27 +126,28 @@ void Head::attend(int64_t split, Scratch& scratch) {
   for (int64_t block = split; block < blocks; block += splits()) attend_block(block, split, scratch);
 }
 
-void Head::attend_block(int64_t number, int64_t split, Scratch& scratch) {
-  Block block{number * block_queries_, std::min((number + 1) * block_queries_, num_new_), 0, 0, 0};
-  block.rows = (block.past - block.first) * groups_;
-  block.end = num_held_ + block.past;
+void Head::attend_block(int64_t index, int64_t split, Scratch& scratch) {
+  Block block{index * block_queries_, std::min((index + 1) * block_queries_, num_new_), 0, 0, 0};
+  block.rows = (block.query_end - block.query_begin) * groups_;
+  block.key_end = num_held_ + block.query_end;
   if (layer_->sliding_window) {
-    block.begin = first_key_from(seen_ + block.first - layer_->sliding_window + 1) / gemm::kPanel * gemm::kPanel;
+    block.key_begin =
+        first_key_from(seen_ + block.query_begin - layer_->sliding_window + 1) / gemm::kPanel * gemm::kPanel;
   }
   const int64_t size = layer_->head_size, stride = logit_stride(num_keys_);
   const int64_t value_stride = simd::padded(layer_->value_size);
   float *logits = scratch.logits.data(), *accum = scratch.accum.data();
 
   read_queries(block, scratch.queries.data());
-  for (int64_t i = block.begin; i < block.end; i += gemm::kPanel) {
+  for (int64_t i = block.key_begin; i < block.key_end; i += gemm::kPanel) {
     gemm::multiply<false>({scratch.queries.data(), size}, {keys_.at(i * size), gemm::kPanel}, logits + i, stride,
-                          block.rows, size, std::min(gemm::kPanel, block.end - i));
+                          block.rows, size, std::min(gemm::kPanel, block.key_end - i));
   }
   softmax(block, stride, scratch);
-  for (int64_t i = block.begin; i < block.end; i += kValueBlock) {
+  for (int64_t i = block.key_begin; i < block.key_end; i += kValueBlock) {
     const gemm::View probs{logits + i, stride}, values{values_.at(i * value_stride), value_stride};
-    const int64_t depth = std::min(kValueBlock, block.end - i);
-    if (i == block.begin) {
+    const int64_t depth = std::min(kValueBlock, block.key_end - i);
+    if (i == block.key_begin) {
       gemm::multiply<false>(probs, values, accum, value_stride, block.rows, depth, value_stride);
     } else {
       gemm::multiply<true>(probs, values, accum, value_stride, block.rows, depth, value_stride);
@@ -160,7 +161,7 @@ void Head::attend_block(int64_t number, int64_t split, Scratch& scratch) {
 void Head::read_queries(const Block& block, float* query) const {
   const int64_t size = layer_->head_size, first_head = slots_->heads[local_head_] * groups_;
   const float scaling = float(layer_->scaling);
-  for (int64_t q = block.first; q < block.past; ++q) {
+  for (int64_t q = block.query_begin; q < block.query_end; ++q) {
     for (int64_t g = 0; g < groups_; ++g, query += size) {
       read_new(0, first_head + g, q, size, query);
       if (layer_->position_mode != kAbsolute && q + 1 < num_new_) {
@@ -173,18 +174,18 @@ void Head::read_queries(const Block& block, float* query) const {
 
 // Replaces logits by exp(logit - max), 0 where masked, and stores 1 / sum of each row in `scratch.weights`.
 void Head::softmax(const Block& block, int64_t stride, Scratch& scratch) const {
-  const int64_t padded = block.begin + simd::padded(block.end - block.begin);
+  const int64_t padded = block.key_begin + simd::padded(block.key_end - block.key_begin);
   for (int64_t row = 0; row < block.rows; ++row) {
-    const int64_t q = block.first + row / groups_;
+    const int64_t q = block.query_begin + row / groups_;
     float* logits = scratch.logits.at(row * stride);
     const int64_t from = layer_->sliding_window ? first_key_from(seen_ + q - layer_->sliding_window + 1) : 0,
                   to = num_held_ + q + 1;
-    if (layer_->softcap > 0) soft_cap(float(layer_->softcap), logits + block.begin, padded - block.begin);
-    std::fill(logits + block.begin, logits + std::max(from, block.begin), simd::kMinusInfinity);
+    if (layer_->softcap > 0) soft_cap(float(layer_->softcap), logits + block.key_begin, padded - block.key_begin);
+    std::fill(logits + block.key_begin, logits + std::max(from, block.key_begin), simd::kMinusInfinity);
     std::fill(logits + to, logits + padded, simd::kMinusInfinity);
-    const float top = simd::reduce_max(logits + block.begin, padded - block.begin);
+    const float top = simd::reduce_max(logits + block.key_begin, padded - block.key_begin);
     Floats sums{};
-    for (int64_t i = block.begin; i < padded; i += kWidth) {
+    for (int64_t i = block.key_begin; i < padded; i += kWidth) {
       const Floats exp_logits = simd::exp_nonpositive(simd::load(logits + i) - top);
       simd::store(exp_logits, logits + i);
       sums += exp_logits;
@@ -196,7 +197,7 @@ void Head::softmax(const Block& block, int64_t stride, Scratch& scratch) const {
 void Head::write_outputs(const Block& block, int64_t stride, const Scratch& scratch) const {
   const int64_t size = layer_->value_size, first_head = slots_->heads[local_head_] * groups_;
   for (int64_t row = 0; row < block.rows; ++row) {
-    const int64_t token = stream_ * tokens_->tokens + chunk_begin_ + block.first + row / groups_;
+    const int64_t token = stream_ * tokens_->tokens + chunk_begin_ + block.query_begin + row / groups_;
     const int64_t at = (token * layer_->query_heads + first_head + row % groups_) * size;
     const float* accum = scratch.accum.at(row * stride);
     const float scale = scratch.weights[row];
@@ -215,21 +216,22 @@ void Head::write_outputs(const Block& block, int64_t stride, const Scratch& scra
 void Head::add_scores(const Block& block, int64_t split, int64_t stride, Scratch& scratch) {
   if (!policies::needs_attention(*layer_)) return;
   for (int64_t row = 0; row < block.rows; ++row) {
-    const int64_t age = num_new_ - 1 - (block.first + row / groups_);
+    const int64_t age = num_new_ - 1 - (block.query_begin + row / groups_);
     const float inverse = scratch.weights[row];
     scratch.weights[row] = decays_[std::min(age, kMaxDecaySteps)] * inverse;
     if (long_term_) scratch.squares[row] = long_term_decays_[age] * inverse * inverse;
   }
   const float* probs = scratch.logits.data();
   const int64_t first_sum = split * score_stride_;
-  add_weighted_rows<false>(probs, stride, scratch.weights.data(), 0, block.rows, block.begin, block.end,
+  add_weighted_rows<false>(probs, stride, scratch.weights.data(), 0, block.rows, block.key_begin, block.key_end,
                            sums_.at(first_sum));
-  for (int64_t q = block.first, past; long_term_ && q < block.past; q = past) {
+  for (int64_t q = block.query_begin, query_end; long_term_ && q < block.query_end; q = query_end) {
     const int64_t start = q / layer_->long_term_distance * layer_->long_term_distance;
-    past = std::min(start + layer_->long_term_distance, block.past);
-    add_weighted_rows<true>(
-        probs, stride, scratch.squares.data(), (q - block.first) * groups_, (past - block.first) * groups_, block.begin,
-        std::min(first_key_from(seen_ + start - layer_->long_term_distance), block.end), squares_.at(first_sum));
+    query_end = std::min(start + layer_->long_term_distance, block.query_end);
+    add_weighted_rows<true>(probs, stride, scratch.squares.data(), (q - block.query_begin) * groups_,
+                            (query_end - block.query_begin) * groups_, block.key_begin,
+                            std::min(first_key_from(seen_ + start - layer_->long_term_distance), block.key_end),
+                            squares_.at(first_sum));
   }
 }
 

@@ -216,45 +216,45 @@ template <class Vector, size_t width>
 
 // Sums 16, 8 or 4 elements, halves first.
 template <class Vector>
-float reduce_add(Vector numbers) {
-  if constexpr (sizeof numbers == 64) {
-    return reduce_add(__builtin_shufflevector(numbers, numbers, 0, 1, 2, 3, 4, 5, 6, 7) +
-                      __builtin_shufflevector(numbers, numbers, 8, 9, 10, 11, 12, 13, 14, 15));
-  } else if constexpr (sizeof numbers == 32) {
-    return reduce_add(__builtin_shufflevector(numbers, numbers, 0, 1, 2, 3) +
-                      __builtin_shufflevector(numbers, numbers, 4, 5, 6, 7));
+float reduce_add(Vector values) {
+  if constexpr (sizeof values == 64) {
+    return reduce_add(__builtin_shufflevector(values, values, 0, 1, 2, 3, 4, 5, 6, 7) +
+                      __builtin_shufflevector(values, values, 8, 9, 10, 11, 12, 13, 14, 15));
+  } else if constexpr (sizeof values == 32) {
+    return reduce_add(__builtin_shufflevector(values, values, 0, 1, 2, 3) +
+                      __builtin_shufflevector(values, values, 4, 5, 6, 7));
   } else {
-    const Vector pairs = numbers + __builtin_shufflevector(numbers, numbers, 2, 3, 0, 1);
+    const Vector pairs = values + __builtin_shufflevector(values, values, 2, 3, 0, 1);
     return pairs[0] + pairs[1];
   }
 }
 
 // Minus infinity for an empty array.
-inline float reduce_max(const float* numbers, int64_t count) {
+inline float reduce_max(const float* values, int64_t count) {
   Floats maxima = splat(kMinusInfinity);
   int64_t i = 0;
   for (; i + kWidth <= count; i += kWidth) {
-    const Floats values = load(numbers + i);
-    maxima = values > maxima ? values : maxima;
+    const Floats vector = load(values + i);
+    maxima = vector > maxima ? vector : maxima;
   }
   float maximum = kMinusInfinity;
   for (int64_t j = 0; j < kWidth; ++j) maximum = std::max(maximum, maxima[j]);
-  for (; i < count; ++i) maximum = std::max(maximum, numbers[i]);
+  for (; i < count; ++i) maximum = std::max(maximum, values[i]);
   return maximum;
 }
 
 // Infinity for an empty array.
-inline float reduce_min(const float* numbers, int64_t count) {
+inline float reduce_min(const float* values, int64_t count) {
   Floats minima = splat(-kMinusInfinity);
   int64_t i = 0;
   for (; i + kWidth <= count; i += kWidth) {
-    const Floats values = load(numbers + i);
-    minima = values < minima ? values : minima;
+    const Floats vector = load(values + i);
+    minima = vector < minima ? vector : minima;
   }
-  float reduce_min = -kMinusInfinity;
-  for (int64_t j = 0; j < kWidth; ++j) reduce_min = std::min(reduce_min, minima[j]);
-  for (; i < count; ++i) reduce_min = std::min(reduce_min, numbers[i]);
-  return reduce_min;
+  float minimum = -kMinusInfinity;
+  for (int64_t j = 0; j < kWidth; ++j) minimum = std::min(minimum, minima[j]);
+  for (; i < count; ++i) minimum = std::min(minimum, values[i]);
+  return minimum;
 }
 
 // exp(x) for x <= 0, accurate to about 1 ulp; zero below -87, NaN for NaN.

@@ -20,18 +20,18 @@ constexpr int64_t kPrefetchSlots = 8;
 constexpr int64_t kMaxHeads = 4;
 
 // Keys or values in the model's dtype, starting at slot `first`.
-template <class Number>
+template <class Element>
 struct DenseRows {
-  const Number* numbers;
+  const Element* elements;
   int64_t size;
 
   DenseRows(const uint8_t* bytes, int64_t size, int64_t first)
-      : numbers(reinterpret_cast<const Number*>(bytes) + first * size), size(size) {}
+      : elements(reinterpret_cast<const Element*>(bytes) + first * size), size(size) {}
 
-  const Number* at(int64_t slot) const { return numbers + slot * size; }
+  const Element* at(int64_t slot) const { return elements + slot * size; }
   Floats load(int64_t slot, int64_t i) const { return simd::load(at(slot) + i); }
   float scalar(int64_t slot, int64_t i) const { return simd::to_float(at(slot)[i]); }
-  void prefetch(int64_t slot) const { simd::prefetch(at(slot), size * int64_t(sizeof(Number))); }
+  void prefetch(int64_t slot) const { simd::prefetch(at(slot), size * int64_t(sizeof(Element))); }
   bool vectorizable() const { return size % kWidth == 0; }
 };
 
@@ -129,7 +129,7 @@ template <class Keys, class Put>
 void query_key_dots(const Keys& keys, int64_t slots, const Rotation& rotation, float* scratch, const float* queries,
                     int64_t heads, Put put) {
   const int64_t stride = simd::padded(keys.size), size = keys.size, row = rotation.rotary_dims;
-  const auto each = [&](auto dot) {
+  const auto for_each_slot = [&](auto dots) {
     for (int64_t slot = 0; slot < slots; ++slot) {
       const int64_t prefetched = std::min(slot + kPrefetchSlots, slots - 1);
       keys.prefetch(prefetched);
@@ -138,11 +138,11 @@ void query_key_dots(const Keys& keys, int64_t slots, const Rotation& rotation, f
         cos_sin = rotation.table + rotation.distances[slot] * row;
         simd::prefetch(rotation.table + rotation.distances[prefetched] * row, row * 4);
       }
-      dot(slot, cos_sin, [&](int64_t q, float product) { put(slot, q, product); });
+      dots(slot, cos_sin, [&](int64_t q, float dot) { put(slot, q, dot); });
     }
   };
   const auto in_registers = [&](auto blocks) {
-    each([&](int64_t slot, const float* cos_sin, auto put_dot) {
+    for_each_slot([&](int64_t slot, const float* cos_sin, auto put_dot) {
       rotated_dots<decltype(blocks)::value>(keys, slot, cos_sin, queries, heads, put_dot);
     });
   };
@@ -155,7 +155,7 @@ void query_key_dots(const Keys& keys, int64_t slots, const Rotation& rotation, f
       default: break;
     }
   }
-  each([&](int64_t slot, const float* cos_sin, auto put_dot) {
+  for_each_slot([&](int64_t slot, const float* cos_sin, auto put_dot) {
     generic_dots(keys, slot, cos_sin, row, scratch, queries, stride, heads, put_dot);
   });
 }
@@ -175,8 +175,8 @@ void accumulate_heads(const Values& values, int64_t slots, const float* probs, i
       Floats sums[max_heads][count] = {};
       for (int64_t slot = 0; slot < slots; ++slot) {
         for (int64_t j = 0; j < count; ++j) {
-          const Floats some = values.load(slot, i + j * kWidth);
-          for (int64_t q = 0; q < max_heads; ++q) sums[q][j] += probs[q * prob_stride + slot] * some;
+          const Floats value = values.load(slot, i + j * kWidth);
+          for (int64_t q = 0; q < max_heads; ++q) sums[q][j] += probs[q * prob_stride + slot] * value;
         }
       }
       for (int64_t q = 0; q < max_heads; ++q) {

@@ -10,10 +10,9 @@ using packed::kGroup;
 using packed::kRows;  // units of work per thread: the results of 16 rows share a cache line
 
 // Quantizes a range of a vector if any of these matrices needs it.
-void quantize_for(std::initializer_list<const Matrix*> matrices, const Vectors& vectors, int64_t vector,
-                  Range numbers) {
+void quantize_for(std::initializer_list<const Matrix*> matrices, const Vectors& vectors, int64_t vector, Range range) {
   const auto reads_codes = [](const Matrix* matrix) { return matrix->weights && packed::is_packed(matrix->kind); };
-  if (std::any_of(matrices.begin(), matrices.end(), reads_codes)) vectors.quantize(vector, numbers);
+  if (std::any_of(matrices.begin(), matrices.end(), reads_codes)) vectors.quantize(vector, range);
 }
 
 simd::Floats silu(simd::Floats x) {
@@ -38,7 +37,7 @@ void Step::run(const Stream* streams, int64_t count, float* logits, float* trace
   for (int64_t stream = 0; stream < count; ++stream) token_indices_[stream] = int32_t(*streams[stream].slots->seen);
   reserve(threads);
   const auto start = std::chrono::steady_clock::now();
-  parallel(threads > 1 ? tuner_.choose(threads) : 1, [this](const Worker& worker) { work(worker); });
+  parallel(threads > 1 ? tuner_.choose(threads) : 1, [this](const Worker& worker) { run_worker(worker); });
   if (threads > 1) tuner_.record(std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count());
 }
 
@@ -93,7 +92,7 @@ void Step::for_each_stream(const Worker& worker, Body body) {
   worker.barrier();
 }
 
-void Step::work(const Worker& worker) {
+void Step::run_worker(const Worker& worker) {
   embed(worker);
   for (int64_t index = 0; index < model_.layer_count; ++index) {
     const Layer& layer = model_.layers[index];
@@ -136,9 +135,9 @@ void Step::add(const Norm& norm, float* delta, float* x, const Worker& worker) {
   const float scale = float(model_.residual_scale);
   const float* from = delta;
   if (norm.kind != kNoNorm) {
-    float* local = scratch_.at(worker.index * hidden);
-    apply_norm(norm, delta, hidden, local);
-    from = local;
+    float* normed = scratch_.at(worker.index * hidden);
+    apply_norm(norm, delta, hidden, normed);
+    from = normed;
   }
   for (int64_t i = 0; i < hidden; ++i) x[i] += scale * from[i];
 }

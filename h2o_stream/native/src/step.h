@@ -31,7 +31,7 @@ class Step {
   };
 
   void reserve(int64_t threads);
-  void work(const Worker& worker);
+  void run_worker(const Worker& worker);
   void embed(const Worker& worker);
   void attention(const Worker& worker, const Layer& layer);
   void prepare(const Layer& layer, int64_t stream, int64_t head, float* queries, float* key, float* value,

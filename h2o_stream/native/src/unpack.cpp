@@ -25,8 +25,8 @@ class Block {
 
   // Dequantizes columns 16 * half + 4 * quad to 16 * half + 4 * quad + 3 of a group.
   [[gnu::always_inline]] void read(int64_t group, int64_t half, int64_t quad, Floats* four) const {
-    const uint8_t* lines = codes_ + group * kGroupBytes;
-    const Ints codes = load(lines + (kind == kInt8 ? 4 * half + quad : quad) * kLine);
+    const uint8_t* group_codes = codes_ + group * kGroupBytes;
+    const Ints codes = load(group_codes + (kind == kInt8 ? 4 * half + quad : quad) * kLine);
     Ints upper{};
     if (kind == kQ6K) upper = load(upper_ + (2 * group + half) * kLine) >> int32_t(2 * quad);
     const Floats scale = scales_.scale(group, half), offset = scales_.offset(group);
@@ -69,11 +69,11 @@ void for_each_block(const uint8_t* tile, int64_t columns, Body body) {
   }
 }
 
-template <int64_t kind, class Number>
-void read_row(const Matrix& matrix, int64_t row, Number* out) {
+template <int64_t kind, class Element>
+void read_row(const Matrix& matrix, int64_t row, Element* out) {
   for_each_block<kind>(tile_address(matrix, row), matrix.columns,
-                       [&](const uint8_t* at, int64_t groups, int64_t column) {
-                         const Block<kind, int32_t, float> block(at, groups, row % kRows);
+                       [&](const uint8_t* block_data, int64_t groups, int64_t column) {
+                         const Block<kind, int32_t, float> block(block_data, groups, row % kRows);
                          for (int64_t i = 0; i < groups * kGroup; i += 4) {
                            float four[4];
                            block.read(i / kGroup, i / 16 % 2, i / 4 % 4, four);
@@ -86,22 +86,22 @@ void read_row(const Matrix& matrix, int64_t row, Number* out) {
 inline void to_words(const Floats* columns, float*, Words& word) { word = Words(columns[0]); }
 
 inline void to_words(const Floats* columns, simd::BFloat16*, Words& word) {
-  const auto rounded = [](Floats some) { return Words(some) + 0x7fff + (Words(some) >> 16 & 1); };
+  const auto rounded = [](Floats floats) { return Words(floats) + 0x7fff + (Words(floats) >> 16 & 1); };
   word = rounded(columns[0]) >> 16 | (rounded(columns[1]) & 0xffff0000);
 }
 
 // Dequantizes a group for one register of rows; writes only the rows in `rows`.
-template <int64_t kind, class Number>
-void write_group(const Block<kind, Ints, Floats>& block, int64_t group, Range rows, Number* out, int64_t stride) {
-  constexpr int64_t kPerWord = sizeof(uint32_t) / sizeof(Number), kColumns = kWidth * kPerWord;
+template <int64_t kind, class Element>
+void write_group(const Block<kind, Ints, Floats>& block, int64_t group, Range rows, Element* out, int64_t stride) {
+  constexpr int64_t kPerWord = sizeof(uint32_t) / sizeof(Element), kColumns = kWidth * kPerWord;
 #pragma GCC unroll 8
   for (int64_t column = 0; column < kGroup; column += kColumns) {
     Words words[kWidth];
 #pragma GCC unroll 8
     for (int64_t i = 0; i < kColumns; i += 4) {
-      const int64_t at = column + i;
+      const int64_t position = column + i;
       Floats four[4];
-      block.read(group, at / 16, at / 4 % 4, four);
+      block.read(group, position / 16, position / 4 % 4, four);
 #pragma GCC unroll 4
       for (int64_t k = 0; k < 4; k += kPerWord) to_words(four + k, out, words[(i + k) / kPerWord]);
     }
@@ -115,12 +115,12 @@ void write_group(const Block<kind, Ints, Floats>& block, int64_t group, Range ro
 }
 
 // Dequantizes rows [rows.begin, rows.end) of a tile; `out` is the first of them.
-template <int64_t kind, class Number>
-void write_tile(const uint8_t* tile, Range rows, int64_t columns, Number* out) {
-  for_each_block<kind>(tile, columns, [&](const uint8_t* at, int64_t groups, int64_t column) {
+template <int64_t kind, class Element>
+void write_tile(const uint8_t* tile, Range rows, int64_t columns, Element* out) {
+  for_each_block<kind>(tile, columns, [&](const uint8_t* block_data, int64_t groups, int64_t column) {
     for (int64_t row = 0; row < kRows; row += kWidth) {
-      const Block<kind, Ints, Floats> block(at, groups, row);
-      Number* to = out + (row - rows.begin) * columns + column;
+      const Block<kind, Ints, Floats> block(block_data, groups, row);
+      Element* to = out + (row - rows.begin) * columns + column;
       for (int64_t group = 0; group < groups; ++group) {
         write_group(block, group, {rows.begin - row, rows.end - row}, to + group * kGroup, columns);
       }
@@ -139,8 +139,8 @@ void dispatch_kind(int64_t kind, Body body) {
   }
 }
 
-template <class Number>
-void unpack(const Matrix& matrix, Range rows, Number* out, int64_t threads) {
+template <class Element>
+void unpack(const Matrix& matrix, Range rows, Element* out, int64_t threads) {
   dispatch_kind(matrix.kind, [&](auto kind) {
     const int64_t begin = rows.begin / kRows;
     parallel(threads, [&](const Worker& worker) {
@@ -154,8 +154,8 @@ void unpack(const Matrix& matrix, Range rows, Number* out, int64_t threads) {
   });
 }
 
-template <class Number>
-void gather(const Matrix& matrix, const int64_t* rows, int64_t count, Number* out, int64_t threads) {
+template <class Element>
+void gather(const Matrix& matrix, const int64_t* rows, int64_t count, Element* out, int64_t threads) {
   dispatch_kind(matrix.kind, [&](auto kind) {
     parallel(threads, [&](const Worker& worker) {
       const Range range = worker.partition(count);
