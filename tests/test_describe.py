@@ -55,10 +55,10 @@ def attend(attention: Attention, x: Tensor) -> Tensor:
         attention.head_size,
     )
     query = apply_norm(
-        attention.query_norm, heads_of(given, at.query_first, at.query_step, attention.query_heads, size)
+        attention.query_norm, heads_of(given, at.query_offset, at.query_stride, attention.query_heads, size)
     )
-    key = apply_norm(attention.key_norm, heads_of(given, at.key_first, at.key_step, attention.kv_heads, size))
-    value = heads_of(given, at.value_first, at.value_step, attention.kv_heads, attention.value_size)
+    key = apply_norm(attention.key_norm, heads_of(given, at.key_offset, at.key_stride, attention.kv_heads, size))
+    value = heads_of(given, at.value_offset, at.value_stride, attention.kv_heads, attention.value_size)
     if attention.rope:
         query, key = rotated(query, attention.rope), rotated(key, attention.rope)
     groups = attention.query_heads // attention.kv_heads
@@ -373,7 +373,7 @@ class TestMemory:
         model = nudged(next(family for family in FAMILIES if family.name == "Qwen 2, YaRN").make())
         native = NativeModel(describe(model))
         layer, described, module = native.struct.layers[1], native.description.layers[1], model.model.layers[1]
-        assert (native.struct.layer_count, native.struct.hidden, native.struct.vocabulary) == (2, 32, 64)
+        assert (native.struct.layer_count, native.struct.hidden_size, native.struct.vocab_size) == (2, 32, 64)
         assert ctypes.addressof(layer) == ctypes.addressof(native.layers[1])
         attention = layer.attention
         assert (attention.query_heads, attention.kv_heads, attention.head_size, attention.value_size) == (4, 2, 8, 8)
@@ -383,8 +383,8 @@ class TestMemory:
         assert layer.qkv[0].bias == module.self_attn.q_proj.bias.data_ptr()
         assert layer.out.bias is None
         assert (layer.qkv[1].rows, layer.qkv[1].columns, layer.qkv[1].kind) == (16, 32, abi.MatrixKind.FLOAT32)
-        assert [layer.query_first, layer.key_first, layer.value_first] == [0, 32, 48]
-        assert (layer.rope_scaled, layer.absolute_rotary) == (8, 8)
+        assert [layer.query_offset, layer.key_offset, layer.value_offset] == [0, 32, 48]
+        assert (layer.rope_scaled_dims, layer.absolute_rotary_dims) == (8, 8)
         assert layer.rope_scale == pytest.approx(0.1 * math.log(4) + 1)
         angles = (ctypes.c_float * 4).from_address(layer.frequencies)
         assert list(angles) == described.attention.rope.frequencies.tolist()
@@ -397,7 +397,7 @@ class TestMemory:
         layer = native.layers[0]
         assert layer.gate.weights is None
         assert layer.frequencies is None
-        assert (layer.rope_scale, layer.rope_scaled, layer.activation) == (1.0, 0, abi.Activation.RELU)
+        assert (layer.rope_scale, layer.rope_scaled_dims, layer.activation) == (1.0, 0, abi.Activation.RELU)
         assert native.struct.learned_offset == 2
 
     @pytest.mark.parametrize(

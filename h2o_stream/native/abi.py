@@ -39,7 +39,7 @@ class PositionMode(IntEnum):
 
     GAP = 0
     ROLLING = 1
-    AS_FED = 2
+    ABSOLUTE = 2
 
 
 class NormKind(IntEnum):
@@ -77,13 +77,13 @@ class AttentionLayer(Structure):
     _fields_ = _fields(
         int1="query_heads kv_heads head_size value_size",
         float1="scaling softcap",
-        int2="policy positions",
+        int2="policy position_mode",
         float2="decay long_term long_term_decay",
-        int3="far sinks",
+        int3="long_term_distance sinks",
         pointer1="pins",
-        int4="pin_count sliding seed number",
+        int4="pin_count sliding_window seed layer_index",
         pointer2="rope",
-        int5="distances rotary in_bfloat16 kv_bits exact_sinks residual",
+        int5="rope_rows rotary_dims in_bfloat16 kv_bits exact_sinks residual",
     )
 
 
@@ -92,7 +92,7 @@ class Slots(Structure):
 
     _fields_ = _fields(
         pointer="keys values key_codes value_codes key_range value_grid scores long_term index rank free seen heads",
-        int="head_count slots recent span evictions",
+        int="head_count slot_count recent span evictions",
     )
 
 
@@ -110,8 +110,8 @@ class Layer(Structure):
         *((name, Norm) for name in ("before_attention", "after_attention", "before_mlp", "after_mlp")),
         *((name, Norm) for name in ("query_norm", "key_norm")),
         ("qkv", Matrix * 3),
-        *_fields(int="qkv_count query_first query_step key_first key_step value_first value_step"),
-        *_fields(float="rope_scale", int1="rope_scaled", pointer="frequencies", int2="absolute_rotary"),
+        *_fields(int="qkv_count query_offset query_stride key_offset key_stride value_offset value_stride"),
+        *_fields(float="rope_scale", int1="rope_scaled_dims", pointer="frequencies", int2="absolute_rotary_dims"),
         *((name, Matrix) for name in ("out", "gate", "up", "down")),
         *_fields(int="activation parallel first_group group_count"),
     ]
@@ -123,7 +123,7 @@ class Model(Structure):
     _fields_ = [
         ("layers", POINTER(Layer)),
         *_fields(
-            int1="layer_count hidden vocabulary",
+            int1="layer_count hidden_size vocab_size",
         ),
         ("embedding", Matrix),
         *_fields(

@@ -79,14 +79,14 @@ class Norm:
 
 @dataclass(frozen=True)
 class HeadOffsets:
-    """Where queries, keys and values lie in the vector that `Layer.qkv` gives: head h at first + h * step."""
+    """Where queries, keys and values lie in the vector that `Layer.qkv` gives: head h at offset + h * stride."""
 
-    query_first: int
-    query_step: int
-    key_first: int
-    key_step: int
-    value_first: int
-    value_step: int
+    query_offset: int
+    query_stride: int
+    key_offset: int
+    key_stride: int
+    value_offset: int
+    value_stride: int
 
 
 @dataclass(frozen=True, eq=False)
@@ -165,8 +165,8 @@ class Layer:
         struct.rope_scale = 1.0
         if attention.rope:
             rope = attention.rope
-            struct.frequencies, struct.absolute_rotary = pointer(rope.frequencies), rope.rotary
-            struct.rope_scale, struct.rope_scaled = rope.scale, rope.rotary if rope.scale != 1 else 0
+            struct.frequencies, struct.absolute_rotary_dims = pointer(rope.frequencies), rope.rotary
+            struct.rope_scale, struct.rope_scaled_dims = rope.scale, rope.rotary if rope.scale != 1 else 0
         struct.out, struct.up, struct.down = attention.out.to_struct(), mlp.up.to_struct(), mlp.down.to_struct()
         if mlp.gate:
             struct.gate = mlp.gate.to_struct()
@@ -240,8 +240,8 @@ class NativeModel:
         self.struct = abi.Model(
             layers=ctypes.cast(self.layers, ctypes.POINTER(abi.Layer)),
             layer_count=len(self.layers),
-            hidden=description.embedding.columns,
-            vocabulary=description.embedding.rows,
+            hidden_size=description.embedding.columns,
+            vocab_size=description.embedding.rows,
             embedding=description.embedding.to_struct(),
             embedding_scale=description.embedding_scale,
             learned_positions=pointer(description.learned_positions),

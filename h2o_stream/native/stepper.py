@@ -148,10 +148,10 @@ class Stepper:
                     layer.slots["evictions"][:, number] = slots.num_evictions
             self._settled = cache.steady
         ids = tokens[:, 0].numpy()
-        if ids.min() < 0 or ids.max() >= self.model.struct.vocabulary:
+        if ids.min() < 0 or ids.max() >= self.model.struct.vocab_size:
             return None  # the model's own forward refuses it
         self._streams["token"] = ids
-        logits = torch.empty(rows, 1, self.model.struct.vocabulary)
+        logits = torch.empty(rows, 1, self.model.struct.vocab_size)
         cache.begin_token()
         failed = self._native.h2o_step(
             self._step,
@@ -210,7 +210,7 @@ class CheckedStepper:
         eager = self._forward(**kwargs, output_hidden_states=True)
         cache.load_state_dict(before)
         cache.stream_number = number  # it is the same stream
-        trace = torch.empty(len(model.layers) + 1, len(tokens), model.struct.hidden)
+        trace = torch.empty(len(model.layers) + 1, len(tokens), model.struct.hidden_size)
         logits = self._stepper.run(tokens, trace)
         if logits is None:
             return None
