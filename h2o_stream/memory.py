@@ -9,7 +9,7 @@ from contextlib import suppress
 from pathlib import Path
 
 
-def bound_kernel_caches() -> None:
+def limit_kernel_caches() -> None:
     """Tell oneDNN, before torch is imported, to keep 200 kernels, and torch to keep 16 beside them.
 
     There is one for every length of a prompt and every size of a window, of a quarter to half a megabyte each: with the
@@ -20,7 +20,7 @@ def bound_kernel_caches() -> None:
     os.environ.setdefault("LRU_CACHE_CAPACITY", "16")
 
 
-def give_back_free_memory() -> None:
+def trim_heap() -> None:
     """Have the C library give free pages back to the system, after a prompt for instance: some 10 ms.
 
     glibc keeps most of them otherwise, and more from prompt to prompt as they are scattered. Does nothing elsewhere.

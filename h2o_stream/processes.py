@@ -35,7 +35,7 @@ class Processes:
         return {number: item for part in gather_object([own]) for number, item in part.items()}
 
 
-def agreed(value: Any) -> Any:
+def broadcast(value: Any) -> Any:
     """What the first of the processes that share a model says, where there are several; `value` where there are not."""
     from torch import distributed
 

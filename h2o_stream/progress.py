@@ -21,7 +21,7 @@ class Progress:
     total: int
 
 
-Listener = Callable[[Progress], None]
+ProgressCallback = Callable[[Progress], None]
 """Told about progress, from the thread that works. It must return at once.
 
 It raises KeyboardInterrupt when the user has left: whoever writes files calls it several times a second, and removes

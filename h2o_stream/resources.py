@@ -81,7 +81,7 @@ def manual() -> str:
     return "\n\n".join(topics[name] for name in sorted(topics))
 
 
-def in_wheel(project: str, suffix: str) -> PackagePath | None:
+def wheel_file(project: str, suffix: str) -> PackagePath | None:
     """The first file ending in `suffix` that an installed project brought, found without importing it."""
     from importlib.metadata import PackageNotFoundError, distribution
 
@@ -93,7 +93,7 @@ def in_wheel(project: str, suffix: str) -> PackagePath | None:
 
 
 @contextmanager
-def whole_folder(folder: Path) -> Iterator[Path]:
+def atomic_folder(folder: Path) -> Iterator[Path]:
     """Make a folder all or nothing: the block fills one beside it, which gets its name at the end.
 
     What killed programs left of earlier attempts is removed; the caller holds a lock.

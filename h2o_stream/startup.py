@@ -12,7 +12,7 @@ LOADER = "h2o-loader"
 
 
 @contextmanager
-def collector_paused() -> Iterator[None]:
+def gc_paused() -> Iterator[None]:
     """Import and load without the cyclic garbage collector.
 
     torch, transformers and a model make millions of objects that live on: scanning them again and again is a

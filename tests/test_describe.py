@@ -14,10 +14,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from h2o_stream.models.packed import PackedEmbedding, PackedLinear
+from h2o_stream.models.packed_layers import PackedEmbedding, PackedLinear
 from h2o_stream.native import abi, library
 from h2o_stream.native.describe import describe
-from h2o_stream.native.description import Attention, Description, Layer, Matrix, NativeModel, NotDescribed, Rope
+from h2o_stream.native.description import Attention, Description, DescriptionError, Layer, Matrix, NativeModel, Rope
 from h2o_stream.native.modules import apply_activation, apply_norm, matrix_of, norm_of
 from tests.families import FAMILIES, GROUPED, LONGROPE, SIZES, SLIDING, YARN, Family, rope, tiny
 from tests.packed_tiles import KINDS, random_tiles
@@ -201,7 +201,7 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
 @pytest.mark.parametrize("name", REFUSED)
 def test_refused(name: str) -> None:
     make, reason = REFUSED[name]
-    with pytest.raises(NotDescribed, match=reason):
+    with pytest.raises(DescriptionError, match=reason):
         describe(make())
 
 
@@ -227,7 +227,7 @@ class TestChanged:
     """Whatever somebody did to the modules of a model is seen, and a module that was not changed is left alone."""
 
     def refused(self, model: Any, reason: str) -> None:
-        with pytest.raises(NotDescribed, match=reason):
+        with pytest.raises(DescriptionError, match=reason):
             describe(model)
 
     def test_hooks(self, llama: Any) -> None:
@@ -341,7 +341,7 @@ class TestPacked:
         matrix = matrix_of(packed_layer(nn.Linear(256, 44), kind), "m")
         assert matrix.kind == kind
         assert torch.equal(numbers(matrix.row_range(16, 20)), numbers(matrix)[16:36])
-        with pytest.raises(NotDescribed, match="rows 6 and on .* multiple of 16"):
+        with pytest.raises(DescriptionError, match="rows 6 and on .* multiple of 16"):
             matrix.row_range(6, 6)
 
 
@@ -409,7 +409,7 @@ class TestMemory:
         ],
     )
     def test_frequencies_at_every_length(self, make: Callable[[], Any], holds: bool) -> None:
-        assert describe(make()).absolute_ok is holds
+        assert describe(make()).supports_absolute is holds
 
     def test_frequencies_after_a_long_text(self) -> None:
         """A long text exchanges the frequencies of LongRoPE; those of short ones are described."""

@@ -15,10 +15,10 @@ from gguf import GGMLQuantizationType
 from transformers import AutoConfig, AutoModelForCausalLM, GgufConfig, PreTrainedModel
 
 from h2o_stream import ModelNotFoundError, UnsupportedModelError
-from h2o_stream.models import gguf_describe
+from h2o_stream.models import gguf_export
 from h2o_stream.models.find import find
 from h2o_stream.models.gguf import GgufFile
-from h2o_stream.models.gguf_describe import described
+from h2o_stream.models.gguf_export import export_config
 from h2o_stream.models.gguf_names import Weight, model_weights
 from tests.conftest import make_llama
 from tests.families import GROUPED, SLIDING, rope, tiny
@@ -86,13 +86,13 @@ ARITHMETIC = {"gemma2", "gemma3", "nemotron"}
 @pytest.fixture
 def made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[GgufFile, Any]]:
     """Writes a model into a file; makes the skeleton of it that the file describes."""
-    monkeypatch.setattr(gguf_describe, "cache_folder", lambda: tmp_path / "cache")
+    monkeypatch.setattr(gguf_export, "cache_folder", lambda: tmp_path / "cache")
 
     def make(model: PreTrainedModel, arch: str, keys: dict[str, Any], **more: Any) -> tuple[GgufFile, Any]:
         path = tmp_path / "model.gguf"
         write_model(path, model, arch, **more, **keys)
         file = GgufFile(path)
-        config = AutoConfig.from_pretrained(described(file, "key", print))
+        config = AutoConfig.from_pretrained(export_config(file, "key", print))
         with torch.device("meta"):
             return file, AutoModelForCausalLM.from_config(config)
 
@@ -149,9 +149,9 @@ def test_experts_are_joined(made: Callable[..., tuple[GgufFile, Any]]) -> None:
 
 
 def test_the_embedded_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gguf_describe, "cache_folder", lambda: tmp_path)
+    monkeypatch.setattr(gguf_export, "cache_folder", lambda: tmp_path)
     file = GgufFile(Path(find("smollm2-135m", True, pytest.fail)))
-    config = AutoConfig.from_pretrained(described(file, "key", pytest.fail))
+    config = AutoConfig.from_pretrained(export_config(file, "key", pytest.fail))
     with torch.device("meta"):
         weights = model_weights(file, AutoModelForCausalLM.from_config(config))
         query = next(weight for weight in weights if weight.name.endswith("q_proj.weight"))

@@ -19,9 +19,9 @@ from h2o_stream.errors import OutOfMemoryError
 from h2o_stream.models import kept, packed_folder, quantize
 from h2o_stream.models import load as loading
 from h2o_stream.models.gguf_names import Weight
-from h2o_stream.models.kept import kept_folders
 from h2o_stream.models.load import LoadedModel, load
-from h2o_stream.models.packed import PackedEmbedding, PackedLinear, TiedHead
+from h2o_stream.models.packed_layers import PackedEmbedding, PackedLinear, TiedHead
+from h2o_stream.models.packed_models import cached_folders
 from h2o_stream.models.quantize import FORMAT, PackedConfig
 from h2o_stream.native import library
 from h2o_stream.native.abi import MatrixKind
@@ -133,7 +133,7 @@ class TestKept:
     def test_the_second_start_packs_nothing(self, folder: Path, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         config, said = ModelConfig(str(folder), quantize="int4", device="cpu"), list[str]()
         first = load(config, notify=said.append).model
-        (entry,) = kept_folders()
+        (entry,) = cached_folders()
         assert str(folder) in entry.names
         assert any("MiB" in line and str(entry.path) in line for line in said)
         monkeypatch.setattr("h2o_stream.models.quantize.pack", lambda *_: pytest.fail("packed again"))
@@ -147,12 +147,12 @@ class TestKept:
         weights = folder / "model.safetensors"
         os.utime(weights, ns=(1, 1))
         load(config)
-        assert len(kept_folders()) == 2
+        assert len(cached_folders()) == 2
 
     def test_damaged_ones_are_made_again(self, folder: Path, cache: Path) -> None:
         config, said = ModelConfig(str(folder), quantize="int4", device="cpu"), list[str]()
         first = load(config).model
-        (entry,) = kept_folders()
+        (entry,) = cached_folders()
         weights = entry.path / "model.safetensors"
         weights.write_bytes(weights.read_bytes()[:5000])
         again = load(config, notify=said.append).model
@@ -163,7 +163,7 @@ class TestKept:
     def test_small_ones_are_not_kept(self, folder: Path, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(packed_folder, "LEAST", 2**30)
         load(ModelConfig(str(folder), quantize="int4", device="cpu"))
-        assert not kept_folders()
+        assert not cached_folders()
 
     @pytest.mark.parametrize("error", [OSError(28, "No space left on device"), KeyboardInterrupt()])
     def test_a_failed_write_leaves_nothing(
@@ -193,7 +193,7 @@ class TestKept:
     def test_what_a_killed_one_left_is_cleared(self, folder: Path, cache: Path) -> None:
         config = ModelConfig(str(folder), quantize="int4", device="cpu")
         load(config)
-        (entry,) = kept_folders()
+        (entry,) = cached_folders()
         entry.path.rename(cache / f".{entry.path.name}.abc.partial")
         load(config)
         assert sorted(path.name for path in cache.iterdir()) == [entry.path.name, f"{entry.path.name}.lock"]
@@ -201,7 +201,7 @@ class TestKept:
     def test_another_program_that_writes_is_left_alone(self, folder: Path, cache: Path) -> None:
         config = ModelConfig(str(folder), quantize="int4", device="cpu")
         load(config)
-        (entry,) = kept_folders()
+        (entry,) = cached_folders()
         kept.forget(str(folder))
         lock = FileLock(entry.path.with_name(f"{entry.path.name}.lock"))
 
@@ -211,7 +211,7 @@ class TestKept:
 
         assert load(config, progress=progress).model
         lock.release()
-        assert not kept_folders()
+        assert not cached_folders()
 
 
 class TestGguf:

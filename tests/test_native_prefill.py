@@ -181,7 +181,9 @@ class Native:
     def slots(self, tensors: dict[str, Tensor], heads: tuple[int, ...], slots: int) -> Slots:
         numbers = self.address(torch.tensor(heads, dtype=torch.int32))
         plan, given = self.case.plan, {name: self.address(tensor) for name, tensor in tensors.items()}
-        return Slots(**given, heads=numbers, head_count=len(heads), slot_count=slots, recent=plan.recent, span=plan.span)
+        return Slots(
+            **given, heads=numbers, head_count=len(heads), slot_count=slots, recent=plan.recent, span=plan.span
+        )
 
     def attend(self, call: int, status: int = 0) -> Tensor:
         case, counts = self.case, self.case.prompts[call]

@@ -28,7 +28,7 @@ from h2o_stream.cache.support import (
 from h2o_stream.cache.window import H2OCache, LayerSpec
 from h2o_stream.config import CacheConfig, CachePlan, EngineChoice
 from h2o_stream.errors import ConfigError, H2OStreamError, UnsupportedModelError
-from h2o_stream.progress import Listener, ignore
+from h2o_stream.progress import ProgressCallback, ignore
 
 
 @contextmanager
@@ -37,7 +37,7 @@ def attach(
     config: CacheConfig | None = None,
     *,
     engine: EngineChoice = "auto",
-    progress: Listener = ignore,
+    progress: ProgressCallback = ignore,
 ) -> Iterator[H2OCache | FullCache]:
     """Let `model` keep only what `config` says, under ``generate``, pipelines and plain forwards.
 
@@ -92,7 +92,7 @@ def _transformers_model(model: Any) -> PreTrainedModel:
     return model.get_base_model() if hasattr(model, "get_base_model") else model
 
 
-def build_cache(model: PreTrainedModel, config: CacheConfig, progress: Listener) -> H2OCache | FullCache:
+def build_cache(model: PreTrainedModel, config: CacheConfig, progress: ProgressCallback) -> H2OCache | FullCache:
     """The cache `config` asks for, sized for `model`, which is proved to compute through it what it should.
 
     Raises:

@@ -28,7 +28,7 @@ from h2o_stream.cache.slots import SlotLayer
 from h2o_stream.cache.support import attention_of_ours, home_of, size_of
 from h2o_stream.cache.window import LayerSpec
 from h2o_stream.config import CachePlan
-from h2o_stream.progress import Listener, Progress, ignore
+from h2o_stream.progress import Progress, ProgressCallback, ignore
 
 _PERIOD = 256
 """Tokens of a random sequence; it is read twice."""
@@ -52,7 +52,9 @@ _measured: dict[str, Tensor] = {}
 """What `_attention_to_copy` gave, by model, for the life of the process."""
 
 
-def shared_out(model: PreTrainedModel, specs: Sequence[LayerSpec], progress: Listener = ignore) -> list[LayerSpec]:
+def shared_out(
+    model: PreTrainedModel, specs: Sequence[LayerSpec], progress: ProgressCallback = ignore
+) -> list[LayerSpec]:
     """The specs with the share of the slots that the heads of each layer should have.
 
     Of what a head attends to sharply, a window of w tokens misses a part that falls about as 1/w. The least is missed
@@ -103,7 +105,7 @@ def _grouped(shares: Sequence[float]) -> tuple[HeadGroup, ...]:
     return tuple(HeadGroup(tuple(sorted(part)), round(16 * fmean(shares[i] for i in part)) / 16) for part in parts)
 
 
-def _known(model: PreTrainedModel, hidden_from: Sequence[int | None], progress: Listener = ignore) -> Tensor:
+def _known(model: PreTrainedModel, hidden_from: Sequence[int | None], progress: ProgressCallback = ignore) -> Tensor:
     """`_attention_to_copy`, from memory or from the user's cache folder if it was measured before."""
     key = f"{model_digest(model)} {model.dtype} {list(hidden_from)} {_PERIOD} {_rows(model)}"
     if key in _measured:
@@ -126,7 +128,7 @@ def _rows(model: PreTrainedModel) -> int:
 
 @torch.no_grad()
 def _attention_to_copy(
-    model: PreTrainedModel, hidden_from: Sequence[int | None], progress: Listener = ignore
+    model: PreTrainedModel, hidden_from: Sequence[int | None], progress: ProgressCallback = ignore
 ) -> Tensor:
     """[layers, Hkv]: the part of its attention that a head gives to the present token's last place and the next.
 

@@ -18,7 +18,7 @@ from transformers.generation.logits_process import RepetitionPenaltyLogitsProces
 
 from h2o_stream.config import DEFAULT_TEMPERATURE, DEFAULT_TOP_K, DEFAULT_TOP_P, SamplingConfig
 from h2o_stream.errors import H2OStreamError
-from h2o_stream.processes import agreed
+from h2o_stream.processes import broadcast
 
 _LIKELY = {1e-4: torch.float32, 1e-6: torch.float64}
 """Probabilities: the nucleus is looked for among the tokens above the first, then above the second, then among all; and
@@ -47,7 +47,7 @@ class Sampler:
         self._temperature = float(choose("temperature", DEFAULT_TEMPERATURE))
         self._top_k, self._top_p = int(choose("top_k", DEFAULT_TOP_K)), float(choose("top_p", DEFAULT_TOP_P))
         self._min_p = config.min_p
-        self.seed = agreed(secrets.randbits(32)) if config.seed is None else config.seed
+        self.seed = broadcast(secrets.randbits(32)) if config.seed is None else config.seed
         self.greedy = self._temperature == 0
         self._generator = torch.Generator().manual_seed(self.seed)
         self._penalty = None

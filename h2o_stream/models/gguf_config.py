@@ -63,7 +63,7 @@ def check_sizes(file: GgufFile) -> None:
                 )
 
 
-def corrected(config: Any, file: GgufFile) -> Any:
+def correct_config(config: Any, file: GgufFile) -> Any:
     """The config that transformers made of a file, with what the file says and transformers did not read.
 
     Raises:
@@ -92,7 +92,7 @@ def corrected(config: Any, file: GgufFile) -> Any:
     return config
 
 
-def ends_of(file: GgufFile) -> list[int] | None:
+def end_token_ids(file: GgufFile) -> list[int] | None:
     """The tokens that end a reply."""
     keys = (f"tokenizer.ggml.{name}_token_id" for name in ("eos", "eot", "eom"))
     found = {file.metadata[key] for key in keys if isinstance(file.metadata.get(key), int)}

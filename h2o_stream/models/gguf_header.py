@@ -63,7 +63,7 @@ class GgufTensor:
 
 
 @dataclass(frozen=True)
-class LongArray:
+class SkippedArray:
     """An array in the metadata that was skipped, such as the tokens: thousands of values that few readers need."""
 
     type: GGUFValueType
@@ -149,12 +149,12 @@ class Header:
         if kind == GGUFValueType.STRING:
             count = self._count(_MAX_ITEMS, _LENGTH.size, f"strings in {key}")
             self._skip_strings(count, key)
-            return LongArray(kind, count)
+            return SkippedArray(kind, count)
         values = struct.Struct(f"<{_FORMATS[kind]}")
         count = self._count(_MAX_ITEMS, values.size, f"values in {key}")
         start = self._take(count * values.size, key)
         if count > _SHORT_ARRAY:
-            return LongArray(kind, count)
+            return SkippedArray(kind, count)
         return [value for (value,) in values.iter_unpack(self._data[start : self._at])]
 
     def _skip_strings(self, count: int, key: str) -> None:

@@ -13,12 +13,12 @@ from h2o_stream.errors import OutOfMemoryError
 from h2o_stream.memory import free_bytes
 from h2o_stream.models.gguf import GgufFile
 from h2o_stream.models.gguf_names import Weight, model_weights
-from h2o_stream.models.pages import Pages
-from h2o_stream.models.precision import TIGHT, readable
+from h2o_stream.models.huge_pages import HugePageBuffer
+from h2o_stream.models.precision import TIGHT, format_bytes
 from h2o_stream.models.quantize import PackedConfig, packable
 from h2o_stream.native.abi import MatrixKind
-from h2o_stream.native.packing import GGUF_KINDS, fits, pack, repack, tiles_shape
-from h2o_stream.progress import Listener, Progress
+from h2o_stream.native.packing import GGUF_KINDS, columns_fit, pack, repack, tiles_shape
+from h2o_stream.progress import Progress, ProgressCallback
 
 
 @dataclass(frozen=True)
@@ -46,8 +46,8 @@ class _Place:
         )
 
 
-def weights_as_they_are(
-    file: GgufFile, skeleton: Any, dtype: torch.dtype, progress: Listener
+def packed_state_dict(
+    file: GgufFile, skeleton: Any, dtype: torch.dtype, progress: ProgressCallback
 ) -> tuple[dict[str, Tensor], PackedConfig]:
     """The weights of a GGUF file for `from_pretrained`: matrices in blocks as tiles, all others in `dtype`.
 
@@ -65,9 +65,9 @@ def weights_as_they_are(
     size, free = sum(map(prod, shapes)), free_bytes()
     if size > TIGHT * free:
         raise OutOfMemoryError(
-            f"{file.path.name} needs {readable(size)} of memory, {readable(free)} are free; take a smaller --model"
+            f"{file.path.name} needs {format_bytes(size)} of memory, {format_bytes(free)} are free; take a smaller --model"
         )
-    pages, weights, done = Pages(shapes), dict[str, Tensor](), 0
+    pages, weights, done = HugePageBuffer(shapes), dict[str, Tensor](), 0
     total = sum(place.weight.tensor.nbytes for place in places)
     for place in places:
         progress(Progress("reading", done, total))
@@ -90,10 +90,10 @@ def _kind(weight: Weight, skeleton: Any) -> MatrixKind | None:
     if kind is None or not packable(module):
         return None
     kind = kind if weight.plain else MatrixKind.INT8
-    return kind if fits(kind, weight.shape[1]) else None
+    return kind if columns_fit(kind, weight.shape[1]) else None
 
 
-def _tiles(file: GgufFile, weight: Weight, kind: MatrixKind, pages: Pages) -> Tensor:
+def _tiles(file: GgufFile, weight: Weight, kind: MatrixKind, pages: HugePageBuffer) -> Tensor:
     rows, columns = weight.shape
     tiles = pages.take(tiles_shape(kind, rows, columns))
     if weight.plain:
@@ -113,7 +113,7 @@ class _Unread:
         return values
 
 
-def weights_in(file: GgufFile, skeleton: Any, dtype: torch.dtype) -> dict[str, Any]:
+def lazy_state_dict(file: GgufFile, skeleton: Any, dtype: torch.dtype) -> dict[str, Any]:
     """The weights of a GGUF file for `from_pretrained`, as floating numbers of `dtype` that are read one by one.
 
     Args:

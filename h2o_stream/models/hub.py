@@ -11,10 +11,10 @@ from typing import Any
 
 from h2o_stream.config import DEFAULT_MODEL
 from h2o_stream.errors import ModelNotFoundError
-from h2o_stream.progress import Listener, Progress, ignore
+from h2o_stream.progress import Progress, ProgressCallback, ignore
 
 
-def download_bars(progress: Listener) -> type[Any]:
+def download_bars(progress: ProgressCallback) -> type[Any]:
     """A class for ``tqdm_class`` of huggingface_hub and transformers that tells `progress` the sum of its bars."""
     from tqdm import tqdm
 
@@ -33,7 +33,7 @@ def download_bars(progress: Listener) -> type[Any]:
     return Bar
 
 
-def fetch(repo: str, file: str, offline: bool, progress: Listener = ignore) -> Path:
+def fetch(repo: str, file: str, offline: bool, progress: ProgressCallback = ignore) -> Path:
     """Download one file of a model repository, or find it in the local cache.
 
     Raises:

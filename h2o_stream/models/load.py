@@ -26,23 +26,23 @@ from h2o_stream.errors import (
     UnsupportedModelError,
     means_out_of_memory,
 )
-from h2o_stream.memory import free_bytes, give_back_free_memory
-from h2o_stream.models.find import find, fingerprint, located
+from h2o_stream.memory import free_bytes, trim_heap
+from h2o_stream.models.find import find, fingerprint, local_path
 from h2o_stream.models.gguf import GgufFile
-from h2o_stream.models.gguf_describe import described
-from h2o_stream.models.gguf_model import weights_as_they_are, weights_in
+from h2o_stream.models.gguf_export import export_config
+from h2o_stream.models.gguf_model import lazy_state_dict, packed_state_dict
 from h2o_stream.models.hub import download_bars
-from h2o_stream.models.kept import lock_of
-from h2o_stream.models.packed_folder import folder_of, keep
-from h2o_stream.models.pages import into_large_pages, map_in_large_pages
-from h2o_stream.models.placement import device_of, dtype_of, dtypes_of, shared, spread
-from h2o_stream.models.precision import Precision, WeightSizes, choose
-from h2o_stream.models.quantize import PackedConfig, with_dtype
+from h2o_stream.models.huge_pages import advise_huge_pages, move_to_huge_pages
+from h2o_stream.models.packed_models import folder_lock
+from h2o_stream.models.packed_weights import keep, packed_folder
+from h2o_stream.models.placement import allowed_dtypes, device_map_kwargs, device_of, dtype_of, tensor_parallel_kwargs
+from h2o_stream.models.precision import Precision, WeightSizes, choose_precision
+from h2o_stream.models.quantize import PackedConfig, set_dtype
 from h2o_stream.models.templates import FALLBACK_STOPS, FALLBACK_TEMPLATE
 from h2o_stream.models.zero import ZeroInference
 from h2o_stream.native import library
-from h2o_stream.progress import Listener, Progress, ignore
-from h2o_stream.startup import collector_paused
+from h2o_stream.progress import Progress, ProgressCallback, ignore
+from h2o_stream.startup import gc_paused
 
 _LARGE_FILE = 2**30
 """Bytes of a GGUF file from which on its repacked weights are kept: smaller ones are repacked in a moment."""
@@ -69,7 +69,7 @@ def load(
     config: ModelConfig,
     cache: CacheConfig | None = None,
     notify: Callable[[str], None] = lambda line: None,
-    progress: Listener = ignore,
+    progress: ProgressCallback = ignore,
 ) -> LoadedModel:
     """Load what `config` names.
 
@@ -77,7 +77,7 @@ def load(
         config: name, dtype and device.
         cache: when given, an architecture it cannot serve is refused before any weight is read.
         notify: told one line about anything that takes long, and about what the user did not choose.
-        progress: told how far it has come; may stop it, see `Listener`.
+        progress: told how far it has come; may stop it, see `ProgressCallback`.
 
     Raises:
         ModelNotFoundError: with what to do about it.
@@ -85,7 +85,7 @@ def load(
         ConfigError: dtype, device or budgets do not fit.
         OutOfMemoryError: the weights do not fit into the memory that is free.
     """
-    with collector_paused():
+    with gc_paused():
         source = find(config.model, config.offline, progress)
         try:
             return _Loader(config, source, notify, progress).load(cache)
@@ -112,7 +112,9 @@ class _Loader:
         progress: see `load`.
     """
 
-    def __init__(self, config: ModelConfig, source: str, notify: Callable[[str], None], progress: Listener) -> None:
+    def __init__(
+        self, config: ModelConfig, source: str, notify: Callable[[str], None], progress: ProgressCallback
+    ) -> None:
         disable_progress_bar()  # ours is drawn in its place
         self._config, self._notify, self._progress = config, notify, progress
         self._file, self._source = _files(source, notify)
@@ -133,7 +135,7 @@ class _Loader:
             reading = beside.submit(self._tokenizer)
             model = self._model().eval()
         tokenizer, stops = reading.result()
-        give_back_free_memory()
+        trim_heap()
         return LoadedModel(name, model, tokenizer, stops)
 
     def _tokenizer(self) -> tuple[Any, tuple[str, ...]]:
@@ -158,12 +160,12 @@ class _Loader:
                 return self._as_the_file_has_it(self._file, skeleton)
             self._notify(f"The weights of {config.model} are unpacked: {library.missing_reason()}.")
         quantized = getattr(self._described, "quantization_config", None) is not None
-        precision = choose(
+        precision = choose_precision(
             config.model,
             WeightSizes.of(skeleton),
             free_bytes(),
             "none" if quantized and config.quantize == "auto" else config.quantize,
-            dtypes_of(config.dtype),
+            allowed_dtypes(config.dtype),
             can_pack=library.loaded() is not None,
         )
         if precision.reason:
@@ -171,7 +173,7 @@ class _Loader:
         if precision.quantize != "none":
             return self._packed(precision, skeleton)
         model = self._plain(precision.dtype, skeleton)
-        into_large_pages(model)
+        move_to_huge_pages(model)
         return model
 
     def _elsewhere(self) -> Any:
@@ -181,7 +183,7 @@ class _Loader:
             raise ConfigError(
                 f"--quantize {config.quantize} packs weights for the CPU, the model is on {self._device}; leave it out"
             )
-        place = shared(self._described) if config.tensor_parallel else spread(config)
+        place = tensor_parallel_kwargs(self._described) if config.tensor_parallel else device_map_kwargs(config)
         zero = ZeroInference(dtype) if config.zero else None
         model = self._plain(dtype, self._skeleton(), **place)
         return zero.take(model) if zero else model if place else model.to(self._device)
@@ -195,7 +197,7 @@ class _Loader:
         """With floating weights."""
         with self._reported("reading", skeleton):
             if self._file is not None:
-                return self._filled(weights_in(self._file, skeleton, dtype), dtype=dtype, **place)
+                return self._filled(lazy_state_dict(self._file, skeleton, dtype), dtype=dtype, **place)
             return self._class.from_pretrained(self._source, dtype=dtype, **self._bars, **place, **self._local)
 
     def _as_the_file_has_it(self, file: GgufFile, skeleton: Any) -> Any:
@@ -203,7 +205,7 @@ class _Loader:
         dtype = dtype_of(self._config.dtype, self._device)
 
         def read() -> Any:
-            weights, packed = weights_as_they_are(file, skeleton, dtype, self._progress)
+            weights, packed = packed_state_dict(file, skeleton, dtype, self._progress)
             return self._filled(weights, dtype=dtype, quantization_config=packed)
 
         return self._kept(file.path, "gguf", dtype, read) if file.nbytes >= _LARGE_FILE else read()
@@ -212,7 +214,7 @@ class _Loader:
         """Packed while it is read, or as it was packed before."""
         source, config = self._source, PackedConfig(precision.quantize)
         if self._file is not None:
-            weights = weights_in(self._file, skeleton, precision.dtype)
+            weights = lazy_state_dict(self._file, skeleton, precision.dtype)
             with self._reported("packing", skeleton):
                 return self._filled(weights, dtype=precision.dtype, quantization_config=config)
 
@@ -221,20 +223,20 @@ class _Loader:
                 model = self._class.from_pretrained(
                     source, dtype="auto", quantization_config=config, **self._bars, **self._local
                 )
-            with_dtype(model, precision.dtype)
+            set_dtype(model, precision.dtype)
             return model
 
-        return self._kept(located(source, self._config.offline), precision.quantize, precision.dtype, read)
+        return self._kept(local_path(source, self._config.offline), precision.quantize, precision.dtype, read)
 
     def _kept(self, source: Path, quantize: str, dtype: torch.dtype, read: Callable[[], Any]) -> Any:
         """With the packed weights that are kept of `source`; else what `read` makes, which is kept then."""
         name = self._config.model
-        folder = folder_of(name, source, quantize)
-        with suppress(OSError), lock_of(folder):
+        folder = packed_folder(name, source, quantize)
+        with suppress(OSError), folder_lock(folder):
             if folder.exists():
                 try:
                     model = self._class.from_pretrained(folder, dtype=dtype)
-                    map_in_large_pages(model.buffers())
+                    advise_huge_pages(model.buffers())
                     return model
                 except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
                     reason = (str(error) or type(error).__name__).splitlines()[0]
@@ -285,7 +287,7 @@ def load_tokenizer(config: ModelConfig, notify: Callable[[str], None] = lambda l
     Raises:
         ModelNotFoundError: with what to do about it.
     """
-    with collector_paused():
+    with gc_paused():
         _, source = _files(find(config.model, config.offline), notify)
         local = {"local_files_only": True} if config.offline else {}
         try:
@@ -300,7 +302,7 @@ def _files(source: str, notify: Callable[[str], None]) -> tuple[GgufFile | None,
     if not path.is_file():
         return None, source
     file = GgufFile(path)
-    return file, str(described(file, fingerprint(path), notify))
+    return file, str(export_config(file, fingerprint(path), notify))
 
 
 def _explained(name: str, source: str, error: Exception) -> Exception:

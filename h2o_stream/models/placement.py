@@ -38,10 +38,10 @@ def dtype_of(name: str, device: torch.device) -> torch.dtype:
     """
     if name == "auto" and device.type != "cpu":
         return torch.bfloat16
-    return dtypes_of(name)[0]
+    return allowed_dtypes(name)[0]
 
 
-def dtypes_of(name: str) -> tuple[torch.dtype, ...]:
+def allowed_dtypes(name: str) -> tuple[torch.dtype, ...]:
     """The dtypes that a name allows on a CPU, the best first."""
     if name != "auto":
         return (getattr(torch, name),)
@@ -49,7 +49,7 @@ def dtypes_of(name: str) -> tuple[torch.dtype, ...]:
     return (torch.bfloat16,) if native else (torch.float32, torch.bfloat16)
 
 
-def spread(config: ModelConfig) -> dict[str, Any]:
+def device_map_kwargs(config: ModelConfig) -> dict[str, Any]:
     """Where weights go, as transformers takes it."""
     if not config.device_map:
         return {}
@@ -61,7 +61,7 @@ def spread(config: ModelConfig) -> dict[str, Any]:
     }
 
 
-def shared(described: Any) -> dict[str, Any]:
+def tensor_parallel_kwargs(described: Any) -> dict[str, Any]:
     """How weights are shared among processes, as transformers takes it.
 
     Raises:

@@ -64,7 +64,7 @@ class Precision:
     reason: str = ""
 
 
-def choose(
+def choose_precision(
     name: str,
     sizes: WeightSizes,
     free_bytes: int,
@@ -90,10 +90,10 @@ def choose(
         return sizes.bytes_of(dtype, how) <= share * free_bytes
 
     def told(dtype: torch.dtype, how: str) -> str:
-        needed = readable(sizes.bytes_of(dtypes[0], "none"))
-        packed = readable(sizes.bytes_of(dtype, how) - sizes.largest)
+        needed = format_bytes(sizes.bytes_of(dtypes[0], "none"))
+        packed = format_bytes(sizes.bytes_of(dtype, how) - sizes.largest)
         return (
-            f"{name} takes {needed} in {_called(dtypes[0])} and {readable(free_bytes)} of memory are free: its weights "
+            f"{name} takes {needed} in {_called(dtypes[0])} and {format_bytes(free_bytes)} of memory are free: its weights "
             f"are packed into {how} ({packed}); --quantize chooses otherwise."
         )
 
@@ -111,14 +111,14 @@ def choose(
                 return Precision(best, how, told(best, how))
         how = "int4"
     needed, smallest = sizes.bytes_of(dtypes[-1], how), sizes.bytes_of(best, "int4")
-    hint = f"--quantize int4 takes {readable(smallest)}" if how != "int4" and can_pack else "take a smaller --model"
+    hint = f"--quantize int4 takes {format_bytes(smallest)}" if how != "int4" and can_pack else "take a smaller --model"
     width = _called(dtypes[-1]) if how == "none" else how
     raise OutOfMemoryError(
-        f"{name} needs {readable(needed)} of memory in {width}, {readable(free_bytes)} are free; {hint}"
+        f"{name} needs {format_bytes(needed)} of memory in {width}, {format_bytes(free_bytes)} are free; {hint}"
     )
 
 
-def readable(count: int) -> str:
+def format_bytes(count: int) -> str:
     """Bytes, for people."""
     return f"{count / 2**30:.1f} GiB" if count >= 2**30 else f"{count / 2**20:.0f} MiB"
 

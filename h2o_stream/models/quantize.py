@@ -17,10 +17,10 @@ from transformers.quantizers import HfQuantizer, register_quantization_config, r
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from h2o_stream.errors import ConfigError
-from h2o_stream.models.packed import PackedEmbedding, PackedLinear, TiedHead
-from h2o_stream.models.pages import Pages
+from h2o_stream.models.huge_pages import HugePageBuffer
+from h2o_stream.models.packed_layers import PackedEmbedding, PackedLinear, TiedHead
 from h2o_stream.native.abi import MatrixKind
-from h2o_stream.native.packing import fits, pack, required_library, tiles_shape
+from h2o_stream.native.packing import columns_fit, pack, require_library, tiles_shape
 
 METHOD = "h2o"
 """Name of the quantizer in transformers."""
@@ -66,7 +66,7 @@ class PackedQuantizer(HfQuantizer):
 
     def __init__(self, quantization_config: PackedConfig, **kwargs: Any) -> None:
         super().__init__(quantization_config, **kwargs)
-        self.pages = Pages(())
+        self.pages = HugePageBuffer(())
         self._tied = False
 
     def validate_environment(self, *_: Any, device_map: Any = None, **__: Any) -> None:
@@ -75,7 +75,7 @@ class PackedQuantizer(HfQuantizer):
         Raises:
             ConfigError: there is no compiled library, or weights are to go elsewhere than to the CPU.
         """
-        required_library()
+        require_library()
         if device_map is not None:
             raise ConfigError("packed weights are for the CPU alone; leave out --device-map, or use --quantize none")
 
@@ -85,13 +85,15 @@ class PackedQuantizer(HfQuantizer):
         kinds = {name: MatrixKind[kind] for name, kind in config.modules.items()} or packed_kinds(
             model, config.quantize
         )
-        self._tied = untie(model, kinds)
+        self._tied = untie_head(model, kinds)
         if self.pre_quantized:
             for name, kind in kinds.items():
                 replace(model, name, kind)
             return
         config.modules = {name: kind.name for name, kind in kinds.items()}
-        self.pages = Pages(tiles_shape(kind, *model.get_submodule(name).weight.shape) for name, kind in kinds.items())
+        self.pages = HugePageBuffer(
+            tiles_shape(kind, *model.get_submodule(name).weight.shape) for name, kind in kinds.items()
+        )
 
     def param_needs_quantization(self, model: Any, param_name: str, **_: Any) -> bool:
         """Whether a weight is packed when it is read."""
@@ -153,7 +155,7 @@ def packed_kinds(model: Any, quantize: str) -> dict[str, MatrixKind]:
     kinds = {}
     for name, module in model.named_modules():
         kind = MatrixKind.INT8 if module is embedding or module is head else _KINDS[quantize]
-        if packable(module) and fits(kind, module.weight.shape[1]) and not (module is head and shared):
+        if packable(module) and columns_fit(kind, module.weight.shape[1]) and not (module is head and shared):
             kinds[name] = kind
     return kinds
 
@@ -197,10 +199,10 @@ def replace(model: Any, name: str, kind: MatrixKind, tiles: Tensor | None = None
 def tied(model: Any) -> bool:
     """Whether the output layer has the weights of the embedding."""
     head = model.get_output_embeddings()
-    return head is not None and f"{names_of(model)[id(head)]}.weight" in model.all_tied_weights_keys
+    return head is not None and f"{module_names(model)[id(head)]}.weight" in model.all_tied_weights_keys
 
 
-def untie(model: Any, modules: Collection[str]) -> bool:
+def untie_head(model: Any, modules: Collection[str]) -> bool:
     """Take a tied output layer out of a model whose embedding is to be packed, until `tie_head`.
 
     Args:
@@ -210,7 +212,7 @@ def untie(model: Any, modules: Collection[str]) -> bool:
     Returns:
         Whether there was one.
     """
-    if not tied(model) or names_of(model)[id(model.get_input_embeddings())] not in modules:
+    if not tied(model) or module_names(model)[id(model.get_input_embeddings())] not in modules:
         return False
     model.all_tied_weights_keys = {}
     model.set_output_embeddings(nn.Identity())
@@ -222,12 +224,12 @@ def tie_head(model: Any) -> None:
     model.set_output_embeddings(TiedHead(model.get_input_embeddings()))
 
 
-def names_of(model: Any) -> dict[int, str]:
+def module_names(model: Any) -> dict[int, str]:
     """Names of a model's modules, by their ids."""
     return {id(module): name for name, module in model.named_modules()}
 
 
-def with_dtype(model: Any, dtype: torch.dtype) -> None:
+def set_dtype(model: Any, dtype: torch.dtype) -> None:
     """Give the weights of a packed model that stay floating numbers, and its activations, another dtype."""
     for weight in model.parameters():
         weight.data = weight.data.to(dtype)

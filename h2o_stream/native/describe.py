@@ -14,17 +14,26 @@ from typing import Any
 from torch import nn
 
 from h2o_stream.native import layouts
-from h2o_stream.native.description import Attention, Description, HeadOffsets, Layer, Matrix, Mlp, Norm, NotDescribed
+from h2o_stream.native.description import (
+    Attention,
+    Description,
+    DescriptionError,
+    HeadOffsets,
+    Layer,
+    Matrix,
+    Mlp,
+    Norm,
+)
 from h2o_stream.native.layouts import AttentionLayout, LayerLayout
 from h2o_stream.native.modules import (
     activation_of,
+    as_float32,
     check_module,
     embedding_of,
     embedding_scale,
     matrix_of,
     norm_of,
     rope_of,
-    single,
 )
 
 _IDLE = (nn.Dropout, nn.Identity)
@@ -38,7 +47,7 @@ def describe(model: Any) -> Description:
     the weights as they are now.
 
     Raises:
-        NotDescribed: it has something that the native step does not know.
+        DescriptionError: it has something that the native step does not know.
     """
     for name, module in model.named_modules():
         check_module(name or "the model", module)
@@ -50,7 +59,7 @@ def _check_flags(name: str, get: Callable[[str], Any]) -> None:
     for flag, neutral in layouts.NEUTRAL_FLAGS.items():
         value = get(flag)
         if value is not None and value not in neutral:
-            raise NotDescribed(f"{name} has {flag} = {value}")
+            raise DescriptionError(f"{name} has {flag} = {value}")
 
 
 class _Reader:
@@ -69,17 +78,17 @@ class _Reader:
         backbone = self._backbone()
         layers = list(backbone.layers)
         if len(layers) != config.num_hidden_layers:
-            raise NotDescribed(f"the config says {config.num_hidden_layers} layers, there are {len(layers)}")
+            raise DescriptionError(f"the config says {config.num_hidden_layers} layers, there are {len(layers)}")
         embedding, rows, head = self._ends()
         positions = self._positions(backbone)
         norm = next((name for name in layouts.LAST_NORMS if getattr(backbone, name, None) is not None), None)
         if norm is None:
-            raise NotDescribed(f"{type(backbone).__name__} has no norm in front of the output layer")
+            raise DescriptionError(f"{type(backbone).__name__} has no norm in front of the output layer")
         description = Description(
             layers=[self._layer(layer, number) for number, layer in enumerate(layers)],
             embedding=rows,
             embedding_scale=embedding_scale(embedding, rows, "the embedding") * self._factor("embedding_multiplier"),
-            learned_positions=None if positions is None else single(positions.weight, "the learned positions"),
+            learned_positions=None if positions is None else as_float32(positions.weight, "the learned positions"),
             learned_offset=int(getattr(positions, "offset", 0)),
             norm=self._norm(backbone, norm, self._hidden, "the model"),
             output=self._expect(matrix_of(head, "the output layer"), "the output layer", columns=self._hidden),
@@ -94,10 +103,10 @@ class _Reader:
         """The embedding, its rows, and the output layer."""
         embedding, head = self._model.get_input_embeddings(), self._model.get_output_embeddings()
         if head is None:
-            raise NotDescribed(f"{type(self._model).__name__} has no output layer")
+            raise DescriptionError(f"{type(self._model).__name__} has no output layer")
         rows, self._hidden = embedding_of(embedding, "the embedding"), self._config.hidden_size
         if rows.columns != self._hidden:
-            raise NotDescribed(f"the embedding has rows of {rows.columns} numbers, layers {self._hidden}")
+            raise DescriptionError(f"the embedding has rows of {rows.columns} numbers, layers {self._hidden}")
         self._note(*embedding.modules(), *head.modules())
         return embedding, rows, head
 
@@ -106,7 +115,7 @@ class _Reader:
         self._rotary = getattr(backbone, "rotary_emb", None)
         positions = getattr(backbone, "embed_positions", None)
         if (positions is None) == (self._rotary is None) or not isinstance(positions, nn.Embedding | None):
-            raise NotDescribed(f"{type(backbone).__name__} has neither rotary nor learned positions that are known")
+            raise DescriptionError(f"{type(backbone).__name__} has neither rotary nor learned positions that are known")
         self._note(*(module for module in (positions, self._rotary) if module is not None))
         return positions
 
@@ -118,7 +127,7 @@ class _Reader:
                 path.append(getattr(path[-1], name))
         layers = getattr(path[-1], "layers", None)
         if not isinstance(layers, nn.ModuleList):
-            raise NotDescribed(f"{type(self._model).__name__} has no list of layers that is known")
+            raise DescriptionError(f"{type(self._model).__name__} has no list of layers that is known")
         for module in path:
             self._note_container(module, "the model")
         self._note(layers)
@@ -131,7 +140,7 @@ class _Reader:
         """Whether nothing is left over."""
         for name, module in self._model.named_modules():
             if id(module) not in self._read and not isinstance(module, _IDLE):
-                raise NotDescribed(f"{name} is a {type(module).__name__} that is not known")
+                raise DescriptionError(f"{name} is a {type(module).__name__} that is not known")
 
     def _factor(self, name: str) -> float:
         value = getattr(self._config, name, None)
@@ -155,7 +164,7 @@ class _Reader:
     def _note_container(self, module: Any, name: str) -> None:
         """A module of which only the children are read."""
         if loose := next((key for key, _ in (*module._parameters.items(), *module._buffers.items())), None):
-            raise NotDescribed(f"{name} has {loose} of its own in its {type(module).__name__}")
+            raise DescriptionError(f"{name} has {loose} of its own in its {type(module).__name__}")
         self._note(module)
 
     def _norm(self, parent: Any, key: str, size: int, name: str) -> Norm:
@@ -171,19 +180,19 @@ class _Reader:
     @staticmethod
     def _expect(matrix: Matrix, name: str, columns: int) -> Matrix:
         if columns and matrix.columns != columns:
-            raise NotDescribed(f"{name} takes {matrix.columns} numbers where {columns} come")
+            raise DescriptionError(f"{name} takes {matrix.columns} numbers where {columns} come")
         return matrix
 
     def _attention(self, module: Any, number: int) -> Attention:
         name = f"the attention of layer {number}"
         layout = next((layout for layout in layouts.ATTENTIONS if _has(module, (*layout.qkv, layout.out))), None)
         if layout is None:
-            raise NotDescribed(f"layer {number} has a {type(module).__name__} where an attention is expected")
+            raise DescriptionError(f"layer {number} has a {type(module).__name__} where an attention is expected")
         self._note_container(module, name)
         _check_flags(name, lambda flag: getattr(module, flag, None))
         size = getattr(module, "head_dim", None) or getattr(module, "head_size", None)
         if size is None or not isinstance(getattr(module, "scaling", None), float):
-            raise NotDescribed(f"{name} does not say its head size and scaling")
+            raise DescriptionError(f"{name} does not say its head size and scaling")
         qkv = [self._matrix(module, key, name, self._hidden) for key in layout.qkv]
         out = self._matrix(module, layout.out, name)
         heads, kv_heads, value_size, offsets = _heads(qkv, layout, size, out.columns, name)
@@ -191,10 +200,10 @@ class _Reader:
         if self._rotary is not None:
             kinds = getattr(self._config, "layer_types", None)
             if type(module).__name__ in layouts.NO_ROPE_AMONG_SLIDING and kinds and kinds[number] == "full_attention":
-                raise NotDescribed(f"{name} is in a layer without rotary positions")
+                raise DescriptionError(f"{name} is in a layer without rotary positions")
             rope = rope_of(self._rotary, kinds[number] if kinds else None, module, name)
             if rope.rotary > size:
-                raise NotDescribed(f"{name} rotates {rope.rotary} numbers of {size}")
+                raise DescriptionError(f"{name} rotates {rope.rotary} numbers of {size}")
         norms = [self._norm(module, key, size, name) if _has(module, (key,)) else Norm() for key in layout.norms]
         return Attention(
             query_heads=heads,
@@ -216,7 +225,7 @@ class _Reader:
         layout = next(known, None)
         key = next((key for key in layouts.ACTIVATIONS if hasattr(module, key)), None)
         if layout is None or key is None:
-            raise NotDescribed(f"{name} has a {type(module).__name__} where an MLP is expected")
+            raise DescriptionError(f"{name} has a {type(module).__name__} where an MLP is expected")
         self._note_container(module, name)
         function = getattr(module, key)
         self._note(function)
@@ -244,7 +253,7 @@ def _layout(layer: Any, name: str, known: Collection[LayerLayout]) -> LayerLayou
         inside = {"fc1", "fc2", *layouts.ACTIVATIONS} if layout.mlp is None else set()
         if own <= kinds.keys() and rest <= inside:
             return layout
-    raise NotDescribed(
+    raise DescriptionError(
         f"{name} is a {type(layer).__name__} whose modules fit no layout that is known: {', '.join(kinds)}"
     )
 
@@ -274,5 +283,5 @@ def _heads(
     heads, kv_heads, value_size = counts
     fits = sum(matrix.rows for matrix in qkv) == total and columns == heads * value_size
     if not fits or kv_heads < 1 or heads % kv_heads:
-        raise NotDescribed(f"{name} has matrices that do not make whole heads of {size}")
+        raise DescriptionError(f"{name} has matrices that do not make whole heads of {size}")
     return heads, kv_heads, value_size, offsets

@@ -16,7 +16,7 @@ from h2o_stream.native import abi, packing
 from h2o_stream.native.abi import Activation, MatrixKind, NormKind, pointer
 
 
-class NotDescribed(Exception):  # noqa: N818
+class DescriptionError(Exception):
     """This model is not one that can be described; the message is one line that names the reason."""
 
 
@@ -42,11 +42,11 @@ class Matrix:
         """Some of the rows, in the same memory.
 
         Raises:
-            NotDescribed: they do not start at a tile of the packed matrix.
+            DescriptionError: they do not start at a tile of the packed matrix.
         """
         tile = 1 if self.kind in (MatrixKind.FLOAT32, MatrixKind.BFLOAT16) else packing.ROWS
         if first % tile:
-            raise NotDescribed(f"rows {first} and on of a packed matrix do not start at a multiple of {tile}")
+            raise DescriptionError(f"rows {first} and on of a packed matrix do not start at a multiple of {tile}")
         weights = self.weights[first // tile : -(-(first + count) // tile)]
         bias = None if self.bias is None else self.bias[first : first + count]
         return Matrix(weights, bias, count, self.columns, self.kind)
@@ -202,7 +202,7 @@ class Description:
     residual_scale: float
 
     @property
-    def absolute_ok(self) -> bool:
+    def supports_absolute(self) -> bool:
         """Whether the frequencies of all layers hold at every position, as ``absolute`` positions need."""
         return all(layer.attention.rope is None or layer.attention.rope.fixed for layer in self.layers)
 

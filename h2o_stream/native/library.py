@@ -18,10 +18,10 @@ from h2o_stream.native.abi import declare
 INSTRUCTIONS = ("portable", "avx2", "avx512")
 """From what every processor has to the best; the numbers of `h2o_cpu_level` in src/cpu.cpp."""
 
-CHOICE = "H2O_INSTRUCTIONS"
+INSTRUCTIONS_VARIABLE = "H2O_INSTRUCTIONS"
 """The environment variable that names another than the best, for tests and to find errors."""
 
-FOLDER = "H2O_LIBRARY_FOLDER"
+FOLDER_VARIABLE = "H2O_LIBRARY_FOLDER"
 """The environment variable that names another folder of libraries, such as those that `make sanitize` builds."""
 
 _INSTALLED_WITHOUT = (
@@ -59,11 +59,11 @@ def available() -> list[str]:
     portable = _path("portable")
     if not portable.exists():
         return []
-    level = int(opened("portable").h2o_cpu_level())
+    level = int(open_library("portable").h2o_cpu_level())
     return [choice for choice in INSTRUCTIONS[: level + 1] if _path(choice).exists()]
 
 
-def opened(choice: str) -> ctypes.CDLL:
+def open_library(choice: str) -> ctypes.CDLL:
     """The library for one of `available`, whichever is the best.
 
     Raises:
@@ -79,17 +79,19 @@ def opened(choice: str) -> ctypes.CDLL:
 @cache
 def _found() -> tuple[ctypes.CDLL | None, str, str | None]:
     """The library, its name, and why there is none."""
-    wanted = os.environ.get(CHOICE)
+    wanted = os.environ.get(INSTRUCTIONS_VARIABLE)
     if wanted and wanted not in INSTRUCTIONS:
-        raise ConfigError(f"{CHOICE}={wanted}: choose one of {', '.join(INSTRUCTIONS)}")
+        raise ConfigError(f"{INSTRUCTIONS_VARIABLE}={wanted}: choose one of {', '.join(INSTRUCTIONS)}")
     try:
         choices = available()
         if not choices:
             return None, "none", _INSTALLED_WITHOUT
         if wanted and wanted not in choices:
-            raise ConfigError(f"{CHOICE}={wanted}: this processor and installation have {', '.join(choices)}")
+            raise ConfigError(
+                f"{INSTRUCTIONS_VARIABLE}={wanted}: this processor and installation have {', '.join(choices)}"
+            )
         best = wanted or choices[-1]
-        return opened(best), best, None
+        return open_library(best), best, None
     except (OSError, AttributeError) as error:  # the latter: of another version
         return None, "none", f"the compiled library cannot be loaded, install h2o_stream again: {error}"
 
@@ -101,4 +103,4 @@ def _checksum(choice: str) -> str:
 
 
 def _path(choice: str) -> Path:
-    return Path(os.environ.get(FOLDER) or Path(__file__).parent) / f"_h2o_{choice}.so"
+    return Path(os.environ.get(FOLDER_VARIABLE) or Path(__file__).parent) / f"_h2o_{choice}.so"

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from h2o_stream.native.abi import Activation, MatrixKind, NormKind
-from h2o_stream.native.description import Matrix, Norm, NotDescribed, Rope
+from h2o_stream.native.description import DescriptionError, Matrix, Norm, Rope
 from h2o_stream.native.packing import gather
 
 DTYPES = {torch.float32: MatrixKind.FLOAT32, torch.bfloat16: MatrixKind.BFLOAT16}
@@ -46,30 +46,30 @@ def check_module(name: str, module: Any) -> None:
     """Whether calling a module is calling the forward of its class, on the CPU and without chance.
 
     Raises:
-        NotDescribed: it is hooked, patched, offloaded, not of a library, or drops at random.
+        DescriptionError: it is hooked, patched, offloaded, not of a library, or drops at random.
     """
     kind = type(module).__name__
     if hasattr(module, "_hf_hook"):
-        raise NotDescribed(f"{name} has a hook of accelerate")
-    if hooked(module._forward_hooks) or hooked(module._forward_pre_hooks):
-        raise NotDescribed(f"{name} has a forward hook")
+        raise DescriptionError(f"{name} has a hook of accelerate")
+    if has_active_hooks(module._forward_hooks) or has_active_hooks(module._forward_pre_hooks):
+        raise DescriptionError(f"{name} has a forward hook")
     if "forward" in vars(module):
-        raise NotDescribed(f"{name} has a forward put in place of its class's")
+        raise DescriptionError(f"{name} has a forward put in place of its class's")
     home = type(module).forward.__module__.partition(".")[0]
     if home not in ("torch", "transformers", "h2o_stream"):
-        raise NotDescribed(f"{name} is a {kind}, whose forward is of {home}")
+        raise DescriptionError(f"{name} is a {kind}, whose forward is of {home}")
     if any(tensor.device.type != "cpu" for tensor in module.parameters(recurse=False)):
-        raise NotDescribed(f"{name} has weights that are not on the CPU")
-    if module.training and drops(module):
-        raise NotDescribed(f"{name} drops at random in training mode; call model.eval()")
+        raise DescriptionError(f"{name} has weights that are not on the CPU")
+    if module.training and uses_dropout(module):
+        raise DescriptionError(f"{name} drops at random in training mode; call model.eval()")
 
 
-def hooked(hooks: Mapping[int, Any]) -> bool:
+def has_active_hooks(hooks: Mapping[int, Any]) -> bool:
     """Whether there are hooks among these that may do something."""
     return any(getattr(hook, "__module__", None) != _HARMLESS_HOOKS for hook in hooks.values())
 
 
-def drops(module: Any) -> bool:
+def uses_dropout(module: Any) -> bool:
     """Whether a module drops at random in training mode."""
     dropping = (value for key, value in vars(module).items() if "drop" in key or key == "p")
     return any(isinstance(value, float | int) and value > 0 for value in dropping)
@@ -83,14 +83,14 @@ def matrix_of(module: Any, name: str) -> Matrix:
         name: for the message.
 
     Raises:
-        NotDescribed: it is neither, or its weights are not contiguous float32 or bfloat16.
+        DescriptionError: it is neither, or its weights are not contiguous float32 or bfloat16.
     """
     if hasattr(module, "tiles"):
-        tiles = plain(module.tiles, name)
-        return Matrix(tiles, single(module.bias, name), module.out_features, module.in_features, module.kind)
+        tiles = raw_tensor(module.tiles, name)
+        return Matrix(tiles, as_float32(module.bias, name), module.out_features, module.in_features, module.kind)
     if type(module) is nn.Linear:
         return _dense(module.weight, module.bias, name)
-    raise NotDescribed(f"{name} is a {type(module).__name__} where a linear layer is expected")
+    raise DescriptionError(f"{name} is a {type(module).__name__} where a linear layer is expected")
 
 
 def embedding_of(module: Any, name: str) -> Matrix:
@@ -101,50 +101,50 @@ def embedding_of(module: Any, name: str) -> Matrix:
         name: for the message.
 
     Raises:
-        NotDescribed: it is neither, or its weights are not contiguous float32 or bfloat16.
+        DescriptionError: it is neither, or its weights are not contiguous float32 or bfloat16.
     """
     if hasattr(module, "tiles"):
-        return Matrix(plain(module.tiles, name), None, module.num_embeddings, module.embedding_dim, module.kind)
+        return Matrix(raw_tensor(module.tiles, name), None, module.num_embeddings, module.embedding_dim, module.kind)
     if isinstance(module, nn.Embedding):
         return _dense(module.weight, None, name)
-    raise NotDescribed(f"{name} is a {type(module).__name__} where an embedding is expected")
+    raise DescriptionError(f"{name} is a {type(module).__name__} where an embedding is expected")
 
 
 def _dense(weights: Tensor, bias: Tensor | None, name: str) -> Matrix:
     if weights.dtype not in DTYPES:
-        raise NotDescribed(f"{name} has weights of {str(weights.dtype).removeprefix('torch.')}")
+        raise DescriptionError(f"{name} has weights of {str(weights.dtype).removeprefix('torch.')}")
     rows, columns = weights.shape
-    return Matrix(plain(weights, name), single(bias, name), rows, columns, DTYPES[weights.dtype])
+    return Matrix(raw_tensor(weights, name), as_float32(bias, name), rows, columns, DTYPES[weights.dtype])
 
 
-def plain(tensor: Tensor, name: str) -> Tensor:
+def raw_tensor(tensor: Tensor, name: str) -> Tensor:
     """The same memory as a tensor without gradient.
 
     Raises:
-        NotDescribed: it is of a subclass, elsewhere than on the CPU or not contiguous.
+        DescriptionError: it is of a subclass, elsewhere than on the CPU or not contiguous.
     """
     if type(tensor) not in (Tensor, nn.Parameter, nn.Buffer):
-        raise NotDescribed(f"{name} has weights in a {type(tensor).__name__}")
+        raise DescriptionError(f"{name} has weights in a {type(tensor).__name__}")
     if tensor.device.type != "cpu" or not tensor.is_contiguous():
-        raise NotDescribed(f"{name} has weights that are not contiguous on the CPU")
+        raise DescriptionError(f"{name} has weights that are not contiguous on the CPU")
     return tensor.detach()
 
 
-def single(tensor: Tensor | None, name: str) -> Tensor | None:
+def as_float32(tensor: Tensor | None, name: str) -> Tensor | None:
     """A small tensor in float32: itself, or a copy."""
-    return None if tensor is None else plain(tensor, name).float()
+    return None if tensor is None else raw_tensor(tensor, name).float()
 
 
 def norm_of(module: Any, size: int, name: str) -> Norm:
     """What a norm over `size` numbers computes.
 
     Raises:
-        NotDescribed: neither a layer norm nor an RMS norm, of this size.
+        DescriptionError: neither a layer norm nor an RMS norm, of this size.
     """
-    weight, bias = single(getattr(module, "weight", None), name), single(getattr(module, "bias", None), name)
+    weight, bias = as_float32(getattr(module, "weight", None), name), as_float32(getattr(module, "bias", None), name)
     one = torch.ones(size)
     if any(tensor is not None and tensor.shape != one.shape for tensor in (weight, bias)):
-        raise NotDescribed(f"{name} is a {type(module).__name__} that does not norm {size} numbers")
+        raise DescriptionError(f"{name} is a {type(module).__name__} that does not norm {size} numbers")
     found = (getattr(module, key, None) for key in ("eps", "variance_epsilon", "epsilon"))
     epsilons = [float(value) for value in found if value is not None][:1] or _EPSILONS
     dtype = getattr(module, "weight", one).dtype if weight is not None else torch.float32
@@ -159,7 +159,7 @@ def norm_of(module: Any, size: int, name: str) -> Norm:
             if error < least:
                 best, least = candidate, error
     if not least < (1e-4 if dtype == torch.float32 else 3e-2):
-        raise NotDescribed(f"{name} is a {type(module).__name__}, neither a layer norm nor an RMS norm")
+        raise DescriptionError(f"{name} is a {type(module).__name__}, neither a layer norm nor an RMS norm")
     return best
 
 
@@ -182,21 +182,21 @@ def activation_of(function: Any, name: str) -> Activation:
     """Which of the known activations a module or function is.
 
     Raises:
-        NotDescribed: none of them.
+        DescriptionError: none of them.
     """
     x = torch.linspace(-6, 6, 97)
     y = _asked(function, x, name)
     for activation, known in _ACTIVATIONS.items():
         if _distance(known(x), y) < 1e-6:
             return activation
-    raise NotDescribed(f"{name} is {type(function).__name__}, not an activation that is known here")
+    raise DescriptionError(f"{name} is {type(function).__name__}, not an activation that is known here")
 
 
 def embedding_scale(module: Any, matrix: Matrix, name: str) -> float:
     """The factor by which an embedding multiplies its rows, those of `matrix`.
 
     Raises:
-        NotDescribed: it does something else to them.
+        DescriptionError: it does something else to them.
     """
     scale = getattr(module, "embed_scale", 1.0)
     if isinstance(scale, Tensor):
@@ -208,7 +208,7 @@ def embedding_scale(module: Any, matrix: Matrix, name: str) -> float:
     else:
         rows = gather(matrix.weights, matrix.kind, matrix.columns, ids, torch.float32)
     if not _distance(_asked(module, ids, name), rows * scale) < 1e-2:
-        raise NotDescribed(f"{name} is a {type(module).__name__} that does more than scale its rows")
+        raise DescriptionError(f"{name} is a {type(module).__name__} that does more than scale its rows")
     return scale
 
 
@@ -222,31 +222,31 @@ def rope_of(rotary: Any, layer_type: str | None, attention: Any, name: str) -> R
         name: of `attention`, for the message.
 
     Raises:
-        NotDescribed: it does not rotate in the rotate-half form by fixed angles per position.
+        DescriptionError: it does not rotate in the rotate-half form by fixed angles per position.
     """
     prefix, kind = "", rotary.rope_type
     which: tuple[str, ...] = ()
     if isinstance(kind, dict):
         if layer_type is None or layer_type not in kind:
-            raise NotDescribed(f"{name} is in a layer without rotary positions")
+            raise DescriptionError(f"{name} is in a layer without rotary positions")
         prefix, kind, which = f"{layer_type}_", kind[layer_type], (layer_type,)
     # What is called original is not exchanged while a long text is fed.
     angles = getattr(rotary, f"{prefix}original_inv_freq", getattr(rotary, f"{prefix}inv_freq", None))
     if angles is None or angles.device.type != "cpu":
-        raise NotDescribed(f"{type(rotary).__name__} has no angles per position on the CPU")
+        raise DescriptionError(f"{type(rotary).__name__} has no angles per position on the CPU")
     scale = float(getattr(rotary, f"{prefix}attention_scaling", 1.0))
     frequencies = angles.detach().float().contiguous()
     if getattr(attention, "rotary_ndims", 2 * len(frequencies)) != 2 * len(frequencies):
-        raise NotDescribed(f"{name} rotates {attention.rotary_ndims} numbers, its table has {2 * len(frequencies)}")
+        raise DescriptionError(f"{name} rotates {attention.rotary_ndims} numbers, its table has {2 * len(frequencies)}")
     positions = torch.tensor([_FEW_POSITIONS])
     cos, sin = rotary(torch.zeros(1), positions, *which)
     turned = torch.outer(torch.tensor(_FEW_POSITIONS, dtype=torch.float32), frequencies).repeat(1, 2)
     if cos.shape[1:] != turned.shape or not (
         _distance(turned.cos() * scale, cos[0]) < 1e-5 and _distance(turned.sin() * scale, sin[0]) < 1e-5
     ):
-        raise NotDescribed(f"{type(rotary).__name__} gives other angles than its frequencies say")
+        raise DescriptionError(f"{type(rotary).__name__} gives other angles than its frequencies say")
     if not _rotates_halves(attention, cos, sin):
-        raise NotDescribed(f"{name} does not rotate in the rotate-half form")
+        raise DescriptionError(f"{name} does not rotate in the rotate-half form")
     return Rope(frequencies, scale, kind in _FIXED_ROPE)
 
 
@@ -271,9 +271,9 @@ def _asked(function: Any, x: Tensor, name: str) -> Tensor:
     try:
         y = function(x)
     except (TypeError, ValueError, RuntimeError, IndexError) as error:
-        raise NotDescribed(f"{name}, a {type(function).__name__}, cannot be tried: {error}") from error
+        raise DescriptionError(f"{name}, a {type(function).__name__}, cannot be tried: {error}") from error
     if not isinstance(y, Tensor):
-        raise NotDescribed(f"{name}, a {type(function).__name__}, does not give one tensor")
+        raise DescriptionError(f"{name}, a {type(function).__name__}, does not give one tensor")
     return y.float()
 
 

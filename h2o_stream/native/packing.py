@@ -45,7 +45,7 @@ GGUF_KINDS: Final = {
 """How matrices of the types of GGUF are held. Q5_1, Q5_K and Q2_K are rounded to 8 bits, the others lose nothing."""
 
 
-def fits(kind: MatrixKind, columns: int) -> bool:
+def columns_fit(kind: MatrixKind, columns: int) -> bool:
     """Whether a matrix of so many columns can be held in a packed kind."""
     return columns > 0 and columns % (BLOCK if kind in (MatrixKind.Q4_K, MatrixKind.Q6_K) else GROUP) == 0
 
@@ -80,7 +80,7 @@ def pack(weights: Tensor, kind: MatrixKind, out: Tensor | None = None) -> Tensor
     """
     rows, columns = weights.shape
     out = _empty(kind, rows, columns) if out is None else out
-    required_library().h2o_pack(
+    require_library().h2o_pack(
         ctypes.byref(_matrix(out, kind, rows, columns)),
         pointer(weights),
         _FLOATS[weights.dtype],
@@ -117,7 +117,7 @@ def repack(
     """
     out = _empty(kind, rows, columns) if out is None else out
     matrix = _matrix(out, kind, rows, columns)
-    if required_library().h2o_repack(
+    if require_library().h2o_repack(
         ctypes.byref(matrix), pointer(blocks), gguf_type, pointer(order), torch.get_num_threads()
     ):
         raise ConfigError(f"weights of GGUF type {gguf_type} cannot be repacked")
@@ -144,9 +144,7 @@ def unpack(
     out = torch.empty(count, columns, dtype=dtype) if out is None else out
     matrix = _matrix(tiles, kind, first + count, columns)
     in_bfloat16 = dtype == torch.bfloat16
-    required_library().h2o_unpack(
-        ctypes.byref(matrix), pointer(out), first, count, in_bfloat16, torch.get_num_threads()
-    )
+    require_library().h2o_unpack(ctypes.byref(matrix), pointer(out), first, count, in_bfloat16, torch.get_num_threads())
     return out
 
 
@@ -155,7 +153,7 @@ def gather(tiles: Tensor, kind: MatrixKind, columns: int, rows: Tensor, dtype: t
     out = torch.empty(len(rows), columns, dtype=dtype)
     matrix = _matrix(tiles, kind, len(tiles) * ROWS, columns)
     in_bfloat16 = dtype == torch.bfloat16
-    required_library().h2o_gather(
+    require_library().h2o_gather(
         ctypes.byref(matrix), pointer(rows), len(rows), pointer(out), in_bfloat16, torch.get_num_threads()
     )
     return out
@@ -169,7 +167,7 @@ def _matrix(tiles: Tensor, kind: MatrixKind, rows: int, columns: int) -> Matrix:
     return Matrix(pointer(tiles), None, rows, columns, kind)
 
 
-def required_library() -> ctypes.CDLL:
+def require_library() -> ctypes.CDLL:
     """The compiled library.
 
     Raises:

@@ -1,7 +1,7 @@
 """What h2o_stream keeps in the user's cache folder, and how to be rid of it.
 
 ``packed/KEY`` has packed weights; its ``packed.json`` says of which model: {"model": the name as it was typed,
-"quantize": "int4", "source": the file, folder or repository}. Whoever writes such a folder holds the lock of `lock_of`,
+"quantize": "int4", "source": the file, folder or repository}. Whoever writes such a folder holds the lock of `folder_lock`,
 and so does whoever removes it. ``models/KEY`` has copies that version 0.1 made of GGUF files; ``gguf`` small files that
 are made again when they are needed.
 """
@@ -21,7 +21,7 @@ from h2o_stream.config import DEFAULT_MODEL
 from h2o_stream.errors import H2OStreamError, ModelNotFoundError
 from h2o_stream.models.find import EMBEDDED_WHEEL
 from h2o_stream.models.stores import StoredModel, read_json
-from h2o_stream.resources import cache_folder, in_wheel
+from h2o_stream.resources import cache_folder, wheel_file
 
 NOTE = "packed.json"
 """Says of which model the packed weights of a folder are."""
@@ -31,7 +31,7 @@ _OLD_KEY = re.compile(rf"({re.escape(DEFAULT_MODEL)})-[0-9A-Za-z]+|(.+)-[0-9a-f]
 
 
 @dataclass(frozen=True)
-class KeptFolder:
+class CachedFolder:
     """A folder of ours.
 
     Attributes:
@@ -49,30 +49,30 @@ class KeptFolder:
 
 def embedded_models() -> list[StoredModel]:
     """The model that came with h2o_stream, if its wheel is installed."""
-    file = in_wheel(EMBEDDED_WHEEL, ".gguf")
+    file = wheel_file(EMBEDDED_WHEEL, ".gguf")
     return [StoredModel(DEFAULT_MODEL, Path(str(file.locate())).stat().st_size, "embedded")] if file else []
 
 
-def kept_folders() -> list[KeptFolder]:
+def cached_folders() -> list[CachedFolder]:
     """Packed weights and old copies."""
     return [*_packed_folders(), *_old_copies()]
 
 
-def kept_bytes() -> int:
+def cached_bytes() -> int:
     """Size of all that h2o_stream keeps."""
     return sum(_bytes_of(cache_folder() / name) for name in ("packed", "models", "gguf"))
 
 
-def lock_of(folder: Path) -> FileLock:
+def folder_lock(folder: Path) -> FileLock:
     """The lock of a packed folder, for those who write, open or remove it."""
     return FileLock(folder.with_name(f"{folder.name}.lock"))
 
 
-def forget(name: str) -> list[KeptFolder]:
+def forget(name: str) -> list[CachedFolder]:
     """Remove what is kept of a model. Programs that have it mapped go on with it.
 
     Args:
-        name: as it was given to --model, or as `kept_folders` lists it.
+        name: as it was given to --model, or as `cached_folders` lists it.
 
     Returns:
         What was removed.
@@ -82,7 +82,7 @@ def forget(name: str) -> list[KeptFolder]:
         H2OStreamError: another program is writing it, or it cannot be removed.
     """
     path = str(Path(name).expanduser().absolute())
-    kept = kept_folders()
+    kept = cached_folders()
     found = [folder for folder in kept if {name, path} & set(folder.names)]
     if not found:
         names = ", ".join(dict.fromkeys(folder.names[0] for folder in kept))
@@ -95,7 +95,7 @@ def forget(name: str) -> list[KeptFolder]:
 
 
 def _remove(folder: Path) -> None:
-    lock = lock_of(folder)
+    lock = folder_lock(folder)
     try:
         lock.acquire(timeout=0)
     except Timeout:
@@ -115,20 +115,20 @@ def _remove(folder: Path) -> None:
         lock.release()
 
 
-def _packed_folders() -> Iterator[KeptFolder]:
+def _packed_folders() -> Iterator[CachedFolder]:
     for path in _folders("packed"):
         described = read_json(path / NOTE)
         told = described if isinstance(described, dict) else {}
         model, source, kind = (str(told.get(name, "")) for name in ("model", "source", "quantize"))
         names = dict.fromkeys(name for name in (model, source, path.name) if name)
-        yield KeptFolder(path, tuple(names), _bytes_of(path), f"packed, {kind}" if kind else "packed, damaged")
+        yield CachedFolder(path, tuple(names), _bytes_of(path), f"packed, {kind}" if kind else "packed, damaged")
 
 
-def _old_copies() -> Iterator[KeptFolder]:
+def _old_copies() -> Iterator[CachedFolder]:
     for path in _folders("models"):
         key = _OLD_KEY.fullmatch(path.name)
         stem = (key[1] or key[2]) if key else path.name
-        yield KeptFolder(path, (path.name, stem, f"{stem}.gguf"), _bytes_of(path), "copy made by version 0.1")
+        yield CachedFolder(path, (path.name, stem, f"{stem}.gguf"), _bytes_of(path), "copy made by version 0.1")
 
 
 def _folders(name: str) -> list[Path]:

@@ -16,7 +16,7 @@ from torch.nn.modules import module as torch_module
 from torch.utils.hooks import RemovableHandle
 
 from h2o_stream.native.description import Description
-from h2o_stream.native.modules import drops, hooked
+from h2o_stream.native.modules import has_active_hooks, uses_dropout
 
 _version, _training = attrgetter("_version"), attrgetter("training")
 
@@ -29,12 +29,12 @@ _REGISTRATIONS = (
 )
 
 
-class Unchanged:
+class ModelGuard:
     """A model as it is now, to be compared with what it is later.
 
     Between two tokens of a stream what is cheap is compared, a twenty-fifth of a step of a very small model: addresses,
     versions and modes. Modules, parameters and hooks are compared when torch has put any into any module since, and
-    after `look_again`. The model's own hooks and forward are not looked at: they are run around every step.
+    after `invalidate`. The model's own hooks and forward are not looked at: they are run around every step.
 
     Args:
         model: whose modules, weights, hooks and modes are taken down.
@@ -56,7 +56,7 @@ class Unchanged:
         self._states = [vars(module) for module in inside]
         self._hooks = [hooks for module in inside for hooks in (module._forward_hooks, module._forward_pre_hooks)]
         self._hooks += [torch_module._global_forward_hooks, torch_module._global_forward_pre_hooks]
-        self._dropping = [module for module in modules if drops(module)]
+        self._dropping = [module for module in modules if uses_dropout(module)]
         self._modes = [*map(_training, self._dropping)]
         read_in_place = set(_addresses(description))
         self._copied = [tensor for tensor in self._tensors if tensor.data_ptr() not in read_in_place]
@@ -73,7 +73,7 @@ class Unchanged:
         """Hooks that were made, and what was put into modules, anywhere."""
         return RemovableHandle.next_id, self._registered[0]
 
-    def look_again(self) -> None:
+    def invalidate(self) -> None:
         """Compare everything the next time."""
         self._compared = None
 
@@ -93,10 +93,12 @@ class Unchanged:
     @property
     def _in_structure(self) -> bool:
         """Whether modules, parameters and hooks are the same."""
-        return all(map(is_, chain.from_iterable(self._homes), self._held)) and not any(map(hooked, self._hooks))
+        return all(map(is_, chain.from_iterable(self._homes), self._held)) and not any(
+            map(has_active_hooks, self._hooks)
+        )
 
     @property
-    def in_content(self) -> bool:
+    def weights_unchanged(self) -> bool:
         """Whether the numbers of which the description holds copies are the same; takes longer."""
         return all(map(torch.equal, self._copied, self._copies))
 

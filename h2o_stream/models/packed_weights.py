@@ -19,11 +19,11 @@ from filelock import Timeout
 from torch import Tensor
 
 from h2o_stream.models.find import files_digest
-from h2o_stream.models.kept import NOTE, lock_of
-from h2o_stream.models.precision import readable
+from h2o_stream.models.packed_models import NOTE, folder_lock
+from h2o_stream.models.precision import format_bytes
 from h2o_stream.models.quantize import FORMAT
-from h2o_stream.progress import Listener, Progress
-from h2o_stream.resources import cache_folder, whole_folder
+from h2o_stream.progress import Progress, ProgressCallback
+from h2o_stream.resources import atomic_folder, cache_folder
 
 LEAST = 64 * 2**20
 """Bytes of packed weights from which on they are kept: smaller ones are packed in a moment."""
@@ -35,7 +35,7 @@ _SPARE = 2**28
 """Bytes of the disk that must stay free."""
 
 
-def folder_of(name: str, source: Path, quantize: str) -> Path:
+def packed_folder(name: str, source: Path, quantize: str) -> Path:
     """Where the packed weights of a model are kept, whether they are there or not; see `kept`.
 
     Args:
@@ -48,7 +48,9 @@ def folder_of(name: str, source: Path, quantize: str) -> Path:
     return cache_folder() / "packed" / f"{stem}-{quantize}-{digest}"
 
 
-def keep(model: Any, folder: Path, note: Mapping[str, str], notify: Callable[[str], None], progress: Listener) -> None:
+def keep(
+    model: Any, folder: Path, note: Mapping[str, str], notify: Callable[[str], None], progress: ProgressCallback
+) -> None:
     """Write the weights of a packed model, all or nothing.
 
     Nothing is written, and one line says why, where the disk is too small or cannot be written; another program that
@@ -56,7 +58,7 @@ def keep(model: Any, folder: Path, note: Mapping[str, str], notify: Callable[[st
 
     Args:
         model: of transformers, packed.
-        folder: of `folder_of`.
+        folder: of `packed_folder`.
         note: what it was made of, see `kept`.
         notify: told what is written and how large it is.
         progress: told when writing begins and ends.
@@ -70,16 +72,16 @@ def keep(model: Any, folder: Path, note: Mapping[str, str], notify: Callable[[st
         parent.mkdir(parents=True, exist_ok=True)
         if (free := shutil.disk_usage(parent).free) < size + _SPARE:
             notify(
-                f"The packed weights are not kept: they take {readable(size)}, {readable(free)} are free in {parent}."
+                f"The packed weights are not kept: they take {format_bytes(size)}, {format_bytes(free)} are free in {parent}."
             )
             return
-        with lock_of(folder).acquire(timeout=0):
+        with folder_lock(folder).acquire(timeout=0):
             if folder.exists():
                 return
             notify(
-                f"Keeping the packed weights for faster starts: {readable(size)} in {folder} (--forget removes them)."
+                f"Keeping the packed weights for faster starts: {format_bytes(size)} in {folder} (--forget removes them)."
             )
-            with whole_folder(folder) as partial:
+            with atomic_folder(folder) as partial:
                 model.config.save_pretrained(partial)
                 _write(tensors, partial / "model.safetensors", size, progress)
                 (partial / NOTE).write_text(json.dumps(dict(note)), encoding="utf-8")
@@ -89,7 +91,7 @@ def keep(model: Any, folder: Path, note: Mapping[str, str], notify: Callable[[st
         notify(f"The packed weights are not kept: {error.strerror or error} ({parent}).")
 
 
-def _write(tensors: dict[str, Tensor], path: Path, size: int, progress: Listener) -> None:
+def _write(tensors: dict[str, Tensor], path: Path, size: int, progress: ProgressCallback) -> None:
     """Write tensors of `size` bytes, and tell how large the file is meanwhile."""
     with ThreadPoolExecutor(1) as beside:
         writing = beside.submit(safetensors.torch.save_file, tensors, path, {"format": "pt"})

@@ -17,8 +17,8 @@ from gguf import GGMLQuantizationType, GGUFValueType
 
 from h2o_stream.errors import H2OStreamError, ModelNotFoundError, UnsupportedModelError
 from h2o_stream.models.gguf import GgufFile
-from h2o_stream.models.gguf_header import LongArray
-from h2o_stream.resources import cache_folder, whole_folder
+from h2o_stream.models.gguf_header import SkippedArray
+from h2o_stream.resources import atomic_folder, cache_folder
 
 _FORMAT = 1
 """Counts up when other files are made of the same GGUF file."""
@@ -26,7 +26,7 @@ _FORMAT = 1
 _TOKENS = "tokenizer.ggml.tokens"
 
 
-def described(file: GgufFile, key: str, notify: Callable[[str], None]) -> Path:
+def export_config(file: GgufFile, key: str, notify: Callable[[str], None]) -> Path:
     """The folder with config.json, generation_config.json and the tokenizer of a GGUF file; makes it if need be.
 
     Args:
@@ -49,7 +49,7 @@ def described(file: GgufFile, key: str, notify: Callable[[str], None]) -> Path:
             parent / f"{folder.name}.lock", lambda: notify(f"Another program is reading {file.path.name} ...")
         ):
             if not folder.exists():
-                with whole_folder(folder) as partial:
+                with atomic_folder(folder) as partial:
                     _describe(file, partial)
     except OSError as error:
         raise H2OStreamError(
@@ -77,7 +77,7 @@ def _describe(file: GgufFile, target: Path) -> None:
     from transformers import AutoConfig, GenerationConfig, PreTrainedTokenizerFast
     from transformers.integrations.gguf import GGUF_CONFIG_ARCHS
 
-    from h2o_stream.models.gguf_config import check_sizes, corrected, ends_of
+    from h2o_stream.models.gguf_config import check_sizes, correct_config, end_token_ids
 
     check_sizes(file)
     whole, short = target / "whole.gguf", target / "short.gguf"
@@ -85,7 +85,7 @@ def _describe(file: GgufFile, target: Path) -> None:
     short.write_bytes(_header(file, short=file.architecture not in GGUF_CONFIG_ARCHS))
     try:
         with _silent():
-            config = corrected(AutoConfig.from_pretrained(target, gguf_file=short.name), file)
+            config = correct_config(AutoConfig.from_pretrained(target, gguf_file=short.name), file)
             tokenizer = PreTrainedTokenizerFast.from_pretrained(target, gguf_file=whole.name)
             generation = GenerationConfig.from_model_config(config)
     except H2OStreamError:
@@ -97,7 +97,7 @@ def _describe(file: GgufFile, target: Path) -> None:
         raise ModelNotFoundError(f"{file.path} is damaged or not readable as GGUF: {reason}") from error
     whole.unlink()
     short.unlink()
-    generation.eos_token_id = ends_of(file)
+    generation.eos_token_id = end_token_ids(file)
     config.save_pretrained(target)
     generation.save_pretrained(target)
     tokenizer.save_pretrained(target)
@@ -119,10 +119,10 @@ def _header(file: GgufFile, short: bool) -> bytes:
         file: which.
         short: without the long arrays, which transformers takes seconds to read where it only wants their length.
     """
-    keys = [key for key, value in file.metadata.items() if not (short and isinstance(value, LongArray))]
+    keys = [key for key, value in file.metadata.items() if not (short and isinstance(value, SkippedArray))]
     kept = [file.raw(key) for key in keys if key != "general.alignment"]
     size, tokens = f"{file.architecture}.vocab_size", file.metadata.get(_TOKENS)
-    if short and size not in file.metadata and isinstance(tokens, LongArray):
+    if short and size not in file.metadata and isinstance(tokens, SkippedArray):
         kept.append(_string(size) + struct.pack("<II", GGUFValueType.UINT32, tokens.count))
     infos = [_string(name) + struct.pack("<IQIQ", 1, 1, GGMLQuantizationType.F32, 0) for name in file.tensors]
     head = b"".join([b"GGUF", struct.pack("<IQQ", 3, len(infos), len(kept)), *kept, *infos])

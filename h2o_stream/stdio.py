@@ -17,7 +17,7 @@ TERMINATION_SIGNALS = tuple(getattr(signal, name) for name in ("SIGTERM", "SIGHU
 """Signals that end a program which does not ignore them: it is asked to leave, or its terminal is closed."""
 
 
-def prepare_streams() -> None:
+def prepare_stdio() -> None:
     """Have all three standard streams, and question marks for letters that an output cannot show.
 
     Of those that the caller has closed (``2>&-``) the input is an empty one, notes go nowhere, and the output is a

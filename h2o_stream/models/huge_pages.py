@@ -18,7 +18,7 @@ _LINE = 64
 """Bytes of a line of the processor's cache, which tensors begin with."""
 
 
-class Pages:
+class HugePageBuffer:
     """Memory for tensors that are made one by one; it is taken from the system when they are written.
 
     Large pages where the system has them for the asking (Linux), else as they come.
@@ -49,7 +49,7 @@ def _allocated(size: int) -> mmap.mmap:
     return pages
 
 
-def into_large_pages(model: Any) -> None:
+def move_to_huge_pages(model: Any) -> None:
     """Move the weights of a model on the CPU into one allocation of large pages, in their order.
 
     Tensors are moved one by one, so that no more than one of them is there twice. Nothing is done where the system has
@@ -61,7 +61,7 @@ def into_large_pages(model: Any) -> None:
     sizes = {tensor.data_ptr(): [tensor.nbytes] for tensor in tensors}  # tied weights are one
     if sum(size for (size,) in sizes.values()) < _LEAST:
         return
-    pages, moved = Pages(sizes.values()), dict[int, Tensor]()
+    pages, moved = HugePageBuffer(sizes.values()), dict[int, Tensor]()
     for tensor in tensors:
         place = tensor.data_ptr()
         if place not in moved:
@@ -70,7 +70,7 @@ def into_large_pages(model: Any) -> None:
         tensor.data = moved[place].view(tensor.shape)
 
 
-def map_in_large_pages(tensors: Iterable[Tensor]) -> None:
+def advise_huge_pages(tensors: Iterable[Tensor]) -> None:
     """Ask for large pages for what is read from now on of tensors mapped from files; not every filesystem has them."""
     if not hasattr(mmap, "MADV_HUGEPAGE"):
         return
