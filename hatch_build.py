@@ -1,7 +1,7 @@
-"""Compiles the C++ of h2o_stream/native/src while a wheel or an editable install is built.
+"""Build hook that compiles h2o_stream/native/src for wheels and editable installs.
 
-CMakeLists.txt says how. Without a compiler, or where compiling fails, the package is installed without the libraries.
-An editable install has them in the source tree and keeps what was compiled in build/native; a wheel leaves no traces.
+See CMakeLists.txt. If there is no compiler or compilation fails, the package is installed without the libraries. An
+editable install puts them in the source tree and keeps build/native; a wheel build leaves no files behind.
 """
 
 from __future__ import annotations
@@ -18,18 +18,18 @@ from typing import Any
 from hatchling.builders.hooks.plugin.interface import BuildHookInterface
 
 PLACE = Path("h2o_stream/native")
-"""Where the libraries are, in the source tree and in a wheel."""
+"""Location of the libraries, in the source tree and in a wheel."""
 
 
 class NativeLibraries(BuildHookInterface):
-    """The hook that hatchling calls."""
+    """The build hook."""
 
     def dependencies(self) -> list[str]:
-        """CMake and Ninja from the package index, where the system has none and a compiler would use them."""
+        """Require CMake and Ninja from the package index if they are missing and there is a compiler."""
         return [tool for tool in ("cmake", "ninja") if _has_compiler() and shutil.which(tool) is None]
 
     def initialize(self, version: str, build_data: dict[str, Any]) -> None:
-        """Compile, and list the libraries as files of the wheel."""
+        """Compile, and add the libraries to the wheel."""
         root = Path(self.root)
         if version == "editable":
             if not self._compile(root / "build" / "native", root):
@@ -39,19 +39,19 @@ class NativeLibraries(BuildHookInterface):
         self._scratch = tempfile.TemporaryDirectory()
         scratch = Path(self._scratch.name)
         if self._compile(scratch / "build", scratch):
-            # They do not link Python: one wheel for every version of it, but for one kind of machine.
+            # The libraries do not link against Python, so the wheel depends on the platform only.
             build_data["pure_python"] = False
             build_data["tag"] = f"py3-none-{_platform_tag()}"
             for library in scratch.glob(f"{PLACE}/*"):
                 build_data["force_include"][str(library)] = str(PLACE / library.name)
 
     def finalize(self, version: str, build_data: dict[str, Any], artifact_path: str) -> None:
-        """The wheel is written."""
+        """Clean up."""
         if version != "editable":
             self._scratch.cleanup()
 
     def _compile(self, folder: Path, prefix: Path) -> bool:
-        """Compile in a folder and install under `prefix`; whether that worked."""
+        """Compile in a folder and install under `prefix`; returns whether it succeeded."""
         if not _has_compiler():
             self._warn("no C++ compiler was found")
             return False
@@ -61,7 +61,7 @@ class NativeLibraries(BuildHookInterface):
         build = ["cmake", "--build", str(folder), "--target", "install/strip", "--parallel", str(os.cpu_count() or 1)]
         try:
             if (folder / "CMakeCache.txt").exists() and _failure(configure):
-                shutil.rmtree(folder)  # from another compiler, or of a checkout that was moved
+                shutil.rmtree(folder)  # made by another compiler, or for a checkout that was moved
             failure = _failure(configure) or _failure(build)
         except OSError as error:
             failure = str(error)
@@ -76,7 +76,7 @@ class NativeLibraries(BuildHookInterface):
 
 
 def _failure(command: list[str]) -> str:
-    """Run it; what it says if it fails."""
+    """Run a command; returns its output if it fails."""
     done = subprocess.run(command, check=False, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
     return f"{' '.join(command)} failed:\n{done.stdout}" if done.returncode else ""
 
@@ -87,6 +87,6 @@ def _has_compiler() -> bool:
 
 
 def _platform_tag() -> str:
-    # A Python for two kinds of Mac compiles for the one that it runs on.
+    # A universal Python on macOS compiles for the running architecture.
     own = sysconfig.get_platform().replace("universal2", platform.machine())
     return own.replace("-", "_").replace(".", "_")

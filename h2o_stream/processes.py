@@ -1,4 +1,4 @@
-"""The processes of ``accelerate launch`` or ``torchrun`` that share a piece of work; usually there is only this one."""
+"""Processes started together by ``accelerate launch`` or ``torchrun``; usually there is only one."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from typing import Any
 
 
 class Processes:
-    """This process among those that were launched together.
+    """This process among those launched together.
 
     Attributes:
-        count: how many there are.
-        rank: the number of this one, from 0.
-        together: whether they share a model, so that each has to do all there is to do.
+        count: number of processes.
+        rank: index of this process.
+        together: whether the processes share a model, so that each must do all of the work.
     """
 
     def __init__(self, together: bool = False) -> None:
@@ -22,11 +22,11 @@ class Processes:
 
     @property
     def main(self) -> bool:
-        """Whether this one speaks and writes for all."""
+        """Whether this process prints and writes on behalf of all."""
         return self.rank == 0
 
     def gather(self, own: dict[int, Any]) -> dict[int, Any]:
-        """Everything that all processes have, in each of them; waits for the last one."""
+        """Merge the items of all processes, in every process; waits for all of them."""
         import torch
         from accelerate import PartialState
         from accelerate.utils import gather_object
@@ -36,7 +36,7 @@ class Processes:
 
 
 def broadcast(value: Any) -> Any:
-    """What the first of the processes that share a model says, where there are several; `value` where there are not."""
+    """Return the first process's value if several share a model, otherwise `value`."""
     from torch import distributed
 
     if not (distributed.is_available() and distributed.is_initialized()):

@@ -1,4 +1,4 @@
-"""The three standard streams: there whatever the caller closed, and gone without a word when the terminal is."""
+"""Standard streams that work even if the caller closed them or the terminal is gone."""
 
 from __future__ import annotations
 
@@ -14,14 +14,13 @@ from typing import Any
 _NAMES = ("stdin", "stdout", "stderr")
 
 TERMINATION_SIGNALS = tuple(getattr(signal, name) for name in ("SIGTERM", "SIGHUP") if hasattr(signal, name))
-"""Signals that end a program which does not ignore them: it is asked to leave, or its terminal is closed."""
+"""Signals that terminate a program by default: a request to exit, or a closed terminal."""
 
 
 def prepare_stdio() -> None:
-    """Have all three standard streams, and question marks for letters that an output cannot show.
+    """Open missing standard streams, and replace characters that an output cannot encode.
 
-    Of those that the caller has closed (``2>&-``) the input is an empty one, notes go nowhere, and the output is a
-    pipe that nobody reads.
+    If the caller closed one (``2>&-``), stdin is empty, stderr is discarded, and stdout is a pipe without a reader.
     """
     for number, name in enumerate(_NAMES):
         if getattr(sys, name) is None:
@@ -46,27 +45,29 @@ def _open(number: int) -> None:
 
 
 def discard_output(only_terminals: bool = False) -> None:
-    """Let what is still written go nowhere, because nobody reads it any more.
+    """Discard further output, because nobody reads it.
 
     Args:
-        only_terminals: leave files and pipes as they are.
+        only_terminals: keep files and pipes open.
     """
     nowhere = os.open(os.devnull, os.O_RDWR)
     for number in (1, 2):
         with suppress(OSError):
-            if not only_terminals or stat.S_ISCHR(os.fstat(number).st_mode):  # one that hung up is no tty any more
+            if not only_terminals or stat.S_ISCHR(
+                os.fstat(number).st_mode
+            ):  # a terminal that hung up is no longer a tty
                 os.dup2(nowhere, number)
     os.close(nowhere)
 
 
 def handle_termination(handle: Callable[[int], None]) -> dict[int, Any]:
-    """Have the signals of `TERMINATION_SIGNALS` handled, those that the caller ignores (``nohup``) left out.
+    """Install a handler for `TERMINATION_SIGNALS`, except for ignored ones (``nohup``).
 
     Args:
-        handle: gets the signal's number; what is written to a closed terminal from then on goes nowhere.
+        handle: called with the signal number; output to a closed terminal is discarded from then on.
 
     Returns:
-        The handlers there were, by signal.
+        The previous handlers by signal.
     """
 
     def ended(number: int, frame: object) -> None:

@@ -1,7 +1,6 @@
-"""What transformers overlooks when it makes a config of GGUF metadata: models would be served wrongly without a sign.
+"""Corrects the config that transformers derives from GGUF metadata, where errors would silently change the output.
 
-Frequencies of RoPE and their scaling, the size of heads, biases, and scales that llama.cpp knows by the size of a
-model.
+Covers RoPE frequencies and scaling, head sizes, biases, and scales that llama.cpp infers from the model's size.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ from h2o_stream.errors import ModelNotFoundError, UnsupportedModelError
 from h2o_stream.models.gguf import GgufFile
 
 _LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
-"""Of Llama 3.1, 3.2 and 3.3; only their factors differ, 8 or 32."""
+"""Llama 3.1, 3.2 and 3.3 share these; only their factor differs (8 or 32)."""
 
 _DIMENSIONS = (
     "embedding_length",
@@ -38,15 +37,15 @@ _SIZES = {
 _TOKENS = {"bos": "bos", "eos": "eos", "pad": "padding"}
 
 _WINDOWED = ("mistral", "phi3")
-"""Whose files say whether there is a sliding window, and transformers takes its default."""
+"""Architectures for which transformers ignores the file's sliding window."""
 
 _FACTORS = "rope_freqs.weight"
 _LARGE_GEMMAS = {("gemma2", 46), ("gemma3", 62)}
-"""Layers of those with 27 B, which scale queries by the width of a head's share of the model."""
+"""Architecture and number of layers of the 27B models, which scale queries by hidden_size / num_attention_heads."""
 
 
 def check_sizes(file: GgufFile) -> None:
-    """Refuse sizes of a model that its tensors contradict, before anything is allocated by them.
+    """Check that sizes in the metadata are consistent with the tensors, before allocating anything.
 
     Raises:
         ModelNotFoundError: a size is 0, or larger than any dimension of the tensors.
@@ -64,10 +63,10 @@ def check_sizes(file: GgufFile) -> None:
 
 
 def correct_config(config: Any, file: GgufFile) -> Any:
-    """The config that transformers made of a file, with what the file says and transformers did not read.
+    """Correct a config made by transformers with the file's metadata.
 
     Raises:
-        UnsupportedModelError: the file scales positions in a way that has no counterpart in transformers.
+        UnsupportedModelError: transformers has no equivalent of the file's RoPE scaling.
     """
     table = file.tensors.get("token_embd.weight")
     if table and len(table.shape) == 2:
@@ -93,7 +92,7 @@ def correct_config(config: Any, file: GgufFile) -> Any:
 
 
 def end_token_ids(file: GgufFile) -> list[int] | None:
-    """The tokens that end a reply."""
+    """The end-of-sequence token ids."""
     keys = (f"tokenizer.ggml.{name}_token_id" for name in ("eos", "eot", "eom"))
     found = {file.metadata[key] for key in keys if isinstance(file.metadata.get(key), int)}
     return sorted(found) or None
@@ -117,7 +116,7 @@ def _correct_rope(config: Any, file: GgufFile) -> None:
 
 
 def _scaling(file: GgufFile, theta: float, dims: int) -> dict[str, Any]:
-    """How the frequencies of RoPE are scaled, as transformers says it."""
+    """RoPE scaling in transformers' format."""
     kind, factor = _said(file, "rope.scaling.type") or "none", _said(file, "rope.scaling.factor")
     if any(name.startswith("rope_factors_") for name in file.tensors):
         raise _refused(file, "LongRoPE factors, which only folders in transformers' form can be served with")
@@ -134,7 +133,7 @@ def _scaling(file: GgufFile, theta: float, dims: int) -> dict[str, Any]:
 
 
 def _llama3(file: GgufFile, theta: float, dims: int) -> dict[str, Any]:
-    """The numbers that Llama 3 computes the factors in the file with, if it is they that it computes."""
+    """Parameters of Llama 3's RoPE scaling, if they reproduce the factors in the file."""
     tensor = file.tensors[_FACTORS]
     if tensor.type != GGMLQuantizationType.F32 or tensor.shape != (dims // 2,):
         raise _refused(file, f"RoPE factors of shape {tensor.shape}, not ({dims // 2},)")
@@ -148,7 +147,7 @@ def _llama3(file: GgufFile, theta: float, dims: int) -> dict[str, Any]:
 
 
 def _llama3_factors(theta: float, dims: int, factor: float) -> np.ndarray[Any, Any]:
-    """What the wavelengths of RoPE are multiplied with, [dims // 2]."""
+    """Factors on the RoPE wavelengths, [dims // 2]."""
     low, high, context = _LLAMA3.values()
     waves = 2 * math.pi * theta ** (np.arange(0, dims, 2) / dims)
     share = ((context / waves - low) / (high - low)).clip(0, 1)

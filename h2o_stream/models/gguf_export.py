@@ -1,7 +1,7 @@
-"""What transformers needs beside the weights of a GGUF file, its config and tokenizer, made once and kept.
+"""Exports config and tokenizer of a GGUF file to a cached folder that transformers can load.
 
-transformers makes both; this module gives it headers it reads quickly, corrects what it overlooks (`gguf_config`),
-and makes the result atomic and safe when two programs start at the same time.
+transformers does the conversion; this module gives it shortened headers that it reads quickly, corrects the result
+(`gguf_config`), and makes it atomic and safe for concurrent processes.
 """
 
 from __future__ import annotations
@@ -21,22 +21,22 @@ from h2o_stream.models.gguf_header import SkippedArray
 from h2o_stream.resources import atomic_folder, cache_folder
 
 _FORMAT = 1
-"""Counts up when other files are made of the same GGUF file."""
+"""Incremented when the exported files change."""
 
 _TOKENS = "tokenizer.ggml.tokens"
 
 
 def export_config(file: GgufFile, key: str, notify: Callable[[str], None]) -> Path:
-    """The folder with config.json, generation_config.json and the tokenizer of a GGUF file; makes it if need be.
+    """Return the folder with config.json, generation_config.json and tokenizer of a GGUF file; create it if necessary.
 
     Args:
-        file: with the model.
-        key: names the folder; changes with the content of the file.
-        notify: told when another program is making it.
+        file: the GGUF file.
+        key: name of the folder; changes with the content of the file.
+        notify: called if another process is creating the folder.
 
     Raises:
-        ModelNotFoundError: the metadata are damaged.
-        UnsupportedModelError: transformers does not know the architecture, or its positions cannot be served.
+        ModelNotFoundError: the metadata is damaged.
+        UnsupportedModelError: transformers does not know the architecture or the RoPE scaling.
         H2OStreamError: the folder cannot be written.
     """
     parent = cache_folder() / "gguf"
@@ -73,7 +73,7 @@ def _locked(path: Path, wait: Callable[[], None]) -> Iterator[None]:
 
 
 def _describe(file: GgufFile, target: Path) -> None:
-    """Let transformers read the header, and write what it found."""
+    """Let transformers convert the header, and save the results."""
     from transformers import AutoConfig, GenerationConfig, PreTrainedTokenizerFast
     from transformers.integrations.gguf import GGUF_CONFIG_ARCHS
 
@@ -90,7 +90,7 @@ def _describe(file: GgufFile, target: Path) -> None:
             generation = GenerationConfig.from_model_config(config)
     except H2OStreamError:
         raise
-    except Exception as error:  # what damaged metadata make of a parser is anyone's guess
+    except Exception as error:  # damaged metadata can raise anything
         reason = (str(error) or type(error).__name__).splitlines()[0]
         if "architecture" in reason or "model type" in reason:
             raise UnsupportedModelError(f"{file.path.name} cannot be served: {reason}") from error
@@ -105,7 +105,7 @@ def _describe(file: GgufFile, target: Path) -> None:
 
 
 def _remove_added(path: Path, count: int) -> None:
-    """Take out of a tokenizer what transformers added to its `count` tokens; the model has no such tokens."""
+    """Remove tokens that transformers added to a tokenizer of `count` tokens; the model has no embeddings for them."""
     tokenizer = json.loads(path.read_text(encoding="utf-8"))
     own = [token for token in tokenizer["added_tokens"] if token["id"] < count]
     if len(own) < len(tokenizer["added_tokens"]):
@@ -113,11 +113,11 @@ def _remove_added(path: Path, count: int) -> None:
 
 
 def _header(file: GgufFile, short: bool) -> bytes:
-    """A GGUF file with the metadata and names of the tensors, each of one number.
+    """A GGUF file with the metadata, and tensors of one element each.
 
     Args:
-        file: which.
-        short: without the long arrays, which transformers takes seconds to read where it only wants their length.
+        file: the original file.
+        short: omit long arrays, which transformers takes seconds to parse even if it only needs their length.
     """
     keys = [key for key, value in file.metadata.items() if not (short and isinstance(value, SkippedArray))]
     kept = [file.raw(key) for key in keys if key != "general.alignment"]
@@ -136,7 +136,7 @@ def _string(text: str) -> bytes:
 
 @contextmanager
 def _silent() -> Iterator[None]:
-    """Without the warnings of transformers."""
+    """Suppress warnings of transformers."""
     from transformers.utils import logging
 
     before = logging.get_verbosity()

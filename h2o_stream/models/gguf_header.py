@@ -1,6 +1,6 @@
-"""Walks through the header of a GGUF file.
+"""Parses the header of a GGUF file.
 
-Every count, length and offset is checked against the size of the file before anything is made of it.
+Every count, length and offset is checked against the file size before it is used.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any
 from gguf import GGML_QUANT_SIZES, GGMLQuantizationType, GGUFValueType
 
 VERSIONS = (2, 3)
-_ALIGNMENT = 32  # unless general.alignment says otherwise
+_ALIGNMENT = 32  # default of general.alignment
 _ALIGNMENTS = tuple(8 << i for i in range(14))
 _MAX_DIMS = 4
 _MAX_KEYS = _MAX_TENSORS = 1 << 16
@@ -24,7 +24,7 @@ _MAX_NAME = (1 << 16) - 1
 _MAX_STRING = 1 << 24
 _MAX_ITEMS = 1 << 24
 _SHORT_ARRAY = 4096
-_SMALLEST_KEY = 8 + 4 + 1  # bytes: an empty name, a type, one byte
+_SMALLEST_KEY = 8 + 4 + 1  # an empty name, a type, one byte
 _SMALLEST_TENSOR = 8 + 4 + 8 + 4 + 8
 
 _LENGTH = struct.Struct("<Q")
@@ -45,14 +45,14 @@ _FORMATS = {
 
 @dataclass(frozen=True)
 class GgufTensor:
-    """Where a tensor is in its file.
+    """A tensor's location in its file.
 
     Attributes:
-        name: in the file.
-        type: how its numbers are stored.
-        shape: as torch has it, rows first.
-        offset: of the first byte, from the start of the file.
-        nbytes: its size in the file.
+        name: name in the file.
+        type: storage type.
+        shape: shape in torch's order, rows first.
+        offset: first byte, from the start of the file.
+        nbytes: size in the file.
     """
 
     name: str
@@ -64,22 +64,22 @@ class GgufTensor:
 
 @dataclass(frozen=True)
 class SkippedArray:
-    """An array in the metadata that was skipped, such as the tokens: thousands of values that few readers need."""
+    """A long array in the metadata that was not parsed, such as the vocabulary."""
 
     type: GGUFValueType
     count: int
 
 
 class DamagedError(Exception):
-    """The file is not what it says; the message gives the numbers."""
+    """The file is inconsistent; the message gives the numbers."""
 
 
 class UnknownTypeError(Exception):
-    """Tensors are stored in a way that the package gguf does not know."""
+    """The gguf package does not know the type of a tensor."""
 
 
 class Header:
-    """Walks through the header from its start; `at` is the next byte to be read."""
+    """Parser of a header; `_at` is the next byte to read."""
 
     def __init__(self, data: mmap, size: int) -> None:
         self._data, self._size, self._at = data, size, 4
@@ -92,7 +92,7 @@ class Header:
         self._num_keys = self._count(_MAX_KEYS, _SMALLEST_KEY, "keys")
 
     def metadata(self) -> tuple[dict[str, Any], dict[str, tuple[int, int]]]:
-        """Values and spans by key."""
+        """Values and byte ranges by key."""
         values: dict[str, Any] = {}
         spans: dict[str, tuple[int, int]] = {}
         for index in range(self._num_keys):
@@ -105,7 +105,7 @@ class Header:
         return values, spans
 
     def tensors(self, alignment: int) -> dict[str, GgufTensor]:
-        """The tensors, by name."""
+        """Tensors by name."""
         infos = [self._tensor(index) for index in range(self._num_tensors)]
         start = -(-self._at // alignment) * alignment
         found: dict[str, GgufTensor] = {}
@@ -186,7 +186,7 @@ class Header:
             raise DamagedError(f"{what} is not UTF-8 at byte {start + error.start}") from None
 
     def _count(self, most: int, width: int, what: str) -> int:
-        """A number of things that take at least `width` bytes each."""
+        """Read a number of items that take at least `width` bytes each."""
         count: int = self._number("Q", f"the number of {what}")
         if count > most:
             raise DamagedError(f"it has {count} {what}, more than {most}")
@@ -199,7 +199,7 @@ class Header:
         return values.unpack_from(self._data, self._take(values.size, what))[0]
 
     def _take(self, count: int, what: str) -> int:
-        """Where the next `count` bytes start; goes on behind them."""
+        """Skip `count` bytes and return where they start."""
         start = self._at
         if count > self._size - start:
             raise DamagedError(f"{what} ends at {start + count}, the file at {self._size}")
@@ -226,7 +226,7 @@ def _check_apart(tensors: Iterable[GgufTensor]) -> None:
 
 
 def architecture_of(metadata: dict[str, Any]) -> str:
-    """What llama.cpp calls the architecture."""
+    """llama.cpp's name of the architecture."""
     name = metadata.get("general.architecture")
     if not isinstance(name, str) or not name:
         raise DamagedError(f"general.architecture is {name!r}, not a name")
@@ -234,7 +234,7 @@ def architecture_of(metadata: dict[str, Any]) -> str:
 
 
 def alignment_of(metadata: dict[str, Any]) -> int:
-    """Every tensor starts at a multiple of it, in bytes."""
+    """Alignment of every tensor, in bytes."""
     alignment = metadata.get("general.alignment", _ALIGNMENT)
     if type(alignment) is not int or alignment not in _ALIGNMENTS:
         raise DamagedError(f"general.alignment is {alignment!r}, not a power of 2 from 8 to {_ALIGNMENTS[-1]}")

@@ -1,4 +1,4 @@
-"""A model from a GGUF file: its blocks become packed tiles as they are read, the rest floating numbers."""
+"""Loads the weights of a GGUF file: block formats become packed tiles, everything else floating-point tensors."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ from h2o_stream.progress import Progress, ProgressCallback
 
 @dataclass(frozen=True)
 class _Place:
-    """Where a tensor of the file goes.
+    """How a tensor of the file is loaded.
 
     Attributes:
-        weight: of the file.
-        kind: how the matrix is held; None for floating numbers.
+        weight: the tensor's weight in the model.
+        kind: packed format, or None for floating point.
     """
 
     weight: Weight
@@ -39,7 +39,7 @@ class _Place:
         return self.weight.name.removesuffix(".weight")
 
     def shape(self, dtype: torch.dtype) -> tuple[int, ...]:
-        """Of its bytes."""
+        """Shape of the loaded tensor, in bytes."""
         rows, *columns = self.weight.shape
         return (
             (prod(self.weight.shape) * dtype.itemsize,) if self.kind is None else tiles_shape(self.kind, rows, *columns)
@@ -49,16 +49,16 @@ class _Place:
 def packed_state_dict(
     file: GgufFile, skeleton: Any, dtype: torch.dtype, progress: ProgressCallback
 ) -> tuple[dict[str, Tensor], PackedConfig]:
-    """The weights of a GGUF file for `from_pretrained`: matrices in blocks as tiles, all others in `dtype`.
+    """The weights of a GGUF file for `from_pretrained`: matrices in block formats as tiles, all others in `dtype`.
 
     Args:
-        file: to be read, once and in order.
+        file: the file, read once and in order.
         skeleton: the model on the meta device.
-        dtype: of what is not packed.
-        progress: told bytes of the file.
+        dtype: dtype of weights that are not packed.
+        progress: called with the bytes read.
 
     Raises:
-        OutOfMemoryError: they do not fit into the memory that is free.
+        OutOfMemoryError: there is not enough free memory.
     """
     places = [_Place(weight, _kind(weight, skeleton)) for weight in model_weights(file, skeleton)]
     shapes = [place.shape(dtype) for place in places]
@@ -84,7 +84,7 @@ def packed_state_dict(
 
 
 def _kind(weight: Weight, skeleton: Any) -> MatrixKind | None:
-    """How a tensor of a block type is held; None where it has no block type or its module cannot be packed."""
+    """Packed format of a weight; None if it is not in a block format or its module cannot be packed."""
     kind = GGUF_KINDS.get(weight.tensor.type.name)
     module = skeleton.get_submodule(weight.name.rpartition(".")[0])
     if kind is None or not packable(module):
@@ -102,7 +102,7 @@ def _tiles(file: GgufFile, weight: Weight, kind: MatrixKind, pages: HugePageBuff
 
 
 class _Unread:
-    """A weight that is read when transformers asks for it, as it does of slices of safetensors."""
+    """A weight that is read on access, like a slice of safetensors."""
 
     def __init__(self, file: GgufFile, weight: Weight, dtype: torch.dtype) -> None:
         self._file, self._weight, self._dtype = file, weight, dtype
@@ -114,11 +114,11 @@ class _Unread:
 
 
 def lazy_state_dict(file: GgufFile, skeleton: Any, dtype: torch.dtype) -> dict[str, Any]:
-    """The weights of a GGUF file for `from_pretrained`, as floating numbers of `dtype` that are read one by one.
+    """The weights of a GGUF file for `from_pretrained`, in floating point and read one by one.
 
     Args:
-        file: with the weights.
+        file: the file.
         skeleton: the model on the meta device.
-        dtype: of all of them.
+        dtype: dtype of all weights.
     """
     return {weight.name: _Unread(file, weight, dtype) for weight in model_weights(file, skeleton)}

@@ -1,6 +1,6 @@
-"""The Hugging Face Hub, with its many ways to fail turned into one clear line each.
+"""Downloads from the Hugging Face Hub, with one-line error messages.
 
-HF_HOME, HF_TOKEN, HF_ENDPOINT and HF_HUB_OFFLINE work as everywhere: huggingface_hub reads them.
+huggingface_hub reads HF_HOME, HF_TOKEN, HF_ENDPOINT and HF_HUB_OFFLINE as usual.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from h2o_stream.progress import Progress, ProgressCallback, ignore
 
 
 def download_bars(progress: ProgressCallback) -> type[Any]:
-    """A class for ``tqdm_class`` of huggingface_hub and transformers that tells `progress` the sum of its bars."""
+    """A ``tqdm_class`` for huggingface_hub and transformers that reports the sum of all bars to `progress`."""
     from tqdm import tqdm
 
     bars: dict[int, tuple[int, int]] = {}
@@ -37,7 +37,7 @@ def fetch(repo: str, file: str, offline: bool, progress: ProgressCallback = igno
     """Download one file of a model repository, or find it in the local cache.
 
     Raises:
-        ModelNotFoundError: not found, gated, offline or unreachable, each with the way out.
+        ModelNotFoundError: not found, gated, offline or unreachable; the message says what to do.
     """
     from huggingface_hub import constants, errors, hf_hub_download
 

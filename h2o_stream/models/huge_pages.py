@@ -1,4 +1,4 @@
-"""Weights in large pages of memory: a step reads all of them, and looking up small pages costs it a tenth or more."""
+"""Allocates weights in huge pages: a decode step reads all of them, and TLB misses would cost 10% or more."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ import torch
 from torch import Tensor
 
 _LEAST = 16 * 2**20
-"""Bytes of weights that make it worth while."""
+"""Minimum size of the weights, in bytes."""
 
 _LINE = 64
-"""Bytes of a line of the processor's cache, which tensors begin with."""
+"""Alignment of tensors, in bytes."""
 
 
 class HugePageBuffer:
-    """Memory for tensors that are made one by one; it is taken from the system when they are written.
+    """A buffer from which tensors are allocated one by one; pages are committed when written.
 
-    Large pages where the system has them for the asking (Linux), else as they come.
+    Uses transparent huge pages if the system supports madvise (Linux).
 
     Args:
-        shapes: of the tensors that will be taken, as if all were of bytes; an empty one for no memory at all.
+        shapes: shapes of the tensors in bytes; an empty iterable allocates nothing.
     """
 
     def __init__(self, shapes: Iterable[Iterable[int]]) -> None:
@@ -34,7 +34,7 @@ class HugePageBuffer:
             self._memory = torch.frombuffer(_allocated(size), dtype=torch.uint8)
 
     def take(self, shape: Iterable[int], dtype: torch.dtype = torch.uint8) -> Tensor:
-        """The next tensor; its numbers are not set."""
+        """Allocate the next tensor, uninitialized."""
         shape = tuple(shape)
         begin, size = self._begin, prod(shape) * dtype.itemsize
         self._begin += _whole_lines(size)
@@ -50,15 +50,15 @@ def _allocated(size: int) -> mmap.mmap:
 
 
 def move_to_huge_pages(model: Any) -> None:
-    """Move the weights of a model on the CPU into one allocation of large pages, in their order.
+    """Move the weights of a CPU model into one buffer of huge pages, in order.
 
-    Tensors are moved one by one, so that no more than one of them is there twice. Nothing is done where the system has
-    no such pages for the asking (other than Linux) or the model is small.
+    Tensors are moved one by one, so at most one exists twice. Does nothing for small models and on systems without
+    transparent huge pages.
     """
     if not hasattr(mmap, "MADV_HUGEPAGE"):
         return
     tensors = [tensor for tensor in (*model.parameters(), *model.buffers()) if _movable(tensor)]
-    sizes = {tensor.data_ptr(): [tensor.nbytes] for tensor in tensors}  # tied weights are one
+    sizes = {tensor.data_ptr(): [tensor.nbytes] for tensor in tensors}  # tied weights count once
     if sum(size for (size,) in sizes.values()) < _LEAST:
         return
     pages, moved = HugePageBuffer(sizes.values()), dict[int, Tensor]()
@@ -71,7 +71,7 @@ def move_to_huge_pages(model: Any) -> None:
 
 
 def advise_huge_pages(tensors: Iterable[Tensor]) -> None:
-    """Ask for large pages for what is read from now on of tensors mapped from files; not every filesystem has them."""
+    """Request huge pages for tensors mapped from files; not every filesystem supports them."""
     if not hasattr(mmap, "MADV_HUGEPAGE"):
         return
     storages = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in tensors}

@@ -1,4 +1,4 @@
-"""Loads a model and its tokenizer, ready for the engine."""
+"""Loads a model and its tokenizer."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ from h2o_stream.progress import Progress, ProgressCallback, ignore
 from h2o_stream.startup import gc_paused
 
 _LARGE_FILE = 2**30
-"""Bytes of a GGUF file from which on its repacked weights are kept: smaller ones are repacked in a moment."""
+"""Minimum size of a GGUF file for keeping its repacked weights; smaller files are repacked quickly."""
 
 
 @dataclass(frozen=True)
@@ -53,10 +53,10 @@ class LoadedModel:
     """A model in memory.
 
     Attributes:
-        name: what the user called it.
+        name: the name the user typed.
         model: a causal language model of transformers, in evaluation mode.
         tokenizer: its tokenizer, with a chat template.
-        stops: strings that end a reply, for models that have no end-of-turn token.
+        stops: strings that end a reply, for models without an end-of-turn token.
     """
 
     name: str
@@ -71,19 +71,19 @@ def load(
     notify: Callable[[str], None] = lambda line: None,
     progress: ProgressCallback = ignore,
 ) -> LoadedModel:
-    """Load what `config` names.
+    """Load the model that `config` names.
 
     Args:
         config: name, dtype and device.
-        cache: when given, an architecture it cannot serve is refused before any weight is read.
-        notify: told one line about anything that takes long, and about what the user did not choose.
-        progress: told how far it has come; may stop it, see `ProgressCallback`.
+        cache: if given, unsupported architectures are refused before weights are read.
+        notify: called with one-line messages about slow steps and automatic choices.
+        progress: called with the progress; may stop loading, see `ProgressCallback`.
 
     Raises:
-        ModelNotFoundError: with what to do about it.
-        UnsupportedModelError: the architecture cannot be loaded, or not be served with this cache.
-        ConfigError: dtype, device or budgets do not fit.
-        OutOfMemoryError: the weights do not fit into the memory that is free.
+        ModelNotFoundError: not found; the message says what to do.
+        UnsupportedModelError: the architecture cannot be loaded, or not used with this cache.
+        ConfigError: invalid dtype, device or budgets.
+        OutOfMemoryError: there is not enough free memory.
     """
     with gc_paused():
         source = find(config.model, config.offline, progress)
@@ -107,7 +107,7 @@ class _Loader:
 
     Args:
         config: name, dtype and device.
-        source: what `find` made of the name.
+        source: the result of `find`.
         notify: see `load`.
         progress: see `load`.
     """
@@ -115,7 +115,7 @@ class _Loader:
     def __init__(
         self, config: ModelConfig, source: str, notify: Callable[[str], None], progress: ProgressCallback
     ) -> None:
-        disable_progress_bar()  # ours is drawn in its place
+        disable_progress_bar()  # replaced by our own
         self._config, self._notify, self._progress = config, notify, progress
         self._file, self._source = _files(source, notify)
         self._local = {"local_files_only": True} if config.offline else {}
@@ -124,7 +124,7 @@ class _Loader:
         self._described = AutoConfig.from_pretrained(self._source, **self._local)
 
     def load(self, cache: CacheConfig | None) -> LoadedModel:
-        """See `load`."""
+        """See the function `load`."""
         name, kind = self._config.model, type(self._described)
         if kind not in AutoModelForCausalLM._model_mapping:
             raise UnsupportedModelError(f"{name} is a {self._described.model_type}, not a causal language model")
@@ -139,7 +139,7 @@ class _Loader:
         return LoadedModel(name, model, tokenizer, stops)
 
     def _tokenizer(self) -> tuple[Any, tuple[str, ...]]:
-        """The tokenizer with a chat template, and what ends a reply."""
+        """The tokenizer with a chat template, and stop strings."""
         tokenizer = AutoTokenizer.from_pretrained(self._source, **self._local)
         if not hasattr(tokenizer, "backend_tokenizer"):
             raise UnsupportedModelError(
@@ -177,7 +177,7 @@ class _Loader:
         return model
 
     def _elsewhere(self) -> Any:
-        """On a GPU, or spread over several devices or processes."""
+        """Load to a GPU, or across several devices or processes."""
         config, dtype = self._config, dtype_of(self._config.dtype, self._device)
         if config.quantize not in ("auto", "none"):
             raise ConfigError(
@@ -189,19 +189,19 @@ class _Loader:
         return zero.take(model) if zero else model if place else model.to(self._device)
 
     def _skeleton(self) -> Any:
-        """The model without weights."""
+        """The model on the meta device."""
         with torch.device("meta"), no_init_weights():
             return self._class(self._described)
 
     def _plain(self, dtype: Any, skeleton: Any, **place: Any) -> Any:
-        """With floating weights."""
+        """Load floating-point weights."""
         with self._reported("reading", skeleton):
             if self._file is not None:
                 return self._filled(lazy_state_dict(self._file, skeleton, dtype), dtype=dtype, **place)
             return self._class.from_pretrained(self._source, dtype=dtype, **self._bars, **place, **self._local)
 
     def _as_the_file_has_it(self, file: GgufFile, skeleton: Any) -> Any:
-        """With the packed weights of a GGUF file."""
+        """Load a GGUF file with packed weights."""
         dtype = dtype_of(self._config.dtype, self._device)
 
         def read() -> Any:
@@ -211,7 +211,7 @@ class _Loader:
         return self._kept(file.path, "gguf", dtype, read) if file.nbytes >= _LARGE_FILE else read()
 
     def _packed(self, precision: Precision, skeleton: Any) -> Any:
-        """Packed while it is read, or as it was packed before."""
+        """Pack weights while reading them, or load cached ones."""
         source, config = self._source, PackedConfig(precision.quantize)
         if self._file is not None:
             weights = lazy_state_dict(self._file, skeleton, precision.dtype)
@@ -229,7 +229,7 @@ class _Loader:
         return self._kept(local_path(source, self._config.offline), precision.quantize, precision.dtype, read)
 
     def _kept(self, source: Path, quantize: str, dtype: torch.dtype, read: Callable[[], Any]) -> Any:
-        """With the packed weights that are kept of `source`; else what `read` makes, which is kept then."""
+        """Load the cached packed weights of `source`, or call `read` and cache its result."""
         name = self._config.model
         folder = packed_folder(name, source, quantize)
         with suppress(OSError), folder_lock(folder):
@@ -248,7 +248,7 @@ class _Loader:
         return model
 
     def _filled(self, weights: dict[str, Any], **how: Any) -> Any:
-        """With these weights."""
+        """Create the model with these weights."""
         model = self._class.from_pretrained(None, config=self._described, state_dict=weights, **how)
         if (Path(self._source) / "generation_config.json").exists():
             model.generation_config = GenerationConfig.from_pretrained(self._source)
@@ -256,7 +256,7 @@ class _Loader:
 
     @contextmanager
     def _reported(self, what: str, skeleton: Any) -> Iterator[None]:
-        """Tell how far transformers has come with reading the weights of `skeleton`."""
+        """Report the progress of transformers reading the weights of `skeleton`."""
         width = (getattr(self._described, "dtype", None) or torch.float32).itemsize
         sizes = {name: tensor.numel() * width for name, tensor in skeleton.state_dict().items()}
         total = sum(sizes.values())
@@ -282,10 +282,10 @@ class _Loader:
 
 
 def load_tokenizer(config: ModelConfig, notify: Callable[[str], None] = lambda line: None) -> Any:
-    """The tokenizer of what `config` names, without its weights.
+    """Load the tokenizer that `config` names, without weights.
 
     Raises:
-        ModelNotFoundError: with what to do about it.
+        ModelNotFoundError: not found; the message says what to do.
     """
     with gc_paused():
         _, source = _files(find(config.model, config.offline), notify)
@@ -297,7 +297,7 @@ def load_tokenizer(config: ModelConfig, notify: Callable[[str], None] = lambda l
 
 
 def _files(source: str, notify: Callable[[str], None]) -> tuple[GgufFile | None, str]:
-    """The GGUF file, if `source` is one, and the folder or Hub id with the config and the tokenizer."""
+    """The GGUF file, if `source` is one, and the folder or Hub id with config and tokenizer."""
     path = Path(source)
     if not path.is_file():
         return None, source

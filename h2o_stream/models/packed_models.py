@@ -1,9 +1,9 @@
-"""What h2o_stream keeps in the user's cache folder, and how to be rid of it.
+"""Lists and removes what h2o_stream keeps in the user's cache folder.
 
-``packed/KEY`` has packed weights; its ``packed.json`` says of which model: {"model": the name as it was typed,
-"quantize": "int4", "source": the file, folder or repository}. Whoever writes such a folder holds the lock of `folder_lock`,
-and so does whoever removes it. ``models/KEY`` has copies that version 0.1 made of GGUF files; ``gguf`` small files that
-are made again when they are needed.
+``packed/KEY`` contains packed weights; its ``packed.json`` describes the model: {"model": the name as typed,
+"quantize": "int4", "source": file, folder or repository}. Writing and removing such a folder requires `folder_lock`.
+``models/KEY`` contains copies of GGUF files made by version 0.1; ``gguf`` contains small files that are recreated on
+demand.
 """
 
 from __future__ import annotations
@@ -24,21 +24,21 @@ from h2o_stream.models.stores import StoredModel, read_json
 from h2o_stream.resources import cache_folder, wheel_file
 
 NOTE = "packed.json"
-"""Says of which model the packed weights of a folder are."""
+"""Describes the model of a packed folder."""
 
 _OLD_KEY = re.compile(rf"({re.escape(DEFAULT_MODEL)})-[0-9A-Za-z]+|(.+)-[0-9a-f]+-[0-9a-f]+")
-"""How version 0.1 called its copies: the embedded model and a digest; the stem of a file, its size and its time."""
+"""Folder names of version 0.1: embedded model and digest, or file stem, size and time."""
 
 
 @dataclass(frozen=True)
 class CachedFolder:
-    """A folder of ours.
+    """A folder in the cache.
 
     Attributes:
-        path: where it is.
-        names: what it can be called; the first one for lists.
+        path: path of the folder.
+        names: names that refer to it; lists show the first.
         nbytes: size of its files.
-        content: what is in it.
+        content: description of its content.
     """
 
     path: Path
@@ -48,7 +48,7 @@ class CachedFolder:
 
 
 def embedded_models() -> list[StoredModel]:
-    """The model that came with h2o_stream, if its wheel is installed."""
+    """The embedded model, if its wheel is installed."""
     file = wheel_file(EMBEDDED_WHEEL, ".gguf")
     return [StoredModel(DEFAULT_MODEL, Path(str(file.locate())).stat().st_size, "embedded")] if file else []
 
@@ -59,27 +59,27 @@ def cached_folders() -> list[CachedFolder]:
 
 
 def cached_bytes() -> int:
-    """Size of all that h2o_stream keeps."""
+    """Total size of the cache."""
     return sum(_bytes_of(cache_folder() / name) for name in ("packed", "models", "gguf"))
 
 
 def folder_lock(folder: Path) -> FileLock:
-    """The lock of a packed folder, for those who write, open or remove it."""
+    """The lock for writing, opening or removing a packed folder."""
     return FileLock(folder.with_name(f"{folder.name}.lock"))
 
 
 def forget(name: str) -> list[CachedFolder]:
-    """Remove what is kept of a model. Programs that have it mapped go on with it.
+    """Remove a model from the cache. Processes that have mapped it keep working.
 
     Args:
-        name: as it was given to --model, or as `cached_folders` lists it.
+        name: a name given to --model, or listed by `cached_folders`.
 
     Returns:
-        What was removed.
+        The removed folders.
 
     Raises:
-        ModelNotFoundError: nothing of that name is kept; says what is.
-        H2OStreamError: another program is writing it, or it cannot be removed.
+        ModelNotFoundError: nothing by that name is cached; the message lists what is.
+        H2OStreamError: another process is writing it, or it cannot be removed.
     """
     path = str(Path(name).expanduser().absolute())
     kept = cached_folders()
@@ -105,10 +105,10 @@ def _remove(folder: Path) -> None:
     doomed = folder.with_name(f".{folder.name}.removed")
     try:
         shutil.rmtree(doomed, ignore_errors=True)
-        folder.rename(doomed)  # so that nobody finds half of it
+        folder.rename(doomed)  # so that no process finds a partial folder
         shutil.rmtree(doomed)
     except FileNotFoundError:
-        pass  # somebody else removed it
+        pass  # removed by another process
     except OSError as error:
         raise H2OStreamError(f"{folder} cannot be removed: {error.strerror or error}") from error
     finally:

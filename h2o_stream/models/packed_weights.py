@@ -1,6 +1,6 @@
-"""Packed weights that are kept in the user's cache folder: a later start maps them instead of packing again.
+"""Caches packed weights in the user's cache folder, so that later starts map them instead of packing again.
 
-A folder is a checkpoint that transformers reads by itself, with a file `packed.json` that says what it was made of.
+A folder is a transformers checkpoint with an additional `packed.json` that describes its origin.
 """
 
 from __future__ import annotations
@@ -26,21 +26,21 @@ from h2o_stream.progress import Progress, ProgressCallback
 from h2o_stream.resources import atomic_folder, cache_folder
 
 LEAST = 64 * 2**20
-"""Bytes of packed weights from which on they are kept: smaller ones are packed in a moment."""
+"""Minimum size for caching; smaller models are packed quickly."""
 
 _EVERY_S = 0.2
-"""Between two looks at how much is written."""
+"""Interval of progress reports while writing."""
 
 _SPARE = 2**28
-"""Bytes of the disk that must stay free."""
+"""Disk space that must remain free, in bytes."""
 
 
 def packed_folder(name: str, source: Path, quantize: str) -> Path:
-    """Where the packed weights of a model are kept, whether they are there or not; see `kept`.
+    """The folder for the packed weights of a model, whether it exists or not; see `packed_models`.
 
     Args:
-        name: as the user typed it.
-        source: folder of its checkpoint, or GGUF file; changes of its files change the result.
+        name: the name the user typed.
+        source: checkpoint folder or GGUF file; the result changes with its files.
         quantize: ``int8``, ``int4`` or ``gguf``.
     """
     digest = hashlib.sha256(f"{files_digest(source)} {FORMAT}".encode()).hexdigest()[:12]
@@ -51,17 +51,16 @@ def packed_folder(name: str, source: Path, quantize: str) -> Path:
 def keep(
     model: Any, folder: Path, note: Mapping[str, str], notify: Callable[[str], None], progress: ProgressCallback
 ) -> None:
-    """Write the weights of a packed model, all or nothing.
+    """Save the weights of a packed model atomically.
 
-    Nothing is written, and one line says why, where the disk is too small or cannot be written; another program that
-    writes the same is left to it.
+    Does nothing but notify if the disk is full or not writable, and nothing if another process is writing the folder.
 
     Args:
-        model: of transformers, packed.
-        folder: of `packed_folder`.
-        note: what it was made of, see `kept`.
-        notify: told what is written and how large it is.
-        progress: told when writing begins and ends.
+        model: a packed model of transformers.
+        folder: the result of `packed_folder`.
+        metadata: content of `packed.json`, see `packed_models`.
+        notify: called with what is written and its size.
+        progress: called while writing.
     """
     tensors = {key: tensor.contiguous() for key, tensor in model.state_dict().items()}
     size = sum(tensor.nbytes for tensor in tensors.values())
@@ -92,7 +91,7 @@ def keep(
 
 
 def _write(tensors: dict[str, Tensor], path: Path, size: int, progress: ProgressCallback) -> None:
-    """Write tensors of `size` bytes, and tell how large the file is meanwhile."""
+    """Write tensors of `size` bytes and report the size of the file meanwhile."""
     with ThreadPoolExecutor(1) as beside:
         writing = beside.submit(safetensors.torch.save_file, tensors, path, {"format": "pt"})
         while not writing.done():

@@ -1,4 +1,4 @@
-"""Where a model goes: its device, its dtype, and how it is spread over several."""
+"""Chooses the device, dtype and distribution of a model."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from h2o_stream.resources import cache_folder
 
 
 def device_of(name: str) -> torch.device:
-    """The torch device of a name; ``auto`` is the best there is.
+    """The torch device for a name; ``auto`` is the best available.
 
     Raises:
-        ConfigError: it cannot be used here.
+        ConfigError: the device is not available.
     """
     if name == "auto":
-        own = os.environ.get("LOCAL_RANK", "0")  # of this process among those of a launcher
+        own = os.environ.get("LOCAL_RANK", "0")  # set by launchers of several processes
         name = f"cuda:{own}" if torch.cuda.is_available() else "mps" if torch.backends.mps.is_available() else "cpu"
     try:
         device = torch.device(name)
@@ -32,9 +32,9 @@ def device_of(name: str) -> torch.device:
 
 
 def dtype_of(name: str, device: torch.device) -> torch.dtype:
-    """The torch dtype of a name.
+    """The torch dtype for a name.
 
-    ``auto`` is bfloat16 where the hardware computes in it, float32 elsewhere: emulated, it is slower than float32.
+    ``auto`` is bfloat16 if the hardware supports it, otherwise float32, because emulation is slower than float32.
     """
     if name == "auto" and device.type != "cpu":
         return torch.bfloat16
@@ -42,7 +42,7 @@ def dtype_of(name: str, device: torch.device) -> torch.dtype:
 
 
 def allowed_dtypes(name: str) -> tuple[torch.dtype, ...]:
-    """The dtypes that a name allows on a CPU, the best first."""
+    """The dtypes that a name allows on a CPU, best first."""
     if name != "auto":
         return (getattr(torch, name),)
     native = any(getattr(torch.cpu, f"_is_{unit}_supported", bool)() for unit in ("avx512_bf16", "amx_tile"))
@@ -50,7 +50,7 @@ def allowed_dtypes(name: str) -> tuple[torch.dtype, ...]:
 
 
 def device_map_kwargs(config: ModelConfig) -> dict[str, Any]:
-    """Where weights go, as transformers takes it."""
+    """Arguments of `from_pretrained` for a device map."""
     if not config.device_map:
         return {}
     memory = config.memory_by_device()
@@ -62,10 +62,10 @@ def device_map_kwargs(config: ModelConfig) -> dict[str, Any]:
 
 
 def tensor_parallel_kwargs(described: Any) -> dict[str, Any]:
-    """How weights are shared among processes, as transformers takes it.
+    """Arguments of `from_pretrained` for tensor parallelism.
 
     Raises:
-        ConfigError: there is only one process, or the heads cannot be shared out among them.
+        ConfigError: there is only one process, or the KV heads cannot be divided among them.
     """
     from transformers.distributed import DistributedConfig
 

@@ -1,4 +1,4 @@
-"""How wide the weights of a model are held: chosen by what fits into the memory that is free, before any is read."""
+"""Chooses the precision of a model's weights by the free memory, before any weight is read."""
 
 from __future__ import annotations
 
@@ -11,21 +11,21 @@ if TYPE_CHECKING:
     import torch
 
 COMFORTABLE = 0.6
-"""Share of the free memory that weights of 16, 32 and 8 bits may take; the rest is for everything else."""
+"""Share of the free memory that weights may take by default."""
 
 TIGHT = 0.9
-"""Share that they may take where nothing smaller is left, or the user asks for it."""
+"""Share they may take if the user asks for it or no smaller format is left."""
 
 
 @dataclass(frozen=True)
 class WeightSizes:
-    """Bytes of a model's weights.
+    """Sizes of a model's weights in bytes.
 
     Attributes:
-        float32: all in 32 bits.
-        int8: the matrices packed in 8 bits.
-        int4: the matrices packed in 4 bits.
-        largest: the largest tensor as it is read: it is there twice for a moment.
+        float32: all in float32.
+        int8: matrices packed in 8 bits.
+        int4: matrices packed in 4 bits.
+        largest: the largest tensor, which temporarily exists twice.
     """
 
     float32: int
@@ -35,7 +35,7 @@ class WeightSizes:
 
     @staticmethod
     def of(model: Any) -> WeightSizes:
-        """Those of a model, which may be on the meta device."""
+        """Sizes of a model, which may be on the meta device."""
         from h2o_stream.models.quantize import packed_bytes
 
         numbers = [weight.numel() for weight in model.parameters()]
@@ -43,7 +43,7 @@ class WeightSizes:
         return WeightSizes(4 * sum(numbers), int8, int4, 2 * max(numbers))
 
     def bytes_of(self, dtype: torch.dtype, quantize: str) -> int:
-        """Bytes of memory that loading takes."""
+        """Memory needed for loading."""
         if quantize == "none":
             return self.float32 * dtype.itemsize // 4
         return self.largest + (self.int8 if quantize == "int8" else self.int4)
@@ -51,12 +51,12 @@ class WeightSizes:
 
 @dataclass(frozen=True)
 class Precision:
-    """A choice.
+    """A choice of precision.
 
     Attributes:
-        dtype: of what is not packed, and of activations.
+        dtype: dtype of unpacked weights and activations.
         quantize: ``none``, ``int8`` or ``int4``.
-        reason: one line that says why, where the user would wonder; else empty.
+        reason: one-line explanation if the choice may surprise the user, else "".
     """
 
     dtype: torch.dtype
@@ -72,18 +72,18 @@ def choose_precision(
     dtypes: tuple[torch.dtype, ...],
     can_pack: bool = True,
 ) -> Precision:
-    """How wide weights are to be held.
+    """Choose the precision of weights.
 
     Args:
-        name: of the model, for messages.
-        sizes: of its weights.
-        free_bytes: of memory.
-        quantize: as the user says, ``auto`` included.
-        dtypes: that may be used, the best first.
-        can_pack: whether weights can be packed on this machine.
+        name: name of the model, for messages.
+        sizes: sizes of its weights.
+        free_bytes: free memory.
+        quantize: the user's choice, or ``auto``.
+        dtypes: allowed dtypes, best first.
+        can_pack: whether this machine can pack weights.
 
     Raises:
-        OutOfMemoryError: nothing that may be used fits.
+        OutOfMemoryError: no allowed choice fits.
     """
 
     def fits(dtype: torch.dtype, how: str, share: float) -> bool:
@@ -119,7 +119,7 @@ def choose_precision(
 
 
 def format_bytes(count: int) -> str:
-    """Bytes, for people."""
+    """A human-readable size."""
     return f"{count / 2**30:.1f} GiB" if count >= 2**30 else f"{count / 2**20:.0f} MiB"
 
 

@@ -1,4 +1,4 @@
-"""Models of DeepSpeed's ZeRO-Inference: weights in host memory, gathered layer by layer. Needs the extra ``zero``."""
+"""DeepSpeed's ZeRO-Inference: weights in host memory, gathered layer by layer. Needs the extra ``zero``."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ _ALONE = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127
 
 
 class ZeroInference:
-    """What has to be told before a model is read, and what is done to it then.
+    """Sets up ZeRO-Inference; create it before loading the model.
 
     Args:
-        dtype: of its weights.
+        dtype: dtype of the weights.
 
     Raises:
         H2OStreamError: DeepSpeed is not installed.
@@ -47,10 +47,10 @@ class ZeroInference:
         }
         self._deepspeed = deepspeed
         deepspeed.init_distributed()
-        self._heeded = HfDeepSpeedConfig(self._settings)  # transformers asks for it as long as this lives
+        self._heeded = HfDeepSpeedConfig(self._settings)  # transformers uses it while this object is alive
 
     def take(self, model: Any) -> Any:
-        """Let DeepSpeed gather the weights of each layer when it computes."""
+        """Wrap a model so that DeepSpeed gathers the weights of each layer on demand."""
         engine = self._deepspeed.initialize(model=model, config=self._settings)[0]
         engine.module.zero_inference = (engine, self._heeded)
         return engine.module

@@ -1,9 +1,8 @@
-"""The description of a transformers model, read off its modules.
+"""Describes a transformers model by inspecting its modules.
 
-Nothing is assumed of a class by its name: the modules of a layer must be those of a layout (`layouts`), what each one
-computes is asked of it (`modules`), and a module, parameter, hook or flag that is left over means that the model is not
-described. What a forward does beside its modules cannot be seen here; whoever uses a description proves it by comparing
-logits.
+Class names are not trusted: a layer's modules must match a known layout (`layouts`), each module's function is
+determined by evaluating it (`modules`), and any unknown module, parameter, hook or flag makes the model unsupported.
+Code in `forward` outside of modules is invisible here, so callers verify a description by comparing logits.
 """
 
 from __future__ import annotations
@@ -37,17 +36,17 @@ from h2o_stream.native.modules import (
 )
 
 _IDLE = (nn.Dropout, nn.Identity)
-"""Modules without effect when they do not drop."""
+"""Modules without effect in evaluation mode."""
 
 
 def describe(model: Any) -> Description:
-    """Describe a causal language model of transformers.
+    """Describe a causal language model.
 
-    Matrices and embedding are the model's own memory, norms and biases may be float32 copies: a description holds for
-    the weights as they are now.
+    Matrices and the embedding share the model's memory; norms and biases may be float32 copies, valid for the current
+    weights.
 
     Raises:
-        DescriptionError: it has something that the native step does not know.
+        DescriptionError: the native step does not support some part of the model.
     """
     for name, module in model.named_modules():
         check_module(name or "the model", module)
@@ -55,7 +54,7 @@ def describe(model: Any) -> Description:
 
 
 def _check_flags(name: str, get: Callable[[str], Any]) -> None:
-    """Whether attributes that change what is computed are as if they were not there."""
+    """Check that flags that change the computation have their neutral values."""
     for flag, neutral in layouts.NEUTRAL_FLAGS.items():
         value = get(flag)
         if value is not None and value not in neutral:
@@ -63,7 +62,7 @@ def _check_flags(name: str, get: Callable[[str], Any]) -> None:
 
 
 class _Reader:
-    """Reads a model top down, and notes which modules it has read."""
+    """Reads a model top down and records which modules it has read."""
 
     def __init__(self, model: Any) -> None:
         self._model = model
@@ -71,7 +70,7 @@ class _Reader:
         self._read: set[int] = set()
 
     def read(self) -> Description:
-        """The whole model."""
+        """Describe the whole model."""
         config = self._config
         _check_flags("the config", lambda flag: getattr(config, flag, None))
         _check_flags("RoPE", (getattr(config, "rope_parameters", None) or {}).get)
@@ -100,7 +99,7 @@ class _Reader:
         return description
 
     def _ends(self) -> tuple[Any, Matrix, Any]:
-        """The embedding, its rows, and the output layer."""
+        """Return the embedding module, its matrix, and the output layer."""
         embedding, head = self._model.get_input_embeddings(), self._model.get_output_embeddings()
         if head is None:
             raise DescriptionError(f"{type(self._model).__name__} has no output layer")
@@ -111,7 +110,7 @@ class _Reader:
         return embedding, rows, head
 
     def _positions(self, backbone: Any) -> Any:
-        """The embedding of learned positions; None where there is a rotary one."""
+        """Return the learned position embedding, or None if positions are rotary."""
         self._rotary = getattr(backbone, "rotary_emb", None)
         positions = getattr(backbone, "embed_positions", None)
         if (positions is None) == (self._rotary is None) or not isinstance(positions, nn.Embedding | None):
@@ -120,7 +119,7 @@ class _Reader:
         return positions
 
     def _backbone(self) -> Any:
-        """The module that holds the layers, under the model or its base model."""
+        """Find the module that holds the layers, under the model or its base model."""
         path = [self._model]
         for name in (self._model.base_model_prefix, "decoder"):
             if not hasattr(path[-1], "layers") and isinstance(getattr(path[-1], name, None), nn.Module):
@@ -137,7 +136,7 @@ class _Reader:
         self._read.update(map(id, modules))
 
     def _check_all_read(self) -> None:
-        """Whether nothing is left over."""
+        """Check that every module was read."""
         for name, module in self._model.named_modules():
             if id(module) not in self._read and not isinstance(module, _IDLE):
                 raise DescriptionError(f"{name} is a {type(module).__name__} that is not known")
@@ -162,7 +161,7 @@ class _Reader:
         )
 
     def _note_container(self, module: Any, name: str) -> None:
-        """A module of which only the children are read."""
+        """Record a module of which only the children are read."""
         if loose := next((key for key, _ in (*module._parameters.items(), *module._buffers.items())), None):
             raise DescriptionError(f"{name} has {loose} of its own in its {type(module).__name__}")
         self._note(module)
@@ -245,7 +244,7 @@ def _has(module: Any, names: Collection[str]) -> bool:
 
 
 def _layout(layer: Any, name: str, known: Collection[LayerLayout]) -> LayerLayout:
-    """The layout whose norms are those of a layer, no more and no less."""
+    """Find the layout whose modules match those of a layer exactly."""
     kinds = {key: child for key, child in layer.named_children() if not isinstance(child, _IDLE)}
     for layout in known:
         own = {layout.attention, *layout.norms.values(), *((layout.mlp,) if layout.mlp else ())}
@@ -261,7 +260,7 @@ def _layout(layer: Any, name: str, known: Collection[LayerLayout]) -> LayerLayou
 def _heads(
     qkv: list[Matrix], layout: AttentionLayout, size: int, columns: int, name: str
 ) -> tuple[int, int, int, HeadOffsets]:
-    """Query heads, KV heads, the size of values, and where they lie; from the sizes of the matrices."""
+    """Derive query heads, KV heads, value size and offsets from the sizes of the matrices."""
     if layout.order == "by head":
         heads = qkv[0].rows // (3 * size)
         offsets = HeadOffsets(0, 3 * size, size, 3 * size, 2 * size, 3 * size)

@@ -1,4 +1,4 @@
-"""Whether a model is still the one that was described: a native step reads weights by address and calls no module."""
+"""Detects changes of a described model: a native step reads weights by address and calls no module."""
 
 from __future__ import annotations
 
@@ -30,25 +30,25 @@ _REGISTRATIONS = (
 
 
 class ModelGuard:
-    """A model as it is now, to be compared with what it is later.
+    """A snapshot of a model that its later state is compared with.
 
-    Between two tokens of a stream what is cheap is compared, a twenty-fifth of a step of a very small model: addresses,
-    versions and modes. Modules, parameters and hooks are compared when torch has put any into any module since, and
-    after `invalidate`. The model's own hooks and forward are not looked at: they are run around every step.
+    Between tokens only cheap properties are compared: addresses, versions and modes. Modules, parameters and hooks are
+    compared after torch has registered any anywhere, and after `invalidate`. The model's own hooks and forward are
+    ignored, because they run around every step.
 
     Args:
-        model: whose modules, weights, hooks and modes are taken down.
-        description: of the model.
+        model: the model to watch.
+        description: its description.
     """
 
     def __init__(self, model: nn.Module, description: Description) -> None:
         modules = list(model.modules())
         inside = modules[1:]
-        # The frequencies of a rotary embedding come and go with the length of the text.
+        # The buffers of a rotary embedding change with the sequence length.
         still = [module for module in modules if not hasattr(module, "rope_type")]
         homes: list[Mapping[str, Any]] = [module._modules for module in modules]
         homes += [owner for module in still for owner in (module._parameters, module._buffers)]
-        # These show what is put in later; behind them comes an end that nothing else is.
+        # Views that show later insertions; the sentinel at the end matches nothing else.
         self._homes = [*(home.values() for home in homes if home), (_END,)]
         self._held = [*chain.from_iterable(self._homes)]
         self._tensors = [held for held in self._held if isinstance(held, Tensor)]
@@ -70,7 +70,7 @@ class ModelGuard:
 
     @property
     def _signs(self) -> tuple[int, int]:
-        """Hooks that were made, and what was put into modules, anywhere."""
+        """Counters of created hooks and of registrations, in the whole process."""
         return RemovableHandle.next_id, self._registered[0]
 
     def invalidate(self) -> None:
@@ -78,7 +78,7 @@ class ModelGuard:
         self._compared = None
 
     def __bool__(self) -> bool:
-        """Whether modules, weights, hooks and modes are those that were taken down."""
+        """Whether modules, weights, hooks and modes are unchanged."""
         if self._compared != self._signs:
             if not self._in_structure:
                 return False
@@ -92,19 +92,19 @@ class ModelGuard:
 
     @property
     def _in_structure(self) -> bool:
-        """Whether modules, parameters and hooks are the same."""
+        """Whether modules, parameters and hooks are the same objects."""
         return all(map(is_, chain.from_iterable(self._homes), self._held)) and not any(
             map(has_active_hooks, self._hooks)
         )
 
     @property
     def weights_unchanged(self) -> bool:
-        """Whether the numbers of which the description holds copies are the same; takes longer."""
+        """Whether the weights that the description has copied are unchanged; slower."""
         return all(map(torch.equal, self._copied, self._copies))
 
 
 def _addresses(value: Any) -> Iterator[int]:
-    """Of all tensors in a description."""
+    """Addresses of all tensors in a description."""
     if isinstance(value, Tensor):
         yield value.data_ptr()
     elif is_dataclass(value):

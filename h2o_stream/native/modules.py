@@ -1,7 +1,7 @@
-"""What single modules of a model compute: linear layers, norms, activations, embeddings, rotary embeddings.
+"""What individual modules compute: linear layers, norms, activations, embeddings, rotary embeddings.
 
-Where classes differ in name only, a module is asked rather than looked up: it is given a few numbers, and what it makes
-of them tells a layer norm from an RMS norm, w from 1 + w, and one GELU from another.
+Modules are evaluated on test inputs rather than recognized by class: that distinguishes layer norm from RMS norm, w
+from 1 + w, and one GELU from another.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from h2o_stream.native.description import DescriptionError, Matrix, Norm, Rope
 from h2o_stream.native.packing import gather
 
 DTYPES = {torch.float32: MatrixKind.FLOAT32, torch.bfloat16: MatrixKind.BFLOAT16}
-"""Weights that are used as they are."""
+"""Dense weights that need no conversion."""
 
 _ACTIVATIONS: dict[Activation, Callable[[Tensor], Tensor]] = {
     Activation.SILU: functional.silu,
@@ -30,23 +30,23 @@ _ACTIVATIONS: dict[Activation, Callable[[Tensor], Tensor]] = {
 }
 
 _EPSILONS = (1e-5, 1e-6)
-"""Of norms that do not say."""
+"""For norms that have no such attribute."""
 
 _FIXED_ROPE = {"default", "linear", "llama3", "yarn", "proportional"}
-"""Kinds of RoPE whose frequencies do not change with the length of the text."""
+"""RoPE types whose frequencies do not depend on the sequence length."""
 
 _FEW_POSITIONS = (0, 1, 5)
 
 
 _HARMLESS_HOOKS = "transformers.utils.output_capturing"
-"""Hooks that do nothing unless hidden states are asked for; transformers never takes them off."""
+"""Hooks that do nothing unless hidden states are requested; transformers never removes them."""
 
 
 def check_module(name: str, module: Any) -> None:
-    """Whether calling a module is calling the forward of its class, on the CPU and without chance.
+    """Check that calling a module runs its class's forward, on the CPU and deterministically.
 
     Raises:
-        DescriptionError: it is hooked, patched, offloaded, not of a library, or drops at random.
+        DescriptionError: it is hooked, patched, offloaded, from an unknown package, or applies dropout.
     """
     kind = type(module).__name__
     if hasattr(module, "_hf_hook"):
@@ -65,18 +65,18 @@ def check_module(name: str, module: Any) -> None:
 
 
 def has_active_hooks(hooks: Mapping[int, Any]) -> bool:
-    """Whether there are hooks among these that may do something."""
+    """Whether any of these hooks may have an effect."""
     return any(getattr(hook, "__module__", None) != _HARMLESS_HOOKS for hook in hooks.values())
 
 
 def uses_dropout(module: Any) -> bool:
-    """Whether a module drops at random in training mode."""
+    """Whether a module applies dropout in training mode."""
     dropping = (value for key, value in vars(module).items() if "drop" in key or key == "p")
     return any(isinstance(value, float | int) and value > 0 for value in dropping)
 
 
 def matrix_of(module: Any, name: str) -> Matrix:
-    """The weights of a linear layer, where they lie.
+    """The weights of a linear layer, without copying.
 
     Args:
         module: a plain `nn.Linear`, or one that holds packed `tiles` of a `kind`.
@@ -94,7 +94,7 @@ def matrix_of(module: Any, name: str) -> Matrix:
 
 
 def embedding_of(module: Any, name: str) -> Matrix:
-    """The rows of an embedding, where they lie: one for each token.
+    """The weights of an embedding, without copying.
 
     Args:
         module: an `nn.Embedding`, or one that holds packed `tiles` of a `kind`.
@@ -118,10 +118,10 @@ def _dense(weights: Tensor, bias: Tensor | None, name: str) -> Matrix:
 
 
 def raw_tensor(tensor: Tensor, name: str) -> Tensor:
-    """The same memory as a tensor without gradient.
+    """The tensor without its gradient, sharing memory.
 
     Raises:
-        DescriptionError: it is of a subclass, elsewhere than on the CPU or not contiguous.
+        DescriptionError: it is of a tensor subclass, not on the CPU or not contiguous.
     """
     if type(tensor) not in (Tensor, nn.Parameter, nn.Buffer):
         raise DescriptionError(f"{name} has weights in a {type(tensor).__name__}")
@@ -131,15 +131,15 @@ def raw_tensor(tensor: Tensor, name: str) -> Tensor:
 
 
 def as_float32(tensor: Tensor | None, name: str) -> Tensor | None:
-    """A small tensor in float32: itself, or a copy."""
+    """A small tensor in float32, copied only if necessary."""
     return None if tensor is None else raw_tensor(tensor, name).float()
 
 
 def norm_of(module: Any, size: int, name: str) -> Norm:
-    """What a norm over `size` numbers computes.
+    """Determine what a norm over `size` elements computes.
 
     Raises:
-        DescriptionError: neither a layer norm nor an RMS norm, of this size.
+        DescriptionError: it is neither a layer norm nor an RMS norm of this size.
     """
     weight, bias = as_float32(getattr(module, "weight", None), name), as_float32(getattr(module, "bias", None), name)
     one = torch.ones(size)
@@ -164,7 +164,7 @@ def norm_of(module: Any, size: int, name: str) -> Norm:
 
 
 def apply_norm(norm: Norm, x: Tensor) -> Tensor:
-    """The norm of vectors [..., n]."""
+    """Apply a norm to vectors [..., n]."""
     if norm.kind == NormKind.NONE:
         return x
     assert norm.weight is not None
@@ -174,12 +174,12 @@ def apply_norm(norm: Norm, x: Tensor) -> Tensor:
 
 
 def apply_activation(activation: Activation, x: Tensor) -> Tensor:
-    """An activation of numbers."""
+    """Apply an activation elementwise."""
     return _ACTIVATIONS[activation](x)
 
 
 def activation_of(function: Any, name: str) -> Activation:
-    """Which of the known activations a module or function is.
+    """Determine which of the known activations a module or function is.
 
     Raises:
         DescriptionError: none of them.
@@ -193,10 +193,10 @@ def activation_of(function: Any, name: str) -> Activation:
 
 
 def embedding_scale(module: Any, matrix: Matrix, name: str) -> float:
-    """The factor by which an embedding multiplies its rows, those of `matrix`.
+    """The factor that an embedding applies to the rows of `matrix`.
 
     Raises:
-        DescriptionError: it does something else to them.
+        DescriptionError: it does more than scale its rows.
     """
     scale = getattr(module, "embed_scale", 1.0)
     if isinstance(scale, Tensor):
@@ -213,11 +213,11 @@ def embedding_scale(module: Any, matrix: Matrix, name: str) -> float:
 
 
 def rope_of(rotary: Any, layer_type: str | None, attention: Any, name: str) -> Rope:
-    """Angles and scale of a rotary embedding.
+    """Frequencies and scale of a rotary embedding.
 
     Args:
-        rotary: of transformers.
-        layer_type: of the layer, where the embedding has several kinds of layers.
+        rotary: a rotary embedding of transformers.
+        layer_type: type of the layer, if the embedding distinguishes several.
         attention: the module that applies it.
         name: of `attention`, for the message.
 
@@ -230,7 +230,7 @@ def rope_of(rotary: Any, layer_type: str | None, attention: Any, name: str) -> R
         if layer_type is None or layer_type not in kind:
             raise DescriptionError(f"{name} is in a layer without rotary positions")
         prefix, kind, which = f"{layer_type}_", kind[layer_type], (layer_type,)
-    # What is called original is not exchanged while a long text is fed.
+    # "original" frequencies stay the same while a long text is processed
     angles = getattr(rotary, f"{prefix}original_inv_freq", getattr(rotary, f"{prefix}inv_freq", None))
     if angles is None or angles.device.type != "cpu":
         raise DescriptionError(f"{type(rotary).__name__} has no angles per position on the CPU")
@@ -251,7 +251,7 @@ def rope_of(rotary: Any, layer_type: str | None, attention: Any, name: str) -> R
 
 
 def _rotates_halves(attention: Any, cos: Tensor, sin: Tensor) -> bool:
-    """Whether the function that applies rotations beside an attention's class does it half by half."""
+    """Whether `apply_rotary_pos_emb` in an attention's module rotates in the rotate-half form."""
     apply = getattr(sys.modules[type(attention).__module__], "apply_rotary_pos_emb", None)
     if apply is None:
         return False
@@ -267,7 +267,7 @@ def _rotates_halves(attention: Any, cos: Tensor, sin: Tensor) -> bool:
 
 @torch.no_grad()
 def _asked(function: Any, x: Tensor, name: str) -> Tensor:
-    """What a module makes of some numbers, in float32."""
+    """Evaluate a module on a test input, in float32."""
     try:
         y = function(x)
     except (TypeError, ValueError, RuntimeError, IndexError) as error:
@@ -278,7 +278,7 @@ def _asked(function: Any, x: Tensor, name: str) -> Tensor:
 
 
 def _distance(given: Tensor, expected: Tensor) -> Tensor:
-    """Largest difference of any number, relative to the largest number."""
+    """Largest absolute difference relative to the largest expected magnitude."""
     if given.shape != expected.shape:
         return torch.tensor(torch.inf)
     return (given - expected).abs().max() / expected.abs().max().clamp_min(torch.finfo(torch.float32).tiny)
