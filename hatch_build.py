@@ -17,7 +17,7 @@ from typing import Any
 
 from hatchling.builders.hooks.plugin.interface import BuildHookInterface
 
-PLACE = Path("h2o_stream/native")
+LIBRARY_FOLDER = Path("h2o_stream/native")
 """Location of the libraries, in the source tree and in a wheel."""
 
 
@@ -33,7 +33,7 @@ class NativeLibraries(BuildHookInterface):
         root = Path(self.root)
         if version == "editable":
             if not self._compile(root / "build" / "native", root):
-                for outdated in root.glob(f"{PLACE}/_h2o_*"):
+                for outdated in root.glob(f"{LIBRARY_FOLDER}/_h2o_*"):
                     outdated.unlink()
             return
         self._scratch = tempfile.TemporaryDirectory()
@@ -42,8 +42,8 @@ class NativeLibraries(BuildHookInterface):
             # The libraries do not link against Python, so the wheel depends on the platform only.
             build_data["pure_python"] = False
             build_data["tag"] = f"py3-none-{_platform_tag()}"
-            for library in scratch.glob(f"{PLACE}/*"):
-                build_data["force_include"][str(library)] = str(PLACE / library.name)
+            for library in scratch.glob(f"{LIBRARY_FOLDER}/*"):
+                build_data["force_include"][str(library)] = str(LIBRARY_FOLDER / library.name)
 
     def finalize(self, version: str, build_data: dict[str, Any], artifact_path: str) -> None:
         """Clean up."""
@@ -60,9 +60,9 @@ class NativeLibraries(BuildHookInterface):
         configure = ["cmake", "-S", self.root, "-B", str(folder), f"-DCMAKE_INSTALL_PREFIX={prefix}", *generator]
         build = ["cmake", "--build", str(folder), "--target", "install/strip", "--parallel", str(os.cpu_count() or 1)]
         try:
-            if (folder / "CMakeCache.txt").exists() and _failure(configure):
+            if (folder / "CMakeCache.txt").exists() and _run(configure):
                 shutil.rmtree(folder)  # made by another compiler, or for a checkout that was moved
-            failure = _failure(configure) or _failure(build)
+            failure = _run(configure) or _run(build)
         except OSError as error:
             failure = str(error)
         if failure:
@@ -75,18 +75,18 @@ class NativeLibraries(BuildHookInterface):
         self.app.display_warning(f"h2o-stream is installed without its compiled library, and will be slower: {reason}")
 
 
-def _failure(command: list[str]) -> str:
+def _run(command: list[str]) -> str:
     """Run a command; returns its output if it fails."""
-    done = subprocess.run(command, check=False, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
-    return f"{' '.join(command)} failed:\n{done.stdout}" if done.returncode else ""
+    result = subprocess.run(command, check=False, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+    return f"{' '.join(command)} failed:\n{result.stdout}" if result.returncode else ""
 
 
 def _has_compiler() -> bool:
-    named = os.environ.get("CXX")
-    return any(shutil.which(name) for name in ([named.split()[0]] if named else ["c++", "g++", "clang++"]))
+    cxx = os.environ.get("CXX")
+    return any(shutil.which(name) for name in ([cxx.split()[0]] if cxx else ["c++", "g++", "clang++"]))
 
 
 def _platform_tag() -> str:
     # A universal Python on macOS compiles for the running architecture.
-    own = sysconfig.get_platform().replace("universal2", platform.machine())
-    return own.replace("-", "_").replace(".", "_")
+    platform_name = sysconfig.get_platform().replace("universal2", platform.machine())
+    return platform_name.replace("-", "_").replace(".", "_")

@@ -24,5 +24,7 @@ class _NoGraphs:
 @contextmanager
 def compiled(model: Any, cache: Any, artifacts: Any = None) -> Iterator[_NoGraphs]:
     """Do nothing: `attach` already uses native code where possible."""
-    warnings.warn("compiled() does nothing any more: attach(model) is fast by itself", DeprecationWarning, stacklevel=3)
+    warnings.warn(
+        "compiled() no longer does anything: attach(model) is fast without it", DeprecationWarning, stacklevel=3
+    )
     yield _NoGraphs()

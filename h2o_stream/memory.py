@@ -24,8 +24,8 @@ def trim_heap() -> None:
 
     Otherwise glibc retains more after every prompt, because of fragmentation. Does nothing on other systems.
     """
-    if sys.platform == "linux" and (trim := getattr(ctypes.CDLL(None), "malloc_trim", None)):
-        trim(0)
+    if sys.platform == "linux" and (malloc_trim := getattr(ctypes.CDLL(None), "malloc_trim", None)):
+        malloc_trim(0)
 
 
 def peak_bytes() -> int:
@@ -48,9 +48,9 @@ def free_bytes() -> int:
     import psutil
 
     free = int(psutil.virtual_memory().available)
-    group = Path("/sys/fs/cgroup")
+    cgroup = Path("/sys/fs/cgroup")
     try:
-        most, used = ((group / name).read_text().strip() for name in ("memory.max", "memory.current"))
-        return min(free, int(most) - int(used))
+        limit, used = ((cgroup / name).read_text().strip() for name in ("memory.max", "memory.current"))
+        return min(free, int(limit) - int(used))
     except (OSError, ValueError):  # no control group, or "max"
         return free

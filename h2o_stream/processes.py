@@ -25,14 +25,14 @@ class Processes:
         """Whether this process prints and writes on behalf of all."""
         return self.rank == 0
 
-    def gather(self, own: dict[int, Any]) -> dict[int, Any]:
+    def gather(self, items: dict[int, Any]) -> dict[int, Any]:
         """Merge the items of all processes, in every process; waits for all of them."""
         import torch
         from accelerate import PartialState
         from accelerate.utils import gather_object
 
         PartialState(cpu=not torch.accelerator.is_available())
-        return {number: item for part in gather_object([own]) for number, item in part.items()}
+        return {number: item for part in gather_object([items]) for number, item in part.items()}
 
 
 def broadcast(value: Any) -> Any:
@@ -41,6 +41,6 @@ def broadcast(value: Any) -> Any:
 
     if not (distributed.is_available() and distributed.is_initialized()):
         return value
-    said = [value]
-    distributed.broadcast_object_list(said)
-    return said[0]
+    values = [value]
+    distributed.broadcast_object_list(values)
+    return values[0]

@@ -77,7 +77,7 @@ def manual() -> str:
     try:
         from pydoc_data.topics import topics
     except ImportError as error:
-        raise DataError("this Python came without the texts of its help(); give a --text") from error
+        raise DataError("this Python has no help() texts; give a --text") from error
     return "\n\n".join(topics[name] for name in sorted(topics))
 
 
@@ -166,7 +166,7 @@ def user_path(name: str, place: str) -> Path:
         DataError: the home folder does not exist, or the path is invalid.
     """
     if "\0" in name:
-        raise DataError(f"{place}: no name of a file has a null character")
+        raise DataError(f"{place}: file names cannot contain null characters")
     try:
         return Path(name).expanduser()
     except RuntimeError as error:

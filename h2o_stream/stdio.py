@@ -34,13 +34,13 @@ def prepare_stdio() -> None:
 
 def _open(number: int) -> None:
     if number == 1:
-        reading, opened = os.pipe()
-        os.close(reading)
+        read_end, descriptor = os.pipe()
+        os.close(read_end)
     else:
-        opened = os.open(os.devnull, os.O_RDWR)
-    if opened != number:
-        os.dup2(opened, number)
-        os.close(opened)
+        descriptor = os.open(os.devnull, os.O_RDWR)
+    if descriptor != number:
+        os.dup2(descriptor, number)
+        os.close(descriptor)
     os.set_inheritable(number, True)
 
 
@@ -50,14 +50,14 @@ def discard_output(only_terminals: bool = False) -> None:
     Args:
         only_terminals: keep files and pipes open.
     """
-    nowhere = os.open(os.devnull, os.O_RDWR)
+    devnull = os.open(os.devnull, os.O_RDWR)
     for number in (1, 2):
         with suppress(OSError):
             if not only_terminals or stat.S_ISCHR(
                 os.fstat(number).st_mode
             ):  # a terminal that hung up is no longer a tty
-                os.dup2(nowhere, number)
-    os.close(nowhere)
+                os.dup2(devnull, number)
+    os.close(devnull)
 
 
 def handle_termination(handle: Callable[[int], None]) -> dict[int, Any]:
@@ -70,10 +70,10 @@ def handle_termination(handle: Callable[[int], None]) -> dict[int, Any]:
         The previous handlers by signal.
     """
 
-    def ended(number: int, frame: object) -> None:
+    def handler(number: int, frame: object) -> None:
         if number == getattr(signal, "SIGHUP", None):
             discard_output(only_terminals=True)
         handle(number)
 
-    heard = [number for number in TERMINATION_SIGNALS if signal.getsignal(number) is not signal.SIG_IGN]
-    return {number: signal.signal(number, ended) for number in heard}
+    handled = [number for number in TERMINATION_SIGNALS if signal.getsignal(number) is not signal.SIG_IGN]
+    return {number: signal.signal(number, handler) for number in handled}

@@ -179,7 +179,7 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
     ),
     "projected embedding": (
         tiny("OPT", **{**SIZES, "word_embed_proj_dim": 16, "ffn_dim": 32}),
-        "the embedding has rows of 16 numbers, layers 32",
+        "the embedding has 16 columns, layers 32",
     ),
     "layers without positions": (
         tiny("SmolLM3", **GROUPED, no_rope_layers=[1, 0]),
@@ -191,7 +191,7 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
     ),
     "interleaved rotation": (tiny("Glm", **GROUPED), "the attention of layer 0 does not rotate in the rotate-half"),
     "interleaved table": (tiny("Cohere", **GROUPED), "CohereRotaryEmbedding gives other angles"),
-    "sinks": (tiny("GptOss", **GROUPED, num_local_experts=2), "has sinks of its own in its GptOssAttention"),
+    "sinks": (tiny("GptOss", **GROUPED, num_local_experts=2), "has the parameter sinks in its GptOssAttention"),
     "activation": (tiny("Arcee", **GROUPED), "act_fn of layer 0 is ReLUSquaredActivation"),
     "temperature": (tiny("Ministral3", **GROUPED), "RoPE has llama_4_scaling_beta = 0.1"),
     "norms after rotation": (tiny("HunYuanDenseV1", **GROUPED), "self_attn.query_layernorm is a HunYuanDenseV1RMSNorm"),
@@ -255,7 +255,7 @@ class TestChanged:
     def test_adapter(self, llama: Any) -> None:
         attention = llama.model.layers[0].self_attn
         attention.q_proj = LoraLinear(attention.q_proj)
-        self.refused(llama, "model.layers.0.self_attn.q_proj is a LoraLinear, whose forward is of tests")
+        self.refused(llama, "model.layers.0.self_attn.q_proj is a LoraLinear, whose forward is from tests")
 
     def test_subclass(self, llama: Any) -> None:
         llama.model.layers[0].self_attn.q_proj = DoubledLinear(32, 32)
@@ -263,10 +263,10 @@ class TestChanged:
 
     def test_left_over(self, llama: Any) -> None:
         llama.model.layers[0].mlp.extra = nn.Linear(32, 32)
-        self.refused(llama, "model.layers.0.mlp.extra is a Linear that is not known")
+        self.refused(llama, "model.layers.0.mlp.extra is an unsupported Linear")
         del llama.model.layers[0].mlp.extra
         llama.model.layers[0].mlp.scale = nn.Parameter(torch.ones(1))
-        self.refused(llama, "layer 0 has scale of its own in its LlamaMLP")
+        self.refused(llama, "layer 0 has the parameter scale in its LlamaMLP")
 
     def test_other_numbers(self, llama: Any) -> None:
         self.refused(llama.half(), "weights of float16")
@@ -282,12 +282,12 @@ class TestChanged:
     def test_training(self, llama: Any) -> None:
         describe(llama.train())
         llama.model.layers[1].self_attn.attention_dropout = 0.1
-        self.refused(llama, "model.layers.1.self_attn drops at random in training mode")
+        self.refused(llama, "model.layers.1.self_attn uses dropout in training mode")
         describe(llama.eval())
 
     def test_sizes(self, llama: Any) -> None:
         llama.model.layers[0].self_attn.head_dim = 12
-        self.refused(llama, "matrices that do not make whole heads of 12")
+        self.refused(llama, "matrices that are not a whole number of heads of size 12")
 
 
 class Packed(PackedLinear):

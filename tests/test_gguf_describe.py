@@ -64,7 +64,7 @@ class TestDescribed:
         self, small: Path, cache_folder: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         first = export_config(GgufFile(small), "small", pytest.fail)
-        monkeypatch.setattr(gguf_export, "_describe", lambda *_: pytest.fail("made again"))
+        monkeypatch.setattr(gguf_export, "_export", lambda *_: pytest.fail("made again"))
         assert export_config(GgufFile(small), "small", pytest.fail) == first
 
     def test_files_of_transformers_beside_it_are_not_taken(
@@ -84,7 +84,7 @@ class TestDescribed:
             time.sleep(0.3)
             (target / "config.json").write_text("{}")
 
-        monkeypatch.setattr(gguf_export, "_describe", slowly)
+        monkeypatch.setattr(gguf_export, "_export", slowly)
         said: list[str] = []
         found: list[Path] = []
         threads = [
@@ -107,7 +107,7 @@ class TestDescribed:
             (target / "config.json").write_text("{}")
             raise error
 
-        monkeypatch.setattr(gguf_export, "_describe", fail)
+        monkeypatch.setattr(gguf_export, "_export", fail)
         expected = KeyboardInterrupt if isinstance(error, KeyboardInterrupt) else H2OStreamError
         with pytest.raises(expected, match="^$|small.gguf .* No space left on device"):
             export_config(GgufFile(small), "key", pytest.fail)

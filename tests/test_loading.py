@@ -16,8 +16,8 @@ from transformers import AutoModelForCausalLM, Gemma2Config, Gemma2ForCausalLM, 
 from h2o_stream import CacheConfig, ConfigError, attach
 from h2o_stream.config import ModelConfig
 from h2o_stream.errors import OutOfMemoryError
-from h2o_stream.models import kept, packed_folder, quantize
 from h2o_stream.models import load as loading
+from h2o_stream.models import packed_models, packed_weights, quantize
 from h2o_stream.models.gguf_names import Weight
 from h2o_stream.models.load import LoadedModel, load
 from h2o_stream.models.packed_layers import PackedEmbedding, PackedLinear, TiedHead
@@ -35,9 +35,9 @@ IDS = torch.randint(3, 64, (1, 30), generator=torch.Generator().manual_seed(0))
 @pytest.fixture
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The user's cache folder; everything is worth keeping."""
-    for module in (kept, packed_folder):
+    for module in (packed_models, packed_weights):
         monkeypatch.setattr(module, "cache_folder", lambda: tmp_path / "cache")
-    monkeypatch.setattr(packed_folder, "LEAST", 0)
+    monkeypatch.setattr(packed_weights, "MIN_BYTES", 0)
     return tmp_path / "cache" / "packed"
 
 
@@ -161,7 +161,7 @@ class TestKept:
         assert weights.stat().st_size > 5000
 
     def test_small_ones_are_not_kept(self, folder: Path, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(packed_folder, "LEAST", 2**30)
+        monkeypatch.setattr(packed_weights, "MIN_BYTES", 2**30)
         load(ModelConfig(str(folder), quantize="int4", device="cpu"))
         assert not cached_folders()
 
@@ -183,11 +183,11 @@ class TestKept:
         assert [path.suffix for path in cache.iterdir()] == [".lock"]
 
     def test_a_full_disk_is_said_before(self, folder: Path, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(packed_folder, "_SPARE", 2**60)
+        monkeypatch.setattr(packed_weights, "_RESERVED_BYTES", 2**60)
         said: list[str] = []
         load(ModelConfig(str(folder), quantize="int4", device="cpu"), notify=said.append)
         (line,) = said
-        assert "not kept" in line
+        assert "not cached" in line
         assert "are free" in line
 
     def test_what_a_killed_one_left_is_cleared(self, folder: Path, cache: Path) -> None:
@@ -202,7 +202,7 @@ class TestKept:
         config = ModelConfig(str(folder), quantize="int4", device="cpu")
         load(config)
         (entry,) = cached_folders()
-        kept.forget(str(folder))
+        packed_models.forget(str(folder))
         lock = FileLock(entry.path.with_name(f"{entry.path.name}.lock"))
 
         def progress(step: Progress) -> None:

@@ -18,10 +18,10 @@ from h2o_stream.native.library import FOLDER_VARIABLE, INSTRUCTIONS, INSTRUCTION
 def fresh(monkeypatch: pytest.MonkeyPatch):
     """Chosen anew, and once more after the test."""
     monkeypatch.delenv(INSTRUCTIONS_VARIABLE, raising=False)
-    library._found.cache_clear()
+    library._load.cache_clear()
     yield
     monkeypatch.undo()
-    library._found.cache_clear()
+    library._load.cache_clear()
 
 
 @pytest.fixture
@@ -63,7 +63,7 @@ class TestChoice:
             shutil.copy(file, folder)
         assert library.available() == ["portable"]
         assert library.name() == "portable"
-        library._found.cache_clear()
+        library._load.cache_clear()
         monkeypatch.setenv(INSTRUCTIONS_VARIABLE, "avx2")
         with pytest.raises(ConfigError, match="have portable"):
             library.loaded()
@@ -103,11 +103,11 @@ damaged = [whole[:length] for length in lengths]
 damaged += [whole[:place] + bytes([whole[place] ^ bit]) + whole[place + 1:] for place, bit in flips]
 for number, harmed in enumerate([*damaged, whole]):
     path.write_bytes(harmed)
-    library._found.cache_clear()
+    library._load.cache_clear()
     assert (library.loaded() is None) == (number < len(damaged)), number
     assert library.loaded() or "checksum differs" in library.missing_reason()
 path.with_suffix(".sum").unlink()
-library._found.cache_clear()
+library._load.cache_clear()
 assert library.loaded() is None
 """
         subprocess.run([sys.executable, "-c", code], check=True)

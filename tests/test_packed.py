@@ -52,7 +52,7 @@ def test_a_layer(kind: MatrixKind, bias: bool, dtype: torch.dtype) -> None:
 def test_weights_are_unpacked_in_parts(kind: MatrixKind, monkeypatch: pytest.MonkeyPatch) -> None:
     layer, x = linear(kind, 100, 256), torch.randn(70, 256)
     whole = layer(x)
-    monkeypatch.setattr("h2o_stream.models.packed_layers._AT_ONCE", 256 * 40)
+    monkeypatch.setattr("h2o_stream.models.packed_layers._WEIGHTS_PER_CHUNK", 256 * 40)
     torch.testing.assert_close(layer(x), whole)
 
 

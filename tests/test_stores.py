@@ -11,7 +11,7 @@ import pytest
 from filelock import FileLock
 
 from h2o_stream.errors import H2OStreamError, ModelNotFoundError
-from h2o_stream.models import stores
+from h2o_stream.models import packed_models, stores
 from h2o_stream.models.find import find
 from h2o_stream.models.packed_models import cached_bytes, cached_folders, forget
 from h2o_stream.models.stores import ollama_file, stored_models
@@ -210,7 +210,7 @@ class TestKept:
         assert stays.exists()
         assert store.exists()
         assert not list(stays.parent.glob(".*")), "nothing is left of them"
-        with pytest.raises(ModelNotFoundError, match="nothing is kept of 'org/m'; --forget takes one of org/m2"):
+        with pytest.raises(ModelNotFoundError, match="nothing is cached for 'org/m'; --forget takes one of org/m2"):
             forget("org/m")
 
     def test_files_and_old_copies_go_by_several_names(self, home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -256,7 +256,7 @@ class TestCommand:
         done = invoke("h2o-chat", "--forget", "nothing")
         assert done.exit_code == 1
         assert len(done.stderr.splitlines()) == 1
-        assert "nothing is kept of 'nothing'; --forget takes one of org/" in done.stderr
+        assert "nothing is cached for 'nothing'; --forget takes one of org/" in done.stderr
         done = invoke("h2o-chat", "--forget", "m-1")
         assert done.exit_code == 0
         assert "removed" in done.stderr

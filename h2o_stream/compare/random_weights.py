@@ -18,7 +18,7 @@ from h2o_stream.errors import ConfigError
 from h2o_stream.models.huge_pages import HugePageBuffer
 from h2o_stream.models.packed_layers import PackedEmbedding, PackedLinear
 from h2o_stream.models.placement import device_of, dtype_of
-from h2o_stream.models.quantize import packed_kinds, replace, tie_head, untie_head
+from h2o_stream.models.quantize import packed_kinds, replace_module, tie_head, untie_head
 from h2o_stream.native.abi import MatrixKind
 from h2o_stream.native.packing import ROWS, pack
 
@@ -81,7 +81,7 @@ def random_model(path: Path, choice: ModelConfig) -> Any:
     kinds = packed_kinds(model, choice.quantize)
     shared = untie_head(model, kinds)
     for name, kind in kinds.items():
-        replace(model, name, kind)
+        replace_module(model, name, kind)
     if shared:
         tie_head(model)
     model.to_empty(device=device)

@@ -45,7 +45,7 @@ class GgufFile:
     def __init__(self, path: Path) -> None:
         self.path = path
         try:
-            self._map, size = _mapped(path)
+            self._map, size = _map_file(path)
             header = Header(self._map, size)
             self.metadata, self._spans = header.metadata()
             self.architecture = architecture_of(self.metadata)
@@ -78,18 +78,18 @@ class GgufFile:
             warnings.simplefilter("ignore", UserWarning)  # numpy array is not writable
             return torch.from_numpy(view)
 
-    def forget(self, tensor: GgufTensor) -> None:
+    def release(self, tensor: GgufTensor) -> None:
         """Release the memory pages of a tensor; later reads load them from the file again."""
         if hasattr(mmap, "MADV_DONTNEED"):
             start = tensor.offset // mmap.PAGESIZE * mmap.PAGESIZE
             self._map.madvise(mmap.MADV_DONTNEED, start, tensor.offset + tensor.nbytes - start)
 
-    def raw(self, key: str) -> bytes:
+    def raw_bytes(self, key: str) -> bytes:
         """The bytes of a key and its value in the file."""
         return self._map[slice(*self._spans[key])]
 
 
-def _mapped(path: Path) -> tuple[mmap.mmap, int]:
+def _map_file(path: Path) -> tuple[mmap.mmap, int]:
     with path.open("rb") as file:
         start = file.read(8)
         if start[:4] != b"GGUF":

@@ -45,12 +45,12 @@ def export_config(file: GgufFile, key: str, notify: Callable[[str], None]) -> Pa
         return folder
     try:
         parent.mkdir(parents=True, exist_ok=True)
-        with _locked(
+        with _folder_locked(
             parent / f"{folder.name}.lock", lambda: notify(f"Another program is reading {file.path.name} ...")
         ):
             if not folder.exists():
                 with atomic_folder(folder) as partial:
-                    _describe(file, partial)
+                    _export(file, partial)
     except OSError as error:
         raise H2OStreamError(
             f"the tokenizer of {file.path.name} could not be written into {parent}: {error.strerror or error}"
@@ -59,12 +59,12 @@ def export_config(file: GgufFile, key: str, notify: Callable[[str], None]) -> Pa
 
 
 @contextmanager
-def _locked(path: Path, wait: Callable[[], None]) -> Iterator[None]:
+def _folder_locked(path: Path, on_wait: Callable[[], None]) -> Iterator[None]:
     lock = FileLock(path)
     try:
         lock.acquire(timeout=0)
     except Timeout:
-        wait()
+        on_wait()
         lock.acquire()
     try:
         yield
@@ -72,7 +72,7 @@ def _locked(path: Path, wait: Callable[[], None]) -> Iterator[None]:
         lock.release()
 
 
-def _describe(file: GgufFile, target: Path) -> None:
+def _export(file: GgufFile, target: Path) -> None:
     """Let transformers convert the header, and save the results."""
     from transformers import AutoConfig, GenerationConfig, PreTrainedTokenizerFast
     from transformers.integrations.gguf import GGUF_CONFIG_ARCHS
@@ -80,13 +80,13 @@ def _describe(file: GgufFile, target: Path) -> None:
     from h2o_stream.models.gguf_config import check_sizes, correct_config, end_token_ids
 
     check_sizes(file)
-    whole, short = target / "whole.gguf", target / "short.gguf"
-    whole.write_bytes(_header(file, short=False))
+    full, short = target / "whole.gguf", target / "short.gguf"
+    full.write_bytes(_header(file, short=False))
     short.write_bytes(_header(file, short=file.architecture not in GGUF_CONFIG_ARCHS))
     try:
-        with _silent():
+        with _quiet_transformers():
             config = correct_config(AutoConfig.from_pretrained(target, gguf_file=short.name), file)
-            tokenizer = PreTrainedTokenizerFast.from_pretrained(target, gguf_file=whole.name)
+            tokenizer = PreTrainedTokenizerFast.from_pretrained(target, gguf_file=full.name)
             generation = GenerationConfig.from_model_config(config)
     except H2OStreamError:
         raise
@@ -95,21 +95,21 @@ def _describe(file: GgufFile, target: Path) -> None:
         if "architecture" in reason or "model type" in reason:
             raise UnsupportedModelError(f"{file.path.name} cannot be served: {reason}") from error
         raise ModelNotFoundError(f"{file.path} is damaged or not readable as GGUF: {reason}") from error
-    whole.unlink()
+    full.unlink()
     short.unlink()
     generation.eos_token_id = end_token_ids(file)
     config.save_pretrained(target)
     generation.save_pretrained(target)
     tokenizer.save_pretrained(target)
-    _remove_added(target / "tokenizer.json", file.metadata[_TOKENS].count)
+    _remove_added_tokens(target / "tokenizer.json", file.metadata[_TOKENS].count)
 
 
-def _remove_added(path: Path, count: int) -> None:
+def _remove_added_tokens(path: Path, count: int) -> None:
     """Remove tokens that transformers added to a tokenizer of `count` tokens; the model has no embeddings for them."""
     tokenizer = json.loads(path.read_text(encoding="utf-8"))
-    own = [token for token in tokenizer["added_tokens"] if token["id"] < count]
-    if len(own) < len(tokenizer["added_tokens"]):
-        path.write_text(json.dumps({**tokenizer, "added_tokens": own}, ensure_ascii=False), encoding="utf-8")
+    original = [token for token in tokenizer["added_tokens"] if token["id"] < count]
+    if len(original) < len(tokenizer["added_tokens"]):
+        path.write_text(json.dumps({**tokenizer, "added_tokens": original}, ensure_ascii=False), encoding="utf-8")
 
 
 def _header(file: GgufFile, short: bool) -> bytes:
@@ -120,12 +120,12 @@ def _header(file: GgufFile, short: bool) -> bytes:
         short: omit long arrays, which transformers takes seconds to parse even if it only needs their length.
     """
     keys = [key for key, value in file.metadata.items() if not (short and isinstance(value, SkippedArray))]
-    kept = [file.raw(key) for key in keys if key != "general.alignment"]
+    entries = [file.raw_bytes(key) for key in keys if key != "general.alignment"]
     size, tokens = f"{file.architecture}.vocab_size", file.metadata.get(_TOKENS)
     if short and size not in file.metadata and isinstance(tokens, SkippedArray):
-        kept.append(_string(size) + struct.pack("<II", GGUFValueType.UINT32, tokens.count))
-    infos = [_string(name) + struct.pack("<IQIQ", 1, 1, GGMLQuantizationType.F32, 0) for name in file.tensors]
-    head = b"".join([b"GGUF", struct.pack("<IQQ", 3, len(infos), len(kept)), *kept, *infos])
+        entries.append(_string(size) + struct.pack("<II", GGUFValueType.UINT32, tokens.count))
+    tensor_infos = [_string(name) + struct.pack("<IQIQ", 1, 1, GGMLQuantizationType.F32, 0) for name in file.tensors]
+    head = b"".join([b"GGUF", struct.pack("<IQQ", 3, len(tensor_infos), len(entries)), *entries, *tensor_infos])
     return head + bytes(-len(head) % 32 + 32)
 
 
@@ -135,7 +135,7 @@ def _string(text: str) -> bytes:
 
 
 @contextmanager
-def _silent() -> Iterator[None]:
+def _quiet_transformers() -> Iterator[None]:
     """Suppress warnings of transformers."""
     from transformers.utils import logging
 

@@ -14,7 +14,7 @@ from h2o_stream.memory import free_bytes
 from h2o_stream.models.gguf import GgufFile
 from h2o_stream.models.gguf_names import Weight, model_weights
 from h2o_stream.models.huge_pages import HugePageBuffer
-from h2o_stream.models.precision import TIGHT, format_bytes
+from h2o_stream.models.precision import MAX_SHARE, format_bytes
 from h2o_stream.models.quantize import PackedConfig, packable
 from h2o_stream.native.abi import MatrixKind
 from h2o_stream.native.packing import GGUF_KINDS, columns_fit, pack, repack, tiles_shape
@@ -22,7 +22,7 @@ from h2o_stream.progress import Progress, ProgressCallback
 
 
 @dataclass(frozen=True)
-class _Place:
+class _LoadPlan:
     """How a tensor of the file is loaded.
 
     Attributes:
@@ -60,56 +60,57 @@ def packed_state_dict(
     Raises:
         OutOfMemoryError: there is not enough free memory.
     """
-    places = [_Place(weight, _kind(weight, skeleton)) for weight in model_weights(file, skeleton)]
-    shapes = [place.shape(dtype) for place in places]
+    plans = [_LoadPlan(weight, _packed_kind(weight, skeleton)) for weight in model_weights(file, skeleton)]
+    shapes = [plan.shape(dtype) for plan in plans]
     size, free = sum(map(prod, shapes)), free_bytes()
-    if size > TIGHT * free:
+    if size > MAX_SHARE * free:
         raise OutOfMemoryError(
-            f"{file.path.name} needs {format_bytes(size)} of memory, {format_bytes(free)} are free; take a smaller --model"
+            f"{file.path.name} needs {format_bytes(size)} of memory, {format_bytes(free)} are free; "
+            "take a smaller --model"
         )
     pages, weights, done = HugePageBuffer(shapes), dict[str, Tensor](), 0
-    total = sum(place.weight.tensor.nbytes for place in places)
-    for place in places:
+    total = sum(plan.weight.tensor.nbytes for plan in plans)
+    for plan in plans:
         progress(Progress("reading", done, total))
-        weight, kind = place.weight, place.kind
+        weight, kind = plan.weight, plan.kind
         if kind is None:
             values = weight.values()
             weights[weight.name] = pages.take(values.shape, dtype).copy_(values)
         else:
-            weights[f"{place.module}.tiles"] = _tiles(file, weight, kind, pages)
-        file.forget(weight.tensor)
+            weights[f"{plan.module}.tiles"] = _load_tiles(file, weight, kind, pages)
+        file.release(weight.tensor)
         done += weight.tensor.nbytes
     progress(Progress("reading", total, total))
-    return weights, PackedConfig(modules={place.module: place.kind.name for place in places if place.kind is not None})
+    return weights, PackedConfig(modules={plan.module: plan.kind.name for plan in plans if plan.kind is not None})
 
 
-def _kind(weight: Weight, skeleton: Any) -> MatrixKind | None:
+def _packed_kind(weight: Weight, skeleton: Any) -> MatrixKind | None:
     """Packed format of a weight; None if it is not in a block format or its module cannot be packed."""
     kind = GGUF_KINDS.get(weight.tensor.type.name)
     module = skeleton.get_submodule(weight.name.rpartition(".")[0])
     if kind is None or not packable(module):
         return None
-    kind = kind if weight.plain else MatrixKind.INT8
+    kind = kind if weight.same_rows else MatrixKind.INT8
     return kind if columns_fit(kind, weight.shape[1]) else None
 
 
-def _tiles(file: GgufFile, weight: Weight, kind: MatrixKind, pages: HugePageBuffer) -> Tensor:
+def _load_tiles(file: GgufFile, weight: Weight, kind: MatrixKind, pages: HugePageBuffer) -> Tensor:
     rows, columns = weight.shape
     tiles = pages.take(tiles_shape(kind, rows, columns))
-    if weight.plain:
+    if weight.same_rows:
         return repack(file.blocks(weight.tensor), weight.tensor.type, kind, rows, columns, weight.order, tiles)
     return pack(weight.values().contiguous(), kind, tiles)
 
 
-class _Unread:
+class _LazyWeight:
     """A weight that is read on access, like a slice of safetensors."""
 
     def __init__(self, file: GgufFile, weight: Weight, dtype: torch.dtype) -> None:
         self._file, self._weight, self._dtype = file, weight, dtype
 
-    def __getitem__(self, everything: Any) -> Tensor:
+    def __getitem__(self, index: Any) -> Tensor:
         values = self._weight.values().to(self._dtype, copy=True)
-        self._file.forget(self._weight.tensor)
+        self._file.release(self._weight.tensor)
         return values
 
 
@@ -121,4 +122,4 @@ def lazy_state_dict(file: GgufFile, skeleton: Any, dtype: torch.dtype) -> dict[s
         skeleton: the model on the meta device.
         dtype: dtype of all weights.
     """
-    return {weight.name: _Unread(file, weight, dtype) for weight in model_weights(file, skeleton)}
+    return {weight.name: _LazyWeight(file, weight, dtype) for weight in model_weights(file, skeleton)}

@@ -41,7 +41,7 @@ class Weight:
     shape: torch.Size
     tensor: GgufTensor
     others: tuple[GgufTensor, ...] = ()
-    plain: bool = False
+    same_rows: bool = False
     order: Tensor | None = None
     _source: _Source = field(repr=False, kw_only=True)
 
@@ -51,13 +51,13 @@ class Weight:
         Raises:
             UnsupportedModelError: this type cannot be dequantized.
         """
-        if not self.plain:
+        if not self.same_rows:
             values = self._source.processed(self.name, (self.tensor, *self.others))
         else:
             values = self._source.values(self.tensor)
             values = values if self.order is None else values[self.order]
         if values.shape != self.shape:
-            raise _misshapen(self._source.file, self.tensor, tuple(values.shape), self)
+            raise _shape_error(self._source.file, self.tensor, tuple(values.shape), self)
         return values
 
 
@@ -73,20 +73,24 @@ def model_weights(file: GgufFile, model: nn.Module) -> list[Weight]:
         UnsupportedModelError: the file has a weight that the model lacks.
     """
     source = _Source(file, model)
-    parts: dict[str, list[GgufTensor]] = {}
+    tensors_by_weight: dict[str, list[GgufTensor]] = {}
     for tensor in sorted(file.tensors.values(), key=lambda tensor: tensor.offset):
         if name := source.name(tensor):
-            parts.setdefault(name, []).append(tensor)
+            tensors_by_weight.setdefault(name, []).append(tensor)
         elif not _NOT_WEIGHTS.fullmatch(tensor.name):
             raise UnsupportedModelError(
-                f"{file.path.name} has {tensor.name}, for which {type(model).__name__} has no place"
+                f"{file.path.name} has {tensor.name}, which {type(model).__name__} does not have"
             )
     needed = model.state_dict()
     tied = getattr(model, "all_tied_weights_keys", {})
     for name in needed:
-        if name not in parts and name not in tied and _is_weight(model, name):
+        if name not in tensors_by_weight and name not in tied and _is_weight(model, name):
             raise ModelNotFoundError(f"{file.path} is damaged or not readable as GGUF: it has no {name}")
-    return [_weight(source, name, needed[name].shape, *tensors) for name, tensors in parts.items() if name in needed]
+    return [
+        _weight(source, name, needed[name].shape, *tensors)
+        for name, tensors in tensors_by_weight.items()
+        if name in needed
+    ]
 
 
 def _is_weight(model: nn.Module, name: str) -> bool:
@@ -98,38 +102,38 @@ def _weight(source: _Source, name: str, shape: torch.Size, tensor: GgufTensor, *
     weight = Weight(name, shape, tensor, others, _source=source)
     size = sum(math.prod(part.shape) for part in (tensor, *others))
     if size != shape.numel():
-        raise _misshapen(source.file, tensor, tensor.shape, weight)
+        raise _shape_error(source.file, tensor, tensor.shape, weight)
     if others or tensor.shape != shape:
         return weight
-    rows = source.row_numbers(tensor)
+    rows = source.row_indices(tensor)
     if rows.shape != (shape[0], 2) or np.any(rows[:, 1] != rows[:, 0] + 1):
         return weight
     order, unchanged = rows[:, 0] // 2, np.arange(shape[0])
     if np.array_equal(order, unchanged):
-        return replace(weight, plain=True)
+        return replace(weight, same_rows=True)
     if np.array_equal(np.sort(order), unchanged):
-        return replace(weight, plain=True, order=torch.from_numpy(order))
+        return replace(weight, same_rows=True, order=torch.from_numpy(order))
     return weight
 
 
-def _misshapen(file: GgufFile, tensor: GgufTensor, shape: tuple[int, ...], weight: Weight) -> ModelNotFoundError:
+def _shape_error(file: GgufFile, tensor: GgufTensor, shape: tuple[int, ...], weight: Weight) -> ModelNotFoundError:
     return ModelNotFoundError(
         f"{file.path} is damaged or not readable as GGUF: "
         f"{tensor.name} is {shape}, {weight.name} of the model is {tuple(weight.shape)}"
     )
 
 
-class _Names:
+class _NameSource:
     """The interface that transformers needs to map names, for a model and its base model.
 
     Given a whole model, transformers would visit every module and rebuild the table for each.
     """
 
-    def __init__(self, config: Any, weights: dict[str, Any], children: dict[str, _Names]) -> None:
+    def __init__(self, config: Any, weights: dict[str, Any], children: dict[str, _NameSource]) -> None:
         self.config, self._weights, self._children = config, weights, children
 
     @classmethod
-    def of(cls, model: Any) -> _Names:
+    def of(cls, model: Any) -> _NameSource:
         prefix = model.base_model_prefix
         base = getattr(model, prefix, None)
         children = {prefix: cls(model.config, base.state_dict(), {})} if base is not None else {}
@@ -138,7 +142,7 @@ class _Names:
     def state_dict(self) -> dict[str, Any]:
         return self._weights
 
-    def named_children(self) -> list[tuple[str, _Names]]:
+    def named_children(self) -> list[tuple[str, _NameSource]]:
         return list(self._children.items())
 
 
@@ -152,7 +156,7 @@ class _Source:
         processor = TENSOR_PROCESSORS.get(file.architecture, TensorProcessor)
         self._processor = processor(config=model.config.get_text_config().to_dict())
         try:
-            names = get_gguf_hf_weights_map(_Names.of(model), self._processor, model_type=file.architecture)
+            names = get_gguf_hf_weights_map(_NameSource.of(model), self._processor, model_type=file.architecture)
         except NotImplementedError as error:
             raise UnsupportedModelError(f"{file.path.name} cannot be served: {str(error).splitlines()[0]}") from error
         self._names: dict[str, str] = names
@@ -184,21 +188,21 @@ class _Source:
                 collected[name] = torch.from_numpy(np.ascontiguousarray(values, np.float32))
         return collected[name]
 
-    def row_numbers(self, tensor: GgufTensor) -> np.ndarray[Any, Any]:
+    def row_indices(self, tensor: GgufTensor) -> np.ndarray[Any, Any]:
         """Pass a matrix [rows, 2] of consecutive numbers through the processor."""
         numbers = np.arange(2 * tensor.shape[0]).reshape(-1, 2)
         try:
             with np.errstate(all="ignore"):
-                made = self._process(numbers, tensor.name, {})
+                result = self._process(numbers, tensor.name, {})
         except ValueError:  # the processor depends on the number of columns
-            made = None
-        return np.zeros((0, 2)) if made is None else made
+            result = None
+        return np.zeros((0, 2)) if result is None else result
 
     def _process(
         self, values: np.ndarray[Any, Any], name: str, collected: dict[str, Tensor]
     ) -> np.ndarray[Any, Any] | None:
         """Process a tensor; returns None if the result went into `collected`."""
-        made = self._processor.process(
+        result = self._processor.process(
             weights=values, name=name, tensor_key_mapping=self._names, parsed_parameters={"tensors": collected}
         )
-        return None if made.name is None else made.weights
+        return None if result.name is None else result.weights

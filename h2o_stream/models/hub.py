@@ -62,7 +62,7 @@ def fetch(repo: str, file: str, offline: bool, progress: ProgressCallback = igno
         )
         raise ModelNotFoundError(f"{repo} {why}, or use a local folder or {DEFAULT_MODEL}") from error
     except errors.EntryNotFoundError as error:
-        raise ModelNotFoundError(f"{repo} has no file {file}: it is not a model in transformers' form") from error
+        raise ModelNotFoundError(f"{repo} has no file {file}: it is not a model in transformers' format") from error
     except errors.HFValidationError as error:
         raise ModelNotFoundError(
             f"{repo!r} is neither a file, nor a folder, nor a Hub id such as HuggingFaceTB/SmolLM2-135M-Instruct"

@@ -11,10 +11,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-_LEAST = 16 * 2**20
+_MIN_BYTES = 16 * 2**20
 """Minimum size of the weights, in bytes."""
 
-_LINE = 64
+_ALIGNMENT = 64
 """Alignment of tensors, in bytes."""
 
 
@@ -28,20 +28,20 @@ class HugePageBuffer:
     """
 
     def __init__(self, shapes: Iterable[Iterable[int]]) -> None:
-        size = sum(_whole_lines(prod(shape)) for shape in shapes)
+        size = sum(_aligned(prod(shape)) for shape in shapes)
         self._memory, self._begin = torch.empty(0, dtype=torch.uint8), 0
         if size:
-            self._memory = torch.frombuffer(_allocated(size), dtype=torch.uint8)
+            self._memory = torch.frombuffer(_allocate(size), dtype=torch.uint8)
 
     def take(self, shape: Iterable[int], dtype: torch.dtype = torch.uint8) -> Tensor:
         """Allocate the next tensor, uninitialized."""
         shape = tuple(shape)
         begin, size = self._begin, prod(shape) * dtype.itemsize
-        self._begin += _whole_lines(size)
+        self._begin += _aligned(size)
         return self._memory[begin : begin + size].view(dtype).view(shape)
 
 
-def _allocated(size: int) -> mmap.mmap:
+def _allocate(size: int) -> mmap.mmap:
     if not hasattr(mmap, "MADV_HUGEPAGE"):
         return mmap.mmap(-1, size)
     pages = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
@@ -59,15 +59,15 @@ def move_to_huge_pages(model: Any) -> None:
         return
     tensors = [tensor for tensor in (*model.parameters(), *model.buffers()) if _movable(tensor)]
     sizes = {tensor.data_ptr(): [tensor.nbytes] for tensor in tensors}  # tied weights count once
-    if sum(size for (size,) in sizes.values()) < _LEAST:
+    if sum(size for (size,) in sizes.values()) < _MIN_BYTES:
         return
     pages, moved = HugePageBuffer(sizes.values()), dict[int, Tensor]()
     for tensor in tensors:
-        place = tensor.data_ptr()
-        if place not in moved:
-            moved[place] = pages.take(tensor.shape, tensor.dtype)
-            moved[place].copy_(tensor.detach())
-        tensor.data = moved[place].view(tensor.shape)
+        address = tensor.data_ptr()
+        if address not in moved:
+            moved[address] = pages.take(tensor.shape, tensor.dtype)
+            moved[address].copy_(tensor.detach())
+        tensor.data = moved[address].view(tensor.shape)
 
 
 def advise_huge_pages(tensors: Iterable[Tensor]) -> None:
@@ -76,13 +76,13 @@ def advise_huge_pages(tensors: Iterable[Tensor]) -> None:
         return
     storages = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in tensors}
     advise = ctypes.CDLL(None).madvise
-    for place, size in storages.items():
-        start = place // mmap.PAGESIZE * mmap.PAGESIZE
-        advise(ctypes.c_void_p(start), ctypes.c_size_t(place + size - start), mmap.MADV_HUGEPAGE)
+    for address, size in storages.items():
+        start = address // mmap.PAGESIZE * mmap.PAGESIZE
+        advise(ctypes.c_void_p(start), ctypes.c_size_t(address + size - start), mmap.MADV_HUGEPAGE)
 
 
-def _whole_lines(size: int) -> int:
-    return -(-size // _LINE) * _LINE
+def _aligned(size: int) -> int:
+    return -(-size // _ALIGNMENT) * _ALIGNMENT
 
 
 def _movable(tensor: Tensor) -> bool:

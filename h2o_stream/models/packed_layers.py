@@ -11,14 +11,14 @@ from h2o_stream.native import library
 from h2o_stream.native.abi import Matrix, MatrixKind, pointer
 from h2o_stream.native.packing import gather, tiles_shape, unpack
 
-_FEW = 16
+_MAX_QUANTIZED_VECTORS = 16
 """Up to this many vectors are quantized to 8 bits; more are multiplied by unpacked weights, which is slower but more
 accurate."""
 
-_WIDE = 2048
+_MIN_WIDE_COLUMNS = 2048
 """From this many columns on, vectors are always quantized: rounding errors average out."""
 
-_AT_ONCE = 2**20
+_WEIGHTS_PER_CHUNK = 2**20
 """Weights unpacked at a time, so that they stay in the cache."""
 
 
@@ -53,12 +53,12 @@ class PackedLinear(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """[..., in] to [..., out]."""
         flat = x.reshape(-1, self.in_features)
-        rounded = len(flat) <= _FEW or self.in_features >= _WIDE
-        y = self._multiplied(flat) if rounded else self._multiplied_in_parts(flat)
+        quantize = len(flat) <= _MAX_QUANTIZED_VECTORS or self.in_features >= _MIN_WIDE_COLUMNS
+        y = self._skinny_gemm(flat) if quantize else self._unpack_and_matmul(flat)
         y = y.to(x.dtype).view(*x.shape[:-1], -1)
         return y if self.bias is None else y + self.bias
 
-    def _multiplied(self, x: Tensor) -> Tensor:
+    def _skinny_gemm(self, x: Tensor) -> Tensor:
         """[n, in] to [n, out] float32 without bias, with vectors quantized to 8 bits."""
         native = library.loaded()
         assert native is not None
@@ -68,12 +68,12 @@ class PackedLinear(nn.Module):
         native.h2o_multiply(ctypes.byref(matrix), pointer(x), pointer(y), len(x), torch.get_num_threads())
         return y
 
-    def _multiplied_in_parts(self, x: Tensor) -> Tensor:
+    def _unpack_and_matmul(self, x: Tensor) -> Tensor:
         """[n, in] to [n, out] without bias, unpacking some rows of W at a time."""
         dtype = torch.bfloat16 if x.dtype == torch.bfloat16 else torch.float32
         x = x.to(dtype)
         y = x.new_empty(len(x), self.out_features)
-        step = max(16, _AT_ONCE // self.in_features // 16 * 16)
+        step = max(16, _WEIGHTS_PER_CHUNK // self.in_features // 16 * 16)
         weights = x.new_empty(min(step, self.out_features), self.in_features)
         for first in range(0, self.out_features, step):
             count = min(step, self.out_features - first)

@@ -23,10 +23,10 @@ from h2o_stream.models.find import EMBEDDED_WHEEL
 from h2o_stream.models.stores import StoredModel, read_json
 from h2o_stream.resources import cache_folder, wheel_file
 
-NOTE = "packed.json"
+METADATA_FILE = "packed.json"
 """Describes the model of a packed folder."""
 
-_OLD_KEY = re.compile(rf"({re.escape(DEFAULT_MODEL)})-[0-9A-Za-z]+|(.+)-[0-9a-f]+-[0-9a-f]+")
+_V01_NAME = re.compile(rf"({re.escape(DEFAULT_MODEL)})-[0-9A-Za-z]+|(.+)-[0-9a-f]+-[0-9a-f]+")
 """Folder names of version 0.1: embedded model and digest, or file stem, size and time."""
 
 
@@ -82,16 +82,15 @@ def forget(name: str) -> list[CachedFolder]:
         H2OStreamError: another process is writing it, or it cannot be removed.
     """
     path = str(Path(name).expanduser().absolute())
-    kept = cached_folders()
-    found = [folder for folder in kept if {name, path} & set(folder.names)]
-    if not found:
-        names = ", ".join(dict.fromkeys(folder.names[0] for folder in kept))
-        raise ModelNotFoundError(
-            f"nothing is kept of {name!r}; --forget takes one of {names}" if names else f"nothing is kept of {name!r}"
-        )
-    for folder in found:
+    folders = cached_folders()
+    matching = [folder for folder in folders if {name, path} & set(folder.names)]
+    if not matching:
+        names = ", ".join(dict.fromkeys(folder.names[0] for folder in folders))
+        hint = f"; --forget takes one of {names}" if names else ""
+        raise ModelNotFoundError(f"nothing is cached for {name!r}{hint}")
+    for folder in matching:
         _remove(folder.path)
-    return found
+    return matching
 
 
 def _remove(folder: Path) -> None:
@@ -99,14 +98,14 @@ def _remove(folder: Path) -> None:
     try:
         lock.acquire(timeout=0)
     except Timeout:
-        raise H2OStreamError(f"another program is writing {folder}; nothing was removed of it") from None
+        raise H2OStreamError(f"another program is writing {folder}; nothing was removed") from None
     except OSError as error:
         raise H2OStreamError(f"{folder} cannot be removed: {error.strerror or error}") from error
-    doomed = folder.with_name(f".{folder.name}.removed")
+    trash = folder.with_name(f".{folder.name}.removed")
     try:
-        shutil.rmtree(doomed, ignore_errors=True)
-        folder.rename(doomed)  # so that no process finds a partial folder
-        shutil.rmtree(doomed)
+        shutil.rmtree(trash, ignore_errors=True)
+        folder.rename(trash)  # so that no process finds a partial folder
+        shutil.rmtree(trash)
     except FileNotFoundError:
         pass  # removed by another process
     except OSError as error:
@@ -117,17 +116,17 @@ def _remove(folder: Path) -> None:
 
 def _packed_folders() -> Iterator[CachedFolder]:
     for path in _folders("packed"):
-        described = read_json(path / NOTE)
-        told = described if isinstance(described, dict) else {}
-        model, source, kind = (str(told.get(name, "")) for name in ("model", "source", "quantize"))
+        content = read_json(path / METADATA_FILE)
+        metadata = content if isinstance(content, dict) else {}
+        model, source, kind = (str(metadata.get(name, "")) for name in ("model", "source", "quantize"))
         names = dict.fromkeys(name for name in (model, source, path.name) if name)
         yield CachedFolder(path, tuple(names), _bytes_of(path), f"packed, {kind}" if kind else "packed, damaged")
 
 
 def _old_copies() -> Iterator[CachedFolder]:
     for path in _folders("models"):
-        key = _OLD_KEY.fullmatch(path.name)
-        stem = (key[1] or key[2]) if key else path.name
+        match = _V01_NAME.fullmatch(path.name)
+        stem = (match[1] or match[2]) if match else path.name
         yield CachedFolder(path, (path.name, stem, f"{stem}.gguf"), _bytes_of(path), "copy made by version 0.1")
 
 

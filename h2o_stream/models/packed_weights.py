@@ -19,19 +19,19 @@ from filelock import Timeout
 from torch import Tensor
 
 from h2o_stream.models.find import files_digest
-from h2o_stream.models.packed_models import NOTE, folder_lock
+from h2o_stream.models.packed_models import METADATA_FILE, folder_lock
 from h2o_stream.models.precision import format_bytes
 from h2o_stream.models.quantize import FORMAT
 from h2o_stream.progress import Progress, ProgressCallback
 from h2o_stream.resources import atomic_folder, cache_folder
 
-LEAST = 64 * 2**20
+MIN_BYTES = 64 * 2**20
 """Minimum size for caching; smaller models are packed quickly."""
 
-_EVERY_S = 0.2
+_REPORT_INTERVAL_S = 0.2
 """Interval of progress reports while writing."""
 
-_SPARE = 2**28
+_RESERVED_BYTES = 2**28
 """Disk space that must remain free, in bytes."""
 
 
@@ -48,8 +48,8 @@ def packed_folder(name: str, source: Path, quantize: str) -> Path:
     return cache_folder() / "packed" / f"{stem}-{quantize}-{digest}"
 
 
-def keep(
-    model: Any, folder: Path, note: Mapping[str, str], notify: Callable[[str], None], progress: ProgressCallback
+def save_packed(
+    model: Any, folder: Path, metadata: Mapping[str, str], notify: Callable[[str], None], progress: ProgressCallback
 ) -> None:
     """Save the weights of a packed model atomically.
 
@@ -64,38 +64,40 @@ def keep(
     """
     tensors = {key: tensor.contiguous() for key, tensor in model.state_dict().items()}
     size = sum(tensor.nbytes for tensor in tensors.values())
-    if size < LEAST:
+    if size < MIN_BYTES:
         return
     parent = folder.parent
     try:
         parent.mkdir(parents=True, exist_ok=True)
-        if (free := shutil.disk_usage(parent).free) < size + _SPARE:
+        if (free := shutil.disk_usage(parent).free) < size + _RESERVED_BYTES:
             notify(
-                f"The packed weights are not kept: they take {format_bytes(size)}, {format_bytes(free)} are free in {parent}."
+                f"The packed weights are not cached: "
+                f"they take {format_bytes(size)}, {format_bytes(free)} are free in {parent}."
             )
             return
         with folder_lock(folder).acquire(timeout=0):
             if folder.exists():
                 return
             notify(
-                f"Keeping the packed weights for faster starts: {format_bytes(size)} in {folder} (--forget removes them)."
+                f"Caching the packed weights for faster starts: "
+                f"{format_bytes(size)} in {folder} (--forget removes them)."
             )
             with atomic_folder(folder) as partial:
                 model.config.save_pretrained(partial)
                 _write(tensors, partial / "model.safetensors", size, progress)
-                (partial / NOTE).write_text(json.dumps(dict(note)), encoding="utf-8")
+                (partial / METADATA_FILE).write_text(json.dumps(dict(metadata)), encoding="utf-8")
     except Timeout:
         pass
     except OSError as error:
-        notify(f"The packed weights are not kept: {error.strerror or error} ({parent}).")
+        notify(f"The packed weights are not cached: {error.strerror or error} ({parent}).")
 
 
 def _write(tensors: dict[str, Tensor], path: Path, size: int, progress: ProgressCallback) -> None:
     """Write tensors of `size` bytes and report the size of the file meanwhile."""
-    with ThreadPoolExecutor(1) as beside:
-        writing = beside.submit(safetensors.torch.save_file, tensors, path, {"format": "pt"})
-        while not writing.done():
+    with ThreadPoolExecutor(1) as executor:
+        future = executor.submit(safetensors.torch.save_file, tensors, path, {"format": "pt"})
+        while not future.done():
             progress(Progress("writing", min(path.stat().st_size, size) if path.exists() else 0, size))
-            wait([writing], _EVERY_S)
-    writing.result()
+            wait([future], _REPORT_INTERVAL_S)
+    future.result()
     progress(Progress("writing", size, size))

@@ -20,8 +20,8 @@ def device_of(name: str) -> torch.device:
         ConfigError: the device is not available.
     """
     if name == "auto":
-        own = os.environ.get("LOCAL_RANK", "0")  # set by launchers of several processes
-        name = f"cuda:{own}" if torch.cuda.is_available() else "mps" if torch.backends.mps.is_available() else "cpu"
+        rank = os.environ.get("LOCAL_RANK", "0")  # set by launchers of several processes
+        name = f"cuda:{rank}" if torch.cuda.is_available() else "mps" if torch.backends.mps.is_available() else "cpu"
     try:
         device = torch.device(name)
         torch.empty(0, device=device)
@@ -61,7 +61,7 @@ def device_map_kwargs(config: ModelConfig) -> dict[str, Any]:
     }
 
 
-def tensor_parallel_kwargs(described: Any) -> dict[str, Any]:
+def tensor_parallel_kwargs(config: Any) -> dict[str, Any]:
     """Arguments of `from_pretrained` for tensor parallelism.
 
     Raises:
@@ -69,9 +69,9 @@ def tensor_parallel_kwargs(described: Any) -> dict[str, Any]:
     """
     from transformers.distributed import DistributedConfig
 
-    count, heads = Processes().count, described.get_text_config().num_key_value_heads
+    count, heads = Processes().count, config.get_text_config().num_key_value_heads
     if count == 1:
         raise ConfigError("--tensor-parallel needs several processes; start them with torchrun --nproc-per-node N")
     if heads % count:
-        raise ConfigError(f"{heads} KV heads cannot be shared by {count} processes; give torchrun a divisor")
+        raise ConfigError(f"{heads} KV heads cannot be divided among {count} processes; choose a divisor")
     return {"distributed_config": DistributedConfig(tp_plan="auto")}

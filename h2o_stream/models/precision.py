@@ -10,10 +10,10 @@ from h2o_stream.errors import OutOfMemoryError
 if TYPE_CHECKING:
     import torch
 
-COMFORTABLE = 0.6
+DEFAULT_SHARE = 0.6
 """Share of the free memory that weights may take by default."""
 
-TIGHT = 0.9
+MAX_SHARE = 0.9
 """Share they may take if the user asks for it or no smaller format is left."""
 
 
@@ -89,30 +89,30 @@ def choose_precision(
     def fits(dtype: torch.dtype, how: str, share: float) -> bool:
         return sizes.bytes_of(dtype, how) <= share * free_bytes
 
-    def told(dtype: torch.dtype, how: str) -> str:
+    def explain(dtype: torch.dtype, how: str) -> str:
         needed = format_bytes(sizes.bytes_of(dtypes[0], "none"))
         packed = format_bytes(sizes.bytes_of(dtype, how) - sizes.largest)
         return (
-            f"{name} takes {needed} in {_called(dtypes[0])} and {format_bytes(free_bytes)} of memory are free: its weights "
-            f"are packed into {how} ({packed}); --quantize chooses otherwise."
+            f"{name} takes {needed} in {_dtype_name(dtypes[0])} and {format_bytes(free_bytes)} of memory are free: "
+            f"its weights are packed into {how} ({packed}); --quantize chooses otherwise."
         )
 
     best = dtypes[0]
     if quantize != "auto" or not can_pack:
         how = "none" if quantize == "auto" else quantize
         for dtype in dtypes:
-            if fits(dtype, how, TIGHT):
+            if fits(dtype, how, MAX_SHARE):
                 return Precision(dtype, how)
     else:
-        if fits(best, "none", COMFORTABLE):
+        if fits(best, "none", DEFAULT_SHARE):
             return Precision(best, "none")
-        for how, share in (("int8", COMFORTABLE), ("int4", TIGHT)):
+        for how, share in (("int8", DEFAULT_SHARE), ("int4", MAX_SHARE)):
             if fits(best, how, share):
-                return Precision(best, how, told(best, how))
+                return Precision(best, how, explain(best, how))
         how = "int4"
     needed, smallest = sizes.bytes_of(dtypes[-1], how), sizes.bytes_of(best, "int4")
     hint = f"--quantize int4 takes {format_bytes(smallest)}" if how != "int4" and can_pack else "take a smaller --model"
-    width = _called(dtypes[-1]) if how == "none" else how
+    width = _dtype_name(dtypes[-1]) if how == "none" else how
     raise OutOfMemoryError(
         f"{name} needs {format_bytes(needed)} of memory in {width}, {format_bytes(free_bytes)} are free; {hint}"
     )
@@ -123,5 +123,5 @@ def format_bytes(count: int) -> str:
     return f"{count / 2**30:.1f} GiB" if count >= 2**30 else f"{count / 2**20:.0f} MiB"
 
 
-def _called(dtype: torch.dtype) -> str:
+def _dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")

@@ -77,7 +77,7 @@ class PackedQuantizer(HfQuantizer):
         """
         require_library()
         if device_map is not None:
-            raise ConfigError("packed weights are for the CPU alone; leave out --device-map, or use --quantize none")
+            raise ConfigError("packed weights work on the CPU only; omit --device-map, or use --quantize none")
 
     def _process_model_before_weight_loading(self, model: Any, **_: Any) -> None:
         config = self.quantization_config
@@ -88,7 +88,7 @@ class PackedQuantizer(HfQuantizer):
         self._tied = untie_head(model, kinds)
         if self.pre_quantized:
             for name, kind in kinds.items():
-                replace(model, name, kind)
+                replace_module(model, name, kind)
             return
         config.modules = {name: kind.name for name, kind in kinds.items()}
         self.pages = HugePageBuffer(
@@ -102,7 +102,7 @@ class PackedQuantizer(HfQuantizer):
 
     def get_quantize_ops(self) -> ConversionOps:
         """The operation that packs a weight."""
-        return _Pack(self)
+        return _PackWeight(self)
 
     def _process_model_after_weight_loading(self, model: Any, **_: Any) -> Any:
         if self._tied:
@@ -119,7 +119,7 @@ class PackedQuantizer(HfQuantizer):
         return True
 
 
-class _Pack(ConversionOps):
+class _PackWeight(ConversionOps):
     """Packs one weight and inserts its packed module."""
 
     def __init__(self, quantizer: PackedQuantizer) -> None:
@@ -136,7 +136,7 @@ class _Pack(ConversionOps):
         config, pages = self._quantizer.quantization_config, self._quantizer.pages
         kind = MatrixKind[config.modules[name]]
         tiles = pages.take(tiles_shape(kind, *weights.shape), torch.uint8)
-        replace(model, name, kind, pack(weights.contiguous(), kind, tiles))
+        replace_module(model, name, kind, pack(weights.contiguous(), kind, tiles))
         missing_keys.discard(full_layer_name)
         return {}
 
@@ -150,11 +150,11 @@ def packed_kinds(model: Any, quantize: str) -> dict[str, MatrixKind]:
         model: a model of transformers, may be on the meta device.
         quantize: ``int8`` or ``int4``.
     """
-    embedding, head, shared = model.get_input_embeddings(), model.get_output_embeddings(), tied(model)
+    embedding, head, head_is_tied = model.get_input_embeddings(), model.get_output_embeddings(), is_tied(model)
     kinds = {}
     for name, module in model.named_modules():
         kind = MatrixKind.INT8 if module is embedding or module is head else _KINDS[quantize]
-        if packable(module) and columns_fit(kind, module.weight.shape[1]) and not (module is head and shared):
+        if packable(module) and columns_fit(kind, module.weight.shape[1]) and not (module is head and head_is_tied):
             kinds[name] = kind
     return kinds
 
@@ -164,17 +164,17 @@ def packed_bytes(model: Any, quantize: str) -> int:
     kinds = packed_kinds(model, quantize)
     weights = {name: model.get_submodule(name).weight for name in kinds}
     packed = set(map(id, weights.values()))
-    left: int = sum(weight.nbytes for weight in model.parameters() if id(weight) not in packed)
-    return left + sum(prod(tiles_shape(kind, *weights[name].shape)) for name, kind in kinds.items())
+    unpacked: int = sum(weight.nbytes for weight in model.parameters() if id(weight) not in packed)
+    return unpacked + sum(prod(tiles_shape(kind, *weights[name].shape)) for name, kind in kinds.items())
 
 
 def packable(module: Any) -> bool:
     """Whether a module is a plain linear layer or an embedding with an optional scale."""
-    scales = isinstance(module, nn.Embedding) and hasattr(module, "scalar_embed_scale")
-    return type(module) in (nn.Linear, nn.Embedding) or scales
+    scaled_embedding = isinstance(module, nn.Embedding) and hasattr(module, "scalar_embed_scale")
+    return type(module) in (nn.Linear, nn.Embedding) or scaled_embedding
 
 
-def replace(model: Any, name: str, kind: MatrixKind, tiles: Tensor | None = None) -> None:
+def replace_module(model: Any, name: str, kind: MatrixKind, tiles: Tensor | None = None) -> None:
     """Replace a linear layer or an embedding by a packed one.
 
     Args:
@@ -195,7 +195,7 @@ def replace(model: Any, name: str, kind: MatrixKind, tiles: Tensor | None = None
     model.set_submodule(name, packed)
 
 
-def tied(model: Any) -> bool:
+def is_tied(model: Any) -> bool:
     """Whether the output layer shares the weights of the embedding."""
     head = model.get_output_embeddings()
     return head is not None and f"{module_names(model)[id(head)]}.weight" in model.all_tied_weights_keys
@@ -211,7 +211,7 @@ def untie_head(model: Any, modules: Collection[str]) -> bool:
     Returns:
         Whether there was one.
     """
-    if not tied(model) or module_names(model)[id(model.get_input_embeddings())] not in modules:
+    if not is_tied(model) or module_names(model)[id(model.get_input_embeddings())] not in modules:
         return False
     model.all_tied_weights_keys = {}
     model.set_output_embeddings(nn.Identity())

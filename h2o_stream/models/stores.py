@@ -23,7 +23,7 @@ _MODEL_LAYER = "application/vnd.ollama.image.model"
 _DIGEST = re.compile(r"sha256:([0-9a-f]{64})")
 _SAFE_PART = re.compile(r"[\w-][\w.-]*")
 _LARGEST_JSON = 1 << 20
-_NOT_ALONE = re.compile(r"mmproj|-\d{5}-of-\d{5}\.gguf$")
+_INCOMPLETE = re.compile(r"mmproj|-\d{5}-of-\d{5}\.gguf$")
 """GGUF files that are not a complete language model: vision projectors and parts of split files."""
 
 
@@ -79,8 +79,8 @@ def read_json(path: Path) -> Any:
 
 
 def _ollama_folders() -> list[Path]:
-    if named := os.environ.get("OLLAMA_MODELS"):
-        return [Path(named).expanduser()]
+    if folder_variable := os.environ.get("OLLAMA_MODELS"):
+        return [Path(folder_variable).expanduser()]
     return [Path.home() / ".ollama" / "models", Path("/usr/share/ollama/.ollama/models")]
 
 
@@ -128,14 +128,14 @@ def _hub_models() -> Iterator[StoredModel]:
         if weights and "config.json" in files:
             yield StoredModel(repo.repo_id, sum(weights.values()), "Hub")
         for name, file in sorted(files.items()):
-            if name.endswith(".gguf") and not _NOT_ALONE.search(name):
+            if name.endswith(".gguf") and not _INCOMPLETE.search(name):
                 yield StoredModel(f"{repo.repo_id}:{name}", file.size_on_disk, "Hub")
 
 
 def _lm_studio_models() -> Iterator[StoredModel]:
     for folder in (Path.home() / ".lmstudio" / "models", Path.home() / ".cache" / "lm-studio" / "models"):
         for path in sorted(folder.rglob("*.gguf")):
-            if not _NOT_ALONE.search(path.name) and is_gguf(path):
+            if not _INCOMPLETE.search(path.name) and is_gguf(path):
                 yield StoredModel(str(path), _size(path), "LM Studio")
 
 

@@ -46,7 +46,7 @@ class Matrix:
         """
         tile = 1 if self.kind in (MatrixKind.FLOAT32, MatrixKind.BFLOAT16) else packing.ROWS
         if first % tile:
-            raise DescriptionError(f"rows {first} and on of a packed matrix do not start at a multiple of {tile}")
+            raise DescriptionError(f"rows {first} of a packed matrix do not start at a multiple of {tile}")
         weights = self.weights[first // tile : -(-(first + count) // tile)]
         bias = None if self.bias is None else self.bias[first : first + count]
         return Matrix(weights, bias, count, self.columns, self.kind)
@@ -104,7 +104,7 @@ class Rope:
     fixed: bool
 
     @property
-    def rotary(self) -> int:
+    def rotary_dims(self) -> int:
         """Number of rotated elements at the start of each head."""
         return 2 * len(self.frequencies)
 
@@ -165,8 +165,8 @@ class Layer:
         struct.rope_scale = 1.0
         if attention.rope:
             rope = attention.rope
-            struct.frequencies, struct.absolute_rotary_dims = pointer(rope.frequencies), rope.rotary
-            struct.rope_scale, struct.rope_scaled_dims = rope.scale, rope.rotary if rope.scale != 1 else 0
+            struct.frequencies, struct.absolute_rotary_dims = pointer(rope.frequencies), rope.rotary_dims
+            struct.rope_scale, struct.rope_scaled_dims = rope.scale, rope.rotary_dims if rope.scale != 1 else 0
         struct.out, struct.up, struct.down = attention.out.to_struct(), mlp.up.to_struct(), mlp.down.to_struct()
         if mlp.gate:
             struct.gate = mlp.gate.to_struct()
@@ -203,17 +203,17 @@ class Description:
 
     @property
     def supports_absolute(self) -> bool:
-        """Whether ``absolute`` positions work: the frequencies of every layer are independent of the sequence length."""
+        """Whether ``absolute`` positions work: no frequencies depend on the sequence length."""
         return all(layer.attention.rope is None or layer.attention.rope.fixed for layer in self.layers)
 
     @property
     def matrices(self) -> list[Matrix]:
         """All matrices that a decode step multiplies."""
-        found = [self.output]
+        matrices = [self.output]
         for layer in self.layers:
             attention, mlp = layer.attention, layer.mlp
-            found += [*attention.qkv, attention.out, *([mlp.gate] if mlp.gate else []), mlp.up, mlp.down]
-        return found
+            matrices += [*attention.qkv, attention.out, *([mlp.gate] if mlp.gate else []), mlp.up, mlp.down]
+        return matrices
 
     @property
     def nbytes(self) -> int:

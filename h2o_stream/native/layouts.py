@@ -10,11 +10,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
-LAST_NORMS = ("norm", "final_layer_norm", "final_layernorm")
+FINAL_NORMS = ("norm", "final_layer_norm", "final_layernorm")
 """Names of the final norm."""
 
 
-ROLES = ("before_attention", "after_attention", "before_mlp", "after_mlp")
+NORM_ROLES = ("before_attention", "after_attention", "before_mlp", "after_mlp")
 """The norms of a layer."""
 
 
@@ -75,18 +75,18 @@ class AttentionLayout:
 
     qkv: tuple[str, ...]
     out: str
-    order: Literal["in a row", "by head"] = "in a row"
+    order: Literal["concatenated", "interleaved"] = "concatenated"
     norms: tuple[str, str] = ("q_norm", "k_norm")
 
 
-_THREE = ("q_proj", "k_proj", "v_proj")
+_QKV = ("q_proj", "k_proj", "v_proj")
 
 ATTENTIONS = (
-    AttentionLayout(_THREE, "o_proj"),
-    AttentionLayout(_THREE, "out_proj"),
-    AttentionLayout(_THREE, "dense", norms=("q_layernorm", "k_layernorm")),
+    AttentionLayout(_QKV, "o_proj"),
+    AttentionLayout(_QKV, "out_proj"),
+    AttentionLayout(_QKV, "dense", norms=("q_layernorm", "k_layernorm")),
     AttentionLayout(("qkv_proj",), "o_proj"),
-    AttentionLayout(("query_key_value",), "dense", order="by head"),
+    AttentionLayout(("query_key_value",), "dense", order="interleaved"),
 )
 """Llama and most others; OPT; Phi; Phi-3; GPT-NeoX."""
 
@@ -123,7 +123,7 @@ NEUTRAL_FLAGS: Mapping[str, tuple[object, ...]] = {
     "use_rope": (True, 1),
     "llama_4_scaling_beta": (None, 0),
 }
-"""Attributes of configs, RoPE parameters, layers and attentions that change the computation, with the supported values."""
+"""Supported values of attributes of configs, RoPE parameters, layers and attentions that change the computation."""
 
-NO_ROPE_AMONG_SLIDING = ("Exaone4Attention",)
+NO_ROPE_IN_FULL_LAYERS = ("Exaone4Attention",)
 """Attention classes that apply RoPE in sliding-window layers only, if a model has both kinds."""

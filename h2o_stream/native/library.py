@@ -25,8 +25,8 @@ FOLDER_VARIABLE = "H2O_LIBRARY_FOLDER"
 """Environment variable with another folder of libraries, such as those of `make sanitize`."""
 
 _INSTALLED_WITHOUT = (
-    "h2o_stream was installed without its compiled library, since there was no C++ compiler or it failed "
-    "(pip install -v says why): install GCC or Clang, then h2o_stream again"
+    "h2o_stream was installed without its compiled library, because there was no C++ compiler or compilation failed "
+    "(see pip install -v): install GCC or Clang, then h2o_stream again"
 )
 
 
@@ -36,17 +36,17 @@ def loaded() -> ctypes.CDLL | None:
     Raises:
         ConfigError: H2O_INSTRUCTIONS names an unavailable instruction set.
     """
-    return _found()[0]
+    return _load()[0]
 
 
 def missing_reason() -> str | None:
     """Why there is no library and what to do about it, in one line; None if there is one."""
-    return _found()[2]
+    return _load()[2]
 
 
 def name() -> str:
     """Instruction set of the loaded library, one of `INSTRUCTIONS`, or "none"."""
-    return _found()[1]
+    return _load()[1]
 
 
 def identity() -> str:
@@ -77,20 +77,20 @@ def open_library(choice: str) -> ctypes.CDLL:
 
 
 @cache
-def _found() -> tuple[ctypes.CDLL | None, str, str | None]:
+def _load() -> tuple[ctypes.CDLL | None, str, str | None]:
     """The library, its instruction set, and the reason if there is none."""
-    wanted = os.environ.get(INSTRUCTIONS_VARIABLE)
-    if wanted and wanted not in INSTRUCTIONS:
-        raise ConfigError(f"{INSTRUCTIONS_VARIABLE}={wanted}: choose one of {', '.join(INSTRUCTIONS)}")
+    requested = os.environ.get(INSTRUCTIONS_VARIABLE)
+    if requested and requested not in INSTRUCTIONS:
+        raise ConfigError(f"{INSTRUCTIONS_VARIABLE}={requested}: choose one of {', '.join(INSTRUCTIONS)}")
     try:
         choices = available()
         if not choices:
             return None, "none", _INSTALLED_WITHOUT
-        if wanted and wanted not in choices:
+        if requested and requested not in choices:
             raise ConfigError(
-                f"{INSTRUCTIONS_VARIABLE}={wanted}: this processor and installation have {', '.join(choices)}"
+                f"{INSTRUCTIONS_VARIABLE}={requested}: this processor and installation have {', '.join(choices)}"
             )
-        best = wanted or choices[-1]
+        best = requested or choices[-1]
         return open_library(best), best, None
     except (OSError, AttributeError) as error:  # AttributeError: from another version
         return None, "none", f"the compiled library cannot be loaded, install h2o_stream again: {error}"

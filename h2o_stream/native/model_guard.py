@@ -20,7 +20,7 @@ from h2o_stream.native.modules import has_active_hooks, uses_dropout
 
 _version, _training = attrgetter("_version"), attrgetter("training")
 
-_END = object()
+_SENTINEL = object()
 
 _REGISTRATIONS = (
     torch_module.register_module_parameter_registration_hook,
@@ -43,57 +43,57 @@ class ModelGuard:
 
     def __init__(self, model: nn.Module, description: Description) -> None:
         modules = list(model.modules())
-        inside = modules[1:]
+        children = modules[1:]
         # The buffers of a rotary embedding change with the sequence length.
-        still = [module for module in modules if not hasattr(module, "rope_type")]
-        homes: list[Mapping[str, Any]] = [module._modules for module in modules]
-        homes += [owner for module in still for owner in (module._parameters, module._buffers)]
+        static_modules = [module for module in modules if not hasattr(module, "rope_type")]
+        containers: list[Mapping[str, Any]] = [module._modules for module in modules]
+        containers += [owner for module in static_modules for owner in (module._parameters, module._buffers)]
         # Views that show later insertions; the sentinel at the end matches nothing else.
-        self._homes = [*(home.values() for home in homes if home), (_END,)]
-        self._held = [*chain.from_iterable(self._homes)]
-        self._tensors = [held for held in self._held if isinstance(held, Tensor)]
+        self._containers = [*(container.values() for container in containers if container), (_SENTINEL,)]
+        self._members = [*chain.from_iterable(self._containers)]
+        self._tensors = [member for member in self._members if isinstance(member, Tensor)]
         self._addresses = [*map(Tensor.data_ptr, self._tensors)]
-        self._states = [vars(module) for module in inside]
-        self._hooks = [hooks for module in inside for hooks in (module._forward_hooks, module._forward_pre_hooks)]
+        self._module_dicts = [vars(module) for module in children]
+        self._hooks = [hooks for module in children for hooks in (module._forward_hooks, module._forward_pre_hooks)]
         self._hooks += [torch_module._global_forward_hooks, torch_module._global_forward_pre_hooks]
-        self._dropping = [module for module in modules if uses_dropout(module)]
-        self._modes = [*map(_training, self._dropping)]
+        self._dropout_modules = [module for module in modules if uses_dropout(module)]
+        self._training_modes = [*map(_training, self._dropout_modules)]
         read_in_place = set(_addresses(description))
         self._copied = [tensor for tensor in self._tensors if tensor.data_ptr() not in read_in_place]
         self._copies = [tensor.detach().clone() for tensor in self._copied]
-        self._counted = [tensor for tensor in self._copied if not tensor.is_inference()]
-        self._versions = [*map(_version, self._counted)]
-        self._registered = [0]
-        handles = [listen(partial(_count, self._registered)) for listen in _REGISTRATIONS]
+        self._versioned = [tensor for tensor in self._copied if not tensor.is_inference()]
+        self._versions = [*map(_version, self._versioned)]
+        self._registrations = [0]
+        handles = [listen(partial(_count, self._registrations)) for listen in _REGISTRATIONS]
         finalize(self, _remove, handles)
-        self._compared: tuple[int, int] | None = self._signs
+        self._checked_at: tuple[int, int] | None = self._counters
 
     @property
-    def _signs(self) -> tuple[int, int]:
+    def _counters(self) -> tuple[int, int]:
         """Counters of created hooks and of registrations, in the whole process."""
-        return RemovableHandle.next_id, self._registered[0]
+        return RemovableHandle.next_id, self._registrations[0]
 
     def invalidate(self) -> None:
         """Compare everything the next time."""
-        self._compared = None
+        self._checked_at = None
 
     def __bool__(self) -> bool:
         """Whether modules, weights, hooks and modes are unchanged."""
-        if self._compared != self._signs:
-            if not self._in_structure:
+        if self._checked_at != self._counters:
+            if not self._structure_unchanged:
                 return False
-            self._compared = self._signs
+            self._checked_at = self._counters
         return (
             [*map(Tensor.data_ptr, self._tensors)] == self._addresses
-            and [*map(_version, self._counted)] == self._versions
-            and not any(map(contains, self._states, repeat("forward")))
-            and [*map(_training, self._dropping)] == self._modes
+            and [*map(_version, self._versioned)] == self._versions
+            and not any(map(contains, self._module_dicts, repeat("forward")))
+            and [*map(_training, self._dropout_modules)] == self._training_modes
         )
 
     @property
-    def _in_structure(self) -> bool:
+    def _structure_unchanged(self) -> bool:
         """Whether modules, parameters and hooks are the same objects."""
-        return all(map(is_, chain.from_iterable(self._homes), self._held)) and not any(
+        return all(map(is_, chain.from_iterable(self._containers), self._members)) and not any(
             map(has_active_hooks, self._hooks)
         )
 

@@ -32,10 +32,10 @@ _ACTIVATIONS: dict[Activation, Callable[[Tensor], Tensor]] = {
 _EPSILONS = (1e-5, 1e-6)
 """For norms that have no such attribute."""
 
-_FIXED_ROPE = {"default", "linear", "llama3", "yarn", "proportional"}
+_FIXED_ROPE_TYPES = {"default", "linear", "llama3", "yarn", "proportional"}
 """RoPE types whose frequencies do not depend on the sequence length."""
 
-_FEW_POSITIONS = (0, 1, 5)
+_TEST_POSITIONS = (0, 1, 5)
 
 
 _HARMLESS_HOOKS = "transformers.utils.output_capturing"
@@ -54,14 +54,14 @@ def check_module(name: str, module: Any) -> None:
     if has_active_hooks(module._forward_hooks) or has_active_hooks(module._forward_pre_hooks):
         raise DescriptionError(f"{name} has a forward hook")
     if "forward" in vars(module):
-        raise DescriptionError(f"{name} has a forward put in place of its class's")
-    home = type(module).forward.__module__.partition(".")[0]
-    if home not in ("torch", "transformers", "h2o_stream"):
-        raise DescriptionError(f"{name} is a {kind}, whose forward is of {home}")
+        raise DescriptionError(f"{name} has a patched forward")
+    package = type(module).forward.__module__.partition(".")[0]
+    if package not in ("torch", "transformers", "h2o_stream"):
+        raise DescriptionError(f"{name} is a {kind}, whose forward is from {package}")
     if any(tensor.device.type != "cpu" for tensor in module.parameters(recurse=False)):
         raise DescriptionError(f"{name} has weights that are not on the CPU")
     if module.training and uses_dropout(module):
-        raise DescriptionError(f"{name} drops at random in training mode; call model.eval()")
+        raise DescriptionError(f"{name} uses dropout in training mode; call model.eval()")
 
 
 def has_active_hooks(hooks: Mapping[int, Any]) -> bool:
@@ -71,8 +71,8 @@ def has_active_hooks(hooks: Mapping[int, Any]) -> bool:
 
 def uses_dropout(module: Any) -> bool:
     """Whether a module applies dropout in training mode."""
-    dropping = (value for key, value in vars(module).items() if "drop" in key or key == "p")
-    return any(isinstance(value, float | int) and value > 0 for value in dropping)
+    rates = (value for key, value in vars(module).items() if "drop" in key or key == "p")
+    return any(isinstance(value, float | int) and value > 0 for value in rates)
 
 
 def matrix_of(module: Any, name: str) -> Matrix:
@@ -144,21 +144,21 @@ def norm_of(module: Any, size: int, name: str) -> Norm:
     weight, bias = as_float32(getattr(module, "weight", None), name), as_float32(getattr(module, "bias", None), name)
     one = torch.ones(size)
     if any(tensor is not None and tensor.shape != one.shape for tensor in (weight, bias)):
-        raise DescriptionError(f"{name} is a {type(module).__name__} that does not norm {size} numbers")
-    found = (getattr(module, key, None) for key in ("eps", "variance_epsilon", "epsilon"))
-    epsilons = [float(value) for value in found if value is not None][:1] or _EPSILONS
+        raise DescriptionError(f"{name} is a {type(module).__name__} that does not normalize {size} elements")
+    attributes = (getattr(module, key, None) for key in ("eps", "variance_epsilon", "epsilon"))
+    epsilons = [float(value) for value in attributes if value is not None][:1] or _EPSILONS
     dtype = getattr(module, "weight", one).dtype if weight is not None else torch.float32
-    wave = (torch.arange(size) * 1.7).cos() + 0.3
-    x = torch.stack((wave, wave * 1e-3)).to(dtype)
-    expected = _asked(module, x, name)
-    best, least = Norm(), torch.tensor(torch.inf)
+    values = (torch.arange(size) * 1.7).cos() + 0.3
+    x = torch.stack((values, values * 1e-3)).to(dtype)
+    expected = _evaluate(module, x, name)
+    best, smallest_error = Norm(), torch.tensor(torch.inf)
     for kind, epsilon in itertools.product((NormKind.RMS, NormKind.LAYER), epsilons):
         for factor in (one,) if weight is None else (weight, 1 + weight):
             candidate = Norm(kind, factor.contiguous(), bias, epsilon)
-            error = _distance(apply_norm(candidate, x.float()), expected)
-            if error < least:
-                best, least = candidate, error
-    if not least < (1e-4 if dtype == torch.float32 else 3e-2):
+            error = _relative_error(apply_norm(candidate, x.float()), expected)
+            if error < smallest_error:
+                best, smallest_error = candidate, error
+    if not smallest_error < (1e-4 if dtype == torch.float32 else 3e-2):
         raise DescriptionError(f"{name} is a {type(module).__name__}, neither a layer norm nor an RMS norm")
     return best
 
@@ -185,11 +185,11 @@ def activation_of(function: Any, name: str) -> Activation:
         DescriptionError: none of them.
     """
     x = torch.linspace(-6, 6, 97)
-    y = _asked(function, x, name)
+    y = _evaluate(function, x, name)
     for activation, known in _ACTIVATIONS.items():
-        if _distance(known(x), y) < 1e-6:
+        if _relative_error(known(x), y) < 1e-6:
             return activation
-    raise DescriptionError(f"{name} is {type(function).__name__}, not an activation that is known here")
+    raise DescriptionError(f"{name} is {type(function).__name__}, not a supported activation")
 
 
 def embedding_scale(module: Any, matrix: Matrix, name: str) -> float:
@@ -207,7 +207,7 @@ def embedding_scale(module: Any, matrix: Matrix, name: str) -> float:
         rows = matrix.weights[ids].float()
     else:
         rows = gather(matrix.weights, matrix.kind, matrix.columns, ids, torch.float32)
-    if not _distance(_asked(module, ids, name), rows * scale) < 1e-2:
+    if not _relative_error(_evaluate(module, ids, name), rows * scale) < 1e-2:
         raise DescriptionError(f"{name} is a {type(module).__name__} that does more than scale its rows")
     return scale
 
@@ -225,11 +225,11 @@ def rope_of(rotary: Any, layer_type: str | None, attention: Any, name: str) -> R
         DescriptionError: it does not rotate in the rotate-half form by fixed angles per position.
     """
     prefix, kind = "", rotary.rope_type
-    which: tuple[str, ...] = ()
+    layer_args: tuple[str, ...] = ()
     if isinstance(kind, dict):
         if layer_type is None or layer_type not in kind:
             raise DescriptionError(f"{name} is in a layer without rotary positions")
-        prefix, kind, which = f"{layer_type}_", kind[layer_type], (layer_type,)
+        prefix, kind, layer_args = f"{layer_type}_", kind[layer_type], (layer_type,)
     # "original" frequencies stay the same while a long text is processed
     angles = getattr(rotary, f"{prefix}original_inv_freq", getattr(rotary, f"{prefix}inv_freq", None))
     if angles is None or angles.device.type != "cpu":
@@ -237,17 +237,20 @@ def rope_of(rotary: Any, layer_type: str | None, attention: Any, name: str) -> R
     scale = float(getattr(rotary, f"{prefix}attention_scaling", 1.0))
     frequencies = angles.detach().float().contiguous()
     if getattr(attention, "rotary_ndims", 2 * len(frequencies)) != 2 * len(frequencies):
-        raise DescriptionError(f"{name} rotates {attention.rotary_ndims} numbers, its table has {2 * len(frequencies)}")
-    positions = torch.tensor([_FEW_POSITIONS])
-    cos, sin = rotary(torch.zeros(1), positions, *which)
-    turned = torch.outer(torch.tensor(_FEW_POSITIONS, dtype=torch.float32), frequencies).repeat(1, 2)
-    if cos.shape[1:] != turned.shape or not (
-        _distance(turned.cos() * scale, cos[0]) < 1e-5 and _distance(turned.sin() * scale, sin[0]) < 1e-5
+        raise DescriptionError(
+            f"{name} rotates {attention.rotary_ndims} elements, its table has {2 * len(frequencies)}"
+        )
+    positions = torch.tensor([_TEST_POSITIONS])
+    cos, sin = rotary(torch.zeros(1), positions, *layer_args)
+    rotated_angles = torch.outer(torch.tensor(_TEST_POSITIONS, dtype=torch.float32), frequencies).repeat(1, 2)
+    if cos.shape[1:] != rotated_angles.shape or not (
+        _relative_error(rotated_angles.cos() * scale, cos[0]) < 1e-5
+        and _relative_error(rotated_angles.sin() * scale, sin[0]) < 1e-5
     ):
-        raise DescriptionError(f"{type(rotary).__name__} gives other angles than its frequencies say")
+        raise DescriptionError(f"{type(rotary).__name__} computes angles that differ from its frequencies")
     if not _rotates_halves(attention, cos, sin):
         raise DescriptionError(f"{name} does not rotate in the rotate-half form")
-    return Rope(frequencies, scale, kind in _FIXED_ROPE)
+    return Rope(frequencies, scale, kind in _FIXED_ROPE_TYPES)
 
 
 def _rotates_halves(attention: Any, cos: Tensor, sin: Tensor) -> bool:
@@ -262,23 +265,23 @@ def _rotates_halves(attention: Any, cos: Tensor, sin: Tensor) -> bool:
         query, key = apply(x, x, cos, sin)
     except (TypeError, ValueError, RuntimeError, IndexError):
         return False
-    return all(y.shape == x.shape and bool(_distance(expected, y) < 1e-5) for y in (query, key))
+    return all(y.shape == x.shape and bool(_relative_error(expected, y) < 1e-5) for y in (query, key))
 
 
 @torch.no_grad()
-def _asked(function: Any, x: Tensor, name: str) -> Tensor:
+def _evaluate(function: Any, x: Tensor, name: str) -> Tensor:
     """Evaluate a module on a test input, in float32."""
     try:
         y = function(x)
     except (TypeError, ValueError, RuntimeError, IndexError) as error:
-        raise DescriptionError(f"{name}, a {type(function).__name__}, cannot be tried: {error}") from error
+        raise DescriptionError(f"{name}, a {type(function).__name__}, cannot be evaluated: {error}") from error
     if not isinstance(y, Tensor):
-        raise DescriptionError(f"{name}, a {type(function).__name__}, does not give one tensor")
+        raise DescriptionError(f"{name}, a {type(function).__name__}, does not return one tensor")
     return y.float()
 
 
-def _distance(given: Tensor, expected: Tensor) -> Tensor:
+def _relative_error(actual: Tensor, expected: Tensor) -> Tensor:
     """Largest absolute difference relative to the largest expected magnitude."""
-    if given.shape != expected.shape:
+    if actual.shape != expected.shape:
         return torch.tensor(torch.inf)
-    return (given - expected).abs().max() / expected.abs().max().clamp_min(torch.finfo(torch.float32).tiny)
+    return (actual - expected).abs().max() / expected.abs().max().clamp_min(torch.finfo(torch.float32).tiny)

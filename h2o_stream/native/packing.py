@@ -24,10 +24,10 @@ GROUP: Final = 32
 BLOCK: Final = 256
 """Columns per block."""
 
-_LINE = 64
+_ALIGNMENT = 64
 """Alignment of every part of a block, in bytes."""
 
-_FLOATS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
+_SOURCE_DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 """Source dtypes, as `h2o_pack` numbers them."""
 
 GGUF_KINDS: Final = {
@@ -64,7 +64,7 @@ def _block_bytes(kind: MatrixKind, groups: int) -> int:
         MatrixKind.Q4_K: (4 + 2 * groups, 4),
         MatrixKind.Q6_K: (2 + 2 * groups, 6),
     }[kind]
-    return -(-ROWS * grid // _LINE) * _LINE + ROWS * groups * GROUP * bits // 8
+    return -(-ROWS * grid // _ALIGNMENT) * _ALIGNMENT + ROWS * groups * GROUP * bits // 8
 
 
 def pack(weights: Tensor, kind: MatrixKind, out: Tensor | None = None) -> Tensor:
@@ -83,7 +83,7 @@ def pack(weights: Tensor, kind: MatrixKind, out: Tensor | None = None) -> Tensor
     require_library().h2o_pack(
         ctypes.byref(_matrix(out, kind, rows, columns)),
         pointer(weights),
-        _FLOATS[weights.dtype],
+        _SOURCE_DTYPES[weights.dtype],
         torch.get_num_threads(),
     )
     return out
