@@ -28,19 +28,12 @@ constexpr int64_t kPrefetchBytes = 4096;
 
 constexpr int64_t kNarrow = sizeof(Narrow) / sizeof(float);
 
-// Loads `count` elements and pads with zeros.
-template <class Element>
-Floats load_partial(const Element* from, int64_t count) {
+// Calls `load` with `count` elements, padded with zeros.
+template <class Element, class Load>
+auto load_partial(const Element* from, int64_t count, Load load) {
   Element padded[kWidth] = {};
   std::memcpy(padded, from, count * sizeof(Element));
-  return simd::load(padded);
-}
-
-template <class Element>
-Narrow load_partial_narrow(const Element* from, int64_t count) {
-  Element padded[kNarrow] = {};
-  std::memcpy(padded, from, count * sizeof(Element));
-  return load_narrow(padded);
+  return load(padded);
 }
 
 // Sums each of four registers.
@@ -48,25 +41,9 @@ template <class Vector>
 void reduce_add_four(const Vector* vectors, float* to) {
   using Four = float __attribute__((vector_size(16)));
   Four four[4];
-  for (int64_t i = 0; i < 4; ++i) {
-    float each[sizeof(Vector) / 4];
-    std::memcpy(each, vectors + i, sizeof each);
-    Four parts[sizeof(Vector) / 16];
-    std::memcpy(parts, each, sizeof each);
-    constexpr int64_t count = sizeof(Vector) / 16;
-    if constexpr (count == 4) {
-      four[i] = (parts[0] + parts[2]) + (parts[1] + parts[3]);
-    } else if constexpr (count == 2) {
-      four[i] = parts[0] + parts[1];
-    } else {
-      four[i] = parts[0];
-    }
-  }
-  const auto pairs = [](Four a, Four b) {
-    return __builtin_shufflevector(a, b, 0, 4, 1, 5) + __builtin_shufflevector(a, b, 2, 6, 3, 7);
-  };
-  const Four low = pairs(four[0], four[1]), high = pairs(four[2], four[3]);
-  const Four sums = __builtin_shufflevector(low, high, 0, 1, 4, 5) + __builtin_shufflevector(low, high, 2, 3, 6, 7);
+  for (int64_t i = 0; i < 4; ++i) four[i] = simd::fold_to_four(vectors[i]);
+  simd::transpose(four);
+  const Four sums = (four[0] + four[2]) + (four[1] + four[3]);
   std::memcpy(to, &sums, sizeof sums);
 }
 
@@ -115,8 +92,12 @@ class DenseTile {
       sums[0] += load_narrow(row + column) * load_narrow(vector + column);
     }
     const int64_t remaining = columns_ - column;
-    if (remaining)
-      sums[1] += load_partial_narrow(row + column, remaining) * load_partial_narrow(vector + column, remaining);
+    if (remaining) {
+      const auto load = [&](const auto* from) {
+        return load_partial(from, remaining, [](const auto* padded) { return load_narrow(padded); });
+      };
+      sums[1] += load(row + column) * load(vector + column);
+    }
     return (sums[0] + sums[1]) + (sums[2] + sums[3]);
   }
 
@@ -143,7 +124,10 @@ class DenseTile {
       add(column, [](const auto* from) { return simd::load(from); });
     }
     const int64_t remaining = columns_ - column;
-    if (remaining) add(column, [&](const auto* from) { return load_partial(from, remaining); });
+    const auto load_rest = [&](const auto* from) {
+      return load_partial(from, remaining, [](const auto* padded) { return simd::load(padded); });
+    };
+    if (remaining) add(column, load_rest);
     for (int64_t v = 0; v < count; ++v) reduce_add_four(sums[v], products + v * kRows);
   }
 

@@ -215,11 +215,7 @@ void Head::read_new(int64_t which, int64_t head, int64_t token, int64_t size, fl
   const void* tensors[] = {tokens_->query, tokens_->key, tokens_->value};
   const int64_t* strides = tokens_->strides + 3 * which;
   const int64_t at = stream_ * strides[0] + head * strides[1] + (chunk_begin_ + token) * strides[2];
-  if (tokens_->in_bfloat16) {
-    store::convert(static_cast<const simd::BFloat16*>(tensors[which]) + at, size, x);
-  } else {
-    std::memcpy(x, static_cast<const float*>(tensors[which]) + at, size * sizeof(float));
-  }
+  store::read(tensors[which], tokens_->in_bfloat16, at, size, x);
 }
 
 void Head::read_key(int64_t key_index, float* key) const {

@@ -214,19 +214,24 @@ template <class Vector, size_t width>
   }
 }
 
-// Sums 16, 8 or 4 elements, halves first.
+// Sums the halves of 16, 8 or 4 elements until four are left.
 template <class Vector>
-float reduce_add(Vector values) {
-  if constexpr (sizeof values == 64) {
-    return reduce_add(__builtin_shufflevector(values, values, 0, 1, 2, 3, 4, 5, 6, 7) +
-                      __builtin_shufflevector(values, values, 8, 9, 10, 11, 12, 13, 14, 15));
-  } else if constexpr (sizeof values == 32) {
-    return reduce_add(__builtin_shufflevector(values, values, 0, 1, 2, 3) +
-                      __builtin_shufflevector(values, values, 4, 5, 6, 7));
+auto fold_to_four(Vector v) {
+  if constexpr (sizeof v == 64) {
+    return fold_to_four(__builtin_shufflevector(v, v, 0, 1, 2, 3, 4, 5, 6, 7) +
+                        __builtin_shufflevector(v, v, 8, 9, 10, 11, 12, 13, 14, 15));
+  } else if constexpr (sizeof v == 32) {
+    return __builtin_shufflevector(v, v, 0, 1, 2, 3) + __builtin_shufflevector(v, v, 4, 5, 6, 7);
   } else {
-    const Vector pairs = values + __builtin_shufflevector(values, values, 2, 3, 0, 1);
-    return pairs[0] + pairs[1];
+    return v;
   }
+}
+
+template <class Vector>
+float reduce_add(Vector v) {
+  const auto four = fold_to_four(v);
+  const auto pairs = four + __builtin_shufflevector(four, four, 2, 3, 0, 1);
+  return pairs[0] + pairs[1];
 }
 
 // Minus infinity for an empty array.

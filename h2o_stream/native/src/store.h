@@ -97,10 +97,23 @@ inline int64_t exact_slot(const AttentionLayer& layer, int64_t index) {
   return layer.exact_sinks + (index - layer.exact_sinks) % layer.residual;
 }
 
-// Converts between dtypes.
-template <class From, class To>
-void convert(const From* from, int64_t count, To* to) {
-  for (int64_t i = 0; i < count; ++i) simd::from_float(simd::to_float(from[i]), to[i]);
+// Reads `count` elements of a bfloat16 or float32 array, starting at `first`.
+inline void read(const void* array, bool is_bfloat16, int64_t first, int64_t count, float* x) {
+  if (is_bfloat16) {
+    const auto* from = static_cast<const simd::BFloat16*>(array) + first;
+    for (int64_t i = 0; i < count; ++i) x[i] = simd::to_float(from[i]);
+  } else {
+    std::memcpy(x, static_cast<const float*>(array) + first, count * sizeof(float));
+  }
+}
+
+inline void write(const float* x, bool is_bfloat16, int64_t first, int64_t count, void* array) {
+  if (is_bfloat16) {
+    auto* to = static_cast<simd::BFloat16*>(array) + first;
+    for (int64_t i = 0; i < count; ++i) simd::from_float(x[i], to[i]);
+  } else {
+    std::memcpy(static_cast<float*>(array) + first, x, count * sizeof(float));
+  }
 }
 
 // The keys and values of one head. Slots below `exact` are in the model's dtype, the others are quantized.
@@ -125,12 +138,12 @@ class HeadStore {
 
   // `offsets` and `scales` are the key parameters, used for quantized slots.
   void read_key(int64_t slot, const float* offsets, const float* scales, float* key) const {
-    if (slot < exact) return read(keys, slot, key_size, key);
+    if (slot < exact) return read(keys, in_bfloat16, slot * key_size, key_size, key);
     dequantize(key_codes_of(slot), key_size, bits, {offsets, scales, 1}, key);
   }
 
   void read_value(int64_t slot, float* value) const {
-    if (slot < exact) return read(values, slot, value_size, value);
+    if (slot < exact) return read(values, in_bfloat16, slot * value_size, value_size, value);
     const simd::Half* params = value_grid + (slot - exact) * 2;
     const float offset = simd::to_float(params[0]), scale = simd::to_float(params[1]);
     dequantize(value_codes_of(slot), value_size, bits, {&offset, &scale, 0}, value);
@@ -138,8 +151,8 @@ class HeadStore {
 
   // Writes a token to an exact slot.
   void write(int64_t slot, const float* key, const float* value) const {
-    write(keys, slot, key_size, key);
-    write(values, slot, value_size, value);
+    store::write(key, in_bfloat16, slot * key_size, key_size, keys);
+    store::write(value, in_bfloat16, slot * value_size, value_size, values);
   }
 
   // Writes a token to a quantized slot.
@@ -180,22 +193,6 @@ class HeadStore {
  private:
   uint8_t* key_codes_of(int64_t slot) const { return key_codes + (slot - exact) * (key_size * bits / 8); }
   uint8_t* value_codes_of(int64_t slot) const { return value_codes + (slot - exact) * (value_size * bits / 8); }
-
-  void read(const uint8_t* from, int64_t slot, int64_t size, float* x) const {
-    if (in_bfloat16) {
-      convert(reinterpret_cast<const simd::BFloat16*>(from) + slot * size, size, x);
-    } else {
-      std::memcpy(x, reinterpret_cast<const float*>(from) + slot * size, size * sizeof(float));
-    }
-  }
-
-  void write(uint8_t* to, int64_t slot, int64_t size, const float* x) const {
-    if (in_bfloat16) {
-      convert(x, size, reinterpret_cast<simd::BFloat16*>(to) + slot * size);
-    } else {
-      std::memcpy(reinterpret_cast<float*>(to) + slot * size, x, size * sizeof(float));
-    }
-  }
 };
 
 }  // namespace store
