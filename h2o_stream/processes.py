@@ -12,11 +12,11 @@ class Processes:
     Attributes:
         count: number of processes.
         rank: index of this process.
-        together: whether the processes share a model, so that each must do all of the work.
+        shares_model: whether the processes share a model, so that each must do all of the work.
     """
 
-    def __init__(self, together: bool = False) -> None:
-        self.together = together
+    def __init__(self, shares_model: bool = False) -> None:
+        self.shares_model = shares_model
         self.count = int(os.environ.get("WORLD_SIZE", "1"))
         self.rank = int(os.environ.get("RANK", "0")) if self.count > 1 else 0
 

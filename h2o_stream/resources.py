@@ -17,16 +17,18 @@ if TYPE_CHECKING:
 APP = "h2o-stream"
 
 
-def shipped(name: str) -> Path:
+def project_file(name: str) -> Path:
     """A file of the project, from an installed wheel or a checkout."""
     package = Path(__file__).parent
-    inside = package / name
-    return inside if inside.exists() else package.parent / name
+    packaged = package / name
+    return packaged if packaged.exists() else package.parent / name
 
 
 def named_prompts() -> dict[str, str]:
     """The texts in prompts/, by name."""
-    return {path.stem: path.read_text(encoding="utf-8").strip() for path in sorted(shipped("prompts").glob("*.txt"))}
+    return {
+        path.stem: path.read_text(encoding="utf-8").strip() for path in sorted(project_file("prompts").glob("*.txt"))
+    }
 
 
 def is_file(path: Path) -> bool:
@@ -37,12 +39,12 @@ def is_file(path: Path) -> bool:
         return False
 
 
-def read_text(path: Path, place: str) -> str:
+def read_text(path: Path, label: str) -> str:
     """Read a text file of the user.
 
     Args:
         path: path of the file.
-        place: description for messages: option or command, and name.
+        label: description for messages: option or command, and name.
 
     Raises:
         DataError: the file cannot be read as UTF-8.
@@ -50,12 +52,12 @@ def read_text(path: Path, place: str) -> str:
     try:
         return path.read_bytes().decode("utf-8")
     except UnicodeDecodeError as error:
-        raise DataError(f"{place}: not UTF-8 at byte {error.start}") from error
+        raise DataError(f"{label}: not UTF-8 at byte {error.start}") from error
     except OSError as error:
-        raise DataError(f"{place}: {error.strerror or error}") from error
+        raise DataError(f"{label}: {error.strerror or error}") from error
 
 
-def write_text(path: Path, text: str, place: str) -> None:
+def write_text(path: Path, text: str, label: str) -> None:
     """Write a text file, and create its folder.
 
     Raises:
@@ -65,10 +67,10 @@ def write_text(path: Path, text: str, place: str) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text, encoding="utf-8")
     except OSError as error:
-        raise DataError(f"{place} {path}: {error.strerror or error}") from error
+        raise DataError(f"{label} {path}: {error.strerror or error}") from error
 
 
-def manual() -> str:
+def python_manual() -> str:
     """A long text available on every machine: the Python reference manual from help().
 
     Raises:
@@ -155,22 +157,22 @@ def _folder(kind: Literal["cache", "data", "config"]) -> Path:
     return Path(folder)
 
 
-def user_path(name: str, place: str) -> Path:
+def user_path(name: str, label: str) -> Path:
     """A path typed by the user, with ``~`` expanded.
 
     Args:
         name: the typed path.
-        place: description for messages.
+        label: description for messages.
 
     Raises:
         DataError: the home folder does not exist, or the path is invalid.
     """
     if "\0" in name:
-        raise DataError(f"{place}: file names cannot contain null characters")
+        raise DataError(f"{label}: file names cannot contain null characters")
     try:
         return Path(name).expanduser()
     except RuntimeError as error:
-        raise DataError(f"{place}: there is no home folder {name.partition('/')[0]}") from error
+        raise DataError(f"{label}: there is no home folder {name.partition('/')[0]}") from error
 
 
 def replace_surrogates(text: str) -> str:

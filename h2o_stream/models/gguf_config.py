@@ -94,8 +94,8 @@ def correct_config(config: Any, file: GgufFile) -> Any:
 def end_token_ids(file: GgufFile) -> list[int] | None:
     """The end-of-sequence token ids."""
     keys = (f"tokenizer.ggml.{name}_token_id" for name in ("eos", "eot", "eom"))
-    found = {file.metadata[key] for key in keys if isinstance(file.metadata.get(key), int)}
-    return sorted(found) or None
+    token_ids = {file.metadata[key] for key in keys if isinstance(file.metadata.get(key), int)}
+    return sorted(token_ids) or None
 
 
 def _read_metadata(file: GgufFile, key: str) -> Any:

@@ -80,7 +80,7 @@ def _export(file: GgufFile, target: Path) -> None:
     from h2o_stream.models.gguf_config import check_sizes, correct_config, end_token_ids
 
     check_sizes(file)
-    full, short = target / "whole.gguf", target / "short.gguf"
+    full, short = target / "full.gguf", target / "short.gguf"
     full.write_bytes(_header(file, short=False))
     short.write_bytes(_header(file, short=file.architecture not in GGUF_CONFIG_ARCHS))
     try:

@@ -183,22 +183,22 @@ class _Loader:
             raise ConfigError(
                 f"--quantize {config.quantize} packs weights for the CPU, but the model is on {self._device}; omit it"
             )
-        place = tensor_parallel_kwargs(self._hf_config) if config.tensor_parallel else device_map_kwargs(config)
+        device_kwargs = tensor_parallel_kwargs(self._hf_config) if config.tensor_parallel else device_map_kwargs(config)
         zero = ZeroInference(dtype) if config.zero else None
-        model = self._load_dense(dtype, self._skeleton(), **place)
-        return zero.wrap(model) if zero else model if place else model.to(self._device)
+        model = self._load_dense(dtype, self._skeleton(), **device_kwargs)
+        return zero.wrap(model) if zero else model if device_kwargs else model.to(self._device)
 
     def _skeleton(self) -> Any:
         """The model on the meta device."""
         with torch.device("meta"), no_init_weights():
             return self._class(self._hf_config)
 
-    def _load_dense(self, dtype: Any, skeleton: Any, **place: Any) -> Any:
+    def _load_dense(self, dtype: Any, skeleton: Any, **device_kwargs: Any) -> Any:
         """Load floating-point weights."""
         with self._report_progress("reading", skeleton):
             if self._file is not None:
-                return self._with_weights(lazy_state_dict(self._file, skeleton, dtype), dtype=dtype, **place)
-            return self._class.from_pretrained(self._source, dtype=dtype, **self._bars, **place, **self._local)
+                return self._with_weights(lazy_state_dict(self._file, skeleton, dtype), dtype=dtype, **device_kwargs)
+            return self._class.from_pretrained(self._source, dtype=dtype, **self._bars, **device_kwargs, **self._local)
 
     def _load_gguf(self, file: GgufFile, skeleton: Any) -> Any:
         """Load a GGUF file with packed weights."""

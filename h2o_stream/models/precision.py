@@ -38,9 +38,9 @@ class WeightSizes:
         """Sizes of a model, which may be on the meta device."""
         from h2o_stream.models.quantize import packed_bytes
 
-        numbers = [weight.numel() for weight in model.parameters()]
+        numels = [weight.numel() for weight in model.parameters()]
         int8, int4 = (packed_bytes(model, quantize) for quantize in ("int8", "int4"))
-        return WeightSizes(4 * sum(numbers), int8, int4, 2 * max(numbers))
+        return WeightSizes(4 * sum(numels), int8, int4, 2 * max(numels))
 
     def bytes_of(self, dtype: torch.dtype, quantize: str) -> int:
         """Memory needed for loading."""
@@ -86,33 +86,35 @@ def choose_precision(
         OutOfMemoryError: no allowed choice fits.
     """
 
-    def fits(dtype: torch.dtype, how: str, share: float) -> bool:
-        return sizes.bytes_of(dtype, how) <= share * free_bytes
+    def fits(dtype: torch.dtype, scheme: str, share: float) -> bool:
+        return sizes.bytes_of(dtype, scheme) <= share * free_bytes
 
-    def explain(dtype: torch.dtype, how: str) -> str:
+    def explain(dtype: torch.dtype, scheme: str) -> str:
         needed = format_bytes(sizes.bytes_of(dtypes[0], "none"))
-        packed = format_bytes(sizes.bytes_of(dtype, how) - sizes.largest)
+        packed = format_bytes(sizes.bytes_of(dtype, scheme) - sizes.largest)
         return (
             f"{name} takes {needed} in {_dtype_name(dtypes[0])} and {format_bytes(free_bytes)} of memory are free: "
-            f"its weights are packed into {how} ({packed}); --quantize chooses otherwise."
+            f"its weights are packed into {scheme} ({packed}); --quantize chooses otherwise."
         )
 
     best = dtypes[0]
     if quantize != "auto" or not can_pack:
-        how = "none" if quantize == "auto" else quantize
+        scheme = "none" if quantize == "auto" else quantize
         for dtype in dtypes:
-            if fits(dtype, how, MAX_SHARE):
-                return Precision(dtype, how)
+            if fits(dtype, scheme, MAX_SHARE):
+                return Precision(dtype, scheme)
     else:
         if fits(best, "none", DEFAULT_SHARE):
             return Precision(best, "none")
-        for how, share in (("int8", DEFAULT_SHARE), ("int4", MAX_SHARE)):
-            if fits(best, how, share):
-                return Precision(best, how, explain(best, how))
-        how = "int4"
-    needed, smallest = sizes.bytes_of(dtypes[-1], how), sizes.bytes_of(best, "int4")
-    hint = f"--quantize int4 takes {format_bytes(smallest)}" if how != "int4" and can_pack else "take a smaller --model"
-    width = _dtype_name(dtypes[-1]) if how == "none" else how
+        for scheme, share in (("int8", DEFAULT_SHARE), ("int4", MAX_SHARE)):
+            if fits(best, scheme, share):
+                return Precision(best, scheme, explain(best, scheme))
+        scheme = "int4"
+    needed, smallest = sizes.bytes_of(dtypes[-1], scheme), sizes.bytes_of(best, "int4")
+    hint = (
+        f"--quantize int4 takes {format_bytes(smallest)}" if scheme != "int4" and can_pack else "take a smaller --model"
+    )
+    width = _dtype_name(dtypes[-1]) if scheme == "none" else scheme
     raise OutOfMemoryError(
         f"{name} needs {format_bytes(needed)} of memory in {width}, {format_bytes(free_bytes)} are free; {hint}"
     )

@@ -34,12 +34,12 @@ class StoredModel:
     Attributes:
         name: what --model takes.
         nbytes: size of its files.
-        place: the tool that stores it.
+        source: the tool that stores it.
     """
 
     name: str
     nbytes: int
-    place: str
+    source: str
 
 
 def stored_models() -> list[StoredModel]:

@@ -7,7 +7,7 @@ Code in `forward` outside of modules is invisible here, so callers verify a desc
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterable
 from typing import Any
 
 from torch import nn
@@ -84,7 +84,7 @@ class _ModelReader:
         if norm is None:
             raise DescriptionError(f"{type(backbone).__name__} has no final norm")
         description = Description(
-            layers=[self._layer(layer, number) for number, layer in enumerate(layers)],
+            layers=[self._layer(layer, index) for index, layer in enumerate(layers)],
             embedding=rows,
             embedding_scale=embedding_scale(embedding, rows, "the embedding") * self._factor("embedding_multiplier"),
             learned_positions=None if positions is None else as_float32(positions.weight, "the learned positions"),
@@ -145,8 +145,8 @@ class _ModelReader:
         value = getattr(self._config, name, None)
         return 1.0 if value is None else float(value)
 
-    def _layer(self, layer: Any, number: int) -> Layer:
-        name = f"layer {number}"
+    def _layer(self, layer: Any, index: int) -> Layer:
+        name = f"layer {index}"
         layout = _match_layout(layer, name, layouts.LAYERS)
         self._mark_container(layer, name)
         _check_flags(name, lambda flag: getattr(layer, flag, None))
@@ -154,7 +154,7 @@ class _ModelReader:
         norms = {role: self._norm(layer, key, self._hidden, name) for role, key in layout.norms.items()}
         parallel = layout.parallel if layout.parallel is not None else getattr(layer, "use_parallel_residual", False)
         return Layer(
-            attention=self._attention(getattr(layer, layout.attention), number),
+            attention=self._attention(getattr(layer, layout.attention), index),
             mlp=self._mlp(mlp, name),
             **{role: norms.get(role, Norm()) for role in layouts.NORM_ROLES},
             parallel=bool(parallel),
@@ -162,8 +162,8 @@ class _ModelReader:
 
     def _mark_container(self, module: Any, name: str) -> None:
         """Record a module of which only the children are read."""
-        if loose := next((key for key, _ in (*module._parameters.items(), *module._buffers.items())), None):
-            raise DescriptionError(f"{name} has the parameter {loose} in its {type(module).__name__}")
+        if parameter := next((key for key, _ in (*module._parameters.items(), *module._buffers.items())), None):
+            raise DescriptionError(f"{name} has the parameter {parameter} in its {type(module).__name__}")
         self._mark_read(module)
 
     def _norm(self, parent: Any, key: str, size: int, name: str) -> Norm:
@@ -182,13 +182,12 @@ class _ModelReader:
             raise DescriptionError(f"{name} takes {matrix.columns} inputs instead of {columns}")
         return matrix
 
-    def _attention(self, module: Any, number: int) -> Attention:
-        name = f"the attention of layer {number}"
-        layout = next(
-            (layout for layout in layouts.ATTENTIONS if _has_modules(module, (*layout.qkv, layout.out))), None
-        )
+    def _attention(self, module: Any, index: int) -> Attention:
+        name = f"the attention of layer {index}"
+        known = (layout for layout in layouts.ATTENTIONS if _has_modules(module, (*layout.qkv, layout.out)))
+        layout = next(known, None)
         if layout is None:
-            raise DescriptionError(f"layer {number} has a {type(module).__name__} where an attention is expected")
+            raise DescriptionError(f"layer {index} has a {type(module).__name__} where an attention is expected")
         self._mark_container(module, name)
         _check_flags(name, lambda flag: getattr(module, flag, None))
         size = getattr(module, "head_dim", None) or getattr(module, "head_size", None)
@@ -200,9 +199,9 @@ class _ModelReader:
         rope = None
         if self._rotary is not None:
             kinds = getattr(self._config, "layer_types", None)
-            if type(module).__name__ in layouts.NO_ROPE_IN_FULL_LAYERS and kinds and kinds[number] == "full_attention":
+            if type(module).__name__ in layouts.NO_ROPE_IN_FULL_LAYERS and kinds and kinds[index] == "full_attention":
                 raise DescriptionError(f"{name} is in a layer without rotary positions")
-            rope = rope_of(self._rotary, kinds[number] if kinds else None, module, name)
+            rope = rope_of(self._rotary, kinds[index] if kinds else None, module, name)
             if rope.rotary_dims > size:
                 raise DescriptionError(f"{name} rotates {rope.rotary_dims} of {size} elements")
         norms = [
@@ -224,10 +223,8 @@ class _ModelReader:
         )
 
     def _mlp(self, module: Any, name: str) -> Mlp:
-        known = (
-            one for one in layouts.MLPS if _has_modules(module, [key for key in (one.gate, one.up, one.down) if key])
-        )
-        layout = next(known, None)
+        candidates = (mlp for mlp in layouts.MLPS if _has_modules(module, filter(None, (mlp.gate, mlp.up, mlp.down))))
+        layout = next(candidates, None)
         key = next((key for key in layouts.ACTIVATIONS if hasattr(module, key)), None)
         if layout is None or key is None:
             raise DescriptionError(f"{name} has a {type(module).__name__} where an MLP is expected")
@@ -244,19 +241,19 @@ class _ModelReader:
         return Mlp(gate, up, down, activation)
 
 
-def _has_modules(module: Any, names: Collection[str]) -> bool:
+def _has_modules(module: Any, names: Iterable[str]) -> bool:
     """Whether a module has all these submodules."""
     return all(isinstance(getattr(module, name, None), nn.Module) for name in names)
 
 
-def _match_layout(layer: Any, name: str, known: Collection[LayerLayout]) -> LayerLayout:
+def _match_layout(layer: Any, name: str, candidates: Collection[LayerLayout]) -> LayerLayout:
     """Find the layout whose modules match those of a layer exactly."""
     kinds = {key: child for key, child in layer.named_children() if not isinstance(child, _NO_OPS)}
-    for layout in known:
-        own = {layout.attention, *layout.norms.values(), *((layout.mlp,) if layout.mlp else ())}
-        rest = kinds.keys() - own
-        inside = {"fc1", "fc2", *layouts.ACTIVATIONS} if layout.mlp is None else set()
-        if own <= kinds.keys() and rest <= inside:
+    for layout in candidates:
+        names = {layout.attention, *layout.norms.values(), *((layout.mlp,) if layout.mlp else ())}
+        rest = kinds.keys() - names
+        inner = {"fc1", "fc2", *layouts.ACTIVATIONS} if layout.mlp is None else set()
+        if names <= kinds.keys() and rest <= inner:
             return layout
     raise DescriptionError(
         f"{name} is a {type(layer).__name__} whose modules match no known layout: {', '.join(kinds)}"

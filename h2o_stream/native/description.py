@@ -157,8 +157,8 @@ class Layer:
         for name in ("before_attention", "after_attention", "before_mlp", "after_mlp"):
             setattr(struct, name, getattr(self, name).to_struct())
         struct.query_norm, struct.key_norm = attention.query_norm.to_struct(), attention.key_norm.to_struct()
-        for number, matrix in enumerate(attention.qkv):
-            struct.qkv[number] = matrix.to_struct()
+        for index, matrix in enumerate(attention.qkv):
+            struct.qkv[index] = matrix.to_struct()
         struct.qkv_count = len(attention.qkv)
         for field in fields(attention.heads):
             setattr(struct, field.name, getattr(attention.heads, field.name))

@@ -94,15 +94,7 @@ def matrix_of(module: Any, name: str) -> Matrix:
 
 
 def embedding_of(module: Any, name: str) -> Matrix:
-    """The weights of an embedding, without copying.
-
-    Args:
-        module: an `nn.Embedding`, or one that holds packed `tiles` of a `kind`.
-        name: for the message.
-
-    Raises:
-        DescriptionError: it is neither, or its weights are not contiguous float32 or bfloat16.
-    """
+    """The weights of an embedding, without copying; see `matrix_of`."""
     if hasattr(module, "tiles"):
         return Matrix(raw_tensor(module.tiles, name), None, module.num_embeddings, module.embedding_dim, module.kind)
     if isinstance(module, nn.Embedding):

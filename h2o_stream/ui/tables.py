@@ -88,7 +88,7 @@ def models_table(models: Sequence[StoredModel], kept: Sequence[CachedFolder]) ->
     table = Table(box=None, padding=(0, 2, 0, 0))
     for column in ("model", "size", ""):
         table.add_column(column, justify="right" if column == "size" else "left", overflow="fold")
-    rows = [(model.name, model.nbytes, model.place) for model in models]
+    rows = [(model.name, model.nbytes, model.source) for model in models]
     rows += [(folder.names[0], folder.nbytes, f"{folder.content}; --forget removes it") for folder in kept]
     for name, nbytes, place in rows:
         table.add_row(one_line(name), size(nbytes), one_line(place))
