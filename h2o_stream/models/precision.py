@@ -111,9 +111,8 @@ def choose_precision(
                 return Precision(best, scheme, explain(best, scheme))
         scheme = "int4"
     needed, smallest = sizes.bytes_of(dtypes[-1], scheme), sizes.bytes_of(best, "int4")
-    hint = (
-        f"--quantize int4 takes {format_bytes(smallest)}" if scheme != "int4" and can_pack else "take a smaller --model"
-    )
+    can_shrink = scheme != "int4" and can_pack
+    hint = f"--quantize int4 takes {format_bytes(smallest)}" if can_shrink else "take a smaller --model"
     width = _dtype_name(dtypes[-1]) if scheme == "none" else scheme
     raise OutOfMemoryError(
         f"{name} needs {format_bytes(needed)} of memory in {width}, {format_bytes(free_bytes)} are free; {hint}"
