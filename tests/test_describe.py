@@ -170,7 +170,7 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
     "norm over all heads": (tiny("Olmo2", **GROUPED), "q_norm of the attention of layer 0 is a Olmo2RMSNorm that does"),
     "norms of each head": (
         tiny("StableLm", **PER_HEAD, **PARTIAL, qk_layernorm=True),
-        "model.layers.0.self_attn.q_layernorm is a StableLmLayerNormPerHead",
+        "model.layers.0.self_attn.q_layernorm is an unsupported StableLmLayerNormPerHead",
     ),
     "clipped queries": (tiny("Olmo", **GROUPED, clip_qkv=1.0), "the config has clip_qkv = 1.0"),
     "norms behind": (
@@ -190,11 +190,11 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
         "the attention of layer 1 is in a layer without rotary positions",
     ),
     "interleaved rotation": (tiny("Glm", **GROUPED), "the attention of layer 0 does not rotate in the rotate-half"),
-    "interleaved table": (tiny("Cohere", **GROUPED), "CohereRotaryEmbedding gives other angles"),
+    "interleaved table": (tiny("Cohere", **GROUPED), "CohereRotaryEmbedding computes angles that differ"),
     "sinks": (tiny("GptOss", **GROUPED, num_local_experts=2), "has the parameter sinks in its GptOssAttention"),
     "activation": (tiny("Arcee", **GROUPED), "act_fn of layer 0 is ReLUSquaredActivation"),
     "temperature": (tiny("Ministral3", **GROUPED), "RoPE has llama_4_scaling_beta = 0.1"),
-    "norms after rotation": (tiny("HunYuanDenseV1", **GROUPED), "self_attn.query_layernorm is a HunYuanDenseV1RMSNorm"),
+    "norms after rotation": (tiny("HunYuanDenseV1", **GROUPED), "self_attn.query_layernorm is an unsupported HunYuanDenseV1RMSNorm"),
 }
 
 
@@ -250,7 +250,7 @@ class TestChanged:
     def test_patched_forward(self, llama: Any) -> None:
         mlp = llama.model.layers[0].mlp
         mlp.forward = lambda x: x
-        self.refused(llama, "model.layers.0.mlp has a forward put in place")
+        self.refused(llama, "model.layers.0.mlp has a patched forward")
 
     def test_adapter(self, llama: Any) -> None:
         attention = llama.model.layers[0].self_attn
@@ -341,7 +341,7 @@ class TestPacked:
         matrix = matrix_of(packed_layer(nn.Linear(256, 44), kind), "m")
         assert matrix.kind == kind
         assert torch.equal(numbers(matrix.row_range(16, 20)), numbers(matrix)[16:36])
-        with pytest.raises(DescriptionError, match="rows 6 and on .* multiple of 16"):
+        with pytest.raises(DescriptionError, match="rows 6 of .* multiple of 16"):
             matrix.row_range(6, 6)
 
 

@@ -126,7 +126,7 @@ class _ModelReader:
                 path.append(getattr(path[-1], name))
         layers = getattr(path[-1], "layers", None)
         if not isinstance(layers, nn.ModuleList):
-            raise DescriptionError(f"{type(self._model).__name__} has no known list of layers")
+            raise DescriptionError(f"{type(self._model).__name__} has no list of layers")
         for module in path:
             self._mark_container(module, "the model")
         self._mark_read(layers)
