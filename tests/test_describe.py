@@ -41,7 +41,7 @@ def heads_of(x: Tensor, first: int, step: int, count: int, size: int) -> Tensor:
 
 def rotated(x: Tensor, rope: Rope) -> Tensor:
     """[heads, tokens, D], token n at position n."""
-    half, rotary = rope.rotary // 2, rope.rotary
+    half, rotary = rope.rotary_dims // 2, rope.rotary_dims
     angles = torch.arange(x.shape[1]).double()[:, None] * rope.frequencies.double()
     first, second, rest = x[..., :half] * rope.scale, x[..., half:rotary] * rope.scale, x[..., rotary:]
     cos, sin = angles.cos(), angles.sin()
