@@ -1,4 +1,4 @@
-"""Public names of earlier versions, for one version."""
+"""Deprecated public names, kept for one version."""
 
 from __future__ import annotations
 
@@ -9,20 +9,22 @@ from typing import Any
 
 
 class _NoGraphs:
-    """Looks like what `compiled` used to give."""
+    """Stand-in for the former result of `compiled`."""
 
     patient = False
     trouble = ""
 
     def wait(self) -> None:
-        """Nothing is being made."""
+        """Do nothing."""
 
     def look(self) -> None:
-        """Nothing is being made."""
+        """Do nothing."""
 
 
 @contextmanager
 def compiled(model: Any, cache: Any, artifacts: Any = None) -> Iterator[_NoGraphs]:
-    """Do nothing: `attach` runs native code where there is any."""
-    warnings.warn("compiled() does nothing any more: attach(model) is fast by itself", DeprecationWarning, stacklevel=3)
+    """Do nothing: `attach` already uses native code where possible."""
+    warnings.warn(
+        "compiled() no longer does anything: attach(model) is fast without it", DeprecationWarning, stacklevel=3
+    )
     yield _NoGraphs()

@@ -1,31 +1,31 @@
-"""The exceptions a user of h2o_stream can meet. Each message is one line that says what to change."""
+"""Exceptions of h2o_stream. Every message is one line that says what to change."""
 
 
 class H2OStreamError(Exception):
-    """Base of everything this package raises on purpose."""
+    """Base class of all exceptions of this package."""
 
 
 class ConfigError(H2OStreamError, ValueError):
-    """A setting is wrong: the message names the value, the limit and the option."""
+    """Invalid setting: the message names the value, the limit and the option."""
 
 
 class UnsupportedModelError(H2OStreamError):
-    """The architecture cannot be served with the cache that was asked for."""
+    """The architecture does not work with the requested cache."""
 
 
 class ModelNotFoundError(H2OStreamError):
-    """No model could be loaded under the given name."""
+    """No model could be loaded by that name."""
 
 
 class DataError(H2OStreamError):
-    """An input file cannot be read: the message names file, line and what is wrong."""
+    """An input file cannot be read: the message names file, line and problem."""
 
 
 class OutOfMemoryError(H2OStreamError):
-    """The machine has no memory left for the model, the cache or the step."""
+    """Not enough memory for the model, the cache or the step."""
 
 
 def means_out_of_memory(error: BaseException) -> bool:
-    """Whether an error of Python, torch or the operating system says that memory has ended."""
+    """Whether an error of Python, torch or the operating system reports that memory is exhausted."""
     signs = ("allocate memory", "out of memory", "bad_alloc")
     return isinstance(error, MemoryError) or any(sign in str(error).lower() for sign in signs)

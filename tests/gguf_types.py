@@ -29,7 +29,7 @@ from h2o_stream.compare.nll import read_tokens
 from h2o_stream.config import DEFAULT_MODEL, ModelConfig
 from h2o_stream.models.find import gguf_file
 from h2o_stream.models.load import load, load_tokenizer
-from h2o_stream.resources import manual
+from h2o_stream.resources import python_manual
 
 TYPES = {
     **{name: f"MOSTLY_{name}" for name in ("Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q2_K")},
@@ -170,7 +170,7 @@ def rows(names: Sequence[str], text: Path | None, count: int, dtype: str) -> Ite
         os.environ["XDG_CACHE_HOME"] = place
         if text is None:
             text = folder / "manual.txt"
-            text.write_text(manual(), encoding="utf-8")
+            text.write_text(python_manual(), encoding="utf-8")
         tokens = read_tokens(text, load_tokenizer(ModelConfig(model=str(source), offline=True)), count)
         wide = folder / "float32.gguf"
         in_float32(source, wide)

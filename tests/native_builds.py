@@ -19,4 +19,4 @@ def native(request: pytest.FixtureRequest) -> ctypes.CDLL:
         pytest.skip("there is no compiled library")
     if request.param not in library.available():
         pytest.skip(f"this processor does not have {request.param}")
-    return library.opened(request.param)
+    return library.open_library(request.param)

@@ -14,10 +14,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from h2o_stream.models.packed import PackedEmbedding, PackedLinear
+from h2o_stream.models.packed_layers import PackedEmbedding, PackedLinear
 from h2o_stream.native import abi, library
 from h2o_stream.native.describe import describe
-from h2o_stream.native.description import Attention, Description, Layer, Matrix, NativeModel, NotDescribed, Rope
+from h2o_stream.native.description import Attention, Description, DescriptionError, Layer, Matrix, NativeModel, Rope
 from h2o_stream.native.modules import apply_activation, apply_norm, matrix_of, norm_of
 from tests.families import FAMILIES, GROUPED, LONGROPE, SIZES, SLIDING, YARN, Family, rope, tiny
 from tests.packed_tiles import KINDS, random_tiles
@@ -41,7 +41,7 @@ def heads_of(x: Tensor, first: int, step: int, count: int, size: int) -> Tensor:
 
 def rotated(x: Tensor, rope: Rope) -> Tensor:
     """[heads, tokens, D], token n at position n."""
-    half, rotary = rope.rotary // 2, rope.rotary
+    half, rotary = rope.rotary_dims // 2, rope.rotary_dims
     angles = torch.arange(x.shape[1]).double()[:, None] * rope.frequencies.double()
     first, second, rest = x[..., :half] * rope.scale, x[..., half:rotary] * rope.scale, x[..., rotary:]
     cos, sin = angles.cos(), angles.sin()
@@ -55,10 +55,10 @@ def attend(attention: Attention, x: Tensor) -> Tensor:
         attention.head_size,
     )
     query = apply_norm(
-        attention.query_norm, heads_of(given, at.query_first, at.query_step, attention.query_heads, size)
+        attention.query_norm, heads_of(given, at.query_offset, at.query_stride, attention.query_heads, size)
     )
-    key = apply_norm(attention.key_norm, heads_of(given, at.key_first, at.key_step, attention.kv_heads, size))
-    value = heads_of(given, at.value_first, at.value_step, attention.kv_heads, attention.value_size)
+    key = apply_norm(attention.key_norm, heads_of(given, at.key_offset, at.key_stride, attention.kv_heads, size))
+    value = heads_of(given, at.value_offset, at.value_stride, attention.kv_heads, attention.value_size)
     if attention.rope:
         query, key = rotated(query, attention.rope), rotated(key, attention.rope)
     groups = attention.query_heads // attention.kv_heads
@@ -170,7 +170,7 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
     "norm over all heads": (tiny("Olmo2", **GROUPED), "q_norm of the attention of layer 0 is a Olmo2RMSNorm that does"),
     "norms of each head": (
         tiny("StableLm", **PER_HEAD, **PARTIAL, qk_layernorm=True),
-        "model.layers.0.self_attn.q_layernorm is a StableLmLayerNormPerHead",
+        "model.layers.0.self_attn.q_layernorm is an unsupported StableLmLayerNormPerHead",
     ),
     "clipped queries": (tiny("Olmo", **GROUPED, clip_qkv=1.0), "the config has clip_qkv = 1.0"),
     "norms behind": (
@@ -179,7 +179,7 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
     ),
     "projected embedding": (
         tiny("OPT", **{**SIZES, "word_embed_proj_dim": 16, "ffn_dim": 32}),
-        "the embedding has rows of 16 numbers, layers 32",
+        "the embedding has 16 columns, layers 32",
     ),
     "layers without positions": (
         tiny("SmolLM3", **GROUPED, no_rope_layers=[1, 0]),
@@ -190,18 +190,21 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
         "the attention of layer 1 is in a layer without rotary positions",
     ),
     "interleaved rotation": (tiny("Glm", **GROUPED), "the attention of layer 0 does not rotate in the rotate-half"),
-    "interleaved table": (tiny("Cohere", **GROUPED), "CohereRotaryEmbedding gives other angles"),
-    "sinks": (tiny("GptOss", **GROUPED, num_local_experts=2), "has sinks of its own in its GptOssAttention"),
+    "interleaved table": (tiny("Cohere", **GROUPED), "CohereRotaryEmbedding computes angles that differ"),
+    "sinks": (tiny("GptOss", **GROUPED, num_local_experts=2), "has the parameter sinks in its GptOssAttention"),
     "activation": (tiny("Arcee", **GROUPED), "act_fn of layer 0 is ReLUSquaredActivation"),
     "temperature": (tiny("Ministral3", **GROUPED), "RoPE has llama_4_scaling_beta = 0.1"),
-    "norms after rotation": (tiny("HunYuanDenseV1", **GROUPED), "self_attn.query_layernorm is a HunYuanDenseV1RMSNorm"),
+    "norms after rotation": (
+        tiny("HunYuanDenseV1", **GROUPED),
+        "self_attn.query_layernorm is an unsupported HunYuanDenseV1RMSNorm",
+    ),
 }
 
 
 @pytest.mark.parametrize("name", REFUSED)
 def test_refused(name: str) -> None:
     make, reason = REFUSED[name]
-    with pytest.raises(NotDescribed, match=reason):
+    with pytest.raises(DescriptionError, match=reason):
         describe(make())
 
 
@@ -227,7 +230,7 @@ class TestChanged:
     """Whatever somebody did to the modules of a model is seen, and a module that was not changed is left alone."""
 
     def refused(self, model: Any, reason: str) -> None:
-        with pytest.raises(NotDescribed, match=reason):
+        with pytest.raises(DescriptionError, match=reason):
             describe(model)
 
     def test_hooks(self, llama: Any) -> None:
@@ -250,12 +253,12 @@ class TestChanged:
     def test_patched_forward(self, llama: Any) -> None:
         mlp = llama.model.layers[0].mlp
         mlp.forward = lambda x: x
-        self.refused(llama, "model.layers.0.mlp has a forward put in place")
+        self.refused(llama, "model.layers.0.mlp has a patched forward")
 
     def test_adapter(self, llama: Any) -> None:
         attention = llama.model.layers[0].self_attn
         attention.q_proj = LoraLinear(attention.q_proj)
-        self.refused(llama, "model.layers.0.self_attn.q_proj is a LoraLinear, whose forward is of tests")
+        self.refused(llama, "model.layers.0.self_attn.q_proj is a LoraLinear, whose forward is from tests")
 
     def test_subclass(self, llama: Any) -> None:
         llama.model.layers[0].self_attn.q_proj = DoubledLinear(32, 32)
@@ -263,10 +266,10 @@ class TestChanged:
 
     def test_left_over(self, llama: Any) -> None:
         llama.model.layers[0].mlp.extra = nn.Linear(32, 32)
-        self.refused(llama, "model.layers.0.mlp.extra is a Linear that is not known")
+        self.refused(llama, "model.layers.0.mlp.extra is an unsupported Linear")
         del llama.model.layers[0].mlp.extra
         llama.model.layers[0].mlp.scale = nn.Parameter(torch.ones(1))
-        self.refused(llama, "layer 0 has scale of its own in its LlamaMLP")
+        self.refused(llama, "layer 0 has the parameter scale in its LlamaMLP")
 
     def test_other_numbers(self, llama: Any) -> None:
         self.refused(llama.half(), "weights of float16")
@@ -282,12 +285,12 @@ class TestChanged:
     def test_training(self, llama: Any) -> None:
         describe(llama.train())
         llama.model.layers[1].self_attn.attention_dropout = 0.1
-        self.refused(llama, "model.layers.1.self_attn drops at random in training mode")
+        self.refused(llama, "model.layers.1.self_attn uses dropout in training mode")
         describe(llama.eval())
 
     def test_sizes(self, llama: Any) -> None:
         llama.model.layers[0].self_attn.head_dim = 12
-        self.refused(llama, "matrices that do not make whole heads of 12")
+        self.refused(llama, "matrices that are not a whole number of heads of size 12")
 
 
 class Packed(PackedLinear):
@@ -341,7 +344,7 @@ class TestPacked:
         matrix = matrix_of(packed_layer(nn.Linear(256, 44), kind), "m")
         assert matrix.kind == kind
         assert torch.equal(numbers(matrix.row_range(16, 20)), numbers(matrix)[16:36])
-        with pytest.raises(NotDescribed, match="rows 6 and on .* multiple of 16"):
+        with pytest.raises(DescriptionError, match="rows 6 of .* multiple of 16"):
             matrix.row_range(6, 6)
 
 
@@ -373,7 +376,7 @@ class TestMemory:
         model = nudged(next(family for family in FAMILIES if family.name == "Qwen 2, YaRN").make())
         native = NativeModel(describe(model))
         layer, described, module = native.struct.layers[1], native.description.layers[1], model.model.layers[1]
-        assert (native.struct.layer_count, native.struct.hidden, native.struct.vocabulary) == (2, 32, 64)
+        assert (native.struct.layer_count, native.struct.hidden_size, native.struct.vocab_size) == (2, 32, 64)
         assert ctypes.addressof(layer) == ctypes.addressof(native.layers[1])
         attention = layer.attention
         assert (attention.query_heads, attention.kv_heads, attention.head_size, attention.value_size) == (4, 2, 8, 8)
@@ -383,8 +386,8 @@ class TestMemory:
         assert layer.qkv[0].bias == module.self_attn.q_proj.bias.data_ptr()
         assert layer.out.bias is None
         assert (layer.qkv[1].rows, layer.qkv[1].columns, layer.qkv[1].kind) == (16, 32, abi.MatrixKind.FLOAT32)
-        assert [layer.query_first, layer.key_first, layer.value_first] == [0, 32, 48]
-        assert (layer.rope_scaled, layer.absolute_rotary) == (8, 8)
+        assert [layer.query_offset, layer.key_offset, layer.value_offset] == [0, 32, 48]
+        assert (layer.rope_scaled_dims, layer.absolute_rotary_dims) == (8, 8)
         assert layer.rope_scale == pytest.approx(0.1 * math.log(4) + 1)
         angles = (ctypes.c_float * 4).from_address(layer.frequencies)
         assert list(angles) == described.attention.rope.frequencies.tolist()
@@ -397,7 +400,7 @@ class TestMemory:
         layer = native.layers[0]
         assert layer.gate.weights is None
         assert layer.frequencies is None
-        assert (layer.rope_scale, layer.rope_scaled, layer.activation) == (1.0, 0, abi.Activation.RELU)
+        assert (layer.rope_scale, layer.rope_scaled_dims, layer.activation) == (1.0, 0, abi.Activation.RELU)
         assert native.struct.learned_offset == 2
 
     @pytest.mark.parametrize(
@@ -409,7 +412,7 @@ class TestMemory:
         ],
     )
     def test_frequencies_at_every_length(self, make: Callable[[], Any], holds: bool) -> None:
-        assert describe(make()).absolute_ok is holds
+        assert describe(make()).supports_absolute is holds
 
     def test_frequencies_after_a_long_text(self) -> None:
         """A long text exchanges the frequencies of LongRoPE; those of short ones are described."""

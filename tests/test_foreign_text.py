@@ -291,7 +291,7 @@ class TestCommands:
             assert not spoken(done.output)
         options.parent.mkdir(parents=True)
         options.write_text(f'"{NAME.encode("unicode_escape").decode()}" = 1'.replace("\\x", "\\u00"))
-        for name in ("handle_termination", "prepare_streams"):
+        for name in ("handle_termination", "prepare_stdio"):
             monkeypatch.setattr(run, name, lambda *arguments: None)
         monkeypatch.setattr(sys, "stderr", out := io.StringIO())
         with pytest.raises(SystemExit):

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 from h2o_stream import ModelNotFoundError, UnsupportedModelError
 from h2o_stream.models.gguf import GgufFile
-from h2o_stream.models.gguf_header import LongArray
+from h2o_stream.models.gguf_header import SkippedArray
 from tests.gguf_files import ROW, array, composed, key, string, tensor
 
 T = GGUFValueType
@@ -50,7 +50,7 @@ HOSTILE = {
     "a key of 2^63 bytes": (composed(le(HUGE) + bytes(5)), f"key 1 is a string of {HUGE} bytes"),
     "a key past the end": (composed(le(65000) + bytes(5)), "key 1 ends at .*, the file at"),
     "a key not in UTF-8": (composed(key("x", T.UINT8, b"1").replace(b"x", b"\xff")), "key 1 is not UTF-8"),
-    "a key twice": (composed(key("x", T.UINT8, b"1"), key("x", T.UINT8, b"1")), "key x is there twice"),
+    "a key twice": (composed(key("x", T.UINT8, b"1"), key("x", T.UINT8, b"1")), "key x is duplicated"),
     "a string past the end": (composed(string(b"x") + struct.pack("<IQ", 8, 1 << 20)), "x ends at"),
     "a string of 2^63 bytes": (composed(string(b"x") + struct.pack("<IQ", 8, HUGE)), f"a string of {HUGE} bytes"),
     "a value of type 13": (composed(key("x", 13, bytes(8))), "x is a value of type 13"),
@@ -86,7 +86,7 @@ HOSTILE = {
     "an offset past the end": (two(offset=4 * ROW), "the file ends at"),
     "an offset of 2^64-32": (two(offset=2**64 - 32), "the file ends at"),
     "an offset between": (two(offset=ROW + 4), "tensor b is at 36, not a multiple of 32"),
-    "a tensor twice": (two(name="a"), "tensor a is there twice"),
+    "a tensor twice": (two(name="a"), "tensor a is duplicated"),
     "two in one place": (two(offset=0), r"tensor b starts at \d+, a ends at"),
     "cut in the last tensor": (two()[:-1], "tensor b has 32 bytes"),
 }
@@ -168,7 +168,7 @@ class TestFile:
         assert {key: ours.metadata[key] for key in ("llama.block_count", "general.name")} == {
             key: reader.fields[key].contents() for key in ("llama.block_count", "general.name")
         }
-        assert ours.metadata["tokenizer.ggml.tokens"] == LongArray(GGUFValueType.STRING, 49152)
+        assert ours.metadata["tokenizer.ggml.tokens"] == SkippedArray(GGUFValueType.STRING, 49152)
         assert (ours.architecture, ours.quantized) == ("llama", True)
         assert 0.95 * embedded_file.stat().st_size < ours.nbytes < embedded_file.stat().st_size
 
@@ -186,7 +186,7 @@ class TestFile:
         file = GgufFile(embedded_file)
         for some in list(file.tensors.values())[:3]:
             before = file.blocks(some).clone()
-            file.forget(some)
+            file.release(some)
             assert torch.equal(file.blocks(some), before)
         assert not recwarn.list
 
@@ -195,7 +195,7 @@ class TestFile:
         table = file.tensors["token_embd.weight"]
         file.blocks(table).sum()
         touched = resident_of(embedded_file)
-        file.forget(table)
+        file.release(table)
         assert resident_of(embedded_file) < touched - 0.9 * table.nbytes
 
     def test_other_alignments(self, tmp_path: Path) -> None:

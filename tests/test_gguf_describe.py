@@ -14,22 +14,22 @@ from hypothesis import strategies as st
 from transformers import AutoConfig, AutoTokenizer, GenerationConfig
 
 from h2o_stream import H2OStreamError, ModelNotFoundError, UnsupportedModelError
-from h2o_stream.models import gguf_describe
+from h2o_stream.models import gguf_export
 from h2o_stream.models.find import find, fingerprint
 from h2o_stream.models.gguf import GgufFile
-from h2o_stream.models.gguf_describe import described
+from h2o_stream.models.gguf_export import export_config
 from tests.gguf_files import MERGES, TOKENS, composed, key, string
 
 
 @pytest.fixture
 def cache_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setattr(gguf_describe, "cache_folder", lambda: tmp_path / "cache")
+    monkeypatch.setattr(gguf_export, "cache_folder", lambda: tmp_path / "cache")
     return tmp_path / "cache" / "gguf"
 
 
 class TestDescribed:
     def test_it_is_what_transformers_makes_of_the_file(self, small: Path, cache_folder: Path) -> None:
-        folder = described(GgufFile(small), "small", pytest.fail)
+        folder = export_config(GgufFile(small), "small", pytest.fail)
         assert sorted(path.name for path in folder.iterdir()) == [
             "chat_template.jinja",
             "config.json",
@@ -54,7 +54,7 @@ class TestDescribed:
 
     def test_the_embedded_model_takes_little_time_and_space(self, embedded_file: Path, cache_folder: Path) -> None:
         begun = time.perf_counter()
-        folder = described(GgufFile(embedded_file), "embedded", pytest.fail)
+        folder = export_config(GgufFile(embedded_file), "embedded", pytest.fail)
         assert time.perf_counter() - begun < 3, "0.4 s on a quiet machine; transformers alone takes 7 s"
         assert sum(path.stat().st_size for path in folder.iterdir()) < 0.05 * embedded_file.stat().st_size
         tokenizer = AutoTokenizer.from_pretrained(folder)
@@ -63,9 +63,9 @@ class TestDescribed:
     def test_a_second_start_makes_nothing(
         self, small: Path, cache_folder: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        first = described(GgufFile(small), "small", pytest.fail)
-        monkeypatch.setattr(gguf_describe, "_describe", lambda *_: pytest.fail("made again"))
-        assert described(GgufFile(small), "small", pytest.fail) == first
+        first = export_config(GgufFile(small), "small", pytest.fail)
+        monkeypatch.setattr(gguf_export, "_export", lambda *_: pytest.fail("made again"))
+        assert export_config(GgufFile(small), "small", pytest.fail) == first
 
     def test_files_of_transformers_beside_it_are_not_taken(
         self, small: Path, tmp_path: Path, cache_folder: Path
@@ -73,7 +73,7 @@ class TestDescribed:
         (tmp_path / "small.gguf").write_bytes(small.read_bytes())
         for name in ("config.json", "tokenizer.json", "tokenizer_config.json"):
             (tmp_path / name).write_text("{}")
-        folder = described(GgufFile(tmp_path / "small.gguf"), "small", pytest.fail)
+        folder = export_config(GgufFile(tmp_path / "small.gguf"), "small", pytest.fail)
         assert len(AutoTokenizer.from_pretrained(folder)) == len(TOKENS)
 
     def test_two_at_once_make_one(self, small: Path, cache_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -84,11 +84,11 @@ class TestDescribed:
             time.sleep(0.3)
             (target / "config.json").write_text("{}")
 
-        monkeypatch.setattr(gguf_describe, "_describe", slowly)
+        monkeypatch.setattr(gguf_export, "_export", slowly)
         said: list[str] = []
         found: list[Path] = []
         threads = [
-            threading.Thread(target=lambda: found.append(described(GgufFile(small), "key", said.append)))
+            threading.Thread(target=lambda: found.append(export_config(GgufFile(small), "key", said.append)))
             for _ in range(3)
         ]
         for thread in threads:
@@ -107,30 +107,30 @@ class TestDescribed:
             (target / "config.json").write_text("{}")
             raise error
 
-        monkeypatch.setattr(gguf_describe, "_describe", fail)
+        monkeypatch.setattr(gguf_export, "_export", fail)
         expected = KeyboardInterrupt if isinstance(error, KeyboardInterrupt) else H2OStreamError
         with pytest.raises(expected, match="^$|small.gguf .* No space left on device"):
-            described(GgufFile(small), "key", pytest.fail)
+            export_config(GgufFile(small), "key", pytest.fail)
         assert not [path for path in cache_folder.iterdir() if path.suffix != ".lock"]
 
     def test_what_a_killed_one_left_is_cleared(self, small: Path, cache_folder: Path) -> None:
-        folder = described(GgufFile(small), "key", pytest.fail)
+        folder = export_config(GgufFile(small), "key", pytest.fail)
         left = cache_folder / f".{folder.name}.abc.partial"
         left.mkdir()
         folder.rename(cache_folder / "elsewhere")
-        described(GgufFile(small), "key", pytest.fail)
+        export_config(GgufFile(small), "key", pytest.fail)
         assert not left.exists()
 
     def test_a_read_only_cache(self, small: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         (tmp_path / "file").write_text("not a folder")
-        monkeypatch.setattr(gguf_describe, "cache_folder", lambda: tmp_path / "file")
+        monkeypatch.setattr(gguf_export, "cache_folder", lambda: tmp_path / "file")
         with pytest.raises(H2OStreamError, match=r"tokenizer of small.gguf could not be written into .*file"):
-            described(GgufFile(small), "key", pytest.fail)
+            export_config(GgufFile(small), "key", pytest.fail)
 
     def test_unknown_architectures(self, tmp_path: Path, cache_folder: Path) -> None:
         (tmp_path / "new.gguf").write_bytes(composed().replace(b"llama", b"lamma"))
         with pytest.raises(UnsupportedModelError, match=r"new.gguf cannot be served: .*architecture lamma"):
-            described(GgufFile(tmp_path / "new.gguf"), "key", pytest.fail)
+            export_config(GgufFile(tmp_path / "new.gguf"), "key", pytest.fail)
 
     @pytest.mark.parametrize(
         ("old", "new"),
@@ -148,7 +148,7 @@ class TestDescribed:
         assert old in content
         (tmp_path / "bad.gguf").write_bytes(content.replace(old, new))
         with pytest.raises(ModelNotFoundError, match=r"bad.gguf is damaged or not readable as GGUF: .") as error:
-            described(GgufFile(tmp_path / "bad.gguf"), "key", pytest.fail)
+            export_config(GgufFile(tmp_path / "bad.gguf"), "key", pytest.fail)
         assert "\n" not in str(error.value)
         assert not [path for path in cache_folder.iterdir() if path.suffix != ".lock"]
 
@@ -161,7 +161,7 @@ class TestDescribed:
         old, new = (key(f"llama.{name}", T.UINT32, number) for number in (own, size))
         (tmp_path / "bad.gguf").write_bytes(content.replace(old, new))
         with pytest.raises(ModelNotFoundError, match=rf"bad.gguf .*: llama.{name} is {size}, not a number from 1 to"):
-            described(GgufFile(tmp_path / "bad.gguf"), "key", pytest.fail)
+            export_config(GgufFile(tmp_path / "bad.gguf"), "key", pytest.fail)
 
     @settings(max_examples=60, deadline=None)
     @given(st.data())
@@ -174,9 +174,9 @@ class TestDescribed:
             content[data.draw(st.integers(24, end))] = data.draw(st.integers(0, 255))
         (folder / "changed.gguf").write_bytes(content)
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(gguf_describe, "cache_folder", lambda: folder)
+            patch.setattr(gguf_export, "cache_folder", lambda: folder)
             try:
-                assert described(GgufFile(folder / "changed.gguf"), "key", pytest.fail).is_dir()
+                assert export_config(GgufFile(folder / "changed.gguf"), "key", pytest.fail).is_dir()
             except (ModelNotFoundError, UnsupportedModelError) as error:
                 assert "\n" not in str(error)  # noqa: PT017
 

@@ -15,10 +15,10 @@ from gguf import GGMLQuantizationType
 from transformers import AutoConfig, AutoModelForCausalLM, GgufConfig, PreTrainedModel
 
 from h2o_stream import ModelNotFoundError, UnsupportedModelError
-from h2o_stream.models import gguf_describe
+from h2o_stream.models import gguf_export
 from h2o_stream.models.find import find
 from h2o_stream.models.gguf import GgufFile
-from h2o_stream.models.gguf_describe import described
+from h2o_stream.models.gguf_export import export_config
 from h2o_stream.models.gguf_names import Weight, model_weights
 from tests.conftest import make_llama
 from tests.families import GROUPED, SLIDING, rope, tiny
@@ -86,13 +86,13 @@ ARITHMETIC = {"gemma2", "gemma3", "nemotron"}
 @pytest.fixture
 def made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[GgufFile, Any]]:
     """Writes a model into a file; makes the skeleton of it that the file describes."""
-    monkeypatch.setattr(gguf_describe, "cache_folder", lambda: tmp_path / "cache")
+    monkeypatch.setattr(gguf_export, "cache_folder", lambda: tmp_path / "cache")
 
     def make(model: PreTrainedModel, arch: str, keys: dict[str, Any], **more: Any) -> tuple[GgufFile, Any]:
         path = tmp_path / "model.gguf"
         write_model(path, model, arch, **more, **keys)
         file = GgufFile(path)
-        config = AutoConfig.from_pretrained(described(file, "key", print))
+        config = AutoConfig.from_pretrained(export_config(file, "key", print))
         with torch.device("meta"):
             return file, AutoModelForCausalLM.from_config(config)
 
@@ -116,7 +116,7 @@ def test_there_and_back(family: str, made: Callable[..., tuple[GgufFile, Any]]) 
     assert {weight.name for weight in weights} >= dict(model.named_parameters()).keys()
     for weight in weights:
         torch.testing.assert_close(weight.values(), model.state_dict()[weight.name], rtol=0, atol=2e-7)
-        assert weight.plain == (arch not in ARITHMETIC or not weight.name.endswith("norm.weight"))
+        assert weight.same_rows == (arch not in ARITHMETIC or not weight.name.endswith("norm.weight"))
         assert (weight.order is not None) == (arch == "llama" and any(f".{x}_proj." in weight.name for x in "qk"))
     ids = torch.arange(60)[None]
     torch.testing.assert_close(filled(skeleton, weights)(ids).logits, model(ids).logits, rtol=1e-4, atol=1e-4)
@@ -145,19 +145,19 @@ def test_experts_are_joined(made: Callable[..., tuple[GgufFile, Any]]) -> None:
     for weight in weights:
         torch.testing.assert_close(weight.values(), model.state_dict()[weight.name], rtol=0, atol=0)
     joined = next(weight for weight in weights if weight.name.endswith("gate_up_proj"))
-    assert (len(joined.others), joined.plain) == (1, False)
+    assert (len(joined.others), joined.same_rows) == (1, False)
 
 
 def test_the_embedded_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gguf_describe, "cache_folder", lambda: tmp_path)
+    monkeypatch.setattr(gguf_export, "cache_folder", lambda: tmp_path)
     file = GgufFile(Path(find("smollm2-135m", True, pytest.fail)))
-    config = AutoConfig.from_pretrained(described(file, "key", pytest.fail))
+    config = AutoConfig.from_pretrained(export_config(file, "key", pytest.fail))
     with torch.device("meta"):
         weights = model_weights(file, AutoModelForCausalLM.from_config(config))
         query = next(weight for weight in weights if weight.name.endswith("q_proj.weight"))
         assert query.values().device.type == "cpu", "transformers makes models in this context"
     assert len(weights) == len(file.tensors) == 272
-    assert all(weight.plain for weight in weights)
+    assert all(weight.same_rows for weight in weights)
     offsets = [weight.tensor.offset for weight in weights]
     assert offsets == sorted(offsets), "the file is read from its start to its end"
 
@@ -213,7 +213,7 @@ class TestLlama3:
 
     def test_factors_of_others_are_refused(self, made: Callable[..., tuple[GgufFile, Any]]) -> None:
         model = tiny("Llama", **GROUPED, **self.SCALED)()
-        with pytest.raises(UnsupportedModelError, match=r"model.gguf has RoPE factors that are not those of Llama 3"):
+        with pytest.raises(UnsupportedModelError, match=r"model.gguf has RoPE factors that differ from Llama 3's"):
             made(model, "llama", self.KEYS, rope_factors=np.array([1, 2, 3, 4], np.float32))
 
     def test_factors_of_another_shape(self, made: Callable[..., tuple[GgufFile, Any]]) -> None:
@@ -242,9 +242,7 @@ class TestRefused:
         with torch.device("meta"):
             smaller = type(skeleton)(copy.deepcopy(skeleton.config))
         del smaller.model.layers[2]
-        with pytest.raises(
-            UnsupportedModelError, match=r"has blk.2.\w+.weight, for which LlamaForCausalLM has no place"
-        ):
+        with pytest.raises(UnsupportedModelError, match=r"has blk.2.\w+.weight, which LlamaForCausalLM does not have"):
             model_weights(file, smaller)
 
     def test_a_weight_of_another_shape(self, made: Callable[..., tuple[GgufFile, Any]]) -> None:

@@ -18,7 +18,7 @@ from h2o_stream.cache.identity import model_digest, policy_source
 from h2o_stream.compare import folder
 from h2o_stream.config import POLICIES, PolicyDefaults
 from h2o_stream.errors import DataError
-from h2o_stream.models.packed import PackedLinear
+from h2o_stream.models.packed_layers import PackedLinear
 from h2o_stream.models.quantize import packed_kinds, replace
 from h2o_stream.native.packing import pack
 from tests import families

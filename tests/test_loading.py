@@ -16,12 +16,12 @@ from transformers import AutoModelForCausalLM, Gemma2Config, Gemma2ForCausalLM, 
 from h2o_stream import CacheConfig, ConfigError, attach
 from h2o_stream.config import ModelConfig
 from h2o_stream.errors import OutOfMemoryError
-from h2o_stream.models import kept, packed_folder, quantize
 from h2o_stream.models import load as loading
+from h2o_stream.models import packed_models, packed_weights, quantize
 from h2o_stream.models.gguf_names import Weight
-from h2o_stream.models.kept import kept_folders
 from h2o_stream.models.load import LoadedModel, load
-from h2o_stream.models.packed import PackedEmbedding, PackedLinear, TiedHead
+from h2o_stream.models.packed_layers import PackedEmbedding, PackedLinear, TiedHead
+from h2o_stream.models.packed_models import cached_folders
 from h2o_stream.models.quantize import FORMAT, PackedConfig
 from h2o_stream.native import library
 from h2o_stream.native.abi import MatrixKind
@@ -35,9 +35,9 @@ IDS = torch.randint(3, 64, (1, 30), generator=torch.Generator().manual_seed(0))
 @pytest.fixture
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The user's cache folder; everything is worth keeping."""
-    for module in (kept, packed_folder):
+    for module in (packed_models, packed_weights):
         monkeypatch.setattr(module, "cache_folder", lambda: tmp_path / "cache")
-    monkeypatch.setattr(packed_folder, "LEAST", 0)
+    monkeypatch.setattr(packed_weights, "MIN_BYTES", 0)
     return tmp_path / "cache" / "packed"
 
 
@@ -133,7 +133,7 @@ class TestKept:
     def test_the_second_start_packs_nothing(self, folder: Path, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         config, said = ModelConfig(str(folder), quantize="int4", device="cpu"), list[str]()
         first = load(config, notify=said.append).model
-        (entry,) = kept_folders()
+        (entry,) = cached_folders()
         assert str(folder) in entry.names
         assert any("MiB" in line and str(entry.path) in line for line in said)
         monkeypatch.setattr("h2o_stream.models.quantize.pack", lambda *_: pytest.fail("packed again"))
@@ -147,12 +147,12 @@ class TestKept:
         weights = folder / "model.safetensors"
         os.utime(weights, ns=(1, 1))
         load(config)
-        assert len(kept_folders()) == 2
+        assert len(cached_folders()) == 2
 
     def test_damaged_ones_are_made_again(self, folder: Path, cache: Path) -> None:
         config, said = ModelConfig(str(folder), quantize="int4", device="cpu"), list[str]()
         first = load(config).model
-        (entry,) = kept_folders()
+        (entry,) = cached_folders()
         weights = entry.path / "model.safetensors"
         weights.write_bytes(weights.read_bytes()[:5000])
         again = load(config, notify=said.append).model
@@ -161,9 +161,9 @@ class TestKept:
         assert weights.stat().st_size > 5000
 
     def test_small_ones_are_not_kept(self, folder: Path, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(packed_folder, "LEAST", 2**30)
+        monkeypatch.setattr(packed_weights, "MIN_BYTES", 2**30)
         load(ModelConfig(str(folder), quantize="int4", device="cpu"))
-        assert not kept_folders()
+        assert not cached_folders()
 
     @pytest.mark.parametrize("error", [OSError(28, "No space left on device"), KeyboardInterrupt()])
     def test_a_failed_write_leaves_nothing(
@@ -183,17 +183,17 @@ class TestKept:
         assert [path.suffix for path in cache.iterdir()] == [".lock"]
 
     def test_a_full_disk_is_said_before(self, folder: Path, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(packed_folder, "_SPARE", 2**60)
+        monkeypatch.setattr(packed_weights, "_RESERVED_BYTES", 2**60)
         said: list[str] = []
         load(ModelConfig(str(folder), quantize="int4", device="cpu"), notify=said.append)
         (line,) = said
-        assert "not kept" in line
+        assert "not cached" in line
         assert "are free" in line
 
     def test_what_a_killed_one_left_is_cleared(self, folder: Path, cache: Path) -> None:
         config = ModelConfig(str(folder), quantize="int4", device="cpu")
         load(config)
-        (entry,) = kept_folders()
+        (entry,) = cached_folders()
         entry.path.rename(cache / f".{entry.path.name}.abc.partial")
         load(config)
         assert sorted(path.name for path in cache.iterdir()) == [entry.path.name, f"{entry.path.name}.lock"]
@@ -201,8 +201,8 @@ class TestKept:
     def test_another_program_that_writes_is_left_alone(self, folder: Path, cache: Path) -> None:
         config = ModelConfig(str(folder), quantize="int4", device="cpu")
         load(config)
-        (entry,) = kept_folders()
-        kept.forget(str(folder))
+        (entry,) = cached_folders()
+        packed_models.forget(str(folder))
         lock = FileLock(entry.path.with_name(f"{entry.path.name}.lock"))
 
         def progress(step: Progress) -> None:
@@ -211,7 +211,7 @@ class TestKept:
 
         assert load(config, progress=progress).model
         lock.release()
-        assert not kept_folders()
+        assert not cached_folders()
 
 
 class TestGguf:

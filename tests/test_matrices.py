@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from h2o_stream.native.abi import Matrix, MatrixKind
-from h2o_stream.native.packing import GROUP, fits
+from h2o_stream.native.packing import GROUP, columns_fit
 from tests.native_builds import native  # noqa: F401
 from tests.packed_tiles import KINDS, numbers, random_tiles
 
@@ -67,7 +67,9 @@ def test_dense(native: ctypes.CDLL, kind: int, columns: int) -> None:  # noqa: F
             assert ((multiply(native, matrix, x).double() - expected).abs() <= 1e-5 * scale + 1e-6).all()
 
 
-SHAPES = [(kind, columns) for kind in KINDS for columns in (32, 64, 96, 256, 288, 576, 4096) if fits(kind, columns)]
+SHAPES = [
+    (kind, columns) for kind in KINDS for columns in (32, 64, 96, 256, 288, 576, 4096) if columns_fit(kind, columns)
+]
 """Packed kinds, and columns that they can have."""
 
 
@@ -89,7 +91,7 @@ def test_packed(native: ctypes.CDLL, kind: MatrixKind, columns: int) -> None:  #
 
 def kinds_and_weights(rows: int, columns: int) -> list[tuple[int, Tensor]]:
     weights = torch.randn(rows, columns)
-    few_bits = [(kind, random_tiles(kind, rows, columns)) for kind in KINDS if fits(kind, columns)]
+    few_bits = [(kind, random_tiles(kind, rows, columns)) for kind in KINDS if columns_fit(kind, columns)]
     return [(MatrixKind.FLOAT32, weights), (MatrixKind.BFLOAT16, weights.bfloat16()), *few_bits]
 
 

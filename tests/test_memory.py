@@ -5,7 +5,7 @@ import sys
 import psutil
 import pytest
 
-from h2o_stream.memory import bound_kernel_caches, give_back_free_memory
+from h2o_stream.memory import limit_kernel_caches, trim_heap
 
 LIMITS = ("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "LRU_CACHE_CAPACITY")
 
@@ -14,10 +14,10 @@ def test_kernels_are_bounded_unless_told_otherwise(monkeypatch: pytest.MonkeyPat
     for name in LIMITS:
         monkeypatch.setenv(name, "of before")
         monkeypatch.delenv(name)
-    bound_kernel_caches()
+    limit_kernel_caches()
     assert [os.environ[name] for name in LIMITS] == ["200", "16"]
     monkeypatch.setenv(LIMITS[0], "7")
-    bound_kernel_caches()
+    limit_kernel_caches()
     assert os.environ[LIMITS[0]] == "7"
 
 
@@ -29,7 +29,7 @@ def test_free_memory_is_given_back() -> None:
     kept = pieces[::100]
     del pieces
     before = process.memory_info().rss
-    give_back_free_memory()
+    trim_heap()
     assert len(kept) == 1000
     assert before - process.memory_info().rss > 30e6
 

@@ -11,23 +11,23 @@ import pytest
 
 from h2o_stream.errors import ConfigError
 from h2o_stream.native import library
-from h2o_stream.native.library import CHOICE, FOLDER, INSTRUCTIONS
+from h2o_stream.native.library import FOLDER_VARIABLE, INSTRUCTIONS, INSTRUCTIONS_VARIABLE
 
 
 @pytest.fixture(autouse=True)
 def fresh(monkeypatch: pytest.MonkeyPatch):
     """Chosen anew, and once more after the test."""
-    monkeypatch.delenv(CHOICE, raising=False)
-    library._found.cache_clear()
+    monkeypatch.delenv(INSTRUCTIONS_VARIABLE, raising=False)
+    library._load.cache_clear()
     yield
     monkeypatch.undo()
-    library._found.cache_clear()
+    library._load.cache_clear()
 
 
 @pytest.fixture
 def folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     """An empty folder that libraries are looked for in."""
-    monkeypatch.setenv(FOLDER, str(tmp_path))
+    monkeypatch.setenv(FOLDER_VARIABLE, str(tmp_path))
     return tmp_path
 
 
@@ -47,13 +47,13 @@ class TestChoice:
 
     @pytest.mark.parametrize("choice", library.available())
     def test_a_named_one(self, monkeypatch, choice):
-        monkeypatch.setenv(CHOICE, choice)
+        monkeypatch.setenv(INSTRUCTIONS_VARIABLE, choice)
         assert library.name() == choice
         assert library.loaded().h2o_library_level() == INSTRUCTIONS.index(choice)
         assert library.missing_reason() is None
 
     def test_a_name_that_there_is_not(self, monkeypatch):
-        monkeypatch.setenv(CHOICE, "sse9")
+        monkeypatch.setenv(INSTRUCTIONS_VARIABLE, "sse9")
         with pytest.raises(ConfigError, match=r"H2O_INSTRUCTIONS=sse9: choose one of portable, avx2, avx512"):
             library.loaded()
 
@@ -63,8 +63,8 @@ class TestChoice:
             shutil.copy(file, folder)
         assert library.available() == ["portable"]
         assert library.name() == "portable"
-        library._found.cache_clear()
-        monkeypatch.setenv(CHOICE, "avx2")
+        library._load.cache_clear()
+        monkeypatch.setenv(INSTRUCTIONS_VARIABLE, "avx2")
         with pytest.raises(ConfigError, match="have portable"):
             library.loaded()
 
@@ -78,7 +78,7 @@ class TestNone:
         assert "\n" not in library.missing_reason()
 
     def test_a_name_that_there_is_not(self, monkeypatch, folder):
-        monkeypatch.setenv(CHOICE, "sse9")
+        monkeypatch.setenv(INSTRUCTIONS_VARIABLE, "sse9")
         with pytest.raises(ConfigError, match="sse9"):
             library.loaded()
 
@@ -103,11 +103,11 @@ damaged = [whole[:length] for length in lengths]
 damaged += [whole[:place] + bytes([whole[place] ^ bit]) + whole[place + 1:] for place, bit in flips]
 for number, harmed in enumerate([*damaged, whole]):
     path.write_bytes(harmed)
-    library._found.cache_clear()
+    library._load.cache_clear()
     assert (library.loaded() is None) == (number < len(damaged)), number
     assert library.loaded() or "checksum differs" in library.missing_reason()
 path.with_suffix(".sum").unlink()
-library._found.cache_clear()
+library._load.cache_clear()
 assert library.loaded() is None
 """
         subprocess.run([sys.executable, "-c", code], check=True)

@@ -26,7 +26,7 @@ from tests.slots import attend
 __all__ = ["native"]
 
 POLICIES = {"h2o": 0, "h2o-paper": 0, "tova": 1, "random": 2, "sink": 3, "recent": 3}
-POSITIONS = {"gap": PositionMode.GAP, "rolling": PositionMode.ROLLING, "absolute": PositionMode.AS_FED}
+POSITIONS = {"gap": PositionMode.GAP, "rolling": PositionMode.ROLLING, "absolute": PositionMode.ABSOLUTE}
 BOOKS = ("scores", "long_term", "index", "rank", "free", "seen")
 
 
@@ -182,7 +182,9 @@ class Native:
     def slots(self, tensors: dict[str, Tensor], heads: tuple[int, ...], slots: int) -> Slots:
         numbers = self.address(torch.tensor(heads, dtype=torch.int32))
         plan, given = self.case.plan, {name: self.address(tensor) for name, tensor in tensors.items()}
-        return Slots(**given, heads=numbers, head_count=len(heads), slots=slots, recent=plan.recent, span=plan.span)
+        return Slots(
+            **given, heads=numbers, head_count=len(heads), slot_count=slots, recent=plan.recent, span=plan.span
+        )
 
     def attend(self, call: int, status: int = 0) -> Tensor:
         case, counts = self.case, self.case.prompts[call]
@@ -333,6 +335,6 @@ def test_inputs_that_are_views(native: ctypes.CDLL) -> None:
 
 def test_too_few_slots_are_refused(native: ctypes.CDLL) -> None:
     layer = Native(native, Case(plan()))
-    layer.slots_of_streams[0].slots = 16
+    layer.slots_of_streams[0].slot_count = 16
     layer.attend(0, status=1)
     assert not layer.tensors[0][0]["seen"].any()

@@ -13,7 +13,7 @@ from h2o_stream import CacheConfig, attach
 from h2o_stream.cache.policies.accumulated import Accumulated
 from h2o_stream.errors import H2OStreamError
 from h2o_stream.native import library, stepper
-from h2o_stream.native.unchanged import Unchanged
+from h2o_stream.native.model_guard import ModelGuard
 from tests.conftest import make_llama
 from tests.families import FAMILIES, RULES, config_of
 from tests.tolerance import relative_error
@@ -189,7 +189,7 @@ def test_a_step_that_differs_is_found_layer_by_layer(monkeypatch: pytest.MonkeyP
             model(part, past_key_values=cache)
         norm = model.model.layers[1].input_layernorm
         norm.weight = nn.Parameter(norm.weight * 1.1)
-        monkeypatch.setattr(Unchanged, "__bool__", lambda self: True)  # the native step still has the other one
+        monkeypatch.setattr(ModelGuard, "__bool__", lambda self: True)  # the native step still has the other one
         with pytest.raises(H2OStreamError, match="after layer 1 "):
             model(tokens[:, 50:51], past_key_values=cache)
 

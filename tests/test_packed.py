@@ -11,7 +11,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from h2o_stream import CacheConfig, attach
-from h2o_stream.models.packed import PackedEmbedding, PackedLinear
+from h2o_stream.models.packed_layers import PackedEmbedding, PackedLinear
 from h2o_stream.native import library, stepper
 from h2o_stream.native.abi import MatrixKind
 from h2o_stream.native.packing import unpack
@@ -52,7 +52,7 @@ def test_a_layer(kind: MatrixKind, bias: bool, dtype: torch.dtype) -> None:
 def test_weights_are_unpacked_in_parts(kind: MatrixKind, monkeypatch: pytest.MonkeyPatch) -> None:
     layer, x = linear(kind, 100, 256), torch.randn(70, 256)
     whole = layer(x)
-    monkeypatch.setattr("h2o_stream.models.packed._AT_ONCE", 256 * 40)
+    monkeypatch.setattr("h2o_stream.models.packed_layers._WEIGHTS_PER_CHUNK", 256 * 40)
     torch.testing.assert_close(layer(x), whole)
 
 

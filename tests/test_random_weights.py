@@ -20,7 +20,7 @@ from h2o_stream.compare.random_weights import DEVIATION, random_model, read_sett
 from h2o_stream.compare.worker import Worker
 from h2o_stream.config import CacheConfig, ModelConfig
 from h2o_stream.errors import ConfigError, DataError
-from h2o_stream.models.packed import PackedEmbedding, PackedLinear
+from h2o_stream.models.packed_layers import PackedEmbedding, PackedLinear
 from h2o_stream.native.abi import MatrixKind
 from h2o_stream.native.packing import unpack
 from tests.test_cli import invoke

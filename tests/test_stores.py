@@ -11,9 +11,9 @@ import pytest
 from filelock import FileLock
 
 from h2o_stream.errors import H2OStreamError, ModelNotFoundError
-from h2o_stream.models import kept, stores
+from h2o_stream.models import packed_models, stores
 from h2o_stream.models.find import find
-from h2o_stream.models.kept import forget, kept_bytes, kept_folders
+from h2o_stream.models.packed_models import cached_bytes, cached_folders, forget
 from h2o_stream.models.stores import ollama_file, stored_models
 from tests.test_cli import invoke
 
@@ -186,18 +186,18 @@ class TestHub:
 
 class TestKept:
     def test_what_there_is(self, home: Path) -> None:
-        assert kept_folders() == []
+        assert cached_folders() == []
         packed(home, "m-1", "org/m")
         packed(home, ".m-2.partial", "org/m")
         (packed(home, "broken", "x") / "packed.json").write_text("{")
         old_copy(home, "some-model-1f-2e")
-        listed = [(folder.names[0], folder.content) for folder in kept_folders()]
+        listed = [(folder.names[0], folder.content) for folder in cached_folders()]
         assert listed == [
             ("broken", "packed, damaged"),
             ("org/m", "packed, int4"),
             ("some-model-1f-2e", "copy made by version 0.1"),
         ]
-        assert kept_bytes() > 3 * 1000 + 500
+        assert cached_bytes() > 3 * 1000 + 500
 
     def test_forgetting_removes_every_folder_of_the_name_and_no_other(self, home: Path) -> None:
         gone = [packed(home, "m-1", "org/m"), packed(home, "m-2", "org/m")]
@@ -210,7 +210,7 @@ class TestKept:
         assert stays.exists()
         assert store.exists()
         assert not list(stays.parent.glob(".*")), "nothing is left of them"
-        with pytest.raises(ModelNotFoundError, match="nothing is kept of 'org/m'; --forget takes one of org/m2"):
+        with pytest.raises(ModelNotFoundError, match="nothing is cached for 'org/m'; --forget takes one of org/m2"):
             forget("org/m")
 
     def test_files_and_old_copies_go_by_several_names(self, home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -237,7 +237,7 @@ class TestKept:
         def refuse(*_: object) -> None:
             raise OSError(30, "Read-only file system")
 
-        monkeypatch.setattr(kept.Path, "rename", refuse)
+        monkeypatch.setattr(packed_models.Path, "rename", refuse)
         with pytest.raises(H2OStreamError, match="cannot be removed: Read-only file system"):
             forget("org/m")
 
@@ -256,11 +256,11 @@ class TestCommand:
         done = invoke("h2o-chat", "--forget", "nothing")
         assert done.exit_code == 1
         assert len(done.stderr.splitlines()) == 1
-        assert "nothing is kept of 'nothing'; --forget takes one of org/" in done.stderr
+        assert "nothing is cached for 'nothing'; --forget takes one of org/" in done.stderr
         done = invoke("h2o-chat", "--forget", "m-1")
         assert done.exit_code == 0
         assert "removed" in done.stderr
-        assert kept_folders() == []
+        assert cached_folders() == []
 
     def test_no_torch(self, home: Path) -> None:
         code = (

@@ -29,7 +29,7 @@ from h2o_stream.cache.support import (
 from h2o_stream.cache.verification import Verification, verify_logits
 from h2o_stream.config import CacheConfig, CachePlan, EngineChoice
 from h2o_stream.errors import ConfigError, H2OStreamError, UnsupportedModelError
-from h2o_stream.progress import Listener, ignore
+from h2o_stream.progress import ProgressCallback, ignore
 
 
 @contextmanager
@@ -38,7 +38,7 @@ def attach(
     config: CacheConfig | None = None,
     *,
     engine: EngineChoice = "auto",
-    progress: Listener = ignore,
+    progress: ProgressCallback = ignore,
 ) -> Iterator[H2OCache | FullCache]:
     """Let `model` keep only what `config` says, under ``generate``, pipelines and plain forwards.
 
@@ -93,7 +93,7 @@ def _transformers_model(model: Any) -> PreTrainedModel:
     return model.get_base_model() if hasattr(model, "get_base_model") else model
 
 
-def build_cache(model: PreTrainedModel, config: CacheConfig, progress: Listener) -> H2OCache | FullCache:
+def build_cache(model: PreTrainedModel, config: CacheConfig, progress: ProgressCallback) -> H2OCache | FullCache:
     """The cache that `config` asks for, sized for `model`, which is verified to compute the same through it.
 
     Raises:

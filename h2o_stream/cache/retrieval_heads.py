@@ -28,7 +28,7 @@ from h2o_stream.cache.revision import Revision
 from h2o_stream.cache.support import attention_of_ours, home_of, size_of
 from h2o_stream.cache.token_count import TokenCount
 from h2o_stream.config import CachePlan
-from h2o_stream.progress import Listener, Progress, ignore
+from h2o_stream.progress import Progress, ProgressCallback, ignore
 
 _PERIOD = 256
 """Tokens of a random sequence; it is read twice."""
@@ -52,7 +52,9 @@ _measured: dict[str, Tensor] = {}
 """Results of `_attention_to_copy` in this process, by model."""
 
 
-def assign_budgets(model: PreTrainedModel, specs: Sequence[LayerSpec], progress: Listener = ignore) -> list[LayerSpec]:
+def assign_budgets(
+    model: PreTrainedModel, specs: Sequence[LayerSpec], progress: ProgressCallback = ignore
+) -> list[LayerSpec]:
     """The specs, with head budgets by how much each head retrieves.
 
     A window of w tokens misses a fraction of what a head attends to sharply that falls about as 1/w. The total is
@@ -104,7 +106,7 @@ def _grouped(shares: Sequence[float]) -> tuple[HeadBudget, ...]:
     return tuple(HeadBudget(tuple(sorted(group)), round(16 * fmean(shares[i] for i in group)) / 16) for group in groups)
 
 
-def _known(model: PreTrainedModel, hidden_from: Sequence[int | None], progress: Listener = ignore) -> Tensor:
+def _known(model: PreTrainedModel, hidden_from: Sequence[int | None], progress: ProgressCallback = ignore) -> Tensor:
     """`_attention_to_copy`, from memory or from the user's cache folder if it was measured before."""
     key = f"{model_digest(model)} {model.dtype} {list(hidden_from)} {_PERIOD} {_rows(model)}"
     if key in _measured:
@@ -127,7 +129,7 @@ def _rows(model: PreTrainedModel) -> int:
 
 @torch.no_grad()
 def _attention_to_copy(
-    model: PreTrainedModel, hidden_from: Sequence[int | None], progress: Listener = ignore
+    model: PreTrainedModel, hidden_from: Sequence[int | None], progress: ProgressCallback = ignore
 ) -> Tensor:
     """[layers, Hkv]: fraction of attention on the previous occurrence of the present token and on the token after it.
 

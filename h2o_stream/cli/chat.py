@@ -59,7 +59,7 @@ def _list_sessions(wanted: bool) -> None:
 
 def _list_models(wanted: bool) -> None:
     if wanted:
-        from h2o_stream.models.kept import embedded_models, kept_bytes, kept_folders
+        from h2o_stream.models.packed_models import cached_bytes, cached_folders, embedded_models
         from h2o_stream.models.stores import stored_models
         from h2o_stream.resources import cache_folder
         from h2o_stream.ui.figures import size
@@ -70,20 +70,20 @@ def _list_models(wanted: bool) -> None:
             terminal = Terminal()
             if not terminal.page.is_terminal:
                 terminal.page.width = _ENDLESS  # a name a line, for scripts
-            terminal.page.print(models_table([*embedded_models(), *stored_models()], kept_folders()))
-            terminal.note(f"h2o_stream keeps {size(kept_bytes())} in {cache_folder()}", style="dim")
+            terminal.page.print(models_table([*embedded_models(), *stored_models()], cached_folders()))
+            terminal.note(f"h2o_stream keeps {size(cached_bytes())} in {cache_folder()}", style="dim")
         raise typer.Exit
 
 
 def _kept_names() -> list[str]:
-    from h2o_stream.models.kept import kept_folders
+    from h2o_stream.models.packed_models import cached_folders
 
-    return [folder.names[0] for folder in kept_folders()]
+    return [folder.names[0] for folder in cached_folders()]
 
 
 def _forget(name: str | None) -> None:
     if name is not None:
-        from h2o_stream.models.kept import forget
+        from h2o_stream.models.packed_models import forget
         from h2o_stream.ui.figures import size
         from h2o_stream.ui.terminal import Terminal
 

@@ -211,7 +211,7 @@ def _run(make: Make, model: ModelConfig, out: Path | None, output: OutputOptions
         from h2o_stream.ui.comparison import show
 
         comparison = make()
-    show(comparison, out, terminal, records, Processes(together=model.tensor_parallel))
+    show(comparison, out, terminal, records, Processes(shares_model=model.tensor_parallel))
 
 
 def main() -> None:

@@ -25,7 +25,7 @@ from h2o_stream.config import (
     Shape,
 )
 from h2o_stream.errors import ConfigError
-from h2o_stream.resources import cache_folder, manual, shipped, write_text
+from h2o_stream.resources import cache_folder, project_file, python_manual, write_text
 from h2o_stream.session.requests import read_requests
 
 if TYPE_CHECKING:
@@ -321,7 +321,7 @@ class SoakOptions:
         text = self.text
         if text is None:
             text = (self.out or cache_folder()) / "manual.txt"
-            write_text(text, manual(), "--out")
+            write_text(text, python_manual(), "--out")
 
         def make() -> Comparison:
             from h2o_stream.compare.soak import Soak
@@ -354,8 +354,8 @@ class AllOptions:
         text = self.text
         if text is None:
             text = self.out / "manual.txt"
-            write_text(text, manual(), "--out")
-        requests = self.requests or shipped("data/articles/requests.jsonl")
+            write_text(text, python_manual(), "--out")
+        requests = self.requests or project_file("data/articles/requests.jsonl")
         nll = NllOptions(str(text), windows=sizes.windows, tokens=sizes.tokens)
         recall = RecallOptions(text, windows=sizes.windows, distances=sizes.distances, facts=sizes.facts)
         summarize = SummarizeOptions(requests, windows=sizes.request_windows, limit=sizes.requests)

@@ -36,7 +36,7 @@ from h2o_stream.config import (
     Settings,
 )
 from h2o_stream.errors import ConfigError
-from h2o_stream.resources import is_file, named_prompts, read_text, replace_surrogates, shipped
+from h2o_stream.resources import is_file, named_prompts, project_file, read_text, replace_surrogates
 
 
 def _version(wanted: bool) -> None:
@@ -374,7 +374,7 @@ def one_of(text: str | None, text_option: str, file: Path | None, file_option: s
         return text if text is None else replace_surrogates(text)
     if text is not None:
         raise ConfigError(f"{text_option} and {file_option} were both given; leave one of them out")
-    named = shipped("prompts") / f"{file}.txt"
+    named = project_file("prompts") / f"{file}.txt"
     path = named if not is_file(file) and is_file(named) else file
     return read_text(path, f"{file_option} {file}").strip()
 

@@ -15,11 +15,11 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 from h2o_stream.errors import ConfigError, H2OStreamError
-from h2o_stream.memory import bound_kernel_caches
+from h2o_stream.memory import limit_kernel_caches
 from h2o_stream.processes import Processes
 from h2o_stream.resources import NoHomeError, config_file
-from h2o_stream.startup import LOADER, collector_paused, quieten_libraries
-from h2o_stream.streams import discard_output, handle_termination, prepare_streams
+from h2o_stream.startup import LOADER, gc_paused, quieten_libraries
+from h2o_stream.stdio import discard_output, handle_termination, prepare_stdio
 
 if TYPE_CHECKING:
     from h2o_stream.cli.options import OutputOptions
@@ -46,7 +46,7 @@ def app(prefix: str | None = None) -> typer.Typer:
 
 def main(command: str, app: typer.Typer) -> None:
     """Run a command; the options of some may also stand in the user's file."""
-    prepare_streams()
+    prepare_stdio()
     handle_termination(lambda number: sys.exit(SIGNALLED + number))  # so that terminal and files are left as they were
     try:
         given = file_options(command, typer.main.get_command(app)) if command in _COMMANDS else {}
@@ -148,7 +148,7 @@ def open_terminal(output: OutputOptions, bars: bool = False) -> Terminal:
     terminal = Terminal(
         output.color, output.quiet, replies=output.jsonl != "-" and Processes().main, verbose=output.verbose
     )
-    bound_kernel_caches()
+    limit_kernel_caches()
     quieten_libraries(progress=bars and terminal.live and not output.quiet, warnings=output.verbose)
     return terminal
 
@@ -157,7 +157,7 @@ def open_terminal(output: OutputOptions, bars: bool = False) -> Terminal:
 def loading(model: ModelConfig, terminal: Terminal) -> Iterator[None]:
     """For the imports that bring torch and transformers: says what is going on and makes them quick."""
     terminal.note(f"Loading {model.model} ...", style="dim")
-    with collector_paused():
+    with gc_paused():
         yield
 
 

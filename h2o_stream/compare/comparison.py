@@ -93,7 +93,7 @@ def outcomes(jobs: Sequence[Job], alone: bool, folder: Folder, processes: Proces
         processes: that share the work.
         watch: is told about the jobs of this process.
     """
-    if processes.count == 1 or processes.together:
+    if processes.count == 1 or processes.shares_model:
         yield from (_outcome(job, folder, watch) for job in jobs)
         return
     workers = 1 if alone else processes.count

@@ -13,7 +13,7 @@ from typing import Any
 
 from h2o_stream.config import CacheConfig, EngineChoice, ModelConfig
 from h2o_stream.errors import ConfigError, H2OStreamError
-from h2o_stream.memory import give_back_free_memory
+from h2o_stream.memory import trim_heap
 
 OURS, TRANSFORMERS, LLAMA_CPP = "h2o-stream", "transformers", "llama.cpp"
 
@@ -187,7 +187,7 @@ class _Ours(_Torch):
     def feed(self, tokens: Sequence[int]) -> float:
         begun = time.perf_counter()
         super().feed(tokens)
-        give_back_free_memory()
+        trim_heap()
         return time.perf_counter() - begun
 
     def cache_bytes(self) -> int:

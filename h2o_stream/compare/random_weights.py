@@ -15,10 +15,10 @@ from torch import Tensor
 
 from h2o_stream.config import ModelConfig
 from h2o_stream.errors import ConfigError
-from h2o_stream.models.packed import PackedEmbedding, PackedLinear
-from h2o_stream.models.pages import Pages
+from h2o_stream.models.huge_pages import HugePageBuffer
+from h2o_stream.models.packed_layers import PackedEmbedding, PackedLinear
 from h2o_stream.models.placement import device_of, dtype_of
-from h2o_stream.models.quantize import packed_kinds, replace, tie_head, untie
+from h2o_stream.models.quantize import packed_kinds, replace_module, tie_head, untie_head
 from h2o_stream.native.abi import MatrixKind
 from h2o_stream.native.packing import ROWS, pack
 
@@ -79,9 +79,9 @@ def random_model(path: Path, choice: ModelConfig) -> Any:
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config, dtype=dtype).eval()
     kinds = packed_kinds(model, choice.quantize)
-    shared = untie(model, kinds)
+    shared = untie_head(model, kinds)
     for name, kind in kinds.items():
-        replace(model, name, kind)
+        replace_module(model, name, kind)
     if shared:
         tie_head(model)
     model.to_empty(device=device)
@@ -96,7 +96,7 @@ def random_model(path: Path, choice: ModelConfig) -> Any:
 
 def _fill(layers: Sequence[Any]) -> None:
     """Give packed layers random weights, and biases of zero."""
-    pages = Pages(layer.tiles.shape for layer in layers)
+    pages = HugePageBuffer(layer.tiles.shape for layer in layers)
     for layer in layers:
         rows, columns = _size(layer)
         layer.tiles, sample = pages.take(layer.tiles.shape), _sample(layer.kind, columns)

@@ -27,7 +27,7 @@ from h2o_stream.compare.folder import Part, identity, machine, writing
 from h2o_stream.compare.nll import digest_of, read_tokens
 from h2o_stream.config import PREFILL_STEP, CacheConfig, EngineChoice, ModelConfig
 from h2o_stream.errors import DataError
-from h2o_stream.memory import give_back_free_memory
+from h2o_stream.memory import trim_heap
 from h2o_stream.models.load import load
 from h2o_stream.resources import read_text
 
@@ -162,7 +162,7 @@ class Soak(Comparison):
             logits = self._model(part, past_key_values=self._cache, use_cache=True).logits[0].float()
             expected = ids[0, start + 1 : start + 1 + part.shape[1]]
             losses.append(cross_entropy(logits[: len(expected)], expected, reduction="none"))
-        give_back_free_memory()
+        trim_heap()
         return float(torch.cat(losses).mean()), logits[-1]
 
     def _reply(self, logits: torch.Tensor) -> None:

@@ -22,7 +22,7 @@ from h2o_stream.compare.random_gguf import check_architecture, write_random_gguf
 from h2o_stream.compare.random_weights import precision_of, read_settings
 from h2o_stream.compare.worker import Worker
 from h2o_stream.errors import DataError, H2OStreamError
-from h2o_stream.models.find import files_digest, find, located
+from h2o_stream.models.find import files_digest, find, local_path
 from h2o_stream.models.load import load_tokenizer
 
 ROUNDS = 5
@@ -282,7 +282,7 @@ def _weights_of(contender: Contender) -> str:
     if contender.random_weights:
         return files_digest(Path(contender.random_weights))
     model = contender.model
-    return files_digest(located(find(model.model, model.offline), model.offline))
+    return files_digest(local_path(find(model.model, model.offline), model.offline))
 
 
 def _record(figure: Figure, reads: float) -> dict[str, Any]:

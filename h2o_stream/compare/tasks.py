@@ -16,7 +16,7 @@ from h2o_stream.compare.folder import Part, identity
 from h2o_stream.config import CacheConfig, ModelConfig
 from h2o_stream.errors import ConfigError, H2OStreamError
 from h2o_stream.models.load import LoadedModel, load
-from h2o_stream.resources import shipped
+from h2o_stream.resources import project_file
 
 
 class Tasks(Comparison):
@@ -77,7 +77,7 @@ class Tasks(Comparison):
 
     @property
     def _folders(self) -> list[Path]:
-        return [folder for folder in (shipped("data/tasks"), self._folder) if folder is not None]
+        return [folder for folder in (project_file("data/tasks"), self._folder) if folder is not None]
 
     def jobs(self) -> list[Job]:
         """One for each task and policy."""

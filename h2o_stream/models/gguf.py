@@ -1,7 +1,6 @@
-"""A GGUF file, used as it is: its metadata, and views of its tensors.
+"""Reads GGUF files in place: metadata and memory-mapped tensors.
 
-How the header is read is in `gguf_header`, what transformers makes of it in `gguf_describe`, and which weights of
-a model the tensors are in `gguf_names`.
+`gguf_header` parses the header, `gguf_export` converts it for transformers, and `gguf_names` maps tensors to weights.
 """
 
 from __future__ import annotations
@@ -25,28 +24,28 @@ from h2o_stream.models.gguf_header import (
     architecture_of,
 )
 
-PLAIN_TYPES = frozenset({GGMLQuantizationType.F32, GGMLQuantizationType.F16, GGMLQuantizationType.BF16})
-"""Types whose numbers stand one by one, not in blocks with common scales."""
+FLOAT_TYPES = frozenset({GGMLQuantizationType.F32, GGMLQuantizationType.F16, GGMLQuantizationType.BF16})
+"""Types that store plain floating-point numbers, without blocks."""
 
 
 class GgufFile:
-    """A GGUF file, mapped; opening it reads the header only.
+    """A memory-mapped GGUF file; opening it reads only the header.
 
     Attributes:
-        path: of the file.
-        metadata: values by key; strings, numbers, lists of a few numbers, and `LongArray` for all other arrays.
-        tensors: by their names, in the file's order.
-        architecture: as llama.cpp calls it.
+        path: path of the file.
+        metadata: values by key; strings, numbers, short lists of numbers, and `SkippedArray` for other arrays.
+        tensors: tensors by name, in file order.
+        architecture: llama.cpp's name of the architecture.
 
     Raises:
-        ModelNotFoundError: it cannot be read, or is damaged.
-        UnsupportedModelError: a type of tensors is unknown, or the file is one of several.
+        ModelNotFoundError: the file is unreadable or damaged.
+        UnsupportedModelError: a tensor type is unknown, or the file is part of a split model.
     """
 
     def __init__(self, path: Path) -> None:
         self.path = path
         try:
-            self._map, size = _mapped(path)
+            self._map, size = _map_file(path)
             header = Header(self._map, size)
             self.metadata, self._spans = header.metadata()
             self.architecture = architecture_of(self.metadata)
@@ -64,8 +63,8 @@ class GgufFile:
 
     @property
     def quantized(self) -> bool:
-        """Whether any matrix is stored in blocks."""
-        return any(len(tensor.shape) > 1 and tensor.type not in PLAIN_TYPES for tensor in self.tensors.values())
+        """Whether any matrix is stored in a block format."""
+        return any(len(tensor.shape) > 1 and tensor.type not in FLOAT_TYPES for tensor in self.tensors.values())
 
     @property
     def nbytes(self) -> int:
@@ -73,24 +72,24 @@ class GgufFile:
         return sum(tensor.nbytes for tensor in self.tensors.values())
 
     def blocks(self, tensor: GgufTensor) -> Tensor:
-        """The bytes of a tensor, [nbytes] uint8: a view of the mapped file that must not be written to."""
+        """The bytes of a tensor, [nbytes] uint8: a read-only view of the mapped file."""
         view = np.frombuffer(self._map, np.uint8, tensor.nbytes, tensor.offset)
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore", UserWarning)  # that it is read-only
+            warnings.simplefilter("ignore", UserWarning)  # numpy array is not writable
             return torch.from_numpy(view)
 
-    def forget(self, tensor: GgufTensor) -> None:
-        """Give the pages of a tensor back to the system; reading it again reads the file again."""
+    def release(self, tensor: GgufTensor) -> None:
+        """Release the memory pages of a tensor; later reads load them from the file again."""
         if hasattr(mmap, "MADV_DONTNEED"):
             start = tensor.offset // mmap.PAGESIZE * mmap.PAGESIZE
             self._map.madvise(mmap.MADV_DONTNEED, start, tensor.offset + tensor.nbytes - start)
 
-    def raw(self, key: str) -> bytes:
-        """A key with its value, as they are in the file."""
+    def raw_bytes(self, key: str) -> bytes:
+        """The bytes of a key and its value in the file."""
         return self._map[slice(*self._spans[key])]
 
 
-def _mapped(path: Path) -> tuple[mmap.mmap, int]:
+def _map_file(path: Path) -> tuple[mmap.mmap, int]:
     with path.open("rb") as file:
         start = file.read(8)
         if start[:4] != b"GGUF":

@@ -1,6 +1,6 @@
-"""Walks through the header of a GGUF file.
+"""Parses the header of a GGUF file.
 
-Every count, length and offset is checked against the size of the file before anything is made of it.
+Every count, length and offset is checked against the file size before it is used.
 """
 
 from __future__ import annotations
@@ -16,16 +16,16 @@ from typing import Any
 from gguf import GGML_QUANT_SIZES, GGMLQuantizationType, GGUFValueType
 
 VERSIONS = (2, 3)
-_ALIGNMENT = 32  # unless general.alignment says otherwise
+_ALIGNMENT = 32  # default of general.alignment
 _ALIGNMENTS = tuple(8 << i for i in range(14))
 _MAX_DIMS = 4
 _MAX_KEYS = _MAX_TENSORS = 1 << 16
 _MAX_NAME = (1 << 16) - 1
 _MAX_STRING = 1 << 24
 _MAX_ITEMS = 1 << 24
-_SHORT_ARRAY = 4096
-_SMALLEST_KEY = 8 + 4 + 1  # bytes: an empty name, a type, one byte
-_SMALLEST_TENSOR = 8 + 4 + 8 + 4 + 8
+_MAX_PARSED_ITEMS = 4096
+_MIN_KEY_BYTES = 8 + 4 + 1  # an empty name, a type, one byte
+_MIN_TENSOR_BYTES = 8 + 4 + 8 + 4 + 8
 
 _LENGTH = struct.Struct("<Q")
 _FORMATS = {
@@ -45,14 +45,14 @@ _FORMATS = {
 
 @dataclass(frozen=True)
 class GgufTensor:
-    """Where a tensor is in its file.
+    """A tensor's location in its file.
 
     Attributes:
-        name: in the file.
-        type: how its numbers are stored.
-        shape: as torch has it, rows first.
-        offset: of the first byte, from the start of the file.
-        nbytes: its size in the file.
+        name: name in the file.
+        type: storage type.
+        shape: shape in torch's order, rows first.
+        offset: first byte, from the start of the file.
+        nbytes: size in the file.
     """
 
     name: str
@@ -63,65 +63,65 @@ class GgufTensor:
 
 
 @dataclass(frozen=True)
-class LongArray:
-    """An array in the metadata that was skipped, such as the tokens: thousands of values that few readers need."""
+class SkippedArray:
+    """A long array in the metadata that was not parsed, such as the vocabulary."""
 
     type: GGUFValueType
     count: int
 
 
 class DamagedError(Exception):
-    """The file is not what it says; the message gives the numbers."""
+    """The file is inconsistent; the message gives the numbers."""
 
 
 class UnknownTypeError(Exception):
-    """Tensors are stored in a way that the package gguf does not know."""
+    """The gguf package does not know the type of a tensor."""
 
 
 class Header:
-    """Walks through the header from its start; `at` is the next byte to be read."""
+    """Parser of a header; `_offset` is the next byte to read."""
 
     def __init__(self, data: mmap, size: int) -> None:
-        self._data, self._size, self._at = data, size, 4
+        self._data, self._size, self._offset = data, size, 4
         version = self._number("I", "the version")
         if version not in VERSIONS:
             if version & 0xFFFF == 0:
                 raise DamagedError("it is big-endian")
             raise DamagedError(f"its version is {version}, not 2 or 3")
-        self._num_tensors = self._count(_MAX_TENSORS, _SMALLEST_TENSOR, "tensors")
-        self._num_keys = self._count(_MAX_KEYS, _SMALLEST_KEY, "keys")
+        self._num_tensors = self._count(_MAX_TENSORS, _MIN_TENSOR_BYTES, "tensors")
+        self._num_keys = self._count(_MAX_KEYS, _MIN_KEY_BYTES, "keys")
 
     def metadata(self) -> tuple[dict[str, Any], dict[str, tuple[int, int]]]:
-        """Values and spans by key."""
+        """Values and byte ranges by key."""
         values: dict[str, Any] = {}
         spans: dict[str, tuple[int, int]] = {}
         for index in range(self._num_keys):
-            start = self._at
+            start = self._offset
             key = self._string(_MAX_NAME, f"key {index}")
             if key in values:
-                raise DamagedError(f"key {key} is there twice")
+                raise DamagedError(f"key {key} is duplicated")
             values[key] = self._value(key)
-            spans[key] = start, self._at
+            spans[key] = start, self._offset
         return values, spans
 
     def tensors(self, alignment: int) -> dict[str, GgufTensor]:
-        """The tensors, by name."""
+        """Tensors by name."""
         infos = [self._tensor(index) for index in range(self._num_tensors)]
-        start = -(-self._at // alignment) * alignment
-        found: dict[str, GgufTensor] = {}
+        start = -(-self._offset // alignment) * alignment
+        tensors: dict[str, GgufTensor] = {}
         for name, kind, shape, offset in infos:
             tensor = GgufTensor(name, kind, shape, start + offset, _nbytes(name, kind, shape))
-            if name in found:
-                raise DamagedError(f"tensor {name} is there twice")
+            if name in tensors:
+                raise DamagedError(f"tensor {name} is duplicated")
             if offset % alignment:
                 raise DamagedError(f"tensor {name} is at {offset}, not a multiple of {alignment}")
             if tensor.offset + tensor.nbytes > self._size:
                 raise DamagedError(
                     f"tensor {name} has {tensor.nbytes} bytes from {tensor.offset} on, the file ends at {self._size}"
                 )
-            found[name] = tensor
-        _check_apart(found.values())
-        return found
+            tensors[name] = tensor
+        _check_no_overlap(tensors.values())
+        return tensors
 
     def _tensor(self, index: int) -> tuple[str, GGMLQuantizationType, tuple[int, ...], int]:
         name = self._string(_MAX_NAME, f"the name of tensor {index}")
@@ -133,7 +133,7 @@ class Header:
         try:
             kind = GGMLQuantizationType(number)
         except ValueError:
-            raise UnknownTypeError(f"tensor {name} has type {number}, which is not known") from None
+            raise UnknownTypeError(f"tensor {name} has type {number}, which is unknown") from None
         return name, kind, tuple(reversed(dims)), self._number("Q", f"the offset of {name}")
 
     def _value(self, key: str) -> Any:
@@ -149,61 +149,61 @@ class Header:
         if kind == GGUFValueType.STRING:
             count = self._count(_MAX_ITEMS, _LENGTH.size, f"strings in {key}")
             self._skip_strings(count, key)
-            return LongArray(kind, count)
+            return SkippedArray(kind, count)
         values = struct.Struct(f"<{_FORMATS[kind]}")
         count = self._count(_MAX_ITEMS, values.size, f"values in {key}")
-        start = self._take(count * values.size, key)
-        if count > _SHORT_ARRAY:
-            return LongArray(kind, count)
-        return [value for (value,) in values.iter_unpack(self._data[start : self._at])]
+        start = self._advance(count * values.size, key)
+        if count > _MAX_PARSED_ITEMS:
+            return SkippedArray(kind, count)
+        return [value for (value,) in values.iter_unpack(self._data[start : self._offset])]
 
     def _skip_strings(self, count: int, key: str) -> None:
-        data, at, last, unpack = self._data, self._at, self._size - _LENGTH.size, _LENGTH.unpack_from
+        data, at, last, unpack = self._data, self._offset, self._size - _LENGTH.size, _LENGTH.unpack_from
         for index in range(count):
             if at > last:
                 raise DamagedError(f"string {index} of {count} in {key} is at {at}, the file ends at {self._size}")
             at += _LENGTH.size + unpack(data, at)[0]
-        self._at = at
-        self._take(0, key)
+        self._offset = at
+        self._advance(0, key)
 
     def _type(self, key: str) -> GGUFValueType:
         number = self._number("I", f"the type of {key}")
         try:
             return GGUFValueType(number)
         except ValueError:
-            raise DamagedError(f"{key} is a value of type {number}, which is not known") from None
+            raise DamagedError(f"{key} is a value of type {number}, which is unknown") from None
 
-    def _string(self, longest: int, what: str) -> str:
+    def _string(self, max_length: int, what: str) -> str:
         length = self._number("Q", f"the length of {what}")
-        if length > longest:
-            raise DamagedError(f"{what} is a string of {length} bytes, more than {longest}")
-        if not length and longest == _MAX_NAME:
+        if length > max_length:
+            raise DamagedError(f"{what} is a string of {length} bytes, more than {max_length}")
+        if not length and max_length == _MAX_NAME:
             raise DamagedError(f"{what} is empty")
-        start = self._take(length, what)
+        start = self._advance(length, what)
         try:
-            return self._data[start : self._at].decode()
+            return self._data[start : self._offset].decode()
         except UnicodeDecodeError as error:
             raise DamagedError(f"{what} is not UTF-8 at byte {start + error.start}") from None
 
-    def _count(self, most: int, width: int, what: str) -> int:
-        """A number of things that take at least `width` bytes each."""
+    def _count(self, limit: int, width: int, what: str) -> int:
+        """Read a number of items that take at least `width` bytes each."""
         count: int = self._number("Q", f"the number of {what}")
-        if count > most:
-            raise DamagedError(f"it has {count} {what}, more than {most}")
-        if count * width > self._size - self._at:
-            raise DamagedError(f"{count} {what} do not fit into {self._size - self._at} bytes")
+        if count > limit:
+            raise DamagedError(f"it has {count} {what}, more than {limit}")
+        if count * width > self._size - self._offset:
+            raise DamagedError(f"{count} {what} do not fit into {self._size - self._offset} bytes")
         return count
 
     def _number(self, code: str, what: str) -> Any:
         values = struct.Struct(f"<{code}")
-        return values.unpack_from(self._data, self._take(values.size, what))[0]
+        return values.unpack_from(self._data, self._advance(values.size, what))[0]
 
-    def _take(self, count: int, what: str) -> int:
-        """Where the next `count` bytes start; goes on behind them."""
-        start = self._at
+    def _advance(self, count: int, what: str) -> int:
+        """Skip `count` bytes and return where they start."""
+        start = self._offset
         if count > self._size - start:
             raise DamagedError(f"{what} ends at {start + count}, the file at {self._size}")
-        self._at = start + count
+        self._offset = start + count
         return start
 
 
@@ -216,7 +216,7 @@ def _nbytes(name: str, kind: GGMLQuantizationType, shape: tuple[int, ...]) -> in
     return math.prod(shape) // block * width
 
 
-def _check_apart(tensors: Iterable[GgufTensor]) -> None:
+def _check_no_overlap(tensors: Iterable[GgufTensor]) -> None:
     ordered = sorted(tensors, key=lambda tensor: tensor.offset)
     for first, second in itertools.pairwise(ordered):
         if second.offset < first.offset + first.nbytes:
@@ -226,7 +226,7 @@ def _check_apart(tensors: Iterable[GgufTensor]) -> None:
 
 
 def architecture_of(metadata: dict[str, Any]) -> str:
-    """What llama.cpp calls the architecture."""
+    """llama.cpp's name of the architecture."""
     name = metadata.get("general.architecture")
     if not isinstance(name, str) or not name:
         raise DamagedError(f"general.architecture is {name!r}, not a name")
@@ -234,7 +234,7 @@ def architecture_of(metadata: dict[str, Any]) -> str:
 
 
 def alignment_of(metadata: dict[str, Any]) -> int:
-    """Every tensor starts at a multiple of it, in bytes."""
+    """Alignment of every tensor, in bytes."""
     alignment = metadata.get("general.alignment", _ALIGNMENT)
     if type(alignment) is not int or alignment not in _ALIGNMENTS:
         raise DamagedError(f"general.alignment is {alignment!r}, not a power of 2 from 8 to {_ALIGNMENTS[-1]}")

@@ -1,4 +1,4 @@
-"""A model from a GGUF file: its blocks become packed tiles as they are read, the rest floating numbers."""
+"""Loads the weights of a GGUF file: block formats become packed tiles, everything else floating-point tensors."""
 
 from __future__ import annotations
 
@@ -13,21 +13,21 @@ from h2o_stream.errors import OutOfMemoryError
 from h2o_stream.memory import free_bytes
 from h2o_stream.models.gguf import GgufFile
 from h2o_stream.models.gguf_names import Weight, model_weights
-from h2o_stream.models.pages import Pages
-from h2o_stream.models.precision import TIGHT, readable
+from h2o_stream.models.huge_pages import HugePageBuffer
+from h2o_stream.models.precision import MAX_SHARE, format_bytes
 from h2o_stream.models.quantize import PackedConfig, packable
 from h2o_stream.native.abi import MatrixKind
-from h2o_stream.native.packing import GGUF_KINDS, fits, pack, repack, tiles_shape
-from h2o_stream.progress import Listener, Progress
+from h2o_stream.native.packing import GGUF_KINDS, columns_fit, pack, repack, tiles_shape
+from h2o_stream.progress import Progress, ProgressCallback
 
 
 @dataclass(frozen=True)
-class _Place:
-    """Where a tensor of the file goes.
+class _LoadPlan:
+    """How a tensor of the file is loaded.
 
     Attributes:
-        weight: of the file.
-        kind: how the matrix is held; None for floating numbers.
+        weight: the tensor's weight in the model.
+        kind: packed format, or None for floating point.
     """
 
     weight: Weight
@@ -39,86 +39,87 @@ class _Place:
         return self.weight.name.removesuffix(".weight")
 
     def shape(self, dtype: torch.dtype) -> tuple[int, ...]:
-        """Of its bytes."""
+        """Shape of the loaded tensor, in bytes."""
         rows, *columns = self.weight.shape
         return (
             (prod(self.weight.shape) * dtype.itemsize,) if self.kind is None else tiles_shape(self.kind, rows, *columns)
         )
 
 
-def weights_as_they_are(
-    file: GgufFile, skeleton: Any, dtype: torch.dtype, progress: Listener
+def packed_state_dict(
+    file: GgufFile, skeleton: Any, dtype: torch.dtype, progress: ProgressCallback
 ) -> tuple[dict[str, Tensor], PackedConfig]:
-    """The weights of a GGUF file for `from_pretrained`: matrices in blocks as tiles, all others in `dtype`.
+    """The weights of a GGUF file for `from_pretrained`: matrices in block formats as tiles, all others in `dtype`.
 
     Args:
-        file: to be read, once and in order.
+        file: the file, read once and in order.
         skeleton: the model on the meta device.
-        dtype: of what is not packed.
-        progress: told bytes of the file.
+        dtype: dtype of weights that are not packed.
+        progress: called with the bytes read.
 
     Raises:
-        OutOfMemoryError: they do not fit into the memory that is free.
+        OutOfMemoryError: there is not enough free memory.
     """
-    places = [_Place(weight, _kind(weight, skeleton)) for weight in model_weights(file, skeleton)]
-    shapes = [place.shape(dtype) for place in places]
+    plans = [_LoadPlan(weight, _packed_kind(weight, skeleton)) for weight in model_weights(file, skeleton)]
+    shapes = [plan.shape(dtype) for plan in plans]
     size, free = sum(map(prod, shapes)), free_bytes()
-    if size > TIGHT * free:
+    if size > MAX_SHARE * free:
         raise OutOfMemoryError(
-            f"{file.path.name} needs {readable(size)} of memory, {readable(free)} are free; take a smaller --model"
+            f"{file.path.name} needs {format_bytes(size)} of memory, {format_bytes(free)} are free; "
+            "take a smaller --model"
         )
-    pages, weights, done = Pages(shapes), dict[str, Tensor](), 0
-    total = sum(place.weight.tensor.nbytes for place in places)
-    for place in places:
+    pages, weights, done = HugePageBuffer(shapes), dict[str, Tensor](), 0
+    total = sum(plan.weight.tensor.nbytes for plan in plans)
+    for plan in plans:
         progress(Progress("reading", done, total))
-        weight, kind = place.weight, place.kind
+        weight, kind = plan.weight, plan.kind
         if kind is None:
             values = weight.values()
             weights[weight.name] = pages.take(values.shape, dtype).copy_(values)
         else:
-            weights[f"{place.module}.tiles"] = _tiles(file, weight, kind, pages)
-        file.forget(weight.tensor)
+            weights[f"{plan.module}.tiles"] = _load_tiles(file, weight, kind, pages)
+        file.release(weight.tensor)
         done += weight.tensor.nbytes
     progress(Progress("reading", total, total))
-    return weights, PackedConfig(modules={place.module: place.kind.name for place in places if place.kind is not None})
+    return weights, PackedConfig(modules={plan.module: plan.kind.name for plan in plans if plan.kind is not None})
 
 
-def _kind(weight: Weight, skeleton: Any) -> MatrixKind | None:
-    """How a tensor of a block type is held; None where it has no block type or its module cannot be packed."""
+def _packed_kind(weight: Weight, skeleton: Any) -> MatrixKind | None:
+    """Packed format of a weight; None if it is not in a block format or its module cannot be packed."""
     kind = GGUF_KINDS.get(weight.tensor.type.name)
     module = skeleton.get_submodule(weight.name.rpartition(".")[0])
     if kind is None or not packable(module):
         return None
-    kind = kind if weight.plain else MatrixKind.INT8
-    return kind if fits(kind, weight.shape[1]) else None
+    kind = kind if weight.same_rows else MatrixKind.INT8
+    return kind if columns_fit(kind, weight.shape[1]) else None
 
 
-def _tiles(file: GgufFile, weight: Weight, kind: MatrixKind, pages: Pages) -> Tensor:
+def _load_tiles(file: GgufFile, weight: Weight, kind: MatrixKind, pages: HugePageBuffer) -> Tensor:
     rows, columns = weight.shape
     tiles = pages.take(tiles_shape(kind, rows, columns))
-    if weight.plain:
+    if weight.same_rows:
         return repack(file.blocks(weight.tensor), weight.tensor.type, kind, rows, columns, weight.order, tiles)
     return pack(weight.values().contiguous(), kind, tiles)
 
 
-class _Unread:
-    """A weight that is read when transformers asks for it, as it does of slices of safetensors."""
+class _LazyWeight:
+    """A weight that is read on access, like a slice of safetensors."""
 
     def __init__(self, file: GgufFile, weight: Weight, dtype: torch.dtype) -> None:
         self._file, self._weight, self._dtype = file, weight, dtype
 
-    def __getitem__(self, everything: Any) -> Tensor:
+    def __getitem__(self, index: Any) -> Tensor:
         values = self._weight.values().to(self._dtype, copy=True)
-        self._file.forget(self._weight.tensor)
+        self._file.release(self._weight.tensor)
         return values
 
 
-def weights_in(file: GgufFile, skeleton: Any, dtype: torch.dtype) -> dict[str, Any]:
-    """The weights of a GGUF file for `from_pretrained`, as floating numbers of `dtype` that are read one by one.
+def lazy_state_dict(file: GgufFile, skeleton: Any, dtype: torch.dtype) -> dict[str, Any]:
+    """The weights of a GGUF file for `from_pretrained`, in floating point and read one by one.
 
     Args:
-        file: with the weights.
+        file: the file.
         skeleton: the model on the meta device.
-        dtype: of all of them.
+        dtype: dtype of all weights.
     """
-    return {weight.name: _Unread(file, weight, dtype) for weight in model_weights(file, skeleton)}
+    return {weight.name: _LazyWeight(file, weight, dtype) for weight in model_weights(file, skeleton)}

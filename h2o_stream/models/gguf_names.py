@@ -1,8 +1,7 @@
-"""Which weights of a transformers model the tensors of a GGUF file are, through transformers' own maps.
+"""Maps tensors of a GGUF file to weights of a transformers model, using transformers' own tables.
 
-llama.cpp renames weights, and for some families permutes their rows, adds to them or transposes them; transformers
-has a processor for each family that undoes it. What a processor does to a tensor is found out by giving it numbers
-of rows in place of weights.
+llama.cpp renames weights, and for some families permutes rows, adds offsets or transposes. transformers has a processor
+per family that reverts this. Its effect on a tensor is found by passing row indices instead of weights.
 """
 
 from __future__ import annotations
@@ -22,72 +21,76 @@ from h2o_stream.models.gguf import GgufFile
 from h2o_stream.models.gguf_header import GgufTensor
 
 _NOT_WEIGHTS = re.compile(r"rope_freqs\.weight|rope_factors_\w+\.weight|blk\.\d+\.attn_rot_embd|.*\.rope_freqs\.weight")
-"""Tensors that transformers computes of its config; see `gguf_config`."""
+"""Tensors that transformers computes from its config; see `gguf_config`."""
 
 
 @dataclass(frozen=True)
 class Weight:
-    """A weight of a model, and where it is in a file.
+    """A weight of a model and its location in a file.
 
     Attributes:
-        name: in the model.
-        shape: in the model.
-        tensor: in the file.
-        others: more tensors that the weight is made of, such as the other half of gate and up of experts.
-        plain: rows of the tensor are those of the model, but for `order`.
-        order: row of the tensor for each row of the weight, int64; None if they are the same.
+        name: name in the model.
+        shape: shape in the model.
+        tensor: the tensor in the file.
+        others: further tensors that the weight consists of, such as the other half of fused experts.
+        same_rows: whether the rows equal those of the tensor, up to `order`.
+        order: int64 row of the tensor for each row of the weight; None if they are the same.
     """
 
     name: str
     shape: torch.Size
     tensor: GgufTensor
     others: tuple[GgufTensor, ...] = ()
-    plain: bool = False
+    same_rows: bool = False
     order: Tensor | None = None
     _source: _Source = field(repr=False, kw_only=True)
 
     def values(self) -> Tensor:
-        """The weight itself, float32; float32 in the file is a view of it that must not be written to.
+        """The weight in float32; may be a read-only view of the file.
 
         Raises:
-            UnsupportedModelError: numbers of this type cannot be read.
+            UnsupportedModelError: this type cannot be dequantized.
         """
-        if not self.plain:
+        if not self.same_rows:
             values = self._source.processed(self.name, (self.tensor, *self.others))
         else:
             values = self._source.values(self.tensor)
             values = values if self.order is None else values[self.order]
         if values.shape != self.shape:
-            raise _misshapen(self._source.file, self.tensor, tuple(values.shape), self)
+            raise _shape_error(self._source.file, self.tensor, tuple(values.shape), self)
         return values
 
 
 def model_weights(file: GgufFile, model: nn.Module) -> list[Weight]:
-    """The weights of a model that a file has, in the order of the file.
+    """The weights of a model that a file contains, in file order.
 
     Args:
-        file: with the weights.
-        model: a causal language model of transformers as made from its config, on any device.
+        file: the file.
+        model: a causal language model built from its config, on any device.
 
     Raises:
-        ModelNotFoundError: a weight of the model is missing, or has another shape.
-        UnsupportedModelError: the file has a weight that the model has no place for.
+        ModelNotFoundError: a weight of the model is missing or has another shape.
+        UnsupportedModelError: the file has a weight that the model lacks.
     """
     source = _Source(file, model)
-    parts: dict[str, list[GgufTensor]] = {}
+    tensors_by_weight: dict[str, list[GgufTensor]] = {}
     for tensor in sorted(file.tensors.values(), key=lambda tensor: tensor.offset):
         if name := source.name(tensor):
-            parts.setdefault(name, []).append(tensor)
+            tensors_by_weight.setdefault(name, []).append(tensor)
         elif not _NOT_WEIGHTS.fullmatch(tensor.name):
             raise UnsupportedModelError(
-                f"{file.path.name} has {tensor.name}, for which {type(model).__name__} has no place"
+                f"{file.path.name} has {tensor.name}, which {type(model).__name__} does not have"
             )
     needed = model.state_dict()
     tied = getattr(model, "all_tied_weights_keys", {})
     for name in needed:
-        if name not in parts and name not in tied and _is_weight(model, name):
+        if name not in tensors_by_weight and name not in tied and _is_weight(model, name):
             raise ModelNotFoundError(f"{file.path} is damaged or not readable as GGUF: it has no {name}")
-    return [_weight(source, name, needed[name].shape, *tensors) for name, tensors in parts.items() if name in needed]
+    return [
+        _weight(source, name, needed[name].shape, *tensors)
+        for name, tensors in tensors_by_weight.items()
+        if name in needed
+    ]
 
 
 def _is_weight(model: nn.Module, name: str) -> bool:
@@ -99,38 +102,38 @@ def _weight(source: _Source, name: str, shape: torch.Size, tensor: GgufTensor, *
     weight = Weight(name, shape, tensor, others, _source=source)
     size = sum(math.prod(part.shape) for part in (tensor, *others))
     if size != shape.numel():
-        raise _misshapen(source.file, tensor, tensor.shape, weight)
+        raise _shape_error(source.file, tensor, tensor.shape, weight)
     if others or tensor.shape != shape:
         return weight
-    rows = source.row_numbers(tensor)
+    rows = source.row_indices(tensor)
     if rows.shape != (shape[0], 2) or np.any(rows[:, 1] != rows[:, 0] + 1):
         return weight
     order, unchanged = rows[:, 0] // 2, np.arange(shape[0])
     if np.array_equal(order, unchanged):
-        return replace(weight, plain=True)
+        return replace(weight, same_rows=True)
     if np.array_equal(np.sort(order), unchanged):
-        return replace(weight, plain=True, order=torch.from_numpy(order))
+        return replace(weight, same_rows=True, order=torch.from_numpy(order))
     return weight
 
 
-def _misshapen(file: GgufFile, tensor: GgufTensor, shape: tuple[int, ...], weight: Weight) -> ModelNotFoundError:
+def _shape_error(file: GgufFile, tensor: GgufTensor, shape: tuple[int, ...], weight: Weight) -> ModelNotFoundError:
     return ModelNotFoundError(
         f"{file.path} is damaged or not readable as GGUF: "
         f"{tensor.name} is {shape}, {weight.name} of the model is {tuple(weight.shape)}"
     )
 
 
-class _Names:
-    """What transformers asks of a model to map names, of the model and of what is under its head.
+class _NameSource:
+    """The interface that transformers needs to map names, for a model and its base model.
 
-    Of a whole model, it would go through every module, and make the map of names again for each.
+    Given a whole model, transformers would visit every module and rebuild the table for each.
     """
 
-    def __init__(self, config: Any, weights: dict[str, Any], children: dict[str, _Names]) -> None:
+    def __init__(self, config: Any, weights: dict[str, Any], children: dict[str, _NameSource]) -> None:
         self.config, self._weights, self._children = config, weights, children
 
     @classmethod
-    def of(cls, model: Any) -> _Names:
+    def of(cls, model: Any) -> _NameSource:
         prefix = model.base_model_prefix
         base = getattr(model, prefix, None)
         children = {prefix: cls(model.config, base.state_dict(), {})} if base is not None else {}
@@ -139,12 +142,12 @@ class _Names:
     def state_dict(self) -> dict[str, Any]:
         return self._weights
 
-    def named_children(self) -> list[tuple[str, _Names]]:
+    def named_children(self) -> list[tuple[str, _NameSource]]:
         return list(self._children.items())
 
 
 class _Source:
-    """A file with transformers' names and processor for it."""
+    """A file with transformers' name table and processor for it."""
 
     def __init__(self, file: GgufFile, model: Any) -> None:
         from transformers.modeling_gguf_pytorch_utils import TENSOR_PROCESSORS, TensorProcessor, get_gguf_hf_weights_map
@@ -153,17 +156,17 @@ class _Source:
         processor = TENSOR_PROCESSORS.get(file.architecture, TensorProcessor)
         self._processor = processor(config=model.config.get_text_config().to_dict())
         try:
-            names = get_gguf_hf_weights_map(_Names.of(model), self._processor, model_type=file.architecture)
+            names = get_gguf_hf_weights_map(_NameSource.of(model), self._processor, model_type=file.architecture)
         except NotImplementedError as error:
             raise UnsupportedModelError(f"{file.path.name} cannot be served: {str(error).splitlines()[0]}") from error
         self._names: dict[str, str] = names
 
     def name(self, tensor: GgufTensor) -> str | None:
-        """The weight of the model that a tensor is, or is a part of."""
+        """The weight that a tensor is, or is part of."""
         return self._names.get(tensor.name) or self._names.get(tensor.name.removesuffix(".weight"))
 
     def values(self, tensor: GgufTensor) -> Tensor:
-        """The numbers of a tensor as they are in the file, float32."""
+        """The elements of a tensor as stored in the file, float32."""
         blocks = self.file.blocks(tensor)
         dtype = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}.get(tensor.type.name)
         if dtype:
@@ -177,7 +180,7 @@ class _Source:
             ) from error
 
     def processed(self, name: str, tensors: tuple[GgufTensor, ...]) -> Tensor:
-        """A weight of the model, by way of the processor."""
+        """A weight of the model, converted by the processor."""
         collected: dict[str, Tensor] = {}
         for tensor in tensors:
             values = self._process(self.values(tensor).numpy(), tensor.name, collected)
@@ -185,21 +188,21 @@ class _Source:
                 collected[name] = torch.from_numpy(np.ascontiguousarray(values, np.float32))
         return collected[name]
 
-    def row_numbers(self, tensor: GgufTensor) -> np.ndarray[Any, Any]:
-        """What the processor makes of a matrix with two columns, each number one more than the one before."""
+    def row_indices(self, tensor: GgufTensor) -> np.ndarray[Any, Any]:
+        """Pass a matrix [rows, 2] of consecutive numbers through the processor."""
         numbers = np.arange(2 * tensor.shape[0]).reshape(-1, 2)
         try:
             with np.errstate(all="ignore"):
-                made = self._process(numbers, tensor.name, {})
-        except ValueError:  # it counts on the columns
-            made = None
-        return np.zeros((0, 2)) if made is None else made
+                result = self._process(numbers, tensor.name, {})
+        except ValueError:  # the processor depends on the number of columns
+            result = None
+        return np.zeros((0, 2)) if result is None else result
 
     def _process(
         self, values: np.ndarray[Any, Any], name: str, collected: dict[str, Tensor]
     ) -> np.ndarray[Any, Any] | None:
-        """What becomes of the values of a tensor; None if they went into `collected`."""
-        made = self._processor.process(
+        """Process a tensor; returns None if the result went into `collected`."""
+        result = self._processor.process(
             weights=values, name=name, tensor_key_mapping=self._names, parsed_parameters={"tensors": collected}
         )
-        return None if made.name is None else made.weights
+        return None if result.name is None else result.weights

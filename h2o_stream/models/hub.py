@@ -1,6 +1,6 @@
-"""The Hugging Face Hub, with its many ways to fail turned into one clear line each.
+"""Downloads from the Hugging Face Hub, with one-line error messages.
 
-HF_HOME, HF_TOKEN, HF_ENDPOINT and HF_HUB_OFFLINE work as everywhere: huggingface_hub reads them.
+huggingface_hub reads HF_HOME, HF_TOKEN, HF_ENDPOINT and HF_HUB_OFFLINE as usual.
 """
 
 from __future__ import annotations
@@ -11,11 +11,11 @@ from typing import Any
 
 from h2o_stream.config import DEFAULT_MODEL
 from h2o_stream.errors import ModelNotFoundError
-from h2o_stream.progress import Listener, Progress, ignore
+from h2o_stream.progress import Progress, ProgressCallback, ignore
 
 
-def download_bars(progress: Listener) -> type[Any]:
-    """A class for ``tqdm_class`` of huggingface_hub and transformers that tells `progress` the sum of its bars."""
+def download_bars(progress: ProgressCallback) -> type[Any]:
+    """A ``tqdm_class`` for huggingface_hub and transformers that reports the sum of all bars to `progress`."""
     from tqdm import tqdm
 
     bars: dict[int, tuple[int, int]] = {}
@@ -33,11 +33,11 @@ def download_bars(progress: Listener) -> type[Any]:
     return Bar
 
 
-def fetch(repo: str, file: str, offline: bool, progress: Listener = ignore) -> Path:
+def fetch(repo: str, file: str, offline: bool, progress: ProgressCallback = ignore) -> Path:
     """Download one file of a model repository, or find it in the local cache.
 
     Raises:
-        ModelNotFoundError: not found, gated, offline or unreachable, each with the way out.
+        ModelNotFoundError: not found, gated, offline or unreachable; the message says what to do.
     """
     from huggingface_hub import constants, errors, hf_hub_download
 
@@ -62,7 +62,7 @@ def fetch(repo: str, file: str, offline: bool, progress: Listener = ignore) -> P
         )
         raise ModelNotFoundError(f"{repo} {why}, or use a local folder or {DEFAULT_MODEL}") from error
     except errors.EntryNotFoundError as error:
-        raise ModelNotFoundError(f"{repo} has no file {file}: it is not a model in transformers' form") from error
+        raise ModelNotFoundError(f"{repo} has no file {file}: it is not a model in transformers' format") from error
     except errors.HFValidationError as error:
         raise ModelNotFoundError(
             f"{repo!r} is neither a file, nor a folder, nor a Hub id such as HuggingFaceTB/SmolLM2-135M-Instruct"

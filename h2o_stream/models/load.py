@@ -1,4 +1,4 @@
-"""Loads a model and its tokenizer, ready for the engine."""
+"""Loads a model and its tokenizer."""
 
 from __future__ import annotations
 
@@ -26,26 +26,26 @@ from h2o_stream.errors import (
     UnsupportedModelError,
     means_out_of_memory,
 )
-from h2o_stream.memory import free_bytes, give_back_free_memory
-from h2o_stream.models.find import find, fingerprint, located
+from h2o_stream.memory import free_bytes, trim_heap
+from h2o_stream.models.find import find, fingerprint, local_path
 from h2o_stream.models.gguf import GgufFile
-from h2o_stream.models.gguf_describe import described
-from h2o_stream.models.gguf_model import weights_as_they_are, weights_in
+from h2o_stream.models.gguf_export import export_config
+from h2o_stream.models.gguf_model import lazy_state_dict, packed_state_dict
 from h2o_stream.models.hub import download_bars
-from h2o_stream.models.kept import lock_of
-from h2o_stream.models.packed_folder import folder_of, keep
-from h2o_stream.models.pages import into_large_pages, map_in_large_pages
-from h2o_stream.models.placement import device_of, dtype_of, dtypes_of, shared, spread
-from h2o_stream.models.precision import Precision, WeightSizes, choose
-from h2o_stream.models.quantize import PackedConfig, with_dtype
+from h2o_stream.models.huge_pages import advise_huge_pages, move_to_huge_pages
+from h2o_stream.models.packed_models import folder_lock
+from h2o_stream.models.packed_weights import packed_folder, save_packed
+from h2o_stream.models.placement import allowed_dtypes, device_map_kwargs, device_of, dtype_of, tensor_parallel_kwargs
+from h2o_stream.models.precision import Precision, WeightSizes, choose_precision
+from h2o_stream.models.quantize import PackedConfig, set_dtype
 from h2o_stream.models.templates import FALLBACK_STOPS, FALLBACK_TEMPLATE
 from h2o_stream.models.zero import ZeroInference
 from h2o_stream.native import library
-from h2o_stream.progress import Listener, Progress, ignore
-from h2o_stream.startup import collector_paused
+from h2o_stream.progress import Progress, ProgressCallback, ignore
+from h2o_stream.startup import gc_paused
 
-_LARGE_FILE = 2**30
-"""Bytes of a GGUF file from which on its repacked weights are kept: smaller ones are repacked in a moment."""
+_MIN_CACHED_BYTES = 2**30
+"""Minimum size of a GGUF file for keeping its repacked weights; smaller files are repacked quickly."""
 
 
 @dataclass(frozen=True)
@@ -53,10 +53,10 @@ class LoadedModel:
     """A model in memory.
 
     Attributes:
-        name: what the user called it.
+        name: the name the user typed.
         model: a causal language model of transformers, in evaluation mode.
         tokenizer: its tokenizer, with a chat template.
-        stops: strings that end a reply, for models that have no end-of-turn token.
+        stops: strings that end a reply, for models without an end-of-turn token.
     """
 
     name: str
@@ -69,23 +69,23 @@ def load(
     config: ModelConfig,
     cache: CacheConfig | None = None,
     notify: Callable[[str], None] = lambda line: None,
-    progress: Listener = ignore,
+    progress: ProgressCallback = ignore,
 ) -> LoadedModel:
-    """Load what `config` names.
+    """Load the model that `config` names.
 
     Args:
         config: name, dtype and device.
-        cache: when given, an architecture it cannot serve is refused before any weight is read.
-        notify: told one line about anything that takes long, and about what the user did not choose.
-        progress: told how far it has come; may stop it, see `Listener`.
+        cache: if given, unsupported architectures are refused before weights are read.
+        notify: called with one-line messages about slow steps and automatic choices.
+        progress: called with the progress; may stop loading, see `ProgressCallback`.
 
     Raises:
-        ModelNotFoundError: with what to do about it.
-        UnsupportedModelError: the architecture cannot be loaded, or not be served with this cache.
-        ConfigError: dtype, device or budgets do not fit.
-        OutOfMemoryError: the weights do not fit into the memory that is free.
+        ModelNotFoundError: not found; the message says what to do.
+        UnsupportedModelError: the architecture cannot be loaded, or not used with this cache.
+        ConfigError: invalid dtype, device or budgets.
+        OutOfMemoryError: there is not enough free memory.
     """
-    with collector_paused():
+    with gc_paused():
         source = find(config.model, config.offline, progress)
         try:
             return _Loader(config, source, notify, progress).load(cache)
@@ -98,7 +98,7 @@ def load(
                     "--device-map auto or a smaller --model"
                 ) from error
             if isinstance(error, OSError | ValueError | KeyError | RuntimeError | SafetensorError):
-                raise _explained(config.model, source, error) from error
+                raise _load_error(config.model, source, error) from error
             raise
 
 
@@ -107,37 +107,39 @@ class _Loader:
 
     Args:
         config: name, dtype and device.
-        source: what `find` made of the name.
+        source: the result of `find`.
         notify: see `load`.
         progress: see `load`.
     """
 
-    def __init__(self, config: ModelConfig, source: str, notify: Callable[[str], None], progress: Listener) -> None:
-        disable_progress_bar()  # ours is drawn in its place
+    def __init__(
+        self, config: ModelConfig, source: str, notify: Callable[[str], None], progress: ProgressCallback
+    ) -> None:
+        disable_progress_bar()  # replaced by our own
         self._config, self._notify, self._progress = config, notify, progress
-        self._file, self._source = _files(source, notify)
+        self._file, self._source = _open_source(source, notify)
         self._local = {"local_files_only": True} if config.offline else {}
         self._bars = {"tqdm_class": download_bars(progress)}
         self._device = device_of(config.device)
-        self._described = AutoConfig.from_pretrained(self._source, **self._local)
+        self._hf_config = AutoConfig.from_pretrained(self._source, **self._local)
 
     def load(self, cache: CacheConfig | None) -> LoadedModel:
-        """See `load`."""
-        name, kind = self._config.model, type(self._described)
+        """See the function `load`."""
+        name, kind = self._config.model, type(self._hf_config)
         if kind not in AutoModelForCausalLM._model_mapping:
-            raise UnsupportedModelError(f"{name} is a {self._described.model_type}, not a causal language model")
+            raise UnsupportedModelError(f"{name} is a {self._hf_config.model_type}, not a causal language model")
         self._class = AutoModelForCausalLM._model_mapping[kind]
         if cache is not None:
-            check_supported(self._class, self._described, cache)
-        with ThreadPoolExecutor(1) as beside:
-            reading = beside.submit(self._tokenizer)
+            check_supported(self._class, self._hf_config, cache)
+        with ThreadPoolExecutor(1) as executor:
+            tokenizer_future = executor.submit(self._tokenizer)
             model = self._model().eval()
-        tokenizer, stops = reading.result()
-        give_back_free_memory()
+        tokenizer, stops = tokenizer_future.result()
+        trim_heap()
         return LoadedModel(name, model, tokenizer, stops)
 
     def _tokenizer(self) -> tuple[Any, tuple[str, ...]]:
-        """The tokenizer with a chat template, and what ends a reply."""
+        """The tokenizer with a chat template, and stop strings."""
         tokenizer = AutoTokenizer.from_pretrained(self._source, **self._local)
         if not hasattr(tokenizer, "backend_tokenizer"):
             raise UnsupportedModelError(
@@ -151,111 +153,111 @@ class _Loader:
     def _model(self) -> Any:
         config = self._config
         if config.zero or config.device_map or config.tensor_parallel or self._device.type != "cpu":
-            return self._elsewhere()
+            return self._load_to_devices()
         skeleton = self._skeleton()
         if self._file is not None and self._file.quantized and config.quantize == "auto":
             if library.loaded() is not None:
-                return self._as_the_file_has_it(self._file, skeleton)
+                return self._load_gguf(self._file, skeleton)
             self._notify(f"The weights of {config.model} are unpacked: {library.missing_reason()}.")
-        quantized = getattr(self._described, "quantization_config", None) is not None
-        precision = choose(
+        quantized = getattr(self._hf_config, "quantization_config", None) is not None
+        precision = choose_precision(
             config.model,
             WeightSizes.of(skeleton),
             free_bytes(),
             "none" if quantized and config.quantize == "auto" else config.quantize,
-            dtypes_of(config.dtype),
+            allowed_dtypes(config.dtype),
             can_pack=library.loaded() is not None,
         )
         if precision.reason:
             self._notify(precision.reason)
         if precision.quantize != "none":
-            return self._packed(precision, skeleton)
-        model = self._plain(precision.dtype, skeleton)
-        into_large_pages(model)
+            return self._load_packed(precision, skeleton)
+        model = self._load_dense(precision.dtype, skeleton)
+        move_to_huge_pages(model)
         return model
 
-    def _elsewhere(self) -> Any:
-        """On a GPU, or spread over several devices or processes."""
+    def _load_to_devices(self) -> Any:
+        """Load to a GPU, or across several devices or processes."""
         config, dtype = self._config, dtype_of(self._config.dtype, self._device)
         if config.quantize not in ("auto", "none"):
             raise ConfigError(
-                f"--quantize {config.quantize} packs weights for the CPU, the model is on {self._device}; leave it out"
+                f"--quantize {config.quantize} packs weights for the CPU, but the model is on {self._device}; omit it"
             )
-        place = shared(self._described) if config.tensor_parallel else spread(config)
+        device_kwargs = tensor_parallel_kwargs(self._hf_config) if config.tensor_parallel else device_map_kwargs(config)
         zero = ZeroInference(dtype) if config.zero else None
-        model = self._plain(dtype, self._skeleton(), **place)
-        return zero.take(model) if zero else model if place else model.to(self._device)
+        model = self._load_dense(dtype, self._skeleton(), **device_kwargs)
+        return zero.wrap(model) if zero else model if device_kwargs else model.to(self._device)
 
     def _skeleton(self) -> Any:
-        """The model without weights."""
+        """The model on the meta device."""
         with torch.device("meta"), no_init_weights():
-            return self._class(self._described)
+            return self._class(self._hf_config)
 
-    def _plain(self, dtype: Any, skeleton: Any, **place: Any) -> Any:
-        """With floating weights."""
-        with self._reported("reading", skeleton):
+    def _load_dense(self, dtype: Any, skeleton: Any, **device_kwargs: Any) -> Any:
+        """Load floating-point weights."""
+        with self._report_progress("reading", skeleton):
             if self._file is not None:
-                return self._filled(weights_in(self._file, skeleton, dtype), dtype=dtype, **place)
-            return self._class.from_pretrained(self._source, dtype=dtype, **self._bars, **place, **self._local)
+                return self._with_weights(lazy_state_dict(self._file, skeleton, dtype), dtype=dtype, **device_kwargs)
+            return self._class.from_pretrained(self._source, dtype=dtype, **self._bars, **device_kwargs, **self._local)
 
-    def _as_the_file_has_it(self, file: GgufFile, skeleton: Any) -> Any:
-        """With the packed weights of a GGUF file."""
+    def _load_gguf(self, file: GgufFile, skeleton: Any) -> Any:
+        """Load a GGUF file with packed weights."""
         dtype = dtype_of(self._config.dtype, self._device)
 
         def read() -> Any:
-            weights, packed = weights_as_they_are(file, skeleton, dtype, self._progress)
-            return self._filled(weights, dtype=dtype, quantization_config=packed)
+            weights, packed = packed_state_dict(file, skeleton, dtype, self._progress)
+            return self._with_weights(weights, dtype=dtype, quantization_config=packed)
 
-        return self._kept(file.path, "gguf", dtype, read) if file.nbytes >= _LARGE_FILE else read()
+        return self._load_cached(file.path, "gguf", dtype, read) if file.nbytes >= _MIN_CACHED_BYTES else read()
 
-    def _packed(self, precision: Precision, skeleton: Any) -> Any:
-        """Packed while it is read, or as it was packed before."""
+    def _load_packed(self, precision: Precision, skeleton: Any) -> Any:
+        """Pack weights while reading them, or load cached ones."""
         source, config = self._source, PackedConfig(precision.quantize)
         if self._file is not None:
-            weights = weights_in(self._file, skeleton, precision.dtype)
-            with self._reported("packing", skeleton):
-                return self._filled(weights, dtype=precision.dtype, quantization_config=config)
+            weights = lazy_state_dict(self._file, skeleton, precision.dtype)
+            with self._report_progress("packing", skeleton):
+                return self._with_weights(weights, dtype=precision.dtype, quantization_config=config)
 
         def read() -> Any:
-            with self._reported("packing", skeleton):
+            with self._report_progress("packing", skeleton):
                 model = self._class.from_pretrained(
                     source, dtype="auto", quantization_config=config, **self._bars, **self._local
                 )
-            with_dtype(model, precision.dtype)
+            set_dtype(model, precision.dtype)
             return model
 
-        return self._kept(located(source, self._config.offline), precision.quantize, precision.dtype, read)
+        return self._load_cached(local_path(source, self._config.offline), precision.quantize, precision.dtype, read)
 
-    def _kept(self, source: Path, quantize: str, dtype: torch.dtype, read: Callable[[], Any]) -> Any:
-        """With the packed weights that are kept of `source`; else what `read` makes, which is kept then."""
+    def _load_cached(self, source: Path, quantize: str, dtype: torch.dtype, read: Callable[[], Any]) -> Any:
+        """Load the cached packed weights of `source`, or call `read` and cache its result."""
         name = self._config.model
-        folder = folder_of(name, source, quantize)
-        with suppress(OSError), lock_of(folder):
+        folder = packed_folder(name, source, quantize)
+        with suppress(OSError), folder_lock(folder):
             if folder.exists():
                 try:
                     model = self._class.from_pretrained(folder, dtype=dtype)
-                    map_in_large_pages(model.buffers())
+                    advise_huge_pages(model.buffers())
                     return model
                 except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
                     reason = (str(error) or type(error).__name__).splitlines()[0]
-                    self._notify(f"The packed weights in {folder} are damaged and are made again: {reason}")
+                    self._notify(f"The packed weights in {folder} are damaged and will be recreated: {reason}")
                     shutil.rmtree(folder)
         model = read()
-        note = {"model": name, "quantize": quantize, "source": str(source.absolute())}
-        keep(model, folder, note, self._notify, self._progress)
+        metadata = {"model": name, "quantize": quantize, "source": str(source.absolute())}
+        save_packed(model, folder, metadata, self._notify, self._progress)
         return model
 
-    def _filled(self, weights: dict[str, Any], **how: Any) -> Any:
-        """With these weights."""
-        model = self._class.from_pretrained(None, config=self._described, state_dict=weights, **how)
+    def _with_weights(self, weights: dict[str, Any], **kwargs: Any) -> Any:
+        """Create the model with these weights."""
+        model = self._class.from_pretrained(None, config=self._hf_config, state_dict=weights, **kwargs)
         if (Path(self._source) / "generation_config.json").exists():
             model.generation_config = GenerationConfig.from_pretrained(self._source)
         return model
 
     @contextmanager
-    def _reported(self, what: str, skeleton: Any) -> Iterator[None]:
-        """Tell how far transformers has come with reading the weights of `skeleton`."""
-        width = (getattr(self._described, "dtype", None) or torch.float32).itemsize
+    def _report_progress(self, what: str, skeleton: Any) -> Iterator[None]:
+        """Report the progress of transformers reading the weights of `skeleton`."""
+        width = (getattr(self._hf_config, "dtype", None) or torch.float32).itemsize
         sizes = {name: tensor.numel() * width for name, tensor in skeleton.state_dict().items()}
         total = sum(sizes.values())
 
@@ -280,30 +282,30 @@ class _Loader:
 
 
 def load_tokenizer(config: ModelConfig, notify: Callable[[str], None] = lambda line: None) -> Any:
-    """The tokenizer of what `config` names, without its weights.
+    """Load the tokenizer that `config` names, without weights.
 
     Raises:
-        ModelNotFoundError: with what to do about it.
+        ModelNotFoundError: not found; the message says what to do.
     """
-    with collector_paused():
-        _, source = _files(find(config.model, config.offline), notify)
+    with gc_paused():
+        _, source = _open_source(find(config.model, config.offline), notify)
         local = {"local_files_only": True} if config.offline else {}
         try:
             return AutoTokenizer.from_pretrained(source, **local)
         except (OSError, ValueError, KeyError) as error:
-            raise _explained(config.model, source, error) from error
+            raise _load_error(config.model, source, error) from error
 
 
-def _files(source: str, notify: Callable[[str], None]) -> tuple[GgufFile | None, str]:
-    """The GGUF file, if `source` is one, and the folder or Hub id with the config and the tokenizer."""
+def _open_source(source: str, notify: Callable[[str], None]) -> tuple[GgufFile | None, str]:
+    """The GGUF file, if `source` is one, and the folder or Hub id with config and tokenizer."""
     path = Path(source)
     if not path.is_file():
         return None, source
     file = GgufFile(path)
-    return file, str(described(file, fingerprint(path), notify))
+    return file, str(export_config(file, fingerprint(path), notify))
 
 
-def _explained(name: str, source: str, error: Exception) -> Exception:
+def _load_error(name: str, source: str, error: Exception) -> Exception:
     reason = next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)
     if "model type" in reason or "Unrecognized model" in reason or "configuration class" in reason:
         return UnsupportedModelError(f"{name} cannot be served: {reason}")

@@ -1,4 +1,4 @@
-"""Where a model goes: its device, its dtype, and how it is spread over several."""
+"""Chooses the device, dtype and distribution of a model."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from h2o_stream.resources import cache_folder
 
 
 def device_of(name: str) -> torch.device:
-    """The torch device of a name; ``auto`` is the best there is.
+    """The torch device for a name; ``auto`` is the best available.
 
     Raises:
-        ConfigError: it cannot be used here.
+        ConfigError: the device is not available.
     """
     if name == "auto":
-        own = os.environ.get("LOCAL_RANK", "0")  # of this process among those of a launcher
-        name = f"cuda:{own}" if torch.cuda.is_available() else "mps" if torch.backends.mps.is_available() else "cpu"
+        rank = os.environ.get("LOCAL_RANK", "0")  # set by launchers of several processes
+        name = f"cuda:{rank}" if torch.cuda.is_available() else "mps" if torch.backends.mps.is_available() else "cpu"
     try:
         device = torch.device(name)
         torch.empty(0, device=device)
@@ -32,25 +32,25 @@ def device_of(name: str) -> torch.device:
 
 
 def dtype_of(name: str, device: torch.device) -> torch.dtype:
-    """The torch dtype of a name.
+    """The torch dtype for a name.
 
-    ``auto`` is bfloat16 where the hardware computes in it, float32 elsewhere: emulated, it is slower than float32.
+    ``auto`` is bfloat16 if the hardware supports it, otherwise float32, because emulation is slower than float32.
     """
     if name == "auto" and device.type != "cpu":
         return torch.bfloat16
-    return dtypes_of(name)[0]
+    return allowed_dtypes(name)[0]
 
 
-def dtypes_of(name: str) -> tuple[torch.dtype, ...]:
-    """The dtypes that a name allows on a CPU, the best first."""
+def allowed_dtypes(name: str) -> tuple[torch.dtype, ...]:
+    """The dtypes that a name allows on a CPU, best first."""
     if name != "auto":
         return (getattr(torch, name),)
     native = any(getattr(torch.cpu, f"_is_{unit}_supported", bool)() for unit in ("avx512_bf16", "amx_tile"))
     return (torch.bfloat16,) if native else (torch.float32, torch.bfloat16)
 
 
-def spread(config: ModelConfig) -> dict[str, Any]:
-    """Where weights go, as transformers takes it."""
+def device_map_kwargs(config: ModelConfig) -> dict[str, Any]:
+    """Arguments of `from_pretrained` for a device map."""
     if not config.device_map:
         return {}
     memory = config.memory_by_device()
@@ -61,17 +61,17 @@ def spread(config: ModelConfig) -> dict[str, Any]:
     }
 
 
-def shared(described: Any) -> dict[str, Any]:
-    """How weights are shared among processes, as transformers takes it.
+def tensor_parallel_kwargs(config: Any) -> dict[str, Any]:
+    """Arguments of `from_pretrained` for tensor parallelism.
 
     Raises:
-        ConfigError: there is only one process, or the heads cannot be shared out among them.
+        ConfigError: there is only one process, or the KV heads cannot be divided among them.
     """
     from transformers.distributed import DistributedConfig
 
-    count, heads = Processes().count, described.get_text_config().num_key_value_heads
+    count, heads = Processes().count, config.get_text_config().num_key_value_heads
     if count == 1:
         raise ConfigError("--tensor-parallel needs several processes; start them with torchrun --nproc-per-node N")
     if heads % count:
-        raise ConfigError(f"{heads} KV heads cannot be shared by {count} processes; give torchrun a divisor")
+        raise ConfigError(f"{heads} KV heads cannot be divided among {count} processes; choose a divisor")
     return {"distributed_config": DistributedConfig(tp_plan="auto")}

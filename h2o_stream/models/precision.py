@@ -1,4 +1,4 @@
-"""How wide the weights of a model are held: chosen by what fits into the memory that is free, before any is read."""
+"""Chooses the precision of a model's weights by the free memory, before any weight is read."""
 
 from __future__ import annotations
 
@@ -10,22 +10,22 @@ from h2o_stream.errors import OutOfMemoryError
 if TYPE_CHECKING:
     import torch
 
-COMFORTABLE = 0.6
-"""Share of the free memory that weights of 16, 32 and 8 bits may take; the rest is for everything else."""
+DEFAULT_SHARE = 0.6
+"""Share of the free memory that weights may take by default."""
 
-TIGHT = 0.9
-"""Share that they may take where nothing smaller is left, or the user asks for it."""
+MAX_SHARE = 0.9
+"""Share they may take if the user asks for it or no smaller format is left."""
 
 
 @dataclass(frozen=True)
 class WeightSizes:
-    """Bytes of a model's weights.
+    """Sizes of a model's weights in bytes.
 
     Attributes:
-        float32: all in 32 bits.
-        int8: the matrices packed in 8 bits.
-        int4: the matrices packed in 4 bits.
-        largest: the largest tensor as it is read: it is there twice for a moment.
+        float32: all in float32.
+        int8: matrices packed in 8 bits.
+        int4: matrices packed in 4 bits.
+        largest: the largest tensor, which temporarily exists twice.
     """
 
     float32: int
@@ -35,15 +35,15 @@ class WeightSizes:
 
     @staticmethod
     def of(model: Any) -> WeightSizes:
-        """Those of a model, which may be on the meta device."""
+        """Sizes of a model, which may be on the meta device."""
         from h2o_stream.models.quantize import packed_bytes
 
-        numbers = [weight.numel() for weight in model.parameters()]
+        numels = [weight.numel() for weight in model.parameters()]
         int8, int4 = (packed_bytes(model, quantize) for quantize in ("int8", "int4"))
-        return WeightSizes(4 * sum(numbers), int8, int4, 2 * max(numbers))
+        return WeightSizes(4 * sum(numels), int8, int4, 2 * max(numels))
 
     def bytes_of(self, dtype: torch.dtype, quantize: str) -> int:
-        """Bytes of memory that loading takes."""
+        """Memory needed for loading."""
         if quantize == "none":
             return self.float32 * dtype.itemsize // 4
         return self.largest + (self.int8 if quantize == "int8" else self.int4)
@@ -51,12 +51,12 @@ class WeightSizes:
 
 @dataclass(frozen=True)
 class Precision:
-    """A choice.
+    """A choice of precision.
 
     Attributes:
-        dtype: of what is not packed, and of activations.
+        dtype: dtype of unpacked weights and activations.
         quantize: ``none``, ``int8`` or ``int4``.
-        reason: one line that says why, where the user would wonder; else empty.
+        reason: one-line explanation if the choice may surprise the user, else "".
     """
 
     dtype: torch.dtype
@@ -64,7 +64,7 @@ class Precision:
     reason: str = ""
 
 
-def choose(
+def choose_precision(
     name: str,
     sizes: WeightSizes,
     free_bytes: int,
@@ -72,56 +72,57 @@ def choose(
     dtypes: tuple[torch.dtype, ...],
     can_pack: bool = True,
 ) -> Precision:
-    """How wide weights are to be held.
+    """Choose the precision of weights.
 
     Args:
-        name: of the model, for messages.
-        sizes: of its weights.
-        free_bytes: of memory.
-        quantize: as the user says, ``auto`` included.
-        dtypes: that may be used, the best first.
-        can_pack: whether weights can be packed on this machine.
+        name: name of the model, for messages.
+        sizes: sizes of its weights.
+        free_bytes: free memory.
+        quantize: the user's choice, or ``auto``.
+        dtypes: allowed dtypes, best first.
+        can_pack: whether this machine can pack weights.
 
     Raises:
-        OutOfMemoryError: nothing that may be used fits.
+        OutOfMemoryError: no allowed choice fits.
     """
 
-    def fits(dtype: torch.dtype, how: str, share: float) -> bool:
-        return sizes.bytes_of(dtype, how) <= share * free_bytes
+    def fits(dtype: torch.dtype, scheme: str, share: float) -> bool:
+        return sizes.bytes_of(dtype, scheme) <= share * free_bytes
 
-    def told(dtype: torch.dtype, how: str) -> str:
-        needed = readable(sizes.bytes_of(dtypes[0], "none"))
-        packed = readable(sizes.bytes_of(dtype, how) - sizes.largest)
+    def explain(dtype: torch.dtype, scheme: str) -> str:
+        needed = format_bytes(sizes.bytes_of(dtypes[0], "none"))
+        packed = format_bytes(sizes.bytes_of(dtype, scheme) - sizes.largest)
         return (
-            f"{name} takes {needed} in {_called(dtypes[0])} and {readable(free_bytes)} of memory are free: its weights "
-            f"are packed into {how} ({packed}); --quantize chooses otherwise."
+            f"{name} takes {needed} in {_dtype_name(dtypes[0])} and {format_bytes(free_bytes)} of memory are free: "
+            f"its weights are packed into {scheme} ({packed}); --quantize chooses otherwise."
         )
 
     best = dtypes[0]
     if quantize != "auto" or not can_pack:
-        how = "none" if quantize == "auto" else quantize
+        scheme = "none" if quantize == "auto" else quantize
         for dtype in dtypes:
-            if fits(dtype, how, TIGHT):
-                return Precision(dtype, how)
+            if fits(dtype, scheme, MAX_SHARE):
+                return Precision(dtype, scheme)
     else:
-        if fits(best, "none", COMFORTABLE):
+        if fits(best, "none", DEFAULT_SHARE):
             return Precision(best, "none")
-        for how, share in (("int8", COMFORTABLE), ("int4", TIGHT)):
-            if fits(best, how, share):
-                return Precision(best, how, told(best, how))
-        how = "int4"
-    needed, smallest = sizes.bytes_of(dtypes[-1], how), sizes.bytes_of(best, "int4")
-    hint = f"--quantize int4 takes {readable(smallest)}" if how != "int4" and can_pack else "take a smaller --model"
-    width = _called(dtypes[-1]) if how == "none" else how
+        for scheme, share in (("int8", DEFAULT_SHARE), ("int4", MAX_SHARE)):
+            if fits(best, scheme, share):
+                return Precision(best, scheme, explain(best, scheme))
+        scheme = "int4"
+    needed, smallest = sizes.bytes_of(dtypes[-1], scheme), sizes.bytes_of(best, "int4")
+    can_shrink = scheme != "int4" and can_pack
+    hint = f"--quantize int4 takes {format_bytes(smallest)}" if can_shrink else "take a smaller --model"
+    width = _dtype_name(dtypes[-1]) if scheme == "none" else scheme
     raise OutOfMemoryError(
-        f"{name} needs {readable(needed)} of memory in {width}, {readable(free_bytes)} are free; {hint}"
+        f"{name} needs {format_bytes(needed)} of memory in {width}, {format_bytes(free_bytes)} are free; {hint}"
     )
 
 
-def readable(count: int) -> str:
-    """Bytes, for people."""
+def format_bytes(count: int) -> str:
+    """A human-readable size."""
     return f"{count / 2**30:.1f} GiB" if count >= 2**30 else f"{count / 2**20:.0f} MiB"
 
 
-def _called(dtype: torch.dtype) -> str:
+def _dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")

@@ -1,7 +1,7 @@
-"""Models whose matrices are packed into 8, 6 or 4 bits, through the quantizer interface of transformers.
+"""Quantizes models to packed weights in 8 or 4 bits, through the quantizer interface of transformers.
 
-`PackedConfig("int4")` as `quantization_config` of `from_pretrained` packs a checkpoint while it is read, tensor by
-tensor: no weight is ever held wider than it stays, one tensor aside. A packed model may be saved and loaded again.
+`from_pretrained(quantization_config=PackedConfig("int4"))` packs a checkpoint while reading it, one tensor at a time.
+Packed models can be saved and loaded again.
 """
 
 from __future__ import annotations
@@ -17,32 +17,32 @@ from transformers.quantizers import HfQuantizer, register_quantization_config, r
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from h2o_stream.errors import ConfigError
-from h2o_stream.models.packed import PackedEmbedding, PackedLinear, TiedHead
-from h2o_stream.models.pages import Pages
+from h2o_stream.models.huge_pages import HugePageBuffer
+from h2o_stream.models.packed_layers import PackedEmbedding, PackedLinear, TiedHead
 from h2o_stream.native.abi import MatrixKind
-from h2o_stream.native.packing import fits, pack, required_library, tiles_shape
+from h2o_stream.native.packing import columns_fit, pack, require_library, tiles_shape
 
 METHOD = "h2o"
 """Name of the quantizer in transformers."""
 
 FORMAT = 1
-"""Of packed weights in files; counted up when the layout of tiles changes."""
+"""Version of the packed format, incremented when the layout of tiles changes."""
 
 _KINDS = {"int8": MatrixKind.INT8, "int4": MatrixKind.INT4}
 
 
 @register_quantization_config(METHOD)
 class PackedConfig(QuantizationConfigMixin):
-    """How the matrices of a model are packed.
+    """Configuration of packed weights.
 
     Args:
-        quantize: ``int8`` or ``int4``, for a checkpoint that is packed while it is read. The output layer and the
-            embedding are packed in 8 bits at least, as GGUF files have them: they lose most.
-        modules: how each module is held, by name, for weights that are packed already.
-        format: of the packed weights.
+        quantize: ``int8`` or ``int4``, for packing a checkpoint. Output layer and embedding always use 8 bits, because
+            they are the most sensitive.
+        modules: packed format by module name, for weights that are already packed.
+        format: version of the packed format.
 
     Raises:
-        ConfigError: an unknown `quantize`, or weights of another version.
+        ConfigError: `quantize` is unknown, or the weights are from another version.
     """
 
     def __init__(
@@ -59,25 +59,25 @@ class PackedConfig(QuantizationConfigMixin):
 
 @register_quantizer(METHOD)
 class PackedQuantizer(HfQuantizer):
-    """Packs weights while transformers reads them, or takes packed ones as they are."""
+    """Packs weights while transformers reads them, or loads packed weights."""
 
     quantization_config: PackedConfig
     requires_calibration = False
 
     def __init__(self, quantization_config: PackedConfig, **kwargs: Any) -> None:
         super().__init__(quantization_config, **kwargs)
-        self.pages = Pages(())
+        self.pages = HugePageBuffer(())
         self._tied = False
 
     def validate_environment(self, *_: Any, device_map: Any = None, **__: Any) -> None:
-        """Whether packed weights can be used here.
+        """Check that packed weights can be used.
 
         Raises:
-            ConfigError: there is no compiled library, or weights are to go elsewhere than to the CPU.
+            ConfigError: there is no compiled library, or a device map is given.
         """
-        required_library()
+        require_library()
         if device_map is not None:
-            raise ConfigError("packed weights are for the CPU alone; leave out --device-map, or use --quantize none")
+            raise ConfigError("packed weights work on the CPU only; omit --device-map, or use --quantize none")
 
     def _process_model_before_weight_loading(self, model: Any, **_: Any) -> None:
         config = self.quantization_config
@@ -85,22 +85,24 @@ class PackedQuantizer(HfQuantizer):
         kinds = {name: MatrixKind[kind] for name, kind in config.modules.items()} or packed_kinds(
             model, config.quantize
         )
-        self._tied = untie(model, kinds)
+        self._tied = untie_head(model, kinds)
         if self.pre_quantized:
             for name, kind in kinds.items():
-                replace(model, name, kind)
+                replace_module(model, name, kind)
             return
         config.modules = {name: kind.name for name, kind in kinds.items()}
-        self.pages = Pages(tiles_shape(kind, *model.get_submodule(name).weight.shape) for name, kind in kinds.items())
+        self.pages = HugePageBuffer(
+            tiles_shape(kind, *model.get_submodule(name).weight.shape) for name, kind in kinds.items()
+        )
 
     def param_needs_quantization(self, model: Any, param_name: str, **_: Any) -> bool:
-        """Whether a weight is packed when it is read."""
+        """Whether to pack a weight."""
         name = param_name.removesuffix(".weight")
         return name != param_name and name in self.quantization_config.modules
 
     def get_quantize_ops(self) -> ConversionOps:
-        """What packs a weight."""
-        return _Pack(self)
+        """The operation that packs a weight."""
+        return _PackWeight(self)
 
     def _process_model_after_weight_loading(self, model: Any, **_: Any) -> Any:
         if self._tied:
@@ -113,12 +115,12 @@ class PackedQuantizer(HfQuantizer):
         return False
 
     def is_serializable(self, *_: Any, **__: Any) -> bool:
-        """A packed model may be saved."""
+        """Packed models can be saved."""
         return True
 
 
-class _Pack(ConversionOps):
-    """Packs one weight and puts its packed module into the model."""
+class _PackWeight(ConversionOps):
+    """Packs one weight and inserts its packed module."""
 
     def __init__(self, quantizer: PackedQuantizer) -> None:
         self._quantizer = quantizer
@@ -127,60 +129,59 @@ class _Pack(ConversionOps):
     def convert(
         self, input_dict: dict[str, Any], model: Any, full_layer_name: str, missing_keys: set[str], **_: Any
     ) -> dict[str, Tensor]:
-        """See `ConversionOps.convert`; nothing is left for transformers to put into the model."""
+        """See `ConversionOps.convert`; returns nothing for transformers to assign."""
         value = next(iter(input_dict.values()))
         weights: Tensor = value[0] if isinstance(value, list) else value
         name = full_layer_name.removesuffix(".weight")
         config, pages = self._quantizer.quantization_config, self._quantizer.pages
         kind = MatrixKind[config.modules[name]]
         tiles = pages.take(tiles_shape(kind, *weights.shape), torch.uint8)
-        replace(model, name, kind, pack(weights.contiguous(), kind, tiles))
+        replace_module(model, name, kind, pack(weights.contiguous(), kind, tiles))
         missing_keys.discard(full_layer_name)
         return {}
 
 
 def packed_kinds(model: Any, quantize: str) -> dict[str, MatrixKind]:
-    """How the modules of a model are packed, by name; what is not in it stays as it is.
+    """Packed formats by module name.
 
-    Linear layers and the embedding are packed, unless their columns are not a multiple of 32. An output layer that is
-    tied to the embedding is not in it.
+    Linear layers and the embedding are packed if their columns are a multiple of 32, except for a tied output layer.
 
     Args:
-        model: of transformers; may be on the meta device.
+        model: a model of transformers, may be on the meta device.
         quantize: ``int8`` or ``int4``.
     """
-    embedding, head, shared = model.get_input_embeddings(), model.get_output_embeddings(), tied(model)
+    embedding, head, head_is_tied = model.get_input_embeddings(), model.get_output_embeddings(), is_tied(model)
     kinds = {}
     for name, module in model.named_modules():
         kind = MatrixKind.INT8 if module is embedding or module is head else _KINDS[quantize]
-        if packable(module) and fits(kind, module.weight.shape[1]) and not (module is head and shared):
+        if packable(module) and columns_fit(kind, module.weight.shape[1]) and not (module is head and head_is_tied):
             kinds[name] = kind
     return kinds
 
 
 def packed_bytes(model: Any, quantize: str) -> int:
-    """Bytes of a model's weights when it is packed, what stays as it is included; see `packed_kinds`."""
+    """Size of a model's weights after packing, including unpacked ones; see `packed_kinds`."""
     kinds = packed_kinds(model, quantize)
     weights = {name: model.get_submodule(name).weight for name in kinds}
     packed = set(map(id, weights.values()))
-    left: int = sum(weight.nbytes for weight in model.parameters() if id(weight) not in packed)
-    return left + sum(prod(tiles_shape(kind, *weights[name].shape)) for name, kind in kinds.items())
+    unpacked: int = sum(weight.nbytes for weight in model.parameters() if id(weight) not in packed)
+    return unpacked + sum(prod(tiles_shape(kind, *weights[name].shape)) for name, kind in kinds.items())
 
 
 def packable(module: Any) -> bool:
-    """Whether a module does no more than multiply its weights, or look them up and scale them."""
-    scales = isinstance(module, nn.Embedding) and hasattr(module, "scalar_embed_scale")
-    return type(module) in (nn.Linear, nn.Embedding) or scales
+    """Whether a module is a plain linear layer or an embedding with an optional scale."""
+    scaled_embedding = isinstance(module, nn.Embedding) and hasattr(module, "scalar_embed_scale")
+    return type(module) in (nn.Linear, nn.Embedding) or scaled_embedding
 
 
-def replace(model: Any, name: str, kind: MatrixKind, tiles: Tensor | None = None) -> None:
-    """Put a packed layer in the place of a linear layer or an embedding.
+def replace_module(model: Any, name: str, kind: MatrixKind, tiles: Tensor | None = None) -> None:
+    """Replace a linear layer or an embedding by a packed one.
 
     Args:
-        model: of transformers.
-        name: of the module.
-        kind: how its weights are held.
-        tiles: its weights; None if they are put there later.
+        model: a model of transformers.
+        name: name of the module.
+        kind: packed format.
+        tiles: packed weights; None to assign them later.
     """
     module = model.get_submodule(name)
     packed: nn.Module
@@ -194,23 +195,23 @@ def replace(model: Any, name: str, kind: MatrixKind, tiles: Tensor | None = None
     model.set_submodule(name, packed)
 
 
-def tied(model: Any) -> bool:
-    """Whether the output layer has the weights of the embedding."""
+def is_tied(model: Any) -> bool:
+    """Whether the output layer shares the weights of the embedding."""
     head = model.get_output_embeddings()
-    return head is not None and f"{names_of(model)[id(head)]}.weight" in model.all_tied_weights_keys
+    return head is not None and f"{module_names(model)[id(head)]}.weight" in model.all_tied_weights_keys
 
 
-def untie(model: Any, modules: Collection[str]) -> bool:
-    """Take a tied output layer out of a model whose embedding is to be packed, until `tie_head`.
+def untie_head(model: Any, modules: Collection[str]) -> bool:
+    """Remove a tied output layer until `tie_head`, if the embedding is to be packed.
 
     Args:
-        model: of transformers.
-        modules: names of those that are packed.
+        model: a model of transformers.
+        modules: names of the modules to pack.
 
     Returns:
         Whether there was one.
     """
-    if not tied(model) or names_of(model)[id(model.get_input_embeddings())] not in modules:
+    if not is_tied(model) or module_names(model)[id(model.get_input_embeddings())] not in modules:
         return False
     model.all_tied_weights_keys = {}
     model.set_output_embeddings(nn.Identity())
@@ -218,17 +219,17 @@ def untie(model: Any, modules: Collection[str]) -> bool:
 
 
 def tie_head(model: Any) -> None:
-    """Give a model an output layer with the weights of its packed embedding."""
+    """Add an output layer that shares the weights of the packed embedding."""
     model.set_output_embeddings(TiedHead(model.get_input_embeddings()))
 
 
-def names_of(model: Any) -> dict[int, str]:
-    """Names of a model's modules, by their ids."""
+def module_names(model: Any) -> dict[int, str]:
+    """Module names by id."""
     return {id(module): name for name, module in model.named_modules()}
 
 
-def with_dtype(model: Any, dtype: torch.dtype) -> None:
-    """Give the weights of a packed model that stay floating numbers, and its activations, another dtype."""
+def set_dtype(model: Any, dtype: torch.dtype) -> None:
+    """Convert unpacked weights and activations of a packed model to another dtype."""
     for weight in model.parameters():
         weight.data = weight.data.to(dtype)
     embedding = model.get_input_embeddings()

@@ -1,7 +1,6 @@
-"""What other tools keep on this machine that --model can name: the Hub's cache, ollama's store, LM Studio's folders.
+"""Finds models of other tools: the Hub's cache, ollama's store, LM Studio's folders.
 
-Their files are only ever read. They are data of strangers: whatever is damaged is left out, and no name in them leads
-out of their folder.
+Their files are read-only and untrusted: damaged entries are skipped, and names cannot point outside of their folder.
 """
 
 from __future__ import annotations
@@ -17,15 +16,15 @@ from typing import Any
 from h2o_stream.errors import ModelNotFoundError
 
 OLLAMA = "ollama:"
-"""What names of ollama's models begin with."""
+"""Prefix of ollama models."""
 
 _REGISTRY = "registry.ollama.ai"
 _MODEL_LAYER = "application/vnd.ollama.image.model"
 _DIGEST = re.compile(r"sha256:([0-9a-f]{64})")
 _SAFE_PART = re.compile(r"[\w-][\w.-]*")
 _LARGEST_JSON = 1 << 20
-_NOT_ALONE = re.compile(r"mmproj|-\d{5}-of-\d{5}\.gguf$")
-"""GGUF files that are no language model by themselves: vision parts, and parts of a split file."""
+_INCOMPLETE = re.compile(r"mmproj|-\d{5}-of-\d{5}\.gguf$")
+"""GGUF files that are not a complete language model: vision projectors and parts of split files."""
 
 
 @dataclass(frozen=True)
@@ -35,24 +34,24 @@ class StoredModel:
     Attributes:
         name: what --model takes.
         nbytes: size of its files.
-        place: where it is from, and what is kept.
+        source: the tool that stores it.
     """
 
     name: str
     nbytes: int
-    place: str
+    source: str
 
 
 def stored_models() -> list[StoredModel]:
-    """What other tools keep, by tool and name."""
+    """Models of other tools, by tool and name."""
     return [*_hub_models(), *_ollama_models(), *_lm_studio_models()]
 
 
 def ollama_file(name: str) -> Path | None:
-    """The GGUF file of ``ollama:NAME[:TAG]``, where TAG is ``latest`` unless given; None for any other name.
+    """The GGUF file of ``ollama:NAME[:TAG]``, with ``latest`` as the default tag; None for other names.
 
     Raises:
-        ModelNotFoundError: ollama has no such model; says which ones it has.
+        ModelNotFoundError: ollama has no such model; the message lists its models.
     """
     if not name.startswith(OLLAMA):
         return None
@@ -71,7 +70,7 @@ def ollama_file(name: str) -> Path | None:
 
 
 def read_json(path: Path) -> Any:
-    """The content of a small JSON file; None if it cannot be read."""
+    """The content of a small JSON file, or None if it is unreadable."""
     try:
         with path.open("rb") as file:
             return json.loads(file.read(_LARGEST_JSON))
@@ -80,8 +79,8 @@ def read_json(path: Path) -> Any:
 
 
 def _ollama_folders() -> list[Path]:
-    if named := os.environ.get("OLLAMA_MODELS"):
-        return [Path(named).expanduser()]
+    if folder_variable := os.environ.get("OLLAMA_MODELS"):
+        return [Path(folder_variable).expanduser()]
     return [Path.home() / ".ollama" / "models", Path("/usr/share/ollama/.ollama/models")]
 
 
@@ -97,7 +96,7 @@ def _ollama_models() -> Iterator[StoredModel]:
 
 
 def _model_layer(folder: Path, manifest: Path) -> Path | None:
-    """The file with the weights that a manifest names, if it is there."""
+    """The weights file that a manifest refers to, or None."""
     content = read_json(manifest)
     layers = content.get("layers") if isinstance(content, dict) else None
     for layer in layers if isinstance(layers, list) else []:
@@ -129,19 +128,19 @@ def _hub_models() -> Iterator[StoredModel]:
         if weights and "config.json" in files:
             yield StoredModel(repo.repo_id, sum(weights.values()), "Hub")
         for name, file in sorted(files.items()):
-            if name.endswith(".gguf") and not _NOT_ALONE.search(name):
+            if name.endswith(".gguf") and not _INCOMPLETE.search(name):
                 yield StoredModel(f"{repo.repo_id}:{name}", file.size_on_disk, "Hub")
 
 
 def _lm_studio_models() -> Iterator[StoredModel]:
     for folder in (Path.home() / ".lmstudio" / "models", Path.home() / ".cache" / "lm-studio" / "models"):
         for path in sorted(folder.rglob("*.gguf")):
-            if not _NOT_ALONE.search(path.name) and is_gguf(path):
+            if not _INCOMPLETE.search(path.name) and is_gguf(path):
                 yield StoredModel(str(path), _size(path), "LM Studio")
 
 
 def is_gguf(path: Path) -> bool:
-    """Whether this is a file that can be read and begins as GGUF files do, whatever it is called."""
+    """Whether a file starts with the GGUF magic number, whatever its name."""
     try:
         if not path.is_file():
             return False

@@ -1,4 +1,4 @@
-"""The chat template for models that bring none: base models such as Meta-Llama-3-8B."""
+"""Fallback chat template for models without one: base models such as Meta-Llama-3-8B."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ FALLBACK_TEMPLATE = (
     "{% endfor %}"
     "{% if add_generation_prompt %}{{ 'Assistant:' }}{% endif %}"
 )
-"""A plain dialogue, which any base model continues."""
+"""A plain dialogue that any base model can continue."""
 
 FALLBACK_STOPS = ("\nUser:",)
-"""A base model does not end its turn, it goes on with the user's: that is where a reply stops."""
+"""Base models do not end their turn but continue with the user's; replies stop there."""

@@ -1,4 +1,4 @@
-"""Models of DeepSpeed's ZeRO-Inference: weights in host memory, gathered layer by layer. Needs the extra ``zero``."""
+"""DeepSpeed's ZeRO-Inference: weights in host memory, gathered layer by layer. Needs the extra ``zero``."""
 
 from __future__ import annotations
 
@@ -7,14 +7,20 @@ from typing import Any
 
 from h2o_stream.errors import H2OStreamError
 
-_ALONE = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29531"}
+_SINGLE_PROCESS = {
+    "RANK": "0",
+    "WORLD_SIZE": "1",
+    "LOCAL_RANK": "0",
+    "MASTER_ADDR": "127.0.0.1",
+    "MASTER_PORT": "29531",
+}
 
 
 class ZeroInference:
-    """What has to be told before a model is read, and what is done to it then.
+    """Sets up ZeRO-Inference; create it before loading the model.
 
     Args:
-        dtype: of its weights.
+        dtype: dtype of the weights.
 
     Raises:
         H2OStreamError: DeepSpeed is not installed.
@@ -25,7 +31,7 @@ class ZeroInference:
 
         if not torch.accelerator.is_available():
             os.environ.setdefault("DS_ACCELERATOR", "cpu")
-        for name, value in _ALONE.items():
+        for name, value in _SINGLE_PROCESS.items():
             os.environ.setdefault(name, value)
         try:
             import deepspeed
@@ -47,10 +53,10 @@ class ZeroInference:
         }
         self._deepspeed = deepspeed
         deepspeed.init_distributed()
-        self._heeded = HfDeepSpeedConfig(self._settings)  # transformers asks for it as long as this lives
+        self._config_handle = HfDeepSpeedConfig(self._settings)  # transformers uses it while this object is alive
 
-    def take(self, model: Any) -> Any:
-        """Let DeepSpeed gather the weights of each layer when it computes."""
+    def wrap(self, model: Any) -> Any:
+        """Wrap a model so that DeepSpeed gathers the weights of each layer on demand."""
         engine = self._deepspeed.initialize(model=model, config=self._settings)[0]
-        engine.module.zero_inference = (engine, self._heeded)
+        engine.module.zero_inference = (engine, self._config_handle)
         return engine.module

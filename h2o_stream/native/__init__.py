@@ -1,4 +1,4 @@
-"""C++ of our own for what a CPU does for each token.
+"""Native CPU kernels for prefill and decode steps.
 
-`src` knows neither Python nor torch and is compiled when the package is installed; `library` loads what that gave.
+`src` is plain C++ without Python or torch, compiled when the package is installed; `library` loads the result.
 """

@@ -1,6 +1,6 @@
-"""The structures of the native library's C interface (`src/abi.h`), field for field, and addresses of tensors.
+"""ctypes mirror of the native library's C interface (`src/abi.h`).
 
-`src/abi.h` says what each field means. Structures hold addresses: whoever fills one keeps the tensors alive.
+`src/abi.h` documents the fields. Structures hold raw addresses, so their owner must keep the tensors alive.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from torch import Tensor
 
 
 class MatrixKind(IntEnum):
-    """How the numbers of a matrix are held."""
+    """Storage format of a matrix."""
 
     FLOAT32 = 0
     BFLOAT16 = 1
@@ -26,7 +26,7 @@ class MatrixKind(IntEnum):
 
 
 class PolicyKind(IntEnum):
-    """What decides which token is evicted."""
+    """Eviction policy."""
 
     ACCUMULATED = 0
     TOVA = 1
@@ -35,15 +35,15 @@ class PolicyKind(IntEnum):
 
 
 class PositionMode(IntEnum):
-    """Where RoPE sees the kept tokens."""
+    """How positions are assigned to cached tokens."""
 
     GAP = 0
     ROLLING = 1
-    AS_FED = 2
+    ABSOLUTE = 2
 
 
 class NormKind(IntEnum):
-    """How a vector is normalized."""
+    """Type of normalization."""
 
     NONE = 0
     RMS = 1
@@ -51,7 +51,7 @@ class NormKind(IntEnum):
 
 
 class Activation(IntEnum):
-    """The nonlinear function of an MLP."""
+    """Activation function of an MLP."""
 
     SILU = 0
     GELU_TANH = 1
@@ -60,7 +60,7 @@ class Activation(IntEnum):
 
 
 def _fields(**kinds: str) -> list[tuple[str, type]]:
-    """Fields of a structure from the names of each kind, for kinds that come one after the other."""
+    """Structure fields from space-separated names per type, in order."""
     types = {"pointer": c_void_p, "int": c_int64, "float": c_double}
     return [(name, types[kind.rstrip("0123456789")]) for kind, names in kinds.items() for name in names.split()]
 
@@ -72,18 +72,18 @@ class Matrix(Structure):
 
 
 class AttentionLayer(Structure):
-    """Attention over the slots of a decoder layer: what is the same for all streams."""
+    """Attention parameters of a decoder layer that all streams share."""
 
     _fields_ = _fields(
         int1="query_heads kv_heads head_size value_size",
         float1="scaling softcap",
-        int2="policy positions",
+        int2="policy position_mode",
         float2="decay long_term long_term_decay",
-        int3="far sinks",
+        int3="long_term_distance sinks",
         pointer1="pins",
-        int4="pin_count sliding seed number",
+        int4="pin_count sliding_window seed layer_index",
         pointer2="rope",
-        int5="distances rotary in_bfloat16 kv_bits exact_sinks residual",
+        int5="rope_rows rotary_dims in_bfloat16 kv_bits exact_sinks residual",
     )
 
 
@@ -92,7 +92,7 @@ class Slots(Structure):
 
     _fields_ = _fields(
         pointer="keys values key_codes value_codes key_range value_grid scores long_term index rank free seen heads",
-        int="head_count slots recent span evictions",
+        int="head_count slot_count recent span evictions",
     )
 
 
@@ -110,8 +110,8 @@ class Layer(Structure):
         *((name, Norm) for name in ("before_attention", "after_attention", "before_mlp", "after_mlp")),
         *((name, Norm) for name in ("query_norm", "key_norm")),
         ("qkv", Matrix * 3),
-        *_fields(int="qkv_count query_first query_step key_first key_step value_first value_step"),
-        *_fields(float="rope_scale", int1="rope_scaled", pointer="frequencies", int2="absolute_rotary"),
+        *_fields(int="qkv_count query_offset query_stride key_offset key_stride value_offset value_stride"),
+        *_fields(float="rope_scale", int1="rope_scaled_dims", pointer="frequencies", int2="absolute_rotary_dims"),
         *((name, Matrix) for name in ("out", "gate", "up", "down")),
         *_fields(int="activation parallel first_group group_count"),
     ]
@@ -123,7 +123,7 @@ class Model(Structure):
     _fields_ = [
         ("layers", POINTER(Layer)),
         *_fields(
-            int1="layer_count hidden vocabulary",
+            int1="layer_count hidden_size vocab_size",
         ),
         ("embedding", Matrix),
         *_fields(
@@ -138,26 +138,22 @@ class Model(Structure):
 
 
 class Stream(Structure):
-    """One token of one stream."""
+    """The next token of a stream."""
 
     _fields_ = _fields(int="token", pointer="slots")
 
 
 STRUCTURES: Sequence[type[Structure]] = (Matrix, AttentionLayer, Slots, Norm, Layer, Model, Stream)
-"""All of them."""
 
 SLOTS: numpy.dtype[Any] = numpy.dtype(Slots)
-"""A numpy array of this dtype is an array of `Slots`."""
+"""numpy dtype of an array of `Slots`."""
 
 STREAM: numpy.dtype[Any] = numpy.dtype(Stream)
-"""The same for `Stream`."""
+"""numpy dtype of an array of `Stream`."""
 
 
 def pointer(tensor: Tensor | None) -> int:
-    """The address of a contiguous tensor on the CPU; 0, the null pointer, for None.
-
-    The numbers stay where they are: whoever keeps the address keeps the tensor.
-    """
+    """The address of a contiguous CPU tensor; 0 (null) for None. The caller keeps the tensor alive."""
     if tensor is None:
         return 0
     assert tensor.device.type == "cpu", tensor.device
@@ -180,11 +176,11 @@ _FUNCTIONS: dict[str, tuple[Any, list[Any]]] = {
     "h2o_unpack": (None, [c_void_p, c_void_p, c_int64, c_int64, c_int64, c_int64]),
     "h2o_gather": (None, [c_void_p, c_void_p, c_int64, c_void_p, c_int64, c_int64]),
 }
-"""What the functions of the library give and take, as `src` says."""
+"""Result and argument types of the exported functions."""
 
 
 def declare(library: CDLL) -> CDLL:
-    """The library, with the types of its functions."""
+    """Set the types of the exported functions."""
     for name, (result, arguments) in _FUNCTIONS.items():
         function = getattr(library, name)
         function.restype, function.argtypes = result, arguments

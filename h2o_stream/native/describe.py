@@ -1,60 +1,68 @@
-"""The description of a transformers model, read off its modules.
+"""Describes a transformers model by inspecting its modules.
 
-Nothing is assumed of a class by its name: the modules of a layer must be those of a layout (`layouts`), what each one
-computes is asked of it (`modules`), and a module, parameter, hook or flag that is left over means that the model is not
-described. What a forward does beside its modules cannot be seen here; whoever uses a description proves it by comparing
-logits.
+Class names are not trusted: a layer's modules must match a known layout (`layouts`), each module's function is
+determined by evaluating it (`modules`), and any unknown module, parameter, hook or flag makes the model unsupported.
+Code in `forward` outside of modules is invisible here, so callers verify a description by comparing logits.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterable
 from typing import Any
 
 from torch import nn
 
 from h2o_stream.native import layouts
-from h2o_stream.native.description import Attention, Description, HeadOffsets, Layer, Matrix, Mlp, Norm, NotDescribed
+from h2o_stream.native.description import (
+    Attention,
+    Description,
+    DescriptionError,
+    HeadOffsets,
+    Layer,
+    Matrix,
+    Mlp,
+    Norm,
+)
 from h2o_stream.native.layouts import AttentionLayout, LayerLayout
 from h2o_stream.native.modules import (
     activation_of,
+    as_float32,
     check_module,
     embedding_of,
     embedding_scale,
     matrix_of,
     norm_of,
     rope_of,
-    single,
 )
 
-_IDLE = (nn.Dropout, nn.Identity)
-"""Modules without effect when they do not drop."""
+_NO_OPS = (nn.Dropout, nn.Identity)
+"""Modules without effect in evaluation mode."""
 
 
 def describe(model: Any) -> Description:
-    """Describe a causal language model of transformers.
+    """Describe a causal language model.
 
-    Matrices and embedding are the model's own memory, norms and biases may be float32 copies: a description holds for
-    the weights as they are now.
+    Matrices and the embedding share the model's memory; norms and biases may be float32 copies, valid for the current
+    weights.
 
     Raises:
-        NotDescribed: it has something that the native step does not know.
+        DescriptionError: the native step does not support some part of the model.
     """
     for name, module in model.named_modules():
         check_module(name or "the model", module)
-    return _Reader(model).read()
+    return _ModelReader(model).read()
 
 
 def _check_flags(name: str, get: Callable[[str], Any]) -> None:
-    """Whether attributes that change what is computed are as if they were not there."""
+    """Check that flags that change the computation have their neutral values."""
     for flag, neutral in layouts.NEUTRAL_FLAGS.items():
         value = get(flag)
         if value is not None and value not in neutral:
-            raise NotDescribed(f"{name} has {flag} = {value}")
+            raise DescriptionError(f"{name} has {flag} = {value}")
 
 
-class _Reader:
-    """Reads a model top down, and notes which modules it has read."""
+class _ModelReader:
+    """Reads a model top down and records which modules it has read."""
 
     def __init__(self, model: Any) -> None:
         self._model = model
@@ -62,140 +70,143 @@ class _Reader:
         self._read: set[int] = set()
 
     def read(self) -> Description:
-        """The whole model."""
+        """Describe the whole model."""
         config = self._config
         _check_flags("the config", lambda flag: getattr(config, flag, None))
         _check_flags("RoPE", (getattr(config, "rope_parameters", None) or {}).get)
-        backbone = self._backbone()
+        backbone = self._find_backbone()
         layers = list(backbone.layers)
         if len(layers) != config.num_hidden_layers:
-            raise NotDescribed(f"the config says {config.num_hidden_layers} layers, there are {len(layers)}")
-        embedding, rows, head = self._ends()
-        positions = self._positions(backbone)
-        norm = next((name for name in layouts.LAST_NORMS if getattr(backbone, name, None) is not None), None)
+            raise DescriptionError(f"the config has {config.num_hidden_layers} layers, the model {len(layers)}")
+        embedding, rows, head = self._read_embeddings()
+        positions = self._read_positions(backbone)
+        norm = next((name for name in layouts.FINAL_NORMS if getattr(backbone, name, None) is not None), None)
         if norm is None:
-            raise NotDescribed(f"{type(backbone).__name__} has no norm in front of the output layer")
+            raise DescriptionError(f"{type(backbone).__name__} has no final norm")
         description = Description(
-            layers=[self._layer(layer, number) for number, layer in enumerate(layers)],
+            layers=[self._layer(layer, index) for index, layer in enumerate(layers)],
             embedding=rows,
             embedding_scale=embedding_scale(embedding, rows, "the embedding") * self._factor("embedding_multiplier"),
-            learned_positions=None if positions is None else single(positions.weight, "the learned positions"),
+            learned_positions=None if positions is None else as_float32(positions.weight, "the learned positions"),
             learned_offset=int(getattr(positions, "offset", 0)),
             norm=self._norm(backbone, norm, self._hidden, "the model"),
-            output=self._expect(matrix_of(head, "the output layer"), "the output layer", columns=self._hidden),
+            output=self._check_columns(matrix_of(head, "the output layer"), "the output layer", columns=self._hidden),
             logit_scale=self._factor("logit_scale") / self._factor("logits_scaling"),
             logit_softcap=float(getattr(config, "final_logit_softcapping", None) or 0.0),
             residual_scale=self._factor("residual_multiplier"),
         )
-        self._check_all_read()
+        self._check_nothing_left()
         return description
 
-    def _ends(self) -> tuple[Any, Matrix, Any]:
-        """The embedding, its rows, and the output layer."""
+    def _read_embeddings(self) -> tuple[Any, Matrix, Any]:
+        """Return the embedding module, its matrix, and the output layer."""
         embedding, head = self._model.get_input_embeddings(), self._model.get_output_embeddings()
         if head is None:
-            raise NotDescribed(f"{type(self._model).__name__} has no output layer")
+            raise DescriptionError(f"{type(self._model).__name__} has no output layer")
         rows, self._hidden = embedding_of(embedding, "the embedding"), self._config.hidden_size
         if rows.columns != self._hidden:
-            raise NotDescribed(f"the embedding has rows of {rows.columns} numbers, layers {self._hidden}")
-        self._note(*embedding.modules(), *head.modules())
+            raise DescriptionError(f"the embedding has {rows.columns} columns, layers {self._hidden}")
+        self._mark_read(*embedding.modules(), *head.modules())
         return embedding, rows, head
 
-    def _positions(self, backbone: Any) -> Any:
-        """The embedding of learned positions; None where there is a rotary one."""
+    def _read_positions(self, backbone: Any) -> Any:
+        """Return the learned position embedding, or None if positions are rotary."""
         self._rotary = getattr(backbone, "rotary_emb", None)
         positions = getattr(backbone, "embed_positions", None)
         if (positions is None) == (self._rotary is None) or not isinstance(positions, nn.Embedding | None):
-            raise NotDescribed(f"{type(backbone).__name__} has neither rotary nor learned positions that are known")
-        self._note(*(module for module in (positions, self._rotary) if module is not None))
+            raise DescriptionError(f"{type(backbone).__name__} has neither rotary nor learned positions")
+        self._mark_read(*(module for module in (positions, self._rotary) if module is not None))
         return positions
 
-    def _backbone(self) -> Any:
-        """The module that holds the layers, under the model or its base model."""
+    def _find_backbone(self) -> Any:
+        """Find the module that holds the layers, under the model or its base model."""
         path = [self._model]
         for name in (self._model.base_model_prefix, "decoder"):
             if not hasattr(path[-1], "layers") and isinstance(getattr(path[-1], name, None), nn.Module):
                 path.append(getattr(path[-1], name))
         layers = getattr(path[-1], "layers", None)
         if not isinstance(layers, nn.ModuleList):
-            raise NotDescribed(f"{type(self._model).__name__} has no list of layers that is known")
+            raise DescriptionError(f"{type(self._model).__name__} has no list of layers")
         for module in path:
-            self._note_container(module, "the model")
-        self._note(layers)
+            self._mark_container(module, "the model")
+        self._mark_read(layers)
         return path[-1]
 
-    def _note(self, *modules: Any) -> None:
+    def _mark_read(self, *modules: Any) -> None:
         self._read.update(map(id, modules))
 
-    def _check_all_read(self) -> None:
-        """Whether nothing is left over."""
+    def _check_nothing_left(self) -> None:
+        """Check that every module was read."""
         for name, module in self._model.named_modules():
-            if id(module) not in self._read and not isinstance(module, _IDLE):
-                raise NotDescribed(f"{name} is a {type(module).__name__} that is not known")
+            if id(module) not in self._read and not isinstance(module, _NO_OPS):
+                raise DescriptionError(f"{name} is an unsupported {type(module).__name__}")
 
     def _factor(self, name: str) -> float:
         value = getattr(self._config, name, None)
         return 1.0 if value is None else float(value)
 
-    def _layer(self, layer: Any, number: int) -> Layer:
-        name = f"layer {number}"
-        layout = _layout(layer, name, layouts.LAYERS)
-        self._note_container(layer, name)
+    def _layer(self, layer: Any, index: int) -> Layer:
+        name = f"layer {index}"
+        layout = _match_layout(layer, name, layouts.LAYERS)
+        self._mark_container(layer, name)
         _check_flags(name, lambda flag: getattr(layer, flag, None))
         mlp = layer if layout.mlp is None else getattr(layer, layout.mlp)
         norms = {role: self._norm(layer, key, self._hidden, name) for role, key in layout.norms.items()}
         parallel = layout.parallel if layout.parallel is not None else getattr(layer, "use_parallel_residual", False)
         return Layer(
-            attention=self._attention(getattr(layer, layout.attention), number),
+            attention=self._attention(getattr(layer, layout.attention), index),
             mlp=self._mlp(mlp, name),
-            **{role: norms.get(role, Norm()) for role in layouts.ROLES},
+            **{role: norms.get(role, Norm()) for role in layouts.NORM_ROLES},
             parallel=bool(parallel),
         )
 
-    def _note_container(self, module: Any, name: str) -> None:
-        """A module of which only the children are read."""
-        if loose := next((key for key, _ in (*module._parameters.items(), *module._buffers.items())), None):
-            raise NotDescribed(f"{name} has {loose} of its own in its {type(module).__name__}")
-        self._note(module)
+    def _mark_container(self, module: Any, name: str) -> None:
+        """Record a module of which only the children are read."""
+        if parameter := next((key for key, _ in (*module._parameters.items(), *module._buffers.items())), None):
+            raise DescriptionError(f"{name} has the parameter {parameter} in its {type(module).__name__}")
+        self._mark_read(module)
 
     def _norm(self, parent: Any, key: str, size: int, name: str) -> Norm:
         module = getattr(parent, key)
-        self._note(module)
+        self._mark_read(module)
         return norm_of(module, size, f"{key} of {name}")
 
     def _matrix(self, parent: Any, key: str, name: str, columns: int = 0) -> Matrix:
         module = getattr(parent, key)
-        self._note(*module.modules())
-        return self._expect(matrix_of(module, f"{key} of {name}"), f"{key} of {name}", columns)
+        self._mark_read(*module.modules())
+        return self._check_columns(matrix_of(module, f"{key} of {name}"), f"{key} of {name}", columns)
 
     @staticmethod
-    def _expect(matrix: Matrix, name: str, columns: int) -> Matrix:
+    def _check_columns(matrix: Matrix, name: str, columns: int) -> Matrix:
         if columns and matrix.columns != columns:
-            raise NotDescribed(f"{name} takes {matrix.columns} numbers where {columns} come")
+            raise DescriptionError(f"{name} takes {matrix.columns} inputs instead of {columns}")
         return matrix
 
-    def _attention(self, module: Any, number: int) -> Attention:
-        name = f"the attention of layer {number}"
-        layout = next((layout for layout in layouts.ATTENTIONS if _has(module, (*layout.qkv, layout.out))), None)
+    def _attention(self, module: Any, index: int) -> Attention:
+        name = f"the attention of layer {index}"
+        known = (layout for layout in layouts.ATTENTIONS if _has_modules(module, (*layout.qkv, layout.out)))
+        layout = next(known, None)
         if layout is None:
-            raise NotDescribed(f"layer {number} has a {type(module).__name__} where an attention is expected")
-        self._note_container(module, name)
+            raise DescriptionError(f"layer {index} has a {type(module).__name__} where an attention is expected")
+        self._mark_container(module, name)
         _check_flags(name, lambda flag: getattr(module, flag, None))
         size = getattr(module, "head_dim", None) or getattr(module, "head_size", None)
         if size is None or not isinstance(getattr(module, "scaling", None), float):
-            raise NotDescribed(f"{name} does not say its head size and scaling")
+            raise DescriptionError(f"{name} has no head size or no scaling")
         qkv = [self._matrix(module, key, name, self._hidden) for key in layout.qkv]
         out = self._matrix(module, layout.out, name)
-        heads, kv_heads, value_size, offsets = _heads(qkv, layout, size, out.columns, name)
+        heads, kv_heads, value_size, offsets = _head_layout(qkv, layout, size, out.columns, name)
         rope = None
         if self._rotary is not None:
             kinds = getattr(self._config, "layer_types", None)
-            if type(module).__name__ in layouts.NO_ROPE_AMONG_SLIDING and kinds and kinds[number] == "full_attention":
-                raise NotDescribed(f"{name} is in a layer without rotary positions")
-            rope = rope_of(self._rotary, kinds[number] if kinds else None, module, name)
-            if rope.rotary > size:
-                raise NotDescribed(f"{name} rotates {rope.rotary} numbers of {size}")
-        norms = [self._norm(module, key, size, name) if _has(module, (key,)) else Norm() for key in layout.norms]
+            if type(module).__name__ in layouts.NO_ROPE_IN_FULL_LAYERS and kinds and kinds[index] == "full_attention":
+                raise DescriptionError(f"{name} is in a layer without rotary positions")
+            rope = rope_of(self._rotary, kinds[index] if kinds else None, module, name)
+            if rope.rotary_dims > size:
+                raise DescriptionError(f"{name} rotates {rope.rotary_dims} of {size} elements")
+        norms = [
+            self._norm(module, key, size, name) if _has_modules(module, (key,)) else Norm() for key in layout.norms
+        ]
         return Attention(
             query_heads=heads,
             kv_heads=kv_heads,
@@ -212,48 +223,48 @@ class _Reader:
         )
 
     def _mlp(self, module: Any, name: str) -> Mlp:
-        known = (one for one in layouts.MLPS if _has(module, [key for key in (one.gate, one.up, one.down) if key]))
-        layout = next(known, None)
+        candidates = (mlp for mlp in layouts.MLPS if _has_modules(module, filter(None, (mlp.gate, mlp.up, mlp.down))))
+        layout = next(candidates, None)
         key = next((key for key in layouts.ACTIVATIONS if hasattr(module, key)), None)
         if layout is None or key is None:
-            raise NotDescribed(f"{name} has a {type(module).__name__} where an MLP is expected")
-        self._note_container(module, name)
+            raise DescriptionError(f"{name} has a {type(module).__name__} where an MLP is expected")
+        self._mark_container(module, name)
         function = getattr(module, key)
-        self._note(function)
+        self._mark_read(function)
         activation = activation_of(function, f"{key} of {name}")
         up, down = self._matrix(module, layout.up, name, self._hidden), self._matrix(module, layout.down, name)
         gate = self._matrix(module, layout.gate, name, self._hidden) if layout.gate else None
         if layout.fused:
             half = up.rows // 2
             gate, up = up.row_range(0, half), up.row_range(half, half)
-        self._expect(down, f"{layout.down} of {name}", up.rows)
+        self._check_columns(down, f"{layout.down} of {name}", up.rows)
         return Mlp(gate, up, down, activation)
 
 
-def _has(module: Any, names: Collection[str]) -> bool:
+def _has_modules(module: Any, names: Iterable[str]) -> bool:
     """Whether a module has all these submodules."""
     return all(isinstance(getattr(module, name, None), nn.Module) for name in names)
 
 
-def _layout(layer: Any, name: str, known: Collection[LayerLayout]) -> LayerLayout:
-    """The layout whose norms are those of a layer, no more and no less."""
-    kinds = {key: child for key, child in layer.named_children() if not isinstance(child, _IDLE)}
-    for layout in known:
-        own = {layout.attention, *layout.norms.values(), *((layout.mlp,) if layout.mlp else ())}
-        rest = kinds.keys() - own
-        inside = {"fc1", "fc2", *layouts.ACTIVATIONS} if layout.mlp is None else set()
-        if own <= kinds.keys() and rest <= inside:
+def _match_layout(layer: Any, name: str, candidates: Collection[LayerLayout]) -> LayerLayout:
+    """Find the layout whose modules match those of a layer exactly."""
+    kinds = {key: child for key, child in layer.named_children() if not isinstance(child, _NO_OPS)}
+    for layout in candidates:
+        names = {layout.attention, *layout.norms.values(), *((layout.mlp,) if layout.mlp else ())}
+        rest = kinds.keys() - names
+        inner = {"fc1", "fc2", *layouts.ACTIVATIONS} if layout.mlp is None else set()
+        if names <= kinds.keys() and rest <= inner:
             return layout
-    raise NotDescribed(
-        f"{name} is a {type(layer).__name__} whose modules fit no layout that is known: {', '.join(kinds)}"
+    raise DescriptionError(
+        f"{name} is a {type(layer).__name__} whose modules match no known layout: {', '.join(kinds)}"
     )
 
 
-def _heads(
+def _head_layout(
     qkv: list[Matrix], layout: AttentionLayout, size: int, columns: int, name: str
 ) -> tuple[int, int, int, HeadOffsets]:
-    """Query heads, KV heads, the size of values, and where they lie; from the sizes of the matrices."""
-    if layout.order == "by head":
+    """Derive query heads, KV heads, value size and offsets from the sizes of the matrices."""
+    if layout.order == "interleaved":
         heads = qkv[0].rows // (3 * size)
         offsets = HeadOffsets(0, 3 * size, size, 3 * size, 2 * size, 3 * size)
         counts = heads, heads, size
@@ -274,5 +285,5 @@ def _heads(
     heads, kv_heads, value_size = counts
     fits = sum(matrix.rows for matrix in qkv) == total and columns == heads * value_size
     if not fits or kv_heads < 1 or heads % kv_heads:
-        raise NotDescribed(f"{name} has matrices that do not make whole heads of {size}")
+        raise DescriptionError(f"{name} has matrices that are not a whole number of heads of size {size}")
     return heads, kv_heads, value_size, offsets

@@ -1,7 +1,7 @@
-"""A decoder-only transformer as data: which matrices and norms it has, and what is done with them.
+"""A decoder-only transformer as data: its matrices, norms and parameters, in the terms of `src/abi.h`.
 
-Everything that the native step (`src/abi.h`, whose names these are) must know about a model and nothing about a cache.
-`describe` makes one of a transformers model; `NativeModel` holds it as structures of the C interface.
+A description is independent of any cache. `describe` creates one from a transformers model; `NativeModel` converts it
+to C structures.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from h2o_stream.native import abi, packing
 from h2o_stream.native.abi import Activation, MatrixKind, NormKind, pointer
 
 
-class NotDescribed(Exception):  # noqa: N818
-    """This model is not one that can be described; the message is one line that names the reason."""
+class DescriptionError(Exception):
+    """The model cannot be described; the message gives the reason in one line."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -25,11 +25,11 @@ class Matrix:
     """Weights of a linear layer or an embedding.
 
     Attributes:
-        weights: [rows, columns] float32 or bfloat16, or uint8 of `packing.tiles_shape`; the model's own.
+        weights: [rows, columns] float32 or bfloat16, or uint8 of `packing.tiles_shape`; shared with the model.
         bias: [rows] float32, or None.
-        rows: numbers that come out.
-        columns: numbers that go in.
-        kind: how the numbers are held.
+        rows: output features.
+        columns: input features.
+        kind: storage format.
     """
 
     weights: Tensor
@@ -39,32 +39,32 @@ class Matrix:
     kind: MatrixKind
 
     def row_range(self, first: int, count: int) -> Matrix:
-        """Some of the rows, in the same memory.
+        """Rows [first, first + count) in the same memory.
 
         Raises:
-            NotDescribed: they do not start at a tile of the packed matrix.
+            DescriptionError: the rows of a packed matrix do not start at a tile.
         """
         tile = 1 if self.kind in (MatrixKind.FLOAT32, MatrixKind.BFLOAT16) else packing.ROWS
         if first % tile:
-            raise NotDescribed(f"rows {first} and on of a packed matrix do not start at a multiple of {tile}")
+            raise DescriptionError(f"rows {first} of a packed matrix do not start at a multiple of {tile}")
         weights = self.weights[first // tile : -(-(first + count) // tile)]
         bias = None if self.bias is None else self.bias[first : first + count]
         return Matrix(weights, bias, count, self.columns, self.kind)
 
     def to_struct(self) -> abi.Matrix:
-        """Addresses of this."""
+        """As a C structure."""
         return abi.Matrix(pointer(self.weights), pointer(self.bias), self.rows, self.columns, self.kind)
 
 
 @dataclass(frozen=True, eq=False)
 class Norm:
-    """A normalization; offsets such as Gemma's 1 + w are part of the weight.
+    """A normalization; offsets such as Gemma's 1 + w are folded into the weight.
 
     Attributes:
-        kind: RMS or layer normalization, or none at all.
-        weight: [n] float32, or None with no norm.
+        kind: RMS or layer norm, or none.
+        weight: [n] float32, or None without a norm.
         bias: [n] float32, or None.
-        epsilon: added to the mean square, or to the variance.
+        epsilon: added to the mean square or variance.
     """
 
     kind: NormKind = NormKind.NONE
@@ -73,20 +73,20 @@ class Norm:
     epsilon: float = 0.0
 
     def to_struct(self) -> abi.Norm:
-        """Addresses of this."""
+        """As a C structure."""
         return abi.Norm(pointer(self.weight), pointer(self.bias), self.epsilon, self.kind)
 
 
 @dataclass(frozen=True)
 class HeadOffsets:
-    """Where queries, keys and values lie in the vector that `Layer.qkv` gives: head h at first + h * step."""
+    """Where queries, keys and values are in the output of `qkv`: head h starts at offset + h * stride."""
 
-    query_first: int
-    query_step: int
-    key_first: int
-    key_step: int
-    value_first: int
-    value_step: int
+    query_offset: int
+    query_stride: int
+    key_offset: int
+    key_stride: int
+    value_offset: int
+    value_stride: int
 
 
 @dataclass(frozen=True, eq=False)
@@ -94,9 +94,9 @@ class Rope:
     """The rotary embedding of a layer, in the rotate-half form.
 
     Attributes:
-        frequencies: float32 [rotary / 2], angles per position.
-        scale: factor on the rotated numbers of queries and keys (YaRN, LongRoPE), at every position.
-        fixed: the frequencies are the same at every length; otherwise they hold for short texts only.
+        frequencies: [rotary_dims / 2] float32, angles per position.
+        scale: factor on rotated queries and keys (YaRN, LongRoPE), at every position.
+        fixed: whether the frequencies are independent of the sequence length.
     """
 
     frequencies: Tensor
@@ -104,14 +104,14 @@ class Rope:
     fixed: bool
 
     @property
-    def rotary(self) -> int:
-        """Numbers of a head that are rotated, from its first."""
+    def rotary_dims(self) -> int:
+        """Number of rotated elements at the start of each head."""
         return 2 * len(self.frequencies)
 
 
 @dataclass(frozen=True, eq=False)
 class Attention:
-    """The attention of a layer; `qkv` are multiplied to one vector, one to three matrices one after the other."""
+    """The attention of a layer; the outputs of one to three `qkv` matrices are concatenated."""
 
     query_heads: int
     kv_heads: int
@@ -139,7 +139,7 @@ class Mlp:
 
 @dataclass(frozen=True, eq=False)
 class Layer:
-    """A decoder layer; with `parallel` the MLP reads what the attention read."""
+    """A decoder layer; with `parallel` the MLP reads the attention's input."""
 
     attention: Attention
     mlp: Mlp
@@ -150,23 +150,23 @@ class Layer:
     parallel: bool
 
     def fill(self, struct: abi.Layer) -> None:
-        """Write this into a structure; what depends on a cache is left alone."""
+        """Fill a structure, except for the fields that depend on a cache."""
         attention, mlp = self.attention, self.mlp
         for name in ("query_heads", "kv_heads", "head_size", "value_size", "scaling", "softcap"):
             setattr(struct.attention, name, getattr(attention, name))
         for name in ("before_attention", "after_attention", "before_mlp", "after_mlp"):
             setattr(struct, name, getattr(self, name).to_struct())
         struct.query_norm, struct.key_norm = attention.query_norm.to_struct(), attention.key_norm.to_struct()
-        for number, matrix in enumerate(attention.qkv):
-            struct.qkv[number] = matrix.to_struct()
+        for index, matrix in enumerate(attention.qkv):
+            struct.qkv[index] = matrix.to_struct()
         struct.qkv_count = len(attention.qkv)
         for field in fields(attention.heads):
             setattr(struct, field.name, getattr(attention.heads, field.name))
         struct.rope_scale = 1.0
         if attention.rope:
             rope = attention.rope
-            struct.frequencies, struct.absolute_rotary = pointer(rope.frequencies), rope.rotary
-            struct.rope_scale, struct.rope_scaled = rope.scale, rope.rotary if rope.scale != 1 else 0
+            struct.frequencies, struct.absolute_rotary_dims = pointer(rope.frequencies), rope.rotary_dims
+            struct.rope_scale, struct.rope_scaled_dims = rope.scale, rope.rotary_dims if rope.scale != 1 else 0
         struct.out, struct.up, struct.down = attention.out.to_struct(), mlp.up.to_struct(), mlp.down.to_struct()
         if mlp.gate:
             struct.gate = mlp.gate.to_struct()
@@ -178,16 +178,16 @@ class Description:
     """A causal language model.
 
     Attributes:
-        layers: one after the other.
-        embedding: a row of `hidden` numbers for each token of the vocabulary.
-        embedding_scale: factor on its rows.
+        layers: decoder layers.
+        embedding: [vocabulary, hidden].
+        embedding_scale: factor on embeddings.
         learned_positions: [n, hidden] float32, or None.
-        learned_offset: its row for token index 0.
-        norm: in front of the output layer.
-        output: the output layer.
+        learned_offset: row for token index 0.
+        norm: final norm.
+        output: output layer.
         logit_scale: factor on logits.
-        logit_softcap: of logits, 0 for none.
-        residual_scale: factor on what attention and MLP add.
+        logit_softcap: softcap of logits, 0 for none.
+        residual_scale: factor on attention and MLP outputs.
     """
 
     layers: Sequence[Layer]
@@ -202,34 +202,34 @@ class Description:
     residual_scale: float
 
     @property
-    def absolute_ok(self) -> bool:
-        """Whether the frequencies of all layers hold at every position, as ``absolute`` positions need."""
+    def supports_absolute(self) -> bool:
+        """Whether ``absolute`` positions work: no frequencies depend on the sequence length."""
         return all(layer.attention.rope is None or layer.attention.rope.fixed for layer in self.layers)
 
     @property
     def matrices(self) -> list[Matrix]:
-        """All that a token is multiplied by."""
-        found = [self.output]
+        """All matrices that a decode step multiplies."""
+        matrices = [self.output]
         for layer in self.layers:
             attention, mlp = layer.attention, layer.mlp
-            found += [*attention.qkv, attention.out, *([mlp.gate] if mlp.gate else []), mlp.up, mlp.down]
-        return found
+            matrices += [*attention.qkv, attention.out, *([mlp.gate] if mlp.gate else []), mlp.up, mlp.down]
+        return matrices
 
     @property
     def nbytes(self) -> int:
-        """Bytes of weights that a token reads."""
+        """Bytes of weights that a decode step reads."""
         return sum(matrix.weights.nbytes for matrix in self.matrices)
 
 
 class NativeModel:
-    """A description as structures of the C interface, and what keeps its tensors alive.
+    """A description as C structures, with the tensors they point to.
 
-    Of every layer the cache's part is still zero: `policy` and on of `AttentionLayer`, and the groups of slots.
+    The fields that depend on a cache are still zero: those of `AttentionLayer` from `policy` on, and the slot groups.
 
     Attributes:
-        layers: array of `abi.Layer`, to be filled further.
-        struct: the model; it points to `layers`.
-        description: owns the tensors.
+        layers: array of `abi.Layer`.
+        struct: the model; points to `layers`.
+        description: keeps the tensors alive.
     """
 
     def __init__(self, description: Description) -> None:
@@ -240,8 +240,8 @@ class NativeModel:
         self.struct = abi.Model(
             layers=ctypes.cast(self.layers, ctypes.POINTER(abi.Layer)),
             layer_count=len(self.layers),
-            hidden=description.embedding.columns,
-            vocabulary=description.embedding.rows,
+            hidden_size=description.embedding.columns,
+            vocab_size=description.embedding.rows,
             embedding=description.embedding.to_struct(),
             embedding_scale=description.embedding_scale,
             learned_positions=pointer(description.learned_positions),

@@ -1,7 +1,7 @@
-"""What transformers calls the modules of decoder layers.
+"""Module names of transformers' decoder layers.
 
-A layer fits a layout when it has these modules and no others, dropouts aside: a name more is something that nobody
-would compute. Models that share names share a layout; what a norm or an activation does is asked of the module itself.
+A layer matches a layout if it has exactly these modules, ignoring dropout: an unknown module would not be computed.
+What a norm or an activation computes is determined by evaluating it.
 """
 
 from __future__ import annotations
@@ -10,23 +10,23 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
-LAST_NORMS = ("norm", "final_layer_norm", "final_layernorm")
-"""Names of the norm in front of the output layer."""
+FINAL_NORMS = ("norm", "final_layer_norm", "final_layernorm")
+"""Names of the final norm."""
 
 
-ROLES = ("before_attention", "after_attention", "before_mlp", "after_mlp")
-"""The norms of a layer, by our names."""
+NORM_ROLES = ("before_attention", "after_attention", "before_mlp", "after_mlp")
+"""The norms of a layer."""
 
 
 @dataclass(frozen=True)
 class LayerLayout:
-    """Names in a decoder layer.
+    """Module names in a decoder layer.
 
     Attributes:
-        attention: the attention.
-        mlp: the MLP, or None where its linear layers are the layer's own.
-        norms: those of `Layer`, by its names for them.
-        parallel: whether the MLP reads what the attention reads; None if an attribute of the layer says so.
+        attention: the attention module.
+        mlp: the MLP, or None if its linear layers belong to the decoder layer itself.
+        norms: module name of each norm in `NORM_ROLES`.
+        parallel: whether the MLP reads the attention's input; None if an attribute of the layer tells.
     """
 
     attention: str
@@ -64,36 +64,36 @@ LAYERS = (
 
 @dataclass(frozen=True)
 class AttentionLayout:
-    """Names in an attention.
+    """Module names in an attention.
 
     Attributes:
-        qkv: what is multiplied to queries, keys and values, in this order.
-        out: the matrix behind.
-        order: how one matrix holds the three: one after the other, or head by head.
-        norms: of queries and keys, which an attention may also do without.
+        qkv: the projections to queries, keys and values, in this order.
+        out: the output projection.
+        order: whether a fused projection concatenates the three or interleaves them per head.
+        norms: optional norms of queries and keys.
     """
 
     qkv: tuple[str, ...]
     out: str
-    order: Literal["in a row", "by head"] = "in a row"
+    order: Literal["concatenated", "interleaved"] = "concatenated"
     norms: tuple[str, str] = ("q_norm", "k_norm")
 
 
-_THREE = ("q_proj", "k_proj", "v_proj")
+_QKV = ("q_proj", "k_proj", "v_proj")
 
 ATTENTIONS = (
-    AttentionLayout(_THREE, "o_proj"),
-    AttentionLayout(_THREE, "out_proj"),
-    AttentionLayout(_THREE, "dense", norms=("q_layernorm", "k_layernorm")),
+    AttentionLayout(_QKV, "o_proj"),
+    AttentionLayout(_QKV, "out_proj"),
+    AttentionLayout(_QKV, "dense", norms=("q_layernorm", "k_layernorm")),
     AttentionLayout(("qkv_proj",), "o_proj"),
-    AttentionLayout(("query_key_value",), "dense", order="by head"),
+    AttentionLayout(("query_key_value",), "dense", order="interleaved"),
 )
 """Llama and most others; OPT; Phi; Phi-3; GPT-NeoX."""
 
 
 @dataclass(frozen=True)
 class MlpLayout:
-    """Names in an MLP; with `fused`, `up` holds the rows of the gate and then its own."""
+    """Module names in an MLP; with `fused`, `up` holds the gate's rows, then its own."""
 
     gate: str | None
     up: str
@@ -123,7 +123,7 @@ NEUTRAL_FLAGS: Mapping[str, tuple[object, ...]] = {
     "use_rope": (True, 1),
     "llama_4_scaling_beta": (None, 0),
 }
-"""Attributes of configs, RoPE parameters, layers and attentions that change what is computed, and how they may be."""
+"""Supported values of attributes of configs, RoPE parameters, layers and attentions that change the computation."""
 
-NO_ROPE_AMONG_SLIDING = ("Exaone4Attention",)
-"""Attentions that rotate in sliding layers only, where a model has both kinds."""
+NO_ROPE_IN_FULL_LAYERS = ("Exaone4Attention",)
+"""Attention classes that apply RoPE in sliding-window layers only, if a model has both kinds."""

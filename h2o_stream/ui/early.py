@@ -21,9 +21,9 @@ from rich.control import Control
 from rich.segment import ControlType
 
 from h2o_stream.config import ChatConfig, Settings
-from h2o_stream.progress import Listener, Progress
+from h2o_stream.progress import Progress, ProgressCallback
 from h2o_stream.session.records import Records
-from h2o_stream.startup import LOADER, collector_paused
+from h2o_stream.startup import LOADER, gc_paused
 from h2o_stream.ui.command_list import COMMANDS
 from h2o_stream.ui.loading import LoadingLine
 from h2o_stream.ui.terminal import Terminal
@@ -55,7 +55,7 @@ class Loader:
         progress: told how far it has come.
     """
 
-    def __init__(self, settings: Settings, progress: Listener) -> None:
+    def __init__(self, settings: Settings, progress: ProgressCallback) -> None:
         self.result: Future[Started] = Future()
         self.lines: deque[str] = deque()
         self._settings, self._progress = settings, progress
@@ -74,7 +74,7 @@ class Loader:
 
     def _load(self) -> None:
         try:
-            with collector_paused():
+            with gc_paused():
                 import h2o_stream.ui.chat  # noqa: F401
                 from h2o_stream.ui.start import prepare
 

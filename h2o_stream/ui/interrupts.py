@@ -7,7 +7,7 @@ import time
 from types import FrameType
 from typing import Any, Self
 
-from h2o_stream.streams import handle_termination
+from h2o_stream.stdio import handle_termination
 
 TWICE_S = 2.0
 """A second Ctrl-C within this time does not wait any longer."""

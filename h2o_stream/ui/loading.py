@@ -11,7 +11,7 @@ from rich.console import Console, ConsoleOptions, RenderResult
 from rich.live import Live
 from rich.text import Text
 
-from h2o_stream.progress import Listener, Progress
+from h2o_stream.progress import Progress, ProgressCallback
 from h2o_stream.ui.figures import share, time_left
 from h2o_stream.ui.terminal import Terminal, one_line
 
@@ -39,7 +39,7 @@ class LoadingLine:
         self._first = (self._begun, 0)
 
     def __call__(self, progress: Progress) -> None:
-        """See `Listener`."""
+        """See `ProgressCallback`."""
         if self._latest is None or progress.what != self._latest.what:
             self._first = (time.monotonic(), progress.done)
         self._latest = progress
@@ -72,7 +72,7 @@ class LoadingLine:
 
 
 @contextmanager
-def shown_loading(model: str, terminal: Terminal) -> Iterator[Listener]:
+def shown_loading(model: str, terminal: Terminal) -> Iterator[ProgressCallback]:
     """Draw what the yielded listener is told, until the block is left.
 
     On a live terminal that is a bar that goes away; elsewhere a line every ten seconds; nothing when quiet.

@@ -10,7 +10,7 @@ from h2o_stream.cache.support import home_of
 from h2o_stream.config import Settings
 from h2o_stream.engine.engine import Engine
 from h2o_stream.models.load import load
-from h2o_stream.progress import Listener
+from h2o_stream.progress import ProgressCallback
 from h2o_stream.session.conversation import Conversation
 from h2o_stream.session.records import Records, run_record
 from h2o_stream.ui.interrupts import Interrupts
@@ -35,7 +35,7 @@ class Started:
     title: str
 
 
-def prepare(settings: Settings, notify: Callable[[str], None], progress: Listener) -> Started:
+def prepare(settings: Settings, notify: Callable[[str], None], progress: ProgressCallback) -> Started:
     """Load a model and open a conversation on it, in any thread; needs no terminal. Arguments as for `load`."""
     loaded = load(settings.model, settings.cache, notify, progress)
     interrupts = Interrupts()

@@ -15,7 +15,7 @@ from h2o_stream.ui.pages import Figures, Page
 from h2o_stream.ui.terminal import Terminal, one_line
 
 if TYPE_CHECKING:
-    from h2o_stream.models.kept import KeptFolder
+    from h2o_stream.models.packed_models import CachedFolder
     from h2o_stream.models.stores import StoredModel
     from h2o_stream.session.report import RunReport
 
@@ -83,12 +83,12 @@ def sessions_table() -> Table:
     return table
 
 
-def models_table(models: Sequence[StoredModel], kept: Sequence[KeptFolder]) -> Table:
+def models_table(models: Sequence[StoredModel], kept: Sequence[CachedFolder]) -> Table:
     """What --model can name on this machine, and what --forget removes."""
     table = Table(box=None, padding=(0, 2, 0, 0))
     for column in ("model", "size", ""):
         table.add_column(column, justify="right" if column == "size" else "left", overflow="fold")
-    rows = [(model.name, model.nbytes, model.place) for model in models]
+    rows = [(model.name, model.nbytes, model.source) for model in models]
     rows += [(folder.names[0], folder.nbytes, f"{folder.content}; --forget removes it") for folder in kept]
     for name, nbytes, place in rows:
         table.add_row(one_line(name), size(nbytes), one_line(place))

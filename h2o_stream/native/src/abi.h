@@ -1,7 +1,7 @@
-// The plain C interface of the library: structures that Python fills through ctypes, and the functions it calls.
+// The library's C interface: structures that Python fills through ctypes, and the constants they use.
 //
-// Nothing here knows Python or torch: all tensors are addresses of contiguous memory.
-// h2o_stream/native/abi.py mirrors every structure; tests/test_describe.py compares the two, field by field.
+// The library depends on neither Python nor torch. Tensors are pointers to contiguous memory.
+// h2o_stream/native/abi.py mirrors every structure; tests/test_describe.py compares the two field by field.
 //
 // Shapes: B streams (rows of a batch), Hq query heads, Hkv KV heads, G = Hq / Hkv, S slots, D head size, Q new tokens.
 
@@ -13,29 +13,29 @@ extern "C" {
 
 // ---- matrices -------------------------------------------------------------------------------------------------------
 
-// How the numbers of a matrix are held.
+// Storage format of a matrix.
 //
-// Packed kinds: 16 rows are a tile, and a tile is a sequence of blocks of 256 columns; the last block may have fewer, a
-// multiple of 32. A group is 32 columns. A block of n groups is its grid (what codes are multiplied by), padded with
-// zeros to a multiple of 64 bytes, and its codes. Rows beyond the last are zero. In the order of memory:
-//   kInt8  grid   half scale[n][16]
+// In packed formats 16 rows form a tile. A tile is a sequence of blocks of 256 columns; the last block may be shorter,
+// a multiple of 32 columns. A group is 32 columns. A block of n groups stores its scales, padded with zeros to a
+// multiple of 64 bytes, then its codes. Rows past the last one are zero. In memory order:
+//   kInt8  scales half scale[n][16]
 //          codes  int8 [n][8][16][4]: of group g, columns 4q to 4q + 3 of row r at [g][q][r]
 //          value = scale * code
-//   kInt4  grid   half [n][2][16]: scales, then offsets, of each group
-//          codes  uint8 [n][4][16][4]: byte [g][q][r][k] is column 4q + k (lower half) and 16 + 4q + k (upper half)
+//   kInt4  scales half [n][2][16]: scales, then offsets, of each group
+//          codes  uint8 [n][4][16][4]: byte [g][q][r][k] is column 4q + k (low nibble) and 16 + 4q + k (high nibble)
 //          value = scale * code + offset
-//   kQ4K   grid   half d[16], half dmin[16], uint8 scale[n][16], uint8 min[n][16]
+//   kQ4K   scales half d[16], half dmin[16], uint8 scale[n][16], uint8 min[n][16]
 //          codes  as kInt4
 //          value = (d * scale) * code - dmin * min
-//   kQ6K   grid   half d[16], int8 scale[2n][16]: for every 16 columns
-//          codes  the lower four bits of each code as kInt4, then the upper two: uint8 [n][2][16][4], where bits 2j and
+//   kQ6K   scales half d[16], int8 scale[2n][16]: one per 16 columns
+//          codes  the low four bits of each code as kInt4, then the high two: uint8 [n][2][16][4], where bits 2j and
 //                 2j + 1 of byte [g][h][r][k] belong to column 16h + 4j + k
 //          value = (d * scale) * (code - 32)
-// The first two hold GGUF's Q8_0, Q5_0, Q4_0 and Q4_1 without loss, the others (n = 8) its Q4_K, Q6_K and Q3_K.
+// kInt8 and kInt4 store GGUF's Q8_0, Q5_0, Q4_0 and Q4_1 losslessly; kQ4K and kQ6K (n = 8) store Q4_K, Q6_K and Q3_K.
 enum MatrixKind : int64_t { kFloat32 = 0, kBFloat16 = 1, kInt8 = 2, kInt4 = 3, kQ4K = 4, kQ6K = 5 };
 
 struct Matrix {
-  const void* weights;  // [rows][columns], or [tiles][bytes]; null where a layer has no such matrix
+  const void* weights;  // [rows][columns] or [tiles][bytes]; null if the layer has no such matrix
   const float* bias;    // [rows] or null
   int64_t rows, columns, kind;
 };
@@ -44,48 +44,48 @@ struct Matrix {
 
 enum PolicyKind : int64_t { kAccumulated = 0, kTova = 1, kRandom = 2, kRecency = 3 };
 
-// Where RoPE sees the kept tokens. With kAsFed keys are stored as they are to be attended to: rotated at token indices
-// before they came, or not at all.
-enum PositionMode : int64_t { kGap = 0, kRolling = 1, kAsFed = 2 };
+// How positions are assigned to the cached tokens. With kAbsolute the cache stores keys that are already rotated by
+// their token index, or never rotated.
+enum PositionMode : int64_t { kGap = 0, kRolling = 1, kAbsolute = 2 };
 
-// What is the same for all streams, in one decoder layer.
+// Attention parameters of a decoder layer that all streams share.
 struct AttentionLayer {
   int64_t query_heads, kv_heads, head_size, value_size;
-  double scaling, softcap;  // of query times key; softcap 0 for none
-  int64_t policy, positions;
-  double decay;             // of scores, per token
-  double long_term;         // weight of the long-term score; 0 where there is none
-  double long_term_decay;   // per token
-  int64_t far;              // tokens between a key and a query that looks at it from afar
-  int64_t sinks;            // first tokens, never evicted
-  const int64_t* pins;      // [pin_count][2] token indices, first and last + 1, never evicted
+  double scaling, softcap;  // of the logits; softcap 0 disables it
+  int64_t policy, position_mode;
+  double decay;                // of scores, per token
+  double long_term;            // weight of the long-term score; 0 disables it
+  double long_term_decay;      // per token
+  int64_t long_term_distance;  // minimum distance from key to query to count in the long-term score
+  int64_t sinks;               // number of first tokens that are never evicted
+  const int64_t* pins;         // [pin_count][2] token index ranges [first, end) that are never evicted
   int64_t pin_count;
-  int64_t sliding;          // keys of this age and older are hidden; 0 for none
-  int64_t seed, number;     // of the policy that draws; of the layer
-  const float* rope;        // [distances][rotary]: rotary / 2 cosines, then as many sines; null with kAsFed
-  int64_t distances, rotary;
-  int64_t in_bfloat16;      // keys and values as they are held, otherwise float32
-  int64_t kv_bits;          // 16, or 8, 4, 2: all slots but the first exact_sinks + residual hold codes
+  int64_t sliding_window;     // keys this old or older are masked; 0 disables it
+  int64_t seed, layer_index;  // seed of the random policy
+  const float* rope;          // [rope_rows][rotary_dims]: cosines, then sines, per distance; null with kAbsolute
+  int64_t rope_rows, rotary_dims;
+  int64_t in_bfloat16;  // dtype of keys and values; otherwise float32
+  int64_t kv_bits;      // 16, or 8, 4, 2: slots from exact_sinks + residual on are quantized
   int64_t exact_sinks, residual;
 };
 
-// The slots of some KV heads of one stream in one layer; all of [heads][...]. See h2o_stream/cache/slots.py.
+// The slots of some KV heads of one stream in one layer; every array is [heads][...]. See h2o_stream/cache/slots.py.
 //
-// With kv_bits 16 keys and values have S places; with fewer, exact_sinks + residual, and the rest are codes
-// (h2o_stream/cache/store.py, QuantizedStore): a byte holds numbers that lie D * bits / 8 apart.
+// With kv_bits 16, `keys` and `values` have S rows. Otherwise they have exact_sinks + residual rows and the other slots
+// are quantized (QuantizedStore in h2o_stream/cache/store.py). A byte packs elements that are D * bits / 8 apart.
 struct Slots {
-  void *keys, *values;                 // [heads][S or exact][D]
-  uint8_t *key_codes, *value_codes;    // [heads][S - exact][D * bits / 8] or null
-  float* key_range;                    // [heads][2][D] or null: least and greatest key of a channel
-  uint16_t* value_grid;                // [heads][S - exact][2] halves or null: offset and step
-  float *scores, *long_term;           // [heads][S]; -inf and 0 where empty; long_term may be null
-  int32_t *index, *rank;               // [heads][S]; token index, -1 where empty; held tokens newer than it
-  int64_t* free;                       // [heads]: an empty slot for the next token
-  int64_t* seen;                       // tokens of the stream so far: read before, written after
-  const int32_t* heads;                // [head_count] numbers of the KV heads
-  int64_t head_count, slots;
-  int64_t recent, span;                // newest tokens that stay; distance up to which distances are true (kGap)
-  int64_t evictions;                   // how many tokens the next one evicts; 0 while slots are empty
+  void *keys, *values;               // [heads][S or exact][D]
+  uint8_t *key_codes, *value_codes;  // [heads][S - exact][D * bits / 8] or null
+  float* key_range;                  // [heads][2][D] or null: minimum and maximum of each key channel
+  uint16_t* value_grid;              // [heads][S - exact][2] fp16 or null: offset and scale
+  float *scores, *long_term;         // [heads][S]; -inf and 0 in empty slots; long_term may be null
+  int32_t *index, *rank;             // [heads][S]; token index, -1 in empty slots; number of newer cached tokens
+  int64_t* free;                     // [heads]: an empty slot for the next token
+  int64_t* seen;                     // number of tokens of the stream so far; updated by each call
+  const int32_t* heads;              // [head_count] KV head indices
+  int64_t head_count, slot_count;
+  int64_t recent, span;  // protected newest tokens; largest distance kept as is (kGap)
+  int64_t evictions;     // number of evictions caused by the next token; 0 while slots are empty
 };
 
 // ---- the model ------------------------------------------------------------------------------------------------------
@@ -103,45 +103,45 @@ enum Activation : int64_t { kSilu = 0, kGeluTanh = 1, kGeluErf = 2, kRelu = 3 };
 // A decoder layer:
 //   a = attention(before_attention(x));  x += after_attention(a)
 //   m = mlp(before_mlp(x));              x += after_mlp(m)
-// With `parallel` the MLP reads x as it was before the attention was added.
+// With `parallel` the MLP reads x before the attention output is added.
 struct Layer {
   AttentionLayer attention;
   Norm before_attention, after_attention, before_mlp, after_mlp;
-  Norm query_norm, key_norm;  // of each head
-  // What is multiplied to one vector [q_size + k_size + v_size]: one to three matrices, one after the other.
+  Norm query_norm, key_norm;  // applied per head
+  // One to three matrices whose outputs are concatenated to one vector [q_size + k_size + v_size].
   Matrix qkv[3];
   int64_t qkv_count;
-  // Where head h of each lies in that vector: at first + h * step.
-  int64_t query_first, query_step, key_first, key_step, value_first, value_step;
-  // Factor on the first `rope_scaled` numbers of queries and keys: what YaRN and LongRoPE scale them by.
+  // Head h of each starts at offset + h * stride in that vector.
+  int64_t query_offset, query_stride, key_offset, key_stride, value_offset, value_stride;
+  // Factor on the first `rope_scaled_dims` elements of queries and keys (YaRN, LongRoPE).
   double rope_scale;
-  int64_t rope_scaled;
-  // With kAsFed, and not null: queries and keys are rotated at their token index when they come, by these angles per
-  // position [absolute_rotary / 2].
+  int64_t rope_scaled_dims;
+  // Angles per position [absolute_rotary_dims / 2] for rotating queries and keys at their token index; used with
+  // kAbsolute only, or null.
   const float* frequencies;
-  int64_t absolute_rotary;
-  Matrix out, gate, up, down;  // gate.weights null: a plain MLP, down(act(up(x)))
+  int64_t absolute_rotary_dims;
+  Matrix out, gate, up, down;  // gate.weights null: down(act(up(x)))
   int64_t activation, parallel;
-  int64_t first_group, group_count;  // which of a stream's `Slots` are this layer's
+  int64_t first_group, group_count;  // range of the stream's `Slots`
 };
 
 struct Model {
   const Layer* layers;
-  int64_t layer_count, hidden, vocabulary;
-  Matrix embedding;  // [vocabulary][hidden], of any kind
+  int64_t layer_count, hidden_size, vocab_size;
+  Matrix embedding;  // [vocab_size][hidden_size], of any kind
   double embedding_scale;
-  const float* learned_positions;  // [n][hidden] or null
-  int64_t learned_offset;          // row of token index 0
-  Norm norm;                       // in front of the output layer
+  const float* learned_positions;  // [n][hidden_size] or null
+  int64_t learned_offset;          // row for token index 0
+  Norm norm;                       // final norm, before the output layer
   Matrix output;
-  double logit_scale, logit_softcap;  // softcap 0 for none
-  double residual_scale;              // factor on what attention and MLP add
+  double logit_scale, logit_softcap;  // softcap 0 disables it
+  double residual_scale;              // factor on attention and MLP outputs
 };
 
-// One token of one stream.
+// The next token of a stream.
 struct Stream {
   int64_t token;
-  const Slots* slots;  // of all layers, one after the other
+  const Slots* slots;  // of all layers
 };
 
 }  // extern "C"

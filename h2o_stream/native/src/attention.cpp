@@ -1,85 +1,87 @@
 #include "attention.h"
 
-#include "slot_math.h"
+#include "slot_kernels.h"
 
 using simd::BFloat16;
 using simd::kMinusInfinity;
-using namespace slot_math;
+using namespace slot_kernels;
 
 void DecodeAttention::reserve(int64_t streams, int64_t query_heads, int64_t value_size, int64_t slots,
                               int64_t threads) {
   query_heads_ = query_heads, value_size_ = value_size;
-  slots_most_ = simd::padded(slots, 16), blocks_ = simd::padded(slots, kBlock) / kBlock;
+  max_slots_ = simd::padded(slots, 16), blocks_ = simd::padded(slots, kBlockSlots) / kBlockSlots;
   const int64_t heads = streams * query_heads;
-  probs_.reserve(heads * slots_most_);
-  tops_.reserve(heads * blocks_);
+  probs_.reserve(heads * max_slots_);
+  maxima_.reserve(heads * blocks_);
   sums_.reserve(heads * blocks_);
-  mixed_.reserve(heads * blocks_ * value_size);
+  outputs_.reserve(heads * blocks_ * value_size);
   if (int64_t(scratch_.size()) < threads) scratch_.resize(threads);
 }
 
 void DecodeAttention::reserve_scratch(const AttentionLayer& layer) {
-  for (Scratch& own : scratch_) {
-    own.queries.reserve(layer.query_heads / layer.kv_heads * simd::padded(layer.head_size, 16));
-    own.key.reserve(layer.head_size);
-    own.value.reserve(layer.value_size);
-    own.rotated.reserve(2 * layer.head_size);
-    own.worth.reserve(slots_most_);
-    own.distances.reserve(kBlock);
-    own.grids.reserve(6 * std::max(layer.head_size, layer.value_size));
-    own.mixed.reserve(layer.query_heads / layer.kv_heads * layer.value_size);
+  for (Scratch& scratch : scratch_) {
+    scratch.queries.reserve(layer.query_heads / layer.kv_heads * simd::padded(layer.head_size, 16));
+    scratch.key.reserve(layer.head_size);
+    scratch.value.reserve(layer.value_size);
+    scratch.rotated.reserve(2 * layer.head_size);
+    scratch.priority.reserve(max_slots_);
+    scratch.distances.reserve(kBlockSlots);
+    scratch.key_params.reserve(6 * std::max(layer.head_size, layer.value_size));
+    scratch.accum.reserve(layer.query_heads / layer.kv_heads * layer.value_size);
   }
 }
 
-void DecodeAttention::arrive(const Head& head, int64_t slot, int32_t now, const float* key, const float* value) {
+void DecodeAttention::insert_token(const HeadSlots& head, int64_t slot, int32_t token_index, const float* key,
+                                   const float* value) {
   head.store.write(slot, key, value);
-  head.index[slot] = now;
+  head.index[slot] = token_index;
   head.rank[slot] = 0;
   head.scores[slot] = 0;
   if (head.long_term) head.long_term[slot] = 0;
 }
 
-void DecodeAttention::attend_block(const Head& head, int64_t stream, Range slots, Scratch& own) {
+void DecodeAttention::attend_block(const HeadSlots& head, int64_t stream, Range slots, Scratch& scratch) {
   const AttentionLayer& layer = *layer_;
-  const int64_t heads = head.query_heads(), first = head.first_query(), block = slots.begin / kBlock;
-  const int32_t now = now_[stream];
-  if (layer.rope) head.distances(slots.begin, slots.end, now, own.distances.data());
-  const Range exact{slots.begin, std::min(slots.end, head.exact)}, coded{std::max(slots.begin, head.exact), slots.end};
+  const int64_t heads = head.query_heads(), first = head.first_query(), block = slots.begin / kBlockSlots;
+  const int32_t token_index = token_indices_[stream];
+  if (layer.rope) head.distances(slots.begin, slots.end, token_index, scratch.distances.data());
+  const Range exact{slots.begin, std::min(slots.end, head.exact)},
+      quantized{std::max(slots.begin, head.exact), slots.end};
   float* probs = this->probs(stream, first) + slots.begin;
-  const auto multiply = [&](const auto& keys, Range some) {
-    if (some.size() <= 0) return;
-    const int64_t offset = some.begin - slots.begin;
-    const Rotation rotation{layer.rope, layer.rotary, own.distances.at(offset)};
-    products(keys, some.size(), rotation, own.rotated.data(), own.queries.data(), heads,
-             [&](int64_t slot, int64_t q, float product) { probs[q * slots_most_ + offset + slot] = product; });
+  const auto add_logits = [&](const auto& keys, Range range) {
+    if (range.size() <= 0) return;
+    const int64_t offset = range.begin - slots.begin;
+    const Rotation rotation{layer.rope, layer.rotary_dims, scratch.distances.at(offset)};
+    query_key_dots(keys, range.size(), rotation, scratch.rotated.data(), scratch.queries.data(), heads,
+                   [&](int64_t slot, int64_t q, float product) { probs[q * max_slots_ + offset + slot] = product; });
   };
   if (layer.in_bfloat16) {
-    multiply(Exact<BFloat16>(head.store.keys, layer.head_size, exact.begin), exact);
+    add_logits(DenseRows<BFloat16>(head.store.keys, layer.head_size, exact.begin), exact);
   } else {
-    multiply(Exact<float>(head.store.keys, layer.head_size, exact.begin), exact);
+    add_logits(DenseRows<float>(head.store.keys, layer.head_size, exact.begin), exact);
   }
-  if (coded.size() > 0) {
-    float *offsets = own.grids.data(), *steps = own.grids.at(layer.head_size);
-    store::key_grid(head.store.key_range, layer.head_size, layer.kv_bits, offsets, steps);
-    with_bits(layer.kv_bits, [&](auto bits) {
-      const Codes<bits> codes(head.store.key_codes, layer.head_size, coded.begin - head.exact);
-      multiply(KeyCodes<bits>(codes, offsets, steps), coded);
+  if (quantized.size() > 0) {
+    float *offsets = scratch.key_params.data(), *scales = scratch.key_params.at(layer.head_size);
+    store::key_params(head.store.key_range, layer.head_size, layer.kv_bits, offsets, scales);
+    dispatch_bits(layer.kv_bits, [&](auto bits) {
+      const QuantizedRows<bits> codes(head.store.key_codes, layer.head_size, quantized.begin - head.exact);
+      add_logits(QuantizedKeys<bits>(codes, offsets, scales), quantized);
     });
   }
   for (int64_t q = 0; q < heads; ++q) {
-    float* logits = probs + q * slots_most_;
-    bound(head, slots, now, logits);
-    const float top = simd::largest(logits, slots.size());
-    tops_[partial(stream, first + q, block)] = top;
-    sums_[partial(stream, first + q, block)] = exponentials(logits, slots.size(), top);
+    float* logits = probs + q * max_slots_;
+    scale_and_mask(head, slots, token_index, logits);
+    const float maximum = simd::reduce_max(logits, slots.size());
+    maxima_[block_number(stream, first + q, block)] = maximum;
+    sums_[block_number(stream, first + q, block)] = exp_and_sum(logits, slots.size(), maximum);
   }
-  mix_values(head, stream, exact, coded, own);
+  accumulate_values(head, stream, exact, quantized, scratch);
 }
 
-// Scales logits and hides what may not be seen.
-void DecodeAttention::bound(const Head& head, Range slots, int32_t now, float* logits) const {
+// Applies scaling, softcap and the sliding window to logits.
+void DecodeAttention::scale_and_mask(const HeadSlots& head, Range slots, int32_t token_index, float* logits) const {
   const float scaling = float(layer_->scaling), cap = float(layer_->softcap);
-  const int32_t oldest = layer_->sliding ? std::max(now - int32_t(layer_->sliding) + 1, 0) : 0;
+  const int32_t oldest = layer_->sliding_window ? std::max(token_index - int32_t(layer_->sliding_window) + 1, 0) : 0;
   const int32_t* index = head.index + slots.begin;
   const int64_t count = slots.size();
   if (cap > 0) {
@@ -90,48 +92,50 @@ void DecodeAttention::bound(const Head& head, Range slots, int32_t now, float* l
   for (int64_t i = 0; i < count; ++i) logits[i] = index[i] < oldest ? kMinusInfinity : logits[i];
 }
 
-void DecodeAttention::mix_values(const Head& head, int64_t stream, Range exact, Range coded, Scratch& own) {
+void DecodeAttention::accumulate_values(const HeadSlots& head, int64_t stream, Range exact, Range quantized,
+                                        Scratch& scratch) {
   const AttentionLayer& layer = *layer_;
   const int64_t heads = head.query_heads(), size = layer.value_size;
-  const Range slots{std::min(exact.begin, coded.begin), std::max(exact.end, coded.end)};
+  const Range slots{std::min(exact.begin, quantized.begin), std::max(exact.end, quantized.end)};
   float* probs = this->probs(stream, head.first_query());
-  float* mixed = own.mixed.data();
-  std::fill_n(mixed, heads * size, 0.f);
+  float* accum = scratch.accum.data();
+  std::fill_n(accum, heads * size, 0.f);
   if (exact.size() > 0) {
-    const auto mix_exact = [&](auto number) {
-      using Number = decltype(number);
-      const Exact<Number> values(head.store.values, size, exact.begin);
-      mix(values, exact.size(), probs + exact.begin, slots_most_, heads, mixed);
+    const auto accumulate_dense = [&](auto element) {
+      using Element = decltype(element);
+      const DenseRows<Element> values(head.store.values, size, exact.begin);
+      accumulate(values, exact.size(), probs + exact.begin, max_slots_, heads, accum);
     };
-    layer.in_bfloat16 ? mix_exact(BFloat16{}) : mix_exact(float{});
+    layer.in_bfloat16 ? accumulate_dense(BFloat16{}) : accumulate_dense(float{});
   }
-  if (coded.size() > 0) mix_codes(head, coded, probs + coded.begin, mixed);
+  if (quantized.size() > 0) accumulate_quantized(head, quantized, probs + quantized.begin, accum);
   for (int64_t q = 0; q < heads; ++q) {
-    std::copy_n(mixed + q * size, size,
-                mixed_.at(partial(stream, head.first_query() + q, slots.begin / kBlock) * size));
+    std::copy_n(accum + q * size, size,
+                outputs_.at(block_number(stream, head.first_query() + q, slots.begin / kBlockSlots) * size));
   }
 }
 
-// A value is offset + code * step: the steps are multiplied to the probabilities.
-void DecodeAttention::mix_codes(const Head& head, Range coded, const float* probs, float* mixed) const {
-  const int64_t heads = head.query_heads(), size = layer_->value_size, first = coded.begin - head.exact;
-  const simd::Half* grid = head.store.value_grid + 2 * first;
-  float offsets[kBlock], steps[kBlock], weights[kTogether * kBlock];
-  for (int64_t i = 0; i < coded.size(); ++i) {
-    offsets[i] = simd::to_float(grid[2 * i]), steps[i] = simd::to_float(grid[2 * i + 1]);
+// A value is offset + code * scale, so the scales are folded into the probabilities.
+void DecodeAttention::accumulate_quantized(const HeadSlots& head, Range quantized, const float* probs,
+                                           float* accum) const {
+  const int64_t heads = head.query_heads(), size = layer_->value_size, first = quantized.begin - head.exact;
+  const simd::Half* params = head.store.value_grid + 2 * first;
+  float offsets[kBlockSlots], scales[kBlockSlots], weights[kMaxHeads * kBlockSlots];
+  for (int64_t i = 0; i < quantized.size(); ++i) {
+    offsets[i] = simd::to_float(params[2 * i]), scales[i] = simd::to_float(params[2 * i + 1]);
   }
-  with_bits(layer_->kv_bits, [&](auto bits) {
-    const Codes<bits> codes(head.store.value_codes, size, first);
-    for (int64_t q = 0; q < heads; q += kTogether) {
-      const int64_t some = std::min(kTogether, heads - q);
-      for (int64_t j = 0; j < some; ++j) {
-        const float* own = probs + (q + j) * slots_most_;
+  dispatch_bits(layer_->kv_bits, [&](auto bits) {
+    const QuantizedRows<bits> codes(head.store.value_codes, size, first);
+    for (int64_t q = 0; q < heads; q += kMaxHeads) {
+      const int64_t count = std::min(kMaxHeads, heads - q);
+      for (int64_t j = 0; j < count; ++j) {
+        const float* row = probs + (q + j) * max_slots_;
         float offset = 0;
-        for (int64_t i = 0; i < coded.size(); ++i) offset += own[i] * offsets[i];
-        for (int64_t i = 0; i < coded.size(); ++i) weights[j * kBlock + i] = own[i] * steps[i];
-        for (int64_t i = 0; i < size; ++i) mixed[(q + j) * size + i] += offset;
+        for (int64_t i = 0; i < quantized.size(); ++i) offset += row[i] * offsets[i];
+        for (int64_t i = 0; i < quantized.size(); ++i) weights[j * kBlockSlots + i] = row[i] * scales[i];
+        for (int64_t i = 0; i < size; ++i) accum[(q + j) * size + i] += offset;
       }
-      mix_some<kTogether>(codes, coded.size(), weights, kBlock, some, mixed + q * size);
+      accumulate_heads<kMaxHeads>(codes, quantized.size(), weights, kBlockSlots, count, accum + q * size);
     }
   });
 }
@@ -139,77 +143,79 @@ void DecodeAttention::mix_codes(const Head& head, Range coded, const float* prob
 void DecodeAttention::merge(int64_t stream, float* output, float* factors) const {
   for (int64_t group = 0; group < groups_; ++group) {
     const Slots& slots = slots_[stream][group];
-    const int64_t blocks = simd::padded(slots.slots, kBlock) / kBlock, heads = layer_->query_heads / layer_->kv_heads;
-    for (int64_t place = 0; place < slots.head_count; ++place) {
-      for (int64_t q = slots.heads[place] * heads; q < (slots.heads[place] + 1) * heads; ++q) {
-        merge_head(partial(stream, q, 0), blocks, output + q * value_size_, factors + q * blocks_);
+    const int64_t blocks = simd::padded(slots.slot_count, kBlockSlots) / kBlockSlots,
+                  heads = layer_->query_heads / layer_->kv_heads;
+    for (int64_t local_head = 0; local_head < slots.head_count; ++local_head) {
+      for (int64_t q = slots.heads[local_head] * heads; q < (slots.heads[local_head] + 1) * heads; ++q) {
+        merge_head(block_number(stream, q, 0), blocks, output + q * value_size_, factors + q * blocks_);
       }
     }
   }
 }
 
 void DecodeAttention::merge_head(int64_t first, int64_t blocks, float* output, float* factors) const {
-  const float *tops = tops_.at(first), *sums = sums_.at(first), *mixed = mixed_.at(first * value_size_);
-  float top = kMinusInfinity, sum = 0;
-  for (int64_t b = 0; b < blocks; ++b) top = std::max(top, tops[b]);
+  const float *maxima = maxima_.at(first), *sums = sums_.at(first), *accum = outputs_.at(first * value_size_);
+  float maximum = kMinusInfinity, sum = 0;
+  for (int64_t b = 0; b < blocks; ++b) maximum = std::max(maximum, maxima[b]);
   for (int64_t b = 0; b < blocks; ++b) {
-    factors[b] = tops[b] == kMinusInfinity ? 0 : std::exp(tops[b] - top);
+    factors[b] = maxima[b] == kMinusInfinity ? 0 : std::exp(maxima[b] - maximum);
     sum += factors[b] * sums[b];
   }
   std::fill_n(output, value_size_, 0.f);
   for (int64_t b = 0; b < blocks; ++b) {
     const float factor = factors[b] /= sum;
-    const float* own = mixed + b * value_size_;
-    for (int64_t i = 0; i < value_size_; ++i) output[i] += factor * own[i];
+    const float* row = accum + b * value_size_;
+    for (int64_t i = 0; i < value_size_; ++i) output[i] += factor * row[i];
   }
 }
 
-void DecodeAttention::update_scores(const Head& head, int64_t stream, Range slots, const float* factors) const {
+void DecodeAttention::update_scores(const HeadSlots& head, int64_t stream, Range slots, const float* factors) const {
   const AttentionLayer& layer = *layer_;
   const int64_t heads = head.query_heads();
-  const int32_t old = now_[stream] - int32_t(layer.far);
-  const float decay = layer.policy == kTova ? 0.f : float(layer.decay), slow = float(layer.long_term_decay);
-  for (int64_t begin = slots.begin; begin < slots.end; begin += kBlock) {
-    const int64_t count = std::min(kBlock, slots.end - begin);
+  const int32_t long_term_before = token_indices_[stream] - int32_t(layer.long_term_distance);
+  const float decay = layer.policy == kTova ? 0.f : float(layer.decay), long_term_decay = float(layer.long_term_decay);
+  for (int64_t begin = slots.begin; begin < slots.end; begin += kBlockSlots) {
+    const int64_t count = std::min(kBlockSlots, slots.end - begin);
     const int32_t* index = head.index + begin;
-    float received[kBlock] = {}, found[kBlock] = {};
+    float attention[kBlockSlots] = {}, squares[kBlockSlots] = {};
     for (int64_t q = 0; q < heads; ++q) {
-      const float factor = factors[(head.first_query() + q) * blocks_ + begin / kBlock];
-      const float* own = probs(stream, head.first_query() + q) + begin;
+      const float factor = factors[(head.first_query() + q) * blocks_ + begin / kBlockSlots];
+      const float* row = probs(stream, head.first_query() + q) + begin;
       for (int64_t i = 0; i < count; ++i) {
-        const float paid = own[i] * factor;
-        received[i] += paid;
-        found[i] += paid * paid;
+        const float prob = row[i] * factor;
+        attention[i] += prob;
+        squares[i] += prob * prob;
       }
     }
     float* scores = head.scores + begin;
     for (int64_t i = 0; i < count; ++i) {
-      scores[i] = index[i] < 0 ? kMinusInfinity : scores[i] * decay + received[i];
+      scores[i] = index[i] < 0 ? kMinusInfinity : scores[i] * decay + attention[i];
     }
     if (!head.long_term) continue;
     float* long_term = head.long_term + begin;
-    for (int64_t i = 0; i < count; ++i) long_term[i] = long_term[i] * slow + (index[i] < old ? found[i] : 0);
+    for (int64_t i = 0; i < count; ++i)
+      long_term[i] = long_term[i] * long_term_decay + (index[i] < long_term_before ? squares[i] : 0);
   }
 }
 
 void DecodeAttention::evict(const Worker& worker) {
-  float* worth = scratch_[worker.number].worth.data();
+  float* priority = scratch_[worker.index].priority.data();
   int64_t item = 0;
-  each_head([&](int64_t stream, const Slots& slots, int64_t place) {
+  for_each_head([&](int64_t stream, const Slots& slots, int64_t local_head) {
     if (!worker.owns(item++)) return;
-    const Head head(*layer_, slots, place);
-    const int32_t seen = now_[stream] + 1;
-    if (layer_->kv_bits < 16) head.demote(seen, scratch_[worker.number].grids.data());
-    head.evict(seen, worth);
-    if (place == 0) *slots.seen = seen;
+    const HeadSlots head(*layer_, slots, local_head);
+    const int32_t seen = token_indices_[stream] + 1;
+    if (layer_->kv_bits < 16) head.quantize_oldest(seen, scratch_[worker.index].key_params.data());
+    head.evict(seen, priority);
+    if (local_head == 0) *slots.seen = seen;
   });
 }
 
 void prefetch_slots(const Slots& slots, const Worker& worker) {
-  const Range mine = worker.share(slots.head_count * slots.slots);
-  simd::prefetch(slots.index + mine.begin, 4 * mine.size());
-  simd::prefetch(slots.rank + mine.begin, 4 * mine.size());
-  simd::prefetch(slots.scores + mine.begin, 4 * mine.size());
-  if (slots.long_term) simd::prefetch(slots.long_term + mine.begin, 4 * mine.size());
+  const Range range = worker.partition(slots.head_count * slots.slot_count);
+  simd::prefetch(slots.index + range.begin, 4 * range.size());
+  simd::prefetch(slots.rank + range.begin, 4 * range.size());
+  simd::prefetch(slots.scores + range.begin, 4 * range.size());
+  if (slots.long_term) simd::prefetch(slots.long_term + range.begin, 4 * range.size());
   simd::prefetch(slots.free, 8 * slots.head_count);
 }

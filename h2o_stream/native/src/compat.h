@@ -1,4 +1,4 @@
-// What GCC before 12 lacks.
+// __builtin_shufflevector for GCC before 12.
 
 #pragma once
 
@@ -6,13 +6,13 @@
 
 #include <type_traits>
 
-// The numbers of two vectors at these places, counted through both. GCC makes a permutation of it.
-template <int... places, class Vector>
+// GCC compiles this to a permutation.
+template <int... indices, class Vector>
 inline auto h2o_shuffle(Vector a, Vector b) {
-  using Number = std::remove_cv_t<std::remove_reference_t<decltype(a[0])>>;
-  constexpr int count = sizeof(Vector) / sizeof(Number);
-  using Result __attribute__((vector_size(sizeof(Number) * sizeof...(places)))) = Number;
-  return Result{(places < count ? a[places % count] : b[places % count])...};
+  using Element = std::remove_cv_t<std::remove_reference_t<decltype(a[0])>>;
+  constexpr int count = sizeof(Vector) / sizeof(Element);
+  using Result __attribute__((vector_size(sizeof(Element) * sizeof...(indices)))) = Element;
+  return Result{(indices < count ? a[indices % count] : b[indices % count])...};
 }
 
 #define __builtin_shufflevector(a, b, ...) h2o_shuffle<__VA_ARGS__>(a, b)

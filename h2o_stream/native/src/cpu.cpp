@@ -1,4 +1,4 @@
-// Which instruction sets there are: what the processor has, and what this library was compiled for.
+// Instruction sets: what the processor supports, and what this library was compiled for.
 
 #include "simd.h"
 
@@ -8,11 +8,11 @@
 
 namespace {
 
-// In the order of library.py's INSTRUCTIONS.
+// In the order of INSTRUCTIONS in library.py.
 enum Instructions : int64_t { kPortable = 0, kAvx2 = 1, kAvx512 = 2 };
 
 #if defined(__x86_64__)
-// Not every compiler's __builtin_cpu_supports knows half precision. AVX2, which is asked for too, covers the registers.
+// Not every compiler's __builtin_cpu_supports knows F16C. Operating system support follows from AVX2.
 bool has_f16c() {
   unsigned a, b, c, d;
   return __get_cpuid(1, &a, &b, &c, &d) && (c & bit_F16C);
@@ -21,7 +21,7 @@ bool has_f16c() {
 
 }  // namespace
 
-// The best that the processor and the system have.
+// The best instruction set that the processor and the operating system support.
 extern "C" int64_t h2o_cpu_level() {
 #if defined(__x86_64__)
   __builtin_cpu_init();
@@ -35,7 +35,7 @@ extern "C" int64_t h2o_cpu_level() {
 #endif
 }
 
-// What the vectors of this library are made of.
+// The instruction set this library was compiled for.
 extern "C" int64_t h2o_library_level() {
 #if defined(H2O_AVX512)
   return kAvx512;

@@ -1,7 +1,7 @@
-// Products of small dense float32 matrices: C = A B or C += A B, where C is at most a panel wide.
+// Small dense float32 matrix products: C = A B or C += A B.
 //
-// A tile of C, a few rows by a few vectors, stays in registers while all of the depth is added up, so that every number
-// of C is the sum of the same products in the same order whoever computes it.
+// A micro-tile of C stays in registers over the whole depth, so every element of C sums the same products in the same
+// order, whichever thread computes it.
 
 #pragma once
 
@@ -9,7 +9,7 @@
 
 namespace gemm {
 
-// Rows and vectors of a tile: as many as there are registers for, beside a row of B.
+// Rows and vectors of a micro-tile: what fits into registers beside a row of B.
 constexpr int64_t kRows = 6;
 #if defined(H2O_AVX512)
 constexpr int64_t kVectors = 4;
@@ -17,17 +17,17 @@ constexpr int64_t kVectors = 4;
 constexpr int64_t kVectors = 2;
 #endif
 
-// Numbers in a row of a panel of B.
+// Columns of a panel of B.
 constexpr int64_t kPanel = kVectors * simd::kWidth;
 
-// A matrix whose rows are `stride` numbers apart.
-struct Rows {
-  const float* at;
+// A matrix with `stride` elements between rows.
+struct View {
+  const float* data;
   int64_t stride;
 };
 
 template <int kTileRows, int kTileVectors, bool kAdd>
-void tile(Rows a, Rows b, float* c, int64_t c_stride, int64_t depth) {
+void micro_kernel(View a, View b, float* c, int64_t c_stride, int64_t depth) {
   simd::Floats sums[kTileRows][kTileVectors];
 #pragma GCC unroll 8
   for (int r = 0; r < kTileRows; ++r) {
@@ -36,7 +36,7 @@ void tile(Rows a, Rows b, float* c, int64_t c_stride, int64_t depth) {
       sums[r][v] = kAdd ? simd::load(c + r * c_stride + v * simd::kWidth) : simd::Floats{};
     }
   }
-  const float *left = a.at, *right = b.at;
+  const float *left = a.data, *right = b.data;
   for (int64_t k = 0; k < depth; ++k, ++left, right += b.stride) {
     simd::Floats row[kTileVectors];
 #pragma GCC unroll 8
@@ -55,26 +55,27 @@ void tile(Rows a, Rows b, float* c, int64_t c_stride, int64_t depth) {
 }
 
 template <int kTileVectors, bool kAdd>
-void multiply_panel(Rows a, Rows b, float* c, int64_t c_stride, int64_t rows, int64_t depth) {
+void multiply_panel(View a, View b, float* c, int64_t c_stride, int64_t rows, int64_t depth) {
   int64_t row = 0;
   for (; row + kRows <= rows; row += kRows) {
-    tile<kRows, kTileVectors, kAdd>({a.at + row * a.stride, a.stride}, b, c + row * c_stride, c_stride, depth);
+    micro_kernel<kRows, kTileVectors, kAdd>({a.data + row * a.stride, a.stride}, b, c + row * c_stride, c_stride,
+                                            depth);
   }
-  a.at += row * a.stride, c += row * c_stride;
+  a.data += row * a.stride, c += row * c_stride;
   switch (rows - row) {
-    case 1: return tile<1, kTileVectors, kAdd>(a, b, c, c_stride, depth);
-    case 2: return tile<2, kTileVectors, kAdd>(a, b, c, c_stride, depth);
-    case 3: return tile<3, kTileVectors, kAdd>(a, b, c, c_stride, depth);
-    case 4: return tile<4, kTileVectors, kAdd>(a, b, c, c_stride, depth);
-    case 5: return tile<5, kTileVectors, kAdd>(a, b, c, c_stride, depth);
+    case 1: return micro_kernel<1, kTileVectors, kAdd>(a, b, c, c_stride, depth);
+    case 2: return micro_kernel<2, kTileVectors, kAdd>(a, b, c, c_stride, depth);
+    case 3: return micro_kernel<3, kTileVectors, kAdd>(a, b, c, c_stride, depth);
+    case 4: return micro_kernel<4, kTileVectors, kAdd>(a, b, c, c_stride, depth);
+    case 5: return micro_kernel<5, kTileVectors, kAdd>(a, b, c, c_stride, depth);
   }
 }
 
-// C [rows][columns] = A [rows][depth] times B [depth][columns], or C += with kAdd. Whole vectors of B and C are read
-// and written.
+// C [rows][columns] = A [rows][depth] times B [depth][columns]; C += with kAdd. Reads and writes whole vectors of B and
+// C.
 template <bool kAdd>
-void multiply(Rows a, Rows b, float* c, int64_t c_stride, int64_t rows, int64_t depth, int64_t columns) {
-  for (; columns > kPanel; columns -= kPanel, b.at += kPanel, c += kPanel) {
+void multiply(View a, View b, float* c, int64_t c_stride, int64_t rows, int64_t depth, int64_t columns) {
+  for (; columns > kPanel; columns -= kPanel, b.data += kPanel, c += kPanel) {
     multiply_panel<kVectors, kAdd>(a, b, c, c_stride, rows, depth);
   }
   switch ((columns + simd::kWidth - 1) / simd::kWidth) {

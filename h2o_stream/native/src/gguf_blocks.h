@@ -1,25 +1,25 @@
-// The blocks of GGUF matrices as packed tiles: a structure for every type.
+// GGUF block formats, one struct each.
 //
-// lay_out(rows, grid, lower, upper) reads a block of each of 16 rows and writes its groups to these places of the grid
-// and the codes. Words hold four columns of a row, from the lowest byte on. Any bytes are a valid block.
+// repack(rows, scales, lower, upper) reads one block of each of 16 rows and writes its groups as packed tiles. A word
+// holds four columns of a row, lowest byte first. Any bytes are a valid block.
 
 #pragma once
 
-#include "tile_rounding.h"
+#include "tile_quantize.h"
 
 namespace gguf {
 
 using namespace tiles;
 
-constexpr int64_t kWords = packed::kGroup / 4;  // of a group
-constexpr uint32_t kOnes = 0x01010101;          // times a byte: that in every byte
+constexpr int64_t kWords = packed::kGroup / 4;  // per group
+constexpr uint32_t kOnes = 0x01010101;          // broadcasts a byte to every byte of a word
 
 inline Words words_at(const Column& column, int64_t row) { return load<Words>(column + row); }
 
-// Four bits of a word, one in every byte.
+// Moves bit i of four bits to byte i of a word.
 inline Words spread_bits(Words bits) { return (bits & 0xf) * 0x00204081 & kOnes; }
 
-// Writes the lower halves of codes: nibbles(i) are those of columns 4i to 4i + 3.
+// Writes low nibbles: nibbles(i) returns columns 4i to 4i + 3.
 template <class Nibbles>
 [[gnu::always_inline]] inline void store_nibbles(uint8_t* to, int64_t row, Nibbles nibbles) {
   for (int64_t q = 0; q < kWords / 2; ++q) {
@@ -27,43 +27,44 @@ template <class Nibbles>
   }
 }
 
-// Columns 4i to 4i + 3 of a group.
+// Dequantizes columns 4i to 4i + 3 of a group.
 inline void store_values(Group& group, int64_t i, int64_t row, Words codes, Floats scale, Floats offset) {
   for (int64_t k = 0; k < 4; ++k) simd::store(to_floats(byte_of(codes, k)) * scale + offset, group[4 * i + k] + row);
 }
 
-// d, 32 codes of 4 bits; value = d * (code - 8).
+// d, 32 4-bit codes; value = d * (code - 8).
 struct Q4_0 {
   static constexpr int64_t kBytes = 18, kColumns = 32, kKind = kInt4;
 
-  static void lay_out(const Rows& rows, uint8_t* grid, uint8_t* lower, uint8_t*) {
-    copy_halves(rows, 0, grid);
-    for (int64_t r = 0; r < kRows; r += kWidth) store_halves(load_halves(grid + 2 * r) * -8.f, grid + 2 * (kRows + r));
+  static void repack(const Rows& rows, uint8_t* scale_out, uint8_t* lower, uint8_t*) {
+    copy_halves(rows, 0, scale_out);
+    for (int64_t r = 0; r < kRows; r += kWidth)
+      store_halves(load_halves(scale_out + 2 * r) * -8.f, scale_out + 2 * (kRows + r));
     Column codes[4];
     load_columns<4>(rows, 2, codes);
     std::memcpy(lower, codes, sizeof codes);
   }
 };
 
-// d, m, 32 codes of 4 bits; value = d * code + m.
+// d, m, 32 4-bit codes; value = d * code + m.
 struct Q4_1 {
   static constexpr int64_t kBytes = 20, kColumns = 32, kKind = kInt4;
 
-  static void lay_out(const Rows& rows, uint8_t* grid, uint8_t* lower, uint8_t*) {
-    copy_halves(rows, 0, grid);
-    copy_halves(rows, 2, grid + 2 * kRows);
+  static void repack(const Rows& rows, uint8_t* scale_out, uint8_t* lower, uint8_t*) {
+    copy_halves(rows, 0, scale_out);
+    copy_halves(rows, 2, scale_out + 2 * kRows);
     Column codes[4];
     load_columns<4>(rows, 4, codes);
     std::memcpy(lower, codes, sizeof codes);
   }
 };
 
-// d, the fifth bits of 32 codes, their lower four; value = d * (code - 16).
+// d, the fifth bits of 32 codes, their low nibbles; value = d * (code - 16).
 struct Q5_0 {
   static constexpr int64_t kBytes = 22, kColumns = 32, kKind = kInt8;
 
-  static void lay_out(const Rows& rows, uint8_t* grid, uint8_t* lower, uint8_t*) {
-    copy_halves(rows, 0, grid);
+  static void repack(const Rows& rows, uint8_t* scale_out, uint8_t* lower, uint8_t*) {
+    copy_halves(rows, 0, scale_out);
     Column fifth[1], codes[4];
     load_columns<1>(rows, 2, fifth);
     load_columns<4>(rows, 6, codes);
@@ -77,11 +78,11 @@ struct Q5_0 {
   }
 };
 
-// d, m, the fifth bits of 32 codes, their lower four; value = d * code + m.
+// d, m, the fifth bits of 32 codes, their low nibbles; value = d * code + m.
 struct Q5_1 {
   static constexpr int64_t kBytes = 24, kColumns = 32, kKind = kInt8;
 
-  static void lay_out(const Rows& rows, uint8_t* grid, uint8_t* lower, uint8_t*) {
+  static void repack(const Rows& rows, uint8_t* scale_out, uint8_t* lower, uint8_t*) {
     uint8_t halves[4 * kRows];
     copy_halves(rows, 0, halves);
     copy_halves(rows, 2, halves + 2 * kRows);
@@ -97,28 +98,27 @@ struct Q5_1 {
         store_values(group, i, r, nibbles | spread_bits(set >> 4 * i) << 4, scale, offset);
       }
     }
-    round_to_int8(group, grid, lower);
+    quantize_int8(group, scale_out, lower);
   }
 };
 
-// d, 32 codes of 8 bits; value = d * code.
+// d, 32 8-bit codes; value = d * code.
 struct Q8_0 {
   static constexpr int64_t kBytes = 34, kColumns = 32, kKind = kInt8;
 
-  static void lay_out(const Rows& rows, uint8_t* grid, uint8_t* lower, uint8_t*) {
-    copy_halves(rows, 0, grid);
+  static void repack(const Rows& rows, uint8_t* scale_out, uint8_t* lower, uint8_t*) {
+    copy_halves(rows, 0, scale_out);
     Column codes[kWords];
     load_columns<kWords>(rows, 2, codes);
     std::memcpy(lower, codes, sizeof codes);
   }
 };
 
-// 16 bytes of 4-bit scales and minima for every 16 columns, 256 codes of 2 bits, d, dmin;
-// value = (d * scale) * code - dmin * min.
+// 4-bit scale and minimum per 16 columns, 256 2-bit codes, d, dmin; value = (d * scale) * code - dmin * min.
 struct Q2_K {
   static constexpr int64_t kBytes = 84, kColumns = 256, kKind = kInt8;
 
-  static void lay_out(const Rows& rows, uint8_t* grid, uint8_t* lower, uint8_t*) {
+  static void repack(const Rows& rows, uint8_t* scale_out, uint8_t* lower, uint8_t*) {
     Column scales[4], codes[16];
     load_columns<4>(rows, 0, scales);
     load_columns<16>(rows, 16, codes);
@@ -130,22 +130,23 @@ struct Q2_K {
       for (int64_t r = 0; r < kRows; r += kWidth) {
         const Floats d = load_halves(halves + 2 * r), dmin = load_halves(halves + 2 * (kRows + r));
         for (int64_t i = 0; i < kWords; ++i) {
-          const int64_t sixteen = 2 * g + i / 4;
-          const Words both = byte_of(words_at(scales[sixteen / 4], r), sixteen % 4);
+          const int64_t subgroup = 2 * g + i / 4;
+          const Words packed_scales = byte_of(words_at(scales[subgroup / 4], r), subgroup % 4);
           const Words two_bits = words_at(codes[g / 4 * kWords + i], r) >> uint32_t(g % 4 * 2) & 3 * kOnes;
-          store_values(group, i, r, two_bits, d * to_floats(both & 0xf), -(dmin * to_floats(both >> 4)));
+          store_values(group, i, r, two_bits, d * to_floats(packed_scales & 0xf),
+                       -(dmin * to_floats(packed_scales >> 4)));
         }
       }
-      round_to_int8(group, grid + g * 2 * kRows, lower + g * packed::kGroup * kRows);
+      quantize_int8(group, scale_out + g * 2 * kRows, lower + g * packed::kGroup * kRows);
     }
   }
 };
 
-// The scales and minima of Q4_K and Q5_K: of eight groups, six bits each.
+// The 6-bit scales and minima of the eight groups of Q4_K and Q5_K.
 struct ScalesAndMinima {
-  Words scales[2], minima[2];  // four groups a word
+  Words scales[2], minima[2];  // four groups per word
 
-  // From the second of the words that the block begins with.
+  // Stored in the second to fourth word of a block.
   ScalesAndMinima(const Column* columns, int64_t row) {
     const Words a = words_at(columns[1], row), b = words_at(columns[2], row), c = words_at(columns[3], row);
     scales[0] = a & 0x3f * kOnes;
@@ -155,13 +156,13 @@ struct ScalesAndMinima {
   }
 };
 
-// d, dmin, scales and minima, 256 codes of 4 bits; value = (d * scale) * code - dmin * min.
+// d, dmin, scales and minima, 256 4-bit codes; value = (d * scale) * code - dmin * min.
 struct Q4_K {
   static constexpr int64_t kBytes = 144, kColumns = 256, kKind = kQ4K;
 
-  static void lay_out(const Rows& rows, uint8_t* grid, uint8_t* lower, uint8_t*) {
-    copy_halves(rows, 0, grid);
-    copy_halves(rows, 2, grid + 2 * kRows);
+  static void repack(const Rows& rows, uint8_t* scale_out, uint8_t* lower, uint8_t*) {
+    copy_halves(rows, 0, scale_out);
+    copy_halves(rows, 2, scale_out + 2 * kRows);
     Column columns[4 + 32];
     load_columns<4>(rows, 0, columns);
     load_columns<32>(rows, 16, columns + 4);
@@ -169,8 +170,8 @@ struct Q4_K {
     for (int64_t r = 0; r < kRows; r += kWidth) {
       const ScalesAndMinima six_bits(columns, r);
       for (int64_t half = 0; half < 2; ++half) {
-        store_bytes(six_bits.scales[half], grid + (4 + 4 * half) * kRows + r);
-        store_bytes(six_bits.minima[half], grid + (12 + 4 * half) * kRows + r);
+        store_bytes(six_bits.scales[half], scale_out + (4 + 4 * half) * kRows + r);
+        store_bytes(six_bits.minima[half], scale_out + (12 + 4 * half) * kRows + r);
       }
       for (int64_t g = 0; g < 8; ++g) {
         store_nibbles(lower + g * packed::kGroup / 2 * kRows, r, [&](int64_t i) {
@@ -181,11 +182,11 @@ struct Q4_K {
   }
 };
 
-// As Q4_K, with the fifth bits of all codes before the others.
+// Like Q4_K, with the fifth bits of all codes before the low nibbles.
 struct Q5_K {
   static constexpr int64_t kBytes = 176, kColumns = 256, kKind = kInt8;
 
-  static void lay_out(const Rows& rows, uint8_t* grid, uint8_t* lower, uint8_t*) {
+  static void repack(const Rows& rows, uint8_t* scale_out, uint8_t* lower, uint8_t*) {
     uint8_t halves[4 * kRows];
     copy_halves(rows, 0, halves);
     copy_halves(rows, 2, halves + 2 * kRows);
@@ -206,12 +207,12 @@ struct Q5_K {
           store_values(group, i, r, nibbles | set << 4, scale, -minimum);
         }
       }
-      round_to_int8(group, grid + g * 2 * kRows, lower + g * packed::kGroup * kRows);
+      quantize_int8(group, scale_out + g * 2 * kRows, lower + g * packed::kGroup * kRows);
     }
   }
 };
 
-// Writes the upper two bits of the codes of a group: bits(i) are those of columns 4i to 4i + 3.
+// Writes the high two bits of a group's codes: bits(i) returns columns 4i to 4i + 3.
 template <class Bits>
 [[gnu::always_inline]] inline void store_upper(uint8_t* to, int64_t row, Bits bits) {
   for (int64_t h = 0; h < 2; ++h) {
@@ -220,25 +221,23 @@ template <class Bits>
   }
 }
 
-// 256 codes, the lower four bits and the upper two, int8 scales for every 16 columns, d;
-// value = (d * scale) * (code - 32).
+// 256 codes, low four bits and high two, an int8 scale per 16 columns, d; value = (d * scale) * (code - 32).
 struct Q6_K {
   static constexpr int64_t kBytes = 210, kColumns = 256, kKind = kQ6K;
 
-  static void lay_out(const Rows& rows, uint8_t* grid, uint8_t* lower, uint8_t* upper) {
+  static void repack(const Rows& rows, uint8_t* scale_out, uint8_t* lower, uint8_t* upper) {
     Column four[32], two[16], scales[4];
     load_columns<32>(rows, 0, four);
     load_columns<16>(rows, 128, two);
     load_columns<4>(rows, 192, scales);
-    copy_halves(rows, 208, grid);
+    copy_halves(rows, 208, scale_out);
     for (int64_t r = 0; r < kRows; r += kWidth) {
-      for (int64_t i = 0; i < 4; ++i) store_bytes(words_at(scales[i], r), grid + (2 + 4 * i) * kRows + r);
+      for (int64_t i = 0; i < 4; ++i) store_bytes(words_at(scales[i], r), scale_out + (2 + 4 * i) * kRows + r);
       for (int64_t g = 0; g < 8; ++g) {
         const Column* nibbles = four + (g / 4 * 2 + g % 2) * kWords;
         const Column* bits = two + g / 4 * kWords;
-        store_nibbles(lower + g * packed::kGroup / 2 * kRows, r, [&](int64_t i) {
-          return words_at(nibbles[i], r) >> uint32_t(g % 4 / 2 * 4) & 0xf * kOnes;
-        });
+        store_nibbles(lower + g * packed::kGroup / 2 * kRows, r,
+                      [&](int64_t i) { return words_at(nibbles[i], r) >> uint32_t(g % 4 / 2 * 4) & 0xf * kOnes; });
         store_upper(upper + g * packed::kGroup / 4 * kRows, r,
                     [&](int64_t i) { return words_at(bits[i], r) >> uint32_t(g % 4 * 2) & 3 * kOnes; });
       }
@@ -246,24 +245,24 @@ struct Q6_K {
   }
 };
 
-// The third bits of 256 codes, the lower two, 16 scales of six bits, d; value = (d * (scale - 32)) * (code - 4).
+// The third bits of 256 codes, the low two, 16 6-bit scales, d; value = (d * (scale - 32)) * (code - 4).
 struct Q3_K {
   static constexpr int64_t kBytes = 110, kColumns = 256, kKind = kQ6K;
 
-  static void lay_out(const Rows& rows, uint8_t* grid, uint8_t* lower, uint8_t* upper) {
+  static void repack(const Rows& rows, uint8_t* scale_out, uint8_t* lower, uint8_t* upper) {
     Column third[kWords], two[16], scales[3];
     load_columns<kWords>(rows, 0, third);
     load_columns<16>(rows, 32, two);
     load_columns<3>(rows, 96, scales);
-    copy_halves(rows, 108, grid);
+    copy_halves(rows, 108, scale_out);
     for (int64_t r = 0; r < kRows; r += kWidth) {
       for (uint32_t i = 0; i < 4; ++i) {
         const Words nibbles = words_at(scales[i % 2], r) >> i / 2 * 4 & 0xf * kOnes;
         const Words code = nibbles | (words_at(scales[2], r) >> 2 * i & 3 * kOnes) << 4;
-        const Words sign = ~code & 0x20 * kOnes;  // code - 32 in 8 bits
-        store_bytes((code & 0x1f * kOnes) | sign | sign << 1 | sign << 2, grid + (2 + 4 * i) * kRows + r);
+        const Words sign = ~code & 0x20 * kOnes;  // code - 32 as int8
+        store_bytes((code & 0x1f * kOnes) | sign | sign << 1 | sign << 2, scale_out + (2 + 4 * i) * kRows + r);
       }
-      for (int64_t g = 0; g < 8; ++g) {  // code + 28: without the third bit 28 to 31, with it 32 to 35
+      for (int64_t g = 0; g < 8; ++g) {  // code + 28: 28 to 31 without the third bit, 32 to 35 with it
         const auto unset = [&](int64_t i) { return ~words_at(third[i], r) >> uint32_t(g) & kOnes; };
         store_nibbles(lower + g * packed::kGroup / 2 * kRows, r, [&](int64_t i) {
           return (words_at(two[g / 4 * kWords + i], r) >> uint32_t(g % 4 * 2) & 3 * kOnes) | unset(i) * 0xc;

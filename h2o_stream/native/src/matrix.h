@@ -1,38 +1,38 @@
-// Matrices times few vectors, read at the speed of memory.
+// Skinny matrix products (GEMV and GEMM with few vectors), limited by memory bandwidth.
 //
-// A result does not depend on the number of threads. Of packed matrices it does not depend on the other vectors either;
-// dense ones add up a single vector in another order.
+// Results do not depend on the number of threads. For packed matrices they do not depend on the other vectors either;
+// dense matrices sum a single vector in another order.
 
 #pragma once
 
 #include "abi.h"
-#include "memory.h"
+#include "buffer.h"
 #include "packed.h"
 #include "threads.h"
 
-// Vectors of `size` numbers, and the same rounded to 8 bits with a scale for every group of 32, for packed matrices.
-// They may be longer than a matrix has columns: the rest is ignored.
+// Vectors of `size` elements and, for packed matrices, their 8-bit quantization with a scale per group of 32. Vectors
+// may be longer than a matrix has columns; the excess is ignored.
 class Vectors {
  public:
   Vectors() = default;
   Vectors(int64_t count, int64_t size);
 
-  // Makes room for as much; what was there is lost where there is more to hold.
+  // Grows to this size; growing discards the contents.
   void reserve(int64_t count, int64_t size);
 
-  // The numbers of a vector, aligned to a cache line; zeros until something is written.
+  // A vector, aligned to a cache line and initially zero.
   float* at(int64_t vector) const { return numbers_.at(vector * stride_); }
   int64_t count() const { return count_; }
   int64_t size() const { return size_; }
 
-  // Rounds the groups of a vector that begin in a range of numbers. Threads may share them.
-  void round(int64_t vector, Range numbers) const;
+  // Quantizes the groups of a vector that start in a range. Different threads may quantize different ranges.
+  void quantize(int64_t vector, Range numbers) const;
 
-  // What `round` wrote.
+  // The results of `quantize`.
   const int8_t* codes(int64_t vector) const { return codes_.at(vector * stride_); }
   const float* scales(int64_t vector) const { return scales_.at(vector * group_stride_); }
-  const float* sums(int64_t vector) const { return sums_.at(vector * group_stride_); }  // of the numbers of a group
-  const int32_t* code_sums(int64_t vector) const { return code_sums_.at(2 * vector * group_stride_); }  // of 16 codes
+  const float* sums(int64_t vector) const { return sums_.at(vector * group_stride_); }                  // per group
+  const int32_t* code_sums(int64_t vector) const { return code_sums_.at(2 * vector * group_stride_); }  // per 16 codes
 
  private:
   int64_t count_ = 0, size_ = 0, stride_ = 0, group_stride_ = 0;
@@ -41,15 +41,15 @@ class Vectors {
   Buffer<int32_t> code_sums_;
 };
 
-// out[v * stride + row] = matrix[row] . vectors[v] + bias[row] for some rows and vectors 0 to count - 1, which must be
-// rounded for packed matrices. `rows.begin` is a multiple of 16.
-void multiply(const Matrix& matrix, const Vectors& vectors, int64_t count, Range rows, float* out, int64_t stride);
+// out[v * stride + row] = matrix[row] . vectors[v] + bias[row] for a range of rows and vectors [0, count). Vectors must
+// be quantized if the matrix is packed. `rows.begin` is a multiple of 16.
+void skinny_gemm(const Matrix& matrix, const Vectors& vectors, int64_t count, Range rows, float* out, int64_t stride);
 
-// Fetches what a thread will read first of its next matrix, before it waits at a barrier.
+// Prefetches the start of the next matrix; call it before waiting at a barrier.
 void prefetch(const Matrix& matrix, Range rows);
 
-// Bytes from a row to the next, or from a tile to the next.
+// Bytes between rows, or between tiles.
 int64_t stride_bytes(const Matrix& matrix);
 
-// Writes a row of the matrix, in float32.
+// Dequantizes a row.
 void read_row(const Matrix& matrix, int64_t row, float* out);

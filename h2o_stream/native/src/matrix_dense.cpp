@@ -1,4 +1,4 @@
-// Matrices in float32 and bfloat16 times vectors in float32.
+// Products of float32 and bfloat16 matrices with float32 vectors.
 
 #include "tiles.h"
 
@@ -7,7 +7,7 @@ namespace {
 using simd::Floats;
 using simd::kWidth;
 
-// What a single vector is multiplied in: memory is quicker in 32 bytes at a time than in 64.
+// A single vector uses 32-byte registers: reading memory is faster that way than with 64-byte ones.
 #if defined(H2O_AVX512)
 using Narrow = float __attribute__((vector_size(32)));
 inline Narrow load_narrow(const float* from) { return Narrow(_mm256_loadu_ps(from)); }
@@ -17,91 +17,68 @@ inline Narrow load_narrow(const simd::BFloat16* from) {
 }
 #else
 using Narrow = Floats;
-template <class Number>
-Narrow load_narrow(const Number* from) {
+template <class Element>
+Narrow load_narrow(const Element* from) {
   return simd::load(from);
 }
 #endif
 
-// Bytes that a matrix is fetched ahead: what the processor does by itself ends with a page.
-constexpr int64_t kAhead = 4096;
+// Prefetch distance in bytes; the hardware prefetcher stops at page boundaries.
+constexpr int64_t kPrefetchBytes = 4096;
 
 constexpr int64_t kNarrow = sizeof(Narrow) / sizeof(float);
 
-// The first `count` numbers of a register, zeros behind them.
-template <class Number>
-Floats load_some(const Number* from, int64_t count) {
-  Number some[kWidth] = {};
-  std::memcpy(some, from, count * sizeof(Number));
-  return simd::load(some);
+// Calls `load` with `count` elements, padded with zeros.
+template <class Element, class Load>
+auto load_partial(const Element* from, int64_t count, Load load) {
+  Element padded[kWidth] = {};
+  std::memcpy(padded, from, count * sizeof(Element));
+  return load(padded);
 }
 
-template <class Number>
-Narrow load_some_narrow(const Number* from, int64_t count) {
-  Number some[kNarrow] = {};
-  std::memcpy(some, from, count * sizeof(Number));
-  return load_narrow(some);
-}
-
-// The sums of four registers.
-template <class Numbers>
-void totals(const Numbers* numbers, float* to) {
+// Sums each of four registers.
+template <class Vector>
+void reduce_add_four(const Vector* vectors, float* to) {
   using Four = float __attribute__((vector_size(16)));
   Four four[4];
-  for (int64_t i = 0; i < 4; ++i) {
-    float each[sizeof(Numbers) / 4];
-    std::memcpy(each, numbers + i, sizeof each);
-    Four parts[sizeof(Numbers) / 16];
-    std::memcpy(parts, each, sizeof each);
-    constexpr int64_t count = sizeof(Numbers) / 16;
-    if constexpr (count == 4) {
-      four[i] = (parts[0] + parts[2]) + (parts[1] + parts[3]);
-    } else if constexpr (count == 2) {
-      four[i] = parts[0] + parts[1];
-    } else {
-      four[i] = parts[0];
-    }
-  }
-  const auto pairs = [](Four one, Four other) {
-    return __builtin_shufflevector(one, other, 0, 4, 1, 5) + __builtin_shufflevector(one, other, 2, 6, 3, 7);
-  };
-  const Four left = pairs(four[0], four[1]), right = pairs(four[2], four[3]);
-  const Four sums = __builtin_shufflevector(left, right, 0, 1, 4, 5) + __builtin_shufflevector(left, right, 2, 3, 6, 7);
+  for (int64_t i = 0; i < 4; ++i) four[i] = simd::fold_to_four(vectors[i]);
+  simd::transpose(four);
+  const Four sums = (four[0] + four[2]) + (four[1] + four[3]);
   std::memcpy(to, &sums, sizeof sums);
 }
 
-// Four rows of a matrix; where there are no more, the last is multiplied again.
-template <class Number>
+// Four rows of a matrix; missing rows repeat the last one.
+template <class Element>
 class DenseTile {
  public:
   static constexpr int64_t kRows = 4;
 #if defined(H2O_AVX512)
-  static constexpr int64_t kMostVectors = 6;
+  static constexpr int64_t kMaxVectors = 6;
 #else
-  static constexpr int64_t kMostVectors = 3;
+  static constexpr int64_t kMaxVectors = 3;
 #endif
 
   DenseTile(const Matrix& matrix, int64_t row) : columns_(matrix.columns) {
     for (int64_t r = 0; r < kRows; ++r) {
-      rows_[r] = static_cast<const Number*>(matrix.weights) + std::min(row + r, matrix.rows - 1) * columns_;
+      rows_[r] = static_cast<const Element*>(matrix.weights) + std::min(row + r, matrix.rows - 1) * columns_;
     }
   }
 
   template <int64_t count>
   void multiply(const Vectors& vectors, int64_t first, float* products) const {
-    // Memory is quickest in the order of addresses, and then fetched by the processor itself: for a single vector a row
-    // at a time, in sums that do not wait for each other. More vectors are multiplied by all rows.
+    // The hardware prefetcher favours sequential reads, so a single vector is multiplied row by row, with independent
+    // accumulators. More vectors are multiplied by all rows at once.
     if constexpr (count == 1) {
       Narrow sums[kRows];
       for (int64_t r = 0; r < kRows; ++r) sums[r] = multiply_row(rows_[r], vectors.at(first));
-      totals(sums, products);
+      reduce_add_four(sums, products);
     } else {
       multiply_rows<count>(vectors, first, products);
     }
   }
 
  private:
-  Narrow multiply_row(const Number* row, const float* vector) const {
+  Narrow multiply_row(const Element* row, const float* vector) const {
     constexpr int64_t kSums = 4;
     Narrow sums[kSums] = {};
     int64_t column = 0;
@@ -114,8 +91,13 @@ class DenseTile {
     for (; column + kNarrow <= columns_; column += kNarrow) {
       sums[0] += load_narrow(row + column) * load_narrow(vector + column);
     }
-    const int64_t left = columns_ - column;
-    if (left) sums[1] += load_some_narrow(row + column, left) * load_some_narrow(vector + column, left);
+    const int64_t remaining = columns_ - column;
+    if (remaining) {
+      const auto load = [&](const auto* from) {
+        return load_partial(from, remaining, [](const auto* padded) { return load_narrow(padded); });
+      };
+      sums[1] += load(row + column) * load(vector + column);
+    }
     return (sums[0] + sums[1]) + (sums[2] + sums[3]);
   }
 
@@ -128,35 +110,38 @@ class DenseTile {
       for (int64_t r = 0; r < kRows; ++r) weights[r] = load(rows_[r] + column);
 #pragma GCC unroll 8
       for (int64_t v = 0; v < count; ++v) {
-        const Floats numbers = load(vectors.at(first + v) + column);
+        const Floats values = load(vectors.at(first + v) + column);
 #pragma GCC unroll 4
-        for (int64_t r = 0; r < kRows; ++r) sums[v][r] += weights[r] * numbers;
+        for (int64_t r = 0; r < kRows; ++r) sums[v][r] += weights[r] * values;
       }
     };
     int64_t column = 0;
     for (; column + kWidth <= columns_; column += kWidth) {
-      if (first == 0) {  // what comes later is fetched once for all vectors
-        simd::prefetch(reinterpret_cast<const uint8_t*>(rows_[0] + kRows * column) + kAhead,
-                       kRows * kWidth * int64_t(sizeof(Number)));
+      if (first == 0) {  // prefetch once for all vectors
+        simd::prefetch(reinterpret_cast<const uint8_t*>(rows_[0] + kRows * column) + kPrefetchBytes,
+                       kRows * kWidth * int64_t(sizeof(Element)));
       }
       add(column, [](const auto* from) { return simd::load(from); });
     }
-    const int64_t left = columns_ - column;
-    if (left) add(column, [&](const auto* from) { return load_some(from, left); });
-    for (int64_t v = 0; v < count; ++v) totals(sums[v], products + v * kRows);
+    const int64_t remaining = columns_ - column;
+    const auto load_rest = [&](const auto* from) {
+      return load_partial(from, remaining, [](const auto* padded) { return simd::load(padded); });
+    };
+    if (remaining) add(column, load_rest);
+    for (int64_t v = 0; v < count; ++v) reduce_add_four(sums[v], products + v * kRows);
   }
 
-  const Number* rows_[kRows];
+  const Element* rows_[kRows];
   const int64_t columns_;
 };
 
 }  // namespace
 
-void multiply_dense(const Matrix& matrix, const Vectors& vectors, int64_t count, Range rows, float* out,
-                    int64_t stride) {
+void skinny_gemm_dense(const Matrix& matrix, const Vectors& vectors, int64_t count, Range rows, float* out,
+                       int64_t stride) {
   if (matrix.kind == kBFloat16) {
-    multiply_tiles<DenseTile<simd::BFloat16>>(matrix, vectors, count, rows, out, stride);
+    gemm_tiles<DenseTile<simd::BFloat16>>(matrix, vectors, count, rows, out, stride);
   } else {
-    multiply_tiles<DenseTile<float>>(matrix, vectors, count, rows, out, stride);
+    gemm_tiles<DenseTile<float>>(matrix, vectors, count, rows, out, stride);
   }
 }

@@ -1,7 +1,7 @@
-// Matrices in 8, 6 and 4 bits times vectors in 8 bits.
+// Products of packed matrices with vectors quantized to 8 bits.
 
 #include "dot.h"
-#include "grid.h"
+#include "block_scales.h"
 #include "tiles.h"
 
 namespace {
@@ -12,26 +12,27 @@ using packed::kLine;
 using simd::Floats;
 using simd::kWidth;
 
-// Blocks that a matrix is fetched ahead, in the order of memory: in any other the processor's own fetching is confused.
-constexpr int64_t kBlocksAhead = 1;
+// Prefetch distance in blocks. Reads stay in memory order, as the hardware prefetcher expects.
+constexpr int64_t kPrefetchBlocks = 1;
 
-// Sixteen rows of a matrix, in the order of memory.
+// A tile of 16 rows.
 template <int64_t kind>
 class PackedTile {
  public:
   static constexpr int64_t kRows = packed::kRows;
 #if defined(H2O_AVX512)
-  static constexpr int64_t kMostVectors = 4;
+  static constexpr int64_t kMaxVectors = 4;
 #else
-  static constexpr int64_t kMostVectors = 2;
+  static constexpr int64_t kMaxVectors = 2;
 #endif
 
-  PackedTile(const Matrix& matrix, int64_t row) : blocks_(address(matrix, row)), groups_(matrix.columns / kGroup) {}
+  PackedTile(const Matrix& matrix, int64_t row)
+      : blocks_(tile_address(matrix, row)), groups_(matrix.columns / kGroup) {}
 
   template <int64_t count>
   void multiply(const Vectors& vectors, int64_t first, float* products) const {
     constexpr int64_t kGroups = kBlock / kGroup, kBytes = packed::block_bytes(kind, kGroups);
-    Floats sums[count][kParts] = {};
+    Floats sums[count][kVectorsPerTile] = {};
     const uint8_t* block = blocks_;
     int64_t group = 0;
     for (; group + kGroups <= groups_; group += kGroups, block += kBytes) {
@@ -42,61 +43,64 @@ class PackedTile {
   }
 
  private:
-  using Grid = packed::Grid<kind, Floats>;
-  static constexpr int64_t kParts = kRows / kWidth;  // registers of rows
+  using Scales = packed::BlockScales<kind, Floats>;
+  static constexpr int64_t kVectorsPerTile = kRows / kWidth;  // registers per column of a tile
   static constexpr int64_t kBits = kind == kInt8 ? 8 : kind == kQ6K ? 6 : 4;
-  static constexpr int32_t kBias = kind == kInt8 && dot::kUnsigned ? 128 : Grid::kBias;
-  static constexpr int64_t kGroupBytes = kRows * kGroup / (kind == kInt8 ? 1 : 2);  // without upper bits
+  static constexpr int32_t kBias = kind == kInt8 && dot::kUnsigned ? 128 : Scales::kBias;
+  static constexpr int64_t kGroupBytes = kRows * kGroup / (kind == kInt8 ? 1 : 2);  // without the upper bits
 
   template <int64_t count>
   [[gnu::always_inline]] static void add_block(const uint8_t* block, int64_t begin, int64_t groups,
-                                               const Vectors& vectors, int64_t first, Floats (&sums)[count][kParts]) {
+                                               const Vectors& vectors, int64_t first,
+                                               Floats (&sums)[count][kVectorsPerTile]) {
     constexpr int64_t kBytes = packed::block_bytes(kind, kBlock / kGroup);
-    constexpr int64_t kFetched = simd::padded(kBytes * kGroup / kBlock, kLine);  // with a group, for all vectors
-    const uint8_t* codes = block + packed::grid_bytes(kind, groups);
-    const uint8_t* upper = codes + groups * kGroupBytes;
+    constexpr int64_t kPrefetchBytes = simd::padded(kBytes * kGroup / kBlock, kLine);  // per group
+    const uint8_t* lower = block + packed::scale_bytes(kind, groups);
+    const uint8_t* upper = lower + groups * kGroupBytes;
     for (int64_t group = 0; group < groups; ++group) {
-      const uint8_t* lines = codes + group * kGroupBytes;
-      const uint8_t* upper_lines = upper + group * 2 * kLine;
-      if (first == 0) simd::prefetch(block + kBlocksAhead * kBytes + group * kFetched, kFetched);
+      const uint8_t* group_lower = lower + group * kGroupBytes;
+      const uint8_t* group_upper = upper + group * 2 * kLine;
+      if (first == 0) simd::prefetch(block + kPrefetchBlocks * kBytes + group * kPrefetchBytes, kPrefetchBytes);
 #pragma GCC unroll 4
-      for (int64_t part = 0; part < kParts; ++part) {
-        const Grid grid(block, groups, part * kWidth);
-        const int64_t place = part * 4 * kWidth;
-        add_group<count>(grid, group, lines + place, upper_lines + place, vectors, first, begin + group, part, sums);
+      for (int64_t row_vector = 0; row_vector < kVectorsPerTile; ++row_vector) {
+        const Scales block_scales(block, groups, row_vector * kWidth);
+        const int64_t offset = row_vector * 4 * kWidth;
+        add_group<count>(block_scales, group, group_lower + offset, group_upper + offset, vectors, first, begin + group,
+                         row_vector, sums);
       }
     }
   }
 
-  // Codes of the columns 16 * half + 4 * quad and on of a group.
-  static dot::Codes codes(const uint8_t* lines, const uint8_t* upper, int64_t half, int64_t quad) {
-    if constexpr (kind == kInt8) return dot::from_signed(dot::load(lines + (4 * half + quad) * kLine));
-    const dot::Codes both = dot::load(lines + quad * kLine);
-    const dot::Codes four = half ? dot::upper_half(both) : dot::lower_half(both);
+  // Codes of columns 16 * half + 4 * quad to 16 * half + 4 * quad + 3 of a group.
+  static dot::Codes codes(const uint8_t* lower, const uint8_t* upper, int64_t half, int64_t quad) {
+    if constexpr (kind == kInt8) return dot::from_signed(dot::load(lower + (4 * half + quad) * kLine));
+    const dot::Codes nibbles = dot::load(lower + quad * kLine);
+    const dot::Codes four = half ? dot::high_nibbles(nibbles) : dot::low_nibbles(nibbles);
     if constexpr (kind != kQ6K) return four;
     return four | dot::upper_bits(dot::load(upper + half * kLine), quad);
   }
 
-  // Adds the products of 32 columns of a register of rows.
+  // Adds the products of a group for one register of rows.
   template <int64_t count>
-  [[gnu::always_inline]] static void add_group(const Grid& grid, int64_t group, const uint8_t* lines,
+  [[gnu::always_inline]] static void add_group(const Scales& block_scales, int64_t group, const uint8_t* lower,
                                                const uint8_t* upper, const Vectors& vectors, int64_t first,
-                                               int64_t vector_group, int64_t part, Floats (&sums)[count][kParts]) {
-    using Sums = dot::Sums<kBits>;
-    constexpr int64_t kScales = Grid::kScales;
-    Sums dots[kScales][count];
+                                               int64_t vector_group, int64_t row_vector,
+                                               Floats (&sums)[count][kVectorsPerTile]) {
+    using Accumulator = dot::Accumulator<kBits>;
+    constexpr int64_t kScales = Scales::kScales;
+    Accumulator dots[kScales][count];
     for (int64_t v = 0; kBias && v < count; ++v) {
       const int32_t* code_sums = vectors.code_sums(first + v) + 2 * vector_group;
       if constexpr (kScales == 2) {
-        for (int64_t half = 0; half < 2; ++half) dots[half][v] = Sums(-kBias * code_sums[half]);
+        for (int64_t half = 0; half < 2; ++half) dots[half][v] = Accumulator(-kBias * code_sums[half]);
       } else {
-        dots[0][v] = Sums(-kBias * (code_sums[0] + code_sums[1]));
+        dots[0][v] = Accumulator(-kBias * (code_sums[0] + code_sums[1]));
       }
     }
 #pragma GCC unroll 8
-    for (int64_t i = 0; i < 8; ++i) {  // in the order of memory
+    for (int64_t i = 0; i < 8; ++i) {  // memory order
       const int64_t half = kind == kInt8 ? i / 4 : i % 2, quad = kind == kInt8 ? i % 4 : i / 2;
-      const dot::Codes four = codes(lines, upper, half, quad);
+      const dot::Codes four = codes(lower, upper, half, quad);
 #pragma GCC unroll 4
       for (int64_t v = 0; v < count; ++v) {
         const int8_t* vector = vectors.codes(first + v) + vector_group * kGroup + 16 * half + 4 * quad;
@@ -104,14 +108,14 @@ class PackedTile {
       }
     }
     Floats scales[kScales];
-    for (int64_t i = 0; i < kScales; ++i) scales[i] = grid.scale(group, i);
-    const Floats offset = grid.offset(group);
+    for (int64_t i = 0; i < kScales; ++i) scales[i] = block_scales.scale(group, i);
+    const Floats offset = block_scales.offset(group);
 #pragma GCC unroll 4
     for (int64_t v = 0; v < count; ++v) {
-      Floats& sum = sums[v][part];
+      Floats& sum = sums[v][row_vector];
       const float scale = vectors.scales(first + v)[vector_group];
       for (int64_t i = 0; i < kScales; ++i) sum += dots[i][v].floats() * (scales[i] * scale);
-      if (Grid::kHasOffsets) sum += offset * vectors.sums(first + v)[vector_group];
+      if (Scales::kHasOffsets) sum += offset * vectors.sums(first + v)[vector_group];
     }
   }
 
@@ -121,12 +125,12 @@ class PackedTile {
 
 }  // namespace
 
-void multiply_packed(const Matrix& matrix, const Vectors& vectors, int64_t count, Range rows, float* out,
-                     int64_t stride) {
+void skinny_gemm_packed(const Matrix& matrix, const Vectors& vectors, int64_t count, Range rows, float* out,
+                        int64_t stride) {
   switch (matrix.kind) {
-    case kInt8: return multiply_tiles<PackedTile<kInt8>>(matrix, vectors, count, rows, out, stride);
-    case kInt4: return multiply_tiles<PackedTile<kInt4>>(matrix, vectors, count, rows, out, stride);
-    case kQ4K: return multiply_tiles<PackedTile<kQ4K>>(matrix, vectors, count, rows, out, stride);
-    default: return multiply_tiles<PackedTile<kQ6K>>(matrix, vectors, count, rows, out, stride);
+    case kInt8: return gemm_tiles<PackedTile<kInt8>>(matrix, vectors, count, rows, out, stride);
+    case kInt4: return gemm_tiles<PackedTile<kInt4>>(matrix, vectors, count, rows, out, stride);
+    case kQ4K: return gemm_tiles<PackedTile<kQ4K>>(matrix, vectors, count, rows, out, stride);
+    default: return gemm_tiles<PackedTile<kQ6K>>(matrix, vectors, count, rows, out, stride);
   }
 }

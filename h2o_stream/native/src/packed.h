@@ -1,4 +1,4 @@
-// Where the numbers of packed matrices lie; see `MatrixKind` in abi.h.
+// Layout of packed matrices; see `MatrixKind` in abi.h.
 
 #pragma once
 
@@ -6,15 +6,15 @@
 
 namespace packed {
 
-constexpr int64_t kRows = 16;     // rows of a tile
-constexpr int64_t kGroup = 32;    // columns of a group
-constexpr int64_t kBlock = 256;   // columns of a block
-constexpr int64_t kLine = 64;     // bytes; every part of a block begins at a multiple of it
+constexpr int64_t kRows = 16;    // per tile
+constexpr int64_t kGroup = 32;   // columns per group
+constexpr int64_t kBlock = 256;  // columns per block
+constexpr int64_t kLine = 64;    // bytes; alignment of every part of a block
 
 constexpr bool is_packed(int64_t kind) { return kind >= kInt8 && kind <= kQ6K; }
 
-// Bytes of the grid of a block of some groups.
-constexpr int64_t grid_bytes(int64_t kind, int64_t groups) {
+// Bytes of the scales of a block of `groups` groups.
+constexpr int64_t scale_bytes(int64_t kind, int64_t groups) {
   const int64_t halves = 2 * kRows;
   int64_t bytes = 0;
   if (kind == kInt8) bytes = groups * halves;
@@ -24,14 +24,14 @@ constexpr int64_t grid_bytes(int64_t kind, int64_t groups) {
   return (bytes + kLine - 1) / kLine * kLine;
 }
 
-// Bytes of the codes of a block, and of those the upper bits that lie behind the others.
+// Bytes of the codes of a block, including the upper bits that follow the lower ones.
 constexpr int64_t upper_bytes(int64_t kind, int64_t groups) { return kind == kQ6K ? groups * kRows * kGroup / 4 : 0; }
 constexpr int64_t code_bytes(int64_t kind, int64_t groups) {
   return groups * kRows * kGroup / (kind == kInt8 ? 1 : 2) + upper_bytes(kind, groups);
 }
 
 constexpr int64_t block_bytes(int64_t kind, int64_t groups) {
-  return grid_bytes(kind, groups) + code_bytes(kind, groups);
+  return scale_bytes(kind, groups) + code_bytes(kind, groups);
 }
 
 constexpr int64_t tile_bytes(int64_t kind, int64_t columns) {

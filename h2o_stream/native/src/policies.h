@@ -1,4 +1,4 @@
-// What tokens are worth when slots are evicted: the policies of h2o_stream/cache/policies, for the tokens of one head.
+// Eviction policies: the C++ counterpart of h2o_stream/cache/policies.
 
 #pragma once
 
@@ -7,57 +7,59 @@
 
 namespace policies {
 
-// Tokens of one head, in any order; places that hold none have index -1.
+// Tokens of one head in any order; empty entries have index -1.
 struct Tokens {
-  const float *scores, *long_term;  // long_term is null where there is none
-  const int32_t *index, *rank;      // token index; held tokens newer than it
+  const float *scores, *long_term;  // long_term may be null
+  const int32_t *index, *rank;      // token index; number of newer cached tokens
   int64_t count;
 };
 
-// Whether the policy adds up attention.
-inline bool observes(const AttentionLayer& layer) { return layer.policy == kAccumulated || layer.policy == kTova; }
+// Whether the policy scores tokens by attention.
+inline bool needs_attention(const AttentionLayer& layer) {
+  return layer.policy == kAccumulated || layer.policy == kTova;
+}
 
-// The finalizer of MurmurHash3: a bijection of 32-bit numbers that spreads every bit.
-inline uint32_t mix(uint32_t x) {
+// MurmurHash3's finalizer: a bijection on 32-bit integers.
+inline uint32_t hash(uint32_t x) {
   x = (x ^ (x >> 16)) * 0x85EBCA6Bu;
   x = (x ^ (x >> 13)) * 0xC2B2AE35u;
   return x ^ (x >> 16);
 }
 
-// The worth of each token: the least is evicted first. Infinite where a token is protected, minus infinity where there
-// is none, and all but that where a score is NaN: no comparison may depend on one.
+// Computes each token's retention priority; the lowest is evicted first. Protected tokens get infinity, empty entries
+// minus infinity. A NaN score counts as the lowest finite priority, so that no comparison depends on it.
 //
-// `head` is the number of the head among those of its `Slots`; `seen` counts the tokens of the stream, new ones
-// included. Plain loops, which compilers vectorize.
-inline void worth(const AttentionLayer& layer, const Slots& slots, int64_t head, int64_t seen, const Tokens& tokens,
-                  float* worth) {
+// `head` is the index within the group; `seen` counts the tokens of the stream including the new ones. The loops are
+// plain so that compilers vectorize them.
+inline void compute_priority(const AttentionLayer& layer, const Slots& slots, int64_t head, int64_t seen,
+                             const Tokens& tokens, float* priority) {
   const int64_t count = tokens.count;
   if (layer.policy == kRandom) {
-    const uint32_t stream = mix(uint32_t(seen) + 0x9E3779B9u * uint32_t(layer.seed));
-    const uint32_t place = mix(stream + 0x10001u * uint32_t(layer.number) + uint32_t(head));
+    const uint32_t step_hash = hash(uint32_t(seen) + 0x9E3779B9u * uint32_t(layer.seed));
+    const uint32_t head_hash = hash(step_hash + 0x10001u * uint32_t(layer.layer_index) + uint32_t(head));
     for (int64_t i = 0; i < count; ++i) {
-      worth[i] = float(int32_t(mix(place + uint32_t(tokens.index[i])) & 0xFFFFFFu)) * 0x1p-24f;
+      priority[i] = float(int32_t(hash(head_hash + uint32_t(tokens.index[i])) & 0xFFFFFFu)) * 0x1p-24f;
     }
   } else if (layer.policy == kRecency) {
-    for (int64_t i = 0; i < count; ++i) worth[i] = -float(tokens.rank[i]);
+    for (int64_t i = 0; i < count; ++i) priority[i] = -float(tokens.rank[i]);
   } else if (layer.policy == kAccumulated && tokens.long_term) {
     const float weight = float(layer.long_term);
-    for (int64_t i = 0; i < count; ++i) worth[i] = tokens.scores[i] + weight * tokens.long_term[i];
+    for (int64_t i = 0; i < count; ++i) priority[i] = tokens.scores[i] + weight * tokens.long_term[i];
   } else {
-    for (int64_t i = 0; i < count; ++i) worth[i] = tokens.scores[i];
+    for (int64_t i = 0; i < count; ++i) priority[i] = tokens.scores[i];
   }
-  constexpr float kAlways = std::numeric_limits<float>::infinity(), kLeast = std::numeric_limits<float>::lowest();
+  constexpr float kProtected = std::numeric_limits<float>::infinity(), kLowest = std::numeric_limits<float>::lowest();
   for (int64_t pin = 0; pin < layer.pin_count; ++pin) {
-    const int32_t first = int32_t(layer.pins[2 * pin]), past = int32_t(layer.pins[2 * pin + 1]);
+    const int32_t first = int32_t(layer.pins[2 * pin]), end = int32_t(layer.pins[2 * pin + 1]);
     for (int64_t i = 0; i < count; ++i) {
-      worth[i] = (tokens.index[i] >= first) & (tokens.index[i] < past) ? kAlways : worth[i];
+      priority[i] = (tokens.index[i] >= first) & (tokens.index[i] < end) ? kProtected : priority[i];
     }
   }
   const int32_t recent = int32_t(slots.recent), sinks = int32_t(layer.sinks);
   for (int64_t i = 0; i < count; ++i) {
-    const float own = worth[i] == worth[i] ? worth[i] : kLeast;
-    const float kept = (tokens.rank[i] < recent) | (tokens.index[i] < sinks) ? kAlways : own;
-    worth[i] = tokens.index[i] < 0 ? simd::kMinusInfinity : kept;
+    const float finite = priority[i] == priority[i] ? priority[i] : kLowest;
+    const float value = (tokens.rank[i] < recent) | (tokens.index[i] < sinks) ? kProtected : finite;
+    priority[i] = tokens.index[i] < 0 ? simd::kMinusInfinity : value;
   }
 }
 

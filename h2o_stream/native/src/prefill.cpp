@@ -1,4 +1,4 @@
-// Prompts through the slots of a layer: how the work on heads is shared among threads.
+// Prefill of a layer: distributes the work on heads over threads.
 
 #include "prefill.h"
 
@@ -13,45 +13,45 @@ namespace {
 
 constexpr int64_t kDone = 0, kDoesNotFit = 1, kOutOfMemory = 2;
 
-// Heads for each thread from which on it pays to give it whole ones.
-constexpr int64_t kHeadsForEach = 4;
+// With at least this many heads per thread, every thread takes whole heads.
+constexpr int64_t kHeadsPerThread = 4;
 
-// Numbers of keys and values for which memory is kept between calls: a prompt that is read whole needs more.
-constexpr int64_t kKeptNumbers = 4 << 20;
+// Workspaces with more keys and values than this are freed after the call.
+constexpr int64_t kMaxCachedElements = 4 << 20;
 
 // One KV head of one stream.
 struct Task {
   const Slots* slots;
-  int64_t stream, head;  // the latter among those of the slots
+  int64_t stream, head;  // `head` is the index within the group
   int64_t count;         // new tokens
-  const int64_t* windows;
+  const int64_t* limits;
 };
 
-// What a call computes in, kept for the next one.
+// Buffers that are reused between calls.
 struct Workspace {
   std::vector<Head> heads;
-  std::vector<Scratch> scratch;  // of each thread
+  std::vector<Scratch> scratch;  // per thread
 };
 
-// Calls `item` with numbers below `total` that no other thread has taken.
+// Calls `work` with every number below `total` that no other thread has claimed.
 template <class Item>
-void take(std::atomic<int64_t>& next, int64_t total, Item item) {
-  for (int64_t number; (number = next.fetch_add(1, std::memory_order_relaxed)) < total;) item(number);
+void claim_all(std::atomic<int64_t>& next, int64_t total, Item work) {
+  for (int64_t number; (number = next.fetch_add(1, std::memory_order_relaxed)) < total;) work(number);
 }
 
-// Every thread takes whole heads.
+// Threads process whole heads.
 void run_heads(const AttentionLayer& layer, const NewTokens& tokens, const std::vector<Task>& tasks, int64_t threads,
                Workspace& space) {
   std::atomic<int64_t> next{0};
   parallel(threads, [&](const Worker& worker) {
-    Head& head = space.heads[worker.number];
-    Scratch& scratch = space.scratch[worker.number];
-    take(next, int64_t(tasks.size()), [&](int64_t number) {
-      const Task& task = tasks[number];
-      head.begin(layer, *task.slots, tokens, task.stream, task.head, task.count, task.windows);
+    Head& head = space.heads[worker.index];
+    Scratch& scratch = space.scratch[worker.index];
+    claim_all(next, int64_t(tasks.size()), [&](int64_t index) {
+      const Task& task = tasks[index];
+      head.load_slots(layer, *task.slots, tokens, task.stream, task.head, task.count, task.limits);
       for (int64_t chunk = 0, all = head.chunks(); chunk < all; ++chunk) {
-        for (int64_t piece = 0; piece < head.pieces(); ++piece) head.prepare(piece, scratch);
-        for (int64_t band = 0; band < head.bands(); ++band) head.attend(band, scratch);
+        for (int64_t block = 0; block < head.key_blocks(); ++block) head.prepare(block, scratch);
+        for (int64_t split = 0; split < head.splits(); ++split) head.attend(split, scratch);
         head.evict();
       }
     });
@@ -66,44 +66,47 @@ void run_phases(const AttentionLayer& layer, const NewTokens& tokens, const std:
   int64_t chunks = 0;
   for (const Task& task : tasks) chunks = std::max(chunks, (task.count + tokens.chunk - 1) / tokens.chunk);
   parallel(threads, [&](const Worker& worker) {
-    Scratch& scratch = space.scratch[worker.number];
-    for (int64_t i = worker.number; i < heads; i += worker.count) {
+    Scratch& scratch = space.scratch[worker.index];
+    for (int64_t i = worker.index; i < heads; i += worker.count) {
       const Task& task = tasks[i];
-      space.heads[i].begin(layer, *task.slots, tokens, task.stream, task.head, task.count, task.windows);
+      space.heads[i].load_slots(layer, *task.slots, tokens, task.stream, task.head, task.count, task.limits);
     }
     worker.barrier();
     for (int64_t chunk = 0; chunk < chunks; ++chunk) {
       const auto active = [&](int64_t i) { return chunk * tokens.chunk < tasks[i].count; };
-      // Units of work of all active heads, one after the other. A counter is set back a phase ahead of its use, when
-      // no thread can be in the one that used it last.
-      const auto phase = [&](int64_t number, auto units, auto work) {
-        if (worker.number == 0) next[(number + 1) % 3].store(0, std::memory_order_relaxed);
+      // The work units of all active heads, in order. A counter is reset one phase ahead of its use, when no thread can
+      // still be in the phase that used it last.
+      const auto phase = [&](int64_t phase_index, auto units, auto work) {
+        if (worker.index == 0) next[(phase_index + 1) % 3].store(0, std::memory_order_relaxed);
         int64_t total = 0;
         for (int64_t i = 0; i < heads; ++i) total += active(i) ? units(space.heads[i]) : 0;
-        take(next[number], total, [&](int64_t unit) {
+        claim_all(next[phase_index], total, [&](int64_t unit) {
           int64_t i = 0;
           for (;; ++i) {
-            const int64_t own = active(i) ? units(space.heads[i]) : 0;
-            if (unit < own) break;
-            unit -= own;
+            const int64_t head_units = active(i) ? units(space.heads[i]) : 0;
+            if (unit < head_units) break;
+            unit -= head_units;
           }
           work(space.heads[i], unit);
         });
         worker.barrier();
       };
-      phase(0, [](Head& head) { return head.pieces(); }, [&](Head& head, int64_t i) { head.prepare(i, scratch); });
-      phase(1, [](Head& head) { return head.bands(); }, [&](Head& head, int64_t i) { head.attend(i, scratch); });
-      phase(2, [](Head&) { return 1; }, [](Head& head, int64_t) { head.evict(); });
+      phase(
+          0, [](Head& head) { return head.key_blocks(); }, [&](Head& head, int64_t i) { head.prepare(i, scratch); });
+      phase(
+          1, [](Head& head) { return head.splits(); }, [&](Head& head, int64_t i) { head.attend(i, scratch); });
+      phase(
+          2, [](Head&) { return 1; }, [](Head& head, int64_t) { head.evict(); });
     }
   });
 }
 
-// Whether all tokens to hold have slots, with one to spare for the next token, and with a ring another.
-bool fits(const AttentionLayer& layer, const Slots& slots, const int64_t* windows, int64_t chunks) {
-  const bool encoded = layer.kv_bits < 16;
-  if (encoded && slots.recent < layer.residual - 1) return false;
+// Whether there are slots for all tokens to keep, one more for the next token, and another one for a ring.
+bool fits(const AttentionLayer& layer, const Slots& slots, const int64_t* limits, int64_t chunks) {
+  const bool quantized = layer.kv_bits < 16;
+  if (quantized && slots.recent < layer.residual - 1) return false;
   for (int64_t chunk = 0; chunk < chunks; ++chunk) {
-    if (windows[chunk] < 1 || windows[chunk] + 1 + encoded > slots.slots) return false;
+    if (limits[chunk] < 1 || limits[chunk] + 1 + quantized > slots.slot_count) return false;
   }
   return true;
 }
@@ -112,32 +115,32 @@ void run(const AttentionLayer& layer, const NewTokens& tokens, const std::vector
          int64_t threads) {
   thread_local Workspace space;
   const int64_t count = int64_t(tasks.size());
-  const bool whole = threads == 1 || count >= kHeadsForEach * threads;
-  const int64_t heads = whole ? threads : count, places = slots + tokens.chunk;
+  const bool whole_heads = threads == 1 || count >= kHeadsPerThread * threads;
+  const int64_t heads = whole_heads ? threads : count, max_keys = slots + tokens.chunk;
   if (int64_t(space.heads.size()) < heads) space.heads.resize(heads);
   if (int64_t(space.scratch.size()) < threads) space.scratch.resize(threads);
-  for (int64_t i = 0; i < heads; ++i) space.heads[i].reserve(layer, places, tokens.chunk);
-  for (int64_t i = 0; i < threads; ++i) space.scratch[i].reserve(layer, places);
-  whole ? run_heads(layer, tokens, tasks, threads, space) : run_phases(layer, tokens, tasks, threads, space);
-  if (heads * places * (layer.head_size + layer.value_size) > kKeptNumbers) space = Workspace();
+  for (int64_t i = 0; i < heads; ++i) space.heads[i].reserve(layer, max_keys, tokens.chunk);
+  for (int64_t i = 0; i < threads; ++i) space.scratch[i].reserve(layer, max_keys);
+  whole_heads ? run_heads(layer, tokens, tasks, threads, space) : run_phases(layer, tokens, tasks, threads, space);
+  if (heads * max_keys * (layer.head_size + layer.value_size) > kMaxCachedElements) space = Workspace();
 }
 
 }  // namespace
 }  // namespace prefill
 
-// Up to `new_tokens` tokens of each of B streams, packed to the left, in chunks: attend to what is held and to the
-// chunk, score, then hold what is worth most.
+// Feeds up to `new_tokens` left-aligned tokens of each of B streams in chunks: attend to the cache and the chunk,
+// update the scores, evict.
 //
-// slots [B][groups]: of each stream the slots of this layer.
-// counts [B]: new tokens of each stream. Outputs of the rest are zero.
-// windows [B][groups][chunks]: tokens to hold after each chunk, at most.
-// chunk: tokens between two evictions; 0 for all at once.
-// query [B][Hq][Q][D], key, value [B][Hkv][Q][D], of which `strides` [3][3] are those of stream, head and token, in
-// numbers; output [B][Q][Hq][value_size]; all float32 or bfloat16.
+// slots [B][groups]: the slots of this layer, by stream.
+// counts [B]: new tokens of each stream. The other outputs are zero.
+// windows [B][groups][chunks]: maximum number of cached tokens after each chunk.
+// chunk: tokens between evictions; 0 for all tokens.
+// query [B][Hq][Q][D], key, value [B][Hkv][Q][D], with `strides` [3][3] in elements per stream, head and token;
+// output [B][Q][Hq][value_size]; all float32 or bfloat16.
 //
-// Returns 0, or with nothing done 1 if there are not slots enough or 2 if there is not memory enough.
+// Returns 0; 1 if there are too few slots or 2 if out of memory, with nothing changed.
 extern "C" int64_t h2o_prefill(const AttentionLayer* layer, const Slots* slots, int64_t groups, int64_t streams,
-                               const int64_t* counts, const int64_t* windows, int64_t chunk, const void* query,
+                               const int64_t* counts, const int64_t* limits, int64_t chunk, const void* query,
                                const void* key, const void* value, const int64_t* strides, int64_t new_tokens,
                                int64_t in_bfloat16, void* output, int64_t threads) {
   using namespace prefill;
@@ -148,21 +151,21 @@ extern "C" int64_t h2o_prefill(const AttentionLayer* layer, const Slots* slots, 
   try {
     std::vector<Task> tasks;
     std::vector<int64_t> seen;
-    int64_t most = 0;
+    int64_t max_slots = 0;
     for (int64_t i = 0; i < streams * groups; ++i) {
       const int64_t count = counts[i / groups];
       seen.push_back(*slots[i].seen + count);
       if (!count) continue;
-      const int64_t own_chunks = (count + chunk - 1) / chunk;
-      if (count < 0 || count > new_tokens || !fits(*layer, slots[i], windows + i * chunks, own_chunks)) {
+      const int64_t stream_chunks = (count + chunk - 1) / chunk;
+      if (count < 0 || count > new_tokens || !fits(*layer, slots[i], limits + i * chunks, stream_chunks)) {
         return kDoesNotFit;
       }
-      most = std::max(most, slots[i].slots);
+      max_slots = std::max(max_slots, slots[i].slot_count);
       for (int64_t head = 0; head < slots[i].head_count; ++head) {
-        tasks.push_back({slots + i, i / groups, head, count, windows + i * chunks});
+        tasks.push_back({slots + i, i / groups, head, count, limits + i * chunks});
       }
     }
-    run(*layer, tokens, tasks, most, std::max<int64_t>(threads, 1));
+    run(*layer, tokens, tasks, max_slots, std::max<int64_t>(threads, 1));
     for (int64_t i = 0; i < streams * groups; ++i) *slots[i].seen = seen[i];
   } catch (const std::bad_alloc&) {
     return kOutOfMemory;

@@ -1,4 +1,4 @@
-// Rotary positions by distance from the newest token: h2o_stream/cache/rope.py.
+// RoPE by distance from the newest token; see h2o_stream/cache/rope.py.
 
 #pragma once
 
@@ -7,29 +7,29 @@
 
 namespace rope {
 
-// How far behind the newest token, `now`, RoPE sees some keys.
-inline void distances(const AttentionLayer& layer, const Slots& slots, int32_t now, const int32_t* index,
-                      const int32_t* rank, int64_t count, int32_t* to) {
-  const int32_t last = int32_t(layer.distances) - 1, span = int32_t(slots.span);
-  if (layer.positions == kRolling) {
-    for (int64_t i = 0; i < count; ++i) to[i] = rank[i];
+// RoPE distances of some keys from the newest token.
+inline void distances(const AttentionLayer& layer, const Slots& slots, int32_t newest, const int32_t* index,
+                      const int32_t* rank, int64_t count, int32_t* out) {
+  const int32_t last = int32_t(layer.rope_rows) - 1, span = int32_t(slots.span);
+  if (layer.position_mode == kRolling) {
+    for (int64_t i = 0; i < count; ++i) out[i] = rank[i];
   } else {
-    for (int64_t i = 0; i < count; ++i) to[i] = std::min(now - index[i], span + rank[i]);
-    for (int64_t pin = 0; pin < layer.pin_count; ++pin) {  // no gap in front of them: what must be known stays near
-      const int32_t first = int32_t(layer.pins[2 * pin]), past = int32_t(layer.pins[2 * pin + 1]);
+    for (int64_t i = 0; i < count; ++i) out[i] = std::min(newest - index[i], span + rank[i]);
+    for (int64_t pin = 0; pin < layer.pin_count; ++pin) {  // pinned tokens have no gap in front of them
+      const int32_t first = int32_t(layer.pins[2 * pin]), end = int32_t(layer.pins[2 * pin + 1]);
       for (int64_t i = 0; i < count; ++i) {
-        const bool pinned = (index[i] >= first) & (index[i] < past);
-        to[i] = pinned ? std::min(to[i], rank[i]) : to[i];
+        const bool pinned = (index[i] >= first) & (index[i] < end);
+        out[i] = pinned ? std::min(out[i], rank[i]) : out[i];
       }
     }
   }
-  for (int64_t i = 0; i < count; ++i) to[i] = std::max(0, std::min(to[i], last));
+  for (int64_t i = 0; i < count; ++i) out[i] = std::max(0, std::min(out[i], last));
 }
 
-// Rotates a query or key by minus the angles of `turn` [rotary], in place; numbers past `rotary` stay.
-inline void rotate_back(const float* turn, int64_t rotary, float* x) {
-  const int64_t half = rotary / 2;
-  const float *cosines = turn, *sines = turn + half;
+// Rotates a query or key by the negative angles of `cos_sin` [rotary_dims] in place; other elements stay unchanged.
+inline void rotate_inverse(const float* cos_sin, int64_t rotary_dims, float* x) {
+  const int64_t half = rotary_dims / 2;
+  const float *cosines = cos_sin, *sines = cos_sin + half;
   int64_t i = 0;
   for (; i + simd::kWidth <= half; i += simd::kWidth) {
     const simd::Floats first = simd::load(x + i), second = simd::load(x + half + i);
@@ -44,8 +44,8 @@ inline void rotate_back(const float* turn, int64_t rotary, float* x) {
   }
 }
 
-inline void rotate_back(const AttentionLayer& layer, int64_t distance, float* x) {
-  rotate_back(layer.rope + distance * layer.rotary, layer.rotary, x);
+inline void rotate_inverse(const AttentionLayer& layer, int64_t distance, float* x) {
+  rotate_inverse(layer.rope + distance * layer.rotary_dims, layer.rotary_dims, x);
 }
 
 }  // namespace rope

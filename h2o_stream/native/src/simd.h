@@ -1,4 +1,4 @@
-// Vectors of numbers as wide as the machine's registers, loads and stores of every dtype, and functions of them.
+// SIMD vectors of the native width: loads and stores for every dtype, and functions on them.
 
 #pragma once
 
@@ -7,6 +7,8 @@
 #include <cstdint>
 #include <cstring>
 #include <limits>
+#include <type_traits>
+#include <utility>
 
 #include "compat.h"
 
@@ -15,13 +17,14 @@
 #include <immintrin.h>
 #endif
 
-#if defined(H2O_AVX2) && defined(__AVX512F__) && defined(__AVX512BW__) && defined(__AVX512VL__) && defined(__AVX512VNNI__)
+#if defined(H2O_AVX2) && defined(__AVX512F__) && defined(__AVX512BW__) && defined(__AVX512VL__) && \
+    defined(__AVX512VNNI__)
 #define H2O_AVX512
 #endif
 
 namespace simd {
 
-// Numbers in a vector. One of 16 that the machine does not have is made of several by the compiler.
+// Elements per vector. Compilers emulate wider vectors than the machine has.
 #if defined(H2O_AVX512)
 constexpr int64_t kWidth = 16;
 #elif defined(H2O_AVX2)
@@ -32,14 +35,18 @@ constexpr int64_t kWidth = 4;
 
 using Floats = float __attribute__((vector_size(4 * kWidth)));
 using Ints = int32_t __attribute__((vector_size(4 * kWidth)));
+using Words = uint32_t __attribute__((vector_size(4 * kWidth)));
+using Halves = uint16_t __attribute__((vector_size(2 * kWidth)));
+using Bytes = uint8_t __attribute__((vector_size(kWidth)));
+using SignedBytes = int8_t __attribute__((vector_size(kWidth)));
 
 constexpr float kMinusInfinity = -std::numeric_limits<float>::infinity();
 constexpr int64_t kCacheLine = 64;
 
-// `count` rounded up to a multiple of `unit`.
+// Rounds `count` up to a multiple of `unit`.
 constexpr int64_t padded(int64_t count, int64_t unit = kWidth) { return (count + unit - 1) / unit * unit; }
 
-// bfloat16: the upper half of a float.
+// The upper half of a float.
 struct BFloat16 {
   uint16_t bits;
 };
@@ -50,6 +57,8 @@ struct Half {
 };
 
 inline float to_float(float x) { return x; }
+inline float to_float(uint8_t x) { return x; }
+inline float to_float(int8_t x) { return x; }
 
 inline float to_float(BFloat16 x) {
   const uint32_t bits = uint32_t(x.bits) << 16;
@@ -65,7 +74,7 @@ inline float to_float(Half x) {
   const uint32_t magnitude = (x.bits & 0x7fffu) << 13, sign = (x.bits & 0x8000u) << 16;
   float value;
   std::memcpy(&value, &magnitude, sizeof value);
-  value *= 0x1p112f;  // infinities and NaNs do not occur in what is held
+  value *= 0x1p112f;  // infinities and NaNs do not occur
   uint32_t bits;
   std::memcpy(&bits, &value, sizeof bits);
   bits |= sign;
@@ -76,14 +85,14 @@ inline float to_float(Half x) {
 
 inline void from_float(float x, float& to) { to = x; }
 
-// Rounded to nearest, ties to even.
+// Rounds to nearest, ties to even.
 inline void from_float(float x, BFloat16& to) {
   uint32_t bits;
   std::memcpy(&bits, &x, sizeof bits);
   to.bits = x != x ? 0x7fc0 : uint16_t((bits + 0x7fff + (bits >> 16 & 1)) >> 16);
 }
 
-// Rounded to nearest, ties to even; too large becomes infinity.
+// Rounds to nearest, ties to even; values that are too large become infinity.
 inline void from_float(float x, Half& to) {
   uint32_t bits;
   std::memcpy(&bits, &x, sizeof bits);
@@ -91,11 +100,11 @@ inline void from_float(float x, Half& to) {
   const float magnitude = std::fabs(x);
   if (!(magnitude < 65520.f)) {
     to.bits = sign | 0x7c00;
-  } else if (magnitude < 0x1p-14f) {  // subnormal: adding 0.5 leaves it, rounded, in the last bits
+  } else if (magnitude < 0x1p-14f) {  // subnormal: adding 0.5 rounds to the lowest bits
     const float shifted = magnitude + 0.5f;
-    uint32_t own;
-    std::memcpy(&own, &shifted, sizeof own);
-    to.bits = sign | uint16_t(own & 0xffff);
+    uint32_t rounded_bits;
+    std::memcpy(&rounded_bits, &shifted, sizeof rounded_bits);
+    to.bits = sign | uint16_t(rounded_bits & 0xffff);
   } else {
     bits = (bits & 0x7fffffff) - (112u << 23);
     to.bits = sign | uint16_t((bits + 0xfff + (bits >> 13 & 1)) >> 13);
@@ -111,29 +120,47 @@ inline Floats load(const float* from) {
 }
 
 inline Floats load(const BFloat16* from) {
-#if defined(H2O_AVX512)  // GCC 12 takes four instructions where there is one
+#if defined(H2O_AVX512)  // GCC 12 emits four instructions otherwise
   const __m256i halves = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(from));
   return Floats(Ints(_mm512_maskz_cvtepu16_epi32(__mmask16(-1), halves)) << 16);
 #elif defined(H2O_AVX2)
   const __m128i halves = _mm_loadu_si128(reinterpret_cast<const __m128i*>(from));
   return Floats(_mm256_slli_epi32(_mm256_cvtepu16_epi32(halves), 16));
 #else
-  using Halves = uint16_t __attribute__((vector_size(2 * kWidth)));
-  using Wide = uint32_t __attribute__((vector_size(4 * kWidth)));
   Halves halves;
   std::memcpy(&halves, from, sizeof halves);
-  const Wide wide = __builtin_convertvector(halves, Wide) << 16;
-  Floats floats;
-  std::memcpy(&floats, &wide, sizeof floats);
-  return floats;
+  return Floats(__builtin_convertvector(halves, Words) << 16);
 #endif
 }
 
-inline Floats load(const uint8_t* from) {
-  using Bytes = uint8_t __attribute__((vector_size(kWidth)));
-  Bytes bytes;
-  std::memcpy(&bytes, from, sizeof bytes);
-  return __builtin_convertvector(__builtin_convertvector(bytes, Ints), Floats);
+inline Floats load(const Half* from) {
+#if defined(H2O_AVX512)  // GCC 12 warns about the variant without a mask
+  return Floats(_mm512_maskz_cvtph_ps(__mmask16(-1), _mm256_loadu_si256(reinterpret_cast<const __m256i*>(from))));
+#elif defined(H2O_AVX2)
+  return Floats(_mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(from))));
+#else
+  Halves halves;
+  std::memcpy(&halves, from, sizeof halves);
+  const Ints bits = __builtin_convertvector(halves, Ints);
+  const Floats magnitudes = Floats((bits & 0x7fff) << 13) * 0x1p112f;
+  return Floats(Ints(magnitudes) | (bits & 0x8000) << 16);
+#endif
+}
+
+// GCC 12 converts bytes one by one without intrinsics.
+template <class Byte, class = std::enable_if_t<sizeof(Byte) == 1>>
+Floats load(const Byte* from) {
+#if defined(H2O_AVX512)
+  const __m128i bytes = _mm_loadu_si128(reinterpret_cast<const __m128i*>(from));
+  return Floats(_mm512_cvtepi32_ps(std::is_signed_v<Byte> ? _mm512_cvtepi8_epi32(bytes) : _mm512_cvtepu8_epi32(bytes)));
+#elif defined(H2O_AVX2)
+  const __m128i bytes = _mm_loadl_epi64(reinterpret_cast<const __m128i*>(from));
+  return Floats(_mm256_cvtepi32_ps(std::is_signed_v<Byte> ? _mm256_cvtepi8_epi32(bytes) : _mm256_cvtepu8_epi32(bytes)));
+#else
+  Floats floats;
+  for (int64_t i = 0; i < kWidth; ++i) floats[i] = float(from[i]);
+  return floats;
+#endif
 }
 
 inline Ints load(const int32_t* from) {
@@ -146,76 +173,113 @@ inline void store(Floats floats, float* to) { std::memcpy(to, &floats, sizeof fl
 inline void store(Ints ints, int32_t* to) { std::memcpy(to, &ints, sizeof ints); }
 
 inline void store(Floats floats, BFloat16* to) {
-  using Halves = uint16_t __attribute__((vector_size(2 * kWidth)));
-  using Wide = uint32_t __attribute__((vector_size(4 * kWidth)));
-  Wide bits;
-  std::memcpy(&bits, &floats, sizeof bits);
+  const Words bits = Words(floats);
   const Halves halves = __builtin_convertvector((bits + 0x7fff + (bits >> 16 & 1)) >> 16, Halves);
   std::memcpy(to, &halves, sizeof halves);
 }
 
-// The sum of 16, 8 or 4 numbers, halves first.
-template <class Some>
-float total(Some numbers) {
-  if constexpr (sizeof numbers == 64) {
-    return total(__builtin_shufflevector(numbers, numbers, 0, 1, 2, 3, 4, 5, 6, 7) +
-                 __builtin_shufflevector(numbers, numbers, 8, 9, 10, 11, 12, 13, 14, 15));
-  } else if constexpr (sizeof numbers == 32) {
-    return total(__builtin_shufflevector(numbers, numbers, 0, 1, 2, 3) +
-                 __builtin_shufflevector(numbers, numbers, 4, 5, 6, 7));
+// Rounds to nearest, ties to even; values that are too large become infinity.
+inline void store(Floats floats, Half* to) {
+#if defined(H2O_AVX512)
+  const __m256i halves = _mm512_maskz_cvtps_ph(__mmask16(-1), __m512(floats), _MM_FROUND_TO_NEAREST_INT);
+  std::memcpy(to, &halves, sizeof halves);
+#elif defined(H2O_AVX2)
+  const __m128i halves = _mm256_cvtps_ph(__m256(floats), _MM_FROUND_TO_NEAREST_INT);
+  std::memcpy(to, &halves, sizeof halves);
+#else
+  for (int64_t i = 0; i < kWidth; ++i) from_float(floats[i], to[i]);
+#endif
+}
+
+// Interleaves the halves of two vectors that begin at element `first`.
+template <int64_t first, class Vector, size_t... i>
+Vector interleave(Vector a, Vector b, std::index_sequence<i...>) {
+  return __builtin_shufflevector(a, b, (first + int64_t(i) / 2 + int64_t(i) % 2 * int64_t(sizeof...(i)))...);
+}
+
+// Transposes a square matrix of `width` vectors in place. Each stage rotates the bits of (row, column) by one.
+template <class Vector, size_t width>
+[[gnu::always_inline]] inline void transpose(Vector (&rows)[width]) {
+  constexpr auto kIndices = std::make_index_sequence<width>();
+#pragma GCC unroll 4
+  for (size_t stage = 1; stage < width; stage *= 2) {
+    Vector interleaved[width];
+#pragma GCC unroll 8
+    for (size_t i = 0; i < width / 2; ++i) {
+      interleaved[2 * i] = interleave<0>(rows[i], rows[i + width / 2], kIndices);
+      interleaved[2 * i + 1] = interleave<width / 2>(rows[i], rows[i + width / 2], kIndices);
+    }
+#pragma GCC unroll 16
+    for (size_t i = 0; i < width; ++i) rows[i] = interleaved[i];
+  }
+}
+
+// Sums the halves of 16, 8 or 4 elements until four are left.
+template <class Vector>
+auto fold_to_four(Vector v) {
+  if constexpr (sizeof v == 64) {
+    return fold_to_four(__builtin_shufflevector(v, v, 0, 1, 2, 3, 4, 5, 6, 7) +
+                        __builtin_shufflevector(v, v, 8, 9, 10, 11, 12, 13, 14, 15));
+  } else if constexpr (sizeof v == 32) {
+    return __builtin_shufflevector(v, v, 0, 1, 2, 3) + __builtin_shufflevector(v, v, 4, 5, 6, 7);
   } else {
-    const Some pairs = numbers + __builtin_shufflevector(numbers, numbers, 2, 3, 0, 1);
-    return pairs[0] + pairs[1];
+    return v;
   }
 }
 
-// The largest of some numbers; minus infinity for none.
-inline float largest(const float* numbers, int64_t count) {
-  Floats tops = splat(kMinusInfinity);
+template <class Vector>
+float reduce_add(Vector v) {
+  const auto four = fold_to_four(v);
+  const auto pairs = four + __builtin_shufflevector(four, four, 2, 3, 0, 1);
+  return pairs[0] + pairs[1];
+}
+
+// Minus infinity for an empty array.
+inline float reduce_max(const float* values, int64_t count) {
+  Floats maxima = splat(kMinusInfinity);
   int64_t i = 0;
   for (; i + kWidth <= count; i += kWidth) {
-    const Floats some = load(numbers + i);
-    tops = some > tops ? some : tops;
+    const Floats vector = load(values + i);
+    maxima = vector > maxima ? vector : maxima;
   }
-  float top = kMinusInfinity;
-  for (int64_t j = 0; j < kWidth; ++j) top = std::max(top, tops[j]);
-  for (; i < count; ++i) top = std::max(top, numbers[i]);
-  return top;
+  float maximum = kMinusInfinity;
+  for (int64_t j = 0; j < kWidth; ++j) maximum = std::max(maximum, maxima[j]);
+  for (; i < count; ++i) maximum = std::max(maximum, values[i]);
+  return maximum;
 }
 
-// The smallest of some numbers; infinity for none.
-inline float smallest(const float* numbers, int64_t count) {
-  Floats least = splat(-kMinusInfinity);
+// Infinity for an empty array.
+inline float reduce_min(const float* values, int64_t count) {
+  Floats minima = splat(-kMinusInfinity);
   int64_t i = 0;
   for (; i + kWidth <= count; i += kWidth) {
-    const Floats some = load(numbers + i);
-    least = some < least ? some : least;
+    const Floats vector = load(values + i);
+    minima = vector < minima ? vector : minima;
   }
-  float smallest = -kMinusInfinity;
-  for (int64_t j = 0; j < kWidth; ++j) smallest = std::min(smallest, least[j]);
-  for (; i < count; ++i) smallest = std::min(smallest, numbers[i]);
-  return smallest;
+  float minimum = -kMinusInfinity;
+  for (int64_t j = 0; j < kWidth; ++j) minimum = std::min(minimum, minima[j]);
+  for (; i < count; ++i) minimum = std::min(minimum, values[i]);
+  return minimum;
 }
 
-// e to the power of numbers that are not above zero, to the last digit but one; zero below -87, NaN of NaN.
+// exp(x) for x <= 0, accurate to about 1 ulp; zero below -87, NaN for NaN.
 inline Floats exp_nonpositive(Floats x) {
-  const Ints vanishing = x < -87.f;
-  const Floats power = x * 1.44269504f, magic = splat(12582912.f);  // adding 1.5 * 2^23 rounds to a whole number
-  const Floats whole = (power + magic) - magic;
-  const Floats rest = (x - whole * 0.693359375f) + whole * 2.12194440e-4f;
-  Floats sum = splat(1.9875691500e-4f);
-  for (const float factor : {1.3981999507e-3f, 8.3334519073e-3f, 4.1665795894e-2f, 1.6666665459e-1f, 5.0000001201e-1f}) {
-    sum = sum * rest + factor;
+  const Ints underflow = x < -87.f;
+  const Floats scaled = x * 1.44269504f, magic = splat(12582912.f);  // adding 1.5 * 2^23 rounds to an integer
+  const Floats rounded = (scaled + magic) - magic;
+  const Floats remainder = (x - rounded * 0.693359375f) + rounded * 2.12194440e-4f;
+  Floats polynomial = splat(1.9875691500e-4f);
+  for (const float coefficient :
+       {1.3981999507e-3f, 8.3334519073e-3f, 4.1665795894e-2f, 1.6666665459e-1f, 5.0000001201e-1f}) {
+    polynomial = polynomial * remainder + coefficient;
   }
-  sum = sum * rest * rest + rest + 1.f;
-  const Ints exponent = (__builtin_convertvector(whole, Ints) + 127) << 23;
-  Floats scale;
-  std::memcpy(&scale, &exponent, sizeof scale);
-  return vanishing ? Floats{} : sum * scale;
+  polynomial = polynomial * remainder * remainder + remainder + 1.f;
+  const Ints exponent = (__builtin_convertvector(rounded, Ints) + 127) << 23;
+  return underflow ? Floats{} : polynomial * Floats(exponent);
 }
 
 inline void prefetch(const void* from, int64_t bytes) {
-  asm volatile("");  // GCC takes functions that only prefetch for pure ones, and leaves them out
+  asm volatile("");  // GCC treats functions that only prefetch as pure and removes the calls
   for (int64_t i = 0; i < bytes; i += kCacheLine) __builtin_prefetch(static_cast<const uint8_t*>(from) + i);
 }
 

@@ -7,12 +7,12 @@
 namespace {
 
 using packed::kGroup;
-using packed::kRows;  // of any matrix stay with one thread: their results share a line of the cache
+using packed::kRows;  // units of work per thread: the results of 16 rows share a cache line
 
-// Rounds some numbers of a vector if one of these matrices needs it.
-void round_for(std::initializer_list<const Matrix*> matrices, const Vectors& vectors, int64_t vector, Range numbers) {
-  const auto needs = [](const Matrix* matrix) { return matrix->weights && packed::is_packed(matrix->kind); };
-  if (std::any_of(matrices.begin(), matrices.end(), needs)) vectors.round(vector, numbers);
+// Quantizes a range of a vector if any of these matrices needs it.
+void quantize_for(std::initializer_list<const Matrix*> matrices, const Vectors& vectors, int64_t vector, Range range) {
+  const auto reads_codes = [](const Matrix* matrix) { return matrix->weights && packed::is_packed(matrix->kind); };
+  if (std::any_of(matrices.begin(), matrices.end(), reads_codes)) vectors.quantize(vector, range);
 }
 
 simd::Floats silu(simd::Floats x) {
@@ -20,7 +20,7 @@ simd::Floats silu(simd::Floats x) {
   return (x < 0.f ? x * power : x) / (1.f + power);
 }
 
-float activated(int64_t activation, float x) {
+float activate_scalar(int64_t activation, float x) {
   switch (activation) {
     case kGeluTanh: return 0.5f * x * (1 + std::tanh(0.7978845608028654f * (x + 0.044715f * x * x * x)));
     case kGeluErf: return 0.5f * x * (1 + std::erf(x * 0.7071067811865476f));
@@ -33,21 +33,21 @@ float activated(int64_t activation, float x) {
 
 void Step::run(const Stream* streams, int64_t count, float* logits, float* trace, int64_t threads) {
   streams_ = streams, count_ = count, logits_ = logits, trace_ = trace;
-  slots_.resize(count), now_.resize(count);
-  for (int64_t stream = 0; stream < count; ++stream) now_[stream] = int32_t(*streams[stream].slots->seen);
+  slots_.resize(count), token_indices_.resize(count);
+  for (int64_t stream = 0; stream < count; ++stream) token_indices_[stream] = int32_t(*streams[stream].slots->seen);
   reserve(threads);
-  const auto begun = std::chrono::steady_clock::now();
-  parallel(threads > 1 ? choice_.choose(threads) : 1, [this](const Worker& worker) { work(worker); });
-  if (threads > 1) choice_.learn(std::chrono::duration<double>(std::chrono::steady_clock::now() - begun).count());
+  const auto start = std::chrono::steady_clock::now();
+  parallel(threads > 1 ? tuner_.choose(threads) : 1, [this](const Worker& worker) { run_worker(worker); });
+  if (threads > 1) tuner_.record(std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count());
 }
 
 void Step::reserve(int64_t threads) {
   int64_t slots = 0, query_size = 0, qkv = 0, inner = 0, query_heads = 0, value_size = 0;
-  for (int64_t number = 0; number < model_.layer_count; ++number) {
-    const Layer& layer = model_.layers[number];
+  for (int64_t index = 0; index < model_.layer_count; ++index) {
+    const Layer& layer = model_.layers[index];
     for (int64_t stream = 0; stream < count_; ++stream) {
       for (int64_t group = 0; group < layer.group_count; ++group) {
-        slots = std::max(slots, streams_[stream].slots[layer.first_group + group].slots);
+        slots = std::max(slots, streams_[stream].slots[layer.first_group + group].slot_count);
       }
     }
     int64_t rows = 0;
@@ -57,52 +57,52 @@ void Step::reserve(int64_t threads) {
     value_size = std::max(value_size, layer.attention.value_size);
     query_size = std::max(query_size, layer.out.columns);
   }
-  if (count_ <= reserved_ && threads <= reserved_threads_ && slots <= reserved_slots_) return;
-  reserved_ = std::max(count_, reserved_), reserved_threads_ = std::max(threads, reserved_threads_);
+  if (count_ <= reserved_streams_ && threads <= reserved_threads_ && slots <= reserved_slots_) return;
+  reserved_streams_ = std::max(count_, reserved_streams_), reserved_threads_ = std::max(threads, reserved_threads_);
   reserved_slots_ = std::max(slots, reserved_slots_);
-  const int64_t hidden = model_.hidden;
-  attention_.reserve(reserved_, query_heads, value_size, reserved_slots_, reserved_threads_);
-  for (int64_t number = 0; number < model_.layer_count; ++number) {
-    attention_.reserve_scratch(model_.layers[number].attention);
+  const int64_t hidden = model_.hidden_size;
+  attention_.reserve(reserved_streams_, query_heads, value_size, reserved_slots_, reserved_threads_);
+  for (int64_t index = 0; index < model_.layer_count; ++index) {
+    attention_.reserve_scratch(model_.layers[index].attention);
   }
   states_.resize(reserved_threads_);
   for (int64_t i = 0; i < reserved_threads_; ++i) {
-    const int64_t rows = i == 0 ? reserved_ : 1;  // all others are used for one stream alone
+    const int64_t rows = i == 0 ? reserved_streams_ : 1;  // the other states hold a single stream
     states_[i].x.reserve(rows * hidden);
     states_[i].factors.reserve(rows * attention_.factor_count());
     states_[i].normed = Vectors(rows, hidden);
     states_[i].attended = Vectors(rows, query_size);
   }
-  angles_.resize(reserved_threads_ * reserved_);
-  qkv_.reserve(reserved_ * qkv);
+  angles_.resize(reserved_threads_ * reserved_streams_);
+  qkv_.reserve(reserved_streams_ * qkv);
   qkv_size_ = qkv, inner_ = inner;
-  attention_delta_.reserve(reserved_ * hidden);
-  mlp_delta_.reserve(reserved_ * hidden);
-  gate_.reserve(reserved_ * inner);
-  up_.reserve(reserved_ * inner);
+  attention_delta_.reserve(reserved_streams_ * hidden);
+  mlp_delta_.reserve(reserved_streams_ * hidden);
+  gate_.reserve(reserved_streams_ * inner);
+  up_.reserve(reserved_streams_ * inner);
   scratch_.reserve(reserved_threads_ * hidden);
-  activated_ = Vectors(reserved_, inner);
+  activated_ = Vectors(reserved_streams_, inner);
 }
 
 template <class Body>
-void Step::each_stream(const Worker& worker, Body body) {
+void Step::for_each_stream(const Worker& worker, Body body) {
   if (count_ == 1) return body(state(worker), int64_t(0));
-  const Range mine = worker.share(count_);
-  for (int64_t stream = mine.begin; stream < mine.end; ++stream) body(states_[0], stream);
+  const Range range = worker.partition(count_);
+  for (int64_t stream = range.begin; stream < range.end; ++stream) body(states_[0], stream);
   worker.barrier();
 }
 
-void Step::work(const Worker& worker) {
+void Step::run_worker(const Worker& worker) {
   embed(worker);
-  for (int64_t number = 0; number < model_.layer_count; ++number) {
-    const Layer& layer = model_.layers[number];
-    const Layer* before = number ? &model_.layers[number - 1] : nullptr;
-    each_stream(worker, [&](State& state, int64_t stream) {
-      float* x = state.x.at(stream * model_.hidden);
+  for (int64_t index = 0; index < model_.layer_count; ++index) {
+    const Layer& layer = model_.layers[index];
+    const Layer* before = index ? &model_.layers[index - 1] : nullptr;
+    for_each_stream(worker, [&](State& state, int64_t stream) {
+      float* x = state.x.at(stream * model_.hidden_size);
       if (before) add_layer(*before, x, stream, worker);
-      keep_trace(number, stream, x, worker);
-      apply_norm(layer.before_attention, x, model_.hidden, state.normed.at(stream));
-      round_for({&layer.qkv[0], &layer.qkv[1], &layer.qkv[2]}, state.normed, stream, {0, model_.hidden});
+      write_trace(index, stream, x, worker);
+      apply_norm(layer.before_attention, x, model_.hidden_size, state.normed.at(stream));
+      quantize_for({&layer.qkv[0], &layer.qkv[1], &layer.qkv[2]}, state.normed, stream, {0, model_.hidden_size});
     });
     attention(worker, layer);
     mlp(worker, layer);
@@ -111,118 +111,119 @@ void Step::work(const Worker& worker) {
 }
 
 void Step::embed(const Worker& worker) {
-  const int64_t hidden = model_.hidden;
+  const int64_t hidden = model_.hidden_size;
   const float scale = float(model_.embedding_scale);
   const auto row = [&](State& state, int64_t stream) {
     float* x = state.x.at(stream * hidden);
     read_row(model_.embedding, streams_[stream].token, x);
     for (int64_t i = 0; i < hidden; ++i) x[i] *= scale;
     if (!model_.learned_positions) return;
-    const float* position = model_.learned_positions + (now_[stream] + model_.learned_offset) * hidden;
+    const float* position = model_.learned_positions + (token_indices_[stream] + model_.learned_offset) * hidden;
     for (int64_t i = 0; i < hidden; ++i) x[i] += position[i];
   };
-  each_stream(worker, row);
+  for_each_stream(worker, row);
 }
 
-void Step::keep_trace(int64_t layer, int64_t stream, const float* x, const Worker& worker) const {
-  if (!trace_ || (count_ == 1 && worker.number)) return;
-  std::copy_n(x, model_.hidden, trace_ + (layer * count_ + stream) * model_.hidden);
+void Step::write_trace(int64_t layer, int64_t stream, const float* x, const Worker& worker) const {
+  if (!trace_ || (count_ == 1 && worker.index)) return;
+  std::copy_n(x, model_.hidden_size, trace_ + (layer * count_ + stream) * model_.hidden_size);
 }
 
-// x += delta, normed first where the layer wants it.
+// x += norm(delta).
 void Step::add(const Norm& norm, float* delta, float* x, const Worker& worker) {
-  const int64_t hidden = model_.hidden;
+  const int64_t hidden = model_.hidden_size;
   const float scale = float(model_.residual_scale);
   const float* from = delta;
   if (norm.kind != kNoNorm) {
-    float* own = scratch_.at(worker.number * hidden);
-    apply_norm(norm, delta, hidden, own);
-    from = own;
+    float* normed = scratch_.at(worker.index * hidden);
+    apply_norm(norm, delta, hidden, normed);
+    from = normed;
   }
   for (int64_t i = 0; i < hidden; ++i) x[i] += scale * from[i];
 }
 
-// What the layer before has left to be added.
+// Adds the MLP output, and with a parallel MLP also the attention output, of the previous layer.
 void Step::add_layer(const Layer& layer, float* x, int64_t stream, const Worker& worker) {
-  const int64_t hidden = model_.hidden;
+  const int64_t hidden = model_.hidden_size;
   if (layer.parallel) add(layer.after_attention, attention_delta_.at(stream * hidden), x, worker);
   add(layer.after_mlp, mlp_delta_.at(stream * hidden), x, worker);
 }
 
 void Step::attention(const Worker& worker, const Layer& layer) {
-  const int64_t hidden = model_.hidden;
-  State& own = state(worker);
+  const int64_t hidden = model_.hidden_size;
+  State& local = state(worker);
   int64_t first = 0;
   for (int64_t i = 0; i < layer.qkv_count; ++i) {
     const Matrix& matrix = layer.qkv[i];
-    multiply(matrix, own.normed, count_, worker.share(matrix.rows, kRows), qkv_.at(first), qkv_size_);
+    skinny_gemm(matrix, local.normed, count_, worker.partition(matrix.rows, kRows), qkv_.at(first), qkv_size_);
     first += matrix.rows;
   }
   for (int64_t group = 0; count_ == 1 && group < layer.group_count; ++group) {
     prefetch_slots(streams_->slots[layer.first_group + group], worker);
   }
-  if (worker.number == 0) {
+  if (worker.index == 0) {
     for (int64_t stream = 0; stream < count_; ++stream) {
       slots_[stream] = streams_[stream].slots + layer.first_group;
     }
-    attention_.enter(layer.attention, slots_.data(), layer.group_count, count_, now_.data());
+    attention_.set_layer(layer.attention, slots_.data(), layer.group_count, count_, token_indices_.data());
   }
   worker.barrier();
   attention_.attend(worker, [&](int64_t stream, int64_t head, float* queries, float* key, float* value) {
-    prepare(layer, stream, head, queries, key, value, angles_[worker.number * reserved_ + stream]);
+    prepare(layer, stream, head, queries, key, value, angles_[worker.index * reserved_streams_ + stream]);
   });
-  prefetch(layer.out, worker.share(hidden, kRows));
+  prefetch(layer.out, worker.partition(hidden, kRows));
   worker.barrier();
-  each_stream(worker, [&](State& state, int64_t stream) {
+  for_each_stream(worker, [&](State& state, int64_t stream) {
     attention_.merge(stream, state.attended.at(stream), state.factors.at(stream * attention_.factor_count()));
-    round_for({&layer.out}, state.attended, stream, {0, layer.out.columns});
+    quantize_for({&layer.out}, state.attended, stream, {0, layer.out.columns});
   });
-  attention_.update_scores(
-      worker, [&](int64_t stream) { return own.factors.at(stream * attention_.factor_count()); });
-  multiply(layer.out, own.attended, count_, worker.share(hidden, kRows), attention_delta_.data(), hidden);
-  prefetch(layer.gate.weights ? layer.gate : layer.up, worker.share(layer.down.columns, kGroup));
+  attention_.update_scores(worker,
+                           [&](int64_t stream) { return local.factors.at(stream * attention_.factor_count()); });
+  skinny_gemm(layer.out, local.attended, count_, worker.partition(hidden, kRows), attention_delta_.data(), hidden);
+  prefetch(layer.gate.weights ? layer.gate : layer.up, worker.partition(layer.down.columns, kGroup));
   worker.barrier();
   attention_.evict(worker);
 }
 
-// Queries of a KV head's group and, unless null, its key and value.
+// Writes the queries of a KV head's group and, unless null, its key and value.
 void Step::prepare(const Layer& layer, int64_t stream, int64_t head, float* queries, float* key, float* value,
                    Angles& angles) {
   const AttentionLayer& shape = layer.attention;
   const int64_t heads = shape.query_heads / shape.kv_heads, size = simd::padded(shape.head_size);
   const float* qkv = qkv_.at(stream * qkv_size_);
   for (int64_t q = 0; q < heads; ++q) {
-    const float* from = qkv + layer.query_first + (head * heads + q) * layer.query_step;
-    prepare_head(layer, layer.query_norm, from, now_[stream], angles, queries + q * size);
+    const float* from = qkv + layer.query_offset + (head * heads + q) * layer.query_stride;
+    prepare_head(layer, layer.query_norm, from, token_indices_[stream], angles, queries + q * size);
   }
   if (!key) return;
-  prepare_head(layer, layer.key_norm, qkv + layer.key_first + head * layer.key_step, now_[stream], angles, key);
-  std::copy_n(qkv + layer.value_first + head * layer.value_step, shape.value_size, value);
+  prepare_head(layer, layer.key_norm, qkv + layer.key_offset + head * layer.key_stride, token_indices_[stream], angles,
+               key);
+  std::copy_n(qkv + layer.value_offset + head * layer.value_stride, shape.value_size, value);
 }
 
 void Step::mlp(const Worker& worker, const Layer& layer) {
-  const int64_t hidden = model_.hidden, inner = layer.down.columns;
-  State& own = state(worker);
-  each_stream(worker, [&](State& state, int64_t stream) {
+  const int64_t hidden = model_.hidden_size, inner = layer.down.columns;
+  State& local = state(worker);
+  for_each_stream(worker, [&](State& state, int64_t stream) {
     float* x = state.x.at(stream * hidden);
     if (!layer.parallel) add(layer.after_attention, attention_delta_.at(stream * hidden), x, worker);
     apply_norm(layer.before_mlp, x, hidden, state.normed.at(stream));
-    round_for({&layer.gate, &layer.up}, state.normed, stream, {0, hidden});
+    quantize_for({&layer.gate, &layer.up}, state.normed, stream, {0, hidden});
   });
-  const Range columns = worker.share(inner, kGroup);
-  if (layer.gate.weights) multiply(layer.gate, own.normed, count_, columns, gate_.data(), inner_);
-  multiply(layer.up, own.normed, count_, columns, up_.data(), inner_);
+  const Range columns = worker.partition(inner, kGroup);
+  if (layer.gate.weights) skinny_gemm(layer.gate, local.normed, count_, columns, gate_.data(), inner_);
+  skinny_gemm(layer.up, local.normed, count_, columns, up_.data(), inner_);
   for (int64_t stream = 0; stream < count_; ++stream) activate(layer, stream, columns);
-  prefetch(layer.down, worker.share(hidden, kRows));
+  prefetch(layer.down, worker.partition(hidden, kRows));
   worker.barrier();
-  multiply(layer.down, activated_, count_, worker.share(hidden, kRows), mlp_delta_.data(), hidden);
+  skinny_gemm(layer.down, activated_, count_, worker.partition(hidden, kRows), mlp_delta_.data(), hidden);
   const bool last = &layer == model_.layers + model_.layer_count - 1;
   const Matrix& next = last ? model_.output : (&layer)[1].qkv[0];
-  prefetch(next, worker.share(next.rows, kRows));
+  prefetch(next, worker.partition(next.rows, kRows));
   worker.barrier();
 }
 
-// Some columns of what goes into `down`, rounded for it.
+// Computes a range of the input of `down` and quantizes it.
 void Step::activate(const Layer& layer, int64_t stream, Range columns) {
   const float* up = up_.at(stream * inner_);
   const float* gate = layer.gate.weights ? gate_.at(stream * inner_) : nullptr;
@@ -231,26 +232,26 @@ void Step::activate(const Layer& layer, int64_t stream, Range columns) {
   int64_t i = columns.begin;
   if (layer.activation == kSilu) {
     for (; i + simd::kWidth <= columns.end; i += simd::kWidth) {
-      const simd::Floats some = silu(simd::load(from + i));
-      simd::store(gate ? some * simd::load(up + i) : some, to + i);
+      const simd::Floats activation = silu(simd::load(from + i));
+      simd::store(gate ? activation * simd::load(up + i) : activation, to + i);
     }
   }
-  for (; i < columns.end; ++i) to[i] = activated(layer.activation, from[i]) * (gate ? up[i] : 1.f);
-  round_for({&layer.down}, activated_, stream, columns);
+  for (; i < columns.end; ++i) to[i] = activate_scalar(layer.activation, from[i]) * (gate ? up[i] : 1.f);
+  quantize_for({&layer.down}, activated_, stream, columns);
 }
 
 void Step::output(const Worker& worker) {
-  const int64_t hidden = model_.hidden, vocabulary = model_.vocabulary;
+  const int64_t hidden = model_.hidden_size, vocabulary = model_.vocab_size;
   const Layer& last = model_.layers[model_.layer_count - 1];
-  each_stream(worker, [&](State& state, int64_t stream) {
+  for_each_stream(worker, [&](State& state, int64_t stream) {
     float* x = state.x.at(stream * hidden);
     add_layer(last, x, stream, worker);
-    keep_trace(model_.layer_count, stream, x, worker);
+    write_trace(model_.layer_count, stream, x, worker);
     apply_norm(model_.norm, x, hidden, state.normed.at(stream));
-    round_for({&model_.output}, state.normed, stream, {0, hidden});
+    quantize_for({&model_.output}, state.normed, stream, {0, hidden});
   });
-  const Range rows = worker.share(vocabulary, kRows);
-  multiply(model_.output, state(worker).normed, count_, rows, logits_, vocabulary);
+  const Range rows = worker.partition(vocabulary, kRows);
+  skinny_gemm(model_.output, state(worker).normed, count_, rows, logits_, vocabulary);
   const float scale = float(model_.logit_scale), cap = float(model_.logit_softcap);
   if (scale == 1 && cap == 0) return;
   for (int64_t stream = 0; stream < count_; ++stream) {
@@ -268,12 +269,12 @@ void* h2o_step_open(const Model* model) { return new Step(*model); }
 
 void h2o_step_close(void* step) { delete static_cast<Step*>(step); }
 
-// See `Step::run`; `trace` may be null. Returns 0, or 1 if there is not memory enough, with nothing done.
+// See `Step::run`. Returns 0, or 1 if out of memory, with nothing changed.
 int64_t h2o_step(void* step, const Stream* streams, int64_t count, float* logits, float* trace, int64_t threads) {
   try {
     static_cast<Step*>(step)->run(streams, count, logits, trace, threads);
     return 0;
-  } catch (const std::exception&) {  // of buffers or threads, which are made before anything else
+  } catch (const std::exception&) {  // all buffers and threads are created before any state changes
     return 1;
   }
 }

@@ -1,8 +1,7 @@
-// Where the keys and values of one head lie: as they are, or quantized but for the sinks and the newest tokens.
+// Storage of the keys and values of one head: in the model's dtype, or quantized except for sinks and newest tokens.
 //
-// The semantics are those of h2o_stream/cache/store.py and quantize.py. A grid is an offset and a step, and a code
-// stands for offset + code * step. Keys have a grid per channel, shared by all encoded tokens of the head, which covers
-// what the head has held since the start; the values of a token have a grid of their own.
+// The C++ counterpart of h2o_stream/cache/store.py and quantize.py: value = offset + code * scale. Keys are quantized
+// per channel, with parameters that cover every key the head has cached so far. Values are quantized per token.
 
 #pragma once
 
@@ -11,162 +10,178 @@
 
 namespace store {
 
-struct Grid {
-  float offset, step;
+struct QuantParams {
+  float offset, scale;
 };
 
-// The grid of a range. With four levels it pays to cut outliers off: `covers` is the part of the range that it reaches.
-inline Grid spread(float low, float high, int64_t bits, float covers) {
+// Parameters for a range. With four levels clipping outliers reduces the error: `coverage` is the share of the range
+// that is kept.
+inline QuantParams range_params(float low, float high, int64_t bits, float coverage) {
   if (!(low <= high)) return {0, 0};
-  const float half = (high - low) / 2 * covers, middle = (low + high) / 2;
+  const float half = (high - low) / 2 * coverage, middle = (low + high) / 2;
   return {middle - half, half * 2 / float((1 << bits) - 1)};
 }
 
-// The grids of the channels of keys.
-inline void key_grid(const float* key_range, int64_t size, int64_t bits, float* offsets, float* steps) {
+// Quantization parameters of the key channels.
+inline void key_params(const float* key_range, int64_t size, int64_t bits, float* offsets, float* scales) {
   for (int64_t i = 0; i < size; ++i) {
-    const Grid grid = spread(key_range[i], key_range[size + i], bits, bits == 2 ? 0.65f : 1.f);
-    offsets[i] = grid.offset, steps[i] = grid.step;
+    const QuantParams params = range_params(key_range[i], key_range[size + i], bits, bits == 2 ? 0.65f : 1.f);
+    offsets[i] = params.offset, scales[i] = params.scale;
   }
 }
 
-// The nearest level of a number, ties to even, 0 to `top`.
-inline float level(float x, float offset, float step, float top) {
-  constexpr float kMagic = 12582912.f;  // adding 1.5 * 2^23 rounds to a whole number
-  const float place = (x - offset) / std::max(step, std::numeric_limits<float>::min());
-  return (std::min(std::max(place, 0.f), top) + kMagic) - kMagic;
+// Rounds to the nearest code in [0, max_code], ties to even.
+inline float nearest_code(float x, float offset, float scale, float max_code) {
+  constexpr float kMagic = 12582912.f;  // adding 1.5 * 2^23 rounds to an integer
+  const float code = (x - offset) / std::max(scale, std::numeric_limits<float>::min());
+  return (std::min(std::max(code, 0.f), max_code) + kMagic) - kMagic;
 }
 
-// A grid for each number, or one for all.
-struct Grids {
-  const float *offsets, *steps;
+// Parameters per element, or shared by all.
+struct ParamArray {
+  const float *offsets, *scales;
   int64_t stride;  // 1 or 0
 };
 
-// Codes of `size` numbers: byte i holds numbers that lie size * bits / 8 apart.
-inline void encode(const float* x, int64_t size, int64_t bits, Grids grids, uint8_t* codes) {
+// Packs `size` codes: byte i holds elements that are size * bits / 8 apart.
+inline void quantize(const float* x, int64_t size, int64_t bits, ParamArray params, uint8_t* codes) {
   const int64_t bytes = size * bits / 8;
-  const float top = float((1 << bits) - 1);
+  const float max_code = float((1 << bits) - 1);
   for (int64_t part = 0; part < 8 / bits; ++part) {
-    const float* own = x + part * bytes;
+    const float* part_values = x + part * bytes;
     for (int64_t i = 0; i < bytes; ++i) {
-      const int64_t at = (part * bytes + i) * grids.stride;
-      const int32_t code = int32_t(level(own[i], grids.offsets[at], grids.steps[at], top));
+      const int64_t index = (part * bytes + i) * params.stride;
+      const int32_t code = int32_t(nearest_code(part_values[i], params.offsets[index], params.scales[index], max_code));
       codes[i] = uint8_t(part ? codes[i] | code << part * bits : code);
     }
   }
 }
 
-inline void decode(const uint8_t* codes, int64_t size, int64_t bits, Grids grids, float* x) {
+inline void dequantize(const uint8_t* codes, int64_t size, int64_t bits, ParamArray params, float* x) {
   const int64_t bytes = size * bits / 8;
   const int32_t mask = (1 << bits) - 1;
   for (int64_t part = 0; part < 8 / bits; ++part) {
-    float* own = x + part * bytes;
+    float* part_values = x + part * bytes;
     for (int64_t i = 0; i < bytes; ++i) {
-      const int64_t at = (part * bytes + i) * grids.stride;
-      own[i] = grids.offsets[at] + float(int32_t(codes[i]) >> part * bits & mask) * grids.steps[at];
+      const int64_t index = (part * bytes + i) * params.stride;
+      part_values[i] = params.offsets[index] + float(int32_t(codes[i]) >> part * bits & mask) * params.scales[index];
     }
   }
 }
 
-// The grid of least squared error for some numbers, among several that cover a part of their range.
-inline Grid fit(const float* x, int64_t size, int64_t bits) {
-  constexpr float kTried[] = {1.f, 0.9f, 0.8f, 0.7f, 0.6f, 0.5f, 0.4f};
+// Parameters with the least squared error among several coverages of the range.
+inline QuantParams best_params(const float* x, int64_t size, int64_t bits) {
+  constexpr float kCoverages[] = {1.f, 0.9f, 0.8f, 0.7f, 0.6f, 0.5f, 0.4f};
   const float low = *std::min_element(x, x + size), high = *std::max_element(x, x + size);
-  Grid best = spread(low, high, bits, 1.f);
+  QuantParams best = range_params(low, high, bits, 1.f);
   if (bits == 8) return best;
-  const float top = float((1 << bits) - 1);
-  float least = std::numeric_limits<float>::infinity();
-  for (const float covers : kTried) {
-    const Grid grid = spread(low, high, bits, covers);
-    float sums[16] = {}, error = 0;
+  const float max_code = float((1 << bits) - 1);
+  float best_error = std::numeric_limits<float>::infinity();
+  for (const float coverage : kCoverages) {
+    const QuantParams params = range_params(low, high, bits, coverage);
+    float sums[16] = {}, squared_error = 0;
     for (int64_t i = 0; i < size; ++i) {
-      const float missed = level(x[i], grid.offset, grid.step, top) * grid.step + grid.offset - x[i];
-      sums[i % 16] += missed * missed;
+      const float error =
+          nearest_code(x[i], params.offset, params.scale, max_code) * params.scale + params.offset - x[i];
+      sums[i % 16] += error * error;
     }
-    for (const float sum : sums) error += sum;
-    if (error < least) best = grid, least = error;
+    for (const float sum : sums) squared_error += sum;
+    if (squared_error < best_error) best = params, best_error = squared_error;
   }
   return best;
 }
 
-// Where a token lies while it is new, in a quantized store: sinks have a slot of their own, the newest a ring.
-inline int64_t ring_seat(const AttentionLayer& layer, int64_t index) {
+// The slot of a new token in a quantized store: sinks have fixed slots, newer tokens share a ring buffer.
+inline int64_t exact_slot(const AttentionLayer& layer, int64_t index) {
   if (index < layer.exact_sinks) return index;
   return layer.exact_sinks + (index - layer.exact_sinks) % layer.residual;
 }
 
-// Copies numbers of any dtype to another.
-template <class From, class To>
-void convert(const From* from, int64_t count, To* to) {
-  for (int64_t i = 0; i < count; ++i) simd::from_float(simd::to_float(from[i]), to[i]);
+// Reads `count` elements of a bfloat16 or float32 array, starting at `first`.
+inline void read(const void* array, bool is_bfloat16, int64_t first, int64_t count, float* x) {
+  if (is_bfloat16) {
+    const auto* from = static_cast<const simd::BFloat16*>(array) + first;
+    for (int64_t i = 0; i < count; ++i) x[i] = simd::to_float(from[i]);
+  } else {
+    std::memcpy(x, static_cast<const float*>(array) + first, count * sizeof(float));
+  }
 }
 
-// The keys and values of one head. Slots below `exact` hold them as they are, all others in codes.
+inline void write(const float* x, bool is_bfloat16, int64_t first, int64_t count, void* array) {
+  if (is_bfloat16) {
+    auto* to = static_cast<simd::BFloat16*>(array) + first;
+    for (int64_t i = 0; i < count; ++i) simd::from_float(x[i], to[i]);
+  } else {
+    std::memcpy(static_cast<float*>(array) + first, x, count * sizeof(float));
+  }
+}
+
+// The keys and values of one head. Slots below `exact` are in the model's dtype, the others are quantized.
 class HeadStore {
  public:
   HeadStore() = default;
 
-  // `head` is its number among the heads of the slots.
+  // `head` is the index within the group.
   HeadStore(const AttentionLayer& layer, const Slots& slots, int64_t head)
       : key_size(layer.head_size), value_size(layer.value_size), bits(layer.kv_bits), in_bfloat16(layer.in_bfloat16) {
-    exact = bits == 16 ? slots.slots : layer.exact_sinks + layer.residual;
+    exact = bits == 16 ? slots.slot_count : layer.exact_sinks + layer.residual;
     const int64_t bytes = in_bfloat16 ? 2 : 4;
     keys = static_cast<uint8_t*>(slots.keys) + head * exact * key_size * bytes;
     values = static_cast<uint8_t*>(slots.values) + head * exact * value_size * bytes;
     if (bits == 16) return;
-    const int64_t encoded = slots.slots - exact;
-    key_codes = slots.key_codes + head * encoded * (key_size * bits / 8);
-    value_codes = slots.value_codes + head * encoded * (value_size * bits / 8);
+    const int64_t quantized_slots = slots.slot_count - exact;
+    key_codes = slots.key_codes + head * quantized_slots * (key_size * bits / 8);
+    value_codes = slots.value_codes + head * quantized_slots * (value_size * bits / 8);
     key_range = slots.key_range + head * 2 * key_size;
-    value_grid = reinterpret_cast<simd::Half*>(slots.value_grid) + head * encoded * 2;
+    value_grid = reinterpret_cast<simd::Half*>(slots.value_grid) + head * quantized_slots * 2;
   }
 
-  // `offsets` and `steps` are the grids of keys where there are codes.
-  void read_key(int64_t slot, const float* offsets, const float* steps, float* key) const {
-    if (slot < exact) return read(keys, slot, key_size, key);
-    decode(key_code(slot), key_size, bits, {offsets, steps, 1}, key);
+  // `offsets` and `scales` are the key parameters, used for quantized slots.
+  void read_key(int64_t slot, const float* offsets, const float* scales, float* key) const {
+    if (slot < exact) return read(keys, in_bfloat16, slot * key_size, key_size, key);
+    dequantize(key_codes_of(slot), key_size, bits, {offsets, scales, 1}, key);
   }
 
   void read_value(int64_t slot, float* value) const {
-    if (slot < exact) return read(values, slot, value_size, value);
-    const simd::Half* grid = value_grid + (slot - exact) * 2;
-    const float offset = simd::to_float(grid[0]), step = simd::to_float(grid[1]);
-    decode(value_code(slot), value_size, bits, {&offset, &step, 0}, value);
+    if (slot < exact) return read(values, in_bfloat16, slot * value_size, value_size, value);
+    const simd::Half* params = value_grid + (slot - exact) * 2;
+    const float offset = simd::to_float(params[0]), scale = simd::to_float(params[1]);
+    dequantize(value_codes_of(slot), value_size, bits, {&offset, &scale, 0}, value);
   }
 
-  // Puts a token into a slot that holds it as it is.
+  // Writes a token to an exact slot.
   void write(int64_t slot, const float* key, const float* value) const {
-    write(keys, slot, key_size, key);
-    write(values, slot, value_size, value);
+    store::write(key, in_bfloat16, slot * key_size, key_size, keys);
+    store::write(value, in_bfloat16, slot * value_size, value_size, values);
   }
 
-  // Puts a token into a slot of codes.
-  void write_codes(int64_t slot, const float* offsets, const float* steps, const float* key, const float* value) const {
-    encode(key, key_size, bits, {offsets, steps, 1}, key_code(slot));
+  // Writes a token to a quantized slot.
+  void write_quantized(int64_t slot, const float* offsets, const float* scales, const float* key,
+                       const float* value) const {
+    quantize(key, key_size, bits, {offsets, scales, 1}, key_codes_of(slot));
     simd::Half* stored = value_grid + (slot - exact) * 2;
-    const Grid grid = fit(value, value_size, bits);
-    simd::from_float(grid.offset, stored[0]);
-    simd::from_float(grid.step, stored[1]);
-    const float offset = simd::to_float(stored[0]), step = simd::to_float(stored[1]);
-    encode(value, value_size, bits, {&offset, &step, 0}, value_code(slot));
+    const QuantParams params = best_params(value, value_size, bits);
+    simd::from_float(params.offset, stored[0]);
+    simd::from_float(params.scale, stored[1]);
+    const float offset = simd::to_float(stored[0]), scale = simd::to_float(stored[1]);
+    quantize(value, value_size, bits, {&offset, &scale, 0}, value_codes_of(slot));
   }
 
-  // Makes room on the grids of keys for one more; tells whether they changed.
-  bool widen(const float* key) const {
-    bool wider = false;
+  // Extends the key ranges to include a key; returns whether they changed.
+  bool extend_range(const float* key) const {
+    bool grew = false;
     for (int64_t i = 0; i < key_size; ++i) {
       float &low = key_range[i], &high = key_range[key_size + i];
-      wider |= key[i] < low || key[i] > high;
+      grew |= key[i] < low || key[i] > high;
       low = std::min(low, key[i]), high = std::max(high, key[i]);
     }
-    return wider;
+    return grew;
   }
 
-  // Moves the key of a slot of codes from the grids of keys as they were to those that are; `key` is scratch.
-  void recode_key(int64_t slot, Grids before, Grids now, float* key) const {
-    decode(key_code(slot), key_size, bits, before, key);
-    encode(key, key_size, bits, now, key_code(slot));
+  // Requantizes the key of a slot with new parameters; `key` is scratch.
+  void requantize_key(int64_t slot, ParamArray old_params, ParamArray new_params, float* key) const {
+    dequantize(key_codes_of(slot), key_size, bits, old_params, key);
+    quantize(key, key_size, bits, new_params, key_codes_of(slot));
   }
 
   int64_t exact = 0, key_size = 0, value_size = 0, bits = 16;
@@ -176,24 +191,8 @@ class HeadStore {
   simd::Half* value_grid = nullptr;
 
  private:
-  uint8_t* key_code(int64_t slot) const { return key_codes + (slot - exact) * (key_size * bits / 8); }
-  uint8_t* value_code(int64_t slot) const { return value_codes + (slot - exact) * (value_size * bits / 8); }
-
-  void read(const uint8_t* from, int64_t slot, int64_t size, float* x) const {
-    if (in_bfloat16) {
-      convert(reinterpret_cast<const simd::BFloat16*>(from) + slot * size, size, x);
-    } else {
-      std::memcpy(x, reinterpret_cast<const float*>(from) + slot * size, size * sizeof(float));
-    }
-  }
-
-  void write(uint8_t* to, int64_t slot, int64_t size, const float* x) const {
-    if (in_bfloat16) {
-      convert(x, size, reinterpret_cast<simd::BFloat16*>(to) + slot * size);
-    } else {
-      std::memcpy(reinterpret_cast<float*>(to) + slot * size, x, size * sizeof(float));
-    }
-  }
+  uint8_t* key_codes_of(int64_t slot) const { return key_codes + (slot - exact) * (key_size * bits / 8); }
+  uint8_t* value_codes_of(int64_t slot) const { return value_codes + (slot - exact) * (value_size * bits / 8); }
 };
 
 }  // namespace store

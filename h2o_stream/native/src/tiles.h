@@ -1,51 +1,51 @@
-// What dense and packed matrices have in common: some rows at a time, a tile, are multiplied by as many vectors as
-// there are registers for, while the rows are in the cache.
+// Common loop of dense and packed products: a tile of rows is multiplied by as many vectors as registers allow while it
+// is in the cache.
 
 #pragma once
 
 #include "matrix.h"
 #include "simd.h"
 
-// The tile of a packed matrix that begins with a row or, of a dense one, the row.
-inline const uint8_t* address(const Matrix& matrix, int64_t row) {
+// Address of a row, or of the packed tile that contains it.
+inline const uint8_t* tile_address(const Matrix& matrix, int64_t row) {
   return static_cast<const uint8_t*>(matrix.weights) +
          (packed::is_packed(matrix.kind) ? row / packed::kRows : row) * stride_bytes(matrix);
 }
 
-// The products of a tile and the vectors from `first` on, as many of them as there are, at most `most`; gives how many.
-template <int64_t most, class Tile>
-int64_t multiply_tile(const Tile& tile, const Vectors& vectors, int64_t first, int64_t count, float* products) {
-  if constexpr (most > 1) {
-    if (count < most) return multiply_tile<most - 1>(tile, vectors, first, count, products);
+// Multiplies a tile by up to max_vectors vectors, starting at `first`; returns how many.
+template <int64_t max_vectors, class Tile>
+int64_t gemm_tile(const Tile& tile, const Vectors& vectors, int64_t first, int64_t count, float* products) {
+  if constexpr (max_vectors > 1) {
+    if (count < max_vectors) return gemm_tile<max_vectors - 1>(tile, vectors, first, count, products);
   }
-  tile.template multiply<most>(vectors, first, products);
-  return most;
+  tile.template multiply<max_vectors>(vectors, first, products);
+  return max_vectors;
 }
 
-// See `multiply`. A `Tile` is made of a matrix and its first row; its `multiply<count>` writes products [count][kRows].
+// See `skinny_gemm`. A `Tile` is built from a matrix and its first row; its `multiply<count>` writes products
+// [count][kRows].
 template <class Tile>
-void multiply_tiles(const Matrix& matrix, const Vectors& vectors, int64_t count, Range rows, float* out,
-                    int64_t stride) {
+void gemm_tiles(const Matrix& matrix, const Vectors& vectors, int64_t count, Range rows, float* out, int64_t stride) {
   constexpr int64_t kRows = Tile::kRows;
-  alignas(simd::kCacheLine) float products[Tile::kMostVectors * kRows];
+  alignas(simd::kCacheLine) float products[Tile::kMaxVectors * kRows];
   for (int64_t row = rows.begin; row < rows.end; row += kRows) {
-    const int64_t in_tile = std::min(rows.end - row, kRows);
+    const int64_t rows_in_tile = std::min(rows.end - row, kRows);
     float bias[kRows] = {};
-    if (matrix.bias) std::copy_n(matrix.bias + row, in_tile, bias);
+    if (matrix.bias) std::copy_n(matrix.bias + row, rows_in_tile, bias);
     const Tile tile(matrix, row);
     for (int64_t first = 0; first < count;) {
-      const int64_t some = multiply_tile<Tile::kMostVectors>(tile, vectors, first, count - first, products);
-      for (int64_t v = 0; v < some; ++v) {
+      const int64_t multiplied = gemm_tile<Tile::kMaxVectors>(tile, vectors, first, count - first, products);
+      for (int64_t v = 0; v < multiplied; ++v) {
         float* to = out + (first + v) * stride + row;
-        for (int64_t i = 0; i < in_tile; ++i) to[i] = products[v * kRows + i] + bias[i];
+        for (int64_t i = 0; i < rows_in_tile; ++i) to[i] = products[v * kRows + i] + bias[i];
       }
-      first += some;
+      first += multiplied;
     }
   }
 }
 
-// The halves of `multiply`.
-void multiply_dense(const Matrix& matrix, const Vectors& vectors, int64_t count, Range rows, float* out,
-                    int64_t stride);
-void multiply_packed(const Matrix& matrix, const Vectors& vectors, int64_t count, Range rows, float* out,
-                     int64_t stride);
+// The two implementations of `skinny_gemm`.
+void skinny_gemm_dense(const Matrix& matrix, const Vectors& vectors, int64_t count, Range rows, float* out,
+                       int64_t stride);
+void skinny_gemm_packed(const Matrix& matrix, const Vectors& vectors, int64_t count, Range rows, float* out,
+                        int64_t stride);

@@ -1,9 +1,6 @@
-// Matrices back to numbers: ranges of rows, for products with many vectors, and single ones, of embeddings.
+// Dequantizes packed matrices: ranges of rows for large products, single rows for embeddings.
 
-#include <type_traits>
-#include <utility>
-
-#include "grid.h"
+#include "block_scales.h"
 #include "tiles.h"
 
 namespace {
@@ -15,41 +12,40 @@ using packed::kRows;
 using simd::Floats;
 using simd::Ints;
 using simd::kWidth;
+using simd::Words;
 
-using Words = uint32_t __attribute__((vector_size(4 * kWidth)));
-
-// A block of a tile, of the rows that `Floats` holds: a register of them, or a single one.
+// A block of a tile, for as many rows as `Floats` holds: a register or a single row.
 template <int64_t kind, class Ints, class Floats>
 class Block {
  public:
   Block(const uint8_t* block, int64_t groups, int64_t row)
-      : grid_(block, groups, row),
-        codes_(block + packed::grid_bytes(kind, groups) + 4 * row),
+      : scales_(block, groups, row),
+        codes_(block + packed::scale_bytes(kind, groups) + 4 * row),
         upper_(codes_ + groups * kGroupBytes) {}
 
-  // Columns 16 * half + 4 * quad and on of a group.
+  // Dequantizes columns 16 * half + 4 * quad to 16 * half + 4 * quad + 3 of a group.
   [[gnu::always_inline]] void read(int64_t group, int64_t half, int64_t quad, Floats* four) const {
-    const uint8_t* lines = codes_ + group * kGroupBytes;
-    const Ints line = load(lines + (kind == kInt8 ? 4 * half + quad : quad) * kLine);
+    const uint8_t* group_codes = codes_ + group * kGroupBytes;
+    const Ints codes = load(group_codes + (kind == kInt8 ? 4 * half + quad : quad) * kLine);
     Ints upper{};
     if (kind == kQ6K) upper = load(upper_ + (2 * group + half) * kLine) >> int32_t(2 * quad);
-    const Floats scale = grid_.scale(group, half), offset = grid_.offset(group);
+    const Floats scale = scales_.scale(group, half), offset = scales_.offset(group);
     for (int32_t i = 0; i < 4; ++i) {
       Ints code;
       if constexpr (kind == kInt8) {
-        code = Ints(line << (24 - 8 * i)) >> 24;
+        code = Ints(codes << (24 - 8 * i)) >> 24;
       } else {
-        code = line >> int32_t(8 * i + 4 * half) & 15;
+        code = codes >> int32_t(8 * i + 4 * half) & 15;
       }
       if (kind == kQ6K) code |= (upper >> (8 * i) & 3) << 4;
-      code -= Grid::kBias;
+      code -= Scales::kBias;
       four[i] = scale * to_floats(code) + offset;
     }
   }
 
  private:
-  using Grid = packed::Grid<kind, Floats>;
-  static constexpr int64_t kGroupBytes = kRows * kGroup / (kind == kInt8 ? 1 : 2);  // without upper bits
+  using Scales = packed::BlockScales<kind, Floats>;
+  static constexpr int64_t kGroupBytes = kRows * kGroup / (kind == kInt8 ? 1 : 2);  // without the upper bits
 
   static Ints load(const uint8_t* from) {
     Ints ints;
@@ -59,13 +55,13 @@ class Block {
   static float to_floats(int32_t code) { return float(code); }
   static simd::Floats to_floats(simd::Ints codes) { return __builtin_convertvector(codes, simd::Floats); }
 
-  const Grid grid_;
+  const Scales scales_;
   const uint8_t *codes_, *upper_;
 };
 
 // Calls `body(block, groups, column)` for the blocks of a tile.
 template <int64_t kind, class Body>
-void each_block(const uint8_t* tile, int64_t columns, Body body) {
+void for_each_block(const uint8_t* tile, int64_t columns, Body body) {
   for (int64_t column = 0; column < columns; column += kBlock) {
     const int64_t groups = std::min(columns - column, kBlock) / kGroup;
     body(tile, groups, column);
@@ -73,64 +69,43 @@ void each_block(const uint8_t* tile, int64_t columns, Body body) {
   }
 }
 
-template <int64_t kind, class Number>
-void read_row(const Matrix& matrix, int64_t row, Number* out) {
-  each_block<kind>(address(matrix, row), matrix.columns, [&](const uint8_t* at, int64_t groups, int64_t column) {
-    const Block<kind, int32_t, float> block(at, groups, row % kRows);
-    for (int64_t i = 0; i < groups * kGroup; i += 4) {
-      float four[4];
-      block.read(i / kGroup, i / 16 % 2, i / 4 % 4, four);
-      for (int64_t k = 0; k < 4; ++k) simd::from_float(four[k], out[column + i + k]);
-    }
-  });
+template <int64_t kind, class Element>
+void read_row(const Matrix& matrix, int64_t row, Element* out) {
+  for_each_block<kind>(tile_address(matrix, row), matrix.columns,
+                       [&](const uint8_t* block_data, int64_t groups, int64_t column) {
+                         const Block<kind, int32_t, float> block(block_data, groups, row % kRows);
+                         for (int64_t i = 0; i < groups * kGroup; i += 4) {
+                           float four[4];
+                           block.read(i / kGroup, i / 16 % 2, i / 4 % 4, four);
+                           for (int64_t k = 0; k < 4; ++k) simd::from_float(four[k], out[column + i + k]);
+                         }
+                       });
 }
 
-// The first or the last halves of two registers, number by number in turn.
-template <int64_t first, size_t... i>
-Words interleave(Words one, Words other, std::index_sequence<i...>) {
-  return __builtin_shufflevector(one, other, (first + int64_t(i) / 2 + int64_t(i) % 2 * kWidth)...);
-}
-
-// Makes columns of `kWidth` registers their rows.
-[[gnu::always_inline]] inline void transpose(Words* square) {
-  constexpr auto kPlaces = std::make_index_sequence<kWidth>();
-#pragma GCC unroll 4
-  for (int64_t step = 1; step < kWidth; step *= 2) {
-    Words turned[kWidth];
-#pragma GCC unroll 8
-    for (int64_t i = 0; i < kWidth / 2; ++i) {
-      turned[2 * i] = interleave<0>(square[i], square[i + kWidth / 2], kPlaces);
-      turned[2 * i + 1] = interleave<kWidth / 2>(square[i], square[i + kWidth / 2], kPlaces);
-    }
-#pragma GCC unroll 16
-    for (int64_t i = 0; i < kWidth; ++i) square[i] = turned[i];
-  }
-}
-
-// Numbers of neighbouring columns as they lie in memory: one in a word, or two.
+// Converts adjacent columns to words of one float32 or two bfloat16.
 inline void to_words(const Floats* columns, float*, Words& word) { word = Words(columns[0]); }
 
 inline void to_words(const Floats* columns, simd::BFloat16*, Words& word) {
-  const auto rounded = [](Floats some) { return Words(some) + 0x7fff + (Words(some) >> 16 & 1); };
+  const auto rounded = [](Floats floats) { return Words(floats) + 0x7fff + (Words(floats) >> 16 & 1); };
   word = rounded(columns[0]) >> 16 | (rounded(columns[1]) & 0xffff0000);
 }
 
-// A group of a register of rows, of which those in `rows` are written.
-template <int64_t kind, class Number>
-void write_group(const Block<kind, Ints, Floats>& block, int64_t group, Range rows, Number* out, int64_t stride) {
-  constexpr int64_t kPerWord = sizeof(uint32_t) / sizeof(Number), kColumns = kWidth * kPerWord;
+// Dequantizes a group for one register of rows; writes only the rows in `rows`.
+template <int64_t kind, class Element>
+void write_group(const Block<kind, Ints, Floats>& block, int64_t group, Range rows, Element* out, int64_t stride) {
+  constexpr int64_t kPerWord = sizeof(uint32_t) / sizeof(Element), kColumns = kWidth * kPerWord;
 #pragma GCC unroll 8
   for (int64_t column = 0; column < kGroup; column += kColumns) {
     Words words[kWidth];
 #pragma GCC unroll 8
     for (int64_t i = 0; i < kColumns; i += 4) {
-      const int64_t at = column + i;
+      const int64_t position = column + i;
       Floats four[4];
-      block.read(group, at / 16, at / 4 % 4, four);
+      block.read(group, position / 16, position / 4 % 4, four);
 #pragma GCC unroll 4
       for (int64_t k = 0; k < 4; k += kPerWord) to_words(four + k, out, words[(i + k) / kPerWord]);
     }
-    transpose(words);
+    simd::transpose(words);
 #pragma GCC unroll 16
     for (int64_t row = 0; row < kWidth; ++row) {
       if (row < rows.begin || row >= rows.end) continue;
@@ -139,13 +114,13 @@ void write_group(const Block<kind, Ints, Floats>& block, int64_t group, Range ro
   }
 }
 
-// The rows of a tile that are in `rows`; `out` is the first of these.
-template <int64_t kind, class Number>
-void write_tile(const uint8_t* tile, Range rows, int64_t columns, Number* out) {
-  each_block<kind>(tile, columns, [&](const uint8_t* at, int64_t groups, int64_t column) {
+// Dequantizes rows [rows.begin, rows.end) of a tile; `out` is the first of them.
+template <int64_t kind, class Element>
+void write_tile(const uint8_t* tile, Range rows, int64_t columns, Element* out) {
+  for_each_block<kind>(tile, columns, [&](const uint8_t* block_data, int64_t groups, int64_t column) {
     for (int64_t row = 0; row < kRows; row += kWidth) {
-      const Block<kind, Ints, Floats> block(at, groups, row);
-      Number* to = out + (row - rows.begin) * columns + column;
+      const Block<kind, Ints, Floats> block(block_data, groups, row);
+      Element* to = out + (row - rows.begin) * columns + column;
       for (int64_t group = 0; group < groups; ++group) {
         write_group(block, group, {rows.begin - row, rows.end - row}, to + group * kGroup, columns);
       }
@@ -153,9 +128,9 @@ void write_tile(const uint8_t* tile, Range rows, int64_t columns, Number* out) {
   });
 }
 
-// Calls `body` with the packed kind as a constant.
+// Calls `body` with the kind as a compile-time constant.
 template <class Body>
-void with_kind(int64_t kind, Body body) {
+void dispatch_kind(int64_t kind, Body body) {
   switch (kind) {
     case kInt8: return body(std::integral_constant<int64_t, kInt8>());
     case kInt4: return body(std::integral_constant<int64_t, kInt4>());
@@ -164,27 +139,27 @@ void with_kind(int64_t kind, Body body) {
   }
 }
 
-template <class Number>
-void unpack(const Matrix& matrix, Range rows, Number* out, int64_t threads) {
-  with_kind(matrix.kind, [&](auto kind) {
+template <class Element>
+void unpack(const Matrix& matrix, Range rows, Element* out, int64_t threads) {
+  dispatch_kind(matrix.kind, [&](auto kind) {
     const int64_t begin = rows.begin / kRows;
     parallel(threads, [&](const Worker& worker) {
-      const Range own = worker.share(simd::padded(rows.end, kRows) / kRows - begin);
-      for (int64_t tile = begin + own.begin; tile < begin + own.end; ++tile) {
+      const Range range = worker.partition(simd::padded(rows.end, kRows) / kRows - begin);
+      for (int64_t tile = begin + range.begin; tile < begin + range.end; ++tile) {
         const int64_t first = std::max(rows.begin, tile * kRows), end = std::min(rows.end, (tile + 1) * kRows);
-        write_tile<kind>(address(matrix, tile * kRows), {first - tile * kRows, end - tile * kRows}, matrix.columns,
+        write_tile<kind>(tile_address(matrix, tile * kRows), {first - tile * kRows, end - tile * kRows}, matrix.columns,
                          out + (first - rows.begin) * matrix.columns);
       }
     });
   });
 }
 
-template <class Number>
-void gather(const Matrix& matrix, const int64_t* rows, int64_t count, Number* out, int64_t threads) {
-  with_kind(matrix.kind, [&](auto kind) {
+template <class Element>
+void gather(const Matrix& matrix, const int64_t* rows, int64_t count, Element* out, int64_t threads) {
+  dispatch_kind(matrix.kind, [&](auto kind) {
     parallel(threads, [&](const Worker& worker) {
-      const Range own = worker.share(count);
-      for (int64_t i = own.begin; i < own.end; ++i) read_row<kind>(matrix, rows[i], out + i * matrix.columns);
+      const Range range = worker.partition(count);
+      for (int64_t i = range.begin; i < range.end; ++i) read_row<kind>(matrix, rows[i], out + i * matrix.columns);
     });
   });
 }
@@ -196,15 +171,15 @@ void read_row(const Matrix& matrix, int64_t row, float* out) {
     for (int64_t i = 0; i < matrix.columns; ++i) out[i] = simd::to_float(from[i]);
   };
   switch (matrix.kind) {
-    case kFloat32: return copy(reinterpret_cast<const float*>(address(matrix, row)));
-    case kBFloat16: return copy(reinterpret_cast<const simd::BFloat16*>(address(matrix, row)));
-    default: with_kind(matrix.kind, [&](auto kind) { read_row<kind>(matrix, row, out); });
+    case kFloat32: return copy(reinterpret_cast<const float*>(tile_address(matrix, row)));
+    case kBFloat16: return copy(reinterpret_cast<const simd::BFloat16*>(tile_address(matrix, row)));
+    default: dispatch_kind(matrix.kind, [&](auto kind) { read_row<kind>(matrix, row, out); });
   }
 }
 
 extern "C" {
 
-// Rows `first` and on of a packed matrix, [count][columns] in float32 or bfloat16.
+// Dequantizes rows [first, first + count) of a packed matrix to [count][columns] in float32 or bfloat16.
 void h2o_unpack(const Matrix* matrix, void* out, int64_t first, int64_t count, int64_t in_bfloat16, int64_t threads) {
   const Range rows{first, first + count};
   if (in_bfloat16) {
@@ -214,7 +189,7 @@ void h2o_unpack(const Matrix* matrix, void* out, int64_t first, int64_t count, i
   }
 }
 
-// Rows of a packed matrix by number, [count][columns] in float32 or bfloat16.
+// Dequantizes rows by index, to [count][columns] in float32 or bfloat16.
 void h2o_gather(const Matrix* matrix, const int64_t* rows, int64_t count, void* out, int64_t in_bfloat16,
                 int64_t threads) {
   if (in_bfloat16) {

@@ -1,4 +1,4 @@
-"""Layers whose weights are packed into 8, 6 or 4 bits: what takes the place of `nn.Linear` and `nn.Embedding`."""
+"""Replacements of `nn.Linear` and `nn.Embedding` with packed weights."""
 
 from __future__ import annotations
 
@@ -11,25 +11,26 @@ from h2o_stream.native import library
 from h2o_stream.native.abi import Matrix, MatrixKind, pointer
 from h2o_stream.native.packing import gather, tiles_shape, unpack
 
-_FEW = 16
-"""Vectors that are rounded to 8 bits rather than the weights unpacked: with more that is faster too, but less exact."""
+_MAX_QUANTIZED_VECTORS = 16
+"""Up to this many vectors are quantized to 8 bits; more are multiplied by unpacked weights, which is slower but more
+accurate."""
 
-_WIDE = 2048
-"""Columns from which on any number of vectors is rounded: over so many, rounding averages out."""
+_MIN_WIDE_COLUMNS = 2048
+"""From this many columns on, vectors are always quantized: rounding errors average out."""
 
-_AT_ONCE = 2**20
-"""Weights that are unpacked at once: few enough to stay in the processor's cache."""
+_WEIGHTS_PER_CHUNK = 2**20
+"""Weights unpacked at a time, so that they stay in the cache."""
 
 
 class PackedLinear(nn.Module):
     """y = x W' + b.
 
     Args:
-        kind: how W is held.
+        kind: packed format of W.
         in_features: columns of W.
         out_features: rows of W.
         bias: [out] or None.
-        tiles: of W, uint8 of `tiles_shape`; None for those of `meta`, to be filled in later.
+        tiles: uint8 of `tiles_shape`; None for meta tensors to be filled later.
     """
 
     tiles: Tensor
@@ -52,13 +53,13 @@ class PackedLinear(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """[..., in] to [..., out]."""
         flat = x.reshape(-1, self.in_features)
-        rounded = len(flat) <= _FEW or self.in_features >= _WIDE
-        y = self._multiplied(flat) if rounded else self._multiplied_in_parts(flat)
+        quantize = len(flat) <= _MAX_QUANTIZED_VECTORS or self.in_features >= _MIN_WIDE_COLUMNS
+        y = self._skinny_gemm(flat) if quantize else self._unpack_and_matmul(flat)
         y = y.to(x.dtype).view(*x.shape[:-1], -1)
         return y if self.bias is None else y + self.bias
 
-    def _multiplied(self, x: Tensor) -> Tensor:
-        """[n, in] to [n, out] float32, without the bias, by vectors rounded to 8 bits."""
+    def _skinny_gemm(self, x: Tensor) -> Tensor:
+        """[n, in] to [n, out] float32 without bias, with vectors quantized to 8 bits."""
         native = library.loaded()
         assert native is not None
         x = x.float().contiguous()
@@ -67,12 +68,12 @@ class PackedLinear(nn.Module):
         native.h2o_multiply(ctypes.byref(matrix), pointer(x), pointer(y), len(x), torch.get_num_threads())
         return y
 
-    def _multiplied_in_parts(self, x: Tensor) -> Tensor:
-        """[n, in] to [n, out], without the bias; weights are unpacked some rows at a time."""
+    def _unpack_and_matmul(self, x: Tensor) -> Tensor:
+        """[n, in] to [n, out] without bias, unpacking some rows of W at a time."""
         dtype = torch.bfloat16 if x.dtype == torch.bfloat16 else torch.float32
         x = x.to(dtype)
         y = x.new_empty(len(x), self.out_features)
-        step = max(16, _AT_ONCE // self.in_features // 16 * 16)
+        step = max(16, _WEIGHTS_PER_CHUNK // self.in_features // 16 * 16)
         weights = x.new_empty(min(step, self.out_features), self.in_features)
         for first in range(0, self.out_features, step):
             count = min(step, self.out_features - first)
@@ -82,13 +83,13 @@ class PackedLinear(nn.Module):
 
 
 class PackedEmbedding(nn.Module):
-    """Rows of a packed matrix, in a floating dtype.
+    """An embedding with packed weights.
 
     Args:
-        kind: how the matrix is held.
-        num_embeddings: its rows.
-        embedding_dim: its columns.
-        dtype: of what comes out.
+        kind: packed format.
+        num_embeddings: rows.
+        embedding_dim: columns.
+        dtype: dtype of the result.
         embed_scale: factor on the rows.
         tiles: see `PackedLinear`.
     """
@@ -115,7 +116,7 @@ class PackedEmbedding(nn.Module):
         """[...] int64 to [..., embedding_dim].
 
         Raises:
-            IndexError: there is no such row.
+            IndexError: a token id is out of range.
         """
         flat = ids.flatten().contiguous()
         if len(flat) and not 0 <= int(flat.min()) <= int(flat.max()) < self.num_embeddings:
@@ -127,10 +128,10 @@ class PackedEmbedding(nn.Module):
 
 
 class TiedHead(PackedLinear):
-    """An output layer with the weights of a packed embedding.
+    """An output layer that shares the weights of a packed embedding.
 
     Args:
-        embedding: owns the weights.
+        embedding: owner of the weights.
     """
 
     def __init__(self, embedding: PackedEmbedding) -> None:
@@ -141,7 +142,7 @@ class TiedHead(PackedLinear):
             embedding.num_embeddings,
         )
         self.bias = None
-        self._embedding = (embedding,)  # not a submodule: its weights are listed once
+        self._embedding = (embedding,)  # not a submodule, so that the weights are listed once
 
     @property
     def tiles(self) -> Tensor:  # type: ignore[override]

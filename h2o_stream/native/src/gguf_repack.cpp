@@ -1,4 +1,4 @@
-// The matrices of GGUF files, laid out as packed tiles.
+// Repacks GGUF matrices into tiles, without dequantizing where the formats match.
 
 #include "gguf_blocks.h"
 
@@ -10,19 +10,19 @@ template <class Type>
 int64_t repack(const Matrix& matrix, const uint8_t* blocks, const int64_t* order, int64_t threads) {
   static const uint8_t zeros[Type::kBytes] = {};
   constexpr int64_t kGroups = Type::kColumns / packed::kGroup;
-  constexpr int64_t kGridBytes = (Type::kKind == kInt4 ? 4 : 2) * kRows;  // of a group, where blocks are groups
+  constexpr int64_t kScaleBytes = (Type::kKind == kInt4 ? 4 : 2) * kRows;  // per group, where a block is one group
   constexpr int64_t kCodeBytes = packed::kGroup * kRows / (Type::kKind == kInt8 ? 1 : 2);
   if (matrix.kind != Type::kKind || matrix.columns <= 0 || matrix.columns % Type::kColumns) return 1;
   const int64_t row_bytes = matrix.columns / Type::kColumns * Type::kBytes;
-  for_each_block(matrix, threads, [&](const Place& place) {
-    for (int64_t g = 0; g < place.groups; g += kGroups) {
-      const int64_t first = (place.column + g * packed::kGroup) / Type::kColumns * Type::kBytes;
+  for_each_block(matrix, threads, [&](const BlockTarget& target) {
+    for (int64_t g = 0; g < target.groups; g += kGroups) {
+      const int64_t first = (target.column + g * packed::kGroup) / Type::kColumns * Type::kBytes;
       Rows rows;
       for (int64_t r = 0; r < kRows; ++r) {
-        const int64_t row = place.tile * kRows + r;
+        const int64_t row = target.tile * kRows + r;
         rows[r] = row < matrix.rows ? blocks + (order ? order[row] : row) * row_bytes + first : zeros;
       }
-      Type::lay_out(rows, place.grid + g * kGridBytes, place.lower + g * kCodeBytes, place.upper);
+      Type::repack(rows, target.scales + g * kScaleBytes, target.lower + g * kCodeBytes, target.upper);
     }
   });
   return 0;
@@ -30,9 +30,9 @@ int64_t repack(const Matrix& matrix, const uint8_t* blocks, const int64_t* order
 
 }  // namespace
 
-// Lays out the blocks of a matrix, its rows one after the other, as tiles of out->kind. Row i of the result is row
-// order[i] of the blocks, or row i without an order. Types have the numbers of ggml. Returns 0, or 1 where this type
-// cannot become this kind, or the columns are not whole blocks.
+// Repacks the blocks of a matrix [rows] into tiles of out->kind. Row i of the result is row order[i] of the blocks, or
+// row i if order is null. `ggml_type` is a ggml_type value. Returns 0, or 1 if this type cannot be stored as this kind
+// or the columns are not whole blocks.
 extern "C" int64_t h2o_repack(const Matrix* out, const void* blocks, int64_t ggml_type, const int64_t* order,
                               int64_t threads) {
   const auto* bytes = static_cast<const uint8_t*>(blocks);

@@ -1,0 +1,147 @@
+"""Exports config and tokenizer of a GGUF file to a cached folder that transformers can load.
+
+transformers does the conversion; this module gives it shortened headers that it reads quickly, corrects the result
+(`gguf_config`), and makes it atomic and safe for concurrent processes.
+"""
+
+from __future__ import annotations
+
+import json
+import struct
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from filelock import FileLock, Timeout
+from gguf import GGMLQuantizationType, GGUFValueType
+
+from h2o_stream.errors import H2OStreamError, ModelNotFoundError, UnsupportedModelError
+from h2o_stream.models.gguf import GgufFile
+from h2o_stream.models.gguf_header import SkippedArray
+from h2o_stream.resources import atomic_folder, cache_folder
+
+_FORMAT = 1
+"""Incremented when the exported files change."""
+
+_TOKENS = "tokenizer.ggml.tokens"
+
+
+def export_config(file: GgufFile, key: str, notify: Callable[[str], None]) -> Path:
+    """Return the folder with config.json, generation_config.json and tokenizer of a GGUF file; create it if necessary.
+
+    Args:
+        file: the GGUF file.
+        key: name of the folder; changes with the content of the file.
+        notify: called if another process is creating the folder.
+
+    Raises:
+        ModelNotFoundError: the metadata is damaged.
+        UnsupportedModelError: transformers does not know the architecture or the RoPE scaling.
+        H2OStreamError: the folder cannot be written.
+    """
+    parent = cache_folder() / "gguf"
+    folder = parent / f"{key}-{_FORMAT}"
+    if folder.exists():
+        return folder
+    try:
+        parent.mkdir(parents=True, exist_ok=True)
+        with _folder_locked(
+            parent / f"{folder.name}.lock", lambda: notify(f"Another program is reading {file.path.name} ...")
+        ):
+            if not folder.exists():
+                with atomic_folder(folder) as partial:
+                    _export(file, partial)
+    except OSError as error:
+        raise H2OStreamError(
+            f"the tokenizer of {file.path.name} could not be written into {parent}: {error.strerror or error}"
+        ) from error
+    return folder
+
+
+@contextmanager
+def _folder_locked(path: Path, on_wait: Callable[[], None]) -> Iterator[None]:
+    lock = FileLock(path)
+    try:
+        lock.acquire(timeout=0)
+    except Timeout:
+        on_wait()
+        lock.acquire()
+    try:
+        yield
+    finally:
+        lock.release()
+
+
+def _export(file: GgufFile, target: Path) -> None:
+    """Let transformers convert the header, and save the results."""
+    from transformers import AutoConfig, GenerationConfig, PreTrainedTokenizerFast
+    from transformers.integrations.gguf import GGUF_CONFIG_ARCHS
+
+    from h2o_stream.models.gguf_config import check_sizes, correct_config, end_token_ids
+
+    check_sizes(file)
+    full, short = target / "full.gguf", target / "short.gguf"
+    full.write_bytes(_header(file, short=False))
+    short.write_bytes(_header(file, short=file.architecture not in GGUF_CONFIG_ARCHS))
+    try:
+        with _quiet_transformers():
+            config = correct_config(AutoConfig.from_pretrained(target, gguf_file=short.name), file)
+            tokenizer = PreTrainedTokenizerFast.from_pretrained(target, gguf_file=full.name)
+            generation = GenerationConfig.from_model_config(config)
+    except H2OStreamError:
+        raise
+    except Exception as error:  # damaged metadata can raise anything
+        reason = (str(error) or type(error).__name__).splitlines()[0]
+        if "architecture" in reason or "model type" in reason:
+            raise UnsupportedModelError(f"{file.path.name} cannot be served: {reason}") from error
+        raise ModelNotFoundError(f"{file.path} is damaged or not readable as GGUF: {reason}") from error
+    full.unlink()
+    short.unlink()
+    generation.eos_token_id = end_token_ids(file)
+    config.save_pretrained(target)
+    generation.save_pretrained(target)
+    tokenizer.save_pretrained(target)
+    _remove_added_tokens(target / "tokenizer.json", file.metadata[_TOKENS].count)
+
+
+def _remove_added_tokens(path: Path, count: int) -> None:
+    """Remove tokens that transformers added to a tokenizer of `count` tokens; the model has no embeddings for them."""
+    tokenizer = json.loads(path.read_text(encoding="utf-8"))
+    original = [token for token in tokenizer["added_tokens"] if token["id"] < count]
+    if len(original) < len(tokenizer["added_tokens"]):
+        path.write_text(json.dumps({**tokenizer, "added_tokens": original}, ensure_ascii=False), encoding="utf-8")
+
+
+def _header(file: GgufFile, short: bool) -> bytes:
+    """A GGUF file with the metadata, and tensors of one element each.
+
+    Args:
+        file: the original file.
+        short: omit long arrays, which transformers takes seconds to parse even if it only needs their length.
+    """
+    keys = [key for key, value in file.metadata.items() if not (short and isinstance(value, SkippedArray))]
+    entries = [file.raw_bytes(key) for key in keys if key != "general.alignment"]
+    size, tokens = f"{file.architecture}.vocab_size", file.metadata.get(_TOKENS)
+    if short and size not in file.metadata and isinstance(tokens, SkippedArray):
+        entries.append(_string(size) + struct.pack("<II", GGUFValueType.UINT32, tokens.count))
+    tensor_infos = [_string(name) + struct.pack("<IQIQ", 1, 1, GGMLQuantizationType.F32, 0) for name in file.tensors]
+    head = b"".join([b"GGUF", struct.pack("<IQQ", 3, len(tensor_infos), len(entries)), *entries, *tensor_infos])
+    return head + bytes(-len(head) % 32 + 32)
+
+
+def _string(text: str) -> bytes:
+    data = text.encode()
+    return struct.pack("<Q", len(data)) + data
+
+
+@contextmanager
+def _quiet_transformers() -> Iterator[None]:
+    """Suppress warnings of transformers."""
+    from transformers.utils import logging
+
+    before = logging.get_verbosity()
+    logging.set_verbosity_error()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(before)

@@ -1,0 +1,111 @@
+// The slots of one KV head of one stream: positions, eviction, quantization.
+
+#pragma once
+
+#include "abi.h"
+#include "policies.h"
+#include "rope.h"
+#include "simd.h"
+#include "store.h"
+
+struct HeadSlots {
+  const AttentionLayer& layer;
+  const Slots& slots;
+  int64_t local_head, kv_head;  // index within the group, and within the layer
+  int64_t count, exact;         // slots; those from `exact` on are quantized
+  store::HeadStore store;
+  float *scores, *long_term;  // long_term may be null
+  int32_t *index, *rank;
+  int64_t* free;
+
+  HeadSlots(const AttentionLayer& layer, const Slots& slots, int64_t local_head)
+      : layer(layer),
+        slots(slots),
+        local_head(local_head),
+        kv_head(slots.heads[local_head]),
+        count(slots.slot_count),
+        store(layer, slots, local_head),
+        scores(slots.scores + local_head * count),
+        long_term(slots.long_term ? slots.long_term + local_head * count : nullptr),
+        index(slots.index + local_head * count),
+        rank(slots.rank + local_head * count),
+        free(slots.free + local_head) {
+    exact = store.exact;
+  }
+
+  int64_t query_heads() const { return layer.query_heads / layer.kv_heads; }
+  int64_t first_query() const { return kv_head * query_heads(); }
+
+  // The slot that a new token is written to.
+  int64_t slot_for(int32_t token) const { return layer.kv_bits == 16 ? *free : store::exact_slot(layer, token); }
+
+  // RoPE distances of some slots from the newest token.
+  void distances(int64_t begin, int64_t end, int32_t newest, int32_t* out) const {
+    rope::distances(layer, slots, newest, index + begin, rank + begin, end - begin, out);
+  }
+
+  void clear_slot(int64_t slot) const {
+    const int32_t cleared_rank = rank[slot];
+    for (int64_t i = 0; i < count; ++i) rank[i] -= rank[i] > cleared_rank;
+    rank[slot] = int32_t(count);
+    index[slot] = -1;
+    scores[slot] = simd::kMinusInfinity;
+  }
+
+  // Evicts the tokens of lowest priority and finds a free slot for the next token.
+  //
+  // `seen` counts the tokens of the stream; `priority` is scratch of one element per slot.
+  void evict(int64_t seen, float* priority) const {
+    if (slots.evictions == 0) {
+      int64_t slot = exact == count ? 0 : exact;
+      while (slot + 1 < count && index[slot] >= 0) ++slot;
+      *free = slot;
+      return;
+    }
+    const int64_t first = exact == count ? 0 : exact;
+    for (int64_t i = 0; i < slots.evictions; ++i) {
+      policies::compute_priority(layer, slots, local_head, seen, {scores, long_term, index, rank, count}, priority);
+      for (int64_t slot = first; slot < count; ++slot) {
+        priority[slot] = priority[slot] == simd::kMinusInfinity ? -simd::kMinusInfinity : priority[slot];
+      }
+      const float minimum = simd::reduce_min(priority + first, count - first);
+      int64_t slot = first;
+      while (slot + 1 < count && priority[slot] != minimum) ++slot;
+      clear_slot(slot);
+      *free = slot;
+    }
+  }
+
+  // Frees the exact slot that token `seen` will be written to: quantizes the oldest token of the ring into the free
+  // slot.
+  //
+  // `scratch` holds six keys or values.
+  void quantize_oldest(int64_t seen, float* scratch) const {
+    const int64_t size = std::max(layer.head_size, layer.value_size);
+    float *key = scratch, *offsets = scratch + size, *scales = scratch + 2 * size, *value = scratch + 3 * size;
+    float *old_offsets = scratch + 4 * size, *old_scales = scratch + 5 * size;
+    const int64_t newest = store::exact_slot(layer, seen - 1), oldest = store::exact_slot(layer, seen), slot = *free;
+    store::key_params(store.key_range, layer.head_size, layer.kv_bits, old_offsets, old_scales);
+    if (newest >= layer.exact_sinks) {
+      store.read_key(newest, nullptr, nullptr, key);
+      if (store.extend_range(key)) requantize_keys(old_offsets, old_scales, offsets, scales, key);
+    }
+    if (index[oldest] < 0) return;
+    store::key_params(store.key_range, layer.head_size, layer.kv_bits, offsets, scales);
+    store.read_key(oldest, nullptr, nullptr, key);
+    store.read_value(oldest, value);
+    store.write_quantized(slot, offsets, scales, key, value);
+    if (long_term) long_term[slot] = long_term[oldest];
+    scores[slot] = scores[oldest], index[slot] = index[oldest], rank[slot] = rank[oldest];
+    scores[oldest] = simd::kMinusInfinity, index[oldest] = -1, rank[oldest] = int32_t(count);
+  }
+
+ private:
+  void requantize_keys(const float* old_offsets, const float* old_scales, float* offsets, float* scales,
+                       float* key) const {
+    store::key_params(store.key_range, layer.head_size, layer.kv_bits, offsets, scales);
+    for (int64_t slot = exact; slot < count; ++slot) {
+      if (index[slot] >= 0) store.requantize_key(slot, {old_offsets, old_scales, 1}, {offsets, scales, 1}, key);
+    }
+  }
+};

@@ -1,0 +1,65 @@
+// Chooses between all threads and a single one, depending on the load of the machine.
+//
+// The threads of a step synchronize about 150 times per token. If another process preempts one of them, the others wait
+// for it and a single thread is faster. Results do not depend on the choice.
+
+#pragma once
+
+#include <algorithm>
+#include <cstdint>
+
+class ThreadTuner {
+ public:
+  int64_t choose(int64_t max_threads) const { return state_ == kParallel || state_ == kTryParallel ? max_threads : 1; }
+
+  // Records the duration of the last step.
+  void record(double seconds) {
+    switch (state_) {
+      case kParallel: return record_parallel(seconds);
+      case kTrySerial:
+        if (!count_trial(seconds)) return;
+        if (trial_mean_ < 0.9 * parallel_mean_) {
+          serial_mean_ = trial_mean_, serial_steps_ = kMinSerialSteps;
+          return enter(kSerial, serial_steps_);
+        }
+        baseline_ = parallel_mean_;
+        return enter(kParallel, 0);
+      case kSerial:
+        serial_mean_ += (seconds - serial_mean_) / 8;
+        if (--steps_left_ == 0) enter(kTryParallel, kTrialSteps);
+        return;
+      case kTryParallel:
+        if (seconds < 3 * serial_mean_ && !count_trial(seconds)) return;
+        if (steps_left_ == 0 && trial_mean_ < 0.9 * serial_mean_) {
+          parallel_mean_ = trial_mean_;
+          return enter(kParallel, 0);
+        }
+        serial_steps_ = std::min(2 * serial_steps_, kMaxSerialSteps);
+        return enter(kSerial, serial_steps_);
+    }
+  }
+
+ private:
+  enum State { kParallel, kTrySerial, kSerial, kTryParallel };
+
+  // steps per trial; single-threaded steps between trials, doubled after each failed trial
+  static constexpr int64_t kTrialSteps = 4, kMinSerialSteps = 32, kMaxSerialSteps = 256;
+
+  void record_parallel(double seconds) {
+    parallel_mean_ = parallel_mean_ == 0 ? seconds : parallel_mean_ + (seconds - parallel_mean_) / 8;
+    baseline_ = baseline_ == 0 ? parallel_mean_ : std::min(baseline_ * 1.0005, parallel_mean_);
+    if (parallel_mean_ > 1.6 * baseline_) enter(kTrySerial, kTrialSteps);
+  }
+
+  // Counts a step of a trial; returns whether it was the last.
+  bool count_trial(double seconds) {
+    trial_mean_ += seconds / kTrialSteps;
+    return --steps_left_ == 0;
+  }
+
+  void enter(State state, int64_t steps) { state_ = state, steps_left_ = steps, trial_mean_ = 0; }
+
+  State state_ = kParallel;
+  int64_t steps_left_ = 0, serial_steps_ = kMinSerialSteps;
+  double parallel_mean_ = 0, serial_mean_ = 0, baseline_ = 0, trial_mean_ = 0;
+};
