@@ -259,7 +259,7 @@ class H2OCache(Cache):
         """
         loaded = copy(self)
         with refusing_damage():
-            load_state(loaded, state, [group.head_sizes for group in self.head_groups if group.is_initialized])
+            load_state(loaded, state)
         self.__dict__.update(loaded.__dict__, torn=False, stream_number=self.stream_number + 1)
         self._revision.bump()
 
