@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 class EagerKernels:
     """The `Kernels` that support everything."""
 
-    def serves(self, group: HeadGroup, query: Tensor) -> bool:
+    def supports(self, group: HeadGroup, query: Tensor) -> bool:
         """Always."""
         return True
 

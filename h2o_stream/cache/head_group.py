@@ -123,7 +123,7 @@ class HeadGroup:
         self.queries_per_key = query.shape[1] // key.shape[1]
         if padding is not None:
             query, key, value = padding.pack(query), padding.pack(key), padding.pack(value)
-        native = self.kernels if self.kernels and not self.watched and self.kernels.serves(self, query) else None
+        native = self.kernels if self.kernels and not self.watched and self.kernels.supports(self, query) else None
         kernels, size = native or EAGER, self.plan.chunk or key.shape[2]
         before = lengths = self.tokens.lengths or (0,) * len(key)
         outputs = []

@@ -18,7 +18,7 @@ class Kernels(Protocol):
     `decode` and `prefill` write the tensors of the group in place, `seen` included. They do not count tokens.
     """
 
-    def serves(self, group: HeadGroup, query: Tensor) -> bool:
+    def supports(self, group: HeadGroup, query: Tensor) -> bool:
         """Whether `decode` and `prefill` support this group and query [B, Hq, Q, D]."""
 
     def decode(self, group: HeadGroup, chunk: QueryChunk) -> Tensor:

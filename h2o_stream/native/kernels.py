@@ -34,8 +34,8 @@ class NativeKernels:
             WeakKeyDictionary()
         )
 
-    def serves(self, group: HeadGroup, query: Tensor) -> bool:
-        """See `Kernels.serves`."""
+    def supports(self, group: HeadGroup, query: Tensor) -> bool:
+        """See `Kernels.supports`."""
         return not unsupported(group) and query.dtype == group.dtype and query.device == group.device
 
     def decode(self, group: HeadGroup, chunk: QueryChunk) -> Tensor:
