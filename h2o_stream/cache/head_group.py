@@ -253,7 +253,7 @@ class HeadGroup:
 
     @property
     def _spare(self) -> int:
-        """Slots beside those of held tokens: the next token's, and its seat in the ring of a quantized store."""
+        """Slots beside those of held tokens: the next token's, and with a quantized store its slot in the ring."""
         return 1 if self.plan.kv_bits == 16 else 2
 
     def _allocate(self, key: Tensor, value: Tensor, slots: int) -> None:
@@ -261,7 +261,7 @@ class HeadGroup:
         rows, plan = key.shape[:2], self.plan
         self.dtype, self.device = key.dtype, key.device
         if plan.kv_bits == 16:
-            self.store = Store.empty(key, value, slots)
+            self.store = Store(key, value, slots)
         else:
             self.store = QuantizedStore(key, value, slots, plan.kv_bits, plan.exact_sinks, plan.residual)
         for name, empty in self.empty_values(slots).items():
