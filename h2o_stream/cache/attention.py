@@ -18,19 +18,42 @@ from h2o_stream.cache.rope import distances, rotate_back
 from h2o_stream.config import Positions
 
 
-@dataclass(frozen=True)
-class QueryChunk:
-    """Q columns of new tokens, packed to the left.
+class LogitTransform(NamedTuple):
+    """What a model does with the products of queries and keys.
 
     Attributes:
-        counts: number of tokens in each row; the rest is padding.
-        new: Q.
-        device: of the tensors.
+        scaling: a factor.
+        softcap: bound that tanh keeps them within; None for no bound.
     """
 
+    scaling: float
+    softcap: float | None = None
+
+
+@dataclass(frozen=True)
+class QueryChunk:
+    """Q columns of new tokens for the KV heads of a head group, packed to the left.
+
+    Attributes:
+        query: [B, Hq, Q, D], un-rotated like the keys (already rotated with ``absolute``).
+        key: [B, Hkv, Q, D].
+        value: [B, Hkv, Q, D].
+        transform: what the model does with query times key.
+        lengths: number of earlier tokens in each row.
+        counts: number of new tokens in each row; the columns after them are padding.
+    """
+
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    transform: LogitTransform
+    lengths: tuple[int, ...]
     counts: tuple[int, ...]
-    new: int
-    device: torch.device
+
+    @property
+    def new(self) -> int:
+        """Q."""
+        return self.query.shape[2]
 
     @property
     def ragged(self) -> bool:
@@ -40,12 +63,12 @@ class QueryChunk:
     @cached_property
     def count(self) -> Tensor:
         """[B, 1, 1] int64, `counts`."""
-        return torch.tensor(self.counts, device=self.device).view(-1, 1, 1)
+        return torch.tensor(self.counts, device=self.query.device).view(-1, 1, 1)
 
     @cached_property
     def column(self) -> Tensor:
         """[Q] int64, 0 for the first column."""
-        return torch.arange(self.new, device=self.device)
+        return torch.arange(self.new, device=self.query.device)
 
     @cached_property
     def is_token(self) -> Tensor:
@@ -62,18 +85,6 @@ class QueryChunk:
         if self.ragged:
             return Attention(probs * self.is_token[:, :, None, :, None], self.later.unsqueeze(1).float(), self.count)
         return Attention(probs, self.later[0, 0].float(), self.new)
-
-
-class LogitTransform(NamedTuple):
-    """What a model does with the products of queries and keys.
-
-    Attributes:
-        scaling: a factor.
-        softcap: bound that tanh keeps them within; None for no bound.
-    """
-
-    scaling: float
-    softcap: float | None = None
 
 
 class RopeLookup(NamedTuple):
@@ -141,9 +152,8 @@ def causal_mask(candidates: Candidates, chunk: QueryChunk, sliding: int | None) 
 
 
 def rotate(
-    query: Tensor,
-    candidates: Candidates,
     chunk: QueryChunk,
+    candidates: Candidates,
     positions: Positions,
     span: int | Tensor,
     budget: Budget,
@@ -152,21 +162,19 @@ def rotate(
     """Place the newest token of each row at distance 0 and every other one behind it.
 
     Args:
-        query: [B, Hq, Q, D], un-rotated.
-        candidates: the K cached and new tokens.
         chunk: the Q new tokens.
+        candidates: the K cached and new tokens.
         positions: ``gap`` or ``rolling``.
         span: with ``gap``, the distance up to which distances are true.
         budget: pinned tokens get a span of 0, so that what must be known stays near.
         table: [N, Drot], cosines and sines by distance; N is more than the largest distance.
 
     Returns:
-        The rotated query, and the rotations of the keys.
+        The query [B, Hq, Q, D], rotated, and the rotations of the keys.
     """
     if positions == "gap" and budget.pins:
         span = torch.where(budget.pinned(candidates.index), 0, span)
     age = candidates.seen - 1 - candidates.index
     distance = distances(positions, span, age, candidates.rank).clamp_(0, table.shape[0] - 1)
-    if chunk.new > 1:
-        query = rotate_back(query, embedding(chunk.later, table))
+    query = rotate_back(chunk.query, embedding(chunk.later, table)) if chunk.new > 1 else chunk.query
     return query, RopeLookup(table, distance)

@@ -46,7 +46,7 @@ def check_slots(group: HeadGroup, name: str) -> None:
     """
     index, rank, slots = group.index.long(), group.rank.long(), group.store.slots
     is_token, seen, lengths = index >= 0, group.seen, group.tokens.lengths
-    limits = torch.tensor(group.limits, device=index.device)[:, None]
+    limits = torch.tensor([*map(group.schedule.held, lengths)], device=index.device)[:, None]
 
     def must(holds: bool | Tensor, what: str) -> None:
         _must(group, name, holds, what)

@@ -52,17 +52,17 @@ def state_of(cache: H2OCache) -> dict[str, Tensor]:
     return checksummed(state)
 
 
-def load_state(cache: H2OCache, state: Mapping[str, Tensor], sizes: Sequence[tuple[int, int]]) -> None:
+def load_state(cache: H2OCache, state: Mapping[str, Tensor]) -> None:
     """Continue from a state. If that fails, the cache is left half changed.
 
     Args:
         cache: a shallow copy; its layers are replaced.
         state: as `state_of` gives it.
-        sizes: of a key and a value in each head group, where they are known.
 
     Raises:
         H2OStreamError: the state does not fit, or is damaged.
     """
+    sizes = [group.head_sizes for group in cache.head_groups if group.is_initialized]
     columns, prompt = whole_numbers(state, "progress", 2)
     cache.plan = cache.config.for_prompt(prompt).plan(cache.max_distance)
     first = next((name for name in state if name.startswith("0.") and name.endswith("keys")), "0.keys")

@@ -14,9 +14,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from h2o_stream.cache.attention import LogitTransform, QueryChunk, attention, causal_mask, rotate
+from h2o_stream.cache.attention import QueryChunk, attention, causal_mask, rotate
 from h2o_stream.cache.eviction import free_slots, keep_best
-from h2o_stream.cache.kernels import NewTokens
 from h2o_stream.cache.policies import Attention, Candidates
 
 if TYPE_CHECKING:
@@ -26,22 +25,19 @@ if TYPE_CHECKING:
 class EagerKernels:
     """The `Kernels` that support everything."""
 
-    def serves(self, group: HeadGroup, query: Tensor) -> bool:
+    def supports(self, group: HeadGroup, query: Tensor) -> bool:
         """Always."""
         return True
 
-    def decode(self, group: HeadGroup, new: NewTokens) -> Tensor:
+    def decode(self, group: HeadGroup, chunk: QueryChunk) -> Tensor:
         """See `Kernels.decode`."""
         slot = group.store.next_slot(group.seen, group.free)
-        group.store.write(slot, new.key, new.value)
+        group.store.write(slot, chunk.key, chunk.value)
         group.add_newest(slot)
         keys, values = group.store.read()
-        chunk = QueryChunk((1,), 1, new.query.device)
-        has_empty = min(map(group.schedule.held, new.lengths)) + 1 < group.store.slots
-        output, probs = layer_attention(
-            group, new.query, keys, values, group.candidates, chunk, new.transform, has_empty
-        )
-        group.watch(probs, group.index >= 0, new.lengths[0] + 1)
+        has_empty = min(map(group.schedule.held, chunk.lengths)) + 1 < group.store.slots
+        output, probs = layer_attention(group, chunk, group.candidates, keys, values, has_empty)
+        group.watch(probs, group.index >= 0, chunk.lengths[0] + 1)
 
         received = Attention(probs, probs.new_zeros(1), 1)
         if group.policy.needs_attention:
@@ -52,18 +48,17 @@ class EagerKernels:
         moved = group.store.displace(group.seen, group.free, group.index)
         if moved is not None:
             group.move(moved, group.free)
-        free_slots(group, new.evictions(group.schedule))
+        free_slots(group, [group.schedule.num_evictions(length) for length in chunk.lengths])
         return output
 
-    def prefill(self, group: HeadGroup, new: NewTokens) -> Tensor:
+    def prefill(self, group: HeadGroup, chunk: QueryChunk) -> Tensor:
         """See `Kernels.prefill`."""
-        chunk = QueryChunk(tuple(new.counts), new.key.shape[2], new.key.device)
         keys, values = group.store.read_exactly(group.filled)
         candidates = _append(group, chunk, keys.shape[2])
-        keys, values = torch.cat((keys, new.key), 2), torch.cat((values, new.value), 2)
-        output, probs = layer_attention(group, new.query, keys, values, candidates, chunk, new.transform)
+        keys, values = torch.cat((keys, chunk.key), 2), torch.cat((values, chunk.value), 2)
+        output, probs = layer_attention(group, chunk, candidates, keys, values)
         if not chunk.ragged:
-            group.watch(probs, candidates.index >= 0, new.lengths[0] + chunk.new)
+            group.watch(probs, candidates.index >= 0, chunk.lengths[0] + chunk.new)
 
         received = chunk.attention(probs)
         if group.policy.needs_attention:
@@ -71,7 +66,7 @@ class EagerKernels:
         if candidates.long_term_scores is not None:
             updated = group.policy.update_long_term(candidates.long_term_scores, candidates, received)
             candidates = replace(candidates, long_term_scores=updated)
-        keep_best(group, candidates, keys, values, new.limits(group.schedule))
+        keep_best(group, candidates, keys, values, group.limits(chunk))
         return output
 
 
@@ -95,42 +90,31 @@ def _append(group: HeadGroup, chunk: QueryChunk, filled: int) -> Candidates:
 
 
 def layer_attention(
-    group: HeadGroup,
-    query: Tensor,
-    keys: Tensor,
-    values: Tensor,
-    candidates: Candidates,
-    chunk: QueryChunk,
-    transform: LogitTransform,
-    has_empty: bool = True,
+    group: HeadGroup, chunk: QueryChunk, candidates: Candidates, keys: Tensor, values: Tensor, has_empty: bool = True
 ) -> tuple[Tensor, Tensor]:
-    """`attention`, rotated and masked according to the positions of the group.
+    """`attention` of the new tokens, rotated and masked by the rules of the group.
 
     Args:
-        group: its table, span, budget and sliding window apply.
-        query: [B, Hq, Q, D], un-rotated unless positions are ``absolute``.
+        group: whose table, span, budget and sliding window apply.
+        chunk: the Q new tokens.
+        candidates: the K cached and new tokens.
         keys: [B, Hkv, K, D].
         values: [B, Hkv, K, D].
-        candidates: the K cached and new tokens.
-        chunk: the queries.
-        transform: what the model does with query times key.
         has_empty: whether some of the K may be empty slots.
 
     Returns:
         Output [B, Q, Hq, D] and float32 probabilities [B, Hkv, G, Q, K].
     """
+    query, lookup = chunk.query, None
     keys, values = keys.to(query.dtype), values.to(query.dtype)
-    lookup = None
     if group.table is not None:
         table = group.table.upto(group.max_distance(keys.shape[2]), keys.device, keys.dtype)
-        query, lookup = rotate(query, candidates, chunk, group.plan.positions, group.span, group.budget, table)
+        query, lookup = rotate(chunk, candidates, group.plan.positions, group.span, group.budget, table)
     sees_all = chunk.new == 1 and group.sliding is None and not has_empty
     mask = None if sees_all else causal_mask(candidates, chunk, group.sliding)
-    return attention(query, keys, values, lookup, mask, transform)
+    return attention(query, keys, values, lookup, mask, chunk.transform)
 
 
-def attention_of_last_query(group: HeadGroup, query: Tensor, transform: LogitTransform) -> Tensor:
-    """Probabilities [B, Hkv, G, 1, S] of the newest token's query [B, Hq, 1, D] over all slots."""
-    keys, values = group.store.read()
-    chunk = QueryChunk((1,), 1, query.device)
-    return layer_attention(group, query, keys, values, group.candidates, chunk, transform)[1]
+def probabilities(group: HeadGroup, chunk: QueryChunk) -> Tensor:
+    """Probabilities [B, Hkv, G, 1, S] of the newest token, which is in a slot already, over all slots."""
+    return layer_attention(group, chunk, group.candidates, *group.store.read())[1]

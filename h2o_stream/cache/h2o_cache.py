@@ -139,16 +139,15 @@ class H2OCache(Cache):
 
         An index counts the tokens of its row, so that a row of a padded batch holds what it would hold alone.
         """
-        groups = self.layers[layer].head_groups
+        groups: Sequence[HeadGroup] = self.layers[layer].head_groups
         held = [group.kept() for group in groups]
         if len(groups) == 1:
             return held[0]
-        most = max(kept.shape[-1] for kept in held)
-        shape = len(held[0]), sum(group.num_heads for group in groups), most
-        result = torch.full(shape, -1, dtype=torch.int64, device=held[0].device)
+        n = max(kept.shape[-1] for kept in held)
+        result = held[0].new_full((len(held[0]), sum(group.num_heads for group in groups), n), -1)
         for group, kept in zip(groups, held, strict=True):
-            if most:
-                result[:, group.heads, most - kept.shape[-1] :] = kept
+            if n:
+                result[:, group.heads, n - kept.shape[-1] :] = kept
         return result
 
     def counts(self) -> CacheCounts:
@@ -259,7 +258,7 @@ class H2OCache(Cache):
         """
         loaded = copy(self)
         with refusing_damage():
-            load_state(loaded, state, [group.head_sizes for group in self.head_groups if group.is_initialized])
+            load_state(loaded, state)
         self.__dict__.update(loaded.__dict__, torn=False, stream_number=self.stream_number + 1)
         self._revision.bump()
 

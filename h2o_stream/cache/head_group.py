@@ -19,10 +19,10 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from h2o_stream.cache.attention import LogitTransform
+from h2o_stream.cache.attention import LogitTransform, QueryChunk
 from h2o_stream.cache.budgets import Schedule
-from h2o_stream.cache.eager import EAGER, attention_of_last_query
-from h2o_stream.cache.kernels import Kernels, NewTokens
+from h2o_stream.cache.eager import EAGER, probabilities
+from h2o_stream.cache.kernels import Kernels
 from h2o_stream.cache.padding import Padding
 from h2o_stream.cache.policies import Budget, Candidates, Policy
 from h2o_stream.cache.quantized_store import QuantizedStore
@@ -123,7 +123,7 @@ class HeadGroup:
         self.queries_per_key = query.shape[1] // key.shape[1]
         if padding is not None:
             query, key, value = padding.pack(query), padding.pack(key), padding.pack(value)
-        native = self.kernels if self.kernels and not self.watched and self.kernels.serves(self, query) else None
+        native = self.kernels if self.kernels and not self.watched and self.kernels.supports(self, query) else None
         kernels, size = native or EAGER, self.plan.chunk or key.shape[2]
         before = lengths = self.tokens.lengths or (0,) * len(key)
         outputs = []
@@ -131,17 +131,19 @@ class HeadGroup:
         for number, (q, k, v) in enumerate(chunks):
             new = k.shape[2]
             counts = (new,) * len(lengths) if padding is None else padding.chunk(number * size, new)
-            tokens = NewTokens(q, k, v, transform, lengths, counts)
+            chunk = QueryChunk(q, k, v, transform, lengths, counts)
             if new == 1 == min(counts):
-                outputs.append(kernels.decode(self, tokens))
+                outputs.append(kernels.decode(self, chunk))
                 self.filled = min(self.filled + 1, self.store.slots)
             else:
-                outputs.append(kernels.prefill(self, tokens))
+                outputs.append(kernels.prefill(self, chunk))
             lengths = tuple(map(add, lengths, counts))
             self.compact(lengths)
         meter = self._watch
         if native and padding is None and isinstance(meter, SparsityMeter) and meter.wants(before[0], lengths[0]):
-            meter.add(attention_of_last_query(self, query[:, :, -1:], transform), self.index >= 0)
+            q, k, v = (x[:, :, -1:] for x in (query, key, value))
+            newest = QueryChunk(q, k, v, transform, lengths, (1,) * len(lengths))
+            meter.add(probabilities(self, newest), self.index >= 0)
         output = outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=1)
         return output if padding is None else padding.unpack(output)
 
@@ -205,12 +207,11 @@ class HeadGroup:
     @property
     def held(self) -> int:
         """Tokens held per head, of the row that holds most."""
-        return max(self.limits, default=0)
+        return max(map(self.schedule.held, self.tokens.lengths), default=0)
 
-    @property
-    def limits(self) -> list[int]:
-        """Tokens held per head, of each row."""
-        return [self.schedule.held(length) for length in self.tokens.lengths]
+    def limits(self, chunk: QueryChunk) -> list[int]:
+        """Tokens held per head after a chunk, of each row."""
+        return [self.schedule.held(length) for length in map(add, chunk.lengths, chunk.counts)]
 
     @property
     def num_evictions(self) -> list[int]:
@@ -252,7 +253,7 @@ class HeadGroup:
 
     @property
     def _spare(self) -> int:
-        """Slots beside those of held tokens: the next token's, and its seat in the ring of a quantized store."""
+        """Slots beside those of held tokens: the next token's, and with a quantized store its slot in the ring."""
         return 1 if self.plan.kv_bits == 16 else 2
 
     def _allocate(self, key: Tensor, value: Tensor, slots: int) -> None:
@@ -260,7 +261,7 @@ class HeadGroup:
         rows, plan = key.shape[:2], self.plan
         self.dtype, self.device = key.dtype, key.device
         if plan.kv_bits == 16:
-            self.store = Store.empty(key, value, slots)
+            self.store = Store(key, value, slots)
         else:
             self.store = QuantizedStore(key, value, slots, plan.kv_bits, plan.exact_sinks, plan.residual)
         for name, empty in self.empty_values(slots).items():

@@ -1,14 +1,13 @@
-"""What a model is, and what a policy is: one place, for states, sessions, comparisons and what is cached on disk.
+"""The identity of a model and of a policy, for states, sessions, comparisons and measurements on disk.
 
-A model is its class and config, every number of its weights and persistent buffers, how packed ones are packed, the
-plain attributes of its modules (PEFT keeps there which adapters are active, merged or disabled, and their scaling), and
-the source of modules, patched forwards and hooks that come with no package of ours, torch's or Hugging Face's. It is
-not the mode (training or not), nor what computes its attention, nor where it lies.
+A model is its class and config, all weights and persistent buffers, how packed weights are packed, the plain attributes
+of its modules (PEFT stores there which adapters are active, merged or disabled, and their scaling), and the source of
+modules, patched forwards and hooks from outside h2o_stream, torch and Hugging Face. Training mode, attention
+implementation and device do not matter.
 
-All bytes of a weight are summed up in pieces, at the speed of memory (0.02 s for 540 MB): what one step of decoding
-reads. A sum misses only changes inside 4 KiB that cancel. In one process a weight is summed up again when its address,
-its version or one of some sampled numbers has changed: what is written through ``.data`` into few numbers of a weight
-that was summed up before can be missed.
+All bytes of a weight are summed in blocks, at the speed of memory (0.02 s for 540 MB). A sum misses only changes
+within 4 KiB that cancel. In one process a weight is summed again if its address, its version or one of some sampled
+numbers has changed: writes through ``.data`` to a few numbers of a weight summed before can be missed.
 """
 
 from __future__ import annotations
@@ -30,13 +29,13 @@ from h2o_stream.cache.policies import make_policy
 from h2o_stream.config import CachePlan
 
 _SAMPLED = 256
-"""Numbers of each weight that are looked at every time."""
+"""Numbers of each weight that are compared every time."""
 
-_PIECE = 4096
-"""Bytes that have a sum of their own."""
+_BLOCK = 4096
+"""Bytes per sum."""
 
 _ELSEWHERE = ("_name_or_path", "transformers_version", "quantization_config", "use_cache")
-"""What a config tells that says nothing about the logits, or that the weights themselves tell."""
+"""Config entries that do not affect the logits, or that the weights show."""
 
 _PASSING = (
     "training",
@@ -46,23 +45,23 @@ _PASSING = (
     "warnings_issued",
     "name_or_path",
 )
-"""Attributes of modules that do not belong to the model."""
+"""Attributes of modules that are not part of the identity."""
 
 _ADAPTERS = ("_active_adapter", "_disable_adapters")
-"""Private attributes of PEFT's layers that do."""
+"""Private attributes of PEFT's layers that are."""
 
 _VERSIONED = ("h2o_stream", "torch", "transformers", "peft", "accelerate", "deepspeed")
 """Packages whose source the version identifies."""
 
 _summed: WeakKeyDictionary[nn.Module, dict[str, tuple[Any, bytes]]] = WeakKeyDictionary()
-"""Of the weights of a model, by name: what they looked like when they were summed up, and their sums."""
+"""The weights of a model by name: a quick signature, and their sums."""
 
 _sources: WeakKeyDictionary[Any, str] = WeakKeyDictionary()
-"""What `source_of` gave: a file may be edited after it was imported."""
+"""Results of `source_of`: a file may be edited after it was imported."""
 
 
 def model_digest(model: nn.Module) -> str:
-    """What tells a model from all others: its class, how its weights are held, and 16 hex digits."""
+    """Identifies a model: its class, the type of its weights, and 16 hex digits."""
     digest = hashlib.sha256(json.dumps(_config(model), sort_keys=True, default=str).encode())
     known = _summed.setdefault(model, {})
     offloaded = _offloaded(model)
@@ -71,7 +70,7 @@ def model_digest(model: nn.Module) -> str:
         weight = getattr(weight, "to_local", lambda whole=weight: whole)().detach()  # of one that processes share
         if weight.is_meta and name not in offloaded:
             continue
-        seen = id(offloaded[name]) if weight.is_meta else _looks(weight)
+        seen = id(offloaded[name]) if weight.is_meta else _signature(weight)
         if name not in known or known[name][0] != seen:
             known[name] = seen, _sums(offloaded[name][name.rpartition(".")[2]] if weight.is_meta else weight)
         digest.update(known[name][1])
@@ -85,19 +84,19 @@ def model_digest(model: nn.Module) -> str:
 
 
 def has_additions(model: nn.Module) -> bool:
-    """Whether functions were put into modules from outside: their source does not tell what they close over."""
+    """Whether modules have functions from outside, whose source does not show what they close over."""
     return any(map(_additions, model.modules()))
 
 
 def policy_source(plan: CachePlan) -> str:
-    """16 hex digits of the source of a user's policy; nothing for one of ours, which the plan and the version tell."""
+    """16 hex digits of the source of a user's policy; nothing for a built-in one."""
     return source_of(type(make_policy(plan)))
 
 
 def source_of(thing: Any) -> str:
-    """16 hex digits of the modules that a class (with its bases) or a function is written in.
+    """16 hex digits of the source modules of a class (with its bases) or a function.
 
-    Its byte code counts where there is no source. Nothing for what the version of a package tells.
+    Without source the byte code counts. Nothing for packages whose version is recorded.
     """
     if thing not in _sources:
         parts = [part for part in getattr(thing, "__mro__", (thing,)) if not _versioned(part)]
@@ -118,7 +117,7 @@ def _source(thing: Any) -> str:
 
 
 def _home(thing: Any) -> str:
-    """The module where it is written: what wraps a function takes over its `__module__`."""
+    """The module it is defined in: wrappers of a function copy its `__module__`."""
     return str(thing.__globals__["__name__"] if isinstance(thing, FunctionType) else getattr(thing, "__module__", ""))
 
 
@@ -141,7 +140,7 @@ def _config(model: nn.Module) -> Any:
 
 
 def _weights(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Parameters and persistent buffers: the others are computed from the config, or while the model runs."""
+    """Parameters and persistent buffers; other buffers are computed."""
     yield from model.named_parameters()
     for prefix, module in model.named_modules():
         for name, buffer in module.named_buffers(prefix, recurse=False):
@@ -150,7 +149,7 @@ def _weights(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 
 def _offloaded(model: nn.Module) -> dict[str, Any]:
-    """By the names of weights: where accelerate keeps those of their modules, by their names there."""
+    """By weight name: the mapping in which accelerate keeps the offloaded weights of that module."""
     found = dict[str, Any]()
     for prefix, module in model.named_modules():
         kept = getattr(getattr(module, "_hf_hook", None), "weights_map", None)
@@ -159,20 +158,20 @@ def _offloaded(model: nn.Module) -> dict[str, Any]:
     return found
 
 
-def _looks(weight: Tensor) -> tuple[Any, ...]:
-    """What changes with a weight, in all likelihood."""
+def _signature(weight: Tensor) -> tuple[Any, ...]:
+    """A signature that almost certainly changes with the weight."""
     some = weight.flatten()[:: max(weight.numel() // _SAMPLED, 1)]
     version = None if weight.is_inference() else weight._version
     return weight.data_ptr(), version, weight.shape, weight.stride(), weight.dtype, _bytes(some).cpu().numpy().tobytes()
 
 
 def _sums(weight: Tensor) -> bytes:
-    """The sum of each piece of a weight, as whole numbers; of the last one the bytes."""
+    """The sum of each block of a weight, as integers, and the bytes of the last one."""
     whole = _bytes(weight)
     if whole.storage_offset() % 8:
         whole = whole.clone()
-    full = len(whole) // _PIECE * _PIECE
-    sums = whole[:full].view(torch.int64).view(-1, _PIECE // 8).sum(1)
+    full = len(whole) // _BLOCK * _BLOCK
+    sums = whole[:full].view(torch.int64).view(-1, _BLOCK // 8).sum(1)
     return sums.cpu().numpy().tobytes() + whole[full:].cpu().numpy().tobytes()
 
 
@@ -181,7 +180,7 @@ def _bytes(weight: Tensor) -> Tensor:
 
 
 def _module(module: nn.Module) -> Iterator[Any]:
-    """What it is besides its weights."""
+    """What identifies a module besides its weights."""
     yield f"{type(module).__qualname__} {source_of(type(module))}"
     for name, value in sorted(vars(module).items()):
         if name in _ADAPTERS or not (name.startswith("_") or name in _PASSING):
@@ -193,16 +192,16 @@ def _module(module: nn.Module) -> Iterator[Any]:
 
 
 def _additions(module: nn.Module) -> list[str]:
-    """The source of the functions that were put into a module from outside."""
+    """The source of the functions that a module has from outside."""
     added = (vars(module).get("forward"), *module._forward_pre_hooks.values(), *module._forward_hooks.values())
     return [source for function in added if (source := _foreign(function, type(module)))]
 
 
 def _plain(value: Any) -> Any:
-    """A value that is no object of its own, for JSON.
+    """A plain value, for JSON.
 
     Raises:
-        TypeError: it is one.
+        TypeError: it is a module, a tensor or another object.
     """
     if isinstance(value, dict):
         return sorted((str(name), _plain(part)) for name, part in value.items())
@@ -216,7 +215,7 @@ def _plain(value: Any) -> Any:
 
 
 def _foreign(function: Any, owner: type[nn.Module]) -> str:
-    """The source of what was put into a module from outside."""
+    """The source of a function from outside."""
     while _home(type(function)).startswith("h2o_stream."):  # an attached model: what is within
         function = getattr(function, "forward", None)
     function = getattr(function, "func", function)

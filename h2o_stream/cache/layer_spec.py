@@ -51,26 +51,22 @@ class LayerSpec:
 
     def make_layer(self, plan: CachePlan, number: int, tokens: TokenCount, revision: Revision) -> EvictingLayer:
         """An empty layer, the `number`-th of its model."""
-        if self.sliding is not None:
-            plan = _sliding_plan(plan, self.sliding)
+        if self.sliding is None:
+            policy, hidden_from = make_policy(plan, number), self.hidden_from
+            budgets = [budget for budget in self.local_budgets if budget]
+        else:
+            plan, hidden_from, budgets = _sliding_plan(plan, self.sliding), self.sliding, [HeadBudget()]
             policy = make_policy(plan)
-            group = HeadGroup(plan, policy, self.table, self.sliding, tokens=tokens, revision=revision)
-            return EvictingLayer([group])
-        policy = make_policy(plan, number)
-        all_heads = [budget.heads for budget in self.local_budgets if budget]
-        heads = [torch.tensor(heads, device=self.device) if heads else None for heads in all_heads]
-        return EvictingLayer(
-            [
-                HeadGroup(plan, policy, self.table, self.hidden_from, heads=own, tokens=tokens, revision=revision)
-                for own in heads
-            ]
-        )
+        groups = []
+        for budget in budgets:
+            heads = torch.tensor(budget.heads, device=self.device) if budget.heads else None
+            groups.append(
+                HeadGroup(plan, policy, self.table, hidden_from, heads=heads, tokens=tokens, revision=revision)
+            )
+        return EvictingLayer(groups)
 
 
 def _sliding_plan(plan: CachePlan, window: int) -> CachePlan:
-    """A sliding layer holds what its own window shows, in full precision, at true distances."""
-    positions = "absolute" if plan.positions == "absolute" else "rolling"
-    recent = window - 1
-    return replace(
-        plan, policy="recent", window=recent, sinks=0, heavy=0, recent=recent, kv_bits=16, positions=positions
-    )
+    """A sliding layer holds exactly what its window shows, in full precision, at true distances."""
+    plan = replace(plan, policy="recent", window=window - 1, sinks=0, heavy=0, recent=window - 1, kv_bits=16)
+    return plan if plan.positions == "absolute" else replace(plan, positions="rolling")

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 _COVERS = {8: 1.0, 4: 1.0, 2: 0.65}
-"""Part of a range that a grid covers: with four levels it pays to cut outliers off."""
+"""Fraction of a range that a grid covers: with four levels it pays to clip outliers."""
 
 _TRIED = (1.0, 0.9, 0.8, 0.7, 0.6, 0.5, 0.4)
 
@@ -18,10 +18,10 @@ def spread(low: Tensor, high: Tensor, bits: int, covers: float | None = None) ->
     """The grid of a range, [2, *low.shape]: offsets, then steps.
 
     Args:
-        low: least number of each range; above `high` where there is none, which gives a grid of zeros.
-        high: same shape, the greatest.
+        low: minimum of each range; above `high` for an empty range, which gives a grid of zeros.
+        high: same shape, the maximum.
         bits: 2, 4 or 8.
-        covers: part of the range, about its middle, that the grid reaches; None is what suits the bits.
+        covers: fraction of the range, around its middle, that the grid spans; None for the default of these bits.
     """
     half = (high - low).clamp_min(0) / 2 * (_COVERS[bits] if covers is None else covers)
     middle = torch.where(low <= high, (low + high) / 2, 0.0)
@@ -30,9 +30,9 @@ def spread(low: Tensor, high: Tensor, bits: int, covers: float | None = None) ->
 
 
 def fit(x: Tensor, bits: int) -> Tensor:
-    """The grid of least squared error for each row, among several that cover a part of its range.
+    """The grid of least squared error for each row, among several that cover a fraction of its range.
 
-    Numbers that lie on such a grid already are given it again.
+    Numbers that are on such a grid already get the same grid again.
 
     Args:
         x: [..., n] float32.

@@ -6,8 +6,6 @@ and says which slot a new token takes and what moves to make room for it. It kno
 
 from __future__ import annotations
 
-from typing import Self
-
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
@@ -16,8 +14,12 @@ from torch.nn.functional import pad
 class Store:
     """Keys and values [B, Hkv, S, D] in the model's dtype, and the interface of every store.
 
-    Attributes:
+    Args:
+        key: [B, Hkv, *, D], for shape, dtype and device.
+        value: [B, Hkv, *, D], likewise.
         slots: S.
+
+    Attributes:
         sinks: first tokens that have slots of their own.
         residual: newest tokens that have slots of their own, the next one included.
         exact: slots before the first one that eviction may free, those of `sinks` and `residual`.
@@ -27,15 +29,9 @@ class Store:
     sinks = residual = exact = 0
     names: tuple[str, ...] = ("keys", "values")
 
-    def __init__(self, keys: Tensor, values: Tensor) -> None:
-        self.keys, self.values = keys, values
-        self.slots = keys.shape[2]
-
-    @classmethod
-    def empty(cls, key: Tensor, value: Tensor, slots: int) -> Self:
-        """That many slots for keys and values like [B, Hkv, 1, D]."""
-        keys, values = (x.new_zeros(*x.shape[:2], slots, x.shape[-1]) for x in (key, value))
-        return cls(keys, values)
+    def __init__(self, key: Tensor, value: Tensor, slots: int) -> None:
+        self.keys, self.values = (x.new_zeros(*x.shape[:2], slots, x.shape[-1]) for x in (key, value))
+        self.slots = slots
 
     def read(self) -> tuple[Tensor, Tensor]:
         """All keys and values, for a decode step."""

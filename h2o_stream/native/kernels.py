@@ -8,9 +8,8 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor
 
-from h2o_stream.cache.attention import LogitTransform
+from h2o_stream.cache.attention import LogitTransform, QueryChunk
 from h2o_stream.cache.head_group import HeadGroup
-from h2o_stream.cache.kernels import NewTokens
 from h2o_stream.errors import H2OStreamError, OutOfMemoryError
 from h2o_stream.native import library
 from h2o_stream.native.abi import AttentionLayer, pointer
@@ -35,15 +34,15 @@ class NativeKernels:
             WeakKeyDictionary()
         )
 
-    def serves(self, group: HeadGroup, query: Tensor) -> bool:
-        """See `Kernels.serves`."""
+    def supports(self, group: HeadGroup, query: Tensor) -> bool:
+        """See `Kernels.supports`."""
         return not unsupported(group) and query.dtype == group.dtype and query.device == group.device
 
-    def decode(self, group: HeadGroup, new: NewTokens) -> Tensor:
+    def decode(self, group: HeadGroup, chunk: QueryChunk) -> Tensor:
         """See `Kernels.decode`."""
-        bound = self._bind(group, new, group.store.slots)
-        bound.slots["evictions"][:, 0] = new.evictions(group.schedule)
-        query, key, value = new.query.contiguous(), new.key.contiguous(), new.value.contiguous()
+        bound = self._bind(group, chunk, group.store.slots)
+        bound.slots["evictions"][:, 0] = [group.schedule.num_evictions(length) for length in chunk.lengths]
+        query, key, value = chunk.query.contiguous(), chunk.key.contiguous(), chunk.value.contiguous()
         output = query.new_empty(len(query), 1, query.shape[1], value.shape[-1])
         failed = self._native.h2o_decode(
             addressof(bound.attention),
@@ -57,18 +56,18 @@ class NativeKernels:
             raise OutOfMemoryError(f"out of memory for a step of {len(query)} rows")
         return output
 
-    def prefill(self, group: HeadGroup, new: NewTokens) -> Tensor:
+    def prefill(self, group: HeadGroup, chunk: QueryChunk) -> Tensor:
         """See `Kernels.prefill`.
 
         Raises:
             OutOfMemoryError: there is none for the products of a chunk.
         """
-        rows, query_heads, columns, _ = new.query.shape
-        bound = self._bind(group, new, group.store.slots + columns)
-        tensors = [x if x.stride(-1) == 1 else x.contiguous() for x in (new.query, new.key, new.value)]
+        rows, query_heads, columns, _ = chunk.query.shape
+        bound = self._bind(group, chunk, group.store.slots + columns)
+        tensors = [x if x.stride(-1) == 1 else x.contiguous() for x in (chunk.query, chunk.key, chunk.value)]
         strides = torch.tensor([x.stride()[:3] for x in tensors])
-        counts, limits = torch.tensor(new.counts), torch.tensor(new.limits(group.schedule))
-        output = new.query.new_empty(rows, columns, query_heads, new.value.shape[-1])
+        counts, limits = torch.tensor(chunk.counts), torch.tensor(group.limits(chunk))
+        output = chunk.query.new_empty(rows, columns, query_heads, chunk.value.shape[-1])
         failed = self._native.h2o_prefill(
             addressof(bound.attention),
             bound.slots.ctypes.data,
@@ -80,7 +79,7 @@ class NativeKernels:
             *(x.data_ptr() for x in tensors),
             pointer(strides),
             columns,
-            new.query.dtype == torch.bfloat16,
+            chunk.query.dtype == torch.bfloat16,
             pointer(output),
             torch.get_num_threads(),
         )
@@ -91,22 +90,22 @@ class NativeKernels:
         group.filled = group.store.slots
         return output
 
-    def _bind(self, group: HeadGroup, new: NewTokens, keys: int) -> BoundLayer:
+    def _bind(self, group: HeadGroup, chunk: QueryChunk, keys: int) -> BoundLayer:
         """The structures of the group, created anew when something has changed."""
         revision, limit = group.revision.number, group.max_distance(keys)
         found = self._bound.get(group)
         if found:
             (bound_revision, transform, bound_limit), bound = found
-            if bound_revision == revision and transform == new.transform and bound_limit >= limit:
+            if bound_revision == revision and transform == chunk.transform and bound_limit >= limit:
                 return bound
         attention = AttentionLayer(
-            query_heads=new.query.shape[1],
-            kv_heads=new.key.shape[1],
-            head_size=new.query.shape[-1],
-            value_size=new.value.shape[-1],
-            scaling=new.transform.scaling,
-            softcap=new.transform.softcap or 0.0,
+            query_heads=chunk.query.shape[1],
+            kv_heads=chunk.key.shape[1],
+            head_size=chunk.query.shape[-1],
+            value_size=chunk.value.shape[-1],
+            scaling=chunk.transform.scaling,
+            softcap=chunk.transform.softcap or 0.0,
         )
         bound = BoundLayer([group], attention, limit)
-        self._bound[group] = (revision, new.transform, limit), bound
+        self._bound[group] = (revision, chunk.transform, limit), bound
         return bound
