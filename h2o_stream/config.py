@@ -8,16 +8,16 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 from h2o_stream.errors import ConfigError
+from h2o_stream.registry import Registry
 
 Positions = Literal["gap", "rolling", "absolute"]
 Budgets = Literal["measured", "equal"]
 CacheDevice = Literal["auto", "cpu"]
 AtContext = Literal["continue", "stop"]
 EngineChoice = Literal["auto", "eager"]
-Prefill = Literal["full", "chunked"]
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 QUANTIZATIONS = ("auto", "none", "int8", "int4")
 
@@ -59,7 +59,8 @@ class PolicyDefaults:
         sinks: first tokens of the stream that are never evicted.
         decay: factor on the accumulated scores per token seen; 1 is the papers' plain sum.
         positions: where RoPE sees the kept tokens.
-        rule: ``module:class`` of the `Policy` that chooses among the unprotected tokens.
+        rule: ``module:class`` of the `Policy` that chooses among the unprotected tokens; the defaults that a class in
+            an entry point carries leave it out.
         draws: whether the rule draws, so that a seed makes a difference.
         budgets: whether every head keeps the same, or each by how far back it reaches, in the mean the same.
         long_term: weight of the long-term score beside the decaying one.
@@ -69,7 +70,7 @@ class PolicyDefaults:
     sinks: int
     decay: float
     positions: Positions
-    rule: str
+    rule: str = ""
     draws: bool = False
     budgets: Budgets = "equal"
     long_term: float = 0.0
@@ -77,7 +78,7 @@ class PolicyDefaults:
 
 _RULES = "h2o_stream.cache.policies"
 
-POLICIES: dict[str, PolicyDefaults] = {
+_POLICIES = {
     "h2o": PolicyDefaults(0.5, 4, 0.99, "gap", f"{_RULES}.long_term:LongTerm", budgets="measured", long_term=2.0),
     "h2o-paper": PolicyDefaults(0.5, 0, 1.0, "rolling", f"{_RULES}.accumulated:Accumulated"),
     "tova": PolicyDefaults(1.0, 0, 1.0, "rolling", f"{_RULES}.tova:Tova"),
@@ -86,6 +87,18 @@ POLICIES: dict[str, PolicyDefaults] = {
     "recent": PolicyDefaults(0.0, 0, 1.0, "rolling", f"{_RULES}.recency:Recency"),
     "full": PolicyDefaults(0.0, 0, 1.0, "absolute", f"{_RULES}.recency:Recency"),
 }
+
+
+def _policy_defaults(named: Any) -> PolicyDefaults:
+    """What an entry point says of a policy: `PolicyDefaults`, or a `Policy` class with them in its ``defaults``."""
+    if isinstance(named, PolicyDefaults):
+        return named
+    defaults: PolicyDefaults = named.defaults
+    return replace(defaults, rule=f"{named.__module__}:{named.__qualname__}")
+
+
+POLICIES = Registry("h2o_stream.policies", _POLICIES, _policy_defaults)
+"""Defaults of all policies, by name."""
 
 
 @dataclass(frozen=True)
@@ -342,83 +355,6 @@ class SamplingConfig:
             raise ConfigError(f"max_tokens is {self.max_tokens}; --max-tokens must be at least 1")
         if any(not stop for stop in self.stop):
             raise ConfigError("a stop string is empty; --stop needs at least one character")
-
-
-@dataclass(frozen=True)
-class Shape:
-    """A request.
-
-    Attributes:
-        prompt: tokens of its prompt.
-        new: tokens generated.
-    """
-
-    prompt: int
-    new: int
-
-    def __str__(self) -> str:
-        return f"{self.prompt}+{self.new}"
-
-    @property
-    def length(self) -> int:
-        """All its tokens."""
-        return self.prompt + self.new
-
-
-@dataclass(frozen=True)
-class Sizes:
-    """How much ``h2o-compare all`` measures: what the options of the same names say."""
-
-    tokens: int
-    windows: str
-    facts: int
-    distances: str
-    requests: int | None
-    request_windows: str
-    histories: str
-    shapes: str
-    cache_budget: str
-
-
-QUICK = Sizes(
-    tokens=2048,
-    windows="128,256",
-    facts=8,
-    distances="64,512,2048",
-    requests=8,
-    request_windows="64,128",
-    histories="256,1024",
-    shapes="128+128",
-    cache_budget="32MiB",
-)
-THOROUGH = Sizes(
-    tokens=8192,
-    windows="128,256,512",
-    facts=20,
-    distances="64,256,1024,4096",
-    requests=None,
-    request_windows="64,128,256",
-    histories="256,2048,8192",
-    shapes="512+32,512+512",
-    cache_budget="128MiB",
-)
-
-
-@dataclass(frozen=True)
-class AnswerConfig:
-    """How requests are answered in a comparison.
-
-    Args:
-        prefill: ``full`` reads a prompt whole and evicts then; ``chunked`` evicts while reading.
-        sample: draw as each request says; otherwise take the likeliest token.
-        seed: of the draws.
-        batch: requests answered at once.
-    """
-
-    prefill: Prefill = "full"
-    sample: bool = False
-    seed: int = 0
-    batch: int = 8
 
 
 @dataclass(frozen=True)

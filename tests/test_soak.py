@@ -12,6 +12,7 @@ import torch
 from h2o_stream.cache.attach import attach
 from h2o_stream.cache.audit import audit
 from h2o_stream.cache.slots import SlotLayer
+from h2o_stream.compare.comparisons import SoakOptions
 from h2o_stream.compare.folder import Part
 from h2o_stream.compare.soak import TINY, Soak
 from h2o_stream.config import CacheConfig, ModelConfig
@@ -67,7 +68,10 @@ class TestAudit:
 
 
 def soak(text: Path, out: Path) -> Soak:
-    made = Soak(ModelConfig(TINY), CacheConfig(window=64), text, 12_000, 2, "eager", out)
+    options = SoakOptions(
+        model=ModelConfig(TINY), window=64, text=text, tokens=12_000, passes=2, engine="eager", out=out
+    )
+    made = Soak(options)
     made.begin(print)
     return made
 

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from h2o_stream.compare.comparison import Doing
+from h2o_stream.compare.comparisons import SpeedOptions
 from h2o_stream.compare.contenders import LLAMA_CPP, OURS, TRANSFORMERS, Contender, Memory, Ready, weight_bytes
 from h2o_stream.compare.speed import ROUNDS, STEPS, Race, Speed, bandwidth, needed
 from h2o_stream.compare.worker import Worker
@@ -58,11 +59,11 @@ def test_the_run_record_tells_weights_of_one_name_apart(tiny_folder: Path, tmp_p
     model, text = tmp_path / "model", tmp_path / "text.txt"
     shutil.copytree(tiny_folder, model)
     text.write_text("The quick brown fox jumps over the lazy dog and runs away. " * 80)
-    contender = Contender(OURS, ModelConfig(str(model)), CacheConfig())
-    before = Speed([contender], [8], text).begin(print)
-    assert Speed([contender], [8], text).begin(print) == before
+    options = SpeedOptions(model=ModelConfig(str(model)), policies=["h2o"], peers=(), histories=[8], text=text)
+    before = Speed(options).begin(print)
+    assert Speed(options).begin(print) == before
     make_llama(vocab=64, seed=1).save_pretrained(model)
-    assert Speed([contender], [8], text).begin(print)["files"] != before["files"]
+    assert Speed(options).begin(print)["files"] != before["files"]
 
 
 class Pretended:

@@ -5,14 +5,16 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar, Generic, Protocol, TypeVar
 
 from h2o_stream.cache.identity import policy_source
 from h2o_stream.compare.folder import Folder, Part
+from h2o_stream.compare.options import ComparisonOptions
 from h2o_stream.config import CacheConfig
 from h2o_stream.processes import Processes
 
 Notify = Callable[[str], None]
+Options = TypeVar("Options", bound=ComparisonOptions)
 
 
 @dataclass(frozen=True)
@@ -45,8 +47,11 @@ class Job:
     run: Callable[[], Iterable[Doing | Part]]
 
 
-class Comparison(ABC):
+class Comparison(ABC, Generic[Options]):
     """A question to be answered by measuring.
+
+    Args:
+        options: what is measured.
 
     Attributes:
         name: of its subcommand, its records and its table.
@@ -55,6 +60,9 @@ class Comparison(ABC):
 
     name: ClassVar[str]
     alone: ClassVar[bool] = False
+
+    def __init__(self, options: Options) -> None:
+        self.options, self.configs = options, options.configs
 
     @abstractmethod
     def begin(self, notify: Notify) -> dict[str, Any]:
@@ -72,7 +80,7 @@ class Comparison(ABC):
         """Names and texts of further files for the folder, when all records were given."""
         return ()
 
-    def close(self) -> None:  # noqa: B027 -- most have nothing to give back
+    def close(self) -> None:
         """Give back what `begin` and the jobs took."""
 
 

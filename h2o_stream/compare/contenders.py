@@ -11,13 +11,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from h2o_stream.compare.comparisons import PEERS
 from h2o_stream.config import CacheConfig, EngineChoice, ModelConfig
 from h2o_stream.errors import ConfigError, H2OStreamError
 from h2o_stream.memory import give_back_free_memory
 
-OURS, TRANSFORMERS, LLAMA_CPP = "h2o-stream", "transformers", "llama.cpp"
-
-PEERS = (TRANSFORMERS, LLAMA_CPP)
+OURS = "h2o-stream"
+TRANSFORMERS, LLAMA_CPP = PEERS
 
 NO_LLAMA_CPP = "the peer llama.cpp needs llama-cpp-python; pip install 'h2o-stream[bench]'"
 
@@ -30,7 +30,7 @@ class Contender:
     """One engine in one setting.
 
     Attributes:
-        engine: `OURS` or one of `PEERS`.
+        engine: `OURS`, `TRANSFORMERS` or `LLAMA_CPP`.
         model: which model, in which precision.
         cache: the policy; of our own engine only.
         steps: what runs a step of our engine, see `attach`.

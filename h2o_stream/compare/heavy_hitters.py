@@ -10,7 +10,6 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -21,9 +20,10 @@ from h2o_stream.cache.identity import model_digest
 from h2o_stream.cache.statistics import power_law, share_of_top, sparsity
 from h2o_stream.cache.support import context_of, home_of
 from h2o_stream.compare.comparison import Comparison, Doing, Job, Notify, told
+from h2o_stream.compare.comparisons import HeavyHittersOptions
 from h2o_stream.compare.folder import Part, identity
 from h2o_stream.compare.nll import digest_of, read_tokens
-from h2o_stream.config import CacheConfig, ModelConfig
+from h2o_stream.config import CacheConfig
 from h2o_stream.errors import ConfigError
 from h2o_stream.models.load import load
 
@@ -38,38 +38,29 @@ _RANKS = 60
 """Points of the power law in a record, about."""
 
 
-class HeavyHitters(Comparison):
-    """What `observe` sees on a text.
-
-    Args:
-        model: which.
-        configs: the policies, all of one window.
-        text: a file of plain text.
-        tokens: how many of it are read.
-        chunk: tokens between two evictions.
-    """
+class HeavyHitters(Comparison[HeavyHittersOptions]):
+    """What `observe` measures on a text."""
 
     name = "heavy-hitters"
 
-    def __init__(self, model: ModelConfig, configs: Sequence[CacheConfig], text: Path, tokens: int, chunk: int) -> None:
-        self._model_config, self._configs, self._text = model, configs, text
-        self._tokens, self._chunk = tokens, chunk
+    def __init__(self, options: HeavyHittersOptions) -> None:
+        super().__init__(options)
         self._model: Any = None
         self._stream: list[int] = []
 
     def begin(self, notify: Notify) -> dict[str, Any]:
         """Load the model and read the text."""
-        loaded = load(self._model_config, notify=notify)
+        loaded = load(self.options.model, notify=notify)
         self._model = loaded.model
-        self._stream = read_tokens(self._text, loaded.tokenizer, self._tokens - 1)
+        self._stream = read_tokens(self.options.text, loaded.tokenizer, self.options.tokens - 1)
         return {
             "model": loaded.name,
             "identity": model_digest(self._model),
-            "text": str(self._text),
+            "text": str(self.options.text),
             "digest": digest_of(self._stream),
             "tokens": len(self._stream),
-            **told(self._configs),
-            "window": self._configs[0].window,
+            **told(self.configs),
+            "window": self.options.window,
             "seed": None,
         }
 
@@ -78,14 +69,14 @@ class HeavyHitters(Comparison):
         key = {
             "what": self.name,
             "tokens": digest_of(self._stream),
-            "chunk": self._chunk,
-            "policies": [identity(self._model, config) for config in self._configs],
+            "chunk": self.options.chunk,
+            "policies": [identity(self._model, config) for config in self.configs],
         }
-        return [Job("attention", key, len(self._stream) * (len(self._configs) + 1), self._observed)]
+        return [Job("attention", key, len(self._stream) * (len(self.configs) + 1), self._observed)]
 
     def _observed(self) -> Iterator[Doing | Part]:
         before: list[str] = []
-        for event in observe(self._model, self._stream, self._configs, self._chunk):
+        for event in observe(self._model, self._stream, self.configs, self.options.chunk):
             if isinstance(event, Progress):
                 before += [event.name] if event.name not in before else []
                 yield Doing((len(before) - 1) * event.total + event.done, event.name)
@@ -108,7 +99,7 @@ class HeavyHitters(Comparison):
         """One for each layer."""
         for part in parts:
             for layer in part.figures["layers"]:
-                yield {"type": self.name, "text": str(self._text), "window": self._configs[0].window, **layer}
+                yield {"type": self.name, "text": str(self.options.text), "window": self.options.window, **layer}
 
 
 @dataclass

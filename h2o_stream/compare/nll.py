@@ -19,8 +19,9 @@ from h2o_stream.cache.identity import model_digest
 from h2o_stream.cache.support import context_of, home_of
 from h2o_stream.compare.bootstrap import paired_difference
 from h2o_stream.compare.comparison import Comparison, Doing, Job, Notify, label_of, told, window_of
+from h2o_stream.compare.comparisons import NllOptions
 from h2o_stream.compare.folder import Part, identity
-from h2o_stream.config import CacheConfig, ModelConfig
+from h2o_stream.config import CacheConfig
 from h2o_stream.errors import ConfigError, DataError
 from h2o_stream.models.load import load
 from h2o_stream.resources import read_text
@@ -32,42 +33,37 @@ _POINTS = 100
 """Of the curve in a record."""
 
 
-class Nll(Comparison):
-    """Every policy on every text, on identical tokens.
-
-    Args:
-        model: which.
-        configs: the policies, windows and seeds; ``full`` first, so that the others can be compared with it.
-        texts: files of plain text.
-        tokens: predicted per text, or as many as it has.
-    """
+class Nll(Comparison[NllOptions]):
+    """Every policy on every text, on identical tokens: those of `NllOptions.tokens`, or as many as a text has."""
 
     name = "nll"
 
-    def __init__(self, model: ModelConfig, configs: Sequence[CacheConfig], texts: Sequence[Path], tokens: int) -> None:
-        self._model_config, self._configs, self._texts, self._tokens = model, configs, texts, tokens
+    def __init__(self, options: NllOptions) -> None:
+        super().__init__(options)
         self._model: Any = None
         self._streams: list[list[int]] = []
 
     def begin(self, notify: Notify) -> dict[str, Any]:
         """Load the model and read the texts."""
-        loaded = load(self._model_config, notify=notify)
+        loaded = load(self.options.model, notify=notify)
         self._model = loaded.model
-        self._streams = [read_tokens(path, loaded.tokenizer, self._tokens) for path in self._texts]
+        self._streams = [read_tokens(path, loaded.tokenizer, self.options.tokens) for path in self.options.text]
         return {
             "model": loaded.name,
             "identity": model_digest(self._model),
-            "tokens": self._tokens,
-            "texts": {str(text): digest_of(tokens) for text, tokens in zip(self._texts, self._streams, strict=True)},
-            **told(self._configs),
+            "tokens": self.options.tokens,
+            "texts": {
+                str(text): digest_of(tokens) for text, tokens in zip(self.options.text, self._streams, strict=True)
+            },
+            **told(self.configs),
         }
 
     def jobs(self) -> list[Job]:
         """One for each text and policy."""
         return [
             self._job(text.name, config, within_context(self._model, config, stream))
-            for text, stream in zip(self._texts, self._streams, strict=True)
-            for config in self._configs
+            for text, stream in zip(self.options.text, self._streams, strict=True)
+            for config in self.configs
         ]
 
     def _job(self, text: str, config: CacheConfig, fed: Sequence[int]) -> Job:
@@ -76,14 +72,14 @@ class Nll(Comparison):
 
     def records(self, parts: Iterable[Part]) -> Iterator[dict[str, Any]]:
         """One for each text and policy."""
-        of = [(text, config) for text in self._texts for config in self._configs]
+        of = [(text, config) for text in self.options.text for config in self.configs]
         full: Tensor | None = None
         for (text, config), part in zip(of, parts, strict=True):
             losses = part.values
             to_full = None
             if config.policy == "full":
                 full = losses
-            elif self._configs[0].policy == "full":
+            elif self.configs[0].policy == "full":
                 assert full is not None
                 to_full = paired_difference(losses, full)._asdict()
             yield {

@@ -12,7 +12,6 @@ import itertools
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -22,9 +21,10 @@ from h2o_stream.cache.attach import attach
 from h2o_stream.cache.identity import model_digest
 from h2o_stream.cache.support import context_of, home_of
 from h2o_stream.compare.comparison import Comparison, Doing, Job, Notify, label_of, told, window_of
+from h2o_stream.compare.comparisons import RecallOptions
 from h2o_stream.compare.folder import Part, identity
 from h2o_stream.compare.nll import STEP, digest_of, read_tokens
-from h2o_stream.config import CacheConfig, ModelConfig
+from h2o_stream.config import CacheConfig
 from h2o_stream.errors import ConfigError, DataError
 from h2o_stream.models.load import load
 
@@ -50,48 +50,37 @@ _LONGEST = 1 << 16
 """Tokens of a text that are looked at."""
 
 
-class Recall(Comparison):
-    """Every policy on the same stream and questions; only those count that the full cache answers.
-
-    Args:
-        model: which.
-        configs: ``full`` first, then the policies, windows and seeds.
-        text: a file of plain text, in which the facts are planted.
-        facts: how many.
-        distances: tokens between a fact and its question.
-    """
+class Recall(Comparison[RecallOptions]):
+    """Every policy on the same stream and questions; only the questions that the full cache answers count."""
 
     name = "recall"
 
-    def __init__(
-        self, model: ModelConfig, configs: Sequence[CacheConfig], text: Path, facts: int, distances: Sequence[int]
-    ) -> None:
-        self._model_config, self._configs, self._text = model, configs, text
-        self._facts, self._distances = facts, distances
+    def __init__(self, options: RecallOptions) -> None:
+        super().__init__(options)
         self._model: Any = None
         self._plan: Plan
 
     def begin(self, notify: Notify) -> dict[str, Any]:
         """Load the model and plant the facts."""
-        loaded = load(self._model_config, notify=notify)
+        loaded = load(self.options.model, notify=notify)
         self._model = loaded.model
-        tokens = read_tokens(self._text, loaded.tokenizer, _LONGEST)
-        self._plan = plan_questions(loaded.tokenizer, tokens, self._facts, self._distances)
+        tokens = read_tokens(self.options.text, loaded.tokenizer, _LONGEST)
+        self._plan = plan_questions(loaded.tokenizer, tokens, self.options.facts, self.options.distances)
         check_context(loaded.model, self._plan)
         return {
             "model": loaded.name,
             "identity": model_digest(self._model),
-            "text": str(self._text),
+            "text": str(self.options.text),
             "tokens": len(self._plan.tokens),
             "digest": digest_of(self._plan.tokens),
-            "facts": self._facts,
-            "distances": list(self._distances),
-            **told(self._configs),
+            "facts": self.options.facts,
+            "distances": list(self.options.distances),
+            **told(self.configs),
         }
 
     def jobs(self) -> list[Job]:
         """One for each policy."""
-        return [self._job(config) for config in self._configs]
+        return [self._job(config) for config in self.configs]
 
     def _job(self, config: CacheConfig) -> Job:
         questions = digest_of([*self._plan.tokens, *itertools.chain(*self._plan.questions)])
@@ -101,13 +90,13 @@ class Recall(Comparison):
     def records(self, parts: Iterable[Part]) -> Iterator[dict[str, Any]]:
         """One for each policy and distance."""
         passed: Tensor | None = None
-        for config, part in zip(self._configs, parts, strict=True):
+        for config, part in zip(self.configs, parts, strict=True):
             passed = part.values > 0 if passed is None else passed
-            for column, distance in enumerate(self._distances):
+            for column, distance in enumerate(self.options.distances):
                 margins = part.values[:, column][passed[:, column]]
                 yield {
                     "type": self.name,
-                    "text": str(self._text),
+                    "text": str(self.options.text),
                     "policy": config.policy,
                     "window": window_of(config),
                     "seed": config.seed,

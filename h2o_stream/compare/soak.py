@@ -8,7 +8,6 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from functools import partial
 from itertools import pairwise
-from pathlib import Path
 from statistics import fmean
 from typing import Any
 
@@ -23,9 +22,10 @@ from h2o_stream.cache.audit import audit
 from h2o_stream.cache.identity import model_digest
 from h2o_stream.cache.support import home_of
 from h2o_stream.compare.comparison import Comparison, Doing, Job, Notify, told
+from h2o_stream.compare.comparisons import SoakOptions
 from h2o_stream.compare.folder import Part, identity, machine, writing
 from h2o_stream.compare.nll import digest_of, read_tokens
-from h2o_stream.config import PREFILL_STEP, CacheConfig, EngineChoice, ModelConfig
+from h2o_stream.config import PREFILL_STEP
 from h2o_stream.errors import DataError
 from h2o_stream.memory import give_back_free_memory
 from h2o_stream.models.load import load
@@ -41,34 +41,19 @@ _STRETCHES = 20
 """Parts of a stream that have a record each."""
 
 
-class Soak(Comparison):
+class Soak(Comparison[SoakOptions]):
     """One stream of turns: a text again and again, and a reply after each piece of it.
 
-    Args:
-        model: which; `TINY` is a random one.
-        config: the policy.
-        text: a file.
-        tokens: of the whole stream, replies included.
-        passes: times that the text is read in them; so much of it is taken.
-        engine: what runs a step, see `attach`.
-        out: a folder for the state of the stream, so that an interrupted one goes on; None for none.
+    The state of the stream is kept in the folder of --out, so that an interrupted one goes on.
     """
 
     name = "soak"
     alone = True
 
-    def __init__(
-        self,
-        model: ModelConfig,
-        config: CacheConfig,
-        text: Path,
-        tokens: int,
-        passes: int,
-        engine: EngineChoice,
-        out: Path | None,
-    ) -> None:
-        self._model_config, self._config, self._text, self._total = model, config, text, tokens
-        self._passes, self._engine, self._state = passes, engine, out and out / "state.safetensors"
+    def __init__(self, options: SoakOptions) -> None:
+        super().__init__(options)
+        self._config, self._text = self.configs[0], options.text_file()
+        self._state = options.out and options.out / "state.safetensors"
         self._model: Any = None
         self._tokens: list[int] = []
         self._digest = ""
@@ -78,35 +63,35 @@ class Soak(Comparison):
 
     def begin(self, notify: Notify) -> dict[str, Any]:
         """Load the model, and take as much of the text as fits the passes."""
-        if self._model_config.model == TINY:
+        if self.options.model.model == TINY:
             self._model = tiny()
             everything = list(read_text(self._text, f"--text {self._text}").encode())
         else:
-            loaded = load(self._model_config, notify=notify)
+            loaded = load(self.options.model, notify=notify)
             self._model = loaded.model
-            everything = read_tokens(self._text, loaded.tokenizer, self._total)
-        self._turns_of_pass = math.ceil(self._total / (_READ + _REPLY) / self._passes)
+            everything = read_tokens(self._text, loaded.tokenizer, self.options.tokens)
+        self._turns_of_pass = math.ceil(self.options.tokens / (_READ + _REPLY) / self.options.passes)
         needed = self._turns_of_pass * _READ
         if len(everything) < needed:
             raise DataError(f"--text {self._text}: {len(everything)} tokens, {needed} are needed; raise --passes")
         self._tokens = everything[:needed]
         self._digest = digest_of(self._tokens)
         return {
-            "model": self._model_config.model,
+            "model": self.options.model.model,
             "identity": model_digest(self._model),
             "machine": machine(),
             "dtype": str(self._model.dtype).removeprefix("torch."),
             "text": str(self._text),
             "digest": self._digest,
-            "tokens": self._total,
-            "passes": self._passes,
-            "steps": self._engine,
+            "tokens": self.options.tokens,
+            "passes": self.options.passes,
+            "steps": self.options.engine,
             **told([self._config]),
         }
 
     def jobs(self) -> list[Job]:
         """One for each stretch of the stream; a later one goes on where the one before it ended."""
-        turns = self._turns_of_pass * self._passes
+        turns = self._turns_of_pass * self.options.passes
         edges = [turns * number // _STRETCHES for number in range(_STRETCHES + 1)]
         return [self._job(number, range(*edge)) for number, edge in enumerate(pairwise(edges))]
 
@@ -115,8 +100,8 @@ class Soak(Comparison):
             "what": self.name,
             "tokens": self._digest,
             "turns": [turns.start, turns.stop],
-            "passes": self._passes,
-            "steps": self._engine,
+            "passes": self.options.passes,
+            "steps": self.options.engine,
             "machine": machine(),
             **identity(self._model, self._config),
         }
@@ -176,7 +161,7 @@ class Soak(Comparison):
         """Have the stream as it was before a stretch."""
         if self._cache is not None:
             return
-        self._cache = self._stack.enter_context(attach(self._model, self._config, engine=self._engine))
+        self._cache = self._stack.enter_context(attach(self._model, self._config, engine=self.options.engine))
         self._drawn.manual_seed(0)
         if number == 0:
             return

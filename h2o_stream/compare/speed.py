@@ -15,12 +15,14 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from h2o_stream.compare.comparison import Comparison, Doing, Job, Notify, window_of
+from h2o_stream.compare.comparisons import SpeedOptions
 from h2o_stream.compare.contenders import LLAMA_CPP, NO_LLAMA_CPP, OURS, Contender, Memory, Ready
 from h2o_stream.compare.folder import Part, machine
 from h2o_stream.compare.nll import digest_of, read_tokens
 from h2o_stream.compare.random_gguf import check_architecture, write_random_gguf
 from h2o_stream.compare.random_weights import precision_of, read_settings
 from h2o_stream.compare.worker import Worker
+from h2o_stream.config import CacheConfig
 from h2o_stream.errors import DataError, H2OStreamError
 from h2o_stream.models.find import files_digest, find, located
 from h2o_stream.models.load import load_tokenizer
@@ -192,20 +194,15 @@ class Race:
         return replace(contender, model=replace(contender.model, model=str(file)))
 
 
-class Speed(Comparison):
-    """How fast contenders are against each other.
-
-    Args:
-        contenders: all of one model.
-        histories: tokens seen when decoding is timed.
-        text: what they read.
-    """
+class Speed(Comparison[SpeedOptions]):
+    """How fast engines are beside each other, all with the same model."""
 
     name = "speed"
     alone = True
 
-    def __init__(self, contenders: Sequence[Contender], histories: Sequence[int], text: Path) -> None:
-        self._contenders, self._histories, self._text = contenders, sorted(set(histories)), text
+    def __init__(self, options: SpeedOptions) -> None:
+        super().__init__(options)
+        self._contenders, self._histories = contenders_of(options), sorted(set(options.histories))
         self._tokens: list[int] = []
         self._digest, self._files = "", list[str]()
         self._race: Race
@@ -214,9 +211,9 @@ class Speed(Comparison):
         """Read the text, and measure what the floor is computed from."""
         count = needed(self._histories)
         first = self._contenders[0]
-        self._tokens = read_tokens(self._text, load_tokenizer(first.model, notify), count)
+        self._tokens = read_tokens(self.options.text, load_tokenizer(first.model, notify), count)
         if len(self._tokens) < count:
-            few = f"--text {self._text}: {len(self._tokens)} tokens, {count} are needed"
+            few = f"--text {self.options.text}: {len(self._tokens)} tokens, {count} are needed"
             raise DataError(f"{few}; lower --histories or give a longer text")
         if first.random_weights:
             self._check_random(Path(first.random_weights))
@@ -229,7 +226,7 @@ class Speed(Comparison):
             "policy": [contender.cache.policy for contender in self._contenders],
             "window": [window_of(contender.cache) for contender in self._contenders],
             "seed": None,
-            "text": str(self._text),
+            "text": str(self.options.text),
             "digest": self._digest,
             "histories": self._histories,
             "contenders": [asdict(contender) for contender in self._contenders],
@@ -275,6 +272,21 @@ class Speed(Comparison):
         """End the processes."""
         if hasattr(self, "_race"):
             self._race.close()
+
+
+def contenders_of(options: SpeedOptions) -> list[Contender]:
+    """Our engine with every policy, and the peers; each in every precision it can have."""
+    random = str(options.random_weights) if options.random_weights else None
+    common: dict[str, Any] = {"threads": options.threads, "random_weights": random}
+    models = options.models
+    found = [Contender(OURS, model, config, options.engine, **common) for model in models for config in options.configs]
+    for peer in options.peers:
+        if peer == LLAMA_CPP:  # the quantization is that of its file
+            peer_models = models if random else models[:1]
+        else:
+            peer_models = [replace(model, quantize="none") for model in models]
+        found += [Contender(peer, model, CacheConfig("full"), **common) for model in dict.fromkeys(peer_models)]
+    return found
 
 
 def _weights_of(contender: Contender) -> str:

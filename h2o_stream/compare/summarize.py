@@ -8,7 +8,6 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from itertools import groupby
-from pathlib import Path
 from statistics import fmean
 from typing import Any
 
@@ -18,24 +17,18 @@ from h2o_stream.cache.attach import attach
 from h2o_stream.cache.identity import model_digest
 from h2o_stream.cache.support import context_of, home_of
 from h2o_stream.compare.comparison import Comparison, Job, Notify, label_of, told, window_of
+from h2o_stream.compare.comparisons import SummarizeOptions
 from h2o_stream.compare.folder import Part, identity
-from h2o_stream.config import AnswerConfig, CacheConfig, ModelConfig
+from h2o_stream.config import CacheConfig
 from h2o_stream.errors import ConfigError, H2OStreamError
 from h2o_stream.models.load import LoadedModel, load
-from h2o_stream.session.requests import Request
+from h2o_stream.session.requests import Request, read_requests
 
 ROUGE = ("rouge1", "rouge2", "rougeL")
 
 
-class Summarize(Comparison):
+class Summarize(Comparison[SummarizeOptions]):
     """Every policy and window on the same requests.
-
-    Args:
-        model: which.
-        configs: the policies and windows, ``full`` first.
-        requests: what is answered.
-        source: the file they are from.
-        how: drawn or not, and how many at once.
 
     Raises:
         H2OStreamError: rouge-score is not installed.
@@ -43,16 +36,10 @@ class Summarize(Comparison):
 
     name = "summarize"
 
-    def __init__(
-        self,
-        model: ModelConfig,
-        configs: Sequence[CacheConfig],
-        requests: Sequence[Request],
-        source: Path,
-        how: AnswerConfig,
-    ) -> None:
-        self._model_config, self._configs, self._requests = model, configs, requests
-        self._source, self._how, self._rouge = source, how, Rouge()
+    def __init__(self, options: SummarizeOptions) -> None:
+        super().__init__(options)
+        self._requests, self._rouge = read_requests(options.requests, options.limit), Rouge()
+        self._settings = {name: getattr(options, name) for name in ("prefill", "sample", "seed", "batch")}
         self._loaded: LoadedModel
         self._prompts: list[list[int]] = []
         self._batches: list[tuple[int, ...]] = []
@@ -60,40 +47,40 @@ class Summarize(Comparison):
 
     def begin(self, notify: Notify) -> dict[str, Any]:
         """Load the model and encode the requests."""
-        self._loaded = load(self._model_config, notify=notify)
+        self._loaded = load(self.options.model, notify=notify)
         self._prompts = encode(self._loaded.tokenizer, self._loaded.model, self._requests)
-        self._batches = batches(self._requests, self._prompts, self._how.batch)
+        self._batches = batches(self._requests, self._prompts, self.options.batch)
         return {
             "model": self._loaded.name,
             "identity": model_digest(self._loaded.model),
-            "source": str(self._source),
+            "source": str(self.options.requests),
             "requests": len(self._requests),
             "prompt_tokens": fmean(map(len, self._prompts)),
-            **asdict(self._how),
-            **told(self._configs),
-            "seed": self._how.seed,
+            **self._settings,
+            **told(self.configs),
+            "seed": self.options.seed,
         }
 
     def jobs(self) -> list[Job]:
         """One for each batch and policy."""
         model = self._loaded.model
-        of = [(config, identity(model, config)) for config in self._configs]
+        of = [(config, identity(model, config)) for config in self.configs]
         return [self._job(config, part, own) for config, own in of for part in self._batches]
 
     def _job(self, config: CacheConfig, part: tuple[int, ...], own: Mapping[str, Any]) -> Job:
         asked = [(self._requests[index].prompt, str(self._requests[index].sampling)) for index in part]
-        key = {"what": self.name, "requests": asked, **asdict(self._how), **own}
+        key = {"what": self.name, "requests": asked, **self._settings, **own}
         return Job(label_of(config), key, len(part), partial(self._answer, config, part))
 
     def _answer(self, config: CacheConfig, part: tuple[int, ...]) -> Iterator[Part]:
         model, tokenizer, prompts = self._loaded.model, self._loaded.tokenizer, self._prompts
-        made = answer(model, tokenizer, config, self._requests, prompts, part, self._how, self._rouge)
+        made = answer(model, tokenizer, config, self._requests, prompts, part, self.options, self._rouge)
         yield Part({"predictions": [asdict(prediction) for prediction in made]})
 
     def records(self, parts: Iterable[Part]) -> Iterator[dict[str, Any]]:
         """One for each policy and window."""
         coming = iter(parts)
-        for config in self._configs:
+        for config in self.configs:
             made = [prediction for _ in self._batches for prediction in next(coming).figures["predictions"]]
             scored = [prediction["rouge"] for prediction in made if prediction["rouge"] is not None]
             means = [fmean(column) for column in zip(*scored, strict=True)] if scored else [None] * len(ROUGE)
@@ -198,7 +185,7 @@ def answer(
     requests: Sequence[Request],
     prompts: Sequence[Sequence[int]],
     part: Sequence[int],
-    how: AnswerConfig,
+    options: SummarizeOptions,
     rouge: Rouge,
 ) -> list[Prediction]:
     """Answer requests together.
@@ -210,7 +197,7 @@ def answer(
         requests: all requests.
         prompts: their tokens.
         part: which of them, all of one way to draw.
-        how: drawn or not.
+        options: drawn or not, and the seed.
         rouge: the measure.
     """
     pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id
@@ -222,9 +209,9 @@ def answer(
     lengths = torch.tensor([len(prompts[index]) for index in part])
     mask = (torch.arange(longest) >= longest - lengths[:, None]).long()
     sampling = requests[part[0]].sampling
-    drawn = how.sample and bool(sampling.temperature)
+    drawn = options.sample and bool(sampling.temperature)
     draw = {"temperature": sampling.temperature, "top_p": sampling.top_p, "top_k": 0} if drawn else {}
-    torch.manual_seed(how.seed + part[0])
+    torch.manual_seed(options.seed + part[0])
     with attach(model, config):
         output = model.generate(
             input_ids=ids.to(home_of(model)),

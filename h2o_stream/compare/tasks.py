@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import logging
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from functools import partial
 from importlib.metadata import version
 from pathlib import Path
@@ -12,24 +12,16 @@ from typing import Any
 
 from h2o_stream.cache.identity import model_digest
 from h2o_stream.compare.comparison import Comparison, Job, Notify, told, window_of
+from h2o_stream.compare.comparisons import TasksOptions
 from h2o_stream.compare.folder import Part, identity
-from h2o_stream.config import CacheConfig, ModelConfig
+from h2o_stream.config import CacheConfig
 from h2o_stream.errors import ConfigError, H2OStreamError
 from h2o_stream.models.load import LoadedModel, load
 from h2o_stream.resources import shipped
 
 
-class Tasks(Comparison):
+class Tasks(Comparison[TasksOptions]):
     """Every policy on every task.
-
-    Args:
-        model: which.
-        configs: the policies, ``full`` first; their windows count where there is no ratio.
-        tasks: by the harness's names; ours are h2o_facts, h2o_topics and h2o_causes.
-        ratio: windows as a part of each context; None for windows in tokens.
-        folder: of further tasks, in the harness's form.
-        shots: examples before each question; None is what the task says.
-        limit: documents of each task; None is all.
 
     Raises:
         H2OStreamError: the harness is not installed.
@@ -37,19 +29,10 @@ class Tasks(Comparison):
 
     name = "tasks"
 
-    def __init__(
-        self,
-        model: ModelConfig,
-        configs: Sequence[CacheConfig],
-        tasks: Sequence[str],
-        ratio: float | None,
-        folder: Path | None,
-        shots: int | None,
-        limit: int | None,
-    ) -> None:
+    def __init__(self, options: TasksOptions) -> None:
         require_harness()
-        self._model_config, self._configs, self._tasks, self._ratio = model, configs, tasks, ratio
-        self._folder, self._shots, self._limit = folder, shots, limit
+        super().__init__(options)
+        self._ratio = None if options.windows else options.ratio
         self._loaded: LoadedModel
         self._known: Any = None
 
@@ -58,33 +41,33 @@ class Tasks(Comparison):
         from lm_eval.tasks import TaskManager
 
         logging.getLogger("lm_eval").setLevel(logging.ERROR)
-        self._loaded = load(self._model_config, notify=notify)
+        self._loaded = load(self.options.model, notify=notify)
         self._known = TaskManager(include_path=[str(folder) for folder in self._folders])
-        for task in self._tasks:
+        for task in self.options.tasks:
             if task not in self._known.all_tasks:
                 raise ConfigError(f"task {task!r} is unknown; --tasks takes the harness's, --task-folder brings more")
         return {
             "model": self._loaded.name,
             "identity": model_digest(self._loaded.model),
             "dtype": str(self._loaded.model.dtype).removeprefix("torch."),
-            "tasks": list(self._tasks),
+            "tasks": list(self.options.tasks),
             "ratio": self._ratio,
-            "shots": self._shots,
-            "limit": self._limit,
+            "shots": self.options.shots,
+            "limit": self.options.limit,
             "lm_eval": version("lm-eval"),
-            **told(self._configs),
+            **told(self.configs),
         }
 
     @property
     def _folders(self) -> list[Path]:
-        return [folder for folder in (shipped("data/tasks"), self._folder) if folder is not None]
+        return [folder for folder in (shipped("data/tasks"), self.options.task_folder) if folder is not None]
 
     def jobs(self) -> list[Job]:
         """One for each task and policy."""
         files = hashlib.sha256()
         for path in sorted(path for folder in self._folders for path in folder.rglob("*") if path.is_file()):
             files.update(path.read_bytes())
-        return [self._job(task, config, files.hexdigest()) for task in self._tasks for config in self._configs]
+        return [self._job(task, config, files.hexdigest()) for task in self.options.tasks for config in self.configs]
 
     def _job(self, task: str, config: CacheConfig, files: str) -> Job:
         key = {
@@ -92,8 +75,8 @@ class Tasks(Comparison):
             "task": task,
             "files": files,
             "ratio": self._ratio,
-            "shots": self._shots,
-            "limit": self._limit,
+            "shots": self.options.shots,
+            "limit": self.options.limit,
             "lm_eval": version("lm-eval"),
             **identity(self._loaded.model, config),
         }
@@ -109,8 +92,8 @@ class Tasks(Comparison):
         found = evaluator.simple_evaluate(
             model,
             tasks=[task],
-            num_fewshot=self._shots,
-            limit=self._limit,
+            num_fewshot=self.options.shots,
+            limit=self.options.limit,
             task_manager=self._known,
             bootstrap_iters=0,
         )
@@ -124,7 +107,7 @@ class Tasks(Comparison):
 
     def records(self, parts: Iterable[Part]) -> Iterator[dict[str, Any]]:
         """One for each task and policy."""
-        of = [(task, config) for task in self._tasks for config in self._configs]
+        of = [(task, config) for task in self.options.tasks for config in self.configs]
         for (task, config), part in zip(of, parts, strict=True):
             yield {
                 "type": self.name,

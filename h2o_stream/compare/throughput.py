@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from functools import partial
 from itertools import cycle, islice
-from pathlib import Path
 from statistics import median
 from typing import Any
 
@@ -19,9 +18,10 @@ from h2o_stream.cache.attach import attach
 from h2o_stream.cache.identity import model_digest
 from h2o_stream.cache.support import context_of, home_of
 from h2o_stream.compare.comparison import Comparison, Job, Notify, told, window_of
+from h2o_stream.compare.comparisons import Shape, ThroughputOptions
 from h2o_stream.compare.folder import Part, identity, machine
 from h2o_stream.compare.nll import digest_of, read_tokens
-from h2o_stream.config import PREFILL_STEP, CacheConfig, EngineChoice, ModelConfig, Shape
+from h2o_stream.config import PREFILL_STEP, CacheConfig, EngineChoice
 from h2o_stream.errors import ConfigError
 from h2o_stream.models.load import load as load_model
 
@@ -48,34 +48,17 @@ class Load:
     largest: bool
 
 
-class Throughput(Comparison):
-    """The largest batches that fit, and equal ones.
+class Throughput(Comparison[ThroughputOptions]):
+    """The largest batches that fit, and batches as large as the full cache's.
 
-    Args:
-        model: which.
-        shapes: of the requests.
-        configs: the policies for a shape, ``full`` first.
-        budget: bytes for the cache of a batch.
-        rounds: times that each load is answered, in turn; the median counts.
-        engine: what runs a step, see `attach`.
-        text: a file that prompts are cut from.
+    The batches of a shape are answered in turn, round by round; medians count.
     """
 
     name = "throughput"
     alone = True
 
-    def __init__(
-        self,
-        model: ModelConfig,
-        shapes: Sequence[Shape],
-        configs: Callable[[Shape], Sequence[CacheConfig]],
-        budget: int,
-        rounds: int,
-        engine: EngineChoice,
-        text: Path,
-    ) -> None:
-        self._model_config, self._shapes, self._configs = model, shapes, configs
-        self._budget, self._rounds, self._engine, self._text = budget, rounds, engine, text
+    def __init__(self, options: ThroughputOptions) -> None:
+        super().__init__(options)
         self._model: Any = None
         self._tokens: list[int] = []
         self._digest = ""
@@ -83,57 +66,60 @@ class Throughput(Comparison):
 
     def begin(self, notify: Notify) -> dict[str, Any]:
         """Load the model and find the batches that fit."""
-        loaded = load_model(self._model_config, notify=notify)
+        loaded = load_model(self.options.model, notify=notify)
         self._model = loaded.model
-        self._tokens = read_tokens(self._text, loaded.tokenizer, _TEXT)
+        self._tokens = read_tokens(self.options.text, loaded.tokenizer, _TEXT)
         self._digest = digest_of(self._tokens)
-        for shape in self._shapes:
+        for shape in self.options.shapes:
             notify(f"{shape}: measuring the cache of a row ...")
-            configs = self._configs(shape)
-            self._loads.append(tuple(loads(self._model, shape, configs, self._budget, self._tokens)))
+            configs = self.options.configs_for(shape)
+            self._loads.append(tuple(loads(self._model, shape, configs, self.options.budget, self._tokens)))
         return {
             "model": loaded.name,
             "identity": model_digest(self._model),
             "machine": machine(),
             "dtype": str(self._model.dtype).removeprefix("torch."),
-            "text": str(self._text),
+            "text": str(self.options.text),
             "digest": self._digest,
-            "shapes": list(map(str, self._shapes)),
-            "cache_budget": self._budget,
-            "rounds": self._rounds,
-            "steps": self._engine,
-            "weights": asdict(self._model_config),
-            **told([config for shape in self._shapes for config in self._configs(shape)]),
+            "shapes": list(map(str, self.options.shapes)),
+            "cache_budget": self.options.budget,
+            "rounds": self.options.rounds,
+            "steps": self.options.engine,
+            "weights": asdict(self.options.model),
+            **told(self.configs),
         }
 
     def jobs(self) -> list[Job]:
         """One for each round of each load; those of a shape in turn."""
         return [
-            self._job(load, number) for planned in self._loads for number in range(self._rounds) for load in planned
+            self._job(load, number)
+            for planned in self._loads
+            for number in range(self.options.rounds)
+            for load in planned
         ]
 
     def _job(self, load: Load, number: int) -> Job:
         key = {
             "what": self.name,
             "tokens": self._digest,
-            "steps": self._engine,
+            "steps": self.options.engine,
             "shape": str(load.shape),
             "batch": load.batch,
             "round": number,
             "machine": machine(),
-            "weights": asdict(self._model_config),
+            "weights": asdict(self.options.model),
             **identity(self._model, load.config),
         }
         return Job(f"{load.shape}: {load.config.label}, batch {load.batch}", key, 1, partial(self._timed, load))
 
     def _timed(self, load: Load) -> Iterator[Part]:
-        yield Part({"seconds": generate(self._model, load, rows_of(self._tokens, load), self._engine)})
+        yield Part({"seconds": generate(self._model, load, rows_of(self._tokens, load), self.options.engine)})
 
     def records(self, parts: Iterable[Part]) -> Iterator[dict[str, Any]]:
         """One for each load."""
         coming = iter(parts)
         for planned in self._loads:
-            seconds = [[next(coming).figures["seconds"] for _ in planned] for _ in range(self._rounds)]
+            seconds = [[next(coming).figures["seconds"] for _ in planned] for _ in range(self.options.rounds)]
             for load, taken in zip(planned, zip(*seconds, strict=True), strict=True):
                 yield self._record(load, median(taken))
 

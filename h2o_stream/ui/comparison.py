@@ -24,7 +24,9 @@ from h2o_stream.ui.tables import figures_table, markdown_page
 from h2o_stream.ui.terminal import Terminal
 
 
-def show(comparison: Comparison, out: Path | None, terminal: Terminal, records: Records, processes: Processes) -> None:
+def show(
+    comparison: Comparison[Any], out: Path | None, terminal: Terminal, records: Records, processes: Processes
+) -> None:
     """Run a comparison and show it.
 
     Args:

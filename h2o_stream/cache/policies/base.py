@@ -5,12 +5,12 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
-from importlib import import_module
 
 import torch
 from torch import Tensor
 
 from h2o_stream.config import POLICIES, CachePlan
+from h2o_stream.registry import resolve
 
 
 @dataclass(frozen=True)
@@ -170,9 +170,7 @@ def select(worth: Tensor, index: Tensor, most: int, limits: Tensor | None = None
 
 def make_policy(plan: CachePlan, layer: int = 0) -> Policy:
     """The policy of a plan. Without slots to choose for, recency is all there is, whatever its name."""
-    rule = POLICIES[plan.policy if plan.heavy else "recent"].rule
-    module, _, name = rule.partition(":")
-    policy: Policy = getattr(import_module(module), name)(plan, layer)
+    policy: Policy = resolve(POLICIES[plan.policy if plan.heavy else "recent"].rule)(plan, layer)
     return policy
 
 

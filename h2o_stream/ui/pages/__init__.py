@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from importlib import import_module
 from typing import Any
+
+from h2o_stream.compare.comparisons import COMPARISONS
+from h2o_stream.registry import resolve
 
 Record = Mapping[str, Any]
 
 KINDS = ("nll", "recall", "summarize", "tasks", "speed", "throughput", "soak", "heavy-hitters")
-"""Comparisons that have a page, in the order of a report."""
+"""Our comparisons in the order of a report; those of other packages follow."""
 
 
 @dataclass(frozen=True)
@@ -74,13 +76,19 @@ def page_of(kind: str, run: Record, records: Sequence[Record]) -> Page:
     """The page of a comparison.
 
     Args:
-        kind: one of `KINDS`.
+        kind: a name in `COMPARISONS`.
         run: its run record.
         records: its other ones.
     """
-    module = import_module(f"h2o_stream.ui.pages.{kind.replace('-', '_')}")
-    page: Page = module.page(run, records)
+    page: Page = resolve(COMPARISONS[kind].page)(run, records)
     return page
+
+
+def plain_page(run: Record, records: Sequence[Record]) -> Page:
+    """All records as one table, for a comparison that has no page of its own."""
+    header = list(dict.fromkeys(name for record in records for name in record if name != "type"))
+    rows = [[shown(record.get(name)) for name in header] for record in records]
+    return Page(str(run["command"]), "", [Figures("", header, rows)])
 
 
 def label(record: Record) -> str:
