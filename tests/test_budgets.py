@@ -18,7 +18,7 @@ from h2o_stream.cache import notes, reach
 from h2o_stream.cache.budgets import HeadGroup, schedules, windows
 from h2o_stream.cache.groups import GroupedLayer
 from h2o_stream.cache.state import checksummed, sealed
-from h2o_stream.compare.heavy_hitters import observe
+from h2o_stream.compare.heavy_hitters import measure_attention
 from h2o_stream.config import MIN_EVICTABLE
 from h2o_stream.models.load import LoadedModel
 from tests.conftest import make_llama
@@ -257,7 +257,7 @@ class TestMeasured:
 
 
 def test_the_attention_that_falls_on_what_is_held(model: Any) -> None:
-    *_, layers = observe(model, TOKENS[0].tolist(), [config_of(), CacheConfig("sink", WINDOW)], 7)
+    *_, layers = measure_attention(model, TOKENS[0].tolist(), [config_of(), CacheConfig("sink", WINDOW)], 7)
     assert isinstance(layers, list)
     assert all(0 < layer.mass["h2o"] < 1 and 0 < layer.mass["sink"] < 1 for layer in layers)
 

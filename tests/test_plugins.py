@@ -61,7 +61,7 @@ COMPARISON = """
 from functools import partial
 
 from h2o_stream.compare.comparison import Comparison, Job
-from h2o_stream.compare.folder import Part
+from h2o_stream.compare.folder import JobResult
 
 
 class Count(Comparison):
@@ -74,7 +74,7 @@ class Count(Comparison):
         return [Job(f"count {n}", {"n": n}, 1, partial(self.count, n)) for n in range(self.options.times)]
 
     def count(self, n):
-        yield Part({"letters": n + len(self.options.text.read_text())})
+        yield JobResult({"letters": n + len(self.options.text.read_text())})
 
     def records(self, parts):
         for config, part in zip(self.configs * self.options.times, parts):

@@ -13,7 +13,7 @@ from h2o_stream.cache.attach import attach
 from h2o_stream.cache.audit import audit
 from h2o_stream.cache.slots import SlotLayer
 from h2o_stream.compare.comparisons import SoakOptions
-from h2o_stream.compare.folder import Part
+from h2o_stream.compare.folder import JobResult
 from h2o_stream.compare.soak import TINY, Soak
 from h2o_stream.config import CacheConfig, ModelConfig
 from h2o_stream.errors import DataError, H2OStreamError
@@ -78,7 +78,7 @@ def soak(text: Path, out: Path) -> Soak:
 
 def parts(made: Soak, numbers: range) -> list[dict[str, Any]]:
     jobs = made.jobs()
-    return [event.figures for number in numbers for event in jobs[number].run() if isinstance(event, Part)]
+    return [event.figures for number in numbers for event in jobs[number].run() if isinstance(event, JobResult)]
 
 
 @pytest.fixture

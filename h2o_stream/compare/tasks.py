@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import Any
 
 from h2o_stream.cache.identity import model_digest
-from h2o_stream.compare.comparison import Comparison, Job, Notify, told, window_of
+from h2o_stream.compare.comparison import Comparison, Job, Notify, cache_settings, window_of
 from h2o_stream.compare.comparisons import TasksOptions
-from h2o_stream.compare.folder import Part, identity
+from h2o_stream.compare.folder import JobResult, identity
 from h2o_stream.config import CacheConfig
 from h2o_stream.errors import ConfigError, H2OStreamError
 from h2o_stream.models.load import LoadedModel, load
@@ -34,7 +34,7 @@ class Tasks(Comparison[TasksOptions]):
         super().__init__(options)
         self._ratio = None if options.windows else options.ratio
         self._loaded: LoadedModel
-        self._known: Any = None
+        self._task_manager: Any = None
 
     def begin(self, notify: Notify) -> dict[str, Any]:
         """Load the model and find the tasks."""
@@ -42,9 +42,9 @@ class Tasks(Comparison[TasksOptions]):
 
         logging.getLogger("lm_eval").setLevel(logging.ERROR)
         self._loaded = load(self.options.model, notify=notify)
-        self._known = TaskManager(include_path=[str(folder) for folder in self._folders])
+        self._task_manager = TaskManager(include_path=[str(folder) for folder in self._folders])
         for task in self.options.tasks:
-            if task not in self._known.all_tasks:
+            if task not in self._task_manager.all_tasks:
                 raise ConfigError(f"task {task!r} is unknown; --tasks takes the harness's, --task-folder brings more")
         return {
             "model": self._loaded.name,
@@ -55,7 +55,7 @@ class Tasks(Comparison[TasksOptions]):
             "shots": self.options.shots,
             "limit": self.options.limit,
             "lm_eval": version("lm-eval"),
-            **told(self.configs),
+            **cache_settings(self.configs),
         }
 
     @property
@@ -80,35 +80,37 @@ class Tasks(Comparison[TasksOptions]):
             "lm_eval": version("lm-eval"),
             **identity(self._loaded.model, config),
         }
-        return Job(f"{task} {config.label}", key, 1, partial(self._answered, task, config))
+        return Job(f"{task} {config.label}", key, 1, partial(self._evaluate, task, config))
 
-    def _answered(self, task: str, config: CacheConfig) -> Iterator[Part]:
+    def _evaluate(self, task: str, config: CacheConfig) -> Iterator[JobResult]:
         from lm_eval import evaluator
 
         from h2o_stream.compare.harness import H2OLM
 
-        model = H2OLM(self._loaded.model, self._ratio, True, tokenizer=self._loaded.tokenizer, **_given(config))
-        evaluator.get_git_commit_hash = lambda: None  # it complains where there is no git repository
-        found = evaluator.simple_evaluate(
+        model = H2OLM(
+            self._loaded.model, self._ratio, True, tokenizer=self._loaded.tokenizer, **_harness_arguments(config)
+        )
+        evaluator.get_git_commit_hash = lambda: None  # it logs an error outside a git repository
+        results = evaluator.simple_evaluate(
             model,
             tasks=[task],
             num_fewshot=self.options.shots,
             limit=self.options.limit,
-            task_manager=self._known,
+            task_manager=self._task_manager,
             bootstrap_iters=0,
         )
-        assert found is not None
-        measured = {
+        assert results is not None
+        metrics = {
             name.partition(",")[0]: value
-            for name, value in found["results"][task].items()
+            for name, value in results["results"][task].items()
             if isinstance(value, float) and "stderr" not in name
         }
-        yield Part({"metrics": measured, "documents": len(found["samples"][task])})
+        yield JobResult({"metrics": metrics, "documents": len(results["samples"][task])})
 
-    def records(self, parts: Iterable[Part]) -> Iterator[dict[str, Any]]:
+    def records(self, results: Iterable[JobResult]) -> Iterator[dict[str, Any]]:
         """One for each task and policy."""
-        of = [(task, config) for task in self.options.tasks for config in self.configs]
-        for (task, config), part in zip(of, parts, strict=True):
+        pairs = [(task, config) for task in self.options.tasks for config in self.configs]
+        for (task, config), result in zip(pairs, results, strict=True):
             yield {
                 "type": self.name,
                 "task": task,
@@ -116,19 +118,19 @@ class Tasks(Comparison[TasksOptions]):
                 "window": None if self._ratio is not None else window_of(config),
                 "ratio": None if config.policy == "full" else self._ratio,
                 "seed": config.seed,
-                "documents": part.figures["documents"],
-                **part.figures["metrics"],
+                "documents": result.figures["documents"],
+                **result.figures["metrics"],
             }
 
 
-def _given(config: CacheConfig) -> dict[str, Any]:
-    """What was asked for of a policy, by the names of `H2OLM`."""
+def _harness_arguments(config: CacheConfig) -> dict[str, Any]:
+    """The settings of a policy as arguments of `H2OLM`."""
     names = {"device": "cache_device"}
     return {names.get(name, name): value for name, value in vars(config).items() if value is not None}
 
 
 def require_harness() -> None:
-    """Find out before the work whether the harness is there.
+    """Check that the harness is installed.
 
     Raises:
         H2OStreamError: it is not installed.
