@@ -7,10 +7,11 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, ClassVar, Generic, Protocol, TypeVar
 
-from h2o_stream.cache.identity import policy_source
-from h2o_stream.compare.folder import Folder, JobResult
+from h2o_stream.cache.identity import model_digest, policy_source
+from h2o_stream.compare.folder import Folder, JobResult, identity
 from h2o_stream.compare.options import ComparisonOptions
 from h2o_stream.config import CacheConfig
+from h2o_stream.models.load import load
 from h2o_stream.processes import Processes
 
 Notify = Callable[[str], None]
@@ -63,6 +64,18 @@ class Comparison(ABC, Generic[Options]):
 
     def __init__(self, options: Options) -> None:
         self.options, self.configs = options, options.configs
+        self.model: Any = None
+        self.tokenizer: Any = None
+
+    def load_model(self, notify: Notify) -> dict[str, Any]:
+        """Load the model. Returns the settings of model and policies for the run record."""
+        loaded = load(self.options.model, notify=notify)
+        self.model, self.tokenizer = loaded.model, loaded.tokenizer
+        return {"model": loaded.name, "identity": model_digest(self.model), **cache_settings(self.configs)}
+
+    def key(self, config: CacheConfig, **settings: Any) -> dict[str, Any]:
+        """The key of a job: its settings, and what else its result depends on."""
+        return {"what": self.name, **settings, **identity(self.model, config)}
 
     @abstractmethod
     def begin(self, notify: Notify) -> dict[str, Any]:

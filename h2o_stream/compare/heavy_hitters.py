@@ -15,16 +15,14 @@ import torch
 from torch import Tensor
 
 from h2o_stream.cache.attach import attach
-from h2o_stream.cache.identity import model_digest
 from h2o_stream.cache.statistics import power_law, share_of_top, sparsity
 from h2o_stream.cache.support import context_of, home_of
-from h2o_stream.compare.comparison import Comparison, Job, JobProgress, Notify, cache_settings
+from h2o_stream.compare.comparison import Comparison, Job, JobProgress, Notify
 from h2o_stream.compare.comparisons import HeavyHittersOptions
 from h2o_stream.compare.folder import JobResult, identity
 from h2o_stream.compare.nll import digest_of, read_tokens
 from h2o_stream.config import CacheConfig
 from h2o_stream.errors import ConfigError
-from h2o_stream.models.load import load
 
 BEST = "best"
 """The upper bound: the tokens that a query attends to most, as many as fit the window."""
@@ -42,23 +40,17 @@ class HeavyHitters(Comparison[HeavyHittersOptions]):
 
     name = "heavy-hitters"
 
-    def __init__(self, options: HeavyHittersOptions) -> None:
-        super().__init__(options)
-        self._model: Any = None
-        self._stream: list[int] = []
+    _stream: list[int]
 
     def begin(self, notify: Notify) -> dict[str, Any]:
         """Load the model and read the text."""
-        loaded = load(self.options.model, notify=notify)
-        self._model = loaded.model
-        self._stream = read_tokens(self.options.text, loaded.tokenizer, self.options.tokens - 1)
+        settings = self.load_model(notify)
+        self._stream = read_tokens(self.options.text, self.tokenizer, self.options.tokens - 1)
         return {
-            "model": loaded.name,
-            "identity": model_digest(self._model),
+            **settings,
             "text": str(self.options.text),
             "digest": digest_of(self._stream),
             "tokens": len(self._stream),
-            **cache_settings(self.configs),
             "window": self.options.window,
             "seed": None,
         }
@@ -69,13 +61,13 @@ class HeavyHitters(Comparison[HeavyHittersOptions]):
             "what": self.name,
             "tokens": digest_of(self._stream),
             "chunk": self.options.chunk,
-            "policies": [identity(self._model, config) for config in self.configs],
+            "policies": [identity(self.model, config) for config in self.configs],
         }
         return [Job("attention", key, len(self._stream) * (len(self.configs) + 1), self._measure)]
 
     def _measure(self) -> Iterator[JobProgress | JobResult]:
         passes: list[str] = []
-        for event in measure_attention(self._model, self._stream, self.configs, self.options.chunk):
+        for event in measure_attention(self.model, self._stream, self.configs, self.options.chunk):
             if isinstance(event, PassProgress):
                 passes += [event.name] if event.name not in passes else []
                 yield JobProgress((len(passes) - 1) * event.total + event.done, event.name)

@@ -15,15 +15,13 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy
 
 from h2o_stream.cache.attach import attach
-from h2o_stream.cache.identity import model_digest
 from h2o_stream.cache.support import context_of, home_of
 from h2o_stream.compare.bootstrap import paired_difference
-from h2o_stream.compare.comparison import Comparison, Job, JobProgress, Notify, cache_settings, label_of, window_of
+from h2o_stream.compare.comparison import Comparison, Job, JobProgress, Notify, label_of, window_of
 from h2o_stream.compare.comparisons import NllOptions
-from h2o_stream.compare.folder import JobResult, identity
+from h2o_stream.compare.folder import JobResult
 from h2o_stream.config import CacheConfig
 from h2o_stream.errors import ConfigError, DataError
-from h2o_stream.models.load import load
 from h2o_stream.resources import read_text
 
 STEP = 256
@@ -38,37 +36,31 @@ class Nll(Comparison[NllOptions]):
 
     name = "nll"
 
-    def __init__(self, options: NllOptions) -> None:
-        super().__init__(options)
-        self._model: Any = None
-        self._streams: list[list[int]] = []
+    _streams: list[list[int]]
 
     def begin(self, notify: Notify) -> dict[str, Any]:
         """Load the model and read the texts."""
-        loaded = load(self.options.model, notify=notify)
-        self._model = loaded.model
-        self._streams = [read_tokens(path, loaded.tokenizer, self.options.tokens) for path in self.options.text]
+        settings = self.load_model(notify)
+        self._streams = [read_tokens(path, self.tokenizer, self.options.tokens) for path in self.options.text]
         return {
-            "model": loaded.name,
-            "identity": model_digest(self._model),
+            **settings,
             "tokens": self.options.tokens,
             "texts": {
                 str(text): digest_of(tokens) for text, tokens in zip(self.options.text, self._streams, strict=True)
             },
-            **cache_settings(self.configs),
         }
 
     def jobs(self) -> list[Job]:
         """One for each text and policy."""
         return [
-            self._job(text.name, config, within_context(self._model, config, stream))
+            self._job(text.name, config, within_context(self.model, config, stream))
             for text, stream in zip(self.options.text, self._streams, strict=True)
             for config in self.configs
         ]
 
     def _job(self, text: str, config: CacheConfig, tokens: Sequence[int]) -> Job:
-        key = {"what": self.name, "tokens": digest_of(tokens), **identity(self._model, config)}
-        return Job(f"{text} {label_of(config)}", key, len(tokens) - 1, partial(stream_nll, self._model, config, tokens))
+        key = self.key(config, tokens=digest_of(tokens))
+        return Job(f"{text} {label_of(config)}", key, len(tokens) - 1, partial(stream_nll, self.model, config, tokens))
 
     def records(self, results: Iterable[JobResult]) -> Iterator[dict[str, Any]]:
         """One for each text and policy."""

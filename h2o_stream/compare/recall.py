@@ -17,15 +17,13 @@ import torch
 from torch import Tensor
 
 from h2o_stream.cache.attach import attach
-from h2o_stream.cache.identity import model_digest
 from h2o_stream.cache.support import context_of, home_of
-from h2o_stream.compare.comparison import Comparison, Job, JobProgress, Notify, cache_settings, label_of, window_of
+from h2o_stream.compare.comparison import Comparison, Job, JobProgress, Notify, label_of, window_of
 from h2o_stream.compare.comparisons import RecallOptions
-from h2o_stream.compare.folder import JobResult, identity
+from h2o_stream.compare.folder import JobResult
 from h2o_stream.compare.nll import STEP, digest_of, read_tokens
 from h2o_stream.config import CacheConfig
 from h2o_stream.errors import ConfigError, DataError
-from h2o_stream.models.load import load
 
 SPACING = 128
 """Approximate tokens of text between two facts."""
@@ -54,27 +52,21 @@ class Recall(Comparison[RecallOptions]):
 
     name = "recall"
 
-    def __init__(self, options: RecallOptions) -> None:
-        super().__init__(options)
-        self._model: Any = None
-        self._plan: Plan
+    _plan: Plan
 
     def begin(self, notify: Notify) -> dict[str, Any]:
         """Load the model and plant the facts."""
-        loaded = load(self.options.model, notify=notify)
-        self._model = loaded.model
-        tokens = read_tokens(self.options.text, loaded.tokenizer, _MAX_TOKENS)
-        self._plan = plan_questions(loaded.tokenizer, tokens, self.options.facts, self.options.distances)
-        check_context(loaded.model, self._plan)
+        settings = self.load_model(notify)
+        tokens = read_tokens(self.options.text, self.tokenizer, _MAX_TOKENS)
+        self._plan = plan_questions(self.tokenizer, tokens, self.options.facts, self.options.distances)
+        check_context(self.model, self._plan)
         return {
-            "model": loaded.name,
-            "identity": model_digest(self._model),
+            **settings,
             "text": str(self.options.text),
             "tokens": len(self._plan.tokens),
             "digest": digest_of(self._plan.tokens),
             "facts": self.options.facts,
             "distances": list(self.options.distances),
-            **cache_settings(self.configs),
         }
 
     def jobs(self) -> list[Job]:
@@ -83,9 +75,9 @@ class Recall(Comparison[RecallOptions]):
 
     def _job(self, config: CacheConfig) -> Job:
         questions = digest_of([*self._plan.tokens, *itertools.chain(*self._plan.questions)])
-        key = {"what": self.name, "questions": questions, **identity(self._model, config)}
+        key = self.key(config, questions=questions)
         return Job(
-            label_of(config), key, len(self._plan.tokens), partial(measure_recall, self._model, config, self._plan)
+            label_of(config), key, len(self._plan.tokens), partial(measure_recall, self.model, config, self._plan)
         )
 
     def records(self, results: Iterable[JobResult]) -> Iterator[dict[str, Any]]:

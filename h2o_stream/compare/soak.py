@@ -23,12 +23,11 @@ from h2o_stream.cache.identity import model_digest
 from h2o_stream.cache.support import home_of
 from h2o_stream.compare.comparison import Comparison, Job, JobProgress, Notify, cache_settings
 from h2o_stream.compare.comparisons import SoakOptions
-from h2o_stream.compare.folder import JobResult, identity, machine, writing
+from h2o_stream.compare.folder import JobResult, machine, writing
 from h2o_stream.compare.nll import digest_of, read_tokens
 from h2o_stream.config import PREFILL_STEP
 from h2o_stream.errors import DataError
 from h2o_stream.memory import give_back_free_memory
-from h2o_stream.models.load import load
 from h2o_stream.resources import read_text
 
 TINY = "tiny"
@@ -54,9 +53,7 @@ class Soak(Comparison[SoakOptions]):
         super().__init__(options)
         self._config, self._text = self.configs[0], options.text_file()
         self._state = options.out and options.out / "state.safetensors"
-        self._model: Any = None
         self._tokens: list[int] = []
-        self._digest = ""
         self._cache: Any = None
         self._stack = ExitStack()
         self._generator = torch.Generator()
@@ -64,29 +61,27 @@ class Soak(Comparison[SoakOptions]):
     def begin(self, notify: Notify) -> dict[str, Any]:
         """Load the model, and cut the text to the length of a pass."""
         if self.options.model.model == TINY:
-            self._model = tiny()
+            self.model = tiny()
             tokens = list(read_text(self._text, f"--text {self._text}").encode())
         else:
-            loaded = load(self.options.model, notify=notify)
-            self._model = loaded.model
-            tokens = read_tokens(self._text, loaded.tokenizer, self.options.tokens)
+            self.load_model(notify)
+            tokens = read_tokens(self._text, self.tokenizer, self.options.tokens)
         self._turns_of_pass = math.ceil(self.options.tokens / (_READ + _REPLY) / self.options.passes)
         needed = self._turns_of_pass * _READ
         if len(tokens) < needed:
             raise DataError(f"--text {self._text}: {len(tokens)} tokens, {needed} are needed; raise --passes")
         self._tokens = tokens[:needed]
-        self._digest = digest_of(self._tokens)
         return {
             "model": self.options.model.model,
-            "identity": model_digest(self._model),
+            "identity": model_digest(self.model),
             "machine": machine(),
-            "dtype": str(self._model.dtype).removeprefix("torch."),
+            "dtype": str(self.model.dtype).removeprefix("torch."),
             "text": str(self._text),
-            "digest": self._digest,
+            "digest": digest_of(self._tokens),
             "tokens": self.options.tokens,
             "passes": self.options.passes,
             "steps": self.options.engine,
-            **cache_settings([self._config]),
+            **cache_settings(self.configs),
         }
 
     def jobs(self) -> list[Job]:
@@ -96,15 +91,14 @@ class Soak(Comparison[SoakOptions]):
         return [self._job(number, range(*edge)) for number, edge in enumerate(pairwise(edges))]
 
     def _job(self, number: int, turns: range) -> Job:
-        key = {
-            "what": self.name,
-            "tokens": self._digest,
-            "turns": [turns.start, turns.stop],
-            "passes": self.options.passes,
-            "steps": self.options.engine,
-            "machine": machine(),
-            **identity(self._model, self._config),
-        }
+        key = self.key(
+            self._config,
+            tokens=digest_of(self._tokens),
+            turns=[turns.start, turns.stop],
+            passes=self.options.passes,
+            steps=self.options.engine,
+            machine=machine(),
+        )
         return Job("turns", key, len(turns), partial(self._stretch, number, turns))
 
     @torch.no_grad()
@@ -141,10 +135,10 @@ class Soak(Comparison[SoakOptions]):
 
     def _read(self, tokens: Sequence[int]) -> tuple[float, torch.Tensor]:
         """Feed a piece of text. Returns the mean loss of its tokens but the first, and the logits after the last."""
-        ids, losses = torch.tensor([list(tokens)], device=home_of(self._model)), []
+        ids, losses = torch.tensor([list(tokens)], device=home_of(self.model)), []
         for start in range(0, len(tokens), PREFILL_STEP):
             chunk = ids[:, start : start + PREFILL_STEP]
-            logits = self._model(chunk, past_key_values=self._cache, use_cache=True).logits[0].float()
+            logits = self.model(chunk, past_key_values=self._cache, use_cache=True).logits[0].float()
             expected = ids[0, start + 1 : start + 1 + chunk.shape[1]]
             losses.append(cross_entropy(logits[: len(expected)], expected, reduction="none"))
         give_back_free_memory()
@@ -154,14 +148,14 @@ class Soak(Comparison[SoakOptions]):
         """Sample a reply token by token."""
         for _ in range(_REPLY):
             token = torch.multinomial(logits.softmax(-1).cpu(), 1, generator=self._generator)
-            fed = token.view(1, 1).to(home_of(self._model))
-            logits = self._model(fed, past_key_values=self._cache, use_cache=True).logits[0, -1].float()
+            fed = token.view(1, 1).to(home_of(self.model))
+            logits = self.model(fed, past_key_values=self._cache, use_cache=True).logits[0, -1].float()
 
     def _resume(self, number: int) -> None:
         """Restore the stream as it was before a stretch."""
         if self._cache is not None:
             return
-        self._cache = self._stack.enter_context(attach(self._model, self._config, engine=self.options.engine))
+        self._cache = self._stack.enter_context(attach(self.model, self._config, engine=self.options.engine))
         self._generator.manual_seed(0)
         if number == 0:
             return

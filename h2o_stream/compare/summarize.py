@@ -14,14 +14,12 @@ from typing import Any
 import torch
 
 from h2o_stream.cache.attach import attach
-from h2o_stream.cache.identity import model_digest
 from h2o_stream.cache.support import context_of, home_of
-from h2o_stream.compare.comparison import Comparison, Job, Notify, cache_settings, label_of, window_of
+from h2o_stream.compare.comparison import Comparison, Job, Notify, label_of, window_of
 from h2o_stream.compare.comparisons import SummarizeOptions
-from h2o_stream.compare.folder import JobResult, identity
+from h2o_stream.compare.folder import JobResult
 from h2o_stream.config import CacheConfig
 from h2o_stream.errors import ConfigError, H2OStreamError
-from h2o_stream.models.load import LoadedModel, load
 from h2o_stream.session.requests import Request, read_requests
 
 ROUGE = ("rouge1", "rouge2", "rougeL")
@@ -40,40 +38,36 @@ class Summarize(Comparison[SummarizeOptions]):
         super().__init__(options)
         self._requests, self._rouge = read_requests(options.requests, options.limit), Rouge()
         self._settings = {name: getattr(options, name) for name in ("prefill", "sample", "seed", "batch")}
-        self._loaded: LoadedModel
         self._prompts: list[list[int]] = []
         self._batches: list[tuple[int, ...]] = []
         self._predictions: dict[str, list[dict[str, Any]]] = {}
 
     def begin(self, notify: Notify) -> dict[str, Any]:
         """Load the model and tokenize the requests."""
-        self._loaded = load(self.options.model, notify=notify)
-        self._prompts = encode(self._loaded.tokenizer, self._loaded.model, self._requests)
+        settings = self.load_model(notify)
+        self._prompts = encode(self.tokenizer, self.model, self._requests)
         self._batches = batches(self._requests, self._prompts, self.options.batch)
         return {
-            "model": self._loaded.name,
-            "identity": model_digest(self._loaded.model),
+            **settings,
             "source": str(self.options.requests),
             "requests": len(self._requests),
             "prompt_tokens": fmean(map(len, self._prompts)),
             **self._settings,
-            **cache_settings(self.configs),
             "seed": self.options.seed,
         }
 
     def jobs(self) -> list[Job]:
         """One for each batch and policy."""
-        model = self._loaded.model
-        identities = [(config, identity(model, config)) for config in self.configs]
-        return [self._job(config, batch, key) for config, key in identities for batch in self._batches]
+        keys = [(config, self.key(config, **self._settings)) for config in self.configs]
+        return [self._job(config, batch, key) for config, key in keys for batch in self._batches]
 
     def _job(self, config: CacheConfig, batch: tuple[int, ...], key: Mapping[str, Any]) -> Job:
         requests = [(self._requests[index].prompt, str(self._requests[index].sampling)) for index in batch]
-        key = {"what": self.name, "requests": requests, **self._settings, **key}
+        key = {**key, "requests": requests}
         return Job(label_of(config), key, len(batch), partial(self._answer, config, batch))
 
     def _answer(self, config: CacheConfig, batch: tuple[int, ...]) -> Iterator[JobResult]:
-        model, tokenizer, prompts = self._loaded.model, self._loaded.tokenizer, self._prompts
+        model, tokenizer, prompts = self.model, self.tokenizer, self._prompts
         predictions = answer(model, tokenizer, config, self._requests, prompts, batch, self.options, self._rouge)
         yield JobResult({"predictions": [asdict(prediction) for prediction in predictions]})
 

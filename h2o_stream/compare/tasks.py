@@ -10,13 +10,11 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from h2o_stream.cache.identity import model_digest
-from h2o_stream.compare.comparison import Comparison, Job, Notify, cache_settings, window_of
+from h2o_stream.compare.comparison import Comparison, Job, Notify, window_of
 from h2o_stream.compare.comparisons import TasksOptions
-from h2o_stream.compare.folder import JobResult, identity
+from h2o_stream.compare.folder import JobResult
 from h2o_stream.config import CacheConfig
 from h2o_stream.errors import ConfigError, H2OStreamError
-from h2o_stream.models.load import LoadedModel, load
 from h2o_stream.resources import shipped
 
 
@@ -33,7 +31,8 @@ class Tasks(Comparison[TasksOptions]):
         require_harness()
         super().__init__(options)
         self._ratio = None if options.windows else options.ratio
-        self._loaded: LoadedModel
+        self._settings: dict[str, Any] = {"ratio": self._ratio, "shots": options.shots, "limit": options.limit}
+        self._settings["lm_eval"] = version("lm-eval")
         self._task_manager: Any = None
 
     def begin(self, notify: Notify) -> dict[str, Any]:
@@ -41,21 +40,16 @@ class Tasks(Comparison[TasksOptions]):
         from lm_eval.tasks import TaskManager
 
         logging.getLogger("lm_eval").setLevel(logging.ERROR)
-        self._loaded = load(self.options.model, notify=notify)
+        settings = self.load_model(notify)
         self._task_manager = TaskManager(include_path=[str(folder) for folder in self._folders])
         for task in self.options.tasks:
             if task not in self._task_manager.all_tasks:
                 raise ConfigError(f"task {task!r} is unknown; --tasks takes the harness's, --task-folder brings more")
         return {
-            "model": self._loaded.name,
-            "identity": model_digest(self._loaded.model),
-            "dtype": str(self._loaded.model.dtype).removeprefix("torch."),
+            **settings,
+            "dtype": str(self.model.dtype).removeprefix("torch."),
             "tasks": list(self.options.tasks),
-            "ratio": self._ratio,
-            "shots": self.options.shots,
-            "limit": self.options.limit,
-            "lm_eval": version("lm-eval"),
-            **cache_settings(self.configs),
+            **self._settings,
         }
 
     @property
@@ -70,16 +64,7 @@ class Tasks(Comparison[TasksOptions]):
         return [self._job(task, config, files.hexdigest()) for task in self.options.tasks for config in self.configs]
 
     def _job(self, task: str, config: CacheConfig, files: str) -> Job:
-        key = {
-            "what": self.name,
-            "task": task,
-            "files": files,
-            "ratio": self._ratio,
-            "shots": self.options.shots,
-            "limit": self.options.limit,
-            "lm_eval": version("lm-eval"),
-            **identity(self._loaded.model, config),
-        }
+        key = self.key(config, task=task, files=files, **self._settings)
         return Job(f"{task} {config.label}", key, 1, partial(self._evaluate, task, config))
 
     def _evaluate(self, task: str, config: CacheConfig) -> Iterator[JobResult]:
@@ -87,9 +72,7 @@ class Tasks(Comparison[TasksOptions]):
 
         from h2o_stream.compare.harness import H2OLM
 
-        model = H2OLM(
-            self._loaded.model, self._ratio, True, tokenizer=self._loaded.tokenizer, **_harness_arguments(config)
-        )
+        model = H2OLM(self.model, self._ratio, True, tokenizer=self.tokenizer, **_harness_arguments(config))
         evaluator.get_git_commit_hash = lambda: None  # it logs an error outside a git repository
         results = evaluator.simple_evaluate(
             model,

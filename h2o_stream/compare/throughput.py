@@ -15,15 +15,13 @@ import torch
 from torch import Tensor
 
 from h2o_stream.cache.attach import attach
-from h2o_stream.cache.identity import model_digest
 from h2o_stream.cache.support import context_of, home_of
-from h2o_stream.compare.comparison import Comparison, Job, Notify, cache_settings, window_of
+from h2o_stream.compare.comparison import Comparison, Job, Notify, window_of
 from h2o_stream.compare.comparisons import Shape, ThroughputOptions
-from h2o_stream.compare.folder import JobResult, identity, machine
+from h2o_stream.compare.folder import JobResult, machine
 from h2o_stream.compare.nll import digest_of, read_tokens
 from h2o_stream.config import PREFILL_STEP, CacheConfig, EngineChoice
 from h2o_stream.errors import ConfigError
-from h2o_stream.models.load import load
 
 _TEXT = 1 << 18
 """Tokens of a text that are used."""
@@ -57,38 +55,29 @@ class Throughput(Comparison[ThroughputOptions]):
     name = "throughput"
     exclusive = True
 
-    def __init__(self, options: ThroughputOptions) -> None:
-        super().__init__(options)
-        self._model: Any = None
-        self._tokens: list[int] = []
-        self._digest = ""
-        self._workloads: list[tuple[Workload, ...]] = []
+    _tokens: list[int]
+    _workloads: list[list[Workload]]
 
     def begin(self, notify: Notify) -> dict[str, Any]:
         """Load the model and compute the batch sizes that fit."""
-        loaded = load(self.options.model, notify=notify)
-        self._model = loaded.model
-        self._tokens = read_tokens(self.options.text, loaded.tokenizer, _TEXT)
-        self._digest = digest_of(self._tokens)
+        settings = self.load_model(notify)
+        self._tokens = read_tokens(self.options.text, self.tokenizer, _TEXT)
+        self._workloads = []
         for shape in self.options.shapes:
             notify(f"{shape}: measuring the cache of a row ...")
             configs = self.options.configs_for(shape)
-            self._workloads.append(
-                tuple(plan_workloads(self._model, shape, configs, self.options.budget, self._tokens))
-            )
+            self._workloads.append(list(plan_workloads(self.model, shape, configs, self.options.budget, self._tokens)))
         return {
-            "model": loaded.name,
-            "identity": model_digest(self._model),
+            **settings,
             "machine": machine(),
-            "dtype": str(self._model.dtype).removeprefix("torch."),
+            "dtype": str(self.model.dtype).removeprefix("torch."),
             "text": str(self.options.text),
-            "digest": self._digest,
+            "digest": digest_of(self._tokens),
             "shapes": list(map(str, self.options.shapes)),
             "cache_budget": self.options.budget,
             "rounds": self.options.rounds,
             "steps": self.options.engine,
             "weights": asdict(self.options.model),
-            **cache_settings(self.configs),
         }
 
     def jobs(self) -> list[Job]:
@@ -101,24 +90,23 @@ class Throughput(Comparison[ThroughputOptions]):
         ]
 
     def _job(self, workload: Workload, number: int) -> Job:
-        key = {
-            "what": self.name,
-            "tokens": self._digest,
-            "steps": self.options.engine,
-            "shape": str(workload.shape),
-            "batch": workload.batch,
-            "round": number,
-            "machine": machine(),
-            "weights": asdict(self.options.model),
-            **identity(self._model, workload.config),
-        }
+        key = self.key(
+            workload.config,
+            tokens=digest_of(self._tokens),
+            steps=self.options.engine,
+            shape=str(workload.shape),
+            batch=workload.batch,
+            round=number,
+            machine=machine(),
+            weights=asdict(self.options.model),
+        )
         return Job(
             f"{workload.shape}: {workload.config.label}, batch {workload.batch}", key, 1, partial(self._time, workload)
         )
 
     def _time(self, workload: Workload) -> Iterator[JobResult]:
         yield JobResult(
-            {"seconds": generate(self._model, workload, prompts_of(self._tokens, workload), self.options.engine)}
+            {"seconds": generate(self.model, workload, prompts_of(self._tokens, workload), self.options.engine)}
         )
 
     def records(self, results: Iterable[JobResult]) -> Iterator[dict[str, Any]]:
@@ -142,7 +130,7 @@ class Throughput(Comparison[ThroughputOptions]):
             "cache_bytes": workload.row_bytes * workload.batch,
             "seconds": round(seconds, 3),
             "tok_s": round(workload.batch * workload.shape.new / seconds, 2),
-            "dtype": str(self._model.dtype).removeprefix("torch."),
+            "dtype": str(self.model.dtype).removeprefix("torch."),
         }
 
 
