@@ -1,4 +1,4 @@
-"""``h2o-chat``: talk with a model for as long as you like."""
+"""``h2o-chat``: chat with a model for as long as you like."""
 
 from __future__ import annotations
 
@@ -124,24 +124,24 @@ def _listing(help: str, show: Callable[[bool], None]) -> Option:
 CHAT = Group(
     ChatOptions,
     "Conversation",
-    prompt=Option("Answer this and leave; - reads all of stdin.", "-p", "--prompt"),
-    prompt_file=Option("Answer a file and leave; or a named one, see --list-prompts."),
-    single_turn=Option("Leave after the first reply."),
+    prompt=Option("Answer this and exit; - reads all of stdin.", "-p", "--prompt"),
+    prompt_file=Option("Answer a file and exit; or a named one, see --list-prompts."),
+    single_turn=Option("Exit after the first reply."),
     session=Option(
-        "Save the conversation under this name; go on with it if there is one.",
+        "Save the conversation under this name; resume it if it exists.",
         panel="Session",
         autocompletion=completing(_session_names),
     ),
-    retell=Option("Feed a session's transcript again where its state does not fit.", panel="Session"),
+    retell=Option("Replay a session's transcript if its state does not fit.", panel="Session"),
     export=Option("Write the transcript of --session: FILE.md or FILE.json.", panel="Session"),
-    record=Option("Write what happens, for h2o-stream --replay FILE.", panel="Session"),
-    plain=Option("Replies as they come, not drawn as Markdown.", panel="Output"),
-    vim=Option("Edit with vi's keys.", panel="Output"),
-    list_prompts=_listing("List the named prompts and leave.", _list_prompts),
-    sessions=_listing("List the sessions and leave.", _list_sessions),
-    models=_listing("List the models on this machine and leave.", _list_models),
+    record=Option("Record the chat, for h2o-stream --replay FILE.", panel="Session"),
+    plain=Option("Print replies as plain text, not as Markdown.", panel="Output"),
+    vim=Option("Use vi key bindings.", panel="Output"),
+    list_prompts=_listing("List the named prompts and exit.", _list_prompts),
+    sessions=_listing("List the sessions and exit.", _list_sessions),
+    models=_listing("List the models on this machine and exit.", _list_models),
     forget=Option(
-        "Remove what h2o_stream keeps of a model and leave; see --models.",
+        "Remove what h2o_stream keeps of a model and exit; see --models.",
         panel="Output",
         is_eager=True,
         callback=_forget,
@@ -152,7 +152,7 @@ CHAT = Group(
 
 @run.command(app, "h2o-chat", CHAT, SETTINGS, OUTPUT, SOURCES)
 def chat(chat: ChatOptions, settings: Settings, output: OutputOptions, sources: dict[str, tuple[Any, str]]) -> None:
-    """Talk with a model for as long as you like, in constant memory.
+    """Chat with a model for as long as you like, in constant memory.
 
     Without a terminal each line of standard input is a message, and the end of input ends the chat.
     """
@@ -178,7 +178,7 @@ def chat(chat: ChatOptions, settings: Settings, output: OutputOptions, sources: 
 
 
 def _can_start_early(model: ModelConfig, chat: ChatConfig, output: OutputOptions, terminal: Terminal) -> bool:
-    """Whether somebody can type while the model loads; DeepSpeed wants the main thread."""
+    """Whether the user can type while the model loads; DeepSpeed needs the main thread."""
     return terminal.interactive and terminal.live and chat.prompt is None and output.jsonl != "-" and not model.zero
 
 

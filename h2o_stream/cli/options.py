@@ -51,8 +51,8 @@ MODEL = Group(
     dtype=Option(f"{', '.join(DTYPES)}; auto is the fastest safe one.", autocompletion=completing(DTYPES)),
     device=Option("auto, cpu, cuda, cuda:1, mps."),
     device_map=Option("Spread the layers with accelerate: auto, balanced, sequential."),
-    max_memory=Option("With --device-map: most of each device, as 0=10GiB,cpu=24GiB; the rest on disk."),
-    tensor_parallel=Option("Share every layer among the processes of torchrun."),
+    max_memory=Option("With --device-map: maximum on each device, as 0=10GiB,cpu=24GiB; the rest on disk."),
+    tensor_parallel=Option("Split every layer among the processes of torchrun."),
     zero=Option("Weights in host memory, by DeepSpeed's ZeRO-Inference (extra zero)."),
     quantize=Option(
         "Weights of matrices: none, int8, int4; auto: as the file has them, or as wide as fits into memory.",
@@ -107,11 +107,11 @@ CACHE_ARGUMENTS = Group(
     decay=Option("Factor on scores per token seen. (default: by policy)"),
     positions=Option("Where RoPE sees kept tokens. (default: gap for h2o, rolling for the rest)"),
     rolling=Option("Short for --positions rolling and absolute.", "--rolling/--no-rolling"),
-    span=Option("gap: distances up to this are true. (default: what the model allows)"),
+    span=Option("gap: distances up to this are exact. (default: what the model allows)"),
     chunk=Option(f"Prefill chunk; 0 takes the whole prompt at once. (default: {DEFAULT_CHUNK})"),
     kv_bits=Option("16, 8, 4 or 2 bits per stored key and value number. (default: the model's dtype)"),
-    heavy_ratio=Option("Heavy slots as a part of the first prompt; replaces --heavy."),
-    recent_ratio=Option("Recent slots as a part of the first prompt; replaces --window."),
+    heavy_ratio=Option("Heavy slots as a fraction of the first prompt; replaces --heavy."),
+    recent_ratio=Option("Recent slots as a fraction of the first prompt; replaces --window."),
     budgets=Option("Windows of the heads: measured or equal. (default: measured for h2o, else equal)"),
     long_term=Option("h2o: weight of the long-term score. (default: by policy)"),
     cache_device=Option("Keys and values: where layers compute, or in host memory."),
@@ -138,10 +138,10 @@ SAMPLING = Group(
     temperature=Option(f"0 is greedy. (default: the model's, or {DEFAULT_TEMPERATURE})", "--temp", "--temperature"),
     top_p=Option(f"Nucleus mass. (default: the model's, or {DEFAULT_TOP_P})"),
     top_k=Option("0 keeps all. (default: the model's, or 0)"),
-    min_p=Option("Drop tokens below this share of the best one."),
-    repetition_penalty=Option("Above 1, tokens of this turn come less often again."),
-    seed=Option("Of the random draws. (default: a new one)"),
-    max_tokens=Option("Most tokens of a reply.", "-n", "--max-tokens"),
+    min_p=Option("Drop tokens below this fraction of the best one's probability."),
+    repetition_penalty=Option("Above 1, tokens of this turn are repeated less often."),
+    seed=Option("Random seed. (default: a new one)"),
+    max_tokens=Option("Maximum tokens of a reply.", "-n", "--max-tokens"),
     stop=Option("A string that ends the reply; may be given more than once."),
 )
 
@@ -168,7 +168,7 @@ SETTINGS = Group(
         autocompletion=completing(named_prompts),
     ),
     system_file=Option("Read it from a file, or from a named one in prompts/."),
-    at_context=Option("Original positions past the model's context: go on or end there."),
+    at_context=Option("Absolute positions past the model's context: continue, or stop there."),
     model=MODEL,
     engine=ENGINE,
     cache=CACHE,
@@ -186,7 +186,7 @@ def _print_version(wanted: bool) -> None:
         raise typer.Exit
 
 
-VERSION = Option("Print the version and leave.", "--version", is_eager=True, callback=_print_version)
+VERSION = Option("Print the version and exit.", "--version", is_eager=True, callback=_print_version)
 
 
 @dataclass(frozen=True)
@@ -194,8 +194,8 @@ class OutputOptions:
     """What is written where."""
 
     jsonl: Annotated[str | None, Option("One JSON record a line to this file; - is stdout.")] = None
-    quiet: Annotated[bool, Option("Nothing but replies and errors.", "-q", "--quiet")] = False
-    verbose: Annotated[bool, Option("Say more about what is going on.", "-v", "--verbose")] = False
+    quiet: Annotated[bool, Option("Print only replies and errors.", "-q", "--quiet")] = False
+    verbose: Annotated[bool, Option("Print more details.", "-v", "--verbose")] = False
     debug: Annotated[bool, Option("Show tracebacks.")] = False
     color: Annotated[Literal["auto", "on", "off"], Option("Colours.")] = "auto"
     version: Annotated[bool, VERSION] = False

@@ -1,4 +1,4 @@
-"""What every command shares: a quiet start, and errors as one line with the right exit code."""
+"""What all commands share: a quiet start, and errors as one line with the right exit code."""
 
 from __future__ import annotations
 
@@ -31,10 +31,10 @@ if TYPE_CHECKING:
     from h2o_stream.ui.terminal import Terminal
 
 FAILED, WRONG_USAGE, INTERRUPTED, SIGNALLED = 1, 2, 130, 128
-"""Exit codes; to the last one the number of the signal is added."""
+"""Exit codes; the number of the signal is added to the last one."""
 
 _COMMANDS = ("h2o-chat", "h2o-stream")
-"""Commands that read the user's file."""
+"""Commands that read the user's file of settings."""
 
 
 def app(prefix: str | None = None, **settings: Any) -> typer.Typer:
@@ -85,9 +85,9 @@ def command(app: typer.Typer, program: str, *groups: Group[Any], **settings: Any
 
 
 def main(command: str, app: typer.Typer) -> None:
-    """Run a command; the options of some may also stand in the user's file."""
+    """Run a command, with the defaults of the user's file for the commands that read it."""
     prepare_streams()
-    handle_termination(lambda number: sys.exit(SIGNALLED + number))  # so that terminal and files are left as they were
+    handle_termination(lambda number: sys.exit(SIGNALLED + number))  # restores terminal and files
     try:
         defaults = file_options(command, typer.main.get_command(app)) if command in _COMMANDS else {}
     except ConfigError as error:
@@ -106,7 +106,7 @@ def main(command: str, app: typer.Typer) -> None:
 
 
 def _leave_loader(code: str | int | None) -> None:
-    """End the process here if its loader was left in an import: that cannot be interrupted, nor waited for."""
+    """End the process if its loader thread is still importing: that can neither be interrupted nor waited for."""
     if any(thread.name == LOADER for thread in threading.enumerate()):
         with suppress(OSError):
             sys.stdout.flush()
@@ -142,7 +142,7 @@ def file_options(command: str, described: Any) -> dict[str, Any]:
 
 @contextmanager
 def reporting(command: str, debug: bool) -> Iterator[None]:
-    """Turn exceptions into one line on stderr and an exit code; a traceback comes with --debug only."""
+    """Turn exceptions into one line on stderr and an exit code. Only --debug prints the traceback."""
     try:
         yield
     except typer.Exit:
@@ -180,8 +180,8 @@ def open_terminal(output: OutputOptions, bars: bool = False) -> Terminal:
     """Where output goes. Makes the libraries, which must not be imported yet, quiet and their caches small.
 
     Args:
-        output: what is written where.
-        bars: whether libraries draw bars of their own on a live terminal.
+        output: the output options.
+        bars: whether libraries may draw progress bars on a live terminal.
     """
     from h2o_stream.ui.terminal import Terminal
 
@@ -202,7 +202,7 @@ def loading(model: ModelConfig, terminal: Terminal) -> Iterator[None]:
 
 
 def speaking(output: OutputOptions) -> OutputOptions:
-    """What is written where; of several processes only the first one speaks."""
+    """The output options of this process; of several processes only the first one prints."""
     return output if Processes().main else replace(output, quiet=True, jsonl=None)
 
 

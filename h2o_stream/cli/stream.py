@@ -1,4 +1,4 @@
-"""``h2o-stream``: replay questions through one endless conversation and watch the cache."""
+"""``h2o-stream``: replay questions through one endless conversation, and watch the cache."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ class ReplayOptions:
     prompt_file: Annotated[Path | None, Option("Answer a file instead, or a named one of h2o-chat --list-prompts.")] = (
         None
     )
-    turns: Annotated[int | None, Option("Stop after so many turns.", min=1)] = None
-    loop: Annotated[bool, Option("Start over at the end, for ever or up to --turns.", "--loop")] = False
+    turns: Annotated[int | None, Option("Stop after this many turns.", min=1)] = None
+    loop: Annotated[bool, Option("Start over at the end, forever or up to --turns.", "--loop")] = False
     compare: Annotated[str | None, Option("Two policies side by side, such as full,h2o.")] = None
-    record: Annotated[Path | None, Option("Write what happens, to show it again.", panel="Recording")] = None
+    record: Annotated[Path | None, Option("Record the run, for --replay.", panel="Recording")] = None
     replay: Annotated[
-        Path | None, Option("Show what --record wrote, at its own pace, without a model.", panel="Recording")
+        Path | None, Option("Play a recording of --record at its original pace, without a model.", panel="Recording")
     ] = None
-    pace: Annotated[float, Option("How many times as fast --replay shows it.", panel="Recording")] = 1.0
+    pace: Annotated[float, Option("Speed of --replay, as a multiple of the original pace.", panel="Recording")] = 1.0
 
     def load_questions(self) -> QuestionSet:
         """The questions, or the one prompt.

@@ -1,4 +1,4 @@
-"""What each comparison of ``h2o-compare`` can be asked: a dataclass whose fields are the options of its subcommand."""
+"""The comparisons of ``h2o-compare``: for each one a dataclass whose fields are the options of its subcommand."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from h2o_stream.resources import cache_folder, manual, write_text
 from h2o_stream.session.requests import read_requests
 
 PEERS = ("transformers", "llama.cpp")
-"""Engines that ``speed`` can time beside ours."""
+"""Other engines that ``speed`` can time."""
 
 
 @dataclass(frozen=True)
@@ -65,7 +65,7 @@ class NllOptions(ComparisonOptions):
 
     A full cache is compared inside the model's context only. The chunk is the number of tokens between two
     evictions; 1 is exactly what decoding does. With --out (extra "plots" for its plots) an interrupted comparison
-    goes on where it was.
+    resumes.
     """
 
     comparison = "h2o_stream.compare.nll:Nll"
@@ -82,7 +82,7 @@ class NllOptions(ComparisonOptions):
 class RecallOptions(ComparisonOptions):
     """Facts planted in a stream of text and asked for later.
 
-    Only facts that the full cache can tell are counted, so it always runs, and the stream must fit the model's context.
+    Only facts that the full cache recalls are counted, so it always runs, and the stream must fit the model's context.
     """
 
     comparison = "h2o_stream.compare.recall:Recall"
@@ -107,8 +107,8 @@ class RecallOptions(ComparisonOptions):
 class SummarizeOptions(ComparisonOptions):
     """ROUGE of the answers to summarization requests, by policy and window (extra "rouge").
 
-    Greedy unless --sample is given. With --out (extra "plots") every prediction is kept as it is made, and an
-    interrupted comparison goes on where it was.
+    Greedy unless --sample is given. With --out (extra "plots") every prediction is saved at once, and an interrupted
+    comparison resumes.
     """
 
     comparison = "h2o_stream.compare.summarize:Summarize"
@@ -119,10 +119,12 @@ class SummarizeOptions(ComparisonOptions):
     windows: Windows = (64, 128, 256, 512, 1024)
     limit: Annotated[int | None, Option("Requests; default is all.", min=1)] = None
     prefill: Annotated[
-        Literal["full", "chunked"], Option("full: compress after the prompt was read; chunked: while it is read.")
+        Literal["full", "chunked"], Option("full: evict after the prompt was read; chunked: while it is read.")
     ] = "full"
-    sample: Annotated[bool, Option("Draw as each request says, or take the likeliest.", "--sample/--greedy")] = False
-    seed: Annotated[int, Option("Of the draws.", min=0)] = 0
+    sample: Annotated[
+        bool, Option("Sample as each request says, or take the likeliest token.", "--sample/--greedy")
+    ] = False
+    seed: Annotated[int, Option("Random seed.", min=0)] = 0
     batch: Annotated[int, Option("Requests answered at once.", min=1)] = 8
 
     def __post_init__(self) -> None:
@@ -143,9 +145,9 @@ class SummarizeOptions(ComparisonOptions):
 class SpeedOptions(ComparisonOptions):
     """Speed and memory at growing histories, beside other engines.
 
-    All engines read the same text, each in a process of its own, and decode in turn, round by round; medians count.
-    Each figure is also given as a part of the floor, what the memory allows: bytes of weights and cache over the
-    bandwidth measured in the same run.
+    All engines read the same text, each in its own process, and decode in turn; the median of the rounds is reported.
+    Each speed is also given as a fraction of what memory allows: the bandwidth measured in the same run over the bytes
+    of weights and cache.
     """
 
     comparison = "h2o_stream.compare.speed:Speed"
@@ -164,9 +166,9 @@ class SpeedOptions(ComparisonOptions):
     peers: Annotated[Sequence[str], Option("Other engines: transformers, llama.cpp (extra bench).", parse=_peers)] = (
         "transformers",
     )
-    threads: Annotated[int | None, Option("Of all engines.", min=1)] = None
+    threads: Annotated[int | None, Option("Threads of every engine.", min=1)] = None
     random_weights: Annotated[
-        Path | None, Option("A config.json: that model, with random weights, made in place as --quantize says.")
+        Path | None, Option("A config.json: time that model with random weights, stored as --quantize says.")
     ] = None
     engine: EngineChoice = "auto"
 
@@ -188,7 +190,7 @@ class SpeedOptions(ComparisonOptions):
 class ThroughputOptions(ComparisonOptions):
     """Generated tokens/s of whole batches, prompts included, the largest that fit into the same memory for the cache.
 
-    transformers' own full cache always runs; the others are answered at its batch size, too.
+    transformers' own full cache always runs; the policies are timed at its batch size, too.
     """
 
     comparison = "h2o_stream.compare.throughput:Throughput"
@@ -199,9 +201,9 @@ class ThroughputOptions(ComparisonOptions):
     shapes: Annotated[
         Sequence[Shape], Option("Tokens of prompt + tokens generated, separated by commas.", parse=_shapes)
     ] = (Shape(512, 32), Shape(512, 512), Shape(512, 1024))
-    ratio: Annotated[float, Option("Windows, as a part of prompt and generated tokens.", min=0, max=1)] = 0.2
+    ratio: Annotated[float, Option("Window, as a fraction of prompt and generated tokens.", min=0, max=1)] = 0.2
     cache_budget: Annotated[str, Option("Memory for the cache of a batch: 128MiB, 2GiB.")] = "2GiB"
-    rounds: Annotated[int, Option("Times each batch is answered; medians count.", min=1)] = 1
+    rounds: Annotated[int, Option("Times each batch is generated; the median is reported.", min=1)] = 1
     engine: EngineChoice = "auto"
 
     def __post_init__(self) -> None:
@@ -228,8 +230,8 @@ class ThroughputOptions(ComparisonOptions):
 class TasksOptions(ComparisonOptions):
     """Accuracy on tasks of the lm-evaluation-harness (extra "eval").
 
-    Contexts are read whole, then evicted, and answers are scored under eviction. h2o_facts, h2o_topics and h2o_causes
-    are small tasks of our own; the harness's others need their data on this machine or the network.
+    A context is read whole and then evicted; answers are scored under eviction. h2o_facts, h2o_topics and h2o_causes
+    are small tasks of our own. The harness's tasks need their data on this machine, or the network.
     """
 
     comparison = "h2o_stream.compare.tasks:Tasks"
@@ -241,11 +243,11 @@ class TasksOptions(ComparisonOptions):
         "h2o_causes",
     )
     policies: Policies = ("full", "recent", "h2o")
-    ratio: Annotated[float | None, Option("Windows, as a part of each context.", min=0, max=1)] = 0.2
+    ratio: Annotated[float | None, Option("Window, as a fraction of each context.", min=0, max=1)] = 0.2
     windows: Annotated[
         Sequence[int], Option("Windows in tokens, separated by commas; replaces --ratio.", parse=numbers_if_any)
     ] = ()
-    task_folder: Annotated[Path | None, Option("Further tasks, in the harness's form.")] = None
+    task_folder: Annotated[Path | None, Option("Folder with more tasks, in the harness's format.")] = None
     shots: Annotated[int | None, Option("Examples before each question. (default: the task's)", min=0)] = None
     limit: Annotated[int | None, Option("Documents; default is all.", min=1)] = None
 
@@ -258,7 +260,7 @@ class TasksOptions(ComparisonOptions):
 
 @dataclass(frozen=True, kw_only=True)
 class HeavyHittersOptions(ComparisonOptions):
-    """The observations behind H2O: how sparse attention is, who gets it, how much of it each policy keeps.
+    """The observations behind H2O: how sparse attention is, which tokens get it, how much of it each policy keeps.
 
     Writes a table and plots (extra "plots").
     """
@@ -269,7 +271,7 @@ class HeavyHittersOptions(ComparisonOptions):
     text: Annotated[Path, Option("A text file.")]
     policies: Policies = ("recent", "sink", "random", "h2o-paper", "h2o")
     window: Window = DEFAULT_WINDOW
-    tokens: Annotated[int, Option("Tokens read; within the context.", min=2)] = 2048
+    tokens: Annotated[int, Option("Tokens read, at most the model's context.", min=2)] = 2048
     out: Annotated[Path, Option("Folder for the table and the plots.")] = Path("heavy-hitters")
 
     @property
@@ -290,16 +292,16 @@ class HeavyHittersOptions(ComparisonOptions):
 class SoakOptions(ComparisonOptions):
     """One very long stream: memory, speed, loss and the cache's invariants from its beginning to its end.
 
-    Turns of real text, and replies that the model draws. The text comes again and again, so that a drift of its loss
-    would show. --model tiny is a random model of two layers, for streams of millions of tokens.
+    Every turn is a piece of text and a sampled reply. The text is read several times, so that a drift of its loss would
+    show. --model tiny is a random model of two layers, for streams of millions of tokens.
     """
 
     comparison = "h2o_stream.compare.soak:Soak"
     page = "h2o_stream.ui.pages.soak:page"
 
     text: Annotated[Path | None, Option("A file. (default: the manual of Python)")] = None
-    tokens: Annotated[int, Option("Of the whole stream.", min=20_000)] = 200_000
-    passes: Annotated[int, Option("Times that the text is read.", min=2)] = 10
+    tokens: Annotated[int, Option("Length of the stream.", min=20_000)] = 200_000
+    passes: Annotated[int, Option("Times the text is read.", min=2)] = 10
     policy: Annotated[str, Option("Any that evicts.")] = DEFAULT_POLICY
     window: Window = DEFAULT_WINDOW
     engine: EngineChoice = "auto"
@@ -308,11 +310,11 @@ class SoakOptions(ComparisonOptions):
     def configs(self) -> list[CacheConfig]:
         """The one."""
         if self.policy == "full":
-            raise ConfigError("--policy full keeps everything, which no memory holds for ever; give one that evicts")
+            raise ConfigError("--policy full keeps everything, which no memory holds forever; give one that evicts")
         return configs_of((self.policy,), (self.window,), self.seeds, self.cache)
 
     def text_file(self) -> Path:
-        """The text; the manual of Python is written first."""
+        """The text; without one the manual of Python, which is written to a file."""
         return self.text or manual_file(self.out or cache_folder())
 
 

@@ -34,10 +34,10 @@ _THOROUGH: dict[str, dict[str, Any]] = {
 class AllOptions:
     """nll, recall, summarize, speed and throughput, and one report of them (extras "plots" and "rouge").
 
-    What was interrupted goes on where it was.
+    An interrupted run resumes.
     """
 
-    out: Annotated[Path, Option("Folder for a folder of each, and for the report.")]
+    out: Annotated[Path, Option("Folder for a folder of each comparison, and for the reports.")]
     quick: Annotated[bool, Option("Small sizes: minutes on a laptop.")] = False
     text: Annotated[Path | None, Option("A text file. (default: the manual of Python)")] = None
     requests: Annotated[Path | None, Option("Requests in JSON Lines. (default: eight of our own)")] = None

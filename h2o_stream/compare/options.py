@@ -1,4 +1,4 @@
-"""The options that comparisons share. Imports no torch, so that ``--help`` and wrong options cost no time."""
+"""The options that comparisons share. Imports no torch, so that ``--help`` is fast and wrong options fail fast."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def configs_of(
 
 @dataclass(frozen=True, kw_only=True)
 class ComparisonOptions:
-    """What every comparison can be asked. A subclass adds fields; its docstring is the help of its subcommand.
+    """Base of the options of a comparison. A subclass adds fields; its docstring is the help of its subcommand.
 
     A field ``engine: EngineChoice`` brings the option --engine.
 
@@ -80,7 +80,7 @@ class ComparisonOptions:
     seeds: Sequence[int] = (0,)
     out: Annotated[
         Path | None,
-        Option("Folder for settings, records, tables and plots; a comparison that was interrupted goes on there."),
+        Option("Folder for settings, records, tables and plots; an interrupted comparison resumes there."),
     ] = None
     model: ModelConfig = field(default_factory=ModelConfig)
     cache: Mapping[str, Any] = field(default_factory=dict)

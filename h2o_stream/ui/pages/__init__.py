@@ -1,4 +1,4 @@
-"""What each comparison shows: tables and charts made of its records, the same in a terminal, a folder and a report."""
+"""The results of comparisons as tables and charts, the same in a terminal, a folder and a report."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Figures:
 
 @dataclass(frozen=True)
 class Curve:
-    """A line of a chart; a curve without a name is left out of the legend, those of one kind have one colour."""
+    """A line of a chart. A curve without a name is not in the legend; curves of the same kind have the same colour."""
 
     name: str
     x: Sequence[float]
@@ -36,15 +36,15 @@ class Curve:
 
 @dataclass(frozen=True)
 class Chart:
-    """Curves.
+    """Curves in a coordinate system.
 
     Attributes:
         name: of its file.
-        title: above it.
-        axes: names of x and y.
+        title: above the chart.
+        axes: labels of x and y.
         curves: one or more.
-        y_range: of the y axis; None is what the curves need.
-        logarithmic: the axes that are, of "x" and "y".
+        y_range: of the y axis; None fits the curves.
+        logarithmic: the logarithmic axes: "x", "y", "xy" or "".
     """
 
     name: str
@@ -57,11 +57,11 @@ class Chart:
 
 @dataclass(frozen=True)
 class Page:
-    """All there is to see of a comparison.
+    """The results of a comparison.
 
     Attributes:
         title: what was measured.
-        legend: what the columns mean, where they do not say so themselves.
+        legend: explains columns that need it.
         tables: one or more.
         charts: any number.
     """
@@ -78,7 +78,7 @@ def page_of(kind: str, run: Record, records: Sequence[Record]) -> Page:
     Args:
         kind: a name in `COMPARISONS`.
         run: its run record.
-        records: its other ones.
+        records: its other records.
     """
     page: Page = resolve(COMPARISONS[kind].page)(run, records)
     return page
@@ -92,7 +92,7 @@ def plain_page(run: Record, records: Sequence[Record]) -> Page:
 
 
 def label(record: Record) -> str:
-    """The policy, and the seed where it is not the first."""
+    """The policy, and its seed unless it is 0."""
     return f"{record['policy']} #{record['seed']}" if record.get("seed") else str(record["policy"])
 
 
@@ -102,10 +102,10 @@ def curve_name(record: Record) -> str:
 
 
 def shown(value: Any) -> str:
-    """A value that may be missing."""
+    """A value, or a dash for None."""
     return "-" if value is None else str(value)
 
 
 def stem(path: str) -> str:
-    """The name of a text without folders and ending."""
+    """The name of a file without folders and suffix."""
     return path.replace("\\", "/").rpartition("/")[2].rpartition(".")[0] or path

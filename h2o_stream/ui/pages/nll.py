@@ -16,8 +16,8 @@ def page(run: Record, records: Sequence[Record]) -> Page:
     return Page(
         title,
         "to full: difference on the same tokens; gap: as a part of sink's",
-        [Figures(_span(own), _HEADER, [_row(record, own) for record in own]) for own in texts.values()],
-        [_chart(text, own, title) for text, own in texts.items()],
+        [Figures(_span(of_text), _HEADER, [_row(record, of_text) for record in of_text]) for of_text in texts.values()],
+        [_chart(text, of_text, title) for text, of_text in texts.items()],
     )
 
 
@@ -43,11 +43,11 @@ def _row(record: Record, records: Sequence[Record]) -> list[str]:
 
 
 def _gap(record: Record, records: Sequence[Record]) -> str:
-    """This policy's distance to the full cache, as a part of that of `sink` with the same window."""
+    """The loss added by this policy, as a fraction of that added by `sink` with the same window."""
     for other in records:
         if (other["policy"], other["window"]) == ("sink", record["window"]) and other["to_full"]:
-            theirs = other["to_full"]["mean"]
-            return f"{record['to_full']['mean'] / theirs:.2f}" if theirs > 0 else "-"
+            sink_loss = other["to_full"]["mean"]
+            return f"{record['to_full']['mean'] / sink_loss:.2f}" if sink_loss > 0 else "-"
     return "-"
 
 

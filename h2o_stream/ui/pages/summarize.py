@@ -37,8 +37,8 @@ def _charts(records: Sequence[Record], title: str) -> list[Chart]:
     windows = sorted({record["window"] for record in records if record["window"]})
     curves = []
     for policy in dict.fromkeys(record["policy"] for record in records if record["rouge2"] is not None):
-        own = {record["window"]: 100 * record["rouge2"] for record in records if record["policy"] == policy}
-        points = {window: own.get(window, own.get(None)) for window in windows}
+        by_window = {record["window"]: 100 * record["rouge2"] for record in records if record["policy"] == policy}
+        points = {window: by_window.get(window, by_window.get(None)) for window in windows}
         curves.append(Curve(policy, list(points), [value for value in points.values() if value is not None]))
     if not (windows and curves):
         return []

@@ -16,8 +16,8 @@ def page(run: Record, records: Sequence[Record]) -> Page:
     title = f"{run['model']}, cache of {size(run['cache_budget'])}: generated tokens/s of the batch, prompts included"
     curves = []
     for policy in dict.fromkeys(record["policy"] for record in records):
-        own = [record for record in records if record["policy"] == policy and record["largest"]]
-        curves.append(Curve(policy, [record["new"] for record in own], [record["tok_s"] for record in own]))
+        largest = [record for record in records if record["policy"] == policy and record["largest"]]
+        curves.append(Curve(policy, [record["new"] for record in largest], [record["tok_s"] for record in largest]))
     return Page(
         title,
         "batch: as many rows as fit, or as many as fit with a full cache",
