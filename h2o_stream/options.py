@@ -91,7 +91,7 @@ def parse_bytes(text: str, flag: str) -> int:
 
 
 def text_or_file(text: str | None, text_option: str, file: Path | None, file_option: str) -> str | None:
-    """A text that can be given as such or as a file.
+    """A text that is given directly or as a file.
 
     Args:
         text: the text itself.

@@ -23,7 +23,7 @@ class Registry(MutableMapping[str, T], Generic[T]):
     Args:
         group: of the entry points.
         items: what this package registers; its names cannot be replaced by an entry point.
-        convert: turns what an entry point names into an item; whatever it raises is reported as the package's error.
+        convert: turns the object that an entry point names into an item; its exceptions are reported as the package's.
     """
 
     def __init__(self, group: str, items: Mapping[str, T], convert: Callable[[Any], T]) -> None:

@@ -27,10 +27,10 @@ _UNWRAPPED_WIDTH = 10_000
 """Columns of output that is not a terminal: one line for each row."""
 
 
-def _list_prompts(wanted: bool) -> None:
+def _list_prompts(enabled: bool) -> None:
     from h2o_stream.resources import named_prompts
 
-    if wanted:
+    if enabled:
         for name, text in named_prompts().items():
             typer.echo(f"{name:<14} {text.splitlines()[0][:100]}")
         raise typer.Exit
@@ -42,8 +42,8 @@ def _session_names() -> list[str]:
     return [name for name, _ in saved_sessions()]
 
 
-def _list_sessions(wanted: bool) -> None:
-    if wanted:
+def _list_sessions(enabled: bool) -> None:
+    if enabled:
         from h2o_stream.ui.tables import sessions_table
         from h2o_stream.ui.terminal import Terminal
 
@@ -51,8 +51,8 @@ def _list_sessions(wanted: bool) -> None:
         raise typer.Exit
 
 
-def _list_models(wanted: bool) -> None:
-    if wanted:
+def _list_models(enabled: bool) -> None:
+    if enabled:
         from h2o_stream.models.kept import embedded_models, kept_bytes, kept_folders
         from h2o_stream.models.stores import stored_models
         from h2o_stream.resources import cache_folder

@@ -39,9 +39,9 @@ def group_of(options: type[T], panel: str = "Comparison") -> Group[T]:
     """
     hints = get_type_hints(options, include_extras=True)
     names = dict.fromkeys(name for base in options.__mro__ for name in inspect.get_annotations(base))
-    own: dict[str, Any] = {name: meta for name in names for meta in getattr(hints[name], "__metadata__", ())}
+    declared: dict[str, Any] = {name: meta for name in names for meta in getattr(hints[name], "__metadata__", ())}
     nested: dict[str, Any] = {name: group for name, group in _CONFIGS.items() if name in names}
-    return Group(options, panel, **own, **nested)
+    return Group(options, panel, **declared, **nested)
 
 
 MODEL = Group(
@@ -178,8 +178,8 @@ SETTINGS = Group(
 _CONFIGS: dict[str, Group[Any]] = {"model": MODEL, "engine": ENGINE, "cache": CACHE_ARGUMENTS}
 
 
-def _print_version(wanted: bool) -> None:
-    if wanted:
+def _print_version(enabled: bool) -> None:
+    if enabled:
         from h2o_stream import __version__
 
         typer.echo(f"h2o_stream {__version__}")

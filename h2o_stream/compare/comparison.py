@@ -120,12 +120,12 @@ def run_jobs(
         yield from (_run_job(job, folder, on_progress) for job in jobs)
         return
     workers = 1 if exclusive else processes.count
-    own = {
+    results = {
         number: _run_job(job, folder, on_progress)
         for number, job in enumerate(jobs)
         if number % workers == processes.rank
     }
-    gathered = processes.gather(own)
+    gathered = processes.gather(results)
     yield from (gathered[number] for number in range(len(jobs)))
 
 

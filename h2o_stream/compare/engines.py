@@ -32,8 +32,8 @@ class EngineSpec:
     Attributes:
         engine: `OURS`, `TRANSFORMERS` or `LLAMA_CPP`.
         model: which model, in which precision.
-        cache: the policy; of our own engine only.
-        steps: `attach`'s engine, for our own.
+        cache: the policy; for our engine only.
+        steps: the argument ``engine`` of `attach`; for our engine only.
         random_weights: path of a config of transformers, to time a model with random weights in place of `model`.
         threads: of the engine; None for its default.
         length: tokens of the longest history, for an engine that allocates its cache before it reads.

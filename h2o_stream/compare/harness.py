@@ -38,7 +38,7 @@ class H2OLM(HFLM):
 
     Args:
         pretrained: a name as in `ModelConfig.model`, or a loaded model of transformers.
-        ratio: the window as a part of each context, in place of ``window``.
+        ratio: the window as a fraction of each context; replaces ``window``.
         quiet: hide progress bars.
         cache_device: see `CacheConfig.device`.
         more: other arguments of `CacheConfig` and of `HFLM`.

@@ -87,7 +87,7 @@ def page_of(kind: str, run: Record, records: Sequence[Record]) -> Page:
 def plain_page(run: Record, records: Sequence[Record]) -> Page:
     """All records as one table, for a comparison that has no page of its own."""
     header = list(dict.fromkeys(name for record in records for name in record if name != "type"))
-    rows = [[shown(record.get(name)) for name in header] for record in records]
+    rows = [[or_dash(record.get(name)) for name in header] for record in records]
     return Page(str(run["command"]), "", [Figures("", header, rows)])
 
 
@@ -101,7 +101,7 @@ def curve_name(record: Record) -> str:
     return f"{label(record)} {record['window'] or ''}".strip()
 
 
-def shown(value: Any) -> str:
+def or_dash(value: Any) -> str:
     """A value, or a dash for None."""
     return "-" if value is None else str(value)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from h2o_stream.ui.pages import Chart, Curve, Figures, Page, Record, curve_name, label, shown, stem
+from h2o_stream.ui.pages import Chart, Curve, Figures, Page, Record, curve_name, label, or_dash, stem
 
 
 def page(run: Record, records: Sequence[Record]) -> Page:
@@ -17,7 +17,7 @@ def page(run: Record, records: Sequence[Record]) -> Page:
         "window",
         *(f"{record['distance']:,} ({record['facts']})" for record in (policies[0] if policies else ())),
     ]
-    rows = [[label(group[0]), shown(group[0]["window"]), *map(_cell, group)] for group in policies]
+    rows = [[label(group[0]), or_dash(group[0]["window"]), *map(_cell, group)] for group in policies]
     curves = [
         Curve(
             curve_name(group[0]),
@@ -27,7 +27,7 @@ def page(run: Record, records: Sequence[Record]) -> Page:
         )
         for group in policies
     ]
-    title = f"{run['model']}, {run['tokens']:,} tokens of {stem(run['text'])}: facts planted and asked for later"
+    title = f"{run['model']}, {run['tokens']:,} tokens of {stem(run['text'])}: planted facts"
     return Page(
         title,
         "mean margin of the right word in nats, and how often it is the likeliest; in brackets: facts that the full "

@@ -23,7 +23,7 @@ def page(run: Record, records: Sequence[Record]) -> Page:
         curves.append(Curve(f"{name} {weights}", x, y))
     return Page(
         title,
-        "of floor: decoding as a part of what reading weights and cache once for each token would allow",
+        "of floor: decoding as a fraction of the bound set by reading weights and cache once per token",
         [Figures("", _HEADER, [_row(record) for record in records])],
         [
             Chart(

@@ -27,7 +27,7 @@ def page(run: Record, records: Sequence[Record]) -> Page:
     header = ["policy", "kept", *(f"{task} ({documents[task]})" for task in tasks), "mean"]
     return Page(
         f"{run['model']}, {run['dtype']}: accuracy on tasks of the lm-evaluation-harness, %",
-        "kept: tokens of each context that answers can look back at; in brackets: documents",
+        "kept: tokens of each context that answers can attend to; in brackets: documents",
         [Figures("", header, rows)],
     )
 

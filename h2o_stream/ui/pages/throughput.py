@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from h2o_stream.ui.figures import size
-from h2o_stream.ui.pages import Chart, Curve, Figures, Page, Record, shown
+from h2o_stream.ui.pages import Chart, Curve, Figures, Page, Record, or_dash
 
 _HEADER = ("shape", "policy", "window", "batch", "cache", "tokens/s", "seconds", "of full")
 
@@ -34,7 +34,7 @@ def _row(record: Record, full: float) -> list[str]:
     return [
         _shape(record),
         record["policy"],
-        shown(record["window"]),
+        or_dash(record["window"]),
         f"{record['batch']}" if record["largest"] else f"{record['batch']} (as full)",
         size(record["cache_bytes"]),
         f"{record['tok_s']:.1f}",
