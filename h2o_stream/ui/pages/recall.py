@@ -27,7 +27,7 @@ def page(run: Record, records: Sequence[Record]) -> Page:
         )
         for group in policies
     ]
-    title = f"{run['model']}, {run['tokens']:,} tokens of {stem(run['text'])}: planted facts"
+    title = f"{run['model']}, {run['tokens']:,} tokens of {stem(run['text'])}: facts planted and asked for later"
     return Page(
         title,
         "mean margin of the right word in nats, and how often it is the likeliest; in brackets: facts that the full "
