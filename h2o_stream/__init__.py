@@ -1,6 +1,6 @@
-"""h2o_stream: endless conversations with a language model in a key/value cache of constant size.
+"""h2o_stream: endless conversations with a language model, in a key/value cache of constant size.
 
-The public names are loaded on first use, so that importing the package costs no torch.
+The public names are imported on first use, so that importing the package does not import torch.
 """
 
 from __future__ import annotations

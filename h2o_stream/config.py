@@ -1,6 +1,6 @@
-"""Every setting and every default. Knows numbers and names, no tensors and no terminal.
+"""Every setting and every default. Imports no torch and no command-line library.
 
-``None`` in a config means "what the policy or the model says"; `CacheConfig.plan` resolves it.
+``None`` in a config stands for the default of the policy or the model; `CacheConfig.plan` resolves it.
 """
 
 from __future__ import annotations
@@ -8,16 +8,16 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 from h2o_stream.errors import ConfigError
+from h2o_stream.registry import Registry
 
 Positions = Literal["gap", "rolling", "absolute"]
 Budgets = Literal["measured", "equal"]
 CacheDevice = Literal["auto", "cpu"]
 AtContext = Literal["continue", "stop"]
 EngineChoice = Literal["auto", "eager"]
-Prefill = Literal["full", "chunked"]
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 QUANTIZATIONS = ("auto", "none", "int8", "int4")
 
@@ -25,23 +25,23 @@ DEFAULT_MODEL = "smollm2-135m"
 DEFAULT_POLICY = "h2o"
 DEFAULT_WINDOW = 256
 DEFAULT_CHUNK = 64
-"""Tokens between two evictions of a prefill: small keeps its scores close to decoding's, large is faster."""
+"""Tokens between two evictions of a prefill. A small chunk gives scores close to decoding's, a large one is faster."""
 
-PREFILL_STEP, PREFILL_MOST = 128, 1024
-"""Prompt tokens per forward, with large models and with small ones: the more, the faster are products of matrices."""
+PREFILL_STEP, PREFILL_STEP_MAX = 128, 1024
+"""Prompt tokens per forward, for large and for small models. Larger matrix products are faster."""
 
 PREFILL_WORK = 15 * 10**10
-"""Multiplications of a forward on a CPU, more or less: few enough to stop soon after Ctrl-C."""
+"""Approximate multiplications of a forward on a CPU: few enough that Ctrl-C stops it soon."""
 
 DEFAULT_TEMPERATURE = 0.7
 DEFAULT_TOP_P = 0.95
 DEFAULT_TOP_K = 0
 
 MIN_EVICTABLE = 8
-"""Slots that pinned tokens must leave to the others, so that the window still moves."""
+"""Slots that pinned tokens must leave free, so that the window still moves."""
 
 DEFAULT_SPAN = 4096
-"""Span of ``gap`` for a model that states no limit of its positions."""
+"""Span of ``gap`` for a model without a maximum position."""
 
 KV_BITS = (16, 8, 4, 2)
 
@@ -52,16 +52,17 @@ EXACT_SINKS = 4
 
 @dataclass(frozen=True)
 class PolicyDefaults:
-    """What a policy means when the user says nothing else.
+    """The settings of a policy, unless the user chooses others.
 
     Attributes:
-        heavy_share: part of the unpinned window kept for heavy hitters, 0 to 1.
+        heavy_share: fraction of the unpinned window for heavy hitters, 0 to 1.
         sinks: first tokens of the stream that are never evicted.
         decay: factor on the accumulated scores per token seen; 1 is the papers' plain sum.
         positions: where RoPE sees the kept tokens.
-        rule: ``module:class`` of the `Policy` that chooses among the unprotected tokens.
-        draws: whether the rule draws, so that a seed makes a difference.
-        budgets: whether every head keeps the same, or each by how far back it reaches, in the mean the same.
+        rule: ``module:class`` of the `Policy` that chooses among the unprotected tokens; a `Policy` class with these as
+            its ``defaults`` leaves it out.
+        draws: whether the rule is random and needs a seed.
+        budgets: whether all heads have the same window, or each one a measured window, with the same mean.
         long_term: weight of the long-term score beside the decaying one.
     """
 
@@ -69,7 +70,7 @@ class PolicyDefaults:
     sinks: int
     decay: float
     positions: Positions
-    rule: str
+    rule: str = ""
     draws: bool = False
     budgets: Budgets = "equal"
     long_term: float = 0.0
@@ -77,7 +78,7 @@ class PolicyDefaults:
 
 _RULES = "h2o_stream.cache.policies"
 
-POLICIES: dict[str, PolicyDefaults] = {
+_POLICIES = {
     "h2o": PolicyDefaults(0.5, 4, 0.99, "gap", f"{_RULES}.long_term:LongTerm", budgets="measured", long_term=2.0),
     "h2o-paper": PolicyDefaults(0.5, 0, 1.0, "rolling", f"{_RULES}.accumulated:Accumulated"),
     "tova": PolicyDefaults(1.0, 0, 1.0, "rolling", f"{_RULES}.tova:Tova"),
@@ -86,6 +87,18 @@ POLICIES: dict[str, PolicyDefaults] = {
     "recent": PolicyDefaults(0.0, 0, 1.0, "rolling", f"{_RULES}.recency:Recency"),
     "full": PolicyDefaults(0.0, 0, 1.0, "absolute", f"{_RULES}.recency:Recency"),
 }
+
+
+def _policy_defaults(named: Any) -> PolicyDefaults:
+    """The defaults that an entry point names: `PolicyDefaults`, or the ``defaults`` of a `Policy` class."""
+    if isinstance(named, PolicyDefaults):
+        return named
+    defaults: PolicyDefaults = named.defaults
+    return replace(defaults, rule=f"{named.__module__}:{named.__qualname__}")
+
+
+POLICIES = Registry("h2o_stream.policies", _POLICIES, _policy_defaults)
+"""Defaults of all policies, by name."""
 
 
 @dataclass(frozen=True)
@@ -303,16 +316,16 @@ class CacheConfig:
 
 @dataclass(frozen=True)
 class SamplingConfig:
-    """How the next token is drawn.
+    """How tokens are sampled.
 
     Args:
         temperature: 0 is greedy; None is the model's own recommendation, or `DEFAULT_TEMPERATURE`.
         top_p: keep the most probable tokens up to this mass; None as above.
         top_k: keep this many most probable tokens; 0 keeps all; None as above.
-        min_p: drop tokens below this share of the most probable one.
-        repetition_penalty: above 1 makes tokens of this turn less likely to come again.
-        seed: of the random draws; None draws one and reports it.
-        max_tokens: most tokens of one reply.
+        min_p: drop tokens below this fraction of the probability of the most probable one.
+        repetition_penalty: above 1 makes the tokens of this turn less likely to be repeated.
+        seed: of the sampler; None chooses one and reports it.
+        max_tokens: maximum tokens of a reply.
         stop: strings that end a reply and are not shown.
     """
 
@@ -345,83 +358,6 @@ class SamplingConfig:
 
 
 @dataclass(frozen=True)
-class Shape:
-    """A request.
-
-    Attributes:
-        prompt: tokens of its prompt.
-        new: tokens generated.
-    """
-
-    prompt: int
-    new: int
-
-    def __str__(self) -> str:
-        return f"{self.prompt}+{self.new}"
-
-    @property
-    def length(self) -> int:
-        """All its tokens."""
-        return self.prompt + self.new
-
-
-@dataclass(frozen=True)
-class Sizes:
-    """How much ``h2o-compare all`` measures: what the options of the same names say."""
-
-    tokens: int
-    windows: str
-    facts: int
-    distances: str
-    requests: int | None
-    request_windows: str
-    histories: str
-    shapes: str
-    cache_budget: str
-
-
-QUICK = Sizes(
-    tokens=2048,
-    windows="128,256",
-    facts=8,
-    distances="64,512,2048",
-    requests=8,
-    request_windows="64,128",
-    histories="256,1024",
-    shapes="128+128",
-    cache_budget="32MiB",
-)
-THOROUGH = Sizes(
-    tokens=8192,
-    windows="128,256,512",
-    facts=20,
-    distances="64,256,1024,4096",
-    requests=None,
-    request_windows="64,128,256",
-    histories="256,2048,8192",
-    shapes="512+32,512+512",
-    cache_budget="128MiB",
-)
-
-
-@dataclass(frozen=True)
-class AnswerConfig:
-    """How requests are answered in a comparison.
-
-    Args:
-        prefill: ``full`` reads a prompt whole and evicts then; ``chunked`` evicts while reading.
-        sample: draw as each request says; otherwise take the likeliest token.
-        seed: of the draws.
-        batch: requests answered at once.
-    """
-
-    prefill: Prefill = "full"
-    sample: bool = False
-    seed: int = 0
-    batch: int = 8
-
-
-@dataclass(frozen=True)
 class ModelConfig:
     """Which model, and how it is loaded.
 
@@ -429,14 +365,14 @@ class ModelConfig:
         model: ``smollm2-135m``, a Hub id, a local folder, a ``.gguf`` file or ``repo:file.gguf``.
         dtype: ``auto``, ``float32``, ``bfloat16`` or ``float16``.
         device: ``auto`` or a torch device such as ``cpu``, ``cuda``, ``cuda:1``, ``mps``.
-        device_map: handed to transformers and accelerate (``auto`` spreads the layers); replaces `device`.
-        max_memory: with `device_map`, the most that weights may take of each device, as ``0=10GiB,cpu=24GiB``; what
-            fits nowhere is read from disk in every step.
-        tensor_parallel: every process of ``torchrun`` holds a part of each matrix, and evicts for its own heads.
-        zero: weights stay in host memory and come layer by layer, by DeepSpeed's ZeRO-Inference.
-        offline: touch no network, use only what is on this machine.
-        quantize: how the weights of matrices are held on a CPU: ``none``, ``int8``, ``int4``, or ``auto``: as the file
-            has them where it is quantized, else as wide as fits comfortably into the memory that is free.
+        device_map: passed to transformers and accelerate (``auto`` spreads the layers); replaces `device`.
+        max_memory: with `device_map`, the maximum for weights on each device, as ``0=10GiB,cpu=24GiB``; weights that
+            fit nowhere are read from disk in every step.
+        tensor_parallel: every process of ``torchrun`` holds a shard of each matrix, and evicts for its own heads.
+        zero: weights stay in host memory and are copied layer by layer, by DeepSpeed's ZeRO-Inference.
+        offline: use only files on this machine, no network.
+        quantize: format of the weight matrices on a CPU: ``none``, ``int8``, ``int4``, or ``auto``, which keeps the
+            format of a quantized file and otherwise takes the widest that fits the free memory comfortably.
     """
 
     model: str = DEFAULT_MODEL
@@ -462,42 +398,41 @@ class ModelConfig:
             f"--device-map {self.device_map}": self.device_map,
             f"--quantize {self.quantize}": self.quantize not in ("auto", "none"),
         }
-        given = [way for way, wanted in ways.items() if wanted]
-        if len(given) > 1:
-            raise ConfigError(f"{given[0]} does not go with {given[1]}; leave one out")
+        chosen = [way for way, wanted in ways.items() if wanted]
+        if len(chosen) > 1:
+            raise ConfigError(f"{chosen[0]} does not go with {chosen[1]}; leave one out")
         if self.max_memory and not self.device_map:
             raise ConfigError(f"max_memory is {self.max_memory}, which needs --device-map auto")
         self.memory_by_device()
 
     def memory_by_device(self) -> dict[int | str, str] | None:
-        """`max_memory` as accelerate takes it.
+        """`max_memory` in the form of accelerate.
 
         Raises:
-            ConfigError: it is written in another way.
+            ConfigError: it cannot be parsed.
         """
         if not self.max_memory:
             return None
-        most: dict[int | str, str] = {}
+        sizes: dict[int | str, str] = {}
         for item in self.max_memory.split(","):
             name, _, size = (part.strip() for part in item.partition("="))
             if not (name.isdecimal() or name == "cpu") or not re.fullmatch(r"\d+(\.\d+)?[KMG]i?B", size):
                 raise ConfigError(f"{item!r} is no device and size; --max-memory takes them like 0=10GiB,cpu=24GiB")
-            most[int(name) if name.isdecimal() else name] = size
-        return most
+            sizes[int(name) if name.isdecimal() else name] = size
+        return sizes
 
 
 @dataclass(frozen=True)
 class Settings:
-    """Everything a conversation needs to be told.
+    """All settings of a conversation.
 
     Args:
-        model: which model.
+        model: the model.
         cache: which tokens are kept.
-        sampling: how tokens are drawn.
-        system: the system prompt; None leaves it to the model's template.
-        at_context: whether a cache that keeps original positions goes on past the positions the model was
-            trained for, or ends there.
-        engine: what runs a step: ``auto`` is the native step where it serves, ``eager`` is transformers' forward.
+        sampling: how tokens are sampled.
+        system: the system prompt; None is the default of the model's template.
+        at_context: whether a cache with absolute positions continues past the model's context or stops there.
+        engine: ``auto`` runs the native step where it serves the model, ``eager`` runs transformers' forward.
     """
 
     model: ModelConfig = ModelConfig()
@@ -514,16 +449,16 @@ class Settings:
 
 @dataclass(frozen=True)
 class ChatConfig:
-    """How a chat is held.
+    """Settings of ``h2o-chat``.
 
     Args:
-        prompt: answer this and leave; None reads messages.
-        single_turn: leave after the first reply.
-        session: save the conversation under this name, and go on with it if there is one.
-        retell: feed the transcript of a session again where its state does not fit.
-        plain: replies as they come, not drawn as Markdown.
-        vim: vi's keys in place of Emacs'.
-        record: a file that gets what happens, to be shown again by ``h2o-stream --replay``.
+        prompt: answer this and exit; None reads messages.
+        single_turn: exit after the first reply.
+        session: save the conversation under this name, and resume it if it exists.
+        retell: replay the transcript of a session whose state does not fit.
+        plain: print replies as plain text, not rendered as Markdown.
+        vim: vi key bindings in place of Emacs'.
+        record: a file for a recording, which ``h2o-stream --replay`` plays back.
     """
 
     prompt: str | None = None

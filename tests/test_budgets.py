@@ -17,7 +17,7 @@ from h2o_stream import CacheConfig, ConfigError, H2OStreamError, attach
 from h2o_stream.cache import measurements, retrieval_heads
 from h2o_stream.cache.budgets import HeadBudget, schedules, windows
 from h2o_stream.cache.state import checksummed, encode_json
-from h2o_stream.compare.heavy_hitters import observe
+from h2o_stream.compare.heavy_hitters import measure_attention
 from h2o_stream.config import MIN_EVICTABLE
 from h2o_stream.models.load import LoadedModel
 from tests.conftest import make_llama
@@ -256,7 +256,7 @@ class TestMeasured:
 
 
 def test_the_attention_that_falls_on_what_is_held(model: Any) -> None:
-    *_, layers = observe(model, TOKENS[0].tolist(), [config_of(), CacheConfig("sink", WINDOW)], 7)
+    *_, layers = measure_attention(model, TOKENS[0].tolist(), [config_of(), CacheConfig("sink", WINDOW)], 7)
     assert isinstance(layers, list)
     assert all(0 < layer.mass["h2o"] < 1 and 0 < layer.mass["sink"] < 1 for layer in layers)
 

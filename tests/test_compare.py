@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from h2o_stream.compare.bootstrap import paired_difference
-from h2o_stream.compare.folder import Folder, Part, identity
-from h2o_stream.compare.recall import ask, plan_questions
+from h2o_stream.compare.folder import Folder, JobResult, identity
+from h2o_stream.compare.recall import measure_recall, plan_questions
 from h2o_stream.config import POLICIES, CacheConfig
 from h2o_stream.errors import ConfigError, DataError
 from h2o_stream.models.load import LoadedModel
@@ -48,7 +48,7 @@ class TestBootstrap:
 class TestFolder:
     def test_what_is_stored_is_found_under_its_key_only(self, tmp_path: Path) -> None:
         folder = Folder(tmp_path / "new")
-        folder.store({"a": 1}, Part({"tok_s": 5.0}, torch.arange(3.0)))
+        folder.store({"a": 1}, JobResult({"tok_s": 5.0}, torch.arange(3.0)))
         part = Folder(tmp_path / "new").load({"a": 1})
         assert part is not None
         assert part.values.tolist() == [0, 1, 2]
@@ -57,7 +57,7 @@ class TestFolder:
 
     def test_no_folder_keeps_nothing(self) -> None:
         folder = Folder(None)
-        folder.store({"a": 1}, Part())
+        folder.store({"a": 1}, JobResult())
         assert folder.load({"a": 1}) is None
 
     def test_a_folder_that_cannot_be_made(self) -> None:
@@ -99,10 +99,10 @@ class TestRecall:
         text = tokenizer("It was a quiet day in the village, and nobody had anything to do. " * 60)["input_ids"]
         config = CacheConfig("sink", 96, chunk=16)
         plan = plan_questions(tokenizer, text, 2, [16, 400, 400])
-        *_, ours = ask(model, config, plan)
-        *_, theirs = ask(model, CacheConfig("full"), plan)
-        assert isinstance(ours, Part)
-        assert isinstance(theirs, Part)
+        *_, ours = measure_recall(model, config, plan)
+        *_, theirs = measure_recall(model, CacheConfig("full"), plan)
+        assert isinstance(ours, JobResult)
+        assert isinstance(theirs, JobResult)
         margins, full = ours.values, theirs.values
         assert margins[:, 1].equal(margins[:, 2])
         assert full.min() > 0, "it can tell all of them"

@@ -10,7 +10,7 @@ from transformers import PreTrainedModel
 
 import h2o_stream
 from h2o_stream import CacheConfig, ConfigError, attach
-from h2o_stream.cli.options import EngineOptions
+from h2o_stream.cli.options import ENGINE
 from h2o_stream.config import Settings
 from h2o_stream.engine.engine import Engine
 from tests.test_cli import invoke
@@ -27,7 +27,7 @@ from tests.test_cli import invoke
     ],
 )
 def test_what_is_chosen(options: dict[str, Any], choice: str) -> None:
-    assert EngineOptions(**options).engine_choice() == choice
+    assert ENGINE.make(**options) == choice
 
 
 def test_others_are_refused(tiny_folder: Path) -> None:

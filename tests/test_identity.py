@@ -187,17 +187,17 @@ class TestPolicy:
     def test_a_figure_of_an_edited_one_is_another(
         self, tiny: Any, tmp_path: Path, written: Callable[[int], None]
     ) -> None:
-        from h2o_stream.compare.comparison import told
+        from h2o_stream.compare.comparison import cache_settings
 
         settings = [CacheConfig("mine", window=24)]
         written(1)
-        before, run = folder.identity(tiny, settings[0]), {"command": "h2o-compare nll", **told(settings)}
+        before, run = folder.identity(tiny, settings[0]), {"command": "h2o-compare nll", **cache_settings(settings)}
         folder.Folder(tmp_path / "out").claim(run)
         folder.Folder(tmp_path / "out").claim(run)
         written(-10)
         assert folder.identity(tiny, settings[0]) != before
         with pytest.raises(DataError, match="policies that this run leaves out"):
-            folder.Folder(tmp_path / "out").claim({"command": "h2o-compare nll", **told(settings)})
+            folder.Folder(tmp_path / "out").claim({"command": "h2o-compare nll", **cache_settings(settings)})
 
 
 class TestMachine:

@@ -14,7 +14,7 @@ from gguf.quants import dequantize
 from transformers import GPTNeoXConfig, LlamaConfig, MistralConfig, Qwen2Config, Qwen3Config
 
 from h2o_stream import attach
-from h2o_stream.compare.contenders import LLAMA_CPP, OURS, Contender, weight_bytes
+from h2o_stream.compare.engines import LLAMA_CPP, OURS, EngineSpec, weight_bytes
 from h2o_stream.compare.random_gguf import write_random_gguf
 from h2o_stream.compare.random_weights import DEVIATION, random_model, read_settings
 from h2o_stream.compare.worker import Worker
@@ -156,10 +156,10 @@ class TestRandomFiles:
     def test_llama_cpp_reads_them(self, tmp_path: Path) -> None:
         pytest.importorskip("llama_cpp")
         list(write_random_gguf(llama(), "int4", tmp_path / "random.gguf"))
-        contender = Contender(LLAMA_CPP, ModelConfig(str(tmp_path / "random.gguf")), CacheConfig("full"), length=50)
+        contender = EngineSpec(LLAMA_CPP, ModelConfig(str(tmp_path / "random.gguf")), CacheConfig("full"), length=50)
         with Worker(contender) as worker:
-            assert worker.ask("ready").context == 512
-            assert worker.ask("feed", [5] * 40) > 0
+            assert worker.call("info").context == 512
+            assert worker.call("feed", [5] * 40) > 0
 
     def test_other_architectures_and_full_disks_are_one_line(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from rich.progress import Progress
 
-from h2o_stream.compare.comparison import Doing, Job
+from h2o_stream.compare.comparison import Job, JobProgress
 from h2o_stream.compare.folder import Folder
 from h2o_stream.errors import DataError
 from h2o_stream.ui.comparison import _Bars
@@ -88,7 +88,7 @@ def test_a_bar_is_full_when_its_jobs_are_done_and_no_sooner() -> None:
         bars = _Bars(jobs, progress)
         for job in jobs[:2]:
             for done in (0, 2, job.total, job.total):
-                bars(job, Doing(done))
+                bars(job, JobProgress(done))
             assert progress.tasks[0].completed == (4 if job is jobs[0] else 10)
         assert [task.total for task in progress.tasks] == [10]
 

@@ -12,7 +12,8 @@ import torch
 from h2o_stream.cache.attach import attach
 from h2o_stream.cache.audit import audit
 from h2o_stream.cache.head_group import HeadGroup
-from h2o_stream.compare.folder import Part
+from h2o_stream.compare.comparisons import SoakOptions
+from h2o_stream.compare.folder import JobResult
 from h2o_stream.compare.soak import TINY, Soak
 from h2o_stream.config import CacheConfig, ModelConfig
 from h2o_stream.errors import DataError, H2OStreamError
@@ -67,14 +68,17 @@ class TestAudit:
 
 
 def soak(text: Path, out: Path) -> Soak:
-    made = Soak(ModelConfig(TINY), CacheConfig(window=64), text, 12_000, 2, "eager", out)
+    options = SoakOptions(
+        model=ModelConfig(TINY), window=64, text=text, tokens=12_000, passes=2, engine="eager", out=out
+    )
+    made = Soak(options)
     made.begin(print)
     return made
 
 
 def parts(made: Soak, numbers: range) -> list[dict[str, Any]]:
     jobs = made.jobs()
-    return [event.figures for number in numbers for event in jobs[number].run() if isinstance(event, Part)]
+    return [event.figures for number in numbers for event in jobs[number].run() if isinstance(event, JobResult)]
 
 
 @pytest.fixture

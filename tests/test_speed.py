@@ -9,9 +9,10 @@ from typing import Any
 
 import pytest
 
-from h2o_stream.compare.comparison import Doing
-from h2o_stream.compare.contenders import LLAMA_CPP, OURS, TRANSFORMERS, Contender, Memory, Ready, weight_bytes
-from h2o_stream.compare.speed import ROUNDS, STEPS, Race, Speed, bandwidth, needed
+from h2o_stream.compare.comparison import JobProgress
+from h2o_stream.compare.comparisons import SpeedOptions
+from h2o_stream.compare.engines import LLAMA_CPP, OURS, TRANSFORMERS, EngineInfo, EngineSpec, MemoryUse, weight_bytes
+from h2o_stream.compare.speed import ROUNDS, STEPS, Benchmark, Speed, bandwidth, needed
 from h2o_stream.compare.worker import Worker
 from h2o_stream.config import CacheConfig, ModelConfig
 from h2o_stream.errors import H2OStreamError
@@ -58,11 +59,11 @@ def test_the_run_record_tells_weights_of_one_name_apart(tiny_folder: Path, tmp_p
     model, text = tmp_path / "model", tmp_path / "text.txt"
     shutil.copytree(tiny_folder, model)
     text.write_text("The quick brown fox jumps over the lazy dog and runs away. " * 80)
-    contender = Contender(OURS, ModelConfig(str(model)), CacheConfig())
-    before = Speed([contender], [8], text).begin(print)
-    assert Speed([contender], [8], text).begin(print) == before
+    options = SpeedOptions(model=ModelConfig(str(model)), policies=["h2o"], peers=(), histories=[8], text=text)
+    before = Speed(options).begin(print)
+    assert Speed(options).begin(print) == before
     make_llama(vocab=64, seed=1).save_pretrained(model)
-    assert Speed([contender], [8], text).begin(print)["files"] != before["files"]
+    assert Speed(options).begin(print)["files"] != before["files"]
 
 
 class Pretended:
@@ -70,8 +71,8 @@ class Pretended:
 
     asked: list[tuple[str, str, int]] = []
 
-    def __init__(self, contender: Contender) -> None:
-        self.contender = contender
+    def __init__(self, contender: EngineSpec) -> None:
+        self.spec = contender
 
     def __enter__(self) -> Pretended:
         return self
@@ -79,13 +80,13 @@ class Pretended:
     def __exit__(self, *exception: object) -> None:
         pass
 
-    def ask(self, method: str, *arguments: Any) -> Any:
-        if method == "ready":
-            return Ready("float32", 1000, 500 if self.contender.engine == TRANSFORMERS else None)
+    def call(self, method: str, *arguments: Any) -> Any:
+        if method == "info":
+            return EngineInfo("float32", 1000, 500 if self.spec.engine == TRANSFORMERS else None)
         if method == "memory":
-            return Memory(None, 5000)
+            return MemoryUse(None, 5000)
         if method in ("feed", "decode"):
-            self.asked.append((self.contender.engine, method, len(arguments[0])))
+            self.asked.append((self.spec.engine, method, len(arguments[0])))
             return len(arguments[0]) * (0.01 if method == "feed" else 0.1)
         return None
 
@@ -93,11 +94,11 @@ class Pretended:
 def test_rounds_are_in_turn_and_every_token_is_read_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("h2o_stream.compare.speed.Worker", Pretended)
     monkeypatch.setattr(Pretended, "asked", [])
-    contenders = [Contender(engine, ModelConfig(), CacheConfig()) for engine in (OURS, TRANSFORMERS)]
-    race = Race(contenders, range(needed([100, 1000])))
-    events = [event for history in (100, 1000) for event in race.at(history)]
+    contenders = [EngineSpec(engine, ModelConfig(), CacheConfig()) for engine in (OURS, TRANSFORMERS)]
+    race = Benchmark(contenders, range(needed([100, 1000])))
+    events = [event for history in (100, 1000) for event in race.measure(history)]
     figures = [figure for event in events if isinstance(event, list) for figure in event]
-    assert [(figure.contender.engine, figure.history) for figure in figures] == [
+    assert [(figure.spec.engine, figure.history) for figure in figures] == [
         (OURS, 100),
         (TRANSFORMERS, 100),
         (OURS, 1000),
@@ -109,8 +110,8 @@ def test_rounds_are_in_turn_and_every_token_is_read_once(monkeypatch: pytest.Mon
     assert sum(ours) == needed([1000])
     first = [engine for engine, method, count in Pretended.asked if count == STEPS][: 2 * ROUNDS]
     assert first == [OURS, TRANSFORMERS] * ROUNDS
-    doing = [event for event in events if isinstance(event, Doing)]
-    assert all(event.done < race.steps for event in doing)
+    doing = [event for event in events if isinstance(event, JobProgress)]
+    assert all(event.done < race.total for event in doing)
 
 
 def test_weights_that_a_step_reads() -> None:
@@ -135,16 +136,16 @@ class TestWorkers:
         (tmp_path / "llama_cpp.py").write_text("raise ImportError('not here')")
         monkeypatch.syspath_prepend(tmp_path)
         with (
-            Worker(Contender(LLAMA_CPP, ModelConfig(), CacheConfig("full"))) as worker,
+            Worker(EngineSpec(LLAMA_CPP, ModelConfig(), CacheConfig("full"))) as worker,
             pytest.raises(H2OStreamError, match=r"h2o-stream\[bench\]"),
         ):
-            worker.ask("ready")
+            worker.call("info")
 
     def test_a_process_that_dies_is_one_line(self) -> None:
-        with Worker(Contender(OURS, ModelConfig("no/such/place"), CacheConfig())) as worker:
+        with Worker(EngineSpec(OURS, ModelConfig("no/such/place"), CacheConfig())) as worker:
             worker._process.kill()
             with pytest.raises(H2OStreamError, match="ended without a word"):
-                worker.ask("ready")
+                worker.call("info")
 
 
 def test_wrong_peers_and_short_texts(tiny_folder: Path, tmp_path: Path) -> None:

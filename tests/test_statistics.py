@@ -10,7 +10,7 @@ from transformers import LlamaForCausalLM
 
 from h2o_stream import CacheConfig, attach
 from h2o_stream.cache.statistics import SparsityMeter, power_law, share_of_top, sparsity
-from h2o_stream.compare.heavy_hitters import LayerAttention, observe
+from h2o_stream.compare.heavy_hitters import LayerAttention, measure_attention
 from tests.tolerance import FLOAT32, assert_close
 
 
@@ -83,7 +83,7 @@ def test_what_is_observed_is_what_transformers_attends_to(grouped: LlamaForCausa
     grouped.set_attn_implementation("eager")
     attentions = grouped(tokens, output_attentions=True).attentions
     grouped.set_attn_implementation("sdpa")
-    *_, layers = observe(grouped, tokens[0].tolist(), [CacheConfig("recent", window)], chunk)
+    *_, layers = measure_attention(grouped, tokens[0].tolist(), [CacheConfig("recent", window)], chunk)
     assert isinstance(layers, list)
     for layer, probs in zip(layers, attentions, strict=True):
         assert isinstance(layer, LayerAttention)

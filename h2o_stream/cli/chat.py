@@ -1,27 +1,21 @@
-"""``h2o-chat``: talk with a model for as long as you like."""
+"""``h2o-chat``: chat with a model for as long as you like."""
 
 from __future__ import annotations
 
 import sys
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Any
 
 import typer
 
 from h2o_stream.cli import run
-from h2o_stream.cli.options import (
-    ConversationOptions,
-    Invocation,
-    OutputOptions,
-    one_of,
-    one_of_these,
-    option,
-    shown_and_left,
-    takes,
-)
-from h2o_stream.config import ChatConfig, ModelConfig
+from h2o_stream.cli.groups import Group, completing
+from h2o_stream.cli.options import OUTPUT, SETTINGS, SOURCES, OutputOptions
+from h2o_stream.config import ChatConfig, ModelConfig, Settings
 from h2o_stream.errors import ConfigError
+from h2o_stream.options import Option, text_or_file
 from h2o_stream.session.records import Records
 
 if TYPE_CHECKING:
@@ -29,14 +23,14 @@ if TYPE_CHECKING:
 
 app = run.app("H2O")
 
-_ENDLESS = 10_000
-"""Columns of a page that is no terminal."""
+_UNWRAPPED_WIDTH = 10_000
+"""Columns of output that is not a terminal: one line for each row."""
 
 
-def _list_prompts(wanted: bool) -> None:
+def _list_prompts(enabled: bool) -> None:
     from h2o_stream.resources import named_prompts
 
-    if wanted:
+    if enabled:
         for name, text in named_prompts().items():
             typer.echo(f"{name:<14} {text.splitlines()[0][:100]}")
         raise typer.Exit
@@ -48,8 +42,8 @@ def _session_names() -> list[str]:
     return [name for name, _ in saved_sessions()]
 
 
-def _list_sessions(wanted: bool) -> None:
-    if wanted:
+def _list_sessions(enabled: bool) -> None:
+    if enabled:
         from h2o_stream.ui.tables import sessions_table
         from h2o_stream.ui.terminal import Terminal
 
@@ -57,8 +51,8 @@ def _list_sessions(wanted: bool) -> None:
         raise typer.Exit
 
 
-def _list_models(wanted: bool) -> None:
-    if wanted:
+def _list_models(enabled: bool) -> None:
+    if enabled:
         from h2o_stream.models.packed_models import cached_bytes, cached_folders, embedded_models
         from h2o_stream.models.stores import stored_models
         from h2o_stream.resources import cache_folder
@@ -69,7 +63,7 @@ def _list_models(wanted: bool) -> None:
         with run.reporting("h2o-chat", debug=False):
             terminal = Terminal()
             if not terminal.page.is_terminal:
-                terminal.page.width = _ENDLESS  # a name a line, for scripts
+                terminal.page.width = _UNWRAPPED_WIDTH
             terminal.page.print(models_table([*embedded_models(), *stored_models()], cached_folders()))
             terminal.note(f"h2o_stream keeps {size(cached_bytes())} in {cache_folder()}", style="dim")
         raise typer.Exit
@@ -88,113 +82,103 @@ def _forget(name: str | None) -> None:
         from h2o_stream.ui.terminal import Terminal
 
         with run.reporting("h2o-chat", debug=False):
-            terminal, gone = Terminal(), forget(name)
-            for folder in gone:
+            terminal = Terminal()
+            for folder in forget(name):
                 terminal.note(f"removed {folder.path} ({folder.content}), {size(folder.nbytes)}")
         raise typer.Exit
 
 
 @dataclass(frozen=True)
-class ChatOptions:
-    """How the chat is held."""
+class ChatOptions(ChatConfig):
+    """`ChatConfig`, and what only the command line knows."""
 
-    prompt: Annotated[
-        str | None,
-        option("Conversation", "-p", "--prompt", help="Answer this and leave; - reads all of stdin."),
-    ] = None
-    prompt_file: Annotated[
-        Path | None,
-        option("Conversation", "--prompt-file", help="Answer a file and leave; or a named one, see --list-prompts."),
-    ] = None
-    single_turn: Annotated[bool, option("Conversation", "--single-turn", help="Leave after the first reply.")] = False
-    session: Annotated[
-        str | None,
-        option(
-            "Session",
-            "--session",
-            help="Save the conversation under this name; go on with it if there is one.",
-            autocompletion=one_of_these(_session_names),
-        ),
-    ] = None
-    retell: Annotated[
-        bool,
-        option("Session", "--retell", help="Feed a session's transcript again where its state does not fit."),
-    ] = False
-    export: Annotated[
-        Path | None, option("Session", "--export", help="Write the transcript of --session: FILE.md or FILE.json.")
-    ] = None
-    record: Annotated[
-        Path | None, option("Session", "--record", help="Write what happens, for h2o-stream --replay FILE.")
-    ] = None
-    plain: Annotated[bool, option("Output", "--plain", help="Replies as they come, not drawn as Markdown.")] = False
-    vim: Annotated[bool, option("Output", "--vim", help="Edit with vi's keys.")] = False
-    list_prompts: Annotated[
-        bool, shown_and_left("--list-prompts", _list_prompts, help="List the named prompts and leave.")
-    ] = False
-    sessions: Annotated[bool, shown_and_left("--sessions", _list_sessions, help="List the sessions and leave.")] = False
-    models: Annotated[
-        bool, shown_and_left("--models", _list_models, help="List the models on this machine and leave.")
-    ] = False
-    forget: Annotated[
-        str | None,
-        option(
-            "Output",
-            "--forget",
-            help="Remove what h2o_stream keeps of a model and leave; see --models.",
-            is_eager=True,
-            callback=_forget,
-            autocompletion=one_of_these(_kept_names),
-        ),
-    ] = None
+    prompt_file: Path | None = None
+    export: Path | None = None
+    list_prompts: bool = False
+    sessions: bool = False
+    models: bool = False
+    forget: str | None = None
 
-    def config(self) -> ChatConfig:
-        """The checked settings behind the options.
+    def checked(self) -> ChatOptions:
+        """The same with the prompt read.
 
         Raises:
             ConfigError: the prompt is empty, or was given twice.
             DataError: its file cannot be read.
         """
-        prompt = one_of(self.prompt, "--prompt", self.prompt_file, "--prompt-file")
+        prompt = text_or_file(self.prompt, "--prompt", self.prompt_file, "--prompt-file")
         if self.prompt == "-":
             prompt = sys.stdin.buffer.read().decode("utf-8", "replace")
         if prompt is not None and not prompt.strip():
             raise ConfigError("the prompt is empty; --prompt and --prompt-file need something to answer")
         if self.export is not None and self.session is None:
             raise ConfigError(f"--export {self.export} needs the --session whose transcript is meant")
-        return ChatConfig(prompt, self.single_turn, self.session, self.retell, self.plain, self.vim, self.record)
+        return replace(self, prompt=prompt)
 
 
-@app.command()
-@takes(ChatOptions, ConversationOptions, OutputOptions, Invocation)
-def chat(chat: ChatOptions, talk: ConversationOptions, output: OutputOptions, invocation: Invocation) -> None:
-    """Talk with a model for as long as you like, in constant memory.
+def _listing(help: str, show: Callable[[bool], None]) -> Option:
+    """An option that prints a list in place of a chat."""
+    return Option(help, panel="Output", is_eager=True, callback=show)
+
+
+CHAT = Group(
+    ChatOptions,
+    "Conversation",
+    prompt=Option("Answer this and exit; - reads all of stdin.", "-p", "--prompt"),
+    prompt_file=Option("Answer a file and exit; or a named one, see --list-prompts."),
+    single_turn=Option("Exit after the first reply."),
+    session=Option(
+        "Save the conversation under this name; resume it if it exists.",
+        panel="Session",
+        autocompletion=completing(_session_names),
+    ),
+    retell=Option("Replay a session's transcript if its state does not fit.", panel="Session"),
+    export=Option("Write the transcript of --session: FILE.md or FILE.json.", panel="Session"),
+    record=Option("Record the chat, for h2o-stream --replay FILE.", panel="Session"),
+    plain=Option("Print replies as plain text, not as Markdown.", panel="Output"),
+    vim=Option("Use vi key bindings.", panel="Output"),
+    list_prompts=_listing("List the named prompts and exit.", _list_prompts),
+    sessions=_listing("List the sessions and exit.", _list_sessions),
+    models=_listing("List the models on this machine and exit.", _list_models),
+    forget=Option(
+        "Remove what h2o_stream keeps of a model and exit; see --models.",
+        panel="Output",
+        is_eager=True,
+        callback=_forget,
+        autocompletion=completing(_kept_names),
+    ),
+)
+
+
+@run.command(app, "h2o-chat", CHAT, SETTINGS, OUTPUT, SOURCES)
+def chat(chat: ChatOptions, settings: Settings, output: OutputOptions, sources: dict[str, tuple[Any, str]]) -> None:
+    """Chat with a model for as long as you like, in constant memory.
 
     Without a terminal each line of standard input is a message, and the end of input ends the chat.
     """
-    with run.reporting("h2o-chat", output.debug):
-        settings, config = talk.settings(), chat.config()
-        if chat.export is not None and chat.session is not None:
-            _export(chat.session, chat.export)
-            return
-        if settings.model.tensor_parallel and (config.prompt is None or config.session or config.record):
-            raise ConfigError("--tensor-parallel answers --prompt and --prompt-file, without --session and --record")
-        output = run.speaking(output)
-        with Records(output.jsonl) as records:
-            terminal = run.open_terminal(output)
-            if _can_start_early(settings.model, config, output, terminal):
-                from h2o_stream.ui.early import EarlyChat
+    chat = chat.checked()
+    if chat.export is not None and chat.session is not None:
+        _export(chat.session, chat.export)
+        return
+    if settings.model.tensor_parallel and (chat.prompt is None or chat.session or chat.record):
+        raise ConfigError("--tensor-parallel answers --prompt and --prompt-file, without --session and --record")
+    output = run.speaking(output)
+    with Records(output.jsonl) as records:
+        terminal = run.open_terminal(output)
+        if _can_start_early(settings.model, chat, output, terminal):
+            from h2o_stream.ui.early import EarlyChat
 
-                with EarlyChat(settings, config, terminal, records, invocation.sources()) as early:
-                    finish = early.run()
-            else:
-                with run.loading(settings.model, terminal):
-                    from h2o_stream.ui.chat import run_chat
-                finish = run_chat(settings, config, terminal, records, invocation.sources())
-            run.leave(finish)
+            with EarlyChat(settings, chat, terminal, records, sources) as early:
+                finish = early.run()
+        else:
+            with run.loading(settings.model, terminal):
+                from h2o_stream.ui.chat import run_chat
+            finish = run_chat(settings, chat, terminal, records, sources)
+        run.leave(finish)
 
 
 def _can_start_early(model: ModelConfig, chat: ChatConfig, output: OutputOptions, terminal: Terminal) -> bool:
-    """Whether somebody can type while the model loads; DeepSpeed wants the main thread."""
+    """Whether the user can type while the model loads; DeepSpeed needs the main thread."""
     return terminal.interactive and terminal.live and chat.prompt is None and output.jsonl != "-" and not model.zero
 
 

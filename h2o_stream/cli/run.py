@@ -1,18 +1,20 @@
-"""What every command shares: a quiet start, and errors as one line with the right exit code."""
+"""What all commands share: a quiet start, and errors as one line with the right exit code."""
 
 from __future__ import annotations
 
+import inspect
 import os
 import sys
 import threading
 import tomllib
 import traceback
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import typer
+from typer.core import TyperCommand
 
 from h2o_stream.errors import ConfigError, H2OStreamError
 from h2o_stream.memory import limit_kernel_caches
@@ -22,41 +24,79 @@ from h2o_stream.startup import LOADER, gc_paused, quieten_libraries
 from h2o_stream.stdio import discard_output, handle_termination, prepare_stdio
 
 if TYPE_CHECKING:
+    from h2o_stream.cli.groups import Group
     from h2o_stream.cli.options import OutputOptions
     from h2o_stream.config import ModelConfig
     from h2o_stream.engine.events import Finish
     from h2o_stream.ui.terminal import Terminal
 
 FAILED, WRONG_USAGE, INTERRUPTED, SIGNALLED = 1, 2, 130, 128
-"""Exit codes; to the last one the number of the signal is added."""
+"""Exit codes; the number of the signal is added to the last one."""
 
 _COMMANDS = ("h2o-chat", "h2o-stream")
-"""Commands that read the user's file."""
+"""Commands that read the user's file of settings."""
 
 
-def app(prefix: str | None = None) -> typer.Typer:
+def app(prefix: str | None = None, **settings: Any) -> typer.Typer:
     """A typer application in the style of this project.
 
     Args:
-        prefix: environment variables that begin so stand for options.
+        prefix: of the environment variables that set options.
+        settings: other arguments of `typer.Typer`.
     """
-    settings = {"help_option_names": ["-h", "--help"], "auto_envvar_prefix": prefix}
-    return typer.Typer(pretty_exceptions_enable=False, context_settings=settings)
+    context = {"help_option_names": ["-h", "--help"], "auto_envvar_prefix": prefix}
+    return typer.Typer(pretty_exceptions_enable=False, context_settings=context, **settings)
+
+
+class _Command(TyperCommand):
+    def format_help(self, ctx: Any, formatter: Any) -> None:
+        """List the policies, those of other packages too, which only ``--help`` looks for."""
+        from h2o_stream.config import POLICIES
+
+        for parameter in self.params:
+            if parameter.name == "policy" and not parameter.help:  # type: ignore[attr-defined]
+                parameter.help = f"{', '.join(POLICIES)}."  # type: ignore[attr-defined]
+        super().format_help(ctx, formatter)
+
+
+def command(app: typer.Typer, program: str, *groups: Group[Any], **settings: Any) -> Callable[..., Any]:
+    """Make a function a command; it is called with what each group makes of its options, in that order.
+
+    Args:
+        app: gets the command.
+        program: for messages; every error becomes one line, see `reporting`.
+        groups: of options; one of them is `options.OUTPUT`.
+        settings: such as typer's own `typer.Typer.command` takes.
+    """
+
+    def decorate(function: Callable[..., None]) -> Callable[..., None]:
+        def run(**values: Any) -> None:
+            with reporting(program, values["debug"]):
+                function(*(group.build(values) for group in groups))
+
+        parameters = [parameter for group in groups for parameter in group.parameters()]
+        run.__name__, run.__doc__ = function.__name__, function.__doc__
+        run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+        run.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
+        app.command(cls=_Command, **settings)(run)
+        return function
+
+    return decorate
 
 
 def main(command: str, app: typer.Typer) -> None:
-    """Run a command; the options of some may also stand in the user's file."""
+    """Run a command, with the defaults of the user's file for the commands that read it."""
     prepare_stdio()
-    handle_termination(lambda number: sys.exit(SIGNALLED + number))  # so that terminal and files are left as they were
+    handle_termination(lambda number: sys.exit(SIGNALLED + number))  # restores terminal and files
     try:
-        given = file_options(command, typer.main.get_command(app)) if command in _COMMANDS else {}
+        defaults = file_options(command, typer.main.get_command(app)) if command in _COMMANDS else {}
     except ConfigError as error:
         _complain(command, str(error))
         sys.exit(WRONG_USAGE)
     code: str | int | None = 0
     try:
         with reporting(command, debug=False):
-            app(default_map=given)
+            app(default_map=defaults)
     except typer.Exit as left:
         code = left.exit_code
     except SystemExit as left:
@@ -66,7 +106,7 @@ def main(command: str, app: typer.Typer) -> None:
 
 
 def _leave_loader(code: str | int | None) -> None:
-    """End the process here if its loader was left in an import: that cannot be interrupted, nor waited for."""
+    """End the process if its loader thread is still importing: that can neither be interrupted nor waited for."""
     if any(thread.name == LOADER for thread in threading.enumerate()):
         with suppress(OSError):
             sys.stdout.flush()
@@ -82,27 +122,27 @@ def file_options(command: str, described: Any) -> dict[str, Any]:
     """
     try:
         path = config_file()
-        told = tomllib.loads(path.read_text(encoding="utf-8"))
+        settings = tomllib.loads(path.read_text(encoding="utf-8"))
     except (FileNotFoundError, NoHomeError):
         return {}
     except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
         raise ConfigError(f"{path}: {getattr(error, 'strerror', None) or error}") from error
-    tables = {name: told.pop(name) for name in _COMMANDS if isinstance(told.get(name), dict)}
+    tables = {name: settings.pop(name) for name in _COMMANDS if isinstance(settings.get(name), dict)}
     names = {spelled.lstrip("-"): parameter.name for parameter in described.params for spelled in parameter.opts} | {
         parameter.name: parameter.name for parameter in described.params
     }
-    given = told | tables.get(command, {})
-    if unknown := [name for name in given if name not in names]:
+    settings |= tables.get(command, {})
+    if unknown := [name for name in settings if name not in names]:
         raise ConfigError(
             f"{path}: {unknown[0]} is no option of {command}; what only one command knows stands in its table, "
             f"{' or '.join(f'[{name}]' for name in _COMMANDS)}"
         )
-    return {str(names[name]): value for name, value in given.items()}
+    return {str(names[name]): value for name, value in settings.items()}
 
 
 @contextmanager
 def reporting(command: str, debug: bool) -> Iterator[None]:
-    """Turn exceptions into one line on stderr and an exit code; a traceback comes with --debug only."""
+    """Turn exceptions into one line on stderr and an exit code. Only --debug prints the traceback."""
     try:
         yield
     except typer.Exit:
@@ -118,7 +158,7 @@ def reporting(command: str, debug: bool) -> Iterator[None]:
 
 
 def _reason(error: Exception, debug: bool) -> str:
-    """What an error comes down to for a user."""
+    """The message of an error, for a user."""
     hint = "" if debug else " (--debug shows where)"
     if isinstance(error, H2OStreamError):
         return str(error)
@@ -132,16 +172,16 @@ def _reason(error: Exception, debug: bool) -> str:
 def _complain(command: str, message: str, details: str = "") -> None:
     from h2o_stream.ui.terminal import one_line, printable
 
-    with suppress(OSError):  # there is nobody to be told
+    with suppress(OSError):  # nobody reads it any more
         print(f"{printable(details)}{command}: {one_line(message)}", file=sys.stderr, flush=True)  # noqa: T201
 
 
 def open_terminal(output: OutputOptions, bars: bool = False) -> Terminal:
-    """Where output goes; the libraries, which must not be imported yet, are told to be quiet and small.
+    """Where output goes. Makes the libraries, which must not be imported yet, quiet and their caches small.
 
     Args:
-        output: what is written where.
-        bars: whether libraries draw bars of their own on a live terminal.
+        output: the output options.
+        bars: whether libraries may draw progress bars on a live terminal.
     """
     from h2o_stream.ui.terminal import Terminal
 
@@ -155,19 +195,19 @@ def open_terminal(output: OutputOptions, bars: bool = False) -> Terminal:
 
 @contextmanager
 def loading(model: ModelConfig, terminal: Terminal) -> Iterator[None]:
-    """For the imports that bring torch and transformers: says what is going on and makes them quick."""
+    """Wraps the imports of torch and transformers: says that the model is loading, and makes them faster."""
     terminal.note(f"Loading {model.model} ...", style="dim")
     with gc_paused():
         yield
 
 
 def speaking(output: OutputOptions) -> OutputOptions:
-    """What is written where; of several processes only the first one speaks."""
+    """The output options of this process; of several processes only the first one prints."""
     return output if Processes().main else replace(output, quiet=True, jsonl=None)
 
 
 def leave(finish: Finish | None) -> None:
-    """End the command with the exit code that belongs to the last turn's end."""
+    """End the command with the exit code of the last turn's end."""
     if finish == "interrupted":
         raise typer.Exit(INTERRUPTED)
     if finish == "oom":

@@ -1,4 +1,4 @@
-"""``h2o-stream``: replay questions through one endless conversation and watch the cache."""
+"""``h2o-stream``: replay questions through one endless conversation, and watch the cache."""
 
 from __future__ import annotations
 
@@ -7,9 +7,10 @@ from pathlib import Path
 from typing import Annotated
 
 from h2o_stream.cli import run
-from h2o_stream.cli.options import ConversationOptions, OutputOptions, one_of, option, takes
-from h2o_stream.config import POLICIES
+from h2o_stream.cli.options import OUTPUT, SETTINGS, OutputOptions, group_of
+from h2o_stream.config import POLICIES, Settings
 from h2o_stream.errors import ConfigError, DataError
+from h2o_stream.options import Option, text_or_file
 from h2o_stream.session.questions import Question, QuestionSet, load_questions
 from h2o_stream.session.records import Records
 
@@ -20,26 +21,20 @@ app = run.app("H2O")
 class ReplayOptions:
     """What is replayed."""
 
-    questions: Annotated[
-        Path | None,
-        option("Replay", "--questions", help="JSONL of question_id, category, turns. (default: MT-Bench)"),
-    ] = None
-    prompt_file: Annotated[
-        Path | None,
-        option("Replay", "--prompt-file", help="Answer a file instead, or a named one of h2o-chat --list-prompts."),
-    ] = None
-    turns: Annotated[int | None, option("Replay", "--turns", help="Stop after so many turns.", min=1)] = None
-    loop: Annotated[bool, option("Replay", "--loop", help="Start over at the end, for ever or up to --turns.")] = False
-    compare: Annotated[
-        str | None, option("Replay", "--compare", help="Two policies side by side, such as full,h2o.")
-    ] = None
-    record: Annotated[Path | None, option("Recording", "--record", help="Write what happens, to show it again.")] = None
+    questions: Annotated[Path | None, Option("JSONL of question_id, category, turns. (default: MT-Bench)")] = None
+    prompt_file: Annotated[Path | None, Option("Answer a file instead, or a named one of h2o-chat --list-prompts.")] = (
+        None
+    )
+    turns: Annotated[int | None, Option("Stop after this many turns.", min=1)] = None
+    loop: Annotated[bool, Option("Start over at the end, forever or up to --turns.", "--loop")] = False
+    compare: Annotated[str | None, Option("Two policies side by side, such as full,h2o.")] = None
+    record: Annotated[Path | None, Option("Record the run, for --replay.", panel="Recording")] = None
     replay: Annotated[
-        Path | None, option("Recording", "--replay", help="Show what --record wrote, at its own pace, without a model.")
+        Path | None, Option("Play a recording of --record at its original pace, without a model.", panel="Recording")
     ] = None
-    pace: Annotated[float, option("Recording", "--pace", help="How many times as fast --replay shows it.")] = 1.0
+    pace: Annotated[float, Option("Speed of --replay, as a multiple of the original pace.", panel="Recording")] = 1.0
 
-    def asked(self) -> QuestionSet:
+    def load_questions(self) -> QuestionSet:
         """The questions, or the one prompt.
 
         Raises:
@@ -50,19 +45,19 @@ class ReplayOptions:
             return load_questions(self.questions)
         if self.questions is not None:
             raise ConfigError("--questions and --prompt-file were both given; leave one of them out")
-        prompt = one_of(None, "", self.prompt_file, "--prompt-file")
+        prompt = text_or_file(None, "", self.prompt_file, "--prompt-file")
         if not prompt:
             raise DataError(f"--prompt-file {self.prompt_file}: there is nothing in it")
         return QuestionSet((Question(self.prompt_file.stem, "prompt", (prompt,)),), str(self.prompt_file))
 
     def policies(self) -> list[str]:
-        """What is compared.
+        """The policies that are compared, if any.
 
         Raises:
-            ConfigError: it is not two policies, or they cannot be recorded.
+            ConfigError: these are not two policies, or they cannot be recorded.
         """
         policies = [name.strip() for name in (self.compare or "").split(",") if name.strip()]
-        if self.compare is not None and (len(policies) != 2 or not set(policies) <= set(POLICIES)):
+        if self.compare is not None and (len(policies) != 2 or any(policy not in POLICIES for policy in policies)):
             raise ConfigError(f"compare is {self.compare!r}; --compare takes two of {', '.join(POLICIES)}")
         if policies and self.record:
             raise ConfigError("--compare cannot be recorded; leave out --record")
@@ -71,34 +66,30 @@ class ReplayOptions:
         return policies
 
 
-@app.command()
-@takes(ReplayOptions, ConversationOptions, OutputOptions)
-def stream(replay: ReplayOptions, talk: ConversationOptions, output: OutputOptions) -> None:
+@run.command(app, "h2o-stream", group_of(ReplayOptions, "Replay"), SETTINGS, OUTPUT)
+def stream(replay: ReplayOptions, settings: Settings, output: OutputOptions) -> None:
     """Replay MT-Bench, or questions of your own, through one endless conversation."""
-    with run.reporting("h2o-stream", output.debug):
-        settings, policies = talk.settings(), replay.policies()
-        if replay.replay is not None:
-            from h2o_stream.ui.playback import play
-            from h2o_stream.ui.terminal import Terminal
+    policies = replay.policies()
+    if replay.replay is not None:
+        from h2o_stream.ui.playback import play
+        from h2o_stream.ui.terminal import Terminal
 
-            play(replay.replay, replay.pace, Terminal(output.color, output.quiet))
-            return
-        questions = replay.asked()
-        if settings.model.tensor_parallel and (replay.record or policies):
-            raise ConfigError("--tensor-parallel goes without --record and --compare; leave them out")
-        output = run.speaking(output)
-        with Records(output.jsonl) as records:
-            terminal = run.open_terminal(output)
-            with run.loading(settings.model, terminal):
-                from h2o_stream.ui.panes import compare_policies
-                from h2o_stream.ui.replay import replay_questions
-            if policies:
-                finish = compare_policies(settings, policies, questions, replay.turns, replay.loop, terminal, records)
-            else:
-                finish = replay_questions(
-                    settings, questions, replay.turns, replay.loop, replay.record, terminal, records
-                )
-            run.leave(finish)
+        play(replay.replay, replay.pace, Terminal(output.color, output.quiet))
+        return
+    questions = replay.load_questions()
+    if settings.model.tensor_parallel and (replay.record or policies):
+        raise ConfigError("--tensor-parallel goes without --record and --compare; leave them out")
+    output = run.speaking(output)
+    with Records(output.jsonl) as records:
+        terminal = run.open_terminal(output)
+        with run.loading(settings.model, terminal):
+            from h2o_stream.ui.panes import compare_policies
+            from h2o_stream.ui.replay import replay_questions
+        if policies:
+            finish = compare_policies(settings, policies, questions, replay.turns, replay.loop, terminal, records)
+        else:
+            finish = replay_questions(settings, questions, replay.turns, replay.loop, replay.record, terminal, records)
+        run.leave(finish)
 
 
 def main() -> None:

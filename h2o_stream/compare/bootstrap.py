@@ -1,4 +1,4 @@
-"""How sure a mean difference is: a bootstrap over blocks, since neighbouring tokens are not independent."""
+"""Confidence intervals by a block bootstrap, since the losses of neighbouring tokens are not independent."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ import torch
 from torch import Tensor
 
 BLOCK = 64
-"""Tokens that are drawn together."""
+"""Tokens resampled together."""
 
-_DRAWS = 2000
+_RESAMPLES = 2000
 
 
 class Interval(NamedTuple):
-    """A mean and the range that holds 95% of its resampled values."""
+    """A mean and its 95% interval."""
 
     mean: float
     low: float
@@ -22,19 +22,19 @@ class Interval(NamedTuple):
 
 
 def paired_difference(ours: Tensor, theirs: Tensor, block: int = BLOCK, seed: int = 0) -> Interval:
-    """The mean of ours - theirs, token by token, with its 95% interval.
+    """The mean of ours - theirs over tokens, with its 95% interval.
 
     Args:
         ours: [n] losses.
-        theirs: [m] losses of the same tokens; what one of them has more is left out.
-        block: tokens drawn together; the last, shorter block counts as one.
-        seed: of the draws, so that a figure does not change when it is computed again.
+        theirs: [m] losses of the same tokens; the longer tensor is truncated.
+        block: tokens resampled together; the last block may be shorter.
+        seed: of the resampling.
     """
-    shared = min(len(ours), len(theirs))
-    difference = (ours[:shared] - theirs[:shared]).double()
-    sums = torch.stack([part.sum() for part in difference.split(block)])
-    sizes = torch.tensor([len(part) for part in difference.split(block)], dtype=torch.float64)
-    drawn = torch.randint(len(sums), (_DRAWS, len(sums)), generator=torch.Generator().manual_seed(seed))
-    means = sums[drawn].sum(1) / sizes[drawn].sum(1)
+    length = min(len(ours), len(theirs))
+    difference = (ours[:length] - theirs[:length]).double()
+    sums = torch.stack([chunk.sum() for chunk in difference.split(block)])
+    sizes = torch.tensor([len(chunk) for chunk in difference.split(block)], dtype=torch.float64)
+    samples = torch.randint(len(sums), (_RESAMPLES, len(sums)), generator=torch.Generator().manual_seed(seed))
+    means = sums[samples].sum(1) / sizes[samples].sum(1)
     low, high = torch.quantile(means, torch.tensor([0.025, 0.975], dtype=torch.float64)).tolist()
     return Interval(float(difference.mean()), low, high)

@@ -1,27 +1,30 @@
-"""What all comparisons are: jobs done one by one, in one process or in several, and records of what came out."""
+"""The interface of a comparison: jobs, which one process or several run, and records of their results."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar, Generic, Protocol, TypeVar
 
-from h2o_stream.cache.identity import policy_source
-from h2o_stream.compare.folder import Folder, Part
+from h2o_stream.cache.identity import model_digest, policy_source
+from h2o_stream.compare.folder import Folder, JobResult, identity
+from h2o_stream.compare.options import ComparisonOptions
 from h2o_stream.config import CacheConfig
+from h2o_stream.models.load import load
 from h2o_stream.processes import Processes
 
 Notify = Callable[[str], None]
+Options = TypeVar("Options", bound=ComparisonOptions)
 
 
 @dataclass(frozen=True)
-class Doing:
-    """How far a job has come.
+class JobProgress:
+    """The progress of a job.
 
     Attributes:
-        done: of `Job.total`.
-        text: what is going on, if there is more to say than the job's label.
+        done: units done, of `Job.total`.
+        text: what it is doing now, in addition to the job's label.
     """
 
     done: int
@@ -30,97 +33,119 @@ class Doing:
 
 @dataclass(frozen=True)
 class Job:
-    """A piece of a comparison that is done as a whole.
+    """A unit of work of a comparison.
 
     Attributes:
         label: for people.
-        key: of what its outcome is the outcome; the same again is taken from the folder.
-        total: what `Doing.done` comes to.
-        run: does it. Yields `Doing`, and last the outcome.
+        key: everything that the result depends on; a result stored under the same key is reused.
+        total: final value of `JobProgress.done`.
+        run: runs the job. Yields `JobProgress`, and last the result.
     """
 
     label: str
     key: Mapping[str, Any]
     total: int
-    run: Callable[[], Iterable[Doing | Part]]
+    run: Callable[[], Iterable[JobProgress | JobResult]]
 
 
-class Comparison(ABC):
+class Comparison(ABC, Generic[Options]):
     """A question to be answered by measuring.
+
+    Args:
+        options: what is measured.
 
     Attributes:
         name: of its subcommand, its records and its table.
-        alone: whether its jobs must not run at the same time, because they are timed.
+        exclusive: whether its jobs are timed, so that only one may run at a time.
     """
 
     name: ClassVar[str]
-    alone: ClassVar[bool] = False
+    exclusive: ClassVar[bool] = False
+
+    def __init__(self, options: Options) -> None:
+        self.options, self.configs = options, options.configs
+        self.model: Any = None
+        self.tokenizer: Any = None
+
+    def load_model(self, notify: Notify) -> dict[str, Any]:
+        """Load the model. Returns the settings of model and policies for the run record."""
+        loaded = load(self.options.model, notify=notify)
+        self.model, self.tokenizer = loaded.model, loaded.tokenizer
+        return {"model": loaded.name, "identity": model_digest(self.model), **cache_settings(self.configs)}
+
+    def key(self, config: CacheConfig, **settings: Any) -> dict[str, Any]:
+        """The key of a job: its settings, and what else its result depends on."""
+        return {"what": self.name, **settings, **identity(self.model, config)}
 
     @abstractmethod
     def begin(self, notify: Notify) -> dict[str, Any]:
-        """Get ready: load the model, read the texts. Returns what the run record tells."""
+        """Load the model and the texts. Returns the settings for the run record."""
 
     @abstractmethod
     def jobs(self) -> Sequence[Job]:
-        """What is to be done, in order."""
+        """The work, in order."""
 
     @abstractmethod
-    def records(self, parts: Iterable[Part]) -> Iterator[dict[str, Any]]:
-        """The records, one by one as the outcomes of the jobs come in."""
+    def records(self, results: Iterable[JobResult]) -> Iterator[dict[str, Any]]:
+        """The records, each as soon as the results it needs are there."""
 
     def files(self) -> Iterable[tuple[str, str]]:
-        """Names and texts of further files for the folder, when all records were given."""
+        """Names and texts of further files for the folder; called after `records` has ended."""
         return ()
 
-    def close(self) -> None:  # noqa: B027 -- most have nothing to give back
-        """Give back what `begin` and the jobs took."""
+    def close(self) -> None:
+        """Release what `begin` and the jobs hold."""
 
 
-class Watcher(Protocol):
-    """Who is told about jobs."""
+class OnProgress(Protocol):
+    """A callback for the progress of jobs."""
 
-    def __call__(self, job: Job, doing: Doing) -> None:
-        """A job has come so far."""
+    def __call__(self, job: Job, progress: JobProgress) -> None:
+        """Report how far a job is."""
 
 
-def outcomes(jobs: Sequence[Job], alone: bool, folder: Folder, processes: Processes, watch: Watcher) -> Iterator[Part]:
-    """Do what is not done yet, each process its part of it, and give every outcome in order, in every process.
+def run_jobs(
+    jobs: Sequence[Job], exclusive: bool, folder: Folder, processes: Processes, on_progress: OnProgress
+) -> Iterator[JobResult]:
+    """Run the jobs without a stored result, shared among the processes. Yields all results in order, in every process.
 
     Args:
         jobs: of a comparison.
-        alone: whether one process has to do them all.
-        folder: has what was finished before, and gets what is now.
-        processes: that share the work.
-        watch: is told about the jobs of this process.
+        exclusive: whether one process has to run them all.
+        folder: stores results.
+        processes: share the jobs.
+        on_progress: called for the jobs of this process.
     """
     if processes.count == 1 or processes.shares_model:
-        yield from (_outcome(job, folder, watch) for job in jobs)
+        yield from (_run_job(job, folder, on_progress) for job in jobs)
         return
-    workers = 1 if alone else processes.count
-    own = {
-        number: _outcome(job, folder, watch) for number, job in enumerate(jobs) if number % workers == processes.rank
+    workers = 1 if exclusive else processes.count
+    results = {
+        number: _run_job(job, folder, on_progress)
+        for number, job in enumerate(jobs)
+        if number % workers == processes.rank
     }
-    gathered = processes.gather(own)
+    gathered = processes.gather(results)
     yield from (gathered[number] for number in range(len(jobs)))
 
 
-def _outcome(job: Job, folder: Folder, watch: Watcher) -> Part:
-    watch(job, Doing(0))
-    part = folder.load(job.key)
-    if part is None:
+def _run_job(job: Job, folder: Folder, on_progress: OnProgress) -> JobResult:
+    on_progress(job, JobProgress(0))
+    result = folder.load(job.key)
+    if result is None:
         for event in job.run():
-            if isinstance(event, Part):
-                part = event
+            if isinstance(event, JobResult):
+                result = event
             else:
-                watch(job, event)
-        assert part is not None, "a job ends with its outcome"
-        folder.store(job.key, part)
-    watch(job, Doing(job.total))
-    return part
+                on_progress(job, event)
+        assert result is not None, "a job ends with its result"
+        folder.store(job.key, result)
+    on_progress(job, JobProgress(job.total))
+    return result
 
 
-def told(configs: Sequence[CacheConfig]) -> dict[str, Any]:
-    """What the run record tells of the policies."""
+def cache_settings(configs: Sequence[CacheConfig]) -> dict[str, Any]:
+    """The settings of the policies, for the run record."""
     return {
         "policy": [config.policy for config in configs],
         "window": [window_of(config) for config in configs],
@@ -130,7 +155,7 @@ def told(configs: Sequence[CacheConfig]) -> dict[str, Any]:
 
 
 def _cache(config: CacheConfig) -> dict[str, Any]:
-    """The policy, and where it is a user's, its source: an edited one is another."""
+    """The settings of a policy, with a digest of its source if it is not ours: an edited policy is another one."""
     source = policy_source(config.plan())
     return {**asdict(config), "source": source} if source else asdict(config)
 
@@ -141,5 +166,5 @@ def label_of(config: CacheConfig) -> str:
 
 
 def window_of(config: CacheConfig) -> int | None:
-    """The window, which a full cache has not."""
+    """The window; None for a full cache, which has none."""
     return None if config.policy == "full" else config.window

@@ -1,7 +1,6 @@
-"""The folder of a comparison: what ran, every finished part, and in the end its records, tables and plots.
+"""The folder of a comparison: its run record, the result of every finished job, at last records, tables and plots.
 
-Nothing measured in it is ever overwritten: the same comparison goes on where it was, with more policies if asked, and
-another one is refused.
+No result is ever overwritten. The same comparison resumes, with more policies if asked for; another one is refused.
 """
 
 from __future__ import annotations
@@ -29,18 +28,18 @@ from h2o_stream.native import library
 from h2o_stream.session.records import RECORDS, RUN, hardware, read_run
 
 _MAY_DIFFER = ("versions", "hardware", "command_line", "begun", "processes")
-"""What the run record tells of circumstances, not of what is compared; what is timed has `machine` beside them."""
+"""Fields of a run record that may differ when a comparison resumes; timed ones also have `machine`."""
 
 _MAY_GROW = ("cache", "policy", "window", "seed")
-"""What it tells of each policy."""
+"""Fields with an item for each policy, to which a resumed comparison may add."""
 
 
 @contextmanager
 def writing(folder: Path) -> Iterator[None]:
-    """Turn what goes wrong while writing into a folder of ``--out`` into a line that names it.
+    """Report an `OSError` while writing into a folder of ``--out`` as an error that names the folder.
 
     Raises:
-        DataError: something could not be written.
+        DataError: a file could not be written.
     """
     try:
         yield
@@ -49,7 +48,7 @@ def writing(folder: Path) -> Iterator[None]:
 
 
 def identity(model: Any, config: CacheConfig) -> dict[str, Any]:
-    """What a figure is a figure of: model, dtype, the policy as asked for and as this version understands it."""
+    """What a result depends on: model, dtype, and the policy as configured and as this version resolves it."""
     plan = check_supported(type(model), model.config, config)
     return {
         "model": model_digest(model),
@@ -62,18 +61,18 @@ def identity(model: Any, config: CacheConfig) -> dict[str, Any]:
 
 
 def machine() -> dict[str, Any]:
-    """What a timed figure is a figure of besides: processor, threads, and the library that computes."""
-    own = {name: value for name, value in hardware().items() if name != "memory_bytes"}
-    return {**own, "threads": torch.get_num_threads(), "library": library.identity()}
+    """What a timed result depends on in addition: processor, threads and the kernel library."""
+    processor = {name: value for name, value in hardware().items() if name != "memory_bytes"}
+    return {**processor, "threads": torch.get_num_threads(), "library": library.identity()}
 
 
 @dataclass(frozen=True)
-class Part:
-    """What one job of a comparison found.
+class JobResult:
+    """The result of a job.
 
     Attributes:
-        figures: as JSON knows them.
-        values: numbers by the thousand.
+        figures: JSON values.
+        values: a tensor of many numbers.
     """
 
     figures: dict[str, Any] = field(default_factory=dict)
@@ -81,13 +80,13 @@ class Part:
 
 
 class Folder:
-    """A folder of ``--out``, made when it is not there.
+    """A folder of ``--out``, created if missing.
 
     Args:
-        path: where; None keeps nothing.
+        path: of the folder; None stores nothing.
 
     Raises:
-        DataError: it cannot be made.
+        DataError: it cannot be created.
     """
 
     def __init__(self, path: Path | None) -> None:
@@ -97,13 +96,13 @@ class Folder:
                 (path / "parts").mkdir(parents=True, exist_ok=True)
 
     def claim(self, run: Mapping[str, Any]) -> None:
-        """Say what runs here.
+        """Write the run record, or check that it is the same comparison's.
 
         Args:
             run: the run record.
 
         Raises:
-            DataError: something else ran here before.
+            DataError: the folder holds another comparison.
         """
         if self.path is None:
             return
@@ -123,41 +122,41 @@ class Folder:
                 return
         self.write(RUN, json.dumps(run, indent=1, ensure_ascii=False) + "\n")
 
-    def load(self, key: Mapping[str, Any]) -> Part | None:
-        """What is stored under `key`; None if that part is not finished, or not readable."""
-        path = self._part(key)
+    def load(self, key: Mapping[str, Any]) -> JobResult | None:
+        """The result stored under `key`; None if there is none that can be read."""
+        path = self._path_of(key)
         if path is None or not path.exists():
             return None
         try:
             with safe_open(path, "pt") as file:
-                return Part(json.loads(file.metadata()["figures"]), file.get_tensor("values"))
+                return JobResult(json.loads(file.metadata()["figures"]), file.get_tensor("values"))
         except (SafetensorError, OSError, KeyError, TypeError, ValueError):
             return None
 
-    def store(self, key: Mapping[str, Any], part: Part) -> None:
-        """Keep a finished part; it appears whole or not at all.
+    def store(self, key: Mapping[str, Any], result: JobResult) -> None:
+        """Store a result atomically.
 
         Raises:
             DataError: it cannot be written.
         """
-        path = self._part(key)
+        path = self._path_of(key)
         if path is None:
             return
         scratch = path.with_suffix(f".{os.getpid()}")
-        told = {"figures": json.dumps(part.figures), "key": json.dumps(key, default=str)}
+        metadata = {"figures": json.dumps(result.figures), "key": json.dumps(key, default=str)}
         try:
-            save_file({"values": part.values.contiguous()}, scratch, told)
+            save_file({"values": result.values.contiguous()}, scratch, metadata)
             scratch.replace(path)
         except (OSError, SafetensorError) as error:
             raise DataError(f"--out {path}: {error}") from error
 
     def keep_records(self, run: Mapping[str, Any], records: Sequence[Mapping[str, Any]]) -> None:
-        """Write all records, the run's first."""
+        """Write all records, the run record first."""
         lines = [json.dumps(record, ensure_ascii=False, default=str) for record in (run, *records)]
         self.write(RECORDS, "\n".join(lines) + "\n")
 
     def write(self, name: str, text: str) -> None:
-        """Write a file; it appears whole or not at all.
+        """Write a file atomically.
 
         Raises:
             DataError: it cannot be written.
@@ -171,6 +170,6 @@ class Folder:
             scratch.write_text(text, encoding="utf-8")
             scratch.replace(path)
 
-    def _part(self, key: Mapping[str, Any]) -> Path | None:
+    def _path_of(self, key: Mapping[str, Any]) -> Path | None:
         digest = hashlib.sha256(json.dumps(key, sort_keys=True, default=str).encode()).hexdigest()[:20]
         return self.path and self.path / "parts" / f"{digest}.safetensors"

@@ -1,6 +1,6 @@
-"""lm-evaluation-harness's own model of transformers, with a cache of ours in it: the model ``h2o`` of ``h2o-lm-eval``.
+"""The model ``h2o`` of ``h2o-lm-eval``: the lm-evaluation-harness's transformers model with our cache.
 
-Needs the extra ``eval``. Imported only where the harness is.
+Needs the extra ``eval``.
 """
 
 from __future__ import annotations
@@ -27,22 +27,21 @@ from h2o_stream.models.load import load
 NAME = "h2o"
 
 _OPTIONS = {field.name for field in fields(CacheConfig)} - {"device"}
-"""Of the cache; `HFLM` has a device of its own."""
+"""Arguments for the cache; ``device`` is `HFLM`'s."""
 
 
 class H2OLM(HFLM):
     """`HFLM` under a cache policy.
 
-    A context is read whole but for its last token, and what the policy leaves out is evicted; then that token and the
-    continuation follow one by one, each of them seeing only what is kept. With ``policy=full`` everything goes the
-    harness's own way.
+    All of a context but its last token is read at once and then evicted. That token and the continuation are fed one
+    by one, so that each attends to kept tokens only. With ``policy=full`` this is the harness's own model.
 
     Args:
-        pretrained: a model as `ModelConfig.model` names them, or one of transformers'.
-        ratio: the window as a part of each context, in place of ``window``.
-        quiet: show no bars.
+        pretrained: a name as in `ModelConfig.model`, or a loaded model of transformers.
+        ratio: the window as a fraction of each context; replaces ``window``.
+        quiet: hide progress bars.
         cache_device: see `CacheConfig.device`.
-        more: what `CacheConfig` takes, and what `HFLM` takes.
+        more: other arguments of `CacheConfig` and of `HFLM`.
     """
 
     def __init__(
@@ -70,13 +69,13 @@ class H2OLM(HFLM):
             with attach(self.model, self.cache_config):
                 return list(super()._loglikelihood_tokens(requests, disable_tqdm, override_bs))
         answers: dict[int, tuple[float, bool]] = {}
-        of_context: dict[tuple[int, ...], list[int]] = defaultdict(list)
+        by_context: dict[tuple[int, ...], list[int]] = defaultdict(list)
         for number, (_, context, _) in enumerate(requests):
-            of_context[tuple(context)].append(number)
+            by_context[tuple(context)].append(number)
         bar = tqdm(total=len(requests), disable=disable_tqdm or self.rank != 0, desc="log-likelihoods")
-        for context, numbers in of_context.items():
-            told = self._scored(context, [requests[number][2] for number in numbers])
-            for number, answer in zip(numbers, told, strict=True):
+        for context, numbers in by_context.items():
+            scored = self._score_continuations(context, [requests[number][2] for number in numbers])
+            for number, answer in zip(numbers, scored, strict=True):
                 answers[number] = answer
                 if requests[number][0] is not None:
                     self.cache_hook.add_partial("loglikelihood", requests[number][0], answer)
@@ -85,12 +84,14 @@ class H2OLM(HFLM):
         return [answers[number] for number in range(len(requests))]
 
     @torch.no_grad()
-    def _scored(self, context: Sequence[int], continuations: Sequence[Sequence[int]]) -> Iterator[tuple[float, bool]]:
-        """The log-likelihood of each continuation, and whether it is what greedy decoding would have said."""
-        with attach(self.model, self._policy_for(len(context))) as cache:
+    def _score_continuations(
+        self, context: Sequence[int], continuations: Sequence[Sequence[int]]
+    ) -> Iterator[tuple[float, bool]]:
+        """The log-likelihood of each continuation, and whether greedy decoding gives the same tokens."""
+        with attach(self.model, self._config_for(len(context))) as cache:
 
             def feed(tokens: Sequence[int]) -> Tensor:
-                """[n, vocabulary] log-probabilities of what follows each of these tokens."""
+                """[n, vocabulary] log-probabilities of the token after each of these."""
                 ids = torch.tensor([list(tokens)], device=home_of(self.model))
                 logits = self.model(ids, past_key_values=cache, use_cache=True).logits[0]
                 return torch.log_softmax(logits.float(), -1)
@@ -107,22 +108,22 @@ class H2OLM(HFLM):
                 step = 1 if len(fed) <= DEFAULT_CHUNK else DEFAULT_CHUNK
                 scores = torch.cat([feed(fed[start : start + step]) for start in range(0, len(fed), step)])
                 expected = torch.tensor(list(continuation), device=home_of(self.model))
-                told = scores.gather(-1, expected[:, None])
-                yield float(told.sum()), bool((scores.argmax(-1) == expected).all())
+                log_probs = scores.gather(-1, expected[:, None])
+                yield float(log_probs.sum()), bool((scores.argmax(-1) == expected).all())
 
-    def _policy_for(self, context: int) -> CacheConfig:
-        """The policy for a context of so many tokens."""
+    def _config_for(self, context: int) -> CacheConfig:
+        """The policy for a context of this many tokens."""
         if self.ratio is None:
             return self.cache_config
         return replace(self.cache_config, window=max(round(self.ratio * context), 2))
 
     def _model_generate(self, *args: Any, **kwargs: Any) -> Any:
         context = args[0] if args else kwargs["context"]
-        with attach(self.model, self._policy_for(context.shape[1])):
+        with attach(self.model, self._config_for(context.shape[1])):
             return super()._model_generate(*args, **kwargs)
 
 
 def register() -> None:
-    """Let the harness know the model by its name."""
+    """Register the model with the harness."""
     if NAME not in model_registry:
         model_registry.register(NAME, target=H2OLM)

@@ -1,4 +1,4 @@
-"""How well the next token of a long text is predicted from what each policy keeps."""
+"""Loss on long texts, streamed through the cache of each policy."""
 
 from __future__ import annotations
 
@@ -15,75 +15,63 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy
 
 from h2o_stream.cache.attach import attach
-from h2o_stream.cache.identity import model_digest
 from h2o_stream.cache.support import context_of, home_of
 from h2o_stream.compare.bootstrap import paired_difference
-from h2o_stream.compare.comparison import Comparison, Doing, Job, Notify, label_of, told, window_of
-from h2o_stream.compare.folder import Part, identity
-from h2o_stream.config import CacheConfig, ModelConfig
+from h2o_stream.compare.comparison import Comparison, Job, JobProgress, Notify, label_of, window_of
+from h2o_stream.compare.comparisons import NllOptions
+from h2o_stream.compare.folder import JobResult
+from h2o_stream.config import CacheConfig
 from h2o_stream.errors import ConfigError, DataError
-from h2o_stream.models.load import load
 from h2o_stream.resources import read_text
 
 STEP = 256
-"""Tokens per forward, about: what the cache does depends on its chunk only."""
+"""Approximate tokens per forward. What the cache does depends on its chunk only."""
 
 _POINTS = 100
-"""Of the curve in a record."""
+"""Points of the curve in a record."""
 
 
-class Nll(Comparison):
-    """Every policy on every text, on identical tokens.
-
-    Args:
-        model: which.
-        configs: the policies, windows and seeds; ``full`` first, so that the others can be compared with it.
-        texts: files of plain text.
-        tokens: predicted per text, or as many as it has.
-    """
+class Nll(Comparison[NllOptions]):
+    """Every policy on every text, on identical tokens: those of `NllOptions.tokens`, or as many as a text has."""
 
     name = "nll"
 
-    def __init__(self, model: ModelConfig, configs: Sequence[CacheConfig], texts: Sequence[Path], tokens: int) -> None:
-        self._model_config, self._configs, self._texts, self._tokens = model, configs, texts, tokens
-        self._model: Any = None
-        self._streams: list[list[int]] = []
+    _streams: list[list[int]]
 
     def begin(self, notify: Notify) -> dict[str, Any]:
         """Load the model and read the texts."""
-        loaded = load(self._model_config, notify=notify)
-        self._model = loaded.model
-        self._streams = [read_tokens(path, loaded.tokenizer, self._tokens) for path in self._texts]
+        settings = self.load_model(notify)
+        self._streams = [read_tokens(path, self.tokenizer, self.options.tokens) for path in self.options.text]
         return {
-            "model": loaded.name,
-            "identity": model_digest(self._model),
-            "tokens": self._tokens,
-            "texts": {str(text): digest_of(tokens) for text, tokens in zip(self._texts, self._streams, strict=True)},
-            **told(self._configs),
+            **settings,
+            "tokens": self.options.tokens,
+            "texts": {
+                str(text): digest_of(tokens) for text, tokens in zip(self.options.text, self._streams, strict=True)
+            },
         }
 
     def jobs(self) -> list[Job]:
         """One for each text and policy."""
         return [
-            self._job(text.name, config, within_context(self._model, config, stream))
-            for text, stream in zip(self._texts, self._streams, strict=True)
-            for config in self._configs
+            self._job(text.name, config, within_context(self.model, config, stream))
+            for text, stream in zip(self.options.text, self._streams, strict=True)
+            for config in self.configs
         ]
 
-    def _job(self, text: str, config: CacheConfig, fed: Sequence[int]) -> Job:
-        key = {"what": self.name, "tokens": digest_of(fed), **identity(self._model, config)}
-        return Job(f"{text} {label_of(config)}", key, len(fed) - 1, partial(stream_nll, self._model, config, fed))
+    def _job(self, text: str, config: CacheConfig, tokens: Sequence[int]) -> Job:
+        key = self.key(config, tokens=digest_of(tokens))
+        return Job(f"{text} {label_of(config)}", key, len(tokens) - 1, partial(stream_nll, self.model, config, tokens))
 
-    def records(self, parts: Iterable[Part]) -> Iterator[dict[str, Any]]:
+    def records(self, results: Iterable[JobResult]) -> Iterator[dict[str, Any]]:
         """One for each text and policy."""
-        of = [(text, config) for text in self._texts for config in self._configs]
+        pairs = [(text, config) for text in self.options.text for config in self.configs]
         full: Tensor | None = None
-        for (text, config), part in zip(of, parts, strict=True):
-            losses = part.values
+        for (text, config), result in zip(pairs, results, strict=True):
+            losses = result.values
             to_full = None
             if config.policy == "full":
                 full = losses
-            elif self._configs[0].policy == "full":
+            elif self.configs[0].policy == "full":
                 assert full is not None
                 to_full = paired_difference(losses, full)._asdict()
             yield {
@@ -94,7 +82,7 @@ class Nll(Comparison):
                 "tokens": len(losses),
                 "nll": float(losses.double().mean()),
                 "nll_last_half": float(losses[len(losses) // 2 :].double().mean()),
-                "tok_s": round(part.figures["tok_s"], 2),
+                "tok_s": round(result.figures["tok_s"], 2),
                 "seed": config.seed,
                 "to_full": to_full,
                 "rolling": _rolling(losses),
@@ -102,12 +90,12 @@ class Nll(Comparison):
 
 
 def digest_of(tokens: Sequence[int]) -> str:
-    """Tells texts apart."""
+    """A digest of a text."""
     return hashlib.sha256(str(list(tokens)).encode()).hexdigest()[:20]
 
 
 def _rolling(losses: Tensor) -> dict[str, Any]:
-    """The rolling mean of losses by tokens seen, at some points."""
+    """The rolling mean of the losses by tokens seen, at `_POINTS` points or fewer."""
     width = min(max(len(losses) // 16, 64), len(losses))
     sums = torch.cat((torch.zeros(1, dtype=torch.float64), losses.double().cumsum(0)))
     means = (sums[width:] - sums[:-width]) / width
@@ -117,7 +105,7 @@ def _rolling(losses: Tensor) -> dict[str, Any]:
 
 
 def read_tokens(path: Path, tokenizer: Any, count: int) -> list[int]:
-    """The first `count` + 1 tokens of a text file: the first one is only ever context.
+    """The first `count` + 1 tokens of a text file; the first one is context only.
 
     Raises:
         DataError: the file cannot be read as UTF-8, or has fewer than two tokens.
@@ -130,14 +118,14 @@ def read_tokens(path: Path, tokenizer: Any, count: int) -> list[int]:
 
 
 def within_context(model: Any, config: CacheConfig, tokens: Sequence[int]) -> Sequence[int]:
-    """The tokens a policy is compared on: a full cache knows nothing beyond the model's context."""
+    """The tokens that a policy is scored on; a full cache stops at the model's context."""
     context = context_of(model.config)
     return tokens if config.policy != "full" or context is None else tokens[: context + 1]
 
 
 @torch.no_grad()
-def stream_nll(model: Any, config: CacheConfig, tokens: Sequence[int]) -> Iterator[Doing | Part]:
-    """Feed a text through a cache and score every token by the distribution before it.
+def stream_nll(model: Any, config: CacheConfig, tokens: Sequence[int]) -> Iterator[JobProgress | JobResult]:
+    """Feed a text through a cache and take the loss of every token.
 
     Args:
         model: a causal language model of transformers.
@@ -146,11 +134,11 @@ def stream_nll(model: Any, config: CacheConfig, tokens: Sequence[int]) -> Iterat
         tokens: at least two.
 
     Yields:
-        `Doing` after each forward, and last the losses, [n] float32 in nats, with ``tok_s``, tokens per second.
+        `JobProgress` after each forward, and last the losses, [n] float32 in nats, with ``tok_s``, tokens per second.
     """
     if config.chunk == 0:
         raise ConfigError("chunk is 0; a streamed text needs a --chunk of at least 1")
-    total, losses, begun = len(tokens) - 1, list[Tensor](), time.perf_counter()
+    total, losses, start_time = len(tokens) - 1, list[Tensor](), time.perf_counter()
     ids = torch.tensor([list(tokens)], device=home_of(model))
     with attach(model, config) as cache:
         chunk = cache.plan.chunk
@@ -159,5 +147,5 @@ def stream_nll(model: Any, config: CacheConfig, tokens: Sequence[int]) -> Iterat
             end = min(start + step, total)
             logits = model(ids[:, start:end], past_key_values=cache, use_cache=True).logits[0].float()
             losses.append(cross_entropy(logits, ids[0, start + 1 : end + 1], reduction="none").cpu())
-            yield Doing(end)
-    yield Part({"tok_s": total / (time.perf_counter() - begun)}, torch.cat(losses))
+            yield JobProgress(end)
+    yield JobResult({"tok_s": total / (time.perf_counter() - start_time)}, torch.cat(losses))

@@ -1,7 +1,7 @@
-"""GGUF files of any shape with random weights, written for llama.cpp to be timed on.
+"""GGUF files of any shape with random weights, to time llama.cpp.
 
-Tensors have the types that llama.cpp's own quantizer chooses. What does not change the speed is left out: scaled RoPE
-and sliding windows.
+Tensors have the types that llama.cpp's quantizer chooses. Scaled RoPE and sliding windows, which do not change the
+speed, are left out.
 """
 
 from __future__ import annotations
@@ -32,21 +32,21 @@ _TYPES = {
     "bfloat16": (LlamaFileType.MOSTLY_BF16, Type.BF16, Type.BF16),
     "float32": (LlamaFileType.ALL_F32, Type.F32, Type.F32),
 }
-"""Of a file, of most matrices, and of those that lose most by few bits."""
+"""Type of the file, of most matrices, and of the matrices that need more bits."""
 
 _FALLBACKS = {Type.Q4_K: Type.Q5_0, Type.Q6_K: Type.Q8_0, Type.Q5_0: Type.F16, Type.Q8_0: Type.F16}
-"""What llama.cpp takes for rows that are not a whole number of blocks."""
+"""llama.cpp's types for rows that are not a whole number of blocks."""
 
 _SCALES = {Type.Q4_K: {0: 1.0, 2: 7.5}, Type.Q6_K: {208: 1.0}}
-"""Bytes of a block at which there is a scale in half precision, and how large it is beside the others."""
+"""Byte offsets of the half-precision scales in a block, and their relative sizes."""
 
 _SAMPLE = 2**20
-"""Weights that are drawn; larger matrices repeat them."""
+"""Random weights; larger matrices repeat them."""
 
 
 @dataclass(frozen=True)
 class _Tensor:
-    """What is written: a matrix [rows, columns], or a vector."""
+    """A matrix [rows, columns] or a vector."""
 
     name: str
     shape: tuple[int, ...]
@@ -63,10 +63,10 @@ class _Tensor:
 
 
 def check_architecture(config: Any) -> None:
-    """Refuse what cannot be written.
+    """Check that a model can be written.
 
     Raises:
-        ConfigError: GGUF has no name for a model of these settings, or it has biases where others have none.
+        ConfigError: GGUF has no architecture for it, or it has biases that the architecture does not have.
     """
     biased = getattr(config, "attention_bias", False) or getattr(config, "mlp_bias", False)
     if biased or config.model_type not in _ARCHITECTURES:
@@ -114,11 +114,11 @@ def write_random_gguf(config: Any, precision: str, path: Path) -> Iterator[tuple
 
 
 def _tensors(config: Any, precision: str) -> list[_Tensor]:
-    _, most, best = _TYPES[precision]
+    _, default, best = _TYPES[precision]
     hidden, inner, count, size = config.hidden_size, config.intermediate_size, config.num_hidden_layers, _head(config)
     queries, keys = config.num_attention_heads * size, config.num_key_value_heads * size
     tied = config.tie_word_embeddings
-    tensors = [_matrix("token_embd", config.vocab_size, hidden, best if tied else most)]
+    tensors = [_matrix("token_embd", config.vocab_size, hidden, best if tied else default)]
     tensors += [] if tied else [_matrix("output", config.vocab_size, hidden, best)]
     tensors += [_vector("output_norm.weight", hidden)]
     vectors = {"attn_norm.weight": hidden, "ffn_norm.weight": hidden}
@@ -127,15 +127,15 @@ def _tensors(config: Any, precision: str) -> list[_Tensor]:
     if config.model_type == "qwen3":
         vectors |= {"attn_q_norm.weight": size, "attn_k_norm.weight": size}
     for layer in range(count):
-        mixed = best if _gets_more_bits(layer, count) else most
+        mixed = best if _gets_more_bits(layer, count) else default
         tensors += [_vector(f"blk.{layer}.{name}", length) for name, length in vectors.items()]
         tensors += [
-            _matrix(f"blk.{layer}.attn_q", queries, hidden, most),
-            _matrix(f"blk.{layer}.attn_k", keys, hidden, most),
+            _matrix(f"blk.{layer}.attn_q", queries, hidden, default),
+            _matrix(f"blk.{layer}.attn_k", keys, hidden, default),
             _matrix(f"blk.{layer}.attn_v", keys, hidden, mixed),
-            _matrix(f"blk.{layer}.attn_output", hidden, queries, most),
-            _matrix(f"blk.{layer}.ffn_gate", inner, hidden, most),
-            _matrix(f"blk.{layer}.ffn_up", inner, hidden, most),
+            _matrix(f"blk.{layer}.attn_output", hidden, queries, default),
+            _matrix(f"blk.{layer}.ffn_gate", inner, hidden, default),
+            _matrix(f"blk.{layer}.ffn_up", inner, hidden, default),
             _matrix(f"blk.{layer}.ffn_down", hidden, inner, mixed),
         ]
     return tensors
@@ -163,7 +163,7 @@ def _vector(name: str, size: int) -> _Tensor:
 
 
 def _writer(config: Any, precision: str, tensors: list[_Tensor], path: Path) -> GGUFWriter:
-    """A file with everything but the numbers of its tensors."""
+    """A file with everything but the data of its tensors."""
     writer = GGUFWriter(path, _ARCHITECTURES[config.model_type])
     writer.add_file_type(_TYPES[precision][0])
     writer.add_block_count(config.num_hidden_layers)
@@ -192,7 +192,7 @@ def _writer(config: Any, precision: str, tensors: list[_Tensor], path: Path) -> 
 
 
 def _random(tensor: _Tensor) -> Any:
-    """Its bytes: random for matrices, ones for norms, zeros for biases."""
+    """Its data: random for matrices, ones for norms, zeros for biases."""
     if len(tensor.shape) == 1:
         return numpy.full(tensor.shape, not tensor.name.endswith(".bias"), numpy.float32)
     return numpy.resize(_sample(tensor.type), tensor.byte_shape)
@@ -200,7 +200,7 @@ def _random(tensor: _Tensor) -> Any:
 
 @cache
 def _sample(kind: Type) -> Any:
-    """The bytes of `_SAMPLE` weights from a normal distribution, or nearly."""
+    """The bytes of `_SAMPLE` weights, normally distributed or nearly so."""
     random = numpy.random.default_rng(0)
     if kind not in _SCALES:
         normal = random.standard_normal((_SAMPLE // 256, 256), numpy.float32) * DEVIATION
@@ -208,8 +208,8 @@ def _sample(kind: Type) -> Any:
     numbers, size = GGML_QUANT_SIZES[kind]
     blocks = random.integers(0, 256, (_SAMPLE // numbers, size), dtype=numpy.uint8)
     factor = 1.0
-    for _ in range(2):  # as they come, then as large as they should be
-        for place, part in _SCALES[kind].items():
-            blocks[:, place : place + 2] = numpy.frombuffer(numpy.float16(factor * part).tobytes(), numpy.uint8)
+    for _ in range(2):  # the first pass measures the deviation, the second corrects it
+        for offset, size_ratio in _SCALES[kind].items():
+            blocks[:, offset : offset + 2] = numpy.frombuffer(numpy.float16(factor * size_ratio).tobytes(), numpy.uint8)
         factor = DEVIATION / float(dequantize(blocks, kind).std())
     return blocks.reshape(-1)

@@ -1,6 +1,6 @@
-"""Models of any shape with random weights, made as they stay: packed weights never exist in a wider form.
+"""Models of any shape with random weights, which take the time and memory of real ones.
 
-Such a model says nothing, but takes the time and the memory of a real one.
+Packed weights are created packed; they never exist in a wider form.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ DEVIATION = 0.02
 """Standard deviation of random weights."""
 
 _SAMPLE_ROWS = 1024
-"""Rows that are drawn and packed; larger matrices repeat them."""
+"""Random rows that are packed; larger matrices repeat them."""
 
 _PACKED = ("int8", "int4")
 
@@ -52,7 +52,7 @@ def read_settings(path: Path) -> Any:
 
 
 def precision_of(choice: ModelConfig) -> str:
-    """How weights are kept: ``int8``, ``int4`` or the name of a dtype."""
+    """How weights are stored: ``int8``, ``int4`` or the name of a dtype."""
     dtype = str(dtype_of(choice.dtype, device_of(choice.device))).removeprefix("torch.")
     return choice.quantize if choice.quantize in _PACKED else dtype
 
@@ -79,29 +79,29 @@ def random_model(path: Path, choice: ModelConfig) -> Any:
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config, dtype=dtype).eval()
     kinds = packed_kinds(model, choice.quantize)
-    shared = untie_head(model, kinds)
+    tied = untie_head(model, kinds)
     for name, kind in kinds.items():
         replace_module(model, name, kind)
-    if shared:
+    if tied:
         tie_head(model)
     model.to_empty(device=device)
-    if model.all_tied_weights_keys:  # of an embedding that could not be packed
+    if model.all_tied_weights_keys:  # an embedding that could not be packed
         model.tie_weights()
     for module in model.modules():
         module._is_hf_initialized = False
-    model.initialize_weights()  # norms, RoPE and whatever else is not packed
+    model.initialize_weights()  # norms, RoPE and everything else that is not packed
     _fill([model.get_submodule(name) for name in kinds])
     return model
 
 
 def _fill(layers: Sequence[Any]) -> None:
-    """Give packed layers random weights, and biases of zero."""
+    """Fill packed layers with random weights, and biases with zeros."""
     pages = HugePageBuffer(layer.tiles.shape for layer in layers)
     for layer in layers:
         rows, columns = _size(layer)
         layer.tiles, sample = pages.take(layer.tiles.shape), _sample(layer.kind, columns)
-        for part in layer.tiles.split(len(sample)):
-            part.copy_(sample[: len(part)])
+        for tiles in layer.tiles.split(len(sample)):
+            tiles.copy_(sample[: len(tiles)])
         if rows % ROWS:
             pack(torch.randn(rows % ROWS, columns) * DEVIATION, layer.kind, out=layer.tiles[-1:])
         if getattr(layer, "bias", None) is not None:

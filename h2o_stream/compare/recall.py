@@ -1,9 +1,8 @@
-"""Whether a fact from a while ago can still be told: planted in a stream of text, asked for at set distances.
+"""Whether facts can be recalled that were planted in a stream of text, at several distances.
 
-A fact is a sentence that gives a person a word; the question is the sentence's own beginning. A small model seldom says
-the word as its first choice, so that the answer is scored by its margin: the log-probability of the word, less that of
-the likeliest of all other words that could have stood there. Other people's words stand in the same stream, so that
-knowing that some word was given is not enough.
+A fact is a sentence that assigns a word to a name; the question is the beginning of that sentence. The word is seldom
+the most likely token of a small model, so the answer is scored by its margin: the log-probability of the word minus
+that of the most likely of the other words. The stream has the words of all names, so the model has to know which.
 """
 
 from __future__ import annotations
@@ -12,24 +11,22 @@ import itertools
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from h2o_stream.cache.attach import attach
-from h2o_stream.cache.identity import model_digest
 from h2o_stream.cache.support import context_of, home_of
-from h2o_stream.compare.comparison import Comparison, Doing, Job, Notify, label_of, told, window_of
-from h2o_stream.compare.folder import Part, identity
+from h2o_stream.compare.comparison import Comparison, Job, JobProgress, Notify, label_of, window_of
+from h2o_stream.compare.comparisons import RecallOptions
+from h2o_stream.compare.folder import JobResult
 from h2o_stream.compare.nll import STEP, digest_of, read_tokens
-from h2o_stream.config import CacheConfig, ModelConfig
+from h2o_stream.config import CacheConfig
 from h2o_stream.errors import ConfigError, DataError
-from h2o_stream.models.load import load
 
 SPACING = 128
-"""Tokens of text between two facts, about."""
+"""Approximate tokens of text between two facts."""
 
 # fmt: off
 _NAMES = (
@@ -43,71 +40,56 @@ _WORDS = (
 )
 # fmt: on
 
-MOST_FACTS = len(_NAMES)
+MAX_FACTS = len(_NAMES)
 
 
-_LONGEST = 1 << 16
-"""Tokens of a text that are looked at."""
+_MAX_TOKENS = 1 << 16
+"""Tokens of a text that are used."""
 
 
-class Recall(Comparison):
-    """Every policy on the same stream and questions; only those count that the full cache answers.
-
-    Args:
-        model: which.
-        configs: ``full`` first, then the policies, windows and seeds.
-        text: a file of plain text, in which the facts are planted.
-        facts: how many.
-        distances: tokens between a fact and its question.
-    """
+class Recall(Comparison[RecallOptions]):
+    """Every policy on the same stream and questions; only the questions that the full cache answers count."""
 
     name = "recall"
 
-    def __init__(
-        self, model: ModelConfig, configs: Sequence[CacheConfig], text: Path, facts: int, distances: Sequence[int]
-    ) -> None:
-        self._model_config, self._configs, self._text = model, configs, text
-        self._facts, self._distances = facts, distances
-        self._model: Any = None
-        self._plan: Plan
+    _plan: Plan
 
     def begin(self, notify: Notify) -> dict[str, Any]:
         """Load the model and plant the facts."""
-        loaded = load(self._model_config, notify=notify)
-        self._model = loaded.model
-        tokens = read_tokens(self._text, loaded.tokenizer, _LONGEST)
-        self._plan = plan_questions(loaded.tokenizer, tokens, self._facts, self._distances)
-        check_context(loaded.model, self._plan)
+        settings = self.load_model(notify)
+        tokens = read_tokens(self.options.text, self.tokenizer, _MAX_TOKENS)
+        self._plan = plan_questions(self.tokenizer, tokens, self.options.facts, self.options.distances)
+        check_context(self.model, self._plan)
         return {
-            "model": loaded.name,
-            "identity": model_digest(self._model),
-            "text": str(self._text),
+            **settings,
+            "text": str(self.options.text),
             "tokens": len(self._plan.tokens),
             "digest": digest_of(self._plan.tokens),
-            "facts": self._facts,
-            "distances": list(self._distances),
-            **told(self._configs),
+            "facts": self.options.facts,
+            "distances": list(self.options.distances),
         }
 
     def jobs(self) -> list[Job]:
         """One for each policy."""
-        return [self._job(config) for config in self._configs]
+        return [self._job(config) for config in self.configs]
 
     def _job(self, config: CacheConfig) -> Job:
         questions = digest_of([*self._plan.tokens, *itertools.chain(*self._plan.questions)])
-        key = {"what": self.name, "questions": questions, **identity(self._model, config)}
-        return Job(label_of(config), key, len(self._plan.tokens), partial(ask, self._model, config, self._plan))
+        key = self.key(config, questions=questions)
+        return Job(
+            label_of(config), key, len(self._plan.tokens), partial(measure_recall, self.model, config, self._plan)
+        )
 
-    def records(self, parts: Iterable[Part]) -> Iterator[dict[str, Any]]:
+    def records(self, results: Iterable[JobResult]) -> Iterator[dict[str, Any]]:
         """One for each policy and distance."""
-        passed: Tensor | None = None
-        for config, part in zip(self._configs, parts, strict=True):
-            passed = part.values > 0 if passed is None else passed
-            for column, distance in enumerate(self._distances):
-                margins = part.values[:, column][passed[:, column]]
+        recalled_by_full: Tensor | None = None
+        for config, result in zip(self.configs, results, strict=True):
+            recalled_by_full = result.values > 0 if recalled_by_full is None else recalled_by_full
+            for column, distance in enumerate(self.options.distances):
+                margins = result.values[:, column][recalled_by_full[:, column]]
                 yield {
                     "type": self.name,
-                    "text": str(self._text),
+                    "text": str(self.options.text),
                     "policy": config.policy,
                     "window": window_of(config),
                     "seed": config.seed,
@@ -120,11 +102,11 @@ class Recall(Comparison):
 
 @dataclass(frozen=True)
 class Plan:
-    """One stream and its questions.
+    """A stream with facts, and the questions.
 
     Attributes:
         tokens: text with facts in it.
-        questions: (tokens fed before it, fact, which distance) in the order of the stream.
+        questions: (token index, fact, index of the distance), ordered by token index.
         cues: the question of each fact.
         answers: the first token of each fact's word.
         choices: the first tokens of all words.
@@ -140,25 +122,25 @@ class Plan:
 
     @property
     def length(self) -> int:
-        """The last position anything is at."""
+        """Tokens up to the end of the last question."""
         return max(at + len(self.cues[fact]) for at, fact, _ in self.questions)
 
 
 def plan_questions(tokenizer: Any, text: Sequence[int], facts: int, distances: Sequence[int]) -> Plan:
-    """Plant `facts` facts into a text and ask for each at every distance.
+    """Plant `facts` facts in a text, and a question for each of them at every distance.
 
     Raises:
         ConfigError: more facts than there are names.
         DataError: the text is too short.
     """
-    if facts > MOST_FACTS:
-        raise ConfigError(f"facts is {facts}, there are {MOST_FACTS} names; lower --facts")
+    if facts > MAX_FACTS:
+        raise ConfigError(f"facts is {facts}, there are {MAX_FACTS} names; lower --facts")
 
     def encode(sentence: str) -> list[int]:
         return list(tokenizer(sentence, add_special_tokens=False)["input_ids"])
 
-    firsts = {word: encode(f" {word}")[0] for word in _WORDS}
-    words = [word for word, first in firsts.items() if list(firsts.values()).count(first) == 1]
+    first_tokens = {word: encode(f" {word}")[0] for word in _WORDS}
+    words = [word for word, first in first_tokens.items() if list(first_tokens.values()).count(first) == 1]
     if facts > len(words):
         raise ConfigError(f"facts is {facts}, this tokenizer tells {len(words)} words apart; lower --facts")
     filler, stream, ends = iter(text), list[int](), list[int]()
@@ -177,14 +159,14 @@ def plan_questions(tokenizer: Any, text: Sequence[int], facts: int, distances: S
         tokens=tuple(stream),
         questions=tuple(questions),
         cues=tuple(tuple(encode(f"\n\nThe password of {name} is")) for name in _NAMES[:facts]),
-        answers=tuple(firsts[word] for word in words[:facts]),
-        choices=tuple(firsts[word] for word in words),
+        answers=tuple(first_tokens[word] for word in words[:facts]),
+        choices=tuple(first_tokens[word] for word in words),
         distances=tuple(distances),
     )
 
 
 def check_context(model: Any, plan: Plan) -> None:
-    """A full cache knows nothing beyond the model's context, and it is what the others are held against.
+    """Check that the stream fits the context of the full cache, the reference of all others.
 
     Raises:
         ConfigError: the stream is longer.
@@ -198,11 +180,11 @@ def check_context(model: Any, plan: Plan) -> None:
 
 
 @torch.no_grad()
-def ask(model: Any, config: CacheConfig, plan: Plan) -> Iterator[Doing | Part]:
-    """Feed the stream; at each question ask, and take the question back.
+def measure_recall(model: Any, config: CacheConfig, plan: Plan) -> Iterator[JobProgress | JobResult]:
+    """Feed the stream. At each question, score the answer and restore the cache from before the question.
 
     Yields:
-        `Doing` after each piece, and last the margins, [facts, distances] float32 in nats.
+        `JobProgress` after each piece, and last the margins, [facts, distances] float32 in nats.
     """
     margins = torch.empty(len(plan.answers), len(plan.distances))
     choices = torch.tensor(plan.choices)
@@ -216,13 +198,13 @@ def ask(model: Any, config: CacheConfig, plan: Plan) -> Iterator[Doing | Part]:
 
         for at, fact, distance in plan.questions:
             while fed < at:
-                part = plan.tokens[fed : min(fed + STEP, at)]
-                feed(part)
-                fed += len(part)
-                yield Doing(fed)
+                piece = plan.tokens[fed : min(fed + STEP, at)]
+                feed(piece)
+                fed += len(piece)
+                yield JobProgress(fed)
             state = cache.state_dict()
             logits = feed(plan.cues[fact])
             cache.load_state_dict(state)
             others = logits[choices[choices != plan.answers[fact]]]
             margins[fact, distance] = logits[plan.answers[fact]] - others.max()
-    yield Part(values=margins)
+    yield JobResult(values=margins)

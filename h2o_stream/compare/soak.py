@@ -1,4 +1,4 @@
-"""Whether a stream can go on for ever: memory, speed, loss and the cache's invariants, over very many tokens."""
+"""A soak test: memory, speed, loss and the cache's invariants over a very long stream."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from functools import partial
 from itertools import pairwise
-from pathlib import Path
 from statistics import fmean
 from typing import Any
 
@@ -22,130 +21,110 @@ from h2o_stream.cache.attach import attach
 from h2o_stream.cache.audit import audit
 from h2o_stream.cache.identity import model_digest
 from h2o_stream.cache.support import home_of
-from h2o_stream.compare.comparison import Comparison, Doing, Job, Notify, told
-from h2o_stream.compare.folder import Part, identity, machine, writing
+from h2o_stream.compare.comparison import Comparison, Job, JobProgress, Notify, cache_settings
+from h2o_stream.compare.comparisons import SoakOptions
+from h2o_stream.compare.folder import JobResult, machine, writing
 from h2o_stream.compare.nll import digest_of, read_tokens
-from h2o_stream.config import PREFILL_STEP, CacheConfig, EngineChoice, ModelConfig
+from h2o_stream.config import PREFILL_STEP
 from h2o_stream.errors import DataError
 from h2o_stream.memory import trim_heap
-from h2o_stream.models.load import load
 from h2o_stream.resources import read_text
 
 TINY = "tiny"
-"""The name of a random Llama of two layers, for streams of millions of tokens."""
+"""Name of a random Llama with two layers, for streams of millions of tokens."""
 
 _READ, _REPLY = 512, 64
-"""Tokens of a turn: real text, and a reply that the model draws."""
+"""Tokens of a turn: text, and a sampled reply."""
 
 _STRETCHES = 20
-"""Parts of a stream that have a record each."""
+"""Records of a stream, which is divided evenly."""
 
 
-class Soak(Comparison):
+class Soak(Comparison[SoakOptions]):
     """One stream of turns: a text again and again, and a reply after each piece of it.
 
-    Args:
-        model: which; `TINY` is a random one.
-        config: the policy.
-        text: a file.
-        tokens: of the whole stream, replies included.
-        passes: times that the text is read in them; so much of it is taken.
-        engine: what runs a step, see `attach`.
-        out: a folder for the state of the stream, so that an interrupted one goes on; None for none.
+    The state of the stream is kept in the folder of --out, so that an interrupted one goes on.
     """
 
     name = "soak"
-    alone = True
+    exclusive = True
 
-    def __init__(
-        self,
-        model: ModelConfig,
-        config: CacheConfig,
-        text: Path,
-        tokens: int,
-        passes: int,
-        engine: EngineChoice,
-        out: Path | None,
-    ) -> None:
-        self._model_config, self._config, self._text, self._total = model, config, text, tokens
-        self._passes, self._engine, self._state = passes, engine, out and out / "state.safetensors"
-        self._model: Any = None
+    def __init__(self, options: SoakOptions) -> None:
+        super().__init__(options)
+        self._config, self._text = self.configs[0], options.text_file()
+        self._state = options.out and options.out / "state.safetensors"
         self._tokens: list[int] = []
-        self._digest = ""
         self._cache: Any = None
         self._stack = ExitStack()
-        self._drawn = torch.Generator()
+        self._generator = torch.Generator()
 
     def begin(self, notify: Notify) -> dict[str, Any]:
-        """Load the model, and take as much of the text as fits the passes."""
-        if self._model_config.model == TINY:
-            self._model = tiny()
-            everything = list(read_text(self._text, f"--text {self._text}").encode())
+        """Load the model, and cut the text to the length of a pass."""
+        if self.options.model.model == TINY:
+            self.model = tiny()
+            tokens = list(read_text(self._text, f"--text {self._text}").encode())
         else:
-            loaded = load(self._model_config, notify=notify)
-            self._model = loaded.model
-            everything = read_tokens(self._text, loaded.tokenizer, self._total)
-        self._turns_of_pass = math.ceil(self._total / (_READ + _REPLY) / self._passes)
+            self.load_model(notify)
+            tokens = read_tokens(self._text, self.tokenizer, self.options.tokens)
+        self._turns_of_pass = math.ceil(self.options.tokens / (_READ + _REPLY) / self.options.passes)
         needed = self._turns_of_pass * _READ
-        if len(everything) < needed:
-            raise DataError(f"--text {self._text}: {len(everything)} tokens, {needed} are needed; raise --passes")
-        self._tokens = everything[:needed]
-        self._digest = digest_of(self._tokens)
+        if len(tokens) < needed:
+            raise DataError(f"--text {self._text}: {len(tokens)} tokens, {needed} are needed; raise --passes")
+        self._tokens = tokens[:needed]
         return {
-            "model": self._model_config.model,
-            "identity": model_digest(self._model),
+            "model": self.options.model.model,
+            "identity": model_digest(self.model),
             "machine": machine(),
-            "dtype": str(self._model.dtype).removeprefix("torch."),
+            "dtype": str(self.model.dtype).removeprefix("torch."),
             "text": str(self._text),
-            "digest": self._digest,
-            "tokens": self._total,
-            "passes": self._passes,
-            "steps": self._engine,
-            **told([self._config]),
+            "digest": digest_of(self._tokens),
+            "tokens": self.options.tokens,
+            "passes": self.options.passes,
+            "steps": self.options.engine,
+            **cache_settings(self.configs),
         }
 
     def jobs(self) -> list[Job]:
-        """One for each stretch of the stream; a later one goes on where the one before it ended."""
-        turns = self._turns_of_pass * self._passes
+        """One for each stretch of the stream; each continues the one before."""
+        turns = self._turns_of_pass * self.options.passes
         edges = [turns * number // _STRETCHES for number in range(_STRETCHES + 1)]
         return [self._job(number, range(*edge)) for number, edge in enumerate(pairwise(edges))]
 
     def _job(self, number: int, turns: range) -> Job:
-        key = {
-            "what": self.name,
-            "tokens": self._digest,
-            "turns": [turns.start, turns.stop],
-            "passes": self._passes,
-            "steps": self._engine,
-            "machine": machine(),
-            **identity(self._model, self._config),
-        }
+        key = self.key(
+            self._config,
+            tokens=digest_of(self._tokens),
+            turns=[turns.start, turns.stop],
+            passes=self.options.passes,
+            steps=self.options.engine,
+            machine=machine(),
+        )
         return Job("turns", key, len(turns), partial(self._stretch, number, turns))
 
     @torch.no_grad()
-    def _stretch(self, number: int, turns: range) -> Iterator[Doing | Part]:
-        self._go_on(number)
-        cache, spent = self._cache, {"read": 0.0, "reply": 0.0}
+    def _stretch(self, number: int, turns: range) -> Iterator[JobProgress | JobResult]:
+        self._resume(number)
+        cache, seconds = self._cache, {"read": 0.0, "reply": 0.0}
         losses: list[tuple[int, float]] = []
         largest = 0.0
         for turn in turns:
-            place = turn % self._turns_of_pass * _READ
-            begun = time.perf_counter()
-            loss, logits = self._read(self._tokens[place : place + _READ])
-            between = time.perf_counter()
+            offset = turn % self._turns_of_pass * _READ
+            start = time.perf_counter()
+            loss, logits = self._read(self._tokens[offset : offset + _READ])
+            middle = time.perf_counter()
             self._reply(logits)
-            spent["read"] += between - begun
-            spent["reply"] += time.perf_counter() - between
+            seconds["read"] += middle - start
+            seconds["reply"] += time.perf_counter() - middle
             losses.append((turn // self._turns_of_pass, loss))
             largest = max(largest, audit(cache))
-            yield Doing(turn - turns.start + 1)
-        self._keep(number)
-        yield Part(
+            yield JobProgress(turn - turns.start + 1)
+        self._save(number)
+        yield JobResult(
             {
                 "seen": cache.seen_tokens,
                 "turns": len(turns),
-                "read_tok_s": _READ * len(turns) / spent["read"],
-                "reply_tok_s": _REPLY * len(turns) / spent["reply"],
+                "read_tok_s": _READ * len(turns) / seconds["read"],
+                "reply_tok_s": _REPLY * len(turns) / seconds["reply"],
                 "losses": losses,
                 "largest_score": largest,
                 "cache_bytes": cache.nbytes,
@@ -155,29 +134,29 @@ class Soak(Comparison):
         )
 
     def _read(self, tokens: Sequence[int]) -> tuple[float, torch.Tensor]:
-        """Feed a piece of text. Returns the mean loss of its tokens but the first, and what follows the last."""
-        ids, losses = torch.tensor([list(tokens)], device=home_of(self._model)), []
+        """Feed a piece of text. Returns the mean loss of its tokens but the first, and the logits after the last."""
+        ids, losses = torch.tensor([list(tokens)], device=home_of(self.model)), []
         for start in range(0, len(tokens), PREFILL_STEP):
-            part = ids[:, start : start + PREFILL_STEP]
-            logits = self._model(part, past_key_values=self._cache, use_cache=True).logits[0].float()
-            expected = ids[0, start + 1 : start + 1 + part.shape[1]]
+            chunk = ids[:, start : start + PREFILL_STEP]
+            logits = self.model(chunk, past_key_values=self._cache, use_cache=True).logits[0].float()
+            expected = ids[0, start + 1 : start + 1 + chunk.shape[1]]
             losses.append(cross_entropy(logits[: len(expected)], expected, reduction="none"))
         trim_heap()
         return float(torch.cat(losses).mean()), logits[-1]
 
     def _reply(self, logits: torch.Tensor) -> None:
-        """Draw a reply token by token."""
+        """Sample a reply token by token."""
         for _ in range(_REPLY):
-            token = torch.multinomial(logits.softmax(-1).cpu(), 1, generator=self._drawn)
-            fed = token.view(1, 1).to(home_of(self._model))
-            logits = self._model(fed, past_key_values=self._cache, use_cache=True).logits[0, -1].float()
+            token = torch.multinomial(logits.softmax(-1).cpu(), 1, generator=self._generator)
+            fed = token.view(1, 1).to(home_of(self.model))
+            logits = self.model(fed, past_key_values=self._cache, use_cache=True).logits[0, -1].float()
 
-    def _go_on(self, number: int) -> None:
-        """Have the stream as it was before a stretch."""
+    def _resume(self, number: int) -> None:
+        """Restore the stream as it was before a stretch."""
         if self._cache is not None:
             return
-        self._cache = self._stack.enter_context(attach(self._model, self._config, engine=self._engine))
-        self._drawn.manual_seed(0)
+        self._cache = self._stack.enter_context(attach(self.model, self._config, engine=self.options.engine))
+        self._generator.manual_seed(0)
         if number == 0:
             return
         try:
@@ -185,35 +164,35 @@ class Soak(Comparison):
             state = load_file(self._state)
             if int(state.pop("stretch")) != number - 1:
                 raise ValueError("it is of another stretch")
-            self._drawn.set_state(state.pop("drawn"))
+            self._generator.set_state(state.pop("drawn"))
         except (OSError, SafetensorError, KeyError, ValueError, AssertionError) as error:
             raise DataError(f"--out {self._state}: {error}; begin again in another folder") from error
         self._cache.load_state_dict(state)
 
-    def _keep(self, number: int) -> None:
+    def _save(self, number: int) -> None:
         if self._state is not None:
             state = self._cache.state_dict()
-            state |= {"stretch": torch.tensor(number), "drawn": self._drawn.get_state()}
+            state |= {"stretch": torch.tensor(number), "drawn": self._generator.get_state()}
             with writing(self._state.parent):
                 save_file(state, self._state.with_suffix(".partial"))
                 self._state.with_suffix(".partial").replace(self._state)
 
-    def records(self, parts: Iterable[Part]) -> Iterator[dict[str, Any]]:
+    def records(self, results: Iterable[JobResult]) -> Iterator[dict[str, Any]]:
         """One for each stretch."""
-        for part in parts:
-            losses = part.figures["losses"]
+        for result in results:
+            losses = result.figures["losses"]
             yield {
                 "type": self.name,
-                **{name: value for name, value in part.figures.items() if name != "losses"},
+                **{name: value for name, value in result.figures.items() if name != "losses"},
                 "nll": fmean(loss for _, loss in losses),
                 "nll_by_pass": {
-                    str(number): [loss for own, loss in losses if own == number]
-                    for number in dict.fromkeys(own for own, _ in losses)
+                    str(number): [loss for of_pass, loss in losses if of_pass == number]
+                    for number in dict.fromkeys(of_pass for of_pass, _ in losses)
                 },
             }
 
     def close(self) -> None:
-        """Give the model back."""
+        """Detach the model."""
         self._stack.close()
 
 

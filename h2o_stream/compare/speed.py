@@ -1,4 +1,4 @@
-"""How fast engines read and decode at growing histories, side by side, and how much memory they take."""
+"""Speed of prefill and decoding, and memory, of several engines at growing histories."""
 
 from __future__ import annotations
 
@@ -14,62 +14,64 @@ from statistics import median
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from h2o_stream.compare.comparison import Comparison, Doing, Job, Notify, window_of
-from h2o_stream.compare.contenders import LLAMA_CPP, NO_LLAMA_CPP, OURS, Contender, Memory, Ready
-from h2o_stream.compare.folder import Part, machine
+from h2o_stream.compare.comparison import Comparison, Job, JobProgress, Notify, window_of
+from h2o_stream.compare.comparisons import SpeedOptions
+from h2o_stream.compare.engines import LLAMA_CPP, NO_LLAMA_CPP, OURS, EngineInfo, EngineSpec, MemoryUse
+from h2o_stream.compare.folder import JobResult, machine
 from h2o_stream.compare.nll import digest_of, read_tokens
 from h2o_stream.compare.random_gguf import check_architecture, write_random_gguf
 from h2o_stream.compare.random_weights import precision_of, read_settings
 from h2o_stream.compare.worker import Worker
+from h2o_stream.config import CacheConfig
 from h2o_stream.errors import DataError, H2OStreamError
 from h2o_stream.models.find import files_digest, find, local_path
 from h2o_stream.models.load import load_tokenizer
 
 ROUNDS = 5
-"""Times that every contender decodes at a history; the median counts."""
+"""Times that every engine decodes at a history; the median counts."""
 
 STEPS = 24
 """Tokens decoded in a round."""
 
 _WARM_UP = 3
-"""Tokens decoded in each round before the time is taken."""
+"""Tokens decoded in each round before the timed ones."""
 
 _BANDWIDTH_BYTES = 600_000_000
 
 
 @dataclass(frozen=True)
-class Figure:
-    """A contender at a history.
+class Measurement:
+    """The speed of an engine at a history.
 
     Attributes:
-        contender: which.
-        ready: what is known of it.
-        history: tokens it had seen when it began to decode.
-        prefill_tok_s: tokens per second, from the first one up to there.
+        spec: the engine.
+        info: its properties.
+        history: tokens seen before it decoded.
+        prefill_tok_s: tokens per second of all prompts so far.
         decode_tok_s: median over the rounds.
-        memory: after them.
-        steps: what ran them and why, see `H2OCache`; None for a peer.
+        memory: after the rounds.
+        steps: see `Runner.steps`.
     """
 
-    contender: Contender
-    ready: Ready
+    spec: EngineSpec
+    info: EngineInfo
     history: int
     prefill_tok_s: float
     decode_tok_s: float
-    memory: Memory
+    memory: MemoryUse
     steps: str | None = None
 
     def floor(self, bandwidth: float) -> float:
-        """The most tokens per second there can be when weights and cache are read once for each.
+        """The upper bound of the speed, in tokens per second: every token reads weights and cache once.
 
         Args:
             bandwidth: bytes per second.
         """
-        return bandwidth / (self.ready.weight_bytes + (self.memory.cache or 0))
+        return bandwidth / (self.info.weight_bytes + (self.memory.cache or 0))
 
 
 def bandwidth(threads: int | None = None) -> float:
-    """Bytes per second that this machine reads from memory: the sum of 600 MB, best of five."""
+    """Memory bandwidth of this machine in bytes per second: the sum of 600 MB, best of five."""
     import torch
 
     before = torch.get_num_threads()
@@ -77,169 +79,164 @@ def bandwidth(threads: int | None = None) -> float:
     numbers = torch.ones(_BANDWIDTH_BYTES // 4)
     seconds = []
     for _ in range(5):
-        begun = time.perf_counter()
+        start = time.perf_counter()
         numbers.sum()
-        seconds.append(time.perf_counter() - begun)
+        seconds.append(time.perf_counter() - start)
     torch.set_num_threads(before)
     return _BANDWIDTH_BYTES / min(seconds)
 
 
 @dataclass
-class _Lane:
-    """A contender on its way through the text.
+class _EngineRun:
+    """An engine and how far it has read the text.
 
     Attributes:
         worker: its process.
-        ready: what is known of it.
+        info: its properties.
         seen: tokens so far.
-        read: of them read as a prompt.
-        read_s: seconds that took.
+        prefilled: tokens that were prefilled.
+        prefill_s: seconds that took.
     """
 
     worker: Worker
-    ready: Ready
+    info: EngineInfo
     seen: int = 0
-    read: int = 0
-    read_s: float = 0.0
+    prefilled: int = 0
+    prefill_s: float = 0.0
 
-    def reaches(self, history: int) -> bool:
-        """Whether it can decode there."""
-        return self.ready.context is None or needed([history]) <= self.ready.context
+    def fits(self, history: int) -> bool:
+        """Whether its context is long enough to decode at a history."""
+        return self.info.context is None or needed([history]) <= self.info.context
 
     def feed(self, tokens: Sequence[int], history: int) -> None:
-        """Read on up to a history."""
-        self.read_s += self.worker.ask("feed", tokens[self.seen : history])
-        self.read += history - self.seen
+        """Prefill up to a history."""
+        self.prefill_s += self.worker.call("feed", tokens[self.seen : history])
+        self.prefilled += history - self.seen
         self.seen = history
 
     def decode(self, tokens: Sequence[int]) -> float:
-        """Decode for a round. Returns the seconds that `STEPS` tokens took."""
+        """Decode one round. Returns the seconds that `STEPS` tokens took."""
         seconds = 0.0
         for count in (_WARM_UP, STEPS):
-            seconds = self.worker.ask("decode", tokens[self.seen : self.seen + count])
+            seconds = self.worker.call("decode", tokens[self.seen : self.seen + count])
             self.seen += count
         return seconds
 
 
-class Race:
-    """Contenders that read the same text up to each history and decode there in turn, round by round.
+class Benchmark:
+    """Engines that read the same text up to each history and decode there in turn, round by round.
 
     Args:
-        contenders: each gets a process of its own, when the first history is asked for.
+        specs: of the engines; each runs in its own process, started by the first `measure`.
         tokens: the text, see `needed`.
     """
 
-    def __init__(self, contenders: Sequence[Contender], tokens: Sequence[int]) -> None:
-        self._contenders, self._tokens = contenders, tokens
-        self._stack, self._lanes = ExitStack(), list[_Lane]()
+    def __init__(self, specs: Sequence[EngineSpec], tokens: Sequence[int]) -> None:
+        self._specs, self._tokens = specs, tokens
+        self._stack, self._runs = ExitStack(), list[_EngineRun]()
 
     def close(self) -> None:
         """End the processes."""
         self._stack.close()
 
     @property
-    def steps(self) -> int:
-        """What `Doing.done` comes to at a history."""
-        return len(self._contenders) * (2 + ROUNDS)
+    def total(self) -> int:
+        """Final value of `JobProgress.done` at a history."""
+        return len(self._specs) * (2 + ROUNDS)
 
-    def at(self, history: int) -> Iterator[Doing | list[Figure]]:
-        """Time all contenders that reach a history; histories come in ascending order.
+    def measure(self, history: int) -> Iterator[JobProgress | list[Measurement]]:
+        """Time all engines whose context fits a history; histories come in ascending order.
 
         Yields:
-            `Doing` before whatever takes long, and last the figures.
+            `JobProgress` before each long step, and last the measurements.
 
         Raises:
             H2OStreamError: an engine is missing or failed.
         """
-        for contender in self._contenders[len(self._lanes) :]:
-            if contender.random_weights and contender.engine == LLAMA_CPP:
-                contender = yield from self._with_file(contender, Path(contender.random_weights))
-            yield Doing(len(self._lanes), f"starting {contender.name}")
-            worker = self._stack.enter_context(Worker(replace(contender, length=len(self._tokens))))
-            self._lanes.append(_Lane(worker, worker.ask("ready")))
-            worker.ask("prepare")
-        able = [lane for lane in self._lanes if lane.reaches(history)]
-        done = len(self._lanes)
-        for lane in able:
-            yield Doing(done, f"{lane.worker.contender.name} reads up to {history:,}")
-            lane.feed(self._tokens, history)
+        for spec in self._specs[len(self._runs) :]:
+            if spec.random_weights and spec.engine == LLAMA_CPP:
+                spec = yield from self._with_random_file(spec, Path(spec.random_weights))
+            yield JobProgress(len(self._runs), f"starting {spec.name}")
+            worker = self._stack.enter_context(Worker(replace(spec, length=len(self._tokens))))
+            self._runs.append(_EngineRun(worker, worker.call("info")))
+            worker.call("prepare")
+        runs = [run for run in self._runs if run.fits(history)]
+        done = len(self._runs)
+        for run in runs:
+            yield JobProgress(done, f"{run.worker.spec.name} reads up to {history:,}")
+            run.feed(self._tokens, history)
             done += 1
-        seconds: list[list[float]] = [[] for _ in able]
+        seconds: list[list[float]] = [[] for _ in runs]
         for number in range(ROUNDS):
-            for lane, taken in zip(able, seconds, strict=True):
-                yield Doing(done, f"{lane.worker.contender.name} at {history:,}, round {number + 1}")
-                taken.append(lane.decode(self._tokens))
+            for run, round_seconds in zip(runs, seconds, strict=True):
+                yield JobProgress(done, f"{run.worker.spec.name} at {history:,}, round {number + 1}")
+                round_seconds.append(run.decode(self._tokens))
                 done += 1
         yield [
-            Figure(
-                contender=lane.worker.contender,
-                ready=lane.ready,
+            Measurement(
+                spec=run.worker.spec,
+                info=run.info,
                 history=history,
-                prefill_tok_s=lane.read / lane.read_s,
-                decode_tok_s=STEPS / median(taken),
-                memory=lane.worker.ask("memory"),
-                steps=lane.worker.ask("steps"),
+                prefill_tok_s=run.prefilled / run.prefill_s,
+                decode_tok_s=STEPS / median(round_seconds),
+                memory=run.worker.call("memory"),
+                steps=run.worker.call("steps"),
             )
-            for lane, taken in zip(able, seconds, strict=True)
+            for run, round_seconds in zip(runs, seconds, strict=True)
         ]
 
-    def _with_file(self, contender: Contender, settings: Path) -> Generator[Doing, None, Contender]:
-        """The same with a GGUF file of random weights, which is there until `close`."""
-        precision, folder = precision_of(contender.model), TemporaryDirectory(prefix="h2o-stream-")
+    def _with_random_file(self, spec: EngineSpec, settings: Path) -> Generator[JobProgress, None, EngineSpec]:
+        """The engine with a GGUF file of random weights, which exists until `close`."""
+        precision, folder = precision_of(spec.model), TemporaryDirectory(prefix="h2o-stream-")
         file = Path(self._stack.enter_context(folder)) / f"random-{precision}.gguf"
         for done, total in write_random_gguf(read_settings(settings), precision, file):
-            yield Doing(len(self._lanes), f"writing {file.name}: {done / 1e9:.1f} of {total / 1e9:.1f} GB")
-        return replace(contender, model=replace(contender.model, model=str(file)))
+            yield JobProgress(len(self._runs), f"writing {file.name}: {done / 1e9:.1f} of {total / 1e9:.1f} GB")
+        return replace(spec, model=replace(spec.model, model=str(file)))
 
 
-class Speed(Comparison):
-    """How fast contenders are against each other.
-
-    Args:
-        contenders: all of one model.
-        histories: tokens seen when decoding is timed.
-        text: what they read.
-    """
+class Speed(Comparison[SpeedOptions]):
+    """How fast engines are beside each other, all with the same model."""
 
     name = "speed"
-    alone = True
+    exclusive = True
 
-    def __init__(self, contenders: Sequence[Contender], histories: Sequence[int], text: Path) -> None:
-        self._contenders, self._histories, self._text = contenders, sorted(set(histories)), text
+    def __init__(self, options: SpeedOptions) -> None:
+        super().__init__(options)
+        self._specs, self._histories = engine_specs(options), sorted(set(options.histories))
         self._tokens: list[int] = []
         self._digest, self._files = "", list[str]()
-        self._race: Race
+        self._benchmark: Benchmark
 
     def begin(self, notify: Notify) -> dict[str, Any]:
-        """Read the text, and measure what the floor is computed from."""
+        """Read the text and find the weights."""
         count = needed(self._histories)
-        first = self._contenders[0]
-        self._tokens = read_tokens(self._text, load_tokenizer(first.model, notify), count)
+        first = self._specs[0]
+        self._tokens = read_tokens(self.options.text, load_tokenizer(first.model, notify), count)
         if len(self._tokens) < count:
-            few = f"--text {self._text}: {len(self._tokens)} tokens, {count} are needed"
-            raise DataError(f"{few}; lower --histories or give a longer text")
+            message = f"--text {self.options.text}: {len(self._tokens)} tokens, {count} are needed"
+            raise DataError(f"{message}; lower --histories or give a longer text")
         if first.random_weights:
             self._check_random(Path(first.random_weights))
         self._digest = digest_of(self._tokens)
-        self._files = sorted({_weights_of(contender) for contender in self._contenders})
-        self._race = Race(self._contenders, self._tokens)
+        self._files = sorted({_weights_digest(spec) for spec in self._specs})
+        self._benchmark = Benchmark(self._specs, self._tokens)
         return {
             "files": self._files,
             "model": first.random_weights or first.model.model,
-            "policy": [contender.cache.policy for contender in self._contenders],
-            "window": [window_of(contender.cache) for contender in self._contenders],
+            "policy": [spec.cache.policy for spec in self._specs],
+            "window": [window_of(spec.cache) for spec in self._specs],
             "seed": None,
-            "text": str(self._text),
+            "text": str(self.options.text),
             "digest": self._digest,
             "histories": self._histories,
-            "contenders": [asdict(contender) for contender in self._contenders],
+            "contenders": [asdict(spec) for spec in self._specs],
             "machine": machine(),
         }
 
     def _check_random(self, settings: Path) -> None:
-        """Refuse what would fail late, and cut the text's tokens down to the vocabulary."""
+        """Check early what would fail late, and map the tokens of the text into the vocabulary."""
         config = read_settings(settings)
-        if LLAMA_CPP in {contender.engine for contender in self._contenders}:
+        if LLAMA_CPP in {spec.engine for spec in self._specs}:
             check_architecture(config)
             if find_spec("llama_cpp") is None:
                 raise H2OStreamError(NO_LLAMA_CPP)
@@ -253,60 +250,81 @@ class Speed(Comparison):
         key = {
             "what": self.name,
             "tokens": self._digest,
-            "contenders": [asdict(contender) for contender in self._contenders],
+            "contenders": [asdict(spec) for spec in self._specs],
             "history": history,
             "files": self._files,
             "machine": machine(),
             "version": version("h2o-stream"),
         }
-        return Job(f"at {history:,}", key, self._race.steps, partial(self._timed, history))
+        return Job(f"at {history:,}", key, self._benchmark.total, partial(self._timed, history))
 
-    def _timed(self, history: int) -> Iterator[Doing | Part]:
-        reads = bandwidth(self._contenders[0].threads)
-        for event in self._race.at(history):
-            yield event if isinstance(event, Doing) else Part({"records": [_record(own, reads) for own in event]})
+    def _timed(self, history: int) -> Iterator[JobProgress | JobResult]:
+        bytes_per_s = bandwidth(self._specs[0].threads)
+        for event in self._benchmark.measure(history):
+            yield (
+                event
+                if isinstance(event, JobProgress)
+                else JobResult({"records": [_record(measured, bytes_per_s) for measured in event]})
+            )
 
-    def records(self, parts: Iterable[Part]) -> Iterator[dict[str, Any]]:
-        """One for each contender and history."""
-        for part in parts:
-            yield from part.figures["records"]
+    def records(self, results: Iterable[JobResult]) -> Iterator[dict[str, Any]]:
+        """One for each engine and history."""
+        for result in results:
+            yield from result.figures["records"]
 
     def close(self) -> None:
         """End the processes."""
         if hasattr(self, "_race"):
-            self._race.close()
+            self._benchmark.close()
 
 
-def _weights_of(contender: Contender) -> str:
-    """What tells the files of a contender's weights from others of that name: no process has read them yet."""
-    if contender.random_weights:
-        return files_digest(Path(contender.random_weights))
-    model = contender.model
+def engine_specs(options: SpeedOptions) -> list[EngineSpec]:
+    """Our engine with every policy, and the peers; each in every precision it can have."""
+    random = str(options.random_weights) if options.random_weights else None
+    common: dict[str, Any] = {"threads": options.threads, "random_weights": random}
+    models = options.models
+    found = [
+        EngineSpec(OURS, model, config, options.engine, **common) for model in models for config in options.configs
+    ]
+    for peer in options.peers:
+        if peer == LLAMA_CPP:  # the quantization is that of its file
+            peer_models = models if random else models[:1]
+        else:
+            peer_models = [replace(model, quantize="none") for model in models]
+        found += [EngineSpec(peer, model, CacheConfig("full"), **common) for model in dict.fromkeys(peer_models)]
+    return found
+
+
+def _weights_digest(spec: EngineSpec) -> str:
+    """A digest of the files of an engine's weights."""
+    if spec.random_weights:
+        return files_digest(Path(spec.random_weights))
+    model = spec.model
     return files_digest(local_path(find(model.model, model.offline), model.offline))
 
 
-def _record(figure: Figure, reads: float) -> dict[str, Any]:
-    own, cache = figure.contender.engine == OURS, figure.contender.cache
+def _record(measured: Measurement, bytes_per_s: float) -> dict[str, Any]:
+    ours, cache = measured.spec.engine == OURS, measured.spec.cache
     return {
         "type": "speed",
-        "engine": figure.contender.engine,
-        "name": figure.contender.name,
-        "policy": cache.policy if own else "full",
-        "window": window_of(cache) if own else None,
-        "history": figure.history,
-        "prefill_tok_s": round(figure.prefill_tok_s, 2),
-        "decode_tok_s": round(figure.decode_tok_s, 2),
-        "of_floor": round(figure.decode_tok_s / figure.floor(reads), 3),
-        "bandwidth": round(reads),
-        "cache_bytes": figure.memory.cache,
-        "rss_bytes": figure.memory.process,
-        "dtype": figure.ready.dtype,
-        "quantize": figure.contender.model.quantize,
-        "steps": figure.steps,
-        "weight_bytes": figure.ready.weight_bytes,
+        "engine": measured.spec.engine,
+        "name": measured.spec.name,
+        "policy": cache.policy if ours else "full",
+        "window": window_of(cache) if ours else None,
+        "history": measured.history,
+        "prefill_tok_s": round(measured.prefill_tok_s, 2),
+        "decode_tok_s": round(measured.decode_tok_s, 2),
+        "of_floor": round(measured.decode_tok_s / measured.floor(bytes_per_s), 3),
+        "bandwidth": round(bytes_per_s),
+        "cache_bytes": measured.memory.cache,
+        "rss_bytes": measured.memory.process,
+        "dtype": measured.info.dtype,
+        "quantize": measured.spec.model.quantize,
+        "steps": measured.steps,
+        "weight_bytes": measured.info.weight_bytes,
     }
 
 
 def needed(histories: Sequence[int]) -> int:
-    """Tokens of text for a race up to the last of these histories."""
+    """Tokens of text that are needed to decode at these histories."""
     return max(histories) + ROUNDS * (_WARM_UP + STEPS)

@@ -1,4 +1,4 @@
-"""Answers to requests under a cache policy, in batches, and how near they come to the references (ROUGE)."""
+"""ROUGE of the answers to requests, in batches, under each policy."""
 
 from __future__ import annotations
 
@@ -8,34 +8,25 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from itertools import groupby
-from pathlib import Path
 from statistics import fmean
 from typing import Any
 
 import torch
 
 from h2o_stream.cache.attach import attach
-from h2o_stream.cache.identity import model_digest
 from h2o_stream.cache.support import context_of, home_of
-from h2o_stream.compare.comparison import Comparison, Job, Notify, label_of, told, window_of
-from h2o_stream.compare.folder import Part, identity
-from h2o_stream.config import AnswerConfig, CacheConfig, ModelConfig
+from h2o_stream.compare.comparison import Comparison, Job, Notify, label_of, window_of
+from h2o_stream.compare.comparisons import SummarizeOptions
+from h2o_stream.compare.folder import JobResult
+from h2o_stream.config import CacheConfig
 from h2o_stream.errors import ConfigError, H2OStreamError
-from h2o_stream.models.load import LoadedModel, load
-from h2o_stream.session.requests import Request
+from h2o_stream.session.requests import Request, read_requests
 
 ROUGE = ("rouge1", "rouge2", "rougeL")
 
 
-class Summarize(Comparison):
+class Summarize(Comparison[SummarizeOptions]):
     """Every policy and window on the same requests.
-
-    Args:
-        model: which.
-        configs: the policies and windows, ``full`` first.
-        requests: what is answered.
-        source: the file they are from.
-        how: drawn or not, and how many at once.
 
     Raises:
         H2OStreamError: rouge-score is not installed.
@@ -43,82 +34,72 @@ class Summarize(Comparison):
 
     name = "summarize"
 
-    def __init__(
-        self,
-        model: ModelConfig,
-        configs: Sequence[CacheConfig],
-        requests: Sequence[Request],
-        source: Path,
-        how: AnswerConfig,
-    ) -> None:
-        self._model_config, self._configs, self._requests = model, configs, requests
-        self._source, self._how, self._rouge = source, how, Rouge()
-        self._loaded: LoadedModel
+    def __init__(self, options: SummarizeOptions) -> None:
+        super().__init__(options)
+        self._requests, self._rouge = read_requests(options.requests, options.limit), Rouge()
+        self._settings = {name: getattr(options, name) for name in ("prefill", "sample", "seed", "batch")}
         self._prompts: list[list[int]] = []
         self._batches: list[tuple[int, ...]] = []
-        self._made: dict[str, list[dict[str, Any]]] = {}
+        self._predictions: dict[str, list[dict[str, Any]]] = {}
 
     def begin(self, notify: Notify) -> dict[str, Any]:
-        """Load the model and encode the requests."""
-        self._loaded = load(self._model_config, notify=notify)
-        self._prompts = encode(self._loaded.tokenizer, self._loaded.model, self._requests)
-        self._batches = batches(self._requests, self._prompts, self._how.batch)
+        """Load the model and tokenize the requests."""
+        settings = self.load_model(notify)
+        self._prompts = encode(self.tokenizer, self.model, self._requests)
+        self._batches = batches(self._requests, self._prompts, self.options.batch)
         return {
-            "model": self._loaded.name,
-            "identity": model_digest(self._loaded.model),
-            "source": str(self._source),
+            **settings,
+            "source": str(self.options.requests),
             "requests": len(self._requests),
             "prompt_tokens": fmean(map(len, self._prompts)),
-            **asdict(self._how),
-            **told(self._configs),
-            "seed": self._how.seed,
+            **self._settings,
+            "seed": self.options.seed,
         }
 
     def jobs(self) -> list[Job]:
         """One for each batch and policy."""
-        model = self._loaded.model
-        of = [(config, identity(model, config)) for config in self._configs]
-        return [self._job(config, part, own) for config, own in of for part in self._batches]
+        keys = [(config, self.key(config, **self._settings)) for config in self.configs]
+        return [self._job(config, batch, key) for config, key in keys for batch in self._batches]
 
-    def _job(self, config: CacheConfig, part: tuple[int, ...], own: Mapping[str, Any]) -> Job:
-        asked = [(self._requests[index].prompt, str(self._requests[index].sampling)) for index in part]
-        key = {"what": self.name, "requests": asked, **asdict(self._how), **own}
-        return Job(label_of(config), key, len(part), partial(self._answer, config, part))
+    def _job(self, config: CacheConfig, batch: tuple[int, ...], key: Mapping[str, Any]) -> Job:
+        requests = [(self._requests[index].prompt, str(self._requests[index].sampling)) for index in batch]
+        key = {**key, "requests": requests}
+        return Job(label_of(config), key, len(batch), partial(self._answer, config, batch))
 
-    def _answer(self, config: CacheConfig, part: tuple[int, ...]) -> Iterator[Part]:
-        model, tokenizer, prompts = self._loaded.model, self._loaded.tokenizer, self._prompts
-        made = answer(model, tokenizer, config, self._requests, prompts, part, self._how, self._rouge)
-        yield Part({"predictions": [asdict(prediction) for prediction in made]})
+    def _answer(self, config: CacheConfig, batch: tuple[int, ...]) -> Iterator[JobResult]:
+        model, tokenizer, prompts = self.model, self.tokenizer, self._prompts
+        predictions = answer(model, tokenizer, config, self._requests, prompts, batch, self.options, self._rouge)
+        yield JobResult({"predictions": [asdict(prediction) for prediction in predictions]})
 
-    def records(self, parts: Iterable[Part]) -> Iterator[dict[str, Any]]:
+    def records(self, results: Iterable[JobResult]) -> Iterator[dict[str, Any]]:
         """One for each policy and window."""
-        coming = iter(parts)
-        for config in self._configs:
-            made = [prediction for _ in self._batches for prediction in next(coming).figures["predictions"]]
-            scored = [prediction["rouge"] for prediction in made if prediction["rouge"] is not None]
+        remaining = iter(results)
+        for config in self.configs:
+            predictions = [prediction for _ in self._batches for prediction in next(remaining).figures["predictions"]]
+            scored = [prediction["rouge"] for prediction in predictions if prediction["rouge"] is not None]
             means = [fmean(column) for column in zip(*scored, strict=True)] if scored else [None] * len(ROUGE)
-            tokens = sum(prediction["new_tokens"] for prediction in made)
+            tokens = sum(prediction["new_tokens"] for prediction in predictions)
             yield {
                 "type": self.name,
                 "policy": config.policy,
                 "window": window_of(config),
-                "n": len(made),
+                "n": len(predictions),
                 **dict(zip(ROUGE, means, strict=True)),
                 "new_tokens": tokens,
-                "tok_s": tokens / sum(prediction["seconds"] for prediction in made),
+                "tok_s": tokens / sum(prediction["seconds"] for prediction in predictions),
             }
-            self._made[f"{config.policy}-{config.window}" if window_of(config) else config.policy] = made
+            self._predictions[f"{config.policy}-{config.window}" if window_of(config) else config.policy] = predictions
 
     def files(self) -> Iterator[tuple[str, str]]:
-        """The answers of each policy and window, beside what they answer."""
-        for label, made in self._made.items():
+        """The predictions of each policy and window, with prompts and references."""
+        for label, predictions in self._predictions.items():
             lines = [
                 {
                     **prediction,
                     "reference": self._requests[prediction["index"]].reference,
                     "prompt": self._requests[prediction["index"]].prompt,
                 }
-                for prediction in sorted(made, key=lambda prediction: int(prediction["index"]))
+                for prediction in sorted(predictions, key=lambda prediction: int(prediction["index"]))
             ]
             text = "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines)
             yield f"predictions/{label}.jsonl", text
@@ -126,13 +107,13 @@ class Summarize(Comparison):
 
 @dataclass(frozen=True)
 class Prediction:
-    """One answer.
+    """The answer to a request.
 
     Attributes:
-        index: which request.
-        text: the answer, up to its stop string, without blanks around it.
-        new_tokens: tokens drawn for it.
-        seconds: time it took, its part of the batch's.
+        index: of the request.
+        text: the answer up to its stop string, stripped.
+        new_tokens: tokens generated.
+        seconds: its share of the batch's time.
         rouge: F-measures of `ROUGE`, 0 to 1; None without a reference.
     """
 
@@ -167,10 +148,10 @@ class Rouge:
 
 
 def encode(tokenizer: Any, model: Any, requests: Sequence[Request]) -> list[list[int]]:
-    """The prompts as tokens.
+    """Tokenize the prompts.
 
     Raises:
-        ConfigError: a prompt with its answer is longer than the model's context, which the full cache cannot pass.
+        ConfigError: a prompt with its answer is longer than the model's context.
     """
     prompts = [list(tokenizer(request.prompt)["input_ids"]) for request in requests]
     context = context_of(model.config)
@@ -185,10 +166,10 @@ def encode(tokenizer: Any, model: Any, requests: Sequence[Request]) -> list[list
 
 
 def batches(requests: Sequence[Request], prompts: Sequence[Sequence[int]], size: int) -> list[tuple[int, ...]]:
-    """Which requests are answered together: those of one way to draw, of like length."""
-    order = sorted(range(len(requests)), key=lambda index: (str(requests[index].sampling), len(prompts[index])))
-    alike = [tuple(same) for _, same in groupby(order, key=lambda index: requests[index].sampling)]
-    return [same[start : start + size] for same in alike for start in range(0, len(same), size)]
+    """The requests of each batch: those with the same sampling settings, of similar length."""
+    by_length = sorted(range(len(requests)), key=lambda index: (str(requests[index].sampling), len(prompts[index])))
+    groups = [tuple(group) for _, group in groupby(by_length, key=lambda index: requests[index].sampling)]
+    return [group[start : start + size] for group in groups for start in range(0, len(group), size)]
 
 
 def answer(
@@ -197,62 +178,62 @@ def answer(
     config: CacheConfig,
     requests: Sequence[Request],
     prompts: Sequence[Sequence[int]],
-    part: Sequence[int],
-    how: AnswerConfig,
+    batch: Sequence[int],
+    options: SummarizeOptions,
     rouge: Rouge,
 ) -> list[Prediction]:
-    """Answer requests together.
+    """Answer a batch of requests.
 
     Args:
         model: a causal language model of transformers.
         tokenizer: its tokenizer.
-        config: the policy under test; with a chunk of 0 prompts are compressed after they were read whole.
+        config: the policy under test; with a chunk of 0, prompts are evicted after the whole prompt was read.
         requests: all requests.
         prompts: their tokens.
-        part: which of them, all of one way to draw.
-        how: drawn or not.
-        rouge: the measure.
+        batch: indices of the requests, all with the same sampling settings.
+        options: whether to sample, and the seed.
+        rouge: scores the answers.
     """
     pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id
-    begun = time.perf_counter()
-    longest = max(len(prompts[index]) for index in part)
-    ids = torch.full((len(part), longest), pad)
-    for row, index in enumerate(part):
+    start_time = time.perf_counter()
+    longest = max(len(prompts[index]) for index in batch)
+    ids = torch.full((len(batch), longest), pad)
+    for row, index in enumerate(batch):
         ids[row, longest - len(prompts[index]) :] = torch.tensor(list(prompts[index]))
-    lengths = torch.tensor([len(prompts[index]) for index in part])
+    lengths = torch.tensor([len(prompts[index]) for index in batch])
     mask = (torch.arange(longest) >= longest - lengths[:, None]).long()
-    sampling = requests[part[0]].sampling
-    drawn = how.sample and bool(sampling.temperature)
-    draw = {"temperature": sampling.temperature, "top_p": sampling.top_p, "top_k": 0} if drawn else {}
-    torch.manual_seed(how.seed + part[0])
+    sampling = requests[batch[0]].sampling
+    do_sample = options.sample and bool(sampling.temperature)
+    sampling_arguments = {"temperature": sampling.temperature, "top_p": sampling.top_p, "top_k": 0} if do_sample else {}
+    torch.manual_seed(options.seed + batch[0])
     with attach(model, config):
         output = model.generate(
             input_ids=ids.to(home_of(model)),
             attention_mask=mask.to(home_of(model)),
-            do_sample=drawn,
+            do_sample=do_sample,
             max_new_tokens=sampling.max_tokens,
             stop_strings=list(sampling.stop) or None,
             tokenizer=tokenizer,
             pad_token_id=pad,
-            **draw,
+            **sampling_arguments,
         )[:, longest:]
-    seconds = (time.perf_counter() - begun) / len(part)
-    texts = [_until(tokenizer.decode(row, skip_special_tokens=True), sampling.stop) for row in output]
-    counts = [_count(row.tolist(), pad, model) for row in output]
+    seconds = (time.perf_counter() - start_time) / len(batch)
+    texts = [_truncate_at_stops(tokenizer.decode(row, skip_special_tokens=True), sampling.stop) for row in output]
+    counts = [_count_new_tokens(row.tolist(), pad, model) for row in output]
     return [
         Prediction(index, text, count, seconds, rouge(text, requests[index].reference))
-        for index, text, count in zip(part, texts, counts, strict=True)
+        for index, text, count in zip(batch, texts, counts, strict=True)
     ]
 
 
-def _until(text: str, stops: Sequence[str]) -> str:
+def _truncate_at_stops(text: str, stops: Sequence[str]) -> str:
     for stop in stops:
         text = text.partition(stop)[0]
     return text.strip()
 
 
-def _count(tokens: list[int], pad: int, model: Any) -> int:
-    """Tokens drawn, the end-of-turn token included, without the padding behind it."""
+def _count_new_tokens(tokens: list[int], pad: int, model: Any) -> int:
+    """Tokens generated, the end-of-turn token included and the padding after it excluded."""
     ends = model.generation_config.eos_token_id
     ends = {pad, *(ends if isinstance(ends, list) else [ends])}
     return next((place + 1 for place, token in enumerate(tokens) if token in ends), len(tokens))

@@ -1,14 +1,13 @@
-"""How many tokens per second whole batches give: the largest that fit into the same memory, and equal ones."""
+"""Generated tokens per second of batches: the largest that fit into the same memory, and equally large ones."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from functools import partial
 from itertools import cycle, islice
-from pathlib import Path
 from statistics import median
 from typing import Any
 
@@ -16,29 +15,28 @@ import torch
 from torch import Tensor
 
 from h2o_stream.cache.attach import attach
-from h2o_stream.cache.identity import model_digest
 from h2o_stream.cache.support import context_of, home_of
-from h2o_stream.compare.comparison import Comparison, Job, Notify, told, window_of
-from h2o_stream.compare.folder import Part, identity, machine
+from h2o_stream.compare.comparison import Comparison, Job, Notify, window_of
+from h2o_stream.compare.comparisons import Shape, ThroughputOptions
+from h2o_stream.compare.folder import JobResult, machine
 from h2o_stream.compare.nll import digest_of, read_tokens
-from h2o_stream.config import PREFILL_STEP, CacheConfig, EngineChoice, ModelConfig, Shape
+from h2o_stream.config import PREFILL_STEP, CacheConfig, EngineChoice
 from h2o_stream.errors import ConfigError
-from h2o_stream.models.load import load as load_model
 
 _TEXT = 1 << 18
 """Tokens of a text that are used."""
 
 
 @dataclass(frozen=True)
-class Load:
-    """A batch to be answered.
+class Workload:
+    """A batch to generate.
 
     Attributes:
         shape: of every row.
-        config: how the rows are cached; ``full`` is transformers' own cache.
+        config: the cache; ``full`` is transformers' own.
         batch: rows.
-        row_bytes: the most that the cache of a row takes.
-        largest: whether this is all that fits; otherwise it has as many rows as fit with a full cache.
+        row_bytes: peak bytes of the cache of a row.
+        largest: whether no more rows fit; otherwise there are as many as fit with a full cache.
     """
 
     shape: Shape
@@ -48,116 +46,98 @@ class Load:
     largest: bool
 
 
-class Throughput(Comparison):
-    """The largest batches that fit, and equal ones.
+class Throughput(Comparison[ThroughputOptions]):
+    """The largest batches that fit, and batches as large as the full cache's.
 
-    Args:
-        model: which.
-        shapes: of the requests.
-        configs: the policies for a shape, ``full`` first.
-        budget: bytes for the cache of a batch.
-        rounds: times that each load is answered, in turn; the median counts.
-        engine: what runs a step, see `attach`.
-        text: a file that prompts are cut from.
+    The batches of a shape are answered in turn, round by round; medians count.
     """
 
     name = "throughput"
-    alone = True
+    exclusive = True
 
-    def __init__(
-        self,
-        model: ModelConfig,
-        shapes: Sequence[Shape],
-        configs: Callable[[Shape], Sequence[CacheConfig]],
-        budget: int,
-        rounds: int,
-        engine: EngineChoice,
-        text: Path,
-    ) -> None:
-        self._model_config, self._shapes, self._configs = model, shapes, configs
-        self._budget, self._rounds, self._engine, self._text = budget, rounds, engine, text
-        self._model: Any = None
-        self._tokens: list[int] = []
-        self._digest = ""
-        self._loads: list[tuple[Load, ...]] = []
+    _tokens: list[int]
+    _workloads: list[list[Workload]]
 
     def begin(self, notify: Notify) -> dict[str, Any]:
-        """Load the model and find the batches that fit."""
-        loaded = load_model(self._model_config, notify=notify)
-        self._model = loaded.model
-        self._tokens = read_tokens(self._text, loaded.tokenizer, _TEXT)
-        self._digest = digest_of(self._tokens)
-        for shape in self._shapes:
+        """Load the model and compute the batch sizes that fit."""
+        settings = self.load_model(notify)
+        self._tokens = read_tokens(self.options.text, self.tokenizer, _TEXT)
+        self._workloads = []
+        for shape in self.options.shapes:
             notify(f"{shape}: measuring the cache of a row ...")
-            configs = self._configs(shape)
-            self._loads.append(tuple(loads(self._model, shape, configs, self._budget, self._tokens)))
+            configs = self.options.configs_for(shape)
+            self._workloads.append(list(plan_workloads(self.model, shape, configs, self.options.budget, self._tokens)))
         return {
-            "model": loaded.name,
-            "identity": model_digest(self._model),
+            **settings,
             "machine": machine(),
-            "dtype": str(self._model.dtype).removeprefix("torch."),
-            "text": str(self._text),
-            "digest": self._digest,
-            "shapes": list(map(str, self._shapes)),
-            "cache_budget": self._budget,
-            "rounds": self._rounds,
-            "steps": self._engine,
-            "weights": asdict(self._model_config),
-            **told([config for shape in self._shapes for config in self._configs(shape)]),
+            "dtype": str(self.model.dtype).removeprefix("torch."),
+            "text": str(self.options.text),
+            "digest": digest_of(self._tokens),
+            "shapes": list(map(str, self.options.shapes)),
+            "cache_budget": self.options.budget,
+            "rounds": self.options.rounds,
+            "steps": self.options.engine,
+            "weights": asdict(self.options.model),
         }
 
     def jobs(self) -> list[Job]:
-        """One for each round of each load; those of a shape in turn."""
+        """One for each round of each workload; the workloads of a shape take turns."""
         return [
-            self._job(load, number) for planned in self._loads for number in range(self._rounds) for load in planned
+            self._job(workload, number)
+            for planned in self._workloads
+            for number in range(self.options.rounds)
+            for workload in planned
         ]
 
-    def _job(self, load: Load, number: int) -> Job:
-        key = {
-            "what": self.name,
-            "tokens": self._digest,
-            "steps": self._engine,
-            "shape": str(load.shape),
-            "batch": load.batch,
-            "round": number,
-            "machine": machine(),
-            "weights": asdict(self._model_config),
-            **identity(self._model, load.config),
-        }
-        return Job(f"{load.shape}: {load.config.label}, batch {load.batch}", key, 1, partial(self._timed, load))
+    def _job(self, workload: Workload, number: int) -> Job:
+        key = self.key(
+            workload.config,
+            tokens=digest_of(self._tokens),
+            steps=self.options.engine,
+            shape=str(workload.shape),
+            batch=workload.batch,
+            round=number,
+            machine=machine(),
+            weights=asdict(self.options.model),
+        )
+        return Job(
+            f"{workload.shape}: {workload.config.label}, batch {workload.batch}", key, 1, partial(self._time, workload)
+        )
 
-    def _timed(self, load: Load) -> Iterator[Part]:
-        yield Part({"seconds": generate(self._model, load, rows_of(self._tokens, load), self._engine)})
+    def _time(self, workload: Workload) -> Iterator[JobResult]:
+        yield JobResult(
+            {"seconds": generate(self.model, workload, prompts_of(self._tokens, workload), self.options.engine)}
+        )
 
-    def records(self, parts: Iterable[Part]) -> Iterator[dict[str, Any]]:
-        """One for each load."""
-        coming = iter(parts)
-        for planned in self._loads:
-            seconds = [[next(coming).figures["seconds"] for _ in planned] for _ in range(self._rounds)]
-            for load, taken in zip(planned, zip(*seconds, strict=True), strict=True):
-                yield self._record(load, median(taken))
+    def records(self, results: Iterable[JobResult]) -> Iterator[dict[str, Any]]:
+        """One for each workload."""
+        remaining = iter(results)
+        for planned in self._workloads:
+            seconds = [[next(remaining).figures["seconds"] for _ in planned] for _ in range(self.options.rounds)]
+            for workload, round_seconds in zip(planned, zip(*seconds, strict=True), strict=True):
+                yield self._record(workload, median(round_seconds))
 
-    def _record(self, load: Load, seconds: float) -> dict[str, Any]:
+    def _record(self, workload: Workload, seconds: float) -> dict[str, Any]:
         return {
             "type": self.name,
-            "engine": "transformers" if load.config.policy == "full" else "h2o-stream",
-            "policy": load.config.policy,
-            "window": window_of(load.config),
-            **asdict(load.shape),
-            "batch": load.batch,
-            "largest": load.largest,
-            "row_bytes": load.row_bytes,
-            "cache_bytes": load.row_bytes * load.batch,
+            "engine": "transformers" if workload.config.policy == "full" else "h2o-stream",
+            "policy": workload.config.policy,
+            "window": window_of(workload.config),
+            **asdict(workload.shape),
+            "batch": workload.batch,
+            "largest": workload.largest,
+            "row_bytes": workload.row_bytes,
+            "cache_bytes": workload.row_bytes * workload.batch,
             "seconds": round(seconds, 3),
-            "tok_s": round(load.batch * load.shape.new / seconds, 2),
-            "dtype": str(self._model.dtype).removeprefix("torch."),
+            "tok_s": round(workload.batch * workload.shape.new / seconds, 2),
+            "dtype": str(self.model.dtype).removeprefix("torch."),
         }
 
 
-def loads(
+def plan_workloads(
     model: Any, shape: Shape, configs: Sequence[CacheConfig], budget: int, tokens: Sequence[int]
-) -> Iterator[Load]:
-    """The largest batch of each policy, and the batch of the full cache for all.
+) -> Iterator[Workload]:
+    """For each policy, the largest batch, and a batch as large as the full cache's.
 
     Args:
         model: a causal language model of transformers.
@@ -181,46 +161,46 @@ def loads(
             )
         sizes.append((config, row, budget // row))
     for config, row, batch in sizes:
-        yield Load(shape, config, batch, row, largest=True)
+        yield Workload(shape, config, batch, row, largest=True)
     for config, row, batch in sizes[1:]:
         if batch != sizes[0][2]:
-            yield Load(shape, config, sizes[0][2], row, largest=False)
+            yield Workload(shape, config, sizes[0][2], row, largest=False)
 
 
 @torch.no_grad()
 def row_bytes(model: Any, config: CacheConfig, tokens: Sequence[int]) -> int:
-    """The most bytes that the cache of one row holds while these tokens go through it."""
-    most = 0
+    """Peak bytes of the cache of one row while it is fed these tokens."""
+    peak = 0
     ids = torch.tensor([list(tokens)], device=home_of(model))
     with attach(model, config) as cache:
-        for part in ids.split(PREFILL_STEP, 1):
-            model(part, past_key_values=cache, use_cache=True, logits_to_keep=1)
-            most = max(most, cache.nbytes)
-    return most
+        for chunk in ids.split(PREFILL_STEP, 1):
+            model(chunk, past_key_values=cache, use_cache=True, logits_to_keep=1)
+            peak = max(peak, cache.nbytes)
+    return peak
 
 
-def rows_of(tokens: Sequence[int], load: Load) -> Tensor:
-    """The prompts of a load, [batch, prompt]: a text cut up, from its start again where it ends."""
-    prompt = load.shape.prompt
-    return torch.tensor(list(islice(cycle(tokens), load.batch * prompt))).view(load.batch, prompt)
+def prompts_of(tokens: Sequence[int], workload: Workload) -> Tensor:
+    """The prompts of a workload, [batch, prompt]: consecutive pieces of a text, repeated if it is too short."""
+    prompt = workload.shape.prompt
+    return torch.tensor(list(islice(cycle(tokens), workload.batch * prompt))).view(workload.batch, prompt)
 
 
-def generate(model: Any, load: Load, prompts: Tensor, engine: EngineChoice = "auto") -> float:
-    """Answer a load greedily, to its last token.
+def generate(model: Any, workload: Workload, prompts: Tensor, engine: EngineChoice = "auto") -> float:
+    """Generate a workload greedily, always to its full length.
 
     Args:
         model: a causal language model of transformers.
-        load: what is asked.
+        workload: the batch.
         prompts: [batch, prompt].
         engine: what runs a step, see `attach`; not with a full cache.
 
     Returns:
-        The seconds it took, prompts included. What the first forward alone does is done before.
+        The seconds it took, prompts included, after a warm-up.
     """
     prompts = prompts.to(home_of(model))
 
     def answer(new: int) -> float:
-        begun = time.perf_counter()
+        start_time = time.perf_counter()
         model.generate(
             input_ids=prompts,
             attention_mask=torch.ones_like(prompts),
@@ -231,10 +211,10 @@ def generate(model: Any, load: Load, prompts: Tensor, engine: EngineChoice = "au
         )
         if home_of(model).type == "cuda":
             torch.cuda.synchronize()
-        return time.perf_counter() - begun
+        return time.perf_counter() - start_time
 
     with ExitStack() as stack:
-        if load.config.policy != "full":
-            stack.enter_context(attach(model, load.config, engine=engine))
+        if workload.config.policy != "full":
+            stack.enter_context(attach(model, workload.config, engine=engine))
         answer(2)
-        return answer(load.shape.new)
+        return answer(workload.shape.new)

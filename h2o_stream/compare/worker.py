@@ -1,4 +1,4 @@
-"""Contenders in processes of their own, so that none has the memory or the threads of another."""
+"""Runs each engine in its own process, so that memory and threads are not shared."""
 
 from __future__ import annotations
 
@@ -9,24 +9,24 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, Self
 
-from h2o_stream.compare.contenders import RUNNERS, Contender
+from h2o_stream.compare.engines import RUNNERS, EngineSpec
 from h2o_stream.errors import H2OStreamError
 
 
 class Worker:
-    """A contender in a process of its own. A context manager: leaving it ends the process.
+    """An engine in its own process. A context manager: leaving it ends the process.
 
     Raises:
-        H2OStreamError: its engine could not be started, or failed.
+        H2OStreamError: the engine could not be started, or failed.
     """
 
-    def __init__(self, contender: Contender) -> None:
-        self.contender = contender
+    def __init__(self, spec: EngineSpec) -> None:
+        self.spec = spec
         context = get_context("spawn")
-        self._pipe, theirs = context.Pipe()
-        self._process = context.Process(target=_serve, args=(theirs, contender), daemon=True)
+        self._pipe, child_pipe = context.Pipe()
+        self._process = context.Process(target=_serve, args=(child_pipe, spec), daemon=True)
         self._process.start()
-        theirs.close()
+        child_pipe.close()
 
     def __enter__(self) -> Self:
         return self
@@ -36,23 +36,23 @@ class Worker:
         self._process.terminate()
         self._process.join()
 
-    def ask(self, method: str, *arguments: Any) -> Any:
+    def call(self, method: str, *arguments: Any) -> Any:
         """Call a method of its `Runner`."""
         try:
             self._pipe.send((method, arguments))
             answer = self._pipe.recv()
         except (EOFError, OSError) as error:
-            raise H2OStreamError(f"{self.contender.name} ended without a word (out of memory?)") from error
+            raise H2OStreamError(f"{self.spec.name} ended without a word (out of memory?)") from error
         if isinstance(answer, Exception):
             raise answer
         return answer
 
 
-def _serve(pipe: Connection, contender: Contender) -> None:
-    """Answer calls until the pipe is closed."""
-    sys.stdout = Path(os.devnull).open("w")  # noqa: SIM115 -- for the life of the process
+def _serve(pipe: Connection, spec: EngineSpec) -> None:
+    """Handle calls until the pipe is closed."""
+    sys.stdout = Path(os.devnull).open("w")  # noqa: SIM115 -- open as long as the process runs
     try:
-        runner = RUNNERS[contender.engine](contender)
+        runner = RUNNERS[spec.engine](spec)
     except Exception as error:  # noqa: BLE001
         failure = error
 
@@ -71,5 +71,5 @@ def _serve(pipe: Connection, contender: Contender) -> None:
         try:
             pipe.send(answer(method, arguments))
         except Exception as error:  # noqa: BLE001
-            told = error if isinstance(error, H2OStreamError) else H2OStreamError(f"{contender.name}: {error}")
-            pipe.send(told)
+            failure = error if isinstance(error, H2OStreamError) else H2OStreamError(f"{spec.name}: {error}")
+            pipe.send(failure)

@@ -20,8 +20,8 @@ from h2o_stream.cache.counts import CacheCounts
 from h2o_stream.cache.state import checksummed, require_tensor, verify_checksums
 from h2o_stream.cache.support import context_of, home_of, learned_positions, size_of
 from h2o_stream.config import (
-    PREFILL_MOST,
     PREFILL_STEP,
+    PREFILL_STEP_MAX,
     PREFILL_WORK,
     AtContext,
     CacheConfig,
@@ -301,9 +301,9 @@ class Engine:
 def prefill_step(model: Any) -> int:
     """How many tokens of a prompt to feed at once: as many as a small machine can in a second or two."""
     if home_of(model).type != "cpu":
-        return PREFILL_MOST
+        return PREFILL_STEP_MAX
     step = PREFILL_STEP
-    while step < PREFILL_MOST and 2 * step * size_of(model) <= PREFILL_WORK:
+    while step < PREFILL_STEP_MAX and 2 * step * size_of(model) <= PREFILL_WORK:
         step *= 2
     return step
 

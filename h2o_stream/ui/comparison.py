@@ -1,4 +1,4 @@
-"""Runs a comparison in front of people: progress, records as they come, tables at the end, all in a folder."""
+"""Runs a comparison: progress bars, records as they come, tables at the end, and a folder with all of it."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Any
 
 from rich.progress import Progress, TaskID
 
-from h2o_stream.compare.comparison import Comparison, Doing, Job, outcomes
+from h2o_stream.compare.comparison import Comparison, Job, JobProgress, run_jobs
 from h2o_stream.compare.folder import Folder, writing
 from h2o_stream.processes import Processes
 from h2o_stream.resources import replace_surrogates
@@ -24,46 +24,48 @@ from h2o_stream.ui.tables import figures_table, markdown_page
 from h2o_stream.ui.terminal import Terminal
 
 
-def show(comparison: Comparison, out: Path | None, terminal: Terminal, records: Records, processes: Processes) -> None:
+def show(
+    comparison: Comparison[Any], out: Path | None, terminal: Terminal, records: Records, processes: Processes
+) -> None:
     """Run a comparison and show it.
 
     Args:
         comparison: which.
-        out: a folder for all of it, where it can be interrupted and goes on later; None for none.
-        terminal: where progress and tables go.
-        records: gets the run's record and the comparison's.
-        processes: that share its work or its model.
+        out: a folder for all of it, from which an interrupted comparison resumes; None for none.
+        terminal: shows progress and tables.
+        records: gets the run record and those of the comparison.
+        processes: share its work or its model.
 
     Raises:
         DataError: the folder cannot be written, or holds another run.
-        H2OStreamError: what the comparison raises; matplotlib is missing, which the folder's plots need.
+        H2OStreamError: the comparison failed, or matplotlib is missing, which the plots of a folder need.
     """
     if out is not None:
         require_matplotlib()
     with closing(comparison):
         folder = Folder(out)
-        begun = {
+        invocation = {
             "command_line": ["h2o-compare", *map(replace_surrogates, sys.argv[1:])],
             "begun": datetime.now(UTC).isoformat(timespec="seconds"),
         }
         run = run_record(
-            f"h2o-compare {comparison.name}", **comparison.begin(terminal.note), **begun, processes=processes.count
+            f"h2o-compare {comparison.name}", **comparison.begin(terminal.note), **invocation, processes=processes.count
         )
         if processes.main:
             folder.claim(run)
         records.write(run)
-        made: list[dict[str, Any]] = []
+        found: list[dict[str, Any]] = []
         with progress_bars(terminal) as progress:
             jobs = comparison.jobs()
-            parts = outcomes(jobs, comparison.alone, folder, processes, _Bars(jobs, progress))
-            for record in comparison.records(parts):
+            results = run_jobs(jobs, comparison.exclusive, folder, processes, _Bars(jobs, progress))
+            for record in comparison.records(results):
                 records.write(record)
-                made.append(record)
+                found.append(record)
         if not processes.main:
             return
-        page = page_of(comparison.name, run, made)
+        page = page_of(comparison.name, run, found)
         if out is not None:
-            folder.keep_records(run, made)
+            folder.keep_records(run, found)
             folder.write(f"{comparison.name}.md", markdown_page(page))
             for name, text in comparison.files():
                 folder.write(name, text)
@@ -75,7 +77,7 @@ def show(comparison: Comparison, out: Path | None, terminal: Terminal, records: 
 
 
 def print_page(page: Page, terminal: Terminal) -> None:
-    """A page on stderr."""
+    """Print a page on stderr."""
     if terminal.quiet:
         return
     legend = f" ({page.legend})" if page.legend else ""
@@ -85,7 +87,7 @@ def print_page(page: Page, terminal: Terminal) -> None:
 
 
 class _Bars:
-    """A bar for all jobs of one label."""
+    """One progress bar for all jobs of a label."""
 
     def __init__(self, jobs: Sequence[Job], progress: Progress) -> None:
         self._progress, self._tasks = progress, dict[str, TaskID]()
@@ -94,10 +96,10 @@ class _Bars:
         for job in jobs:
             self._totals[job.label] += job.total
 
-    def __call__(self, job: Job, doing: Doing) -> None:
+    def __call__(self, job: Job, progress: JobProgress) -> None:
         if job.label not in self._tasks:
             self._tasks[job.label] = self._progress.add_task(job.label, total=self._totals[job.label])
         done = self._done[job.label]
-        done[id(job)] = doing.done
-        description = f"{job.label} {doing.text}".strip()
+        done[id(job)] = progress.done
+        description = f"{job.label} {progress.text}".strip()
         self._progress.update(self._tasks[job.label], completed=sum(done.values()), description=description)

@@ -14,6 +14,7 @@ from typing import Any
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
 from h2o_stream import __version__
+from h2o_stream.compare.comparisons import COMPARISONS
 from h2o_stream.errors import DataError
 from h2o_stream.resources import write_text
 from h2o_stream.session.lines import read_objects
@@ -69,13 +70,13 @@ def finished_in(folders: Sequence[Path]) -> list[Finished]:
         if not inside:
             raise DataError(f"{folder}: no comparison in it; report takes folders of --out")
         found += [_read(path) for path in inside]
-    return sorted(found, key=lambda item: KINDS.index(item.kind))
+    return sorted(found, key=lambda item: KINDS.index(item.kind) if item.kind in KINDS else len(KINDS))
 
 
 def _read(folder: Path) -> Finished:
     run = read_run(folder)
     kind = name_of(run)
-    if kind not in KINDS:
+    if kind not in COMPARISONS:
         raise DataError(f"{folder}: a run of {run['command']!r}, which has no report")
     if not (folder / RECORDS).exists():
         raise DataError(f"{folder}: {kind} is not finished there; run its command again, it goes on where it was")

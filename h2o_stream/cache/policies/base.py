@@ -9,13 +9,13 @@ import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
-from importlib import import_module
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from h2o_stream.config import POLICIES, CachePlan
+from h2o_stream.registry import resolve
 
 
 @dataclass(frozen=True)
@@ -189,9 +189,7 @@ def select(worth: Tensor, index: Tensor, limit: int, limits: Tensor | None = Non
 
 def make_policy(plan: CachePlan, layer: int = 0) -> Policy:
     """The policy of a plan. With a heavy budget of 0 there is nothing to choose: every policy is `Recency`."""
-    rule = POLICIES[plan.policy if plan.heavy else "recent"].rule
-    module, _, name = rule.partition(":")
-    policy: Policy = getattr(import_module(module), name)(plan, layer)
+    policy: Policy = resolve(POLICIES[plan.policy if plan.heavy else "recent"].rule)(plan, layer)
     return policy
 
 

@@ -1,16 +1,18 @@
-"""What each comparison shows: tables and charts made of its records, the same in a terminal, a folder and a report."""
+"""The results of comparisons as tables and charts, the same in a terminal, a folder and a report."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from importlib import import_module
 from typing import Any
+
+from h2o_stream.compare.comparisons import COMPARISONS
+from h2o_stream.registry import resolve
 
 Record = Mapping[str, Any]
 
 KINDS = ("nll", "recall", "summarize", "tasks", "speed", "throughput", "soak", "heavy-hitters")
-"""Comparisons that have a page, in the order of a report."""
+"""Our comparisons in the order of a report; those of other packages follow."""
 
 
 @dataclass(frozen=True)
@@ -24,7 +26,7 @@ class Figures:
 
 @dataclass(frozen=True)
 class Curve:
-    """A line of a chart; a curve without a name is left out of the legend, those of one kind have one colour."""
+    """A line of a chart. A curve without a name is not in the legend; curves of the same kind have the same colour."""
 
     name: str
     x: Sequence[float]
@@ -34,15 +36,15 @@ class Curve:
 
 @dataclass(frozen=True)
 class Chart:
-    """Curves.
+    """Curves in a coordinate system.
 
     Attributes:
         name: of its file.
-        title: above it.
-        axes: names of x and y.
+        title: above the chart.
+        axes: labels of x and y.
         curves: one or more.
-        y_range: of the y axis; None is what the curves need.
-        logarithmic: the axes that are, of "x" and "y".
+        y_range: of the y axis; None fits the curves.
+        logarithmic: the logarithmic axes: "x", "y", "xy" or "".
     """
 
     name: str
@@ -55,11 +57,11 @@ class Chart:
 
 @dataclass(frozen=True)
 class Page:
-    """All there is to see of a comparison.
+    """The results of a comparison.
 
     Attributes:
         title: what was measured.
-        legend: what the columns mean, where they do not say so themselves.
+        legend: explains columns that need it.
         tables: one or more.
         charts: any number.
     """
@@ -74,17 +76,23 @@ def page_of(kind: str, run: Record, records: Sequence[Record]) -> Page:
     """The page of a comparison.
 
     Args:
-        kind: one of `KINDS`.
+        kind: a name in `COMPARISONS`.
         run: its run record.
-        records: its other ones.
+        records: its other records.
     """
-    module = import_module(f"h2o_stream.ui.pages.{kind.replace('-', '_')}")
-    page: Page = module.page(run, records)
+    page: Page = resolve(COMPARISONS[kind].page)(run, records)
     return page
 
 
+def plain_page(run: Record, records: Sequence[Record]) -> Page:
+    """All records as one table, for a comparison that has no page of its own."""
+    header = list(dict.fromkeys(name for record in records for name in record if name != "type"))
+    rows = [[or_dash(record.get(name)) for name in header] for record in records]
+    return Page(str(run["command"]), "", [Figures("", header, rows)])
+
+
 def label(record: Record) -> str:
-    """The policy, and the seed where it is not the first."""
+    """The policy, and its seed unless it is 0."""
     return f"{record['policy']} #{record['seed']}" if record.get("seed") else str(record["policy"])
 
 
@@ -93,11 +101,11 @@ def curve_name(record: Record) -> str:
     return f"{label(record)} {record['window'] or ''}".strip()
 
 
-def shown(value: Any) -> str:
-    """A value that may be missing."""
+def or_dash(value: Any) -> str:
+    """A value, or a dash for None."""
     return "-" if value is None else str(value)
 
 
 def stem(path: str) -> str:
-    """The name of a text without folders and ending."""
+    """The name of a file without folders and suffix."""
     return path.replace("\\", "/").rpartition("/")[2].rpartition(".")[0] or path

@@ -14,7 +14,7 @@ def page(run: Record, records: Sequence[Record]) -> Page:
     names = list(records[0]["mass"]) if records else []
     rows = [*(_row(str(layer["layer"]), [layer], names) for layer in records), _row("mean", records, names)]
     header = ["layer", "sparsity", "slope", "top 10%", *names]
-    return Page(f"{title}; parts in %", "", [Figures("", header, rows)], _charts(records, names, title))
+    return Page(f"{title}; shares in %", "", [Figures("", header, rows)], _charts(records, names, title))
 
 
 def _row(name: str, layers: Sequence[Record], names: Sequence[str]) -> list[str]:
@@ -35,7 +35,7 @@ def _charts(layers: Sequence[Record], names: Sequence[str], title: str) -> list[
         Chart(
             "sparsity",
             f"Attention below 1% of a query's largest\n{title}",
-            ("layer", "part of the tokens seen"),
+            ("layer", "fraction of the tokens seen"),
             [Curve("", numbers, [layer["sparsity"] for layer in layers])],
             (0, 1),
         ),
@@ -49,7 +49,7 @@ def _charts(layers: Sequence[Record], names: Sequence[str], title: str) -> list[
         Chart(
             "mass",
             f"Attention that falls on what is held\n{title}",
-            ("layer", "part of all attention"),
+            ("layer", "fraction of all attention"),
             [Curve(name, numbers, [layer["mass"][name] for layer in layers]) for name in names],
             (0, 1),
         ),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from h2o_stream.ui.pages import Chart, Curve, Figures, Page, Record, curve_name, label, shown, stem
+from h2o_stream.ui.pages import Chart, Curve, Figures, Page, Record, curve_name, label, or_dash, stem
 
 _HEADER = ("policy", "window", "nll", "last half", "to full", "95%", "gap", "tok/s")
 
@@ -15,9 +15,9 @@ def page(run: Record, records: Sequence[Record]) -> Page:
     texts = {text: [record for record in records if record["text"] == text] for text in run["texts"]}
     return Page(
         title,
-        "to full: difference on the same tokens; gap: as a part of sink's",
-        [Figures(_span(own), _HEADER, [_row(record, own) for record in own]) for own in texts.values()],
-        [_chart(text, own, title) for text, own in texts.items()],
+        "to full: difference on the same tokens; gap: as a fraction of sink's",
+        [Figures(_span(of_text), _HEADER, [_row(record, of_text) for record in of_text]) for of_text in texts.values()],
+        [_chart(text, of_text, title) for text, of_text in texts.items()],
     )
 
 
@@ -32,7 +32,7 @@ def _row(record: Record, records: Sequence[Record]) -> list[str]:
         interval = f"{to_full['low']:+.3f} to {to_full['high']:+.3f}"
     return [
         label(record),
-        shown(record["window"]),
+        or_dash(record["window"]),
         f"{record['nll']:.4f}",
         f"{record['nll_last_half']:.4f}",
         difference,
@@ -43,11 +43,11 @@ def _row(record: Record, records: Sequence[Record]) -> list[str]:
 
 
 def _gap(record: Record, records: Sequence[Record]) -> str:
-    """This policy's distance to the full cache, as a part of that of `sink` with the same window."""
+    """The loss added by this policy, as a fraction of that added by `sink` with the same window."""
     for other in records:
         if (other["policy"], other["window"]) == ("sink", record["window"]) and other["to_full"]:
-            theirs = other["to_full"]["mean"]
-            return f"{record['to_full']['mean'] / theirs:.2f}" if theirs > 0 else "-"
+            sink_loss = other["to_full"]["mean"]
+            return f"{record['to_full']['mean'] / sink_loss:.2f}" if sink_loss > 0 else "-"
     return "-"
 
 

@@ -13,17 +13,17 @@ _HEADER = ("engine", "weights", "history", "prefill", "decode", "of floor", "cac
 
 def page(run: Record, records: Sequence[Record]) -> Page:
     """Tokens per second by engine and history."""
-    reads = median(record["bandwidth"] for record in records) if records else 0
-    title = f"{run['model']}: tokens/s; memory read at {reads / 1e9:.1f} GB/s"
+    bandwidth = median(record["bandwidth"] for record in records) if records else 0
+    title = f"{run['model']}: tokens/s; memory read at {bandwidth / 1e9:.1f} GB/s"
     names = dict.fromkeys((record["name"], _weights(record)) for record in records)
     curves = []
     for name, weights in names:
-        own = [record for record in records if (record["name"], _weights(record)) == (name, weights)]
-        x, y = [record["history"] for record in own], [record["decode_tok_s"] for record in own]
+        of_engine = [record for record in records if (record["name"], _weights(record)) == (name, weights)]
+        x, y = [record["history"] for record in of_engine], [record["decode_tok_s"] for record in of_engine]
         curves.append(Curve(f"{name} {weights}", x, y))
     return Page(
         title,
-        "of floor: decoding as a part of what reading weights and cache once for each token would allow",
+        "of floor: decoding as a fraction of the bound set by reading weights and cache once per token",
         [Figures("", _HEADER, [_row(record) for record in records])],
         [
             Chart(

@@ -8,7 +8,7 @@ from statistics import fmean
 from h2o_stream.ui.pages import Figures, Page, Record, label
 
 _METRICS = ("acc_norm", "acc", "exact_match")
-"""Those that a table has, the first that a task knows."""
+"""Metrics for the table; the first one that a task has is used."""
 
 
 def page(run: Record, records: Sequence[Record]) -> Page:
@@ -19,13 +19,15 @@ def page(run: Record, records: Sequence[Record]) -> Page:
     rows = []
     for policy, window in policies:
         same = [record for record in records if (label(record), record["window"]) == (policy, window)]
-        own = {record["task"]: _metric(record) for record in same}
+        metrics = {record["task"]: _metric(record) for record in same}
         kept = "all" if policy == "full" else str(window) if run["ratio"] is None else f"{run['ratio']:.0%}"
-        rows.append([policy, kept, *(f"{100 * own[task]:.1f}" for task in tasks), f"{100 * fmean(own.values()):.1f}"])
+        rows.append(
+            [policy, kept, *(f"{100 * metrics[task]:.1f}" for task in tasks), f"{100 * fmean(metrics.values()):.1f}"]
+        )
     header = ["policy", "kept", *(f"{task} ({documents[task]})" for task in tasks), "mean"]
     return Page(
         f"{run['model']}, {run['dtype']}: accuracy on tasks of the lm-evaluation-harness, %",
-        "kept: tokens of each context that answers can look back at; in brackets: documents",
+        "kept: tokens of each context that answers can attend to; in brackets: documents",
         [Figures("", header, rows)],
     )
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from h2o_stream.ui.figures import size
-from h2o_stream.ui.pages import Chart, Curve, Figures, Page, Record, shown
+from h2o_stream.ui.pages import Chart, Curve, Figures, Page, Record, or_dash
 
 _HEADER = ("shape", "policy", "window", "batch", "cache", "tokens/s", "seconds", "of full")
 
@@ -16,8 +16,8 @@ def page(run: Record, records: Sequence[Record]) -> Page:
     title = f"{run['model']}, cache of {size(run['cache_budget'])}: generated tokens/s of the batch, prompts included"
     curves = []
     for policy in dict.fromkeys(record["policy"] for record in records):
-        own = [record for record in records if record["policy"] == policy and record["largest"]]
-        curves.append(Curve(policy, [record["new"] for record in own], [record["tok_s"] for record in own]))
+        largest = [record for record in records if record["policy"] == policy and record["largest"]]
+        curves.append(Curve(policy, [record["new"] for record in largest], [record["tok_s"] for record in largest]))
     return Page(
         title,
         "batch: as many rows as fit, or as many as fit with a full cache",
@@ -34,7 +34,7 @@ def _row(record: Record, full: float) -> list[str]:
     return [
         _shape(record),
         record["policy"],
-        shown(record["window"]),
+        or_dash(record["window"]),
         f"{record['batch']}" if record["largest"] else f"{record['batch']} (as full)",
         size(record["cache_bytes"]),
         f"{record['tok_s']:.1f}",

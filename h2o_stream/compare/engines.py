@@ -1,4 +1,4 @@
-"""Engines that can be timed against each other: ours, transformers, llama.cpp."""
+"""The engines that are timed: ours, transformers, llama.cpp."""
 
 from __future__ import annotations
 
@@ -11,31 +11,31 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from h2o_stream.compare.comparisons import PEERS
 from h2o_stream.config import CacheConfig, EngineChoice, ModelConfig
 from h2o_stream.errors import ConfigError, H2OStreamError
 from h2o_stream.memory import trim_heap
 
-OURS, TRANSFORMERS, LLAMA_CPP = "h2o-stream", "transformers", "llama.cpp"
-
-PEERS = (TRANSFORMERS, LLAMA_CPP)
+OURS = "h2o-stream"
+TRANSFORMERS, LLAMA_CPP = PEERS
 
 NO_LLAMA_CPP = "the peer llama.cpp needs llama-cpp-python; pip install 'h2o-stream[bench]'"
 
-_FED = 2048
-"""Tokens handed to a peer at once while it reads."""
+_CHUNK_SIZE = 2048
+"""Prompt tokens per forward of a peer."""
 
 
 @dataclass(frozen=True)
-class Contender:
-    """One engine in one setting.
+class EngineSpec:
+    """An engine with its settings.
 
     Attributes:
-        engine: `OURS` or one of `PEERS`.
+        engine: `OURS`, `TRANSFORMERS` or `LLAMA_CPP`.
         model: which model, in which precision.
-        cache: the policy; of our own engine only.
-        steps: what runs a step of our engine, see `attach`.
-        random_weights: path of a config of transformers: that model, with random weights, in place of `model`.
-        threads: that compute; None for as many as the engine likes.
+        cache: the policy; for our engine only.
+        steps: the argument ``engine`` of `attach`; for our engine only.
+        random_weights: path of a config of transformers, to time a model with random weights in place of `model`.
+        threads: of the engine; None for its default.
         length: tokens of the longest history, for an engine that allocates its cache before it reads.
     """
 
@@ -50,20 +50,20 @@ class Contender:
     @property
     def name(self) -> str:
         """For people: engine, policy, window and precision."""
-        own = self.cache.policy if self.cache.policy == "full" else f"{self.cache.policy} {self.cache.window}"
-        policy = [own] if self.engine == OURS else []
+        cache = self.cache.policy if self.cache.policy == "full" else f"{self.cache.policy} {self.cache.window}"
+        policy = [cache] if self.engine == OURS else []
         eager = ["eager"] if self.engine == OURS and self.steps == "eager" else []
         return " ".join([self.engine, *policy, *eager])
 
 
 @dataclass(frozen=True)
-class Ready:
-    """What is known of a contender once its model is loaded.
+class EngineInfo:
+    """Properties of an engine whose model is loaded.
 
     Attributes:
         dtype: of its computations.
-        weight_bytes: read in every step.
-        context: the longest history it can have; None for no limit.
+        weight_bytes: bytes of weights that every step reads.
+        context: its longest history; None for no limit.
     """
 
     dtype: str
@@ -72,8 +72,8 @@ class Ready:
 
 
 @dataclass(frozen=True)
-class Memory:
-    """Bytes of the cache (None where it is not known), and of the whole process."""
+class MemoryUse:
+    """Bytes of the cache (None if unknown) and of the whole process."""
 
     cache: int | None
     process: int
@@ -82,64 +82,64 @@ class Memory:
 class Runner(ABC):
     """An engine with a stream. Its methods are called from another process, see `Worker`."""
 
-    at_once: int = _FED
-    """Tokens handed to it at once while it reads."""
+    chunk_size: int = _CHUNK_SIZE
+    """Prompt tokens per forward."""
 
-    def __init__(self, contender: Contender) -> None:
-        self.contender = contender
+    def __init__(self, spec: EngineSpec) -> None:
+        self.spec = spec
 
     @abstractmethod
-    def ready(self) -> Ready:
-        """What is known of it."""
+    def info(self) -> EngineInfo:
+        """Its properties."""
 
     @abstractmethod
     def step(self, tokens: Sequence[int]) -> None:
-        """Read tokens, one or many, and know the distribution of the next."""
+        """Run a forward over one token or more, as far as the logits of the next."""
 
     @abstractmethod
     def cache_bytes(self) -> int | None:
         """Bytes of the cache."""
 
     def steps(self) -> str | None:
-        """What runs the steps of our engine and why, see `H2OCache`; None for a peer."""
+        """`H2OCache.engine_note` for our engine; None for a peer."""
         return None
 
     def prepare(self) -> None:  # noqa: B027 -- most have nothing to prepare
-        """Make what is made once and would otherwise be made while the time is taken."""
+        """Do one-time work that would otherwise be timed."""
 
     def feed(self, tokens: Sequence[int]) -> float:
-        """Read tokens as a prompt. Returns the seconds it took."""
-        begun = time.perf_counter()
-        for start in range(0, len(tokens), self.at_once):
-            self.step(tokens[start : start + self.at_once])
-        return time.perf_counter() - begun
+        """Prefill tokens. Returns the seconds it took."""
+        start_time = time.perf_counter()
+        for start in range(0, len(tokens), self.chunk_size):
+            self.step(tokens[start : start + self.chunk_size])
+        return time.perf_counter() - start_time
 
     def decode(self, tokens: Sequence[int]) -> float:
-        """Read tokens one by one, as if they had been drawn. Returns the seconds it took."""
-        begun = time.perf_counter()
+        """Decode tokens one by one, as if they had been sampled. Returns the seconds it took."""
+        start_time = time.perf_counter()
         for token in tokens:
             self.step([token])
-        return time.perf_counter() - begun
+        return time.perf_counter() - start_time
 
-    def memory(self) -> Memory:
-        """What is in use now."""
+    def memory(self) -> MemoryUse:
+        """Current memory use."""
         import psutil
 
-        return Memory(self.cache_bytes(), psutil.Process().memory_info().rss)
+        return MemoryUse(self.cache_bytes(), psutil.Process().memory_info().rss)
 
 
-class _Torch(Runner):
-    """Ours and transformers: a model of transformers, with or without our cache."""
+class _TransformersRunner(Runner):
+    """A model of transformers with its own full cache."""
 
-    def __init__(self, contender: Contender) -> None:
+    def __init__(self, spec: EngineSpec) -> None:
         import torch
 
-        super().__init__(contender)
-        if contender.threads:
-            torch.set_num_threads(contender.threads)
+        super().__init__(spec)
+        if spec.threads:
+            torch.set_num_threads(spec.threads)
         torch.set_grad_enabled(False)
         self._torch, self._stack = torch, ExitStack()
-        self.model = _model_of(contender)
+        self.model = _model_of(spec)
         self.cache: Any = None
         self._start()
 
@@ -148,12 +148,12 @@ class _Torch(Runner):
 
         self.cache = DynamicCache(config=self.model.config)
 
-    def ready(self) -> Ready:
+    def info(self) -> EngineInfo:
         from h2o_stream.cache.support import context_of
 
-        unlimited = self.contender.engine == OURS and self.contender.cache.policy != "full"
+        unlimited = self.spec.engine == OURS and self.spec.cache.policy != "full"
         context = None if unlimited else context_of(self.model.config)
-        return Ready(str(self.model.dtype).removeprefix("torch."), weight_bytes(self.model), context)
+        return EngineInfo(str(self.model.dtype).removeprefix("torch."), weight_bytes(self.model), context)
 
     def step(self, tokens: Sequence[int]) -> None:
         ids = self._torch.tensor([list(tokens)], device=self.model.device)
@@ -166,16 +166,16 @@ class _Torch(Runner):
         return sum(int(layer.keys.nbytes + layer.values.nbytes) for layer in layers)
 
 
-class _Ours(_Torch):
+class _H2ORunner(_TransformersRunner):
     def _start(self) -> None:
         from h2o_stream.cache.attach import attach
         from h2o_stream.engine.engine import prefill_step
 
-        self.at_once = prefill_step(self.model)
-        self.cache = self._stack.enter_context(attach(self.model, self.contender.cache, engine=self.contender.steps))
+        self.chunk_size = prefill_step(self.model)
+        self.cache = self._stack.enter_context(attach(self.model, self.spec.cache, engine=self.spec.steps))
 
     def prepare(self) -> None:
-        """What the first forward alone would do: buffers, threads, and the proof that native steps are right."""
+        """Run a short stream: the first forward allocates buffers, starts threads and checks the native steps."""
         self.feed([5] * 64)
         self.decode([5, 6])
         self.cache.reset()
@@ -185,42 +185,42 @@ class _Ours(_Torch):
         return note
 
     def feed(self, tokens: Sequence[int]) -> float:
-        begun = time.perf_counter()
+        start_time = time.perf_counter()
         super().feed(tokens)
         trim_heap()
-        return time.perf_counter() - begun
+        return time.perf_counter() - start_time
 
     def cache_bytes(self) -> int:
         return int(self.cache.nbytes)
 
 
-class _LlamaCpp(Runner):
-    """llama.cpp through llama-cpp-python, with the GGUF file that our model was made of."""
+class _LlamaCppRunner(Runner):
+    """llama.cpp through llama-cpp-python, with the GGUF file of the model."""
 
-    def __init__(self, contender: Contender) -> None:
-        super().__init__(contender)
+    def __init__(self, spec: EngineSpec) -> None:
+        super().__init__(spec)
         try:
             import llama_cpp
         except ImportError as error:
             raise H2OStreamError(NO_LLAMA_CPP) from error
         from h2o_stream.models.find import gguf_file
 
-        path = gguf_file(contender.model.model)
+        path = gguf_file(spec.model.model)
         if path is None:
-            raise ConfigError(
-                f"{contender.model.model} is not a GGUF file, which the peer llama.cpp needs; leave it out"
-            )
-        threads = contender.threads or os.cpu_count()
+            raise ConfigError(f"{spec.model.model} is not a GGUF file, which the peer llama.cpp needs; leave it out")
+        threads = spec.threads or os.cpu_count()
         try:
             self._llama = llama_cpp.Llama(
-                str(path), n_ctx=contender.length, n_threads=threads, n_threads_batch=threads, verbose=False
+                str(path), n_ctx=spec.length, n_threads=threads, n_threads_batch=threads, verbose=False
             )
         except ValueError as error:
             raise H2OStreamError(f"llama.cpp cannot load {path}: {error}") from error
-        self._ready = Ready("as in the file", path.stat().st_size, llama_cpp.llama_model_n_ctx_train(self._llama.model))
+        self._info = EngineInfo(
+            "as in the file", path.stat().st_size, llama_cpp.llama_model_n_ctx_train(self._llama.model)
+        )
 
-    def ready(self) -> Ready:
-        return self._ready
+    def info(self) -> EngineInfo:
+        return self._info
 
     def step(self, tokens: Sequence[int]) -> None:
         self._llama.eval(list(tokens))
@@ -230,7 +230,7 @@ class _LlamaCpp(Runner):
 
 
 def weight_bytes(model: Any) -> int:
-    """Bytes of weights a step reads: each one once, and one row of an embedding that is not the output layer too."""
+    """Bytes of weights that a step reads: each weight once, and of an untied embedding one row."""
     embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
     table = _largest(embedding)
     tied = head is not None and _largest(head, table).data_ptr() == table.data_ptr()
@@ -243,19 +243,19 @@ def weight_bytes(model: Any) -> int:
 
 
 def _largest(module: Any, *others: Any) -> Any:
-    """The weights of a layer, packed or not; the others are for a layer that has none of its own."""
+    """The largest tensor of a layer, packed or not; `others` for a layer without tensors of its own."""
     return max((*module.parameters(), *module.buffers(), *others), key=lambda tensor: tensor.nbytes)
 
 
-def _model_of(contender: Contender) -> Any:
-    if contender.random_weights:
+def _model_of(spec: EngineSpec) -> Any:
+    if spec.random_weights:
         from h2o_stream.compare.random_weights import random_model
 
-        return random_model(Path(contender.random_weights), contender.model)
+        return random_model(Path(spec.random_weights), spec.model)
     from h2o_stream.models.load import load
 
-    return load(contender.model).model
+    return load(spec.model).model
 
 
-RUNNERS: dict[str, type[Runner]] = {OURS: _Ours, TRANSFORMERS: _Torch, LLAMA_CPP: _LlamaCpp}
+RUNNERS: dict[str, type[Runner]] = {OURS: _H2ORunner, TRANSFORMERS: _TransformersRunner, LLAMA_CPP: _LlamaCppRunner}
 """By engine."""

@@ -1,0 +1,348 @@
+"""The comparisons of ``h2o-compare``: for each one a dataclass whose fields are the options of its subcommand."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from h2o_stream.compare.options import ComparisonOptions, Policies, Seeds, Window, Windows, configs_of
+from h2o_stream.config import DEFAULT_CHUNK, DEFAULT_POLICY, DEFAULT_WINDOW, CacheConfig, EngineChoice, ModelConfig
+from h2o_stream.errors import ConfigError
+from h2o_stream.options import Option, listed, listed_if_any, numbers, numbers_if_any, parse_bytes, paths
+from h2o_stream.registry import Registry
+from h2o_stream.resources import cache_folder, python_manual, write_text
+from h2o_stream.session.requests import read_requests
+
+PEERS = ("transformers", "llama.cpp")
+"""Other engines that ``speed`` can time."""
+
+
+@dataclass(frozen=True)
+class Shape:
+    """A request.
+
+    Attributes:
+        prompt: tokens of its prompt.
+        new: tokens generated.
+    """
+
+    prompt: int
+    new: int
+
+    def __str__(self) -> str:
+        return f"{self.prompt}+{self.new}"
+
+    @property
+    def length(self) -> int:
+        """All its tokens."""
+        return self.prompt + self.new
+
+
+def _shapes(text: str, flag: str) -> tuple[Shape, ...]:
+    return tuple(_shape(item, flag) for item in listed(text, flag))
+
+
+def _shape(text: str, flag: str) -> Shape:
+    prompt, _, new = text.partition("+")
+    if not (prompt.isdecimal() and new.isdecimal() and int(prompt) and int(new)):
+        raise ConfigError(f"{text!r} is not a shape; {flag} takes prompt and generated tokens like 512+32")
+    return Shape(int(prompt), int(new))
+
+
+def _peers(text: str, flag: str) -> tuple[str, ...]:
+    peers = listed_if_any(text, flag)
+    for peer in peers:
+        if peer not in PEERS:
+            raise ConfigError(f"peer {peer!r} is unknown; {flag} takes some of {', '.join(PEERS)}")
+    return peers
+
+
+@dataclass(frozen=True, kw_only=True)
+class NllOptions(ComparisonOptions):
+    """Negative log-likelihood of long texts, streamed through each policy's cache.
+
+    A full cache is compared inside the model's context only. The chunk is the number of tokens between two
+    evictions; 1 is exactly what decoding does. With --out (extra "plots" for its plots) an interrupted comparison
+    resumes.
+    """
+
+    comparison = "h2o_stream.compare.nll:Nll"
+    page = "h2o_stream.ui.pages.nll:page"
+
+    text: Annotated[Sequence[Path], Option("Text files, separated by commas.", parse=paths)]
+    policies: Policies = ("full", "recent", "sink", "h2o-paper", "h2o")
+    windows: Windows = (DEFAULT_WINDOW,)
+    tokens: Annotated[int, Option("Tokens predicted per text.", min=1)] = 4096
+    seeds: Seeds = (0,)
+
+
+@dataclass(frozen=True, kw_only=True)
+class RecallOptions(ComparisonOptions):
+    """Facts planted in a stream of text and asked for later.
+
+    Only facts that the full cache recalls are counted, so it always runs, and the stream must fit the model's context.
+    """
+
+    comparison = "h2o_stream.compare.recall:Recall"
+    page = "h2o_stream.ui.pages.recall:page"
+
+    text: Annotated[Path, Option("A text file, in which the facts are planted.")]
+    policies: Policies = ("recent", "sink", "random", "h2o-paper", "h2o")
+    windows: Windows = (DEFAULT_WINDOW,)
+    distances: Annotated[
+        Sequence[int], Option("Tokens between a fact and its question, separated by commas.", parse=numbers)
+    ] = (64, 256, 1024, 4096)
+    facts: Annotated[int, Option("Facts planted.", min=1)] = 20
+    seeds: Seeds = (0,)
+
+    @property
+    def configs(self) -> list[CacheConfig]:
+        """``full``, then every policy, window and seed."""
+        return configs_of(("full", *self.policies), self.windows, self.seeds, self.cache)
+
+
+@dataclass(frozen=True, kw_only=True)
+class SummarizeOptions(ComparisonOptions):
+    """ROUGE of the answers to summarization requests, by policy and window (extra "rouge").
+
+    Greedy unless --sample is given. With --out (extra "plots") every prediction is saved at once, and an interrupted
+    comparison resumes.
+    """
+
+    comparison = "h2o_stream.compare.summarize:Summarize"
+    page = "h2o_stream.ui.pages.summarize:page"
+
+    requests: Annotated[Path, Option("Requests in JSON Lines: the cookbook's or HELM's.", "--requests", "--input-path")]
+    policies: Policies = ("full", "sink", "h2o-paper", "h2o")
+    windows: Windows = (64, 128, 256, 512, 1024)
+    limit: Annotated[int | None, Option("Requests; default is all.", min=1)] = None
+    prefill: Annotated[
+        Literal["full", "chunked"], Option("full: evict after the prompt was read; chunked: while it is read.")
+    ] = "full"
+    sample: Annotated[
+        bool, Option("Sample as each request says, or take the likeliest token.", "--sample/--greedy")
+    ] = False
+    seed: Annotated[int, Option("Random seed.", min=0)] = 0
+    batch: Annotated[int, Option("Requests answered at once.", min=1)] = 8
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        read_requests(self.requests, self.limit)  # so that a wrong file is reported before the model is loaded
+
+    @property
+    def configs(self) -> list[CacheConfig]:
+        """Every policy and window; with --prefill full a prompt is one chunk."""
+        chunk = self.cache.get("chunk")
+        if self.prefill == "full" and chunk:
+            raise ConfigError(f"chunk is {chunk}, which --prefill full does not have; use --prefill chunked")
+        whole = {"chunk": 0} if self.prefill == "full" else {}
+        return configs_of(self.policies, self.windows, self.seeds, {**self.cache, **whole})
+
+
+@dataclass(frozen=True, kw_only=True)
+class SpeedOptions(ComparisonOptions):
+    """Speed and memory at growing histories, beside other engines.
+
+    All engines read the same text, each in its own process, and decode in turn; the median of the rounds is reported.
+    Each speed is also given as a fraction of what memory allows: the bandwidth measured in the same run over the bytes
+    of weights and cache.
+    """
+
+    comparison = "h2o_stream.compare.speed:Speed"
+    page = "h2o_stream.ui.pages.speed:page"
+
+    text: Annotated[Path, Option("A text file, read by all.")]
+    policies: Policies = ("full", "recent", "h2o")
+    windows: Windows = (DEFAULT_WINDOW,)
+    histories: Annotated[
+        Sequence[int], Option("Tokens seen when decoding is timed, separated by commas.", parse=numbers)
+    ] = (256, 1024, 2048, 8192)
+    dtypes: Annotated[Sequence[str], Option("Instead of --dtype, separated by commas.", parse=listed_if_any)] = ()
+    quantizations: Annotated[
+        Sequence[str], Option("Instead of --quantize, separated by commas.", parse=listed_if_any)
+    ] = ()
+    peers: Annotated[Sequence[str], Option("Other engines: transformers, llama.cpp (extra bench).", parse=_peers)] = (
+        "transformers",
+    )
+    threads: Annotated[int | None, Option("Threads of every engine.", min=1)] = None
+    random_weights: Annotated[
+        Path | None, Option("A config.json: time that model with random weights, stored as --quantize says.")
+    ] = None
+    engine: EngineChoice = "auto"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        _ = self.models
+
+    @property
+    def models(self) -> list[ModelConfig]:
+        """The model in every precision."""
+        return [
+            replace(self.model, dtype=dtype, quantize=quantize)
+            for dtype in self.dtypes or (self.model.dtype,)
+            for quantize in self.quantizations or (self.model.quantize,)
+        ]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ThroughputOptions(ComparisonOptions):
+    """Generated tokens/s of whole batches, prompts included, the largest that fit into the same memory for the cache.
+
+    transformers' own full cache always runs; the policies are timed at its batch size, too.
+    """
+
+    comparison = "h2o_stream.compare.throughput:Throughput"
+    page = "h2o_stream.ui.pages.throughput:page"
+
+    text: Annotated[Path, Option("A text file, which prompts are cut from.")]
+    policies: Policies = ("recent", "h2o")
+    shapes: Annotated[
+        Sequence[Shape], Option("Tokens of prompt + tokens generated, separated by commas.", parse=_shapes)
+    ] = (Shape(512, 32), Shape(512, 512), Shape(512, 1024))
+    ratio: Annotated[float, Option("Window, as a fraction of prompt and generated tokens.", min=0, max=1)] = 0.2
+    cache_budget: Annotated[str, Option("Memory for the cache of a batch: 128MiB, 2GiB.")] = "2GiB"
+    rounds: Annotated[int, Option("Times each batch is generated; the median is reported.", min=1)] = 1
+    engine: EngineChoice = "auto"
+
+    def __post_init__(self) -> None:
+        _ = self.budget
+        for config in self.configs:
+            config.plan()
+
+    @property
+    def budget(self) -> int:
+        """Bytes for the cache of a batch."""
+        return parse_bytes(self.cache_budget, "--cache-budget")
+
+    @property
+    def configs(self) -> list[CacheConfig]:
+        """Those of all shapes."""
+        return [config for shape in self.shapes for config in self.configs_for(shape)]
+
+    def configs_for(self, shape: Shape) -> list[CacheConfig]:
+        """``full``, then every policy, for requests of a shape."""
+        return configs_of(("full", *self.policies), (round(self.ratio * shape.length),), self.seeds, self.cache)
+
+
+@dataclass(frozen=True, kw_only=True)
+class TasksOptions(ComparisonOptions):
+    """Accuracy on tasks of the lm-evaluation-harness (extra "eval").
+
+    A context is read whole and then evicted; answers are scored under eviction. h2o_facts, h2o_topics and h2o_causes
+    are small tasks of our own. The harness's tasks need their data on this machine, or the network.
+    """
+
+    comparison = "h2o_stream.compare.tasks:Tasks"
+    page = "h2o_stream.ui.pages.tasks:page"
+
+    tasks: Annotated[Sequence[str], Option("Names of the harness's tasks, separated by commas.", parse=listed)] = (
+        "h2o_facts",
+        "h2o_topics",
+        "h2o_causes",
+    )
+    policies: Policies = ("full", "recent", "h2o")
+    ratio: Annotated[float | None, Option("Window, as a fraction of each context.", min=0, max=1)] = 0.2
+    windows: Annotated[
+        Sequence[int], Option("Windows in tokens, separated by commas; replaces --ratio.", parse=numbers_if_any)
+    ] = ()
+    task_folder: Annotated[Path | None, Option("Folder with more tasks, in the harness's format.")] = None
+    shots: Annotated[int | None, Option("Examples before each question. (default: the task's)", min=0)] = None
+    limit: Annotated[int | None, Option("Documents; default is all.", min=1)] = None
+
+    @property
+    def configs(self) -> list[CacheConfig]:
+        """Every policy and window."""
+        cache = {**self.cache, "chunk": self.cache.get("chunk") or 0}
+        return configs_of(self.policies, self.windows or (DEFAULT_WINDOW,), self.seeds, cache)
+
+
+@dataclass(frozen=True, kw_only=True)
+class HeavyHittersOptions(ComparisonOptions):
+    """The observations behind H2O: how sparse attention is, which tokens get it, how much of it each policy keeps.
+
+    Writes a table and plots (extra "plots").
+    """
+
+    comparison = "h2o_stream.compare.heavy_hitters:HeavyHitters"
+    page = "h2o_stream.ui.pages.heavy_hitters:page"
+
+    text: Annotated[Path, Option("A text file.")]
+    policies: Policies = ("recent", "sink", "random", "h2o-paper", "h2o")
+    window: Window = DEFAULT_WINDOW
+    tokens: Annotated[int, Option("Tokens read, at most the model's context.", min=2)] = 2048
+    out: Annotated[Path, Option("Folder for the table and the plots.")] = Path("heavy-hitters")
+
+    @property
+    def chunk(self) -> int:
+        """Tokens between two evictions."""
+        return self.cache.get("chunk") or DEFAULT_CHUNK
+
+    @property
+    def configs(self) -> list[CacheConfig]:
+        """Every policy that evicts."""
+        evicting = [policy for policy in self.policies if policy != "full"]
+        if not evicting:
+            raise ConfigError("--policies names none that evicts; give one or more")
+        return configs_of(evicting, (self.window,), self.seeds, self.cache)
+
+
+@dataclass(frozen=True, kw_only=True)
+class SoakOptions(ComparisonOptions):
+    """One very long stream: memory, speed, loss and the cache's invariants from its beginning to its end.
+
+    Every turn is a piece of text and a sampled reply. The text is read several times, so that a drift of its loss would
+    show. --model tiny is a random model of two layers, for streams of millions of tokens.
+    """
+
+    comparison = "h2o_stream.compare.soak:Soak"
+    page = "h2o_stream.ui.pages.soak:page"
+
+    text: Annotated[Path | None, Option("A file. (default: the manual of Python)")] = None
+    tokens: Annotated[int, Option("Length of the stream.", min=20_000)] = 200_000
+    passes: Annotated[int, Option("Times the text is read.", min=2)] = 10
+    policy: Annotated[str, Option("Any that evicts.")] = DEFAULT_POLICY
+    window: Window = DEFAULT_WINDOW
+    engine: EngineChoice = "auto"
+
+    @property
+    def configs(self) -> list[CacheConfig]:
+        """The one."""
+        if self.policy == "full":
+            raise ConfigError("--policy full keeps everything, which no memory holds forever; give one that evicts")
+        return configs_of((self.policy,), (self.window,), self.seeds, self.cache)
+
+    def text_file(self) -> Path:
+        """The text; without one the manual of Python, which is written to a file."""
+        return self.text or manual_file(self.out or cache_folder())
+
+
+def manual_file(folder: Path) -> Path:
+    """The manual of Python, as a file in a folder."""
+    path = folder / "manual.txt"
+    write_text(path, python_manual(), "--out")
+    return path
+
+
+def _options_class(named: Any) -> type[ComparisonOptions]:
+    if not (isinstance(named, type) and issubclass(named, ComparisonOptions)):
+        raise TypeError(f"{named!r} is not a class derived from ComparisonOptions")
+    return named
+
+
+COMPARISONS: Registry[type[ComparisonOptions]] = Registry(
+    "h2o_stream.comparisons",
+    {
+        "nll": NllOptions,
+        "recall": RecallOptions,
+        "summarize": SummarizeOptions,
+        "speed": SpeedOptions,
+        "throughput": ThroughputOptions,
+        "tasks": TasksOptions,
+        "heavy-hitters": HeavyHittersOptions,
+        "soak": SoakOptions,
+    },
+    _options_class,
+)
+"""Subcommands of ``h2o-compare``, by name."""

@@ -1,0 +1,66 @@
+"""``h2o-compare all``: the options of several comparisons at once, in two sizes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Annotated, Any
+
+from h2o_stream.compare.comparisons import COMPARISONS, Shape, manual_file
+from h2o_stream.compare.options import ComparisonOptions
+from h2o_stream.config import EngineChoice, ModelConfig
+from h2o_stream.options import Option
+from h2o_stream.resources import project_file
+
+_QUICK: dict[str, dict[str, Any]] = {
+    "nll": {"tokens": 2048, "windows": (128, 256)},
+    "recall": {"facts": 8, "distances": (64, 512, 2048), "windows": (128, 256)},
+    "summarize": {"limit": 8, "windows": (64, 128)},
+    "speed": {"histories": (256, 1024)},
+    "throughput": {"shapes": (Shape(128, 128),), "cache_budget": "32MiB"},
+}
+_THOROUGH: dict[str, dict[str, Any]] = {
+    "nll": {"tokens": 8192, "windows": (128, 256, 512)},
+    "recall": {"facts": 20, "distances": (64, 256, 1024, 4096), "windows": (128, 256, 512)},
+    "summarize": {"limit": None, "windows": (64, 128, 256)},
+    "speed": {"histories": (256, 2048, 8192)},
+    "throughput": {"shapes": (Shape(512, 32), Shape(512, 512)), "cache_budget": "128MiB"},
+}
+"""How much ``h2o-compare all`` measures."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class AllOptions:
+    """nll, recall, summarize, speed and throughput, and one report of them (extras "plots" and "rouge").
+
+    An interrupted run resumes.
+    """
+
+    out: Annotated[Path, Option("Folder for a folder of each comparison, and for the reports.")]
+    quick: Annotated[bool, Option("Small sizes: minutes on a laptop.")] = False
+    text: Annotated[Path | None, Option("A text file. (default: the manual of Python)")] = None
+    requests: Annotated[Path | None, Option("Requests in JSON Lines. (default: eight of our own)")] = None
+    model: ModelConfig = field(default_factory=ModelConfig)
+    cache: Mapping[str, Any] = field(default_factory=dict)
+    engine: EngineChoice = "auto"
+
+    def comparisons(self) -> list[ComparisonOptions]:
+        """The options of each.
+
+        Raises:
+            DataError: a text cannot be read, or the folder not be written.
+        """
+        text = self.text or manual_file(self.out)
+        requests = self.requests or project_file("data/articles/requests.jsonl")
+        inputs: dict[str, dict[str, Any]] = {
+            "nll": {"text": (text,)},
+            "recall": {"text": text},
+            "summarize": {"requests": requests},
+            "speed": {"text": text, "engine": self.engine},
+            "throughput": {"text": text, "engine": self.engine},
+        }
+        return [
+            COMPARISONS[name](out=self.out / name, model=self.model, cache=self.cache, **inputs[name], **sizes)
+            for name, sizes in (_QUICK if self.quick else _THOROUGH).items()
+        ]

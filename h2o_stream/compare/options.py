@@ -1,0 +1,99 @@
+"""The options that comparisons share. Imports no torch, so that ``--help`` is fast and wrong options fail fast."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar
+
+from h2o_stream.config import DEFAULT_WINDOW, POLICIES, CacheConfig, ModelConfig
+from h2o_stream.errors import ConfigError
+from h2o_stream.options import Option, listed, numbers
+from h2o_stream.registry import resolve
+
+if TYPE_CHECKING:
+    from h2o_stream.compare.comparison import Comparison
+
+
+def _policies(text: str, flag: str) -> tuple[str, ...]:
+    policies = listed(text, flag)
+    for policy in policies:
+        if policy not in POLICIES:
+            raise ConfigError(f"policy {policy!r} is unknown; {flag} takes some of {', '.join(POLICIES)}")
+    return policies
+
+
+Policies = Annotated[Sequence[str], Option("Policies, separated by commas.", parse=_policies)]
+Windows = Annotated[Sequence[int], Option("Windows, separated by commas.", parse=numbers)]
+Window = Annotated[int, Option("Tokens kept per layer and KV head.")]
+Seeds = Annotated[Sequence[int], Option("Seeds of random, separated by commas.", parse=numbers)]
+
+
+def configs_of(
+    policies: Sequence[str], windows: Sequence[int], seeds: Sequence[int], cache: Mapping[str, Any]
+) -> list[CacheConfig]:
+    """Every policy with every window and, if it is random, every seed; ``full`` comes first and once.
+
+    Args:
+        policies: names in `POLICIES`.
+        windows: in tokens.
+        seeds: of the policies that draw.
+        cache: the other arguments of `CacheConfig`.
+    """
+    configs: list[CacheConfig] = []
+    for policy in dict.fromkeys(policies):
+        if policy == "full":
+            configs.append(CacheConfig("full", **{name: cache[name] for name in ("chunk", "device") if name in cache}))
+            continue
+        for window in windows:
+            config = CacheConfig(**{**cache, "policy": policy, "window": window})
+            configs += [replace(config, seed=seed) for seed in (seeds if POLICIES[policy].draws else (0,))]
+    return sorted(configs, key=lambda config: config.policy != "full")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ComparisonOptions:
+    """Base of the options of a comparison. A subclass adds fields; its docstring is the help of its subcommand.
+
+    A field ``engine: EngineChoice`` brings the option --engine.
+
+    Attributes:
+        comparison: ``module:class`` of the `Comparison`, which is made from these options.
+        page: ``module:function`` that lays out its records, see `ui.pages`.
+        policies: names in `POLICIES`.
+        windows: in tokens.
+        seeds: of random policies.
+        out: folder for all of it; None for none.
+        model: which model.
+        cache: arguments of `CacheConfig` for all policies.
+
+    Raises:
+        ConfigError: options are wrong or contradict each other.
+    """
+
+    comparison: ClassVar[str]
+    page: ClassVar[str] = "h2o_stream.ui.pages:plain_page"
+
+    policies: Sequence[str] = ()
+    windows: Sequence[int] = (DEFAULT_WINDOW,)
+    seeds: Sequence[int] = (0,)
+    out: Annotated[
+        Path | None,
+        Option("Folder for settings, records, tables and plots; an interrupted comparison resumes there."),
+    ] = None
+    model: ModelConfig = field(default_factory=ModelConfig)
+    cache: Mapping[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        _ = self.configs
+
+    @property
+    def configs(self) -> list[CacheConfig]:
+        """What is compared: every policy with every window and seed."""
+        return configs_of(self.policies, self.windows, self.seeds, self.cache)
+
+    def make(self) -> Comparison[Any]:
+        """Import the comparison and make it."""
+        comparison: Comparison[Any] = resolve(self.comparison)(self)
+        return comparison

@@ -1,0 +1,112 @@
+"""How a setting is given on a command line: flags, help and parser. Knows no command-line library."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from h2o_stream.errors import ConfigError
+from h2o_stream.resources import is_file, project_file, read_text, replace_surrogates
+
+
+class Option:
+    """The option of a field: ``tokens: Annotated[int, Option("Tokens read.", min=1)] = 4096``.
+
+    Type and default are the field's.
+
+    Args:
+        help: for ``--help``.
+        flags: all its names; by default the field's, as ``--field-name``.
+        parse: turns text, and the flag for messages, into the field's value; a field without it is parsed by its type.
+        panel: heading in ``--help``.
+        more: other arguments of `typer.Option`, such as min, max, hidden, callback.
+    """
+
+    def __init__(
+        self,
+        help: str,
+        *flags: str,
+        parse: Callable[[str, str], Any] | None = None,
+        panel: str | None = None,
+        **more: Any,
+    ) -> None:
+        self.help, self.flags, self.parse, self.panel, self.more = help, flags, parse, panel, more
+
+
+def listed(text: str, flag: str) -> tuple[str, ...]:
+    """The words between commas.
+
+    Raises:
+        ConfigError: there are none.
+    """
+    items = tuple(item.strip() for item in text.split(",") if item.strip())
+    if not items:
+        raise ConfigError(f"{flag} is empty; give one or more, separated by commas")
+    return items
+
+
+def listed_if_any(text: str, flag: str) -> tuple[str, ...]:
+    """The same for an option that may be empty."""
+    return listed(text, flag) if text else ()
+
+
+def paths(text: str, flag: str) -> tuple[Path, ...]:
+    """File names, separated by commas."""
+    return tuple(map(Path, listed(text, flag)))
+
+
+def numbers(text: str, flag: str) -> tuple[int, ...]:
+    """Whole numbers, separated by commas.
+
+    Raises:
+        ConfigError: one of them is not a whole number, or there are none.
+    """
+    items = listed(text, flag)
+    for item in items:
+        if not item.isdecimal():
+            raise ConfigError(f"{item!r} is not a whole number; {flag} takes numbers and commas")
+    return tuple(map(int, items))
+
+
+def numbers_if_any(text: str, flag: str) -> tuple[int, ...]:
+    """The same for an option that may be empty."""
+    return numbers(text, flag) if text else ()
+
+
+_UNITS = {"": 1, "B": 1, "KIB": 1 << 10, "MIB": 1 << 20, "GIB": 1 << 30, "KB": 10**3, "MB": 10**6, "GB": 10**9}
+
+
+def parse_bytes(text: str, flag: str) -> int:
+    """A size with its unit, in bytes.
+
+    Raises:
+        ConfigError: it is not a size.
+    """
+    size = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([a-zA-Z]*)", text.strip())
+    if not size or size[2].upper() not in _UNITS:
+        raise ConfigError(f"{text!r} is not a size; {flag} takes one like 128MiB or 2GiB")
+    return int(float(size[1]) * _UNITS[size[2].upper()])
+
+
+def text_or_file(text: str | None, text_option: str, file: Path | None, file_option: str) -> str | None:
+    """A text that is given directly or as a file.
+
+    Args:
+        text: the text itself.
+        text_option: its option, for messages.
+        file: a file with the text, or the name of one in prompts/.
+        file_option: its option, for messages.
+
+    Raises:
+        ConfigError: both were given.
+        DataError: the file cannot be read as UTF-8.
+    """
+    if file is None:
+        return text if text is None else replace_surrogates(text)
+    if text is not None:
+        raise ConfigError(f"{text_option} and {file_option} were both given; leave one of them out")
+    named = project_file("prompts") / f"{file}.txt"
+    path = named if not is_file(file) and is_file(named) else file
+    return read_text(path, f"{file_option} {file}").strip()

@@ -1,0 +1,212 @@
+"""Policies and comparisons of other packages: found by their entry points, imported when they are used."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from h2o_stream import CacheConfig, ConfigError, H2OStreamError, attach
+from h2o_stream.cache.identity import policy_source
+from h2o_stream.compare.comparisons import COMPARISONS
+from h2o_stream.config import POLICIES
+from tests.test_cli import invoke, records
+
+POLICY = '''
+import torch
+
+from h2o_stream.cache.policies import Policy
+from h2o_stream.config import PolicyDefaults
+
+
+class Oldest(Policy):
+    """Keep the oldest tokens."""
+
+    defaults = PolicyDefaults(heavy_share=0.5, sinks=0, decay=1.0, positions="rolling")
+
+    def priority(self, held):
+        return -held.index.float()
+
+
+TABLE = PolicyDefaults(heavy_share=0.25, sinks=2, decay=1.0, positions="gap", rule="oldest:Oldest")
+'''
+
+OPTIONS = '''
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+from h2o_stream.compare.options import ComparisonOptions, Policies
+from h2o_stream.options import Option
+
+
+@dataclass(frozen=True, kw_only=True)
+class CountOptions(ComparisonOptions):
+    """Count the letters of a text."""
+
+    comparison = "count_letters:Count"
+
+    text: Annotated[Path, Option("A text file.")]
+    times: Annotated[int, Option("How often.", min=1)] = 2
+    policies: Policies = ("h2o",)
+'''
+
+COMPARISON = """
+from functools import partial
+
+from h2o_stream.compare.comparison import Comparison, Job
+from h2o_stream.compare.folder import JobResult
+
+
+class Count(Comparison):
+    name = "count"
+
+    def begin(self, notify):
+        return {"model": self.options.model.model, "text": str(self.options.text)}
+
+    def jobs(self):
+        return [Job(f"count {n}", {"n": n}, 1, partial(self.count, n)) for n in range(self.options.times)]
+
+    def count(self, n):
+        yield JobResult({"letters": n + len(self.options.text.read_text())})
+
+    def records(self, parts):
+        for config, part in zip(self.configs * self.options.times, parts):
+            yield {"type": self.name, "policy": config.policy, "letters": part.figures["letters"]}
+"""
+
+
+def install(folder: Path, package: str, group: str, entry: str, **modules: str) -> None:
+    """Lay out an installed package with one entry point, as pip does."""
+    info = folder / f"{package.replace('-', '_')}-1.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {package}\nVersion: 1.0\nSummary: Made for tests\n")
+    (info / "entry_points.txt").write_text(f"[h2o_stream.{group}]\n{entry}\n")
+    for name, source in modules.items():
+        (folder / f"{name}.py").write_text(source)
+
+
+@pytest.fixture
+def site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """A folder of installed packages; what is loaded from it is forgotten afterwards."""
+    folder = tmp_path / "site"
+    folder.mkdir()
+    monkeypatch.syspath_prepend(folder)
+    for registry in (POLICIES, COMPARISONS):
+        monkeypatch.setattr(registry, "_items", dict(registry._items))
+    yield folder
+    for name in ("oldest", "count_options", "count_letters"):
+        sys.modules.pop(name, None)
+    importlib.invalidate_caches()
+
+
+@pytest.fixture
+def text(tmp_path: Path) -> Path:
+    path = tmp_path / "text.txt"
+    path.write_text("The quick brown fox jumps over the lazy dog. " * 20)
+    return path
+
+
+def shell(site: Path, command: str, *arguments: str) -> Any:
+    """Run a command in a new process; its standard error ends with whether torch was imported."""
+    code = (
+        f"import sys\nsys.argv[0] = {command!r}\n"
+        f"from h2o_stream.cli.{command.removeprefix('h2o-')} import main\n"
+        "try:\n    main()\nfinally:\n    print('torch' in sys.modules, file=sys.stderr)\n"
+    )
+    path = os.pathsep.join([str(site), *filter(None, [os.environ.get("PYTHONPATH")])])
+    environment = os.environ | {"PYTHONPATH": path, "COLUMNS": "120"}
+    return subprocess.run(
+        [sys.executable, "-c", code, *arguments], env=environment, capture_output=True, text=True, check=False
+    )
+
+
+@pytest.mark.parametrize(("target", "sinks", "positions"), [("Oldest", 0, "rolling"), ("TABLE", 2, "gap")])
+def test_a_policy(
+    site: Path, text: Path, tiny: Any, tiny_folder: Path, target: str, sinks: int, positions: str
+) -> None:
+    install(site, "oldest-policy", "policies", f"oldest = oldest:{target}", oldest=POLICY)
+    plan = CacheConfig("oldest", 24).plan()
+    assert (plan.sinks, plan.positions) == (sinks, positions)
+    with attach(tiny, CacheConfig("oldest", 24, heavy=20, sinks=0)) as cache:
+        tiny(torch.randint(3, 60, (1, 90)), past_key_values=cache)
+        assert cache.kept(0)[0, 0, :20].tolist() == list(range(20))
+    base = ["nll", "-m", tiny_folder, "--text", text, "--tokens", "60", "--windows", "16", "--jsonl", "-", "-q"]
+    done = invoke("h2o-compare", *base, "--policies", "full,oldest")
+    assert done.exit_code == 0, done.stderr
+    run, full, oldest = records(done.stdout)
+    assert (full["policy"], oldest["policy"]) == ("full", "oldest")
+    assert run["cache"][1]["source"] == policy_source(plan)
+    assert len(policy_source(plan)) == 16
+
+
+def test_a_policy_is_listed_without_an_import(site: Path) -> None:
+    install(site, "oldest-policy", "policies", "oldest = oldest:Oldest", oldest=POLICY)
+    listed = shell(site, "h2o-chat", "--help")
+    assert "full, oldest." in listed.stdout
+    assert listed.stderr.endswith("False\n")
+    with pytest.raises(ConfigError, match="takes one of h2o, .*full, oldest$"):
+        CacheConfig("newest")
+    assert "oldest" not in sys.modules
+
+
+def test_a_comparison(site: Path, text: Path, tmp_path: Path) -> None:
+    modules = {"count_options": OPTIONS, "count_letters": COMPARISON}
+    install(site, "letter-count", "comparisons", "count = count_options:CountOptions", **modules)
+    done = invoke("h2o-compare", "count", "--text", text, "--times", "3", "--jsonl", "-", "--out", tmp_path / "out")
+    assert done.exit_code == 0, done.stderr
+    run, *found = records(done.stdout)
+    assert run["command"] == "h2o-compare count"
+    letters = len(text.read_text())
+    assert [record["letters"] for record in found] == [letters, letters + 1, letters + 2]
+    assert "| h2o | " in (tmp_path / "out" / "count.md").read_text()
+    assert invoke("h2o-compare", "report", tmp_path / "out", "--to", tmp_path / "report.html").exit_code == 0
+    assert invoke("h2o-compare", "count", "--text", text, "--times", "0").exit_code == 2
+    wrong = invoke("h2o-compare", "count", "--text", text, "--policies", "best")
+    assert wrong.exit_code == 2
+    assert "--policies takes some of" in wrong.stderr
+
+
+def test_a_comparison_is_listed_without_an_import(site: Path) -> None:
+    install(site, "letter-count", "comparisons", "count = count_options:CountOptions", count_options=OPTIONS)
+    listed = shell(site, "h2o-compare", "--help")
+    assert " count " in listed.stdout
+    assert "Made for tests" in listed.stdout
+    assert listed.stderr == "False\n"
+    own = shell(site, "h2o-compare", "count", "--help")
+    assert "Count the letters of a text." in own.stdout
+    assert {"--text", "--times", "--policies", "--model", "--kv-bits", "--out"} <= set(own.stdout.split())
+    assert own.stderr == "False\n"
+
+
+@pytest.mark.parametrize(
+    ("entry", "reason"),
+    [
+        ("oldest:Missing", "AttributeError"),
+        ("oldest:torch", "AttributeError"),
+        ("nowhere:Oldest", "ModuleNotFoundError"),
+    ],
+)
+def test_a_policy_that_cannot_be_used(site: Path, entry: str, reason: str) -> None:
+    install(site, "oldest-policy", "policies", f"oldest = {entry}", oldest=POLICY)
+    with pytest.raises(H2OStreamError, match=f"^oldest of oldest-policy .* cannot be used: {reason}: [^\n]*$"):
+        CacheConfig("oldest")
+    CacheConfig("h2o")
+
+
+@pytest.mark.parametrize("source", ["raise RuntimeError('worn out')", "CountOptions = 3"])
+def test_a_comparison_that_cannot_be_used(site: Path, text: Path, tiny_folder: Path, source: str) -> None:
+    install(site, "letter-count", "comparisons", "count = count_options:CountOptions", count_options=source)
+    done = invoke("h2o-compare", "count", "--text", text)
+    assert done.exit_code == 1
+    assert done.stderr.startswith("h2o-compare: count of letter-count ")
+    assert done.stderr.count("\n") == 1
+    assert invoke("h2o-compare", "--help").exit_code == 0
+    base = ["-m", tiny_folder, "--text", text, "--tokens", "20", "--policies", "recent", "--windows", "16", "-q"]
+    assert invoke("h2o-compare", "nll", *base).exit_code == 0
