@@ -1,5 +1,10 @@
 """The exceptions a user of h2o_stream can meet. Each message is one line that says what to change."""
 
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 
 class H2OStreamError(Exception):
     """Base of everything this package raises on purpose."""
@@ -29,3 +34,18 @@ def means_out_of_memory(error: BaseException) -> bool:
     """Whether an error of Python, torch or the operating system says that memory has ended."""
     signs = ("allocate memory", "out of memory", "bad_alloc")
     return isinstance(error, MemoryError) or any(sign in str(error).lower() for sign in signs)
+
+
+@contextmanager
+def file_errors(place: object) -> Iterator[None]:
+    """Turn an OSError of the block into a one-line DataError about this place. A broken pipe is passed through.
+
+    Raises:
+        DataError: a file could not be read or written.
+    """
+    try:
+        yield
+    except BrokenPipeError:
+        raise
+    except OSError as error:
+        raise DataError(f"{place}: {error.strerror or error}") from error

@@ -22,7 +22,7 @@ from h2o_stream.cli.options import (
 )
 from h2o_stream.config import ChatConfig, ModelConfig
 from h2o_stream.errors import ConfigError
-from h2o_stream.session.records import Records
+from h2o_stream.session.jsonl import JsonlWriter
 
 if TYPE_CHECKING:
     from h2o_stream.ui.terminal import Terminal
@@ -62,7 +62,7 @@ def _list_models(wanted: bool) -> None:
         from h2o_stream.models.kept import embedded_models, kept_bytes, kept_folders
         from h2o_stream.models.stores import stored_models
         from h2o_stream.resources import cache_folder
-        from h2o_stream.ui.figures import size
+        from h2o_stream.ui.format import format_bytes
         from h2o_stream.ui.tables import models_table
         from h2o_stream.ui.terminal import Terminal
 
@@ -71,7 +71,7 @@ def _list_models(wanted: bool) -> None:
             if not terminal.page.is_terminal:
                 terminal.page.width = _ENDLESS  # a name a line, for scripts
             terminal.page.print(models_table([*embedded_models(), *stored_models()], kept_folders()))
-            terminal.note(f"h2o_stream keeps {size(kept_bytes())} in {cache_folder()}", style="dim")
+            terminal.note(f"h2o_stream keeps {format_bytes(kept_bytes())} in {cache_folder()}", style="dim")
         raise typer.Exit
 
 
@@ -84,13 +84,13 @@ def _kept_names() -> list[str]:
 def _forget(name: str | None) -> None:
     if name is not None:
         from h2o_stream.models.kept import forget
-        from h2o_stream.ui.figures import size
+        from h2o_stream.ui.format import format_bytes
         from h2o_stream.ui.terminal import Terminal
 
         with run.reporting("h2o-chat", debug=False):
             terminal, gone = Terminal(), forget(name)
             for folder in gone:
-                terminal.note(f"removed {folder.path} ({folder.content}), {size(folder.nbytes)}")
+                terminal.note(f"removed {folder.path} ({folder.content}), {format_bytes(folder.nbytes)}")
         raise typer.Exit
 
 
@@ -179,12 +179,12 @@ def chat(chat: ChatOptions, talk: ConversationOptions, output: OutputOptions, in
         if settings.model.tensor_parallel and (config.prompt is None or config.session or config.record):
             raise ConfigError("--tensor-parallel answers --prompt and --prompt-file, without --session and --record")
         output = run.speaking(output)
-        with Records(output.jsonl) as records:
+        with JsonlWriter(output.jsonl) as records:
             terminal = run.open_terminal(output)
             if _can_start_early(settings.model, config, output, terminal):
-                from h2o_stream.ui.early import EarlyChat
+                from h2o_stream.ui.loading_chat import LoadingChat
 
-                with EarlyChat(settings, config, terminal, records, invocation.sources()) as early:
+                with LoadingChat(settings, config, terminal, records, invocation.sources()) as early:
                     finish = early.run()
             else:
                 with run.loading(settings.model, terminal):

@@ -21,7 +21,7 @@ from h2o_stream.cli.comparisons import (
 from h2o_stream.cli.options import CacheOptions, EngineOptions, ModelOptions, OutputOptions, VersionOption, takes
 from h2o_stream.config import ModelConfig
 from h2o_stream.processes import Processes
-from h2o_stream.session.records import Records
+from h2o_stream.session.jsonl import JsonlWriter
 
 app = run.app()
 
@@ -162,7 +162,7 @@ def everything(
         config = model.model_config()
         makes = comparison.makes(config, cache, engine.engine_choice())
         output = run.speaking(output)
-        with Records(output.jsonl) as records:
+        with JsonlWriter(output.jsonl) as records:
             for name, make in makes.items():
                 _run(make, config, comparison.out / name, output, records)
         if Processes().main:
@@ -183,11 +183,11 @@ def report(comparison: ReportOptions, output: OutputOptions) -> None:
 
 def _report(folders: list[Path], to: Path, output: OutputOptions) -> None:
     from h2o_stream.ui.plots import require_matplotlib
-    from h2o_stream.ui.report import finished_in, write_report
+    from h2o_stream.ui.report import read_comparisons, write_report
     from h2o_stream.ui.terminal import Terminal
 
     require_matplotlib()
-    write_report(finished_in(folders), to)
+    write_report(read_comparisons(folders), to)
     Terminal(output.color, output.quiet).note(f"the report is {to}")
 
 
@@ -201,17 +201,17 @@ def _show(make: Make, model: ModelConfig, out: Path | None, output: OutputOption
         output: where its records and words go.
     """
     output = run.speaking(output)
-    with Records(output.jsonl) as records:
+    with JsonlWriter(output.jsonl) as records:
         _run(make, model, out, output, records)
 
 
-def _run(make: Make, model: ModelConfig, out: Path | None, output: OutputOptions, records: Records) -> None:
+def _run(make: Make, model: ModelConfig, out: Path | None, output: OutputOptions, records: JsonlWriter) -> None:
     terminal = run.open_terminal(output, bars=True)
     with run.loading(model, terminal):
-        from h2o_stream.ui.comparison import show
+        from h2o_stream.ui.comparison import run_comparison
 
         comparison = make()
-    show(comparison, out, terminal, records, Processes(together=model.tensor_parallel))
+    run_comparison(comparison, out, terminal, records, Processes(together=model.tensor_parallel))
 
 
 def main() -> None:

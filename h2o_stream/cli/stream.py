@@ -10,8 +10,8 @@ from h2o_stream.cli import run
 from h2o_stream.cli.options import ConversationOptions, OutputOptions, one_of, option, takes
 from h2o_stream.config import POLICIES
 from h2o_stream.errors import ConfigError, DataError
+from h2o_stream.session.jsonl import JsonlWriter
 from h2o_stream.session.questions import Question, QuestionSet, load_questions
-from h2o_stream.session.records import Records
 
 app = run.app("H2O")
 
@@ -87,15 +87,15 @@ def stream(replay: ReplayOptions, talk: ConversationOptions, output: OutputOptio
         if settings.model.tensor_parallel and (replay.record or policies):
             raise ConfigError("--tensor-parallel goes without --record and --compare; leave them out")
         output = run.speaking(output)
-        with Records(output.jsonl) as records:
+        with JsonlWriter(output.jsonl) as records:
             terminal = run.open_terminal(output)
             with run.loading(settings.model, terminal):
                 from h2o_stream.ui.panes import compare_policies
-                from h2o_stream.ui.replay import replay_questions
+                from h2o_stream.ui.stream import stream_questions
             if policies:
                 finish = compare_policies(settings, policies, questions, replay.turns, replay.loop, terminal, records)
             else:
-                finish = replay_questions(
+                finish = stream_questions(
                     settings, questions, replay.turns, replay.loop, replay.record, terminal, records
                 )
             run.leave(finish)

@@ -1,64 +1,21 @@
-"""``--jsonl``: one record a line, written and flushed as it happens, so that an interrupted run is kept."""
+"""The first record of every run: which command ran, with which settings, on which machine."""
 
 from __future__ import annotations
 
 import json
 import platform
-import sys
 from collections.abc import Mapping
-from contextlib import suppress
 from pathlib import Path
-from typing import Any, Self, TextIO
+from typing import Any
 
 from h2o_stream.errors import DataError
-from h2o_stream.session.lines import to_json_line
 
 RUN, RECORDS = "run.json", "records.jsonl"
-"""Names of the files that a comparison writes into its folder: what ran, and all it found."""
-
-
-class Records:
-    """A JSON Lines file, standard output (``-``), or nothing at all (None)."""
-
-    def __init__(self, target: str | None) -> None:
-        self._file: TextIO | None = None
-        self._owned = target not in (None, "-")
-        self._target = target
-        if target == "-":
-            self._file = sys.stdout
-        elif target is not None:
-            try:
-                self._file = Path(target).open("w", encoding="utf-8")  # noqa: SIM115
-            except OSError as error:
-                raise DataError(f"--jsonl {target}: {error.strerror or error}") from error
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        if self._owned and self._file is not None:
-            with suppress(OSError):  # every record was flushed: an error here was reported then
-                self._file.close()
-
-    def write(self, record: dict[str, Any]) -> None:
-        """Append a record.
-
-        Raises:
-            DataError: the file cannot be written any more (disk full, say).
-        """
-        if self._file is None:
-            return
-        try:
-            self._file.write(to_json_line(record, self._file.encoding))
-            self._file.flush()
-        except BrokenPipeError:
-            raise
-        except OSError as error:
-            raise DataError(f"--jsonl {self._target}: {error.strerror or error}") from error
+"""The files of a comparison's folder that hold its run record and all its results."""
 
 
 def run_record(command: str, **settings: Any) -> dict[str, Any]:
-    """The first record of every run: what ran, with what, on what."""
+    """The first record of a run."""
     from importlib.metadata import version
 
     packages = ("h2o-stream", "torch", "transformers", "tokenizers")
@@ -72,7 +29,7 @@ def run_record(command: str, **settings: Any) -> dict[str, Any]:
 
 
 def hardware() -> dict[str, Any]:
-    """This machine."""
+    """A description of this machine."""
     import psutil
 
     return {
@@ -83,12 +40,12 @@ def hardware() -> dict[str, Any]:
     }
 
 
-def name_of(run: Mapping[str, Any]) -> str:
-    """The comparison that a run record is of."""
+def comparison_name(run: Mapping[str, Any]) -> str:
+    """The comparison that a run record belongs to."""
     return str(run["command"]).rpartition(" ")[2]
 
 
-def read_run(folder: Path) -> dict[str, Any]:
+def read_run_record(folder: Path) -> dict[str, Any]:
     """The run record of a folder.
 
     Raises:
@@ -97,7 +54,7 @@ def read_run(folder: Path) -> dict[str, Any]:
     try:
         run = json.loads((folder / RUN).read_text(encoding="utf-8"))
         if not isinstance(run, dict) or not isinstance(run.get("command"), str):
-            raise ValueError("no run record")
+            raise ValueError("not a run record")
     except (OSError, ValueError) as error:
         raise DataError(f"{folder / RUN}: {error}; is this the --out folder of a comparison?") from error
     return run

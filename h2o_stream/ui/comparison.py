@@ -1,4 +1,4 @@
-"""Runs a comparison in front of people: progress, records as they come, tables at the end, all in a folder."""
+"""Runs a comparison and shows it: progress bars, records as they come, tables at the end, files in a folder."""
 
 from __future__ import annotations
 
@@ -10,60 +10,62 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from rich.progress import Progress, TaskID
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 
 from h2o_stream.compare.comparison import Comparison, Doing, Job, outcomes
 from h2o_stream.compare.folder import Folder, writing
 from h2o_stream.processes import Processes
 from h2o_stream.resources import replace_surrogates
-from h2o_stream.session.records import Records, run_record
+from h2o_stream.session.jsonl import JsonlWriter
+from h2o_stream.session.run_record import run_record
 from h2o_stream.ui.pages import Page, page_of
 from h2o_stream.ui.plots import draw, require_matplotlib
-from h2o_stream.ui.progress import progress_bars
-from h2o_stream.ui.tables import figures_table, markdown_page
+from h2o_stream.ui.tables import data_table, markdown_page
 from h2o_stream.ui.terminal import Terminal
 
 
-def show(comparison: Comparison, out: Path | None, terminal: Terminal, records: Records, processes: Processes) -> None:
+def run_comparison(
+    comparison: Comparison, out: Path | None, terminal: Terminal, jsonl: JsonlWriter, processes: Processes
+) -> None:
     """Run a comparison and show it.
 
     Args:
-        comparison: which.
-        out: a folder for all of it, where it can be interrupted and goes on later; None for none.
+        comparison: to run.
+        out: folder for the results, from which an interrupted run resumes; None for none.
         terminal: where progress and tables go.
-        records: gets the run's record and the comparison's.
+        jsonl: receives the run record and the comparison's records.
         processes: that share its work or its model.
 
     Raises:
         DataError: the folder cannot be written, or holds another run.
-        H2OStreamError: what the comparison raises; matplotlib is missing, which the folder's plots need.
+        H2OStreamError: raised by the comparison; or matplotlib is missing, which the plots in the folder need.
     """
     if out is not None:
         require_matplotlib()
     with closing(comparison):
         folder = Folder(out)
-        begun = {
+        started = {
             "command_line": ["h2o-compare", *map(replace_surrogates, sys.argv[1:])],
             "begun": datetime.now(UTC).isoformat(timespec="seconds"),
         }
         run = run_record(
-            f"h2o-compare {comparison.name}", **comparison.begin(terminal.note), **begun, processes=processes.count
+            f"h2o-compare {comparison.name}", **comparison.begin(terminal.note), **started, processes=processes.count
         )
         if processes.main:
             folder.claim(run)
-        records.write(run)
-        made: list[dict[str, Any]] = []
+        jsonl.write(run)
+        results: list[dict[str, Any]] = []
         with progress_bars(terminal) as progress:
             jobs = comparison.jobs()
             parts = outcomes(jobs, comparison.alone, folder, processes, _Bars(jobs, progress))
             for record in comparison.records(parts):
-                records.write(record)
-                made.append(record)
+                jsonl.write(record)
+                results.append(record)
         if not processes.main:
             return
-        page = page_of(comparison.name, run, made)
+        page = page_of(comparison.name, run, results)
         if out is not None:
-            folder.keep_records(run, made)
+            folder.keep_records(run, results)
             folder.write(f"{comparison.name}.md", markdown_page(page))
             for name, text in comparison.files():
                 folder.write(name, text)
@@ -75,17 +77,29 @@ def show(comparison: Comparison, out: Path | None, terminal: Terminal, records: 
 
 
 def print_page(page: Page, terminal: Terminal) -> None:
-    """A page on stderr."""
+    """Print a page on stderr."""
     if terminal.quiet:
         return
     legend = f" ({page.legend})" if page.legend else ""
     terminal.console.print(f"{page.title}{legend}", markup=False, highlight=False)
     for table in page.tables:
-        terminal.console.print(figures_table(table.title, table.header, table.rows))
+        terminal.console.print(data_table(table.title, table.header, table.rows))
+
+
+def progress_bars(terminal: Terminal) -> Progress:
+    """A context manager for progress bars, which are hidden without a live terminal."""
+    return Progress(
+        TextColumn("{task.description}", markup=False),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeRemainingColumn(),
+        console=terminal.console,
+        disable=terminal.quiet or not terminal.live,
+    )
 
 
 class _Bars:
-    """A bar for all jobs of one label."""
+    """One progress bar for all jobs with the same label."""
 
     def __init__(self, jobs: Sequence[Job], progress: Progress) -> None:
         self._progress, self._tasks = progress, dict[str, TaskID]()

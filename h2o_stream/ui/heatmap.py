@@ -1,4 +1,4 @@
-"""The heat strip: the words that the cache still holds, the warmer the more heads hold them."""
+"""Shows which words the cache still holds: the warmer the color, the more heads hold them."""
 
 from __future__ import annotations
 
@@ -6,32 +6,33 @@ from collections.abc import Sequence
 
 from rich.text import Text
 
-from h2o_stream.session.holdings import HeldPassage
+from h2o_stream.session.retention import RetainedPassage
 
 HEAT = ((0.1, "bright_black"), (0.3, "blue"), (0.6, "cyan"), (0.9, "yellow"), (1.0, "bold red"))
-"""Upper ends of the shares of heads, and how text held by so many looks."""
+"""Upper limits of the share of heads, and the style of text held by so many."""
 
 
-def strip(passages: Sequence[HeldPassage], of: str) -> Text:
-    """Every turn with what is left of it, oldest first; gaps are shown as dots.
+def heatmap(passages: Sequence[RetainedPassage], heads: str) -> Text:
+    """What is left of every turn, oldest first. Gaps are shown as dots.
 
     Args:
-        passages: what is held.
-        of: whose heads these are, for the legend.
+        passages: what the cache holds.
+        heads: which heads were examined, for the legend.
     """
     shown = Text()
-    for held in passages:
-        shown.append(f"turn {held.passage.turn} · {_percent(held.share)} kept\n", "bold")
-        before = held.passage.start - 1
-        for piece in held.pieces:
-            if piece.index != before + 1:
-                shown.append(" … " if before >= held.passage.start else "… ", "dim")
+    for retained in passages:
+        passage = retained.passage
+        shown.append(f"turn {passage.turn} · {_percent(retained.share)} kept\n", "bold")
+        previous = passage.start - 1
+        for piece in retained.pieces:
+            if piece.index != previous + 1:
+                shown.append(" … " if previous >= passage.start else "… ", "dim")
             shown.append(_flat(piece.text), _style(piece.share))
-            before = piece.index
-        if before != held.passage.stop - 1:
+            previous = piece.index
+        if previous != passage.stop - 1:
             shown.append(" …", "dim")
         shown.append("\n")
-    shown.append(f"held by ... of the heads of {of}: ", "dim")
+    shown.append(f"held by ... of the heads of {heads}: ", "dim")
     for limit, style in HEAT:
         shown.append(f" to {limit:.0%} ", style)
     return shown
@@ -46,5 +47,5 @@ def _style(share: float) -> str:
 
 
 def _flat(text: str) -> str:
-    """On one line; a line break is a space and its sign."""
+    """The text on one line, with a sign for each line break."""
     return text.replace("\n", "↵ ").replace("\t", " ")

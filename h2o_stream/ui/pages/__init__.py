@@ -1,4 +1,4 @@
-"""What each comparison shows: tables and charts made of its records, the same in a terminal, a folder and a report."""
+"""The tables and charts of each comparison, made from its records: for the terminal, a folder and a report."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ KINDS = ("nll", "recall", "summarize", "tasks", "speed", "throughput", "soak", "
 
 
 @dataclass(frozen=True)
-class Figures:
+class TableData:
     """A table."""
 
     title: str
@@ -24,7 +24,7 @@ class Figures:
 
 @dataclass(frozen=True)
 class Curve:
-    """A line of a chart; a curve without a name is left out of the legend, those of one kind have one colour."""
+    """A line of a chart. Without a name it is not in the legend. Curves of the same kind share a color."""
 
     name: str
     x: Sequence[float]
@@ -34,15 +34,15 @@ class Curve:
 
 @dataclass(frozen=True)
 class Chart:
-    """Curves.
+    """A chart of one or more curves.
 
     Attributes:
-        name: of its file.
-        title: above it.
+        name: of its file, without extension.
+        title: shown above it.
         axes: names of x and y.
         curves: one or more.
-        y_range: of the y axis; None is what the curves need.
-        logarithmic: the axes that are, of "x" and "y".
+        y_range: of the y axis; None to fit the curves.
+        logarithmic: the logarithmic axes, of "x" and "y".
     """
 
     name: str
@@ -55,18 +55,18 @@ class Chart:
 
 @dataclass(frozen=True)
 class Page:
-    """All there is to see of a comparison.
+    """What a comparison shows.
 
     Attributes:
         title: what was measured.
-        legend: what the columns mean, where they do not say so themselves.
+        legend: explains columns that need it.
         tables: one or more.
         charts: any number.
     """
 
     title: str
     legend: str
-    tables: Sequence[Figures]
+    tables: Sequence[TableData]
     charts: Sequence[Chart] = ()
 
 
@@ -76,7 +76,7 @@ def page_of(kind: str, run: Record, records: Sequence[Record]) -> Page:
     Args:
         kind: one of `KINDS`.
         run: its run record.
-        records: its other ones.
+        records: its other records.
     """
     module = import_module(f"h2o_stream.ui.pages.{kind.replace('-', '_')}")
     page: Page = module.page(run, records)
@@ -84,7 +84,7 @@ def page_of(kind: str, run: Record, records: Sequence[Record]) -> Page:
 
 
 def label(record: Record) -> str:
-    """The policy, and the seed where it is not the first."""
+    """The policy, and the seed unless it is 0."""
     return f"{record['policy']} #{record['seed']}" if record.get("seed") else str(record["policy"])
 
 
@@ -93,11 +93,11 @@ def curve_name(record: Record) -> str:
     return f"{label(record)} {record['window'] or ''}".strip()
 
 
-def shown(value: Any) -> str:
-    """A value that may be missing."""
+def or_dash(value: Any) -> str:
+    """A value, or a dash if it is missing."""
     return "-" if value is None else str(value)
 
 
 def stem(path: str) -> str:
-    """The name of a text without folders and ending."""
+    """The file name of a text, without folders and extension."""
     return path.replace("\\", "/").rpartition("/")[2].rpartition(".")[0] or path

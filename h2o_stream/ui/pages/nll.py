@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from h2o_stream.ui.pages import Chart, Curve, Figures, Page, Record, curve_name, label, shown, stem
+from h2o_stream.ui.pages import Chart, Curve, Page, Record, TableData, curve_name, label, or_dash, stem
 
 _HEADER = ("policy", "window", "nll", "last half", "to full", "95%", "gap", "tok/s")
 
@@ -16,8 +16,8 @@ def page(run: Record, records: Sequence[Record]) -> Page:
     return Page(
         title,
         "to full: difference on the same tokens; gap: as a part of sink's",
-        [Figures(_span(own), _HEADER, [_row(record, own) for record in own]) for own in texts.values()],
-        [_chart(text, own, title) for text, own in texts.items()],
+        [TableData(_span(group), _HEADER, [_row(record, group) for record in group]) for group in texts.values()],
+        [_chart(text, group, title) for text, group in texts.items()],
     )
 
 
@@ -32,7 +32,7 @@ def _row(record: Record, records: Sequence[Record]) -> list[str]:
         interval = f"{to_full['low']:+.3f} to {to_full['high']:+.3f}"
     return [
         label(record),
-        shown(record["window"]),
+        or_dash(record["window"]),
         f"{record['nll']:.4f}",
         f"{record['nll_last_half']:.4f}",
         difference,
@@ -43,11 +43,11 @@ def _row(record: Record, records: Sequence[Record]) -> list[str]:
 
 
 def _gap(record: Record, records: Sequence[Record]) -> str:
-    """This policy's distance to the full cache, as a part of that of `sink` with the same window."""
+    """This policy's loss against the full cache, relative to that of `sink` with the same window."""
     for other in records:
         if (other["policy"], other["window"]) == ("sink", record["window"]) and other["to_full"]:
-            theirs = other["to_full"]["mean"]
-            return f"{record['to_full']['mean'] / theirs:.2f}" if theirs > 0 else "-"
+            baseline = other["to_full"]["mean"]
+            return f"{record['to_full']['mean'] / baseline:.2f}" if baseline > 0 else "-"
     return "-"
 
 

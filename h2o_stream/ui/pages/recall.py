@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from h2o_stream.ui.pages import Chart, Curve, Figures, Page, Record, curve_name, label, shown, stem
+from h2o_stream.ui.pages import Chart, Curve, Page, Record, TableData, curve_name, label, or_dash, stem
 
 
 def page(run: Record, records: Sequence[Record]) -> Page:
@@ -17,22 +17,22 @@ def page(run: Record, records: Sequence[Record]) -> Page:
         "window",
         *(f"{record['distance']:,} ({record['facts']})" for record in (policies[0] if policies else ())),
     ]
-    rows = [[label(own[0]), shown(own[0]["window"]), *map(_cell, own)] for own in policies]
+    rows = [[label(group[0]), or_dash(group[0]["window"]), *map(_cell, group)] for group in policies]
     curves = [
         Curve(
-            curve_name(own[0]),
-            [record["distance"] for record in own if record["recalled"] is not None],
-            [record["recalled"] for record in own if record["recalled"] is not None],
-            label(own[0]),
+            curve_name(group[0]),
+            [record["distance"] for record in group if record["recalled"] is not None],
+            [record["recalled"] for record in group if record["recalled"] is not None],
+            label(group[0]),
         )
-        for own in policies
+        for group in policies
     ]
     title = f"{run['model']}, {run['tokens']:,} tokens of {stem(run['text'])}: facts planted and asked for later"
     return Page(
         title,
         "mean margin of the right word in nats, and how often it is the likeliest; in brackets: facts that the full "
         "cache can tell, others do not count",
-        [Figures("tokens between the fact and the question", header, rows)],
+        [TableData("tokens between the fact and the question", header, rows)],
         [
             Chart(
                 "recall",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from h2o_stream.ui.pages import Chart, Curve, Figures, Page, Record, shown
+from h2o_stream.ui.pages import Chart, Curve, Page, Record, TableData, or_dash
 
 _HEADER = ("policy", "window", "ROUGE-1", "ROUGE-2", "ROUGE-L", "to full", "tokens", "tok/s")
 _ROUGE = ("rouge1", "rouge2", "rougeL")
@@ -16,7 +16,7 @@ def page(run: Record, records: Sequence[Record]) -> Page:
     return Page(
         title,
         "ROUGE F-measures in %; to full: ROUGE-2 as a part of the full cache's",
-        [Figures("", _HEADER, [_row(record, records) for record in records])],
+        [TableData("", _HEADER, [_row(record, records) for record in records])],
         _charts(records, title),
     )
 
@@ -25,7 +25,7 @@ def _row(record: Record, records: Sequence[Record]) -> list[str]:
     full = next((other["rouge2"] for other in records if other["policy"] == "full"), None)
     return [
         record["policy"],
-        shown(record["window"]),
+        or_dash(record["window"]),
         *("-" if record[name] is None else f"{100 * record[name]:.2f}" for name in _ROUGE),
         f"{record['rouge2'] / full:.3f}" if full and record["rouge2"] is not None else "-",
         f"{record['new_tokens'] / record['n']:.1f}",
@@ -37,8 +37,8 @@ def _charts(records: Sequence[Record], title: str) -> list[Chart]:
     windows = sorted({record["window"] for record in records if record["window"]})
     curves = []
     for policy in dict.fromkeys(record["policy"] for record in records if record["rouge2"] is not None):
-        own = {record["window"]: 100 * record["rouge2"] for record in records if record["policy"] == policy}
-        points = {window: own.get(window, own.get(None)) for window in windows}
+        scores = {record["window"]: 100 * record["rouge2"] for record in records if record["policy"] == policy}
+        points = {window: scores.get(window, scores.get(None)) for window in windows}
         curves.append(Curve(policy, list(points), [value for value in points.values() if value is not None]))
     if not (windows and curves):
         return []

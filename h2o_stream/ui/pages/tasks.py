@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from statistics import fmean
 
-from h2o_stream.ui.pages import Figures, Page, Record, label
+from h2o_stream.ui.pages import Page, Record, TableData, label
 
 _METRICS = ("acc_norm", "acc", "exact_match")
-"""Those that a table has, the first that a task knows."""
+"""Metrics of a task; the first that it has is shown."""
 
 
 def page(run: Record, records: Sequence[Record]) -> Page:
@@ -19,14 +19,16 @@ def page(run: Record, records: Sequence[Record]) -> Page:
     rows = []
     for policy, window in policies:
         same = [record for record in records if (label(record), record["window"]) == (policy, window)]
-        own = {record["task"]: _metric(record) for record in same}
+        scores = {record["task"]: _metric(record) for record in same}
         kept = "all" if policy == "full" else str(window) if run["ratio"] is None else f"{run['ratio']:.0%}"
-        rows.append([policy, kept, *(f"{100 * own[task]:.1f}" for task in tasks), f"{100 * fmean(own.values()):.1f}"])
+        rows.append(
+            [policy, kept, *(f"{100 * scores[task]:.1f}" for task in tasks), f"{100 * fmean(scores.values()):.1f}"]
+        )
     header = ["policy", "kept", *(f"{task} ({documents[task]})" for task in tasks), "mean"]
     return Page(
         f"{run['model']}, {run['dtype']}: accuracy on tasks of the lm-evaluation-harness, %",
         "kept: tokens of each context that answers can look back at; in brackets: documents",
-        [Figures("", header, rows)],
+        [TableData("", header, rows)],
     )
 
 
