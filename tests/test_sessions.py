@@ -135,7 +135,13 @@ def test_bad_names(tmp_path: Path, name: str) -> None:
         Session(name, tmp_path)
 
 
-@pytest.mark.parametrize("line", ["{}", "[]", "1", "nonsense", '{"type": "other"}', '{"type": "turn", "turn": 1}'])
+TURN = {"type": "turn", "turn": 1, "prompt": "a", "text": "b", "kind": "said", "finish": "stop", "time": "2026"}
+WRONG_TYPES = [json.dumps(TURN | wrong) for wrong in ({"time": 7}, {"text": None}, {"turn": "1"}, {"kind": "other"})]
+
+
+@pytest.mark.parametrize(
+    "line", ["{}", "[]", "1", "nonsense", '{"type": "other"}', '{"type": "turn", "turn": 1}', *WRONG_TYPES]
+)
 def test_a_damaged_transcript_is_named(tmp_path: Path, line: str) -> None:
     with filled(tmp_path):
         pass

@@ -53,7 +53,7 @@ def _list_sessions(wanted: bool) -> None:
         from h2o_stream.ui.tables import sessions_table
         from h2o_stream.ui.terminal import Terminal
 
-        Terminal().page.print(sessions_table())
+        Terminal().stdout_console.print(sessions_table())
         raise typer.Exit
 
 
@@ -68,9 +68,9 @@ def _list_models(wanted: bool) -> None:
 
         with run.reporting("h2o-chat", debug=False):
             terminal = Terminal()
-            if not terminal.page.is_terminal:
-                terminal.page.width = _ENDLESS  # a name a line, for scripts
-            terminal.page.print(models_table([*embedded_models(), *stored_models()], kept_folders()))
+            if not terminal.stdout_console.is_terminal:
+                terminal.stdout_console.width = _ENDLESS  # a name a line, for scripts
+            terminal.stdout_console.print(models_table([*embedded_models(), *stored_models()], kept_folders()))
             terminal.note(f"h2o_stream keeps {format_bytes(kept_bytes())} in {cache_folder()}", style="dim")
         raise typer.Exit
 
