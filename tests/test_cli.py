@@ -282,7 +282,7 @@ class TestStream:
                 raise OutOfMemoryError("out of memory after many tokens; try --window")
             feed(self, tokens)
 
-        monkeypatch.setattr(Engine, "_feed", fail)
+        monkeypatch.setattr(Engine, "_forward", fail)
         done = invoke("h2o-stream", "-m", tiny_folder, "--questions", questions, "-n", "200", "--jsonl", "-")
         assert done.exit_code == 1
         assert records(done.stdout)[-2]["finish"] == "oom"

@@ -201,7 +201,7 @@ class TestCommands:
             assert done.exit_code == 0, done.output
             assert "[66m" in done.stdout
             assert not spoken(done.output)
-        assert invoke("h2o-chat", "--sessions").stdout.count("\n") == 5
+        assert invoke("h2o-chat", "--sessions").stdout.count("\n") == 2, "those with fields of a wrong type are damaged"
 
     def test_a_chat(self, evil_folder: Path, sessions: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.chdir(tmp_path)

@@ -107,7 +107,7 @@ class ChatTemplate:
         messages = [_message("user", _FIRST_USER), _message("assistant", _REPLY), _message("user", _USER)]
         _, found, tail = self._render(messages).rpartition(_REPLY)
         if not found:
-            raise UnsupportedModelError("the chat template omits earlier replies; use a model with another template")
+            raise UnsupportedModelError("the chat template omits past replies; use a model with another template")
         return self._split(tail)
 
     def _render(self, messages: list[dict[str, str]]) -> str:
