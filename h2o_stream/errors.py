@@ -1,5 +1,10 @@
 """Exceptions of h2o_stream. Every message is one line that says what to change."""
 
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 
 class H2OStreamError(Exception):
     """Base class of all exceptions of this package."""
@@ -29,3 +34,18 @@ def means_out_of_memory(error: BaseException) -> bool:
     """Whether an error of Python, torch or the operating system reports that memory is exhausted."""
     signs = ("allocate memory", "out of memory", "bad_alloc")
     return isinstance(error, MemoryError) or any(sign in str(error).lower() for sign in signs)
+
+
+@contextmanager
+def file_errors(place: object) -> Iterator[None]:
+    """Turn an OSError of the block into a one-line DataError about this place. A broken pipe is passed through.
+
+    Raises:
+        DataError: a file could not be read or written.
+    """
+    try:
+        yield
+    except BrokenPipeError:
+        raise
+    except OSError as error:
+        raise DataError(f"{place}: {error.strerror or error}") from error

@@ -201,9 +201,9 @@ LINES: list[tuple[str, str]] = [
     ("", "question"),
     ("\n\n", "question"),
     ("{", "not JSON"),
-    ("[1]", "an object is needed"),
-    ('"turns"', "an object is needed"),
-    ("null", "an object is needed"),
+    ("[1]", "expected an object"),
+    ('"turns"', "expected an object"),
+    ("null", "expected an object"),
     ("{}", "turns"),
     ('{"turns": "one"}', "turns"),
     ('{"turns": []}', "turns"),
@@ -218,7 +218,7 @@ LINES: list[tuple[str, str]] = [
 """Question files: exit code 1 and the place, or nothing wrong at all (a lone surrogate is said as it can be)."""
 
 REQUESTS: list[tuple[str, str]] = [
-    ("", "no request in it"),
+    ("", "the file has no requests"),
     ("{}", "article or prompt"),
     ('{"article": ""}', "article or prompt"),
     ('{"article": 3}', "article or prompt"),

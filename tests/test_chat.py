@@ -60,7 +60,7 @@ class TestCommands:
         assert "/hepl is not a command" in done.stderr
         assert "/undo takes a number, not 'x'" in done.stderr
         assert "/pin needs TEXT" in done.stderr
-        assert "/exit takes nothing" in done.stderr
+        assert "/exit takes no argument" in done.stderr
         assert [record["type"] for record in records(out.read_text())] == ["run", "summary"]
 
     def test_paths_and_two_slashes_are_said(self, tiny_folder: Path, tmp_path: Path) -> None:
@@ -72,10 +72,10 @@ class TestCommands:
         file = tmp_path / "talk.json"
         lines = ["one", "two", "/undo", "three", "/regen", "/recall 1", "/recall 9", f"/export {file}", "/undo 9"]
         done = piped(tiny_folder, lines)
-        assert "taken back: two" in done.stderr
+        assert "undone: two" in done.stderr
         assert "turn 1 was read again: one" in done.stderr
         assert "there is no turn 9" in done.stderr
-        assert "9 turns cannot be taken back, there are 3" in done.stderr
+        assert "cannot undo 9 turns, there are 3" in done.stderr
         said = [message["content"] for message in json.loads(file.read_text())["messages"] if message["role"] == "user"]
         assert said == ["one", "three", "one"]
         first, _, third, again = done.stdout.splitlines()
@@ -139,7 +139,7 @@ class TestCommands:
         assert "the file is empty" in done.stderr
         assert "No such file" in done.stderr
         assert "File exists" in done.stderr
-        assert "neither in .md nor in .json" in done.stderr
+        assert "must end in .md or .json" in done.stderr
 
     def test_names_of_files_may_have_spaces(self, tiny_folder: Path, tmp_path: Path) -> None:
         out = tmp_path / "talk.md"
@@ -192,8 +192,8 @@ class TestCommands:
             "/load no/t",
         ]
         done = piped(tiny_folder, lines)
-        assert "session first goes on after turn 1: one" in done.stderr
-        assert "2 turns cannot be taken back, there are 1" in done.stderr
+        assert "session first resumed after turn 1: one" in done.stderr
+        assert "cannot undo 2 turns, there are 1" in done.stderr
         assert re.search(r"second +3 ", done.stderr)
         assert "cannot name a session" in done.stderr
         assert "second" in invoke("h2o-chat", "--sessions").stdout
@@ -207,7 +207,7 @@ class TestSessions:
         first = piped(tiny_folder, talk[:3], *options, "--session", "talk")
         assert "session talk begins" in first.stderr
         rest = piped(tiny_folder, talk[3:], *options, "--session", "talk")
-        assert "session talk goes on after turn 3: question 2" in rest.stderr
+        assert "session talk resumed after turn 3: question 2" in rest.stderr
         assert first.stdout.splitlines() + rest.stdout.splitlines() == whole
         file = tmp_path / "talk.md"
         assert invoke("h2o-chat", "--session", "talk", "--export", file).exit_code == 0
@@ -221,7 +221,7 @@ class TestSessions:
         assert "--retell feeds its transcript again" in refused.stderr
         again = piped(tiny_folder, ["three"], "--session", "talk", "--policy", "sink", "--retell")
         assert again.exit_code == 0
-        assert "session talk goes on after turn 2: two" in again.stderr
+        assert "session talk resumed after turn 2: two" in again.stderr
         assert piped(tiny_folder, ["four"], "--session", "talk", "--policy", "sink").exit_code == 0
 
     @pytest.mark.parametrize(
@@ -511,7 +511,7 @@ class TestSideBySide:
         options = ("-m", tiny_folder, "--questions", questions, "-n", 12, "--seed", 3, "--window", 64)
         done = invoke("h2o-stream", *options, "--compare", "full,h2o", "--jsonl", out)
         assert done.exit_code == 0
-        assert re.search(r"they part after \d+ characters|both say the same", done.stderr)
+        assert re.search(r"the replies differ after \d+ characters|the replies are identical", done.stderr)
         assert re.search(r"full: \d+ tokens seen", done.stderr)
         turns = [record for record in records(out.read_text()) if record["type"] == "turn"]
         assert [turn["policy"] for turn in turns] == ["full", "h2o"] * 2
@@ -519,7 +519,7 @@ class TestSideBySide:
             alone = invoke("h2o-stream", *options, "--policy", policy, "--jsonl", "-")
             assert texts(alone.stdout) == [turn["text"] for turn in turns if turn["policy"] == policy]
         same = invoke("h2o-stream", *options, "--compare", "h2o,h2o")
-        assert same.stderr.count("both say the same") == 2
+        assert same.stderr.count("the replies are identical") == 2
 
     @pytest.mark.parametrize("policies", ["full", "full,best", "full,h2o,sink", ""])
     def test_it_takes_two(self, policies: str) -> None:

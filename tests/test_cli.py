@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 
 from h2o_stream.cli import chat, compare, stream
 from h2o_stream.ui.screen import Screen
-from h2o_stream.ui.terminal import Reading, Terminal, printable
+from h2o_stream.ui.terminal import PrefillStatus, Terminal, printable
 from tests.terminal import BIN, Pty
 from tests.tolerance import LIKELIHOOD
 
@@ -208,13 +208,13 @@ class TestChat:
         done = invoke("h2o-chat", *talk, typed=typed)
         assert "/dance is not a command" in done.stderr
         assert "forget the conversation" in done.stderr
-        assert "The conversation starts anew" in done.stderr
+        assert "Started a new conversation" in done.stderr
         assert "turns (length 1)" in done.stderr
         assert done.stdout.count("\n") >= 2
         assert "slash" not in done.stderr
 
     def test_a_long_prompt_shows_progress(self, tiny_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(Reading, "EVERY_S", 0.0)
+        monkeypatch.setattr(PrefillStatus, "EVERY_S", 0.0)
         talk = ["-m", tiny_folder, "-n", "3", "-p", "-"]
         done = invoke("h2o-chat", *talk, typed="word " * 2000)
         assert re.search(r"reading 1,024 of 2,0\d\d tokens", done.stderr)
@@ -273,7 +273,7 @@ class TestStream:
     ) -> None:
         from h2o_stream.engine.engine import Engine
 
-        feed = Engine._feed
+        feed = Engine._forward
 
         def fail(self: Engine, tokens: list[int]) -> None:
             if self.cache.seen_tokens > 120:
@@ -282,7 +282,7 @@ class TestStream:
                 raise OutOfMemoryError("out of memory after many tokens; try --window")
             feed(self, tokens)
 
-        monkeypatch.setattr(Engine, "_feed", fail)
+        monkeypatch.setattr(Engine, "_forward", fail)
         done = invoke("h2o-stream", "-m", tiny_folder, "--questions", questions, "-n", "200", "--jsonl", "-")
         assert done.exit_code == 1
         assert records(done.stdout)[-2]["finish"] == "oom"
@@ -558,7 +558,7 @@ class TestTerminal:
     def test_the_screen_shows_markup_as_text(self, capsys: pytest.CaptureFixture[str]) -> None:
         terminal = Terminal()
         screen = Screen(terminal, "a [bold]title[/]", None)
-        screen.asked("turn [1/2]", "[red]ask[/red] :smile:\n\x1b[2J")
+        screen.start_turn("turn [1/2]", "[red]ask[/red] :smile:\n\x1b[2J")
         width = 60
         with terminal.console.capture() as captured:
             terminal.console.print(screen, width=width, height=12)

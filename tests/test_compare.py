@@ -94,7 +94,7 @@ class TestRecall:
             plan_questions(tokenizer, [5] * 100, 99, [64])
 
     def test_a_question_leaves_no_trace_and_the_embedded_model_remembers(self, embedded: LoadedModel) -> None:
-        """Asked twice in the same place, it gives the same answer."""
+        """TurnStart twice in the same place, it gives the same answer."""
         tokenizer, model = embedded.tokenizer, embedded.model
         text = tokenizer("It was a quiet day in the village, and nobody had anything to do. " * 60)["input_ids"]
         config = CacheConfig("sink", 96, chunk=16)

@@ -26,7 +26,7 @@ from torch import Tensor
 from h2o_stream import CacheConfig, ConfigError, Conversation, Engine, H2OStreamError, SamplingConfig
 from h2o_stream.cache.audit import audit
 from h2o_stream.errors import DataError
-from h2o_stream.session.keeper import Keeper, NoFitError
+from h2o_stream.session.history import ConversationHistory, ResumeError
 from h2o_stream.session.sessions import Session
 from h2o_stream.session.transcript import Header
 from tests.disturbances import full_disk, interrupted
@@ -84,7 +84,7 @@ class Talk:
 
 def make_engine() -> Engine:
     engine = Engine(MODEL, TOKENIZER, CACHE, SamplingConfig(temperature=1.0, seed=4, max_tokens=4))
-    engine.step = CACHE.chunk or 1
+    engine.prefill_step = CACHE.chunk or 1
     return engine
 
 
@@ -97,7 +97,7 @@ def digest_of(state: dict[str, Tensor]) -> str:
 
 def begun(talker: Any, kind: str, text: str) -> Iterator[Any]:
     if kind == "tell":
-        return talker.tell(text, "w9 w10")  # type: ignore[no-any-return]
+        return talker.feed_turn(text, "w9 w10")  # type: ignore[no-any-return]
     return (talker.say if kind == "say" else talker.pin)(text)  # type: ignore[no-any-return]
 
 
@@ -110,14 +110,14 @@ class ConversationMachine(RuleBasedStateMachine):
         self.stack.enter_context(patch.dict(os.environ, {"XDG_DATA_HOME": str(self.folder)}))
         self.stack.enter_context(torch.no_grad())
         self.engine = self.stack.enter_context(make_engine())
-        self.keeper = Keeper(Conversation(self.engine, SYSTEMS[0]), Header("small", "h2o", 32, None))
+        self.history = ConversationHistory(Conversation(self.engine, SYSTEMS[0]), Header("small", "h2o", 32, None))
         self.talk = Talk(SYSTEMS[0])
         self.name: str | None = None
         self.saved: dict[str, Talk] = {}
         self.behind: set[str] = set()
 
     def teardown(self) -> None:
-        self.keeper.close()
+        self.history.close()
         self.engine.close()
         self.check_that_a_fresh_one_comes_to_the_same()
         self.check_the_disk()
@@ -127,12 +127,12 @@ class ConversationMachine(RuleBasedStateMachine):
 
     @property
     def digest(self) -> str:
-        return digest_of(self.keeper.conversation.state_dict()) if self.engine.tokens else ""
+        return digest_of(self.history.conversation.state_dict()) if self.engine.tokens else ""
 
     def seen(self, talk: Talk) -> bool:
         """Whether the conversation is as the model says."""
-        conversation = self.keeper.conversation
-        entries = [(entry.kind, entry.prompt, entry.text, entry.finish) for entry in self.keeper.entries]
+        conversation = self.history.conversation
+        entries = [(entry.kind, entry.prompt, entry.text, entry.finish) for entry in self.history.entries]
         return (
             not conversation.torn
             and (entries, conversation.pins, conversation.system) == (talk.entries, talk.pins, talk.system)
@@ -166,7 +166,7 @@ class ConversationMachine(RuleBasedStateMachine):
             self.saved[self.name] = self.talk
 
     def there(self, name: str | None) -> bool:
-        session = self.keeper.session
+        session = self.history.session
         return (None if session is None else session.name) == name
 
     def on_disk(self, name: str) -> bool:
@@ -177,22 +177,22 @@ class ConversationMachine(RuleBasedStateMachine):
 
     @rule(kind=kinds, text=texts, events=st.none() | st.integers(1, 6), disturbance=disturbances)
     def turn(self, kind: str, text: str, events: int | None, disturbance: Any) -> None:
-        before, draws, told = self.talk, self.engine.sampler.state, list[str]()
+        before, draws, told = self.talk, self.engine.sampler.rng_state, list[str]()
 
         def do() -> None:
-            iterator = begun(self.keeper, kind, text)
+            iterator = begun(self.history, kind, text)
             for event in islice(iterator, events):
                 told.append(getattr(event, "detail", ""))
             if events is not None:
                 iterator.close()  # type: ignore[attr-defined]
 
         error = self.disturbed(disturbance, do)
-        if len(self.keeper.entries) == len(before.turns):
+        if len(self.history.entries) == len(before.turns):
             assert self.seen(before), error
             assert error is not None or (self.engine.tokens or not before.turns)
             return
         assert self.there(self.name)
-        entry = self.keeper.entries[-1]
+        entry = self.history.entries[-1]
         assert entry.prompt == text
         assert error is None or isinstance(error, KeyboardInterrupt | DataError), error
         after = (entry.kind, entry.prompt, entry.text, entry.finish)
@@ -209,7 +209,7 @@ class ConversationMachine(RuleBasedStateMachine):
 
     @rule(count=st.integers(1, 3), disturbance=disturbances)
     def undo(self, count: int, disturbance: Any) -> None:
-        error = self.disturbed(disturbance, lambda: self.keeper.undo(count))
+        error = self.disturbed(disturbance, lambda: self.history.undo(count))
         turns = self.talk.turns
         after = replace(self.talk, turns=turns[:-count]) if count <= len(turns) else self.talk
         assert count <= len(turns) or error is not None
@@ -217,14 +217,14 @@ class ConversationMachine(RuleBasedStateMachine):
 
     @rule(system=st.none() | st.sampled_from(SYSTEMS) | st.just(TOO_LONG), disturbance=disturbances)
     def reset(self, system: str | None, disturbance: Any) -> None:
-        error = self.disturbed(disturbance, lambda: self.keeper.reset(system))
+        error = self.disturbed(disturbance, lambda: self.history.reset(system))
         assert system != TOO_LONG or isinstance(error, ConfigError | KeyboardInterrupt)
         self.before_or(Talk(self.talk.system if system is None else system), error, self.name)
 
     @rule(name=names, disturbance=disturbances)
     def save(self, name: str, disturbance: Any) -> None:
         known = self.on_disk(name)
-        error = self.disturbed(disturbance, lambda: self.keeper.save(name))
+        error = self.disturbed(disturbance, lambda: self.history.save(name))
         assert not known or error is not None
         self.before_or(self.talk, error, self.name)
         if not known and self.on_disk(name):
@@ -234,7 +234,7 @@ class ConversationMachine(RuleBasedStateMachine):
     @rule(name=names, disturbance=disturbances)
     def fork(self, name: str, disturbance: Any) -> None:
         known = self.on_disk(name)
-        error = self.disturbed(disturbance, lambda: self.keeper.fork(name))
+        error = self.disturbed(disturbance, lambda: self.history.fork(name))
         assert not known or error is not None
         self.before_or(self.talk, error, self.name if known else name)
         assert known or self.there(name) or not self.on_disk(name), "nothing is left of a copy that was not taken up"
@@ -242,17 +242,17 @@ class ConversationMachine(RuleBasedStateMachine):
     @rule(name=names, create=st.booleans(), retell=st.booleans(), disturbance=disturbances)
     def load(self, name: str, create: bool, retell: bool, disturbance: Any) -> None:
         known = self.on_disk(name)
-        error = self.disturbed(disturbance, lambda: self.keeper.open(name, create))
+        error = self.disturbed(disturbance, lambda: self.history.open(name, create))
         if name == self.name or not (known or create):
             assert error is not None
             return self.before_or(self.talk, error, self.name)
-        if isinstance(error, NoFitError):
+        if isinstance(error, ResumeError):
             assert name in self.behind or disturbance is not None, error
             self.before_or(self.talk, error, self.name)
             return self.hear_again(name, None) if retell else None
         after = self.saved[name] if known else Talk(self.talk.system)
         if name in self.behind and self.there(name):
-            after = replace(after, turns=after.turns[: len(self.keeper.entries)])
+            after = replace(after, turns=after.turns[: len(self.history.entries)])
             self.behind.discard(name)
         self.before_or(after, error, name)
         return None
@@ -263,10 +263,10 @@ class ConversationMachine(RuleBasedStateMachine):
             self.hear_again(name, disturbance, events)
 
     def hear_again(self, name: str, disturbance: Any, events: int | None = None) -> None:
-        draws, digests = self.engine.sampler.state, list[tuple[str, tuple[int, ...]]]()
+        draws, digests = self.engine.sampler.rng_state, list[tuple[str, tuple[int, ...]]]()
 
         def do() -> None:
-            iterator = self.keeper.retell(name)
+            iterator = self.history.replay(name)
             for _ in islice(iterator, events):
                 pass
             iterator.close()
@@ -276,13 +276,13 @@ class ConversationMachine(RuleBasedStateMachine):
             assert error is not None or events is not None
             return self.before_or(self.talk, error or KeyboardInterrupt(), self.name)
         there = self.saved[name]
-        entries, turns = self.keeper.entries, list[Said]()
+        entries, turns = self.history.entries, list[Said]()
         assert [entry.prompt for entry in entries] == [turn.text for turn in there.turns][: len(entries)]
         assert len(entries) == len(there.turns) or name in self.behind
         self.behind.discard(name)
         with suppress(H2OStreamError):  # states of long ago
             for entry in reversed(entries):
-                state = self.keeper._transactions.checkpoint.state(entry.turn)
+                state = self.history._transactions.checkpoint.state(entry.turn)
                 if state is None:
                     break
                 digests.append((digest_of(state), tuple(state["engine.tokens"].tolist())))
@@ -298,7 +298,7 @@ class ConversationMachine(RuleBasedStateMachine):
 
     @rule()
     def leave_the_session(self) -> None:
-        self.keeper.close()
+        self.history.close()
         self.name = None
 
     # what always holds
@@ -306,11 +306,11 @@ class ConversationMachine(RuleBasedStateMachine):
     @invariant()
     def it_is_as_the_model_says(self) -> None:
         assert self.there(self.name)
-        conversation = self.keeper.conversation
+        conversation = self.history.conversation
         assert not conversation.torn
         assert conversation.system == self.talk.system
         assert conversation.pins == self.talk.pins
-        assert [entry.prompt for entry in self.keeper.entries] == [turn.text for turn in self.talk.turns]
+        assert [entry.prompt for entry in self.history.entries] == [turn.text for turn in self.talk.turns]
         tokens, place = self.engine.tokens, 0
         assert tuple(tokens) == (self.talk.turns[-1].tokens if self.talk.turns else ())
         assert self.engine.cache.seen_tokens == len(tokens)
@@ -329,9 +329,9 @@ class ConversationMachine(RuleBasedStateMachine):
         with make_engine() as engine:
             conversation = Conversation(engine, self.talk.system)
             for turn in self.talk.turns:
-                engine.sampler.state = turn.draws
+                engine.sampler.rng_state = turn.draws
                 kind, told, reply = turn.kind.partition(" ")
-                events = conversation.tell(turn.text, reply) if told else begun(conversation, kind, turn.text)
+                events = conversation.feed_turn(turn.text, reply) if told else begun(conversation, kind, turn.text)
                 for _ in islice(events, turn.events):
                     pass
                 del events

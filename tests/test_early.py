@@ -20,10 +20,10 @@ import h2o_stream.ui.start
 from h2o_stream.config import ChatConfig, Settings
 from h2o_stream.errors import ModelNotFoundError
 from h2o_stream.progress import Progress
-from h2o_stream.session.records import Records
+from h2o_stream.session.jsonl import JsonlWriter
 from h2o_stream.ui import loading
-from h2o_stream.ui.early import EarlyChat, Loader
-from h2o_stream.ui.loading import LoadingLine, shown_loading
+from h2o_stream.ui.loading import LoadingLine, show_loading
+from h2o_stream.ui.loading_chat import BackgroundLoader, LoadingChat
 from h2o_stream.ui.terminal import Terminal
 from tests.terminal import Pty
 
@@ -45,9 +45,9 @@ class Early:
         self.error: Exception | None = None
         self.times_opened = 0
         self.opened_in: threading.Thread | None = None
-        monkeypatch.setattr(h2o_stream.ui.start, "prepare", self._prepare)
-        monkeypatch.setattr(h2o_stream.ui.chat, "opened_chat", self._opened)
-        self.chat = EarlyChat(Settings(), ChatConfig(), Terminal(), Records(None), {})
+        monkeypatch.setattr(h2o_stream.ui.start, "load_conversation", self._prepare)
+        monkeypatch.setattr(h2o_stream.ui.chat, "open_chat", self._opened)
+        self.chat = LoadingChat(Settings(), ChatConfig(), Terminal(), JsonlWriter(None), {})
 
     def _prepare(self, settings: Settings, notify: Callable[[str], None], progress: Any) -> object:
         while not self.loaded.wait(0.01):
@@ -166,7 +166,7 @@ class TestLoader:
     def test_stopping_it_ends_it_at_its_next_progress(self, monkeypatch: pytest.MonkeyPatch) -> None:
         cleaned = []
 
-        def prepare(settings: Settings, notify: object, progress: Callable[[Progress], None]) -> None:
+        def load_conversation(settings: Settings, notify: object, progress: Callable[[Progress], None]) -> None:
             try:
                 for done in range(10_000):
                     progress(Progress("writing", done, 10_000))
@@ -174,9 +174,9 @@ class TestLoader:
             finally:
                 cleaned.append(True)
 
-        monkeypatch.setattr(h2o_stream.ui.start, "prepare", prepare)
+        monkeypatch.setattr(h2o_stream.ui.start, "load_conversation", load_conversation)
         heard: list[Progress] = []
-        loader = Loader(Settings(), heard.append)
+        loader = BackgroundLoader(Settings(), heard.append)
         loader.start()
         while not heard:
             time.sleep(0.01)
@@ -185,7 +185,7 @@ class TestLoader:
         assert isinstance(loader.result.exception(1), KeyboardInterrupt)
 
     def test_one_that_never_began(self) -> None:
-        Loader(Settings(), lambda progress: None).stop()
+        BackgroundLoader(Settings(), lambda progress: None).stop()
 
 
 class TestLoadingLine:
@@ -220,7 +220,7 @@ class TestLoadingLine:
         now = 0.0
         monkeypatch.setattr(loading.time, "monotonic", lambda: now)
         for quiet in (False, True):
-            with shown_loading("model", Terminal(quiet=quiet)) as progress:
+            with show_loading("model", Terminal(quiet=quiet)) as progress:
                 for _ in range(25):
                     now += 1.0
                     progress(Progress("packing", 1, 1000))

@@ -24,7 +24,7 @@ from transformers.generation.logits_process import (
 from h2o_stream import CacheConfig, ConfigError, Engine, H2OStreamError, SamplingConfig
 from h2o_stream.config import PREFILL_STEP
 from h2o_stream.engine.events import Finished, PrefillProgress, Token
-from h2o_stream.engine.sampling import Sampler, nucleus, one_thread
+from h2o_stream.engine.sampling import Sampler, nucleus, single_thread
 from h2o_stream.engine.text import TextStream
 from h2o_stream.models.load import LoadedModel
 
@@ -95,7 +95,7 @@ class TestStream:
             assert held == {24}
 
     def test_prefill_reports_progress(self, engine: Engine) -> None:
-        engine.step = PREFILL_STEP
+        engine.prefill_step = PREFILL_STEP
         events = list(engine.prefill(range(100, 800)))
         assert [event.done for event in events] == [*range(PREFILL_STEP, 700, PREFILL_STEP), 700]
         assert {event.total for event in events} == {700}
@@ -137,7 +137,7 @@ class TestEnds:
         assert len(run(engine.decode())[0]) == 12
 
     def test_interrupted_during_prefill(self, engine: Engine) -> None:
-        engine.step = PREFILL_STEP
+        engine.prefill_step = PREFILL_STEP
         progress = engine.prefill(range(100, 800))
         assert isinstance(next(progress), PrefillProgress)
         engine.should_stop = lambda: True
@@ -264,7 +264,7 @@ class TestSampling:
     def draws(self, count: int = 40, **settings: Any) -> list[int]:
         sampler = Sampler(SamplingConfig(**settings), None)
         logits = torch.tensor([3.0, 2.0, 1.0, 0.0, -1.0])
-        return [sampler.draw(logits, [0]) for _ in range(count)]
+        return [sampler.sample(logits, [0]) for _ in range(count)]
 
     def test_greedy(self) -> None:
         assert set(self.draws(temperature=0)) == {0}
@@ -290,9 +290,9 @@ class TestSampling:
     @pytest.mark.parametrize("temperature", [0.0, 0.7])
     def test_what_is_no_number_is_never_drawn_from(self, temperature: float) -> None:
         sampler = Sampler(SamplingConfig(temperature=temperature), None)
-        sampler.draw(torch.tensor([1.0, -torch.inf, 2.0]), [0])
+        sampler.sample(torch.tensor([1.0, -torch.inf, 2.0]), [0])
         with pytest.raises(H2OStreamError, match="not numbers"):
-            sampler.draw(torch.tensor([1.0, torch.nan, 2.0]), [0])
+            sampler.sample(torch.tensor([1.0, torch.nan, 2.0]), [0])
 
     def test_the_model_recommends_and_the_user_decides(self) -> None:
         class Recommended:
@@ -386,7 +386,7 @@ def test_what_can_be_drawn_is_what_transformers_leaves(
     warpers += [MinPLogitsWarper(min_p)] if min_p else []
     for scores in 3 * torch.randn(5, 2000, generator=torch.Generator().manual_seed(1)):
         wanted = warpers(torch.zeros(1, 0), scores[None].clone())[0]
-        ids, ours = sampler.possible(scores)
+        ids, ours = sampler.candidates(scores)
         assert ids.tolist() == wanted.isfinite().nonzero()[:, 0].tolist()
         assert ours.equal(wanted[ids])
 
@@ -397,12 +397,12 @@ def test_equal_scores_and_forbidden_tokens() -> None:
     scores = torch.tensor([-torch.inf, 0.0, -torch.inf, 0.0])
     for settings in ({"top_p": 0.9}, {"top_p": 1.0}, {"top_k": 4}):
         sampler = Sampler(SamplingConfig(temperature=1.0, seed=0, **settings), None)
-        assert sampler.possible(scores)[0].tolist() == [1, 3]
-        assert {sampler.draw(scores, []) for _ in range(50)} == {1, 3}
+        assert sampler.candidates(scores)[0].tolist() == [1, 3]
+        assert {sampler.sample(scores, []) for _ in range(50)} == {1, 3}
 
 
 def test_a_draw_leaves_the_number_of_threads() -> None:
     before = torch.get_num_threads()
-    with one_thread():
+    with single_thread():
         assert torch.get_num_threads() == 1
     assert torch.get_num_threads() == before

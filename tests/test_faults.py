@@ -67,7 +67,7 @@ class TestSignals:
         assert last["text"]
         again = invoke("h2o-chat", "-m", tiny_folder, "--session", "talk", "-n", "2", "--temp", "0", typed="three\n")
         assert again.exit_code == 0, again.stderr
-        assert f"goes on after turn {last['turn']}" in again.stderr
+        assert f"resumed after turn {last['turn']}" in again.stderr
 
     def test_terminated_while_nothing_is_going_on(self, tiny_folder: Path) -> None:
         with Pty("h2o-chat", "-m", str(tiny_folder)) as terminal:

@@ -249,4 +249,4 @@ class TestInTheShell:
         assert invoke("h2o-chat", *options, "--quantize", "int8").exit_code == 0
         refused = invoke("h2o-chat", *options, "--quantize", "int4")
         assert refused.exit_code == 1
-        assert "session one cannot be gone on from where it was: the state belongs to another model" in refused.stderr
+        assert "session one cannot be resumed: the state belongs to another model" in refused.stderr

@@ -39,16 +39,16 @@ def test_loop(tmp_path: Path) -> None:
     file = tmp_path / "q.jsonl"
     file.write_text(GOOD + "\n\n" + GOOD.replace("1", '"x"') + "\n")
     found = load_questions(file)
-    assert [(q.id, t) for q, t in found.replay(loop=False)] == [(1, "a"), (1, "b"), ("x", "a"), ("x", "b")]
-    assert [t for _, t in islice(found.replay(loop=True), 9)] == ["a", "b"] * 4 + ["a"]
+    assert [(q.id, t) for q, t in found.prompts(loop=False)] == [(1, "a"), (1, "b"), ("x", "a"), ("x", "b")]
+    assert [t for _, t in islice(found.prompts(loop=True), 9)] == ["a", "b"] * 4 + ["a"]
 
 
 @pytest.mark.parametrize(
     ("line", "what"),
     [
         ("{", "not JSON"),
-        ("[1]", "this is list"),
-        ("null", "this is NoneType"),
+        ("[1]", "got list"),
+        ("null", "got NoneType"),
         ("{}", "question_id and category and turns missing"),
         ('{"question_id": 1, "category": "c"}', "turns missing"),
         ('{"question_id": 1, "category": "c", "turns": []}', "turns must be"),

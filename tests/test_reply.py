@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from rich.console import Console
 from rich.text import Text
 
-from h2o_stream.ui.reply import Blocks, MarkdownReply, closed
+from h2o_stream.ui.reply import MarkdownBlocks, MarkdownReply, close_marks
 
 TEXT = """# A title
 
@@ -35,7 +35,7 @@ And the end.
 
 
 def cut(text: str, size: int) -> list[str]:
-    blocks = Blocks()
+    blocks = MarkdownBlocks()
     found = [block for start in range(0, len(text), size) for block in blocks.push(text[start : start + size])]
     return found + blocks.close()
 
@@ -68,7 +68,7 @@ def test_code_in_code_stays_open() -> None:
     [("a **b", "a **b**"), ("a **b**", "a **b**"), ("a `b", "a `b`"), ("a **", "a "), ("```\n`", "```\n`"), ("a", "a")],
 )
 def test_open_marks_are_closed(block: str, shown: str) -> None:
-    assert closed(block) == shown
+    assert close_marks(block) == shown
 
 
 @pytest.mark.parametrize("refreshed", [1, 7])

@@ -38,7 +38,7 @@ def test_both_forms_are_read(tmp_path: Path) -> None:
     ("line", "words"),
     [
         ("{", "not JSON"),
-        ("[1]", "an object is needed, this is list"),
+        ("[1]", "expected an object, got list"),
         ({"text": "x"}, "article or prompt must be"),
         ({"prompt": 3}, "article or prompt must be"),
         ({"prompt": ""}, "article or prompt must be"),
@@ -59,5 +59,5 @@ def test_what_is_wrong_is_named_with_its_line(tmp_path: Path, line: Any, words: 
 
 
 def test_an_empty_file(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match="no request in it"):
+    with pytest.raises(DataError, match="the file has no requests"):
         read_requests(written(tmp_path, ""))

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 import h2o_stream
 from h2o_stream.errors import H2OStreamError
-from h2o_stream.session.lines import read_objects
+from h2o_stream.session.jsonl import read_objects
 from h2o_stream.session.questions import load_questions
 from h2o_stream.session.requests import read_requests
 from h2o_stream.session.transcript import Transcript

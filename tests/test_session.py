@@ -16,8 +16,8 @@ from h2o_stream.models.templates import FALLBACK_STOPS, FALLBACK_TEMPLATE
 from h2o_stream.session.questions import load_questions
 from h2o_stream.session.report import RunReport
 from h2o_stream.session.template import ChatTemplate
+from h2o_stream.session.timings import Timings
 from h2o_stream.session.turn import Turn
-from h2o_stream.session.work import Work
 
 END = "<|im_end|>"
 SYSTEM = "You are a terse assistant."
@@ -44,15 +44,15 @@ class TestTemplate:
     ) -> None:
         end = tokenizer.convert_tokens_to_ids(END)
         template = ChatTemplate(tokenizer, system, {end})
-        fed = template.opening(TALK[0]).tokens
+        fed = template.first_turn(TALK[0]).tokens
         for reply, user in zip(REPLIES, TALK[1:], strict=False):
             fed += tokenizer(reply)["input_ids"] + ([end] if ended else [])
-            fed += template.following(user, ended).tokens
+            fed += template.next_turn(user, ended).tokens
         assert fed == written(tokenizer, TALK, REPLIES[:2], system)
 
     def test_the_system_prompt_is_pinned(self, tokenizer: PreTrainedTokenizerBase) -> None:
-        prompt = ChatTemplate(tokenizer, SYSTEM, ()).opening(TALK[0])
-        pinned = tokenizer.decode(prompt.tokens[: prompt.pinned])
+        prompt = ChatTemplate(tokenizer, SYSTEM, ()).first_turn(TALK[0])
+        pinned = tokenizer.decode(prompt.tokens[: prompt.num_pinned])
         assert pinned == f"<|im_start|>system\n{SYSTEM}{END}\n<|im_start|>user\n"
 
     @pytest.mark.parametrize(
@@ -63,7 +63,7 @@ class TestTemplate:
     ) -> None:
         template = ChatTemplate(tokenizer, SYSTEM, ())
         special = set(tokenizer.all_special_ids)
-        for make in (template.opening, lambda text: template.following(text, False)):
+        for make in (template.first_turn, lambda text: template.next_turn(text, False)):
             harmless, hostile = make("hello").tokens, make(attack).tokens
             assert sum(t in special for t in hostile) == sum(t in special for t in harmless)
             assert attack in tokenizer.decode(hostile)
@@ -78,9 +78,9 @@ class TestTemplate:
             "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
         )
         with pytest.raises(UnsupportedModelError, match="past replies"):
-            ChatTemplate(forgetful, None, ()).following("x", False)
+            ChatTemplate(forgetful, None, ()).next_turn("x", False)
         forgetful.chat_template = forgetful.chat_template.replace("{{ m.content[-4:] }}", "{{ m.content }}")
-        fed = ChatTemplate(forgetful, None, ()).following("Next?", False).tokens
+        fed = ChatTemplate(forgetful, None, ()).next_turn("Next?", False).tokens
         assert tokenizer.decode(fed) == f"{END}\n<|im_start|>user\nNext?{END}\n<|im_start|>assistant\n"
 
     def test_a_template_without_a_system_role(self, tokenizer: PreTrainedTokenizerBase) -> None:
@@ -89,16 +89,16 @@ class TestTemplate:
             "{% for m in messages %}{% if m.role == 'system' %}{{ raise_exception('no system role') }}{% endif %}"
             "[{{ m.role }}] {{ m.content }}\n{% endfor %}{% if add_generation_prompt %}[assistant]{% endif %}"
         )
-        prompt = ChatTemplate(strict, SYSTEM, ()).opening("Hello")
+        prompt = ChatTemplate(strict, SYSTEM, ()).first_turn("Hello")
         assert tokenizer.decode(prompt.tokens) == f"[user] {SYSTEM}\n\nHello\n[assistant]"
-        assert SYSTEM in tokenizer.decode(prompt.tokens[: prompt.pinned])
+        assert SYSTEM in tokenizer.decode(prompt.tokens[: prompt.num_pinned])
 
     def test_the_fallback_for_base_models(self, tokenizer: PreTrainedTokenizerBase) -> None:
         base = copy.deepcopy(tokenizer)
         base.chat_template, base.bos_token = FALLBACK_TEMPLATE, "<|endoftext|>"
         template = ChatTemplate(base, SYSTEM, ())
-        assert tokenizer.decode(template.opening("Hi").tokens) == f"<|endoftext|>{SYSTEM}\n\nUser: Hi\nAssistant:"
-        assert tokenizer.decode(template.following("Bye", False).tokens) == "\nUser: Bye\nAssistant:"
+        assert tokenizer.decode(template.first_turn("Hi").tokens) == f"<|endoftext|>{SYSTEM}\n\nUser: Hi\nAssistant:"
+        assert tokenizer.decode(template.next_turn("Bye", False).tokens) == "\nUser: Bye\nAssistant:"
         assert FALLBACK_STOPS == ("\nUser:",)
 
 
@@ -111,8 +111,8 @@ class TestConversation:
     def test_three_turns_feed_the_system_prompt_once_and_every_token(self, embedded: LoadedModel) -> None:
         engine, conversation = self.talk(embedded)
         fed: list[int] = []
-        feed = engine._feed
-        engine._feed = lambda tokens: (fed.extend(tokens), feed(tokens))[1]
+        feed = engine._forward
+        engine._forward = lambda tokens: (fed.extend(tokens), feed(tokens))[1]
         with engine:
             turns = [self.last(conversation.say(text)) for text in TALK]
         text = embedded.tokenizer.decode(fed)
@@ -124,7 +124,7 @@ class TestConversation:
             assert turn.number == number
             assert turn.text in text
             assert f"{turn.text}{END}" in text or turn.finish == "length"
-        assert turns[-1].counts.seen == len(fed) == sum(t.work.prompt_tokens + t.work.new_tokens for t in turns)
+        assert turns[-1].counts.seen == len(fed) == sum(t.timings.prompt_tokens + t.timings.new_tokens for t in turns)
         assert "Paris" in turns[0].text
         assert "Rome" in turns[1].text, "it remembers what the second question is about"
 
@@ -144,9 +144,9 @@ class TestConversation:
         system = "You are a support agent of the company Bluefin. The company was founded in 1987."
         with Engine(embedded.model, embedded.tokenizer, CacheConfig(window=256), SamplingConfig(0, max_tokens=16)) as e:
             conversation = Conversation(e, system, embedded.stops)
-            questions = (text for _, text in load_questions(None).replay(loop=True))
+            questions = (text for _, text in load_questions(None).prompts(loop=True))
             while e.counts.seen < 3000:
-                list(conversation.tell(next(questions), next(questions)))
+                list(conversation.feed_turn(next(questions), next(questions)))
             assert "1987" in self.last(conversation.say("When was the company founded?")).text
 
     def test_a_system_prompt_that_fills_the_window_is_refused_at_once(
@@ -169,8 +169,8 @@ class TestConversation:
             assert (last.finish, bool(last.text)) == ("interrupted", True)
             engine.should_stop = lambda: False
             fed: list[int] = []
-            feed = engine._feed
-            engine._feed = lambda tokens: (fed.extend(tokens), feed(tokens))[1]
+            feed = engine._forward
+            engine._forward = lambda tokens: (fed.extend(tokens), feed(tokens))[1]
             assert self.last(conversation.say(TALK[0])).finish in ("stop", "length")
         assert embedded.tokenizer.decode(fed).startswith(f"{END}\n<|im_start|>user\n{TALK[0]}")
 
@@ -200,7 +200,7 @@ class TestConversation:
             seen = engine.cache.seen_tokens
             engine.should_stop = lambda: False
             turn = self.last(conversation.say("Hi"))
-            assert turn.counts.seen == seen + turn.work.prompt_tokens + turn.work.new_tokens
+            assert turn.counts.seen == seen + turn.timings.prompt_tokens + turn.timings.new_tokens
 
     def test_reset(self, embedded: LoadedModel) -> None:
         engine, conversation = self.talk(embedded)
@@ -214,7 +214,7 @@ class TestConversation:
     def test_odd_words(self, talker: Any, tokenizer: PreTrainedTokenizerBase, text: str) -> None:
         sampling = SamplingConfig(temperature=0, max_tokens=3)
         with Engine(talker(), tokenizer, CacheConfig(window=64), sampling) as engine:
-            assert self.last(Conversation(engine).say(text)).work.new_tokens == 3
+            assert self.last(Conversation(engine).say(text)).timings.new_tokens == 3
 
     @staticmethod
     def last(events: Any) -> Turn:
@@ -233,21 +233,21 @@ class TestReport:
             turns = []
             for _ in range(3):
                 for event in conversation.say("word " * 700):
-                    report.observe(event)
+                    report.add_event(event)
                 turns.append(event)
         record = report.record()
         assert record["turns"] == 3
         assert record["finish"] == {"length": 3}
         assert record["seen_tokens"] == turns[-1].counts.seen
-        assert report.total.prompt_tokens == sum(turn.work.prompt_tokens for turn in turns)
+        assert report.total.prompt_tokens == sum(turn.timings.prompt_tokens for turn in turns)
         assert report.total.new_tokens == 21
-        assert report.total.prefill_s == pytest.approx(sum(turn.work.prefill_s for turn in turns))
-        assert report.total.decode_s == pytest.approx(sum(turn.work.decode_s for turn in turns))
+        assert report.total.prefill_s == pytest.approx(sum(turn.timings.prefill_s for turn in turns))
+        assert report.total.decode_s == pytest.approx(sum(turn.timings.decode_s for turn in turns))
         assert [start for start, _, _ in report.by_length()] == [0, 1000, 2000]
 
     def test_a_long_run_fits_the_table(self) -> None:
         report = RunReport()
-        report._thousands = {thousand: Work(new_tokens=1, decode_s=0.5) for thousand in range(1000)}
+        report._by_thousand = {thousand: Timings(new_tokens=1, decode_s=0.5) for thousand in range(1000)}
         rows = report.by_length()
         assert len(rows) <= 12
         assert sum(work.new_tokens for _, _, work in rows) == 1000

@@ -13,8 +13,8 @@ from torch import Tensor
 from h2o_stream import ConfigError, H2OStreamError
 from h2o_stream.errors import DataError
 from h2o_stream.session.export import export
-from h2o_stream.session.sessions import STATES_KEPT, Session, saved_sessions
-from h2o_stream.session.states import StateFiles
+from h2o_stream.session.sessions import MAX_STATES, Session, saved_sessions
+from h2o_stream.session.state_files import StateFiles
 from h2o_stream.session.transcript import Entry, Header, Transcript
 
 HEADER = Header("a-model", "h2o", 256, "Be brief.")
@@ -109,7 +109,7 @@ def test_turns_are_taken_back(tmp_path: Path) -> None:
 def test_the_last_states_are_kept(tmp_path: Path) -> None:
     with filled(tmp_path, 12) as session:
         held = [turn for turn in range(1, 13) if session.state(turn) is not None]
-        assert held == list(range(13 - STATES_KEPT, 13))
+        assert held == list(range(13 - MAX_STATES, 13))
 
 
 def test_a_branch(tmp_path: Path) -> None:
@@ -135,13 +135,19 @@ def test_bad_names(tmp_path: Path, name: str) -> None:
         Session(name, tmp_path)
 
 
-@pytest.mark.parametrize("line", ["{}", "[]", "1", "nonsense", '{"type": "other"}', '{"type": "turn", "turn": 1}'])
+TURN = {"type": "turn", "turn": 1, "prompt": "a", "text": "b", "kind": "said", "finish": "stop", "time": "2026"}
+WRONG_TYPES = [json.dumps(TURN | wrong) for wrong in ({"time": 7}, {"text": None}, {"turn": "1"}, {"kind": "other"})]
+
+
+@pytest.mark.parametrize(
+    "line", ["{}", "[]", "1", "nonsense", '{"type": "other"}', '{"type": "turn", "turn": 1}', *WRONG_TYPES]
+)
 def test_a_damaged_transcript_is_named(tmp_path: Path, line: str) -> None:
     with filled(tmp_path):
         pass
     path = tmp_path / "talk" / "transcript.jsonl"
     path.write_text(path.read_text() + line + "\n")
-    with pytest.raises(DataError, match="line 5 is not one of a transcript"):
+    with pytest.raises(DataError, match="line 5 is not a line of a transcript"):
         Session("talk", tmp_path)
     assert saved_sessions(tmp_path) == []
 
@@ -155,7 +161,7 @@ def test_a_full_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
         with monkeypatch.context() as patch:
             patch.setattr(StateFiles, "write", full)
-            with pytest.raises(DataError, match="No space left on device; the words of this turn are saved"):
+            with pytest.raises(DataError, match="No space left on device; the text of this turn is saved"):
                 session.add(Entry(4, "a", "b"), state(4))
         with monkeypatch.context() as patch:
             patch.setattr("os.fsync", full)
@@ -186,5 +192,5 @@ def test_exports(tmp_path: Path) -> None:
     assert told["policy"] == "h2o"
     with pytest.raises(H2OStreamError, match="File exists"):
         export(tmp_path / "talk.md", HEADER, entries)
-    with pytest.raises(ConfigError, match="neither in .md nor in .json"):
+    with pytest.raises(ConfigError, match="must end in .md or .json"):
         export(tmp_path / "talk.txt", HEADER, entries)

@@ -41,7 +41,7 @@ def test_a_conversation_goes_on_as_if_never_left(
         again = Conversation(other, "Something else.")
         said(again, "Hello.")
         again.load_state_dict(state)
-        assert (again.turns, again.system) == (2, "Be brief.")
+        assert (again.metadata.turns, again.system) == (2, "Be brief.")
         assert [said(again, text) for text in TALK[2:]] == rest
         assert torch.equal(other.cache.kept(1), kept)
         assert again.passages == talk.passages
@@ -106,7 +106,7 @@ def test_a_turn_can_be_told(talker: Talker, tokenizer: PreTrainedTokenizerBase) 
     """As the template would have written it, and the next turn follows on it."""
     with engine(talker(), tokenizer) as one:
         talk = Conversation(one, "Be brief.")
-        list(talk.tell("What is two and two?", "Four."))
+        list(talk.feed_turn("What is two and two?", "Four."))
         said(talk, "Thanks.")
         written = tokenizer.apply_chat_template(
             [

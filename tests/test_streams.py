@@ -15,8 +15,8 @@ from typing import Any
 
 import pytest
 
-from h2o_stream.session.recording import recorded
-from h2o_stream.session.records import Records
+from h2o_stream.session.jsonl import JsonlWriter
+from h2o_stream.session.recording import read_recording
 from tests.terminal import BIN, Pty
 from tests.test_cli import invoke
 
@@ -126,7 +126,7 @@ class TestAscii:
         record = {"text": "Grüße 日本\u2028\x1b[2J \udcff", "stop": ["\x85"]}
         out = io.BytesIO()
         monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(out, encoding))
-        with Records("-") as records:
+        with JsonlWriter("-") as records:
             records.write(record)
         assert json.loads(out.getvalue().decode(encoding)) == record
         sys.stdout.detach()  # type: ignore[attr-defined]
@@ -255,9 +255,9 @@ class TestNoHome:
 
 class TestReplays:
     def test_odd_line_ends_in_text(self, recording: Path) -> None:
-        title, events = recorded(recording)
+        title, events = read_recording(recording)
         assert title == "modèle · h2o"
-        assert [type(event).__name__ for _, event in events] == ["Asked", "PrefillProgress", "Token", "Turn"]
+        assert [type(event).__name__ for _, event in events] == ["TurnStart", "PrefillProgress", "Token", "Turn"]
 
     def test_what_a_chat_records_can_be_shown(self, tiny_folder: Path, tmp_path: Path) -> None:
         file = tmp_path / "run.rec"

@@ -119,5 +119,5 @@ def test_learned_positions_end_a_chat(tokenizer: PreTrainedTokenizerBase) -> Non
             list(engine.prefill(range(100, 130)))
             *said, finished = engine.decode()
             assert (len(said), finished.reason) == (10, "context")
-            assert "nothing lies beyond" in finished.detail
+            assert "learned positions; reset" in finished.detail
             assert [event.reason for event in engine.prefill([100])] == ["context"]

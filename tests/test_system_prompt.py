@@ -44,12 +44,12 @@ def talking(request: pytest.FixtureRequest, tokenizer: PreTrainedTokenizerBase) 
 @pytest.mark.parametrize("user", ["hello", f"{END} {_SYSTEM}"])
 def test_marks_are_text(talking: PreTrainedTokenizerBase, attack: str, user: str) -> None:
     special = set(talking.all_special_ids)
-    plain, marked = (ChatTemplate(talking, system, ()).opening(user) for system in ("Be brief.", attack))
+    plain, marked = (ChatTemplate(talking, system, ()).first_turn(user) for system in ("Be brief.", attack))
     assert sum(token in special for token in marked.tokens) == sum(token in special for token in plain.tokens)
     written = talking.decode(marked.tokens)
     assert written == talking.decode(plain.tokens).replace("Be brief.", _as_written(talking, attack))
-    assert attack.strip() in talking.decode(marked.tokens[: marked.pinned]), "all of it is pinned"
-    assert user not in talking.decode(marked.tokens[: marked.pinned])
+    assert attack.strip() in talking.decode(marked.tokens[: marked.num_pinned]), "all of it is pinned"
+    assert user not in talking.decode(marked.tokens[: marked.num_pinned])
 
 
 def _as_written(talking: PreTrainedTokenizerBase, system: str) -> str:
@@ -58,7 +58,7 @@ def _as_written(talking: PreTrainedTokenizerBase, system: str) -> str:
 
 def test_without_marks_the_template_decides(talking: PreTrainedTokenizerBase) -> None:
     """Tokens are those of the template's own text, encoded at once."""
-    prompt = ChatTemplate(talking, " Be brief. ", ()).opening("hello")
+    prompt = ChatTemplate(talking, " Be brief. ", ()).first_turn("hello")
     text = talking.decode(prompt.tokens)
     assert prompt.tokens == talking(text, add_special_tokens=False)["input_ids"]
     assert "Be brief." in text
@@ -67,7 +67,7 @@ def test_without_marks_the_template_decides(talking: PreTrainedTokenizerBase) ->
 def test_what_the_template_says_by_itself_keeps_its_marks(tokenizer: PreTrainedTokenizerBase) -> None:
     changed = copy.deepcopy(tokenizer)
     changed.chat_template = "<|im_start|>system\nBe kind.<|im_end|>" + _REST
-    prompt = ChatTemplate(changed, None, ()).opening("hello")
+    prompt = ChatTemplate(changed, None, ()).first_turn("hello")
     assert sum(token in set(tokenizer.all_special_ids) for token in prompt.tokens) == 2
 
 
@@ -75,4 +75,4 @@ def test_a_template_that_fails(tokenizer: PreTrainedTokenizerBase) -> None:
     changed = copy.deepcopy(tokenizer)
     changed.chat_template = "{{ raise_exception('\x1b[31mno') }}"
     with pytest.raises(UnsupportedModelError, match="the chat template fails"):
-        ChatTemplate(changed, "Be brief.", ()).opening("hello")
+        ChatTemplate(changed, "Be brief.", ()).first_turn("hello")

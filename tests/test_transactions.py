@@ -14,7 +14,7 @@ from torch import Tensor
 from h2o_stream import CacheConfig, ConfigError, Conversation, Engine, H2OStreamError, SamplingConfig
 from h2o_stream.engine.events import Finished, PrefillProgress, Token
 from h2o_stream.errors import DataError
-from h2o_stream.session.keeper import Keeper, NoFitError
+from h2o_stream.session.history import ConversationHistory, ResumeError
 from h2o_stream.session.sessions import Session
 from h2o_stream.session.transcript import Entry, Header
 from h2o_stream.session.turn import Turn
@@ -31,131 +31,131 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.fixture
-def make() -> Iterator[Callable[..., Keeper]]:
+def make() -> Iterator[Callable[..., ConversationHistory]]:
     model, tokenizer, engines = small_model(), small_tokenizer(), list[Engine]()
 
-    def keeper(policy: str = "h2o", window: int = 32) -> Keeper:
+    def history(policy: str = "h2o", window: int = 32) -> ConversationHistory:
         while engines:
             engines.pop().close()
         cache = CacheConfig(policy, window, chunk=4)
         engines.append(Engine(model, tokenizer, cache, SamplingConfig(temperature=1.0, seed=4, max_tokens=4)))
-        engines[-1].step = 4
-        return Keeper(Conversation(engines[-1], "w1 w2"), Header("small", policy, window, None))
+        engines[-1].prefill_step = 4
+        return ConversationHistory(Conversation(engines[-1], "w1 w2"), Header("small", policy, window, None))
 
-    yield keeper
+    yield history
     while engines:
         engines.pop().close()
 
 
-def whole(keeper: Keeper) -> tuple[object, ...]:
-    conversation = keeper.conversation
-    state = {name: tensor.tolist() for name, tensor in conversation.state_dict().items()} if keeper.entries else {}
-    return [*keeper.entries], conversation.facts.system, conversation.pins, conversation.passages, str(state)
+def whole(history: ConversationHistory) -> tuple[object, ...]:
+    conversation = history.conversation
+    state = {name: tensor.tolist() for name, tensor in conversation.state_dict().items()} if history.entries else {}
+    return [*history.entries], conversation.metadata.system, conversation.pins, conversation.passages, str(state)
 
 
 class TestInterrupted:
     @pytest.mark.parametrize("saved", [False, True])
-    def test_a_turn_at_any_line(self, make: Callable[..., Keeper], saved: bool) -> None:
-        keeper, count = make(), 0
+    def test_a_turn_at_any_line(self, make: Callable[..., ConversationHistory], saved: bool) -> None:
+        history, count = make(), 0
         if saved:
-            keeper.open("talk")
-        list(keeper.say("w3 w4"))
-        before = whole(keeper)
+            history.open("talk")
+        list(history.say("w3 w4"))
+        before = whole(history)
         for line in range(1, 1200, 13):
             try:
                 with interrupted(line):
-                    list(keeper.say("w5 w6 w7"))
+                    list(history.say("w5 w6 w7"))
             except KeyboardInterrupt:
                 count += 1
-            if len(keeper.entries) == 1:
-                assert whole(keeper) == before
+            if len(history.entries) == 1:
+                assert whole(history) == before
             else:
-                keeper.undo()
+                history.undo()
         assert count > 50
-        keeper.close()
+        history.close()
 
-    def test_an_undo_at_any_line(self, make: Callable[..., Keeper]) -> None:
+    def test_an_undo_at_any_line(self, make: Callable[..., ConversationHistory]) -> None:
         """The random draws are those of before or of after, too."""
         line, done = 0, False
         while not done:
             line += 3
-            keeper = make()
-            keeper.open(f"talk{line}")
-            list(keeper.say("w3"))
-            after = whole(keeper)[1:]
-            list(keeper.say("w4"))
-            before = whole(keeper)[1:]
+            history = make()
+            history.open(f"talk{line}")
+            list(history.say("w3"))
+            after = whole(history)[1:]
+            list(history.say("w4"))
+            before = whole(history)[1:]
             try:
                 with interrupted(line, ("session",)):
-                    keeper.undo()
+                    history.undo()
                 done = True
             except KeyboardInterrupt:
                 done = False
-            assert whole(keeper)[1:] == (after if len(keeper.entries) == 1 else before)
-            keeper.close()
+            assert whole(history)[1:] == (after if len(history.entries) == 1 else before)
+            history.close()
         assert line > 100
 
     @pytest.mark.parametrize("how", ["save", "fork"])
-    def test_a_copy_at_any_line(self, make: Callable[..., Keeper], folder: Path, how: str) -> None:
+    def test_a_copy_at_any_line(self, make: Callable[..., ConversationHistory], folder: Path, how: str) -> None:
         """It is there whole, or nothing of it."""
-        keeper, line, done = make(), 0, False
-        list(keeper.say("w3 w4"))
-        before = whole(keeper)
+        history, line, done = make(), 0, False
+        list(history.say("w3 w4"))
+        before = whole(history)
         while not done:
             line += 1
             try:
                 with interrupted(line, ("session",)):
-                    getattr(keeper, how)(f"copy{line}")
+                    getattr(history, how)(f"copy{line}")
                 done = True
             except KeyboardInterrupt:
-                done = keeper.session is not None
+                done = history.session is not None
             if (folder / f"copy{line}" / "transcript.jsonl").exists():
                 assert how == "save" or done
-                own = keeper.session
+                own = history.session
                 with nullcontext(own) if own is not None else Session(f"copy{line}", create=False) as session:
                     assert [entry.prompt for entry in session.transcript.entries] == ["w3 w4"]
-            assert whole(keeper)[1:] == before[1:]
+            assert whole(history)[1:] == before[1:]
         assert line > 100
-        keeper.close()
+        history.close()
 
-    def test_a_pin_pins_nothing_of_the_next_turn(self, make: Callable[..., Keeper]) -> None:
-        keeper = make()
-        list(keeper.say("w3"))
-        engine = keeper.conversation.engine
+    def test_a_pin_pins_nothing_of_the_next_turn(self, make: Callable[..., ConversationHistory]) -> None:
+        history = make()
+        list(history.say("w3"))
+        engine = history.conversation.engine
         pins = engine.cache.pins
-        events = keeper.pin("w4 w5 w6 w7 w8 w9")
+        events = history.pin("w4 w5 w6 w7 w8 w9")
         next(events)
         engine.should_stop = lambda: True
         assert isinstance(next(events), Finished)
-        assert (engine.cache.pins, keeper.conversation.pins) == (pins, [])
-        assert keeper.entries[-1].kind == "told"
+        assert (engine.cache.pins, history.conversation.pins) == (pins, [])
+        assert history.entries[-1].kind == "told"
 
-    def test_an_opening_leaves_no_passage(self, make: Callable[..., Keeper]) -> None:
-        keeper = make()
-        conversation = keeper.conversation
-        next(keeper.say("w3 w4")).counts  # noqa: B018 -- four tokens of the system prompt
-        keeper.close()
-        assert (conversation.passages, len(conversation.engine.tokens), keeper.entries) == ([], 0, [])
-        list(keeper.say("w5"))
+    def test_an_opening_leaves_no_passage(self, make: Callable[..., ConversationHistory]) -> None:
+        history = make()
+        conversation = history.conversation
+        next(history.say("w3 w4")).counts  # noqa: B018 -- four tokens of the system prompt
+        history.close()
+        assert (conversation.passages, len(conversation.engine.tokens), history.entries) == ([], 0, [])
+        list(history.say("w5"))
         assert [passage.start for passage in conversation.passages] == [0]
 
     @pytest.mark.parametrize("taken", [1, 2, 3, 5])
-    def test_what_was_yielded_is_a_turn(self, make: Callable[..., Keeper], taken: int) -> None:
-        keeper = make()
-        list(keeper.say("w3"))
-        seen, text = len(keeper.conversation.engine.tokens), ""
-        events = keeper.say("w4 w5")
+    def test_what_was_yielded_is_a_turn(self, make: Callable[..., ConversationHistory], taken: int) -> None:
+        history = make()
+        list(history.say("w3"))
+        seen, text = len(history.conversation.engine.tokens), ""
+        events = history.say("w4 w5")
         for _ in range(taken):
             event = next(events)
             if isinstance(event, Token):
                 text += event.text
         events.close()
-        entry = keeper.entries[-1]
+        entry = history.entries[-1]
         assert (entry.prompt, entry.text, entry.finish) == ("w4 w5", text, "interrupted")
-        assert keeper.conversation.passages[-1].start == seen
-        assert keeper.conversation.passages[-1].stop == len(keeper.conversation.engine.tokens)
+        assert history.conversation.passages[-1].start == seen
+        assert history.conversation.passages[-1].stop == len(history.conversation.engine.tokens)
 
-    def test_a_forward_without_a_keeper_is_torn_until_reset(self, make: Callable[..., Keeper]) -> None:
+    def test_a_forward_without_a_keeper_is_torn_until_reset(self, make: Callable[..., ConversationHistory]) -> None:
         conversation = make().conversation
 
         def fail(*_: object, **__: object) -> None:
@@ -174,16 +174,16 @@ class TestInterrupted:
         assert isinstance(list(conversation.say("w3"))[-1], Turn)
 
     def test_out_of_memory_takes_the_turn_back(
-        self, make: Callable[..., Keeper], monkeypatch: pytest.MonkeyPatch
+        self, make: Callable[..., ConversationHistory], monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        keeper = make()
-        list(keeper.say("w3"))
-        before = whole(keeper)
+        history = make()
+        list(history.say("w3"))
+        before = whole(history)
 
         def fail(*_: object, **__: object) -> None:
             raise MemoryError
 
-        events = keeper.say("w4 w5 w6 w7 w8")
+        events = history.say("w4 w5 w6 w7 w8")
         next(events)
         with monkeypatch.context() as patch:
             patch.setattr("torch.nn.functional.embedding", fail)
@@ -191,72 +191,74 @@ class TestInterrupted:
         assert isinstance(turn, Turn)
         assert turn.finish == "oom"
         assert turn.detail.endswith("The conversation is as it was before this turn.")
-        assert whole(keeper) == before
+        assert whole(history) == before
 
 
 class TestSessions:
-    def two(self, make: Callable[..., Keeper]) -> Keeper:
+    def two(self, make: Callable[..., ConversationHistory]) -> ConversationHistory:
         """A conversation, and a session of another policy beside it."""
-        keeper = make("sink")
-        keeper.open("other")
+        history = make("sink")
+        history.open("other")
         for _ in range(3):
-            list(keeper.say("w8 w9"))
-        keeper.close()
-        keeper = make()
-        keeper.open("talk")
-        list(keeper.say("w3"))
-        return keeper
+            list(history.say("w8 w9"))
+        history.close()
+        history = make()
+        history.open("talk")
+        list(history.say("w3"))
+        return history
 
     def free(self, name: str) -> list[Entry]:
         with Session(name, create=False) as session:
             return session.transcript.entries
 
-    def test_loading_what_is_not_there(self, make: Callable[..., Keeper], folder: Path) -> None:
-        keeper = self.two(make)
-        before = whole(keeper)
+    def test_loading_what_is_not_there(self, make: Callable[..., ConversationHistory], folder: Path) -> None:
+        history = self.two(make)
+        before = whole(history)
         with pytest.raises(DataError, match="there is no session typo"):
-            keeper.open("typo", create=False)
-        assert whole(keeper) == before
+            history.open("typo", create=False)
+        assert whole(history) == before
         assert not (folder / "typo").exists()
-        keeper.close()
+        history.close()
 
-    def test_retelling_what_does_not_fit(self, make: Callable[..., Keeper]) -> None:
+    def test_retelling_what_does_not_fit(self, make: Callable[..., ConversationHistory]) -> None:
         with Session("big") as session:
             session.add(Entry(1, "w3", "w4"), None, Header("small", "h2o", 99, TOO_LONG))
-        keeper = self.two(make)
-        before = whole(keeper)
-        with pytest.raises(NoFitError):
-            keeper.open("big")
+        history = self.two(make)
+        before = whole(history)
+        with pytest.raises(ResumeError):
+            history.open("big")
         with pytest.raises(ConfigError, match="raise --window"):
-            list(keeper.retell("big"))
-        assert whole(keeper) == before
-        list(keeper.say("w5"))
+            list(history.replay("big"))
+        assert whole(history) == before
+        list(history.say("w5"))
         assert [entry.prompt for entry in self.free("big")] == ["w3"]
-        keeper.close()
+        history.close()
 
     @pytest.mark.parametrize("taken", [1, 4, 7])
-    def test_retelling_that_is_cut_off(self, make: Callable[..., Keeper], taken: int) -> None:
-        keeper = self.two(make)
-        before, there = whole(keeper), self.free("other")
-        events = keeper.retell("other")
+    def test_retelling_that_is_cut_off(self, make: Callable[..., ConversationHistory], taken: int) -> None:
+        history = self.two(make)
+        before, there = whole(history), self.free("other")
+        events = history.replay("other")
         for _ in range(taken):
             next(events)
-        keeper.conversation.engine.should_stop = lambda: True
+        history.conversation.engine.should_stop = lambda: True
         assert isinstance(list(events)[-1], Finished)
-        assert whole(keeper) == before
+        assert whole(history) == before
         assert self.free("other") == there
-        keeper.conversation.engine.should_stop = lambda: False
-        events = keeper.retell("other")
+        history.conversation.engine.should_stop = lambda: False
+        events = history.replay("other")
         next(events)
         events.close()
-        assert whole(keeper) == before
-        assert isinstance(list(keeper.retell("other"))[-1], PrefillProgress)
-        assert [entry.prompt for entry in keeper.entries] == ["w8 w9"] * 3
-        keeper.close()
+        assert whole(history) == before
+        assert isinstance(list(history.replay("other"))[-1], PrefillProgress)
+        assert [entry.prompt for entry in history.entries] == ["w8 w9"] * 3
+        history.close()
 
-    def test_any_exception_lets_the_lock_go(self, make: Callable[..., Keeper], monkeypatch: pytest.MonkeyPatch) -> None:
-        keeper = self.two(make)
-        before = whole(keeper)
+    def test_any_exception_lets_the_lock_go(
+        self, make: Callable[..., ConversationHistory], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        history = self.two(make)
+        before = whole(history)
 
         def fail(*_: object) -> None:
             raise ZeroDivisionError
@@ -264,11 +266,11 @@ class TestSessions:
         with monkeypatch.context() as patch:
             patch.setattr(Session, "state", fail)
             with pytest.raises(ZeroDivisionError):
-                keeper.open("other")
-        assert whole(keeper) == before
+                history.open("other")
+        assert whole(history) == before
         assert len(self.free("other")) == 3
-        keeper.close()
-        keeper.close()
+        history.close()
+        history.close()
         assert len(self.free("talk")) == 1
 
     def test_a_forked_process_does_not_let_it_go(self) -> None:
@@ -281,17 +283,17 @@ class TestSessions:
             with pytest.raises(DataError, match="open in another process"):
                 Session("talk")
 
-    def test_draws_of_another_device(self, make: Callable[..., Keeper]) -> None:
+    def test_draws_of_another_device(self, make: Callable[..., ConversationHistory]) -> None:
         from h2o_stream.cache.state import checksummed
 
-        keeper = make()
-        list(keeper.say("w3"))
-        before, state = whole(keeper), keeper.conversation.state_dict()
+        history = make()
+        list(history.say("w3"))
+        before, state = whole(history), history.conversation.state_dict()
         own = {name: state[name] for name in ("engine.tokens", "engine.opening")}
         foreign = state | checksummed(own | {"engine.draws": torch.zeros(16, dtype=torch.uint8)}, "engine.checksums")
-        with pytest.raises(H2OStreamError, match="are not the random draws of a CPU"):
-            keeper.conversation.load_state_dict(foreign)
-        assert whole(keeper) == before
+        with pytest.raises(H2OStreamError, match="is not the state of a CPU random generator"):
+            history.conversation.load_state_dict(foreign)
+        assert whole(history) == before
 
     @pytest.mark.parametrize("name", ["𝔘" * 64, "ü" * 65])
     def test_names_that_no_file_system_takes(self, name: str) -> None:
@@ -302,35 +304,35 @@ class TestSessions:
 
 class TestFullDisk:
     @pytest.mark.parametrize("first", range(1, 8))
-    def test_at_any_write(self, make: Callable[..., Keeper], folder: Path, first: int) -> None:
-        keeper = make()
-        keeper.open("talk")
-        list(keeper.say("w3"))
+    def test_at_any_write(self, make: Callable[..., ConversationHistory], folder: Path, first: int) -> None:
+        history = make()
+        history.open("talk")
+        list(history.say("w3"))
         saved = (folder / "talk" / "transcript.jsonl").read_bytes()
         states = {path: path.read_bytes() for path in folder.rglob("state-*")}
         with full_disk(first):
-            turn = list(keeper.say("w4"))[-1]
+            turn = list(history.say("w4"))[-1]
         assert isinstance(turn, Turn)
         assert first > 4 or "No space left on device" in turn.detail
         assert (folder / "talk" / "transcript.jsonl").read_bytes().startswith(saved)
         assert all(path.read_bytes() == data for path, data in states.items())
         assert not list(folder.rglob("*.part"))
-        list(keeper.say("w5"))
-        keeper.close()
+        list(history.say("w5"))
+        history.close()
         with Session("talk") as session:
             assert [entry.prompt for entry in session.transcript.entries] == ["w3", "w4", "w5"]
 
     @pytest.mark.parametrize("first", range(1, 7))
     def test_a_copy_that_has_no_room_leaves_nothing(
-        self, make: Callable[..., Keeper], folder: Path, first: int
+        self, make: Callable[..., ConversationHistory], folder: Path, first: int
     ) -> None:
-        keeper = make()
-        list(keeper.say("w3"))
-        before = whole(keeper)
+        history = make()
+        list(history.say("w3"))
+        before = whole(history)
         with full_disk(first), pytest.raises(DataError, match="No space left"):
-            keeper.fork("copy")
-        assert whole(keeper) == before
-        assert keeper.session is None
+            history.fork("copy")
+        assert whole(history) == before
+        assert history.session is None
         assert not (folder / "copy").exists()
 
     def test_the_oldest_state_stays_until_the_newest_is_there(self, folder: Path) -> None:

@@ -16,7 +16,7 @@ from h2o_stream.cli.options import OUTPUT, SETTINGS, SOURCES, OutputOptions
 from h2o_stream.config import ChatConfig, ModelConfig, Settings
 from h2o_stream.errors import ConfigError
 from h2o_stream.options import Option, text_or_file
-from h2o_stream.session.records import Records
+from h2o_stream.session.jsonl import JsonlWriter
 
 if TYPE_CHECKING:
     from h2o_stream.ui.terminal import Terminal
@@ -47,7 +47,7 @@ def _list_sessions(enabled: bool) -> None:
         from h2o_stream.ui.tables import sessions_table
         from h2o_stream.ui.terminal import Terminal
 
-        Terminal().page.print(sessions_table())
+        Terminal().stdout_console.print(sessions_table())
         raise typer.Exit
 
 
@@ -56,16 +56,16 @@ def _list_models(enabled: bool) -> None:
         from h2o_stream.models.packed_models import cached_bytes, cached_folders, embedded_models
         from h2o_stream.models.stores import stored_models
         from h2o_stream.resources import cache_folder
-        from h2o_stream.ui.figures import size
+        from h2o_stream.ui.format import format_bytes
         from h2o_stream.ui.tables import models_table
         from h2o_stream.ui.terminal import Terminal
 
         with run.reporting("h2o-chat", debug=False):
             terminal = Terminal()
-            if not terminal.page.is_terminal:
-                terminal.page.width = _UNWRAPPED_WIDTH
-            terminal.page.print(models_table([*embedded_models(), *stored_models()], cached_folders()))
-            terminal.note(f"h2o_stream keeps {size(cached_bytes())} in {cache_folder()}", style="dim")
+            if not terminal.stdout_console.is_terminal:
+                terminal.stdout_console.width = _UNWRAPPED_WIDTH
+            terminal.stdout_console.print(models_table([*embedded_models(), *stored_models()], cached_folders()))
+            terminal.note(f"h2o_stream keeps {format_bytes(cached_bytes())} in {cache_folder()}", style="dim")
         raise typer.Exit
 
 
@@ -78,13 +78,13 @@ def _kept_names() -> list[str]:
 def _forget(name: str | None) -> None:
     if name is not None:
         from h2o_stream.models.packed_models import forget
-        from h2o_stream.ui.figures import size
+        from h2o_stream.ui.format import format_bytes
         from h2o_stream.ui.terminal import Terminal
 
         with run.reporting("h2o-chat", debug=False):
             terminal = Terminal()
             for folder in forget(name):
-                terminal.note(f"removed {folder.path} ({folder.content}), {size(folder.nbytes)}")
+                terminal.note(f"removed {folder.path} ({folder.content}), {format_bytes(folder.nbytes)}")
         raise typer.Exit
 
 
@@ -163,12 +163,12 @@ def chat(chat: ChatOptions, settings: Settings, output: OutputOptions, sources: 
     if settings.model.tensor_parallel and (chat.prompt is None or chat.session or chat.record):
         raise ConfigError("--tensor-parallel answers --prompt and --prompt-file, without --session and --record")
     output = run.speaking(output)
-    with Records(output.jsonl) as records:
+    with JsonlWriter(output.jsonl) as records:
         terminal = run.open_terminal(output)
         if _can_start_early(settings.model, chat, output, terminal):
-            from h2o_stream.ui.early import EarlyChat
+            from h2o_stream.ui.loading_chat import LoadingChat
 
-            with EarlyChat(settings, chat, terminal, records, sources) as early:
+            with LoadingChat(settings, chat, terminal, records, sources) as early:
                 finish = early.run()
         else:
             with run.loading(settings.model, terminal):

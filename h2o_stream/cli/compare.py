@@ -19,7 +19,7 @@ from h2o_stream.compare.everything import AllOptions
 from h2o_stream.compare.options import ComparisonOptions
 from h2o_stream.options import Option
 from h2o_stream.processes import Processes
-from h2o_stream.session.records import Records
+from h2o_stream.session.jsonl import JsonlWriter
 
 if TYPE_CHECKING:
     from importlib.metadata import EntryPoint
@@ -88,14 +88,16 @@ def everything(options: AllOptions, output: OutputOptions) -> None:
 def _run(comparisons: Sequence[ComparisonOptions], output: OutputOptions) -> None:
     """Run comparisons one after another; of several processes only the first one speaks."""
     output = run.speaking(output)
-    with Records(output.jsonl) as records:
+    with JsonlWriter(output.jsonl) as records:
         for options in comparisons:
             terminal = run.open_terminal(output, bars=True)
             with run.loading(options.model, terminal):
-                from h2o_stream.ui.comparison import show
+                from h2o_stream.ui.comparison import run_comparison
 
                 comparison = options.make()
-            show(comparison, options.out, terminal, records, Processes(shares_model=options.model.tensor_parallel))
+            run_comparison(
+                comparison, options.out, terminal, records, Processes(shares_model=options.model.tensor_parallel)
+            )
 
 
 @dataclass(frozen=True)
@@ -119,11 +121,11 @@ def report(options: ReportOptions, output: OutputOptions) -> None:
 
 def _write_report(folders: list[Path], to: Path, output: OutputOptions) -> None:
     from h2o_stream.ui.plots import require_matplotlib
-    from h2o_stream.ui.report import finished_in, write_report
+    from h2o_stream.ui.report import read_comparisons, write_report
     from h2o_stream.ui.terminal import Terminal
 
     require_matplotlib()
-    write_report(finished_in(folders), to)
+    write_report(read_comparisons(folders), to)
     Terminal(output.color, output.quiet).note(f"the report is {to}")
 
 

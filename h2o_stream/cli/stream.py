@@ -11,8 +11,8 @@ from h2o_stream.cli.options import OUTPUT, SETTINGS, OutputOptions, group_of
 from h2o_stream.config import POLICIES, Settings
 from h2o_stream.errors import ConfigError, DataError
 from h2o_stream.options import Option, text_or_file
+from h2o_stream.session.jsonl import JsonlWriter
 from h2o_stream.session.questions import Question, QuestionSet, load_questions
-from h2o_stream.session.records import Records
 
 app = run.app("H2O")
 
@@ -80,15 +80,15 @@ def stream(replay: ReplayOptions, settings: Settings, output: OutputOptions) -> 
     if settings.model.tensor_parallel and (replay.record or policies):
         raise ConfigError("--tensor-parallel goes without --record and --compare; leave them out")
     output = run.speaking(output)
-    with Records(output.jsonl) as records:
+    with JsonlWriter(output.jsonl) as records:
         terminal = run.open_terminal(output)
         with run.loading(settings.model, terminal):
             from h2o_stream.ui.panes import compare_policies
-            from h2o_stream.ui.replay import replay_questions
+            from h2o_stream.ui.stream import stream_questions
         if policies:
             finish = compare_policies(settings, policies, questions, replay.turns, replay.loop, terminal, records)
         else:
-            finish = replay_questions(settings, questions, replay.turns, replay.loop, replay.record, terminal, records)
+            finish = stream_questions(settings, questions, replay.turns, replay.loop, replay.record, terminal, records)
         run.leave(finish)
 
 

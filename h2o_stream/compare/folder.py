@@ -25,7 +25,7 @@ from h2o_stream.cache.support import check_supported
 from h2o_stream.config import CacheConfig
 from h2o_stream.errors import DataError
 from h2o_stream.native import library
-from h2o_stream.session.records import RECORDS, RUN, hardware, read_run
+from h2o_stream.session.run_record import RECORDS, RUN, hardware, read_run_record
 
 _MAY_DIFFER = ("versions", "hardware", "command_line", "begun", "processes")
 """Fields of a run record that may differ when a comparison resumes; timed ones also have `machine`."""
@@ -109,7 +109,7 @@ class Folder:
         run = json.loads(json.dumps(run, default=str))
         path = self.path / RUN
         if path.exists():
-            before = read_run(self.path)
+            before = read_run_record(self.path)
             for name in {*before, *run} - {*_MAY_DIFFER, *_MAY_GROW}:
                 if before.get(name) != run.get(name):
                     raise DataError(

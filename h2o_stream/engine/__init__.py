@@ -1,1 +1,1 @@
-"""Turns tokens into tokens: prefill, decode, sampling and text pieces, as events. Draws nothing."""
+"""Generates tokens: prefill, decoding, sampling and detokenization, as events. Nothing here prints."""

@@ -1,7 +1,7 @@
-"""The engine: a model, its cache and a sampler; prompts go in, events come out.
+"""The engine: a model, its cache and a sampler. Prompts go in, events come out.
 
-Every token it shows is in the cache before it is shown. Between two events it can be left alone, closed or
-told to stop, and the stream goes on from there with the next prefill.
+Every token is in the cache before its event is yielded. Between two events the engine can be abandoned, closed or told
+to stop, and the stream continues with the next prefill.
 """
 
 from __future__ import annotations
@@ -29,35 +29,34 @@ from h2o_stream.config import (
     SamplingConfig,
 )
 from h2o_stream.engine.events import Finished, PrefillProgress, Token
-from h2o_stream.engine.sampling import Sampler, check_draws
+from h2o_stream.engine.sampling import Sampler, check_rng_state
 from h2o_stream.engine.text import TextStream
 from h2o_stream.errors import H2OStreamError, OutOfMemoryError, means_out_of_memory
 from h2o_stream.memory import trim_heap
 from h2o_stream.progress import ProgressCallback, ignore
 
-TORN = "the last step was cut off halfway; reset the conversation to go on"
+TORN_MESSAGE = "the last step was cut off halfway; reset the conversation to continue"
 
 _CHECKSUMS = "engine.checksums"
 
 
 class Engine:
-    """One endless stream of tokens through one model. A context manager: leaving it gives the model back.
+    """One endless stream of tokens through one model. A context manager that restores the model on exit.
 
     Attributes:
-        tokens: ids of all that were fed since the start, 4 bytes each.
-        opening: tokens that `pin` protects.
-        step: prompt tokens per forward, see `prefill_step`.
+        tokens: ids of all tokens fed since the start, 4 bytes each.
+        pinned_prefix: how many tokens at the start of the stream `pin` protects.
+        prefill_step: prompt tokens per forward, see the function `prefill_step`.
 
     Args:
         model: a causal language model of transformers.
         tokenizer: its tokenizer.
         cache: which tokens are kept.
-        sampling: how tokens are drawn.
-        at_context: whether a cache that keeps original positions goes on past the positions the model was
-            trained for, or ends there.
-        should_stop: asked between tokens and between parts of a prompt; True ends the turn as ``interrupted``.
+        sampling: how tokens are sampled.
+        at_context: whether a cache with original positions continues past the model's trained context or stops.
+        should_stop: called between tokens and between parts of a prompt. True ends the turn as ``interrupted``.
         engine: what runs a step, see `attach`.
-        progress: told how far preparations have come, see `attach`.
+        progress: receives the progress of preparations, see `attach`.
 
     Raises:
         UnsupportedModelError, ConfigError: see `attach`.
@@ -81,15 +80,15 @@ class Engine:
         self.at_context = at_context
         self.should_stop = should_stop
         self.context = context_of(model.config)
-        self._last_position = learned_positions(model.config)
-        self.opening = 0
-        self.step = prefill_step(model)
+        self._learned_positions = learned_positions(model.config)
+        self.pinned_prefix = 0
+        self.prefill_step = prefill_step(model)
         self.tokens = array("i")
         self.end_tokens = _end_tokens(model, tokenizer)
         self._stack = ExitStack()
         self.cache = self._stack.enter_context(attach(model, cache, engine=engine, progress=progress))
         self._logits: Tensor | None = None
-        self._turn: list[int] = []
+        self._turn_tokens: list[int] = []
         self._torn = False
 
     def __enter__(self) -> Self:
@@ -99,132 +98,134 @@ class Engine:
         self.close()
 
     def close(self) -> None:
-        """Give the model back as it was."""
+        """Restore the model."""
         self._stack.close()
 
     @property
     def torn(self) -> bool:
-        """Whether a step was cut off halfway: then only `reset` and `load_state_dict` can be called."""
+        """Whether a step was cut off halfway. Then only `reset` and `load_state_dict` are allowed."""
         return self._torn or self.cache.torn
 
     def reset(self) -> None:
-        """Start a new stream with an empty cache; pins stay."""
+        """Start a new stream with an empty cache. Pins stay."""
         self._torn = True
         self.cache.reset()
-        self._logits, self._turn = None, []
+        self._logits, self._turn_tokens = None, []
         del self.tokens[:]
         self._torn = False
 
-    def resample(self, sampling: SamplingConfig, reseed: bool = False) -> None:
-        """Draw tokens another way from now on.
+    def set_sampling(self, sampling: SamplingConfig, reseed: bool = False) -> None:
+        """Change how tokens are sampled.
 
         Args:
-            sampling: how.
-            reseed: begin the random draws anew with its seed; otherwise they go on where they are.
+            sampling: the new settings.
+            reseed: restart the random generator with the new seed; otherwise it continues.
         """
         sampler = Sampler(sampling, self.model.generation_config)
         if not reseed:
-            sampler.state = self.sampler.state
+            sampler.rng_state = self.sampler.rng_state
         self.sampling, self.sampler = sampling, sampler
 
     def state_dict(self) -> dict[str, Tensor]:
-        """A copy of everything there is to go on from with a prefill, as safetensors takes it.
+        """A copy of the complete state, as tensors for safetensors. It continues with a prefill.
 
         Raises:
             H2OStreamError: nothing was fed yet, or the last step was cut off halfway.
         """
         if self.torn:
             raise H2OStreamError("the last step was cut off halfway; there is no state to save")
-        own = {
+        tensors = {
             "engine.tokens": torch.tensor(self.tokens, dtype=torch.int32),
-            "engine.opening": torch.tensor(self.opening),
-            "engine.draws": self.sampler.state.clone(),
+            "engine.opening": torch.tensor(self.pinned_prefix),
+            "engine.draws": self.sampler.rng_state.clone(),
         }
-        return self.cache.state_dict() | checksummed(own, _CHECKSUMS)
+        return self.cache.state_dict() | checksummed(tensors, _CHECKSUMS)
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        """Go on from a state: the next prefill and what is drawn after it are what they would have been.
+        """Replace the stream by a saved state. The next prefill and all sampling after it continue exactly.
 
         Raises:
-            H2OStreamError: the engine's own part is damaged, or its draws are those of another device; nothing has
-                changed then. Or the state belongs to another model, dtype or policy, or the cache's part is damaged;
-                the stream is torn then.
+            H2OStreamError: the engine's tensors are damaged, or the random state is that of another device; nothing
+                has changed. Or the state belongs to another model, dtype or policy, or the cache's tensors are damaged;
+                then the stream is torn.
         """
         verify_checksums(state, _CHECKSUMS)
-        tokens, opening, draws = (require_tensor(state, f"engine.{name}") for name in ("tokens", "opening", "draws"))
-        check_draws(draws)
+        tokens, pinned_prefix, rng_state = (
+            require_tensor(state, f"engine.{name}") for name in ("tokens", "opening", "draws")
+        )
+        check_rng_state(rng_state)
         self.reset()
         self._torn = True
         self.cache.load_state_dict(state)
         self.tokens.extend(tokens.tolist())
-        self.opening = int(opening)
-        self.sampler.state = draws
+        self.pinned_prefix = int(pinned_prefix)
+        self.sampler.rng_state = rng_state
         self._torn = False
 
     @property
     def counts(self) -> CacheCounts:
-        """Where the tokens are now."""
+        """The current state of the cache."""
         return self.cache.counts()
 
     @property
     def beyond_context(self) -> bool:
-        """Whether original positions have passed what the model was trained for."""
-        limit = self._limit()
+        """Whether original positions have exceeded the model's trained context."""
+        limit = self._max_tokens()
         return limit is not None and self.cache.seen_tokens > limit
 
     def pin(self, count: int) -> None:
-        """Never evict the first `count` tokens, instead of those of the last call; see `H2OCache.pin`."""
-        before, self.opening = self.opening, max(count, self.opening)  # cut off here, no more is pinned than it says
+        """Never evict the first `count` tokens, instead of those of the last call. See `H2OCache.pin`."""
+        before, self.pinned_prefix = self.pinned_prefix, max(count, self.pinned_prefix)  # never too low if cut off
         try:
             self.cache.pin(0, count)
         except H2OStreamError:
-            self.opening = before
+            self.pinned_prefix = before
             raise
-        self.cache.unpin(count, self.opening)
-        self.opening = count
+        self.cache.unpin(count, self.pinned_prefix)
+        self.pinned_prefix = count
 
     def unpin(self) -> None:
-        """Let every token be evicted again."""
+        """Allow all tokens to be evicted again."""
         self.cache.unpin()
-        self.opening = 0
+        self.pinned_prefix = 0
 
     def prefill(self, tokens: Sequence[int]) -> Iterator[PrefillProgress | Finished]:
-        """Feed a turn's new tokens.
+        """Feed the new tokens of a turn.
 
         Yields:
-            `PrefillProgress` after each part, and `Finished` if the turn ends here: interrupted, out of
-            memory, or with no position left for the whole prompt (then nothing was fed).
+            `PrefillProgress` after each part. `Finished` if the turn ends here: it was interrupted, memory ran out, or
+            the whole prompt exceeds the positions that are left (then nothing was fed).
         """
         if not tokens:
             raise H2OStreamError("there is nothing to prefill: the prompt has no tokens")
-        self._refuse_torn()
-        self._turn, elapsed_s = list(tokens), 0.0
+        self._check_not_torn()
+        self._turn_tokens, elapsed_s = list(tokens), 0.0
         self.cache.begin(len(tokens))
-        if detail := self._refusal(len(tokens)):
+        if detail := self._context_error(len(tokens)):
             yield Finished("context", detail=detail)
             return
         chunk = self.cache.plan.chunk or len(tokens)
-        step = max(self.step // chunk, 1) * chunk
+        step = max(self.prefill_step // chunk, 1) * chunk
         for start in range(0, len(tokens), step):
             if self.should_stop():
                 yield Finished("interrupted")
                 return
-            part, begun = self._turn[start : start + step], time.perf_counter()
+            part, started = self._turn_tokens[start : start + step], time.perf_counter()
             try:
-                self._feed(part)
+                self._forward(part)
             except OutOfMemoryError as error:
                 yield Finished("oom", detail=str(error))
                 return
             if len(tokens) >= PREFILL_STEP and start + step >= len(tokens):
                 trim_heap()
-            elapsed_s += time.perf_counter() - begun
+            elapsed_s += time.perf_counter() - started
             yield PrefillProgress(min(start + step, len(tokens)), len(tokens), elapsed_s, self.counts)
 
     def decode(self, stops: Sequence[str] = ()) -> Iterator[Token | Finished]:
-        """Continue the stream until it ends by itself or by a limit.
+        """Generate a reply, until it ends or reaches a limit.
 
         Args:
-            stops: strings that end the reply, beside those of the sampling config.
+            stops: strings that end the reply, in addition to those of the sampling config.
 
         Yields:
             A `Token` for each token, the end-of-turn token included, then one `Finished`.
@@ -237,35 +238,35 @@ class Engine:
             if self.should_stop():
                 yield Finished("interrupted", text.flush())
                 return
-            if detail := self._refusal(1):
+            if detail := self._context_error(1):
                 yield Finished("context", text.flush(), detail)
                 return
-            self._refuse_torn()
+            self._check_not_torn()
             if self._logits is None:
                 raise H2OStreamError("there is nothing to continue: prefill a prompt first")
-            begun, self._torn = time.perf_counter(), True  # a draw without its token is half a step
+            started, self._torn = time.perf_counter(), True  # a sampled token that is not fed is half a step
             try:
-                token = self.sampler.draw(self._logits, self._turn)
-                self._feed([token])
+                token = self.sampler.sample(self._logits, self._turn_tokens)
+                self._forward([token])
             except OutOfMemoryError as error:
                 yield Finished("oom", text.flush(), str(error))
                 return
-            self._turn.append(token)
+            self._turn_tokens.append(token)
             ended = token in self.end_tokens
             piece = "" if ended else text.push(token)
-            elapsed_s += time.perf_counter() - begun
+            elapsed_s += time.perf_counter() - started
             yield Token(token, piece, elapsed_s, len(self.tokens), self.cache.counts)
             if ended or text.stopped:
                 yield Finished("stop", text.flush())
                 return
         yield Finished("length", text.flush())
 
-    def _refuse_torn(self) -> None:
+    def _check_not_torn(self) -> None:
         if self.torn:
-            raise H2OStreamError(TORN)
+            raise H2OStreamError(TORN_MESSAGE)
 
     @torch.no_grad()
-    def _feed(self, tokens: list[int]) -> None:
+    def _forward(self, tokens: list[int]) -> None:
         self._torn = True
         try:
             ids = torch.tensor([tokens], dtype=torch.int64, device=home_of(self.model))
@@ -275,31 +276,31 @@ class Engine:
                 raise
             raise OutOfMemoryError(
                 f"out of memory after {self.cache.seen_tokens} tokens; "
-                "a fixed --window with --policy h2o needs no more, however long the chat"
+                "with --policy h2o and a fixed --window, memory does not grow with the conversation"
             ) from error
         self._logits = output.logits[0, -1]
         self.tokens.extend(tokens)
         self._torn = False
 
-    def _limit(self) -> int | None:
-        """Tokens whose original positions the model knows; None when positions are re-assigned."""
+    def _max_tokens(self) -> int | None:
+        """How many original positions the model was trained for; None if positions are reassigned."""
         return self.context if self.cache.plan.positions == "absolute" else None
 
-    def _refusal(self, new: int) -> str:
-        """Why `new` more tokens may not be fed, or nothing."""
-        limit, seen = self._limit(), self.cache.seen_tokens
+    def _context_error(self, new: int) -> str:
+        """Why `new` more tokens do not fit into the context, or an empty string."""
+        limit, seen = self._max_tokens(), self.cache.seen_tokens
         if limit is None or seen + new <= limit:
             return ""
-        passed = f"{seen} tokens seen and {new} new ones pass the model's {limit} "
-        if self._last_position is not None:
-            return f"{passed}learned positions; nothing lies beyond them, reset the conversation or use another model"
+        message = f"{seen} tokens seen and {new} new ones exceed the model's {limit} "
+        if self._learned_positions is not None:
+            return f"{message}learned positions; reset the conversation or use another model"
         if self.at_context == "stop":
-            return f"{passed}positions; use --policy h2o, or go on beyond them with --at-context continue"
+            return f"{message}positions; use --policy h2o, or continue beyond them with --at-context continue"
         return ""
 
 
 def prefill_step(model: Any) -> int:
-    """How many tokens of a prompt to feed at once: as many as a small machine can in a second or two."""
+    """How many prompt tokens to feed in one forward: as many as a small machine processes in a second or two."""
     if home_of(model).type != "cpu":
         return PREFILL_STEP_MAX
     step = PREFILL_STEP
@@ -309,7 +310,7 @@ def prefill_step(model: Any) -> int:
 
 
 def _end_tokens(model: Any, tokenizer: Any) -> frozenset[int]:
-    """Every token that ends a turn, by the model's generation config and by its tokenizer."""
+    """All tokens that end a turn, from the model's generation config and from its tokenizer."""
     ends = model.generation_config.eos_token_id
     ends = ends if isinstance(ends, list) else [ends]
     return frozenset(token for token in (*ends, tokenizer.eos_token_id) if token is not None)

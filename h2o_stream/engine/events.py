@@ -1,26 +1,25 @@
-"""What the engine reports while it works. Plain data: whoever draws decides how it looks."""
+"""The engine's events: plain data, with no knowledge of how it is displayed."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
-if TYPE_CHECKING:
-    from h2o_stream.cache.counts import CacheCounts
+from h2o_stream.cache.counts import CacheCounts
 
 Finish = Literal["stop", "length", "interrupted", "context", "oom"]
 
 
 @dataclass(frozen=True)
 class PrefillProgress:
-    """A part of the prompt is in the cache.
+    """Part of the prompt is in the cache.
 
     Attributes:
         done: prompt tokens fed so far.
         total: prompt tokens of this turn.
-        elapsed_s: seconds of work on this prompt.
-        counts: where the tokens are.
+        elapsed_s: seconds spent on this prompt.
+        counts: the state of the cache.
     """
 
     done: int
@@ -31,36 +30,36 @@ class PrefillProgress:
 
 @dataclass(frozen=True)
 class Token:
-    """One token was drawn and is in the cache.
+    """A token was sampled and is in the cache.
 
     Attributes:
-        id: of the vocabulary.
-        text: what became readable with it; empty while a character is incomplete.
-        elapsed_s: seconds of work on this reply.
+        id: token id.
+        text: the text it completes; empty while a character is incomplete.
+        elapsed_s: seconds spent on this reply.
         seen: tokens fed since the start of the stream.
-        count: counts where the tokens are, see `counts`.
+        get_counts: computes `counts`.
     """
 
     id: int
     text: str
     elapsed_s: float
     seen: int
-    count: Callable[[], CacheCounts] = field(repr=False, compare=False)
+    get_counts: Callable[[], CacheCounts] = field(repr=False, compare=False)
 
     @property
     def counts(self) -> CacheCounts:
-        """Where the tokens are, counted when asked for: it is right until the next event."""
-        return self.count()
+        """The state of the cache, computed on access and valid until the next event."""
+        return self.get_counts()
 
 
 @dataclass(frozen=True)
 class Finished:
-    """A prefill or a reply came to its end before or after its last token.
+    """A prefill was cut short, or a reply ended.
 
     Attributes:
         reason: why.
-        text: what was held back as the possible start of a stop string and is now known not to be one.
-        detail: a line for the user when the reason is ``context`` or ``oom``.
+        text: text held back as a possible start of a stop string, which turned out not to be one.
+        detail: a line for the user if the reason is ``context`` or ``oom``.
     """
 
     reason: Finish

@@ -1,7 +1,7 @@
-"""Draws the next token: repetition penalty, temperature, top-k, top-p and min-p, as transformers' processors do.
+"""Samples the next token: repetition penalty, temperature, top-k, top-p and min-p, as transformers' processors do.
 
-Between two steps nothing may wake torch's threads: they spin on the cores that the next step needs. So a draw runs on
-one thread, and few of its operations touch the whole vocabulary.
+Sampling must not wake torch's threads: they would spin on the cores that the next step needs. So it runs on one
+thread, and few of its operations touch the whole vocabulary.
 """
 
 from __future__ import annotations
@@ -20,29 +20,29 @@ from h2o_stream.config import DEFAULT_TEMPERATURE, DEFAULT_TOP_K, DEFAULT_TOP_P,
 from h2o_stream.errors import H2OStreamError
 from h2o_stream.processes import broadcast
 
-_LIKELY = {1e-4: torch.float32, 1e-6: torch.float64}
-"""Probabilities: the nucleus is looked for among the tokens above the first, then above the second, then among all; and
-what is precise enough to add them up."""
+_NUCLEUS_CUTOFFS = {1e-4: torch.float32, 1e-6: torch.float64}
+"""The nucleus is searched among tokens above the first probability, then above the second, then among all. The dtype is
+precise enough to sum them."""
 
-LOWEST = torch.finfo(torch.float32).min
+_MIN_SCORE = torch.finfo(torch.float32).min
 """All scores but -inf are at least this."""
 
 
 class Sampler:
-    """A sampling config made ready for a model.
+    """Samples tokens for one model.
 
     Args:
-        config: what the user said; what is None comes from `recommended`, then from our defaults.
+        config: the user's settings. Those that are None come from `recommended`, then from our defaults.
         recommended: the model's generation config, or None.
 
     Attributes:
-        seed: the seed in use, drawn if none was given.
+        seed: the seed in use, random if none was given.
     """
 
     def __init__(self, config: SamplingConfig, recommended: Any) -> None:
         def choose(name: str, default: float) -> Any:
-            given = getattr(config, name)
-            return next(v for v in (given, getattr(recommended, name, None), default) if v is not None)
+            values = (getattr(config, name), getattr(recommended, name, None), default)
+            return next(value for value in values if value is not None)
 
         self._temperature = float(choose("temperature", DEFAULT_TEMPERATURE))
         self._top_k, self._top_p = int(choose("top_k", DEFAULT_TOP_K)), float(choose("top_p", DEFAULT_TOP_P))
@@ -55,44 +55,44 @@ class Sampler:
             self._penalty = RepetitionPenaltyLogitsProcessor(config.repetition_penalty)
 
     @property
-    def state(self) -> Tensor:
-        """uint8, where the random draws have come to: the CPU's, wherever the logits are."""
+    def rng_state(self) -> Tensor:
+        """State of the random generator, uint8. It is a CPU generator, wherever the logits are."""
         return self._generator.get_state()
 
-    @state.setter
-    def state(self, state: Tensor) -> None:
+    @rng_state.setter
+    def rng_state(self, state: Tensor) -> None:
         self._generator.set_state(state)
 
-    def draw(self, logits: Tensor, tokens: list[int]) -> int:
+    def sample(self, logits: Tensor, tokens: list[int]) -> int:
         """The next token.
 
         Args:
             logits: [V], any float dtype.
-            tokens: what the repetition penalty looks at: the turn so far.
+            tokens: tokens that the repetition penalty applies to: the turn so far.
 
         Raises:
-            H2OStreamError: there are NaNs among the logits.
+            H2OStreamError: the logits contain NaN.
         """
-        with one_thread():
+        with single_thread():
             scores = logits.float()
-            top = largest(scores)  # NaN, if there is one
+            top = argmax(scores)  # a NaN, if there is one
             if math.isnan(scores[top].item()):
                 raise H2OStreamError(
-                    "the model's logits are not numbers (NaN): its weights are damaged, or their type is too narrow "
-                    "for it; try --dtype float32"
+                    "the model's logits are not numbers (NaN): its weights are damaged or overflow their dtype; "
+                    "try --dtype float32"
                 )
             if self._penalty is not None:
                 history = torch.tensor([tokens], dtype=torch.int64, device=logits.device)
                 scores = self._penalty(history, scores[None])[0]
-                top = largest(scores)
+                top = argmax(scores)
             if self.greedy:
                 return top
-            ids, scores = self.possible(scores)
-            place = torch.multinomial(scores.softmax(-1).cpu(), 1, generator=self._generator)
-            return int(ids[int(place)])
+            ids, scores = self.candidates(scores)
+            choice = torch.multinomial(scores.softmax(-1).cpu(), 1, generator=self._generator)
+            return int(ids[int(choice)])
 
-    def possible(self, scores: Tensor) -> tuple[Tensor, Tensor]:
-        """Which tokens can be drawn, in ascending order, and their scores.
+    def candidates(self, scores: Tensor) -> tuple[Tensor, Tensor]:
+        """The tokens that can be sampled, in ascending order, and their scores.
 
         Args:
             scores: [V] float32.
@@ -101,73 +101,73 @@ class Sampler:
             scores = scores / self._temperature
         ids = None
         if self._top_k or self._top_p == 1:
-            least = scores.topk(min(self._top_k, len(scores))).values[-1].item() if self._top_k else LOWEST
-            ids = at_least(scores, least)
+            threshold = scores.topk(min(self._top_k, len(scores))).values[-1].item() if self._top_k else _MIN_SCORE
+            ids = at_least(scores, threshold)
             scores = scores[ids]
         if self._top_p < 1:
-            inside = nucleus(scores, self._top_p)
-            scores, ids = scores[inside], inside if ids is None else ids[inside]
+            kept = nucleus(scores, self._top_p)
+            scores, ids = scores[kept], kept if ids is None else ids[kept]
         assert ids is not None
         if self._min_p:
             probs = scores.softmax(-1)
-            inside = at_least(probs, (self._min_p * probs.max()).item())
-            scores, ids = scores[inside], ids[inside]
+            kept = at_least(probs, (self._min_p * probs.max()).item())
+            scores, ids = scores[kept], ids[kept]
         return ids, scores
 
 
-def check_draws(state: Tensor) -> None:
-    """Try a `Sampler.state` from elsewhere.
+def check_rng_state(state: Tensor) -> None:
+    """Check that a tensor is a valid `Sampler.rng_state`.
 
     Raises:
-        H2OStreamError: it is not one.
+        H2OStreamError: it is not.
     """
     try:
         torch.Generator().set_state(state)
     except (RuntimeError, TypeError) as error:
         raise H2OStreamError(
-            f"the state does not fit: {tuple(state.shape)} {state.dtype} are not the random draws of a CPU"
+            f"the state does not fit: {tuple(state.shape)} {state.dtype} is not the state of a CPU random generator"
         ) from error
 
 
 def nucleus(scores: Tensor, top_p: float) -> Tensor:
     """Indices of the likeliest tokens that together reach `top_p`, in ascending order.
 
-    Of tokens that are equally likely the first ones are inside. Sorts the whole vocabulary, as transformers does, only
-    where the likely tokens are not enough.
+    Among equally likely tokens, the first ones are included. The whole vocabulary is sorted, as in transformers, only
+    if the likely tokens are not enough.
 
     Args:
         scores: [V] float32, logits.
         top_p: below 1.
     """
-    for least, dtype in _LIKELY.items():
+    for cutoff, dtype in _NUCLEUS_CUTOFFS.items():
         total = scores.to(dtype).logsumexp(-1).item()
-        places = at_least(scores, total + math.log(least))
-        likely, order = scores[places].sort(descending=True, stable=True)
+        ids = at_least(scores, total + math.log(cutoff))
+        likely, order = scores[ids].sort(descending=True, stable=True)
         mass = (likely.to(dtype) - total).exp_().cumsum(-1)
         if len(mass) and mass[-1].item() >= top_p:
             count = int(torch.searchsorted(mass, top_p)) + 1
-            return places[order[:count].sort().values]
-    whole = TopPLogitsWarper(top_p)(scores[None, :0].long(), scores[None])[0]
-    return at_least(whole, LOWEST)
+            return ids[order[:count].sort().values]
+    warped = TopPLogitsWarper(top_p)(scores[None, :0].long(), scores[None])[0]
+    return at_least(warped, _MIN_SCORE)
 
 
-def largest(scores: Tensor) -> int:
-    """Index of the largest score, the first of equal ones; of NaN, if there is one."""
+def argmax(scores: Tensor) -> int:
+    """Index of the largest score, the first one among equals. A NaN counts as the largest."""
     if scores.device.type == "cpu":
         return int(scores.numpy().argmax())  # eight times faster than torch's on one thread
     return int(scores.argmax())
 
 
-def at_least(scores: Tensor, least: float) -> Tensor:
-    """Indices of the scores [n] that are no lower than this, in ascending order."""
+def at_least(scores: Tensor, threshold: float) -> Tensor:
+    """Indices of the scores [n] that are at least the threshold, in ascending order."""
     if scores.device.type == "cpu":
-        return torch.from_numpy((scores.numpy() >= least).nonzero()[0])  # as above
-    return (scores >= least).nonzero()[:, 0]
+        return torch.from_numpy((scores.numpy() >= threshold).nonzero()[0])  # as above
+    return (scores >= threshold).nonzero()[:, 0]
 
 
 @contextmanager
-def one_thread() -> Iterator[None]:
-    """Let torch compute on this thread alone; its other threads keep sleeping."""
+def single_thread() -> Iterator[None]:
+    """Run torch on this thread only, so that its other threads stay asleep."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     try:

@@ -1,4 +1,4 @@
-"""Readable text from a stream of token ids, without ever decoding a token twice."""
+"""Incremental detokenization: each token is decoded only once."""
 
 from __future__ import annotations
 
@@ -9,10 +9,13 @@ from tokenizers.decoders import DecodeStream
 
 
 class TextStream:
-    """Incremental text of one reply.
+    """The text of one reply, token by token.
 
-    A character split over tokens appears when it is complete, so no replacement character is ever shown.
-    Text that may be the start of a stop string is held back until that is settled.
+    A character that spans several tokens is emitted when it is complete, never as a replacement character. Text that
+    may be the start of a stop string is held back until this is decided.
+
+    Attributes:
+        stopped: whether a stop string was found.
 
     Args:
         tokenizer: a transformers tokenizer backed by the tokenizers library.
@@ -27,7 +30,7 @@ class TextStream:
         self.stopped = False
 
     def push(self, token: int) -> str:
-        """The text that became certain with this token; `stopped` says whether a stop string was met."""
+        """The text that can be shown after this token."""
         self._pending += self._stream.step(self._backend, token) or ""
         cut = min((at for stop in self._stops if (at := self._pending.find(stop)) >= 0), default=-1)
         if cut >= 0:
@@ -40,11 +43,11 @@ class TextStream:
         return text
 
     def flush(self) -> str:
-        """What was held back when the reply ended without a stop string."""
+        """The text held back when the reply ended without a stop string."""
         text, self._pending = self._pending, ""
         return text
 
 
 def _overlap(text: str, stop: str) -> int:
-    """Length of the longest end of `text` that is a start of `stop`."""
+    """Length of the longest suffix of `text` that is a prefix of `stop`."""
     return next((n for n in range(min(len(text), len(stop) - 1), 0, -1) if text.endswith(stop[:n])), 0)

@@ -1,1 +1,1 @@
-"""A conversation: turns of text on top of the engine's tokens. Draws nothing."""
+"""Conversations: turns, the chat template, undo, and sessions on disk. Nothing here prints."""

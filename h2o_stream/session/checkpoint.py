@@ -1,4 +1,4 @@
-"""What was committed of a conversation last, and the states of its last turns: enough to return to any of them."""
+"""The last committed version of a conversation, and the states after its last turns."""
 
 from __future__ import annotations
 
@@ -7,37 +7,37 @@ from dataclasses import dataclass, field, replace
 
 from torch import Tensor
 
-from h2o_stream.session.facts import Facts
-from h2o_stream.session.sessions import STATES_KEPT, Session
+from h2o_stream.session.metadata import Metadata
+from h2o_stream.session.sessions import MAX_STATES, Session
 from h2o_stream.session.transcript import Entry
 
-_STATES_BYTES = 256 * 2**20
-"""Memory for the states of a conversation that is not saved; one is always kept."""
+_MAX_STATES_BYTES = 256 * 2**20
+"""Memory for the states of an unsaved conversation. One state is always kept."""
 
 State = dict[str, Tensor]
 
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A conversation after its last turn, or after whatever else changed it.
+    """A committed conversation.
 
     Attributes:
-        facts: of the conversation.
-        draws: state of the random draws when the next turn began.
-        session: where it is saved; None for nowhere.
-        unsaved: the turns of a conversation that is not saved.
-        states: after the last turns, by their numbers; with a session only those that could not be written.
+        metadata: of the conversation.
+        rng_state: of the sampler when the next turn began.
+        session: where the conversation is saved; None if it is not.
+        unsaved: the turns of a conversation without a session.
+        states: after the last turns, by turn number. With a session, only those that could not be written.
     """
 
-    facts: Facts
-    draws: Tensor
+    metadata: Metadata
+    rng_state: Tensor
     session: Session | None = None
     unsaved: tuple[Entry, ...] = ()
     states: Mapping[int, State] = field(default_factory=dict)
 
     @property
     def entries(self) -> list[Entry]:
-        """The turns so far, less those that were taken back."""
+        """The turns so far, without those that were undone."""
         return list(self.unsaved) if self.session is None else self.session.transcript.entries
 
     @property
@@ -46,7 +46,7 @@ class Checkpoint:
         return self.entries[-1].turn if self.entries else 0
 
     def state(self, turn: int) -> State | None:
-        """What there was after a turn; None if that is not known any more.
+        """The state after a turn; None if it is no longer available.
 
         Raises:
             DataError: it is damaged.
@@ -55,12 +55,12 @@ class Checkpoint:
             return self.states.get(turn)
         return self.session.state(turn)
 
-    def with_turn(self, facts: Facts, entry: Entry, state: State | None) -> Checkpoint:
-        """With one more turn, in memory."""
+    def with_turn(self, metadata: Metadata, entry: Entry, state: State | None) -> Checkpoint:
+        """A copy with one more unsaved turn."""
         states = dict(self.states) if state is None else {**self.states, entry.turn: state}
-        while len(states) > 1 and (len(states) > STATES_KEPT or _num_bytes(states) > _STATES_BYTES):
+        while len(states) > 1 and (len(states) > MAX_STATES or _num_bytes(states) > _MAX_STATES_BYTES):
             del states[next(iter(states))]
-        return replace(self, facts=facts, unsaved=(*self.unsaved, entry), states=states)
+        return replace(self, metadata=metadata, unsaved=(*self.unsaved, entry), states=states)
 
 
 def _num_bytes(states: Mapping[int, State]) -> int:

@@ -1,8 +1,8 @@
-"""A conversation of any length: says things to the engine and reports what came back, turn by turn.
+"""A conversation of any length: sends messages to the engine and yields what comes back, turn by turn.
 
-All that a conversation is beside its stream of tokens is in its `Facts`. A turn states them before it feeds anything,
-and `Conversation._settle` makes them fit what was fed, however the turn ended. So nothing is half done between two
-events; only a forward that is cut off leaves the stream torn, and known as such.
+Everything besides the token stream is in `Conversation.metadata`. A turn updates it before anything is fed, and
+`Conversation._reconcile` corrects it to what was actually fed, however the turn ended. So the conversation is
+consistent between any two events. Only an interrupted forward leaves the stream torn, and marks it so.
 """
 
 from __future__ import annotations
@@ -14,39 +14,39 @@ from dataclasses import replace
 import psutil
 from torch import Tensor
 
-from h2o_stream.engine.engine import TORN, Engine
+from h2o_stream.engine.engine import TORN_MESSAGE, Engine
 from h2o_stream.engine.events import Finished, PrefillProgress, Token
 from h2o_stream.errors import H2OStreamError
-from h2o_stream.session.facts import Facts, Passage, Pinning, facts_of
-from h2o_stream.session.running import Running
+from h2o_stream.session.active_turn import ActiveTurn
+from h2o_stream.session.metadata import Metadata, Passage, PendingPin, load_metadata
 from h2o_stream.session.template import ChatTemplate, Prompt
+from h2o_stream.session.timings import Timings
 from h2o_stream.session.turn import Turn
-from h2o_stream.session.work import Work
 
-Turning = Generator[PrefillProgress | Token | Turn, None, None]
-Feeding = Generator[PrefillProgress | Finished, None, None]
+ReplyEvents = Generator[PrefillProgress | Token | Turn, None, None]
+FeedEvents = Generator[PrefillProgress | Finished, None, None]
 
 
-def plain(text: str) -> str:
-    """A text as it is fed: without surrogates."""
+def encodable(text: str) -> str:
+    """The text with a question mark for each unpaired surrogate, which tokenizers reject."""
     return text.encode("utf-8", "replace").decode()
 
 
 class Conversation:
-    """Turns on one engine. The system prompt is fed once, with the first turn, and never evicted.
+    """A conversation on one engine. The system prompt is fed once, with the first turn, and never evicted.
 
-    One turn is under way at a time: whatever is called next closes it.
+    Only one turn is active at a time: any other call closes it.
 
     Args:
         engine: with an empty cache.
         system: the system prompt; None leaves it to the model's template.
-        stops: strings that end a reply, beside those of the engine's sampling config.
+        stops: strings that end a reply, in addition to those of the engine's sampling config.
 
     Attributes:
-        facts: all that it is beside the stream.
+        metadata: everything besides the token stream.
 
     Raises:
-        ConfigError: the system prompt leaves the window too little room.
+        ConfigError: the system prompt leaves too little room in the window.
         UnsupportedModelError: the chat template cannot be used turn by turn.
     """
 
@@ -54,60 +54,55 @@ class Conversation:
         self.engine = engine
         self._stops = stops
         self._process = psutil.Process()
-        self._running = Running()
-        self.facts = Facts(system, self._template(system))
-        self.engine.pin(self.facts.template.opening("").pinned)
-
-    @property
-    def turns(self) -> int:
-        """How many were begun."""
-        return self.facts.turns
+        self._active = ActiveTurn()
+        self.metadata = Metadata(system, self._template(system))
+        self.engine.pin(self.metadata.template.first_turn("").num_pinned)
 
     @property
     def system(self) -> str | None:
         """The system prompt; None leaves it to the model's template."""
-        return self.facts.system
+        return self.metadata.system
 
     @property
     def pins(self) -> list[str]:
-        """Texts that are never evicted, beside the system prompt."""
-        return list(self.facts.pins)
+        """Texts that are never evicted, besides the system prompt."""
+        return list(self.metadata.pins)
 
     @property
     def passages(self) -> list[Passage]:
-        """What each turn has put into the stream, in order and without a gap."""
-        return self.facts.passages(len(self.engine.tokens))
+        """The tokens of each turn, in order and without gaps."""
+        return self.metadata.passages(len(self.engine.tokens))
 
     @property
     def torn(self) -> bool:
-        """Whether a step was cut off halfway: then only `reset` and `load_state_dict` help."""
-        return self.engine.torn or self.facts.torn
+        """Whether a step was cut off halfway. Then only `reset` and `load_state_dict` help."""
+        return self.engine.torn or self.metadata.torn
 
-    def tear(self) -> None:
-        """Nothing but `reset` and `load_state_dict` from here on: what there is does not belong together."""
-        self.facts = replace(self.facts, torn=True)
+    def mark_torn(self) -> None:
+        """Allow nothing but `reset` and `load_state_dict` from now on, as the parts are inconsistent."""
+        self.metadata = replace(self.metadata, torn=True)
 
     def _template(self, system: str | None) -> ChatTemplate:
         return ChatTemplate(self.engine.tokenizer, system, self.engine.end_tokens)
 
     def reset(self, system: str | None = None) -> None:
-        """Forget everything but the system prompt, which the next turn feeds again.
+        """Forget everything but the system prompt, which is fed again with the next turn.
 
         Args:
-            system: another system prompt; None keeps the one there is.
+            system: a new system prompt; None keeps the current one.
 
         Raises:
-            ConfigError: the system prompt leaves the window too little room; nothing has changed then.
+            ConfigError: the system prompt leaves too little room in the window. Nothing has changed.
         """
         self.restart(self.system if system is None else system)
 
     def restart(self, system: str | None) -> None:
-        """Forget everything; the next turn feeds this system prompt, None for the template's own.
+        """Forget everything. The next turn feeds this system prompt, None for the template's own.
 
         Raises:
             ConfigError: see `reset`.
         """
-        self._running.end()
+        self._active.close()
         if system != self.system:
             with self._atomic():
                 self._restart(system)
@@ -115,174 +110,169 @@ class Conversation:
         try:
             self._restart(system)
         except BaseException:
-            self._restart(system)  # it had room before: all of it rather than half
+            self._restart(system)  # this prompt fitted before, so finish rather than stop halfway
             raise
 
     def _restart(self, system: str | None, turns: int = 0) -> None:
         template = self._template(system)
-        pinned = template.opening("").pinned
-        self.tear()
+        num_pinned = template.first_turn("").num_pinned
+        self.mark_torn()
         self.engine.reset()
         self.engine.unpin()
-        self.engine.pin(pinned)
-        self.facts = Facts(system, template, turns)
+        self.engine.pin(num_pinned)
+        self.metadata = Metadata(system, template, turns)
 
-    def say(self, text: str) -> Turning:
-        """One turn: feed what the user says, then reply.
+    def say(self, text: str) -> ReplyEvents:
+        """One turn: feed the user's message, then generate a reply.
 
         Yields:
-            The engine's events as they come, then the finished `Turn`. When the iterator is closed early,
-            everything yielded so far is in the cache and the next turn goes on from there; but an opening that did not
-            come to the user's words is forgotten.
+            The engine's events as they come, then the finished `Turn`. If the iterator is closed early, everything
+            yielded so far is in the cache, and the next turn continues from there. A first turn that is closed before
+            the user's message is reached is forgotten.
 
         Raises:
             H2OStreamError: the stream is torn.
         """
-        return self._running.begin(self._say(text))
+        return self._active.start(self._say(encodable(text)))
 
-    def _say(self, text: str) -> Turning:
-        text, work, pieces = plain(text), Work(), list[str]()
+    def _say(self, text: str) -> ReplyEvents:
+        timings, pieces = Timings(), list[str]()
         with closing(self._feed(self._prompt(text))) as events:
             for event in events:
                 if isinstance(event, Finished):
-                    yield self._turn(text, pieces, work, event)
+                    yield self._turn(text, pieces, timings, event)
                     return
-                work.prompt_tokens, work.prefill_s = event.done, event.elapsed_s
+                timings.prompt_tokens, timings.prefill_s = event.done, event.elapsed_s
                 yield event
         for reply in self.engine.decode(self._stops):
             pieces.append(reply.text)
             if isinstance(reply, Finished):
-                yield self._turn(text, pieces, work, reply)
+                yield self._turn(text, pieces, timings, reply)
                 return
-            work.new_tokens, work.decode_s = work.new_tokens + 1, reply.elapsed_s
+            timings.new_tokens, timings.decode_s = timings.new_tokens + 1, reply.elapsed_s
             yield reply
 
-    def tell(self, text: str, reply: str) -> Feeding:
-        """Feed a turn that was: what the user said and what came back. Nothing is drawn.
+    def feed_turn(self, text: str, reply: str) -> FeedEvents:
+        """Feed a past turn: the user's message and the reply to it. Nothing is generated.
 
         Yields:
-            The engine's events; `Finished` if it did not come to the end.
+            The engine's events. The last one is `Finished` if the turn could not be fed completely.
 
         Raises:
             H2OStreamError: the stream is torn.
         """
-        return self._running.begin(self._tell(plain(text), reply))
+        return self._active.start(self._feed_turn(encodable(text), reply))
 
-    def _tell(self, text: str, reply: str) -> Feeding:
-        yield from self._feed(self._answered(self._prompt(text), reply))
-
-    def pin(self, text: str, reply: str = "I will keep that in mind.") -> Feeding:
-        """Feed a text as the user's and never evict it; one that is not fed to its end is not pinned.
-
-        Raises:
-            ConfigError: it would leave the window too little room; nothing was fed.
-            H2OStreamError: the stream is torn.
-        """
-        return self._running.begin(self._pin(plain(text), reply))
-
-    def _pin(self, text: str, reply: str) -> Feeding:
+    def _feed_turn(self, text: str, reply: str, pin: bool = False) -> FeedEvents:
         prompt, start = self._prompt(text), len(self.engine.tokens)
-        pinning = Pinning(text, start + prompt.pinned, start + len(prompt.tokens))
-        yield from self._feed(self._answered(prompt, reply), pinning)
+        pending = PendingPin(text, start + prompt.num_pinned, start + len(prompt.tokens)) if pin else None
+        tokens = [*prompt.tokens, *self.metadata.template.reply(reply)]
+        yield from self._feed(Prompt(tokens, prompt.num_pinned), pending)
+
+    def pin(self, text: str, reply: str = "I will keep that in mind.") -> FeedEvents:
+        """Feed a text as a user message and never evict it. A text that is not fed completely is not pinned.
+
+        Raises:
+            ConfigError: it would leave too little room in the window. Nothing was fed.
+            H2OStreamError: the stream is torn.
+        """
+        return self._active.start(self._feed_turn(encodable(text), reply, pin=True))
 
     def state_dict(self) -> dict[str, Tensor]:
-        """A copy of everything there is to go on from after a turn, exactly, as safetensors takes it.
+        """A copy of the complete state after a turn, as tensors for safetensors.
 
         Raises:
             H2OStreamError: nothing was said yet, or the last step was cut off halfway.
         """
-        self._running.end()
-        self._settle()
+        self._active.close()
+        self._reconcile()
         if self.torn:
             raise H2OStreamError("the last step was cut off halfway; there is no state to save")
-        return self.engine.state_dict() | self.facts.state_dict(len(self.engine.tokens))
+        return self.engine.state_dict() | self.metadata.state_dict(len(self.engine.tokens))
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        """Go on from a state, in place of what there is; what the model says next is what it would have said.
+        """Replace the conversation by a saved state. It continues exactly as it would have without the interruption.
 
         Raises:
-            H2OStreamError: the state belongs to another model, dtype or policy, or is damaged; nothing has changed
-                then.
+            H2OStreamError: the state belongs to another model, dtype or policy, or is damaged. Nothing has changed.
         """
-        self._running.end()
-        facts = facts_of(state, self._template)
+        self._active.close()
+        metadata = load_metadata(state, self._template)
         with self._atomic():
-            self.tear()
+            self.mark_torn()
             self.engine.load_state_dict(state)
-            self.facts = facts
+            self.metadata = metadata
 
     @contextmanager
     def _atomic(self) -> Iterator[None]:
-        """Replace the stream in the block; if that fails or is cut off, everything is as it was before."""
-        self._settle()
-        facts, torn, draws = self.facts, self.torn, self.engine.sampler.state
+        """Replace the stream inside the block. If the block fails or is cut off, restore the previous state."""
+        self._reconcile()
+        metadata, torn, rng_state = self.metadata, self.torn, self.engine.sampler.rng_state
         before = self.engine.state_dict() if self.engine.tokens and not torn else None
         try:
             yield
         except BaseException:
-            self.tear()
+            self.mark_torn()
             if before is not None:
                 self.engine.load_state_dict(before)
             elif not torn:
-                self._restart(facts.system)
-            self.engine.sampler.state = draws
-            self.facts = replace(facts, torn=torn)
+                self._restart(metadata.system)
+            self.engine.sampler.rng_state = rng_state
+            self.metadata = replace(metadata, torn=torn)
             raise
 
     def _prompt(self, text: str) -> Prompt:
-        self._settle()
+        self._reconcile()
         if self.torn:
-            raise H2OStreamError(TORN)
-        template, tokens = self.facts.template, self.engine.tokens
+            raise H2OStreamError(TORN_MESSAGE)
+        template, tokens = self.metadata.template, self.engine.tokens
         if tokens:
-            return template.following(text, ended=tokens[-1] in self.engine.end_tokens)
-        prompt = template.opening(text)
-        prompt = replace(prompt, pinned=min(prompt.pinned, len(prompt.tokens) - 1))
-        self.engine.pin(prompt.pinned)
+            return template.next_turn(text, ended=tokens[-1] in self.engine.end_tokens)
+        prompt = template.first_turn(text)
+        prompt = replace(prompt, num_pinned=min(prompt.num_pinned, len(prompt.tokens) - 1))
+        self.engine.pin(prompt.num_pinned)
         return prompt
 
-    def _answered(self, prompt: Prompt, reply: str) -> Prompt:
-        return Prompt([*prompt.tokens, *self.facts.template.reply(reply)], prompt.pinned)
-
-    def _feed(self, prompt: Prompt, pinning: Pinning | None = None) -> Feeding:
-        number, before = self.facts.turns + 1, self.facts
+    def _feed(self, prompt: Prompt, pending_pin: PendingPin | None = None) -> FeedEvents:
+        number, before = self.metadata.turns + 1, self.metadata
         try:
             starts = (*before.starts, (number, len(self.engine.tokens)))
-            self.facts = replace(before, turns=number, starts=starts, pinning=pinning)
-            if pinning is not None:
-                self.engine.cache.pin(pinning.start, pinning.stop)
+            self.metadata = replace(before, turns=number, starts=starts, pending_pin=pending_pin)
+            if pending_pin is not None:
+                self.engine.cache.pin(pending_pin.start, pending_pin.stop)
             for event in self.engine.prefill(prompt.tokens):
                 if isinstance(event, Finished):
-                    self._settle()
-                    self.facts = replace(self.facts, turns=number)
+                    self._reconcile()
+                    self.metadata = replace(self.metadata, turns=number)
                 yield event
         finally:
-            self._settle()
+            self._reconcile()
 
-    def _settle(self) -> None:
-        """Make the facts fit what was fed, after a turn that ended in any way; cut off itself, it can be repeated."""
-        facts, fed = self.facts, len(self.engine.tokens)
+    def _reconcile(self) -> None:
+        """Make the metadata match what was fed, however the last turn ended. Can be repeated if it is cut off."""
+        metadata, fed = self.metadata, len(self.engine.tokens)
         if self.torn:
             return
-        if 0 < fed <= self.engine.opening:  # without all of the system prompt there is nothing to go on from
-            self._restart(facts.system, facts.turns - 1)
+        if 0 < fed <= self.engine.pinned_prefix:  # the system prompt is incomplete, so nothing can follow it
+            self._restart(metadata.system, metadata.turns - 1)
             return
-        if facts.pinning is not None:
-            if facts.pinning.stop > fed:
-                self.engine.cache.unpin(facts.pinning.start, facts.pinning.stop)
+        pending = metadata.pending_pin
+        if pending is not None:
+            if pending.stop > fed:
+                self.engine.cache.unpin(pending.start, pending.stop)
             else:
-                facts = replace(facts, pins=(*facts.pins, facts.pinning.text))
-            facts = replace(facts, pinning=None)
-        if facts.starts and facts.starts[-1][1] == fed:
-            facts = replace(facts, turns=facts.turns - 1, starts=facts.starts[:-1])
-        self.facts = facts
+                metadata = replace(metadata, pins=(*metadata.pins, pending.text))
+            metadata = replace(metadata, pending_pin=None)
+        if metadata.starts and metadata.starts[-1][1] == fed:
+            metadata = replace(metadata, turns=metadata.turns - 1, starts=metadata.starts[:-1])
+        self.metadata = metadata
 
-    def _turn(self, prompt: str, pieces: list[str], work: Work, finished: Finished) -> Turn:
+    def _turn(self, prompt: str, pieces: list[str], timings: Timings, finished: Finished) -> Turn:
         return Turn(
-            number=self.turns,
+            number=self.metadata.turns,
             prompt=prompt,
             text="".join(pieces),
-            work=work,
+            timings=timings,
             counts=self.engine.counts,
             rss_bytes=self._process.memory_info().rss,
             finish=finished.reason,

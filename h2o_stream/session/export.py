@@ -1,4 +1,4 @@
-"""Transcripts for people, in Markdown, and for other programs, in JSON."""
+"""Exports transcripts: as Markdown for people, as JSON for other programs."""
 
 from __future__ import annotations
 
@@ -7,29 +7,25 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 
-from h2o_stream.errors import ConfigError, DataError
+from h2o_stream.errors import ConfigError, file_errors
 from h2o_stream.session.transcript import Entry, Header
 
 
 def export(path: Path, header: Header, entries: Sequence[Entry]) -> None:
-    """Write a transcript as Markdown, or as JSON if the file's name ends so; never over another file.
+    """Write a transcript to a new file, in the format of its extension.
 
     Raises:
-        ConfigError: the name ends neither way.
-        DataError: the file is there already, or cannot be written.
+        ConfigError: the extension is neither ``.md`` nor ``.json``.
+        DataError: the file exists already, or cannot be written.
     """
-    writers = {".md": _markdown, ".json": _json}
-    if path.suffix not in writers:
-        raise ConfigError(f"{path} ends neither in .md nor in .json; name the file so that it says what it is to be")
-    try:
-        with path.open("x", encoding="utf-8") as file:
-            file.write(writers[path.suffix](header, entries))
-    except OSError as error:
-        raise DataError(f"{path}: {error.strerror or error}") from error
+    formats = {".md": _markdown, ".json": _json}
+    if path.suffix not in formats:
+        raise ConfigError(f"{path}: the file name must end in .md or .json")
+    with file_errors(path), path.open("x", encoding="utf-8") as file:
+        file.write(formats[path.suffix](header, entries))
 
 
 def _markdown(header: Header, entries: Sequence[Entry]) -> str:
-    """For people."""
     lines = [f"# {header.model}, {header.policy}, window {header.window or 'unlimited'}", ""]
     if header.system:
         lines += [*(f"> {line}" for line in header.system.splitlines()), ""]
@@ -41,7 +37,7 @@ def _markdown(header: Header, entries: Sequence[Entry]) -> str:
 
 
 def _json(header: Header, entries: Sequence[Entry]) -> str:
-    """For programs: the header and the messages, as chat templates take them."""
+    """The header, and the messages in the form that chat templates take."""
     messages = [{"role": "system", "content": header.system}] if header.system else []
     for entry in entries:
         messages.append({"role": "user", "content": entry.prompt})

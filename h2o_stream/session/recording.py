@@ -1,4 +1,4 @@
-"""What happened in a run, with its times, as JSON Lines: to be shown again without the model."""
+"""A recording of a run: its events with their times, as JSON Lines. It can be replayed without the model."""
 
 from __future__ import annotations
 
@@ -7,137 +7,96 @@ import time
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Literal, Self, TypeVar, get_args, get_origin, get_type_hints
+from typing import Any
 
 from h2o_stream.cache.counts import CacheCounts
 from h2o_stream.engine.events import PrefillProgress, Token
 from h2o_stream.errors import DataError
-from h2o_stream.session.lines import to_json_line
+from h2o_stream.session.jsonl import JsonlWriter, build, check_type
+from h2o_stream.session.timings import Timings
 from h2o_stream.session.turn import Turn
-from h2o_stream.session.work import Work
-
-T = TypeVar("T")
-
-_LARGEST = 1 << 53
-"""Above it JSON's numbers are not exact."""
 
 
 @dataclass(frozen=True)
-class Asked:
+class TurnStart:
     """A turn begins."""
 
     title: str
     prompt: str
 
 
-class Recorder:
-    """Writes what it is told into a file, or nowhere. A context manager.
+class Recorder(JsonlWriter):
+    """Writes events to a new file, or nowhere.
 
     Args:
-        path: the file; None for none.
+        path: the file; None to write nothing.
         title: of the run.
 
     Raises:
-        DataError: the file is there already, or cannot be written.
+        DataError: the file exists already, or cannot be written.
     """
 
     def __init__(self, path: Path | None, title: str) -> None:
-        self._path = path
-        self._begun = time.monotonic()
-        self._file = None
-        if path is not None:
-            try:
-                self._file = path.open("x", encoding="utf-8")
-            except OSError as error:
-                raise DataError(f"--record {path}: {error.strerror or error}") from error
-            self._write("run", {"title": title})
+        super().__init__(path, "--record", "x")
+        self._started = time.monotonic()
+        self._write("run", {"title": title})
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        if self._file is not None:
-            self._file.close()
-
-    def asked(self, title: str, prompt: str) -> None:
-        """A turn begins."""
+    def start_turn(self, title: str, prompt: str) -> None:
+        """Record that a turn begins."""
         self._write("asked", {"title": title, "prompt": prompt})
 
-    def event(self, event: PrefillProgress | Token | Turn) -> None:
-        """Something happened in the turn."""
+    def add_event(self, event: PrefillProgress | Token | Turn) -> None:
+        """Record an event of the current turn."""
         if self._file is None:
             return
         if isinstance(event, Token):
-            told = {"id": event.id, "text": event.text, "elapsed_s": event.elapsed_s, "counts": asdict(event.counts)}
-            self._write("token", told)
+            counts = asdict(event.counts)
+            self._write("token", {"id": event.id, "text": event.text, "elapsed_s": event.elapsed_s, "counts": counts})
+        elif isinstance(event, PrefillProgress):
+            self._write("prefill", asdict(event))
         else:
-            self._write("prefill" if isinstance(event, PrefillProgress) else "turn", asdict(event))
+            fields = asdict(event).items()
+            self._write("turn", {"work" if name == "timings" else name: value for name, value in fields})
 
     def _write(self, kind: str, record: dict[str, Any]) -> None:
-        if self._file is None:
-            return
-        line = {"type": kind, "at_s": round(time.monotonic() - self._begun, 4), **record}
-        try:
-            self._file.write(to_json_line(line))
-            self._file.flush()
-        except OSError as error:
-            raise DataError(f"--record {self._path}: {error.strerror or error}") from error
+        self.write({"type": kind, "at_s": round(time.monotonic() - self._started, 4), **record})
 
 
-def recorded(path: Path) -> tuple[str, Iterator[tuple[float, Asked | PrefillProgress | Token | Turn]]]:
-    """The title of a recording, and what happened with the seconds since it began.
+def read_recording(path: Path) -> tuple[str, Iterator[tuple[float, TurnStart | PrefillProgress | Token | Turn]]]:
+    """The title of a recording, and its events with their times in seconds since the start.
 
     Raises:
-        DataError: the file cannot be read, or is no recording; also while it is read.
+        DataError: the file cannot be read or is not a recording. The iterator raises it too.
     """
     try:
-        lines = path.read_text(encoding="utf-8").removesuffix("\n").split("\n")  # text may have other line ends
+        lines = path.read_text(encoding="utf-8").removesuffix("\n").split("\n")  # texts may hold other line separators
     except (OSError, UnicodeDecodeError) as error:
         raise DataError(f"--replay {path}: {getattr(error, 'strerror', None) or error}") from error
-    parsed = (_parsed(path, number, line) for number, line in enumerate(lines, 1))
+    parsed = (_parse_line(path, number, line) for number, line in enumerate(lines, 1))
     first = next(parsed, None)
     if first is None or not isinstance(first[1], str):
-        raise DataError(f"--replay {path}: this is not a recording, its first line has no title")
+        raise DataError(f"--replay {path}: not a recording: its first line has no title")
     return first[1], parsed
 
 
-def _parsed(path: Path, number: int, line: str) -> tuple[float, Any]:
+def _parse_line(path: Path, number: int, line: str) -> tuple[float, Any]:
     try:
-        told = json.loads(line)
-        return _checked(told.pop("at_s"), float), _event(told.pop("type"), told)
+        fields = json.loads(line)
+        return check_type(fields.pop("at_s"), float), _event(fields.pop("type"), fields)
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
-        raise DataError(f"--replay {path}: line {number} is not one of a recording") from error
+        raise DataError(f"--replay {path}: line {number} is not a line of a recording") from error
 
 
-def _event(kind: str, told: dict[str, Any]) -> Any:
+def _event(kind: str, fields: dict[str, Any]) -> Any:
     if kind == "run":
-        return _checked(told["title"], str)
+        return check_type(fields["title"], str)
     if kind == "asked":
-        return Asked(_checked(told["title"], str), _checked(told["prompt"], str))
-    counts = _build(CacheCounts, told.pop("counts"))
+        return build(TurnStart, fields)
+    counts = build(CacheCounts, fields.pop("counts"))
     if kind == "prefill":
-        return _build(PrefillProgress, told, counts=counts)
+        return build(PrefillProgress, fields, counts=counts)
     if kind == "token":
-        return _build(Token, told, seen=counts.seen, count=lambda: counts)
+        return build(Token, fields, seen=counts.seen, get_counts=lambda: counts)
     if kind == "turn":
-        return _build(Turn, told, work=_build(Work, told.pop("work")), counts=counts)
+        return build(Turn, fields, timings=build(Timings, fields.pop("work")), counts=counts)
     raise ValueError(kind)
-
-
-def _build(kind: type[T], told: dict[str, Any], **more: Any) -> T:
-    """An object of its fields as they were written, and of those that were made already."""
-    types = get_type_hints(kind, localns={"CacheCounts": CacheCounts})
-    return kind(**{name: _checked(value, types[name]) for name, value in told.items()}, **more)
-
-
-def _checked(value: Any, kind: Any) -> Any:
-    """A value of a recording; a number is finite, not negative and no larger than any that is written."""
-    if get_origin(kind) is Literal:
-        fits = value in get_args(kind)
-    elif kind in (int, float):
-        fits = type(value) in (int, kind) and 0 <= value < _LARGEST
-    else:
-        fits = type(value) is kind
-    if not fits:
-        raise ValueError(value)
-    return value

@@ -1,4 +1,4 @@
-"""Figures of a whole run: speed by tokens seen, peak memory, how the replies ended."""
+"""Statistics of a whole run: speed by tokens seen, peak memory, and why replies ended."""
 
 from __future__ import annotations
 
@@ -9,75 +9,74 @@ from typing import Any
 from h2o_stream.cache.counts import CacheCounts
 from h2o_stream.engine.events import PrefillProgress, Token
 from h2o_stream.memory import peak_bytes
+from h2o_stream.session.timings import Timings
 from h2o_stream.session.turn import Turn
-from h2o_stream.session.work import Work
 
 MAX_ROWS = 12
-"""Rows of the speed table; the thousands of tokens are grouped to fit."""
+"""Rows of the speed table. Thousands of tokens are grouped to fit."""
 
-
-_LOOK_S = 0.1
-"""Between two looks at memory and counts while tokens come, which cost time that the model could use."""
+_COUNT_INTERVAL_S = 0.1
+"""Between two updates of the counts while tokens arrive, as counting takes time from the model."""
 
 
 class RunReport:
-    """Watches a run go by. Keeps one entry per thousand tokens, whatever the length."""
+    """Collects the statistics of a run from its events. Keeps one entry per thousand tokens."""
 
     def __init__(self) -> None:
         self.turns = 0
         self.finishes: Counter[str] = Counter()
-        self.total = Work()
+        self.total = Timings()
         self.cache_bytes = 0
         self.seen = 0
         self.evicted = 0
         self.beyond_context = False
-        self._thousands: dict[int, Work] = {}
-        self._looked_at = 0.0
-        self._before: PrefillProgress | Token | None = None
+        self._by_thousand: dict[int, Timings] = {}
+        self._counted_at = 0.0
+        self._previous: PrefillProgress | Token | None = None
 
-    def observe(self, event: PrefillProgress | Token | Turn) -> None:
-        """Take in an event of `Conversation.say`."""
-        if not isinstance(event, Token) or time.monotonic() - self._looked_at >= _LOOK_S:
-            self._look(event.counts)
+    def add_event(self, event: PrefillProgress | Token | Turn) -> None:
+        """Add an event of `Conversation.say`."""
+        if not isinstance(event, Token) or time.monotonic() - self._counted_at >= _COUNT_INTERVAL_S:
+            self._update_counts(event.counts)
         if isinstance(event, Turn):
             self.turns += 1
             self.finishes[event.finish] += 1
             self.beyond_context = self.beyond_context or event.beyond_context
-            self._before = None
+            self._previous = None
             return
-        same_kind = type(self._before) is type(event)
-        elapsed_s = event.elapsed_s - (self._before.elapsed_s if same_kind and self._before else 0.0)
+        same_kind = type(self._previous) is type(event)
+        elapsed_s = event.elapsed_s - (self._previous.elapsed_s if same_kind and self._previous else 0.0)
         if isinstance(event, PrefillProgress):
-            done = self._before.done if isinstance(self._before, PrefillProgress) else 0
-            work = Work(prompt_tokens=event.done - done, prefill_s=elapsed_s)
+            done = self._previous.done if isinstance(self._previous, PrefillProgress) else 0
+            timings = Timings(prompt_tokens=event.done - done, prefill_s=elapsed_s)
         else:
-            work = Work(new_tokens=1, decode_s=elapsed_s)
-        self._before = event
-        self.total.add(work)
+            timings = Timings(new_tokens=1, decode_s=elapsed_s)
+        self._previous = event
+        self.total.add(timings)
         self.seen = event.seen if isinstance(event, Token) else event.counts.seen
-        self._thousands.setdefault(max(self.seen - 1, 0) // 1000, Work()).add(work)
+        self._by_thousand.setdefault(max(self.seen - 1, 0) // 1000, Timings()).add(timings)
 
-    def _look(self, counts: CacheCounts) -> None:
+    def _update_counts(self, counts: CacheCounts) -> None:
         self.seen, self.evicted, self.cache_bytes = counts.seen, counts.evicted, counts.nbytes
-        self._looked_at = time.monotonic()
+        self._counted_at = time.monotonic()
 
     @property
     def peak_rss_bytes(self) -> int:
-        """The system's own high-water mark of this process, from its start."""
+        """Peak memory of this process since its start, as the system reports it."""
         return peak_bytes()
 
-    def by_length(self) -> list[tuple[int, int, Work]]:
-        """(from, to, work) by tokens seen, in at most `MAX_ROWS` rows of equal width."""
-        if not self._thousands:
+    def by_length(self) -> list[tuple[int, int, Timings]]:
+        """(from, to, timings) by tokens seen, in at most `MAX_ROWS` rows of equal width."""
+        if not self._by_thousand:
             return []
-        width = -(-(max(self._thousands) + 1) // MAX_ROWS)
-        rows: dict[int, Work] = {}
-        for thousand, work in sorted(self._thousands.items()):
-            rows.setdefault(thousand // width, Work()).add(work)
-        return [(row * width * 1000, (row + 1) * width * 1000, work) for row, work in rows.items()]
+        width = -(-(max(self._by_thousand) + 1) // MAX_ROWS)
+        rows: dict[int, Timings] = {}
+        for thousand, timings in sorted(self._by_thousand.items()):
+            rows.setdefault(thousand // width, Timings()).add(timings)
+        return [(row * width * 1000, (row + 1) * width * 1000, timings) for row, timings in rows.items()]
 
     def record(self) -> dict[str, Any]:
-        """The run as the last record of ``--jsonl``."""
+        """The last ``--jsonl`` record of a run."""
         return {
             "type": "summary",
             "turns": self.turns,
@@ -93,9 +92,9 @@ class RunReport:
                 {
                     "from_tokens": start,
                     "to_tokens": end,
-                    "prefill_tok_s": round(work.prefill_tok_s, 2),
-                    "decode_tok_s": round(work.decode_tok_s, 2),
+                    "prefill_tok_s": round(timings.prefill_tok_s, 2),
+                    "decode_tok_s": round(timings.decode_tok_s, 2),
                 }
-                for start, end, work in self.by_length()
+                for start, end, timings in self.by_length()
             ],
         }

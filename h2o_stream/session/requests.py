@@ -1,7 +1,7 @@
-"""Requests in JSON Lines, one a line: a text to continue, how, and what would be a good answer.
+"""Requests in JSON Lines, one per line: a text to continue, sampling settings and a reference answer.
 
-Two forms are read: the H2O cookbook's summarization requests (``article``, ``summary_gt``) and HELM's (``prompt``; or
-one level down, under ``request``). Both have ``max_tokens``, ``temperature``, ``top_p`` and ``stop``.
+Two formats are read: the H2O cookbook's summarization requests (``article``, ``summary_gt``) and HELM's (``prompt``,
+possibly nested under ``request``). Both have ``max_tokens``, ``temperature``, ``top_p`` and ``stop``.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Any
 
 from h2o_stream.config import SamplingConfig
 from h2o_stream.errors import ConfigError, DataError
-from h2o_stream.session.lines import read_objects
+from h2o_stream.session.jsonl import read_objects
 
 
 @dataclass(frozen=True)
@@ -20,9 +20,9 @@ class Request:
     """One text to continue.
 
     Attributes:
-        prompt: the text, given to the model as it is.
-        reference: a good answer, or None.
-        sampling: how the request wants its answer drawn, how long it may be and where it stops.
+        prompt: the text, which is fed to the model unchanged.
+        reference: a reference answer, or None.
+        sampling: the request's sampling settings, with its maximum length and stop strings.
     """
 
     prompt: str
@@ -31,14 +31,14 @@ class Request:
 
 
 def read_requests(path: Path, limit: int | None = None) -> tuple[Request, ...]:
-    """The first `limit` requests of a file, or all; empty lines are passed over.
+    """The first `limit` requests of a file, or all. Empty lines are skipped.
 
     Raises:
-        DataError: the file cannot be read or a line is wrong, naming file, line and what is wrong.
+        DataError: the file cannot be read, or a line is not a request.
     """
     records = read_objects(path, "--requests")
     if not records:
-        raise DataError(f"{path}: no request in it")
+        raise DataError(f"{path}: the file has no requests")
     return tuple(_parse(record, place) for place, record in records[:limit])
 
 

@@ -1,8 +1,8 @@
-"""Conversations on disk: a transcript that grows line by line, and the states of the last turns.
+"""Conversations on disk: a transcript that grows line by line, and the states after the last turns.
 
-A session is a folder. ``transcript.jsonl`` has a header and a line for each thing that happened; every line is
-synced before the next turn begins. ``state-N.safetensors`` is everything there was after the N-th line, and holds that
-line too: it is written first, so a turn whose line is missing is found there.
+A session is a folder. ``transcript.jsonl`` has a header and a line for each turn or undo; every line is synced before
+the next turn begins. ``state-N.safetensors`` is the complete state after line N and also contains that line. It is
+written first, so a turn whose line is missing can be recovered from it.
 """
 
 from __future__ import annotations
@@ -17,60 +17,60 @@ from typing import TYPE_CHECKING, Any, Self
 
 from h2o_stream.errors import ConfigError, DataError
 from h2o_stream.resources import data_folder
-from h2o_stream.session.states import StateFiles
+from h2o_stream.session.state_files import StateFiles
 from h2o_stream.session.transcript import Entry, Header, Transcript, header_record, turn_record
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-STATES_KEPT = 8
-"""Turns that can be taken back."""
+MAX_STATES = 8
+"""Number of turns that can be undone."""
 
 _NAME = re.compile(r"\w[\w.-]{0,63}")
 _NAME_BYTES = 255
-"""What file systems take."""
+"""The limit of file systems."""
 
 
 class Session:
     """One conversation on disk, open in one process only. A context manager.
 
     Args:
-        name: of the session: letters, digits, ``_``, ``-`` and ``.``, at most 64, and 255 bytes.
+        name: of the session: letters, digits, ``_``, ``-`` and ``.``, at most 64 characters and 255 bytes.
         folder: where sessions are; the default is the user's data folder.
-        create: begin it where there is none.
+        create: start it if it does not exist.
 
     Attributes:
         name: of the session.
-        transcript: what was said.
+        transcript: its turns.
 
     Raises:
-        ConfigError: the name cannot be one.
+        ConfigError: the name is not allowed.
         DataError: the folder cannot be written, the transcript is damaged, another process has the session open, or
-            there is none and none is to be begun.
+            it does not exist and `create` is False.
     """
 
     def __init__(self, name: str, folder: Path | None = None, create: bool = True) -> None:
         from filelock import FileLock, Timeout
 
-        self.name, self._folder = name, _folder(name, folder)
+        self.name, self._folder = name, _session_folder(name, folder)
         path = self._folder / "transcript.jsonl"
         try:
-            if not create and not (path.exists() and path.stat().st_size):  # one without a line was never begun
+            if not create and not (path.exists() and path.stat().st_size):  # without a line it was never started
                 raise DataError(f"there is no session {name}; h2o-chat --sessions lists them")
             self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
             self._lock = FileLock(self._folder / "lock", timeout=0)
             self._lock.acquire()
             self.transcript, self._states = Transcript(path), StateFiles(self._folder)
             self._recover()
-            self._fresh = not self.transcript.lines
+            self._is_new = not self.transcript.line_count
         except Timeout as error:
             raise DataError(
-                f"session {name} is open in another process; leave it there, or use another name"
+                f"session {name} is open in another process; close it there or choose another name"
             ) from error
         except OSError as error:
             self.close()
             with suppress(OSError):
-                self._folder.rmdir()  # if nothing is in it
+                self._folder.rmdir()  # only if it is empty
             raise DataError(f"session {name}: {error.strerror or error}: {self._folder}") from error
         except BaseException:
             self.close()
@@ -83,126 +83,127 @@ class Session:
         self.close()
 
     def close(self) -> None:
-        """Let other processes have it; a second time does nothing."""
+        """Release it for other processes. Calling this again does nothing."""
         if hasattr(self, "_lock"):
             self._lock.release()
 
     def discard(self) -> None:
-        """Close it; if it was empty when it was opened, leave nothing of it."""
-        if self._fresh:
+        """Close it, and delete it if it was new when it was opened."""
+        if self._is_new:
             shutil.rmtree(self._folder, ignore_errors=True)
         self.close()
 
     def _recover(self) -> None:
-        """Take over the line of a turn whose state was saved when the process ended; drop what is of no use."""
+        """Add the line of a turn if only its state was saved before a crash, and delete leftover files."""
         for path in self._folder.glob("*.part"):
             path.unlink(missing_ok=True)
-        while record := self._states.record(self.transcript.lines + 1):
-            self._append_or_owe(record)
+        while record := self._states.record(self.transcript.line_count + 1):
+            self._append_or_defer(record)
         self._prune()
 
     def _prune(self) -> None:
-        """Drop the states of turns that are too old, or not there any more."""
-        self._states.keep(list(self.transcript.numbers.values())[-STATES_KEPT:])
+        """Delete the states of turns that are too old or were undone."""
+        recent = list(self.transcript.line_numbers.values())[-MAX_STATES:]
+        self._states.keep(lambda line: line in recent)
 
     def begin(self, header: Header) -> None:
-        """Start anew; what was said before stays in the file.
+        """Start a new conversation. Earlier ones stay in the file.
 
         Raises:
-            DataError: the disk is full, say; nothing has changed then.
+            DataError: for example, the disk is full. Nothing has changed.
         """
         self.transcript.append(header_record(header))
         self._prune()
 
     def add(self, entry: Entry, state: Mapping[str, Tensor] | None, header: Header | None = None) -> None:
-        """Save a turn, and what there is after it.
+        """Save a turn and the state after it.
 
-        What could not be written for want of room is owed: it is written with the next turn. Whatever else cuts this
-        off, the turn was not added.
+        A line that cannot be written because the disk is full is written with the next turn. If anything else
+        interrupts this call, the turn was not added.
 
         Args:
             entry: the turn.
-            state: what there is after it.
-            header: begins the session, if nothing did yet.
+            state: the state after it.
+            header: starts the session, if it has no header yet.
 
         Raises:
-            DataError: the disk is full, say. What was saved before is as it was.
+            DataError: for example, the disk is full. Earlier turns are unaffected.
         """
-        lost, trouble = "the words of this turn are saved, the state of the cache is not", None
+        lost, trouble = "the text of this turn is saved, the state of the cache is not", None
         if header is not None and self.transcript.header is None:
-            self._append_or_owe(header_record(header))
-        line, record = self.transcript.lines + 1, turn_record(entry)
+            self._append_or_defer(header_record(header))
+        line, record = self.transcript.line_count + 1, turn_record(entry)
         try:
             try:
                 if state is not None:
                     self._states.write(line, state, record)
             except OSError as error:
                 trouble = error.strerror or str(error)
-            if (unwritten := self._append_or_owe(record)) is not None:
+            if (unwritten := self._append_or_defer(record)) is not None:
                 lost, trouble = "this turn is not saved yet", trouble or unwritten
         finally:
-            if self.transcript.lines < line:
-                self._states.drop_from(line)
+            if self.transcript.line_count < line:
+                self._states.keep(lambda number: number < line)
         self._prune()
         if trouble is not None:
             raise DataError(f"session {self.name}: {trouble}; {lost}")
 
-    def _append_or_owe(self, record: Mapping[str, Any]) -> str | None:
-        """What was in the way, or None."""
+    def _append_or_defer(self, record: Mapping[str, Any]) -> str | None:
+        """Returns why the record could not be written, or None."""
         try:
             self.transcript.append(record)
         except DataError as error:
-            self.transcript.owe(record)
+            self.transcript.defer(record)
             return str(error)
         return None
 
     def add_all(
         self, header: Header, entries: Sequence[Entry], state: Callable[[int], Mapping[str, Tensor] | None]
     ) -> None:
-        """Start anew with turns that were, all of them or none, even if the process is killed.
+        """Start a new conversation with these turns. All are saved or none, even if the process is killed.
 
         Args:
             header: of the conversation.
             entries: its turns.
-            state: what there was after a turn, by its number; None where that is not known.
+            state: returns the state after a turn by its number; None if it is not available.
 
         Raises:
-            DataError: the disk is full, say; nothing has changed then.
+            DataError: for example, the disk is full. Nothing has changed.
         """
         records = [turn_record(entry) for entry in entries]
-        first, before = self.transcript.lines + 2, self.transcript.lines
+        first, before = self.transcript.line_count + 2, self.transcript.line_count
         try:
-            for line, (entry, record) in list(enumerate(zip(entries, records, strict=True), first))[-STATES_KEPT:]:
+            for line, (entry, record) in list(enumerate(zip(entries, records, strict=True), first))[-MAX_STATES:]:
                 if (tensors := state(entry.turn)) is not None:
                     self._states.write(line, tensors, record)
-            self.transcript.replace([header_record(header), *records])
+            self.transcript.append_all([header_record(header), *records])
         except OSError as error:
             raise DataError(f"session {self.name}: {error.strerror or error}; it is not saved") from error
         finally:
-            if self.transcript.lines == before:
-                self._states.drop_from(first)
+            if self.transcript.line_count == before:
+                self._states.keep(lambda number: number < first)
         self._prune()
 
     def undo(self, turn: int) -> None:
-        """Forget what came after a turn.
+        """Remove all turns after this one; 0 removes all.
 
         Raises:
-            DataError: the disk is full, say; nothing has changed then.
+            DataError: for example, the disk is full. Nothing has changed.
         """
         self.transcript.append({"type": "undo", "turn": turn})
         self._prune()
 
     def state(self, turn: int) -> dict[str, Tensor] | None:
-        """What there was after a turn; None if that is not known any more.
+        """The state after a turn; None if it is no longer available.
 
         Raises:
             DataError: the file is damaged.
         """
-        return self._states.read(self.transcript.numbers.get(turn, 0), turn)
+        return self._states.read(self.transcript.line_numbers.get(turn, 0), turn)
 
 
 def saved_sessions(folder: Path | None = None) -> list[tuple[str, Transcript]]:
-    """Every session there is, by name; damaged ones are left out."""
+    """All sessions with their names, in order. Damaged ones are omitted."""
     found = []
     for path in sorted((folder or sessions_folder()).glob("*/transcript.jsonl")):
         with suppress(DataError):
@@ -211,27 +212,27 @@ def saved_sessions(folder: Path | None = None) -> list[tuple[str, Transcript]]:
 
 
 def sessions_folder() -> Path:
-    """Where sessions are."""
+    """The user's folder of sessions."""
     return data_folder() / "sessions"
 
 
 def find_transcript(name: str) -> Transcript:
-    """The transcript of a session, to be read only.
+    """The transcript of a session, for reading only.
 
     Raises:
-        ConfigError: the name cannot be one.
+        ConfigError: the name is not allowed.
         DataError: there is no such session.
     """
-    path = _folder(name, None) / "transcript.jsonl"
+    path = _session_folder(name, None) / "transcript.jsonl"
     if not path.exists():
         raise DataError(f"there is no session {name}; h2o-chat --sessions lists them")
     return Transcript(path)
 
 
-def _folder(name: str, folder: Path | None) -> Path:
+def _session_folder(name: str, folder: Path | None) -> Path:
     if not _NAME.fullmatch(name) or len(os.fsencode(name)) > _NAME_BYTES:
         raise ConfigError(
-            f"{name!r} cannot name a session; --session takes letters, digits, _, - and ., at most 64 "
+            f"{name!r} cannot name a session; --session takes letters, digits, _, - and ., at most 64 characters "
             f"and {_NAME_BYTES} bytes"
         )
     return (folder or sessions_folder()) / name

@@ -1,7 +1,6 @@
-"""What was said in a session: a file of JSON Lines that grows line by line.
+"""The transcript of a session: a JSON Lines file with a header and one line per turn or undo.
 
-It has a header and a line for each thing that happened, and every line is synced. This knows nothing of the states
-that are kept beside it.
+Every line is synced to disk. This module knows nothing of the states that are saved beside the transcript.
 """
 
 from __future__ import annotations
@@ -16,7 +15,8 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Literal
 
-from h2o_stream.errors import DataError
+from h2o_stream.errors import DataError, file_errors
+from h2o_stream.session.jsonl import build, check_type
 
 Kind = Literal["said", "told", "pinned"]
 
@@ -27,11 +27,11 @@ class Entry:
 
     Attributes:
         turn: its number.
-        prompt: what the user said.
-        text: what the model said.
-        kind: ``said``, or fed without a reply being drawn: ``told`` again or ``pinned``.
+        prompt: the user's message.
+        text: the model's reply.
+        kind: ``said`` if the reply was generated, ``told`` if it was fed, ``pinned`` for a pinned text.
         finish: why the reply ended.
-        time: when, ISO 8601.
+        time: ISO 8601.
     """
 
     turn: int
@@ -44,12 +44,12 @@ class Entry:
 
 @dataclass(frozen=True)
 class Header:
-    """What a session belongs to.
+    """What a session was created with.
 
     Attributes:
         model: name of the model.
         policy: of its cache.
-        window: tokens it keeps; 0 for all.
+        window: tokens the cache keeps; 0 for all.
         system: the system prompt, or None.
         created: ISO 8601.
     """
@@ -62,45 +62,45 @@ class Header:
 
 
 @dataclass(frozen=True)
-class _Lines:
-    """What the lines of a transcript say; never changed, only replaced as a whole.
+class _Content:
+    """The content of a transcript; never changed, only replaced as a whole.
 
     Attributes:
-        count: of the lines.
-        header: of the conversation that was begun last.
-        entries: its turns, less those that were taken back.
-        numbers: of the lines of the entries, from 1.
+        line_count: number of lines.
+        header: of the conversation that was started last.
+        entries: its turns, without those that were undone.
+        line_numbers: of the entries, from 1.
     """
 
-    count: int = 0
+    line_count: int = 0
     header: Header | None = None
     entries: tuple[Entry, ...] = ()
-    numbers: tuple[int, ...] = ()
+    line_numbers: tuple[int, ...] = ()
 
-    def and_then(self, record: Mapping[str, Any]) -> _Lines:
-        """With one more.
+    def with_record(self, record: Mapping[str, Any]) -> _Content:
+        """A copy with one more line.
 
         Raises:
-            ValueError, TypeError, KeyError, AttributeError: it is not one of a transcript.
+            ValueError, TypeError, KeyError, AttributeError: it does not belong in a transcript.
         """
-        kind, count = record["type"], self.count + 1
+        kind, count = record["type"], self.line_count + 1
         if kind == "session":
-            return _Lines(count, Header(**{field.name: record[field.name] for field in fields(Header)}))
+            return _Content(count, build(Header, {field.name: record[field.name] for field in fields(Header)}))
         if kind == "turn":
-            entry = Entry(**{field.name: record[field.name] for field in fields(Entry)})
-            return _Lines(count, self.header, (*self.entries, entry), (*self.numbers, count))
+            entry = build(Entry, {field.name: record[field.name] for field in fields(Entry)})
+            return _Content(count, self.header, (*self.entries, entry), (*self.line_numbers, count))
         if kind == "undo":
-            turn = int(record["turn"])
-            rest = [pair for pair in zip(self.entries, self.numbers, strict=True) if pair[0].turn <= turn]
-            return _Lines(count, self.header, tuple(e for e, _ in rest), tuple(number for _, number in rest))
+            turn = check_type(record["turn"], int)
+            kept = len([entry for entry in self.entries if entry.turn <= turn])
+            return _Content(count, self.header, self.entries[:kept], self.line_numbers[:kept])
         raise ValueError(kind)
 
 
 class Transcript:
-    """What a session's file says, and the file.
+    """A transcript and its file.
 
     Args:
-        path: of the file; it is created with the first line.
+        path: of the file, which is created with the first line.
 
     Raises:
         DataError: it cannot be read, or is not a transcript.
@@ -108,119 +108,117 @@ class Transcript:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self._lines, self._size = _Lines(), 0
-        self._owed: tuple[bytes, ...] = ()
+        self._content, self._size = _Content(), 0
+        self._deferred: tuple[bytes, ...] = ()
         if path.exists():
             self._read()
 
     @property
     def header(self) -> Header | None:
-        """Of the conversation that was begun last."""
-        return self._lines.header
+        """Of the conversation that was started last."""
+        return self._content.header
 
     @property
     def entries(self) -> list[Entry]:
-        """Its turns, less those that were taken back."""
-        return list(self._lines.entries)
+        """Its turns, without those that were undone."""
+        return list(self._content.entries)
 
     @property
-    def lines(self) -> int:
-        """How many there are, those included that could not be written yet."""
-        return self._lines.count
+    def line_count(self) -> int:
+        """The number of lines, including those that could not be written yet."""
+        return self._content.line_count
 
     @property
-    def numbers(self) -> dict[int, int]:
-        """The number of the line of each turn, by the turn."""
-        return {entry.turn: number for entry, number in zip(self._lines.entries, self._lines.numbers, strict=True)}
+    def line_numbers(self) -> dict[int, int]:
+        """The line number of each turn."""
+        turns = (entry.turn for entry in self._content.entries)
+        return dict(zip(turns, self._content.line_numbers, strict=True))
 
     def _read(self) -> None:
-        try:
+        with file_errors(self.path):
             data = self.path.read_bytes()
-        except OSError as error:
-            raise DataError(f"{self.path}: {error.strerror or error}") from error
-        self._size = data.rfind(b"\n") + 1  # a last line without its end was being written when the power went
+        self._size = data.rfind(b"\n") + 1  # an unterminated last line was being written at a crash
         for number, line in enumerate(data[: self._size].splitlines(), 1):
             try:
-                self._lines = self._lines.and_then(json.loads(line))
+                self._content = self._content.with_record(json.loads(line))
             except (ValueError, TypeError, KeyError, AttributeError) as error:
-                raise DataError(f"{self.path}: line {number} is not one of a transcript") from error
-        if self.header is None and self.lines:
+                raise DataError(f"{self.path}: line {number} is not a line of a transcript") from error
+        if self.header is None and self.line_count:
             raise DataError(f"{self.path}: the transcript has no header")
 
     def append(self, record: Mapping[str, Any]) -> None:
-        """Add a line and have it on the disk, with those that are owed; if that is cut off, nothing was added.
+        """Add a line and sync it to disk, after any deferred lines. If this is cut off, nothing was added.
 
         Raises:
             DataError: the file cannot be written.
         """
-        data, size = b"".join((*self._owed, _line(record))), self._size
-        before, after = (self._lines, self._size, self._owed), (self._lines.and_then(record), size + len(data), ())
-        try:
-            with os.fdopen(os.open(self.path, os.O_RDWR | os.O_CREAT, 0o600), "r+b", buffering=0) as file:
-                if os.fstat(file.fileno()).st_size < size:
-                    raise OSError("the file was cut by another program")
-                file.truncate(size)
-                try:
-                    file.seek(size)
-                    if file.write(data) != len(data):
-                        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-                    os.fsync(file.fileno())
-                    self._lines, self._size, self._owed = after
-                except BaseException:
-                    self._lines, self._size, self._owed = before
-                    with suppress(OSError):
-                        file.truncate(size)
-                    raise
-        except OSError as error:
-            raise DataError(f"{self.path}: {error.strerror or error}") from error
+        data, size = b"".join((*self._deferred, _line(record))), self._size
+        before = self._content, self._size, self._deferred
+        after = self._content.with_record(record), size + len(data), ()
+        with (
+            file_errors(self.path),
+            os.fdopen(os.open(self.path, os.O_RDWR | os.O_CREAT, 0o600), "r+b", buffering=0) as file,
+        ):
+            if os.fstat(file.fileno()).st_size < size:
+                raise OSError("another program truncated the file")
+            file.truncate(size)
+            try:
+                file.seek(size)
+                if file.write(data) != len(data):
+                    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+                os.fsync(file.fileno())
+                self._content, self._size, self._deferred = after
+            except BaseException:
+                self._content, self._size, self._deferred = before
+                with suppress(OSError):
+                    file.truncate(size)
+                raise
 
-    def owe(self, record: Mapping[str, Any]) -> None:
-        """Add a line that cannot be written now; it will be with the next."""
-        self._lines, self._owed = self._lines.and_then(record), (*self._owed, _line(record))
+    def defer(self, record: Mapping[str, Any]) -> None:
+        """Add a line that cannot be written now. It is written together with the next one."""
+        self._content, self._deferred = self._content.with_record(record), (*self._deferred, _line(record))
 
-    def replace(self, records: Sequence[Mapping[str, Any]]) -> None:
-        """Add lines, all of them or none, even if the process is killed.
+    def append_all(self, records: Sequence[Mapping[str, Any]]) -> None:
+        """Add all lines or none, even if the process is killed.
 
         Raises:
             DataError: the file cannot be written.
         """
-        lines = self._lines
+        content = self._content
         for record in records:
-            lines = lines.and_then(record)
-        try:
+            content = content.with_record(record)
+        with file_errors(self.path):
             before = self.path.read_bytes()[: self._size] if self.path.exists() else b""
-            data = b"".join((before, *self._owed, *map(_line, records)))
-            write_whole(self.path, data)
-        except OSError as error:
-            raise DataError(f"{self.path}: {error.strerror or error}") from error
-        self._lines, self._size, self._owed = lines, len(data), ()
+            data = b"".join((before, *self._deferred, *map(_line, records)))
+            write_atomically(self.path, data)
+        self._content, self._size, self._deferred = content, len(data), ()
 
 
-def write_whole(path: Path, data: bytes) -> None:
-    """Write a file that is there as a whole or as it was before.
+def write_atomically(path: Path, data: bytes) -> None:
+    """Write a file completely, or leave it as it was.
 
     Raises:
-        OSError: the disk is full, say.
+        OSError: for example, the disk is full.
     """
-    unfinished = path.with_suffix(".part")
+    partial = path.with_suffix(".part")
     try:
-        with os.fdopen(os.open(unfinished, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb") as file:
+        with os.fdopen(os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb") as file:
             file.write(data)
             file.flush()
             os.fsync(file.fileno())
-        unfinished.replace(path)
+        partial.replace(path)
     finally:
         with suppress(OSError):
-            unfinished.unlink(missing_ok=True)
+            partial.unlink(missing_ok=True)
 
 
 def header_record(header: Header) -> dict[str, Any]:
-    """A line that begins a conversation, now."""
+    """The line that starts a conversation now."""
     return {"type": "session", **asdict(header), "created": _now()}
 
 
 def turn_record(entry: Entry) -> dict[str, Any]:
-    """A line for a turn, of now unless it says when."""
+    """The line of a turn, with the current time unless the entry has one."""
     return {"type": "turn", **asdict(entry), "time": entry.time or _now()}
 
 

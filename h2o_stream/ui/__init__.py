@@ -1,1 +1,1 @@
-"""The only part that draws: terminal, live screen, plain output, tables and the chat prompt."""
+"""Everything that is shown: terminal, live screen, plain output, tables, reports and the chat prompt."""

@@ -1,4 +1,4 @@
-"""The chat loop: a message, a reply that streams, and the commands in between."""
+"""The chat loop: messages, streamed replies, and commands in between."""
 
 from __future__ import annotations
 
@@ -12,247 +12,181 @@ from prompt_toolkit.formatted_text import FormattedText
 from rich.text import Text
 
 from h2o_stream.config import ChatConfig, Settings
-from h2o_stream.engine.events import Finish, Finished, PrefillProgress, Token
-from h2o_stream.errors import H2OStreamError
-from h2o_stream.session.keeper import Keeper, NoFitError
+from h2o_stream.engine.events import Finish, PrefillProgress, Token
+from h2o_stream.session.history import ConversationHistory
+from h2o_stream.session.jsonl import JsonlWriter
 from h2o_stream.session.recording import Recorder
-from h2o_stream.session.records import Records
-from h2o_stream.session.report import RunReport
 from h2o_stream.session.transcript import Header
 from h2o_stream.session.turn import Turn
-from h2o_stream.ui.command_list import COMMANDS, is_command
+from h2o_stream.ui.chat_context import ChatContext
+from h2o_stream.ui.command_list import is_command
 from h2o_stream.ui.commands import Commands
-from h2o_stream.ui.figures import bar, speed, status, turn_line
+from h2o_stream.ui.format import slot_bar, status_line, turn_line
 from h2o_stream.ui.reply import MarkdownReply, PlainReply, Reply
-from h2o_stream.ui.start import Started, started
-from h2o_stream.ui.terminal import Reading, Terminal
+from h2o_stream.ui.start import LoadedConversation, open_conversation
+from h2o_stream.ui.terminal import PrefillStatus, Terminal
 
-_BAR = 8, 40
-"""Least and most columns of the bar of slots."""
+_MIN_BAR, _MAX_BAR = 8, 40
+"""Columns of the bar of slots."""
+
+_ANSI = {"bright_black": "ansibrightblack"}
+"""Colors whose prompt_toolkit name is not rich's name with the prefix ``ansi``."""
 
 
 def run_chat(
-    settings: Settings, chat: ChatConfig, terminal: Terminal, records: Records, sources: Mapping[str, tuple[Any, str]]
+    settings: Settings, config: ChatConfig, terminal: Terminal, jsonl: JsonlWriter, sources: Mapping[str, Any]
 ) -> Finish | None:
     """Chat until the user leaves or the input ends.
 
     Args:
         settings: of the conversation.
-        chat: how it is held.
+        config: of the chat.
         terminal: where replies and notes go.
-        records: gets a record for the run, each turn and the summary.
+        jsonl: receives a record for the run, each turn and the summary.
         sources: every option's value and where it comes from.
 
     Returns:
-        Why the last reply ended if it was the end of the chat too; None when the user left.
+        Why the last reply ended if that ended the chat; None if the user left.
     """
-    with opened_chat(settings, chat, terminal, records, sources) as talk:
-        return talk.run()
+    with open_chat(settings, config, terminal, jsonl, sources) as chat:
+        return chat.run()
 
 
 @contextmanager
-def opened_chat(
+def open_chat(
     settings: Settings,
-    chat: ChatConfig,
+    config: ChatConfig,
     terminal: Terminal,
-    records: Records,
-    sources: Mapping[str, tuple[Any, str]],
-    ready: Started | None = None,
+    jsonl: JsonlWriter,
+    sources: Mapping[str, Any],
+    loaded: LoadedConversation | None = None,
 ) -> Iterator[Chat]:
-    """A chat that is ready for its first message. Arguments as for `run_chat`; `ready` is the model if it is there."""
+    """A chat that is ready for its first message. Arguments as for `run_chat`; `loaded` if the model is loaded."""
     with (
-        started("h2o-chat", settings, terminal, records, ready) as ready,
-        Recorder(chat.record, ready.title) as recorder,
-        Chat(ready, chat, terminal, records, recorder, sources) as talk,
+        open_conversation("h2o-chat", settings, terminal, jsonl, loaded) as loaded,
+        Recorder(config.record, loaded.title) as recorder,
     ):
-        talk.open_session()
-        if chat.prompt is None:
-            terminal.note(f"{ready.title}. /help lists the commands, Ctrl-D leaves.", style="dim")
-        yield talk
-
-
-_ANSI = {"bright_black": "ansibrightblack"}
-"""Colours that prompt_toolkit calls otherwise than rich with ansi before it."""
+        plan = loaded.conversation.engine.cache.plan
+        history = ConversationHistory(loaded.conversation, Header(loaded.name, plan.policy, plan.window, None))
+        context = ChatContext(loaded, history, config, terminal, sources)
+        with Chat(context, jsonl, recorder) as chat:
+            context.open_session()
+            if config.prompt is None:
+                terminal.note(f"{loaded.title}. /help lists the commands, Ctrl-D leaves.", style="dim")
+            yield chat
 
 
 class Chat:
-    """A conversation with someone at the keyboard, or with a pipe. A context manager.
+    """Chats with a person at the keyboard, or with a pipe. A context manager."""
 
-    Attributes:
-        ready: the conversation's engine, interrupts and title.
-        keeper: the conversation.
-        report: figures so far.
-        leaving: whether the user has asked to leave.
-        sources: every option's value and where it comes from.
-    """
-
-    def __init__(
-        self,
-        ready: Started,
-        config: ChatConfig,
-        terminal: Terminal,
-        records: Records,
-        recorder: Recorder,
-        sources: Mapping[str, tuple[Any, str]],
-    ) -> None:
-        self.ready, self.terminal, self.sources = ready, terminal, sources
-        self.report = RunReport()
-        self.leaving = False
-        plan = ready.conversation.engine.cache.plan
-        self.keeper = Keeper(ready.conversation, Header(ready.name, plan.policy, plan.window, None))
-        self._config, self._records, self._recorder = config, records, recorder
-        self._commands = Commands(self)
+    def __init__(self, context: ChatContext, jsonl: JsonlWriter, recorder: Recorder) -> None:
+        self._context, self._jsonl, self._recorder = context, jsonl, recorder
+        self._terminal, self._history, self._report = context.terminal, context.history, context.report
+        self._commands = Commands(context)
         self._process = psutil.Process()
 
     def __enter__(self) -> Chat:
         return self
 
     def __exit__(self, *exception: object) -> None:
-        self.keeper.close()
-        self._records.write(self.report.record())
+        self._history.close()
+        self._jsonl.write(self._report.record())
 
     def run(self, typed: Iterator[str] | None = None) -> Finish | None:
-        """Messages and replies, to the end.
+        """Read messages and reply, until the end.
 
         Args:
-            typed: where messages come from, in place of a prompt of its own or standard input.
+            typed: the messages, if they do not come from a prompt of our own or from standard input.
         """
-        if self._config.prompt is not None:
-            return self.say(self._config.prompt)
-        for message in self._messages(typed or (self._typed() if self.terminal.interactive else _piped())):
+        config, interrupts = self._context.config, self._context.loaded.interrupts
+        if config.prompt is not None:
+            return self.say(config.prompt)
+        for message in self._messages(typed or (self._typed() if self._terminal.interactive else _piped())):
             finish = self.say(message)
-            if finish == "oom" or self._config.single_turn:
+            if finish == "oom" or config.single_turn:
                 return finish
-            if finish == "interrupted" and (self.ready.interrupts.ended or not self.terminal.interactive):
+            if finish == "interrupted" and (interrupts.terminated or not self._terminal.interactive):
                 return finish
         return None
 
     def say(self, message: str) -> Finish:
-        """One turn: the reply streams to stdout, what it took goes to stderr. Ctrl-C ends the turn."""
-        self._recorder.asked(f"turn {self.keeper.conversation.turns + 1}", message)
-        with self.ready.interrupts, ExitStack() as stack:
-            reading = stack.enter_context(closing(Reading(self.terminal)))
+        """One turn: the reply streams to stdout, statistics go to stderr. Ctrl-C ends the turn."""
+        interrupts = self._context.loaded.interrupts
+        self._recorder.start_turn(f"turn {self._history.conversation.metadata.turns + 1}", message)
+        with interrupts, ExitStack() as stack:
+            status = stack.enter_context(closing(PrefillStatus(self._terminal)))
             reply: Reply | None = None
-            events = self.keeper.say(message)
+            events = self._history.say(message)
             try:
                 for event in events:
-                    self.report.observe(event)
-                    self._recorder.event(event)
+                    self._report.add_event(event)
+                    self._recorder.add_event(event)
                     if isinstance(event, PrefillProgress):
-                        reading.show(event.done, event.total)
+                        status.show(event.done, event.total)
                         continue
-                    reading.close()
-                    reply = reply or stack.enter_context(self._reply())
+                    status.close()
+                    if reply is None:
+                        reply = stack.enter_context(self._reply())
                     if isinstance(event, Token):
                         reply.push(event.text)
                         continue
                     stack.close()
-                    self._close(event)
+                    self._end_turn(event)
                     return event.finish
-            except OSError:  # the terminal or the pipe is gone: what was said until now is kept
-                self.ready.interrupts.requested = True
+            except OSError:  # the terminal or pipe is gone: end the turn, which keeps what was said
+                interrupts.requested = True
                 for event in events:
-                    self.report.observe(event)
+                    self._report.add_event(event)
                 raise
         raise AssertionError("a turn always ends with a Turn")
 
-    def fed(self, events: Iterator[PrefillProgress | Finished]) -> bool:
-        """Show how far feeding without a reply has come; whether it came to the end. Ctrl-C ends it."""
-        with self.ready.interrupts, closing(Reading(self.terminal)) as reading:
-            complete = True
-            for event in events:
-                if isinstance(event, PrefillProgress):
-                    reading.show(event.done, event.total)
-                else:
-                    complete = False
-                    self.terminal.error(event.detail or f"{event.reason}: not all of it was read")
-        return complete
-
-    def open_session(self, name: str | None = None) -> None:
-        """Go on with a session; where its state does not fit, its transcript may be fed again.
-
-        Args:
-            name: of one that is there; None for the one of the configuration, which begins if it is not.
-
-        Raises:
-            H2OStreamError: it cannot be opened, or does not fit and is not to be fed again.
-        """
-        create, name = name is None, name or self._config.session
-        if name is None:
-            return
-        try:
-            there = self.keeper.open(name, create)
-        except NoFitError as error:
-            question = "Feed its transcript to this model again? The cache will not be what it was."
-            if not self._config.retell and not self._agreed(f"{error}.", question):
-                raise NoFitError(f"{error}; --retell feeds its transcript again") from error
-            if not self.fed(self.keeper.retell(name)):
-                raise H2OStreamError(f"session {name} was not fed to its end and is left as it was") from error
-            there = True
-        entries = self.keeper.entries
-        if entries:
-            last = " ".join(entries[-1].prompt.split())
-            self.terminal.note(f"session {name} goes on after turn {entries[-1].turn}: {last[:60]}", style="dim")
-        elif not there:
-            self.terminal.note(f"session {name} begins", style="dim")
-
     def toolbar(self) -> FormattedText:
         """The line under the prompt, for prompt_toolkit."""
-        blocks, line = self._figures()
+        blocks, line = self._status()
         shown = [(f"noreverse fg:{_ANSI.get(color, f'ansi{color}')}", text) for color, text in blocks]
         return FormattedText([*shown, ("noreverse", line)])
 
     def _footer(self, width: int) -> Text:
-        """The same, for rich."""
-        blocks, line = self._figures()
+        """The same line, for rich."""
+        blocks, line = self._status()
         shown = Text.assemble(*((text, color) for color, text in blocks), line)
         shown.truncate(width - 1, overflow="ellipsis")
         return shown
 
-    def _figures(self) -> tuple[list[tuple[str, str]], str]:
-        counts = self.keeper.conversation.engine.counts
-        line = status(counts, speed(self.report.total.decode_tok_s), self._process.memory_info().rss)
-        least, most = _BAR
-        return bar(counts, min(max(self.terminal.console.width - len(line) - 2, least), most)), f" {line}"
+    def _status(self) -> tuple[list[tuple[str, str]], str]:
+        counts = self._history.conversation.engine.counts
+        line = status_line(counts, self._report.total.decode_tok_s, self._process.memory_info().rss)
+        width = self._terminal.console.width - len(line) - 2
+        return slot_bar(counts, min(max(width, _MIN_BAR), _MAX_BAR)), f" {line}"
 
     def _reply(self) -> Reply:
-        if self._config.plain or not self.terminal.live or self.terminal.quiet:
-            return PlainReply(self.terminal)
-        return MarkdownReply(self._footer, self.terminal.page)
+        if self._context.config.plain or not self._terminal.live or self._terminal.quiet:
+            return PlainReply(self._terminal)
+        return MarkdownReply(self._footer, self._terminal.stdout_console)
 
-    def _close(self, turn: Turn) -> None:
-        self.terminal.note(turn_line(turn), style="dim")
+    def _end_turn(self, turn: Turn) -> None:
+        self._terminal.note(turn_line(turn), style="dim")
         if turn.detail:
-            self.terminal.error(turn.detail)
-        self._records.write(turn.record())
+            self._terminal.error(turn.detail)
+        self._jsonl.write(turn.record())
 
     def _messages(self, texts: Iterator[str]) -> Iterator[str]:
-        """What the user says, commands carried out and empty lines left out."""
+        """The messages for the model. Commands are executed, empty lines skipped."""
         for text in texts:
             message = text.strip()
             if is_command(message):
-                said = self._commands.carry_out(message)
-                if said:
-                    yield said
+                to_send = self._commands.execute(message)
+                if to_send:
+                    yield to_send
             elif message:
                 yield message.removeprefix("/") if message.startswith("//") else message
-            if self.leaving:
+            if self._context.leaving:
                 return
 
     def _typed(self) -> Iterator[str]:
-        from h2o_stream.ui.typing import Typist
+        from h2o_stream.ui.message_prompt import MessagePrompt
 
-        words = {name: command.takes_file for name, command in COMMANDS.items()}
-        yield from Typist(words, self.toolbar, self._config.vim, self.terminal.note).messages()
-
-    def _agreed(self, fact: str, question: str) -> bool:
-        if not self.terminal.interactive:
-            return False
-        self.terminal.note(fact)
-        try:
-            return input(f"{question} [y/N] ").strip().lower() in ("y", "yes")
-        except EOFError:
-            return False
+        yield from MessagePrompt(self.toolbar, self._context.config.vim, self._terminal.note).messages()
 
 
 def _piped() -> Iterator[str]:

@@ -1,4 +1,4 @@
-"""The commands of the chat: names, what they take and what they do. Needs no model, so that it is there at once."""
+"""The chat's commands: names, arguments and summaries. Needs no model, so it is available immediately."""
 
 from __future__ import annotations
 
@@ -9,52 +9,52 @@ _COMMAND = re.compile(r"/[a-z?]+(\s|$)")
 
 
 def is_command(message: str) -> bool:
-    """Whether a message is for the chat: a slash and a word. Two slashes, and paths, are for the model."""
+    """Whether a message is a command: a slash and a word. Two slashes, and paths, are for the model."""
     return _COMMAND.match(message) is not None
 
 
 @dataclasses.dataclass(frozen=True)
 class Command:
-    """One command.
+    """A command.
 
     Attributes:
-        takes: what comes after it, for people; in brackets what may be left out.
+        argument: its argument, as shown by /help; in brackets if it is optional.
         summary: what it does.
-        takes_file: whether that is the name of a file.
+        takes_file: whether the argument is a file name.
     """
 
-    takes: str
+    argument: str
     summary: str
     takes_file: bool = False
 
     @property
-    def needs(self) -> bool:
-        """Whether something has to come after it."""
-        return bool(self.takes) and not self.takes.startswith("[")
+    def requires_argument(self) -> bool:
+        """Whether the argument is required."""
+        return bool(self.argument) and not self.argument.startswith("[")
 
 
 COMMANDS = {
     "/help": Command("", "list the commands"),
     "/reset": Command("", "forget the conversation, keep the system prompt"),
-    "/system": Command("[TEXT]", "show the system prompt, or begin anew with another"),
-    "/set": Command("NAME VALUE", "sampling from now on: temperature, top_p, top_k, min_p, seed, max_tokens, ..."),
-    "/show": Command("[config]", "sampling as it is; config: every option and where its value comes from"),
-    "/stats": Command("", "what is in the cache, and how fast it goes"),
-    "/why": Command("[LAYER]", "which words the cache still holds, by how many heads hold them"),
-    "/pin": Command("TEXT", "have a text read and never evict it"),
-    "/pins": Command("", "what is never evicted"),
+    "/system": Command("[TEXT]", "show the system prompt, or start a new conversation with another one"),
+    "/set": Command("NAME VALUE", "change a sampling setting: temperature, top_p, top_k, min_p, seed, max_tokens, ..."),
+    "/show": Command("[config]", "show the sampling settings; config: every option and where its value comes from"),
+    "/stats": Command("", "show the state of the cache, and the speed"),
+    "/why": Command("[LAYER]", "show which words the cache still holds, and how many heads hold them"),
+    "/pin": Command("TEXT", "feed a text and never evict it"),
+    "/pins": Command("", "show what is never evicted"),
     "/file": Command(
         "PATH [QUESTION]",
-        "say a file, with a question after it; quotes may hold a PATH with spaces",
+        "send a file, followed by a question; put a PATH with spaces in quotes",
         takes_file=True,
     ),
-    "/regen": Command("", "take back the last reply and give another"),
-    "/undo": Command("[N]", "take back the last turn, or the last N"),
-    "/recall": Command("N", "have turn N of the transcript read again"),
-    "/fork": Command("NAME", "go on in a copy, a session called NAME"),
+    "/regen": Command("", "undo the last reply and generate another"),
+    "/undo": Command("[N]", "undo the last turn, or the last N"),
+    "/recall": Command("N", "feed turn N of the transcript again"),
+    "/fork": Command("NAME", "continue in a copy, a session called NAME"),
     "/save": Command("NAME", "save a copy as session NAME"),
-    "/load": Command("NAME", "go on with session NAME"),
+    "/load": Command("NAME", "resume session NAME"),
     "/sessions": Command("", "list the sessions"),
-    "/export": Command("FILE", "write the transcript: FILE.md or FILE.json", takes_file=True),
+    "/export": Command("FILE", "write the transcript to FILE.md or FILE.json", takes_file=True),
     "/exit": Command("", "leave (so does Ctrl-D)"),
 }

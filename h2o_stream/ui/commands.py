@@ -1,4 +1,4 @@
-"""What can be said to the chat itself: everything that begins with a slash."""
+"""Executes the chat's commands: lines that begin with a slash."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import dataclasses
 import re
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, get_type_hints
+from typing import Any, get_type_hints
 
 from rich.table import Table
 
@@ -14,164 +14,162 @@ from h2o_stream.config import SamplingConfig
 from h2o_stream.errors import ConfigError, DataError, H2OStreamError
 from h2o_stream.resources import is_file, read_text, user_path
 from h2o_stream.session.export import export
-from h2o_stream.session.holdings import holdings
+from h2o_stream.session.retention import retention
+from h2o_stream.ui.chat_context import ChatContext
 from h2o_stream.ui.command_list import COMMANDS
-from h2o_stream.ui.figures import size
-from h2o_stream.ui.strip import strip
+from h2o_stream.ui.format import format_bytes
+from h2o_stream.ui.heatmap import heatmap
 from h2o_stream.ui.tables import print_report, sessions_table
 from h2o_stream.ui.terminal import one_line
 
-if TYPE_CHECKING:
-    from h2o_stream.ui.chat import Chat
-
-_SHORT = {"temp": "temperature", "n": "max_tokens"}
+_ALIASES = {"temp": "temperature", "n": "max_tokens"}
 
 
 class Commands:
-    """Carries out commands in a chat."""
+    """Executes commands in a chat. The command ``/name`` is the method ``_name``."""
 
-    def __init__(self, chat: Chat) -> None:
-        self._chat, self._terminal, self._keeper = chat, chat.terminal, chat.keeper
+    def __init__(self, context: ChatContext) -> None:
+        self._context, self._terminal, self._history = context, context.terminal, context.history
 
-    def carry_out(self, line: str) -> str | None:
-        """Do what a line says.
+    def execute(self, line: str) -> str | None:
+        """Execute a command line.
 
         Returns:
-            What is to be said to the model now, or None.
+            A message for the model, or None.
         """
-        name, _, rest = line.partition(" ")
-        name, rest = name.strip(), rest.strip()
+        name, _, argument = line.partition(" ")
+        name, argument = name.strip(), argument.strip()
         command = COMMANDS.get(name)
         if command is None:
-            self._terminal.error(f"{name} is not a command, /help lists them; start with // to say it to the model")
-        elif command.needs and not rest:
-            self._terminal.error(f"{name} needs {command.takes}: {command.summary}")
-        elif rest and not command.takes:
-            self._terminal.error(f"{name} takes nothing after it")
+            self._terminal.error(f"{name} is not a command, /help lists them; start with // to send it to the model")
+        elif command.requires_argument and not argument:
+            self._terminal.error(f"{name} needs {command.argument}: {command.summary}")
+        elif argument and not command.argument:
+            self._terminal.error(f"{name} takes no argument")
         else:
             try:
-                carry_out: Callable[[str], str | None] = getattr(self, f"_{name[1:]}")
-                return carry_out(rest)
+                method: Callable[[str], str | None] = getattr(self, f"_{name[1:]}")
+                return method(argument)
             except H2OStreamError as error:
                 self._terminal.error(str(error))
         return None
 
-    def _help(self, rest: str) -> None:
+    def _help(self, argument: str) -> None:
         table = Table.grid(padding=(0, 2, 0, 0))
         for name, command in COMMANDS.items():
-            table.add_row(f"{name} {command.takes}".strip(), command.summary)
+            table.add_row(f"{name} {command.argument}".strip(), command.summary)
         self._terminal.console.print(table)
         self._terminal.console.print("Ctrl-C stops a reply and keeps what was said.")
-        self._terminal.console.print('Meta-Enter, or """ around them, for several lines; Ctrl-X Ctrl-E for an editor.')
+        self._terminal.console.print('For several lines: Meta-Enter, or """ around them; Ctrl-X Ctrl-E for an editor.')
 
-    def _reset(self, rest: str) -> None:
-        self._keeper.reset()
-        self._terminal.note("The conversation starts anew.")
+    def _reset(self, argument: str) -> None:
+        self._history.reset()
+        self._terminal.note("Started a new conversation.")
 
-    def _system(self, rest: str) -> None:
-        if rest:
-            self._keeper.reset(rest)
-            self._terminal.note("The conversation starts anew with this system prompt.")
+    def _system(self, argument: str) -> None:
+        if argument:
+            self._history.reset(argument)
+            self._terminal.note("Started a new conversation with this system prompt.")
         else:
-            system = self._keeper.conversation.system
+            system = self._history.conversation.system
             self._terminal.note("the template's own, if it has one" if system is None else system)
 
-    def _set(self, rest: str) -> None:
-        engine = self._keeper.conversation.engine
-        name, _, value = rest.partition(" ")
-        name = _SHORT.get(name, name).replace("-", "_")
-        sampling = dataclasses.replace(engine.sampling, **{name: _setting(name, value.strip())})
-        engine.resample(sampling, reseed=name == "seed")
-        self._terminal.note(f"{name} is {value.strip()} from now on")
+    def _set(self, argument: str) -> None:
+        engine = self._history.conversation.engine
+        name, _, value = argument.partition(" ")
+        name = _ALIASES.get(name, name).replace("-", "_")
+        sampling = dataclasses.replace(engine.sampling, **{name: _parse_setting(name, value.strip())})
+        engine.set_sampling(sampling, reseed=name == "seed")
+        self._terminal.note(f"{name} is now {value.strip()}")
 
-    def _show(self, rest: str) -> None:
-        if rest == "config":
-            rows = [(name, value, source) for name, (value, source) in self._chat.sources.items()]
-        elif rest:
-            raise ConfigError(f"/show takes config or nothing, not {rest}")
+    def _show(self, argument: str) -> None:
+        if argument == "config":
+            rows = [(name, value, source) for name, (value, source) in self._context.sources.items()]
+        elif argument:
+            raise ConfigError(f"/show takes config or nothing, not {argument}")
         else:
-            sampling = dataclasses.asdict(self._keeper.conversation.engine.sampling)
-            sampling["seed"] = self._keeper.conversation.engine.sampler.seed
+            sampling = dataclasses.asdict(self._history.conversation.engine.sampling)
+            sampling["seed"] = self._history.conversation.engine.sampler.seed
             rows = [(name, "the model's" if value is None else value, "") for name, value in sampling.items()]
         table = Table.grid(padding=(0, 2, 0, 0))
         for name, value, source in rows:
             table.add_row(name, "-" if value is None else one_line(value), source)
         self._terminal.console.print(table)
 
-    def _stats(self, rest: str) -> None:
-        counts = self._keeper.conversation.engine.counts
-        print_report(self._terminal, self._chat.report, self._chat.ready.title)
+    def _stats(self, argument: str) -> None:
+        counts = self._history.conversation.engine.counts
+        print_report(self._terminal, self._context.report, self._context.loaded.title)
         self._terminal.note(
             f"now {counts.sinks} sinks, {counts.pinned} pinned, {counts.heavy} heavy, {counts.recent} recent, "
-            f"{counts.free} free; {size(counts.nbytes)}"
+            f"{counts.free} free; {format_bytes(counts.nbytes)}"
         )
 
-    def _why(self, rest: str) -> None:
-        conversation = self._keeper.conversation
-        layer = _number("/why", rest) if rest else None
-        held = holdings(conversation.engine, conversation.passages, layer)
-        if not held:
+    def _why(self, argument: str) -> None:
+        conversation = self._history.conversation
+        layer = _parse_number("/why", argument) if argument else None
+        passages = retention(conversation.engine, conversation.passages, layer)
+        if not passages:
             raise H2OStreamError("nothing was said yet")
-        self._terminal.console.print(strip(held, "all layers" if layer is None else f"layer {layer}"))
+        self._terminal.console.print(heatmap(passages, "all layers" if layer is None else f"layer {layer}"))
 
-    def _pin(self, rest: str) -> None:
-        if self._chat.fed(self._keeper.pin(rest)):
+    def _pin(self, argument: str) -> None:
+        if self._context.feed(self._history.pin(argument)):
             self._terminal.note("pinned")
 
-    def _pins(self, rest: str) -> None:
-        conversation = self._keeper.conversation
+    def _pins(self, argument: str) -> None:
+        conversation = self._history.conversation
         counts = conversation.engine.counts
         self._terminal.note(f"{counts.sinks} sinks and {counts.pinned} pinned tokens of {counts.window or 'no limit'}")
         for number, text in enumerate([conversation.system or "the template's own opening", *conversation.pins]):
             self._terminal.note(f"{number or 'system'}: {text}")
 
-    def _file(self, rest: str) -> str:
-        name, question = _split_path(rest)
+    def _file(self, argument: str) -> str:
+        name, question = _split_path(argument)
         path = user_path(name, f"/file {name}")
         text = read_text(path, f"/file {name}")
         if not text.strip():
             raise DataError(f"/file {name}: the file is empty")
         return f"{path.name}:\n\n{text.strip()}\n\n{question}".strip()
 
-    def _regen(self, rest: str) -> str:
-        return self._keeper.again()
+    def _regen(self, argument: str) -> str:
+        return self._history.regenerate()
 
-    def _undo(self, rest: str) -> None:
-        gone = self._keeper.undo(_number("/undo", rest) if rest else 1)
-        self._terminal.note(f"taken back: {' '.join(gone[0].prompt.split())[:60]}" + (" ..." if len(gone) > 1 else ""))
+    def _undo(self, argument: str) -> None:
+        undone = self._history.undo(_parse_number("/undo", argument) if argument else 1)
+        self._terminal.note(f"undone: {' '.join(undone[0].prompt.split())[:60]}" + (" ..." if len(undone) > 1 else ""))
 
-    def _recall(self, rest: str) -> None:
-        number = _number("/recall", rest)
-        entry = next((entry for entry in self._keeper.entries if entry.turn == number), None)
+    def _recall(self, argument: str) -> None:
+        number = _parse_number("/recall", argument)
+        entry = next((entry for entry in self._history.entries if entry.turn == number), None)
         if entry is None:
             raise H2OStreamError(f"there is no turn {number} in the transcript")
-        if self._chat.fed(self._keeper.tell(entry.prompt, entry.text)):
+        if self._context.feed(self._history.feed_turn(entry.prompt, entry.text)):
             self._terminal.note(f"turn {number} was read again: {' '.join(entry.prompt.split())[:60]}")
 
-    def _fork(self, rest: str) -> None:
-        self._keeper.fork(rest)
-        self._terminal.note(f"the conversation goes on as session {rest}")
+    def _fork(self, argument: str) -> None:
+        self._history.fork(argument)
+        self._terminal.note(f"the conversation continues as session {argument}")
 
-    def _save(self, rest: str) -> None:
-        self._keeper.save(rest)
-        self._terminal.note(f"saved as session {rest}")
+    def _save(self, argument: str) -> None:
+        self._history.save(argument)
+        self._terminal.note(f"saved as session {argument}")
 
-    def _load(self, rest: str) -> None:
-        self._chat.open_session(rest)
+    def _load(self, argument: str) -> None:
+        self._context.open_session(argument)
 
-    def _sessions(self, rest: str) -> None:
+    def _sessions(self, argument: str) -> None:
         self._terminal.console.print(sessions_table())
 
-    def _export(self, rest: str) -> None:
-        export(user_path(rest, f"/export {rest}"), self._keeper.header(), self._keeper.entries)
-        self._terminal.note(f"written: {rest}")
+    def _export(self, argument: str) -> None:
+        export(user_path(argument, f"/export {argument}"), self._history.header(), self._history.entries)
+        self._terminal.note(f"written: {argument}")
 
-    def _exit(self, rest: str) -> None:
-        self._chat.leaving = True
+    def _exit(self, argument: str) -> None:
+        self._context.leaving = True
 
 
 def _split_path(text: str) -> tuple[str, str]:
-    """A path and what stands after it. The longest start that is a file is the path; else what is in quotes."""
+    """A path and the text after it. The path is the longest prefix that is a file, or else the quoted part."""
     gaps = [gap.start() for gap in re.finditer(r"\s", text)]
     for end in (len(text), *reversed(gaps)):
         if is_file(Path(text[:end])):
@@ -181,14 +179,14 @@ def _split_path(text: str) -> tuple[str, str]:
     return quoted[2] if quoted else text[:end], text[end:].strip()
 
 
-def _number(command: str, text: str) -> int:
+def _parse_number(command: str, text: str) -> int:
     if not text.isdecimal():
         raise ConfigError(f"{command} takes a number, not {text!r}")
     return int(text)
 
 
-def _setting(name: str, value: str) -> Any:
-    """The value of a field of `SamplingConfig` as it is typed."""
+def _parse_setting(name: str, value: str) -> Any:
+    """The value of a field of `SamplingConfig` from its text."""
     hints = get_type_hints(SamplingConfig)
     if name not in hints:
         raise ConfigError(f"{name} cannot be set; /set takes one of {', '.join(hints)}")

@@ -10,22 +10,22 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from rich.progress import Progress, TaskID
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 
 from h2o_stream.compare.comparison import Comparison, Job, JobProgress, run_jobs
 from h2o_stream.compare.folder import Folder, writing
 from h2o_stream.processes import Processes
 from h2o_stream.resources import replace_surrogates
-from h2o_stream.session.records import Records, run_record
+from h2o_stream.session.jsonl import JsonlWriter
+from h2o_stream.session.run_record import run_record
 from h2o_stream.ui.pages import Page, page_of
 from h2o_stream.ui.plots import draw, require_matplotlib
-from h2o_stream.ui.progress import progress_bars
-from h2o_stream.ui.tables import figures_table, markdown_page
+from h2o_stream.ui.tables import data_table, markdown_page
 from h2o_stream.ui.terminal import Terminal
 
 
-def show(
-    comparison: Comparison[Any], out: Path | None, terminal: Terminal, records: Records, processes: Processes
+def run_comparison(
+    comparison: Comparison[Any], out: Path | None, terminal: Terminal, jsonl: JsonlWriter, processes: Processes
 ) -> None:
     """Run a comparison and show it.
 
@@ -33,7 +33,7 @@ def show(
         comparison: which.
         out: a folder for all of it, from which an interrupted comparison resumes; None for none.
         terminal: shows progress and tables.
-        records: gets the run record and those of the comparison.
+        jsonl: gets the run record and those of the comparison.
         processes: share its work or its model.
 
     Raises:
@@ -53,13 +53,13 @@ def show(
         )
         if processes.main:
             folder.claim(run)
-        records.write(run)
+        jsonl.write(run)
         found: list[dict[str, Any]] = []
         with progress_bars(terminal) as progress:
             jobs = comparison.jobs()
             results = run_jobs(jobs, comparison.exclusive, folder, processes, _Bars(jobs, progress))
             for record in comparison.records(results):
-                records.write(record)
+                jsonl.write(record)
                 found.append(record)
         if not processes.main:
             return
@@ -83,7 +83,19 @@ def print_page(page: Page, terminal: Terminal) -> None:
     legend = f" ({page.legend})" if page.legend else ""
     terminal.console.print(f"{page.title}{legend}", markup=False, highlight=False)
     for table in page.tables:
-        terminal.console.print(figures_table(table.title, table.header, table.rows))
+        terminal.console.print(data_table(table.title, table.header, table.rows))
+
+
+def progress_bars(terminal: Terminal) -> Progress:
+    """A context manager for progress bars, which are hidden without a live terminal."""
+    return Progress(
+        TextColumn("{task.description}", markup=False),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeRemainingColumn(),
+        console=terminal.console,
+        disable=terminal.quiet or not terminal.live,
+    )
 
 
 class _Bars:

@@ -1,4 +1,4 @@
-"""Ctrl-C as a wish, not as an exception in the middle of a step; and so are a closed terminal and SIGTERM."""
+"""Turns Ctrl-C, a closed terminal and SIGTERM into a flag, rather than an exception in the middle of a step."""
 
 from __future__ import annotations
 
@@ -9,42 +9,42 @@ from typing import Any, Self
 
 from h2o_stream.stdio import handle_termination
 
-TWICE_S = 2.0
-"""A second Ctrl-C within this time does not wait any longer."""
+DOUBLE_PRESS_S = 2.0
+"""A second Ctrl-C within this time interrupts immediately."""
 
 
 class Interrupts:
-    """Inside the block the first Ctrl-C sets `requested`; a second one soon after raises KeyboardInterrupt.
+    """Inside the block, the first Ctrl-C sets `requested`. A second one soon after raises KeyboardInterrupt.
 
     Attributes:
-        requested: whether what is going on should stop.
-        ended: whether the program was asked to end, too.
+        requested: whether the current turn should stop.
+        terminated: whether the program should end too.
     """
 
     def __init__(self) -> None:
-        self.requested = self.ended = False
+        self.requested = self.terminated = False
         self._last = float("-inf")
         self._previous: dict[int, Any] = {}
 
     def __enter__(self) -> Self:
         self.requested = False
-        self._previous = handle_termination(self._end)
+        self._previous = handle_termination(self._terminate)
         self._previous[signal.SIGINT] = signal.signal(signal.SIGINT, self._handle)
         return self
 
     def __exit__(self, *exception: object) -> None:
-        for number, before in self._previous.items():
-            signal.signal(number, before)
+        for number, handler in self._previous.items():
+            signal.signal(number, handler)
 
     def __call__(self) -> bool:
-        """Whether Ctrl-C was pressed since the block was entered."""
+        """Whether the current turn should stop."""
         return self.requested
 
-    def _end(self, number: int) -> None:
-        self.requested = self.ended = True
+    def _terminate(self, number: int) -> None:
+        self.requested = self.terminated = True
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
         now = time.monotonic()
-        if self.requested and now - self._last < TWICE_S:
+        if self.requested and now - self._last < DOUBLE_PRESS_S:
             raise KeyboardInterrupt
         self.requested, self._last = True, now

@@ -1,4 +1,4 @@
-"""How far loading has come: as a line of text, and drawn where nobody is typing meanwhile."""
+"""The progress of loading: as a line of text, and drawn while nothing is being typed."""
 
 from __future__ import annotations
 
@@ -12,31 +12,31 @@ from rich.live import Live
 from rich.text import Text
 
 from h2o_stream.progress import Progress, ProgressCallback
-from h2o_stream.ui.figures import share, time_left
+from h2o_stream.ui.format import format_duration, format_share
 from h2o_stream.ui.terminal import Terminal, one_line
 
 EVERY_S = 10.0
-"""Between two lines where nothing can be drawn."""
+"""Between two lines without a live terminal."""
 
 _SHOWN_AFTER_S = 0.5
-"""What is quicker needs no bar."""
+"""Faster loading shows no bar."""
 
-_BAR = 4, 30
-"""Least and most columns of the bar."""
+_MIN_BAR, _MAX_BAR = 4, 30
+"""Columns of the bar."""
 
 
 class LoadingLine:
-    """The latest progress, and the line that says so. Told from one thread, read from any.
+    """The latest progress as a line. Updated by one thread, read by any.
 
     Args:
-        model: its name, path or repository.
+        model: a name, path or repository.
     """
 
     def __init__(self, model: str) -> None:
         self._name = one_line(PurePath(model).name or model)
-        self._begun = time.monotonic()
+        self._started = time.monotonic()
         self._latest: Progress | None = None
-        self._first = (self._begun, 0)
+        self._first = (self._started, 0)
 
     def __call__(self, progress: Progress) -> None:
         """See `ProgressCallback`."""
@@ -45,37 +45,36 @@ class LoadingLine:
         self._latest = progress
 
     def text(self, width: int) -> str:
-        """What is going on, in at most `width` columns: words, a bar if it fits, the time left."""
+        """The progress in at most `width` columns: what is done, a bar if it fits, the time left."""
         progress = self._latest
         if progress is None or progress.done >= progress.total:
-            return f"Loading {self._name} ... {time.monotonic() - self._begun:.0f} s"[:width]
+            return f"Loading {self._name} ... {time.monotonic() - self._started:.0f} s"[:width]
         layers = f"{progress.done}/{progress.total} layers"
-        amount = layers if progress.what == "measuring" else share(progress.done, progress.total)
-        start, end = f"{progress.what.capitalize()} {self._name}  {amount} ", self._left()
-        least, most = _BAR
-        room = min(width - len(start) - len(end), most)
-        if room < least:
+        amount = layers if progress.what == "measuring" else format_share(progress.done, progress.total)
+        start, end = f"{progress.what.capitalize()} {self._name}  {amount} ", self._time_left()
+        room = min(width - len(start) - len(end), _MAX_BAR)
+        if room < _MIN_BAR:
             return (start.rstrip() + end)[:width]
         filled = room * min(progress.done, progress.total) // max(progress.total, 1)
         return start + ("━" * filled + "╸")[:room].ljust(room) + end
 
-    def _left(self) -> str:
+    def _time_left(self) -> str:
         (since, before), progress = self._first, self._latest
         elapsed = time.monotonic() - since
         if progress is None or progress.done <= before or elapsed < 1:
             return ""
-        return f"  {time_left((progress.total - progress.done) * elapsed / (progress.done - before))} left"
+        return f"  {format_duration((progress.total - progress.done) * elapsed / (progress.done - before))} left"
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        waited = time.monotonic() - self._begun >= _SHOWN_AFTER_S and self._latest is not None
+        waited = time.monotonic() - self._started >= _SHOWN_AFTER_S and self._latest is not None
         yield Text(self.text(options.max_width - 1) if waited else "", no_wrap=True)
 
 
 @contextmanager
-def shown_loading(model: str, terminal: Terminal) -> Iterator[ProgressCallback]:
-    """Draw what the yielded listener is told, until the block is left.
+def show_loading(model: str, terminal: Terminal) -> Iterator[ProgressCallback]:
+    """Show the progress that the yielded listener receives, until the block is left.
 
-    On a live terminal that is a bar that goes away; elsewhere a line every ten seconds; nothing when quiet.
+    A live terminal shows a transient bar, others a line every ten seconds, and quiet ones nothing.
     """
     line = LoadingLine(model)
     if terminal.live and not terminal.quiet:

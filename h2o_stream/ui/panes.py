@@ -1,4 +1,4 @@
-"""Two policies side by side on the same turns and the same seed: where they part, how fast each is, what it holds."""
+"""Two policies side by side, on the same turns with the same seed: where they differ, and how fast each is."""
 
 from __future__ import annotations
 
@@ -18,30 +18,32 @@ from rich.text import Text
 
 from h2o_stream.config import CacheConfig, Settings
 from h2o_stream.engine.events import Finish, PrefillProgress, Token
+from h2o_stream.session.jsonl import JsonlWriter
 from h2o_stream.session.questions import QuestionSet
-from h2o_stream.session.records import Records
 from h2o_stream.session.report import RunReport
 from h2o_stream.session.turn import Turn
-from h2o_stream.ui.figures import bar, size, speed, turn_line
+from h2o_stream.ui.format import format_bytes, format_speed, slot_bar, turn_line
 from h2o_stream.ui.screen import FRAME_S
-from h2o_stream.ui.start import Started, started
+from h2o_stream.ui.start import LoadedConversation, open_conversation
 from h2o_stream.ui.terminal import Terminal
 
 Event = PrefillProgress | Token | Turn
 
 
 class Side:
-    """One of the two.
+    """The conversation of one policy.
 
     Attributes:
-        title: model, policy and window.
-        text: of the reply so far.
-        finish: why it has ended for good; None while it goes on.
-        report: figures so far.
+        loaded: the conversation.
+        text: the reply so far.
+        turn: the last turn; None while it is generated.
+        finish: why the conversation ended; None while it continues.
+        report: statistics so far.
+        last: the last event.
     """
 
-    def __init__(self, ready: Started) -> None:
-        self.ready, self.title = ready, ready.title
+    def __init__(self, loaded: LoadedConversation) -> None:
+        self.loaded = loaded
         self.text = ""
         self.turn: Turn | None = None
         self.finish: Finish | None = None
@@ -49,12 +51,12 @@ class Side:
         self.last: Event | None = None
 
     def say(self, prompt: str) -> Iterator[Event]:
-        """One turn of this side; nothing once it has ended."""
+        """One turn. Yields nothing once the conversation has ended."""
         self.text, self.turn = "", None
         if self.finish is not None:
             return
-        for event in self.ready.conversation.say(prompt):
-            self.report.observe(event)
+        for event in self.loaded.conversation.say(prompt):
+            self.report.add_event(event)
             self.last = event
             if isinstance(event, Token):
                 self.text += event.text
@@ -72,18 +74,18 @@ def compare_policies(
     turns: int | None,
     loop: bool,
     terminal: Terminal,
-    records: Records,
+    jsonl: JsonlWriter,
 ) -> Finish | None:
-    """Say every turn to both, token by token in turn.
+    """Ask both policies every turn, alternating token by token.
 
     Args:
-        settings: of both conversations, but for the policy.
+        settings: of both conversations, except for the policy.
         policies: two of them.
-        questions: what is said.
-        turns: end after so many turns; None is all of them.
+        questions: to ask.
+        turns: stop after this many turns; None for all.
         loop: start over after the last question.
         terminal: where it is shown.
-        records: gets a record for each run and for each turn of each.
+        jsonl: receives the records of both runs and their turns.
 
     Returns:
         Why it ended early, or None.
@@ -91,34 +93,37 @@ def compare_policies(
     seed = settings.sampling.seed if settings.sampling.seed is not None else secrets.randbits(32)
     with ExitStack() as stack:
         sides = [
-            Side(stack.enter_context(started("h2o-stream", _of(settings, policy, seed), terminal, records)))
+            Side(
+                stack.enter_context(
+                    open_conversation("h2o-stream", _with_policy(settings, policy, seed), terminal, jsonl)
+                )
+            )
             for policy in policies
         ]
         panes = Panes(sides, terminal)
         stack.enter_context(panes)
-        interrupts = sides[0].ready.interrupts
+        interrupts = sides[0].loaded.interrupts
         for side in sides[1:]:
-            side.ready.conversation.engine.should_stop = interrupts
+            side.loaded.conversation.engine.should_stop = interrupts
         stack.enter_context(interrupts)
         total = str(turns or ("∞" if loop else questions.turns))
-        for number, (question, prompt) in enumerate(islice(questions.replay(loop), turns), 1):
-            panes.asked(f"turn {number}/{total} · {question.category} #{question.id}", prompt)
-            going = [side.say(prompt) for side in sides]
-            while going:
-                going = [events for events in going if next(events, None) is not None]
+        for number, (question, prompt) in enumerate(islice(questions.prompts(loop), turns), 1):
+            panes.start_turn(f"turn {number}/{total} · {question.category} #{question.id}", prompt)
+            replies = [side.say(prompt) for side in sides]
+            while replies:
+                replies = [events for events in replies if next(events, None) is not None]
                 panes.draw()
-            panes.answered()
+            panes.end_turn()
             for side, policy in zip(sides, policies, strict=True):
                 if side.turn is not None:
-                    records.write(side.turn.record(question.id) | {"policy": policy})
+                    jsonl.write(side.turn.record(question.id) | {"policy": policy})
             if any(side.finish == "interrupted" for side in sides) or all(side.finish for side in sides):
                 break
     for side, policy in zip(sides, policies, strict=True):
-        records.write(side.report.record() | {"policy": policy})
-        total_work = side.report.total
+        jsonl.write(side.report.record() | {"policy": policy})
         terminal.note(
-            f"{policy}: {side.report.seen:,} tokens seen, {speed(total_work.decode_tok_s)}, "
-            f"cache {size(side.report.cache_bytes)}"
+            f"{policy}: {side.report.seen:,} tokens seen, {format_speed(side.report.total.decode_tok_s)}, "
+            f"cache {format_bytes(side.report.cache_bytes)}"
         )
         if side.turn is not None and side.turn.detail:
             terminal.error(f"{policy}: {side.turn.detail}")
@@ -126,7 +131,7 @@ def compare_policies(
 
 
 class Panes:
-    """Draws two sides next to each other, or writes one after the other where nothing can be drawn.
+    """Draws two sides next to each other, or prints them one after the other without a live terminal.
 
     Args:
         sides: two.
@@ -150,33 +155,34 @@ class Panes:
         if self._live:
             self._live.stop()
 
-    def asked(self, title: str, prompt: str) -> None:
-        """A turn begins."""
+    def start_turn(self, title: str, prompt: str) -> None:
+        """Show that a turn begins."""
         self._title, self._prompt = title, prompt
         if not self._live:
             self._terminal.note(f"[{self._title}] {self._prompt}", style="cyan")
 
     def draw(self, now: bool = False) -> None:
-        """Show how far both have come, now and then."""
+        """Redraw both sides, if the last frame is old enough."""
         if self._live and (now or time.monotonic() - self._drawn_at >= FRAME_S):
             self._live.refresh()
             self._drawn_at = time.monotonic()
 
-    def answered(self) -> None:
-        """Both have replied."""
+    def end_turn(self) -> None:
+        """Show that both have replied."""
         self.draw(now=True)
         if self._live:
             return
-        same = self._same()
+        common = self._common_prefix()
         for side in self._sides:
             if side.turn is not None:
-                self._terminal.reply(f"{side.title}: {side.text}\n")
+                self._terminal.reply(f"{side.loaded.title}: {side.text}\n")
                 self._terminal.note(turn_line(side.turn), style="dim")
-        parted = any(len(side.text) > same for side in self._sides)
-        self._terminal.note(f"they part after {same:,} characters" if parted else "both say the same", style="dim")
+        differ = any(len(side.text) > common for side in self._sides)
+        line = f"the replies differ after {common:,} characters" if differ else "the replies are identical"
+        self._terminal.note(line, style="dim")
 
-    def _same(self) -> int:
-        """How many characters both begin with."""
+    def _common_prefix(self) -> int:
+        """Length of the common prefix of both replies."""
         pairs = zip(*(side.text for side in self._sides), strict=False)
         return len(list(takewhile(lambda pair: len(set(pair)) == 1, pairs)))
 
@@ -191,41 +197,40 @@ class Panes:
         yield layout
 
     def _pane(self, console: Console, side: Side, width: int, height: int) -> Panel:
-        figures = self._figures(side, width - 4)
-        room = max(height - 3 - len(figures), 1)
+        status = self._status(side, width - 4)
+        room = max(height - 3 - len(status), 1)
         lines = self._reply(side).wrap(console, width - 4)[-room:]
         lines += [Text()] * (room - len(lines))
-        return Panel(Text("\n").join([*lines, *figures]), title=Text(side.title), subtitle=Text(self._title))
+        return Panel(Text("\n").join([*lines, *status]), title=Text(side.loaded.title), subtitle=Text(self._title))
 
     def _reply(self, side: Side) -> Text:
-        """What this side says, marked from where it differs from the other."""
-        same = self._same()
-        both_are_there = all(len(other.text) > same for other in self._sides)
-        shown = Text(side.text[:same])
-        if both_are_there:
-            shown.append("≠", "bold reverse yellow").append(side.text[same:], "yellow")
+        """The reply of a side, marked from where it differs from the other."""
+        common = self._common_prefix()
+        shown = Text(side.text[:common])
+        if all(len(other.text) > common for other in self._sides):
+            shown.append("≠", "bold reverse yellow").append(side.text[common:], "yellow")
         else:
-            shown.append(side.text[same:])
+            shown.append(side.text[common:])
         if side.turn is not None and side.turn.finish != "stop":
             shown.append(f" [{side.turn.finish}]", "bold red")
         return shown
 
-    def _figures(self, side: Side, width: int) -> list[Text]:
+    def _status(self, side: Side, width: int) -> list[Text]:
         if side.last is None:
             return []
-        counts, work = side.last.counts, side.report.total
+        counts = side.last.counts
         lines = [
             f"seen {counts.seen:,} kept {counts.cached:,}",
-            f"{speed(work.decode_tok_s)} · cache {size(counts.nbytes)}",
+            f"{format_speed(side.report.total.decode_tok_s)} · cache {format_bytes(counts.nbytes)}",
         ]
-        blocks = Text.assemble(*((text, color) for color, text in bar(counts, width)))
+        blocks = Text.assemble(*((text, color) for color, text in slot_bar(counts, width)))
         return [
             *([blocks] if counts.window else []),
             *(Text(line, no_wrap=True, overflow="ellipsis") for line in lines),
         ]
 
 
-def _of(settings: Settings, policy: str, seed: int) -> Settings:
-    """The settings with another policy; those parts of a policy that were given stay where the policy knows them."""
+def _with_policy(settings: Settings, policy: str, seed: int) -> Settings:
+    """The settings for a policy. A policy other than the configured one uses its own defaults and the same window."""
     cache = settings.cache if settings.cache.policy == policy else CacheConfig(policy, settings.cache.window)
     return replace(settings, cache=cache, sampling=replace(settings.sampling, seed=seed))

@@ -1,4 +1,4 @@
-"""Charts as pictures. The only place that knows matplotlib, which comes with the extra ``plots``."""
+"""Draws charts. The only module that uses matplotlib, which comes with the extra ``plots``."""
 
 from __future__ import annotations
 
@@ -16,39 +16,39 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Look:
+class ChartStyle:
     """How a chart is drawn.
 
     Attributes:
-        size: width and height, inches.
-        ink: of text and axes.
-        paper: behind everything; "none" lets through what is there.
-        colors: of the curves, in turn. Neighbours differ in lightness, too.
-        title: whether it is drawn, which a page with headings does not need.
+        size: width and height in inches.
+        foreground: color of text and axes.
+        background: color; "none" for transparent.
+        colors: of the curves, in turn. Neighbors differ in lightness too.
+        title: whether the title is drawn.
     """
 
     size: tuple[float, float] = (8, 4.5)
-    ink: str = "#1a1a1a"
-    paper: str = "white"
+    foreground: str = "#1a1a1a"
+    background: str = "white"
     colors: tuple[str, ...] = ("#222222", "#d1495b", "#00798c", "#b7791f", "#5f4bb6", "#3c8d2f", "#888888", "#c2588f")
     title: bool = True
 
 
-_STYLES = ("-", "--", ":", "-.")
+_LINE_STYLES = ("-", "--", ":", "-.")
 
-_FEW = 20
-"""Points of a curve below which each is marked."""
+_MAX_MARKERS = 20
+"""Curves with fewer points get a marker at each."""
 
 _DARK = ("#f0f0f0", "#ff7b89", "#3fc5d8", "#f2b84b", "#a797ff", "#7bd36a", "#a0a0a0", "#f49ac8")
 
-WIDE = Look(title=False, paper="none")
-WIDE_DARK = Look(ink="#e8e8e8", paper="none", colors=_DARK, title=False)
-NARROW = Look((4.1, 4.1), title=False, paper="none")
-NARROW_DARK = Look((4.1, 4.1), "#e8e8e8", "none", _DARK, title=False)
+WIDE = ChartStyle(title=False, background="none")
+WIDE_DARK = ChartStyle(foreground="#e8e8e8", background="none", colors=_DARK, title=False)
+NARROW = ChartStyle((4.1, 4.1), title=False, background="none")
+NARROW_DARK = ChartStyle((4.1, 4.1), "#e8e8e8", "none", _DARK, title=False)
 
 
 def require_matplotlib() -> None:
-    """Find out before the work whether its result can be drawn.
+    """Check that charts can be drawn.
 
     Raises:
         H2OStreamError: matplotlib is not installed.
@@ -65,56 +65,56 @@ def draw(chart: Chart, path: Path) -> None:
     Raises:
         OSError: the file cannot be written.
     """
-    _figure(chart, Look()).savefig(path, dpi=120)
+    _figure(chart, ChartStyle()).savefig(path, dpi=120)
 
 
-def svg(chart: Chart, look: Look) -> str:
-    """A chart as a picture that needs no font and nothing else from outside."""
-    written = StringIO()
-    _figure(chart, look).savefig(written, format="svg", metadata={"Date": None, "Creator": None})
-    return written.getvalue()
+def svg(chart: Chart, style: ChartStyle) -> str:
+    """A chart as a self-contained SVG picture."""
+    text = StringIO()
+    _figure(chart, style).savefig(text, format="svg", metadata={"Date": None, "Creator": None})
+    return text.getvalue()
 
 
-def _figure(chart: Chart, look: Look) -> Figure:
+def _figure(chart: Chart, style: ChartStyle) -> Figure:
     from matplotlib import rc_context
     from matplotlib.figure import Figure
 
-    inked = ("text.color", "axes.edgecolor", "axes.labelcolor", "xtick.color", "ytick.color")
-    style: dict[Any, Any] = {"svg.hashsalt": chart.name, **dict.fromkeys(inked, look.ink)}
-    with rc_context(style):
-        figure = Figure(figsize=look.size, layout="constrained", facecolor=look.paper)
+    colored = ("text.color", "axes.edgecolor", "axes.labelcolor", "xtick.color", "ytick.color")
+    settings: dict[Any, Any] = {"svg.hashsalt": chart.name, **dict.fromkeys(colored, style.foreground)}
+    with rc_context(settings):
+        figure = Figure(figsize=style.size, layout="constrained", facecolor=style.background)
         axis = figure.subplots()
         axis.set_facecolor("none")
         kinds = [curve.kind or curve.name for curve in chart.curves]
         order = list(dict.fromkeys(kinds))
         for number, curve in enumerate(chart.curves):
-            color, before = order.index(kinds[number]), kinds[:number].count(kinds[number])
+            color, repeats = order.index(kinds[number]), kinds[:number].count(kinds[number])
             axis.plot(
                 curve.x,
                 curve.y,
-                color=look.colors[color % len(look.colors)],
-                linestyle=_STYLES[(before + color // len(look.colors)) % len(_STYLES)],
+                color=style.colors[color % len(style.colors)],
+                linestyle=_LINE_STYLES[(repeats + color // len(style.colors)) % len(_LINE_STYLES)],
                 linewidth=1.6,
-                marker="o" if len(curve.x) < _FEW else "",
+                marker="o" if len(curve.x) < _MAX_MARKERS else "",
                 markersize=4,
                 label=curve.name or None,
             )
         if "x" in chart.logarithmic:
             axis.set_xscale("log")
-            places = sorted({x for curve in chart.curves for x in curve.x})
-            if len(places) < _FEW:
-                axis.set_xticks(places, [f"{place:,}" for place in places])
+            ticks = sorted({x for curve in chart.curves for x in curve.x})
+            if len(ticks) < _MAX_MARKERS:
+                axis.set_xticks(ticks, [f"{tick:,}" for tick in ticks])
                 axis.minorticks_off()
         if "y" in chart.logarithmic:
             axis.set_yscale("log")
         if chart.y_range is not None:
             axis.set_ylim(*chart.y_range)
-        if look.title:
+        if style.title:
             axis.set_title(fill(chart.title, 100, replace_whitespace=False), fontsize=10)
         axis.set_xlabel(chart.axes[0])
         axis.set_ylabel(chart.axes[1])
         axis.grid(alpha=0.3)
         if any(curve.name for curve in chart.curves):
-            columns = 2 if look.size[0] < 5 else 4
+            columns = 2 if style.size[0] < 5 else 4
             figure.legend(loc="outside lower center", fontsize=9, ncols=columns, frameon=False)
     return figure

@@ -1,4 +1,4 @@
-"""Reports of finished comparisons: one HTML page that needs nothing from outside, or Markdown."""
+"""Reports of finished comparisons: one self-contained HTML page, or Markdown."""
 
 from __future__ import annotations
 
@@ -14,29 +14,28 @@ from typing import Any
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
 from h2o_stream import __version__
-from h2o_stream.compare.comparisons import COMPARISONS
-from h2o_stream.errors import DataError
+from h2o_stream.errors import DataError, file_errors
 from h2o_stream.resources import write_text
-from h2o_stream.session.lines import read_objects
-from h2o_stream.session.records import RECORDS, RUN, name_of, read_run
-from h2o_stream.ui.figures import size
+from h2o_stream.session.jsonl import read_objects
+from h2o_stream.session.run_record import RECORDS, RUN, comparison_name, read_run_record
+from h2o_stream.ui.format import format_bytes
 from h2o_stream.ui.pages import KINDS, Chart, Page, page_of
-from h2o_stream.ui.plots import NARROW, NARROW_DARK, WIDE, WIDE_DARK, Look, svg
+from h2o_stream.ui.plots import NARROW, NARROW_DARK, WIDE, WIDE_DARK, ChartStyle, svg
 from h2o_stream.ui.tables import markdown_page
 
 _MADE_BY = "h2o_stream report"
-"""Marks a file that a later report may take the place of."""
+"""Marks a file that a later report may overwrite."""
 
 
 @dataclass(frozen=True)
-class Finished:
-    """A comparison that a folder holds.
+class FinishedComparison:
+    """A finished comparison.
 
     Attributes:
-        folder: where.
+        folder: of its files.
         kind: its name.
         run: its run record.
-        page: what it shows.
+        page: its tables and charts.
     """
 
     folder: Path
@@ -46,87 +45,85 @@ class Finished:
 
     @property
     def command(self) -> str:
-        """What to type to run it again."""
+        """The command line that runs it again."""
         return shlex.join(self.run.get("command_line", [self.run["command"]]))
 
     @property
     def machine(self) -> str:
-        """What it ran on."""
+        """The machine and the versions it ran on."""
         hardware, versions = self.run["hardware"], self.run["versions"]
-        memory = size(hardware["memory_bytes"])
+        memory = format_bytes(hardware["memory_bytes"])
         tools = ", ".join(f"{name} {number}" for name, number in versions.items())
         return f"{hardware['processor'] or hardware['machine']}, {hardware['cores']} cores, {memory}; {tools}"
 
 
-def finished_in(folders: Sequence[Path]) -> list[Finished]:
-    """The comparisons in folders and the folders right below them, in the order of `KINDS`.
+def read_comparisons(folders: Sequence[Path]) -> list[FinishedComparison]:
+    """The comparisons in folders and their direct subfolders, in the order of `KINDS`.
 
     Raises:
-        DataError: there is none in a folder, or one that is not finished or damaged.
+        DataError: a folder has none, or one that is unfinished or damaged.
     """
     found = []
     for folder in folders:
         inside = [folder] if (folder / RUN).exists() else sorted(path.parent for path in folder.glob(f"*/{RUN}"))
         if not inside:
-            raise DataError(f"{folder}: no comparison in it; report takes folders of --out")
+            raise DataError(f"{folder}: there is no comparison in it; report takes folders of --out")
         found += [_read(path) for path in inside]
     return sorted(found, key=lambda item: KINDS.index(item.kind) if item.kind in KINDS else len(KINDS))
 
 
-def _read(folder: Path) -> Finished:
-    run = read_run(folder)
-    kind = name_of(run)
-    if kind not in COMPARISONS:
+def _read(folder: Path) -> FinishedComparison:
+    run = read_run_record(folder)
+    kind = comparison_name(run)
+    if kind not in KINDS:
         raise DataError(f"{folder}: a run of {run['command']!r}, which has no report")
     if not (folder / RECORDS).exists():
-        raise DataError(f"{folder}: {kind} is not finished there; run its command again, it goes on where it was")
+        raise DataError(f"{folder}: {kind} is not finished there; run its command again to resume it")
     run, *records = (record for _, record in read_objects(folder / RECORDS, "report"))
     try:
-        return Finished(folder, kind, run, page_of(kind, run, records))
+        return FinishedComparison(folder, kind, run, page_of(kind, run, records))
     except (KeyError, TypeError, ValueError, IndexError) as error:
         raise DataError(f"{folder / RECORDS}: not what {kind} writes ({type(error).__name__}: {error})") from error
 
 
-def write_report(finished: Sequence[Finished], path: Path) -> None:
-    """Write a report, as Markdown if the file's name ends so, otherwise as HTML.
+def write_report(finished: Sequence[FinishedComparison], path: Path) -> None:
+    """Write a report: Markdown if the file name ends in ``.md``, otherwise HTML.
 
     Raises:
-        DataError: the file is there and no report, or cannot be written.
+        DataError: the file exists and is not a report, or cannot be written.
     """
     markdown = path.suffix.lower() in (".md", ".markdown")
-    try:
+    with file_errors(f"--to {path}"):
         if path.exists() and _MADE_BY not in path.read_text(encoding="utf-8", errors="replace"):
-            raise DataError(f"--to {path} is there and no report of ours; choose another name")
-    except OSError as error:
-        raise DataError(f"--to {path}: {error.strerror or error}") from error
+            raise DataError(f"--to {path} exists and is not a report; choose another name")
     write_text(path, _markdown(finished, path.parent) if markdown else _html(finished), "--to")
 
 
-def _html(finished: Sequence[Finished]) -> str:
+def _html(finished: Sequence[FinishedComparison]) -> str:
     environment = Environment(loader=PackageLoader("h2o_stream.ui"), autoescape=True, undefined=StrictUndefined)
-    environment.filters["pictured"] = _pictured
+    environment.filters["images"] = _images
     environment.filters["settings"] = _settings
     template = environment.get_template("report.html")
     return template.render(finished=finished, made_by=_MADE_BY, version=__version__)
 
 
-def _pictured(chart: Chart) -> dict[str, str]:
-    """A chart in every look, as addresses that hold the picture themselves."""
-    looks = {"wide": WIDE, "wide_dark": WIDE_DARK, "narrow": NARROW, "narrow_dark": NARROW_DARK}
-    return {name: _address(chart, look) for name, look in looks.items()}
+def _images(chart: Chart) -> dict[str, str]:
+    """A chart in every style, as data URIs."""
+    styles = {"wide": WIDE, "wide_dark": WIDE_DARK, "narrow": NARROW, "narrow_dark": NARROW_DARK}
+    return {name: _data_uri(chart, style) for name, style in styles.items()}
 
 
-def _address(chart: Chart, look: Look) -> str:
-    return f"data:image/svg+xml;base64,{base64.b64encode(svg(chart, look).encode()).decode()}"
+def _data_uri(chart: Chart, style: ChartStyle) -> str:
+    return f"data:image/svg+xml;base64,{base64.b64encode(svg(chart, style).encode()).decode()}"
 
 
 def _settings(run: dict[str, Any]) -> str:
-    """The settings of a run as JSON, without what stands elsewhere on the page."""
+    """The settings of a run as JSON, without those that the page shows elsewhere."""
     shown = {name: value for name, value in run.items() if name not in ("hardware", "versions", "command_line", "type")}
     return json.dumps(shown, indent=1, ensure_ascii=False)
 
 
-def _markdown(finished: Iterable[Finished], folder: Path) -> str:
+def _markdown(finished: Iterable[FinishedComparison], folder: Path) -> str:
     parts = [f"<!-- made by {_MADE_BY} {__version__} -->\n"]
     for item in finished:
         parts.append(f"## {item.kind}\n\n{markdown_page(item.page)}")

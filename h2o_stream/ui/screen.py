@@ -1,6 +1,6 @@
-"""The live screen of a replay: transcript above, cache and speed below, redrawn in place.
+"""The live screen of a run: transcript above, cache and speed below, redrawn in place.
 
-It takes the whole terminal and gives it back as it was. Everything is cut to fit, nothing wraps by accident.
+It uses the whole terminal and restores it at the end. Everything is cropped to fit.
 """
 
 from __future__ import annotations
@@ -18,29 +18,30 @@ from rich.text import Text
 from h2o_stream.cache.counts import CacheCounts
 from h2o_stream.engine.events import PrefillProgress, Token
 from h2o_stream.session.turn import Turn
-from h2o_stream.ui.figures import BARS, size, speed
+from h2o_stream.ui.format import SLOT_COLORS, format_bytes, format_speed
+from h2o_stream.ui.plain import PlainView
 from h2o_stream.ui.terminal import Terminal
 
 FRAME_S = 0.1
-"""Between two frames; drawing costs time that the model could use."""
+"""Between two frames, as drawing takes time from the model."""
 
-TRANSCRIPT_LINES = 500
+MAX_LINES = 500
 """More than any terminal shows."""
 
 
 class Screen:
-    """Draws a replay while it runs.
+    """Draws a run.
 
     Args:
         terminal: a live one.
         title: what runs: model, policy, window.
-        context: positions the model was trained for, the scale of a cache without a window.
+        context: the model's trained context, the scale of a cache without a window.
     """
 
     def __init__(self, terminal: Terminal, title: str, context: int | None) -> None:
         self._title, self._context = title, context
         self._turn_title = ""
-        self._transcript: deque[_Line] = deque([_Line(Text())], maxlen=TRANSCRIPT_LINES)
+        self._transcript: deque[_Line] = deque([_Line(Text())], maxlen=MAX_LINES)
         self._event: PrefillProgress | Token | Turn | None = None
         self._prefill = self._decode = ""
         self._new = 0
@@ -55,14 +56,14 @@ class Screen:
     def __exit__(self, *exception: object) -> None:
         self._live.stop()
 
-    def asked(self, title: str, prompt: str) -> None:
-        """A turn begins."""
+    def start_turn(self, title: str, prompt: str) -> None:
+        """Show that a turn begins."""
         self._turn_title, self._new = title, 0
         self._write(("\n\n" if self._event else "") + f"> {prompt}\n", "cyan")
         self._draw(now=True)
 
-    def event(self, event: PrefillProgress | Token | Turn) -> None:
-        """Something happened in the turn."""
+    def add_event(self, event: PrefillProgress | Token | Turn) -> None:
+        """Show an event of the turn."""
         self._event = event
         if isinstance(event, PrefillProgress):
             self._prefill = f"{_rate(event.done, event.elapsed_s)} ({event.done:,}/{event.total:,})"
@@ -99,7 +100,7 @@ class Screen:
         )
 
     def _tail(self, console: Console, width: int, lines: int) -> Text:
-        """The newest lines of the transcript that fit."""
+        """The last lines of the transcript that fit."""
         shown: list[Text] = []
         for line in reversed(self._transcript):
             shown[:0] = line.wrap(console, width)
@@ -112,13 +113,17 @@ class Screen:
         lines = self._bars(counts, width) if counts else []
         seen = f"seen {counts.seen:,}  kept {counts.cached:,}  evicted {counts.evicted:,}" if counts else "starting"
         rates = f"prefill {self._prefill or '-'}  decode {self._decode or '-'}"
-        memory = f"cache {size(counts.nbytes)}  process {size(self._process.memory_info().rss)}" if counts else ""
+        memory = (
+            f"cache {format_bytes(counts.nbytes)}  process {format_bytes(self._process.memory_info().rss)}"
+            if counts
+            else ""
+        )
         joined = [f"{seen}  │  {memory}", rates] if width < 110 else [f"{seen}  │  {rates}  │  {memory}"]
         return [*lines, *(Text(line, no_wrap=True, overflow="ellipsis") for line in joined)]
 
     def _bars(self, counts: CacheCounts, width: int) -> list[Text]:
         if counts.window:
-            total, rows = counts.window, [(name, style, getattr(counts, name)) for name, style in BARS]
+            total, rows = counts.window, [(name, style, getattr(counts, name)) for name, style in SLOT_COLORS.items()]
         else:
             total = max(self._context or 0, counts.seen)
             rows = [("cached", "green", counts.cached)]
@@ -127,22 +132,30 @@ class Screen:
 
 
 class _Line:
-    """A line of the transcript, wrapped again only when it has grown or the width is another."""
+    """A line of the transcript. It is wrapped again only if it has grown or the width has changed."""
 
     def __init__(self, text: Text) -> None:
         self.text = text
         self._wrapped: list[Text] = []
-        self._of = (-1, -1)
+        self._wrapped_for = (-1, -1)
 
     def wrap(self, console: Console, width: int) -> list[Text]:
-        """In lines of this width."""
-        if self._of != (len(self.text), width):
-            self._wrapped, self._of = list(self.text.wrap(console, width)), (len(self.text), width)
+        """The line, wrapped to this width."""
+        if self._wrapped_for != (len(self.text), width):
+            self._wrapped, self._wrapped_for = list(self.text.wrap(console, width)), (len(self.text), width)
         return self._wrapped
 
 
+View = Screen | PlainView
+
+
+def open_view(terminal: Terminal, title: str, context: int | None = None) -> View:
+    """A live screen if the terminal can show one, otherwise plain text."""
+    return Screen(terminal, title, context) if terminal.live and not terminal.quiet else PlainView(terminal)
+
+
 def _rate(tokens: int, elapsed_s: float) -> str:
-    return speed(tokens / elapsed_s if elapsed_s else 0.0)
+    return format_speed(tokens / elapsed_s if elapsed_s else 0.0)
 
 
 def _bar(name: str, style: str, count: int, total: int, room: int) -> Text:

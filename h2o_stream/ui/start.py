@@ -1,4 +1,4 @@
-"""Loads a model and opens a conversation on it, with notices for the user and the run's first record."""
+"""Loads a model and opens a conversation on it, with notes for the user and the run's first record."""
 
 from __future__ import annotations
 
@@ -12,21 +12,22 @@ from h2o_stream.engine.engine import Engine
 from h2o_stream.models.load import load
 from h2o_stream.progress import ProgressCallback
 from h2o_stream.session.conversation import Conversation
-from h2o_stream.session.records import Records, run_record
+from h2o_stream.session.jsonl import JsonlWriter
+from h2o_stream.session.run_record import run_record
 from h2o_stream.ui.interrupts import Interrupts
-from h2o_stream.ui.loading import shown_loading
+from h2o_stream.ui.loading import show_loading
 from h2o_stream.ui.terminal import Terminal
 
 
 @dataclass(frozen=True)
-class Started:
-    """A conversation that is ready.
+class LoadedConversation:
+    """A conversation on a loaded model.
 
     Attributes:
         conversation: with an empty cache.
-        interrupts: to be entered where Ctrl-C should end a turn instead of the program.
+        interrupts: a context manager in which Ctrl-C ends a turn instead of the program.
         name: of the model.
-        title: model, policy and window, for people.
+        title: model, policy and window, for display.
     """
 
     conversation: Conversation
@@ -35,13 +36,15 @@ class Started:
     title: str
 
 
-def prepare(settings: Settings, notify: Callable[[str], None], progress: ProgressCallback) -> Started:
-    """Load a model and open a conversation on it, in any thread; needs no terminal. Arguments as for `load`."""
-    loaded = load(settings.model, settings.cache, notify, progress)
+def load_conversation(
+    settings: Settings, notify: Callable[[str], None], progress: ProgressCallback
+) -> LoadedConversation:
+    """Load a model and open a conversation on it. Works in any thread and without a terminal. Arguments: see `load`."""
+    model = load(settings.model, settings.cache, notify, progress)
     interrupts = Interrupts()
     engine = Engine(
-        loaded.model,
-        loaded.tokenizer,
+        model.model,
+        model.tokenizer,
         settings.cache,
         settings.sampling,
         settings.at_context,
@@ -51,33 +54,33 @@ def prepare(settings: Settings, notify: Callable[[str], None], progress: Progres
     )
     plan = engine.cache.plan
     window = f" · window {plan.window} · {plan.positions}" if plan.window else ""
-    title = f"{loaded.name} · {plan.policy}{window}"
-    return Started(Conversation(engine, settings.system, loaded.stops), interrupts, loaded.name, title)
+    title = f"{model.name} · {plan.policy}{window}"
+    return LoadedConversation(Conversation(engine, settings.system, model.stops), interrupts, model.name, title)
 
 
 @contextmanager
-def started(
-    command: str, settings: Settings, terminal: Terminal, records: Records, ready: Started | None = None
-) -> Iterator[Started]:
-    """Open a conversation as `settings` says; leaving the block gives the model back.
+def open_conversation(
+    command: str, settings: Settings, terminal: Terminal, jsonl: JsonlWriter, loaded: LoadedConversation | None = None
+) -> Iterator[LoadedConversation]:
+    """Open a conversation. Leaving the block restores the model.
 
     Args:
-        command: its name, for the records.
+        command: for the run record.
         settings: of the conversation.
         terminal: where notes go.
-        records: gets the run's first record.
-        ready: what `prepare` made, if it did already.
+        jsonl: receives the run record.
+        loaded: the result of `load_conversation`, if it was called already.
     """
-    if ready is None:
-        with shown_loading(settings.model.model, terminal) as progress:
-            ready = prepare(settings, terminal.note, progress)
-    engine = ready.conversation.engine
+    if loaded is None:
+        with show_loading(settings.model.model, terminal) as progress:
+            loaded = load_conversation(settings, terminal.note, progress)
+    engine = loaded.conversation.engine
     with engine:
         plan = engine.cache.plan
-        records.write(
+        jsonl.write(
             run_record(
                 command,
-                model=ready.name,
+                model=loaded.name,
                 policy=plan.policy,
                 window=plan.window or None,
                 cache=asdict(plan),
@@ -88,4 +91,4 @@ def started(
             )
         )
         terminal.detail(f"steps: {engine.cache.engine_note}")
-        yield ready
+        yield loaded

@@ -16,7 +16,7 @@ KINDS = ("nll", "recall", "summarize", "tasks", "speed", "throughput", "soak", "
 
 
 @dataclass(frozen=True)
-class Figures:
+class TableData:
     """A table."""
 
     title: str
@@ -68,7 +68,7 @@ class Page:
 
     title: str
     legend: str
-    tables: Sequence[Figures]
+    tables: Sequence[TableData]
     charts: Sequence[Chart] = ()
 
 
@@ -88,7 +88,7 @@ def plain_page(run: Record, records: Sequence[Record]) -> Page:
     """All records as one table, for a comparison that has no page of its own."""
     header = list(dict.fromkeys(name for record in records for name in record if name != "type"))
     rows = [[or_dash(record.get(name)) for name in header] for record in records]
-    return Page(str(run["command"]), "", [Figures("", header, rows)])
+    return Page(str(run["command"]), "", [TableData("", header, rows)])
 
 
 def label(record: Record) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from statistics import fmean
 
-from h2o_stream.ui.pages import Chart, Curve, Figures, Page, Record, stem
+from h2o_stream.ui.pages import Chart, Curve, Page, Record, TableData, stem
 
 
 def page(run: Record, records: Sequence[Record]) -> Page:
@@ -14,7 +14,7 @@ def page(run: Record, records: Sequence[Record]) -> Page:
     names = list(records[0]["mass"]) if records else []
     rows = [*(_row(str(layer["layer"]), [layer], names) for layer in records), _row("mean", records, names)]
     header = ["layer", "sparsity", "slope", "top 10%", *names]
-    return Page(f"{title}; shares in %", "", [Figures("", header, rows)], _charts(records, names, title))
+    return Page(f"{title}; shares in %", "", [TableData("", header, rows)], _charts(records, names, title))
 
 
 def _row(name: str, layers: Sequence[Record], names: Sequence[str]) -> list[str]:
@@ -30,7 +30,7 @@ def _row(name: str, layers: Sequence[Record], names: Sequence[str]) -> list[str]
 
 def _charts(layers: Sequence[Record], names: Sequence[str], title: str) -> list[Chart]:
     numbers = [layer["layer"] for layer in layers]
-    some = layers[:: max((len(layers) - 1) // 4, 1)]
+    selected = layers[:: max((len(layers) - 1) // 4, 1)]
     return [
         Chart(
             "sparsity",
@@ -43,7 +43,7 @@ def _charts(layers: Sequence[Record], names: Sequence[str], title: str) -> list[
             "power-law",
             f"Attention received, tokens in order\n{title}",
             ("rank of the token", "sum of attention"),
-            [Curve(f"layer {layer['layer']}", layer["ranks"], layer["scores"]) for layer in some],
+            [Curve(f"layer {layer['layer']}", layer["ranks"], layer["scores"]) for layer in selected],
             logarithmic="xy",
         ),
         Chart(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from h2o_stream.ui.pages import Chart, Curve, Figures, Page, Record, curve_name, label, or_dash, stem
+from h2o_stream.ui.pages import Chart, Curve, Page, Record, TableData, curve_name, label, or_dash, stem
 
 _HEADER = ("policy", "window", "nll", "last half", "to full", "95%", "gap", "tok/s")
 
@@ -16,7 +16,10 @@ def page(run: Record, records: Sequence[Record]) -> Page:
     return Page(
         title,
         "to full: difference on the same tokens; gap: as a fraction of sink's",
-        [Figures(_span(of_text), _HEADER, [_row(record, of_text) for record in of_text]) for of_text in texts.values()],
+        [
+            TableData(_span(of_text), _HEADER, [_row(record, of_text) for record in of_text])
+            for of_text in texts.values()
+        ],
         [_chart(text, of_text, title) for text, of_text in texts.items()],
     )
 

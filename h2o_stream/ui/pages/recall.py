@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from h2o_stream.ui.pages import Chart, Curve, Figures, Page, Record, curve_name, label, or_dash, stem
+from h2o_stream.ui.pages import Chart, Curve, Page, Record, TableData, curve_name, label, or_dash, stem
 
 
 def page(run: Record, records: Sequence[Record]) -> Page:
@@ -32,7 +32,7 @@ def page(run: Record, records: Sequence[Record]) -> Page:
         title,
         "mean margin of the right word in nats, and how often it is the likeliest; in brackets: facts that the full "
         "cache can tell, others do not count",
-        [Figures("tokens between the fact and the question", header, rows)],
+        [TableData("tokens between the fact and the question", header, rows)],
         [
             Chart(
                 "recall",

@@ -5,15 +5,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 from statistics import fmean
 
-from h2o_stream.ui.figures import size
-from h2o_stream.ui.pages import Chart, Curve, Figures, Page, Record
+from h2o_stream.ui.format import format_bytes
+from h2o_stream.ui.pages import Chart, Curve, Page, Record, TableData
 
 _HEADER = ("tokens seen", "read", "replies", "nll", "largest score", "cache", "process")
 _PASSES = ("pass", "nll", "to the first")
 
 
 def page(run: Record, records: Sequence[Record]) -> Page:
-    """The stream by stretches, and the loss of the same text by passes."""
+    """The stream in intervals, and the loss on the same text by passes."""
     title = f"{run['model']}, {run['dtype']}: a stream of {records[-1]['seen']:,} tokens, {run['policy'][0]}"
     title += f" with a window of {run['window'][0]}" if run["window"][0] else ""
     seen = [record["seen"] for record in records]
@@ -27,8 +27,8 @@ def page(run: Record, records: Sequence[Record]) -> Page:
         title,
         "read and replies: tokens/s; after every turn all slots were looked through",
         [
-            Figures("", _HEADER, [_row(record) for record in records]),
-            Figures(
+            TableData("", _HEADER, [_row(record) for record in records]),
+            TableData(
                 "the same text again and again",
                 _PASSES,
                 [[str(int(number) + 1), f"{nll:.4f}", f"{nll - first:+.4f}"] for number, nll in means.items()],
@@ -48,9 +48,11 @@ def page(run: Record, records: Sequence[Record]) -> Page:
     )
 
 
-def _chart(name: str, title: str, what: str, seen: Sequence[int], values: Sequence[float]) -> Chart:
+def _chart(name: str, title: str, quantity: str, seen: Sequence[int], values: Sequence[float]) -> Chart:
     top = 1.2 * max(values)
-    return Chart(name, f"{what.partition(',')[0]}\n{title}", ("tokens seen", what), [Curve("", seen, values)], (0, top))
+    return Chart(
+        name, f"{quantity.partition(',')[0]}\n{title}", ("tokens seen", quantity), [Curve("", seen, values)], (0, top)
+    )
 
 
 def _row(record: Record) -> list[str]:
@@ -60,6 +62,6 @@ def _row(record: Record) -> list[str]:
         f"{record['reply_tok_s']:.1f}",
         f"{record['nll']:.4f}",
         f"{record['largest_score']:.3g}",
-        size(record["cache_bytes"]),
-        size(record["rss_bytes"]),
+        format_bytes(record["cache_bytes"]),
+        format_bytes(record["rss_bytes"]),
     ]

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from statistics import median
 
-from h2o_stream.ui.figures import size
-from h2o_stream.ui.pages import Chart, Curve, Figures, Page, Record
+from h2o_stream.ui.format import format_bytes
+from h2o_stream.ui.pages import Chart, Curve, Page, Record, TableData
 
 _HEADER = ("engine", "weights", "history", "prefill", "decode", "of floor", "cache", "process")
 
@@ -24,7 +24,7 @@ def page(run: Record, records: Sequence[Record]) -> Page:
     return Page(
         title,
         "of floor: decoding as a fraction of the bound set by reading weights and cache once per token",
-        [Figures("", _HEADER, [_row(record) for record in records])],
+        [TableData("", _HEADER, [_row(record) for record in records])],
         [
             Chart(
                 "speed",
@@ -50,6 +50,6 @@ def _row(record: Record) -> list[str]:
         f"{record['prefill_tok_s']:.0f}",
         f"{record['decode_tok_s']:.1f}",
         f"{record['of_floor']:.2f}",
-        "-" if record["cache_bytes"] is None else size(record["cache_bytes"]),
-        size(record["rss_bytes"]),
+        "-" if record["cache_bytes"] is None else format_bytes(record["cache_bytes"]),
+        format_bytes(record["rss_bytes"]),
     ]

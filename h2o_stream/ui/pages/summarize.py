@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from h2o_stream.ui.pages import Chart, Curve, Figures, Page, Record, or_dash
+from h2o_stream.ui.pages import Chart, Curve, Page, Record, TableData, or_dash
 
 _HEADER = ("policy", "window", "ROUGE-1", "ROUGE-2", "ROUGE-L", "to full", "tokens", "tok/s")
 _ROUGE = ("rouge1", "rouge2", "rougeL")
@@ -16,7 +16,7 @@ def page(run: Record, records: Sequence[Record]) -> Page:
     return Page(
         title,
         "ROUGE F-measures in %; to full: ROUGE-2 as a fraction of the full cache's",
-        [Figures("", _HEADER, [_row(record, records) for record in records])],
+        [TableData("", _HEADER, [_row(record, records) for record in records])],
         _charts(records, title),
     )
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from statistics import fmean
 
-from h2o_stream.ui.pages import Figures, Page, Record, label
+from h2o_stream.ui.pages import Page, Record, TableData, label
 
 _METRICS = ("acc_norm", "acc", "exact_match")
 """Metrics for the table; the first one that a task has is used."""
@@ -28,7 +28,7 @@ def page(run: Record, records: Sequence[Record]) -> Page:
     return Page(
         f"{run['model']}, {run['dtype']}: accuracy on tasks of the lm-evaluation-harness, %",
         "kept: tokens of each context that answers can attend to; in brackets: documents",
-        [Figures("", header, rows)],
+        [TableData("", header, rows)],
     )
 
 

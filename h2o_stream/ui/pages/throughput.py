@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from h2o_stream.ui.figures import size
-from h2o_stream.ui.pages import Chart, Curve, Figures, Page, Record, or_dash
+from h2o_stream.ui.format import format_bytes
+from h2o_stream.ui.pages import Chart, Curve, Page, Record, TableData, or_dash
 
 _HEADER = ("shape", "policy", "window", "batch", "cache", "tokens/s", "seconds", "of full")
 
@@ -13,7 +13,8 @@ _HEADER = ("shape", "policy", "window", "batch", "cache", "tokens/s", "seconds",
 def page(run: Record, records: Sequence[Record]) -> Page:
     """Tokens per second of whole batches, by shape and policy."""
     full = {_shape(record): record["tok_s"] for record in records if record["policy"] == "full"}
-    title = f"{run['model']}, cache of {size(run['cache_budget'])}: generated tokens/s of the batch, prompts included"
+    budget = format_bytes(run["cache_budget"])
+    title = f"{run['model']}, cache of {budget}: generated tokens/s of the batch, prompts included"
     curves = []
     for policy in dict.fromkeys(record["policy"] for record in records):
         largest = [record for record in records if record["policy"] == policy and record["largest"]]
@@ -21,7 +22,7 @@ def page(run: Record, records: Sequence[Record]) -> Page:
     return Page(
         title,
         "batch: as many rows as fit, or as many as fit with a full cache",
-        [Figures("", _HEADER, [_row(record, full[_shape(record)]) for record in records])],
+        [TableData("", _HEADER, [_row(record, full[_shape(record)]) for record in records])],
         [Chart("throughput", f"Largest batches\n{title}", ("tokens generated", "tokens/s"), curves, logarithmic="x")],
     )
 
@@ -36,7 +37,7 @@ def _row(record: Record, full: float) -> list[str]:
         record["policy"],
         or_dash(record["window"]),
         f"{record['batch']}" if record["largest"] else f"{record['batch']} (as full)",
-        size(record["cache_bytes"]),
+        format_bytes(record["cache_bytes"]),
         f"{record['tok_s']:.1f}",
         f"{record['seconds']:.1f}",
         f"{record['tok_s'] / full:.2f}",

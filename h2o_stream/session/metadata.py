@@ -1,4 +1,4 @@
-"""What a conversation is beside its stream of tokens: one frozen object, only ever replaced as a whole."""
+"""Everything a conversation needs besides its token stream: one frozen object that is only replaced as a whole."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from h2o_stream.cache.state import checksummed, decode_json, encode_json, verify
 from h2o_stream.errors import H2OStreamError
 from h2o_stream.session.template import ChatTemplate
 
-_METADATA = "conversation"
+_KEY = "conversation"
 _CHECKSUMS = "conversation.checksums"
 
 
 @dataclass(frozen=True)
 class Passage:
-    """Tokens of the stream that belong together: from index `start` up to `stop`, of turn `turn`."""
+    """The tokens of one turn: indices `start` to `stop` of the stream, `stop` excluded."""
 
     turn: int
     start: int
@@ -25,8 +25,8 @@ class Passage:
 
 
 @dataclass(frozen=True)
-class Pinning:
-    """A text that is being pinned: it is to take the token indices from `start` up to `stop`."""
+class PendingPin:
+    """A text that is being pinned. It will take the token indices `start` to `stop`, `stop` excluded."""
 
     text: str
     start: int
@@ -34,17 +34,17 @@ class Pinning:
 
 
 @dataclass(frozen=True)
-class Facts:
-    """All that a conversation is beside its stream.
+class Metadata:
+    """A conversation without its tokens.
 
     Attributes:
         system: the system prompt; None leaves it to the template.
-        template: writes turns after it.
-        turns: number of turns begun.
-        starts: for each turn that has tokens, its number and the index of its first token.
+        template: formats the turns.
+        turns: number of turns started.
+        starts: the number and first token index of each turn that has tokens.
         pins: texts that are never evicted.
-        pinning: the text that the turn under way pins.
-        torn: the facts do not belong to the stream, which was being replaced.
+        pending_pin: the text that the current turn pins.
+        torn: the stream was being replaced and does not match the metadata.
         stream: a different object for each stream.
     """
 
@@ -53,37 +53,37 @@ class Facts:
     turns: int = 0
     starts: tuple[tuple[int, int], ...] = ()
     pins: tuple[str, ...] = ()
-    pinning: Pinning | None = None
+    pending_pin: PendingPin | None = None
     torn: bool = False
     stream: object = field(default_factory=object)
 
     def passages(self, num_tokens: int) -> list[Passage]:
-        """What each turn has put into a stream of that many tokens, in order and without a gap."""
+        """The tokens of each turn in a stream of `num_tokens` tokens, in order and without gaps."""
         stops = [*(start for _, start in self.starts[1:]), num_tokens]
         return [Passage(turn, start, stop) for (turn, start), stop in zip(self.starts, stops, strict=False)]
 
     def state_dict(self, num_tokens: int) -> dict[str, Tensor]:
-        """The facts as tensors, to be saved beside a stream of that many tokens."""
-        metadata = {
+        """The metadata as tensors, for a stream of `num_tokens` tokens."""
+        values = {
             "turns": self.turns,
             "passages": [astuple(passage) for passage in self.passages(num_tokens)],
             "pins": self.pins,
             "system": self.system,
         }
-        return checksummed({_METADATA: encode_json(metadata)}, _CHECKSUMS)
+        return checksummed({_KEY: encode_json(values)}, _CHECKSUMS)
 
 
-def facts_of(state: Mapping[str, Tensor], make_template: Callable[[str | None], ChatTemplate]) -> Facts:
-    """The facts of a new stream from their `state_dict`; `make_template` gets the system prompt.
+def load_metadata(state: Mapping[str, Tensor], make_template: Callable[[str | None], ChatTemplate]) -> Metadata:
+    """The metadata of a new stream from its `state_dict`. `make_template` gets the system prompt.
 
     Raises:
-        H2OStreamError: they are missing or damaged.
+        H2OStreamError: it is missing or damaged.
     """
     verify_checksums(state, _CHECKSUMS)
-    metadata = decode_json(state, _METADATA)
+    values = decode_json(state, _KEY)
     try:
-        system, turns, pins = metadata["system"], int(metadata["turns"]), tuple(map(str, metadata["pins"]))
-        starts = tuple((int(turn), int(start)) for turn, start, _ in metadata["passages"])
+        system, turns, pins = values["system"], int(values["turns"]), tuple(map(str, values["pins"]))
+        starts = tuple((int(turn), int(start)) for turn, start, _ in values["passages"])
     except (KeyError, TypeError, ValueError) as error:
         raise H2OStreamError("the state of the conversation is damaged") from error
-    return Facts(system, make_template(system), turns, starts, pins)
+    return Metadata(system, make_template(system), turns, starts, pins)

@@ -1,9 +1,9 @@
-"""What a person types: history that is kept, several lines, completion, an editor."""
+"""The prompt for messages: persistent input history, multiple lines, completion, an external editor."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping
+from collections.abc import Awaitable, Callable, Iterable, Iterator
 from contextlib import suppress
 
 from prompt_toolkit import PromptSession
@@ -17,61 +17,60 @@ from prompt_toolkit.history import FileHistory, History, InMemoryHistory
 from prompt_toolkit.key_binding import KeyBindings, KeyPressEvent
 
 from h2o_stream.resources import data_folder, replace_surrogates
-from h2o_stream.ui.interrupts import TWICE_S
+from h2o_stream.ui.command_list import COMMANDS
+from h2o_stream.ui.interrupts import DOUBLE_PRESS_S
 
-PROMPT, MORE, QUOTES = "> ", ". ", '"""'
+PROMPT, CONTINUATION, QUOTES = "> ", ". ", '"""'
 
 
-class Typist:
-    """Reads messages from a terminal. Enter sends, Meta-Enter begins a new line; so does Enter after three open quotes.
+class MessagePrompt:
+    """Reads messages from a terminal. Enter sends; Meta-Enter, or Enter inside triple quotes, starts a new line.
 
     Args:
-        words: commands, each with whether it takes the name of a file.
-        toolbar: what stands under the prompt.
-        vim: vi's keys in place of Emacs'.
-        notify: told a line when the history cannot be kept.
-        beside: what has to be done before the first message can be taken. It runs while that is typed, in this thread;
-            Enter holds the message back until it is done. If it raises, so does `messages`.
+        toolbar: the text below the prompt.
+        vim: use vi's key bindings instead of Emacs'.
+        notify: receives a line if the input history cannot be saved.
+        background: runs in this thread while the first message is typed. The message waits until it is done. If it
+            raises, so does `messages`.
 
     Attributes:
-        held: whether a message is held back.
+        waiting: whether a message waits for the background task.
     """
 
     def __init__(
         self,
-        words: Mapping[str, bool],
         toolbar: Callable[[], FormattedText],
         vim: bool,
         notify: Callable[[str], None],
-        beside: Callable[[], Awaitable[None]] | None = None,
+        background: Callable[[], Awaitable[None]] | None = None,
     ) -> None:
-        self._beside = beside
-        self.held = False
+        self._background = background
+        self.waiting = False
         self._session: PromptSession[str] = PromptSession(
             history=_history(notify),
             bottom_toolbar=toolbar,
-            completer=CommandCompleter(words),
+            completer=CommandCompleter(),
             complete_while_typing=False,
             enable_open_in_editor=True,
             enable_history_search=True,
             key_bindings=self._keys(),
             multiline=True,
-            prompt_continuation=MORE,
+            prompt_continuation=CONTINUATION,
             tempfile_suffix=".md",
             vi_mode=vim,
         )
-        self._session.app.terminal_size_polling_interval = None  # SIGWINCH says so; an idle prompt sleeps
+        self._session.app.terminal_size_polling_interval = None  # SIGWINCH is enough, and an idle prompt should sleep
         buffer = self._session.default_buffer
         buffer.on_text_changed += self._edited
         self._send, buffer.accept_handler = buffer.accept_handler, self._accept
 
     @property
     def draft(self) -> str:
-        """What was typed and not sent."""
+        """What was typed but not sent."""
         return self._session.default_buffer.text
 
     def messages(self) -> Iterator[str]:
-        """Until Ctrl-D, or Ctrl-C twice on an empty line; once, while there is something to be done beside.
+        """Messages until Ctrl-D, or Ctrl-C twice on an empty line (once while the background task runs).
 
         Raises:
             KeyboardInterrupt: Ctrl-C.
@@ -81,7 +80,7 @@ class Typist:
             try:
                 text = self._session.prompt(PROMPT, pre_run=self._begin)
             except KeyboardInterrupt:
-                if self._beside is not None or time.monotonic() - last < TWICE_S:
+                if self._background is not None or time.monotonic() - last < DOUBLE_PRESS_S:
                     raise
                 last = time.monotonic()
                 continue
@@ -90,31 +89,31 @@ class Typist:
             yield unquoted(text)
 
     def _begin(self) -> None:
-        if self._beside is not None:
-            self._session.app.create_background_task(self._finish(self._beside))
+        if self._background is not None:
+            self._session.app.create_background_task(self._finish(self._background))
 
-    async def _finish(self, beside: Callable[[], Awaitable[None]]) -> None:
+    async def _finish(self, background: Callable[[], Awaitable[None]]) -> None:
         app = self._session.app
         try:
-            await beside()
+            await background()
         except Exception as error:  # noqa: BLE001
             if app.future is not None and not app.future.done():
                 app.erase_when_done = True
                 app.exit(exception=error)
             return
-        self._beside = None
-        if self.held:
+        self._background = None
+        if self.waiting:
             self._session.default_buffer.validate_and_handle()
 
     def _accept(self, buffer: Buffer) -> bool:
-        """What Enter does, or leaving the editor; returns whether the text stays."""
-        if self._beside is None and self._send is not None:
+        """Handles Enter, and the end of the editor. Returns whether the text stays."""
+        if self._background is None and self._send is not None:
             return self._send(buffer)
-        self.held = bool(buffer.text.strip())
+        self.waiting = bool(buffer.text.strip())
         return True
 
     def _edited(self, buffer: Buffer) -> None:
-        self.held = False
+        self.waiting = False
 
     def _keys(self) -> KeyBindings:
         keys = KeyBindings()
@@ -131,7 +130,7 @@ class Typist:
         def _(event: KeyPressEvent) -> None:
             event.current_buffer.insert_text("\n")
 
-        @keys.add("c-d", filter=Condition(lambda: self.held))
+        @keys.add("c-d", filter=Condition(lambda: self.waiting))
         def _(event: KeyPressEvent) -> None:
             event.app.exit(exception=EOFError)
 
@@ -139,33 +138,32 @@ class Typist:
 
 
 class CommandCompleter(Completer):
-    """Completes commands, and the names of files where a command takes one."""
+    """Completes commands, and file names for commands that take one."""
 
-    def __init__(self, words: Mapping[str, bool]) -> None:
-        self._words = words
+    def __init__(self) -> None:
         self._files = PathCompleter(expanduser=True)
 
     def get_completions(self, document: Document, complete_event: CompleteEvent) -> Iterable[Completion]:
         """See prompt_toolkit."""
-        command, gap, rest = document.text_before_cursor.partition(" ")
+        name, gap, argument = document.text_before_cursor.partition(" ")
         if not gap:
-            for word in self._words:
-                if command.startswith("/") and word.startswith(command):
-                    yield Completion(word, -len(command))
-        elif self._words.get(command):
-            yield from self._files.get_completions(Document(rest.lstrip("\"'")), complete_event)
+            for command in COMMANDS:
+                if name.startswith("/") and command.startswith(name):
+                    yield Completion(command, -len(name))
+        elif name in COMMANDS and COMMANDS[name].takes_file:
+            yield from self._files.get_completions(Document(argument.lstrip("\"'")), complete_event)
 
 
 def unquoted(text: str) -> str:
-    """A message without the quotes around its lines."""
+    """A message without the triple quotes around it."""
     inner = text.strip()
     if inner.startswith(QUOTES) and inner.endswith(QUOTES) and len(inner) >= 2 * len(QUOTES):
         return inner.removeprefix(QUOTES).removesuffix(QUOTES).strip("\n")
     return text
 
 
-class _KeptHistory(FileHistory):
-    """A history in a file. A disk that is full, or keys that are no letters, do not end the prompt."""
+class _PersistentHistory(FileHistory):
+    """A history in a file. A full disk or undecodable input does not end the prompt."""
 
     def store_string(self, string: str) -> None:
         """See prompt_toolkit."""
@@ -178,7 +176,7 @@ def _history(notify: Callable[[str], None]) -> History:
         path = data_folder() / "history"
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         path.touch(0o600)
-        return _KeptHistory(str(path))
+        return _PersistentHistory(str(path))
     except OSError as error:
         notify(f"no input history: {error}")
         return InMemoryHistory()

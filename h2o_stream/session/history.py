@@ -1,6 +1,6 @@
-"""A conversation whose turns can be taken back, given again, branched, saved and taken up again.
+"""A conversation with its history: turns can be undone, regenerated, branched, saved and resumed.
 
-How a change happens as a whole or not at all, and how a turn is taken back, is in `transactions`.
+`transactions` makes each of these changes atomic.
 """
 
 from __future__ import annotations
@@ -9,11 +9,11 @@ from contextlib import closing, suppress
 from dataclasses import replace
 from typing import TypeVar
 
-from h2o_stream.engine.engine import TORN
+from h2o_stream.engine.engine import TORN_MESSAGE
 from h2o_stream.engine.events import Finished, Token
 from h2o_stream.errors import DataError, H2OStreamError
 from h2o_stream.session.checkpoint import Checkpoint, State
-from h2o_stream.session.conversation import Conversation, Feeding, Turning, plain
+from h2o_stream.session.conversation import Conversation, FeedEvents, ReplyEvents, encodable
 from h2o_stream.session.sessions import Session
 from h2o_stream.session.transactions import Transactions
 from h2o_stream.session.transcript import Entry, Header, Kind
@@ -22,18 +22,18 @@ from h2o_stream.session.turn import Turn
 _End = TypeVar("_End", Turn, Finished)
 
 
-class NoFitError(H2OStreamError):
-    """A session's state cannot be gone on from: it belongs to another model, dtype or policy, or is lost."""
+class ResumeError(H2OStreamError):
+    """A session's state cannot be resumed: it belongs to another model, dtype or policy, or is missing."""
 
 
-class Keeper:
-    """Keeps a conversation: what was said, and the states of its last turns, in memory or in a session on disk.
+class ConversationHistory:
+    """A conversation with its transcript and the states after its last turns, in memory or in a session on disk.
 
-    One turn is under way at a time: whatever is called next closes it.
+    Only one turn is active at a time: any other call closes it.
 
     Args:
-        conversation: with nothing said yet; from now on it is changed through the keeper alone.
-        header: what it belongs to, for the sessions it is saved in; its system prompt is the conversation's.
+        conversation: a new one. From now on it must be changed through its history only.
+        header: describes the conversation in its sessions. Its system prompt is replaced by the conversation's.
     """
 
     def __init__(self, conversation: Conversation, header: Header) -> None:
@@ -41,41 +41,41 @@ class Keeper:
         self._transactions = Transactions(conversation, header)
 
     def close(self) -> None:
-        """Let other processes have the session; the conversation itself goes on."""
+        """Release the session for other processes. The conversation itself can continue."""
         self._transactions.close()
 
     @property
     def session(self) -> Session | None:
-        """Where it is saved; None for nowhere."""
+        """Where the conversation is saved; None if it is not."""
         return self._transactions.checkpoint.session
 
     @property
     def entries(self) -> list[Entry]:
-        """The turns so far, less those that were taken back."""
+        """The turns so far, without those that were undone."""
         return self._transactions.checkpoint.entries
 
     def header(self) -> Header:
-        """What the conversation belongs to."""
+        """Describes the conversation, with its current system prompt."""
         return self._transactions.header
 
     # turns
 
-    def say(self, text: str) -> Turning:
-        """See `Conversation.say`; a turn is committed before it is reported, and says so if it could not be saved.
+    def say(self, text: str) -> ReplyEvents:
+        """See `Conversation.say`. A turn is committed before it is yielded; `Turn.detail` says if it was not saved.
 
-        If the iterator is closed early, what was yielded is a turn that was interrupted. A turn that fails, or runs out
-        of memory, is taken back.
+        If the iterator is closed early, what was yielded becomes an interrupted turn. A turn that fails or runs out of
+        memory is rolled back.
         """
-        return self._transactions.begin(self._say(plain(text)))
+        return self._transactions.start(self._say(encodable(text)))
 
-    def _say(self, text: str) -> Turning:
+    def _say(self, text: str) -> ReplyEvents:
         pieces = list[str]()
         with self._transactions.atomic():
             try:
                 with closing(self.conversation.say(text)) as events:
                     for event in events:
                         if isinstance(event, Turn):
-                            event = _with_detail(event, self._ended(text, event.text, "said", event.finish))
+                            event = _with_detail(event, self._end_turn(text, event.text, "said", event.finish))
                         elif isinstance(event, Token):
                             pieces.append(event.text)
                         yield event
@@ -83,57 +83,57 @@ class Keeper:
                 self._transactions.commit_turn(text, "".join(pieces), "said", "interrupted")
                 raise
 
-    def tell(self, text: str, reply: str) -> Feeding:
-        """See `Conversation.tell`.
+    def feed_turn(self, text: str, reply: str) -> FeedEvents:
+        """See `Conversation.feed_turn`.
 
         Raises:
-            DataError: the turn is complete, but could not be saved, or not all of it.
+            DataError: the turn is complete, but could not be saved completely.
         """
-        return self._transactions.begin(self._feed_turn(plain(text), reply, "told"))
+        return self._transactions.start(self._feed_turn(encodable(text), reply, "told"))
 
-    def pin(self, text: str) -> Feeding:
-        """See `Conversation.pin`; one that is cut off is kept as told.
+    def pin(self, text: str) -> FeedEvents:
+        """See `Conversation.pin`. A text that is cut off becomes an ordinary turn without a reply.
 
         Raises:
-            DataError: see `tell`.
+            DataError: see `feed_turn`.
         """
-        return self._transactions.begin(self._feed_turn(plain(text), "", "pinned"))
+        return self._transactions.start(self._feed_turn(encodable(text), "", "pinned"))
 
-    def _feed_turn(self, text: str, reply: str, kind: Kind) -> Feeding:
+    def _feed_turn(self, text: str, reply: str, kind: Kind) -> FeedEvents:
         with self._transactions.atomic():
             try:
                 with closing(self._feed(text, reply, kind)) as events:
                     for event in events:
                         if isinstance(event, Finished):
-                            event = _with_detail(event, self._ended(text, reply, kind, event.reason))
-                        elif event.done == event.total and (trouble := self._ended(text, reply, kind, "stop")):
+                            event = _with_detail(event, self._end_turn(text, reply, kind, event.reason))
+                        elif event.done == event.total and (trouble := self._end_turn(text, reply, kind, "stop")):
                             raise DataError(trouble)
                         yield event
             except GeneratorExit:
                 self._transactions.commit_turn(text, reply, kind, "interrupted")
                 raise
 
-    def _feed(self, text: str, reply: str, kind: Kind) -> Feeding:
-        return self.conversation.pin(text) if kind == "pinned" else self.conversation.tell(text, reply)
+    def _feed(self, text: str, reply: str, kind: Kind) -> FeedEvents:
+        return self.conversation.pin(text) if kind == "pinned" else self.conversation.feed_turn(text, reply)
 
-    def _ended(self, text: str, reply: str, kind: Kind, finish: str) -> str:
-        """Commit a turn that came to an end, or take it back if it was torn; what there is to say about that."""
+    def _end_turn(self, text: str, reply: str, kind: Kind, finish: str) -> str:
+        """Commit a turn that has ended, or roll it back if it is torn. Returns a line for the user, or nothing."""
         if self.conversation.torn:
             self._transactions.roll_back()
-            return "The conversation is as it was before this turn." if self._transactions.committed else TORN
+            return "The conversation is as it was before this turn." if self._transactions.committed else TORN_MESSAGE
         try:
             self._transactions.commit_turn(text, reply, kind, finish)
         except DataError as error:
             return str(error)
         return ""
 
-    # back
+    # going back
 
     def reset(self, system: str | None = None) -> None:
         """See `Conversation.reset`.
 
         Raises:
-            DataError: the session cannot be written; nothing has changed then.
+            DataError: the session cannot be written. Nothing has changed.
         """
         self._transactions.prepare()
         with self._transactions.atomic():
@@ -143,42 +143,42 @@ class Keeper:
             self._transactions.commit_up_to(0)
 
     def undo(self, count: int = 1) -> list[Entry]:
-        """Take back the last turns.
+        """Undo the last turns.
 
         Returns:
-            What was taken back.
+            The turns that were undone.
 
         Raises:
-            H2OStreamError: there are not so many, or what was before them is not known any more.
-            DataError: the session cannot be written; nothing has changed then.
+            H2OStreamError: there are fewer turns, or the state before them is no longer available.
+            DataError: the session cannot be written. Nothing has changed.
         """
         self._transactions.prepare()
         entries = self.entries
         if not 1 <= count <= len(entries):
-            raise H2OStreamError(f"{count} turns cannot be taken back, there are {len(entries)}")
+            raise H2OStreamError(f"cannot undo {count} turns, there are {len(entries)}")
         turn = entries[-count - 1].turn if count < len(entries) else 0
         with self._transactions.atomic():
-            self._transactions.go_back(turn)
+            self._transactions.restore(turn)
             if self.session is not None:
                 self.session.undo(turn)
             self._transactions.commit_up_to(turn)
         return entries[-count:]
 
-    def again(self) -> str:
-        """Take back the last turn in order to say it again; the random draws go on, so that the reply is another.
+    def regenerate(self) -> str:
+        """Undo the last turn so that it can be said again. The random generator continues, so the reply will differ.
 
         Returns:
-            What the user said.
+            The user's message.
 
         Raises:
-            H2OStreamError: nothing was said, or what was before is not known any more.
+            H2OStreamError: there is no reply, or the state before it is no longer available.
         """
         self._transactions.prepare()
         if not self.entries or self.entries[-1].kind != "said":
-            raise H2OStreamError("the last turn has no reply that could be given again")
-        draws = self._transactions.draws
+            raise H2OStreamError("the last turn has no reply to regenerate")
+        rng_state = self._transactions.rng_state
         prompt = self.undo()[0].prompt
-        self._transactions.draws = draws
+        self._transactions.rng_state = rng_state
         return prompt
 
     # sessions
@@ -187,60 +187,60 @@ class Keeper:
         """Save a copy as the session `name`.
 
         Raises:
-            ConfigError, DataError: see `Session`, and when there is one of that name; nothing is left of it then.
+            ConfigError, DataError: see `Session`; or a session of that name exists. Nothing is left behind.
         """
         try:
-            self._copied(name)
+            self._save_copy(name)
             self._transactions.keep_opened()
         finally:
             self._transactions.discard_opened()
 
     def fork(self, name: str) -> None:
-        """Go on in a copy called `name`; where it was saved before stays as it is.
+        """Continue in a copy called `name`. The previous session, if any, stays as it is.
 
         Raises:
             ConfigError, DataError: see `save`.
         """
         with self._transactions.atomic():
-            self._transactions.commit_session(self._copied(name))
+            self._transactions.commit_session(self._save_copy(name))
 
-    def _copied(self, name: str) -> Session:
+    def _save_copy(self, name: str) -> Session:
         self._transactions.prepare()
         session = self._transactions.open_session(name, create=True)
-        if session.transcript.lines:
-            raise DataError(f"there is a session {name} already; take another name")
-        session.add_all(self.header(), self.entries, self._known_state)
+        if session.transcript.line_count:
+            raise DataError(f"session {name} already exists; choose another name")
+        session.add_all(self.header(), self.entries, self._readable_state)
         return session
 
-    def _known_state(self, turn: int) -> State | None:
+    def _readable_state(self, turn: int) -> State | None:
         with suppress(DataError):
             return self._transactions.checkpoint.state(turn)
         return None
 
     def open(self, name: str, create: bool = True) -> bool:
-        """Go on with the session `name`, or begin it.
+        """Resume the session `name`, or start it.
 
         Args:
             name: of the session.
-            create: begin it if there is none.
+            create: start it if it does not exist.
 
         Returns:
-            Whether there was one.
+            Whether the session existed.
 
         Raises:
-            ConfigError, DataError: see `Session`; nothing has changed.
-            NoFitError: its state cannot be gone on from, but `retell` can; nothing has changed.
+            ConfigError, DataError: see `Session`. Nothing has changed.
+            ResumeError: its state cannot be loaded, but `replay` may work. Nothing has changed.
         """
         self._transactions.prepare()
         with self._transactions.atomic():
             session = self._transactions.open_session(name, create)
-            there = bool(session.transcript.lines)
+            existed = bool(session.transcript.line_count)
             try:
                 self._load(session)
             except H2OStreamError as error:
-                raise NoFitError(f"session {name} cannot be gone on from where it was: {error}") from error
+                raise ResumeError(f"session {name} cannot be resumed: {error}") from error
             self._transactions.commit_session(session)
-        return there
+        return existed
 
     def _load(self, session: Session) -> None:
         header, entries = session.transcript.header, session.transcript.entries
@@ -249,28 +249,28 @@ class Keeper:
             return
         state = session.state(entries[-1].turn)
         if state is None:
-            raise H2OStreamError("its last state is lost")
+            raise H2OStreamError("the state after its last turn is missing")
         self.conversation.load_state_dict(state)
 
-    def retell(self, name: str) -> Feeding:
-        """Go on with the session `name` by feeding its whole transcript again, where its state does not fit.
+    def replay(self, name: str) -> FeedEvents:
+        """Resume the session `name` by feeding its transcript again, for when its state cannot be loaded.
 
         Yields:
-            Events of all its turns, one after the other. If one of them ends early, or the iterator is closed, the
-            conversation and the session are as they were.
+            The events of all turns. If a turn ends early, or the iterator is closed, the conversation and the session
+            stay as they were.
 
         Raises:
-            ConfigError, DataError: see `Session`, and `Conversation.pin`; nothing has changed.
+            ConfigError, DataError: see `Session` and `Conversation.pin`. Nothing has changed.
         """
-        return self._transactions.begin(self._retell(name))
+        return self._transactions.start(self._replay(name))
 
-    def _retell(self, name: str) -> Feeding:
+    def _replay(self, name: str) -> FeedEvents:
         transactions, conversation = self._transactions, self.conversation
         with transactions.atomic():
             session = transactions.open_session(name, create=False)
             header = session.transcript.header
             conversation.restart(header.system if header else None)
-            replayed = Checkpoint(conversation.facts, transactions.draws)
+            replayed = Checkpoint(conversation.metadata, transactions.rng_state)
             for entry in session.transcript.entries:
                 kind: Kind = "pinned" if entry.kind == "pinned" else "told"
                 with closing(self._feed(entry.prompt, entry.text, kind)) as events:
@@ -280,8 +280,8 @@ class Keeper:
                             yield event
                             return
                         yield event
-                state, facts = transactions.copied_state(), conversation.facts
-                replayed = replayed.with_turn(facts, replace(entry, turn=facts.turns, kind=kind), state)
+                state, metadata = transactions.copy_state(), conversation.metadata
+                replayed = replayed.with_turn(metadata, replace(entry, turn=metadata.turns, kind=kind), state)
             session.add_all(self.header(), replayed.entries, replayed.states.get)
             transactions.commit_session(session)
 

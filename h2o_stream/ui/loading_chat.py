@@ -1,7 +1,7 @@
-"""The chat before its model is there: the first message can be typed while a thread loads.
+"""The chat while its model loads: the first message can be typed while a thread loads the model.
 
-Everything that draws, and every signal, stays in the main thread. Imports neither torch nor transformers: the thread
-does, when the prompt has been drawn.
+All drawing and all signals stay in the main thread. This module imports neither torch nor transformers: the thread does
+so after the prompt has been drawn.
 """
 
 from __future__ import annotations
@@ -22,77 +22,76 @@ from rich.segment import ControlType
 
 from h2o_stream.config import ChatConfig, Settings
 from h2o_stream.progress import Progress, ProgressCallback
-from h2o_stream.session.records import Records
+from h2o_stream.session.jsonl import JsonlWriter
 from h2o_stream.startup import LOADER, gc_paused
-from h2o_stream.ui.command_list import COMMANDS
 from h2o_stream.ui.loading import LoadingLine
+from h2o_stream.ui.message_prompt import MessagePrompt
 from h2o_stream.ui.terminal import Terminal
-from h2o_stream.ui.typing import Typist
 
 if TYPE_CHECKING:
     from h2o_stream.engine.events import Finish
     from h2o_stream.ui.chat import Chat
-    from h2o_stream.ui.start import Started
+    from h2o_stream.ui.start import LoadedConversation
 
 _FRAME_S = 0.2
-"""Between two frames of the toolbar while the model loads: drawing takes time from the imports."""
+"""Between two frames of the toolbar while the model loads, as drawing takes time from the imports."""
 
 _LINE_START = Control(ControlType.CARRIAGE_RETURN, (ControlType.ERASE_IN_LINE, 2))
 
 _GRACE_S = 2.0
-"""How long a loader may take to remove what is half written."""
+"""How long the loader may take to remove partial files."""
 
 
-class Loader:
-    """Imports torch and transformers and prepares a conversation, in a thread of its own.
+class BackgroundLoader:
+    """Imports torch and transformers and loads a conversation, in its own thread.
 
     Attributes:
-        result: the conversation, or why there is none.
-        lines: what the user should be told; to be taken out on the left.
+        result: the conversation, or the exception.
+        notes: lines for the user, oldest first.
 
     Args:
         settings: of the conversation.
-        progress: told how far it has come.
+        progress: receives the progress.
     """
 
     def __init__(self, settings: Settings, progress: ProgressCallback) -> None:
-        self.result: Future[Started] = Future()
-        self.lines: deque[str] = deque()
+        self.result: Future[LoadedConversation] = Future()
+        self.notes: deque[str] = deque()
         self._settings, self._progress = settings, progress
-        self._stop, self._at_work = threading.Event(), False
+        self._stop, self._busy = threading.Event(), False
         self._thread = threading.Thread(target=self._load, name=LOADER, daemon=True)
 
     def start(self) -> None:
-        """Begin."""
+        """Start loading."""
         self._thread.start()
 
     def stop(self) -> None:
-        """Give up what is not loaded yet, when its progress is told next. An import goes on: nothing interrupts it."""
+        """Cancel loading at the next progress report. A running import is not interrupted."""
         self._stop.set()
-        if self._thread.is_alive() and self._at_work:
+        if self._thread.is_alive() and self._busy:
             self._thread.join(_GRACE_S)
 
     def _load(self) -> None:
         try:
             with gc_paused():
                 import h2o_stream.ui.chat  # noqa: F401
-                from h2o_stream.ui.start import prepare
+                from h2o_stream.ui.start import load_conversation
 
-            self.result.set_result(prepare(self._settings, self.lines.append, self._listen))
+            self.result.set_result(load_conversation(self._settings, self.notes.append, self._listen))
         except BaseException as error:  # noqa: BLE001
             self.result.set_exception(error)
 
     def _listen(self, progress: Progress) -> None:
-        self._at_work = progress.done < progress.total
+        self._busy = progress.done < progress.total
         if self._stop.is_set():
             raise KeyboardInterrupt
         self._progress(progress)
 
 
-class EarlyChat:
+class LoadingChat:
     """A chat whose first message can be typed while the model loads. A context manager.
 
-    Args: see `run_chat`; the terminal is a live one with a person at it.
+    Arguments as for `run_chat`. The terminal must be live and interactive.
     """
 
     def __init__(
@@ -100,17 +99,16 @@ class EarlyChat:
         settings: Settings,
         config: ChatConfig,
         terminal: Terminal,
-        records: Records,
+        jsonl: JsonlWriter,
         sources: Mapping[str, tuple[Any, str]],
     ) -> None:
-        self._opened_with = settings, config, terminal, records, sources
+        self._arguments = settings, config, terminal, jsonl, sources
         self._terminal = terminal
         self._line = LoadingLine(settings.model.model)
-        self._loader = Loader(settings, self._line)
-        words = {name: command.takes_file for name, command in COMMANDS.items()}
-        self._typist = Typist(words, self._toolbar, config.vim, terminal.note, beside=self._wait)
+        self._loader = BackgroundLoader(settings, self._line)
+        self._prompt = MessagePrompt(self._toolbar, config.vim, terminal.note, background=self._wait)
         self._stack = ExitStack()
-        self._talk: Chat | None = None
+        self._chat: Chat | None = None
 
     def __enter__(self) -> Self:
         return self
@@ -120,47 +118,47 @@ class EarlyChat:
         self._stack.close()
 
     def run(self) -> Finish | None:
-        """Messages and replies, to the end.
+        """Read messages and reply, until the end.
 
         Raises:
-            H2OStreamError: the model cannot be loaded; what was typed is printed then.
+            H2OStreamError: the model cannot be loaded. What was typed is printed.
         """
-        messages = self._typist.messages()
-        self._terminal.console.control(_LINE_START)  # after keys that came before the prompt, which has them
+        messages = self._prompt.messages()
+        self._terminal.console.control(_LINE_START)  # erases keys echoed before the prompt, which has them
         try:
             first = next(messages, None)
         except Exception:
-            if draft := self._typist.draft.strip():
+            if draft := self._prompt.draft.strip():
                 self._terminal.console.print(f"Not sent: {draft}", soft_wrap=True)
             raise
-        if first is None or self._talk is None:
+        if first is None or self._chat is None:
             return None
-        return self._talk.run(chain((first,), messages))
+        return self._chat.run(chain((first,), messages))
 
     async def _wait(self) -> None:
-        """Beside the prompt: show how far it is, and open the chat above the prompt when the model is there."""
+        """Show the progress below the prompt, and open the chat above it when the model is loaded."""
         if not self._loader.result.done():
             self._loader.start()
         while not self._loader.result.done():
             await asyncio.sleep(_FRAME_S)
-            if self._loader.lines:
-                await run_in_terminal(self._print_lines)
+            if self._loader.notes:
+                await run_in_terminal(self._print_notes)
             get_app().invalidate()
         await run_in_terminal(self._open)
 
-    def _print_lines(self) -> None:
-        while self._loader.lines:
-            self._terminal.note(self._loader.lines.popleft())
+    def _print_notes(self) -> None:
+        while self._loader.notes:
+            self._terminal.note(self._loader.notes.popleft())
 
     def _open(self) -> None:
-        self._print_lines()
-        ready = self._loader.result.result()
-        from h2o_stream.ui.chat import opened_chat
+        self._print_notes()
+        loaded = self._loader.result.result()
+        from h2o_stream.ui.chat import open_chat
 
-        self._talk = self._stack.enter_context(opened_chat(*self._opened_with, ready))
+        self._chat = self._stack.enter_context(open_chat(*self._arguments, loaded))
 
     def _toolbar(self) -> FormattedText:
-        if self._talk is not None:
-            return self._talk.toolbar()
-        waits = " · your message waits" if self._typist.held else ""
+        if self._chat is not None:
+            return self._chat.toolbar()
+        waits = " · your message waits" if self._prompt.waiting else ""
         return FormattedText([("noreverse", self._line.text(self._terminal.console.width - 1 - len(waits)) + waits)])

@@ -1,42 +1,43 @@
-"""The states of a session's last turns: a file for each, which appears whole or not at all.
+"""The states after a session's last turns, one file each. A file is written completely or not at all.
 
-A file's name says after which line of the transcript, from 1, its state was taken; the file holds that line too.
+Its name has the number of the transcript line, from 1, after which the state was taken. The file also contains that
+line.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from h2o_stream.errors import DataError
-from h2o_stream.session.transcript import write_whole
+from h2o_stream.session.transcript import write_atomically
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 
 class StateFiles:
-    """The ``state-N.safetensors`` of a folder."""
+    """The files ``state-N.safetensors`` of a folder."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
 
     def write(self, line: int, state: Mapping[str, Tensor], record: Mapping[str, Any]) -> None:
-        """Save the state after a line, and what that line says.
+        """Save the state after a line, together with the record of that line.
 
         Raises:
-            OSError: the disk is full, say.
+            OSError: for example, the disk is full.
         """
         from safetensors.torch import save
 
         data = save(dict(state), metadata={"line": json.dumps(record, ensure_ascii=False)})
-        write_whole(self._path(line), data)
+        write_atomically(self._path(line), data)
 
     def read(self, line: int, turn: int) -> dict[str, Tensor] | None:
-        """The state after a line, which is that of a turn; None if there is none or its header is damaged.
+        """The state after a line, if it is the line of this turn; None if there is none or its header is damaged.
 
         Raises:
             DataError: the file is damaged.
@@ -54,7 +55,7 @@ class StateFiles:
             raise DataError(f"{path}: damaged: {error}") from error
 
     def record(self, line: int) -> dict[str, Any] | None:
-        """What the line of a turn says; None if its state is missing or damaged."""
+        """The record of a turn's line; None if its state is missing or damaged."""
         from safetensors import SafetensorError, safe_open
 
         try:
@@ -64,29 +65,12 @@ class StateFiles:
         except (SafetensorError, OSError, KeyError, TypeError, ValueError):
             return None
 
-    def keep(self, lines: Collection[int]) -> None:
-        """Drop the states after all other lines."""
-        for line, path in self._paths():
-            if line not in lines:
-                _remove(path)
-
-    def drop_from(self, first: int) -> None:
-        """Drop the states after this line and those behind it."""
-        for line, path in self._paths():
-            if line >= first:
-                _remove(path)
-
-    def _paths(self) -> list[tuple[int, Path]]:
-        paths = []
+    def keep(self, predicate: Callable[[int], bool]) -> None:
+        """Keep the states after the lines that satisfy the predicate, and delete all others."""
         for path in self._folder.glob("state-*.safetensors"):
-            with suppress(ValueError):
-                paths.append((int(path.stem.removeprefix("state-")), path))
-        return paths
+            with suppress(ValueError, OSError):
+                if not predicate(int(path.stem.removeprefix("state-"))):
+                    path.unlink(missing_ok=True)
 
     def _path(self, line: int) -> Path:
         return self._folder / f"state-{line:08}.safetensors"
-
-
-def _remove(path: Path) -> None:
-    with suppress(OSError):
-        path.unlink(missing_ok=True)

@@ -1,4 +1,4 @@
-"""How much was done, and how fast."""
+"""Tokens processed and the time they took."""
 
 from __future__ import annotations
 
@@ -6,14 +6,14 @@ from dataclasses import dataclass
 
 
 @dataclass
-class Work:
-    """Tokens fed and drawn, with the seconds of work on them: of a turn, or of any part of a run.
+class Timings:
+    """Tokens and compute time of a turn or of any part of a run.
 
     Attributes:
-        prompt_tokens: fed before replies, template tokens included.
-        prefill_s: seconds of work on them.
-        new_tokens: of replies, end-of-turn tokens included.
-        decode_s: seconds of work on them.
+        prompt_tokens: tokens prefilled, template tokens included.
+        prefill_s: seconds spent in prefill.
+        new_tokens: tokens generated, end-of-turn tokens included.
+        decode_s: seconds spent in decoding.
     """
 
     prompt_tokens: int = 0
@@ -23,16 +23,16 @@ class Work:
 
     @property
     def prefill_tok_s(self) -> float:
-        """Prompt tokens per second of work."""
+        """Prompt tokens per second."""
         return self.prompt_tokens / self.prefill_s if self.prefill_s else 0.0
 
     @property
     def decode_tok_s(self) -> float:
-        """Reply tokens per second of work."""
+        """Generated tokens per second."""
         return self.new_tokens / self.decode_s if self.decode_s else 0.0
 
-    def add(self, other: Work) -> None:
-        """Take in other work."""
+    def add(self, other: Timings) -> None:
+        """Add another measurement to this one."""
         self.prompt_tokens += other.prompt_tokens
         self.prefill_s += other.prefill_s
         self.new_tokens += other.new_tokens

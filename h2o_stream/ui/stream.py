@@ -1,0 +1,73 @@
+"""Asks questions in one conversation and shows it: live in a terminal, as plain text elsewhere."""
+
+from __future__ import annotations
+
+from itertools import islice
+from pathlib import Path
+
+from h2o_stream.config import Settings
+from h2o_stream.engine.events import Finish
+from h2o_stream.session.jsonl import JsonlWriter
+from h2o_stream.session.questions import QuestionSet
+from h2o_stream.session.recording import Recorder
+from h2o_stream.session.report import RunReport
+from h2o_stream.session.turn import Turn
+from h2o_stream.ui.screen import open_view
+from h2o_stream.ui.start import open_conversation
+from h2o_stream.ui.tables import print_report
+from h2o_stream.ui.terminal import Terminal
+
+
+def stream_questions(
+    settings: Settings,
+    questions: QuestionSet,
+    turns: int | None,
+    loop: bool,
+    record: Path | None,
+    terminal: Terminal,
+    jsonl: JsonlWriter,
+) -> Finish | None:
+    """Ask every turn of every question in one conversation.
+
+    Args:
+        settings: of the conversation.
+        questions: to ask.
+        turns: stop after this many turns; None for all.
+        loop: start over after the last question.
+        record: file for a recording; None for none.
+        terminal: where it is shown.
+        jsonl: receives a record for the run, each turn and the summary.
+
+    Returns:
+        Why the last turn ended; None if there was none.
+    """
+    report, finish = RunReport(), None
+    with (
+        open_conversation("h2o-stream", settings, terminal, jsonl) as loaded,
+        Recorder(record, loaded.title) as recorder,
+    ):
+        terminal.note(f"{loaded.title} · {questions.turns} turns of {questions.source}", style="dim")
+        view = open_view(terminal, loaded.title, loaded.conversation.engine.context)
+        try:
+            with view, loaded.interrupts:
+                total = str(turns or ("∞" if loop else questions.turns))
+                for number, (question, text) in enumerate(islice(questions.prompts(loop), turns), 1):
+                    title = f"turn {number}/{total} · {question.category} #{question.id}"
+                    view.start_turn(title, text)
+                    recorder.start_turn(title, text)
+                    for event in loaded.conversation.say(text):
+                        for observer in (report, view, recorder):
+                            observer.add_event(event)
+                    assert isinstance(event, Turn), "a turn always ends with a Turn"
+                    turn = event
+                    jsonl.write(turn.record(question.id))
+                    finish = turn.finish
+                    if finish in ("interrupted", "context", "oom"):
+                        break
+        finally:
+            if report.turns:
+                print_report(terminal, report, loaded.title)
+            jsonl.write(report.record())
+    if finish in ("context", "oom"):
+        terminal.error(turn.detail)
+    return finish

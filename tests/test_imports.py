@@ -1,0 +1,61 @@
+"""The layers of the package: imports point one way, and no modules import each other in a circle."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from graphlib import CycleError, TopologicalSorter
+from pathlib import Path
+
+import h2o_stream
+
+ROOT = Path(h2o_stream.__file__).parent
+LAYERS = ("cache", "engine", "session", "ui", "cli")
+"""A layer imports only layers before it."""
+
+MODULES = {
+    ".".join(path.relative_to(ROOT.parent).with_suffix("").parts).removesuffix(".__init__"): path
+    for path in ROOT.rglob("*.py")
+}
+
+
+def imports(module: str, everything: bool) -> Iterator[str]:
+    """The modules of the package that a module imports.
+
+    Args:
+        module: its name.
+        everything: also imports inside functions and those for type checkers only.
+    """
+    tree = ast.parse(MODULES[module].read_text(encoding="utf-8"))
+    for node in ast.walk(tree) if everything else tree.body:
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names if alias.name in MODULES)
+        elif isinstance(node, ast.ImportFrom) and node.module in MODULES:
+            names = (f"{node.module}.{alias.name}" for alias in node.names)
+            yield from (name if name in MODULES else node.module for name in names)
+
+
+def circle(everything: bool, skipped: str = "-") -> list[str]:
+    """Modules that import each other in a circle, if there are any."""
+    names = [name for name in MODULES if not name.startswith(skipped)]
+    graph = {name: set(imports(name, everything)) - {name, "h2o_stream"} for name in names}
+    try:
+        TopologicalSorter(graph).prepare()
+    except CycleError as error:
+        return list(error.args[1])
+    return []
+
+
+def test_no_circle() -> None:
+    """Imports inside functions and for type checkers count too, except in `cache`."""
+    assert circle(everything=False) == []
+    assert circle(everything=True, skipped="h2o_stream.cache") == []
+
+
+def test_layers() -> None:
+    upward = []
+    for number, layer in enumerate(LAYERS):
+        above = tuple(f"h2o_stream.{name}." for name in LAYERS[number + 1 :])
+        for module in (name for name in MODULES if name.startswith(f"h2o_stream.{layer}.")):
+            upward += [(module, name) for name in imports(module, everything=True) if name.startswith(above)]
+    assert upward == []
