@@ -15,6 +15,8 @@ from typing import Any
 import pytest
 
 from h2o_stream.cli import chat, run, stream
+from tests.preloaded import Preloaded
+from tests.preloaded import run as run_command
 from tests.terminal import BIN, Pty
 from tests.test_cli import invoke, records
 
@@ -240,7 +242,7 @@ class TestSessions:
     def test_killed_at_any_moment_it_goes_on_exactly(self, tiny_folder: Path, tmp_path: Path) -> None:
         """SIGKILL at random moments of a scripted session, until it has come to its end."""
         talk = [f"question {number} " + "word " * 30 for number in range(20)]
-        command = [BIN / "h2o-chat", "-m", tiny_folder, "-n", "24", "--temp", "0", "--window", "64"]
+        command = ["h2o-chat", "-m", tiny_folder, "-n", "24", "--temp", "0", "--window", "64"]
         whole = texts(piped(tiny_folder, talk, "-n", 24, "--window", 64, "--jsonl", "-").stdout)
         transcript = tmp_path / "data" / "h2o-stream" / "sessions" / "talk" / "transcript.jsonl"
         chance, kills = random.Random(7), 0
@@ -251,7 +253,7 @@ class TestSessions:
 
         while len(finished()) < len(talk):
             done = len(finished())
-            with subprocess.Popen(
+            with Preloaded(
                 [*command, "--session", "talk", "-q"], stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True
             ) as child:
                 assert child.stdin is not None
@@ -283,13 +285,8 @@ class TestSettings:
         return path
 
     def shown(self, monkeypatch: pytest.MonkeyPatch, model: Path, *options: str) -> dict[str, tuple[str, str]]:
-        done = subprocess.run(
-            [BIN / "h2o-chat", "-m", model, *options],
-            input="/show config\n",
-            capture_output=True,
-            text=True,
-            check=True,
-        )
+        done = run_command("h2o-chat", "-m", model, *options, input="/show config\n")
+        assert done.returncode == 0, done.stderr
         rows = re.findall(r"^(\w+) +(\S+) +(flag|environment|file|default) *$", done.stderr, re.M)
         return {name: (value, source) for name, value, source in rows}
 
@@ -462,9 +459,8 @@ class TestRecordings:
     def test_a_run_is_shown_again_without_the_model(self, tiny_folder: Path, tmp_path: Path) -> None:
         file = tmp_path / "run.rec"
         first = piped(tiny_folder, ["one", "two"], "--record", file)
-        done = subprocess.run(
-            [BIN / "h2o-stream", "--replay", file, "--pace", "100"], capture_output=True, text=True, check=True
-        )
+        done = run_command("h2o-stream", "--replay", file, "--pace", "100")
+        assert done.returncode == 0, done.stderr
         assert done.stdout == first.stdout
         assert "] one" in done.stderr
         assert piped(tiny_folder, ["one"], "--record", file).exit_code == 1

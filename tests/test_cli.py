@@ -16,6 +16,7 @@ from typer.testing import CliRunner
 from h2o_stream.cli import chat, compare, stream
 from h2o_stream.ui.screen import Screen
 from h2o_stream.ui.terminal import Reading, Terminal, printable
+from tests.preloaded import Preloaded, run
 from tests.terminal import BIN, Pty
 from tests.tolerance import LIKELIHOOD
 
@@ -47,16 +48,20 @@ class TestUsage:
     def test_help_and_version_import_no_torch(self, command: str) -> None:
         code = (
             "import sys\n"
-            f"sys.argv = [{command!r}, sys.argv[1]]\n"
             f"from h2o_stream.cli.{command.removeprefix('h2o-')} import main\n"
-            "try:\n    main()\n"
-            "finally:\n"
+            "for option in sys.argv[1:]:\n"
+            f"    sys.argv = [{command!r}, option]\n"
+            "    try:\n        main()\n"
+            "    except SystemExit as left:\n        assert not left.code\n"
+            "    print('END')\n"
             "    print([m for m in ('torch', 'transformers', 'numpy') if m in sys.modules], file=sys.stderr)\n"
         )
-        for option in ("--help", "-h") + (("--version",) if command != "h2o-compare" else ()):
-            done = subprocess.run([sys.executable, "-c", code, option], capture_output=True, text=True, check=True)
-            assert done.stderr.strip() == "[]"
-            assert ("h2o" in done.stdout) or ("Usage" in done.stdout)
+        options = ("--help", "-h") + (("--version",) if command != "h2o-compare" else ())
+        done = subprocess.run([sys.executable, "-c", code, *options], capture_output=True, text=True, check=True)
+        assert done.stderr.splitlines() == ["[]"] * len(options)
+        shown = done.stdout.split("END\n")[:-1]
+        assert len(shown) == len(options)
+        assert all("h2o" in text or "Usage" in text for text in shown)
 
     @pytest.mark.parametrize(
         ("typed", "offered"),
@@ -82,8 +87,8 @@ class TestUsage:
             "COMP_CWORD": str(len(words.split()) - 1),
             "XDG_DATA_HOME": str(tmp_path),
         }
-        command = Path(sys.executable).with_name("h2o-chat")
-        done = subprocess.run([command], env=os.environ | asked, capture_output=True, text=True, check=True)
+        done = run("h2o-chat", env=os.environ | asked)
+        assert done.returncode == 0, done.stderr
         assert done.stdout.split() == offered
 
     @pytest.mark.parametrize(
@@ -163,7 +168,7 @@ class TestUsage:
 class TestChat:
     def test_the_embedded_model_knows_paris(self) -> None:
         done = subprocess.run(
-            [BIN / "h2o-chat", "--temp", "0", "-q"],
+            [BIN / "h2o-chat", "--temp", "0", "-q", "-n", "32"],
             input="What is the capital of France?\n",
             capture_output=True,
             text=True,
@@ -305,9 +310,12 @@ class TestStream:
         assert "there is nothing in it" in nothing.stderr
 
     def test_a_closed_pipe_ends_it_quietly(self, tiny_folder: Path, questions: Path) -> None:
-        command = f"{BIN}/h2o-stream -m {tiny_folder} --questions {questions} --loop -n 20 -q | head -c 1"
-        done = subprocess.run(["bash", "-c", command], capture_output=True, timeout=120, check=True)
-        assert done.stderr == b""
+        command = ["h2o-stream", "-m", tiny_folder, "--questions", questions, "--loop", "-n", "20", "-q"]
+        with Preloaded(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as child:
+            child.stdout.read(1)
+            child.stdout.close()
+            assert child.stderr.read() == b""
+            assert child.wait(120) == 1
 
     def test_a_full_disk(self, tiny_folder: Path, questions: Path) -> None:
         if not Path("/dev/full").exists():

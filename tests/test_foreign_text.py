@@ -327,7 +327,7 @@ class TestTerminals:
             pty.until(lambda p: "file-2" in p.text)
             pty.send("\t\r")
             pty.until(lambda p: "tokens, " in p.text)
-            os.write(pty.child.child_fd, b"\x16\x1b \xe9\xc2\x9b66m \x16\x07 hi\r")  # Ctrl-V takes any key as it is
+            pty.send(b"\x16\x1b \xe9\xc2\x9b66m \x16\x07 hi\r")  # Ctrl-V takes any key as it is
             pty.until(lambda p: p.text.count("tokens, ") == 2)
             pty.send("/sessions\r")
             pty.until(lambda p: "first words" in p.text)
