@@ -29,7 +29,7 @@ SMALL: dict[str, str] = {
     "recall": "--facts 2 --distances 8,60 --policies sink --windows 24",
     "summarize": "--limit 2 --policies full,h2o --windows 24",
     "tasks": "--limit 2 --policies full,h2o --tasks h2o_causes",
-    "speed": "--histories 64 --policies h2o --windows 24 --quantizations none --peers transformers",
+    "speed": "--histories 64 --policies h2o --windows 24 --quantizations none --peers=",
     "throughput": "--shapes 20+5 --cache-budget 160KiB --policies h2o --ratio 0.4 --rounds 1",
     "heavy-hitters": "--tokens 100 --window 24 --chunk 8 --policies h2o",
     "soak": "--tokens 20000 --passes 4 --window 64",
