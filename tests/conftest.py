@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -84,6 +85,15 @@ def tiny_folder(tmp_path_factory: pytest.TempPathFactory, tokenizer: PreTrainedT
     make_llama(vocab=len(tokenizer), context=400).save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     return folder
+
+
+@pytest.fixture
+def few_tasks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The harness does not read its own thousands of tasks, which takes 15 seconds, nor asks pip what is installed."""
+    from lm_eval.tasks import TaskManager
+
+    monkeypatch.setattr("lm_eval.tasks.TaskManager", partial(TaskManager, include_defaults=False))
+    monkeypatch.setattr("torch.utils.collect_env.get_pip_packages", lambda *_: ("pip", ""))
 
 
 @pytest.fixture

@@ -61,6 +61,15 @@ def commands() -> list[tuple[str, str]]:
 COMMANDS = commands()
 
 
+def of_documentation() -> list[Any]:
+    """The commands as parameters. One of soak's is run: test_soak.py does it too, so that is for ``make test-all``."""
+    soak = next(told for told in COMMANDS if "soak" in told[1].split())
+    return [
+        pytest.param(*told, id=" ".join(told)[:70], marks=[pytest.mark.exhaustive] if told == soak else [])
+        for told in COMMANDS
+    ]
+
+
 def test_there_are_commands_of_every_kind() -> None:
     told = {" ".join(command.split()[:2]) for _, command in COMMANDS}
     for name in SMALL:
@@ -93,10 +102,12 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-@pytest.mark.parametrize(("page", "line"), COMMANDS, ids=[f"{page} {line}"[:70] for page, line in COMMANDS])
-def test_commands(page: str, line: str, place: Path, model: Path) -> None:
+@pytest.mark.parametrize(("page", "line"), of_documentation())
+def test_commands(page: str, line: str, place: Path, model: Path, request: pytest.FixtureRequest) -> None:
     command, *arguments = shlex.split(line)
     kind = arguments[0] if command == "h2o-compare" and arguments else command
+    if kind == "tasks":
+        request.getfixturevalue("few_tasks")
     if kind not in SMALL or kind == "all" or "--help" in arguments:
         assert invoke(command, *arguments, "--help").exit_code == 0
         return

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import logging
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -46,17 +45,17 @@ DOCUMENTS = [
 ]
 
 
-EVERY = pytest.param(True, marks=pytest.mark.exhaustive, id="every task of the harness")
-FEW = pytest.param(False, id="ours alone")
+@pytest.fixture(autouse=True)
+def _few_tasks(request: pytest.FixtureRequest) -> None:
+    if "every" not in request.fixturenames or not request.getfixturevalue("every"):
+        request.getfixturevalue("few_tasks")
 
 
-@pytest.fixture(autouse=True, params=[FEW])
-def every(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
-    """Whether the harness reads its own thousands of tasks, which takes 15 seconds. It never lists what pip knows."""
-    monkeypatch.setattr("torch.utils.collect_env.get_pip_packages", lambda *_: ("pip", ""))
-    if not request.param:
-        monkeypatch.setattr("lm_eval.tasks.TaskManager", partial(TaskManager, include_defaults=False))
-    return bool(request.param)
+EVERY = pytest.mark.parametrize(
+    "every",
+    [pytest.param(False, id="ours alone"), pytest.param(True, marks=pytest.mark.exhaustive, id="those of the harness")],
+)
+"""Whether the harness reads its own tasks too."""
 
 
 @pytest.fixture
@@ -137,7 +136,7 @@ def test_rolling_likelihoods_and_generation_go_through_the_cache(tiny_folder: Pa
     assert ours(tiny_folder, policy="h2o", window=16).generate_until(asked, disable_tqdm=True)
 
 
-@pytest.mark.parametrize("every", [FEW, EVERY], indirect=True)
+@EVERY
 def test_the_command_of_the_harness_knows_the_model(
     tiny_folder: Path, folder: Path, tmp_path: Path, every: bool
 ) -> None:
@@ -167,8 +166,8 @@ class TestCommand:
         assert records(again.stdout)[1:] == found
         assert len(list((tmp_path / "out" / "parts").iterdir())) == 4, "what was answered is not answered again"
 
-    @pytest.mark.parametrize("every", [FEW, EVERY], indirect=True)
-    def test_unknown_tasks(self, tiny_folder: Path) -> None:
+    @EVERY
+    def test_unknown_tasks(self, tiny_folder: Path, every: bool) -> None:
         done = invoke("h2o-compare", "tasks", "-m", tiny_folder, "--tasks", "no_such_task", "-q")
         assert done.exit_code == 2
         assert "--task-folder brings more" in done.stderr
