@@ -445,7 +445,7 @@ class TestKeys:
     @pytest.mark.parametrize("environment", [{"TERM": "dumb"}, {"NO_COLOR": "1"}])
     def test_poor_terminals(self, tiny_folder: Path, environment: dict[str, str]) -> None:
         with Pty("h2o-chat", "-m", str(tiny_folder), "-n", "8", environment=environment) as pty:
-            pty.until(lambda p: "Ctrl-D leaves" in p.text)
+            pty.until(lambda p: "Ctrl-D leaves" in p.text.replace("\n", ""))
             time.sleep(1)
             pty.send("hello\r")
             pty.until(lambda p: "tokens, " in p.text)
@@ -513,6 +513,7 @@ class TestSideBySide:
         assert [turn["policy"] for turn in turns] == ["full", "h2o"] * 2
         for policy in ("full", "h2o"):
             alone = invoke("h2o-stream", *options, "--policy", policy, "--jsonl", "-")
+            assert alone.exit_code == 0, alone.stderr
             assert texts(alone.stdout) == [turn["text"] for turn in turns if turn["policy"] == policy]
         same = invoke("h2o-stream", *options, "--compare", "h2o,h2o")
         assert same.stderr.count("both say the same") == 2

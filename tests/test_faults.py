@@ -72,7 +72,7 @@ class TestSignals:
 
     def test_terminated_while_nothing_is_going_on(self, tiny_folder: Path) -> None:
         with Pty("h2o-chat", "-m", str(tiny_folder)) as terminal:
-            terminal.until(lambda t: t.screen.display[t.screen.cursor.y].rstrip() == ">")
+            terminal.until(lambda t: t.screen.display[t.screen.cursor.y].rstrip() == ">" and "seen 0" in t.text)
             terminal.process.send_signal(signal.SIGTERM)
             assert terminal.exit_code() == 143
             assert "\x1b[?2004l" in terminal.output, "the terminal is left as it was"
