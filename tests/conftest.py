@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -85,6 +86,22 @@ def tiny_folder(tmp_path_factory: pytest.TempPathFactory, tokenizer: PreTrainedT
     make_llama(vocab=len(tokenizer), context=400).save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     return folder
+
+
+@pytest.fixture
+def questions(tmp_path: Path) -> Path:
+    """Three questions of two turns each."""
+    file = tmp_path / "questions.jsonl"
+    lines = [{"question_id": n, "category": "test", "turns": ["first " * 30, "then"]} for n in range(3)]
+    file.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return file
+
+
+@pytest.fixture
+def own_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sessions and settings of this test alone."""
+    monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path / "data"))
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "config"))
 
 
 @pytest.fixture

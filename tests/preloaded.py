@@ -183,7 +183,7 @@ def _become(request: dict[str, Any], descriptors: list[int]) -> list[str]:
         else:
             before: Any = getattr(sys, f"__{name}__")
             mode, buffering = "w" if number else "r", 1 if number == 2 or os.isatty(number) else -1
-            stream = open(number, mode, buffering, before.encoding, before.errors, closefd=False)  # noqa: SIM115, PTH123
+            stream = open(number, mode, buffering, before.encoding, before.errors, closefd=False)  # noqa: SIM115
         setattr(sys, name, stream)
         setattr(sys, f"__{name}__", stream)
     os.chdir(request["cwd"])

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 from transformers import PreTrainedTokenizerBase
 
+from tests.commands import invoke
 from tests.conftest import make_llama
-from tests.test_cli import invoke
 
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]

@@ -18,9 +18,9 @@ import transformers
 from h2o_stream.config import ModelConfig
 from h2o_stream.errors import OutOfMemoryError
 from h2o_stream.models.load import load
+from tests.commands import invoke
 from tests.preloaded import Preloaded
 from tests.terminal import Pty
-from tests.test_cli import invoke
 
 
 @pytest.fixture(autouse=True)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import ast
 import io
 import json
-import os
 import shutil
 import sys
 import unicodedata
@@ -38,8 +37,8 @@ from h2o_stream.ui.reply import MarkdownReply, PlainReply
 from h2o_stream.ui.strip import strip
 from h2o_stream.ui.tables import print_report
 from h2o_stream.ui.terminal import SafeConsole, Terminal, one_line, printable
+from tests.commands import invoke
 from tests.terminal import Pty
-from tests.test_cli import invoke
 from tests.test_streams import LINES, written
 
 SOURCE = Path(h2o_stream.__file__).parent

@@ -17,9 +17,9 @@ from h2o_stream.compare.speed import ROUNDS, STEPS, Race, Speed, bandwidth, need
 from h2o_stream.compare.worker import Worker
 from h2o_stream.config import CacheConfig, ModelConfig
 from h2o_stream.errors import H2OStreamError
+from tests.commands import invoke
 from tests.conftest import make_llama
 from tests.preloaded import Preloaded
-from tests.test_cli import invoke
 
 
 class Forks:

@@ -8,7 +8,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -17,9 +16,9 @@ import pytest
 
 from h2o_stream.session.recording import recorded
 from h2o_stream.session.records import Records
+from tests.commands import invoke
 from tests.preloaded import run
 from tests.terminal import BIN, Pty
-from tests.test_cli import invoke
 
 COUNTS = {"seen": 9, "cached": 8, "sinks": 1, "pinned": 2, "heavy": 2, "recent": 3, "window": 8, "nbytes": 100}
 LINES: list[dict[str, Any]] = [
@@ -60,7 +59,7 @@ def shell(command: str, *arguments: object, closed: str = "", **environment: str
 
 
 def started_or_forked(command: str, *arguments: object, closed: str) -> subprocess.CompletedProcess[str]:
-    """A new interpreter for ``h2o-chat --version``, which costs little; for all else one that has imported everything."""
+    """A new interpreter for ``h2o-chat --version``, which costs little; a fork for all else."""
     if (command, *arguments) == ("h2o-chat", "--version"):
         return shell(command, *arguments, closed=closed)
     streams = {"<&-": 0, ">&-": 1, "2>&-": 2}

@@ -17,8 +17,8 @@ from transformers import PreTrainedTokenizerBase
 from h2o_stream.cache.attach import attach
 from h2o_stream.compare.harness import H2OLM
 from h2o_stream.config import CacheConfig
+from tests.commands import invoke, records
 from tests.preloaded import run
-from tests.test_cli import invoke, records
 from tests.tolerance import LIKELIHOOD
 
 logging.getLogger("lm_eval").setLevel(logging.ERROR)
@@ -74,7 +74,9 @@ def folder(tmp_path: Path) -> Path:
 
 
 def evaluated(model: Any, folder: Path) -> tuple[dict[str, Any], list[Any]]:
-    found = simple_evaluate(model, tasks=["houses"], task_manager=TaskManager(include_path=str(folder), include_defaults=False))
+    found = simple_evaluate(
+        model, tasks=["houses"], task_manager=TaskManager(include_path=str(folder), include_defaults=False)
+    )
     assert found is not None
     samples = sorted(found["samples"]["houses"], key=lambda sample: sample["doc_id"])
     return found["results"]["houses"], [sample["filtered_resps"] for sample in samples]
