@@ -216,6 +216,7 @@ def _main(control: socket.socket) -> None:
     gc.collect()
     gc.freeze()
     command, *arguments = _serve(control)
+    sys.modules["__main__"].__package__ = None  # a script of its own, not ``python -m tests.preloaded``
     try:
         if command == "-c":
             sys.argv = ["-c", *arguments[1:]]
