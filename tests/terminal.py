@@ -2,25 +2,41 @@
 
 from __future__ import annotations
 
+import codecs
+import fcntl
 import os
+import pty
+import select
+import struct
+import subprocess
 import sys
+import termios
 import time
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from pathlib import Path
 from types import MappingProxyType
-from typing import Self
+from typing import Any, Self
 
-import pexpect
 import pyte
 
+from tests.preloaded import Preloaded
+
 BIN = Path(sys.executable).parent
+
+_QUIET_S, _DRAWN_S = 0.05, 0.3
+"""A program has drawn what it wanted if nothing came for so long; one that never stops is not waited for."""
 
 _WHERE = "\x1b[6n"
 """What a program sends to ask where the cursor is; a terminal answers."""
 
 
 class Pty:
-    """Runs a command in a terminal of the given size and keeps what a person would see."""
+    """Runs a command in a terminal of the given size and keeps what a person would see.
+
+    Args:
+        started: as a new interpreter, for what a start is like, and not as a fork of one that has imported everything.
+    """
 
     def __init__(
         self,
@@ -30,6 +46,7 @@ class Pty:
         lines: int = 24,
         home: Path | None = None,
         environment: Mapping[str, str] = MappingProxyType({}),
+        started: bool = False,
     ) -> None:
         given = {**os.environ, "TERM": "xterm-256color", "COLUMNS": "", "LINES": ""}
         given.pop("NO_COLOR", None)
@@ -38,30 +55,50 @@ class Pty:
         self.screen = pyte.Screen(columns, lines)
         self.stream = pyte.Stream(self.screen)
         self.output = ""
-        self.frames: list[list[str]] = []
-        self.child = pexpect.spawn(
-            str(BIN / command),
-            list(arguments),
-            dimensions=(lines, columns),
-            env=given | dict(environment),
-            encoding="utf-8",
-            codec_errors="replace",
-            timeout=60,
-        )
+        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        self.side, program = pty.openpty()
+        self.resize(columns, lines)
+        streams: dict[str, Any] = dict.fromkeys(("stdin", "stdout", "stderr"), program)
+        streams["env"] = given | dict(environment)
+        self.process: subprocess.Popen[Any]
+        if started:
+            self.process = subprocess.Popen(
+                [BIN / command, *arguments], start_new_session=True, preexec_fn=_control_terminal, **streams
+            )
+        else:
+            self.process = Preloaded([command, *arguments], terminal=True, **streams)
+        os.close(program)
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *exception: object) -> None:
-        self.child.close(force=True)
+        self.hang_up()
+        with suppress(subprocess.TimeoutExpired):
+            self.process.wait(5)
+        self.process.kill()
+        self.process.wait()
 
     @property
     def text(self) -> str:
         """The screen as it is now."""
         return "\n".join(self.screen.display)
 
-    def send(self, keys: str) -> None:
-        self.child.send(keys)
+    def send(self, keys: str | bytes) -> None:
+        """Press keys as soon as the program has drawn what it is drawing: a prompt may not read yet that is seen."""
+        deadline = time.monotonic() + _DRAWN_S
+        while time.monotonic() < deadline and self._shows(_QUIET_S) and self._read():
+            pass
+        os.write(self.side, keys.encode() if isinstance(keys, str) else keys)
+
+    def resize(self, columns: int, lines: int) -> None:
+        fcntl.ioctl(self.side, termios.TIOCSWINSZ, struct.pack("HHHH", lines, columns, 0, 0))
+
+    def hang_up(self) -> None:
+        """Close the terminal."""
+        if self.side >= 0:
+            os.close(self.side)
+            self.side = -1
 
     def until(self, done: Callable[[Pty], bool], timeout_s: float = 60) -> None:
         """Let the program go on until the screen satisfies `done`."""
@@ -76,19 +113,32 @@ class Pty:
         deadline = time.monotonic() + timeout_s
         while self._read():
             assert time.monotonic() < deadline, f"timed out; the screen was:\n{self.text}"
-        self.child.close()
-        return self.child.exitstatus if self.child.exitstatus is not None else 128 + self.child.signalstatus
+        self.hang_up()
+        return self.ended(timeout_s)
+
+    def ended(self, timeout_s: float = 20) -> int:
+        """Wait for the end of the program and return the exit code, 128 and the signal if it was killed by one."""
+        code = self.process.wait(timeout_s)
+        return code if code >= 0 else 128 - code
+
+    def _shows(self, timeout_s: float) -> bool:
+        return bool(select.select([self.side], [], [], timeout_s)[0])
 
     def _read(self) -> bool:
-        try:
-            data = self.child.read_nonblocking(65536, timeout=0.2)
-        except pexpect.TIMEOUT:
+        """Take what the program shows; returns whether there may be more."""
+        if not self._shows(0.2):
             return True
-        except pexpect.EOF:
-            return False
+        try:
+            received = os.read(self.side, 65536)
+        except OSError:  # so ends a terminal of Linux
+            received = b""
+        data = self._decoder.decode(received)
         self.output += data
         self.stream.feed(data)
         for _ in range(data.count(_WHERE)):
-            self.child.send(f"\x1b[{self.screen.cursor.y + 1};{self.screen.cursor.x + 1}R")
-        self.frames.append(list(self.screen.display))
-        return True
+            os.write(self.side, f"\x1b[{self.screen.cursor.y + 1};{self.screen.cursor.x + 1}R".encode())
+        return bool(received)
+
+
+def _control_terminal() -> None:
+    fcntl.ioctl(0, termios.TIOCSCTTY, 0)

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.test_cli import invoke
+from tests.commands import invoke
 
 CHAT, STREAM, COMPARE = "h2o-chat", "h2o-stream", "h2o-compare"
 

@@ -1,4 +1,4 @@
-"""The chat as a person and as a script meet it: commands, keys, sessions, where settings come from."""
+"""The chat as a script meets it: commands, sessions."""
 
 from __future__ import annotations
 
@@ -8,30 +8,14 @@ import re
 import signal
 import subprocess
 import time
-from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from h2o_stream.cli import chat, run, stream
-from tests.terminal import BIN, Pty
-from tests.test_cli import invoke, records
+from tests.commands import invoke, piped, records, texts
+from tests.preloaded import Preloaded
 
-
-@pytest.fixture(autouse=True)
-def _home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path / "data"))
-    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "config"))
-
-
-def piped(model: Path, lines: Sequence[str], *options: object) -> Any:
-    """A chat whose messages come through a pipe."""
-    return invoke("h2o-chat", "-m", model, "-n", 8, "--temp", 0, *options, typed="".join(f"{line}\n" for line in lines))
-
-
-def texts(jsonl: str) -> list[str]:
-    return [record["text"] for record in records(jsonl) if record["type"] == "turn"]
+pytestmark = pytest.mark.usefixtures("own_home")
 
 
 class TestCommands:
@@ -240,7 +224,7 @@ class TestSessions:
     def test_killed_at_any_moment_it_goes_on_exactly(self, tiny_folder: Path, tmp_path: Path) -> None:
         """SIGKILL at random moments of a scripted session, until it has come to its end."""
         talk = [f"question {number} " + "word " * 30 for number in range(20)]
-        command = [BIN / "h2o-chat", "-m", tiny_folder, "-n", "24", "--temp", "0", "--window", "64"]
+        command = ["h2o-chat", "-m", tiny_folder, "-n", "24", "--temp", "0", "--window", "64"]
         whole = texts(piped(tiny_folder, talk, "-n", 24, "--window", 64, "--jsonl", "-").stdout)
         transcript = tmp_path / "data" / "h2o-stream" / "sessions" / "talk" / "transcript.jsonl"
         chance, kills = random.Random(7), 0
@@ -251,7 +235,7 @@ class TestSessions:
 
         while len(finished()) < len(talk):
             done = len(finished())
-            with subprocess.Popen(
+            with Preloaded(
                 [*command, "--session", "talk", "-q"], stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True
             ) as child:
                 assert child.stdin is not None
@@ -271,279 +255,3 @@ class TestSessions:
             said = finished()
             assert said == whole[: len(said)]
         assert kills >= 5
-
-
-class TestSettings:
-    """Flag, environment, file, default: in this order."""
-
-    @pytest.fixture
-    def file(self, tmp_path: Path) -> Path:
-        path = tmp_path / "config" / "h2o-stream" / "config.toml"
-        path.parent.mkdir(parents=True)
-        return path
-
-    def shown(self, monkeypatch: pytest.MonkeyPatch, model: Path, *options: str) -> dict[str, tuple[str, str]]:
-        done = subprocess.run(
-            [BIN / "h2o-chat", "-m", model, *options],
-            input="/show config\n",
-            capture_output=True,
-            text=True,
-            check=True,
-        )
-        rows = re.findall(r"^(\w+) +(\S+) +(flag|environment|file|default) *$", done.stderr, re.M)
-        return {name: (value, source) for name, value, source in rows}
-
-    def test_the_order(self, monkeypatch: pytest.MonkeyPatch, tiny_folder: Path, file: Path) -> None:
-        file.write_text(
-            'window = 64\ntop-k = 5\nsinks = 2\nmode = "h2o"\n[h2o-chat]\nplain = true\n[h2o-stream]\nturns = 3\n'
-        )
-        monkeypatch.setenv("H2O_TOP_K", "6")
-        monkeypatch.setenv("H2O_SINKS", "3")
-        shown = self.shown(monkeypatch, tiny_folder, "--sinks", "1")
-        assert shown["window"] == ("64", "file")
-        assert shown["policy"] == ("h2o", "file")
-        assert shown["plain"] == ("True", "file")
-        assert shown["top_k"] == ("6", "environment")
-        assert shown["sinks"] == ("1", "flag")
-        assert shown["max_tokens"] == ("512", "default")
-
-    @pytest.mark.parametrize(
-        ("text", "words"),
-        [
-            ("windou = 3", "windou is no option of h2o-chat"),
-            ("turns = 3", "turns is no option of h2o-chat"),
-            ("window = ", "config.toml: "),
-            ("[h2o-chat]\nturns = 3", "turns is no option"),
-        ],
-    )
-    def test_a_wrong_file_is_named(self, file: Path, text: str, words: str, capsys: pytest.CaptureFixture[str]) -> None:
-        file.write_text(text)
-        with pytest.raises(SystemExit) as left:
-            run.main("h2o-chat", chat.app)
-        assert left.value.code == 2
-        assert words in capsys.readouterr().err
-
-    def test_a_wrong_value_is_one_of_the_option(self, file: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
-        file.write_text('window = "many"')
-        monkeypatch.setattr("sys.argv", ["h2o-stream"])
-        with pytest.raises(SystemExit) as left:
-            run.main("h2o-stream", stream.app)
-        assert left.value.code == 2
-        assert "--window" in capsys.readouterr().err
-
-    def test_named_prompts(self, tiny_folder: Path) -> None:
-        listed = invoke("h2o-chat", "--list-prompts")
-        assert listed.exit_code == 0
-        assert re.search(r"^storyteller +You are a storyteller", listed.stdout, re.M)
-        done = piped(tiny_folder, ["/system"], "--system", "storyteller")
-        assert "You are a storyteller. You answer with vivid" in done.stderr
-
-
-class TestKeys:
-    """In a real terminal."""
-
-    def chat(self, model: Path, *options: str, columns: int = 80, lines: int = 24) -> Pty:
-        return Pty("h2o-chat", "-m", str(model), "-n", "12", "--temp", "0", *options, columns=columns, lines=lines)
-
-    @pytest.mark.parametrize(("columns", "lines"), [(80, 24), (160, 45), (40, 12)])
-    def test_a_chat(self, tiny_folder: Path, tmp_path: Path, columns: int, lines: int) -> None:
-        file = tmp_path / "talk.json"
-        with self.chat(tiny_folder, columns=columns, lines=lines) as pty:
-            pty.until(lambda p: "seen 0" in p.text)
-            pty.send("first line\x1b\rsecond line\r")
-            pty.until(lambda p: "evicted 0" in p.screen.display[-1] and "seen 0" not in p.text)
-            pty.send('"""\rquoted\r\rlines\r"""\r')
-            pty.until(lambda p: p.text.count("tokens, ") >= 2 or lines < 24)
-            pty.send("\x1b[200~pasted\nblock\n  of three\x1b[201~")
-            pty.send("\r")
-            time.sleep(1)
-            pty.until(lambda p: "seen" in p.screen.display[-1])
-            pty.send("/exp\t")
-            pty.until(lambda p: "/export" in p.text)
-            pty.send(f" {file}\r")
-            pty.until(lambda p: "written" in p.text)
-            pty.send("\x04")
-            assert pty.exit_code() == 0
-        said = [message["content"] for message in json.loads(file.read_text())["messages"] if message["role"] == "user"]
-        assert said == ["first line\nsecond line", "quoted\n\nlines", "pasted\nblock\n  of three"]
-
-    def test_history_is_kept_and_searched(self, tiny_folder: Path) -> None:
-        with self.chat(tiny_folder) as pty:
-            pty.until(lambda p: "seen 0" in p.text)
-            pty.send("/set seed 1234\r")
-            pty.until(lambda p: "seed is 1234" in p.text)
-            pty.send("\x04")
-            assert pty.exit_code() == 0
-        with self.chat(tiny_folder) as pty:
-            pty.until(lambda p: "seen 0" in p.text)
-            pty.send("\x12seed")
-            pty.until(lambda p: "/set seed 1234" in p.text)
-            pty.send("\r\r")
-            pty.until(lambda p: "seed is 1234" in p.text)
-
-    def test_an_editor(self, tiny_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        editor = tmp_path / "editor"
-        editor.write_text('#!/bin/sh\nprintf "/set seed 77" > "$1"\n')
-        editor.chmod(0o755)
-        monkeypatch.setenv("EDITOR", str(editor))
-        monkeypatch.setenv("VISUAL", str(editor))
-        with self.chat(tiny_folder) as pty:
-            pty.until(lambda p: "seen 0" in p.text)
-            pty.send("draft\x18\x05")
-            pty.until(lambda p: "/set seed 77" in p.text)
-            pty.send("\r")
-            pty.until(lambda p: "seed is 77" in p.text)
-
-    def test_vim(self, tiny_folder: Path) -> None:
-        with self.chat(tiny_folder, "--vim") as pty:
-            pty.until(lambda p: "seen 0" in p.text)
-            pty.send("/sxt seed 7\x1b")
-            time.sleep(0.7)
-            pty.send("0fxreA")
-            pty.send("7\r")
-            pty.until(lambda p: "seed is 77" in p.text)
-
-    def test_ctrl_c_twice_leaves(self, tiny_folder: Path) -> None:
-        with self.chat(tiny_folder) as pty:
-            pty.until(lambda p: "seen 0" in p.text)
-            pty.send("half a line\x03")
-            time.sleep(2.2)
-            pty.send("\x03")
-            time.sleep(0.3)
-            pty.send("\x03")
-            assert pty.exit_code() == 130
-
-    def test_ctrl_c_stops_a_reply_and_what_was_said_stays(self, tiny_folder: Path) -> None:
-        with self.chat(tiny_folder, "-n", "100000", "--window", "64") as pty:
-            pty.until(lambda p: "seen 0" in p.text)
-            pty.send("hello\r")
-            time.sleep(1.5)
-            pty.send("\x03")
-            pty.until(lambda p: "interrupted" in p.text, 10)
-            pty.until(lambda p: "seen" in p.screen.display[-1] and "seen 0" not in p.text)
-            pty.send("/why\r")
-            pty.until(lambda p: "turn 1" in p.text)
-
-    def test_a_huge_paste(self, tiny_folder: Path) -> None:
-        """200 kB, stopped within half a second."""
-        with self.chat(tiny_folder, "--window", "64") as pty:
-            pty.until(lambda p: "seen 0" in p.text)
-            pty.send("\x1b[200~" + "word and another. " * 11_500 + "\x1b[201~\r")
-            pty.until(lambda p: "reading" in p.text, 60)
-            begun = time.monotonic()
-            pty.send("\x03")
-            pty.until(lambda p: "interrupted" in p.text, 10)
-            assert time.monotonic() - begun < 2, "half a second, and what a busy machine takes"
-            pty.until(lambda p: "seen" in p.screen.display[-1])
-            assert "reading" not in pty.text, "that line is taken away"
-
-    def test_plain_and_markdown(self, tiny_folder: Path) -> None:
-        for options, shown in ((("--plain",), False), ((), True)):
-            with self.chat(tiny_folder, *options) as pty:
-                pty.until(lambda p: "seen 0" in p.text)
-                pty.send("hello\r")
-                pty.until(lambda p: "tokens, " in p.text)
-                assert ("\x1b[?25l" in pty.output.partition("hello")[2]) or not shown
-
-    @pytest.mark.parametrize("environment", [{"TERM": "dumb"}, {"NO_COLOR": "1"}])
-    def test_poor_terminals(self, tiny_folder: Path, environment: dict[str, str]) -> None:
-        with Pty("h2o-chat", "-m", str(tiny_folder), "-n", "8", environment=environment) as pty:
-            pty.until(lambda p: "Ctrl-D leaves" in p.text)
-            time.sleep(1)
-            pty.send("hello\r")
-            pty.until(lambda p: "tokens, " in p.text)
-            pty.send("\x04")
-            assert pty.exit_code() == 0
-            if "NO_COLOR" in environment:
-                assert not re.search(r"\x1b\[3[1-7]m", pty.output)
-
-
-class TestRecordings:
-    def test_a_run_is_shown_again_without_the_model(self, tiny_folder: Path, tmp_path: Path) -> None:
-        file = tmp_path / "run.rec"
-        first = piped(tiny_folder, ["one", "two"], "--record", file)
-        done = subprocess.run(
-            [BIN / "h2o-stream", "--replay", file, "--pace", "100"], capture_output=True, text=True, check=True
-        )
-        assert done.stdout == first.stdout
-        assert "] one" in done.stderr
-        assert piped(tiny_folder, ["one"], "--record", file).exit_code == 1
-        code = (
-            "import sys; sys.argv = ['h2o-stream', '--replay', sys.argv[1], '--pace', '100']\n"
-            "from h2o_stream.cli.stream import main\n"
-            "try:\n    main()\nfinally:\n    assert 'torch' not in sys.modules\n"
-        )
-        subprocess.run([BIN / "python", "-c", code, file], capture_output=True, check=True)
-
-    def test_it_keeps_its_pace(self, tiny_folder: Path, tmp_path: Path) -> None:
-        file = tmp_path / "run.rec"
-        piped(tiny_folder, ["one"], "--record", file)
-        last = json.loads(file.read_text().splitlines()[-1])["at_s"]
-        begun = time.monotonic()
-        invoke("h2o-stream", "--replay", file, "--pace", last / 0.5 if last else 1)
-        assert time.monotonic() - begun >= 0.45
-
-    @pytest.mark.parametrize("text", ["", "{}", "nonsense", '{"type": "asked", "at_s": 0}', '{"type":"turn","at_s":1}'])
-    def test_what_is_no_recording(self, tmp_path: Path, text: str) -> None:
-        file = tmp_path / "run.rec"
-        file.write_text(text + "\n")
-        done = invoke("h2o-stream", "--replay", file)
-        assert done.exit_code == 1
-        assert "recording" in done.stderr
-
-    def test_on_the_screen(self, tiny_folder: Path, tmp_path: Path) -> None:
-        file = tmp_path / "run.rec"
-        piped(tiny_folder, ["hello there"], "--record", file)
-        with Pty("h2o-stream", "--replay", str(file), "--pace", "0.5") as pty:
-            pty.until(lambda p: "> hello there" in p.text and "recent" in p.text)
-            assert pty.exit_code() == 0
-
-
-class TestSideBySide:
-    @pytest.fixture
-    def questions(self, tmp_path: Path) -> Path:
-        file = tmp_path / "questions.jsonl"
-        file.write_text(json.dumps({"question_id": 1, "category": "test", "turns": ["first " * 60, "then"]}) + "\n")
-        return file
-
-    def test_where_they_part(self, tiny_folder: Path, questions: Path, tmp_path: Path) -> None:
-        out = tmp_path / "run.jsonl"
-        options = ("-m", tiny_folder, "--questions", questions, "-n", 12, "--seed", 3, "--window", 64)
-        done = invoke("h2o-stream", *options, "--compare", "full,h2o", "--jsonl", out)
-        assert done.exit_code == 0
-        assert re.search(r"the replies differ after \d+ characters|the replies are identical", done.stderr)
-        assert re.search(r"full: \d+ tokens seen", done.stderr)
-        turns = [record for record in records(out.read_text()) if record["type"] == "turn"]
-        assert [turn["policy"] for turn in turns] == ["full", "h2o"] * 2
-        for policy in ("full", "h2o"):
-            alone = invoke("h2o-stream", *options, "--policy", policy, "--jsonl", "-")
-            assert texts(alone.stdout) == [turn["text"] for turn in turns if turn["policy"] == policy]
-        same = invoke("h2o-stream", *options, "--compare", "h2o,h2o")
-        assert same.stderr.count("the replies are identical") == 2
-
-    @pytest.mark.parametrize("policies", ["full", "full,best", "full,h2o,sink", ""])
-    def test_it_takes_two(self, policies: str) -> None:
-        done = invoke("h2o-stream", "--compare", policies)
-        assert done.exit_code == 2
-        assert "--compare takes two of" in done.stderr
-
-    @pytest.mark.parametrize(("columns", "lines"), [(80, 24), (160, 45)])
-    def test_in_two_panes(self, tiny_folder: Path, questions: Path, columns: int, lines: int) -> None:
-        with Pty(
-            "h2o-stream", "-m", str(tiny_folder), "--questions", str(questions), "-n", "40", "--seed", "3",
-            "--window", "64", "--compare", "full,h2o", "--loop", columns=columns, lines=lines,
-        ) as pty:  # fmt: skip
-            pty.until(lambda p: "≠" in p.text and p.text.count("tok/s") == 2)
-            assert pty.screen.display[1].count("╭") == 2
-            assert all(len(line.rstrip()) <= columns for line in pty.screen.display)
-            pty.send("\x03")
-            assert pty.exit_code() == 130
-
-
-def test_files_are_private(tiny_folder: Path, tmp_path: Path) -> None:
-    with Pty("h2o-chat", "-m", str(tiny_folder), "-n", "4") as pty:
-        pty.until(lambda p: "seen 0" in p.text)
-        pty.send("/exit\r")
-        pty.exit_code()
-    history = tmp_path / "data" / "h2o-stream" / "history"
-    assert history.stat().st_mode & 0o077 == 0

@@ -1,4 +1,4 @@
-"""The commands as a person or a script meets them: streams, exit codes, a real terminal."""
+"""The commands as a person or a script meets them: streams, exit codes."""
 
 from __future__ import annotations
 
@@ -8,38 +8,19 @@ import re
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
-from typer.testing import CliRunner
 
-from h2o_stream.cli import chat, compare, stream
-from h2o_stream.ui.screen import Screen
-from h2o_stream.ui.terminal import PrefillStatus, Terminal, printable
-from tests.terminal import BIN, Pty
-from tests.tolerance import LIKELIHOOD
+from h2o_stream.ui.terminal import PrefillStatus, printable
+from tests.commands import APPS, invoke, records
+from tests.preloaded import Preloaded
+from tests.preloaded import run as run_command
+from tests.terminal import BIN
 
-APPS = {"h2o-chat": chat.app, "h2o-stream": stream.app, "h2o-compare": compare.app}
 TURN_FIELDS = {
     "type", "turn", "question_id", "prompt_tokens", "new_tokens", "prefill_s", "decode_s", "prefill_tok_s",
     "decode_tok_s", "seen_tokens", "cached_tokens", "evicted_tokens", "cache_bytes", "rss_bytes", "text", "finish",
 }  # fmt: skip
-
-
-def invoke(command: str, *arguments: object, typed: str | None = None) -> Any:
-    return CliRunner().invoke(APPS[command], [str(argument) for argument in arguments], input=typed)
-
-
-def records(text: str) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in text.splitlines()]
-
-
-@pytest.fixture
-def questions(tmp_path: Path) -> Path:
-    file = tmp_path / "questions.jsonl"
-    lines = [{"question_id": n, "category": "test", "turns": ["first " * 30, "then"]} for n in range(3)]
-    file.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    return file
 
 
 class TestUsage:
@@ -47,16 +28,20 @@ class TestUsage:
     def test_help_and_version_import_no_torch(self, command: str) -> None:
         code = (
             "import sys\n"
-            f"sys.argv = [{command!r}, sys.argv[1]]\n"
             f"from h2o_stream.cli.{command.removeprefix('h2o-')} import main\n"
-            "try:\n    main()\n"
-            "finally:\n"
+            "for option in sys.argv[1:]:\n"
+            f"    sys.argv = [{command!r}, option]\n"
+            "    try:\n        main()\n"
+            "    except SystemExit as left:\n        assert not left.code\n"
+            "    print('END')\n"
             "    print([m for m in ('torch', 'transformers', 'numpy') if m in sys.modules], file=sys.stderr)\n"
         )
-        for option in ("--help", "-h") + (("--version",) if command != "h2o-compare" else ()):
-            done = subprocess.run([sys.executable, "-c", code, option], capture_output=True, text=True, check=True)
-            assert done.stderr.strip() == "[]"
-            assert ("h2o" in done.stdout) or ("Usage" in done.stdout)
+        options = ("--help", "-h") + (("--version",) if command != "h2o-compare" else ())
+        done = subprocess.run([sys.executable, "-c", code, *options], capture_output=True, text=True, check=True)
+        assert done.stderr.splitlines() == ["[]"] * len(options)
+        shown = done.stdout.split("END\n")[:-1]
+        assert len(shown) == len(options)
+        assert all("h2o" in text or "Usage" in text for text in shown)
 
     @pytest.mark.parametrize(
         ("typed", "offered"),
@@ -82,8 +67,8 @@ class TestUsage:
             "COMP_CWORD": str(len(words.split()) - 1),
             "XDG_DATA_HOME": str(tmp_path),
         }
-        command = Path(sys.executable).with_name("h2o-chat")
-        done = subprocess.run([command], env=os.environ | asked, capture_output=True, text=True, check=True)
+        done = run_command("h2o-chat", env=os.environ | asked)
+        assert done.returncode == 0, done.stderr
         assert done.stdout.split() == offered
 
     @pytest.mark.parametrize(
@@ -163,7 +148,7 @@ class TestUsage:
 class TestChat:
     def test_the_embedded_model_knows_paris(self) -> None:
         done = subprocess.run(
-            [BIN / "h2o-chat", "--temp", "0", "-q"],
+            [BIN / "h2o-chat", "--temp", "0", "-q", "-n", "32"],
             input="What is the capital of France?\n",
             capture_output=True,
             text=True,
@@ -305,9 +290,12 @@ class TestStream:
         assert "there is nothing in it" in nothing.stderr
 
     def test_a_closed_pipe_ends_it_quietly(self, tiny_folder: Path, questions: Path) -> None:
-        command = f"{BIN}/h2o-stream -m {tiny_folder} --questions {questions} --loop -n 20 -q | head -c 1"
-        done = subprocess.run(["bash", "-c", command], capture_output=True, timeout=120, check=True)
-        assert done.stderr == b""
+        command = ["h2o-stream", "-m", tiny_folder, "--questions", questions, "--loop", "-n", "20", "-q"]
+        with Preloaded(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as child:
+            child.stdout.read(1)
+            child.stdout.close()
+            assert child.stderr.read() == b""
+            assert child.wait(120) == 1
 
     def test_a_full_disk(self, tiny_folder: Path, questions: Path) -> None:
         if not Path("/dev/full").exists():
@@ -315,287 +303,6 @@ class TestStream:
         done = invoke("h2o-stream", "-m", tiny_folder, "--questions", questions, "--jsonl", "/dev/full", "-q")
         assert done.exit_code == 1
         assert "--jsonl /dev/full: No space left" in done.stderr
-
-
-class TestCompare:
-    def test_nll(self, tiny_folder: Path, tmp_path: Path) -> None:
-        text = tmp_path / "text.txt"
-        text.write_text("The quick brown fox jumps over the lazy dog, again and again. " * 40)
-        base = ["nll", "-m", tiny_folder, "--dtype", "float32", "--text", text, "--tokens", "200", "--jsonl", "-"]
-        done = invoke("h2o-compare", *base, "--policies", "full,h2o,recent", "--windows", "16,240", "--chunk", "8")
-        assert done.exit_code == 0
-        run, *results = records(done.stdout)
-        assert run["type"] == "run"
-        assert [(r["policy"], r["window"]) for r in results] == [
-            ("full", None), ("h2o", 16), ("h2o", 240), ("recent", 16), ("recent", 240),
-        ]  # fmt: skip
-        assert {r["tokens"] for r in results} == {200}
-        full = results[0]["nll"]
-        for result in results:
-            assert result["nll"] == pytest.approx(full, rel=LIKELIHOOD) or result["window"] == 16
-            assert result["nll_last_half"] > 0
-        assert results[1]["nll"] != pytest.approx(full, rel=3 * LIKELIHOOD)
-        assert "nats per token" in done.stderr
-
-    def test_nll_in_a_folder_goes_on_where_it_was(self, tiny_folder: Path, tmp_path: Path) -> None:
-        text, out = tmp_path / "text.txt", tmp_path / "out"
-        text.write_text("The quick brown fox jumps over the lazy dog, again and again. " * 40)
-        base = ["nll", "-m", tiny_folder, "--text", text, "--tokens", "200", "--jsonl", "-", "--out", out]
-        base += ["--windows", "16", "--chunk", "8", "--seeds", "0,5"]
-        first = records(invoke("h2o-compare", *base, "--policies", "full,sink").stdout)[1:]
-        done = invoke("h2o-compare", *base, "--policies", "random,full,sink,h2o")
-        assert done.exit_code == 0, done.stderr
-        results = records(done.stdout)[1:]
-        assert [(r["policy"], r["seed"]) for r in results] == [
-            ("full", 0), ("random", 0), ("random", 5), ("sink", 0), ("h2o", 0),
-        ]  # fmt: skip
-        assert [results[0], results[3]] == first, "taken from the folder, its speed too"
-        assert results[1]["nll"] != results[2]["nll"]
-        assert results[0]["to_full"] is None
-        for result in results[1:]:
-            difference = result["to_full"]
-            assert difference["mean"] == pytest.approx(result["nll"] - results[0]["nll"])
-            assert difference["low"] < difference["mean"] < difference["high"]
-        assert len(list((out / "parts").iterdir())) == 5
-        assert "text, 200 tokens" in (out / "nll.md").read_text()
-        assert "| random #5 | 16 | " in (out / "nll.md").read_text()
-        assert "…" not in done.stderr, "no figure is cut"
-        assert (out / "nll-text.png").read_bytes().startswith(b"\x89PNG")
-
-    def test_a_damaged_part_is_measured_again(self, tiny_folder: Path, tmp_path: Path) -> None:
-        text, out = tmp_path / "text.txt", tmp_path / "out"
-        text.write_text("word " * 100)
-        base = ["nll", "-m", tiny_folder, "--text", text, "--policies", "sink", "--windows", "16", "--out", out, "-q"]
-        assert invoke("h2o-compare", *base).exit_code == 0
-        (part,) = (out / "parts").iterdir()
-        part.write_bytes(b"nonsense")
-        done = invoke("h2o-compare", *base, "--jsonl", "-")
-        assert done.exit_code == 0
-        assert records(done.stdout)[1]["nll"] > 0
-
-    def test_full_stays_inside_the_context(self, tiny_folder: Path, tmp_path: Path) -> None:
-        text = tmp_path / "text.txt"
-        text.write_text("word " * 600)
-        base = ["nll", "-m", tiny_folder, "--text", text, "--tokens", "450", "--jsonl", "-", "-q"]
-        results = records(invoke("h2o-compare", *base, "--policies", "full,h2o", "--windows", "32").stdout)[1:]
-        assert [result["tokens"] for result in results] == [400, 450]
-
-    def test_kv_bits(self, tiny_folder: Path, tmp_path: Path) -> None:
-        text = tmp_path / "text.txt"
-        text.write_text("The quick brown fox jumps over the lazy dog, again and again. " * 20)
-        base = ["nll", "-m", tiny_folder, "--text", text, "--tokens", "200", "--jsonl", "-", "-q", "--policies", "h2o"]
-        results = [records(invoke("h2o-compare", *base, "--kv-bits", bits).stdout)[1]["nll"] for bits in "842"]
-        exact = records(invoke("h2o-compare", *base).stdout)[1]["nll"]
-        assert len({exact, *results}) == 4
-        assert results[0] == pytest.approx(exact, abs=0.05)
-
-    def test_recall(self, tiny_folder: Path, tmp_path: Path) -> None:
-        text, out = tmp_path / "text.txt", tmp_path / "out"
-        text.write_text("The quick brown fox jumps over the lazy dog, again and again. " * 80)
-        base = ["recall", "-m", tiny_folder, "--text", text, "--facts", "2", "--distances", "8,60", "--jsonl", "-"]
-        done = invoke("h2o-compare", *base, "--policies", "sink,random", "--windows", "32", "--out", out)
-        assert done.exit_code == 0, done.stderr
-        run, *results = records(done.stdout)
-        assert run["facts"] == 2
-        assert [(r["policy"], r["window"], r["distance"]) for r in results] == [
-            ("full", None, 8), ("full", None, 60), ("sink", 32, 8), ("sink", 32, 60), ("random", 32, 8),
-            ("random", 32, 60),
-        ]  # fmt: skip
-        for result, full in zip(results, [*results[:2]] * 3, strict=True):
-            assert result["facts"] == full["facts"] <= 2
-            assert (result["margin"] is None) == (not result["facts"])
-        assert all(result["recalled"] == 1 for result in results[:2] if result["facts"]), "only such facts count"
-        assert len(list((out / "parts").iterdir())) == 3
-        assert "| full | - |" in (out / "recall.md").read_text()
-        again = invoke("h2o-compare", *base, "--policies", "sink,random", "--windows", "32", "--out", out, "-q")
-        assert records(again.stdout)[1:] == results
-
-    def test_throughput(self, tiny_folder: Path, tmp_path: Path) -> None:
-        text, out = tmp_path / "text.txt", tmp_path / "out"
-        text.write_text("The quick brown fox jumps over the lazy dog, again and again. " * 80)
-        base = ["throughput", "-m", tiny_folder, "--text", text, "--shapes", "60+5,20+80", "--jsonl", "-"]
-        done = invoke("h2o-compare", *base, "--cache-budget", "160KiB", "--ratio", "0.4", "--out", out)
-        assert done.exit_code == 0, done.stderr
-        _, *results = records(done.stdout)
-        assert [(r["prompt"], r["new"], r["policy"], r["window"], r["largest"]) for r in results] == [
-            (prompt, new, policy, window if policy != "full" else None, largest)
-            for prompt, new, window in ((60, 5, 26), (20, 80, 40))
-            for policy, largest in (("full", True), ("recent", True), ("h2o", True), ("recent", False), ("h2o", False))
-        ]
-        full, recent, h2o, *equal = results[5:]
-        assert recent["batch"] > full["batch"] < h2o["batch"]
-        assert {r["batch"] for r in equal} == {full["batch"]}
-        for result in results:
-            assert result["cache_bytes"] == result["batch"] * result["row_bytes"] <= 160 * 1024
-            assert result["tok_s"] == pytest.approx(result["batch"] * result["new"] / result["seconds"], rel=0.05)
-        assert "| 60+5 | full |" in (out / "throughput.md").read_text()
-        again = invoke("h2o-compare", *base, "--cache-budget", "160KiB", "--ratio", "0.4", "--out", out, "-q")
-        assert records(again.stdout)[1:] == results, "what was timed is not timed again"
-        small = invoke("h2o-compare", *base, "--cache-budget", "4KiB")
-        assert small.exit_code == 2
-        assert "--cache-budget" in small.stderr
-
-    def test_summarize(self, tiny_folder: Path, tmp_path: Path) -> None:
-        file, out = tmp_path / "requests.jsonl", tmp_path / "out"
-        form = {"max_tokens": 6, "temperature": 0.5, "top_p": 1, "stop": ["###"], "n": 1}
-        lines = [{**form, "article": "word " * (20 + 9 * n), "summary_gt": "some words"} for n in range(5)]
-        file.write_text("".join(json.dumps(line) + "\n" for line in lines))
-        base = ["summarize", "-m", tiny_folder, "--requests", file, "--policies", "full,h2o", "--windows", "16,32"]
-        base += ["--batch", "2", "--jsonl", "-", "--dtype", "float32"]
-        done = invoke("h2o-compare", *base, "--limit", "4", "--out", out)
-        assert done.exit_code == 0, done.stderr
-        run, *results = records(done.stdout)
-        assert (run["requests"], run["prefill"], run["sample"]) == (4, "full", False)
-        assert [(r["policy"], r["window"], r["n"]) for r in results] == [
-            ("full", None, 4), ("h2o", 16, 4), ("h2o", 32, 4),
-        ]  # fmt: skip
-        assert all(0 <= r["rouge2"] <= r["rouge1"] <= 1 and 4 <= r["new_tokens"] <= 24 for r in results)
-        names = sorted(path.name for path in (out / "predictions").iterdir())
-        assert names == ["full.jsonl", "h2o-16.jsonl", "h2o-32.jsonl"]
-        assert "| h2o | 16 |" in (out / "summarize.md").read_text()
-        assert (out / "summarize.png").exists()
-
-        whole = (out / "predictions" / "h2o-16.jsonl").read_text()
-        (out / "predictions" / "h2o-16.jsonl").unlink()
-        sorted((out / "parts").iterdir())[0].write_bytes(b"torn")
-        again = invoke("h2o-compare", *base, "--limit", "4", "--out", out, "-q")
-        assert again.exit_code == 0, again.stderr
-        made = {line["index"]: line["text"] for line in records((out / "predictions" / "h2o-16.jsonl").read_text())}
-        assert made == {line["index"]: line["text"] for line in records(whole)}
-        for old, new in zip(results, records(again.stdout)[1:], strict=True):
-            assert {**old, "tok_s": 0} == {**new, "tok_s": 0}
-
-        other = invoke("h2o-compare", *base, "--out", out, "--sample", "-q")
-        assert other.exit_code == 1
-        assert "another run" in other.stderr
-
-    def test_summaries_in_a_batch_are_those_alone_and_chunks_make_a_difference(
-        self, tiny_folder: Path, tmp_path: Path
-    ) -> None:
-        file = tmp_path / "requests.jsonl"
-        prompts = ["one two three " * 12, "The quick brown fox. " * 9, "a b c d e " * 20]
-        file.write_text("".join(json.dumps({"prompt": prompt, "max_tokens": 8}) + "\n" for prompt in prompts))
-
-        def texts(name: str, *more: object) -> list[str]:
-            base = ["summarize", "-m", tiny_folder, "--requests", file, "--policies", "h2o", "--windows", "24"]
-            done = invoke("h2o-compare", *base, "--out", tmp_path / name, "--dtype", "float32", "-q", *more)
-            assert done.exit_code == 0, done.stderr
-            made = records((tmp_path / name / "predictions" / "h2o-24.jsonl").read_text())
-            assert all(line["rouge"] is None for line in made), "there is no reference"
-            return [line["text"] for line in sorted(made, key=lambda line: line["index"])]
-
-        alone = texts("alone", "--batch", "1")
-        assert texts("together") == alone
-        assert texts("chunked", "--prefill", "chunked", "--chunk", "4") != alone
-
-    def test_heavy_hitters(self, tiny_folder: Path, tmp_path: Path) -> None:
-        text, out = tmp_path / "text.txt", tmp_path / "new" / "folder"
-        text.write_text("The quick brown fox jumps over the lazy dog, again and again. " * 40)
-        base = ["heavy-hitters", "-m", tiny_folder, "--text", text, "--tokens", "240", "--window", "32", "--chunk", "8"]
-        done = invoke("h2o-compare", *base, "--policies", "recent,h2o", "--out", out, "--jsonl", "-")
-        assert done.exit_code == 0, done.stderr
-        run, *layers = records(done.stdout)
-        assert (run["window"], run["tokens"]) == (32, 240)
-        assert [layer["layer"] for layer in layers] == [0, 1]
-        for layer in layers:
-            assert 0 <= layer["sparsity"] < 1
-            assert 0.1 < layer["top_share"] < 1
-            assert set(layer["mass"]) == {"recent", "h2o", "best"}
-            assert layer["mass"]["best"] >= max(layer["mass"].values()) - 1e-6
-            assert min(layer["mass"].values()) > 0
-        assert "…" not in done.stderr, "no figure is cut"
-        assert "| layer | sparsity |" in (out / "heavy-hitters.md").read_text()
-        for name in ("sparsity", "power-law", "mass"):
-            assert (out / f"{name}.png").read_bytes().startswith(b"\x89PNG")
-
-    @pytest.mark.parametrize(
-        ("more", "words"),
-        [
-            (["--tokens", "401"], "the model has 400 positions; lower --tokens"),
-            (["--tokens", "30"], "raise --tokens"),
-            (["--out", "/proc/nothing"], "--out /proc/nothing"),
-        ],
-    )
-    def test_heavy_hitters_refuses(self, tiny_folder: Path, tmp_path: Path, more: list[str], words: str) -> None:
-        text = tmp_path / "text.txt"
-        text.write_text("word " * 600)
-        base = ["heavy-hitters", "-m", tiny_folder, "--text", text, "--window", "32", "--out", tmp_path / "out", "-q"]
-        done = invoke("h2o-compare", *base, *more)
-        assert done.exit_code in (1, 2)
-        assert words in done.stderr
-        assert done.stderr.count("\n") == 1
-
-    @pytest.mark.parametrize(("content", "words"), [(b"", "0 tokens"), (b"a\xff", "not UTF-8 at byte 1")])
-    def test_bad_texts(self, tiny_folder: Path, tmp_path: Path, content: bytes, words: str) -> None:
-        text = tmp_path / "text.txt"
-        text.write_bytes(content)
-        done = invoke("h2o-compare", "nll", "-m", tiny_folder, "--text", text, "-q")
-        assert done.exit_code == 1
-        assert words in done.stderr
-
-
-class TestTerminal:
-    @pytest.mark.parametrize(("columns", "lines"), [(80, 24), (140, 40)])
-    def test_the_live_screen(self, tiny_folder: Path, questions: Path, columns: int, lines: int) -> None:
-        base = ["-m", str(tiny_folder), "--questions", str(questions), "--turns", "4", "-n", "60", "--window", "64"]
-        with Pty("h2o-stream", *base, columns=columns, lines=lines) as terminal:
-            terminal.until(lambda t: "turn 4/4" in t.text and "free" in t.text)
-            frame = terminal.screen.display
-            assert frame[0].startswith("╭")
-            assert frame[0].rstrip().endswith("╮")
-            assert "window 64" in frame[0]
-            assert frame[-1].startswith("╰"), "it fills the terminal and no more"
-            for name in ("sinks", "pinned", "heavy", "recent", "free"):
-                assert re.search(rf"│ {name} +[█·]+ +\d+ +│", terminal.text)
-            assert re.search(r"seen \d+ +kept 64 +evicted \d+", terminal.text)
-            assert "prefill" in terminal.text
-            assert "decode" in terminal.text
-            assert all(line.rstrip()[-1] in "│╮╯" for line in frame), "nothing is wrapped or cut"
-            assert terminal.exit_code() == 0
-        assert "4 turns" in terminal.text
-        assert terminal.output.index("\x1b[?1049h") < terminal.output.index("\x1b[?1049l"), "it is given back"
-
-    def test_the_screen_shows_markup_as_text(self, capsys: pytest.CaptureFixture[str]) -> None:
-        terminal = Terminal()
-        screen = Screen(terminal, "a [bold]title[/]", None)
-        screen.start_turn("turn [1/2]", "[red]ask[/red] :smile:\n\x1b[2J")
-        width = 60
-        with terminal.console.capture() as captured:
-            terminal.console.print(screen, width=width, height=12)
-        for words in ("a [bold]title[/]", "turn [1/2]", "> [red]ask[/red] :smile:", "│ [2J"):
-            assert words in captured.get()
-        assert {len(line) for line in captured.get().splitlines()} == {width}
-
-    def test_ctrl_c_ends_a_replay_with_its_table(self, tiny_folder: Path, questions: Path, tmp_path: Path) -> None:
-        base = ["-m", str(tiny_folder), "--questions", str(questions), "--loop", "-n", "500", "--window", "64"]
-        with Pty("h2o-stream", *base, "--jsonl", str(tmp_path / "run.jsonl")) as terminal:
-            terminal.until(lambda t: "evicted" in t.text)
-            terminal.send("\x03")
-            assert terminal.exit_code() == 130
-        assert "interrupted 1" in terminal.text
-        assert records((tmp_path / "run.jsonl").read_text())[-1]["finish"]["interrupted"] == 1
-
-    def test_a_chat(self, tiny_folder: Path, tmp_path: Path) -> None:
-        with Pty("h2o-chat", "-m", str(tiny_folder), "-n", "2000", "--window", "64", home=tmp_path) as terminal:
-            terminal.until(lambda t: "\n> " in t.text)
-            terminal.send("tell me all\r")
-            terminal.until(lambda t: len(t.output) > 3000 or t.screen.cursor.y > 10)
-            terminal.send("\x03")
-            terminal.until(lambda t: "interrupted" in t.text and t.screen.display[t.screen.cursor.y].startswith(">"))
-            assert "kept 64 of 64" in terminal.text
-            terminal.send("/stats\r")
-            terminal.until(lambda t: "sinks" in t.text)
-            terminal.send("half a line\x03")
-            terminal.until(lambda t: t.screen.display[t.screen.cursor.y].rstrip() == ">")
-            terminal.send("\x04")
-            assert terminal.exit_code() == 0
-        assert "tell me all" in (tmp_path / "h2o-stream" / "history").read_text()
-
-    def test_no_colours_when_told_so(self, tiny_folder: Path, questions: Path) -> None:
-        base = ["-m", str(tiny_folder), "--questions", str(questions), "--turns", "1", "-n", "20", "--color", "off"]
-        with Pty("h2o-stream", *base) as terminal:
-            assert terminal.exit_code() == 0
-        assert not re.search(r"\x1b\[[0-9;]*m", terminal.output.replace("\x1b[0m", ""))
 
 
 @pytest.mark.parametrize(

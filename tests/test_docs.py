@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 from transformers import PreTrainedTokenizerBase
 
+from tests.commands import invoke
 from tests.conftest import make_llama
-from tests.test_cli import invoke
 
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -29,7 +29,7 @@ SMALL: dict[str, str] = {
     "recall": "--facts 2 --distances 8,60 --policies sink --windows 24",
     "summarize": "--limit 2 --policies full,h2o --windows 24",
     "tasks": "--limit 2 --policies full,h2o --tasks h2o_causes",
-    "speed": "--histories 64 --policies h2o --windows 24 --quantizations none --peers transformers",
+    "speed": "--histories 64 --policies h2o --windows 24 --quantizations none --peers=",
     "throughput": "--shapes 20+5 --cache-budget 160KiB --policies h2o --ratio 0.4 --rounds 1",
     "heavy-hitters": "--tokens 100 --window 24 --chunk 8 --policies h2o",
     "soak": "--tokens 20000 --passes 4 --window 64",
@@ -59,6 +59,15 @@ def commands() -> list[tuple[str, str]]:
 
 
 COMMANDS = commands()
+
+
+def of_documentation() -> list[Any]:
+    """The commands as parameters. One of soak's is run: test_soak.py does it too, so that is for ``make test-all``."""
+    soak = next(told for told in COMMANDS if "soak" in told[1].split())
+    return [
+        pytest.param(*told, id=" ".join(told)[:70], marks=[pytest.mark.exhaustive] if told == soak else [])
+        for told in COMMANDS
+    ]
 
 
 def test_there_are_commands_of_every_kind() -> None:
@@ -93,10 +102,12 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-@pytest.mark.parametrize(("page", "line"), COMMANDS, ids=[f"{page} {line}"[:70] for page, line in COMMANDS])
-def test_commands(page: str, line: str, place: Path, model: Path) -> None:
+@pytest.mark.parametrize(("page", "line"), of_documentation())
+def test_commands(page: str, line: str, place: Path, model: Path, request: pytest.FixtureRequest) -> None:
     command, *arguments = shlex.split(line)
     kind = arguments[0] if command == "h2o-compare" and arguments else command
+    if kind == "tasks":
+        request.getfixturevalue("few_tasks")
     if kind not in SMALL or kind == "all" or "--help" in arguments:
         assert invoke(command, *arguments, "--help").exit_code == 0
         return

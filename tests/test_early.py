@@ -229,7 +229,7 @@ class TestLoadingLine:
 
 class TestInATerminal:
     def test_a_question_before_the_model(self, tiny_folder: Path) -> None:
-        with Pty("h2o-chat", "-m", str(tiny_folder), "-n", "4") as pty:
+        with Pty("h2o-chat", "-m", str(tiny_folder), "-n", "4", started=True) as pty:
             pty.until(lambda p: "Loading" in p.screen.display[-1])
             pty.send("hello\r")
             pty.until(lambda p: "your message waits" in p.screen.display[-1], 2)
@@ -239,7 +239,7 @@ class TestInATerminal:
         assert pty.output.count("Ctrl-D leaves") == 1
 
     def test_leaving_does_not_wait_for_imports(self, tiny_folder: Path) -> None:
-        with Pty("h2o-chat", "-m", str(tiny_folder)) as pty:
+        with Pty("h2o-chat", "-m", str(tiny_folder), started=True) as pty:
             pty.until(lambda p: "Loading" in p.screen.display[-1])
             time.sleep(0.5)
             begun = time.monotonic()
@@ -248,7 +248,7 @@ class TestInATerminal:
             assert time.monotonic() - begun < 2
 
     def test_no_such_model(self) -> None:
-        with Pty("h2o-chat", "-m", "./nowhere") as pty:
+        with Pty("h2o-chat", "-m", "./nowhere", started=True) as pty:
             pty.until(lambda p: "Loading" in p.screen.display[-1])
             pty.send("my question")
             assert pty.exit_code() == 1

@@ -18,8 +18,9 @@ import transformers
 from h2o_stream.config import ModelConfig
 from h2o_stream.errors import OutOfMemoryError
 from h2o_stream.models.load import load
+from tests.commands import invoke
+from tests.preloaded import Preloaded
 from tests.terminal import Pty
-from tests.test_cli import BIN, invoke
 
 
 @pytest.fixture(autouse=True)
@@ -45,8 +46,8 @@ def wait_for(what: Any, timeout_s: float = 60) -> None:
 @contextmanager
 def talking(model: Path, tokens: int) -> Iterator[subprocess.Popen[bytes]]:
     """A chat in pipes, in the middle of a long reply."""
-    command = [BIN / "h2o-chat", "-m", model, "-n", str(tokens), "--temp", "0", "--session", "talk"]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as child:
+    command = ["h2o-chat", "-m", model, "-n", str(tokens), "--temp", "0", "--session", "talk"]
+    with Preloaded(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as child:
         assert child.stdin is not None
         assert child.stdout is not None
         child.stdin.write(b"one\n")
@@ -71,8 +72,8 @@ class TestSignals:
 
     def test_terminated_while_nothing_is_going_on(self, tiny_folder: Path) -> None:
         with Pty("h2o-chat", "-m", str(tiny_folder)) as terminal:
-            terminal.until(lambda t: t.screen.display[t.screen.cursor.y].rstrip() == ">")
-            terminal.child.kill(signal.SIGTERM)
+            terminal.until(lambda t: t.screen.display[t.screen.cursor.y].rstrip() == ">" and "seen 0" in t.text)
+            terminal.process.send_signal(signal.SIGTERM)
             assert terminal.exit_code() == 143
             assert "\x1b[?2004l" in terminal.output, "the terminal is left as it was"
 
@@ -93,7 +94,7 @@ class TestOutput:
             terminal.until(lambda t: t.screen.display[t.screen.cursor.y].rstrip() == ">")
             terminal.send("tell me\r")
             terminal.until(lambda t: len(t.text.split()) > 60)
-            terminal.child.close(force=False)
+            terminal.hang_up()
         wait_for(lambda: said(home))
         assert said(home)[0]["finish"] == "interrupted"
 
@@ -104,7 +105,7 @@ class TestOutput:
             terminal.send("tell me\r")
             for columns in (40, 132, 20, 80):
                 time.sleep(0.1)
-                terminal.child.setwinsize(24, columns)
+                terminal.resize(columns, 24)
             terminal.until(lambda t: "200 tokens" in t.text.replace("\n", ""))
             terminal.send("\x04")
             assert terminal.exit_code() == 0
@@ -114,8 +115,8 @@ class TestOutput:
 class TestFolders:
     def test_a_session_that_is_deleted_under_us(self, tiny_folder: Path, home: Path) -> None:
         """The chat goes on, and says that nothing is saved any more."""
-        command = [BIN / "h2o-chat", "-m", tiny_folder, "-n", "3", "--session", "talk", "--temp", "0"]
-        with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as child:
+        command = ["h2o-chat", "-m", tiny_folder, "-n", "3", "--session", "talk", "--temp", "0"]
+        with Preloaded(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as child:
             assert child.stdin is not None
             assert child.stderr is not None
             child.stdin.write(b"one\n")

@@ -5,7 +5,6 @@ from __future__ import annotations
 import ast
 import io
 import json
-import os
 import shutil
 import sys
 import unicodedata
@@ -37,8 +36,8 @@ from h2o_stream.ui.pages import Page, TableData
 from h2o_stream.ui.reply import MarkdownReply, PlainReply
 from h2o_stream.ui.tables import print_report
 from h2o_stream.ui.terminal import SafeConsole, Terminal, one_line, printable
+from tests.commands import invoke
 from tests.terminal import Pty
-from tests.test_cli import invoke
 from tests.test_streams import LINES, written
 
 SOURCE = Path(h2o_stream.__file__).parent
@@ -326,7 +325,7 @@ class TestTerminals:
             pty.until(lambda p: "file-2" in p.text)
             pty.send("\t\r")
             pty.until(lambda p: "tokens, " in p.text)
-            os.write(pty.child.child_fd, b"\x16\x1b \xe9\xc2\x9b66m \x16\x07 hi\r")  # Ctrl-V takes any key as it is
+            pty.send(b"\x16\x1b \xe9\xc2\x9b66m \x16\x07 hi\r")  # Ctrl-V takes any key as it is
             pty.until(lambda p: p.text.count("tokens, ") == 2)
             pty.send("/sessions\r")
             pty.until(lambda p: "first words" in p.text)

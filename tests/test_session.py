@@ -139,13 +139,17 @@ class TestConversation:
             for head in kept[0]:
                 assert head[head >= 0][:pinned].tolist() == list(range(pinned))
 
-    def test_facts_of_the_system_prompt_are_known_windows_later(self, embedded: LoadedModel) -> None:
+    @pytest.mark.parametrize(("window", "seen"), [(128, 1500), pytest.param(256, 3000, marks=pytest.mark.exhaustive)])
+    def test_facts_of_the_system_prompt_are_known_windows_later(
+        self, embedded: LoadedModel, window: int, seen: int
+    ) -> None:
         """Being held is not enough: with the gap of evicted tokens in front of it, a prompt is not looked at."""
         system = "You are a support agent of the company Bluefin. The company was founded in 1987."
-        with Engine(embedded.model, embedded.tokenizer, CacheConfig(window=256), SamplingConfig(0, max_tokens=16)) as e:
+        config, sampling = CacheConfig(window=window), SamplingConfig(0, max_tokens=16)
+        with Engine(embedded.model, embedded.tokenizer, config, sampling) as e:
             conversation = Conversation(e, system, embedded.stops)
             questions = (text for _, text in load_questions(None).prompts(loop=True))
-            while e.counts.seen < 3000:
+            while e.counts.seen < seen:
                 list(conversation.feed_turn(next(questions), next(questions)))
             assert "1987" in self.last(conversation.say("When was the company founded?")).text
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import multiprocessing
+import pickle
 import shutil
 from pathlib import Path
 from typing import Any
@@ -16,12 +18,42 @@ from h2o_stream.compare.speed import ROUNDS, STEPS, Benchmark, Speed, bandwidth,
 from h2o_stream.compare.worker import Worker
 from h2o_stream.config import CacheConfig, ModelConfig
 from h2o_stream.errors import H2OStreamError
+from tests.commands import invoke
 from tests.conftest import make_llama
-from tests.test_cli import invoke
+from tests.preloaded import Preloaded
 
 
-def test_a_race_in_the_shell(tiny_folder: Path, tmp_path: Path) -> None:
+class Forks:
+    """A context of `multiprocessing` whose processes have imported everything; test_docs spawns one that has not."""
+
+    SERVE = (
+        "import pickle, sys\n"
+        "from multiprocessing.connection import Connection\n"
+        "from h2o_stream.compare.worker import _serve\n"
+        "_serve(Connection(0), pickle.loads(bytes.fromhex(sys.argv[1])))\n"
+    )
+
+    Pipe = staticmethod(multiprocessing.Pipe)
+
+    class Process:
+        def __init__(self, target: Any, args: tuple[Any, ...], daemon: bool) -> None:
+            self._pipe, self._contender = args
+            self._child: Preloaded
+
+        def start(self) -> None:
+            contender = pickle.dumps(self._contender).hex()
+            self._child = Preloaded(["-c", Forks.SERVE, contender], stdin=self._pipe.fileno())
+
+        def terminate(self) -> None:
+            self._child.terminate()
+
+        def join(self) -> None:
+            self._child.wait()
+
+
+def test_a_race_in_the_shell(tiny_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Two engines, two policies and two precisions on a tiny model; full caches stop at its context of 400 tokens."""
+    monkeypatch.setattr("h2o_stream.compare.worker.get_context", lambda _: Forks)
     text = tmp_path / "text.txt"
     text.write_text("The quick brown fox jumps over the lazy dog and runs away. " * 80)
     options = [

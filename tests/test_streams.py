@@ -8,7 +8,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -17,8 +16,9 @@ import pytest
 
 from h2o_stream.session.jsonl import JsonlWriter
 from h2o_stream.session.recording import read_recording
+from tests.commands import invoke
+from tests.preloaded import run
 from tests.terminal import BIN, Pty
-from tests.test_cli import invoke
 
 COUNTS = {"seen": 9, "cached": 8, "sinks": 1, "pinned": 2, "heavy": 2, "recent": 3, "window": 8, "nbytes": 100}
 LINES: list[dict[str, Any]] = [
@@ -58,20 +58,28 @@ def shell(command: str, *arguments: object, closed: str = "", **environment: str
     )
 
 
+def started_or_forked(command: str, *arguments: object, closed: str) -> subprocess.CompletedProcess[str]:
+    """A new interpreter for ``h2o-chat --version``, which costs little; a fork for all else."""
+    if (command, *arguments) == ("h2o-chat", "--version"):
+        return shell(command, *arguments, closed=closed)
+    streams = {"<&-": 0, ">&-": 1, "2>&-": 2}
+    return run(command, *map(str, arguments), closed=[streams[stream] for stream in closed.split()])
+
+
 class TestClosedStreams:
     @pytest.mark.parametrize("command", COMMANDS)
     @pytest.mark.parametrize(
         ("closed", "code"), [("<&-", 0), (">&-", 1), ("2>&-", 0), ("<&- 2>&-", 0), (">&- 2>&-", 1)]
     )
     def test_what_needs_no_model(self, command: str, closed: str, code: int) -> None:
-        done = shell(command, "--version", closed=closed)
+        done = started_or_forked(command, "--version", closed=closed)
         assert (done.returncode, done.stderr) == (code, "")
         assert done.stdout.startswith("h2o_stream ") == (code == 0)
 
     @pytest.mark.parametrize(("closed", "code"), [("<&-", 0), (">&-", 1), ("2>&-", 0)])
     def test_help_and_replays(self, recording: Path, closed: str, code: int) -> None:
         for arguments in (["--help"], ["--replay", recording]):
-            done = shell("h2o-stream", *arguments, closed=closed)
+            done = started_or_forked("h2o-stream", *arguments, closed=closed)
             assert done.returncode == code
             assert "Traceback" not in done.stderr
             assert "unexpected" not in done.stderr
@@ -81,7 +89,7 @@ class TestClosedStreams:
     def test_replies(self, tiny_folder: Path, tmp_path: Path, closed: str, code: int) -> None:
         """A reply that nobody can read is none: the command says so by its exit code, as with a closed pipe."""
         records = tmp_path / "run.jsonl"
-        done = shell("h2o-chat", "-m", tiny_folder, "-p", "hi", "-n", 3, "--jsonl", records, closed=closed)
+        done = started_or_forked("h2o-chat", "-m", tiny_folder, "-p", "hi", "-n", 3, "--jsonl", records, closed=closed)
         assert done.returncode == code
         assert "Traceback" not in done.stderr
         assert "unexpected" not in done.stderr
@@ -89,7 +97,7 @@ class TestClosedStreams:
         assert '"run"' in records.read_text().splitlines()[0]
 
     def test_no_input_is_the_end_of_it(self, tiny_folder: Path) -> None:
-        done = shell("h2o-chat", "-m", tiny_folder, closed="<&-")
+        done = started_or_forked("h2o-chat", "-m", tiny_folder, closed="<&-")
         assert done.returncode == 0
         assert not done.stdout
 
@@ -135,16 +143,6 @@ class TestAscii:
 class TestHangUps:
     """A terminal that is closed, in a chat and in a replay."""
 
-    @staticmethod
-    def hang_up(pty: Pty) -> int:
-        """Close the terminal; the exit code of what ran in it."""
-        pty.child.ptyproc.fileobj.close()
-        deadline = time.monotonic() + 20
-        while pty.child.ptyproc.isalive():
-            assert time.monotonic() < deadline
-            time.sleep(0.02)
-        return int(pty.child.ptyproc.exitstatus if pty.child.ptyproc.exitstatus is not None else -1)
-
     @pytest.mark.parametrize("when", ["loading", "waiting"])
     def test_a_chat(self, tiny_folder: Path, tmp_path: Path, when: str) -> None:
         scratch, home = tmp_path / "scratch", tmp_path / "home"
@@ -156,7 +154,8 @@ class TestHangUps:
                 pty.until(lambda p: "seen" in p.text)
                 pty.send("hello\r")
                 pty.until(lambda p: "tokens, " in p.text)
-            assert self.hang_up(pty) == 128 + signal.SIGHUP
+            pty.hang_up()
+            assert pty.process.wait(20) == 128 + signal.SIGHUP
         assert not [path for path in scratch.rglob("*") if path.is_file()]
         assert {path.name.partition("_")[0] for path in scratch.iterdir()} <= {"torchinductor"}, "torch makes it"
         session = home / "h2o-stream" / "sessions" / "talk"
@@ -168,7 +167,8 @@ class TestHangUps:
         late = written(tmp_path / "late.rec", [*LINES, LINES[-1] | {"at_s": 600}])
         with Pty("h2o-stream", "--replay", str(late)) as pty:
             pty.until(lambda p: "Gr" in p.text)
-            assert self.hang_up(pty) == 128 + signal.SIGHUP
+            pty.hang_up()
+            assert pty.process.wait(20) == 128 + signal.SIGHUP
 
     @pytest.mark.parametrize("ignored", [True, False])
     def test_nohup(self, tmp_path: Path, ignored: bool) -> None:
@@ -219,6 +219,9 @@ from importlib import import_module
 import_module("h2o_stream.cli." + sys.argv[0].removeprefix("h2o-")).main()
 """
 
+IMPORTS = "h2o-chat -p hi -n 2 -q -m MODEL"
+"""Started as a new interpreter, since the libraries' imports look for a home too."""
+
 
 class TestNoHome:
     @pytest.mark.parametrize(
@@ -230,22 +233,21 @@ class TestNoHome:
             ("h2o-chat --sessions", 1, "set HOME or XDG_DATA_HOME"),
             ("h2o-chat --models", 1, "set HOME"),
             ("h2o-chat --session talk -p hi -n 2 -m MODEL", 1, "set HOME or XDG_DATA_HOME"),
-            ("h2o-chat -p hi -n 2 -q -m MODEL", 0, ""),
+            (IMPORTS, 0, ""),
         ],
     )
     def test_what_needs_no_folder_works(
         self, arguments: str, code: int, words: str, recording: Path, tiny_folder: Path, tmp_path: Path
     ) -> None:
         typed = arguments.replace("RECORDING", str(recording)).replace("MODEL", str(tiny_folder))
-        done = subprocess.run(
-            [sys.executable, "-c", NOBODY, *typed.split()],
-            cwd=tmp_path,
-            env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
-            capture_output=True,
-            text=True,
-            timeout=120,
-            check=False,
-        )
+        command = ["-c", NOBODY, *typed.split()]
+        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+        if arguments == IMPORTS:
+            done = subprocess.run(
+                [sys.executable, *command], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=120
+            )
+        else:
+            done = run(*command, cwd=tmp_path, env=environment)
         assert done.returncode == code, done.stderr
         assert words in done.stderr
         assert "unexpected" not in done.stderr

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import logging
-import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -18,10 +17,23 @@ from transformers import PreTrainedTokenizerBase
 from h2o_stream.cache.attach import attach
 from h2o_stream.compare.harness import H2OLM
 from h2o_stream.config import CacheConfig
-from tests.test_cli import BIN, invoke, records
+from tests.commands import invoke, records
+from tests.preloaded import run
 from tests.tolerance import LIKELIHOOD
 
 logging.getLogger("lm_eval").setLevel(logging.ERROR)
+
+FEW_TASKS = """
+import sys
+from functools import partial
+from lm_eval import tasks
+from torch.utils import collect_env
+tasks.TaskManager = partial(tasks.TaskManager, include_defaults=False)
+collect_env.get_pip_packages = lambda *_: ("pip", "")
+sys.argv = sys.argv[1:]
+from h2o_stream.cli.lm_eval import main
+main()
+"""
 
 DOCUMENTS = [
     {
@@ -31,6 +43,19 @@ DOCUMENTS = [
     }
     for color, place in (("red", "river"), ("blue", "old mill"), ("green", "church"), ("white", "station"))
 ]
+
+
+@pytest.fixture(autouse=True)
+def _few_tasks(request: pytest.FixtureRequest) -> None:
+    if "every" not in request.fixturenames or not request.getfixturevalue("every"):
+        request.getfixturevalue("few_tasks")
+
+
+EVERY = pytest.mark.parametrize(
+    "every",
+    [pytest.param(False, id="ours alone"), pytest.param(True, marks=pytest.mark.exhaustive, id="those of the harness")],
+)
+"""Whether the harness reads its own tasks too."""
 
 
 @pytest.fixture
@@ -49,7 +74,9 @@ def folder(tmp_path: Path) -> Path:
 
 
 def evaluated(model: Any, folder: Path) -> tuple[dict[str, Any], list[Any]]:
-    found = simple_evaluate(model, tasks=["houses"], task_manager=TaskManager(include_path=str(folder)))
+    found = simple_evaluate(
+        model, tasks=["houses"], task_manager=TaskManager(include_path=str(folder), include_defaults=False)
+    )
     assert found is not None
     samples = sorted(found["samples"]["houses"], key=lambda sample: sample["doc_id"])
     return found["results"]["houses"], [sample["filtered_resps"] for sample in samples]
@@ -111,12 +138,15 @@ def test_rolling_likelihoods_and_generation_go_through_the_cache(tiny_folder: Pa
     assert ours(tiny_folder, policy="h2o", window=16).generate_until(asked, disable_tqdm=True)
 
 
-def test_the_command_of_the_harness_knows_the_model(tiny_folder: Path, folder: Path, tmp_path: Path) -> None:
+@EVERY
+def test_the_command_of_the_harness_knows_the_model(
+    tiny_folder: Path, folder: Path, tmp_path: Path, every: bool
+) -> None:
     """As a user types it."""
     arguments = f"pretrained={tiny_folder},policy=h2o,heavy_ratio=0.1,recent_ratio=0.1,dtype=float32"
-    command = [f"{BIN}/h2o-lm-eval", "--model", "h2o", "--model_args", arguments, "--tasks", "houses"]
+    command = ["h2o-lm-eval", "--model", "h2o", "--model_args", arguments, "--tasks", "houses"]
     command += ["--device", "cpu", "--include_path", str(folder), "--output_path", str(tmp_path / "out")]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+    done = run(*(command if every else ["-c", FEW_TASKS, *command]), timeout=300)
     assert done.returncode == 0, done.stderr
     assert "|houses|" in done.stdout.replace(" ", "")
 
@@ -138,7 +168,8 @@ class TestCommand:
         assert records(again.stdout)[1:] == found
         assert len(list((tmp_path / "out" / "parts").iterdir())) == 4, "what was answered is not answered again"
 
-    def test_unknown_tasks(self, tiny_folder: Path) -> None:
+    @EVERY
+    def test_unknown_tasks(self, tiny_folder: Path, every: bool) -> None:
         done = invoke("h2o-compare", "tasks", "-m", tiny_folder, "--tasks", "no_such_task", "-q")
         assert done.exit_code == 2
         assert "--task-folder brings more" in done.stderr

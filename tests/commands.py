@@ -1,0 +1,31 @@
+"""Commands in this process: nothing is started, what they print is returned."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from typer.testing import CliRunner
+
+from h2o_stream.cli import chat, compare, stream
+
+APPS = {"h2o-chat": chat.app, "h2o-stream": stream.app, "h2o-compare": compare.app}
+
+
+def invoke(command: str, *arguments: object, typed: str | None = None) -> Any:
+    return CliRunner().invoke(APPS[command], [str(argument) for argument in arguments], input=typed)
+
+
+def records(text: str) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in text.splitlines()]
+
+
+def piped(model: Path, lines: Sequence[str], *options: object) -> Any:
+    """A chat whose messages come through a pipe."""
+    return invoke("h2o-chat", "-m", model, "-n", 8, "--temp", 0, *options, typed="".join(f"{line}\n" for line in lines))
+
+
+def texts(jsonl: str) -> list[str]:
+    return [record["text"] for record in records(jsonl) if record["type"] == "turn"]

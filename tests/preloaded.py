@@ -1,0 +1,256 @@
+"""Commands without their start: a process that has imported everything forks one for each request.
+
+Importing torch and transformers takes seconds. The server here does it once; each command is then a fork of it with the
+file descriptors, environment and folder that it is given, in a session of its own where it has a terminal. It runs the
+command's entry point to the end of the interpreter, so signals, exit codes and closed pipes are those of any process.
+"""
+
+from __future__ import annotations
+
+import atexit
+import fcntl
+import gc
+import json
+import os
+import select
+import signal
+import socket
+import subprocess
+import sys
+import termios
+import threading
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from functools import cache
+from importlib import import_module
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any, Self
+
+_ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "TQDM_DISABLE": "1", "TRANSFORMERS_VERBOSITY": "error"}
+"""Of the server: as it is before a test changes it, with what commands set before they import."""
+
+_IMPORTS = (
+    "h2o_stream.cli.chat",
+    "h2o_stream.cli.compare",
+    "h2o_stream.cli.stream",
+    "h2o_stream.ui.chat",
+    "h2o_stream.ui.early",
+    "h2o_stream.ui.replay",
+    "h2o_stream.native.stepper",
+    "h2o_stream.cache.policies.accumulated",
+    "typer._adapters",
+    "transformers.models.llama.modeling_llama",
+    "transformers.models.auto.modeling_auto",
+    "transformers.models.auto.tokenization_auto",
+)
+
+
+class Preloaded(subprocess.Popen[Any]):
+    """`subprocess.Popen` of a command, ``["h2o-chat", ...]``, or of Python code, ``["-c", code, ...]``.
+
+    Args:
+        arguments: the command and what follows it.
+        terminal: standard input is a terminal that the process is to control.
+        closed: standard streams that it shall not have.
+        more: of `subprocess.Popen`: streams, ``cwd``, ``env``, ``text``, ``encoding``.
+    """
+
+    def __init__(
+        self, arguments: Sequence[Any], terminal: bool = False, closed: Sequence[int] = (), **more: Any
+    ) -> None:
+        self._terminal, self._closed = terminal, closed
+        super().__init__([os.fspath(argument) for argument in arguments], **more)
+
+    def _execute_child(self, *given: Any) -> None:
+        arguments, cwd, env, pipes = given[0], given[5], given[6], given[10:16]
+        streams = [pipes[0], pipes[3], pipes[5]]
+        reply, theirs = socket.socketpair()
+        with theirs:
+            descriptors = [own if stream == -1 else stream for own, stream in enumerate(streams)]
+            socket.send_fds(_server(), [b"."], [*descriptors, theirs.fileno()])
+        request = {
+            "arguments": arguments,
+            "cwd": os.fspath(cwd or Path.cwd()),
+            "env": dict(os.environ if env is None else env),
+            "terminal": self._terminal,
+            "closed": list(self._closed),
+        }
+        reply.sendall(json.dumps(request).encode() + b"\n")
+        self._reply = reply.makefile("rb")
+        self._socket = reply
+        self.pid = int(self._reply.readline())
+        self._child_created = True
+        self._close_pipe_fds(*pipes)
+
+    def _wait(self, timeout: float | None) -> int:
+        if self.returncode is None:
+            ready, _, _ = select.select([self._socket], [], [], timeout)
+            if not ready:
+                raise subprocess.TimeoutExpired(self.args, timeout or 0)
+            self.returncode = os.waitstatus_to_exitcode(int(self._reply.readline()))
+            self._reply.close()
+            self._socket.close()
+        return self.returncode
+
+    def _internal_poll(self, *given: Any, **more: Any) -> int | None:
+        with suppress(subprocess.TimeoutExpired):
+            self._wait(0)
+        return self.returncode
+
+    def __enter__(self) -> Self:
+        return self
+
+
+def run(
+    *arguments: Any, input: str | None = None, timeout: float = 120, closed: Sequence[int] = (), **more: Any
+) -> subprocess.CompletedProcess[str]:
+    """`subprocess.run` of a command with its output captured; without `input` there is nothing to read."""
+    streams = {"stdin": subprocess.DEVNULL if input is None else subprocess.PIPE, "stderr": subprocess.PIPE}
+    with Preloaded(
+        arguments, stdout=subprocess.PIPE, text=True, encoding="utf-8", closed=closed, **streams, **more
+    ) as child:
+        try:
+            out, errors = child.communicate(input, timeout)
+        except BaseException:
+            child.kill()
+            raise
+    return subprocess.CompletedProcess(arguments, child.returncode, out, errors)
+
+
+@cache
+def _server() -> socket.socket:
+    """The way to the server of this test process, which ends when this side is closed."""
+    ours, theirs = socket.socketpair()
+    with theirs:
+        subprocess.Popen(
+            [sys.executable, "-m", "tests.preloaded", str(theirs.fileno())],
+            cwd=Path(__file__).parents[1],
+            env=_ENVIRONMENT,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            pass_fds=[theirs.fileno()],
+            start_new_session=True,
+        )
+    return ours
+
+
+def _serve(control: socket.socket) -> list[str]:
+    """Fork until the tests have ended, then leave; returns in each child alone, with its arguments."""
+    replies: dict[int, socket.socket] = {}
+    ended, wake = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+    signal.signal(signal.SIGCHLD, lambda *_: None)
+    signal.set_wakeup_fd(wake)
+    while True:
+        ready, _, _ = select.select([control, ended], [], [])
+        if ended in ready:
+            os.read(ended, 4096)
+            while replies and (done := os.waitpid(-1, os.WNOHANG))[0]:
+                with suppress(OSError), replies.pop(done[0]) as reply:
+                    reply.sendall(b"%d\n" % done[1])
+        if control in ready:
+            _, descriptors, _, _ = socket.recv_fds(control, 1, 4)
+            if not descriptors:
+                sys.exit()
+            reply = socket.socket(fileno=descriptors.pop())
+            request = json.loads(reply.makefile("rb").readline())
+            if not (child := os.fork()):
+                for unneeded in (control, reply, *replies.values()):
+                    unneeded.close()
+                return _become(request, descriptors)
+            replies[child] = reply
+            reply.sendall(b"%d\n" % child)
+            for descriptor in descriptors:
+                os.close(descriptor)
+
+
+def _become(request: dict[str, Any], descriptors: list[int]) -> list[str]:
+    """Take over what the process would have been started with."""
+    signal.set_wakeup_fd(-1)
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    if request["terminal"]:
+        os.setsid()
+        fcntl.ioctl(descriptors[0], termios.TIOCSCTTY, 0)
+    for number, descriptor in enumerate(descriptors):
+        os.dup2(descriptor, number)
+        os.close(descriptor)
+    for number, name in enumerate(("stdin", "stdout", "stderr")):
+        if number in request["closed"]:
+            os.close(number)
+            stream = None
+        else:
+            before: Any = getattr(sys, f"__{name}__")
+            mode, buffering = "w" if number else "r", 1 if number == 2 or os.isatty(number) else -1
+            stream = open(number, mode, buffering, before.encoding, before.errors, closefd=False)  # noqa: SIM115
+        setattr(sys, name, stream)
+        setattr(sys, f"__{name}__", stream)
+    os.chdir(request["cwd"])
+    os.environ.clear()
+    os.environ.update(request["env"])
+    return list(request["arguments"])
+
+
+def _warm_up() -> None:
+    """Import what commands import, and load a model, which fills caches of transformers."""
+    for name in _IMPORTS:
+        import_module(name)
+    from tqdm import tqdm
+    from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+
+    interval, tqdm.monitor_interval = tqdm.monitor_interval, 0  # bars would start a thread
+    sizes = {"hidden_size": 8, "intermediate_size": 8, "num_attention_heads": 1, "num_hidden_layers": 1}
+    with TemporaryDirectory() as folder:
+        LlamaForCausalLM(LlamaConfig(vocab_size=8, **sizes)).save_pretrained(folder)
+        AutoModelForCausalLM.from_pretrained(folder)
+    tqdm.monitor_interval = interval
+
+
+def _main(control: socket.socket) -> None:
+    _warm_up()
+    deadline = time.monotonic() + 10
+    while _threads() > 1:  # a fork has one thread only; those that loaded are about to end
+        assert time.monotonic() < deadline, threading.enumerate()
+        time.sleep(0.01)
+    gc.collect()
+    gc.freeze()
+    command, *arguments = _serve(control)
+    sys.modules["__main__"].__package__ = None  # a script of its own, not ``python -m tests.preloaded``
+    try:
+        if command == "-c":
+            sys.argv = ["-c", *arguments[1:]]
+            exec(compile(arguments[0], "<string>", "exec"), {"__name__": "__main__"})
+        else:
+            sys.argv = [command, *arguments]
+            module = command.removeprefix("h2o-").replace("-", "_")
+            import_module(f"h2o_stream.cli.{module}").main()
+        code: Any = 0
+    except SystemExit as left:
+        code = left.code or 0
+    if isinstance(code, int):
+        _leave(code)
+    sys.exit(code)
+
+
+def _threads() -> int:
+    tasks = Path("/proc/self/task")  # of Linux: those that are none of Python's as well
+    return len(list(tasks.iterdir())) if tasks.exists() else threading.active_count()
+
+
+def _leave(code: int) -> None:
+    """End as the interpreter does, without touching all the memory that is shared with the parent.
+
+    Returns if something cannot be flushed, which the interpreter has its own way to deal with.
+    """
+    threading._shutdown()  # type: ignore[attr-defined]
+    atexit._run_exitfuncs()
+    with suppress(OSError, ValueError):
+        for stream in (sys.stdout, sys.stderr):
+            if stream is not None:
+                stream.flush()
+        os._exit(code)
+
+
+if __name__ == "__main__":
+    _main(socket.socket(fileno=int(sys.argv[1])))

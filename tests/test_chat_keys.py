@@ -1,0 +1,142 @@
+"""The chat as a person meets it: keys in a real terminal."""
+
+from __future__ import annotations
+
+import json
+import re
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.terminal import Pty
+
+pytestmark = pytest.mark.usefixtures("own_home")
+
+
+class TestKeys:
+    """In a real terminal."""
+
+    def chat(self, model: Path, *options: str, columns: int = 80, lines: int = 24) -> Pty:
+        return Pty("h2o-chat", "-m", str(model), "-n", "12", "--temp", "0", *options, columns=columns, lines=lines)
+
+    @pytest.mark.parametrize(("columns", "lines"), [(80, 24), (160, 45), (40, 12)])
+    def test_a_chat(self, tiny_folder: Path, tmp_path: Path, columns: int, lines: int) -> None:
+        file = tmp_path / "talk.json"
+        with self.chat(tiny_folder, columns=columns, lines=lines) as pty:
+            pty.until(lambda p: "seen 0" in p.text)
+            pty.send("first line\x1b\rsecond line\r")
+            pty.until(lambda p: "evicted 0" in p.screen.display[-1] and "seen 0" not in p.text)
+            pty.send('"""\rquoted\r\rlines\r"""\r')
+            pty.until(lambda p: p.text.count("tokens, ") >= 2 or lines < 24)
+            pty.send("\x1b[200~pasted\nblock\n  of three\x1b[201~")
+            pty.send("\r")
+            time.sleep(1)
+            pty.until(lambda p: "seen" in p.screen.display[-1])
+            pty.send("/exp\t")
+            pty.until(lambda p: "/export" in p.text)
+            pty.send(f" {file}\r")
+            pty.until(lambda p: "written" in p.text)
+            pty.send("\x04")
+            assert pty.exit_code() == 0
+        said = [message["content"] for message in json.loads(file.read_text())["messages"] if message["role"] == "user"]
+        assert said == ["first line\nsecond line", "quoted\n\nlines", "pasted\nblock\n  of three"]
+
+    def test_history_is_kept_and_searched(self, tiny_folder: Path) -> None:
+        with self.chat(tiny_folder) as pty:
+            pty.until(lambda p: "seen 0" in p.text)
+            pty.send("/set seed 1234\r")
+            pty.until(lambda p: "seed is 1234" in p.text)
+            pty.send("\x04")
+            assert pty.exit_code() == 0
+        with self.chat(tiny_folder) as pty:
+            pty.until(lambda p: "seen 0" in p.text)
+            pty.send("\x12seed")
+            pty.until(lambda p: "/set seed 1234" in p.text)
+            pty.send("\r\r")
+            pty.until(lambda p: "seed is 1234" in p.text)
+
+    def test_an_editor(self, tiny_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        editor = tmp_path / "editor"
+        editor.write_text('#!/bin/sh\nprintf "/set seed 77" > "$1"\n')
+        editor.chmod(0o755)
+        monkeypatch.setenv("EDITOR", str(editor))
+        monkeypatch.setenv("VISUAL", str(editor))
+        with self.chat(tiny_folder) as pty:
+            pty.until(lambda p: "seen 0" in p.text)
+            pty.send("draft\x18\x05")
+            pty.until(lambda p: "/set seed 77" in p.text)
+            pty.send("\r")
+            pty.until(lambda p: "seed is 77" in p.text)
+
+    def test_vim(self, tiny_folder: Path) -> None:
+        with self.chat(tiny_folder, "--vim") as pty:
+            pty.until(lambda p: "seen 0" in p.text)
+            pty.send("/sxt seed 7\x1b")
+            time.sleep(0.7)
+            pty.send("0fxreA")
+            pty.send("7\r")
+            pty.until(lambda p: "seed is 77" in p.text)
+
+    def test_ctrl_c_twice_leaves(self, tiny_folder: Path) -> None:
+        with self.chat(tiny_folder) as pty:
+            pty.until(lambda p: "seen 0" in p.text)
+            pty.send("half a line\x03")
+            time.sleep(2.2)
+            pty.send("\x03")
+            time.sleep(0.3)
+            pty.send("\x03")
+            assert pty.exit_code() == 130
+
+    def test_ctrl_c_stops_a_reply_and_what_was_said_stays(self, tiny_folder: Path) -> None:
+        with self.chat(tiny_folder, "-n", "100000", "--window", "64") as pty:
+            pty.until(lambda p: "seen 0" in p.text)
+            pty.send("hello\r")
+            time.sleep(1.5)
+            pty.send("\x03")
+            pty.until(lambda p: "interrupted" in p.text, 10)
+            pty.until(lambda p: "seen" in p.screen.display[-1] and "seen 0" not in p.text)
+            pty.send("/why\r")
+            pty.until(lambda p: "turn 1" in p.text)
+
+    def test_a_huge_paste(self, tiny_folder: Path) -> None:
+        """200 kB, stopped within half a second."""
+        with self.chat(tiny_folder, "--window", "64") as pty:
+            pty.until(lambda p: "seen 0" in p.text)
+            pty.send("\x1b[200~" + "word and another. " * 11_500 + "\x1b[201~\r")
+            pty.until(lambda p: "reading" in p.text, 60)
+            begun = time.monotonic()
+            pty.send("\x03")
+            pty.until(lambda p: "interrupted" in p.text, 10)
+            assert time.monotonic() - begun < 2, "half a second, and what a busy machine takes"
+            pty.until(lambda p: "seen" in p.screen.display[-1])
+            assert "reading" not in pty.text, "that line is taken away"
+
+    def test_plain_and_markdown(self, tiny_folder: Path) -> None:
+        for options, shown in ((("--plain",), False), ((), True)):
+            with self.chat(tiny_folder, *options) as pty:
+                pty.until(lambda p: "seen 0" in p.text)
+                pty.send("hello\r")
+                pty.until(lambda p: "tokens, " in p.text)
+                assert ("\x1b[?25l" in pty.output.partition("hello")[2]) or not shown
+
+    @pytest.mark.parametrize("environment", [{"TERM": "dumb"}, {"NO_COLOR": "1"}])
+    def test_poor_terminals(self, tiny_folder: Path, environment: dict[str, str]) -> None:
+        with Pty("h2o-chat", "-m", str(tiny_folder), "-n", "8", environment=environment) as pty:
+            pty.until(lambda p: "Ctrl-D leaves" in p.text.replace("\n", ""))
+            time.sleep(1)
+            pty.send("hello\r")
+            pty.until(lambda p: "tokens, " in p.text)
+            pty.send("\x04")
+            assert pty.exit_code() == 0
+            if "NO_COLOR" in environment:
+                assert not re.search(r"\x1b\[3[1-7]m", pty.output)
+
+
+def test_files_are_private(tiny_folder: Path, tmp_path: Path) -> None:
+    with Pty("h2o-chat", "-m", str(tiny_folder), "-n", "4") as pty:
+        pty.until(lambda p: "seen 0" in p.text)
+        pty.send("/exit\r")
+        pty.exit_code()
+    history = tmp_path / "data" / "h2o-stream" / "history"
+    assert history.stat().st_mode & 0o077 == 0

@@ -1,0 +1,228 @@
+"""Comparisons as a person or a script asks for them."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.commands import invoke, records
+from tests.tolerance import LIKELIHOOD
+
+
+class TestCompare:
+    def test_nll(self, tiny_folder: Path, tmp_path: Path) -> None:
+        text = tmp_path / "text.txt"
+        text.write_text("The quick brown fox jumps over the lazy dog, again and again. " * 40)
+        base = ["nll", "-m", tiny_folder, "--dtype", "float32", "--text", text, "--tokens", "200", "--jsonl", "-"]
+        done = invoke("h2o-compare", *base, "--policies", "full,h2o,recent", "--windows", "16,240", "--chunk", "8")
+        assert done.exit_code == 0
+        run, *results = records(done.stdout)
+        assert run["type"] == "run"
+        assert [(r["policy"], r["window"]) for r in results] == [
+            ("full", None), ("h2o", 16), ("h2o", 240), ("recent", 16), ("recent", 240),
+        ]  # fmt: skip
+        assert {r["tokens"] for r in results} == {200}
+        full = results[0]["nll"]
+        for result in results:
+            assert result["nll"] == pytest.approx(full, rel=LIKELIHOOD) or result["window"] == 16
+            assert result["nll_last_half"] > 0
+        assert results[1]["nll"] != pytest.approx(full, rel=3 * LIKELIHOOD)
+        assert "nats per token" in done.stderr
+
+    def test_nll_in_a_folder_goes_on_where_it_was(self, tiny_folder: Path, tmp_path: Path) -> None:
+        text, out = tmp_path / "text.txt", tmp_path / "out"
+        text.write_text("The quick brown fox jumps over the lazy dog, again and again. " * 40)
+        base = ["nll", "-m", tiny_folder, "--text", text, "--tokens", "200", "--jsonl", "-", "--out", out]
+        base += ["--windows", "16", "--chunk", "8", "--seeds", "0,5"]
+        first = records(invoke("h2o-compare", *base, "--policies", "full,sink").stdout)[1:]
+        done = invoke("h2o-compare", *base, "--policies", "random,full,sink,h2o")
+        assert done.exit_code == 0, done.stderr
+        results = records(done.stdout)[1:]
+        assert [(r["policy"], r["seed"]) for r in results] == [
+            ("full", 0), ("random", 0), ("random", 5), ("sink", 0), ("h2o", 0),
+        ]  # fmt: skip
+        assert [results[0], results[3]] == first, "taken from the folder, its speed too"
+        assert results[1]["nll"] != results[2]["nll"]
+        assert results[0]["to_full"] is None
+        for result in results[1:]:
+            difference = result["to_full"]
+            assert difference["mean"] == pytest.approx(result["nll"] - results[0]["nll"])
+            assert difference["low"] < difference["mean"] < difference["high"]
+        assert len(list((out / "parts").iterdir())) == 5
+        assert "text, 200 tokens" in (out / "nll.md").read_text()
+        assert "| random #5 | 16 | " in (out / "nll.md").read_text()
+        assert "…" not in done.stderr, "no figure is cut"
+        assert (out / "nll-text.png").read_bytes().startswith(b"\x89PNG")
+
+    def test_a_damaged_part_is_measured_again(self, tiny_folder: Path, tmp_path: Path) -> None:
+        text, out = tmp_path / "text.txt", tmp_path / "out"
+        text.write_text("word " * 100)
+        base = ["nll", "-m", tiny_folder, "--text", text, "--policies", "sink", "--windows", "16", "--out", out, "-q"]
+        assert invoke("h2o-compare", *base).exit_code == 0
+        (part,) = (out / "parts").iterdir()
+        part.write_bytes(b"nonsense")
+        done = invoke("h2o-compare", *base, "--jsonl", "-")
+        assert done.exit_code == 0
+        assert records(done.stdout)[1]["nll"] > 0
+
+    def test_full_stays_inside_the_context(self, tiny_folder: Path, tmp_path: Path) -> None:
+        text = tmp_path / "text.txt"
+        text.write_text("word " * 600)
+        base = ["nll", "-m", tiny_folder, "--text", text, "--tokens", "450", "--jsonl", "-", "-q"]
+        results = records(invoke("h2o-compare", *base, "--policies", "full,h2o", "--windows", "32").stdout)[1:]
+        assert [result["tokens"] for result in results] == [400, 450]
+
+    def test_kv_bits(self, tiny_folder: Path, tmp_path: Path) -> None:
+        text = tmp_path / "text.txt"
+        text.write_text("The quick brown fox jumps over the lazy dog, again and again. " * 20)
+        base = ["nll", "-m", tiny_folder, "--text", text, "--tokens", "200", "--jsonl", "-", "-q", "--policies", "h2o"]
+        results = [records(invoke("h2o-compare", *base, "--kv-bits", bits).stdout)[1]["nll"] for bits in "842"]
+        exact = records(invoke("h2o-compare", *base).stdout)[1]["nll"]
+        assert len({exact, *results}) == 4
+        assert results[0] == pytest.approx(exact, abs=0.05)
+
+    def test_recall(self, tiny_folder: Path, tmp_path: Path) -> None:
+        text, out = tmp_path / "text.txt", tmp_path / "out"
+        text.write_text("The quick brown fox jumps over the lazy dog, again and again. " * 80)
+        base = ["recall", "-m", tiny_folder, "--text", text, "--facts", "2", "--distances", "8,60", "--jsonl", "-"]
+        done = invoke("h2o-compare", *base, "--policies", "sink,random", "--windows", "32", "--out", out)
+        assert done.exit_code == 0, done.stderr
+        run, *results = records(done.stdout)
+        assert run["facts"] == 2
+        assert [(r["policy"], r["window"], r["distance"]) for r in results] == [
+            ("full", None, 8), ("full", None, 60), ("sink", 32, 8), ("sink", 32, 60), ("random", 32, 8),
+            ("random", 32, 60),
+        ]  # fmt: skip
+        for result, full in zip(results, [*results[:2]] * 3, strict=True):
+            assert result["facts"] == full["facts"] <= 2
+            assert (result["margin"] is None) == (not result["facts"])
+        assert all(result["recalled"] == 1 for result in results[:2] if result["facts"]), "only such facts count"
+        assert len(list((out / "parts").iterdir())) == 3
+        assert "| full | - |" in (out / "recall.md").read_text()
+        again = invoke("h2o-compare", *base, "--policies", "sink,random", "--windows", "32", "--out", out, "-q")
+        assert records(again.stdout)[1:] == results
+
+    def test_throughput(self, tiny_folder: Path, tmp_path: Path) -> None:
+        text, out = tmp_path / "text.txt", tmp_path / "out"
+        text.write_text("The quick brown fox jumps over the lazy dog, again and again. " * 80)
+        base = ["throughput", "-m", tiny_folder, "--text", text, "--shapes", "60+5,20+80", "--jsonl", "-"]
+        done = invoke("h2o-compare", *base, "--cache-budget", "160KiB", "--ratio", "0.4", "--out", out)
+        assert done.exit_code == 0, done.stderr
+        _, *results = records(done.stdout)
+        assert [(r["prompt"], r["new"], r["policy"], r["window"], r["largest"]) for r in results] == [
+            (prompt, new, policy, window if policy != "full" else None, largest)
+            for prompt, new, window in ((60, 5, 26), (20, 80, 40))
+            for policy, largest in (("full", True), ("recent", True), ("h2o", True), ("recent", False), ("h2o", False))
+        ]
+        full, recent, h2o, *equal = results[5:]
+        assert recent["batch"] > full["batch"] < h2o["batch"]
+        assert {r["batch"] for r in equal} == {full["batch"]}
+        for result in results:
+            assert result["cache_bytes"] == result["batch"] * result["row_bytes"] <= 160 * 1024
+            assert result["tok_s"] == pytest.approx(result["batch"] * result["new"] / result["seconds"], rel=0.05)
+        assert "| 60+5 | full |" in (out / "throughput.md").read_text()
+        again = invoke("h2o-compare", *base, "--cache-budget", "160KiB", "--ratio", "0.4", "--out", out, "-q")
+        assert records(again.stdout)[1:] == results, "what was timed is not timed again"
+        small = invoke("h2o-compare", *base, "--cache-budget", "4KiB")
+        assert small.exit_code == 2
+        assert "--cache-budget" in small.stderr
+
+    def test_summarize(self, tiny_folder: Path, tmp_path: Path) -> None:
+        file, out = tmp_path / "requests.jsonl", tmp_path / "out"
+        form = {"max_tokens": 6, "temperature": 0.5, "top_p": 1, "stop": ["###"], "n": 1}
+        lines = [{**form, "article": "word " * (20 + 9 * n), "summary_gt": "some words"} for n in range(5)]
+        file.write_text("".join(json.dumps(line) + "\n" for line in lines))
+        base = ["summarize", "-m", tiny_folder, "--requests", file, "--policies", "full,h2o", "--windows", "16,32"]
+        base += ["--batch", "2", "--jsonl", "-", "--dtype", "float32"]
+        done = invoke("h2o-compare", *base, "--limit", "4", "--out", out)
+        assert done.exit_code == 0, done.stderr
+        run, *results = records(done.stdout)
+        assert (run["requests"], run["prefill"], run["sample"]) == (4, "full", False)
+        assert [(r["policy"], r["window"], r["n"]) for r in results] == [
+            ("full", None, 4), ("h2o", 16, 4), ("h2o", 32, 4),
+        ]  # fmt: skip
+        assert all(0 <= r["rouge2"] <= r["rouge1"] <= 1 and 4 <= r["new_tokens"] <= 24 for r in results)
+        names = sorted(path.name for path in (out / "predictions").iterdir())
+        assert names == ["full.jsonl", "h2o-16.jsonl", "h2o-32.jsonl"]
+        assert "| h2o | 16 |" in (out / "summarize.md").read_text()
+        assert (out / "summarize.png").exists()
+
+        whole = (out / "predictions" / "h2o-16.jsonl").read_text()
+        (out / "predictions" / "h2o-16.jsonl").unlink()
+        sorted((out / "parts").iterdir())[0].write_bytes(b"torn")
+        again = invoke("h2o-compare", *base, "--limit", "4", "--out", out, "-q")
+        assert again.exit_code == 0, again.stderr
+        made = {line["index"]: line["text"] for line in records((out / "predictions" / "h2o-16.jsonl").read_text())}
+        assert made == {line["index"]: line["text"] for line in records(whole)}
+        for old, new in zip(results, records(again.stdout)[1:], strict=True):
+            assert {**old, "tok_s": 0} == {**new, "tok_s": 0}
+
+        other = invoke("h2o-compare", *base, "--out", out, "--sample", "-q")
+        assert other.exit_code == 1
+        assert "another run" in other.stderr
+
+    def test_summaries_in_a_batch_are_those_alone_and_chunks_make_a_difference(
+        self, tiny_folder: Path, tmp_path: Path
+    ) -> None:
+        file = tmp_path / "requests.jsonl"
+        prompts = ["one two three " * 12, "The quick brown fox. " * 9, "a b c d e " * 20]
+        file.write_text("".join(json.dumps({"prompt": prompt, "max_tokens": 8}) + "\n" for prompt in prompts))
+
+        def texts(name: str, *more: object) -> list[str]:
+            base = ["summarize", "-m", tiny_folder, "--requests", file, "--policies", "h2o", "--windows", "24"]
+            done = invoke("h2o-compare", *base, "--out", tmp_path / name, "--dtype", "float32", "-q", *more)
+            assert done.exit_code == 0, done.stderr
+            made = records((tmp_path / name / "predictions" / "h2o-24.jsonl").read_text())
+            assert all(line["rouge"] is None for line in made), "there is no reference"
+            return [line["text"] for line in sorted(made, key=lambda line: line["index"])]
+
+        alone = texts("alone", "--batch", "1")
+        assert texts("together") == alone
+        assert texts("chunked", "--prefill", "chunked", "--chunk", "4") != alone
+
+    def test_heavy_hitters(self, tiny_folder: Path, tmp_path: Path) -> None:
+        text, out = tmp_path / "text.txt", tmp_path / "new" / "folder"
+        text.write_text("The quick brown fox jumps over the lazy dog, again and again. " * 40)
+        base = ["heavy-hitters", "-m", tiny_folder, "--text", text, "--tokens", "240", "--window", "32", "--chunk", "8"]
+        done = invoke("h2o-compare", *base, "--policies", "recent,h2o", "--out", out, "--jsonl", "-")
+        assert done.exit_code == 0, done.stderr
+        run, *layers = records(done.stdout)
+        assert (run["window"], run["tokens"]) == (32, 240)
+        assert [layer["layer"] for layer in layers] == [0, 1]
+        for layer in layers:
+            assert 0 <= layer["sparsity"] < 1
+            assert 0.1 < layer["top_share"] < 1
+            assert set(layer["mass"]) == {"recent", "h2o", "best"}
+            assert layer["mass"]["best"] >= max(layer["mass"].values()) - 1e-6
+            assert min(layer["mass"].values()) > 0
+        assert "…" not in done.stderr, "no figure is cut"
+        assert "| layer | sparsity |" in (out / "heavy-hitters.md").read_text()
+        for name in ("sparsity", "power-law", "mass"):
+            assert (out / f"{name}.png").read_bytes().startswith(b"\x89PNG")
+
+    @pytest.mark.parametrize(
+        ("more", "words"),
+        [
+            (["--tokens", "401"], "the model has 400 positions; lower --tokens"),
+            (["--tokens", "30"], "raise --tokens"),
+            (["--out", "/proc/nothing"], "--out /proc/nothing"),
+        ],
+    )
+    def test_heavy_hitters_refuses(self, tiny_folder: Path, tmp_path: Path, more: list[str], words: str) -> None:
+        text = tmp_path / "text.txt"
+        text.write_text("word " * 600)
+        base = ["heavy-hitters", "-m", tiny_folder, "--text", text, "--window", "32", "--out", tmp_path / "out", "-q"]
+        done = invoke("h2o-compare", *base, *more)
+        assert done.exit_code in (1, 2)
+        assert words in done.stderr
+        assert done.stderr.count("\n") == 1
+
+    @pytest.mark.parametrize(("content", "words"), [(b"", "0 tokens"), (b"a\xff", "not UTF-8 at byte 1")])
+    def test_bad_texts(self, tiny_folder: Path, tmp_path: Path, content: bytes, words: str) -> None:
+        text = tmp_path / "text.txt"
+        text.write_bytes(content)
+        done = invoke("h2o-compare", "nll", "-m", tiny_folder, "--text", text, "-q")
+        assert done.exit_code == 1
+        assert words in done.stderr

@@ -1,0 +1,99 @@
+"""Recordings are shown again without the model, and two policies side by side."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.commands import invoke, piped, records, texts
+from tests.preloaded import run as run_command
+from tests.terminal import BIN, Pty
+
+pytestmark = pytest.mark.usefixtures("own_home")
+
+
+class TestRecordings:
+    def test_a_run_is_shown_again_without_the_model(self, tiny_folder: Path, tmp_path: Path) -> None:
+        file = tmp_path / "run.rec"
+        first = piped(tiny_folder, ["one", "two"], "--record", file)
+        done = run_command("h2o-stream", "--replay", file, "--pace", "100")
+        assert done.returncode == 0, done.stderr
+        assert done.stdout == first.stdout
+        assert "] one" in done.stderr
+        assert piped(tiny_folder, ["one"], "--record", file).exit_code == 1
+        code = (
+            "import sys; sys.argv = ['h2o-stream', '--replay', sys.argv[1], '--pace', '100']\n"
+            "from h2o_stream.cli.stream import main\n"
+            "try:\n    main()\nfinally:\n    assert 'torch' not in sys.modules\n"
+        )
+        subprocess.run([BIN / "python", "-c", code, file], capture_output=True, check=True)
+
+    def test_it_keeps_its_pace(self, tiny_folder: Path, tmp_path: Path) -> None:
+        file = tmp_path / "run.rec"
+        piped(tiny_folder, ["one"], "--record", file)
+        last = json.loads(file.read_text().splitlines()[-1])["at_s"]
+        begun = time.monotonic()
+        invoke("h2o-stream", "--replay", file, "--pace", last / 0.5 if last else 1)
+        assert time.monotonic() - begun >= 0.45
+
+    @pytest.mark.parametrize("text", ["", "{}", "nonsense", '{"type": "asked", "at_s": 0}', '{"type":"turn","at_s":1}'])
+    def test_what_is_no_recording(self, tmp_path: Path, text: str) -> None:
+        file = tmp_path / "run.rec"
+        file.write_text(text + "\n")
+        done = invoke("h2o-stream", "--replay", file)
+        assert done.exit_code == 1
+        assert "recording" in done.stderr
+
+    def test_on_the_screen(self, tiny_folder: Path, tmp_path: Path) -> None:
+        file = tmp_path / "run.rec"
+        piped(tiny_folder, ["hello there"], "--record", file)
+        with Pty("h2o-stream", "--replay", str(file), "--pace", "0.5") as pty:
+            pty.until(lambda p: "> hello there" in p.text and "recent" in p.text)
+            assert pty.exit_code() == 0
+
+
+class TestSideBySide:
+    @pytest.fixture
+    def questions(self, tmp_path: Path) -> Path:
+        file = tmp_path / "questions.jsonl"
+        file.write_text(json.dumps({"question_id": 1, "category": "test", "turns": ["first " * 60, "then"]}) + "\n")
+        return file
+
+    def test_where_they_part(self, tiny_folder: Path, questions: Path, tmp_path: Path) -> None:
+        out = tmp_path / "run.jsonl"
+        options = ("-m", tiny_folder, "--questions", questions, "-n", 12, "--seed", 3, "--window", 64)
+        done = invoke("h2o-stream", *options, "--compare", "full,h2o", "--jsonl", out)
+        assert done.exit_code == 0
+        assert re.search(r"the replies differ after \d+ characters|the replies are identical", done.stderr)
+        assert re.search(r"full: \d+ tokens seen", done.stderr)
+        turns = [record for record in records(out.read_text()) if record["type"] == "turn"]
+        assert [turn["policy"] for turn in turns] == ["full", "h2o"] * 2
+        for policy in ("full", "h2o"):
+            alone = invoke("h2o-stream", *options, "--policy", policy, "--jsonl", "-")
+            assert alone.exit_code == 0, alone.stderr
+            assert texts(alone.stdout) == [turn["text"] for turn in turns if turn["policy"] == policy]
+        same = invoke("h2o-stream", *options, "--compare", "h2o,h2o")
+        assert same.stderr.count("the replies are identical") == 2
+
+    @pytest.mark.parametrize("policies", ["full", "full,best", "full,h2o,sink", ""])
+    def test_it_takes_two(self, policies: str) -> None:
+        done = invoke("h2o-stream", "--compare", policies)
+        assert done.exit_code == 2
+        assert "--compare takes two of" in done.stderr
+
+    @pytest.mark.parametrize(("columns", "lines"), [(80, 24), (160, 45)])
+    def test_in_two_panes(self, tiny_folder: Path, questions: Path, columns: int, lines: int) -> None:
+        with Pty(
+            "h2o-stream", "-m", str(tiny_folder), "--questions", str(questions), "-n", "40", "--seed", "3",
+            "--window", "64", "--compare", "full,h2o", "--loop", columns=columns, lines=lines,
+        ) as pty:  # fmt: skip
+            pty.until(lambda p: "≠" in p.text and p.text.count("tok/s") == 2)
+            assert pty.screen.display[1].count("╭") == 2
+            assert all(len(line.rstrip()) <= columns for line in pty.screen.display)
+            pty.send("\x03")
+            assert pty.exit_code() == 130
