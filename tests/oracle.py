@@ -63,6 +63,7 @@ class Oracle:
         self.kinds = kinds
         self.windows = [window if kind == "sliding_attention" else None for kind in kinds]
         self.rotary = next((module for module in self.model.modules() if hasattr(module, "rope_type")), None)
+        self.scales: dict[str, Tensor] = {}  # by kind of layer: what queries and keys are multiplied by at position 0
 
     def feed(self, tokens: list[int]) -> Tensor:
         """One chunk: attend to what is held and causally to each other, then evict. Returns logits [n, V]."""
@@ -126,7 +127,7 @@ class Oracle:
         spans = torch.tensor([0 if self.rules.pinned(token.index) else self.rules.span for token in visible])
         distance = {"rolling": rank, "absolute": age, "gap": torch.minimum(age, spans + rank)}[positions]
         keys = self.rotate(number, torch.stack([token.key for token in visible]), -distance)
-        logits = self.rotate(number, queries, torch.zeros(len(queries))) @ keys.T * scaling
+        logits = queries @ keys.T * scaling
         if softcap is not None:
             logits = softcap * torch.tanh(logits / softcap)
         window = self.windows[number]
@@ -139,12 +140,14 @@ class Oracle:
         """[n, D] as it came from position 0, at other positions."""
         if self.rotary is None:
             return x
-        which = (self.kinds[number],) if isinstance(self.rotary.rope_type, dict) else ()
-        still, _ = self.rotary(x, torch.zeros(1, 1), *which)
+        kind = self.kinds[number]
+        which = (kind,) if isinstance(self.rotary.rope_type, dict) else ()
+        if kind not in self.scales:
+            self.scales[kind] = self.rotary(x, torch.zeros(1, 1), *which)[0].flatten()[0]
         cos, sin = self.rotary(x, position[None].float(), *which)
         turn: Any = sys.modules[type(self.rotary).__module__].apply_rotary_pos_emb
         turned = cos.shape[-1]
-        x = torch.cat((x[:, :turned] / still.flatten()[0], x[:, turned:]), dim=-1)
+        x = torch.cat((x[:, :turned] / self.scales[kind], x[:, turned:]), dim=-1)
         return turn(x[None, None], x[None, None], cos, sin)[1][0, 0]
 
     def evict(self, held: list[Kept], layer: int, head: int, seen: int) -> list[Kept]:

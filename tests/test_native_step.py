@@ -15,7 +15,7 @@ from h2o_stream.errors import H2OStreamError
 from h2o_stream.native import library, stepper
 from h2o_stream.native.unchanged import Unchanged
 from tests.conftest import make_llama
-from tests.families import FAMILIES, RULES, config_of
+from tests.families import FAMILIES, RULES, config_of, pairs
 from tests.tolerance import relative_error
 
 pytestmark = pytest.mark.skipif(library.loaded() is None, reason="there is no compiled library")
@@ -51,8 +51,7 @@ def assert_same(
     assert kept == wanted
 
 
-@pytest.mark.parametrize("number", range(len(FAMILIES)), ids=[family.name for family in FAMILIES])
-@pytest.mark.parametrize("policy", RULES)
+@pytest.mark.parametrize(("number", "policy"), pairs(RULES))
 def test_every_family_and_policy(number: int, policy: str) -> None:
     """Rows 1, then 3, then 1 again."""
     family = FAMILIES[number]
