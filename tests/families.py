@@ -171,7 +171,7 @@ RULES = {
 POLICIES = ("full", *RULES)
 
 DIFFERENT = ("Llama 1, 2", "Gemma 2")
-"""Two families that differ in heads, norms, sliding layers and soft-capping: `make test` tries every policy with them."""
+"""Two families that differ in heads, norms and sliding layers; `make test` tries every policy with them."""
 
 
 def pairs(policies: Iterable[str]) -> list[Any]:
