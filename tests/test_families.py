@@ -13,6 +13,7 @@ from h2o_stream import CacheConfig, attach
 from tests.families import (
     CELLS,
     CONTEXT,
+    DIFFERENT,
     FAMILIES,
     LARGEST,
     POLICIES,
@@ -71,13 +72,22 @@ def test_before_any_eviction_it_is_transformers_own_cache(number: int, dtype: to
         assert (ours - exact).norm() < 1.5 * (wanted - exact).norm() + MEAN[torch.float32] * exact.norm()
 
 
-@numbered
-@pytest.mark.parametrize("positions", ["gap", "rolling", "absolute"])
+@pytest.mark.parametrize(
+    ("number", "positions"),
+    [
+        pytest.param(
+            number,
+            positions,
+            id=f"{family.name}-{positions}",
+            marks=pytest.mark.exhaustive if positions == "rolling" and family.name not in DIFFERENT else (),
+        )
+        for number, family in enumerate(FAMILIES)
+        for positions in family.positions
+    ],
+)
 def test_far_past_the_span_and_the_context(number: int, positions: str) -> None:
     """With true positions, as far as the context goes, and past every sliding window."""
     family = FAMILIES[number]
-    if positions not in family.positions:
-        return
     model, config = family.make(), config_of(family, "h2o", 16, positions)
     count = CONTEXT if positions == "absolute" else 2 * CONTEXT + 20
     tokens = torch.randint(3, 64, (count,), generator=torch.Generator().manual_seed(6)).tolist()
