@@ -72,10 +72,11 @@ def forked(command: Any, *arguments: object, processes: int = 2) -> subprocess.C
     ("launcher", "command"),
     [
         (FORKS, "summarize"),
+        (FORKS, "nll"),
         pytest.param(ACCELERATE, "summarize", marks=pytest.mark.exhaustive),
-        (TORCHRUN, "nll"),
+        pytest.param(TORCHRUN, "nll", marks=pytest.mark.exhaustive),
     ],
-    ids=["forks", "accelerate", "torchrun"],
+    ids=["forks", "forks", "accelerate", "torchrun"],
 )
 def test_two_processes_find_what_one_finds(
     launcher: list[str], command: str, tiny_folder: Path, tmp_path: Path
