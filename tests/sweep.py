@@ -62,8 +62,8 @@ def outcome(entry: str) -> str:
                 assert error < WRONG, f"{entry} with {positions} positions and engine {engine} is off by {error:.1e}"
         except UnsupportedModelError as refusal:
             refusals[positions] = str(refusal)
-        again = logits_of(model, ids, use_cache=False)
-        assert _apart(again, wanted) < SAME, f"{entry} is not as it was before"
+    again = logits_of(model, ids, use_cache=False)
+    assert _apart(again, wanted) < SAME, f"{entry} is not as it was before"
     if not refusals:
         return OUTCOMES[0]
     assert (None in refusals) == ("rolling" in refusals)
