@@ -67,7 +67,7 @@ class TestAudit:
 
 
 def soak(text: Path, out: Path) -> Soak:
-    made = Soak(ModelConfig(TINY), CacheConfig(window=64), text, 5_000, 2, "eager", out)
+    made = Soak(ModelConfig(TINY), CacheConfig(window=64), text, 3_000, 2, "eager", out)
     made.begin(print)
     return made
 
@@ -80,11 +80,13 @@ def parts(made: Soak, numbers: range) -> list[dict[str, Any]]:
 @pytest.fixture
 def text(tmp_path: Path) -> Path:
     path = tmp_path / "text.txt"
-    path.write_bytes(bytes(torch.randint(32, 120, (4000,), generator=torch.Generator().manual_seed(2)).tolist()))
+    path.write_bytes(bytes(torch.randint(32, 120, (8000,), generator=torch.Generator().manual_seed(2)).tolist()))
     return path
 
 
-def test_an_interrupted_stream_goes_on_exactly(text: Path, tmp_path: Path) -> None:
+def test_an_interrupted_stream_goes_on_exactly(text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("h2o_stream.compare.soak._READ", 128)
+    monkeypatch.setattr("h2o_stream.compare.soak._REPLY", 16)
     for name in ("one", "two"):
         (tmp_path / name).mkdir()
     whole = parts(soak(text, tmp_path / "one"), range(8))
