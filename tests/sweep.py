@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import re
 import sys
-from typing import Any
+from typing import Any, get_args
 
 import torch
 import transformers
@@ -13,6 +13,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from h2o_stream import CacheConfig, UnsupportedModelError, attach
+from h2o_stream.config import EngineChoice
 from tests.causal_models import ENTRIES, logits_of, make
 
 PROMPT, STEPS = 29, 4
@@ -42,8 +43,8 @@ OUTCOMES = (
 
 
 @functools.cache
-def outcome(entry: str) -> str:
-    """One of `OUTCOMES`; with every engine and in all position modes it is right or refused.
+def outcome(entry: str, engines: tuple[EngineChoice, ...] = get_args(EngineChoice)) -> str:
+    """One of `OUTCOMES`; with these engines and in all position modes it is right or refused.
 
     Raises:
         AssertionError: it is wrong, or refused with a reason or an advice that is not true.
@@ -57,7 +58,7 @@ def outcome(entry: str) -> str:
     for positions in (None, "rolling", "absolute"):
         config = CacheConfig(window=PROMPT + STEPS + 3, positions=positions, chunk=16)
         try:
-            for engine in ("auto", "eager"):
+            for engine in engines:
                 error = _error(model, config, engine, ids, wanted)
                 assert error < WRONG, f"{entry} with {positions} positions and engine {engine} is off by {error:.1e}"
         except UnsupportedModelError as refusal:

@@ -32,6 +32,23 @@ MEAN = {torch.float32: 5e-6, torch.bfloat16: 0.06}
 numbered = pytest.mark.parametrize("number", range(len(FAMILIES)), ids=[family.name for family in FAMILIES])
 
 
+def modes(first: int = 0) -> pytest.MarkDecorator:
+    """Every family in each of its position modes, from this one on; the first is the default."""
+    return pytest.mark.parametrize(
+        ("number", "positions"),
+        [
+            pytest.param(
+                number,
+                positions,
+                id=f"{family.name}-{positions}",
+                marks=pytest.mark.exhaustive if positions == "rolling" and family.name not in DIFFERENT else (),
+            )
+            for number, family in enumerate(FAMILIES)
+            for positions in family.positions[first:]
+        ],
+    )
+
+
 @pytest.mark.parametrize(("number", "policy"), pairs(POLICIES))
 def test_matrix(number: int, policy: str) -> None:
     """Each is one cell of the table below, which says that all of them are exact."""
@@ -44,15 +61,9 @@ def test_the_table_in_the_docs_is_the_matrix() -> None:
     assert table(lambda number, policy: everywhere) in Path("docs/families.md").read_text(encoding="utf-8")
 
 
-@pytest.mark.parametrize(
-    ("number", "positions"),
-    [
-        pytest.param(number, positions, id=f"{family.name}-{positions}")
-        for number, family in enumerate(FAMILIES)
-        for positions in family.positions[1:]  # the first is the default, which the matrix tries
-    ],
-)
+@modes(first=1)
 def test_every_position_mode(number: int, positions: str) -> None:
+    """The matrix tries the default."""
     assert error(number, "h2o", 5, 3, positions) < LARGEST
 
 
@@ -72,19 +83,7 @@ def test_before_any_eviction_it_is_transformers_own_cache(number: int, dtype: to
         assert (ours - exact).norm() < 1.5 * (wanted - exact).norm() + MEAN[torch.float32] * exact.norm()
 
 
-@pytest.mark.parametrize(
-    ("number", "positions"),
-    [
-        pytest.param(
-            number,
-            positions,
-            id=f"{family.name}-{positions}",
-            marks=pytest.mark.exhaustive if positions == "rolling" and family.name not in DIFFERENT else (),
-        )
-        for number, family in enumerate(FAMILIES)
-        for positions in family.positions
-    ],
-)
+@modes()
 def test_far_past_the_span_and_the_context(number: int, positions: str) -> None:
     """With true positions, as far as the context goes, and past every sliding window."""
     family = FAMILIES[number]
