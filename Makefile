@@ -11,7 +11,7 @@ SOURCES      := CMakeLists.txt hatch_build.py $(wildcard h2o_stream/native/src/*
 LIBRARY      := h2o_stream/native/_h2o_portable.so
 KERNEL_TESTS := $(wildcard tests/test_matrices.py tests/test_pack*.py tests/test_native_*.py)
 
-.PHONY: demo chat test lint format audit soak sanitize family-table gguf-table setup setup-dev clean
+.PHONY: demo chat test test-all lint format audit soak sanitize family-table gguf-table setup setup-dev clean
 
 demo: setup
 	@$(BIN)/h2o-stream $(ARGS)
@@ -21,6 +21,10 @@ chat: setup
 
 test: setup-dev
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal $(ARGS)
+
+# With all combinations of model families, policies and the like, of which `make test` tries a part. Before a release.
+test-all: setup-dev
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal -m "" $(ARGS)
 
 lint: setup-dev
 	$(BIN)/ruff check .

@@ -63,20 +63,21 @@ class Oracle:
         self.kinds = kinds
         self.windows = [window if kind == "sliding_attention" else None for kind in kinds]
         self.rotary = next((module for module in self.model.modules() if hasattr(module, "rope_type")), None)
+        self.tables: dict[str, tuple[Tensor, Tensor]] = {}  # cos and sin by distance, for each kind of layer
 
     def feed(self, tokens: list[int]) -> Tensor:
         """One chunk: attend to what is held and causally to each other, then evict. Returns logits [n, V]."""
         positions = (
             torch.arange(self.seen, self.seen + len(tokens)) if self.rotary is None else torch.zeros(len(tokens))
         )
-        previous = self.model.config._attn_implementation
-        self.model.set_attn_implementation("oracle")
+        config = self.model.config
+        previous, config._attn_implementation = config._attn_implementation, "oracle"
         try:
             logits = self.model(
                 torch.tensor([tokens]), position_ids=positions.long()[None], use_cache=False, oracle=self
             ).logits[0]
         finally:
-            self.model.set_attn_implementation(previous)
+            config._attn_implementation = previous
         self.seen += len(tokens)
         return logits
 
@@ -100,7 +101,8 @@ class Oracle:
                     received.zero_()
                 received[: weights.shape[1]] += weights.sum(0).double() * rules.decay ** min(new - 1 - i, 64)
                 old = sum(token.index < self.seen + i // 64 * 64 - 64 for token in held)
-                found[:old] += weights[:, :old].double().square().sum(0) * 0.999 ** (new - 1 - i)
+                if old > 0:
+                    found[:old] += weights[:, :old].double().square().sum(0) * 0.999 ** (new - 1 - i)
             for token, gained, sharply in zip(held, received.tolist(), found.tolist(), strict=True):
                 token.lasting = token.lasting * 0.999**new + sharply
                 token.score = gained + (0 if rules.rule == "tova" else token.score * rules.decay**new)
@@ -122,11 +124,14 @@ class Oracle:
         visible = [token for token in held if token.index <= now]
         count, positions = len(visible), "absolute" if own_window else self.rules.positions
         age = torch.tensor([now - token.index for token in visible])
-        rank = torch.arange(count - 1, -1, -1)
-        spans = torch.tensor([0 if self.rules.pinned(token.index) else self.rules.span for token in visible])
-        distance = {"rolling": rank, "absolute": age, "gap": torch.minimum(age, spans + rank)}[positions]
-        keys = self.rotate(number, torch.stack([token.key for token in visible]), -distance)
-        logits = self.rotate(number, queries, torch.zeros(len(queries))) @ keys.T * scaling
+        distance = age
+        if positions != "absolute":
+            distance = torch.arange(count - 1, -1, -1)  # the rank
+        if positions == "gap":
+            spans = torch.tensor([0 if self.rules.pinned(token.index) else self.rules.span for token in visible])
+            distance = torch.minimum(age, spans + distance)
+        keys = self.rotate(number, torch.stack([token.key for token in visible]), distance)
+        logits = queries @ keys.T * scaling
         if softcap is not None:
             logits = softcap * torch.tanh(logits / softcap)
         window = self.windows[number]
@@ -135,17 +140,19 @@ class Oracle:
         weights = logits.softmax(-1)
         return weights, weights @ torch.stack([token.value for token in visible])
 
-    def rotate(self, number: int, x: Tensor, position: Tensor) -> Tensor:
-        """[n, D] as it came from position 0, at other positions."""
+    def rotate(self, number: int, x: Tensor, distance: Tensor) -> Tensor:
+        """[n, D] as it came from position 0, at places before it."""
         if self.rotary is None:
             return x
-        which = (self.kinds[number],) if isinstance(self.rotary.rope_type, dict) else ()
-        still, _ = self.rotary(x, torch.zeros(1, 1), *which)
-        cos, sin = self.rotary(x, position[None].float(), *which)
+        kind = self.kinds[number]
+        if kind not in self.tables:
+            which = (kind,) if isinstance(self.rotary.rope_type, dict) else ()
+            self.tables[kind] = self.rotary(x, -torch.arange(512.0)[None], *which)
+        cos, sin = self.tables[kind]
         turn: Any = sys.modules[type(self.rotary).__module__].apply_rotary_pos_emb
-        turned = cos.shape[-1]
-        x = torch.cat((x[:, :turned] / still.flatten()[0], x[:, turned:]), dim=-1)
-        return turn(x[None, None], x[None, None], cos, sin)[1][0, 0]
+        turned, scale = cos.shape[-1], cos[0, 0, 0]  # the model has scaled at position 0, too
+        x = torch.cat((x[:, :turned] / scale, x[:, turned:]), dim=-1)
+        return turn(x[None, None], x[None, None], cos[:, distance], sin[:, distance])[1][0, 0]
 
     def evict(self, held: list[Kept], layer: int, head: int, seen: int) -> list[Kept]:
         """Cookbook's HHCache: of more than W keep the last R and, before them, the sinks and those worth most."""

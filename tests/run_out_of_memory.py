@@ -5,15 +5,13 @@ import resource
 import psutil
 
 from h2o_stream import CacheConfig, Engine, SamplingConfig
-from h2o_stream.config import ModelConfig
 from h2o_stream.engine.events import Finished
-from h2o_stream.models.load import load_tokenizer
 from tests.conftest import make_llama
+from tests.small_talk import small_tokenizer
 
-tokenizer = load_tokenizer(ModelConfig())
-model = make_llama(heads=16, size=64, layers=4, vocab=len(tokenizer), context=4096)
+model = make_llama(heads=16, size=64, layers=4, vocab=1000, context=4096)
 sampling = SamplingConfig(temperature=0, max_tokens=4)
-with Engine(model, tokenizer, CacheConfig("full"), sampling) as engine:
+with Engine(model, small_tokenizer(), CacheConfig("full"), sampling) as engine:
     list(engine.prefill(range(300)))
     list(engine.decode())
     limit = psutil.Process().memory_info().vms + (96 << 20)

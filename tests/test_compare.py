@@ -94,11 +94,11 @@ class TestRecall:
             plan_questions(tokenizer, [5] * 100, 99, [64])
 
     def test_a_question_leaves_no_trace_and_the_embedded_model_remembers(self, embedded: LoadedModel) -> None:
-        """TurnStart twice in the same place, it gives the same answer."""
+        """Asked twice in the same place, it gives the same answer."""
         tokenizer, model = embedded.tokenizer, embedded.model
-        text = tokenizer("It was a quiet day in the village, and nobody had anything to do. " * 60)["input_ids"]
+        text = tokenizer("It was a quiet day in the village, and nobody had anything to do. " * 30)["input_ids"]
         config = CacheConfig("sink", 96, chunk=16)
-        plan = plan_questions(tokenizer, text, 2, [16, 400, 400])
+        plan = plan_questions(tokenizer, text, 2, [16, 150, 150])
         *_, ours = measure_recall(model, config, plan)
         *_, theirs = measure_recall(model, CacheConfig("full"), plan)
         assert isinstance(ours, JobResult)

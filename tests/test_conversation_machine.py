@@ -25,6 +25,7 @@ from torch import Tensor
 
 from h2o_stream import CacheConfig, ConfigError, Conversation, Engine, H2OStreamError, SamplingConfig
 from h2o_stream.cache.audit import audit
+from h2o_stream.cache.identity import model_digest
 from h2o_stream.errors import DataError
 from h2o_stream.session.history import ConversationHistory, ResumeError
 from h2o_stream.session.sessions import Session
@@ -33,6 +34,7 @@ from tests.disturbances import full_disk, interrupted
 from tests.small_talk import WORDS, small_model, small_tokenizer
 
 MODEL, TOKENIZER = small_model(), small_tokenizer()
+DIGEST = model_digest(MODEL)
 CACHE = CacheConfig("h2o", 32, chunk=4)
 SYSTEMS = ("w1 w2", "w3", "w4 w5 w6 w7 w8")
 TOO_LONG = " ".join(WORDS + WORDS)
@@ -108,6 +110,8 @@ class ConversationMachine(RuleBasedStateMachine):
         self.folder = Path(tempfile.mkdtemp())
         self.stack.callback(shutil.rmtree, self.folder)
         self.stack.enter_context(patch.dict(os.environ, {"XDG_DATA_HOME": str(self.folder)}))
+        for place in ("attach", "proof", "reach"):  # the model never changes, and each digest takes milliseconds
+            self.stack.enter_context(patch(f"h2o_stream.cache.{place}.model_digest", lambda model: DIGEST))
         self.stack.enter_context(torch.no_grad())
         self.engine = self.stack.enter_context(make_engine())
         self.history = ConversationHistory(Conversation(self.engine, SYSTEMS[0]), Header("small", "h2o", 32, None))

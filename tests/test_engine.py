@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
 import sys
 from collections.abc import Callable, Iterable
 from itertools import islice
@@ -27,6 +25,7 @@ from h2o_stream.engine.events import Finished, PrefillProgress, Token
 from h2o_stream.engine.sampling import Sampler, nucleus, single_thread
 from h2o_stream.engine.text import TextStream
 from h2o_stream.models.load import LoadedModel
+from tests.preloaded import run as run_forked
 
 GREEDY = SamplingConfig(temperature=0, max_tokens=12)
 Talker = Callable[..., PreTrainedModel]
@@ -193,14 +192,7 @@ class TestEnds:
 
     @pytest.mark.skipif(sys.platform != "linux", reason="limits its own address space")
     def test_memory_that_really_ends(self) -> None:
-        script = Path(__file__).with_name("run_out_of_memory.py")
-        done = subprocess.run(
-            [sys.executable, script],
-            capture_output=True,
-            text=True,
-            timeout=120,
-            env={**os.environ, "PYTHONPATH": str(script.parent.parent)},
-        )
+        done = run_forked("-c", Path(__file__).with_name("run_out_of_memory.py").read_text())
         assert done.stdout.startswith("oom out of memory after"), done.stderr
 
     def test_other_errors_are_not_taken_for_it(self, engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 import transformers
@@ -18,9 +19,10 @@ same_version = pytest.mark.skipif(
 )
 
 
+@pytest.mark.parametrize("engines", [("auto",), pytest.param(("auto", "eager"), marks=pytest.mark.exhaustive)], ids=len)
 @pytest.mark.parametrize("entry", ENTRIES)
-def test_right_or_refused(entry: str) -> None:
-    found = outcome(entry)
+def test_right_or_refused(entry: str, engines: Any) -> None:
+    found = outcome(entry, engines)
     if f"transformers {transformers.__version__}" in DOCS:
         assert entry in rows_in(DOCS)[found], "make family-table"
 

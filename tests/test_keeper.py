@@ -33,7 +33,7 @@ def make(
     def history(policy: str = "h2o", temperature: float = 0.0) -> ConversationHistory:
         while engines:
             engines.pop().close()
-        sampling = SamplingConfig(temperature=temperature, seed=5, max_tokens=20)
+        sampling = SamplingConfig(temperature=temperature, seed=5, max_tokens=10)
         engines.append(Engine(model, tokenizer, CacheConfig(policy, 64), sampling))
         return ConversationHistory(Conversation(engines[-1], "Be brief."), Header("tiny", policy, 64, None))
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -15,7 +16,7 @@ from h2o_stream.errors import H2OStreamError
 from h2o_stream.native import library, stepper
 from h2o_stream.native.model_guard import ModelGuard
 from tests.conftest import make_llama
-from tests.families import FAMILIES, RULES, config_of
+from tests.families import FAMILIES, RULES, config_of, pairs
 from tests.tolerance import relative_error
 
 pytestmark = pytest.mark.skipif(library.loaded() is None, reason="there is no compiled library")
@@ -30,37 +31,46 @@ def tokens_of(rows: int, count: int) -> Tensor:
     return torch.randint(3, 64, (rows, count), generator=torch.Generator().manual_seed(rows))
 
 
-def run(
-    model: Any, config: CacheConfig, tokens: Tensor, engine: Any, mask: Tensor | None = None
-) -> tuple[Tensor, list[list[list[int]]]]:
-    """Logits [B, n, V] of the single tokens behind a prompt, and what every layer keeps."""
+def streamed(model: Any, cache: Any, tokens: Tensor, mask: Tensor | None = None) -> tuple[Tensor, list[Any]]:
+    """Logits [B, n, V] of the single tokens behind a prompt, in a new stream, and what every layer keeps."""
+    cache.reset()
+    width = PROMPT if mask is None else mask.shape[1]
+    model(tokens[:, :width], attention_mask=mask, past_key_values=cache)
+    steps = [model(part, past_key_values=cache).logits for part in tokens[:, width:].split(1, 1)]
+    return torch.cat(steps, 1), [cache.kept(layer).tolist() for layer in range(len(cache.layers))]
+
+
+def run_all(
+    model: Any, config: CacheConfig, batches: Sequence[Tensor], engine: Any, mask: Tensor | None = None
+) -> list[tuple[Tensor, list[Any]]]:
+    """A stream of each batch through one cache."""
     with torch.no_grad(), attach(model, config, engine=engine) as cache:
         assert cache.engine_note.startswith("native" if engine == "auto" else "eager"), cache.engine_note
-        width = PROMPT if mask is None else mask.shape[1]
-        model(tokens[:, :width], attention_mask=mask, past_key_values=cache)
-        steps = [model(part, past_key_values=cache).logits for part in tokens[:, width:].split(1, 1)]
-        kept = [cache.kept(layer).tolist() for layer in range(len(cache.layers))]
-    return torch.cat(steps, 1), kept
+        return [streamed(model, cache, tokens, mask) for tokens in batches]
+
+
+def run(model: Any, config: CacheConfig, tokens: Tensor, engine: Any) -> tuple[Tensor, list[Any]]:
+    return run_all(model, config, [tokens], engine)[0]
 
 
 def assert_same(
-    model: Any, config: CacheConfig, tokens: Tensor, mask: Tensor | None = None, largest: float = EXACT
+    model: Any, config: CacheConfig, *batches: Tensor, mask: Tensor | None = None, largest: float = EXACT
 ) -> None:
-    (ours, kept), (theirs, wanted) = (run(model, config, tokens, engine, mask) for engine in ("auto", "eager"))
-    assert relative_error(ours, theirs) < largest
-    assert kept == wanted
+    both = (run_all(model, config, batches, engine, mask) for engine in ("auto", "eager"))
+    for (ours, kept), (theirs, wanted) in zip(*both, strict=True):
+        assert relative_error(ours, theirs) < largest
+        assert kept == wanted
 
 
-@pytest.mark.parametrize("number", range(len(FAMILIES)), ids=[family.name for family in FAMILIES])
-@pytest.mark.parametrize("policy", RULES)
+@pytest.mark.parametrize(("number", "policy"), pairs(RULES))
 def test_every_family_and_policy(number: int, policy: str) -> None:
     """Rows 1, then 3, then 1 again."""
     family = FAMILIES[number]
     for positions in family.positions:
         if positions == "absolute" and "LongRoPE" in family.name:
             continue  # its frequencies change with the length of the text: eager
-        for rows in (1, 3, 1):
-            assert_same(family.make(), config_of(family, policy, 8, positions), tokens_of(rows, PROMPT + 12))
+        batches = [tokens_of(rows, PROMPT + 12) for rows in (1, 3, 1)]
+        assert_same(family.make(), config_of(family, policy, 8, positions), *batches)
 
 
 @pytest.mark.parametrize("side", ["left", "right"])
@@ -71,15 +81,20 @@ def test_padded_batches(side: str, kv_bits: int) -> None:
         mask[row, slice(0, padding) if side == "left" else slice(PROMPT - padding, PROMPT)] = 0
     config = CacheConfig(window=24, chunk=8, kv_bits=kv_bits)
     rounding = EXACT if kv_bits == 16 else 2e-2  # a key between two levels may go either way
-    assert_same(make_llama(), config, tokens_of(4, PROMPT + 40), mask, rounding)
+    assert_same(make_llama(), config, tokens_of(4, PROMPT + 40), mask=mask, largest=rounding)
 
 
-@pytest.mark.parametrize("kv_bits", [8, 4, 2])
-@pytest.mark.parametrize("positions", ["gap", "rolling", "absolute"])
+@pytest.mark.parametrize(
+    ("kv_bits", "positions"),
+    [
+        pytest.param(bits, positions, marks=() if bits == 4 or positions == "gap" else pytest.mark.exhaustive)
+        for bits in (8, 4, 2)
+        for positions in ("gap", "rolling", "absolute")
+    ],
+)
 def test_few_bits(kv_bits: int, positions: Any) -> None:
     config = CacheConfig(window=32, kv_bits=kv_bits, positions=positions, long_term=2.0)
-    for rows in (1, 2):
-        assert_same(make_llama(), config, tokens_of(rows, PROMPT + 60), largest=2e-2)
+    assert_same(make_llama(), config, *(tokens_of(rows, PROMPT + 40) for rows in (1, 2)), largest=2e-2)
 
 
 def test_500_greedy_tokens_past_the_window() -> None:
@@ -91,9 +106,8 @@ def test_500_greedy_tokens_past_the_window() -> None:
 
 
 def test_windows_by_head_that_grow_and_shrink() -> None:
-    model = make_llama()
-    for rows in (1, 3):
-        assert_same(model, CacheConfig(window=32, budgets="measured"), tokens_of(rows, PROMPT + 90))
+    batches = [tokens_of(rows, PROMPT + 90) for rows in (1, 3)]
+    assert_same(make_llama(), CacheConfig(window=32, budgets="measured"), *batches)
 
 
 def test_pins_in_the_middle_of_a_stream() -> None:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import socket
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +13,11 @@ import pytest
 from transformers import PreTrainedTokenizerBase
 
 from tests.conftest import make_llama
+from tests.preloaded import Preloaded
 from tests.test_cli import BIN, invoke, records
 from tests.tolerance import assert_alike
+
+SCRIPT = Path(__file__).parent / "run_tensor_parallel.py"
 
 
 @pytest.fixture
@@ -26,35 +29,75 @@ def four_heads(tmp_path: Path, tokenizer: PreTrainedTokenizerBase) -> Path:
     return folder
 
 
-def launched(launcher: list[str], *arguments: object) -> subprocess.CompletedProcess[str]:
-    """Run something in two processes."""
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(__file__).parents[1])}
-    command = [*launcher, *map(str, arguments)]
-    return subprocess.run(command, capture_output=True, text=True, timeout=300, check=False, env=environment)
-
-
 ACCELERATE = [f"{BIN}/accelerate", "launch", "--multi_gpu", "--num_processes", "2", "--num_machines", "1"]
 ACCELERATE += ["--mixed_precision", "no", "--dynamo_backend", "no"]
 TORCHRUN = [f"{BIN}/torchrun", "--nproc-per-node", "2"]
+FORKS: list[str] = []
+"""No launcher, but forks with the environment that torchrun gives."""
+
+launchers = pytest.mark.parametrize(
+    "launcher", [FORKS, pytest.param(TORCHRUN, marks=pytest.mark.exhaustive)], ids=["forks", "torchrun"]
+)
 
 
-@pytest.mark.parametrize("launcher", [ACCELERATE, TORCHRUN], ids=["accelerate", "torchrun"])
-def test_two_processes_find_what_one_finds(launcher: list[str], tiny_folder: Path, tmp_path: Path) -> None:
+def launched(launcher: list[str], command: Any, *arguments: object) -> subprocess.CompletedProcess[str]:
+    """Run a command or a script in two processes."""
+    if not launcher:
+        return forked(command, *arguments)
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(SCRIPT.parents[1])}
+    start = {"h2o-compare": ["-m", "h2o_stream.compare"], "h2o-stream": [f"{BIN}/h2o-stream"]}
+    whole = [*launcher, *start.get(command, [str(command)]), *map(str, arguments)]
+    return subprocess.run(whole, capture_output=True, text=True, timeout=300, check=False, env=environment)
+
+
+def forked(command: Any, *arguments: object, processes: int = 2) -> subprocess.CompletedProcess[str]:
+    """Run a command or a script in the environment that torchrun gives, without its start."""
+    whole = ["-c", SCRIPT.read_text()] if command == SCRIPT else [command]
+    whole += map(str, arguments)
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = str(free.getsockname()[1])
+    shared = {**os.environ, "WORLD_SIZE": str(processes), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    shared["LOCAL_WORLD_SIZE"] = shared["WORLD_SIZE"]
+    pipes: dict[str, Any] = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    children = [
+        Preloaded(whole, text=True, env={**shared, "RANK": str(rank), "LOCAL_RANK": str(rank)}, **pipes)
+        for rank in range(processes)
+    ]
+    out, errors = zip(*(child.communicate(timeout=120) for child in children), strict=True)
+    code = max(abs(child.returncode) for child in children)
+    return subprocess.CompletedProcess(whole, code, "".join(out), "".join(errors))
+
+
+@pytest.mark.parametrize(
+    ("launcher", "command"),
+    [
+        (FORKS, "summarize"),
+        (FORKS, "nll"),
+        pytest.param(ACCELERATE, "summarize", marks=pytest.mark.exhaustive),
+        pytest.param(TORCHRUN, "nll", marks=pytest.mark.exhaustive),
+    ],
+    ids=["forks", "forks", "accelerate", "torchrun"],
+)
+def test_two_processes_find_what_one_finds(
+    launcher: list[str], command: str, tiny_folder: Path, tmp_path: Path
+) -> None:
     text, file = tmp_path / "text.txt", tmp_path / "requests.jsonl"
     text.write_text("The quick brown fox jumps over the lazy dog, again and again. " * 60)
     form = {"max_tokens": 6, "temperature": 0.5}
     lines = [{**form, "article": "word " * (20 + 9 * n), "summary_gt": "some words"} for n in range(5)]
     file.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    own: dict[str, list[Any]] = {
+        "summarize": ["--requests", file, "--batch", "2"],
+        "nll": ["--text", text, "--tokens", "150"],
+    }
     model = ["-m", tiny_folder, "--dtype", "float32", "--windows", "24", "--policies", "full,h2o,sink"]
-    command: list[Any] = ["summarize", "--requests", file, "--batch", "2", *model]
-    if launcher is TORCHRUN:
-        command = ["nll", "--text", text, "--tokens", "150", *model]
+    arguments = [command, *own[command], *model]
     out = tmp_path / "out"
-    done = launched(launcher, "-m", "h2o_stream.compare", *command, "--out", out, "--jsonl", tmp_path / "two.jsonl")
+    done = launched(launcher, "h2o-compare", *arguments, "--out", out, "--jsonl", tmp_path / "two.jsonl")
     assert done.returncode == 0, done.stderr
     assert done.stderr.count("tables, plots and records are in") == 1, "one speaks for both"
-    assert len(list((out / "parts").iterdir())) == (9 if launcher is ACCELERATE else 3)
-    alone = invoke("h2o-compare", *command, "--jsonl", "-", "-q")
+    assert len(list((out / "parts").iterdir())) == (9 if command == "summarize" else 3)
+    alone = invoke("h2o-compare", *arguments, "--jsonl", "-", "-q")
     mine, theirs = records(alone.stdout), records((tmp_path / "two.jsonl").read_text())
     assert theirs[0]["processes"] == 2
     for one, two in zip(mine[1:], theirs[1:], strict=True):
@@ -62,16 +105,12 @@ def test_two_processes_find_what_one_finds(launcher: list[str], tiny_folder: Pat
 
 
 class TestTensorParallel:
-    def test_the_same_tokens_and_windows(self, four_heads: Path) -> None:
+    @launchers
+    def test_the_same_tokens_and_windows(self, launcher: list[str], four_heads: Path) -> None:
         """Windows by head too, although each process knows only its own heads."""
-        script = Path(__file__).parent / "run_tensor_parallel.py"
-        environment = {**os.environ, "PYTHONPATH": str(script.parents[1])}
-        alone = subprocess.run(
-            [sys.executable, script, four_heads], capture_output=True, text=True, check=True, env=environment
-        )
-        shared = launched(TORCHRUN, script, four_heads)
-        assert shared.returncode == 0, shared.stderr
-        mine, theirs = ([json.loads(line) for line in run.stdout.splitlines()] for run in (alone, shared))
+        alone, shared = forked(SCRIPT, four_heads, processes=1), launched(launcher, SCRIPT, four_heads)
+        assert alone.returncode == shared.returncode == 0, alone.stderr + shared.stderr
+        mine, theirs = ([json.loads(line) for line in done.stdout.splitlines()] for done in (alone, shared))
         assert [policy for policy, _, _ in mine] == ["full", "h2o", "sink", "h2o"]
         assert len({tuple(said) for _, said, _ in mine}) >= 3, "policies make a difference here"
         assert len(set(mine[1][2][0])) > 1, "so do windows by head"
@@ -79,13 +118,14 @@ class TestTensorParallel:
             assert shared_said == said
             assert shared_kept == [layer[:2] for layer in kept], "the first process has the first two heads"
 
-    def test_a_stream_in_the_shell(self, four_heads: Path, tmp_path: Path) -> None:
+    @launchers
+    def test_a_stream_in_the_shell(self, launcher: list[str], four_heads: Path, tmp_path: Path) -> None:
         prompt = tmp_path / "prompt.txt"
         prompt.write_text("Tell me about the sea, the hills and the town. " * 4)
         base = ["--prompt-file", prompt, "-m", four_heads, "--dtype", "float32", "--window", "32", "-n", "8"]
         base += ["--temp", "0", "--jsonl", "-"]
         alone = invoke("h2o-stream", *base)
-        shared = launched(TORCHRUN, f"{BIN}/h2o-stream", *base, "--tensor-parallel", "--device", "cpu")
+        shared = launched(launcher, "h2o-stream", *base, "--tensor-parallel", "--device", "cpu")
         assert shared.returncode == 0, shared.stderr
         mine, theirs = records(alone.stdout)[1], records(shared.stdout)[1]
         assert theirs["text"] == mine["text"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
@@ -18,25 +19,27 @@ from h2o_stream.ui.pages import KINDS, page_of
 from tests.test_cli import invoke, records
 
 
-@pytest.fixture
-def text(tmp_path: Path) -> Path:
-    path = tmp_path / "text.txt"
-    path.write_text("The quick brown fox jumps over the lazy dog, again and again. " * 60)
-    return path
-
-
-@pytest.fixture
-def comparisons(tiny_folder: Path, text: Path, tmp_path: Path) -> Path:
-    """A folder of two finished comparisons."""
+@pytest.fixture(scope="module")
+def compared(tiny_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder of two finished comparisons, to be read only."""
+    folder = tmp_path_factory.mktemp("compared")
+    text = folder / "text.txt"
+    text.write_text("The quick brown fox jumps over the lazy dog, again and again. " * 60)
     base = ["-m", tiny_folder, "--text", text, "--windows", "32", "-q", "--out"]
     commands = {
         "loss": ["nll", "--tokens", "200", "--policies", "full,sink,h2o"],
         "facts": ["recall", "--facts", "2", "--distances", "8,60", "--policies", "sink"],
     }
     for name, command in commands.items():
-        done = invoke("h2o-compare", *command, *base, tmp_path / "all" / name)
+        done = invoke("h2o-compare", *command, *base, folder / "all" / name)
         assert done.exit_code == 0, done.stderr
-    return tmp_path / "all"
+    return folder / "all"
+
+
+@pytest.fixture
+def comparisons(compared: Path, tmp_path: Path) -> Path:
+    """A copy of the folder."""
+    return Path(shutil.copytree(compared, tmp_path / "all"))
 
 
 class TestFolder:

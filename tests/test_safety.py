@@ -21,6 +21,7 @@ from h2o_stream.session.questions import load_questions
 from h2o_stream.session.requests import read_requests
 from h2o_stream.session.transcript import Transcript
 from h2o_stream.ui.command_list import COMMANDS, is_command
+from tests.preloaded import run
 from tests.test_cli import BIN, invoke
 from tests.test_sessions import filled
 
@@ -41,25 +42,29 @@ def test_nothing_runs_what_a_file_says(source: Path) -> None:
                 assert keyword.arg not in ("trust_remote_code", "shell"), f"{source}:{node.lineno}"
 
 
-@pytest.mark.parametrize("offline", [["--offline"], []], ids=["offline", "local model"])
-def test_no_network_without_need(offline: list[str], tmp_path: Path) -> None:
-    """Every way out is closed, and writes down who tried."""
+CUT_OFF = """import socket
+def refuse(*arguments, **more):
+    open({tried!r}, 'a').write(repr(arguments))
+    raise OSError('the network is cut off')
+socket.socket.connect = socket.socket.connect_ex = socket.getaddrinfo = refuse
+"""
+"""Every way out is closed, and writes down who tried."""
+
+
+@pytest.mark.parametrize("offline", [False, True], ids=["local model", "offline"])
+def test_no_network_without_need(offline: bool, tmp_path: Path) -> None:
+    """Nor for the imports of a new interpreter, which are the same offline."""
     tried = tmp_path / "tried"
-    (tmp_path / "sitecustomize.py").write_text(
-        "import socket\n"
-        "def refuse(*arguments, **more):\n"
-        f"    open({str(tried)!r}, 'a').write(repr(arguments))\n"
-        "    raise OSError('the network is cut off')\n"
-        "socket.socket.connect = socket.socket.connect_ex = socket.getaddrinfo = refuse\n"
-    )
-    done = subprocess.run(
-        [BIN / "h2o-chat", "-p", "Say hi.", "-n", "3", "-q", *offline],
-        env={**os.environ, "PYTHONPATH": str(tmp_path)},
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
+    cut_off, arguments = CUT_OFF.format(tried=str(tried)), ["h2o-chat", "-p", "Say hi.", "-n", "3", "-q"]
+    if offline:
+        arguments.append("--offline")
+        code = f"import sys\nfrom h2o_stream.cli.chat import main\nsys.argv = {arguments}\nmain()\n"
+        done = run("-c", cut_off + code)
+    else:
+        (tmp_path / "sitecustomize.py").write_text(cut_off)
+        arguments[0] = str(BIN / "h2o-chat")
+        environment = {**os.environ, "PYTHONPATH": str(tmp_path)}
+        done = subprocess.run(arguments, env=environment, capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 0, done.stderr
     assert done.stdout.strip()
     assert not tried.exists(), tried.read_text()

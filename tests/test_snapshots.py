@@ -16,7 +16,7 @@ Talker = Callable[..., PreTrainedModel]
 
 
 def engine(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, policy: str = "h2o") -> Engine:
-    return Engine(model, tokenizer, CacheConfig(policy, 64), SamplingConfig(temperature=1.0, seed=3, max_tokens=24))
+    return Engine(model, tokenizer, CacheConfig(policy, 64), SamplingConfig(temperature=1.0, seed=3, max_tokens=10))
 
 
 def said(conversation: Conversation, text: str) -> str:

@@ -69,7 +69,7 @@ class TestAudit:
 
 def soak(text: Path, out: Path) -> Soak:
     options = SoakOptions(
-        model=ModelConfig(TINY), window=64, text=text, tokens=12_000, passes=2, engine="eager", out=out
+        model=ModelConfig(TINY), window=64, text=text, tokens=3_000, passes=2, engine="eager", out=out
     )
     made = Soak(options)
     made.begin(print)
@@ -88,7 +88,9 @@ def text(tmp_path: Path) -> Path:
     return path
 
 
-def test_an_interrupted_stream_goes_on_exactly(text: Path, tmp_path: Path) -> None:
+def test_an_interrupted_stream_goes_on_exactly(text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("h2o_stream.compare.soak._READ", 128)
+    monkeypatch.setattr("h2o_stream.compare.soak._REPLY", 16)
     for name in ("one", "two"):
         (tmp_path / name).mkdir()
     whole = parts(soak(text, tmp_path / "one"), range(8))

@@ -33,7 +33,7 @@ ATTACKS = [
 ]
 
 
-@pytest.fixture(params=list(TEMPLATES))
+@pytest.fixture(params=list(TEMPLATES), scope="module")
 def talking(request: pytest.FixtureRequest, tokenizer: PreTrainedTokenizerBase) -> PreTrainedTokenizerBase:
     changed = copy.deepcopy(tokenizer)
     changed.chat_template = TEMPLATES[request.param] or tokenizer.chat_template
