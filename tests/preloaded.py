@@ -37,7 +37,7 @@ _IMPORTS = (
     "h2o_stream.cli.stream",
     "h2o_stream.ui.chat",
     "h2o_stream.ui.loading_chat",
-    "h2o_stream.ui.replay",
+    "h2o_stream.ui.stream",
     "h2o_stream.native.stepper",
     "h2o_stream.cache.policies.accumulated",
     "typer._adapters",
