@@ -253,7 +253,7 @@ class TestMeasured:
 
     def test_a_model_that_copies_nothing_has_equal_windows(self) -> None:
         with attach(make_llama(layers=3), CacheConfig(window=16, sinks=0)) as cache:
-            assert [layer.schedule.window for layer in cache.layers] == [16] * 3
+            assert [group.schedule.window for group in cache.head_groups] == [16] * 3
 
     def test_what_is_not_measured_is_equal(self, embedded: LoadedModel) -> None:
         for config in (CacheConfig("sink"), CacheConfig(budgets="equal")):

@@ -101,7 +101,8 @@ def test_the_last_layer_cut_off_when_it_has_counted(tiny: LlamaForCausalLM, monk
         monkeypatch.setattr(cache.head_groups[1].policy, "update_scores", interrupt)
         with pytest.raises(KeyboardInterrupt):
             tiny(ids(1), past_key_values=cache)
-        assert {layer.get_seq_length() for layer in cache.layers} == {11}
+        assert {int(group.seen) for group in cache.head_groups} == {11}
+        assert cache.seen_tokens == cache.get_seq_length() == 10, "a forward that is cut off is not counted"
         with pytest.raises(H2OStreamError, match="cut off halfway"):
             cache.state_dict()
         with pytest.raises(H2OStreamError, match="cut off halfway"):

@@ -223,7 +223,8 @@ def test_300_damaged_states(grouped: LlamaForCausalLM, settings: Any, resealed: 
 
 def storages(held: Any) -> dict[int, int]:
     """Bytes of all that the tensors among the attributes of these objects keep alive, by address."""
-    tensors = [value for one in held for value in vars(one).values() if isinstance(value, torch.Tensor)]
+    named = [pair for one in held for pair in vars(one).items() if pair[0] != "heads"]  # which heads these are
+    tensors = [value for _, value in named if isinstance(value, torch.Tensor)]
     return {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in tensors}
 
 

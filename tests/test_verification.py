@@ -188,7 +188,7 @@ class TestLeavesNothingBehind:
         before = [name for _, name in attention_of(model)]
         assert len(set(before)) > 1
         built = verification.Verification(model, "absolute", "auto", [])
-        with pytest.raises(IndexError):
+        with pytest.raises(ValueError, match="empty"):
             built.failure()
         assert [name for _, name in attention_of(model)] == before
 

@@ -37,7 +37,29 @@ def check_rows(rows: int, batch: int) -> None:
         )
 
 
-def check_past(mask: Tensor | None, lengths: Sequence[int], columns: int, new: int) -> None:
+def check_forward(kwargs: Mapping[str, Any], lengths: Sequence[int], columns: int, exact: bool) -> Padding | None:
+    """Check that a forward continues a stream, and return its padding.
+
+    Args:
+        kwargs: of the model's forward.
+        lengths: tokens of each row before this forward.
+        columns: columns of the stream before this forward.
+        exact: see `_check_positions`.
+
+    Raises:
+        ConfigError: the mask is not one of padding, or positions are not those of one text.
+        H2OStreamError: the stream has another number of rows, or there are no tokens.
+    """
+    batch, new = tokens_in(kwargs).shape[:2]
+    check_rows(len(lengths), batch)
+    mask = kwargs.get("attention_mask")
+    padding = Padding.of(mask, batch, new)
+    _check_past(mask, lengths, columns, new)
+    _check_positions(kwargs.get("position_ids"), lengths, columns, (batch, new), padding, exact)
+    return padding
+
+
+def _check_past(mask: Tensor | None, lengths: Sequence[int], columns: int, new: int) -> None:
     """Check that a mask shows all past tokens of the stream and none of its padding.
 
     Args:
@@ -59,7 +81,7 @@ def check_past(mask: Tensor | None, lengths: Sequence[int], columns: int, new: i
         )
 
 
-def check_positions(
+def _check_positions(
     positions: Tensor | None,
     lengths: Sequence[int],
     columns: int,

@@ -122,3 +122,12 @@ def check_not_evicted(group: HeadGroup, start: int, stop: int) -> None:
             f"of the tokens {start} to {stop} some have been evicted, {seen} were seen in a window of {window}; "
             "pin tokens before they pass the window"
         )
+
+
+def without(pins: Iterable[range], start: int, stop: int | None) -> tuple[range, ...]:
+    """Pins without the indices from `start` up to `stop`, None for all from `start` on."""
+    rest = []
+    for pin in pins:
+        after = pin.stop if stop is None else max(min(stop, pin.stop), pin.start)
+        rest += [range(pin.start, min(start, pin.stop)), range(max(after, pin.start), pin.stop)]
+    return merged(rest)

@@ -76,7 +76,7 @@ def load_state(cache: H2OCache, state: Mapping[str, Tensor]) -> None:
         if number == 0:
             cache.tokens.lengths = tuple(require_tensor(tensors, "seen").flatten().tolist())
             cache.tokens.columns = columns
-        group.load(tensors, device)
+        _load_group(group, tensors, device)
         group.filled = filled[number]
     pins = whole_numbers(state, "pins")
     cache.resolved, cache.budgets.pins = True, tuple(map(range, pins[::2], pins[1::2]))
@@ -94,6 +94,23 @@ def _groups(cache: H2OCache) -> Iterator[tuple[str, HeadGroup, torch.device | No
     for number, (layer, spec) in enumerate(zip(cache.layers, cache.specs, strict=True)):
         for part, group in enumerate(layer.head_groups):
             yield f"{number}." if len(layer.head_groups) == 1 else f"{number}.{part}.", group, spec.device
+
+
+def _load_group(group: HeadGroup, tensors: Mapping[str, Tensor], device: torch.device | None) -> None:
+    """Copy the tensors of a head group, whose tokens are counted already."""
+    keys, values = (require_tensor(tensors, name)[:, :, :1].to(device or "cpu") for name in ("keys", "values"))
+    schedule, slots = group.schedule, require_tensor(tensors, "index").shape[-1]
+    settled = min(group.tokens.lengths) >= schedule.settled
+    minimum = (schedule.window if settled else schedule.max_held) + group.spare
+    if not minimum <= slots <= group.plan.window + schedule.max_held + group.spare:
+        raise H2OStreamError(f"the state does not fit: it has {slots} slots, {minimum} are needed")
+    if keys.dim() != 4 or keys.shape[:3] != values.shape[:3] or keys.dtype != values.dtype:
+        raise H2OStreamError(f"the state does not fit: values are {tuple(values.shape)} {values.dtype}")
+    if group.heads is not None and keys.shape[1] != len(group.heads):
+        raise H2OStreamError(f"the state does not fit: {keys.shape[1]} heads of a group of {len(group.heads)}")
+    group.allocate(keys, values, slots)
+    for name, tensor in group.tensors().items():
+        tensor.copy_(require_tensor(tensors, name, like=tensor))
 
 
 def _load_budgets(cache: H2OCache, saved: Mapping[str, Any], prompt: int) -> None:

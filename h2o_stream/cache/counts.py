@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass
 from functools import cached_property
 from statistics import fmean
+from typing import TYPE_CHECKING
 
 from h2o_stream.cache.budgets import Schedule
+
+if TYPE_CHECKING:
+    from h2o_stream.cache.h2o_cache import H2OCache
 
 
 @dataclass(frozen=True)
@@ -63,6 +68,15 @@ class Occupancy:
     sinks: int
     protected: tuple[range, ...]
     groups: dict[tuple[Schedule, int], int]
+
+    @classmethod
+    def of(cls, cache: H2OCache) -> Occupancy:
+        """The occupancy of a cache as it is now."""
+        heads = Counter[tuple[Schedule, int]]()
+        for group in cache.evicting_groups:
+            heads[group.schedule, group.budget.recent] += group.num_heads
+        nbytes, plan = sum(group.nbytes for group in cache.head_groups), cache.plan
+        return cls(cache.revision, plan.window, nbytes, plan.sinks, cache.budgets.protected, dict(heads))
 
     def counts(self, seen: int) -> CacheCounts:
         """Means over the heads, of a stream of `seen` tokens."""

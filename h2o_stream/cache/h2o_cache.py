@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from copy import copy
 from dataclasses import replace
@@ -12,9 +11,8 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import Cache
 
-from h2o_stream.cache.arguments import check_past, check_positions, check_rows, tokens_in
-from h2o_stream.cache.budget_assignment import BudgetAssignment, check_not_evicted
-from h2o_stream.cache.budgets import Schedule
+from h2o_stream.cache.arguments import check_forward, tokens_in
+from h2o_stream.cache.budget_assignment import BudgetAssignment, check_not_evicted, without
 from h2o_stream.cache.cache_state import load_state, state_of
 from h2o_stream.cache.counts import CacheCounts, Occupancy
 from h2o_stream.cache.head_group import HeadGroup
@@ -157,12 +155,7 @@ class H2OCache(Cache):
     @property
     def _occupancy(self) -> Occupancy:
         if self._occupancy_cache is None or self._occupancy_cache.revision != self.revision:
-            heads = Counter[tuple[Schedule, int]]()
-            for group in self.evicting_groups:
-                heads[group.schedule, group.budget.recent] += group.num_heads
-            nbytes = sum(group.nbytes for group in self.head_groups)
-            plan, protected = self.plan, self.budgets.protected
-            self._occupancy_cache = Occupancy(self.revision, plan.window, nbytes, plan.sinks, protected, dict(heads))
+            self._occupancy_cache = Occupancy.of(self)
         return self._occupancy_cache
 
     def statistics(self) -> list[LayerStatistics]:
@@ -199,11 +192,7 @@ class H2OCache(Cache):
 
     def unpin(self, start: int = 0, stop: int | None = None) -> None:
         """Let the tokens from `start` up to `stop`, or all from `start` on, be evicted again."""
-        rest = []
-        for pin in self.pins:
-            after = pin.stop if stop is None else max(min(stop, pin.stop), pin.start)
-            rest += [range(pin.start, min(start, pin.stop)), range(max(after, pin.start), pin.stop)]
-        self.budgets.pins = merged(rest)
+        self.budgets.pins = without(self.pins, start, stop)
         self.assign_budgets()
 
     def assign_budgets(self) -> None:
@@ -289,15 +278,10 @@ class H2OCache(Cache):
         """
         tokens = tokens_in(kwargs)
         batch, new = tokens.shape[:2]
-        lengths, columns = self.tokens.lengths or (0,) * batch, self.tokens.columns
-        check_rows(len(lengths), batch)
-        mask, positions = kwargs.get("attention_mask"), kwargs.get("position_ids")
-        padding = Padding.of(mask, batch, new)
-        check_past(mask, lengths, columns, new)
-        check_positions(positions, lengths, columns, (batch, new), padding, self._last_position is not None)
+        lengths = self.tokens.lengths or (0,) * batch
+        self.padding = padding = check_forward(kwargs, lengths, self.tokens.columns, self._last_position is not None)
         if not self.resolved:
             self.begin(new)
-        self.padding = padding
         counts = padding.counts if padding else (new,) * batch
         self._arriving = counts, new
         kwargs["h2o_cache"] = self

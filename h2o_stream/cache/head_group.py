@@ -12,7 +12,7 @@ one (`budgets`) moves its tokens into fewer slots once, when its window has reac
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from operator import add
 
 import torch
@@ -28,12 +28,10 @@ from h2o_stream.cache.policies import Budget, Candidates, Policy
 from h2o_stream.cache.quantized_store import QuantizedStore
 from h2o_stream.cache.revision import Revision
 from h2o_stream.cache.rope import RotaryTable
-from h2o_stream.cache.state import require_tensor
 from h2o_stream.cache.statistics import SparsityMeter
 from h2o_stream.cache.store import Store
 from h2o_stream.cache.token_count import TokenCount
 from h2o_stream.config import CachePlan
-from h2o_stream.errors import H2OStreamError
 
 Watch = Callable[[Tensor, Tensor, int], None]
 """Gets attention probabilities [B, Hkv, G, Q, K], which of K are tokens [B, Hkv, K], and the tokens seen."""
@@ -119,7 +117,7 @@ class HeadGroup:
             [B, Q, Hq, D] in the query's dtype; undefined where there is padding.
         """
         if not self.is_initialized:
-            self._allocate(key, value, self.schedule.max_held + self._spare)
+            self.allocate(key, value, self.schedule.max_held + self.spare)
         self.queries_per_key = query.shape[1] // key.shape[1]
         if padding is not None:
             query, key, value = padding.pack(query), padding.pack(key), padding.pack(value)
@@ -241,9 +239,9 @@ class HeadGroup:
 
     def tensors(self) -> dict[str, Tensor]:
         """Everything allocated, by name."""
-        return {name: getattr(owner, name) for owner, name in self._attributes()}
+        return {name: getattr(owner, name) for owner, name in self.attributes()}
 
-    def _attributes(self) -> Iterator[tuple[Store | HeadGroup, str]]:
+    def attributes(self) -> Iterator[tuple[Store | HeadGroup, str]]:
         """Whose attribute each tensor is, and its name."""
         if self.is_initialized:
             yield from ((self.store, name) for name in self.store.names)
@@ -252,11 +250,11 @@ class HeadGroup:
     # allocation
 
     @property
-    def _spare(self) -> int:
+    def spare(self) -> int:
         """Slots beside those of held tokens: the next token's, and with a quantized store its slot in the ring."""
         return 1 if self.plan.kv_bits == 16 else 2
 
-    def _allocate(self, key: Tensor, value: Tensor, slots: int) -> None:
+    def allocate(self, key: Tensor, value: Tensor, slots: int) -> None:
         """Allocate every slot, in the dtype and on the device of keys like [B, Hkv, Q, D]."""
         rows, plan = key.shape[:2], self.plan
         self.dtype, self.device = key.dtype, key.device
@@ -285,7 +283,7 @@ class HeadGroup:
         if not self.is_initialized:
             return
         rows, in_place = rows.to(self.device), len(rows) == len(self.seen)
-        for owner, name in self._attributes():
+        for owner, name in self.attributes():
             chosen = getattr(owner, name).index_select(0, rows)
             if in_place:
                 getattr(owner, name).copy_(chosen)
@@ -297,13 +295,13 @@ class HeadGroup:
     def set_schedule(self, schedule: Schedule) -> None:
         """Hold as many tokens as `schedule` says from now on; only while every row is within the common window."""
         self.schedule = schedule
-        if self.is_initialized and self.store.slots < schedule.max_held + self._spare:
-            self._resize(schedule.max_held + self._spare, self.tokens.lengths)
+        if self.is_initialized and self.store.slots < schedule.max_held + self.spare:
+            self._resize(schedule.max_held + self.spare, self.tokens.lengths)
         self.revision.bump()
 
     def compact(self, lengths: Sequence[int]) -> None:
         """Release slots once every row, of so many tokens, has reached the final size of a window that shrinks."""
-        slots = self.schedule.window + self._spare
+        slots = self.schedule.window + self.spare
         if self.store.slots > slots and min(lengths) >= self.schedule.settled:
             self._resize(slots, lengths)
 
@@ -321,23 +319,3 @@ class HeadGroup:
         self.rank.masked_fill_(self.index < 0, slots)
         self.filled = max(map(self.schedule.held, lengths))
         self.revision.bump()
-
-    def load(self, tensors: Mapping[str, Tensor], device: torch.device | None) -> None:
-        """Take over copies of the `tensors` of another group of the same plan, whose tokens are counted already.
-
-        Raises:
-            H2OStreamError: tensors are missing or do not fit.
-        """
-        keys, values = (require_tensor(tensors, name)[:, :, :1].to(device or "cpu") for name in ("keys", "values"))
-        schedule, slots = self.schedule, require_tensor(tensors, "index").shape[-1]
-        settled = min(self.tokens.lengths) >= schedule.settled
-        minimum = (schedule.window if settled else schedule.max_held) + self._spare
-        if not minimum <= slots <= self.plan.window + schedule.max_held + self._spare:
-            raise H2OStreamError(f"the state does not fit: it has {slots} slots, {minimum} are needed")
-        if keys.dim() != 4 or keys.shape[:3] != values.shape[:3] or keys.dtype != values.dtype:
-            raise H2OStreamError(f"the state does not fit: values are {tuple(values.shape)} {values.dtype}")
-        if self.heads is not None and keys.shape[1] != len(self.heads):
-            raise H2OStreamError(f"the state does not fit: {keys.shape[1]} heads of a group of {len(self.heads)}")
-        self._allocate(keys, values, slots)
-        for owner, name in self._attributes():
-            getattr(owner, name).copy_(require_tensor(tensors, name, like=getattr(owner, name)))
