@@ -31,7 +31,7 @@ _REFUSALS = {
     "more in its softmax than queries and keys: learned sinks": "uses s_aux",
     "tokens that attend to later ones: an encoder": "attend to later ones",
     "keywords of a forward do not reach its attention": "does not pass extra keywords on",
-    "something else comes out, or it fails; the proof says it": "computes something else|fails",
+    "something else comes out, or it fails; the check says which": "computes something else|fails",
 }
 """Kinds of reasons, and what messages of that kind say."""
 

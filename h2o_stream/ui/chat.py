@@ -126,7 +126,8 @@ class Chat:
                         continue
                     status.close()
                     if reply is None:
-                        reply = stack.enter_context(self._reply())
+                        reply = self._reply()
+                        stack.enter_context(reply)
                     if isinstance(event, Token):
                         reply.push(event.text)
                         continue
