@@ -19,7 +19,7 @@ from h2o_stream.compare import folder
 from h2o_stream.config import POLICIES, PolicyDefaults
 from h2o_stream.errors import DataError
 from h2o_stream.models.packed_layers import PackedLinear
-from h2o_stream.models.quantize import packed_kinds, replace
+from h2o_stream.models.quantize import packed_kinds, replace_module
 from h2o_stream.native.packing import pack
 from tests import families
 from tests.conftest import make_llama
@@ -33,7 +33,7 @@ def packed(quantize: str) -> Any:
     """A tiny model with the same weights in so many bits."""
     model = make_llama(size=16)
     for name, kind in packed_kinds(model, quantize).items():
-        replace(model, name, kind, pack(model.get_submodule(name).weight.contiguous(), kind))
+        replace_module(model, name, kind, pack(model.get_submodule(name).weight.contiguous(), kind))
     return model
 
 
