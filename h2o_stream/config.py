@@ -61,7 +61,7 @@ class PolicyDefaults:
         positions: where RoPE sees the kept tokens.
         rule: ``module:class`` of the `Policy` that chooses among the unprotected tokens.
         draws: whether the rule is random, so that the seed matters.
-        budgets: ``equal`` gives every head the same window, ``measured`` gives retrieval heads more, with the same mean.
+        budgets: ``equal`` windows for all heads, or ``measured``: larger ones for retrieval heads, with the same mean.
         long_term: weight of the long-term score beside the decaying one.
     """
 
