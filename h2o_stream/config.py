@@ -52,7 +52,7 @@ EXACT_SINKS = 4
 
 @dataclass(frozen=True)
 class PolicyDefaults:
-    """The settings of a policy, unless the user chooses others.
+    """Default budgets and rules of a policy.
 
     Attributes:
         heavy_share: fraction of the unpinned window for heavy hitters, 0 to 1.
@@ -62,7 +62,7 @@ class PolicyDefaults:
         rule: ``module:class`` of the `Policy` that chooses among the unprotected tokens; a `Policy` class with these as
             its ``defaults`` leaves it out.
         draws: whether the rule is random and needs a seed.
-        budgets: whether all heads have the same window, or each one a measured window, with the same mean.
+        budgets: ``equal`` windows for all heads, or ``measured``: larger ones for retrieval heads, with the same mean.
         long_term: weight of the long-term score beside the decaying one.
     """
 
@@ -103,8 +103,8 @@ POLICIES = Registry("h2o_stream.policies", _POLICIES, _policy_defaults)
 
 @dataclass(frozen=True)
 class CachePlan:
-    """A `CacheConfig` with nothing left open. All counts are tokens per layer and KV head; means over the layers
-    when budgets are measured.
+    """A `CacheConfig` with all defaults filled in. Counts are tokens per layer and KV head, means if budgets are
+    measured.
 
     ``window == sinks + heavy + recent``; ``span + window + chunk`` is the largest distance RoPE can meet.
     """
@@ -151,13 +151,13 @@ class CacheConfig:
         heavy_ratio: heavy slots as a part of the first prompt of a stream, as in the papers; with `recent_ratio`
             it takes the place of `window` and `heavy`.
         recent_ratio: recent slots as a part of the first prompt of a stream.
-        seed: of a policy that draws; the others do not look at it.
-        budgets: ``measured`` shares the slots of all heads out by how far back each of them reaches (`cache.budgets`),
-            so that `window` and `heavy` are means; ``equal`` gives every head the same.
-        long_term: weight of the long-term score of ``h2o``; 0 leaves the decaying score alone, which is the default
-            with fewer `kv_bits`, where four bytes a slot are many.
+        seed: of a random policy; the others ignore it.
+        budgets: ``measured`` gives retrieval heads larger windows (`cache.retrieval_heads`), so that `window` and
+            `heavy` are means; ``equal`` gives every head the same.
+        long_term: weight of the long-term score of ``h2o``; 0 disables it, the default with fewer `kv_bits`, where four
+            bytes per slot matter.
         device: ``auto`` keeps keys and values where each layer computes; ``cpu`` keeps them in host memory and attends
-            to them there, so that only the new token's travel.
+            there, so that only the new token's are transferred.
 
     Raises:
         ConfigError: a value is outside its limits, naming value, limit and option.
