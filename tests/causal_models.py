@@ -143,6 +143,8 @@ def _shrunk(defaults: dict[str, Any], special: dict[str, Any]) -> dict[str, Any]
         chosen = list(first.values())[:4] * (2 if len(first) == 1 else 1)
         settings |= {name: [value[number] for number in chosen] for name, value in by_layer.items()}
         settings |= {name: len(chosen) for name in _LAYERS if name in defaults}
+    if "cross_attention_layers" in defaults:
+        settings["cross_attention_layers"] = [1]
     for name, value in defaults.items():
         if name.endswith("_config") and isinstance(value, dict) and value:
             kind = {"model_type": value["model_type"]} if "model_type" in value else {}

@@ -108,7 +108,7 @@ class TestCommands:
     def test_another_system_prompt(self, tiny_folder: Path) -> None:
         done = piped(tiny_folder, ["/system", "hello", "/system Be kind.", "/system", "hello"], "-s", "Be brief.")
         assert "Be brief.\n" in done.stderr
-        assert "anew" in done.stderr
+        assert "Started a new conversation" in done.stderr
         assert "\nBe kind.\n" in done.stderr
 
     def test_files(self, tiny_folder: Path, tmp_path: Path) -> None:
@@ -189,7 +189,7 @@ class TestSessions:
         options = ("--window", 64, "--temp", 1, "--seed", 4)
         whole = piped(tiny_folder, talk, *options).stdout.splitlines()
         first = piped(tiny_folder, talk[:3], *options, "--session", "talk")
-        assert "session talk begins" in first.stderr
+        assert "session talk started" in first.stderr
         rest = piped(tiny_folder, talk[3:], *options, "--session", "talk")
         assert "session talk resumed after turn 3: question 2" in rest.stderr
         assert first.stdout.splitlines() + rest.stdout.splitlines() == whole
