@@ -110,11 +110,7 @@ class ConversationMachine(RuleBasedStateMachine):
         self.folder = Path(tempfile.mkdtemp())
         self.stack.callback(shutil.rmtree, self.folder)
         self.stack.enter_context(patch.dict(os.environ, {"XDG_DATA_HOME": str(self.folder)}))
-        for place in ("attach", "verification", "retrieval_heads"):  # the model never changes; a digest takes milliseconds
-            "attach",
-            "verification",
-            "retrieval_heads",
-        ):  # the model never changes, and each digest takes milliseconds
+        for place in ("attach", "verification", "retrieval_heads"):  # a digest takes milliseconds
             self.stack.enter_context(patch(f"h2o_stream.cache.{place}.model_digest", lambda model: DIGEST))
         self.stack.enter_context(torch.no_grad())
         self.engine = self.stack.enter_context(make_engine())
