@@ -41,7 +41,7 @@ TOO_LONG = " ".join(WORDS + WORDS)
 
 texts = st.lists(st.sampled_from(WORDS), min_size=1, max_size=6).map(" ".join)
 names = st.sampled_from(["one", "two", "ü" * 4])
-kinds = st.sampled_from(["say", "say", "pin", "tell"])
+kinds = st.sampled_from(["say", "say", "pin", "feed"])
 disturbances = st.one_of(
     st.none(),
     st.none(),
@@ -98,7 +98,7 @@ def digest_of(state: dict[str, Tensor]) -> str:
 
 
 def begun(talker: Any, kind: str, text: str) -> Iterator[Any]:
-    if kind == "tell":
+    if kind == "feed":
         return talker.feed_turn(text, "w9 w10")  # type: ignore[no-any-return]
     return (talker.say if kind == "say" else talker.pin)(text)  # type: ignore[no-any-return]
 
@@ -110,7 +110,11 @@ class ConversationMachine(RuleBasedStateMachine):
         self.folder = Path(tempfile.mkdtemp())
         self.stack.callback(shutil.rmtree, self.folder)
         self.stack.enter_context(patch.dict(os.environ, {"XDG_DATA_HOME": str(self.folder)}))
-        for place in ("attach", "proof", "reach"):  # the model never changes, and each digest takes milliseconds
+        for place in (
+            "attach",
+            "verification",
+            "retrieval_heads",
+        ):  # the model never changes, and each digest takes milliseconds
             self.stack.enter_context(patch(f"h2o_stream.cache.{place}.model_digest", lambda model: DIGEST))
         self.stack.enter_context(torch.no_grad())
         self.engine = self.stack.enter_context(make_engine())
@@ -118,7 +122,7 @@ class ConversationMachine(RuleBasedStateMachine):
         self.talk = Talk(SYSTEMS[0])
         self.name: str | None = None
         self.saved: dict[str, Talk] = {}
-        self.behind: set[str] = set()
+        self.unsaved: set[str] = set()
 
     def teardown(self) -> None:
         self.history.close()
@@ -181,12 +185,12 @@ class ConversationMachine(RuleBasedStateMachine):
 
     @rule(kind=kinds, text=texts, events=st.none() | st.integers(1, 6), disturbance=disturbances)
     def turn(self, kind: str, text: str, events: int | None, disturbance: Any) -> None:
-        before, draws, told = self.talk, self.engine.sampler.rng_state, list[str]()
+        before, draws, messages = self.talk, self.engine.sampler.rng_state, list[str]()
 
         def do() -> None:
             iterator = begun(self.history, kind, text)
             for event in islice(iterator, events):
-                told.append(getattr(event, "detail", ""))
+                messages.append(getattr(event, "detail", ""))
             if events is not None:
                 iterator.close()  # type: ignore[attr-defined]
 
@@ -206,10 +210,10 @@ class ConversationMachine(RuleBasedStateMachine):
         assert self.seen(self.talk)
         if self.name is not None:
             self.saved[self.name] = self.talk
-            if any("not" in detail for detail in told) or isinstance(error, DataError):
-                self.behind.add(self.name)
+            if any("not" in detail for detail in messages) or isinstance(error, DataError):
+                self.unsaved.add(self.name)
             elif error is None and disturbance is None:
-                self.behind.discard(self.name)
+                self.unsaved.discard(self.name)
 
     @rule(count=st.integers(1, 3), disturbance=disturbances)
     def undo(self, count: int, disturbance: Any) -> None:
@@ -243,30 +247,30 @@ class ConversationMachine(RuleBasedStateMachine):
         self.before_or(self.talk, error, self.name if known else name)
         assert known or self.there(name) or not self.on_disk(name), "nothing is left of a copy that was not taken up"
 
-    @rule(name=names, create=st.booleans(), retell=st.booleans(), disturbance=disturbances)
-    def load(self, name: str, create: bool, retell: bool, disturbance: Any) -> None:
+    @rule(name=names, create=st.booleans(), replay=st.booleans(), disturbance=disturbances)
+    def load(self, name: str, create: bool, replay: bool, disturbance: Any) -> None:
         known = self.on_disk(name)
         error = self.disturbed(disturbance, lambda: self.history.open(name, create))
         if name == self.name or not (known or create):
             assert error is not None
             return self.before_or(self.talk, error, self.name)
         if isinstance(error, ResumeError):
-            assert name in self.behind or disturbance is not None, error
+            assert name in self.unsaved or disturbance is not None, error
             self.before_or(self.talk, error, self.name)
-            return self.hear_again(name, None) if retell else None
+            return self.replay_session(name, None) if replay else None
         after = self.saved[name] if known else Talk(self.talk.system)
-        if name in self.behind and self.there(name):
+        if name in self.unsaved and self.there(name):
             after = replace(after, turns=after.turns[: len(self.history.entries)])
-            self.behind.discard(name)
+            self.unsaved.discard(name)
         self.before_or(after, error, name)
         return None
 
     @rule(name=names, disturbance=disturbances, events=st.none() | st.integers(1, 20))
-    def retell(self, name: str, disturbance: Any, events: int | None) -> None:
+    def replay(self, name: str, disturbance: Any, events: int | None) -> None:
         if self.on_disk(name) and name != self.name:
-            self.hear_again(name, disturbance, events)
+            self.replay_session(name, disturbance, events)
 
-    def hear_again(self, name: str, disturbance: Any, events: int | None = None) -> None:
+    def replay_session(self, name: str, disturbance: Any, events: int | None = None) -> None:
         draws, digests = self.engine.sampler.rng_state, list[tuple[str, tuple[int, ...]]]()
 
         def do() -> None:
@@ -282,8 +286,8 @@ class ConversationMachine(RuleBasedStateMachine):
         there = self.saved[name]
         entries, turns = self.history.entries, list[Said]()
         assert [entry.prompt for entry in entries] == [turn.text for turn in there.turns][: len(entries)]
-        assert len(entries) == len(there.turns) or name in self.behind
-        self.behind.discard(name)
+        assert len(entries) == len(there.turns) or name in self.unsaved
+        self.unsaved.discard(name)
         with suppress(H2OStreamError):  # states of long ago
             for entry in reversed(entries):
                 state = self.history._transactions.checkpoint.state(entry.turn)
@@ -292,7 +296,7 @@ class ConversationMachine(RuleBasedStateMachine):
                 digests.append((digest_of(state), tuple(state["engine.tokens"].tolist())))
         digests += [("", ())] * (len(entries) - len(digests))
         for entry, (digest, tokens) in zip(entries, reversed(digests), strict=True):
-            kind = "pin" if entry.kind == "pinned" else f"tell {entry.text}"
+            kind = "pin" if entry.kind == "pinned" else f"feed {entry.text}"
             seen = (entry.kind, entry.prompt, entry.text, entry.finish)
             turns.append(Said(kind, entry.prompt, None, draws, seen, tokens, digest))
         self.talk, self.name = Talk(there.system, tuple(turns)), name
@@ -334,8 +338,8 @@ class ConversationMachine(RuleBasedStateMachine):
             conversation = Conversation(engine, self.talk.system)
             for turn in self.talk.turns:
                 engine.sampler.rng_state = turn.draws
-                kind, told, reply = turn.kind.partition(" ")
-                events = conversation.feed_turn(turn.text, reply) if told else begun(conversation, kind, turn.text)
+                kind, separator, reply = turn.kind.partition(" ")
+                events = conversation.feed_turn(turn.text, reply) if separator else begun(conversation, kind, turn.text)
                 for _ in islice(events, turn.events):
                     pass
                 del events
@@ -347,12 +351,12 @@ class ConversationMachine(RuleBasedStateMachine):
     def check_the_disk(self) -> None:
         for name, talk in self.saved.items():
             if not self.on_disk(name):
-                assert not talk.turns or name in self.behind
+                assert not talk.turns or name in self.unsaved
                 continue
             with Session(name, create=False) as session:
                 prompts = [entry.prompt for entry in session.transcript.entries]
                 wanted = [turn.text for turn in talk.turns]
-                assert prompts == wanted or (name in self.behind and prompts == wanted[: len(prompts)])
+                assert prompts == wanted or (name in self.unsaved and prompts == wanted[: len(prompts)])
 
     @invariant()
     def remember_what_is_held(self) -> None:

@@ -21,7 +21,7 @@ from tests.tolerance import assert_close
 def held(scores: list[float], index: list[int]) -> Candidates:
     """One row, one head."""
     place = torch.tensor(index)
-    rank = torch.tensor([sum(other > own for other in index) for own in index])
+    rank = torch.tensor([sum(other > i for other in index) for i in index])
     return Candidates(torch.tensor([[scores]]), place[None, None], rank[None, None], torch.tensor([[[max(index) + 1]]]))
 
 

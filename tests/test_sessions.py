@@ -187,9 +187,9 @@ def test_exports(tmp_path: Path) -> None:
     assert text.startswith("# a-model, h2o, window 256\n\n> Be brief.\n")
     assert "**You**\n\nquestion\n\n**Model**\n\nanswer ü\n\n**You** (pinned)\n\na fact\n" in text
     export(tmp_path / "talk.json", HEADER, entries)
-    told = json.loads((tmp_path / "talk.json").read_text())
-    assert [message["role"] for message in told["messages"]] == ["system", "user", "assistant", "user"]
-    assert told["policy"] == "h2o"
+    exported = json.loads((tmp_path / "talk.json").read_text())
+    assert [message["role"] for message in exported["messages"]] == ["system", "user", "assistant", "user"]
+    assert exported["policy"] == "h2o"
     with pytest.raises(H2OStreamError, match="File exists"):
         export(tmp_path / "talk.md", HEADER, entries)
     with pytest.raises(ConfigError, match="must end in .md or .json"):
