@@ -41,6 +41,7 @@ SIZES: dict[str, Any] = {
     "eos_token_id": 2,
 }
 GROUPED = {**SIZES, "num_key_value_heads": 2, "head_dim": 8}
+PER_HEAD = {**SIZES, "num_key_value_heads": 4}
 
 
 @dataclass(frozen=True)
@@ -92,6 +93,7 @@ LONGROPE = rope(
     partial_rotary_factor=0.75,
     original_max_position_embeddings=CONTEXT // 2,
 )
+PARTIAL = rope("default", partial_rotary_factor=0.5)
 SLIDING = ["sliding_attention", "full_attention"]
 
 FAMILIES = [
@@ -147,7 +149,7 @@ FAMILIES = [
         "GPT-NeoX",
         "Pythia, GPT-NeoX 20B",
         "partial rotary, parallel MLP",
-        tiny("GPTNeoX", **SIZES, **rope("default", partial_rotary_factor=0.5)),
+        tiny("GPTNeoX", **SIZES, **PARTIAL),
     ),
     Family(
         "OPT",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import stat
 from pathlib import Path
 
@@ -194,3 +195,21 @@ def test_exports(tmp_path: Path) -> None:
         export(tmp_path / "talk.md", HEADER, entries)
     with pytest.raises(ConfigError, match="must end in .md or .json"):
         export(tmp_path / "talk.txt", HEADER, entries)
+
+
+def test_a_forked_process_does_not_release_the_lock(tmp_path: Path) -> None:
+    with Session("talk", tmp_path) as session:
+        child = os.fork()
+        if not child:
+            session.close()
+            os._exit(0)
+        os.waitpid(child, 0)
+        with pytest.raises(DataError, match="open in another process"):
+            Session("talk", tmp_path)
+
+
+@pytest.mark.parametrize("name", ["𝔘" * 64, "ü" * 65])
+def test_names_too_long_for_a_file_system(name: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="cannot name a session"):
+        Session(name, tmp_path)
+    Session("𝔘" * 63, tmp_path).close()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from pathlib import Path
@@ -273,16 +272,6 @@ class TestSessions:
         history.close()
         assert len(self.free("talk")) == 1
 
-    def test_a_forked_process_does_not_let_it_go(self) -> None:
-        with Session("talk") as session:
-            child = os.fork()
-            if not child:
-                session.close()
-                os._exit(0)
-            os.waitpid(child, 0)
-            with pytest.raises(DataError, match="open in another process"):
-                Session("talk")
-
     def test_draws_of_another_device(self, make: Callable[..., ConversationHistory]) -> None:
         from h2o_stream.cache.state import checksummed
 
@@ -294,12 +283,6 @@ class TestSessions:
         with pytest.raises(H2OStreamError, match="is not the state of a CPU random generator"):
             history.conversation.load_state_dict(foreign)
         assert whole(history) == before
-
-    @pytest.mark.parametrize("name", ["𝔘" * 64, "ü" * 65])
-    def test_names_that_no_file_system_takes(self, name: str) -> None:
-        with pytest.raises(ConfigError, match="cannot name a session"):
-            Session(name)
-        Session("𝔘" * 63).close()
 
 
 class TestFullDisk:
