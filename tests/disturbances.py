@@ -55,13 +55,13 @@ def full_disk(first: int = 1, last: int = 10**9) -> Iterator[None]:
     count = 0
 
     def failing(real: Callable[..., Any], needs_room: Callable[..., bool]) -> Callable[..., Any]:
-        def call(*given: Any, **more: Any) -> Any:
+        def call(*args: Any, **kwargs: Any) -> Any:
             nonlocal count
-            if needs_room(*given):
+            if needs_room(*args):
                 count += 1
                 if first <= count <= last:
                     raise FullDisk
-            return real(*given, **more)
+            return real(*args, **kwargs)
 
         return call
 

@@ -41,6 +41,7 @@ SIZES: dict[str, Any] = {
     "eos_token_id": 2,
 }
 GROUPED = {**SIZES, "num_key_value_heads": 2, "head_dim": 8}
+PER_HEAD = {**SIZES, "num_key_value_heads": 4}
 
 
 @dataclass(frozen=True)
@@ -61,7 +62,7 @@ class Family:
     special: str
     make: Callable[[], PreTrainedModel]
     learned: bool = False
-    reach: int = CONTEXT
+    max_distance: int = CONTEXT
 
     @property
     def positions(self) -> tuple[str, ...]:
@@ -92,6 +93,7 @@ LONGROPE = rope(
     partial_rotary_factor=0.75,
     original_max_position_embeddings=CONTEXT // 2,
 )
+PARTIAL = rope("default", partial_rotary_factor=0.5)
 SLIDING = ["sliding_attention", "full_attention"]
 
 FAMILIES = [
@@ -104,7 +106,7 @@ FAMILIES = [
         "Mistral 7B v0.1",
         "a sliding window in all layers",
         tiny("Mistral", **GROUPED, sliding_window=64),
-        reach=64,
+        max_distance=64,
     ),
     Family("Qwen 2", "Qwen2.5", "biases on q, k, v", tiny("Qwen2", **GROUPED)),
     Family("Qwen 2, YaRN", "Qwen2.5 beyond 32k", "YaRN scaling", tiny("Qwen2", **GROUPED, **YARN)),
@@ -114,14 +116,14 @@ FAMILIES = [
         "Phi-3 mini 4k",
         "fused q, k, v; a sliding window in all layers",
         tiny("Phi3", **GROUPED, sliding_window=60),
-        reach=60,
+        max_distance=60,
     ),
     Family(
         "Phi-3, LongRoPE",
         "Phi-3.5, Phi-4 mini",
         "partial LongRoPE, kept within its short factors",
         tiny("Phi3", **GROUPED, **LONGROPE),
-        reach=CONTEXT // 2,
+        max_distance=CONTEXT // 2,
     ),
     Family(
         "Gemma 2",
@@ -147,7 +149,7 @@ FAMILIES = [
         "GPT-NeoX",
         "Pythia, GPT-NeoX 20B",
         "partial rotary, parallel MLP",
-        tiny("GPTNeoX", **SIZES, **rope("default", partial_rotary_factor=0.5)),
+        tiny("GPTNeoX", **SIZES, **PARTIAL),
     ),
     Family(
         "OPT",
@@ -195,7 +197,7 @@ STEPS = 12
 
 
 def rules_of(config: CacheConfig, family: Family) -> Rules:
-    plan = config.plan(family.reach)
+    plan = config.plan(family.max_distance)
     return Rules(
         plan.window, plan.heavy, plan.sinks, plan.decay, plan.positions, plan.span, RULES[plan.policy], plan.long_term
     )
@@ -242,13 +244,13 @@ def error(number: int, policy: str, chunk: int, rows: int, positions: str | None
     mask = torch.tensor([[0] * pad + [1] * (width + STEPS - pad) for pad in padding])
     with attach(model, config) as cache:
         ends = [0, *range(width, width + STEPS + 1)]
-        parts = [
+        chunks = [
             model(ids[:, start:end], attention_mask=mask[:, :end], past_key_values=cache).logits
             for start, end in itertools.pairwise(ends)
         ]
         kept = [cache.kept(layer).tolist() for layer in range(2)]
         evicting = [] if policy == "full" else cache.evicting_layers
-    logits, worst = torch.cat(parts, 1), 0.0
+    logits, worst = torch.cat(chunks, 1), 0.0
     for row, pad in enumerate(padding):
         wanted, held, margin = expected(number, config, row)
         assert margin > TIE, f"{family.name}, {policy}: row {row} comes too close to a tie; take other tokens"

@@ -43,7 +43,7 @@ _PURE = {"Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K"}
 
 BEGIN, END = "<!-- gguf types -->\n", "<!-- end of gguf types -->\n"
 
-_AT_ONCE = 512
+_BATCH_SIZE = 512
 """Tokens that are read at once."""
 
 
@@ -119,7 +119,7 @@ def their_loss(file: Path, tokens: Sequence[int]) -> float:
     llama = llama_cpp.Llama(
         str(file),
         n_ctx=len(tokens),
-        n_batch=_AT_ONCE,
+        n_batch=_BATCH_SIZE,
         n_threads=threads,
         n_threads_batch=threads,
         logits_all=True,
@@ -134,7 +134,7 @@ def their_loss(file: Path, tokens: Sequence[int]) -> float:
 def our_losses(file: Path, tokens: Sequence[int], dtype: str) -> tuple[float, float, str]:
     """Ours in prompts, ours token by token with a window that evicts nothing, and what ran the steps."""
     model = load(ModelConfig(model=str(file), dtype=dtype, device="cpu", offline=True)).model
-    prompt = _mean(_logits(model, CacheConfig("full"), tokens, _AT_ONCE)[0], tokens)
+    prompt = _mean(_logits(model, CacheConfig("full"), tokens, _BATCH_SIZE)[0], tokens)
     logits, note = _logits(model, CacheConfig("recent", window=len(tokens)), tokens, 1)
     return prompt, _mean(logits, tokens), note
 
@@ -144,14 +144,14 @@ def _logits(model: Any, config: CacheConfig, tokens: Sequence[int], step: int) -
     """[n - 1, V] float32 for all tokens but the last, fed some at a time, and what ran the steps."""
     fed = torch.tensor([tokens[:-1]])
     with attach(model, config) as cache:
-        parts = [model(ids, past_key_values=cache).logits[0].float() for ids in fed.split(step, 1)]
-        return torch.cat(parts), str(getattr(cache, "engine_note", ""))
+        chunks = [model(ids, past_key_values=cache).logits[0].float() for ids in fed.split(step, 1)]
+        return torch.cat(chunks), str(getattr(cache, "engine_note", ""))
 
 
 def _mean(logits: Tensor, tokens: Sequence[int]) -> float:
     targets = torch.tensor(tokens[1:])
-    parts = zip(logits.split(_AT_ONCE), targets.split(_AT_ONCE), strict=True)
-    return float(torch.cat([cross_entropy(rows, ids, reduction="none") for rows, ids in parts]).double().mean())
+    pairs = zip(logits.split(_BATCH_SIZE), targets.split(_BATCH_SIZE), strict=True)
+    return float(torch.cat([cross_entropy(rows, ids, reduction="none") for rows, ids in pairs]).double().mean())
 
 
 def rows(names: Sequence[str], text: Path | None, count: int, dtype: str) -> Iterator[Row]:
@@ -195,17 +195,17 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=2000, help="that are predicted (default: 2000)")
     parser.add_argument("--dtype", default="auto", help="of activations and cache (default: auto)")
     parser.add_argument("--page", type=Path, default=Path("docs/models.md"), help="has the table between its marks")
-    given = parser.parse_args()
+    options = parser.parse_args()
     lines = [
         "| type | matrices | MB | llama.cpp | prompts | difference | steps | difference |",
         "| --- " * 8 + "|",
     ]
-    for row in rows(given.types.split(","), given.text, given.tokens, given.dtype):
+    for row in rows(options.types.split(","), options.text, options.tokens, options.dtype):
         print(row, row.note, flush=True)
         lines.append(str(row))
-    head, begin, rest = given.page.read_text(encoding="utf-8").partition(BEGIN)
+    head, begin, rest = options.page.read_text(encoding="utf-8").partition(BEGIN)
     _, end, tail = rest.partition(END)
-    given.page.write_text(f"{head}{begin}{chr(10).join(lines)}\n{end}{tail}", encoding="utf-8")
+    options.page.write_text(f"{head}{begin}{chr(10).join(lines)}\n{end}{tail}", encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -24,7 +24,7 @@ class Kept:
     key: Tensor
     value: Tensor
     score: float = 0.0
-    lasting: float = 0.0
+    long_term_score: float = 0.0
 
 
 @dataclass
@@ -104,7 +104,7 @@ class Oracle:
                 if old > 0:
                     found[:old] += weights[:, :old].double().square().sum(0) * 0.999 ** (new - 1 - i)
             for token, gained, sharply in zip(held, received.tolist(), found.tolist(), strict=True):
-                token.lasting = token.lasting * 0.999**new + sharply
+                token.long_term_score = token.long_term_score * 0.999**new + sharply
                 token.score = gained + (0 if rules.rule == "tova" else token.score * rules.decay**new)
             if own_window is None:
                 lists[head] = self.evict(held, number, head, self.seen + new)
@@ -150,8 +150,8 @@ class Oracle:
             self.tables[kind] = self.rotary(x, -torch.arange(512.0)[None], *which)
         cos, sin = self.tables[kind]
         turn: Any = sys.modules[type(self.rotary).__module__].apply_rotary_pos_emb
-        turned, scale = cos.shape[-1], cos[0, 0, 0]  # the model has scaled at position 0, too
-        x = torch.cat((x[:, :turned] / scale, x[:, turned:]), dim=-1)
+        rotary_dims, scale = cos.shape[-1], cos[0, 0, 0]  # the model has scaled at position 0, too
+        x = torch.cat((x[:, :rotary_dims] / scale, x[:, rotary_dims:]), dim=-1)
         return turn(x[None, None], x[None, None], cos[:, distance], sin[:, distance])[1][0, 0]
 
     def evict(self, held: list[Kept], layer: int, head: int, seen: int) -> list[Kept]:
@@ -166,7 +166,7 @@ class Oracle:
         others = [token for token in old if token not in kept]
         rule = "recency" if rules.heavy == 0 else rules.rule
         worth = {
-            "accumulated": lambda token: token.score + rules.long_term * token.lasting,
+            "accumulated": lambda token: token.score + rules.long_term * token.long_term_score,
             "tova": lambda token: token.score,
             "recency": lambda token: token.index,
             "random": lambda token: drawn(token.index, layer, head, seen),

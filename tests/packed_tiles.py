@@ -28,13 +28,13 @@ GRID = {
 def block_dtype(kind: MatrixKind, groups: int) -> numpy.dtype:
     """A block of a tile."""
     grid = numpy.dtype([(name, *field) for name, field in GRID[kind](groups).items()])
-    parts = [("grid", grid), ("zeros", "u1", -grid.itemsize % 64)]
-    parts.append(
+    fields = [("grid", grid), ("zeros", "u1", -grid.itemsize % 64)]
+    fields.append(
         ("codes", "i1", (groups, 8, 16, 4)) if kind == MatrixKind.INT8 else ("codes", "u1", (groups, 4, 16, 4))
     )
     if kind == MatrixKind.Q6_K:
-        parts.append(("upper", "u1", (groups, 2, 16, 4)))
-    return numpy.dtype(parts)
+        fields.append(("upper", "u1", (groups, 2, 16, 4)))
+    return numpy.dtype(fields)
 
 
 def tile_dtype(kind: MatrixKind, columns: int) -> numpy.dtype:
@@ -70,8 +70,8 @@ def random_tiles(kind: MatrixKind, rows: int, columns: int, seed: int = 0) -> Te
 def numbers(tiles: Tensor, kind: MatrixKind, rows: int, columns: int) -> Tensor:
     """The matrix that tiles hold: [rows, columns] float64."""
     blocks = tiles.contiguous().numpy().view(tile_dtype(kind, columns))[:, 0]
-    parts = [block_numbers(blocks[name], kind) for name in blocks.dtype.names]
-    return torch.from_numpy(numpy.concatenate(parts, 2).reshape(-1, columns)[:rows])
+    decoded = [block_numbers(blocks[name], kind) for name in blocks.dtype.names]
+    return torch.from_numpy(numpy.concatenate(decoded, 2).reshape(-1, columns)[:rows])
 
 
 def block_numbers(block: numpy.ndarray, kind: MatrixKind) -> numpy.ndarray:

@@ -63,12 +63,12 @@ class Preloaded(subprocess.Popen[Any]):
         self._terminal, self._closed = terminal, closed
         super().__init__([os.fspath(argument) for argument in arguments], **more)
 
-    def _execute_child(self, *given: Any) -> None:
-        arguments, cwd, env, pipes = given[0], given[5], given[6], given[10:16]
+    def _execute_child(self, *args: Any) -> None:
+        arguments, cwd, env, pipes = args[0], args[5], args[6], args[10:16]
         streams = [pipes[0], pipes[3], pipes[5]]
         reply, theirs = socket.socketpair()
         with theirs:
-            descriptors = [own if stream == -1 else stream for own, stream in enumerate(streams)]
+            descriptors = [default if stream == -1 else stream for default, stream in enumerate(streams)]
             socket.send_fds(_server(), [b"."], [*descriptors, theirs.fileno()])
         request = {
             "arguments": arguments,
@@ -94,7 +94,7 @@ class Preloaded(subprocess.Popen[Any]):
             self._socket.close()
         return self.returncode
 
-    def _internal_poll(self, *given: Any, **more: Any) -> int | None:
+    def _internal_poll(self, *args: Any, **kwargs: Any) -> int | None:
         with suppress(subprocess.TimeoutExpired):
             self._wait(0)
         return self.returncode

@@ -78,8 +78,8 @@ def outcome(entry: str, engines: tuple[EngineChoice, ...] = get_args(EngineChoic
 
 def _error(model: PreTrainedModel, config: CacheConfig, engine: Any, ids: Tensor, wanted: Tensor) -> float:
     with attach(model, config, engine=engine) as cache:
-        parts = (ids[:, :PROMPT], *ids[:, PROMPT:].split(1, 1))
-        ours = torch.cat([logits_of(model, part, past_key_values=cache) for part in parts], 1)
+        chunks = (ids[:, :PROMPT], *ids[:, PROMPT:].split(1, 1))
+        ours = torch.cat([logits_of(model, part, past_key_values=cache) for part in chunks], 1)
     return _apart(ours, wanted)
 
 

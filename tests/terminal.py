@@ -48,10 +48,10 @@ class Pty:
         environment: Mapping[str, str] = MappingProxyType({}),
         started: bool = False,
     ) -> None:
-        given = {**os.environ, "TERM": "xterm-256color", "COLUMNS": "", "LINES": ""}
-        given.pop("NO_COLOR", None)
+        env = {**os.environ, "TERM": "xterm-256color", "COLUMNS": "", "LINES": ""}
+        env.pop("NO_COLOR", None)
         if home is not None:
-            given["XDG_DATA_HOME"] = str(home)
+            env["XDG_DATA_HOME"] = str(home)
         self.screen = pyte.Screen(columns, lines)
         self.stream = pyte.Stream(self.screen)
         self.output = ""
@@ -59,7 +59,7 @@ class Pty:
         self.side, program = pty.openpty()
         self.resize(columns, lines)
         streams: dict[str, Any] = dict.fromkeys(("stdin", "stdout", "stderr"), program)
-        streams["env"] = given | dict(environment)
+        streams["env"] = env | dict(environment)
         self.process: subprocess.Popen[Any]
         if started:
             self.process = subprocess.Popen(

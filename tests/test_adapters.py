@@ -30,7 +30,7 @@ def with_adapter(alpha: float, model: LlamaForCausalLM | None = None, seed: int 
     return peft.get_peft_model(model, how).eval()
 
 
-def told(model: Any, steps: int = 4) -> Tensor:
+def logits_of(model: Any, steps: int = 4) -> Tensor:
     """Logits of a prompt's last token and of some that follow one by one."""
     ids = torch.randint(3, 64, (1, 9 + steps), generator=torch.Generator().manual_seed(0))
     output = model(input_ids=ids[:, :9], use_cache=True)
@@ -48,9 +48,9 @@ class TestAdapters:
         base = make_llama()
         for alpha in (8, 64):
             model = with_adapter(alpha, base)
-            expected = told(model)
+            expected = logits_of(model)
             with attach(model, CacheConfig(policy, window=64), engine=engine) as cache:
-                assert_close(told(model), expected)
+                assert_close(logits_of(model), expected)
                 assert cache.seen_tokens == 13
             base = model.unload()
 
@@ -63,27 +63,27 @@ class TestAdapters:
 
     def test_switched_merged_and_taken_off_inside_the_block(self, policy: str, engine: Any) -> None:
         model = with_adapter(32)
-        expected = told(model)
+        expected = logits_of(model)
         with model.disable_adapter():
-            plain = told(model)
+            plain = logits_of(model)
         with attach(model, CacheConfig(policy, window=64), engine=engine):
-            assert_close(told(model), expected)
+            assert_close(logits_of(model), expected)
             with model.disable_adapter():
-                assert_close(told(model), plain)
+                assert_close(logits_of(model), plain)
             model.merge_adapter()
-            assert_close(told(model), expected)
+            assert_close(logits_of(model), expected)
             model.unmerge_adapter()
-            assert_close(told(model), expected)
-            assert_close(told(model.merge_and_unload()), expected)
+            assert_close(logits_of(model), expected)
+            assert_close(logits_of(model.merge_and_unload()), expected)
 
     def test_put_on_an_attached_model(self, policy: str, engine: Any) -> None:
-        expected, base = told(with_adapter(32)), make_llama()
-        plain = told(base)
+        expected, base = logits_of(with_adapter(32)), make_llama()
+        plain = logits_of(base)
         with attach(base, CacheConfig(policy, window=64), engine=engine):
-            assert_close(told(base), plain)
+            assert_close(logits_of(base), plain)
             model = with_adapter(32, base)
-            assert_close(told(model), expected)
-            assert_close(told(model.unload()), plain)
+            assert_close(logits_of(model), expected)
+            assert_close(logits_of(model.unload()), plain)
 
 
 def put_other_data(model: Any) -> None:
@@ -124,8 +124,8 @@ def hook_a_module(model: Any) -> None:
 
 
 def patch_a_forward(model: Any) -> None:
-    own = model.model.layers[0].mlp.forward
-    model.model.layers[0].mlp.forward = lambda x: 2 * own(x)
+    forward = model.model.layers[0].mlp.forward
+    model.model.layers[0].mlp.forward = lambda x: 2 * forward(x)
 
 
 CHANGES = [
@@ -149,11 +149,11 @@ class TestChanged:
     def test_between_streams(self, change: Callable[[Any], None]) -> None:
         other = make_llama()
         change(other)
-        expected, model = told(other), make_llama()
+        expected, model = logits_of(other), make_llama()
         with attach(model, ROOMY):
-            told(model)
+            logits_of(model)
             change(model)
-            assert_close(told(model), expected)
+            assert_close(logits_of(model), expected)
 
     def test_in_bfloat16(self, change: Callable[[Any], None]) -> None:
         """Of norms a native step has copies then."""
@@ -161,11 +161,11 @@ class TestChanged:
             pytest.skip("there is no native step")
         model = make_llama().bfloat16()
         with attach(model, ROOMY):
-            before = told(model)
+            before = logits_of(model)
             change(model.bfloat16())
-            changed = told(model.bfloat16())
+            changed = logits_of(model.bfloat16())
         with attach(model, ROOMY, engine="eager"):
-            expected = told(model)
+            expected = logits_of(model)
         assert (expected.float() - before.float()).norm() > 0.3 * before.float().norm()
         assert (expected.float() - changed.float()).norm() < 0.1 * expected.float().norm()
 

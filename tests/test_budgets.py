@@ -61,17 +61,17 @@ class TestArithmetic:
         shares=st.lists(st.tuples(st.floats(0.2, 4), st.integers(1, 4)), min_size=2, max_size=8),
         window=st.integers(16, 300),
         pinned=st.integers(0, 8),
-        most=st.none() | st.integers(300, 600),
+        max_window=st.none() | st.integers(300, 600),
     )
-    def test_windows(self, shares: list[tuple[float, int]], window: int, pinned: int, most: int | None) -> None:
+    def test_windows(self, shares: list[tuple[float, int]], window: int, pinned: int, max_window: int | None) -> None:
         heads = sum(count for _, count in shares)
         mean = sum(share * count for share, count in shares) / heads
         groups = [HeadBudget(tuple(range(count)), share / mean) for share, count in shares]
-        sizes = windows(groups, window, pinned, 8, most)
+        sizes = windows(groups, window, pinned, 8, max_window)
         total = sum(size * group.count for size, group in zip(sizes, groups, strict=True))
         assert window * heads - 4 <= total <= window * heads
         assert min(sizes) >= pinned + 7
-        assert most is None or max(sizes) <= most + 1
+        assert max_window is None or max(sizes) <= max_window + 1
 
     def test_shares_move_toward_equal_where_too_little_is_left(self) -> None:
         groups = [HeadBudget((), 0.5), HeadBudget((), 1.5)]
@@ -166,12 +166,12 @@ def test_a_row_of_a_padded_batch_comes_out_as_alone(model: Any, kv_bits: int) ->
             alone = [model(ids[row : row + 1, 60 - length :], past_key_values=cache).logits[:, -1]]
             fed = TOKENS[row : row + 1, 60 : 60 + steps].split(1, 1)
             alone += [model(token, past_key_values=cache).logits[:, -1] for token in fed]
-            own = torch.cat([step[row : row + 1] for step in together])
+            ours = torch.cat([step[row : row + 1] for step in together])
             # On some machines a batch rounds otherwise than a row: one code more or less, of 256.
-            assert_close(own, torch.cat(alone), FLOAT32 if kv_bits == 16 else 0.02)
+            assert_close(ours, torch.cat(alone), FLOAT32 if kv_bits == 16 else 0.02)
             for layer in range(3):
-                own, wanted = kept[layer][row], cache.kept(layer)[0]
-                assert own[own >= 0].tolist() == wanted[wanted >= 0].tolist()
+                ours, wanted = kept[layer][row], cache.kept(layer)[0]
+                assert ours[ours >= 0].tolist() == wanted[wanted >= 0].tolist()
 
 
 def test_rows_that_leave_a_batch_take_nothing_with_them(model: Any) -> None:
@@ -218,15 +218,15 @@ def test_pins_are_in_every_layer_and_late_ones_must_fit_the_smallest(model: Any)
         for layer in range(3):
             for head in cache.kept(layer)[0]:
                 assert head[head >= 0][:8].tolist() == list(range(8))
-        least = min(windows(ALL, WINDOW, 8, MIN_EVICTABLE))
-        with pytest.raises(ConfigError, match=f"of some heads of {least}"):
+        smallest = min(windows(ALL, WINDOW, 8, MIN_EVICTABLE))
+        with pytest.raises(ConfigError, match=f"of some heads of {smallest}"):
             cache.pin(99, 110)
 
 
 class TestMeasured:
     def test_the_embedded_model_reaches_back_with_a_few_heads(self, embedded: LoadedModel) -> None:
         with attach(embedded.model, CacheConfig(window=256)) as cache:
-            sizes = [[group.schedule.window] * len(heads) for group, heads in parts(cache)]
+            sizes = [[group.schedule.window] * len(heads) for group, heads in heads_by_group(cache)]
         heads = [size for group in sizes for size in group]
         assert len(heads) == 90
         assert 255 < sum(heads) / 90 <= 256
@@ -288,6 +288,6 @@ def test_statistics_are_means_over_heads(model: Any) -> None:
         assert all(0 < layer.mass < 1 and 0 <= layer.sparsity < 1 for layer in statistics)
 
 
-def parts(cache: Any) -> list[tuple[Any, Any]]:
+def heads_by_group(cache: Any) -> list[tuple[Any, Any]]:
     """Every group of heads, with its heads."""
     return [(group, group.heads.tolist()) for group in cache.head_groups]

@@ -60,9 +60,9 @@ class TestBeforeAnyEviction:
             whole = tiny(ids(32), past_key_values=cache).logits
             kept = cache.kept(1)
             cache.reset()
-            parts = [tiny(part, past_key_values=cache).logits for part in ids(32).split(8, dim=1)]
+            logits = [tiny(part, past_key_values=cache).logits for part in ids(32).split(8, dim=1)]
             assert kept.equal(cache.kept(1))
-        assert_close(torch.cat(parts, 1), whole)
+        assert_close(torch.cat(logits, 1), whole)
 
 
 class TestSlots:

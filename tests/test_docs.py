@@ -63,17 +63,17 @@ COMMANDS = commands()
 
 def of_documentation() -> list[Any]:
     """The commands as parameters. One of soak's is run: test_soak.py does it too, so that is for ``make test-all``."""
-    soak = next(told for told in COMMANDS if "soak" in told[1].split())
+    soak = next(entry for entry in COMMANDS if "soak" in entry[1].split())
     return [
-        pytest.param(*told, id=" ".join(told)[:70], marks=[pytest.mark.exhaustive] if told == soak else [])
-        for told in COMMANDS
+        pytest.param(*entry, id=" ".join(entry)[:70], marks=[pytest.mark.exhaustive] if entry == soak else [])
+        for entry in COMMANDS
     ]
 
 
 def test_there_are_commands_of_every_kind() -> None:
-    told = {" ".join(command.split()[:2]) for _, command in COMMANDS}
+    prefixes = {" ".join(command.split()[:2]) for _, command in COMMANDS}
     for name in SMALL:
-        assert any(name in words for words in told), name
+        assert any(name in words for words in prefixes), name
     assert len(COMMANDS) > 40
 
 
@@ -126,7 +126,7 @@ def test_commands(page: str, line: str, place: Path, model: Path, request: pytes
     for option, kinds in NEEDED.items():
         if kind in kinds and option not in arguments and "--input-path" not in arguments:
             arguments += [option, "xsum.jsonl" if option == "--requests" else "a.txt"]
-    if kind in SLOW and (page, line) != next(told for told in COMMANDS if kind in told[1].split()):
+    if kind in SLOW and (page, line) != next(entry for entry in COMMANDS if kind in entry[1].split()):
         done = invoke(command, *arguments, *SMALL[kind].split(), "-m", "./nowhere")
         assert done.exit_code == 1, done.stderr
         assert "./nowhere does not exist" in done.stderr

@@ -58,7 +58,7 @@ class Early:
         return object()
 
     @contextmanager
-    def _opened(self, *given: object) -> Iterator[Any]:
+    def _opened(self, *args: object) -> Iterator[Any]:
         self.opened_in = threading.current_thread()
         self.times_opened += 1
 

@@ -74,11 +74,11 @@ def test_before_any_eviction_it_is_transformers_own_cache(number: int, dtype: to
     family, tokens = FAMILIES[number], torch.randint(3, 64, (2, 40), generator=torch.Generator().manual_seed(5))
     model = copy.deepcopy(family.make()).to(dtype)
     exact = copy.deepcopy(model).float()(tokens).logits
-    parts, theirs = tokens.split([35] + [1] * 5, 1), DynamicCache(config=model.config)
-    wanted = torch.cat([model(part, past_key_values=theirs).logits for part in parts], 1).float()
+    chunks, theirs = tokens.split([35] + [1] * 5, 1), DynamicCache(config=model.config)
+    wanted = torch.cat([model(part, past_key_values=theirs).logits for part in chunks], 1).float()
     for positions in family.positions:
         with attach(model, CacheConfig(window=40, positions=positions, chunk=7)) as cache:
-            ours = torch.cat([model(part, past_key_values=cache).logits for part in parts], 1).float()
+            ours = torch.cat([model(part, past_key_values=cache).logits for part in chunks], 1).float()
         assert float((ours - wanted).norm() / wanted.norm()) < MEAN[dtype]
         assert (ours - exact).norm() < 1.5 * (wanted - exact).norm() + MEAN[torch.float32] * exact.norm()
 

@@ -126,9 +126,9 @@ class TestFolders:
             child.stdin.write(b"two\n")
             child.stdin.close()
             assert child.wait(60) == 0
-            told = child.stderr.read().decode()
-        assert "No such file" in told
-        assert "Traceback" not in told
+            errors = child.stderr.read().decode()
+        assert "No such file" in errors
+        assert "Traceback" not in errors
 
     def test_a_cache_folder_that_is_deleted_under_us(
         self, tiny_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

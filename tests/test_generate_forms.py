@@ -233,8 +233,8 @@ def flat(x: Any) -> list[Any]:
     return [leaf for item in x for leaf in flat(item)] if isinstance(x, list | tuple) else [x]
 
 
-def check(given: Any, expected: Any) -> None:
-    for ours, theirs in zip(flat(given), flat(expected), strict=True):
+def check(actual: Any, expected: Any) -> None:
+    for ours, theirs in zip(flat(actual), flat(expected), strict=True):
         if not isinstance(theirs, Tensor):
             assert ours is theirs
         elif theirs.is_floating_point():
@@ -291,31 +291,31 @@ def test_stop_strings_and_pipelines(
     inputs = tokenizer(["The sky is"], return_tensors="pt")
     pipe = TextGenerationPipeline(model=model, tokenizer=tokenizer, device="cpu")
 
-    def told(stop: str) -> list[Any]:
+    def generated(stop: str) -> list[Any]:
         how = {**HOW, "max_new_tokens": 12}
         stopped = model.generate(**inputs, **how, stop_strings=[stop], tokenizer=tokenizer)
         return [stopped, pipe("The sky is", return_full_text=False, **how)[0]["generated_text"]]
 
     reply = model.generate(**inputs, **{**HOW, "max_new_tokens": 12})[0, -6:-5]
-    expected = told(tokenizer.decode(reply))
+    expected = generated(tokenizer.decode(reply))
     with attach(model, CacheConfig(policy, window=64), engine=engine):
-        given = told(tokenizer.decode(reply))
-    assert given[0].equal(expected[0])
-    assert given[0].shape[1] < inputs["input_ids"].shape[1] + 12
-    assert given[1] == expected[1]
+        ours = generated(tokenizer.decode(reply))
+    assert ours[0].equal(expected[0])
+    assert ours[0].shape[1] < inputs["input_ids"].shape[1] + 12
+    assert ours[1] == expected[1]
 
 
 @pytest.mark.parametrize("policy", ["h2o", "full"])
 def test_a_model_that_is_compiled_around_the_attached_one(policy: str) -> None:
     model, batch = make_llama(), batch_of(3)
 
-    def told(run: Any) -> list[Tensor]:
+    def two_steps(run: Any) -> list[Tensor]:
         first = run(**batch)
         mask = with_column(batch["attention_mask"], 1, 1, 1)
         return [first.logits[:, -1], step(run, first.past_key_values, mask).logits]
 
     with attach(model, CacheConfig(policy, window=64)) as cache:
-        expected = told(model)
-        given = told(torch.compile(model, backend="eager"))
+        expected = two_steps(model)
+        ours = two_steps(torch.compile(model, backend="eager"))
         assert cache.seen_tokens == PROMPTS[0] + 1
-    check(given, expected)
+    check(ours, expected)

@@ -161,10 +161,10 @@ class TestFile:
         ours, reader = GgufFile(embedded_file), gguf.GGUFReader(embedded_file)
         assert list(ours.tensors) == [tensor.name for tensor in reader.tensors]
         for theirs in reader.tensors[:20]:
-            own = ours.tensors[theirs.name]
-            assert (own.type, own.shape) == (theirs.tensor_type, tuple(theirs.shape.tolist()[::-1]))
-            assert (own.offset, own.nbytes) == (theirs.data_offset, theirs.n_bytes)
-            assert torch.equal(ours.blocks(own), torch.from_numpy(theirs.data.copy()).view(torch.uint8).flatten())
+            tensor = ours.tensors[theirs.name]
+            assert (tensor.type, tensor.shape) == (theirs.tensor_type, tuple(theirs.shape.tolist()[::-1]))
+            assert (tensor.offset, tensor.nbytes) == (theirs.data_offset, theirs.n_bytes)
+            assert torch.equal(ours.blocks(tensor), torch.from_numpy(theirs.data.copy()).view(torch.uint8).flatten())
         assert {key: ours.metadata[key] for key in ("llama.block_count", "general.name")} == {
             key: reader.fields[key].contents() for key in ("llama.block_count", "general.name")
         }

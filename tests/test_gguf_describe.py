@@ -157,8 +157,8 @@ class TestDescribed:
     def test_sizes_that_no_tensor_has(
         self, small: Path, tmp_path: Path, cache_folder: Path, name: str, size: int
     ) -> None:
-        content, own = small.read_bytes(), GgufFile(small).metadata[f"llama.{name}"]
-        old, new = (key(f"llama.{name}", T.UINT32, number) for number in (own, size))
+        content, current = small.read_bytes(), GgufFile(small).metadata[f"llama.{name}"]
+        old, new = (key(f"llama.{name}", T.UINT32, number) for number in (current, size))
         (tmp_path / "bad.gguf").write_bytes(content.replace(old, new))
         with pytest.raises(ModelNotFoundError, match=rf"bad.gguf .*: llama.{name} is {size}, not a number from 1 to"):
             export_config(GgufFile(tmp_path / "bad.gguf"), "key", pytest.fail)

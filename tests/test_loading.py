@@ -224,8 +224,8 @@ class TestGguf:
         ids = torch.arange(100, 180)[None]  # so many that activations are not rounded
         torch.testing.assert_close(model(ids).logits, embedded.model(ids).logits, rtol=1e-4, atol=1e-4)
 
-    @pytest.mark.parametrize(("quantize", "most"), [("auto", 0.03), ("int8", 0.03), ("int4", 0.06)])
-    def test_what_it_loses(self, embedded: LoadedModel, quantize: str, most: float) -> None:
+    @pytest.mark.parametrize(("quantize", "max_loss"), [("auto", 0.03), ("int8", 0.03), ("int4", 0.06)])
+    def test_what_it_loses(self, embedded: LoadedModel, quantize: str, max_loss: float) -> None:
         text = "The city council met on Tuesday to discuss the new bridge over the river. " * 4
         ids = torch.tensor([embedded.tokenizer(text + "Nobody expected what the mayor said next.")["input_ids"]])
 
@@ -234,28 +234,28 @@ class TestGguf:
                 return float(cross_entropy(model(ids).logits[0, :-1].float(), ids[0, 1:]))
 
         model = load(ModelConfig(dtype="float32", device="cpu", quantize=quantize)).model
-        assert abs(loss(model) - loss(embedded.model)) < most
+        assert abs(loss(model) - loss(embedded.model)) < max_loss
 
     def test_packed_anew_it_is_read_matrix_by_matrix(self, monkeypatch: pytest.MonkeyPatch) -> None:
         """No more than one matrix exists unpacked."""
-        ahead = most = 0
+        unpacked = most_unpacked = 0
         read, packed = Weight.values, quantize.pack
 
         def counted(weight: Weight) -> torch.Tensor:
-            nonlocal ahead, most
-            ahead += len(weight.shape) == 2
-            most = max(most, ahead)
+            nonlocal unpacked, most_unpacked
+            unpacked += len(weight.shape) == 2
+            most_unpacked = max(most_unpacked, unpacked)
             return read(weight)
 
-        def packing(*given: object) -> torch.Tensor:
-            nonlocal ahead
-            ahead -= 1
-            return packed(*given)  # type: ignore[arg-type]
+        def packing(*args: object) -> torch.Tensor:
+            nonlocal unpacked
+            unpacked -= 1
+            return packed(*args)  # type: ignore[arg-type]
 
         monkeypatch.setattr(Weight, "values", counted)
         monkeypatch.setattr(quantize, "pack", packing)
         load(ModelConfig(device="cpu", quantize="int4"))
-        assert (ahead, most) == (0, 1)
+        assert (unpacked, most_unpacked) == (0, 1)
 
     def test_progress_reaches_the_end_and_may_stop_it(self) -> None:
         steps: list[Progress] = []

@@ -105,10 +105,10 @@ class Eager:
         query, key, value = (x.float() for x in self.case.inputs[call])
         grouped = query.unflatten(1, (key.shape[1], -1))
         output = torch.empty(query.shape[0], query.shape[2], *grouped.shape[1:3], query.shape[-1])
-        products = LogitTransform(self.case.size**-0.5, self.case.softcap)
+        transform = LogitTransform(self.case.size**-0.5, self.case.softcap)
         for layer, heads in self.layers:
             counts = padding(self.case.prompts[call])
-            mixed = attend(layer, grouped[:, heads].flatten(1, 2), key[:, heads], value[:, heads], products, counts)
+            mixed = attend(layer, grouped[:, heads].flatten(1, 2), key[:, heads], value[:, heads], transform, counts)
             output[:, :, heads] = mixed.unflatten(2, (len(heads), -1))
         return output.flatten(2, 3)
 
@@ -153,8 +153,8 @@ class Native:
         slots = case.schedule.max_held + (1 if plan.kv_bits == 16 else 2)
         self.groups = case.heads or (tuple(range(case.kv_heads)),)
         self.tensors = [[self.made(len(heads), slots) for heads in self.groups] for _ in range(case.batch)]
-        filled = [self.slots(own, heads, slots) for row in self.tensors
-                  for own, heads in zip(row, self.groups, strict=True)]  # fmt: skip
+        filled = [self.slots(group, heads, slots) for row in self.tensors
+                  for group, heads in zip(row, self.groups, strict=True)]  # fmt: skip
         self.slots_of_streams = (Slots * len(filled))(*filled)
 
     def address(self, tensor: Tensor) -> int:
@@ -181,9 +181,9 @@ class Native:
 
     def slots(self, tensors: dict[str, Tensor], heads: tuple[int, ...], slots: int) -> Slots:
         numbers = self.address(torch.tensor(heads, dtype=torch.int32))
-        plan, given = self.case.plan, {name: self.address(tensor) for name, tensor in tensors.items()}
+        plan, addresses = self.case.plan, {name: self.address(tensor) for name, tensor in tensors.items()}
         return Slots(
-            **given, heads=numbers, head_count=len(heads), slot_count=slots, recent=plan.recent, span=plan.span
+            **addresses, heads=numbers, head_count=len(heads), slot_count=slots, recent=plan.recent, span=plan.span
         )
 
     def attend(self, call: int, status: int = 0) -> Tensor:
@@ -251,9 +251,9 @@ def compare(library: ctypes.CDLL, case: Case, threads: int = 2) -> None:
             slots = have["index"].shape[-1]
             short = slots - want["index"].shape[-1]  # the eager layer takes fewer slots where a window has shrunk
             for name in want:
-                own = have[name][:, :, short:] if short > 0 else have[name]
+                actual = have[name][:, :, short:] if short > 0 else have[name]
                 tolerance = 0 if name in ("index", "rank") or (name in ("keys", "values") and bits == 16) else 3e-5
-                torch.testing.assert_close(own.float(), want[name].float(), rtol=tolerance, atol=tolerance)
+                torch.testing.assert_close(actual.float(), want[name].float(), rtol=tolerance, atol=tolerance)
             check_seats(layer, group)
 
 
@@ -321,7 +321,7 @@ def test_any_number_of_threads_gives_the_same(native: ctypes.CDLL, name: str) ->
     for threads in (1, 2, 3):
         layer = Native(native, case, threads)
         outputs = [layer.attend(call) for call in range(len(case.prompts))]
-        results.append([*outputs, *(tensor for row in layer.tensors for own in row for tensor in own.values())])
+        results.append([*outputs, *(tensor for row in layer.tensors for group in row for tensor in group.values())])
     for other in results[1:]:
         assert all(torch.equal(x, y) for x, y in zip(results[0], other, strict=True))
 

@@ -31,12 +31,12 @@ def test_weights_on_disk_say_what_weights_in_memory_say(tiny_folder: Path, polic
     inside = load(ModelConfig(str(tiny_folder), dtype="float32", device="cpu")).model
     outside = load(ModelConfig(str(tiny_folder), dtype="float32", device_map="auto", max_memory="cpu=1MB")).model
     assert "disk" in outside.hf_device_map.values()
-    told = []
+    generated = []
     for model in (inside, outside):
         with attach(model, CacheConfig(policy, 16)) as cache:
-            told.append(model.generate(IDS, max_new_tokens=12, min_new_tokens=12, do_sample=False).tolist())
+            generated.append(model.generate(IDS, max_new_tokens=12, min_new_tokens=12, do_sample=False).tolist())
             held = cache.nbytes
-    assert told[0] == told[1]
+    assert generated[0] == generated[1]
     assert held > 0
 
 
@@ -56,11 +56,11 @@ def test_a_cache_in_host_memory_of_a_model_elsewhere(policy: str) -> None:
 
 def test_host_memory_changes_nothing_where_layers_compute_there(tiny_folder: Path) -> None:
     model = load(ModelConfig(str(tiny_folder), dtype="float32", device="cpu")).model
-    told = []
+    generated = []
     for device in ("auto", "cpu"):
         with attach(model, CacheConfig("h2o", 16, device=device)):  # type: ignore[arg-type]
-            told.append(model.generate(IDS, max_new_tokens=12, do_sample=False).tolist())
-    assert told[0] == told[1]
+            generated.append(model.generate(IDS, max_new_tokens=12, do_sample=False).tolist())
+    assert generated[0] == generated[1]
 
 
 def test_zero_inference_says_what_weights_in_memory_say(tiny_folder: Path) -> None:

@@ -176,10 +176,10 @@ class TestStreams:
             for parameter in tiny.lm_head.parameters():
                 parameter.requires_grad_(True)
             tiny(ids(5)).logits.sum().backward()
-            given = tiny.lm_head.weight.grad.clone()
+            gradient = tiny.lm_head.weight.grad.clone()
             tiny.lm_head.weight.grad = None
             tiny(ids(5), use_cache=False).logits.sum().backward()
-            assert_close(given, tiny.lm_head.weight.grad)
+            assert_close(gradient, tiny.lm_head.weight.grad)
 
 
 class TestArguments:

@@ -19,8 +19,8 @@ TIE = 1e-5
 def compare(model: torch.nn.Module, config: CacheConfig, rules: Rules, tokens: list[int], prompt: int) -> bool:
     """Feed `prompt` tokens at once and the rest one by one, to both. False: too close to a tie to tell."""
     oracle, chunk = Oracle(model, rules), config.plan().chunk or prompt
-    parts = [tokens[i : min(i + chunk, prompt)] for i in range(0, prompt, chunk)]
-    expected, wanted = [oracle.feed(part) for part in parts], [oracle.kept(0)]
+    chunks = [tokens[i : min(i + chunk, prompt)] for i in range(0, prompt, chunk)]
+    expected, wanted = [oracle.feed(part) for part in chunks], [oracle.kept(0)]
     for token in tokens[prompt:]:
         expected.append(oracle.feed([token]))
         wanted.append(oracle.kept(0))

@@ -109,8 +109,8 @@ def numbers(tiles: Tensor, kind: MatrixKind, rows: int, columns: int) -> Floats:
     decoded = []
     for tile in tiles.numpy():
         reader = Reader(tile)
-        parts = [min(BLOCK, columns - first) // GROUP for first in range(0, columns, BLOCK)]
-        decoded.append(np.concatenate([BLOCKS[kind](reader, n).reshape(ROWS, -1) for n in parts], 1))
+        counts = [min(BLOCK, columns - first) // GROUP for first in range(0, columns, BLOCK)]
+        decoded.append(np.concatenate([BLOCKS[kind](reader, n).reshape(ROWS, -1) for n in counts], 1))
         assert reader.place == len(tile)
     matrix = np.concatenate(decoded)
     assert not matrix[rows:].any()
@@ -133,14 +133,14 @@ def repacked(name: str, blocks: Bytes, rows: int, columns: int, order: Tensor | 
     return numbers(tiles, kind, rows, columns)
 
 
-def assert_as_in_file(name: str, given: Floats, blocks: Bytes) -> None:
+def assert_as_in_file(name: str, actual: Floats, blocks: Bytes) -> None:
     expected = dequantize(blocks, GGMLQuantizationType[name])
     if name in ROUNDED:
         largest = np.abs(expected.reshape(len(expected), -1, GROUP)).max(-1).repeat(GROUP, 1)
         step = np.maximum(largest / 127, SMALLEST)
-        assert (np.abs(given - expected) <= (0.5 + 2**-12) * step).all()
+        assert (np.abs(actual - expected) <= (0.5 + 2**-12) * step).all()
     else:
-        np.testing.assert_allclose(given, expected, rtol=1e-6, atol=1e-12)
+        np.testing.assert_allclose(actual, expected, rtol=1e-6, atol=1e-12)
 
 
 def column_counts(name: str) -> list[int]:
@@ -165,16 +165,16 @@ class TestRepack:
     @pytest.mark.parametrize("name", ["Q4_0", "Q4_1", "Q5_0", "Q8_0"])
     def test_codes_and_scales_go_over_bit_by_bit(self, name: str) -> None:
         blocks = random_blocks(name, 16, 96)
-        given, expected = repacked(name, blocks, 16, 96), dequantize(blocks, GGMLQuantizationType[name])
-        assert (given == expected).all()
+        actual, expected = repacked(name, blocks, 16, 96), dequantize(blocks, GGMLQuantizationType[name])
+        assert (actual == expected).all()
 
     @pytest.mark.parametrize("name", ["Q8_0", "Q4_1", "Q4_K", "Q6_K"])
     def test_the_library_reads_them(self, name: str) -> None:
         kind = GGUF_KINDS[name]
         blocks = torch.from_numpy(random_blocks(name, 37, 768))
         tiles = repack(blocks, GGMLQuantizationType[name], kind, 37, 768)
-        given, expected = unpack(tiles, kind, 768, 0, 37, torch.float32), numbers(tiles, kind, 37, 768)
-        np.testing.assert_allclose(given.numpy(), expected, rtol=1e-5, atol=1e-6)
+        actual, expected = unpack(tiles, kind, 768, 0, 37, torch.float32), numbers(tiles, kind, 37, 768)
+        np.testing.assert_allclose(actual.numpy(), expected, rtol=1e-5, atol=1e-6)
 
     @pytest.mark.parametrize("name", GGUF_KINDS)
     def test_any_bytes(self, name: str) -> None:

@@ -86,12 +86,12 @@ def test_two_processes_find_what_one_finds(
     form = {"max_tokens": 6, "temperature": 0.5}
     lines = [{**form, "article": "word " * (20 + 9 * n), "summary_gt": "some words"} for n in range(5)]
     file.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    own: dict[str, list[Any]] = {
+    inputs: dict[str, list[Any]] = {
         "summarize": ["--requests", file, "--batch", "2"],
         "nll": ["--text", text, "--tokens", "150"],
     }
     model = ["-m", tiny_folder, "--dtype", "float32", "--windows", "24", "--policies", "full,h2o,sink"]
-    arguments = [command, *own[command], *model]
+    arguments = [command, *inputs[command], *model]
     out = tmp_path / "out"
     done = launched(launcher, "h2o-compare", *arguments, "--out", out, "--jsonl", tmp_path / "two.jsonl")
     assert done.returncode == 0, done.stderr

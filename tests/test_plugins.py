@@ -179,10 +179,10 @@ def test_a_comparison_is_listed_without_an_import(site: Path) -> None:
     assert " count " in listed.stdout
     assert "Made for tests" in listed.stdout
     assert listed.stderr == "False\n"
-    own = shell(site, "h2o-compare", "count", "--help")
-    assert "Count the letters of a text." in own.stdout
-    assert {"--text", "--times", "--policies", "--model", "--kv-bits", "--out"} <= set(own.stdout.split())
-    assert own.stderr == "False\n"
+    help_page = shell(site, "h2o-compare", "count", "--help")
+    assert "Count the letters of a text." in help_page.stdout
+    assert {"--text", "--times", "--policies", "--model", "--kv-bits", "--out"} <= set(help_page.stdout.split())
+    assert help_page.stderr == "False\n"
 
 
 @pytest.mark.parametrize(

@@ -6,6 +6,7 @@ import re
 import sys
 import warnings
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -21,7 +22,7 @@ from tests.tolerance import assert_close
 def held(scores: list[float], index: list[int]) -> Candidates:
     """One row, one head."""
     place = torch.tensor(index)
-    rank = torch.tensor([sum(other > own for other in index) for own in index])
+    rank = torch.tensor([sum(other > i for other in index) for i in index])
     return Candidates(torch.tensor([[scores]]), place[None, None], rank[None, None], torch.tensor([[[max(index) + 1]]]))
 
 
@@ -113,6 +114,47 @@ def test_budgets_of_every_policy() -> None:
         "sink": (4, 0, 96, "rolling"),
         "recent": (0, 0, 100, "rolling"),
     }
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"policy": "best"}, "--policy"),
+        ({"window": 0}, "--window"),
+        ({"window": 2.5}, "--window"),
+        ({"heavy": -1}, "--heavy"),
+        ({"heavy": 252}, "at most 251"),
+        ({"sinks": 256}, "at most 255"),
+        ({"decay": 0}, "--decay"),
+        ({"decay": 1.5}, "--decay"),
+        ({"positions": "relative"}, "--positions"),
+        ({"span": -1}, "--span"),
+        ({"chunk": -1}, "--chunk"),
+        ({"kv_bits": 3}, "kv_bits"),
+    ],
+)
+def test_wrong_budgets_name_the_option(settings: dict[str, Any], words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        CacheConfig(**settings)
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"window": 500}, "lower --window"),
+        ({"span": 400}, "lower --span"),
+    ],
+)
+def test_budgets_that_do_not_fit_the_model(settings: dict[str, Any], words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        CacheConfig(**{"window": 64, "chunk": 64, **settings}).plan(512)
+
+
+def test_the_default_plan() -> None:
+    plan = CacheConfig().plan(8192)
+    assert (plan.sinks, plan.heavy, plan.recent, plan.decay, plan.positions) == (4, 126, 126, 0.99, "gap")
+    assert plan.span + plan.window + plan.chunk == 8192
+    assert CacheConfig("h2o-paper", 256, heavy=128).plan(8192).recent == 128
 
 
 class TestRatios:

@@ -64,8 +64,8 @@ class TestGrids:
 
 
 class TestLayer:
-    def feed(self, layer: HeadGroup, parts: list[int], seed: int = 0) -> None:
-        for number, length in enumerate(parts):
+    def feed(self, layer: HeadGroup, lengths: list[int], seed: int = 0) -> None:
+        for number, length in enumerate(lengths):
             q, k, v = (numbers(1, heads, length, 8, seed=seed + number + 100 * heads) for heads in (4, 2, 2))
             attend(layer, q, k, v, LogitTransform(0.3))
 
@@ -74,20 +74,20 @@ class TestLayer:
         policy=st.sampled_from(["h2o", "h2o-paper", "sink", "recent", "random", "tova"]),
         window=st.integers(2, 40),
         bits=st.sampled_from([8, 4, 2]),
-        parts=st.lists(st.integers(1, 20), min_size=1, max_size=20),
+        lengths=st.lists(st.integers(1, 20), min_size=1, max_size=20),
     )
-    def test_every_token_is_where_it_belongs(self, policy: str, window: int, bits: int, parts: list[int]) -> None:
+    def test_every_token_is_where_it_belongs(self, policy: str, window: int, bits: int, lengths: list[int]) -> None:
         """Each slot's key is near the key of its token, and exact for sinks and the newest."""
         plan = CacheConfig(policy, window, positions="absolute", chunk=7, kv_bits=bits).plan()
         layer = HeadGroup(plan, make_policy(plan), None)
         keys: list[torch.Tensor] = []
-        for number, length in enumerate(parts):
+        for number, length in enumerate(lengths):
             k = numbers(1, 2, length, 8, seed=number)
             keys.append(k)
             attend(layer, numbers(1, 4, length, 8, seed=number + 50), k, -k, LogitTransform(0.3))
         fed, (stored, values) = torch.cat(keys, 2), layer.store.read()
         occupied = layer.index >= 0
-        assert occupied.sum(-1).eq(min(sum(parts), window)).all()
+        assert occupied.sum(-1).eq(min(sum(lengths), window)).all()
         assert not occupied.gather(-1, layer.free).any()
         truth = fed.gather(2, layer.index.clamp_min(0).long()[..., None].expand(-1, -1, -1, 8))
         exact = occupied & ((layer.rank < plan.residual - 1) | (layer.index < plan.exact_sinks))

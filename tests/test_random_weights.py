@@ -118,12 +118,12 @@ class TestRandomFiles:
     def test_shapes_and_types(self, tmp_path: Path, kind: type) -> None:
         config = llama(kind, hidden_size=512, intermediate_size=768, num_hidden_layers=9)
         file = tmp_path / "random.gguf"
-        told = list(write_random_gguf(config, "int4", file))
+        progress = list(write_random_gguf(config, "int4", file))
         reader = GGUFReader(file)
         tensors = {tensor.name: tensor for tensor in reader.tensors}
-        assert told[0][0] == 0
-        assert told[-1][1] == sum(int(tensor.n_bytes) for tensor in reader.tensors)
-        assert len(told) == len(tensors)
+        assert progress[0][0] == 0
+        assert progress[-1][1] == sum(int(tensor.n_bytes) for tensor in reader.tensors)
+        assert len(progress) == len(tensors)
         assert tensors["token_embd.weight"].shape.tolist() == [512, VOCABULARY]
         assert tensors["blk.8.ffn_down.weight"].shape.tolist() == [768, 512]
         assert tensors["blk.0.attn_k.weight"].shape.tolist() == [512, 256]

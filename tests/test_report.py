@@ -106,9 +106,9 @@ class _Reader(HTMLParser):
         self.text: list[str] = []
 
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        told = dict(attrs)
-        self.addresses += [str(told[name]) for name in ("src", "srcset", "href") if name in told]
-        assert tag != "img" or told["alt"]
+        attributes = dict(attrs)
+        self.addresses += [str(attributes[name]) for name in ("src", "srcset", "href") if name in attributes]
+        assert tag != "img" or attributes["alt"]
         assert tag != "script"
         if tag not in ("meta", "link", "source", "img"):
             self.open.append(tag)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import stat
 from pathlib import Path
 
@@ -187,10 +188,28 @@ def test_exports(tmp_path: Path) -> None:
     assert text.startswith("# a-model, h2o, window 256\n\n> Be brief.\n")
     assert "**You**\n\nquestion\n\n**Model**\n\nanswer ü\n\n**You** (pinned)\n\na fact\n" in text
     export(tmp_path / "talk.json", HEADER, entries)
-    told = json.loads((tmp_path / "talk.json").read_text())
-    assert [message["role"] for message in told["messages"]] == ["system", "user", "assistant", "user"]
-    assert told["policy"] == "h2o"
+    exported = json.loads((tmp_path / "talk.json").read_text())
+    assert [message["role"] for message in exported["messages"]] == ["system", "user", "assistant", "user"]
+    assert exported["policy"] == "h2o"
     with pytest.raises(H2OStreamError, match="File exists"):
         export(tmp_path / "talk.md", HEADER, entries)
     with pytest.raises(ConfigError, match="must end in .md or .json"):
         export(tmp_path / "talk.txt", HEADER, entries)
+
+
+def test_a_forked_process_does_not_release_the_lock(tmp_path: Path) -> None:
+    with Session("talk", tmp_path) as session:
+        child = os.fork()
+        if not child:
+            session.close()
+            os._exit(0)
+        os.waitpid(child, 0)
+        with pytest.raises(DataError, match="open in another process"):
+            Session("talk", tmp_path)
+
+
+@pytest.mark.parametrize("name", ["𝔘" * 64, "ü" * 65])
+def test_names_too_long_for_a_file_system(name: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="cannot name a session"):
+        Session(name, tmp_path)
+    Session("𝔘" * 63, tmp_path).close()

@@ -65,8 +65,8 @@ def test_a_race_in_the_shell(tiny_folder: Path, tmp_path: Path, monkeypatch: pyt
     assert done.exit_code == 0, done.stderr
     records = [json.loads(line) for line in (tmp_path / "speed.jsonl").read_text().splitlines()]
     figures = [record for record in records if record["type"] == "speed"]
-    told = [(figure["engine"], figure["policy"], figure["window"], figure["history"]) for figure in figures]
-    assert told == [
+    combinations = [(figure["engine"], figure["policy"], figure["window"], figure["history"]) for figure in figures]
+    assert combinations == [
         (OURS, "full", None, 64),
         (OURS, "h2o", 32, 64),
         (TRANSFORMERS, "full", None, 64),

@@ -23,8 +23,8 @@ TOKENS = torch.randint(3, 64, (2, 80), generator=torch.Generator().manual_seed(0
 
 def going_on(model: Any, cache: Any) -> torch.Tensor:
     """Decode steps, a prefill and more steps: the logits."""
-    parts = TOKENS[:, 40:].split([1, 1, 1, 20, 1, 1, 15], 1)
-    return torch.cat([model(part, past_key_values=cache).logits for part in parts], 1)
+    chunks = TOKENS[:, 40:].split([1, 1, 1, 20, 1, 1, 15], 1)
+    return torch.cat([model(part, past_key_values=cache).logits for part in chunks], 1)
 
 
 @pytest.mark.parametrize("policy", POLICIES)
@@ -236,7 +236,7 @@ def test_bytes_are_what_is_really_held(grouped: LlamaForCausalLM, dtype: torch.d
     model = grouped.to(dtype)
 
     def check(cache: Any) -> None:
-        held = cache.layers if kv_bits is None else [own for group in cache.head_groups for own in (group, group.store)]
+        held = cache.layers if kv_bits is None else [x for group in cache.head_groups for x in (group, group.store)]
         assert sum(storages(held).values()) == cache.nbytes
 
     with attach(model, config) as cache:

@@ -49,9 +49,9 @@ def forwards(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 class TestRefuses:
     def test_an_attention_of_another_kind(self) -> None:
         torch.manual_seed(0)
-        told = refusal(DiffLlamaForCausalLM(DiffLlamaConfig(**GROUPED)).eval())
-        assert "its logits are off by" in told
-        assert told.endswith("only --policy full can serve it")
+        message = refusal(DiffLlamaForCausalLM(DiffLlamaConfig(**GROUPED)).eval())
+        assert "its logits are off by" in message
+        assert message.endswith("only --policy full can serve it")
 
     @pytest.mark.parametrize("positions", ["gap", "absolute"])
     def test_an_encoder(self, positions: str) -> None:
