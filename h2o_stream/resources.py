@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
-from h2o_stream.errors import DataError
+from h2o_stream.errors import DataError, file_errors
 
 if TYPE_CHECKING:
     from importlib.metadata import PackagePath
@@ -63,11 +63,9 @@ def write_text(path: Path, text: str, label: str) -> None:
     Raises:
         DataError: the file cannot be written.
     """
-    try:
+    with file_errors(f"{label} {path}"):
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise DataError(f"{label} {path}: {error.strerror or error}") from error
 
 
 def python_manual() -> str:

@@ -23,10 +23,10 @@ from h2o_stream.cache.identity import model_digest
 from h2o_stream.cache.support import home_of
 from h2o_stream.compare.comparison import Comparison, Job, JobProgress, Notify, cache_settings
 from h2o_stream.compare.comparisons import SoakOptions
-from h2o_stream.compare.folder import JobResult, machine, writing
+from h2o_stream.compare.folder import JobResult, machine
 from h2o_stream.compare.nll import digest_of, read_tokens
 from h2o_stream.config import PREFILL_STEP
-from h2o_stream.errors import DataError
+from h2o_stream.errors import DataError, file_errors
 from h2o_stream.memory import trim_heap
 from h2o_stream.resources import read_text
 
@@ -173,7 +173,7 @@ class Soak(Comparison[SoakOptions]):
         if self._state is not None:
             state = self._cache.state_dict()
             state |= {"stretch": torch.tensor(number), "drawn": self._generator.get_state()}
-            with writing(self._state.parent):
+            with file_errors(f"--out {self._state.parent}"):
                 save_file(state, self._state.with_suffix(".partial"))
                 self._state.with_suffix(".partial").replace(self._state)
 
