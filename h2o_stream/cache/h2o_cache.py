@@ -20,11 +20,10 @@ from h2o_stream.cache.kernels import Kernels
 from h2o_stream.cache.layer_spec import LayerSpec
 from h2o_stream.cache.padding import Padding
 from h2o_stream.cache.policies import merged
-from h2o_stream.cache.revision import Revision
+from h2o_stream.cache.shared_state import Revision, TokenCount
 from h2o_stream.cache.state import check_saveable, refusing_damage
 from h2o_stream.cache.statistics import LayerStatistics, layer_statistics
 from h2o_stream.cache.tearing import marks_tears
-from h2o_stream.cache.token_count import TokenCount
 from h2o_stream.config import DEFAULT_WINDOW, CacheConfig
 from h2o_stream.errors import ConfigError, H2OStreamError
 

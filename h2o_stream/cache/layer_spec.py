@@ -10,9 +10,8 @@ from h2o_stream.cache.budgets import HeadBudget
 from h2o_stream.cache.head_group import HeadGroup
 from h2o_stream.cache.layer import EvictingLayer
 from h2o_stream.cache.policies import make_policy
-from h2o_stream.cache.revision import Revision
 from h2o_stream.cache.rope import RotaryTable
-from h2o_stream.cache.token_count import TokenCount
+from h2o_stream.cache.shared_state import Revision, TokenCount
 from h2o_stream.config import CachePlan
 
 
@@ -49,7 +48,9 @@ class LayerSpec:
             for budget, local in zip(self.budgets, heads, strict=True)
         )
 
-    def make_layer(self, plan: CachePlan, number: int, tokens: TokenCount, revision: Revision) -> EvictingLayer:
+    def make_layer(
+        self, plan: CachePlan, number: int, tokens: TokenCount | None = None, revision: Revision | None = None
+    ) -> EvictingLayer:
         """An empty layer, the `number`-th of its model."""
         if self.sliding is None:
             policy, hidden_from = make_policy(plan, number), self.hidden_from

@@ -24,9 +24,7 @@ from h2o_stream.cache.budgets import HeadBudget
 from h2o_stream.cache.identity import model_digest
 from h2o_stream.cache.layer_spec import LayerSpec
 from h2o_stream.cache.measurements import LONG_S, read_measurement, save_measurement
-from h2o_stream.cache.revision import Revision
 from h2o_stream.cache.support import attention_of_ours, home_of, size_of
-from h2o_stream.cache.token_count import TokenCount
 from h2o_stream.config import CachePlan
 from h2o_stream.progress import Progress, ProgressCallback, ignore
 
@@ -143,7 +141,7 @@ def _attention_to_copy(
     plan = CachePlan("recent", 2 * period, 0, 0, 2 * period, 1.0, "absolute", 0, 2 * period)
     retrieval: list[Tensor] = [torch.empty(0)] * len(hidden_from)
     specs = [LayerSpec(hidden_from=hidden) for hidden in hidden_from]
-    layers = [spec.make_layer(plan, number, TokenCount(), Revision()) for number, spec in enumerate(specs)]
+    layers = [spec.make_layer(plan, number) for number, spec in enumerate(specs)]
 
     def watch(number: int, probs: Tensor, visible: Tensor, step: int) -> None:
         query = torch.arange(period, 2 * period, device=probs.device)

@@ -9,8 +9,7 @@ from typing import Any
 from h2o_stream.cache.counts import CacheCounts
 from h2o_stream.engine.events import PrefillProgress, Token
 from h2o_stream.memory import peak_bytes
-from h2o_stream.session.timings import Timings
-from h2o_stream.session.turn import Turn
+from h2o_stream.session.turn import Timings, Turn
 
 MAX_ROWS = 12
 """Rows of the speed table. Thousands of tokens are grouped to fit."""
