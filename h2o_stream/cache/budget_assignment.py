@@ -8,7 +8,7 @@ import torch
 
 from h2o_stream.cache.budgets import schedules, windows
 from h2o_stream.cache.head_group import HeadGroup
-from h2o_stream.cache.layer_spec import LayerSpec
+from h2o_stream.cache.layer import LayerSpec
 from h2o_stream.cache.policies import Budget, merged
 from h2o_stream.config import MIN_EVICTABLE, CachePlan
 from h2o_stream.errors import ConfigError, H2OStreamError

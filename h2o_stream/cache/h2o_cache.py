@@ -17,7 +17,7 @@ from h2o_stream.cache.cache_state import load_state, state_of
 from h2o_stream.cache.counts import CacheCounts, Occupancy
 from h2o_stream.cache.head_group import HeadGroup
 from h2o_stream.cache.kernels import Kernels
-from h2o_stream.cache.layer_spec import LayerSpec
+from h2o_stream.cache.layer import LayerSpec
 from h2o_stream.cache.padding import Padding
 from h2o_stream.cache.policies import merged
 from h2o_stream.cache.shared_state import Revision, TokenCount
@@ -91,10 +91,7 @@ class H2OCache(Cache):
 
     @property
     def revision(self) -> int:
-        """Grows whenever a tensor is allocated or released, or a window, pin, budget, span or row changes.
-
-        As long as it stays the same, the addresses of tensors stay valid, and so do those rules.
-        """
+        """See `Revision`."""
         return self._revision.number
 
     @property

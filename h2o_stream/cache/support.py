@@ -18,8 +18,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.cache_utils import Cache
 
 from h2o_stream.cache.attention_interface import ATTENTION_NAME
-from h2o_stream.cache.layer import EvictingLayer
-from h2o_stream.cache.layer_spec import LayerSpec
+from h2o_stream.cache.layer import EvictingLayer, LayerSpec
 from h2o_stream.cache.rope import PositionsError, RotaryTable, rotary_of, rotate_back, table_for
 from h2o_stream.config import DEFAULT_WINDOW, CacheConfig, CachePlan
 from h2o_stream.errors import H2OStreamError, UnsupportedModelError, means_out_of_memory
@@ -160,7 +159,6 @@ class _AttentionProbe(EvictingLayer):
     seen: tuple[Tensor, Tensor] | None = None
 
     def get_seq_length(self) -> int:
-        """Nothing is kept."""
         return 0
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, *args: Any) -> Tensor:
