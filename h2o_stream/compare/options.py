@@ -5,15 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar
+from typing import Annotated, Any, ClassVar
 
 from h2o_stream.config import DEFAULT_WINDOW, POLICIES, CacheConfig, ModelConfig
 from h2o_stream.errors import ConfigError
 from h2o_stream.options import Option, listed, numbers
 from h2o_stream.registry import resolve
-
-if TYPE_CHECKING:
-    from h2o_stream.compare.comparison import Comparison
 
 
 def _policies(text: str, flag: str) -> tuple[str, ...]:
@@ -93,7 +90,6 @@ class ComparisonOptions:
         """What is compared: every policy with every window and seed."""
         return configs_of(self.policies, self.windows, self.seeds, self.cache)
 
-    def make(self) -> Comparison[Any]:
+    def make(self) -> Any:
         """Import the comparison and make it."""
-        comparison: Comparison[Any] = resolve(self.comparison)(self)
-        return comparison
+        return resolve(self.comparison)(self)
