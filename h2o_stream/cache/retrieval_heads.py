@@ -22,7 +22,7 @@ from transformers.cache_utils import Cache
 
 from h2o_stream.cache.budgets import HeadBudget
 from h2o_stream.cache.identity import model_digest
-from h2o_stream.cache.layer_spec import LayerSpec
+from h2o_stream.cache.layer import LayerSpec
 from h2o_stream.cache.measurements import LONG_S, read_measurement, save_measurement
 from h2o_stream.cache.support import attention_of_ours, home_of, size_of
 from h2o_stream.config import CachePlan
@@ -129,13 +129,7 @@ def _rows(model: PreTrainedModel) -> int:
 def _attention_to_copy(
     model: PreTrainedModel, hidden_from: Sequence[int | None], progress: ProgressCallback = ignore
 ) -> Tensor:
-    """[layers, Hkv]: fraction of attention on the previous occurrence of the present token and on the token after it.
-
-    Args:
-        model: the model, with positions of its own.
-        hidden_from: for every layer, the age from which the model hides keys from it.
-        progress: called after every layer.
-    """
+    """[layers, Hkv]: fraction of attention on the previous occurrence of the current token and the token after it."""
     text = model.config.get_text_config()
     period = min(_PERIOD, (getattr(text, "max_position_embeddings", None) or 2 * _PERIOD) // 2)
     plan = CachePlan("recent", 2 * period, 0, 0, 2 * period, 1.0, "absolute", 0, 2 * period)

@@ -169,9 +169,7 @@ def _feed_chunks(model: Any, cache: Any, tokens: Sequence[int], chunk: int) -> I
 class _AttentionStatistics:
     """Statistics of the attention of a layer, accumulated chunk by chunk.
 
-    Attributes:
-        window: of the policies.
-        kept: by policy and chunk, [Hkv, n] token indices held after that chunk, padded with -1.
+    `kept` has the token indices [Hkv, n] held after each chunk, by policy, padded with -1.
     """
 
     window: int
@@ -214,7 +212,6 @@ class _AttentionStatistics:
         self.mass[name] = self.mass.get(name, 0.0) + float(mass.mean((0, 1)).sum())
 
     def result(self, layer: int) -> LayerAttention:
-        """The statistics of all chunks."""
         assert self.received is not None
         scores = self.received.sort(-1, descending=True).values.mean(0).cpu()
         return LayerAttention(

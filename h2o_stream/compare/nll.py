@@ -102,19 +102,19 @@ class Interval(NamedTuple):
     high: float
 
 
-def paired_difference(ours: Tensor, theirs: Tensor, block: int = BLOCK, seed: int = 0) -> Interval:
+def paired_difference(ours: Tensor, theirs: Tensor, seed: int = 0) -> Interval:
     """The mean of ours - theirs over tokens, with its 95% interval.
 
     Args:
         ours: [n] losses.
         theirs: [m] losses of the same tokens; the longer tensor is truncated.
-        block: tokens resampled together; the last block may be shorter.
         seed: of the resampling.
     """
     length = min(len(ours), len(theirs))
     difference = (ours[:length] - theirs[:length]).double()
-    sums = torch.stack([chunk.sum() for chunk in difference.split(block)])
-    sizes = torch.tensor([len(chunk) for chunk in difference.split(block)], dtype=torch.float64)
+    blocks = difference.split(BLOCK)
+    sums = torch.stack([block.sum() for block in blocks])
+    sizes = torch.tensor([len(block) for block in blocks], dtype=torch.float64)
     samples = torch.randint(len(sums), (_RESAMPLES, len(sums)), generator=torch.Generator().manual_seed(seed))
     means = sums[samples].sum(1) / sizes[samples].sum(1)
     low, high = torch.quantile(means, torch.tensor([0.025, 0.975], dtype=torch.float64)).tolist()

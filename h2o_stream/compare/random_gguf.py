@@ -139,9 +139,7 @@ def _tensors(config: Any, precision: str) -> list[_Tensor]:
 
 
 def _gets_more_bits(layer: int, count: int) -> bool:
-    """Whether Q4_K_M has more bits for values and `ffn_down`: in the first and last eighth of the layers, and in every
-    third between them.
-    """
+    """Of values and `ffn_down` in Q4_K_M: the first and last eighth of the layers, and every third between them."""
     return layer < count // 8 or layer >= 7 * count // 8 or (layer - count // 8) % 3 == 2
 
 

@@ -145,7 +145,6 @@ class Soak(Comparison[SoakOptions]):
         return float(torch.cat(losses).mean()), logits[-1]
 
     def _reply(self, logits: torch.Tensor) -> None:
-        """Sample a reply token by token."""
         for _ in range(_REPLY):
             token = torch.multinomial(logits.softmax(-1).cpu(), 1, generator=self._generator)
             fed = token.view(1, 1).to(home_of(self.model))

@@ -57,15 +57,7 @@ def bandwidth(threads: int | None = None) -> float:
 
 @dataclass
 class _EngineRun:
-    """An engine and how far it has read the text.
-
-    Attributes:
-        worker: its process.
-        info: its properties.
-        seen: tokens so far.
-        prefilled: tokens that were prefilled.
-        prefill_s: seconds that took.
-    """
+    """An engine and how far it has read the text: tokens `seen`, and of them `prefilled`."""
 
     worker: Worker
     info: EngineInfo
@@ -78,7 +70,6 @@ class _EngineRun:
         return self.info.context is None or needed([history]) <= self.info.context
 
     def feed(self, tokens: Sequence[int], history: int) -> None:
-        """Prefill up to a history."""
         self.prefill_s += self.worker.call("feed", tokens[self.seen : history])
         self.prefilled += history - self.seen
         self.seen = history
@@ -254,7 +245,6 @@ def engine_specs(options: SpeedOptions) -> list[EngineSpec]:
 
 
 def _weights_digest(spec: EngineSpec) -> str:
-    """A digest of the files of an engine's weights."""
     if spec.random_weights:
         return files_digest(Path(spec.random_weights))
     model = spec.model

@@ -107,7 +107,6 @@ class Tasks(Comparison[TasksOptions]):
 
 
 def _harness_arguments(config: CacheConfig) -> dict[str, Any]:
-    """The settings of a policy as arguments of `H2OLM`."""
     names = {"device": "cache_device"}
     return {names.get(name, name): value for name, value in vars(config).items() if value is not None}
 

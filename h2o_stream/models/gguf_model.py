@@ -23,19 +23,13 @@ from h2o_stream.progress import Progress, ProgressCallback
 
 @dataclass(frozen=True)
 class _LoadPlan:
-    """How a tensor of the file is loaded.
-
-    Attributes:
-        weight: the tensor's weight in the model.
-        kind: packed format, or None for floating point.
-    """
+    """How a weight of the model is loaded: packed as `kind`, or None for floating point."""
 
     weight: Weight
     kind: MatrixKind | None
 
     @property
     def module(self) -> str:
-        """Name of the module."""
         return self.weight.name.removesuffix(".weight")
 
     def shape(self, dtype: torch.dtype) -> tuple[int, ...]:

@@ -136,7 +136,6 @@ class _Line:
         self._wrapped_for = (-1, -1)
 
     def wrap(self, console: Console, width: int) -> list[Text]:
-        """The line, wrapped to this width."""
         if self._wrapped_for != (len(self.text), width):
             self._wrapped, self._wrapped_for = list(self.text.wrap(console, width)), (len(self.text), width)
         return self._wrapped
