@@ -18,7 +18,7 @@ from h2o_stream.models.packed_layers import PackedEmbedding, PackedLinear
 from h2o_stream.native import abi, library
 from h2o_stream.native.describe import describe
 from h2o_stream.native.description import Attention, Description, DescriptionError, Layer, Matrix, NativeModel, Rope
-from h2o_stream.native.modules import apply_activation, apply_norm, matrix_of, norm_of
+from h2o_stream.native.modules import ACTIVATIONS, apply_norm, matrix_of, norm_of
 from tests.families import FAMILIES, GROUPED, LONGROPE, SIZES, SLIDING, YARN, Family, rope, tiny
 from tests.packed_tiles import KINDS, random_tiles
 from tests.packed_tiles import numbers as packed_numbers
@@ -73,8 +73,8 @@ def attend(attention: Attention, x: Tensor) -> Tensor:
 def feed_forward(layer: Layer, x: Tensor) -> Tensor:
     mlp = layer.mlp
     if mlp.gate is None:
-        return apply(mlp.down, apply_activation(mlp.activation, apply(mlp.up, x)))
-    return apply(mlp.down, apply_activation(mlp.activation, apply(mlp.gate, x)) * apply(mlp.up, x))
+        return apply(mlp.down, ACTIVATIONS[mlp.activation](apply(mlp.up, x)))
+    return apply(mlp.down, ACTIVATIONS[mlp.activation](apply(mlp.gate, x)) * apply(mlp.up, x))
 
 
 def interpret(description: Description, tokens: list[int]) -> Tensor:
