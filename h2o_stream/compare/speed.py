@@ -199,19 +199,18 @@ class Speed(Comparison[SpeedOptions]):
 
     def jobs(self) -> list[Job]:
         """One for each history."""
-        return [self._job(history) for history in self._histories]
-
-    def _job(self, history: int) -> Job:
         key = {
             "what": self.name,
             "tokens": self._digest,
             "contenders": [asdict(spec) for spec in self._specs],
-            "history": history,
             "files": self._files,
             "machine": machine(),
             "version": version("h2o-stream"),
         }
-        return Job(f"at {history:,}", key, self._benchmark.total, partial(self._timed, history))
+        return [
+            Job(f"at {history:,}", {**key, "history": history}, self._benchmark.total, partial(self._timed, history))
+            for history in self._histories
+        ]
 
     def _timed(self, history: int) -> Iterator[JobProgress | JobResult]:
         for event in self._benchmark.measure(history, bandwidth(self._specs[0].threads)):
