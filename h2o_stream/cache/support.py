@@ -167,7 +167,9 @@ class _AttentionProbe(EvictingLayer):
         return value.repeat_interleave(query.shape[1] // key.shape[1], dim=1).transpose(1, 2).contiguous()
 
 
-class _Probes(Cache):
+class ProbeCache(Cache):
+    """Layers for a forward that looks at attention, with what `h2o_attention` reads from a cache."""
+
     padding = storage_device = None
 
 
@@ -231,7 +233,7 @@ def probe(model: PreTrainedModel, tables: list[RotaryTable | None]) -> list[Tens
     """
     name, position = type(model).__name__, 5
     token = 1 if getattr(model.config.get_text_config(), "pad_token_id", None) != 1 else 2
-    probes = _Probes(layers=[_AttentionProbe(()) for _ in tables])
+    probes = ProbeCache(layers=[_AttentionProbe(()) for _ in tables])
     with attention_of_ours(model), failing_as(f"{name} with the keywords of this cache"):
         model(
             torch.full((2, 1), token, device=home_of(model)),
