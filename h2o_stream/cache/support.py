@@ -50,11 +50,9 @@ def context_of(config: Any) -> int | None:
 def max_distance_of(config: Any) -> int | None:
     """Largest distance a model was trained for: its context, or less if all layers slide or RoPE depends on length."""
     text = config.get_text_config()
-    limits = [
-        context_of(config),
-        (_rope(text) or {}).get("original_max_position_embeddings") if _longrope(text) else None,
-    ]
-    windows = sliding_windows(config)
+    limits, rope, windows = [context_of(config)], _rope(text) or {}, sliding_windows(config)
+    if rope.get("rope_type") == "longrope":
+        limits.append(rope.get("original_max_position_embeddings"))
     if None not in windows:
         limits.append(min(windows))  # type: ignore[type-var]
     return min((limit for limit in limits if limit), default=None)
@@ -75,10 +73,6 @@ def sliding_windows(config: Any) -> list[int | None]:
 
 def _rope(text: Any) -> dict[str, Any] | None:
     return getattr(text, "rope_parameters", None) or None
-
-
-def _longrope(text: Any) -> bool:
-    return (_rope(text) or {}).get("rope_type") == "longrope"
 
 
 def check_supported(model_class: type, config: Any, cache: CacheConfig) -> CachePlan:
