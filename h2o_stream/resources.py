@@ -7,12 +7,9 @@ import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
-from h2o_stream.errors import DataError
-
-if TYPE_CHECKING:
-    from importlib.metadata import PackagePath
+from h2o_stream.errors import DataError, file_errors
 
 APP = "h2o-stream"
 
@@ -63,11 +60,9 @@ def write_text(path: Path, text: str, label: str) -> None:
     Raises:
         DataError: the file cannot be written.
     """
-    try:
+    with file_errors(f"{label} {path}"):
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise DataError(f"{label} {path}: {error.strerror or error}") from error
 
 
 def python_manual() -> str:
@@ -83,7 +78,7 @@ def python_manual() -> str:
     return "\n\n".join(topics[name] for name in sorted(topics))
 
 
-def wheel_file(project: str, suffix: str) -> PackagePath | None:
+def wheel_file(project: str, suffix: str) -> Path | None:
     """The first file of an installed distribution that ends in `suffix`, without importing it."""
     from importlib.metadata import PackageNotFoundError, distribution
 
@@ -91,7 +86,8 @@ def wheel_file(project: str, suffix: str) -> PackagePath | None:
         files = distribution(project).files or []
     except PackageNotFoundError:
         return None
-    return next((file for file in files if str(file).endswith(suffix) and Path(str(file.locate())).exists()), None)
+    paths = (Path(str(file.locate())) for file in files if str(file).endswith(suffix))
+    return next((path for path in paths if path.exists()), None)
 
 
 @contextmanager

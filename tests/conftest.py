@@ -65,7 +65,7 @@ def embedded_file() -> Path:
     """The GGUF file of the embedded model."""
     file = wheel_file(EMBEDDED_WHEEL, ".gguf")
     assert file is not None, "make test installs it"
-    return Path(str(file.locate()))
+    return file
 
 
 @pytest.fixture(scope="session")

@@ -12,7 +12,7 @@ from torch import Tensor
 from h2o_stream.native import abi
 from h2o_stream.native.describe import describe
 from h2o_stream.native.description import Attention, Description, Layer, Matrix, Rope
-from h2o_stream.native.modules import apply_activation, apply_norm
+from h2o_stream.native.modules import ACTIVATIONS, apply_norm
 from tests.packed_tiles import numbers as packed_numbers
 
 TOKENS = [1, 17, 4, 60, 33, 33, 9, 21]
@@ -67,8 +67,8 @@ def attend(attention: Attention, x: Tensor) -> Tensor:
 def feed_forward(layer: Layer, x: Tensor) -> Tensor:
     mlp = layer.mlp
     if mlp.gate is None:
-        return apply(mlp.down, apply_activation(mlp.activation, apply(mlp.up, x)))
-    return apply(mlp.down, apply_activation(mlp.activation, apply(mlp.gate, x)) * apply(mlp.up, x))
+        return apply(mlp.down, ACTIVATIONS[mlp.activation](apply(mlp.up, x)))
+    return apply(mlp.down, ACTIVATIONS[mlp.activation](apply(mlp.gate, x)) * apply(mlp.up, x))
 
 
 def interpret(description: Description, tokens: list[int]) -> Tensor:

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from h2o_stream.compare.bootstrap import paired_difference
 from h2o_stream.compare.folder import Folder, JobResult, identity
+from h2o_stream.compare.nll import paired_difference
 from h2o_stream.compare.recall import measure_recall, plan_questions
 from h2o_stream.config import POLICIES, CacheConfig
 from h2o_stream.errors import ConfigError, DataError

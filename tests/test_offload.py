@@ -17,7 +17,7 @@ from h2o_stream.cache.attach import attach
 from h2o_stream.cache.attention_interface import h2o_attention
 from h2o_stream.cache.h2o_cache import H2OCache
 from h2o_stream.cache.identity import model_digest
-from h2o_stream.cache.layer_spec import LayerSpec
+from h2o_stream.cache.layer import LayerSpec
 from h2o_stream.config import CacheConfig, ModelConfig
 from h2o_stream.errors import ConfigError
 from h2o_stream.models.load import load

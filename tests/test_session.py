@@ -16,8 +16,7 @@ from h2o_stream.models.templates import FALLBACK_STOPS, FALLBACK_TEMPLATE
 from h2o_stream.session.questions import load_questions
 from h2o_stream.session.report import RunReport
 from h2o_stream.session.template import ChatTemplate
-from h2o_stream.session.timings import Timings
-from h2o_stream.session.turn import Turn
+from h2o_stream.session.turn import Timings, Turn
 
 END = "<|im_end|>"
 SYSTEM = "You are a terse assistant."

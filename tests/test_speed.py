@@ -128,16 +128,16 @@ def test_rounds_are_in_turn_and_every_token_is_read_once(monkeypatch: pytest.Mon
     monkeypatch.setattr(Pretended, "asked", [])
     contenders = [EngineSpec(engine, ModelConfig(), CacheConfig()) for engine in (OURS, TRANSFORMERS)]
     race = Benchmark(contenders, range(needed([100, 1000])))
-    events = [event for history in (100, 1000) for event in race.measure(history)]
+    events = [event for history in (100, 1000) for event in race.measure(history, 2e4)]
     figures = [figure for event in events if isinstance(event, list) for figure in event]
-    assert [(figure.spec.engine, figure.history) for figure in figures] == [
+    assert [(figure["engine"], figure["history"]) for figure in figures] == [
         (OURS, 100),
         (TRANSFORMERS, 100),
         (OURS, 1000),
     ]
-    assert figures[2].prefill_tok_s == pytest.approx(100)
-    assert figures[2].decode_tok_s == pytest.approx(10)
-    assert figures[2].floor(2e4) == pytest.approx(20)
+    assert figures[2]["prefill_tok_s"] == pytest.approx(100)
+    assert figures[2]["decode_tok_s"] == pytest.approx(10)
+    assert figures[2]["of_floor"] == pytest.approx(10 / 20)
     ours = [count for engine, _, count in Pretended.asked if engine == OURS]
     assert sum(ours) == needed([1000])
     first = [engine for engine, method, count in Pretended.asked if count == STEPS][: 2 * ROUNDS]

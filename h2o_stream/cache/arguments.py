@@ -44,7 +44,7 @@ def check_forward(kwargs: Mapping[str, Any], lengths: Sequence[int], columns: in
         kwargs: of the model's forward.
         lengths: tokens of each row before this forward.
         columns: columns of the stream before this forward.
-        exact: see `_check_positions`.
+        exact: positions must not count padding, because they are looked up.
 
     Raises:
         ConfigError: the mask is not one of padding, or positions are not those of one text.
@@ -60,17 +60,7 @@ def check_forward(kwargs: Mapping[str, Any], lengths: Sequence[int], columns: in
 
 
 def _check_past(mask: Tensor | None, lengths: Sequence[int], columns: int, new: int) -> None:
-    """Check that a mask shows all past tokens of the stream and none of its padding.
-
-    Args:
-        mask: [B, T] as `Padding.of` takes it. Checked if T is `columns` + `new`.
-        lengths: tokens of each row before this forward.
-        columns: columns of the stream before this forward.
-        new: Q.
-
-    Raises:
-        ConfigError: it does not.
-    """
+    """Check that a mask [B, columns + Q] shows all past tokens of the stream and none of its padding."""
     if not columns or mask is None or mask.shape[1] != columns + new:
         return
     shown = mask[:, :columns].bool().sum(1).tolist()
@@ -89,19 +79,7 @@ def _check_positions(
     padding: Padding | None,
     exact: bool,
 ) -> None:
-    """Check that positions are those of one text: each token's index in its row, with or without padding.
-
-    Args:
-        positions: [..., B or 1, Q] ``position_ids``, ignored where there is padding. None for none.
-        lengths: tokens of each row before this forward.
-        columns: columns of the stream before this forward.
-        shape: B and Q.
-        padding: of this forward.
-        exact: padding must not be counted, because positions are looked up.
-
-    Raises:
-        ConfigError: they are not, as with several texts packed into one row.
-    """
+    """Check that positions [..., B or 1, Q] are those of one text: each token's index in its row."""
     if positions is None:
         return
     batch, new = shape

@@ -14,7 +14,7 @@ from h2o_stream.cache.forward import AttachedForward, Stepper, replaced_forward
 from h2o_stream.cache.full_cache import FullCache
 from h2o_stream.cache.h2o_cache import H2OCache
 from h2o_stream.cache.identity import model_digest
-from h2o_stream.cache.layer_spec import LayerSpec
+from h2o_stream.cache.layer import LayerSpec
 from h2o_stream.cache.retrieval_heads import assign_budgets
 from h2o_stream.cache.rope import PositionsError
 from h2o_stream.cache.support import (
@@ -81,11 +81,7 @@ def attach(
 
 
 def _transformers_model(model: Any) -> PreTrainedModel:
-    """The model inside a wrapper: PEFT's wrapper runs the same modules and the forward that is replaced.
-
-    Raises:
-        UnsupportedModelError: it is the result of `torch.compile`.
-    """
+    """The model inside a wrapper: PEFT's wrapper runs the same modules and the forward that is replaced."""
     if hasattr(model, "_orig_mod"):
         raise UnsupportedModelError(
             "a model out of torch.compile runs graphs that ask for no cache of ours; attach the model it was made of"

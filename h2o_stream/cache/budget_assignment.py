@@ -8,7 +8,7 @@ import torch
 
 from h2o_stream.cache.budgets import schedules, windows
 from h2o_stream.cache.head_group import HeadGroup
-from h2o_stream.cache.layer_spec import LayerSpec
+from h2o_stream.cache.layer import LayerSpec
 from h2o_stream.cache.policies import Budget, merged
 from h2o_stream.config import MIN_EVICTABLE, CachePlan
 from h2o_stream.errors import ConfigError, H2OStreamError
@@ -44,10 +44,7 @@ class BudgetAssignment:
     @property
     def protected(self) -> tuple[range, ...]:
         """Ranges of token indices that are never evicted, sinks and pins."""
-        return self._with_sinks(self.pins)
-
-    def _with_sinks(self, pins: Sequence[range]) -> tuple[range, ...]:
-        return merged((range(self._plan.sinks), *pins))
+        return merged((range(self._plan.sinks), *self.pins))
 
     def check(self, pins: tuple[range, ...], fixed: bool) -> None:
         """Check that pins leave enough slots in every window; if `fixed`, windows cannot change any more.
@@ -56,7 +53,7 @@ class BudgetAssignment:
             ConfigError: they do not.
         """
         plan, minimum = self._plan, self._min_movable
-        pinned = sum(map(len, self._with_sinks(pins)))
+        pinned = sum(map(len, merged((range(plan.sinks), *pins))))
         window = min(self.windows) if fixed else plan.window
         if pinned > plan.sinks and window - pinned < minimum:
             whose = "of some heads " if window < plan.window else ""

@@ -17,14 +17,13 @@ from h2o_stream.cache.cache_state import load_state, state_of
 from h2o_stream.cache.counts import CacheCounts, Occupancy
 from h2o_stream.cache.head_group import HeadGroup
 from h2o_stream.cache.kernels import Kernels
-from h2o_stream.cache.layer_spec import LayerSpec
+from h2o_stream.cache.layer import LayerSpec
 from h2o_stream.cache.padding import Padding
 from h2o_stream.cache.policies import merged
-from h2o_stream.cache.revision import Revision
+from h2o_stream.cache.shared_state import Revision, TokenCount
 from h2o_stream.cache.state import check_saveable, refusing_damage
 from h2o_stream.cache.statistics import LayerStatistics, layer_statistics
 from h2o_stream.cache.tearing import marks_tears
-from h2o_stream.cache.token_count import TokenCount
 from h2o_stream.config import DEFAULT_WINDOW, CacheConfig
 from h2o_stream.errors import ConfigError, H2OStreamError
 
@@ -92,10 +91,7 @@ class H2OCache(Cache):
 
     @property
     def revision(self) -> int:
-        """Grows whenever a tensor is allocated or released, or a window, pin, budget, span or row changes.
-
-        As long as it stays the same, the addresses of tensors stay valid, and so do those rules.
-        """
+        """See `Revision`."""
         return self._revision.number
 
     @property

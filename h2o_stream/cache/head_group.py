@@ -26,11 +26,10 @@ from h2o_stream.cache.kernels import Kernels
 from h2o_stream.cache.padding import Padding
 from h2o_stream.cache.policies import Budget, Candidates, Policy
 from h2o_stream.cache.quantized_store import QuantizedStore
-from h2o_stream.cache.revision import Revision
 from h2o_stream.cache.rope import RotaryTable
+from h2o_stream.cache.shared_state import Revision, TokenCount
 from h2o_stream.cache.statistics import SparsityMeter
 from h2o_stream.cache.store import Store
-from h2o_stream.cache.token_count import TokenCount
 from h2o_stream.config import CachePlan
 
 Watch = Callable[[Tensor, Tensor, int], None]

@@ -198,11 +198,7 @@ def _additions(module: nn.Module) -> list[str]:
 
 
 def _plain(value: Any) -> Any:
-    """A plain value, for JSON.
-
-    Raises:
-        TypeError: it is a module, a tensor or another object.
-    """
+    """A plain value, for JSON; a TypeError for a module, a tensor or another object."""
     if isinstance(value, dict):
         return sorted((str(name), _plain(part)) for name, part in value.items())
     if isinstance(value, list | tuple):

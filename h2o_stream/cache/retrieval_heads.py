@@ -13,20 +13,16 @@ from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from statistics import fmean, pvariance
-from typing import Any
 
 import torch
 from torch import Tensor, distributed
 from transformers import PreTrainedModel
-from transformers.cache_utils import Cache
 
 from h2o_stream.cache.budgets import HeadBudget
 from h2o_stream.cache.identity import model_digest
-from h2o_stream.cache.layer_spec import LayerSpec
+from h2o_stream.cache.layer import LayerSpec
 from h2o_stream.cache.measurements import LONG_S, read_measurement, save_measurement
-from h2o_stream.cache.revision import Revision
-from h2o_stream.cache.support import attention_of_ours, home_of, size_of
-from h2o_stream.cache.token_count import TokenCount
+from h2o_stream.cache.support import ProbeCache, attention_of_ours, home_of, size_of
 from h2o_stream.config import CachePlan
 from h2o_stream.progress import Progress, ProgressCallback, ignore
 
@@ -131,19 +127,13 @@ def _rows(model: PreTrainedModel) -> int:
 def _attention_to_copy(
     model: PreTrainedModel, hidden_from: Sequence[int | None], progress: ProgressCallback = ignore
 ) -> Tensor:
-    """[layers, Hkv]: fraction of attention on the previous occurrence of the present token and on the token after it.
-
-    Args:
-        model: the model, with positions of its own.
-        hidden_from: for every layer, the age from which the model hides keys from it.
-        progress: called after every layer.
-    """
+    """[layers, Hkv]: fraction of attention on the previous occurrence of the current token and the token after it."""
     text = model.config.get_text_config()
     period = min(_PERIOD, (getattr(text, "max_position_embeddings", None) or 2 * _PERIOD) // 2)
     plan = CachePlan("recent", 2 * period, 0, 0, 2 * period, 1.0, "absolute", 0, 2 * period)
     retrieval: list[Tensor] = [torch.empty(0)] * len(hidden_from)
     specs = [LayerSpec(hidden_from=hidden) for hidden in hidden_from]
-    layers = [spec.make_layer(plan, number, TokenCount(), Revision()) for number, spec in enumerate(specs)]
+    layers = [spec.make_layer(plan, number) for number, spec in enumerate(specs)]
 
     def watch(number: int, probs: Tensor, visible: Tensor, step: int) -> None:
         query = torch.arange(period, 2 * period, device=probs.device)
@@ -155,8 +145,7 @@ def _attention_to_copy(
         layer.head_groups[0].watch = partial(watch, number)
     once = torch.randint(text.vocab_size, (_rows(model), period), generator=torch.Generator().manual_seed(0))
     repeated = torch.cat((once, once), 1).to(home_of(model))
-    cache: Any = Cache(layers=layers)
-    cache.padding = cache.storage_device = None
+    cache = ProbeCache(layers=layers)
     with attention_of_ours(model):
         positions = torch.arange(2 * period, device=home_of(model)).expand(len(once), -1)
         model.base_model(repeated, position_ids=positions, past_key_values=cache, h2o_cache=cache, use_cache=True)

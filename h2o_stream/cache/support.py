@@ -18,8 +18,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.cache_utils import Cache
 
 from h2o_stream.cache.attention_interface import ATTENTION_NAME
-from h2o_stream.cache.layer import EvictingLayer
-from h2o_stream.cache.layer_spec import LayerSpec
+from h2o_stream.cache.layer import EvictingLayer, LayerSpec
 from h2o_stream.cache.rope import PositionsError, RotaryTable, rotary_of, rotate_back, table_for
 from h2o_stream.config import DEFAULT_WINDOW, CacheConfig, CachePlan
 from h2o_stream.errors import H2OStreamError, UnsupportedModelError, means_out_of_memory
@@ -51,11 +50,9 @@ def context_of(config: Any) -> int | None:
 def max_distance_of(config: Any) -> int | None:
     """Largest distance a model was trained for: its context, or less if all layers slide or RoPE depends on length."""
     text = config.get_text_config()
-    limits = [
-        context_of(config),
-        (_rope(text) or {}).get("original_max_position_embeddings") if _longrope(text) else None,
-    ]
-    windows = sliding_windows(config)
+    limits, rope, windows = [context_of(config)], _rope(text) or {}, sliding_windows(config)
+    if rope.get("rope_type") == "longrope":
+        limits.append(rope.get("original_max_position_embeddings"))
     if None not in windows:
         limits.append(min(windows))  # type: ignore[type-var]
     return min((limit for limit in limits if limit), default=None)
@@ -76,10 +73,6 @@ def sliding_windows(config: Any) -> list[int | None]:
 
 def _rope(text: Any) -> dict[str, Any] | None:
     return getattr(text, "rope_parameters", None) or None
-
-
-def _longrope(text: Any) -> bool:
-    return (_rope(text) or {}).get("rope_type") == "longrope"
 
 
 def check_supported(model_class: type, config: Any, cache: CacheConfig) -> CachePlan:
@@ -160,7 +153,6 @@ class _AttentionProbe(EvictingLayer):
     seen: tuple[Tensor, Tensor] | None = None
 
     def get_seq_length(self) -> int:
-        """Nothing is kept."""
         return 0
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, *args: Any) -> Tensor:
@@ -169,7 +161,9 @@ class _AttentionProbe(EvictingLayer):
         return value.repeat_interleave(query.shape[1] // key.shape[1], dim=1).transpose(1, 2).contiguous()
 
 
-class _Probes(Cache):
+class ProbeCache(Cache):
+    """Layers for a forward that looks at attention, with what `h2o_attention` reads from a cache."""
+
     padding = storage_device = None
 
 
@@ -233,7 +227,7 @@ def probe(model: PreTrainedModel, tables: list[RotaryTable | None]) -> list[Tens
     """
     name, position = type(model).__name__, 5
     token = 1 if getattr(model.config.get_text_config(), "pad_token_id", None) != 1 else 2
-    probes = _Probes(layers=[_AttentionProbe(()) for _ in tables])
+    probes = ProbeCache(layers=[_AttentionProbe(()) for _ in tables])
     with attention_of_ours(model), failing_as(f"{name} with the keywords of this cache"):
         model(
             torch.full((2, 1), token, device=home_of(model)),

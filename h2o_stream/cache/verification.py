@@ -20,7 +20,7 @@ from torch import Tensor
 from h2o_stream.cache.h2o_cache import H2OCache
 from h2o_stream.cache.identity import has_additions, model_digest
 from h2o_stream.cache.kernels import Kernels
-from h2o_stream.cache.layer_spec import LayerSpec
+from h2o_stream.cache.layer import LayerSpec
 from h2o_stream.cache.measurements import LONG_S, read_measurement, save_measurement
 from h2o_stream.cache.rope import PositionsError
 from h2o_stream.cache.support import (

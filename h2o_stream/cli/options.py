@@ -78,11 +78,6 @@ ENGINE = Group(
 def _cache_arguments(
     rolling: bool | None = None, cache_device: CacheDevice = CacheConfig.device, **values: Any
 ) -> dict[str, Any]:
-    """Arguments of `CacheConfig`.
-
-    Raises:
-        ConfigError: --rolling and --positions contradict each other.
-    """
     if rolling is not None:
         positions = "rolling" if rolling else "absolute"
         if values["positions"] not in (None, positions):
@@ -147,12 +142,6 @@ SAMPLING = Group(
 
 
 def _settings(system: str | None = None, system_file: Path | None = None, **values: Any) -> Settings:
-    """The settings of a conversation.
-
-    Raises:
-        ConfigError: the system prompt was given twice.
-        DataError: its file cannot be read.
-    """
     text = system if system is None else named_prompts().get(system, system)
     return Settings(system=text_or_file(text, "--system", system_file, "--system-file"), **values)
 

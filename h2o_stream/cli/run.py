@@ -158,7 +158,6 @@ def reporting(command: str, debug: bool) -> Iterator[None]:
 
 
 def _reason(error: Exception, debug: bool) -> str:
-    """The message of an error, for a user."""
     hint = "" if debug else " (--debug shows where)"
     if isinstance(error, H2OStreamError):
         return str(error)

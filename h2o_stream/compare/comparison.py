@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any, ClassVar, Generic, Protocol, TypeVar
+from typing import Any, ClassVar, Generic, TypeVar
 
 from h2o_stream.cache.identity import model_digest, policy_source
 from h2o_stream.compare.folder import Folder, JobResult, identity
@@ -97,11 +97,7 @@ class Comparison(ABC, Generic[Options]):
         """Release what `begin` and the jobs hold."""
 
 
-class OnProgress(Protocol):
-    """A callback for the progress of jobs."""
-
-    def __call__(self, job: Job, progress: JobProgress) -> None:
-        """Report how far a job is."""
+OnProgress = Callable[[Job, JobProgress], None]
 
 
 def run_jobs(

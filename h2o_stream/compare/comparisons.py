@@ -12,7 +12,7 @@ from h2o_stream.config import DEFAULT_CHUNK, DEFAULT_POLICY, DEFAULT_WINDOW, Cac
 from h2o_stream.errors import ConfigError
 from h2o_stream.options import Option, listed, listed_if_any, numbers, numbers_if_any, parse_bytes, paths
 from h2o_stream.registry import Registry
-from h2o_stream.resources import cache_folder, python_manual, write_text
+from h2o_stream.resources import python_manual, write_text
 from h2o_stream.session.requests import read_requests
 
 PEERS = ("transformers", "llama.cpp")
@@ -312,10 +312,6 @@ class SoakOptions(ComparisonOptions):
         if self.policy == "full":
             raise ConfigError("--policy full keeps everything, which no memory holds forever; give one that evicts")
         return configs_of((self.policy,), (self.window,), self.seeds, self.cache)
-
-    def text_file(self) -> Path:
-        """The text; without one the manual of Python, which is written to a file."""
-        return self.text or manual_file(self.out or cache_folder())
 
 
 def manual_file(folder: Path) -> Path:

@@ -8,8 +8,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from importlib.metadata import version
 from pathlib import Path
@@ -23,7 +22,7 @@ from torch import Tensor
 from h2o_stream.cache.identity import model_digest, policy_source
 from h2o_stream.cache.support import check_supported
 from h2o_stream.config import CacheConfig
-from h2o_stream.errors import DataError
+from h2o_stream.errors import DataError, file_errors
 from h2o_stream.native import library
 from h2o_stream.session.run_record import RECORDS, RUN, hardware, read_run_record
 
@@ -32,19 +31,6 @@ _MAY_DIFFER = ("versions", "hardware", "command_line", "begun", "processes")
 
 _MAY_GROW = ("cache", "policy", "window", "seed")
 """Fields with an item for each policy, to which a resumed comparison may add."""
-
-
-@contextmanager
-def writing(folder: Path) -> Iterator[None]:
-    """Report an `OSError` while writing into a folder of ``--out`` as an error that names the folder.
-
-    Raises:
-        DataError: a file could not be written.
-    """
-    try:
-        yield
-    except OSError as error:
-        raise DataError(f"--out {folder}: {error.strerror or error}") from error
 
 
 def identity(model: Any, config: CacheConfig) -> dict[str, Any]:
@@ -92,7 +78,7 @@ class Folder:
     def __init__(self, path: Path | None) -> None:
         self.path = path
         if path is not None:
-            with writing(path):
+            with file_errors(f"--out {path}"):
                 (path / "parts").mkdir(parents=True, exist_ok=True)
 
     def claim(self, run: Mapping[str, Any]) -> None:
@@ -164,7 +150,7 @@ class Folder:
         if self.path is None:
             return
         path = self.path / name
-        with writing(self.path):
+        with file_errors(f"--out {self.path}"):
             path.parent.mkdir(exist_ok=True)
             scratch = path.with_name(f".{path.name}.partial")
             scratch.write_text(text, encoding="utf-8")

@@ -112,7 +112,6 @@ class H2OLM(HFLM):
                 yield float(log_probs.sum()), bool((scores.argmax(-1) == expected).all())
 
     def _config_for(self, context: int) -> CacheConfig:
-        """The policy for a context of this many tokens."""
         if self.ratio is None:
             return self.cache_config
         return replace(self.cache_config, window=max(round(self.ratio * context), 2))

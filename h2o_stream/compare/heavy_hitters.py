@@ -30,7 +30,6 @@ BEST = "best"
 _TOP = 0.1
 """The share of all attention of this fraction of the tokens is reported."""
 
-
 _RANKS = 60
 """Approximate number of points of the power law in a record."""
 
@@ -66,11 +65,9 @@ class HeavyHitters(Comparison[HeavyHittersOptions]):
         return [Job("attention", key, len(self._stream) * (len(self.configs) + 1), self._measure)]
 
     def _measure(self) -> Iterator[JobProgress | JobResult]:
-        passes: list[str] = []
         for event in measure_attention(self.model, self._stream, self.configs, self.options.chunk):
-            if isinstance(event, PassProgress):
-                passes += [event.name] if event.name not in passes else []
-                yield JobProgress((len(passes) - 1) * event.total + event.done, event.name)
+            if isinstance(event, JobProgress):
+                yield event
                 continue
             ranks = sorted({round(len(event[0].scores) ** (n / _RANKS)) for n in range(_RANKS + 1)})
             yield JobResult(
@@ -115,19 +112,10 @@ class LayerAttention:
     mass: dict[str, float]
 
 
-@dataclass(frozen=True)
-class PassProgress:
-    """Tokens read so far in the pass of a policy, or in the last one, "full attention"."""
-
-    name: str
-    done: int
-    total: int
-
-
 @torch.no_grad()
 def measure_attention(
     model: Any, tokens: Sequence[int], configs: Sequence[CacheConfig], chunk: int
-) -> Iterator[PassProgress | list[LayerAttention]]:
+) -> Iterator[JobProgress | list[LayerAttention]]:
     """Measure the attention of every layer on a text.
 
     Args:
@@ -137,7 +125,7 @@ def measure_attention(
         chunk: tokens between two evictions.
 
     Yields:
-        `PassProgress`, and last the result, one `LayerAttention` for each layer that is not a sliding one.
+        `JobProgress`, and last the result, one `LayerAttention` for each layer that is not a sliding one.
 
     Raises:
         ConfigError: the text does not fit the model, or is no longer than the window.
@@ -148,13 +136,13 @@ def measure_attention(
     if len(tokens) <= window + chunk:
         raise ConfigError(f"{len(tokens)} tokens are no more than window {window} + chunk {chunk}; raise --tokens")
     kept: dict[str, list[list[Tensor]]] = {}
-    for config in configs:
+    for number, config in enumerate(configs):
         with attach(model, config) as cache:
             layers = cache.evicting_layers
             kept[config.policy] = steps = []
             for done in _feed_chunks(model, cache, tokens, chunk):
-                steps.append([cache.kept(number)[0].to(torch.int32) for number in layers])
-                yield PassProgress(config.policy, done, len(tokens))
+                steps.append([cache.kept(layer)[0].to(torch.int32) for layer in layers])
+                yield JobProgress(number * len(tokens) + done, config.policy)
     everything = CacheConfig("h2o-paper", window=len(tokens), positions="absolute", chunk=chunk)
     with attach(model, everything) as cache:
         layers = cache.evicting_layers
@@ -165,7 +153,7 @@ def measure_attention(
         for layer, number in zip(statistics, layers, strict=True):
             cache.layers[number].head_groups[0].watch = layer
         for done in _feed_chunks(model, cache, tokens, chunk):
-            yield PassProgress("full attention", done, len(tokens))
+            yield JobProgress(len(configs) * len(tokens) + done, "full attention")
     yield [layer.result(number) for layer, number in zip(statistics, layers, strict=True)]
 
 
@@ -181,9 +169,7 @@ def _feed_chunks(model: Any, cache: Any, tokens: Sequence[int], chunk: int) -> I
 class _AttentionStatistics:
     """Statistics of the attention of a layer, accumulated chunk by chunk.
 
-    Attributes:
-        window: of the policies.
-        kept: by policy and chunk, [Hkv, n] token indices held after that chunk, padded with -1.
+    `kept` has the token indices [Hkv, n] held after each chunk, by policy, padded with -1.
     """
 
     window: int
@@ -226,7 +212,6 @@ class _AttentionStatistics:
         self.mass[name] = self.mass.get(name, 0.0) + float(mass.mean((0, 1)).sum())
 
     def result(self, layer: int) -> LayerAttention:
-        """The statistics of all chunks."""
         assert self.received is not None
         scores = self.received.sort(-1, descending=True).values.mean(0).cpu()
         return LayerAttention(

@@ -8,7 +8,7 @@ import time
 from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -16,7 +16,6 @@ from torch.nn.functional import cross_entropy
 
 from h2o_stream.cache.attach import attach
 from h2o_stream.cache.support import context_of, home_of
-from h2o_stream.compare.bootstrap import paired_difference
 from h2o_stream.compare.comparison import Comparison, Job, JobProgress, Notify, label_of, window_of
 from h2o_stream.compare.comparisons import NllOptions
 from h2o_stream.compare.folder import JobResult
@@ -29,6 +28,12 @@ STEP = 256
 
 _POINTS = 100
 """Points of the curve in a record."""
+
+
+BLOCK = 64
+"""Tokens resampled together for intervals, since the losses of neighbouring tokens are not independent."""
+
+_RESAMPLES = 2000
 
 
 class Nll(Comparison[NllOptions]):
@@ -87,6 +92,33 @@ class Nll(Comparison[NllOptions]):
                 "to_full": to_full,
                 "rolling": _rolling(losses),
             }
+
+
+class Interval(NamedTuple):
+    """A mean and its 95% interval."""
+
+    mean: float
+    low: float
+    high: float
+
+
+def paired_difference(ours: Tensor, theirs: Tensor, seed: int = 0) -> Interval:
+    """The mean of ours - theirs over tokens, with its 95% interval.
+
+    Args:
+        ours: [n] losses.
+        theirs: [m] losses of the same tokens; the longer tensor is truncated.
+        seed: of the resampling.
+    """
+    length = min(len(ours), len(theirs))
+    difference = (ours[:length] - theirs[:length]).double()
+    blocks = difference.split(BLOCK)
+    sums = torch.stack([block.sum() for block in blocks])
+    sizes = torch.tensor([len(block) for block in blocks], dtype=torch.float64)
+    samples = torch.randint(len(sums), (_RESAMPLES, len(sums)), generator=torch.Generator().manual_seed(seed))
+    means = sums[samples].sum(1) / sizes[samples].sum(1)
+    low, high = torch.quantile(means, torch.tensor([0.025, 0.975], dtype=torch.float64)).tolist()
+    return Interval(float(difference.mean()), low, high)
 
 
 def digest_of(tokens: Sequence[int]) -> str:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 import shutil
 from collections.abc import Iterator
+from contextlib import closing
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -20,7 +21,7 @@ from gguf import GGMLQuantizationType as Type
 from gguf.quants import dequantize, quantize
 
 from h2o_stream.compare.random_weights import DEVIATION
-from h2o_stream.errors import ConfigError, DataError
+from h2o_stream.errors import ConfigError, DataError, file_errors
 
 _ARCHITECTURES = {"llama": "llama", "mistral": "llama", "qwen2": "qwen2", "qwen3": "qwen3"}
 """Of GGUF, by the model type of transformers."""
@@ -99,7 +100,7 @@ def write_random_gguf(config: Any, precision: str, path: Path) -> Iterator[tuple
             "another folder"
         )
     writer, done = _writer(config, precision, tensors, path), 0
-    try:
+    with file_errors(path), closing(writer):
         writer.write_header_to_file()
         writer.write_kv_data_to_file()
         writer.write_ti_data_to_file()
@@ -107,10 +108,6 @@ def write_random_gguf(config: Any, precision: str, path: Path) -> Iterator[tuple
             yield done, total
             writer.write_tensor_data(_random(tensor))
             done += tensor.nbytes
-    except OSError as error:
-        raise DataError(f"{path}: {error.strerror or error}") from error
-    finally:
-        writer.close()
 
 
 def _tensors(config: Any, precision: str) -> list[_Tensor]:
@@ -142,9 +139,7 @@ def _tensors(config: Any, precision: str) -> list[_Tensor]:
 
 
 def _gets_more_bits(layer: int, count: int) -> bool:
-    """Whether Q4_K_M has more bits for values and `ffn_down`: in the first and last eighth of the layers, and in every
-    third between them.
-    """
+    """Of values and `ffn_down` in Q4_K_M: the first and last eighth of the layers, and every third between them."""
     return layer < count // 8 or layer >= 7 * count // 8 or (layer - count // 8) % 3 == 2
 
 

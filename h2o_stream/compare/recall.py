@@ -42,7 +42,6 @@ _WORDS = (
 
 MAX_FACTS = len(_NAMES)
 
-
 _MAX_TOKENS = 1 << 16
 """Tokens of a text that are used."""
 
@@ -59,7 +58,12 @@ class Recall(Comparison[RecallOptions]):
         settings = self.load_model(notify)
         tokens = read_tokens(self.options.text, self.tokenizer, _MAX_TOKENS)
         self._plan = plan_questions(self.tokenizer, tokens, self.options.facts, self.options.distances)
-        check_context(self.model, self._plan)
+        context = context_of(self.model.config)
+        if context is not None and self._plan.length > context:
+            raise ConfigError(
+                f"the last question stands at {self._plan.length}, beyond the model's {context} positions; "
+                "lower --distances or --facts"
+            )
         return {
             **settings,
             "text": str(self.options.text),
@@ -71,14 +75,17 @@ class Recall(Comparison[RecallOptions]):
 
     def jobs(self) -> list[Job]:
         """One for each policy."""
-        return [self._job(config) for config in self.configs]
-
-    def _job(self, config: CacheConfig) -> Job:
-        questions = digest_of([*self._plan.tokens, *itertools.chain(*self._plan.questions)])
-        key = self.key(config, questions=questions)
-        return Job(
-            label_of(config), key, len(self._plan.tokens), partial(measure_recall, self.model, config, self._plan)
-        )
+        plan = self._plan
+        questions = digest_of([*plan.tokens, *itertools.chain(*plan.questions)])
+        return [
+            Job(
+                label_of(config),
+                self.key(config, questions=questions),
+                len(plan.tokens),
+                partial(measure_recall, self.model, config, plan),
+            )
+            for config in self.configs
+        ]
 
     def records(self, results: Iterable[JobResult]) -> Iterator[dict[str, Any]]:
         """One for each policy and distance."""
@@ -163,20 +170,6 @@ def plan_questions(tokenizer: Any, text: Sequence[int], facts: int, distances: S
         choices=tuple(first_tokens[word] for word in words),
         distances=tuple(distances),
     )
-
-
-def check_context(model: Any, plan: Plan) -> None:
-    """Check that the stream fits the context of the full cache, the reference of all others.
-
-    Raises:
-        ConfigError: the stream is longer.
-    """
-    context = context_of(model.config)
-    if context is not None and plan.length > context:
-        raise ConfigError(
-            f"the last question stands at {plan.length}, beyond the model's {context} positions; "
-            "lower --distances or --facts"
-        )
 
 
 @torch.no_grad()

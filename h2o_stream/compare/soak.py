@@ -22,13 +22,13 @@ from h2o_stream.cache.audit import audit
 from h2o_stream.cache.identity import model_digest
 from h2o_stream.cache.support import home_of
 from h2o_stream.compare.comparison import Comparison, Job, JobProgress, Notify, cache_settings
-from h2o_stream.compare.comparisons import SoakOptions
-from h2o_stream.compare.folder import JobResult, machine, writing
+from h2o_stream.compare.comparisons import SoakOptions, manual_file
+from h2o_stream.compare.folder import JobResult, machine
 from h2o_stream.compare.nll import digest_of, read_tokens
 from h2o_stream.config import PREFILL_STEP
-from h2o_stream.errors import DataError
+from h2o_stream.errors import DataError, file_errors
 from h2o_stream.memory import trim_heap
-from h2o_stream.resources import read_text
+from h2o_stream.resources import cache_folder, read_text
 
 TINY = "tiny"
 """Name of a random Llama with two layers, for streams of millions of tokens."""
@@ -51,7 +51,7 @@ class Soak(Comparison[SoakOptions]):
 
     def __init__(self, options: SoakOptions) -> None:
         super().__init__(options)
-        self._config, self._text = self.configs[0], options.text_file()
+        self._config, self._text = self.configs[0], options.text or manual_file(options.out or cache_folder())
         self._state = options.out and options.out / "state.safetensors"
         self._tokens: list[int] = []
         self._cache: Any = None
@@ -145,7 +145,6 @@ class Soak(Comparison[SoakOptions]):
         return float(torch.cat(losses).mean()), logits[-1]
 
     def _reply(self, logits: torch.Tensor) -> None:
-        """Sample a reply token by token."""
         for _ in range(_REPLY):
             token = torch.multinomial(logits.softmax(-1).cpu(), 1, generator=self._generator)
             fed = token.view(1, 1).to(home_of(self.model))
@@ -173,7 +172,7 @@ class Soak(Comparison[SoakOptions]):
         if self._state is not None:
             state = self._cache.state_dict()
             state |= {"stretch": torch.tensor(number), "drawn": self._generator.get_state()}
-            with writing(self._state.parent):
+            with file_errors(f"--out {self._state.parent}"):
                 save_file(state, self._state.with_suffix(".partial"))
                 self._state.with_suffix(".partial").replace(self._state)
 

@@ -16,7 +16,7 @@ from typing import Any
 
 from h2o_stream.compare.comparison import Comparison, Job, JobProgress, Notify, window_of
 from h2o_stream.compare.comparisons import SpeedOptions
-from h2o_stream.compare.engines import LLAMA_CPP, NO_LLAMA_CPP, OURS, EngineInfo, EngineSpec, MemoryUse
+from h2o_stream.compare.engines import LLAMA_CPP, NO_LLAMA_CPP, OURS, EngineInfo, EngineSpec
 from h2o_stream.compare.folder import JobResult, machine
 from h2o_stream.compare.nll import digest_of, read_tokens
 from h2o_stream.compare.random_gguf import check_architecture, write_random_gguf
@@ -39,37 +39,6 @@ _WARM_UP = 3
 _BANDWIDTH_BYTES = 600_000_000
 
 
-@dataclass(frozen=True)
-class Measurement:
-    """The speed of an engine at a history.
-
-    Attributes:
-        spec: the engine.
-        info: its properties.
-        history: tokens seen before it decoded.
-        prefill_tok_s: tokens per second of all prompts so far.
-        decode_tok_s: median over the rounds.
-        memory: after the rounds.
-        steps: see `Runner.steps`.
-    """
-
-    spec: EngineSpec
-    info: EngineInfo
-    history: int
-    prefill_tok_s: float
-    decode_tok_s: float
-    memory: MemoryUse
-    steps: str | None = None
-
-    def floor(self, bandwidth: float) -> float:
-        """The upper bound of the speed, in tokens per second: every token reads weights and cache once.
-
-        Args:
-            bandwidth: bytes per second.
-        """
-        return bandwidth / (self.info.weight_bytes + (self.memory.cache or 0))
-
-
 def bandwidth(threads: int | None = None) -> float:
     """Memory bandwidth of this machine in bytes per second: the sum of 600 MB, best of five."""
     import torch
@@ -88,15 +57,7 @@ def bandwidth(threads: int | None = None) -> float:
 
 @dataclass
 class _EngineRun:
-    """An engine and how far it has read the text.
-
-    Attributes:
-        worker: its process.
-        info: its properties.
-        seen: tokens so far.
-        prefilled: tokens that were prefilled.
-        prefill_s: seconds that took.
-    """
+    """An engine and how far it has read the text: tokens `seen`, and of them `prefilled`."""
 
     worker: Worker
     info: EngineInfo
@@ -109,7 +70,6 @@ class _EngineRun:
         return self.info.context is None or needed([history]) <= self.info.context
 
     def feed(self, tokens: Sequence[int], history: int) -> None:
-        """Prefill up to a history."""
         self.prefill_s += self.worker.call("feed", tokens[self.seen : history])
         self.prefilled += history - self.seen
         self.seen = history
@@ -144,11 +104,15 @@ class Benchmark:
         """Final value of `JobProgress.done` at a history."""
         return len(self._specs) * (2 + ROUNDS)
 
-    def measure(self, history: int) -> Iterator[JobProgress | list[Measurement]]:
+    def measure(self, history: int, bytes_per_s: float) -> Iterator[JobProgress | list[dict[str, Any]]]:
         """Time all engines whose context fits a history; histories come in ascending order.
 
+        Args:
+            history: tokens seen before an engine decodes.
+            bytes_per_s: see `bandwidth`.
+
         Yields:
-            `JobProgress` before each long step, and last the measurements.
+            `JobProgress` before each long step, and last a record for each engine.
 
         Raises:
             H2OStreamError: an engine is missing or failed.
@@ -173,15 +137,7 @@ class Benchmark:
                 round_seconds.append(run.decode(self._tokens))
                 done += 1
         yield [
-            Measurement(
-                spec=run.worker.spec,
-                info=run.info,
-                history=history,
-                prefill_tok_s=run.prefilled / run.prefill_s,
-                decode_tok_s=STEPS / median(round_seconds),
-                memory=run.worker.call("memory"),
-                steps=run.worker.call("steps"),
-            )
+            _record(run, history, STEPS / median(round_seconds), bytes_per_s)
             for run, round_seconds in zip(runs, seconds, strict=True)
         ]
 
@@ -204,8 +160,7 @@ class Speed(Comparison[SpeedOptions]):
         super().__init__(options)
         self._specs, self._histories = engine_specs(options), sorted(set(options.histories))
         self._tokens: list[int] = []
-        self._digest, self._files = "", list[str]()
-        self._benchmark: Benchmark
+        self._benchmark = Benchmark(self._specs, [])  # until `begin` has read the text
 
     def begin(self, notify: Notify) -> dict[str, Any]:
         """Read the text and find the weights."""
@@ -244,28 +199,22 @@ class Speed(Comparison[SpeedOptions]):
 
     def jobs(self) -> list[Job]:
         """One for each history."""
-        return [self._job(history) for history in self._histories]
-
-    def _job(self, history: int) -> Job:
         key = {
             "what": self.name,
             "tokens": self._digest,
             "contenders": [asdict(spec) for spec in self._specs],
-            "history": history,
             "files": self._files,
             "machine": machine(),
             "version": version("h2o-stream"),
         }
-        return Job(f"at {history:,}", key, self._benchmark.total, partial(self._timed, history))
+        return [
+            Job(f"at {history:,}", {**key, "history": history}, self._benchmark.total, partial(self._timed, history))
+            for history in self._histories
+        ]
 
     def _timed(self, history: int) -> Iterator[JobProgress | JobResult]:
-        bytes_per_s = bandwidth(self._specs[0].threads)
-        for event in self._benchmark.measure(history):
-            yield (
-                event
-                if isinstance(event, JobProgress)
-                else JobResult({"records": [_record(measured, bytes_per_s) for measured in event]})
-            )
+        for event in self._benchmark.measure(history, bandwidth(self._specs[0].threads)):
+            yield event if isinstance(event, JobProgress) else JobResult({"records": event})
 
     def records(self, results: Iterable[JobResult]) -> Iterator[dict[str, Any]]:
         """One for each engine and history."""
@@ -274,8 +223,7 @@ class Speed(Comparison[SpeedOptions]):
 
     def close(self) -> None:
         """End the processes."""
-        if hasattr(self, "_race"):
-            self._benchmark.close()
+        self._benchmark.close()
 
 
 def engine_specs(options: SpeedOptions) -> list[EngineSpec]:
@@ -296,32 +244,33 @@ def engine_specs(options: SpeedOptions) -> list[EngineSpec]:
 
 
 def _weights_digest(spec: EngineSpec) -> str:
-    """A digest of the files of an engine's weights."""
     if spec.random_weights:
         return files_digest(Path(spec.random_weights))
     model = spec.model
     return files_digest(local_path(find(model.model, model.offline), model.offline))
 
 
-def _record(measured: Measurement, bytes_per_s: float) -> dict[str, Any]:
-    ours, cache = measured.spec.engine == OURS, measured.spec.cache
+def _record(run: _EngineRun, history: int, decode_tok_s: float, bytes_per_s: float) -> dict[str, Any]:
+    spec, info, memory = run.worker.spec, run.info, run.worker.call("memory")
+    ours = spec.engine == OURS
+    max_tok_s = bytes_per_s / (info.weight_bytes + (memory.cache or 0))  # every token reads weights and cache once
     return {
         "type": "speed",
-        "engine": measured.spec.engine,
-        "name": measured.spec.name,
-        "policy": cache.policy if ours else "full",
-        "window": window_of(cache) if ours else None,
-        "history": measured.history,
-        "prefill_tok_s": round(measured.prefill_tok_s, 2),
-        "decode_tok_s": round(measured.decode_tok_s, 2),
-        "of_floor": round(measured.decode_tok_s / measured.floor(bytes_per_s), 3),
+        "engine": spec.engine,
+        "name": spec.name,
+        "policy": spec.cache.policy if ours else "full",
+        "window": window_of(spec.cache) if ours else None,
+        "history": history,
+        "prefill_tok_s": round(run.prefilled / run.prefill_s, 2),
+        "decode_tok_s": round(decode_tok_s, 2),
+        "of_floor": round(decode_tok_s / max_tok_s, 3),
         "bandwidth": round(bytes_per_s),
-        "cache_bytes": measured.memory.cache,
-        "rss_bytes": measured.memory.process,
-        "dtype": measured.info.dtype,
-        "quantize": measured.spec.model.quantize,
-        "steps": measured.steps,
-        "weight_bytes": measured.info.weight_bytes,
+        "cache_bytes": memory.cache,
+        "rss_bytes": memory.process,
+        "dtype": info.dtype,
+        "quantize": spec.model.quantize,
+        "steps": run.worker.call("steps"),
+        "weight_bytes": info.weight_bytes,
     }
 
 

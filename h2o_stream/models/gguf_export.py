@@ -113,12 +113,7 @@ def _remove_added_tokens(path: Path, count: int) -> None:
 
 
 def _header(file: GgufFile, short: bool) -> bytes:
-    """A GGUF file with the metadata, and tensors of one element each.
-
-    Args:
-        file: the original file.
-        short: omit long arrays, which transformers takes seconds to parse even if it only needs their length.
-    """
+    """A GGUF file with the metadata and tensors of one element each; `short` omits arrays that take long to parse."""
     keys = [key for key, value in file.metadata.items() if not (short and isinstance(value, SkippedArray))]
     entries = [file.raw_bytes(key) for key in keys if key != "general.alignment"]
     size, tokens = f"{file.architecture}.vocab_size", file.metadata.get(_TOKENS)
@@ -136,7 +131,6 @@ def _string(text: str) -> bytes:
 
 @contextmanager
 def _quiet_transformers() -> Iterator[None]:
-    """Suppress warnings of transformers."""
     from transformers.utils import logging
 
     before = logging.get_verbosity()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from math import prod
 from typing import Any
 
@@ -21,31 +20,6 @@ from h2o_stream.native.packing import GGUF_KINDS, columns_fit, pack, repack, til
 from h2o_stream.progress import Progress, ProgressCallback
 
 
-@dataclass(frozen=True)
-class _LoadPlan:
-    """How a tensor of the file is loaded.
-
-    Attributes:
-        weight: the tensor's weight in the model.
-        kind: packed format, or None for floating point.
-    """
-
-    weight: Weight
-    kind: MatrixKind | None
-
-    @property
-    def module(self) -> str:
-        """Name of the module."""
-        return self.weight.name.removesuffix(".weight")
-
-    def shape(self, dtype: torch.dtype) -> tuple[int, ...]:
-        """Shape of the loaded tensor, in bytes."""
-        rows, *columns = self.weight.shape
-        return (
-            (prod(self.weight.shape) * dtype.itemsize,) if self.kind is None else tiles_shape(self.kind, rows, *columns)
-        )
-
-
 def packed_state_dict(
     file: GgufFile, skeleton: Any, dtype: torch.dtype, progress: ProgressCallback
 ) -> tuple[dict[str, Tensor], PackedConfig]:
@@ -60,8 +34,10 @@ def packed_state_dict(
     Raises:
         OutOfMemoryError: there is not enough free memory.
     """
-    plans = [_LoadPlan(weight, _packed_kind(weight, skeleton)) for weight in model_weights(file, skeleton)]
-    shapes = [plan.shape(dtype) for plan in plans]
+    plans = [(weight, _packed_kind(weight, skeleton)) for weight in model_weights(file, skeleton)]
+    shapes = [  # in bytes
+        (*weight.shape, dtype.itemsize) if kind is None else tiles_shape(kind, *weight.shape) for weight, kind in plans
+    ]
     size, free = sum(map(prod, shapes)), free_bytes()
     if size > MAX_SHARE * free:
         raise OutOfMemoryError(
@@ -69,19 +45,20 @@ def packed_state_dict(
             "take a smaller --model"
         )
     pages, weights, done = HugePageBuffer(shapes), dict[str, Tensor](), 0
-    total = sum(plan.weight.tensor.nbytes for plan in plans)
-    for plan in plans:
+    modules: dict[str, str] = {}
+    total = sum(weight.tensor.nbytes for weight, _ in plans)
+    for weight, kind in plans:
         progress(Progress("reading", done, total))
-        weight, kind = plan.weight, plan.kind
         if kind is None:
             values = weight.values()
             weights[weight.name] = pages.take(values.shape, dtype).copy_(values)
         else:
-            weights[f"{plan.module}.tiles"] = _load_tiles(file, weight, kind, pages)
+            module = weight.name.removesuffix(".weight")
+            weights[f"{module}.tiles"], modules[module] = _load_tiles(file, weight, kind, pages), kind.name
         file.release(weight.tensor)
         done += weight.tensor.nbytes
     progress(Progress("reading", total, total))
-    return weights, PackedConfig(modules={plan.module: plan.kind.name for plan in plans if plan.kind is not None})
+    return weights, PackedConfig(modules=modules)
 
 
 def _packed_kind(weight: Weight, skeleton: Any) -> MatrixKind | None:

@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import math
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -123,27 +125,17 @@ def _shape_error(file: GgufFile, tensor: GgufTensor, shape: tuple[int, ...], wei
     )
 
 
-class _NameSource:
+def _name_source(model: Any) -> SimpleNamespace:
     """The interface that transformers needs to map names, for a model and its base model.
 
     Given a whole model, transformers would visit every module and rebuild the table for each.
     """
 
-    def __init__(self, config: Any, weights: dict[str, Any], children: dict[str, _NameSource]) -> None:
-        self.config, self._weights, self._children = config, weights, children
+    def source(module: Any, children: Sequence[tuple[str, Any]]) -> SimpleNamespace:
+        return SimpleNamespace(config=model.config, state_dict=module.state_dict, named_children=lambda: children)
 
-    @classmethod
-    def of(cls, model: Any) -> _NameSource:
-        prefix = model.base_model_prefix
-        base = getattr(model, prefix, None)
-        children = {prefix: cls(model.config, base.state_dict(), {})} if base is not None else {}
-        return cls(model.config, model.state_dict(), children)
-
-    def state_dict(self) -> dict[str, Any]:
-        return self._weights
-
-    def named_children(self) -> list[tuple[str, _NameSource]]:
-        return list(self._children.items())
+    base = getattr(model, model.base_model_prefix, None)
+    return source(model, [] if base is None else [(model.base_model_prefix, source(base, []))])
 
 
 class _Source:
@@ -156,7 +148,7 @@ class _Source:
         processor = TENSOR_PROCESSORS.get(file.architecture, TensorProcessor)
         self._processor = processor(config=model.config.get_text_config().to_dict())
         try:
-            names = get_gguf_hf_weights_map(_NameSource.of(model), self._processor, model_type=file.architecture)
+            names = get_gguf_hf_weights_map(_name_source(model), self._processor, model_type=file.architecture)
         except NotImplementedError as error:
             raise UnsupportedModelError(f"{file.path.name} cannot be served: {str(error).splitlines()[0]}") from error
         self._names: dict[str, str] = names

@@ -57,7 +57,8 @@ def move_to_huge_pages(model: Any) -> None:
     """
     if not hasattr(mmap, "MADV_HUGEPAGE"):
         return
-    tensors = [tensor for tensor in (*model.parameters(), *model.buffers()) if _movable(tensor)]
+    held = (tensor for tensor in (*model.parameters(), *model.buffers()) if tensor.numel())
+    tensors = [tensor for tensor in held if tensor.device.type == "cpu" and tensor.is_contiguous()]
     sizes = {tensor.data_ptr(): [tensor.nbytes] for tensor in tensors}  # tied weights count once
     if sum(size for (size,) in sizes.values()) < _MIN_BYTES:
         return
@@ -83,7 +84,3 @@ def advise_huge_pages(tensors: Iterable[Tensor]) -> None:
 
 def _aligned(size: int) -> int:
     return -(-size // _ALIGNMENT) * _ALIGNMENT
-
-
-def _movable(tensor: Tensor) -> bool:
-    return tensor.device.type == "cpu" and tensor.is_contiguous() and tensor.numel() > 0

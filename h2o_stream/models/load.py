@@ -103,14 +103,7 @@ def load(
 
 
 class _Loader:
-    """Loads one model.
-
-    Args:
-        config: name, dtype and device.
-        source: the result of `find`.
-        notify: see `load`.
-        progress: see `load`.
-    """
+    """Loads one model from the result of `find`; the other arguments are those of `load`."""
 
     def __init__(
         self, config: ModelConfig, source: str, notify: Callable[[str], None], progress: ProgressCallback
@@ -124,7 +117,6 @@ class _Loader:
         self._hf_config = AutoConfig.from_pretrained(self._source, **self._local)
 
     def load(self, cache: CacheConfig | None) -> LoadedModel:
-        """See the function `load`."""
         name, kind = self._config.model, type(self._hf_config)
         if kind not in AutoModelForCausalLM._model_mapping:
             raise UnsupportedModelError(f"{name} is a {self._hf_config.model_type}, not a causal language model")
@@ -189,19 +181,16 @@ class _Loader:
         return zero.wrap(model) if zero else model if device_kwargs else model.to(self._device)
 
     def _skeleton(self) -> Any:
-        """The model on the meta device."""
         with torch.device("meta"), no_init_weights():
             return self._class(self._hf_config)
 
     def _load_dense(self, dtype: Any, skeleton: Any, **device_kwargs: Any) -> Any:
-        """Load floating-point weights."""
         with self._report_progress("reading", skeleton):
             if self._file is not None:
                 return self._with_weights(lazy_state_dict(self._file, skeleton, dtype), dtype=dtype, **device_kwargs)
             return self._class.from_pretrained(self._source, dtype=dtype, **self._bars, **device_kwargs, **self._local)
 
     def _load_gguf(self, file: GgufFile, skeleton: Any) -> Any:
-        """Load a GGUF file with packed weights."""
         dtype = dtype_of(self._config.dtype, self._device)
 
         def read() -> Any:
@@ -248,7 +237,6 @@ class _Loader:
         return model
 
     def _with_weights(self, weights: dict[str, Any], **kwargs: Any) -> Any:
-        """Create the model with these weights."""
         model = self._class.from_pretrained(None, config=self._hf_config, state_dict=weights, **kwargs)
         if (Path(self._source) / "generation_config.json").exists():
             model.generation_config = GenerationConfig.from_pretrained(self._source)

@@ -50,7 +50,7 @@ class CachedFolder:
 def embedded_models() -> list[StoredModel]:
     """The embedded model, if its wheel is installed."""
     file = wheel_file(EMBEDDED_WHEEL, ".gguf")
-    return [StoredModel(DEFAULT_MODEL, Path(str(file.locate())).stat().st_size, "embedded")] if file else []
+    return [StoredModel(DEFAULT_MODEL, file.stat().st_size, "embedded")] if file else []
 
 
 def cached_folders() -> list[CachedFolder]:

@@ -92,7 +92,7 @@ def _ollama_models() -> Iterator[StoredModel]:
                 host, owner, model, tag = path.relative_to(manifests).parts
                 parts = [model] if owner == "library" else [owner, model]
                 name = "/".join(parts if host == _REGISTRY else [host, owner, model])
-                yield StoredModel(f"{OLLAMA}{name}:{tag}", _size(file), "ollama")
+                yield StoredModel(f"{OLLAMA}{name}:{tag}", file.stat().st_size, "ollama")
 
 
 def _model_layer(folder: Path, manifest: Path) -> Path | None:
@@ -136,7 +136,7 @@ def _lm_studio_models() -> Iterator[StoredModel]:
     for folder in (Path.home() / ".lmstudio" / "models", Path.home() / ".cache" / "lm-studio" / "models"):
         for path in sorted(folder.rglob("*.gguf")):
             if not _INCOMPLETE.search(path.name) and is_gguf(path):
-                yield StoredModel(str(path), _size(path), "LM Studio")
+                yield StoredModel(str(path), path.stat().st_size, "LM Studio")
 
 
 def is_gguf(path: Path) -> bool:
@@ -148,7 +148,3 @@ def is_gguf(path: Path) -> bool:
             return file.read(4) == b"GGUF"
     except OSError:
         return False
-
-
-def _size(path: Path) -> int:
-    return path.stat().st_size

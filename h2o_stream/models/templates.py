@@ -1,7 +1,5 @@
 """Fallback chat template for models without one: base models such as Meta-Llama-3-8B."""
 
-from __future__ import annotations
-
 FALLBACK_TEMPLATE = (
     "{{ bos_token }}"
     "{% if messages[0]['role'] == 'system' %}{{ messages[0]['content'] + '\n\n' }}{% endif %}"

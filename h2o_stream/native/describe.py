@@ -70,7 +70,6 @@ class _ModelReader:
         self._read: set[int] = set()
 
     def read(self) -> Description:
-        """Describe the whole model."""
         config = self._config
         _check_flags("the config", lambda flag: getattr(config, flag, None))
         _check_flags("RoPE", (getattr(config, "rope_parameters", None) or {}).get)
@@ -136,7 +135,6 @@ class _ModelReader:
         self._read.update(map(id, modules))
 
     def _check_nothing_left(self) -> None:
-        """Check that every module was read."""
         for name, module in self._model.named_modules():
             if id(module) not in self._read and not isinstance(module, _NO_OPS):
                 raise DescriptionError(f"{name} is an unsupported {type(module).__name__}")
@@ -242,7 +240,6 @@ class _ModelReader:
 
 
 def _has_modules(module: Any, names: Iterable[str]) -> bool:
-    """Whether a module has all these submodules."""
     return all(isinstance(getattr(module, name, None), nn.Module) for name in names)
 
 

@@ -22,7 +22,7 @@ from h2o_stream.native.packing import gather
 DTYPES = {torch.float32: MatrixKind.FLOAT32, torch.bfloat16: MatrixKind.BFLOAT16}
 """Dense weights that need no conversion."""
 
-_ACTIVATIONS: dict[Activation, Callable[[Tensor], Tensor]] = {
+ACTIVATIONS: dict[Activation, Callable[[Tensor], Tensor]] = {
     Activation.SILU: functional.silu,
     Activation.GELU_TANH: lambda x: functional.gelu(x, approximate="tanh"),
     Activation.GELU_ERF: functional.gelu,
@@ -165,11 +165,6 @@ def apply_norm(norm: Norm, x: Tensor) -> Tensor:
     return y if norm.bias is None else y + norm.bias
 
 
-def apply_activation(activation: Activation, x: Tensor) -> Tensor:
-    """Apply an activation elementwise."""
-    return _ACTIVATIONS[activation](x)
-
-
 def activation_of(function: Any, name: str) -> Activation:
     """Determine which of the known activations a module or function is.
 
@@ -178,7 +173,7 @@ def activation_of(function: Any, name: str) -> Activation:
     """
     x = torch.linspace(-6, 6, 97)
     y = _evaluate(function, x, name)
-    for activation, known in _ACTIVATIONS.items():
+    for activation, known in ACTIVATIONS.items():
         if _relative_error(known(x), y) < 1e-6:
             return activation
     raise DescriptionError(f"{name} is {type(function).__name__}, not a supported activation")

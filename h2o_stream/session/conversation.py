@@ -20,8 +20,7 @@ from h2o_stream.errors import H2OStreamError
 from h2o_stream.session.active_turn import ActiveTurn
 from h2o_stream.session.metadata import Metadata, Passage, PendingPin, load_metadata
 from h2o_stream.session.template import ChatTemplate, Prompt
-from h2o_stream.session.timings import Timings
-from h2o_stream.session.turn import Turn
+from h2o_stream.session.turn import Timings, Turn
 
 ReplyEvents = Generator[PrefillProgress | Token | Turn, None, None]
 FeedEvents = Generator[PrefillProgress | Finished, None, None]

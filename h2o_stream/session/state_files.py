@@ -12,6 +12,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from safetensors import SafetensorError, safe_open
+
 from h2o_stream.errors import DataError
 from h2o_stream.session.transcript import write_atomically
 
@@ -45,7 +47,6 @@ class StateFiles:
         record = self.record(line)
         if record is None or record["turn"] != turn:
             return None
-        from safetensors import SafetensorError
         from safetensors.torch import load
 
         path = self._path(line)
@@ -56,8 +57,6 @@ class StateFiles:
 
     def record(self, line: int) -> dict[str, Any] | None:
         """The record of a turn's line; None if its state is missing or damaged."""
-        from safetensors import SafetensorError, safe_open
-
         try:
             with safe_open(self._path(line), "pt") as file:
                 record: dict[str, Any] = json.loads(file.metadata()["line"])

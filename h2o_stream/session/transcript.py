@@ -63,14 +63,7 @@ class Header:
 
 @dataclass(frozen=True)
 class _Content:
-    """The content of a transcript; never changed, only replaced as a whole.
-
-    Attributes:
-        line_count: number of lines.
-        header: of the conversation that was started last.
-        entries: its turns, without those that were undone.
-        line_numbers: of the entries, from 1.
-    """
+    """The content of a transcript; never changed, only replaced as a whole. See `Transcript`."""
 
     line_count: int = 0
     header: Header | None = None

@@ -13,7 +13,8 @@ from typing import Any
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 
 from h2o_stream.compare.comparison import Comparison, Job, JobProgress, run_jobs
-from h2o_stream.compare.folder import Folder, writing
+from h2o_stream.compare.folder import Folder
+from h2o_stream.errors import file_errors
 from h2o_stream.processes import Processes
 from h2o_stream.resources import replace_surrogates
 from h2o_stream.session.jsonl import JsonlWriter
@@ -69,7 +70,7 @@ def run_comparison(
             folder.write(f"{comparison.name}.md", markdown_page(page))
             for name, text in comparison.files():
                 folder.write(name, text)
-            with writing(out):
+            with file_errors(f"--out {out}"):
                 for chart in page.charts:
                     draw(chart, out / f"{chart.name}.png")
             terminal.note(f"tables, plots and records are in {out}")

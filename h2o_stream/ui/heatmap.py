@@ -27,7 +27,8 @@ def heatmap(passages: Sequence[RetainedPassage], heads: str) -> Text:
         for piece in retained.pieces:
             if piece.index != previous + 1:
                 shown.append(" … " if previous >= passage.start else "… ", "dim")
-            shown.append(_flat(piece.text), _style(piece.share))
+            style = next((style for limit, style in HEAT if piece.share <= limit), HEAT[-1][1])
+            shown.append(piece.text.replace("\n", "↵ ").replace("\t", " "), style)
             previous = piece.index
         if previous != passage.stop - 1:
             shown.append(" …", "dim")
@@ -40,12 +41,3 @@ def heatmap(passages: Sequence[RetainedPassage], heads: str) -> Text:
 
 def _percent(share: float) -> str:
     return f"{share:.0%}" if share >= 0.01 or not share else "<1%"
-
-
-def _style(share: float) -> str:
-    return next((style for limit, style in HEAT if share <= limit), HEAT[-1][1])
-
-
-def _flat(text: str) -> str:
-    """The text on one line, with a sign for each line break."""
-    return text.replace("\n", "↵ ").replace("\t", " ")

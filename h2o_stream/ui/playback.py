@@ -6,8 +6,7 @@ import time
 from pathlib import Path
 
 from h2o_stream.session.recording import TurnStart, read_recording
-from h2o_stream.ui.plain import PlainView
-from h2o_stream.ui.screen import open_view
+from h2o_stream.ui.screen import PlainView, open_view
 from h2o_stream.ui.terminal import Terminal
 
 

@@ -21,7 +21,7 @@ from h2o_stream.session.jsonl import read_objects
 from h2o_stream.session.run_record import RECORDS, RUN, comparison_name, read_run_record
 from h2o_stream.ui.format import format_bytes
 from h2o_stream.ui.pages import KINDS, Chart, Page, page_of
-from h2o_stream.ui.plots import NARROW, NARROW_DARK, WIDE, WIDE_DARK, ChartStyle, svg
+from h2o_stream.ui.plots import NARROW, NARROW_DARK, WIDE, WIDE_DARK, svg
 from h2o_stream.ui.tables import markdown_page
 
 _MADE_BY = "h2o_stream report"
@@ -111,11 +111,8 @@ def _html(finished: Sequence[FinishedComparison]) -> str:
 def _images(chart: Chart) -> dict[str, str]:
     """A chart in every style, as data URIs."""
     styles = {"wide": WIDE, "wide_dark": WIDE_DARK, "narrow": NARROW, "narrow_dark": NARROW_DARK}
-    return {name: _data_uri(chart, style) for name, style in styles.items()}
-
-
-def _data_uri(chart: Chart, style: ChartStyle) -> str:
-    return f"data:image/svg+xml;base64,{base64.b64encode(svg(chart, style).encode()).decode()}"
+    pictures = {name: base64.b64encode(svg(chart, style).encode()).decode() for name, style in styles.items()}
+    return {name: f"data:image/svg+xml;base64,{picture}" for name, picture in pictures.items()}
 
 
 def _settings(run: dict[str, Any]) -> str:

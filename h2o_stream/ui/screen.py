@@ -1,7 +1,4 @@
-"""The live screen of a run: transcript above, cache and speed below, redrawn in place.
-
-It uses the whole terminal and restores it at the end. Everything is cropped to fit.
-"""
+"""Shows a run: on a live screen, or as plain text."""
 
 from __future__ import annotations
 
@@ -18,9 +15,8 @@ from rich.text import Text
 from h2o_stream.cache.counts import CacheCounts
 from h2o_stream.engine.events import PrefillProgress, Token
 from h2o_stream.session.turn import Turn
-from h2o_stream.ui.format import SLOT_COLORS, format_bytes, format_speed
-from h2o_stream.ui.plain import PlainView
-from h2o_stream.ui.terminal import Terminal
+from h2o_stream.ui.format import SLOT_COLORS, format_bytes, format_speed, turn_line
+from h2o_stream.ui.terminal import PrefillStatus, Terminal
 
 FRAME_S = 0.1
 """Between two frames, as drawing takes time from the model."""
@@ -30,7 +26,7 @@ MAX_LINES = 500
 
 
 class Screen:
-    """Draws a run.
+    """Draws a run, transcript above, cache and speed below. Uses the whole terminal and restores it at the end.
 
     Args:
         terminal: a live one.
@@ -140,10 +136,38 @@ class _Line:
         self._wrapped_for = (-1, -1)
 
     def wrap(self, console: Console, width: int) -> list[Text]:
-        """The line, wrapped to this width."""
         if self._wrapped_for != (len(self.text), width):
             self._wrapped, self._wrapped_for = list(self.text.wrap(console, width)), (len(self.text), width)
         return self._wrapped
+
+
+class PlainView:
+    """Writes a run as plain text: replies to stdout, a line before and after each to stderr."""
+
+    def __init__(self, terminal: Terminal) -> None:
+        self._terminal = terminal
+        self._status = PrefillStatus(terminal)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self._status.close()
+
+    def start_turn(self, title: str, prompt: str) -> None:
+        """Show that a turn begins."""
+        self._terminal.note(f"[{title}] {prompt}", style="cyan")
+
+    def add_event(self, event: PrefillProgress | Token | Turn) -> None:
+        """Show an event of the turn."""
+        if isinstance(event, PrefillProgress):
+            self._status.show(event.done, event.total)
+        elif isinstance(event, Token):
+            self._terminal.reply(event.text)
+        else:
+            self._status.close()
+            self._terminal.reply("\n")
+            self._terminal.note(turn_line(event), style="dim")
 
 
 View = Screen | PlainView

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
+from h2o_stream.memory import peak_bytes
 from h2o_stream.session.sessions import saved_sessions
 from h2o_stream.ui.format import format_bytes, format_speed
 from h2o_stream.ui.pages import Page, TableData
@@ -38,9 +39,7 @@ def print_report(terminal: Terminal, report: RunReport, title: str) -> None:
     terminal.console.print(table)
     finishes = ", ".join(f"{reason} {count}" for reason, count in report.finishes.most_common()) or "no turn"
     terminal.note(f"{report.turns} turns ({finishes}), {report.seen:,} tokens seen, {report.evicted:,} evicted")
-    terminal.note(
-        f"cache {format_bytes(report.cache_bytes)}, peak memory of the process {format_bytes(report.peak_rss_bytes)}"
-    )
+    terminal.note(f"cache {format_bytes(report.cache_bytes)}, peak memory of the process {format_bytes(peak_bytes())}")
     if report.beyond_context:
         terminal.note("part of this run was beyond the model's context; expect poor output there", style="yellow")
 

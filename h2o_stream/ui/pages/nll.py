@@ -12,20 +12,13 @@ _HEADER = ("policy", "window", "nll", "last half", "to full", "95%", "gap", "tok
 def page(run: Record, records: Sequence[Record]) -> Page:
     """A table and a chart for each text."""
     title = f"{run['model']}: nats per token, lower is better"
-    texts = {text: [record for record in records if record["text"] == text] for text in run["texts"]}
-    return Page(
-        title,
-        "to full: difference on the same tokens; gap: as a fraction of sink's",
-        [
-            TableData(_span(of_text), _HEADER, [_row(record, of_text) for record in of_text])
-            for of_text in texts.values()
-        ],
-        [_chart(text, of_text, title) for text, of_text in texts.items()],
-    )
-
-
-def _span(records: Sequence[Record]) -> str:
-    return f"{stem(records[0]['text'])}, {max(record['tokens'] for record in records):,} tokens"
+    tables, charts = [], []
+    for text in run["texts"]:
+        of_text = [record for record in records if record["text"] == text]
+        heading = f"{stem(text)}, {max(record['tokens'] for record in of_text):,} tokens"
+        tables.append(TableData(heading, _HEADER, [_row(record, of_text) for record in of_text]))
+        charts.append(_chart(text, of_text, title))
+    return Page(title, "to full: difference on the same tokens; gap: as a fraction of sink's", tables, charts)
 
 
 def _row(record: Record, records: Sequence[Record]) -> list[str]:

@@ -19,7 +19,7 @@ def page(run: Record, records: Sequence[Record]) -> Page:
     rows = []
     for policy, window in policies:
         same = [record for record in records if (label(record), record["window"]) == (policy, window)]
-        metrics = {record["task"]: _metric(record) for record in same}
+        metrics = {record["task"]: next(record[name] for name in _METRICS if name in record) for record in same}
         kept = "all" if policy == "full" else str(window) if run["ratio"] is None else f"{run['ratio']:.0%}"
         rows.append(
             [policy, kept, *(f"{100 * metrics[task]:.1f}" for task in tasks), f"{100 * fmean(metrics.values()):.1f}"]
@@ -30,7 +30,3 @@ def page(run: Record, records: Sequence[Record]) -> Page:
         "kept: tokens of each context that answers can attend to; in brackets: documents",
         [TableData("", header, rows)],
     )
-
-
-def _metric(record: Record) -> float:
-    return float(next(record[name] for name in _METRICS if name in record))

@@ -1,4 +1,4 @@
-"""The one place where a cache counts tokens."""
+"""What all head groups of a cache share: the count of tokens, and a number that says whether bound addresses hold."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from operator import add
 
 
 class TokenCount:
-    """How many tokens a stream has seen. All head groups of a cache share one.
+    """How many tokens a stream has seen.
 
     The count stays the same during a forward, while one layer after another takes the new tokens, and advances once
     all of them have. A forward that is cut off halfway is not counted.
@@ -17,8 +17,9 @@ class TokenCount:
         columns: columns fed, padding included: what `generate` counts with.
     """
 
-    def __init__(self, lengths: Sequence[int] = (), columns: int = 0) -> None:
-        self.lengths, self.columns = tuple(lengths), columns
+    def __init__(self) -> None:
+        self.lengths: tuple[int, ...] = ()
+        self.columns = 0
 
     def advance(self, counts: Sequence[int], columns: int) -> None:
         """Count the tokens of a forward: `counts` of each row, in so many columns."""
@@ -32,3 +33,17 @@ class TokenCount:
     def reset(self) -> None:
         """Start a new stream."""
         self.lengths, self.columns = (), 0
+
+
+class Revision:
+    """Grows whenever a tensor of a cache is allocated or released, or when a window, pin, budget, span or row changes.
+
+    Addresses and rules that native code has bound stay valid as long as the number stays the same.
+    """
+
+    def __init__(self) -> None:
+        self.number = 0
+
+    def bump(self) -> None:
+        """Invalidate everything bound so far."""
+        self.number += 1
