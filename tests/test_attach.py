@@ -1,4 +1,4 @@
-"""A model with a cache attached, as other people's code uses it: generate, pipelines, batches, beams."""
+"""A model with a cache attached, used as in user code: generate, pipelines, batches, beams."""
 
 from __future__ import annotations
 
@@ -169,7 +169,7 @@ class TestBatches:
                 assert cache.kept(1).equal(kept)
 
     def test_a_second_prompt_may_be_padded_too(self, grouped: LlamaForCausalLM) -> None:
-        """A batch of conversations: every turn is padded by itself."""
+        """A batch of conversations in which every turn is padded separately."""
         first, second = [ids(9), ids(4, seed=1)], [ids(3, seed=2), ids(11, seed=3)]
         with attach(grouped, CacheConfig(window=12, chunk=4)) as cache:
             grouped(**padded(first), past_key_values=cache)

@@ -1,4 +1,4 @@
-"""The chat as a script meets it: commands, sessions."""
+"""The chat as used by scripts: commands, sessions."""
 
 from __future__ import annotations
 
@@ -222,7 +222,7 @@ class TestSessions:
         assert words in done.stderr
 
     def test_killed_at_any_moment_it_goes_on_exactly(self, tiny_folder: Path, tmp_path: Path) -> None:
-        """SIGKILL at random moments of a scripted session, until it has come to its end."""
+        """SIGKILL at random moments of a scripted session until it is complete."""
         talk = [f"question {number} " + "word " * 30 for number in range(20)]
         command = ["h2o-chat", "-m", tiny_folder, "-n", "24", "--temp", "0", "--window", "64"]
         whole = texts(piped(tiny_folder, talk, "-n", 24, "--window", 64, "--jsonl", "-").stdout)

@@ -1,4 +1,4 @@
-"""The commands as a person or a script meets them: streams, exit codes."""
+"""The commands as used by people and scripts: streams, exit codes."""
 
 from __future__ import annotations
 

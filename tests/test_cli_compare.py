@@ -1,4 +1,4 @@
-"""Comparisons as a person or a script asks for them."""
+"""Comparisons as run from the command line."""
 
 from __future__ import annotations
 

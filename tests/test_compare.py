@@ -66,7 +66,7 @@ class TestFolder:
 
 
 def test_a_figure_is_another_one_when_a_default_changes(tiny: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Found when a comparison went on with the figures of a former default."""
+    """Regression: a comparison continued with the figures of a former default."""
     before = identity(tiny, CacheConfig())
     assert identity(tiny, CacheConfig()) == before
     assert identity(tiny, CacheConfig(decay=0.5)) != before
@@ -94,7 +94,7 @@ class TestRecall:
             plan_questions(tokenizer, [5] * 100, 99, [64])
 
     def test_a_question_leaves_no_trace_and_the_embedded_model_remembers(self, embedded: LoadedModel) -> None:
-        """Asked twice in the same place, it gives the same answer."""
+        """The same question in the same place gets the same answer."""
         tokenizer, model = embedded.tokenizer, embedded.model
         text = tokenizer("It was a quiet day in the village, and nobody had anything to do. " * 30)["input_ids"]
         config = CacheConfig("sink", 96, chunk=16)

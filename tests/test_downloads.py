@@ -1,4 +1,4 @@
-"""Downloads from a Hub of our own: what is told of them."""
+"""Downloads from a local Hub, and their progress messages."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The engine's promises: what is shown is in the cache, and a turn may end anywhere."""
+"""The engine's guarantees: every yielded token is in the cache, and a turn may end anywhere."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ Talker = Callable[..., PreTrainedModel]
 
 
 def run(events: Iterable[Any]) -> tuple[list[int], Finished]:
-    """Ids and the end of a whole reply."""
+    """Token ids of a whole reply, and the event that ends it."""
     *tokens, finished = list(events)
     assert all(isinstance(token, Token) for token in tokens)
     assert isinstance(finished, Finished)

@@ -1,4 +1,4 @@
-"""`--engine auto|eager`, and what it was called before."""
+"""`--engine auto|eager` and its former names."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def test_compiled_warns_and_does_nothing(tiny: PreTrainedModel) -> None:
 
 
 def test_counts_are_made_when_somebody_looks(talker: Any, tokenizer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """They are not free: nobody looks at those of every token."""
+    """They have a cost, so they are not computed for every token."""
     from h2o_stream.config import SamplingConfig
     from h2o_stream.engine.events import Token
 

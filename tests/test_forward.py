@@ -1,4 +1,4 @@
-"""The forward of an attached model: who takes it, and what the model looks like meanwhile and afterwards."""
+"""The forward of an attached model: which calls it handles, and the model's state during and after."""
 
 from __future__ import annotations
 
@@ -118,7 +118,7 @@ class TestTheModel:
             assert cache.seen_tokens == 3
 
     def test_a_forward_of_somebody_else_is_called_and_put_back(self) -> None:
-        """As accelerate replaces it."""
+        """Replaced as accelerate does."""
         model = make_llama()
         original, calls = model.forward, []
 

@@ -1,4 +1,4 @@
-"""GGUF files as they are: headers that lie, and views of tensors."""
+"""GGUF files: invalid headers, and tensor views."""
 
 from __future__ import annotations
 
@@ -214,7 +214,7 @@ class TestFile:
 
 
 def resident_of(path: Path) -> int:
-    """Bytes of a mapped file in the memory of this process."""
+    """Resident bytes of a mapped file in this process."""
     lines: Iterator[str] = iter(Path("/proc/self/smaps").read_text().splitlines())
     return 1024 * sum(
         next(int(line.split()[1]) for line in lines if line.startswith("Rss:"))

@@ -1,4 +1,4 @@
-"""What transformers needs beside the weights of a GGUF file: a config and a tokenizer, made once and kept."""
+"""What transformers needs besides a GGUF file's weights: a config and a tokenizer, created once and cached."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Turns that are taken back, given again, branched and taken up in another process."""
+"""Conversation histories: undo, regenerate, fork, and resume in another process."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def _folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def make(
     talker: Callable[..., PreTrainedModel], tokenizer: PreTrainedTokenizerBase
 ) -> Iterator[Callable[..., ConversationHistory]]:
-    """Makes keepers of conversations of their own with the same model."""
+    """Makes histories of separate conversations with the same model."""
     model, engines = talker(), list[Engine]()
 
     def history(policy: str = "h2o", temperature: float = 0.0) -> ConversationHistory:
@@ -49,7 +49,7 @@ def said(history: ConversationHistory, *texts: str) -> list[str]:
 @pytest.mark.parametrize("policy", ["h2o", "full"])
 @pytest.mark.parametrize("saved", [True, False])
 def test_undo(make: Callable[..., ConversationHistory], policy: str, saved: bool) -> None:
-    """Although tokens have been evicted since."""
+    """Even after tokens have been evicted."""
     history = make(policy)
     if saved:
         history.open("talk")
@@ -168,7 +168,7 @@ def test_a_full_disk_is_told_with_the_turn(
 
 
 def test_a_session_without_a_line_is_none(make: Callable[..., ConversationHistory], tmp_path: Path) -> None:
-    """Begun by a process that ended before it could write."""
+    """Left by a process that ended before it could write."""
     folder = tmp_path / "h2o-stream" / "sessions" / "talk"
     folder.mkdir(parents=True)
     (folder / "transcript.jsonl").touch()

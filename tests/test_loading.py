@@ -1,4 +1,4 @@
-"""Weights are packed while they are read, kept and mapped, or taken from a GGUF file as they are."""
+"""Weights are packed while read, cached and mapped, or used directly from a GGUF file."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ IDS = torch.randint(3, 64, (1, 30), generator=torch.Generator().manual_seed(0))
 
 @pytest.fixture
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The user's cache folder; everything is worth keeping."""
+    """The user's cache folder, with every conversion cached."""
     for module in (packed_models, packed_weights):
         monkeypatch.setattr(module, "cache_folder", lambda: tmp_path / "cache")
     monkeypatch.setattr(packed_weights, "MIN_BYTES", 0)
@@ -76,7 +76,7 @@ class TestQuantizer:
     def test_logits_are_close(self, tmp_path: Path) -> None:
         original = make_llama(heads=4, size=16)
         logits, ours = original(IDS).logits, packed(saved(original, tmp_path), "int8")(IDS).logits
-        assert (ours - logits).norm() < 0.15 * logits.norm()  # its weights are large
+        assert (ours - logits).norm() < 0.15 * logits.norm()  # it has large weights
 
     def test_a_tied_output_layer_has_no_weights_of_its_own(self, tmp_path: Path) -> None:
         original = make_llama(heads=4, size=16)
@@ -216,12 +216,12 @@ class TestKept:
 
 class TestGguf:
     def test_the_embedded_model_is_as_in_its_file(self, embedded: LoadedModel) -> None:
-        """Read without a conversion; its matrices are Q4_1, which the packed form holds exactly."""
+        """Read without conversion: the packed format represents its Q4_1 matrices exactly."""
         model = load(ModelConfig(dtype="float32", device="cpu")).model
         down, up = model.model.layers[3].mlp.down_proj, model.get_input_embeddings()
         assert (down.kind, up.kind) == (MatrixKind.INT4, MatrixKind.INT8)
         assert isinstance(model.get_output_embeddings(), TiedHead)
-        ids = torch.arange(100, 180)[None]  # so many that activations are not rounded
+        ids = torch.arange(100, 180)[None]  # enough tokens that activations are not quantized
         torch.testing.assert_close(model(ids).logits, embedded.model(ids).logits, rtol=1e-4, atol=1e-4)
 
     @pytest.mark.parametrize(("quantize", "max_loss"), [("auto", 0.03), ("int8", 0.03), ("int4", 0.06)])

@@ -1,4 +1,4 @@
-"""Finding and loading models; every way to fail has one clear line."""
+"""Finding and loading models; every failure has one clear line."""
 
 from __future__ import annotations
 
@@ -129,7 +129,7 @@ class TestLoad:
 
 
 class Hub(BaseHTTPRequestHandler):
-    """Answers as the Hub does, one repository for each way to fail."""
+    """Answers as the Hub does, with one repository for each kind of failure."""
 
     answers = {
         "org/gated": (403, {"X-Error-Code": "GatedRepo"}),

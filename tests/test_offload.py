@@ -1,4 +1,4 @@
-"""Models that are larger than the device, and caches in host memory."""
+"""Models larger than the device, and caches in host memory."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def test_weights_on_disk_say_what_weights_in_memory_say(tiny_folder: Path, polic
 
 @pytest.mark.parametrize("policy", ["h2o", "recent", "tova"])
 def test_a_cache_in_host_memory_of_a_model_elsewhere(policy: str) -> None:
-    """Pretended tensors know no numbers, but their devices, and refuse to be mixed as real ones do."""
+    """Fake tensors have no data but track devices, and refuse to be mixed across devices like real ones."""
     with FakeTensorMode():
         config = CacheConfig(policy, 16, positions="absolute", budgets="equal", device="cpu")
         cache = H2OCache(config, [LayerSpec(device=torch.device("cuda"))], None)

@@ -1,4 +1,4 @@
-"""One stream at a time: which forwards go on with it, which are refused, and what a forward cut off halfway leaves."""
+"""One stream at a time: which forwards continue it, which are refused, and the state after an interrupted forward."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def interrupt(*_: Any) -> None:
 class TestTorn:
     @pytest.mark.parametrize("new", [1, 5])
     def test_a_forward_cut_off_in_the_last_layer(self, tiny: LlamaForCausalLM, policy: str, new: int) -> None:
-        """Its layer has counted the tokens, as all others have."""
+        """Its layer has counted the tokens like all others."""
         with attach(tiny, CacheConfig(policy, window=16), engine="eager") as cache:
             tiny(ids(10), past_key_values=cache)
             hook = tiny.model.layers[1].self_attn.o_proj.register_forward_pre_hook(interrupt)
@@ -145,7 +145,7 @@ class TestStreams:
             assert cache.seen_tokens == 12
 
     def test_an_own_cache_without_ours(self, tiny: LlamaForCausalLM, policy: str) -> None:
-        """Who wants no cache of the model's, and brings one, has it filled as ever."""
+        """With ``use_cache=False``, a cache passed by the caller is still filled."""
         expected = tiny(ids(12)).logits[:, -1:]
         with attach(tiny, CacheConfig(policy, window=16)) as cache:
             mine = DynamicCache(config=tiny.config)

@@ -1,4 +1,4 @@
-"""Policies by themselves, and the example of docs/policies.md."""
+"""Policies on their own, and the example in docs/policies.md."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def test_select_keeps_as_many_as_each_row_may() -> None:
 
 
 def test_random_draws_evenly_and_anew() -> None:
-    """Over many evictions every one of ten places is the lowest about equally often."""
+    """Over many evictions each of ten places has the lowest priority about equally often."""
     policy = make_policy(CacheConfig("random", 16).plan())
     index = torch.arange(10).expand(1, 4, 10)
     lowest = torch.cat(
@@ -166,7 +166,7 @@ class TestRatios:
     ) -> None:
         ids = torch.randint(3, 64, (1, prompt))
         with attach(tiny, CacheConfig("h2o-paper", heavy_ratio=0.1, recent_ratio=0.2, chunk=0)) as cache:
-            for _ in range(2):  # every stream anew
+            for _ in range(2):  # resolved again for every stream
                 tiny(ids)
                 tiny(ids[:, :1], past_key_values=cache)
                 assert (cache.plan.heavy, cache.plan.recent) == (heavy, recent)

@@ -1,4 +1,4 @@
-"""How wide weights are held: by what is free, as the user says, or refused before anything is read."""
+"""Precision of the weights: chosen by free memory or by the user, or refused before anything is read."""
 
 from __future__ import annotations
 

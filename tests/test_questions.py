@@ -1,4 +1,4 @@
-"""Questions in MT-Bench's form, good and bad."""
+"""Questions in MT-Bench's format, valid and invalid."""
 
 from __future__ import annotations
 

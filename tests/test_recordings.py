@@ -1,4 +1,4 @@
-"""Recordings are shown again without the model, and two policies side by side."""
+"""Recordings replay without the model, and show two policies side by side."""
 
 from __future__ import annotations
 

@@ -21,7 +21,7 @@ from tests.test_cli import invoke, records
 
 @pytest.fixture(scope="module")
 def compared(tiny_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder of two finished comparisons, to be read only."""
+    """A folder of two finished comparisons, not to be changed."""
     folder = tmp_path_factory.mktemp("compared")
     text = folder / "text.txt"
     text.write_text("The quick brown fox jumps over the lazy dog, again and again. " * 60)
@@ -85,7 +85,7 @@ class TestFolder:
 
 
 def test_a_bar_is_full_when_its_jobs_are_done_and_no_sooner() -> None:
-    """Jobs say themselves that they have come to their end, and are said to have once more."""
+    """Jobs report their own completion, which is then reported once more."""
     jobs = [Job("same", {}, 4, list), Job("same", {}, 6, list), Job("other", {}, 1, list)]
     with Progress(disable=True) as progress:
         bars = _Bars(jobs, progress)
@@ -97,7 +97,7 @@ def test_a_bar_is_full_when_its_jobs_are_done_and_no_sooner() -> None:
 
 
 class _Reader(HTMLParser):
-    """Collects what a page refers to, and checks that its elements are closed in order."""
+    """Collects the addresses in a page, and checks that its elements are closed in order."""
 
     def __init__(self) -> None:
         super().__init__()

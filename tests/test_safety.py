@@ -1,4 +1,4 @@
-"""No code from elsewhere, no network without need, and readers that no bytes can break."""
+"""No untrusted code, no unnecessary network access, and readers that survive any bytes."""
 
 from __future__ import annotations
 
@@ -48,12 +48,12 @@ def refuse(*arguments, **more):
     raise OSError('the network is cut off')
 socket.socket.connect = socket.socket.connect_ex = socket.getaddrinfo = refuse
 """
-"""Every way out is closed, and writes down who tried."""
+"""Block all network access and record attempts."""
 
 
 @pytest.mark.parametrize("offline", [False, True], ids=["local model", "offline"])
 def test_no_network_without_need(offline: bool, tmp_path: Path) -> None:
-    """Nor for the imports of a new interpreter, which are the same offline."""
+    """Nor in the imports of a new interpreter, which are the same offline."""
     tried = tmp_path / "tried"
     cut_off, arguments = CUT_OFF.format(tried=str(tried)), ["h2o-chat", "-p", "Say hi.", "-n", "3", "-q"]
     if offline:
@@ -91,7 +91,7 @@ FUZZ = settings(
 
 
 class TestFuzzing:
-    """Whatever stands in a file, it is read or refused in one line of ours."""
+    """Any file contents are read, or refused with a one-line message."""
 
     @FUZZ
     @given(lines=st.lists(NOISE, max_size=4))

@@ -82,7 +82,7 @@ def test_wrong_sampling_names_the_option(settings: dict[str, Any], words: str) -
 @pytest.mark.parametrize("spread", [0.1, 1.0, 4.0])
 @pytest.mark.parametrize("top_p", [0.1, 0.9, 0.999])
 def test_the_nucleus_is_that_of_transformers(spread: float, top_p: float) -> None:
-    """Flat distributions too, whose nucleus is most of the vocabulary."""
+    """Including flat distributions, whose nucleus is most of the vocabulary."""
     for scores in torch.randn(3, 5000, generator=torch.Generator().manual_seed(0)) * spread:
         wanted = TopPLogitsWarper(top_p)(torch.zeros(1, 0), scores[None])[0]
         assert nucleus(scores, top_p).tolist() == wanted.isfinite().nonzero()[:, 0].tolist()
@@ -109,7 +109,7 @@ def test_what_can_be_drawn_is_what_transformers_leaves(
 
 
 def test_equal_scores_and_forbidden_tokens() -> None:
-    """The first of equal ones; what has no probability is never drawn."""
+    """Ties keep the first tokens, and tokens without probability are never sampled."""
     assert nucleus(torch.zeros(10), 0.35).tolist() == [0, 1, 2, 3]
     scores = torch.tensor([-torch.inf, 0.0, -torch.inf, 0.0])
     for settings in ({"top_p": 0.9}, {"top_p": 1.0}, {"top_k": 4}):

@@ -1,4 +1,4 @@
-"""Sessions on disk: nothing that was finished is lost, nothing is half there."""
+"""Sessions on disk: nothing complete is lost, and nothing is left incomplete."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def test_only_the_owner_can_read_it(tmp_path: Path) -> None:
 
 
 def test_a_turn_whose_line_is_missing_is_found_in_its_state(tmp_path: Path) -> None:
-    """As after a kill between the two."""
+    """As after a kill between the two writes."""
     with filled(tmp_path):
         pass
     path = tmp_path / "talk" / "transcript.jsonl"
@@ -154,7 +154,7 @@ def test_a_damaged_transcript_is_named(tmp_path: Path, line: str) -> None:
 
 
 def test_a_full_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What was saved stays; what can be saved is; the message says which."""
+    """Saved data stays, whatever can be saved is saved, and the message says which."""
     with filled(tmp_path) as session:
 
         def full(*_: object, **__: object) -> None:

@@ -1,4 +1,4 @@
-"""Conversations that are left and taken up again: what the model says next is what it would have said."""
+"""Conversations that are saved and resumed: the next reply is the same as without the break."""
 
 from __future__ import annotations
 
@@ -103,7 +103,7 @@ def test_what_is_pinned_stays(talker: Talker, tokenizer: PreTrainedTokenizerBase
 
 
 def test_a_turn_can_be_told(talker: Talker, tokenizer: PreTrainedTokenizerBase) -> None:
-    """As the template would have written it, and the next turn follows on it."""
+    """Formatted by the template, and the next turn continues after it."""
     with engine(talker(), tokenizer) as one:
         talk = Conversation(one, "Be brief.")
         list(talk.feed_turn("What is two and two?", "Four."))

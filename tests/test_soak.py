@@ -1,4 +1,4 @@
-"""Very long streams in small: what is looked through, and that an interrupted one goes on exactly."""
+"""Soak runs in miniature: their audits, and exact continuation after an interruption."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``h2o-compare speed``: who is timed where, and what is said about it."""
+"""``h2o-compare speed``: which engines are timed where, and the messages about it."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from tests.preloaded import Preloaded
 
 
 class Forks:
-    """A context of `multiprocessing` whose processes have imported everything; test_docs spawns one that has not."""
+    """A `multiprocessing` context whose processes have imported everything; test_docs spawns a real one."""
 
     SERVE = (
         "import pickle, sys\n"
@@ -99,7 +99,7 @@ def test_the_run_record_tells_weights_of_one_name_apart(tiny_folder: Path, tmp_p
 
 
 class Pretended:
-    """A worker whose engine takes a known time."""
+    """A worker whose engine takes a known amount of time."""
 
     asked: list[tuple[str, str, int]] = []
 
@@ -147,7 +147,7 @@ def test_rounds_are_in_turn_and_every_token_is_read_once(monkeypatch: pytest.Mon
 
 
 def test_weights_that_a_step_reads() -> None:
-    """Once each, however many modules share them; one row of an embedding that is not the output layer as well."""
+    """Each counts once, however many modules share it; an untied embedding counts as one row."""
     model = make_llama(vocab=64)
     every = sum(parameter.nbytes for parameter in model.parameters())
     embedding = model.get_input_embeddings().weight

@@ -1,4 +1,4 @@
-"""Models on this machine: what other tools keep, what is ours, and how to be rid of that."""
+"""Models on this machine: other tools' stores, our own, and how to delete ours."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def ollama(folder: Path, name: str = "registry.ollama.ai/library/llama3/8b", digest: str = f"sha256:{HEX}") -> Path:
-    """A store of ollama's with one model; returns its manifest."""
+    """Create an ollama store with one model; returns its manifest."""
     manifest = folder / "manifests" / name
     manifest.parent.mkdir(parents=True)
     layers = [{"mediaType": "application/json", "digest": "?"}, {"mediaType": MODEL_LAYER, "digest": digest}]
@@ -42,7 +42,7 @@ def ollama(folder: Path, name: str = "registry.ollama.ai/library/llama3/8b", dig
 
 
 def packed(home: Path, key: str, model: str, source: str = "there") -> Path:
-    """A folder as the loader writes it."""
+    """A folder in the format that the loader writes."""
     folder = home / "cache" / "h2o-stream" / "packed" / key
     folder.mkdir(parents=True)
     (folder / "packed.json").write_text(json.dumps({"model": model, "quantize": "int4", "source": source}))

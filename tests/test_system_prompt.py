@@ -1,4 +1,4 @@
-"""The words of a system prompt are text in every template, whatever marks they have."""
+"""System prompts are plain text in every template, whatever markers they contain."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def _as_written(talking: PreTrainedTokenizerBase, system: str) -> str:
 
 
 def test_without_marks_the_template_decides(talking: PreTrainedTokenizerBase) -> None:
-    """Tokens are those of the template's own text, encoded at once."""
+    """The tokens are those of the template's whole output."""
     prompt = ChatTemplate(talking, " Be brief. ", ()).first_turn("hello")
     text = talking.decode(prompt.tokens)
     assert prompt.tokens == talking(text, add_special_tokens=False)["input_ids"]

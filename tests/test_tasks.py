@@ -1,4 +1,4 @@
-"""The lm-evaluation-harness with our model in it."""
+"""The lm-evaluation-harness with our model."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ EVERY = pytest.mark.parametrize(
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """A task in the harness's own form, with its data on this machine."""
+    """A task in the harness's own format, with local data."""
     data = tmp_path / "tasks" / "houses.jsonl"
     data.parent.mkdir()
     data.write_text("".join(json.dumps(document) + "\n" for document in DOCUMENTS))
@@ -105,7 +105,7 @@ def test_a_window_that_holds_everything_says_what_full_says_and_a_small_one_does
 def test_an_answer_is_scored_token_by_token_under_eviction(
     tiny_folder: Path, tokenizer: PreTrainedTokenizerBase
 ) -> None:
-    """The same as reading the context, and then decoding the answer."""
+    """The same as prefilling the context and then decoding the answer."""
     model = ours(tiny_folder, policy="recent", window=8)
     context, answers = tokenizer(DOCUMENTS[0]["question"])["input_ids"], ([17, 300, 4], [9], [17, 2, 2, 5])
     scored = list(model._score_continuations(context, answers))
@@ -142,7 +142,7 @@ def test_rolling_likelihoods_and_generation_go_through_the_cache(tiny_folder: Pa
 def test_the_command_of_the_harness_knows_the_model(
     tiny_folder: Path, folder: Path, tmp_path: Path, every: bool
 ) -> None:
-    """As a user types it."""
+    """As from the command line."""
     arguments = f"pretrained={tiny_folder},policy=h2o,heavy_ratio=0.1,recent_ratio=0.1,dtype=float32"
     command = ["h2o-lm-eval", "--model", "h2o", "--model_args", arguments, "--tasks", "houses"]
     command += ["--device", "cpu", "--include_path", str(folder), "--output_path", str(tmp_path / "out")]

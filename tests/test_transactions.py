@@ -1,4 +1,4 @@
-"""Whatever comes between two events leaves a conversation and its session as they were before, or as they are after."""
+"""A disturbance at any point leaves a conversation and its session in the state before or after the operation."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ class TestInterrupted:
         history.close()
 
     def test_an_undo_at_any_line(self, make: Callable[..., ConversationHistory]) -> None:
-        """The random draws are those of before or of after, too."""
+        """Including the state of the random generator."""
         line, done = 0, False
         while not done:
             line += 3
@@ -96,7 +96,7 @@ class TestInterrupted:
 
     @pytest.mark.parametrize("how", ["save", "fork"])
     def test_a_copy_at_any_line(self, make: Callable[..., ConversationHistory], folder: Path, how: str) -> None:
-        """It is there whole, or nothing of it."""
+        """The copy is complete, or there is none."""
         history, line, done = make(), 0, False
         list(history.say("w3 w4"))
         before = whole(history)
@@ -195,7 +195,7 @@ class TestInterrupted:
 
 class TestSessions:
     def two(self, make: Callable[..., ConversationHistory]) -> ConversationHistory:
-        """A conversation, and a session of another policy beside it."""
+        """A conversation, and a second session with another policy."""
         history = make("sink")
         history.open("other")
         for _ in range(3):

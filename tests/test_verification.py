@@ -1,4 +1,4 @@
-"""The check that a model computes the same through the cache as by itself: what it finds, and leaves behind."""
+"""The check that a model gives the same results with and without the cache: what it finds, and what it leaves unchanged."""
 
 from __future__ import annotations
 
@@ -103,7 +103,7 @@ class TestRefuses:
 class TestAccepts:
     @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
     def test_rounding(self, dtype: torch.dtype) -> None:
-        """Weights this large and routers multiply it."""
+        """Large weights and routers amplify it."""
         model = copy.deepcopy(make("granitemoe")).to(dtype)
         with attach(model, CacheConfig(window=32)):
             pass
@@ -114,7 +114,7 @@ class TestAccepts:
             pass
 
     def test_a_prompt_of_one_part(self) -> None:
-        """JetMoE wants its attention in one piece of memory."""
+        """JetMoE needs contiguous attention outputs."""
         model, ids = make("jetmoe"), torch.arange(3, 23)[None]
         expected = model(ids, use_cache=False).logits
         with attach(model, CacheConfig(window=32), engine="eager"):
@@ -129,7 +129,7 @@ class TestAccepts:
 
 class TestIsMadeOnce:
     def test_for_a_model_on_disk(self, tmp_path: Any) -> None:
-        """Its hooks are accelerate's, and known."""
+        """Its hooks are accelerate's own, which are recognized."""
         model = copy.deepcopy(make_llama(seed=8))
         ids = torch.arange(3, 23)[None]
         expected = model(ids, use_cache=False).logits
