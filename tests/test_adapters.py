@@ -182,6 +182,6 @@ class TestChanged:
         assert_close(*logits)
 
 
-def test_a_model_out_of_compile_is_told_why() -> None:
+def test_a_model_that_cannot_be_compiled_gives_the_reason() -> None:
     with pytest.raises(UnsupportedModelError, match=r"torch\.compile"), attach(torch.compile(make_llama())):
         pass

@@ -45,7 +45,7 @@ class TestGenerate:
                 assert cache.seen_tokens == out.shape[1] - 1
                 assert cache.kept(0).shape == (1, 2, out.shape[1] - 1)
 
-    def test_generate_goes_on_with_the_cache_it_is_given(self, tiny: LlamaForCausalLM) -> None:
+    def test_generate_continues_with_the_cache_passed_to_it(self, tiny: LlamaForCausalLM) -> None:
         with attach(tiny, CacheConfig(window=16)) as cache:
             first = tiny.generate(ids(10), max_new_tokens=20, do_sample=False, eos_token_id=None)
             longer = torch.cat((first, ids(5, seed=1)), 1)
@@ -90,7 +90,7 @@ class TestGenerate:
             assert cache.seen_tokens == 9
 
     @pytest.mark.parametrize("policy", ["h2o", "full"])
-    def test_the_model_is_given_back(self, tiny: LlamaForCausalLM, policy: str) -> None:
+    def test_the_model_is_restored(self, tiny: LlamaForCausalLM, policy: str) -> None:
         before, expected = dict(vars(tiny)), tiny(ids(9)).logits
         attention = tiny.config._attn_implementation
         with pytest.raises(RuntimeError, match="inside"), attach(tiny, CacheConfig(policy, window=8)):
@@ -106,7 +106,7 @@ class TestGenerate:
         with attach(tiny):
             pass
 
-    def test_two_models_do_not_meet(self) -> None:
+    def test_two_models_do_not_interfere(self) -> None:
         one, two = make_llama(seed=1), make_llama(seed=2)
         with attach(one, CacheConfig(window=8)) as first, attach(two, CacheConfig("recent", 16)) as second:
             one(ids(20), past_key_values=first)

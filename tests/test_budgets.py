@@ -150,7 +150,7 @@ def test_memory_is_that_of_equal_windows(model: Any) -> None:
 
 
 @pytest.mark.parametrize("kv_bits", [16, 8])
-def test_a_row_of_a_padded_batch_comes_out_as_alone(model: Any, kv_bits: int) -> None:
+def test_a_row_of_a_padded_batch_gives_the_same_result_as_alone(model: Any, kv_bits: int) -> None:
     """A short and a long row, prefilled and decoded past every size change."""
     lengths, steps = (13, 60), 40
     mask = torch.stack([torch.arange(60) >= 60 - length for length in lengths]).long()
@@ -189,7 +189,7 @@ def test_rows_that_leave_a_batch_take_nothing_with_them(model: Any) -> None:
 
 @pytest.mark.parametrize("fed", [20, 30, 70])
 @pytest.mark.parametrize("kv_bits", [16, 4])
-def test_a_state_goes_on_at_any_size(model: Any, monkeypatch: pytest.MonkeyPatch, fed: int, kv_bits: int) -> None:
+def test_a_state_continues_at_any_size(model: Any, monkeypatch: pytest.MonkeyPatch, fed: int, kv_bits: int) -> None:
     """The saved stream's windows are used, whatever is measured where it is loaded."""
     config = config_of(kv_bits=kv_bits)
     with attach(model, config) as cache:
@@ -224,7 +224,7 @@ def test_pins_are_in_every_layer_and_late_ones_must_fit_the_smallest(model: Any)
 
 
 class TestMeasured:
-    def test_the_embedded_model_reaches_back_with_a_few_heads(self, embedded: LoadedModel) -> None:
+    def test_the_embedded_model_has_a_few_retrieval_heads(self, embedded: LoadedModel) -> None:
         with attach(embedded.model, CacheConfig(window=256)) as cache:
             sizes = [[group.schedule.window] * len(heads) for group, heads in heads_by_group(cache)]
         heads = [size for group in sizes for size in group]

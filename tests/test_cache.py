@@ -201,7 +201,7 @@ class TestPins:
             tiny(ids(100, seed=1), past_key_values=cache)
             assert all({*range(52, 58)} <= set(head) for head in cache.kept(1)[0].tolist())
 
-    def test_a_pin_that_is_no_range_is_refused(self, tiny: LlamaForCausalLM) -> None:
+    def test_a_pin_that_is_not_a_range_is_refused(self, tiny: LlamaForCausalLM) -> None:
         with attach(tiny, CacheConfig(window=24)) as cache:
             for start, stop in ((-1, 3), (5, 4)):
                 with pytest.raises(ConfigError, match="cannot be pinned"):

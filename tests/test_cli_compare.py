@@ -31,7 +31,7 @@ class TestCompare:
         assert results[1]["nll"] != pytest.approx(full, rel=3 * LIKELIHOOD)
         assert "nats per token" in done.stderr
 
-    def test_nll_in_a_folder_goes_on_where_it_was(self, tiny_folder: Path, tmp_path: Path) -> None:
+    def test_nll_in_a_folder_resumes(self, tiny_folder: Path, tmp_path: Path) -> None:
         text, out = tmp_path / "text.txt", tmp_path / "out"
         text.write_text("The quick brown fox jumps over the lazy dog, again and again. " * 40)
         base = ["nll", "-m", tiny_folder, "--text", text, "--tokens", "200", "--jsonl", "-", "--out", out]

@@ -70,7 +70,7 @@ class TestTerminal:
             assert terminal.exit_code() == 0
         assert "tell me all" in (tmp_path / "h2o-stream" / "history").read_text()
 
-    def test_no_colours_when_told_so(self, tiny_folder: Path, questions: Path) -> None:
+    def test_no_color_on_request(self, tiny_folder: Path, questions: Path) -> None:
         base = ["-m", str(tiny_folder), "--questions", str(questions), "--turns", "1", "-n", "20", "--color", "off"]
         with Pty("h2o-stream", *base) as terminal:
             assert terminal.exit_code() == 0

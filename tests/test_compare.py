@@ -75,7 +75,7 @@ def test_a_figure_is_another_one_when_a_default_changes(tiny: Any, monkeypatch: 
 
 
 class TestRecall:
-    def test_facts_stand_where_the_plan_says(self, tokenizer: Any) -> None:
+    def test_facts_are_where_the_plan_says(self, tokenizer: Any) -> None:
         text = tokenizer("A story about nothing in particular. " * 400)["input_ids"]
         plan = plan_questions(tokenizer, text, 3, [10, 300])
         assert [question[1:] for question in plan.questions] == [(0, 0), (1, 0), (2, 0), (0, 1), (1, 1), (2, 1)]

@@ -141,7 +141,7 @@ class TestMemory:
             for linear in (module.self_attn.q_proj, module.self_attn.k_proj, module.self_attn.v_proj)
         ]
 
-    def test_parts_of_one_matrix(self) -> None:
+    def test_fused_matrices(self) -> None:
         model = FAMILIES[8].make()
         mlp, fused = describe(model).layers[0].mlp, model.model.layers[0].mlp.gate_up_proj.weight
         assert mlp.gate is not None
@@ -201,7 +201,7 @@ class TestMemory:
         assert error(model) < 2e-5
 
 
-def test_zero_norms_are_told_apart() -> None:
+def test_zero_centered_norms_are_detected() -> None:
     """Gemma's norm weights are offsets from one."""
     norm = FAMILIES[10].make().model.norm
     with torch.no_grad():

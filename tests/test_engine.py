@@ -49,7 +49,7 @@ class TestStream:
                 assert engine.cache.seen_tokens == event.counts.seen == len(fed)
                 assert engine.cache.kept()[0, 0].tolist() == list(range(len(fed)))
 
-    def test_a_second_turn_goes_on_as_if_all_was_one_prompt(self, engine: Engine) -> None:
+    def test_a_second_turn_continues_as_if_all_were_one_prompt(self, engine: Engine) -> None:
         list(engine.prefill(range(100, 140)))
         reply, _ = run(engine.decode())
         list(engine.prefill(range(200, 210)))
@@ -184,11 +184,13 @@ class TestEnds:
         assert list(engine.prefill([100]))
 
     @pytest.mark.skipif(sys.platform != "linux", reason="limits its own address space")
-    def test_memory_that_really_ends(self) -> None:
+    def test_real_out_of_memory(self) -> None:
         done = run_forked("-c", Path(__file__).with_name("run_out_of_memory.py").read_text())
         assert done.stdout.startswith("oom out of memory after"), done.stderr
 
-    def test_other_errors_are_not_taken_for_it(self, engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_other_errors_are_not_reported_as_out_of_memory(
+        self, engine: Engine, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
         def fail(*args: Any, **kwargs: Any) -> Any:
             raise RuntimeError("shapes do not match")
 

@@ -69,7 +69,7 @@ def test_every_position_mode(number: int, positions: str) -> None:
 
 @numbered
 @pytest.mark.parametrize("dtype", MEAN, ids=["float32", "bfloat16"])
-def test_before_any_eviction_it_is_transformers_own_cache(number: int, dtype: torch.dtype) -> None:
+def test_before_any_eviction_it_equals_transformers_cache(number: int, dtype: torch.dtype) -> None:
     """In bfloat16 its error against float32 is at most 1.5 times that of transformers' own cache."""
     family, tokens = FAMILIES[number], torch.randint(3, 64, (2, 40), generator=torch.Generator().manual_seed(5))
     model = copy.deepcopy(family.make()).to(dtype)

@@ -172,7 +172,7 @@ class TestFile:
         assert (ours.architecture, ours.quantized) == ("llama", True)
         assert 0.95 * embedded_file.stat().st_size < ours.nbytes < embedded_file.stat().st_size
 
-    def test_headers_are_read_at_once(self, embedded_file: Path) -> None:
+    def test_headers_are_read_fast(self, embedded_file: Path) -> None:
         begun = time.perf_counter()
         GgufFile(embedded_file)
         assert time.perf_counter() - begun < 1, "0.02 s on a quiet machine, gguf's own reader takes 3 s"

@@ -89,7 +89,7 @@ def test_another_reply(make: Callable[..., ConversationHistory]) -> None:
         history.regenerate()
 
 
-def test_a_session_goes_on(make: Callable[..., ConversationHistory]) -> None:
+def test_a_session_continues(make: Callable[..., ConversationHistory]) -> None:
     whole = said(make(temperature=1.0), *TALK)
     history = make(temperature=1.0)
     assert not history.open("talk")
@@ -124,7 +124,7 @@ def test_a_branch(make: Callable[..., ConversationHistory]) -> None:
     history.close()
 
 
-def test_another_policy_does_not_fit_and_hears_it_again(make: Callable[..., ConversationHistory]) -> None:
+def test_a_session_of_another_policy_is_replayed(make: Callable[..., ConversationHistory]) -> None:
     history = make("sink")
     history.open("talk")
     said(history, *TALK[:2])
@@ -144,7 +144,7 @@ def test_another_policy_does_not_fit_and_hears_it_again(make: Callable[..., Conv
     history.close()
 
 
-def test_a_full_disk_is_told_with_the_turn(
+def test_a_full_disk_is_reported_with_the_turn(
     make: Callable[..., ConversationHistory], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     history = make()
@@ -167,7 +167,7 @@ def test_a_full_disk_is_told_with_the_turn(
     history.close()
 
 
-def test_a_session_without_a_line_is_none(make: Callable[..., ConversationHistory], tmp_path: Path) -> None:
+def test_a_session_without_a_line_does_not_exist(make: Callable[..., ConversationHistory], tmp_path: Path) -> None:
     """Left by a process that ended before it could write."""
     folder = tmp_path / "h2o-stream" / "sessions" / "talk"
     folder.mkdir(parents=True)

@@ -213,7 +213,7 @@ class TestKernels:
             model(ids(20))
         assert len(kernels.calls) == 20
 
-    def test_they_serve_layers_that_are_made_anew(self, tiny: LlamaForCausalLM, kernels: Recording) -> None:
+    def test_they_serve_recreated_layers(self, tiny: LlamaForCausalLM, kernels: Recording) -> None:
         with attach(tiny, CacheConfig("h2o-paper", heavy_ratio=0.25, recent_ratio=0.25)):
             tiny(ids(20))
         assert kernels.calls == ["prefill"] * 2

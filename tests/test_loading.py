@@ -99,7 +99,7 @@ class TestQuantizer:
         assert isinstance(model.get_input_embeddings(), PackedEmbedding)
         assert (ours - rows).norm() < 0.02 * rows.norm()
 
-    def test_what_has_no_whole_groups_stays(self, tmp_path: Path) -> None:
+    def test_layers_without_whole_groups_stay(self, tmp_path: Path) -> None:
         model = packed(saved(make_llama(heads=1, size=12), tmp_path), "int4")
         assert {type(module) for module in model.model.layers[0].self_attn.children()} == {nn.Linear}
         assert isinstance(model.model.layers[0].mlp.down_proj, PackedLinear)
@@ -141,7 +141,7 @@ class TestKept:
         assert second(IDS).logits.equal(first(IDS).logits)
         assert len(said) == 1
 
-    def test_another_checkpoint_is_packed_anew(self, folder: Path, cache: Path) -> None:
+    def test_another_checkpoint_is_packed_again(self, folder: Path, cache: Path) -> None:
         config = ModelConfig(str(folder), quantize="int4", device="cpu")
         load(config)
         weights = folder / "model.safetensors"
@@ -182,7 +182,7 @@ class TestKept:
             assert "No space left" in said[-1]
         assert [path.suffix for path in cache.iterdir()] == [".lock"]
 
-    def test_a_full_disk_is_said_before(self, folder: Path, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_a_full_disk_is_reported_before(self, folder: Path, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(packed_weights, "_RESERVED_BYTES", 2**60)
         said: list[str] = []
         load(ModelConfig(str(folder), quantize="int4", device="cpu"), notify=said.append)
@@ -236,7 +236,7 @@ class TestGguf:
         model = load(ModelConfig(dtype="float32", device="cpu", quantize=quantize)).model
         assert abs(loss(model) - loss(embedded.model)) < max_loss
 
-    def test_packed_anew_it_is_read_matrix_by_matrix(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_repacking_reads_matrix_by_matrix(self, monkeypatch: pytest.MonkeyPatch) -> None:
         """No more than one matrix exists unpacked."""
         unpacked = most_unpacked = 0
         read, packed = Weight.values, quantize.pack

@@ -111,7 +111,7 @@ def test_results_do_not_depend_on_threads_or_other_vectors(native: ctypes.CDLL, 
                 assert alone.equal(together[vector : vector + 1])
 
 
-def test_what_was_multiplied_before_is_of_no_account(native: ctypes.CDLL) -> None:  # noqa: F811
+def test_results_do_not_depend_on_earlier_products(native: ctypes.CDLL) -> None:  # noqa: F811
     """Vector buffers are reused, for shorter vectors and after non-finite ones."""
     torch.manual_seed(0)
     for columns in (768, 96):

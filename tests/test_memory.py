@@ -10,7 +10,7 @@ from h2o_stream.memory import limit_kernel_caches, trim_heap
 LIMITS = ("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "LRU_CACHE_CAPACITY")
 
 
-def test_kernels_are_bounded_unless_told_otherwise(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_kernel_caches_are_limited_by_default(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in LIMITS:
         monkeypatch.setenv(name, "of before")
         monkeypatch.delenv(name)

@@ -82,7 +82,7 @@ class TestNone:
         with pytest.raises(ConfigError, match="sse9"):
             library.loaded()
 
-    def test_a_file_that_is_no_library(self, folder):
+    def test_a_file_that_is_not_a_library(self, folder):
         (folder / "_h2o_portable.so").write_bytes(b"of another machine")
         assert library.loaded() is None
         assert "_h2o_portable.so" in library.missing_reason()

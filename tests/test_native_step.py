@@ -124,7 +124,7 @@ def test_pins_in_the_middle_of_a_stream() -> None:
     assert all(set(range(5, 12)) <= set(head) for head in kept[0][0])
 
 
-def test_a_stream_goes_on_from_one_engine_to_the_other() -> None:
+def test_a_stream_continues_with_another_engine() -> None:
     model, tokens = make_llama(), tokens_of(1, 80)
     config = CacheConfig(window=24)
     whole, _ = run(model, config, tokens, "eager")
@@ -174,7 +174,7 @@ def test_a_policy_written_in_python_is_served_eagerly(monkeypatch: pytest.Monkey
         assert cache.kept().shape[-1] == 24
 
 
-def test_a_model_that_computes_something_else_is_not_proved() -> None:
+def test_a_model_that_computes_something_else_fails_verification() -> None:
     """Its modules have a Llama's names, but its forward does more."""
 
     class Twice(nn.Module):

@@ -27,7 +27,7 @@ IDS = torch.tensor([[1, 7, 9, 4, 11, 30, 6, 5, 17, 8, 3, 21] * 4])
 
 
 @pytest.mark.parametrize("policy", ["full", "h2o", "sink"])
-def test_weights_on_disk_say_what_weights_in_memory_say(tiny_folder: Path, policy: str) -> None:
+def test_weights_on_disk_give_the_same_output_as_in_memory(tiny_folder: Path, policy: str) -> None:
     inside = load(ModelConfig(str(tiny_folder), dtype="float32", device="cpu")).model
     outside = load(ModelConfig(str(tiny_folder), dtype="float32", device_map="auto", max_memory="cpu=1MB")).model
     assert "disk" in outside.hf_device_map.values()
@@ -63,7 +63,7 @@ def test_host_memory_changes_nothing_where_layers_compute_there(tiny_folder: Pat
     assert generated[0] == generated[1]
 
 
-def test_zero_inference_says_what_weights_in_memory_say(tiny_folder: Path) -> None:
+def test_zero_inference_gives_the_same_output_as_weights_in_memory(tiny_folder: Path) -> None:
     pytest.importorskip("deepspeed")
     base = ["h2o-chat", "-m", str(tiny_folder), "-p", "hello", "-n", "8", "--temp", "0", "--dtype", "float32", "-q"]
     inside, outside = (
@@ -84,7 +84,7 @@ def test_zero_inference_without_deepspeed_is_one_line(tiny_folder: Path, monkeyp
 
 class TestOptions:
     @pytest.mark.parametrize("text", ["10GiB", "cpu:10GiB", "gpu=1GiB", "0=ten", "cpu=5", "0=1GiB,,"])
-    def test_what_is_no_memory(self, text: str) -> None:
+    def test_invalid_memory_sizes(self, text: str) -> None:
         with pytest.raises(ConfigError, match="--max-memory takes them like 0=10GiB,cpu=24GiB"):
             ModelConfig(device_map="auto", max_memory=text)
 

@@ -71,7 +71,7 @@ class TestTorn:
                 tiny(ids(1), past_key_values=cache)
 
 
-def test_what_is_refused_leaves_no_tear(tiny: LlamaForCausalLM) -> None:
+def test_a_refused_forward_leaves_no_tear(tiny: LlamaForCausalLM) -> None:
     with attach(tiny, CacheConfig(window=16)) as cache:
         tiny(ids(10), past_key_values=cache)
         with pytest.raises(H2OStreamError, match="cannot take tokens back"):
@@ -144,7 +144,7 @@ class TestStreams:
             assert_close(last, expected[:, -1:])
             assert cache.seen_tokens == 12
 
-    def test_an_own_cache_without_ours(self, tiny: LlamaForCausalLM, policy: str) -> None:
+    def test_the_callers_cache_without_ours(self, tiny: LlamaForCausalLM, policy: str) -> None:
         """With ``use_cache=False``, a cache passed by the caller is still filled."""
         expected = tiny(ids(12)).logits[:, -1:]
         with attach(tiny, CacheConfig(policy, window=16)) as cache:
@@ -183,7 +183,7 @@ class TestStreams:
 
 
 class TestArguments:
-    def test_padding_in_a_single_column_is_no_token(self, tiny: LlamaForCausalLM) -> None:
+    def test_padding_in_a_single_column_is_not_a_token(self, tiny: LlamaForCausalLM) -> None:
         with attach(tiny, CacheConfig(window=16)) as cache:
             tiny(ids(6, batch=2), past_key_values=cache)
             mask = torch.tensor([[1] * 7, [1] * 6 + [0]])
@@ -221,7 +221,7 @@ class TestArguments:
             tiny(ids(1), past_key_values=cache)
             assert cache.seen_tokens == 7
 
-    def test_a_part_of_the_model_by_itself_is_refused(self, tiny: LlamaForCausalLM) -> None:
+    def test_a_submodule_on_its_own_is_refused(self, tiny: LlamaForCausalLM) -> None:
         with attach(tiny, CacheConfig(window=16)), pytest.raises(H2OStreamError, match="called by itself"):
             tiny.model(ids(3))
 

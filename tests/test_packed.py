@@ -49,7 +49,7 @@ def test_a_layer(kind: MatrixKind, bias: bool, dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_weights_are_unpacked_in_parts(kind: MatrixKind, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_weights_are_unpacked_in_chunks(kind: MatrixKind, monkeypatch: pytest.MonkeyPatch) -> None:
     layer, x = linear(kind, 100, 256), torch.randn(70, 256)
     whole = layer(x)
     monkeypatch.setattr("h2o_stream.models.packed_layers._WEIGHTS_PER_CHUNK", 256 * 40)
@@ -100,7 +100,7 @@ def test_native_steps(kind: MatrixKind, rows: int, monkeypatch: pytest.MonkeyPat
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_threads_do_not_meet(kind: MatrixKind) -> None:
+def test_layers_are_thread_safe(kind: MatrixKind) -> None:
     """The layer keeps no intermediate results."""
     layer = linear(kind, 64, 512)
     inputs = [torch.randn(rows, 512, generator=torch.Generator().manual_seed(rows)) for rows in (1, 2, 5, 40)]

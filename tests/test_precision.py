@@ -43,7 +43,7 @@ def test_the_reason_names_sizes_and_the_option() -> None:
         assert part in reason
 
 
-def test_none_is_not_widened_into_what_does_not_fit() -> None:
+def test_unquantized_weights_are_not_widened_beyond_memory() -> None:
     assert choose_precision("m", SIZES, 40 * GIB, "none", WIDE).dtype == torch.float32
     assert choose_precision("m", SIZES, 24 * GIB, "none", WIDE).dtype == torch.bfloat16
 

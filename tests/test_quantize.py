@@ -56,7 +56,7 @@ class TestGrids:
         assert encode(again, fit(again, bits).half(), bits).equal(codes)
 
     @pytest.mark.parametrize("bits", [2, 4, 8])
-    def test_equal_numbers_and_no_numbers(self, bits: int) -> None:
+    def test_equal_numbers_and_nans(self, bits: int) -> None:
         x = torch.full((1, 8), 3.5)
         assert decode(encode(x, fit(x, bits), bits), fit(x, bits), bits, torch.float32).equal(x)
         nothing = spread(torch.full((1,), torch.inf), torch.full((1,), -torch.inf), bits)

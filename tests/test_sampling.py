@@ -31,7 +31,7 @@ class TestSampling:
         assert self.draws(seed=3) == self.draws(seed=3)
         assert self.draws(seed=3) != self.draws(seed=4)
 
-    def test_an_unseeded_run_says_its_seed(self) -> None:
+    def test_an_unseeded_run_has_a_random_seed(self) -> None:
         sampler = Sampler(SamplingConfig(), None)
         assert Sampler(SamplingConfig(), None).seed != sampler.seed
 
@@ -46,7 +46,7 @@ class TestSampling:
         assert set(self.draws(temperature=0, repetition_penalty=2.0)) == {1}
 
     @pytest.mark.parametrize("temperature", [0.0, 0.7])
-    def test_what_is_no_number_is_never_drawn_from(self, temperature: float) -> None:
+    def test_nan_logits_are_never_sampled_from(self, temperature: float) -> None:
         sampler = Sampler(SamplingConfig(temperature=temperature), None)
         sampler.sample(torch.tensor([1.0, -torch.inf, 2.0]), [0])
         with pytest.raises(H2OStreamError, match="not numbers"):
@@ -92,9 +92,7 @@ def test_the_nucleus_is_that_of_transformers(spread: float, top_p: float) -> Non
 @pytest.mark.parametrize("top_k", [0, 7])
 @pytest.mark.parametrize("top_p", [0.8, 1.0])
 @pytest.mark.parametrize("min_p", [0.0, 0.05])
-def test_what_can_be_drawn_is_what_transformers_leaves(
-    temperature: float, top_k: int, top_p: float, min_p: float
-) -> None:
+def test_candidates_are_those_transformers_leaves(temperature: float, top_k: int, top_p: float, min_p: float) -> None:
     config = SamplingConfig(temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p, seed=0)
     sampler = Sampler(config, None)
     warpers = LogitsProcessorList([TemperatureLogitsWarper(temperature)])

@@ -178,7 +178,7 @@ class TestConversation:
             assert self.last(conversation.say(TALK[0])).finish in ("stop", "length")
         assert embedded.tokenizer.decode(fed).startswith(f"{END}\n<|im_start|>user\n{TALK[0]}")
 
-    def test_interrupted_before_the_system_prompt_is_in_starts_anew(
+    def test_interrupted_during_the_system_prompt_it_starts_over(
         self, talker: Callable[..., PreTrainedModel], tokenizer: PreTrainedTokenizerBase
     ) -> None:
         sampling = SamplingConfig(temperature=0, max_tokens=3)
@@ -191,7 +191,7 @@ class TestConversation:
             assert isinstance(first, PrefillProgress)
             assert first.counts.pinned > 0
 
-    def test_interrupted_in_a_long_first_prompt_goes_on_from_there(
+    def test_interrupted_in_a_long_first_prompt_it_continues_from_there(
         self, talker: Callable[..., PreTrainedModel], tokenizer: PreTrainedTokenizerBase
     ) -> None:
         sampling = SamplingConfig(temperature=0, max_tokens=3)

@@ -24,7 +24,7 @@ def said(conversation: Conversation, text: str) -> str:
 
 
 @pytest.mark.parametrize("policy", ["h2o", "h2o-paper", "random", "sink", "full"])
-def test_a_conversation_goes_on_as_if_never_left(
+def test_a_resumed_conversation_continues_as_if_never_left(
     talker: Talker, tokenizer: PreTrainedTokenizerBase, policy: str
 ) -> None:
     model = talker()
@@ -102,7 +102,7 @@ def test_what_is_pinned_stays(talker: Talker, tokenizer: PreTrainedTokenizerBase
         assert "4711" not in tokenizer.decode(list(one.tokens))
 
 
-def test_a_turn_can_be_told(talker: Talker, tokenizer: PreTrainedTokenizerBase) -> None:
+def test_a_past_turn_can_be_fed(talker: Talker, tokenizer: PreTrainedTokenizerBase) -> None:
     """Formatted by the template, and the next turn continues after it."""
     with engine(talker(), tokenizer) as one:
         talk = Conversation(one, "Be brief.")

@@ -87,7 +87,7 @@ def test_a_race_in_the_shell(tiny_folder: Path, tmp_path: Path, monkeypatch: pyt
     assert "h2o-stream h2o 32" in done.stderr + done.stdout
 
 
-def test_the_run_record_tells_weights_of_one_name_apart(tiny_folder: Path, tmp_path: Path) -> None:
+def test_the_run_record_distinguishes_weights_of_the_same_name(tiny_folder: Path, tmp_path: Path) -> None:
     model, text = tmp_path / "model", tmp_path / "text.txt"
     shutil.copytree(tiny_folder, model)
     text.write_text("The quick brown fox jumps over the lazy dog and runs away. " * 80)

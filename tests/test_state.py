@@ -29,7 +29,7 @@ def going_on(model: Any, cache: Any) -> torch.Tensor:
 
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("kv_bits", [16, 4])
-def test_it_goes_on_bit_for_bit(tmp_path: Path, grouped: LlamaForCausalLM, policy: str, kv_bits: int) -> None:
+def test_it_continues_bit_for_bit(tmp_path: Path, grouped: LlamaForCausalLM, policy: str, kv_bits: int) -> None:
     config = CacheConfig(policy, window=24, chunk=8, kv_bits=16 if policy == "full" else kv_bits)
     mask = torch.ones(2, 40).index_fill(1, torch.arange(9), 0).logical_or(torch.tensor([[True], [False]])).long()
     with attach(grouped, config) as cache:
@@ -123,7 +123,7 @@ class TestRefused:
             cache.load_state_dict(state)
 
     @pytest.mark.parametrize("policy", ["h2o", "full"])
-    def test_a_torn_cache_has_none(self, tiny: LlamaForCausalLM, policy: str) -> None:
+    def test_a_torn_cache_has_no_state(self, tiny: LlamaForCausalLM, policy: str) -> None:
         """Until a complete state is loaded."""
         state = self.state(tiny, policy=policy)
         with attach(tiny, CacheConfig(policy, window=24)) as cache:

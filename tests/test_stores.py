@@ -82,7 +82,7 @@ class TestOllama:
         assert ollama_file(model.name) == ollama_file(name)
         assert model.name.removesuffix(":latest") == name
 
-    def test_unknown_ones_are_told_what_there_is(self, home: Path) -> None:
+    def test_unknown_names_list_the_known_ones(self, home: Path) -> None:
         with pytest.raises(ModelNotFoundError, match="it has none"):
             ollama_file("ollama:llama3")
         ollama(home / ".ollama" / "models")
@@ -91,7 +91,7 @@ class TestOllama:
         assert ollama_file("org/name:file.gguf") is None
 
     @pytest.mark.parametrize("name", ["", ":", "a/b/c/d/e", "..", "../..", "a:../../secret", "/etc:x", "a//b", ".:."])
-    def test_no_name_leads_out(self, home: Path, name: str) -> None:
+    def test_no_name_escapes_the_folder(self, home: Path, name: str) -> None:
         folder = home / ".ollama" / "models"
         ollama(folder)
         ollama(home, "secret").rename(folder / "manifests" / "secret")
@@ -121,7 +121,7 @@ class TestOllama:
         (home / "secret").write_bytes(b"GGUF")
         assert stored_models() == []
 
-    def test_a_blob_that_is_gone_or_no_gguf(self, home: Path) -> None:
+    def test_a_blob_that_is_missing_or_not_gguf(self, home: Path) -> None:
         folder = home / ".ollama" / "models"
         ollama(folder)
         blob = folder / "blobs" / f"sha256-{HEX}"

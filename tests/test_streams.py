@@ -96,7 +96,7 @@ class TestClosedStreams:
         assert bool(done.stdout.strip()) == (code == 0)
         assert '"run"' in records.read_text().splitlines()[0]
 
-    def test_no_input_is_the_end_of_it(self, tiny_folder: Path) -> None:
+    def test_no_input_ends_the_chat(self, tiny_folder: Path) -> None:
         done = started_or_forked("h2o-chat", "-m", tiny_folder, closed="<&-")
         assert done.returncode == 0
         assert not done.stdout
@@ -120,7 +120,7 @@ ASCII: list[dict[str, str]] = [
 
 class TestAscii:
     @pytest.mark.parametrize("environment", ASCII)
-    def test_what_it_has_no_letters_for_is_a_question_mark(
+    def test_characters_it_cannot_encode_become_question_marks(
         self, recording: Path, environment: Mapping[str, str]
     ) -> None:
         done = shell("h2o-stream", "--replay", recording, **environment)

@@ -64,7 +64,7 @@ def test_without_marks_the_template_decides(talking: PreTrainedTokenizerBase) ->
     assert "Be brief." in text
 
 
-def test_what_the_template_says_by_itself_keeps_its_marks(tokenizer: PreTrainedTokenizerBase) -> None:
+def test_the_templates_own_text_keeps_its_markers(tokenizer: PreTrainedTokenizerBase) -> None:
     changed = copy.deepcopy(tokenizer)
     changed.chat_template = "<|im_start|>system\nBe kind.<|im_end|>" + _REST
     prompt = ChatTemplate(changed, None, ()).first_turn("hello")

@@ -91,9 +91,7 @@ def test_full_is_the_harness_own_model_exactly(tiny_folder: Path, folder: Path) 
     assert evaluated(ours(tiny_folder, policy="full", batch_size=3), folder) == evaluated(theirs, folder)
 
 
-def test_a_window_that_holds_everything_says_what_full_says_and_a_small_one_does_not(
-    tiny_folder: Path, folder: Path
-) -> None:
+def test_a_window_that_holds_everything_matches_full_and_a_small_one_does_not(tiny_folder: Path, folder: Path) -> None:
     full, large, small = (
         [likelihood for answers in evaluated(ours(tiny_folder, **options), folder)[1] for likelihood, _ in answers]
         for options in ({"policy": "full"}, {"policy": "h2o", "window": 200}, {"policy": "recent", "ratio": 0.2})

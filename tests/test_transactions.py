@@ -154,7 +154,9 @@ class TestInterrupted:
         assert history.conversation.passages[-1].start == seen
         assert history.conversation.passages[-1].stop == len(history.conversation.engine.tokens)
 
-    def test_a_forward_without_a_keeper_is_torn_until_reset(self, make: Callable[..., ConversationHistory]) -> None:
+    def test_an_interrupted_forward_without_a_history_is_torn_until_reset(
+        self, make: Callable[..., ConversationHistory]
+    ) -> None:
         conversation = make().conversation
 
         def fail(*_: object, **__: object) -> None:
@@ -219,7 +221,7 @@ class TestSessions:
         assert not (folder / "typo").exists()
         history.close()
 
-    def test_retelling_what_does_not_fit(self, make: Callable[..., ConversationHistory]) -> None:
+    def test_a_replay_that_does_not_fit(self, make: Callable[..., ConversationHistory]) -> None:
         with Session("big") as session:
             session.add(Entry(1, "w3", "w4"), None, Header("small", "h2o", 99, TOO_LONG))
         history = self.two(make)
@@ -234,7 +236,7 @@ class TestSessions:
         history.close()
 
     @pytest.mark.parametrize("num_events", [1, 4, 7])
-    def test_retelling_that_is_cut_off(self, make: Callable[..., ConversationHistory], num_events: int) -> None:
+    def test_a_replay_that_is_interrupted(self, make: Callable[..., ConversationHistory], num_events: int) -> None:
         history = self.two(make)
         before, there = whole(history), self.free("other")
         events = history.replay("other")
@@ -253,7 +255,7 @@ class TestSessions:
         assert [entry.prompt for entry in history.entries] == ["w8 w9"] * 3
         history.close()
 
-    def test_any_exception_lets_the_lock_go(
+    def test_any_exception_releases_the_lock(
         self, make: Callable[..., ConversationHistory], monkeypatch: pytest.MonkeyPatch
     ) -> None:
         history = self.two(make)
@@ -272,7 +274,7 @@ class TestSessions:
         history.close()
         assert len(self.free("talk")) == 1
 
-    def test_draws_of_another_device(self, make: Callable[..., ConversationHistory]) -> None:
+    def test_random_state_of_another_device(self, make: Callable[..., ConversationHistory]) -> None:
         from h2o_stream.cache.state import checksummed
 
         history = make()
@@ -306,7 +308,7 @@ class TestFullDisk:
             assert [entry.prompt for entry in session.transcript.entries] == ["w3", "w4", "w5"]
 
     @pytest.mark.parametrize("first", range(1, 7))
-    def test_a_copy_that_has_no_room_leaves_nothing(
+    def test_a_copy_on_a_full_disk_leaves_nothing(
         self, make: Callable[..., ConversationHistory], folder: Path, first: int
     ) -> None:
         history = make()

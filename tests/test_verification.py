@@ -1,4 +1,4 @@
-"""The check that a model gives the same results with and without the cache: what it finds, and what it leaves unchanged."""
+"""The check that models give the same results with and without the cache: its findings, and what it leaves unchanged."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ class TestRefuses:
         model = tiny("Gemma3", "Gemma3Text", **GROUPED, **settings)()
         assert "attend to later ones" in refusal(model, positions=positions)
 
-    def test_a_patched_attention_of_a_model_that_was_proved(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_a_patched_attention_of_a_verified_model(self, monkeypatch: pytest.MonkeyPatch) -> None:
         model = make_llama()
         with attach(model, CacheConfig(window=32)):
             pass
@@ -89,7 +89,7 @@ class TestRefuses:
         with attach(model, CacheConfig(window=32)):
             pass
 
-    def test_logits_that_are_no_numbers(self) -> None:
+    def test_nan_logits(self) -> None:
         model = make_llama()
         model.model.norm.weight.data.fill_(torch.nan)
         assert "logits of LlamaForCausalLM are NaN" in refusal(model)
@@ -183,7 +183,7 @@ class TestLeavesNothingBehind:
         assert torch.equal(torch.get_rng_state(), before)
         assert not any(module._forward_hooks for module in model.modules())
 
-    def test_attention_of_every_part(self) -> None:
+    def test_attention_of_every_head_group(self) -> None:
         model = make("got_ocr2")
         before = [name for _, name in attention_of(model)]
         assert len(set(before)) > 1
