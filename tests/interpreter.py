@@ -43,16 +43,13 @@ def rotated(x: Tensor, rope: Rope) -> Tensor:
 
 
 def attend(attention: Attention, x: Tensor) -> Tensor:
-    given, at, size = (
-        torch.cat([apply(matrix, x) for matrix in attention.qkv], -1),
-        attention.heads,
-        attention.head_size,
-    )
+    qkv = torch.cat([apply(matrix, x) for matrix in attention.qkv], -1)
+    at, size = attention.heads, attention.head_size
     query = apply_norm(
-        attention.query_norm, heads_of(given, at.query_offset, at.query_stride, attention.query_heads, size)
+        attention.query_norm, heads_of(qkv, at.query_offset, at.query_stride, attention.query_heads, size)
     )
-    key = apply_norm(attention.key_norm, heads_of(given, at.key_offset, at.key_stride, attention.kv_heads, size))
-    value = heads_of(given, at.value_offset, at.value_stride, attention.kv_heads, attention.value_size)
+    key = apply_norm(attention.key_norm, heads_of(qkv, at.key_offset, at.key_stride, attention.kv_heads, size))
+    value = heads_of(qkv, at.value_offset, at.value_stride, attention.kv_heads, attention.value_size)
     if attention.rope:
         query, key = rotated(query, attention.rope), rotated(key, attention.rope)
     groups = attention.query_heads // attention.kv_heads

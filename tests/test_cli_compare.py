@@ -124,7 +124,7 @@ class TestCompare:
             assert result["tok_s"] == pytest.approx(result["batch"] * result["new"] / result["seconds"], rel=0.05)
         assert "| 60+5 | full |" in (out / "throughput.md").read_text()
         again = invoke("h2o-compare", *base, "--cache-budget", "160KiB", "--ratio", "0.4", "--out", out, "-q")
-        assert records(again.stdout)[1:] == results, "what was timed is not timed again"
+        assert records(again.stdout)[1:] == results, "timings are reused"
         small = invoke("h2o-compare", *base, "--cache-budget", "4KiB")
         assert small.exit_code == 2
         assert "--cache-budget" in small.stderr

@@ -32,7 +32,7 @@ class TestTerminal:
             assert all(line.rstrip()[-1] in "│╮╯" for line in frame), "nothing is wrapped or cut"
             assert terminal.exit_code() == 0
         assert "4 turns" in terminal.text
-        assert terminal.output.index("\x1b[?1049h") < terminal.output.index("\x1b[?1049l"), "it is given back"
+        assert terminal.output.index("\x1b[?1049h") < terminal.output.index("\x1b[?1049l"), "it is restored"
 
     def test_the_screen_shows_markup_as_text(self, capsys: pytest.CaptureFixture[str]) -> None:
         terminal = Terminal()

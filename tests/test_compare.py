@@ -107,4 +107,4 @@ class TestRecall:
         assert margins[:, 1].equal(margins[:, 2])
         assert full.min() > 0, "it can tell all of them"
         assert margins[:, 0].min() > 0
-        assert margins[:, 1].max() < full[:, 1].min(), "what is gone is gone"
+        assert margins[:, 1].max() < full[:, 1].min(), "evicted facts are not recalled"

@@ -190,7 +190,7 @@ class ConversationMachine(RuleBasedStateMachine):
         error = self.disturbed(disturbance, lambda: self.history.fork(name))
         assert not known or error is not None
         self.before_or(self.expected, error, self.name if known else name)
-        assert known or self.there(name) or not self.on_disk(name), "nothing is left of a copy that was not taken up"
+        assert known or self.there(name) or not self.on_disk(name), "an abandoned copy leaves nothing"
 
     @rule(name=names, create=st.booleans(), replay=st.booleans(), disturbance=disturbances)
     def load(self, name: str, create: bool, replay: bool, disturbance: Any) -> None:
@@ -290,7 +290,7 @@ class ConversationMachine(RuleBasedStateMachine):
                 if turn.tokens:
                     assert tuple(engine.tokens) == turn.tokens
             if self.expected.turns:
-                assert torch.equal(engine.cache.kept(1), self.held), "what is held differs"
+                assert torch.equal(engine.cache.kept(1), self.held), "kept tokens differ"
 
     def check_the_disk(self) -> None:
         for name, talk in self.saved.items():

@@ -118,7 +118,7 @@ class TestEnds:
         engine.should_stop = lambda: False
         engine.sampler = Sampler(GREEDY, None)
         rest, _ = run(engine.decode())
-        assert [*begun, *rest][:12] == plain, "it goes on exactly where it stopped"
+        assert [*begun, *rest][:12] == plain, "it continues exactly where it stopped"
 
     def test_closed_by_the_caller(self, engine: Engine) -> None:
         list(engine.prefill(range(100, 140)))

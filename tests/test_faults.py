@@ -75,7 +75,7 @@ class TestSignals:
             terminal.until(lambda t: t.screen.display[t.screen.cursor.y].rstrip() == ">" and "seen 0" in t.text)
             terminal.process.send_signal(signal.SIGTERM)
             assert terminal.exit_code() == 143
-            assert "\x1b[?2004l" in terminal.output, "the terminal is left as it was"
+            assert "\x1b[?2004l" in terminal.output, "the terminal is restored"
 
 
 class TestOutput:

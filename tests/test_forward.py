@@ -128,7 +128,7 @@ class TestTheModel:
 
         model.forward = theirs
         with attach(model, CacheConfig(window=16)) as cache:
-            assert calls, "it is part of what is proved"
+            assert calls, "verification calls it"
             calls.clear()
             model(input_ids=ids(5))
             assert cache.seen_tokens == 5

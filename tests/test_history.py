@@ -100,7 +100,7 @@ def test_a_session_continues(make: Callable[..., ConversationHistory]) -> None:
     assert [entry.prompt for entry in history.entries] == TALK[:2]
     assert first + said(history, *TALK[2:]) == whole
     history.undo(4)
-    assert said(history, *TALK[1:2]) == whole[1:2], "draws are those of then"
+    assert said(history, *TALK[1:2]) == whole[1:2], "the random state is restored"
     history.close()
 
 

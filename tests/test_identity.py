@@ -168,7 +168,7 @@ class TestPolicy:
         yield write
         sys.modules.pop("mine_policy", None)
 
-    def test_our_library_is_recognized_by_its_version(self) -> None:
+    def test_our_policies_are_identified_by_the_version(self) -> None:
         ours = [name for name, policy in POLICIES.items() if policy.rule.startswith("h2o_stream.")]
         assert len(ours) > 5
         assert {policy_source(CacheConfig(name).plan()) for name in ours} == {""}

@@ -95,7 +95,7 @@ def test_two_processes_find_what_one_finds(
     out = tmp_path / "out"
     done = launched(launcher, "h2o-compare", *arguments, "--out", out, "--jsonl", tmp_path / "two.jsonl")
     assert done.returncode == 0, done.stderr
-    assert done.stderr.count("tables, plots and records are in") == 1, "one speaks for both"
+    assert done.stderr.count("tables, plots and records are in") == 1, "only one process reports"
     assert len(list((out / "parts").iterdir())) == (9 if command == "summarize" else 3)
     alone = invoke("h2o-compare", *arguments, "--jsonl", "-", "-q")
     mine, theirs = records(alone.stdout), records((tmp_path / "two.jsonl").read_text())

@@ -49,7 +49,7 @@ class TestFolder:
         folder = Folder(tmp_path)
         folder.claim(self.run)
         folder.claim({**self.run, "versions": "2", "policy": ["full"]})
-        assert json.loads((tmp_path / "run.json").read_text())["versions"] == "1", "what ran first stays"
+        assert json.loads((tmp_path / "run.json").read_text())["versions"] == "1", "the first run's versions stay"
         folder.claim({**self.run, "cache": [{"policy": "h2o"}, {"policy": "full"}]})
         assert len(json.loads((tmp_path / "run.json").read_text())["cache"]) == 2
 

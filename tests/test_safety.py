@@ -121,7 +121,7 @@ class TestFuzzing:
             state.write_bytes(whole[:cut] + noise)
             with suppress(H2OStreamError):
                 assert session.state(3) is None
-            assert session.state(2) is not None, "the others are as they were"
+            assert session.state(2) is not None, "the others are unchanged"
 
     @settings(
         max_examples=25, derandomize=True, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]

@@ -164,7 +164,7 @@ class TestCommand:
         assert "| full | all |" in (tmp_path / "out" / "tasks.md").read_text()
         again = invoke("h2o-compare", *base, "--jsonl", "-", "-q")
         assert records(again.stdout)[1:] == found
-        assert len(list((tmp_path / "out" / "parts").iterdir())) == 4, "what was answered is not answered again"
+        assert len(list((tmp_path / "out" / "parts").iterdir())) == 4, "answers are reused"
 
     @EVERY
     def test_unknown_tasks(self, tiny_folder: Path, every: bool) -> None:

@@ -1,4 +1,4 @@
-"""The check that models give the same results with and without the cache: its findings, and what it leaves unchanged."""
+"""The check that models give the same results with and without the cache, and what it leaves unchanged."""
 
 from __future__ import annotations
 
@@ -183,7 +183,7 @@ class TestLeavesNothingBehind:
         assert torch.equal(torch.get_rng_state(), before)
         assert not any(module._forward_hooks for module in model.modules())
 
-    def test_attention_of_every_head_group(self) -> None:
+    def test_the_attention_of_every_submodel_is_restored(self) -> None:
         model = make("got_ocr2")
         before = [name for _, name in attention_of(model)]
         assert len(set(before)) > 1
