@@ -1,4 +1,4 @@
-"""Conversations as a list of turns: what test_conversation_machine.py expects of the real ones."""
+"""The conversation that test_conversation_machine.py expects: a list of turns."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ CACHE = CacheConfig("h2o", 32, chunk=4)
 
 @dataclass(frozen=True)
 class ExpectedTurn:
-    """A turn: what was asked for, and what there was to be seen afterwards."""
+    """A turn: what was requested, and what was observed afterwards."""
 
     kind: str
     text: str
@@ -31,7 +31,7 @@ class ExpectedTurn:
 
 @dataclass(frozen=True)
 class ExpectedConversation:
-    """What the model knows of a conversation."""
+    """A conversation as it should be."""
 
     system: str
     turns: tuple[ExpectedTurn, ...] = ()

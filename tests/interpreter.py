@@ -34,7 +34,7 @@ def heads_of(x: Tensor, first: int, step: int, count: int, size: int) -> Tensor:
 
 
 def rotated(x: Tensor, rope: Rope) -> Tensor:
-    """[heads, tokens, D], token n at position n."""
+    """Rotate x [heads, tokens, D], token n at position n."""
     half, rotary = rope.rotary_dims // 2, rope.rotary_dims
     angles = torch.arange(x.shape[1]).double()[:, None] * rope.frequencies.double()
     first, second, rest = x[..., :half] * rope.scale, x[..., half:rotary] * rope.scale, x[..., rotary:]
@@ -43,16 +43,13 @@ def rotated(x: Tensor, rope: Rope) -> Tensor:
 
 
 def attend(attention: Attention, x: Tensor) -> Tensor:
-    given, at, size = (
-        torch.cat([apply(matrix, x) for matrix in attention.qkv], -1),
-        attention.heads,
-        attention.head_size,
-    )
+    qkv = torch.cat([apply(matrix, x) for matrix in attention.qkv], -1)
+    at, size = attention.heads, attention.head_size
     query = apply_norm(
-        attention.query_norm, heads_of(given, at.query_offset, at.query_stride, attention.query_heads, size)
+        attention.query_norm, heads_of(qkv, at.query_offset, at.query_stride, attention.query_heads, size)
     )
-    key = apply_norm(attention.key_norm, heads_of(given, at.key_offset, at.key_stride, attention.kv_heads, size))
-    value = heads_of(given, at.value_offset, at.value_stride, attention.kv_heads, attention.value_size)
+    key = apply_norm(attention.key_norm, heads_of(qkv, at.key_offset, at.key_stride, attention.kv_heads, size))
+    value = heads_of(qkv, at.value_offset, at.value_stride, attention.kv_heads, attention.value_size)
     if attention.rope:
         query, key = rotated(query, attention.rope), rotated(key, attention.rope)
     groups = attention.query_heads // attention.kv_heads
@@ -91,13 +88,13 @@ def interpret(description: Description, tokens: list[int]) -> Tensor:
 
 @torch.no_grad()
 def error(model: Any) -> float:
-    """The largest difference of a logit to the model's own, relative to the largest logit."""
+    """The largest difference between the interpreter's and the model's logits, relative to the largest logit."""
     expected = model(torch.tensor([TOKENS])).logits[0].double()
     return float((interpret(describe(model), TOKENS) - expected).abs().max() / expected.abs().max())
 
 
 def nudged(model: Any) -> Any:
-    """Norms and biases that are not one and zero, as trained models have them."""
+    """A copy whose norms and biases differ from one and zero, as in trained models."""
     model, generator = copy.deepcopy(model), torch.Generator().manual_seed(3)
     for parameter in model.parameters():
         if parameter.dim() == 1:

@@ -1,4 +1,4 @@
-"""Generates under several policies with a model that processes share, or alone. Run by test_parallel."""
+"""Generates under several policies with a model on one process or sharded over several. Run by test_parallel."""
 
 import json
 import sys

@@ -1,4 +1,4 @@
-"""Models whose weights or modules change: adapters of PEFT, and whatever is done to an attached model."""
+"""Models whose weights or modules change: PEFT adapters, and changes to an attached model."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ LINEAR = ["q_proj", "v_proj", "down_proj"]
 
 
 def with_adapter(alpha: float, model: LlamaForCausalLM | None = None, seed: int = 5) -> Any:
-    """PEFT's wrapper around a tiny Llama, with a LoRA that does something."""
+    """PEFT's wrapper around a tiny Llama, with a LoRA that has an effect."""
     model = model or make_llama()
     torch.manual_seed(seed)
     how = peft.LoraConfig(r=2, lora_alpha=alpha, target_modules=LINEAR, init_lora_weights=False)
@@ -31,7 +31,7 @@ def with_adapter(alpha: float, model: LlamaForCausalLM | None = None, seed: int 
 
 
 def logits_of(model: Any, steps: int = 4) -> Tensor:
-    """Logits of a prompt's last token and of some that follow one by one."""
+    """Logits of a prompt's last token and of `steps` more, fed one by one."""
     ids = torch.randint(3, 64, (1, 9 + steps), generator=torch.Generator().manual_seed(0))
     output = model(input_ids=ids[:, :9], use_cache=True)
     logits = [output.logits[:, -1]]
@@ -44,7 +44,7 @@ def logits_of(model: Any, steps: int = 4) -> Tensor:
 @pytest.mark.parametrize(("policy", "engine"), WAYS, ids=["h2o", "h2o eager", "full"])
 class TestAdapters:
     def test_each_is_itself(self, policy: str, engine: Any) -> None:
-        """The scaling is not among the weights."""
+        """LoRA's scaling is not a weight."""
         base = make_llama()
         for alpha in (8, 64):
             model = with_adapter(alpha, base)
@@ -144,7 +144,7 @@ CHANGES = [
 
 @pytest.mark.parametrize("change", CHANGES, ids=lambda change: change.__name__)
 class TestChanged:
-    """An attached model is changed: the next token knows."""
+    """Changes to an attached model take effect at the next token."""
 
     def test_between_streams(self, change: Callable[[Any], None]) -> None:
         other = make_llama()
@@ -156,7 +156,7 @@ class TestChanged:
             assert_close(logits_of(model), expected)
 
     def test_in_bfloat16(self, change: Callable[[Any], None]) -> None:
-        """Of norms a native step has copies then."""
+        """The native step copies bfloat16 norms."""
         if library.loaded() is None:
             pytest.skip("there is no native step")
         model = make_llama().bfloat16()
@@ -182,6 +182,6 @@ class TestChanged:
         assert_close(*logits)
 
 
-def test_a_model_out_of_compile_is_told_why() -> None:
+def test_a_model_that_cannot_be_compiled_gives_the_reason() -> None:
     with pytest.raises(UnsupportedModelError, match=r"torch\.compile"), attach(torch.compile(make_llama())):
         pass

@@ -1,4 +1,4 @@
-"""The chat as a person meets it: keys in a real terminal."""
+"""The chat as used by people: keys in a real terminal."""
 
 from __future__ import annotations
 
@@ -100,7 +100,7 @@ class TestKeys:
             pty.until(lambda p: "turn 1" in p.text)
 
     def test_a_huge_paste(self, tiny_folder: Path) -> None:
-        """200 kB, stopped within half a second."""
+        """A prompt of 200 kB stops within half a second."""
         with self.chat(tiny_folder, "--window", "64") as pty:
             pty.until(lambda p: "seen 0" in p.text)
             pty.send("\x1b[200~" + "word and another. " * 11_500 + "\x1b[201~\r")

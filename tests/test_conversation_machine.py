@@ -1,6 +1,6 @@
-"""Conversations in any order of things to do with them, disturbed anywhere, against a model that is a list of turns.
+"""Conversations under any sequence of operations, disturbed anywhere, compared with a list of expected turns.
 
-``H2O_EXAMPLES=20000 pytest tests/test_conversation_machine.py`` tries more than CI does.
+``H2O_EXAMPLES=20000 pytest tests/test_conversation_machine.py`` tries more examples than CI does.
 """
 
 from __future__ import annotations
@@ -72,14 +72,14 @@ class ConversationMachine(RuleBasedStateMachine):
         self.check_the_disk()
         self.stack.close()
 
-    # what is to be seen
+    # observations
 
     @property
     def digest(self) -> str:
         return digest_of(self.history.conversation.state_dict()) if self.engine.tokens else ""
 
     def seen(self, talk: ExpectedConversation) -> bool:
-        """Whether the conversation is as the model says."""
+        """Whether the conversation is as expected."""
         conversation = self.history.conversation
         entries = [(entry.kind, entry.prompt, entry.text, entry.finish) for entry in self.history.entries]
         return (
@@ -89,7 +89,7 @@ class ConversationMachine(RuleBasedStateMachine):
         )
 
     def disturbed(self, disturbance: Any, do: Callable[[], Any]) -> BaseException | None:
-        """What came of doing something, while something else happens."""
+        """Run an action with a disturbance and return its exception, if any."""
         with ExitStack() as stack:
             if disturbance is not None:
                 how, *numbers = disturbance
@@ -103,7 +103,7 @@ class ConversationMachine(RuleBasedStateMachine):
         return None
 
     def before_or(self, after: ExpectedConversation, error: BaseException | None, name: str | None) -> None:
-        """The model goes where the conversation has gone: nowhere, or all the way, which it must without an error."""
+        """Expect the conversation as before or as `after`; without an error, only `after`."""
         if (error is None or self.seen(after)) and self.there(name):
             assert self.seen(after)
             self.expected, self.name = after, name
@@ -120,9 +120,9 @@ class ConversationMachine(RuleBasedStateMachine):
 
     def on_disk(self, name: str) -> bool:
         path = self.folder / "h2o-stream" / "sessions" / name / "transcript.jsonl"
-        return path.exists() and path.stat().st_size > 0  # one without a line is none
+        return path.exists() and path.stat().st_size > 0  # a session without a line does not count
 
-    # what can be done
+    # operations
 
     @rule(kind=kinds, text=texts, events=st.none() | st.integers(1, 6), disturbance=disturbances)
     def turn(self, kind: str, text: str, events: int | None, disturbance: Any) -> None:
@@ -186,7 +186,7 @@ class ConversationMachine(RuleBasedStateMachine):
         error = self.disturbed(disturbance, lambda: self.history.fork(name))
         assert not known or error is not None
         self.before_or(self.expected, error, self.name if known else name)
-        assert known or self.there(name) or not self.on_disk(name), "nothing is left of a copy that was not taken up"
+        assert known or self.there(name) or not self.on_disk(name), "an abandoned copy leaves nothing"
 
     @rule(name=names, create=st.booleans(), replay=st.booleans(), disturbance=disturbances)
     def load(self, name: str, create: bool, replay: bool, disturbance: Any) -> None:
@@ -229,7 +229,7 @@ class ConversationMachine(RuleBasedStateMachine):
         assert [entry.prompt for entry in entries] == [turn.text for turn in there.turns][: len(entries)]
         assert len(entries) == len(there.turns) or name in self.unsaved
         self.unsaved.discard(name)
-        with suppress(H2OStreamError):  # states of long ago
+        with suppress(H2OStreamError):  # old states are deleted
             for entry in reversed(entries):
                 state = self.history._transactions.checkpoint.state(entry.turn)
                 if state is None:
@@ -250,7 +250,7 @@ class ConversationMachine(RuleBasedStateMachine):
         self.history.close()
         self.name = None
 
-    # what always holds
+    # invariants
 
     @invariant()
     def it_is_as_the_model_says(self) -> None:
@@ -286,7 +286,7 @@ class ConversationMachine(RuleBasedStateMachine):
                 if turn.tokens:
                     assert tuple(engine.tokens) == turn.tokens
             if self.expected.turns:
-                assert torch.equal(engine.cache.kept(1), self.held), "what is held differs"
+                assert torch.equal(engine.cache.kept(1), self.held), "kept tokens differ"
 
     def check_the_disk(self) -> None:
         for name, talk in self.saved.items():

@@ -1,4 +1,4 @@
-"""The description of a model says everything: a plain interpreter of it computes the model's own logits."""
+"""Model descriptions are complete: a plain interpreter of them computes the model's own logits."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def test_others(name: str) -> None:
 @pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.name)
 @torch.no_grad()
 def test_bfloat16(family: Family) -> None:
-    """The interpreter does not round between, so it is about as near to the model as that is to float32."""
+    """The interpreter does not round intermediate results, so it differs as much as bfloat16 from float32."""
     model = nudged(family.make()).bfloat16()
     description = describe(model)
     assert description.embedding.kind == abi.MatrixKind.BFLOAT16
@@ -73,7 +73,7 @@ def test_bfloat16(family: Family) -> None:
 
 
 class Packed(PackedLinear):
-    """A packed layer that does not round what it multiplies."""
+    """A packed layer that does not round its inputs."""
 
     def forward(self, x: Tensor) -> Tensor:
         weight = packed_numbers(self.tiles, self.kind, self.out_features, self.in_features).to(x.dtype)
@@ -89,7 +89,7 @@ def packed_layer(linear: nn.Linear, kind: abi.MatrixKind) -> Packed:
 
 
 def pack_all(model: Any, kind: abi.MatrixKind) -> Any:
-    """A model with packed layers of random numbers."""
+    """A model with packed layers of random weights."""
     model = nudged(model)
     for parent in list(model.modules()):
         for name, child in list(parent.named_children()):
@@ -102,7 +102,7 @@ class TestPacked:
     @pytest.mark.parametrize("kind", [abi.MatrixKind.INT8, abi.MatrixKind.INT4])
     @pytest.mark.parametrize("number", [1, 5, 8, 12], ids=lambda number: FAMILIES[number].name)
     def test_families(self, kind: abi.MatrixKind, number: int) -> None:
-        """Also where one matrix holds several: gate and up of Phi-3 are rows of it."""
+        """Including fused matrices: Phi-3's gate and up are rows of one matrix."""
         assert error(pack_all(FAMILIES[number].make(), kind)) < 2e-5
 
     @pytest.mark.parametrize("kind", [abi.MatrixKind.INT8, abi.MatrixKind.INT4])
@@ -128,7 +128,7 @@ class TestPacked:
 
 
 class TestMemory:
-    """Matrices stay where they are; structures point at what the description holds."""
+    """Matrices are not copied; structures point to the description's tensors."""
 
     def test_nothing_large_is_copied(self) -> None:
         llama = FAMILIES[1].make()
@@ -141,7 +141,7 @@ class TestMemory:
             for linear in (module.self_attn.q_proj, module.self_attn.k_proj, module.self_attn.v_proj)
         ]
 
-    def test_parts_of_one_matrix(self) -> None:
+    def test_fused_matrices(self) -> None:
         model = FAMILIES[8].make()
         mlp, fused = describe(model).layers[0].mlp, model.model.layers[0].mlp.gate_up_proj.weight
         assert mlp.gate is not None
@@ -195,14 +195,14 @@ class TestMemory:
         assert describe(make()).supports_absolute is holds
 
     def test_frequencies_after_a_long_text(self) -> None:
-        """A long text exchanges the frequencies of LongRoPE; those of short ones are described."""
+        """A long text switches LongRoPE's frequencies; the description has those for short texts."""
         model = copy.deepcopy(tiny("Phi3", **GROUPED, **LONGROPE)())
         model(torch.ones(1, 100, dtype=torch.long))
         assert error(model) < 2e-5
 
 
-def test_zero_norms_are_told_apart() -> None:
-    """Gemma's norms start at zero, which means one."""
+def test_zero_centered_norms_are_detected() -> None:
+    """Gemma's norm weights are offsets from one."""
     norm = FAMILIES[10].make().model.norm
     with torch.no_grad():
         weight = norm_of(norm, 32, "it").weight
@@ -211,7 +211,7 @@ def test_zero_norms_are_told_apart() -> None:
 
 
 def test_abi() -> None:
-    """Every structure has the fields of abi.h, in order and of the same kinds."""
+    """Every structure has the fields of abi.h in the same order and of the same types."""
     source = re.sub(r"//.*", "", (Path(abi.__file__).parent / "src" / "abi.h").read_text())
     found = re.findall(r"struct (\w+) \{(.*?)\n\};", source, re.DOTALL)
     assert [name for name, _ in found] == [structure.__name__ for structure in abi.STRUCTURES]

@@ -1,4 +1,4 @@
-"""Models that cannot be described: each is refused with its reason, and so is anything done to a model's modules."""
+"""Models that cannot be described are refused with the reason, as are changed modules."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ class DoubledLinear(nn.Linear):
 
 
 class TestChanged:
-    """Whatever somebody did to the modules of a model is seen, and a module that was not changed is left alone."""
+    """Changes to a model's modules are detected; unchanged modules pass."""
 
     def refused(self, model: Any, reason: str) -> None:
         with pytest.raises(DescriptionError, match=reason):

@@ -1,4 +1,4 @@
-"""Every command and every Python example of the documentation runs; every link leads somewhere."""
+"""Every command and Python example of the documentation runs; every link has a target."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ FENCED = re.compile(r"^```(\w*)\n(.*?)^```", re.M | re.S)
 INLINE = re.compile(r"`(h2o-(?:chat|stream|compare)\s[^`]+)`")
 
 ELSEWHERE = ("torchrun", "accelerate", "h2o-lm-eval", "--zero", "cuda", "0=10GiB", "--install-completion", "..")
-"""What other tests run (several processes, the harness, DeepSpeed), what needs a GPU, what is not meant literally."""
+"""Commands that other tests run (several processes, the harness, DeepSpeed), need a GPU, or are not literal."""
 
 SMALL: dict[str, str] = {
     "h2o-chat": "-n 2",
@@ -36,13 +36,13 @@ SMALL: dict[str, str] = {
     "report": "",
     "all": "",
 }
-"""Options that make each of them small."""
+"""Options that make each command quick."""
 
 NEEDED = {"--requests": ["summarize"], "--text": ["nll", "recall", "speed", "throughput", "heavy-hitters"]}
-"""Options that are left out where a text only mentions a command."""
+"""Options to add where the text only mentions a command."""
 
 SLOW = ("speed", "soak", "tasks")
-"""Of these one is run; of the others only the options are looked at, by way of a model that is not there."""
+"""Only one command of each of these is run; of the others just the options are checked, with a missing model."""
 
 
 def commands() -> list[tuple[str, str]]:
@@ -62,7 +62,7 @@ COMMANDS = commands()
 
 
 def of_documentation() -> list[Any]:
-    """The commands as parameters. One of soak's is run: test_soak.py does it too, so that is for ``make test-all``."""
+    """The commands as parameters. The soak is marked exhaustive, since test_soak.py runs it too."""
     soak = next(entry for entry in COMMANDS if "soak" in entry[1].split())
     return [
         pytest.param(*entry, id=" ".join(entry)[:70], marks=[pytest.mark.exhaustive] if entry == soak else [])
@@ -79,7 +79,7 @@ def test_there_are_commands_of_every_kind() -> None:
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory, tokenizer: PreTrainedTokenizerBase) -> Path:
-    """A small random model with a context as long as the documentation takes for granted."""
+    """A small random model with the context length that the documentation assumes."""
     folder = tmp_path_factory.mktemp("model")
     make_llama(vocab=len(tokenizer), context=8192).save_pretrained(folder)
     tokenizer.save_pretrained(folder)
@@ -88,7 +88,7 @@ def model(tmp_path_factory: pytest.TempPathFactory, tokenizer: PreTrainedTokeniz
 
 @pytest.fixture
 def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A folder with everything that the documentation names."""
+    """A folder with every file that the documentation names."""
     monkeypatch.chdir(tmp_path)
     for name in ("XDG_DATA_HOME", "XDG_CACHE_HOME", "XDG_CONFIG_HOME"):
         monkeypatch.setenv(name, str(tmp_path / name))
@@ -141,10 +141,10 @@ def test_commands(page: str, line: str, place: Path, model: Path, request: pytes
 def test_python(
     page: Path, tokenizer: PreTrainedTokenizerBase, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The examples of a page, one after the other, as if they were one program."""
+    """The examples of a page, run in order as one program."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.setattr("shutil.which", lambda name: None)  # no compiler, so that nothing compiles behind the tests
+    monkeypatch.setattr("shutil.which", lambda name: None)  # no compiler, so that nothing is compiled in the background
     inputs = dict(tokenizer("The quick brown fox jumps over the lazy dog. " * 30, return_tensors="pt"))
     model = make_llama(vocab=len(tokenizer), context=4096)
     names: dict[str, Any] = {"model": model, "inputs": inputs, "tokenizer": tokenizer}

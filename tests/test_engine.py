@@ -1,4 +1,4 @@
-"""The engine's promises: what is shown is in the cache, and a turn may end anywhere."""
+"""The engine's guarantees: every yielded token is in the cache, and a turn may end anywhere."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ Talker = Callable[..., PreTrainedModel]
 
 
 def run(events: Iterable[Any]) -> tuple[list[int], Finished]:
-    """Ids and the end of a whole reply."""
+    """Token ids of a whole reply, and the event that ends it."""
     *tokens, finished = list(events)
     assert all(isinstance(token, Token) for token in tokens)
     assert isinstance(finished, Finished)
@@ -49,7 +49,7 @@ class TestStream:
                 assert engine.cache.seen_tokens == event.counts.seen == len(fed)
                 assert engine.cache.kept()[0, 0].tolist() == list(range(len(fed)))
 
-    def test_a_second_turn_goes_on_as_if_all_was_one_prompt(self, engine: Engine) -> None:
+    def test_a_second_turn_continues_as_if_all_were_one_prompt(self, engine: Engine) -> None:
         list(engine.prefill(range(100, 140)))
         reply, _ = run(engine.decode())
         list(engine.prefill(range(200, 210)))
@@ -118,7 +118,7 @@ class TestEnds:
         engine.should_stop = lambda: False
         engine.sampler = Sampler(GREEDY, None)
         rest, _ = run(engine.decode())
-        assert [*begun, *rest][:12] == plain, "it goes on exactly where it stopped"
+        assert [*begun, *rest][:12] == plain, "it continues exactly where it stopped"
 
     def test_closed_by_the_caller(self, engine: Engine) -> None:
         list(engine.prefill(range(100, 140)))
@@ -184,11 +184,13 @@ class TestEnds:
         assert list(engine.prefill([100]))
 
     @pytest.mark.skipif(sys.platform != "linux", reason="limits its own address space")
-    def test_memory_that_really_ends(self) -> None:
+    def test_real_out_of_memory(self) -> None:
         done = run_forked("-c", Path(__file__).with_name("run_out_of_memory.py").read_text())
         assert done.stdout.startswith("oom out of memory after"), done.stderr
 
-    def test_other_errors_are_not_taken_for_it(self, engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_other_errors_are_not_reported_as_out_of_memory(
+        self, engine: Engine, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
         def fail(*args: Any, **kwargs: Any) -> Any:
             raise RuntimeError("shapes do not match")
 

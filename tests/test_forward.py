@@ -1,4 +1,4 @@
-"""The forward of an attached model: who takes it, and what the model looks like meanwhile and afterwards."""
+"""The forward of an attached model: which calls it handles, and the model's state during and after."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ class TestWhoTakesIt:
         ],
         ids=lambda asked: next(iter(asked)),
     )
-    def test_who_asks_for_more_gets_the_models_own_forward(
+    def test_other_outputs_need_the_models_own_forward(
         self, tiny: LlamaForCausalLM, stepper: OneLogit, asked: dict[str, Any]
     ) -> None:
         with attach(tiny, CacheConfig(window=16)) as cache:
@@ -94,7 +94,7 @@ class TestWhoTakesIt:
             assert cache.seen_tokens == 11
             assert (cache.head_groups[0].seen == 11).all()
 
-    def test_the_eager_engine_asks_nobody(self, tiny: LlamaForCausalLM, stepper: OneLogit) -> None:
+    def test_the_eager_engine_uses_no_stepper(self, tiny: LlamaForCausalLM, stepper: OneLogit) -> None:
         with attach(tiny, CacheConfig(window=16), engine="eager") as cache:
             tiny(ids(10), past_key_values=cache)
             tiny(ids(1), past_key_values=cache)
@@ -118,7 +118,7 @@ class TestTheModel:
             assert cache.seen_tokens == 3
 
     def test_a_forward_of_somebody_else_is_called_and_put_back(self) -> None:
-        """As accelerate replaces it."""
+        """Replaced as accelerate does."""
         model = make_llama()
         original, calls = model.forward, []
 
@@ -128,7 +128,7 @@ class TestTheModel:
 
         model.forward = theirs
         with attach(model, CacheConfig(window=16)) as cache:
-            assert calls, "it is part of what is proved"
+            assert calls, "verification calls it"
             calls.clear()
             model(input_ids=ids(5))
             assert cache.seen_tokens == 5
@@ -136,7 +136,7 @@ class TestTheModel:
         assert len(calls) == 1
 
 
-def test_compiled_does_nothing_and_says_so(tiny: LlamaForCausalLM) -> None:
+def test_the_compiled_engine_warns_that_it_does_nothing(tiny: LlamaForCausalLM) -> None:
     with attach(tiny) as cache:
         before, way = dict(vars(tiny)), compiled(tiny, cache)
         with pytest.warns(DeprecationWarning, match="no longer does anything"):

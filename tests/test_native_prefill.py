@@ -1,4 +1,4 @@
-"""Prompts through the slots in C++, against `HeadGroup`: outputs, what is held, scores, and where all of it lies."""
+"""Native prefill against `HeadGroup`: outputs, kept tokens, scores, and slot layout."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ BOOKS = ("scores", "long_term", "index", "rank", "free", "seen")
 
 
 class Table:
-    """Cosines and sines by distance, as `RotaryTable` gives them."""
+    """Cosines and sines by distance, in the format of `RotaryTable`."""
 
     def __init__(self, rotary: int) -> None:
         angles = torch.arange(4096)[:, None] * 10000.0 ** (-torch.arange(0, rotary, 2) / rotary)
@@ -43,7 +43,7 @@ class Table:
 
 @dataclass
 class Case:
-    """A layer, and the prompts that go through it."""
+    """A layer and the prompts it processes."""
 
     plan: CachePlan
     batch: int = 1
@@ -56,10 +56,10 @@ class Case:
     pins: tuple[range, ...] = ()
     schedule: Schedule | None = None
     prompts: tuple[tuple[int, ...], ...] = ((40,), (9,), (1,), (23,))
-    """New tokens of every stream, in every call."""
+    """New tokens of each stream, for each call."""
     dtype: torch.dtype = torch.float32
     heads: tuple[tuple[int, ...], ...] = ()
-    """KV heads of every group; empty for one group of all."""
+    """KV heads of each group; empty for one group of all heads."""
     inputs: list[tuple[Tensor, Tensor, Tensor]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -89,7 +89,7 @@ def padding(counts: Sequence[int]) -> Padding | None:
 
 
 class Eager:
-    """The case through `HeadGroup`s in float32."""
+    """Runs the case with `HeadGroup`s in float32."""
 
     def __init__(self, case: Case) -> None:
         groups = case.heads or (tuple(range(case.kv_heads)),)
@@ -117,7 +117,7 @@ class Eager:
 
 
 def by_token(store: Any, slots: Candidates) -> dict[str, Tensor]:
-    """What slots hold, by token, oldest first; empty slots come in front."""
+    """The contents of slots by token, oldest first, after the empty slots."""
     index, scores, long_term = slots.index, slots.scores, slots.long_term_scores
     order = index.sort(-1).indices
     keys, values = store.read_exactly(index.shape[-1])
@@ -135,7 +135,7 @@ def by_token(store: Any, slots: Candidates) -> dict[str, Tensor]:
 
 
 class Native:
-    """The case through the library."""
+    """Runs the case with the library."""
 
     def __init__(self, library: ctypes.CDLL, case: Case, threads: int = 2) -> None:
         self.library, self.case, self.threads = library, case, threads
@@ -238,7 +238,7 @@ class Native:
 
 
 def compare(library: ctypes.CDLL, case: Case, threads: int = 2) -> None:
-    """Every call natively and eagerly: the same output, and the same held afterwards."""
+    """Run every call natively and eagerly; outputs and kept tokens must agree."""
     eager, layer = Eager(case), Native(library, case, threads)
     exact, bits = case.dtype == torch.float32, case.plan.kv_bits
     for call, counts in enumerate(case.prompts):
@@ -249,7 +249,7 @@ def compare(library: ctypes.CDLL, case: Case, threads: int = 2) -> None:
         assert error.abs().max() <= (2e-5 if exact else 2e-2) * size
         for group, (want, have) in enumerate(zip(eager.held(), layer.held(), strict=True)):
             slots = have["index"].shape[-1]
-            short = slots - want["index"].shape[-1]  # the eager layer takes fewer slots where a window has shrunk
+            short = slots - want["index"].shape[-1]  # the eager layer uses fewer slots after a window has shrunk
             for name in want:
                 actual = have[name][:, :, short:] if short > 0 else have[name]
                 tolerance = 0 if name in ("index", "rank") or (name in ("keys", "values") and bits == 16) else 3e-5
@@ -258,7 +258,7 @@ def compare(library: ctypes.CDLL, case: Case, threads: int = 2) -> None:
 
 
 def check_seats(layer: Native, group: int) -> None:
-    """Free slots are empty, and sinks and the newest tokens of a quantized cache have their seats."""
+    """Free slots are empty, and the sinks and newest tokens of a quantized cache are in their fixed slots."""
     index, free, seen = (layer.stacked(group, name) for name in ("index", "free", "seen"))
     exact_sinks, residual = layer.layer.exact_sinks, layer.layer.residual
     exact = exact_sinks + residual

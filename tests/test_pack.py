@@ -1,6 +1,6 @@
-"""Packed tiles made of floats and of the blocks of GGUF files, for every instruction set.
+"""Packed tiles from floats and from GGUF blocks, for every instruction set.
 
-Tiles are read here by numpy, from what `src/abi.h` says; blocks by the `gguf` package.
+The tests read tiles with numpy, as specified in `src/abi.h`, and blocks with the `gguf` package.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ Bytes = NDArray[np.uint8]
 Floats = NDArray[np.float32]
 
 ROUNDED = ("Q5_1", "Q5_K", "Q2_K")
-"""Types that lose something."""
+"""Types that are not packed exactly."""
 
 SMALLEST = float(torch.finfo(torch.float16).smallest_normal)
 """Scale of 8 bits."""
@@ -41,7 +41,7 @@ def chosen(native: ctypes.CDLL, monkeypatch: pytest.MonkeyPatch) -> None:  # noq
 
 
 class Reader:
-    """Takes arrays from the bytes of a tile, one after the other."""
+    """Reads consecutive arrays from the bytes of a tile."""
 
     def __init__(self, tile: Bytes) -> None:
         self.tile, self.place = tile, 0
@@ -104,7 +104,7 @@ BLOCKS = {
 
 
 def numbers(tiles: Tensor, kind: MatrixKind, rows: int, columns: int) -> Floats:
-    """What tiles hold: [rows, columns]. Rows beyond the last must be zero, and so must padding."""
+    """The unpacked matrix [rows, columns]. Rows beyond the last must be zero, as must padding."""
     assert tiles.shape == tiles_shape(kind, rows, columns)
     decoded = []
     for tile in tiles.numpy():
@@ -178,7 +178,7 @@ class TestRepack:
 
     @pytest.mark.parametrize("name", GGUF_KINDS)
     def test_any_bytes(self, name: str) -> None:
-        """Scales that are infinite or no numbers; tiles beside the bad ones are untouched."""
+        """Infinite and NaN scales leave the other tiles untouched."""
         rows, columns = 32, column_counts(name)[-1]
         kind, number = GGUF_KINDS[name], GGMLQuantizationType[name]
         random = np.random.default_rng(1)
@@ -241,7 +241,7 @@ class TestPack:
     @pytest.mark.parametrize("dtype", DTYPES)
     @pytest.mark.parametrize("rows", [1, 16, 37])
     def test_int4(self, rows: int, dtype: torch.dtype) -> None:
-        """Groups are on the better of two grids."""
+        """Groups use the better of two grids."""
         torch.manual_seed(0)
         for columns in (32, 96, 256, 288, 576):
             weights = (torch.randn(rows, columns) + torch.rand(rows, 1)).to(dtype)
@@ -275,7 +275,7 @@ class TestPack:
     @pytest.mark.parametrize("dtype", DTYPES)
     @pytest.mark.parametrize("kind", KINDS)
     def test_any_numbers(self, kind: MatrixKind, dtype: torch.dtype) -> None:
-        """Infinities, NaNs and numbers that no half can hold leave finite grids, and other rows alone."""
+        """Infinities, NaNs and numbers beyond the fp16 range give finite grids and leave other rows alone."""
         random = np.random.default_rng(0)
         size = torch.tensor([], dtype=dtype).element_size()
         weights = torch.from_numpy(random.integers(0, 256, (16, 96 * size), np.uint8)).view(dtype)

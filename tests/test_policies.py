@@ -1,4 +1,4 @@
-"""Policies by themselves, and the example of docs/policies.md."""
+"""Policies on their own, and the example in docs/policies.md."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def held(scores: list[float], index: list[int]) -> Candidates:
     return Candidates(torch.tensor([[scores]]), place[None, None], rank[None, None], torch.tensor([[[max(index) + 1]]]))
 
 
-def test_protected_places_are_worth_most_and_empty_ones_least() -> None:
+def test_protected_slots_have_the_highest_priority_and_empty_ones_the_lowest() -> None:
     policy = make_policy(CacheConfig("h2o", 8).plan())
     view = held([0.5, 0.1, 9.0, 0.2, 0.0], [0, 3, -1, 5, 6])
     worth = policy.worth(view, Budget(1, (range(3, 4),), 1))[0, 0]
@@ -50,8 +50,8 @@ def test_select_keeps_as_many_as_each_row_may() -> None:
     assert places[kept >= 0].tolist() == [1, 1, 2]
 
 
-def test_random_draws_evenly_and_anew() -> None:
-    """Over many evictions every one of ten places is the lowest about equally often."""
+def test_random_draws_uniformly_and_independently() -> None:
+    """Over many evictions each of ten places has the lowest priority about equally often."""
     policy = make_policy(CacheConfig("random", 16).plan())
     index = torch.arange(10).expand(1, 4, 10)
     lowest = torch.cat(
@@ -166,13 +166,13 @@ class TestRatios:
     ) -> None:
         ids = torch.randint(3, 64, (1, prompt))
         with attach(tiny, CacheConfig("h2o-paper", heavy_ratio=0.1, recent_ratio=0.2, chunk=0)) as cache:
-            for _ in range(2):  # every stream anew
+            for _ in range(2):  # resolved again for every stream
                 tiny(ids)
                 tiny(ids[:, :1], past_key_values=cache)
                 assert (cache.plan.heavy, cache.plan.recent) == (heavy, recent)
                 assert cache.kept().shape[-1] == min(heavy + recent, prompt)
 
-    def test_a_prompt_in_parts_is_announced(self, tiny: LlamaForCausalLM) -> None:
+    def test_the_length_of_a_prompt_in_chunks_is_announced(self, tiny: LlamaForCausalLM) -> None:
         with attach(tiny, CacheConfig("h2o", heavy_ratio=0.1, recent_ratio=0.2)) as cache:
             cache.begin(100)
             tiny(torch.randint(3, 64, (1, 50)), past_key_values=cache)

@@ -31,7 +31,7 @@ class TestSampling:
         assert self.draws(seed=3) == self.draws(seed=3)
         assert self.draws(seed=3) != self.draws(seed=4)
 
-    def test_an_unseeded_run_says_its_seed(self) -> None:
+    def test_an_unseeded_run_has_a_random_seed(self) -> None:
         sampler = Sampler(SamplingConfig(), None)
         assert Sampler(SamplingConfig(), None).seed != sampler.seed
 
@@ -46,7 +46,7 @@ class TestSampling:
         assert set(self.draws(temperature=0, repetition_penalty=2.0)) == {1}
 
     @pytest.mark.parametrize("temperature", [0.0, 0.7])
-    def test_what_is_no_number_is_never_drawn_from(self, temperature: float) -> None:
+    def test_nan_logits_are_never_sampled_from(self, temperature: float) -> None:
         sampler = Sampler(SamplingConfig(temperature=temperature), None)
         sampler.sample(torch.tensor([1.0, -torch.inf, 2.0]), [0])
         with pytest.raises(H2OStreamError, match="not numbers"):
@@ -82,7 +82,7 @@ def test_wrong_sampling_names_the_option(settings: dict[str, Any], words: str) -
 @pytest.mark.parametrize("spread", [0.1, 1.0, 4.0])
 @pytest.mark.parametrize("top_p", [0.1, 0.9, 0.999])
 def test_the_nucleus_is_that_of_transformers(spread: float, top_p: float) -> None:
-    """Flat distributions too, whose nucleus is most of the vocabulary."""
+    """Including flat distributions, whose nucleus is most of the vocabulary."""
     for scores in torch.randn(3, 5000, generator=torch.Generator().manual_seed(0)) * spread:
         wanted = TopPLogitsWarper(top_p)(torch.zeros(1, 0), scores[None])[0]
         assert nucleus(scores, top_p).tolist() == wanted.isfinite().nonzero()[:, 0].tolist()
@@ -92,9 +92,7 @@ def test_the_nucleus_is_that_of_transformers(spread: float, top_p: float) -> Non
 @pytest.mark.parametrize("top_k", [0, 7])
 @pytest.mark.parametrize("top_p", [0.8, 1.0])
 @pytest.mark.parametrize("min_p", [0.0, 0.05])
-def test_what_can_be_drawn_is_what_transformers_leaves(
-    temperature: float, top_k: int, top_p: float, min_p: float
-) -> None:
+def test_candidates_are_those_transformers_leaves(temperature: float, top_k: int, top_p: float, min_p: float) -> None:
     config = SamplingConfig(temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p, seed=0)
     sampler = Sampler(config, None)
     warpers = LogitsProcessorList([TemperatureLogitsWarper(temperature)])
@@ -109,7 +107,7 @@ def test_what_can_be_drawn_is_what_transformers_leaves(
 
 
 def test_equal_scores_and_forbidden_tokens() -> None:
-    """The first of equal ones; what has no probability is never drawn."""
+    """Ties keep the first tokens, and tokens without probability are never sampled."""
     assert nucleus(torch.zeros(10), 0.35).tolist() == [0, 1, 2, 3]
     scores = torch.tensor([-torch.inf, 0.0, -torch.inf, 0.0])
     for settings in ({"top_p": 0.9}, {"top_p": 1.0}, {"top_k": 4}):

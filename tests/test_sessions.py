@@ -1,4 +1,4 @@
-"""Sessions on disk: nothing that was finished is lost, nothing is half there."""
+"""Sessions on disk: nothing complete is lost, and nothing is left incomplete."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def test_only_the_owner_can_read_it(tmp_path: Path) -> None:
 
 
 def test_a_turn_whose_line_is_missing_is_found_in_its_state(tmp_path: Path) -> None:
-    """As after a kill between the two."""
+    """As after a kill between the two writes."""
     with filled(tmp_path):
         pass
     path = tmp_path / "talk" / "transcript.jsonl"
@@ -69,7 +69,7 @@ def test_a_turn_whose_line_is_missing_is_found_in_its_state(tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize("cut", [1, 5, 40])
-def test_half_a_line_is_no_line(tmp_path: Path, cut: int) -> None:
+def test_an_incomplete_line_is_ignored(tmp_path: Path, cut: int) -> None:
     with filled(tmp_path):
         pass
     for old in (tmp_path / "talk").glob("state-*4.safetensors"):
@@ -82,7 +82,7 @@ def test_half_a_line_is_no_line(tmp_path: Path, cut: int) -> None:
     assert [entry.prompt for entry in Transcript(path).entries] == ["question 1", "question 2", "again"]
 
 
-def test_a_state_that_was_being_written_is_of_no_account(tmp_path: Path) -> None:
+def test_a_partly_written_state_is_ignored(tmp_path: Path) -> None:
     with filled(tmp_path):
         pass
     (tmp_path / "talk" / "state-00000005.part").write_bytes(b"half")
@@ -93,7 +93,7 @@ def test_a_state_that_was_being_written_is_of_no_account(tmp_path: Path) -> None
         assert not list((tmp_path / "talk").glob("*.part"))
 
 
-def test_turns_are_taken_back(tmp_path: Path) -> None:
+def test_turns_are_undone(tmp_path: Path) -> None:
     with filled(tmp_path, 4) as session:
         session.undo(2)
         assert turns(session) == [1, 2]
@@ -154,7 +154,7 @@ def test_a_damaged_transcript_is_named(tmp_path: Path, line: str) -> None:
 
 
 def test_a_full_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What was saved stays; what can be saved is; the message says which."""
+    """Saved data stays, whatever can be saved is saved, and the message says which."""
     with filled(tmp_path) as session:
 
         def full(*_: object, **__: object) -> None:

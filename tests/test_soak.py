@@ -1,4 +1,4 @@
-"""Very long streams in small: what is looked through, and that an interrupted one goes on exactly."""
+"""Soak runs in miniature: their audits, and exact continuation after an interruption."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ def text(tmp_path: Path) -> Path:
     return path
 
 
-def test_an_interrupted_stream_goes_on_exactly(text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_interrupted_stream_continues_exactly(text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("h2o_stream.compare.soak._READ", 128)
     monkeypatch.setattr("h2o_stream.compare.soak._REPLY", 16)
     for name in ("one", "two"):

@@ -1,4 +1,4 @@
-"""Whatever comes between two events leaves a conversation and its session as they were before, or as they are after."""
+"""A disturbance at any point leaves a conversation and its session in the state before or after the operation."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ class TestInterrupted:
         history.close()
 
     def test_an_undo_at_any_line(self, make: Callable[..., ConversationHistory]) -> None:
-        """The random draws are those of before or of after, too."""
+        """Including the state of the random generator."""
         line, done = 0, False
         while not done:
             line += 3
@@ -96,7 +96,7 @@ class TestInterrupted:
 
     @pytest.mark.parametrize("how", ["save", "fork"])
     def test_a_copy_at_any_line(self, make: Callable[..., ConversationHistory], folder: Path, how: str) -> None:
-        """It is there whole, or nothing of it."""
+        """The copy is complete, or there is none."""
         history, line, done = make(), 0, False
         list(history.say("w3 w4"))
         before = whole(history)
@@ -154,7 +154,9 @@ class TestInterrupted:
         assert history.conversation.passages[-1].start == seen
         assert history.conversation.passages[-1].stop == len(history.conversation.engine.tokens)
 
-    def test_a_forward_without_a_keeper_is_torn_until_reset(self, make: Callable[..., ConversationHistory]) -> None:
+    def test_an_interrupted_forward_without_a_history_is_torn_until_reset(
+        self, make: Callable[..., ConversationHistory]
+    ) -> None:
         conversation = make().conversation
 
         def fail(*_: object, **__: object) -> None:
@@ -195,7 +197,7 @@ class TestInterrupted:
 
 class TestSessions:
     def two(self, make: Callable[..., ConversationHistory]) -> ConversationHistory:
-        """A conversation, and a session of another policy beside it."""
+        """A conversation, and a second session with another policy."""
         history = make("sink")
         history.open("other")
         for _ in range(3):
@@ -219,7 +221,7 @@ class TestSessions:
         assert not (folder / "typo").exists()
         history.close()
 
-    def test_retelling_what_does_not_fit(self, make: Callable[..., ConversationHistory]) -> None:
+    def test_a_replay_that_does_not_fit(self, make: Callable[..., ConversationHistory]) -> None:
         with Session("big") as session:
             session.add(Entry(1, "w3", "w4"), None, Header("small", "h2o", 99, TOO_LONG))
         history = self.two(make)
@@ -234,7 +236,7 @@ class TestSessions:
         history.close()
 
     @pytest.mark.parametrize("num_events", [1, 4, 7])
-    def test_retelling_that_is_cut_off(self, make: Callable[..., ConversationHistory], num_events: int) -> None:
+    def test_a_replay_that_is_interrupted(self, make: Callable[..., ConversationHistory], num_events: int) -> None:
         history = self.two(make)
         before, there = whole(history), self.free("other")
         events = history.replay("other")
@@ -253,7 +255,7 @@ class TestSessions:
         assert [entry.prompt for entry in history.entries] == ["w8 w9"] * 3
         history.close()
 
-    def test_any_exception_lets_the_lock_go(
+    def test_any_exception_releases_the_lock(
         self, make: Callable[..., ConversationHistory], monkeypatch: pytest.MonkeyPatch
     ) -> None:
         history = self.two(make)
@@ -272,7 +274,7 @@ class TestSessions:
         history.close()
         assert len(self.free("talk")) == 1
 
-    def test_draws_of_another_device(self, make: Callable[..., ConversationHistory]) -> None:
+    def test_random_state_of_another_device(self, make: Callable[..., ConversationHistory]) -> None:
         from h2o_stream.cache.state import checksummed
 
         history = make()
@@ -306,7 +308,7 @@ class TestFullDisk:
             assert [entry.prompt for entry in session.transcript.entries] == ["w3", "w4", "w5"]
 
     @pytest.mark.parametrize("first", range(1, 7))
-    def test_a_copy_that_has_no_room_leaves_nothing(
+    def test_a_copy_on_a_full_disk_leaves_nothing(
         self, make: Callable[..., ConversationHistory], folder: Path, first: int
     ) -> None:
         history = make()
