@@ -58,7 +58,7 @@ class TestTerminal:
         with Pty("h2o-chat", "-m", str(tiny_folder), "-n", "2000", "--window", "64", home=tmp_path) as terminal:
             terminal.until(lambda t: "\n> " in t.text)
             terminal.send("tell me all\r")
-            terminal.until(lambda t: len(t.output) > 3000 or t.screen.cursor.y > 10)
+            terminal.until(lambda t: re.search(r"evicted [1-9]", t.text) is not None)
             terminal.send("\x03")
             terminal.until(lambda t: "interrupted" in t.text and t.screen.display[t.screen.cursor.y].startswith(">"))
             assert "kept 64 of 64" in terminal.text
