@@ -139,7 +139,7 @@ class TestTheModel:
 def test_compiled_does_nothing_and_says_so(tiny: LlamaForCausalLM) -> None:
     with attach(tiny) as cache:
         before, way = dict(vars(tiny)), compiled(tiny, cache)
-        with pytest.warns(DeprecationWarning, match="does nothing"):
+        with pytest.warns(DeprecationWarning, match="no longer does anything"):
             way.__enter__().wait()
         assert dict(vars(tiny)) == before
         way.__exit__(None, None, None)
