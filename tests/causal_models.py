@@ -11,7 +11,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 _WIDE = 96
-"""The sliding window of a model all of whose layers slide: more than the tokens of a test."""
+"""Sliding window of models whose layers all slide: longer than any test's text."""
 
 _MOST_PARAMETERS = 3_000_000
 
@@ -42,7 +42,7 @@ _SIZES: dict[Any, str] = {
     16: "sliding_window sliding_window_size attention_window_size local_attention index_topk qk_head_dim",
     0.3: "initializer_range init_std",
 }
-"""Sizes of a tiny model, and the settings that have them, wherever they occur."""
+"""Sizes of a tiny model, and the config settings set to them wherever they occur."""
 
 _LAYERS = [
     "num_hidden_layers",
@@ -77,7 +77,7 @@ _SPECIAL: dict[str, dict[str, Any]] = {
     "xmod": {"default_language": "en_XX"},
     "zaya": {"num_experts_per_tok": 1},
 }
-"""Settings that belong to one entry."""
+"""Settings of single entries."""
 
 NOT_BUILT = {
     "blt",
@@ -96,7 +96,7 @@ NOT_BUILT = {
     "zamba",
     "zamba2",
 }
-"""Entries whose configs do not shrink in this way, or that need more than is installed."""
+"""Entries whose configs cannot be shrunk this way, or that need packages that are not installed."""
 
 ENTRIES = sorted(set(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES) - NOT_BUILT)
 
@@ -105,7 +105,7 @@ def make(entry: str) -> PreTrainedModel:
     """A tiny random model of an entry of the map.
 
     Raises:
-        ValueError: it is not tiny.
+        ValueError: the model is not tiny.
     """
     torch.manual_seed(0)
     config = CONFIG_MAPPING[entry]
@@ -122,7 +122,7 @@ def make(entry: str) -> PreTrainedModel:
 
 
 def logits_of(model: PreTrainedModel, ids: Tensor, **more: Any) -> Tensor:
-    """[B, n, V]; zero where the model says "never", which no finite error could tell."""
+    """Logits [B, n, V], with masked tokens' logits set to zero so that errors stay finite."""
     logits: Tensor = model(ids, **more).logits.float()
     return logits.masked_fill(logits.abs() > 1e30, 0.0)
 
@@ -143,6 +143,8 @@ def _shrunk(defaults: dict[str, Any], special: dict[str, Any]) -> dict[str, Any]
         chosen = list(first.values())[:4] * (2 if len(first) == 1 else 1)
         settings |= {name: [value[number] for number in chosen] for name, value in by_layer.items()}
         settings |= {name: len(chosen) for name in _LAYERS if name in defaults}
+    if "cross_attention_layers" in defaults:
+        settings["cross_attention_layers"] = [1]
     for name, value in defaults.items():
         if name.endswith("_config") and isinstance(value, dict) and value:
             kind = {"model_type": value["model_type"]} if "model_type" in value else {}

@@ -1,4 +1,4 @@
-"""Commands in this process: nothing is started, what they print is returned."""
+"""Runs commands in this process and returns what they print."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def records(text: str) -> list[dict[str, Any]]:
 
 
 def piped(model: Path, lines: Sequence[str], *options: object) -> Any:
-    """A chat whose messages come through a pipe."""
+    """A chat that reads its messages from a pipe."""
     return invoke("h2o-chat", "-m", model, "-n", 8, "--temp", 0, *options, typed="".join(f"{line}\n" for line in lines))
 
 

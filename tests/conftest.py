@@ -1,4 +1,4 @@
-"""Models and tokenizers the tests share. Tiny random models give breadth, the embedded one gives truth."""
+"""Models and tokenizers shared by the tests: tiny random models for breadth, the embedded model for realism."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def embedded_file() -> Path:
 
 @pytest.fixture(scope="session")
 def embedded() -> LoadedModel:
-    """The embedded model, its weights unpacked."""
+    """The embedded model with unpacked weights."""
     return load(ModelConfig(dtype="float32", device="cpu", quantize="none"))
 
 
@@ -81,7 +81,7 @@ def tokenizer() -> PreTrainedTokenizerBase:
 
 @pytest.fixture(scope="session")
 def tiny_folder(tmp_path_factory: pytest.TempPathFactory, tokenizer: PreTrainedTokenizerBase) -> Path:
-    """A random Llama with the embedded model's tokenizer, small enough to be loaded by many commands."""
+    """A random Llama with the embedded model's tokenizer, small enough for many commands to load."""
     folder = tmp_path_factory.mktemp("tiny-model")
     make_llama(vocab=len(tokenizer), context=400).save_pretrained(folder)
     tokenizer.save_pretrained(folder)
@@ -90,7 +90,7 @@ def tiny_folder(tmp_path_factory: pytest.TempPathFactory, tokenizer: PreTrainedT
 
 @pytest.fixture
 def questions(tmp_path: Path) -> Path:
-    """Three questions of two turns each."""
+    """Three questions with two turns each."""
     file = tmp_path / "questions.jsonl"
     lines = [{"question_id": n, "category": "test", "turns": ["first " * 30, "then"]} for n in range(3)]
     file.write_text("".join(json.dumps(line) + "\n" for line in lines))
@@ -99,14 +99,14 @@ def questions(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def own_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Sessions and settings of this test alone."""
+    """Separate sessions and settings for each test."""
     monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path / "data"))
     monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "config"))
 
 
 @pytest.fixture
 def few_tasks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The harness does not read its own thousands of tasks, which takes 15 seconds, nor asks pip what is installed."""
+    """Keep the harness from reading thousands of tasks, which takes 15 seconds, and from running pip."""
     from lm_eval.tasks import TaskManager
 
     monkeypatch.setattr("lm_eval.tasks.TaskManager", partial(TaskManager, include_defaults=False))
@@ -115,7 +115,7 @@ def few_tasks(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def talker(tokenizer: PreTrainedTokenizerBase) -> Callable[..., PreTrainedModel]:
-    """Makes a random Llama that speaks the embedded model's vocabulary."""
+    """Makes a random Llama with the embedded model's vocabulary."""
 
     def make(**more: int) -> PreTrainedModel:
         return make_llama(vocab=len(tokenizer), **more)

@@ -1,4 +1,4 @@
-"""What can come between: Ctrl-C at any line, and a disk that is full."""
+"""Disturbances: Ctrl-C at any line, and a full disk."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _ROOT = str(Path(h2o_stream.__file__).parent)
 
 @contextmanager
 def interrupted(line: int, within: tuple[str, ...] = ("session", "engine", "cache")) -> Iterator[None]:
-    """Raise KeyboardInterrupt before the n-th line, from 1, that the block runs in these packages."""
+    """Raise KeyboardInterrupt before the n-th line, counted from 1, that the block executes in these packages."""
     places = tuple(f"{_ROOT}{os.sep}{name}{os.sep}" for name in within)
     left = line
 
@@ -43,7 +43,7 @@ def interrupted(line: int, within: tuple[str, ...] = ("session", "engine", "cach
 
 
 class FullDisk(OSError):
-    """There is no room."""
+    """No space left on the device."""
 
     def __init__(self) -> None:
         super().__init__(errno.ENOSPC, os.strerror(errno.ENOSPC))
@@ -51,17 +51,17 @@ class FullDisk(OSError):
 
 @contextmanager
 def full_disk(first: int = 1, last: int = 10**9) -> Iterator[None]:
-    """Fail everything that needs room, from the n-th such call to the `last`: files, folders, syncs, new names."""
+    """Fail calls that need disk space (new files, folders, syncs, renames), from the `first` to the `last`."""
     count = 0
 
     def failing(real: Callable[..., Any], needs_room: Callable[..., bool]) -> Callable[..., Any]:
-        def call(*given: Any, **more: Any) -> Any:
+        def call(*args: Any, **kwargs: Any) -> Any:
             nonlocal count
-            if needs_room(*given):
+            if needs_room(*args):
                 count += 1
                 if first <= count <= last:
                     raise FullDisk
-            return real(*given, **more)
+            return real(*args, **kwargs)
 
         return call
 

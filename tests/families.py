@@ -1,4 +1,4 @@
-"""A tiny random model of every family that is served, and the matrix that proves each one against the oracle."""
+"""A tiny random model of every supported family, and the matrix that compares each with the oracle."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ from tests.oracle import Oracle, Rules
 from tests.sweep import sweep_table
 
 LARGEST = 2e-5
-"""Largest difference of a logit, relative to the largest logit, in float32."""
+"""Largest allowed difference of a logit, relative to the largest logit, in float32."""
 
 TIE = 1e-5
-"""Scores closer than this, relatively, may be ordered either way by float32."""
+"""Relative difference of scores below which float32 may order them either way."""
 
 CONTEXT = 128
 
@@ -41,6 +41,7 @@ SIZES: dict[str, Any] = {
     "eos_token_id": 2,
 }
 GROUPED = {**SIZES, "num_key_value_heads": 2, "head_dim": 8}
+PER_HEAD = {**SIZES, "num_key_value_heads": 4}
 
 
 @dataclass(frozen=True)
@@ -48,12 +49,12 @@ class Family:
     """A row of the table in docs/families.md.
 
     Attributes:
-        name: of the family.
-        models: which people know it by.
-        special: what is not as in Llama 2.
-        make: a tiny random model; called once.
-        learned: positions are learned, only ``absolute`` is possible.
-        reach: distances it was trained for, where that is not CONTEXT.
+        name: the family's name.
+        models: well-known models of the family.
+        special: differences from Llama 2.
+        make: makes a tiny random model; cached.
+        learned: whether positions are learned, so that only ``absolute`` is possible.
+        max_distance: largest distance the model was trained for, if not CONTEXT.
     """
 
     name: str
@@ -61,7 +62,7 @@ class Family:
     special: str
     make: Callable[[], PreTrainedModel]
     learned: bool = False
-    reach: int = CONTEXT
+    max_distance: int = CONTEXT
 
     @property
     def positions(self) -> tuple[str, ...]:
@@ -92,6 +93,7 @@ LONGROPE = rope(
     partial_rotary_factor=0.75,
     original_max_position_embeddings=CONTEXT // 2,
 )
+PARTIAL = rope("default", partial_rotary_factor=0.5)
 SLIDING = ["sliding_attention", "full_attention"]
 
 FAMILIES = [
@@ -104,7 +106,7 @@ FAMILIES = [
         "Mistral 7B v0.1",
         "a sliding window in all layers",
         tiny("Mistral", **GROUPED, sliding_window=64),
-        reach=64,
+        max_distance=64,
     ),
     Family("Qwen 2", "Qwen2.5", "biases on q, k, v", tiny("Qwen2", **GROUPED)),
     Family("Qwen 2, YaRN", "Qwen2.5 beyond 32k", "YaRN scaling", tiny("Qwen2", **GROUPED, **YARN)),
@@ -114,14 +116,14 @@ FAMILIES = [
         "Phi-3 mini 4k",
         "fused q, k, v; a sliding window in all layers",
         tiny("Phi3", **GROUPED, sliding_window=60),
-        reach=60,
+        max_distance=60,
     ),
     Family(
         "Phi-3, LongRoPE",
         "Phi-3.5, Phi-4 mini",
         "partial LongRoPE, kept within its short factors",
         tiny("Phi3", **GROUPED, **LONGROPE),
-        reach=CONTEXT // 2,
+        max_distance=CONTEXT // 2,
     ),
     Family(
         "Gemma 2",
@@ -147,7 +149,7 @@ FAMILIES = [
         "GPT-NeoX",
         "Pythia, GPT-NeoX 20B",
         "partial rotary, parallel MLP",
-        tiny("GPTNeoX", **SIZES, **rope("default", partial_rotary_factor=0.5)),
+        tiny("GPTNeoX", **SIZES, **PARTIAL),
     ),
     Family(
         "OPT",
@@ -171,11 +173,11 @@ RULES = {
 POLICIES = ("full", *RULES)
 
 DIFFERENT = ("Llama 1, 2", "Gemma 2")
-"""Two families that differ in heads, norms and sliding layers; `make test` tries every policy with them."""
+"""Two families that differ in heads, norms and sliding layers; `make test` runs every policy with them."""
 
 
 def pairs(policies: Iterable[str]) -> list[Any]:
-    """Every family with every policy; `make test` leaves out those of other policies with all but two families."""
+    """Every family with every policy; `make test` runs policies other than full and h2o with two families only."""
     return [
         pytest.param(
             number,
@@ -189,13 +191,13 @@ def pairs(policies: Iterable[str]) -> list[Any]:
 
 
 LENGTHS = (26, 17, 9)
-"""Prompts of the rows of a batch; the first is the row that is run alone."""
+"""Prompt lengths of the rows of a batch; the first row is also run alone."""
 
 STEPS = 12
 
 
 def rules_of(config: CacheConfig, family: Family) -> Rules:
-    plan = config.plan(family.reach)
+    plan = config.plan(family.max_distance)
     return Rules(
         plan.window, plan.heavy, plan.sinks, plan.decay, plan.positions, plan.span, RULES[plan.policy], plan.long_term
     )
@@ -213,7 +215,7 @@ def tokens_of(row: int) -> list[int]:
 
 @functools.cache
 def expected(number: int, config: CacheConfig, row: int) -> tuple[Tensor, list[list[list[int]]], float]:
-    """Logits [n, V] of a row alone, what each layer keeps at the end, and how near it came to a tie."""
+    """Logits [n, V] of a row alone, the tokens each layer keeps at the end, and the margin to the closest tie."""
     family, tokens, prompt = FAMILIES[number], tokens_of(row), LENGTHS[row]
     model = family.make()
     if config.policy == "full":
@@ -226,14 +228,14 @@ def expected(number: int, config: CacheConfig, row: int) -> tuple[Tensor, list[l
 
 @functools.cache
 def error(number: int, policy: str, chunk: int, rows: int, positions: str | None = None) -> float:
-    """The largest difference of any logit to the oracle's, relative to the largest logit.
+    """The largest difference between a logit and the oracle's, relative to the largest logit.
 
     Args:
-        number: of the family.
-        policy: a name.
-        chunk: of the prefill, 0 is one-shot.
-        rows: 1, or 3 for a batch that is padded on the left.
-        positions: None is the policy's default.
+        number: index of the family.
+        policy: name of the policy.
+        chunk: prefill chunk size; 0 is one-shot.
+        rows: 1, or 3 for a left-padded batch.
+        positions: None for the policy's default.
     """
     family = FAMILIES[number]
     model, config = family.make(), config_of(family, policy, chunk, positions)
@@ -242,13 +244,13 @@ def error(number: int, policy: str, chunk: int, rows: int, positions: str | None
     mask = torch.tensor([[0] * pad + [1] * (width + STEPS - pad) for pad in padding])
     with attach(model, config) as cache:
         ends = [0, *range(width, width + STEPS + 1)]
-        parts = [
+        chunks = [
             model(ids[:, start:end], attention_mask=mask[:, :end], past_key_values=cache).logits
             for start, end in itertools.pairwise(ends)
         ]
         kept = [cache.kept(layer).tolist() for layer in range(2)]
         evicting = [] if policy == "full" else cache.evicting_layers
-    logits, worst = torch.cat(parts, 1), 0.0
+    logits, worst = torch.cat(chunks, 1), 0.0
     for row, pad in enumerate(padding):
         wanted, held, margin = expected(number, config, row)
         assert margin > TIE, f"{family.name}, {policy}: row {row} comes too close to a tie; take other tokens"
@@ -263,12 +265,12 @@ CELLS = [(chunk, rows) for chunk in (5, 0) for rows in (1, 3)]
 
 
 def passed(number: int, policy: str) -> str:
-    """How many cells of a family and policy are exact, as the table says it."""
+    """The table's cell: how many combinations of a family and policy are exact."""
     return f"{sum(error(number, policy, *cell) < LARGEST for cell in CELLS)}/{len(CELLS)}"
 
 
 def table(cell: Callable[[int, str], str] = passed) -> str:
-    """The matrix for docs/families.md; `cell` says what stands there of a family and a policy."""
+    """The matrix for docs/families.md; `cell` gives the entry of a family and a policy."""
     lines = [
         f"| family | known from | not as in Llama 2 | {' | '.join(POLICIES)} |",
         "| --- " * (3 + len(POLICIES)) + "|",

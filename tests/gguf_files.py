@@ -1,4 +1,4 @@
-"""Small GGUF files: byte by byte, for what no writer would write, and of random models by gguf's own writer."""
+"""Small GGUF files: built byte by byte, to include invalid ones, or from random models by gguf's own writer."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 
 ARCHITECTURE = ("general.architecture", GGUFValueType.STRING, b"llama")
 ROW = 32
-"""Bytes of data: 8 numbers of 32 bits."""
+"""Size of a tensor's data: 8 numbers of 32 bits."""
 
 
 def string(data: bytes) -> bytes:
@@ -22,7 +22,7 @@ def string(data: bytes) -> bytes:
 
 
 def key(name: str, kind: int, value: Any) -> bytes:
-    """A key and its value; bytes of other kinds than strings are taken as they are."""
+    """A key and its value; values given as bytes are written unchanged."""
     if kind == GGUFValueType.STRING:
         value = string(value)
     elif kind == GGUFValueType.UINT32 and not isinstance(value, bytes):
@@ -74,12 +74,12 @@ def write_model(
     """A GGUF file of a random model, as llama.cpp's converter would write it.
 
     Args:
-        path: of the file.
-        model: whose weights and config are written.
-        arch: as llama.cpp calls it.
-        quantize: type of the matrices, float32 if None.
-        rope_factors: what wavelengths of RoPE are multiplied with.
-        keys: metadata of the architecture beside the sizes, or instead of them.
+        path: the file to write.
+        model: the model to write.
+        arch: llama.cpp's name of the architecture.
+        quantize: type of the matrices; float32 if None.
+        rope_factors: factors on the RoPE wavelengths.
+        keys: further metadata of the architecture; may override the sizes.
     """
     config = model.config
     sizes = {
@@ -136,7 +136,7 @@ def finish(writer: gguf.GGUFWriter) -> None:
 def stored(
     arch: str, name: str, values: np.ndarray, config: Any, names: gguf.TensorNameMap
 ) -> Iterator[tuple[str, np.ndarray]]:
-    """What llama.cpp's converter makes of a weight."""
+    """A weight as llama.cpp's converter writes it."""
     if name.endswith("gate_up_proj"):
         block = f"blk.{name.split('.')[2]}"
         for half, part in zip(("gate", "up"), np.split(values, 2, axis=1), strict=True):

@@ -1,8 +1,8 @@
-"""The embedded model in every type of GGUF: our loss against llama.cpp's, on the same file and the same tokens.
+"""The embedded model in every GGUF type: our loss against llama.cpp's on the same file and tokens.
 
-``python -m tests.gguf_types`` writes the table of docs/models.md (``make gguf-table``). llama.cpp's own quantizer makes
-the files, in a temporary folder. Rows of 576 columns are no whole number of blocks of 256: for the types with such
-blocks llama.cpp falls back to others there, and the table says how many matrices have which.
+``python -m tests.gguf_types`` writes the table in docs/models.md (``make gguf-table``). llama.cpp's own quantizer
+creates the files in a temporary folder. Rows of 576 columns are not a multiple of the 256-element blocks of some types;
+llama.cpp then falls back to other types, and the table lists how many matrices have which type.
 """
 
 from __future__ import annotations
@@ -39,26 +39,26 @@ TYPES = {
 """Names of `LlamaFileType`."""
 
 _PURE = {"Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K"}
-"""Given to all matrices that can have it, rather than mixed with better ones."""
+"""Types used for every matrix that allows it, instead of llama.cpp's mix with higher-precision types."""
 
 BEGIN, END = "<!-- gguf types -->\n", "<!-- end of gguf types -->\n"
 
-_AT_ONCE = 512
-"""Tokens that are read at once."""
+_BATCH_SIZE = 512
+"""Tokens per forward."""
 
 
 @dataclass(frozen=True)
 class Row:
-    """A line of the table.
+    """A row of the table.
 
     Attributes:
-        name: of the type.
-        matrices: how many have which type.
-        size: of the file, in bytes.
-        theirs: llama.cpp's loss, mean over the tokens, in nats.
-        prompt: ours, read in prompts.
-        steps: ours, token by token.
-        note: what ran the steps.
+        name: name of the type.
+        matrices: number of matrices of each type.
+        size: size of the file in bytes.
+        theirs: llama.cpp's mean loss per token, in nats.
+        prompt: our loss with long prompts.
+        steps: our loss token by token.
+        note: engine that ran the steps.
     """
 
     name: str
@@ -76,7 +76,7 @@ class Row:
 
 
 def in_float32(source: Path, target: Path) -> None:
-    """The same GGUF file with all weights in float32."""
+    """Write a copy of a GGUF file with all weights in float32."""
     reader = GGUFReader(source)
     writer = GGUFWriter(target, reader.fields["general.architecture"].contents())
     for key, field in reader.fields.items():
@@ -93,7 +93,7 @@ def in_float32(source: Path, target: Path) -> None:
 
 
 def quantized(source: Path, target: Path, name: str) -> None:
-    """A file of one of `TYPES`, by llama.cpp's quantizer."""
+    """Quantize a file to one of `TYPES` with llama.cpp."""
     import llama_cpp
 
     quiet = llama_cpp.llama_log_callback(lambda level, text, data: None)
@@ -106,20 +106,20 @@ def quantized(source: Path, target: Path, name: str) -> None:
 
 
 def matrices_of(file: Path) -> Counter[str]:
-    """How many matrices have which type."""
+    """The number of matrices of each type."""
     tensors = (tensor for tensor in GGUFReader(file).tensors if len(tensor.shape) > 1)
     return Counter(GGMLQuantizationType(tensor.tensor_type).name for tensor in tensors)
 
 
 def their_loss(file: Path, tokens: Sequence[int]) -> float:
-    """llama.cpp's mean loss of all tokens but the first."""
+    """llama.cpp's mean loss over all tokens but the first."""
     import llama_cpp
 
     threads = os.cpu_count()
     llama = llama_cpp.Llama(
         str(file),
         n_ctx=len(tokens),
-        n_batch=_AT_ONCE,
+        n_batch=_BATCH_SIZE,
         n_threads=threads,
         n_threads_batch=threads,
         logits_all=True,
@@ -132,36 +132,36 @@ def their_loss(file: Path, tokens: Sequence[int]) -> float:
 
 
 def our_losses(file: Path, tokens: Sequence[int], dtype: str) -> tuple[float, float, str]:
-    """Ours in prompts, ours token by token with a window that evicts nothing, and what ran the steps."""
+    """Our loss with long prompts, our loss token by token without evictions, and the engine that ran the steps."""
     model = load(ModelConfig(model=str(file), dtype=dtype, device="cpu", offline=True)).model
-    prompt = _mean(_logits(model, CacheConfig("full"), tokens, _AT_ONCE)[0], tokens)
+    prompt = _mean(_logits(model, CacheConfig("full"), tokens, _BATCH_SIZE)[0], tokens)
     logits, note = _logits(model, CacheConfig("recent", window=len(tokens)), tokens, 1)
     return prompt, _mean(logits, tokens), note
 
 
 @torch.no_grad()
 def _logits(model: Any, config: CacheConfig, tokens: Sequence[int], step: int) -> tuple[Tensor, str]:
-    """[n - 1, V] float32 for all tokens but the last, fed some at a time, and what ran the steps."""
+    """Logits [n - 1, V] float32 of all tokens but the last, fed `step` at a time, and the engine that ran the steps."""
     fed = torch.tensor([tokens[:-1]])
     with attach(model, config) as cache:
-        parts = [model(ids, past_key_values=cache).logits[0].float() for ids in fed.split(step, 1)]
-        return torch.cat(parts), str(getattr(cache, "engine_note", ""))
+        chunks = [model(ids, past_key_values=cache).logits[0].float() for ids in fed.split(step, 1)]
+        return torch.cat(chunks), str(getattr(cache, "engine_note", ""))
 
 
 def _mean(logits: Tensor, tokens: Sequence[int]) -> float:
     targets = torch.tensor(tokens[1:])
-    parts = zip(logits.split(_AT_ONCE), targets.split(_AT_ONCE), strict=True)
-    return float(torch.cat([cross_entropy(rows, ids, reduction="none") for rows, ids in parts]).double().mean())
+    pairs = zip(logits.split(_BATCH_SIZE), targets.split(_BATCH_SIZE), strict=True)
+    return float(torch.cat([cross_entropy(rows, ids, reduction="none") for rows, ids in pairs]).double().mean())
 
 
 def rows(names: Sequence[str], text: Path | None, count: int, dtype: str) -> Iterator[Row]:
-    """The lines of the table, one by one.
+    """Yield the rows of the table.
 
     Args:
-        names: some of `TYPES`.
-        text: what is read; None for the manual of Python.
-        count: of tokens that are predicted.
-        dtype: of our model's activations and cache.
+        names: names from `TYPES`.
+        text: text file; None for the Python manual.
+        count: number of predicted tokens.
+        dtype: dtype of our model's activations and cache.
     """
     source = gguf_file(DEFAULT_MODEL)
     assert source is not None, "make setup installs the embedded model"
@@ -195,17 +195,17 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=2000, help="that are predicted (default: 2000)")
     parser.add_argument("--dtype", default="auto", help="of activations and cache (default: auto)")
     parser.add_argument("--page", type=Path, default=Path("docs/models.md"), help="has the table between its marks")
-    given = parser.parse_args()
+    options = parser.parse_args()
     lines = [
         "| type | matrices | MB | llama.cpp | prompts | difference | steps | difference |",
         "| --- " * 8 + "|",
     ]
-    for row in rows(given.types.split(","), given.text, given.tokens, given.dtype):
+    for row in rows(options.types.split(","), options.text, options.tokens, options.dtype):
         print(row, row.note, flush=True)
         lines.append(str(row))
-    head, begin, rest = given.page.read_text(encoding="utf-8").partition(BEGIN)
+    head, begin, rest = options.page.read_text(encoding="utf-8").partition(BEGIN)
     _, end, tail = rest.partition(END)
-    given.page.write_text(f"{head}{begin}{chr(10).join(lines)}\n{end}{tail}", encoding="utf-8")
+    options.page.write_text(f"{head}{begin}{chr(10).join(lines)}\n{end}{tail}", encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
-"""The compiled libraries of every instruction set that this processor has, for tests of the kernels.
+"""Compiled libraries for every instruction set of this processor, for tests of the kernels.
 
-H2O_LIBRARY_FOLDER names others than the installed ones: `make sanitize` does.
+H2O_LIBRARY_FOLDER selects libraries other than the installed ones, as `make sanitize` does.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from h2o_stream.native import library
 
 @pytest.fixture(params=library.INSTRUCTIONS, scope="module")
 def native(request: pytest.FixtureRequest) -> ctypes.CDLL:
-    """The library, for every instruction set."""
+    """The library for each instruction set."""
     if library.missing_reason():
         pytest.skip("there is no compiled library")
     if request.param not in library.available():

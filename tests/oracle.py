@@ -1,8 +1,8 @@
-"""A naive decoder with an evicting cache, written from the definitions and from nothing in h2o_stream.
+"""A naive decoder with an evicting cache, written from the definitions, independent of h2o_stream.
 
-One Python list of tokens per layer and KV head. Every query places every key anew by the definition of its position
-mode, keys are pruned first and rotated after, by the model's own rotary functions. It takes queries and keys from the
-model at position 0, where RoPE turns nothing.
+One Python list of tokens per layer and KV head. For every query, all keys get new positions by the definition of the
+position mode. Keys are pruned first and then rotated by the model's own rotary functions. Queries and keys come from
+the model at position 0, where RoPE rotates nothing.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ class Kept:
     key: Tensor
     value: Tensor
     score: float = 0.0
-    lasting: float = 0.0
+    long_term_score: float = 0.0
 
 
 @dataclass
@@ -39,7 +39,7 @@ class Rules:
     long_term: float = 0.0
     limits: Callable[[int, int, int], int] | None = None
     recents: Callable[[int, int], int] | None = None
-    """By layer, head and tokens seen, where windows differ; and the recent tokens of each layer and head."""
+    """Window by layer, head and tokens seen, where windows differ; and number of recent tokens by layer and head."""
     pins: tuple[range, ...] = ()
 
     def pinned(self, index: int) -> bool:
@@ -48,7 +48,7 @@ class Rules:
 
 @dataclass
 class Oracle:
-    """Feeds tokens through a model; `margin` is how close, relatively, any choice between two tokens came to a tie."""
+    """Feeds tokens through a model; `margin` is the smallest relative gap between kept and evicted priorities."""
 
     model: nn.Module
     rules: Rules
@@ -63,10 +63,10 @@ class Oracle:
         self.kinds = kinds
         self.windows = [window if kind == "sliding_attention" else None for kind in kinds]
         self.rotary = next((module for module in self.model.modules() if hasattr(module, "rope_type")), None)
-        self.tables: dict[str, tuple[Tensor, Tensor]] = {}  # cos and sin by distance, for each kind of layer
+        self.tables: dict[str, tuple[Tensor, Tensor]] = {}  # cos and sin by distance, for each layer type
 
     def feed(self, tokens: list[int]) -> Tensor:
-        """One chunk: attend to what is held and causally to each other, then evict. Returns logits [n, V]."""
+        """Feed a chunk: attend to the kept tokens and causally within the chunk, then evict. Returns logits [n, V]."""
         positions = (
             torch.arange(self.seen, self.seen + len(tokens)) if self.rotary is None else torch.zeros(len(tokens))
         )
@@ -82,7 +82,7 @@ class Oracle:
         return logits
 
     def layer(self, number: int, q: Tensor, k: Tensor, v: Tensor, scaling: float, softcap: float | None) -> Tensor:
-        """[Hq, n, D], [Hkv, n, D] twice, to [n, Hq, D]."""
+        """Attention of one layer: q [Hq, n, D], k and v [Hkv, n, D] to [n, Hq, D]."""
         heads, new, _ = k.shape
         groups, rules = q.shape[0] // heads, self.rules
         own_window = self.windows[number] if None in self.windows else None
@@ -104,7 +104,7 @@ class Oracle:
                 if old > 0:
                     found[:old] += weights[:, :old].double().square().sum(0) * 0.999 ** (new - 1 - i)
             for token, gained, sharply in zip(held, received.tolist(), found.tolist(), strict=True):
-                token.lasting = token.lasting * 0.999**new + sharply
+                token.long_term_score = token.long_term_score * 0.999**new + sharply
                 token.score = gained + (0 if rules.rule == "tova" else token.score * rules.decay**new)
             if own_window is None:
                 lists[head] = self.evict(held, number, head, self.seen + new)
@@ -120,7 +120,7 @@ class Oracle:
         softcap: float | None,
         own_window: int | None,
     ) -> tuple[Tensor, Tensor]:
-        """The group's weights [G, n] on the tokens that came until `now`, and its outputs [G, D]."""
+        """A group's attention weights [G, n] on the tokens up to `now`, and its outputs [G, D]."""
         visible = [token for token in held if token.index <= now]
         count, positions = len(visible), "absolute" if own_window else self.rules.positions
         age = torch.tensor([now - token.index for token in visible])
@@ -141,7 +141,7 @@ class Oracle:
         return weights, weights @ torch.stack([token.value for token in visible])
 
     def rotate(self, number: int, x: Tensor, distance: Tensor) -> Tensor:
-        """[n, D] as it came from position 0, at places before it."""
+        """Rotate x [n, D] from position 0 to minus its distances."""
         if self.rotary is None:
             return x
         kind = self.kinds[number]
@@ -150,12 +150,12 @@ class Oracle:
             self.tables[kind] = self.rotary(x, -torch.arange(512.0)[None], *which)
         cos, sin = self.tables[kind]
         turn: Any = sys.modules[type(self.rotary).__module__].apply_rotary_pos_emb
-        turned, scale = cos.shape[-1], cos[0, 0, 0]  # the model has scaled at position 0, too
-        x = torch.cat((x[:, :turned] / scale, x[:, turned:]), dim=-1)
+        rotary_dims, scale = cos.shape[-1], cos[0, 0, 0]  # the model applies the scale at position 0 too
+        x = torch.cat((x[:, :rotary_dims] / scale, x[:, rotary_dims:]), dim=-1)
         return turn(x[None, None], x[None, None], cos[:, distance], sin[:, distance])[1][0, 0]
 
     def evict(self, held: list[Kept], layer: int, head: int, seen: int) -> list[Kept]:
-        """Cookbook's HHCache: of more than W keep the last R and, before them, the sinks and those worth most."""
+        """Cookbook's HHCache: beyond W tokens, keep the last R, the sinks, and those with the highest priority."""
         rules = self.rules
         window = rules.limits(layer, head, seen) if rules.limits else rules.window
         if len(held) <= window:
@@ -166,7 +166,7 @@ class Oracle:
         others = [token for token in old if token not in kept]
         rule = "recency" if rules.heavy == 0 else rules.rule
         worth = {
-            "accumulated": lambda token: token.score + rules.long_term * token.lasting,
+            "accumulated": lambda token: token.score + rules.long_term * token.long_term_score,
             "tova": lambda token: token.score,
             "recency": lambda token: token.index,
             "random": lambda token: drawn(token.index, layer, head, seen),
@@ -183,7 +183,7 @@ class Oracle:
 
 
 def drawn(index: int, layer: int, head: int, seen: int) -> float:
-    """The draw of the policy random: MurmurHash3's finalizer three times, on plain integers."""
+    """Priority under the random policy: MurmurHash3's finalizer applied three times."""
 
     def mix(x: int) -> int:
         x &= 0xFFFFFFFF

@@ -1,4 +1,4 @@
-"""Packed matrices by the words of `src/abi.h`, in numpy: random ones, and what their numbers are."""
+"""Packed matrices as specified in `src/abi.h`, in numpy: random tiles, and unpacking."""
 
 from __future__ import annotations
 
@@ -22,29 +22,29 @@ GRID = {
     },
     MatrixKind.Q6_K: lambda n: {"d": ("f2", (16,)), "scale": ("i1", (2 * n, 16))},
 }
-"""Names, dtypes and shapes of what a block of n groups begins with."""
+"""Names, dtypes and shapes of the fields at the start of a block of n groups."""
 
 
 def block_dtype(kind: MatrixKind, groups: int) -> numpy.dtype:
-    """A block of a tile."""
+    """dtype of a block of a tile."""
     grid = numpy.dtype([(name, *field) for name, field in GRID[kind](groups).items()])
-    parts = [("grid", grid), ("zeros", "u1", -grid.itemsize % 64)]
-    parts.append(
+    fields = [("grid", grid), ("zeros", "u1", -grid.itemsize % 64)]
+    fields.append(
         ("codes", "i1", (groups, 8, 16, 4)) if kind == MatrixKind.INT8 else ("codes", "u1", (groups, 4, 16, 4))
     )
     if kind == MatrixKind.Q6_K:
-        parts.append(("upper", "u1", (groups, 2, 16, 4)))
-    return numpy.dtype(parts)
+        fields.append(("upper", "u1", (groups, 2, 16, 4)))
+    return numpy.dtype(fields)
 
 
 def tile_dtype(kind: MatrixKind, columns: int) -> numpy.dtype:
-    """A tile: its blocks, numbered."""
+    """dtype of a tile, whose fields are its numbered blocks."""
     groups = [min(256, columns - column) // 32 for column in range(0, columns, 256)]
     return numpy.dtype([(str(number), block_dtype(kind, count)) for number, count in enumerate(groups)])
 
 
 def random_tiles(kind: MatrixKind, rows: int, columns: int, seed: int = 0) -> Tensor:
-    """Random codes, extremes among them, and scales of ordinary sizes; uint8 of `tiles_shape`."""
+    """Random codes, including the extremes, with scales of ordinary magnitude; uint8 of `tiles_shape`."""
     random = numpy.random.default_rng(seed)
     tiles = numpy.zeros(-(-rows // ROWS), tile_dtype(kind, columns))
     assert (len(tiles), tiles.itemsize) == tiles_shape(kind, rows, columns)
@@ -68,14 +68,14 @@ def random_tiles(kind: MatrixKind, rows: int, columns: int, seed: int = 0) -> Te
 
 
 def numbers(tiles: Tensor, kind: MatrixKind, rows: int, columns: int) -> Tensor:
-    """The matrix that tiles hold: [rows, columns] float64."""
+    """The unpacked matrix [rows, columns], float64."""
     blocks = tiles.contiguous().numpy().view(tile_dtype(kind, columns))[:, 0]
-    parts = [block_numbers(blocks[name], kind) for name in blocks.dtype.names]
-    return torch.from_numpy(numpy.concatenate(parts, 2).reshape(-1, columns)[:rows])
+    decoded = [block_numbers(blocks[name], kind) for name in blocks.dtype.names]
+    return torch.from_numpy(numpy.concatenate(decoded, 2).reshape(-1, columns)[:rows])
 
 
 def block_numbers(block: numpy.ndarray, kind: MatrixKind) -> numpy.ndarray:
-    """[tiles, rows, columns] float64 of the same block of all tiles."""
+    """The same block of all tiles, unpacked to [tiles, rows, columns] float64."""
     codes = block["codes"].astype(int)
     if kind == MatrixKind.INT8:
         codes = numpy.stack(numpy.split(codes, 2, 2), 2)  # [tiles, groups, halves, quads, rows, 4]

@@ -1,8 +1,8 @@
-"""Commands without their start: a process that has imported everything forks one for each request.
+"""Starts commands without their import time: a process that has imported everything forks for each request.
 
-Importing torch and transformers takes seconds. The server here does it once; each command is then a fork of it with the
-file descriptors, environment and folder that it is given, in a session of its own where it has a terminal. It runs the
-command's entry point to the end of the interpreter, so signals, exit codes and closed pipes are those of any process.
+Importing torch and transformers takes seconds. The server does it once; each command is a fork of it with the requested
+file descriptors, environment and working directory, and in its own process session if it has a terminal. It runs the
+command's entry point and shuts the interpreter down, so signals, exit codes and closed pipes behave as usual.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from tempfile import TemporaryDirectory
 from typing import Any, Self
 
 _ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "TQDM_DISABLE": "1", "TRANSFORMERS_VERBOSITY": "error"}
-"""Of the server: as it is before a test changes it, with what commands set before they import."""
+"""The server's environment: as before any test changes it, with the variables that commands set before imports."""
 
 _IMPORTS = (
     "h2o_stream.cli.chat",
@@ -51,10 +51,10 @@ class Preloaded(subprocess.Popen[Any]):
     """`subprocess.Popen` of a command, ``["h2o-chat", ...]``, or of Python code, ``["-c", code, ...]``.
 
     Args:
-        arguments: the command and what follows it.
-        terminal: standard input is a terminal that the process is to control.
-        closed: standard streams that it shall not have.
-        more: of `subprocess.Popen`: streams, ``cwd``, ``env``, ``text``, ``encoding``.
+        arguments: the command and its arguments.
+        terminal: make standard input the controlling terminal of the process.
+        closed: standard streams to close.
+        more: arguments of `subprocess.Popen`: streams, ``cwd``, ``env``, ``text``, ``encoding``.
     """
 
     def __init__(
@@ -63,12 +63,12 @@ class Preloaded(subprocess.Popen[Any]):
         self._terminal, self._closed = terminal, closed
         super().__init__([os.fspath(argument) for argument in arguments], **more)
 
-    def _execute_child(self, *given: Any) -> None:
-        arguments, cwd, env, pipes = given[0], given[5], given[6], given[10:16]
+    def _execute_child(self, *args: Any) -> None:
+        arguments, cwd, env, pipes = args[0], args[5], args[6], args[10:16]
         streams = [pipes[0], pipes[3], pipes[5]]
         reply, theirs = socket.socketpair()
         with theirs:
-            descriptors = [own if stream == -1 else stream for own, stream in enumerate(streams)]
+            descriptors = [default if stream == -1 else stream for default, stream in enumerate(streams)]
             socket.send_fds(_server(), [b"."], [*descriptors, theirs.fileno()])
         request = {
             "arguments": arguments,
@@ -94,7 +94,7 @@ class Preloaded(subprocess.Popen[Any]):
             self._socket.close()
         return self.returncode
 
-    def _internal_poll(self, *given: Any, **more: Any) -> int | None:
+    def _internal_poll(self, *args: Any, **kwargs: Any) -> int | None:
         with suppress(subprocess.TimeoutExpired):
             self._wait(0)
         return self.returncode
@@ -106,7 +106,7 @@ class Preloaded(subprocess.Popen[Any]):
 def run(
     *arguments: Any, input: str | None = None, timeout: float = 120, closed: Sequence[int] = (), **more: Any
 ) -> subprocess.CompletedProcess[str]:
-    """`subprocess.run` of a command with its output captured; without `input` there is nothing to read."""
+    """Like `subprocess.run` with captured output; without `input`, standard input is empty."""
     streams = {"stdin": subprocess.DEVNULL if input is None else subprocess.PIPE, "stderr": subprocess.PIPE}
     with Preloaded(
         arguments, stdout=subprocess.PIPE, text=True, encoding="utf-8", closed=closed, **streams, **more
@@ -121,7 +121,7 @@ def run(
 
 @cache
 def _server() -> socket.socket:
-    """The way to the server of this test process, which ends when this side is closed."""
+    """A socket to this test process's server, which exits when the socket is closed."""
     ours, theirs = socket.socketpair()
     with theirs:
         subprocess.Popen(
@@ -137,7 +137,7 @@ def _server() -> socket.socket:
 
 
 def _serve(control: socket.socket) -> list[str]:
-    """Fork until the tests have ended, then leave; returns in each child alone, with its arguments."""
+    """Fork a child per request until the tests end. Returns only in the children, with their arguments."""
     replies: dict[int, socket.socket] = {}
     ended, wake = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
     signal.signal(signal.SIGCHLD, lambda *_: None)
@@ -166,7 +166,7 @@ def _serve(control: socket.socket) -> list[str]:
 
 
 def _become(request: dict[str, Any], descriptors: list[int]) -> list[str]:
-    """Take over what the process would have been started with."""
+    """Take over the descriptors, terminal, folder and environment of the request."""
     signal.set_wakeup_fd(-1)
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -193,13 +193,13 @@ def _become(request: dict[str, Any], descriptors: list[int]) -> list[str]:
 
 
 def _warm_up() -> None:
-    """Import what commands import, and load a model, which fills caches of transformers."""
+    """Import what commands import, and load a model to fill transformers' caches."""
     for name in _IMPORTS:
         import_module(name)
     from tqdm import tqdm
     from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
-    interval, tqdm.monitor_interval = tqdm.monitor_interval, 0  # bars would start a thread
+    interval, tqdm.monitor_interval = tqdm.monitor_interval, 0  # progress bars would start a thread
     sizes = {"hidden_size": 8, "intermediate_size": 8, "num_attention_heads": 1, "num_hidden_layers": 1}
     with TemporaryDirectory() as folder:
         LlamaForCausalLM(LlamaConfig(vocab_size=8, **sizes)).save_pretrained(folder)
@@ -210,13 +210,13 @@ def _warm_up() -> None:
 def _main(control: socket.socket) -> None:
     _warm_up()
     deadline = time.monotonic() + 10
-    while _threads() > 1:  # a fork has one thread only; those that loaded are about to end
+    while _threads() > 1:  # a fork has only one thread; the loading threads are about to exit
         assert time.monotonic() < deadline, threading.enumerate()
         time.sleep(0.01)
     gc.collect()
     gc.freeze()
     command, *arguments = _serve(control)
-    sys.modules["__main__"].__package__ = None  # a script of its own, not ``python -m tests.preloaded``
+    sys.modules["__main__"].__package__ = None  # behave like a script, not like ``python -m tests.preloaded``
     try:
         if command == "-c":
             sys.argv = ["-c", *arguments[1:]]
@@ -234,14 +234,14 @@ def _main(control: socket.socket) -> None:
 
 
 def _threads() -> int:
-    tasks = Path("/proc/self/task")  # of Linux: those that are none of Python's as well
+    tasks = Path("/proc/self/task")  # on Linux, includes threads that Python did not start
     return len(list(tasks.iterdir())) if tasks.exists() else threading.active_count()
 
 
 def _leave(code: int) -> None:
-    """End as the interpreter does, without touching all the memory that is shared with the parent.
+    """Exit as the interpreter does, but without touching the memory shared with the parent.
 
-    Returns if something cannot be flushed, which the interpreter has its own way to deal with.
+    Returns if a stream cannot be flushed, so that the interpreter handles the error in its own way.
     """
     threading._shutdown()  # type: ignore[attr-defined]
     atexit._run_exitfuncs()

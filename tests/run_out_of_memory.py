@@ -1,4 +1,4 @@
-"""Fills a full cache under an address-space limit and prints how the prompt ended. Run by test_engine."""
+"""Fills a full cache under an address-space limit and prints how the prefill ended. Run by test_engine."""
 
 import resource
 

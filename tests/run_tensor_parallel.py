@@ -1,4 +1,4 @@
-"""Generates under several policies with a model that processes share, or alone. Run by test_parallel."""
+"""Generates under several policies with a model on one process or sharded over several. Run by test_parallel."""
 
 import json
 import sys
@@ -15,8 +15,8 @@ processes = Processes()
 loaded = load(ModelConfig(sys.argv[1], dtype="float32", device="cpu", tensor_parallel=processes.count > 1))
 
 far = torch.tensor([[0.0, 0.0, 0.9, 0.0], [0.6, 0.1, 0.1, 0.5]])  # layers, KV heads
-own = range(processes.rank * 4 // processes.count, (processes.rank + 1) * 4 // processes.count)
-retrieval_heads._attention_to_copy = lambda model, hidden_from, progress: far[:, own.start : own.stop]
+local_heads = range(processes.rank * 4 // processes.count, (processes.rank + 1) * 4 // processes.count)
+retrieval_heads._attention_to_copy = lambda model, hidden_from, progress: far[:, local_heads.start : local_heads.stop]
 retrieval_heads._known = lambda model, hidden_from, progress: far
 
 ids = torch.tensor([[1, 7, 9, 4, 11, 30, 6, 5, 17, 8, 3, 21] * 4])

@@ -1,4 +1,4 @@
-"""A head group on its own, without a cache that counts its tokens."""
+"""A head group on its own, without a cache to count its tokens."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A model and a tokenizer that are small enough for thousands of conversations."""
+"""A model and a tokenizer small enough for thousands of conversations."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _TEMPLATE = (
 
 
 def small_tokenizer() -> PreTrainedTokenizerFast:
-    """Of whole words."""
+    """A word-level tokenizer."""
     inner = Tokenizer(models.WordLevel({word: id for id, word in enumerate((*_SPECIAL, *WORDS))}, "<unk>"))
     inner.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     tokenizer = PreTrainedTokenizerFast(
@@ -34,5 +34,5 @@ def small_tokenizer() -> PreTrainedTokenizerFast:
 
 
 def small_model() -> PreTrainedModel:
-    """That speaks its words."""
+    """A model with the vocabulary of the tokenizer."""
     return make_llama(heads=1, layers=2, size=4, vocab=len(_SPECIAL) + len(WORDS))

@@ -1,4 +1,4 @@
-"""What becomes of every entry of transformers' causal-LM map, for the tests and for docs/families.md."""
+"""The outcome of every entry of transformers' causal-LM map, for the tests and for docs/families.md."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ from tests.causal_models import ENTRIES, logits_of, make
 PROMPT, STEPS = 29, 4
 
 WRONG = 1e-4
-"""Root mean square of the differences of logits to those of the model without a cache of ours, relative to theirs."""
+"""Allowed RMS difference between logits with our cache and without, relative to the RMS of the latter."""
 
 SAME = 1e-6
-"""The same, of a model that is let go of: it computes what it did before."""
+"""The same for a detached model, which must compute what it did before."""
 
 _REFUSALS = {
     "layers of another kind: linear, convolutional, indexed, chunked": r"has (\w+, )*\w+ layers;",
@@ -33,7 +33,7 @@ _REFUSALS = {
     "keywords of a forward do not reach its attention": "does not pass extra keywords on",
     "something else comes out, or it fails; the check says which": "computes something else|fails",
 }
-"""Kinds of reasons, and what messages of that kind say."""
+"""Kinds of refusals, with a pattern for their messages."""
 
 OUTCOMES = (
     "right by default",
@@ -44,10 +44,10 @@ OUTCOMES = (
 
 @functools.cache
 def outcome(entry: str, engines: tuple[EngineChoice, ...] = get_args(EngineChoice)) -> str:
-    """One of `OUTCOMES`; with these engines and in all position modes it is right or refused.
+    """One of `OUTCOMES`: in all position modes and with these engines, the model is right or refused.
 
     Raises:
-        AssertionError: it is wrong, or refused with a reason or an advice that is not true.
+        AssertionError: it is wrong, or refused with an untrue reason or advice.
     """
     model = make(entry)
     words = sorted(set(range(3, 64)) - _special(model.config))
@@ -78,8 +78,8 @@ def outcome(entry: str, engines: tuple[EngineChoice, ...] = get_args(EngineChoic
 
 def _error(model: PreTrainedModel, config: CacheConfig, engine: Any, ids: Tensor, wanted: Tensor) -> float:
     with attach(model, config, engine=engine) as cache:
-        parts = (ids[:, :PROMPT], *ids[:, PROMPT:].split(1, 1))
-        ours = torch.cat([logits_of(model, part, past_key_values=cache) for part in parts], 1)
+        chunks = (ids[:, :PROMPT], *ids[:, PROMPT:].split(1, 1))
+        ours = torch.cat([logits_of(model, part, past_key_values=cache) for part in chunks], 1)
     return _apart(ours, wanted)
 
 
@@ -88,13 +88,13 @@ def _apart(ours: Tensor, theirs: Tensor) -> float:
 
 
 def _special(config: Any) -> set[int]:
-    """Tokens that stand for images and the like."""
+    """Placeholder tokens, such as those for images."""
     named = [value for name, value in config.to_dict().items() if name.endswith(("_token_id", "_token_index"))]
     return {value for value in named if isinstance(value, int)}
 
 
 def _kind(model: PreTrainedModel, reason: str, ids: Tensor, wanted: Tensor) -> str:
-    """Of which kind a reason is; it has to be true."""
+    """The kind of a refusal's reason, after checking that the reason is true."""
     kinds = [kind for kind, said in _REFUSALS.items() if re.search(said, reason)]
     assert len(kinds) == 1, reason
     if "attend to later" in reason or "something else" in reason:
@@ -108,7 +108,7 @@ def _kind(model: PreTrainedModel, reason: str, ids: Tensor, wanted: Tensor) -> s
 
 
 def sweep_table() -> str:
-    """For docs/families.md."""
+    """The table for docs/families.md."""
     found: dict[str, list[str]] = {name: [] for name in OUTCOMES}
     for entry in ENTRIES:
         found[outcome(entry)].append(entry)
@@ -118,6 +118,6 @@ def sweep_table() -> str:
 
 
 def rows_in(page: str) -> dict[str, list[str]]:
-    """Entries by outcome, as the table in a page says."""
+    """Entries by outcome, read from a page's table."""
     rows = re.findall(r"^\| ((?:right|refused).*?) \| \d+ \| (.*?) \|$", page, re.MULTILINE)
     return {name: entries.split(", ") if entries else [] for name, entries in rows}

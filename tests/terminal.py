@@ -1,4 +1,4 @@
-"""A real pseudo-terminal with a real terminal emulator behind it."""
+"""Programs in a pseudo-terminal with a terminal emulator."""
 
 from __future__ import annotations
 
@@ -25,17 +25,17 @@ from tests.preloaded import Preloaded
 BIN = Path(sys.executable).parent
 
 _QUIET_S, _DRAWN_S = 0.05, 0.3
-"""A program has drawn what it wanted if nothing came for so long; one that never stops is not waited for."""
+"""A program counts as done drawing after this much silence, or at the latest after the second duration."""
 
 _WHERE = "\x1b[6n"
-"""What a program sends to ask where the cursor is; a terminal answers."""
+"""The request for the cursor position, which a terminal must answer."""
 
 
 class Pty:
-    """Runs a command in a terminal of the given size and keeps what a person would see.
+    """Runs a command in a terminal of the given size and keeps what a user would see.
 
     Args:
-        started: as a new interpreter, for what a start is like, and not as a fork of one that has imported everything.
+        started: start a new interpreter, to test startup itself, instead of forking one that has imported everything.
     """
 
     def __init__(
@@ -48,10 +48,10 @@ class Pty:
         environment: Mapping[str, str] = MappingProxyType({}),
         started: bool = False,
     ) -> None:
-        given = {**os.environ, "TERM": "xterm-256color", "COLUMNS": "", "LINES": ""}
-        given.pop("NO_COLOR", None)
+        env = {**os.environ, "TERM": "xterm-256color", "COLUMNS": "", "LINES": ""}
+        env.pop("NO_COLOR", None)
         if home is not None:
-            given["XDG_DATA_HOME"] = str(home)
+            env["XDG_DATA_HOME"] = str(home)
         self.screen = pyte.Screen(columns, lines)
         self.stream = pyte.Stream(self.screen)
         self.output = ""
@@ -59,7 +59,7 @@ class Pty:
         self.side, program = pty.openpty()
         self.resize(columns, lines)
         streams: dict[str, Any] = dict.fromkeys(("stdin", "stdout", "stderr"), program)
-        streams["env"] = given | dict(environment)
+        streams["env"] = env | dict(environment)
         self.process: subprocess.Popen[Any]
         if started:
             self.process = subprocess.Popen(
@@ -81,11 +81,11 @@ class Pty:
 
     @property
     def text(self) -> str:
-        """The screen as it is now."""
+        """The current screen."""
         return "\n".join(self.screen.display)
 
     def send(self, keys: str | bytes) -> None:
-        """Press keys as soon as the program has drawn what it is drawing: a prompt may not read yet that is seen."""
+        """Press keys once the program has finished drawing: a prompt may be visible before it reads."""
         deadline = time.monotonic() + _DRAWN_S
         while time.monotonic() < deadline and self._shows(_QUIET_S) and self._read():
             pass
@@ -101,7 +101,7 @@ class Pty:
             self.side = -1
 
     def until(self, done: Callable[[Pty], bool], timeout_s: float = 60) -> None:
-        """Let the program go on until the screen satisfies `done`."""
+        """Read until the screen satisfies `done`."""
         deadline = time.monotonic() + timeout_s
         while not done(self):
             assert time.monotonic() < deadline, f"timed out; the screen was:\n{self.text}"
@@ -109,7 +109,7 @@ class Pty:
                 assert done(self), f"the program ended; the screen was:\n{self.text}"
 
     def exit_code(self, timeout_s: float = 60) -> int:
-        """Read to the end and return the exit code."""
+        """Read until the program ends and return its exit code."""
         deadline = time.monotonic() + timeout_s
         while self._read():
             assert time.monotonic() < deadline, f"timed out; the screen was:\n{self.text}"
@@ -117,7 +117,7 @@ class Pty:
         return self.ended(timeout_s)
 
     def ended(self, timeout_s: float = 20) -> int:
-        """Wait for the end of the program and return the exit code, 128 and the signal if it was killed by one."""
+        """Wait for the program and return its exit code, or 128 plus the signal that killed it."""
         code = self.process.wait(timeout_s)
         return code if code >= 0 else 128 - code
 
@@ -125,12 +125,12 @@ class Pty:
         return bool(select.select([self.side], [], [], timeout_s)[0])
 
     def _read(self) -> bool:
-        """Take what the program shows; returns whether there may be more."""
+        """Read available output; returns whether there may be more."""
         if not self._shows(0.2):
             return True
         try:
             received = os.read(self.side, 65536)
-        except OSError:  # so ends a terminal of Linux
+        except OSError:  # how Linux reports a closed terminal
             received = b""
         data = self._decoder.decode(received)
         self.output += data

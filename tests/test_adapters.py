@@ -1,4 +1,4 @@
-"""Models whose weights or modules change: adapters of PEFT, and whatever is done to an attached model."""
+"""Models whose weights or modules change: PEFT adapters, and changes to an attached model."""
 
 from __future__ import annotations
 
@@ -23,15 +23,15 @@ LINEAR = ["q_proj", "v_proj", "down_proj"]
 
 
 def with_adapter(alpha: float, model: LlamaForCausalLM | None = None, seed: int = 5) -> Any:
-    """PEFT's wrapper around a tiny Llama, with a LoRA that does something."""
+    """PEFT's wrapper around a tiny Llama, with a LoRA that has an effect."""
     model = model or make_llama()
     torch.manual_seed(seed)
     how = peft.LoraConfig(r=2, lora_alpha=alpha, target_modules=LINEAR, init_lora_weights=False)
     return peft.get_peft_model(model, how).eval()
 
 
-def told(model: Any, steps: int = 4) -> Tensor:
-    """Logits of a prompt's last token and of some that follow one by one."""
+def logits_of(model: Any, steps: int = 4) -> Tensor:
+    """Logits of a prompt's last token and of `steps` more, fed one by one."""
     ids = torch.randint(3, 64, (1, 9 + steps), generator=torch.Generator().manual_seed(0))
     output = model(input_ids=ids[:, :9], use_cache=True)
     logits = [output.logits[:, -1]]
@@ -44,13 +44,13 @@ def told(model: Any, steps: int = 4) -> Tensor:
 @pytest.mark.parametrize(("policy", "engine"), WAYS, ids=["h2o", "h2o eager", "full"])
 class TestAdapters:
     def test_each_is_itself(self, policy: str, engine: Any) -> None:
-        """The scaling is not among the weights."""
+        """LoRA's scaling is not a weight."""
         base = make_llama()
         for alpha in (8, 64):
             model = with_adapter(alpha, base)
-            expected = told(model)
+            expected = logits_of(model)
             with attach(model, CacheConfig(policy, window=64), engine=engine) as cache:
-                assert_close(told(model), expected)
+                assert_close(logits_of(model), expected)
                 assert cache.seen_tokens == 13
             base = model.unload()
 
@@ -63,27 +63,27 @@ class TestAdapters:
 
     def test_switched_merged_and_taken_off_inside_the_block(self, policy: str, engine: Any) -> None:
         model = with_adapter(32)
-        expected = told(model)
+        expected = logits_of(model)
         with model.disable_adapter():
-            plain = told(model)
+            plain = logits_of(model)
         with attach(model, CacheConfig(policy, window=64), engine=engine):
-            assert_close(told(model), expected)
+            assert_close(logits_of(model), expected)
             with model.disable_adapter():
-                assert_close(told(model), plain)
+                assert_close(logits_of(model), plain)
             model.merge_adapter()
-            assert_close(told(model), expected)
+            assert_close(logits_of(model), expected)
             model.unmerge_adapter()
-            assert_close(told(model), expected)
-            assert_close(told(model.merge_and_unload()), expected)
+            assert_close(logits_of(model), expected)
+            assert_close(logits_of(model.merge_and_unload()), expected)
 
     def test_put_on_an_attached_model(self, policy: str, engine: Any) -> None:
-        expected, base = told(with_adapter(32)), make_llama()
-        plain = told(base)
+        expected, base = logits_of(with_adapter(32)), make_llama()
+        plain = logits_of(base)
         with attach(base, CacheConfig(policy, window=64), engine=engine):
-            assert_close(told(base), plain)
+            assert_close(logits_of(base), plain)
             model = with_adapter(32, base)
-            assert_close(told(model), expected)
-            assert_close(told(model.unload()), plain)
+            assert_close(logits_of(model), expected)
+            assert_close(logits_of(model.unload()), plain)
 
 
 def put_other_data(model: Any) -> None:
@@ -124,8 +124,8 @@ def hook_a_module(model: Any) -> None:
 
 
 def patch_a_forward(model: Any) -> None:
-    own = model.model.layers[0].mlp.forward
-    model.model.layers[0].mlp.forward = lambda x: 2 * own(x)
+    forward = model.model.layers[0].mlp.forward
+    model.model.layers[0].mlp.forward = lambda x: 2 * forward(x)
 
 
 CHANGES = [
@@ -144,28 +144,28 @@ CHANGES = [
 
 @pytest.mark.parametrize("change", CHANGES, ids=lambda change: change.__name__)
 class TestChanged:
-    """An attached model is changed: the next token knows."""
+    """Changes to an attached model take effect at the next token."""
 
     def test_between_streams(self, change: Callable[[Any], None]) -> None:
         other = make_llama()
         change(other)
-        expected, model = told(other), make_llama()
+        expected, model = logits_of(other), make_llama()
         with attach(model, ROOMY):
-            told(model)
+            logits_of(model)
             change(model)
-            assert_close(told(model), expected)
+            assert_close(logits_of(model), expected)
 
     def test_in_bfloat16(self, change: Callable[[Any], None]) -> None:
-        """Of norms a native step has copies then."""
+        """The native step copies bfloat16 norms."""
         if library.loaded() is None:
             pytest.skip("there is no native step")
         model = make_llama().bfloat16()
         with attach(model, ROOMY):
-            before = told(model)
+            before = logits_of(model)
             change(model.bfloat16())
-            changed = told(model.bfloat16())
+            changed = logits_of(model.bfloat16())
         with attach(model, ROOMY, engine="eager"):
-            expected = told(model)
+            expected = logits_of(model)
         assert (expected.float() - before.float()).norm() > 0.3 * before.float().norm()
         assert (expected.float() - changed.float()).norm() < 0.1 * expected.float().norm()
 
@@ -182,6 +182,6 @@ class TestChanged:
         assert_close(*logits)
 
 
-def test_a_model_out_of_compile_is_told_why() -> None:
+def test_a_model_that_cannot_be_compiled_gives_the_reason() -> None:
     with pytest.raises(UnsupportedModelError, match=r"torch\.compile"), attach(torch.compile(make_llama())):
         pass

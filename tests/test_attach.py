@@ -1,4 +1,4 @@
-"""A model with a cache attached, as other people's code uses it: generate, pipelines, batches, beams."""
+"""A model with a cache attached, used as in user code: generate, pipelines, batches, beams."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class TestGenerate:
                 assert cache.seen_tokens == out.shape[1] - 1
                 assert cache.kept(0).shape == (1, 2, out.shape[1] - 1)
 
-    def test_generate_goes_on_with_the_cache_it_is_given(self, tiny: LlamaForCausalLM) -> None:
+    def test_generate_continues_with_the_cache_passed_to_it(self, tiny: LlamaForCausalLM) -> None:
         with attach(tiny, CacheConfig(window=16)) as cache:
             first = tiny.generate(ids(10), max_new_tokens=20, do_sample=False, eos_token_id=None)
             longer = torch.cat((first, ids(5, seed=1)), 1)
@@ -90,7 +90,7 @@ class TestGenerate:
             assert cache.seen_tokens == 9
 
     @pytest.mark.parametrize("policy", ["h2o", "full"])
-    def test_the_model_is_given_back(self, tiny: LlamaForCausalLM, policy: str) -> None:
+    def test_the_model_is_restored(self, tiny: LlamaForCausalLM, policy: str) -> None:
         before, expected = dict(vars(tiny)), tiny(ids(9)).logits
         attention = tiny.config._attn_implementation
         with pytest.raises(RuntimeError, match="inside"), attach(tiny, CacheConfig(policy, window=8)):
@@ -106,7 +106,7 @@ class TestGenerate:
         with attach(tiny):
             pass
 
-    def test_two_models_do_not_meet(self) -> None:
+    def test_two_models_do_not_interfere(self) -> None:
         one, two = make_llama(seed=1), make_llama(seed=2)
         with attach(one, CacheConfig(window=8)) as first, attach(two, CacheConfig("recent", 16)) as second:
             one(ids(20), past_key_values=first)
@@ -169,7 +169,7 @@ class TestBatches:
                 assert cache.kept(1).equal(kept)
 
     def test_a_second_prompt_may_be_padded_too(self, grouped: LlamaForCausalLM) -> None:
-        """A batch of conversations: every turn is padded by itself."""
+        """A batch of conversations in which every turn is padded separately."""
         first, second = [ids(9), ids(4, seed=1)], [ids(3, seed=2), ids(11, seed=3)]
         with attach(grouped, CacheConfig(window=12, chunk=4)) as cache:
             grouped(**padded(first), past_key_values=cache)

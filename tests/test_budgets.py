@@ -1,4 +1,4 @@
-"""Windows that differ from head to head: the arithmetic, the cache with them, and what is measured."""
+"""Windows that differ between heads: the arithmetic, the cache, and the measurement behind them."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ GROUPS = (
     (HeadBudget((0, 2), 0.9), HeadBudget((1,), 3.0)),
     (HeadBudget((1, 2), 0.7), HeadBudget((0,), 1.0)),
 )
-"""Three layers of three KV heads: one size, two sizes, two sizes of which one stays as it is."""
+"""Three layers of three KV heads: one size, two sizes, and two sizes of which one is the default."""
 ALL = [group for layer in GROUPS for group in layer]
 COUNTS = tuple(group.count for group in ALL)
 WINDOW, SINKS, HEAVY = 24, 2, 8
@@ -61,17 +61,17 @@ class TestArithmetic:
         shares=st.lists(st.tuples(st.floats(0.2, 4), st.integers(1, 4)), min_size=2, max_size=8),
         window=st.integers(16, 300),
         pinned=st.integers(0, 8),
-        most=st.none() | st.integers(300, 600),
+        max_window=st.none() | st.integers(300, 600),
     )
-    def test_windows(self, shares: list[tuple[float, int]], window: int, pinned: int, most: int | None) -> None:
+    def test_windows(self, shares: list[tuple[float, int]], window: int, pinned: int, max_window: int | None) -> None:
         heads = sum(count for _, count in shares)
         mean = sum(share * count for share, count in shares) / heads
         groups = [HeadBudget(tuple(range(count)), share / mean) for share, count in shares]
-        sizes = windows(groups, window, pinned, 8, most)
+        sizes = windows(groups, window, pinned, 8, max_window)
         total = sum(size * group.count for size, group in zip(sizes, groups, strict=True))
         assert window * heads - 4 <= total <= window * heads
         assert min(sizes) >= pinned + 7
-        assert most is None or max(sizes) <= most + 1
+        assert max_window is None or max(sizes) <= max_window + 1
 
     def test_shares_move_toward_equal_where_too_little_is_left(self) -> None:
         groups = [HeadBudget((), 0.5), HeadBudget((), 1.5)]
@@ -106,7 +106,7 @@ class TestArithmetic:
     ],
 )
 def test_it_is_what_the_definitions_say(model: Any, positions: str, chunk: int, prompt: int) -> None:
-    """Prompts that end before, while and after the layers change their size; a chunk of 0 is the whole prompt."""
+    """Prompts that end before, while and after the layers change size; a chunk of 0 is the whole prompt."""
     plans = dict(zip(FINAL, schedules(tuple(FINAL), COUNTS, WINDOW), strict=True))
 
     def recent(layer: int, head: int) -> int:
@@ -150,8 +150,8 @@ def test_memory_is_that_of_equal_windows(model: Any) -> None:
 
 
 @pytest.mark.parametrize("kv_bits", [16, 8])
-def test_a_row_of_a_padded_batch_comes_out_as_alone(model: Any, kv_bits: int) -> None:
-    """A short row and a long one, prefilled and decoded past every change of size."""
+def test_a_row_of_a_padded_batch_gives_the_same_result_as_alone(model: Any, kv_bits: int) -> None:
+    """A short and a long row, prefilled and decoded past every size change."""
     lengths, steps = (13, 60), 40
     mask = torch.stack([torch.arange(60) >= 60 - length for length in lengths]).long()
     ids = TOKENS[:, :60] * mask
@@ -166,16 +166,16 @@ def test_a_row_of_a_padded_batch_comes_out_as_alone(model: Any, kv_bits: int) ->
             alone = [model(ids[row : row + 1, 60 - length :], past_key_values=cache).logits[:, -1]]
             fed = TOKENS[row : row + 1, 60 : 60 + steps].split(1, 1)
             alone += [model(token, past_key_values=cache).logits[:, -1] for token in fed]
-            own = torch.cat([step[row : row + 1] for step in together])
-            # On some machines a batch rounds otherwise than a row: one code more or less, of 256.
-            assert_close(own, torch.cat(alone), FLOAT32 if kv_bits == 16 else 0.02)
+            ours = torch.cat([step[row : row + 1] for step in together])
+            # On some machines a batch rounds differently from a single row, by one code of 256.
+            assert_close(ours, torch.cat(alone), FLOAT32 if kv_bits == 16 else 0.02)
             for layer in range(3):
-                own, wanted = kept[layer][row], cache.kept(layer)[0]
-                assert own[own >= 0].tolist() == wanted[wanted >= 0].tolist()
+                ours, wanted = kept[layer][row], cache.kept(layer)[0]
+                assert ours[ours >= 0].tolist() == wanted[wanted >= 0].tolist()
 
 
 def test_rows_that_leave_a_batch_take_nothing_with_them(model: Any) -> None:
-    """A short row goes on as it would alone after the long one, for which layers had changed their size, is dropped."""
+    """A short row continues as if alone after the long one, which had made layers change size, is dropped."""
     mask = torch.stack([torch.arange(60) >= 47, torch.ones(60)]).long()
     with attach(model, config_of()) as cache:
         model(TOKENS[:, :60] * mask, attention_mask=mask, past_key_values=cache)
@@ -189,8 +189,8 @@ def test_rows_that_leave_a_batch_take_nothing_with_them(model: Any) -> None:
 
 @pytest.mark.parametrize("fed", [20, 30, 70])
 @pytest.mark.parametrize("kv_bits", [16, 4])
-def test_a_state_goes_on_at_any_size(model: Any, monkeypatch: pytest.MonkeyPatch, fed: int, kv_bits: int) -> None:
-    """With the windows of the saved stream, whatever is measured where it is loaded."""
+def test_a_state_continues_at_any_size(model: Any, monkeypatch: pytest.MonkeyPatch, fed: int, kv_bits: int) -> None:
+    """The saved stream's windows are used, whatever is measured where it is loaded."""
     config = config_of(kv_bits=kv_bits)
     with attach(model, config) as cache:
         model(TOKENS[:, :fed], past_key_values=cache)
@@ -218,15 +218,15 @@ def test_pins_are_in_every_layer_and_late_ones_must_fit_the_smallest(model: Any)
         for layer in range(3):
             for head in cache.kept(layer)[0]:
                 assert head[head >= 0][:8].tolist() == list(range(8))
-        least = min(windows(ALL, WINDOW, 8, MIN_EVICTABLE))
-        with pytest.raises(ConfigError, match=f"of some heads of {least}"):
+        smallest = min(windows(ALL, WINDOW, 8, MIN_EVICTABLE))
+        with pytest.raises(ConfigError, match=f"of some heads of {smallest}"):
             cache.pin(99, 110)
 
 
 class TestMeasured:
-    def test_the_embedded_model_reaches_back_with_a_few_heads(self, embedded: LoadedModel) -> None:
+    def test_the_embedded_model_has_a_few_retrieval_heads(self, embedded: LoadedModel) -> None:
         with attach(embedded.model, CacheConfig(window=256)) as cache:
-            sizes = [[group.schedule.window] * len(heads) for group, heads in parts(cache)]
+            sizes = [[group.schedule.window] * len(heads) for group, heads in heads_by_group(cache)]
         heads = [size for group in sizes for size in group]
         assert len(heads) == 90
         assert 255 < sum(heads) / 90 <= 256
@@ -288,6 +288,6 @@ def test_statistics_are_means_over_heads(model: Any) -> None:
         assert all(0 < layer.mass < 1 and 0 <= layer.sparsity < 1 for layer in statistics)
 
 
-def parts(cache: Any) -> list[tuple[Any, Any]]:
-    """Every group of heads, with its heads."""
+def heads_by_group(cache: Any) -> list[tuple[Any, Any]]:
+    """Every head group with its heads."""
     return [(group, group.heads.tolist()) for group in cache.head_groups]

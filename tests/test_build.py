@@ -1,4 +1,4 @@
-"""Wheels: with the compiled libraries where there is a compiler, without where there is none."""
+"""Wheels: with compiled libraries if there is a compiler, without them otherwise."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ ROOT = Path(__file__).parent.parent
 
 @pytest.fixture
 def checkout(tmp_path: Path) -> Path:
-    """A copy with the least that compiles."""
+    """A copy of the minimum that compiles."""
     copy = tmp_path / "checkout"
     ignored = shutil.ignore_patterns("__pycache__", "_h2o_*", "src")
     shutil.copytree(ROOT / "h2o_stream", copy / "h2o_stream", ignore=ignored)
@@ -34,7 +34,7 @@ def checkout(tmp_path: Path) -> Path:
 
 
 def _wheel(checkout: Path, **environment: str) -> tuple[str, set[str], str]:
-    """Its name, its files, and what was said while it was built."""
+    """The wheel's name, its files, and the build output."""
     command = [sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d", "wheels"]
     done = subprocess.run(command, cwd=checkout, env=os.environ | environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr

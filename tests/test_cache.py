@@ -1,4 +1,4 @@
-"""The slots by themselves, and a model they are attached to."""
+"""Slots on their own and attached to a model."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def ids(count: int, batch: int = 1, seed: int = 0) -> torch.Tensor:
 
 
 class TestBeforeAnyEviction:
-    """Nothing is lost yet, so nothing may differ from transformers' own cache."""
+    """Before the first eviction the results equal those of transformers' own cache."""
 
     @pytest.mark.parametrize("positions", POSITIONS)
     @pytest.mark.parametrize("chunk", [0, 1, 7, 64])
@@ -60,13 +60,13 @@ class TestBeforeAnyEviction:
             whole = tiny(ids(32), past_key_values=cache).logits
             kept = cache.kept(1)
             cache.reset()
-            parts = [tiny(part, past_key_values=cache).logits for part in ids(32).split(8, dim=1)]
+            logits = [tiny(part, past_key_values=cache).logits for part in ids(32).split(8, dim=1)]
             assert kept.equal(cache.kept(1))
-        assert_close(torch.cat(parts, 1), whole)
+        assert_close(torch.cat(logits, 1), whole)
 
 
 class TestSlots:
-    """Bookkeeping of one layer under any mix of prefill and decode."""
+    """Bookkeeping of one layer under any mix of prefill and decode steps."""
 
     @settings(max_examples=60, deadline=None, derandomize=True)
     @given(
@@ -119,7 +119,7 @@ class TestSlots:
             assert layer.store.values[occupied][:, 0].equal(-layer.index[occupied].float())
 
     def test_scores_are_float32_and_do_not_saturate_in_bfloat16(self) -> None:
-        """Bug 4 of the reference: at 512 an increment below 1 vanishes in half precision."""
+        """Bug 4 of the reference: at a score of 512, increments below 1 vanish in half precision."""
         plan = CacheConfig("h2o-paper", 4, heavy=2, positions="absolute").plan()
         layer = HeadGroup(plan, make_policy(plan), None)
         one = torch.ones(1, 1, 1, 4, dtype=torch.bfloat16)
@@ -147,7 +147,7 @@ class TestPrefill:
     def test_no_matrix_is_larger_than_chunk_by_window_and_chunk(
         self, tiny: LlamaForCausalLM, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        """Bug 7 of the reference: it makes the whole matrix of prompt by cache and prompt."""
+        """Bug 7 of the reference: it materializes the whole attention matrix of a prompt."""
         shapes, attention = [], eager.attention
 
         def watch(*args: Any) -> Any:
@@ -173,7 +173,7 @@ class TestPins:
             assert counts.sinks + counts.pinned + counts.heavy + counts.recent + counts.free == counts.window
 
     def test_ranges_anywhere_and_let_go_again(self, tiny: LlamaForCausalLM) -> None:
-        """A pin may name tokens that are yet to come; in a batch it counts the tokens of each row."""
+        """A pin may name tokens that have not been fed yet; in a batch it counts each row's tokens."""
         mask = torch.ones(2, 60).index_fill(1, torch.arange(20), 0)
         mask[0] = 1
         with attach(tiny, CacheConfig(window=32, chunk=8)) as cache:
@@ -201,7 +201,7 @@ class TestPins:
             tiny(ids(100, seed=1), past_key_values=cache)
             assert all({*range(52, 58)} <= set(head) for head in cache.kept(1)[0].tolist())
 
-    def test_a_pin_that_is_no_range_is_refused(self, tiny: LlamaForCausalLM) -> None:
+    def test_a_pin_that_is_not_a_range_is_refused(self, tiny: LlamaForCausalLM) -> None:
         with attach(tiny, CacheConfig(window=24)) as cache:
             for start, stop in ((-1, 3), (5, 4)):
                 with pytest.raises(ConfigError, match="cannot be pinned"):

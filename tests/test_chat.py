@@ -1,4 +1,4 @@
-"""The chat as a script meets it: commands, sessions."""
+"""The chat as used by scripts: commands, sessions."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class TestCommands:
         assert "/exit takes no argument" in done.stderr
         assert [record["type"] for record in records(out.read_text())] == ["run", "summary"]
 
-    def test_paths_and_two_slashes_are_said(self, tiny_folder: Path, tmp_path: Path) -> None:
+    def test_paths_and_double_slashes_are_messages(self, tiny_folder: Path, tmp_path: Path) -> None:
         out = tmp_path / "run.jsonl"
         piped(tiny_folder, ["/usr/bin is a folder", "//help me", "/ is the root"], "--jsonl", out)
         assert [record["type"] for record in records(out.read_text())].count("turn") == 3
@@ -108,7 +108,7 @@ class TestCommands:
     def test_another_system_prompt(self, tiny_folder: Path) -> None:
         done = piped(tiny_folder, ["/system", "hello", "/system Be kind.", "/system", "hello"], "-s", "Be brief.")
         assert "Be brief.\n" in done.stderr
-        assert "anew" in done.stderr
+        assert "Started a new conversation" in done.stderr
         assert "\nBe kind.\n" in done.stderr
 
     def test_files(self, tiny_folder: Path, tmp_path: Path) -> None:
@@ -184,12 +184,12 @@ class TestCommands:
 
 
 class TestSessions:
-    def test_it_goes_on_as_if_never_left(self, tiny_folder: Path, tmp_path: Path) -> None:
+    def test_it_continues_as_if_never_left(self, tiny_folder: Path, tmp_path: Path) -> None:
         talk = [f"question {number} " + "word " * 20 for number in range(6)]
         options = ("--window", 64, "--temp", 1, "--seed", 4)
         whole = piped(tiny_folder, talk, *options).stdout.splitlines()
         first = piped(tiny_folder, talk[:3], *options, "--session", "talk")
-        assert "session talk begins" in first.stderr
+        assert "session talk started" in first.stderr
         rest = piped(tiny_folder, talk[3:], *options, "--session", "talk")
         assert "session talk resumed after turn 3: question 2" in rest.stderr
         assert first.stdout.splitlines() + rest.stdout.splitlines() == whole
@@ -221,8 +221,8 @@ class TestSessions:
         assert done.exit_code == code
         assert words in done.stderr
 
-    def test_killed_at_any_moment_it_goes_on_exactly(self, tiny_folder: Path, tmp_path: Path) -> None:
-        """SIGKILL at random moments of a scripted session, until it has come to its end."""
+    def test_killed_at_any_moment_it_continues_exactly(self, tiny_folder: Path, tmp_path: Path) -> None:
+        """SIGKILL at random moments of a scripted session until it is complete."""
         talk = [f"question {number} " + "word " * 30 for number in range(20)]
         command = ["h2o-chat", "-m", tiny_folder, "-n", "24", "--temp", "0", "--window", "64"]
         whole = texts(piped(tiny_folder, talk, "-n", 24, "--window", 64, "--jsonl", "-").stdout)

@@ -1,4 +1,4 @@
-"""The chat as a person meets it: keys in a real terminal."""
+"""The chat as used by people: keys in a real terminal."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class TestKeys:
         with self.chat(tiny_folder) as pty:
             pty.until(lambda p: "seen 0" in p.text)
             pty.send("/set seed 1234\r")
-            pty.until(lambda p: "seed is 1234" in p.text)
+            pty.until(lambda p: "seed is now 1234" in p.text)
             pty.send("\x04")
             assert pty.exit_code() == 0
         with self.chat(tiny_folder) as pty:
@@ -54,7 +54,7 @@ class TestKeys:
             pty.send("\x12seed")
             pty.until(lambda p: "/set seed 1234" in p.text)
             pty.send("\r\r")
-            pty.until(lambda p: "seed is 1234" in p.text)
+            pty.until(lambda p: "seed is now 1234" in p.text)
 
     def test_an_editor(self, tiny_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         editor = tmp_path / "editor"
@@ -67,7 +67,7 @@ class TestKeys:
             pty.send("draft\x18\x05")
             pty.until(lambda p: "/set seed 77" in p.text)
             pty.send("\r")
-            pty.until(lambda p: "seed is 77" in p.text)
+            pty.until(lambda p: "seed is now 77" in p.text)
 
     def test_vim(self, tiny_folder: Path) -> None:
         with self.chat(tiny_folder, "--vim") as pty:
@@ -76,7 +76,7 @@ class TestKeys:
             time.sleep(0.7)
             pty.send("0fxreA")
             pty.send("7\r")
-            pty.until(lambda p: "seed is 77" in p.text)
+            pty.until(lambda p: "seed is now 77" in p.text)
 
     def test_ctrl_c_twice_leaves(self, tiny_folder: Path) -> None:
         with self.chat(tiny_folder) as pty:
@@ -100,7 +100,7 @@ class TestKeys:
             pty.until(lambda p: "turn 1" in p.text)
 
     def test_a_huge_paste(self, tiny_folder: Path) -> None:
-        """200 kB, stopped within half a second."""
+        """A prompt of 200 kB stops within half a second."""
         with self.chat(tiny_folder, "--window", "64") as pty:
             pty.until(lambda p: "seen 0" in p.text)
             pty.send("\x1b[200~" + "word and another. " * 11_500 + "\x1b[201~\r")

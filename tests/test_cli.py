@@ -1,4 +1,4 @@
-"""The commands as a person or a script meets them: streams, exit codes."""
+"""The commands as used by people and scripts: streams, exit codes."""
 
 from __future__ import annotations
 
@@ -139,7 +139,7 @@ class TestUsage:
         assert done.stderr.startswith(f"{command}: ")
         assert not done.stdout
 
-    def test_a_traceback_comes_with_debug_only(self, tiny_folder: Path) -> None:
+    def test_tracebacks_only_with_debug(self, tiny_folder: Path) -> None:
         wrong = ["-m", tiny_folder, "--window", "20", "-p", "x", "-q"]
         assert "Traceback" not in invoke("h2o-chat", *wrong).stderr
         assert "Traceback" in invoke("h2o-chat", *wrong, "--debug").stderr
@@ -205,7 +205,7 @@ class TestChat:
         assert re.search(r"reading 1,024 of 2,0\d\d tokens", done.stderr)
         assert "reading" not in invoke("h2o-chat", *talk, "-q", typed="word " * 2000).stderr
 
-    def test_the_same_seed_says_the_same(self, tiny_folder: Path) -> None:
+    def test_the_same_seed_gives_the_same_text(self, tiny_folder: Path) -> None:
         talk = ["-m", tiny_folder, "--seed", "5", "-n", "12", "-p", "hello", "-q"]
         assert invoke("h2o-chat", *talk).stdout == invoke("h2o-chat", *talk).stdout
 
@@ -240,7 +240,7 @@ class TestStream:
             asked[name] = [record["question_id"] for record in records(done.stdout)[1:-1]]
         assert asked == {"all": [0, 0, 1, 1, 2, 2], "three": [0, 0, 1], "loop": [0, 0, 1, 1, 2, 2, 0, 0]}
 
-    def test_full_goes_on_beyond_its_context_or_ends_there(self, tiny_folder: Path, questions: Path) -> None:
+    def test_full_continues_beyond_its_context_or_ends_there(self, tiny_folder: Path, questions: Path) -> None:
         base = ["-m", tiny_folder, "--questions", questions, "-n", "90", "--policy", "full", "--jsonl", "-"]
         goes_on = invoke("h2o-stream", *base, "--turns", "4")
         turns = records(goes_on.stdout)[1:-1]
@@ -274,7 +274,7 @@ class TestStream:
         assert "tokens seen" in done.stderr
         assert "try --window" in done.stderr
 
-    def test_a_prompt_of_ones_own(self, tiny_folder: Path, tmp_path: Path) -> None:
+    def test_a_custom_prompt(self, tiny_folder: Path, tmp_path: Path) -> None:
         file, empty = tmp_path / "story.txt", tmp_path / "empty.txt"
         file.write_text("Once upon a time " * 60)
         empty.write_text(" \n")

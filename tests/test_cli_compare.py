@@ -1,4 +1,4 @@
-"""Comparisons as a person or a script asks for them."""
+"""Comparisons as run from the command line."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class TestCompare:
         assert results[1]["nll"] != pytest.approx(full, rel=3 * LIKELIHOOD)
         assert "nats per token" in done.stderr
 
-    def test_nll_in_a_folder_goes_on_where_it_was(self, tiny_folder: Path, tmp_path: Path) -> None:
+    def test_nll_in_a_folder_resumes(self, tiny_folder: Path, tmp_path: Path) -> None:
         text, out = tmp_path / "text.txt", tmp_path / "out"
         text.write_text("The quick brown fox jumps over the lazy dog, again and again. " * 40)
         base = ["nll", "-m", tiny_folder, "--text", text, "--tokens", "200", "--jsonl", "-", "--out", out]
@@ -124,7 +124,7 @@ class TestCompare:
             assert result["tok_s"] == pytest.approx(result["batch"] * result["new"] / result["seconds"], rel=0.05)
         assert "| 60+5 | full |" in (out / "throughput.md").read_text()
         again = invoke("h2o-compare", *base, "--cache-budget", "160KiB", "--ratio", "0.4", "--out", out, "-q")
-        assert records(again.stdout)[1:] == results, "what was timed is not timed again"
+        assert records(again.stdout)[1:] == results, "timings are reused"
         small = invoke("h2o-compare", *base, "--cache-budget", "4KiB")
         assert small.exit_code == 2
         assert "--cache-budget" in small.stderr

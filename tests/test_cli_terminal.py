@@ -32,7 +32,7 @@ class TestTerminal:
             assert all(line.rstrip()[-1] in "│╮╯" for line in frame), "nothing is wrapped or cut"
             assert terminal.exit_code() == 0
         assert "4 turns" in terminal.text
-        assert terminal.output.index("\x1b[?1049h") < terminal.output.index("\x1b[?1049l"), "it is given back"
+        assert terminal.output.index("\x1b[?1049h") < terminal.output.index("\x1b[?1049l"), "it is restored"
 
     def test_the_screen_shows_markup_as_text(self, capsys: pytest.CaptureFixture[str]) -> None:
         terminal = Terminal()
@@ -70,7 +70,7 @@ class TestTerminal:
             assert terminal.exit_code() == 0
         assert "tell me all" in (tmp_path / "h2o-stream" / "history").read_text()
 
-    def test_no_colours_when_told_so(self, tiny_folder: Path, questions: Path) -> None:
+    def test_no_color_on_request(self, tiny_folder: Path, questions: Path) -> None:
         base = ["-m", str(tiny_folder), "--questions", str(questions), "--turns", "1", "-n", "20", "--color", "off"]
         with Pty("h2o-stream", *base) as terminal:
             assert terminal.exit_code() == 0

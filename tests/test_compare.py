@@ -66,7 +66,7 @@ class TestFolder:
 
 
 def test_a_figure_is_another_one_when_a_default_changes(tiny: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Found when a comparison went on with the figures of a former default."""
+    """Regression: a comparison continued with the figures of a former default."""
     before = identity(tiny, CacheConfig())
     assert identity(tiny, CacheConfig()) == before
     assert identity(tiny, CacheConfig(decay=0.5)) != before
@@ -75,7 +75,7 @@ def test_a_figure_is_another_one_when_a_default_changes(tiny: Any, monkeypatch: 
 
 
 class TestRecall:
-    def test_facts_stand_where_the_plan_says(self, tokenizer: Any) -> None:
+    def test_facts_are_where_the_plan_says(self, tokenizer: Any) -> None:
         text = tokenizer("A story about nothing in particular. " * 400)["input_ids"]
         plan = plan_questions(tokenizer, text, 3, [10, 300])
         assert [question[1:] for question in plan.questions] == [(0, 0), (1, 0), (2, 0), (0, 1), (1, 1), (2, 1)]
@@ -94,7 +94,7 @@ class TestRecall:
             plan_questions(tokenizer, [5] * 100, 99, [64])
 
     def test_a_question_leaves_no_trace_and_the_embedded_model_remembers(self, embedded: LoadedModel) -> None:
-        """Asked twice in the same place, it gives the same answer."""
+        """The same question in the same place gets the same answer."""
         tokenizer, model = embedded.tokenizer, embedded.model
         text = tokenizer("It was a quiet day in the village, and nobody had anything to do. " * 30)["input_ids"]
         config = CacheConfig("sink", 96, chunk=16)
@@ -107,4 +107,4 @@ class TestRecall:
         assert margins[:, 1].equal(margins[:, 2])
         assert full.min() > 0, "it can tell all of them"
         assert margins[:, 0].min() > 0
-        assert margins[:, 1].max() < full[:, 1].min(), "what is gone is gone"
+        assert margins[:, 1].max() < full[:, 1].min(), "evicted facts are not recalled"

@@ -1,17 +1,16 @@
-"""Conversations in any order of things to do with them, disturbed anywhere, against a model that is a list of turns.
+"""Conversations under any sequence of operations, disturbed anywhere, compared with a list of expected turns.
 
-``H2O_EXAMPLES=20000 pytest tests/test_conversation_machine.py`` tries more than CI does.
+``H2O_EXAMPLES=20000 pytest tests/test_conversation_machine.py`` tries more examples than CI does.
 """
 
 from __future__ import annotations
 
-import hashlib
 import os
 import shutil
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import ExitStack, suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -21,27 +20,25 @@ import torch
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
-from torch import Tensor
 
-from h2o_stream import CacheConfig, ConfigError, Conversation, Engine, H2OStreamError, SamplingConfig
+from h2o_stream import ConfigError, Conversation, H2OStreamError
 from h2o_stream.cache.audit import audit
 from h2o_stream.cache.identity import model_digest
 from h2o_stream.errors import DataError
 from h2o_stream.session.history import ConversationHistory, ResumeError
 from h2o_stream.session.sessions import Session
 from h2o_stream.session.transcript import Header
+from tests.conversation_model import MODEL, ExpectedConversation, ExpectedTurn, digest_of, make_engine, start_turn
 from tests.disturbances import full_disk, interrupted
-from tests.small_talk import WORDS, small_model, small_tokenizer
+from tests.small_talk import WORDS
 
-MODEL, TOKENIZER = small_model(), small_tokenizer()
 DIGEST = model_digest(MODEL)
-CACHE = CacheConfig("h2o", 32, chunk=4)
 SYSTEMS = ("w1 w2", "w3", "w4 w5 w6 w7 w8")
 TOO_LONG = " ".join(WORDS + WORDS)
 
 texts = st.lists(st.sampled_from(WORDS), min_size=1, max_size=6).map(" ".join)
 names = st.sampled_from(["one", "two", "ü" * 4])
-kinds = st.sampled_from(["say", "say", "pin", "tell"])
+kinds = st.sampled_from(["say", "say", "pin", "feed"])
 disturbances = st.one_of(
     st.none(),
     st.none(),
@@ -51,58 +48,6 @@ disturbances = st.one_of(
 )
 
 
-@dataclass(frozen=True)
-class Said:
-    """A turn: what was asked for, and what there was to be seen afterwards."""
-
-    kind: str
-    text: str
-    events: int | None
-    draws: Tensor
-    entry: tuple[str, ...]
-    tokens: tuple[int, ...]
-    digest: str
-
-
-@dataclass(frozen=True)
-class Talk:
-    """What the model knows of a conversation."""
-
-    system: str
-    turns: tuple[Said, ...] = ()
-
-    @property
-    def entries(self) -> list[tuple[str, ...]]:
-        return [turn.entry for turn in self.turns]
-
-    @property
-    def pins(self) -> list[str]:
-        return [turn.text for turn in self.turns if turn.entry[0] == "pinned"]
-
-    @property
-    def digest(self) -> str:
-        return self.turns[-1].digest if self.turns else ""
-
-
-def make_engine() -> Engine:
-    engine = Engine(MODEL, TOKENIZER, CACHE, SamplingConfig(temperature=1.0, seed=4, max_tokens=4))
-    engine.prefill_step = CACHE.chunk or 1
-    return engine
-
-
-def digest_of(state: dict[str, Tensor]) -> str:
-    whole = hashlib.sha256()
-    for name in sorted(state):
-        whole.update(f"{name} {tuple(state[name].shape)}".encode() + state[name].numpy().tobytes())
-    return whole.hexdigest()
-
-
-def begun(talker: Any, kind: str, text: str) -> Iterator[Any]:
-    if kind == "tell":
-        return talker.feed_turn(text, "w9 w10")  # type: ignore[no-any-return]
-    return (talker.say if kind == "say" else talker.pin)(text)  # type: ignore[no-any-return]
-
-
 class ConversationMachine(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
@@ -110,15 +55,15 @@ class ConversationMachine(RuleBasedStateMachine):
         self.folder = Path(tempfile.mkdtemp())
         self.stack.callback(shutil.rmtree, self.folder)
         self.stack.enter_context(patch.dict(os.environ, {"XDG_DATA_HOME": str(self.folder)}))
-        for place in ("attach", "proof", "reach"):  # the model never changes, and each digest takes milliseconds
+        for place in ("attach", "verification", "retrieval_heads"):  # a digest takes milliseconds
             self.stack.enter_context(patch(f"h2o_stream.cache.{place}.model_digest", lambda model: DIGEST))
         self.stack.enter_context(torch.no_grad())
         self.engine = self.stack.enter_context(make_engine())
         self.history = ConversationHistory(Conversation(self.engine, SYSTEMS[0]), Header("small", "h2o", 32, None))
-        self.talk = Talk(SYSTEMS[0])
+        self.expected = ExpectedConversation(SYSTEMS[0])
         self.name: str | None = None
-        self.saved: dict[str, Talk] = {}
-        self.behind: set[str] = set()
+        self.saved: dict[str, ExpectedConversation] = {}
+        self.unsaved: set[str] = set()
 
     def teardown(self) -> None:
         self.history.close()
@@ -127,14 +72,14 @@ class ConversationMachine(RuleBasedStateMachine):
         self.check_the_disk()
         self.stack.close()
 
-    # what is to be seen
+    # observations
 
     @property
     def digest(self) -> str:
         return digest_of(self.history.conversation.state_dict()) if self.engine.tokens else ""
 
-    def seen(self, talk: Talk) -> bool:
-        """Whether the conversation is as the model says."""
+    def seen(self, talk: ExpectedConversation) -> bool:
+        """Whether the conversation is as expected."""
         conversation = self.history.conversation
         entries = [(entry.kind, entry.prompt, entry.text, entry.finish) for entry in self.history.entries]
         return (
@@ -144,7 +89,7 @@ class ConversationMachine(RuleBasedStateMachine):
         )
 
     def disturbed(self, disturbance: Any, do: Callable[[], Any]) -> BaseException | None:
-        """What came of doing something, while something else happens."""
+        """Run an action with a disturbance and return its exception, if any."""
         with ExitStack() as stack:
             if disturbance is not None:
                 how, *numbers = disturbance
@@ -157,17 +102,17 @@ class ConversationMachine(RuleBasedStateMachine):
                 return error.with_traceback(None)
         return None
 
-    def before_or(self, after: Talk, error: BaseException | None, name: str | None) -> None:
-        """The model goes where the conversation has gone: nowhere, or all the way, which it must without an error."""
+    def before_or(self, after: ExpectedConversation, error: BaseException | None, name: str | None) -> None:
+        """Expect the conversation as before or as `after`; without an error, only `after`."""
         if (error is None or self.seen(after)) and self.there(name):
             assert self.seen(after)
-            self.talk, self.name = after, name
+            self.expected, self.name = after, name
         else:
             assert error is not None
             assert self.there(self.name)
-            assert self.seen(self.talk)
+            assert self.seen(self.expected)
         if self.name is not None:
-            self.saved[self.name] = self.talk
+            self.saved[self.name] = self.expected
 
     def there(self, name: str | None) -> bool:
         session = self.history.session
@@ -175,18 +120,18 @@ class ConversationMachine(RuleBasedStateMachine):
 
     def on_disk(self, name: str) -> bool:
         path = self.folder / "h2o-stream" / "sessions" / name / "transcript.jsonl"
-        return path.exists() and path.stat().st_size > 0  # one without a line is none
+        return path.exists() and path.stat().st_size > 0  # a session without a line does not count
 
-    # what can be done
+    # operations
 
     @rule(kind=kinds, text=texts, events=st.none() | st.integers(1, 6), disturbance=disturbances)
     def turn(self, kind: str, text: str, events: int | None, disturbance: Any) -> None:
-        before, draws, told = self.talk, self.engine.sampler.rng_state, list[str]()
+        before, draws, messages = self.expected, self.engine.sampler.rng_state, list[str]()
 
         def do() -> None:
-            iterator = begun(self.history, kind, text)
+            iterator = start_turn(self.history, kind, text)
             for event in islice(iterator, events):
-                told.append(getattr(event, "detail", ""))
+                messages.append(getattr(event, "detail", ""))
             if events is not None:
                 iterator.close()  # type: ignore[attr-defined]
 
@@ -201,21 +146,21 @@ class ConversationMachine(RuleBasedStateMachine):
         assert error is None or isinstance(error, KeyboardInterrupt | DataError), error
         after = (entry.kind, entry.prompt, entry.text, entry.finish)
         stopped = events if entry.finish == "interrupted" else None
-        said = Said(kind, text, stopped, draws, after, tuple(self.engine.tokens), self.digest)
-        self.talk = replace(before, turns=(*before.turns, said))
-        assert self.seen(self.talk)
+        said = ExpectedTurn(kind, text, stopped, draws, after, tuple(self.engine.tokens), self.digest)
+        self.expected = replace(before, turns=(*before.turns, said))
+        assert self.seen(self.expected)
         if self.name is not None:
-            self.saved[self.name] = self.talk
-            if any("not" in detail for detail in told) or isinstance(error, DataError):
-                self.behind.add(self.name)
+            self.saved[self.name] = self.expected
+            if any("not" in detail for detail in messages) or isinstance(error, DataError):
+                self.unsaved.add(self.name)
             elif error is None and disturbance is None:
-                self.behind.discard(self.name)
+                self.unsaved.discard(self.name)
 
     @rule(count=st.integers(1, 3), disturbance=disturbances)
     def undo(self, count: int, disturbance: Any) -> None:
         error = self.disturbed(disturbance, lambda: self.history.undo(count))
-        turns = self.talk.turns
-        after = replace(self.talk, turns=turns[:-count]) if count <= len(turns) else self.talk
+        turns = self.expected.turns
+        after = replace(self.expected, turns=turns[:-count]) if count <= len(turns) else self.expected
         assert count <= len(turns) or error is not None
         self.before_or(after, error, self.name)
 
@@ -223,16 +168,16 @@ class ConversationMachine(RuleBasedStateMachine):
     def reset(self, system: str | None, disturbance: Any) -> None:
         error = self.disturbed(disturbance, lambda: self.history.reset(system))
         assert system != TOO_LONG or isinstance(error, ConfigError | KeyboardInterrupt)
-        self.before_or(Talk(self.talk.system if system is None else system), error, self.name)
+        self.before_or(ExpectedConversation(self.expected.system if system is None else system), error, self.name)
 
     @rule(name=names, disturbance=disturbances)
     def save(self, name: str, disturbance: Any) -> None:
         known = self.on_disk(name)
         error = self.disturbed(disturbance, lambda: self.history.save(name))
         assert not known or error is not None
-        self.before_or(self.talk, error, self.name)
+        self.before_or(self.expected, error, self.name)
         if not known and self.on_disk(name):
-            self.saved[name] = self.talk
+            self.saved[name] = self.expected
         assert error is not None or self.on_disk(name)
 
     @rule(name=names, disturbance=disturbances)
@@ -240,33 +185,33 @@ class ConversationMachine(RuleBasedStateMachine):
         known = self.on_disk(name)
         error = self.disturbed(disturbance, lambda: self.history.fork(name))
         assert not known or error is not None
-        self.before_or(self.talk, error, self.name if known else name)
-        assert known or self.there(name) or not self.on_disk(name), "nothing is left of a copy that was not taken up"
+        self.before_or(self.expected, error, self.name if known else name)
+        assert known or self.there(name) or not self.on_disk(name), "an abandoned copy leaves nothing"
 
-    @rule(name=names, create=st.booleans(), retell=st.booleans(), disturbance=disturbances)
-    def load(self, name: str, create: bool, retell: bool, disturbance: Any) -> None:
+    @rule(name=names, create=st.booleans(), replay=st.booleans(), disturbance=disturbances)
+    def load(self, name: str, create: bool, replay: bool, disturbance: Any) -> None:
         known = self.on_disk(name)
         error = self.disturbed(disturbance, lambda: self.history.open(name, create))
         if name == self.name or not (known or create):
             assert error is not None
-            return self.before_or(self.talk, error, self.name)
+            return self.before_or(self.expected, error, self.name)
         if isinstance(error, ResumeError):
-            assert name in self.behind or disturbance is not None, error
-            self.before_or(self.talk, error, self.name)
-            return self.hear_again(name, None) if retell else None
-        after = self.saved[name] if known else Talk(self.talk.system)
-        if name in self.behind and self.there(name):
+            assert name in self.unsaved or disturbance is not None, error
+            self.before_or(self.expected, error, self.name)
+            return self.replay_session(name, None) if replay else None
+        after = self.saved[name] if known else ExpectedConversation(self.expected.system)
+        if name in self.unsaved and self.there(name):
             after = replace(after, turns=after.turns[: len(self.history.entries)])
-            self.behind.discard(name)
+            self.unsaved.discard(name)
         self.before_or(after, error, name)
         return None
 
     @rule(name=names, disturbance=disturbances, events=st.none() | st.integers(1, 20))
-    def retell(self, name: str, disturbance: Any, events: int | None) -> None:
+    def replay(self, name: str, disturbance: Any, events: int | None) -> None:
         if self.on_disk(name) and name != self.name:
-            self.hear_again(name, disturbance, events)
+            self.replay_session(name, disturbance, events)
 
-    def hear_again(self, name: str, disturbance: Any, events: int | None = None) -> None:
+    def replay_session(self, name: str, disturbance: Any, events: int | None = None) -> None:
         draws, digests = self.engine.sampler.rng_state, list[tuple[str, tuple[int, ...]]]()
 
         def do() -> None:
@@ -278,13 +223,13 @@ class ConversationMachine(RuleBasedStateMachine):
         error = self.disturbed(disturbance, do)
         if not self.there(name):
             assert error is not None or events is not None
-            return self.before_or(self.talk, error or KeyboardInterrupt(), self.name)
+            return self.before_or(self.expected, error or KeyboardInterrupt(), self.name)
         there = self.saved[name]
-        entries, turns = self.history.entries, list[Said]()
+        entries, turns = self.history.entries, list[ExpectedTurn]()
         assert [entry.prompt for entry in entries] == [turn.text for turn in there.turns][: len(entries)]
-        assert len(entries) == len(there.turns) or name in self.behind
-        self.behind.discard(name)
-        with suppress(H2OStreamError):  # states of long ago
+        assert len(entries) == len(there.turns) or name in self.unsaved
+        self.unsaved.discard(name)
+        with suppress(H2OStreamError):  # old states are deleted
             for entry in reversed(entries):
                 state = self.history._transactions.checkpoint.state(entry.turn)
                 if state is None:
@@ -292,12 +237,12 @@ class ConversationMachine(RuleBasedStateMachine):
                 digests.append((digest_of(state), tuple(state["engine.tokens"].tolist())))
         digests += [("", ())] * (len(entries) - len(digests))
         for entry, (digest, tokens) in zip(entries, reversed(digests), strict=True):
-            kind = "pin" if entry.kind == "pinned" else f"tell {entry.text}"
+            kind = "pin" if entry.kind == "pinned" else f"feed {entry.text}"
             seen = (entry.kind, entry.prompt, entry.text, entry.finish)
-            turns.append(Said(kind, entry.prompt, None, draws, seen, tokens, digest))
-        self.talk, self.name = Talk(there.system, tuple(turns)), name
-        assert self.seen(self.talk)
-        self.saved[name] = self.talk
+            turns.append(ExpectedTurn(kind, entry.prompt, None, draws, seen, tokens, digest))
+        self.expected, self.name = ExpectedConversation(there.system, tuple(turns)), name
+        assert self.seen(self.expected)
+        self.saved[name] = self.expected
         return None
 
     @rule()
@@ -305,18 +250,18 @@ class ConversationMachine(RuleBasedStateMachine):
         self.history.close()
         self.name = None
 
-    # what always holds
+    # invariants
 
     @invariant()
     def it_is_as_the_model_says(self) -> None:
         assert self.there(self.name)
         conversation = self.history.conversation
         assert not conversation.torn
-        assert conversation.system == self.talk.system
-        assert conversation.pins == self.talk.pins
-        assert [entry.prompt for entry in self.history.entries] == [turn.text for turn in self.talk.turns]
+        assert conversation.system == self.expected.system
+        assert conversation.pins == self.expected.pins
+        assert [entry.prompt for entry in self.history.entries] == [turn.text for turn in self.expected.turns]
         tokens, place = self.engine.tokens, 0
-        assert tuple(tokens) == (self.talk.turns[-1].tokens if self.talk.turns else ())
+        assert tuple(tokens) == (self.expected.turns[-1].tokens if self.expected.turns else ())
         assert self.engine.cache.seen_tokens == len(tokens)
         for passage in conversation.passages:
             assert passage.start == place < passage.stop
@@ -331,28 +276,27 @@ class ConversationMachine(RuleBasedStateMachine):
 
     def check_that_a_fresh_one_comes_to_the_same(self) -> None:
         with make_engine() as engine:
-            conversation = Conversation(engine, self.talk.system)
-            for turn in self.talk.turns:
+            conversation = Conversation(engine, self.expected.system)
+            for turn in self.expected.turns:
                 engine.sampler.rng_state = turn.draws
-                kind, told, reply = turn.kind.partition(" ")
-                events = conversation.feed_turn(turn.text, reply) if told else begun(conversation, kind, turn.text)
+                events = start_turn(conversation, turn.kind, turn.text)
                 for _ in islice(events, turn.events):
                     pass
                 del events
                 if turn.tokens:
                     assert tuple(engine.tokens) == turn.tokens
-            if self.talk.turns:
-                assert torch.equal(engine.cache.kept(1), self.held), "what is held differs"
+            if self.expected.turns:
+                assert torch.equal(engine.cache.kept(1), self.held), "kept tokens differ"
 
     def check_the_disk(self) -> None:
         for name, talk in self.saved.items():
             if not self.on_disk(name):
-                assert not talk.turns or name in self.behind
+                assert not talk.turns or name in self.unsaved
                 continue
             with Session(name, create=False) as session:
                 prompts = [entry.prompt for entry in session.transcript.entries]
                 wanted = [turn.text for turn in talk.turns]
-                assert prompts == wanted or (name in self.behind and prompts == wanted[: len(prompts)])
+                assert prompts == wanted or (name in self.unsaved and prompts == wanted[: len(prompts)])
 
     @invariant()
     def remember_what_is_held(self) -> None:

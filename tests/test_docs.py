@@ -1,4 +1,4 @@
-"""Every command and every Python example of the documentation runs; every link leads somewhere."""
+"""Every command and Python example of the documentation runs; every link has a target."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ FENCED = re.compile(r"^```(\w*)\n(.*?)^```", re.M | re.S)
 INLINE = re.compile(r"`(h2o-(?:chat|stream|compare)\s[^`]+)`")
 
 ELSEWHERE = ("torchrun", "accelerate", "h2o-lm-eval", "--zero", "cuda", "0=10GiB", "--install-completion", "..")
-"""What other tests run (several processes, the harness, DeepSpeed), what needs a GPU, what is not meant literally."""
+"""Commands that other tests run (several processes, the harness, DeepSpeed), need a GPU, or are not literal."""
 
 SMALL: dict[str, str] = {
     "h2o-chat": "-n 2",
@@ -36,13 +36,13 @@ SMALL: dict[str, str] = {
     "report": "",
     "all": "",
 }
-"""Options that make each of them small."""
+"""Options that make each command quick."""
 
 NEEDED = {"--requests": ["summarize"], "--text": ["nll", "recall", "speed", "throughput", "heavy-hitters"]}
-"""Options that are left out where a text only mentions a command."""
+"""Options to add where the text only mentions a command."""
 
 SLOW = ("speed", "soak", "tasks")
-"""Of these one is run; of the others only the options are looked at, by way of a model that is not there."""
+"""Only one command of each of these is run; of the others just the options are checked, with a missing model."""
 
 
 def commands() -> list[tuple[str, str]]:
@@ -62,24 +62,24 @@ COMMANDS = commands()
 
 
 def of_documentation() -> list[Any]:
-    """The commands as parameters. One of soak's is run: test_soak.py does it too, so that is for ``make test-all``."""
-    soak = next(told for told in COMMANDS if "soak" in told[1].split())
+    """The commands as parameters. The soak is marked exhaustive, since test_soak.py runs it too."""
+    soak = next(entry for entry in COMMANDS if "soak" in entry[1].split())
     return [
-        pytest.param(*told, id=" ".join(told)[:70], marks=[pytest.mark.exhaustive] if told == soak else [])
-        for told in COMMANDS
+        pytest.param(*entry, id=" ".join(entry)[:70], marks=[pytest.mark.exhaustive] if entry == soak else [])
+        for entry in COMMANDS
     ]
 
 
 def test_there_are_commands_of_every_kind() -> None:
-    told = {" ".join(command.split()[:2]) for _, command in COMMANDS}
+    prefixes = {" ".join(command.split()[:2]) for _, command in COMMANDS}
     for name in SMALL:
-        assert any(name in words for words in told), name
+        assert any(name in words for words in prefixes), name
     assert len(COMMANDS) > 40
 
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory, tokenizer: PreTrainedTokenizerBase) -> Path:
-    """A small random model with a context as long as the documentation takes for granted."""
+    """A small random model with the context length that the documentation assumes."""
     folder = tmp_path_factory.mktemp("model")
     make_llama(vocab=len(tokenizer), context=8192).save_pretrained(folder)
     tokenizer.save_pretrained(folder)
@@ -88,7 +88,7 @@ def model(tmp_path_factory: pytest.TempPathFactory, tokenizer: PreTrainedTokeniz
 
 @pytest.fixture
 def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A folder with everything that the documentation names."""
+    """A folder with every file that the documentation names."""
     monkeypatch.chdir(tmp_path)
     for name in ("XDG_DATA_HOME", "XDG_CACHE_HOME", "XDG_CONFIG_HOME"):
         monkeypatch.setenv(name, str(tmp_path / name))
@@ -126,7 +126,7 @@ def test_commands(page: str, line: str, place: Path, model: Path, request: pytes
     for option, kinds in NEEDED.items():
         if kind in kinds and option not in arguments and "--input-path" not in arguments:
             arguments += [option, "xsum.jsonl" if option == "--requests" else "a.txt"]
-    if kind in SLOW and (page, line) != next(told for told in COMMANDS if kind in told[1].split()):
+    if kind in SLOW and (page, line) != next(entry for entry in COMMANDS if kind in entry[1].split()):
         done = invoke(command, *arguments, *SMALL[kind].split(), "-m", "./nowhere")
         assert done.exit_code == 1, done.stderr
         assert "./nowhere does not exist" in done.stderr
@@ -141,10 +141,10 @@ def test_commands(page: str, line: str, place: Path, model: Path, request: pytes
 def test_python(
     page: Path, tokenizer: PreTrainedTokenizerBase, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The examples of a page, one after the other, as if they were one program."""
+    """The examples of a page, run in order as one program."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.setattr("shutil.which", lambda name: None)  # no compiler, so that nothing compiles behind the tests
+    monkeypatch.setattr("shutil.which", lambda name: None)  # no compiler, so that nothing is compiled in the background
     inputs = dict(tokenizer("The quick brown fox jumps over the lazy dog. " * 30, return_tensors="pt"))
     model = make_llama(vocab=len(tokenizer), context=4096)
     names: dict[str, Any] = {"model": model, "inputs": inputs, "tokenizer": tokenizer}

@@ -1,4 +1,4 @@
-"""Downloads from a Hub of our own: what is told of them."""
+"""Downloads from a local Hub, and their progress messages."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def test_a_download_tells_its_bytes_and_draws_nothing(hub: None, capfd: pytest.C
     assert capfd.readouterr().err == ""
 
 
-def test_bars_are_added_up_and_others_are_ignored() -> None:
+def test_bars_are_summed_and_others_ignored() -> None:
     heard: list[Progress] = []
     bar = download_bars(heard.append)
     with bar(total=100, unit="B") as one, bar(total=50, unit="B") as two, bar(total=7) as files:

@@ -1,4 +1,4 @@
-"""What is typed while the model loads, and what is shown of the loading."""
+"""Input typed while the model loads, and the display of its progress."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def _home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class Early:
-    """An early chat at keys from a pipe, whose model is loaded when the test says so."""
+    """An early chat with keys from a pipe, whose model finishes loading on the test's command."""
 
     def __init__(self, keys: PipeInput, monkeypatch: pytest.MonkeyPatch) -> None:
         self.keys, self.said, self.noted = keys, [], []
@@ -58,7 +58,7 @@ class Early:
         return object()
 
     @contextmanager
-    def _opened(self, *given: object) -> Iterator[Any]:
+    def _opened(self, *args: object) -> Iterator[Any]:
         self.opened_in = threading.current_thread()
         self.times_opened += 1
 
@@ -68,7 +68,7 @@ class Early:
         yield SimpleNamespace(toolbar=lambda: "ready", run=run)
 
     def later(self, *steps: Callable[[], object]) -> None:
-        """Carry out steps one after the other while the chat runs."""
+        """Run steps one after another while the chat runs."""
 
         def carry_out() -> None:
             for step in steps:

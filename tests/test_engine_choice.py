@@ -1,4 +1,4 @@
-"""`--engine auto|eager`, and what it was called before."""
+"""`--engine auto|eager` and its former names."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def test_others_are_refused(tiny_folder: Path) -> None:
 
 
 @pytest.mark.parametrize(("option", "steps"), [("eager", "steps: eager"), ("auto", "steps: ")])
-def test_verbose_says_what_runs_the_steps(tiny_folder: Path, option: str, steps: str) -> None:
+def test_verbose_shows_the_engine(tiny_folder: Path, option: str, steps: str) -> None:
     base = ["-m", tiny_folder, "-p", "Hello.", "-n", 4, "--device", "cpu", "--engine", option]
     done = invoke("h2o-chat", *base, "-v")
     assert done.exit_code == 0, done.stderr
@@ -53,7 +53,7 @@ def test_the_old_option_is_hidden_and_works(tiny_folder: Path) -> None:
     assert "compile" not in invoke("h2o-chat", "--help").stdout
 
 
-def test_the_cache_says_it(tiny: PreTrainedModel) -> None:
+def test_the_cache_reports_the_engine(tiny: PreTrainedModel) -> None:
     with attach(tiny, CacheConfig(window=16), engine="eager") as cache:
         assert cache.engine_note == "eager: --engine eager"
 
@@ -68,7 +68,7 @@ def test_compiled_warns_and_does_nothing(tiny: PreTrainedModel) -> None:
 
 
 def test_counts_are_made_when_somebody_looks(talker: Any, tokenizer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """They are not free: nobody looks at those of every token."""
+    """They have a cost, so they are not computed for every token."""
     from h2o_stream.config import SamplingConfig
     from h2o_stream.engine.events import Token
 

@@ -1,4 +1,4 @@
-"""Every entry of transformers' causal-LM map: right or refused for a true reason, never wrong and never a crash."""
+"""Every entry of transformers' causal-LM map is right or refused for a true reason, never wrong and never a crash."""
 
 from __future__ import annotations
 

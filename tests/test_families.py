@@ -1,4 +1,4 @@
-"""Every family under every policy, in chunks and one-shot, alone and in a padded batch, against the oracle."""
+"""Every family under every policy, chunked and one-shot, alone and in a padded batch, against the oracle."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ from tests.families import (
 from tests.oracle import Oracle
 
 MEAN = {torch.float32: 5e-6, torch.bfloat16: 0.06}
-"""Root mean square of the differences, relative to that of the logits."""
+"""RMS difference relative to the RMS of the logits."""
 
 numbered = pytest.mark.parametrize("number", range(len(FAMILIES)), ids=[family.name for family in FAMILIES])
 
 
 def modes(first: int = 0) -> pytest.MarkDecorator:
-    """Every family in each of its position modes, from this one on; the first is the default."""
+    """Every family in each of its position modes from this index on; the first is the default."""
     return pytest.mark.parametrize(
         ("number", "positions"),
         [
@@ -51,41 +51,41 @@ def modes(first: int = 0) -> pytest.MarkDecorator:
 
 @pytest.mark.parametrize(("number", "policy"), pairs(POLICIES))
 def test_matrix(number: int, policy: str) -> None:
-    """Each is one cell of the table below, which says that all of them are exact."""
+    """Each is one cell of the table in the next test, which shows that all are exact."""
     assert max(error(number, policy, *cell) for cell in CELLS) < LARGEST
 
 
 def test_the_table_in_the_docs_is_the_matrix() -> None:
-    """``make family-table`` writes it."""
+    """Written by ``make family-table``."""
     everywhere = f"{len(CELLS)}/{len(CELLS)}"
     assert table(lambda number, policy: everywhere) in Path("docs/families.md").read_text(encoding="utf-8")
 
 
 @modes(first=1)
 def test_every_position_mode(number: int, positions: str) -> None:
-    """The matrix tries the default."""
+    """The matrix covers the default mode."""
     assert error(number, "h2o", 5, 3, positions) < LARGEST
 
 
 @numbered
 @pytest.mark.parametrize("dtype", MEAN, ids=["float32", "bfloat16"])
-def test_before_any_eviction_it_is_transformers_own_cache(number: int, dtype: torch.dtype) -> None:
-    """And in bfloat16 it is at most half as far again from float32 as transformers' own."""
+def test_before_any_eviction_it_equals_transformers_cache(number: int, dtype: torch.dtype) -> None:
+    """In bfloat16 its error against float32 is at most 1.5 times that of transformers' own cache."""
     family, tokens = FAMILIES[number], torch.randint(3, 64, (2, 40), generator=torch.Generator().manual_seed(5))
     model = copy.deepcopy(family.make()).to(dtype)
     exact = copy.deepcopy(model).float()(tokens).logits
-    parts, theirs = tokens.split([35] + [1] * 5, 1), DynamicCache(config=model.config)
-    wanted = torch.cat([model(part, past_key_values=theirs).logits for part in parts], 1).float()
+    chunks, theirs = tokens.split([35] + [1] * 5, 1), DynamicCache(config=model.config)
+    wanted = torch.cat([model(part, past_key_values=theirs).logits for part in chunks], 1).float()
     for positions in family.positions:
         with attach(model, CacheConfig(window=40, positions=positions, chunk=7)) as cache:
-            ours = torch.cat([model(part, past_key_values=cache).logits for part in parts], 1).float()
+            ours = torch.cat([model(part, past_key_values=cache).logits for part in chunks], 1).float()
         assert float((ours - wanted).norm() / wanted.norm()) < MEAN[dtype]
         assert (ours - exact).norm() < 1.5 * (wanted - exact).norm() + MEAN[torch.float32] * exact.norm()
 
 
 @modes()
 def test_far_past_the_span_and_the_context(number: int, positions: str) -> None:
-    """With true positions, as far as the context goes, and past every sliding window."""
+    """With absolute positions to the end of the context, and past every sliding window."""
     family = FAMILIES[number]
     model, config = family.make(), config_of(family, "h2o", 16, positions)
     count = CONTEXT if positions == "absolute" else 2 * CONTEXT + 20

@@ -1,4 +1,4 @@
-"""What goes wrong around the program: signals, terminals and pipes that go away, folders that vanish."""
+"""Faults around the program: signals, closed terminals and pipes, deleted folders."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def said(home: Path) -> list[dict[str, Any]]:
-    """The whole lines of the session's transcript that are turns."""
+    """The complete turns in the session's transcript."""
     path = home / "transcript.jsonl"
     lines = path.read_text().splitlines(keepends=True) if path.exists() else []
     return [line for line in map(json.loads, (line for line in lines if line.endswith("\n"))) if line["type"] == "turn"]
@@ -45,7 +45,7 @@ def wait_for(what: Any, timeout_s: float = 60) -> None:
 
 @contextmanager
 def talking(model: Path, tokens: int) -> Iterator[subprocess.Popen[bytes]]:
-    """A chat in pipes, in the middle of a long reply."""
+    """A chat with pipes for its streams, in the middle of a long reply."""
     command = ["h2o-chat", "-m", model, "-n", str(tokens), "--temp", "0", "--session", "talk"]
     with Preloaded(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as child:
         assert child.stdin is not None
@@ -75,7 +75,7 @@ class TestSignals:
             terminal.until(lambda t: t.screen.display[t.screen.cursor.y].rstrip() == ">" and "seen 0" in t.text)
             terminal.process.send_signal(signal.SIGTERM)
             assert terminal.exit_code() == 143
-            assert "\x1b[?2004l" in terminal.output, "the terminal is left as it was"
+            assert "\x1b[?2004l" in terminal.output, "the terminal is restored"
 
 
 class TestOutput:
@@ -114,7 +114,7 @@ class TestOutput:
 
 class TestFolders:
     def test_a_session_that_is_deleted_under_us(self, tiny_folder: Path, home: Path) -> None:
-        """The chat goes on, and says that nothing is saved any more."""
+        """The chat continues and warns that turns are no longer saved."""
         command = ["h2o-chat", "-m", tiny_folder, "-n", "3", "--session", "talk", "--temp", "0"]
         with Preloaded(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as child:
             assert child.stdin is not None
@@ -126,9 +126,9 @@ class TestFolders:
             child.stdin.write(b"two\n")
             child.stdin.close()
             assert child.wait(60) == 0
-            told = child.stderr.read().decode()
-        assert "No such file" in told
-        assert "Traceback" not in told
+            errors = child.stderr.read().decode()
+        assert "No such file" in errors
+        assert "Traceback" not in errors
 
     def test_a_cache_folder_that_is_deleted_under_us(
         self, tiny_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

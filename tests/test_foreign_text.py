@@ -1,4 +1,4 @@
-"""No text from elsewhere can speak to the terminal: models, users, files, folders, headers, times, errors."""
+"""No untrusted text sends control sequences to the terminal: models, users, files, folders, headers, times, errors."""
 
 from __future__ import annotations
 
@@ -43,16 +43,16 @@ from tests.test_streams import LINES, written
 SOURCE = Path(h2o_stream.__file__).parent
 
 EVIL = "\x1b[66mE\x1b]0;V\x07\x9b66mI\x1b_L\x1b\\\x00\b!"
-"""Ours never send any of these sequences."""
+"""Sequences that we never send."""
 
 NAME = EVIL.replace("\x00", "")
-"""As the name of a file or folder."""
+"""The same as the name of a file or folder."""
 
 SPEAKS = ("\x1b[66m", "\x1b]", "\x1b_", "\x1b\\", "\x07", "\x9b", "\x00")
 
 
 def spoken(shown: str, live: bool = False) -> list[str]:
-    """Control characters and sequences in what was shown that are none of ours."""
+    """Control characters and sequences in the output that are not ours."""
     found = [sequence for sequence in SPEAKS if sequence in shown]
     return found if live else [*found, *(c for c in shown if not c.isprintable() and c not in "\n\t\u2028\u2029\xad")]
 
@@ -78,7 +78,7 @@ def evil_questions(tmp_path: Path) -> Path:
 
 class TestOnePlace:
     def test_only_one_module_writes_to_the_terminal(self) -> None:
-        """Consoles that print what they are given, and plain writes, are in no other module."""
+        """No other module uses unsafe consoles or writes to the terminal directly."""
         found = set()
         for path in SOURCE.rglob("*.py"):
             for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
@@ -88,16 +88,16 @@ class TestOnePlace:
                         found.add((path.relative_to(SOURCE).as_posix(), called))
         ours = {call for call in found if not call[1].endswith(("console.print", "page.print", "_console.print"))}
         assert {call for call in ours if "write" not in call[1]} == {
-            ("cli/chat.py", "typer.echo"),  # prompts that are shipped
-            ("cli/options.py", "typer.echo"),  # the version
-            ("cli/run.py", "print"),  # of `one_line`
+            ("cli/chat.py", "typer.echo"),  # bundled prompts
+            ("cli/options.py", "typer.echo"),  # version
+            ("cli/run.py", "print"),  # text sanitized by `one_line`
         }
         assert {call[0] for call in ours if "std" in call[1]} == {"ui/terminal.py"}
         assert all("Safe" in call for call in (name for _, name in found if name.endswith("Console")))
 
     @given(st.text(st.characters(), max_size=40))
     def test_whatever_is_drawn(self, text: str) -> None:
-        """Any letters in anything that rich draws; nothing else than text reaches what is no terminal."""
+        """Any characters in any rich renderable; without a terminal, only plain text is written."""
         out = io.StringIO()
         console = SafeConsole(file=out, width=60, height=30, markup=False, emoji=False, highlight=False)
         table = Table(text, title=text, caption=text)
@@ -130,7 +130,7 @@ class TestOnePlace:
                 reply._live.refresh()
         with Live(Panel(text), console=console, screen=True):
             pass
-        links = out.getvalue().replace("\x1b]8;", "").replace("\x1b\\", "")  # ours: links that can be clicked
+        links = out.getvalue().replace("\x1b]8;", "").replace("\x1b\\", "")  # our own hyperlinks
         assert not spoken(links, live=True)
         assert "a\rb" not in out.getvalue()
 
@@ -141,7 +141,7 @@ class TestOnePlace:
 
 
 class TestDrawings:
-    """Every table, bar and line, drawn of hostile names."""
+    """Every table, bar and line, drawn with hostile names."""
 
     @pytest.fixture
     def terminal(self, capsys: pytest.CaptureFixture[str]) -> Terminal:
@@ -299,7 +299,7 @@ class TestCommands:
 
 
 class TestTerminals:
-    """The same in a real terminal: screens, panes, prompt, toolbar, completions."""
+    """The same in a real terminal: screens, panes, prompt, toolbar and completions."""
 
     def test_a_screen(self, tmp_path: Path) -> None:
         lines = [line | {name: EVIL for name in ("title", "prompt", "text") if name in line} for line in LINES]
@@ -325,7 +325,7 @@ class TestTerminals:
             pty.until(lambda p: "file-2" in p.text)
             pty.send("\t\r")
             pty.until(lambda p: "tokens, " in p.text)
-            pty.send(b"\x16\x1b \xe9\xc2\x9b66m \x16\x07 hi\r")  # Ctrl-V takes any key as it is
+            pty.send(b"\x16\x1b \xe9\xc2\x9b66m \x16\x07 hi\r")  # Ctrl-V inserts the next key literally
             pty.until(lambda p: p.text.count("tokens, ") == 2)
             pty.send("/sessions\r")
             pty.until(lambda p: "first words" in p.text)

@@ -1,4 +1,4 @@
-"""The forward of an attached model: who takes it, and what the model looks like meanwhile and afterwards."""
+"""The forward of an attached model: which calls it handles, and the model's state during and after."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ class OneLogit:
     """A stepper that always expects the same token next."""
 
     def __init__(self, token: int = 7, serves: bool = True) -> None:
-        self.token, self.serves, self.taken, self.cache = token, serves, 0, None
+        self.token, self.serves, self.calls, self.cache = token, serves, 0, None
 
     def logits(self, kwargs: dict[str, Any]) -> Tensor | None:
         if not self.serves:
             return None
-        self.taken += 1
+        self.calls += 1
         cache = kwargs["past_key_values"]
         cache.begin_token()
         cache.count_token()
@@ -50,7 +50,7 @@ class TestWhoTakesIt:
             mask = torch.ones(1, 10)
             out = tiny.generate(ids(10), attention_mask=mask, max_new_tokens=30, do_sample=False, eos_token_id=None)
             assert out[0, 11:].eq(7).all()
-            assert stepper.taken == 29
+            assert stepper.calls == 29
             assert cache.seen_tokens == 39
 
     def test_what_it_gives_looks_as_the_models_own(self, tiny: LlamaForCausalLM, stepper: OneLogit) -> None:
@@ -60,7 +60,7 @@ class TestWhoTakesIt:
             assert isinstance(output, CausalLMOutputWithPast)
             assert output.past_key_values is cache
             logits, past = tiny(ids(1), past_key_values=cache, return_dict=False)
-            assert (logits.shape, past is cache, stepper.taken) == ((1, 1, 64), True, 2)
+            assert (logits.shape, past is cache, stepper.calls) == ((1, 1, 64), True, 2)
 
     @pytest.mark.parametrize(
         "asked",
@@ -72,19 +72,19 @@ class TestWhoTakesIt:
         ],
         ids=lambda asked: next(iter(asked)),
     )
-    def test_who_asks_for_more_gets_the_models_own_forward(
+    def test_other_outputs_need_the_models_own_forward(
         self, tiny: LlamaForCausalLM, stepper: OneLogit, asked: dict[str, Any]
     ) -> None:
         with attach(tiny, CacheConfig(window=16)) as cache:
             tiny(ids(10), past_key_values=cache)
             output = tiny(ids(1), past_key_values=cache, **asked)
-            assert stepper.taken == 0
+            assert stepper.calls == 0
             assert output.logits.shape == (1, 1, 64)
             if "output_hidden_states" in asked:
                 assert len(output.hidden_states) == 3
             embedded = tiny.get_input_embeddings()(ids(1))
             tiny(inputs_embeds=embedded, past_key_values=cache)
-            assert (stepper.taken, cache.seen_tokens) == (0, 12)
+            assert (stepper.calls, cache.seen_tokens) == (0, 12)
 
     def test_a_stepper_may_decline(self, tiny: LlamaForCausalLM, stepper: OneLogit) -> None:
         with attach(tiny, CacheConfig(window=16)) as cache:
@@ -94,11 +94,11 @@ class TestWhoTakesIt:
             assert cache.seen_tokens == 11
             assert (cache.head_groups[0].seen == 11).all()
 
-    def test_the_eager_engine_asks_nobody(self, tiny: LlamaForCausalLM, stepper: OneLogit) -> None:
+    def test_the_eager_engine_uses_no_stepper(self, tiny: LlamaForCausalLM, stepper: OneLogit) -> None:
         with attach(tiny, CacheConfig(window=16), engine="eager") as cache:
             tiny(ids(10), past_key_values=cache)
             tiny(ids(1), past_key_values=cache)
-        assert stepper.taken == 0
+        assert stepper.calls == 0
 
     def test_another_engine_is_refused(self, tiny: LlamaForCausalLM) -> None:
         with pytest.raises(ConfigError, match="choose one of auto, eager"), attach(tiny, engine="fast"):  # type: ignore[arg-type]
@@ -118,17 +118,17 @@ class TestTheModel:
             assert cache.seen_tokens == 3
 
     def test_a_forward_of_somebody_else_is_called_and_put_back(self) -> None:
-        """As accelerate replaces it."""
+        """Replaced as accelerate does."""
         model = make_llama()
-        own, calls = model.forward, []
+        original, calls = model.forward, []
 
         def theirs(*args: Any, **kwargs: Any) -> Any:
             calls.append(sorted(kwargs))
-            return own(*args, **kwargs)
+            return original(*args, **kwargs)
 
         model.forward = theirs
         with attach(model, CacheConfig(window=16)) as cache:
-            assert calls, "it is part of what is proved"
+            assert calls, "verification calls it"
             calls.clear()
             model(input_ids=ids(5))
             assert cache.seen_tokens == 5
@@ -136,7 +136,7 @@ class TestTheModel:
         assert len(calls) == 1
 
 
-def test_compiled_does_nothing_and_says_so(tiny: LlamaForCausalLM) -> None:
+def test_the_compiled_engine_warns_that_it_does_nothing(tiny: LlamaForCausalLM) -> None:
     with attach(tiny) as cache:
         before, way = dict(vars(tiny)), compiled(tiny, cache)
         with pytest.warns(DeprecationWarning, match="no longer does anything"):

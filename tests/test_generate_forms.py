@@ -1,6 +1,6 @@
-"""Every form of `generate` against the same call without a cache of ours: equal or refused, nothing else.
+"""Every form of `generate` against the same call without our cache: equal or refused, nothing else.
 
-The window holds everything, so that nothing is evicted and any difference is an error.
+The window holds everything, so nothing is evicted and any difference is an error.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from tests.conftest import make_llama
 from tests.tolerance import assert_close
 
 Form = Callable[[Any, Any, dict[str, Tensor]], Any]
-"""Is called with a model, a cache for it and a batch, and gives what is compared."""
+"""Called with a model, a cache and a batch; returns the values to compare."""
 
 PROMPTS = (11, 7, 2)
 HOW: dict[str, Any] = {"max_new_tokens": 8, "eos_token_id": None, "pad_token_id": 0, "do_sample": False}
@@ -42,7 +42,7 @@ def generate(**more: Any) -> Form:
 
 
 def longer(ids: Tensor, batch: dict[str, Tensor], by: int = 4) -> dict[str, Tensor]:
-    """A reply and some more tokens."""
+    """A reply, continued by more tokens."""
     more = torch.randint(3, 64, (len(ids), by), generator=torch.Generator().manual_seed(2))
     ids = torch.cat((ids, more), 1)
     past = batch["attention_mask"]
@@ -126,7 +126,7 @@ def packed_texts(model: Any, cache: Any, batch: dict[str, Tensor]) -> Any:
 
 
 def step(model: Any, past: Any, mask: Tensor, token: int = 9) -> Any:
-    """One column, which is a token where the mask ends with 1, as `generate` feeds it."""
+    """Feed one column, which is a token where the mask ends with 1, as `generate` does."""
     place = (mask.sum(1, keepdim=True) - 1).clamp_min(0)
     tokens = torch.full((len(mask), 1), token)
     return model(tokens, attention_mask=mask, position_ids=place, past_key_values=past, use_cache=True)
@@ -142,7 +142,7 @@ def prompted(model: Any, batch: dict[str, Tensor], **more: Any) -> Any:
 
 
 def positions_given(model: Any, cache: Any, batch: dict[str, Tensor]) -> Any:
-    """Counted with padding, as transformers does by default, and then given."""
+    """Positions that count padding, as transformers does by default, passed explicitly."""
     mask, places = batch["attention_mask"], torch.arange(PROMPTS[0])[None]
     first = model(**batch, position_ids=places, use_cache=True)
     token, mask = first.logits[:, -1:].argmax(-1), with_column(mask, *[1] * len(mask))
@@ -151,7 +151,7 @@ def positions_given(model: Any, cache: Any, batch: dict[str, Tensor]) -> Any:
 
 
 def padding_alone(model: Any, cache: Any, batch: dict[str, Tensor]) -> Any:
-    """A single column that is padding in all rows but the first."""
+    """One column that is padding in all rows but the first."""
     mask, rows = batch["attention_mask"], len(batch["attention_mask"])
     past = prompted(model, batch)
     mask = with_column(mask, 1, *[0] * (rows - 1))
@@ -233,8 +233,8 @@ def flat(x: Any) -> list[Any]:
     return [leaf for item in x for leaf in flat(item)] if isinstance(x, list | tuple) else [x]
 
 
-def check(given: Any, expected: Any) -> None:
-    for ours, theirs in zip(flat(given), flat(expected), strict=True):
+def check(actual: Any, expected: Any) -> None:
+    for ours, theirs in zip(flat(actual), flat(expected), strict=True):
         if not isinstance(theirs, Tensor):
             assert ours is theirs
         elif theirs.is_floating_point():
@@ -261,7 +261,7 @@ def model_for(name: str) -> Any:
 
 @functools.cache
 def expected(name: str, rows: int) -> Any:
-    """What a form gives without a cache of ours."""
+    """The result of a form without our cache."""
     model = model_for(name)
     return FORMS[name](model, DynamicCache(config=model.config), batch_of(rows))
 
@@ -273,7 +273,7 @@ def test_equal_or_refused(name: str, rows: int, policy: str, engine: Any) -> Non
     form, model, batch = FORMS[name], model_for(name), batch_of(rows)
     if (name, rows) == ("prompt lookup", 3):
         pytest.skip("transformers serves one row only")
-    masked = (name, rows) == ("static cache", 3)  # made for a cache of fixed size
+    masked = (name, rows) == ("static cache", 3)  # needs a cache of fixed size
     refused = masked or name in REFUSED[policy] | REFUSED["any"]
     if refused:
         with attach(model, CacheConfig(policy, window=64), engine=engine) as cache, pytest.raises(H2OStreamError):
@@ -291,31 +291,31 @@ def test_stop_strings_and_pipelines(
     inputs = tokenizer(["The sky is"], return_tensors="pt")
     pipe = TextGenerationPipeline(model=model, tokenizer=tokenizer, device="cpu")
 
-    def told(stop: str) -> list[Any]:
+    def generated(stop: str) -> list[Any]:
         how = {**HOW, "max_new_tokens": 12}
         stopped = model.generate(**inputs, **how, stop_strings=[stop], tokenizer=tokenizer)
         return [stopped, pipe("The sky is", return_full_text=False, **how)[0]["generated_text"]]
 
     reply = model.generate(**inputs, **{**HOW, "max_new_tokens": 12})[0, -6:-5]
-    expected = told(tokenizer.decode(reply))
+    expected = generated(tokenizer.decode(reply))
     with attach(model, CacheConfig(policy, window=64), engine=engine):
-        given = told(tokenizer.decode(reply))
-    assert given[0].equal(expected[0])
-    assert given[0].shape[1] < inputs["input_ids"].shape[1] + 12
-    assert given[1] == expected[1]
+        ours = generated(tokenizer.decode(reply))
+    assert ours[0].equal(expected[0])
+    assert ours[0].shape[1] < inputs["input_ids"].shape[1] + 12
+    assert ours[1] == expected[1]
 
 
 @pytest.mark.parametrize("policy", ["h2o", "full"])
 def test_a_model_that_is_compiled_around_the_attached_one(policy: str) -> None:
     model, batch = make_llama(), batch_of(3)
 
-    def told(run: Any) -> list[Tensor]:
+    def two_steps(run: Any) -> list[Tensor]:
         first = run(**batch)
         mask = with_column(batch["attention_mask"], 1, 1, 1)
         return [first.logits[:, -1], step(run, first.past_key_values, mask).logits]
 
     with attach(model, CacheConfig(policy, window=64)) as cache:
-        expected = told(model)
-        given = told(torch.compile(model, backend="eager"))
+        expected = two_steps(model)
+        ours = two_steps(torch.compile(model, backend="eager"))
         assert cache.seen_tokens == PROMPTS[0] + 1
-    check(given, expected)
+    check(ours, expected)

@@ -1,4 +1,4 @@
-"""GGUF files as they are: headers that lie, and views of tensors."""
+"""GGUF files: invalid headers, and tensor views."""
 
 from __future__ import annotations
 
@@ -161,10 +161,10 @@ class TestFile:
         ours, reader = GgufFile(embedded_file), gguf.GGUFReader(embedded_file)
         assert list(ours.tensors) == [tensor.name for tensor in reader.tensors]
         for theirs in reader.tensors[:20]:
-            own = ours.tensors[theirs.name]
-            assert (own.type, own.shape) == (theirs.tensor_type, tuple(theirs.shape.tolist()[::-1]))
-            assert (own.offset, own.nbytes) == (theirs.data_offset, theirs.n_bytes)
-            assert torch.equal(ours.blocks(own), torch.from_numpy(theirs.data.copy()).view(torch.uint8).flatten())
+            tensor = ours.tensors[theirs.name]
+            assert (tensor.type, tensor.shape) == (theirs.tensor_type, tuple(theirs.shape.tolist()[::-1]))
+            assert (tensor.offset, tensor.nbytes) == (theirs.data_offset, theirs.n_bytes)
+            assert torch.equal(ours.blocks(tensor), torch.from_numpy(theirs.data.copy()).view(torch.uint8).flatten())
         assert {key: ours.metadata[key] for key in ("llama.block_count", "general.name")} == {
             key: reader.fields[key].contents() for key in ("llama.block_count", "general.name")
         }
@@ -172,7 +172,7 @@ class TestFile:
         assert (ours.architecture, ours.quantized) == ("llama", True)
         assert 0.95 * embedded_file.stat().st_size < ours.nbytes < embedded_file.stat().st_size
 
-    def test_headers_are_read_at_once(self, embedded_file: Path) -> None:
+    def test_headers_are_read_fast(self, embedded_file: Path) -> None:
         begun = time.perf_counter()
         GgufFile(embedded_file)
         assert time.perf_counter() - begun < 1, "0.02 s on a quiet machine, gguf's own reader takes 3 s"
@@ -214,7 +214,7 @@ class TestFile:
 
 
 def resident_of(path: Path) -> int:
-    """Bytes of a mapped file in the memory of this process."""
+    """Resident bytes of a mapped file in this process."""
     lines: Iterator[str] = iter(Path("/proc/self/smaps").read_text().splitlines())
     return 1024 * sum(
         next(int(line.split()[1]) for line in lines if line.startswith("Rss:"))

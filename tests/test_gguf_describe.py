@@ -1,4 +1,4 @@
-"""What transformers needs beside the weights of a GGUF file: a config and a tokenizer, made once and kept."""
+"""What transformers needs besides a GGUF file's weights: a config and a tokenizer, created once and cached."""
 
 from __future__ import annotations
 
@@ -67,9 +67,7 @@ class TestDescribed:
         monkeypatch.setattr(gguf_export, "_export", lambda *_: pytest.fail("made again"))
         assert export_config(GgufFile(small), "small", pytest.fail) == first
 
-    def test_files_of_transformers_beside_it_are_not_taken(
-        self, small: Path, tmp_path: Path, cache_folder: Path
-    ) -> None:
+    def test_transformers_files_beside_it_are_ignored(self, small: Path, tmp_path: Path, cache_folder: Path) -> None:
         (tmp_path / "small.gguf").write_bytes(small.read_bytes())
         for name in ("config.json", "tokenizer.json", "tokenizer_config.json"):
             (tmp_path / name).write_text("{}")
@@ -154,11 +152,11 @@ class TestDescribed:
 
     @pytest.mark.parametrize("name", ["block_count", "attention.head_count", "rope.dimension_count"])
     @pytest.mark.parametrize("size", [0, 1 << 31])
-    def test_sizes_that_no_tensor_has(
+    def test_impossible_tensor_sizes(
         self, small: Path, tmp_path: Path, cache_folder: Path, name: str, size: int
     ) -> None:
-        content, own = small.read_bytes(), GgufFile(small).metadata[f"llama.{name}"]
-        old, new = (key(f"llama.{name}", T.UINT32, number) for number in (own, size))
+        content, current = small.read_bytes(), GgufFile(small).metadata[f"llama.{name}"]
+        old, new = (key(f"llama.{name}", T.UINT32, number) for number in (current, size))
         (tmp_path / "bad.gguf").write_bytes(content.replace(old, new))
         with pytest.raises(ModelNotFoundError, match=rf"bad.gguf .*: llama.{name} is {size}, not a number from 1 to"):
             export_config(GgufFile(tmp_path / "bad.gguf"), "key", pytest.fail)

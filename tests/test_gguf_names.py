@@ -1,4 +1,4 @@
-"""Weights of GGUF files in the models of transformers: tiny random models of many families, there and back."""
+"""GGUF weight names in transformers' models: round trips of tiny random models of many families."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ ARITHMETIC = {"gemma2", "gemma3", "nemotron"}
 
 @pytest.fixture
 def made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[GgufFile, Any]]:
-    """Writes a model into a file; makes the skeleton of it that the file describes."""
+    """Write a model to a file, and make the empty model that the file describes."""
     monkeypatch.setattr(gguf_export, "cache_folder", lambda: tmp_path / "cache")
 
     def make(model: PreTrainedModel, arch: str, keys: dict[str, Any], **more: Any) -> tuple[GgufFile, Any]:
@@ -188,7 +188,7 @@ class TestQuantized:
 
 
 class TestLlama3:
-    """RoPE of Llama 3.1 and later, which a file has as factors and transformers overlooks."""
+    """RoPE scaling of Llama 3.1 and later, which files store as factors and transformers ignores."""
 
     SCALED = {
         "rope_parameters": {

@@ -1,4 +1,4 @@
-"""What a model, a policy and a machine are: nothing is taken for another."""
+"""Digests of models, policies and machines: different ones never match."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ TOKENS = torch.randint(3, 64, (1, 40), generator=torch.Generator().manual_seed(0
 
 
 def packed(quantize: str) -> Any:
-    """A tiny model with the same weights in so many bits."""
+    """A tiny model with the same weights in the given number of bits."""
     model = make_llama(size=16)
     for name, kind in packed_kinds(model, quantize).items():
         replace_module(model, name, kind, pack(model.get_submodule(name).weight.contiguous(), kind))
@@ -76,7 +76,7 @@ class TestModel:
 
     @pytest.mark.parametrize("number", range(0, 64 * 16, 37))
     def test_every_number_of_a_weight_counts(self, number: int) -> None:
-        """Of a model that another process read: nothing is known of it from before."""
+        """For models without a cached digest."""
         model, other = make_llama(), make_llama()
         other.model.embed_tokens.weight.view(-1)[number] += 1e-5
         assert model_digest(model) != model_digest(other)
@@ -155,7 +155,7 @@ class Mine(Policy):
 class TestPolicy:
     @pytest.fixture
     def written(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
-        """Writes a user's policy, another one for each sign, as a new process would find it."""
+        """Writes a user-defined policy, a different one for each sign, as a new process would load it."""
         monkeypatch.syspath_prepend(tmp_path)
         monkeypatch.setattr(sys, "dont_write_bytecode", True)
         monkeypatch.setitem(POLICIES, "mine", PolicyDefaults(0.5, 4, 1.0, "rolling", "mine_policy:Mine"))
@@ -168,7 +168,7 @@ class TestPolicy:
         yield write
         sys.modules.pop("mine_policy", None)
 
-    def test_ours_is_told_by_the_version(self) -> None:
+    def test_our_policies_are_identified_by_the_version(self) -> None:
         ours = [name for name, policy in POLICIES.items() if policy.rule.startswith("h2o_stream.")]
         assert len(ours) > 5
         assert {policy_source(CacheConfig(name).plan()) for name in ours} == {""}

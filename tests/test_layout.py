@@ -1,4 +1,4 @@
-"""Where the tensors of the slots are, and who works on them: what native code relies on."""
+"""Where the slots' tensors are stored and which code works on them, as native code requires."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ GROUPS = (
     (HeadBudget((0, 2), 0.5), HeadBudget((1,), 2.0)),
     (HeadBudget((0, 2), 1.0), HeadBudget((1,), 0.7)),
 )
-"""Three layers of three KV heads: windows that grow, that shrink (many slots are lost to a few tokens), that stay."""
+"""Three layers of three KV heads: windows that grow, that shrink (losing many slots over a few tokens), that stay."""
 
 
 def ids(count: int, batch: int = 1, seed: int = 0) -> Tensor:
@@ -51,7 +51,7 @@ class TestAddresses:
     @pytest.mark.parametrize("kv_bits", [16, 8, 2])
     @pytest.mark.parametrize("policy", ["h2o", "h2o-paper", "tova", "random", "recent"])
     def test_they_stay_while_the_layout_does(self, model: LlamaForCausalLM, policy: str, kv_bits: int) -> None:
-        """Through prompts, single tokens, windows that change their size and rows that change places."""
+        """Through prompts, single tokens, windows that change size and rows that change places."""
         config = CacheConfig(policy, WINDOW, chunk=7, kv_bits=kv_bits)
         with attach(model, config) as cache:
             assert isinstance(cache, H2OCache)
@@ -96,7 +96,7 @@ class TestAddresses:
             assert grows(lambda: model(ids(5)))
 
     def test_pins_that_go_before_the_window_is_full_make_room(self, model: LlamaForCausalLM) -> None:
-        """Windows are shared out anew: those that grow need more slots than were allocated."""
+        """Budgets are reassigned: growing windows need more slots than were allocated."""
         tokens = ids(90)
         with attach(model, CacheConfig("h2o", WINDOW)) as cache:
             cache.pin(0, 10)
@@ -116,7 +116,7 @@ class TestSingleTokens:
     def test_they_never_take_the_way_of_a_prompt(
         self, model: LlamaForCausalLM, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        """Rows of different length with windows of different size: every row comes out as alone."""
+        """Rows of different lengths with windows of different sizes: every row gives the same result as alone."""
         lengths, steps, config = (5, 22, 41), 50, CacheConfig("h2o", WINDOW)
         tokens, fed = ids(41, 3), ids(steps, 3, seed=1)
         mask = torch.stack([torch.arange(41) >= 41 - length for length in lengths]).long()
@@ -166,7 +166,7 @@ def test_compacting_moves_and_changes_nothing(model: LlamaForCausalLM, kv_bits: 
 
 
 def by_token(layer: HeadGroup) -> dict[tuple[int, int, int], Any]:
-    """What is held of each token: its books, and every bit of its key and value."""
+    """Each kept token's bookkeeping, and every bit of its key and value."""
     exact, found = layer.store.exact, {}
     keys, values = layer.store.read()
     tensors = layer.tensors()
@@ -182,7 +182,7 @@ def by_token(layer: HeadGroup) -> dict[tuple[int, int, int], Any]:
 
 
 class Recording(EagerKernels):
-    """Kernels that do what the eager ones do."""
+    """Kernels that behave like the eager ones."""
 
     def __init__(self) -> None:
         self.calls: list[str] = []
@@ -213,7 +213,7 @@ class TestKernels:
             model(ids(20))
         assert len(kernels.calls) == 20
 
-    def test_they_serve_layers_that_are_made_anew(self, tiny: LlamaForCausalLM, kernels: Recording) -> None:
+    def test_they_serve_recreated_layers(self, tiny: LlamaForCausalLM, kernels: Recording) -> None:
         with attach(tiny, CacheConfig("h2o-paper", heavy_ratio=0.25, recent_ratio=0.25)):
             tiny(ids(20))
         assert kernels.calls == ["prefill"] * 2
@@ -227,7 +227,7 @@ class TestKernels:
         assert shown == [torch.Size((1, 2, 1, 20, 20))]
 
     def test_sparsity_is_measured_beside_them(self, tiny: LlamaForCausalLM, kernels: Recording) -> None:
-        """Of the last query of a prompt; while nothing is evicted that is what the eager way measures."""
+        """Attention of a prompt's last query; before any eviction it equals the eager measurement."""
         sparsity = []
         for engine in ("auto", "eager"):
             with attach(tiny, CacheConfig("h2o", 64), engine=engine) as cache:

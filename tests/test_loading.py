@@ -1,4 +1,4 @@
-"""Weights are packed while they are read, kept and mapped, or taken from a GGUF file as they are."""
+"""Weights are packed while read, cached and mapped, or used directly from a GGUF file."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ IDS = torch.randint(3, 64, (1, 30), generator=torch.Generator().manual_seed(0))
 
 @pytest.fixture
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The user's cache folder; everything is worth keeping."""
+    """The user's cache folder, with every conversion cached."""
     for module in (packed_models, packed_weights):
         monkeypatch.setattr(module, "cache_folder", lambda: tmp_path / "cache")
     monkeypatch.setattr(packed_weights, "MIN_BYTES", 0)
@@ -76,7 +76,7 @@ class TestQuantizer:
     def test_logits_are_close(self, tmp_path: Path) -> None:
         original = make_llama(heads=4, size=16)
         logits, ours = original(IDS).logits, packed(saved(original, tmp_path), "int8")(IDS).logits
-        assert (ours - logits).norm() < 0.15 * logits.norm()  # its weights are large
+        assert (ours - logits).norm() < 0.15 * logits.norm()  # it has large weights
 
     def test_a_tied_output_layer_has_no_weights_of_its_own(self, tmp_path: Path) -> None:
         original = make_llama(heads=4, size=16)
@@ -99,7 +99,7 @@ class TestQuantizer:
         assert isinstance(model.get_input_embeddings(), PackedEmbedding)
         assert (ours - rows).norm() < 0.02 * rows.norm()
 
-    def test_what_has_no_whole_groups_stays(self, tmp_path: Path) -> None:
+    def test_layers_without_whole_groups_stay(self, tmp_path: Path) -> None:
         model = packed(saved(make_llama(heads=1, size=12), tmp_path), "int4")
         assert {type(module) for module in model.model.layers[0].self_attn.children()} == {nn.Linear}
         assert isinstance(model.model.layers[0].mlp.down_proj, PackedLinear)
@@ -141,7 +141,7 @@ class TestKept:
         assert second(IDS).logits.equal(first(IDS).logits)
         assert len(said) == 1
 
-    def test_another_checkpoint_is_packed_anew(self, folder: Path, cache: Path) -> None:
+    def test_another_checkpoint_is_packed_again(self, folder: Path, cache: Path) -> None:
         config = ModelConfig(str(folder), quantize="int4", device="cpu")
         load(config)
         weights = folder / "model.safetensors"
@@ -182,7 +182,7 @@ class TestKept:
             assert "No space left" in said[-1]
         assert [path.suffix for path in cache.iterdir()] == [".lock"]
 
-    def test_a_full_disk_is_said_before(self, folder: Path, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_a_full_disk_is_reported_before(self, folder: Path, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(packed_weights, "_RESERVED_BYTES", 2**60)
         said: list[str] = []
         load(ModelConfig(str(folder), quantize="int4", device="cpu"), notify=said.append)
@@ -216,16 +216,16 @@ class TestKept:
 
 class TestGguf:
     def test_the_embedded_model_is_as_in_its_file(self, embedded: LoadedModel) -> None:
-        """Read without a conversion; its matrices are Q4_1, which the packed form holds exactly."""
+        """Read without conversion: the packed format represents its Q4_1 matrices exactly."""
         model = load(ModelConfig(dtype="float32", device="cpu")).model
         down, up = model.model.layers[3].mlp.down_proj, model.get_input_embeddings()
         assert (down.kind, up.kind) == (MatrixKind.INT4, MatrixKind.INT8)
         assert isinstance(model.get_output_embeddings(), TiedHead)
-        ids = torch.arange(100, 180)[None]  # so many that activations are not rounded
+        ids = torch.arange(100, 180)[None]  # enough tokens that activations are not quantized
         torch.testing.assert_close(model(ids).logits, embedded.model(ids).logits, rtol=1e-4, atol=1e-4)
 
-    @pytest.mark.parametrize(("quantize", "most"), [("auto", 0.03), ("int8", 0.03), ("int4", 0.06)])
-    def test_what_it_loses(self, embedded: LoadedModel, quantize: str, most: float) -> None:
+    @pytest.mark.parametrize(("quantize", "max_loss"), [("auto", 0.03), ("int8", 0.03), ("int4", 0.06)])
+    def test_what_it_loses(self, embedded: LoadedModel, quantize: str, max_loss: float) -> None:
         text = "The city council met on Tuesday to discuss the new bridge over the river. " * 4
         ids = torch.tensor([embedded.tokenizer(text + "Nobody expected what the mayor said next.")["input_ids"]])
 
@@ -234,28 +234,28 @@ class TestGguf:
                 return float(cross_entropy(model(ids).logits[0, :-1].float(), ids[0, 1:]))
 
         model = load(ModelConfig(dtype="float32", device="cpu", quantize=quantize)).model
-        assert abs(loss(model) - loss(embedded.model)) < most
+        assert abs(loss(model) - loss(embedded.model)) < max_loss
 
-    def test_packed_anew_it_is_read_matrix_by_matrix(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_repacking_reads_matrix_by_matrix(self, monkeypatch: pytest.MonkeyPatch) -> None:
         """No more than one matrix exists unpacked."""
-        ahead = most = 0
+        unpacked = most_unpacked = 0
         read, packed = Weight.values, quantize.pack
 
         def counted(weight: Weight) -> torch.Tensor:
-            nonlocal ahead, most
-            ahead += len(weight.shape) == 2
-            most = max(most, ahead)
+            nonlocal unpacked, most_unpacked
+            unpacked += len(weight.shape) == 2
+            most_unpacked = max(most_unpacked, unpacked)
             return read(weight)
 
-        def packing(*given: object) -> torch.Tensor:
-            nonlocal ahead
-            ahead -= 1
-            return packed(*given)  # type: ignore[arg-type]
+        def packing(*args: object) -> torch.Tensor:
+            nonlocal unpacked
+            unpacked -= 1
+            return packed(*args)  # type: ignore[arg-type]
 
         monkeypatch.setattr(Weight, "values", counted)
         monkeypatch.setattr(quantize, "pack", packing)
         load(ModelConfig(device="cpu", quantize="int4"))
-        assert (ahead, most) == (0, 1)
+        assert (unpacked, most_unpacked) == (0, 1)
 
     def test_progress_reaches_the_end_and_may_stop_it(self) -> None:
         steps: list[Progress] = []

@@ -14,11 +14,11 @@ from tests.native_builds import native  # noqa: F401
 from tests.packed_tiles import KINDS, numbers, random_tiles
 
 GUARD = 123.5
-"""What lies behind an output and must not be touched."""
+"""Padding after an output, which must stay untouched."""
 
 
 def vectors(count: int, columns: int) -> tuple[Tensor, Tensor]:
-    """Random vectors, and in float64 the same as packed matrices see them; no number is half way between two codes."""
+    """Random vectors, and in float64 the same as packed matrices see them; no element is halfway between two codes."""
     groups = torch.randn(count, columns // GROUP, GROUP) * 10.0 ** torch.randint(-3, 4, (count, 1, 1))
     steps = groups.double().abs().amax(-1, keepdim=True) / 127
     groups[((groups / steps).frac().abs() - 0.5).abs() < 1e-3] = 0
@@ -42,7 +42,7 @@ def multiply(library: ctypes.CDLL, matrix: Matrix, x: Tensor, threads: int = 1) 
 
 
 def assert_near(y: Tensor, expected: Tensor, share: float) -> None:
-    """No number is further off than a share of the rms of what is expected of its vector."""
+    """Assert that errors stay within a share of each expected vector's RMS."""
     rms = expected.square().mean(1, keepdim=True).sqrt()
     assert ((y.double() - expected).abs() <= share * rms).all()
 
@@ -70,7 +70,7 @@ def test_dense(native: ctypes.CDLL, kind: int, columns: int) -> None:  # noqa: F
 SHAPES = [
     (kind, columns) for kind in KINDS for columns in (32, 64, 96, 256, 288, 576, 4096) if columns_fit(kind, columns)
 ]
-"""Packed kinds, and columns that they can have."""
+"""Packed kinds with valid numbers of columns."""
 
 
 @pytest.mark.parametrize(("kind", "columns"), [*SHAPES, (MatrixKind.Q4_K, 512), (MatrixKind.Q6_K, 512)])
@@ -105,14 +105,14 @@ def test_results_do_not_depend_on_threads_or_other_vectors(native: ctypes.CDLL, 
             assert multiply(native, matrix, x, threads).equal(together)
         for vector in range(13):
             alone = multiply(native, matrix, x[vector : vector + 1])
-            if kind in (MatrixKind.FLOAT32, MatrixKind.BFLOAT16):  # added up in another order
+            if kind in (MatrixKind.FLOAT32, MatrixKind.BFLOAT16):  # summed in another order
                 assert_near(alone, together[vector : vector + 1].double(), 1e-5)
             else:
                 assert alone.equal(together[vector : vector + 1])
 
 
-def test_what_was_multiplied_before_is_of_no_account(native: ctypes.CDLL) -> None:  # noqa: F811
-    """Space for vectors is used again: for shorter ones, after some that were not finite."""
+def test_results_do_not_depend_on_earlier_products(native: ctypes.CDLL) -> None:  # noqa: F811
+    """Vector buffers are reused, for shorter vectors and after non-finite ones."""
     torch.manual_seed(0)
     for columns in (768, 96):
         for kind, weights in kinds_and_weights(8, columns):
@@ -149,7 +149,7 @@ def test_extreme_vectors(native: ctypes.CDLL, kind: MatrixKind) -> None:  # noqa
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_extreme_codes(native: ctypes.CDLL, kind: MatrixKind) -> None:  # noqa: F811
-    """The largest sums of products, of either sign."""
+    """The largest dot products of either sign."""
     for byte in (0x00, 0x7F, 0x80, 0x81, 0xFF):
         tiles = random_tiles(kind, 16, 256)
         size = 16 * 256 * {MatrixKind.INT8: 8, MatrixKind.Q6_K: 6}.get(kind, 4) // 8
@@ -161,7 +161,7 @@ def test_extreme_codes(native: ctypes.CDLL, kind: MatrixKind) -> None:  # noqa: 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 class TestUnpacked:
-    """Numbers are rounded to float32 once and then, for bfloat16, once more."""
+    """Results are rounded once to float32 and, for bfloat16, once more."""
 
     @pytest.mark.parametrize(("kind", "columns"), SHAPES)
     def test_ranges_of_rows(

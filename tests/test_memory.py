@@ -10,7 +10,7 @@ from h2o_stream.memory import limit_kernel_caches, trim_heap
 LIMITS = ("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "LRU_CACHE_CAPACITY")
 
 
-def test_kernels_are_bounded_unless_told_otherwise(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_kernel_caches_are_limited_by_default(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in LIMITS:
         monkeypatch.setenv(name, "of before")
         monkeypatch.delenv(name)
@@ -23,7 +23,7 @@ def test_kernels_are_bounded_unless_told_otherwise(monkeypatch: pytest.MonkeyPat
 
 @pytest.mark.skipif(sys.platform != "linux", reason="only there is it known how to")
 def test_free_memory_is_given_back() -> None:
-    """Every hundredth piece stays, so that what is between them stays too unless it is asked for."""
+    """Every hundredth block stays allocated, so the memory between them is returned only on request."""
     process = psutil.Process()
     pieces = [bytearray(1000) for _ in range(100_000)]
     kept = pieces[::100]
@@ -35,7 +35,7 @@ def test_free_memory_is_given_back() -> None:
 
 
 def test_the_peak_is_one_that_nobody_looked_at() -> None:
-    """A fresh process: whether the test was started by a large one must not matter."""
+    """In a new process, whose parent's size must not matter."""
     code = """
 import psutil
 from h2o_stream.memory import peak_bytes

@@ -1,4 +1,4 @@
-"""Finding and loading models; every way to fail has one clear line."""
+"""Finding and loading models; every failure has one clear line."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ class TestFind:
             find(name, True, print)
         assert "\n" not in str(error.value)
 
-    def test_files_and_folders_that_are_no_model(self, tmp_path: Path) -> None:
+    def test_files_and_folders_that_are_not_models(self, tmp_path: Path) -> None:
         with pytest.raises(ModelNotFoundError, match="neither a config.json nor"):
             find(str(tmp_path), True, print)
         (tmp_path / "model.bin").write_text("")
@@ -129,7 +129,7 @@ class TestLoad:
 
 
 class Hub(BaseHTTPRequestHandler):
-    """Answers as the Hub does, one repository for each way to fail."""
+    """Answers as the Hub does, with one repository for each kind of failure."""
 
     answers = {
         "org/gated": (403, {"X-Error-Code": "GatedRepo"}),
@@ -186,7 +186,7 @@ def ask(hub: str, home: Path, *repos: str, **more: str) -> dict[str, str]:
     return dict(line.split(" | ") for line in done.stdout.splitlines())
 
 
-def test_the_hub_says_no(hub: str, tmp_path: Path) -> None:
+def test_refusals_of_the_hub(hub: str, tmp_path: Path) -> None:
     said = ask(hub, tmp_path, "org/gated", "org/unknown", "org/private", "org/no-model")
     assert f"accept its licence at {hub}/org/gated and set HF_TOKEN" in said["org/gated"]
     assert "smollm2-135m" in said["org/gated"]

@@ -1,4 +1,4 @@
-"""Which compiled library is loaded, and what is said where there is none."""
+"""Which compiled library is loaded, and the message if there is none."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from h2o_stream.native.library import FOLDER_VARIABLE, INSTRUCTIONS, INSTRUCTION
 
 @pytest.fixture(autouse=True)
 def fresh(monkeypatch: pytest.MonkeyPatch):
-    """Chosen anew, and once more after the test."""
+    """Load the library again before and after each test."""
     monkeypatch.delenv(INSTRUCTIONS_VARIABLE, raising=False)
     library._load.cache_clear()
     yield
@@ -26,7 +26,7 @@ def fresh(monkeypatch: pytest.MonkeyPatch):
 
 @pytest.fixture
 def folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
-    """An empty folder that libraries are looked for in."""
+    """An empty folder in which libraries are searched for."""
     monkeypatch.setenv(FOLDER_VARIABLE, str(tmp_path))
     return tmp_path
 
@@ -82,14 +82,14 @@ class TestNone:
         with pytest.raises(ConfigError, match="sse9"):
             library.loaded()
 
-    def test_a_file_that_is_no_library(self, folder):
+    def test_a_file_that_is_not_a_library(self, folder):
         (folder / "_h2o_portable.so").write_bytes(b"of another machine")
         assert library.loaded() is None
         assert "_h2o_portable.so" in library.missing_reason()
 
     @pytest.mark.skipif(library.loaded() is None, reason="not compiled")
     def test_damaged_ones_are_refused(self, folder):
-        """In a process of its own: what is loaded of a damaged library can end it."""
+        """In a separate process, since loading a damaged library can crash it."""
         whole = Path(library.__file__).with_name("_h2o_portable.so")
         shutil.copy(whole.with_suffix(".sum"), folder)
         code = f"""

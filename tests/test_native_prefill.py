@@ -1,4 +1,4 @@
-"""Prompts through the slots in C++, against `HeadGroup`: outputs, what is held, scores, and where all of it lies."""
+"""Native prefill against `HeadGroup`: outputs, kept tokens, scores, and slot layout."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ BOOKS = ("scores", "long_term", "index", "rank", "free", "seen")
 
 
 class Table:
-    """Cosines and sines by distance, as `RotaryTable` gives them."""
+    """Cosines and sines by distance, in the format of `RotaryTable`."""
 
     def __init__(self, rotary: int) -> None:
         angles = torch.arange(4096)[:, None] * 10000.0 ** (-torch.arange(0, rotary, 2) / rotary)
@@ -43,7 +43,7 @@ class Table:
 
 @dataclass
 class Case:
-    """A layer, and the prompts that go through it."""
+    """A layer and the prompts it processes."""
 
     plan: CachePlan
     batch: int = 1
@@ -56,10 +56,10 @@ class Case:
     pins: tuple[range, ...] = ()
     schedule: Schedule | None = None
     prompts: tuple[tuple[int, ...], ...] = ((40,), (9,), (1,), (23,))
-    """New tokens of every stream, in every call."""
+    """New tokens of each stream, for each call."""
     dtype: torch.dtype = torch.float32
     heads: tuple[tuple[int, ...], ...] = ()
-    """KV heads of every group; empty for one group of all."""
+    """KV heads of each group; empty for one group of all heads."""
     inputs: list[tuple[Tensor, Tensor, Tensor]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -89,7 +89,7 @@ def padding(counts: Sequence[int]) -> Padding | None:
 
 
 class Eager:
-    """The case through `HeadGroup`s in float32."""
+    """Runs the case with `HeadGroup`s in float32."""
 
     def __init__(self, case: Case) -> None:
         groups = case.heads or (tuple(range(case.kv_heads)),)
@@ -105,10 +105,10 @@ class Eager:
         query, key, value = (x.float() for x in self.case.inputs[call])
         grouped = query.unflatten(1, (key.shape[1], -1))
         output = torch.empty(query.shape[0], query.shape[2], *grouped.shape[1:3], query.shape[-1])
-        products = LogitTransform(self.case.size**-0.5, self.case.softcap)
+        transform = LogitTransform(self.case.size**-0.5, self.case.softcap)
         for layer, heads in self.layers:
             counts = padding(self.case.prompts[call])
-            mixed = attend(layer, grouped[:, heads].flatten(1, 2), key[:, heads], value[:, heads], products, counts)
+            mixed = attend(layer, grouped[:, heads].flatten(1, 2), key[:, heads], value[:, heads], transform, counts)
             output[:, :, heads] = mixed.unflatten(2, (len(heads), -1))
         return output.flatten(2, 3)
 
@@ -117,7 +117,7 @@ class Eager:
 
 
 def by_token(store: Any, slots: Candidates) -> dict[str, Tensor]:
-    """What slots hold, by token, oldest first; empty slots come in front."""
+    """The contents of slots by token, oldest first, after the empty slots."""
     index, scores, long_term = slots.index, slots.scores, slots.long_term_scores
     order = index.sort(-1).indices
     keys, values = store.read_exactly(index.shape[-1])
@@ -135,7 +135,7 @@ def by_token(store: Any, slots: Candidates) -> dict[str, Tensor]:
 
 
 class Native:
-    """The case through the library."""
+    """Runs the case with the library."""
 
     def __init__(self, library: ctypes.CDLL, case: Case, threads: int = 2) -> None:
         self.library, self.case, self.threads = library, case, threads
@@ -153,8 +153,8 @@ class Native:
         slots = case.schedule.max_held + (1 if plan.kv_bits == 16 else 2)
         self.groups = case.heads or (tuple(range(case.kv_heads)),)
         self.tensors = [[self.made(len(heads), slots) for heads in self.groups] for _ in range(case.batch)]
-        filled = [self.slots(own, heads, slots) for row in self.tensors
-                  for own, heads in zip(row, self.groups, strict=True)]  # fmt: skip
+        filled = [self.slots(group, heads, slots) for row in self.tensors
+                  for group, heads in zip(row, self.groups, strict=True)]  # fmt: skip
         self.slots_of_streams = (Slots * len(filled))(*filled)
 
     def address(self, tensor: Tensor) -> int:
@@ -181,9 +181,9 @@ class Native:
 
     def slots(self, tensors: dict[str, Tensor], heads: tuple[int, ...], slots: int) -> Slots:
         numbers = self.address(torch.tensor(heads, dtype=torch.int32))
-        plan, given = self.case.plan, {name: self.address(tensor) for name, tensor in tensors.items()}
+        plan, addresses = self.case.plan, {name: self.address(tensor) for name, tensor in tensors.items()}
         return Slots(
-            **given, heads=numbers, head_count=len(heads), slot_count=slots, recent=plan.recent, span=plan.span
+            **addresses, heads=numbers, head_count=len(heads), slot_count=slots, recent=plan.recent, span=plan.span
         )
 
     def attend(self, call: int, status: int = 0) -> Tensor:
@@ -238,7 +238,7 @@ class Native:
 
 
 def compare(library: ctypes.CDLL, case: Case, threads: int = 2) -> None:
-    """Every call natively and eagerly: the same output, and the same held afterwards."""
+    """Run every call natively and eagerly; outputs and kept tokens must agree."""
     eager, layer = Eager(case), Native(library, case, threads)
     exact, bits = case.dtype == torch.float32, case.plan.kv_bits
     for call, counts in enumerate(case.prompts):
@@ -249,16 +249,16 @@ def compare(library: ctypes.CDLL, case: Case, threads: int = 2) -> None:
         assert error.abs().max() <= (2e-5 if exact else 2e-2) * size
         for group, (want, have) in enumerate(zip(eager.held(), layer.held(), strict=True)):
             slots = have["index"].shape[-1]
-            short = slots - want["index"].shape[-1]  # the eager layer takes fewer slots where a window has shrunk
+            short = slots - want["index"].shape[-1]  # the eager layer uses fewer slots after a window has shrunk
             for name in want:
-                own = have[name][:, :, short:] if short > 0 else have[name]
+                actual = have[name][:, :, short:] if short > 0 else have[name]
                 tolerance = 0 if name in ("index", "rank") or (name in ("keys", "values") and bits == 16) else 3e-5
-                torch.testing.assert_close(own.float(), want[name].float(), rtol=tolerance, atol=tolerance)
+                torch.testing.assert_close(actual.float(), want[name].float(), rtol=tolerance, atol=tolerance)
             check_seats(layer, group)
 
 
 def check_seats(layer: Native, group: int) -> None:
-    """Free slots are empty, and sinks and the newest tokens of a quantized cache have their seats."""
+    """Free slots are empty, and the sinks and newest tokens of a quantized cache are in their fixed slots."""
     index, free, seen = (layer.stacked(group, name) for name in ("index", "free", "seen"))
     exact_sinks, residual = layer.layer.exact_sinks, layer.layer.residual
     exact = exact_sinks + residual
@@ -321,7 +321,7 @@ def test_any_number_of_threads_gives_the_same(native: ctypes.CDLL, name: str) ->
     for threads in (1, 2, 3):
         layer = Native(native, case, threads)
         outputs = [layer.attend(call) for call in range(len(case.prompts))]
-        results.append([*outputs, *(tensor for row in layer.tensors for own in row for tensor in own.values())])
+        results.append([*outputs, *(tensor for row in layer.tensors for group in row for tensor in group.values())])
     for other in results[1:]:
         assert all(torch.equal(x, y) for x, y in zip(results[0], other, strict=True))
 

@@ -1,4 +1,4 @@
-"""Native steps against eager ones: the same tokens, logits and evictions, whatever a step can be."""
+"""Native steps against eager ones: the same tokens, logits and evictions in every configuration."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from tests.tolerance import relative_error
 pytestmark = pytest.mark.skipif(library.loaded() is None, reason="there is no compiled library")
 
 EXACT = 1e-4
-"""Largest difference in float32, relative to the rms of the logits."""
+"""Largest float32 difference relative to the RMS of the logits."""
 
 PROMPT = 30
 
@@ -32,7 +32,7 @@ def tokens_of(rows: int, count: int) -> Tensor:
 
 
 def streamed(model: Any, cache: Any, tokens: Tensor, mask: Tensor | None = None) -> tuple[Tensor, list[Any]]:
-    """Logits [B, n, V] of the single tokens behind a prompt, in a new stream, and what every layer keeps."""
+    """Logits [B, n, V] of single tokens after a prompt in a new stream, and the tokens each layer keeps."""
     cache.reset()
     width = PROMPT if mask is None else mask.shape[1]
     model(tokens[:, :width], attention_mask=mask, past_key_values=cache)
@@ -68,7 +68,7 @@ def test_every_family_and_policy(number: int, policy: str) -> None:
     family = FAMILIES[number]
     for positions in family.positions:
         if positions == "absolute" and "LongRoPE" in family.name:
-            continue  # its frequencies change with the length of the text: eager
+            continue  # its frequencies depend on the text's length, so it runs eagerly
         batches = [tokens_of(rows, PROMPT + 12) for rows in (1, 3, 1)]
         assert_same(family.make(), config_of(family, policy, 8, positions), *batches)
 
@@ -80,7 +80,7 @@ def test_padded_batches(side: str, kv_bits: int) -> None:
     for row, padding in enumerate((0, 3, 17, 25)):
         mask[row, slice(0, padding) if side == "left" else slice(PROMPT - padding, PROMPT)] = 0
     config = CacheConfig(window=24, chunk=8, kv_bits=kv_bits)
-    rounding = EXACT if kv_bits == 16 else 2e-2  # a key between two levels may go either way
+    rounding = EXACT if kv_bits == 16 else 2e-2  # a key halfway between two levels may round either way
     assert_same(make_llama(), config, tokens_of(4, PROMPT + 40), mask=mask, largest=rounding)
 
 
@@ -124,7 +124,7 @@ def test_pins_in_the_middle_of_a_stream() -> None:
     assert all(set(range(5, 12)) <= set(head) for head in kept[0][0])
 
 
-def test_a_stream_goes_on_from_one_engine_to_the_other() -> None:
+def test_a_stream_continues_with_another_engine() -> None:
     model, tokens = make_llama(), tokens_of(1, 80)
     config = CacheConfig(window=24)
     whole, _ = run(model, config, tokens, "eager")
@@ -155,7 +155,7 @@ def test_results_do_not_depend_on_the_number_of_threads(threads: int) -> None:
             results.append(run(model, CacheConfig(window=80), tokens_of(2, PROMPT + 90), "auto")[0])
     finally:
         torch.set_num_threads(before)
-    assert relative_error(*results) < EXACT  # the prompt's products are torch's, which do depend on it
+    assert relative_error(*results) < EXACT  # the prompt runs in torch, whose results depend on it
 
 
 class Mine(Accumulated):
@@ -165,7 +165,7 @@ class Mine(Accumulated):
 def test_a_policy_written_in_python_is_served_eagerly(monkeypatch: pytest.MonkeyPatch) -> None:
     model = make_llama()
     with attach(model, CacheConfig(window=24)) as cache:
-        assert cache.engine_note.startswith("native"), "what is proved of the model says nothing about the policy"
+        assert cache.engine_note.startswith("native"), "a verified model does not vouch for the policy"
     monkeypatch.setattr("h2o_stream.cache.layer.make_policy", lambda plan, layer=0: Mine(plan, layer))
     with torch.no_grad(), attach(model, CacheConfig(window=24)) as cache:
         assert cache.engine_note.startswith("eager")
@@ -174,8 +174,8 @@ def test_a_policy_written_in_python_is_served_eagerly(monkeypatch: pytest.Monkey
         assert cache.kept().shape[-1] == 24
 
 
-def test_a_model_that_computes_something_else_is_not_proved() -> None:
-    """Its modules are a Llama's, but its forward does more: no name tells."""
+def test_a_model_that_computes_something_else_fails_verification() -> None:
+    """Its modules have a Llama's names, but its forward does more."""
 
     class Twice(nn.Module):
         def __init__(self, norm: nn.Module) -> None:
@@ -203,7 +203,7 @@ def test_a_step_that_differs_is_found_layer_by_layer(monkeypatch: pytest.MonkeyP
             model(part, past_key_values=cache)
         norm = model.model.layers[1].input_layernorm
         norm.weight = nn.Parameter(norm.weight * 1.1)
-        monkeypatch.setattr(ModelGuard, "__bool__", lambda self: True)  # the native step still has the other one
+        monkeypatch.setattr(ModelGuard, "__bool__", lambda self: True)  # the native step still uses the old one
         with pytest.raises(H2OStreamError, match="after layer 1 "):
             model(tokens[:, 50:51], past_key_values=cache)
 

@@ -1,4 +1,4 @@
-"""Keys that are not numbers: native attention gives NaN where torch does, and what is protected is never evicted."""
+"""NaN keys: native attention gives NaN where torch does, and protected tokens are never evicted."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ NEW = (40, 1, 1, 9, *[1] * 20)
 
 
 def outputs(native: bool, plan: CachePlan, poisoned: int) -> Iterator[tuple[Tensor, HeadGroup]]:
-    """Of a layer whose first head gets a key that is not a number in one of the forwards."""
+    """Results of a layer whose first head gets a NaN key in one forward."""
     layer = HeadGroup(plan, make_policy(plan), None if plan.positions == "absolute" else Table(16))
     layer.budget = Budget(plan.sinks, (range(7, 9),), 4)
     layer.kernels = NativeKernels(library.loaded()) if native else None

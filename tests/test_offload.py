@@ -1,4 +1,4 @@
-"""Models that are larger than the device, and caches in host memory."""
+"""Models larger than the device, and caches in host memory."""
 
 from __future__ import annotations
 
@@ -27,22 +27,22 @@ IDS = torch.tensor([[1, 7, 9, 4, 11, 30, 6, 5, 17, 8, 3, 21] * 4])
 
 
 @pytest.mark.parametrize("policy", ["full", "h2o", "sink"])
-def test_weights_on_disk_say_what_weights_in_memory_say(tiny_folder: Path, policy: str) -> None:
+def test_weights_on_disk_give_the_same_output_as_in_memory(tiny_folder: Path, policy: str) -> None:
     inside = load(ModelConfig(str(tiny_folder), dtype="float32", device="cpu")).model
     outside = load(ModelConfig(str(tiny_folder), dtype="float32", device_map="auto", max_memory="cpu=1MB")).model
     assert "disk" in outside.hf_device_map.values()
-    told = []
+    generated = []
     for model in (inside, outside):
         with attach(model, CacheConfig(policy, 16)) as cache:
-            told.append(model.generate(IDS, max_new_tokens=12, min_new_tokens=12, do_sample=False).tolist())
+            generated.append(model.generate(IDS, max_new_tokens=12, min_new_tokens=12, do_sample=False).tolist())
             held = cache.nbytes
-    assert told[0] == told[1]
+    assert generated[0] == generated[1]
     assert held > 0
 
 
 @pytest.mark.parametrize("policy", ["h2o", "recent", "tova"])
 def test_a_cache_in_host_memory_of_a_model_elsewhere(policy: str) -> None:
-    """Pretended tensors know no numbers, but their devices, and refuse to be mixed as real ones do."""
+    """Fake tensors have no data but track devices, and refuse to be mixed across devices like real ones."""
     with FakeTensorMode():
         config = CacheConfig(policy, 16, positions="absolute", budgets="equal", device="cpu")
         cache = H2OCache(config, [LayerSpec(device=torch.device("cuda"))], None)
@@ -56,14 +56,14 @@ def test_a_cache_in_host_memory_of_a_model_elsewhere(policy: str) -> None:
 
 def test_host_memory_changes_nothing_where_layers_compute_there(tiny_folder: Path) -> None:
     model = load(ModelConfig(str(tiny_folder), dtype="float32", device="cpu")).model
-    told = []
+    generated = []
     for device in ("auto", "cpu"):
         with attach(model, CacheConfig("h2o", 16, device=device)):  # type: ignore[arg-type]
-            told.append(model.generate(IDS, max_new_tokens=12, do_sample=False).tolist())
-    assert told[0] == told[1]
+            generated.append(model.generate(IDS, max_new_tokens=12, do_sample=False).tolist())
+    assert generated[0] == generated[1]
 
 
-def test_zero_inference_says_what_weights_in_memory_say(tiny_folder: Path) -> None:
+def test_zero_inference_gives_the_same_output_as_weights_in_memory(tiny_folder: Path) -> None:
     pytest.importorskip("deepspeed")
     base = ["h2o-chat", "-m", str(tiny_folder), "-p", "hello", "-n", "8", "--temp", "0", "--dtype", "float32", "-q"]
     inside, outside = (
@@ -84,7 +84,7 @@ def test_zero_inference_without_deepspeed_is_one_line(tiny_folder: Path, monkeyp
 
 class TestOptions:
     @pytest.mark.parametrize("text", ["10GiB", "cpu:10GiB", "gpu=1GiB", "0=ten", "cpu=5", "0=1GiB,,"])
-    def test_what_is_no_memory(self, text: str) -> None:
+    def test_invalid_memory_sizes(self, text: str) -> None:
         with pytest.raises(ConfigError, match="--max-memory takes them like 0=10GiB,cpu=24GiB"):
             ModelConfig(device_map="auto", max_memory=text)
 

@@ -1,4 +1,4 @@
-"""One stream at a time: which forwards go on with it, which are refused, and what a forward cut off halfway leaves."""
+"""One stream at a time: which forwards continue it, which are refused, and the state after an interrupted forward."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def interrupt(*_: Any) -> None:
 class TestTorn:
     @pytest.mark.parametrize("new", [1, 5])
     def test_a_forward_cut_off_in_the_last_layer(self, tiny: LlamaForCausalLM, policy: str, new: int) -> None:
-        """Its layer has counted the tokens, as all others have."""
+        """Its layer has counted the tokens like all others."""
         with attach(tiny, CacheConfig(policy, window=16), engine="eager") as cache:
             tiny(ids(10), past_key_values=cache)
             hook = tiny.model.layers[1].self_attn.o_proj.register_forward_pre_hook(interrupt)
@@ -71,7 +71,7 @@ class TestTorn:
                 tiny(ids(1), past_key_values=cache)
 
 
-def test_what_is_refused_leaves_no_tear(tiny: LlamaForCausalLM) -> None:
+def test_a_refused_forward_leaves_no_tear(tiny: LlamaForCausalLM) -> None:
     with attach(tiny, CacheConfig(window=16)) as cache:
         tiny(ids(10), past_key_values=cache)
         with pytest.raises(H2OStreamError, match="cannot take tokens back"):
@@ -144,8 +144,8 @@ class TestStreams:
             assert_close(last, expected[:, -1:])
             assert cache.seen_tokens == 12
 
-    def test_an_own_cache_without_ours(self, tiny: LlamaForCausalLM, policy: str) -> None:
-        """Who wants no cache of the model's, and brings one, has it filled as ever."""
+    def test_the_callers_cache_without_ours(self, tiny: LlamaForCausalLM, policy: str) -> None:
+        """With ``use_cache=False``, a cache passed by the caller is still filled."""
         expected = tiny(ids(12)).logits[:, -1:]
         with attach(tiny, CacheConfig(policy, window=16)) as cache:
             mine = DynamicCache(config=tiny.config)
@@ -176,14 +176,14 @@ class TestStreams:
             for parameter in tiny.lm_head.parameters():
                 parameter.requires_grad_(True)
             tiny(ids(5)).logits.sum().backward()
-            given = tiny.lm_head.weight.grad.clone()
+            gradient = tiny.lm_head.weight.grad.clone()
             tiny.lm_head.weight.grad = None
             tiny(ids(5), use_cache=False).logits.sum().backward()
-            assert_close(given, tiny.lm_head.weight.grad)
+            assert_close(gradient, tiny.lm_head.weight.grad)
 
 
 class TestArguments:
-    def test_padding_in_a_single_column_is_no_token(self, tiny: LlamaForCausalLM) -> None:
+    def test_padding_in_a_single_column_is_not_a_token(self, tiny: LlamaForCausalLM) -> None:
         with attach(tiny, CacheConfig(window=16)) as cache:
             tiny(ids(6, batch=2), past_key_values=cache)
             mask = torch.tensor([[1] * 7, [1] * 6 + [0]])
@@ -221,7 +221,7 @@ class TestArguments:
             tiny(ids(1), past_key_values=cache)
             assert cache.seen_tokens == 7
 
-    def test_a_part_of_the_model_by_itself_is_refused(self, tiny: LlamaForCausalLM) -> None:
+    def test_a_submodule_on_its_own_is_refused(self, tiny: LlamaForCausalLM) -> None:
         with attach(tiny, CacheConfig(window=16)), pytest.raises(H2OStreamError, match="called by itself"):
             tiny.model(ids(3))
 

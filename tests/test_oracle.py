@@ -1,4 +1,4 @@
-"""The cache against the naive oracle: the same tokens kept and the same logits, step by step."""
+"""The cache against the naive oracle: the same kept tokens and logits at every step."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from tests.oracle import Oracle, Rules
 from tests.tolerance import assert_close
 
 TIE = 1e-5
-"""Scores closer than this, relatively, may be ordered either way by float32."""
+"""Relative difference of scores below which float32 may order them either way."""
 
 
 def compare(model: torch.nn.Module, config: CacheConfig, rules: Rules, tokens: list[int], prompt: int) -> bool:
-    """Feed `prompt` tokens at once and the rest one by one, to both. False: too close to a tie to tell."""
+    """Feed both `prompt` tokens as a prompt and the rest one by one. Returns False if too close to a tie to compare."""
     oracle, chunk = Oracle(model, rules), config.plan().chunk or prompt
-    parts = [tokens[i : min(i + chunk, prompt)] for i in range(0, prompt, chunk)]
-    expected, wanted = [oracle.feed(part) for part in parts], [oracle.kept(0)]
+    chunks = [tokens[i : min(i + chunk, prompt)] for i in range(0, prompt, chunk)]
+    expected, wanted = [oracle.feed(part) for part in chunks], [oracle.kept(0)]
     for token in tokens[prompt:]:
         expected.append(oracle.feed([token]))
         wanted.append(oracle.kept(0))
@@ -42,7 +42,7 @@ def compare(model: torch.nn.Module, config: CacheConfig, rules: Rules, tokens: l
 
 
 def held_by(heads: torch.Tensor) -> list[list[int]]:
-    """The tokens of every head, of a row of `kept`."""
+    """The tokens of each head, from a row of `kept`."""
     return [head[head >= 0].tolist() for head in heads]
 
 
@@ -116,7 +116,7 @@ def test_policies_without_heavy_hitters(policy: str, sinks: int, positions: str,
 @pytest.mark.parametrize("positions", ["gap", "rolling", "absolute"])
 @pytest.mark.parametrize("chunk", [1, 5])
 def test_pins_stay_and_stand_near(positions: str, chunk: int) -> None:
-    """Pinned tokens are not evicted, and have no gap in front of them; sinks alone are left where they were."""
+    """Pinned tokens are not evicted and have no gap in front of them; sinks alone keep their place."""
     pins = (range(1, 5), range(17, 20))
     config = CacheConfig("h2o", 20, 9, 2, 0.9, positions, span=13, chunk=chunk)
     movable = 20 - 5 - 3
@@ -126,7 +126,7 @@ def test_pins_stay_and_stand_near(positions: str, chunk: int) -> None:
 
 
 def test_far_past_the_span_and_the_context() -> None:
-    """`gap` and `rolling` go on beyond the positions of the model; distances stay within it."""
+    """`gap` and `rolling` continue past the model's context; distances stay within it."""
     model = make_llama(context=32)
     for positions in ("gap", "rolling"):
         config = CacheConfig("h2o", 12, 4, 2, 0.9, positions, chunk=4)

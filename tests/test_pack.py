@@ -1,6 +1,6 @@
-"""Packed tiles made of floats and of the blocks of GGUF files, for every instruction set.
+"""Packed tiles from floats and from GGUF blocks, for every instruction set.
 
-Tiles are read here by numpy, from what `src/abi.h` says; blocks by the `gguf` package.
+The tests read tiles with numpy, as specified in `src/abi.h`, and blocks with the `gguf` package.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ Bytes = NDArray[np.uint8]
 Floats = NDArray[np.float32]
 
 ROUNDED = ("Q5_1", "Q5_K", "Q2_K")
-"""Types that lose something."""
+"""Types that are not packed exactly."""
 
 SMALLEST = float(torch.finfo(torch.float16).smallest_normal)
 """Scale of 8 bits."""
@@ -41,7 +41,7 @@ def chosen(native: ctypes.CDLL, monkeypatch: pytest.MonkeyPatch) -> None:  # noq
 
 
 class Reader:
-    """Takes arrays from the bytes of a tile, one after the other."""
+    """Reads consecutive arrays from the bytes of a tile."""
 
     def __init__(self, tile: Bytes) -> None:
         self.tile, self.place = tile, 0
@@ -104,13 +104,13 @@ BLOCKS = {
 
 
 def numbers(tiles: Tensor, kind: MatrixKind, rows: int, columns: int) -> Floats:
-    """What tiles hold: [rows, columns]. Rows beyond the last must be zero, and so must padding."""
+    """The unpacked matrix [rows, columns]. Rows beyond the last must be zero, as must padding."""
     assert tiles.shape == tiles_shape(kind, rows, columns)
     decoded = []
     for tile in tiles.numpy():
         reader = Reader(tile)
-        parts = [min(BLOCK, columns - first) // GROUP for first in range(0, columns, BLOCK)]
-        decoded.append(np.concatenate([BLOCKS[kind](reader, n).reshape(ROWS, -1) for n in parts], 1))
+        counts = [min(BLOCK, columns - first) // GROUP for first in range(0, columns, BLOCK)]
+        decoded.append(np.concatenate([BLOCKS[kind](reader, n).reshape(ROWS, -1) for n in counts], 1))
         assert reader.place == len(tile)
     matrix = np.concatenate(decoded)
     assert not matrix[rows:].any()
@@ -133,14 +133,14 @@ def repacked(name: str, blocks: Bytes, rows: int, columns: int, order: Tensor | 
     return numbers(tiles, kind, rows, columns)
 
 
-def assert_as_in_file(name: str, given: Floats, blocks: Bytes) -> None:
+def assert_as_in_file(name: str, actual: Floats, blocks: Bytes) -> None:
     expected = dequantize(blocks, GGMLQuantizationType[name])
     if name in ROUNDED:
         largest = np.abs(expected.reshape(len(expected), -1, GROUP)).max(-1).repeat(GROUP, 1)
         step = np.maximum(largest / 127, SMALLEST)
-        assert (np.abs(given - expected) <= (0.5 + 2**-12) * step).all()
+        assert (np.abs(actual - expected) <= (0.5 + 2**-12) * step).all()
     else:
-        np.testing.assert_allclose(given, expected, rtol=1e-6, atol=1e-12)
+        np.testing.assert_allclose(actual, expected, rtol=1e-6, atol=1e-12)
 
 
 def column_counts(name: str) -> list[int]:
@@ -165,20 +165,20 @@ class TestRepack:
     @pytest.mark.parametrize("name", ["Q4_0", "Q4_1", "Q5_0", "Q8_0"])
     def test_codes_and_scales_go_over_bit_by_bit(self, name: str) -> None:
         blocks = random_blocks(name, 16, 96)
-        given, expected = repacked(name, blocks, 16, 96), dequantize(blocks, GGMLQuantizationType[name])
-        assert (given == expected).all()
+        actual, expected = repacked(name, blocks, 16, 96), dequantize(blocks, GGMLQuantizationType[name])
+        assert (actual == expected).all()
 
     @pytest.mark.parametrize("name", ["Q8_0", "Q4_1", "Q4_K", "Q6_K"])
     def test_the_library_reads_them(self, name: str) -> None:
         kind = GGUF_KINDS[name]
         blocks = torch.from_numpy(random_blocks(name, 37, 768))
         tiles = repack(blocks, GGMLQuantizationType[name], kind, 37, 768)
-        given, expected = unpack(tiles, kind, 768, 0, 37, torch.float32), numbers(tiles, kind, 37, 768)
-        np.testing.assert_allclose(given.numpy(), expected, rtol=1e-5, atol=1e-6)
+        actual, expected = unpack(tiles, kind, 768, 0, 37, torch.float32), numbers(tiles, kind, 37, 768)
+        np.testing.assert_allclose(actual.numpy(), expected, rtol=1e-5, atol=1e-6)
 
     @pytest.mark.parametrize("name", GGUF_KINDS)
     def test_any_bytes(self, name: str) -> None:
-        """Scales that are infinite or no numbers; tiles beside the bad ones are untouched."""
+        """Infinite and NaN scales leave the other tiles untouched."""
         rows, columns = 32, column_counts(name)[-1]
         kind, number = GGUF_KINDS[name], GGMLQuantizationType[name]
         random = np.random.default_rng(1)
@@ -241,7 +241,7 @@ class TestPack:
     @pytest.mark.parametrize("dtype", DTYPES)
     @pytest.mark.parametrize("rows", [1, 16, 37])
     def test_int4(self, rows: int, dtype: torch.dtype) -> None:
-        """Groups are on the better of two grids."""
+        """Groups use the better of two grids."""
         torch.manual_seed(0)
         for columns in (32, 96, 256, 288, 576):
             weights = (torch.randn(rows, columns) + torch.rand(rows, 1)).to(dtype)
@@ -275,7 +275,7 @@ class TestPack:
     @pytest.mark.parametrize("dtype", DTYPES)
     @pytest.mark.parametrize("kind", KINDS)
     def test_any_numbers(self, kind: MatrixKind, dtype: torch.dtype) -> None:
-        """Infinities, NaNs and numbers that no half can hold leave finite grids, and other rows alone."""
+        """Infinities, NaNs and numbers beyond the fp16 range give finite grids and leave other rows alone."""
         random = np.random.default_rng(0)
         size = torch.tensor([], dtype=dtype).element_size()
         weights = torch.from_numpy(random.integers(0, 256, (16, 96 * size), np.uint8)).view(dtype)

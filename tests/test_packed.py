@@ -1,4 +1,4 @@
-"""Layers and embeddings of packed weights, and a model made of them."""
+"""Layers and embeddings with packed weights, and a model of them."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from tests.packed_tiles import KINDS, numbers, random_tiles
 
 @pytest.fixture(autouse=True)
 def every_build(native: ctypes.CDLL, monkeypatch: pytest.MonkeyPatch) -> None:  # noqa: F811
-    """All of this with every library."""
+    """Run all tests with every library."""
     monkeypatch.setattr(library, "loaded", lambda: native)
 
 
@@ -35,7 +35,7 @@ def linear(kind: MatrixKind, rows: int, columns: int, bias: torch.Tensor | None 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("bias", [False, True])
 def test_a_layer(kind: MatrixKind, bias: bool, dtype: torch.dtype) -> None:
-    """With few vectors, and with so many that weights are unpacked."""
+    """With few vectors, and with enough that weights are unpacked."""
     torch.manual_seed(0)
     layer = linear(kind, 46, 512, torch.randn(46).to(dtype) if bias else None)
     weights = numbers(layer.tiles, kind, 46, 512)
@@ -49,7 +49,7 @@ def test_a_layer(kind: MatrixKind, bias: bool, dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_weights_are_unpacked_in_parts(kind: MatrixKind, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_weights_are_unpacked_in_chunks(kind: MatrixKind, monkeypatch: pytest.MonkeyPatch) -> None:
     layer, x = linear(kind, 100, 256), torch.randn(70, 256)
     whole = layer(x)
     monkeypatch.setattr("h2o_stream.models.packed_layers._WEIGHTS_PER_CHUNK", 256 * 40)
@@ -68,7 +68,7 @@ def test_an_embedding(kind: MatrixKind, dtype: torch.dtype) -> None:
 
 
 def packed_model(kind: MatrixKind) -> PreTrainedModel:
-    """Layers of this kind, norms and sizes as usual; with one matrix, and the output layer, of another."""
+    """A model of this kind, with one matrix and the output layer of another."""
     torch.manual_seed(0)
     model = make_llama(heads=4, groups=2, size=64)
     for number, parent in enumerate(list(model.modules())):
@@ -89,7 +89,7 @@ def packed_model(kind: MatrixKind) -> PreTrainedModel:
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("rows", [1, 3])
 def test_native_steps(kind: MatrixKind, rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every step is compared with the layers' own forward."""
+    """Compares every step with the layers' own forward."""
     monkeypatch.setenv(stepper.CHECK, "1")
     model, ids = packed_model(kind), torch.randint(3, 64, (rows, 14))
     with torch.no_grad(), attach(model, CacheConfig("h2o", 32)) as cache:
@@ -100,8 +100,8 @@ def test_native_steps(kind: MatrixKind, rows: int, monkeypatch: pytest.MonkeyPat
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_threads_do_not_meet(kind: MatrixKind) -> None:
-    """Nothing of a product is kept on the layer."""
+def test_layers_are_thread_safe(kind: MatrixKind) -> None:
+    """The layer keeps no intermediate results."""
     layer = linear(kind, 64, 512)
     inputs = [torch.randn(rows, 512, generator=torch.Generator().manual_seed(rows)) for rows in (1, 2, 5, 40)]
     expected = [layer(x) for x in inputs]

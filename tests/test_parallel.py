@@ -1,4 +1,4 @@
-"""Several processes: those that share the work of a comparison, and those that share a model."""
+"""Several processes that share the work of a comparison or a model."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ SCRIPT = Path(__file__).parent / "run_tensor_parallel.py"
 
 @pytest.fixture
 def four_heads(tmp_path: Path, tokenizer: PreTrainedTokenizerBase) -> Path:
-    """A model whose heads two processes can share."""
+    """A model whose heads can be divided between two processes."""
     folder = tmp_path / "model"
     make_llama(vocab=len(tokenizer), heads=4, groups=2, context=400).save_pretrained(folder)
     tokenizer.save_pretrained(folder)
@@ -33,7 +33,7 @@ ACCELERATE = [f"{BIN}/accelerate", "launch", "--multi_gpu", "--num_processes", "
 ACCELERATE += ["--mixed_precision", "no", "--dynamo_backend", "no"]
 TORCHRUN = [f"{BIN}/torchrun", "--nproc-per-node", "2"]
 FORKS: list[str] = []
-"""No launcher, but forks with the environment that torchrun gives."""
+"""Forks with torchrun's environment instead of a launcher."""
 
 launchers = pytest.mark.parametrize(
     "launcher", [FORKS, pytest.param(TORCHRUN, marks=pytest.mark.exhaustive)], ids=["forks", "torchrun"]
@@ -51,7 +51,7 @@ def launched(launcher: list[str], command: Any, *arguments: object) -> subproces
 
 
 def forked(command: Any, *arguments: object, processes: int = 2) -> subprocess.CompletedProcess[str]:
-    """Run a command or a script in the environment that torchrun gives, without its start."""
+    """Run a command or a script with torchrun's environment, without starting torchrun."""
     whole = ["-c", SCRIPT.read_text()] if command == SCRIPT else [command]
     whole += map(str, arguments)
     with socket.create_server(("127.0.0.1", 0)) as free:
@@ -86,16 +86,16 @@ def test_two_processes_find_what_one_finds(
     form = {"max_tokens": 6, "temperature": 0.5}
     lines = [{**form, "article": "word " * (20 + 9 * n), "summary_gt": "some words"} for n in range(5)]
     file.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    own: dict[str, list[Any]] = {
+    inputs: dict[str, list[Any]] = {
         "summarize": ["--requests", file, "--batch", "2"],
         "nll": ["--text", text, "--tokens", "150"],
     }
     model = ["-m", tiny_folder, "--dtype", "float32", "--windows", "24", "--policies", "full,h2o,sink"]
-    arguments = [command, *own[command], *model]
+    arguments = [command, *inputs[command], *model]
     out = tmp_path / "out"
     done = launched(launcher, "h2o-compare", *arguments, "--out", out, "--jsonl", tmp_path / "two.jsonl")
     assert done.returncode == 0, done.stderr
-    assert done.stderr.count("tables, plots and records are in") == 1, "one speaks for both"
+    assert done.stderr.count("tables, plots and records are in") == 1, "only one process reports"
     assert len(list((out / "parts").iterdir())) == (9 if command == "summarize" else 3)
     alone = invoke("h2o-compare", *arguments, "--jsonl", "-", "-q")
     mine, theirs = records(alone.stdout), records((tmp_path / "two.jsonl").read_text())
@@ -107,7 +107,7 @@ def test_two_processes_find_what_one_finds(
 class TestTensorParallel:
     @launchers
     def test_the_same_tokens_and_windows(self, launcher: list[str], four_heads: Path) -> None:
-        """Windows by head too, although each process knows only its own heads."""
+        """Including windows by head, although each process has only its own heads."""
         alone, shared = forked(SCRIPT, four_heads, processes=1), launched(launcher, SCRIPT, four_heads)
         assert alone.returncode == shared.returncode == 0, alone.stderr + shared.stderr
         mine, theirs = ([json.loads(line) for line in done.stdout.splitlines()] for done in (alone, shared))

@@ -1,4 +1,4 @@
-"""Policies and comparisons of other packages: found by their entry points, imported when they are used."""
+"""Policies and comparisons of other packages, found by entry point and imported on first use."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ class Count(Comparison):
 
 
 def install(folder: Path, package: str, group: str, entry: str, **modules: str) -> None:
-    """Lay out an installed package with one entry point, as pip does."""
+    """Create an installed package with one entry point, as pip would."""
     info = folder / f"{package.replace('-', '_')}-1.0.dist-info"
     info.mkdir()
     (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {package}\nVersion: 1.0\nSummary: Made for tests\n")
@@ -94,7 +94,7 @@ def install(folder: Path, package: str, group: str, entry: str, **modules: str) 
 
 @pytest.fixture
 def site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
-    """A folder of installed packages; what is loaded from it is forgotten afterwards."""
+    """A folder of installed packages, whose modules are unloaded afterwards."""
     folder = tmp_path / "site"
     folder.mkdir()
     monkeypatch.syspath_prepend(folder)
@@ -114,7 +114,7 @@ def text(tmp_path: Path) -> Path:
 
 
 def shell(site: Path, command: str, *arguments: str) -> Any:
-    """Run a command in a new process; its standard error ends with whether torch was imported."""
+    """Run a command in a new process; the last line of standard error says whether torch was imported."""
     code = (
         f"import sys\nsys.argv[0] = {command!r}\n"
         f"from h2o_stream.cli.{command.removeprefix('h2o-')} import main\n"
@@ -179,10 +179,10 @@ def test_a_comparison_is_listed_without_an_import(site: Path) -> None:
     assert " count " in listed.stdout
     assert "Made for tests" in listed.stdout
     assert listed.stderr == "False\n"
-    own = shell(site, "h2o-compare", "count", "--help")
-    assert "Count the letters of a text." in own.stdout
-    assert {"--text", "--times", "--policies", "--model", "--kv-bits", "--out"} <= set(own.stdout.split())
-    assert own.stderr == "False\n"
+    help_page = shell(site, "h2o-compare", "count", "--help")
+    assert "Count the letters of a text." in help_page.stdout
+    assert {"--text", "--times", "--policies", "--model", "--kv-bits", "--out"} <= set(help_page.stdout.split())
+    assert help_page.stderr == "False\n"
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""Policies by themselves, and the example of docs/policies.md."""
+"""Policies on their own, and the example in docs/policies.md."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import re
 import sys
 import warnings
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -21,11 +22,11 @@ from tests.tolerance import assert_close
 def held(scores: list[float], index: list[int]) -> Candidates:
     """One row, one head."""
     place = torch.tensor(index)
-    rank = torch.tensor([sum(other > own for other in index) for own in index])
+    rank = torch.tensor([sum(other > i for other in index) for i in index])
     return Candidates(torch.tensor([[scores]]), place[None, None], rank[None, None], torch.tensor([[[max(index) + 1]]]))
 
 
-def test_protected_places_are_worth_most_and_empty_ones_least() -> None:
+def test_protected_slots_have_the_highest_priority_and_empty_ones_the_lowest() -> None:
     policy = make_policy(CacheConfig("h2o", 8).plan())
     view = held([0.5, 0.1, 9.0, 0.2, 0.0], [0, 3, -1, 5, 6])
     worth = policy.worth(view, Budget(1, (range(3, 4),), 1))[0, 0]
@@ -49,8 +50,8 @@ def test_select_keeps_as_many_as_each_row_may() -> None:
     assert places[kept >= 0].tolist() == [1, 1, 2]
 
 
-def test_random_draws_evenly_and_anew() -> None:
-    """Over many evictions every one of ten places is the lowest about equally often."""
+def test_random_draws_uniformly_and_independently() -> None:
+    """Over many evictions each of ten places has the lowest priority about equally often."""
     policy = make_policy(CacheConfig("random", 16).plan())
     index = torch.arange(10).expand(1, 4, 10)
     lowest = torch.cat(
@@ -115,6 +116,47 @@ def test_budgets_of_every_policy() -> None:
     }
 
 
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"policy": "best"}, "--policy"),
+        ({"window": 0}, "--window"),
+        ({"window": 2.5}, "--window"),
+        ({"heavy": -1}, "--heavy"),
+        ({"heavy": 252}, "at most 251"),
+        ({"sinks": 256}, "at most 255"),
+        ({"decay": 0}, "--decay"),
+        ({"decay": 1.5}, "--decay"),
+        ({"positions": "relative"}, "--positions"),
+        ({"span": -1}, "--span"),
+        ({"chunk": -1}, "--chunk"),
+        ({"kv_bits": 3}, "kv_bits"),
+    ],
+)
+def test_wrong_budgets_name_the_option(settings: dict[str, Any], words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        CacheConfig(**settings)
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"window": 500}, "lower --window"),
+        ({"span": 400}, "lower --span"),
+    ],
+)
+def test_budgets_that_do_not_fit_the_model(settings: dict[str, Any], words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        CacheConfig(**{"window": 64, "chunk": 64, **settings}).plan(512)
+
+
+def test_the_default_plan() -> None:
+    plan = CacheConfig().plan(8192)
+    assert (plan.sinks, plan.heavy, plan.recent, plan.decay, plan.positions) == (4, 126, 126, 0.99, "gap")
+    assert plan.span + plan.window + plan.chunk == 8192
+    assert CacheConfig("h2o-paper", 256, heavy=128).plan(8192).recent == 128
+
+
 class TestRatios:
     """As in h2o_hf: ``int(ratio * length of the prompt)``."""
 
@@ -124,13 +166,13 @@ class TestRatios:
     ) -> None:
         ids = torch.randint(3, 64, (1, prompt))
         with attach(tiny, CacheConfig("h2o-paper", heavy_ratio=0.1, recent_ratio=0.2, chunk=0)) as cache:
-            for _ in range(2):  # every stream anew
+            for _ in range(2):  # resolved again for every stream
                 tiny(ids)
                 tiny(ids[:, :1], past_key_values=cache)
                 assert (cache.plan.heavy, cache.plan.recent) == (heavy, recent)
                 assert cache.kept().shape[-1] == min(heavy + recent, prompt)
 
-    def test_a_prompt_in_parts_is_announced(self, tiny: LlamaForCausalLM) -> None:
+    def test_the_length_of_a_prompt_in_chunks_is_announced(self, tiny: LlamaForCausalLM) -> None:
         with attach(tiny, CacheConfig("h2o", heavy_ratio=0.1, recent_ratio=0.2)) as cache:
             cache.begin(100)
             tiny(torch.randint(3, 64, (1, 50)), past_key_values=cache)

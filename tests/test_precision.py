@@ -1,4 +1,4 @@
-"""How wide weights are held: by what is free, as the user says, or refused before anything is read."""
+"""Precision of the weights: chosen by free memory or by the user, or refused before anything is read."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def test_the_reason_names_sizes_and_the_option() -> None:
         assert part in reason
 
 
-def test_none_is_not_widened_into_what_does_not_fit() -> None:
+def test_unquantized_weights_are_not_widened_beyond_memory() -> None:
     assert choose_precision("m", SIZES, 40 * GIB, "none", WIDE).dtype == torch.float32
     assert choose_precision("m", SIZES, 24 * GIB, "none", WIDE).dtype == torch.bfloat16
 

@@ -1,4 +1,4 @@
-"""Grids, codes, and a cache that stores its keys and values in a few bits."""
+"""Grids, codes, and a cache with quantized keys and values."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class TestGrids:
 
     @pytest.mark.parametrize("bits", [2, 4, 8])
     def test_what_is_on_a_grid_keeps_it(self, bits: int) -> None:
-        """So that a token that is read and stored again does not drift."""
+        """So that a token does not drift when read and stored again."""
         x = numbers(50, 64)
         grid = fit(x, bits).half()
         codes = encode(x, grid, bits)
@@ -56,7 +56,7 @@ class TestGrids:
         assert encode(again, fit(again, bits).half(), bits).equal(codes)
 
     @pytest.mark.parametrize("bits", [2, 4, 8])
-    def test_equal_numbers_and_no_numbers(self, bits: int) -> None:
+    def test_equal_numbers_and_nans(self, bits: int) -> None:
         x = torch.full((1, 8), 3.5)
         assert decode(encode(x, fit(x, bits), bits), fit(x, bits), bits, torch.float32).equal(x)
         nothing = spread(torch.full((1,), torch.inf), torch.full((1,), -torch.inf), bits)
@@ -64,8 +64,8 @@ class TestGrids:
 
 
 class TestLayer:
-    def feed(self, layer: HeadGroup, parts: list[int], seed: int = 0) -> None:
-        for number, length in enumerate(parts):
+    def feed(self, layer: HeadGroup, lengths: list[int], seed: int = 0) -> None:
+        for number, length in enumerate(lengths):
             q, k, v = (numbers(1, heads, length, 8, seed=seed + number + 100 * heads) for heads in (4, 2, 2))
             attend(layer, q, k, v, LogitTransform(0.3))
 
@@ -74,20 +74,20 @@ class TestLayer:
         policy=st.sampled_from(["h2o", "h2o-paper", "sink", "recent", "random", "tova"]),
         window=st.integers(2, 40),
         bits=st.sampled_from([8, 4, 2]),
-        parts=st.lists(st.integers(1, 20), min_size=1, max_size=20),
+        lengths=st.lists(st.integers(1, 20), min_size=1, max_size=20),
     )
-    def test_every_token_is_where_it_belongs(self, policy: str, window: int, bits: int, parts: list[int]) -> None:
+    def test_every_token_is_where_it_belongs(self, policy: str, window: int, bits: int, lengths: list[int]) -> None:
         """Each slot's key is near the key of its token, and exact for sinks and the newest."""
         plan = CacheConfig(policy, window, positions="absolute", chunk=7, kv_bits=bits).plan()
         layer = HeadGroup(plan, make_policy(plan), None)
         keys: list[torch.Tensor] = []
-        for number, length in enumerate(parts):
+        for number, length in enumerate(lengths):
             k = numbers(1, 2, length, 8, seed=number)
             keys.append(k)
             attend(layer, numbers(1, 4, length, 8, seed=number + 50), k, -k, LogitTransform(0.3))
         fed, (stored, values) = torch.cat(keys, 2), layer.store.read()
         occupied = layer.index >= 0
-        assert occupied.sum(-1).eq(min(sum(parts), window)).all()
+        assert occupied.sum(-1).eq(min(sum(lengths), window)).all()
         assert not occupied.gather(-1, layer.free).any()
         truth = fed.gather(2, layer.index.clamp_min(0).long()[..., None].expand(-1, -1, -1, 8))
         exact = occupied & ((layer.rank < plan.residual - 1) | (layer.index < plan.exact_sinks))
@@ -99,7 +99,7 @@ class TestLayer:
         assert bool(((values + truth)[rest].abs() < widest).all())
 
     def test_a_token_does_not_drift_while_it_stays(self) -> None:
-        """Once the ranges have settled, reading and storing again changes no code."""
+        """Once the ranges are stable, reading and storing again changes no code."""
         plan = CacheConfig("sink", 40, sinks=30, positions="absolute", chunk=5, kv_bits=4).plan()
         layer = HeadGroup(plan, make_policy(plan), None)
         self.feed(layer, [60])
@@ -148,7 +148,7 @@ class TestCache:
 
     @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
     def test_bytes(self, dtype: torch.dtype) -> None:
-        """At window 1024 and heads of 64, 4 bits take 3.2 times less, 2 bits 5 times, scales and all."""
+        """At window 1024 and head size 64, 4 bits save a factor of 3.2 and 2 bits a factor of 5, including scales."""
         model, sizes = make_llama(heads=1, size=64, context=2048).to(dtype), {}
         for bits in (16, 8, 4, 2):
             with attach(model, CacheConfig(window=1024, kv_bits=bits)) as cache:

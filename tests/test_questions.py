@@ -1,4 +1,4 @@
-"""Questions in MT-Bench's form, good and bad."""
+"""Questions in MT-Bench's format, valid and invalid."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def test_mt_bench_comes_from_its_wheel() -> None:
     assert {len(question.turns) for question in found.questions} == {2}
 
 
-def test_our_own_set_stands_in_and_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_our_own_questions_are_the_fallback_with_a_notice(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(questions, "wheel_file", lambda *_: None)
     found = load_questions(None)
     assert "not installed" in found.source

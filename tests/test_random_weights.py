@@ -29,7 +29,7 @@ VOCABULARY = 301
 
 
 def llama(kind: type = LlamaConfig, **settings: Any) -> Any:
-    """Settings of three small layers."""
+    """Settings for three small layers."""
     sizes = {
         "vocab_size": VOCABULARY,
         "hidden_size": 64,
@@ -45,7 +45,7 @@ def llama(kind: type = LlamaConfig, **settings: Any) -> Any:
 
 
 class TestRandomWeights:
-    """Models that only a config is known of."""
+    """Models built from a config alone."""
 
     @pytest.mark.parametrize("quantize", ["int8", "int4"])
     @pytest.mark.parametrize("tied", [False, True])
@@ -86,7 +86,7 @@ class TestRandomWeights:
         assert sizes[False] - sizes[True] == embedding // VOCABULARY
 
     def test_rows_beyond_the_last_are_zero(self, tmp_path: Path) -> None:
-        """As packed matrices have them: 301 tokens are 18 tiles and 13 rows of another."""
+        """A vocabulary as in packed matrices: 301 tokens are 18 tiles and 13 rows of another."""
         llama().save_pretrained(tmp_path)
         model = random_model(tmp_path, ModelConfig(quantize="int8", dtype="float32", device="cpu"))
         rows = unpack(model.lm_head.tiles, MatrixKind.INT8, 64, 0, 304, torch.float32)
@@ -112,18 +112,18 @@ class TestRandomWeights:
 
 
 class TestRandomFiles:
-    """GGUF files of the shape of a config."""
+    """GGUF files with the shapes of a config."""
 
     @pytest.mark.parametrize("kind", [LlamaConfig, MistralConfig, Qwen2Config, Qwen3Config])
     def test_shapes_and_types(self, tmp_path: Path, kind: type) -> None:
         config = llama(kind, hidden_size=512, intermediate_size=768, num_hidden_layers=9)
         file = tmp_path / "random.gguf"
-        told = list(write_random_gguf(config, "int4", file))
+        progress = list(write_random_gguf(config, "int4", file))
         reader = GGUFReader(file)
         tensors = {tensor.name: tensor for tensor in reader.tensors}
-        assert told[0][0] == 0
-        assert told[-1][1] == sum(int(tensor.n_bytes) for tensor in reader.tensors)
-        assert len(told) == len(tensors)
+        assert progress[0][0] == 0
+        assert progress[-1][1] == sum(int(tensor.n_bytes) for tensor in reader.tensors)
+        assert len(progress) == len(tensors)
         assert tensors["token_embd.weight"].shape.tolist() == [512, VOCABULARY]
         assert tensors["blk.8.ffn_down.weight"].shape.tolist() == [768, 512]
         assert tensors["blk.0.attn_k.weight"].shape.tolist() == [512, 256]
@@ -144,7 +144,7 @@ class TestRandomFiles:
         [("int4", "Q5_0"), ("int8", "Q8_0"), ("float16", "F16"), ("bfloat16", "BF16"), ("float32", "F32")],
     )
     def test_precisions(self, tmp_path: Path, precision: str, name: str) -> None:
-        """Rows of 64 are no block of Q4_K; llama.cpp takes Q5_0 instead."""
+        """Rows of 64 do not fill a block of Q4_K; llama.cpp uses Q5_0 instead."""
         file = tmp_path / "random.gguf"
         assert list(write_random_gguf(llama(tie_word_embeddings=True), precision, file))
         tensors = {tensor.name: tensor for tensor in GGUFReader(file).tensors}
@@ -174,7 +174,7 @@ class TestRandomFiles:
         assert not (tmp_path / "x.gguf").exists()
 
     def test_in_the_shell(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tiny_folder: Path) -> None:
-        """A race of random weights with llama.cpp, whose file is gone afterwards."""
+        """A speed comparison with llama.cpp on random weights, whose file is deleted afterwards."""
         pytest.importorskip("llama_cpp")
         monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "temporary"))
         (tmp_path / "temporary").mkdir()

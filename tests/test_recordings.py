@@ -1,4 +1,4 @@
-"""Recordings are shown again without the model, and two policies side by side."""
+"""Recordings replay without the model, and show two policies side by side."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class TestRecordings:
         assert time.monotonic() - begun >= 0.45
 
     @pytest.mark.parametrize("text", ["", "{}", "nonsense", '{"type": "asked", "at_s": 0}', '{"type":"turn","at_s":1}'])
-    def test_what_is_no_recording(self, tmp_path: Path, text: str) -> None:
+    def test_files_that_are_not_recordings(self, tmp_path: Path, text: str) -> None:
         file = tmp_path / "run.rec"
         file.write_text(text + "\n")
         done = invoke("h2o-stream", "--replay", file)
@@ -64,7 +64,7 @@ class TestSideBySide:
         file.write_text(json.dumps({"question_id": 1, "category": "test", "turns": ["first " * 60, "then"]}) + "\n")
         return file
 
-    def test_where_they_part(self, tiny_folder: Path, questions: Path, tmp_path: Path) -> None:
+    def test_where_they_diverge(self, tiny_folder: Path, questions: Path, tmp_path: Path) -> None:
         out = tmp_path / "run.jsonl"
         options = ("-m", tiny_folder, "--questions", questions, "-n", 12, "--seed", 3, "--window", 64)
         done = invoke("h2o-stream", *options, "--compare", "full,h2o", "--jsonl", out)

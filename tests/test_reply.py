@@ -1,4 +1,4 @@
-"""Markdown that grows: what is finished stays as it is, on the screen too."""
+"""Streaming Markdown: finished lines do not change, neither in the text nor on the screen."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def test_open_marks_are_closed(block: str, shown: str) -> None:
 @pytest.mark.parametrize("refreshed", [1, 7])
 @pytest.mark.parametrize("columns", [30, 80])
 def test_finished_lines_stay(columns: int, refreshed: int) -> None:
-    """On a real terminal, frame by frame: a line that has another below it never changes again."""
+    """On a real terminal, frame by frame: a line with another below it never changes again."""
     screen = pyte.HistoryScreen(columns, 20, history=500)
     stream = pyte.Stream(screen)
     out = io.StringIO()

@@ -21,7 +21,7 @@ from tests.test_cli import invoke, records
 
 @pytest.fixture(scope="module")
 def compared(tiny_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder of two finished comparisons, to be read only."""
+    """A folder of two finished comparisons, not to be changed."""
     folder = tmp_path_factory.mktemp("compared")
     text = folder / "text.txt"
     text.write_text("The quick brown fox jumps over the lazy dog, again and again. " * 60)
@@ -45,11 +45,11 @@ def comparisons(compared: Path, tmp_path: Path) -> Path:
 class TestFolder:
     run: dict[str, Any] = {"command": "h2o-compare nll", "model": "m", "cache": [{"policy": "full"}], "versions": "1"}
 
-    def test_the_same_may_come_again_and_bring_more_policies(self, tmp_path: Path) -> None:
+    def test_the_same_comparison_may_run_again_with_more_policies(self, tmp_path: Path) -> None:
         folder = Folder(tmp_path)
         folder.claim(self.run)
         folder.claim({**self.run, "versions": "2", "policy": ["full"]})
-        assert json.loads((tmp_path / "run.json").read_text())["versions"] == "1", "what ran first stays"
+        assert json.loads((tmp_path / "run.json").read_text())["versions"] == "1", "the first run's versions stay"
         folder.claim({**self.run, "cache": [{"policy": "h2o"}, {"policy": "full"}]})
         assert len(json.loads((tmp_path / "run.json").read_text())["cache"]) == 2
 
@@ -67,7 +67,7 @@ class TestFolder:
         with pytest.raises(DataError, match=words):
             Folder(tmp_path).claim({**self.run, **other})
 
-    def test_a_damaged_folder_is_not_taken_for_ours(self, tmp_path: Path) -> None:
+    def test_a_damaged_folder_is_not_mistaken_for_ours(self, tmp_path: Path) -> None:
         (tmp_path / "run.json").write_text("[]")
         with pytest.raises(DataError, match="is this the --out folder"):
             Folder(tmp_path).claim(self.run)
@@ -84,8 +84,8 @@ class TestFolder:
         }  # fmt: skip
 
 
-def test_a_bar_is_full_when_its_jobs_are_done_and_no_sooner() -> None:
-    """Jobs say themselves that they have come to their end, and are said to have once more."""
+def test_a_bar_is_full_only_when_its_jobs_are_done() -> None:
+    """Jobs report their own completion, which is then reported once more."""
     jobs = [Job("same", {}, 4, list), Job("same", {}, 6, list), Job("other", {}, 1, list)]
     with Progress(disable=True) as progress:
         bars = _Bars(jobs, progress)
@@ -97,7 +97,7 @@ def test_a_bar_is_full_when_its_jobs_are_done_and_no_sooner() -> None:
 
 
 class _Reader(HTMLParser):
-    """Collects what a page refers to, and checks that its elements are closed in order."""
+    """Collects the addresses in a page, and checks that its elements are closed in order."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -106,9 +106,9 @@ class _Reader(HTMLParser):
         self.text: list[str] = []
 
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        told = dict(attrs)
-        self.addresses += [str(told[name]) for name in ("src", "srcset", "href") if name in told]
-        assert tag != "img" or told["alt"]
+        attributes = dict(attrs)
+        self.addresses += [str(attributes[name]) for name in ("src", "srcset", "href") if name in attributes]
+        assert tag != "img" or attributes["alt"]
         assert tag != "script"
         if tag not in ("meta", "link", "source", "img"):
             self.open.append(tag)
@@ -152,7 +152,7 @@ class TestReport:
         assert done.exit_code == 0, done.stderr
         _Reader().feed((tmp_path / "report.html").read_text())
 
-    def test_what_is_no_report_is_not_overwritten(self, comparisons: Path, tmp_path: Path) -> None:
+    def test_other_files_are_not_overwritten_by_a_report(self, comparisons: Path, tmp_path: Path) -> None:
         mine = tmp_path / "mine.html"
         mine.write_text("my own page")
         done = invoke("h2o-compare", "report", comparisons, "--to", mine)
@@ -179,7 +179,7 @@ class TestReport:
         assert done.stderr.count("\n") == 1
 
 
-def test_every_kind_has_a_page_or_none_is_asked_for() -> None:
+def test_every_kind_has_a_page_or_needs_none() -> None:
     for kind in KINDS:
         with pytest.raises((KeyError, IndexError)):
             page_of(kind, {}, [])

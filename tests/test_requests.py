@@ -1,4 +1,4 @@
-"""Requests in the cookbook's and in HELM's form, and broken ones."""
+"""Requests in the cookbook's and HELM's formats, and invalid ones."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""No code from elsewhere, no network without need, and readers that no bytes can break."""
+"""No untrusted code, no unnecessary network access, and readers that survive any bytes."""
 
 from __future__ import annotations
 
@@ -48,12 +48,12 @@ def refuse(*arguments, **more):
     raise OSError('the network is cut off')
 socket.socket.connect = socket.socket.connect_ex = socket.getaddrinfo = refuse
 """
-"""Every way out is closed, and writes down who tried."""
+"""Block all network access and record attempts."""
 
 
 @pytest.mark.parametrize("offline", [False, True], ids=["local model", "offline"])
 def test_no_network_without_need(offline: bool, tmp_path: Path) -> None:
-    """Nor for the imports of a new interpreter, which are the same offline."""
+    """Nor in the imports of a new interpreter, which are the same offline."""
     tried = tmp_path / "tried"
     cut_off, arguments = CUT_OFF.format(tried=str(tried)), ["h2o-chat", "-p", "Say hi.", "-n", "3", "-q"]
     if offline:
@@ -91,7 +91,7 @@ FUZZ = settings(
 
 
 class TestFuzzing:
-    """Whatever stands in a file, it is read or refused in one line of ours."""
+    """Any file contents are read, or refused with a one-line message."""
 
     @FUZZ
     @given(lines=st.lists(NOISE, max_size=4))
@@ -121,7 +121,7 @@ class TestFuzzing:
             state.write_bytes(whole[:cut] + noise)
             with suppress(H2OStreamError):
                 assert session.state(3) is None
-            assert session.state(2) is not None, "the others are as they were"
+            assert session.state(2) is not None, "the others are unchanged"
 
     @settings(
         max_examples=25, derandomize=True, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]

@@ -1,4 +1,4 @@
-"""Conversations: only new tokens are fed, the system prompt once, whatever the template."""
+"""Conversations: only new tokens are fed, the system prompt once, with any template."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ REPLIES = ["Paris.", "Rome.", "You are welcome."]
 
 
 def written(tokenizer: PreTrainedTokenizerBase, users: list[str], replies: list[str], system: str | None) -> list[int]:
-    """The whole conversation as the template writes it at once."""
+    """The whole conversation formatted by the template at once."""
     messages = [{"role": "system", "content": system}] if system is not None else []
     for number, user in enumerate(users):
         messages.append({"role": "user", "content": user})
@@ -68,7 +68,7 @@ class TestTemplate:
             assert attack in tokenizer.decode(hostile)
 
     def test_a_template_that_rewrites_the_past(self, tokenizer: PreTrainedTokenizerBase) -> None:
-        """Some templates cut old replies (their reasoning, say), so a growing history changes its beginning."""
+        """Some templates shorten old replies (such as their reasoning), so the start of a growing history changes."""
         forgetful = copy.deepcopy(tokenizer)
         forgetful.chat_template = (
             "{% for m in messages %}<|im_start|>{{ m.role }}\n"
@@ -142,7 +142,7 @@ class TestConversation:
     def test_facts_of_the_system_prompt_are_known_windows_later(
         self, embedded: LoadedModel, window: int, seen: int
     ) -> None:
-        """Being held is not enough: with the gap of evicted tokens in front of it, a prompt is not looked at."""
+        """Keeping the prompt is not enough: behind the gap of evicted tokens, it gets no attention."""
         system = "You are a support agent of the company Bluefin. The company was founded in 1987."
         config, sampling = CacheConfig(window=window), SamplingConfig(0, max_tokens=16)
         with Engine(embedded.model, embedded.tokenizer, config, sampling) as e:
@@ -177,7 +177,7 @@ class TestConversation:
             assert self.last(conversation.say(TALK[0])).finish in ("stop", "length")
         assert embedded.tokenizer.decode(fed).startswith(f"{END}\n<|im_start|>user\n{TALK[0]}")
 
-    def test_interrupted_before_the_system_prompt_is_in_starts_anew(
+    def test_interrupted_during_the_system_prompt_it_starts_over(
         self, talker: Callable[..., PreTrainedModel], tokenizer: PreTrainedTokenizerBase
     ) -> None:
         sampling = SamplingConfig(temperature=0, max_tokens=3)
@@ -190,7 +190,7 @@ class TestConversation:
             assert isinstance(first, PrefillProgress)
             assert first.counts.pinned > 0
 
-    def test_interrupted_in_a_long_first_prompt_goes_on_from_there(
+    def test_interrupted_in_a_long_first_prompt_it_continues_from_there(
         self, talker: Callable[..., PreTrainedModel], tokenizer: PreTrainedTokenizerBase
     ) -> None:
         sampling = SamplingConfig(temperature=0, max_tokens=3)

@@ -1,8 +1,9 @@
-"""Sessions on disk: nothing that was finished is lost, nothing is half there."""
+"""Sessions on disk: nothing complete is lost, and nothing is left incomplete."""
 
 from __future__ import annotations
 
 import json
+import os
 import stat
 from pathlib import Path
 
@@ -57,7 +58,7 @@ def test_only_the_owner_can_read_it(tmp_path: Path) -> None:
 
 
 def test_a_turn_whose_line_is_missing_is_found_in_its_state(tmp_path: Path) -> None:
-    """As after a kill between the two."""
+    """As after a kill between the two writes."""
     with filled(tmp_path):
         pass
     path = tmp_path / "talk" / "transcript.jsonl"
@@ -68,7 +69,7 @@ def test_a_turn_whose_line_is_missing_is_found_in_its_state(tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize("cut", [1, 5, 40])
-def test_half_a_line_is_no_line(tmp_path: Path, cut: int) -> None:
+def test_an_incomplete_line_is_ignored(tmp_path: Path, cut: int) -> None:
     with filled(tmp_path):
         pass
     for old in (tmp_path / "talk").glob("state-*4.safetensors"):
@@ -81,7 +82,7 @@ def test_half_a_line_is_no_line(tmp_path: Path, cut: int) -> None:
     assert [entry.prompt for entry in Transcript(path).entries] == ["question 1", "question 2", "again"]
 
 
-def test_a_state_that_was_being_written_is_of_no_account(tmp_path: Path) -> None:
+def test_a_partly_written_state_is_ignored(tmp_path: Path) -> None:
     with filled(tmp_path):
         pass
     (tmp_path / "talk" / "state-00000005.part").write_bytes(b"half")
@@ -92,7 +93,7 @@ def test_a_state_that_was_being_written_is_of_no_account(tmp_path: Path) -> None
         assert not list((tmp_path / "talk").glob("*.part"))
 
 
-def test_turns_are_taken_back(tmp_path: Path) -> None:
+def test_turns_are_undone(tmp_path: Path) -> None:
     with filled(tmp_path, 4) as session:
         session.undo(2)
         assert turns(session) == [1, 2]
@@ -153,7 +154,7 @@ def test_a_damaged_transcript_is_named(tmp_path: Path, line: str) -> None:
 
 
 def test_a_full_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What was saved stays; what can be saved is; the message says which."""
+    """Saved data stays, whatever can be saved is saved, and the message says which."""
     with filled(tmp_path) as session:
 
         def full(*_: object, **__: object) -> None:
@@ -187,10 +188,28 @@ def test_exports(tmp_path: Path) -> None:
     assert text.startswith("# a-model, h2o, window 256\n\n> Be brief.\n")
     assert "**You**\n\nquestion\n\n**Model**\n\nanswer ü\n\n**You** (pinned)\n\na fact\n" in text
     export(tmp_path / "talk.json", HEADER, entries)
-    told = json.loads((tmp_path / "talk.json").read_text())
-    assert [message["role"] for message in told["messages"]] == ["system", "user", "assistant", "user"]
-    assert told["policy"] == "h2o"
+    exported = json.loads((tmp_path / "talk.json").read_text())
+    assert [message["role"] for message in exported["messages"]] == ["system", "user", "assistant", "user"]
+    assert exported["policy"] == "h2o"
     with pytest.raises(H2OStreamError, match="File exists"):
         export(tmp_path / "talk.md", HEADER, entries)
     with pytest.raises(ConfigError, match="must end in .md or .json"):
         export(tmp_path / "talk.txt", HEADER, entries)
+
+
+def test_a_forked_process_does_not_release_the_lock(tmp_path: Path) -> None:
+    with Session("talk", tmp_path) as session:
+        child = os.fork()
+        if not child:
+            session.close()
+            os._exit(0)
+        os.waitpid(child, 0)
+        with pytest.raises(DataError, match="open in another process"):
+            Session("talk", tmp_path)
+
+
+@pytest.mark.parametrize("name", ["𝔘" * 64, "ü" * 65])
+def test_names_too_long_for_a_file_system(name: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="cannot name a session"):
+        Session(name, tmp_path)
+    Session("𝔘" * 63, tmp_path).close()

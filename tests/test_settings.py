@@ -1,4 +1,4 @@
-"""Where settings come from."""
+"""Sources of settings."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ pytestmark = pytest.mark.usefixtures("own_home")
 
 
 class TestSettings:
-    """Flag, environment, file, default: in this order."""
+    """Precedence: flag, environment, file, default."""
 
     @pytest.fixture
     def file(self, tmp_path: Path) -> Path:

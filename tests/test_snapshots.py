@@ -1,4 +1,4 @@
-"""Conversations that are left and taken up again: what the model says next is what it would have said."""
+"""Conversations that are saved and resumed: the next reply is the same as without the break."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def said(conversation: Conversation, text: str) -> str:
 
 
 @pytest.mark.parametrize("policy", ["h2o", "h2o-paper", "random", "sink", "full"])
-def test_a_conversation_goes_on_as_if_never_left(
+def test_a_resumed_conversation_continues_as_if_never_left(
     talker: Talker, tokenizer: PreTrainedTokenizerBase, policy: str
 ) -> None:
     model = talker()
@@ -102,8 +102,8 @@ def test_what_is_pinned_stays(talker: Talker, tokenizer: PreTrainedTokenizerBase
         assert "4711" not in tokenizer.decode(list(one.tokens))
 
 
-def test_a_turn_can_be_told(talker: Talker, tokenizer: PreTrainedTokenizerBase) -> None:
-    """As the template would have written it, and the next turn follows on it."""
+def test_a_past_turn_can_be_fed(talker: Talker, tokenizer: PreTrainedTokenizerBase) -> None:
+    """Formatted by the template, and the next turn continues after it."""
     with engine(talker(), tokenizer) as one:
         talk = Conversation(one, "Be brief.")
         list(talk.feed_turn("What is two and two?", "Four."))

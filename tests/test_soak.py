@@ -1,4 +1,4 @@
-"""Very long streams in small: what is looked through, and that an interrupted one goes on exactly."""
+"""Soak runs in miniature: their audits, and exact continuation after an interruption."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def soak(text: Path, out: Path) -> Soak:
     return made
 
 
-def parts(made: Soak, numbers: range) -> list[dict[str, Any]]:
+def run_jobs(made: Soak, numbers: range) -> list[dict[str, Any]]:
     jobs = made.jobs()
     return [event.figures for number in numbers for event in jobs[number].run() if isinstance(event, JobResult)]
 
@@ -88,21 +88,21 @@ def text(tmp_path: Path) -> Path:
     return path
 
 
-def test_an_interrupted_stream_goes_on_exactly(text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_interrupted_stream_continues_exactly(text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("h2o_stream.compare.soak._READ", 128)
     monkeypatch.setattr("h2o_stream.compare.soak._REPLY", 16)
     for name in ("one", "two"):
         (tmp_path / name).mkdir()
-    whole = parts(soak(text, tmp_path / "one"), range(8))
+    whole = run_jobs(soak(text, tmp_path / "one"), range(8))
     first = soak(text, tmp_path / "two")
-    begun = parts(first, range(5))
+    begun = run_jobs(first, range(5))
     first.close()
-    rest = parts(soak(text, tmp_path / "two"), range(5, 8))
+    rest = run_jobs(soak(text, tmp_path / "two"), range(5, 8))
     for one, two in zip(whole, begun + rest, strict=True):
         assert one["losses"] == two["losses"]
         assert one["seen"] == two["seen"]
     with pytest.raises(DataError, match="begin again in another folder"):
-        parts(soak(text, tmp_path / "two"), range(2, 3))
+        run_jobs(soak(text, tmp_path / "two"), range(2, 3))
 
 
 def test_in_the_shell(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,4 +1,4 @@
-"""``h2o-compare speed``: who is timed where, and what is said about it."""
+"""``h2o-compare speed``: which engines are timed where, and the messages about it."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from tests.preloaded import Preloaded
 
 
 class Forks:
-    """A context of `multiprocessing` whose processes have imported everything; test_docs spawns one that has not."""
+    """A `multiprocessing` context whose processes have imported everything; test_docs spawns a real one."""
 
     SERVE = (
         "import pickle, sys\n"
@@ -65,8 +65,8 @@ def test_a_race_in_the_shell(tiny_folder: Path, tmp_path: Path, monkeypatch: pyt
     assert done.exit_code == 0, done.stderr
     records = [json.loads(line) for line in (tmp_path / "speed.jsonl").read_text().splitlines()]
     figures = [record for record in records if record["type"] == "speed"]
-    told = [(figure["engine"], figure["policy"], figure["window"], figure["history"]) for figure in figures]
-    assert told == [
+    combinations = [(figure["engine"], figure["policy"], figure["window"], figure["history"]) for figure in figures]
+    assert combinations == [
         (OURS, "full", None, 64),
         (OURS, "h2o", 32, 64),
         (TRANSFORMERS, "full", None, 64),
@@ -87,7 +87,7 @@ def test_a_race_in_the_shell(tiny_folder: Path, tmp_path: Path, monkeypatch: pyt
     assert "h2o-stream h2o 32" in done.stderr + done.stdout
 
 
-def test_the_run_record_tells_weights_of_one_name_apart(tiny_folder: Path, tmp_path: Path) -> None:
+def test_the_run_record_distinguishes_weights_of_the_same_name(tiny_folder: Path, tmp_path: Path) -> None:
     model, text = tmp_path / "model", tmp_path / "text.txt"
     shutil.copytree(tiny_folder, model)
     text.write_text("The quick brown fox jumps over the lazy dog and runs away. " * 80)
@@ -99,7 +99,7 @@ def test_the_run_record_tells_weights_of_one_name_apart(tiny_folder: Path, tmp_p
 
 
 class Pretended:
-    """A worker whose engine takes a known time."""
+    """A worker whose engine takes a known amount of time."""
 
     asked: list[tuple[str, str, int]] = []
 
@@ -147,7 +147,7 @@ def test_rounds_are_in_turn_and_every_token_is_read_once(monkeypatch: pytest.Mon
 
 
 def test_weights_that_a_step_reads() -> None:
-    """Once each, however many modules share them; one row of an embedding that is not the output layer as well."""
+    """Each counts once, however many modules share it; an untied embedding counts as one row."""
     model = make_llama(vocab=64)
     every = sum(parameter.nbytes for parameter in model.parameters())
     embedding = model.get_input_embeddings().weight

@@ -1,4 +1,4 @@
-"""A saved cache goes on as if it had never stopped."""
+"""A saved cache continues as if it had never stopped."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ TOKENS = torch.randint(3, 64, (2, 80), generator=torch.Generator().manual_seed(0
 
 def going_on(model: Any, cache: Any) -> torch.Tensor:
     """Decode steps, a prefill and more steps: the logits."""
-    parts = TOKENS[:, 40:].split([1, 1, 1, 20, 1, 1, 15], 1)
-    return torch.cat([model(part, past_key_values=cache).logits for part in parts], 1)
+    chunks = TOKENS[:, 40:].split([1, 1, 1, 20, 1, 1, 15], 1)
+    return torch.cat([model(part, past_key_values=cache).logits for part in chunks], 1)
 
 
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("kv_bits", [16, 4])
-def test_it_goes_on_bit_for_bit(tmp_path: Path, grouped: LlamaForCausalLM, policy: str, kv_bits: int) -> None:
+def test_it_continues_bit_for_bit(tmp_path: Path, grouped: LlamaForCausalLM, policy: str, kv_bits: int) -> None:
     config = CacheConfig(policy, window=24, chunk=8, kv_bits=16 if policy == "full" else kv_bits)
     mask = torch.ones(2, 40).index_fill(1, torch.arange(9), 0).logical_or(torch.tensor([[True], [False]])).long()
     with attach(grouped, config) as cache:
@@ -123,8 +123,8 @@ class TestRefused:
             cache.load_state_dict(state)
 
     @pytest.mark.parametrize("policy", ["h2o", "full"])
-    def test_a_torn_cache_has_none(self, tiny: LlamaForCausalLM, policy: str) -> None:
-        """Until it is loaded with one that is complete."""
+    def test_a_torn_cache_has_no_state(self, tiny: LlamaForCausalLM, policy: str) -> None:
+        """Until a complete state is loaded."""
         state = self.state(tiny, policy=policy)
         with attach(tiny, CacheConfig(policy, window=24)) as cache:
             cache.torn = True
@@ -175,7 +175,7 @@ HARMS: list[Callable[[torch.Tensor, random.Random], Any]] = [
     lambda tensor, drawn: tensor.sum(),
     lambda tensor, drawn: [1, 2],
 ]
-"""What can become of a tensor of a state."""
+"""Possible corruptions of a state's tensor."""
 
 
 @pytest.mark.parametrize("resealed", [False, True], ids=["damaged", "with checksums that fit"])
@@ -184,9 +184,9 @@ HARMS: list[Callable[[torch.Tensor, random.Random], Any]] = [
     [{}, {"kv_bits": 4, "budgets": "equal"}, {"policy": "full"}, {"positions": "absolute", "policy": "tova"}],
 )
 def test_300_damaged_states(grouped: LlamaForCausalLM, settings: Any, resealed: bool) -> None:
-    """Every one is refused in one line and changes nothing, or is no other stream.
+    """Each is refused in one line and changes nothing, or leaves the stream the same.
 
-    With checksums that fit, other numbers can be another stream; it goes on all the same.
+    With valid checksums, other numbers can be another stream, which continues normally.
     """
     drawn = random.Random(str(settings))
     with attach(grouped, CacheConfig(**{"window": 24, "chunk": 8, **settings})) as cache:
@@ -222,8 +222,8 @@ def test_300_damaged_states(grouped: LlamaForCausalLM, settings: Any, resealed: 
 
 
 def storages(held: Any) -> dict[int, int]:
-    """Bytes of all that the tensors among the attributes of these objects keep alive, by address."""
-    named = [pair for one in held for pair in vars(one).items() if pair[0] != "heads"]  # which heads these are
+    """Sizes in bytes of the storages referenced by these objects' tensor attributes, by address."""
+    named = [pair for one in held for pair in vars(one).items() if pair[0] != "heads"]  # only head indices
     tensors = [value for _, value in named if isinstance(value, torch.Tensor)]
     return {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in tensors}
 
@@ -231,12 +231,12 @@ def storages(held: Any) -> dict[int, int]:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("kv_bits", [16, 8, 4, None])
 def test_bytes_are_what_is_really_held(grouped: LlamaForCausalLM, dtype: torch.dtype, kv_bits: int | None) -> None:
-    """After a prompt, steps, rows that are copied, and a state; None is the full cache."""
+    """After a prompt, steps, copied rows and a loaded state; None is the full cache."""
     config = CacheConfig(window=24, chunk=8, kv_bits=kv_bits) if kv_bits else CacheConfig("full")
     model = grouped.to(dtype)
 
     def check(cache: Any) -> None:
-        held = cache.layers if kv_bits is None else [own for group in cache.head_groups for own in (group, group.store)]
+        held = cache.layers if kv_bits is None else [x for group in cache.head_groups for x in (group, group.store)]
         assert sum(storages(held).values()) == cache.nbytes
 
     with attach(model, config) as cache:

@@ -1,4 +1,4 @@
-"""The figures of ``cache.statistics()`` and of ``h2o-compare heavy-hitters``, on attention that is known."""
+"""``cache.statistics()`` and ``h2o-compare heavy-hitters`` on known attention."""
 
 from __future__ import annotations
 

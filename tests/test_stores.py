@@ -1,4 +1,4 @@
-"""Models on this machine: what other tools keep, what is ours, and how to be rid of that."""
+"""Models on this machine: other tools' stores, our own, and how to delete ours."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def ollama(folder: Path, name: str = "registry.ollama.ai/library/llama3/8b", digest: str = f"sha256:{HEX}") -> Path:
-    """A store of ollama's with one model; returns its manifest."""
+    """Create an ollama store with one model; returns its manifest."""
     manifest = folder / "manifests" / name
     manifest.parent.mkdir(parents=True)
     layers = [{"mediaType": "application/json", "digest": "?"}, {"mediaType": MODEL_LAYER, "digest": digest}]
@@ -42,7 +42,7 @@ def ollama(folder: Path, name: str = "registry.ollama.ai/library/llama3/8b", dig
 
 
 def packed(home: Path, key: str, model: str, source: str = "there") -> Path:
-    """A folder as the loader writes it."""
+    """A folder in the format that the loader writes."""
     folder = home / "cache" / "h2o-stream" / "packed" / key
     folder.mkdir(parents=True)
     (folder / "packed.json").write_text(json.dumps({"model": model, "quantize": "int4", "source": source}))
@@ -82,7 +82,7 @@ class TestOllama:
         assert ollama_file(model.name) == ollama_file(name)
         assert model.name.removesuffix(":latest") == name
 
-    def test_unknown_ones_are_told_what_there_is(self, home: Path) -> None:
+    def test_unknown_names_list_the_known_ones(self, home: Path) -> None:
         with pytest.raises(ModelNotFoundError, match="it has none"):
             ollama_file("ollama:llama3")
         ollama(home / ".ollama" / "models")
@@ -91,7 +91,7 @@ class TestOllama:
         assert ollama_file("org/name:file.gguf") is None
 
     @pytest.mark.parametrize("name", ["", ":", "a/b/c/d/e", "..", "../..", "a:../../secret", "/etc:x", "a//b", ".:."])
-    def test_no_name_leads_out(self, home: Path, name: str) -> None:
+    def test_no_name_escapes_the_folder(self, home: Path, name: str) -> None:
         folder = home / ".ollama" / "models"
         ollama(folder)
         ollama(home, "secret").rename(folder / "manifests" / "secret")
@@ -121,7 +121,7 @@ class TestOllama:
         (home / "secret").write_bytes(b"GGUF")
         assert stored_models() == []
 
-    def test_a_blob_that_is_gone_or_no_gguf(self, home: Path) -> None:
+    def test_a_blob_that_is_missing_or_not_gguf(self, home: Path) -> None:
         folder = home / ".ollama" / "models"
         ollama(folder)
         blob = folder / "blobs" / f"sha256-{HEX}"

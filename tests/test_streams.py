@@ -1,4 +1,4 @@
-"""Streams that are closed, narrow, ASCII or hung up, and users without a home: neither tracebacks nor files behind."""
+"""Closed, narrow, ASCII or hung-up streams, and users without a home: no tracebacks and no stray files."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def shell(command: str, *arguments: object, closed: str = "", **environment: str
 
 
 def started_or_forked(command: str, *arguments: object, closed: str) -> subprocess.CompletedProcess[str]:
-    """A new interpreter for ``h2o-chat --version``, which costs little; a fork for all else."""
+    """A new interpreter for ``h2o-chat --version``, which starts fast; a fork for everything else."""
     if (command, *arguments) == ("h2o-chat", "--version"):
         return shell(command, *arguments, closed=closed)
     streams = {"<&-": 0, ">&-": 1, "2>&-": 2}
@@ -87,7 +87,7 @@ class TestClosedStreams:
 
     @pytest.mark.parametrize(("closed", "code"), [(">&-", 1), ("<&- 2>&-", 0)])
     def test_replies(self, tiny_folder: Path, tmp_path: Path, closed: str, code: int) -> None:
-        """A reply that nobody can read is none: the command says so by its exit code, as with a closed pipe."""
+        """A reply that cannot be written is an error: the exit code says so, as with a closed pipe."""
         records = tmp_path / "run.jsonl"
         done = started_or_forked("h2o-chat", "-m", tiny_folder, "-p", "hi", "-n", 3, "--jsonl", records, closed=closed)
         assert done.returncode == code
@@ -96,7 +96,7 @@ class TestClosedStreams:
         assert bool(done.stdout.strip()) == (code == 0)
         assert '"run"' in records.read_text().splitlines()[0]
 
-    def test_no_input_is_the_end_of_it(self, tiny_folder: Path) -> None:
+    def test_no_input_ends_the_chat(self, tiny_folder: Path) -> None:
         done = started_or_forked("h2o-chat", "-m", tiny_folder, closed="<&-")
         assert done.returncode == 0
         assert not done.stdout
@@ -120,7 +120,7 @@ ASCII: list[dict[str, str]] = [
 
 class TestAscii:
     @pytest.mark.parametrize("environment", ASCII)
-    def test_what_it_has_no_letters_for_is_a_question_mark(
+    def test_characters_it_cannot_encode_become_question_marks(
         self, recording: Path, environment: Mapping[str, str]
     ) -> None:
         done = shell("h2o-stream", "--replay", recording, **environment)
@@ -141,7 +141,7 @@ class TestAscii:
 
 
 class TestHangUps:
-    """A terminal that is closed, in a chat and in a replay."""
+    """A closed terminal, in a chat and in a replay."""
 
     @pytest.mark.parametrize("when", ["loading", "waiting"])
     def test_a_chat(self, tiny_folder: Path, tmp_path: Path, when: str) -> None:
@@ -220,7 +220,7 @@ import_module("h2o_stream.cli." + sys.argv[0].removeprefix("h2o-")).main()
 """
 
 IMPORTS = "h2o-chat -p hi -n 2 -q -m MODEL"
-"""Started as a new interpreter, since the libraries' imports look for a home too."""
+"""Started as a new interpreter, since imports of libraries look up the home folder too."""
 
 
 class TestNoHome:
@@ -286,7 +286,7 @@ class TestReplays:
         + [(2, f"counts.{name}") for name in COUNTS],
     )
     def test_what_is_no_number_or_text(self, tmp_path: Path, line: int, name: str) -> None:
-        """Every value of every line, in turn: refused with the number of the line."""
+        """Change every value of every line in turn: each is refused with the line number."""
         outer, _, inner = name.partition(".")
         right = LINES[line][outer][inner] if inner else LINES[line][outer]
         values: list[Any] = [None, [], {"a": 1}, float("nan"), float("inf"), -1, 10**400, 1e300, True]

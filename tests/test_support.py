@@ -1,4 +1,4 @@
-"""What is refused, and why; what is not in the table and works all the same."""
+"""Refused models with their reasons, and unlisted models that work."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def test_refused_before_any_work(model: tuple[str, str, dict[str, Any]], words: 
 @pytest.mark.parametrize(
     ("name", "settings"),
     [
-        ("Cohere", {}),  # pairs neighbouring dimensions
+        ("Cohere", {}),  # rotates adjacent pairs of dimensions
         ("Glm", {}),
         ("SmolLM3", {}),  # every fourth layer has no positions
         (
@@ -112,7 +112,7 @@ def test_learned_positions() -> None:
 
 
 def test_learned_positions_end_a_chat(tokenizer: PreTrainedTokenizerBase) -> None:
-    """Whatever --at-context says, nothing lies beyond the last position."""
+    """Whatever --at-context is, no position exceeds the last one."""
     sizes = {"vocab_size": len(tokenizer), "word_embed_proj_dim": 32, "ffn_dim": 32, "max_position_embeddings": 40}
     for cache in (CacheConfig(window=16, positions="absolute"), CacheConfig("full")):
         with Engine(make("OPT", **sizes), tokenizer, cache, SamplingConfig(temperature=0)) as engine:

@@ -1,4 +1,4 @@
-"""The words of a system prompt are text in every template, whatever marks they have."""
+"""System prompts are plain text in every template, whatever markers they contain."""
 
 from __future__ import annotations
 
@@ -57,14 +57,14 @@ def _as_written(talking: PreTrainedTokenizerBase, system: str) -> str:
 
 
 def test_without_marks_the_template_decides(talking: PreTrainedTokenizerBase) -> None:
-    """Tokens are those of the template's own text, encoded at once."""
+    """The tokens are those of the template's whole output."""
     prompt = ChatTemplate(talking, " Be brief. ", ()).first_turn("hello")
     text = talking.decode(prompt.tokens)
     assert prompt.tokens == talking(text, add_special_tokens=False)["input_ids"]
     assert "Be brief." in text
 
 
-def test_what_the_template_says_by_itself_keeps_its_marks(tokenizer: PreTrainedTokenizerBase) -> None:
+def test_the_templates_own_text_keeps_its_markers(tokenizer: PreTrainedTokenizerBase) -> None:
     changed = copy.deepcopy(tokenizer)
     changed.chat_template = "<|im_start|>system\nBe kind.<|im_end|>" + _REST
     prompt = ChatTemplate(changed, None, ()).first_turn("hello")

@@ -1,4 +1,4 @@
-"""The lm-evaluation-harness with our model in it."""
+"""The lm-evaluation-harness with our model."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ EVERY = pytest.mark.parametrize(
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """A task in the harness's own form, with its data on this machine."""
+    """A task in the harness's own format, with local data."""
     data = tmp_path / "tasks" / "houses.jsonl"
     data.parent.mkdir()
     data.write_text("".join(json.dumps(document) + "\n" for document in DOCUMENTS))
@@ -91,9 +91,7 @@ def test_full_is_the_harness_own_model_exactly(tiny_folder: Path, folder: Path) 
     assert evaluated(ours(tiny_folder, policy="full", batch_size=3), folder) == evaluated(theirs, folder)
 
 
-def test_a_window_that_holds_everything_says_what_full_says_and_a_small_one_does_not(
-    tiny_folder: Path, folder: Path
-) -> None:
+def test_a_window_that_holds_everything_matches_full_and_a_small_one_does_not(tiny_folder: Path, folder: Path) -> None:
     full, large, small = (
         [likelihood for answers in evaluated(ours(tiny_folder, **options), folder)[1] for likelihood, _ in answers]
         for options in ({"policy": "full"}, {"policy": "h2o", "window": 200}, {"policy": "recent", "ratio": 0.2})
@@ -105,11 +103,11 @@ def test_a_window_that_holds_everything_says_what_full_says_and_a_small_one_does
 def test_an_answer_is_scored_token_by_token_under_eviction(
     tiny_folder: Path, tokenizer: PreTrainedTokenizerBase
 ) -> None:
-    """The same as reading the context, and then decoding the answer."""
+    """The same as prefilling the context and then decoding the answer."""
     model = ours(tiny_folder, policy="recent", window=8)
     context, answers = tokenizer(DOCUMENTS[0]["question"])["input_ids"], ([17, 300, 4], [9], [17, 2, 2, 5])
-    told = list(model._score_continuations(context, answers))
-    for answer, (likelihood, greedy) in zip(answers, told, strict=True):
+    scored = list(model._score_continuations(context, answers))
+    for answer, (likelihood, greedy) in zip(answers, scored, strict=True):
         with attach(model.model, CacheConfig("recent", 8, chunk=0)) as cache:
             model.model(torch.tensor([context[:-1]]), past_key_values=cache)
             assert cache.kept(0).shape[-1] <= 8
@@ -142,7 +140,7 @@ def test_rolling_likelihoods_and_generation_go_through_the_cache(tiny_folder: Pa
 def test_the_command_of_the_harness_knows_the_model(
     tiny_folder: Path, folder: Path, tmp_path: Path, every: bool
 ) -> None:
-    """As a user types it."""
+    """As from the command line."""
     arguments = f"pretrained={tiny_folder},policy=h2o,heavy_ratio=0.1,recent_ratio=0.1,dtype=float32"
     command = ["h2o-lm-eval", "--model", "h2o", "--model_args", arguments, "--tasks", "houses"]
     command += ["--device", "cpu", "--include_path", str(folder), "--output_path", str(tmp_path / "out")]
@@ -166,7 +164,7 @@ class TestCommand:
         assert "| full | all |" in (tmp_path / "out" / "tasks.md").read_text()
         again = invoke("h2o-compare", *base, "--jsonl", "-", "-q")
         assert records(again.stdout)[1:] == found
-        assert len(list((tmp_path / "out" / "parts").iterdir())) == 4, "what was answered is not answered again"
+        assert len(list((tmp_path / "out" / "parts").iterdir())) == 4, "answers are reused"
 
     @EVERY
     def test_unknown_tasks(self, tiny_folder: Path, every: bool) -> None:

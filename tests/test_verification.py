@@ -1,4 +1,4 @@
-"""The check that a model computes the same through the cache as by itself: what it finds, and leaves behind."""
+"""The check that models give the same results with and without the cache, and what it leaves unchanged."""
 
 from __future__ import annotations
 
@@ -49,9 +49,9 @@ def forwards(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 class TestRefuses:
     def test_an_attention_of_another_kind(self) -> None:
         torch.manual_seed(0)
-        told = refusal(DiffLlamaForCausalLM(DiffLlamaConfig(**GROUPED)).eval())
-        assert "its logits are off by" in told
-        assert told.endswith("only --policy full can serve it")
+        message = refusal(DiffLlamaForCausalLM(DiffLlamaConfig(**GROUPED)).eval())
+        assert "its logits are off by" in message
+        assert message.endswith("only --policy full can serve it")
 
     @pytest.mark.parametrize("positions", ["gap", "absolute"])
     def test_an_encoder(self, positions: str) -> None:
@@ -72,7 +72,7 @@ class TestRefuses:
         model = tiny("Gemma3", "Gemma3Text", **GROUPED, **settings)()
         assert "attend to later ones" in refusal(model, positions=positions)
 
-    def test_a_patched_attention_of_a_model_that_was_proved(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_a_patched_attention_of_a_verified_model(self, monkeypatch: pytest.MonkeyPatch) -> None:
         model = make_llama()
         with attach(model, CacheConfig(window=32)):
             pass
@@ -89,7 +89,7 @@ class TestRefuses:
         with attach(model, CacheConfig(window=32)):
             pass
 
-    def test_logits_that_are_no_numbers(self) -> None:
+    def test_nan_logits(self) -> None:
         model = make_llama()
         model.model.norm.weight.data.fill_(torch.nan)
         assert "logits of LlamaForCausalLM are NaN" in refusal(model)
@@ -103,7 +103,7 @@ class TestRefuses:
 class TestAccepts:
     @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
     def test_rounding(self, dtype: torch.dtype) -> None:
-        """Weights this large and routers multiply it."""
+        """Large weights and routers amplify it."""
         model = copy.deepcopy(make("granitemoe")).to(dtype)
         with attach(model, CacheConfig(window=32)):
             pass
@@ -114,7 +114,7 @@ class TestAccepts:
             pass
 
     def test_a_prompt_of_one_part(self) -> None:
-        """JetMoE wants its attention in one piece of memory."""
+        """JetMoE needs contiguous attention outputs."""
         model, ids = make("jetmoe"), torch.arange(3, 23)[None]
         expected = model(ids, use_cache=False).logits
         with attach(model, CacheConfig(window=32), engine="eager"):
@@ -129,7 +129,7 @@ class TestAccepts:
 
 class TestIsMadeOnce:
     def test_for_a_model_on_disk(self, tmp_path: Any) -> None:
-        """Its hooks are accelerate's, and known."""
+        """Its hooks are accelerate's own, which are recognized."""
         model = copy.deepcopy(make_llama(seed=8))
         ids = torch.arange(3, 23)[None]
         expected = model(ids, use_cache=False).logits
@@ -183,7 +183,7 @@ class TestLeavesNothingBehind:
         assert torch.equal(torch.get_rng_state(), before)
         assert not any(module._forward_hooks for module in model.modules())
 
-    def test_attention_of_every_part(self) -> None:
+    def test_the_attention_of_every_submodel_is_restored(self) -> None:
         model = make("got_ocr2")
         before = [name for _, name in attention_of(model)]
         assert len(set(before)) > 1

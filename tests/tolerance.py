@@ -1,7 +1,7 @@
-"""How far two ways of computing the same numbers may be apart.
+"""Tolerances between two computations of the same numbers.
 
-A sum of products rounds differently on every machine, by a share of what is summed. So tolerances are shares of the
-root mean square of what is compared, never absolute numbers.
+Sums of products round differently on every machine, in proportion to the summands. Tolerances are therefore relative to
+the root mean square of the compared values, never absolute.
 """
 
 from __future__ import annotations
@@ -12,14 +12,14 @@ import torch
 from torch import Tensor
 
 FLOAT32 = 5e-4
-"""Largest difference of any number in float32, as a share of the rms; eight times what was seen on any machine."""
+"""Largest float32 difference relative to the RMS; eight times the largest observed on any machine."""
 
 LIKELIHOOD = 3e-5
-"""Relative difference of a mean of log-likelihoods in float32."""
+"""Relative difference of a mean log-likelihood in float32."""
 
 
 def relative_error(ours: Tensor, wanted: Tensor) -> float:
-    """The largest difference of any two numbers, as a share of the rms of what is wanted. Infinities are equal."""
+    """The largest difference relative to the RMS of `wanted`. Infinities must be equal."""
     assert ours.shape == wanted.shape, f"shapes are {list(ours.shape)} and {list(wanted.shape)}"
     infinite = wanted.isinf()
     assert ours[infinite].equal(wanted[infinite]), "infinities differ"
@@ -33,13 +33,13 @@ def rms(x: Tensor) -> float:
 
 
 def assert_close(ours: Tensor, wanted: Tensor, share: float = FLOAT32) -> None:
-    """Fail where any number is further off than this share of the rms of all of them, or is not a number."""
+    """Fail if any difference exceeds `share` of the RMS or is NaN."""
     error = relative_error(ours, wanted)
     assert error <= share, f"off by {error:.1e} of the rms, where {share:.0e} is allowed"
 
 
 def assert_alike(ours: Any, wanted: Any, share: float = FLOAT32) -> None:
-    """The same records: numbers with a fraction to a relative difference of `share`, all else equal."""
+    """Assert equal records, with floats compared to a relative difference of `share`."""
     assert type(ours) is type(wanted), f"{ours!r} is not of the kind of {wanted!r}"
     if isinstance(wanted, dict):
         assert ours.keys() == wanted.keys()

@@ -50,7 +50,7 @@ class H2OCache(Cache):
         verification: how `attach` verified the model, for native code to be verified by; None if it did not.
         engine_note: what runs the steps and why, for people: "native, avx512" or "eager: ..."; set by `attach`.
         torn: a forward or a reset was cut off halfway; only `reset` helps.
-        stream_number: grows with every `reset` and every state that is loaded, so that streams can be told apart.
+        stream_number: grows with every `reset` and every state that is loaded, which distinguishes streams.
     """
 
     engine_note = ""

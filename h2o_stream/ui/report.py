@@ -14,6 +14,7 @@ from typing import Any
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
 from h2o_stream import __version__
+from h2o_stream.compare.comparisons import COMPARISONS
 from h2o_stream.errors import DataError, file_errors
 from h2o_stream.resources import write_text
 from h2o_stream.session.jsonl import read_objects
@@ -75,7 +76,7 @@ def read_comparisons(folders: Sequence[Path]) -> list[FinishedComparison]:
 def _read(folder: Path) -> FinishedComparison:
     run = read_run_record(folder)
     kind = comparison_name(run)
-    if kind not in KINDS:
+    if kind not in COMPARISONS:
         raise DataError(f"{folder}: a run of {run['command']!r}, which has no report")
     if not (folder / RECORDS).exists():
         raise DataError(f"{folder}: {kind} is not finished there; run its command again to resume it")

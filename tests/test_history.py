@@ -1,4 +1,4 @@
-"""Turns that are taken back, given again, branched and taken up in another process."""
+"""Conversation histories: undo, regenerate, fork, and resume in another process."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def _folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def make(
     talker: Callable[..., PreTrainedModel], tokenizer: PreTrainedTokenizerBase
 ) -> Iterator[Callable[..., ConversationHistory]]:
-    """Makes keepers of conversations of their own with the same model."""
+    """Makes histories of separate conversations with the same model."""
     model, engines = talker(), list[Engine]()
 
     def history(policy: str = "h2o", temperature: float = 0.0) -> ConversationHistory:
@@ -49,7 +49,7 @@ def said(history: ConversationHistory, *texts: str) -> list[str]:
 @pytest.mark.parametrize("policy", ["h2o", "full"])
 @pytest.mark.parametrize("saved", [True, False])
 def test_undo(make: Callable[..., ConversationHistory], policy: str, saved: bool) -> None:
-    """Although tokens have been evicted since."""
+    """Even after tokens have been evicted."""
     history = make(policy)
     if saved:
         history.open("talk")
@@ -89,7 +89,7 @@ def test_another_reply(make: Callable[..., ConversationHistory]) -> None:
         history.regenerate()
 
 
-def test_a_session_goes_on(make: Callable[..., ConversationHistory]) -> None:
+def test_a_session_continues(make: Callable[..., ConversationHistory]) -> None:
     whole = said(make(temperature=1.0), *TALK)
     history = make(temperature=1.0)
     assert not history.open("talk")
@@ -100,7 +100,7 @@ def test_a_session_goes_on(make: Callable[..., ConversationHistory]) -> None:
     assert [entry.prompt for entry in history.entries] == TALK[:2]
     assert first + said(history, *TALK[2:]) == whole
     history.undo(4)
-    assert said(history, *TALK[1:2]) == whole[1:2], "draws are those of then"
+    assert said(history, *TALK[1:2]) == whole[1:2], "the random state is restored"
     history.close()
 
 
@@ -124,7 +124,7 @@ def test_a_branch(make: Callable[..., ConversationHistory]) -> None:
     history.close()
 
 
-def test_another_policy_does_not_fit_and_hears_it_again(make: Callable[..., ConversationHistory]) -> None:
+def test_a_session_of_another_policy_is_replayed(make: Callable[..., ConversationHistory]) -> None:
     history = make("sink")
     history.open("talk")
     said(history, *TALK[:2])
@@ -144,7 +144,7 @@ def test_another_policy_does_not_fit_and_hears_it_again(make: Callable[..., Conv
     history.close()
 
 
-def test_a_full_disk_is_told_with_the_turn(
+def test_a_full_disk_is_reported_with_the_turn(
     make: Callable[..., ConversationHistory], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     history = make()
@@ -167,8 +167,8 @@ def test_a_full_disk_is_told_with_the_turn(
     history.close()
 
 
-def test_a_session_without_a_line_is_none(make: Callable[..., ConversationHistory], tmp_path: Path) -> None:
-    """Begun by a process that ended before it could write."""
+def test_a_session_without_a_line_does_not_exist(make: Callable[..., ConversationHistory], tmp_path: Path) -> None:
+    """Left by a process that ended before it could write."""
     folder = tmp_path / "h2o-stream" / "sessions" / "talk"
     folder.mkdir(parents=True)
     (folder / "transcript.jsonl").touch()

@@ -1,0 +1,102 @@
+"""A plain interpreter of a model's description, to compare with the model itself."""
+
+from __future__ import annotations
+
+import copy
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from h2o_stream.native import abi
+from h2o_stream.native.describe import describe
+from h2o_stream.native.description import Attention, Description, Layer, Matrix, Rope
+from h2o_stream.native.modules import ACTIVATIONS, apply_norm
+from tests.packed_tiles import numbers as packed_numbers
+
+TOKENS = [1, 17, 4, 60, 33, 33, 9, 21]
+
+
+def numbers(matrix: Matrix) -> Tensor:
+    if matrix.kind in (abi.MatrixKind.FLOAT32, abi.MatrixKind.BFLOAT16):
+        return matrix.weights.double()
+    return packed_numbers(matrix.weights, matrix.kind, matrix.rows, matrix.columns)
+
+
+def apply(matrix: Matrix, x: Tensor) -> Tensor:
+    y = x @ numbers(matrix).T
+    return y if matrix.bias is None else y + matrix.bias.double()
+
+
+def heads_of(x: Tensor, first: int, step: int, count: int, size: int) -> Tensor:
+    return torch.stack([x[:, first + h * step : first + h * step + size] for h in range(count)])
+
+
+def rotated(x: Tensor, rope: Rope) -> Tensor:
+    """Rotate x [heads, tokens, D], token n at position n."""
+    half, rotary = rope.rotary_dims // 2, rope.rotary_dims
+    angles = torch.arange(x.shape[1]).double()[:, None] * rope.frequencies.double()
+    first, second, rest = x[..., :half] * rope.scale, x[..., half:rotary] * rope.scale, x[..., rotary:]
+    cos, sin = angles.cos(), angles.sin()
+    return torch.cat((first * cos - second * sin, second * cos + first * sin, rest), -1)
+
+
+def attend(attention: Attention, x: Tensor) -> Tensor:
+    qkv = torch.cat([apply(matrix, x) for matrix in attention.qkv], -1)
+    at, size = attention.heads, attention.head_size
+    query = apply_norm(
+        attention.query_norm, heads_of(qkv, at.query_offset, at.query_stride, attention.query_heads, size)
+    )
+    key = apply_norm(attention.key_norm, heads_of(qkv, at.key_offset, at.key_stride, attention.kv_heads, size))
+    value = heads_of(qkv, at.value_offset, at.value_stride, attention.kv_heads, attention.value_size)
+    if attention.rope:
+        query, key = rotated(query, attention.rope), rotated(key, attention.rope)
+    groups = attention.query_heads // attention.kv_heads
+    scores = query @ key.repeat_interleave(groups, 0).mT * attention.scaling
+    if attention.softcap:
+        scores = (scores / attention.softcap).tanh() * attention.softcap
+    hidden = torch.ones(scores.shape[-2:], dtype=torch.bool).triu(1)
+    weights = scores.masked_fill(hidden, -math.inf).softmax(-1)
+    return apply(attention.out, (weights @ value.repeat_interleave(groups, 0)).transpose(0, 1).flatten(1))
+
+
+def feed_forward(layer: Layer, x: Tensor) -> Tensor:
+    mlp = layer.mlp
+    if mlp.gate is None:
+        return apply(mlp.down, ACTIVATIONS[mlp.activation](apply(mlp.up, x)))
+    return apply(mlp.down, ACTIVATIONS[mlp.activation](apply(mlp.gate, x)) * apply(mlp.up, x))
+
+
+def interpret(description: Description, tokens: list[int]) -> Tensor:
+    """Logits [n, vocabulary] in float64, with full attention at absolute positions."""
+    x = numbers(description.embedding)[tokens] * description.embedding_scale
+    if description.learned_positions is not None:
+        start = description.learned_offset
+        x = x + description.learned_positions[start : start + len(tokens)]
+    for layer in description.layers:
+        added = apply_norm(layer.after_attention, attend(layer.attention, apply_norm(layer.before_attention, x)))
+        before, x = x, x + description.residual_scale * added
+        read = before if layer.parallel else x
+        x = x + description.residual_scale * apply_norm(
+            layer.after_mlp, feed_forward(layer, apply_norm(layer.before_mlp, read))
+        )
+    logits = apply(description.output, apply_norm(description.norm, x)) * description.logit_scale
+    cap = description.logit_softcap
+    return (logits / cap).tanh() * cap if cap else logits
+
+
+@torch.no_grad()
+def error(model: Any) -> float:
+    """The largest difference between the interpreter's and the model's logits, relative to the largest logit."""
+    expected = model(torch.tensor([TOKENS])).logits[0].double()
+    return float((interpret(describe(model), TOKENS) - expected).abs().max() / expected.abs().max())
+
+
+def nudged(model: Any) -> Any:
+    """A copy whose norms and biases differ from one and zero, as in trained models."""
+    model, generator = copy.deepcopy(model), torch.Generator().manual_seed(3)
+    for parameter in model.parameters():
+        if parameter.dim() == 1:
+            parameter.data.add_(torch.randn(parameter.shape, generator=generator) * 0.2)
+    return model

@@ -1,0 +1,144 @@
+"""Models that cannot be described are refused with the reason, as are changed modules."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from h2o_stream.native.describe import describe
+from h2o_stream.native.description import DescriptionError
+from tests.families import FAMILIES, GROUPED, PARTIAL, PER_HEAD, SIZES, SLIDING, tiny
+from tests.interpreter import TOKENS, error
+
+REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
+    "experts": (tiny("Mixtral", **GROUPED), "layer 0 has a MixtralSparseMoeBlock where an MLP is expected"),
+    "other names": (tiny("GPTBigCode", **SIZES), "GPTBigCodeForCausalLM has no list of layers"),
+    "norm over all heads": (tiny("Olmo2", **GROUPED), "q_norm of the attention of layer 0 is a Olmo2RMSNorm that does"),
+    "norms of each head": (
+        tiny("StableLm", **PER_HEAD, **PARTIAL, qk_layernorm=True),
+        "model.layers.0.self_attn.q_layernorm is an unsupported StableLmLayerNormPerHead",
+    ),
+    "clipped queries": (tiny("Olmo", **GROUPED, clip_qkv=1.0), "the config has clip_qkv = 1.0"),
+    "norms after the sublayers": (
+        tiny("OPT", **{**SIZES, "word_embed_proj_dim": 32, "ffn_dim": 32, "do_layer_norm_before": False}),
+        "the config has do_layer_norm_before = False",
+    ),
+    "projected embedding": (
+        tiny("OPT", **{**SIZES, "word_embed_proj_dim": 16, "ffn_dim": 32}),
+        "the embedding has 16 columns, layers 32",
+    ),
+    "layers without positions": (
+        tiny("SmolLM3", **GROUPED, no_rope_layers=[1, 0]),
+        "the attention of layer 1 has use_rope = 0",
+    ),
+    "layers without positions among sliding ones": (
+        tiny("Exaone4", **GROUPED, sliding_window=4, layer_types=SLIDING),
+        "the attention of layer 1 is in a layer without rotary positions",
+    ),
+    "interleaved rotation": (tiny("Glm", **GROUPED), "the attention of layer 0 does not rotate in the rotate-half"),
+    "interleaved table": (tiny("Cohere", **GROUPED), "CohereRotaryEmbedding computes angles that differ"),
+    "sinks": (tiny("GptOss", **GROUPED, num_local_experts=2), "has the parameter sinks in its GptOssAttention"),
+    "activation": (tiny("Arcee", **GROUPED), "act_fn of layer 0 is ReLUSquaredActivation"),
+    "temperature": (tiny("Ministral3", **GROUPED), "RoPE has llama_4_scaling_beta = 0.1"),
+    "norms after rotation": (
+        tiny("HunYuanDenseV1", **GROUPED),
+        "self_attn.query_layernorm is an unsupported HunYuanDenseV1RMSNorm",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_refused(name: str) -> None:
+    make, reason = REFUSED[name]
+    with pytest.raises(DescriptionError, match=reason):
+        describe(make())
+
+
+@pytest.fixture
+def llama() -> Any:
+    return copy.deepcopy(FAMILIES[1].make())
+
+
+class LoraLinear(nn.Module):
+    def __init__(self, base: nn.Linear) -> None:
+        super().__init__()
+        self.base = base
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.base(x) * 2
+
+
+class DoubledLinear(nn.Linear):
+    forward = nn.Linear.forward
+
+
+class TestChanged:
+    """Changes to a model's modules are detected; unchanged modules pass."""
+
+    def refused(self, model: Any, reason: str) -> None:
+        with pytest.raises(DescriptionError, match=reason):
+            describe(model)
+
+    def test_hooks(self, llama: Any) -> None:
+        norm = llama.model.layers[1].input_layernorm
+        for register in (norm.register_forward_hook, norm.register_forward_pre_hook):
+            handle = register(lambda *args: None)
+            self.refused(llama, "model.layers.1.input_layernorm has a forward hook")
+            handle.remove()
+        describe(llama)
+
+    def test_hooks_that_only_look(self, llama: Any) -> None:
+        llama(torch.tensor([TOKENS]), output_hidden_states=True)
+        assert any(module._forward_hooks for module in llama.modules())
+        assert error(llama) < 2e-5
+
+    def test_accelerate(self, llama: Any) -> None:
+        llama.model.norm._hf_hook = object()
+        self.refused(llama, "model.norm has a hook of accelerate")
+
+    def test_patched_forward(self, llama: Any) -> None:
+        mlp = llama.model.layers[0].mlp
+        mlp.forward = lambda x: x
+        self.refused(llama, "model.layers.0.mlp has a patched forward")
+
+    def test_adapter(self, llama: Any) -> None:
+        attention = llama.model.layers[0].self_attn
+        attention.q_proj = LoraLinear(attention.q_proj)
+        self.refused(llama, "model.layers.0.self_attn.q_proj is a LoraLinear, whose forward is from tests")
+
+    def test_subclass(self, llama: Any) -> None:
+        llama.model.layers[0].self_attn.q_proj = DoubledLinear(32, 32)
+        self.refused(llama, "q_proj of the attention of layer 0 is a DoubledLinear where a linear layer is expected")
+
+    def test_left_over(self, llama: Any) -> None:
+        llama.model.layers[0].mlp.extra = nn.Linear(32, 32)
+        self.refused(llama, "model.layers.0.mlp.extra is an unsupported Linear")
+        del llama.model.layers[0].mlp.extra
+        llama.model.layers[0].mlp.scale = nn.Parameter(torch.ones(1))
+        self.refused(llama, "layer 0 has the parameter scale in its LlamaMLP")
+
+    def test_other_numbers(self, llama: Any) -> None:
+        self.refused(llama.half(), "weights of float16")
+
+    def test_elsewhere(self, llama: Any) -> None:
+        self.refused(llama.to("meta"), "has weights that are not on the CPU")
+
+    def test_not_contiguous(self, llama: Any) -> None:
+        linear = llama.model.layers[0].mlp.up_proj
+        linear.weight = nn.Parameter(linear.weight.detach().T.contiguous().T)
+        self.refused(llama, "up_proj of layer 0 has weights that are not contiguous")
+
+    def test_training(self, llama: Any) -> None:
+        describe(llama.train())
+        llama.model.layers[1].self_attn.attention_dropout = 0.1
+        self.refused(llama, "model.layers.1.self_attn uses dropout in training mode")
+        describe(llama.eval())
+
+    def test_sizes(self, llama: Any) -> None:
+        llama.model.layers[0].self_attn.head_dim = 12
+        self.refused(llama, "matrices that are not a whole number of heads of size 12")

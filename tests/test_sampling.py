@@ -1,0 +1,123 @@
+"""Sampling: seeds, limits on the candidates, and the same candidates as transformers' warpers leave."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from transformers.generation.logits_process import (
+    LogitsProcessorList,
+    MinPLogitsWarper,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+)
+
+from h2o_stream import ConfigError, H2OStreamError, SamplingConfig
+from h2o_stream.engine.sampling import Sampler, nucleus, single_thread
+
+
+class TestSampling:
+    def draws(self, count: int = 40, **settings: Any) -> list[int]:
+        sampler = Sampler(SamplingConfig(**settings), None)
+        logits = torch.tensor([3.0, 2.0, 1.0, 0.0, -1.0])
+        return [sampler.sample(logits, [0]) for _ in range(count)]
+
+    def test_greedy(self) -> None:
+        assert set(self.draws(temperature=0)) == {0}
+
+    def test_a_seed_repeats_itself(self) -> None:
+        assert self.draws(seed=3) == self.draws(seed=3)
+        assert self.draws(seed=3) != self.draws(seed=4)
+
+    def test_an_unseeded_run_has_a_random_seed(self) -> None:
+        sampler = Sampler(SamplingConfig(), None)
+        assert Sampler(SamplingConfig(), None).seed != sampler.seed
+
+    @pytest.mark.parametrize(
+        ("settings", "allowed"),
+        [({"top_k": 2}, {0, 1}), ({"top_p": 0.5}, {0}), ({"min_p": 0.3}, {0, 1}), ({"top_k": 1}, {0})],
+    )
+    def test_cuts(self, settings: dict[str, Any], allowed: set[int]) -> None:
+        assert set(self.draws(200, temperature=1, top_p=settings.pop("top_p", 1.0), seed=0, **settings)) <= allowed
+
+    def test_repetition_penalty(self) -> None:
+        assert set(self.draws(temperature=0, repetition_penalty=2.0)) == {1}
+
+    @pytest.mark.parametrize("temperature", [0.0, 0.7])
+    def test_nan_logits_are_never_sampled_from(self, temperature: float) -> None:
+        sampler = Sampler(SamplingConfig(temperature=temperature), None)
+        sampler.sample(torch.tensor([1.0, -torch.inf, 2.0]), [0])
+        with pytest.raises(H2OStreamError, match="not numbers"):
+            sampler.sample(torch.tensor([1.0, torch.nan, 2.0]), [0])
+
+    def test_the_model_recommends_and_the_user_decides(self) -> None:
+        class Recommended:
+            temperature, top_p, top_k = 0.0, None, 50
+
+        assert Sampler(SamplingConfig(), Recommended).greedy
+        assert not Sampler(SamplingConfig(temperature=1.0), Recommended).greedy
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"temperature": -1}, "--temp"),
+        ({"temperature": float("nan")}, "--temp"),
+        ({"top_p": 0}, "--top-p"),
+        ({"top_k": -1}, "--top-k"),
+        ({"min_p": 2}, "--min-p"),
+        ({"repetition_penalty": 0}, "--repetition-penalty"),
+        ({"seed": -1}, "--seed"),
+        ({"max_tokens": 0}, "--max-tokens"),
+        ({"stop": ("",)}, "--stop"),
+    ],
+)
+def test_wrong_sampling_names_the_option(settings: dict[str, Any], words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        SamplingConfig(**settings)
+
+
+@pytest.mark.parametrize("spread", [0.1, 1.0, 4.0])
+@pytest.mark.parametrize("top_p", [0.1, 0.9, 0.999])
+def test_the_nucleus_is_that_of_transformers(spread: float, top_p: float) -> None:
+    """Including flat distributions, whose nucleus is most of the vocabulary."""
+    for scores in torch.randn(3, 5000, generator=torch.Generator().manual_seed(0)) * spread:
+        wanted = TopPLogitsWarper(top_p)(torch.zeros(1, 0), scores[None])[0]
+        assert nucleus(scores, top_p).tolist() == wanted.isfinite().nonzero()[:, 0].tolist()
+
+
+@pytest.mark.parametrize("temperature", [0.5, 1.0, 1.3])
+@pytest.mark.parametrize("top_k", [0, 7])
+@pytest.mark.parametrize("top_p", [0.8, 1.0])
+@pytest.mark.parametrize("min_p", [0.0, 0.05])
+def test_candidates_are_those_transformers_leaves(temperature: float, top_k: int, top_p: float, min_p: float) -> None:
+    config = SamplingConfig(temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p, seed=0)
+    sampler = Sampler(config, None)
+    warpers = LogitsProcessorList([TemperatureLogitsWarper(temperature)])
+    warpers += [TopKLogitsWarper(top_k)] if top_k else []
+    warpers += [TopPLogitsWarper(top_p)] if top_p < 1 else []
+    warpers += [MinPLogitsWarper(min_p)] if min_p else []
+    for scores in 3 * torch.randn(5, 2000, generator=torch.Generator().manual_seed(1)):
+        wanted = warpers(torch.zeros(1, 0), scores[None].clone())[0]
+        ids, ours = sampler.candidates(scores)
+        assert ids.tolist() == wanted.isfinite().nonzero()[:, 0].tolist()
+        assert ours.equal(wanted[ids])
+
+
+def test_equal_scores_and_forbidden_tokens() -> None:
+    """Ties keep the first tokens, and tokens without probability are never sampled."""
+    assert nucleus(torch.zeros(10), 0.35).tolist() == [0, 1, 2, 3]
+    scores = torch.tensor([-torch.inf, 0.0, -torch.inf, 0.0])
+    for settings in ({"top_p": 0.9}, {"top_p": 1.0}, {"top_k": 4}):
+        sampler = Sampler(SamplingConfig(temperature=1.0, seed=0, **settings), None)
+        assert sampler.candidates(scores)[0].tolist() == [1, 3]
+        assert {sampler.sample(scores, []) for _ in range(50)} == {1, 3}
+
+
+def test_a_draw_leaves_the_number_of_threads() -> None:
+    before = torch.get_num_threads()
+    with single_thread():
+        assert torch.get_num_threads() == 1
+    assert torch.get_num_threads() == before
