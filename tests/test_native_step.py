@@ -166,7 +166,7 @@ def test_a_policy_written_in_python_is_served_eagerly(monkeypatch: pytest.Monkey
     model = make_llama()
     with attach(model, CacheConfig(window=24)) as cache:
         assert cache.engine_note.startswith("native"), "a verified model does not vouch for the policy"
-    monkeypatch.setattr("h2o_stream.cache.layer_spec.make_policy", lambda plan, layer=0: Mine(plan, layer))
+    monkeypatch.setattr("h2o_stream.cache.layer.make_policy", lambda plan, layer=0: Mine(plan, layer))
     with torch.no_grad(), attach(model, CacheConfig(window=24)) as cache:
         assert cache.engine_note.startswith("eager")
         for part in tokens_of(1, 40).split(1, 1):

@@ -51,7 +51,8 @@ class GgufFile:
             self.architecture = architecture_of(self.metadata)
             self.tensors = header.tensors(alignment_of(self.metadata))
         except DamagedError as error:
-            raise ModelNotFoundError(f"{path} is damaged or not readable as GGUF: {error}") from None
+            reason = " ".join(str(error).split())  # names in the file may have line breaks
+            raise ModelNotFoundError(f"{path} is damaged or not readable as GGUF: {reason}") from None
         except UnknownTypeError as error:
             raise UnsupportedModelError(f"{path} cannot be served: {error}") from None
         except OSError as error:

@@ -111,13 +111,8 @@ class Stepper:
         self._step = native.h2o_step_open(ctypes.addressof(model.struct))
 
     def __del__(self) -> None:
-        self.close()
-
-    def close(self) -> None:
-        """Release what the library holds."""
         if self._step:
             self._native.h2o_step_close(self._step)
-            self._step = None
 
     def logits(self, kwargs: dict[str, Any]) -> Tensor | None:
         """A token of each row; see `h2o_stream.cache.forward.Stepper`."""
