@@ -20,7 +20,7 @@ from h2o_stream.session.turn import Timings, Turn
 
 END = "<|im_end|>"
 SYSTEM = "You are a terse assistant."
-TALK = ["What is the capital of France?", "And of Italy?", "Thanks, bye!"]
+TALK = ["What is the name of the capital of France?", "And of Italy?", "Thanks, bye!"]
 REPLIES = ["Paris.", "Rome.", "You are welcome."]
 
 
