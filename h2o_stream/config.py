@@ -190,14 +190,14 @@ class CacheConfig:
             value = getattr(self, name)
             if value is not None and value not in choices:
                 raise ConfigError(f"{name} {value!r} is unknown; {option} takes one of {', '.join(choices)}")
-        for name, least in (("window", 1), ("heavy", 0), ("sinks", 0), ("span", 0), ("chunk", 0)):
+        for name, minimum in (("window", 1), ("heavy", 0), ("sinks", 0), ("span", 0), ("chunk", 0)):
             value = getattr(self, name)
             if value is None:
                 continue
             if not isinstance(value, int) or isinstance(value, bool):
                 raise ConfigError(f"{name} is {value!r}; --{name} takes a whole number of tokens")
-            if value < least:
-                raise ConfigError(f"{name} is {value}; --{name} must be at least {least}")
+            if value < minimum:
+                raise ConfigError(f"{name} is {value}; --{name} must be at least {minimum}")
         if self.decay is not None and not 0 < self.decay <= 1:
             raise ConfigError(f"decay is {self.decay}; --decay must be above 0 and at most 1")
         if self.long_term is not None and not 0 <= self.long_term < float("inf"):
@@ -260,11 +260,11 @@ class CacheConfig:
             raise ConfigError(
                 f"sinks is {sinks}, at most {window - 1} fit a window of {window}; lower --sinks or raise --window"
             )
-        most = window - sinks - 1
-        heavy = min(int((window - sinks) * defaults.heavy_share), most) if heavy is None else heavy
-        if heavy > most:
+        max_heavy = window - sinks - 1
+        heavy = min(int((window - sinks) * defaults.heavy_share), max_heavy) if heavy is None else heavy
+        if heavy > max_heavy:
             raise ConfigError(
-                f"heavy is {heavy}, at most {most} leaves a recent token beside {sinks} sinks "
+                f"heavy is {heavy}, at most {max_heavy} leaves a recent token beside {sinks} sinks "
                 f"in a window of {window}; lower --heavy or raise --window"
             )
         return sinks, heavy, window - sinks - heavy

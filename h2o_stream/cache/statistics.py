@@ -120,19 +120,19 @@ class LayerStatistics:
 
 def layer_statistics(layer: int, groups: Sequence[HeadGroup]) -> LayerStatistics:
     """Statistics of the attention of a layer, a mean over the heads of its groups."""
-    parts = [_group_statistics(layer, group) for group in groups]
-    if len(parts) == 1:
-        return parts[0]
+    measured = [_group_statistics(layer, group) for group in groups]
+    if len(measured) == 1:
+        return measured[0]
     total = sum(group.num_heads for group in groups)
     weights = [group.num_heads / total for group in groups]
 
     def mean(values: Sequence[float]) -> float:
         return math.fsum(weight * value for weight, value in zip(weights, values, strict=True))
 
-    scores = torch.zeros(max(len(part.scores) for part in parts))
-    for weight, part in zip(weights, parts, strict=True):
+    scores = torch.zeros(max(len(part.scores) for part in measured))
+    for weight, part in zip(weights, measured, strict=True):
         scores[: len(part.scores)] += weight * part.scores.cpu()
-    sparsity, mass = mean([part.sparsity for part in parts]), mean([part.mass for part in parts])
+    sparsity, mass = mean([part.sparsity for part in measured]), mean([part.mass for part in measured])
     return LayerStatistics(layer, sparsity, scores, power_law(scores), mass)
 
 

@@ -87,8 +87,8 @@ class DecodeAttention {
   }
 
   // Calls `work` for every head of which this thread has some slots, in whole blocks.
-  template <class Work>
-  void for_each_range(const Worker& worker, Work work) const {
+  template <class Function>
+  void for_each_range(const Worker& worker, Function function) const {
     int64_t total = 0;
     for_each_head([&](int64_t, const Slots& slots, int64_t) { total += slots.slot_count; });
     const Range range = worker.partition(total);  // blocks that start in this range
@@ -97,7 +97,7 @@ class DecodeAttention {
       const int64_t begin = block_start(range.begin - first_slot), end = block_start(range.end - first_slot);
       first_slot += slots.slot_count;
       if (begin < std::min(end, slots.slot_count)) {
-        work(stream, HeadSlots(*layer_, slots, local_head), Range{begin, std::min(end, slots.slot_count)});
+        function(stream, HeadSlots(*layer_, slots, local_head), Range{begin, std::min(end, slots.slot_count)});
       }
     });
   }

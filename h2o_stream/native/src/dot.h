@@ -58,9 +58,9 @@ class Accumulator {
 #else
     (void)index;
     using Bytes = int8_t __attribute__((vector_size(4 * simd::kWidth)));
-    using Products = int16_t __attribute__((vector_size(8 * simd::kWidth)));
+    using Int16s = int16_t __attribute__((vector_size(8 * simd::kWidth)));
     using Pairs = int32_t __attribute__((vector_size(8 * simd::kWidth)));
-    const auto wide = [](auto bytes) { return __builtin_convertvector(Bytes(bytes), Products); };
+    const auto wide = [](auto bytes) { return __builtin_convertvector(Bytes(bytes), Int16s); };
     const Pairs products = Pairs(wide(codes) * wide(Ints{} + four));
     const Pairs pairs = (products << 16 >> 16) + (products >> 16);
     sums_ += __builtin_shufflevector(pairs, pairs, 0, 2, 4, 6) + __builtin_shufflevector(pairs, pairs, 1, 3, 5, 7);

@@ -74,12 +74,12 @@ struct QuantizedKeys : QuantizedRows<bits> {
 };
 
 // Calls `work` with the number of bits as a compile-time constant.
-template <class Work>
-void dispatch_bits(int64_t bits, Work work) {
+template <class Function>
+void dispatch_bits(int64_t bits, Function function) {
   switch (bits) {
-    case 8: return work(std::integral_constant<int64_t, 8>{});
-    case 4: return work(std::integral_constant<int64_t, 4>{});
-    default: return work(std::integral_constant<int64_t, 2>{});
+    case 8: return function(std::integral_constant<int64_t, 8>{});
+    case 4: return function(std::integral_constant<int64_t, 4>{});
+    default: return function(std::integral_constant<int64_t, 2>{});
   }
 }
 
