@@ -69,7 +69,7 @@ struct AttentionLayer {
   int64_t exact_sinks, residual;
 };
 
-// The slots of some KV heads of one stream in one layer; every array is [heads][...]. See h2o_stream/cache/slots.py.
+// The slots of some KV heads of one stream in one layer; every array is [heads][...]. See h2o_stream/cache/head_group.py.
 //
 // With kv_bits 16, `keys` and `values` have S rows. Otherwise they have exact_sinks + residual rows and the other slots
 // are quantized (QuantizedStore in h2o_stream/cache/store.py). A byte packs elements that are D * bits / 8 apart.
