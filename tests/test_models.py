@@ -34,8 +34,8 @@ class TestEmbedded:
             "blk.29.ffn_norm.weight": embedded.model.model.layers[29].post_attention_layernorm.weight,
             "token_embd.weight": embedded.model.lm_head.weight,
         }.items():
-            expected = gguf.quants.dequantize(tensors[name].data, tensors[name].tensor_type)
-            torch.testing.assert_close(weight, torch.from_numpy(expected.copy()).view_as(weight), rtol=0, atol=0)
+            expected = gguf.quants.dequantize(tensors[name].data[:600], tensors[name].tensor_type)
+            torch.testing.assert_close(weight[:600], torch.from_numpy(expected.copy()), rtol=0, atol=0)
 
     def test_without_its_wheel(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(finding, "wheel_file", lambda *_: None)
