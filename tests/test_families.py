@@ -17,9 +17,9 @@ from tests.families import (
     FAMILIES,
     LARGEST,
     TIE,
-    matrix,
     config_of,
     error,
+    matrix,
     rules_of,
     table,
 )
