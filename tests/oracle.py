@@ -27,6 +27,16 @@ class Kept:
     long_term_score: float = 0.0
 
 
+@dataclass(frozen=True)
+class Visible:
+    """The n tokens that a query sees: key [n, D], value [n, D], and the age and span [n] of each."""
+
+    key: Tensor
+    value: Tensor
+    age: Tensor
+    span: Tensor
+
+
 @dataclass
 class Rules:
     window: int
@@ -93,14 +103,18 @@ class Oracle:
             held += [Kept(self.seen + i, k[head, i], v[head, i]) for i in range(new)]
             received = torch.zeros(len(held), dtype=torch.float64)
             found = torch.zeros(len(held), dtype=torch.float64)
+            keys, values = (torch.stack([getattr(token, name) for token in held]) for name in ("key", "value"))
+            indices = torch.tensor([token.index for token in held])
+            spans = torch.tensor([0 if rules.pinned(token.index) else rules.span for token in held])
             for i in range(new):
-                queries = q[head * groups : (head + 1) * groups, i]
-                weights, output = self.attend(number, queries, held, self.seen + i, scaling, softcap, own_window)
+                queries, count = q[head * groups : (head + 1) * groups, i], len(held) - new + i + 1
+                visible = Visible(keys[:count], values[:count], self.seen + i - indices[:count], spans[:count])
+                weights, output = self.attend(number, queries, visible, scaling, softcap, own_window)
                 mixed[i, head * groups : (head + 1) * groups] = output
                 if rules.rule == "tova":
                     received.zero_()
                 received[: weights.shape[1]] += weights.sum(0).double() * rules.decay ** min(new - 1 - i, 64)
-                old = sum(token.index < self.seen + i // 64 * 64 - 64 for token in held)
+                old = int((indices < self.seen + i // 64 * 64 - 64).sum())
                 if old > 0:
                     found[:old] += weights[:, :old].double().square().sum(0) * 0.999 ** (new - 1 - i)
             for token, gained, sharply in zip(held, received.tolist(), found.tolist(), strict=True):
@@ -114,23 +128,19 @@ class Oracle:
         self,
         number: int,
         queries: Tensor,
-        held: list[Kept],
-        now: int,
+        visible: Visible,
         scaling: float,
         softcap: float | None,
         own_window: int | None,
     ) -> tuple[Tensor, Tensor]:
-        """A group's attention weights [G, n] on the tokens up to `now`, and its outputs [G, D]."""
-        visible = [token for token in held if token.index <= now]
-        count, positions = len(visible), "absolute" if own_window else self.rules.positions
-        age = torch.tensor([now - token.index for token in visible])
-        distance = age
+        """A group's attention weights [G, n] on the visible tokens, and its outputs [G, D]."""
+        positions = "absolute" if own_window else self.rules.positions
+        age = distance = visible.age
         if positions != "absolute":
-            distance = torch.arange(count - 1, -1, -1)  # the rank
+            distance = torch.arange(len(age) - 1, -1, -1)  # the rank
         if positions == "gap":
-            spans = torch.tensor([0 if self.rules.pinned(token.index) else self.rules.span for token in visible])
-            distance = torch.minimum(age, spans + distance)
-        keys = self.rotate(number, torch.stack([token.key for token in visible]), distance)
+            distance = torch.minimum(age, visible.span + distance)
+        keys = self.rotate(number, visible.key, distance)
         logits = queries @ keys.T * scaling
         if softcap is not None:
             logits = softcap * torch.tanh(logits / softcap)
@@ -138,7 +148,7 @@ class Oracle:
         if window is not None and positions == "absolute":
             logits[:, age >= window] = -torch.inf
         weights = logits.softmax(-1)
-        return weights, weights @ torch.stack([token.value for token in visible])
+        return weights, weights @ visible.value
 
     def rotate(self, number: int, x: Tensor, distance: Tensor) -> Tensor:
         """Rotate x [n, D] from position 0 to minus its distances."""

@@ -200,10 +200,10 @@ class TestBatches:
         tokenizer, model = embedded.tokenizer, embedded.model
         rows = [tokenizer(prompt, return_tensors="pt")["input_ids"] for prompt in prompts]
         with attach(model, CacheConfig(window=16)):
-            together = model.generate(**padded(rows), max_new_tokens=10, **GREEDY)
+            together = model.generate(**padded(rows), max_new_tokens=5, **GREEDY)
             for number, row in enumerate(rows):
-                said = model.generate(**alone(row), max_new_tokens=10, **GREEDY)[0, row.shape[1] :]
-                assert together[number, -10:].equal(said)
+                said = model.generate(**alone(row), max_new_tokens=5, **GREEDY)[0, row.shape[1] :]
+                assert together[number, -5:].equal(said)
 
 
 class TestPipeline:
@@ -221,15 +221,15 @@ class TestPipeline:
 
 
 class TestMemory:
-    def test_two_thousand_tokens_take_no_more_than_the_window(self) -> None:
+    def test_a_thousand_tokens_take_no_more_than_the_window(self) -> None:
         sizes = set()
         model = make_llama(heads=2, size=64, layers=3, context=4096)
         with attach(model, CacheConfig(window=256)) as cache:
             watch = model.register_forward_hook(lambda *_: sizes.add(cache.nbytes))
-            out = model.generate(ids(10), attention_mask=torch.ones(1, 10), max_new_tokens=2000, **GREEDY)
+            out = model.generate(ids(10), attention_mask=torch.ones(1, 10), max_new_tokens=1000, **GREEDY)
             watch.remove()
-            assert out.shape[1] == 2010
-            assert cache.seen_tokens == 2009
+            assert out.shape[1] == 1010
+            assert cache.seen_tokens == 1009
         slots, heads, size = 257, 2, 64
         books = slots * heads * (4 + 4 + 4)
         assert len(sizes) == 1

@@ -98,7 +98,7 @@ class TestRecall:
         tokenizer, model = embedded.tokenizer, embedded.model
         text = tokenizer("It was a quiet day in the village, and nobody had anything to do. " * 30)["input_ids"]
         config = CacheConfig("sink", 96, chunk=16)
-        plan = plan_questions(tokenizer, text, 2, [16, 150, 150])
+        plan = plan_questions(tokenizer, text, 2, [16, 120, 120])
         *_, ours = measure_recall(model, config, plan)
         *_, theirs = measure_recall(model, CacheConfig("full"), plan)
         assert isinstance(ours, JobResult)

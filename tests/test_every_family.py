@@ -19,10 +19,17 @@ same_version = pytest.mark.skipif(
 )
 
 
-@pytest.mark.parametrize("engines", [("auto",), pytest.param(("auto", "eager"), marks=pytest.mark.exhaustive)], ids=len)
+@pytest.mark.parametrize(
+    "tried",
+    [
+        pytest.param(((None, "absolute"), ("auto",)), id="some"),
+        pytest.param(((None, "rolling", "absolute"), ("auto", "eager")), id="all", marks=pytest.mark.exhaustive),
+    ],
+)
 @pytest.mark.parametrize("entry", ENTRIES)
-def test_right_or_refused(entry: str, engines: Any) -> None:
-    found = outcome(entry, engines)
+def test_right_or_refused(entry: str, tried: Any) -> None:
+    """`make test` tries the default and absolute positions with the default engine."""
+    found = outcome(entry, *tried)
     if f"transformers {transformers.__version__}" in DOCS:
         assert entry in rows_in(DOCS)[found], "make family-table"
 

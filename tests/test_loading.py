@@ -224,7 +224,10 @@ class TestGguf:
         ids = torch.arange(100, 180)[None]  # enough tokens that activations are not quantized
         torch.testing.assert_close(model(ids).logits, embedded.model(ids).logits, rtol=1e-4, atol=1e-4)
 
-    @pytest.mark.parametrize(("quantize", "max_loss"), [("auto", 0.03), ("int8", 0.03), ("int4", 0.06)])
+    @pytest.mark.parametrize(
+        ("quantize", "max_loss"),
+        [("auto", 0.03), pytest.param("int8", 0.03, marks=pytest.mark.exhaustive), ("int4", 0.06)],
+    )
     def test_what_it_loses(self, embedded: LoadedModel, quantize: str, max_loss: float) -> None:
         text = "The city council met on Tuesday to discuss the new bridge over the river. " * 4
         ids = torch.tensor([embedded.tokenizer(text + "Nobody expected what the mayor said next.")["input_ids"]])

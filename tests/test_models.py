@@ -22,20 +22,21 @@ from h2o_stream.models import find as finding
 from h2o_stream.models.find import find
 from h2o_stream.models.load import LoadedModel, load
 from h2o_stream.models.templates import FALLBACK_STOPS
+from tests.gguf_files import QuickReader
 
 
 class TestEmbedded:
     def test_it_is_the_model_of_the_file(self, embedded: LoadedModel, embedded_file: Path) -> None:
         config = embedded.model.config
         assert (config.num_hidden_layers, config.num_attention_heads, config.num_key_value_heads) == (30, 9, 3)
-        tensors = {tensor.name: tensor for tensor in gguf.GGUFReader(embedded_file).tensors}
+        tensors = {tensor.name: tensor for tensor in QuickReader(embedded_file).tensors}
         for name, weight in {
             "blk.3.ffn_down.weight": embedded.model.model.layers[3].mlp.down_proj.weight,
             "blk.29.ffn_norm.weight": embedded.model.model.layers[29].post_attention_layernorm.weight,
             "token_embd.weight": embedded.model.lm_head.weight,
         }.items():
-            expected = gguf.quants.dequantize(tensors[name].data, tensors[name].tensor_type)
-            torch.testing.assert_close(weight, torch.from_numpy(expected.copy()).view_as(weight), rtol=0, atol=0)
+            expected = gguf.quants.dequantize(tensors[name].data[:600], tensors[name].tensor_type)
+            torch.testing.assert_close(weight[:600], torch.from_numpy(expected.copy()), rtol=0, atol=0)
 
     def test_without_its_wheel(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(finding, "wheel_file", lambda *_: None)

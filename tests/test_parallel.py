@@ -84,11 +84,11 @@ def test_two_processes_find_what_one_finds(
     text, file = tmp_path / "text.txt", tmp_path / "requests.jsonl"
     text.write_text("The quick brown fox jumps over the lazy dog, again and again. " * 60)
     form = {"max_tokens": 6, "temperature": 0.5}
-    lines = [{**form, "article": "word " * (20 + 9 * n), "summary_gt": "some words"} for n in range(5)]
+    lines = [{**form, "article": "word " * (20 + 9 * n), "summary_gt": "some words"} for n in range(3)]
     file.write_text("".join(json.dumps(line) + "\n" for line in lines))
     inputs: dict[str, list[Any]] = {
-        "summarize": ["--requests", file, "--batch", "2"],
-        "nll": ["--text", text, "--tokens", "150"],
+        "summarize": ["--requests", file, "--batch", "1"],
+        "nll": ["--text", text, "--tokens", "90"],
     }
     model = ["-m", tiny_folder, "--dtype", "float32", "--windows", "24", "--policies", "full,h2o,sink"]
     arguments = [command, *inputs[command], *model]

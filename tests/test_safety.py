@@ -15,7 +15,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import h2o_stream
+from h2o_stream.config import ModelConfig
 from h2o_stream.errors import H2OStreamError
+from h2o_stream.models.load import load
 from h2o_stream.session.jsonl import read_objects
 from h2o_stream.session.questions import load_questions
 from h2o_stream.session.requests import read_requests
@@ -55,7 +57,7 @@ socket.socket.connect = socket.socket.connect_ex = socket.getaddrinfo = refuse
 def test_no_network_without_need(offline: bool, tmp_path: Path) -> None:
     """Nor in the imports of a new interpreter, which are the same offline."""
     tried = tmp_path / "tried"
-    cut_off, arguments = CUT_OFF.format(tried=str(tried)), ["h2o-chat", "-p", "Say hi.", "-n", "3", "-q"]
+    cut_off, arguments = CUT_OFF.format(tried=str(tried)), ["h2o-chat", "-p", "Say hi.", "-n", "1", "-q"]
     if offline:
         arguments.append("--offline")
         code = f"import sys\nfrom h2o_stream.cli.chat import main\nsys.argv = {arguments}\nmain()\n"
@@ -88,6 +90,14 @@ NOISE = st.one_of(
 FUZZ = settings(
     max_examples=150, derandomize=True, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
 )
+
+
+@pytest.fixture
+def loaded_folder(tiny_folder: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """`tiny_folder`, loaded once for all commands of a test."""
+    model = load(ModelConfig(str(tiny_folder)))
+    monkeypatch.setattr("h2o_stream.ui.start.load", lambda *_: model)
+    return tiny_folder
 
 
 class TestFuzzing:
@@ -137,11 +147,11 @@ class TestFuzzing:
         )
     )
     def test_commands(
-        self, commands: list[str], tiny_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+        self, commands: list[str], loaded_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path / "data"))
         monkeypatch.chdir(tmp_path)
         typed = "\n".join(command for command in commands if is_command(command.strip()))
-        done = invoke("h2o-chat", "-m", tiny_folder, "-n", "1", "-q", typed=typed.encode("utf-8", "surrogatepass"))  # type: ignore[arg-type]
+        done = invoke("h2o-chat", "-m", loaded_folder, "-n", "1", "-q", typed=typed.encode("utf-8", "surrogatepass"))  # type: ignore[arg-type]
         assert done.exit_code == 0, (typed, done.stderr)
         assert "unexpected" not in done.stderr, (typed, done.stderr)

@@ -48,8 +48,9 @@ def make() -> Iterator[Callable[..., ConversationHistory]]:
 
 def whole(history: ConversationHistory) -> tuple[object, ...]:
     conversation = history.conversation
-    state = {name: tensor.tolist() for name, tensor in conversation.state_dict().items()} if history.entries else {}
-    return [*history.entries], conversation.metadata.system, conversation.pins, conversation.passages, str(state)
+    tensors = conversation.state_dict() if history.entries else {}
+    state = {name: (tensor.dtype, tensor.shape, tensor.numpy().tobytes()) for name, tensor in tensors.items()}
+    return [*history.entries], conversation.metadata.system, conversation.pins, conversation.passages, state
 
 
 class TestInterrupted:
@@ -77,7 +78,7 @@ class TestInterrupted:
         """Including the state of the random generator."""
         line, done = 0, False
         while not done:
-            line += 3
+            line += 7
             history = make()
             history.open(f"talk{line}")
             list(history.say("w3"))
@@ -101,7 +102,7 @@ class TestInterrupted:
         list(history.say("w3 w4"))
         before = whole(history)
         while not done:
-            line += 1
+            line += 3
             try:
                 with interrupted(line, ("session",)):
                     getattr(history, how)(f"copy{line}")
