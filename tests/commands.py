@@ -8,11 +8,12 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+import typer.main
 import typer.testing
 
 from h2o_stream.cli import chat, compare, stream
 
-typer.testing._get_command = cache(typer.testing._get_command)  # reading the signatures takes up to 40 ms
+vars(typer.testing)["_get_command"] = cache(typer.main.get_command)  # reading the signatures takes up to 40 ms
 APPS = {"h2o-chat": chat.app, "h2o-stream": stream.app, "h2o-compare": compare.app}
 
 

@@ -28,7 +28,7 @@ class KeptTokenizers:
 
 
 def keep_tokenizers() -> None:
-    h2o_stream.models.load.AutoTokenizer = KeptTokenizers  # type: ignore[assignment]
+    vars(h2o_stream.models.load)["AutoTokenizer"] = KeptTokenizers
 
 
 def _contents(folder: Path) -> object:
