@@ -4,18 +4,21 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from functools import cache
 from pathlib import Path
 from typing import Any
 
-from typer.testing import CliRunner
+import typer.main
+import typer.testing
 
 from h2o_stream.cli import chat, compare, stream
 
+vars(typer.testing)["_get_command"] = cache(typer.main.get_command)  # reading the signatures takes up to 40 ms
 APPS = {"h2o-chat": chat.app, "h2o-stream": stream.app, "h2o-compare": compare.app}
 
 
 def invoke(command: str, *arguments: object, typed: str | None = None) -> Any:
-    return CliRunner().invoke(APPS[command], [str(argument) for argument in arguments], input=typed)
+    return typer.testing.CliRunner().invoke(APPS[command], [str(argument) for argument in arguments], input=typed)
 
 
 def records(text: str) -> list[dict[str, Any]]:

@@ -193,17 +193,23 @@ def _become(request: dict[str, Any], descriptors: list[int]) -> list[str]:
 
 
 def _warm_up() -> None:
-    """Import what commands import, and load a model to fill transformers' caches."""
+    """Import what commands import, and load a model and a tokenizer to fill the caches."""
     for name in _IMPORTS:
         import_module(name)
     from tqdm import tqdm
-    from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+    from transformers import LlamaConfig, LlamaForCausalLM
 
+    from h2o_stream.config import ModelConfig
+    from h2o_stream.models.load import load, load_tokenizer
+    from tests.kept_tokenizers import keep_tokenizers
+
+    keep_tokenizers()
     interval, tqdm.monitor_interval = tqdm.monitor_interval, 0  # progress bars would start a thread
     sizes = {"hidden_size": 8, "intermediate_size": 8, "num_attention_heads": 1, "num_hidden_layers": 1}
     with TemporaryDirectory() as folder:
         LlamaForCausalLM(LlamaConfig(vocab_size=8, **sizes)).save_pretrained(folder)
-        AutoModelForCausalLM.from_pretrained(folder)
+        load_tokenizer(ModelConfig()).save_pretrained(folder)
+        load(ModelConfig(folder))
     tqdm.monitor_interval = interval
 
 

@@ -223,7 +223,7 @@ class TestSessions:
 
     def test_killed_at_any_moment_it_continues_exactly(self, tiny_folder: Path, tmp_path: Path) -> None:
         """SIGKILL at random moments of a scripted session until it is complete."""
-        talk = [f"question {number} " + "word " * 30 for number in range(20)]
+        talk = [f"question {number} " + "word " * 30 for number in range(12)]
         command = ["h2o-chat", "-m", tiny_folder, "-n", "24", "--temp", "0", "--window", "64"]
         whole = texts(piped(tiny_folder, talk, "-n", 24, "--window", 64, "--jsonl", "-").stdout)
         transcript = tmp_path / "data" / "h2o-stream" / "sessions" / "talk" / "transcript.jsonl"
@@ -241,11 +241,11 @@ class TestSessions:
                 assert child.stdin is not None
                 child.stdin.write("".join(f"{line}\n" for line in talk[done:]))
                 child.stdin.flush()
-                goal = done + chance.randint(0, 3)
+                goal = done + chance.randint(0, 1)
                 deadline = time.monotonic() + 60
                 while len(finished()) <= goal < len(talk) and time.monotonic() < deadline:
                     time.sleep(0.005)
-                if kills < 10:
+                if kills < 6:
                     time.sleep(chance.random() * 0.06)
                     child.send_signal(signal.SIGKILL)
                     kills += 1

@@ -255,6 +255,24 @@ class TestNoHome:
         assert not (tmp_path / "~").exists()
 
 
+FIELDS = [
+    *((line, name) for line in range(len(LINES)) for name in LINES[line] if name != "type"),
+    *((4, f"work.{name}") for name in LINES[4]["work"]),
+    *((2, f"counts.{name}") for name in COUNTS),
+]
+TYPICAL = {
+    (0, "title"),
+    (1, "at_s"),
+    (2, "done"),
+    (2, "counts"),
+    (3, "id"),
+    (4, "finish"),
+    (4, "work.decode_s"),
+    (2, "counts.heavy"),
+}
+"""One field of each kind, for `make test`."""
+
+
 class TestReplays:
     def test_odd_line_ends_in_text(self, recording: Path) -> None:
         title, events = read_recording(recording)
@@ -281,9 +299,7 @@ class TestReplays:
 
     @pytest.mark.parametrize(
         ("line", "name"),
-        [(line, name) for line in range(len(LINES)) for name in LINES[line] if name != "type"]
-        + [(4, f"work.{name}") for name in LINES[4]["work"]]
-        + [(2, f"counts.{name}") for name in COUNTS],
+        [pytest.param(*field, marks=() if field in TYPICAL else pytest.mark.exhaustive) for field in FIELDS],
     )
     def test_what_is_no_number_or_text(self, tmp_path: Path, line: int, name: str) -> None:
         """Change every value of every line in turn: each is refused with the line number."""

@@ -111,7 +111,11 @@ class ChatOptions(ChatConfig):
             prompt = sys.stdin.buffer.read().decode("utf-8", "replace")
         if prompt is not None and not prompt.strip():
             raise ConfigError("the prompt is empty; --prompt and --prompt-file need something to answer")
-        if self.export is not None and self.session is None:
+        if self.session is not None:
+            from h2o_stream.session.sessions import check_name
+
+            check_name(self.session)
+        elif self.export is not None:
             raise ConfigError(f"--export {self.export} needs the --session whose transcript is meant")
         return replace(self, prompt=prompt)
 

@@ -229,10 +229,15 @@ def find_transcript(name: str) -> Transcript:
     return Transcript(path)
 
 
-def _session_folder(name: str, folder: Path | None) -> Path:
+def check_name(name: str) -> None:
+    """Refuse a name that cannot be the name of a folder."""
     if not _NAME.fullmatch(name) or len(os.fsencode(name)) > _NAME_BYTES:
         raise ConfigError(
             f"{name!r} cannot name a session; --session takes letters, digits, _, - and ., at most 64 characters "
             f"and {_NAME_BYTES} bytes"
         )
+
+
+def _session_folder(name: str, folder: Path | None) -> Path:
+    check_name(name)
     return (folder or sessions_folder()) / name
