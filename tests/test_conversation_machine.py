@@ -306,7 +306,7 @@ class ConversationMachine(RuleBasedStateMachine):
 TestConversations = ConversationMachine.TestCase
 TestConversations.settings = settings(
     max_examples=int(os.environ.get("H2O_EXAMPLES", "200")),
-    stateful_step_count=12,
+    stateful_step_count=9,
     deadline=None,
     derandomize="H2O_EXAMPLES" not in os.environ,
     database=None,

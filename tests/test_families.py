@@ -40,7 +40,7 @@ def modes(first: int = 0) -> pytest.MarkDecorator:
                 number,
                 positions,
                 id=f"{family.name}-{positions}",
-                marks=pytest.mark.exhaustive if positions == "rolling" and family.name not in DIFFERENT else (),
+                marks=() if positions == family.positions[0] or family.name in DIFFERENT else pytest.mark.exhaustive,
             )
             for number, family in enumerate(FAMILIES)
             for positions in family.positions[first:]

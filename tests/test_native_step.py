@@ -62,11 +62,12 @@ def assert_same(
         assert kept == wanted
 
 
+@pytest.mark.parametrize("others", [False, pytest.param(True, marks=pytest.mark.exhaustive)], ids=["", "positions"])
 @pytest.mark.parametrize(("number", "policy"), pairs(RULES))
-def test_every_family_and_policy(number: int, policy: str) -> None:
-    """Rows 1, then 3, then 1 again."""
+def test_every_family_and_policy(number: int, policy: str, others: bool) -> None:
+    """Rows 1, then 3, then 1 again, with the default positions or with all others."""
     family = FAMILIES[number]
-    for positions in family.positions:
+    for positions in family.positions[1:] if others else family.positions[:1]:
         if positions == "absolute" and "LongRoPE" in family.name:
             continue  # its frequencies depend on the text's length, so it runs eagerly
         batches = [tokens_of(rows, PROMPT + 12) for rows in (1, 3, 1)]

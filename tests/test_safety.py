@@ -57,7 +57,7 @@ socket.socket.connect = socket.socket.connect_ex = socket.getaddrinfo = refuse
 def test_no_network_without_need(offline: bool, tmp_path: Path) -> None:
     """Nor in the imports of a new interpreter, which are the same offline."""
     tried = tmp_path / "tried"
-    cut_off, arguments = CUT_OFF.format(tried=str(tried)), ["h2o-chat", "-p", "Say hi.", "-n", "1", "-q"]
+    cut_off, arguments = CUT_OFF.format(tried=str(tried)), ["h2o-chat", "-p", "Say hi.", "-n", "4", "-q"]
     if offline:
         arguments.append("--offline")
         code = f"import sys\nfrom h2o_stream.cli.chat import main\nsys.argv = {arguments}\nmain()\n"

@@ -101,6 +101,10 @@ def main(command: str, app: typer.Typer) -> None:
         code = left.exit_code
     except SystemExit as left:
         code = left.code
+    try:
+        sys.stdout.flush()
+    except OSError:  # Python would try again at exit, and exit with 120
+        discard_output()
     _leave_loader(code)
     sys.exit(code)
 
