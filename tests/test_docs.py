@@ -62,10 +62,10 @@ COMMANDS = commands()
 
 
 def of_documentation() -> list[Any]:
-    """The commands as parameters. The soak is marked exhaustive, since test_soak.py runs it too."""
-    soak = next(entry for entry in COMMANDS if "soak" in entry[1].split())
+    """The commands as parameters. What test_soak.py and test_speed.py run too is marked exhaustive."""
+    elsewhere = [next(entry for entry in COMMANDS if name in entry[1].split()) for name in ("soak", "speed")]
     return [
-        pytest.param(*entry, id=" ".join(entry)[:70], marks=[pytest.mark.exhaustive] if entry == soak else [])
+        pytest.param(*entry, id=" ".join(entry)[:70], marks=[pytest.mark.exhaustive] if entry in elsewhere else [])
         for entry in COMMANDS
     ]
 
