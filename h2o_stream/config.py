@@ -18,6 +18,7 @@ Budgets = Literal["measured", "equal"]
 CacheDevice = Literal["auto", "cpu"]
 AtContext = Literal["continue", "stop"]
 EngineChoice = Literal["auto", "eager"]
+RecallMode = Literal["auto", "off"]
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 QUANTIZATIONS = ("auto", "none", "int8", "int4")
 
@@ -355,6 +356,25 @@ class SamplingConfig:
             raise ConfigError(f"max_tokens is {self.max_tokens}; --max-tokens must be at least 1")
         if any(not stop for stop in self.stop):
             raise ConfigError("a stop string is empty; --stop needs at least one character")
+
+
+@dataclass(frozen=True)
+class RecallConfig:
+    """Whether evicted passages are read again before a reply, and how many.
+
+    Args:
+        mode: ``auto`` searches for every message; ``off`` never does.
+        budget: most tokens to read again in a turn; None is a quarter of the window.
+    """
+
+    mode: RecallMode = "off"
+    budget: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.mode not in get_args(RecallMode):
+            raise ConfigError(f"recall is {self.mode!r}; --recall takes {' or '.join(get_args(RecallMode))}")
+        if self.budget is not None and self.budget < 1:
+            raise ConfigError(f"the budget of recall is {self.budget} tokens; it must be at least 1")
 
 
 @dataclass(frozen=True)

@@ -26,9 +26,9 @@ from h2o_stream.cli import chat, run
 from h2o_stream.models import stores
 from h2o_stream.models.stores import StoredModel
 from h2o_stream.progress import Progress
-from h2o_stream.session.metadata import Passage
+from h2o_stream.session.metadata import TurnTokens
 from h2o_stream.session.report import RunReport
-from h2o_stream.session.retention import RetainedPassage, RetainedText
+from h2o_stream.session.retention import RetainedTurn, RetainedText
 from h2o_stream.ui.comparison import print_page, progress_bars
 from h2o_stream.ui.heatmap import heatmap
 from h2o_stream.ui.loading import LoadingLine
@@ -155,7 +155,7 @@ class TestDrawings:
             reply.push(EVIL)
         print_report(terminal, RunReport(), EVIL)
         print_page(Page(EVIL, EVIL, [TableData(EVIL, ("policy", EVIL), [(EVIL, EVIL)])]), terminal)
-        passage = RetainedPassage(Passage(1, 0, 2), 0.5, [RetainedText(0, EVIL, 0.4), RetainedText(1, EVIL, 1.0)])
+        passage = RetainedTurn(TurnTokens(1, 0, 2), 0.5, [RetainedText(0, EVIL, 0.4), RetainedText(1, EVIL, 1.0)])
         terminal.console.print(heatmap([passage], EVIL))
         line = LoadingLine(f"/models/{EVIL}")
         line(Progress("reading", 1, 9))

@@ -16,7 +16,7 @@ _CHECKSUMS = "conversation.checksums"
 
 
 @dataclass(frozen=True)
-class Passage:
+class TurnTokens:
     """The tokens of one turn: indices `start` to `stop` of the stream, `stop` excluded."""
 
     turn: int
@@ -57,10 +57,10 @@ class Metadata:
     torn: bool = False
     stream: object = field(default_factory=object)
 
-    def passages(self, num_tokens: int) -> list[Passage]:
+    def passages(self, num_tokens: int) -> list[TurnTokens]:
         """The tokens of each turn in a stream of `num_tokens` tokens, in order and without gaps."""
         stops = [*(start for _, start in self.starts[1:]), num_tokens]
-        return [Passage(turn, start, stop) for (turn, start), stop in zip(self.starts, stops, strict=False)]
+        return [TurnTokens(turn, start, stop) for (turn, start), stop in zip(self.starts, stops, strict=False)]
 
     def state_dict(self, num_tokens: int) -> dict[str, Tensor]:
         """The metadata as tensors, for a stream of `num_tokens` tokens."""

@@ -9,7 +9,7 @@ from tokenizers.decoders import DecodeStream
 
 from h2o_stream.engine.engine import Engine
 from h2o_stream.errors import H2OStreamError
-from h2o_stream.session.metadata import Passage
+from h2o_stream.session.metadata import TurnTokens
 
 
 @dataclass(frozen=True)
@@ -28,7 +28,7 @@ class RetainedText:
 
 
 @dataclass(frozen=True)
-class RetainedPassage:
+class RetainedTurn:
     """What the cache still holds of a turn.
 
     Attributes:
@@ -37,12 +37,12 @@ class RetainedPassage:
         pieces: the tokens that any head holds, in order.
     """
 
-    passage: Passage
+    passage: TurnTokens
     share: float
     pieces: list[RetainedText]
 
 
-def retention(engine: Engine, passages: list[Passage], layer: int | None = None) -> list[RetainedPassage]:
+def retention(engine: Engine, passages: list[TurnTokens], layer: int | None = None) -> list[RetainedTurn]:
     """What the cache still holds of each passage, oldest first.
 
     Args:
@@ -64,7 +64,7 @@ def retention(engine: Engine, passages: list[Passage], layer: int | None = None)
         holders += torch.bincount(kept[kept >= 0], minlength=seen)[:seen]
     shares = holders / max(num_heads, 1)
     return [
-        RetainedPassage(
+        RetainedTurn(
             passage,
             float(shares[passage.start : passage.stop].mean()) if passage.stop > passage.start else 0.0,
             _pieces(engine, shares, passage),
@@ -73,7 +73,7 @@ def retention(engine: Engine, passages: list[Passage], layer: int | None = None)
     ]
 
 
-def _pieces(engine: Engine, shares: torch.Tensor, passage: Passage) -> list[RetainedText]:
+def _pieces(engine: Engine, shares: torch.Tensor, passage: TurnTokens) -> list[RetainedText]:
     pieces, previous = list[RetainedText](), -2
     backend = engine.tokenizer.backend_tokenizer
     for index in range(passage.start, passage.stop):

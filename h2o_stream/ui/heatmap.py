@@ -6,13 +6,13 @@ from collections.abc import Sequence
 
 from rich.text import Text
 
-from h2o_stream.session.retention import RetainedPassage
+from h2o_stream.session.retention import RetainedTurn
 
 HEAT = ((0.1, "bright_black"), (0.3, "blue"), (0.6, "cyan"), (0.9, "yellow"), (1.0, "bold red"))
 """Upper limits of the share of heads, and the style of text held by so many."""
 
 
-def heatmap(passages: Sequence[RetainedPassage], heads: str) -> Text:
+def heatmap(passages: Sequence[RetainedTurn], heads: str) -> Text:
     """What is left of every turn, oldest first. Gaps are shown as dots.
 
     Args:
