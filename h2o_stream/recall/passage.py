@@ -1,0 +1,53 @@
+"""What recall works on: passages of the stream, and the candidates among them for a message."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+Role = Literal["user", "assistant"]
+
+Verdict = Literal["recalled", "still held", "loosely related", "outdated", "no room"]
+"""What was decided about a candidate. ``outdated``: a newer passage says the same things."""
+
+
+@dataclass(frozen=True)
+class Passage:
+    """Part of a turn: a message, a paragraph of a reply, or a part of a long text.
+
+    Attributes:
+        turn: number of the turn.
+        role: who said it.
+        text: as it was said.
+        start: index in the stream of its first token.
+        stop: index after its last token.
+    """
+
+    turn: int
+    role: Role
+    text: str
+    start: int
+    stop: int
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A passage that was found for a message, and what was decided about it.
+
+    Attributes:
+        passage: the passage.
+        excerpt: its sentences that are read again.
+        score: how much of what the message asks for it covers, 0 to 1.
+        terms: the words by which it was found.
+        held: share of the excerpt's tokens that the heads that copy still hold, 0 to 1.
+        tokens: length of the excerpt.
+        verdict: the decision.
+    """
+
+    passage: Passage
+    excerpt: str
+    score: float
+    terms: tuple[str, ...]
+    held: float
+    tokens: int
+    verdict: Verdict
