@@ -28,7 +28,7 @@ from h2o_stream.models.stores import StoredModel
 from h2o_stream.progress import Progress
 from h2o_stream.session.metadata import TurnTokens
 from h2o_stream.session.report import RunReport
-from h2o_stream.session.retention import RetainedTurn, RetainedText
+from h2o_stream.session.retention import RetainedText, RetainedTurn
 from h2o_stream.ui.comparison import print_page, progress_bars
 from h2o_stream.ui.heatmap import heatmap
 from h2o_stream.ui.loading import LoadingLine

@@ -18,7 +18,7 @@ from h2o_stream.engine.engine import TORN_MESSAGE, Engine
 from h2o_stream.engine.events import Finished, PrefillProgress, Token
 from h2o_stream.errors import H2OStreamError
 from h2o_stream.session.active_turn import ActiveTurn
-from h2o_stream.session.metadata import Metadata, TurnTokens, PendingPin, load_metadata
+from h2o_stream.session.metadata import Metadata, PendingPin, TurnTokens, load_metadata
 from h2o_stream.session.template import ChatTemplate, Prompt
 from h2o_stream.session.turn import Timings, Turn
 
