@@ -51,3 +51,14 @@ class Candidate:
     held: float
     tokens: int
     verdict: Verdict
+
+
+@dataclass(frozen=True)
+class Recalled:
+    """Passages are read again before a reply.
+
+    Attributes:
+        candidates: those that are, in the order of reading.
+    """
+
+    candidates: tuple[Candidate, ...]

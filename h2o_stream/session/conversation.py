@@ -16,13 +16,16 @@ from torch import Tensor
 
 from h2o_stream.engine.engine import TORN_MESSAGE, Engine
 from h2o_stream.engine.events import Finished, PrefillProgress, Token
+from h2o_stream.config import RecallConfig
 from h2o_stream.errors import H2OStreamError
+from h2o_stream.recall.passage import Recalled
+from h2o_stream.recall.recall import Recall
 from h2o_stream.session.active_turn import ActiveTurn
 from h2o_stream.session.metadata import Metadata, PendingPin, TurnTokens, load_metadata
 from h2o_stream.session.template import ChatTemplate, Prompt
 from h2o_stream.session.turn import Timings, Turn
 
-ReplyEvents = Generator[PrefillProgress | Token | Turn, None, None]
+ReplyEvents = Generator[Recalled | PrefillProgress | Token | Turn, None, None]
 FeedEvents = Generator[PrefillProgress | Finished, None, None]
 
 
@@ -49,8 +52,9 @@ class Conversation:
         UnsupportedModelError: the chat template cannot be used turn by turn.
     """
 
-    def __init__(self, engine: Engine, system: str | None = None, stops: Sequence[str] = ()) -> None:
+    def __init__(self, engine: Engine, system: str | None = None, stops: Sequence[str] = (), recall: RecallConfig = RecallConfig()) -> None:
         self.engine = engine
+        self.recall = Recall(recall)
         self._stops = stops
         self._process = psutil.Process()
         self._active = ActiveTurn()

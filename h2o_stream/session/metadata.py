@@ -56,6 +56,7 @@ class Metadata:
     pending_pin: PendingPin | None = None
     torn: bool = False
     stream: object = field(default_factory=object)
+    recalled: tuple[range, ...] = ()
 
     def passages(self, num_tokens: int) -> list[TurnTokens]:
         """The tokens of each turn in a stream of `num_tokens` tokens, in order and without gaps."""
