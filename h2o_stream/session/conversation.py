@@ -14,9 +14,9 @@ from dataclasses import replace
 import psutil
 from torch import Tensor
 
+from h2o_stream.config import RecallConfig
 from h2o_stream.engine.engine import TORN_MESSAGE, Engine
 from h2o_stream.engine.events import Finished, PrefillProgress, Token
-from h2o_stream.config import RecallConfig
 from h2o_stream.errors import H2OStreamError
 from h2o_stream.recall.passage import Recalled
 from h2o_stream.recall.recall import Recall
@@ -52,7 +52,13 @@ class Conversation:
         UnsupportedModelError: the chat template cannot be used turn by turn.
     """
 
-    def __init__(self, engine: Engine, system: str | None = None, stops: Sequence[str] = (), recall: RecallConfig = RecallConfig()) -> None:
+    def __init__(
+        self,
+        engine: Engine,
+        system: str | None = None,
+        stops: Sequence[str] = (),
+        recall: RecallConfig = RecallConfig(),
+    ) -> None:
         self.engine = engine
         self.recall = Recall(recall)
         self._stops = stops

@@ -25,6 +25,7 @@ class RetainedText:
     index: int
     text: str
     share: float
+    recalled: bool = False
 
 
 @dataclass(frozen=True)
@@ -42,7 +43,9 @@ class RetainedTurn:
     pieces: list[RetainedText]
 
 
-def retention(engine: Engine, passages: list[TurnTokens], layer: int | None = None) -> list[RetainedTurn]:
+def retention(
+    engine: Engine, passages: list[TurnTokens], layer: int | None = None, recalled: tuple[range, ...] = ()
+) -> list[RetainedTurn]:
     """What the cache still holds of each passage, oldest first.
 
     Args:
