@@ -11,6 +11,7 @@ class Recall:
 
     def __init__(self, config: RecallConfig = RecallConfig()) -> None:
         self.mode: RecallMode = config.mode
+        self.notify = print
         self.last: tuple[Candidate, ...] = ()
 
     def decide(self, message: str) -> list[Candidate]:

@@ -83,6 +83,10 @@ class Conversation:
         return self.metadata.passages(len(self.engine.tokens))
 
     @property
+    def recalled(self) -> tuple[range, ...]:
+        return ()
+
+    @property
     def torn(self) -> bool:
         """Whether a step was cut off halfway. Then only `reset` and `load_state_dict` help."""
         return self.engine.torn or self.metadata.torn

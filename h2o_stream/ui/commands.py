@@ -110,7 +110,7 @@ class Commands:
     def _why(self, argument: str) -> None:
         conversation = self._history.conversation
         layer = _parse_number("/why", argument) if argument else None
-        passages = retention(conversation.engine, conversation.passages, layer, conversation.metadata.recalled)
+        passages = retention(conversation.engine, conversation.passages, layer, conversation.recalled)
         if not passages:
             raise H2OStreamError("nothing was said yet")
         self._terminal.console.print(heatmap(passages, "all layers" if layer is None else f"layer {layer}"))

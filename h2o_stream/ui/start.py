@@ -76,6 +76,7 @@ def open_conversation(
         with show_loading(settings.model.model, terminal) as progress:
             loaded = load_conversation(settings, terminal.note, progress)
     engine = loaded.conversation.engine
+    loaded.conversation.recall.notify = terminal.note
     with engine:
         plan = engine.cache.plan
         jsonl.write(
