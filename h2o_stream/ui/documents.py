@@ -48,8 +48,9 @@ def read_ahead(context: ChatContext, message: str) -> str | None:
 
 def split_question(text: str) -> tuple[str, str]:
     """All but the last paragraph of a text, and that paragraph. The first part is empty if there is only one."""
-    *body, question = re.split(r"\n\s*\n(?=[^\n]*\S)", text.strip())
-    return text.strip()[: -len(question)].rstrip() if body else "", question
+    text = text.strip()
+    *body, question = re.split(r"\n\s*\n", text)
+    return text[: -len(question)].rstrip() if body else "", question
 
 
 def _exceeds(context: ChatContext, text: str, share: float) -> bool:
