@@ -51,3 +51,14 @@ class Candidate:
     held: float
     tokens: int
     verdict: Verdict
+
+
+@dataclass(frozen=True)
+class Recalled:
+    """The event before a reply for which passages are read again.
+
+    Attributes:
+        candidates: the passages, as they are read.
+    """
+
+    candidates: tuple[Candidate, ...]

@@ -7,6 +7,7 @@ from typing import Any
 
 from h2o_stream.cache.counts import CacheCounts
 from h2o_stream.engine.events import Finish
+from h2o_stream.recall.passage import Candidate
 
 
 @dataclass
@@ -57,6 +58,7 @@ class Turn:
         finish: why the reply ended.
         detail: a line for the user if the reply was cut short.
         beyond_context: original positions have exceeded the model's trained context.
+        recalled: passages that were read again before the reply.
     """
 
     number: int
@@ -68,6 +70,7 @@ class Turn:
     finish: Finish
     detail: str = ""
     beyond_context: bool = False
+    recalled: tuple[Candidate, ...] = ()
 
     def record(self, question_id: int | str | None = None) -> dict[str, Any]:
         """The turn as a ``--jsonl`` record."""
