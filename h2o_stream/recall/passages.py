@@ -22,17 +22,21 @@ UNSPACED = (
     "\u2e80-\u2fdf\u3005-\u3007\u3040-\u318f\u31a0-\u31ff\u3400-\u4dbf\u4e00-\u9fff\ua960-\ua97f\uac00-\ud7ff"
     "\uf900-\ufaff\uff66-\uffdc\U0001b000-\U0001b16f\U00020000-\U0003ffff"  # Chinese, Japanese, Korean
 )
-"""Characters of scripts without spaces between words, for a character class of `re`. In Korean, endings stick to words."""
+"""Scripts without spaces between words, as a part of a character class. In Korean, endings stick to words."""
 
 _WORD = re.compile(rf"[{UNSPACED}]{{1,2}}|[^\s{UNSPACED}]{{1,24}}")
 """A word, or as much text as a word."""
 
 _BLANK_LINES = re.compile(r"\n\s*\n")
 
+_OPENING, _CLOSING = "\"'(“‘", r"\"'”’»)\]*_」』）"  # noqa: RUF001 (no mistake: they are used in texts)
+_MARKS = "。！？｡．।॥؟۔։።፧។៕။"  # noqa: RUF001
+"""What ends a sentence in scripts that put no space after it, or have no capital letters."""
+
 _END = re.compile(
-    r"""
-    (?P<mark> (?<![.!?…]) [.!?…]++ ) ["'”’»)\]*_]*+ (?P<gap> \s*+ )   # marks that are followed by a space
-    | (?: (?<![。！？｡．।॥؟۔։።፧។៕။]) [。！？｡．।॥؟۔։።፧។៕။]++ ) [」』）”’"'»)\]]*+ \s*+   # marks that need none
+    rf"""
+    (?P<mark> (?<![.!?…]) [.!?…]++ ) [{_CLOSING}]*+ (?P<gap> \s*+ )
+    | (?<![{_MARKS}]) [{_MARKS}]++ [{_CLOSING}]*+ \s*+
     | (?P<line> (?<!\s) [^\S\n]*+ \n \s*+ )
     """,
     re.VERBOSE,
@@ -186,7 +190,7 @@ def _ends_sentence(text: str, end: re.Match[str], start: int) -> bool:
             return True
         line_start = max(start, text.rfind("\n", start, end.start()) + 1)
         wrapped = end.start() - line_start >= _WRAPPED_LINE
-        return not (following.islower() or (wrapped and (following.isalnum() or following in "\"'(“‘")))
+        return not (following.islower() or (wrapped and (following.isalnum() or following in _OPENING))
     if end["mark"] is None:
         return True
     if not end["gap"] or following.islower():
