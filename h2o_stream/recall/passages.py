@@ -190,7 +190,7 @@ def _ends_sentence(text: str, end: re.Match[str], start: int) -> bool:
             return True
         line_start = max(start, text.rfind("\n", start, end.start()) + 1)
         wrapped = end.start() - line_start >= _WRAPPED_LINE
-        return not (following.islower() or (wrapped and (following.isalnum() or following in _OPENING))
+        return not (following.islower() or (wrapped and (following.isalnum() or following in _OPENING)))
     if end["mark"] is None:
         return True
     if not end["gap"] or following.islower():
