@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 
+from h2o_stream.cache.holders import retrieval_holders
 from h2o_stream.config import RecallConfig, RecallMode
 from h2o_stream.engine.engine import Engine
 from h2o_stream.recall.decision import decide
@@ -74,8 +75,8 @@ class Recall:
         if not self._engine.tokens or self._engine.cache.plan.policy == "full":
             return []
         self.synchronize()
-        held = self._engine.cache.held_share()
-        return decide(message, self._index, self._terms, held, self.budget, self._count_tokens)
+        held = retrieval_holders(self._engine.cache)
+        return decide(message, self._index, self._terms, held.share, self.budget, self._count_tokens)
 
     def add(self, turn: int, prompt: str, reply: str) -> None:
         """Index a turn that is in the stream."""

@@ -14,6 +14,7 @@ from dataclasses import replace
 import psutil
 from torch import Tensor
 
+from h2o_stream.cache.policies import merged
 from h2o_stream.config import RecallConfig, RecallMode
 from h2o_stream.engine.engine import TORN_MESSAGE, Engine
 from h2o_stream.engine.events import Finished, PrefillProgress, Token
