@@ -8,7 +8,7 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from h2o_stream.config import CacheConfig, SamplingConfig
+from h2o_stream.config import CacheConfig, RecallConfig, SamplingConfig
 from h2o_stream.errors import ConfigError, H2OStreamError, ModelNotFoundError, UnsupportedModelError
 from h2o_stream.startup import let_idle_threads_sleep
 
@@ -31,6 +31,7 @@ __all__ = [
     "H2OCache",
     "H2OStreamError",
     "ModelNotFoundError",
+    "RecallConfig",
     "SamplingConfig",
     "UnsupportedModelError",
     "attach",

@@ -1,4 +1,4 @@
-"""How the slots of a cache are assigned: which tokens are pinned, and how many tokens each group of heads may hold."""
+"""How the slots of a cache are assigned: pinned and transient tokens, and how many tokens a group of heads may hold."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from h2o_stream.errors import ConfigError, H2OStreamError
 
 
 class BudgetAssignment:
-    """Pins and windows of the layers that follow the plan.
+    """Pins, transient tokens and windows of the layers that follow the plan.
 
     Args:
         plan: the windows and budgets of a head in the mean.
@@ -24,13 +24,19 @@ class BudgetAssignment:
 
     Attributes:
         pins: ranges of token indices that are never evicted, without the sinks.
+        transient: ranges of token indices that are evicted first.
         windows: tokens that each group of heads holds in the end, in all processes.
     """
 
     def __init__(
-        self, plan: CachePlan, specs: Iterable[LayerSpec], max_distance: int | None, pins: tuple[range, ...] = ()
+        self,
+        plan: CachePlan,
+        specs: Iterable[LayerSpec],
+        max_distance: int | None,
+        pins: tuple[range, ...] = (),
+        transient: tuple[range, ...] = (),
     ) -> None:
-        self._plan, self._max_distance, self.pins = plan, max_distance, pins
+        self._plan, self._max_distance, self.pins, self.transient = plan, max_distance, pins, transient
         evicting = [spec for spec in specs if spec.sliding is None]
         self._budgets = [budget for spec in evicting for budget in spec.budgets]
         self._local = [budget is not None for spec in evicting for budget in spec.local_budgets]
@@ -72,7 +78,7 @@ class BudgetAssignment:
         for group in groups:
             movable = group.schedule.window - pinned
             recent = movable - movable * plan.heavy // (plan.heavy + plan.recent)
-            group.budget = Budget(plan.sinks, self.pins, max(recent, self._min_recent))
+            group.budget = Budget(plan.sinks, self.pins, max(recent, self._min_recent), self.transient)
 
     def set_windows(self, groups: Sequence[HeadGroup], sizes: Sequence[int]) -> None:
         """Give the heads their windows, and spans within the distances that the model knows."""
@@ -119,6 +125,17 @@ def check_not_evicted(group: HeadGroup, start: int, stop: int) -> None:
             f"of the tokens {start} to {stop} some have been evicted, {seen} were seen in a window of {window}; "
             "pin tokens before they pass the window"
         )
+
+
+def still_needed(ranges: Sequence[range], groups: Sequence[HeadGroup], seen: int) -> tuple[range, ...]:
+    """Those ranges of which a head holds a token, or of which tokens may come in a row of `seen` tokens."""
+    held = [group.index.flatten().cpu() for group in groups if group.is_initialized]
+    index = torch.cat(held) if held else torch.empty(0, dtype=torch.int32)
+    return tuple(
+        tokens
+        for tokens in ranges
+        if tokens.stop > seen or bool(((index >= tokens.start) & (index < tokens.stop)).any())
+    )
 
 
 def without(pins: Iterable[range], start: int, stop: int | None) -> tuple[range, ...]:

@@ -35,6 +35,9 @@ if TYPE_CHECKING:
 _KEYS = {"long_term_scores": "lasting"}
 """What tensors are called in a state, where that differs from the attribute."""
 
+_RANGES = ("pins", "transient")
+"""Ranges of token indices in a state: attributes of the cache."""
+
 
 def state_of(cache: H2OCache) -> dict[str, Tensor]:
     """A copy of everything needed to continue exactly."""
@@ -43,7 +46,9 @@ def state_of(cache: H2OCache) -> dict[str, Tensor]:
         for prefix, group, _ in _groups(cache)
         for name, tensor in group.tensors().items()
     }
-    state["pins"] = torch.tensor([(pin.start, pin.stop) for pin in cache.pins], dtype=torch.int64).flatten()
+    for name in _RANGES:
+        ranges = getattr(cache, name)
+        state[name] = torch.tensor([(tokens.start, tokens.stop) for tokens in ranges], dtype=torch.int64).flatten()
     state["progress"] = torch.tensor([cache.tokens.columns, cache.first_prompt])
     state["filled"] = torch.tensor([group.filled for group in cache.head_groups])
     budgets = [[(budget.heads, budget.share) for budget in spec.budgets] for spec in cache.specs]
@@ -78,15 +83,24 @@ def load_state(cache: H2OCache, state: Mapping[str, Tensor]) -> None:
             cache.tokens.columns = columns
         _load_group(group, tensors, device)
         group.filled = filled[number]
-    pins = whole_numbers(state, "pins")
-    cache.resolved, cache.budgets.pins = True, tuple(map(range, pins[::2], pins[1::2]))
-    if len(pins) % 2 or cache.pins != merged(cache.pins) or not 0 < cache.seen_tokens <= columns:
-        raise H2OStreamError(f"the state is damaged: its pins are {pins}, and it has seen {cache.seen_tokens} tokens")
+    cache.resolved, cache.budgets.pins = True, _ranges(state, "pins")
+    cache.budgets.transient = _ranges(state, "transient") if "transient" in state else ()  # older states have none
+    if not 0 < cache.seen_tokens <= columns:
+        raise H2OStreamError(f"the state is damaged: it has seen {cache.seen_tokens} tokens in {columns} columns")
     for number, group in enumerate(cache.head_groups):
         if len(sizes) == len(cache.head_groups) and sizes[number] != group.head_sizes:
             raise H2OStreamError(f"the state does not fit: heads of slots {number} are of another size")
         check_slots(group, f"slots {number}")
     cache.assign_budgets()
+
+
+def _ranges(state: Mapping[str, Tensor], name: str) -> tuple[range, ...]:
+    """Ranges of token indices, in order and apart."""
+    bounds = whole_numbers(state, name)
+    ranges = tuple(map(range, bounds[::2], bounds[1::2]))
+    if len(bounds) % 2 or ranges != merged(ranges):
+        raise H2OStreamError(f"the state is damaged: {name} is {bounds}")
+    return ranges
 
 
 def _groups(cache: H2OCache) -> Iterator[tuple[str, HeadGroup, torch.device | None]]:

@@ -79,6 +79,14 @@ class FullCache(DynamicCache):
     def unpin(self, start: int = 0, stop: int | None = None) -> None:
         """Nothing to do: nothing is ever evicted."""
 
+    @property
+    def transient(self) -> tuple[range, ...]:
+        """Nothing is ever evicted."""
+        return ()
+
+    def evict_first(self, start: int, stop: int) -> None:
+        """Nothing to do: nothing is ever evicted."""
+
     def begin(self, prompt: int) -> None:
         """Nothing depends on the first prompt."""
 

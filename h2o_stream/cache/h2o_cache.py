@@ -12,7 +12,7 @@ from torch import Tensor
 from transformers.cache_utils import Cache
 
 from h2o_stream.cache.arguments import check_forward, tokens_in
-from h2o_stream.cache.budget_assignment import BudgetAssignment, check_not_evicted, without
+from h2o_stream.cache.budget_assignment import BudgetAssignment, check_not_evicted, still_needed, without
 from h2o_stream.cache.cache_state import load_state, state_of
 from h2o_stream.cache.counts import CacheCounts, Occupancy
 from h2o_stream.cache.head_group import HeadGroup
@@ -77,7 +77,7 @@ class H2OCache(Cache):
         self._arriving: tuple[Sequence[int], int] = (), 0
         self.build(DEFAULT_WINDOW)
 
-    def build(self, prompt: int, pins: tuple[range, ...] = ()) -> None:
+    def build(self, prompt: int, pins: tuple[range, ...] = (), transient: tuple[range, ...] = ()) -> None:
         """Make the plan, by the length of the first prompt if the budgets are ratios of it, and empty layers."""
         self.first_prompt = prompt
         self.plan = self.config.for_prompt(prompt).plan(self.max_distance)
@@ -85,7 +85,7 @@ class H2OCache(Cache):
         made = [spec.make_layer(self.plan, n, self.tokens, self._revision) for n, spec in enumerate(self.specs)]
         super().__init__(layers=made)
         self.head_groups = [group for layer in made for group in layer.head_groups]
-        self.budgets = BudgetAssignment(self.plan, self.specs, self.max_distance, pins)
+        self.budgets = BudgetAssignment(self.plan, self.specs, self.max_distance, pins, transient)
         self.kernels = self._kernels
         self.assign_budgets()
 
@@ -158,7 +158,7 @@ class H2OCache(Cache):
         """Sparsity, scores and kept attention of every layer that evicts, of the stream so far."""
         return [layer_statistics(number, self.layers[number].head_groups) for number in self.evicting_layers]
 
-    # pins
+    # what is protected, and what is not
 
     @property
     def pins(self) -> tuple[range, ...]:
@@ -191,8 +191,31 @@ class H2OCache(Cache):
         self.budgets.pins = without(self.pins, start, stop)
         self.assign_budgets()
 
+    @property
+    def transient(self) -> tuple[range, ...]:
+        """Ranges of token indices that are evicted first, in order; some head may still hold some of each."""
+        return self.budgets.transient
+
+    def evict_first(self, start: int, stop: int) -> None:
+        """Evict the tokens from index `start` up to `stop`, in any row, before all others, the oldest first.
+
+        While they are recent, pinned or sinks they stay. They need not have been fed yet. A new stream begins without
+        such ranges, and those that no head holds any more are forgotten.
+
+        Raises:
+            ConfigError: this is not a range of token indices.
+        """
+        if not 0 <= start <= stop < 2**31:
+            raise ConfigError(
+                f"tokens {start} to {stop} cannot be evicted first; such a range starts at 0 or later, and ends after "
+                f"it and below {2**31}"
+            )
+        ranges = merged((*self.transient, range(start, stop)))
+        self.budgets.transient = still_needed(ranges, self.evicting_groups, min(self.tokens.lengths, default=0))
+        self.assign_budgets()
+
     def assign_budgets(self) -> None:
-        """Bring windows and budgets up to date with pins and the length of the stream."""
+        """Bring windows and budgets up to date with pins, transient tokens and the length of the stream."""
         self.budgets.assign(self.evicting_groups, self._windows_fixed)
         self._settled = max(group.schedule.settled for group in self.head_groups)
         self._revision.bump()
@@ -211,17 +234,18 @@ class H2OCache(Cache):
             ConfigError: budgets or pins do not fit.
         """
         if self.config.by_ratio and not self.seen_tokens:
-            self.build(prompt, self.pins)
+            self.build(prompt, self.pins, self.transient)
             self.budgets.check(self.pins, fixed=False)
             self.resolved = True
 
     def reset(self) -> None:
-        """Forget the stream and release the slots; pins stay."""
+        """Forget the stream and what of it is evicted first, and release the slots; pins stay."""
         self.torn = True
         super().reset()
         self.tokens.reset()
         self.padding = None
         self.resolved = not self.config.by_ratio
+        self.budgets.transient = ()
         self.assign_budgets()
         self.stream_number += 1
         self.torn = False

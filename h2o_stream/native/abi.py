@@ -81,9 +81,11 @@ class AttentionLayer(Structure):
         float2="decay long_term long_term_decay",
         int3="long_term_distance sinks",
         pointer1="pins",
-        int4="pin_count sliding_window seed layer_index",
-        pointer2="rope",
-        int5="rope_rows rotary_dims in_bfloat16 kv_bits exact_sinks residual",
+        int4="pin_count",
+        pointer2="transient",
+        int5="transient_count sliding_window seed layer_index",
+        pointer3="rope",
+        int6="rope_rows rotary_dims in_bfloat16 kv_bits exact_sinks residual",
     )
 
 

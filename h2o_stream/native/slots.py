@@ -63,9 +63,9 @@ class BoundLayer:
         whole = torch.arange(attention.kv_heads)
         all_heads = [whole if group.heads is None or len(head_groups) == 1 else group.heads for group in head_groups]
         self._heads = [heads.int() for heads in all_heads]
-        pins = torch.tensor([(pin.start, pin.stop) for pin in budget.pins], dtype=torch.int64).view(-1, 2)
+        pins, transient = _bounds(budget.pins), _bounds(budget.transient)
         rope = self._rope(max_distance)
-        self._alive = pins, rope
+        self._alive = pins, transient, rope
         self.attention = attention
         attention.policy = POLICIES[type(first.policy)]
         attention.position_mode = _POSITIONS[plan.positions]
@@ -76,6 +76,8 @@ class BoundLayer:
         attention.sinks = int(budget.sinks)
         attention.pins = pointer(pins)
         attention.pin_count = len(pins)
+        attention.transient = pointer(transient)
+        attention.transient_count = len(transient)
         attention.sliding_window = first.sliding or 0
         attention.seed = plan.seed
         attention.layer_index = int(first.policy.layer)
@@ -109,3 +111,8 @@ class BoundLayer:
                 rows[name] = pointer(tensor) + stride * numpy.arange(len(rows))
         rows["heads"], rows["head_count"] = pointer(heads), len(heads)
         rows["slot_count"], rows["recent"], rows["span"] = group.store.slots, int(group.budget.recent), int(group.span)
+
+
+def _bounds(ranges: Sequence[range]) -> Tensor:
+    """[n, 2] int64, where each range starts and stops."""
+    return torch.tensor([(tokens.start, tokens.stop) for tokens in ranges], dtype=torch.int64).view(-1, 2)

@@ -55,10 +55,10 @@ class Candidate:
 
 @dataclass(frozen=True)
 class Recalled:
-    """Passages are read again before a reply.
+    """The event before a reply for which passages are read again.
 
     Attributes:
-        candidates: those that are, in the order of reading.
+        candidates: the passages, as they are read.
     """
 
     candidates: tuple[Candidate, ...]

@@ -1,19 +1,135 @@
-"""STUB until the facade is merged."""
+"""Recall: what a conversation said is indexed turn by turn, and searched for what a message asks for."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping, Sequence
+from functools import cached_property
+from pathlib import Path
+
+from h2o_stream.cache.holders import retrieval_holders
 from h2o_stream.config import RecallConfig, RecallMode
-from h2o_stream.recall.passage import Candidate
+from h2o_stream.engine.engine import Engine
+from h2o_stream.recall.decision import decide
+from h2o_stream.recall.index import PassageIndex
+from h2o_stream.recall.passage import Candidate, Passage
+from h2o_stream.recall.passages import locate
+from h2o_stream.recall.terms import TermWeights
+
+SaidTurn = tuple[int, str, str]
+"""Number of a turn, the user's message and the reply."""
 
 
 class Recall:
-    """STUB."""
+    """Finds the passages of one conversation that a message asks for and that the cache no longer holds.
 
-    def __init__(self, config: RecallConfig = RecallConfig()) -> None:
-        self.mode: RecallMode = config.mode
-        self.notify = print
+    The index is not opened before it is needed. It follows the conversation: `add` after each turn, `truncate` when the
+    conversation goes back. Whenever it may differ from what was said, it is compared with `source` and corrected.
+
+    Args:
+        engine: with the stream.
+        config: whether anything is recalled, and how much.
+        turn_tokens: returns the token indices of each turn in the stream.
+
+    Attributes:
+        last: what was decided about the candidates for the last message.
+        source: returns all turns of the conversation; None if nobody keeps them but the index.
+        notify: receives a line for the user when the index had to be rebuilt or cannot be written.
+    """
+
+    def __init__(self, engine: Engine, config: RecallConfig, turn_tokens: Callable[[], Mapping[int, range]]) -> None:
+        self.config = config
         self.last: tuple[Candidate, ...] = ()
+        self.source: Callable[[], Sequence[SaidTurn]] | None = None
+        self.notify: Callable[[str], None] = lambda line: None
+        self._engine, self._turn_tokens = engine, turn_tokens
+        self._mode: RecallMode = config.mode
+        self._path: Path | None = None
+        self._opened: PassageIndex | None = None
+        self._num_turns: int | None = None  # later turns of the index are not part of the conversation
+        self._in_sync = True
+
+    @property
+    def mode(self) -> RecallMode:
+        """``auto`` or ``off``."""
+        return self._mode
+
+    @mode.setter
+    def mode(self, mode: RecallMode) -> None:
+        self._mode, self._in_sync = mode, False
+
+    @property
+    def budget(self) -> int:
+        """Tokens that may be read again in a turn: never more than half of what pins leave in the smallest window."""
+        cache = self._engine.cache
+        wanted = cache.plan.window // 4 if self.config.budget is None else self.config.budget
+        pinned = sum(map(len, cache.budgets.protected))
+        return max(min(wanted, (min(cache.budgets.windows) - pinned) // 2), 0)
+
+    def find(self, message: str) -> tuple[Candidate, ...]:
+        """The passages to read again before a message."""
+        self.last = tuple(self.decide(message)) if self._mode == "auto" else ()
+        return tuple(candidate for candidate in self.last if candidate.verdict == "recalled")
 
     def decide(self, message: str) -> list[Candidate]:
-        """STUB."""
-        return []
+        """What would be read again before a message, and what not and why; best first."""
+        if not self._engine.tokens or self._engine.cache.plan.policy == "full":
+            return []
+        self.synchronize()
+        held = retrieval_holders(self._engine.cache)
+        return decide(message, self._index, self._terms, held.share, self.budget, self._count_tokens)
+
+    def add(self, turn: int, prompt: str, reply: str) -> None:
+        """Index a turn that is in the stream."""
+        if self._mode == "auto":
+            self.synchronize()
+            self._index.add(turn, prompt, reply, self._passages(turn, prompt, reply))
+
+    def truncate(self, turn: int) -> None:
+        """The conversation has gone back to this turn; 0 for its start."""
+        self._num_turns = turn if self._num_turns is None else min(turn, self._num_turns)
+
+    def use(self, path: Path | None) -> None:
+        """Keep the index in this file from now on, or in a temporary one. It is compared with `source` when used."""
+        self.close()
+        self._path = path
+
+    def invalidate(self) -> None:
+        """The conversation was replaced: compare the index with `source` before it is used again."""
+        self._num_turns, self._in_sync = None, False
+
+    def synchronize(self) -> None:
+        """Make the index match `source`, if it may differ."""
+        self._apply_truncation()
+        if self._mode == "auto" and self.source is not None and not (self._in_sync and self._index.complete):
+            self._index.sync(self.source(), self._passages)
+            self._in_sync = True
+
+    def close(self) -> None:
+        """Close the index. It is opened again when it is needed."""
+        opened, self._opened = self._opened, None
+        self.invalidate()
+        if opened is not None:
+            opened.close()
+
+    def _apply_truncation(self) -> None:
+        num_turns, self._num_turns = self._num_turns, None
+        if num_turns is not None and self._opened is not None:
+            self._opened.truncate(num_turns)
+
+    @property
+    def _index(self) -> PassageIndex:
+        if self._opened is None:
+            self._opened = PassageIndex(self._path, self.notify)
+        return self._opened
+
+    @cached_property
+    def _terms(self) -> TermWeights:
+        return TermWeights(self._engine.tokenizer, self._engine.model.get_input_embeddings())
+
+    def _count_tokens(self, text: str) -> int:
+        return len(self._engine.tokenizer(text, add_special_tokens=False)["input_ids"])
+
+    def _passages(self, turn: int, prompt: str, reply: str) -> list[Passage]:
+        span = self._turn_tokens().get(turn, range(0))
+        tokens = self._engine.tokens[span.start : span.stop]
+        return locate(self._engine.tokenizer, tokens, span.start, turn, prompt, reply)

@@ -14,15 +14,17 @@ from dataclasses import replace
 import psutil
 from torch import Tensor
 
-from h2o_stream.config import RecallConfig
+from h2o_stream.cache.policies import merged
+from h2o_stream.config import RecallConfig, RecallMode
 from h2o_stream.engine.engine import TORN_MESSAGE, Engine
 from h2o_stream.engine.events import Finished, PrefillProgress, Token
 from h2o_stream.errors import H2OStreamError
-from h2o_stream.recall.passage import Recalled
+from h2o_stream.recall.form import compose
+from h2o_stream.recall.passage import Candidate, Recalled
 from h2o_stream.recall.recall import Recall
 from h2o_stream.session.active_turn import ActiveTurn
 from h2o_stream.session.metadata import Metadata, PendingPin, TurnTokens, load_metadata
-from h2o_stream.session.template import ChatTemplate, Prompt
+from h2o_stream.session.template import ChatTemplate, Prompt, inserted
 from h2o_stream.session.turn import Timings, Turn
 
 ReplyEvents = Generator[Recalled | PrefillProgress | Token | Turn, None, None]
@@ -43,9 +45,11 @@ class Conversation:
         engine: with an empty cache.
         system: the system prompt; None leaves it to the model's template.
         stops: strings that end a reply, in addition to those of the engine's sampling config.
+        recall: ``auto`` reads evicted passages again before a reply, if the user's message asks for them.
 
     Attributes:
         metadata: everything besides the token stream.
+        recall: finds evicted passages.
 
     Raises:
         ConfigError: the system prompt leaves too little room in the window.
@@ -57,10 +61,11 @@ class Conversation:
         engine: Engine,
         system: str | None = None,
         stops: Sequence[str] = (),
-        recall: RecallConfig = RecallConfig(),
+        recall: RecallConfig | RecallMode = "off",
     ) -> None:
         self.engine = engine
-        self.recall = Recall(recall)
+        config = recall if isinstance(recall, RecallConfig) else RecallConfig(recall)
+        self.recall = Recall(engine, config, self._turn_tokens)
         self._stops = stops
         self._process = psutil.Process()
         self._active = ActiveTurn()
@@ -84,7 +89,11 @@ class Conversation:
 
     @property
     def recalled(self) -> tuple[range, ...]:
-        return ()
+        """Indices of tokens that were read again, as far as the cache may still hold them."""
+        return merged((*self.engine.cache.transient, self.metadata.recalled))
+
+    def _turn_tokens(self) -> dict[int, range]:
+        return {tokens.turn: range(tokens.start, tokens.stop) for tokens in self.passages}
 
     @property
     def torn(self) -> bool:
@@ -119,12 +128,13 @@ class Conversation:
         if system != self.system:
             with self._atomic():
                 self._restart(system)
-            return
-        try:
-            self._restart(system)
-        except BaseException:
-            self._restart(system)  # this prompt fitted before, so finish rather than stop halfway
-            raise
+        else:
+            try:
+                self._restart(system)
+            except BaseException:
+                self._restart(system)  # this prompt fitted before, so finish rather than stop halfway
+                raise
+        self.recall.truncate(0)
 
     def _restart(self, system: str | None, turns: int = 0) -> None:
         template = self._template(system)
@@ -139,7 +149,7 @@ class Conversation:
         """One turn: feed the user's message, then generate a reply.
 
         Yields:
-            The engine's events as they come, then the finished `Turn`. If the iterator is closed early, everything
+            `Recalled` if passages are read again, the engine's events as they come, then the finished `Turn`. If the iterator is closed early, everything
             yielded so far is in the cache, and the next turn continues from there. A first turn that is closed before
             the user's message is reached is forgotten.
 
@@ -150,20 +160,25 @@ class Conversation:
 
     def _say(self, text: str) -> ReplyEvents:
         timings, pieces = Timings(), list[str]()
-        with closing(self._feed(self._prompt(text))) as events:
-            for event in events:
-                if isinstance(event, Finished):
-                    yield self._turn(text, pieces, timings, event)
+        prompt = self._prompt(text)
+        if recalled := self.recall.find(text):
+            yield Recalled(recalled)
+            prompt = self._with_recalled(prompt, recalled, text)
+        with self._indexing(text, pieces):
+            with closing(self._feed(prompt)) as events:
+                for event in events:
+                    if isinstance(event, Finished):
+                        yield self._turn(text, pieces, timings, event, recalled)
+                        return
+                    timings.prompt_tokens, timings.prefill_s = event.done, event.elapsed_s
+                    yield event
+            for reply in self.engine.decode(self._stops):
+                pieces.append(reply.text)
+                if isinstance(reply, Finished):
+                    yield self._turn(text, pieces, timings, reply, recalled)
                     return
-                timings.prompt_tokens, timings.prefill_s = event.done, event.elapsed_s
-                yield event
-        for reply in self.engine.decode(self._stops):
-            pieces.append(reply.text)
-            if isinstance(reply, Finished):
-                yield self._turn(text, pieces, timings, reply)
-                return
-            timings.new_tokens, timings.decode_s = timings.new_tokens + 1, reply.elapsed_s
-            yield reply
+                timings.new_tokens, timings.decode_s = timings.new_tokens + 1, reply.elapsed_s
+                yield reply
 
     def feed_turn(self, text: str, reply: str) -> FeedEvents:
         """Feed a past turn: the user's message and the reply to it. Nothing is generated.
@@ -180,7 +195,8 @@ class Conversation:
         prompt, start = self._prompt(text), len(self.engine.tokens)
         pending = PendingPin(text, start + prompt.num_pinned, start + len(prompt.tokens)) if pin else None
         tokens = [*prompt.tokens, *self.metadata.template.reply(reply)]
-        yield from self._feed(Prompt(tokens, prompt.num_pinned), pending)
+        with self._indexing(text, [] if pin else [reply]):
+            yield from self._feed(Prompt(tokens, prompt.num_pinned), pending)
 
     def pin(self, text: str, reply: str = "I will keep that in mind.") -> FeedEvents:
         """Feed a text as a user message and never evict it. A text that is not fed completely is not pinned.
@@ -215,6 +231,7 @@ class Conversation:
             self.mark_torn()
             self.engine.load_state_dict(state)
             self.metadata = metadata
+        self.recall.truncate(metadata.turns)
 
     @contextmanager
     def _atomic(self) -> Iterator[None]:
@@ -246,23 +263,52 @@ class Conversation:
         self.engine.pin(prompt.num_pinned)
         return prompt
 
+    def _with_recalled(self, prompt: Prompt, recalled: Sequence[Candidate], text: str) -> Prompt:
+        """The prompt of a message with the passages that are read again."""
+        ended = self.engine.tokens[-1] in self.engine.end_tokens
+        tokens = self.metadata.template.next_turn(compose(recalled, text), ended).tokens
+        return Prompt(tokens, recalled=inserted(prompt.tokens, tokens))
+
+    @contextmanager
+    def _indexing(self, text: str, pieces: Sequence[str]) -> Iterator[None]:
+        """Index the turn inside the block when it ends, also if it ends early, but not if it fails."""
+        before = self.metadata.turns
+        try:
+            yield
+        except GeneratorExit:
+            self._index(text, pieces, before)
+            raise
+        self._index(text, pieces, before)
+
+    def _index(self, text: str, pieces: Sequence[str], before: int) -> None:
+        self._reconcile()
+        metadata = self.metadata
+        if not self.torn and metadata.starts and metadata.starts[-1][0] == metadata.turns > before:
+            self.recall.add(metadata.turns, text, "".join(pieces))
+
     def _feed(self, prompt: Prompt, pending_pin: PendingPin | None = None) -> FeedEvents:
         number, before = self.metadata.turns + 1, self.metadata
         try:
-            starts = (*before.starts, (number, len(self.engine.tokens)))
-            self.metadata = replace(before, turns=number, starts=starts, pending_pin=pending_pin)
+            start = len(self.engine.tokens)
+            recalled = range(start + prompt.recalled.start, start + prompt.recalled.stop)
+            starts = (*before.starts, (number, start))
+            self.metadata = replace(before, turns=number, starts=starts, pending_pin=pending_pin, recalled=recalled)
             if pending_pin is not None:
                 self.engine.cache.pin(pending_pin.start, pending_pin.stop)
             for event in self.engine.prefill(prompt.tokens):
                 if isinstance(event, Finished):
-                    self._reconcile()
+                    self._reconcile(ended=False)
                     self.metadata = replace(self.metadata, turns=number)
                 yield event
         finally:
-            self._reconcile()
+            self._reconcile(ended=False)
 
-    def _reconcile(self) -> None:
-        """Make the metadata match what was fed, however the last turn ended. Can be repeated if it is cut off."""
+    def _reconcile(self, ended: bool = True) -> None:
+        """Make the metadata match what was fed, however the last turn ended. Can be repeated if it is cut off.
+
+        Args:
+            ended: the turn is over, so what was read again for it may go.
+        """
         metadata, fed = self.metadata, len(self.engine.tokens)
         if self.torn:
             return
@@ -278,9 +324,15 @@ class Conversation:
             metadata = replace(metadata, pending_pin=None)
         if metadata.starts and metadata.starts[-1][1] == fed:
             metadata = replace(metadata, turns=metadata.turns - 1, starts=metadata.starts[:-1])
+        if ended:
+            if metadata.recalled:
+                self.engine.cache.evict_first(metadata.recalled.start, min(metadata.recalled.stop, fed))
+            metadata = replace(metadata, recalled=range(0))
         self.metadata = metadata
 
-    def _turn(self, prompt: str, pieces: list[str], timings: Timings, finished: Finished) -> Turn:
+    def _turn(
+        self, prompt: str, pieces: list[str], timings: Timings, finished: Finished, recalled: tuple[Candidate, ...]
+    ) -> Turn:
         return Turn(
             number=self.metadata.turns,
             prompt=prompt,
@@ -291,4 +343,5 @@ class Conversation:
             finish=finished.reason,
             detail=finished.detail,
             beyond_context=self.engine.beyond_context,
+            recalled=recalled,
         )

@@ -44,6 +44,7 @@ class Metadata:
         starts: the number and first token index of each turn that has tokens.
         pins: texts that are never evicted.
         pending_pin: the text that the current turn pins.
+        recalled: indices of the tokens that the current turn reads again.
         torn: the stream was being replaced and does not match the metadata.
         stream: a different object for each stream.
     """
@@ -54,9 +55,9 @@ class Metadata:
     starts: tuple[tuple[int, int], ...] = ()
     pins: tuple[str, ...] = ()
     pending_pin: PendingPin | None = None
+    recalled: range = range(0)
     torn: bool = False
     stream: object = field(default_factory=object)
-    recalled: tuple[range, ...] = ()
 
     def passages(self, num_tokens: int) -> list[TurnTokens]:
         """The tokens of each turn in a stream of `num_tokens` tokens, in order and without gaps."""

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-import torch
 from tokenizers.decoders import DecodeStream
 
+from h2o_stream.cache.holders import Holders, holders
 from h2o_stream.engine.engine import Engine
 from h2o_stream.errors import H2OStreamError
 from h2o_stream.session.metadata import TurnTokens
@@ -20,6 +21,7 @@ class RetainedText:
         index: of the token in the stream.
         text: of the token; empty if it is part of a character that a later token completes.
         share: of the heads examined that hold it, above 0 and at most 1.
+        recalled: whether the token was read again from an earlier turn, rather than said in this one.
     """
 
     index: int
@@ -44,7 +46,7 @@ class RetainedTurn:
 
 
 def retention(
-    engine: Engine, passages: list[TurnTokens], layer: int | None = None, recalled: tuple[range, ...] = ()
+    engine: Engine, passages: list[TurnTokens], layer: int | None = None, recalled: Sequence[range] = ()
 ) -> list[RetainedTurn]:
     """What the cache still holds of each passage, oldest first.
 
@@ -52,39 +54,27 @@ def retention(
         engine: with the stream.
         passages: parts of it.
         layer: examine this layer only; None for all.
+        recalled: token indices that were recalled, which is marked in the pieces.
 
     Raises:
         H2OStreamError: there is no such layer.
     """
-    cache, seen = engine.cache, len(engine.tokens)
-    num_layers = len(cache.layers)
+    num_layers = len(engine.cache.layers)
     if layer is not None and not 0 <= layer < num_layers:
         raise H2OStreamError(f"there is no layer {layer}, the model has layers 0 to {num_layers - 1}")
-    num_heads, holders = 0, torch.zeros(seen)  # holders: [seen], how many heads hold each token
-    for number in range(num_layers) if layer is None else [layer]:
-        kept = cache.kept(number)[:1].cpu()
-        num_heads += kept.shape[1]
-        holders += torch.bincount(kept[kept >= 0], minlength=seen)[:seen]
-    shares = holders / max(num_heads, 1)
+    held = holders(engine.cache, layer)
     return [
-        RetainedTurn(
-            passage,
-            float(shares[passage.start : passage.stop].mean()) if passage.stop > passage.start else 0.0,
-            _pieces(engine, shares, passage),
-        )
+        RetainedTurn(passage, held.share(passage.start, passage.stop), list(_pieces(engine, held, passage, recalled)))
         for passage in passages
     ]
 
 
-def _pieces(engine: Engine, shares: torch.Tensor, passage: TurnTokens) -> list[RetainedText]:
-    pieces, previous = list[RetainedText](), -2
-    backend = engine.tokenizer.backend_tokenizer
-    for index in range(passage.start, passage.stop):
-        share = float(shares[index])
-        if not share:
-            continue
+def _pieces(engine: Engine, held: Holders, passage: TurnTokens, recalled: Sequence[range]) -> Iterator[RetainedText]:
+    """The tokens of a passage that any head holds. Those that are not neighbours are decoded apart."""
+    previous, backend = -2, engine.tokenizer.backend_tokenizer
+    for index, share in held.shares(passage.start, passage.stop):
         if index != previous + 1:
             stream = DecodeStream(skip_special_tokens=True)
-        pieces.append(RetainedText(index, stream.step(backend, engine.tokens[index]) or "", share))
+        text = stream.step(backend, engine.tokens[index]) or ""
+        yield RetainedText(index, text, share, any(index in tokens for tokens in recalled))
         previous = index
-    return pieces

@@ -93,6 +93,11 @@ class Session:
             shutil.rmtree(self._folder, ignore_errors=True)
         self.close()
 
+    @property
+    def index_path(self) -> Path:
+        """The file of its recall index, which can be rebuilt from the transcript."""
+        return self._folder / "passages.sqlite"
+
     def _recover(self) -> None:
         """Add the line of a turn if only its state was saved before a crash, and delete leftover files."""
         for path in self._folder.glob("*.part"):

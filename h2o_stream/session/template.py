@@ -7,7 +7,7 @@ conversation, and once for the text between two replies.
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import takewhile
@@ -30,10 +30,22 @@ class Prompt:
     Attributes:
         tokens: to feed.
         num_pinned: how many of them, from the start, must never be evicted.
+        recalled: which of them repeat passages of earlier turns.
     """
 
     tokens: list[int]
     num_pinned: int = 0
+    recalled: range = range(0)
+
+
+def inserted(without: Sequence[int], tokens: Sequence[int]) -> range:
+    """Where `tokens` has something that `without` has not: all but the start and the end that they share."""
+    start = _shared(without, tokens)
+    return range(start, len(tokens) - _shared(without[start:][::-1], tokens[start:][::-1]))
+
+
+def _shared(a: Sequence[int], b: Sequence[int]) -> int:
+    return len(list(takewhile(lambda pair: pair[0] == pair[1], zip(a, b, strict=False))))
 
 
 class ChatTemplate:
@@ -57,8 +69,7 @@ class ChatTemplate:
         """The first turn. Everything before the user's message is pinned, including the system prompt."""
         before, after = self._opening
         tokens, fixed = self._encode(before, user, after), self._tokens(before)
-        num_pinned = len(list(takewhile(lambda pair: pair[0] == pair[1], zip(tokens, fixed, strict=False))))
-        return Prompt(tokens, num_pinned)
+        return Prompt(tokens, _shared(tokens, fixed))
 
     def next_turn(self, user: str, ended: bool) -> Prompt:
         """Any later turn.

@@ -17,6 +17,7 @@ from typing import TypeVar
 from torch import Tensor
 
 from h2o_stream.errors import DataError, H2OStreamError, means_out_of_memory
+from h2o_stream.recall.recall import SaidTurn
 from h2o_stream.session.active_turn import ActiveTurn
 from h2o_stream.session.conversation import Conversation
 from h2o_stream.session.metadata import Metadata
@@ -99,6 +100,10 @@ class Transactions:
         self._header = header
         self._active = ActiveTurn()
         self._opened: Session | None = None  # keeps its lock only if it is committed
+        conversation.recall.source = self._said
+
+    def _said(self) -> list[SaidTurn]:
+        return [(entry.turn, entry.prompt, entry.text) for entry in self.checkpoint.entries]
 
     @property
     def rng_state(self) -> Tensor:
@@ -127,6 +132,7 @@ class Transactions:
             self.discard_opened()
             checkpoint, self._opened = self.checkpoint, None
             self.checkpoint = replace(checkpoint, session=None, unsaved=tuple(checkpoint.entries))
+            self.conversation.recall.use(None)
             if checkpoint.session is not None:
                 checkpoint.session.close()
 
@@ -190,6 +196,8 @@ class Transactions:
     def commit_session(self, session: Session) -> None:
         """Commit the current conversation, with all its turns in this session."""
         self.checkpoint = Checkpoint(self.conversation.metadata, self.rng_state, session)
+        self.conversation.recall.use(session.index_path)
+        self.conversation.recall.synchronize()
 
     def commit_up_to(self, turn: int) -> None:
         """Commit the current conversation, with the turns up to this one; 0 for none."""
@@ -230,6 +238,7 @@ class Transactions:
         if self.committed:
             return
         checkpoint = self.checkpoint
+        self.conversation.recall.invalidate()
         try:
             self.restore(checkpoint.last_turn)
         except H2OStreamError:

@@ -58,7 +58,7 @@ class Turn:
         finish: why the reply ended.
         detail: a line for the user if the reply was cut short.
         beyond_context: original positions have exceeded the model's trained context.
-        recalled: the passages that were read again before the message.
+        recalled: passages that were read again before the reply.
     """
 
     number: int

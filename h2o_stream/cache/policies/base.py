@@ -59,24 +59,35 @@ class Candidates:
 
 @dataclass(frozen=True)
 class Budget:
-    """What must not be evicted.
+    """What must not be evicted, and what is evicted first.
 
     Attributes:
-        sinks: first tokens.
-        pins: ranges of token indices.
-        recent: newest tokens.
+        sinks: first tokens, which are protected.
+        pins: ranges of token indices that are protected.
+        recent: newest tokens, which are protected.
+        transient: ranges of token indices that are evicted before all others, unless they are protected.
     """
 
     sinks: int
     pins: tuple[range, ...]
     recent: int
+    transient: tuple[range, ...] = ()
 
     def pinned(self, index: Tensor) -> Tensor:
         """Which token indices are in the pins, bool of the same shape."""
-        pinned = torch.zeros_like(index, dtype=torch.bool)
-        for pin in self.pins:
-            pinned |= (index >= pin.start) & (index < pin.stop)
-        return pinned
+        return _in_any(self.pins, index)
+
+    def is_transient(self, index: Tensor) -> Tensor:
+        """Which token indices are in the transient ranges, bool of the same shape."""
+        return _in_any(self.transient, index)
+
+
+def _in_any(ranges: Sequence[range], index: Tensor) -> Tensor:
+    """Which token indices are in one of the ranges, bool of the same shape."""
+    found = torch.zeros_like(index, dtype=torch.bool)
+    for tokens in ranges:
+        found |= (index >= tokens.start) & (index < tokens.stop)
+    return found
 
 
 _RENAMED = {"observe": "update_scores", "remember": "update_long_term", "observes": "needs_attention"}
@@ -155,11 +166,16 @@ class Policy(ABC):
     def worth(self, candidates: Candidates, budget: Budget) -> Tensor:
         """The priority, +inf for protected tokens and -inf for empty slots, [B, Hkv, K] float32.
 
-        NaN, which a model whose numbers overflow gives, counts as the lowest priority.
+        NaN, which a model whose numbers overflow gives, counts as the lowest priority. Transient tokens are below every
+        priority, the oldest lowest: all of them at most -2**127, where numbers are 2**104 apart.
         """
         lowest = torch.finfo(torch.float32).min
         worth = self.priority(candidates)
-        worth = worth.masked_fill(worth.isnan(), lowest).masked_fill_(self.protected(candidates, budget), torch.inf)
+        worth = worth.masked_fill(worth.isnan(), lowest)
+        if budget.transient:
+            below = -(2.0**127) - 2.0**104 * candidates.rank.float()
+            worth = torch.where(budget.is_transient(candidates.index), below, worth)
+        worth = worth.masked_fill_(self.protected(candidates, budget), torch.inf)
         return worth.masked_fill_(candidates.index < 0, -torch.inf)
 
 

@@ -60,6 +60,8 @@ struct AttentionLayer {
   int64_t sinks;               // number of first tokens that are never evicted
   const int64_t* pins;         // [pin_count][2] token index ranges [first, end) that are never evicted
   int64_t pin_count;
+  const int64_t* transient;  // [transient_count][2] token index ranges [first, end) that are evicted first
+  int64_t transient_count;
   int64_t sliding_window;     // keys this old or older are masked; 0 disables it
   int64_t seed, layer_index;  // seed of the random policy
   const float* rope;          // [rope_rows][rotary_dims]: cosines, then sines, per distance; null with kAbsolute

@@ -27,7 +27,8 @@ inline uint32_t hash(uint32_t x) {
 }
 
 // Computes each token's retention priority; the lowest is evicted first. Protected tokens get infinity, empty entries
-// minus infinity. A NaN score counts as the lowest finite priority, so that no comparison depends on it.
+// minus infinity. A NaN score counts as the lowest finite priority, so that no comparison depends on it. Transient tokens
+// are below every score, the oldest lowest: all of them at most -2^127, where floats are 2^104 apart.
 //
 // `head` is the index within the group; `seen` counts the tokens of the stream including the new ones. The loops are
 // plain so that compilers vectorize them.
@@ -49,6 +50,13 @@ inline void compute_priority(const AttentionLayer& layer, const Slots& slots, in
     for (int64_t i = 0; i < count; ++i) priority[i] = tokens.scores[i];
   }
   constexpr float kProtected = std::numeric_limits<float>::infinity(), kLowest = std::numeric_limits<float>::lowest();
+  for (int64_t range = 0; range < layer.transient_count; ++range) {
+    const int32_t first = int32_t(layer.transient[2 * range]), end = int32_t(layer.transient[2 * range + 1]);
+    for (int64_t i = 0; i < count; ++i) {
+      const float lowest = -0x1p127f - 0x1p104f * float(tokens.rank[i]);
+      priority[i] = (tokens.index[i] >= first) & (tokens.index[i] < end) ? lowest : priority[i];
+    }
+  }
   for (int64_t pin = 0; pin < layer.pin_count; ++pin) {
     const int32_t first = int32_t(layer.pins[2 * pin]), end = int32_t(layer.pins[2 * pin + 1]);
     for (int64_t i = 0; i < count; ++i) {

@@ -1,0 +1,107 @@
+"""How many heads hold each token of a stream: all heads, or those that copy what was said long ago."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from h2o_stream.cache.full_cache import FullCache
+from h2o_stream.cache.h2o_cache import H2OCache
+from h2o_stream.cache.head_group import HeadGroup
+
+_LARGER = 1.25
+"""Window relative to the mean from which on the heads of a group count as retrieval heads.
+
+The groups of the embedded model have shares of 0.6 to 1.2 (70 heads) and of 1.4 to 3.5 (20 heads).
+"""
+
+
+@dataclass(frozen=True)
+class Holders:
+    """How many of some heads hold each token, in the first row of a batch.
+
+    The cost of making and of asking it depends on what is held, not on the length of the stream.
+
+    Attributes:
+        tokens: [n] int64, the indices of the tokens that any of the heads holds, in order.
+        counts: [n] int64, how many of the heads hold each of them.
+        num_heads: number of heads examined.
+    """
+
+    tokens: Tensor
+    counts: Tensor
+    num_heads: int
+
+    @classmethod
+    def of(cls, kept: Sequence[Tensor]) -> Holders:
+        """From the token indices [heads, n] that heads hold, -1 where they hold fewer."""
+        held = torch.cat([index.flatten().cpu().long() for index in kept]) if kept else torch.empty(0).long()
+        tokens, counts = held[held >= 0].unique(return_counts=True)
+        return cls(tokens, counts, sum(map(len, kept)))
+
+    @cached_property
+    def _held_before(self) -> Tensor:
+        """[n + 1] int64, the sum of the counts before each token, and of all."""
+        return torch.cat((self.counts.new_zeros(1), self.counts.cumsum(0)))
+
+    def _places(self, start: int, stop: int) -> list[int]:
+        """Where the tokens from index `start` up to `stop` begin and end in `tokens`."""
+        return torch.searchsorted(self.tokens, torch.tensor([start, max(start, stop)])).tolist()
+
+    def share(self, start: int, stop: int) -> float:
+        """How much of the tokens from index `start` up to `stop` a head holds in the mean: 0 to 1; 0 of no tokens."""
+        if stop <= start or not self.num_heads:
+            return 0.0
+        before, after = self._held_before[self._places(start, stop)].tolist()
+        return float(after - before) / (self.num_heads * (stop - start))
+
+    def shares(self, start: int, stop: int) -> Iterator[tuple[int, float]]:
+        """The tokens from index `start` up to `stop` that any head holds, in order, and which share of the heads."""
+        places = slice(*self._places(start, stop))
+        for token, count in zip(self.tokens[places].tolist(), self.counts[places].tolist(), strict=True):
+            yield token, count / self.num_heads
+
+
+def holders(cache: H2OCache | FullCache, layer: int | None = None) -> Holders:
+    """Which heads hold what, of one layer or of all, those with sliding windows of their own included."""
+    if isinstance(cache, FullCache):
+        return _of_full(cache, range(len(cache.layers)) if layer is None else [layer])
+    return _of_groups(cache.head_groups if layer is None else cache.layers[layer].head_groups)
+
+
+def retrieval_holders(cache: H2OCache | FullCache) -> Holders:
+    """Which of the heads that find and copy old passages hold what: those that were given larger windows.
+
+    If there are none, because windows are equal, it is all heads of the layers that follow the plan.
+    """
+    if isinstance(cache, FullCache):
+        whole = [number for number, layer in enumerate(cache.layers) if not layer.is_sliding]
+        return _of_full(cache, whole or range(len(cache.layers)))
+    larger = [
+        group
+        for number in cache.evicting_layers
+        for group, budget in zip(
+            cache.layers[number].head_groups, filter(None, cache.specs[number].local_budgets), strict=True
+        )
+        if budget.share >= _LARGER
+    ]
+    return _of_groups(larger or cache.evicting_groups)
+
+
+def _of_groups(groups: Sequence[HeadGroup]) -> Holders:
+    return Holders.of([group.index[0] for group in groups if group.is_initialized])
+
+
+def _of_full(cache: FullCache, layers: Sequence[int]) -> Holders:
+    """Of layers in which every head holds the newest tokens, mostly all."""
+    seen, kept = cache.seen_tokens, [cache.kept(number)[:1] for number in layers]
+    begins = torch.zeros(seen + 1, dtype=torch.int64)  # how many more heads hold a token than its predecessor
+    for held in kept:
+        begins[seen - held.shape[2]] += held.shape[1]
+    counts = begins[:seen].cumsum(0)
+    tokens = torch.nonzero(counts).flatten()
+    return Holders(tokens, counts[tokens], sum(held.shape[1] for held in kept))

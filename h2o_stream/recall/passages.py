@@ -1,0 +1,262 @@
+"""Splits texts into passages and sentences, and finds the tokens of passages in a turn. Knows nothing of the index."""
+
+from __future__ import annotations
+
+import re
+from bisect import bisect_left, bisect_right
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from tokenizers.decoders import DecodeStream
+
+from h2o_stream.recall.passage import Passage, Role
+
+MAX_WORDS = 60
+"""Longest passage: about as many words as one thought takes, and a third of a window of 256."""
+
+MIN_WORDS = 8
+"""A shorter one, such as a heading or an item of a list, is joined with what follows it."""
+
+UNSPACED = (
+    "\u0e00-\u0eff\u1000-\u109f\u1780-\u17ff"  # Thai, Lao, Burmese, Khmer
+    "\u2e80-\u2fdf\u3005-\u3007\u3040-\u318f\u31a0-\u31ff\u3400-\u4dbf\u4e00-\u9fff\ua960-\ua97f\uac00-\ud7ff"
+    "\uf900-\ufaff\uff66-\uffdc\U0001b000-\U0001b16f\U00020000-\U0003ffff"  # Chinese, Japanese, Korean
+)
+"""Scripts without spaces between words, as a part of a character class. In Korean, endings stick to words."""
+
+_WORD = re.compile(rf"[{UNSPACED}]{{1,2}}|[^\s{UNSPACED}]{{1,24}}")
+"""A word, or as much text as a word."""
+
+_BLANK_LINES = re.compile(r"\n\s*\n")
+
+_OPENING, _CLOSING = "\"'(“‘", r"\"'”’»)\]*_」』）"  # noqa: RUF001 (no mistake: they are used in texts)
+_MARKS = "。！？｡．।॥؟۔։።፧។៕။"  # noqa: RUF001
+"""What ends a sentence in scripts that put no space after it, or have no capital letters."""
+
+_END = re.compile(
+    rf"""
+    (?P<mark> (?<![.!?…]) [.!?…]++ ) [{_CLOSING}]*+ (?P<gap> \s*+ )
+    | (?<![{_MARKS}]) [{_MARKS}]++ [{_CLOSING}]*+ \s*+
+    | (?P<line> (?<!\s) [^\S\n]*+ \n \s*+ )
+    """,
+    re.VERBOSE,
+)
+"""Where a sentence may end, with the space that follows. Each part starts only where it cannot be a continuation, so
+that a megabyte of full stops is read once."""
+
+_ABBREVIATION = re.compile(
+    r"""(?: \b (?: (?! I\. ) [A-ZÀ-ÞА-Я]
+        | (?i: Mrs? | Ms | Dr | Prof | St | Sr | Jr | Mme | Gen | Col | Lt | Sgt | Capt | Rev | Gov | Sen | Rep
+            | e\.g | i\.e | cf | vs | viz | Figs? | Eqs? | approx | ca | z\.B | d\.h | bzw | Nr ) )
+      | (?: ^ | \n ) \s* \d{1,3} ) \. \Z""",
+    re.VERBOSE,
+)
+"""A full stop that ends no sentence: after an initial, an abbreviation, or the number of an item."""
+
+_BEFORE_NUMBER = re.compile(r"\b(?:Nos?|pp?|vol|ch|sec|art)\.\Z", re.IGNORECASE)
+"""An abbreviation, if a number follows."""
+
+_LONGEST_ABBREVIATION = 12
+
+_WRAPPED_LINE = 40
+"""A line of at least so many characters may continue on the next one; a shorter one is an item or a heading."""
+
+
+def split(text: str) -> list[range]:
+    """The passages of a text, as ranges of characters without the space around them.
+
+    A passage is a paragraph, with a short one before it, or a part of a long paragraph that ends with a sentence.
+    Together they have all characters but space. Takes linear time.
+    """
+    passages, short = list[range](), None
+    for paragraph in _paragraphs(text):
+        for part in _parts(text, paragraph):
+            joined = part if short is None else range(short.start, part.stop)
+            short = joined if _count_words(text, joined, MIN_WORDS) < MIN_WORDS else None
+            if short is None:
+                passages.append(joined)
+    return passages if short is None else [*passages, short]
+
+
+def sentences(text: str) -> list[range]:
+    """The sentences of a text, as ranges of characters without the space around them.
+
+    Lines that are items, rows, code or headings are sentences too. Takes linear time.
+    """
+    return _sentences(text, range(len(text)))
+
+
+def locate(tokenizer: Any, tokens: Sequence[int], start: int, turn: int, prompt: str, reply: str) -> list[Passage]:
+    """The passages of a turn, with the tokens of each.
+
+    Where the tokenizer changes texts, the tokens are estimated by length. A passage that was not fed has an empty range
+    at the end of the turn.
+
+    Args:
+        tokenizer: a transformers tokenizer backed by the tokenizers library.
+        tokens: ids of the turn, with those of the template. Other text may be in front of the prompt, and the turn may
+            have been cut off anywhere.
+        start: index of the first of them in the stream.
+        turn: number of the turn.
+        prompt: the user's message.
+        reply: the model's reply.
+    """
+    text, ends = _decode(tokenizer, tokens)
+    prompt_passages, reply_passages = split(prompt), split(reply)
+    prompt_at, reply_at = _places(text, _core(prompt, prompt_passages), _core(reply, reply_passages))
+    found = list[Passage]()
+    parts: tuple[tuple[Role, str, list[range], int], ...] = (
+        ("user", prompt, prompt_passages, prompt_at),
+        ("assistant", reply, reply_passages, reply_at),
+    )
+    for role, said, passages, at in parts:
+        for passage in passages:
+            first = at + passage.start - passages[0].start
+            begin, end = _token_range(ends, first, first + len(passage))
+            found.append(Passage(turn, role, said[passage.start : passage.stop], start + begin, start + end))
+    return found
+
+
+def _paragraphs(text: str) -> Iterator[range]:
+    start = 0
+    for blank in _BLANK_LINES.finditer(text):
+        yield from _strip(text, start, blank.start())
+        start = blank.end()
+    yield from _strip(text, start, len(text))
+
+
+def _strip(text: str, start: int, stop: int) -> list[range]:
+    """The range without the space around it; none if nothing else is left."""
+    part = text[start:stop]
+    stripped = part.lstrip()
+    start += len(part) - len(stripped)
+    return [range(start, start + len(stripped.rstrip()))] if stripped else []
+
+
+def _parts(text: str, paragraph: range) -> list[range]:
+    """A paragraph, or its sentences joined to parts of at most `MAX_WORDS`; the last may be a little longer."""
+    if _count_words(text, paragraph, MAX_WORDS + MIN_WORDS) < MAX_WORDS + MIN_WORDS:
+        return [paragraph]
+    parts, words = list[range](), 0
+    for sentence in _sentences(text, paragraph):
+        for piece in _pieces(text, sentence):
+            count = _count_words(text, piece)
+            if parts and words + count <= MAX_WORDS:
+                parts[-1], words = range(parts[-1].start, piece.stop), words + count
+            else:
+                parts.append(piece)
+                words = count
+    if len(parts) > 1 and words < MIN_WORDS:
+        parts[-2:] = [range(parts[-2].start, parts[-1].stop)]
+    return parts
+
+
+def _pieces(text: str, sentence: range) -> Iterator[range]:
+    """A sentence, or pieces of it with `MAX_WORDS`, cut at the ends of lines if there are any."""
+    start, cut, count = sentence.start, sentence.start, 0
+    for word in _WORD.finditer(text, sentence.start, sentence.stop):
+        if count == MAX_WORDS:
+            line = text.rfind("\n", start + (cut - start) // 2, cut)
+            stop = cut if line < 0 else line
+            yield from _strip(text, start, stop)
+            start, count = stop, 0 if line < 0 else _count_words(text, range(stop, cut))
+        cut, count = word.end(), count + 1
+    yield from _strip(text, start, sentence.stop)
+
+
+def _count_words(text: str, part: range, limit: int = 1 << 62) -> int:
+    count = 0
+    for _ in _WORD.finditer(text, part.start, part.stop):
+        count += 1
+        if count == limit:
+            break
+    return count
+
+
+def _sentences(text: str, part: range) -> list[range]:
+    found, start = list[range](), part.start
+    for end in _END.finditer(text, part.start, part.stop):
+        if end.end() < part.stop and _ends_sentence(text, end, start):
+            found += _strip(text, start, end.end())
+            start = end.end()
+    return found + _strip(text, start, part.stop)
+
+
+def _ends_sentence(text: str, end: re.Match[str], start: int) -> bool:
+    """Whether a sentence that began at `start` ends here. More text follows."""
+    following = text[end.end()]
+    if end["line"] is not None:
+        if end["line"].count("\n") > 1:
+            return True
+        line_start = max(start, text.rfind("\n", start, end.start()) + 1)
+        wrapped = end.start() - line_start >= _WRAPPED_LINE
+        return not (following.islower() or (wrapped and (following.isalnum() or following in _OPENING)))
+    if end["mark"] is None:
+        return True
+    if not end["gap"] or following.islower():
+        return end["gap"].count("\n") > 1
+    before = text[max(start, end.end("mark") - _LONGEST_ABBREVIATION) : end.end("mark")]
+    return not (_ABBREVIATION.search(before) or (following.isdigit() and _BEFORE_NUMBER.search(before)))
+
+
+def _decode(tokenizer: Any, tokens: Sequence[int]) -> tuple[str, list[int]]:
+    """The text of the tokens, and how much of it there is after each of them, in characters."""
+    backend, stream = tokenizer.backend_tokenizer, DecodeStream(skip_special_tokens=True)
+    pieces, ends, length = list[str](), list[int](), 0
+    for token in tokens:
+        piece = stream.step(backend, token) or ""
+        pieces.append(piece)
+        ends.append(length := length + len(piece))
+    return "".join(pieces), ends
+
+
+def _core(text: str, passages: Sequence[range]) -> str:
+    """A text without the space around it, which templates remove."""
+    return text[passages[0].start : passages[-1].stop] if passages else ""
+
+
+def _places(text: str, prompt: str, reply: str) -> tuple[int, int]:
+    """Where the prompt and the reply begin in the text of a turn. The text in front may quote both."""
+    reply_at = _place(text, reply, len(text))
+    prompt_at = _place(text, prompt, len(text) if reply_at is None else reply_at)
+    if prompt_at is None and reply_at is not None:
+        prompt_at = _place(text, prompt, len(text))
+        if prompt_at is not None:  # the prompt contains the words of a reply that was not fed
+            return prompt_at, len(text)
+    if prompt_at is None:
+        prompt_at = max(0, (len(text) - len(reply) if reply_at is None else reply_at) - len(prompt))
+    if reply_at is None:
+        reply_at = min(max(prompt_at + len(prompt), len(text) - len(reply)), len(text))
+    return prompt_at, reply_at
+
+
+_HEAD = 32
+"""So many characters are enough to find where a text that was cut off begins."""
+
+
+def _place(text: str, part: str, stop: int) -> int | None:
+    """The last place before `stop` where `part` is; or where it begins, if the text ends before it does."""
+    if not part:
+        return None
+    # Reversed because only `find` is linear for all texts, `rfind` is not.
+    found = text[:stop][::-1].find(part[::-1])
+    if found >= 0:
+        return stop - found - len(part)
+    if stop < len(text):
+        return None
+    tail = len(text)
+    for _ in range(8):
+        tail = text.rfind(part[:_HEAD], 0, tail)
+        if tail < 0:
+            break
+        if part.startswith(text[tail:]):
+            return tail
+        tail += min(_HEAD, len(part)) - 1
+    length = next((n for n in range(min(_HEAD, len(part)), 0, -1) if text.endswith(part[:n])), 0)
+    return len(text) - length if length else None
+
+
+def _token_range(ends: Sequence[int], first: int, last: int) -> tuple[int, int]:
+    """The tokens of the characters `first` to `last`, `last` excluded."""
+    begin = bisect_right(ends, first)
+    return begin, max(begin, min(bisect_left(ends, last) + 1, len(ends)))

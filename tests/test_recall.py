@@ -1,0 +1,288 @@
+"""A conversation that reads evicted passages again: what is fed, marked, indexed and saved."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from h2o_stream import CacheConfig, Conversation, Engine, H2OStreamError, SamplingConfig
+from h2o_stream.engine.events import Token
+from h2o_stream.models.load import LoadedModel
+from h2o_stream.recall.passage import Candidate, Recalled
+from h2o_stream.session.history import ConversationHistory
+from h2o_stream.session.transcript import Header
+from h2o_stream.session.turn import Turn
+from tests.small_talk import small_model, small_tokenizer
+
+WINDOW = 32
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path))
+    return tmp_path / "h2o-stream" / "sessions"
+
+
+@pytest.fixture
+def make() -> Iterator[Callable[..., ConversationHistory]]:
+    model, tokenizer, engines = small_model(), small_tokenizer(), list[Engine]()
+
+    def history(recall: Any = "auto") -> ConversationHistory:
+        while engines:
+            engines.pop().close()
+        cache = CacheConfig("h2o", WINDOW, chunk=4)
+        engines.append(Engine(model, tokenizer, cache, SamplingConfig(temperature=1.0, seed=4, max_tokens=4)))
+        return ConversationHistory(Conversation(engines[-1], "w1 w2", recall=recall), Header("small", "h2o", 32, None))
+
+    yield history
+    while engines:
+        engines.pop().close()
+
+
+@pytest.fixture
+def recall_first_turn(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Decide to recall the first message, whatever is asked."""
+
+    def decide(message: str, index: Any, *_: object) -> list[Candidate]:
+        passage = next(passage for passage in index.search([message.split()[0]], 9) if passage.turn == 1)
+        return [Candidate(passage, passage.text, 1.0, ("w3",), 0.0, 2, "recalled")]
+
+    monkeypatch.setattr("h2o_stream.recall.recall.decide", decide)
+
+
+def indexed(history: ConversationHistory) -> list[tuple[int, str, str]]:
+    """Turn, role and text of all passages in the index."""
+    recall = history.conversation.recall
+    recall.synchronize()
+    words = ["unk", *(f"w{number}" for number in range(24))]
+    return sorted((passage.turn, passage.role, passage.text) for passage in recall._index.search(words, 999))
+
+
+def said(history: ConversationHistory) -> list[tuple[int, str, str]]:
+    """The same from the transcript."""
+    texts = [(entry.turn, role, text) for entry in history.entries for role, text in _texts(entry)]
+    return sorted((turn, role, text.strip()) for turn, role, text in texts if text.strip())
+
+
+def _texts(entry: Any) -> list[tuple[str, str]]:
+    return [("user", entry.prompt), ("assistant", entry.text)]
+
+
+def fill(history: ConversationHistory, turns: int) -> None:
+    for _ in range(turns):
+        list(history.feed_turn("w5 w6 w7 w8", "w9 w10"))
+
+
+class TestReading:
+    @pytest.fixture(autouse=True)
+    def _recall(self, recall_first_turn: None) -> None:
+        pass
+
+    def test_the_passage_stands_before_the_message(self, make: Callable[..., ConversationHistory]) -> None:
+        history = make()
+        list(history.feed_turn("w3 w4", "w9"))
+        fill(history, 8)
+        before = len(history.conversation.engine.tokens)
+        events = history.say("w3 w11")
+        first = next(events)
+        assert isinstance(first, Recalled)
+        assert [candidate.passage.text for candidate in first.candidates] == ["w3 w4"]
+        *_, turn = events
+        conversation = history.conversation
+        assert isinstance(turn, Turn) and turn.recalled == first.candidates
+        (marked,) = conversation.recalled
+        tokens, tokenizer = conversation.engine.tokens, conversation.engine.tokenizer
+        assert before < marked.start
+        assert "w3 w4" in tokenizer.decode(tokens[marked.start : marked.stop])
+        assert tokenizer.decode(tokens[marked.stop : marked.stop + 2]) == "w3 w11"
+
+    def test_it_is_in_neither_transcript_nor_index(self, make: Callable[..., ConversationHistory]) -> None:
+        history = make()
+        list(history.feed_turn("w3 w4", "w9"))
+        fill(history, 8)
+        list(history.say("w3 w11"))
+        assert history.entries[-1].prompt == "w3 w11"
+        assert indexed(history) == said(history)
+
+    def test_it_goes_first(self, make: Callable[..., ConversationHistory]) -> None:
+        history = make()
+        list(history.feed_turn("w3 w4", "w9"))
+        fill(history, 8)
+        list(history.say("w3 w11"))
+        (marked,) = history.conversation.recalled
+        fill(history, 6)
+        cache = history.conversation.engine.cache
+        kept = {int(index) for layer in range(2) for index in cache.kept(layer).flatten()}
+        assert not kept & set(marked)
+
+    def test_the_mark_is_saved(self, make: Callable[..., ConversationHistory]) -> None:
+        history = make()
+        list(history.feed_turn("w3 w4", "w9"))
+        fill(history, 8)
+        list(history.say("w3 w11"))
+        state, marked = history.conversation.state_dict(), history.conversation.recalled
+        other = make()
+        other.conversation.load_state_dict(state)
+        assert other.conversation.recalled == marked != ()
+
+    @pytest.mark.parametrize("count", [1, 2, 3])
+    def test_a_turn_that_is_abandoned(self, make: Callable[..., ConversationHistory], count: int) -> None:
+        """After its first event nothing was fed; later its text and the mark stay."""
+        history = make()
+        list(history.feed_turn("w3 w4", "w9"))
+        fill(history, 8)
+        before = len(history.conversation.engine.tokens)
+        events = history.say("w3 w11")
+        for _ in range(count):
+            next(events)
+        events.close()
+        assert (len(history.conversation.engine.tokens) > before) is (count > 1)
+        assert len(history.entries) == (9 if count == 1 else 10)
+        assert bool(history.conversation.recalled) is (count > 1)
+        assert indexed(history) == said(history)
+
+
+class TestOff:
+    def test_nothing_changes(
+        self, make: Callable[..., ConversationHistory], monkeypatch: pytest.MonkeyPatch, recall_first_turn: None
+    ) -> None:
+        streams = []
+        for recall in ("off", "auto"):
+            history = make(recall)
+            list(history.say("w3 w4"))
+            fill(history, 8)
+            events = list(history.say("w3 w11"))
+            streams.append([*history.conversation.engine.tokens])
+            assert any(isinstance(event, Recalled) for event in events) is (recall == "auto")
+        plain = make("off")
+        monkeypatch.setattr("h2o_stream.recall.recall.PassageIndex", None)  # it must not be opened
+        list(plain.say("w3 w4"))
+        fill(plain, 8)
+        list(plain.say("w3 w11"))
+        assert [*plain.conversation.engine.tokens] == streams[0] != streams[1]
+
+    def test_switched_on_later(self, make: Callable[..., ConversationHistory]) -> None:
+        history = make("off")
+        fill(history, 2)
+        history.conversation.recall.mode = "auto"
+        fill(history, 1)
+        assert indexed(history) == said(history)
+
+
+class TestIndexFollows:
+    """The index has what the transcript has, whatever is done to the conversation."""
+
+    def test_undo_and_regenerate(self, make: Callable[..., ConversationHistory]) -> None:
+        history = make()
+        fill(history, 3)
+        list(history.say("w11 w12"))
+        list(history.say(history.regenerate()))
+        assert indexed(history) == said(history)
+        history.undo(2)
+        assert indexed(history) == said(history) != []
+        list(history.say("w13 w14"))
+        assert indexed(history) == said(history)
+
+    def test_reset(self, make: Callable[..., ConversationHistory]) -> None:
+        history = make()
+        fill(history, 2)
+        history.reset("w2")
+        assert indexed(history) == []
+        fill(history, 1)
+        assert indexed(history) == said(history)
+
+    def test_sessions(self, make: Callable[..., ConversationHistory], folder: Path) -> None:
+        history = make()
+        fill(history, 2)
+        history.save("copy")
+        history.fork("a")
+        list(history.say("w11 w12"))
+        assert indexed(history) == said(history)
+        assert (folder / "a" / "passages.sqlite").exists()
+        history.fork("b")
+        history.undo()
+        assert indexed(history) == said(history)
+        history.open("a")
+        assert len(history.entries) == 3
+        assert indexed(history) == said(history)
+        history.close()
+        again = make()
+        again.open("a")
+        assert indexed(again) == said(again)
+
+    def test_a_session_that_cannot_be_opened(self, make: Callable[..., ConversationHistory]) -> None:
+        history = make()
+        fill(history, 2)
+        with pytest.raises(H2OStreamError):
+            history.open("none", create=False)
+        assert indexed(history) == said(history) != []
+
+    def test_an_abandoned_replay(self, make: Callable[..., ConversationHistory]) -> None:
+        history = make()
+        fill(history, 3)
+        history.save("copy")
+        list(history.say("w11 w12"))
+        before = indexed(history)
+        events = history.replay("copy")
+        next(events)
+        events.close()
+        assert indexed(history) == before == said(history)
+
+    def test_an_abandoned_reply(self, make: Callable[..., ConversationHistory]) -> None:
+        history = make()
+        fill(history, 1)
+        events = history.say("w11 w12")
+        for event in events:
+            if isinstance(event, Token):
+                break
+        events.close()
+        assert history.entries[-1].finish == "interrupted"
+        assert indexed(history) == said(history)
+
+    def test_a_damaged_index_is_rebuilt(self, make: Callable[..., ConversationHistory], folder: Path) -> None:
+        history, lines = make(), list[str]()
+        fill(history, 2)
+        history.fork("a")
+        list(history.say("w11 w12"))
+        history.close()
+        path = folder / "a" / "passages.sqlite"
+        path.write_bytes(b"SQLite format 3\0" + bytes(range(256)) * 40)
+        again = make()
+        again.conversation.recall.notify = lines.append
+        again.open("a")
+        assert indexed(again) == said(again) != []
+        assert len(lines) == 1 and "rebuilt" in lines[0]
+
+    def test_without_a_history(self, make: Callable[..., ConversationHistory]) -> None:
+        conversation = make().conversation
+        conversation.recall.source = None
+        list(conversation.say("w11 w12"))
+        state = conversation.state_dict()
+        list(conversation.say("w13 w14"))
+        found = {passage.turn for passage in conversation.recall._index.search(["w11", "w13"], 9)}
+        assert found == {1, 2}
+        conversation.load_state_dict(state)
+        conversation.recall.synchronize()
+        assert {passage.turn for passage in conversation.recall._index.search(["w11", "w13"], 9)} == {1}
+
+
+def test_a_fact_is_told_after_it_was_evicted(embedded: LoadedModel) -> None:
+    """The embedded model tells what it can no longer see, and says so with the event."""
+    filler = "The weather in the north stays cold and windy, and trains run late on many lines. " * 12
+    replies = {}
+    for recall in ("off", "auto"):
+        cache, sampling = CacheConfig(window=128), SamplingConfig(temperature=0.0, max_tokens=24)
+        with Engine(embedded.model, embedded.tokenizer, cache, sampling) as engine:
+            conversation = Conversation(engine, recall=recall)
+            list(conversation.feed_turn("The password of the garden gate is 4821.", "Thank you, I will remember it."))
+            for _ in range(3):
+                list(conversation.feed_turn(filler, "I see."))
+            *_, turn = conversation.say("What is the password of the garden gate?")
+            assert isinstance(turn, Turn)
+            replies[recall] = turn
+    assert "4821" in replies["auto"].text
+    assert [candidate.passage.turn for candidate in replies["auto"].recalled] == [1]
+    assert "4821" not in replies["off"].text and replies["off"].recalled == ()
