@@ -31,6 +31,7 @@ from h2o_stream.session.transcript import Header
 from tests.conversation_model import MODEL, ExpectedConversation, ExpectedTurn, digest_of, make_engine, start_turn
 from tests.disturbances import full_disk, interrupted
 from tests.small_talk import WORDS
+from tests.test_recall import indexed, said
 
 DIGEST = model_digest(MODEL)
 SYSTEMS = ("w1 w2", "w3", "w4 w5 w6 w7 w8")
@@ -42,7 +43,7 @@ kinds = st.sampled_from(["say", "say", "pin", "feed"])
 disturbances = st.one_of(
     st.none(),
     st.none(),
-    st.tuples(st.just("line"), st.integers(1, 200), st.just(("session",))),
+    st.tuples(st.just("line"), st.integers(1, 300), st.just(("session", "recall"))),
     st.tuples(st.just("line"), st.integers(1, 3000), st.just(("session", "engine", "cache"))),
     st.tuples(st.just("disk"), st.integers(1, 6), st.integers(0, 6)),
 )
@@ -57,9 +58,11 @@ class ConversationMachine(RuleBasedStateMachine):
         self.stack.enter_context(patch.dict(os.environ, {"XDG_DATA_HOME": str(self.folder)}))
         for place in ("attach", "verification", "retrieval_heads"):  # a digest takes milliseconds
             self.stack.enter_context(patch(f"h2o_stream.cache.{place}.model_digest", lambda model: DIGEST))
+        self.stack.enter_context(patch("h2o_stream.recall.recall.decide", lambda *arguments: []))
         self.stack.enter_context(torch.no_grad())
         self.engine = self.stack.enter_context(make_engine())
-        self.history = ConversationHistory(Conversation(self.engine, SYSTEMS[0]), Header("small", "h2o", 32, None))
+        conversation = Conversation(self.engine, SYSTEMS[0], recall="auto")
+        self.history = ConversationHistory(conversation, Header("small", "h2o", 32, None))
         self.expected = ExpectedConversation(SYSTEMS[0])
         self.name: str | None = None
         self.saved: dict[str, ExpectedConversation] = {}
@@ -269,6 +272,10 @@ class ConversationMachine(RuleBasedStateMachine):
         assert place == len(tokens)
         if tokens:
             audit(self.engine.cache)  # type: ignore[arg-type]
+
+    @invariant()
+    def the_index_has_what_the_transcript_has(self) -> None:
+        assert indexed(self.history) == said(self.history)
 
     @invariant()
     def nothing_half_written_lies_about(self) -> None:

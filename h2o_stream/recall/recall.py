@@ -100,7 +100,7 @@ class Recall:
     def synchronize(self) -> None:
         """Make the index match `source`, if it may differ."""
         self._apply_truncation()
-        if self._mode == "auto" and self.source is not None and not (self._in_sync and self._index.complete):
+        if self._mode == "auto" and self.source is not None and (not self._in_sync or self._index.stale):
             self._index.sync(self.source(), self._passages)
             self._in_sync = True
 
