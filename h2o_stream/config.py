@@ -38,6 +38,9 @@ DEFAULT_TEMPERATURE = 0.7
 DEFAULT_TOP_P = 0.95
 DEFAULT_TOP_K = 0
 
+CHAT_RECALL: RecallMode = "auto"
+"""The mode of recall in ``h2o-chat``. Elsewhere it is that of `RecallConfig`."""
+
 MIN_EVICTABLE = 8
 """Slots that pinned tokens must leave free, so that the window still moves."""
 
@@ -453,6 +456,7 @@ class Settings:
         system: the system prompt; None is the default of the model's template.
         at_context: whether a cache with absolute positions continues past the model's context or stops there.
         engine: ``auto`` runs the native step where it serves the model, ``eager`` runs transformers' forward.
+        recall: whether evicted passages are read again.
     """
 
     model: ModelConfig = ModelConfig()
@@ -461,6 +465,7 @@ class Settings:
     system: str | None = None
     at_context: AtContext = "continue"
     engine: EngineChoice = "auto"
+    recall: RecallConfig = RecallConfig()
 
     def __post_init__(self) -> None:
         if self.engine not in get_args(EngineChoice):

@@ -26,6 +26,7 @@ from h2o_stream.cli import chat, run
 from h2o_stream.models import stores
 from h2o_stream.models.stores import StoredModel
 from h2o_stream.progress import Progress
+from h2o_stream.recall.passage import Candidate, Passage
 from h2o_stream.session.metadata import TurnTokens
 from h2o_stream.session.report import RunReport
 from h2o_stream.session.retention import RetainedText, RetainedTurn
@@ -33,6 +34,7 @@ from h2o_stream.ui.comparison import print_page, progress_bars
 from h2o_stream.ui.heatmap import heatmap
 from h2o_stream.ui.loading import LoadingLine
 from h2o_stream.ui.pages import Page, TableData
+from h2o_stream.ui.recall import candidates_table, note_recalled
 from h2o_stream.ui.reply import MarkdownReply, PlainReply
 from h2o_stream.ui.tables import print_report
 from h2o_stream.ui.terminal import SafeConsole, Terminal, one_line, printable
@@ -155,14 +157,18 @@ class TestDrawings:
             reply.push(EVIL)
         print_report(terminal, RunReport(), EVIL)
         print_page(Page(EVIL, EVIL, [TableData(EVIL, ("policy", EVIL), [(EVIL, EVIL)])]), terminal)
-        passage = RetainedTurn(TurnTokens(1, 0, 2), 0.5, [RetainedText(0, EVIL, 0.4), RetainedText(1, EVIL, 1.0)])
+        pieces = [RetainedText(0, EVIL, 0.4), RetainedText(1, EVIL, 1.0, recalled=True)]
+        passage = RetainedTurn(TurnTokens(1, 0, 2), 0.5, pieces)
         terminal.console.print(heatmap([passage], EVIL))
+        recalled = Candidate(Passage(1, "user", EVIL, 0, 2), EVIL, 1.0, (EVIL,), 0.0, 2, "recalled")
+        note_recalled(terminal, [recalled])
+        terminal.console.print(candidates_table([recalled]))
         line = LoadingLine(f"/models/{EVIL}")
         line(Progress("reading", 1, 9))
         terminal.console.print(line.text(60))
         shown = capsys.readouterr()
         assert shown.out.count("[66m") == 2
-        assert shown.err.count("[66m") > 8
+        assert shown.err.count("[66m") > 11
         assert not spoken(shown.out + shown.err)
 
     def test_progress_bars(self, terminal: Terminal) -> None:
@@ -210,7 +216,7 @@ class TestCommands:
             "/undo", f"/set {EVIL} 1", f"/set temp {EVIL}", f"/set stop {EVIL}", "/show", "/show config",
             f"/show {EVIL}", "/sessions",
             f"/load {EVIL}", f"/save {EVIL}", f"/fork {EVIL}", f"/export {EVIL}.md",
-            f"/export {NAME}.md", f"/recall {EVIL}", f"/help {EVIL}", f"/x {EVIL}", f"/file none{NAME}",
+            f"/export {NAME}.md", f"/recall {EVIL}", "/recall", f"/help {EVIL}", f"/x {EVIL}", f"/file none{NAME}",
             "/file ~none/x", f"/why {EVIL}", "/regen",
         )  # fmt: skip
         lines = "".join(line.replace("\n", " ") + "\n" for line in typed)

@@ -12,8 +12,8 @@ import typer
 
 from h2o_stream.cli import run
 from h2o_stream.cli.groups import Group, completing
-from h2o_stream.cli.options import OUTPUT, SETTINGS, SOURCES, OutputOptions
-from h2o_stream.config import ChatConfig, ModelConfig, Settings
+from h2o_stream.cli.options import OUTPUT, SOURCES, OutputOptions, settings_group
+from h2o_stream.config import CHAT_RECALL, ChatConfig, ModelConfig, Settings
 from h2o_stream.errors import ConfigError
 from h2o_stream.options import Option, text_or_file
 from h2o_stream.session.jsonl import JsonlWriter
@@ -154,7 +154,7 @@ CHAT = Group(
 )
 
 
-@run.command(app, "h2o-chat", CHAT, SETTINGS, OUTPUT, SOURCES)
+@run.command(app, "h2o-chat", CHAT, settings_group(CHAT_RECALL), OUTPUT, SOURCES)
 def chat(chat: ChatOptions, settings: Settings, output: OutputOptions, sources: dict[str, tuple[Any, str]]) -> None:
     """Chat with a model for as long as you like, in constant memory.
 

@@ -22,6 +22,8 @@ from h2o_stream.config import (
     CacheDevice,
     EngineChoice,
     ModelConfig,
+    RecallConfig,
+    RecallMode,
     SamplingConfig,
     Settings,
 )
@@ -141,28 +143,38 @@ SAMPLING = Group(
 )
 
 
-def _settings(system: str | None = None, system_file: Path | None = None, **values: Any) -> Settings:
-    text = system if system is None else named_prompts().get(system, system)
-    return Settings(system=text_or_file(text, "--system", system_file, "--system-file"), **values)
+def settings_group(default_recall: RecallMode) -> Group[Settings]:
+    """The options of a conversation's settings. The default of ``--recall`` is the command's."""
 
+    def settings(
+        system: str | None = None,
+        system_file: Path | None = None,
+        recall: RecallMode = default_recall,
+        **values: Any,
+    ) -> Settings:
+        text = system if system is None else named_prompts().get(system, system)
+        system = text_or_file(text, "--system", system_file, "--system-file")
+        return Settings(system=system, recall=RecallConfig(recall), **values)
 
-SETTINGS = Group(
-    _settings,
-    "Conversation",
-    like=Settings,
-    system=Option(
-        "System prompt, or the name of one. (default: the template's)",
-        "-s",
-        "--system",
-        autocompletion=completing(named_prompts),
-    ),
-    system_file=Option("Read it from a file, or from a named one in prompts/."),
-    at_context=Option("Absolute positions past the model's context: continue, or stop there."),
-    model=MODEL,
-    engine=ENGINE,
-    cache=CACHE,
-    sampling=SAMPLING,
-)
+    return Group(
+        settings,
+        "Conversation",
+        like=Settings,
+        system=Option(
+            "System prompt, or the name of one. (default: the template's)",
+            "-s",
+            "--system",
+            autocompletion=completing(named_prompts),
+        ),
+        system_file=Option("Read it from a file, or from a named one in prompts/."),
+        recall=Option("Read evicted passages again when a message asks for them."),
+        at_context=Option("Absolute positions past the model's context: continue, or stop there."),
+        model=MODEL,
+        engine=ENGINE,
+        cache=CACHE,
+        sampling=SAMPLING,
+    )
+
 
 _CONFIGS: dict[str, Group[Any]] = {"model": MODEL, "engine": ENGINE, "cache": CACHE_ARGUMENTS}
 

@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Annotated
 
 from h2o_stream.cli import run
-from h2o_stream.cli.options import OUTPUT, SETTINGS, OutputOptions, group_of
-from h2o_stream.config import POLICIES, Settings
+from h2o_stream.cli.options import OUTPUT, OutputOptions, group_of, settings_group
+from h2o_stream.config import POLICIES, RecallConfig, Settings
 from h2o_stream.errors import ConfigError, DataError
 from h2o_stream.options import Option, text_or_file
 from h2o_stream.session.jsonl import JsonlWriter
@@ -66,7 +66,7 @@ class ReplayOptions:
         return policies
 
 
-@run.command(app, "h2o-stream", group_of(ReplayOptions, "Replay"), SETTINGS, OUTPUT)
+@run.command(app, "h2o-stream", group_of(ReplayOptions, "Replay"), settings_group(RecallConfig.mode), OUTPUT)
 def stream(replay: ReplayOptions, settings: Settings, output: OutputOptions) -> None:
     """Replay MT-Bench, or questions of your own, through one endless conversation."""
     policies = replay.policies()

@@ -12,6 +12,7 @@ from typing import Any
 from h2o_stream.cache.counts import CacheCounts
 from h2o_stream.engine.events import PrefillProgress, Token
 from h2o_stream.errors import DataError
+from h2o_stream.recall.passage import Candidate, Passage, Recalled
 from h2o_stream.session.jsonl import JsonlWriter, build, check_type
 from h2o_stream.session.turn import Timings, Turn
 
@@ -22,6 +23,9 @@ class TurnStart:
 
     title: str
     prompt: str
+
+
+RecordedEvent = TurnStart | Recalled | PrefillProgress | Token | Turn
 
 
 class Recorder(JsonlWriter):
@@ -44,7 +48,7 @@ class Recorder(JsonlWriter):
         """Record that a turn begins."""
         self._write("asked", {"title": title, "prompt": prompt})
 
-    def add_event(self, event: PrefillProgress | Token | Turn) -> None:
+    def add_event(self, event: Recalled | PrefillProgress | Token | Turn) -> None:
         """Record an event of the current turn."""
         if self._file is None:
             return
@@ -53,6 +57,8 @@ class Recorder(JsonlWriter):
             self._write("token", {"id": event.id, "text": event.text, "elapsed_s": event.elapsed_s, "counts": counts})
         elif isinstance(event, PrefillProgress):
             self._write("prefill", asdict(event))
+        elif isinstance(event, Recalled):
+            self._write("recalled", asdict(event))
         else:
             fields = asdict(event).items()
             self._write("turn", {"work" if name == "timings" else name: value for name, value in fields})
@@ -61,7 +67,7 @@ class Recorder(JsonlWriter):
         self.write({"type": kind, "at_s": round(time.monotonic() - self._started, 4), **record})
 
 
-def read_recording(path: Path) -> tuple[str, Iterator[tuple[float, TurnStart | PrefillProgress | Token | Turn]]]:
+def read_recording(path: Path) -> tuple[str, Iterator[tuple[float, RecordedEvent]]]:
     """The title of a recording, and its events with their times in seconds since the start.
 
     Raises:
@@ -91,11 +97,26 @@ def _event(kind: str, fields: dict[str, Any]) -> Any:
         return check_type(fields["title"], str)
     if kind == "asked":
         return build(TurnStart, fields)
+    if kind == "recalled":
+        return Recalled(_candidates(fields["candidates"]))
     counts = build(CacheCounts, fields.pop("counts"))
     if kind == "prefill":
         return build(PrefillProgress, fields, counts=counts)
     if kind == "token":
         return build(Token, fields, seen=counts.seen, get_counts=lambda: counts)
     if kind == "turn":
-        return build(Turn, fields, timings=build(Timings, fields.pop("work")), counts=counts)
+        recalled = _candidates(fields.pop("recalled", []))
+        return build(Turn, fields, timings=build(Timings, fields.pop("work")), counts=counts, recalled=recalled)
     raise ValueError(kind)
+
+
+def _candidates(recorded: list[dict[str, Any]]) -> tuple[Candidate, ...]:
+    return tuple(
+        build(
+            Candidate,
+            fields,
+            passage=build(Passage, fields.pop("passage")),
+            terms=tuple(check_type(term, str) for term in fields.pop("terms")),
+        )
+        for fields in check_type(recorded, list)
+    )

@@ -8,6 +8,7 @@ from typing import Any
 
 from h2o_stream.engine.events import PrefillProgress, Token
 from h2o_stream.memory import peak_bytes
+from h2o_stream.recall.passage import Recalled
 from h2o_stream.session.turn import Timings, Turn
 
 MAX_ROWS = 12
@@ -32,8 +33,10 @@ class RunReport:
         self._counted_at = 0.0
         self._previous: PrefillProgress | Token | None = None
 
-    def add_event(self, event: PrefillProgress | Token | Turn) -> None:
+    def add_event(self, event: Recalled | PrefillProgress | Token | Turn) -> None:
         """Add an event of `Conversation.say`."""
+        if isinstance(event, Recalled):
+            return
         if not isinstance(event, Token) or time.monotonic() - self._counted_at >= _COUNT_INTERVAL_S:
             counts = event.counts
             self.seen, self.evicted, self.cache_bytes = counts.seen, counts.evicted, counts.nbytes

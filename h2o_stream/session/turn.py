@@ -90,6 +90,17 @@ class Turn:
             "cache_bytes": self.counts.nbytes,
             "rss_bytes": self.rss_bytes,
             "beyond_context": self.beyond_context,
+            "recalled": [_recall_record(candidate) for candidate in self.recalled],
             "text": self.text,
             "finish": self.finish,
         }
+
+
+def _recall_record(candidate: Candidate) -> dict[str, Any]:
+    return {
+        "turn": candidate.passage.turn,
+        "role": candidate.passage.role,
+        "text": candidate.excerpt,
+        "score": round(candidate.score, 4),
+        "tokens": candidate.tokens,
+    }

@@ -13,6 +13,8 @@ from rich.text import Text
 
 from h2o_stream.config import ChatConfig, Settings
 from h2o_stream.engine.events import Finish, PrefillProgress, Token
+from h2o_stream.errors import H2OStreamError
+from h2o_stream.recall.passage import Recalled
 from h2o_stream.session.history import ConversationHistory
 from h2o_stream.session.jsonl import JsonlWriter
 from h2o_stream.session.recording import Recorder
@@ -21,7 +23,9 @@ from h2o_stream.session.turn import Turn
 from h2o_stream.ui.chat_context import ChatContext
 from h2o_stream.ui.command_list import is_command
 from h2o_stream.ui.commands import Commands
+from h2o_stream.ui.documents import read_ahead
 from h2o_stream.ui.format import slot_bar, status_line, turn_line
+from h2o_stream.ui.recall import note_recalled
 from h2o_stream.ui.reply import MarkdownReply, PlainReply, Reply
 from h2o_stream.ui.start import LoadedConversation, open_conversation
 from h2o_stream.ui.terminal import PrefillStatus, Terminal
@@ -121,6 +125,9 @@ class Chat:
                 for event in events:
                     self._report.add_event(event)
                     self._recorder.add_event(event)
+                    if isinstance(event, Recalled):
+                        note_recalled(self._terminal, event.candidates)
+                        continue
                     if isinstance(event, PrefillProgress):
                         status.show(event.done, event.total)
                         continue
@@ -180,9 +187,18 @@ class Chat:
                 if to_send:
                     yield to_send
             elif message:
-                yield message.removeprefix("/") if message.startswith("//") else message
+                to_send = self._read_ahead(message.removeprefix("/") if message.startswith("//") else message)
+                if to_send:
+                    yield to_send
             if self._context.leaving:
                 return
+
+    def _read_ahead(self, message: str) -> str | None:
+        try:
+            return read_ahead(self._context, message)
+        except H2OStreamError as error:
+            self._terminal.error(str(error))
+            return None
 
     def _typed(self) -> Iterator[str]:
         from h2o_stream.ui.message_prompt import MessagePrompt

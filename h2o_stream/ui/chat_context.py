@@ -39,7 +39,11 @@ class ChatContext:
     leaving: bool = False
 
     def feed(self, events: Iterator[PrefillProgress | Finished]) -> bool:
-        """Show the progress of feeding without a reply, which Ctrl-C ends. Returns whether it was completed."""
+        """Show the progress of feeding without a reply, which Ctrl-C ends. Returns whether it was completed.
+
+        Raises:
+            KeyboardInterrupt: the program is to end, or Ctrl-C was pressed where nobody can type another message.
+        """
         with self.loaded.interrupts, closing(PrefillStatus(self.terminal)) as status:
             complete = True
             for event in events:
@@ -48,6 +52,9 @@ class ChatContext:
                 else:
                     complete = False
                     self.terminal.error(event.detail or f"{event.reason}: not all of it was read")
+        interrupts = self.loaded.interrupts
+        if interrupts.terminated or (interrupts.requested and not self.terminal.interactive):
+            raise KeyboardInterrupt
         return complete
 
     def open_session(self, name: str | None = None) -> None:

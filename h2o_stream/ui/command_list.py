@@ -50,7 +50,11 @@ COMMANDS = {
     ),
     "/regen": Command("", "undo the last reply and generate another"),
     "/undo": Command("[N]", "undo the last turn, or the last N"),
-    "/recall": Command("N", "feed turn N of the transcript again"),
+    "/recall": Command(
+        "[TEXT|auto|off|N]",
+        "show what was recalled for the last message, or would be for TEXT, and why; auto, off: switch it; "
+        "N: feed turn N of the transcript again",
+    ),
     "/fork": Command("NAME", "continue in a copy, a session called NAME"),
     "/save": Command("NAME", "save a copy as session NAME"),
     "/load": Command("NAME", "resume session NAME"),

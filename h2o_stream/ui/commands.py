@@ -4,21 +4,24 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, get_type_hints
+from typing import Any, cast, get_args, get_type_hints
 
 from rich.table import Table
 
-from h2o_stream.config import SamplingConfig
+from h2o_stream.config import RecallMode, SamplingConfig
 from h2o_stream.errors import ConfigError, DataError, H2OStreamError
+from h2o_stream.recall.passage import Candidate
 from h2o_stream.resources import is_file, read_text, user_path
 from h2o_stream.session.export import export
 from h2o_stream.session.retention import retention
 from h2o_stream.ui.chat_context import ChatContext
 from h2o_stream.ui.command_list import COMMANDS
+from h2o_stream.ui.documents import read_file
 from h2o_stream.ui.format import format_bytes
 from h2o_stream.ui.heatmap import heatmap
+from h2o_stream.ui.recall import candidates_table
 from h2o_stream.ui.tables import print_report, sessions_table
 from h2o_stream.ui.terminal import one_line
 
@@ -107,7 +110,7 @@ class Commands:
     def _why(self, argument: str) -> None:
         conversation = self._history.conversation
         layer = _parse_number("/why", argument) if argument else None
-        passages = retention(conversation.engine, conversation.passages, layer)
+        passages = retention(conversation.engine, conversation.passages, layer, conversation.recalled)
         if not passages:
             raise H2OStreamError("nothing was said yet")
         self._terminal.console.print(heatmap(passages, "all layers" if layer is None else f"layer {layer}"))
@@ -123,13 +126,13 @@ class Commands:
         for number, text in enumerate([conversation.system or "the template's own opening", *conversation.pins]):
             self._terminal.note(f"{number or 'system'}: {text}")
 
-    def _file(self, argument: str) -> str:
+    def _file(self, argument: str) -> str | None:
         name, question = _split_path(argument)
         path = user_path(name, f"/file {name}")
         text = read_text(path, f"/file {name}")
         if not text.strip():
             raise DataError(f"/file {name}: the file is empty")
-        return f"{path.name}:\n\n{text.strip()}\n\n{question}".strip()
+        return read_file(self._context, path.name, text.strip(), question)
 
     def _regen(self, argument: str) -> str:
         return self._history.regenerate()
@@ -139,7 +142,24 @@ class Commands:
         self._terminal.note(f"undone: {' '.join(undone[0].prompt.split())[:60]}" + (" ..." if len(undone) > 1 else ""))
 
     def _recall(self, argument: str) -> None:
-        number = _parse_number("/recall", argument)
+        recall = self._history.conversation.recall
+        if argument in get_args(RecallMode):
+            recall.mode = cast(RecallMode, argument)
+            self._terminal.note(f"recall is {argument}")
+        elif argument.isdecimal():
+            self._read_again(int(argument))
+        elif argument:
+            self._show_candidates(recall.decide(argument), "nothing would be recalled: no passage has its words")
+        else:
+            self._show_candidates(recall.last, f"nothing was found for the last message; recall is {recall.mode}")
+
+    def _show_candidates(self, candidates: Sequence[Candidate], otherwise: str) -> None:
+        if candidates:
+            self._terminal.console.print(candidates_table(candidates))
+        else:
+            self._terminal.note(otherwise)
+
+    def _read_again(self, number: int) -> None:
         entry = next((entry for entry in self._history.entries if entry.turn == number), None)
         if entry is None:
             raise H2OStreamError(f"there is no turn {number} in the transcript")

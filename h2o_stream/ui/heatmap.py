@@ -28,6 +28,7 @@ def heatmap(passages: Sequence[RetainedTurn], heads: str) -> Text:
             if piece.index != previous + 1:
                 shown.append(" … " if previous >= passage.start else "… ", "dim")
             style = next((style for limit, style in HEAT if piece.share <= limit), HEAT[-1][1])
+            style += " underline" if piece.recalled else ""
             shown.append(piece.text.replace("\n", "↵ ").replace("\t", " "), style)
             previous = piece.index
         if previous != passage.stop - 1:
@@ -36,6 +37,8 @@ def heatmap(passages: Sequence[RetainedTurn], heads: str) -> Text:
     shown.append(f"held by ... of the heads of {heads}: ", "dim")
     for limit, style in HEAT:
         shown.append(f" to {limit:.0%} ", style)
+    if any(piece.recalled for retained in passages for piece in retained.pieces):
+        shown.append("\nunderlined", "dim underline").append(": read again by recall", "dim")
     return shown
 
 

@@ -18,16 +18,18 @@ from rich.text import Text
 
 from h2o_stream.config import CacheConfig, Settings
 from h2o_stream.engine.events import Finish, PrefillProgress, Token
+from h2o_stream.recall.passage import Recalled
 from h2o_stream.session.jsonl import JsonlWriter
 from h2o_stream.session.questions import QuestionSet
 from h2o_stream.session.report import RunReport
 from h2o_stream.session.turn import Turn
 from h2o_stream.ui.format import format_bytes, format_speed, slot_bar, turn_line
+from h2o_stream.ui.recall import note_recalled
 from h2o_stream.ui.screen import FRAME_S
 from h2o_stream.ui.start import LoadedConversation, open_conversation
 from h2o_stream.ui.terminal import Terminal
 
-Event = PrefillProgress | Token | Turn
+Event = Recalled | PrefillProgress | Token | Turn
 
 
 class Side:
@@ -39,7 +41,7 @@ class Side:
         turn: the last turn; None while it is generated.
         finish: why the conversation ended; None while it continues.
         report: statistics so far.
-        last: the last event.
+        last: the last event with counts.
     """
 
     def __init__(self, loaded: LoadedConversation) -> None:
@@ -48,7 +50,7 @@ class Side:
         self.turn: Turn | None = None
         self.finish: Finish | None = None
         self.report = RunReport()
-        self.last: Event | None = None
+        self.last: PrefillProgress | Token | Turn | None = None
 
     def say(self, prompt: str) -> Iterator[Event]:
         """One turn. Yields nothing once the conversation has ended."""
@@ -57,7 +59,8 @@ class Side:
             return
         for event in self.loaded.conversation.say(prompt):
             self.report.add_event(event)
-            self.last = event
+            if not isinstance(event, Recalled):
+                self.last = event
             if isinstance(event, Token):
                 self.text += event.text
             elif isinstance(event, Turn):
@@ -175,6 +178,7 @@ class Panes:
         common = self._common_prefix()
         for side in self._sides:
             if side.turn is not None:
+                note_recalled(self._terminal, side.turn.recalled)
                 self._terminal.reply(f"{side.loaded.title}: {side.text}\n")
                 self._terminal.note(turn_line(side.turn), style="dim")
         differ = any(len(side.text) > common for side in self._sides)

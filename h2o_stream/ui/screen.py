@@ -14,8 +14,10 @@ from rich.text import Text
 
 from h2o_stream.cache.counts import CacheCounts
 from h2o_stream.engine.events import PrefillProgress, Token
+from h2o_stream.recall.passage import Recalled
 from h2o_stream.session.turn import Turn
 from h2o_stream.ui.format import SLOT_COLORS, format_bytes, format_speed, turn_line
+from h2o_stream.ui.recall import note_recalled, recalled_line
 from h2o_stream.ui.terminal import PrefillStatus, Terminal
 
 FRAME_S = 0.1
@@ -58,8 +60,12 @@ class Screen:
         self._write(("\n\n" if self._event else "") + f"> {prompt}\n", "cyan")
         self._draw(now=True)
 
-    def add_event(self, event: PrefillProgress | Token | Turn) -> None:
+    def add_event(self, event: Recalled | PrefillProgress | Token | Turn) -> None:
         """Show an event of the turn."""
+        if isinstance(event, Recalled):
+            for candidate in event.candidates:
+                self._write(f"{recalled_line(candidate, self._live.console.width - 4)}\n", "dim")
+            return
         self._event = event
         if isinstance(event, PrefillProgress):
             self._prefill = f"{_rate(event.done, event.elapsed_s)} ({event.done:,}/{event.total:,})"
@@ -158,9 +164,11 @@ class PlainView:
         """Show that a turn begins."""
         self._terminal.note(f"[{title}] {prompt}", style="cyan")
 
-    def add_event(self, event: PrefillProgress | Token | Turn) -> None:
+    def add_event(self, event: Recalled | PrefillProgress | Token | Turn) -> None:
         """Show an event of the turn."""
-        if isinstance(event, PrefillProgress):
+        if isinstance(event, Recalled):
+            note_recalled(self._terminal, event.candidates)
+        elif isinstance(event, PrefillProgress):
             self._status.show(event.done, event.total)
         elif isinstance(event, Token):
             self._terminal.reply(event.text)

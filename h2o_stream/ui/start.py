@@ -55,7 +55,8 @@ def load_conversation(
     plan = engine.cache.plan
     window = f" · window {plan.window} · {plan.positions}" if plan.window else ""
     title = f"{model.name} · {plan.policy}{window}"
-    return LoadedConversation(Conversation(engine, settings.system, model.stops), interrupts, model.name, title)
+    conversation = Conversation(engine, settings.system, model.stops, settings.recall)
+    return LoadedConversation(conversation, interrupts, model.name, title)
 
 
 @contextmanager
@@ -75,6 +76,7 @@ def open_conversation(
         with show_loading(settings.model.model, terminal) as progress:
             loaded = load_conversation(settings, terminal.note, progress)
     engine = loaded.conversation.engine
+    loaded.conversation.recall.notify = terminal.note
     with engine:
         plan = engine.cache.plan
         jsonl.write(
@@ -87,6 +89,7 @@ def open_conversation(
                 dtype=str(engine.model.dtype).removeprefix("torch."),
                 device=str(home_of(engine.model)),
                 sampling=asdict(settings.sampling),
+                recall=settings.recall.mode,
                 seed=engine.sampler.seed,
             )
         )

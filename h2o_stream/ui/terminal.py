@@ -13,6 +13,8 @@ from rich.segment import Segment
 from rich.status import Status
 from rich.text import Text
 
+from h2o_stream.ui.format import format_duration
+
 _CONTROLS: dict[int, str | None] = {
     **{code: None for code in (*range(0x20), *range(0x7F, 0xA0)) if chr(code) not in "\n\t"},
     **dict.fromkeys(range(0xD800, 0xE000), "\ufffd"),  # unpaired surrogates cannot be encoded
@@ -108,11 +110,14 @@ class PrefillStatus:
     def __init__(self, terminal: Terminal) -> None:
         self._terminal = terminal
         self._status: Status | None = None
-        self._noted_at = time.monotonic()
+        self._begun_at = self._noted_at = time.monotonic()
 
     def show(self, done: int, total: int) -> None:
-        """Show that `done` of `total` tokens are fed. The last call removes the line."""
+        """Show that `done` of `total` tokens are fed, and how long the rest takes. The last call removes the line."""
         line = f"reading {done:,} of {total:,} tokens"
+        elapsed_s = time.monotonic() - self._begun_at
+        if elapsed_s >= self.EVERY_S:
+            line += f", {format_duration(elapsed_s * (total - done) / done)} left"
         if done == total:
             self.close()
         elif self._terminal.quiet:
@@ -130,4 +135,5 @@ class PrefillStatus:
         """Remove the line."""
         if self._status is not None:
             self._status.stop()
-        self._status, self._noted_at = None, time.monotonic()
+        self._status = None
+        self._begun_at = self._noted_at = time.monotonic()

@@ -1,0 +1,70 @@
+"""Long texts: read as turns of their own, so that recall finds their passages when they are asked about."""
+
+from __future__ import annotations
+
+import re
+
+from h2o_stream.ui.chat_context import ChatContext
+
+_MAX_SHARE = 0.5
+"""Share of the window above which a file is read as a turn of its own."""
+
+_QUESTION_SHARE = 0.25
+"""Share of the window up to which the last paragraph of a long message is taken for the question about the rest."""
+
+
+def read_file(context: ChatContext, name: str, text: str, question: str) -> str | None:
+    """What to say about a file. A long one is read first, if recall is on.
+
+    Args:
+        context: of the chat.
+        name: of the file.
+        text: its content.
+        question: about it; may be empty.
+
+    Returns:
+        The message for the model: the text with the question or, if the text has been read, the question. None if there
+        is nothing to say: there is no question, or Ctrl-C ended the reading. What was read stays in the conversation.
+    """
+    if not _exceeds(context, text, _MAX_SHARE):
+        return f"{name}:\n\n{text}\n\n{question}".strip()
+    ask = "" if question else f" of {name}; ask about it"
+    return question or None if _read(context, f"{name}:\n\n{text}", f"I have read {name}.", ask) else None
+
+
+def read_ahead(context: ChatContext, message: str) -> str | None:
+    """What to say of a message. If it is longer than the window and recall is on, all but the question is read first.
+
+    The question is the last paragraph, if that is short. If it is not, the message is said as it is.
+
+    Returns:
+        The message for the model; None if Ctrl-C ended the reading.
+    """
+    body, question = split_question(message)
+    if not body or not _exceeds(context, message, 1.0) or _exceeds(context, question, _QUESTION_SHARE):
+        return message
+    return question if _read(context, body, "I have read it.", "") else None
+
+
+def split_question(text: str) -> tuple[str, str]:
+    """All but the last paragraph of a text, and that paragraph. The first part is empty if there is only one."""
+    text = text.strip()
+    *body, question = re.split(r"\n\s*\n", text)
+    return text[: -len(question)].rstrip() if body else "", question
+
+
+def _exceeds(context: ChatContext, text: str, share: float) -> bool:
+    """Whether recall is on, and a text has more tokens than this share of the window."""
+    conversation = context.history.conversation
+    window, tokenizer = conversation.engine.cache.plan.window, conversation.engine.tokenizer
+    if conversation.recall.mode == "off" or not window:
+        return False
+    return len(tokenizer(text, add_special_tokens=False)["input_ids"]) > share * window
+
+
+def _read(context: ChatContext, text: str, reply: str, note: str) -> bool:
+    engine = context.history.conversation.engine
+    before = len(engine.tokens)
+    complete = context.feed(context.history.feed_turn(text, reply))
+    context.terminal.note(f"read {len(engine.tokens) - before:,} tokens{note if complete else ', which stay'}", "dim")
+    return complete
