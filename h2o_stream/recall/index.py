@@ -288,7 +288,7 @@ def _transaction(connection: sqlite3.Connection) -> Iterator[None]:
 
 
 def _count(connection: sqlite3.Connection) -> int:
-    return connection.execute("SELECT ifnull(max(id), 0) FROM passages").fetchone()[0]
+    return int(connection.execute("SELECT ifnull(max(id), 0) FROM passages").fetchone()[0])
 
 
 def _add(connection: sqlite3.Connection, turn: int, prompt: str, reply: str, passages: Sequence[Passage]) -> None:
@@ -360,7 +360,7 @@ def _estimate(connection: sqlite3.Connection, phrase: str, total: int) -> int:
     """About how many of all passages have the phrase; exact up to `_MAX_ROWS`."""
     query = "SELECT count(*), max(rowid) FROM (SELECT rowid FROM words WHERE words MATCH ? LIMIT ?)"
     count, last = connection.execute(query, (phrase, _MAX_ROWS)).fetchone()
-    return count if count < _MAX_ROWS else count * total // last
+    return int(count if count < _MAX_ROWS else count * total // last)
 
 
 def _parts(term: str) -> list[str]:
