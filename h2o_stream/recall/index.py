@@ -47,6 +47,9 @@ _MERGED_PAGES = 16
 _MAX_ROWS = 3000
 """Passages that are ranked in a search: 4 ms. Common words are left out, or only the newest passages are ranked."""
 
+MAX_TOLD = 3
+"""Passages of a message that a user types, at most; a longer one is pasted text: 100 to 200 words."""
+
 _MAX_TERMS = 64
 _MAX_TERM_LENGTH = 256
 
@@ -145,14 +148,15 @@ class PassageIndex:
         if self._change(change) or self._change(change):
             self.stale = False
 
-    def search(self, terms: Sequence[str], limit: int) -> list[Passage]:
+    def search(self, terms: Sequence[str], limit: int, *, told: bool = False) -> list[Passage]:
         """Passages that contain any of the terms, best first, by BM25. Endings of English words do not matter.
 
         Args:
             terms: words or phrases of the user, in any form. If there are rarer ones, the most common are ignored.
             limit: the number of passages.
+            told: only what the user typed: messages of at most `MAX_TOLD` passages.
         """
-        return self._run(lambda connection: _search(connection, terms, limit), [])
+        return self._run(lambda connection: _search(connection, terms, limit, told), [])
 
     def frequency(self, term: str) -> int:
         """The number of passages that contain a word or phrase."""
@@ -217,6 +221,8 @@ class PassageIndex:
 
 
 _PASSAGES = "SELECT turn, role, text, start, stop FROM passages"
+_TOLD = f"""told.role = 'user' AND
+    (SELECT count(*) FROM passages WHERE turn = told.turn AND role = 'user') <= {MAX_TOLD}"""
 
 
 def _connect(path: Path | None) -> sqlite3.Connection:
@@ -338,7 +344,7 @@ def _digest(texts: Iterable[str]) -> bytes:
     return digest.digest()
 
 
-def _search(connection: sqlite3.Connection, terms: Sequence[str], limit: int) -> list[Passage]:
+def _search(connection: sqlite3.Connection, terms: Sequence[str], limit: int, told: bool) -> list[Passage]:
     phrases = dict.fromkeys(phrase for term in terms for part in _parts(term) if (phrase := _phrase(part)))
     total, rows, chosen = _count(connection), 0, list[str]()
     counts = ((_estimate(connection, phrase, total), phrase) for phrase in list(phrases)[:_MAX_TERMS])
@@ -350,8 +356,10 @@ def _search(connection: sqlite3.Connection, terms: Sequence[str], limit: int) ->
     if not chosen:
         return []
     oldest = int(total * (1 - _MAX_ROWS / max(rows, _MAX_ROWS)))
+    joined = f"JOIN passages AS told ON told.id = words.rowid AND {_TOLD}" if told else ""
     query = f"""{_PASSAGES} JOIN (
-            SELECT rowid, rank FROM words WHERE words MATCH ? AND rowid > ? ORDER BY rank, rowid DESC LIMIT ?
+            SELECT words.rowid, rank FROM words {joined}
+            WHERE words MATCH ? AND words.rowid > ? ORDER BY rank, words.rowid DESC LIMIT ?
         ) AS found ON id = found.rowid ORDER BY found.rank, id DESC"""
     return [Passage(*row) for row in connection.execute(query, (" OR ".join(chosen), oldest, limit))]
 
