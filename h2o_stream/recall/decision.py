@@ -159,7 +159,9 @@ class _Matcher:
     def matches(self, passages: dict[Passage, Passage], told: set[Passage]) -> list[_Match]:
         """The best sentence of each passage that may answer, best first."""
         texts = {p.text for pair in passages.items() for p in pair}
-        parts = {text: [(text[s.start : s.stop], words(text[s.start : s.stop])) for s in sentences(text)] for text in texts}
+        parts = {
+            text: [(text[s.start : s.stop], words(text[s.start : s.stop])) for s in sentences(text)] for text in texts
+        }
         self._columns = {word: 0 for rows in parts.values() for _, row in rows for word in row}
         self._columns = {word: column for column, word in enumerate(self._columns)}
         self._table = _matching(list(self._asked), list(self._columns), self._terms)

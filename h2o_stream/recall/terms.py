@@ -121,7 +121,9 @@ class TermWeights:
         cosines = torch.cat([part.float() @ vectors.T for part in table.split(_CHUNK)]) * scales[:, None]
         best = cosines.topk(min(count + 1, len(cosines)), dim=0).indices.T.tolist()
         words = list(self._rows)
-        return {term: [words[row] for row in rows if words[row] != term] for term, rows in zip(known, best, strict=True)}
+        return {
+            term: [words[row] for row in rows if words[row] != term] for term, rows in zip(known, best, strict=True)
+        }
 
     def _vectors(self, terms: Sequence[str]) -> Tensor:
         """Unit vectors [N, D] of words; zeros for words without a token."""
