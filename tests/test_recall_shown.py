@@ -305,5 +305,5 @@ class TestLongTexts:
             assert (kind, finish) == ("told", "interrupted")
             assert prompt.count("word") == 3000
         shown, stays = capsys.readouterr().err, interactive and not terminated
-        assert ("read 1,024 tokens, which stay" in shown) == stays
+        assert ("\n1,024 tokens were read and stay in the conversation" in shown) == stays
         assert ("now 4 sinks" in shown) == stays

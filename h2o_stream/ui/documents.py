@@ -66,5 +66,9 @@ def _read(context: ChatContext, text: str, reply: str, note: str) -> bool:
     engine = context.history.conversation.engine
     before = len(engine.tokens)
     complete = context.feed(context.history.feed_turn(text, reply))
-    context.terminal.note(f"read {len(engine.tokens) - before:,} tokens{note if complete else ', which stay'}", "dim")
+    count = len(engine.tokens) - before
+    if complete:
+        context.terminal.note(f"read {count:,} tokens{note}", style="dim")
+    elif count > 0:
+        context.terminal.note(f"{count:,} tokens were read and stay in the conversation", style="dim")
     return complete
