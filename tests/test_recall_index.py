@@ -165,6 +165,20 @@ def test_common_words_are_ignored_if_there_are_rarer_ones(monkeypatch: pytest.Mo
     held.close()
 
 
+def test_an_add_does_not_read_what_is_there() -> None:
+    """The statements of an add take as many steps after 2,000 turns as after 200."""
+    held, steps, costs = PassageIndex(None), list[int](), list[int]()
+    assert held._connection is not None
+    for turn in range(1, 2001):
+        held._connection.set_progress_handler(lambda: steps.append(1), 10)
+        held.add(turn, "", "", [Passage(turn, "user", f"some words of turn{turn}", turn, turn + 1)])
+        held._connection.set_progress_handler(None, 0)
+        costs.append(len(steps))
+        steps.clear()
+    assert sum(costs[-100:]) < 2 * sum(costs[100:200])
+    held.close()
+
+
 step = st.one_of(
     st.tuples(st.just("add"), st.integers(1, 9)),
     st.tuples(st.just("truncate"), st.integers(0, 9)),

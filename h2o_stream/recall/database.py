@@ -42,7 +42,7 @@ COMMIT;
 
 _MERGED_PAGES = 4
 """Pages of words that are merged after each turn, and for each of its passages. At a million tokens 2 to 16 leave the
-same number of segments, but with 16 some turns take 7 ms instead of 4."""
+same number of segments, but with 16 some turns take 5 ms instead of 2."""
 
 _UNSPACED = re.compile(f"[{UNSPACED}]")
 
@@ -148,7 +148,8 @@ def add(connection: sqlite3.Connection, turn: int, prompt: str, reply: str, pass
 
 def truncate(connection: sqlite3.Connection, turn: int) -> None:
     """Delete every turn after this one."""
-    first = connection.execute("SELECT min(id) FROM passages WHERE turn > ?", (turn,)).fetchone()[0]
+    query = "SELECT min(id) FROM passages INDEXED BY places WHERE turn > ?"  # by itself SQLite would read every id
+    first = connection.execute(query, (turn,)).fetchone()[0]
     connection.execute("DELETE FROM turns WHERE turn > ?", (turn,))
     if first is None:
         return
