@@ -105,13 +105,17 @@ class PassageIndex:
     ) -> None:
         """Make the index hold exactly these turns. Those at the start that it already has are kept as they are.
 
+        If the last of these has other tokens now, because the stream was fed again in another way, none is kept.
+
         Args:
             turns: number, prompt and reply of each, in order of their numbers.
-            passages: returns the passages of a turn that is missing.
+            passages: returns the passages of a turn: of the last one that is kept, and of those that are missing.
         """
 
         def change(connection: sqlite3.Connection) -> None:
             kept = database.common_prefix(connection, turns)
+            if kept and not database.has_passages(connection, turns[kept - 1][0], passages(*turns[kept - 1])):
+                kept = 0
             database.truncate(connection, turns[kept - 1][0] if kept else 0)
             for turn in turns[kept:]:
                 database.add(connection, *turn, passages(*turn))
