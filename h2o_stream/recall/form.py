@@ -8,11 +8,11 @@ from h2o_stream.recall.passage import Candidate
 
 _CONTEXT = "Context from earlier:"
 _MESSAGE = "Question:"
-"""Words around the excerpts and before the message, the best of 22 forms on the embedded model (window 256, greedy,
-1,600 tokens of other talk in between) once requests count too: 'The user said: "..."' tells as many facts but makes
-the model talk about "the user" when it is asked to write something. No label before the message makes it worse at
-questions in other words. Of 19 facts it tells 18 in the words they were told in and 14 in other words; half of these
-facts took part in the choice."""
+"""Words around the excerpts and before the message. Of 22 forms tried on the embedded model (window 256, greedy,
+1,600 tokens of other talk in between) most differ by no more than chance. 'The user said: "..."' makes the model talk
+about "the user" when it is asked to write something; without a label before the message it answers fewer questions in
+other words. This form tells 18 of 19 facts asked for in the words they were told in and 14 in other words; half of
+these facts took part in the choice."""
 
 _OWN_WORDS = "You said:"
 """Before an excerpt of a reply, so that its "I" is not the user's. As good as no label: 13 and 12 of 16 told."""
