@@ -19,7 +19,8 @@ from tests.terminal import BIN
 
 TURN_FIELDS = {
     "type", "turn", "question_id", "prompt_tokens", "new_tokens", "prefill_s", "decode_s", "prefill_tok_s",
-    "decode_tok_s", "seen_tokens", "cached_tokens", "evicted_tokens", "cache_bytes", "rss_bytes", "text", "finish",
+    "decode_tok_s", "seen_tokens", "cached_tokens", "evicted_tokens", "cache_bytes", "rss_bytes", "recalled",
+    "text", "finish",
 }  # fmt: skip
 
 
@@ -34,7 +35,8 @@ class TestUsage:
             "    try:\n        main()\n"
             "    except SystemExit as left:\n        assert not left.code\n"
             "    print('END')\n"
-            "    print([m for m in ('torch', 'transformers', 'numpy') if m in sys.modules], file=sys.stderr)\n"
+            "    heavy = ('torch', 'transformers', 'numpy', 'sqlite3')\n"
+            "    print([m for m in heavy if m in sys.modules], file=sys.stderr)\n"
         )
         options = ("--help", "-h") + (("--version",) if command != "h2o-compare" else ())
         done = subprocess.run([sys.executable, "-c", code, *options], capture_output=True, text=True, check=True)
@@ -203,7 +205,7 @@ class TestChat:
         monkeypatch.setattr(PrefillStatus, "EVERY_S", 0.0)
         talk = ["-m", tiny_folder, "-n", "3", "-p", "-"]
         done = invoke("h2o-chat", *talk, typed="word " * 2000)
-        assert re.search(r"reading 1,024 of 2,0\d\d tokens", done.stderr)
+        assert re.search(r"reading 1,024 of 2,0\d\d tokens, \d+ s left", done.stderr)
         assert "reading" not in invoke("h2o-chat", *talk, "-q", typed="word " * 2000).stderr
 
     def test_the_same_seed_gives_the_same_text(self, tiny_folder: Path) -> None:

@@ -32,7 +32,8 @@ class TestSettings:
 
     def test_the_order(self, monkeypatch: pytest.MonkeyPatch, tiny_folder: Path, file: Path) -> None:
         file.write_text(
-            'window = 64\ntop-k = 5\nsinks = 2\nmode = "h2o"\n[h2o-chat]\nplain = true\n[h2o-stream]\nturns = 3\n'
+            'window = 64\ntop-k = 5\nsinks = 2\nmode = "h2o"\nrecall = "off"\n'
+            "[h2o-chat]\nplain = true\n[h2o-stream]\nturns = 3\n"
         )
         monkeypatch.setenv("H2O_TOP_K", "6")
         monkeypatch.setenv("H2O_SINKS", "3")
@@ -42,6 +43,7 @@ class TestSettings:
         assert shown["plain"] == ("True", "file")
         assert shown["top_k"] == ("6", "environment")
         assert shown["sinks"] == ("1", "flag")
+        assert shown["recall"] == ("off", "file")
         assert shown["max_tokens"] == ("512", "default")
 
     @pytest.mark.parametrize(

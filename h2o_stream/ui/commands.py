@@ -148,10 +148,12 @@ class Commands:
             self._terminal.note(f"recall is {argument}")
         elif argument.isdecimal():
             self._read_again(int(argument))
+        elif recall.mode == "off":
+            self._terminal.note("recall is off; /recall auto switches it on")
         elif argument:
-            self._show_candidates(recall.decide(argument), "nothing would be recalled: no passage has its words")
+            self._show_candidates(recall.decide(argument), "nothing would be recalled: no passage has these words")
         else:
-            self._show_candidates(recall.last, f"nothing was found for the last message; recall is {recall.mode}")
+            self._show_candidates(recall.last, "no passage was found for the last message")
 
     def _show_candidates(self, candidates: Sequence[Candidate], otherwise: str) -> None:
         if candidates:
