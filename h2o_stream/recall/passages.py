@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from tokenizers.decoders import DecodeStream
@@ -101,9 +102,9 @@ def locate(tokenizer: Any, tokens: Sequence[int], start: int, turn: int, prompt:
         prompt: the user's message.
         reply: the model's reply.
     """
-    text, ends = _decode(tokenizer, tokens)
+    decoded = _decode(tokenizer, tokens)
     prompt_passages, reply_passages = split(prompt), split(reply)
-    prompt_at, reply_at = _places(text, _core(prompt, prompt_passages), _core(reply, reply_passages))
+    prompt_at, reply_at = _places(decoded.text, _core(prompt, prompt_passages), _core(reply, reply_passages))
     found = list[Passage]()
     parts: tuple[tuple[Role, str, list[range], int], ...] = (
         ("user", prompt, prompt_passages, prompt_at),
@@ -112,8 +113,8 @@ def locate(tokenizer: Any, tokens: Sequence[int], start: int, turn: int, prompt:
     for role, said, passages, at in parts:
         for passage in passages:
             first = at + passage.start - passages[0].start
-            begin, end = _token_range(ends, first, first + len(passage))
-            found.append(Passage(turn, role, said[passage.start : passage.stop], start + begin, start + end))
+            part = decoded.tokens(range(first, first + len(passage)))
+            found.append(Passage(turn, role, said[passage.start : passage.stop], start + part.start, start + part.stop))
     return found
 
 
@@ -199,15 +200,37 @@ def _ends_sentence(text: str, end: re.Match[str], start: int) -> bool:
     return not (_ABBREVIATION.search(before) or (following.isdigit() and _BEFORE_NUMBER.search(before)))
 
 
-def _decode(tokenizer: Any, tokens: Sequence[int]) -> tuple[str, list[int]]:
-    """The text of the tokens, and how much of it there is after each of them, in characters."""
+@dataclass(frozen=True)
+class _Decoded:
+    """The text of some tokens.
+
+    Attributes:
+        text: of all of them, without control tokens.
+        starts: the number of characters before each token.
+        ends: the number of characters up to the end of each token, with the one that it is a part of.
+    """
+
+    text: str
+    starts: list[int]
+    ends: list[int]
+
+    def tokens(self, part: range) -> range:
+        """The tokens of a range of characters."""
+        start = bisect_right(self.ends, part.start)
+        return range(start, max(start, bisect_left(self.starts, part.stop)))
+
+
+def _decode(tokenizer: Any, tokens: Sequence[int]) -> _Decoded:
     backend, stream = tokenizer.backend_tokenizer, DecodeStream(skip_special_tokens=True)
-    pieces, ends, length = list[str](), list[int](), 0
+    control = {number for number, token in backend.get_added_tokens_decoder().items() if token.special}
+    pieces, starts, ends, length = list[str](), list[int](), list[int](), 0
     for token in tokens:
         piece = stream.step(backend, token) or ""
         pieces.append(piece)
-        ends.append(length := length + len(piece))
-    return "".join(pieces), ends
+        starts.append(length)
+        length += len(piece)
+        ends.append(length if piece or token in control else length + 1)
+    return _Decoded("".join(pieces), starts, ends)
 
 
 def _core(text: str, passages: Sequence[range]) -> str:
@@ -254,9 +277,3 @@ def _place(text: str, part: str, stop: int) -> int | None:
         tail += min(_HEAD, len(part)) - 1
     length = next((n for n in range(min(_HEAD, len(part)), 0, -1) if text.endswith(part[:n])), 0)
     return len(text) - length if length else None
-
-
-def _token_range(ends: Sequence[int], first: int, last: int) -> tuple[int, int]:
-    """The tokens of the characters `first` to `last`, `last` excluded."""
-    begin = bisect_right(ends, first)
-    return begin, max(begin, min(bisect_left(ends, last) + 1, len(ends)))
