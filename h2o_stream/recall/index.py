@@ -27,7 +27,7 @@ _MAX_ROWS = 3000
 MAX_TOLD = 3
 """Passages of a message that a user types, at most; a longer one is pasted text: 100 to 200 words."""
 
-_TOLD = f"""told.role = 'user' AND
+_TOLD = f"""JOIN passages AS told ON told.id = words.rowid AND told.role = 'user' AND
     (SELECT count(*) FROM passages WHERE turn = told.turn AND role = 'user') <= {MAX_TOLD}"""
 
 _MAX_TERMS = 64
@@ -207,9 +207,8 @@ def _search(connection: sqlite3.Connection, terms: Sequence[str], limit: int, to
     if not chosen:
         return []
     oldest = int(total * (1 - _MAX_ROWS / max(rows, _MAX_ROWS)))
-    joined = f"JOIN passages AS told ON told.id = words.rowid AND {_TOLD}" if told else ""
     query = f"""{PASSAGES} JOIN (
-            SELECT words.rowid, rank FROM words {joined}
+            SELECT words.rowid, rank FROM words {_TOLD if told else ""}
             WHERE words MATCH ? AND words.rowid > ? ORDER BY rank, words.rowid DESC LIMIT ?
         ) AS found ON id = found.rowid ORDER BY found.rank, id DESC"""
     return [Passage(*row) for row in connection.execute(query, (" OR ".join(chosen), oldest, limit))]
