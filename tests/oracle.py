@@ -51,9 +51,14 @@ class Rules:
     recents: Callable[[int, int], int] | None = None
     """Window by layer, head and tokens seen, where windows differ; and number of recent tokens by layer and head."""
     pins: tuple[range, ...] = ()
+    transient: tuple[tuple[int, range], ...] = ()
+    """How many tokens were seen when tokens were said to be evicted first, and which."""
 
     def pinned(self, index: int) -> bool:
         return any(index in pin for pin in self.pins)
+
+    def is_transient(self, index: int, seen: int) -> bool:
+        return any(index in tokens for since, tokens in self.transient if since < seen)
 
 
 @dataclass
@@ -182,8 +187,12 @@ class Oracle:
             "random": lambda token: drawn(token.index, layer, head, seen),
         }[rule]
         others.sort(key=worth, reverse=True)
+        first_out = [token for token in others if rules.is_transient(token.index, seen)]
+        others = [token for token in others if token not in first_out]
         room = window - recent - len(kept)
-        if 0 < room < len(others) and rule in ("accumulated", "tova"):
+        margin_counts = 0 < room < len(others) and rule in ("accumulated", "tova")
+        others += sorted(first_out, key=lambda token: token.index, reverse=True)
+        if margin_counts:
             last, first = worth(others[room - 1]), worth(others[room])
             self.margin = min(self.margin, (last - first) / abs(last or 1))
         return sorted([*kept, *others[:room], *new], key=lambda token: token.index)

@@ -54,6 +54,7 @@ class Case:
     sliding: int | None = None
     softcap: float | None = None
     pins: tuple[range, ...] = ()
+    transient: tuple[range, ...] = ()
     schedule: Schedule | None = None
     prompts: tuple[tuple[int, ...], ...] = ((40,), (9,), (1,), (23,))
     """New tokens of each stream, for each call."""
@@ -98,7 +99,7 @@ class Eager:
             table = None if case.plan.positions == "absolute" else Table(case.rotary)
             layer = HeadGroup(case.plan, make_policy(case.plan, 3), table, case.sliding)
             layer.schedule = case.schedule
-            layer.budget = Budget(case.plan.sinks, case.pins, case.plan.recent)
+            layer.budget = Budget(case.plan.sinks, case.pins, case.plan.recent, case.transient)
             self.layers.append((layer, torch.tensor(heads)))
 
     def attend(self, call: int) -> Tensor:
@@ -146,7 +147,8 @@ class Native:
             case.query_heads, case.kv_heads, case.size, case.size, case.size**-0.5, case.softcap or 0.0,
             POLICIES[plan.policy] if plan.heavy else PolicyKind.RECENCY, POSITIONS[plan.positions],
             plan.decay, plan.long_term, DECAY, FAR, plan.sinks,
-            self.address(torch.tensor([(pin.start, pin.stop) for pin in case.pins]).long()), len(case.pins),
+            *(number for ranges in (case.pins, case.transient) for number in (
+                self.address(torch.tensor([(tokens.start, tokens.stop) for tokens in ranges]).long()), len(ranges))),
             case.sliding or 0, plan.seed, 3,
             self.address(Table(case.rotary).values), 4096, case.rotary, bfloat16, plan.kv_bits, *exact,
         )  # fmt: skip
@@ -293,6 +295,17 @@ CASES: dict[str, Case] = {
     "sliding, all at once": Case(plan(chunk=0, positions="rolling"), sliding=33, prompts=((150,), (70,))),
     "softcap": Case(plan(), softcap=1.5),
     "pins": Case(plan(recent=4), pins=(range(5, 8), range(20, 21))),
+    **{
+        f"transient, {policy}": Case(
+            plan(policy, recent=6),
+            transient=(range(9), range(17, 24), range(41, 60)),
+            pins=(range(5, 8), range(20, 21)),
+            batch=2,
+            prompts=((40, 31), (9, 3), (1, 1), (23, 30)),
+        )
+        for policy in POLICIES
+    },
+    "transient, 4 bits": Case(plan(kv_bits=4, long_term=0.0), size=16, rotary=16, transient=(range(5, 24),)),
     "groups of 3": Case(plan(), query_heads=6, size=64, rotary=64),
     "groups of 7, partial rotary": Case(plan("tova"), query_heads=7, kv_heads=1, size=80, rotary=32),
     "many heads": Case(plan(), query_heads=11, kv_heads=11, size=24, rotary=24, batch=2, prompts=((30, 30), (9, 9))),

@@ -8,6 +8,7 @@ from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
 from h2o_stream import CacheConfig, attach
+from h2o_stream.cache.h2o_cache import H2OCache
 from tests.conftest import make_llama
 from tests.oracle import Oracle, Rules
 from tests.tolerance import assert_close
@@ -31,14 +32,22 @@ def compare(model: torch.nn.Module, config: CacheConfig, rules: Rules, tokens: l
     with attach(model, config) as cache:
         for pin in rules.pins:
             cache.pin(pin.start, pin.stop)
+        evict_first(cache, rules)
         logits, kept = [model(torch.tensor([tokens[:prompt]]), past_key_values=cache).logits[0]], [cache.kept(0)[0]]
         for token in tokens[prompt:]:
+            evict_first(cache, rules)
             logits.append(model(torch.tensor([[token]]), past_key_values=cache).logits[0])
             kept.append(cache.kept(0)[0])
         kept += [cache.kept(layer)[0] for layer in layers]
     assert [held_by(heads) for heads in kept] == wanted
     assert_close(torch.cat(logits), torch.cat(expected))
     return True
+
+
+def evict_first(cache: H2OCache, rules: Rules) -> None:
+    for since, tokens in rules.transient:
+        if since == cache.seen_tokens:
+            cache.evict_first(tokens.start, tokens.stop)
 
 
 def held_by(heads: torch.Tensor) -> list[list[int]]:
@@ -123,6 +132,54 @@ def test_pins_stay_and_stand_near(positions: str, chunk: int) -> None:
     recent = movable - movable * 9 // 18
     rules = Rules(20, 9, 2, 0.9, positions, 13, long_term=2.0, recents=lambda layer, head: recent, pins=pins)
     assert compare(make_llama(groups=3), config, rules, tokens_of(5, 90), 50)
+
+
+@settings(max_examples=8, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
+@given(
+    policy=st.sampled_from(["h2o", "h2o-paper", "tova", "random", "sink"]),
+    positions=st.sampled_from(["gap", "rolling", "absolute"]),
+    heavy=st.integers(2, 6),
+    chunk=st.integers(1, 9),
+    starts=st.lists(st.integers(0, 35), min_size=1, max_size=4),
+    pinned=st.booleans(),
+    prompt=st.integers(5, 24),
+    late=st.integers(0, 9),
+    seed=st.integers(0, 1000),
+)
+def test_transient_tokens_leave_first(
+    policy: str,
+    positions: str,
+    heavy: int,
+    chunk: int,
+    starts: list[int],
+    pinned: bool,
+    prompt: int,
+    late: int,
+    seed: int,
+) -> None:
+    """Said before the prompt or after some steps, of tokens before and after that."""
+    model, window = make_llama(seed=seed), 14
+    sinks = 0 if policy in ("h2o-paper", "tova", "random") else 2
+    heavy = 0 if policy == "sink" else heavy
+    config = CacheConfig(policy, window, heavy, sinks, 0.9, positions, 13, chunk, budgets="equal", long_term=2.0)
+    plan, pins = config.plan(), (range(9, 12),) if pinned else ()
+    movable = window - sinks - 3 * pinned
+    recent = movable - movable * plan.heavy // (plan.heavy + plan.recent)
+    rule = "accumulated" if policy.startswith("h2o") else policy
+    rules = Rules(
+        window,
+        plan.heavy,
+        sinks,
+        plan.decay,
+        positions,
+        13,
+        rule,
+        plan.long_term,
+        recents=lambda layer, head: recent,
+        pins=pins,
+        transient=tuple((0 if i % 2 else prompt + late, range(start, start + 5)) for i, start in enumerate(starts)),
+    )
+    assume(compare(model, config, rules, tokens_of(seed, prompt + 14), prompt))
 
 
 def test_far_past_the_span_and_the_context() -> None:

@@ -191,6 +191,7 @@ def test_300_damaged_states(grouped: LlamaForCausalLM, settings: Any, resealed: 
     drawn = random.Random(str(settings))
     with attach(grouped, CacheConfig(**{"window": 24, "chunk": 8, **settings})) as cache:
         cache.pin(6, 9)
+        cache.evict_first(20, 30)
         grouped(TOKENS[:, :40], past_key_values=cache)
         state = cache.state_dict()
         names = [name for name in state if name != "checksums"]

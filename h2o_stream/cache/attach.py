@@ -54,7 +54,8 @@ def attach(
             attached.
 
     Yields:
-        The cache, with ``kept``, ``nbytes``, ``seen_tokens``, ``counts``, ``pin``, ``statistics`` and ``state_dict``.
+        The cache, with ``kept``, ``nbytes``, ``seen_tokens``, ``counts``, ``pin``, ``evict_first``, ``statistics`` and
+        ``state_dict``.
 
     Raises:
         UnsupportedModelError: the architecture is not supported.

@@ -5,18 +5,23 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
+import numpy
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from h2o_stream.cache.full_cache import FullCache
 from h2o_stream.cache.h2o_cache import H2OCache
 from h2o_stream.cache.head_group import HeadGroup
 
+IntegerArray = NDArray[numpy.integer[Any]]
+
 _LARGER = 1.25
 """Window relative to the mean from which on the heads of a group count as retrieval heads.
 
-The groups of the embedded model have shares of 0.6 to 1.2 (70 heads) and of 1.4 to 3.5 (20 heads).
+The groups of the embedded model have shares of 0.6 to 1.2 (75 heads) and of 1.4 to 3.5 (15 heads).
 """
 
 
@@ -27,37 +32,38 @@ class Holders:
     The cost of making and of asking it depends on what is held, not on the length of the stream.
 
     Attributes:
-        tokens: [n] int64, the indices of the tokens that any of the heads holds, in order.
-        counts: [n] int64, how many of the heads hold each of them.
+        tokens: [n] integer, the indices of the tokens that any of the heads holds, in order.
+        counts: [n] integer, how many of the heads hold each of them.
         num_heads: number of heads examined.
     """
 
-    tokens: Tensor
-    counts: Tensor
+    tokens: IntegerArray
+    counts: IntegerArray
     num_heads: int
 
     @classmethod
     def of(cls, kept: Sequence[Tensor]) -> Holders:
         """From the token indices [heads, n] that heads hold, -1 where they hold fewer."""
-        held = torch.cat([index.flatten().cpu().long() for index in kept]) if kept else torch.empty(0).long()
-        tokens, counts = held[held >= 0].unique(return_counts=True)
+        held = torch.cat([index.flatten().cpu() for index in kept] or [torch.empty(0, dtype=torch.int32)]).numpy()
+        tokens, counts = numpy.unique(held[held >= 0], return_counts=True)  # ten times as fast as torch's
         return cls(tokens, counts, sum(map(len, kept)))
 
     @cached_property
-    def _held_before(self) -> Tensor:
-        """[n + 1] int64, the sum of the counts before each token, and of all."""
-        return torch.cat((self.counts.new_zeros(1), self.counts.cumsum(0)))
+    def _held_before(self) -> IntegerArray:
+        """[n + 1] integer, the sum of the counts before each token, and of all."""
+        return numpy.concatenate(([0], self.counts.cumsum()))
 
-    def _places(self, start: int, stop: int) -> list[int]:
+    def _places(self, start: int, stop: int) -> tuple[int, int]:
         """Where the tokens from index `start` up to `stop` begin and end in `tokens`."""
-        return torch.searchsorted(self.tokens, torch.tensor([start, max(start, stop)])).tolist()
+        first, last = numpy.searchsorted(self.tokens, (start, max(start, stop))).tolist()
+        return first, last
 
     def share(self, start: int, stop: int) -> float:
         """How much of the tokens from index `start` up to `stop` a head holds in the mean: 0 to 1; 0 of no tokens."""
         if stop <= start or not self.num_heads:
             return 0.0
-        before, after = self._held_before[self._places(start, stop)].tolist()
-        return float(after - before) / (self.num_heads * (stop - start))
+        first, last = self._places(start, stop)
+        return float(self._held_before[last] - self._held_before[first]) / (self.num_heads * (stop - start))
 
     def shares(self, start: int, stop: int) -> Iterator[tuple[int, float]]:
         """The tokens from index `start` up to `stop` that any head holds, in order, and which share of the heads."""
@@ -99,9 +105,9 @@ def _of_groups(groups: Sequence[HeadGroup]) -> Holders:
 def _of_full(cache: FullCache, layers: Sequence[int]) -> Holders:
     """Of layers in which every head holds the newest tokens, mostly all."""
     seen, kept = cache.seen_tokens, [cache.kept(number)[:1] for number in layers]
-    begins = torch.zeros(seen + 1, dtype=torch.int64)  # how many more heads hold a token than its predecessor
+    begins = numpy.zeros(seen + 1, dtype=numpy.int64)  # how many more heads hold a token than its predecessor
     for held in kept:
         begins[seen - held.shape[2]] += held.shape[1]
-    counts = begins[:seen].cumsum(0)
-    tokens = torch.nonzero(counts).flatten()
+    counts = begins[:seen].cumsum()
+    tokens = counts.nonzero()[0]
     return Holders(tokens, counts[tokens], sum(held.shape[1] for held in kept))

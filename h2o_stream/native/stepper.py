@@ -21,7 +21,7 @@ from h2o_stream.cache.h2o_cache import H2OCache
 from h2o_stream.cache.verification import error_of, tolerance_of
 from h2o_stream.errors import H2OStreamError, OutOfMemoryError
 from h2o_stream.native import library
-from h2o_stream.native.abi import STREAM
+from h2o_stream.native.abi import SLOTS, STREAM
 from h2o_stream.native.describe import describe
 from h2o_stream.native.description import Description, DescriptionError, NativeModel
 from h2o_stream.native.model_guard import ModelGuard
@@ -177,9 +177,11 @@ class Stepper:
             layer.first_group, layer.group_count = first, len(groups)
             first += len(groups)
         # The slots of a stream are contiguous; those of a layer are a view of them.
-        self._slots = numpy.concatenate([layer.slots for layer in bound], axis=1)
+        self._slots = numpy.empty((len(bound[0].slots), first), dtype=SLOTS)
         for bound_layer, layer in zip(bound, self.model.layers, strict=True):
-            bound_layer.slots = self._slots[:, layer.first_group : layer.first_group + layer.group_count]
+            whole = self._slots[:, layer.first_group : layer.first_group + layer.group_count]
+            whole[:] = bound_layer.slots
+            bound_layer.slots = whole
         rows = len(self._slots)
         self._streams = numpy.zeros(rows, dtype=STREAM)
         self._streams["slots"] = self._slots.ctypes.data + self._slots.strides[0] * numpy.arange(rows)

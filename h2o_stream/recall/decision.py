@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from os.path import commonprefix
 from typing import Protocol
 
 import torch
@@ -14,8 +15,9 @@ from h2o_stream.recall.passage import Candidate, Passage, Verdict
 from h2o_stream.recall.passages import sentences
 from h2o_stream.recall.terms import TermWeights, first_person, words
 
-THRESHOLD, OWN_THRESHOLD = 0.75, 0.3
-"""Lowest scores that are recalled; the second for what users say of themselves, when they ask of themselves."""
+OWN_THRESHOLD, TOLD_THRESHOLD, THRESHOLD = 0.28, 0.7, 0.82
+"""Lowest scores that are recalled: when users ask of themselves, of what they told; when they ask of other things, of
+what they told; and of all else: pastes, files and replies."""
 
 HELD = 0.9
 """Share of a passage's tokens from which on it needs no reading, because the heads that copy still hold them."""
@@ -26,7 +28,7 @@ _COMMON = 0.2
 _LEAST = 0.6
 """Least weight of all terms of a message that asks for something, unless it asks of the user: "sure?" weighs less."""
 
-_FAR, _NEAR, _RELATED = 0.15, 0.5, 0.8
+_FAR, _NEAR, _RELATED = 0.15, 0.35, 0.9
 """Cosine at which a word begins to count as another one, from which on it counts most, and how much that is."""
 
 _INFLECTED = 0.95
@@ -48,7 +50,13 @@ _SHOWN = 8
 """Most candidates."""
 
 _SAME = 0.5
-"""Share of what an older passage covers, from which on a newer one that covers it too goes first."""
+"""Share of what an older passage covers, from which on a newer one that covers it as well goes first."""
+
+_BESIDE = 0.45
+"""Share of the best rank that others need to be recalled beside it."""
+
+_REPEATED = 0.8
+"""Share of its weight, less one word, that a sentence shares with an older one that it replaces."""
 
 _LONG = 400
 """Characters from which on a message is taken to be text with a question."""
@@ -56,7 +64,7 @@ _LONG = 400
 _SHORT = 240
 """Characters of a passage that is about the user even if it does not say so."""
 
-_MESSAGE_TERMS = 24
+_MOST_TERMS = 24
 """Most terms of a message."""
 
 _QUESTION = re.compile(r"[?？؟;՞]\s*[\"'”’»)\]]*\s*$")
@@ -67,13 +75,21 @@ _Part = tuple[str, list[str]]
 
 @dataclass
 class _Match:
-    """A passage and its best sentence, and how much of the weight of each term of the message it covers [T]."""
+    """A passage and its best sentence.
+
+    Attributes:
+        own: the user told it, about themselves or in few words.
+        covered: how much of the weight of each term of the message it covers, [T].
+        score: its sum, less for a reply.
+        rank: the score by the threshold that it has to reach.
+    """
 
     passage: Passage
     sentence: str
     own: bool
     covered: Tensor
     score: float
+    rank: float
     terms: tuple[str, ...]
 
 
@@ -98,34 +114,39 @@ def decide(
     request = _request(message)
     asked = _weights(request, terms)
     own = first_person(request)
-    if not asked or sum(asked.values()) < (0 if own else _LEAST) or not len(index):
+    if not asked or (not own and sum(asked.values()) < _LEAST) or not len(index):
         return []
-    matcher = _Matcher(asked, own, terms)
     told, others = _find(asked, index, terms)
-    matches = matcher.matches(_with_questions([*told, *others], index), told)
-    return _judge(matches, held, budget, count_tokens)
+    matches = _Matcher(asked, own, terms, told).matches(_with_questions([*told, *others], index))
+    return _judge(matches[:_SHOWN], terms, held, budget, count_tokens)
 
 
 class _Index(Protocol):
+    """What is used of `PassageIndex`."""
+
     def __len__(self) -> int: ...
     def search(self, terms: Sequence[str], limit: int, *, told: bool = False) -> list[Passage]: ...
     def following(self, passage: Passage, count: int) -> list[Passage]: ...
-
-
-def _weights(text: str, terms: TermWeights) -> dict[str, float]:
-    """The informative words of a text, heaviest first, and what they weigh beyond a common word."""
-    weights = {word: (terms.weight(word) - _COMMON) / (1 - _COMMON) for word in words(text)}
-    informative = sorted(((weight, word) for word, weight in weights.items() if weight > 0), reverse=True)
-    return {word: weight for weight, word in informative[:_MESSAGE_TERMS]}
 
 
 def _request(message: str) -> str:
     """The part of a message that asks: its questions, or its last sentence, if it is long."""
     if len(message) < _LONG:
         return message
-    parts = [message[part.start : part.stop] for part in sentences(message)]
+    parts = _sentences(message)
     questions = [part for part in parts if _QUESTION.search(part)]
     return " ".join(questions or parts[-1:])
+
+
+def _sentences(text: str) -> list[str]:
+    return [text[part.start : part.stop] for part in sentences(text)]
+
+
+def _weights(text: str, terms: TermWeights) -> dict[str, float]:
+    """The informative words of a text, heaviest first, and what they weigh beyond a common word, 0 to 1."""
+    weights = {word: (terms.weight(word) - _COMMON) / (1 - _COMMON) for word in words(text)}
+    informative = sorted(((weight, word) for word, weight in weights.items() if weight > 0), reverse=True)
+    return {word: weight for weight, word in informative[:_MOST_TERMS]}
 
 
 def _find(asked: dict[str, float], index: _Index, terms: TermWeights) -> tuple[set[Passage], set[Passage]]:
@@ -150,42 +171,42 @@ def _with_questions(passages: list[Passage], index: _Index) -> dict[Passage, Pas
 class _Matcher:
     """Scores passages by the words of a message."""
 
-    def __init__(self, asked: dict[str, float], own: bool, terms: TermWeights) -> None:
-        self._asked, self._own, self._terms = asked, own, terms
+    def __init__(self, asked: dict[str, float], own: bool, terms: TermWeights, told: set[Passage]) -> None:
+        self._asked, self._own, self._terms, self._told = list(asked), own, terms, told
         self._weights = torch.tensor(list(asked.values()))
+        self._weights /= self._weights.sum()
         self._columns: dict[str, int] = {}
         self._table = torch.empty(0)
+        self._new: list[bool] = []
 
-    def matches(self, passages: dict[Passage, Passage], told: set[Passage]) -> list[_Match]:
-        """The best sentence of each passage that may answer, best first."""
-        texts = {p.text for pair in passages.items() for p in pair}
-        parts = {
-            text: [(text[s.start : s.stop], words(text[s.start : s.stop])) for s in sentences(text)] for text in texts
-        }
-        self._columns = {word: 0 for rows in parts.values() for _, row in rows for word in row}
-        self._columns = {word: column for column, word in enumerate(self._columns)}
-        self._table = _matching(list(self._asked), list(self._columns), self._terms)
-        found = [
-            self._match(passage, parts[passage.text], parts[question.text], passage in told)
-            for passage, question in passages.items()
+    def matches(self, passages: dict[Passage, Passage]) -> list[_Match]:
+        """The best sentence of each passage that may answer; best first, but the newest of those that agree."""
+        texts = {passage.text for pair in passages.items() for passage in pair}
+        parts = {text: [(part, words(part)) for part in _sentences(text)] for text in texts}
+        others = list({word: None for rows in parts.values() for _, row in rows for word in row})
+        self._columns = {word: column for column, word in enumerate(others)}
+        self._table = _matching(self._asked, others, self._terms)
+        matched = self._table.amax(0).tolist() if others else []
+        self._new = [
+            value < _INFLECTED and self._terms.weight(word) > _COMMON + 0.1
+            for word, value in zip(others, matched, strict=True)
         ]
-        return _newest_first(sorted(filter(None, found), key=lambda match: (-match.score, -match.passage.start)))
+        found = [self._match(passage, parts[passage.text], parts[asked.text]) for passage, asked in passages.items()]
+        return _newest_first(sorted(filter(None, found), key=lambda match: (-match.rank, -match.passage.start)))
 
-    def _match(self, passage: Passage, parts: list[_Part], question: list[_Part], told: bool) -> _Match | None:
-        context = torch.stack([self._covered(row) for _, row in (*parts, *question)]).amax(0) * _CONTEXT
+    def _match(self, passage: Passage, parts: list[_Part], question: list[_Part]) -> _Match | None:
+        rows = [self._covered(row) for _, row in (*parts, *question)]
+        context = torch.stack(rows).amax(0) * _CONTEXT if rows else torch.empty(0)
         best: _Match | None = None
-        for text, row in parts:
-            if _QUESTION.search(text) or not self._adds(row):
+        for (text, tokens), row in zip(parts, rows, strict=False):
+            if _QUESTION.search(text) or not any(self._new[self._columns[word]] for word in tokens):
                 continue
-            matched = torch.maximum(self._covered(row), context)
-            score = float((matched * self._weights).sum() / self._weights.sum())
-            if passage.role != "user":
-                score *= _REPLY
-            own = told and (first_person(text) or len(passage.text) <= _SHORT)
-            score /= OWN_THRESHOLD if own and self._own else THRESHOLD
-            if best is None or score > best.score:
-                names = tuple(w for w, value in zip(self._asked, matched.tolist(), strict=True) if value > 0.1)
-                best = _Match(passage, text, own, matched * self._weights, score, names)
+            covered = torch.maximum(row, context) * self._weights
+            score = float(covered.sum()) * (1 if passage.role == "user" else _REPLY)
+            own = passage in self._told and (first_person(text) or len(passage.text) <= _SHORT)
+            rank = score / ((OWN_THRESHOLD if self._own else TOLD_THRESHOLD) if own else THRESHOLD)
+            if best is None or rank > best.rank:
+                best = _Match(passage, text, own, covered, score, rank, self._names(covered))
         return best
 
     def _covered(self, row: list[str]) -> Tensor:
@@ -194,10 +215,9 @@ class _Matcher:
             return torch.zeros(len(self._asked))
         return self._table[:, [self._columns[word] for word in row]].amax(1)
 
-    def _adds(self, row: list[str]) -> bool:
-        """Whether there is an informative word that the message has not."""
-        new = (word for word in row if float(self._table[:, self._columns[word]].max()) < _INFLECTED)
-        return any(self._terms.weight(word) >= _COMMON + 0.1 for word in new)
+    def _names(self, covered: Tensor) -> tuple[str, ...]:
+        shares = (covered / self._weights).tolist()
+        return tuple(word for word, share in zip(self._asked, shares, strict=True) if share > 0.1)
 
 
 def _newest_first(matches: list[_Match]) -> list[_Match]:
@@ -212,10 +232,11 @@ def _newest_first(matches: list[_Match]) -> list[_Match]:
 
 
 def _contradicts(newer: _Match, older: _Match) -> bool:
-    """Whether the newer one says something about most of what the older one is about."""
-    if newer.passage.start < older.passage.start or newer.own < older.own or newer.score < max(1, _SAME * older.score):
+    """Whether the newer one covers as well most of what the older one covers."""
+    if newer.passage.start <= older.passage.start or newer.own < older.own or newer.rank < 1:
         return False
-    return float(torch.minimum(newer.covered, older.covered).sum()) >= _SAME * float(older.covered.sum())
+    same = newer.covered >= 0.95 * older.covered
+    return float(older.covered[same].sum()) >= _SAME * float(older.covered.sum())
 
 
 def _matching(asked: list[str], others: list[str], terms: TermWeights) -> Tensor:
@@ -233,28 +254,75 @@ def _matching(asked: list[str], others: list[str], terms: TermWeights) -> Tensor
 
 def _inflected(word: str, other: str) -> bool:
     """Whether two words share so long a beginning that they are forms of one word."""
-    shared = next((i for i, (a, b) in enumerate(zip(word, other, strict=False)) if a != b), min(len(word), len(other)))
-    return shared >= 4 and shared >= 0.6 * max(len(word), len(other)) and max(len(word), len(other)) - shared <= 3
+    shared, longer = len(commonprefix([word, other])), max(len(word), len(other))
+    return shared >= 4 and shared >= 0.6 * longer and longer - shared <= 3
 
 
 def _judge(
-    matches: list[_Match], held: Callable[[int, int], float], budget: int, count_tokens: Callable[[str], int]
+    matches: list[_Match],
+    terms: TermWeights,
+    held: Callable[[int, int], float],
+    budget: int,
+    count_tokens: Callable[[str], int],
 ) -> list[Candidate]:
     candidates: list[Candidate] = []
+    best = max((match.rank for match in matches), default=0.0)
+    newer: list[str] = []
     left = budget
-    for match in matches[:_SHOWN]:
+    for match in matches:
         passage = match.passage
         share = held(passage.start, passage.stop)
-        whole = count_tokens(passage.text)
-        excerpt, size = (passage.text, whole) if whole <= 60 else (match.sentence, count_tokens(match.sentence))
+        excerpt, size = _excerpt(match, min(left, budget // 2), count_tokens)
         verdict: Verdict = "recalled"
-        if match.score < 1:
+        if match.rank < max(1, _BESIDE * best):
             verdict = "loosely related"
+        elif any(_same_statement(text, match.sentence, terms) for text in newer):
+            verdict = "outdated"
         elif share >= HELD:
             verdict = "still held"
         elif size > left:
             verdict = "no room"
-        else:
-            left -= size
+        if verdict in ("recalled", "still held"):
+            newer.append(match.sentence)
+        left -= size if verdict == "recalled" else 0
         candidates.append(Candidate(passage, excerpt, match.score, match.terms, share, size, verdict))
     return candidates
+
+
+def _excerpt(match: _Match, limit: int, count_tokens: Callable[[str], int]) -> tuple[str, int]:
+    """The best sentence, with as many of those around it as there is room for, and its length in tokens."""
+    text = match.passage.text
+    parts = sentences(text)
+    first = last = next(i for i, part in enumerate(parts) if text[part.start : part.stop] == match.sentence)
+    excerpt, size = match.sentence, count_tokens(match.sentence)
+    for start, stop in _growing(first, last, len(parts)):
+        longer = text[parts[start].start : parts[stop].stop]
+        length = count_tokens(longer)
+        if length > limit:
+            break
+        excerpt, size = longer, length
+    return excerpt, size
+
+
+def _growing(first: int, last: int, count: int) -> Iterator[tuple[int, int]]:
+    """Ranges of sentences, each with one more than the one before: the next one, then the previous one."""
+    while first > 0 or last < count - 1:
+        if last < count - 1:
+            last += 1
+            yield first, last
+        if first > 0:
+            first -= 1
+            yield first, last
+
+
+def _same_statement(newer: str, older: str, terms: TermWeights) -> bool:
+    """Whether two sentences differ in hardly more than one word, such as a number."""
+    return _shared(newer, older, terms) >= _REPEATED and _shared(older, newer, terms) >= _REPEATED
+
+
+def _shared(text: str, other: str, terms: TermWeights) -> float:
+    """Share of the weight of a text, without its heaviest new word, that the other text has too."""
+    weights, others = _weights(text, terms), set(words(other))
+    new = [weight for word, weight in weights.items() if word not in others]
+    rest = sum(weights.values()) - max(new, default=0)
+    return (sum(weights.values()) - sum(new)) / rest if rest > 0 else 0.0

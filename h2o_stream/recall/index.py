@@ -27,7 +27,7 @@ _MAX_ROWS = 3000
 MAX_TOLD = 3
 """Passages of a message that a user types, at most; a longer one is pasted text: 100 to 200 words."""
 
-_TOLD = f"""told.role = 'user' AND
+_TOLD = f"""JOIN passages AS told ON told.id = words.rowid AND told.role = 'user' AND
     (SELECT count(*) FROM passages WHERE turn = told.turn AND role = 'user') <= {MAX_TOLD}"""
 
 _MAX_TERMS = 64
@@ -105,13 +105,17 @@ class PassageIndex:
     ) -> None:
         """Make the index hold exactly these turns. Those at the start that it already has are kept as they are.
 
+        If the last of these has other tokens now, because the stream was fed again in another way, none is kept.
+
         Args:
             turns: number, prompt and reply of each, in order of their numbers.
-            passages: returns the passages of a turn that is missing.
+            passages: returns the passages of a turn: of the last one that is kept, and of those that are missing.
         """
 
         def change(connection: sqlite3.Connection) -> None:
             kept = database.common_prefix(connection, turns)
+            if kept and not database.has_passages(connection, turns[kept - 1][0], passages(*turns[kept - 1])):
+                kept = 0
             database.truncate(connection, turns[kept - 1][0] if kept else 0)
             for turn in turns[kept:]:
                 database.add(connection, *turn, passages(*turn))
@@ -203,9 +207,8 @@ def _search(connection: sqlite3.Connection, terms: Sequence[str], limit: int, to
     if not chosen:
         return []
     oldest = int(total * (1 - _MAX_ROWS / max(rows, _MAX_ROWS)))
-    joined = f"JOIN passages AS told ON told.id = words.rowid AND {_TOLD}" if told else ""
     query = f"""{PASSAGES} JOIN (
-            SELECT words.rowid, rank FROM words {joined}
+            SELECT words.rowid, rank FROM words {_TOLD if told else ""}
             WHERE words MATCH ? AND words.rowid > ? ORDER BY rank, words.rowid DESC LIMIT ?
         ) AS found ON id = found.rowid ORDER BY found.rank, id DESC"""
     return [Passage(*row) for row in connection.execute(query, (" OR ".join(chosen), oldest, limit))]

@@ -1,0 +1,256 @@
+"""Tokens that are evicted first: recalled passages, which have served their turn."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import LlamaForCausalLM
+
+from h2o_stream import CacheConfig, ConfigError, H2OStreamError, attach
+from h2o_stream.cache.h2o_cache import H2OCache
+from h2o_stream.cache.policies import Budget, Candidates, Policy, make_policy
+from h2o_stream.cache.state import checksummed
+from h2o_stream.native import library
+from tests.conftest import make_llama
+
+WINDOW = 32
+POLICIES = ["h2o", "h2o-paper", "tova", "random", "sink", "recent"]
+
+needs_library = pytest.mark.skipif(library.loaded() is None, reason="there is no compiled library")
+
+
+def ids(count: int, rows: int = 1) -> Tensor:
+    return torch.randint(3, 64, (rows, count), generator=torch.Generator().manual_seed(rows))
+
+
+def feed(model: Any, cache: Any, tokens: Tensor) -> None:
+    for part in tokens.split(1, 1):
+        model(part, past_key_values=cache)
+
+
+def kept(cache: H2OCache) -> list[Any]:
+    return [cache.kept(layer).tolist() for layer in range(len(cache.layers))]
+
+
+def held_of(cache: H2OCache, tokens: range) -> int:
+    """How many heads hold how many of the tokens, in sum."""
+    index = torch.cat([group.index.flatten() for group in cache.head_groups])
+    return int(((index >= tokens.start) & (index < tokens.stop)).sum())
+
+
+def converse(model: Any, config: CacheConfig, engine: Any, rows: int, told: bool = True) -> list[Any]:
+    """A prompt, steps, and a further chunk; what is kept after each part, and how much of the transient tokens."""
+    mask = torch.ones(rows, 40, dtype=torch.int64)
+    for row in range(rows):
+        mask[row, : 7 * row] = 0
+    tokens = ids(106, rows)
+    with torch.no_grad(), attach(model, config, engine=engine) as cache:
+        assert isinstance(cache, H2OCache)
+        assert cache.engine_note.startswith("native" if engine == "auto" else "eager"), cache.engine_note
+        model(tokens[:, :40], attention_mask=mask, past_key_values=cache)
+        result = []
+        for part, transient in ((tokens[:, 40:54], range(24, 36)), (tokens[:, 54:66], range(44, 48))):
+            if told:
+                cache.evict_first(transient.start, transient.stop)
+            feed(model, cache, part)
+            result.append((kept(cache), held_of(cache, transient)))
+        model(tokens[:, 66:80], past_key_values=cache)
+        result.append((kept(cache), held_of(cache, range(24, 36))))
+        feed(model, cache, tokens[:, 80:])
+        return [*result, (kept(cache), held_of(cache, range(44, 48)))]
+
+
+@needs_library
+@pytest.mark.parametrize(
+    ("policy", "kv_bits", "positions", "rows", "budgets"),
+    [
+        *((policy, 16, "gap", 1, "equal") for policy in POLICIES),
+        ("h2o", 16, "gap", 3, "measured"),
+        ("h2o", 16, "absolute", 1, "measured"),
+        ("h2o", 16, "rolling", 1, "equal"),
+        ("h2o", 4, "gap", 2, "equal"),
+        ("tova", 8, "rolling", 3, "equal"),
+    ],
+)
+def test_native_steps_and_chunks_evict_what_eager_ones_do(
+    policy: str, kv_bits: int, positions: Any, rows: int, budgets: Any
+) -> None:
+    sized = CacheConfig(policy, window=WINDOW, kv_bits=kv_bits, chunk=8, positions=positions, budgets=budgets)
+    model = make_llama()
+    eager = converse(model, sized, "eager", rows)
+    assert converse(model, sized, "auto", rows) == eager
+    assert [held for _, held in eager[2:]] == [0, 0]
+
+
+def test_without_being_told_some_would_stay() -> None:
+    """Otherwise the test above would show nothing."""
+    results = converse(make_llama(), CacheConfig(window=WINDOW, chunk=8), "eager", 1, told=False)
+    assert all(held for _, held in results)
+
+
+@pytest.mark.parametrize("chunk", [1, 8])
+def test_the_oldest_leave_first_and_protected_ones_stay(tiny: LlamaForCausalLM, chunk: int) -> None:
+    with attach(tiny, CacheConfig(window=WINDOW, chunk=chunk, budgets="equal")) as cache:
+        cache.pin(12, 15)
+        tiny(ids(WINDOW), past_key_values=cache)
+        cache.evict_first(0, 26)
+        recent = cache.head_groups[0].budget.recent
+        for seen in range(WINDOW + 1, 80):
+            tiny(ids(1), past_key_values=cache)
+            leaving = [token for token in range(4, 26) if token not in range(12, 15) and token < seen - recent]
+            stay = [*range(4), *range(12, 15), *leaving[seen - WINDOW :], *range(max(seen - recent, 26), seen)]
+            for head in cache.kept(0)[0].tolist():
+                assert set(stay) <= set(head)
+                assert not set(leaving[: seen - WINDOW]) & set(head)
+
+
+def test_no_score_is_lower(tiny: LlamaForCausalLM) -> None:
+    """Not of a policy of anyone's; only an empty slot and a token that is not a number are worth less."""
+
+    class Negative(Policy):
+        def priority(self, candidates: Candidates) -> Tensor:
+            return torch.tensor([-1e38, 0.0, torch.nan, 1e38, -3e37, 0.0]).expand_as(candidates.scores)
+
+    config = CacheConfig(window=WINDOW)
+    index = torch.tensor([[[3, 4, 5, 6, 7, -1]]], dtype=torch.int32)
+    rank = torch.tensor([[[4, 3, 2, 1, 0, 6]]], dtype=torch.int32)
+    candidates = Candidates(torch.zeros(1, 1, 6), index, rank, torch.tensor([[[8]]]))
+    worth = Negative(config.plan()).worth(candidates, Budget(0, (), 0, (range(4, 5), range(6, 8))))
+    assert worth.dtype == torch.float32
+    assert worth[0, 0].argsort().tolist() == [5, 2, 1, 3, 4, 0]
+    protected = make_policy(config.plan()).worth(candidates, Budget(4, (range(6, 7),), 1, (range(9),)))
+    assert protected[0, 0].isposinf().tolist() == [True, False, False, True, True, False]
+    assert protected.max() > 0 > protected[0, 0, 1] > protected[0, 0, 5]
+
+
+def test_no_gap_changes(tiny: LlamaForCausalLM) -> None:
+    """Unlike pins, they stand where they stood: logits change only once something else is evicted."""
+    with attach(tiny, CacheConfig(window=WINDOW, chunk=8, span=4)) as cache:
+        tiny(ids(60), past_key_values=cache)
+        state = cache.state_dict()
+        plain = tiny(ids(1), past_key_values=cache).logits
+        cache.load_state_dict(state)
+        cache.evict_first(0, 60)
+        assert tiny(ids(1), past_key_values=cache).logits.equal(plain)
+
+
+class TestRanges:
+    def test_they_are_merged_and_forgotten_when_nobody_holds_them(self, tiny: LlamaForCausalLM) -> None:
+        with attach(tiny, CacheConfig(window=WINDOW, chunk=8)) as cache:
+            cache.evict_first(100, 110)
+            cache.evict_first(10, 14)
+            cache.evict_first(14, 16)
+            assert cache.transient == (range(10, 16), range(100, 110))
+            tiny(ids(20), past_key_values=cache)
+            cache.evict_first(3, 3)
+            assert cache.transient == (range(10, 16), range(100, 110))
+            feed(tiny, cache, ids(60))
+            cache.evict_first(3, 3)
+            assert cache.transient == (range(100, 110),)
+
+    def test_the_list_stays_short_in_an_endless_stream(self, tiny: LlamaForCausalLM) -> None:
+        with torch.no_grad(), attach(tiny, CacheConfig(window=WINDOW, chunk=8)) as cache:
+            for turn in range(60):
+                tiny(ids(9), past_key_values=cache)
+                cache.evict_first(9 * turn, 9 * turn + 4)
+                assert len(cache.transient) <= WINDOW // 9 + 2
+
+    def test_a_row_that_has_not_come_so_far_keeps_them(self, tiny: LlamaForCausalLM) -> None:
+        mask = torch.ones(2, 60, dtype=torch.int64)
+        mask[1, :50] = 0
+        with attach(tiny, CacheConfig(window=WINDOW, chunk=8)) as cache:
+            tiny(ids(60, 2), attention_mask=mask, past_key_values=cache)
+            cache.evict_first(11, 14)
+            feed(tiny, cache, ids(60, 2)[:, :40])
+            cache.evict_first(100, 101)
+            assert cache.transient == (range(100, 101),)
+            assert not any({11, 12, 13} & set(head) for head in cache.kept(0).flatten(0, 1).tolist())
+
+    def test_a_new_stream_has_none(self, tiny: LlamaForCausalLM) -> None:
+        with attach(tiny, CacheConfig(window=WINDOW)) as cache:
+            cache.evict_first(5, 9)
+            tiny(ids(20), past_key_values=cache)
+            cache.reset()
+            assert cache.transient == ()
+            assert not cache.head_groups[0].budget.transient
+
+    def test_ratios_of_a_first_prompt_leave_them(self, tiny: LlamaForCausalLM) -> None:
+        with attach(tiny, CacheConfig("h2o-paper", heavy_ratio=0.25, recent_ratio=0.25)) as cache:
+            cache.evict_first(5, 9)
+            tiny(ids(60), past_key_values=cache)
+            assert cache.transient == (range(5, 9),)
+            assert held_of(cache, range(5, 9)) == 0
+
+    @pytest.mark.parametrize(("start", "stop"), [(-1, 3), (5, 4), (0, 2**31)])
+    def test_what_is_no_range_is_refused(self, tiny: LlamaForCausalLM, start: int, stop: int) -> None:
+        with (
+            attach(tiny, CacheConfig(window=WINDOW)) as cache,
+            pytest.raises(ConfigError, match=f"tokens {start} to {stop} cannot be evicted first"),
+        ):
+            cache.evict_first(start, stop)
+
+    def test_a_full_cache_takes_them_and_evicts_nothing(self, tiny: LlamaForCausalLM) -> None:
+        with attach(tiny, CacheConfig("full")) as cache:
+            tiny(ids(20), past_key_values=cache)
+            cache.evict_first(0, 10)
+            assert (cache.transient, cache.kept().shape[-1]) == ((), 20)
+
+
+class TestState:
+    def saved(self, model: Any, config: CacheConfig) -> tuple[dict[str, Tensor], list[Any]]:
+        """A state with transient tokens, and what is kept some tokens later."""
+        with attach(model, config) as cache:
+            model(ids(40, 2), past_key_values=cache)
+            cache.evict_first(22, 30)
+            cache.evict_first(90, 95)
+            state = cache.state_dict()
+            feed(model, cache, ids(20, 2))
+            assert isinstance(cache, H2OCache)
+            return state, kept(cache)
+
+    @pytest.mark.parametrize("kv_bits", [16, 4])
+    def test_it_continues_the_same(self, tiny: LlamaForCausalLM, kv_bits: int) -> None:
+        config = CacheConfig(window=WINDOW, kv_bits=kv_bits, chunk=8)
+        state, wanted = self.saved(tiny, config)
+        with attach(tiny, config) as cache:
+            cache.evict_first(3, 4)
+            cache.load_state_dict(state)
+            assert cache.transient == (range(22, 30), range(90, 95))
+            feed(tiny, cache, ids(20, 2))
+            assert isinstance(cache, H2OCache)
+            assert kept(cache) == wanted
+
+    def test_older_states_have_none(self, tiny: LlamaForCausalLM) -> None:
+        config = CacheConfig(window=WINDOW, chunk=8)
+        state, wanted = self.saved(tiny, config)
+        old = checksummed({name: x for name, x in state.items() if name not in ("transient", "checksums")})
+        with attach(tiny, config) as cache:
+            cache.evict_first(3, 4)
+            cache.load_state_dict(old)
+            assert cache.transient == ()
+            feed(tiny, cache, ids(20, 2))
+            assert isinstance(cache, H2OCache)
+            assert kept(cache) != wanted
+
+    @pytest.mark.parametrize("bounds", [[3], [5, 4], [3, 5, 5, 9], [9, 12, 3, 5], [-1, 4]])
+    def test_ranges_that_are_none_are_refused(self, tiny: LlamaForCausalLM, bounds: list[int]) -> None:
+        config = CacheConfig(window=WINDOW, chunk=8)
+        state, _ = self.saved(tiny, config)
+        del state["checksums"]
+        with (
+            attach(tiny, config) as cache,
+            pytest.raises(H2OStreamError, match="the state is damaged: transient is"),
+        ):
+            cache.load_state_dict(checksummed(state | {"transient": torch.tensor(bounds)}))
+
+    def test_rows_that_are_chosen_anew(self, tiny: LlamaForCausalLM) -> None:
+        with attach(tiny, CacheConfig(window=WINDOW, chunk=8)) as cache:
+            tiny(ids(40, 2), past_key_values=cache)
+            cache.evict_first(22, 30)
+            cache.batch_select_indices(torch.tensor([1, 0, 1]))
+            feed(tiny, cache, ids(30, 3))
+            assert isinstance(cache, H2OCache)
+            assert held_of(cache, range(22, 30)) == 0
