@@ -1,11 +1,10 @@
-"""Decides by words which passages are read again before the reply to a message. Knows neither the model nor the cache."""
+"""Decides by words which passages are read again before the reply to a message. Knows neither model nor cache."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from os.path import commonprefix
 from typing import Protocol
 
 import torch
@@ -35,7 +34,7 @@ _INFLECTED = 0.95
 """How much "works" counts as "work"."""
 
 _CONTEXT = 0.8
-"""How much a word counts that is in another sentence of the passage, or in the question that a reply answers."""
+"""How much a word counts that is in another sentence of the passage."""
 
 _REPLY = 0.85
 """How much a reply counts: facts are what users say."""
@@ -67,7 +66,8 @@ _SHORT = 240
 _MOST_TERMS = 24
 """Most terms of a message."""
 
-_QUESTION = re.compile(r"[?？؟;՞]\s*[\"'”’»)\]]*\s*$")
+_QUESTION = re.compile(r"[?\uff1f\u061f\u037e\u055e]\s*[\"'”\u2019»)\]]*\s*$")
+"""The end of a question, with the marks of Latin, Chinese, Arabic, Greek and Armenian."""
 
 
 _Part = tuple[str, list[str]]
@@ -153,8 +153,8 @@ def _find(asked: dict[str, float], index: _Index, terms: TermWeights) -> tuple[s
     """What the user told with a term or a related word in it, and other passages with a term."""
     related = terms.related(list(asked), _NEIGHBOURS)
     others = [word for row in zip(*related.values(), strict=False) for word in row]
-    told = {*index.search(list(asked), _FOUND, told=True), *index.search(others, _FOUND, told=True)}
-    return told, {*index.search(list(asked), _FOUND)} - told
+    told = set(index.search([*asked, *others], 2 * _FOUND, told=True))
+    return told, set(index.search(list(asked), _FOUND)) - told
 
 
 def _with_questions(passages: list[Passage], index: _Index) -> dict[Passage, Passage]:
@@ -195,13 +195,16 @@ class _Matcher:
         return _newest_first(sorted(filter(None, found), key=lambda match: (-match.rank, -match.passage.start)))
 
     def _match(self, passage: Passage, parts: list[_Part], question: list[_Part]) -> _Match | None:
-        rows = [self._covered(row) for _, row in (*parts, *question)]
-        context = torch.stack(rows).amax(0) * _CONTEXT if rows else torch.empty(0)
+        rows = [self._covered(row) for _, row in parts]
+        context = [row * _CONTEXT for row in rows] + [
+            self._covered(row) for _, row in question if question is not parts
+        ]
+        around = torch.stack(context).amax(0) if context else torch.empty(0)
         best: _Match | None = None
-        for (text, tokens), row in zip(parts, rows, strict=False):
+        for (text, tokens), row in zip(parts, rows, strict=True):
             if _QUESTION.search(text) or not any(self._new[self._columns[word]] for word in tokens):
                 continue
-            covered = torch.maximum(row, context) * self._weights
+            covered = torch.maximum(row, around) * self._weights
             score = float(covered.sum()) * (1 if passage.role == "user" else _REPLY)
             own = passage in self._told and (first_person(text) or len(passage.text) <= _SHORT)
             rank = score / ((OWN_THRESHOLD if self._own else TOLD_THRESHOLD) if own else THRESHOLD)
@@ -221,19 +224,20 @@ class _Matcher:
 
 
 def _newest_first(matches: list[_Match]) -> list[_Match]:
-    """Move each match before the older ones that it may contradict."""
+    """Move each match before the older ones that it may contradict, and give it their rank."""
     ordered: list[_Match] = []
     for match in matches:
         place = len(ordered)
         while place and _contradicts(match, ordered[place - 1]):
             place -= 1
+            match.rank = max(match.rank, ordered[place].rank)
         ordered.insert(place, match)
     return ordered
 
 
 def _contradicts(newer: _Match, older: _Match) -> bool:
     """Whether the newer one covers as well most of what the older one covers."""
-    if newer.passage.start <= older.passage.start or newer.own < older.own or newer.rank < 1:
+    if newer.passage.start <= older.passage.start or newer.own < older.own or newer.rank < _BESIDE * older.rank:
         return False
     same = newer.covered >= 0.95 * older.covered
     return float(older.covered[same].sum()) >= _SAME * float(older.covered.sum())
@@ -254,7 +258,8 @@ def _matching(asked: list[str], others: list[str], terms: TermWeights) -> Tensor
 
 def _inflected(word: str, other: str) -> bool:
     """Whether two words share so long a beginning that they are forms of one word."""
-    shared, longer = len(commonprefix([word, other])), max(len(word), len(other))
+    longer = max(len(word), len(other))
+    shared = next((i for i, (a, b) in enumerate(zip(word, other, strict=False)) if a != b), min(len(word), len(other)))
     return shared >= 4 and shared >= 0.6 * longer and longer - shared <= 3
 
 

@@ -1,0 +1,241 @@
+"""What is found for a message, and what is not."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from transformers import PreTrainedTokenizerBase
+
+from h2o_stream.models.load import LoadedModel
+from h2o_stream.recall.decision import decide
+from h2o_stream.recall.index import PassageIndex
+from h2o_stream.recall.passage import Candidate, Passage
+from h2o_stream.recall.passages import split
+from h2o_stream.recall.terms import TermWeights, first_person, words
+
+PASTE = "\n\n".join(
+    f"Paragraph {i} of the annual report says that the company in Vienna sold {i * 37} machines, more than the year "
+    "before, and that its dog food business and its flight school were closed because of the weather."
+    for i in range(6)
+)
+
+
+class Chat:
+    """An index that is filled turn by turn; every character is a token."""
+
+    def __init__(self, terms: TermWeights) -> None:
+        self.index, self.terms, self.turn, self.length = PassageIndex(None), terms, 0, 0
+
+    def say(self, prompt: str, reply: str = "Thank you, I will remember that.") -> None:
+        self.turn += 1
+        passages = []
+        for role, text in (("user", prompt), ("assistant", reply)):
+            for part in split(text):
+                start, self.length = self.length, self.length + len(part)
+                said = text[part.start : part.stop]
+                passages.append(Passage(self.turn, "user" if role == "user" else "assistant", said, start, self.length))
+        self.index.add(self.turn, prompt, reply, passages)
+
+    def ask(
+        self, message: str, budget: int = 400, held: Callable[[int, int], float] = lambda start, stop: 0.0
+    ) -> list[Candidate]:
+        return decide(message, self.index, self.terms, held, budget, len)
+
+    def recalled(self, message: str) -> list[str]:
+        return [item.excerpt for item in self.ask(message) if item.verdict == "recalled"]
+
+
+@pytest.fixture(scope="module")
+def related(embedded: LoadedModel) -> TermWeights:
+    """With the embeddings of the embedded model."""
+    return TermWeights(embedded.tokenizer, embedded.model.get_input_embeddings())
+
+
+@pytest.fixture
+def chat(tokenizer: PreTrainedTokenizerBase) -> Iterator[Chat]:
+    """By words alone."""
+    chat = Chat(TermWeights(tokenizer))
+    yield chat
+    chat.index.close()
+
+
+def test_words_keep_numbers_and_drop_clitics() -> None:
+    text = "What's the IP, 10.0.42.17, at 7:40? My sister-in-law's B12. Größe"
+    assert " ".join(words(text)) == "what the ip 10.0.42.17 at 7:40 my sister in law b12 grösse"
+
+
+def test_scripts_without_spaces_become_pairs() -> None:
+    assert words("我的猫 B12") == ["我的", "的猫", "b12"]
+
+
+def test_first_person() -> None:
+    assert all(map(first_person, ("What is my job?", "Wo ist mein Hund?", "Où est ma clé ?", "我的猫呢？")))
+    assert not any(map(first_person, ("What is an immigrant?", "Tell me a joke", "Who mined it?")))
+
+
+def test_rare_words_weigh_more(tokenizer: PreTrainedTokenizerBase) -> None:
+    weight = TermWeights(tokenizer).weight
+    assert (
+        weight("the") < weight("what") < weight("job") < weight("gate") < weight("nightingale") == weight("4821") == 1
+    )
+    assert weight("hello") == weight("remember") == 0
+
+
+@given(text=st.text(max_size=40))
+def test_every_word_has_a_weight(related: TermWeights, text: str) -> None:
+    assert all(0 <= related.weight(word) <= 1 for word in words(text))
+
+
+def test_related_words(related: TermWeights) -> None:
+    near = related.related(["pet", "spouse", "xqzzk"], 20)
+    assert {"dog", "cat"} <= set(near["pet"])
+    assert {"wife", "husband"} <= set(near["spouse"])
+    assert "xqzzk" not in near
+    similarity = related.similarity(["pet", "xqzzk"], ["cat", "gate", "xqzzk"])
+    assert similarity[0, 0] > 0.25 > 0.15 > similarity[0, 1]
+    assert not similarity[1].any()
+
+
+def test_wide_embeddings_are_projected(tokenizer: PreTrainedTokenizerBase) -> None:
+    wide = torch.nn.Embedding(len(tokenizer), 1100)
+    terms = TermWeights(tokenizer, wide)
+    assert terms.similarity(["dog", "cat"], ["dog", "cat"]).diagonal().allclose(torch.ones(2), atol=1e-2)
+    assert len(terms.related(["dog"], 3)["dog"]) == 3
+
+
+def test_found_in_the_same_words(chat: Chat) -> None:
+    chat.say("The code of the garden gate is 4821.")
+    chat.say("My sister Clara works as a dentist in Porto.")
+    chat.say(PASTE, "Interesting.")
+    assert chat.recalled("What is the code of the garden gate?") == ["The code of the garden gate is 4821."]
+    assert chat.recalled("What does my sister Clara work as?") == ["My sister Clara works as a dentist in Porto."]
+
+
+@pytest.mark.parametrize(
+    ("fact", "question"),
+    [
+        ("My cat is called Biscuit and he is nine years old.", "How is my pet named?"),
+        ("My wife Ana is a nurse.", "What does my spouse do?"),
+        ("The ferry to Gotland costs 62 euros, and we take it on Monday.", "What is the price of our boat?"),
+    ],
+)
+def test_found_in_other_words(related: TermWeights, fact: str, question: str) -> None:
+    chat = Chat(related)
+    chat.say(fact)
+    chat.say(PASTE, "Interesting.")
+    assert chat.recalled(question)[:1] == [fact]
+    chat.terms = TermWeights(related._tokenizer)
+    assert not chat.recalled(question), "words alone find it, so this tests nothing"
+
+
+@pytest.mark.parametrize(
+    "message", ["", "?", "hi", "Thanks!", "ok", "go on", "Tell me a joke", "Please remember this.", "你好", "x" * 5000]
+)
+def test_small_talk_recalls_nothing(chat: Chat, message: str) -> None:
+    chat.say("Hello! Please remember what I tell you.", "Of course, thanks! I know a good joke.")
+    chat.say("Tell me a joke, please, then go on.", "No joke today, thanks.")
+    assert not chat.recalled(message)
+
+
+def test_nothing_is_recalled_for_what_was_never_said(chat: Chat) -> None:
+    chat.say("My cat is called Biscuit and he is nine years old.")
+    chat.say(PASTE, "Interesting.")
+    assert not chat.recalled("When does the museum in Lisbon open?")
+    assert not chat.recalled("Write a short story about a lighthouse keeper.")
+
+
+def test_a_question_is_no_answer_but_its_reply_is(chat: Chat) -> None:
+    chat.say("Which river flows through Graz?", "It must be the Mur.")
+    assert chat.recalled("What river flows through Graz?") == ["It must be the Mur."]
+
+
+def test_a_passage_that_adds_nothing_is_no_answer(chat: Chat) -> None:
+    chat.say("The password of the library", "The password of the library?")
+    assert not chat.recalled("What is the password of the library?")
+
+
+def test_newest_of_contradicting_facts_is_first(chat: Chat) -> None:
+    chat.say("My best friend Tomasz moved to Toronto last year.")
+    chat.say("Tomasz moved again, he lives in Halifax now.")
+    assert chat.recalled("Where did my best friend Tomasz move?")[0].startswith("Tomasz moved again")
+
+
+def test_repeated_statement_is_outdated(chat: Chat) -> None:
+    chat.say("The rent of our apartment is 1,240 dollars.")
+    chat.say("The rent of our apartment is 1,310 dollars.")
+    candidates = chat.ask("What is the rent of our apartment?")
+    assert [(item.verdict, "1,310" in item.excerpt) for item in candidates] == [("recalled", True), ("outdated", False)]
+
+
+def test_newer_passage_that_only_touches_the_topic_does_not_win(chat: Chat) -> None:
+    chat.say("The code of the garden gate is 4821.")
+    chat.say("I opened the gate for the postman today.")
+    assert "4821" in chat.recalled("What is the code of the garden gate?")[0]
+
+
+def test_what_is_held_is_not_read_again(chat: Chat) -> None:
+    chat.say("My boss is called Margarethe Lindqvist.")
+    asked: list[tuple[int, int]] = []
+
+    def held(start: int, stop: int) -> float:
+        asked.append((start, stop))
+        return 0.95
+
+    (candidate,) = chat.ask("What is my boss called?", held=held)
+    assert candidate.verdict == "still held"
+    assert candidate.held == 0.95
+    assert asked == [(candidate.passage.start, candidate.passage.stop)]
+
+
+def test_excerpts_keep_to_the_budget(chat: Chat) -> None:
+    chat.say(
+        "We had a long day and the weather was bad. My boss is called Margarethe Lindqvist. She likes short reports. "
+        "After work we went home and cooked something that nobody liked very much."
+    )
+    question = "What is my boss called?"
+    excerpts = {budget: chat.ask(question, budget)[0] for budget in (20, 40, 140, 1000)}
+    assert excerpts[20].verdict == "no room"
+    assert excerpts[40].excerpt == "My boss is called Margarethe Lindqvist."
+    assert excerpts[140].excerpt == "My boss is called Margarethe Lindqvist. She likes short reports."
+    assert excerpts[1000].excerpt == excerpts[1000].passage.text
+    assert all(item.tokens == len(item.excerpt) for item in excerpts.values())
+
+
+def test_all_that_is_recalled_keeps_to_the_budget(chat: Chat) -> None:
+    for name, place in (("Anna", "station"), ("Bert", "museum"), ("Carl", "harbour"), ("Dora", "cemetery")):
+        chat.say(f"My cousin {name} lives in a house near the {place}.")
+    candidates = chat.ask("Where does my cousin live?", budget=120)
+    assert {item.verdict for item in candidates} == {"recalled", "no room"}
+    assert sum(item.tokens for item in candidates if item.verdict == "recalled") <= 120
+
+
+def test_only_the_question_of_a_long_message_counts(chat: Chat) -> None:
+    chat.say("My cat is called Biscuit and he is nine years old.")
+    chat.say("The code of the garden gate is 4821.")
+    assert chat.recalled(PASTE + "\n\nWhat is my cat called?") == ["My cat is called Biscuit and he is nine years old."]
+
+
+@pytest.mark.parametrize(
+    ("fact", "question"),
+    [
+        ("Meine Schwester Clara arbeitet als Zahnärztin.", "Wo arbeitet meine Schwester Clara?"),
+        ("Ma sœur Camille habite à Lyon depuis trois ans.", "Où habite ma sœur Camille ?"),
+        ("我的航班周四早上七点起飞。", "我的航班几点起飞？"),
+    ],
+)
+def test_other_languages(chat: Chat, fact: str, question: str) -> None:
+    chat.say(fact, "Danke.")
+    chat.say(PASTE, "Merci.")
+    assert chat.recalled(question) == [fact]
+
+
+def test_candidates_are_few_and_scored(chat: Chat) -> None:
+    for i in range(20):
+        chat.say(f"My cousin number {i + 1000} lives in house {i + 5000}.")
+    candidates = chat.ask("Where does my cousin live?")
+    assert len(candidates) == 8
+    assert all(0 <= item.score <= 1.001 and "cousin" in item.terms for item in candidates)
