@@ -147,7 +147,7 @@ class FactStream:
         """
         tell(self._conversation, *_GREETING)
         self._origin = self._seen + self._length(self._tellings[0].text, ACKNOWLEDGEMENT) - self._tellings[0].at
-        while self._tellings or self._due:
+        while self._more():
             until_telling, until_due = self._until_telling(), self._due[0].at - self._seen if self._due else math.inf
             if until_due <= 0:
                 yield from self._ask()
@@ -168,6 +168,11 @@ class FactStream:
     def _fits(self, stop: int) -> bool:
         return self._limit is None or stop <= self._limit
 
+    def _more(self) -> bool:
+        if self._tellings and not self._fits(self._origin + self._tellings[0].at):
+            self._tellings.clear()
+        return bool(self._tellings or self._due)
+
     def _until_telling(self) -> float:
         """Tokens until the next fact's turn begins; infinite if there is none."""
         if not self._tellings:
@@ -177,9 +182,6 @@ class FactStream:
 
     def _tell(self) -> None:
         telling = self._tellings.popleft()
-        if not self._fits(self._seen + self._length(telling.text, ACKNOWLEDGEMENT)):
-            self._tellings.clear()
-            return
         tell(self._conversation, telling.text, ACKNOWLEDGEMENT)
         end = self._seen
         for distance in self._distances:
