@@ -64,8 +64,11 @@ def facts_with_updates(facts: Sequence[Fact]) -> list[Telling]:
 
 
 class Filler:
-    """Other talk without an end: a text, repeated. A reply goes on with the text, as a small model repeats any reply
-    that it has seen several times.
+    """Other talk without an end: a text, repeated.
+
+    A reply goes on with the text, because a small model imitates short replies that it has seen several times: 64 tokens
+    after nine facts the embedded model with a full cache told 5 of them, 2 if the replies were sixteen different
+    phrases in turn ("That makes sense to me."), 0 if they were always the same one.
 
     Args:
         tokenizer: of the model.
