@@ -66,9 +66,9 @@ def facts_with_updates(facts: Sequence[Fact]) -> list[Telling]:
 class Filler:
     """Other talk without an end: a text, repeated.
 
-    A reply goes on with the text, because a small model imitates short replies that it has seen several times: 64 tokens
-    after nine facts the embedded model with a full cache told 5 of them, 2 if the replies were sixteen different
-    phrases in turn ("That makes sense to me."), 0 if they were always the same one.
+    A reply goes on with the text, because a small model imitates short replies that it has seen several times: of nine
+    facts, each asked for 64 tokens later, the embedded model with a full cache told 5; it told 2 if the replies were
+    sixteen phrases in turn ("That makes sense to me."), and 0 if they were always the same one.
 
     Args:
         tokenizer: of the model.
