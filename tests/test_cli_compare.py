@@ -85,24 +85,42 @@ class TestCompare:
 
     def test_recall(self, tiny_folder: Path, tmp_path: Path) -> None:
         text, out = tmp_path / "text.txt", tmp_path / "out"
-        text.write_text("The quick brown fox jumps over the lazy dog, again and again. " * 80)
+        text.write_text("The quick brown fox jumps over the lazy dog.")
         base = ["recall", "-m", tiny_folder, "--text", text, "--facts", "2", "--distances", "8,60", "--jsonl", "-"]
-        done = invoke("h2o-compare", *base, "--policies", "sink,random", "--windows", "32", "--out", out)
+        base += ["--chat", "150", "--policies", "sink", "--windows", "64", "--out", out]
+        done = invoke("h2o-compare", *base)
         assert done.exit_code == 0, done.stderr
         run, *results = records(done.stdout)
-        assert run["facts"] == 2
-        assert [(r["policy"], r["window"], r["distance"]) for r in results] == [
-            ("full", None, 8), ("full", None, 60), ("sink", 32, 8), ("sink", 32, 60), ("random", 32, 8),
-            ("random", 32, 60),
+        assert (run["facts"], run["recall"], run["chat"]) == (2, ["off"], 150)
+        headline = [r for r in results if r["type"] == "recall" and r["kind"] == "same"]
+        assert [(r["policy"], r["window"], r["distance"]) for r in headline] == [
+            ("full", None, 8), ("full", None, 60), ("sink", 64, 8), ("sink", 64, 60),
         ]  # fmt: skip
-        for result, full in zip(results, [*results[:2]] * 3, strict=True):
-            assert result["facts"] == full["facts"] <= 2
-            assert (result["margin"] is None) == (not result["facts"])
-        assert all(result["recalled"] == 1 for result in results[:2] if result["facts"]), "only such facts count"
+        kinds = [r["kind"] for r in results if r["type"] == "recall" and r["policy"] == "sink"]
+        assert kinds == ["same", "same", "other", "other", "contradicted", "contradicted", "never", "never"]
+        for result in results:
+            assert result["recall"] == "off"
+            assert result["recalling"] == 0
+            assert 0 <= result["wrong"] <= 1 - result["accuracy"]
+            assert (result["margin"] is None) == (result["kind"] == "never")
+            assert result["questions"] == {"never": 1}.get(result["kind"], 2) or result["policy"] == "full"
+        chat = [r for r in results if r["type"] == "recall-chat"]
+        assert [(r["policy"], r["kind"]) for r in chat] == [("sink", "same"), ("sink", "other"), ("sink", "never")]
+        assert all(r["turns"] >= 1 and r["turns_recalling"] == 0 for r in chat)
         assert len(list((out / "parts").iterdir())) == 3
-        assert "| full | - |" in (out / "recall.md").read_text()
-        again = invoke("h2o-compare", *base, "--policies", "sink,random", "--windows", "32", "--out", out, "-q")
+        assert "| full | - | off |" in (out / "recall.md").read_text()
+        assert len(records((out / "replies" / "sink-64.jsonl").read_text())) == 14
+        again = invoke("h2o-compare", *base, "-q")
         assert records(again.stdout)[1:] == results
+
+    def test_recall_of_what(self, tiny_folder: Path, tmp_path: Path) -> None:
+        text = tmp_path / "text.txt"
+        text.write_text(" \n ")
+        base = ["recall", "-m", tiny_folder, "--text", text]
+        assert "there are no words in it" in invoke("h2o-compare", *base).stderr
+        assert "--distances is empty" in invoke("h2o-compare", *base, "--distances=").stderr
+        assert "lower --facts" in invoke("h2o-compare", *base, "--facts", "31").stderr
+        assert "--recall takes some of auto, off" in invoke("h2o-compare", *base, "--recall", "auto,on").stderr
 
     def test_throughput(self, tiny_folder: Path, tmp_path: Path) -> None:
         text, out = tmp_path / "text.txt", tmp_path / "out"

@@ -26,7 +26,7 @@ SMALL: dict[str, str] = {
     "h2o-chat": "-n 2",
     "h2o-stream": "-n 2 --turns 1",
     "nll": "--tokens 60 --policies full,h2o --windows 24",
-    "recall": "--facts 2 --distances 8,60 --policies sink --windows 24",
+    "recall": "--facts 1 --distances 8 --policies sink --windows 64 --chat 100",
     "summarize": "--limit 2 --policies full,h2o --windows 24",
     "tasks": "--limit 2 --policies full,h2o --tasks h2o_causes",
     "speed": "--histories 64 --policies h2o --windows 24 --quantizations none --peers=",

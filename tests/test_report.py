@@ -25,10 +25,10 @@ def compared(tiny_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Pat
     folder = tmp_path_factory.mktemp("compared")
     text = folder / "text.txt"
     text.write_text("The quick brown fox jumps over the lazy dog, again and again. " * 60)
-    base = ["-m", tiny_folder, "--text", text, "--windows", "32", "-q", "--out"]
+    base = ["-m", tiny_folder, "--text", text, "--windows", "64", "-q", "--out"]
     commands = {
         "loss": ["nll", "--tokens", "200", "--policies", "full,sink,h2o"],
-        "facts": ["recall", "--facts", "2", "--distances", "8,60", "--policies", "sink"],
+        "facts": ["recall", "--facts", "1", "--distances", "8,30", "--policies", "sink"],
     }
     for name, command in commands.items():
         done = invoke("h2o-compare", *command, *base, folder / "all" / name)

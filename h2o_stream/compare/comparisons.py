@@ -5,10 +5,18 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, get_args
 
 from h2o_stream.compare.options import ComparisonOptions, Policies, Seeds, Window, Windows, configs_of
-from h2o_stream.config import DEFAULT_CHUNK, DEFAULT_POLICY, DEFAULT_WINDOW, CacheConfig, EngineChoice, ModelConfig
+from h2o_stream.config import (
+    DEFAULT_CHUNK,
+    DEFAULT_POLICY,
+    DEFAULT_WINDOW,
+    CacheConfig,
+    EngineChoice,
+    ModelConfig,
+    RecallMode,
+)
 from h2o_stream.errors import ConfigError
 from h2o_stream.options import Option, listed, listed_if_any, numbers, numbers_if_any, parse_bytes, paths
 from h2o_stream.registry import Registry
@@ -59,6 +67,14 @@ def _peers(text: str, flag: str) -> tuple[str, ...]:
     return peers
 
 
+def _recall_modes(text: str, flag: str) -> tuple[str, ...]:
+    modes = tuple(dict.fromkeys(listed(text, flag)))
+    for mode in modes:
+        if mode not in get_args(RecallMode):
+            raise ConfigError(f"recall {mode!r} is unknown; {flag} takes some of {', '.join(get_args(RecallMode))}")
+    return modes
+
+
 @dataclass(frozen=True, kw_only=True)
 class NllOptions(ComparisonOptions):
     """Negative log-likelihood of long texts, streamed through each policy's cache.
@@ -80,22 +96,33 @@ class NllOptions(ComparisonOptions):
 
 @dataclass(frozen=True, kw_only=True)
 class RecallOptions(ComparisonOptions):
-    """Facts planted in a stream of text and asked for later.
+    """Facts told in a chat and asked for later, with and without recall of what was evicted.
 
-    Only facts that the full cache recalls are counted, so it always runs, and the stream must fit the model's context.
+    A fact is asked for in the same and in other words, after an update, and there are questions about things never
+    said. The full cache always runs, as far as its context reaches. With --out (extra "plots") all replies are kept.
     """
 
     comparison = "h2o_stream.compare.recall:Recall"
     page = "h2o_stream.ui.pages.recall:page"
 
-    text: Annotated[Path, Option("A text file, in which the facts are planted.")]
-    policies: Policies = ("recent", "sink", "random", "h2o-paper", "h2o")
+    text: Annotated[Path, Option("A text file, the talk between facts; repeated if it is short.")]
+    policies: Policies = ("sink", "h2o-paper", "h2o")
     windows: Windows = (DEFAULT_WINDOW,)
     distances: Annotated[
-        Sequence[int], Option("Tokens between a fact and its question, separated by commas.", parse=numbers)
-    ] = (64, 256, 1024, 4096)
-    facts: Annotated[int, Option("Facts planted.", min=1)] = 20
+        Sequence[int],
+        Option("Tokens between a fact and its question, separated by commas; may be empty.", parse=numbers_if_any),
+    ] = (64, 1024, 4096)
+    recall: Annotated[Sequence[RecallMode], Option("off, auto, or both with a comma.", parse=_recall_modes)] = ("off",)
+    facts: Annotated[int, Option("Facts told, 30 at most.", min=1)] = 30
+    chat: Annotated[
+        int | None, Option("Also ask at the end of a chat of this many tokens: MT-Bench's questions.", min=1)
+    ] = None
     seeds: Seeds = (0,)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not (self.distances or self.chat):
+            raise ConfigError("--distances is empty; give one or more, or --chat")
 
     @property
     def configs(self) -> list[CacheConfig]:

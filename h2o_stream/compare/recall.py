@@ -1,203 +1,153 @@
-"""Whether facts can be recalled that were planted in a stream of text, at several distances.
-
-A fact is a sentence that assigns a word to a name; the question is the beginning of that sentence. The word is seldom
-the most likely token of a small model, so the answer is scored by its margin: the log-probability of the word minus
-that of the most likely of the other words. The stream has the words of all names, so the model has to know which.
-"""
+"""Whether facts told in a chat are still told after other talk, asked as a user asks; with and without recall."""
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+import json
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import asdict, dataclass
 from functools import partial
 from typing import Any
 
-import torch
-from torch import Tensor
-
-from h2o_stream.cache.attach import attach
-from h2o_stream.cache.support import context_of, home_of
+from h2o_stream.cache.support import context_of
+from h2o_stream.compare.asking import GREEDY, start_conversation
 from h2o_stream.compare.comparison import Comparison, Job, JobProgress, Notify, label_of, window_of
 from h2o_stream.compare.comparisons import RecallOptions
+from h2o_stream.compare.fact_chat import FactChat
+from h2o_stream.compare.fact_stream import SPACING, FactStream, Filler, facts_told_once, facts_with_updates
+from h2o_stream.compare.facts import Fact, read_facts
 from h2o_stream.compare.folder import JobResult
-from h2o_stream.compare.nll import STEP, digest_of, read_tokens
-from h2o_stream.config import CacheConfig
-from h2o_stream.errors import ConfigError, DataError
+from h2o_stream.compare.nll import digest_of, read_tokens
+from h2o_stream.compare.recall_rates import chat_rates, rates_by_distance
+from h2o_stream.config import CacheConfig, RecallMode
+from h2o_stream.engine.engine import Engine
+from h2o_stream.errors import DataError
+from h2o_stream.session.questions import load_questions
 
-SPACING = 128
-"""Approximate tokens of text between two facts."""
-
-# fmt: off
-_NAMES = (
-    "Anna", "Ben", "Clara", "David", "Emma", "Frank", "Grace", "Henry", "Irene", "Jack", "Kate", "Leo", "Maria",
-    "Nina", "Oscar", "Paul", "Quentin", "Rose", "Sam", "Tina", "Victor", "Wendy", "Xavier", "Yvonne",
-)
-_WORDS = (
-    "apple", "river", "candle", "garden", "silver", "tiger", "window", "bridge", "coffee", "mountain", "piano",
-    "rocket", "sugar", "castle", "forest", "lemon", "button", "wagon", "anchor", "velvet", "ladder", "copper",
-    "island", "feather",
-)
-# fmt: on
-
-MAX_FACTS = len(_NAMES)
-
-_MAX_TOKENS = 1 << 16
-"""Tokens of a text that are used."""
-
-
-class Recall(Comparison[RecallOptions]):
-    """Every policy on the same stream and questions; only the questions that the full cache answers count."""
-
-    name = "recall"
-
-    _plan: Plan
-
-    def begin(self, notify: Notify) -> dict[str, Any]:
-        """Load the model and plant the facts."""
-        settings = self.load_model(notify)
-        tokens = read_tokens(self.options.text, self.tokenizer, _MAX_TOKENS)
-        self._plan = plan_questions(self.tokenizer, tokens, self.options.facts, self.options.distances)
-        context = context_of(self.model.config)
-        if context is not None and self._plan.length > context:
-            raise ConfigError(
-                f"the last question stands at {self._plan.length}, beyond the model's {context} positions; "
-                "lower --distances or --facts"
-            )
-        return {
-            **settings,
-            "text": str(self.options.text),
-            "tokens": len(self._plan.tokens),
-            "digest": digest_of(self._plan.tokens),
-            "facts": self.options.facts,
-            "distances": list(self.options.distances),
-        }
-
-    def jobs(self) -> list[Job]:
-        """One for each policy."""
-        plan = self._plan
-        questions = digest_of([*plan.tokens, *itertools.chain(*plan.questions)])
-        return [
-            Job(
-                label_of(config),
-                self.key(config, questions=questions),
-                len(plan.tokens),
-                partial(measure_recall, self.model, config, plan),
-            )
-            for config in self.configs
-        ]
-
-    def records(self, results: Iterable[JobResult]) -> Iterator[dict[str, Any]]:
-        """One for each policy and distance."""
-        recalled_by_full: Tensor | None = None
-        for config, result in zip(self.configs, results, strict=True):
-            recalled_by_full = result.values > 0 if recalled_by_full is None else recalled_by_full
-            for column, distance in enumerate(self.options.distances):
-                margins = result.values[:, column][recalled_by_full[:, column]]
-                yield {
-                    "type": self.name,
-                    "text": str(self.options.text),
-                    "policy": config.policy,
-                    "window": window_of(config),
-                    "seed": config.seed,
-                    "distance": distance,
-                    "facts": len(margins),
-                    "margin": float(margins.mean()) if len(margins) else None,
-                    "recalled": float((margins > 0).float().mean()) if len(margins) else None,
-                }
+_MAX_TOKENS = 1 << 17
+"""Tokens of a text that are used before it is repeated."""
 
 
 @dataclass(frozen=True)
-class Plan:
-    """A stream with facts, and the questions.
+class _Run:
+    """What a job measures: a policy with recall on or off, at distances or in a chat."""
 
-    Attributes:
-        tokens: text with facts in it.
-        questions: (token index, fact, index of the distance), ordered by token index.
-        cues: the question of each fact.
-        answers: the first token of each fact's word.
-        choices: the first tokens of all words.
-        distances: tokens between the end of a fact and its question.
-    """
-
-    tokens: tuple[int, ...]
-    questions: tuple[tuple[int, int, int], ...]
-    cues: tuple[tuple[int, ...], ...]
-    answers: tuple[int, ...]
-    choices: tuple[int, ...]
-    distances: tuple[int, ...]
+    config: CacheConfig
+    recall: RecallMode
+    chat: bool
 
     @property
-    def length(self) -> int:
-        """Tokens up to the end of the last question."""
-        return max(at + len(self.cues[fact]) for at, fact, _ in self.questions)
-
-
-def plan_questions(tokenizer: Any, text: Sequence[int], facts: int, distances: Sequence[int]) -> Plan:
-    """Plant `facts` facts in a text, and a question for each of them at every distance.
-
-    Raises:
-        ConfigError: more facts than there are names.
-        DataError: the text is too short.
-    """
-    if facts > MAX_FACTS:
-        raise ConfigError(f"facts is {facts}, there are {MAX_FACTS} names; lower --facts")
-
-    def encode(sentence: str) -> list[int]:
-        return list(tokenizer(sentence, add_special_tokens=False)["input_ids"])
-
-    first_tokens = {word: encode(f" {word}")[0] for word in _WORDS}
-    words = [word for word, first in first_tokens.items() if list(first_tokens.values()).count(first) == 1]
-    if facts > len(words):
-        raise ConfigError(f"facts is {facts}, this tokenizer tells {len(words)} words apart; lower --facts")
-    filler, stream, ends = iter(text), list[int](), list[int]()
-    for name, word in zip(_NAMES[:facts], words, strict=False):
-        stream += itertools.islice(filler, SPACING)
-        stream += encode(f"\n\nThe password of {name} is {word}.\n\n")
-        ends.append(len(stream))
-    questions = sorted((end + far, fact, i) for fact, end in enumerate(ends) for i, far in enumerate(distances))
-    stream += itertools.islice(filler, questions[-1][0] - len(stream))
-    if len(stream) < questions[-1][0]:
-        raise DataError(
-            f"--text is {len(text)} tokens, {questions[-1][0]} are needed in all for {facts} facts asked for after "
-            f"{max(distances)}; lower --facts or --distances"
+    def label(self) -> str:
+        """For people."""
+        return " ".join(
+            [label_of(self.config), *(["recall"] if self.recall == "auto" else []), *(["chat"] if self.chat else [])]
         )
-    return Plan(
-        tokens=tuple(stream),
-        questions=tuple(questions),
-        cues=tuple(tuple(encode(f"\n\nThe password of {name} is")) for name in _NAMES[:facts]),
-        answers=tuple(first_tokens[word] for word in words[:facts]),
-        choices=tuple(first_tokens[word] for word in words),
-        distances=tuple(distances),
-    )
 
 
-@torch.no_grad()
-def measure_recall(model: Any, config: CacheConfig, plan: Plan) -> Iterator[JobProgress | JobResult]:
-    """Feed the stream. At each question, score the answer and restore the cache from before the question.
+class Recall(Comparison[RecallOptions]):
+    """Every policy in the same chats: facts asked for at set distances, and at the end of talk about other things."""
 
-    Yields:
-        `JobProgress` after each piece, and last the margins, [facts, distances] float32 in nats.
-    """
-    margins = torch.empty(len(plan.answers), len(plan.distances))
-    choices = torch.tensor(plan.choices)
-    fed = 0
-    with attach(model, config) as cache:
+    name = "recall"
 
-        def feed(tokens: Sequence[int]) -> Tensor:
-            ids = torch.tensor([list(tokens)], device=home_of(model))
-            logits: Tensor = model(ids, past_key_values=cache, use_cache=True, logits_to_keep=1).logits
-            return logits[0, -1].float().cpu()
+    _facts: tuple[Fact, ...]
 
-        for at, fact, distance in plan.questions:
-            while fed < at:
-                piece = plan.tokens[fed : min(fed + STEP, at)]
-                feed(piece)
-                fed += len(piece)
-                yield JobProgress(fed)
-            state = cache.state_dict()
-            logits = feed(plan.cues[fact])
-            cache.load_state_dict(state)
-            others = logits[choices[choices != plan.answers[fact]]]
-            margins[fact, distance] = logits[plan.answers[fact]] - others.max()
-    yield JobResult(values=margins)
+    def __init__(self, options: RecallOptions) -> None:
+        super().__init__(options)
+        self._tokens: list[int] = []
+        self._replies: dict[str, list[Mapping[str, Any]]] = {}
+
+    def begin(self, notify: Notify) -> dict[str, Any]:
+        """Load the facts, the model and the text."""
+        self._facts = read_facts(self.options.facts)
+        settings = self.load_model(notify)
+        self._tokens = read_tokens(self.options.text, self.tokenizer, _MAX_TOKENS)
+        if not self.tokenizer.decode(self._tokens, skip_special_tokens=True).strip():
+            raise DataError(f"--text {self.options.text}: there are no words in it")
+        return {
+            **settings,
+            "text": str(self.options.text),
+            "tokens": len(self._tokens),
+            "digest": digest_of(self._tokens),
+            "facts": self.options.facts,
+            "distances": list(self.options.distances),
+            "recall": list(self.options.recall),
+            "chat": self.options.chat,
+            "context": context_of(self.model.config),
+        }
+
+    @property
+    def _runs(self) -> list[_Run]:
+        """All jobs. A full cache has nothing to recall, and is not asked in the chat, which may exceed its context."""
+        modes = {config: self.options.recall if config.policy != "full" else ("off",) for config in self.configs}
+        streams = [_Run(config, mode, False) for config in self.configs for mode in modes[config]]
+        chats = [_Run(run.config, run.recall, True) for run in streams if run.config.policy != "full"]
+        return [*(streams if self.options.distances else ()), *(chats if self.options.chat else ())]
+
+    def jobs(self) -> list[Job]:
+        """One for each policy and mode of recall; with --chat another one."""
+        return [self._job(run) for run in self._runs]
+
+    def _job(self, run: _Run) -> Job:
+        settings = {"recall": run.recall, "facts": [asdict(fact) for fact in self._facts]}
+        if run.chat:
+            assert self.options.chat
+            source = load_questions(None).source
+            key = self.key(run.config, **settings, chat=self.options.chat, source=source)
+            return Job(run.label, key, self.options.chat, partial(self._measure_chat, run))
+        distances = list(self.options.distances)
+        key = self.key(run.config, **settings, text=digest_of(self._tokens), distances=distances)
+        total = 2 * (SPACING * len(self._facts) + max(distances))
+        return Job(run.label, key, total, partial(self._measure_stream, run))
+
+    def _measure_stream(self, run: _Run) -> Iterator[JobProgress | JobResult]:
+        answers, before = list[dict[str, Any]](), 0
+        limit = context_of(self.model.config) if run.config.policy == "full" else None
+        for tellings in (facts_told_once(self._facts), facts_with_updates(self._facts)):
+            filler, seen = Filler(self.tokenizer, self._tokens), 0
+            with Engine(self.model, self.tokenizer, run.config, GREEDY) as engine:
+                conversation = start_conversation(engine, run.recall)
+                for event in FactStream(conversation, tellings, self.options.distances, filler, limit).run():
+                    if isinstance(event, int):
+                        seen = event
+                    else:
+                        answers.append({"distance": event[0], **asdict(event[1])})
+                    yield JobProgress(before + seen, f"{len(answers)} asked")
+            before += seen
+        yield JobResult({"answers": answers})
+
+    def _measure_chat(self, run: _Run) -> Iterator[JobProgress | JobResult]:
+        assert self.options.chat
+        with Engine(self.model, self.tokenizer, run.config, GREEDY) as engine:
+            conversation, prompts = start_conversation(engine, run.recall), load_questions(None).prompts(loop=True)
+            chat = FactChat(conversation, self._facts, prompts, self.options.chat)
+            for seen in chat.talk():
+                yield JobProgress(min(seen, self.options.chat))
+            answers = list[dict[str, Any]]()
+            for answer in chat.ask():
+                answers.append(asdict(answer))
+                yield JobProgress(self.options.chat, f"{len(answers)} asked")
+        yield JobResult({"answers": answers, "turns": [asdict(turn) for turn in chat.turns]})
+
+    def records(self, results: Iterable[JobResult]) -> Iterator[dict[str, Any]]:
+        """One for each policy, mode of recall, kind of question, and distance or chat."""
+        for run, result in zip(self._runs, results, strict=True):
+            answers = result.figures["answers"]
+            self._replies[run.label.replace(" ", "-")] = answers
+            about = {
+                "policy": run.config.policy,
+                "window": window_of(run.config),
+                "seed": run.config.seed,
+                "recall": run.recall,
+                "facts": len(self._facts),
+            }
+            if run.chat:
+                rates = chat_rates(answers, result.figures["turns"])
+            else:
+                rates = rates_by_distance(answers, self.options.distances)
+                about["text"] = str(self.options.text)
+            yield from ({"type": "recall-chat" if run.chat else self.name, **about, **rate} for rate in rates)
+
+    def files(self) -> Iterator[tuple[str, str]]:
+        """All replies."""
+        for label, answers in self._replies.items():
+            lines = (json.dumps(answer, ensure_ascii=False) + "\n" for answer in answers)
+            yield f"replies/{label}.jsonl", "".join(lines)

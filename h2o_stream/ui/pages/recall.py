@@ -2,49 +2,83 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from h2o_stream.ui.pages import Chart, Curve, Page, Record, TableData, curve_name, label, or_dash, stem
 
+_HEADINGS = {
+    "same": "asked in the same words",
+    "other": "asked in other words",
+    "contradicted": "updated, then asked for",
+    "never": "never said (right: no fact is told instead)",
+}
+
 
 def page(run: Record, records: Sequence[Record]) -> Page:
-    """Margins by policy and distance."""
-    distances = run["distances"]
-    width = len(distances)
-    policies = [records[start : start + width] for start in range(0, len(records), width)]
-    header = [
-        "policy",
-        "window",
-        *(f"{record['distance']:,} ({record['facts']})" for record in (policies[0] if policies else ())),
-    ]
-    rows = [[label(group[0]), or_dash(group[0]["window"]), *map(_cell, group)] for group in policies]
-    curves = [
-        Curve(
-            curve_name(group[0]),
-            [record["distance"] for record in group if record["recalled"] is not None],
-            [record["recalled"] for record in group if record["recalled"] is not None],
-            label(group[0]),
-        )
-        for group in policies
-    ]
-    title = f"{run['model']}, {run['tokens']:,} tokens of {stem(run['text'])}: facts planted and asked for later"
+    """Accuracy by policy and distance, a table for each kind of question, and one for the chat."""
+    streams = [record for record in records if record["type"] == "recall"]
+    chats = [record for record in records if record["type"] == "recall-chat"]
+    tables = [_table(heading, kind, streams) for kind, heading in _HEADINGS.items()] if streams else []
+    title = f"{run['model']}, {run['facts']} facts planted in a chat about {stem(run['text'])} and asked for later"
     return Page(
         title,
-        "mean margin of the right word in nats, and how often it is the likeliest; in brackets: facts that the full "
-        "cache can tell, others do not count",
-        [TableData("tokens between the fact and the question", header, rows)],
-        [
-            Chart(
-                "recall",
-                f"Recalled, by distance\n{title}",
-                ("tokens since the fact", "recalled"),
-                curves,
-                (-0.02, 1.02),
-                "x",
-            )
-        ],
+        "right replies, and the mean margin of the right value in nats; (n): fewer questions, because "
+        "a full cache is only asked inside the model's context",
+        [*tables, *([_chat_table(chats)] if chats else [])],
+        _charts(streams, title),
     )
 
 
-def _cell(record: Record) -> str:
-    return "-" if record["margin"] is None else f"{record['margin']:+.2f} {record['recalled']:4.0%}"
+def _runs(records: Sequence[Record]) -> list[list[Record]]:
+    """The records of each policy, window and mode of recall, in order."""
+    runs: dict[tuple[object, ...], list[Record]] = {}
+    for record in records:
+        runs.setdefault((label(record), record["window"], record["recall"]), []).append(record)
+    return list(runs.values())
+
+
+def _table(heading: str, kind: str, records: Sequence[Record]) -> TableData:
+    records = [record for record in records if record["kind"] == kind]
+    distances = sorted({record["distance"] for record in records})
+    most = max((record["questions"] for record in records), default=0)
+    rows = []
+    for group in _runs(records):
+        cells = {record["distance"]: _cell(record, most) for record in group}
+        rows.append([*_names(group[0]), *(cells.get(distance, "-") for distance in distances)])
+    header = ["policy", "window", "recall", *(f"{distance:,} tokens later" for distance in distances)]
+    return TableData(f"{heading}; questions: {most}", header, rows)
+
+
+def _chat_table(records: Sequence[Record]) -> TableData:
+    rows = []
+    for group in _runs(records):
+        cells = {record["kind"]: _cell(record) for record in group}
+        turns = (f"{group[0][name]:.1%}" for name in ("turns_recalling", "first_turns_recalling"))
+        rows.append([*_names(group[0]), *cells.values(), *turns])
+    kinds = [record["kind"] for record in _runs(records)[0]]
+    header = ["policy", "window", "recall", *kinds, "other turns that recall", "first turns"]
+    return TableData(f"at the end of a chat with {records[0]['turns']} turns about other things", header, rows)
+
+
+def _names(record: Record) -> list[str]:
+    return [label(record), or_dash(record["window"]), record["recall"]]
+
+
+def _cell(record: Mapping[str, object], most: int = 0) -> str:
+    margin = "" if record["margin"] is None else f" {record['margin']:+.2f}"
+    fewer = f" ({record['questions']})" if most and record["questions"] != most else ""
+    return f"{record['accuracy']:.0%}{margin}{fewer}"
+
+
+def _charts(records: Sequence[Record], title: str) -> list[Chart]:
+    curves = [
+        Curve(
+            f"{curve_name(group[0])} {'with recall' if group[0]['recall'] == 'auto' else ''}".strip(),
+            [record["distance"] for record in group],
+            [record["accuracy"] for record in group],
+            f"{label(group[0])} {group[0]['recall']}",
+        )
+        for group in _runs([record for record in records if record["kind"] == "same"])
+    ]
+    axes = ("tokens since the fact", "right replies")
+    return [Chart("recall", f"Right replies, by distance\n{title}", axes, curves, (-0.02, 1.02), "x")] if curves else []

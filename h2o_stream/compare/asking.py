@@ -1,0 +1,132 @@
+"""Asks questions in a conversation and leaves it as it was."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import closing
+from dataclasses import dataclass
+from itertools import takewhile
+from typing import Any
+
+import torch
+
+from h2o_stream.cache.support import home_of
+from h2o_stream.compare.facts import Question, tells
+from h2o_stream.config import RecallMode, SamplingConfig
+from h2o_stream.engine.engine import Engine
+from h2o_stream.engine.events import Finished, PrefillProgress, Token
+from h2o_stream.errors import H2OStreamError
+from h2o_stream.session.conversation import Conversation
+
+MAX_ANSWER = 40
+"""Tokens of a reply to a question."""
+
+GREEDY = SamplingConfig(temperature=0.0, max_tokens=MAX_ANSWER)
+
+
+@dataclass(frozen=True)
+class Answer:
+    """The reply to a question.
+
+    Attributes:
+        kind: see `Question`.
+        id: see `Question`.
+        tokens: tokens between the end of the fact's turn and the question; since the last fact if none was asked for.
+        reply: the text.
+        right: whether it tells the right value and no wrong one.
+        wrong: whether it tells a wrong one.
+        margin: log-probability of the right value minus that of the wrong one in nats, where the two first differ, if
+            the reply began with `Question.reply`. None if there is no right value.
+        recalling: whether evicted passages were read again before the reply.
+    """
+
+    kind: str
+    id: str
+    tokens: int
+    reply: str
+    right: bool
+    wrong: bool
+    margin: float | None
+    recalling: bool
+
+
+def start_conversation(engine: Engine, recall: RecallMode) -> Conversation:
+    """A new conversation with the system prompt of the model's template."""
+    assert recall == "off"
+    return Conversation(engine)
+
+
+def tell(conversation: Conversation, text: str, reply: str) -> None:
+    """Feed a turn.
+
+    Raises:
+        H2OStreamError: it could not be fed completely.
+    """
+    for event in conversation.feed_turn(text, reply):
+        if isinstance(event, Finished):
+            raise H2OStreamError(f"the stream ended early: {event.detail or event.reason}")
+
+
+def length_of_turn(conversation: Conversation, text: str, reply: str) -> int:
+    """Tokens that a turn would add."""
+    template, tokens = conversation.metadata.template, conversation.engine.tokens
+    ended = bool(tokens) and tokens[-1] in conversation.engine.end_tokens
+    return len(template.next_turn(text, ended).tokens) + len(template.reply(reply))
+
+
+def say(conversation: Conversation, text: str) -> tuple[str, bool]:
+    """The reply to a message, and whether evicted passages were read again before it."""
+    pieces, recalling = list[str](), False
+    for event in conversation.say(text):
+        if isinstance(event, Token):
+            pieces.append(event.text)
+    return "".join(pieces).strip(), recalling
+
+
+def ask(conversation: Conversation, questions: Iterable[tuple[Question, int]]) -> Iterator[Answer]:
+    """Ask each question on its own. After the last one the conversation is as before.
+
+    Args:
+        conversation: which.
+        questions: each with `Answer.tokens`.
+    """
+    state = conversation.state_dict()
+    for question, tokens in questions:
+        margin = _margin(conversation, question) if question.answers else None
+        if margin is not None:
+            conversation.load_state_dict(state)
+        reply, recalling = say(conversation, question.text)
+        conversation.load_state_dict(state)
+        right, wrong = question.right(reply), tells(reply, question.wrong)
+        yield Answer(question.kind, question.id, tokens, reply, right, wrong, margin, recalling)
+
+
+def _margin(conversation: Conversation, question: Question) -> float:
+    """See `Answer.margin`. Leaves the conversation with half a reply, which it does not know of."""
+    _prefill(conversation, question.text)
+    tokenizer = conversation.engine.tokenizer
+    right, wrong = (_encode(tokenizer, question.reply, values) for values in (question.answers, question.wrong))
+    shared = [pair[0] for pair in takewhile(lambda pair: pair[0] == pair[1], zip(right, wrong, strict=False))]
+    logits = _continue(conversation.engine, shared)
+    return float(logits[right[len(shared)]] - logits[wrong[len(shared)]])
+
+
+def _prefill(conversation: Conversation, text: str) -> None:
+    """Feed a message as far as the reply."""
+    with closing(conversation.say(text)) as events:
+        for event in events:
+            if isinstance(event, PrefillProgress) and event.done == event.total:
+                return
+
+
+def _encode(tokenizer: Any, reply: str, values: Sequence[str]) -> list[int]:
+    """A reply with a value; its full stop makes it differ from one with a longer value."""
+    return list(tokenizer(f"{reply} {values[0]}.", add_special_tokens=False)["input_ids"])
+
+
+@torch.no_grad()
+def _continue(engine: Engine, tokens: Sequence[int]) -> torch.Tensor:
+    """The logits after further tokens of a reply, [vocabulary] float32."""
+    ids = torch.tensor([list(tokens)], device=home_of(engine.model))
+    logits: torch.Tensor = engine.model(ids, past_key_values=engine.cache, use_cache=True, logits_to_keep=1).logits
+    return logits[0, -1].float().cpu()
