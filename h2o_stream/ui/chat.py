@@ -12,9 +12,10 @@ from prompt_toolkit.formatted_text import FormattedText
 from rich.text import Text
 
 from h2o_stream.config import ChatConfig, Settings
-from h2o_stream.engine.events import Finish, PrefillProgress, Token
+from h2o_stream.engine.events import Finish, PrefillProgress
 from h2o_stream.errors import H2OStreamError
 from h2o_stream.recall.passage import Recalled
+from h2o_stream.session.conversation import ReplyEvents
 from h2o_stream.session.history import ConversationHistory
 from h2o_stream.session.jsonl import JsonlWriter
 from h2o_stream.session.recording import Recorder
@@ -107,9 +108,9 @@ class Chat:
             return self.say(config.prompt)
         for message in self._messages(typed or (self._typed() if self._terminal.interactive else _piped())):
             finish = self.say(message)
-            if finish == "oom" or config.single_turn:
-                return finish
-            if finish == "interrupted" and (interrupts.terminated or not self._terminal.interactive):
+            if interrupts.terminated:
+                return "interrupted"
+            if finish == "oom" or config.single_turn or (finish == "interrupted" and not self._terminal.interactive):
                 return finish
         return None
 
@@ -117,35 +118,42 @@ class Chat:
         """One turn: the reply streams to stdout, statistics go to stderr. Ctrl-C ends the turn."""
         interrupts = self._context.loaded.interrupts
         self._recorder.start_turn(f"turn {self._history.conversation.metadata.turns + 1}", message)
-        with interrupts, ExitStack() as stack:
+        with interrupts:
+            with closing(self._history.say(message)) as events:
+                try:
+                    turn = self._show(events)
+                except OSError:  # the terminal or pipe is gone: end the turn, which keeps what was said
+                    interrupts.requested = True
+                    for event in events:
+                        self._report.add_event(event)
+                    raise
+            self._jsonl.write(turn.record())
+        self._terminal.note(turn_line(turn), style="dim")
+        if turn.detail:
+            self._terminal.error(turn.detail)
+        return turn.finish
+
+    def _show(self, events: ReplyEvents) -> Turn:
+        """Draw a turn up to its end."""
+        with ExitStack() as stack:
             status = stack.enter_context(closing(PrefillStatus(self._terminal)))
             reply: Reply | None = None
-            events = self._history.say(message)
-            try:
-                for event in events:
-                    self._report.add_event(event)
-                    self._recorder.add_event(event)
-                    if isinstance(event, Recalled):
-                        note_recalled(self._terminal, event.candidates)
-                        continue
-                    if isinstance(event, PrefillProgress):
-                        status.show(event.done, event.total)
-                        continue
-                    status.close()
-                    if reply is None:
-                        reply = self._reply()
-                        stack.enter_context(reply)
-                    if isinstance(event, Token):
-                        reply.push(event.text)
-                        continue
-                    stack.close()
-                    self._end_turn(event)
-                    return event.finish
-            except OSError:  # the terminal or pipe is gone: end the turn, which keeps what was said
-                interrupts.requested = True
-                for event in events:
-                    self._report.add_event(event)
-                raise
+            for event in events:
+                self._report.add_event(event)
+                self._recorder.add_event(event)
+                if isinstance(event, Recalled):
+                    note_recalled(self._terminal, event.candidates)
+                    continue
+                if isinstance(event, PrefillProgress):
+                    status.show(event.done, event.total)
+                    continue
+                status.close()
+                if reply is None:
+                    reply = self._reply()
+                    stack.enter_context(reply)
+                if isinstance(event, Turn):
+                    return event
+                reply.push(event.text)
         raise AssertionError("a turn always ends with a Turn")
 
     def toolbar(self) -> FormattedText:
@@ -171,12 +179,6 @@ class Chat:
         if self._context.config.plain or not self._terminal.live or self._terminal.quiet:
             return PlainReply(self._terminal)
         return MarkdownReply(self._footer, self._terminal.stdout_console)
-
-    def _end_turn(self, turn: Turn) -> None:
-        self._terminal.note(turn_line(turn), style="dim")
-        if turn.detail:
-            self._terminal.error(turn.detail)
-        self._jsonl.write(turn.record())
 
     def _messages(self, texts: Iterator[str]) -> Iterator[str]:
         """The messages for the model. Commands are executed, empty lines skipped."""
