@@ -14,9 +14,12 @@ from h2o_stream.recall.passage import Candidate, Passage, Verdict
 from h2o_stream.recall.passages import sentences
 from h2o_stream.recall.terms import TermWeights, first_person, words
 
-OWN_THRESHOLD, TOLD_THRESHOLD, THRESHOLD = 0.28, 0.7, 0.82
+OWN_THRESHOLD, TOLD_THRESHOLD, THRESHOLD = 0.32, 0.78, 0.84
 """Lowest scores that are recalled: when users ask of themselves, of what they told; when they ask of other things, of
-what they told; and of all else: pastes, files and replies."""
+what they told; and of all else: pastes, files and replies.
+
+Of 36 held-back facts among 6,000 tokens of other text, asked for in the same and in other words, they find 0.97 and
+0.58; of MT-Bench's 160 turns, 5 recall something. With 0.28, 0.7 and 0.82 they find as many, and 8 turns do."""
 
 HELD = 0.9
 """Share of a passage's tokens from which on it needs no reading, because the heads that copy still hold them."""
@@ -28,7 +31,9 @@ _LEAST = 0.6
 """Least weight of all terms of a message that asks for something, unless it asks of the user: "sure?" weighs less."""
 
 _FAR, _NEAR, _RELATED = 0.15, 0.35, 0.9
-"""Cosine at which a word begins to count as another one, from which on it counts most, and how much that is."""
+"""Cosine at which a word begins to count as another one, from which on it counts most, and how much that is.
+
+With 0.5 instead of 0.35, 0.39 instead of 0.58 of 36 facts are found in other words; "pet" and "cat" have 0.32."""
 
 _INFLECTED = 0.95
 """How much "works" counts as "work"."""
@@ -40,7 +45,7 @@ _REPLY = 0.85
 """How much a reply counts: facts are what users say."""
 
 _NEIGHBOURS = 20
-"""Related words that are searched for each term."""
+"""Related words that are searched for each term. 40 find no more."""
 
 _FOUND = 24
 """Passages taken from each search."""
