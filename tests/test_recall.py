@@ -92,7 +92,8 @@ class TestReading:
         assert [candidate.passage.text for candidate in first.candidates] == ["w3 w4"]
         *_, turn = events
         conversation = history.conversation
-        assert isinstance(turn, Turn) and turn.recalled == first.candidates
+        assert isinstance(turn, Turn)
+        assert turn.recalled == first.candidates
         (marked,) = conversation.recalled
         tokens, tokenizer = conversation.engine.tokens, conversation.engine.tokenizer
         assert before < marked.start
@@ -254,7 +255,8 @@ class TestIndexFollows:
         again.conversation.recall.notify = lines.append
         again.open("a")
         assert indexed(again) == said(again) != []
-        assert len(lines) == 1 and "rebuilt" in lines[0]
+        assert len(lines) == 1
+        assert "rebuilt" in lines[0]
 
     def test_without_a_history(self, make: Callable[..., ConversationHistory]) -> None:
         conversation = make().conversation
@@ -285,4 +287,5 @@ def test_a_fact_is_told_after_it_was_evicted(embedded: LoadedModel) -> None:
             replies[recall] = turn
     assert "4821" in replies["auto"].text
     assert [candidate.passage.turn for candidate in replies["auto"].recalled] == [1]
-    assert "4821" not in replies["off"].text and replies["off"].recalled == ()
+    assert "4821" not in replies["off"].text
+    assert replies["off"].recalled == ()

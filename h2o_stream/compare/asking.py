@@ -16,6 +16,7 @@ from h2o_stream.config import RecallMode, SamplingConfig
 from h2o_stream.engine.engine import Engine
 from h2o_stream.engine.events import Finished, PrefillProgress, Token
 from h2o_stream.errors import H2OStreamError
+from h2o_stream.recall.passage import Recalled
 from h2o_stream.session.conversation import Conversation
 
 MAX_ANSWER = 40
@@ -52,8 +53,7 @@ class Answer:
 
 def start_conversation(engine: Engine, recall: RecallMode) -> Conversation:
     """A new conversation with the system prompt of the model's template."""
-    assert recall == "off"
-    return Conversation(engine)
+    return Conversation(engine, recall=recall)
 
 
 def tell(conversation: Conversation, text: str, reply: str) -> None:
@@ -80,6 +80,7 @@ def say(conversation: Conversation, text: str) -> tuple[str, bool]:
     for event in conversation.say(text):
         if isinstance(event, Token):
             pieces.append(event.text)
+        recalling = recalling or isinstance(event, Recalled)
     return "".join(pieces).strip(), recalling
 
 

@@ -99,14 +99,14 @@ class RecallOptions(ComparisonOptions):
     """Facts told in a chat and asked for later, with and without recall of what was evicted.
 
     A fact is asked for in the same and in other words, after an update, and there are questions about things never
-    said. The full cache always runs, as far as its context reaches. With --out (extra "plots") all replies are kept.
+    said. The full cache is asked as far as its context reaches. With --out (extra "plots") all replies are kept.
     """
 
     comparison = "h2o_stream.compare.recall:Recall"
     page = "h2o_stream.ui.pages.recall:page"
 
     text: Annotated[Path, Option("A text file, the talk between facts; repeated if it is short.")]
-    policies: Policies = ("sink", "h2o-paper", "h2o")
+    policies: Policies = ("full", "sink", "h2o-paper", "h2o")
     windows: Windows = (DEFAULT_WINDOW,)
     distances: Annotated[
         Sequence[int],
@@ -123,11 +123,6 @@ class RecallOptions(ComparisonOptions):
         super().__post_init__()
         if not (self.distances or self.chat):
             raise ConfigError("--distances is empty; give one or more, or --chat")
-
-    @property
-    def configs(self) -> list[CacheConfig]:
-        """``full``, then every policy, window and seed."""
-        return configs_of(("full", *self.policies), self.windows, self.seeds, self.cache)
 
 
 @dataclass(frozen=True, kw_only=True)

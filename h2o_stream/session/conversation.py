@@ -149,9 +149,9 @@ class Conversation:
         """One turn: feed the user's message, then generate a reply.
 
         Yields:
-            `Recalled` if passages are read again, the engine's events as they come, then the finished `Turn`. If the iterator is closed early, everything
-            yielded so far is in the cache, and the next turn continues from there. A first turn that is closed before
-            the user's message is reached is forgotten.
+            `Recalled` if passages are read again, the engine's events as they come, then the finished `Turn`. If the
+            iterator is closed early, everything yielded so far is in the cache, and the next turn continues from there.
+            A first turn that is closed before the user's message is reached is forgotten.
 
         Raises:
             H2OStreamError: the stream is torn.
