@@ -206,11 +206,32 @@ def test_excerpts_keep_to_the_budget(chat: Chat) -> None:
 
 
 def test_all_that_is_recalled_keeps_to_the_budget(chat: Chat) -> None:
-    for name, place in (("Anna", "station"), ("Bert", "museum"), ("Carl", "harbour"), ("Dora", "cemetery")):
-        chat.say(f"My cousin {name} lives in a house near the {place}.")
-    candidates = chat.ask("Where does my cousin live?", budget=120)
+    """Four cousins with so much of their own that none takes the place of another."""
+    for name, place, job in (
+        ("Annabelle", "railway station", "sells antique clocks"),
+        ("Bertram", "maritime museum", "repairs violins"),
+        ("Carlotta", "fishing harbour", "breeds alpacas"),
+        ("Dorothea", "old cemetery", "translates Hungarian poetry"),
+    ):
+        chat.say(f"My cousin {name} lives near the {place} and {job}.")
+    candidates = chat.ask("Where does my cousin live?", budget=160)
     assert {item.verdict for item in candidates} == {"recalled", "no room"}
-    assert sum(item.tokens for item in candidates if item.verdict == "recalled") <= 120
+    assert sum(item.tokens for item in candidates if item.verdict == "recalled") <= 160
+
+
+def test_the_older_of_two_statements_is_outdated(chat: Chat) -> None:
+    chat.say("The code of the garden gate is 4821.")
+    chat.say("My neighbour opened the garden gate.")
+    chat.say("The code of the garden gate has changed, it is 7755 now.")
+    verdicts = {item.excerpt: item.verdict for item in chat.ask("What is the code of the garden gate?")}
+    assert verdicts["The code of the garden gate has changed, it is 7755 now."] == "recalled"
+    assert verdicts["The code of the garden gate is 4821."] == "outdated"
+
+
+def test_what_only_touches_the_subject_replaces_nothing(chat: Chat) -> None:
+    chat.say("My sister Clara works as a dentist in Porto.")
+    chat.say("I met my sister for lunch yesterday.")
+    assert "My sister Clara works as a dentist in Porto." in chat.recalled("What is my sister's job?")
 
 
 def test_only_the_question_of_a_long_message_counts(chat: Chat) -> None:

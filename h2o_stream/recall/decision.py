@@ -59,8 +59,12 @@ _SAME = 0.5
 _BESIDE = 0.45
 """Share of the best rank that others need to be recalled beside it."""
 
-_REPEATED = 0.8
-"""Share of its weight, less one word, that a sentence shares with an older one that it replaces."""
+_REPLACED = 0.7
+"""The same share from which on the newer one is read alone. Read with what it contradicts, in the best order, the model
+told the old answer 5 times of 20, and never without it."""
+
+_VALUE = 2.0
+"""Most weight of the words that only the older one has then: two or three rare ones, such as a date with a time."""
 
 _LONG = 400
 """Characters from which on a message is taken to be text with a question."""
@@ -241,11 +245,23 @@ def _newest_first(matches: list[_Match]) -> list[_Match]:
 
 
 def _contradicts(newer: _Match, older: _Match) -> bool:
-    """Whether the newer one covers as well most of what the older one covers."""
-    if newer.passage.start <= older.passage.start or newer.own < older.own or newer.rank < _BESIDE * older.rank:
-        return False
+    """Whether the newer one may say something else about what the older one is about."""
+    return newer.rank >= _BESIDE * older.rank and _agreement(newer, older) >= _SAME
+
+
+def _replaces(newer: _Match, older: _Match, terms: TermWeights) -> bool:
+    """Whether the older one says hardly anything that the newer one does not say again, or otherwise."""
+    said = {*words(newer.sentence), *older.terms}
+    rest = sum(weight for word, weight in _weights(older.sentence, terms).items() if word not in said)
+    return _agreement(newer, older) >= _REPLACED and rest <= _VALUE
+
+
+def _agreement(newer: _Match, older: _Match) -> float:
+    """Share of what the older match covers that the newer one covers too; 0 if it is not newer, or less personal."""
+    if newer.passage.start <= older.passage.start or newer.own < older.own:
+        return 0.0
     same = newer.covered >= 0.95 * older.covered
-    return float(older.covered[same].sum()) >= _SAME * float(older.covered.sum())
+    return float(older.covered[same].sum() / older.covered.sum())
 
 
 def _matching(asked: list[str], others: list[str], terms: TermWeights) -> Tensor:
@@ -277,7 +293,7 @@ def _judge(
 ) -> list[Candidate]:
     candidates: list[Candidate] = []
     best = max((match.rank for match in matches), default=0.0)
-    newer: list[str] = []
+    known: list[_Match] = []
     left = budget
     for match in matches:
         passage = match.passage
@@ -286,14 +302,14 @@ def _judge(
         verdict: Verdict = "recalled"
         if match.rank < max(1, _BESIDE * best):
             verdict = "loosely related"
-        elif any(_same_statement(text, match.sentence, terms) for text in newer):
+        elif any(_replaces(newer, match, terms) for newer in known):
             verdict = "outdated"
         elif share >= HELD:
             verdict = "still held"
         elif size > left:
             verdict = "no room"
         if verdict in ("recalled", "still held"):
-            newer.append(match.sentence)
+            known.append(match)
         left -= size if verdict == "recalled" else 0
         candidates.append(Candidate(passage, excerpt, match.score, match.terms, share, size, verdict))
     return candidates
@@ -323,16 +339,3 @@ def _growing(first: int, last: int, count: int) -> Iterator[tuple[int, int]]:
         if first > 0:
             first -= 1
             yield first, last
-
-
-def _same_statement(newer: str, older: str, terms: TermWeights) -> bool:
-    """Whether two sentences differ in hardly more than one word, such as a number."""
-    return _shared(newer, older, terms) >= _REPEATED and _shared(older, newer, terms) >= _REPEATED
-
-
-def _shared(text: str, other: str, terms: TermWeights) -> float:
-    """Share of the weight of a text, without its heaviest new word, that the other text has too."""
-    weights, others = _weights(text, terms), set(words(other))
-    new = [weight for word, weight in weights.items() if word not in others]
-    rest = sum(weights.values()) - max(new, default=0)
-    return (sum(weights.values()) - sum(new)) / rest if rest > 0 else 0.0

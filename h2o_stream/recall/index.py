@@ -24,11 +24,8 @@ T = TypeVar("T")
 _MAX_ROWS = 3000
 """Passages that are ranked in a search: 4 ms. Common words are left out, or only the newest passages are ranked."""
 
-MAX_TOLD = 3
-"""Passages of a message that a user types, at most; a longer one is pasted text: 100 to 200 words."""
-
-_TOLD = f"""JOIN passages AS told ON told.id = words.rowid AND told.role = 'user' AND
-    (SELECT count(*) FROM passages WHERE turn = told.turn AND role = 'user') <= {MAX_TOLD}"""
+_TOLD = """JOIN passages AS told ON told.id = words.rowid AND told.role = 'user' AND
+    (SELECT count(*) FROM passages WHERE turn = told.turn AND role = 'user') = 1"""
 
 _MAX_TERMS = 64
 _MAX_TERM_LENGTH = 256
@@ -129,7 +126,7 @@ class PassageIndex:
         Args:
             terms: words or phrases of the user, in any form. If there are rarer ones, the most common are ignored.
             limit: the number of passages.
-            told: only what the user typed: messages of at most `MAX_TOLD` passages.
+            told: only messages of one passage: what the user typed, not what was pasted.
         """
         return self._run(lambda connection: _search(connection, terms, limit, told), [])
 

@@ -37,8 +37,8 @@ _ITERATIONS = 12
 _SEARCHED = 16384
 """Words among which related ones are searched: the commonest, of 24,869 (embedded model)."""
 
-_CHUNK = 8192
-"""Embeddings read at once, so that packed weights are never unpacked as a whole."""
+_CHUNK = 2048
+"""Embeddings processed at once: little memory, and packed weights are never unpacked as a whole."""
 
 _WORD = re.compile(rf"[{UNSPACED}]+|[^\W_{UNSPACED}]+(?:[.,:'\u2019\-][^\W_{UNSPACED}]+)*")
 _UNSPACED_RUN = re.compile(rf"[{UNSPACED}]+")
@@ -160,14 +160,20 @@ class TermWeights:
         mean = sample.mean(0)
         common = _top_direction(torch.nn.functional.normalize(sample - mean, dim=-1))
         random = torch.Generator().manual_seed(0)
-        projection = torch.randn(len(mean), _DIMS, generator=random) if len(mean) > _DIMS else torch.eye(len(mean))
-        projection -= common[:, None] * (common @ projection)
-        table = torch.zeros(len(self._rows), projection.shape[1])
-        for part in pairs.split(_CHUNK):
-            directions = torch.nn.functional.normalize(self._read(part[:, 0]) - mean, dim=-1)
-            table.index_add_(0, part[:, 1], directions @ projection)
-        rounded = (table * (127 / table.abs().amax(1, keepdim=True).clamp_min(1e-9))).round()
-        return rounded.to(torch.int8), 1 / rounded.norm(dim=1).clamp_min(1)
+        projection = torch.randn(len(mean), _DIMS, generator=random) if len(mean) > _DIMS else None
+        table = torch.empty(len(self._rows), min(len(mean), _DIMS), dtype=torch.int8)
+        scales = torch.empty(len(table))
+        for first in range(0, len(table), _CHUNK):
+            last = min(first + _CHUNK, len(table))
+            start, stop = torch.searchsorted(pairs[:, 1].contiguous(), torch.tensor([first, last])).tolist()
+            directions = torch.nn.functional.normalize(self._read(pairs[start:stop, 0]) - mean, dim=-1)
+            directions -= (directions @ common)[:, None] * common
+            if projection is not None:
+                directions = directions @ projection
+            words = torch.zeros(last - first, table.shape[1]).index_add_(0, pairs[start:stop, 1] - first, directions)
+            words = (words * (127 / words.abs().amax(1, keepdim=True).clamp_min(1e-9))).round()
+            table[first:last], scales[first:last] = words, 1 / words.norm(dim=1).clamp_min(1)
+        return table, scales
 
     def _read(self, ids: Tensor) -> Tensor:
         """Embeddings, float32 [N, D]."""
