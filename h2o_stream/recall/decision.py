@@ -66,6 +66,9 @@ told the old answer 5 times of 20, and never without it."""
 _VALUE = 2.0
 """Most weight of the words that only the older one has then: two or three rare ones, such as a date with a time."""
 
+_NOTHING = 0.1
+"""Most weight of the words of a passage that only repeats another one."""
+
 _LONG = 400
 """Characters from which on a message is taken to be text with a question."""
 
@@ -249,11 +252,10 @@ def _contradicts(newer: _Match, older: _Match) -> bool:
     return newer.rank >= _BESIDE * older.rank and _agreement(newer, older) >= _SAME
 
 
-def _replaces(newer: _Match, older: _Match, terms: TermWeights) -> bool:
-    """Whether the older one says hardly anything that the newer one does not say again, or otherwise."""
-    said = {*words(newer.sentence), *older.terms}
-    rest = sum(weight for word, weight in _weights(older.sentence, terms).items() if word not in said)
-    return _agreement(newer, older) >= _REPLACED and rest <= _VALUE
+def _rest(match: _Match, other: _Match, terms: TermWeights) -> float:
+    """Weight of the words of a match that are neither in the other match nor what was asked for."""
+    said = {*words(other.sentence), *match.terms}
+    return sum(weight for word, weight in _weights(match.sentence, terms).items() if word not in said)
 
 
 def _agreement(newer: _Match, older: _Match) -> float:
@@ -302,7 +304,9 @@ def _judge(
         verdict: Verdict = "recalled"
         if match.rank < max(1, _BESIDE * best):
             verdict = "loosely related"
-        elif any(_replaces(newer, match, terms) for newer in known):
+        elif any(_rest(match, other, terms) <= _NOTHING for other in known):
+            verdict = "repeated"
+        elif any(_agreement(newer, match) >= _REPLACED and _rest(match, newer, terms) <= _VALUE for newer in known):
             verdict = "outdated"
         elif share >= HELD:
             verdict = "still held"

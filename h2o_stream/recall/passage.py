@@ -7,8 +7,11 @@ from typing import Literal
 
 Role = Literal["user", "assistant"]
 
-Verdict = Literal["recalled", "still held", "loosely related", "outdated", "no room"]
-"""What was decided about a candidate. ``outdated``: a newer passage says the same things."""
+Verdict = Literal["recalled", "still held", "loosely related", "repeated", "outdated", "no room"]
+"""What was decided about a candidate.
+
+``repeated``: a better one says the same; ``outdated``: a newer one replaces it.
+"""
 
 
 @dataclass(frozen=True)
