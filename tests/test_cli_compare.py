@@ -87,7 +87,7 @@ class TestCompare:
         text, out = tmp_path / "text.txt", tmp_path / "out"
         text.write_text("The quick brown fox jumps over the lazy dog.")
         base = ["recall", "-m", tiny_folder, "--text", text, "--facts", "2", "--distances", "8,60", "--jsonl", "-"]
-        base += ["--chat", "150", "--policies", "sink", "--windows", "64", "--out", out]
+        base += ["--chat", "150", "--policies", "full,sink", "--windows", "64", "--out", out]
         done = invoke("h2o-compare", *base)
         assert done.exit_code == 0, done.stderr
         run, *results = records(done.stdout)

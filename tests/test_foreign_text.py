@@ -222,7 +222,7 @@ class TestCommands:
         lines = "".join(line.replace("\n", " ") + "\n" for line in typed)
         done = invoke("h2o-chat", "-m", evil_folder, "-n", 4, "-s", f"Be {EVIL}", "-v", typed=lines)
         assert done.exit_code == 0, done.stderr
-        assert "unexpected" not in done.stderr
+        assert "unexpected " not in done.stderr, "an error of our own; the model may say any word"
         assert done.stderr.count("[66m") > 15
         assert not spoken(done.output)
 

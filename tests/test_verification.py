@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import inspect
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -32,8 +33,9 @@ def refusal(model: Any, **settings: Any) -> str:
 
 
 @pytest.fixture
-def forwards(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Lengths of the forwards of Llama models."""
+def forwards(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[int]:
+    """Lengths of the forwards of Llama models. What a slow machine has kept of earlier verifications is out of reach."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     lengths: list[int] = []
     forward = LlamaForCausalLM.forward
 

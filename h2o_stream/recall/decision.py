@@ -50,8 +50,8 @@ _NEIGHBOURS = 20
 _FOUND = 24
 """Passages taken from each search."""
 
-_SHOWN = 8
-"""Most candidates."""
+_SHOWN, _SEEN = 8, 0.1
+"""Most candidates, and the lowest score of one."""
 
 _SAME = 0.5
 """Share of what an older passage covers, from which on a newer one that covers it as well goes first."""
@@ -220,7 +220,7 @@ class _Matcher:
             score = float(covered.sum()) * (1 if passage.role == "user" else _REPLY)
             own = passage in self._told and (first_person(text) or len(passage.text) <= _SHORT)
             rank = score / ((OWN_THRESHOLD if self._own else TOLD_THRESHOLD) if own else THRESHOLD)
-            if best is None or rank > best.rank:
+            if score >= _SEEN and (best is None or rank > best.rank):
                 best = _Match(passage, text, own, covered, score, rank, self._names(covered))
         return best
 
