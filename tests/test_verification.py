@@ -34,7 +34,7 @@ def refusal(model: Any, **settings: Any) -> str:
 
 @pytest.fixture
 def forwards(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[int]:
-    """Lengths of the forwards of Llama models. What a slow machine has kept of earlier verifications is out of reach."""
+    """Lengths of the forwards of Llama models. Verifications that a slow machine kept are out of reach."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     lengths: list[int] = []
     forward = LlamaForCausalLM.forward
