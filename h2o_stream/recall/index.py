@@ -24,6 +24,9 @@ T = TypeVar("T")
 _MAX_ROWS = 3000
 """Passages that are ranked in a search: 4 ms. Common words are left out, or only the newest passages are ranked."""
 
+_SAMPLE = 300
+"""Passages from which the frequency of a common word is estimated."""
+
 _TOLD = """JOIN passages AS told ON told.id = words.rowid AND told.role = 'user' AND
     (SELECT count(*) FROM passages WHERE turn = told.turn AND role = 'user') = 1"""
 
@@ -212,10 +215,10 @@ def _search(connection: sqlite3.Connection, terms: Sequence[str], limit: int, to
 
 
 def _estimate(connection: sqlite3.Connection, phrase: str, total: int) -> int:
-    """About how many of all passages have the phrase; exact up to `_MAX_ROWS`."""
+    """About how many of all passages have the phrase; exact up to `_SAMPLE`."""
     query = "SELECT count(*), max(rowid) FROM (SELECT rowid FROM words WHERE words MATCH ? LIMIT ?)"
-    count, last = connection.execute(query, (phrase, _MAX_ROWS)).fetchone()
-    return int(count if count < _MAX_ROWS else count * total // last)
+    count, last = connection.execute(query, (phrase, _SAMPLE)).fetchone()
+    return int(count if count < _SAMPLE else count * total // last)
 
 
 def _parts(term: str) -> list[str]:
