@@ -14,9 +14,9 @@ from h2o_stream.recall.passage import Candidate, Passage, Verdict
 from h2o_stream.recall.passages import sentences
 from h2o_stream.recall.terms import TermWeights, first_person, words
 
-OWN_THRESHOLD, TOLD_THRESHOLD, THRESHOLD = 0.32, 0.78, 0.84
+OWN_THRESHOLD, TOLD_THRESHOLD, TEXT_THRESHOLD, REPLY_THRESHOLD = 0.32, 0.78, 0.7, 0.84
 """Lowest scores that are recalled: when users ask of themselves, of what they told; when they ask of other things, of
-what they told; and of all else: pastes, files and replies.
+what they told; of files and pastes; and of replies.
 
 Of 36 held-back facts among 6,000 tokens of other text, asked for in the same and in other words, they find 0.97 and
 0.58; of MT-Bench's 160 turns, 5 recall something. With 0.28, 0.7 and 0.82 they find as many, and 8 turns do."""
@@ -219,10 +219,15 @@ class _Matcher:
             covered = torch.maximum(row, around) * self._weights
             score = float(covered.sum()) * (1 if passage.role == "user" else _REPLY)
             own = passage in self._told and (first_person(text) or len(passage.text) <= _SHORT)
-            rank = score / ((OWN_THRESHOLD if self._own else TOLD_THRESHOLD) if own else THRESHOLD)
+            rank = score / self._threshold(passage, own)
             if score >= _SEEN and (best is None or rank > best.rank):
                 best = _Match(passage, text, own, covered, score, rank, self._names(covered))
         return best
+
+    def _threshold(self, passage: Passage, own: bool) -> float:
+        if own:
+            return OWN_THRESHOLD if self._own else TOLD_THRESHOLD
+        return TEXT_THRESHOLD if passage.role == "user" else REPLY_THRESHOLD
 
     def _covered(self, row: list[str]) -> Tensor:
         """How well each term is matched by any of the words, [T]."""
@@ -259,8 +264,8 @@ def _rest(match: _Match, other: _Match, terms: TermWeights) -> float:
 
 
 def _agreement(newer: _Match, older: _Match) -> float:
-    """Share of what the older match covers that the newer one covers too; 0 if it is not newer, or less personal."""
-    if newer.passage.start <= older.passage.start or newer.own < older.own:
+    """Share of what the older match covers that the newer one covers too; 0 if these are not two things users told."""
+    if newer.passage.turn <= older.passage.turn or not (newer.own and older.own):
         return 0.0
     same = newer.covered >= 0.95 * older.covered
     return float(older.covered[same].sum() / older.covered.sum())
