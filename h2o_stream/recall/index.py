@@ -27,8 +27,8 @@ _MAX_ROWS = 3000
 _SAMPLE = 300
 """Passages from which the frequency of a common word is estimated."""
 
-_TOLD = """JOIN passages AS told ON told.id = words.rowid AND told.role = 'user' AND
-    (SELECT count(*) FROM passages WHERE turn = told.turn AND role = 'user') = 1"""
+_TOLD = """JOIN passages AS told ON told.id = words.rowid AND told.role = 'user' AND NOT EXISTS
+    (SELECT 1 FROM passages WHERE turn = told.turn AND role = 'user' AND id != told.id)"""
 
 _MAX_TERMS = 64
 _MAX_TERM_LENGTH = 256
