@@ -496,14 +496,23 @@ def turns_of(session: Session) -> list[Turn]:
 def test_killed_at_any_moment(tmp_path: Path) -> None:
     """After each of ten kills, what was in the index is consistent, and after `sync` it agrees with the transcript."""
     rng, kept, most = random.Random(0), 0, 0
+    transcript = tmp_path / "chat" / "transcript.jsonl"
+
+    def size_of_transcript() -> int:
+        return transcript.stat().st_size if transcript.exists() else 0
+
     for number in range(10):
+        before = size_of_transcript()
         child = os.fork()
         if not child:
             try:
                 chat_forever(tmp_path, number)
             finally:
                 os._exit(1)
-        time.sleep(rng.uniform(0.05, 0.3))
+        deadline = time.monotonic() + 20
+        while size_of_transcript() <= before and time.monotonic() < deadline:
+            time.sleep(0.002)
+        time.sleep(rng.uniform(0, 0.1))
         os.kill(child, signal.SIGKILL)
         assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGKILL
         notices, asked = list[str](), list[int]()
