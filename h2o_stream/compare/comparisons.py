@@ -5,18 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Annotated, Any, Literal, get_args
+from typing import Annotated, Any, Literal
 
-from h2o_stream.compare.options import ComparisonOptions, Policies, Seeds, Window, Windows, configs_of
-from h2o_stream.config import (
-    DEFAULT_CHUNK,
-    DEFAULT_POLICY,
-    DEFAULT_WINDOW,
-    CacheConfig,
-    EngineChoice,
-    ModelConfig,
-    RecallMode,
-)
+from h2o_stream.compare.options import ComparisonOptions, Policies, RecallModes, Seeds, Window, Windows, configs_of
+from h2o_stream.config import DEFAULT_CHUNK, DEFAULT_POLICY, DEFAULT_WINDOW, CacheConfig, EngineChoice, ModelConfig
 from h2o_stream.errors import ConfigError
 from h2o_stream.options import Option, listed, listed_if_any, numbers, numbers_if_any, parse_bytes, paths
 from h2o_stream.registry import Registry
@@ -67,14 +59,6 @@ def _peers(text: str, flag: str) -> tuple[str, ...]:
     return peers
 
 
-def _recall_modes(text: str, flag: str) -> tuple[str, ...]:
-    modes = tuple(dict.fromkeys(listed(text, flag)))
-    for mode in modes:
-        if mode not in get_args(RecallMode):
-            raise ConfigError(f"recall {mode!r} is unknown; {flag} takes some of {', '.join(get_args(RecallMode))}")
-    return modes
-
-
 @dataclass(frozen=True, kw_only=True)
 class NllOptions(ComparisonOptions):
     """Negative log-likelihood of long texts, streamed through each policy's cache.
@@ -112,7 +96,7 @@ class RecallOptions(ComparisonOptions):
         Sequence[int],
         Option("Tokens between a fact and its question, separated by commas; may be empty.", parse=numbers_if_any),
     ] = (64, 1024, 4096)
-    recall: Annotated[Sequence[RecallMode], Option("off, auto, or both with a comma.", parse=_recall_modes)] = ("off",)
+    recall: RecallModes = ("off",)
     facts: Annotated[int, Option("Facts told, 30 at most.", min=1)] = 30
     chat: Annotated[
         int | None, Option("Also ask at the end of a chat of this many tokens: MT-Bench's questions.", min=1)

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, Any, ClassVar, get_args
 
-from h2o_stream.config import DEFAULT_WINDOW, POLICIES, CacheConfig, ModelConfig
+from h2o_stream.config import DEFAULT_WINDOW, POLICIES, CacheConfig, ModelConfig, RecallMode
 from h2o_stream.errors import ConfigError
 from h2o_stream.options import Option, listed, numbers
 from h2o_stream.registry import resolve
@@ -21,9 +21,18 @@ def _policies(text: str, flag: str) -> tuple[str, ...]:
     return policies
 
 
+def _recall_modes(text: str, flag: str) -> tuple[str, ...]:
+    modes = tuple(dict.fromkeys(listed(text, flag)))
+    for mode in modes:
+        if mode not in get_args(RecallMode):
+            raise ConfigError(f"recall {mode!r} is unknown; {flag} takes some of {', '.join(get_args(RecallMode))}")
+    return modes
+
+
 Policies = Annotated[Sequence[str], Option("Policies, separated by commas.", parse=_policies)]
 Windows = Annotated[Sequence[int], Option("Windows, separated by commas.", parse=numbers)]
 Window = Annotated[int, Option("Tokens kept per layer and KV head.")]
+RecallModes = Annotated[Sequence[RecallMode], Option("off, auto, or both with a comma.", parse=_recall_modes)]
 Seeds = Annotated[Sequence[int], Option("Seeds of random, separated by commas.", parse=numbers)]
 
 

@@ -82,7 +82,6 @@ _MOST_TERMS = 24
 _QUESTION = re.compile(r"[?\uff1f\u061f\u037e\u055e]\s*[\"'”\u2019»)\]]*\s*$")
 """The end of a question, with the marks of Latin, Chinese, Arabic, Greek and Armenian."""
 
-
 _Part = tuple[str, list[str]]
 
 

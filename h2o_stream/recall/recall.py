@@ -82,7 +82,7 @@ class Recall:
         """Index a turn that is in the stream."""
         if self._mode == "auto":
             self.synchronize()
-            self._index.add(turn, prompt, reply, self._passages(turn, prompt, reply))
+            self._index.add(turn, prompt, reply, self._finder()(turn, prompt, reply))
 
     def truncate(self, turn: int) -> None:
         """The conversation has gone back to this turn; 0 for its start."""
@@ -101,7 +101,7 @@ class Recall:
         """Make the index match `source`, if it may differ."""
         self._apply_truncation()
         if self._mode == "auto" and self.source is not None and (not self._in_sync or self._index.stale):
-            self._index.sync(self.source(), self._passages)
+            self._index.sync(self.source(), self._finder())
             self._in_sync = True
 
     def close(self) -> None:
@@ -129,7 +129,12 @@ class Recall:
     def _count_tokens(self, text: str) -> int:
         return len(self._engine.tokenizer(text, add_special_tokens=False)["input_ids"])
 
-    def _passages(self, turn: int, prompt: str, reply: str) -> list[Passage]:
-        span = self._turn_tokens().get(turn, range(0))
-        tokens = self._engine.tokens[span.start : span.stop]
-        return locate(self._engine.tokenizer, tokens, span.start, turn, prompt, reply)
+    def _finder(self) -> Callable[[int, str, str], list[Passage]]:
+        """Finds the passages of turns in the present stream."""
+        spans, stream, tokenizer = self._turn_tokens(), self._engine.tokens, self._engine.tokenizer
+
+        def passages(turn: int, prompt: str, reply: str) -> list[Passage]:
+            span = spans.get(turn, range(0))
+            return locate(tokenizer, stream[span.start : span.stop], span.start, turn, prompt, reply)
+
+        return passages
