@@ -228,10 +228,11 @@ def test_the_older_of_two_statements_is_outdated(chat: Chat) -> None:
     assert verdicts["The code of the garden gate is 4821."] == "outdated"
 
 
-def test_a_reply_that_repeats_a_statement_is_not_read_as_well(chat: Chat) -> None:
+def test_what_repeats_a_statement_is_not_read_as_well(chat: Chat) -> None:
     chat.say("The code of the garden gate is 4821.", "Thank you! The code of the garden gate is 4821.")
+    chat.say("The code of the garden gate is 4821.")
     candidates = chat.ask("What is the code of the garden gate?")
-    assert [item.verdict for item in candidates] == ["recalled", "repeated"]
+    assert [item.verdict for item in candidates] == ["recalled", "repeated", "loosely related"]
 
 
 def test_what_only_touches_the_subject_replaces_nothing(chat: Chat) -> None:
