@@ -58,9 +58,9 @@ def facts_told_once(facts: Sequence[Fact]) -> list[Telling]:
 def facts_with_updates(facts: Sequence[Fact]) -> list[Telling]:
     """Each fact, and two facts later its update, which is asked for."""
     offset = SPACING * 2 // 3
-    told = [Telling(fact.statement, SPACING * (n - 2) + offset) for n, fact in enumerate(facts)]
-    updated = [Telling(fact.update, SPACING * n, (question_after_update(fact),)) for n, fact in enumerate(facts)]
-    return sorted([*told, *updated], key=lambda telling: telling.at)
+    statements = [Telling(fact.statement, SPACING * (n - 2) + offset) for n, fact in enumerate(facts)]
+    updates = [Telling(fact.update, SPACING * n, (question_after_update(fact),)) for n, fact in enumerate(facts)]
+    return sorted([*statements, *updates], key=lambda telling: telling.at)
 
 
 class Filler:

@@ -10,7 +10,7 @@ from h2o_stream.cache.holders import retrieval_holders
 from h2o_stream.config import RecallConfig, RecallMode
 from h2o_stream.engine.engine import Engine
 from h2o_stream.recall.decision import decide
-from h2o_stream.recall.index import PassageIndex
+from h2o_stream.recall.index import PassageIndex, ignore
 from h2o_stream.recall.passage import Candidate, Passage
 from h2o_stream.recall.passages import locate
 from h2o_stream.recall.terms import TermWeights
@@ -40,7 +40,7 @@ class Recall:
         self.config = config
         self.last: tuple[Candidate, ...] = ()
         self.source: Callable[[], Sequence[SaidTurn]] | None = None
-        self.notify: Callable[[str], None] = lambda line: None
+        self.notify: Callable[[str], None] = ignore
         self._engine, self._turn_tokens = engine, turn_tokens
         self._mode: RecallMode = config.mode
         self._path: Path | None = None

@@ -40,13 +40,13 @@ def _runs(records: Sequence[Record]) -> list[list[Record]]:
 def _table(heading: str, kind: str, records: Sequence[Record]) -> TableData:
     records = [record for record in records if record["kind"] == kind]
     distances = sorted({record["distance"] for record in records})
-    most = max((record["questions"] for record in records), default=0)
+    max_questions = max((record["questions"] for record in records), default=0)
     rows = []
     for group in _runs(records):
-        cells = {record["distance"]: _cell(record, most) for record in group}
+        cells = {record["distance"]: _cell(record, max_questions) for record in group}
         rows.append([*_names(group[0]), *(cells.get(distance, "-") for distance in distances)])
     header = ["policy", "window", "recall", *(f"{distance:,} tokens later" for distance in distances)]
-    return TableData(f"{heading}; questions: {most}", header, rows)
+    return TableData(f"{heading}; questions: {max_questions}", header, rows)
 
 
 def _chat_table(records: Sequence[Record]) -> TableData:
@@ -64,9 +64,9 @@ def _names(record: Record) -> list[str]:
     return [label(record), or_dash(record["window"]), record["recall"]]
 
 
-def _cell(record: Mapping[str, object], most: int = 0) -> str:
+def _cell(record: Mapping[str, object], max_questions: int = 0) -> str:
     margin = "" if record["margin"] is None else f" {record['margin']:+.2f}"
-    fewer = f" ({record['questions']})" if most and record["questions"] != most else ""
+    fewer = f" ({record['questions']})" if max_questions and record["questions"] != max_questions else ""
     return f"{record['accuracy']:.0%}{margin}{fewer}"
 
 
