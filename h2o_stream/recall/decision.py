@@ -14,7 +14,7 @@ from h2o_stream.recall.passage import Candidate, Passage, Verdict
 from h2o_stream.recall.passages import sentences
 from h2o_stream.recall.terms import TermWeights, first_person, words
 
-OWN_THRESHOLD, TOLD_THRESHOLD, TEXT_THRESHOLD, REPLY_THRESHOLD = 0.32, 0.7, 0.7, 0.84
+PERSONAL_THRESHOLD, TYPED_THRESHOLD, TEXT_THRESHOLD, REPLY_THRESHOLD = 0.32, 0.7, 0.7, 0.84
 """Lowest scores that are recalled: when users ask of themselves, of what they told; when they ask of other things, of
 what they told; of files and pastes; and of replies.
 
@@ -90,7 +90,7 @@ class _Match:
     """A passage and its best sentence.
 
     Attributes:
-        own: the user told it, about themselves or in few words.
+        personal: the user told it, about themselves or in few words.
         covered: how much of the weight of each term of the message it covers, [T].
         score: its sum, less for a reply.
         rank: the score by the threshold that it has to reach.
@@ -98,7 +98,7 @@ class _Match:
 
     passage: Passage
     sentence: str
-    own: bool
+    personal: bool
     covered: Tensor
     score: float
     rank: float
@@ -125,11 +125,11 @@ def decide(
     """
     request = _request(message)
     asked = _weights(request, terms)
-    own = first_person(request)
-    if not asked or (not own and sum(asked.values()) < _LEAST) or not len(index):
+    about_user = first_person(request)
+    if not asked or (not about_user and sum(asked.values()) < _LEAST) or not len(index):
         return []
-    told, others = _find(asked, index, terms)
-    matches = _Matcher(asked, own, terms, told).matches(_with_questions([*told, *others], index))
+    typed, others = _find(asked, index, terms)
+    matches = _Matcher(asked, about_user, terms, typed).matches(_with_questions([*typed, *others], index))
     return _judge(matches[:_SHOWN], terms, held, budget, count_tokens)
 
 
@@ -137,7 +137,7 @@ class _Index(Protocol):
     """What is used of `PassageIndex`."""
 
     def __len__(self) -> int: ...
-    def search(self, terms: Sequence[str], limit: int, *, told: bool = False) -> list[Passage]: ...
+    def search(self, terms: Sequence[str], limit: int, *, typed: bool = False) -> list[Passage]: ...
     def following(self, passage: Passage, count: int) -> list[Passage]: ...
 
 
@@ -165,8 +165,8 @@ def _find(asked: dict[str, float], index: _Index, terms: TermWeights) -> tuple[s
     """What the user told with a term or a related word in it, and other passages with a term."""
     related = terms.related(list(asked), _NEIGHBOURS)
     others = [word for row in zip(*related.values(), strict=False) for word in row]
-    told = set(index.search([*asked, *others], 2 * _FOUND, told=True))
-    return told, set(index.search(list(asked), _FOUND)) - told
+    typed = set(index.search([*asked, *others], 2 * _FOUND, typed=True))
+    return typed, set(index.search(list(asked), _FOUND)) - typed
 
 
 def _with_questions(passages: list[Passage], index: _Index) -> dict[Passage, Passage]:
@@ -183,8 +183,8 @@ def _with_questions(passages: list[Passage], index: _Index) -> dict[Passage, Pas
 class _Matcher:
     """Scores passages by the words of a message."""
 
-    def __init__(self, asked: dict[str, float], own: bool, terms: TermWeights, told: set[Passage]) -> None:
-        self._asked, self._own, self._terms, self._told = list(asked), own, terms, told
+    def __init__(self, asked: dict[str, float], about_user: bool, terms: TermWeights, typed: set[Passage]) -> None:
+        self._asked, self._about_user, self._terms, self._typed = list(asked), about_user, terms, typed
         self._weights = torch.tensor(list(asked.values()))
         self._weights /= self._weights.sum()
         self._columns: dict[str, int] = {}
@@ -218,15 +218,15 @@ class _Matcher:
                 continue
             covered = torch.maximum(row, around) * self._weights
             score = float(covered.sum()) * (1 if passage.role == "user" else _REPLY)
-            own = passage in self._told and (first_person(text) or len(passage.text) <= _SHORT)
-            rank = score / self._threshold(passage, own)
+            personal = passage in self._typed and (first_person(text) or len(passage.text) <= _SHORT)
+            rank = score / self._threshold(passage, personal)
             if score >= _SEEN and (best is None or rank > best.rank):
-                best = _Match(passage, text, own, covered, score, rank, self._names(covered))
+                best = _Match(passage, text, personal, covered, score, rank, self._names(covered))
         return best
 
-    def _threshold(self, passage: Passage, own: bool) -> float:
-        if own:
-            return OWN_THRESHOLD if self._own else TOLD_THRESHOLD
+    def _threshold(self, passage: Passage, personal: bool) -> float:
+        if personal:
+            return PERSONAL_THRESHOLD if self._about_user else TYPED_THRESHOLD
         return TEXT_THRESHOLD if passage.role == "user" else REPLY_THRESHOLD
 
     def _covered(self, row: list[str]) -> Tensor:
@@ -265,7 +265,7 @@ def _rest(match: _Match, other: _Match, terms: TermWeights) -> float:
 
 def _agreement(newer: _Match, older: _Match) -> float:
     """Share of what the older match covers that the newer one covers too; 0 if these are not two things users told."""
-    if newer.passage.turn <= older.passage.turn or not (newer.own and older.own):
+    if newer.passage.turn <= older.passage.turn or not (newer.personal and older.personal):
         return 0.0
     same = newer.covered >= 0.95 * older.covered
     return float(older.covered[same].sum() / older.covered.sum())

@@ -27,8 +27,8 @@ _MAX_ROWS = 3000
 _SAMPLE = 300
 """Passages from which the frequency of a common word is estimated."""
 
-_TOLD = """JOIN passages AS told ON told.id = words.rowid AND told.role = 'user' AND NOT EXISTS
-    (SELECT 1 FROM passages WHERE turn = told.turn AND role = 'user' AND id != told.id)"""
+_TYPED = """JOIN passages AS typed ON typed.id = words.rowid AND typed.role = 'user' AND NOT EXISTS
+    (SELECT 1 FROM passages WHERE turn = typed.turn AND role = 'user' AND id != typed.id)"""
 
 _MAX_TERMS = 64
 _MAX_TERM_LENGTH = 256
@@ -123,15 +123,15 @@ class PassageIndex:
         if self._change(change) or self._change(change):
             self.stale = False
 
-    def search(self, terms: Sequence[str], limit: int, *, told: bool = False) -> list[Passage]:
+    def search(self, terms: Sequence[str], limit: int, *, typed: bool = False) -> list[Passage]:
         """Passages that contain any of the terms, best first, by BM25. Endings of English words do not matter.
 
         Args:
             terms: words or phrases of the user, in any form. If there are rarer ones, the most common are ignored.
             limit: the number of passages.
-            told: only messages of one passage: what the user typed, not what was pasted.
+            typed: only messages of one passage: what the user typed, not what was pasted.
         """
-        return self._run(lambda connection: _search(connection, terms, limit, told), [])
+        return self._run(lambda connection: _search(connection, terms, limit, typed), [])
 
     def frequency(self, term: str) -> int:
         """The number of passages that contain a word or phrase."""
@@ -195,7 +195,7 @@ class PassageIndex:
             self._notify(f"the index of the session is off: {failure}")
 
 
-def _search(connection: sqlite3.Connection, terms: Sequence[str], limit: int, told: bool) -> list[Passage]:
+def _search(connection: sqlite3.Connection, terms: Sequence[str], limit: int, typed: bool) -> list[Passage]:
     phrases = dict.fromkeys(phrase for term in terms for part in _parts(term) if (phrase := _phrase(part)))
     total, rows, chosen = database.count(connection), 0, list[str]()
     counts = ((_estimate(connection, phrase, total), phrase) for phrase in list(phrases)[:_MAX_TERMS])
@@ -208,7 +208,7 @@ def _search(connection: sqlite3.Connection, terms: Sequence[str], limit: int, to
         return []
     oldest = int(total * (1 - _MAX_ROWS / max(rows, _MAX_ROWS)))
     query = f"""{PASSAGES} JOIN (
-            SELECT words.rowid, rank FROM words {_TOLD if told else ""}
+            SELECT words.rowid, rank FROM words {_TYPED if typed else ""}
             WHERE words MATCH ? AND words.rowid > ? ORDER BY rank, words.rowid DESC LIMIT ?
         ) AS found ON id = found.rowid ORDER BY found.rank, id DESC"""
     return [Passage(*row) for row in connection.execute(query, (" OR ".join(chosen), oldest, limit))]
