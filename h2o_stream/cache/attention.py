@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import embedding
 
-from h2o_stream.cache.policies import Attention, Budget, Candidates
-from h2o_stream.cache.rope import distances, rotate_back
+from h2o_stream.cache.policies import Attention, Budget, Candidates, NewQueries
+from h2o_stream.cache.rope import RopeLookup, distances, rotate_back
 from h2o_stream.config import Positions
 
 
@@ -86,17 +86,13 @@ class QueryChunk:
             return Attention(probs * self.is_token[:, :, None, :, None], self.later.unsqueeze(1).float(), self.count)
         return Attention(probs, self.later[0, 0].float(), self.new)
 
-
-class RopeLookup(NamedTuple):
-    """The rotations of the keys.
-
-    Attributes:
-        table: [N, Drot], cosines and sines by distance.
-        distance: [B, Hkv, K] int64, distance of each key from the newest token.
-    """
-
-    table: Tensor
-    distance: Tensor
+    @property
+    def new_queries(self) -> NewQueries:
+        """The queries in the form that policies take."""
+        queries = self.query.float().unflatten(1, (self.key.shape[1], -1)) * self.transform.scaling
+        if self.ragged:
+            queries = queries * self.is_token[:, :, None, :, None]
+        return NewQueries(queries, torch.tensor(self.lengths, device=queries.device).view(-1, 1, 1), self.count)
 
 
 def attention(
@@ -151,30 +147,30 @@ def causal_mask(candidates: Candidates, chunk: QueryChunk, sliding: int | None) 
     return mask & chunk.is_token[..., None] if chunk.ragged else mask
 
 
-def rotate(
-    chunk: QueryChunk,
-    candidates: Candidates,
-    positions: Positions,
-    span: int | Tensor,
-    budget: Budget,
-    table: Tensor,
-) -> tuple[Tensor, RopeLookup]:
+def key_rotations(
+    candidates: Candidates, positions: Positions, span: int | Tensor, budget: Budget, table: Tensor
+) -> RopeLookup:
     """Place the newest token of each row at distance 0 and every other one behind it.
 
     Args:
-        chunk: the Q new tokens.
         candidates: the K cached and new tokens.
         positions: ``gap`` or ``rolling``.
         span: with ``gap``, the distance up to which distances are true.
         budget: pinned tokens get a span of 0, so that what must be known stays near.
         table: [N, Drot], cosines and sines by distance; N is more than the largest distance.
-
-    Returns:
-        The query [B, Hq, Q, D], rotated, and the rotations of the keys.
     """
     if positions == "gap" and budget.pins:
         span = torch.where(budget.pinned(candidates.index), 0, span)
     age = candidates.seen - 1 - candidates.index
     distance = distances(positions, span, age, candidates.rank).clamp_(0, table.shape[0] - 1)
-    query = rotate_back(chunk.query, embedding(chunk.later, table)) if chunk.new > 1 else chunk.query
-    return query, RopeLookup(table, distance)
+    return RopeLookup(table, distance)
+
+
+def rotated_query(chunk: QueryChunk, table: Tensor) -> Tensor:
+    """The queries [B, Hq, Q, D] of a chunk, rotated so that the newest token of each row is at distance 0.
+
+    Args:
+        chunk: the Q new tokens.
+        table: [N, Drot], cosines and sines by distance; N is more than Q.
+    """
+    return rotate_back(chunk.query, embedding(chunk.later, table)) if chunk.new > 1 else chunk.query

@@ -51,6 +51,7 @@ def state_of(cache: H2OCache) -> dict[str, Tensor]:
         state[name] = torch.tensor([(tokens.start, tokens.stop) for tokens in ranges], dtype=torch.int64).flatten()
     state["progress"] = torch.tensor([cache.tokens.columns, cache.first_prompt])
     state["filled"] = torch.tensor([group.filled for group in cache.head_groups])
+    state["queries_per_key"] = torch.tensor([group.queries_per_key for group in cache.head_groups])
     budgets = [[(budget.heads, budget.share) for budget in spec.budgets] for spec in cache.specs]
     state["budgets"] = encode_json({"groups": budgets, "windows": list(cache.budgets.windows)})
     state[FINGERPRINT] = encode_json(_fingerprint(cache, cache.head_groups[0].dtype))
@@ -70,12 +71,15 @@ def load_state(cache: H2OCache, state: Mapping[str, Tensor]) -> None:
     sizes = [group.head_sizes for group in cache.head_groups if group.is_initialized]
     columns, prompt = whole_numbers(state, "progress", 2)
     cache.plan = cache.config.for_prompt(prompt).plan(cache.max_distance)
-    first = next((name for name in state if name.startswith("0.") and name.endswith("keys")), "0.keys")
+    first = next((name for name in state if name.startswith("0.") and name.endswith(".keys")), "0.keys")
     check_fingerprint(state, _fingerprint(cache, require_tensor(state, first).dtype))
     verify_checksums(state)
     _load_budgets(cache, decode_json(state, "budgets"), prompt)
     names = {key: name for name, key in _KEYS.items()}
     filled = whole_numbers(state, "filled", len(cache.head_groups))
+    if "queries_per_key" in state:  # older states have none
+        for group, count in zip(cache.head_groups, whole_numbers(state, "queries_per_key", len(filled)), strict=True):
+            group.queries_per_key = count
     for number, (prefix, group, device) in enumerate(_groups(cache)):
         tensors = {names.get(key, key): tensor for key, tensor in with_prefix(state, prefix).items()}
         if number == 0:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from h2o_stream.cache.attention import QueryChunk, attention, causal_mask, rotate
+from h2o_stream.cache.attention import QueryChunk, attention, causal_mask, rotated_query
 from h2o_stream.cache.eviction import free_slots, keep_best
 from h2o_stream.cache.policies import Attention, Candidates
 
@@ -45,6 +45,7 @@ class EagerKernels:
         if group.policy.long_term:
             updated = group.policy.update_long_term(group.long_term_scores, group.candidates, received)
             group.long_term_scores.copy_(updated)
+        group.update_head_state(chunk)
         moved = group.store.displace(group.seen, group.free, group.index)
         if moved is not None:
             group.move(moved, group.free)
@@ -66,6 +67,7 @@ class EagerKernels:
         if candidates.long_term_scores is not None:
             updated = group.policy.update_long_term(candidates.long_term_scores, candidates, received)
             candidates = replace(candidates, long_term_scores=updated)
+        group.update_head_state(chunk)
         keep_best(group, candidates, keys, values, group.limits(chunk))
         return output
 
@@ -105,11 +107,10 @@ def layer_attention(
     Returns:
         Output [B, Q, Hq, D] and float32 probabilities [B, Hkv, G, Q, K].
     """
-    query, lookup = chunk.query, None
+    query, lookup = chunk.query, group.rotations(candidates, chunk.query.dtype)
     keys, values = keys.to(query.dtype), values.to(query.dtype)
-    if group.table is not None:
-        table = group.table.upto(group.max_distance(keys.shape[2]), keys.device, keys.dtype)
-        query, lookup = rotate(chunk, candidates, group.plan.positions, group.span, group.budget, table)
+    if lookup is not None:
+        query = rotated_query(chunk, lookup.table)
     sees_all = chunk.new == 1 and group.sliding is None and not has_empty
     mask = None if sees_all else causal_mask(candidates, chunk, group.sliding)
     return attention(query, keys, values, lookup, mask, chunk.transform)

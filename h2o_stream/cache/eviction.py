@@ -7,6 +7,7 @@ rule (append, attend, keep the best) and give the same result token by token.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -29,11 +30,12 @@ def free_slots(group: HeadGroup, evictions: Sequence[int]) -> None:
         evictions: number of tokens that each row evicts. A row that evicts none has an empty slot.
     """
     start, fixed, rounds = group.store.exact, group.schedule.fixed, max(evictions)
+    keys, values = group.store.read() if group.policy.needs_keys else (None, None)
     uneven = None
     if not fixed and min(evictions) < rounds:
         uneven = torch.tensor(evictions, device=group.free.device).view(-1, 1, 1)
     for done in range(max(rounds, 1)):
-        worth = group.policy.worth(group.candidates, group.budget)
+        worth = _worth(group, group.candidates, keys, values)
         if uneven is not None:
             worth.masked_fill_((group.index < 0) & (uneven > done), torch.inf)
         elif rounds and not fixed:
@@ -44,6 +46,14 @@ def free_slots(group: HeadGroup, evictions: Sequence[int]) -> None:
         group.free.copy_(slot)
         group.rank -= (group.rank > group.rank.gather(2, slot)).int()
         group.clear(slot)
+
+
+def _worth(group: HeadGroup, candidates: Candidates, keys: Tensor | None, values: Tensor | None) -> Tensor:
+    """`Policy.worth` [B, Hkv, K] of K tokens, shown as much of them as the policy needs."""
+    if group.policy.needs_keys:
+        rotations = group.rotations(candidates, torch.float32)
+        candidates = replace(candidates, keys=keys, values=values, rotations=rotations)
+    return group.policy.worth(replace(candidates, head_state=vars(group.head_state)), group.budget)
 
 
 def keep_best(group: HeadGroup, candidates: Candidates, keys: Tensor, values: Tensor, limits: Sequence[int]) -> None:
@@ -57,7 +67,7 @@ def keep_best(group: HeadGroup, candidates: Candidates, keys: Tensor, values: Te
         limits: number of tokens that each row keeps.
     """
     uneven = torch.tensor(limits, device=keys.device) if min(limits) < max(limits) else None
-    worth = group.policy.worth(candidates, group.budget)
+    worth = _worth(group, candidates, keys, values)
     keep, index = select(worth, candidates.index, max(limits), uneven)
     n, slots = keep.shape[-1], group.store.slots
     keys, values = (x.gather(2, keep[..., None].expand(-1, -1, -1, x.shape[-1])) for x in (keys, values))

@@ -14,19 +14,20 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from operator import add
+from types import SimpleNamespace
 
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from h2o_stream.cache.attention import LogitTransform, QueryChunk
+from h2o_stream.cache.attention import LogitTransform, QueryChunk, key_rotations
 from h2o_stream.cache.budgets import Schedule
 from h2o_stream.cache.eager import EAGER, probabilities
 from h2o_stream.cache.kernels import Kernels
 from h2o_stream.cache.padding import Padding
 from h2o_stream.cache.policies import Budget, Candidates, Policy
 from h2o_stream.cache.quantized_store import QuantizedStore
-from h2o_stream.cache.rope import RotaryTable
+from h2o_stream.cache.rope import RopeLookup, RotaryTable
 from h2o_stream.cache.shared_state import Revision, TokenCount
 from h2o_stream.cache.statistics import SparsityMeter
 from h2o_stream.cache.store import Store
@@ -59,6 +60,7 @@ class HeadGroup:
         rank: [B, Hkv, S] int32, number of newer tokens in the group; where empty, at least as many as it holds.
         free: [B, Hkv, 1] int64, an empty slot for the next token.
         seen: [B, 1, 1] int64, tokens of each row that this group has taken: the device's copy of `tokens.lengths`.
+        head_state: [B, Hkv, *] tensors by name, what the policy keeps of each head; see `Policy.head_state`.
         filled: slots from this index on are empty. Undefined for a `QuantizedStore`.
         kernels: used instead of the eager ones where they support the group; None for never.
         queries_per_key: query heads per KV head; 0 before the first token.
@@ -71,6 +73,7 @@ class HeadGroup:
     rank: Tensor
     free: Tensor
     seen: Tensor
+    head_state: SimpleNamespace
     dtype: torch.dtype
     device: torch.device
 
@@ -115,9 +118,9 @@ class HeadGroup:
         Returns:
             [B, Q, Hq, D] in the query's dtype; undefined where there is padding.
         """
+        self.queries_per_key = query.shape[1] // key.shape[1]
         if not self.is_initialized:
             self.allocate(key, value, self.schedule.max_held + self.spare)
-        self.queries_per_key = query.shape[1] // key.shape[1]
         if padding is not None:
             query, key, value = padding.pack(query), padding.pack(key), padding.pack(value)
         native = self.kernels if self.kernels and not self.watched and self.kernels.supports(self, query) else None
@@ -148,6 +151,13 @@ class HeadGroup:
         """More than the largest distance at which RoPE sees that many keys."""
         return keys + self.span if self.plan.positions == "gap" else keys
 
+    def rotations(self, candidates: Candidates, dtype: torch.dtype) -> RopeLookup | None:
+        """Where RoPE sees the keys of the candidates; None if they are rotated already."""
+        if self.table is None:
+            return None
+        table = self.table.upto(self.max_distance(candidates.index.shape[-1]), self.device, dtype)
+        return key_rotations(candidates, self.plan.positions, self.span, self.budget, table)
+
     @property
     def watch(self) -> Watch:
         """Gets the attention of each chunk without padding; see `SparsityMeter`."""
@@ -170,6 +180,12 @@ class HeadGroup:
         """The slots, as policies see them."""
         long_term = self.long_term_scores if self.policy.long_term else None
         return Candidates(self.scores, self.index, self.rank, self.seen, long_term)
+
+    def update_head_state(self, chunk: QueryChunk) -> None:
+        """Let the policy see the new queries, if it keeps anything of a head."""
+        if state := vars(self.head_state):
+            for name, updated in self.policy.update_head_state(state, chunk.new_queries).items():
+                state[name].copy_(updated)
 
     def empty_values(self, slots: int) -> dict[str, float]:
         """The bookkeeping of an empty slot, one of `slots`."""
@@ -240,11 +256,12 @@ class HeadGroup:
         """Everything allocated, by name."""
         return {name: getattr(owner, name) for owner, name in self.attributes()}
 
-    def attributes(self) -> Iterator[tuple[Store | HeadGroup, str]]:
+    def attributes(self) -> Iterator[tuple[Store | HeadGroup | SimpleNamespace, str]]:
         """Whose attribute each tensor is, and its name."""
         if self.is_initialized:
             yield from ((self.store, name) for name in self.store.names)
             yield from ((self, name) for name in (*self.empty_values(0), "free", "seen"))
+            yield from ((self.head_state, name) for name in vars(self.head_state))
 
     # allocation
 
@@ -266,13 +283,16 @@ class HeadGroup:
             setattr(self, name, torch.full((*rows, slots), empty, dtype=dtype, device=self.device))
         self.free = torch.full((*rows, 1), self.store.exact, dtype=torch.int64, device=self.device)
         self.seen = torch.zeros(rows[0], 1, 1, dtype=torch.int64, device=self.device)
+        start = self.policy.head_state(self.queries_per_key, key.shape[-1], value.shape[-1])
+        copies = {name: x.to(self.device).expand(*rows, *x.shape).clone() for name, x in start.items()}
+        self.head_state = SimpleNamespace(**copies)
         self.is_initialized = True
         self.filled = 0
         self.revision.bump()
 
     def reset(self) -> None:
         """Forget the stream and release the slots."""
-        for name in ("store", *self.empty_values(0), "free", "seen"):
+        for name in ("store", *self.empty_values(0), "free", "seen", "head_state"):
             self.__dict__.pop(name, None)
         self.is_initialized = False
         self.watch = SparsityMeter()

@@ -6,6 +6,8 @@ distance. Keys are stored un-rotated and rotated by a table lookup when they are
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor, nn
 
@@ -25,6 +27,18 @@ class PositionsError(UnsupportedModelError):
 
     def __init__(self, reason: str) -> None:
         super().__init__(f"{reason}; use --positions absolute")
+
+
+class RopeLookup(NamedTuple):
+    """The rotations of the keys.
+
+    Attributes:
+        table: [N, Drot], cosines and sines by distance.
+        distance: [B, Hkv, K] int64, distance of each key from the newest token.
+    """
+
+    table: Tensor
+    distance: Tensor
 
 
 def distances(positions: Positions, span: int | Tensor, age: Tensor, rank: Tensor) -> Tensor:

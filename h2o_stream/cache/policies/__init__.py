@@ -3,9 +3,18 @@
 Pure functions of tensors: nothing here knows layers, models, or where keys and values are stored.
 """
 
-from h2o_stream.cache.policies.base import Attention, Budget, Candidates, Policy, make_policy, merged, select
+from h2o_stream.cache.policies.base import (
+    Attention,
+    Budget,
+    Candidates,
+    NewQueries,
+    Policy,
+    make_policy,
+    merged,
+    select,
+)
 
 Held = Candidates
 """The name of `Candidates` in version 0.1."""
 
-__all__ = ["Attention", "Budget", "Candidates", "Held", "Policy", "make_policy", "merged", "select"]
+__all__ = ["Attention", "Budget", "Candidates", "Held", "NewQueries", "Policy", "make_policy", "merged", "select"]

@@ -1,19 +1,21 @@
 """The interface of a policy (score update, protected tokens, priority) and the eviction rule all policies share.
 
-A policy says what a token is worth and owns no state: scores are kept for it, one or two per slot (`cache.head_group`).
+A policy says what a token is worth and owns no state: scores are kept for it, one or two per slot, and what it says it
+needs of each head (`cache.head_group`).
 """
 
 from __future__ import annotations
 
 import warnings
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from h2o_stream.cache.rope import RopeLookup
 from h2o_stream.config import POLICIES, CachePlan
 from h2o_stream.registry import resolve
 
@@ -34,6 +36,22 @@ class Attention:
 
 
 @dataclass(frozen=True)
+class NewQueries:
+    """The queries of Q new tokens.
+
+    Attributes:
+        queries: [B, Hkv, G, Q, D] float32, un-rotated like the keys (rotated by token index with ``absolute``) and
+            scaled, so that their products with keys are the model's; zero where there is padding.
+        before: [B, 1, 1] int64, number of earlier tokens in each row.
+        count: [B, 1, 1] int64, number of new tokens in each row, which come first.
+    """
+
+    queries: Tensor
+    before: Tensor
+    count: Tensor
+
+
+@dataclass(frozen=True)
 class Candidates:
     """The K tokens of every head among which a policy chooses: cached ones, and in a prefill the new ones.
 
@@ -43,6 +61,11 @@ class Candidates:
         rank: [B, Hkv, K] integer, number of newer tokens among them.
         seen: [B, 1, 1] int64, tokens seen by each row.
         long_term_scores: [B, Hkv, K] float32, the long-term scores of a policy that has them.
+        keys: [B, Hkv, K, D], as stored: un-rotated, or rotated by token index with ``absolute``; undefined where a slot
+            is empty. Only in `Policy.priority` of a policy that `needs_keys`, like the next two.
+        values: [B, Hkv, K, D]; undefined where a slot is empty.
+        rotations: where RoPE sees the keys, cosines and sines in float32; None with ``absolute``.
+        head_state: what the policy keeps of each head; see `Policy.head_state`.
     """
 
     scores: Tensor
@@ -50,6 +73,10 @@ class Candidates:
     rank: Tensor
     seen: Tensor
     long_term_scores: Tensor | None = None
+    keys: Tensor | None = None
+    values: Tensor | None = None
+    rotations: RopeLookup | None = None
+    head_state: Mapping[str, Tensor] = field(default_factory=dict)
 
     @property
     def lasting(self) -> Tensor | None:
@@ -108,6 +135,9 @@ class Policy(ABC):
     long_term: bool = False
     """Whether there is a second, long-term score; see `update_long_term`."""
 
+    needs_keys: bool = False
+    """Whether `priority` looks at keys and values."""
+
     def __init_subclass__(cls, **kwargs: Any) -> None:
         """Let policies written for version 0.1 keep the old names of methods, in both directions."""
         super().__init_subclass__(**kwargs)
@@ -146,6 +176,31 @@ class Policy(ABC):
             [B, Hkv, K] float32, a new tensor.
         """
         return long_term_scores
+
+    def head_state(self, queries_per_key: int, key_size: int, value_size: int) -> dict[str, Tensor]:
+        """What the policy keeps of each KV head beside the scores: its value before the first token, by name.
+
+        The cache keeps a copy [B, Hkv, *] of each tensor, which is part of its size and its state. Names must differ
+        from those of the slots' tensors (`HeadGroup`, `Store`).
+
+        Args:
+            queries_per_key: G, query heads of each KV head.
+            key_size: D of queries and keys.
+            value_size: D of values.
+        """
+        return {}
+
+    def update_head_state(self, head_state: Mapping[str, Tensor], new: NewQueries) -> dict[str, Tensor]:
+        """The state of the heads after new tokens, before any token is evicted for them.
+
+        Args:
+            head_state: the tensors [B, Hkv, *] of `head_state`.
+            new: the queries of the new tokens. A row may have none and keeps its state.
+
+        Returns:
+            All of them, as new tensors.
+        """
+        return dict(head_state)
 
     def protected(self, candidates: Candidates, budget: Budget) -> Tensor:
         """Which tokens must not be evicted, [B, Hkv, K] bool; undefined for empty slots."""
