@@ -17,6 +17,8 @@ import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface
 
+from tests.literature import PRIORITIES, Head
+
 
 @dataclass(eq=False)
 class Kept:
@@ -70,6 +72,8 @@ class Oracle:
     seen: int = 0
     margin: float = math.inf
     held: dict[int, list[list[Kept]]] = field(default_factory=dict)
+    queries: dict[tuple[int, int], list[Tensor]] = field(default_factory=dict)
+    """By layer and head: [G, D] of every token, scaled."""
 
     def __post_init__(self) -> None:
         text = self.model.config.get_text_config()
@@ -105,6 +109,8 @@ class Oracle:
         mixed = torch.zeros(new, q.shape[0], v.shape[-1])
         for head in range(heads):
             held = lists[head]
+            asked = self.queries.setdefault((number, head), [])
+            asked += (q[head * groups : (head + 1) * groups] * scaling).unbind(1)
             held += [Kept(self.seen + i, k[head, i], v[head, i]) for i in range(new)]
             received = torch.zeros(len(held), dtype=torch.float64)
             found = torch.zeros(len(held), dtype=torch.float64)
@@ -140,12 +146,8 @@ class Oracle:
     ) -> tuple[Tensor, Tensor]:
         """A group's attention weights [G, n] on the visible tokens, and its outputs [G, D]."""
         positions = "absolute" if own_window else self.rules.positions
-        age = distance = visible.age
-        if positions != "absolute":
-            distance = torch.arange(len(age) - 1, -1, -1)  # the rank
-        if positions == "gap":
-            distance = torch.minimum(age, visible.span + distance)
-        keys = self.rotate(number, visible.key, distance)
+        age = visible.age
+        keys = self.rotate(number, visible.key, place(positions, age, visible.span))
         logits = queries @ keys.T * scaling
         if softcap is not None:
             logits = softcap * torch.tanh(logits / softcap)
@@ -155,15 +157,19 @@ class Oracle:
         weights = logits.softmax(-1)
         return weights, weights @ visible.value
 
+    def table(self, number: int) -> tuple[Tensor, Tensor]:
+        """Cosines and sines [1, n, Drot] of a layer by distance, backwards."""
+        kind = self.kinds[number]
+        if kind not in self.tables:
+            which = (kind,) if isinstance(self.rotary.rope_type, dict) else ()
+            self.tables[kind] = self.rotary(torch.zeros(1), -torch.arange(1024.0)[None], *which)
+        return self.tables[kind]
+
     def rotate(self, number: int, x: Tensor, distance: Tensor) -> Tensor:
         """Rotate x [n, D] from position 0 to minus its distances."""
         if self.rotary is None:
             return x
-        kind = self.kinds[number]
-        if kind not in self.tables:
-            which = (kind,) if isinstance(self.rotary.rope_type, dict) else ()
-            self.tables[kind] = self.rotary(x, -torch.arange(512.0)[None], *which)
-        cos, sin = self.tables[kind]
+        cos, sin = self.table(number)
         turn: Any = sys.modules[type(self.rotary).__module__].apply_rotary_pos_emb
         rotary_dims, scale = cos.shape[-1], cos[0, 0, 0]  # the model applies the scale at position 0 too
         x = torch.cat((x[:, :rotary_dims] / scale, x[:, rotary_dims:]), dim=-1)
@@ -180,7 +186,11 @@ class Oracle:
         kept = [token for token in old if token.index < rules.sinks or rules.pinned(token.index)]
         others = [token for token in old if token not in kept]
         rule = "recency" if rules.heavy == 0 else rules.rule
+        by_token = {}
+        if rule in PRIORITIES:
+            by_token = dict(zip(held, PRIORITIES[rule](self.head(held, layer, head, seen)), strict=True))
         worth = {
+            **dict.fromkeys(PRIORITIES, by_token.get),
             "accumulated": lambda token: token.score + rules.long_term * token.long_term_score,
             "tova": lambda token: token.score,
             "recency": lambda token: token.index,
@@ -190,15 +200,47 @@ class Oracle:
         first_out = [token for token in others if rules.is_transient(token.index, seen)]
         others = [token for token in others if token not in first_out]
         room = window - recent - len(kept)
-        margin_counts = 0 < room < len(others) and rule in ("accumulated", "tova")
+        margin_counts = 0 < room < len(others) and rule in ("accumulated", "tova", *PRIORITIES)
         others += sorted(first_out, key=lambda token: token.index, reverse=True)
         if margin_counts:
             last, first = worth(others[room - 1]), worth(others[room])
-            self.margin = min(self.margin, (last - first) / abs(last or 1))
+            scale = max(abs(worth(token)) for token in others) if by_token else abs(last or 1)
+            self.margin = min(self.margin, (last - first) / scale)
         return sorted([*kept, *others[:room], *new], key=lambda token: token.index)
+
+    def head(self, held: list[Kept], layer: int, head: int, seen: int) -> Head:
+        """What a head holds, for the policies from the literature."""
+        rules, keys = self.rules, torch.stack([token.key for token in held])
+        indices = [token.index for token in held]
+        spans = torch.tensor([0 if rules.pinned(index) else rules.span for index in indices])
+        distance = place(rules.positions, seen - 1 - torch.tensor(indices), spans)
+        rotates = self.rotary is not None and rules.positions != "absolute"
+        return Head(
+            keys.double(),
+            torch.stack([token.value for token in held]).double(),
+            torch.tensor([token.score for token in held], dtype=torch.float64),
+            indices,
+            rules.sinks,
+            rules.window - rules.heavy - rules.sinks,
+            torch.stack(self.queries[layer, head]).double(),
+            lambda steps: self.ahead(layer, keys, distance, steps),
+            self.table(layer)[0].shape[-1] if rotates else 0,
+            rules.span if rules.positions == "gap" else rules.window,
+        )
+
+    def ahead(self, layer: int, keys: Tensor, distance: Tensor, steps: list[int]) -> Tensor:
+        """Keys [s, n, D], rotated by their distances and so many steps."""
+        distances = torch.cat([distance + step for step in steps])
+        return self.rotate(layer, keys.repeat(len(steps), 1), distances).view(len(steps), *keys.shape).double()
 
     def kept(self, layer: int) -> list[list[int]]:
         return [[token.index for token in head] for head in self.held[layer]]
+
+
+def place(positions: str, age: Tensor, span: Tensor) -> Tensor:
+    """The distances of keys from a query, by their ages and spans, oldest key first."""
+    rank = torch.arange(len(age) - 1, -1, -1)
+    return {"absolute": age, "rolling": rank, "gap": torch.minimum(age, span + rank)}[positions]
 
 
 def drawn(index: int, layer: int, head: int, seen: int) -> float:

@@ -155,7 +155,7 @@ class HeadGroup:
         """Where RoPE sees the keys of the candidates; None if they are rotated already."""
         if self.table is None:
             return None
-        table = self.table.upto(self.max_distance(candidates.index.shape[-1]), self.device, dtype)
+        table = self.table.upto(max(self.max_distance(candidates.index.shape[-1]), 2), self.device, dtype)
         return key_rotations(candidates, self.plan.positions, self.span, self.budget, table)
 
     @property
