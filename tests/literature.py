@@ -129,7 +129,7 @@ def triattention(head: Head) -> list[float]:
 
 
 def expected_attention(head: Head) -> list[float]:
-    """The mean of exp(q k) over Gaussian queries and the next 512 positions, times the norm of the value; its logarithm."""
+    """Logarithm of the mean of exp(q k) over Gaussian queries and 512 positions to come, times the value's norm."""
     keys = head.rotated(list(range(1, 513))).mean(0) if head.rotary_dims else head.keys
     found = [0.0] * head.count
     for asked in head.queries.unbind(1):
