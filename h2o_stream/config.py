@@ -164,8 +164,7 @@ class CacheConfig:
         seed: of a random policy; the others ignore it.
         budgets: ``measured`` gives retrieval heads larger windows (`cache.retrieval_heads`), so that `window` and
             `heavy` are means; ``equal`` gives every head the same.
-        long_term: weight of the long-term score of ``h2o``; 0 disables it, the default with fewer `kv_bits`, where four
-            bytes per slot matter.
+        long_term: weight of the long-term score of ``h2o``; 0 disables it, which saves four bytes per slot.
         device: ``auto`` keeps keys and values where each layer computes; ``cpu`` keeps them in host memory and attends
             there, so that only the new token's are transferred.
 
@@ -289,7 +288,7 @@ class CacheConfig:
             ConfigError: the distances asked for do not fit the model's positions.
         """
         defaults, kv_bits = POLICIES[self.policy], self.kv_bits or 16
-        long_term = (defaults.long_term if kv_bits == 16 else 0.0) if self.long_term is None else self.long_term
+        long_term = defaults.long_term if self.long_term is None else self.long_term
         positions = self.positions or defaults.positions
         decay = defaults.decay if self.decay is None else self.decay
         fitting = DEFAULT_CHUNK if context is None else max(min(DEFAULT_CHUNK, context - self.window), 1)

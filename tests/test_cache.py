@@ -139,7 +139,7 @@ class TestSlots:
                 grouped(part, past_key_values=cache)
                 sizes.append(cache.nbytes)
         slots, heads, size, layers, batch = 21, 2, 8, 2, 2
-        per_slot = 2 * size * 4 + 4 * 4
+        per_slot = 2 * size * 4 + 3 * 4 + 2
         assert set(sizes) == {layers * batch * (heads * (slots * per_slot + 8) + 8)}
 
 

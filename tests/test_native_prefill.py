@@ -176,7 +176,7 @@ class Native:
             "scores": torch.full((heads, slots), -torch.inf),
             **({"long_term": torch.zeros(heads, slots)} if long_term else {}),
             "index": torch.full((heads, slots), -1, dtype=torch.int32),
-            "rank": torch.full((heads, slots), slots, dtype=torch.int32),
+            "rank": torch.full((heads, slots), slots, dtype=torch.int16),
             "free": torch.zeros(heads, dtype=torch.int64),
             "seen": torch.zeros(1, dtype=torch.int64),
         }

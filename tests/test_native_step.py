@@ -11,12 +11,18 @@ import torch
 from torch import Tensor, nn
 
 from h2o_stream import CacheConfig, attach
+from h2o_stream.cache.attention import LogitTransform
+from h2o_stream.cache.audit import check_slots
+from h2o_stream.cache.head_group import HeadGroup
+from h2o_stream.cache.policies import make_policy
 from h2o_stream.cache.policies.accumulated import Accumulated
 from h2o_stream.errors import H2OStreamError
 from h2o_stream.native import library, stepper
+from h2o_stream.native.kernels import make_kernels
 from h2o_stream.native.model_guard import ModelGuard
 from tests.conftest import make_llama
 from tests.families import FAMILIES, RULES, config_of, pairs
+from tests.slots import attend
 from tests.tolerance import relative_error
 
 pytestmark = pytest.mark.skipif(library.loaded() is None, reason="there is no compiled library")
@@ -236,3 +242,35 @@ def test_a_token_that_does_not_exist_is_refused(token: int) -> None:
         model(tokens_of(1, 20), past_key_values=cache)
         with pytest.raises(IndexError):
             model(torch.tensor([[token]]), past_key_values=cache)
+
+
+@pytest.mark.parametrize(("slots", "dtype"), [(16_383, torch.int16), (16_384, torch.int32)])
+@pytest.mark.parametrize("policy", ["h2o", "recent"])
+def test_as_many_slots_as_ranks_of_16_bits_can_count(policy: str, slots: int, dtype: torch.dtype) -> None:
+    """Full slots take single tokens, then a chunk, then single tokens."""
+    plan = CacheConfig(policy, slots - 1, positions="absolute", chunk=5).plan()
+    groups = [HeadGroup(plan, make_policy(plan), None) for _ in range(2)]
+    groups[0].kernels = make_kernels()
+    like, generator = torch.empty(1, 2, 1, 8), torch.Generator().manual_seed(slots)
+    order = torch.stack([torch.randperm(slots, generator=generator) for _ in range(2)])
+    for group in groups:
+        group.allocate(like, like, slots)
+        assert group.rank.dtype == dtype
+        group.tokens.advance((slots - 1,), slots - 1)
+        group.seen.fill_(slots - 1)
+        group.index.copy_(order).masked_fill_(group.index == slots - 1, -1)
+        group.rank.copy_(slots - 2 - order).masked_fill_(group.index < 0, slots)
+        group.free.copy_((group.index < 0).int().argmax(-1, keepdim=True))
+        group.scores.copy_(torch.rand(order.shape, generator=torch.Generator().manual_seed(1)))
+        group.scores.masked_fill_(group.index < 0, -torch.inf)
+        for name in ("keys", "values"):
+            x = getattr(group.store, name)
+            x.copy_(torch.randn(x.shape, generator=torch.Generator().manual_seed(len(name))))
+        group.filled = slots
+    for count in (1, 1, 12, 1):
+        query, key, value = (torch.randn(1, heads, count, 8, generator=generator) for heads in (4, 2, 2))
+        ours, theirs = (attend(group, query, key, value, LogitTransform(0.3)) for group in groups)
+        assert relative_error(ours, theirs) < EXACT
+        for group in groups:
+            check_slots(group, "slots")
+        assert groups[0].kept().equal(groups[1].kept())

@@ -127,8 +127,9 @@ def _load_group(group: HeadGroup, tensors: Mapping[str, Tensor], device: torch.d
     if group.heads is not None and keys.shape[1] != len(group.heads):
         raise H2OStreamError(f"the state does not fit: {keys.shape[1]} heads of a group of {len(group.heads)}")
     group.allocate(keys, values, slots)
+    rank = require_tensor(tensors, "rank").to(group.rank.dtype)  # older states have int32
     for name, tensor in group.tensors().items():
-        tensor.copy_(require_tensor(tensors, name, like=tensor))
+        tensor.copy_(require_tensor({**tensors, "rank": rank}, name, like=tensor))
 
 
 def _load_budgets(cache: H2OCache, saved: Mapping[str, Any], prompt: int) -> None:

@@ -85,7 +85,7 @@ def _append(group: HeadGroup, chunk: QueryChunk, filled: int) -> Candidates:
     return Candidates(
         scores=torch.cat((group.scores[..., :filled], zeros), 2),
         index=torch.cat((group.index[..., :filled], index), 2),
-        rank=torch.cat((group.rank[..., :filled] + chunk.count.int(), rank), 2),
+        rank=torch.cat((group.rank[..., :filled].int() + chunk.count.int(), rank), 2),
         seen=group.seen + chunk.count,
         long_term_scores=None if long_term is None else torch.cat((long_term, zeros), 2),
     )

@@ -44,7 +44,7 @@ def free_slots(group: HeadGroup, evictions: Sequence[int]) -> None:
         if uneven is not None and done:
             slot = torch.where(uneven > done, slot, group.free)
         group.free.copy_(slot)
-        group.rank -= (group.rank > group.rank.gather(2, slot)).int()
+        group.rank -= (group.rank > group.rank.gather(2, slot)).to(group.rank.dtype)
         group.clear(slot)
 
 
@@ -74,7 +74,7 @@ def keep_best(group: HeadGroup, candidates: Candidates, keys: Tensor, values: Te
     slot, free = group.store.place_prefill(keys, values, index, candidates.seen)
     kept = {
         "index": index,
-        "rank": torch.arange(n - 1, -1, -1, dtype=torch.int32, device=keep.device).expand_as(keep),
+        "rank": torch.arange(n - 1, -1, -1, dtype=group.rank.dtype, device=keep.device).expand_as(keep),
         "scores": candidates.scores.gather(2, keep),
     }
     if candidates.long_term_scores is not None:

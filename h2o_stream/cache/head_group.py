@@ -57,7 +57,8 @@ class HeadGroup:
         scores: [B, Hkv, S] float32, -inf where empty.
         long_term_scores: [B, Hkv, S] float32, only with a policy that has them.
         index: [B, Hkv, S] int32 token index in its row, -1 where empty.
-        rank: [B, Hkv, S] int32, number of newer tokens in the group; where empty, at least as many as it holds.
+        rank: [B, Hkv, S] int16, or int32 where that is too small (`rank_dtype`): number of newer tokens in the group;
+            where empty, at least as many as it holds.
         free: [B, Hkv, 1] int64, an empty slot for the next token.
         seen: [B, 1, 1] int64, tokens of each row that this group has taken: the device's copy of `tokens.lengths`.
         head_state: [B, Hkv, *] tensors by name, what the policy keeps of each head; see `Policy.head_state`.
@@ -279,7 +280,7 @@ class HeadGroup:
         else:
             self.store = QuantizedStore(key, value, slots, plan.kv_bits, plan.exact_sinks, plan.residual)
         for name, empty in self.empty_values(slots).items():
-            dtype = torch.float32 if name.endswith("scores") else torch.int32
+            dtype = {"index": torch.int32, "rank": rank_dtype(slots)}.get(name, torch.float32)
             setattr(self, name, torch.full((*rows, slots), empty, dtype=dtype, device=self.device))
         self.free = torch.full((*rows, 1), self.store.exact, dtype=torch.int64, device=self.device)
         self.seen = torch.zeros(rows[0], 1, 1, dtype=torch.int64, device=self.device)
@@ -335,6 +336,11 @@ class HeadGroup:
             tensor = getattr(self, name)
             moved = torch.cat((tensor[..., :exact], tensor[..., exact:].gather(-1, order)), -1)
             setattr(self, name, pad(moved, (0, slots - moved.shape[-1]), value=empty))
-        self.rank.masked_fill_(self.index < 0, slots)
+        self.rank = self.rank.to(rank_dtype(slots)).masked_fill_(self.index < 0, slots)
         self.filled = max(map(self.schedule.held, lengths))
         self.revision.bump()
+
+
+def rank_dtype(slots: int) -> torch.dtype:
+    """The smallest signed type for the ranks in that many slots: at most twice their number, while they fill up."""
+    return torch.int16 if 2 * slots <= torch.iinfo(torch.int16).max else torch.int32

@@ -71,7 +71,11 @@ struct AttentionLayer {
   int64_t exact_sinks, residual;
 };
 
+constexpr int64_t kMaxNarrowSlots = INT16_MAX / 2;
+
 // The slots of some KV heads of one stream in one layer; every array is [heads][...]. See h2o_stream/cache/head_group.py.
+//
+// Ranks are at most 2 * S, that of an empty slot while the cache fills up.
 //
 // With kv_bits 16, `keys` and `values` have S rows. Otherwise they have exact_sinks + residual rows and the other slots
 // are quantized (QuantizedStore in h2o_stream/cache/store.py). A byte packs elements that are D * bits / 8 apart.
@@ -81,7 +85,8 @@ struct Slots {
   float* key_range;                  // [heads][2][D] or null: minimum and maximum of each key channel
   uint16_t* value_grid;              // [heads][S - exact][2] fp16 or null: offset and scale
   float *scores, *long_term;         // [heads][S]; -inf and 0 in empty slots; long_term may be null
-  int32_t *index, *rank;             // [heads][S]; token index, -1 in empty slots; number of newer cached tokens
+  int32_t* index;                    // [heads][S]: token index, -1 in empty slots
+  void* rank;                        // [heads][S] int16, int32 above kMaxNarrowSlots: number of newer cached tokens
   int64_t* free;                     // [heads]: an empty slot for the next token
   int64_t* seen;                     // number of tokens of the stream so far; updated by each call
   const int32_t* heads;              // [head_count] KV head indices

@@ -35,7 +35,7 @@ void DecodeAttention::insert_token(const HeadSlots& head, int64_t slot, int32_t 
                                    const float* value) {
   head.store.write(slot, key, value);
   head.index[slot] = token_index;
-  head.rank[slot] = 0;
+  head.rank.set(slot, 0);
   head.scores[slot] = 0;
   if (head.long_term) head.long_term[slot] = 0;
 }
@@ -214,7 +214,8 @@ void DecodeAttention::evict(const Worker& worker) {
 void prefetch_slots(const Slots& slots, const Worker& worker) {
   const Range range = worker.partition(slots.head_count * slots.slot_count);
   simd::prefetch(slots.index + range.begin, 4 * range.size());
-  simd::prefetch(slots.rank + range.begin, 4 * range.size());
+  const int64_t rank_bytes = Ranks::bytes(slots);
+  simd::prefetch(static_cast<uint8_t*>(slots.rank) + rank_bytes * range.begin, rank_bytes * range.size());
   simd::prefetch(slots.scores + range.begin, 4 * range.size());
   if (slots.long_term) simd::prefetch(slots.long_term + range.begin, 4 * range.size());
   simd::prefetch(slots.free, 8 * slots.head_count);

@@ -39,7 +39,9 @@ class DecodeAttention {
       const bool holds_new = slot >= range.begin && slot < range.end;
       prepare(stream, head.kv_head, scratch.queries.data(), holds_new ? scratch.key.data() : nullptr,
               holds_new ? scratch.value.data() : nullptr);
-      for (int64_t i = range.begin; i < range.end; ++i) ++head.rank[i];
+      head.rank.visit([range](auto* ranks) {
+        for (int64_t i = range.begin; i < range.end; ++i) ++ranks[i];
+      });
       if (holds_new) insert_token(head, slot, token_indices_[stream], scratch.key.data(), scratch.value.data());
       for (int64_t begin = range.begin; begin < range.end; begin += kBlockSlots) {
         attend_block(head, stream, {begin, std::min(begin + kBlockSlots, range.end)}, scratch);

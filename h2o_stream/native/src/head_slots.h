@@ -4,6 +4,7 @@
 
 #include "abi.h"
 #include "policies.h"
+#include "ranks.h"
 #include "rope.h"
 #include "simd.h"
 #include "store.h"
@@ -15,7 +16,8 @@ struct HeadSlots {
   int64_t count, exact;         // slots; those from `exact` on are quantized
   store::HeadStore store;
   float *scores, *long_term;  // long_term may be null
-  int32_t *index, *rank;
+  int32_t* index;
+  Ranks rank;
   int64_t* free;
 
   HeadSlots(const AttentionLayer& layer, const Slots& slots, int64_t local_head)
@@ -28,7 +30,7 @@ struct HeadSlots {
         scores(slots.scores + local_head * count),
         long_term(slots.long_term ? slots.long_term + local_head * count : nullptr),
         index(slots.index + local_head * count),
-        rank(slots.rank + local_head * count),
+        rank(slots, local_head),
         free(slots.free + local_head) {
     exact = store.exact;
   }
@@ -41,13 +43,17 @@ struct HeadSlots {
 
   // RoPE distances of some slots from the newest token.
   void distances(int64_t begin, int64_t end, int32_t newest, int32_t* out) const {
-    rope::distances(layer, slots, newest, index + begin, rank + begin, end - begin, out);
+    rank.visit([&](const auto* ranks) {
+      rope::distances(layer, slots, newest, index + begin, ranks + begin, end - begin, out);
+    });
   }
 
   void clear_slot(int64_t slot) const {
-    const int32_t cleared_rank = rank[slot];
-    for (int64_t i = 0; i < count; ++i) rank[i] -= rank[i] > cleared_rank;
-    rank[slot] = int32_t(count);
+    rank.visit([&](auto* ranks) {
+      const auto cleared_rank = ranks[slot];
+      for (int64_t i = 0; i < count; ++i) ranks[i] -= ranks[i] > cleared_rank;
+    });
+    rank.set(slot, count);
     index[slot] = -1;
     scores[slot] = simd::kMinusInfinity;
   }
@@ -64,7 +70,9 @@ struct HeadSlots {
     }
     const int64_t first = exact == count ? 0 : exact;
     for (int64_t i = 0; i < slots.evictions; ++i) {
-      policies::compute_priority(layer, slots, local_head, seen, {scores, long_term, index, rank, count}, priority);
+      rank.visit([&](const auto* ranks) {
+        policies::compute_priority(layer, slots, local_head, seen, {scores, long_term, index, count}, ranks, priority);
+      });
       for (int64_t slot = first; slot < count; ++slot) {
         priority[slot] = priority[slot] == simd::kMinusInfinity ? -simd::kMinusInfinity : priority[slot];
       }
@@ -96,8 +104,8 @@ struct HeadSlots {
     store.read_value(oldest, value);
     store.write_quantized(slot, offsets, scales, key, value);
     if (long_term) long_term[slot] = long_term[oldest];
-    scores[slot] = scores[oldest], index[slot] = index[oldest], rank[slot] = rank[oldest];
-    scores[oldest] = simd::kMinusInfinity, index[oldest] = -1, rank[oldest] = int32_t(count);
+    scores[slot] = scores[oldest], index[slot] = index[oldest], rank.set(slot, rank[oldest]);
+    scores[oldest] = simd::kMinusInfinity, index[oldest] = -1, rank.set(oldest, count);
   }
 
  private:

@@ -10,7 +10,7 @@ namespace policies {
 // Tokens of one head in any order; empty entries have index -1.
 struct Tokens {
   const float *scores, *long_term;  // long_term may be null
-  const int32_t *index, *rank;      // token index; number of newer cached tokens
+  const int32_t* index;             // token index
   int64_t count;
 };
 
@@ -30,10 +30,11 @@ inline uint32_t hash(uint32_t x) {
 // minus infinity. A NaN score counts as the lowest finite priority, so that no comparison depends on it. Transient tokens
 // are below every score, the oldest lowest: all of them at most -2^127, where floats are 2^104 apart.
 //
-// `head` is the index within the group; `seen` counts the tokens of the stream including the new ones. The loops are
+// `rank` counts the newer cached tokens of each. `head` is the index within the group; `seen` counts the tokens of the stream including the new ones. The loops are
 // plain so that compilers vectorize them.
-inline void compute_priority(const AttentionLayer& layer, const Slots& slots, int64_t head, int64_t seen,
-                             const Tokens& tokens, float* priority) {
+template <class Rank>
+void compute_priority(const AttentionLayer& layer, const Slots& slots, int64_t head, int64_t seen,
+                      const Tokens& tokens, const Rank* rank, float* priority) {
   const int64_t count = tokens.count;
   if (layer.policy == kRandom) {
     const uint32_t step_hash = hash(uint32_t(seen) + 0x9E3779B9u * uint32_t(layer.seed));
@@ -42,7 +43,7 @@ inline void compute_priority(const AttentionLayer& layer, const Slots& slots, in
       priority[i] = float(int32_t(hash(head_hash + uint32_t(tokens.index[i])) & 0xFFFFFFu)) * 0x1p-24f;
     }
   } else if (layer.policy == kRecency) {
-    for (int64_t i = 0; i < count; ++i) priority[i] = -float(tokens.rank[i]);
+    for (int64_t i = 0; i < count; ++i) priority[i] = -float(rank[i]);
   } else if (layer.policy == kAccumulated && tokens.long_term) {
     const float weight = float(layer.long_term);
     for (int64_t i = 0; i < count; ++i) priority[i] = tokens.scores[i] + weight * tokens.long_term[i];
@@ -53,7 +54,7 @@ inline void compute_priority(const AttentionLayer& layer, const Slots& slots, in
   for (int64_t range = 0; range < layer.transient_count; ++range) {
     const int32_t first = int32_t(layer.transient[2 * range]), end = int32_t(layer.transient[2 * range + 1]);
     for (int64_t i = 0; i < count; ++i) {
-      const float lowest = -0x1p127f - 0x1p104f * float(tokens.rank[i]);
+      const float lowest = -0x1p127f - 0x1p104f * float(rank[i]);
       priority[i] = (tokens.index[i] >= first) & (tokens.index[i] < end) ? lowest : priority[i];
     }
   }
@@ -66,7 +67,7 @@ inline void compute_priority(const AttentionLayer& layer, const Slots& slots, in
   const int32_t recent = int32_t(slots.recent), sinks = int32_t(layer.sinks);
   for (int64_t i = 0; i < count; ++i) {
     const float finite = priority[i] == priority[i] ? priority[i] : kLowest;
-    const float value = (tokens.rank[i] < recent) | (tokens.index[i] < sinks) ? kProtected : finite;
+    const float value = (rank[i] < recent) | (tokens.index[i] < sinks) ? kProtected : finite;
     priority[i] = tokens.index[i] < 0 ? simd::kMinusInfinity : value;
   }
 }

@@ -6,6 +6,7 @@
 #include "policies.h"
 #include "prefill.h"
 #include "prefill_blocking.h"
+#include "ranks.h"
 
 namespace prefill {
 
@@ -108,7 +109,7 @@ void Head::select_evictions() {
   if (!evicted) return;
   const float* long_term_scores = long_term_ ? long_term_scores_.data() : nullptr;
   policies::compute_priority(*layer_, *slots_, local_head_, seen_ + num_new_,
-                             {scores_.data(), long_term_scores, index_.data(), rank_.data(), num_keys_},
+                             {scores_.data(), long_term_scores, index_.data(), num_keys_}, rank_.data(),
                              priority_.data());
   for (int64_t i = 0; i < num_keys_; ++i) order_[i] = int32_t(i);
   const float* priority = priority_.data();
@@ -195,16 +196,17 @@ void Head::compact() {
 
 void Head::write_back() {
   const int64_t first_slot = local_head_ * slots_->slot_count;
+  const Ranks rank(*slots_, local_head_);
   for (int64_t slot = first_slot; slot < first_slot + slots_->slot_count; ++slot) {
     slots_->index[slot] = -1;
-    slots_->rank[slot] = int32_t(slots_->slot_count);
+    rank.set(slot - first_slot, slots_->slot_count);
     slots_->scores[slot] = simd::kMinusInfinity;
     if (slots_->long_term) slots_->long_term[slot] = 0;
   }
   for (int64_t i = 0; i < num_held_; ++i) {
     const int64_t slot = first_slot + slot_[i];
     slots_->index[slot] = index_[i];
-    slots_->rank[slot] = int32_t(num_held_ - 1 - i);
+    rank.set(slot_[i], num_held_ - 1 - i);
     slots_->scores[slot] = scores_[i];
     if (slots_->long_term) slots_->long_term[slot] = long_term_scores_[i];
   }

@@ -8,18 +8,19 @@
 namespace rope {
 
 // RoPE distances of some keys from the newest token.
-inline void distances(const AttentionLayer& layer, const Slots& slots, int32_t newest, const int32_t* index,
-                      const int32_t* rank, int64_t count, int32_t* out) {
+template <class Rank>
+void distances(const AttentionLayer& layer, const Slots& slots, int32_t newest, const int32_t* index, const Rank* rank,
+               int64_t count, int32_t* out) {
   const int32_t last = int32_t(layer.rope_rows) - 1, span = int32_t(slots.span);
   if (layer.position_mode == kRolling) {
     for (int64_t i = 0; i < count; ++i) out[i] = rank[i];
   } else {
-    for (int64_t i = 0; i < count; ++i) out[i] = std::min(newest - index[i], span + rank[i]);
+    for (int64_t i = 0; i < count; ++i) out[i] = std::min(newest - index[i], span + int32_t(rank[i]));
     for (int64_t pin = 0; pin < layer.pin_count; ++pin) {  // pinned tokens have no gap in front of them
       const int32_t first = int32_t(layer.pins[2 * pin]), end = int32_t(layer.pins[2 * pin + 1]);
       for (int64_t i = 0; i < count; ++i) {
         const bool pinned = (index[i] >= first) & (index[i] < end);
-        out[i] = pinned ? std::min(out[i], rank[i]) : out[i];
+        out[i] = pinned ? std::min(out[i], int32_t(rank[i])) : out[i];
       }
     }
   }
