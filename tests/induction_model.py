@@ -1,4 +1,4 @@
-"""A tiny Llama trained on `tests.induction_text`, in which a few heads copy old text and the others need only the newest.
+"""A tiny Llama trained on `tests.induction_text`: a few of its heads copy old text, the others need only the newest.
 
 ``make induction-model`` trains it again, in about ten minutes on one core. Another machine rounds differently and gets
 a slightly different model.

@@ -150,7 +150,7 @@ def run_possible_jobs(
         on_failure: called with the label and the reason, in every process.
 
     Raises:
-        H2OStreamError: nothing is left.
+        H2OStreamError: nothing is left, or what failed cannot be left out.
     """
     jobs = comparison.jobs()
     remaining = set(map(_digest, jobs))
@@ -174,10 +174,10 @@ def run_possible_jobs(
         elif outcome.reason is not None:
             comparison.leave_out(job.subject)
             on_failure(job.label, outcome.reason)
-    left = comparison.jobs()
-    if not left:
-        raise H2OStreamError("nothing of it can be measured")
-    return [results[_digest(job)] for job in left]
+    left = list(map(_digest, comparison.jobs()))
+    if not left or not results.keys() >= set(left):
+        raise H2OStreamError("nothing can be measured without what failed")
+    return [results[digest] for digest in left]
 
 
 def leave_out_unsupported(comparison: Comparison[Any], on_failure: OnFailure) -> None:
@@ -202,9 +202,8 @@ def reason_of(error: BaseException) -> str:
     message = " ".join(str(error).split())
     if isinstance(error, H2OStreamError):
         return message
-    return (
-        f"out of memory: {message}" if means_out_of_memory(error) else f"unexpected {type(error).__name__}: {message}"
-    )
+    kind = "out of memory" if means_out_of_memory(error) else f"unexpected {type(error).__name__}"
+    return f"{kind}: {message}"
 
 
 def _digest(job: Job) -> str:
