@@ -63,6 +63,8 @@ class AllOptions:
             "throughput": {"text": text, "engine": self.engine},
         }
         return {
-            name: COMPARISONS[name](out=self.out / name, model=self.model, cache=self.cache, **inputs[name], **sizes)
+            name: COMPARISONS[name](
+                out=self.out / name, model=self.model, cache=self.cache, **{**inputs[name], **sizes}
+            )
             for name, sizes in (_QUICK if self.quick else _THOROUGH).items()
         }
