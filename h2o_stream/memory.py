@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import gc
 import os
 import sys
 from contextlib import suppress
@@ -26,6 +27,16 @@ def trim_heap() -> None:
     """
     if sys.platform == "linux" and (malloc_trim := getattr(ctypes.CDLL(None), "malloc_trim", None)):
         malloc_trim(0)
+
+
+def release_memory() -> None:
+    """Return memory of objects that nobody holds any more, also that of an accelerator."""
+    import torch
+
+    gc.collect()
+    if torch.accelerator.is_available():
+        torch.accelerator.empty_cache()
+    trim_heap()
 
 
 def peak_bytes() -> int:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -69,7 +68,7 @@ def compare(version: Annotated[bool, typer_option("version", VERSION, "Output")]
 def _add_comparison(app: typer.Typer, name: str, options: type[ComparisonOptions]) -> None:
     @run.command(app, _NAME, group_of(options), OUTPUT, name=name, help=inspect.getdoc(options))
     def comparison(chosen: ComparisonOptions, output: OutputOptions) -> None:
-        _run([chosen], output)
+        _run(chosen, output)
 
 
 for _name in COMPARISONS.registered:
@@ -79,25 +78,26 @@ for _name in COMPARISONS.registered:
 @run.command(app, _NAME, group_of(AllOptions), OUTPUT, name="all", help=inspect.getdoc(AllOptions))
 def everything(options: AllOptions, output: OutputOptions) -> None:
     """Run several comparisons, and write a report of them."""
-    _run(options.comparisons(), output)
-    if Processes().main:
-        for name in ("report.html", "report.md"):
-            _write_report([options.out], options.out / name, run.speaking(output))
-
-
-def _run(comparisons: Sequence[ComparisonOptions], output: OutputOptions) -> None:
-    """Run comparisons one after another; of several processes only the first one speaks."""
     output = run.speaking(output)
     with JsonlWriter(output.jsonl) as records:
-        for options in comparisons:
-            terminal = run.open_terminal(output, bars=True)
-            with run.loading(options.model, terminal):
-                from h2o_stream.ui.comparison import run_comparison
+        terminal = run.open_terminal(output, bars=True)
+        with run.loading(options.model, terminal):
+            from h2o_stream.ui.everything import run_everything
+        run_everything(options, terminal, records, Processes(shares_model=options.model.tensor_parallel))
 
-                comparison = options.make()
-            run_comparison(
-                comparison, options.out, terminal, records, Processes(shares_model=options.model.tensor_parallel)
-            )
+
+def _run(options: ComparisonOptions, output: OutputOptions) -> None:
+    """Run a comparison; of several processes only the first one speaks."""
+    output = run.speaking(output)
+    with JsonlWriter(output.jsonl) as records:
+        terminal = run.open_terminal(output, bars=True)
+        with run.loading(options.model, terminal):
+            from h2o_stream.ui.comparison import run_comparison
+
+            comparison = options.make()
+        run_comparison(
+            comparison, options.out, terminal, records, Processes(shares_model=options.model.tensor_parallel)
+        )
 
 
 @dataclass(frozen=True)
@@ -120,12 +120,14 @@ def report(options: ReportOptions, output: OutputOptions) -> None:
 
 
 def _write_report(folders: list[Path], to: Path, output: OutputOptions) -> None:
+    from h2o_stream.compare.left_out import read_left_out
     from h2o_stream.ui.plots import require_matplotlib
     from h2o_stream.ui.report import read_comparisons, write_report
     from h2o_stream.ui.terminal import Terminal
 
     require_matplotlib()
-    write_report(read_comparisons(folders), to)
+    left_out = [item for folder in folders for item in read_left_out(folder)]
+    write_report(read_comparisons(folders), to, left_out)
     Terminal(output.color, output.quiet).note(f"the report is {to}")
 
 

@@ -8,14 +8,17 @@ from dataclasses import asdict, dataclass
 from typing import Any, ClassVar, Generic, TypeVar
 
 from h2o_stream.cache.identity import model_digest, policy_source
-from h2o_stream.compare.folder import Folder, JobResult, identity
+from h2o_stream.cache.support import check_supported
+from h2o_stream.compare.folder import Folder, JobResult, digest_of_key, identity
 from h2o_stream.compare.options import ComparisonOptions
 from h2o_stream.config import CacheConfig
+from h2o_stream.errors import H2OStreamError, means_out_of_memory
 from h2o_stream.models.load import load
 from h2o_stream.processes import Processes
 
 Notify = Callable[[str], None]
 Options = TypeVar("Options", bound=ComparisonOptions)
+Outcome = TypeVar("Outcome")
 
 
 @dataclass(frozen=True)
@@ -40,12 +43,21 @@ class Job:
         key: everything that the result depends on; a result stored under the same key is reused.
         total: final value of `JobProgress.done`.
         run: runs the job. Yields `JobProgress`, and last the result.
+        subject: what `Comparison.leave_out` drops if the job fails: the policy, unless the comparison says otherwise.
     """
 
     label: str
     key: Mapping[str, Any]
     total: int
     run: Callable[[], Iterable[JobProgress | JobResult]]
+    subject: Any = None
+
+
+@dataclass(frozen=True)
+class JobFailure:
+    """The end of a job that could not run, with the reason in one line; None if an earlier failure explains it."""
+
+    reason: str | None
 
 
 class Comparison(ABC, Generic[Options]):
@@ -89,43 +101,117 @@ class Comparison(ABC, Generic[Options]):
     def records(self, results: Iterable[JobResult]) -> Iterator[dict[str, Any]]:
         """The records, each as soon as the results it needs are there."""
 
+    def leave_out(self, subject: Any) -> None:
+        """Drop what a failed job measures, its `Job.subject`, from `jobs` and `records`; it may be dropped already."""
+        self.configs = [config for config in self.configs if config != subject]
+
     def files(self) -> Iterable[tuple[str, str]]:
         """Names and texts of further files for the folder; called after `records` has ended."""
         return ()
 
     def close(self) -> None:
         """Release what `begin` and the jobs hold."""
+        self.model = None
 
 
 OnProgress = Callable[[Job, JobProgress], None]
+OnFailure = Callable[[str, str], None]
 
 
 def run_jobs(
-    jobs: Sequence[Job], exclusive: bool, folder: Folder, processes: Processes, on_progress: OnProgress
-) -> Iterator[JobResult]:
-    """Run the jobs without a stored result, shared among the processes. Yields all results in order, in every process.
+    jobs: Sequence[Job], exclusive: bool, processes: Processes, run: Callable[[Job], Outcome]
+) -> Iterator[Outcome]:
+    """Run jobs, shared among the processes. Yields what `run` returns for each, in order, in every process.
 
     Args:
         jobs: of a comparison.
         exclusive: whether one process has to run them all.
-        folder: stores results.
         processes: share the jobs.
-        on_progress: called for the jobs of this process.
+        run: such as `run_job` with its first arguments.
     """
     if processes.count == 1 or processes.shares_model:
-        yield from (_run_job(job, folder, on_progress) for job in jobs)
+        yield from map(run, jobs)
         return
     workers = 1 if exclusive else processes.count
-    results = {
-        number: _run_job(job, folder, on_progress)
-        for number, job in enumerate(jobs)
-        if number % workers == processes.rank
-    }
-    gathered = processes.gather(results)
+    outcomes = {number: run(job) for number, job in enumerate(jobs) if number % workers == processes.rank}
+    gathered = processes.gather(outcomes)
     yield from (gathered[number] for number in range(len(jobs)))
 
 
-def _run_job(job: Job, folder: Folder, on_progress: OnProgress) -> JobResult:
+def run_possible_jobs(
+    comparison: Comparison[Any], processes: Processes, run: Callable[[Job], JobResult], on_failure: OnFailure
+) -> list[JobResult]:
+    """Run the jobs of a comparison and leave out of it what fails. Returns the results of the jobs that it then has.
+
+    Args:
+        comparison: after `Comparison.begin`.
+        processes: share the jobs.
+        run: such as `run_job`.
+        on_failure: called with the label and the reason, in every process.
+
+    Raises:
+        H2OStreamError: nothing is left, or what failed cannot be left out.
+    """
+    jobs = comparison.jobs()
+    remaining = set(map(_digest, jobs))
+
+    def attempt(job: Job) -> JobResult | JobFailure:
+        if _digest(job) not in remaining:
+            return JobFailure(None)
+        try:
+            return run(job)
+        except (H2OStreamError, MemoryError, RuntimeError) as error:
+            if not isinstance(error, H2OStreamError) and not means_out_of_memory(error):
+                raise
+            comparison.leave_out(job.subject)
+            remaining.intersection_update(map(_digest, comparison.jobs()))
+            return JobFailure(reason_of(error))
+
+    results: dict[str, JobResult] = {}
+    for job, outcome in zip(jobs, run_jobs(jobs, comparison.exclusive, processes, attempt), strict=True):
+        if isinstance(outcome, JobResult):
+            results[_digest(job)] = outcome
+        elif outcome.reason is not None:
+            comparison.leave_out(job.subject)
+            on_failure(job.label, outcome.reason)
+    left = list(map(_digest, comparison.jobs()))
+    if not left or not results.keys() >= set(left):
+        raise H2OStreamError("nothing can be measured without what failed")
+    return [results[digest] for digest in left]
+
+
+def leave_out_unsupported(comparison: Comparison[Any], on_failure: OnFailure) -> None:
+    """Leave out the policies that the model cannot have, such as windows beyond its context.
+
+    Args:
+        comparison: after `Comparison.begin`. One that has not loaded the model stays as it is.
+        on_failure: called with the label and the reason.
+    """
+    if comparison.model is None:
+        return
+    for config in list(comparison.configs):
+        try:
+            check_supported(type(comparison.model), comparison.model.config, config)
+        except H2OStreamError as error:
+            comparison.leave_out(config)
+            on_failure(label_of(config), str(error))
+
+
+def reason_of(error: BaseException) -> str:
+    """Why something could not be measured, in one line."""
+    message = " ".join(str(error).split())
+    if isinstance(error, H2OStreamError):
+        return message
+    kind = "out of memory" if means_out_of_memory(error) else f"unexpected {type(error).__name__}"
+    return f"{kind}: {message}"
+
+
+def _digest(job: Job) -> str:
+    return digest_of_key(job.key)
+
+
+def run_job(folder: Folder, on_progress: OnProgress, job: Job) -> JobResult:
+    """Run a job, or load its result from the folder."""
     on_progress(job, JobProgress(0))
     result = folder.load(job.key)
     if result is None:

@@ -9,9 +9,9 @@ from typing import Annotated, Any
 
 from h2o_stream.compare.comparisons import COMPARISONS, Shape, manual_file
 from h2o_stream.compare.options import ComparisonOptions
-from h2o_stream.config import EngineChoice, ModelConfig
+from h2o_stream.config import POLICIES, EngineChoice, ModelConfig
 from h2o_stream.options import Option
-from h2o_stream.resources import project_file
+from h2o_stream.resources import project_file, read_text
 
 _QUICK: dict[str, dict[str, Any]] = {
     "nll": {"tokens": 2048, "windows": (128, 256)},
@@ -21,20 +21,21 @@ _QUICK: dict[str, dict[str, Any]] = {
     "throughput": {"shapes": (Shape(128, 128),), "cache_budget": "32MiB"},
 }
 _THOROUGH: dict[str, dict[str, Any]] = {
-    "nll": {"tokens": 8192, "windows": (128, 256, 512)},
+    "nll": {"tokens": 8192, "windows": (64, 256, 1024)},
     "recall": {"facts": 30, "distances": (64, 1024, 4096), "recall": ("off", "auto")},
     "summarize": {"limit": None, "windows": (64, 128, 256)},
     "speed": {"histories": (256, 2048, 8192)},
     "throughput": {"shapes": (Shape(512, 32), Shape(512, 512)), "cache_budget": "128MiB"},
 }
-"""How much ``h2o-compare all`` measures."""
+"""How much ``h2o-compare all`` measures, in this order."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class AllOptions:
     """nll, recall, summarize, speed and throughput, and one report of them (extras "plots" and "rouge").
 
-    An interrupted run resumes.
+    Any model that --model takes. What it, its tokenizer, the memory or the installation does not allow is left out,
+    and the report says why. An interrupted run resumes.
     """
 
     out: Annotated[Path, Option("Folder for a folder of each comparison, and for the reports.")]
@@ -45,22 +46,25 @@ class AllOptions:
     cache: Mapping[str, Any] = field(default_factory=dict)
     engine: EngineChoice = "auto"
 
-    def comparisons(self) -> list[ComparisonOptions]:
-        """The options of each.
+    def comparisons(self) -> dict[str, ComparisonOptions]:
+        """The options of each, by name.
 
         Raises:
             DataError: a text cannot be read, or the folder not be written.
         """
         text = self.text or manual_file(self.out)
+        read_text(text, f"--text {text}")  # so that a missing file is reported before the model is loaded
         requests = self.requests or project_file("data/articles/requests.jsonl")
         inputs: dict[str, dict[str, Any]] = {
-            "nll": {"text": (text,)},
+            "nll": {"text": (text,), "policies": tuple(POLICIES)},
             "recall": {"text": text},
             "summarize": {"requests": requests},
             "speed": {"text": text, "engine": self.engine},
             "throughput": {"text": text, "engine": self.engine},
         }
-        return [
-            COMPARISONS[name](out=self.out / name, model=self.model, cache=self.cache, **inputs[name], **sizes)
+        return {
+            name: COMPARISONS[name](
+                out=self.out / name, model=self.model, cache=self.cache, **{**inputs[name], **sizes}
+            )
             for name, sizes in (_QUICK if self.quick else _THOROUGH).items()
-        ]
+        }

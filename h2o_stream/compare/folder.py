@@ -119,6 +119,11 @@ class Folder:
         except (SafetensorError, OSError, KeyError, TypeError, ValueError):
             return None
 
+    def has(self, key: Mapping[str, Any]) -> bool:
+        """Whether there is a file for the result of `key`."""
+        path = self._path_of(key)
+        return path is not None and path.exists()
+
     def store(self, key: Mapping[str, Any], result: JobResult) -> None:
         """Store a result atomically.
 
@@ -157,5 +162,9 @@ class Folder:
             scratch.replace(path)
 
     def _path_of(self, key: Mapping[str, Any]) -> Path | None:
-        digest = hashlib.sha256(json.dumps(key, sort_keys=True, default=str).encode()).hexdigest()[:20]
-        return self.path and self.path / "parts" / f"{digest}.safetensors"
+        return self.path and self.path / "parts" / f"{digest_of_key(key)}.safetensors"
+
+
+def digest_of_key(key: Mapping[str, Any]) -> str:
+    """A digest of a job's key."""
+    return hashlib.sha256(json.dumps(key, sort_keys=True, default=str).encode()).hexdigest()[:20]

@@ -65,7 +65,8 @@ class Nll(Comparison[NllOptions]):
 
     def _job(self, text: str, config: CacheConfig, tokens: Sequence[int]) -> Job:
         key = self.key(config, tokens=digest_of(tokens))
-        return Job(f"{text} {label_of(config)}", key, len(tokens) - 1, partial(stream_nll, self.model, config, tokens))
+        run = partial(stream_nll, self.model, config, tokens)
+        return Job(f"{text} {label_of(config)}", key, len(tokens) - 1, run, config)
 
     def records(self, results: Iterable[JobResult]) -> Iterator[dict[str, Any]]:
         """One for each text and policy."""

@@ -92,11 +92,11 @@ class Recall(Comparison[RecallOptions]):
             assert self.options.chat
             source = load_questions(None).source
             key = self.key(run.config, **settings, chat=self.options.chat, source=source)
-            return Job(run.label, key, self.options.chat, partial(self._measure_chat, run))
+            return Job(run.label, key, self.options.chat, partial(self._measure_chat, run), run.config)
         distances = list(self.options.distances)
         key = self.key(run.config, **settings, text=digest_of(self._tokens), distances=distances)
         total = 2 * (SPACING * len(self._facts) + max(distances))
-        return Job(run.label, key, total, partial(self._measure_stream, run))
+        return Job(run.label, key, total, partial(self._measure_stream, run), run.config)
 
     def _measure_stream(self, run: _Run) -> Iterator[JobProgress | JobResult]:
         answers, before = list[dict[str, Any]](), 0

@@ -208,9 +208,19 @@ class Speed(Comparison[SpeedOptions]):
             "version": version("h2o-stream"),
         }
         return [
-            Job(f"at {history:,}", {**key, "history": history}, self._benchmark.total, partial(self._timed, history))
+            Job(
+                f"at {history:,}",
+                {**key, "history": history},
+                self._benchmark.total,
+                partial(self._timed, history),
+                history,
+            )
             for history in self._histories
         ]
+
+    def leave_out(self, subject: Any) -> None:
+        """Drop a history and all longer ones, which the engines have not reached."""
+        self._histories = [history for history in self._histories if history < subject]
 
     def _timed(self, history: int) -> Iterator[JobProgress | JobResult]:
         for event in self._benchmark.measure(history, bandwidth(self._specs[0].threads)):

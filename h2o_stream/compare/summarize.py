@@ -64,7 +64,7 @@ class Summarize(Comparison[SummarizeOptions]):
     def _job(self, config: CacheConfig, batch: tuple[int, ...], key: Mapping[str, Any]) -> Job:
         requests = [(self._requests[index].prompt, str(self._requests[index].sampling)) for index in batch]
         key = {**key, "requests": requests}
-        return Job(label_of(config), key, len(batch), partial(self._answer, config, batch))
+        return Job(label_of(config), key, len(batch), partial(self._answer, config, batch), config)
 
     def _answer(self, config: CacheConfig, batch: tuple[int, ...]) -> Iterator[JobResult]:
         """The answers to a batch: up to their stop strings, stripped; `seconds` is each one's share of the time."""

@@ -68,6 +68,7 @@ class Tasks(Comparison[TasksOptions]):
                 self.key(config, task=task, **settings),
                 1,
                 partial(self._evaluate, task, config),
+                config,
             )
             for task in self.options.tasks
             for config in self.configs

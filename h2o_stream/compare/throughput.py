@@ -100,9 +100,12 @@ class Throughput(Comparison[ThroughputOptions]):
             machine=machine(),
             weights=asdict(self.options.model),
         )
-        return Job(
-            f"{workload.shape}: {workload.config.label}, batch {workload.batch}", key, 1, partial(self._time, workload)
-        )
+        label = f"{workload.shape}: {workload.config.label}, batch {workload.batch}"
+        return Job(label, key, 1, partial(self._time, workload), workload)
+
+    def leave_out(self, subject: Any) -> None:
+        """Drop a workload."""
+        self._workloads = [[one for one in planned if one != subject] for planned in self._workloads]
 
     def _time(self, workload: Workload) -> Iterator[JobResult]:
         text = list(islice(cycle(self._tokens), workload.batch * workload.shape.prompt))

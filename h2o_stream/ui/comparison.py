@@ -4,16 +4,27 @@ from __future__ import annotations
 
 import sys
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import closing
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 
-from h2o_stream.compare.comparison import Comparison, Job, JobProgress, run_jobs
-from h2o_stream.compare.folder import Folder
+from h2o_stream.compare.comparison import (
+    Comparison,
+    Job,
+    JobProgress,
+    OnFailure,
+    OnProgress,
+    leave_out_unsupported,
+    run_job,
+    run_jobs,
+    run_possible_jobs,
+)
+from h2o_stream.compare.folder import Folder, JobResult
 from h2o_stream.errors import file_errors
 from h2o_stream.processes import Processes
 from h2o_stream.resources import replace_surrogates
@@ -23,10 +34,16 @@ from h2o_stream.ui.pages import Page, page_of
 from h2o_stream.ui.plots import draw, require_matplotlib
 from h2o_stream.ui.tables import data_table, markdown_page
 from h2o_stream.ui.terminal import Terminal
+from h2o_stream.ui.time_left import Overview, TimeLeft
 
 
 def run_comparison(
-    comparison: Comparison[Any], out: Path | None, terminal: Terminal, jsonl: JsonlWriter, processes: Processes
+    comparison: Comparison[Any],
+    out: Path | None,
+    terminal: Terminal,
+    jsonl: JsonlWriter,
+    processes: Processes,
+    on_failure: OnFailure | None = None,
 ) -> None:
     """Run a comparison and show it.
 
@@ -36,6 +53,8 @@ def run_comparison(
         terminal: shows progress and tables.
         jsonl: gets the run record and those of the comparison.
         processes: share its work or its model.
+        on_failure: if given, jobs that cannot run are left out, and it is called with their label and the reason.
+            Records then come when all jobs are done.
 
     Raises:
         DataError: the folder cannot be written, or holds another run.
@@ -57,8 +76,15 @@ def run_comparison(
         jsonl.write(run)
         found: list[dict[str, Any]] = []
         with progress_bars(terminal) as progress:
+            if on_failure is not None:
+                leave_out_unsupported(comparison, on_failure)
             jobs = comparison.jobs()
-            results = run_jobs(jobs, comparison.exclusive, folder, processes, _Bars(jobs, progress))
+            run_one = partial(run_job, folder, _display(comparison, jobs, folder, processes, progress, terminal))
+            results: Iterable[JobResult]
+            if on_failure is None:
+                results = run_jobs(jobs, comparison.exclusive, processes, run_one)
+            else:
+                results = run_possible_jobs(comparison, processes, run_one, on_failure)
             for record in comparison.records(results):
                 jsonl.write(record)
                 found.append(record)
@@ -97,6 +123,26 @@ def progress_bars(terminal: Terminal) -> Progress:
         console=terminal.console,
         disable=terminal.quiet or not terminal.live,
     )
+
+
+def _display(
+    comparison: Comparison[Any],
+    jobs: Sequence[Job],
+    folder: Folder,
+    processes: Processes,
+    progress: Progress,
+    terminal: Terminal,
+) -> OnProgress:
+    """A row with the time left of all jobs, above a bar for each label."""
+    workers = 1 if comparison.exclusive or processes.shares_model else processes.count
+    left = TimeLeft([job for job in jobs if not folder.has(job.key)], len(jobs), workers)
+    overview, bars = Overview(comparison.name, left, progress, terminal), _Bars(jobs, progress)
+
+    def show(job: Job, event: JobProgress) -> None:
+        overview(job, event)
+        bars(job, event)
+
+    return show
 
 
 class _Bars:

@@ -29,8 +29,10 @@ def format_share(done_bytes: int, total_bytes: int) -> str:
 
 
 def format_duration(seconds: float) -> str:
-    """An estimated time, rounded: 38 s, 4 min."""
-    return f"{seconds:.0f} s" if seconds < 100 else f"{seconds / 60:.0f} min"
+    """An estimated time, rounded: 38 s, 4 min, 2.5 h."""
+    if seconds < 100:
+        return f"{seconds:.0f} s"
+    return f"{seconds / 60:.0f} min" if seconds < 6000 else f"{seconds / 3600:.1f} h"
 
 
 SLOT_COLORS = {"sinks": "cyan", "pinned": "blue", "heavy": "red", "recent": "green", "free": "bright_black"}

@@ -15,6 +15,7 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 
 from h2o_stream import __version__
 from h2o_stream.compare.comparisons import COMPARISONS
+from h2o_stream.compare.left_out import LeftOut, lines_of, read_left_out
 from h2o_stream.errors import DataError, file_errors
 from h2o_stream.resources import write_text
 from h2o_stream.session.jsonl import read_objects
@@ -66,7 +67,9 @@ def read_comparisons(folders: Sequence[Path]) -> list[FinishedComparison]:
     """
     found = []
     for folder in folders:
+        missing = {item.comparison for item in read_left_out(folder) if item.job is None}
         inside = [folder] if (folder / RUN).exists() else sorted(path.parent for path in folder.glob(f"*/{RUN}"))
+        inside = [path for path in inside if path.name not in missing]
         if not inside:
             raise DataError(f"{folder}: there is no comparison in it; report takes folders of --out")
         found += [_read(path) for path in inside]
@@ -87,8 +90,13 @@ def _read(folder: Path) -> FinishedComparison:
         raise DataError(f"{folder / RECORDS}: not what {kind} writes ({type(error).__name__}: {error})") from error
 
 
-def write_report(finished: Sequence[FinishedComparison], path: Path) -> None:
+def write_report(finished: Sequence[FinishedComparison], path: Path, left_out: Sequence[LeftOut] = ()) -> None:
     """Write a report: Markdown if the file name ends in ``.md``, otherwise HTML.
+
+    Args:
+        finished: the comparisons.
+        path: of the file.
+        left_out: what could not be measured.
 
     Raises:
         DataError: the file exists and is not a report, or cannot be written.
@@ -97,15 +105,15 @@ def write_report(finished: Sequence[FinishedComparison], path: Path) -> None:
     with file_errors(f"--to {path}"):
         if path.exists() and _MADE_BY not in path.read_text(encoding="utf-8", errors="replace"):
             raise DataError(f"--to {path} exists and is not a report; choose another name")
-    write_text(path, _markdown(finished, path.parent) if markdown else _html(finished), "--to")
+    write_text(path, _markdown(finished, left_out, path.parent) if markdown else _html(finished, left_out), "--to")
 
 
-def _html(finished: Sequence[FinishedComparison]) -> str:
+def _html(finished: Sequence[FinishedComparison], left_out: Sequence[LeftOut]) -> str:
     environment = Environment(loader=PackageLoader("h2o_stream.ui"), autoescape=True, undefined=StrictUndefined)
     environment.filters["images"] = _images
     environment.filters["settings"] = _settings
     template = environment.get_template("report.html")
-    return template.render(finished=finished, made_by=_MADE_BY, version=__version__)
+    return template.render(finished=finished, left_out=lines_of(left_out), made_by=_MADE_BY, version=__version__)
 
 
 def _images(chart: Chart) -> dict[str, str]:
@@ -121,7 +129,7 @@ def _settings(run: dict[str, Any]) -> str:
     return json.dumps(shown, indent=1, ensure_ascii=False)
 
 
-def _markdown(finished: Iterable[FinishedComparison], folder: Path) -> str:
+def _markdown(finished: Iterable[FinishedComparison], left_out: Sequence[LeftOut], folder: Path) -> str:
     parts = [f"<!-- made by {_MADE_BY} {__version__} -->\n"]
     for item in finished:
         parts.append(f"## {item.kind}\n\n{markdown_page(item.page)}")
@@ -130,4 +138,6 @@ def _markdown(finished: Iterable[FinishedComparison], folder: Path) -> str:
             if picture.exists():
                 parts.append(f"![{' '.join(chart.title.split())}]({Path(relpath(picture, folder)).as_posix()})\n")
         parts.append(f"`{item.command}` on {item.machine}.\n")
+    if left_out:
+        parts.append("\n".join(["## Not measured\n", *(f"- {line}" for line in lines_of(left_out))]) + "\n")
     return "\n".join(parts)

@@ -22,7 +22,7 @@ def page(run: Record, records: Sequence[Record]) -> Page:
     return Page(
         title,
         "batch: as many rows as fit, or as many as fit with a full cache",
-        [TableData("", _HEADER, [_row(record, full[_shape(record)]) for record in records])],
+        [TableData("", _HEADER, [_row(record, full.get(_shape(record))) for record in records])],
         [Chart("throughput", f"Largest batches\n{title}", ("tokens generated", "tokens/s"), curves, logarithmic="x")],
     )
 
@@ -31,7 +31,7 @@ def _shape(record: Record) -> str:
     return f"{record['prompt']}+{record['new']}"
 
 
-def _row(record: Record, full: float) -> list[str]:
+def _row(record: Record, full: float | None) -> list[str]:
     return [
         _shape(record),
         record["policy"],
@@ -40,5 +40,5 @@ def _row(record: Record, full: float) -> list[str]:
         format_bytes(record["cache_bytes"]),
         f"{record['tok_s']:.1f}",
         f"{record['seconds']:.1f}",
-        f"{record['tok_s'] / full:.2f}",
+        f"{record['tok_s'] / full:.2f}" if full else "-",
     ]
