@@ -20,6 +20,9 @@ from h2o_stream.session.conversation import Conversation
 READ = "I have read it."
 """The reply to a context that no question follows at once."""
 
+_ROOM = 8
+"""Tokens that a reply may have beyond twice the longest answer."""
+
 
 @dataclass(frozen=True)
 class Answer:
@@ -51,29 +54,33 @@ def ask_in_turns(conversation: Conversation, item: Item) -> Iterator[Answer]:
         yield _ask(conversation, number, question.text, question)
 
 
-def ask_without_context(conversation: Conversation, item: Item) -> Iterator[Answer]:
-    """Ask every question in a conversation of its own, which never saw the context."""
-    for number, question in enumerate(item.questions):
+def margins_without_context(conversation: Conversation, item: Item) -> Iterator[float]:
+    """The margin of every question in a conversation of its own, which never saw the context."""
+    for question in item.questions:
         conversation.restart(conversation.system)
-        yield _ask(conversation, number, question.text, question)
+        yield _margin(conversation, question.text, question)[0]
 
 
 def _ask(conversation: Conversation, number: int, message: str, question: Question) -> Answer:
     """Feed a message, take the margin, and let the model answer."""
     engine = conversation.engine
+    margin, max_tokens = _margin(conversation, message, question)
+    engine.set_sampling(SamplingConfig(0.0, max_tokens=max_tokens))
+    reply = "".join(event.text for event in engine.decode() if isinstance(event, Token | Finished))
+    return Answer(number, question.score(reply), margin, reply.strip())
+
+
+def _margin(conversation: Conversation, message: str, question: Question) -> tuple[float, int]:
+    """Feed a message and the beginning of the reply. Returns the margin and how long the answer may be, in tokens."""
+    engine = conversation.engine
     prefix, answers = _encode(engine, question)
     prefill(conversation, message)
-    if len(prefix) > 1:
-        _feed(engine, prefix[:-1])
+    _feed(engine, prefix[:-1])
     state = engine.state_dict()
-    scores = []
-    for answer in answers:
-        scores.append(_log_probability(engine, prefix[-1], answer))
-        engine.load_state_dict(state)
-    engine.set_sampling(SamplingConfig(0.0, max_tokens=2 * max(map(len, answers)) + 8))
+    right, *wrong = _log_probabilities(engine, prefix[-1], answers)
+    engine.load_state_dict(state)
     _feed(engine, prefix[-1:])
-    reply = "".join(event.text for event in engine.decode() if isinstance(event, Token | Finished))
-    return Answer(number, question.score(reply), scores[0] - max(scores[1:]), reply.strip())
+    return right - max(wrong), 2 * max(map(len, answers)) + _ROOM
 
 
 def _encode(engine: Engine, question: Question) -> tuple[list[int], list[list[int]]]:
@@ -102,12 +109,17 @@ def _feed(engine: Engine, tokens: Sequence[int]) -> None:
 
 
 @torch.no_grad()
-def _log_probability(engine: Engine, last: int, answer: Sequence[int]) -> float:
-    """The log-probability of an answer after the stream and one more token, in nats.
+def _log_probabilities(engine: Engine, last: int, answers: Sequence[Sequence[int]]) -> list[float]:
+    """The log-probability of each answer after the stream and one more token, in nats.
 
-    Its tokens are fed together, so that all of them attend to what is held now. The stream is left with the answer.
+    The answers are rows of one forward, so that all their tokens attend to what is held now; shorter ones are padded on
+    the right. Leaves the cache with these rows.
     """
-    ids = torch.tensor([[last, *answer[:-1]]], device=home_of(engine.model))
-    logits = engine.model(ids, past_key_values=engine.cache, use_cache=True).logits[0]
-    expected = torch.tensor(list(answer), device=logits.device)
-    return float(torch.log_softmax(logits.float(), -1).gather(-1, expected[:, None]).sum())
+    longest = max(map(len, answers))
+    rows = torch.tensor([[*answer, *[last] * (longest - len(answer))] for answer in answers])
+    rows = rows.to(home_of(engine.model))
+    ids = torch.cat((torch.full_like(rows[:, :1], last), rows[:, :-1]), 1)
+    engine.cache.batch_repeat_interleave(len(answers))
+    logits = engine.model(ids, past_key_values=engine.cache, use_cache=True).logits
+    scores = torch.log_softmax(logits.float(), -1).gather(-1, rows[:, :, None])[:, :, 0]
+    return [float(scores[number, : len(answer)].sum()) for number, answer in enumerate(answers)]

@@ -10,6 +10,7 @@ import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from math import pi
 from random import Random
 from string import ascii_lowercase, ascii_uppercase
 
@@ -41,8 +42,11 @@ _NOUNS = (
 """Words of the keys."""
 
 _CODED_LETTERS = 6
+_ZIPF = pi**2 / 6 - 1
+"""The sum of all 1 / rank^2 from rank 2 on."""
+
 _NAME_LETTERS = 5
-_WORD = re.compile(r"[a-z]{4,9}")
+_WORD = re.compile(r"\b[a-z]{4,9}\b")
 
 
 @dataclass(frozen=True)
@@ -142,9 +146,8 @@ def make_item(
 
 def _needles(per_question: int, questions: int, size: int, haystack: Haystack, draw: Random) -> Item:
     """Numbers with names, hidden in a text: the keys are adjective and noun, the values have seven digits."""
-    keys = draw.sample(
-        [f"{adjective} {noun}" for adjective in _ADJECTIVES for noun in _NOUNS], per_question * questions
-    )
+    pairs = [f"{adjective} {noun}" for adjective in _ADJECTIVES.split() for noun in _NOUNS.split()]
+    keys = draw.sample(pairs, per_question * questions)
     values = _distinct(len(keys) + NUM_DISTRACTORS, lambda: str(draw.randrange(10**6, 10**7)))
     needles = [f"The secret number of the {key} is {value}." for key, value in zip(keys, values, strict=False)]
     text = _hide(needles, sorted(draw.random() for _ in needles), size, haystack, draw)
@@ -190,33 +193,32 @@ def _variables(questions: int, size: int, haystack: Haystack, draw: Random) -> I
 
 
 def _common_words(questions: int, size: int, haystack: Haystack, draw: Random) -> Item:
-    """Lists of numbered words, of which ten occur ten times as often as the others, or nearly so in short lists."""
-    common = 30 if size >= 60 * COMMON_WORDS else 10 if size >= 20 * COMMON_WORDS else max(size // 20, 2)
-    rare = 3 if common == 30 else 1
+    """Lists of numbered words, of which ten occur ten times as often as the others; twice or more in short lists.
+
+    RULER's 30 and 3 times in lists of 600 words and more, 10 times and once in shorter ones.
+    """
+    most = len(haystack.vocabulary) // questions - COMMON_WORDS
+    if most < COMMON_WORDS:
+        raise ConfigError(f"cwe needs {questions * 2 * COMMON_WORDS} different words; give --text more than it has")
+    rare, common = (3, 30) if size >= 60 * COMMON_WORDS else (1, min(max(size // 20, 2), 10))
+    while (size - COMMON_WORDS * common) // rare > most:
+        rare, common = rare + 1, 10 * (rare + 1)
     num_rare = max((size - COMMON_WORDS * common) // rare, COMMON_WORDS)
-    needed = questions * (COMMON_WORDS + num_rare)
-    if needed > len(haystack.vocabulary):
-        raise ConfigError(
-            f"cwe needs {needed} different words, --text has {len(haystack.vocabulary)}; lower --lengths, "
-            "or give a longer text"
-        )
-    words, lists, asked = draw.sample(haystack.vocabulary, needed), list[str](), list[Question]()
-    for title in ascii_uppercase[:questions]:
-        frequent, others = words[:COMMON_WORDS], words[COMMON_WORDS : COMMON_WORDS + num_rare]
-        del words[: COMMON_WORDS + num_rare]
+    words, lists, asked = draw.sample(haystack.vocabulary, len(haystack.vocabulary)), list[str](), list[Question]()
+    for number, title in enumerate(ascii_uppercase[:questions]):
+        own = words[number::questions]
+        frequent, others = own[:COMMON_WORDS], own[COMMON_WORDS : COMMON_WORDS + num_rare]
         entries = frequent * common + others * rare
         draw.shuffle(entries)
         lists.append(f"List {title}: " + " ".join(f"{n}. {word}" for n, word in enumerate(entries, 1)))
         order = {word: place for place, word in enumerate(dict.fromkeys(entries))}
+        wrong = [sorted(draw.sample(others, COMMON_WORDS), key=order.__getitem__) for _ in range(NUM_DISTRACTORS)]
         asked.append(
             Question(
                 f"Which {COMMON_WORDS} words are the most common ones in list {title}?",
                 f"The {COMMON_WORDS} most common words in list {title} are",
                 tuple(sorted(frequent, key=order.__getitem__)),
-                tuple(
-                    tuple(sorted(draw.sample(others, COMMON_WORDS), key=order.__getitem__))
-                    for _ in range(NUM_DISTRACTORS)
-                ),
+                tuple(map(tuple, wrong)),
             )
         )
     intro = "Some words occur more often than others in the following. Remember them, I will ask for them later."
@@ -228,21 +230,22 @@ def _frequent_words(questions: int, size: int, haystack: Haystack, draw: Random)
 
     RULER's most frequent word, a row of dots that does not count, is left out.
     """
-    texts, asked = list[str](), list[Question]()
-    for title in ascii_uppercase[:questions]:
-        total = max(size, 40)
-        counts = [round(total / (rank * rank * 0.645)) for rank in range(2, total)]
-        counts = [number for number in counts if number]
-        words = _distinct(len(counts), partial(_letters, draw, ascii_lowercase, _CODED_LETTERS))
+    total, texts, asked = max(size, 40), list[str](), list[Question]()
+    counts = [round(total / (rank * rank * _ZIPF)) for rank in range(2, total)]
+    counts = [number for number in counts if number]
+    for title, text_seed in zip(ascii_uppercase, [draw.random() for _ in range(questions)], strict=False):
+        own = Random(text_seed)
+        words = _distinct(len(counts), partial(_letters, own, ascii_lowercase, _CODED_LETTERS))
         entries = [word for word, number in zip(words, counts, strict=True) for _ in range(number)]
-        draw.shuffle(entries)
+        own.shuffle(entries)
         texts.append(f"Text {title}: " + " ".join(entries))
+        wrong = [own.sample(words[FREQUENT_WORDS:], FREQUENT_WORDS) for _ in range(NUM_DISTRACTORS)]
         asked.append(
             Question(
                 f"Which {FREQUENT_WORDS} words are the most frequent ones in text {title}?",
                 f"The {FREQUENT_WORDS} most frequent words in text {title} are",
                 tuple(words[:FREQUENT_WORDS]),
-                tuple(tuple(draw.sample(words[FREQUENT_WORDS:], FREQUENT_WORDS)) for _ in range(NUM_DISTRACTORS)),
+                tuple(map(tuple, wrong)),
             )
         )
     intro = "Some coded words occur more often than others in the following. Remember them, I will ask for them later."
