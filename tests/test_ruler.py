@@ -161,8 +161,9 @@ class TestAnswers:
         assert text.rstrip().removesuffix("<|im_end|>").endswith(answers[-1].reply)
         assert [answer.question for answer in answers] == [0, 1, 2]
         for answer, question in zip(answers, item.questions, strict=True):
-            before = text[: text.index(question.prefix, text.index(question.text)) + len(question.prefix)]
-            start = tokenizer(before, add_special_tokens=False)["input_ids"]
+            prefix = tokenizer(question.prefix, add_special_tokens=False)["input_ids"]
+            (end,) = (n for n in range(len(stream)) if stream[:n][-len(prefix) :] == prefix)
+            start = stream[:end]
             scores = []
             for values in (question.answers, *question.distractors):
                 own = tokenizer(f" {values[0]}", add_special_tokens=False)["input_ids"]
@@ -224,16 +225,23 @@ class TestRates:
 
 
 class TestCommand:
-    def test_policies_on_tasks(self, tiny_folder: Path, tmp_path: Path) -> None:
-        base = ["tasks", "--suite", "ruler", "-m", tiny_folder, "--tasks", "niah_single,fwe", "--lengths", "200"]
+    @pytest.fixture
+    def model(self, talker: Any, tokenizer: PreTrainedTokenizerBase, tmp_path: Path) -> Path:
+        """A random model whose context has room for four questions."""
+        talker(context=2048).save_pretrained(tmp_path / "model")
+        tokenizer.save_pretrained(tmp_path / "model")
+        return tmp_path / "model"
+
+    def test_policies_on_tasks(self, model: Path, tmp_path: Path) -> None:
+        base = ["tasks", "--suite", "ruler", "-m", model, "--tasks", "niah_single,vt", "--lengths", "400"]
         base += ["--items", "2", "--windows", "64", "--form", "multi-turn", "--out", tmp_path / "out", "--jsonl", "-"]
         done = invoke("h2o-compare", *base, "--policies", "full")
         assert done.exit_code == 0, done.stderr
         run, *found = records(done.stdout)
-        assert (run["suite"], run["items"], run["lengths"]) == ("ruler", 2, [200])
+        assert (run["suite"], run["items"], run["lengths"]) == ("ruler", 2, [400])
         assert [(record["task"], record["policy"], record["recovery"]) for record in found] == [
             (task, "full", None if record["margin"] <= record["margin_nothing"] else 1)
-            for task, record in zip(("niah_single", "fwe"), found, strict=True)
+            for task, record in zip(("niah_single", "vt"), found, strict=True)
         ]
         parts = {path.name for path in (tmp_path / "out" / "parts").iterdir()}
         assert len(parts) == 4, "with and without the context"
@@ -246,9 +254,9 @@ class TestCommand:
         assert (sink["type"], sink["window"], len(sink["margins"])) == ("tasks", 64, 4)
         assert sink["to_full"]["low"] <= sink["margin"] - sink["margin_full"] <= sink["to_full"]["high"]
         table = (tmp_path / "out" / "tasks.md").read_text()
-        assert "multi-turn, 200 tokens" in table
+        assert "multi-turn, 400 tokens" in table
         assert f"| sink | 64 | {sink['accuracy']:.0%} {sink['margin']:+.2f}" in table
-        replies = tmp_path / "out" / "replies" / "fwe-multi-turn-200-sink-64.jsonl"
+        replies = tmp_path / "out" / "replies" / "vt-multi-turn-400-sink-64.jsonl"
         assert [json.loads(line)["question"] for line in replies.read_text().splitlines()] == [0, 1, 2, 3] * 2
 
     def test_a_full_cache_ends_at_the_context(self, tiny_folder: Path) -> None:
