@@ -18,6 +18,7 @@ from h2o_stream.engine.events import Finished, PrefillProgress, Token
 from h2o_stream.errors import H2OStreamError
 from h2o_stream.recall.passage import Recalled
 from h2o_stream.session.conversation import Conversation
+from h2o_stream.session.turn import Turn
 
 MAX_ANSWER = 40
 """Tokens of a reply to a question."""
@@ -104,7 +105,7 @@ def ask(conversation: Conversation, questions: Iterable[tuple[Question, int]]) -
 
 def _margin(conversation: Conversation, question: Question) -> float:
     """See `Answer.margin`. Leaves the conversation with half a reply, which it does not know of."""
-    _prefill(conversation, question.text)
+    prefill(conversation, question.text)
     tokenizer = conversation.engine.tokenizer
     right, wrong = (_encode(tokenizer, question.reply, values) for values in (question.answers, question.wrong))
     shared = [pair[0] for pair in takewhile(lambda pair: pair[0] == pair[1], zip(right, wrong, strict=False))]
@@ -112,12 +113,18 @@ def _margin(conversation: Conversation, question: Question) -> float:
     return float(logits[right[len(shared)]] - logits[wrong[len(shared)]])
 
 
-def _prefill(conversation: Conversation, text: str) -> None:
-    """Feed a message as far as the reply."""
+def prefill(conversation: Conversation, text: str) -> None:
+    """Feed a message as far as the reply.
+
+    Raises:
+        H2OStreamError: it could not be fed completely.
+    """
     with closing(conversation.say(text)) as events:
         for event in events:
             if isinstance(event, PrefillProgress) and event.done == event.total:
                 return
+            if isinstance(event, Turn):
+                raise H2OStreamError(f"the stream ended early: {event.detail or event.finish}")
 
 
 def _encode(tokenizer: Any, reply: str, values: Sequence[str]) -> list[int]:

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from h2o_stream.compare.options import ComparisonOptions, Policies, RecallModes, Seeds, Window, Windows, configs_of
+from h2o_stream.compare.tasks_options import TasksOptions
 from h2o_stream.config import DEFAULT_CHUNK, DEFAULT_POLICY, DEFAULT_WINDOW, CacheConfig, EngineChoice, ModelConfig
 from h2o_stream.errors import ConfigError
 from h2o_stream.options import Option, listed, listed_if_any, numbers, numbers_if_any, parse_bytes, paths
@@ -230,38 +231,6 @@ class ThroughputOptions(ComparisonOptions):
     def configs_for(self, shape: Shape) -> list[CacheConfig]:
         """``full``, then every policy, for requests of a shape."""
         return configs_of(("full", *self.policies), (round(self.ratio * shape.length),), self.seeds, self.cache)
-
-
-@dataclass(frozen=True, kw_only=True)
-class TasksOptions(ComparisonOptions):
-    """Accuracy on tasks of the lm-evaluation-harness (extra "eval").
-
-    A context is read whole and then evicted; answers are scored under eviction. h2o_facts, h2o_topics and h2o_causes
-    are small tasks of our own. The harness's tasks need their data on this machine, or the network.
-    """
-
-    comparison = "h2o_stream.compare.tasks:Tasks"
-    page = "h2o_stream.ui.pages.tasks:page"
-
-    tasks: Annotated[Sequence[str], Option("Names of the harness's tasks, separated by commas.", parse=listed)] = (
-        "h2o_facts",
-        "h2o_topics",
-        "h2o_causes",
-    )
-    policies: Policies = ("full", "recent", "h2o")
-    ratio: Annotated[float | None, Option("Window, as a fraction of each context.", min=0, max=1)] = 0.2
-    windows: Annotated[
-        Sequence[int], Option("Windows in tokens, separated by commas; replaces --ratio.", parse=numbers_if_any)
-    ] = ()
-    task_folder: Annotated[Path | None, Option("Folder with more tasks, in the harness's format.")] = None
-    shots: Annotated[int | None, Option("Examples before each question. (default: the task's)", min=0)] = None
-    limit: Annotated[int | None, Option("Documents; default is all.", min=1)] = None
-
-    @property
-    def configs(self) -> list[CacheConfig]:
-        """Every policy and window."""
-        cache = {**self.cache, "chunk": self.cache.get("chunk") or 0}
-        return configs_of(self.policies, self.windows or (DEFAULT_WINDOW,), self.seeds, cache)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -115,11 +115,22 @@ def paired_difference(ours: Tensor, theirs: Tensor, seed: int = 0) -> Interval:
     difference = (ours[:length] - theirs[:length]).double()
     blocks = difference.split(BLOCK)
     sums = torch.stack([block.sum() for block in blocks])
-    sizes = torch.tensor([len(block) for block in blocks], dtype=torch.float64)
-    samples = torch.randint(len(sums), (_RESAMPLES, len(sums)), generator=torch.Generator().manual_seed(seed))
-    means = sums[samples].sum(1) / sizes[samples].sum(1)
-    low, high = torch.quantile(means, torch.tensor([0.025, 0.975], dtype=torch.float64)).tolist()
-    return Interval(float(difference.mean()), low, high)
+    return ratio_interval(sums, torch.tensor([len(block) for block in blocks], dtype=torch.float64), seed)
+
+
+def ratio_interval(numerators: Tensor, denominators: Tensor, seed: int = 0) -> Interval:
+    """The ratio of two sums, with its 95% interval: a bootstrap over the units summed.
+
+    Args:
+        numerators: [n] float64, one for each unit.
+        denominators: [n] float64, of the same units.
+        seed: of the resampling.
+    """
+    count = len(numerators)
+    samples = torch.randint(count, (_RESAMPLES, count), generator=torch.Generator().manual_seed(seed))
+    ratios = numerators[samples].sum(1) / denominators[samples].sum(1)
+    low, high = torch.quantile(ratios, torch.tensor([0.025, 0.975], dtype=torch.float64)).tolist()
+    return Interval(float(numerators.sum() / denominators.sum()), low, high)
 
 
 def digest_of(tokens: Sequence[int]) -> str:

@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from h2o_stream.compare.comparison import Comparison, Job, Notify, window_of
-from h2o_stream.compare.comparisons import TasksOptions
 from h2o_stream.compare.folder import JobResult
+from h2o_stream.compare.tasks_options import TasksOptions
 from h2o_stream.config import CacheConfig
 from h2o_stream.errors import ConfigError, H2OStreamError
 from h2o_stream.resources import project_file
@@ -42,13 +42,13 @@ class Tasks(Comparison[TasksOptions]):
         logging.getLogger("lm_eval").setLevel(logging.ERROR)
         settings = self.load_model(notify)
         self._task_manager = TaskManager(include_path=[str(folder) for folder in self._folders])
-        for task in self.options.tasks:
+        for task in self.options.chosen_tasks:
             if task not in self._task_manager.all_tasks:
                 raise ConfigError(f"task {task!r} is unknown; --tasks takes the harness's, --task-folder brings more")
         return {
             **settings,
             "dtype": str(self.model.dtype).removeprefix("torch."),
-            "tasks": list(self.options.tasks),
+            "tasks": list(self.options.chosen_tasks),
             **self._settings,
         }
 
@@ -70,7 +70,7 @@ class Tasks(Comparison[TasksOptions]):
                 partial(self._evaluate, task, config),
                 config,
             )
-            for task in self.options.tasks
+            for task in self.options.chosen_tasks
             for config in self.configs
         ]
 
@@ -99,7 +99,7 @@ class Tasks(Comparison[TasksOptions]):
 
     def records(self, results: Iterable[JobResult]) -> Iterator[dict[str, Any]]:
         """One for each task and policy."""
-        pairs = [(task, config) for task in self.options.tasks for config in self.configs]
+        pairs = [(task, config) for task in self.options.chosen_tasks for config in self.configs]
         for (task, config), result in zip(pairs, results, strict=True):
             yield {
                 "type": self.name,

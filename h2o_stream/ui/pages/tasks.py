@@ -5,14 +5,16 @@ from __future__ import annotations
 from collections.abc import Sequence
 from statistics import fmean
 
-from h2o_stream.ui.pages import Page, Record, TableData, label
+from h2o_stream.ui.pages import Page, Record, TableData, label, ruler
 
 _METRICS = ("acc_norm", "acc", "exact_match")
 """Metrics for the table; the first one that a task has is used."""
 
 
 def page(run: Record, records: Sequence[Record]) -> Page:
-    """A row for each policy, a column for each task."""
+    """A row for each policy, a column for each task; for --suite ruler its own page."""
+    if run.get("suite") == "ruler":
+        return ruler.page(run, records)
     tasks = run["tasks"]
     documents = {record["task"]: record["documents"] for record in records}
     policies = dict.fromkeys((label(record), record["window"]) for record in records)

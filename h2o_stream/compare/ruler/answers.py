@@ -1,0 +1,125 @@
+"""Asks the questions of an item in a conversation, under eviction. It goes on with the model's own answers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import takewhile
+
+import torch
+
+from h2o_stream.cache.support import home_of
+from h2o_stream.compare.asking import prefill, tell
+from h2o_stream.compare.ruler.items import Item, Question
+from h2o_stream.config import SamplingConfig
+from h2o_stream.engine.engine import Engine
+from h2o_stream.engine.events import Finished, Token
+from h2o_stream.errors import H2OStreamError
+from h2o_stream.session.conversation import Conversation
+
+READ = "I have read it."
+"""The reply to a context that no question follows at once."""
+
+_ROOM = 8
+"""Tokens that a reply may have beyond twice the longest answer."""
+
+
+@dataclass(frozen=True)
+class Answer:
+    """The answer to a question.
+
+    Attributes:
+        question: its number in the item, from 0.
+        score: see `Question.score`.
+        margin: log-probability of the right answer minus that of the likeliest distractor, in nats.
+        reply: the text.
+    """
+
+    question: int
+    score: float
+    margin: float
+    reply: str
+
+
+def ask_at_once(conversation: Conversation, item: Item) -> Iterator[Answer]:
+    """Ask the only question of an item in one message with the context."""
+    (question,) = item.questions
+    yield _ask(conversation, 0, f"{item.context}\n\n{question.text}", question)
+
+
+def ask_in_turns(conversation: Conversation, item: Item) -> Iterator[Answer]:
+    """Feed the context, then ask one question after another."""
+    tell(conversation, item.context, READ)
+    for number, question in enumerate(item.questions):
+        yield _ask(conversation, number, question.text, question)
+
+
+def margins_without_context(conversation: Conversation, item: Item) -> Iterator[float]:
+    """The margin of every question in a conversation of its own, which never saw the context."""
+    for question in item.questions:
+        conversation.restart(conversation.system)
+        yield _margin(conversation, question.text, question)[0]
+
+
+def _ask(conversation: Conversation, number: int, message: str, question: Question) -> Answer:
+    """Feed a message, take the margin, and let the model answer."""
+    engine = conversation.engine
+    margin, max_tokens = _margin(conversation, message, question)
+    engine.set_sampling(SamplingConfig(0.0, max_tokens=max_tokens))
+    reply = "".join(event.text for event in engine.decode() if isinstance(event, Token | Finished))
+    return Answer(number, question.score(reply), margin, reply.strip())
+
+
+def _margin(conversation: Conversation, message: str, question: Question) -> tuple[float, int]:
+    """Feed a message and the beginning of the reply. Returns the margin and how long the answer may be, in tokens."""
+    engine = conversation.engine
+    prefix, answers = _encode(engine, question)
+    prefill(conversation, message)
+    _feed(engine, prefix[:-1])
+    state = engine.state_dict()
+    right, *wrong = _log_probabilities(engine, prefix[-1], answers)
+    engine.load_state_dict(state)
+    _feed(engine, prefix[-1:])
+    return right - max(wrong), 2 * max(map(len, answers)) + _ROOM
+
+
+def _encode(engine: Engine, question: Question) -> tuple[list[int], list[list[int]]]:
+    """Token ids of the beginning of the reply, and of the right answer and the distractors after it.
+
+    A tokenizer may merge the end of the beginning with the answer; such tokens belong to the answers.
+    """
+
+    def encode(text: str) -> list[int]:
+        return list(engine.tokenizer(text, add_special_tokens=False)["input_ids"])
+
+    prefix = encode(question.prefix)
+    replies = [encode(f"{question.prefix} {', '.join(a)}") for a in (question.answers, *question.distractors)]
+    shared = min(_shared(prefix, reply) for reply in replies)
+    return prefix[:shared], [reply[shared:] for reply in replies]
+
+
+def _shared(a: Sequence[int], b: Sequence[int]) -> int:
+    return len(list(takewhile(lambda pair: pair[0] == pair[1], zip(a, b, strict=False))))
+
+
+def _feed(engine: Engine, tokens: Sequence[int]) -> None:
+    for event in engine.prefill(tokens):
+        if isinstance(event, Finished):
+            raise H2OStreamError(f"the stream ended early: {event.detail or event.reason}")
+
+
+@torch.no_grad()
+def _log_probabilities(engine: Engine, last: int, answers: Sequence[Sequence[int]]) -> list[float]:
+    """The log-probability of each answer after the stream and one more token, in nats.
+
+    The answers are rows of one forward, so that all their tokens attend to what is held now; shorter ones are padded on
+    the right. Leaves the cache with these rows.
+    """
+    longest = max(map(len, answers))
+    rows = torch.tensor([[*answer, *[last] * (longest - len(answer))] for answer in answers])
+    rows = rows.to(home_of(engine.model))
+    ids = torch.cat((torch.full_like(rows[:, :1], last), rows[:, :-1]), 1)
+    engine.cache.batch_repeat_interleave(len(answers))
+    logits = engine.model(ids, past_key_values=engine.cache, use_cache=True).logits
+    scores = torch.log_softmax(logits.float(), -1).gather(-1, rows[:, :, None])[:, :, 0]
+    return [float(scores[number, : len(answer)].sum()) for number, answer in enumerate(answers)]

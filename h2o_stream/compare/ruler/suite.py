@@ -1,0 +1,169 @@
+"""RULER's tasks under each policy: ``h2o-compare tasks --suite ruler``."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import asdict, dataclass
+from functools import partial
+from itertools import product
+from typing import Any
+
+from h2o_stream.cache.support import context_of
+from h2o_stream.compare.asking import GREEDY, start_conversation
+from h2o_stream.compare.comparison import Comparison, Job, JobProgress, Notify, label_of, window_of
+from h2o_stream.compare.folder import JobResult
+from h2o_stream.compare.ruler.answers import ask_at_once, ask_in_turns, margins_without_context
+from h2o_stream.compare.ruler.items import Haystack, Item, make_item
+from h2o_stream.compare.ruler.rates import rates
+from h2o_stream.compare.tasks_options import Form, TasksOptions
+from h2o_stream.config import CacheConfig
+from h2o_stream.engine.engine import Engine
+from h2o_stream.errors import ConfigError
+from h2o_stream.resources import python_manual, read_text
+
+QUESTIONS: dict[Form, int] = {"one-turn": 1, "multi-turn": 4}
+"""Questions about a context."""
+
+_ASK = {"one-turn": ask_at_once, "multi-turn": ask_in_turns}
+
+
+@dataclass(frozen=True)
+class _Cell:
+    """A task in a form and of a length."""
+
+    task: str
+    form: Form
+    length: int
+
+    def __str__(self) -> str:
+        return f"{self.task} {self.form} {self.length}"
+
+
+class Ruler(Comparison[TasksOptions]):
+    """Every policy on the same contexts, and a cache that never saw them."""
+
+    name = "tasks"
+
+    _haystack: Haystack
+
+    def __init__(self, options: TasksOptions) -> None:
+        super().__init__(options)
+        self._items: dict[_Cell, list[Item]] = {}
+        self._replies: dict[str, list[Mapping[str, Any]]] = {}
+
+    def begin(self, notify: Notify) -> dict[str, Any]:
+        """Load the text and the model."""
+        path = self.options.text
+        text = python_manual() if path is None else read_text(path, f"--text {path}")
+        self._haystack = Haystack.of(None if self.options.haystack == "noise" else text, text)
+        settings = self.load_model(notify)
+        context, longest = context_of(self.model.config), max(self.options.lengths)
+        if context is not None and longest >= context and any(config.policy == "full" for config in self.configs):
+            raise ConfigError(
+                f"length {longest} with its questions exceeds the {context} positions of the model, which limit a full "
+                "cache; lower --lengths, or leave full out of --policies"
+            )
+        for cell in self._cells:
+            self._make_item(cell, 0)  # so that a wrong length is reported before the first job
+        return {
+            **settings,
+            "suite": self.options.suite,
+            "dtype": str(self.model.dtype).removeprefix("torch."),
+            "tasks": list(self.options.chosen_tasks),
+            **self._settings,
+            "forms": list(self.options.forms),
+            "lengths": list(self.options.lengths),
+        }
+
+    @property
+    def _settings(self) -> dict[str, Any]:
+        """What the items depend on."""
+        return {
+            "items": self.options.items,
+            "item_seed": self.options.seed,
+            "haystack": self.options.haystack,
+            "digest": hashlib.sha256(repr(self._haystack).encode()).hexdigest()[:20],
+        }
+
+    @property
+    def _cells(self) -> list[_Cell]:
+        return [
+            _Cell(task, form, length)
+            for length, form, task in product(self.options.lengths, self.options.forms, self.options.chosen_tasks)
+        ]
+
+    def _make_item(self, cell: _Cell, number: int) -> Item:
+        """An item, which is made once."""
+        items = self._items.setdefault(cell, [])
+        while len(items) <= number:
+            items.append(
+                make_item(
+                    cell.task,
+                    QUESTIONS[cell.form],
+                    cell.length,
+                    self._haystack,
+                    self._count,
+                    self.options.seed,
+                    len(items),
+                )
+            )
+        return items[number]
+
+    def _count(self, text: str) -> int:
+        return len(self.tokenizer(text, add_special_tokens=False)["input_ids"])
+
+    def jobs(self) -> list[Job]:
+        """One for each task, form, length and policy, and before them one without the context."""
+        return [
+            self._job(cell, config, context)
+            for cell in self._cells
+            for config, context in ((CacheConfig("full"), False), *((config, True) for config in self.configs))
+        ]
+
+    def _job(self, cell: _Cell, config: CacheConfig, context: bool) -> Job:
+        key = self.key(config, suite=self.options.suite, cell=asdict(cell), context=context, **self._settings)
+        label = label_of(config) if context else "no context"
+        return Job(f"{cell} {label}", key, self.options.items, partial(self._measure, cell, config, context))
+
+    def _measure(self, cell: _Cell, config: CacheConfig, context: bool) -> Iterator[JobProgress | JobResult]:
+        answers = list[dict[str, Any]]()
+        with Engine(self.model, self.tokenizer, config, GREEDY, at_context="stop") as engine:
+            conversation = start_conversation(engine, "off")
+            for number in range(self.options.items):
+                conversation.restart(conversation.system)
+                item = self._make_item(cell, number)
+                if context:
+                    found = [asdict(answer) for answer in _ASK[cell.form](conversation, item)]
+                else:
+                    found = [{"margin": margin} for margin in margins_without_context(conversation, item)]
+                answers += [{"item": number, **answer} for answer in found]
+                yield JobProgress(number + 1)
+        yield JobResult({"answers": answers})
+
+    def records(self, results: Iterable[JobResult]) -> Iterator[dict[str, Any]]:
+        """One for each task, form, length and policy."""
+        remaining = iter(results)
+        for cell in self._cells:
+            nothing, full = next(remaining).figures["answers"], None
+            for config in self.configs:
+                answers = next(remaining).figures["answers"]
+                full = answers if config.policy == "full" else full
+                self._replies[f"{cell} {label_of(config)}".replace(" ", "-")] = answers
+                yield {
+                    "type": self.name,
+                    "suite": self.options.suite,
+                    **asdict(cell),
+                    "policy": config.policy,
+                    "window": window_of(config),
+                    "seed": config.seed,
+                    "items": self.options.items,
+                    **rates(answers, nothing, full),
+                }
+
+    def files(self) -> Iterator[tuple[str, str]]:
+        """All replies."""
+        for label, answers in self._replies.items():
+            lines = (json.dumps(answer, ensure_ascii=False) + "\n" for answer in answers)
+            yield f"replies/{label}.jsonl", "".join(lines)

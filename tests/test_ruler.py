@@ -1,0 +1,269 @@
+"""Tasks after RULER: their items, how they are asked, and what is recorded."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import PreTrainedTokenizerBase
+
+from h2o_stream.compare.asking import start_conversation
+from h2o_stream.compare.ruler.answers import READ, ask_at_once, ask_in_turns, margins_without_context
+from h2o_stream.compare.ruler.items import (
+    COMMON_WORDS,
+    HOPS,
+    NUM_DISTRACTORS,
+    TASKS,
+    Haystack,
+    Item,
+    Question,
+    make_item,
+)
+from h2o_stream.compare.ruler.rates import rates
+from h2o_stream.config import CacheConfig, SamplingConfig
+from h2o_stream.engine.engine import Engine
+from h2o_stream.errors import ConfigError, DataError
+from h2o_stream.resources import python_manual
+from tests.commands import invoke, records
+from tests.tolerance import LIKELIHOOD
+
+HAYSTACK = Haystack.of(python_manual(), python_manual())
+
+
+@pytest.fixture
+def count(tokenizer: PreTrainedTokenizerBase) -> Callable[[str], int]:
+    return lambda text: len(tokenizer(text, add_special_tokens=False)["input_ids"])
+
+
+def words(text: str) -> int:
+    return len(text.split())
+
+
+class TestItems:
+    @pytest.mark.parametrize("task", TASKS)
+    @pytest.mark.parametrize(("questions", "length"), [(1, 300), (1, 1500), (4, 1024)])
+    def test_a_context_has_the_length_asked_for_and_not_more(
+        self, task: str, questions: int, length: int, count: Callable[[str], int]
+    ) -> None:
+        item = make_item(task, questions, length, HAYSTACK, count, 0, 0)
+        assert length - 40 <= count(item.context) <= length
+        assert len(item.questions) == questions
+
+    @pytest.mark.parametrize("task", TASKS)
+    def test_items_depend_on_seed_and_number_only(self, task: str) -> None:
+        first = make_item(task, 2, 400, HAYSTACK, words, 3, 1)
+        assert make_item(task, 2, 400, HAYSTACK, words, 3, 1) == first
+        assert make_item(task, 2, 400, HAYSTACK, words, 3, 2).context != first.context
+        assert make_item(task, 2, 400, HAYSTACK, words, 4, 1).context != first.context
+
+    @pytest.mark.parametrize("task", TASKS)
+    def test_distractors_have_the_form_of_the_answer_and_differ_from_it(self, task: str) -> None:
+        for question in make_item(task, 4, 600, HAYSTACK, words, 0, 0).questions:
+            assert len(question.distractors) == NUM_DISTRACTORS
+            for distractor in question.distractors:
+                assert len(set(distractor)) == len(distractor) == len(question.answers)
+                assert not set(distractor) & set(question.answers)
+
+    @pytest.mark.parametrize(("task", "needles"), [("niah_single", 3), ("niah_multikey", 12)])
+    def test_needles_are_there_once_with_different_keys(self, task: str, needles: int) -> None:
+        item = make_item(task, 3, 900, HAYSTACK, words, 0, 0)
+        found = dict(re.findall(r"The secret number of the (\w+ \w+) is (\d{7})\.", item.context))
+        assert len(found) == needles
+        for question in item.questions:
+            (key,) = re.findall(r"the (\w+ \w+)\?", question.text)
+            assert question.answers == (found[key],)
+            hidden = {value for (value,) in question.distractors} & set(found.values())
+            assert len(hidden) == min(needles - 1, NUM_DISTRACTORS), "the other needles come first"
+
+    def test_variables_are_chained_in_order(self) -> None:
+        item = make_item("vt", 3, 900, HAYSTACK, words, 0, 0)
+        sources = dict(re.findall(r"VAR ([A-Z]{5}) = (?:VAR )?(\w+)\.", item.context))
+        assert len(sources) == 3 * (HOPS + 1)
+        for question in item.questions:
+            (value,) = re.findall(r"\d{5}", question.text)
+            assert [sources[name] for name in question.answers] == [value, *question.answers[:-1]]
+            places = [item.context.index(f"VAR {name} =") for name in question.answers]
+            assert places == sorted(places)
+
+    @pytest.mark.parametrize(("length", "common", "rare"), [(300, 2, 1), (1100, 10, 1), (4000, 30, 3)])
+    def test_common_words_are_common(self, length: int, common: int, rare: int) -> None:
+        item = make_item("cwe", 2, length, HAYSTACK, words, 0, 0)
+        for question, text in zip(item.questions, re.findall(r"List \w: (.*)", item.context), strict=True):
+            counts = Counter(re.findall(r"\d+\. (\w+)", text))
+            assert {word for word, number in counts.most_common(COMMON_WORDS)} == set(question.answers)
+            assert {counts[word] for word in question.answers} >= {common} or length == 300
+            assert {number for word, number in counts.items() if word not in question.answers} == {rare}
+            assert all(word in counts for distractor in question.distractors for word in distractor)
+
+    def test_with_few_words_all_occur_more_often(self) -> None:
+        few = Haystack(HAYSTACK.words, HAYSTACK.vocabulary[:60])
+        item = make_item("cwe", 1, 3000, few, words, 0, 0)
+        counts = Counter(re.findall(r"\d+\. (\w+)", item.context))
+        assert len(counts) <= 60
+        assert {word for word, _ in counts.most_common(COMMON_WORDS)} == set(item.questions[0].answers)
+
+    def test_frequent_words_follow_a_power_law(self) -> None:
+        item = make_item("fwe", 2, 1000, HAYSTACK, words, 0, 0)
+        for question, text in zip(item.questions, re.findall(r"Text \w: (.*)", item.context), strict=True):
+            counts = Counter(text.split())
+            first, second, third, fourth = (number for _, number in counts.most_common(4))
+            assert tuple(word for word, _ in counts.most_common(3)) == question.answers
+            assert first / third == pytest.approx((4 / 2) ** 2, rel=0.1)
+            assert second / fourth == pytest.approx((5 / 3) ** 2, rel=0.1)
+
+    def test_noise_is_a_haystack(self) -> None:
+        noise = Haystack.of(None, python_manual())
+        item = make_item("niah_single", 1, 400, noise, words, 0, 0)
+        assert item.context.count("The kettle is on.") > 10
+
+    @pytest.mark.parametrize(("task", "questions"), [("niah_single", 4), ("vt", 4), ("cwe", 1), ("fwe", 1)])
+    def test_too_short_lengths_are_refused(self, task: str, questions: int) -> None:
+        with pytest.raises(ConfigError, match=r"length is 30, .* raise --lengths"):
+            make_item(task, questions, 30, HAYSTACK, words, 0, 0)
+
+    def test_texts_without_words_are_refused(self) -> None:
+        with pytest.raises(DataError, match="--text has no words"):
+            Haystack.of("123 456", "123 456")
+        with pytest.raises(ConfigError, match="cwe needs 20 different words"):
+            make_item("cwe", 1, 300, Haystack(("a",), ("some", "words")), words, 0, 0)
+
+    def test_scores_are_shares_of_the_answers(self) -> None:
+        question = Question("?", "", ("alpha", "beta"), ())
+        assert [question.score(reply) for reply in ("Beta, gamma", "alpha beta", "none")] == [0.5, 1.0, 0.0]
+
+
+@pytest.fixture
+def item(count: Callable[[str], int]) -> Item:
+    return make_item("niah_multikey", 3, 350, HAYSTACK, count, 0, 0)
+
+
+class TestAnswers:
+    @pytest.mark.parametrize("policy", ["full", "h2o"])
+    def test_margins_are_those_of_one_forward_and_questions_stay(
+        self, policy: str, talker: Any, tokenizer: Any, item: Item
+    ) -> None:
+        """Without eviction: against the model's own log-probabilities of the whole conversation."""
+        model, config = talker(context=2048), CacheConfig(policy, **({"window": 1024} if policy == "h2o" else {}))
+        with Engine(model, tokenizer, config) as engine:
+            conversation = start_conversation(engine, "off")
+            answers = list(ask_in_turns(conversation, item))
+            stream = list(engine.tokens)
+        text = tokenizer.decode(stream)
+        places = [text.index(part) for part in (READ, *(question.text for question in item.questions))]
+        assert places == sorted(places)
+        assert text.rstrip().removesuffix("<|im_end|>").endswith(answers[-1].reply)
+        assert [answer.question for answer in answers] == [0, 1, 2]
+        for answer, question in zip(answers, item.questions, strict=True):
+            prefix = tokenizer(question.prefix, add_special_tokens=False)["input_ids"]
+            (end,) = (n for n in range(len(stream)) if stream[:n][-len(prefix) :] == prefix)
+            start = stream[:end]
+            scores = []
+            for values in (question.answers, *question.distractors):
+                own = tokenizer(f" {values[0]}", add_special_tokens=False)["input_ids"]
+                logits = model(torch.tensor([[*start, *own]])).logits[0, len(start) - 1 : -1].log_softmax(-1)
+                scores.append(float(logits.gather(-1, torch.tensor(own)[:, None]).sum()))
+            assert answer.margin == pytest.approx(scores[0] - max(scores[1:]), rel=LIKELIHOOD, abs=1e-3)
+
+    def test_one_turn_has_context_and_question_in_one_message(
+        self, talker: Any, tokenizer: Any, count: Callable[[str], int]
+    ) -> None:
+        item = make_item("vt", 1, 350, HAYSTACK, count, 0, 0)
+        with Engine(talker(), tokenizer, CacheConfig("sink", 64), SamplingConfig(0.0)) as engine:
+            (answer,) = ask_at_once(start_conversation(engine, "off"), item)
+            text = tokenizer.decode(list(engine.tokens))
+        assert f"{item.context}\n\n{item.questions[0].text}" in text
+        assert READ not in text
+        assert math.isfinite(answer.margin)
+
+    def test_without_context_every_question_is_alone(self, talker: Any, tokenizer: Any, item: Item) -> None:
+        with Engine(talker(), tokenizer, CacheConfig("full"), SamplingConfig(0.0)) as engine:
+            conversation = start_conversation(engine, "off")
+            margins = list(margins_without_context(conversation, item))
+            text = tokenizer.decode(list(engine.tokens))
+            again = Item(item.context, item.questions[::-1])
+            assert list(margins_without_context(conversation, again)) == pytest.approx(margins[::-1])
+        assert [question.text in text for question in item.questions] == [False, False, True]
+
+
+class TestRates:
+    @staticmethod
+    def answers(*margins: float, score: float = 1.0) -> list[dict[str, Any]]:
+        """Two questions for each item."""
+        return [{"item": n // 2, "question": n % 2, "score": score, "margin": m} for n, m in enumerate(margins)]
+
+    def test_recovery_is_the_part_of_the_gain(self) -> None:
+        nothing, full = self.answers(-1, -3, -2, -2), self.answers(4, 2, 3, 3)
+        rated = rates(self.answers(0, 0, -1, 3, score=0.5), nothing, full)
+        assert rated["accuracy"] == 0.5
+        assert rated["margin"] == pytest.approx(0.5)
+        assert rated["margins"] == pytest.approx([-0.5, 1.5])
+        assert (rated["margin_nothing"], rated["margin_full"]) == (-2, 3)
+        assert rated["recovery"] == pytest.approx(0.5)
+        assert rated["recovery_interval"] == pytest.approx([0.4, 0.6])
+        assert rated["to_full"]["mean"] == pytest.approx(-2.5)
+        assert rated["to_full"]["low"] == pytest.approx(-3)
+        assert rated["to_full"]["high"] == pytest.approx(-2)
+
+    def test_the_ends_of_the_scale(self) -> None:
+        nothing, full = self.answers(-1, -3, -2, -2), self.answers(4, 2, 3, 3)
+        assert rates(full, nothing, full)["recovery"] == 1
+        assert rates(full, nothing, full)["to_full"] is None
+        assert rates(nothing, nothing, full)["recovery"] == 0
+
+    def test_there_is_none_without_a_gain_of_the_full_cache(self) -> None:
+        nothing, full = self.answers(-1, -1), self.answers(-2, -1)
+        assert rates(full, nothing, full)["recovery"] is None
+        assert rates(nothing, nothing, None)["recovery"] is None
+        assert rates(nothing, nothing, None)["to_full"] is None
+
+
+class TestCommand:
+    @pytest.fixture
+    def model(self, talker: Any, tokenizer: PreTrainedTokenizerBase, tmp_path: Path) -> Path:
+        """A random model whose context has room for four questions."""
+        talker(context=2048).save_pretrained(tmp_path / "model")
+        tokenizer.save_pretrained(tmp_path / "model")
+        return tmp_path / "model"
+
+    def test_policies_on_tasks(self, model: Path, tmp_path: Path) -> None:
+        base = ["tasks", "--suite", "ruler", "-m", model, "--tasks", "niah_single,vt", "--lengths", "400"]
+        base += ["--items", "2", "--windows", "64", "--form", "multi-turn", "--out", tmp_path / "out", "--jsonl", "-"]
+        done = invoke("h2o-compare", *base, "--policies", "full")
+        assert done.exit_code == 0, done.stderr
+        run, *found = records(done.stdout)
+        assert (run["suite"], run["items"], run["lengths"]) == ("ruler", 2, [400])
+        assert [(record["task"], record["policy"], record["recovery"]) for record in found] == [
+            (task, "full", None if record["margin"] <= record["margin_nothing"] else 1)
+            for task, record in zip(("niah_single", "vt"), found, strict=True)
+        ]
+        parts = {path.name for path in (tmp_path / "out" / "parts").iterdir()}
+        assert len(parts) == 4, "with and without the context"
+        done = invoke("h2o-compare", *base, "--policies", "full,sink")
+        assert done.exit_code == 0, done.stderr
+        _, *more = records(done.stdout)
+        assert [record for record in more if record["policy"] == "full"] == found
+        assert len(parts & {path.name for path in (tmp_path / "out" / "parts").iterdir()}) == 4, "results are reused"
+        (sink, _) = (record for record in more if record["policy"] == "sink")
+        assert (sink["type"], sink["window"], len(sink["margins"])) == ("tasks", 64, 4)
+        assert sink["to_full"]["low"] <= sink["margin"] - sink["margin_full"] <= sink["to_full"]["high"]
+        table = (tmp_path / "out" / "tasks.md").read_text()
+        assert "multi-turn, 400 tokens" in table
+        assert f"| sink | 64 | {sink['accuracy']:.0%} {sink['margin']:+.2f}" in table
+        replies = tmp_path / "out" / "replies" / "vt-multi-turn-400-sink-64.jsonl"
+        assert [json.loads(line)["question"] for line in replies.read_text().splitlines()] == [0, 1, 2, 3] * 2
+
+    def test_a_full_cache_ends_at_the_context(self, tiny_folder: Path) -> None:
+        base = ["tasks", "--suite", "ruler", "-m", tiny_folder, "--items", "2", "--tasks", "vt", "-q"]
+        done = invoke("h2o-compare", *base, "--lengths", "400", "--policies", "full")
+        assert done.exit_code == 2
+        assert "exceeds the 400 positions of the model" in done.stderr
+        done = invoke("h2o-compare", *base, "--lengths", "395", "--policies", "full", "--form", "one-turn")
+        assert done.exit_code == 1
+        assert "exceed the model's 400 positions" in done.stderr
