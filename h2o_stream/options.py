@@ -90,6 +90,20 @@ def parse_bytes(text: str, flag: str) -> int:
     return int(float(size[1]) * _UNITS[size[2].upper()])
 
 
+def bytes_text(size: int) -> str:
+    """A number of bytes for people: 6.0 MiB."""
+    return f"{size / 2**20:.1f} MiB" if size >= 2**20 else f"{size / 2**10:.1f} KiB"
+
+
+def sizes(text: str, flag: str) -> tuple[int, ...]:
+    """Sizes in bytes, separated by commas.
+
+    Raises:
+        ConfigError: one of them is not a size.
+    """
+    return tuple(parse_bytes(item, flag) for item in listed_if_any(text, flag))
+
+
 def text_or_file(text: str | None, text_option: str, file: Path | None, file_option: str) -> str | None:
     """A text that is given directly or as a file.
 

@@ -17,6 +17,7 @@ from h2o_stream.cache.identity import model_digest
 from h2o_stream.cache.layer import LayerSpec
 from h2o_stream.cache.retrieval_heads import assign_budgets
 from h2o_stream.cache.rope import PositionsError
+from h2o_stream.cache.sizing import config_for_size
 from h2o_stream.cache.support import (
     attention_of,
     attention_of_ours,
@@ -108,6 +109,8 @@ def build_cache(model: PreTrainedModel, config: CacheConfig, progress: ProgressC
         raise
     if plan.budgets == "measured":
         specs = assign_budgets(model, specs, progress)
+    if config.cache_size is not None:
+        config = config_for_size(config, specs, model.config)
     cache = H2OCache(config, specs, max_distance_of(model.config), learned_positions(model.config), digest)
     cache.verification = verification
     return cache

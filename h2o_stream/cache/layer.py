@@ -93,6 +93,7 @@ class LayerSpec:
         hidden_from: age in tokens from which the model hides keys from this layer, or None.
         device: where the layer computes; None for the CPU.
         budgets: its KV heads, grouped by window size.
+        key: shape [Hkv, D] and dtype of its keys, a tensor without data; None if unknown.
         shard: the KV heads that are in this process, where several share the layer (tensor parallel); None for all.
     """
 
@@ -102,6 +103,7 @@ class LayerSpec:
     device: torch.device | None = None
     budgets: tuple[HeadBudget, ...] = (HeadBudget(),)
     shard: range | None = None
+    key: Tensor | None = None
 
     @property
     def local_budgets(self) -> tuple[HeadBudget | None, ...]:

@@ -7,12 +7,14 @@ and to what came after it (induction heads, arXiv 2209.11895).
 
 from __future__ import annotations
 
+import math
 import time
+from collections import defaultdict
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
-from statistics import fmean, pvariance
+from statistics import fmean
 
 import torch
 from torch import Tensor, distributed
@@ -35,14 +37,14 @@ _ROWS = 2
 _LARGE = 10**9
 """Weights of a model that gets one sequence."""
 
-_FLOOR = 0.5
+_FLOOR = 0.3
 """Fraction of an equal window that every head keeps."""
 
 _MIN_RETRIEVAL = 0.2
 """Attention to the copy that a retrieval head pays at least; a model without such heads gets equal windows."""
 
-_MIN_RATIO = 1.5
-"""Ratio of the shares from which on the heads of a layer are split into two groups."""
+_STEP = 1.25
+"""Ratio between shares that are told apart: heads of a layer whose shares round to the same power form a group."""
 
 _measured: dict[str, Tensor] = {}
 """Results of `_attention_to_copy` in this process, by model."""
@@ -88,18 +90,15 @@ def _gathered(local: Tensor, processes: int) -> Tensor:
 
 
 def _grouped(shares: Sequence[float]) -> tuple[HeadBudget, ...]:
-    """The heads of a layer in one group, or in two if the retrieval heads stand clearly apart from the others."""
-    order = sorted(range(len(shares)), key=lambda head: shares[head])
-    cuts = [(order[:cut], order[cut:]) for cut in range(1, len(order))]
-    ratios = [fmean(shares[i] for i in large) / fmean(shares[i] for i in small) for small, large in cuts]
-    if not cuts or max(ratios) < _MIN_RATIO:
-        groups = [order]
-    else:
-        # The cut that leaves the least variance inside the groups.
-        variances = [sum(pvariance([shares[i] for i in group]) * len(group) for group in cut) for cut in cuts]
-        groups = list(cuts[variances.index(min(variances))])
+    """The heads of a layer in groups of about the same share."""
+    groups: defaultdict[int, list[int]] = defaultdict(list)
+    for head, share in enumerate(shares):
+        groups[round(math.log(share, _STEP))].append(head)
     # Sixteenths, so that another dtype or machine seldom gives another result.
-    return tuple(HeadBudget(tuple(sorted(group)), round(16 * fmean(shares[i] for i in group)) / 16) for group in groups)
+    return tuple(
+        HeadBudget(tuple(heads), round(16 * fmean(shares[head] for head in heads)) / 16)
+        for _, heads in sorted(groups.items())
+    )
 
 
 def _known(model: PreTrainedModel, hidden_from: Sequence[int | None], progress: ProgressCallback = ignore) -> Tensor:

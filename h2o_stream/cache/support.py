@@ -133,6 +133,7 @@ def layer_specs(model: PreTrainedModel, plan: CachePlan) -> list[LayerSpec]:
             hidden_from=window if plan.positions == "absolute" else None,
             device=key.device,
             shard=_shard(model, key.shape[1]),
+            key=key[0, :, 0].to("meta"),
         )
         for kind, window, key in zip(kinds, windows, keys, strict=True)
     ]

@@ -28,7 +28,7 @@ from h2o_stream.config import (
     Settings,
 )
 from h2o_stream.errors import ConfigError
-from h2o_stream.options import Option, text_or_file
+from h2o_stream.options import Option, parse_bytes, text_or_file
 from h2o_stream.resources import named_prompts, replace_surrogates
 
 T = TypeVar("T")
@@ -78,7 +78,10 @@ ENGINE = Group(
 
 
 def _cache_arguments(
-    rolling: bool | None = None, cache_device: CacheDevice = CacheConfig.device, **values: Any
+    rolling: bool | None = None,
+    cache_size: str | None = None,
+    cache_device: CacheDevice = CacheConfig.device,
+    **values: Any,
 ) -> dict[str, Any]:
     if rolling is not None:
         positions = "rolling" if rolling else "absolute"
@@ -88,7 +91,8 @@ def _cache_arguments(
                 f"but --positions {values['positions']} was given too"
             )
         values["positions"] = positions
-    return {**values, "device": cache_device}
+    size = None if cache_size is None else parse_bytes(cache_size, "--cache-size")
+    return {**values, "cache_size": size, "device": cache_device}
 
 
 def _cache_config(cache: Mapping[str, Any], **values: Any) -> CacheConfig:
@@ -111,6 +115,7 @@ CACHE_ARGUMENTS = Group(
     recent_ratio=Option("Recent slots as a fraction of the first prompt; replaces --window."),
     budgets=Option("Windows of the heads: measured or equal. (default: measured for h2o, else equal)"),
     long_term=Option("h2o: weight of the long-term score. (default: by policy)"),
+    cache_size=Option("Bytes of the cache, as 6MiB: chooses the window, in 8 bits; replaces --window."),
     cache_device=Option("Keys and values: where layers compute, or in host memory."),
 )
 

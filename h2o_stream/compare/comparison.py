@@ -14,6 +14,7 @@ from h2o_stream.compare.options import ComparisonOptions
 from h2o_stream.config import CacheConfig
 from h2o_stream.errors import H2OStreamError, means_out_of_memory
 from h2o_stream.models.load import load
+from h2o_stream.options import bytes_text
 from h2o_stream.processes import Processes
 
 Notify = Callable[[str], None]
@@ -244,7 +245,8 @@ def _cache(config: CacheConfig) -> dict[str, Any]:
 
 def label_of(config: CacheConfig) -> str:
     """Policy, seed and window, for people."""
-    return f"{config.label} {window_of(config) or ''}".strip()
+    size = window_of(config) if config.cache_size is None else bytes_text(config.cache_size)
+    return f"{config.label} {size or ''}".strip()
 
 
 def window_of(config: CacheConfig) -> int | None:

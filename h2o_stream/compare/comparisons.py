@@ -7,7 +7,17 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from h2o_stream.compare.options import ComparisonOptions, Policies, RecallModes, Seeds, Window, Windows, configs_of
+from h2o_stream.compare.options import (
+    CacheSizes,
+    ComparisonOptions,
+    Policies,
+    RecallModes,
+    Seeds,
+    Window,
+    Windows,
+    configs_of,
+    sized_configs_of,
+)
 from h2o_stream.compare.tasks_options import TasksOptions
 from h2o_stream.config import DEFAULT_CHUNK, DEFAULT_POLICY, DEFAULT_WINDOW, CacheConfig, EngineChoice, ModelConfig
 from h2o_stream.errors import ConfigError
@@ -75,8 +85,14 @@ class NllOptions(ComparisonOptions):
     text: Annotated[Sequence[Path], Option("Text files, separated by commas.", parse=paths)]
     policies: Policies = ("full", "recent", "sink", "h2o-paper", "h2o")
     windows: Windows = (DEFAULT_WINDOW,)
+    cache_sizes: CacheSizes = ()
     tokens: Annotated[int, Option("Tokens predicted per text.", min=1)] = 4096
     seeds: Seeds = (0,)
+
+    @property
+    def configs(self) -> list[CacheConfig]:
+        """Every policy with every window, or with every size."""
+        return sized_configs_of(self.policies, self.windows, self.cache_sizes, self.seeds, self.cache)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -16,7 +16,7 @@ from torch.nn.functional import cross_entropy
 
 from h2o_stream.cache.attach import attach
 from h2o_stream.cache.support import context_of, home_of
-from h2o_stream.compare.comparison import Comparison, Job, JobProgress, Notify, label_of, window_of
+from h2o_stream.compare.comparison import Comparison, Job, JobProgress, Notify, label_of
 from h2o_stream.compare.comparisons import NllOptions
 from h2o_stream.compare.folder import JobResult
 from h2o_stream.config import CacheConfig
@@ -84,7 +84,9 @@ class Nll(Comparison[NllOptions]):
                 "type": self.name,
                 "text": str(text),
                 "policy": config.policy,
-                "window": window_of(config),
+                "window": None if config.policy == "full" else result.figures["window"],
+                "cache_size": config.cache_size,
+                "cache_bytes": result.figures["cache_bytes"],
                 "tokens": len(losses),
                 "nll": float(losses.double().mean()),
                 "nll_last_half": float(losses[len(losses) // 2 :].double().mean()),
@@ -192,4 +194,5 @@ def stream_nll(model: Any, config: CacheConfig, tokens: Sequence[int]) -> Iterat
             logits = model(ids[:, start:end], past_key_values=cache, use_cache=True).logits[0].float()
             losses.append(cross_entropy(logits, ids[0, start + 1 : end + 1], reduction="none").cpu())
             yield JobProgress(end)
-    yield JobResult({"tok_s": total / (time.perf_counter() - start_time)}, torch.cat(losses))
+        figures = {"window": cache.plan.window, "cache_bytes": cache.nbytes}
+    yield JobResult({**figures, "tok_s": total / (time.perf_counter() - start_time)}, torch.cat(losses))

@@ -9,7 +9,7 @@ from typing import Annotated, Any, ClassVar, get_args
 
 from h2o_stream.config import DEFAULT_WINDOW, POLICIES, CacheConfig, ModelConfig, RecallMode
 from h2o_stream.errors import ConfigError
-from h2o_stream.options import Option, listed, numbers
+from h2o_stream.options import Option, listed, numbers, sizes
 from h2o_stream.registry import resolve
 
 
@@ -31,6 +31,9 @@ def _recall_modes(text: str, flag: str) -> tuple[str, ...]:
 
 Policies = Annotated[Sequence[str], Option("Policies, separated by commas.", parse=_policies)]
 Windows = Annotated[Sequence[int], Option("Windows, separated by commas.", parse=numbers)]
+CacheSizes = Annotated[
+    Sequence[int], Option("Sizes of the cache, as 3MiB,6MiB: equal bytes; replaces --windows.", parse=sizes)
+]
 Window = Annotated[int, Option("Tokens kept per layer and KV head.")]
 RecallModes = Annotated[Sequence[RecallMode], Option("off, auto, or both with a comma.", parse=_recall_modes)]
 Seeds = Annotated[Sequence[int], Option("Seeds of random, separated by commas.", parse=numbers)]
@@ -55,6 +58,21 @@ def configs_of(
         for window in windows:
             config = CacheConfig(**{**cache, "policy": policy, "window": window})
             configs += [replace(config, seed=seed) for seed in (seeds if POLICIES[policy].draws else (0,))]
+    return sorted(configs, key=lambda config: config.policy != "full")
+
+
+def sized_configs_of(
+    policies: Sequence[str],
+    windows: Sequence[int],
+    cache_sizes: Sequence[int],
+    seeds: Sequence[int],
+    cache: Mapping[str, Any],
+) -> list[CacheConfig]:
+    """`configs_of` with every size of the cache in place of every window, if there are sizes."""
+    if not cache_sizes:
+        return configs_of(policies, windows, seeds, cache)
+    by_size = [configs_of(policies, (DEFAULT_WINDOW,), seeds, {**cache, "cache_size": size}) for size in cache_sizes]
+    configs = dict.fromkeys(config for configs in by_size for config in configs)
     return sorted(configs, key=lambda config: config.policy != "full")
 
 

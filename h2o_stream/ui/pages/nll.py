@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from h2o_stream.ui.pages import Chart, Curve, Page, Record, TableData, curve_name, label, or_dash, stem
 
-_HEADER = ("policy", "window", "nll", "last half", "to full", "95%", "gap", "tok/s")
+_HEADER = ("policy", "window", "MiB", "nll", "last half", "to full", "95%", "gap", "tok/s")
 
 
 def page(run: Record, records: Sequence[Record]) -> Page:
@@ -29,6 +29,7 @@ def _row(record: Record, records: Sequence[Record]) -> list[str]:
     return [
         label(record),
         or_dash(record["window"]),
+        f"{record['cache_bytes'] / 2**20:.2f}",
         f"{record['nll']:.4f}",
         f"{record['nll_last_half']:.4f}",
         difference,
@@ -39,12 +40,17 @@ def _row(record: Record, records: Sequence[Record]) -> list[str]:
 
 
 def _gap(record: Record, records: Sequence[Record]) -> str:
-    """The loss added by this policy, as a fraction of that added by `sink` with the same window."""
+    """The loss added by this policy, as a fraction of that added by `sink` with the same window or size."""
     for other in records:
-        if (other["policy"], other["window"]) == ("sink", record["window"]) and other["to_full"]:
+        if other["policy"] == "sink" and _limit(other) == _limit(record) and other["to_full"]:
             sink_loss = other["to_full"]["mean"]
             return f"{record['to_full']['mean'] / sink_loss:.2f}" if sink_loss > 0 else "-"
     return "-"
+
+
+def _limit(record: Record) -> tuple[int | None, int | None]:
+    """What the cache was limited to: its size, or else its window."""
+    return record["cache_size"], None if record["cache_size"] else record["window"]
 
 
 def _chart(text: str, records: Sequence[Record], title: str) -> Chart:

@@ -1,0 +1,79 @@
+"""The window for which the cache of one stream takes a given number of bytes."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+from h2o_stream.cache.h2o_cache import H2OCache
+from h2o_stream.cache.layer import LayerSpec
+from h2o_stream.cache.support import max_distance_of
+from h2o_stream.config import DEFAULT_CHUNK, MIN_EVICTABLE, RESIDUAL, CacheConfig
+from h2o_stream.errors import ConfigError
+from h2o_stream.options import bytes_text
+
+_SMALLEST = 4 + RESIDUAL + MIN_EVICTABLE
+"""Slots of the smallest window that is tried."""
+
+_TRIALS = 8
+"""Corrections of the window, which needs one or two: bytes are almost proportional to slots."""
+
+
+def config_for_size(config: CacheConfig, specs: Sequence[LayerSpec], model_config: Any) -> CacheConfig:
+    """The same with the largest window of which the cache takes at most `config.cache_size` bytes.
+
+    Counted are the tensors of one stream once all windows have their final size: keys, values and all bookkeeping.
+    Where the model's context allows less, the window is what it allows.
+
+    Args:
+        config: with a `cache_size`.
+        specs: the layers of the model, with their head budgets.
+        model_config: the model's.
+
+    Raises:
+        ConfigError: the smallest window takes more.
+    """
+    size, max_distance = config.cache_size, max_distance_of(model_config)
+    assert size is not None
+    unsized = replace(config, cache_size=None, kv_bits=config.plan(max_distance).kv_bits)
+    chunk = DEFAULT_CHUNK if config.chunk is None else config.chunk
+    largest = 2**31 if max_distance is None else max_distance - (chunk or 1)
+
+    def sized(window: int) -> CacheConfig:
+        return replace(unsized, window=max(min(window, largest), 1))
+
+    def taken(window: int) -> int:
+        return settled_bytes(H2OCache(sized(window), specs, max_distance), model_config)
+
+    smallest = max(_SMALLEST, (config.heavy or 0) + (config.sinks or 0) + 1)
+    base = taken(smallest)
+    if base > size:
+        raise ConfigError(
+            f"cache_size is {bytes_text(size)}, but a window of {smallest} takes {bytes_text(base)}; raise --cache-size"
+        )
+    per_slot = (taken(2 * smallest) - base) / smallest
+    window = smallest + math.floor((size - base) / per_slot)
+    for _ in range(_TRIALS):
+        excess = taken(window) - size
+        if excess <= 0 or window <= smallest:
+            break
+        window -= math.ceil(excess / per_slot)
+    return sized(window)
+
+
+def settled_bytes(cache: H2OCache, model_config: Any) -> int:
+    """Bytes of one stream in an empty cache once all windows have their final size, by allocating without data."""
+    text = model_config.get_text_config()
+    total = 0
+    for layer, spec in zip(cache.layers, cache.specs, strict=True):
+        assert spec.key is not None
+        heads, size = spec.key.shape
+        for group in layer.head_groups:
+            key = spec.key.new_empty(1, heads if group.heads is None else group.num_heads, 1, size)
+            value = key.new_empty(*key.shape[:-1], getattr(text, "v_head_dim", None) or size)
+            group.queries_per_key = text.num_attention_heads // text.num_key_value_heads
+            group.allocate(key, value, group.schedule.window + group.spare)
+            total += group.nbytes
+    return total
