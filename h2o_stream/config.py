@@ -90,6 +90,9 @@ _POLICIES = {
     "sink": PolicyDefaults(0.0, 4, 1.0, "rolling", f"{_RULES}.recency:Recency"),
     "recent": PolicyDefaults(0.0, 0, 1.0, "rolling", f"{_RULES}.recency:Recency"),
     "full": PolicyDefaults(0.0, 0, 1.0, "absolute", f"{_RULES}.recency:Recency"),
+    "nexus": PolicyDefaults(0.5, 4, 0.99, "gap", f"{_RULES}.nexus:Nexus", draws=True),
+    "morphkv": PolicyDefaults(0.5, 4, 1.0, "gap", f"{_RULES}.morphkv:MorphKV"),
+    "snapkv": PolicyDefaults(0.5, 4, 1.0, "gap", f"{_RULES}.snapkv:SnapKV"),
 }
 
 

@@ -169,6 +169,9 @@ RULES = {
     "random": "random",
     "sink": "recency",
     "recent": "recency",
+    "nexus": "nexus",
+    "morphkv": "morphkv",
+    "snapkv": "snapkv",
 }
 POLICIES = ("full", *RULES)
 

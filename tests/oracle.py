@@ -28,6 +28,14 @@ class Kept:
 
 
 @dataclass(frozen=True)
+class Asked:
+    """The queries [G, D] of a token's group and the factor on their products."""
+
+    queries: Tensor
+    scaling: float
+
+
+@dataclass(frozen=True)
 class Visible:
     """The n tokens that a query sees: key [n, D], value [n, D], and the age and span [n] of each."""
 
@@ -70,6 +78,8 @@ class Oracle:
     seen: int = 0
     margin: float = math.inf
     held: dict[int, list[list[Kept]]] = field(default_factory=dict)
+    asked: dict[tuple[int, int], list[Asked]] = field(default_factory=dict)
+    """By layer and KV head, what every token asked."""
 
     def __post_init__(self) -> None:
         text = self.model.config.get_text_config()
@@ -113,6 +123,7 @@ class Oracle:
             spans = torch.tensor([0 if rules.pinned(token.index) else rules.span for token in held])
             for i in range(new):
                 queries, count = q[head * groups : (head + 1) * groups, i], len(held) - new + i + 1
+                self.asked.setdefault((number, head), []).append(Asked(queries, scaling))
                 visible = Visible(keys[:count], values[:count], self.seen + i - indices[:count], spans[:count])
                 weights, output = self.attend(number, queries, visible, scaling, softcap, own_window)
                 mixed[i, head * groups : (head + 1) * groups] = output
@@ -185,16 +196,21 @@ class Oracle:
             "tova": lambda token: token.score,
             "recency": lambda token: token.index,
             "random": lambda token: drawn(token.index, layer, head, seen),
+            "nexus": lambda token: token.score / -math.log(drawn(token.index, layer, head, 0) + 2.0**-25),
+            "morphkv": lambda token: fused[token],
+            "snapkv": lambda token: fused[token],
         }[rule]
+        fused = {"morphkv": morphkv, "snapkv": snapkv}[rule](self, held, layer, head) if rule in OBSERVING else {}
         others.sort(key=worth, reverse=True)
         first_out = [token for token in others if rules.is_transient(token.index, seen)]
         others = [token for token in others if token not in first_out]
         room = window - recent - len(kept)
-        margin_counts = 0 < room < len(others) and rule in ("accumulated", "tova")
+        margin_counts = 0 < room < len(others) and rule in ("accumulated", "tova", "nexus", *OBSERVING)
         others += sorted(first_out, key=lambda token: token.index, reverse=True)
         if margin_counts:
             last, first = worth(others[room - 1]), worth(others[room])
-            self.margin = min(self.margin, (last - first) / abs(last or 1))
+            if rule != "snapkv" or last != first:
+                self.margin = min(self.margin, (last - first) / abs(last or 1))
         return sorted([*kept, *others[:room], *new], key=lambda token: token.index)
 
     def kept(self, layer: int) -> list[list[int]]:
@@ -229,3 +245,43 @@ def oracle_attention(
 
 
 AttentionInterface.register("oracle", oracle_attention)
+
+
+# Policies of the newest queries.
+
+OBSERVING = ("morphkv", "snapkv")
+
+
+def observed(oracle: Oracle, held: list[Kept], layer: int, head: int) -> list[dict[Kept, Tensor]]:
+    """The attention [G] of each of the newest queries, of at most 32 and of recent tokens only, to the held tokens."""
+    rules, asked = oracle.rules, oracle.asked[layer, head]
+    recent = rules.recents(layer, head) if rules.recents else rules.window - rules.heavy - rules.sinks
+    rows = []
+    for t in range(max(len(asked) - min(recent, 32), 0), len(asked)):
+        visible = [token for token in held if token.index <= t]
+        tensors = Visible(
+            torch.stack([token.key for token in visible]),
+            torch.stack([token.value for token in visible]),
+            torch.tensor([t - token.index for token in visible]),
+            torch.tensor([0 if rules.pinned(token.index) else rules.span for token in visible]),
+        )
+        weights, _ = oracle.attend(layer, asked[t].queries, tensors, asked[t].scaling, None, None)
+        rows.append(dict(zip(visible, weights.T, strict=True)))
+    return rows
+
+
+def morphkv(oracle: Oracle, held: list[Kept], layer: int, head: int) -> dict[Kept, float]:
+    """The most that a query pays, summed over the group."""
+    rows = observed(oracle, held, layer, head)
+    return {token: max(float(row[token].sum()) if token in row else 0.0 for row in rows) for token in held}
+
+
+def snapkv(oracle: Oracle, held: list[Kept], layer: int, head: int) -> dict[Kept, float]:
+    """What all queries pay, the most of three neighbours on either side; where they share it, the older stays."""
+    rows = observed(oracle, held, layer, head)
+    observers = range(len(oracle.asked[layer, head]) - len(rows), len(oracle.asked[layer, head]))
+    sums = [
+        0.0 if token.index in observers else sum(float(row[token].sum()) for row in rows if token in row)
+        for token in held
+    ]
+    return {token: max(sums[max(place - 3, 0) : place + 4]) for place, token in enumerate(held)}

@@ -113,6 +113,9 @@ def test_budgets_of_every_policy() -> None:
         "random": (4, 48, 48, "rolling"),
         "sink": (4, 0, 96, "rolling"),
         "recent": (0, 0, 100, "rolling"),
+        "nexus": (4, 48, 48, "gap"),
+        "morphkv": (4, 48, 48, "gap"),
+        "snapkv": (4, 48, 48, "gap"),
     }
 
 
