@@ -93,6 +93,10 @@ _POLICIES = {
     "nexus": PolicyDefaults(0.5, 4, 0.99, "gap", f"{_RULES}.nexus:Nexus", draws=True),
     "morphkv": PolicyDefaults(0.5, 4, 1.0, "gap", f"{_RULES}.morphkv:MorphKV"),
     "snapkv": PolicyDefaults(0.5, 4, 1.0, "gap", f"{_RULES}.snapkv:SnapKV"),
+    "compensation": PolicyDefaults(
+        0.5, 4, 0.99, "gap", f"{_RULES}.compensation:Compensation", budgets="measured", long_term=2.0
+    ),
+    "moments": PolicyDefaults(0.5, 4, 0.99, "gap", f"{_RULES}.moments:Moments", budgets="measured", long_term=2.0),
 }
 
 

@@ -172,7 +172,10 @@ RULES = {
     "nexus": "nexus",
     "morphkv": "morphkv",
     "snapkv": "snapkv",
+    "compensation": "accumulated",
+    "moments": "accumulated",
 }
+FOLDING = ("compensation", "moments")
 POLICIES = ("full", *RULES)
 
 DIFFERENT = ("Llama 1, 2", "Gemma 2")
@@ -202,7 +205,15 @@ STEPS = 12
 def rules_of(config: CacheConfig, family: Family) -> Rules:
     plan = config.plan(family.max_distance)
     return Rules(
-        plan.window, plan.heavy, plan.sinks, plan.decay, plan.positions, plan.span, RULES[plan.policy], plan.long_term
+        plan.window,
+        plan.heavy,
+        plan.sinks,
+        plan.decay,
+        plan.positions,
+        plan.span,
+        RULES[plan.policy],
+        plan.long_term,
+        folding=plan.policy if plan.policy in FOLDING else "",
     )
 
 

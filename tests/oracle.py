@@ -36,6 +36,14 @@ class Asked:
 
 
 @dataclass(frozen=True)
+class Evicted:
+    """Key and value [D] of an evicted token; the key is rotated by the token's distance at that moment."""
+
+    key: Tensor
+    value: Tensor
+
+
+@dataclass(frozen=True)
 class Visible:
     """The n tokens that a query sees: key [n, D], value [n, D], and the age and span [n] of each."""
 
@@ -55,6 +63,7 @@ class Rules:
     span: int = 0
     rule: str = "accumulated"
     long_term: float = 0.0
+    folding: str = ""
     limits: Callable[[int, int, int], int] | None = None
     recents: Callable[[int, int], int] | None = None
     """Window by layer, head and tokens seen, where windows differ; and number of recent tokens by layer and head."""
@@ -80,6 +89,8 @@ class Oracle:
     held: dict[int, list[list[Kept]]] = field(default_factory=dict)
     asked: dict[tuple[int, int], list[Asked]] = field(default_factory=dict)
     """By layer and KV head, what every token asked."""
+    evicted: dict[tuple[int, int], list[Evicted]] = field(default_factory=dict)
+    """By layer and KV head, what the queries still see of evicted tokens."""
 
     def __post_init__(self) -> None:
         text = self.model.config.get_text_config()
@@ -125,7 +136,8 @@ class Oracle:
                 queries, count = q[head * groups : (head + 1) * groups, i], len(held) - new + i + 1
                 self.asked.setdefault((number, head), []).append(Asked(queries, scaling))
                 visible = Visible(keys[:count], values[:count], self.seen + i - indices[:count], spans[:count])
-                weights, output = self.attend(number, queries, visible, scaling, softcap, own_window)
+                extra = folded(rules.folding, self.evicted.get((number, head), []), queries * scaling)
+                weights, output = self.attend(number, queries, visible, scaling, softcap, own_window, extra)
                 mixed[i, head * groups : (head + 1) * groups] = output
                 if rules.rule == "tova":
                     received.zero_()
@@ -138,6 +150,8 @@ class Oracle:
                 token.score = gained + (0 if rules.rule == "tova" else token.score * rules.decay**new)
             if own_window is None:
                 lists[head] = self.evict(held, number, head, self.seen + new)
+                if rules.folding and self.windows[number] is None:
+                    self.fold(held, lists[head], number, head, self.seen + new)
         return mixed
 
     def attend(
@@ -148,8 +162,12 @@ class Oracle:
         scaling: float,
         softcap: float | None,
         own_window: int | None,
+        extra: tuple[Tensor, Tensor] | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """A group's attention weights [G, n] on the visible tokens, and its outputs [G, D]."""
+        """A group's attention weights [G, n] on the visible tokens, and its outputs [G, D].
+
+        `extra` is one more logit [G, 1] and value [G, D].
+        """
         positions = "absolute" if own_window else self.rules.positions
         age = distance = visible.age
         if positions != "absolute":
@@ -163,6 +181,9 @@ class Oracle:
         window = self.windows[number]
         if window is not None and positions == "absolute":
             logits[:, age >= window] = -torch.inf
+        if extra is not None:
+            weights = torch.cat((logits, extra[0]), 1).softmax(-1)
+            return weights[:, :-1], weights[:, :-1] @ visible.value + weights[:, -1:] * extra[1]
         weights = logits.softmax(-1)
         return weights, weights @ visible.value
 
@@ -212,6 +233,16 @@ class Oracle:
             if rule != "snapkv" or last != first:
                 self.margin = min(self.margin, (last - first) / abs(last or 1))
         return sorted([*kept, *others[:room], *new], key=lambda token: token.index)
+
+    def fold(self, held: list[Kept], kept: list[Kept], layer: int, head: int, seen: int) -> None:
+        """Remember the tokens that were held and are not kept."""
+        for place, token in enumerate(held):
+            if token in kept or self.rules.is_transient(token.index, seen):
+                continue
+            age, rank = seen - 1 - token.index, len(held) - 1 - place
+            distance = {"absolute": 0, "rolling": rank, "gap": min(age, self.rules.span + rank)}[self.rules.positions]
+            key = self.rotate(layer, token.key[None], torch.tensor([distance]))[0]
+            self.evicted.setdefault((layer, head), []).append(Evicted(key, token.value))
 
     def kept(self, layer: int) -> list[list[int]]:
         return [[token.index for token in head] for head in self.held[layer]]
@@ -285,3 +316,19 @@ def snapkv(oracle: Oracle, held: list[Kept], layer: int, head: int) -> dict[Kept
         for token in held
     ]
     return {token: max(sums[max(place - 3, 0) : place + 4]) for place, token in enumerate(held)}
+
+
+# Folding: what a query sees of the evicted tokens, besides those that are held.
+
+
+def folded(folding: str, evicted: list[Evicted], queries: Tensor) -> tuple[Tensor, Tensor] | None:
+    """One more logit [G, 1] and value [G, D] for scaled queries [G, D]; None while nothing is evicted."""
+    if not evicted or not folding:
+        return None
+    keys, values = (torch.stack([getattr(token, name) for token in evicted]) for name in ("key", "value"))
+    logits = queries @ keys.mean(0) + math.log(len(evicted))
+    value = values.mean(0).expand(len(queries), -1)
+    if folding == "moments":
+        covariance = sum(torch.outer(v - values.mean(0), k - keys.mean(0)) for k, v in zip(keys, values, strict=True))
+        value = value + queries @ (covariance / len(evicted)).T
+    return logits[:, None], value

@@ -113,7 +113,8 @@ def layer_attention(
         query = rotated_query(chunk, lookup.table)
     sees_all = chunk.new == 1 and group.sliding is None and not has_empty
     mask = None if sees_all else causal_mask(candidates, chunk, group.sliding)
-    return attention(query, keys, values, lookup, mask, chunk.transform)
+    folded = group.policy.folded(vars(group.head_state), chunk.new_queries) if group.folds else None
+    return attention(query, keys, values, lookup, mask, chunk.transform, folded)
 
 
 def probabilities(group: HeadGroup, chunk: QueryChunk) -> Tensor:

@@ -12,7 +12,7 @@ one (`budgets`) moves its tokens into fewer slots once, when its window has reac
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from operator import add
 from types import SimpleNamespace
 
@@ -184,8 +184,21 @@ class HeadGroup:
     def update_head_state(self, chunk: QueryChunk) -> None:
         """Let the policy see the new queries, if it keeps anything of a head."""
         if state := vars(self.head_state):
-            for name, updated in self.policy.update_head_state(state, chunk.new_queries).items():
-                state[name].copy_(updated)
+            self._set_head_state(self.policy.update_head_state(state, chunk.new_queries))
+
+    @property
+    def folds(self) -> bool:
+        """Whether evicted tokens are folded, which the model's own sliding window would have hidden anyway."""
+        return self.policy.folds and self.sliding is None
+
+    def fold(self, candidates: Candidates, evicted: Tensor) -> None:
+        """Let the policy fold the tokens `evicted` [B, Hkv, K], but for transient ones: their text comes again."""
+        transient = self.budget.is_transient(candidates.index)
+        self._set_head_state(self.policy.fold(candidates, evicted & ~transient))
+
+    def _set_head_state(self, updated: Mapping[str, Tensor]) -> None:
+        for name, x in updated.items():
+            getattr(self.head_state, name).copy_(x)
 
     def empty_values(self, slots: int) -> dict[str, float]:
         """The bookkeeping of an empty slot, one of `slots`."""
