@@ -184,19 +184,15 @@ class HeadGroup:
     def update_head_state(self, chunk: QueryChunk) -> None:
         """Let the policy see the new queries, if it keeps anything of a head."""
         if state := vars(self.head_state):
-            self._set_head_state(self.policy.update_head_state(state, chunk.new_queries))
+            self.set_head_state(self.policy.update_head_state(state, chunk.new_queries))
 
     @property
     def folds(self) -> bool:
-        """Whether evicted tokens are folded, which the model's own sliding window would have hidden anyway."""
+        """Whether evicted tokens are folded. A sliding window of the model hides old tokens, so none are."""
         return self.policy.folds and self.sliding is None
 
-    def fold(self, candidates: Candidates, evicted: Tensor) -> None:
-        """Let the policy fold the tokens `evicted` [B, Hkv, K], but for transient ones: their text comes again."""
-        transient = self.budget.is_transient(candidates.index)
-        self._set_head_state(self.policy.fold(candidates, evicted & ~transient))
-
-    def _set_head_state(self, updated: Mapping[str, Tensor]) -> None:
+    def set_head_state(self, updated: Mapping[str, Tensor]) -> None:
+        """Write the tensors of the head state, by name."""
         for name, x in updated.items():
             getattr(self.head_state, name).copy_(x)
 
