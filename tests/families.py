@@ -17,6 +17,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from h2o_stream import CacheConfig, attach
+from tests.literature import PRIORITIES
 from tests.oracle import Oracle, Rules
 from tests.sweep import sweep_table
 
@@ -169,9 +170,8 @@ RULES = {
     "random": "random",
     "sink": "recency",
     "recent": "recency",
+    **{policy: policy for policy in PRIORITIES},
     "nexus": "nexus",
-    "morphkv": "morphkv",
-    "snapkv": "snapkv",
     "compensation": "accumulated",
     "moments": "accumulated",
 }
@@ -222,15 +222,18 @@ def config_of(family: Family, policy: str, chunk: int, positions: str | None = N
     return CacheConfig(policy, window=12, positions=positions, span=18, chunk=chunk)
 
 
-def tokens_of(row: int) -> list[int]:
-    count = LENGTHS[row] + STEPS
-    return torch.randint(3, 64, (count,), generator=torch.Generator().manual_seed(row)).tolist()
+def tokens_of(row: int, policy: str) -> list[int]:
+    """Those of the literature would not know which of two equal keys to evict: no token comes twice."""
+    count, generator = LENGTHS[row] + STEPS, torch.Generator().manual_seed(row)
+    if policy in PRIORITIES:
+        return (torch.randperm(61, generator=generator)[:count] + 3).tolist()
+    return torch.randint(3, 64, (count,), generator=generator).tolist()
 
 
 @functools.cache
 def expected(number: int, config: CacheConfig, row: int) -> tuple[Tensor, list[list[list[int]]], float]:
     """Logits [n, V] of a row alone, the tokens each layer keeps at the end, and the margin to the closest tie."""
-    family, tokens, prompt = FAMILIES[number], tokens_of(row), LENGTHS[row]
+    family, tokens, prompt = FAMILIES[number], tokens_of(row, config.policy), LENGTHS[row]
     model = family.make()
     if config.policy == "full":
         return model(torch.tensor([tokens])).logits[0], [], math.inf
@@ -254,7 +257,7 @@ def error(number: int, policy: str, chunk: int, rows: int, positions: str | None
     family = FAMILIES[number]
     model, config = family.make(), config_of(family, policy, chunk, positions)
     width, padding = LENGTHS[0], [LENGTHS[0] - length for length in LENGTHS[:rows]]
-    ids = torch.tensor([[0] * pad + tokens_of(row) for row, pad in enumerate(padding)])
+    ids = torch.tensor([[0] * pad + tokens_of(row, policy) for row, pad in enumerate(padding)])
     mask = torch.tensor([[0] * pad + [1] * (width + STEPS - pad) for pad in padding])
     with attach(model, config) as cache:
         ends = [0, *range(width, width + STEPS + 1)]

@@ -17,6 +17,8 @@ import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface
 
+from tests.literature import PRIORITIES, Head
+
 
 @dataclass(eq=False)
 class Kept:
@@ -25,22 +27,6 @@ class Kept:
     value: Tensor
     score: float = 0.0
     long_term_score: float = 0.0
-
-
-@dataclass(frozen=True)
-class Asked:
-    """The queries [G, D] of a token's group and the factor on their products."""
-
-    queries: Tensor
-    scaling: float
-
-
-@dataclass(frozen=True)
-class Evicted:
-    """Key and value [D] of an evicted token; the key is rotated by the token's distance at that moment."""
-
-    key: Tensor
-    value: Tensor
 
 
 @dataclass(frozen=True)
@@ -87,10 +73,10 @@ class Oracle:
     seen: int = 0
     margin: float = math.inf
     held: dict[int, list[list[Kept]]] = field(default_factory=dict)
-    asked: dict[tuple[int, int], list[Asked]] = field(default_factory=dict)
-    """By layer and KV head, what every token asked."""
-    evicted: dict[tuple[int, int], list[Evicted]] = field(default_factory=dict)
-    """By layer and KV head, what the queries still see of evicted tokens."""
+    queries: dict[tuple[int, int], list[Tensor]] = field(default_factory=dict)
+    """By layer and head: [G, D] of every token, scaled."""
+    evicted: dict[tuple[int, int], list[Kept]] = field(default_factory=dict)
+    """By layer and KV head, the tokens that are folded."""
 
     def __post_init__(self) -> None:
         text = self.model.config.get_text_config()
@@ -126,6 +112,8 @@ class Oracle:
         mixed = torch.zeros(new, q.shape[0], v.shape[-1])
         for head in range(heads):
             held = lists[head]
+            asked = self.queries.setdefault((number, head), [])
+            asked += (q[head * groups : (head + 1) * groups] * scaling).unbind(1)
             held += [Kept(self.seen + i, k[head, i], v[head, i]) for i in range(new)]
             received = torch.zeros(len(held), dtype=torch.float64)
             found = torch.zeros(len(held), dtype=torch.float64)
@@ -134,9 +122,8 @@ class Oracle:
             spans = torch.tensor([0 if rules.pinned(token.index) else rules.span for token in held])
             for i in range(new):
                 queries, count = q[head * groups : (head + 1) * groups, i], len(held) - new + i + 1
-                self.asked.setdefault((number, head), []).append(Asked(queries, scaling))
                 visible = Visible(keys[:count], values[:count], self.seen + i - indices[:count], spans[:count])
-                extra = folded(rules.folding, self.evicted.get((number, head), []), queries * scaling)
+                extra = folded(self, number, head, queries * scaling, self.seen + i, new - 1 - i)
                 weights, output = self.attend(number, queries, visible, scaling, softcap, own_window, extra)
                 mixed[i, head * groups : (head + 1) * groups] = output
                 if rules.rule == "tova":
@@ -151,7 +138,9 @@ class Oracle:
             if own_window is None:
                 lists[head] = self.evict(held, number, head, self.seen + new)
                 if rules.folding and self.windows[number] is None:
-                    self.fold(held, lists[head], number, head, self.seen + new)
+                    gone = [token for token in held if token not in lists[head]]
+                    gone = [token for token in gone if not rules.is_transient(token.index, self.seen + new)]
+                    self.evicted.setdefault((number, head), []).extend(gone)
         return mixed
 
     def attend(
@@ -169,12 +158,8 @@ class Oracle:
         `extra` is one more logit [G, 1] and value [G, D].
         """
         positions = "absolute" if own_window else self.rules.positions
-        age = distance = visible.age
-        if positions != "absolute":
-            distance = torch.arange(len(age) - 1, -1, -1)  # the rank
-        if positions == "gap":
-            distance = torch.minimum(age, visible.span + distance)
-        keys = self.rotate(number, visible.key, distance)
+        age = visible.age
+        keys = self.rotate(number, visible.key, place(positions, age, visible.span))
         logits = queries @ keys.T * scaling
         if softcap is not None:
             logits = softcap * torch.tanh(logits / softcap)
@@ -187,15 +172,19 @@ class Oracle:
         weights = logits.softmax(-1)
         return weights, weights @ visible.value
 
+    def table(self, number: int) -> tuple[Tensor, Tensor]:
+        """Cosines and sines [1, n, Drot] of a layer by distance, backwards."""
+        kind = self.kinds[number]
+        if kind not in self.tables:
+            which = (kind,) if isinstance(self.rotary.rope_type, dict) else ()
+            self.tables[kind] = self.rotary(torch.zeros(1), -torch.arange(1024.0)[None], *which)
+        return self.tables[kind]
+
     def rotate(self, number: int, x: Tensor, distance: Tensor) -> Tensor:
         """Rotate x [n, D] from position 0 to minus its distances."""
         if self.rotary is None:
             return x
-        kind = self.kinds[number]
-        if kind not in self.tables:
-            which = (kind,) if isinstance(self.rotary.rope_type, dict) else ()
-            self.tables[kind] = self.rotary(x, -torch.arange(512.0)[None], *which)
-        cos, sin = self.tables[kind]
+        cos, sin = self.table(number)
         turn: Any = sys.modules[type(self.rotary).__module__].apply_rotary_pos_emb
         rotary_dims, scale = cos.shape[-1], cos[0, 0, 0]  # the model applies the scale at position 0 too
         x = torch.cat((x[:, :rotary_dims] / scale, x[:, rotary_dims:]), dim=-1)
@@ -212,40 +201,63 @@ class Oracle:
         kept = [token for token in old if token.index < rules.sinks or rules.pinned(token.index)]
         others = [token for token in old if token not in kept]
         rule = "recency" if rules.heavy == 0 else rules.rule
+        by_token = {}
+        if rule in PRIORITIES:
+            by_token = dict(zip(held, PRIORITIES[rule](self.head(held, layer, head, seen)), strict=True))
         worth = {
+            **dict.fromkeys(PRIORITIES, by_token.get),
             "accumulated": lambda token: token.score + rules.long_term * token.long_term_score,
             "tova": lambda token: token.score,
             "recency": lambda token: token.index,
             "random": lambda token: drawn(token.index, layer, head, seen),
             "nexus": lambda token: token.score / -math.log(drawn(token.index, layer, head, 0) + 2.0**-25),
-            "morphkv": lambda token: fused[token],
-            "snapkv": lambda token: fused[token],
         }[rule]
-        fused = {"morphkv": morphkv, "snapkv": snapkv}[rule](self, held, layer, head) if rule in OBSERVING else {}
         others.sort(key=worth, reverse=True)
         first_out = [token for token in others if rules.is_transient(token.index, seen)]
         others = [token for token in others if token not in first_out]
         room = window - recent - len(kept)
-        margin_counts = 0 < room < len(others) and rule in ("accumulated", "tova", "nexus", *OBSERVING)
+        margin_counts = 0 < room < len(others) and rule in ("accumulated", "tova", "nexus", *PRIORITIES)
         others += sorted(first_out, key=lambda token: token.index, reverse=True)
         if margin_counts:
             last, first = worth(others[room - 1]), worth(others[room])
+            scale = max(abs(worth(token)) for token in others) if by_token else abs(last or 1)
             if rule != "snapkv" or last != first:
-                self.margin = min(self.margin, (last - first) / abs(last or 1))
+                self.margin = min(self.margin, (last - first) / scale)
         return sorted([*kept, *others[:room], *new], key=lambda token: token.index)
 
-    def fold(self, held: list[Kept], kept: list[Kept], layer: int, head: int, seen: int) -> None:
-        """Remember the tokens that were held and are not kept."""
-        for place, token in enumerate(held):
-            if token in kept or self.rules.is_transient(token.index, seen):
-                continue
-            age, rank = seen - 1 - token.index, len(held) - 1 - place
-            distance = {"absolute": 0, "rolling": rank, "gap": min(age, self.rules.span + rank)}[self.rules.positions]
-            key = self.rotate(layer, token.key[None], torch.tensor([distance]))[0]
-            self.evicted.setdefault((layer, head), []).append(Evicted(key, token.value))
+    def head(self, held: list[Kept], layer: int, head: int, seen: int) -> Head:
+        """What a head holds, for the policies from the literature."""
+        rules, keys = self.rules, torch.stack([token.key for token in held])
+        indices = [token.index for token in held]
+        spans = torch.tensor([0 if rules.pinned(index) else rules.span for index in indices])
+        distance = place(rules.positions, seen - 1 - torch.tensor(indices), spans)
+        rotates = self.rotary is not None and rules.positions != "absolute"
+        return Head(
+            keys.double(),
+            torch.stack([token.value for token in held]).double(),
+            torch.tensor([token.score for token in held], dtype=torch.float64),
+            indices,
+            rules.sinks,
+            rules.window - rules.heavy - rules.sinks,
+            torch.stack(self.queries[layer, head]).double(),
+            lambda steps: self.ahead(layer, keys, distance, steps),
+            self.table(layer)[0].shape[-1] if rotates else 0,
+            rules.span if rules.positions == "gap" else rules.window,
+        )
+
+    def ahead(self, layer: int, keys: Tensor, distance: Tensor, steps: list[int]) -> Tensor:
+        """Keys [s, n, D], rotated by their distances and so many steps."""
+        distances = torch.cat([distance + step for step in steps])
+        return self.rotate(layer, keys.repeat(len(steps), 1), distances).view(len(steps), *keys.shape).double()
 
     def kept(self, layer: int) -> list[list[int]]:
         return [[token.index for token in head] for head in self.held[layer]]
+
+
+def place(positions: str, age: Tensor, span: Tensor) -> Tensor:
+    """The distances of keys from a query, by their ages and spans, oldest key first."""
+    rank = torch.arange(len(age) - 1, -1, -1)
+    return {"absolute": age, "rolling": rank, "gap": torch.minimum(age, span + rank)}[positions]
 
 
 def drawn(index: int, layer: int, head: int, seen: int) -> float:
@@ -275,60 +287,36 @@ def oracle_attention(
     return oracle.layer(module.layer_idx, query[0], key[0], value[0], scaling, softcap)[None], None
 
 
-AttentionInterface.register("oracle", oracle_attention)
+def folded(
+    oracle: Oracle, layer: int, head: int, queries: Tensor, index: int, later: int
+) -> tuple[Tensor, Tensor] | None:
+    """What a token sees of the evicted ones besides those that are held: a logit [G, 1] and a value [G, D].
 
-
-# Policies of the newest queries.
-
-OBSERVING = ("morphkv", "snapkv")
-
-
-def observed(oracle: Oracle, held: list[Kept], layer: int, head: int) -> list[dict[Kept, Tensor]]:
-    """The attention [G] of each of the newest queries, of at most 32 and of recent tokens only, to the held tokens."""
-    rules, asked = oracle.rules, oracle.asked[layer, head]
-    recent = rules.recents(layer, head) if rules.recents else rules.window - rules.heavy - rules.sinks
-    rows = []
-    for t in range(max(len(asked) - min(recent, 32), 0), len(asked)):
-        visible = [token for token in held if token.index <= t]
-        tensors = Visible(
-            torch.stack([token.key for token in visible]),
-            torch.stack([token.value for token in visible]),
-            torch.tensor([t - token.index for token in visible]),
-            torch.tensor([0 if rules.pinned(token.index) else rules.span for token in visible]),
-        )
-        weights, _ = oracle.attend(layer, asked[t].queries, tensors, asked[t].scaling, None, None)
-        rows.append(dict(zip(visible, weights.T, strict=True)))
-    return rows
-
-
-def morphkv(oracle: Oracle, held: list[Kept], layer: int, head: int) -> dict[Kept, float]:
-    """The most that a query pays, summed over the group."""
-    rows = observed(oracle, held, layer, head)
-    return {token: max(float(row[token].sum()) if token in row else 0.0 for row in rows) for token in held}
-
-
-def snapkv(oracle: Oracle, held: list[Kept], layer: int, head: int) -> dict[Kept, float]:
-    """What all queries pay, the most of three neighbours on either side; where they share it, the older stays."""
-    rows = observed(oracle, held, layer, head)
-    observers = range(len(oracle.asked[layer, head]) - len(rows), len(oracle.asked[layer, head]))
-    sums = [
-        0.0 if token.index in observers else sum(float(row[token].sum()) for row in rows if token in row)
-        for token in held
-    ]
-    return {token: max(sums[max(place - 3, 0) : place + 4]) for place, token in enumerate(held)}
-
-
-# Folding: what a query sees of the evicted tokens, besides those that are held.
-
-
-def folded(folding: str, evicted: list[Evicted], queries: Tensor) -> tuple[Tensor, Tensor] | None:
-    """One more logit [G, 1] and value [G, D] for scaled queries [G, D]; None while nothing is evicted."""
-    if not evicted or not folding:
+    Args:
+        oracle: whose rules apply.
+        layer: number of the layer.
+        head: number of the KV head.
+        queries: [G, D], scaled.
+        index: of the token that asks.
+        later: number of tokens after it in its chunk.
+    """
+    rules, evicted = oracle.rules, oracle.evicted.get((layer, head), [])
+    if not evicted or not rules.folding:
         return None
-    keys, values = (torch.stack([getattr(token, name) for token in evicted]) for name in ("key", "value"))
-    logits = queries @ keys.mean(0) + math.log(len(evicted))
+    indices = [token.index for token in evicted]
+    if rules.positions == "absolute":
+        distance = index - torch.tensor(indices)
+    else:
+        age = index + later - sum(indices) // len(indices)
+        place = rules.window if rules.positions == "rolling" else min(age, rules.span + rules.window)
+        distance = torch.full((len(evicted),), place - later)
+    keys = oracle.rotate(layer, torch.stack([token.key for token in evicted]), distance)
+    values = torch.stack([token.value for token in evicted])
     value = values.mean(0).expand(len(queries), -1)
-    if folding == "moments":
-        covariance = sum(torch.outer(v - values.mean(0), k - keys.mean(0)) for k, v in zip(keys, values, strict=True))
-        value = value + queries @ (covariance / len(evicted)).T
-    return logits[:, None], value
+    if rules.folding == "moments":
+        pairs = zip(values - values.mean(0), keys - keys.mean(0), strict=True)
+        value = value + queries @ torch.stack([torch.outer(k, v) for v, k in pairs]).mean(0)
+    return (queries @ keys.mean(0) + math.log(len(evicted)))[:, None], value
+
+
+AttentionInterface.register("oracle", oracle_attention)

@@ -59,7 +59,7 @@ def _shown(group: HeadGroup, candidates: Candidates, keys: Tensor | None, values
 
 
 def _fold(group: HeadGroup, candidates: Candidates, leaves: Tensor) -> None:
-    """Let the policy fold the tokens that leave, [B, Hkv, K] bool. The text of transient ones comes again: not these."""
+    """Let the policy fold the tokens that leave, [B, Hkv, K] bool. Transient text comes again: not this."""
     if group.folds:
         evicted = leaves & (candidates.index >= 0) & ~group.budget.is_transient(candidates.index)
         group.set_head_state(group.policy.fold(candidates, evicted))

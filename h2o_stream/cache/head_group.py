@@ -155,7 +155,8 @@ class HeadGroup:
         """Where RoPE sees the keys of the candidates; None if they are rotated already."""
         if self.table is None:
             return None
-        table = self.table.upto(self.max_distance(candidates.index.shape[-1]), self.device, dtype)
+        keys = max(candidates.index.shape[-1], self.plan.window + 1)  # what is folded stands behind a full window
+        table = self.table.upto(self.max_distance(keys), self.device, dtype)
         return key_rotations(candidates, self.plan.positions, self.span, self.budget, table)
 
     @property

@@ -230,12 +230,16 @@ class Policy(ABC):
         """
         return dict(candidates.head_state)
 
-    def folded(self, head_state: Mapping[str, Tensor], new: NewQueries) -> Folded:
+    def folded(self, head_state: Mapping[str, Tensor], queries: Tensor, seen: Tensor, table: Tensor | None) -> Folded:
         """What new queries see of the tokens that were folded.
 
         Args:
             head_state: the tensors [B, Hkv, *] of `head_state`.
-            new: the queries; what is said for those that are padding is ignored.
+            queries: [B, Hkv, G, Q, D] float32, scaled, and rotated so that the newest token is at distance 0 (by token
+                index with ``absolute``).
+            seen: [B, 1, 1] int64, tokens of each row, the new ones included.
+            table: [N, Drot] float32, cosines and sines by distance, up to a full window behind the span; None with
+                ``absolute``.
         """
         raise NotImplementedError
 
