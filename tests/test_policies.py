@@ -16,6 +16,7 @@ from transformers import LlamaForCausalLM
 from h2o_stream import CacheConfig, ConfigError, attach, config
 from h2o_stream.cache.policies import Attention, Budget, Candidates, Held, make_policy, merged, select
 from h2o_stream.cache.policies.accumulated import Accumulated
+from tests.literature import PRIORITIES
 from tests.tolerance import assert_close
 
 
@@ -113,9 +114,7 @@ def test_budgets_of_every_policy() -> None:
         "random": (4, 48, 48, "rolling"),
         "sink": (4, 0, 96, "rolling"),
         "recent": (0, 0, 100, "rolling"),
-        "nexus": (4, 48, 48, "gap"),
-        "morphkv": (4, 48, 48, "gap"),
-        "snapkv": (4, 48, 48, "gap"),
+        **dict.fromkeys((*PRIORITIES, "nexus", "compensation", "moments"), (4, 48, 48, "gap")),
     }
 
 

@@ -32,4 +32,5 @@ class ExpectedAttention(QueryMoments):
         logits = mean @ keys.mT + variance @ keys.square().mT / 2
         counts = (candidates.index >= self.plan.sinks).unsqueeze(2)
         weights = logits.masked_fill(~counts, -torch.inf).log_softmax(-1).logsumexp(2)
-        return weights + candidates.values.float().norm(dim=-1).log()
+        norms: Tensor = candidates.values.float().norm(dim=-1)
+        return weights + norms.log()
