@@ -99,6 +99,13 @@ _POLICIES = {
     "value-redundancy": PolicyDefaults(0.5, 4, 0.99, "gap", f"{_RULES}.value_redundancy:ValueRedundancy"),
     "triattention": PolicyDefaults(0.5, 4, 1.0, "gap", f"{_RULES}.triattention:TriAttention"),
     "expected-attention": PolicyDefaults(0.5, 4, 1.0, "gap", f"{_RULES}.expected_attention:ExpectedAttention"),
+    "nexus": PolicyDefaults(0.5, 4, 0.99, "gap", f"{_RULES}.nexus:Nexus", draws=True),
+    "morphkv": PolicyDefaults(0.5, 4, 1.0, "gap", f"{_RULES}.morphkv:MorphKV"),
+    "snapkv": PolicyDefaults(0.5, 4, 1.0, "gap", f"{_RULES}.snapkv:SnapKV"),
+    "compensation": PolicyDefaults(
+        0.5, 4, 0.99, "gap", f"{_RULES}.compensation:Compensation", budgets="measured", long_term=2.0
+    ),
+    "moments": PolicyDefaults(0.5, 4, 0.99, "gap", f"{_RULES}.moments:Moments", budgets="measured", long_term=2.0),
 }
 
 

@@ -171,21 +171,34 @@ RULES = {
     "sink": "recency",
     "recent": "recency",
     **{policy: policy for policy in PRIORITIES},
+    "nexus": "nexus",
+    "compensation": "accumulated",
+    "moments": "accumulated",
 }
+FOLDING = ("compensation", "moments")
 POLICIES = ("full", *RULES)
 
 DIFFERENT = ("Llama 1, 2", "Gemma 2")
-"""Two families that differ in heads, norms and sliding layers; `make test` runs every policy with them."""
+"""Two families that differ in heads, norms and sliding layers."""
+
+LITERATURE = (*PRIORITIES, "nexus", *FOLDING)
+
+
+def in_make_test(family: str, policy: str) -> bool:
+    """Full and h2o run with every family, policies from the literature with one of two in turn, others with both."""
+    if policy in LITERATURE:
+        return family == DIFFERENT[LITERATURE.index(policy) % 2]
+    return policy in ("full", "h2o") or family in DIFFERENT
 
 
 def pairs(policies: Iterable[str]) -> list[Any]:
-    """Every family with every policy; `make test` runs policies other than full and h2o with two families only."""
+    """Every family with every policy; those that `make test` leaves out are exhaustive."""
     return [
         pytest.param(
             number,
             policy,
             id=f"{family.name}-{policy}",
-            marks=() if policy in ("full", "h2o") or family.name in DIFFERENT else pytest.mark.exhaustive,
+            marks=() if in_make_test(family.name, policy) else pytest.mark.exhaustive,
         )
         for number, family in enumerate(FAMILIES)
         for policy in policies
@@ -201,7 +214,15 @@ STEPS = 12
 def rules_of(config: CacheConfig, family: Family) -> Rules:
     plan = config.plan(family.max_distance)
     return Rules(
-        plan.window, plan.heavy, plan.sinks, plan.decay, plan.positions, plan.span, RULES[plan.policy], plan.long_term
+        plan.window,
+        plan.heavy,
+        plan.sinks,
+        plan.decay,
+        plan.positions,
+        plan.span,
+        RULES[plan.policy],
+        plan.long_term,
+        folding=plan.policy if plan.policy in FOLDING else "",
     )
 
 

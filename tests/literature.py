@@ -144,6 +144,36 @@ def expected_attention(head: Head) -> list[float]:
     return [math.log(x) if x else -math.inf for x in found]
 
 
+def observed(head: Head) -> list[list[float]]:
+    """What each of the newest 32 queries, or of as many as there are recent tokens, pays to every token, group summed.
+
+    The oldest query comes first.
+    """
+    found = []
+    for later in reversed(range(min(32, head.recent, len(head.queries)))):
+        keys = head.rotated([-later])[0]
+        asked = head.queries[len(head.queries) - 1 - later]
+        visible = [i for i in range(head.count) if head.indices[i] <= head.indices[-1] - later]
+        weights = (asked @ keys[visible].T).softmax(-1)
+        found.append([*weights.sum(0).tolist(), *[0.0] * (head.count - len(visible))])
+    return found
+
+
+def morphkv(head: Head) -> list[float]:
+    """The most that a query pays."""
+    return [max(column) for column in zip(*observed(head), strict=True)]
+
+
+def snapkv(head: Head) -> list[float]:
+    """What all queries pay, the most of three neighbours on either side; where they share it, the older stays."""
+    rows = observed(head)
+    sums = [
+        0.0 if head.indices[i] > head.indices[-1] - len(rows) else sum(column)
+        for i, column in enumerate(zip(*rows, strict=True))
+    ]
+    return [max(sums[max(i - 3, 0) : i + 4]) for i in range(head.count)]
+
+
 PRIORITIES: dict[str, Callable[[Head], list[float]]] = {
     "keydiff": keydiff,
     "lagkv": lagkv,
@@ -151,5 +181,7 @@ PRIORITIES: dict[str, Callable[[Head], list[float]]] = {
     "value-redundancy": value_redundancy,
     "triattention": triattention,
     "expected-attention": expected_attention,
+    "morphkv": morphkv,
+    "snapkv": snapkv,
 }
 """By policy: the priority of every token, the lowest of which is evicted first."""

@@ -49,6 +49,7 @@ class Rules:
     span: int = 0
     rule: str = "accumulated"
     long_term: float = 0.0
+    folding: str = ""
     limits: Callable[[int, int, int], int] | None = None
     recents: Callable[[int, int], int] | None = None
     """Window by layer, head and tokens seen, where windows differ; and number of recent tokens by layer and head."""
@@ -74,6 +75,8 @@ class Oracle:
     held: dict[int, list[list[Kept]]] = field(default_factory=dict)
     queries: dict[tuple[int, int], list[Tensor]] = field(default_factory=dict)
     """By layer and head: [G, D] of every token, scaled."""
+    evicted: dict[tuple[int, int], list[Kept]] = field(default_factory=dict)
+    """By layer and KV head, the tokens that are folded."""
 
     def __post_init__(self) -> None:
         text = self.model.config.get_text_config()
@@ -120,7 +123,8 @@ class Oracle:
             for i in range(new):
                 queries, count = q[head * groups : (head + 1) * groups, i], len(held) - new + i + 1
                 visible = Visible(keys[:count], values[:count], self.seen + i - indices[:count], spans[:count])
-                weights, output = self.attend(number, queries, visible, scaling, softcap, own_window)
+                extra = folded(self, number, head, queries * scaling, self.seen + i, new - 1 - i)
+                weights, output = self.attend(number, queries, visible, scaling, softcap, own_window, extra)
                 mixed[i, head * groups : (head + 1) * groups] = output
                 if rules.rule == "tova":
                     received.zero_()
@@ -133,6 +137,10 @@ class Oracle:
                 token.score = gained + (0 if rules.rule == "tova" else token.score * rules.decay**new)
             if own_window is None:
                 lists[head] = self.evict(held, number, head, self.seen + new)
+                if rules.folding and self.windows[number] is None:
+                    gone = [token for token in held if token not in lists[head]]
+                    gone = [token for token in gone if not rules.is_transient(token.index, self.seen + new)]
+                    self.evicted.setdefault((number, head), []).extend(gone)
         return mixed
 
     def attend(
@@ -143,8 +151,12 @@ class Oracle:
         scaling: float,
         softcap: float | None,
         own_window: int | None,
+        extra: tuple[Tensor, Tensor] | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """A group's attention weights [G, n] on the visible tokens, and its outputs [G, D]."""
+        """A group's attention weights [G, n] on the visible tokens, and its outputs [G, D].
+
+        `extra` is one more logit [G, 1] and value [G, D].
+        """
         positions = "absolute" if own_window else self.rules.positions
         age = visible.age
         keys = self.rotate(number, visible.key, place(positions, age, visible.span))
@@ -154,6 +166,9 @@ class Oracle:
         window = self.windows[number]
         if window is not None and positions == "absolute":
             logits[:, age >= window] = -torch.inf
+        if extra is not None:
+            weights = torch.cat((logits, extra[0]), 1).softmax(-1)
+            return weights[:, :-1], weights[:, :-1] @ visible.value + weights[:, -1:] * extra[1]
         weights = logits.softmax(-1)
         return weights, weights @ visible.value
 
@@ -195,17 +210,19 @@ class Oracle:
             "tova": lambda token: token.score,
             "recency": lambda token: token.index,
             "random": lambda token: drawn(token.index, layer, head, seen),
+            "nexus": lambda token: token.score / -math.log(drawn(token.index, layer, head, 0) + 2.0**-25),
         }[rule]
         others.sort(key=worth, reverse=True)
         first_out = [token for token in others if rules.is_transient(token.index, seen)]
         others = [token for token in others if token not in first_out]
         room = window - recent - len(kept)
-        margin_counts = 0 < room < len(others) and rule in ("accumulated", "tova", *PRIORITIES)
+        margin_counts = 0 < room < len(others) and rule in ("accumulated", "tova", "nexus", *PRIORITIES)
         others += sorted(first_out, key=lambda token: token.index, reverse=True)
         if margin_counts:
             last, first = worth(others[room - 1]), worth(others[room])
             scale = max(abs(worth(token)) for token in others) if by_token else abs(last or 1)
-            self.margin = min(self.margin, (last - first) / scale)
+            if rule != "snapkv" or last != first:
+                self.margin = min(self.margin, (last - first) / scale)
         return sorted([*kept, *others[:room], *new], key=lambda token: token.index)
 
     def head(self, held: list[Kept], layer: int, head: int, seen: int) -> Head:
@@ -268,6 +285,38 @@ def oracle_attention(
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
     return oracle.layer(module.layer_idx, query[0], key[0], value[0], scaling, softcap)[None], None
+
+
+def folded(
+    oracle: Oracle, layer: int, head: int, queries: Tensor, index: int, later: int
+) -> tuple[Tensor, Tensor] | None:
+    """What a token sees of the evicted ones besides those that are held: a logit [G, 1] and a value [G, D].
+
+    Args:
+        oracle: whose rules apply.
+        layer: number of the layer.
+        head: number of the KV head.
+        queries: [G, D], scaled.
+        index: of the token that asks.
+        later: number of tokens after it in its chunk.
+    """
+    rules, evicted = oracle.rules, oracle.evicted.get((layer, head), [])
+    if not evicted or not rules.folding:
+        return None
+    indices = [token.index for token in evicted]
+    if rules.positions == "absolute":
+        distance = index - torch.tensor(indices)
+    else:
+        age = index + later - sum(indices) // len(indices)
+        place = rules.window if rules.positions == "rolling" else min(age, rules.span + rules.window)
+        distance = torch.full((len(evicted),), place - later)
+    keys = oracle.rotate(layer, torch.stack([token.key for token in evicted]), distance)
+    values = torch.stack([token.value for token in evicted])
+    value = values.mean(0).expand(len(queries), -1)
+    if rules.folding == "moments":
+        pairs = zip(values - values.mean(0), keys - keys.mean(0), strict=True)
+        value = value + queries @ torch.stack([torch.outer(k, v) for v, k in pairs]).mean(0)
+    return (queries @ keys.mean(0) + math.log(len(evicted)))[:, None], value
 
 
 AttentionInterface.register("oracle", oracle_attention)

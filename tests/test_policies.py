@@ -114,7 +114,7 @@ def test_budgets_of_every_policy() -> None:
         "random": (4, 48, 48, "rolling"),
         "sink": (4, 0, 96, "rolling"),
         "recent": (0, 0, 100, "rolling"),
-        **dict.fromkeys(PRIORITIES, (4, 48, 48, "gap")),
+        **dict.fromkeys((*PRIORITIES, "nexus", "compensation", "moments"), (4, 48, 48, "gap")),
     }
 
 

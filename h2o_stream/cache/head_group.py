@@ -12,7 +12,7 @@ one (`budgets`) moves its tokens into fewer slots once, when its window has reac
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from operator import add
 from types import SimpleNamespace
 
@@ -156,7 +156,8 @@ class HeadGroup:
         """Where RoPE sees the keys of the candidates; None if they are rotated already."""
         if self.table is None:
             return None
-        table = self.table.upto(max(self.max_distance(candidates.index.shape[-1]), 2), self.device, dtype)
+        keys = max(candidates.index.shape[-1], self.plan.window + 1)  # what is folded stands behind a full window
+        table = self.table.upto(self.max_distance(keys), self.device, dtype)
         return key_rotations(candidates, self.plan.positions, self.span, self.budget, table)
 
     @property
@@ -185,8 +186,17 @@ class HeadGroup:
     def update_head_state(self, chunk: QueryChunk) -> None:
         """Let the policy see the new queries, if it keeps anything of a head."""
         if state := vars(self.head_state):
-            for name, updated in self.policy.update_head_state(state, chunk.new_queries).items():
-                state[name].copy_(updated)
+            self.set_head_state(self.policy.update_head_state(state, chunk.new_queries))
+
+    @property
+    def folds(self) -> bool:
+        """Whether evicted tokens are folded. A sliding window of the model hides old tokens, so none are."""
+        return self.policy.folds and self.sliding is None
+
+    def set_head_state(self, updated: Mapping[str, Tensor]) -> None:
+        """Write the tensors of the head state, by name."""
+        for name, x in updated.items():
+            getattr(self.head_state, name).copy_(x)
 
     def empty_values(self, slots: int) -> dict[str, float]:
         """The bookkeeping of an empty slot, one of `slots`."""

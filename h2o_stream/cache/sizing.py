@@ -18,7 +18,7 @@ _SMALLEST = 4 + RESIDUAL + MIN_EVICTABLE
 """Slots of the smallest window that is tried."""
 
 _TRIALS = 8
-"""Corrections of the window, which needs one or two: bytes are almost proportional to slots."""
+"""Windows that are tried at most: bytes are almost proportional to slots, so three or four are enough."""
 
 
 def config_for_size(config: CacheConfig, specs: Sequence[LayerSpec], model_config: Any) -> CacheConfig:
@@ -53,14 +53,17 @@ def config_for_size(config: CacheConfig, specs: Sequence[LayerSpec], model_confi
         raise ConfigError(
             f"cache_size is {bytes_text(size)}, but a window of {smallest} takes {bytes_text(base)}; raise --cache-size"
         )
-    per_slot = (taken(2 * smallest) - base) / smallest
-    window = smallest + math.floor((size - base) / per_slot)
+    best, (before, bytes_before), window = smallest, (smallest, base), 2 * smallest
     for _ in range(_TRIALS):
-        excess = taken(window) - size
-        if excess <= 0 or window <= smallest:
+        window = max(min(window, largest), smallest)
+        total = taken(window)
+        if total <= size:
+            best = max(best, window)
+        if window == before or total == bytes_before:
             break
-        window -= math.ceil(excess / per_slot)
-    return sized(window)
+        per_slot = (total - bytes_before) / (window - before)
+        before, bytes_before, window = window, total, window + math.floor((size - total) / per_slot)
+    return sized(best)
 
 
 def settled_bytes(cache: H2OCache, model_config: Any) -> int:

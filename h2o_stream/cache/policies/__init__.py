@@ -7,6 +7,7 @@ from h2o_stream.cache.policies.base import (
     Attention,
     Budget,
     Candidates,
+    Folded,
     NewQueries,
     Policy,
     make_policy,
@@ -17,4 +18,15 @@ from h2o_stream.cache.policies.base import (
 Held = Candidates
 """The name of `Candidates` in version 0.1."""
 
-__all__ = ["Attention", "Budget", "Candidates", "Held", "NewQueries", "Policy", "make_policy", "merged", "select"]
+__all__ = [
+    "Attention",
+    "Budget",
+    "Candidates",
+    "Folded",
+    "Held",
+    "NewQueries",
+    "Policy",
+    "make_policy",
+    "merged",
+    "select",
+]

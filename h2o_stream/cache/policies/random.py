@@ -19,10 +19,23 @@ class Random(Policy):
 
     def priority(self, candidates: Candidates) -> Tensor:
         """[B, Hkv, K] float32 in [0, 1)."""
-        heads = torch.arange(candidates.index.shape[1], device=candidates.index.device)[:, None]
-        stream = _mix(candidates.seen + 0x9E3779B9 * self.plan.seed)
-        drawn = _mix(_mix(stream + 0x10001 * self.layer + heads) + candidates.index)
-        return (drawn & 0xFFFFFF).float() / 2**24
+        return uniform(candidates.index, candidates.seen + 0x9E3779B9 * self.plan.seed, self.layer)
+
+
+def uniform(index: Tensor, stream: Tensor | int, layer: int) -> Tensor:
+    """A hash of stream, layer, head and token index, spread evenly.
+
+    Args:
+        index: [B, Hkv, K] integer, token indices.
+        stream: number of the draw, [B, 1, 1] int64 when rows differ.
+        layer: index of the decoder layer.
+
+    Returns:
+        [B, Hkv, K] float32 in [0, 1), multiples of 2**-24.
+    """
+    heads = torch.arange(index.shape[1], device=index.device)[:, None]
+    drawn = _mix(_mix(_mix(torch.as_tensor(stream, device=index.device)) + 0x10001 * layer + heads) + index)
+    return (drawn & 0xFFFFFF).float() / 2**24
 
 
 def _mix(x: Tensor) -> Tensor:
