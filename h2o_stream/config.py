@@ -52,9 +52,10 @@ KV_BITS = (16, 8, 4, 2)
 SIZED_KV_BITS = 8
 """Bits of a cache that is given by its size: they cost nothing in loss and give nearly twice the slots."""
 
-RESIDUAL = 12
-EXACT_SINKS = 4
-"""Newest and first tokens that a quantized cache holds in full precision: their attention is the largest."""
+RESIDUAL = {8: 1, 4: 12, 2: 12}
+EXACT_SINKS = {8: 0, 4: 4, 2: 4}
+"""Newest and first tokens that a cache of so many bits holds in full precision: their attention is the largest, but
+8 bits lose nothing even there. The token being fed is always one of the newest."""
 
 
 @dataclass(frozen=True)
@@ -146,12 +147,12 @@ class CachePlan:
     @property
     def residual(self) -> int:
         """Newest tokens that a quantized cache keeps in full precision, the one being fed included."""
-        return min(RESIDUAL, self.recent + 1)
+        return min(RESIDUAL[self.kv_bits], self.recent + 1)
 
     @property
     def exact_sinks(self) -> int:
         """Sinks that a quantized cache keeps in full precision."""
-        return min(EXACT_SINKS, self.sinks)
+        return min(EXACT_SINKS[self.kv_bits], self.sinks)
 
 
 @dataclass(frozen=True)

@@ -157,8 +157,9 @@ class TestCache:
         assert sizes[16] / sizes[4] >= 3.1
         assert sizes[16] / sizes[2] >= 5.0
         books = 1026 * (4 + 2 + 4 + 4) + 8 + 8
-        slots, ring = 1026 - 16, 16 * 2 * 64 * dtype.itemsize
-        assert sizes[4] == 2 * (books + ring + slots * (2 * 32 + 2 * 2) + 2 * 64 * 4)
+        for bits, exact in ((8, 1), (4, 16)):
+            coded = (1026 - exact) * (2 * 64 * bits // 8 + 2 * 2) + 2 * 64 * 4
+            assert sizes[bits] == 2 * (books + exact * 2 * 64 * dtype.itemsize + coded)
 
     def test_h2o_has_its_long_term_score(self) -> None:
         assert [CacheConfig(kv_bits=bits).plan().long_term for bits in (16, 8, 4, 2)] == [2.0] * 4

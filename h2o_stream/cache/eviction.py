@@ -96,3 +96,8 @@ def keep_best(group: HeadGroup, candidates: Candidates, keys: Tensor, values: Te
     group.seen.copy_(candidates.seen)
     group.free.fill_(free)
     group.filled = n
+
+
+def rank_dtype(slots: int) -> torch.dtype:
+    """The smallest signed type for the ranks in that many slots: at most twice their number, while they fill up."""
+    return torch.int16 if 2 * slots <= torch.iinfo(torch.int16).max else torch.int32

@@ -23,6 +23,7 @@ from torch.nn.functional import pad
 from h2o_stream.cache.attention import LogitTransform, QueryChunk, key_rotations
 from h2o_stream.cache.budgets import Schedule
 from h2o_stream.cache.eager import EAGER, probabilities
+from h2o_stream.cache.eviction import rank_dtype
 from h2o_stream.cache.kernels import Kernels
 from h2o_stream.cache.padding import Padding
 from h2o_stream.cache.policies import Budget, Candidates, Policy
@@ -349,8 +350,3 @@ class HeadGroup:
         self.rank = self.rank.to(rank_dtype(slots)).masked_fill_(self.index < 0, slots)
         self.filled = max(map(self.schedule.held, lengths))
         self.revision.bump()
-
-
-def rank_dtype(slots: int) -> torch.dtype:
-    """The smallest signed type for the ranks in that many slots: at most twice their number, while they fill up."""
-    return torch.int16 if 2 * slots <= torch.iinfo(torch.int16).max else torch.int32

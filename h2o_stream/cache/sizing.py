@@ -10,11 +10,11 @@ from typing import Any
 from h2o_stream.cache.h2o_cache import H2OCache
 from h2o_stream.cache.layer import LayerSpec
 from h2o_stream.cache.support import max_distance_of
-from h2o_stream.config import DEFAULT_CHUNK, MIN_EVICTABLE, RESIDUAL, CacheConfig
+from h2o_stream.config import DEFAULT_CHUNK, EXACT_SINKS, MIN_EVICTABLE, RESIDUAL, CacheConfig
 from h2o_stream.errors import ConfigError
 from h2o_stream.options import bytes_text
 
-_SMALLEST = 4 + RESIDUAL + MIN_EVICTABLE
+_SMALLEST = max(EXACT_SINKS.values()) + max(RESIDUAL.values()) + MIN_EVICTABLE
 """Slots of the smallest window that is tried."""
 
 _TRIALS = 8

@@ -61,8 +61,7 @@ void DecodeAttention::attend_block(const HeadSlots& head, int64_t stream, Range 
     add_logits(DenseRows<float>(head.store.keys, layer.head_size, exact.begin), exact);
   }
   if (quantized.size() > 0) {
-    float *offsets = scratch.key_params.data(), *scales = scratch.key_params.at(layer.head_size);
-    store::key_params(head.store.key_range, layer.head_size, layer.kv_bits, offsets, scales);
+    const float *offsets = scratch.key_params.data(), *scales = scratch.key_params.at(layer.head_size);
     dispatch_bits(layer.kv_bits, [&](auto bits) {
       const QuantizedRows<bits> codes(head.store.key_codes, layer.head_size, quantized.begin - head.exact);
       add_logits(QuantizedKeys<bits>(codes, offsets, scales), quantized);
@@ -130,8 +129,7 @@ void DecodeAttention::accumulate_quantized(const HeadSlots& head, Range quantize
       const int64_t count = std::min(kMaxHeads, heads - q);
       for (int64_t j = 0; j < count; ++j) {
         const float* row = probs + (q + j) * max_slots_;
-        float offset = 0;
-        for (int64_t i = 0; i < quantized.size(); ++i) offset += row[i] * offsets[i];
+        const float offset = dot(row, offsets, quantized.size());
         for (int64_t i = 0; i < quantized.size(); ++i) weights[j * kBlockSlots + i] = row[i] * scales[i];
         for (int64_t i = 0; i < size; ++i) accum[(q + j) * size + i] += offset;
       }

@@ -13,7 +13,7 @@
 #include <vector>
 
 // Slots per block.
-constexpr int64_t kBlockSlots = 32;
+constexpr int64_t kBlockSlots = 64;
 
 class DecodeAttention {
  public:
@@ -43,6 +43,10 @@ class DecodeAttention {
         for (int64_t i = range.begin; i < range.end; ++i) ++ranks[i];
       });
       if (holds_new) insert_token(head, slot, token_indices_[stream], scratch.key.data(), scratch.value.data());
+      if (layer_->kv_bits < 16) {
+        store::key_params(head.store.key_range, layer_->head_size, layer_->kv_bits, scratch.key_params.data(),
+                          scratch.key_params.at(layer_->head_size));
+      }
       for (int64_t begin = range.begin; begin < range.end; begin += kBlockSlots) {
         attend_block(head, stream, {begin, std::min(begin + kBlockSlots, range.end)}, scratch);
       }
@@ -93,19 +97,21 @@ class DecodeAttention {
   void for_each_range(const Worker& worker, Function function) const {
     int64_t total = 0;
     for_each_head([&](int64_t, const Slots& slots, int64_t) { total += slots.slot_count; });
-    const Range range = worker.partition(total);  // blocks that start in this range
+    const Range range = worker.partition(total);  // before its bounds move to the nearest blocks
     int64_t first_slot = 0;
     for_each_head([&](int64_t stream, const Slots& slots, int64_t local_head) {
-      const int64_t begin = block_start(range.begin - first_slot), end = block_start(range.end - first_slot);
+      const int64_t begin = nearest_block(range.begin - first_slot, slots.slot_count),
+                    end = nearest_block(range.end - first_slot, slots.slot_count);
       first_slot += slots.slot_count;
-      if (begin < std::min(end, slots.slot_count)) {
-        function(stream, HeadSlots(*layer_, slots, local_head), Range{begin, std::min(end, slots.slot_count)});
-      }
+      if (begin < end) function(stream, HeadSlots(*layer_, slots, local_head), Range{begin, end});
     });
   }
 
-  // The first block boundary at or after a slot.
-  static int64_t block_start(int64_t slot) { return slot <= 0 ? 0 : simd::padded(slot, kBlockSlots); }
+  // The start of a block that is nearest to a slot, or the end of all `count` slots.
+  static int64_t nearest_block(int64_t slot, int64_t count) {
+    if (slot >= count) return count;
+    return slot <= 0 ? 0 : std::min((slot + kBlockSlots / 2) / kBlockSlots * kBlockSlots, count);
+  }
 
   template <class Visit>
   void for_each_head(Visit visit) const {

@@ -6,6 +6,7 @@
 #include <cmath>
 #include <cstdint>
 #include <cstring>
+#include <functional>
 #include <limits>
 #include <type_traits>
 #include <utility>
@@ -147,7 +148,19 @@ inline Floats load(const Half* from) {
 #endif
 }
 
-// GCC 12 converts bytes one by one without intrinsics.
+// GCC 12 converts bytes one by one without intrinsics, and warns about variants without a mask.
+inline Ints load_ints(const uint8_t* from) {
+#if defined(H2O_AVX512)
+  return Ints(_mm512_maskz_cvtepu8_epi32(__mmask16(-1), _mm_loadu_si128(reinterpret_cast<const __m128i*>(from))));
+#elif defined(H2O_AVX2)
+  return Ints(_mm256_cvtepu8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(from))));
+#else
+  Ints ints;
+  for (int64_t i = 0; i < kWidth; ++i) ints[i] = from[i];
+  return ints;
+#endif
+}
+
 template <class Byte, class = std::enable_if_t<sizeof(Byte) == 1>>
 Floats load(const Byte* from) {
 #if defined(H2O_AVX512)
@@ -214,24 +227,31 @@ template <class Vector, size_t width>
   }
 }
 
-// Sums the halves of 16, 8 or 4 elements until four are left.
-template <class Vector>
-auto fold_to_four(Vector v) {
+// Combines (by default, adds) the halves of 16, 8 or 4 elements until four are left.
+template <class Vector, class Combine = std::plus<>>
+auto fold_to_four(Vector v, Combine combine = {}) {
   if constexpr (sizeof v == 64) {
-    return fold_to_four(__builtin_shufflevector(v, v, 0, 1, 2, 3, 4, 5, 6, 7) +
-                        __builtin_shufflevector(v, v, 8, 9, 10, 11, 12, 13, 14, 15));
+    return fold_to_four(combine(__builtin_shufflevector(v, v, 0, 1, 2, 3, 4, 5, 6, 7),
+                                __builtin_shufflevector(v, v, 8, 9, 10, 11, 12, 13, 14, 15)),
+                        combine);
   } else if constexpr (sizeof v == 32) {
-    return __builtin_shufflevector(v, v, 0, 1, 2, 3) + __builtin_shufflevector(v, v, 4, 5, 6, 7);
+    return combine(__builtin_shufflevector(v, v, 0, 1, 2, 3), __builtin_shufflevector(v, v, 4, 5, 6, 7));
   } else {
     return v;
   }
 }
 
+// Combines all elements.
+template <class Vector, class Combine>
+float reduce(Vector v, Combine combine) {
+  const auto four = fold_to_four(v, combine);
+  const auto pairs = combine(four, __builtin_shufflevector(four, four, 2, 3, 0, 1));
+  return combine(pairs[0], pairs[1]);
+}
+
 template <class Vector>
 float reduce_add(Vector v) {
-  const auto four = fold_to_four(v);
-  const auto pairs = four + __builtin_shufflevector(four, four, 2, 3, 0, 1);
-  return pairs[0] + pairs[1];
+  return reduce(v, std::plus<>{});
 }
 
 // Minus infinity for an empty array.
@@ -242,8 +262,7 @@ inline float reduce_max(const float* values, int64_t count) {
     const Floats vector = load(values + i);
     maxima = vector > maxima ? vector : maxima;
   }
-  float maximum = kMinusInfinity;
-  for (int64_t j = 0; j < kWidth; ++j) maximum = std::max(maximum, maxima[j]);
+  float maximum = reduce(maxima, [](auto a, auto b) { return a > b ? a : b; });
   for (; i < count; ++i) maximum = std::max(maximum, values[i]);
   return maximum;
 }
@@ -256,8 +275,7 @@ inline float reduce_min(const float* values, int64_t count) {
     const Floats vector = load(values + i);
     minima = vector < minima ? vector : minima;
   }
-  float minimum = -kMinusInfinity;
-  for (int64_t j = 0; j < kWidth; ++j) minimum = std::min(minimum, minima[j]);
+  float minimum = reduce(minima, [](auto a, auto b) { return a < b ? a : b; });
   for (; i < count; ++i) minimum = std::min(minimum, values[i]);
   return minimum;
 }

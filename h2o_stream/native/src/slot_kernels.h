@@ -47,9 +47,7 @@ struct QuantizedRows {
   const uint8_t* at(int64_t slot) const { return codes + slot * bytes; }
   Floats load(int64_t slot, int64_t i) const {
     if constexpr (bits == 8) return simd::load(at(slot) + i);
-    simd::Bytes packed;
-    std::memcpy(&packed, at(slot) + i % bytes, sizeof packed);
-    const simd::Ints codes = __builtin_convertvector(packed, simd::Ints) >> int32_t(i / bytes * bits);
+    const simd::Ints codes = simd::load_ints(at(slot) + i % bytes) >> int32_t(i / bytes * bits);
     return __builtin_convertvector(codes & ((1 << bits) - 1), Floats);
   }
   float scalar(int64_t slot, int64_t i) const {
@@ -207,6 +205,16 @@ void accumulate(const Values& values, int64_t slots, const float* probs, int64_t
     accumulate_heads<kMaxHeads>(values, slots, probs + q * prob_stride, prob_stride, std::min(kMaxHeads, heads - q),
                                 accum + q * values.size);
   }
+}
+
+// The sum of products of two arrays.
+inline float dot(const float* a, const float* b, int64_t count) {
+  Floats sums{};
+  int64_t i = 0;
+  for (; i + kWidth <= count; i += kWidth) sums += load(a + i) * load(b + i);
+  float sum = simd::reduce_add(sums);
+  for (; i < count; ++i) sum += a[i] * b[i];
+  return sum;
 }
 
 // Replaces logits by exp(logit - top) and returns their sum.
