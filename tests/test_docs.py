@@ -29,6 +29,7 @@ SMALL: dict[str, str] = {
     "recall": "--facts 1 --distances 8 --policies sink --windows 64 --chat 100",
     "summarize": "--limit 2 --policies full,h2o --windows 24",
     "tasks": "--limit 2 --policies full,h2o --tasks h2o_causes",
+    "--suite ruler": "--tasks niah_single --lengths 150 --items 2 --windows 64 --form one-turn",
     "speed": "--histories 64 --policies h2o --windows 24 --quantizations none --peers=",
     "throughput": "--shapes 20+5 --cache-budget 160KiB --policies h2o --ratio 0.4 --rounds 1",
     "heavy-hitters": "--tokens 100 --window 24 --chunk 8 --policies h2o",
@@ -73,7 +74,7 @@ def of_documentation() -> list[Any]:
 def test_there_are_commands_of_every_kind() -> None:
     prefixes = {" ".join(command.split()[:2]) for _, command in COMMANDS}
     for name in SMALL:
-        assert any(name in words for words in prefixes), name
+        assert any(name in words for words in (*prefixes, *(command for _, command in COMMANDS))), name
     assert len(COMMANDS) > 40
 
 
@@ -106,6 +107,8 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def test_commands(page: str, line: str, place: Path, model: Path, request: pytest.FixtureRequest) -> None:
     command, *arguments = shlex.split(line)
     kind = arguments[0] if command == "h2o-compare" and arguments else command
+    if "--suite ruler" in line:
+        kind = "--suite ruler"
     if kind == "tasks":
         request.getfixturevalue("few_tasks")
     if kind not in SMALL or kind == "all" or "--help" in arguments:

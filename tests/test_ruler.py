@@ -6,7 +6,7 @@ import json
 import math
 import re
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,7 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from h2o_stream.compare.asking import start_conversation
-from h2o_stream.compare.ruler.answers import READ, ask_at_once, ask_in_turns, margins_without_context
+from h2o_stream.compare.ruler.answers import READ, Answer, ask_at_once, ask_in_turns, ask_without_context
 from h2o_stream.compare.ruler.items import (
     COMMON_WORDS,
     HOPS,
@@ -76,11 +76,19 @@ class TestItems:
         item = make_item(task, 3, 900, HAYSTACK, words, 0, 0)
         found = dict(re.findall(r"The secret number of the (\w+ \w+) is (\d{7})\.", item.context))
         assert len(found) == needles
-        for question in item.questions:
+        for number, question in enumerate(item.questions):
             (key,) = re.findall(r"the (\w+ \w+)\?", question.text)
             assert question.answers == (found[key],)
             hidden = {value for (value,) in question.distractors} & set(found.values())
-            assert len(hidden) == min(needles - 1, NUM_DISTRACTORS), "the other needles come first"
+            left = needles - 1 - number
+            assert len(hidden) == min(left, NUM_DISTRACTORS), "needles not asked for so far come first"
+
+    @pytest.mark.parametrize("task", TASKS)
+    def test_what_earlier_turns_said_is_no_distractor(self, task: str) -> None:
+        said = set[str]()
+        for question in make_item(task, 4, 900, HAYSTACK, words, 0, 0).questions:
+            assert not said & {value for distractor in question.distractors for value in distractor}
+            said |= set(question.answers)
 
     def test_variables_are_chained_in_order(self) -> None:
         item = make_item("vt", 3, 900, HAYSTACK, words, 0, 0)
@@ -145,20 +153,20 @@ def item(count: Callable[[str], int]) -> Item:
 
 
 class TestAnswers:
-    @pytest.mark.parametrize("policy", ["full", "h2o"])
+    @pytest.mark.parametrize(
+        ("policy", "ask"), [("full", ask_in_turns), ("h2o", ask_in_turns), ("full", ask_without_context)]
+    )
     def test_margins_are_those_of_one_forward_and_questions_stay(
-        self, policy: str, talker: Any, tokenizer: Any, item: Item
+        self, policy: str, ask: Callable[..., Iterator[Answer]], talker: Any, tokenizer: Any, item: Item
     ) -> None:
         """Without eviction: against the model's own log-probabilities of the whole conversation."""
         model, config = talker(context=2048), CacheConfig(policy, **({"window": 1024} if policy == "h2o" else {}))
         with Engine(model, tokenizer, config) as engine:
             conversation = start_conversation(engine, "off")
-            answers = list(ask_in_turns(conversation, item))
+            answers = list(ask(conversation, item))
             stream = list(engine.tokens)
         text = tokenizer.decode(stream)
-        places = [text.index(part) for part in (READ, *(question.text for question in item.questions))]
-        assert places == sorted(places)
-        assert text.rstrip().removesuffix("<|im_end|>").endswith(answers[-1].reply)
+        assert (item.context in text, READ in text) == (ask is ask_in_turns,) * 2
         assert [answer.question for answer in answers] == [0, 1, 2]
         for answer, question in zip(answers, item.questions, strict=True):
             prefix = tokenizer(question.prefix, add_special_tokens=False)["input_ids"]
@@ -182,14 +190,25 @@ class TestAnswers:
         assert READ not in text
         assert math.isfinite(answer.margin)
 
-    def test_without_context_every_question_is_alone(self, talker: Any, tokenizer: Any, item: Item) -> None:
-        with Engine(talker(), tokenizer, CacheConfig("full"), SamplingConfig(0.0)) as engine:
-            conversation = start_conversation(engine, "off")
-            margins = list(margins_without_context(conversation, item))
-            text = tokenizer.decode(list(engine.tokens))
-            again = Item(item.context, item.questions[::-1])
-            assert list(margins_without_context(conversation, again)) == pytest.approx(margins[::-1])
-        assert [question.text in text for question in item.questions] == [False, False, True]
+    def test_policies_and_the_zero_point_see_the_same_earlier_turns(
+        self, talker: Any, tokenizer: Any, item: Item
+    ) -> None:
+        """Right answers, whatever the model replies."""
+        (first, *_), streams = item.questions, dict[str, str]()
+        for ask, config in (
+            (ask_without_context, CacheConfig("full")),
+            (ask_in_turns, CacheConfig("full")),
+            (ask_in_turns, CacheConfig("sink", 64)),
+            (ask_in_turns, CacheConfig("h2o", 64)),
+        ):
+            with Engine(talker(context=2048), tokenizer, config) as engine:
+                assert len(list(ask(start_conversation(engine, "off"), item))) == len(item.questions)
+                text = tokenizer.decode(list(engine.tokens))
+            streams[f"{ask.__name__} {config.policy}"] = text[text.index(first.text) :]
+        (said,) = set(streams.values())
+        for question in item.questions:
+            assert said.count(f"{question.prefix} {question.answers[0]}") == 1
+        assert len(re.findall(r"\d{7}", said)) == len(item.questions), "no reply of the model is left"
 
 
 class TestRates:

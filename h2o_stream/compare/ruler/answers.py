@@ -1,4 +1,8 @@
-"""Asks the questions of an item in a conversation, under eviction. It goes on with the model's own answers."""
+"""Asks the questions of an item in a conversation, under eviction. It goes on with the right answers.
+
+So every policy, and a cache that never saw the context, has the same earlier turns. With the model's own replies in
+their place, margins would also measure how a policy keeps, and a small model repeats, what was said before.
+"""
 
 from __future__ import annotations
 
@@ -50,28 +54,20 @@ def ask_at_once(conversation: Conversation, item: Item) -> Iterator[Answer]:
 def ask_in_turns(conversation: Conversation, item: Item) -> Iterator[Answer]:
     """Feed the context, then ask one question after another."""
     tell(conversation, item.context, READ)
+    yield from ask_without_context(conversation, item)
+
+
+def ask_without_context(conversation: Conversation, item: Item) -> Iterator[Answer]:
+    """Ask one question after another."""
     for number, question in enumerate(item.questions):
         yield _ask(conversation, number, question.text, question)
 
 
-def margins_without_context(conversation: Conversation, item: Item) -> Iterator[float]:
-    """The margin of every question in a conversation of its own, which never saw the context."""
-    for question in item.questions:
-        conversation.restart(conversation.system)
-        yield _margin(conversation, question.text, question)[0]
-
-
 def _ask(conversation: Conversation, number: int, message: str, question: Question) -> Answer:
-    """Feed a message, take the margin, and let the model answer."""
-    engine = conversation.engine
-    margin, max_tokens = _margin(conversation, message, question)
-    engine.set_sampling(SamplingConfig(0.0, max_tokens=max_tokens))
-    reply = "".join(event.text for event in engine.decode() if isinstance(event, Token | Finished))
-    return Answer(number, question.score(reply), margin, reply.strip())
+    """Feed a message and the beginning of the reply, take the margin and the model's reply, then feed the right answer.
 
-
-def _margin(conversation: Conversation, message: str, question: Question) -> tuple[float, int]:
-    """Feed a message and the beginning of the reply. Returns the margin and how long the answer may be, in tokens."""
+    What follows the beginning of the reply is taken back each time.
+    """
     engine = conversation.engine
     prefix, answers = _encode(engine, question)
     prefill(conversation, message)
@@ -80,7 +76,11 @@ def _margin(conversation: Conversation, message: str, question: Question) -> tup
     right, *wrong = _log_probabilities(engine, prefix[-1], answers)
     engine.load_state_dict(state)
     _feed(engine, prefix[-1:])
-    return right - max(wrong), 2 * max(map(len, answers)) + _ROOM
+    engine.set_sampling(SamplingConfig(0.0, max_tokens=2 * max(map(len, answers)) + _ROOM))
+    reply = "".join(event.text for event in engine.decode() if isinstance(event, Token | Finished))
+    engine.load_state_dict(state)
+    _feed(engine, [prefix[-1], *answers[0]])
+    return Answer(number, question.score(reply), right - max(wrong), reply.strip())
 
 
 def _encode(engine: Engine, question: Question) -> tuple[list[int], list[list[int]]]:

@@ -57,7 +57,7 @@ class Question:
         text: the question itself.
         prefix: the beginning of the reply, up to the answer.
         answers: the words or numbers asked for.
-        distractors: wrong answers of the same form, `NUM_DISTRACTORS`.
+        distractors: wrong answers of the same form, `NUM_DISTRACTORS`; none that answers an earlier question.
     """
 
     text: str
@@ -151,9 +151,9 @@ def _needles(per_question: int, questions: int, size: int, haystack: Haystack, d
     values = _distinct(len(keys) + NUM_DISTRACTORS, lambda: str(draw.randrange(10**6, 10**7)))
     needles = [f"The secret number of the {key} is {value}." for key, value in zip(keys, values, strict=False)]
     text = _hide(needles, sorted(draw.random() for _ in needles), size, haystack, draw)
-    asked = []
+    asked, other = [], values
     for number in draw.sample(range(len(keys)), questions):
-        other = [value for value in values if value != values[number]]
+        other = [value for value in other if value != values[number]]
         prefix = f"The secret number of the {keys[number]} is"
         asked.append(
             Question(
@@ -184,9 +184,9 @@ def _variables(questions: int, size: int, haystack: Haystack, draw: Random) -> I
             f"Which variables have the value {value}, directly or through other variables? There are {HOPS + 1}.",
             f"The {HOPS + 1} variables with the value {value} are",
             variables,
-            tuple(other for other in chained if other != variables)[:NUM_DISTRACTORS],
+            tuple(chained[number : number + NUM_DISTRACTORS]),
         )
-        for value, variables in zip(values, chained, strict=False)
+        for number, (value, variables) in enumerate(zip(values, chained, strict=False), 1)
     ]
     intro = "Assignments of variables are hidden in the following text. Remember them, I will ask for them later."
     return Item(f"{intro}\n\n{text}", tuple(asked))

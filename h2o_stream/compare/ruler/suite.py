@@ -14,7 +14,7 @@ from h2o_stream.cache.support import context_of
 from h2o_stream.compare.asking import GREEDY, start_conversation
 from h2o_stream.compare.comparison import Comparison, Job, JobProgress, Notify, label_of, window_of
 from h2o_stream.compare.folder import JobResult
-from h2o_stream.compare.ruler.answers import ask_at_once, ask_in_turns, margins_without_context
+from h2o_stream.compare.ruler.answers import ask_at_once, ask_in_turns, ask_without_context
 from h2o_stream.compare.ruler.items import Haystack, Item, make_item
 from h2o_stream.compare.ruler.rates import rates
 from h2o_stream.compare.tasks_options import Form, TasksOptions
@@ -128,17 +128,13 @@ class Ruler(Comparison[TasksOptions]):
         return Job(f"{cell} {label}", key, self.options.items, partial(self._measure, cell, config, context))
 
     def _measure(self, cell: _Cell, config: CacheConfig, context: bool) -> Iterator[JobProgress | JobResult]:
-        answers = list[dict[str, Any]]()
+        answers, ask = list[dict[str, Any]](), _ASK[cell.form] if context else ask_without_context
         with Engine(self.model, self.tokenizer, config, GREEDY, at_context="stop") as engine:
             conversation = start_conversation(engine, "off")
             for number in range(self.options.items):
                 conversation.restart(conversation.system)
                 item = self._make_item(cell, number)
-                if context:
-                    found = [asdict(answer) for answer in _ASK[cell.form](conversation, item)]
-                else:
-                    found = [{"margin": margin} for margin in margins_without_context(conversation, item)]
-                answers += [{"item": number, **answer} for answer in found]
+                answers += [{"item": number, **asdict(answer)} for answer in ask(conversation, item)]
                 yield JobProgress(number + 1)
         yield JobResult({"answers": answers})
 
