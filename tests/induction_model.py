@@ -26,15 +26,15 @@ _DENSE = (0.04, 0.24, 0.6, 0.06, 0.06)
 
 _STAGES = (
     (64, 48, 800, _DENSE),
-    (128, 24, 400, _DENSE),
-    (256, 16, 300, FREQUENCIES),
-    (512, 10, 300, FREQUENCIES),
-    (1024, 6, 200, FREQUENCIES),
+    (128, 24, 500, _DENSE),
+    (256, 16, 700, FREQUENCIES),
+    (512, 10, 800, FREQUENCIES),
+    (1024, 6, 500, FREQUENCIES),
 )
 """Tokens of a text, texts of a step, steps, frequencies of blocks."""
 
 _LEARNING_RATE = 4e-3
-_WARM_UP, _CONSTANT = 100, 1200
+_WARM_UP, _CONSTANT = 100, 2000
 """Steps of a growing learning rate, and until it falls."""
 
 _NEW_WEIGHT = 0.1
@@ -46,14 +46,14 @@ def make() -> LlamaForCausalLM:
     torch.manual_seed(0)
     config = LlamaConfig(
         vocab_size=VOCABULARY,
-        hidden_size=80,
-        intermediate_size=88,
+        hidden_size=72,
+        intermediate_size=80,
         num_hidden_layers=3,
-        num_attention_heads=8,
-        num_key_value_heads=4,
-        head_dim=16,
+        num_attention_heads=6,
+        num_key_value_heads=3,
+        head_dim=24,
         max_position_embeddings=_STAGES[-1][0],
-        rope_parameters={"rope_type": "default", "rope_theta": 1000.0},
+        rope_parameters={"rope_type": "default", "rope_theta": 1e5},
         tie_word_embeddings=True,
         initializer_range=0.08,
         bos_token_id=BEGIN,

@@ -225,7 +225,9 @@ class ThroughputOptions(ComparisonOptions):
         Sequence[Shape], Option("Tokens of prompt + tokens generated, separated by commas.", parse=_shapes)
     ] = (Shape(512, 32), Shape(512, 512), Shape(512, 1024))
     ratio: Annotated[float, Option("Window, as a fraction of prompt and generated tokens.", min=0, max=1)] = 0.2
-    cache_budget: Annotated[str, Option("Memory for the cache of a batch: 128MiB, 2GiB.")] = "2GiB"
+    cache_budget: Annotated[
+        str, Option("Memory for the cache of a batch: 128MiB, 2GiB; auto: of five rows of a full cache.")
+    ] = "2GiB"
     rounds: Annotated[int, Option("Times each batch is generated; the median is reported.", min=1)] = 1
     engine: EngineChoice = "auto"
 
@@ -235,9 +237,9 @@ class ThroughputOptions(ComparisonOptions):
             config.plan()
 
     @property
-    def budget(self) -> int:
-        """Bytes for the cache of a batch."""
-        return parse_bytes(self.cache_budget, "--cache-budget")
+    def budget(self) -> int | None:
+        """Bytes for the cache of a batch; None for ``auto``."""
+        return None if self.cache_budget == "auto" else parse_bytes(self.cache_budget, "--cache-budget")
 
     @property
     def configs(self) -> list[CacheConfig]:

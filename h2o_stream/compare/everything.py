@@ -18,14 +18,14 @@ _QUICK: dict[str, dict[str, Any]] = {
     "recall": {"facts": 5, "distances": (64, 1024), "policies": ("sink", "h2o"), "recall": ("off", "auto")},
     "summarize": {"limit": 8, "windows": (64, 128)},
     "speed": {"histories": (256, 1024)},
-    "throughput": {"shapes": (Shape(128, 128),), "cache_budget": "32MiB"},
+    "throughput": {"shapes": (Shape(128, 128),), "cache_budget": "auto"},
 }
 _THOROUGH: dict[str, dict[str, Any]] = {
     "nll": {"tokens": 8192, "windows": (64, 256, 1024)},
     "recall": {"facts": 30, "distances": (64, 1024, 4096), "recall": ("off", "auto")},
     "summarize": {"limit": None, "windows": (64, 128, 256)},
     "speed": {"histories": (256, 2048, 8192)},
-    "throughput": {"shapes": (Shape(512, 32), Shape(512, 512)), "cache_budget": "128MiB"},
+    "throughput": {"shapes": (Shape(512, 32), Shape(512, 512)), "cache_budget": "auto"},
 }
 """How much ``h2o-compare all`` measures, in this order."""
 

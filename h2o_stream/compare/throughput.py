@@ -26,6 +26,9 @@ from h2o_stream.errors import ConfigError
 _TEXT = 1 << 18
 """Tokens of a text that are used."""
 
+_AUTO_ROWS = 5
+"""Rows of a full cache, of the longest shape, that ``--cache-budget auto`` has room for."""
+
 
 @dataclass(frozen=True)
 class Workload:
@@ -62,11 +65,11 @@ class Throughput(Comparison[ThroughputOptions]):
         """Load the model and compute the batch sizes that fit."""
         settings = self.load_model(notify)
         self._tokens = read_tokens(self.options.text, self.tokenizer, _TEXT)
-        self._workloads = []
+        self._workloads, budget = [], self._budget()
         for shape in self.options.shapes:
             notify(f"{shape}: measuring the cache of a row ...")
             configs = self.options.configs_for(shape)
-            self._workloads.append(list(plan_workloads(self.model, shape, configs, self.options.budget, self._tokens)))
+            self._workloads.append(list(plan_workloads(self.model, shape, configs, budget, self._tokens)))
         return {
             **settings,
             "machine": machine(),
@@ -74,11 +77,17 @@ class Throughput(Comparison[ThroughputOptions]):
             "text": str(self.options.text),
             "digest": digest_of(self._tokens),
             "shapes": list(map(str, self.options.shapes)),
-            "cache_budget": self.options.budget,
+            "cache_budget": budget,
             "rounds": self.options.rounds,
             "steps": self.options.engine,
             "weights": asdict(self.options.model),
         }
+
+    def _budget(self) -> int:
+        if self.options.budget is not None:
+            return self.options.budget
+        longest = max(shape.length for shape in self.options.shapes)
+        return _AUTO_ROWS * row_bytes(self.model, CacheConfig("full"), list(islice(cycle(self._tokens), longest)))
 
     def jobs(self) -> list[Job]:
         """One for each round of each workload; the workloads of a shape take turns."""
