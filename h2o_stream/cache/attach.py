@@ -17,7 +17,7 @@ from h2o_stream.cache.identity import model_digest
 from h2o_stream.cache.layer import LayerSpec
 from h2o_stream.cache.retrieval_heads import assign_budgets
 from h2o_stream.cache.rope import PositionsError
-from h2o_stream.cache.sizing import config_for_size
+from h2o_stream.cache.sizing import config_for_size, provisional
 from h2o_stream.cache.support import (
     attention_of,
     attention_of_ours,
@@ -102,10 +102,11 @@ def build_cache(model: PreTrainedModel, config: CacheConfig, progress: ProgressC
         plan = check_supported(type(model), model.config, config)
         in_host_memory = config.device == "cpu" and home_of(model).type != "cpu"
         return FullCache(plan, model.config, digest, in_host_memory)
+    first = config if config.cache_size is None else provisional(config)
     try:
-        plan, specs, verification = _verified(model, config)
+        plan, specs, verification = _verified(model, first)
     except PositionsError:
-        _verified(model, replace(config, positions="absolute"))  # which the error recommends
+        _verified(model, replace(first, positions="absolute"))  # which the error recommends
         raise
     if plan.budgets == "measured":
         specs = assign_budgets(model, specs, progress)

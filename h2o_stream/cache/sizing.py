@@ -10,7 +10,7 @@ from typing import Any
 from h2o_stream.cache.h2o_cache import H2OCache
 from h2o_stream.cache.layer import LayerSpec
 from h2o_stream.cache.support import max_distance_of
-from h2o_stream.config import DEFAULT_CHUNK, EXACT_SINKS, MIN_EVICTABLE, RESIDUAL, CacheConfig
+from h2o_stream.config import DEFAULT_CHUNK, EXACT_SINKS, MIN_EVICTABLE, RESIDUAL, SIZED_KV_BITS, CacheConfig
 from h2o_stream.errors import ConfigError
 from h2o_stream.options import bytes_text
 
@@ -19,6 +19,12 @@ _SMALLEST = max(EXACT_SINKS.values()) + max(RESIDUAL.values()) + MIN_EVICTABLE
 
 _TRIALS = 8
 """Windows that are tried at most: bytes are almost proportional to slots, so three or four are enough."""
+
+
+def provisional(config: CacheConfig) -> CacheConfig:
+    """The same with the smallest window in place of the size, to verify a model with."""
+    smallest = max(_SMALLEST, (config.heavy or 0) + (config.sinks or 0) + 1)
+    return replace(config, cache_size=None, kv_bits=config.kv_bits or SIZED_KV_BITS, window=smallest)
 
 
 def config_for_size(config: CacheConfig, specs: Sequence[LayerSpec], model_config: Any) -> CacheConfig:
@@ -37,7 +43,8 @@ def config_for_size(config: CacheConfig, specs: Sequence[LayerSpec], model_confi
     """
     size, max_distance = config.cache_size, max_distance_of(model_config)
     assert size is not None
-    unsized = replace(config, cache_size=None, kv_bits=config.plan(max_distance).kv_bits)
+    unsized = provisional(config)
+    smallest = unsized.window
     chunk = DEFAULT_CHUNK if config.chunk is None else config.chunk
     largest = 2**31 if max_distance is None else max_distance - (chunk or 1)
 
@@ -47,7 +54,6 @@ def config_for_size(config: CacheConfig, specs: Sequence[LayerSpec], model_confi
     def taken(window: int) -> int:
         return settled_bytes(H2OCache(sized(window), specs, max_distance), model_config)
 
-    smallest = max(_SMALLEST, (config.heavy or 0) + (config.sinks or 0) + 1)
     base = taken(smallest)
     if base > size:
         raise ConfigError(

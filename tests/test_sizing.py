@@ -1,0 +1,78 @@
+"""A cache that is given by its size in bytes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from h2o_stream import CacheConfig, ConfigError, attach
+from h2o_stream.compare.comparisons import NllOptions
+from tests.conftest import make_llama
+from tests.test_oracle import tokens_of
+
+LONG = torch.tensor([tokens_of(0, 200)])
+
+
+def settled(model: Any, config: CacheConfig) -> tuple[int, int]:
+    """The window, and the bytes after a stream that is much longer."""
+    with attach(model, config) as cache:
+        model(LONG)
+        return cache.plan.window, cache.nbytes
+
+
+@pytest.fixture(scope="module")
+def model() -> Any:
+    return make_llama(heads=4, groups=2, layers=3, context=256)
+
+
+@pytest.mark.parametrize("policy", ["h2o", "sink", "random", "snapkv", "moments"])
+@pytest.mark.parametrize("kv_bits", [None, 16, 4])
+def test_the_largest_window_that_fits(model: Any, policy: str, kv_bits: int | None) -> None:
+    with attach(model, CacheConfig(policy, window=60, kv_bits=kv_bits or 8, chunk=8)) as cache:
+        model(LONG)
+        size = cache.nbytes
+    window, nbytes = settled(model, CacheConfig(policy, kv_bits=kv_bits, chunk=8, cache_size=size))
+    assert (window, nbytes) == (60, size)
+    smaller, fewer = settled(model, CacheConfig(policy, kv_bits=kv_bits, chunk=8, cache_size=size - 1))
+    assert smaller == 59
+    assert fewer < size
+
+
+def test_the_size_does_not_depend_on_the_dtype() -> None:
+    sizes = [
+        settled(
+            make_llama(heads=4, groups=2, layers=3, context=256).to(dtype),
+            CacheConfig("h2o", chunk=8, cache_size=100_000),
+        )
+        for dtype in (torch.float32, torch.bfloat16)
+    ]
+    (wide, wide_bytes), (narrow, narrow_bytes) = sizes
+    assert max(wide_bytes, narrow_bytes) <= 100_000
+    assert 0 <= narrow - wide <= 2
+
+
+def test_no_more_than_the_context(model: Any) -> None:
+    with attach(model, CacheConfig("h2o", cache_size=2**30, chunk=8)) as cache:
+        assert cache.plan.window == 256 - 8
+
+
+def test_too_small_a_size_is_refused(model: Any) -> None:
+    message = r"cache_size is 1.0 KiB, but a window of 24 takes \d+\.\d KiB; raise --cache-size"
+    with pytest.raises(ConfigError, match=message), attach(model, CacheConfig("h2o", chunk=8, cache_size=1024)):
+        pass
+
+
+@pytest.mark.parametrize(
+    "wrong", [{"window": 64}, {"recent_ratio": 0.5}, {"policy": "full"}, {"cache_size": 0}, {"cache_size": "6MiB"}]
+)
+def test_wrong_settings_are_named(wrong: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match="cache_size is .*--cache-size"):
+        CacheConfig(**{"cache_size": 2**20, **wrong})
+
+
+def test_sizes_replace_windows(tmp_path: Any) -> None:
+    options = NllOptions(text=(tmp_path,), policies=("h2o", "full", "sink"), cache_sizes=(2**20, 2**21))
+    found = [(config.policy, config.cache_size) for config in options.configs]
+    assert found == [("full", None), ("h2o", 2**20), ("sink", 2**20), ("h2o", 2**21), ("sink", 2**21)]
