@@ -11,7 +11,7 @@ SOURCES      := CMakeLists.txt hatch_build.py $(wildcard h2o_stream/native/src/*
 LIBRARY      := h2o_stream/native/_h2o_portable.so
 KERNEL_TESTS := $(wildcard tests/test_matrices.py tests/test_pack*.py tests/test_native_*.py)
 
-.PHONY: demo chat test test-all lint format audit soak sanitize family-table gguf-table induction-model setup setup-dev clean
+.PHONY: demo chat test test-all lint format audit soak sanitize family-table gguf-table setup setup-dev clean
 
 demo: setup
 	@$(BIN)/h2o-stream $(ARGS)
@@ -58,10 +58,6 @@ family-table: setup-dev
 gguf-table: setup-dev
 	$(PIP) install -c constraints.txt -e ".[bench]"
 	$(BIN)/python -m tests.gguf_types $(ARGS)
-
-# Trains the tiny model of tests/induction again. Takes some minutes.
-induction-model: setup-dev
-	$(BIN)/python -m tests.induction_model
 
 format: setup-dev
 	$(BIN)/ruff check --fix .

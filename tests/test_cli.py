@@ -49,7 +49,7 @@ class TestUsage:
         ("typed", "offered"),
         [
             ("--pol", ["--policy"]),
-            ("--policy s", ["sink"]),
+            ("--policy s", ["sink", "snapkv"]),
             ("--quantize i", ["int8", "int4"]),
             ("--system sto", ["storyteller"]),
             ("--session mon", ["monday"]),

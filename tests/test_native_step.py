@@ -20,6 +20,7 @@ from h2o_stream.errors import H2OStreamError
 from h2o_stream.native import library, stepper
 from h2o_stream.native.kernels import make_kernels
 from h2o_stream.native.model_guard import ModelGuard
+from h2o_stream.native.slots import POLICIES
 from tests.conftest import make_llama
 from tests.families import FAMILIES, RULES, config_of, pairs
 from tests.slots import attend
@@ -31,6 +32,9 @@ EXACT = 1e-4
 """Largest float32 difference relative to the RMS of the logits."""
 
 PROMPT = 30
+
+NATIVE = {name: rule for name, rule in RULES.items() if type(make_policy(CacheConfig(name).plan())) in POLICIES}
+"""The policies that the library implements."""
 
 
 def tokens_of(rows: int, count: int) -> Tensor:
@@ -69,7 +73,7 @@ def assert_same(
 
 
 @pytest.mark.parametrize("others", [False, pytest.param(True, marks=pytest.mark.exhaustive)], ids=["", "positions"])
-@pytest.mark.parametrize(("number", "policy"), pairs(RULES))
+@pytest.mark.parametrize(("number", "policy"), pairs(NATIVE))
 def test_every_family_and_policy(number: int, policy: str, others: bool) -> None:
     """Rows 1, then 3, then 1 again, with the default positions or with all others."""
     family = FAMILIES[number]

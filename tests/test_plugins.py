@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -149,7 +150,7 @@ def test_a_policy(
 def test_a_policy_is_listed_without_an_import(site: Path) -> None:
     install(site, "oldest-policy", "policies", "oldest = oldest:Oldest", oldest=POLICY)
     listed = shell(site, "h2o-chat", "--help")
-    assert "full, oldest." in listed.stdout
+    assert re.search(r"\boldest\.", listed.stdout)
     assert listed.stderr.endswith("False\n")
     with pytest.raises(ConfigError, match="takes one of h2o, .*full, oldest$"):
         CacheConfig("newest")

@@ -139,7 +139,7 @@ class TestReport:
         done = invoke("h2o-compare", "report", comparisons / "loss", "--to", tmp_path / "report.md", "-q")
         assert done.exit_code == 0, done.stderr
         page = (tmp_path / "report.md").read_text()
-        assert "| policy | window | nll |" in page
+        assert "| policy | window | MiB | nll |" in page
         assert "](all/loss/nll-text.png)" in page
         assert (tmp_path / "all" / "loss" / "nll-text.png").exists()
         again = invoke("h2o-compare", "report", comparisons / "loss", "--to", tmp_path / "report.md", "-q")

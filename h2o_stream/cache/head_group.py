@@ -58,8 +58,7 @@ class HeadGroup:
         scores: [B, Hkv, S] float32, -inf where empty.
         long_term_scores: [B, Hkv, S] float32, only with a policy that has them.
         index: [B, Hkv, S] int32 token index in its row, -1 where empty.
-        rank: [B, Hkv, S] int16, or int32 where that is too small (`rank_dtype`): number of newer tokens in the group;
-            where empty, at least as many as it holds.
+        rank: [B, Hkv, S] `rank_dtype`, number of newer tokens in the group; where empty, at least as many as it holds.
         free: [B, Hkv, 1] int64, an empty slot for the next token.
         seen: [B, 1, 1] int64, tokens of each row that this group has taken: the device's copy of `tokens.lengths`.
         head_state: [B, Hkv, *] tensors by name, what the policy keeps of each head; see `Policy.head_state`.

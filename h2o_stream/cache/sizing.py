@@ -69,6 +69,8 @@ def config_for_size(config: CacheConfig, specs: Sequence[LayerSpec], model_confi
             break
         per_slot = (total - bytes_before) / (window - before)
         before, bytes_before, window = window, total, window + math.floor((size - total) / per_slot)
+    while best < largest and taken(best + 1) <= size:
+        best += 1
     return sized(best)
 
 
