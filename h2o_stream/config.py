@@ -258,8 +258,8 @@ class CacheConfig:
             raise ConfigError(f"cache_size is {size}, but policy full grows; --cache-size needs another --policy")
         if self.by_ratio or self.window != DEFAULT_WINDOW:
             raise ConfigError(
-                f"cache_size is {size}, which chooses the window; --cache-size goes without --window, --heavy-ratio and "
-                "--recent-ratio"
+                f"cache_size is {size}, which chooses the window; --cache-size goes without --window "
+                "and without --heavy-ratio and --recent-ratio"
             )
 
     def _check_ratios(self) -> None:
