@@ -47,15 +47,16 @@ MIN_EVICTABLE = 8
 DEFAULT_SPAN = 4096
 """Span of ``gap`` for a model without a maximum position."""
 
-KV_BITS = (16, 8, 4, 2)
+KV_BITS = (16, 8, 6, 4, 2)
 
-SIZED_KV_BITS = 8
-"""Bits of a cache that is given by its size: they cost nothing in loss and give nearly twice the slots."""
+SIZED_KV_BITS = 6
+"""Bits of a cache that is given by its size: the most slots per byte before the loss of rounding counts."""
 
-RESIDUAL = {8: 1, 4: 12, 2: 12}
-EXACT_SINKS = {8: 0, 4: 4, 2: 4}
-"""Newest and first tokens that a cache of so many bits holds in full precision: their attention is the largest, but
-8 bits lose nothing even there. The token being fed is always one of the newest."""
+RESIDUAL = {8: 1, 6: 1, 4: 12, 2: 12}
+EXACT_SINKS = {8: 0, 6: 4, 4: 4, 2: 4}
+"""Newest and first tokens that a cache of so many bits holds in full precision: their attention is the largest, and the
+keys of the first would widen the grids of all others. 8 bits lose nothing even there. The token being fed is always one
+of the newest."""
 
 
 @dataclass(frozen=True)
@@ -172,7 +173,7 @@ class CacheConfig:
         heavy_ratio: heavy slots as a part of the first prompt of a stream, as in the papers; with `recent_ratio`
             it takes the place of `window` and `heavy`.
         cache_size: bytes of the cache of one stream, all bookkeeping counted: `window` becomes as large as fits, and
-            `kv_bits` 8 unless it is given. None leaves `window` as it is.
+            `kv_bits` 6 unless it is given. None leaves `window` as it is.
         recent_ratio: recent slots as a part of the first prompt of a stream.
         seed: of a random policy; the others ignore it.
         budgets: ``measured`` gives retrieval heads larger windows (`cache.retrieval_heads`), so that `window` and

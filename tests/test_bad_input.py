@@ -36,7 +36,7 @@ OPTIONS: list[tuple[str, str, str]] = [
     (CHAT, "--span 400", "lower --span"),
     (CHAT, "--chunk -1", "--chunk must be at least 0"),
     (CHAT, "--chunk 1000", "lower --window or --chunk"),
-    (CHAT, "--kv-bits 3", "--kv-bits takes one of 16, 8, 4, 2"),
+    (CHAT, "--kv-bits 3", "--kv-bits takes one of 16, 8, 6, 4, 2"),
     (CHAT, "--kv-bits 0", "--kv-bits takes one of"),
     (CHAT, "--kv-bits four", "--kv-bits"),
     (CHAT, "--long-term -1", "--long-term must be 0 or above"),

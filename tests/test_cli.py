@@ -97,7 +97,7 @@ class TestUsage:
             ("h2o-compare", ["nll", "--text", "x", "--policies", "random", "--seeds", "-1"], "--seeds takes"),
             ("h2o-compare", ["heavy-hitters", "--text", "x", "--policies", "full"], "none that evicts"),
             ("h2o-compare", ["heavy-hitters", "--text", "x", "--policies", "lru"], "--policies takes"),
-            ("h2o-stream", ["--kv-bits", "3"], "--kv-bits takes one of 16, 8, 4, 2"),
+            ("h2o-stream", ["--kv-bits", "3"], "--kv-bits takes one of 16, 8, 6, 4, 2"),
             ("h2o-stream", ["--policy", "full", "--kv-bits", "4"], "needs another --policy"),
             ("h2o-stream", ["--heavy-ratio", "0.1"], "--recent-ratio must be above 0"),
             ("h2o-stream", ["--heavy-ratio", "2", "--recent-ratio", "0.1"], "--heavy-ratio must be between 0 and 1"),

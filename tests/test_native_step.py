@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from transformers import LlamaForCausalLM
 
 from h2o_stream import CacheConfig, attach
 from h2o_stream.cache.attention import LogitTransform
@@ -99,13 +100,28 @@ def test_padded_batches(side: str, kv_bits: int) -> None:
     ("kv_bits", "positions"),
     [
         pytest.param(bits, positions, marks=() if bits == 4 or positions == "gap" else pytest.mark.exhaustive)
-        for bits in (8, 4, 2)
+        for bits in (8, 6, 4, 2)
         for positions in ("gap", "rolling", "absolute")
     ],
 )
 def test_few_bits(kv_bits: int, positions: Any) -> None:
     config = CacheConfig(window=32, kv_bits=kv_bits, positions=positions, long_term=2.0)
     assert_same(make_llama(), config, *(tokens_of(rows, PROMPT + 40) for rows in (1, 2)), largest=2e-2)
+
+
+@pytest.mark.parametrize("size", [32, 64, 128])
+@pytest.mark.parametrize("kv_bits", [16, 6])
+def test_keys_rotated_in_registers(size: int, kv_bits: int) -> None:
+    """Rotations are composed of two, which have the scale of YaRN twice."""
+    model = make_llama(heads=1, size=size, groups=3, layers=1, context=4096)
+    yarn = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 1024, "rope_theta": 10_000.0}
+    config = copy.deepcopy(model.config)
+    config.rope_parameters = yarn
+    scaled = LlamaForCausalLM(config).eval()
+    scaled.load_state_dict(model.state_dict())
+    assert scaled.model.rotary_emb.attention_scaling > 1.1
+    rounding = EXACT if kv_bits == 16 else 2e-2
+    assert_same(scaled, CacheConfig(window=48, kv_bits=kv_bits), tokens_of(2, PROMPT + 90), largest=rounding)
 
 
 def test_200_greedy_tokens_past_the_window() -> None:

@@ -26,26 +26,26 @@ def numbers(*shape: int, seed: int = 0) -> torch.Tensor:
 
 
 class TestGrids:
-    @pytest.mark.parametrize("bits", [2, 4, 8])
+    @pytest.mark.parametrize("bits", [2, 4, 6, 8])
     def test_codes_come_back(self, bits: int) -> None:
         grid = spread(torch.full((3, 1), -1.0), torch.full((3, 1), 2.0), bits, covers=1.0)
         codes = torch.randint(0, 256, (3, 16 * bits // 8), dtype=torch.uint8)
         assert encode(decode(codes, grid, bits, torch.float32), grid, bits).equal(codes)
 
-    @pytest.mark.parametrize("bits", [2, 4, 8])
+    @pytest.mark.parametrize("bits", [2, 4, 6, 8])
     def test_the_error_is_at_most_half_a_step_inside_the_grid(self, bits: int) -> None:
         x = numbers(5, 64)
         grid = spread(x.amin(-1, keepdim=True), x.amax(-1, keepdim=True), bits, covers=1.0)
         error = (decode(encode(x, grid, bits), grid, bits, torch.float32) - x).abs()
         assert bool((error <= grid[1] * 0.5001).all())
 
-    @pytest.mark.parametrize(("bits", "largest"), [(8, 0.01), (4, 0.12), (2, 0.42)])
+    @pytest.mark.parametrize(("bits", "largest"), [(8, 0.01), (6, 0.03), (4, 0.12), (2, 0.42)])
     def test_relative_error_of_normal_numbers(self, bits: int, largest: float) -> None:
         x = numbers(200, 64)
         grid = fit(x, bits).half()
         assert (decode(encode(x, grid, bits), grid, bits, torch.float32) - x).norm() / x.norm() < largest
 
-    @pytest.mark.parametrize("bits", [2, 4, 8])
+    @pytest.mark.parametrize("bits", [2, 4, 6, 8])
     def test_what_is_on_a_grid_keeps_it(self, bits: int) -> None:
         """So that a token does not drift when read and stored again."""
         x = numbers(50, 64)
@@ -55,7 +55,7 @@ class TestGrids:
         assert fit(again, bits).half().equal(grid)
         assert encode(again, fit(again, bits).half(), bits).equal(codes)
 
-    @pytest.mark.parametrize("bits", [2, 4, 8])
+    @pytest.mark.parametrize("bits", [2, 4, 6, 8])
     def test_equal_numbers_and_nans(self, bits: int) -> None:
         x = torch.full((1, 8), 3.5)
         assert decode(encode(x, fit(x, bits), bits), fit(x, bits), bits, torch.float32).equal(x)
@@ -73,7 +73,7 @@ class TestLayer:
     @given(
         policy=st.sampled_from(["h2o", "h2o-paper", "sink", "recent", "random", "tova"]),
         window=st.integers(2, 40),
-        bits=st.sampled_from([8, 4, 2]),
+        bits=st.sampled_from([8, 6, 4, 2]),
         lengths=st.lists(st.integers(1, 20), min_size=1, max_size=20),
     )
     def test_every_token_is_where_it_belongs(self, policy: str, window: int, bits: int, lengths: list[int]) -> None:
@@ -94,7 +94,7 @@ class TestLayer:
         assert stored[exact].equal(truth[exact])
         assert values[exact].equal(-truth[exact])
         rest = occupied & ~exact
-        widest = {8: 0.08, 4: 0.9, 2: 3.5}[bits]
+        widest = {8: 0.08, 6: 0.3, 4: 0.9, 2: 3.5}[bits]
         assert bool(((stored - truth)[rest].abs() < widest).all())
         assert bool(((values + truth)[rest].abs() < widest).all())
 
@@ -113,7 +113,7 @@ class TestLayer:
 
 
 class TestCache:
-    @pytest.mark.parametrize(("bits", "largest"), [(8, 0.04), (4, 0.5), (2, 1.2)])
+    @pytest.mark.parametrize(("bits", "largest"), [(8, 0.04), (6, 0.15), (4, 0.5), (2, 1.2)])
     def test_fewer_bits_are_further_from_the_truth(self, grouped: LlamaForCausalLM, bits: int, largest: float) -> None:
         ids = torch.randint(3, 64, (1, 120), generator=torch.Generator().manual_seed(1))
         logits = []
@@ -129,7 +129,7 @@ class TestCache:
         with attach(grouped, CacheConfig(window=64, kv_bits=2)):
             assert_close(grouped(ids).logits, expected)
 
-    @pytest.mark.parametrize("bits", [8, 4, 2])
+    @pytest.mark.parametrize("bits", [8, 6, 4, 2])
     def test_rows_of_a_padded_batch_are_as_alone(self, grouped: LlamaForCausalLM, bits: int) -> None:
         generator = torch.Generator().manual_seed(2)
         rows = [torch.randint(3, 64, (1, n), generator=generator) for n in (60, 33, 7)]
@@ -150,25 +150,25 @@ class TestCache:
     def test_bytes(self, dtype: torch.dtype) -> None:
         """At window 1024 and head size 64, 4 bits save a factor of 3.1 and 2 bits a factor of 5, including scales."""
         model, sizes = make_llama(heads=1, size=64, context=2048).to(dtype), {}
-        for bits in (16, 8, 4, 2):
+        for bits in (16, 8, 6, 4, 2):
             with attach(model, CacheConfig(window=1024, kv_bits=bits)) as cache:
                 model(torch.randint(3, 64, (1, 8)))
                 sizes[bits] = cache.nbytes
         assert sizes[16] / sizes[4] >= 3.1
         assert sizes[16] / sizes[2] >= 5.0
         books = 1026 * (4 + 2 + 4 + 4) + 8 + 8
-        for bits, exact in ((8, 1), (4, 16)):
+        for bits, exact in ((8, 1), (6, 5), (4, 16)):
             coded = (1026 - exact) * (2 * 64 * bits // 8 + 2 * 2) + 2 * 64 * 4
             assert sizes[bits] == 2 * (books + exact * 2 * 64 * dtype.itemsize + coded)
 
     def test_h2o_has_its_long_term_score(self) -> None:
-        assert [CacheConfig(kv_bits=bits).plan().long_term for bits in (16, 8, 4, 2)] == [2.0] * 4
+        assert [CacheConfig(kv_bits=bits).plan().long_term for bits in (16, 8, 6, 4, 2)] == [2.0] * 5
         assert CacheConfig(kv_bits=8, long_term=0.0).plan().long_term == 0
 
     @pytest.mark.parametrize(
         ("settings", "words"),
         [
-            ({"kv_bits": 3}, "--kv-bits takes one of 16, 8, 4, 2"),
+            ({"kv_bits": 3}, "--kv-bits takes one of 16, 8, 6, 4, 2"),
             ({"policy": "full", "kv_bits": 4}, "needs another --policy"),
         ],
     )
@@ -185,7 +185,7 @@ class TestCache:
     def test_the_real_model_still_knows_its_text(self, embedded: LoadedModel) -> None:
         text = "The capital of France is Paris. The capital of Italy is Rome. The capital of Spain is Madrid. " * 3
         ids = embedded.tokenizer(text + "The capital of France is", return_tensors="pt")["input_ids"]
-        for bits in (8, 4, 2):
+        for bits in (8, 6, 4, 2):
             with attach(embedded.model, CacheConfig(window=48, kv_bits=bits)):
                 best = embedded.model(ids).logits[0, -1].argmax()
             assert embedded.tokenizer.decode(best).strip() == "Paris"

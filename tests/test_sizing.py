@@ -9,6 +9,7 @@ import torch
 
 from h2o_stream import CacheConfig, ConfigError, attach
 from h2o_stream.compare.comparisons import NllOptions
+from h2o_stream.config import SIZED_KV_BITS
 from tests.conftest import make_llama
 from tests.test_oracle import tokens_of
 
@@ -30,7 +31,7 @@ def model() -> Any:
 @pytest.mark.parametrize("policy", ["h2o", "sink", "random", "snapkv", "moments"])
 @pytest.mark.parametrize("kv_bits", [None, 16, 4])
 def test_the_largest_window_that_fits(model: Any, policy: str, kv_bits: int | None) -> None:
-    with attach(model, CacheConfig(policy, window=60, kv_bits=kv_bits or 8, chunk=8)) as cache:
+    with attach(model, CacheConfig(policy, window=60, kv_bits=kv_bits or SIZED_KV_BITS, chunk=8)) as cache:
         model(LONG)
         size = cache.nbytes
     window, nbytes = settled(model, CacheConfig(policy, kv_bits=kv_bits, chunk=8, cache_size=size))

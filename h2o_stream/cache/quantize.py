@@ -8,8 +8,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-_COVERS = {8: 1.0, 4: 1.0, 2: 0.65}
+_COVERS = {8: 1.0, 6: 1.0, 4: 1.0, 2: 0.65}
 """Fraction of a range that a grid covers: with four levels it pays to clip outliers."""
+
+_PLANES = {8: (8,), 6: (4, 2), 4: (4,), 2: (2,)}
+"""Bits of the planes that hold codes of so many bits, from the lowest. Planes of 6 bits would not fill bytes evenly."""
 
 _TRIED = (1.0, 0.9, 0.8, 0.7, 0.6, 0.5, 0.4)
 
@@ -20,7 +23,7 @@ def spread(low: Tensor, high: Tensor, bits: int, covers: float | None = None) ->
     Args:
         low: minimum of each range; above `high` for an empty range, which gives a grid of zeros.
         high: same shape, the maximum.
-        bits: 2, 4 or 8.
+        bits: 2, 4, 6 or 8.
         covers: fraction of the range, around its middle, that the grid spans; None for the default of these bits.
     """
     half = (high - low).clamp_min(0) / 2 * (_COVERS[bits] if covers is None else covers)
@@ -36,7 +39,7 @@ def fit(x: Tensor, bits: int) -> Tensor:
 
     Args:
         x: [..., n] float32.
-        bits: 2, 4 or 8.
+        bits: 2, 4, 6 or 8.
 
     Returns:
         [2, ..., 1] float32.
@@ -44,7 +47,7 @@ def fit(x: Tensor, bits: int) -> Tensor:
     low, high = x.amin(-1, keepdim=True), x.amax(-1, keepdim=True)
     best = spread(low, high, bits, 1.0)
     best_error = _error(x, best, bits)
-    for covers in _TRIED[1:] if bits < 8 else ():
+    for covers in _TRIED[1:] if bits <= 4 else ():
         grid = spread(low, high, bits, covers)
         error = _error(x, grid, bits)
         best = torch.where(error < best_error, grid, best)
@@ -63,7 +66,7 @@ def levels(x: Tensor, grid: Tensor, bits: int) -> Tensor:
     Args:
         x: float32, any shape.
         grid: [2, ...], broadcast over x.
-        bits: 2, 4 or 8.
+        bits: 2, 4, 6 or 8.
     """
     offset, step = grid.float().unbind(0)
     return (x - offset).div_(step.clamp_min(torch.finfo(torch.float32).tiny)).round_().clamp_(0, 2**bits - 1)
@@ -72,16 +75,29 @@ def levels(x: Tensor, grid: Tensor, bits: int) -> Tensor:
 def encode(x: Tensor, grid: Tensor, bits: int) -> Tensor:
     """[..., D] float32 to [..., D * bits / 8] uint8 codes on a grid [2, ...]; D * bits is a multiple of 8.
 
-    A byte holds numbers that lie D * bits / 8 apart, so that decoding is a concatenation.
+    A row is one plane, or for 6 bits two: the lower four bits of all codes, then the upper two. A byte of a plane holds
+    bits of codes that lie D * width / 8 apart, so that decoding is a concatenation.
     """
-    first, *others = levels(x, grid, bits).to(torch.uint8).chunk(8 // bits, dim=-1)
-    for number, other in enumerate(others, start=1):
-        first = first | (other << (bits * number))
-    return first
+    codes, planes, shift = levels(x, grid, bits).to(torch.uint8), [], 0
+    for width in _PLANES[bits]:
+        first, *others = ((codes >> shift) & (2**width - 1)).chunk(8 // width, dim=-1)
+        for number, other in enumerate(others, start=1):
+            first = first | (other << (width * number))
+        planes.append(first)
+        shift += width
+    return torch.cat(planes, dim=-1)
 
 
 def decode(codes: Tensor, grid: Tensor, bits: int, dtype: torch.dtype) -> Tensor:
     """The inverse of `encode`, in `dtype`."""
-    parts = [(codes >> shift) & (2**bits - 1) for shift in range(0, 8, bits)]
+    size, shift, total = codes.shape[-1] * 8 // bits, 0, None
+    for plane, width in zip(
+        codes.split([size * width // 8 for width in _PLANES[bits]], -1), _PLANES[bits], strict=True
+    ):
+        parts = [(plane >> low) & (2**width - 1) for low in range(0, 8, width)]
+        level = torch.cat(parts, dim=-1) << shift
+        total = level if total is None else total | level
+        shift += width
+    assert total is not None
     offset, step = grid.to(dtype).unbind(0)
-    return torch.addcmul(offset, torch.cat(parts, dim=-1).to(dtype), step)
+    return torch.addcmul(offset, total.to(dtype), step)

@@ -9,6 +9,13 @@ from h2o_stream.cache.quantize import decode, encode, fit, spread
 from h2o_stream.cache.store import Store, moved, wide
 from h2o_stream.errors import ConfigError
 
+MARGIN = 0.1
+"""Part of its range by which a grid is widened beyond a key that lies outside: few keys do then, and each time adds a
+rounding error to all that are stored."""
+
+_SLACK = 2.0**-16
+"""Part of its range by which a key may lie outside a grid: those that are stored already do, by rounding."""
+
 
 class QuantizedStore(Store):
     """Sinks and the newest tokens in the model's dtype, all others in a few bits: keys per channel, values per token.
@@ -119,7 +126,11 @@ class QuantizedStore(Store):
         low = keys.float().masked_fill(~is_token[..., None], torch.inf).amin(2)
         high = keys.float().masked_fill(~is_token[..., None], -torch.inf).amax(2)
         minimum, maximum = self.key_range.unbind(2)
-        self.key_range.copy_(torch.stack((torch.minimum(minimum, low), torch.maximum(maximum, high)), dim=2))
+        slack = (maximum - minimum) * _SLACK
+        margin = (torch.maximum(maximum, high) - torch.minimum(minimum, low)) * MARGIN
+        widened = torch.where(low >= minimum - slack, minimum, low - margin)  # NaN if it is NaN
+        maximum = torch.where(high <= maximum + slack, maximum, high + margin)
+        self.key_range.copy_(torch.stack((widened, maximum), dim=2))
 
 
 def _placed(slot: Tensor, x: Tensor, slots: int) -> Tensor:

@@ -110,12 +110,12 @@ CACHE_ARGUMENTS = Group(
     rolling=Option("Short for --positions rolling and absolute.", "--rolling/--no-rolling"),
     span=Option("gap: distances up to this are exact. (default: what the model allows)"),
     chunk=Option(f"Prefill chunk; 0 takes the whole prompt at once. (default: {DEFAULT_CHUNK})"),
-    kv_bits=Option("16, 8, 4 or 2 bits per stored key and value number. (default: the model's dtype)"),
+    kv_bits=Option("16, 8, 6, 4 or 2 bits per stored key and value number. (default: the model's dtype)"),
     heavy_ratio=Option("Heavy slots as a fraction of the first prompt; replaces --heavy."),
     recent_ratio=Option("Recent slots as a fraction of the first prompt; replaces --window."),
     budgets=Option("Windows of the heads: measured or equal. (default: measured for h2o, else equal)"),
     long_term=Option("h2o: weight of the long-term score. (default: by policy)"),
-    cache_size=Option("Bytes of the cache, as 6MiB: chooses the window, in 8 bits; replaces --window."),
+    cache_size=Option("Bytes of the cache, as 6MiB: chooses the window, in 6 bits; replaces --window."),
     cache_device=Option("Keys and values: where layers compute, or in host memory."),
 )
 

@@ -67,7 +67,7 @@ struct AttentionLayer {
   const float* rope;          // [rope_rows][rotary_dims]: cosines, then sines, per distance; null with kAbsolute
   int64_t rope_rows, rotary_dims;
   int64_t in_bfloat16;  // dtype of keys and values; otherwise float32
-  int64_t kv_bits;      // 16, or 8, 4, 2: slots from exact_sinks + residual on are quantized
+  int64_t kv_bits;      // 16, or 8, 6, 4, 2: slots from exact_sinks + residual on are quantized
   int64_t exact_sinks, residual;
 };
 
@@ -78,7 +78,7 @@ constexpr int64_t kMaxNarrowSlots = INT16_MAX / 2;
 // Ranks are at most 2 * S, that of an empty slot while the cache fills up.
 //
 // With kv_bits 16, `keys` and `values` have S rows. Otherwise they have exact_sinks + residual rows and the other slots
-// are quantized (QuantizedStore in h2o_stream/cache/store.py). A byte packs elements that are D * bits / 8 apart.
+// are quantized (QuantizedStore in h2o_stream/cache/store.py). Planes: see store.h.
 struct Slots {
   void *keys, *values;               // [heads][S or exact][D]
   uint8_t *key_codes, *value_codes;  // [heads][S - exact][D * bits / 8] or null

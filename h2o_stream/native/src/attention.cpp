@@ -23,7 +23,9 @@ void DecodeAttention::reserve_scratch(const AttentionLayer& layer) {
     scratch.queries.reserve(layer.query_heads / layer.kv_heads * simd::padded(layer.head_size, 16));
     scratch.key.reserve(layer.head_size);
     scratch.value.reserve(layer.value_size);
+    if (layer.kv_bits < 16) scratch.values.reserve(kBlockSlots * layer.value_size);
     scratch.rotated.reserve(2 * layer.head_size);
+    scratch.products.reserve(layer.query_heads / layer.kv_heads * kWidth);
     scratch.priority.reserve(max_slots_);
     scratch.distances.reserve(kBlockSlots);
     scratch.key_params.reserve(6 * std::max(layer.head_size, layer.value_size));
@@ -48,23 +50,25 @@ void DecodeAttention::attend_block(const HeadSlots& head, int64_t stream, Range 
   const Range exact{slots.begin, std::min(slots.end, head.exact)},
       quantized{std::max(slots.begin, head.exact), slots.end};
   float* probs = this->probs(stream, first) + slots.begin;
-  const auto add_logits = [&](const auto& keys, Range range) {
+  const auto add_logits = [&](const auto& keys, const auto& values, Range range) {
     if (range.size() <= 0) return;
     const int64_t offset = range.begin - slots.begin;
     const Rotation rotation{layer.rope, layer.rotary_dims, scratch.distances.at(offset)};
-    query_key_dots(keys, range.size(), rotation, scratch.rotated.data(), scratch.queries.data(), heads,
-                   [&](int64_t slot, int64_t q, float product) { probs[q * max_slots_ + offset + slot] = product; });
+    query_key_dots(keys, values, range.size(), rotation, scratch.rotated.data(), scratch.products.data(),
+                   scratch.queries.data(), heads, probs + offset, max_slots_);
   };
-  if (layer.in_bfloat16) {
-    add_logits(DenseRows<BFloat16>(head.store.keys, layer.head_size, exact.begin), exact);
-  } else {
-    add_logits(DenseRows<float>(head.store.keys, layer.head_size, exact.begin), exact);
-  }
+  const auto add_exact = [&](auto element) {
+    using Rows = DenseRows<decltype(element)>;
+    add_logits(Rows(head.store.keys, layer.head_size, exact.begin),
+               Rows(head.store.values, layer.value_size, exact.begin), exact);
+  };
+  layer.in_bfloat16 ? add_exact(BFloat16{}) : add_exact(float{});
   if (quantized.size() > 0) {
     const float *offsets = scratch.key_params.data(), *scales = scratch.key_params.at(layer.head_size);
-    dispatch_bits(layer.kv_bits, [&](auto bits) {
-      const QuantizedRows<bits> codes(head.store.key_codes, layer.head_size, quantized.begin - head.exact);
-      add_logits(QuantizedKeys<bits>(codes, offsets, scales), quantized);
+    const int64_t first = quantized.begin - head.exact;
+    with_rows(layer.kv_bits, head.store.key_codes, layer.head_size, first, [&](const auto& codes) {
+      const ByteRows values(head.store.value_codes, layer.value_size * layer.kv_bits / 8, first);
+      add_logits(QuantizedKeys(codes, offsets, scales), values, quantized);
     });
   }
   for (int64_t q = 0; q < heads; ++q) {
@@ -107,7 +111,7 @@ void DecodeAttention::accumulate_values(const HeadSlots& head, int64_t stream, R
     };
     layer.in_bfloat16 ? accumulate_dense(BFloat16{}) : accumulate_dense(float{});
   }
-  if (quantized.size() > 0) accumulate_quantized(head, quantized, probs + quantized.begin, accum);
+  if (quantized.size() > 0) accumulate_quantized(head, quantized, probs + quantized.begin, scratch);
   for (int64_t q = 0; q < heads; ++q) {
     std::copy_n(accum + q * size, size,
                 outputs_.at(block_number(stream, head.first_query() + q, slots.begin / kBlockSlots) * size));
@@ -116,15 +120,25 @@ void DecodeAttention::accumulate_values(const HeadSlots& head, int64_t stream, R
 
 // A value is offset + code * scale, so the scales are folded into the probabilities.
 void DecodeAttention::accumulate_quantized(const HeadSlots& head, Range quantized, const float* probs,
-                                           float* accum) const {
+                                           Scratch& scratch) const {
+  float* accum = scratch.accum.data();
   const int64_t heads = head.query_heads(), size = layer_->value_size, first = quantized.begin - head.exact;
   const simd::Half* params = head.store.value_grid + 2 * first;
   float offsets[kBlockSlots], scales[kBlockSlots], weights[kMaxHeads * kBlockSlots];
-  for (int64_t i = 0; i < quantized.size(); ++i) {
-    offsets[i] = simd::to_float(params[2 * i]), scales[i] = simd::to_float(params[2 * i + 1]);
-  }
-  dispatch_bits(layer_->kv_bits, [&](auto bits) {
-    const QuantizedRows<bits> codes(head.store.value_codes, size, first);
+  store::for_each_vector(quantized.size(), [&](auto is_vector, int64_t i) {
+    if constexpr (is_vector) {
+      const auto [even, odd] = simd::separated(simd::load(params + 2 * i), simd::load(params + 2 * i + simd::kWidth));
+      simd::store(even, offsets + i), simd::store(odd, scales + i);
+    } else {
+      offsets[i] = simd::to_float(params[2 * i]), scales[i] = simd::to_float(params[2 * i + 1]);
+    }
+  });
+  with_rows(layer_->kv_bits, head.store.value_codes, size, first, [&](const auto& codes) {
+    if (!codes.vectorizable()) {
+      float* values = scratch.values.data();
+      for (int64_t i = 0; i < quantized.size(); ++i) head.store.read_value(quantized.begin + i, values + i * size);
+      return accumulate(DenseRows<float>(values, size), quantized.size(), probs, max_slots_, heads, accum);
+    }
     for (int64_t q = 0; q < heads; q += kMaxHeads) {
       const int64_t count = std::min(kMaxHeads, heads - q);
       for (int64_t j = 0; j < count; ++j) {

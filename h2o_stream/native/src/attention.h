@@ -72,8 +72,9 @@ class DecodeAttention {
  private:
   // Per-thread buffers.
   struct Scratch {
-    Buffer<float> queries, key, value, rotated, key_params, accum, priority;
+    Buffer<float> queries, key, value, values, rotated, key_params, accum, priority;
     Buffer<int32_t> distances;
+    Buffer<simd::Floats> products;
   };
 
   static void insert_token(const HeadSlots& head, int64_t slot, int32_t token_indices, const float* key,
@@ -81,7 +82,7 @@ class DecodeAttention {
   void attend_block(const HeadSlots& head, int64_t stream, Range slots, Scratch& scratch);
   void scale_and_mask(const HeadSlots& head, Range slots, int32_t token_indices, float* logits) const;
   void accumulate_values(const HeadSlots& head, int64_t stream, Range exact, Range quantized, Scratch& scratch);
-  void accumulate_quantized(const HeadSlots& head, Range quantized, const float* probs, float* accum) const;
+  void accumulate_quantized(const HeadSlots& head, Range quantized, const float* probs, Scratch& scratch) const;
   void merge_head(int64_t first_slot, int64_t blocks, float* output, float* factors) const;
   void update_scores(const HeadSlots& head, int64_t stream, Range slots, const float* factors) const;
 

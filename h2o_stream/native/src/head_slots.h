@@ -96,7 +96,7 @@ struct HeadSlots {
     store::key_params(store.key_range, layer.head_size, layer.kv_bits, old_offsets, old_scales);
     if (newest >= layer.exact_sinks) {
       store.read_key(newest, nullptr, nullptr, key);
-      if (store.extend_range(key)) requantize_keys(old_offsets, old_scales, offsets, scales, key);
+      if (store.extend_range(key, key)) requantize_keys(old_offsets, old_scales, offsets, scales, key);
     }
     if (index[oldest] < 0) return;
     store::key_params(store.key_range, layer.head_size, layer.kv_bits, offsets, scales);

@@ -92,7 +92,7 @@ class Head {
   Buffer<uint8_t> keep_, occupied_;                     // [keys], [slots]
   Buffer<float> key_offsets_, key_scales_;              // [2][head_size]: current and previous quantization parameters
   Buffer<float> decays_, long_term_decays_;             // factors on a query's attention, by its age
-  Buffer<float> key_, value_;                           // one key and one value
+  Buffer<float> key_, value_, low_, high_;              // one key, one value, bounds of keys
 };
 
 }  // namespace prefill

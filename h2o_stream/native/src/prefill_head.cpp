@@ -22,7 +22,7 @@ void Head::reserve(const AttentionLayer& layer, int64_t num_keys, int64_t chunk)
   for (Buffer<float>* buffer : {&key_offsets_, &key_scales_}) buffer->reserve(2 * layer.head_size);
   decays_.reserve(kMaxDecaySteps + 1);
   long_term_decays_.reserve(chunk);
-  key_.reserve(layer.head_size);
+  for (Buffer<float>* buffer : {&key_, &low_, &high_}) buffer->reserve(layer.head_size);
   value_.reserve(layer.value_size);
 }
 
@@ -149,12 +149,17 @@ void Head::store_quantized() {
   };
   std::copy(key_offsets_.data(), key_offsets_.at(size), key_offsets_.at(size));
   std::copy(key_scales_.data(), key_scales_.at(size), key_scales_.at(size));
-  bool range_grew = false;
+  std::fill_n(low_.data(), size, std::numeric_limits<float>::infinity());
+  std::fill_n(high_.data(), size, -std::numeric_limits<float>::infinity());
   for (int64_t i = 0; i < num_keys_; ++i) {
     if (!keep_[i] || index_[i] < layer_->exact_sinks || (i < num_held_ && slot_[i] >= store_.exact)) continue;
     read_key(i, key_.data());
-    range_grew |= store_.extend_range(key_.data());
+    for (int64_t j = 0; j < size; ++j) {  // NaN stays
+      low_[j] = low_[j] < key_[j] || low_[j] != low_[j] ? low_[j] : key_[j];
+      high_[j] = high_[j] > key_[j] || high_[j] != high_[j] ? high_[j] : key_[j];
+    }
   }
+  const bool range_grew = store_.extend_range(low_.data(), high_.data());
   const store::ParamArray old_params{key_offsets_.at(size), key_scales_.at(size), 1};
   const store::ParamArray new_params{key_offsets_.data(), key_scales_.data(), 1};
   if (range_grew) store::key_params(store_.key_range, size, store_.bits, key_offsets_.data(), key_scales_.data());

@@ -182,6 +182,15 @@ inline Ints load(const int32_t* from) {
   return ints;
 }
 
+// The lowest byte of each number.
+inline void store_bytes(Ints ints, uint8_t* to) {
+#if defined(H2O_AVX512)
+  _mm_storeu_si128(reinterpret_cast<__m128i*>(to), _mm512_maskz_cvtepi32_epi8(__mmask16(-1), __m512i(ints)));
+#else
+  for (int64_t i = 0; i < kWidth; ++i) to[i] = uint8_t(ints[i]);
+#endif
+}
+
 inline void store(Floats floats, float* to) { std::memcpy(to, &floats, sizeof floats); }
 inline void store(Ints ints, int32_t* to) { std::memcpy(to, &ints, sizeof ints); }
 
@@ -210,6 +219,16 @@ Vector interleave(Vector a, Vector b, std::index_sequence<i...>) {
   return __builtin_shufflevector(a, b, (first + int64_t(i) / 2 + int64_t(i) % 2 * int64_t(sizeof...(i)))...);
 }
 
+template <class Vector, size_t... i>
+std::pair<Vector, Vector> separated(Vector a, Vector b, std::index_sequence<i...>) {
+  return {__builtin_shufflevector(a, b, 2 * i...), __builtin_shufflevector(a, b, 2 * i + 1 ...)};
+}
+
+// The even and the odd elements of two vectors in a row.
+inline std::pair<Floats, Floats> separated(Floats a, Floats b) {
+  return separated(a, b, std::make_index_sequence<kWidth>());
+}
+
 // Transposes a square matrix of `width` vectors in place. Each stage rotates the bits of (row, column) by one.
 template <class Vector, size_t width>
 [[gnu::always_inline]] inline void transpose(Vector (&rows)[width]) {
@@ -225,6 +244,23 @@ template <class Vector, size_t width>
 #pragma GCC unroll 16
     for (size_t i = 0; i < width; ++i) rows[i] = interleaved[i];
   }
+}
+
+// The sum of the elements of each of kWidth vectors. Each stage halves the number of vectors.
+[[gnu::always_inline]] inline Floats sums_of_rows(const Floats* from) {
+  constexpr auto kIndices = std::make_index_sequence<kWidth>();
+  Floats rows[kWidth];
+#pragma GCC unroll 16
+  for (int64_t i = 0; i < kWidth; ++i) rows[i] = from[i];
+#pragma GCC unroll 4
+  for (int64_t count = kWidth / 2; count > 0; count /= 2) {
+#pragma GCC unroll 8
+    for (int64_t i = 0; i < count; ++i) {
+      rows[i] = interleave<0>(rows[i], rows[i + count], kIndices) +
+                interleave<kWidth / 2>(rows[i], rows[i + count], kIndices);
+    }
+  }
+  return rows[0];
 }
 
 // Combines (by default, adds) the halves of 16, 8 or 4 elements until four are left.

@@ -4,6 +4,7 @@
 
 #include "rope.h"
 #include "simd.h"
+#include "store.h"
 
 #include <type_traits>
 
@@ -14,7 +15,7 @@ using simd::kWidth;
 using simd::load;
 
 // Prefetch distance in slots.
-constexpr int64_t kPrefetchSlots = 8;
+constexpr int64_t kPrefetchSlots = 24;
 
 // Query heads whose accumulators fit into registers.
 constexpr int64_t kMaxHeads = 4;
@@ -22,130 +23,181 @@ constexpr int64_t kMaxHeads = 4;
 // Keys or values in the model's dtype, starting at slot `first`.
 template <class Element>
 struct DenseRows {
+  static constexpr bool kAnySize = true;  // rows may end with a part of a vector
+
   const Element* elements;
-  int64_t size;
+  int64_t row_size;
 
   DenseRows(const uint8_t* bytes, int64_t size, int64_t first)
-      : elements(reinterpret_cast<const Element*>(bytes) + first * size), size(size) {}
+      : elements(reinterpret_cast<const Element*>(bytes) + first * size), row_size(size) {}
 
-  const Element* at(int64_t slot) const { return elements + slot * size; }
+  DenseRows(const Element* elements, int64_t size) : elements(elements), row_size(size) {}
+
+  int64_t size() const { return row_size; }
+  const Element* at(int64_t slot) const { return elements + slot * row_size; }
   Floats load(int64_t slot, int64_t i) const { return simd::load(at(slot) + i); }
   float scalar(int64_t slot, int64_t i) const { return simd::to_float(at(slot)[i]); }
-  void prefetch(int64_t slot) const { simd::prefetch(at(slot), size * int64_t(sizeof(Element))); }
-  bool vectorizable() const { return size % kWidth == 0; }
+  void read(int64_t slot, float* row) const {
+    for (int64_t i = 0; i < row_size; ++i) row[i] = scalar(slot, i);
+  }
+  void prefetch(int64_t slot) const { simd::prefetch(at(slot), row_size * int64_t(sizeof(Element))); }
+  bool vectorizable() const { return row_size % kWidth == 0; }
 };
 
-// Quantized rows. A byte packs elements that are size * bits / 8 apart.
-template <int64_t bits>
+// Quantized rows of `fixed_size` elements, or of any number if that is 0. See store.h for the planes of a row.
+template <int64_t bits, int64_t fixed_size>
 struct QuantizedRows {
+  static constexpr int64_t kBits = bits;
+  static constexpr bool kAnySize = false;
+
   const uint8_t* codes;
-  int64_t size, bytes;
+  int64_t row_size;
 
   QuantizedRows(const uint8_t* codes, int64_t size, int64_t first)
-      : codes(codes + first * (size * bits / 8)), size(size), bytes(size * bits / 8) {}
+      : codes(codes + first * (size * bits / 8)), row_size(size) {}
 
-  const uint8_t* at(int64_t slot) const { return codes + slot * bytes; }
+  int64_t size() const { return fixed_size ? fixed_size : row_size; }
+  const uint8_t* at(int64_t slot) const { return codes + slot * (size() * bits / 8); }
   Floats load(int64_t slot, int64_t i) const {
     if constexpr (bits == 8) return simd::load(at(slot) + i);
-    const simd::Ints codes = simd::load_ints(at(slot) + i % bytes) >> int32_t(i / bytes * bits);
-    return __builtin_convertvector(codes & ((1 << bits) - 1), Floats);
+    simd::Ints codes = plane<store::lower_bits(bits)>(at(slot), i);
+    if constexpr (bits == 6) codes |= plane<2>(at(slot) + size() / 2, i) << 4;
+    return __builtin_convertvector(codes, Floats);
   }
-  float scalar(int64_t slot, int64_t i) const {
-    return float(at(slot)[i % bytes] >> (i / bytes * bits) & ((1 << bits) - 1));
+  void prefetch(int64_t slot) const { simd::prefetch(at(slot), size() * bits / 8); }
+  bool vectorizable() const { return size() * (bits == 6 ? 2 : bits) / 8 % kWidth == 0; }
+
+ private:
+  template <int64_t width>
+  simd::Ints plane(const uint8_t* from, int64_t i) const {
+    const int64_t bytes = size() * width / 8;
+    return simd::load_ints(from + i % bytes) >> int32_t(i / bytes * width) & ((1 << width) - 1);
   }
-  void prefetch(int64_t slot) const { simd::prefetch(at(slot), bytes); }
-  bool vectorizable() const { return bytes % kWidth == 0; }
+};
+
+// Rows of bytes, which are prefetched only.
+struct ByteRows {
+  const uint8_t* bytes;
+  int64_t row_size;
+
+  ByteRows(const uint8_t* bytes, int64_t size, int64_t first) : bytes(bytes + first * size), row_size(size) {}
+
+  void prefetch(int64_t slot) const { simd::prefetch(bytes + slot * row_size, row_size); }
 };
 
 // Quantized keys with per-channel offsets and scales.
-template <int64_t bits>
-struct QuantizedKeys : QuantizedRows<bits> {
+template <class Rows>
+struct QuantizedKeys : Rows {
   const float *offsets, *scales;
 
-  QuantizedKeys(const QuantizedRows<bits>& codes, const float* offsets, const float* scales)
-      : QuantizedRows<bits>(codes), offsets(offsets), scales(scales) {}
+  QuantizedKeys(const Rows& codes, const float* offsets, const float* scales)
+      : Rows(codes), offsets(offsets), scales(scales) {}
 
   Floats load(int64_t slot, int64_t i) const {
-    return simd::load(offsets + i) + QuantizedRows<bits>::load(slot, i) * simd::load(scales + i);
+    return simd::load(offsets + i) + Rows::load(slot, i) * simd::load(scales + i);
   }
-  float scalar(int64_t slot, int64_t i) const { return offsets[i] + QuantizedRows<bits>::scalar(slot, i) * scales[i]; }
+  void read(int64_t slot, float* row) const {
+    store::dequantize(Rows::at(slot), Rows::size(), Rows::kBits, {offsets, scales, 1}, row);
+  }
 };
 
-// Calls `work` with the number of bits as a compile-time constant.
+// Calls function(rows) with the quantized rows of a head, the number of bits and common sizes known to the compiler.
 template <class Function>
-void dispatch_bits(int64_t bits, Function function) {
+void with_rows(int64_t bits, const uint8_t* codes, int64_t size, int64_t first, Function function) {
+  const auto of_size = [&](auto bits) {
+    if (size == 64) return function(QuantizedRows<bits, 64>(codes, size, first));
+    if (size == 128) return function(QuantizedRows<bits, 128>(codes, size, first));
+    function(QuantizedRows<bits, 0>(codes, size, first));
+  };
   switch (bits) {
-    case 8: return function(std::integral_constant<int64_t, 8>{});
-    case 4: return function(std::integral_constant<int64_t, 4>{});
-    default: return function(std::integral_constant<int64_t, 2>{});
+    case 8: return of_size(std::integral_constant<int64_t, 8>{});
+    case 6: return of_size(std::integral_constant<int64_t, 6>{});
+    case 4: return of_size(std::integral_constant<int64_t, 4>{});
+    default: return of_size(std::integral_constant<int64_t, 2>{});
   }
 }
 
+// The rotations of keys by their distances from the newest token. A rotation is composed of one by a multiple of
+// kFineDistances and one by the rest, whose rows stay in a cache close to the processor; all rows together do not.
 struct Rotation {
-  const float* table;  // null for no rotation
+  const float* table;  // [distances][rotary_dims]: cosines, then sines; null for no rotation
   int64_t rotary_dims;
   const int32_t* distances;  // per slot
+
+  static constexpr int32_t kFineDistances = 32;
+
+  const float* row(int64_t slot) const { return table + distances[slot] * rotary_dims; }
+  const float* coarse(int64_t slot) const { return table + distances[slot] / kFineDistances * kFineDistances * rotary_dims; }
+  const float* fine(int64_t slot) const { return table + distances[slot] % kFineDistances * rotary_dims; }
+  float scale() const { return table[0]; }  // of every row, so that a composed rotation has its square
 };
 
-// Dot products of the queries of a group with a rotated key, held in `blocks` registers per half.
-template <int64_t blocks, class Keys, class Put>
-void rotated_dots(const Keys& keys, int64_t slot, const float* cos_sin, const float* queries, int64_t heads, Put put) {
+// Products of the queries of a group with a rotated key, held in `blocks` registers per half: vectors whose elements
+// are still to be summed, kWidth vectors apart.
+template <int64_t blocks, class Keys>
+[[gnu::always_inline]] inline void rotated_products(const Keys& keys, int64_t slot, const Rotation& rotation, const float* queries, int64_t heads,
+                      Floats* products) {
   constexpr int64_t half = blocks * kWidth;
+  const float *coarse = rotation.coarse(slot), *fine = rotation.fine(slot);
   Floats rotated[2 * blocks];
   for (int64_t i = 0; i < blocks; ++i) {
     const Floats x1 = keys.load(slot, i * kWidth), x2 = keys.load(slot, half + i * kWidth);
-    const Floats cosine = load(cos_sin + i * kWidth), sine = load(cos_sin + half + i * kWidth);
+    const Floats cos1 = load(coarse + i * kWidth), sin1 = load(coarse + half + i * kWidth);
+    const Floats cos2 = load(fine + i * kWidth), sin2 = load(fine + half + i * kWidth);
+    const Floats cosine = cos1 * cos2 - sin1 * sin2, sine = sin1 * cos2 + cos1 * sin2;
     rotated[i] = x1 * cosine + x2 * sine;
     rotated[blocks + i] = x2 * cosine - x1 * sine;
   }
   for (int64_t q = 0; q < heads; ++q) {
     Floats sums{};
     for (int64_t i = 0; i < 2 * blocks; ++i) sums += load(queries + q * 2 * half + i * kWidth) * rotated[i];
-    put(q, simd::reduce_add(sums));
+    products[q * kWidth] = sums;
   }
 }
 
-// The same for keys of any size, rotated in memory. Queries are `stride` elements apart and padded with zeros.
-template <class Keys, class Put>
-void generic_dots(const Keys& keys, int64_t slot, const float* cos_sin, int64_t rotary_dims, float* key,
-                  const float* queries, int64_t stride, int64_t heads, Put put) {
-  int64_t i = 0;
-  if (keys.vectorizable()) {
-    for (; i < keys.size; i += kWidth) simd::store(keys.load(slot, i), key + i);
-  }
-  for (; i < keys.size; ++i) key[i] = keys.scalar(slot, i);
-  if (cos_sin) rope::rotate_inverse(cos_sin, rotary_dims, key);
+// The same for keys of any size, rotated in memory. Queries are padded with zeros.
+template <class Keys>
+void generic_products(const Keys& keys, int64_t slot, const Rotation& rotation, float* key, const float* queries,
+                      int64_t heads, Floats* products) {
+  const int64_t size = keys.size(), stride = simd::padded(size);
+  keys.read(slot, key);
+  if (rotation.table) rope::rotate_inverse(rotation.row(slot), rotation.rotary_dims, key);
   for (int64_t q = 0; q < heads; ++q) {
     Floats sums{};
-    for (int64_t j = 0; j < keys.size; j += kWidth) sums += load(queries + q * stride + j) * load(key + j);
-    put(q, simd::reduce_add(sums));
+    for (int64_t j = 0; j < size; j += kWidth) sums += load(queries + q * stride + j) * load(key + j);
+    products[q * kWidth] = sums;
   }
 }
 
-// Calls put(slot, query, dot product) for all slots.
-template <class Keys, class Put>
-void query_key_dots(const Keys& keys, int64_t slots, const Rotation& rotation, float* scratch, const float* queries,
-                    int64_t heads, Put put) {
-  const int64_t stride = simd::padded(keys.size), size = keys.size, row = rotation.rotary_dims;
-  const auto for_each_slot = [&](auto dots) {
-    for (int64_t slot = 0; slot < slots; ++slot) {
-      const int64_t prefetched = std::min(slot + kPrefetchSlots, slots - 1);
-      keys.prefetch(prefetched);
-      const float* cos_sin = nullptr;
-      if (rotation.table) {
-        cos_sin = rotation.table + rotation.distances[slot] * row;
-        simd::prefetch(rotation.table + rotation.distances[prefetched] * row, row * 4);
+// dots[q][slot] = product of a query and a key. Prefetches `values` too, which are read next.
+template <class Keys, class Values>
+void query_key_dots(const Keys& keys, const Values& values, int64_t slots, const Rotation& rotation, float* scratch,
+                    Floats* products, const float* queries, int64_t heads, float* dots, int64_t stride) {
+  const auto for_each_slot = [&](float scale, auto multiply) {
+    for (int64_t first = 0; first < slots; first += kWidth) {
+      const int64_t count = std::min(kWidth, slots - first);
+      for (int64_t i = 0; i < count; ++i) {
+        keys.prefetch(first + i + kPrefetchSlots);
+        values.prefetch(first + i);
+        multiply(first + i, products + i);
       }
-      dots(slot, cos_sin, [&](int64_t q, float dot) { put(slot, q, dot); });
+      for (int64_t q = 0; q < heads; ++q) {
+        const Floats sums = simd::sums_of_rows(products + q * kWidth) * scale;
+        if (count == kWidth) {
+          simd::store(sums, dots + q * stride + first);
+        } else {
+          std::memcpy(dots + q * stride + first, &sums, count * sizeof(float));
+        }
+      }
     }
   };
   const auto in_registers = [&](auto blocks) {
-    for_each_slot([&](int64_t slot, const float* cos_sin, auto put_dot) {
-      rotated_dots<decltype(blocks)::value>(keys, slot, cos_sin, queries, heads, put_dot);
+    for_each_slot(1 / rotation.scale(), [&](int64_t slot, Floats* to) {
+      rotated_products<decltype(blocks)::value>(keys, slot, rotation, queries, heads, to);
     });
   };
-  if (rotation.table && row == size && keys.vectorizable()) {
-    switch (size) {
+  if (rotation.table && rotation.rotary_dims == keys.size() && keys.vectorizable()) {
+    switch (keys.size()) {
       case 2 * kWidth: return in_registers(std::integral_constant<int64_t, 1>{});
       case 4 * kWidth: return in_registers(std::integral_constant<int64_t, 2>{});
       case 8 * kWidth: return in_registers(std::integral_constant<int64_t, 4>{});
@@ -153,8 +205,8 @@ void query_key_dots(const Keys& keys, int64_t slots, const Rotation& rotation, f
       default: break;
     }
   }
-  for_each_slot([&](int64_t slot, const float* cos_sin, auto put_dot) {
-    generic_dots(keys, slot, cos_sin, row, scratch, queries, stride, heads, put_dot);
+  for_each_slot(1, [&](int64_t slot, Floats* to) {
+    generic_products(keys, slot, rotation, scratch, queries, heads, to);
   });
 }
 
@@ -169,7 +221,7 @@ void accumulate_heads(const Values& values, int64_t slots, const float* probs, i
   int64_t i = 0;
   const auto columns = [&](auto registers) {
     constexpr int64_t count = decltype(registers)::value;
-    for (; i + count * kWidth <= values.size; i += count * kWidth) {
+    for (; i + count * kWidth <= values.size(); i += count * kWidth) {
       Floats sums[max_heads][count] = {};
       for (int64_t slot = 0; slot < slots; ++slot) {
         for (int64_t j = 0; j < count; ++j) {
@@ -179,21 +231,21 @@ void accumulate_heads(const Values& values, int64_t slots, const float* probs, i
       }
       for (int64_t q = 0; q < max_heads; ++q) {
         for (int64_t j = 0; j < count; ++j) {
-          float* to = accum + q * values.size + i + j * kWidth;
+          float* to = accum + q * values.size() + i + j * kWidth;
           simd::store(load(to) + sums[q][j], to);
         }
       }
     }
   };
-  if (values.vectorizable()) {
-    columns(std::integral_constant<int64_t, wide>{});
-    columns(std::integral_constant<int64_t, 1>{});
-  }
-  for (; i < values.size; ++i) {
-    for (int64_t q = 0; q < max_heads; ++q) {
-      float sum = 0;
-      for (int64_t slot = 0; slot < slots; ++slot) sum += probs[q * prob_stride + slot] * values.scalar(slot, i);
-      accum[q * values.size + i] += sum;
+  columns(std::integral_constant<int64_t, wide>{});
+  columns(std::integral_constant<int64_t, 1>{});
+  if constexpr (Values::kAnySize) {
+    for (; i < values.size(); ++i) {
+      for (int64_t q = 0; q < max_heads; ++q) {
+        float sum = 0;
+        for (int64_t slot = 0; slot < slots; ++slot) sum += probs[q * prob_stride + slot] * values.scalar(slot, i);
+        accum[q * values.size() + i] += sum;
+      }
     }
   }
 }
@@ -203,7 +255,7 @@ void accumulate(const Values& values, int64_t slots, const float* probs, int64_t
                 float* accum) {
   for (int64_t q = 0; q < heads; q += kMaxHeads) {
     accumulate_heads<kMaxHeads>(values, slots, probs + q * prob_stride, prob_stride, std::min(kMaxHeads, heads - q),
-                                accum + q * values.size);
+                                accum + q * values.size());
   }
 }
 

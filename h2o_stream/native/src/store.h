@@ -8,6 +8,8 @@
 #include "abi.h"
 #include "simd.h"
 
+#include <type_traits>
+
 namespace store {
 
 struct QuantParams {
@@ -22,12 +24,28 @@ inline QuantParams range_params(float low, float high, int64_t bits, float cover
   return {middle - half, half * 2 / float((1 << bits) - 1)};
 }
 
+// Calls work(true_type, i) for each whole vector of `count` elements, and work(false_type, i) for each one that is left.
+template <class Work>
+[[gnu::always_inline]] inline void for_each_vector(int64_t count, Work work) {
+  const int64_t whole = count / simd::kWidth * simd::kWidth;
+  for (int64_t i = 0; i < whole; i += simd::kWidth) work(std::true_type{}, i);
+  for (int64_t i = 0; i < count % simd::kWidth; ++i) work(std::false_type{}, whole + i);
+}
+
 // Quantization parameters of the key channels.
 inline void key_params(const float* key_range, int64_t size, int64_t bits, float* offsets, float* scales) {
-  for (int64_t i = 0; i < size; ++i) {
-    const QuantParams params = range_params(key_range[i], key_range[size + i], bits, bits == 2 ? 0.65f : 1.f);
-    offsets[i] = params.offset, scales[i] = params.scale;
-  }
+  const float coverage = bits == 2 ? 0.65f : 1.f, steps = float((1 << bits) - 1);
+  for_each_vector(size, [&](auto is_vector, int64_t i) {
+    if constexpr (is_vector) {
+      const simd::Floats low = simd::load(key_range + i), high = simd::load(key_range + size + i), zero{};
+      const simd::Floats half = (high - low) / 2 * coverage, middle = (low + high) / 2;
+      simd::store(low <= high ? middle - half : zero, offsets + i);
+      simd::store(low <= high ? half * 2 / steps : zero, scales + i);
+    } else {
+      const QuantParams params = range_params(key_range[i], key_range[size + i], bits, coverage);
+      offsets[i] = params.offset, scales[i] = params.scale;
+    }
+  });
 }
 
 // Rounds to the nearest code in [0, max_code], ties to even.
@@ -37,44 +55,93 @@ inline float nearest_code(float x, float offset, float scale, float max_code) {
   return (std::min(std::max(code, 0.f), max_code) + kMagic) - kMagic;
 }
 
+inline simd::Floats nearest_codes(simd::Floats x, simd::Floats offset, simd::Floats scale, float max_code) {
+  const simd::Floats magic = simd::splat(12582912.f), smallest = simd::splat(std::numeric_limits<float>::min()),
+                     top = simd::splat(max_code), zero{};
+  simd::Floats code = (x - offset) / (scale < smallest ? smallest : scale);
+  code = code < zero ? zero : code;
+  return ((top < code ? top : code) + magic) - magic;
+}
+
 // Parameters per element, or shared by all.
 struct ParamArray {
   const float *offsets, *scales;
   int64_t stride;  // 1 or 0
+
+  float offset(int64_t i) const { return offsets[i * stride]; }
+  float scale(int64_t i) const { return scales[i * stride]; }
+  simd::Floats vector_offset(int64_t i) const { return stride ? simd::load(offsets + i) : simd::splat(*offsets); }
+  simd::Floats vector_scale(int64_t i) const { return stride ? simd::load(scales + i) : simd::splat(*scales); }
 };
 
-// Packs `size` codes: byte i holds elements that are size * bits / 8 apart.
+// A row of codes is one plane, or for 6 bits two: the lower four bits of all codes, then the upper two. A byte of a plane
+// packs elements that are size * width / 8 apart.
+constexpr int64_t lower_bits(int64_t bits) { return bits == 6 ? 4 : bits; }
+
+// Calls work(width, shift, plane) for each plane of a row: its bits per code, and which bits of a code they are.
+template <class Byte, class Work>
+void for_each_plane(Byte* row, int64_t size, int64_t bits, Work work) {
+  const int64_t lower = lower_bits(bits);
+  work(int32_t(lower), int32_t(0), row);
+  if (lower < bits) work(int32_t(bits - lower), int32_t(lower), row + size * lower / 8);
+}
+
 inline void quantize(const float* x, int64_t size, int64_t bits, ParamArray params, uint8_t* codes) {
-  const int64_t bytes = size * bits / 8;
   const float max_code = float((1 << bits) - 1);
-  for (int64_t part = 0; part < 8 / bits; ++part) {
-    const float* part_values = x + part * bytes;
-    for (int64_t i = 0; i < bytes; ++i) {
-      const int64_t index = (part * bytes + i) * params.stride;
-      const int32_t code = int32_t(nearest_code(part_values[i], params.offsets[index], params.scales[index], max_code));
-      codes[i] = uint8_t(part ? codes[i] | code << part * bits : code);
+  for_each_plane(codes, size, bits, [&](int32_t width, int32_t shift, uint8_t* plane) {
+    const int64_t bytes = size * width / 8;
+    const int32_t mask = (1 << width) - 1;
+    for (int32_t part = 0; part < 8 / width; ++part) {
+      const int64_t first = part * bytes;
+      for_each_vector(bytes, [&](auto is_vector, int64_t i) {
+        const int64_t at = first + i;
+        if constexpr (is_vector) {
+          const simd::Ints code = __builtin_convertvector(
+              nearest_codes(simd::load(x + at), params.vector_offset(at), params.vector_scale(at), max_code), simd::Ints);
+          const simd::Ints packed = (code >> shift & mask) << part * width;
+          simd::store_bytes(part ? packed | simd::load_ints(plane + i) : packed, plane + i);
+        } else {
+          const int32_t code = int32_t(nearest_code(x[at], params.offset(at), params.scale(at), max_code));
+          const int32_t packed = (code >> shift & mask) << part * width;
+          plane[i] = uint8_t(part ? packed | plane[i] : packed);
+        }
+      });
     }
-  }
+  });
 }
 
 inline void dequantize(const uint8_t* codes, int64_t size, int64_t bits, ParamArray params, float* x) {
-  const int64_t bytes = size * bits / 8;
-  const int32_t mask = (1 << bits) - 1;
-  for (int64_t part = 0; part < 8 / bits; ++part) {
-    float* part_values = x + part * bytes;
-    for (int64_t i = 0; i < bytes; ++i) {
-      const int64_t index = (part * bytes + i) * params.stride;
-      part_values[i] = params.offsets[index] + float(int32_t(codes[i]) >> part * bits & mask) * params.scales[index];
+  for_each_plane(codes, size, bits, [&](int32_t width, int32_t shift, const uint8_t* plane) {
+    const int64_t bytes = size * width / 8;
+    const int32_t mask = (1 << width) - 1;
+    const float weight = float(1 << shift);
+    for (int32_t part = 0; part < 8 / width; ++part) {
+      float* part_values = x + part * bytes;
+      for_each_vector(bytes, [&](auto is_vector, int64_t i) {
+        if constexpr (is_vector) {
+          const simd::Ints code = simd::load_ints(plane + i) >> part * width & mask;
+          const simd::Floats value = __builtin_convertvector(code, simd::Floats) * weight;
+          simd::store(shift ? simd::load(part_values + i) + value : value, part_values + i);
+        } else {
+          const float value = float(int32_t(plane[i]) >> part * width & mask) * weight;
+          part_values[i] = shift ? part_values[i] + value : value;
+        }
+      });
     }
-  }
+  });
+  for (int64_t i = 0; i < size; ++i) x[i] = params.offset(i) + x[i] * params.scale(i);
 }
+
+// Parts of a key range: by which it is widened beyond a key that lies outside, and by which one may lie outside; see
+// quantized_store.py.
+constexpr float kMargin = 0.1f, kSlack = 0x1p-16f;
 
 // Parameters with the least squared error among several coverages of the range.
 inline QuantParams best_params(const float* x, int64_t size, int64_t bits) {
   constexpr float kCoverages[] = {1.f, 0.9f, 0.8f, 0.7f, 0.6f, 0.5f, 0.4f};
-  const float low = *std::min_element(x, x + size), high = *std::max_element(x, x + size);
+  const float low = simd::reduce_min(x, size), high = simd::reduce_max(x, size);
   QuantParams best = range_params(low, high, bits, 1.f);
-  if (bits == 8) return best;
+  if (bits > 4) return best;
   const float max_code = float((1 << bits) - 1);
   float best_error = std::numeric_limits<float>::infinity();
   for (const float coverage : kCoverages) {
@@ -167,15 +234,25 @@ class HeadStore {
     quantize(value, value_size, bits, {&offset, &scale, 0}, value_codes_of(slot));
   }
 
-  // Extends the key ranges to include a key; returns whether they changed.
-  bool extend_range(const float* key) const {
-    bool grew = false;
+  // Widens the key ranges to include all keys between `low` and `high`, and a margin; returns whether they changed.
+  bool extend_range(const float* low, const float* high) const {
+    float *stored_low = key_range, *stored_high = key_range + key_size;
+    const auto below = [&](int64_t i) {
+      return !(low[i] >= stored_low[i] - (stored_high[i] - stored_low[i]) * kSlack);  // also if it is NaN
+    };
+    const auto above = [&](int64_t i) {
+      return !(high[i] <= stored_high[i] + (stored_high[i] - stored_low[i]) * kSlack);
+    };
+    int32_t outside = 0;
+    for (int64_t i = 0; i < key_size; ++i) outside += below(i) | above(i);
+    if (!outside) return false;
     for (int64_t i = 0; i < key_size; ++i) {
-      float &low = key_range[i], &high = key_range[key_size + i];
-      grew |= key[i] < low || key[i] > high;
-      low = std::min(low, key[i]), high = std::max(high, key[i]);
+      const float margin = (std::max(stored_high[i], high[i]) - std::min(stored_low[i], low[i])) * kMargin;
+      const bool widen_low = below(i), widen_high = above(i);
+      if (widen_low) stored_low[i] = low[i] - margin;
+      if (widen_high) stored_high[i] = high[i] + margin;
     }
-    return grew;
+    return true;
   }
 
   // Requantizes the key of a slot with new parameters; `key` is scratch.
