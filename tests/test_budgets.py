@@ -134,8 +134,8 @@ def test_until_the_window_is_full_nothing_is_lost(model: Any) -> None:
         assert all(cache.kept(layer).shape[-1] == WINDOW for layer in range(3))
         for _ in range(60):
             model(TOKENS[:, :1], past_key_values=cache)
-            assert cache.counts().cached == WINDOW
-            assert cache.counts().evicted == cache.seen_tokens - WINDOW
+            assert 0.9 * WINDOW < cache.counts().cached <= WINDOW, "in a stage, growing heads leave slots empty"
+            assert cache.counts().evicted == cache.seen_tokens - cache.counts().cached
         kept = [[int((head >= 0).sum()) for head in cache.kept(layer)[0]] for layer in range(3)]
         assert kept == BY_HEAD
 

@@ -66,8 +66,8 @@ class TestAddresses:
                 else:
                     layouts.append(cache.revision)
                     before = addresses(cache)
-            shrinking = [layer for layer in cache.head_groups if layer.schedule.window < layer.schedule.common]
-            assert len(layouts) <= 1 + len(shrinking)
+            stages = max(len(layer.schedule.stages) for layer in cache.head_groups)
+            assert len(layouts) <= 1 + 2 * stages, "some heads grow when a stage ends, the others shrink a token later"
             assert cache.steady
             for layer in cache.head_groups:
                 assert layer.store.slots == layer.schedule.window + (1 if kv_bits == 16 else 2)
@@ -96,14 +96,14 @@ class TestAddresses:
             assert grows(lambda: model(ids(5)))
 
     def test_pins_that_go_before_the_window_is_full_make_room(self, model: LlamaForCausalLM) -> None:
-        """Budgets are reassigned: growing windows need more slots than were allocated."""
+        """Budgets are reassigned: growing windows grow further."""
         tokens = ids(90)
         with attach(model, CacheConfig("h2o", WINDOW)) as cache:
             cache.pin(0, 10)
             model(tokens[:, :12], past_key_values=cache)
-            before = [layer.store.slots for layer in cache.head_groups]
+            before = [layer.schedule.window for layer in cache.head_groups]
             cache.unpin()
-            assert any(layer.store.slots > slots for layer, slots in zip(cache.head_groups, before, strict=True))
+            assert any(layer.schedule.window > window for layer, window in zip(cache.head_groups, before, strict=True))
             got = [model(token, past_key_values=cache).logits for token in tokens[:, 12:].split(1, 1)]
             audit(cache)
         with attach(model, CacheConfig("h2o", WINDOW)) as cache:
@@ -157,7 +157,7 @@ def test_compacting_moves_and_changes_nothing(model: LlamaForCausalLM, kv_bits: 
         before, kept = by_token(layer), layer.kept()
         layer._resize(layer.store.slots + 9, cache.tokens.lengths)
         assert by_token(layer) == before
-        layer.compact(cache.tokens.lengths)
+        layer.fit(cache.tokens.lengths)
         assert layer.store.slots == WINDOW + (1 if kv_bits == 16 else 2)
         assert by_token(layer) == before
         assert layer.kept().equal(kept)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 
 from h2o_stream import CacheConfig, ConfigError, attach
+from h2o_stream.cache.budgets import HeadBudget
 from h2o_stream.compare.comparisons import NllOptions
 from h2o_stream.config import SIZED_KV_BITS
 from tests.conftest import make_llama
@@ -16,11 +18,14 @@ from tests.test_oracle import tokens_of
 LONG = torch.tensor([tokens_of(0, 200)])
 
 
-def settled(model: Any, config: CacheConfig) -> tuple[int, int]:
-    """The window, and the bytes after a stream that is much longer."""
+def measured(model: Any, config: CacheConfig, step: int = 20) -> tuple[int, int]:
+    """The window, and the most bytes that a stream takes which is much longer."""
     with attach(model, config) as cache:
-        model(LONG)
-        return cache.plan.window, cache.nbytes
+        sizes = []
+        for part in LONG.split(step, 1):
+            model(part, past_key_values=cache)
+            sizes.append(cache.nbytes)
+        return cache.plan.window, max(sizes)
 
 
 @pytest.fixture(scope="module")
@@ -31,19 +36,30 @@ def model() -> Any:
 @pytest.mark.parametrize("policy", ["h2o", "sink", "random", "snapkv", "moments"])
 @pytest.mark.parametrize("kv_bits", [None, 16, 4])
 def test_the_largest_window_that_fits(model: Any, policy: str, kv_bits: int | None) -> None:
-    with attach(model, CacheConfig(policy, window=60, kv_bits=kv_bits or SIZED_KV_BITS, chunk=8)) as cache:
-        model(LONG)
-        size = cache.nbytes
-    window, nbytes = settled(model, CacheConfig(policy, kv_bits=kv_bits, chunk=8, cache_size=size))
-    assert (window, nbytes) == (60, size)
-    smaller, fewer = settled(model, CacheConfig(policy, kv_bits=kv_bits, chunk=8, cache_size=size - 1))
+    window, size = measured(model, CacheConfig(policy, window=60, kv_bits=kv_bits or SIZED_KV_BITS, chunk=8))
+    assert window == 60
+    assert measured(model, CacheConfig(policy, kv_bits=kv_bits, chunk=8, cache_size=size)) == (60, size)
+    smaller, fewer = measured(model, CacheConfig(policy, kv_bits=kv_bits, chunk=8, cache_size=size - 1))
     assert smaller == 59
     assert fewer < size
 
 
+@pytest.mark.parametrize("policy", ["h2o", "sink"])
+def test_never_more_while_windows_change(monkeypatch: pytest.MonkeyPatch, policy: str) -> None:
+    def uneven(model: Any, specs: Any, progress: Any) -> Any:
+        budgets = (HeadBudget((0,), 0.4), HeadBudget((1,), 2.2), HeadBudget((2,), 0.4))
+        return [replace(spec, budgets=budgets) for spec in specs]
+
+    monkeypatch.setattr("h2o_stream.cache.attach.assign_budgets", uneven)
+    model = make_llama(heads=3, groups=2, layers=3, context=256)
+    window, most = measured(model, CacheConfig(policy, chunk=8, cache_size=20_000, budgets="measured"), step=1)
+    assert 18_000 < most <= 20_000
+    assert window < 100, "the stream is longer than the largest window"
+
+
 def test_the_size_does_not_depend_on_the_dtype() -> None:
     sizes = [
-        settled(
+        measured(
             make_llama(heads=4, groups=2, layers=3, context=256).to(dtype),
             CacheConfig("h2o", chunk=8, cache_size=100_000),
         )

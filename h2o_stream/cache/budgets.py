@@ -1,15 +1,20 @@
 """Windows of different size for the heads of a model, equal in the mean.
 
 Until the window is full all heads hold everything. Then retrieval heads (`cache.retrieval_heads`) grow by what the
-others give up: at any moment the total is what equal windows would hold, less a rounding.
+others give up. That happens in stages, so that slots are allocated anew only a few times: when one begins, the others
+give up what retrieval heads will take until it ends. So at no time is more allocated than for equal windows.
 """
 
 from __future__ import annotations
 
 import math
+from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
+
+_STAGE = 1.1
+"""Length of a stream at the end of a stage, relative to its beginning."""
 
 
 @dataclass(frozen=True)
@@ -62,11 +67,13 @@ class Schedule:
         common: streams up to this length are held entirely, by every head.
         between: tokens held of streams of ``common + 1``, ``common + 2``, ... tokens, until it holds `window`.
         window: tokens held from then on.
+        stages: lengths at which a stage ends, from `common` on; without them, slots are allocated for the most tokens.
     """
 
     common: int
     between: tuple[int, ...]
     window: int
+    stages: tuple[int, ...] = ()
 
     @classmethod
     def equal(cls, window: int) -> Schedule:
@@ -87,6 +94,14 @@ class Schedule:
     def max_held(self) -> int:
         """Largest number of tokens it ever holds."""
         return max(self.common, self.window)
+
+    def max_held_in_stage(self, seen: int) -> int:
+        """Largest number of tokens held in the stage of a stream of `seen`; within `common`, that many."""
+        if not self.stages:
+            return self.max_held
+        if seen <= self.common:
+            return self.common
+        return self.held(self.stages[min(bisect_left(self.stages, seen), len(self.stages) - 1)])
 
     def held(self, seen: int) -> int:
         """Tokens held of a stream of `seen`."""
@@ -111,14 +126,18 @@ def schedules(windows: tuple[int, ...], counts: tuple[int, ...], common: int) ->
     if set(windows) == {common}:
         return [Schedule.equal(common)] * len(windows)
     growing = [count * max(window - common, 0) for window, count in zip(windows, counts, strict=True)]
-    rows = []
-    for seen in range(common + 1, max(windows)):
-        unfilled = sum(count * max(window - seen, 0) for window, count in zip(windows, counts, strict=True))
+    stages, rows = [common], []
+    while stages[-1] < max(windows):
+        stages.append(min(math.ceil(stages[-1] * _STAGE), max(windows)))
+        unfilled = sum(count * max(window - stages[-1], 0) for window, count in zip(windows, counts, strict=True))
         left = unfilled / sum(growing)
-        rows.append(_rounded([min(seen, window + max(common - window, 0) * left) for window in windows], counts))
+        rows += [
+            _rounded([min(seen, window + max(common - window, 0) * left) for window in windows], counts)
+            for seen in range(stages[-2] + 1, min(stages[-1] + 1, max(windows)))
+        ]
     columns = zip(*rows, strict=True) if rows else [()] * len(windows)
     return [
-        Schedule.equal(common) if window == common else Schedule(common, column, window)
+        Schedule.equal(common) if window == common else Schedule(common, column, window, tuple(stages))
         for column, window in zip(columns, windows, strict=True)
     ]
 

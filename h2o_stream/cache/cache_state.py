@@ -68,7 +68,7 @@ def load_state(cache: H2OCache, state: Mapping[str, Tensor]) -> None:
     Raises:
         H2OStreamError: the state does not fit, or is damaged.
     """
-    sizes = [group.head_sizes for group in cache.head_groups if group.is_initialized]
+    sizes = [_head_sizes(group) for group in cache.head_groups if group.is_initialized]
     columns, prompt = whole_numbers(state, "progress", 2)
     cache.plan = cache.config.for_prompt(prompt).plan(cache.max_distance)
     first = next((name for name in state if name.startswith("0.") and name.endswith(".keys")), "0.keys")
@@ -92,7 +92,7 @@ def load_state(cache: H2OCache, state: Mapping[str, Tensor]) -> None:
     if not 0 < cache.seen_tokens <= columns:
         raise H2OStreamError(f"the state is damaged: it has seen {cache.seen_tokens} tokens in {columns} columns")
     for number, group in enumerate(cache.head_groups):
-        if len(sizes) == len(cache.head_groups) and sizes[number] != group.head_sizes:
+        if len(sizes) == len(cache.head_groups) and sizes[number] != _head_sizes(group):
             raise H2OStreamError(f"the state does not fit: heads of slots {number} are of another size")
         check_slots(group, f"slots {number}")
     cache.assign_budgets()
@@ -114,13 +114,16 @@ def _groups(cache: H2OCache) -> Iterator[tuple[str, HeadGroup, torch.device | No
             yield f"{number}." if len(layer.head_groups) == 1 else f"{number}.{part}.", group, spec.device
 
 
+def _head_sizes(group: HeadGroup) -> tuple[int, int]:
+    """Sizes of a key and of a value."""
+    return group.store.keys.shape[-1], group.store.values.shape[-1]
+
+
 def _load_group(group: HeadGroup, tensors: Mapping[str, Tensor], device: torch.device | None) -> None:
     """Copy the tensors of a head group, whose tokens are counted already."""
     keys, values = (require_tensor(tensors, name)[:, :, :1].to(device or "cpu") for name in ("keys", "values"))
-    schedule, slots = group.schedule, require_tensor(tensors, "index").shape[-1]
-    settled = min(group.tokens.lengths) >= schedule.settled
-    minimum = (schedule.window if settled else schedule.max_held) + group.spare
-    if not minimum <= slots <= group.plan.window + schedule.max_held + group.spare:
+    slots, minimum = require_tensor(tensors, "index").shape[-1], group.slots_needed(group.tokens.lengths)
+    if not minimum <= slots <= group.plan.window + group.schedule.max_held + group.spare:
         raise H2OStreamError(f"the state does not fit: it has {slots} slots, {minimum} are needed")
     if keys.dim() != 4 or keys.shape[:3] != values.shape[:3] or keys.dtype != values.dtype:
         raise H2OStreamError(f"the state does not fit: values are {tuple(values.shape)} {values.dtype}")

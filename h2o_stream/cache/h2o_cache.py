@@ -217,7 +217,9 @@ class H2OCache(Cache):
     def assign_budgets(self) -> None:
         """Bring windows and budgets up to date with pins, transient tokens and the length of the stream."""
         self.budgets.assign(self.evicting_groups, self._windows_fixed)
-        self._settled = max(group.schedule.settled for group in self.head_groups)
+        schedules = {group.schedule for group in self.head_groups}
+        self._settled = max(schedule.settled for schedule in schedules)
+        self._stage_ends = frozenset(end for schedule in schedules for end in schedule.stages)
         self._revision.bump()
 
     @property
@@ -329,6 +331,12 @@ class H2OCache(Cache):
         lengths = self.tokens.lengths
         return bool(lengths) and min(lengths) >= self._settled
 
+    def make_room(self) -> None:
+        """Allocate slots for a token of each row, which a native step does not."""
+        if not self._stage_ends.isdisjoint(self.tokens.lengths):
+            for group in self.head_groups:
+                group.fit([length + more for length in self.tokens.lengths for more in (0, 1)])
+
     def begin_token(self) -> None:
         """A native step is about to write the slots of all layers."""
         self.torn = True
@@ -337,9 +345,7 @@ class H2OCache(Cache):
         """A native step has taken a token of each row through the slots of all layers."""
         self.count_forward()
         for group in self.head_groups:
-            if group.filled < group.store.slots:
-                group.filled += 1
-        lengths = self.tokens.lengths
-        if min(lengths) <= self._settled:
+            group.filled = min(group.filled + 1, group.store.slots)
+        if not self._stage_ends.isdisjoint(length - 1 for length in self.tokens.lengths):
             for group in self.head_groups:
-                group.compact(lengths)
+                group.fit(self.tokens.lengths)

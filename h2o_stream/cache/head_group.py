@@ -5,9 +5,9 @@ index and rank of every slot, and which slot is free. A store owns keys and valu
 the slots, and `Kernels` compute the attention, in torch or in native code. A head group knows nothing of the model: it
 takes queries, keys and values, and returns the output of attention.
 
-Slots are allocated for the most tokens that the group will ever hold and one more, and stay in place. Between forwards
-at least one of them is empty: `free`, the slot of the next token. A group whose window ends up smaller than the common
-one (`budgets`) moves its tokens into fewer slots once, when its window has reached its final size.
+Slots are allocated for the most tokens that the group holds and one more, and stay in place. Between forwards at least
+one of them is empty: `free`, the slot of the next token. A group whose window changes (`budgets`) moves its tokens into
+more or fewer slots at the end of each stage.
 """
 
 from __future__ import annotations
@@ -99,8 +99,6 @@ class HeadGroup:
         self.filled = self.queries_per_key = 0
         self._watch: Watch = SparsityMeter()
 
-    # attention
-
     @torch.no_grad()
     def attend(
         self, query: Tensor, key: Tensor, value: Tensor, transform: LogitTransform, padding: Padding | None = None
@@ -121,7 +119,7 @@ class HeadGroup:
         """
         self.queries_per_key = query.shape[1] // key.shape[1]
         if not self.is_initialized:
-            self.allocate(key, value, self.schedule.max_held + self.spare)
+            self.allocate(key, value, self.schedule.common + self.spare)
         if padding is not None:
             query, key, value = padding.pack(query), padding.pack(key), padding.pack(value)
         native = self.kernels if self.kernels and not self.watched and self.kernels.supports(self, query) else None
@@ -133,13 +131,15 @@ class HeadGroup:
             new = k.shape[2]
             counts = (new,) * len(lengths) if padding is None else padding.chunk(number * size, new)
             chunk = QueryChunk(q, k, v, transform, lengths, counts)
+            after = tuple(map(add, lengths, counts))
+            self.fit((*lengths, *after))
             if new == 1 == min(counts):
                 outputs.append(kernels.decode(self, chunk))
                 self.filled = min(self.filled + 1, self.store.slots)
             else:
                 outputs.append(kernels.prefill(self, chunk))
-            lengths = tuple(map(add, lengths, counts))
-            self.compact(lengths)
+            lengths = after
+            self.fit(lengths)
         meter = self._watch
         if native and padding is None and isinstance(meter, SparsityMeter) and meter.wants(before[0], lengths[0]):
             q, k, v = (x[:, :, -1:] for x in (query, key, value))
@@ -258,11 +258,6 @@ class HeadGroup:
             return torch.empty(0, 0, 0, dtype=torch.int64)
         return self.index.sort(-1).values[..., self.store.slots - self.held :].long()
 
-    @property
-    def head_sizes(self) -> tuple[int, int]:
-        """Sizes of a key and of a value."""
-        return self.store.keys.shape[-1], self.store.values.shape[-1]
-
     def tensors(self) -> dict[str, Tensor]:
         """Everything allocated, by name."""
         return {name: getattr(owner, name) for owner, name in self.attributes()}
@@ -325,15 +320,18 @@ class HeadGroup:
     def set_schedule(self, schedule: Schedule) -> None:
         """Hold as many tokens as `schedule` says from now on; only while every row is within the common window."""
         self.schedule = schedule
-        if self.is_initialized and self.store.slots < schedule.max_held + self.spare:
-            self._resize(schedule.max_held + self.spare, self.tokens.lengths)
+        if self.is_initialized:
+            self.fit(self.tokens.lengths)
         self.revision.bump()
 
-    def compact(self, lengths: Sequence[int]) -> None:
-        """Release slots once every row, of so many tokens, has reached the final size of a window that shrinks."""
-        slots = self.schedule.window + self.spare
-        if self.store.slots > slots and min(lengths) >= self.schedule.settled:
+    def fit(self, lengths: Sequence[int]) -> None:
+        """Allocate what rows of so many tokens need in their stages."""
+        if (slots := self.slots_needed(lengths)) != self.store.slots:
             self._resize(slots, lengths)
+
+    def slots_needed(self, lengths: Sequence[int]) -> int:
+        """Slots for rows of so many tokens, with the empty one."""
+        return max(map(self.schedule.max_held_in_stage, lengths)) + self.spare
 
     def _resize(self, slots: int, lengths: Sequence[int]) -> None:
         """Move to an allocation of that many slots: in token order, except for slots with a fixed purpose."""

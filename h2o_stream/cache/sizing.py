@@ -30,7 +30,7 @@ def provisional(config: CacheConfig) -> CacheConfig:
 def config_for_size(config: CacheConfig, specs: Sequence[LayerSpec], model_config: Any) -> CacheConfig:
     """The same with the largest window of which the cache takes at most `config.cache_size` bytes.
 
-    Counted are the tensors of one stream once all windows have their final size: keys, values and all bookkeeping.
+    Counted are the tensors of one stream: keys, values and all bookkeeping.
     Where the model's context allows less, the window is what it allows.
 
     Args:
@@ -52,7 +52,7 @@ def config_for_size(config: CacheConfig, specs: Sequence[LayerSpec], model_confi
         return replace(unsized, window=max(min(window, largest), 1))
 
     def taken(window: int) -> int:
-        return settled_bytes(H2OCache(sized(window), specs, max_distance), model_config)
+        return allocated_bytes(H2OCache(sized(window), specs, max_distance), model_config)
 
     base = taken(smallest)
     if base > size:
@@ -74,8 +74,11 @@ def config_for_size(config: CacheConfig, specs: Sequence[LayerSpec], model_confi
     return sized(best)
 
 
-def settled_bytes(cache: H2OCache, model_config: Any) -> int:
-    """Bytes of one stream in an empty cache once all windows have their final size, by allocating without data."""
+def allocated_bytes(cache: H2OCache, model_config: Any) -> int:
+    """Bytes that one stream takes at most, of an empty cache, by allocating without data.
+
+    Heads whose windows grow take what the others have given up, so what all take at first is the most.
+    """
     text = model_config.get_text_config()
     total = 0
     for layer, spec in zip(cache.layers, cache.specs, strict=True):
@@ -85,6 +88,6 @@ def settled_bytes(cache: H2OCache, model_config: Any) -> int:
             key = spec.key.new_empty(1, heads if group.heads is None else group.num_heads, 1, size)
             value = key.new_empty(*key.shape[:-1], getattr(text, "v_head_dim", None) or size)
             group.queries_per_key = text.num_attention_heads // text.num_key_value_heads
-            group.allocate(key, value, group.schedule.window + group.spare)
+            group.allocate(key, value, group.schedule.common + group.spare)
             total += group.nbytes
     return total

@@ -131,6 +131,7 @@ class Stepper:
         rows, cache = len(tokens), self.cache
         if rows > MAX_ROWS or len(cache.tokens.lengths) != rows or tokens.device.type != "cpu":
             return None
+        cache.make_room()
         if self._revision != cache.revision:
             self.unserved = self._bind()
         if cache.tokens.columns != self._columns:  # a prompt came between
