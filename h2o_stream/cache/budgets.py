@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 
-_STAGE = 1.1
+_STAGE = 1.25
 """Length of a stream at the end of a stage, relative to its beginning."""
 
 

@@ -345,7 +345,7 @@ class H2OCache(Cache):
         """A native step has taken a token of each row through the slots of all layers."""
         self.count_forward()
         for group in self.head_groups:
-            group.filled = min(group.filled + 1, group.store.slots)
+            group.filled += group.filled < group.store.slots
         if not self._stage_ends.isdisjoint(length - 1 for length in self.tokens.lengths):
             for group in self.head_groups:
                 group.fit(self.tokens.lengths)

@@ -60,9 +60,8 @@ struct QuantizedRows {
   const uint8_t* at(int64_t slot) const { return codes + slot * (size() * bits / 8); }
   Floats load(int64_t slot, int64_t i) const {
     if constexpr (bits == 8) return simd::load(at(slot) + i);
-    simd::Ints codes = plane<store::lower_bits(bits)>(at(slot), i);
-    if constexpr (bits == 6) codes |= plane<2>(at(slot) + size() / 2, i) << 4;
-    return __builtin_convertvector(codes, Floats);
+    if constexpr (bits == 6) return __builtin_convertvector(plane<4>(at(slot), i) | upper_two(slot, i), Floats);
+    return __builtin_convertvector(plane<bits>(at(slot), i), Floats);
   }
   void prefetch(int64_t slot) const { simd::prefetch(at(slot), size() * bits / 8); }
   bool vectorizable() const { return size() * (bits == 6 ? 2 : bits) / 8 % kWidth == 0; }
@@ -71,7 +70,17 @@ struct QuantizedRows {
   template <int64_t width>
   simd::Ints plane(const uint8_t* from, int64_t i) const {
     const int64_t bytes = size() * width / 8;
-    return simd::load_ints(from + i % bytes) >> int32_t(i / bytes * width) & ((1 << width) - 1);
+    const simd::Ints packed = simd::load_ints(from + i % bytes);
+    const int32_t shift = int32_t(i / bytes * width);
+    return shift == 8 - width ? packed >> shift : packed >> shift & ((1 << width) - 1);
+  }
+
+  // The upper two of 6 bits, in their place.
+  simd::Ints upper_two(int64_t slot, int64_t i) const {
+    const int64_t bytes = size() / 4;
+    const simd::Ints packed = simd::load_ints(at(slot) + size() / 2 + i % bytes);
+    const int32_t shift = int32_t(i / bytes * 2) - 4;
+    return (shift < 0 ? packed << -shift : packed >> shift) & 0x30;
   }
 };
 
