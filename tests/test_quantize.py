@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ from h2o_stream.cache.attention import LogitTransform
 from h2o_stream.cache.head_group import HeadGroup
 from h2o_stream.cache.policies import make_policy
 from h2o_stream.cache.quantize import decode, encode, fit, spread
+from h2o_stream.cache.quantized_store import QuantizedStore
 from h2o_stream.models.load import LoadedModel
 from tests.conftest import make_llama
 from tests.slots import attend
@@ -97,6 +99,24 @@ class TestLayer:
         widest = {8: 0.08, 6: 0.3, 4: 0.9, 2: 3.5}[bits]
         assert bool(((stored - truth)[rest].abs() < widest).all())
         assert bool(((values + truth)[rest].abs() < widest).all())
+
+    def test_grids_are_widened_by_a_margin(self) -> None:
+        """So that a key which lies a little further out changes no grid, and stored keys are seldom rounded again."""
+        like = torch.zeros(1, 1, 1, 8)
+        store = QuantizedStore(like, like, slots=20, bits=8, sinks=0, residual=1)
+
+        def widened(*keys: float) -> tuple[float, float]:
+            x = torch.tensor(keys)[:, None].expand(1, 1, len(keys), 8)
+            store._widen(x, torch.ones(1, 1, len(keys), dtype=torch.bool))
+            low, high = store.key_range[0, 0, :, 0].tolist()
+            return low, high
+
+        first = widened(-1.0, 1.0)
+        assert first == pytest.approx((-1.2, 1.2))
+        assert widened(1.19, -1.1) == first
+        assert widened(1.6) == pytest.approx((-1.2, 1.6 + 0.28))
+        widened(math.nan)
+        assert all(map(math.isnan, widened(0.0))), "NaN stays"
 
     def test_a_token_does_not_drift_while_it_stays(self) -> None:
         """Once the ranges are stable, reading and storing again changes no code."""
