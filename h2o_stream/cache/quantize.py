@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-_COVERS = {8: 1.0, 6: 1.0, 4: 1.0, 2: 0.65}
+_COVERS = {8: 1.0, 6: 1.0, 4: 1.0, 2: 0.57}
 """Fraction of a range that a grid covers: with four levels it pays to clip outliers."""
 
 _PLANES = {8: (8,), 6: (4, 2), 4: (4,), 2: (2,)}

@@ -34,7 +34,7 @@ template <class Work>
 
 // Quantization parameters of the key channels.
 inline void key_params(const float* key_range, int64_t size, int64_t bits, float* offsets, float* scales) {
-  const float coverage = bits == 2 ? 0.65f : 1.f, steps = float((1 << bits) - 1);
+  const float coverage = bits == 2 ? 0.57f : 1.f, steps = float((1 << bits) - 1);
   for_each_vector(size, [&](auto is_vector, int64_t i) {
     if constexpr (is_vector) {
       const simd::Floats low = simd::load(key_range + i), high = simd::load(key_range + size + i), zero{};
