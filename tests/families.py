@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import itertools
-import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -56,6 +55,7 @@ class Family:
         make: makes a tiny random model; cached.
         learned: whether positions are learned, so that only ``absolute`` is possible.
         max_distance: largest distance the model was trained for, if not CONTEXT.
+        native: whether single tokens are decoded by native steps.
     """
 
     name: str
@@ -64,6 +64,7 @@ class Family:
     make: Callable[[], PreTrainedModel]
     learned: bool = False
     max_distance: int = CONTEXT
+    native: bool = True
 
     @property
     def positions(self) -> tuple[str, ...]:
@@ -96,6 +97,16 @@ LONGROPE = rope(
 )
 PARTIAL = rope("default", partial_rotary_factor=0.5)
 SLIDING = ["sliding_attention", "full_attention"]
+
+LATENT = {
+    **PER_HEAD,
+    "q_lora_rank": 16,
+    "kv_lora_rank": 16,
+    "qk_rope_head_dim": 8,
+    "qk_nope_head_dim": 8,
+    "v_head_dim": 8,
+    "first_k_dense_replace": 2,
+}
 
 FAMILIES = [
     Family("Llama 1, 2", "Llama 2, Vicuna, SmolLM2", "", tiny("Llama", **SIZES)),
@@ -151,6 +162,45 @@ FAMILIES = [
         "Pythia, GPT-NeoX 20B",
         "partial rotary, parallel MLP",
         tiny("GPTNeoX", **SIZES, **PARTIAL),
+    ),
+    Family("GLM", "GLM-4 9B", "partial RoPE on adjacent pairs", tiny("Glm", **GROUPED, **PARTIAL), native=False),
+    Family("Cohere", "Command R", "RoPE on adjacent pairs", tiny("Cohere", **GROUPED), native=False),
+    Family(
+        "Cohere 2",
+        "Command R7B, Command A",
+        "sliding layers with RoPE on adjacent pairs, the others without positions",
+        tiny("Cohere2", **GROUPED, sliding_window=10, layer_types=SLIDING),
+        native=False,
+    ),
+    Family("ERNIE 4.5", "ERNIE 4.5 0.3B", "RoPE on adjacent pairs", tiny("Ernie4_5", **GROUPED), native=False),
+    Family(
+        "Helium",
+        "Helium 1",
+        "RoPE on adjacent pairs",
+        tiny("Helium", **{**GROUPED, "intermediate_size": 48}),
+        native=False,
+    ),
+    Family(
+        "SmolLM3",
+        "SmolLM3 3B",
+        "every fourth layer without positions",
+        tiny("SmolLM3", **GROUPED, no_rope_layers=[1, 0]),
+        native=False,
+    ),
+    Family(
+        "EXAONE 4",
+        "EXAONE 4",
+        "sliding layers with RoPE, the others without positions",
+        tiny("Exaone4", **GROUPED, sliding_window=10, layer_types=SLIDING),
+        native=False,
+    ),
+    Family("nanochat", "nanochat", "RoPE in the other direction", tiny("NanoChat", **GROUPED), native=False),
+    Family(
+        "DeepSeek V3",
+        "DeepSeek V3, R1",
+        "latent attention: RoPE on the last dimensions of a head",
+        tiny("DeepseekV3", **LATENT),
+        native=False,
     ),
     Family(
         "OPT",
@@ -231,25 +281,32 @@ def config_of(family: Family, policy: str, chunk: int, positions: str | None = N
     return CacheConfig(policy, window=12, positions=positions, span=18, chunk=chunk)
 
 
-def tokens_of(row: int, policy: str) -> list[int]:
+def tokens_of(row: int, policy: str, attempt: int = 0) -> list[int]:
     """Those of the literature would not know which of two equal keys to evict: no token comes twice."""
-    count, generator = LENGTHS[row] + STEPS, torch.Generator().manual_seed(row)
+    count, generator = LENGTHS[row] + STEPS, torch.Generator().manual_seed(row + 100 * attempt)
     if policy in PRIORITIES:
         return (torch.randperm(61, generator=generator)[:count] + 3).tolist()
     return torch.randint(3, 64, (count,), generator=generator).tolist()
 
 
 @functools.cache
-def expected(number: int, config: CacheConfig, row: int) -> tuple[Tensor, list[list[list[int]]], float]:
-    """Logits [n, V] of a row alone, the tokens each layer keeps at the end, and the margin to the closest tie."""
-    family, tokens, prompt = FAMILIES[number], tokens_of(row, config.policy), LENGTHS[row]
+def expected(number: int, config: CacheConfig, row: int) -> tuple[list[int], Tensor, list[list[list[int]]]]:
+    """The tokens of a row, its logits [n, V] alone, and the tokens each layer keeps at the end.
+
+    Tokens are the first ones with which nothing comes close to a tie.
+    """
+    family, prompt = FAMILIES[number], LENGTHS[row]
     model = family.make()
-    if config.policy == "full":
-        return model(torch.tensor([tokens])).logits[0], [], math.inf
-    oracle, chunk = Oracle(model, rules_of(config, family)), config.chunk or prompt
-    logits = [oracle.feed(tokens[i : min(i + chunk, prompt)]) for i in range(0, prompt, chunk)]
-    logits += [oracle.feed([token]) for token in tokens[prompt:]]
-    return torch.cat(logits), [oracle.kept(layer) for layer in range(2)], oracle.margin
+    for attempt in range(8):
+        tokens = tokens_of(row, config.policy, attempt)
+        if config.policy == "full":
+            return tokens, model(torch.tensor([tokens])).logits[0], []
+        oracle, chunk = Oracle(model, rules_of(config, family)), config.chunk or prompt
+        logits = [oracle.feed(tokens[i : min(i + chunk, prompt)]) for i in range(0, prompt, chunk)]
+        logits += [oracle.feed([token]) for token in tokens[prompt:]]
+        if oracle.margin > TIE:
+            return tokens, torch.cat(logits), [oracle.kept(layer) for layer in range(2)]
+    raise AssertionError(f"{family.name}, {config.policy}: row {row} always comes too close to a tie")
 
 
 @functools.cache
@@ -266,7 +323,8 @@ def error(number: int, policy: str, chunk: int, rows: int, positions: str | None
     family = FAMILIES[number]
     model, config = family.make(), config_of(family, policy, chunk, positions)
     width, padding = LENGTHS[0], [LENGTHS[0] - length for length in LENGTHS[:rows]]
-    ids = torch.tensor([[0] * pad + tokens_of(row, policy) for row, pad in enumerate(padding)])
+    wanted = [expected(number, config, row) for row in range(rows)]
+    ids = torch.tensor([[0] * pad + tokens for pad, (tokens, _, _) in zip(padding, wanted, strict=True)])
     mask = torch.tensor([[0] * pad + [1] * (width + STEPS - pad) for pad in padding])
     with attach(model, config) as cache:
         ends = [0, *range(width, width + STEPS + 1)]
@@ -277,12 +335,10 @@ def error(number: int, policy: str, chunk: int, rows: int, positions: str | None
         kept = [cache.kept(layer).tolist() for layer in range(2)]
         evicting = [] if policy == "full" else cache.evicting_layers
     logits, worst = torch.cat(chunks, 1), 0.0
-    for row, pad in enumerate(padding):
-        wanted, held, margin = expected(number, config, row)
-        assert margin > TIE, f"{family.name}, {policy}: row {row} comes too close to a tie; take other tokens"
+    for row, (pad, (_, alone, held)) in enumerate(zip(padding, wanted, strict=True)):
         for layer in evicting:
             assert [[i for i in head if i >= 0] for head in kept[layer][row]] == held[layer]
-        worst = max(worst, float((logits[row, pad:] - wanted).abs().max() / wanted.abs().max()))
+        worst = max(worst, float((logits[row, pad:] - alone).abs().max() / alone.abs().max()))
     return worst
 
 

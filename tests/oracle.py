@@ -84,6 +84,10 @@ class Oracle:
         kinds = getattr(text, "layer_types", None) or ["sliding_attention"] * text.num_hidden_layers
         self.kinds = kinds
         self.windows = [window if kind == "sliding_attention" else None for kind in kinds]
+        self.latent = hasattr(text, "qk_rope_head_dim")  # rotary dimensions come last
+        self.rotates = getattr(text, "no_rope_layers", None) or [
+            text.model_type not in ("cohere2", "exaone4") or kind == "sliding_attention" for kind in kinds
+        ]
         self.rotary = next((module for module in self.model.modules() if hasattr(module, "rope_type")), None)
         self.tables: dict[str, tuple[Tensor, Tensor]] = {}  # cos and sin by distance, for each layer type
 
@@ -137,7 +141,8 @@ class Oracle:
                 token.score = gained + (0 if rules.rule == "tova" else token.score * rules.decay**new)
             if own_window is None:
                 lists[head] = self.evict(held, number, head, self.seen + new)
-                if rules.folding and self.windows[number] is None:
+                hidden = rules.positions == "absolute" and self.windows[number] is not None
+                if rules.folding and not hidden:  # where all layers slide, other positions keep evicted tokens in sight
                     gone = [token for token in held if token not in lists[head]]
                     gone = [token for token in gone if not rules.is_transient(token.index, self.seen + new)]
                     self.evicted.setdefault((number, head), []).extend(gone)
@@ -182,13 +187,16 @@ class Oracle:
 
     def rotate(self, number: int, x: Tensor, distance: Tensor) -> Tensor:
         """Rotate x [n, D] from position 0 to minus its distances."""
-        if self.rotary is None:
+        if self.rotary is None or not self.rotates[number]:
             return x
         cos, sin = self.table(number)
         turn: Any = sys.modules[type(self.rotary).__module__].apply_rotary_pos_emb
         rotary_dims, scale = cos.shape[-1], cos[0, 0, 0]  # the model applies the scale at position 0 too
+        before = x[:, : x.shape[-1] - rotary_dims] if self.latent else x[:, :0]
+        x = x[:, before.shape[-1] :]
         x = torch.cat((x[:, :rotary_dims] / scale, x[:, rotary_dims:]), dim=-1)
-        return turn(x[None, None], x[None, None], cos[:, distance], sin[:, distance])[1][0, 0]
+        x = turn(x[None, None], x[None, None], cos[:, distance], sin[:, distance])[1][0, 0]
+        return torch.cat((before, x), dim=-1)
 
     def evict(self, held: list[Kept], layer: int, head: int, seen: int) -> list[Kept]:
         """Cookbook's HHCache: beyond W tokens, keep the last R, the sinks, and those with the highest priority."""
@@ -231,15 +239,15 @@ class Oracle:
         indices = [token.index for token in held]
         spans = torch.tensor([0 if rules.pinned(index) else rules.span for index in indices])
         distance = place(rules.positions, seen - 1 - torch.tensor(indices), spans)
-        rotates = self.rotary is not None and rules.positions != "absolute"
+        rotates = self.rotary is not None and self.rotates[layer] and rules.positions != "absolute"
         return Head(
-            keys.double(),
+            self.in_halves(layer, keys).double(),
             torch.stack([token.value for token in held]).double(),
             torch.tensor([token.score for token in held], dtype=torch.float64),
             indices,
             rules.sinks,
             rules.window - rules.heavy - rules.sinks,
-            torch.stack(self.queries[layer, head]).double(),
+            self.in_halves(layer, torch.stack(self.queries[layer, head])).double(),
             lambda steps: self.ahead(layer, keys, distance, steps),
             self.table(layer)[0].shape[-1] if rotates else 0,
             rules.span if rules.positions == "gap" else rules.window,
@@ -248,7 +256,21 @@ class Oracle:
     def ahead(self, layer: int, keys: Tensor, distance: Tensor, steps: list[int]) -> Tensor:
         """Keys [s, n, D], rotated by their distances and so many steps."""
         distances = torch.cat([distance + step for step in steps])
-        return self.rotate(layer, keys.repeat(len(steps), 1), distances).view(len(steps), *keys.shape).double()
+        rotated = self.rotate(layer, keys.repeat(len(steps), 1), distances)
+        return self.in_halves(layer, rotated).view(len(steps), *keys.shape).double()
+
+    def in_halves(self, layer: int, x: Tensor) -> Tensor:
+        """Dimensions of x [..., D] in the order in which RoPE rotates two halves."""
+        if self.rotary is None or not self.rotates[layer]:
+            return x
+        size, kind = self.table(layer)[0].shape[-1], self.model.config.model_type
+        x = torch.cat((x[..., -size:], x[..., :-size]), -1) if self.latent else x
+        rotary, others = x[..., :size], x[..., size:]
+        if kind in ("glm", "cohere", "cohere2", "ernie4_5", "helium"):
+            rotary = torch.cat((rotary[..., ::2], rotary[..., 1::2]), -1)
+        elif kind == "nanochat":
+            rotary = rotary.roll(size // 2, -1)
+        return torch.cat((rotary, others), -1)
 
     def kept(self, layer: int) -> list[list[int]]:
         return [[token.index for token in head] for head in self.held[layer]]

@@ -26,20 +26,23 @@ class EvictingLayer(CacheLayerMixin):
 
     Args:
         head_groups: together all KV heads of the layer.
+        order: see `LayerSpec`.
     """
 
     is_sliding = False
     is_compileable = False
     supports_early_init = False
 
-    def __init__(self, head_groups: Sequence[HeadGroup]) -> None:
+    def __init__(self, head_groups: Sequence[HeadGroup], order: Tensor | None = None) -> None:
         super().__init__()
-        self.head_groups = tuple(head_groups)
+        self.head_groups, self.order = tuple(head_groups), order
 
     def attend(
         self, query: Tensor, key: Tensor, value: Tensor, transform: LogitTransform, padding: Padding | None = None
     ) -> Tensor:
         """[B, Q, Hq, D]; see `HeadGroup.attend`."""
+        if self.order is not None:
+            query, key = (x.index_select(-1, self.order.to(x.device)) for x in (query, key))
         if len(self.head_groups) == 1:
             return self.head_groups[0].attend(query, key, value, transform, padding)
         batch, query_heads, new, _ = query.shape
@@ -87,7 +90,8 @@ class LayerSpec:
     """What the cache must know of a decoder layer.
 
     Attributes:
-        table: rotations for ``rolling`` and ``gap``; None if the model rotates by itself (``absolute``).
+        table: rotations for ``rolling`` and ``gap``; None if the model rotates by itself (``absolute``) or not at all.
+        order: [D] int64, the dimensions of queries and keys in which the table rotates halves; None for as they are.
         sliding: the window of a sliding layer among layers that have none: it does not follow the plan. None for the
             other layers.
         hidden_from: age in tokens from which the model hides keys from this layer, or None.
@@ -98,6 +102,7 @@ class LayerSpec:
     """
 
     table: RotaryTable | None = None
+    order: Tensor | None = None
     sliding: int | None = None
     hidden_from: int | None = None
     device: torch.device | None = None
@@ -133,7 +138,7 @@ class LayerSpec:
             groups.append(
                 HeadGroup(plan, policy, self.table, hidden_from, heads=heads, tokens=tokens, revision=revision)
             )
-        return EvictingLayer(groups)
+        return EvictingLayer(groups, self.order)
 
 
 def _sliding_plan(plan: CachePlan, window: int) -> CachePlan:

@@ -6,6 +6,7 @@ distance. Keys are stored un-rotated and rotated by a table lookup when they are
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import NamedTuple
 
 import torch
@@ -111,9 +112,35 @@ class RotaryTable:
     def _make(self, size: int, device: torch.device, dtype: torch.dtype) -> Tensor:
         position = torch.arange(size, device=device)[None]
         cos, sin = self._rotary(torch.zeros(1, device=device, dtype=torch.float32), position, *self._layer_type)
-        half = cos.shape[-1] // 2
-        table = torch.cat((cos[0, :, :half], sin[0, :, :half]), dim=-1)
+        table = torch.cat((_once(cos[0]), _once(sin[0])), dim=-1)
         return (table / self._scaling).to(dtype)
+
+
+def _once(x: Tensor) -> Tensor:
+    """One of two equal numbers for each pair of dimensions: the first half of x [..., Drot], or every second one."""
+    first, second = x.chunk(2, dim=-1)
+    return first if first.equal(second) else x[..., ::2]
+
+
+def dimension_orders(size: int, rotary_dims: int) -> Iterator[Tensor]:
+    """Orders of the dimensions of a head in which some model's RoPE is the rotate-half form.
+
+    The rotary dimensions come first or, in latent attention, last. They are halves as in Llama, adjacent pairs (GLM,
+    Cohere), and each in one direction or the other (nanochat). The first order changes nothing.
+
+    Args:
+        size: D.
+        rotary_dims: Drot, even.
+
+    Yields:
+        [D] int64. Products of queries and keys are the same in every order.
+    """
+    dims = torch.arange(size)
+    for start in dict.fromkeys((0, size - rotary_dims)):
+        rotary, others = dims[start : start + rotary_dims], torch.cat((dims[:start], dims[start + rotary_dims :]))
+        for halves in (rotary.view(2, -1), rotary.view(-1, 2).T):
+            yield torch.cat((*halves, others))
+            yield torch.cat((*halves.flip(0), others))
 
 
 def rotary_of(model: nn.Module) -> nn.Module:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -19,7 +19,7 @@ from transformers.cache_utils import Cache
 
 from h2o_stream.cache.attention_interface import ATTENTION_NAME
 from h2o_stream.cache.layer import EvictingLayer, LayerSpec
-from h2o_stream.cache.rope import PositionsError, RotaryTable, rotary_of, rotate_back, table_for
+from h2o_stream.cache.rope import PositionsError, RotaryTable, dimension_orders, rotary_of, rotate_back, table_for
 from h2o_stream.config import DEFAULT_WINDOW, CacheConfig, CachePlan
 from h2o_stream.errors import H2OStreamError, UnsupportedModelError, means_out_of_memory
 
@@ -125,17 +125,18 @@ def layer_specs(model: PreTrainedModel, plan: CachePlan) -> list[LayerSpec]:
         rotary = rotary_of(model)
         tables = {kind: table_for(rotary, kind) for kind in set(kinds)}
     uniform = None not in windows
-    keys = probe(model, [tables.get(kind) for kind in kinds])
+    probed = probe(model, [tables.get(kind) for kind in kinds])
     return [
         LayerSpec(
-            table=tables.get(kind),
+            table=form.table,
+            order=form.order,
             sliding=None if uniform else window,
             hidden_from=window if plan.positions == "absolute" else None,
-            device=key.device,
-            shard=_shard(model, key.shape[1]),
-            key=key[0, :, 0].to("meta"),
+            device=form.key.device,
+            shard=_shard(model, form.key.shape[1]),
+            key=form.key[0, :, 0].to("meta"),
         )
-        for kind, window, key in zip(kinds, windows, keys, strict=True)
+        for window, form in zip(windows, probed, strict=True)
     ]
 
 
@@ -216,12 +217,23 @@ def failing_as(what: str) -> Iterator[None]:
         ) from error
 
 
-@torch.no_grad()
-def probe(model: PreTrainedModel, tables: list[RotaryTable | None]) -> list[Tensor]:
-    """Feed one token at position 0 and at a later one, and compare: they may differ only by RoPE.
+class ProbedLayer(NamedTuple):
+    """What a probe finds out about a layer.
 
-    Returns:
-        A key [B, Hkv, 1, D] of each layer, as the cache gets it.
+    Attributes:
+        key: [B, Hkv, 1, D], as the cache gets it.
+        table: its rotations; None if the model does not rotate there, or by itself.
+        order: see `LayerSpec`.
+    """
+
+    key: Tensor
+    table: RotaryTable | None = None
+    order: Tensor | None = None
+
+
+@torch.no_grad()
+def probe(model: PreTrainedModel, tables: list[RotaryTable | None]) -> list[ProbedLayer]:
+    """Feed one token at position 0 and at a later one, and compare: they may differ only by RoPE, in a known form.
 
     Raises:
         UnsupportedModelError: a layer does not take its attention from us, or the model rotates in another way.
@@ -243,16 +255,28 @@ def probe(model: PreTrainedModel, tables: list[RotaryTable | None]) -> list[Tens
             f"{asked} of {len(tables)} layers of {name} take their attention from transformers' registry; "
             "only --policy full can serve it"
         )
-    for layer, table in zip(probes.layers, tables, strict=True):
-        if table is None:
-            continue
-        for x in layer.seen:
-            try:
-                rotation = table.upto(position + 1, x.device, torch.float32)[position]
-            except (KeyError, TypeError, ValueError) as error:
-                raise PositionsError(f"{name} has a rotary embedding that gives no cosines and sines") from error
-            unrotated, rotated = x.float()
-            off = (rotate_back(rotated, rotation) - unrotated).abs().max()
-            if not off < unrotated.abs().max() * (1e-3 if x.dtype == torch.float32 else 0.05):
-                raise PositionsError(f"{name} applies RoPE in a form that is not reproduced here")
-    return [layer.seen[1] for layer in probes.layers]
+    return [
+        ProbedLayer(layer.seen[1]) if table is None else _probed(name, layer.seen, table, position)
+        for layer, table in zip(probes.layers, tables, strict=True)
+    ]
+
+
+def _probed(name: str, seen: tuple[Tensor, Tensor], table: RotaryTable, position: int) -> ProbedLayer:
+    """The form of RoPE in which queries and keys [2, H, 1, D] are those of one token at 0 and at `position`."""
+    if all(_alike(*x) for x in seen):
+        return ProbedLayer(seen[1])
+    try:
+        rotation = table.upto(position + 1, seen[1].device, torch.float32)[position]
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        raise PositionsError(f"{name} has a rotary embedding that gives no cosines and sines") from error
+    for number, order in enumerate(dimension_orders(seen[1].shape[-1], rotation.shape[-1])):
+        ordered = [x[..., order.to(x.device)] for x in seen]
+        if all(_alike(unrotated, rotate_back(rotated.float(), rotation)) for unrotated, rotated in ordered):
+            return ProbedLayer(seen[1], table, order.to(seen[1].device) if number else None)
+    raise PositionsError(f"{name} applies RoPE in a form that is not reproduced here")
+
+
+def _alike(x: Tensor, other: Tensor) -> bool:
+    """Whether they differ only by rounding, that of the dtype of x."""
+    off = (other.float() - x.float()).abs().max()
+    return bool(off < x.float().abs().max() * (1e-3 if x.dtype == torch.float32 else 0.05))

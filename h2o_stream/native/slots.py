@@ -68,7 +68,7 @@ class BoundLayer:
         self._alive = pins, transient, rope
         self.attention = attention
         attention.policy = POLICIES[type(first.policy)]
-        attention.position_mode = _POSITIONS[plan.positions]
+        attention.position_mode = _POSITIONS["absolute" if first.table is None else plan.positions]
         attention.decay = plan.decay
         attention.long_term = plan.long_term if first.policy.long_term else 0.0
         attention.long_term_decay = DECAY

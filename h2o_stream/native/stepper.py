@@ -65,6 +65,8 @@ def _described(model: Any, cache: H2OCache) -> Description | str:
     """What native steps need, or why there are none."""
     if cache.storage_device is not None or (getattr(model, "tp_size", None) or 1) > 1:
         return "the cache is in host memory or the model is shared by several processes"
+    if any(layer.order is not None for layer in cache.layers):
+        return "it rotates the dimensions of a head in another order than halves"
     try:
         description = describe(model)
     except DescriptionError as reason:
