@@ -99,8 +99,6 @@ class Schedule:
         """Largest number of tokens held in the stage of a stream of `seen`; within `common`, that many."""
         if not self.stages:
             return self.max_held
-        if seen <= self.common:
-            return self.common
         return self.held(self.stages[min(bisect_left(self.stages, seen), len(self.stages) - 1)])
 
     def held(self, seen: int) -> int:

@@ -345,7 +345,8 @@ class H2OCache(Cache):
         """A native step has taken a token of each row through the slots of all layers."""
         self.count_forward()
         for group in self.head_groups:
-            group.filled += group.filled < group.store.slots
+            if group.filled < group.store.slots:
+                group.filled += 1
         if not self._stage_ends.isdisjoint(length - 1 for length in self.tokens.lengths):
             for group in self.head_groups:
                 group.fit(self.tokens.lengths)

@@ -44,7 +44,7 @@ _MIN_RETRIEVAL = 0.2
 """Attention to the copy that a retrieval head pays at least; a model without such heads gets equal windows."""
 
 _STEP = 1.25
-"""Ratio between shares that are told apart: heads of a layer whose shares round to the same power form a group."""
+"""Ratio between the shares of two head groups: heads of a layer whose shares round to the same power form one."""
 
 _measured: dict[str, Tensor] = {}
 """Results of `_attention_to_copy` in this process, by model."""

@@ -51,10 +51,10 @@ def config_for_size(config: CacheConfig, specs: Sequence[LayerSpec], model_confi
     def sized(window: int) -> CacheConfig:
         return replace(unsized, window=max(min(window, largest), 1))
 
-    def taken(window: int) -> int:
+    def bytes_of(window: int) -> int:
         return allocated_bytes(H2OCache(sized(window), specs, max_distance), model_config)
 
-    base = taken(smallest)
+    base = bytes_of(smallest)
     if base > size:
         raise ConfigError(
             f"cache_size is {bytes_text(size)}, but a window of {smallest} takes {bytes_text(base)}; raise --cache-size"
@@ -62,14 +62,14 @@ def config_for_size(config: CacheConfig, specs: Sequence[LayerSpec], model_confi
     best, (before, bytes_before), window = smallest, (smallest, base), 2 * smallest
     for _ in range(_TRIALS):
         window = max(min(window, largest), smallest)
-        total = taken(window)
+        total = bytes_of(window)
         if total <= size:
             best = max(best, window)
         if window == before or total == bytes_before:
             break
         per_slot = (total - bytes_before) / (window - before)
         before, bytes_before, window = window, total, window + math.floor((size - total) / per_slot)
-    while best < largest and taken(best + 1) <= size:
+    while best < largest and bytes_of(best + 1) <= size:
         best += 1
     return sized(best)
 

@@ -12,16 +12,20 @@
 
 namespace store {
 
-struct QuantParams {
-  float offset, scale;
+// Number is float or a vector of floats.
+template <class Number>
+struct Params {
+  Number offset, scale;
 };
+
+using QuantParams = Params<float>;
 
 // Parameters for a range. With four levels clipping outliers reduces the error: `coverage` is the share of the range
 // that is kept.
-inline QuantParams range_params(float low, float high, int64_t bits, float coverage) {
-  if (!(low <= high)) return {0, 0};
-  const float half = (high - low) / 2 * coverage, middle = (low + high) / 2;
-  return {middle - half, half * 2 / float((1 << bits) - 1)};
+template <class Number>
+Params<Number> range_params(Number low, Number high, int64_t bits, float coverage) {
+  const Number half = (high - low) / 2 * coverage, middle = (low + high) / 2, zero{};
+  return {low <= high ? middle - half : zero, low <= high ? half * 2 / float((1 << bits) - 1) : zero};
 }
 
 // Calls work(true_type, i) for each whole vector of `count` elements, and work(false_type, i) for each one that is left.
@@ -34,13 +38,11 @@ template <class Work>
 
 // Quantization parameters of the key channels.
 inline void key_params(const float* key_range, int64_t size, int64_t bits, float* offsets, float* scales) {
-  const float coverage = bits == 2 ? 0.57f : 1.f, steps = float((1 << bits) - 1);
+  const float coverage = bits == 2 ? 0.57f : 1.f;
   for_each_vector(size, [&](auto is_vector, int64_t i) {
     if constexpr (is_vector) {
-      const simd::Floats low = simd::load(key_range + i), high = simd::load(key_range + size + i), zero{};
-      const simd::Floats half = (high - low) / 2 * coverage, middle = (low + high) / 2;
-      simd::store(low <= high ? middle - half : zero, offsets + i);
-      simd::store(low <= high ? half * 2 / steps : zero, scales + i);
+      const auto params = range_params(simd::load(key_range + i), simd::load(key_range + size + i), bits, coverage);
+      simd::store(params.offset, offsets + i), simd::store(params.scale, scales + i);
     } else {
       const QuantParams params = range_params(key_range[i], key_range[size + i], bits, coverage);
       offsets[i] = params.offset, scales[i] = params.scale;
@@ -49,18 +51,13 @@ inline void key_params(const float* key_range, int64_t size, int64_t bits, float
 }
 
 // Rounds to the nearest code in [0, max_code], ties to even.
-inline float nearest_code(float x, float offset, float scale, float max_code) {
-  constexpr float kMagic = 12582912.f;  // adding 1.5 * 2^23 rounds to an integer
-  const float code = (x - offset) / std::max(scale, std::numeric_limits<float>::min());
-  return (std::min(std::max(code, 0.f), max_code) + kMagic) - kMagic;
-}
-
-inline simd::Floats nearest_codes(simd::Floats x, simd::Floats offset, simd::Floats scale, float max_code) {
-  const simd::Floats magic = simd::splat(12582912.f), smallest = simd::splat(std::numeric_limits<float>::min()),
-                     top = simd::splat(max_code), zero{};
-  simd::Floats code = (x - offset) / (scale < smallest ? smallest : scale);
+template <class Number>
+Number nearest_code(Number x, Number offset, Number scale, Number max_code) {
+  const Number zero{}, smallest = zero + std::numeric_limits<float>::min();
+  const Number magic = zero + 12582912.f;  // adding 1.5 * 2^23 rounds to an integer
+  Number code = (x - offset) / (scale < smallest ? smallest : scale);
   code = code < zero ? zero : code;
-  return ((top < code ? top : code) + magic) - magic;
+  return ((max_code < code ? max_code : code) + magic) - magic;
 }
 
 // Parameters per element, or shared by all.
@@ -96,8 +93,9 @@ inline void quantize(const float* x, int64_t size, int64_t bits, ParamArray para
       for_each_vector(bytes, [&](auto is_vector, int64_t i) {
         const int64_t at = first + i;
         if constexpr (is_vector) {
-          const simd::Ints code = __builtin_convertvector(
-              nearest_codes(simd::load(x + at), params.vector_offset(at), params.vector_scale(at), max_code), simd::Ints);
+          const simd::Floats nearest = nearest_code(simd::load(x + at), params.vector_offset(at),
+                                                    params.vector_scale(at), simd::splat(max_code));
+          const simd::Ints code = __builtin_convertvector(nearest, simd::Ints);
           const simd::Ints packed = (code >> shift & mask) << part * width;
           simd::store_bytes(part ? packed | simd::load_ints(plane + i) : packed, plane + i);
         } else {
