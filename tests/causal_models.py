@@ -64,15 +64,17 @@ _FEW = {"n_group": 1, "num_group": 1, "num_experts_per_token": 2, "num_experts_p
 
 _SPECIAL: dict[str, dict[str, Any]] = {
     "bailing_hybrid": _FEW,
-    "bamba": _MAMBA,
+    "bamba": _MAMBA | {"attn_layer_indices": [1]},
     "dots1": {"n_shared_experts": 1, "n_routed_experts": 4},
     "emu3": {"pad_token_id": 0},
     "ernie4_5_moe": {"moe_k": 2},
-    "granitemoehybrid": _MAMBA,
+    "granitemoehybrid": _MAMBA | {"layer_types": ["linear_attention", "full_attention"]},
+    "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1},
     "kimi_linear": _FEW,
     "lfm2_moe": {"layer_types": ["full_attention", "conv"]},
     "mamba2": {"expand": 1, "n_groups": 1},
     "nemotron_h": {"n_groups": 1, "mamba_n_groups": 1},
+    "recurrent_gemma": {"block_types": ["recurrent", "attention"]},
     "reformer": {"is_decoder": True, "axial_pos_embds_dim": [16, 16], "axial_pos_shape": [8, 16]},
     "xmod": {"default_language": "en_XX"},
     "zaya": {"num_experts_per_tok": 1},
@@ -118,7 +120,11 @@ def make(entry: str) -> PreTrainedModel:
         count = sum(weight.numel() for weight in kind(config).parameters())
     if count > _MOST_PARAMETERS:
         raise ValueError(f"{entry} has {count} parameters; add what makes it large to the sizes")
-    return kind(config).eval()
+    model = kind(config).eval()
+    for weight in model.parameters():
+        if not weight.any():  # what starts as zero would hide what it does
+            weight.data.normal_(0, 0.3)
+    return model
 
 
 def logits_of(model: PreTrainedModel, ids: Tensor, **more: Any) -> Tensor:

@@ -25,10 +25,10 @@ SAME = 1e-6
 """The same for a detached model, which must compute what it did before."""
 
 _REFUSALS = {
-    "layers of another kind: linear, convolutional, indexed, chunked": r"has (\w+, )*\w+ layers;",
-    "states that are no keys and values": "keeps states",
-    "an attention that cannot be replaced": "registry|declare that its attention",
-    "more in its softmax than queries and keys: learned sinks": "uses s_aux",
+    "layers of another kind: indexed, compressed": r"has (\w+, )*\w+ layers;",
+    "nothing that grows: states of constant size in all layers": "no layer whose memory would grow",
+    "states that do not go through a cache": "keeps states",
+    "an attention that cannot be replaced": "registry",
     "tokens that attend to later ones: an encoder": "attend to later ones",
     "keywords of a forward do not reach its attention": "does not pass extra keywords on",
     "something else comes out, or it fails; the check says which": "computes something else|fails",

@@ -15,6 +15,7 @@ from h2o_stream.cache.full_cache import FullCache
 from h2o_stream.cache.h2o_cache import H2OCache
 from h2o_stream.cache.identity import model_digest
 from h2o_stream.cache.layer import LayerSpec
+from h2o_stream.cache.recurrent import accepted_by
 from h2o_stream.cache.retrieval_heads import assign_budgets
 from h2o_stream.cache.rope import PositionsError
 from h2o_stream.cache.sizing import config_for_size, provisional
@@ -101,7 +102,7 @@ def build_cache(model: PreTrainedModel, config: CacheConfig, progress: ProgressC
     if config.policy == "full":
         plan = check_supported(type(model), model.config, config)
         in_host_memory = config.device == "cpu" and home_of(model).type != "cpu"
-        return FullCache(plan, model.config, digest, in_host_memory)
+        return accepted_by(model, FullCache(plan, model.config, digest, in_host_memory))
     first = config if config.cache_size is None else provisional(config)
     try:
         plan, specs, verification = _verified(model, first)
@@ -114,7 +115,7 @@ def build_cache(model: PreTrainedModel, config: CacheConfig, progress: ProgressC
         config = config_for_size(config, specs, model.config)
     cache = H2OCache(config, specs, max_distance_of(model.config), learned_positions(model.config), digest)
     cache.verification = verification
-    return cache
+    return accepted_by(model, cache)
 
 
 def _verified(model: PreTrainedModel, config: CacheConfig) -> tuple[CachePlan, list[LayerSpec], Verification]:

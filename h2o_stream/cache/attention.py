@@ -24,10 +24,18 @@ class LogitTransform(NamedTuple):
     Attributes:
         scaling: a factor.
         softcap: bound that tanh keeps them within; None for no bound.
+        sinks: [Hq], a logit of each query head that stands for no token (learned sinks); None for none.
     """
 
     scaling: float
     softcap: float | None = None
+    sinks: Tensor | None = None
+
+    def of_heads(self, heads: Tensor, kv_heads: int) -> LogitTransform:
+        """The same for the queries of some of the KV heads [n]."""
+        if self.sinks is None:
+            return self
+        return self._replace(sinks=self.sinks.view(kv_heads, -1)[heads.to(self.sinks.device)].flatten())
 
 
 @dataclass(frozen=True)
@@ -117,7 +125,7 @@ def attention(
 
     Returns:
         Output [B, Q, Hq, D], contiguous, and float32 probabilities [B, Hkv, G, Q, K], which do not sum to 1 if there is
-        something folded.
+        something folded or a learned sink.
     """
     batch, query_heads, new, size = query.shape
     kv_heads, num_keys = keys.shape[1:3]
@@ -132,16 +140,21 @@ def attention(
         logits = logits.masked_fill_(mask[:, :, None], -torch.inf)
     if folded is not None:
         logits = torch.cat((logits, folded.logits[..., None]), -1)
+    if transform.sinks is not None:
+        sinks = transform.sinks.float().view(kv_heads, -1, 1, 1)
+        logits = torch.cat((logits, sinks.expand(*logits.shape[:-1], 1)), -1)
     probs = logits.softmax(-1)
     output = torch.matmul(probs[..., :num_keys].flatten(2, 3).to(values.dtype), values)
     if folded is not None:
-        output += (probs[..., num_keys:] * folded.values).flatten(2, 3).to(values.dtype)
-        probs = probs[..., :num_keys]
+        output += (probs[..., num_keys : num_keys + 1] * folded.values).flatten(2, 3).to(values.dtype)
+    probs = probs[..., :num_keys]
     return output.view(batch, query_heads, new, values.shape[-1]).transpose(1, 2).contiguous(), probs
 
 
-def causal_mask(candidates: Candidates, chunk: QueryChunk, sliding: int | None) -> Tensor:
+def causal_mask(candidates: Candidates, chunk: QueryChunk, sliding: int | None, chunked: bool = False) -> Tensor:
     """Masks empty slots, newer tokens, and tokens of age `sliding` or more.
+
+    If `chunked`, a token sees none before the last multiple of `sliding` instead, its own index included.
 
     Returns:
         [B, Hkv, Q, K] bool, True where a query may not attend. Padding attends to everything, so that no softmax is
@@ -151,7 +164,8 @@ def causal_mask(candidates: Candidates, chunk: QueryChunk, sliding: int | None) 
     query_index = (candidates.seen - chunk.count + chunk.column)[..., None]
     mask = (index < 0) | (index > query_index)
     if sliding is not None:
-        mask |= index <= query_index - sliding
+        oldest = query_index // sliding * sliding if chunked else query_index - sliding + 1
+        mask |= index < oldest
     return mask & chunk.is_token[..., None] if chunk.ragged else mask
 
 

@@ -20,8 +20,8 @@ if TYPE_CHECKING:
 
 ATTENTION_NAME = "h2o_stream"
 
-_UNSUPPORTED = ("s_aux", "sinks", "position_bias", "indices", "block_indices")
-"""Keywords of some models' attention that must not be ignored: learned sinks, biases, sparse indices."""
+_UNSUPPORTED = ("position_bias", "indices", "block_indices")
+"""Keywords of some models' attention that must not be ignored: biases, sparse indices."""
 
 
 def h2o_attention(
@@ -33,13 +33,14 @@ def h2o_attention(
     scaling: float | None = None,
     softcap: float | None = None,
     dropout: float = 0.0,
+    s_aux: Tensor | None = None,
     h2o_cache: H2OCache | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
     """Attend through the layer's slots; see `HeadGroup.attend` for shapes.
 
-    ``attention_mask`` is None: masks are made from token indices, and the layer knows its sliding window. The output
-    has no gradient, see `without_gradient`.
+    ``attention_mask`` is None: masks are made from token indices, and the layer knows its sliding window. ``s_aux``
+    [Hq] are learned sinks. The output has no gradient, see `without_gradient`.
 
     Raises:
         UnsupportedModelError: the model did not pass the cache through, or wants an unsupported kind of attention.
@@ -59,7 +60,8 @@ def h2o_attention(
         )
     scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
     layer = h2o_cache.layers[module.layer_idx]
-    device, transform = h2o_cache.storage_device or query.device, LogitTransform(scaling, softcap)
+    device, sinks = h2o_cache.storage_device or query.device, None if s_aux is None else s_aux.detach()
+    transform = LogitTransform(scaling, softcap, None if sinks is None else sinks.to(device))
     output = layer.attend(query.to(device), key.to(device), value.to(device), transform, h2o_cache.padding)
     return without_gradient(output.to(query.device), query, key, value), None
 

@@ -37,7 +37,7 @@ class BudgetAssignment:
         transient: tuple[range, ...] = (),
     ) -> None:
         self._plan, self._max_distance, self.pins, self.transient = plan, max_distance, pins, transient
-        evicting = [spec for spec in specs if spec.sliding is None]
+        evicting = [spec for spec in specs if spec.evicts]
         self._budgets = [budget for spec in evicting for budget in spec.budgets]
         self._local = [budget is not None for spec in evicting for budget in spec.local_budgets]
         self.windows: tuple[int, ...] = ()

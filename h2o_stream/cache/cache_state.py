@@ -16,6 +16,7 @@ from h2o_stream.cache.budgets import HeadBudget
 from h2o_stream.cache.head_group import HeadGroup
 from h2o_stream.cache.identity import policy_source
 from h2o_stream.cache.policies import merged
+from h2o_stream.cache.recurrent import load_states, states_of
 from h2o_stream.cache.state import (
     FINGERPRINT,
     check_fingerprint,
@@ -46,6 +47,8 @@ def state_of(cache: H2OCache) -> dict[str, Tensor]:
         for prefix, group, _ in _groups(cache)
         for name, tensor in group.tensors().items()
     }
+    for number, layer in enumerate(cache.layers):
+        state |= {f"{number}.{name}": tensor.clone() for name, tensor in states_of(layer).items()}
     for name in _RANGES:
         ranges = getattr(cache, name)
         state[name] = torch.tensor([(tokens.start, tokens.stop) for tokens in ranges], dtype=torch.int64).flatten()
@@ -68,10 +71,11 @@ def load_state(cache: H2OCache, state: Mapping[str, Tensor]) -> None:
     Raises:
         H2OStreamError: the state does not fit, or is damaged.
     """
-    sizes = [_head_sizes(group) for group in cache.head_groups if group.is_initialized]
+    layers, sizes = cache.layers, [_head_sizes(group) for group in cache.head_groups if group.is_initialized]
     columns, prompt = whole_numbers(state, "progress", 2)
     cache.plan = cache.config.for_prompt(prompt).plan(cache.max_distance)
-    first = next((name for name in state if name.startswith("0.") and name.endswith(".keys")), "0.keys")
+    begin = f"{next(number for number, spec in enumerate(cache.specs) if spec.attends)}."
+    first = next((name for name in state if name.startswith(begin) and name.endswith(".keys")), f"{begin}keys")
     check_fingerprint(state, _fingerprint(cache, require_tensor(state, first).dtype))
     verify_checksums(state)
     _load_budgets(cache, decode_json(state, "budgets"), prompt)
@@ -87,6 +91,9 @@ def load_state(cache: H2OCache, state: Mapping[str, Tensor]) -> None:
             cache.tokens.columns = columns
         _load_group(group, tensors, device)
         group.filled = filled[number]
+    rows = len(cache.tokens.lengths)
+    for number, (layer, before, spec) in enumerate(zip(cache.layers, layers, cache.specs, strict=True)):
+        load_states(layer, with_prefix(state, f"{number}."), rows, before, spec.device)
     cache.resolved, cache.budgets.pins = True, _ranges(state, "pins")
     cache.budgets.transient = _ranges(state, "transient") if "transient" in state else ()  # older states have none
     if not 0 < cache.seen_tokens <= columns:

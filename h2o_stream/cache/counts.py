@@ -9,6 +9,7 @@ from statistics import fmean
 from typing import TYPE_CHECKING
 
 from h2o_stream.cache.budgets import Schedule
+from h2o_stream.cache.recurrent import states_of
 
 if TYPE_CHECKING:
     from h2o_stream.cache.h2o_cache import H2OCache
@@ -75,7 +76,8 @@ class Occupancy:
         heads = Counter[tuple[Schedule, int]]()
         for group in cache.evicting_groups:
             heads[group.schedule, group.budget.recent] += group.num_heads
-        nbytes, plan = sum(group.nbytes for group in cache.head_groups), cache.plan
+        states = (state.nbytes for layer in cache.recurrent_layers for state in states_of(layer).values())
+        nbytes, plan = sum(group.nbytes for group in cache.head_groups) + sum(states), cache.plan
         return cls(cache.revision, plan.window, nbytes, plan.sinks, cache.budgets.protected, dict(heads))
 
     def counts(self, seen: int) -> CacheCounts:

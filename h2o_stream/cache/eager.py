@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from h2o_stream.cache.attention import QueryChunk, attention, causal_mask, rotated_query
+from h2o_stream.cache.attention import LogitTransform, QueryChunk, attention, causal_mask, rotated_query
 from h2o_stream.cache.eviction import free_slots, keep_best
 from h2o_stream.cache.policies import Attention, Candidates
 
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 class EagerKernels:
     """The `Kernels` that support everything."""
 
-    def supports(self, group: HeadGroup, query: Tensor) -> bool:
+    def supports(self, group: HeadGroup, query: Tensor, transform: LogitTransform) -> bool:
         """Always."""
         return True
 
@@ -112,7 +112,7 @@ def layer_attention(
     if lookup is not None:
         query = rotated_query(chunk, lookup.table)
     sees_all = chunk.new == 1 and group.sliding is None and not has_empty
-    mask = None if sees_all else causal_mask(candidates, chunk, group.sliding)
+    mask = None if sees_all else causal_mask(candidates, chunk, group.sliding, group.chunked)
     folded = None
     if group.folds:
         queries = query.float().unflatten(1, (keys.shape[1], -1)) * chunk.transform.scaling

@@ -36,6 +36,10 @@ _HANDLED = {
 """Keywords that do not change the logits of a single token, or that the cache has handled."""
 
 
+_BY_COLUMN = {"input_ids", "inputs_embeds", "attention_mask", "position_ids", "cache_position", "logits_to_keep"}
+"""Keywords that follow the columns of a forward."""
+
+
 class Stepper(Protocol):
     """Runs the whole model for one token of each row."""
 
@@ -103,7 +107,7 @@ class AttachedForward:
         cache.prepare_forward(kwargs)
         begun = bool(cache.get_seq_length())
         try:
-            output = self._output(kwargs)
+            output = self._by_length(kwargs) if cache.splits_rows else self._output(kwargs)
         except BaseException:
             if not begun:
                 cache.reset()
@@ -166,6 +170,35 @@ class AttachedForward:
             return output
         if torch.is_grad_enabled():
             logits = without_gradient(logits, next((p for p in self._model.parameters() if p.requires_grad), None))
+        return self._as_asked(logits, kwargs)
+
+    def _by_length(self, kwargs: dict[str, Any]) -> Any:
+        """The forward of rows with padding: those with equally many tokens go together while the others wait."""
+        if any(kwargs.get(name) for name in ("output_hidden_states", "output_attentions")):
+            raise H2OStreamError("a padded batch of a model with recurrent layers gives out nothing but logits")
+        cache, tokens = self.cache, tokens_in(kwargs)
+        assert isinstance(cache, H2OCache)
+        assert cache.padding is not None
+        padding, columns = cache.padding, cache.tokens.columns
+        name = "input_ids" if tokens.dim() == 2 else "inputs_embeds"
+        shared = {key: value for key, value in kwargs.items() if key not in _BY_COLUMN} | {"return_dict": True}
+        logits: Tensor = torch.empty(0)
+        for count in sorted(set(padding.counts) - {0}):
+            rows = torch.tensor(padding.counts, device=tokens.device) == count
+            order = padding.order.to(tokens.device)[:, :count]
+            part = {name: _columns(tokens, order), "attention_mask": rows[:, None].long().expand(-1, count)}
+            cache.prepare_forward(arguments := shared | part)
+            found = self._output(arguments).logits
+            logits = found.new_zeros(*tokens.shape[:2], found.shape[-1]) if not len(logits) else logits
+            for row in rows.nonzero().flatten().tolist():
+                logits[row, order[row]] = found[row]
+        cache.tokens.columns = columns + tokens.shape[1]
+        keep = kwargs.get("logits_to_keep", 0)
+        kept = slice(-keep, None) if isinstance(keep, int) else keep
+        return self._as_asked(logits[:, kept], kwargs)
+
+    def _as_asked(self, logits: Tensor, kwargs: dict[str, Any]) -> Any:
+        """Logits in the form that a forward returns."""
         output = CausalLMOutputWithPast(logits=logits, past_key_values=self.cache)
         as_dict = kwargs.get("return_dict")
         return output if (self._config.return_dict if as_dict is None else as_dict) else output.to_tuple()
@@ -180,6 +213,13 @@ class AttachedForward:
         if any(getattr(self._config, name, False) for name in ("output_hidden_states", "output_attentions")):
             return False
         return all(value is None or value is False for name, value in kwargs.items() if name not in _HANDLED)
+
+
+def _columns(tokens: Tensor, order: Tensor) -> Tensor:
+    """Columns [B, n] of ids [B, Q] or embeddings [B, Q, hidden]."""
+    if tokens.dim() == 3:
+        order = order[..., None].expand(-1, -1, tokens.shape[-1])
+    return tokens.gather(1, order)
 
 
 def _with_stream(output: Any, cache: Any, stream: Any) -> Any:

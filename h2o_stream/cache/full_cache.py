@@ -9,9 +9,11 @@ from typing import Any
 import torch
 from torch import Tensor
 from transformers import DynamicCache
+from transformers.cache_utils import CacheLayerMixin
 
 from h2o_stream.cache.arguments import check_rows, tokens_in
 from h2o_stream.cache.counts import CacheCounts
+from h2o_stream.cache.recurrent import load_states, release_states, states_of
 from h2o_stream.cache.state import (
     FINGERPRINT,
     check_fingerprint,
@@ -22,6 +24,7 @@ from h2o_stream.cache.state import (
     require_tensor,
     verify_checksums,
     whole_numbers,
+    with_prefix,
 )
 from h2o_stream.cache.statistics import LayerStatistics
 from h2o_stream.cache.tearing import marks_tears
@@ -35,6 +38,7 @@ class FullCache(DynamicCache):
 
     engine_note = ""
     torn = False
+    splits_rows = False
     stream_number = 0
     """See `H2OCache`."""
 
@@ -52,13 +56,13 @@ class FullCache(DynamicCache):
 
     @property
     def nbytes(self) -> int:
-        """Bytes of keys and values of all layers; a sliding layer also holds what its window was cut from."""
-        held = (t for layer in self.layers for t in (layer.keys, layer.values) if t is not None)
+        """Bytes of keys, values and states of all layers; a sliding layer also holds what its window was cut from."""
+        held = (tensor for layer in self.layers for tensor in _tensors_of(layer).values())
         return sum({s.data_ptr(): s.nbytes() for s in (tensor.untyped_storage() for tensor in held)}.values())
 
     def kept(self, layer: int = 0) -> Tensor:
         """[B, Hkv, n] int64: indices of the tokens a layer holds, oldest first."""
-        keys = self.layers[layer].keys if layer < len(self.layers) else None
+        keys = _tensors_of(self.layers[layer]).get("keys") if layer < len(self.layers) else None
         if keys is None:
             return torch.empty(0, 0, 0, dtype=torch.int64)
         held = keys.shape[2]
@@ -99,18 +103,18 @@ class FullCache(DynamicCache):
         """See `H2OCache.state_dict`."""
         check_saveable(self.torn, self.seen_tokens)
         state = {
-            f"{number}.{name}": getattr(layer, name).clone(memory_format=torch.contiguous_format)
+            f"{number}.{name}": tensor.clone(memory_format=torch.contiguous_format)
             for number, layer in enumerate(self.layers)
-            for name in ("keys", "values")
+            for name, tensor in _tensors_of(layer).items()
         }
         state["progress"] = torch.tensor([self.seen_tokens])
-        state[FINGERPRINT] = encode_json(self._fingerprint(self.layers[0].keys.dtype))
+        state[FINGERPRINT] = encode_json(self._fingerprint(state[self._first_keys].dtype))
         return checksummed(state)
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
         """See `H2OCache.load_state_dict`."""
         with refusing_damage():
-            check_fingerprint(state, self._fingerprint(require_tensor(state, "0.keys").dtype))
+            check_fingerprint(state, self._fingerprint(require_tensor(state, self._first_keys).dtype))
             verify_checksums(state)
             (seen,) = whole_numbers(state, "progress", 1)
             layers = [self._loaded(copy(layer), state, number, seen) for number, layer in enumerate(self.layers)]
@@ -120,7 +124,11 @@ class FullCache(DynamicCache):
 
     def _loaded(self, layer: Any, state: Mapping[str, Tensor], number: int, seen: int) -> Any:
         """A layer that continues from its tensors."""
-        keys, values, first = (require_tensor(state, name) for name in (f"{number}.keys", f"{number}.values", "0.keys"))
+        first = require_tensor(state, self._first_keys)
+        load_states(layer, with_prefix(state, f"{number}."), len(first), self.layers[number])
+        if not isinstance(layer, CacheLayerMixin):
+            return layer
+        keys, values = (require_tensor(state, f"{number}.{name}") for name in ("keys", "values"))
         held = min(seen, layer.sliding_window - 1 or seen) if layer.is_sliding else seen
         shapes = [(tuple(x.shape[:3]), x.dtype) for x in (keys, values)]
         wanted = (first.shape[0], keys.shape[1], held), first.dtype
@@ -137,6 +145,11 @@ class FullCache(DynamicCache):
             layer.cumulative_length = seen
         return layer
 
+    @property
+    def _first_keys(self) -> str:
+        """What the keys of the first layer that has any are called in a state."""
+        return f"{next(n for n, layer in enumerate(self.layers) if isinstance(layer, CacheLayerMixin))}.keys"
+
     def _fingerprint(self, dtype: torch.dtype) -> dict[str, Any]:
         return {"dtype": str(dtype), "model": self._model(), "policy": "full"}
 
@@ -144,6 +157,8 @@ class FullCache(DynamicCache):
         """See `H2OCache.reset`."""
         self.torn = True
         super().reset()
+        for layer in self.layers:
+            release_states(layer)
         self.stream_number += 1
         self.torn = False
 
@@ -161,5 +176,11 @@ class FullCache(DynamicCache):
             raise H2OStreamError(
                 f"attention_mask is made for a cache of {mask.shape[-1]} tokens; leave cache_implementation out"
             )
-        keys = self.layers[0].keys if self.layers else None
-        check_rows(0 if keys is None else len(keys), len(tokens_in(kwargs)))
+        tensors = (tensor for layer in self.layers for tensor in _tensors_of(layer).values())
+        check_rows(len(next(tensors, ())), len(tokens_in(kwargs)))
+
+
+def _tensors_of(layer: Any) -> dict[str, Tensor]:
+    """Keys, values and states of a layer, by name."""
+    attended = {name: getattr(layer, name, None) for name in ("keys", "values")}
+    return {name: tensor for name, tensor in attended.items() if tensor is not None} | states_of(layer)

@@ -20,6 +20,7 @@ from h2o_stream.cache.kernels import Kernels
 from h2o_stream.cache.layer import LayerSpec
 from h2o_stream.cache.padding import Padding
 from h2o_stream.cache.policies import merged
+from h2o_stream.cache.recurrent import HeldRows, RecurrentLayer
 from h2o_stream.cache.shared_state import Revision, TokenCount
 from h2o_stream.cache.state import check_saveable, refusing_damage
 from h2o_stream.cache.statistics import LayerStatistics, layer_statistics
@@ -44,8 +45,9 @@ class H2OCache(Cache):
 
     Attributes:
         storage_device: where all keys and values are kept and attended to; None for where each layer computes.
-        layers: one `EvictingLayer` per decoder layer.
+        layers: an `EvictingLayer` per decoder layer; a `RecurrentLayer` where it has states, as in hybrids.
         head_groups: those of all layers, in order.
+        recurrent_layers: those of the layers with states.
         tokens: counts the tokens of the stream.
         verification: how `attach` verified the model, for native code to be verified by; None if it did not.
         engine_note: what runs the steps and why, for people: "native, avx512" or "eager: ..."; set by `attach`.
@@ -75,6 +77,7 @@ class H2OCache(Cache):
         self._kernels: Kernels | None = None
         self._occupancy_cache: Occupancy | None = None
         self._arriving: tuple[Sequence[int], int] = (), 0
+        self._held_rows = HeldRows((), ())
         self.build(DEFAULT_WINDOW)
 
     def build(self, prompt: int, pins: tuple[range, ...] = (), transient: tuple[range, ...] = ()) -> None:
@@ -83,8 +86,9 @@ class H2OCache(Cache):
         self.plan = self.config.for_prompt(prompt).plan(self.max_distance)
         self.tokens = TokenCount()
         made = [spec.make_layer(self.plan, n, self.tokens, self._revision) for n, spec in enumerate(self.specs)]
-        super().__init__(layers=made)
+        Cache.__init__(self, layers=made)  # of MiniMax, see `accepted_by`, the next class is another
         self.head_groups = [group for layer in made for group in layer.head_groups]
+        self.recurrent_layers = [layer for layer in made if isinstance(layer, RecurrentLayer)]
         self.budgets = BudgetAssignment(self.plan, self.specs, self.max_distance, pins, transient)
         self.kernels = self._kernels
         self.assign_budgets()
@@ -110,8 +114,8 @@ class H2OCache(Cache):
 
     @property
     def evicting_layers(self) -> list[int]:
-        """Indices of the layers that follow the plan: all but those with a sliding window of their own."""
-        return [number for number, spec in enumerate(self.specs) if spec.sliding is None]
+        """Indices of the layers that follow the plan: those with attention and no sliding window of their own."""
+        return [number for number, spec in enumerate(self.specs) if spec.evicts]
 
     @property
     def evicting_groups(self) -> list[HeadGroup]:
@@ -125,7 +129,7 @@ class H2OCache(Cache):
 
     @property
     def nbytes(self) -> int:
-        """Bytes of keys, values and bookkeeping of all layers."""
+        """Bytes of keys, values, recurrent states and bookkeeping of all layers."""
         return self._occupancy.nbytes
 
     def kept(self, layer: int = 0) -> Tensor:
@@ -134,8 +138,8 @@ class H2OCache(Cache):
         An index counts the tokens of its row, so that a row of a padded batch holds what it would hold alone.
         """
         groups: Sequence[HeadGroup] = self.layers[layer].head_groups
-        held = [group.kept() for group in groups]
-        if len(groups) == 1:
+        held = [group.kept() for group in groups] or [torch.empty(0, 0, 0, dtype=torch.int64)]
+        if len(held) == 1:
             return held[0]
         n = max(kept.shape[-1] for kept in held)
         result = held[0].new_full((len(held[0]), sum(group.num_heads for group in groups), n), -1)
@@ -278,6 +282,8 @@ class H2OCache(Cache):
         if self.tokens.lengths:
             for group in self.head_groups:
                 group.select_rows(beam_idx)
+            for layer in self.recurrent_layers:
+                layer.select_rows(beam_idx)
             self.tokens.select_rows(beam_idx.tolist())
 
     def batch_repeat_interleave(self, repeats: int) -> None:
@@ -306,6 +312,7 @@ class H2OCache(Cache):
             self.begin(new)
         counts = padding.counts if padding else (new,) * batch
         self._arriving = counts, new
+        self._held_rows = HeldRows(self.recurrent_layers, [row for row, count in enumerate(counts) if not count])
         kwargs["h2o_cache"] = self
         if self.plan.positions != "absolute":
             kwargs["position_ids"] = torch.zeros(batch, new, dtype=torch.int64, device=tokens.device)
@@ -323,7 +330,16 @@ class H2OCache(Cache):
 
     def count_forward(self) -> None:
         """Count the tokens of the forward that was prepared: all layers have taken them."""
+        self._held_rows.restore()
         self.tokens.advance(*self._arriving)
+
+    @property
+    def splits_rows(self) -> bool:
+        """Whether the prepared forward has padding that recurrent layers would take for tokens: rows go by length."""
+        padding, new = self.padding, self._arriving[1]
+        if padding is None or not self.recurrent_layers or not any(0 < count < new for count in padding.counts):
+            return False
+        return bool(self.seen_tokens) or not padding.leads
 
     @property
     def steady(self) -> bool:

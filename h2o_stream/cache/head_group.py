@@ -46,6 +46,7 @@ class HeadGroup:
         policy: scores and priorities.
         table: rotations for keys that come un-rotated; None if the model rotates by itself (``absolute``).
         sliding: keys of this age and older are hidden, as in the model's own sliding windows.
+        chunked: the text is cut into pieces of `sliding` tokens instead, and no token sees another piece.
         heads: [n] int64, the KV heads of the layer in this group, on its device; None for all.
         tokens: counts the tokens of the cache.
         revision: grows when tensors are allocated or rules change.
@@ -85,11 +86,13 @@ class HeadGroup:
         table: RotaryTable | None,
         sliding: int | None = None,
         *,
+        chunked: bool = False,
         heads: Tensor | None = None,
         tokens: TokenCount | None = None,
         revision: Revision | None = None,
     ) -> None:
         self.plan, self.policy, self.table, self.sliding, self.heads = plan, policy, table, sliding, heads
+        self.chunked = chunked
         self.tokens, self.revision = tokens or TokenCount(), revision or Revision()
         self.schedule = Schedule.equal(plan.window)
         self.span = plan.span
@@ -122,7 +125,8 @@ class HeadGroup:
             self.allocate(key, value, self.schedule.common + self.spare)
         if padding is not None:
             query, key, value = padding.pack(query), padding.pack(key), padding.pack(value)
-        native = self.kernels if self.kernels and not self.watched and self.kernels.supports(self, query) else None
+        usable = self.kernels and not self.watched and self.kernels.supports(self, query, transform)
+        native = self.kernels if usable else None
         kernels, size = native or EAGER, self.plan.chunk or key.shape[2]
         before = lengths = self.tokens.lengths or (0,) * len(key)
         outputs = []

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Protocol
 
 from torch import Tensor
 
-from h2o_stream.cache.attention import QueryChunk
+from h2o_stream.cache.attention import LogitTransform, QueryChunk
 
 if TYPE_CHECKING:
     from h2o_stream.cache.head_group import HeadGroup
@@ -18,8 +18,8 @@ class Kernels(Protocol):
     `decode` and `prefill` write the tensors of the group in place, `seen` included. They do not count tokens.
     """
 
-    def supports(self, group: HeadGroup, query: Tensor) -> bool:
-        """Whether `decode` and `prefill` support this group and query [B, Hq, Q, D]."""
+    def supports(self, group: HeadGroup, query: Tensor, transform: LogitTransform) -> bool:
+        """Whether `decode` and `prefill` support this group, query [B, Hq, Q, D] and transform."""
 
     def decode(self, group: HeadGroup, chunk: QueryChunk) -> Tensor:
         """Store one token of each row, attend, update the scores, and evict until a slot is free again.

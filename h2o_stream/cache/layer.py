@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
-from transformers.cache_utils import CacheLayerMixin
+from transformers.cache_utils import CacheLayerMixin, LinearAttentionLayer
 
 from h2o_stream.cache.attention import LogitTransform
 from h2o_stream.cache.budgets import HeadBudget
 from h2o_stream.cache.head_group import HeadGroup
 from h2o_stream.cache.padding import Padding
 from h2o_stream.cache.policies import make_policy
+from h2o_stream.cache.recurrent import EmptyLayer, RecurrentLayer
 from h2o_stream.cache.rope import RotaryTable
 from h2o_stream.cache.shared_state import Revision, TokenCount
 from h2o_stream.config import CachePlan
@@ -50,7 +51,9 @@ class EvictingLayer(CacheLayerMixin):
         output = value.new_empty(batch, new, *query.shape[1:3], value.shape[-1], dtype=query.dtype)
         for group in self.head_groups:
             queries = query[:, group.heads].flatten(1, 2)
-            attended = group.attend(queries, key[:, group.heads], value[:, group.heads], transform, padding)
+            assert group.heads is not None
+            own = transform.of_heads(group.heads, key.shape[1])
+            attended = group.attend(queries, key[:, group.heads], value[:, group.heads], own, padding)
             output[:, :, group.heads] = attended.unflatten(2, (group.num_heads, -1))
         return output.view(batch, new, query_heads, -1)
 
@@ -85,6 +88,24 @@ class EvictingLayer(CacheLayerMixin):
         raise H2OStreamError("a cache that evicts cannot take tokens back; generate without an assistant model")
 
 
+class EvictingRecurrentLayer(RecurrentLayer, EvictingLayer):
+    """A layer with attention and states side by side, or with a convolution of its queries and keys."""
+
+    is_compileable = False
+
+    def __init__(self, states: int, head_groups: Sequence[HeadGroup], order: Tensor | None = None) -> None:
+        EvictingLayer.__init__(self, head_groups, order)
+        LinearAttentionLayer.__init__(self, states)
+
+    def reset(self) -> None:
+        """Forget the stream, and release slots and states."""
+        EvictingLayer.reset(self)
+        RecurrentLayer.reset(self)
+
+
+DecoderLayer: TypeAlias = EvictingLayer | RecurrentLayer | EmptyLayer
+
+
 @dataclass(frozen=True)
 class LayerSpec:
     """What the cache must know of a decoder layer.
@@ -92,8 +113,12 @@ class LayerSpec:
     Attributes:
         table: rotations for ``rolling`` and ``gap``; None if the model rotates by itself (``absolute``) or not at all.
         order: [D] int64, the dimensions of queries and keys in which the table rotates halves; None for as they are.
+        attends: whether it has attention, and so keys and values.
+        states: how many states of constant size it has, see `RecurrentLayer`.
+        state_bytes: bytes of those states, of one row.
         sliding: the window of a sliding layer among layers that have none: it does not follow the plan. None for the
             other layers.
+        chunked: `sliding` is the length of pieces that do not see each other, see `HeadGroup`.
         hidden_from: age in tokens from which the model hides keys from this layer, or None.
         device: where the layer computes; None for the CPU.
         budgets: its KV heads, grouped by window size.
@@ -103,12 +128,21 @@ class LayerSpec:
 
     table: RotaryTable | None = None
     order: Tensor | None = None
+    attends: bool = True
+    states: int = 0
+    state_bytes: int = 0
     sliding: int | None = None
+    chunked: bool = False
     hidden_from: int | None = None
     device: torch.device | None = None
     budgets: tuple[HeadBudget, ...] = (HeadBudget(),)
     shard: range | None = None
     key: Tensor | None = None
+
+    @property
+    def evicts(self) -> bool:
+        """Whether it follows the plan."""
+        return self.attends and self.sliding is None
 
     @property
     def local_budgets(self) -> tuple[HeadBudget | None, ...]:
@@ -124,21 +158,34 @@ class LayerSpec:
 
     def make_layer(
         self, plan: CachePlan, number: int, tokens: TokenCount | None = None, revision: Revision | None = None
-    ) -> EvictingLayer:
+    ) -> DecoderLayer:
         """An empty layer, the `number`-th of its model."""
-        if self.sliding is None:
-            policy, hidden_from = make_policy(plan, number), self.hidden_from
-            budgets = [budget for budget in self.local_budgets if budget]
-        else:
+        if not self.attends:
+            return RecurrentLayer(self.states) if self.states else EmptyLayer()
+        groups = list(self._head_groups(plan, number, tokens, revision))
+        if self.states:
+            return EvictingRecurrentLayer(self.states, groups, self.order)
+        return EvictingLayer(groups, self.order)
+
+    def _head_groups(
+        self, plan: CachePlan, number: int, tokens: TokenCount | None, revision: Revision | None
+    ) -> Iterator[HeadGroup]:
+        hidden_from, budgets = self.hidden_from, [budget for budget in self.local_budgets if budget]
+        policy = make_policy(plan, number)
+        if self.sliding is not None:
             plan, hidden_from, budgets = _sliding_plan(plan, self.sliding), self.sliding, [HeadBudget()]
             policy = make_policy(plan)
-        groups = []
         for budget in budgets:
-            heads = torch.tensor(budget.heads, device=self.device) if budget.heads else None
-            groups.append(
-                HeadGroup(plan, policy, self.table, hidden_from, heads=heads, tokens=tokens, revision=revision)
+            yield HeadGroup(
+                plan,
+                policy,
+                self.table,
+                hidden_from,
+                chunked=self.chunked,
+                heads=torch.tensor(budget.heads, device=self.device) if budget.heads else None,
+                tokens=tokens,
+                revision=revision,
             )
-        return EvictingLayer(groups, self.order)
 
 
 def _sliding_plan(plan: CachePlan, window: int) -> CachePlan:

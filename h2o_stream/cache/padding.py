@@ -53,6 +53,16 @@ class Padding:
             raise ConfigError(f"attention_mask hides every token of a forward of {new}; leave it out or show some")
         return cls((~kept).long().argsort(dim=1, stable=True), counts)
 
+    @property
+    def leads(self) -> bool:
+        """Whether all padding comes before the tokens of its row."""
+        columns = self.order.shape[1]
+        return all(
+            first == columns - count
+            for first, count in zip(self.order[:, 0].tolist(), self.counts, strict=True)
+            if count
+        )
+
     def pack(self, x: Tensor) -> Tensor:
         """[B, H, Q, D] to [B, H, longest row, D]: every row starts with its first token."""
         order = self.order.to(x.device)[:, : max(self.counts)]

@@ -24,6 +24,7 @@ from h2o_stream.cache.budgets import HeadBudget
 from h2o_stream.cache.identity import model_digest
 from h2o_stream.cache.layer import LayerSpec
 from h2o_stream.cache.measurements import LONG_S, read_measurement, save_measurement
+from h2o_stream.cache.recurrent import accepted_by
 from h2o_stream.cache.support import ProbeCache, attention_of_ours, home_of, size_of
 from h2o_stream.config import CachePlan
 from h2o_stream.progress import Progress, ProgressCallback, ignore
@@ -63,16 +64,14 @@ def assign_budgets(
         specs: its layers. Those with a sliding window of their own stay as they are.
         progress: called after every layer, if heads have to be measured.
     """
-    hidden_from = [spec.sliding or spec.hidden_from for spec in specs]
     if any(spec.shard for spec in specs):
-        retrieval = _gathered(_attention_to_copy(model, hidden_from, progress), model.tp_size)
+        retrieval = _gathered(_attention_to_copy(model, specs, progress), model.tp_size)
     else:
-        retrieval = _known(model, hidden_from, progress)
-    evicting = torch.tensor([spec.sliding is None for spec in specs])
-    found = float(retrieval[evicting].max()) >= _MIN_RETRIEVAL
+        retrieval = _known(model, specs, progress)
+    found = float(retrieval.max()) >= _MIN_RETRIEVAL
     need = retrieval.sqrt() if found else torch.ones_like(retrieval)
-    shares = _FLOOR + (1 - _FLOOR) * need / need[evicting].mean()
-    layers = [() if spec.sliding else _grouped(heads.tolist()) for spec, heads in zip(specs, shares, strict=True)]
+    shares = iter((_FLOOR + (1 - _FLOOR) * need / need.mean()).tolist())
+    layers = [_grouped(next(shares)) if spec.evicts else () for spec in specs]
     groups = [group for layer in layers for group in layer]
     mean = fmean([group.share for group in groups], [group.count for group in groups])
     return [
@@ -101,17 +100,18 @@ def _grouped(shares: Sequence[float]) -> tuple[HeadBudget, ...]:
     )
 
 
-def _known(model: PreTrainedModel, hidden_from: Sequence[int | None], progress: ProgressCallback = ignore) -> Tensor:
+def _known(model: PreTrainedModel, specs: Sequence[LayerSpec], progress: ProgressCallback = ignore) -> Tensor:
     """`_attention_to_copy`, from memory or from the user's cache folder if it was measured before."""
+    hidden_from = [spec.sliding or spec.hidden_from for spec in specs]
     key = f"{model_digest(model)} {model.dtype} {list(hidden_from)} {_PERIOD} {_rows(model)}"
     if key in _measured:
         return _measured[key]
     with suppress(ValueError, TypeError, RuntimeError):
         found = torch.tensor(read_measurement("reach", key), dtype=torch.float32)
-        if found.dim() == 2 and len(found) == len(hidden_from):
+        if found.dim() == 2 and len(found) == sum(spec.evicts for spec in specs):
             return _measured.setdefault(key, found)
     begun = time.perf_counter()
-    _measured[key] = _attention_to_copy(model, hidden_from, progress)
+    _measured[key] = _attention_to_copy(model, specs, progress)
     if time.perf_counter() - begun > LONG_S:
         save_measurement("reach", key, _measured[key].tolist())
     return _measured[key]
@@ -124,15 +124,18 @@ def _rows(model: PreTrainedModel) -> int:
 
 @torch.no_grad()
 def _attention_to_copy(
-    model: PreTrainedModel, hidden_from: Sequence[int | None], progress: ProgressCallback = ignore
+    model: PreTrainedModel, specs: Sequence[LayerSpec], progress: ProgressCallback = ignore
 ) -> Tensor:
-    """[layers, Hkv]: fraction of attention on the previous occurrence of the current token and the token after it."""
+    """Fraction of attention on the previous occurrence of the current token and the token after it.
+
+    Returns:
+        [layers that evict, Hkv] float32.
+    """
     text = model.config.get_text_config()
     period = min(_PERIOD, (getattr(text, "max_position_embeddings", None) or 2 * _PERIOD) // 2)
     plan = CachePlan("recent", 2 * period, 0, 0, 2 * period, 1.0, "absolute", 0, 2 * period)
-    retrieval: list[Tensor] = [torch.empty(0)] * len(hidden_from)
-    specs = [LayerSpec(hidden_from=hidden) for hidden in hidden_from]
-    layers = [spec.make_layer(plan, number) for number, spec in enumerate(specs)]
+    retrieval: dict[int, Tensor] = {}
+    layers = [_bare(spec).make_layer(plan, number) for number, spec in enumerate(specs)]
 
     def watch(number: int, probs: Tensor, visible: Tensor, step: int) -> None:
         query = torch.arange(period, 2 * period, device=probs.device)
@@ -140,12 +143,19 @@ def _attention_to_copy(
         retrieval[number] = copied.mean((0, 2, 3)).cpu()
         progress(Progress("measuring", number + 1, len(layers)))
 
-    for number, layer in enumerate(layers):
-        layer.head_groups[0].watch = partial(watch, number)
+    for number, (layer, spec) in enumerate(zip(layers, specs, strict=True)):
+        if spec.evicts:
+            layer.head_groups[0].watch = partial(watch, number)
     once = torch.randint(text.vocab_size, (_rows(model), period), generator=torch.Generator().manual_seed(0))
     repeated = torch.cat((once, once), 1).to(home_of(model))
-    cache = ProbeCache(layers=layers)
+    cache = accepted_by(model, ProbeCache(layers=layers))
     with attention_of_ours(model):
         positions = torch.arange(2 * period, device=home_of(model)).expand(len(once), -1)
         model.base_model(repeated, position_ids=positions, past_key_values=cache, h2o_cache=cache, use_cache=True)
-    return torch.stack(retrieval)
+    return torch.stack([retrieval[number] for number in sorted(retrieval)])
+
+
+def _bare(spec: LayerSpec) -> LayerSpec:
+    """A layer that sees as far as the model's own, and holds everything."""
+    seen = spec.sliding or spec.hidden_from
+    return LayerSpec(attends=spec.attends, states=spec.states, chunked=spec.chunked, hidden_from=seen)

@@ -6,7 +6,7 @@ distance. Keys are stored un-rotated and rotated by a table lookup when they are
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
 import torch
@@ -111,15 +111,19 @@ class RotaryTable:
     @torch.no_grad()
     def _make(self, size: int, device: torch.device, dtype: torch.dtype) -> Tensor:
         position = torch.arange(size, device=device)[None]
-        cos, sin = self._rotary(torch.zeros(1, device=device, dtype=torch.float32), position, *self._layer_type)
+        found = self._rotary(torch.zeros(1, device=device, dtype=torch.float32), position, *self._layer_type)
+        cos, sin = (found.real, found.imag) if isinstance(found, Tensor) else found
         table = torch.cat((_once(cos[0]), _once(sin[0])), dim=-1)
         return (table / self._scaling).to(dtype)
 
 
 def _once(x: Tensor) -> Tensor:
-    """One of two equal numbers for each pair of dimensions: the first half of x [..., Drot], or every second one."""
+    """One number for each pair of dimensions: the first half of x, every second one, or all if none comes twice."""
+    if x.shape[-1] % 2:
+        return x
     first, second = x.chunk(2, dim=-1)
-    return first if first.equal(second) else x[..., ::2]
+    even, odd = x[..., ::2], x[..., 1::2]
+    return first if first.equal(second) else even if even.equal(odd) else x
 
 
 def dimension_orders(size: int, rotary_dims: int) -> Iterator[Tensor]:
@@ -143,23 +147,19 @@ def dimension_orders(size: int, rotary_dims: int) -> Iterator[Tensor]:
             yield torch.cat((*halves.flip(0), others))
 
 
-def rotary_of(model: nn.Module) -> nn.Module:
-    """The rotary embedding of a model.
+def tables_of(model: nn.Module, layer_types: Iterable[str]) -> dict[str, list[RotaryTable]]:
+    """The tables that may apply to each kind of layer: one for each rotary embedding of a model, most have one.
 
     Raises:
-        PositionsError: there is none, there are several, or its type is unknown.
+        PositionsError: the type of one is unknown.
     """
-    name = type(model).__name__
-    found = [module for module in model.modules() if hasattr(module, "rope_type")]
-    if len(found) != 1:
-        raise PositionsError(f"{name} has {len(found)} rotary embeddings, rolling and gap positions need one")
-    kinds = found[0].rope_type
-    for kind in kinds.values() if isinstance(kinds, dict) else (kinds,):
-        if kind not in _WITHIN_CONTEXT:
-            raise PositionsError(f"{name} uses {kind} RoPE, which is not known here")
-    return found[0]
-
-
-def table_for(rotary: nn.Module, layer_type: str) -> RotaryTable:
-    """The table of one kind of layer; most models have one for all."""
-    return RotaryTable(rotary, layer_type if isinstance(rotary.rope_type, dict) else None)
+    tables: dict[str, list[RotaryTable]] = {kind: [] for kind in layer_types}
+    for rotary in (module for module in model.modules() if hasattr(module, "rope_type")):
+        by_layer = isinstance(rotary.rope_type, dict)
+        for rope in rotary.rope_type.values() if by_layer else (rotary.rope_type,):
+            if rope not in _WITHIN_CONTEXT:
+                raise PositionsError(f"{type(model).__name__} uses {rope} RoPE, which is not known here")
+        shared = RotaryTable(rotary)
+        for kind, found in tables.items():
+            found.append(RotaryTable(rotary, kind) if by_layer else shared)
+    return tables

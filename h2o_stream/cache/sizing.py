@@ -82,6 +82,9 @@ def allocated_bytes(cache: H2OCache, model_config: Any) -> int:
     text = model_config.get_text_config()
     total = 0
     for layer, spec in zip(cache.layers, cache.specs, strict=True):
+        total += spec.state_bytes
+        if not spec.attends:
+            continue
         assert spec.key is not None
         heads, size = spec.key.shape
         for group in layer.head_groups:

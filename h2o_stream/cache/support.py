@@ -8,7 +8,7 @@ checked afterwards, see `verification`.
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -18,12 +18,17 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.cache_utils import Cache
 
 from h2o_stream.cache.attention_interface import ATTENTION_NAME
-from h2o_stream.cache.layer import EvictingLayer, LayerSpec
-from h2o_stream.cache.rope import PositionsError, RotaryTable, dimension_orders, rotary_of, rotate_back, table_for
+from h2o_stream.cache.layer import DecoderLayer, EvictingLayer, EvictingRecurrentLayer, LayerSpec
+from h2o_stream.cache.recurrent import EmptyLayer, RecurrentLayer, accepted_by, states_of
+from h2o_stream.cache.rope import PositionsError, RotaryTable, dimension_orders, rotate_back, tables_of
 from h2o_stream.config import DEFAULT_WINDOW, CacheConfig, CachePlan
 from h2o_stream.errors import H2OStreamError, UnsupportedModelError, means_out_of_memory
 
-_LAYER_KINDS = {"full_attention", "sliding_attention"}
+_RECURRENT = {"linear_attention", "conv", "hybrid", "hybrid_sliding"}
+_WITHOUT_ATTENTION = {"linear_attention", "conv", "moe", "mlp"}
+_SLIDING = {"sliding_attention", "hybrid_sliding"}
+_LAYER_KINDS = {"full_attention", "chunked_attention"} | _RECURRENT | _WITHOUT_ATTENTION | _SLIDING
+"""Kinds of layers in transformers' ``layer_types``; recurrent ones have states of constant size."""
 
 
 def home_of(model: Any) -> torch.device:
@@ -50,25 +55,37 @@ def context_of(config: Any) -> int | None:
 def max_distance_of(config: Any) -> int | None:
     """Largest distance a model was trained for: its context, or less if all layers slide or RoPE depends on length."""
     text = config.get_text_config()
-    limits, rope, windows = [context_of(config)], _rope(text) or {}, sliding_windows(config)
+    limits, rope, windows = [context_of(config)], _rope(text) or {}, set(_sliding_windows(text))
     if rope.get("rope_type") == "longrope":
         limits.append(rope.get("original_max_position_embeddings"))
     if None not in windows:
-        limits.append(min(windows))  # type: ignore[type-var]
+        limits.append(min(windows, default=None))  # type: ignore[type-var]
     return min((limit for limit in limits if limit), default=None)
 
 
 def learned_positions(config: Any) -> int | None:
-    """Number of positions with a learned embedding, or None if positions are computed."""
-    return None if _rope(config.get_text_config()) else context_of(config)
-
-
-def sliding_windows(config: Any) -> list[int | None]:
-    """The sliding window of every layer; None where a layer sees everything."""
+    """Number of positions with a learned embedding, or None if positions are computed, or only states carry order."""
     text = config.get_text_config()
-    window = getattr(text, "sliding_window", None)
+    return None if _rope(text) or _RECURRENT.intersection(_kinds(text)) else context_of(config)
+
+
+def _kinds(text: Any) -> list[str]:
+    """The kind of every layer."""
     kinds = getattr(text, "layer_types", None) or ["sliding_attention"] * text.num_hidden_layers
-    return [window if kind == "sliding_attention" else None for kind in kinds[: text.num_hidden_layers]]
+    return list(kinds[: text.num_hidden_layers])
+
+
+def _sliding_window(text: Any, kind: str) -> int | None:
+    """The window of a kind of layer; None if it sees everything."""
+    if kind == "chunked_attention":
+        return int(text.attention_chunk_size)
+    window: int | None = getattr(text, "sliding_window", None)
+    return window if kind in _SLIDING else None
+
+
+def _sliding_windows(text: Any) -> list[int | None]:
+    """The windows of the layers with attention."""
+    return [_sliding_window(text, kind) for kind in _kinds(text) if kind not in _WITHOUT_ATTENTION]
 
 
 def _rope(text: Any) -> dict[str, Any] | None:
@@ -88,26 +105,27 @@ def check_supported(model_class: type, config: Any, cache: CacheConfig) -> Cache
     plan = cache.for_prompt(DEFAULT_WINDOW).plan(max_distance_of(config))
     if plan.policy == "full":
         return plan
-    name, text = model_class.__name__, config.get_text_config()
+    name = model_class.__name__
     if reason := _unsupported_because(model_class, config):
         raise UnsupportedModelError(f"{name} {reason}; only --policy full can serve it")
-    if plan.positions != "absolute" and not _rope(text):
+    if plan.positions != "absolute" and learned_positions(config) is not None:
         raise PositionsError(f"{name} has no rotary positions, which {plan.positions} re-assigns")
     return plan
 
 
 def _unsupported_because(model_class: type, config: Any) -> str:
     """Why the cache cannot support a model of this class, or nothing."""
-    strange = set(getattr(config.get_text_config(), "layer_types", None) or ()) - _LAYER_KINDS
-    if strange:
+    text = config.get_text_config()
+    kinds = set(getattr(text, "layer_types", None) or ())
+    if strange := kinds - _LAYER_KINDS:
         return f"has {', '.join(sorted(strange))} layers"
-    if getattr(model_class, "_is_stateful", False):
+    if getattr(model_class, "_is_stateful", False) and not kinds:
         return "keeps states that are no keys and values"
+    if kinds and kinds <= _WITHOUT_ATTENTION | {"chunked_attention"}:
+        return "has no layer whose memory would grow"
     if config.is_encoder_decoder:
         return "is half of an encoder and a decoder"
-    if not getattr(model_class, "_supports_attention_backend", False):
-        if hasattr(sys.modules[model_class.__module__], "ALL_ATTENTION_FUNCTIONS"):
-            return "does not declare that its attention can be replaced"
+    if not hasattr(sys.modules[model_class.__module__], "ALL_ATTENTION_FUNCTIONS"):
         return "does not take its attention from transformers' registry"
     return ""
 
@@ -118,26 +136,30 @@ def layer_specs(model: PreTrainedModel, plan: CachePlan) -> list[LayerSpec]:
     Raises:
         UnsupportedModelError: see `rotary_of` and `probe`.
     """
-    text, windows = model.config.get_text_config(), sliding_windows(model.config)
-    kinds = (getattr(text, "layer_types", None) or ["full_attention"] * len(windows))[: len(windows)]
-    tables: dict[str, RotaryTable] = {}
-    if plan.positions != "absolute":
-        rotary = rotary_of(model)
-        tables = {kind: table_for(rotary, kind) for kind in set(kinds)}
-    uniform = None not in windows
-    probed = probe(model, [tables.get(kind) for kind in kinds])
-    return [
-        LayerSpec(
-            table=form.table,
-            order=form.order,
-            sliding=None if uniform else window,
-            hidden_from=window if plan.positions == "absolute" else None,
-            device=form.key.device,
-            shard=_shard(model, form.key.shape[1]),
-            key=form.key[0, :, 0].to("meta"),
-        )
-        for window, form in zip(windows, probed, strict=True)
-    ]
+    text = model.config.get_text_config()
+    kinds, uniform = _kinds(text), None not in _sliding_windows(text)
+    moves = plan.positions != "absolute"
+    probed = probe(model, kinds, tables_of(model, set(kinds) - _WITHOUT_ATTENTION) if moves else {}, moves)
+    return [_spec(model, plan, kind, form, uniform) for kind, form in zip(kinds, probed, strict=True)]
+
+
+def _spec(model: PreTrainedModel, plan: CachePlan, kind: str, form: ProbedLayer, uniform: bool) -> LayerSpec:
+    """The spec of one layer; if all that have attention slide (`uniform`), they follow the plan."""
+    if form.key is None:
+        return LayerSpec(attends=False, states=form.states, state_bytes=form.state_bytes)
+    window, chunked = _sliding_window(model.config.get_text_config(), kind), kind == "chunked_attention"
+    return LayerSpec(
+        table=form.table,
+        order=form.order,
+        states=form.states,
+        state_bytes=form.state_bytes,
+        sliding=None if uniform and not chunked else window,
+        chunked=chunked,
+        hidden_from=window if plan.positions == "absolute" else None,
+        device=form.key.device,
+        shard=_shard(model, form.key.shape[1]),
+        key=form.key[0, :, 0].to("meta"),
+    )
 
 
 def _shard(model: PreTrainedModel, heads: int) -> range | None:
@@ -161,6 +183,13 @@ class _AttentionProbe(EvictingLayer):
         """A single token attends to itself, at any position."""
         self.seen = (query, key)
         return value.repeat_interleave(query.shape[1] // key.shape[1], dim=1).transpose(1, 2).contiguous()
+
+
+class _HybridProbe(EvictingRecurrentLayer, _AttentionProbe):
+    """The same, for a layer that also has states."""
+
+    attend = _AttentionProbe.attend
+    get_seq_length = _AttentionProbe.get_seq_length
 
 
 class ProbeCache(Cache):
@@ -221,62 +250,99 @@ class ProbedLayer(NamedTuple):
     """What a probe finds out about a layer.
 
     Attributes:
-        key: [B, Hkv, 1, D], as the cache gets it.
+        key: [B, Hkv, 1, D], as the cache gets it; None if it has no attention.
         table: its rotations; None if the model does not rotate there, or by itself.
         order: see `LayerSpec`.
+        states: see `LayerSpec`.
+        state_bytes: see `LayerSpec`.
     """
 
-    key: Tensor
+    key: Tensor | None = None
     table: RotaryTable | None = None
     order: Tensor | None = None
+    states: int = 0
+    state_bytes: int = 0
 
 
 @torch.no_grad()
-def probe(model: PreTrainedModel, tables: list[RotaryTable | None]) -> list[ProbedLayer]:
+def probe(
+    model: PreTrainedModel, kinds: Sequence[str], tables: Mapping[str, Sequence[RotaryTable]], moves: bool
+) -> list[ProbedLayer]:
     """Feed one token at position 0 and at a later one, and compare: they may differ only by RoPE, in a known form.
 
+    Args:
+        model: whose layers are probed.
+        kinds: of the layers.
+        tables: see `tables_of`.
+        moves: whether the cache assigns positions, so that they must show in nothing but RoPE.
+
     Raises:
-        UnsupportedModelError: a layer does not take its attention from us, or the model rotates in another way.
+        UnsupportedModelError: a layer does not take its attention from us, or keeps states elsewhere, or the model
+            rotates in another way.
     """
-    name, position = type(model).__name__, 5
-    token = 1 if getattr(model.config.get_text_config(), "pad_token_id", None) != 1 else 2
-    probes = ProbeCache(layers=[_AttentionProbe(()) for _ in tables])
+    name, position, text = type(model).__name__, 5 * moves, model.config.get_text_config()
+    token = 1 if getattr(text, "pad_token_id", None) != 1 else 2
+    states = getattr(text, "number_of_conv_states", 1)
+    probes = accepted_by(model, ProbeCache(layers=[_probing_layer(kind, states) for kind in kinds]))
     with attention_of_ours(model), failing_as(f"{name} with the keywords of this cache"):
         model(
             torch.full((2, 1), token, device=home_of(model)),
-            position_ids=torch.tensor([[0], [position if any(tables) else 0]], device=home_of(model)),
+            position_ids=torch.tensor([[0], [position]], device=home_of(model)),
             past_key_values=probes,
             h2o_cache=probes,
             use_cache=True,
         )
-    asked = sum(layer.seen is not None for layer in probes.layers)
-    if asked < len(tables):
+    attending = [layer for layer, kind in zip(probes.layers, kinds, strict=True) if kind not in _WITHOUT_ATTENTION]
+    asked = sum(layer.seen is not None for layer in attending)
+    if asked < len(attending):
         raise UnsupportedModelError(
-            f"{asked} of {len(tables)} layers of {name} take their attention from transformers' registry; "
+            f"{asked} of {len(attending)} layers of {name} take their attention from transformers' registry; "
             "only --policy full can serve it"
         )
-    return [
-        ProbedLayer(layer.seen[1]) if table is None else _probed(name, layer.seen, table, position)
-        for layer, table in zip(probes.layers, tables, strict=True)
-    ]
+    found = []
+    for kind, layer in zip(kinds, probes.layers, strict=True):
+        kept = states_of(layer)
+        if kind in _RECURRENT and not kept:
+            raise UnsupportedModelError(f"{name} keeps states outside of its cache; only --policy full can serve it")
+        form = (
+            ProbedLayer() if kind in _WITHOUT_ATTENTION else _probed(name, layer.seen, tables.get(kind, ()), position)
+        )
+        size = sum(state[0].nbytes for state in kept.values())
+        found.append(form._replace(states=states if kind in _RECURRENT else 0, state_bytes=size))
+    return found
 
 
-def _probed(name: str, seen: tuple[Tensor, Tensor], table: RotaryTable, position: int) -> ProbedLayer:
+def _probing_layer(kind: str, states: int) -> DecoderLayer:
+    if kind not in _RECURRENT:
+        return EmptyLayer() if kind in _WITHOUT_ATTENTION else _AttentionProbe(())
+    return RecurrentLayer(states) if kind in _WITHOUT_ATTENTION else _HybridProbe(states, ())
+
+
+def _probed(name: str, seen: tuple[Tensor, Tensor], tables: Sequence[RotaryTable], position: int) -> ProbedLayer:
     """The form of RoPE in which queries and keys [2, H, 1, D] are those of one token at 0 and at `position`."""
-    if all(_alike(*x) for x in seen):
-        return ProbedLayer(seen[1])
-    try:
-        rotation = table.upto(position + 1, seen[1].device, torch.float32)[position]
-    except (AttributeError, KeyError, TypeError, ValueError) as error:
-        raise PositionsError(f"{name} has a rotary embedding that gives no cosines and sines") from error
-    for number, order in enumerate(dimension_orders(seen[1].shape[-1], rotation.shape[-1])):
-        ordered = [x[..., order.to(x.device)] for x in seen]
-        if all(_alike(unrotated, rotate_back(rotated.float(), rotation)) for unrotated, rotated in ordered):
-            return ProbedLayer(seen[1], table, order.to(seen[1].device) if number else None)
-    raise PositionsError(f"{name} applies RoPE in a form that is not reproduced here")
+    key, off = seen[1], [_difference(*x) for x in seen]
+    limit = 1e-3 if key.dtype == torch.float32 else 0.05
+    if max(off) < limit:
+        return ProbedLayer(key)
+    if not tables:
+        raise PositionsError(f"{name} has no rotary embedding that is known here")
+    forms = []
+    for table in tables:
+        try:
+            rotation = table.upto(position + 1, key.device, torch.float32)[position]
+        except (AttributeError, KeyError, TypeError, ValueError) as error:
+            raise PositionsError(f"{name} has a rotary embedding that gives no cosines and sines") from error
+        for number, order in enumerate(dimension_orders(key.shape[-1], rotation.shape[-1])):
+            ordered = [x[..., order.to(x.device)] for x in seen]
+            off = [_difference(unrotated, rotate_back(rotated.float(), rotation)) for unrotated, rotated in ordered]
+            forms.append((max(off), ProbedLayer(key, table, order.to(key.device) if number else None)))
+    error, form = min(forms, key=lambda found: found[0])
+    if not error < limit:
+        raise PositionsError(f"{name} applies RoPE in a form that is not reproduced here")
+    return form
 
 
-def _alike(x: Tensor, other: Tensor) -> bool:
-    """Whether they differ only by rounding, that of the dtype of x."""
-    off = (other.float() - x.float()).abs().max()
-    return bool(off < x.float().abs().max() * (1e-3 if x.dtype == torch.float32 else 0.05))
+def _difference(x: Tensor, other: Tensor) -> float:
+    """The largest difference, relative to the largest number of x."""
+    largest = x.float().abs().max().clamp_min(torch.finfo(torch.float32).tiny)
+    return float((other.float() - x.float()).abs().max() / largest)

@@ -22,6 +22,7 @@ from h2o_stream.cache.identity import has_additions, model_digest
 from h2o_stream.cache.kernels import Kernels
 from h2o_stream.cache.layer import LayerSpec
 from h2o_stream.cache.measurements import LONG_S, read_measurement, save_measurement
+from h2o_stream.cache.recurrent import accepted_by
 from h2o_stream.cache.rope import PositionsError
 from h2o_stream.cache.support import (
     attention_of,
@@ -175,6 +176,7 @@ class Verification:
             if self._expected is None:
                 self._expected = self._logits()
             cache = H2OCache(self._config, self._specs, self._max_distance, self._learned)
+            accepted_by(self._model, cache)
             cache.kernels = kernels
             steps = make_steps(cache) if make_steps else None
             ours = self._through(cache, steps)

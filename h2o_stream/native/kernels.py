@@ -34,8 +34,10 @@ class NativeKernels:
             WeakKeyDictionary()
         )
 
-    def supports(self, group: HeadGroup, query: Tensor) -> bool:
+    def supports(self, group: HeadGroup, query: Tensor, transform: LogitTransform) -> bool:
         """See `Kernels.supports`."""
+        if transform.sinks is not None or group.chunked:
+            return False
         return not unsupported(group) and query.dtype == group.dtype and query.device == group.device
 
     def decode(self, group: HeadGroup, chunk: QueryChunk) -> Tensor:

@@ -65,7 +65,9 @@ def _described(model: Any, cache: H2OCache) -> Description | str:
     """What native steps need, or why there are none."""
     if cache.storage_device is not None or (getattr(model, "tp_size", None) or 1) > 1:
         return "the cache is in host memory or the model is shared by several processes"
-    if any(layer.order is not None for layer in cache.layers):
+    if not all(spec.attends for spec in cache.specs) or cache.recurrent_layers:
+        return "it has layers with states, or without attention"
+    if any(spec.order is not None for spec in cache.specs):
         return "it rotates the dimensions of a head in another order than halves"
     try:
         description = describe(model)

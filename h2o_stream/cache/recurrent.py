@@ -1,0 +1,149 @@
+"""Layers with states of constant size: linear attention, state-space and convolution layers.
+
+transformers updates the states, from which nothing is evicted. They are reordered, saved and loaded with the slots.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping, Sequence
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+from transformers.cache_utils import Cache, DummyLayer, LinearAttentionCacheLayerMixin, LinearAttentionLayer
+
+from h2o_stream.cache.head_group import HeadGroup
+from h2o_stream.errors import H2OStreamError
+
+CacheType = TypeVar("CacheType", bound=Cache)
+
+_KINDS = ("conv", "recurrent")
+"""Kinds of states: the last inputs of a convolution, and what a recurrence carries on."""
+
+
+class RecurrentLayer(LinearAttentionLayer):
+    """The states of a layer, each [B, ...]."""
+
+    head_groups: tuple[HeadGroup, ...] = ()
+
+    def update_recurrent_state(self, recurrent_states: Tensor, state_idx: int = 0, **kwargs: Any) -> Tensor:
+        """Store a state, also in a layer that has no convolution."""
+        updated: Tensor = super().update_recurrent_state(recurrent_states, state_idx, **kwargs)
+        self.has_previous_state[state_idx] = True
+        return updated
+
+    def reset(self) -> None:
+        """Forget the states and release them: the next stream may have another number of rows."""
+        release_states(self)
+
+    def select_rows(self, rows: Tensor) -> None:
+        """Row i becomes a copy of row rows[i]."""
+        for name, state in states_of(self).items():
+            _set_state(self, name, state.index_select(0, rows.to(state.device)))
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Refused: a state does not lose its last tokens."""
+        raise H2OStreamError("a recurrent state cannot take tokens back; generate without an assistant model")
+
+
+class EmptyLayer(DummyLayer):
+    """A layer that keeps nothing, such as an MLP."""
+
+    head_groups: tuple[HeadGroup, ...] = ()
+
+
+class _LinearStates:
+    """What MiniMax asks of its own class of caches, kept in recurrent states."""
+
+    def get_linear_cache(self: Any, layer_idx: int) -> Tensor | None:
+        """The state of a layer; None before the first token."""
+        state: Tensor | None = self.get_recurrent_state(layer_idx)
+        return state
+
+    def set_linear_cache(self: Any, layer_idx: int, linear_cache: Tensor) -> None:
+        """Store the state of a layer."""
+        self.update_recurrent_state(linear_cache, layer_idx)
+
+    def __len__(self: Any) -> int:
+        return len(self.layers)
+
+
+def accepted_by(model: Any, cache: CacheType) -> CacheType:
+    """The same cache; for MiniMax, which takes no other, also as an instance of its own class."""
+    own = getattr(sys.modules[type(model).__module__], "MiniMaxCache", None)
+    if own is not None:
+        cache.__class__ = type(type(cache).__name__, (type(cache), _LinearStates, own), {})
+    return cache
+
+
+def states_of(layer: Any) -> dict[str, Tensor]:
+    """The states of a layer by name, "conv.0" for example; none of a layer that has only attention."""
+    if not isinstance(layer, LinearAttentionCacheLayerMixin):
+        return {}
+    states = {f"{kind}.{number}": x for kind in _KINDS for number, x in getattr(layer, f"{kind}_states").items()}
+    return {name: state for name, state in states.items() if state is not None}
+
+
+def release_states(layer: Any) -> None:
+    """Forget the states of a layer, if it has any, and their sizes."""
+    if isinstance(layer, LinearAttentionCacheLayerMixin):
+        LinearAttentionCacheLayerMixin.__init__(layer, layer.number_of_states)
+
+
+def load_states(
+    layer: Any, saved: Mapping[str, Tensor], rows: int, before: Any, device: torch.device | None = None
+) -> None:
+    """Continue from states of `rows` rows, by name as `states_of` gives them.
+
+    Args:
+        layer: empty.
+        saved: the states among other tensors.
+        rows: number of rows.
+        before: the layer that this one replaces; states have the sizes of its states, if it has any yet.
+        device: where the layer computes; None for where the states are.
+
+    Raises:
+        H2OStreamError: they are not those of such a layer.
+    """
+    if not isinstance(layer, LinearAttentionCacheLayerMixin):
+        return
+    names = {f"{kind}.{number}" for kind in _KINDS for number in range(layer.number_of_states)}
+    chosen, sizes = {name: saved[name] for name in sorted(names & saved.keys())}, states_of(before)
+    for name, state in chosen.items():
+        wanted = sizes.get(name, state).shape[1:]
+        if state.dim() < 2 or state.shape != (rows, *wanted):
+            raise H2OStreamError(f"the state does not fit: {name} is {list(state.shape)}, {[rows, *wanted]} is needed")
+    if layer.number_of_states and not chosen:
+        raise H2OStreamError("the state is incomplete: a layer has no recurrent state")
+    for name, state in chosen.items():
+        _set_state(layer, name, state.to(device or state.device, copy=True))
+
+
+def _set_state(layer: LinearAttentionLayer, name: str, state: Tensor) -> None:
+    kind, _, digits = name.partition(".")
+    number = int(digits)
+    getattr(layer, f"{kind}_states")[number] = state
+    getattr(layer, f"is_{kind}_states_initialized")[number] = layer.has_previous_state[number] = True
+    if kind == "conv":
+        layer.conv_kernel_size[number] = state.shape[-1]
+        layer.device, layer.dtype = state.device, state.dtype
+
+
+class HeldRows:
+    """The states of rows that have no token in the next forward, which changes them nevertheless.
+
+    Args:
+        layers: whose states.
+        rows: numbers of those rows.
+    """
+
+    def __init__(self, layers: Sequence[RecurrentLayer], rows: Sequence[int]) -> None:
+        self._layers, self._rows = layers if rows else (), list(rows)
+        self._states = [{name: x[self._rows] for name, x in states_of(layer).items()} for layer in self._layers]
+
+    def restore(self) -> None:
+        """Set them as they were: to zero if there were none."""
+        for layer, before in zip(self._layers, self._states, strict=True):
+            for name, state in states_of(layer).items():
+                state[self._rows] = before.get(name, torch.zeros_like(state[self._rows]))
