@@ -108,6 +108,16 @@ LATENT = {
     "first_k_dense_replace": 2,
 }
 
+LINEAR = {
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 8,
+}
+STATE_SPACE = {"mamba_n_heads": 4, "mamba_d_head": 8, "mamba_d_state": 8, "mamba_n_groups": 1, "mamba_expand": 1}
+EXPERTS = {"num_experts_per_tok": 2, "moe_intermediate_size": 16, "num_local_experts": 4, "num_experts": 4}
+HYBRID = ["linear_attention", "full_attention"]
+
 FAMILIES = [
     Family("Llama 1, 2", "Llama 2, Vicuna, SmolLM2", "", tiny("Llama", **SIZES)),
     Family("Llama 3", "Llama 3.1, 3.2", "grouped queries, llama3 RoPE", tiny("Llama", **GROUPED, **LLAMA3)),
@@ -203,6 +213,197 @@ FAMILIES = [
         native=False,
     ),
     Family(
+        "Qwen3-Next",
+        "Qwen3-Next 80B",
+        "linear layers (gated delta rule) beside full ones, experts",
+        tiny("Qwen3Next", **GROUPED, **LINEAR, **EXPERTS, layer_types=HYBRID),
+        native=False,
+    ),
+    Family(
+        "Qwen 3.5",
+        "Qwen 3.5 (text)",
+        "linear layers (gated delta rule) beside full ones",
+        tiny("Qwen3_5", "Qwen3_5Text", **GROUPED, **LINEAR, layer_types=HYBRID),
+        native=False,
+    ),
+    Family(
+        "OLMo hybrid",
+        "OLMo hybrid 7B",
+        "linear layers (gated delta rule) beside full ones without positions",
+        tiny("OlmoHybrid", **GROUPED, **LINEAR, layer_types=HYBRID),
+        native=False,
+    ),
+    Family(
+        "Falcon-H1",
+        "Falcon-H1",
+        "attention and a state space side by side in each layer",
+        tiny("FalconH1", **GROUPED, **STATE_SPACE, mamba_d_ssm=32),
+        native=False,
+    ),
+    Family(
+        "Granite 4",
+        "Granite 4 hybrid",
+        "state-space layers beside full ones without positions, experts",
+        tiny("GraniteMoeHybrid", **GROUPED, **STATE_SPACE, **EXPERTS, shared_intermediate_size=32, layer_types=HYBRID),
+        native=False,
+    ),
+    Family(
+        "Bamba",
+        "Bamba 9B",
+        "state-space layers beside full ones",
+        tiny("Bamba", **GROUPED, **STATE_SPACE, attn_layer_indices=[1]),
+        native=False,
+    ),
+    Family(
+        "Jamba",
+        "Jamba 1.5, 1.7",
+        "state-space layers beside full ones without positions, experts",
+        tiny("Jamba", **GROUPED, **EXPERTS, mamba_expand=1, mamba_d_state=8, attn_layer_period=2, attn_layer_offset=1),
+        native=False,
+    ),
+    Family(
+        "Nemotron-H",
+        "Nemotron-H, Nemotron Nano 2 and 3",
+        "layers of one kind each: state space, experts, MLP, full attention without positions",
+        tiny(
+            "NemotronH",
+            **{key: GROUPED[key] for key in GROUPED if key not in ("num_hidden_layers", "initializer_range")},
+            layer_types=["linear_attention", "moe", "full_attention", "mlp"],
+            mamba_num_heads=4,
+            mamba_head_dim=8,
+            n_groups=1,
+            ssm_state_size=8,
+            n_routed_experts=4,
+            moe_intermediate_size=16,
+            moe_shared_expert_intermediate_size=16,
+            initializer_range=0.1,
+        ),
+        native=False,
+    ),
+    Family(
+        "MiniMax",
+        "MiniMax-Text-01, M1",
+        "linear layers (lightning attention) beside full ones, experts",
+        tiny("MiniMax", **GROUPED, **EXPERTS, layer_types=HYBRID),
+        native=False,
+    ),
+    Family(
+        "Kimi Linear",
+        "Kimi Linear 48B",
+        "linear layers (Kimi delta rule) beside latent attention without positions, experts",
+        tiny(
+            "KimiLinear",
+            **{**LATENT, **EXPERTS},
+            linear_head_dim=8,
+            linear_num_heads=4,
+            layer_types=HYBRID,
+        ),
+        native=False,
+    ),
+    Family(
+        "LFM2 MoE",
+        "LFM2 8B-A1B",
+        "convolutions beside full layers, experts",
+        tiny("Lfm2Moe", **GROUPED, **EXPERTS, num_dense_layers=1, layer_types=["conv", "full_attention"]),
+        native=False,
+    ),
+    Family(
+        "LFM3",
+        "LFM3",
+        "convolutions, sliding and full layers",
+        tiny(
+            "Lfm3",
+            **{**GROUPED, "num_hidden_layers": 3},
+            sliding_window=10,
+            layer_types=["conv", "sliding_attention", "full_attention"],
+        ),
+        native=False,
+    ),
+    Family(
+        "gpt-oss",
+        "gpt-oss 20B, 120B",
+        "learned sinks, every other layer sliding, experts",
+        tiny("GptOss", **GROUPED, **EXPERTS, **YARN, sliding_window=10, layer_types=SLIDING),
+        native=False,
+    ),
+    Family(
+        "MiMo V2",
+        "MiMo V2 Flash",
+        "learned sinks in sliding layers, which have more KV heads",
+        tiny(
+            "MiMoV2Flash",
+            **GROUPED,
+            **EXPERTS,
+            v_head_dim=4,
+            n_routed_experts=4,
+            sliding_window=10,
+            layer_types=SLIDING,
+        ),
+        native=False,
+    ),
+    Family(
+        "Granite SWA",
+        "Granite with sliding windows",
+        "learned sinks, sliding layers with a RoPE of their own",
+        tiny(
+            "GraniteSWA",
+            **GROUPED,
+            sliding_window=10,
+            layer_types=SLIDING,
+            layer_rope_theta=[10000.0, 500000.0],
+        ),
+        native=False,
+    ),
+    Family(
+        "Llama 4",
+        "Llama 4 Scout, Maverick (text)",
+        "chunked layers with RoPE on adjacent pairs, the others without positions, experts",
+        tiny(
+            "Llama4",
+            "Llama4Text",
+            **GROUPED,
+            **EXPERTS,
+            intermediate_size_mlp=32,
+            attention_chunk_size=10,
+            no_rope_layers=[1, 0],
+            layer_types=["chunked_attention", "full_attention"],
+        ),
+        native=False,
+    ),
+    Family(
+        "Gemma 4",
+        "Gemma 4 (text)",
+        "layers that share keys and values, embeddings of tokens in each layer, heads of two sizes",
+        tiny(
+            "Gemma4",
+            "Gemma4Text",
+            **{**GROUPED, "num_hidden_layers": 4},
+            sliding_window=10,
+            layer_types=SLIDING * 2,
+            num_kv_shared_layers=2,
+            hidden_size_per_layer_input=8,
+            vocab_size_per_layer_input=64,
+        ),
+        native=False,
+    ),
+    Family(
+        "Gemma 3n",
+        "Gemma 3n (text)",
+        "layers that share keys and values, embeddings of tokens in each layer",
+        tiny(
+            "Gemma3n",
+            "Gemma3nText",
+            **{**GROUPED, "num_hidden_layers": 4},
+            sliding_window=10,
+            layer_types=SLIDING * 2,
+            num_kv_shared_layers=2,
+            hidden_size_per_layer_input=8,
+            vocab_size_per_layer_input=64,
+            laurel_rank=8,
+        ),
+        native=False,
+    ),
+    Family(
         "OPT",
         "OPT 125M to 66B",
         "learned positions: `absolute` only, ends at the last one",
@@ -290,7 +491,7 @@ def tokens_of(row: int, policy: str, attempt: int = 0) -> list[int]:
 
 
 @functools.cache
-def expected(number: int, config: CacheConfig, row: int) -> tuple[list[int], Tensor, list[list[list[int]]]]:
+def expected(number: int, config: CacheConfig, row: int) -> tuple[list[int], Tensor, dict[int, list[list[int]]]]:
     """The tokens of a row, its logits [n, V] alone, and the tokens each layer keeps at the end.
 
     Tokens are the first ones with which nothing comes close to a tie.
@@ -300,12 +501,12 @@ def expected(number: int, config: CacheConfig, row: int) -> tuple[list[int], Ten
     for attempt in range(8):
         tokens = tokens_of(row, config.policy, attempt)
         if config.policy == "full":
-            return tokens, model(torch.tensor([tokens])).logits[0], []
-        oracle, chunk = Oracle(model, rules_of(config, family)), config.chunk or prompt
-        logits = [oracle.feed(tokens[i : min(i + chunk, prompt)]) for i in range(0, prompt, chunk)]
+            return tokens, model(torch.tensor([tokens])).logits[0], {}
+        oracle = Oracle(model, rules_of(config, family))
+        logits = [oracle.feed(tokens[:prompt], config.chunk or 0)]
         logits += [oracle.feed([token]) for token in tokens[prompt:]]
         if oracle.margin > TIE:
-            return tokens, torch.cat(logits), [oracle.kept(layer) for layer in range(2)]
+            return tokens, torch.cat(logits), {layer: oracle.kept(layer) for layer in oracle.held}
     raise AssertionError(f"{family.name}, {config.policy}: row {row} always comes too close to a tie")
 
 
@@ -332,8 +533,8 @@ def error(number: int, policy: str, chunk: int, rows: int, positions: str | None
             model(ids[:, start:end], attention_mask=mask[:, :end], past_key_values=cache).logits
             for start, end in itertools.pairwise(ends)
         ]
-        kept = [cache.kept(layer).tolist() for layer in range(2)]
         evicting = [] if policy == "full" else cache.evicting_layers
+        kept = {layer: cache.kept(layer).tolist() for layer in evicting}
     logits, worst = torch.cat(chunks, 1), 0.0
     for row, (pad, (_, alone, held)) in enumerate(zip(padding, wanted, strict=True)):
         for layer in evicting:

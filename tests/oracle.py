@@ -15,9 +15,26 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import AttentionInterface
+from transformers import AttentionInterface, DynamicCache
 
 from tests.literature import PRIORITIES, Head
+
+STATES = {"linear_attention", "conv", "moe", "mlp"}
+"""Layers without attention. Those named hybrid have both."""
+
+
+ALONE = ("gemma4_text", "gemma3n_text")
+"""Families that rotate queries and keys by a call for each."""
+
+
+def learned_nothing(text: Any) -> bool:
+    """Whether a model without RoPE has no positions at all, because other layers carry the order of tokens."""
+    return bool({"linear_attention", "conv"}.intersection(getattr(text, "layer_types", None) or ()))
+
+
+def cache_of(model: Any) -> Any:
+    own = getattr(sys.modules[type(model).__module__], "MiniMaxCache", None)
+    return own() if own else DynamicCache(config=model.config)
 
 
 @dataclass(eq=False)
@@ -31,12 +48,13 @@ class Kept:
 
 @dataclass(frozen=True)
 class Visible:
-    """The n tokens that a query sees: key [n, D], value [n, D], and the age and span [n] of each."""
+    """What a query sees, itself last: key [n, D] and value [n, D] of n tokens, and their age, span and index [n]."""
 
     key: Tensor
     value: Tensor
     age: Tensor
     span: Tensor
+    index: Tensor
 
 
 @dataclass
@@ -71,6 +89,7 @@ class Oracle:
     model: nn.Module
     rules: Rules
     seen: int = 0
+    chunk: int = 0
     margin: float = math.inf
     held: dict[int, list[list[Kept]]] = field(default_factory=dict)
     queries: dict[tuple[int, int], list[Tensor]] = field(default_factory=dict)
@@ -84,34 +103,74 @@ class Oracle:
         kinds = getattr(text, "layer_types", None) or ["sliding_attention"] * text.num_hidden_layers
         self.kinds = kinds
         self.windows = [window if kind == "sliding_attention" else None for kind in kinds]
+        self.chunks = [text.attention_chunk_size if kind == "chunked_attention" else None for kind in kinds]
         self.latent = hasattr(text, "qk_rope_head_dim")  # rotary dimensions come last
         self.rotates = getattr(text, "no_rope_layers", None) or [
             text.model_type not in ("cohere2", "exaone4") or kind == "sliding_attention" for kind in kinds
         ]
         self.rotary = next((module for module in self.model.modules() if hasattr(module, "rope_type")), None)
+        self.moves = self.rotary is not None or learned_nothing(text)
+        carries = {*STATES, "hybrid"}.intersection(kinds)
+        self.states = cache_of(self.model) if carries else None  # transformers' own, for what is no attention
         self.tables: dict[str, tuple[Tensor, Tensor]] = {}  # cos and sin by distance, for each layer type
 
-    def feed(self, tokens: list[int]) -> Tensor:
-        """Feed a chunk: attend to the kept tokens and causally within the chunk, then evict. Returns logits [n, V]."""
-        positions = (
-            torch.arange(self.seen, self.seen + len(tokens)) if self.rotary is None else torch.zeros(len(tokens))
-        )
+    def feed(self, tokens: list[int], chunk: int = 0) -> Tensor:
+        """Feed tokens. Of each chunk: attend to the kept tokens and causally within it, then evict.
+
+        Returns logits [n, V]. All chunks go through the model together, 0 is one chunk.
+        """
+        self.chunk = chunk or len(tokens)
+        positions = torch.zeros(len(tokens)) if self.moves else torch.arange(self.seen, self.seen + len(tokens))
         config = self.model.config
         previous, config._attn_implementation = config._attn_implementation, "oracle"
         try:
             logits = self.model(
-                torch.tensor([tokens]), position_ids=positions.long()[None], use_cache=False, oracle=self
+                torch.tensor([tokens]),
+                position_ids=positions.long()[None],
+                past_key_values=self.states,
+                use_cache=self.states is not None,
+                oracle=self,
             ).logits[0]
         finally:
             config._attn_implementation = previous
         self.seen += len(tokens)
         return logits
 
-    def layer(self, number: int, q: Tensor, k: Tensor, v: Tensor, scaling: float, softcap: float | None) -> Tensor:
-        """Attention of one layer: q [Hq, n, D], k and v [Hkv, n, D] to [n, Hq, D]."""
+    def layer(
+        self,
+        number: int,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        scaling: float,
+        softcap: float | None,
+        sinks: Tensor | None = None,
+    ) -> Tensor:
+        """Attention of one layer: q [Hq, n, D], k and v [Hkv, n, D], sinks [Hq] to [n, Hq, D]."""
+        before, outputs = self.seen, []
+        for start in range(0, q.shape[1], self.chunk):
+            self.seen = before + start
+            part = (x[:, start : start + self.chunk] for x in (q, k, v))
+            outputs.append(self.attend_chunk(number, *part, scaling, softcap, sinks))
+        self.seen = before
+        return torch.cat(outputs)
+
+    def attend_chunk(
+        self,
+        number: int,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        scaling: float,
+        softcap: float | None,
+        sinks: Tensor | None,
+    ) -> Tensor:
+        """`layer`, of one chunk."""
         heads, new, _ = k.shape
         groups, rules = q.shape[0] // heads, self.rules
-        own_window = self.windows[number] if None in self.windows else None
+        attending = [window for window, kind in zip(self.windows, self.kinds, strict=True) if kind not in STATES]
+        own_window = self.chunks[number] or (self.windows[number] if None in attending else None)
+        sinks = torch.full((q.shape[0],), -torch.inf) if sinks is None else sinks
         lists = self.held.setdefault(number, [[] for _ in range(heads)])
         mixed = torch.zeros(new, q.shape[0], v.shape[-1])
         for head in range(heads):
@@ -126,9 +185,11 @@ class Oracle:
             spans = torch.tensor([0 if rules.pinned(token.index) else rules.span for token in held])
             for i in range(new):
                 queries, count = q[head * groups : (head + 1) * groups, i], len(held) - new + i + 1
-                visible = Visible(keys[:count], values[:count], self.seen + i - indices[:count], spans[:count])
+                ages = self.seen + i - indices[:count]
+                visible = Visible(keys[:count], values[:count], ages, spans[:count], indices[:count])
                 extra = folded(self, number, head, queries * scaling, self.seen + i, new - 1 - i)
-                weights, output = self.attend(number, queries, visible, scaling, softcap, own_window, extra)
+                sink = sinks[head * groups : (head + 1) * groups, None]
+                weights, output = self.attend(number, queries, visible, scaling, softcap, own_window, sink, extra)
                 mixed[i, head * groups : (head + 1) * groups] = output
                 if rules.rule == "tova":
                     received.zero_()
@@ -156,11 +217,12 @@ class Oracle:
         scaling: float,
         softcap: float | None,
         own_window: int | None,
+        sink: Tensor,
         extra: tuple[Tensor, Tensor] | None = None,
     ) -> tuple[Tensor, Tensor]:
         """A group's attention weights [G, n] on the visible tokens, and its outputs [G, D].
 
-        `extra` is one more logit [G, 1] and value [G, D].
+        `sink` is one more logit [G, 1] without a value, `extra` one more logit [G, 1] and value [G, D].
         """
         positions = "absolute" if own_window else self.rules.positions
         age = visible.age
@@ -171,31 +233,52 @@ class Oracle:
         window = self.windows[number]
         if window is not None and positions == "absolute":
             logits[:, age >= window] = -torch.inf
+        if chunk := self.chunks[number]:
+            logits[:, visible.index // chunk < visible.index[-1] // chunk] = -torch.inf
         if extra is not None:
-            weights = torch.cat((logits, extra[0]), 1).softmax(-1)
-            return weights[:, :-1], weights[:, :-1] @ visible.value + weights[:, -1:] * extra[1]
-        weights = logits.softmax(-1)
+            weights = torch.cat((logits, extra[0], sink), 1).softmax(-1)
+            return weights[:, :-2], weights[:, :-2] @ visible.value + weights[:, -2:-1] * extra[1]
+        weights = torch.cat((logits, sink), 1).softmax(-1)[:, :-1]
         return weights, weights @ visible.value
 
     def table(self, number: int) -> tuple[Tensor, Tensor]:
         """Cosines and sines [1, n, Drot] of a layer by distance, backwards."""
+        if thetas := getattr(self.model.config, "layer_rope_theta", None):
+            (rotary,) = (
+                x for x in self.model.base_model.rotary_embs if x.config.rope_parameters["rope_theta"] == thetas[number]
+            )
+            return rotary(torch.zeros(1), -torch.arange(1024.0)[None])
         kind = self.kinds[number]
         if kind not in self.tables:
             which = (kind,) if isinstance(self.rotary.rope_type, dict) else ()
             self.tables[kind] = self.rotary(torch.zeros(1), -torch.arange(1024.0)[None], *which)
         return self.tables[kind]
 
+    def rotary_dims(self, number: int) -> int:
+        """Dimensions of a head that are rotated; these families have one number for two of them in their tables."""
+        size = self.table(number)[0].shape[-1]
+        return size * 2 if self.model.config.model_type in ("gpt_oss", "llama4_text") else size
+
     def rotate(self, number: int, x: Tensor, distance: Tensor) -> Tensor:
         """Rotate x [n, D] from position 0 to minus its distances."""
         if self.rotary is None or not self.rotates[number]:
             return x
+        code: Any = sys.modules[type(self.rotary).__module__]
+        if hasattr(code, "apply_rotary_emb"):
+            turned: Tensor = code.apply_rotary_emb(x[None, :, None], x[None, :, None], self.table(number)[:, distance])[
+                1
+            ]
+            return turned[0, :, 0]
         cos, sin = self.table(number)
-        turn: Any = sys.modules[type(self.rotary).__module__].apply_rotary_pos_emb
+        turn = code.apply_rotary_pos_emb
+        if self.model.config.model_type == "gpt_oss":
+            return turn(x[None, None], x[None, None], *(c[:, distance] / cos[0, 0, 0] for c in (cos, sin)))[1][0, 0]
         rotary_dims, scale = cos.shape[-1], cos[0, 0, 0]  # the model applies the scale at position 0 too
         before = x[:, : x.shape[-1] - rotary_dims] if self.latent else x[:, :0]
         x = x[:, before.shape[-1] :]
         x = torch.cat((x[:, :rotary_dims] / scale, x[:, rotary_dims:]), dim=-1)
-        x = turn(x[None, None], x[None, None], cos[:, distance], sin[:, distance])[1][0, 0]
+        cos, sin, x = cos[:, distance], sin[:, distance], x[None, None]
+        x = (turn(x, cos, sin) if self.model.config.model_type in ALONE else turn(x, x, cos, sin)[1])[0, 0]
         return torch.cat((before, x), dim=-1)
 
     def evict(self, held: list[Kept], layer: int, head: int, seen: int) -> list[Kept]:
@@ -249,7 +332,7 @@ class Oracle:
             rules.window - rules.heavy - rules.sinks,
             self.in_halves(layer, torch.stack(self.queries[layer, head])).double(),
             lambda steps: self.ahead(layer, keys, distance, steps),
-            self.table(layer)[0].shape[-1] if rotates else 0,
+            self.rotary_dims(layer) if rotates else 0,
             rules.span if rules.positions == "gap" else rules.window,
         )
 
@@ -263,10 +346,10 @@ class Oracle:
         """Dimensions of x [..., D] in the order in which RoPE rotates two halves."""
         if self.rotary is None or not self.rotates[layer]:
             return x
-        size, kind = self.table(layer)[0].shape[-1], self.model.config.model_type
+        size, kind = self.rotary_dims(layer), self.model.config.model_type
         x = torch.cat((x[..., -size:], x[..., :-size]), -1) if self.latent else x
         rotary, others = x[..., :size], x[..., size:]
-        if kind in ("glm", "cohere", "cohere2", "ernie4_5", "helium"):
+        if kind in ("glm", "cohere", "cohere2", "ernie4_5", "helium", "llama4_text"):
             rotary = torch.cat((rotary[..., ::2], rotary[..., 1::2]), -1)
         elif kind == "nanochat":
             rotary = rotary.roll(size // 2, -1)
@@ -304,9 +387,12 @@ def oracle_attention(
     softcap: float | None = None,
     *,
     oracle: Oracle,
+    s_aux: Tensor | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    return oracle.layer(module.layer_idx, query[0], key[0], value[0], scaling, softcap)[None], None
+    new = query.shape[2]  # transformers' own cache may have put earlier keys before the new ones
+    key, value = key[0, :, -new:], value[0, :, -new:]
+    return oracle.layer(module.layer_idx, query[0], key, value, scaling, softcap, s_aux)[None], None
 
 
 def folded(

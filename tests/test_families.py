@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import copy
+import itertools
 from pathlib import Path
 
 import pytest
 import torch
-from transformers import DynamicCache
 
 from h2o_stream import CacheConfig, attach
 from tests.families import (
@@ -23,7 +23,7 @@ from tests.families import (
     rules_of,
     table,
 )
-from tests.oracle import Oracle
+from tests.oracle import Oracle, cache_of
 
 MEAN = {torch.float32: 5e-6, torch.bfloat16: 0.06}
 """RMS difference relative to the RMS of the logits."""
@@ -77,8 +77,16 @@ def test_before_any_eviction_it_equals_transformers_cache(number: int, dtype: to
     family, tokens = FAMILIES[number], torch.randint(3, 64, (2, 40), generator=torch.Generator().manual_seed(5))
     model = copy.deepcopy(family.make()).to(dtype)
     exact = copy.deepcopy(model).float()(tokens).logits
-    chunks, theirs = tokens.split([35] + [1] * 5, 1), DynamicCache(config=model.config)
-    wanted = torch.cat([model(part, past_key_values=theirs).logits for part in chunks], 1).float()
+    chunks, theirs = tokens.split([35] + [1] * 5, 1), cache_of(model)
+    starts = itertools.accumulate((part.shape[1] for part in chunks), initial=0)
+    places = [torch.arange(start, start + part.shape[1])[None] for start, part in zip(starts, chunks, strict=False)]
+    wanted = torch.cat(
+        [
+            model(part, past_key_values=theirs, position_ids=place, use_cache=True).logits
+            for part, place in zip(chunks, places, strict=True)
+        ],
+        1,
+    ).float()
     for positions in family.positions:
         with attach(model, CacheConfig(window=40, positions=positions, chunk=7)) as cache:
             ours = torch.cat([model(part, past_key_values=cache).logits for part in chunks], 1).float()
@@ -94,7 +102,7 @@ def test_far_past_the_span_and_the_context(number: int, positions: str) -> None:
     count = CONTEXT if positions == "absolute" else CONTEXT + 60
     tokens = torch.randint(3, 64, (count,), generator=torch.Generator().manual_seed(6)).tolist()
     oracle = Oracle(model, rules_of(config, family))
-    wanted = torch.cat([oracle.feed(tokens[i : i + 16]) for i in range(0, count, 16)])
+    wanted = oracle.feed(tokens, chunk=16)
     with attach(model, config) as cache:
         ours = model(torch.tensor([tokens]), past_key_values=cache).logits[0]
     assert oracle.margin > TIE

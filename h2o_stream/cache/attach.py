@@ -114,7 +114,7 @@ def build_cache(model: PreTrainedModel, config: CacheConfig, progress: ProgressC
     if config.cache_size is not None:
         config = config_for_size(config, specs, model.config)
     cache = H2OCache(config, specs, max_distance_of(model.config), learned_positions(model.config), digest)
-    cache.verification = verification
+    cache.verification, cache.continues = verification, verification.continues()
     return accepted_by(model, cache)
 
 

@@ -107,7 +107,7 @@ class AttachedForward:
         cache.prepare_forward(kwargs)
         begun = bool(cache.get_seq_length())
         try:
-            output = self._by_length(kwargs) if cache.splits_rows else self._output(kwargs)
+            output = self._in_pieces(kwargs) if self._needs_pieces(kwargs) else self._output(kwargs)
         except BaseException:
             if not begun:
                 cache.reset()
@@ -172,27 +172,43 @@ class AttachedForward:
             logits = without_gradient(logits, next((p for p in self._model.parameters() if p.requires_grad), None))
         return self._as_asked(logits, kwargs)
 
-    def _by_length(self, kwargs: dict[str, Any]) -> Any:
-        """The forward of rows with padding: those with equally many tokens go together while the others wait."""
+    def _needs_pieces(self, kwargs: dict[str, Any]) -> bool:
+        """Whether recurrent layers would take a prepared forward wrongly in one piece."""
+        cache, new = self.cache, tokens_in(kwargs).shape[1]
+        if not isinstance(cache, H2OCache) or not cache.recurrent_layers:
+            return False
+        begun, padding = bool(cache.seen_tokens), cache.padding
+        if begun and new > 1 and not cache.continues:
+            return True
+        is_ragged = padding is not None and any(0 < count < new for count in padding.counts)
+        return padding is not None and is_ragged and (begun or not padding.leads)
+
+    def _in_pieces(self, kwargs: dict[str, Any]) -> Any:
+        """The forward in pieces, each with equally many tokens in its rows while the other rows wait.
+
+        Recurrent layers take padding for tokens; and some models begin anew with every piece of several tokens.
+        """
         if any(kwargs.get(name) for name in ("output_hidden_states", "output_attentions")):
-            raise H2OStreamError("a padded batch of a model with recurrent layers gives out nothing but logits")
+            raise H2OStreamError("this forward is fed in pieces, which give out nothing but logits")
         cache, tokens = self.cache, tokens_in(kwargs)
         assert isinstance(cache, H2OCache)
-        assert cache.padding is not None
-        padding, columns = cache.padding, cache.tokens.columns
+        columns, (rows, new) = cache.tokens.columns, tokens.shape[:2]
+        packed = torch.arange(new).expand(rows, -1) if cache.padding is None else cache.padding.order
+        packed, counts = packed.to(tokens.device), torch.tensor(cache.padding.counts if cache.padding else [new] * rows)
         name = "input_ids" if tokens.dim() == 2 else "inputs_embeds"
         shared = {key: value for key, value in kwargs.items() if key not in _BY_COLUMN} | {"return_dict": True}
-        logits: Tensor = torch.empty(0)
-        for count in sorted(set(padding.counts) - {0}):
-            rows = torch.tensor(padding.counts, device=tokens.device) == count
-            order = padding.order.to(tokens.device)[:, :count]
-            part = {name: _columns(tokens, order), "attention_mask": rows[:, None].long().expand(-1, count)}
-            cache.prepare_forward(arguments := shared | part)
+        logits: Tensor | None = None
+        for chosen, start, stop in _pieces(counts, cache.continues):
+            part, length = packed[:, start:stop], stop - start
+            mask = chosen[:, None].long().expand(-1, length).to(tokens.device)
+            arguments = shared | {name: _columns(tokens, part), "attention_mask": mask}
+            cache.prepare_forward(arguments)
             found = self._output(arguments).logits
-            logits = found.new_zeros(*tokens.shape[:2], found.shape[-1]) if not len(logits) else logits
-            for row in rows.nonzero().flatten().tolist():
-                logits[row, order[row]] = found[row]
-        cache.tokens.columns = columns + tokens.shape[1]
+            logits = found.new_zeros(rows, new, found.shape[-1]) if logits is None else logits
+            for row in chosen.nonzero().flatten().tolist():
+                logits[row, part[row]] = found[row]
+        assert logits is not None
+        cache.tokens.columns = columns + new
         keep = kwargs.get("logits_to_keep", 0)
         kept = slice(-keep, None) if isinstance(keep, int) else keep
         return self._as_asked(logits[:, kept], kwargs)
@@ -213,6 +229,14 @@ class AttachedForward:
         if any(getattr(self._config, name, False) for name in ("output_hidden_states", "output_attentions")):
             return False
         return all(value is None or value is False for name, value in kwargs.items() if name not in _HANDLED)
+
+
+def _pieces(counts: Tensor, continues: bool) -> Iterator[tuple[Tensor, int, int]]:
+    """Which rows [B] bool go together, and from which to which of their tokens: all of them, or one by one."""
+    if continues:
+        yield from ((counts == count, 0, count) for count in sorted(set(counts.tolist()) - {0}))
+    else:
+        yield from ((counts > start, start, start + 1) for start in range(int(counts.max())))
 
 
 def _columns(tokens: Tensor, order: Tensor) -> Tensor:

@@ -38,7 +38,6 @@ class FullCache(DynamicCache):
 
     engine_note = ""
     torn = False
-    splits_rows = False
     stream_number = 0
     """See `H2OCache`."""
 
@@ -171,13 +170,16 @@ class FullCache(DynamicCache):
         Raises:
             H2OStreamError: the stream has another number of rows, or the mask is made for a cache of fixed size.
         """
-        mask, new = kwargs.get("attention_mask"), tokens_in(kwargs).shape[1]
+        mask, tokens = kwargs.get("attention_mask"), tokens_in(kwargs)
+        new = tokens.shape[1]
         if isinstance(mask, Tensor) and mask.dim() == 4 and mask.shape[-1] != self.seen_tokens + new:
             raise H2OStreamError(
                 f"attention_mask is made for a cache of {mask.shape[-1]} tokens; leave cache_implementation out"
             )
+        if any(self.is_linear) and kwargs.get("position_ids") is None:  # some hybrids would begin at 0 again
+            kwargs["position_ids"] = torch.arange(self.seen_tokens, self.seen_tokens + new)[None].to(tokens.device)
         tensors = (tensor for layer in self.layers for tensor in _tensors_of(layer).values())
-        check_rows(len(next(tensors, ())), len(tokens_in(kwargs)))
+        check_rows(len(next(tensors, ())), len(tokens))
 
 
 def _tensors_of(layer: Any) -> dict[str, Tensor]:

@@ -51,12 +51,14 @@ class H2OCache(Cache):
         tokens: counts the tokens of the stream.
         verification: how `attach` verified the model, for native code to be verified by; None if it did not.
         engine_note: what runs the steps and why, for people: "native, avx512" or "eager: ..."; set by `attach`.
+        continues: whether several tokens at once can continue a stream; if not, they are fed one by one.
         torn: a forward or a reset was cut off halfway; only `reset` helps.
         stream_number: grows with every `reset` and every state that is loaded, which distinguishes streams.
     """
 
     engine_note = ""
     torn = False
+    continues = True
     stream_number = 0
     verification: Verification | None = None
 
@@ -88,7 +90,7 @@ class H2OCache(Cache):
         made = [spec.make_layer(self.plan, n, self.tokens, self._revision) for n, spec in enumerate(self.specs)]
         Cache.__init__(self, layers=made)  # of MiniMax, see `accepted_by`, the next class is another
         self.head_groups = [group for layer in made for group in layer.head_groups]
-        self.recurrent_layers = [layer for layer in made if isinstance(layer, RecurrentLayer)]
+        self.recurrent_layers: list[RecurrentLayer] = [layer for layer in made if isinstance(layer, RecurrentLayer)]
         self.budgets = BudgetAssignment(self.plan, self.specs, self.max_distance, pins, transient)
         self.kernels = self._kernels
         self.assign_budgets()
@@ -280,10 +282,8 @@ class H2OCache(Cache):
     def reorder_cache(self, beam_idx: Tensor) -> None:
         """Row i becomes a copy of row beam_idx[i], scores and ranks included."""
         if self.tokens.lengths:
-            for group in self.head_groups:
-                group.select_rows(beam_idx)
-            for layer in self.recurrent_layers:
-                layer.select_rows(beam_idx)
+            for holder in (*self.head_groups, *self.recurrent_layers):
+                holder.select_rows(beam_idx)
             self.tokens.select_rows(beam_idx.tolist())
 
     def batch_repeat_interleave(self, repeats: int) -> None:
@@ -332,14 +332,6 @@ class H2OCache(Cache):
         """Count the tokens of the forward that was prepared: all layers have taken them."""
         self._held_rows.restore()
         self.tokens.advance(*self._arriving)
-
-    @property
-    def splits_rows(self) -> bool:
-        """Whether the prepared forward has padding that recurrent layers would take for tokens: rows go by length."""
-        padding, new = self.padding, self._arriving[1]
-        if padding is None or not self.recurrent_layers or not any(0 < count < new for count in padding.counts):
-            return False
-        return bool(self.seen_tokens) or not padding.leads
 
     @property
     def steady(self) -> bool:

@@ -63,7 +63,8 @@ class _LinearStates:
 
     def set_linear_cache(self: Any, layer_idx: int, linear_cache: Tensor) -> None:
         """Store the state of a layer."""
-        self.update_recurrent_state(linear_cache, layer_idx)
+        self.torn = True
+        _set_state(self.layers[layer_idx], "recurrent.0", linear_cache)
 
     def __len__(self: Any) -> int:
         return len(self.layers)

@@ -7,7 +7,7 @@ distance. Keys are stored un-rotated and rotated by a table lookup when they are
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -85,7 +85,7 @@ class RotaryTable:
         layer_type: which of several frequencies (Gemma 3), or None if there is one.
     """
 
-    def __init__(self, rotary: nn.Module, layer_type: str | None = None) -> None:
+    def __init__(self, rotary: Any, layer_type: str | None = None) -> None:
         self._rotary = rotary
         self._layer_type = (layer_type,) if layer_type else ()
         prefix = f"{layer_type}_" if layer_type else ""
@@ -154,9 +154,12 @@ def tables_of(model: nn.Module, layer_types: Iterable[str]) -> dict[str, list[Ro
         PositionsError: the type of one is unknown.
     """
     tables: dict[str, list[RotaryTable]] = {kind: [] for kind in layer_types}
-    for rotary in (module for module in model.modules() if hasattr(module, "rope_type")):
-        by_layer = isinstance(rotary.rope_type, dict)
-        for rope in rotary.rope_type.values() if by_layer else (rotary.rope_type,):
+    for rotary in model.modules():
+        types: Any = getattr(rotary, "rope_type", None)
+        if types is None:
+            continue
+        by_layer = isinstance(types, dict)
+        for rope in types.values() if by_layer else (types,):
             if rope not in _WITHIN_CONTEXT:
                 raise PositionsError(f"{type(model).__name__} uses {rope} RoPE, which is not known here")
         shared = RotaryTable(rotary)

@@ -105,10 +105,10 @@ def check_supported(model_class: type, config: Any, cache: CacheConfig) -> Cache
     plan = cache.for_prompt(DEFAULT_WINDOW).plan(max_distance_of(config))
     if plan.policy == "full":
         return plan
-    name = model_class.__name__
+    name, text = model_class.__name__, config.get_text_config()
     if reason := _unsupported_because(model_class, config):
         raise UnsupportedModelError(f"{name} {reason}; only --policy full can serve it")
-    if plan.positions != "absolute" and learned_positions(config) is not None:
+    if plan.positions != "absolute" and not _rope(text) and not _RECURRENT.intersection(_kinds(text)):
         raise PositionsError(f"{name} has no rotary positions, which {plan.positions} re-assigns")
     return plan
 
@@ -125,7 +125,8 @@ def _unsupported_because(model_class: type, config: Any) -> str:
         return "has no layer whose memory would grow"
     if config.is_encoder_decoder:
         return "is half of an encoder and a decoder"
-    if not hasattr(sys.modules[model_class.__module__], "ALL_ATTENTION_FUNCTIONS"):
+    asks = hasattr(sys.modules[model_class.__module__], "ALL_ATTENTION_FUNCTIONS")
+    if not asks and not getattr(model_class, "_supports_attention_backend", False):
         return "does not take its attention from transformers' registry"
     return ""
 
@@ -304,9 +305,9 @@ def probe(
         kept = states_of(layer)
         if kind in _RECURRENT and not kept:
             raise UnsupportedModelError(f"{name} keeps states outside of its cache; only --policy full can serve it")
-        form = (
-            ProbedLayer() if kind in _WITHOUT_ATTENTION else _probed(name, layer.seen, tables.get(kind, ()), position)
-        )
+        form = ProbedLayer()
+        if kind not in _WITHOUT_ATTENTION:
+            form = _probed(name, layer.seen, tables.get(kind, ()), position)
         size = sum(state[0].nbytes for state in kept.values())
         found.append(form._replace(states=states if kind in _RECURRENT else 0, state_bytes=size))
     return found
@@ -336,8 +337,8 @@ def _probed(name: str, seen: tuple[Tensor, Tensor], tables: Sequence[RotaryTable
             ordered = [x[..., order.to(x.device)] for x in seen]
             off = [_difference(unrotated, rotate_back(rotated.float(), rotation)) for unrotated, rotated in ordered]
             forms.append((max(off), ProbedLayer(key, table, order.to(key.device) if number else None)))
-    error, form = min(forms, key=lambda found: found[0])
-    if not error < limit:
+    smallest, form = min(forms, key=lambda found: found[0])
+    if not smallest < limit:
         raise PositionsError(f"{name} applies RoPE in a form that is not reproduced here")
     return form
 

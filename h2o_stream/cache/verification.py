@@ -175,8 +175,7 @@ class Verification:
         with _undisturbed(self._model):
             if self._expected is None:
                 self._expected = self._logits()
-            cache = H2OCache(self._config, self._specs, self._max_distance, self._learned)
-            accepted_by(self._model, cache)
+            cache = accepted_by(self._model, self._new_cache())
             cache.kernels = kernels
             steps = make_steps(cache) if make_steps else None
             ours = self._through(cache, steps)
@@ -194,6 +193,20 @@ class Verification:
         return (
             "" if error < tolerance else f"its logits are off by {error:.1e} of their rms, {tolerance:.0e} is rounding"
         )
+
+    def continues(self) -> bool:
+        """Whether several tokens at once continue a stream; in some models they begin recurrent states anew."""
+        if not any(spec.states for spec in self._specs):
+            return True
+
+        def failure() -> str:
+            with _undisturbed(self._model):
+                cache = accepted_by(self._model, self._new_cache())
+                both = [self._fed(cache, part) for part in self._tokens().tensor_split(2, 1)]
+                error = error_of(both[1], self._logits()[:, -both[1].shape[1] :])
+            return "" if error < tolerance_of(self._model) else "it begins anew"
+
+        return not self.cached("continues", failure)
 
     def sees_later(self) -> bool:
         """Whether the model's own logits of a token depend on later tokens."""
@@ -213,20 +226,25 @@ class Verification:
     def _through(self, cache: H2OCache, steps: NativeSteps | None) -> Tensor | None:
         """[1, n, V] through the cache; None if native steps cannot run."""
         tokens, found = self._tokens(), []
-        with attention_of_ours(self._model), failing_as(f"{type(self._model).__name__} through this cache"):
-            for number, part in enumerate((tokens[:, : self._prompt], *tokens[:, self._prompt :].split(1, 1))):
-                kwargs = {"input_ids": part, "past_key_values": cache, "use_cache": True}
-                cache.prepare_forward(kwargs)
-                # The first token after the prompt goes through the model and the kernels of its layers.
-                if steps and number > 1:
-                    logits = steps.run(part)
-                else:
-                    logits = _logits_of(self._model(**kwargs))
-                    cache.count_forward()
-                if logits is None:
-                    return None
-                found.append(logits)
+        for number, part in enumerate((tokens[:, : self._prompt], *tokens[:, self._prompt :].split(1, 1))):
+            # The first token after the prompt goes through the model and the kernels of its layers.
+            logits = steps.run(part) if steps and number > 1 else self._fed(cache, part)
+            if logits is None:
+                return None
+            found.append(logits)
         return torch.cat(found, 1)
+
+    def _fed(self, cache: H2OCache, tokens: Tensor) -> Tensor:
+        """[1, n, V] of tokens [1, n] that continue a stream."""
+        kwargs = {"input_ids": tokens, "past_key_values": cache, "use_cache": True}
+        cache.prepare_forward(kwargs)
+        with attention_of_ours(self._model), failing_as(f"{type(self._model).__name__} through this cache"):
+            logits = _logits_of(self._model(**kwargs))
+        cache.count_forward()
+        return logits
+
+    def _new_cache(self) -> H2OCache:
+        return H2OCache(self._config, self._specs, self._max_distance, self._learned)
 
     def _tokens(self) -> Tensor:
         """[1, n] random tokens, none of them special."""
