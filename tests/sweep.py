@@ -29,6 +29,7 @@ _REFUSALS = {
     "nothing that grows: states of constant size in all layers": "no layer whose memory would grow",
     "states that do not go through a cache": "keeps states",
     "an attention that cannot be replaced": "registry",
+    "an unknown number of learned positions": "does not say how many",
     "biases by position in its attention": "uses position_bias",
     "tokens that attend to later ones: an encoder": "attend to later ones",
     "keywords of a forward do not reach its attention": "does not pass extra keywords on",

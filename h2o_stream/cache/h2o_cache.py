@@ -90,7 +90,7 @@ class H2OCache(Cache):
         made = [spec.make_layer(self.plan, n, self.tokens, self._revision) for n, spec in enumerate(self.specs)]
         Cache.__init__(self, layers=made)  # of MiniMax, see `accepted_by`, the next class is another
         self.head_groups = [group for layer in made for group in layer.head_groups]
-        self.recurrent_layers: list[RecurrentLayer] = [layer for layer in made if isinstance(layer, RecurrentLayer)]
+        self.recurrent_layers = [layer for layer in made if isinstance(layer, RecurrentLayer)]
         self.budgets = BudgetAssignment(self.plan, self.specs, self.max_distance, pins, transient)
         self.kernels = self._kernels
         self.assign_budgets()
@@ -282,7 +282,8 @@ class H2OCache(Cache):
     def reorder_cache(self, beam_idx: Tensor) -> None:
         """Row i becomes a copy of row beam_idx[i], scores and ranks included."""
         if self.tokens.lengths:
-            for holder in (*self.head_groups, *self.recurrent_layers):
+            holders: tuple[HeadGroup | RecurrentLayer, ...] = (*self.head_groups, *self.recurrent_layers)
+            for holder in holders:
                 holder.select_rows(beam_idx)
             self.tokens.select_rows(beam_idx.tolist())
 
