@@ -378,6 +378,7 @@ FAMILIES = [
             "Gemma4",
             "Gemma4Text",
             **{**GROUPED, "num_hidden_layers": 4},
+            global_head_dim=16,
             sliding_window=10,
             layer_types=SLIDING * 2,
             num_kv_shared_layers=2,

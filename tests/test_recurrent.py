@@ -16,8 +16,7 @@ from h2o_stream.cache.recurrent import states_of
 from h2o_stream.cache.state import checksummed
 from h2o_stream.config import CachePlan
 from tests.families import FAMILIES, tiny
-from tests.oracle import cache_of
-from tests.test_generate_forms import FORMS, PROMPTS, batch_of, check, step, with_column
+from tests.test_generate_forms import PROMPTS, batch_of, generate, step, with_column
 from tests.tolerance import assert_close
 
 HYBRIDS = ("Qwen3-Next", "Falcon-H1", "Jamba", "MiniMax", "LFM3", "Nemotron-H")
@@ -42,13 +41,16 @@ hybrids = pytest.mark.parametrize("name", HYBRIDS)
 
 @hybrids
 @pytest.mark.parametrize("policy", ["h2o", "full"])
-@pytest.mark.parametrize("form", ["greedy", "sampling", "beams", "beams returned", "several samples"])
-def test_generate_is_what_it_is_without_us(name: str, policy: str, form: str) -> None:
-    rows = 1 if name == "MiniMax" else 3  # its own cache forgets padding if the first layer is a linear one
-    model, batch = make(name), batch_of(rows)
-    expected = FORMS[form](model, cache_of(model), batch)
+@pytest.mark.parametrize(
+    "how",
+    [{}, {"num_beams": 3, "num_return_sequences": 3}, {"do_sample": True, "num_return_sequences": 2}],
+    ids=["greedy", "beams", "samples"],
+)
+def test_generate_is_what_it_is_without_a_cache(name: str, policy: str, how: dict[str, Any]) -> None:
+    model, batch = make(name), batch_of(3)
+    expected = generate(use_cache=False, **how)(model, None, batch)
     with attach(model, CacheConfig(policy, window=64)) as cache:
-        check(FORMS[form](model, cache, batch), expected)
+        assert generate(**how)(model, cache, batch).equal(expected)
 
 
 def in_turns(model: Any, lengths: list[tuple[int, ...]], rows: int, config: CacheConfig) -> list[tuple[Tensor, Any]]:

@@ -124,6 +124,7 @@ class FullCache(DynamicCache):
     def _loaded(self, layer: Any, state: Mapping[str, Tensor], number: int, seen: int) -> Any:
         """A layer that continues from its tensors."""
         first = require_tensor(state, self._first_keys)
+        release_states(layer)
         load_states(layer, with_prefix(state, f"{number}."), len(first), self.layers[number])
         if not isinstance(layer, CacheLayerMixin):
             return layer

@@ -17,7 +17,7 @@ from h2o_stream.cache.cache_state import load_state, state_of
 from h2o_stream.cache.counts import CacheCounts, Occupancy
 from h2o_stream.cache.head_group import HeadGroup
 from h2o_stream.cache.kernels import Kernels
-from h2o_stream.cache.layer import LayerSpec
+from h2o_stream.cache.layer import LayerSpec, kept_by
 from h2o_stream.cache.padding import Padding
 from h2o_stream.cache.policies import merged
 from h2o_stream.cache.recurrent import HeldRows, RecurrentLayer
@@ -129,6 +129,10 @@ class H2OCache(Cache):
         """Tokens fed since the start of the stream, without padding, of the longest row."""
         return max(self.tokens.lengths, default=0)
 
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        """Columns seen, evicted ones and padding included: what `generate` counts with."""
+        return self.tokens.columns
+
     @property
     def nbytes(self) -> int:
         """Bytes of keys, values, recurrent states and bookkeeping of all layers."""
@@ -139,16 +143,7 @@ class H2OCache(Cache):
 
         An index counts the tokens of its row, so that a row of a padded batch holds what it would hold alone.
         """
-        groups: Sequence[HeadGroup] = self.layers[layer].head_groups
-        held = [group.kept() for group in groups] or [torch.empty(0, 0, 0, dtype=torch.int64)]
-        if len(held) == 1:
-            return held[0]
-        n = max(kept.shape[-1] for kept in held)
-        result = held[0].new_full((len(held[0]), sum(group.num_heads for group in groups), n), -1)
-        for group, kept in zip(groups, held, strict=True):
-            if n:
-                result[:, group.heads, n - kept.shape[-1] :] = kept
-        return result
+        return kept_by(self.layers[layer].head_groups)
 
     def counts(self) -> CacheCounts:
         """Where the tokens are now, of the longest row; means over the heads of the layers that evict."""

@@ -15,7 +15,7 @@ from h2o_stream.cache.budgets import HeadBudget
 from h2o_stream.cache.head_group import HeadGroup
 from h2o_stream.cache.padding import Padding
 from h2o_stream.cache.policies import make_policy
-from h2o_stream.cache.recurrent import EmptyLayer, RecurrentLayer
+from h2o_stream.cache.recurrent import RecurrentLayer
 from h2o_stream.cache.rope import RotaryTable
 from h2o_stream.cache.shared_state import Revision, TokenCount
 from h2o_stream.config import CachePlan
@@ -26,7 +26,7 @@ class EvictingLayer(CacheLayerMixin):
     """Splits queries, keys and values by head group. Keys are stored in `attend`, once their attention is known.
 
     Args:
-        head_groups: together all KV heads of the layer.
+        head_groups: together all KV heads of the layer; none if it has no attention.
         order: see `LayerSpec`.
     """
 
@@ -68,7 +68,7 @@ class EvictingLayer(CacheLayerMixin):
 
     def get_seq_length(self) -> int:
         """Columns seen, evicted ones and padding included: what `generate` counts with."""
-        return self.head_groups[0].tokens.columns
+        return self.head_groups[0].tokens.columns if self.head_groups else 0
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         """(length, offset) of a mask, which nobody uses: `attend` makes its own."""
@@ -103,7 +103,7 @@ class EvictingRecurrentLayer(RecurrentLayer, EvictingLayer):
         RecurrentLayer.reset(self)
 
 
-DecoderLayer: TypeAlias = EvictingLayer | RecurrentLayer | EmptyLayer
+DecoderLayer: TypeAlias = EvictingLayer | RecurrentLayer
 
 
 @dataclass(frozen=True)
@@ -161,7 +161,7 @@ class LayerSpec:
     ) -> DecoderLayer:
         """An empty layer, the `number`-th of its model."""
         if not self.attends:
-            return RecurrentLayer(self.states) if self.states else EmptyLayer()
+            return RecurrentLayer(self.states) if self.states else EvictingLayer(())
         groups = list(self._head_groups(plan, number, tokens, revision))
         if self.states:
             return EvictingRecurrentLayer(self.states, groups, self.order)
@@ -192,3 +192,18 @@ def _sliding_plan(plan: CachePlan, window: int) -> CachePlan:
     """A sliding layer holds exactly what its window shows, in full precision, at true distances."""
     plan = replace(plan, policy="recent", window=window - 1, sinks=0, heavy=0, recent=window - 1, kv_bits=16)
     return plan if plan.positions == "absolute" else replace(plan, positions="rolling")
+
+
+def kept_by(groups: Sequence[HeadGroup]) -> Tensor:
+    """[B, Hkv, n] int64: indices of the tokens that the head groups of a layer hold, see `H2OCache.kept`."""
+    held = [group.kept() for group in groups]
+    if not held:
+        return torch.empty(0, 0, 0, dtype=torch.int64)
+    if len(held) == 1:
+        return held[0]
+    n = max(kept.shape[-1] for kept in held)
+    result = held[0].new_full((len(held[0]), sum(group.num_heads for group in groups), n), -1)
+    for group, kept in zip(groups, held, strict=True):
+        if n:
+            result[:, group.heads, n - kept.shape[-1] :] = kept
+    return result

@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
-from transformers.cache_utils import Cache, DummyLayer, LinearAttentionCacheLayerMixin, LinearAttentionLayer
+from transformers.cache_utils import Cache, LinearAttentionCacheLayerMixin, LinearAttentionLayer
 
 from h2o_stream.cache.head_group import HeadGroup
 from h2o_stream.errors import H2OStreamError
@@ -45,12 +45,6 @@ class RecurrentLayer(LinearAttentionLayer):
     def crop(self, tokens_to_remove: int) -> None:
         """Refused: a state does not lose its last tokens."""
         raise H2OStreamError("a recurrent state cannot take tokens back; generate without an assistant model")
-
-
-class EmptyLayer(DummyLayer):
-    """A layer that keeps nothing, such as an MLP."""
-
-    head_groups: tuple[HeadGroup, ...] = ()
 
 
 class _LinearStates:

@@ -19,7 +19,7 @@ from transformers.cache_utils import Cache
 
 from h2o_stream.cache.attention_interface import ATTENTION_NAME
 from h2o_stream.cache.layer import DecoderLayer, EvictingLayer, EvictingRecurrentLayer, LayerSpec
-from h2o_stream.cache.recurrent import EmptyLayer, RecurrentLayer, accepted_by, states_of
+from h2o_stream.cache.recurrent import RecurrentLayer, accepted_by, states_of
 from h2o_stream.cache.rope import PositionsError, RotaryTable, dimension_orders, rotate_back, tables_of
 from h2o_stream.config import DEFAULT_WINDOW, CacheConfig, CachePlan
 from h2o_stream.errors import H2OStreamError, UnsupportedModelError, means_out_of_memory
@@ -317,7 +317,7 @@ def probe(
 
 def _probing_layer(kind: str, states: int) -> DecoderLayer:
     if kind not in _RECURRENT:
-        return EmptyLayer() if kind in _WITHOUT_ATTENTION else _AttentionProbe(())
+        return EvictingLayer(()) if kind in _WITHOUT_ATTENTION else _AttentionProbe(())
     return RecurrentLayer(states) if kind in _WITHOUT_ATTENTION else _HybridProbe(states, ())
 
 

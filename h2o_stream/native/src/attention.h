@@ -39,6 +39,7 @@ class DecodeAttention {
       const bool holds_new = slot >= range.begin && slot < range.end;
       prepare(stream, head.kv_head, scratch.queries.data(), holds_new ? scratch.key.data() : nullptr,
               holds_new ? scratch.value.data() : nullptr);
+      clear_padding(scratch.queries.data(), head.query_heads());
       head.rank.visit([range](auto* ranks) {
         for (int64_t i = range.begin; i < range.end; ++i) ++ranks[i];
       });
@@ -76,6 +77,12 @@ class DecodeAttention {
     Buffer<int32_t> distances;
     Buffer<simd::Floats> products;
   };
+
+  // Zeros behind each query, where a layer with larger heads may have left numbers.
+  void clear_padding(float* queries, int64_t heads) const {
+    const int64_t size = layer_->head_size, stride = simd::padded(size);
+    for (int64_t q = 0; q < heads; ++q) std::fill(queries + q * stride + size, queries + (q + 1) * stride, 0.f);
+  }
 
   static void insert_token(const HeadSlots& head, int64_t slot, int32_t token_indices, const float* key,
                            const float* value);
