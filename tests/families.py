@@ -351,6 +351,7 @@ FAMILIES = [
             sliding_window=10,
             layer_types=SLIDING,
             layer_rope_theta=[10000.0, 500000.0],
+            attention_multiplier=0.3,
         ),
         native=False,
     ),

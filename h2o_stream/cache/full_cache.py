@@ -56,12 +56,12 @@ class FullCache(DynamicCache):
     @property
     def nbytes(self) -> int:
         """Bytes of keys, values and states of all layers; a sliding layer also holds what its window was cut from."""
-        held = (tensor for layer in self.layers for tensor in _tensors_of(layer).values())
+        held = (tensor for layer in self.layers for tensor in tensors_of(layer).values())
         return sum({s.data_ptr(): s.nbytes() for s in (tensor.untyped_storage() for tensor in held)}.values())
 
     def kept(self, layer: int = 0) -> Tensor:
         """[B, Hkv, n] int64: indices of the tokens a layer holds, oldest first."""
-        keys = _tensors_of(self.layers[layer]).get("keys") if layer < len(self.layers) else None
+        keys = tensors_of(self.layers[layer]).get("keys") if layer < len(self.layers) else None
         if keys is None:
             return torch.empty(0, 0, 0, dtype=torch.int64)
         held = keys.shape[2]
@@ -104,7 +104,7 @@ class FullCache(DynamicCache):
         state = {
             f"{number}.{name}": tensor.clone(memory_format=torch.contiguous_format)
             for number, layer in enumerate(self.layers)
-            for name, tensor in _tensors_of(layer).items()
+            for name, tensor in tensors_of(layer).items()
         }
         state["progress"] = torch.tensor([self.seen_tokens])
         state[FINGERPRINT] = encode_json(self._fingerprint(state[self._first_keys].dtype))
@@ -179,11 +179,11 @@ class FullCache(DynamicCache):
             )
         if any(self.is_linear) and kwargs.get("position_ids") is None:  # some hybrids would begin at 0 again
             kwargs["position_ids"] = torch.arange(self.seen_tokens, self.seen_tokens + new)[None].to(tokens.device)
-        tensors = (tensor for layer in self.layers for tensor in _tensors_of(layer).values())
+        tensors = (tensor for layer in self.layers for tensor in tensors_of(layer).values())
         check_rows(len(next(tensors, ())), len(tokens))
 
 
-def _tensors_of(layer: Any) -> dict[str, Tensor]:
+def tensors_of(layer: Any) -> dict[str, Tensor]:
     """Keys, values and states of a layer, by name."""
     attended = {name: getattr(layer, name, None) for name in ("keys", "values")}
     return {name: tensor for name, tensor in attended.items() if tensor is not None} | states_of(layer)

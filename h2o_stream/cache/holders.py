@@ -85,7 +85,7 @@ def retrieval_holders(cache: H2OCache | FullCache) -> Holders:
     If there are none, because windows are equal, it is all heads of the layers that follow the plan.
     """
     if isinstance(cache, FullCache):
-        whole = [number for number, layer in enumerate(cache.layers) if not layer.is_sliding]
+        whole = [number for number, layer in enumerate(cache.layers) if not getattr(layer, "is_sliding", False)]
         return _of_full(cache, whole or range(len(cache.layers)))
     larger = [
         group

@@ -162,8 +162,9 @@ class _TransformersRunner(Runner):
             self._torch.cuda.synchronize()
 
     def cache_bytes(self) -> int | None:
-        layers = [layer for layer in self.cache.layers if layer.is_initialized]
-        return sum(int(layer.keys.nbytes + layer.values.nbytes) for layer in layers)
+        from h2o_stream.cache.full_cache import tensors_of
+
+        return sum(tensor.nbytes for layer in self.cache.layers for tensor in tensors_of(layer).values())
 
 
 class _H2ORunner(_TransformersRunner):
