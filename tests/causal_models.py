@@ -60,6 +60,14 @@ _TINY: dict[str, Any] = {name: size for size, names in _SIZES.items() for name i
 _TINY |= dict.fromkeys(_LAYERS, 2)
 
 _MAMBA = {"mamba_expand": 1, "mamba_n_groups": 1, "mamba_n_heads": 4, "mamba_d_head": 8}
+_SHARED = {
+    "layers_block_type": ["linear_attention", "hybrid"] * 2,
+    "num_hidden_layers": 4,
+    "num_key_value_heads": 4,
+    "attention_hidden_size": 64,
+    "attention_head_dim": 16,
+    "mamba_expand": 1,
+}
 _FEW = {"n_group": 1, "num_group": 1, "num_experts_per_token": 2, "num_experts_per_tok": 2}
 
 _SPECIAL: dict[str, dict[str, Any]] = {
@@ -68,6 +76,13 @@ _SPECIAL: dict[str, dict[str, Any]] = {
     "dots1": {"n_shared_experts": 1, "n_routed_experts": 4},
     "emu3": {"pad_token_id": 0},
     "ernie4_5_moe": {"moe_k": 2},
+    "gemma3n_text": {
+        "num_hidden_layers": 4,
+        "layer_types": ["sliding_attention", "full_attention"] * 2,
+        "num_kv_shared_layers": 2,
+        "activation_sparsity_pattern": [0.0] * 4,
+        "intermediate_size": [32] * 4,
+    },
     "granitemoehybrid": _MAMBA | {"layer_types": ["linear_attention", "full_attention"]},
     "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1},
     "kimi_linear": _FEW,
@@ -78,6 +93,9 @@ _SPECIAL: dict[str, dict[str, Any]] = {
     "recurrent_gemma": {"block_types": ["recurrent", "attention"], "attention_window_size": _WIDE},
     "reformer": {"is_decoder": True, "axial_pos_embds_dim": [16, 16], "axial_pos_shape": [8, 16]},
     "xmod": {"default_language": "en_XX"},
+    "zamba": _SHARED,
+    "zamba2": _SHARED
+    | {"initializer_range": 0.1, "n_mamba_heads": 4, "mamba_headdim": 8, "kv_channels": 8, "num_query_groups": 4},
     "zaya": {"num_experts_per_tok": 1},
 }
 """Settings of single entries."""
@@ -89,15 +107,12 @@ NOT_BUILT = {
     "dots3_note",
     "dots3_note_text",
     "gemma3n",
-    "gemma3n_text",
     "gemma4_assistant",
     "gemma4_unified_assistant",
     "musicgen",
     "musicgen_melody",
     "qwen4_exp",
     "qwen4_exp_text",
-    "zamba",
-    "zamba2",
 }
 """Entries whose configs cannot be shrunk this way, or that need packages that are not installed."""
 

@@ -17,7 +17,7 @@ from h2o_stream.cache.cache_state import load_state, state_of
 from h2o_stream.cache.counts import CacheCounts, Occupancy
 from h2o_stream.cache.head_group import HeadGroup
 from h2o_stream.cache.kernels import Kernels
-from h2o_stream.cache.layer import LayerSpec, kept_by
+from h2o_stream.cache.layer import LayeredCache, LayerSpec, kept_by
 from h2o_stream.cache.padding import Padding
 from h2o_stream.cache.policies import merged
 from h2o_stream.cache.recurrent import HeldRows, RecurrentLayer
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 
 @marks_tears
-class H2OCache(Cache):
+class H2OCache(LayeredCache):
     """A fixed window of slots per decoder layer: pins, streams, and what transformers asks of a cache.
 
     Args:

@@ -8,7 +8,7 @@ from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
-from transformers.cache_utils import CacheLayerMixin, LinearAttentionLayer
+from transformers.cache_utils import Cache, CacheLayerMixin, LinearAttentionLayer
 
 from h2o_stream.cache.attention import LogitTransform
 from h2o_stream.cache.budgets import HeadBudget
@@ -104,6 +104,29 @@ class EvictingRecurrentLayer(RecurrentLayer, EvictingLayer):
 
 
 DecoderLayer: TypeAlias = EvictingLayer | RecurrentLayer
+
+
+class LayeredCache(Cache):
+    """A cache in which `h2o_attention` finds the layer that a module belongs to."""
+
+    padding: Padding | None = None
+    storage_device: torch.device | None = None
+    _arrived: tuple[int, Tensor] | None = None
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
+    ) -> tuple[Tensor, Tensor]:
+        """Remember which layer these keys are of: Zamba's layers share one attention module."""
+        self._arrived = layer_idx, key_states
+        updated: tuple[Tensor, Tensor] = super().update(key_states, value_states, layer_idx, *args, **kwargs)
+        return updated
+
+    def layer_of(self, module: Any, key: Tensor) -> EvictingLayer:
+        """The layer of the attention module that is called with these keys."""
+        arrived, self._arrived = self._arrived, None
+        number = arrived[0] if arrived and arrived[1] is key else module.layer_idx
+        layer: EvictingLayer = self.layers[number]
+        return layer
 
 
 @dataclass(frozen=True)

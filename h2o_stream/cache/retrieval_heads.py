@@ -22,10 +22,10 @@ from transformers import PreTrainedModel
 
 from h2o_stream.cache.budgets import HeadBudget
 from h2o_stream.cache.identity import model_digest
-from h2o_stream.cache.layer import LayerSpec
+from h2o_stream.cache.layer import LayeredCache, LayerSpec
 from h2o_stream.cache.measurements import LONG_S, read_measurement, save_measurement
 from h2o_stream.cache.recurrent import accepted_by
-from h2o_stream.cache.support import ProbeCache, attention_of_ours, home_of, size_of
+from h2o_stream.cache.support import attention_of_ours, home_of, size_of
 from h2o_stream.config import CachePlan
 from h2o_stream.progress import Progress, ProgressCallback, ignore
 
@@ -148,7 +148,7 @@ def _attention_to_copy(
             layer.head_groups[0].watch = partial(watch, number)
     once = torch.randint(text.vocab_size, (_rows(model), period), generator=torch.Generator().manual_seed(0))
     repeated = torch.cat((once, once), 1).to(home_of(model))
-    cache = accepted_by(model, ProbeCache(layers=layers))
+    cache = accepted_by(model, LayeredCache(layers=layers))
     with attention_of_ours(model):
         positions = torch.arange(2 * period, device=home_of(model)).expand(len(once), -1)
         model.base_model(repeated, position_ids=positions, past_key_values=cache, h2o_cache=cache, use_cache=True)

@@ -15,10 +15,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 from transformers import PreTrainedConfig, PreTrainedModel
-from transformers.cache_utils import Cache
 
 from h2o_stream.cache.attention_interface import ATTENTION_NAME
-from h2o_stream.cache.layer import DecoderLayer, EvictingLayer, EvictingRecurrentLayer, LayerSpec
+from h2o_stream.cache.layer import DecoderLayer, EvictingLayer, EvictingRecurrentLayer, LayeredCache, LayerSpec
 from h2o_stream.cache.recurrent import RecurrentLayer, accepted_by, states_of
 from h2o_stream.cache.rope import PositionsError, RotaryTable, dimension_orders, rotate_back, tables_of
 from h2o_stream.config import DEFAULT_WINDOW, CacheConfig, CachePlan
@@ -195,12 +194,6 @@ class _HybridProbe(EvictingRecurrentLayer, _AttentionProbe):
     get_seq_length = _AttentionProbe.get_seq_length
 
 
-class ProbeCache(Cache):
-    """Layers for a forward that looks at attention, with what `h2o_attention` reads from a cache."""
-
-    padding = storage_device = None
-
-
 def attention_of(model: PreTrainedModel) -> list[tuple[Any, str]]:
     """The attention implementation of each config of a model; submodels may differ."""
     configs = {id(config): config for module in model.modules() if (config := getattr(module, "config", None))}
@@ -286,7 +279,7 @@ def probe(
     name, position, text = type(model).__name__, 5 * moves, model.config.get_text_config()
     token = 1 if getattr(text, "pad_token_id", None) != 1 else 2
     states = getattr(text, "number_of_conv_states", 1)
-    probes = accepted_by(model, ProbeCache(layers=[_probing_layer(kind, states) for kind in kinds]))
+    probes = accepted_by(model, LayeredCache(layers=[_probing_layer(kind, states) for kind in kinds]))
     with attention_of_ours(model), failing_as(f"{name} with the keywords of this cache"):
         model(
             torch.full((2, 1), token, device=home_of(model)),
