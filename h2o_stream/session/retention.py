@@ -38,15 +38,21 @@ class RetainedTurn:
         passage: the turn's tokens.
         share: of these tokens that are held, averaged over the heads.
         pieces: the tokens that any head holds, in order.
+        thinking: the share of the tokens of the turn's thinking that are held; None if it has none.
     """
 
     passage: TurnTokens
     share: float
     pieces: list[RetainedText]
+    thinking: float | None = None
 
 
 def retention(
-    engine: Engine, passages: list[TurnTokens], layer: int | None = None, recalled: Sequence[range] = ()
+    engine: Engine,
+    passages: list[TurnTokens],
+    layer: int | None = None,
+    recalled: Sequence[range] = (),
+    thoughts: Sequence[range] = (),
 ) -> list[RetainedTurn]:
     """What the cache still holds of each passage, oldest first.
 
@@ -55,6 +61,7 @@ def retention(
         passages: parts of it.
         layer: examine this layer only; None for all.
         recalled: token indices that were recalled, which is marked in the pieces.
+        thoughts: token indices of thinking, at most one range in each passage.
 
     Raises:
         H2OStreamError: there is no such layer.
@@ -64,7 +71,12 @@ def retention(
         raise H2OStreamError(f"there is no layer {layer}, the model has layers 0 to {num_layers - 1}")
     held = holders(engine.cache, layer)
     return [
-        RetainedTurn(passage, held.share(passage.start, passage.stop), list(_pieces(engine, held, passage, recalled)))
+        RetainedTurn(
+            passage,
+            held.share(passage.start, passage.stop),
+            list(_pieces(engine, held, passage, recalled)),
+            next((held.share(x.start, x.stop) for x in thoughts if passage.start <= x.start < passage.stop), None),
+        )
         for passage in passages
     ]
 
