@@ -95,7 +95,12 @@ class TestSplitter:
 
     @pytest.mark.parametrize(
         ("reply", "thought", "answer"),
-        [("a\n</think>\n\nb", "a", "b"), ("\na", "a", ""), ("</think>b", "", "b"), ("a <think> b</think>c", "a <think> b", "c")],
+        [
+            ("a\n</think>\n\nb", "a", "b"),
+            ("\na", "a", ""),
+            ("</think>b", "", "b"),
+            ("a <think> b</think>c", "a <think> b", "c"),
+        ],
     )
     def test_replies_that_begin_with_thinking(self, reply: str, thought: str, answer: str, size: int) -> None:
         assert split(reply, size, thinking=True) == (thought, answer)
