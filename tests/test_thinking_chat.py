@@ -187,7 +187,7 @@ class TestCommands:
             f"\n{THOUGHT}\n",
             "there is no turn 7 in the transcript",
             "/think takes show, fold, hide, on, off or the number of a turn, not 'purple'",
-            "--think is now hide",
+            "thinking is now hidden",
         ):
             assert done.stderr.count(words) == 1, words
         assert re.search(r"^turn 1 · \d+% kept, \d+% of its thinking$", done.stderr, re.M)

@@ -28,6 +28,8 @@ from h2o_stream.ui.terminal import one_line
 
 _ALIASES = {"temp": "temperature", "n": "max_tokens"}
 
+_DRAWN = {"show": "shown", "fold": "folded", "hide": "hidden"}
+
 
 class Commands:
     """Executes commands in a chat. The command ``/name`` is the method ``_name``."""
@@ -168,9 +170,9 @@ class Commands:
         if argument in ("on", "off"):
             self._history.conversation.switch_thinking(argument == "on")
             self._terminal.note(f"thinking is {argument} from the next message on")
-        elif argument in get_args(ThinkMode):
+        elif argument in _DRAWN:
             self._context.think = cast(ThinkMode, argument)
-            self._terminal.note(f"--think is now {argument}")
+            self._terminal.note(f"thinking is now {_DRAWN[argument]}")
         elif argument and not argument.isdecimal():
             raise ConfigError(f"/think takes show, fold, hide, on, off or the number of a turn, not {argument!r}")
         else:
