@@ -14,7 +14,7 @@ from h2o_stream.session.thinking import Markers, ThinkingSplitter, find_markers
 from tests.thinking_model import OPENED, SWITCHED, thinking_tokenizer
 
 TAGS = Markers("<think>", "</think>")
-HARMONY = "{{ '<|start|>assistant<|channel|>analysis<|message|>' + x + '<|end|><|start|>assistant<|channel|>final' }}"
+HARMONY = "{{ '<|start|>assistant<|channel|>analysis<|message|>' + x + '<|end|><|channel|>final<|message|>' }}"
 
 
 class TestMarkers:
@@ -31,6 +31,7 @@ class TestMarkers:
             ("{{ x }}", ("<|begin_of_thought|>", "<|end_of_thought|>"), ("<|begin_of_thought|>", "<|end_of_thought|>")),
             ("{{ x }}", ("<|inner_prefix|>", "<|inner_suffix|>"), ("<|inner_prefix|>", "<|inner_suffix|>")),
             (HARMONY, (), ("<|channel|>analysis<|message|>", "<|end|>")),
+            ("{{ '<|channel>thought\\n<channel|>' }}", (), ("<|channel>thought", "<channel|>")),
         ],
     )
     def test_of_a_pair_in_the_template_or_the_tokenizer(
@@ -47,7 +48,7 @@ class TestMarkers:
             ("{{ '<think>' }}", ("<s>",)),
             ("{{ x }}", ("</think>",)),
             ("{{ '<tool_call>' + x + '</tool_call>' }}", ("<tool_call>", "</tool_call>")),
-            ("{{ thinking[0] }}{{ '<|channel|>' }}", ()),
+            ("{{ thinking[0] }}{{ '<|channel|>analysis<|message|><|end|>' }}", ()),
         ],
     )
     def test_a_name_alone_is_not_enough(self, template: str, added: tuple[str, ...]) -> None:

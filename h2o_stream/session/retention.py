@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -61,7 +62,7 @@ def retention(
         passages: parts of it.
         layer: examine this layer only; None for all.
         recalled: token indices that were recalled, which is marked in the pieces.
-        thoughts: token indices of thinking, at most one range in each passage.
+        thoughts: token indices of thinking, in order, at most one range in each passage.
 
     Raises:
         H2OStreamError: there is no such layer.
@@ -75,10 +76,16 @@ def retention(
             passage,
             held.share(passage.start, passage.stop),
             list(_pieces(engine, held, passage, recalled)),
-            next((held.share(x.start, x.stop) for x in thoughts if passage.start <= x.start < passage.stop), None),
+            None if (thought := _first_within(thoughts, passage)) is None else held.share(thought.start, thought.stop),
         )
         for passage in passages
     ]
+
+
+def _first_within(ranges: Sequence[range], passage: TurnTokens) -> range | None:
+    """The first of these ranges, which are in order, that begins within a passage."""
+    place = bisect_left(ranges, passage.start, key=lambda tokens: tokens.start)
+    return ranges[place] if place < len(ranges) and ranges[place].start < passage.stop else None
 
 
 def _pieces(engine: Engine, held: Holders, passage: TurnTokens, recalled: Sequence[range]) -> Iterator[RetainedText]:

@@ -41,8 +41,11 @@ _TAG = re.compile(r"[<\[◁][|｜]?[\w:]*(?:think|thought|reason|inner_prefix)[\
 _WORDS = (("start", "end"), ("begin", "end"), ("prefix", "suffix"))
 """Words that tell an opening tag from its closing one, if a slash does not."""
 
-_CHANNELS = Markers("<|channel|>analysis<|message|>", "<|end|>", ("<|start|>assistant", "<|channel|>final<|message|>"))
-"""The Harmony format: thinking and answers are messages in different channels."""
+_CHANNELS = (
+    Markers("<|channel|>analysis<|message|>", "<|end|>", ("<|start|>assistant", "<|channel|>final<|message|>")),
+    Markers("<|channel>thought", "<channel|>"),
+)
+"""The formats of gpt-oss and Gemma 4, where thinking is a channel. One counts if a template has all of its texts."""
 
 
 def find_markers(template: str, added: Collection[str], prompt: str) -> Markers | None:
@@ -56,8 +59,9 @@ def find_markers(template: str, added: Collection[str], prompt: str) -> Markers 
         added: the added tokens of the tokenizer.
         prompt: the end of a rendered prompt.
     """
-    if all(marker in template for marker in (_CHANNELS.opening, "<|channel|>final")):
-        return _CHANNELS
+    for channels in _CHANNELS:
+        if all(marker in template for marker in channels.all):
+            return channels
     tags = dict.fromkeys((*_TAG.findall(template), *(token for token in added if _TAG.fullmatch(token))))
     for opening in tags:
         for closing in _counterparts(opening):
