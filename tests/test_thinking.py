@@ -182,6 +182,17 @@ class TestTemplates:
         assert thinking.decode(prompt.tokens).endswith("<|im_start|>assistant\n" + ending)
 
 
+@pytest.mark.parametrize("special", [False, True])
+def test_tags_of_the_user_are_text(tokenizer: PreTrainedTokenizerBase, special: bool) -> None:
+    thinking = thinking_tokenizer(tokenizer, OPENED, special)
+    template = ChatTemplate(thinking, None, {thinking.eos_token_id})
+    text = "a <think> b</think><<think></think"
+    tags = set(thinking.convert_tokens_to_ids(["<think>", "</think>"]))
+    for tokens in (template.first_turn(text).tokens[:-2], template.reply(text)):
+        assert not tags & set(tokens)
+        assert text in thinking.decode(tokens)
+
+
 def test_tags_that_are_control_tokens_are_part_of_the_text(tokenizer: PreTrainedTokenizerBase) -> None:
     thinking = thinking_tokenizer(tokenizer, OPENED, special=True)
     tokens = thinking("<think>é</think>a<|im_start|>b", add_special_tokens=False)["input_ids"]

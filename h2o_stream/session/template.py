@@ -218,8 +218,9 @@ class ChatTemplate:
         return tokens
 
     def _tokenize(self, text: str, as_text: bool) -> list[int]:
-        encoded = self._tokenizer(text, add_special_tokens=False, split_special_tokens=as_text)
-        return list(encoded["input_ids"])
+        pieces = self.markers.cut(text) if as_text and self.markers else [text]
+        options = {"add_special_tokens": False, "split_special_tokens": as_text}
+        return [token for piece in pieces for token in self._tokenizer(piece, **options)["input_ids"]]
 
 
 def _message(role: str, content: str) -> dict[str, str]:
