@@ -19,6 +19,7 @@ CacheDevice = Literal["auto", "cpu"]
 AtContext = Literal["continue", "stop"]
 EngineChoice = Literal["auto", "eager"]
 RecallMode = Literal["auto", "off"]
+ThinkMode = Literal["show", "fold", "hide", "off"]
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 QUANTIZATIONS = ("auto", "none", "int8", "int4")
 
@@ -40,6 +41,9 @@ DEFAULT_TOP_K = 0
 
 CHAT_RECALL: RecallMode = "auto"
 """The mode of recall in ``h2o-chat``. Elsewhere it is that of `RecallConfig`."""
+
+THINKING_VARIABLES = ("enable_thinking", "thinking", "reasoning")
+"""Names by which chat templates let thinking be switched on and off."""
 
 MIN_EVICTABLE = 8
 """Slots that pinned tokens must leave free, so that the window still moves."""
@@ -492,6 +496,8 @@ class Settings:
         at_context: whether a cache with absolute positions continues past the model's context or stops there.
         engine: ``auto`` runs the native step where it serves the model, ``eager`` runs transformers' forward.
         recall: whether evicted passages are read again.
+        think: how thinking is drawn: ``show`` all of it, ``fold`` it to a line, or ``hide`` it; ``off`` switches it off
+            where the model's template can, and is ``fold`` elsewhere.
     """
 
     model: ModelConfig = ModelConfig()
@@ -501,10 +507,13 @@ class Settings:
     at_context: AtContext = "continue"
     engine: EngineChoice = "auto"
     recall: RecallConfig = RecallConfig()
+    think: ThinkMode = "fold"
 
     def __post_init__(self) -> None:
         if self.engine not in get_args(EngineChoice):
             raise ConfigError(f"engine is {self.engine!r}; --engine takes {', '.join(get_args(EngineChoice))}")
+        if self.think not in get_args(ThinkMode):
+            raise ConfigError(f"think is {self.think!r}; --think takes {', '.join(get_args(ThinkMode))}")
 
 
 @dataclass(frozen=True)

@@ -162,7 +162,7 @@ def chat(chat: ChatOptions, settings: Settings, output: OutputOptions, sources: 
     """
     chat = chat.checked()
     if chat.export is not None and chat.session is not None:
-        _export(chat.session, chat.export)
+        _export(chat.session, chat.export, thinking=settings.think == "show")
         return
     if settings.model.tensor_parallel and (chat.prompt is None or chat.session or chat.record):
         raise ConfigError("--tensor-parallel answers --prompt and --prompt-file, without --session and --record")
@@ -186,14 +186,14 @@ def _can_start_early(model: ModelConfig, chat: ChatConfig, output: OutputOptions
     return terminal.interactive and terminal.live and chat.prompt is None and output.jsonl != "-" and not model.zero
 
 
-def _export(session: str, path: Path) -> None:
+def _export(session: str, path: Path, thinking: bool) -> None:
     from h2o_stream.session.export import export
     from h2o_stream.session.sessions import find_transcript
 
     transcript = find_transcript(session)
     if transcript.header is None:
         raise ConfigError(f"session {session} is empty; there is nothing to export")
-    export(path, transcript.header, transcript.entries)
+    export(path, transcript.header, transcript.entries, thinking)
 
 
 def main() -> None:

@@ -173,6 +173,7 @@ def settings_group(default_recall: RecallMode) -> Group[Settings]:
         ),
         system_file=Option("Read it from a file, or from a named one in prompts/."),
         recall=Option("Read evicted passages again when a message asks for them."),
+        think=Option("Draw thinking as it comes, folded to a line, or not at all; off: not to think."),
         at_context=Option("Absolute positions past the model's context: continue, or stop there."),
         model=MODEL,
         engine=ENGINE,

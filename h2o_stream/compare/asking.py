@@ -72,7 +72,8 @@ def length_of_turn(conversation: Conversation, text: str, reply: str) -> int:
     """Tokens that a turn would add."""
     template, tokens = conversation.metadata.template, conversation.engine.tokens
     ended = bool(tokens) and tokens[-1] in conversation.engine.end_tokens
-    return len(template.next_turn(text, ended).tokens) + len(template.reply(reply))
+    prompt = template.next_turn(text, ended)
+    return len(prompt.tokens) + len(template.reply(reply, prompt.num_thinking is not None))
 
 
 def say(conversation: Conversation, text: str) -> tuple[str, bool]:

@@ -10,6 +10,7 @@ import time
 from array import array
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
+from types import MappingProxyType
 from typing import Any, Self
 
 import torch
@@ -221,11 +222,14 @@ class Engine:
             elapsed_s += time.perf_counter() - started
             yield PrefillProgress(min(start + step, len(tokens)), len(tokens), elapsed_s, self.counts)
 
-    def decode(self, stops: Sequence[str] = ()) -> Iterator[Token | Finished]:
+    def decode(
+        self, stops: Sequence[str] = (), visible: Mapping[int, str] = MappingProxyType({})
+    ) -> Iterator[Token | Finished]:
         """Generate a reply, until it ends or reaches a limit.
 
         Args:
             stops: strings that end the reply, in addition to those of the sampling config.
+            visible: the text of control tokens that are part of the text all the same, by id.
 
         Yields:
             A `Token` for each token, the end-of-turn token included, then one `Finished`.
@@ -233,7 +237,7 @@ class Engine:
         Raises:
             H2OStreamError: nothing was fed yet.
         """
-        text, elapsed_s = TextStream(self.tokenizer, (*self.sampling.stop, *stops)), 0.0
+        text, elapsed_s = TextStream(self.tokenizer, (*self.sampling.stop, *stops), visible), 0.0
         for _ in range(self.sampling.max_tokens):
             if self.should_stop():
                 yield Finished("interrupted", text.flush())

@@ -38,6 +38,7 @@ class Token:
         elapsed_s: seconds spent on this reply.
         seen: tokens fed since the start of the stream.
         get_counts: computes `counts`.
+        thinking: the text of the model's thinking that it completes; None for a token that is no part of it.
     """
 
     id: int
@@ -45,6 +46,7 @@ class Token:
     elapsed_s: float
     seen: int
     get_counts: Callable[[], CacheCounts] = field(repr=False, compare=False)
+    thinking: str | None = None
 
     @property
     def counts(self) -> CacheCounts:

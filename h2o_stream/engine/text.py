@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 from tokenizers.decoders import DecodeStream
@@ -20,24 +21,27 @@ class TextStream:
     Args:
         tokenizer: a transformers tokenizer backed by the tokenizers library.
         stops: strings that end the reply and are not part of it.
+        visible: the text of control tokens that are part of the text all the same, by id.
     """
 
-    def __init__(self, tokenizer: Any, stops: Sequence[str] = ()) -> None:
+    def __init__(
+        self, tokenizer: Any, stops: Sequence[str] = (), visible: Mapping[int, str] = MappingProxyType({})
+    ) -> None:
         self._backend = tokenizer.backend_tokenizer
         self._stream = DecodeStream(skip_special_tokens=True)
-        self._stops = tuple(stops)
+        self._stops, self._visible = tuple(stops), visible
         self._pending = ""
         self.stopped = False
 
     def push(self, token: int) -> str:
         """The text that can be shown after this token."""
-        self._pending += self._stream.step(self._backend, token) or ""
+        self._pending += self._visible.get(token) or self._stream.step(self._backend, token) or ""
         cut = min((at for stop in self._stops if (at := self._pending.find(stop)) >= 0), default=-1)
         if cut >= 0:
             self.stopped = True
             text, self._pending = self._pending[:cut], ""
             return text
-        hold = max((_overlap(self._pending, stop) for stop in self._stops), default=0)
+        hold = max((overlap(self._pending, stop) for stop in self._stops), default=0)
         text = self._pending[: len(self._pending) - hold]
         self._pending = self._pending[len(text) :]
         return text
@@ -48,6 +52,6 @@ class TextStream:
         return text
 
 
-def _overlap(text: str, stop: str) -> int:
+def overlap(text: str, stop: str) -> int:
     """Length of the longest suffix of `text` that is a prefix of `stop`."""
     return next((n for n in range(min(len(text), len(stop) - 1), 0, -1) if text.endswith(stop[:n])), 0)

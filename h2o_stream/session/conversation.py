@@ -11,9 +11,9 @@ from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import replace
 
-import psutil
 from torch import Tensor
 
+from h2o_stream.cache.budget_assignment import without
 from h2o_stream.cache.policies import merged
 from h2o_stream.config import RecallConfig, RecallMode
 from h2o_stream.engine.engine import TORN_MESSAGE, Engine
@@ -24,16 +24,12 @@ from h2o_stream.recall.passage import Candidate, Recalled
 from h2o_stream.recall.recall import Recall
 from h2o_stream.session.active_turn import ActiveTurn
 from h2o_stream.session.metadata import Metadata, PendingPin, TurnTokens, load_metadata
-from h2o_stream.session.template import ChatTemplate, Prompt, inserted
-from h2o_stream.session.turn import Timings, Turn
+from h2o_stream.session.reply import GrowingReply
+from h2o_stream.session.template import ChatTemplate, Prompt, encodable, inserted
+from h2o_stream.session.turn import Turn
 
 ReplyEvents = Generator[Recalled | PrefillProgress | Token | Turn, None, None]
 FeedEvents = Generator[PrefillProgress | Finished, None, None]
-
-
-def encodable(text: str) -> str:
-    """The text with a question mark for each unpaired surrogate, which tokenizers reject."""
-    return text.encode("utf-8", "replace").decode()
 
 
 class Conversation:
@@ -46,6 +42,7 @@ class Conversation:
         system: the system prompt; None leaves it to the model's template.
         stops: strings that end a reply, in addition to those of the engine's sampling config.
         recall: ``auto`` reads evicted passages again before a reply, if the user's message asks for them.
+        thinking: see `switch_thinking`; None leaves it to the model's template.
 
     Attributes:
         metadata: everything besides the token stream.
@@ -62,12 +59,12 @@ class Conversation:
         system: str | None = None,
         stops: Sequence[str] = (),
         recall: RecallConfig | RecallMode = "off",
+        thinking: bool | None = None,
     ) -> None:
         self.engine = engine
         config = recall if isinstance(recall, RecallConfig) else RecallConfig(recall)
         self.recall = Recall(engine, config, self._turn_tokens)
-        self._stops = stops
-        self._process = psutil.Process()
+        self._stops, self._thinking = stops, thinking
         self._active = ActiveTurn()
         self.metadata = Metadata(system, self._template(system))
         self.engine.pin(self.metadata.template.first_turn("").num_pinned)
@@ -90,7 +87,15 @@ class Conversation:
     @property
     def recalled(self) -> tuple[range, ...]:
         """Indices of tokens that were read again, as far as the cache may still hold them."""
-        return merged((*self.engine.cache.transient, self.metadata.recalled))
+        ranges = merged((*self.engine.cache.transient, self.metadata.recalled))
+        for thought in self.thoughts:
+            ranges = without(ranges, thought.start, thought.stop)
+        return ranges
+
+    @property
+    def thoughts(self) -> tuple[range, ...]:
+        """Indices of the tokens of the model's thinking."""
+        return merged((*self.metadata.thoughts, self.metadata.thinking))
 
     def _turn_tokens(self) -> dict[int, range]:
         return {tokens.turn: range(tokens.start, tokens.stop) for tokens in self.passages}
@@ -105,7 +110,17 @@ class Conversation:
         self.metadata = replace(self.metadata, torn=True)
 
     def _template(self, system: str | None) -> ChatTemplate:
-        return ChatTemplate(self.engine.tokenizer, system, self.engine.end_tokens)
+        return ChatTemplate(self.engine.tokenizer, system, self.engine.end_tokens, self._thinking)
+
+    def switch_thinking(self, thinking: bool) -> None:
+        """Let the model think before it answers, or not, from the next turn on.
+
+        Raises:
+            H2OStreamError: the chat template has no switch for it. Nothing has changed.
+        """
+        self.metadata.template.require_thinking_switch()
+        self._thinking = thinking
+        self.metadata = replace(self.metadata, template=self._template(self.system))
 
     def reset(self, system: str | None = None) -> None:
         """Forget everything but the system prompt, which is fed again with the next turn.
@@ -159,26 +174,28 @@ class Conversation:
         return self._active.start(self._say(encodable(text)))
 
     def _say(self, text: str) -> ReplyEvents:
-        timings, pieces = Timings(), list[str]()
-        prompt = self._prompt(text)
+        prompt, template = self._prompt(text), self.metadata.template
         if recalled := self.recall.find(text):
             yield Recalled(recalled)
             prompt = self._with_recalled(prompt, recalled, text)
-        with self._indexing(text, pieces):
+        reply = GrowingReply(text, template.markers, prompt.num_thinking is not None, recalled)
+        with self._indexing(text, reply.answer):
             with closing(self._feed(prompt)) as events:
                 for event in events:
                     if isinstance(event, Finished):
-                        yield self._turn(text, pieces, timings, event, recalled)
+                        yield reply.finish(self.metadata.turns, event, self.engine)
                         return
-                    timings.prompt_tokens, timings.prefill_s = event.done, event.elapsed_s
+                    reply.add_progress(event)
                     yield event
-            for reply in self.engine.decode(self._stops):
-                pieces.append(reply.text)
-                if isinstance(reply, Finished):
-                    yield self._turn(text, pieces, timings, reply, recalled)
+            start = len(self.engine.tokens) - (prompt.num_thinking or 0)
+            for generated in self.engine.decode(self._stops, template.marker_tokens):
+                if isinstance(generated, Finished):
+                    yield reply.finish(self.metadata.turns, generated, self.engine)
                     return
-                timings.new_tokens, timings.decode_s = timings.new_tokens + 1, reply.elapsed_s
-                yield reply
+                token = reply.add_token(generated)
+                if token.thinking is not None:
+                    self.metadata = replace(self.metadata, thinking=range(start, token.seen))
+                yield token
 
     def feed_turn(self, text: str, reply: str) -> FeedEvents:
         """Feed a past turn: the user's message and the reply to it. Nothing is generated.
@@ -194,7 +211,7 @@ class Conversation:
     def _feed_turn(self, text: str, reply: str, pin: bool = False) -> FeedEvents:
         prompt, start = self._prompt(text), len(self.engine.tokens)
         pending = PendingPin(text, start + prompt.num_pinned, start + len(prompt.tokens)) if pin else None
-        tokens = [*prompt.tokens, *self.metadata.template.reply(reply)]
+        tokens = [*prompt.tokens, *self.metadata.template.reply(reply, prompt.num_thinking is not None)]
         with self._indexing(text, [] if pin else [reply]):
             yield from self._feed(Prompt(tokens, prompt.num_pinned), pending)
 
@@ -266,8 +283,8 @@ class Conversation:
     def _with_recalled(self, prompt: Prompt, recalled: Sequence[Candidate], text: str) -> Prompt:
         """The prompt of a message with the passages that are read again."""
         ended = self.engine.tokens[-1] in self.engine.end_tokens
-        tokens = self.metadata.template.next_turn(compose(recalled, text), ended).tokens
-        return Prompt(tokens, recalled=inserted(prompt.tokens, tokens))
+        composed = self.metadata.template.next_turn(compose(recalled, text), ended)
+        return replace(composed, recalled=inserted(prompt.tokens, composed.tokens))
 
     @contextmanager
     def _indexing(self, text: str, pieces: Sequence[str]) -> Iterator[None]:
@@ -307,7 +324,7 @@ class Conversation:
         """Make the metadata match what was fed, however the last turn ended. Can be repeated if it is cut off.
 
         Args:
-            ended: the turn is over, so what was read again for it may go.
+            ended: the turn is over, so what was read again for it and its thinking may go.
         """
         metadata, fed = self.metadata, len(self.engine.tokens)
         if self.torn:
@@ -325,23 +342,8 @@ class Conversation:
         if metadata.starts and metadata.starts[-1][1] == fed:
             metadata = replace(metadata, turns=metadata.turns - 1, starts=metadata.starts[:-1])
         if ended:
-            if metadata.recalled:
-                self.engine.cache.evict_first(metadata.recalled.start, min(metadata.recalled.stop, fed))
-            metadata = replace(metadata, recalled=range(0))
+            for served in filter(None, (metadata.recalled, metadata.thinking)):
+                self.engine.cache.evict_first(served.start, min(served.stop, fed))
+            thoughts = (*metadata.thoughts, metadata.thinking) if metadata.thinking else metadata.thoughts
+            metadata = replace(metadata, recalled=range(0), thinking=range(0), thoughts=thoughts)
         self.metadata = metadata
-
-    def _turn(
-        self, prompt: str, pieces: list[str], timings: Timings, finished: Finished, recalled: tuple[Candidate, ...]
-    ) -> Turn:
-        return Turn(
-            number=self.metadata.turns,
-            prompt=prompt,
-            text="".join(pieces),
-            timings=timings,
-            counts=self.engine.counts,
-            rss_bytes=self._process.memory_info().rss,
-            finish=finished.reason,
-            detail=finished.detail,
-            beyond_context=self.engine.beyond_context,
-            recalled=recalled,
-        )

@@ -12,8 +12,9 @@ from typing import TypeVar
 from h2o_stream.engine.engine import TORN_MESSAGE
 from h2o_stream.engine.events import Finished, Token
 from h2o_stream.errors import DataError, H2OStreamError
-from h2o_stream.session.conversation import Conversation, FeedEvents, ReplyEvents, encodable
+from h2o_stream.session.conversation import Conversation, FeedEvents, ReplyEvents
 from h2o_stream.session.sessions import Session
+from h2o_stream.session.template import encodable
 from h2o_stream.session.transactions import Checkpoint, State, Transactions
 from h2o_stream.session.transcript import Entry, Header, Kind
 from h2o_stream.session.turn import Turn
@@ -68,18 +69,21 @@ class ConversationHistory:
         return self._transactions.start(self._say(encodable(text)))
 
     def _say(self, text: str) -> ReplyEvents:
-        pieces = list[str]()
+        pieces, thinking = list[str](), list[str]()
         with self._transactions.atomic():
             try:
                 with closing(self.conversation.say(text)) as events:
                     for event in events:
                         if isinstance(event, Turn):
-                            event = _with_detail(event, self._end_turn(text, event.text, "said", event.finish))
+                            event = _with_detail(
+                                event, self._end_turn(text, event.text, "said", event.finish, event.thinking)
+                            )
                         elif isinstance(event, Token):
                             pieces.append(event.text)
+                            thinking.append(event.thinking or "")
                         yield event
             except GeneratorExit:
-                self._transactions.commit_turn(text, "".join(pieces), "said", "interrupted")
+                self._transactions.commit_turn(text, "".join(pieces), "said", "interrupted", "".join(thinking))
                 raise
 
     def feed_turn(self, text: str, reply: str) -> FeedEvents:
@@ -115,13 +119,13 @@ class ConversationHistory:
     def _feed(self, text: str, reply: str, kind: Kind) -> FeedEvents:
         return self.conversation.pin(text) if kind == "pinned" else self.conversation.feed_turn(text, reply)
 
-    def _end_turn(self, text: str, reply: str, kind: Kind, finish: str) -> str:
+    def _end_turn(self, text: str, reply: str, kind: Kind, finish: str, thinking: str = "") -> str:
         """Commit a turn that has ended, or roll it back if it is torn. Returns a line for the user, or nothing."""
         if self.conversation.torn:
             self._transactions.roll_back()
             return "The conversation is as it was before this turn." if self._transactions.committed else TORN_MESSAGE
         try:
-            self._transactions.commit_turn(text, reply, kind, finish)
+            self._transactions.commit_turn(text, reply, kind, finish, thinking)
         except DataError as error:
             return str(error)
         return ""

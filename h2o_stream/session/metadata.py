@@ -45,6 +45,8 @@ class Metadata:
         pins: texts that are never evicted.
         pending_pin: the text that the current turn pins.
         recalled: indices of the tokens that the current turn reads again.
+        thinking: indices of the tokens of the current turn's thinking so far.
+        thoughts: the same of each earlier turn that has any.
         torn: the stream was being replaced and does not match the metadata.
         stream: a different object for each stream.
     """
@@ -56,6 +58,8 @@ class Metadata:
     pins: tuple[str, ...] = ()
     pending_pin: PendingPin | None = None
     recalled: range = range(0)
+    thinking: range = range(0)
+    thoughts: tuple[range, ...] = ()
     torn: bool = False
     stream: object = field(default_factory=object)
 
@@ -70,6 +74,7 @@ class Metadata:
             "turns": self.turns,
             "passages": [astuple(passage) for passage in self.passages(num_tokens)],
             "pins": self.pins,
+            "thoughts": [(thought.start, thought.stop) for thought in self.thoughts],
             "system": self.system,
         }
         return checksummed({_KEY: encode_json(values)}, _CHECKSUMS)
@@ -86,6 +91,7 @@ def load_metadata(state: Mapping[str, Tensor], make_template: Callable[[str | No
     try:
         system, turns, pins = values["system"], int(values["turns"]), tuple(map(str, values["pins"]))
         starts = tuple((int(turn), int(start)) for turn, start, _ in values["passages"])
+        thoughts = tuple(range(int(start), int(stop)) for start, stop in values.get("thoughts", ()))  # old: without
     except (KeyError, TypeError, ValueError) as error:
         raise H2OStreamError("the state of the conversation is damaged") from error
-    return Metadata(system, make_template(system), turns, starts, pins)
+    return Metadata(system, make_template(system), turns, starts, pins, thoughts=thoughts)

@@ -54,14 +54,16 @@ class Recorder(JsonlWriter):
             return
         if isinstance(event, Token):
             counts = asdict(event.counts)
-            self._write("token", {"id": event.id, "text": event.text, "elapsed_s": event.elapsed_s, "counts": counts})
+            thinking = {} if event.thinking is None else {"thinking": event.thinking}
+            fields = {"id": event.id, "text": event.text, **thinking, "elapsed_s": event.elapsed_s, "counts": counts}
+            self._write("token", fields)
         elif isinstance(event, PrefillProgress):
             self._write("prefill", asdict(event))
         elif isinstance(event, Recalled):
             self._write("recalled", asdict(event))
         else:
-            fields = asdict(event).items()
-            self._write("turn", {"work" if name == "timings" else name: value for name, value in fields})
+            items = asdict(event).items()
+            self._write("turn", {"work" if name == "timings" else name: value for name, value in items})
 
     def _write(self, kind: str, record: dict[str, Any]) -> None:
         self.write({"type": kind, "at_s": round(time.monotonic() - self._started, 4), **record})

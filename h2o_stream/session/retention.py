@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -38,15 +39,21 @@ class RetainedTurn:
         passage: the turn's tokens.
         share: of these tokens that are held, averaged over the heads.
         pieces: the tokens that any head holds, in order.
+        thinking: the share of the tokens of the turn's thinking that are held; None if it has none.
     """
 
     passage: TurnTokens
     share: float
     pieces: list[RetainedText]
+    thinking: float | None = None
 
 
 def retention(
-    engine: Engine, passages: list[TurnTokens], layer: int | None = None, recalled: Sequence[range] = ()
+    engine: Engine,
+    passages: list[TurnTokens],
+    layer: int | None = None,
+    recalled: Sequence[range] = (),
+    thoughts: Sequence[range] = (),
 ) -> list[RetainedTurn]:
     """What the cache still holds of each passage, oldest first.
 
@@ -55,6 +62,7 @@ def retention(
         passages: parts of it.
         layer: examine this layer only; None for all.
         recalled: token indices that were recalled, which is marked in the pieces.
+        thoughts: token indices of thinking, in order, at most one range in each passage.
 
     Raises:
         H2OStreamError: there is no such layer.
@@ -64,9 +72,20 @@ def retention(
         raise H2OStreamError(f"there is no layer {layer}, the model has layers 0 to {num_layers - 1}")
     held = holders(engine.cache, layer)
     return [
-        RetainedTurn(passage, held.share(passage.start, passage.stop), list(_pieces(engine, held, passage, recalled)))
+        RetainedTurn(
+            passage,
+            held.share(passage.start, passage.stop),
+            list(_pieces(engine, held, passage, recalled)),
+            None if (thought := _first_within(thoughts, passage)) is None else held.share(thought.start, thought.stop),
+        )
         for passage in passages
     ]
+
+
+def _first_within(ranges: Sequence[range], passage: TurnTokens) -> range | None:
+    """The first of these ranges, which are in order, that begins within a passage."""
+    place = bisect_left(ranges, passage.start, key=lambda tokens: tokens.start)
+    return ranges[place] if place < len(ranges) and ranges[place].start < passage.stop else None
 
 
 def _pieces(engine: Engine, held: Holders, passage: TurnTokens, recalled: Sequence[range]) -> Iterator[RetainedText]:

@@ -7,7 +7,7 @@ conversation, and once for the text between two replies.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import takewhile
@@ -15,7 +15,9 @@ from typing import Any
 
 from jinja2 import TemplateError
 
-from h2o_stream.errors import UnsupportedModelError
+from h2o_stream.config import THINKING_VARIABLES
+from h2o_stream.errors import H2OStreamError, UnsupportedModelError
+from h2o_stream.session.thinking import Markers, find_markers
 
 _SYSTEM = "3a9d-the-system-prompt-says-this-60be"
 _USER = "7c9e-the-user-says-this-2f41"
@@ -31,11 +33,18 @@ class Prompt:
         tokens: to feed.
         num_pinned: how many of them, from the start, must never be evicted.
         recalled: which of them repeat passages of earlier turns.
+        num_thinking: how many of them, at the end, begin the thinking of the reply; None if it is not begun.
     """
 
     tokens: list[int]
     num_pinned: int = 0
     recalled: range = range(0)
+    num_thinking: int | None = None
+
+
+def encodable(text: str) -> str:
+    """The text with a question mark for each unpaired surrogate, which tokenizers reject."""
+    return text.encode("utf-8", "replace").decode()
 
 
 def inserted(without: Sequence[int], tokens: Sequence[int]) -> range:
@@ -55,21 +64,27 @@ class ChatTemplate:
         tokenizer: with a chat template.
         system: the system prompt; None leaves it to the template.
         end_tokens: the model's end-of-turn tokens.
+        thinking: whether the model is to think, for templates with a switch for it; None leaves it to the template.
     """
 
-    def __init__(self, tokenizer: Any, system: str | None, end_tokens: Collection[int]) -> None:
+    def __init__(
+        self, tokenizer: Any, system: str | None, end_tokens: Collection[int], thinking: bool | None = None
+    ) -> None:
         self._tokenizer = tokenizer
         self._system = system
         self._end_tokens = end_tokens
-        added = tokenizer.backend_tokenizer.get_added_tokens_decoder().values()
-        self._special = tuple(token.content for token in added)
+        self._added = tokenizer.backend_tokenizer.get_added_tokens_decoder()
+        self._special = tuple(token.content for token in self._added.values())
         self._system_text = (system or "").strip()
+        self._variables = dict[str, bool]()
+        if thinking is not None and self.thinking_switch:
+            self._variables = {self.thinking_switch: thinking}
 
     def first_turn(self, user: str) -> Prompt:
         """The first turn. Everything before the user's message is pinned, including the system prompt."""
         before, after = self._opening
         tokens, fixed = self._encode(before, user, after), self._tokens(before)
-        return Prompt(tokens, _shared(tokens, fixed))
+        return Prompt(tokens, _shared(tokens, fixed), num_thinking=self._num_thinking(tokens, after))
 
     def next_turn(self, user: str, ended: bool) -> Prompt:
         """Any later turn.
@@ -84,12 +99,61 @@ class ChatTemplate:
         if ended:
             end = next((i for i, token in enumerate(self._tokens(before)) if token in self._end_tokens), -1)
             tokens = tokens[end + 1 :]
-        return Prompt(tokens)
+        return Prompt(tokens, num_thinking=self._num_thinking(tokens, after))
 
-    def reply(self, text: str) -> list[int]:
-        """A past reply, with the token that ends it if the template has one."""
+    def reply(self, text: str, thinking: bool = False) -> list[int]:
+        """A past reply, with the token that ends it if the template has one.
+
+        Args:
+            text: of the answer.
+            thinking: whether the prompt has begun the thinking, which is then ended at once.
+        """
         ends = [token for token in self._tokens(self._following[0]) if token in self._end_tokens]
-        return [*self._tokens(text, as_text=True), *ends[:1]]
+        closing = self._tokens(f"\n{self.markers.closing}\n\n") if thinking and self.markers else []
+        return [*closing, *self._tokens(text, as_text=True), *ends[:1]]
+
+    @cached_property
+    def markers(self) -> Markers | None:
+        """How the model marks its thinking; None if it is not known to think."""
+        return find_markers(self._tokenizer.get_chat_template(), self._special, self._opening[1])
+
+    @cached_property
+    def marker_tokens(self) -> dict[int, str]:
+        """The control tokens of these markers, which are otherwise not part of a reply's text, by id."""
+        texts = self.markers.all if self.markers else ()
+        return {
+            number: token.content
+            for number, token in self._added.items()
+            if token.special and any(token.content in text for text in texts)
+        }
+
+    @cached_property
+    def thinking_switch(self) -> str | None:
+        """The variable of the template that switches thinking on and off; None if it has none."""
+        messages = [_message("user", _USER)]
+        for name in THINKING_VARIABLES:
+            if self._render(messages, {name: True}) != self._render(messages, {name: False}):
+                return name
+        return None
+
+    def require_thinking_switch(self) -> None:
+        """Check that thinking can be switched on and off.
+
+        Raises:
+            H2OStreamError: it cannot.
+        """
+        if self.thinking_switch is None:
+            raise H2OStreamError(
+                f"the model's chat template has no switch for thinking ({', '.join(THINKING_VARIABLES)})"
+            )
+
+    def _num_thinking(self, tokens: Sequence[int], after: str) -> int | None:
+        """See `Prompt`, for a prompt that ends with the text `after`."""
+        opening = self.markers.unclosed(after) if self.markers else ""
+        if not opening:
+            return None
+        begun = self._tokens(opening)
+        return len(begun) if list(tokens[-len(begun) :]) == begun else 0
 
     @cached_property
     def _opening(self) -> tuple[str, str]:
@@ -121,9 +185,10 @@ class ChatTemplate:
             raise UnsupportedModelError("the chat template omits past replies; use a model with another template")
         return self._split(tail)
 
-    def _render(self, messages: list[dict[str, str]]) -> str:
+    def _render(self, messages: list[dict[str, str]], variables: Mapping[str, bool] | None = None) -> str:
+        options = {"tokenize": False, "add_generation_prompt": True, **(variables or self._variables)}
         try:
-            return str(self._tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True))
+            return str(self._tokenizer.apply_chat_template(messages, **options))
         except TemplateError as error:
             message = f"the chat template fails: {error}; use a model with another template"
             raise UnsupportedModelError(message) from error
@@ -153,8 +218,9 @@ class ChatTemplate:
         return tokens
 
     def _tokenize(self, text: str, as_text: bool) -> list[int]:
-        encoded = self._tokenizer(text, add_special_tokens=False, split_special_tokens=as_text)
-        return list(encoded["input_ids"])
+        pieces = self.markers.cut(text) if as_text and self.markers else [text]
+        options = {"add_special_tokens": False, "split_special_tokens": as_text}
+        return [token for piece in pieces for token in self._tokenizer(piece, **options)["input_ids"]]
 
 
 def _message(role: str, content: str) -> dict[str, str]:

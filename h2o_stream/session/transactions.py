@@ -206,7 +206,7 @@ class Transactions:
         states = {number: state for number, state in old.states.items() if number <= turn}
         self.checkpoint = Checkpoint(self.conversation.metadata, self.rng_state, old.session, unsaved, states)
 
-    def commit_turn(self, text: str, reply: str, kind: Kind, finish: str) -> None:
+    def commit_turn(self, text: str, reply: str, kind: Kind, finish: str, thinking: str = "") -> None:
         """Commit the active turn, unless it is already committed.
 
         Raises:
@@ -221,7 +221,7 @@ class Transactions:
             return
         if kind == "pinned" and metadata.pins == checkpoint.metadata.pins:  # cut off before its end
             kind = "told"
-        entry = Entry(metadata.turns, text, reply, kind, finish)
+        entry = Entry(metadata.turns, text, reply, kind, finish, thinking=thinking)
         if checkpoint.session is None:
             self.checkpoint = checkpoint.with_turn(metadata, entry, state)
             return

@@ -32,6 +32,7 @@ class Entry:
         kind: ``said`` if the reply was generated, ``told`` if it was fed, ``pinned`` for a pinned text.
         finish: why the reply ended.
         time: ISO 8601.
+        thinking: what the model thought before the reply.
     """
 
     turn: int
@@ -40,6 +41,7 @@ class Entry:
     kind: Kind = "said"
     finish: str = "stop"
     time: str = ""
+    thinking: str = ""
 
 
 @dataclass(frozen=True)
@@ -80,6 +82,7 @@ class _Content:
         if kind == "session":
             return _Content(count, build(Header, {field.name: record[field.name] for field in fields(Header)}))
         if kind == "turn":
+            record = {"thinking": "", **record}  # only turns that have any write it
             entry = build(Entry, {field.name: record[field.name] for field in fields(Entry)})
             return _Content(count, self.header, (*self.entries, entry), (*self.line_numbers, count))
         if kind == "undo":
@@ -212,7 +215,10 @@ def header_record(header: Header) -> dict[str, Any]:
 
 def turn_record(entry: Entry) -> dict[str, Any]:
     """The line of a turn, with the current time unless the entry has one."""
-    return {"type": "turn", **asdict(entry), "time": entry.time or _now()}
+    record = {"type": "turn", **asdict(entry), "time": entry.time or _now()}
+    if not entry.thinking:
+        del record["thinking"]
+    return record
 
 
 def _line(record: Mapping[str, Any]) -> bytes:

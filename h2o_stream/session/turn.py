@@ -59,6 +59,8 @@ class Turn:
         detail: a line for the user if the reply was cut short.
         beyond_context: original positions have exceeded the model's trained context.
         recalled: passages that were read again before the reply.
+        thinking: what the model thought before the reply.
+        thinking_tokens: number of tokens generated for it.
     """
 
     number: int
@@ -71,9 +73,12 @@ class Turn:
     detail: str = ""
     beyond_context: bool = False
     recalled: tuple[Candidate, ...] = ()
+    thinking: str = ""
+    thinking_tokens: int = 0
 
     def record(self, question_id: int | str | None = None) -> dict[str, Any]:
-        """The turn as a ``--jsonl`` record."""
+        """The turn as a ``--jsonl`` record. Only a turn with thinking has fields for it."""
+        thinking = {"thinking": self.thinking, "thinking_tokens": self.thinking_tokens} if self.thinking else {}
         return {
             "type": "turn",
             "turn": self.number,
@@ -92,6 +97,7 @@ class Turn:
             "beyond_context": self.beyond_context,
             "recalled": [_recall_record(candidate) for candidate in self.recalled],
             "text": self.text,
+            **thinking,
             "finish": self.finish,
         }
 

@@ -30,6 +30,7 @@ from h2o_stream.ui.recall import note_recalled
 from h2o_stream.ui.reply import MarkdownReply, PlainReply, Reply
 from h2o_stream.ui.start import LoadedConversation, open_conversation
 from h2o_stream.ui.terminal import PrefillStatus, Terminal
+from h2o_stream.ui.thinking import Thinking
 
 _MIN_BAR, _MAX_BAR = 8, 40
 """Columns of the bar of slots."""
@@ -73,7 +74,7 @@ def open_chat(
     ):
         plan = loaded.conversation.engine.cache.plan
         history = ConversationHistory(loaded.conversation, Header(loaded.name, plan.policy, plan.window, None))
-        context = ChatContext(loaded, history, config, terminal, sources)
+        context = ChatContext(loaded, history, config, terminal, sources, settings.think)
         with Chat(context, jsonl, recorder) as chat:
             context.open_session()
             if config.prompt is None:
@@ -153,7 +154,7 @@ class Chat:
                     stack.enter_context(reply)
                 if isinstance(event, Turn):
                     return event
-                reply.push(event.text)
+                reply.add_token(event)
         raise AssertionError("a turn always ends with a Turn")
 
     def toolbar(self) -> FormattedText:
@@ -176,9 +177,10 @@ class Chat:
         return slot_bar(counts, min(max(width, _MIN_BAR), _MAX_BAR)), f" {line}"
 
     def _reply(self) -> Reply:
+        thinking = Thinking(self._context.think, ", /think shows it" if self._context.config.prompt is None else "")
         if self._context.config.plain or not self._terminal.live or self._terminal.quiet:
-            return PlainReply(self._terminal)
-        return MarkdownReply(self._footer, self._terminal.stdout_console)
+            return PlainReply(self._terminal, thinking)
+        return MarkdownReply(self._footer, self._terminal.stdout_console, thinking)
 
     def _messages(self, texts: Iterator[str]) -> Iterator[str]:
         """The messages for the model. Commands are executed, empty lines skipped."""

@@ -7,7 +7,7 @@ from contextlib import closing
 from dataclasses import dataclass, field
 from typing import Any
 
-from h2o_stream.config import ChatConfig
+from h2o_stream.config import ChatConfig, ThinkMode
 from h2o_stream.engine.events import Finished, PrefillProgress
 from h2o_stream.errors import H2OStreamError
 from h2o_stream.session.history import ConversationHistory, ResumeError
@@ -26,6 +26,7 @@ class ChatContext:
         config: of the chat.
         terminal: where replies and notes go.
         sources: every option's value and where it comes from.
+        think: how thinking is shown.
         report: statistics so far.
         leaving: whether the user has asked to leave.
     """
@@ -35,6 +36,7 @@ class ChatContext:
     config: ChatConfig
     terminal: Terminal
     sources: Mapping[str, tuple[Any, str]]
+    think: ThinkMode
     report: RunReport = field(default_factory=RunReport)
     leaving: bool = False
 

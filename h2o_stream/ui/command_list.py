@@ -55,6 +55,11 @@ COMMANDS = {
         "show what was recalled for the last message, or would be for TEXT, and why; auto, off: switch it; "
         "N: feed turn N of the transcript again",
     ),
+    "/think": Command(
+        "[show|fold|hide|on|off|N]",
+        "show what the model thought before its last reply, or in turn N; show, fold, hide: how thinking is shown; "
+        "on, off: switch it, where the model's template can",
+    ),
     "/fork": Command("NAME", "continue in a copy, a session called NAME"),
     "/save": Command("NAME", "save a copy as session NAME"),
     "/load": Command("NAME", "resume session NAME"),

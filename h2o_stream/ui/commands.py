@@ -10,12 +10,13 @@ from typing import Any, cast, get_args, get_type_hints
 
 from rich.table import Table
 
-from h2o_stream.config import RecallMode, SamplingConfig
+from h2o_stream.config import RecallMode, SamplingConfig, ThinkMode
 from h2o_stream.errors import ConfigError, DataError, H2OStreamError
 from h2o_stream.recall.passage import Candidate
 from h2o_stream.resources import is_file, read_text, user_path
 from h2o_stream.session.export import export
 from h2o_stream.session.retention import retention
+from h2o_stream.session.transcript import Entry
 from h2o_stream.ui.chat_context import ChatContext
 from h2o_stream.ui.command_list import COMMANDS
 from h2o_stream.ui.documents import read_file
@@ -26,6 +27,8 @@ from h2o_stream.ui.tables import print_report, sessions_table
 from h2o_stream.ui.terminal import one_line
 
 _ALIASES = {"temp": "temperature", "n": "max_tokens"}
+
+_DRAWN = {"show": "shown", "fold": "folded", "hide": "hidden"}
 
 
 class Commands:
@@ -110,7 +113,9 @@ class Commands:
     def _why(self, argument: str) -> None:
         conversation = self._history.conversation
         layer = _parse_number("/why", argument) if argument else None
-        passages = retention(conversation.engine, conversation.passages, layer, conversation.recalled)
+        passages = retention(
+            conversation.engine, conversation.passages, layer, conversation.recalled, conversation.thoughts
+        )
         if not passages:
             raise H2OStreamError("nothing was said yet")
         self._terminal.console.print(heatmap(passages, "all layers" if layer is None else f"layer {layer}"))
@@ -161,10 +166,36 @@ class Commands:
         else:
             self._terminal.note(otherwise)
 
-    def _read_again(self, number: int) -> None:
+    def _think(self, argument: str) -> None:
+        if argument in ("on", "off"):
+            self._history.conversation.switch_thinking(argument == "on")
+            self._terminal.note(f"thinking is {argument} from the next message on")
+        elif argument in _DRAWN:
+            self._context.think = cast(ThinkMode, argument)
+            self._terminal.note(f"thinking is now {_DRAWN[argument]}")
+        elif argument and not argument.isdecimal():
+            raise ConfigError(f"/think takes show, fold, hide, on, off or the number of a turn, not {argument!r}")
+        else:
+            self._show_thinking(int(argument) if argument else None)
+
+    def _show_thinking(self, number: int | None) -> None:
+        entries = self._history.entries
+        if number is None and not entries:
+            raise H2OStreamError("nothing was said yet")
+        entry = entries[-1] if number is None else self._entry(number)
+        if entry.thinking:
+            self._terminal.console.print(entry.thinking, style="dim")
+        else:
+            self._terminal.note(f"turn {entry.turn} has no thinking")
+
+    def _entry(self, number: int) -> Entry:
         entry = next((entry for entry in self._history.entries if entry.turn == number), None)
         if entry is None:
             raise H2OStreamError(f"there is no turn {number} in the transcript")
+        return entry
+
+    def _read_again(self, number: int) -> None:
+        entry = self._entry(number)
         if self._context.feed(self._history.feed_turn(entry.prompt, entry.text)):
             self._terminal.note(f"turn {number} was read again: {' '.join(entry.prompt.split())[:60]}")
 
@@ -183,7 +214,8 @@ class Commands:
         self._terminal.console.print(sessions_table())
 
     def _export(self, argument: str) -> None:
-        export(user_path(argument, f"/export {argument}"), self._history.header(), self._history.entries)
+        path, thinking = user_path(argument, f"/export {argument}"), self._context.think == "show"
+        export(path, self._history.header(), self._history.entries, thinking)
         self._terminal.note(f"written: {argument}")
 
     def _exit(self, argument: str) -> None:

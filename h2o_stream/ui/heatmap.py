@@ -22,7 +22,8 @@ def heatmap(passages: Sequence[RetainedTurn], heads: str) -> Text:
     shown = Text()
     for retained in passages:
         passage = retained.passage
-        shown.append(f"turn {passage.turn} · {_percent(retained.share)} kept\n", "bold")
+        thinking = "" if retained.thinking is None else f", {_percent(retained.thinking)} of its thinking"
+        shown.append(f"turn {passage.turn} · {_percent(retained.share)} kept{thinking}\n", "bold")
         previous = passage.start - 1
         for piece in retained.pieces:
             if piece.index != previous + 1:

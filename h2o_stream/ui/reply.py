@@ -17,7 +17,9 @@ from rich.markdown import Markdown
 from rich.segment import Segment, Segments
 from rich.text import Text
 
+from h2o_stream.engine.events import Token
 from h2o_stream.ui.terminal import Terminal
+from h2o_stream.ui.thinking import Thinking
 
 _FRAME_S = 0.08
 """Between two frames: short enough to read along, long enough to cost the model no time."""
@@ -26,22 +28,56 @@ _FENCE = re.compile(r" {0,3}(```+|~~~+)")
 
 _CODE_THEME = "ansi_dark"
 
+_THINKING_STYLE = "dim"
+
 
 class PlainReply:
-    """Writes a reply as plain text. A context manager: leaving it ends the reply."""
+    """Writes a reply as plain text. A context manager: leaving it ends the reply.
 
-    def __init__(self, terminal: Terminal) -> None:
-        self._terminal = terminal
+    Args:
+        terminal: where to.
+        thinking: what is shown of the thinking. All of it goes to stdout between tags, a line to stderr.
+    """
+
+    def __init__(self, terminal: Terminal, thinking: Thinking | None = None) -> None:
+        self._terminal, self._thinking = terminal, thinking or Thinking("fold")
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *exception: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """End the reply."""
+        self._end_thinking()
         self._terminal.reply("\n")
+
+    def add_token(self, token: Token) -> None:
+        """Append a token's thinking and text."""
+        if token.thinking is not None:
+            self.think(token.thinking)
+        self.push(token.text)
+
+    def think(self, text: str) -> None:
+        """Append a token of thinking, with the text that it completes."""
+        if self._thinking.shown:
+            self._terminal.reply(text if self._thinking.active else f"<think>\n{text}")
+        self._thinking.add(text)
 
     def push(self, text: str) -> None:
         """Append text."""
+        if text:
+            self._end_thinking()
         self._terminal.reply(text)
+
+    def _end_thinking(self) -> None:
+        if not self._thinking.end():
+            return
+        if self._thinking.shown:
+            self._terminal.reply("\n</think>\n\n")
+        elif self._thinking.line:
+            self._terminal.note(self._thinking.line, style="dim")
 
 
 class MarkdownReply:
@@ -50,10 +86,12 @@ class MarkdownReply:
     Args:
         footer: returns the line below it, for a width.
         console: a live one, on stdout.
+        thinking: what is shown of the thinking, dim and above the answer.
     """
 
-    def __init__(self, footer: Callable[[int], Text], console: Console) -> None:
+    def __init__(self, footer: Callable[[int], Text], console: Console, thinking: Thinking | None = None) -> None:
         self._console, self._footer = console, footer
+        self._thinking, self._open_thought = thinking or Thinking("fold"), ""
         self._blocks = MarkdownBlocks()
         self._drawn_at = 0.0
         self._printed = False
@@ -64,16 +102,46 @@ class MarkdownReply:
         return self
 
     def __exit__(self, *exception: object) -> None:
+        self._end_thinking()
         self._print(self._blocks.close())
         self._live.stop()
 
+    def add_token(self, token: Token) -> None:
+        """Append a token's thinking and text."""
+        if token.thinking is not None:
+            self.think(token.thinking)
+        self.push(token.text)
+
+    def think(self, text: str) -> None:
+        """Append a token of thinking, with the text that it completes."""
+        self._thinking.add(text)
+        finished = list[str]()
+        if self._thinking.shown:
+            *finished, self._open_thought = (self._open_thought + text).split("\n")
+        for line in finished:
+            self._console.print(Text(line, _THINKING_STYLE))
+        self._refresh(now=bool(finished))
+
     def push(self, text: str) -> None:
         """Append text."""
+        if text:
+            self._end_thinking()
         finished = self._blocks.push(text)
         self._print(finished)
-        if finished or time.monotonic() - self._drawn_at >= _FRAME_S:
+        self._refresh(now=bool(finished))
+
+    def _refresh(self, now: bool) -> None:
+        if now or time.monotonic() - self._drawn_at >= _FRAME_S:
             self._live.refresh()
             self._drawn_at = time.monotonic()
+
+    def _end_thinking(self) -> None:
+        if not self._thinking.end():
+            return
+        line, self._open_thought = self._open_thought or self._thinking.line, ""
+        if line:
+            self._console.print(Text(line, _THINKING_STYLE))
+        self._printed = self._thinking.shown and bool(self._thinking.text)
 
     def _print(self, blocks: list[str]) -> None:
         for block in blocks:
@@ -87,6 +155,8 @@ class MarkdownReply:
         """The last lines of the growing block that fit, and the footer."""
         room = max(console.height - 2, 1)
         lines = []
+        if self._thinking.active and (thought := self._open_thought or self._thinking.line):
+            lines = console.render_lines(Text(thought, _THINKING_STYLE), options, pad=False)
         if self._blocks.open:
             lines = _render(console, options, close_marks(self._blocks.open))
             if self._printed:

@@ -13,12 +13,15 @@ from rich.panel import Panel
 from rich.text import Text
 
 from h2o_stream.cache.counts import CacheCounts
+from h2o_stream.config import ThinkMode
 from h2o_stream.engine.events import PrefillProgress, Token
 from h2o_stream.recall.passage import Recalled
 from h2o_stream.session.turn import Turn
 from h2o_stream.ui.format import SLOT_COLORS, format_bytes, format_speed, turn_line
 from h2o_stream.ui.recall import note_recalled, recalled_line
+from h2o_stream.ui.reply import PlainReply
 from h2o_stream.ui.terminal import PrefillStatus, Terminal
+from h2o_stream.ui.thinking import Thinking
 
 FRAME_S = 0.1
 """Between two frames, as drawing takes time from the model."""
@@ -34,10 +37,12 @@ class Screen:
         terminal: a live one.
         title: what runs: model, policy, window.
         context: the model's trained context, the scale of a cache without a window.
+        think: what is shown of the model's thinking.
     """
 
-    def __init__(self, terminal: Terminal, title: str, context: int | None) -> None:
-        self._title, self._context = title, context
+    def __init__(self, terminal: Terminal, title: str, context: int | None, think: ThinkMode = "fold") -> None:
+        self._title, self._context, self._think = title, context, think
+        self._thinking = Thinking(think)
         self._turn_title = ""
         self._transcript: deque[_Line] = deque([_Line(Text())], maxlen=MAX_LINES)
         self._event: PrefillProgress | Token | Turn | None = None
@@ -56,7 +61,7 @@ class Screen:
 
     def start_turn(self, title: str, prompt: str) -> None:
         """Show that a turn begins."""
-        self._turn_title, self._new = title, 0
+        self._turn_title, self._new, self._thinking = title, 0, Thinking(self._think)
         self._write(("\n\n" if self._event else "") + f"> {prompt}\n", "cyan")
         self._draw(now=True)
 
@@ -71,11 +76,26 @@ class Screen:
             self._prefill = f"{_rate(event.done, event.elapsed_s)} ({event.done:,}/{event.total:,})"
         elif isinstance(event, Token):
             self._new += 1
-            self._write(event.text)
+            self._write_reply(event)
             self._decode = _rate(self._new, event.elapsed_s)
-        elif event.finish != "stop":
-            self._write(f" [{event.finish}]", "yellow")
+        else:
+            self._end_thinking()
+            if event.finish != "stop":
+                self._write(f" [{event.finish}]", "yellow")
         self._draw(now=isinstance(event, Turn))
+
+    def _write_reply(self, token: Token) -> None:
+        if token.thinking is not None:
+            self._thinking.add(token.thinking)
+            if self._thinking.shown:
+                self._write(token.thinking, "dim")
+        if token.text:
+            self._end_thinking()
+            self._write(token.text)
+
+    def _end_thinking(self) -> None:
+        if self._thinking.end():
+            self._write("\n\n" if self._thinking.shown else f"{self._thinking.line}\n", "dim")
 
     def _write(self, text: str, style: str = "") -> None:
         first, *rest = text.expandtabs(4).split("\n")
@@ -150,9 +170,10 @@ class _Line:
 class PlainView:
     """Writes a run as plain text: replies to stdout, a line before and after each to stderr."""
 
-    def __init__(self, terminal: Terminal) -> None:
-        self._terminal = terminal
+    def __init__(self, terminal: Terminal, think: ThinkMode = "fold") -> None:
+        self._terminal, self._think = terminal, think
         self._status = PrefillStatus(terminal)
+        self._reply = PlainReply(terminal, Thinking(think))
 
     def __enter__(self) -> Self:
         return self
@@ -163,6 +184,7 @@ class PlainView:
     def start_turn(self, title: str, prompt: str) -> None:
         """Show that a turn begins."""
         self._terminal.note(f"[{title}] {prompt}", style="cyan")
+        self._reply = PlainReply(self._terminal, Thinking(self._think))
 
     def add_event(self, event: Recalled | PrefillProgress | Token | Turn) -> None:
         """Show an event of the turn."""
@@ -171,19 +193,21 @@ class PlainView:
         elif isinstance(event, PrefillProgress):
             self._status.show(event.done, event.total)
         elif isinstance(event, Token):
-            self._terminal.reply(event.text)
+            self._reply.add_token(event)
         else:
             self._status.close()
-            self._terminal.reply("\n")
+            self._reply.close()
             self._terminal.note(turn_line(event), style="dim")
 
 
 View = Screen | PlainView
 
 
-def open_view(terminal: Terminal, title: str, context: int | None = None) -> View:
+def open_view(terminal: Terminal, title: str, context: int | None = None, think: ThinkMode = "fold") -> View:
     """A live screen if the terminal can show one, otherwise plain text."""
-    return Screen(terminal, title, context) if terminal.live and not terminal.quiet else PlainView(terminal)
+    if terminal.live and not terminal.quiet:
+        return Screen(terminal, title, context, think)
+    return PlainView(terminal, think)
 
 
 def _rate(tokens: int, elapsed_s: float) -> str:

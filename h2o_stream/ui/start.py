@@ -55,7 +55,8 @@ def load_conversation(
     plan = engine.cache.plan
     window = f" · window {plan.window} · {plan.positions}" if plan.window else ""
     title = f"{model.name} · {plan.policy}{window}"
-    conversation = Conversation(engine, settings.system, model.stops, settings.recall)
+    thinking = False if settings.think == "off" else None
+    conversation = Conversation(engine, settings.system, model.stops, settings.recall, thinking)
     return LoadedConversation(conversation, interrupts, model.name, title)
 
 
@@ -77,6 +78,9 @@ def open_conversation(
             loaded = load_conversation(settings, terminal.note, progress)
     engine = loaded.conversation.engine
     loaded.conversation.recall.notify = terminal.note
+    template = loaded.conversation.metadata.template
+    if settings.think == "off" and template.markers and not template.thinking_switch:
+        terminal.note("the model's chat template has no switch for thinking; it is folded")
     with engine:
         plan = engine.cache.plan
         jsonl.write(

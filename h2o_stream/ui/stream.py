@@ -47,7 +47,7 @@ def stream_questions(
         Recorder(record, loaded.title) as recorder,
     ):
         terminal.note(f"{loaded.title} · {questions.turns} turns of {questions.source}", style="dim")
-        view = open_view(terminal, loaded.title, loaded.conversation.engine.context)
+        view = open_view(terminal, loaded.title, loaded.conversation.engine.context, settings.think)
         try:
             with view, loaded.interrupts:
                 total = str(turns or ("∞" if loop else questions.turns))

@@ -1,0 +1,202 @@
+"""Thinking: which models think, and where it ends in a reply."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from transformers import PreTrainedTokenizerBase
+
+from h2o_stream.engine.text import TextStream
+from h2o_stream.errors import H2OStreamError
+from h2o_stream.session.template import ChatTemplate
+from h2o_stream.session.thinking import Markers, ThinkingSplitter, find_markers
+from tests.thinking_model import OPENED, SWITCHED, thinking_tokenizer
+
+TAGS = Markers("<think>", "</think>")
+HARMONY = "{{ '<|start|>assistant<|channel|>analysis<|message|>' + x + '<|end|><|channel|>final<|message|>' }}"
+
+
+class TestMarkers:
+    @pytest.mark.parametrize(
+        ("template", "added", "markers"),
+        [
+            ("{{ '<think>' + x + '</think>' }}", (), ("<think>", "</think>")),
+            ("{{ x }}", ("<s>", "<think>", "</think>"), ("<think>", "</think>")),
+            ("{{ x.split('</think>')[-1] }}", ("<think>",), ("<think>", "</think>")),
+            ("{{ '[THINK]' }}", ("[THINK]", "[/THINK]"), ("[THINK]", "[/THINK]")),
+            ("{{ x }}", ("<seed:think>", "</seed:think>"), ("<seed:think>", "</seed:think>")),
+            ("{{ '◁think▷' + x + '◁/think▷' }}", (), ("◁think▷", "◁/think▷")),
+            ("{{ x }}", ("<|START_THINKING|>", "<|END_THINKING|>"), ("<|START_THINKING|>", "<|END_THINKING|>")),
+            ("{{ x }}", ("<|begin_of_thought|>", "<|end_of_thought|>"), ("<|begin_of_thought|>", "<|end_of_thought|>")),
+            ("{{ x }}", ("<|inner_prefix|>", "<|inner_suffix|>"), ("<|inner_prefix|>", "<|inner_suffix|>")),
+            (HARMONY, (), ("<|channel|>analysis<|message|>", "<|end|>")),
+            ("{{ '<|channel>thought\\n<channel|>' }}", (), ("<|channel>thought", "<channel|>")),
+        ],
+    )
+    def test_of_a_pair_in_the_template_or_the_tokenizer(
+        self, template: str, added: tuple[str, ...], markers: tuple[str, str]
+    ) -> None:
+        found = find_markers(template, added, "")
+        assert found is not None
+        assert (found.opening, found.closing) == markers
+
+    @pytest.mark.parametrize(
+        ("template", "added"),
+        [
+            ("{{ x }}", ()),
+            ("{{ '<think>' }}", ("<s>",)),
+            ("{{ x }}", ("</think>",)),
+            ("{{ '<tool_call>' + x + '</tool_call>' }}", ("<tool_call>", "</tool_call>")),
+            ("{{ thinking[0] }}{{ '<|channel|>analysis<|message|><|end|>' }}", ()),
+        ],
+    )
+    def test_a_name_alone_is_not_enough(self, template: str, added: tuple[str, ...]) -> None:
+        assert find_markers(template, added, "") is None
+
+    def test_a_prompt_that_ends_with_an_opening_tag(self) -> None:
+        assert find_markers("{{ '<think>' }}", (), "<|assistant|>\n<think>\n") == TAGS
+
+    @pytest.mark.parametrize(
+        ("prompt", "unclosed"),
+        [("a <think>\n", "<think>\n"), ("<think>\n\n</think>\n\n", ""), ("a</think>", ""), ("a", "")],
+    )
+    def test_what_a_prompt_leaves_open(self, prompt: str, unclosed: str) -> None:
+        assert TAGS.unclosed(prompt) == unclosed
+
+
+def split(reply: str, size: int, thinking: bool = False, markers: Markers = TAGS) -> tuple[str, str]:
+    splitter = ThinkingSplitter(markers, thinking)
+    pieces = [splitter.push(reply[start : start + size]) for start in range(0, len(reply), size)]
+    pieces.append(splitter.flush())
+    return "".join(thought for thought, _ in pieces), "".join(answer for _, answer in pieces)
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 7, 1000])
+class TestSplitter:
+    @pytest.mark.parametrize(
+        ("reply", "thought", "answer"),
+        [
+            ("<think>\nWell,\n so. \n</think>\n\nYes.\n", "Well,\n so.", "Yes.\n"),
+            ("\n <think>a</think>b", "a", "b"),
+            ("<think>\n\n</think>\n\nYes.", "", "Yes."),
+            ("<think>a</think>\n<think> b\n</think> c", "a\n\nb", "c"),
+            ("<think>never closed </thin", "never closed </thin", ""),
+            ("<think>x < y</think>1 < 2", "x < y", "1 < 2"),
+            ("<think>a</think>", "a", ""),
+            ("  Yes, <think> is a tag, </think> too.", "", "  Yes, <think> is a tag, </think> too."),
+            ("<thin", "", "<thin"),
+            ("<thing>", "", "<thing>"),
+            (" \n", "", " \n"),
+            ("", "", ""),
+        ],
+    )
+    def test_replies(self, reply: str, thought: str, answer: str, size: int) -> None:
+        assert split(reply, size) == (thought, answer)
+
+    @pytest.mark.parametrize(
+        ("reply", "thought", "answer"),
+        [
+            ("a\n</think>\n\nb", "a", "b"),
+            ("\na", "a", ""),
+            ("</think>b", "", "b"),
+            ("a <think> b</think>c", "a <think> b", "c"),
+        ],
+    )
+    def test_replies_that_begin_with_thinking(self, reply: str, thought: str, answer: str, size: int) -> None:
+        assert split(reply, size, thinking=True) == (thought, answer)
+
+    @pytest.mark.parametrize(
+        ("reply", "thought", "answer"),
+        [
+            (
+                "<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant<|channel|>final<|message|>Yes.",
+                "Hm.",
+                "Yes.",
+            ),
+            ("<|channel|>final<|message|>Yes.", "", "Yes."),
+            ("<|channel|>analysis<|message|>Hm.", "Hm.", ""),
+        ],
+    )
+    def test_channels(self, reply: str, thought: str, answer: str, size: int) -> None:
+        markers = find_markers(HARMONY, (), "")
+        assert markers is not None
+        assert split(reply, size, markers=markers) == (thought, answer)
+
+
+@given(st.text(alphabet="</think> \nab", max_size=60), st.integers(1, 9))
+def test_only_markers_and_space_are_lost(text: str, size: int) -> None:
+    """And the size of the pieces changes nothing."""
+    whole = split(text, len(text) or 1)
+    assert split(text, size) == whole
+    if not text.lstrip().startswith("<think>"):
+        assert whole == ("", text)
+    else:
+        for marker in TAGS.all:
+            text = text.replace(marker, "")
+        for marker in TAGS.all:
+            whole = whole[0].replace(marker, ""), whole[1].replace(marker, "")
+        assert "".join("".join(whole).split()) == "".join(text.split())
+
+
+@given(st.text(alphabet="ab <>/think\n", max_size=40))
+def test_what_is_certain_is_not_held_back(text: str) -> None:
+    splitter = ThinkingSplitter(TAGS, False)
+    splitter.push("<think>")
+    thought = "".join(splitter.push(character)[0] for character in text)
+    if splitter.thinking:
+        assert len(text.strip()) - len(thought) < len("</think>") + len(text) - len(text.rstrip())
+
+
+class TestTemplates:
+    def template(self, tokenizer: PreTrainedTokenizerBase, thinking: bool | None = None) -> ChatTemplate:
+        return ChatTemplate(tokenizer, None, {tokenizer.eos_token_id}, thinking)
+
+    def test_a_model_that_does_not_think(self, tokenizer: PreTrainedTokenizerBase) -> None:
+        template = self.template(tokenizer)
+        assert (template.markers, template.marker_tokens, template.thinking_switch) == (None, {}, None)
+        assert template.first_turn("<think>").num_thinking is None
+        with pytest.raises(H2OStreamError, match="the model's chat template has no switch for thinking"):
+            template.require_thinking_switch()
+
+    @pytest.mark.parametrize("special", [False, True])
+    def test_a_prompt_that_begins_the_thinking(self, tokenizer: PreTrainedTokenizerBase, special: bool) -> None:
+        thinking = thinking_tokenizer(tokenizer, OPENED, special)
+        template = self.template(thinking)
+        assert template.markers == TAGS
+        assert set(template.marker_tokens.values()) == ({"<think>", "</think>"} if special else set())
+        for prompt in (template.first_turn("a <think>"), template.next_turn("b </think>", ended=True)):
+            assert prompt.num_thinking is not None
+            assert thinking.decode(prompt.tokens[-prompt.num_thinking :]) == "<think>\n"
+        past = thinking.decode(template.reply("Yes.", thinking=True))
+        assert past == "\n</think>\n\nYes.<|im_end|>"
+
+    @pytest.mark.parametrize(("value", "ending"), [(None, ""), (True, ""), (False, "<think>\n\n</think>\n\n")])
+    def test_a_switch(self, tokenizer: PreTrainedTokenizerBase, value: bool | None, ending: str) -> None:
+        thinking = thinking_tokenizer(tokenizer, SWITCHED)
+        template = self.template(thinking, value)
+        template.require_thinking_switch()
+        assert template.thinking_switch == "enable_thinking"
+        prompt = template.first_turn("a <think>")
+        assert prompt.num_thinking is None
+        assert thinking.decode(prompt.tokens).endswith("<|im_start|>assistant\n" + ending)
+
+
+@pytest.mark.parametrize("special", [False, True])
+def test_tags_of_the_user_are_text(tokenizer: PreTrainedTokenizerBase, special: bool) -> None:
+    thinking = thinking_tokenizer(tokenizer, OPENED, special)
+    template = ChatTemplate(thinking, None, {thinking.eos_token_id})
+    text = "a <think> b</think><<think></think"
+    tags = set(thinking.convert_tokens_to_ids(["<think>", "</think>"]))
+    for tokens in (template.first_turn(text).tokens[:-2], template.reply(text)):
+        assert not tags & set(tokens)
+        assert text in thinking.decode(tokens)
+
+
+def test_tags_that_are_control_tokens_are_part_of_the_text(tokenizer: PreTrainedTokenizerBase) -> None:
+    thinking = thinking_tokenizer(tokenizer, OPENED, special=True)
+    tokens = thinking("<think>é</think>a<|im_start|>b", add_special_tokens=False)["input_ids"]
+    visible = ChatTemplate(thinking, None, ()).marker_tokens
+    for shown, text in ((visible, "<think>é</think>ab"), ({}, "éab")):
+        stream = TextStream(thinking, visible=shown)
+        assert "".join(map(stream.push, tokens)) == text
