@@ -10,6 +10,7 @@ from typing import Any, get_args
 
 from transformers import PreTrainedModel
 
+from h2o_stream.cache import graph_steps
 from h2o_stream.cache.forward import AttachedForward, Stepper, replaced_forward
 from h2o_stream.cache.full_cache import FullCache
 from h2o_stream.cache.h2o_cache import H2OCache
@@ -137,6 +138,9 @@ def _native(model: PreTrainedModel, cache: H2OCache | FullCache, engine: EngineC
     cache.kernels = kernels.make_kernels()
     found = stepper.make_stepper(model, cache)
     if isinstance(found, str):
+        if not graph_steps.why_not(cache, home_of(model)):
+            cache.engine_note = "eager, captured as a CUDA graph"
+            return graph_steps.GraphSteps(model.forward, cache)
         cache.engine_note = f"eager: {found}"
         return None
     cache.engine_note = f"native, {library.name()}"

@@ -58,6 +58,11 @@ _EVERY_NATIVE = 256
 """Tokens between two samples where native code computes the attention, and a sample costs an attention of its own."""
 
 
+def is_sampled(step: int) -> bool:
+    """Whether the attention of an eager decode step is sampled."""
+    return step % _EVERY == 0
+
+
 class SparsityMeter:
     """Samples the attention of a layer: the last query of a prefill chunk, and of every 16th decode step.
 
@@ -77,7 +82,7 @@ class SparsityMeter:
             visible: [B, Hkv, K] bool, False for empty slots.
             step: tokens seen.
         """
-        if probs.shape[3] > 1 or step % _EVERY == 0:
+        if probs.shape[3] > 1 or is_sampled(step):
             self.add(probs, visible)
 
     def add(self, probs: Tensor, visible: Tensor) -> None:

@@ -1,0 +1,119 @@
+"""Decode steps as one captured CUDA graph, for models whose steps run eagerly on a GPU.
+
+Once all windows have their final size, every step has the same shapes and addresses. So one step is captured, and its
+replay decodes an endless stream without Python between the kernels. A change of the cache's revision (pins, another
+number of rows, a new stream) captures it again.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from h2o_stream.cache.h2o_cache import H2OCache
+from h2o_stream.cache.statistics import is_sampled
+
+WARM_UP = 3
+"""Steps that run eagerly before one is captured: libraries allocate and tune in them."""
+
+
+class Recording(Protocol):
+    """A captured step.
+
+    Attributes:
+        logits: [B, 1, V], overwritten by every replay.
+    """
+
+    logits: Tensor
+
+    def replay(self) -> None:
+        """Run the step again, on what its inputs hold now."""
+
+
+class CudaRecording:
+    """A step as a CUDA graph. Capturing runs nothing: the cache is unchanged.
+
+    Args:
+        step: runs the model; returns logits.
+    """
+
+    def __init__(self, step: Callable[[], Tensor]) -> None:
+        self._graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(self._graph):
+            self.logits = step()
+
+    def replay(self) -> None:
+        """See `Recording.replay`."""
+        self._graph.replay()
+
+
+class GraphSteps:
+    """Runs single tokens by replaying a captured step; see `Stepper`.
+
+    Args:
+        forward: the model's own, with our attention.
+        cache: of the model.
+        record: captures a step.
+    """
+
+    def __init__(
+        self,
+        forward: Callable[..., Any],
+        cache: H2OCache,
+        record: Callable[[Callable[[], Tensor]], Recording] = CudaRecording,
+    ) -> None:
+        self._forward, self._cache, self._record = forward, cache, record
+        self._recording: Recording | None = None
+        self._revision, self._warm, self._failed = -1, 0, False
+        self._inputs: dict[str, Tensor] = {}
+
+    def logits(self, kwargs: dict[str, Any]) -> Tensor | None:
+        """See `Stepper.logits`."""
+        cache = self._cache
+        if self._failed or not cache.steady:
+            return None
+        if cache.revision != self._revision:
+            self._revision, self._warm, self._recording = cache.revision, 0, None
+        if self._warm < WARM_UP or (self._recording is None and is_sampled(cache.seen_tokens + 1)):
+            self._warm += 1
+            return None
+        if self._recording is None and not self._capture(kwargs):
+            return None
+        assert self._recording is not None
+        for name, tensor in self._inputs.items():
+            tensor.copy_(kwargs[name])
+        cache.begin_token()
+        self._recording.replay()
+        cache.count_token()
+        return self._recording.logits.clone()
+
+    def _capture(self, kwargs: dict[str, Any]) -> bool:
+        """Capture a step with inputs of these shapes. Returns whether that was possible."""
+        self._inputs = {name: kwargs[name].clone() for name in ("input_ids", "position_ids")}
+        fixed = {"past_key_values": self._cache, "h2o_cache": self._cache, "use_cache": True, "return_dict": True}
+        try:
+            self._recording = self._record(lambda: self._forward(**self._inputs, **fixed).logits)
+        except RuntimeError as error:
+            self._failed = True
+            reason = next(iter(str(error).splitlines()), type(error).__name__)
+            self._cache.engine_note = f"eager: a step cannot be captured ({reason})"
+            warnings.warn(f"steps run eagerly, one cannot be captured: {reason}", stacklevel=2)
+        self._cache.torn = False
+        return not self._failed
+
+
+def why_not(cache: H2OCache, device: torch.device) -> str:
+    """Why the steps of a cache cannot be captured, or nothing."""
+    if device.type != "cuda":
+        return "not on a CUDA device"
+    if cache.storage_device is not None:
+        return "the cache is in host memory"
+    if cache.recurrent_layers:
+        return "some layers are recurrent, which may read numbers on the host"
+    if any(group.policy.head_state(1, 1, 1) for group in cache.head_groups):
+        return "the policy keeps a state of each head"
+    return ""

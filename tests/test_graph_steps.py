@@ -1,0 +1,195 @@
+"""Captured steps, as far as a CPU can tell: what is captured reads nothing on the host, and replays go on exactly.
+
+A recording here is the step itself, run again by every replay on the inputs it was recorded with. Capturing it runs it
+under a mode that refuses what a CUDA graph cannot hold, and leaves the cache as it was.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from h2o_stream import CacheConfig, attach
+from h2o_stream.cache import graph_steps
+from h2o_stream.cache.graph_steps import WARM_UP, GraphSteps
+from tests.conftest import make_llama
+from tests.families import FAMILIES
+
+aten = torch.ops.aten
+
+FROM_HOST = {
+    aten._local_scalar_dense,
+    aten.equal,
+    aten.lift_fresh,
+    aten.lift_fresh_copy,
+    aten.masked_select,
+    aten.nonzero,
+}
+"""Operations that read numbers on the host, make a tensor of numbers from there, or whose shapes depend on data."""
+
+
+class HostFree(TorchDispatchMode):
+    """Refuses operations that a captured graph cannot hold."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        by_mask = func.overloadpacket is aten.index and any(x is not None and x.dtype == torch.bool for x in args[1])
+        if func.overloadpacket in FROM_HOST or by_mask:
+            raise RuntimeError(f"{func} while a step is captured")
+        return func(*args, **(kwargs or {}))
+
+
+def tokens(count: int, rows: int = 1, seed: int = 0) -> Tensor:
+    return torch.randint(3, 64, (rows, count), generator=torch.Generator().manual_seed(seed))
+
+
+class Recording:
+    """Stands for a CUDA graph."""
+
+    made = 0
+    replays = 0
+
+    def __init__(self, cache: Any, step: Callable[[], Tensor]) -> None:
+        before = [(x, x.clone()) for group in cache.head_groups for x in group.tensors().values()]
+        self._step = step
+        try:
+            with HostFree():
+                self.logits = step()
+        finally:
+            for tensor, value in before:
+                tensor.copy_(value)
+        Recording.made += 1
+
+    def replay(self) -> None:
+        self.logits.copy_(self._step())
+        Recording.replays += 1
+
+
+@pytest.fixture
+def recorded(monkeypatch: pytest.MonkeyPatch) -> type[Recording]:
+    """Steps of models on the CPU are captured; counts the recordings and replays."""
+    monkeypatch.setattr(graph_steps, "why_not", lambda cache, device: "")
+    monkeypatch.setattr(
+        graph_steps,
+        "GraphSteps",
+        lambda forward, cache: GraphSteps(forward, cache, lambda step: Recording(cache, step)),
+    )
+    monkeypatch.setattr("h2o_stream.native.kernels.make_kernels", lambda: None)
+    monkeypatch.setattr("h2o_stream.native.stepper.make_stepper", lambda model, cache: "a test")
+    Recording.made = Recording.replays = 0
+    return Recording
+
+
+def stream(model: Any, config: CacheConfig, engine: Any, ids: Tensor) -> list[Tensor]:
+    with attach(model, config, engine=engine) as cache:
+        parts = (ids[:, :40], *ids[:, 40:].split(1, 1))
+        return [model(part, past_key_values=cache).logits for part in parts]
+
+
+def check_replays(model: Any, config: CacheConfig, ids: Tensor) -> None:
+    ours, theirs = (stream(model, config, engine, ids) for engine in ("auto", "eager"))
+    for a, b in zip(ours, theirs, strict=True):
+        assert a.equal(b)
+    assert Recording.made == 1
+    assert Recording.replays > ids.shape[1] - 60
+
+
+def test_500_tokens_are_those_of_eager_steps(recorded: type[Recording]) -> None:
+    check_replays(make_llama(groups=2), CacheConfig(window=24), tokens(540))
+
+
+@pytest.mark.parametrize("policy", ["h2o", "h2o-paper", "tova", "sink", "recent", "random"])
+@pytest.mark.parametrize("positions", ["gap", "absolute"])
+def test_policies_and_rows(recorded: type[Recording], policy: str, positions: Any) -> None:
+    check_replays(make_llama(groups=2), CacheConfig(policy, window=24, positions=positions), tokens(90, rows=3))
+
+
+@pytest.mark.parametrize("name", ["Gemma 3", "Qwen 3", "GLM"])
+def test_families(recorded: type[Recording], name: str) -> None:
+    """Sliding layers, norms, another order of dimensions."""
+    model = next(family for family in FAMILIES if family.name == name).make()
+    check_replays(model, CacheConfig(window=24, span=18, chunk=16), tokens(80))
+
+
+def test_few_bits(recorded: type[Recording]) -> None:
+    check_replays(make_llama(groups=2), CacheConfig(window=40, kv_bits=4), tokens(120))
+
+
+def run(model: Any, cache: Any, ids: Tensor) -> list[Tensor]:
+    return [model(part, past_key_values=cache).logits for part in ids.split(1, 1)]
+
+
+def test_what_changes_the_cache_is_captured_again(recorded: type[Recording]) -> None:
+    model, results = make_llama(groups=2), []
+    for engine in ("auto", "eager"):
+        with attach(model, CacheConfig(window=24), engine=engine) as cache:
+            logits = [model(tokens(40, 2), past_key_values=cache).logits[:, -1:]]
+
+            logits += run(model, cache, tokens(20, 2, 1))
+            start = cache.seen_tokens
+            cache.pin(start - 4, start - 2)
+            logits += run(model, cache, tokens(20, 2, 2))
+            cache.reorder_cache(torch.tensor([1, 1, 0]))
+            logits += run(model, cache, tokens(20, 3, 3))
+            state = cache.state_dict()
+            run(model, cache, tokens(5, 3, 4))
+            cache.load_state_dict(state)
+            logits += run(model, cache, tokens(20, 3, 4))
+            model(tokens(30, 3, 5), past_key_values=cache)
+            logits += run(model, cache, tokens(20, 3, 6))
+            results.append(logits)
+    for a, b in zip(*results, strict=True):
+        assert a.equal(b)
+    assert 4 <= recorded.made <= 6
+
+
+def test_warm_up_and_growing_windows_are_eager(recorded: type[Recording]) -> None:
+    model = make_llama(groups=2)
+    with attach(model, CacheConfig(window=24)) as cache:
+        model(tokens(10), past_key_values=cache)
+        assert cache.engine_note == "eager, captured as a CUDA graph"
+        while not cache.steady:
+            model(tokens(1), past_key_values=cache)
+        assert not recorded.made
+        for _ in range(WARM_UP):
+            model(tokens(1), past_key_values=cache)
+        assert not recorded.made
+        for _ in range(2):
+            model(tokens(1), past_key_values=cache)
+        assert recorded.made == 1
+
+
+def test_a_step_that_cannot_be_captured_is_eager(monkeypatch: pytest.MonkeyPatch, recorded: type[Recording]) -> None:
+    model, config = make_llama(groups=2), CacheConfig(window=24)
+    theirs = stream(model, config, "eager", tokens(80))
+    layer = model.model.layers[0]
+    forward = layer.mlp.forward
+    monkeypatch.setattr(layer.mlp, "forward", lambda x: forward(x) * (1.0 if x.sum().item() < 1e9 else 2.0))
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        ours = stream(model, config, "auto", tokens(80))
+    assert all(a.equal(b) for a, b in zip(ours, theirs, strict=True))
+    assert not recorded.made
+    assert sum("cannot be captured" in str(warning.message) for warning in caught) == 1
+
+
+@pytest.mark.parametrize(
+    ("number", "settings", "device", "words"),
+    [
+        (0, {}, "cpu", "not on a CUDA device"),
+        (0, {}, "cuda", ""),
+        (0, {"device": "cpu"}, "cuda", "host memory"),
+        (0, {"policy": "expected-attention"}, "cuda", "a state of each head"),
+        (22, {}, "cuda", "recurrent"),
+    ],
+)
+def test_what_is_not_captured(number: int, settings: dict[str, Any], device: str, words: str) -> None:
+    with attach(FAMILIES[number].make(), CacheConfig(**{"window": 24, "chunk": 8, **settings})) as cache:
+        reason = graph_steps.why_not(cache, torch.device(device))
+        assert words in reason
+        assert bool(words) == bool(reason)
