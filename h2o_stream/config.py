@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, get_args
@@ -492,6 +493,7 @@ class Settings:
         at_context: whether a cache with absolute positions continues past the model's context or stops there.
         engine: ``auto`` runs the native step where it serves the model, ``eager`` runs transformers' forward.
         recall: whether evicted passages are read again.
+        tools: JSON schemas of tools that the chat template describes.
     """
 
     model: ModelConfig = ModelConfig()
@@ -501,6 +503,7 @@ class Settings:
     at_context: AtContext = "continue"
     engine: EngineChoice = "auto"
     recall: RecallConfig = RecallConfig()
+    tools: tuple[Mapping[str, Any], ...] = ()
 
     def __post_init__(self) -> None:
         if self.engine not in get_args(EngineChoice):

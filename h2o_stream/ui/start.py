@@ -55,7 +55,7 @@ def load_conversation(
     plan = engine.cache.plan
     window = f" · window {plan.window} · {plan.positions}" if plan.window else ""
     title = f"{model.name} · {plan.policy}{window}"
-    conversation = Conversation(engine, settings.system, model.stops, settings.recall)
+    conversation = Conversation(engine, settings.system, model.stops, settings.recall, settings.tools)
     return LoadedConversation(conversation, interrupts, model.name, title)
 
 
