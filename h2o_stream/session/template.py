@@ -190,10 +190,9 @@ class ChatTemplate:
         self._refuse_markers([message.get("tool_calls", ()) for message in messages], "tool_calls")
         self._check_rendered(messages, render)
         hidden, texts = with_placeholders(messages, lambda message: self._has_markers(message["content"]))
-        tokens = list[int]()
-        for piece in re.split("|".join(f"({placeholder})" for placeholder in texts) or "$^", render(hidden)):
-            if piece:
-                tokens += self._tokens(texts.get(piece, piece), as_text=piece in texts)
+        rendered, tokens = render(hidden), list[int]()
+        for piece in re.split(f"({'|'.join(texts)})", rendered) if texts else [rendered]:
+            tokens += self._tokens(texts.get(piece, piece), as_text=piece in texts)
         return tokens
 
     def _check_rendered(self, messages: Sequence[Message], render: Callable[[Sequence[Message]], str]) -> None:
@@ -221,7 +220,7 @@ class ChatTemplate:
 
     def _has_markers(self, text: str) -> bool:
         """Whether a text contains control tokens or our placeholders."""
-        return any(marker in text for marker in (*self._special, _SYSTEM, _USER))
+        return any(marker in text for marker in (*self._special, _SYSTEM, _USER, _REPLY))
 
     def _tokens(self, text: str, as_text: bool = False) -> list[int]:
         """Tokens of rendered text, with the system prompt as plain text; or of a text that is plain throughout."""
