@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, get_args
@@ -498,6 +499,7 @@ class Settings:
         recall: whether evicted passages are read again.
         think: how thinking is drawn: ``show`` all of it, ``fold`` it to a line, or ``hide`` it; ``off`` switches it off
             where the model's template can, and is ``fold`` elsewhere.
+        tools: JSON schemas of tools that the chat template describes.
     """
 
     model: ModelConfig = ModelConfig()
@@ -508,6 +510,7 @@ class Settings:
     engine: EngineChoice = "auto"
     recall: RecallConfig = RecallConfig()
     think: ThinkMode = "fold"
+    tools: tuple[Mapping[str, Any], ...] = ()
 
     def __post_init__(self) -> None:
         if self.engine not in get_args(EngineChoice):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated
 
@@ -79,6 +79,7 @@ def stream(replay: ReplayOptions, settings: Settings, output: OutputOptions) -> 
     questions = replay.load_questions()
     if settings.model.tensor_parallel and (replay.record or policies):
         raise ConfigError("--tensor-parallel goes without --record and --compare; leave them out")
+    settings = replace(settings, tools=questions.tools)
     output = run.speaking(output)
     with JsonlWriter(output.jsonl) as records:
         terminal = run.open_terminal(output)

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from h2o_stream.compare.asking import GREEDY, Answer, ask, say
 from h2o_stream.compare.facts import Fact, never_said, questions_about
 from h2o_stream.session.conversation import Conversation
+from h2o_stream.session.messages import UserTurn, text_of
 from h2o_stream.session.questions import Question
 
 _MAX_REPLY = 64
@@ -43,7 +44,11 @@ class FactChat:
     """
 
     def __init__(
-        self, conversation: Conversation, facts: Sequence[Fact], prompts: Iterator[tuple[Question, str]], length: int
+        self,
+        conversation: Conversation,
+        facts: Sequence[Fact],
+        prompts: Iterator[tuple[Question, UserTurn]],
+        length: int,
     ) -> None:
         self._conversation, self._facts, self._prompts, self._length = conversation, facts, prompts, length
         self._ends: dict[str, int] = {}
@@ -68,9 +73,9 @@ class FactChat:
 
     def _talk_until(self, tokens: float) -> Iterator[int]:
         while self._seen < tokens:
-            question, text = next(self._prompts)
-            _, recalling = say(self._conversation, text)
-            self.turns.append(OtherTurn(question.id, text == question.turns[0], recalling))
+            question, turn = next(self._prompts)
+            _, recalling = say(self._conversation, text_of(turn))
+            self.turns.append(OtherTurn(question.id, turn == question.turns[0], recalling))
             yield self._seen
 
     def ask(self) -> Iterator[Answer]:

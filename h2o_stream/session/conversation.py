@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import replace
+from functools import partial
 
 from torch import Tensor
 
@@ -23,9 +24,10 @@ from h2o_stream.recall.form import compose
 from h2o_stream.recall.passage import Candidate, Recalled
 from h2o_stream.recall.recall import Recall
 from h2o_stream.session.active_turn import ActiveTurn
+from h2o_stream.session.messages import Tool, UserTurn, change_question, parse_tools, parse_turn, question_of, text_of
 from h2o_stream.session.metadata import Metadata, PendingPin, TurnTokens, load_metadata
 from h2o_stream.session.reply import GrowingReply
-from h2o_stream.session.template import ChatTemplate, Prompt, encodable, inserted
+from h2o_stream.session.template import ChatTemplate, Prompt, inserted
 from h2o_stream.session.turn import Turn
 
 ReplyEvents = Generator[Recalled | PrefillProgress | Token | Turn, None, None]
@@ -43,14 +45,16 @@ class Conversation:
         stops: strings that end a reply, in addition to those of the engine's sampling config.
         recall: ``auto`` reads evicted passages again before a reply, if the user's message asks for them.
         thinking: see `switch_thinking`; None leaves it to the model's template.
+        tools: JSON schemas of tools, which the template describes before the first turn. They are never evicted.
 
     Attributes:
         metadata: everything besides the token stream.
         recall: finds evicted passages.
 
     Raises:
-        ConfigError: the system prompt leaves too little room in the window.
-        UnsupportedModelError: the chat template cannot be used turn by turn.
+        ConfigError: the system prompt and the tools leave too little room in the window.
+        DataError: a tool is not a schema.
+        UnsupportedModelError: the chat template cannot be used turn by turn, or omits tools.
     """
 
     def __init__(
@@ -60,8 +64,10 @@ class Conversation:
         stops: Sequence[str] = (),
         recall: RecallConfig | RecallMode = "off",
         thinking: bool | None = None,
+        tools: Sequence[Tool] = (),
     ) -> None:
         self.engine = engine
+        self._tools = parse_tools(tools)
         config = recall if isinstance(recall, RecallConfig) else RecallConfig(recall)
         self.recall = Recall(engine, config, self._turn_tokens)
         self._stops, self._thinking = stops, thinking
@@ -110,7 +116,7 @@ class Conversation:
         self.metadata = replace(self.metadata, torn=True)
 
     def _template(self, system: str | None) -> ChatTemplate:
-        return ChatTemplate(self.engine.tokenizer, system, self.engine.end_tokens, self._thinking)
+        return ChatTemplate(self.engine.tokenizer, system, self.engine.end_tokens, self._thinking, self._tools)
 
     def switch_thinking(self, thinking: bool) -> None:
         """Let the model think before it answers, or not, from the next turn on.
@@ -160,8 +166,8 @@ class Conversation:
         self.engine.pin(num_pinned)
         self.metadata = Metadata(system, template, turns)
 
-    def say(self, text: str) -> ReplyEvents:
-        """One turn: feed the user's message, then generate a reply.
+    def say(self, text: UserTurn) -> ReplyEvents:
+        """One turn: feed the user's message, a text or messages with results of tools, then generate a reply.
 
         Yields:
             `Recalled` if passages are read again, the engine's events as they come, then the finished `Turn`. If the
@@ -170,14 +176,15 @@ class Conversation:
 
         Raises:
             H2OStreamError: the stream is torn.
+            DataError, UnsupportedModelError: see `ChatTemplate.next_turn`. Nothing was fed.
         """
-        return self._active.start(self._say(encodable(text)))
+        return self._active.start(self._say(parse_turn(text)))
 
-    def _say(self, text: str) -> ReplyEvents:
-        prompt, template = self._prompt(text), self.metadata.template
-        if recalled := self.recall.find(text):
+    def _say(self, message: UserTurn) -> ReplyEvents:
+        text, prompt, template = text_of(message), self._prompt(message), self.metadata.template
+        if recalled := self.recall.find(question_of(message)):
             yield Recalled(recalled)
-            prompt = self._with_recalled(prompt, recalled, text)
+            prompt = self._with_recalled(prompt, recalled, message)
         reply = GrowingReply(text, template.markers, prompt.num_thinking is not None, recalled)
         with self._indexing(text, reply.answer):
             with closing(self._feed(prompt)) as events:
@@ -197,8 +204,8 @@ class Conversation:
                     self.metadata = replace(self.metadata, thinking=range(start, token.seen))
                 yield token
 
-    def feed_turn(self, text: str, reply: str) -> FeedEvents:
-        """Feed a past turn: the user's message and the reply to it. Nothing is generated.
+    def feed_turn(self, text: UserTurn, reply: str) -> FeedEvents:
+        """Feed a past turn: the user's message, as in `say`, and the reply to it. Nothing is generated.
 
         Yields:
             The engine's events. The last one is `Finished` if the turn could not be fed completely.
@@ -206,10 +213,10 @@ class Conversation:
         Raises:
             H2OStreamError: the stream is torn.
         """
-        return self._active.start(self._feed_turn(encodable(text), reply))
+        return self._active.start(self._feed_turn(parse_turn(text), reply))
 
-    def _feed_turn(self, text: str, reply: str, pin: bool = False) -> FeedEvents:
-        prompt, start = self._prompt(text), len(self.engine.tokens)
+    def _feed_turn(self, message: UserTurn, reply: str, pin: bool = False) -> FeedEvents:
+        text, prompt, start = text_of(message), self._prompt(message), len(self.engine.tokens)
         pending = PendingPin(text, start + prompt.num_pinned, start + len(prompt.tokens)) if pin else None
         tokens = [*prompt.tokens, *self.metadata.template.reply(reply, prompt.num_thinking is not None)]
         with self._indexing(text, [] if pin else [reply]):
@@ -222,7 +229,7 @@ class Conversation:
             ConfigError: it would leave too little room in the window. Nothing was fed.
             H2OStreamError: the stream is torn.
         """
-        return self._active.start(self._feed_turn(encodable(text), reply, pin=True))
+        return self._active.start(self._feed_turn(parse_turn(text), reply, pin=True))
 
     def state_dict(self) -> dict[str, Tensor]:
         """A copy of the complete state after a turn, as tensors for safetensors.
@@ -268,22 +275,23 @@ class Conversation:
             self.metadata = replace(metadata, torn=torn)
             raise
 
-    def _prompt(self, text: str) -> Prompt:
+    def _prompt(self, message: UserTurn) -> Prompt:
         self._reconcile()
         if self.torn:
             raise H2OStreamError(TORN_MESSAGE)
         template, tokens = self.metadata.template, self.engine.tokens
         if tokens:
-            return template.next_turn(text, ended=tokens[-1] in self.engine.end_tokens)
-        prompt = template.first_turn(text)
+            return template.next_turn(message, ended=tokens[-1] in self.engine.end_tokens)
+        prompt = template.first_turn(message)
         prompt = replace(prompt, num_pinned=min(prompt.num_pinned, len(prompt.tokens) - 1))
         self.engine.pin(prompt.num_pinned)
         return prompt
 
-    def _with_recalled(self, prompt: Prompt, recalled: Sequence[Candidate], text: str) -> Prompt:
+    def _with_recalled(self, prompt: Prompt, recalled: Sequence[Candidate], message: UserTurn) -> Prompt:
         """The prompt of a message with the passages that are read again."""
         ended = self.engine.tokens[-1] in self.engine.end_tokens
-        composed = self.metadata.template.next_turn(compose(recalled, text), ended)
+        asking = change_question(message, partial(compose, recalled))
+        composed = self.metadata.template.next_turn(asking, ended)
         return replace(composed, recalled=inserted(prompt.tokens, composed.tokens))
 
     @contextmanager

@@ -13,8 +13,8 @@ from h2o_stream.engine.engine import TORN_MESSAGE
 from h2o_stream.engine.events import Finished, Token
 from h2o_stream.errors import DataError, H2OStreamError
 from h2o_stream.session.conversation import Conversation, FeedEvents, ReplyEvents
+from h2o_stream.session.messages import encodable
 from h2o_stream.session.sessions import Session
-from h2o_stream.session.template import encodable
 from h2o_stream.session.transactions import Checkpoint, State, Transactions
 from h2o_stream.session.transcript import Entry, Header, Kind
 from h2o_stream.session.turn import Turn

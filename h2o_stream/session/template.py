@@ -7,7 +7,9 @@ conversation, and once for the text between two replies.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+import json
+import re
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import takewhile
@@ -16,13 +18,15 @@ from typing import Any
 from jinja2 import TemplateError
 
 from h2o_stream.config import THINKING_VARIABLES
-from h2o_stream.errors import H2OStreamError, UnsupportedModelError
+from h2o_stream.errors import DataError, H2OStreamError, UnsupportedModelError
+from h2o_stream.session.messages import Message, Tool, UserTurn, with_placeholders
 from h2o_stream.session.thinking import Markers, find_markers
 
 _SYSTEM = "3a9d-the-system-prompt-says-this-60be"
 _USER = "7c9e-the-user-says-this-2f41"
 _FIRST_USER = "5d1b-the-user-said-this-8a03"
 _REPLY = "e604-the-assistant-said-this-b97c"
+_CALL = "b2f7-this-tool-is-called-40d9"
 
 
 @dataclass(frozen=True)
@@ -40,11 +44,6 @@ class Prompt:
     num_pinned: int = 0
     recalled: range = range(0)
     num_thinking: int | None = None
-
-
-def encodable(text: str) -> str:
-    """The text with a question mark for each unpaired surrogate, which tokenizers reject."""
-    return text.encode("utf-8", "replace").decode()
 
 
 def inserted(without: Sequence[int], tokens: Sequence[int]) -> range:
@@ -65,12 +64,19 @@ class ChatTemplate:
         system: the system prompt; None leaves it to the template.
         end_tokens: the model's end-of-turn tokens.
         thinking: whether the model is to think, for templates with a switch for it; None leaves it to the template.
+        tools: JSON schemas of the tools that the first turn describes.
     """
 
     def __init__(
-        self, tokenizer: Any, system: str | None, end_tokens: Collection[int], thinking: bool | None = None
+        self,
+        tokenizer: Any,
+        system: str | None,
+        end_tokens: Collection[int],
+        thinking: bool | None = None,
+        tools: Sequence[Tool] = (),
     ) -> None:
         self._tokenizer = tokenizer
+        self._tools = list(tools)
         self._system = system
         self._end_tokens = end_tokens
         self._added = tokenizer.backend_tokenizer.get_added_tokens_decoder()
@@ -80,25 +86,43 @@ class ChatTemplate:
         if thinking is not None and self.thinking_switch:
             self._variables = {self.thinking_switch: thinking}
 
-    def first_turn(self, user: str) -> Prompt:
-        """The first turn. Everything before the user's message is pinned, including the system prompt."""
-        before, after = self._opening
-        tokens, fixed = self._encode(before, user, after), self._tokens(before)
-        return Prompt(tokens, _shared(tokens, fixed), num_thinking=self._num_thinking(tokens, after))
+    def first_turn(self, user: UserTurn) -> Prompt:
+        """The first turn. Everything before the user's message is pinned, including system prompt and tools.
 
-    def next_turn(self, user: str, ended: bool) -> Prompt:
+        Raises:
+            DataError: see `next_turn`; or messages begin with the result of a tool.
+            UnsupportedModelError: see `next_turn`; or the template omits the tools.
+        """
+        before, after = self._opening
+        if isinstance(user, str):
+            tokens = self._encode(before, user, after)
+        elif user[0]["role"] != "user":
+            raise DataError(f"the first message has the role {user[0]['role']}; a conversation begins with user")
+        else:
+            tokens = self._encode_messages(user, self._render_first)
+        pinned = _shared(tokens, self._tokens(before))
+        return Prompt(tokens, pinned, num_thinking=self._num_thinking(tokens, after))
+
+    def next_turn(self, user: UserTurn, ended: bool) -> Prompt:
         """Any later turn.
 
         Args:
-            user: the user's message.
+            user: the user's message, or messages.
             ended: whether the previous reply ended with an end-of-turn token, which is then in the cache. Otherwise
                 the template's own is fed first.
+
+        Raises:
+            DataError: a tool call has control tokens.
+            UnsupportedModelError: the template rejects the messages, or omits tool calls or results.
         """
         before, after = self._following
-        tokens = self._encode(before, user, after)
+        if isinstance(user, str):
+            tokens = self._encode(before, user, after)
+        else:
+            tokens = self._encode_messages(user, self._render_next)
         if ended:
-            end = next((i for i, token in enumerate(self._tokens(before)) if token in self._end_tokens), -1)
-            tokens = tokens[end + 1 :]
+            start = tokens[: _shared(tokens, self._tokens(before))]
+            tokens = tokens[next((i for i, token in enumerate(start, 1) if token in self._end_tokens), 0) :]
         return Prompt(tokens, num_thinking=self._num_thinking(tokens, after))
 
     def reply(self, text: str, thinking: bool = False) -> list[int]:
@@ -132,7 +156,7 @@ class ChatTemplate:
         """The variable of the template that switches thinking on and off; None if it has none."""
         messages = [_message("user", _USER)]
         for name in THINKING_VARIABLES:
-            if self._render(messages, {name: True}) != self._render(messages, {name: False}):
+            if self._render(messages, variables={name: True}) != self._render(messages, variables={name: False}):
                 return name
         return None
 
@@ -158,15 +182,27 @@ class ChatTemplate:
     @cached_property
     def _opening(self) -> tuple[str, str]:
         """The text before and after the first message. A system prompt with control tokens becomes `_SYSTEM`."""
-        system = self._system
+        messages = [_message("user", _USER)]
+        rendered = self._render_first(messages)
+        if self._tools:
+            self._refuse_markers(self._tools, "tools")
+            if rendered == self._render_first(messages, with_tools=False):
+                raise UnsupportedModelError(
+                    "the chat template omits tools; leave them out, or use a model that has them"
+                )
+        return self._split(rendered)
+
+    def _render_first(self, messages: Sequence[Message], with_tools: bool = True) -> str:
+        """The start of a conversation, with the system prompt."""
+        system, tools = self._system, self._tools if with_tools else []
         if system is None:
-            return self._split(self._render([_message("user", _USER)]))
+            return self._render(messages, tools)
         if self._has_markers(system):
             system = system.replace(self._system_text, _SYSTEM, 1)
-        messages = [_message("system", system), _message("user", _USER)]
-        if not self._has_system_role:
-            messages = [_message("user", f"{system}\n\n{_USER}")]
-        return self._split(self._render(messages))
+        if self._has_system_role:
+            return self._render([_message("system", system), *messages], tools)
+        first, *others = messages
+        return self._render([{**first, "content": f"{system}\n\n{first['content']}"}, *others], tools)
 
     @property
     def _has_system_role(self) -> bool:
@@ -179,17 +215,23 @@ class ChatTemplate:
     @cached_property
     def _following(self) -> tuple[str, str]:
         """The text before and after any later message."""
-        messages = [_message("user", _FIRST_USER), _message("assistant", _REPLY), _message("user", _USER)]
-        _, found, tail = self._render(messages).rpartition(_REPLY)
+        return self._split(self._render_next([_message("user", _USER)]))
+
+    def _render_next(self, messages: Sequence[Message]) -> str:
+        """The text between two replies. The tools are in the cache since the first turn."""
+        past = [_message("user", _FIRST_USER), _message("assistant", _REPLY)]
+        _, found, tail = self._render([*past, *messages]).rpartition(_REPLY)
         if not found:
             raise UnsupportedModelError("the chat template omits past replies; use a model with another template")
-        return self._split(tail)
+        return tail
 
-    def _render(self, messages: list[dict[str, str]], variables: Mapping[str, bool] | None = None) -> str:
+    def _render(
+        self, messages: Sequence[Message], tools: Sequence[Tool] = (), variables: Mapping[str, bool] | None = None
+    ) -> str:
         options = {"tokenize": False, "add_generation_prompt": True, **(variables or self._variables)}
         try:
-            return str(self._tokenizer.apply_chat_template(messages, **options))
-        except TemplateError as error:
+            return str(self._tokenizer.apply_chat_template(list(messages), tools=list(tools) or None, **options))
+        except (TemplateError, TypeError) as error:
             message = f"the chat template fails: {error}; use a model with another template"
             raise UnsupportedModelError(message) from error
 
@@ -205,9 +247,42 @@ class ChatTemplate:
             return [*self._tokens(before), *self._tokens(user, as_text=True), *self._tokens(after)]
         return self._tokens(before + user + after)
 
+    def _encode_messages(self, messages: Sequence[Message], render: Callable[[Sequence[Message]], str]) -> list[int]:
+        """Tokens of a turn of several messages. No content becomes a control token."""
+        self._refuse_markers([message.get("tool_calls", ()) for message in messages], "tool_calls")
+        self._check_rendered(messages, render)
+        hidden, texts = with_placeholders(messages, lambda message: self._has_markers(message["content"]))
+        rendered, tokens = render(hidden), list[int]()
+        for piece in re.split(f"({'|'.join(texts)})", rendered) if texts else [rendered]:
+            tokens += self._tokens(texts.get(piece, piece), as_text=piece in texts)
+        return tokens
+
+    def _check_rendered(self, messages: Sequence[Message], render: Callable[[Sequence[Message]], str]) -> None:
+        """Check that the template omits neither a tool call nor a result.
+
+        Raises:
+            UnsupportedModelError: it does.
+        """
+        hidden, results = with_placeholders(messages, lambda message: message["role"] == "tool")
+        calls = sum(len(message.get("tool_calls", ())) for message in messages)
+        rendered = render([_with_marked_calls(message) for message in hidden])
+        if rendered.count(_CALL) < calls or not all(result in rendered for result in results):
+            what = "results of tools" if rendered.count(_CALL) >= calls else "tool calls"
+            raise UnsupportedModelError(f"the chat template omits {what}; use a model with another template")
+
+    def _refuse_markers(self, value: Sequence[Any], name: str) -> None:
+        """Check that nothing in a JSON value would become a control token.
+
+        Raises:
+            DataError: something would.
+        """
+        text = json.dumps(value, ensure_ascii=False)
+        if marker := next((marker for marker in self._special if marker in text), None):
+            raise DataError(f"{name} have the control token {marker}; accepted: any other text")
+
     def _has_markers(self, text: str) -> bool:
         """Whether a text contains control tokens or our placeholders."""
-        return any(marker in text for marker in (*self._special, _SYSTEM, _USER))
+        return any(marker in text for marker in (*self._special, _SYSTEM, _USER, _REPLY))
 
     def _tokens(self, text: str, as_text: bool = False) -> list[int]:
         """Tokens of rendered text, with the system prompt as plain text; or of a text that is plain throughout."""
@@ -223,5 +298,13 @@ class ChatTemplate:
         return [token for piece in pieces for token in self._tokenizer(piece, **options)["input_ids"]]
 
 
-def _message(role: str, content: str) -> dict[str, str]:
+def _message(role: str, content: str) -> Message:
     return {"role": role, "content": content}
+
+
+def _with_marked_calls(message: Message) -> Message:
+    """The message with `_CALL` as the name of every tool that it calls."""
+    if "tool_calls" not in message:
+        return message
+    calls = [{**call, "function": {**call["function"], "name": _CALL}} for call in message["tool_calls"]]
+    return {**message, "tool_calls": calls}

@@ -20,6 +20,7 @@ from h2o_stream.config import CacheConfig, Settings
 from h2o_stream.engine.events import Finish, PrefillProgress, Token
 from h2o_stream.recall.passage import Recalled
 from h2o_stream.session.jsonl import JsonlWriter
+from h2o_stream.session.messages import UserTurn, text_of
 from h2o_stream.session.questions import QuestionSet
 from h2o_stream.session.report import RunReport
 from h2o_stream.session.turn import Turn
@@ -52,7 +53,7 @@ class Side:
         self.report = RunReport()
         self.last: PrefillProgress | Token | Turn | None = None
 
-    def say(self, prompt: str) -> Iterator[Event]:
+    def say(self, prompt: UserTurn) -> Iterator[Event]:
         """One turn. Yields nothing once the conversation has ended."""
         self.text, self.turn = "", None
         if self.finish is not None:
@@ -103,6 +104,7 @@ def compare_policies(
             )
             for policy in policies
         ]
+        questions.check(sides[0].loaded.conversation.metadata.template)
         panes = Panes(sides, terminal)
         stack.enter_context(panes)
         interrupts = sides[0].loaded.interrupts
@@ -111,7 +113,7 @@ def compare_policies(
         stack.enter_context(interrupts)
         total = str(turns or ("∞" if loop else questions.turns))
         for number, (question, prompt) in enumerate(islice(questions.prompts(loop), turns), 1):
-            panes.start_turn(f"turn {number}/{total} · {question.category} #{question.id}", prompt)
+            panes.start_turn(f"turn {number}/{total} · {question.category} #{question.id}", text_of(prompt))
             replies = [side.say(prompt) for side in sides]
             while replies:
                 replies = [events for events in replies if next(events, None) is not None]

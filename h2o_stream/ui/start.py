@@ -56,7 +56,7 @@ def load_conversation(
     window = f" · window {plan.window} · {plan.positions}" if plan.window else ""
     title = f"{model.name} · {plan.policy}{window}"
     thinking = False if settings.think == "off" else None
-    conversation = Conversation(engine, settings.system, model.stops, settings.recall, thinking)
+    conversation = Conversation(engine, settings.system, model.stops, settings.recall, thinking, settings.tools)
     return LoadedConversation(conversation, interrupts, model.name, title)
 
 

@@ -8,6 +8,7 @@ from pathlib import Path
 from h2o_stream.config import Settings
 from h2o_stream.engine.events import Finish
 from h2o_stream.session.jsonl import JsonlWriter
+from h2o_stream.session.messages import text_of
 from h2o_stream.session.questions import QuestionSet
 from h2o_stream.session.recording import Recorder
 from h2o_stream.session.report import RunReport
@@ -46,16 +47,17 @@ def stream_questions(
         open_conversation("h2o-stream", settings, terminal, jsonl) as loaded,
         Recorder(record, loaded.title) as recorder,
     ):
+        questions.check(loaded.conversation.metadata.template)
         terminal.note(f"{loaded.title} · {questions.turns} turns of {questions.source}", style="dim")
         view = open_view(terminal, loaded.title, loaded.conversation.engine.context, settings.think)
         try:
             with view, loaded.interrupts:
                 total = str(turns or ("∞" if loop else questions.turns))
-                for number, (question, text) in enumerate(islice(questions.prompts(loop), turns), 1):
+                for number, (question, prompt) in enumerate(islice(questions.prompts(loop), turns), 1):
                     title = f"turn {number}/{total} · {question.category} #{question.id}"
-                    view.start_turn(title, text)
-                    recorder.start_turn(title, text)
-                    for event in loaded.conversation.say(text):
+                    view.start_turn(title, text_of(prompt))
+                    recorder.start_turn(title, text_of(prompt))
+                    for event in loaded.conversation.say(prompt):
                         for observer in (report, view, recorder):
                             observer.add_event(event)
                     assert isinstance(event, Turn), "a turn always ends with a Turn"
