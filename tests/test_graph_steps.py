@@ -116,10 +116,6 @@ def test_families(recorded: type[Recording], name: str) -> None:
     check_replays(model, CacheConfig(window=24, span=18, chunk=16), tokens(80))
 
 
-def test_few_bits(recorded: type[Recording]) -> None:
-    check_replays(make_llama(groups=2), CacheConfig(window=40, kv_bits=4), tokens(120))
-
-
 def run(model: Any, cache: Any, ids: Tensor) -> list[Tensor]:
     return [model(part, past_key_values=cache).logits for part in ids.split(1, 1)]
 
@@ -184,6 +180,7 @@ def test_a_step_that_cannot_be_captured_is_eager(monkeypatch: pytest.MonkeyPatch
         (0, {}, "cpu", "not on a CUDA device"),
         (0, {}, "cuda", ""),
         (0, {"device": "cpu"}, "cuda", "host memory"),
+        (0, {"kv_bits": 8}, "cuda", "--kv-bits"),
         (0, {"policy": "expected-attention"}, "cuda", "a state of each head"),
         (22, {}, "cuda", "recurrent"),
     ],

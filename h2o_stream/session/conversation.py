@@ -69,7 +69,7 @@ class Conversation:
         self.engine = engine
         self._tools = parse_tools(tools)
         config = recall if isinstance(recall, RecallConfig) else RecallConfig(recall)
-        self.recall = Recall(engine, config, self._turn_tokens)
+        self.recall = Recall(engine, config, lambda: self.metadata.turn_tokens(len(engine.tokens)))
         self._stops, self._thinking = stops, thinking
         self._active = ActiveTurn()
         self.metadata = Metadata(system, self._template(system))
@@ -102,9 +102,6 @@ class Conversation:
     def thoughts(self) -> tuple[range, ...]:
         """Indices of the tokens of the model's thinking."""
         return merged((*self.metadata.thoughts, self.metadata.thinking))
-
-    def _turn_tokens(self) -> dict[int, range]:
-        return {tokens.turn: range(tokens.start, tokens.stop) for tokens in self.passages}
 
     @property
     def torn(self) -> bool:
@@ -352,6 +349,5 @@ class Conversation:
         if ended:
             for served in filter(None, (metadata.recalled, metadata.thinking)):
                 self.engine.cache.evict_first(served.start, min(served.stop, fed))
-            thoughts = (*metadata.thoughts, metadata.thinking) if metadata.thinking else metadata.thoughts
-            metadata = replace(metadata, recalled=range(0), thinking=range(0), thoughts=thoughts)
+            metadata = metadata.turn_over()
         self.metadata = metadata

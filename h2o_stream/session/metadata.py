@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import astuple, dataclass, field
+from dataclasses import astuple, dataclass, field, replace
 
 from torch import Tensor
 
@@ -67,6 +67,15 @@ class Metadata:
         """The tokens of each turn in a stream of `num_tokens` tokens, in order and without gaps."""
         stops = [*(start for _, start in self.starts[1:]), num_tokens]
         return [TurnTokens(turn, start, stop) for (turn, start), stop in zip(self.starts, stops, strict=False)]
+
+    def turn_tokens(self, num_tokens: int) -> dict[int, range]:
+        """The same token indices by turn."""
+        return {passage.turn: range(passage.start, passage.stop) for passage in self.passages(num_tokens)}
+
+    def turn_over(self) -> Metadata:
+        """After the turn: what was read again is no longer told apart, and its thinking is one of an earlier turn."""
+        thoughts = (*self.thoughts, self.thinking) if self.thinking else self.thoughts
+        return replace(self, recalled=range(0), thinking=range(0), thoughts=thoughts)
 
     def state_dict(self, num_tokens: int) -> dict[str, Tensor]:
         """The metadata as tensors, for a stream of `num_tokens` tokens."""
