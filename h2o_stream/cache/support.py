@@ -122,13 +122,13 @@ def _unsupported_because(model_class: type, config: Any) -> str:
         return "keeps states that are no keys and values"
     if kinds and kinds <= _WITHOUT_ATTENTION | {"chunked_attention"}:
         return "has no layer whose memory would grow"
-    if not _rope(text) and not _RECURRENT.intersection(kinds) and context_of(config) is None:
-        return "has positions, and its config does not say how many"
     if config.is_encoder_decoder:
         return "is half of an encoder and a decoder"
     asks = hasattr(sys.modules[model_class.__module__], "ALL_ATTENTION_FUNCTIONS")
     if not asks and not getattr(model_class, "_supports_attention_backend", False):
         return "does not take its attention from transformers' registry"
+    if not _rope(text) and not _RECURRENT.intersection(kinds) and context_of(config) is None:
+        return "has positions, and its config does not say how many"
     return ""
 
 
