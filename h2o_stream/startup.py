@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import logging
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -30,12 +29,10 @@ def gc_paused() -> Iterator[None]:
 
 
 def quieten_libraries(progress: bool, warnings: bool) -> None:
-    """Configure progress bars and warnings of libraries, which may have been imported already."""
+    """Configure progress bars and warnings of libraries before they are imported."""
     if not progress:
         os.environ.setdefault("TQDM_DISABLE", "1")
-    if "TRANSFORMERS_VERBOSITY" not in os.environ:
-        os.environ["TRANSFORMERS_VERBOSITY"] = level = "warning" if warnings else "error"
-        logging.getLogger("transformers").setLevel(level.upper())
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "warning" if warnings else "error")
 
 
 def let_idle_threads_sleep() -> None:

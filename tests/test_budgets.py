@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from h2o_stream import CacheConfig, ConfigError, H2OStreamError, attach
 from h2o_stream.cache import measurements, retrieval_heads
 from h2o_stream.cache.budgets import HeadBudget, schedules, windows
+from h2o_stream.cache.layer import LayerSpec
 from h2o_stream.cache.state import checksummed, encode_json
 from h2o_stream.compare.heavy_hitters import measure_attention
 from h2o_stream.config import MIN_EVICTABLE
@@ -239,16 +240,16 @@ class TestMeasured:
         monkeypatch.setattr(measurements, "cache_folder", lambda: tmp_path)
         monkeypatch.setattr(retrieval_heads, "LONG_S", 0.0)
         monkeypatch.setattr(retrieval_heads, "_measured", {})
-        model = make_llama(seed=5)
-        first = retrieval_heads._known(model, [None, None])
+        model, specs = make_llama(seed=5), [LayerSpec(), LayerSpec()]
+        first = retrieval_heads._known(model, specs)
         (path,) = (tmp_path / "reach").iterdir()
         retrieval_heads._measured.clear()
         path.write_text(json.dumps((first + 1).tolist()))
-        torch.testing.assert_close(retrieval_heads._known(model, [None, None]), first + 1)
+        torch.testing.assert_close(retrieval_heads._known(model, specs), first + 1)
         for damaged in ("", "[[1", "[1, 2]", "[[0.5, 0.5]]", '{"a": 1}', "\x00"):
             retrieval_heads._measured.clear()
             path.write_text(damaged)
-            assert retrieval_heads._known(model, [None, None]).equal(first)
+            assert retrieval_heads._known(model, specs).equal(first)
         assert len(list(path.parent.iterdir())) == 1
 
     def test_a_model_that_copies_nothing_has_equal_windows(self) -> None:

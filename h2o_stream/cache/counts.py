@@ -9,7 +9,6 @@ from statistics import fmean
 from typing import TYPE_CHECKING
 
 from h2o_stream.cache.budgets import Schedule
-from h2o_stream.cache.recurrent import states_of
 
 if TYPE_CHECKING:
     from h2o_stream.cache.h2o_cache import H2OCache
@@ -76,8 +75,7 @@ class Occupancy:
         heads = Counter[tuple[Schedule, int]]()
         for group in cache.evicting_groups:
             heads[group.schedule, group.budget.recent] += group.num_heads
-        states = (state.nbytes for layer in cache.recurrent_layers for state in states_of(layer).values())
-        nbytes, plan = sum(group.nbytes for group in cache.head_groups) + sum(states), cache.plan
+        nbytes, plan = sum(x.nbytes for x in (*cache.head_groups, *cache.recurrent_layers)), cache.plan
         return cls(cache.revision, plan.window, nbytes, plan.sinks, cache.budgets.protected, dict(heads))
 
     def counts(self, seen: int) -> CacheCounts:

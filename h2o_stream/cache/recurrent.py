@@ -27,6 +27,11 @@ class RecurrentLayer(LinearAttentionLayer):
 
     head_groups: tuple[HeadGroup, ...] = ()
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the states."""
+        return sum(state.nbytes for state in states_of(self).values())
+
     def update_recurrent_state(self, recurrent_states: Tensor, state_idx: int = 0, **kwargs: Any) -> Tensor:
         """Store a state, also in a layer that has no convolution."""
         updated: Tensor = super().update_recurrent_state(recurrent_states, state_idx, **kwargs)
