@@ -75,7 +75,8 @@ class Occupancy:
         heads = Counter[tuple[Schedule, int]]()
         for group in cache.evicting_groups:
             heads[group.schedule, group.budget.recent] += group.num_heads
-        nbytes, plan = sum(x.nbytes for x in (*cache.head_groups, *cache.recurrent_layers)), cache.plan
+        nbytes, plan = sum(group.nbytes for group in cache.head_groups), cache.plan
+        nbytes += sum(layer.nbytes for layer in cache.recurrent_layers)
         return cls(cache.revision, plan.window, nbytes, plan.sinks, cache.budgets.protected, dict(heads))
 
     def counts(self, seen: int) -> CacheCounts:
