@@ -91,6 +91,7 @@ class GraphSteps:
         cache.count_token()
         return self._recording.logits.clone()
 
+    @torch.no_grad()
     def _capture(self, kwargs: dict[str, Any]) -> bool:
         """Capture a step with inputs of these shapes. Returns whether that was possible."""
         self._inputs = {name: kwargs[name].clone() for name in ("input_ids", "position_ids")}

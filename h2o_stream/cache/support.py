@@ -136,7 +136,7 @@ def layer_specs(model: PreTrainedModel, plan: CachePlan) -> list[LayerSpec]:
     """What the cache must know of every layer of a model, tested by a probe.
 
     Raises:
-        UnsupportedModelError: see `rotary_of` and `probe`.
+        UnsupportedModelError: see `tables_of` and `probe`.
     """
     text = model.config.get_text_config()
     kinds, uniform = _kinds(text), None not in _sliding_windows(text)
