@@ -52,8 +52,8 @@ class EvictingLayer(CacheLayerMixin):
         for group in self.head_groups:
             queries = query[:, group.heads].flatten(1, 2)
             assert group.heads is not None
-            own = transform.of_heads(group.heads, key.shape[1])
-            attended = group.attend(queries, key[:, group.heads], value[:, group.heads], own, padding)
+            of_group = transform.of_heads(group.heads, key.shape[1])
+            attended = group.attend(queries, key[:, group.heads], value[:, group.heads], of_group, padding)
             output[:, :, group.heads] = attended.unflatten(2, (group.num_heads, -1))
         return output.view(batch, new, query_heads, -1)
 

@@ -71,9 +71,9 @@ class _LinearStates:
 
 def accepted_by(model: Any, cache: CacheType) -> CacheType:
     """The same cache; for MiniMax, which takes no other, also as an instance of its own class."""
-    own = getattr(sys.modules[type(model).__module__], "MiniMaxCache", None)
-    if own is not None:
-        cache.__class__ = type(type(cache).__name__, (type(cache), _LinearStates, own), {})
+    required = getattr(sys.modules[type(model).__module__], "MiniMaxCache", None)
+    if required is not None:
+        cache.__class__ = type(type(cache).__name__, (type(cache), _LinearStates, required), {})
     return cache
 
 
