@@ -37,10 +37,11 @@ def states(cache: Any) -> list[Tensor]:
 
 
 hybrids = pytest.mark.parametrize("name", HYBRIDS)
+policies = pytest.mark.parametrize("policy", ["h2o", pytest.param("full", marks=pytest.mark.exhaustive)])
 
 
 @hybrids
-@pytest.mark.parametrize("policy", ["h2o", "full"])
+@policies
 @pytest.mark.parametrize(
     "how",
     [{}, {"num_beams": 3, "num_return_sequences": 3}, {"do_sample": True, "num_return_sequences": 2}],
@@ -106,7 +107,7 @@ def test_a_turn_of_several_tokens_goes_on(name: str) -> None:
         assert last[0].shape == (1, 1, 64)
 
 
-@pytest.mark.parametrize("policy", ["h2o", "full"])
+@policies
 @hybrids
 def test_going_back_to_a_state(name: str, policy: str) -> None:
     """As /undo does; and another stream with another number of rows begins from nothing."""
