@@ -14,6 +14,7 @@ from rich.console import Console
 from rich.text import Text
 from transformers import PreTrainedTokenizerBase
 
+from h2o_stream.cache.state import checksummed, decode_json, encode_json
 from h2o_stream.config import CacheConfig, SamplingConfig, ThinkMode
 from h2o_stream.engine.engine import Engine
 from h2o_stream.engine.events import Token
@@ -92,6 +93,20 @@ class TestConversation:
         assert first.thinking < 0.2
         assert first.share > 0.4
         assert second.thinking is None
+
+    def test_states_of_older_versions_have_no_thoughts(
+        self, thinking: PreTrainedTokenizerBase, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        script(monkeypatch, thinking, REPLY)
+        history = talk(thinking)
+        say(history, "One?")
+        state = history.conversation.state_dict()
+        values = decode_json(state, "conversation")
+        assert values.pop("thoughts")
+        older = checksummed({"conversation": encode_json(values)}, "conversation.checksums")
+        history.conversation.load_state_dict({**state, **older})
+        assert history.conversation.metadata.thoughts == ()
+        assert say(history, "Two?")[0].text == "It is 4711."
 
     def test_going_back_and_resuming(self, thinking: PreTrainedTokenizerBase, monkeypatch: pytest.MonkeyPatch) -> None:
         script(monkeypatch, thinking, REPLY)
