@@ -136,22 +136,13 @@ class Oracle:
         self.seen += len(tokens)
         return logits
 
-    def layer(
-        self,
-        number: int,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        scaling: float,
-        softcap: float | None,
-        sinks: Tensor | None = None,
-    ) -> Tensor:
-        """Attention of one layer: q [Hq, n, D], k and v [Hkv, n, D], sinks [Hq] to [n, Hq, D]."""
+    def layer(self, number: int, q: Tensor, k: Tensor, v: Tensor, *transform: Any) -> Tensor:
+        """Attention of one layer, chunk by chunk; see `attend_chunk`."""
         before, outputs = self.seen, []
         for start in range(0, q.shape[1], self.chunk):
             self.seen = before + start
             part = (x[:, start : start + self.chunk] for x in (q, k, v))
-            outputs.append(self.attend_chunk(number, *part, scaling, softcap, sinks))
+            outputs.append(self.attend_chunk(number, *part, *transform))
         self.seen = before
         return torch.cat(outputs)
 
@@ -165,7 +156,7 @@ class Oracle:
         softcap: float | None,
         sinks: Tensor | None,
     ) -> Tensor:
-        """`layer`, of one chunk."""
+        """Attention of a chunk: q [Hq, n, D], k and v [Hkv, n, D], sinks [Hq] to [n, Hq, D]."""
         heads, new, _ = k.shape
         groups, rules = q.shape[0] // heads, self.rules
         attending = [window for window, kind in zip(self.windows, self.kinds, strict=True) if kind not in STATES]

@@ -238,7 +238,7 @@ class TestMessages:
         ]
 
 
-def told(conversation: Conversation, turn: Any) -> Turn:
+def reply_to(conversation: Conversation, turn: Any) -> Turn:
     *_, turn = conversation.say(turn)
     assert isinstance(turn, Turn)
     return turn
@@ -249,7 +249,7 @@ class TestConversation:
         model = make_llama(vocab=len(hermes), context=800)
         with Engine(model, hermes, CacheConfig(window=200), SamplingConfig(temperature=0, max_tokens=3)) as engine:
             conversation = Conversation(engine, "Be brief.", tools=[WEATHER])
-            turns = [told(conversation, turn) for turn in TURNS]
+            turns = [reply_to(conversation, turn) for turn in TURNS]
             text = hermes.decode(engine.tokens)
             assert text.count('"properties"') == text.count("Be brief.") == 1
             assert text.count("<tool_response>") == 5
@@ -257,7 +257,7 @@ class TestConversation:
             assert turns[-1].counts.seen == len(engine.tokens)
             assert engine.cache.pins[0].stop > len(hermes(json.dumps(WEATHER))["input_ids"])
             state = conversation.state_dict()
-            told(conversation, [result("4")])
+            reply_to(conversation, [result("4")])
             conversation.load_state_dict(state)
             assert hermes.decode(engine.tokens) == text
 
@@ -273,11 +273,11 @@ class TestConversation:
         ) as engine:
             conversation = Conversation(engine)
             with pytest.raises(DataError, match="begins with user"):
-                told(conversation, [result("1")])
+                reply_to(conversation, [result("1")])
             with pytest.raises(DataError, match="messages is 3"):
-                told(conversation, 3)
+                reply_to(conversation, 3)
             assert not engine.tokens
-            assert told(conversation, "Hello").number == 1
+            assert reply_to(conversation, "Hello").number == 1
 
     def test_tools_that_do_not_fit_are_refused(self, hermes: PreTrainedTokenizerBase) -> None:
         with (
@@ -290,10 +290,12 @@ class TestConversation:
         model, sampling = make_llama(vocab=len(hermes), context=2000), SamplingConfig(temperature=0, max_tokens=2)
         with Engine(model, hermes, CacheConfig(window=64), sampling) as engine:
             conversation = Conversation(engine, recall="auto")
-            told(conversation, "My sister Clara works as a dentist in Lisbon.")
+            reply_to(conversation, "My sister Clara works as a dentist in Lisbon.")
             for number in range(12):
-                told(conversation, [user(f"Count to {number}, and then a little further."), calls("time"), result("1")])
-            turn = told(conversation, [user("What does my sister Clara do?"), calls("time"), result("1")])
+                reply_to(
+                    conversation, [user(f"Count to {number}, and then a little further."), calls("time"), result("1")]
+                )
+            turn = reply_to(conversation, [user("What does my sister Clara do?"), calls("time"), result("1")])
             assert [candidate.passage.turn for candidate in turn.recalled] == [1]
             last = hermes.decode(engine.tokens[conversation.passages[-1].start :])
             assert (
@@ -301,7 +303,7 @@ class TestConversation:
                 < last.index("What does my sister Clara do?")
                 < last.index("<tool_call>")
             )
-            assert told(conversation, [result("my sister Clara")]).recalled == ()
+            assert reply_to(conversation, [result("my sister Clara")]).recalled == ()
 
 
 LINE = {"question_id": 7, "category": "tools", "turns": [TURNS[1], TURNS[2]], "tools": [WEATHER]}

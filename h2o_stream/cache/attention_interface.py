@@ -60,8 +60,8 @@ def h2o_attention(
         )
     scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
     layer = h2o_cache.layer_of(module, key)
-    device, sinks = h2o_cache.storage_device or query.device, None if s_aux is None else s_aux.detach()
-    transform = LogitTransform(scaling, softcap, None if sinks is None else sinks.to(device))
+    device = h2o_cache.storage_device or query.device
+    transform = LogitTransform(scaling, softcap, None if s_aux is None else s_aux.detach().to(device))
     output = layer.attend(query.to(device), key.to(device), value.to(device), transform, h2o_cache.padding)
     return without_gradient(output.to(query.device), query, key, value), None
 

@@ -180,8 +180,9 @@ class AttachedForward:
         begun, padding = bool(cache.seen_tokens), cache.padding
         if begun and new > 1 and not cache.continues:
             return True
-        is_ragged = padding is not None and any(0 < count < new for count in padding.counts)
-        return padding is not None and is_ragged and (begun or not padding.leads)
+        if padding is None or not any(0 < count < new for count in padding.counts):
+            return False
+        return begun or not padding.leads
 
     def _in_pieces(self, kwargs: dict[str, Any]) -> Any:
         """The forward in pieces, each with equally many tokens in its rows while the other rows wait.

@@ -64,8 +64,12 @@ def max_distance_of(config: Any) -> int | None:
 
 def learned_positions(config: Any) -> int | None:
     """Number of positions with a learned embedding, or None if positions are computed, or only states carry order."""
-    text = config.get_text_config()
-    return None if _rope(text) or _RECURRENT.intersection(_kinds(text)) else context_of(config)
+    return context_of(config) if _looks_up_positions(config.get_text_config()) else None
+
+
+def _looks_up_positions(text: Any) -> bool:
+    """Whether positions have embeddings: there is no RoPE, and no recurrent layer that carries the order of tokens."""
+    return not _rope(text) and not _RECURRENT.intersection(_kinds(text))
 
 
 def _kinds(text: Any) -> list[str]:
@@ -107,7 +111,7 @@ def check_supported(model_class: type, config: Any, cache: CacheConfig) -> Cache
     name, text = model_class.__name__, config.get_text_config()
     if reason := _unsupported_because(model_class, config):
         raise UnsupportedModelError(f"{name} {reason}; only --policy full can serve it")
-    if plan.positions != "absolute" and not _rope(text) and not _RECURRENT.intersection(_kinds(text)):
+    if plan.positions != "absolute" and _looks_up_positions(text):
         raise PositionsError(f"{name} has no rotary positions, which {plan.positions} re-assigns")
     return plan
 
@@ -127,7 +131,7 @@ def _unsupported_because(model_class: type, config: Any) -> str:
     asks = hasattr(sys.modules[model_class.__module__], "ALL_ATTENTION_FUNCTIONS")
     if not asks and not getattr(model_class, "_supports_attention_backend", False):
         return "does not take its attention from transformers' registry"
-    if not _rope(text) and not _RECURRENT.intersection(kinds) and context_of(config) is None:
+    if _looks_up_positions(text) and context_of(config) is None:
         return "has positions, and its config does not say how many"
     return ""
 
@@ -178,9 +182,6 @@ class _AttentionProbe(EvictingLayer):
 
     seen: tuple[Tensor, Tensor] | None = None
 
-    def get_seq_length(self) -> int:
-        return 0
-
     def attend(self, query: Tensor, key: Tensor, value: Tensor, *args: Any) -> Tensor:
         """A single token attends to itself, at any position."""
         self.seen = (query, key)
@@ -189,9 +190,6 @@ class _AttentionProbe(EvictingLayer):
 
 class _HybridProbe(EvictingRecurrentLayer, _AttentionProbe):
     """The same, for a layer that also has states."""
-
-    attend = _AttentionProbe.attend
-    get_seq_length = _AttentionProbe.get_seq_length
 
 
 def attention_of(model: PreTrainedModel) -> list[tuple[Any, str]]:

@@ -73,7 +73,7 @@ class Metadata:
         return {passage.turn: range(passage.start, passage.stop) for passage in self.passages(num_tokens)}
 
     def turn_over(self) -> Metadata:
-        """After the turn: what was read again is no longer told apart, and its thinking is one of an earlier turn."""
+        """After the turn: what was read again is no longer marked, and its thinking is that of an earlier turn."""
         thoughts = (*self.thoughts, self.thinking) if self.thinking else self.thoughts
         return replace(self, recalled=range(0), thinking=range(0), thoughts=thoughts)
 
