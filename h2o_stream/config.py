@@ -16,7 +16,7 @@ from h2o_stream.registry import Registry
 
 Positions = Literal["gap", "rolling", "absolute"]
 Budgets = Literal["measured", "equal"]
-CacheDevice = Literal["auto", "cpu"]
+CacheDevice = Literal["auto", "cpu", "disk"]
 AtContext = Literal["continue", "stop"]
 EngineChoice = Literal["auto", "eager"]
 RecallMode = Literal["auto", "off"]
@@ -40,11 +40,33 @@ DEFAULT_TEMPERATURE = 0.7
 DEFAULT_TOP_P = 0.95
 DEFAULT_TOP_K = 0
 
+MODEL_SAMPLING: Mapping[str, Mapping[str, float]] = {
+    # Nothing is recommended with it, and a model of this size repeats itself: docs/fidelity.md has the figures.
+    DEFAULT_MODEL: {"repetition_penalty": 1.1},
+}
+"""Sampling of models, by a part of the name, where their generation config says nothing."""
+
+BENCH = "bench"
+BENCH_TEMPERATURES: Mapping[str, float] = {
+    "writing": 0.7,
+    "roleplay": 0.7,
+    "extraction": 0.0,
+    "math": 0.0,
+    "coding": 0.0,
+    "reasoning": 0.0,
+    "stem": 0.1,
+    "humanities": 0.1,
+}
+"""MT-Bench's temperatures of its categories."""
+
 CHAT_RECALL: RecallMode = "auto"
 """The mode of recall in ``h2o-chat``. Elsewhere it is that of `RecallConfig`."""
 
 THINKING_VARIABLES = ("enable_thinking", "thinking", "reasoning")
 """Names by which chat templates let thinking be switched on and off."""
+
+HUB_CONNECT_S = 2.5
+"""How long the Hub may take to accept a connection before the files on this machine have to do."""
 
 MIN_EVICTABLE = 8
 """Slots that pinned tokens must leave free, so that the window still moves."""
@@ -236,6 +258,10 @@ class CacheConfig:
         if self.cache_size is not None:
             self._check_size()
         if self.policy == "full":
+            if self.device == "disk":
+                raise ConfigError(
+                    "device is 'disk', but policy full keeps transformers' own cache; --cache-device takes cpu for it"
+                )
             if self.kv_bits not in (None, 16):
                 raise ConfigError(
                     f"kv_bits is {self.kv_bits}, but policy full keeps transformers' own cache; --kv-bits needs "
@@ -255,6 +281,12 @@ class CacheConfig:
     def by_ratio(self) -> bool:
         """Whether the budgets wait for the first prompt of a stream."""
         return self.heavy_ratio is not None or self.recent_ratio is not None
+
+    @property
+    def ratios_text(self) -> str:
+        """The ratios, for people; empty without any."""
+        ratios = f"{self.heavy_ratio or 0:.0%} heavy + {self.recent_ratio or 0:.0%} recent"
+        return ratios if self.by_ratio and self.policy != "full" else ""
 
     def _check_size(self) -> None:
         size = self.cache_size
@@ -363,35 +395,42 @@ class SamplingConfig:
     """How tokens are sampled.
 
     Args:
-        temperature: 0 is greedy; None is the model's own recommendation, or `DEFAULT_TEMPERATURE`.
+        temperature: 0 is greedy; ``bench`` is `BENCH_TEMPERATURES` by the question's category; None is what the model's
+            generation config recommends, or `MODEL_SAMPLING`, or `DEFAULT_TEMPERATURE`.
         top_p: keep the most probable tokens up to this mass; None as above.
         top_k: keep this many most probable tokens; 0 keeps all; None as above.
-        min_p: drop tokens below this fraction of the probability of the most probable one.
-        repetition_penalty: above 1 makes the tokens of this turn less likely to be repeated.
+        min_p: drop tokens below this fraction of the probability of the most probable one; None as above, or 0.
+        repetition_penalty: above 1 makes the tokens of this turn less likely to be repeated; None as above, or 1. At
+            temperature 0, which takes the most probable token, None is 1.
         seed: of the sampler; None chooses one and reports it.
         max_tokens: maximum tokens of a reply.
         stop: strings that end a reply and are not shown.
     """
 
-    temperature: float | None = None
+    temperature: float | Literal["bench"] | None = None
     top_p: float | None = None
     top_k: int | None = None
-    min_p: float = 0.0
-    repetition_penalty: float = 1.0
+    min_p: float | None = None
+    repetition_penalty: float | None = None
     seed: int | None = None
     max_tokens: int = 512
     stop: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
-        if self.temperature is not None and not 0 <= self.temperature < float("inf"):
+        if isinstance(self.temperature, str):
+            if self.temperature != BENCH:
+                raise ConfigError(
+                    f"temperature is {self.temperature!r}; --temp takes a number, or {BENCH} in h2o-stream"
+                )
+        elif self.temperature is not None and not 0 <= self.temperature < float("inf"):
             raise ConfigError(f"temperature is {self.temperature}; --temp must be 0 (greedy) or above")
         if self.top_p is not None and not 0 < self.top_p <= 1:
             raise ConfigError(f"top_p is {self.top_p}; --top-p must be above 0 and at most 1")
         if self.top_k is not None and self.top_k < 0:
             raise ConfigError(f"top_k is {self.top_k}; --top-k must be 0 (all) or above")
-        if not 0 <= self.min_p <= 1:
+        if self.min_p is not None and not 0 <= self.min_p <= 1:
             raise ConfigError(f"min_p is {self.min_p}; --min-p must be between 0 and 1")
-        if not 0 < self.repetition_penalty < float("inf"):
+        if self.repetition_penalty is not None and not 0 < self.repetition_penalty < float("inf"):
             raise ConfigError(f"repetition_penalty is {self.repetition_penalty}; --repetition-penalty must be above 0")
         if self.seed is not None and not 0 <= self.seed < 2**63:
             raise ConfigError(f"seed is {self.seed}; --seed must be between 0 and 2**63 - 1")
@@ -399,6 +438,11 @@ class SamplingConfig:
             raise ConfigError(f"max_tokens is {self.max_tokens}; --max-tokens must be at least 1")
         if any(not stop for stop in self.stop):
             raise ConfigError("a stop string is empty; --stop needs at least one character")
+
+
+def model_sampling(name: str) -> Mapping[str, float]:
+    """Our own sampling defaults of a model: those of the first entry of `MODEL_SAMPLING` that its name contains."""
+    return next((values for known, values in MODEL_SAMPLING.items() if known in name.lower()), {})
 
 
 @dataclass(frozen=True)
@@ -429,8 +473,8 @@ class ModelConfig:
         dtype: ``auto``, ``float32``, ``bfloat16`` or ``float16``.
         device: ``auto`` or a torch device such as ``cpu``, ``cuda``, ``cuda:1``, ``mps``.
         device_map: passed to transformers and accelerate (``auto`` spreads the layers); replaces `device`.
-        max_memory: with `device_map`, the maximum for weights on each device, as ``0=10GiB,cpu=24GiB``; weights that
-            fit nowhere are read from disk in every step.
+        max_memory: with `device_map`, the maximum for weights on each device, as ``0=10GiB,cpu=24GiB`` or, in parts
+            of all weights, ``0=20%,cpu=80%``; weights that fit nowhere are read from disk in every step.
         tensor_parallel: every process of ``torchrun`` holds a shard of each matrix, and evicts for its own heads.
         zero: weights stay in host memory and are copied layer by layer, by DeepSpeed's ZeRO-Inference.
         offline: use only files on this machine, no network.
@@ -479,8 +523,10 @@ class ModelConfig:
         sizes: dict[int | str, str] = {}
         for item in self.max_memory.split(","):
             name, _, size = (part.strip() for part in item.partition("="))
-            if not (name.isdecimal() or name == "cpu") or not re.fullmatch(r"\d+(\.\d+)?[KMG]i?B", size):
-                raise ConfigError(f"{item!r} is no device and size; --max-memory takes them like 0=10GiB,cpu=24GiB")
+            if not (name.isdecimal() or name == "cpu") or not re.fullmatch(r"\d+(\.\d+)?([KMG]i?B|%)", size):
+                raise ConfigError(
+                    f"{item!r} is no device and size; --max-memory takes them like 0=10GiB,cpu=24GiB or 0=20%,cpu=80%"
+                )
             sizes[int(name) if name.isdecimal() else name] = size
         return sizes
 
@@ -530,6 +576,7 @@ class ChatConfig:
         retell: replay the transcript of a session whose state does not fit.
         plain: print replies as plain text, not rendered as Markdown.
         vim: vi key bindings in place of Emacs'.
+        history: keep what is typed at the prompt in a file, for the next chats.
         record: a file for a recording, which ``h2o-stream --replay`` plays back.
     """
 
@@ -539,4 +586,5 @@ class ChatConfig:
     retell: bool = False
     plain: bool = False
     vim: bool = False
+    history: bool = True
     record: Path | None = None

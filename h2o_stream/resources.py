@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Literal
 
@@ -131,6 +131,31 @@ def data_folder() -> Path:
     return _folder("data")
 
 
+def private_data_folder(name: str = "") -> Path:
+    """Create a folder in the data folder, both listable by the user only.
+
+    Raises:
+        OSError: it cannot be created.
+    """
+    folder = data_folder() / name
+    for path in dict.fromkeys((data_folder(), folder)):
+        path.mkdir(mode=0o700, parents=True, exist_ok=True)
+        if hasattr(os, "getuid") and path.stat().st_uid == os.getuid() and path.stat().st_mode & 0o077:
+            path.chmod(0o700)
+    return folder
+
+
+def remove_oldest(folder: Path, pattern: str, keep: int) -> None:
+    """Remove the files of a pattern that were changed longest ago, all but `keep`. Errors are ignored."""
+    times = dict[Path, int]()
+    for path in folder.glob(pattern):
+        with suppress(OSError):
+            times[path] = path.stat().st_mtime_ns
+    for path in sorted(times, key=times.__getitem__)[: max(0, len(times) - keep)]:
+        with suppress(OSError):
+            path.unlink(missing_ok=True)
+
+
 def config_file() -> Path:
     """The user's config file; H2O_CONFIG overrides it.
 
@@ -141,7 +166,16 @@ def config_file() -> Path:
     return Path(named) if named else _folder("config") / "config.toml"
 
 
-def _folder(kind: Literal["cache", "data", "config"]) -> Path:
+def log_file() -> Path:
+    """The file for warnings and log records of libraries.
+
+    Raises:
+        NoHomeError: there is no home folder.
+    """
+    return _folder("log") / f"{APP}.log"
+
+
+def _folder(kind: Literal["cache", "data", "config", "log"]) -> Path:
     import platformdirs
 
     try:
@@ -149,7 +183,8 @@ def _folder(kind: Literal["cache", "data", "config"]) -> Path:
     except RuntimeError:
         folder = "~"
     if folder.startswith("~"):
-        raise NoHomeError(f"this user has no home folder; set HOME or XDG_{kind.upper()}_HOME")
+        variable = "STATE" if kind == "log" else kind.upper()
+        raise NoHomeError(f"this user has no home folder; set HOME or XDG_{variable}_HOME")
     return Path(folder)
 
 

@@ -3,12 +3,19 @@
 from __future__ import annotations
 
 import gc
+import logging
 import os
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-LOADER = "h2o-loader"
-"""Name of the thread that imports and loads."""
+from h2o_stream.resources import NoHomeError, log_file
+
+LOADER, LOG = "h2o-loader", "h2o-log"
+"""Names of the thread that imports and loads, and of the handler of the log file."""
+
+_MAX_LOG_BYTES = 2**20
+"""A larger log is started over."""
 
 
 @contextmanager
@@ -28,11 +35,55 @@ def gc_paused() -> Iterator[None]:
         gc.freeze()
 
 
-def quieten_libraries(progress: bool, warnings: bool) -> None:
-    """Configure progress bars and warnings of libraries before they are imported."""
+@contextmanager
+def importing() -> Iterator[None]:
+    """Wraps the imports of torch and transformers: makes them faster, and sends what they log to the log alone."""
+    with gc_paused():
+        try:
+            yield
+        finally:
+            _remove_screen_handlers()
+
+
+def quieten_libraries(progress: bool) -> None:
+    """Configure progress bars, warnings and log records of libraries before they are imported."""
     if not progress:
         os.environ.setdefault("TQDM_DISABLE", "1")
-    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "warning" if warnings else "error")
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")  # until its handler is removed
+    os.environ.setdefault("HF_HUB_VERBOSITY", "error")
+    _start_log()
+
+
+def _start_log() -> None:
+    """Send Python's warnings and all log records to the log file, or nowhere if it cannot be written."""
+    logging.captureWarnings(True)
+    logging.raiseExceptions = False  # a full disk is no reason to write over the screen
+    if any(handler.name == LOG for handler in logging.root.handlers):
+        return
+    handler: logging.Handler = logging.NullHandler()
+    try:
+        path = log_file()
+        path.parent.mkdir(parents=True, exist_ok=True)
+        mode = "w" if path.exists() and path.stat().st_size > _MAX_LOG_BYTES else "a"
+        handler = logging.FileHandler(path, mode, encoding="utf-8")
+    except (NoHomeError, OSError):
+        pass
+    handler.name = LOG
+    handler.setFormatter(logging.Formatter("%(asctime)s %(process)d %(levelname)s %(name)s: %(message)s"))
+    logging.root.addHandler(handler)
+
+
+def _remove_screen_handlers() -> None:
+    """Let libraries log where the root logger does, in place of the screen."""
+    if not any(handler.name == LOG for handler in logging.root.handlers):
+        return
+    for name in list(logging.root.manager.loggerDict):
+        logger = logging.getLogger(name)
+        for handler in list(logger.handlers):
+            if isinstance(handler, logging.StreamHandler) and handler.stream in (sys.stderr, sys.__stderr__):
+                logger.removeHandler(handler)
+                logger.propagate = True
+                logger.setLevel(min(logger.level, logging.WARNING))
 
 
 def let_idle_threads_sleep() -> None:

@@ -85,6 +85,7 @@ def write_model(
     arch: str,
     quantize: int | None = None,
     rope_factors: np.ndarray | None = None,
+    pre: str | None = "gpt-2",
     **keys: Any,
 ) -> None:
     """A GGUF file of a random model, as llama.cpp's converter would write it.
@@ -95,6 +96,7 @@ def write_model(
         arch: llama.cpp's name of the architecture.
         quantize: type of the matrices; float32 if None.
         rope_factors: factors on the RoPE wavelengths.
+        pre: name of the pre-tokenizer; None for none.
         keys: further metadata of the architecture; may override the sizes.
     """
     config = model.config
@@ -110,7 +112,7 @@ def write_model(
     add = {int: writer.add_uint32, float: writer.add_float32, str: writer.add_string}
     for name, value in (sizes | keys).items():
         add[type(value)](f"{arch}.{name}", value)
-    write_tokens(writer)
+    write_tokens(writer, pre)
     number = next(number for number, name in gguf.MODEL_ARCH_NAMES.items() if name == arch)
     names = gguf.get_tensor_name_map(number, config.num_hidden_layers)
     for name, weight in model.state_dict().items():
@@ -122,9 +124,10 @@ def write_model(
     finish(writer)
 
 
-def write_tokens(writer: gguf.GGUFWriter) -> None:
+def write_tokens(writer: gguf.GGUFWriter, pre: str | None) -> None:
     writer.add_tokenizer_model("gpt2")
-    writer.add_tokenizer_pre("default")
+    if pre is not None:
+        writer.add_tokenizer_pre(pre)
     writer.add_token_list(TOKENS)
     writer.add_token_types([3] * 3 + [1] * (len(TOKENS) - 3))
     writer.add_token_merges(MERGES)

@@ -162,11 +162,21 @@ class TestBatches:
         spread = torch.tensor([[0, 1, 1, 0, 0, 1, 1, 1, 0, 1, 1, 1, 1, 1, 1, 0, 1, 0]])
         wide = torch.zeros(1, 18, dtype=torch.int64)
         wide[spread.bool()] = tokens[0]
+        how = {"attention_mask": spread, "position_ids": (spread.cumsum(1) - 1).clamp_min(0)}
         for chunk in (0, 5):
             with attach(tiny, CacheConfig(window=8, chunk=chunk)) as cache:
                 expected, kept = tiny(tokens).logits[0], cache.kept(1)
-                assert_close(tiny(wide, attention_mask=spread).logits[0][spread[0].bool()], expected)
+                assert_close(tiny(wide, **how).logits[0][spread[0].bool()], expected)
                 assert cache.kept(1).equal(kept)
+
+    def test_padding_in_between_needs_positions(self, tiny: LlamaForCausalLM) -> None:
+        """By itself, transformers counts it: what is hidden still sets its neighbours apart."""
+        hole, columns = torch.tensor([[1, 1, 0, 1, 1], [1, 1, 1, 1, 1]]), torch.arange(5)[None]
+        with attach(tiny, CacheConfig(window=16)) as cache:
+            for positions in ({}, {"position_ids": columns}):
+                with pytest.raises(ConfigError, match=r"attention_mask hides tokens between|position_ids are not"):
+                    tiny(ids(5, 2), attention_mask=hole, **positions)
+            assert not cache.seen_tokens
 
     def test_a_second_prompt_may_be_padded_too(self, grouped: LlamaForCausalLM) -> None:
         """A batch of conversations in which every turn is padded separately."""

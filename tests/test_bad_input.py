@@ -86,11 +86,11 @@ OPTIONS: list[tuple[str, str, str]] = [
     (COMPARE, "soak --passes 1", "--passes"),
     # unknown names
     (CHAT, "--policy best", "--policy takes one of"),
-    (CHAT, "--policy H2O", "--policy takes one of"),
+    (CHAT, "--policy H20", "--policy takes one of"),
     (CHAT, "--policy=", "--policy takes one of"),
     (CHAT, "--positions middle", "--positions"),
     (CHAT, "--budgets fair", "--budgets"),
-    (CHAT, "--cache-device disk", "--cache-device"),
+    (CHAT, "--cache-device floppy", "--cache-device"),
     (CHAT, "--dtype int3", "--dtype takes one of"),
     (CHAT, "--quantize int2", "--quantize takes one of"),
     (CHAT, "--device toaster -p x", "try --device cpu"),
@@ -176,7 +176,6 @@ OPTIONS: list[tuple[str, str, str]] = [
     (CHAT, "--tensor-parallel --zero", "leave one out"),
     (CHAT, "--device-map auto --max-memory much", "--max-memory takes them like"),
     (STREAM, "--questions a --prompt-file README.md", "leave one of them out"),
-    (STREAM, "--compare full,h2o --record x", "cannot be recorded"),
     (COMPARE, "summarize --requests x --chunk 8", "use --prefill chunked"),
 ]
 """Wrong usage: exit code 2."""

@@ -103,6 +103,7 @@ class TestCommands:
         assert "color cannot be set; /set takes one of temperature" in done.stderr
         assert "--top-p must be above 0" in done.stderr
         assert re.search(r"max_tokens +3", done.stderr)
+        assert re.search(r"top_p +0.95 +default", done.stderr)
         assert "/set temperature needs a value" in done.stderr
 
     def test_another_system_prompt(self, tiny_folder: Path) -> None:

@@ -140,3 +140,16 @@ def test_files_are_private(tiny_folder: Path, tmp_path: Path) -> None:
         pty.exit_code()
     history = tmp_path / "data" / "h2o-stream" / "history"
     assert history.stat().st_mode & 0o077 == 0
+
+
+def test_typed_messages_are_kept_only_if_wanted(tiny_folder: Path, tmp_path: Path) -> None:
+    for option in ("--no-history", "--history"):
+        with Pty("h2o-chat", "-m", str(tiny_folder), "-n", "4", option) as pty:
+            pty.until(lambda p: "seen 0" in p.text)
+            pty.send("hello\r")
+            pty.until(lambda p: "tokens, " in p.text)
+            pty.send("\x04")
+            pty.exit_code()
+        history = tmp_path / "data" / "h2o-stream" / "history"
+        assert history.exists() == (option == "--history")
+    assert "+hello" in history.read_text()

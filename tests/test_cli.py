@@ -110,6 +110,8 @@ class TestUsage:
             ("h2o-compare", ["summarize", "--requests", "x", "--chunk", "8"], "use --prefill chunked"),
             ("h2o-chat", ["--budgets", "fair"], "--budgets"),
             ("h2o-chat", ["--long-term", "-1"], "--long-term must be 0 or above"),
+            ("h2o-chat", ["--temp", "bench"], "h2o-stream has them"),
+            ("h2o-stream", ["--temp", "warm"], "--temp takes a number, or bench"),
         ],
     )
     def test_wrong_usage_is_2(self, command: str, arguments: list[str], words: str) -> None:
@@ -197,7 +199,7 @@ class TestChat:
         assert "/dance is not a command" in done.stderr
         assert "forget the conversation" in done.stderr
         assert "Started a new conversation" in done.stderr
-        assert "turns (length 1)" in done.stderr
+        assert "1 turn (1 cut at --max-tokens)" in done.stderr
         assert done.stdout.count("\n") >= 2
         assert "slash" not in done.stderr
 
@@ -233,6 +235,15 @@ class TestStream:
         assert summary["seen_tokens"] == turns[-1]["seen_tokens"]
         assert "\x1b" not in done.stdout + done.stderr
         assert "6 turns" in done.stderr
+
+    def test_sampling_is_shown_and_recorded(self, tiny_folder: Path, questions: Path) -> None:
+        base = ["-m", tiny_folder, "--questions", questions, "-n", "2", "--turns", "1", "--jsonl", "-"]
+        done = invoke("h2o-stream", *base, "--temp", "bench", "--repetition-penalty", "1.2")
+        run = records(done.stdout)[0]
+        assert run["sampling"]["temperature"] == "bench"
+        assert (run["sampling"]["repetition_penalty"], run["sampling_sources"]["repetition_penalty"]) == (1.2, "given")
+        assert (run["sampling"]["top_k"], run["sampling_sources"]["top_k"]) == (0, "default")
+        assert "temp bench · top-p 0.95 · penalty 1.2" in done.stderr
 
     def test_turns_and_loop(self, tiny_folder: Path, questions: Path) -> None:
         base = ["-m", tiny_folder, "--questions", questions, "-n", "2", "--jsonl", "-", "-q"]
@@ -321,3 +332,21 @@ class TestStream:
 )
 def test_control_characters_never_reach_the_terminal(text: str, shown: str) -> None:
     assert printable(text) == shown
+
+
+class TestValuesInAnyCase:
+    def test_policies_dtypes_and_choices(self, tiny_folder: Path) -> None:
+        done = invoke(
+            "h2o-chat", "-m", tiny_folder, "-p", "hi", "-n", 2, "--mode", "FULL", "--dtype", "Float32",
+            "--quantize", "NONE", "--recall", "OFF", "--positions", "Absolute", "--jsonl", "-",
+        )  # fmt: skip
+        assert done.exit_code == 0, done.stderr
+        run = records(done.stdout)[0]
+        assert (run["policy"], run["dtype"], run["recall"]) == ("full", "float32", "off")
+
+
+def test_named_prompts_are_listed_by_both_commands() -> None:
+    chat, stream = (invoke(command, "--list-prompts") for command in ("h2o-chat", "h2o-stream"))
+    assert (chat.exit_code, stream.exit_code) == (0, 0)
+    assert "lighthouse" in stream.stdout
+    assert stream.stdout == chat.stdout

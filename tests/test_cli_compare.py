@@ -184,6 +184,47 @@ class TestCompare:
         assert other.exit_code == 1
         assert "another run" in other.stderr
 
+    def test_summarize_by_ratios_and_by_bytes(self, tiny_folder: Path, tmp_path: Path) -> None:
+        """Regression: both ended in "leave out --window", which nobody had given."""
+        file = tmp_path / "requests.jsonl"
+        lines = [{"article": "word " * count, "summary_gt": "word", "max_tokens": 4} for count in (100, 300)]
+        file.write_text("".join(json.dumps(line) + "\n" for line in lines))
+        base = ["summarize", "-m", tiny_folder, "--requests", file, "--policies", "full,h2o", "--jsonl", "-"]
+        done = invoke("h2o-compare", *base, "--heavy_ratio", "0.1", "--recent_ratio", "0.1", "--sinks", "4")
+        assert done.exit_code == 0, done.stderr
+        run, full, h2o = records(done.stdout)
+        assert run["window"] == [None, None]
+        assert full["windows"] is None
+        low, high = h2o["windows"]
+        assert low - 4 == pytest.approx(run["prompt_tokens"] / 4 * 2 * 0.2, abs=2)
+        assert high - 4 == pytest.approx(run["prompt_tokens"] * 3 / 4 * 2 * 0.2, abs=2)
+        assert f"{low} to {high}" in done.stderr
+        sized = invoke("h2o-compare", *base, "--cache-size", "8KiB")
+        assert sized.exit_code == 0, sized.stderr
+        (window,) = {*records(sized.stdout)[2]["windows"]}
+        assert records(sized.stdout)[2]["window"] == window != 256
+        both = invoke("h2o-compare", *base, "--recent-ratio", "0.1", "--windows", "32")
+        assert (both.exit_code, both.stderr.count("\n")) == (2, 1)
+        assert "leave out --windows" in both.stderr
+
+    def test_requests_beyond_the_context(self, tiny_folder: Path, tmp_path: Path) -> None:
+        """Regression: one request that full cannot read ended the whole run."""
+        file = tmp_path / "requests.jsonl"
+        lines = [{"article": "word " * count, "summary_gt": "word", "max_tokens": 4} for count in (50, 900, 60)]
+        file.write_text("".join(json.dumps(line) + "\n" for line in lines))
+        base = ["summarize", "-m", tiny_folder, "--requests", file, "--windows", "32", "--jsonl", "-"]
+        done = invoke("h2o-compare", *base, "--policies", "full,recent,h2o")
+        assert done.exit_code == 0, done.stderr
+        found = {r["policy"]: (r["n"], r["left_out"]) for r in records(done.stdout)[1:]}
+        assert found == {"full": (2, 1), "recent": (3, 0), "h2o": (3, 0)}
+        assert "full leaves out 1 of 3 requests: up to 90" in done.stderr
+        file.write_text(json.dumps(lines[1]) + "\n")
+        alone = invoke("h2o-compare", *base, "--policies", "full,h2o")
+        assert [r["policy"] for r in records(alone.stdout)[1:]] == ["h2o"], alone.stderr
+        none = invoke("h2o-compare", *base, "--policies", "full", "-q")
+        assert (none.exit_code, none.stderr.count("\n")) == (2, 1)
+        assert "use --positions gap or rolling" in none.stderr
+
     def test_summaries_in_a_batch_are_those_alone_and_chunks_make_a_difference(
         self, tiny_folder: Path, tmp_path: Path
     ) -> None:
@@ -209,7 +250,8 @@ class TestCompare:
         base = ["heavy-hitters", "-m", tiny_folder, "--text", text, "--tokens", "240", "--window", "32", "--chunk", "8"]
         done = invoke("h2o-compare", *base, "--policies", "recent,h2o", "--out", out, "--jsonl", "-")
         assert done.exit_code == 0, done.stderr
-        run, *layers = records(done.stdout)
+        run, *found = records(done.stdout)
+        layers = [record for record in found if record["type"] == "heavy-hitters"]
         assert (run["window"], run["tokens"]) == (32, 240)
         assert [layer["layer"] for layer in layers] == [0, 1]
         for layer in layers:

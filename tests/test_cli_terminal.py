@@ -18,21 +18,26 @@ class TestTerminal:
     def test_the_live_screen(self, tiny_folder: Path, questions: Path, columns: int, lines: int) -> None:
         base = ["-m", str(tiny_folder), "--questions", str(questions), "--turns", "4", "-n", "60", "--window", "64"]
         with Pty("h2o-stream", *base, columns=columns, lines=lines) as terminal:
-            terminal.until(lambda t: "turn 4/4" in t.text and "free" in t.text)
+            terminal.until(lambda t: "turn 4/4" in t.text and "empty" in t.text)
             frame = terminal.screen.display
             assert frame[0].startswith("╭")
             assert frame[0].rstrip().endswith("╮")
             assert "window 64" in frame[0]
             assert frame[-1].startswith("╰"), "it fills the terminal and no more"
-            for name in ("sinks", "pinned", "heavy", "recent", "free"):
-                assert re.search(rf"│ {name} +[█·]+ +\d+ +│", terminal.text)
-            assert re.search(r"seen \d+ +kept 64 +evicted \d+", terminal.text)
+            assert re.search(r"│ █+▓*▒+░+·* │", terminal.text)
+            assert re.search(r"█ sinks \d+ +▓ pinned \d+ +▒ heavy \d+ +░ recent \d+ +· empty \d+", terminal.text)
+            assert re.search(r"seen \d+ +kept 64 of 64 +evicted \d+", terminal.text)
+            assert "tok/s │" in terminal.text, "speed over time"
+            assert re.search(r"iB │[ ┊]*[▁▂▃▄▅▆▇█]", terminal.text), "memory over time"
             assert "prefill" in terminal.text
             assert "decode" in terminal.text
             assert all(line.rstrip()[-1] in "│╮╯" for line in frame), "nothing is wrapped or cut"
             assert terminal.exit_code() == 0
         assert "4 turns" in terminal.text
         assert terminal.output.index("\x1b[?1049h") < terminal.output.index("\x1b[?1049l"), "it is restored"
+        stays = terminal.output.partition("\x1b[?1049l")[2]
+        assert stays.count("[length]") == 4, "what was said stays"
+        assert stays.index("[length]") < stays.index("prompt tokens"), "and the table follows"
 
     def test_the_screen_shows_markup_as_text(self, capsys: pytest.CaptureFixture[str]) -> None:
         terminal = Terminal()
@@ -51,7 +56,7 @@ class TestTerminal:
             terminal.until(lambda t: "evicted" in t.text)
             terminal.send("\x03")
             assert terminal.exit_code() == 130
-        assert "interrupted 1" in terminal.text
+        assert "1 interrupted" in terminal.text
         assert records((tmp_path / "run.jsonl").read_text())[-1]["finish"]["interrupted"] == 1
 
     def test_a_chat(self, tiny_folder: Path, tmp_path: Path) -> None:

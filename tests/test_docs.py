@@ -17,6 +17,7 @@ from tests.conftest import make_llama
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
 FENCED = re.compile(r"^```(\w*)\n(.*?)^```", re.M | re.S)
+SEEDS = re.compile(r"^\| `(?:python|helm).*$", re.M)
 INLINE = re.compile(r"`(h2o-(?:chat|stream|compare)\s[^`]+)`")
 
 ELSEWHERE = ("torchrun", "accelerate", "h2o-lm-eval", "--zero", "cuda", "0=10GiB", "--install-completion", "..")
@@ -26,6 +27,7 @@ SMALL: dict[str, str] = {
     "h2o-chat": "-n 2",
     "h2o-stream": "-n 2 --turns 1",
     "nll": "--tokens 60 --policies full,h2o --windows 24",
+    "--masked": "--tokens 60 --policies full,h2o-paper --windows 24",
     "recall": "--facts 1 --distances 8 --policies sink --windows 64 --chat 100",
     "summarize": "--limit 2 --policies full,h2o --windows 24",
     "tasks": "--limit 2 --policies full,h2o --tasks h2o_causes",
@@ -51,6 +53,7 @@ def commands() -> list[tuple[str, str]]:
     for page in PAGES:
         text = page.read_text(encoding="utf-8")
         lines = [line for kind, block in FENCED.findall(text) if kind in ("", "sh") for line in block.splitlines()]
+        text = SEEDS.sub("", text)  # test_seeds.py runs these
         lines += [" ".join(line.split()) for line in INLINE.findall(FENCED.sub("", text))]
         for line in lines:
             command = line.partition("  #")[0].split(" | ")[-1].strip()
@@ -109,6 +112,8 @@ def test_commands(page: str, line: str, place: Path, model: Path, request: pytes
     kind = arguments[0] if command == "h2o-compare" and arguments else command
     if "--suite ruler" in line:
         kind = "--suite ruler"
+    if "--masked" in arguments:
+        kind = "--masked"
     if kind == "tasks":
         request.getfixturevalue("few_tasks")
     if kind not in SMALL or kind == "all" or "--help" in arguments:

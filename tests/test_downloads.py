@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
+import logging
+import os
+import socket
+import sys
 import threading
+import time
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
 
-from h2o_stream.models.hub import download_bars, fetch
+from h2o_stream.errors import ModelNotFoundError
+from h2o_stream.models.hub import download_bars, fetch, reachable
 from h2o_stream.progress import Progress
+from h2o_stream.startup import LOG, importing, quieten_libraries
 
 BODY = b"GGUF" + bytes(1_000_000)
 
@@ -68,3 +75,103 @@ def test_a_listener_can_stop_it(hub: None) -> None:
 
     with pytest.raises(KeyboardInterrupt):
         fetch("org/name", "m.gguf", False, leave)
+
+
+def _closed_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        return int(server.getsockname()[1])
+
+
+def _point_hub_at(port: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    template = f"http://127.0.0.1:{port}/{{repo_id}}/{{filename}}"
+    monkeypatch.setattr("huggingface_hub.constants.HUGGINGFACE_CO_URL_TEMPLATE", template)
+
+
+def test_an_unreachable_hub_is_one_quick_error(
+    hub: None, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    _point_hub_at(_closed_port(), monkeypatch)
+    started = time.monotonic()
+    with pytest.raises(ModelNotFoundError, match="cannot be reached; check the network .HF_HUB_ETAG_TIMEOUT"):
+        fetch("org/name", "m.gguf", False)
+    assert time.monotonic() - started < 3
+    assert capfd.readouterr().err == ""
+
+
+def test_an_unreachable_hub_leaves_the_files_on_this_machine(hub: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = fetch("org/name", "m.gguf", False)
+    _point_hub_at(_closed_port(), monkeypatch)
+    assert fetch("org/name", "m.gguf", False) == path
+
+
+def test_a_name_server_that_does_not_answer_is_not_waited_for(hub: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    answer = threading.Event()
+    monkeypatch.setattr("socket.getaddrinfo", lambda *_: [answer.wait(30)][1:])
+    monkeypatch.setattr("h2o_stream.models.hub.HUB_CONNECT_S", 0.2)
+    started = time.monotonic()
+    assert not reachable("org/name")
+    assert time.monotonic() - started < 3
+    answer.set()
+
+
+def test_a_slow_hub_is_given_the_time_the_user_allows(hub: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    connect = socket.create_connection
+
+    def slow(address: tuple[str, int], timeout: float) -> socket.socket:
+        time.sleep(0.5)
+        return connect(address, timeout)
+
+    monkeypatch.setattr("socket.create_connection", slow)
+    monkeypatch.setattr("h2o_stream.models.hub.HUB_CONNECT_S", 0.1)
+    assert not reachable("org/name")
+    monkeypatch.setenv("HF_HUB_ETAG_TIMEOUT", "10")
+    assert reachable("org/name")
+
+
+def test_a_proxy_is_what_must_be_reached(hub: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("NO_PROXY", raising=False)
+    monkeypatch.delenv("no_proxy", raising=False)
+    monkeypatch.setenv("http_proxy", f"http://127.0.0.1:{_closed_port()}")
+    assert not reachable("org/name")
+    with socket.create_server(("127.0.0.1", 0)) as proxy:
+        _point_hub_at(_closed_port(), monkeypatch)
+        monkeypatch.setenv("http_proxy", f"http://127.0.0.1:{proxy.getsockname()[1]}")
+        assert reachable("org/name")
+
+
+@pytest.fixture
+def logging_restored(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setattr(os, "environ", dict(os.environ))
+    monkeypatch.setattr(logging, "raiseExceptions", True)
+    monkeypatch.setattr(logging.root, "handlers", [x for x in logging.root.handlers if x.name != LOG])
+    yield
+    logging.captureWarnings(False)
+    for handler in [handler for handler in logging.root.handlers if handler.name == LOG]:
+        logging.root.removeHandler(handler)
+        handler.close()
+
+
+def test_libraries_log_to_a_file_and_not_to_the_screen(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], logging_restored: None
+) -> None:
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
+    quieten_libraries(progress=False)
+    with importing():
+        library = logging.getLogger("a_library_of_this_test")
+        library.addHandler(logging.StreamHandler(sys.stderr))
+        library.propagate = False
+        library.setLevel(logging.ERROR)
+    library.warning("Retrying in 8s")
+    assert capsys.readouterr().err == ""
+    (log,) = tmp_path.rglob("*.log")
+    assert "WARNING a_library_of_this_test: Retrying in 8s" in log.read_text()
+
+
+def test_a_log_that_cannot_be_written_stops_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], logging_restored: None
+) -> None:
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "file"))
+    quieten_libraries(progress=False)
+    logging.getLogger("a_library_of_this_test").warning("unseen")
+    assert capsys.readouterr().err == ""

@@ -13,10 +13,13 @@ from rich.progress import Progress
 
 from h2o_stream.compare import everything, nll
 from h2o_stream.compare.comparison import Job, JobProgress
-from h2o_stream.compare.comparisons import Shape
+from h2o_stream.compare.comparisons import NllOptions, Shape
 from h2o_stream.compare.left_out import LeftOut, lines_of, read_left_out, write_left_out
-from h2o_stream.config import POLICIES
+from h2o_stream.config import POLICIES, ModelConfig
 from h2o_stream.errors import DataError
+from h2o_stream.processes import Processes
+from h2o_stream.session.jsonl import JsonlWriter
+from h2o_stream.ui.comparison import run_comparison
 from h2o_stream.ui.terminal import Terminal
 from h2o_stream.ui.time_left import Overview, TimeLeft
 from tests.commands import invoke, records
@@ -159,6 +162,35 @@ def test_a_tokenizer_without_a_chat_template(
     done = invoke("h2o-compare", *arguments, "-m", bare)
     assert done.exit_code == 0, done.stderr
     assert [record["type"] for record in records(done.stdout)].count("recall") == 4
+
+
+def test_an_interruption_says_how_to_resume(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupt(*arguments: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("h2o_stream.ui.everything.run_comparison", interrupt)
+    done = invoke("h2o-compare", "all", "--quick", "--out", tmp_path)
+    assert done.exit_code == 130
+    assert "the same command resumes" in done.stderr
+
+
+def test_the_time_left_is_that_of_the_jobs_that_run(
+    tiny_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Regression: jobs were made twice, and the estimate, which knows them by identity, stayed empty."""
+    seen = []
+    monkeypatch.setattr("h2o_stream.ui.time_left._MIN_ELAPSED_S", 0.0)
+    monkeypatch.setattr(
+        "h2o_stream.ui.comparison.Overview.__call__",
+        lambda self, job, event: (self._left(job, event), seen.append(self._left.text)),
+    )
+    text = tmp_path / "text.txt"
+    text.write_text("word " * 100)
+    options = NllOptions(
+        text=(text,), tokens=60, policies=("sink", "recent"), windows=(16,), model=ModelConfig(str(tiny_folder))
+    )
+    run_comparison(options.make(), None, Terminal(quiet=True), JsonlWriter(None), Processes(), lambda *item: None)
+    assert seen[-1].startswith("2 of 2 jobs, about 0 s left")
 
 
 class TestTimeLeft:

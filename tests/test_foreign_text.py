@@ -26,7 +26,7 @@ from h2o_stream.cli import chat, run
 from h2o_stream.models import stores
 from h2o_stream.models.stores import StoredModel
 from h2o_stream.progress import Progress
-from h2o_stream.recall.passage import Candidate, Passage
+from h2o_stream.recall.passage import Candidate, Passage, Recalled
 from h2o_stream.session.metadata import TurnTokens
 from h2o_stream.session.report import RunReport
 from h2o_stream.session.retention import RetainedText, RetainedTurn
@@ -90,8 +90,7 @@ class TestOnePlace:
                         found.add((path.relative_to(SOURCE).as_posix(), called))
         ours = {call for call in found if not call[1].endswith(("console.print", "page.print", "_console.print"))}
         assert {call for call in ours if "write" not in call[1]} == {
-            ("cli/chat.py", "typer.echo"),  # bundled prompts
-            ("cli/options.py", "typer.echo"),  # version
+            ("cli/options.py", "typer.echo"),  # bundled prompts, version
             ("cli/run.py", "print"),  # text sanitized by `one_line`
         }
         assert {call[0] for call in ours if "std" in call[1]} == {"ui/terminal.py"}
@@ -161,7 +160,7 @@ class TestDrawings:
         passage = RetainedTurn(TurnTokens(1, 0, 2), 0.5, pieces)
         terminal.console.print(heatmap([passage], EVIL))
         recalled = Candidate(Passage(1, "user", EVIL, 0, 2), EVIL, 1.0, (EVIL,), 0.0, 2, "recalled")
-        note_recalled(terminal, [recalled])
+        note_recalled(terminal, Recalled((recalled,)))
         terminal.console.print(candidates_table([recalled]))
         line = LoadingLine(f"/models/{EVIL}")
         line(Progress("reading", 1, 9))
@@ -308,7 +307,7 @@ class TestTerminals:
     """The same in a real terminal: screens, panes, prompt, toolbar and completions."""
 
     def test_a_screen(self, tmp_path: Path) -> None:
-        lines = [line | {name: EVIL for name in ("title", "prompt", "text") if name in line} for line in LINES]
+        lines = [*LINES, [0.5, "o", EVIL], [1.0, "o", "end"]]
         with Pty("h2o-stream", "--replay", str(written(tmp_path / "evil.rec", lines)), "--pace", "0.1") as pty:
             pty.until(lambda p: "66m" in p.text)
             assert pty.exit_code() == 0

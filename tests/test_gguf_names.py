@@ -92,7 +92,7 @@ def made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple
         path = tmp_path / "model.gguf"
         write_model(path, model, arch, **more, **keys)
         file = GgufFile(path)
-        config = AutoConfig.from_pretrained(export_config(file, "key", print))
+        config = AutoConfig.from_pretrained(export_config(file, print))
         with torch.device("meta"):
             return file, AutoModelForCausalLM.from_config(config)
 
@@ -151,7 +151,7 @@ def test_experts_are_joined(made: Callable[..., tuple[GgufFile, Any]]) -> None:
 def test_the_embedded_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gguf_export, "cache_folder", lambda: tmp_path)
     file = GgufFile(Path(find("smollm2-135m", True, pytest.fail)))
-    config = AutoConfig.from_pretrained(export_config(file, "key", pytest.fail))
+    config = AutoConfig.from_pretrained(export_config(file, pytest.fail))
     with torch.device("meta"):
         weights = model_weights(file, AutoModelForCausalLM.from_config(config))
         query = next(weight for weight in weights if weight.name.endswith("q_proj.weight"))
@@ -258,3 +258,45 @@ class TestRefused:
         object.__setattr__(weight.tensor, "type", GGMLQuantizationType.Q8_1)
         with pytest.raises(UnsupportedModelError, match="output.weight is Q8_1, which cannot be read"):
             weight.values()
+
+
+class TestRopeNumbers:
+    """Numbers of RoPE in the metadata: taken over or refused, never dropped."""
+
+    SCALED = {**RMS, **BASE, **EIGHT, **YARN_KEYS}
+
+    def test_every_number_of_yarn(self, made: Callable[..., tuple[GgufFile, Any]]) -> None:
+        numbers = {"attn_factor": 0.5, "yarn_beta_fast": 16.0, "yarn_beta_slow": 2.0, "yarn_ext_factor": 1.0}
+        keys = {f"rope.scaling.{name}": value for name, value in numbers.items()}
+        _, skeleton = made(make_llama(), "llama", self.SCALED | keys)
+        rope = skeleton.config.rope_parameters
+        assert rope["attention_factor"] == pytest.approx(0.5 * (1 + 0.1 * np.log(4)))
+        assert (rope["beta_fast"], rope["beta_slow"]) == (16, 2)
+
+    @pytest.mark.parametrize(("name", "value"), [("yarn_ext_factor", 0.5), ("yarn_log_multiplier", 0.1)])
+    def test_what_transformers_lacks(self, name: str, value: float, made: Callable[..., Any]) -> None:
+        with pytest.raises(UnsupportedModelError, match=rf"model.gguf has rope.scaling.{name} {value}"):
+            made(make_llama(), "llama", self.SCALED | {f"rope.scaling.{name}": value})
+
+    @pytest.mark.parametrize("kind", ["none", "linear"])
+    def test_an_attention_factor_without_yarn(self, kind: str, made: Callable[..., Any]) -> None:
+        keys = {"rope.scaling.type": kind, "rope.scaling.factor": 2.0, "rope.scaling.attn_factor": 0.5}
+        with pytest.raises(UnsupportedModelError, match="attn_factor 0.5 without YaRN"):
+            made(make_llama(), "llama", {**RMS, **EIGHT, **keys})
+
+    @pytest.mark.parametrize("value", [0.0, -10000.0, float("nan"), float("inf"), "10000"])
+    def test_impossible_bases(self, value: object, made: Callable[..., Any]) -> None:
+        with pytest.raises(ModelNotFoundError, match=r"llama.rope.freq_base is .*, not a positive number") as error:
+            made(make_llama(), "llama", {**RMS, **EIGHT, "rope.freq_base": value})
+        assert "\n" not in str(error.value)
+
+    @pytest.mark.parametrize("value", [-2.0, float("nan"), float("inf"), "4"])
+    @pytest.mark.parametrize("name", ["factor", "attn_factor"])
+    def test_impossible_factors(self, name: str, value: object, made: Callable[..., Any]) -> None:
+        with pytest.raises(ModelNotFoundError, match=rf"llama.rope.scaling.{name} is .*, not a positive number"):
+            made(make_llama(), "llama", self.SCALED | {f"rope.scaling.{name}": value})
+
+    def test_a_factor_of_0_means_none(self, made: Callable[..., tuple[GgufFile, Any]]) -> None:
+        keys = {"rope.scaling.type": "linear", "rope.scaling.factor": 0.0}
+        _, skeleton = made(make_llama(), "llama", {**RMS, **EIGHT, **keys})
+        assert skeleton.config.rope_parameters["rope_type"] == "default"

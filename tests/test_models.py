@@ -108,7 +108,7 @@ class TestLoad:
     def test_refused_before_any_weight_is_read(self, tmp_path: Path) -> None:
         GPT2Config().save_pretrained(tmp_path)
         with pytest.raises(UnsupportedModelError, match="rotary"):
-            load(ModelConfig(str(tmp_path)), CacheConfig())
+            load(ModelConfig(str(tmp_path)), CacheConfig(positions="gap"))
 
     def test_learned_positions_work_where_they_are_kept(
         self, tmp_path: Path, tokenizer: PreTrainedTokenizerBase

@@ -8,19 +8,25 @@ import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
+from transformers import PreTrainedTokenizerBase
 
 from h2o_stream.cache.attach import attach
 from h2o_stream.cache.attention_interface import h2o_attention
 from h2o_stream.cache.h2o_cache import H2OCache
 from h2o_stream.cache.identity import model_digest
 from h2o_stream.cache.layer import LayerSpec
+from h2o_stream.cache.mapped_store import MappedQuantizedStore, MappedStore, mapped_to_file
+from h2o_stream.compare.options import configs_of
 from h2o_stream.config import CacheConfig, ModelConfig
-from h2o_stream.errors import ConfigError
+from h2o_stream.errors import ConfigError, H2OStreamError
 from h2o_stream.models.load import load
+from h2o_stream.models.placement import device_map_kwargs
+from tests.conftest import make_llama
 from tests.test_cli import BIN, invoke
 
 IDS = torch.tensor([[1, 7, 9, 4, 11, 30, 6, 5, 17, 8, 3, 21] * 4])
@@ -63,6 +69,77 @@ def test_host_memory_changes_nothing_where_layers_compute_there(tiny_folder: Pat
     assert generated[0] == generated[1]
 
 
+@pytest.mark.parametrize("settings", [{}, {"policy": "h2o-paper"}, {"kv_bits": 4}, {"budgets": "equal"}])
+def test_a_cache_on_disk_gives_the_same_output(
+    tiny_folder: Path, settings: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    model = load(ModelConfig(str(tiny_folder), dtype="float32", device="cpu")).model
+    generated, states = [], []
+    for device in ("cpu", "disk"):
+        config = CacheConfig(**{"policy": "h2o", "window": 32, "sinks": 4, **settings, "device": device})
+        with attach(model, config) as cache:
+            assert isinstance(cache, H2OCache)
+            generated.append(model.generate(IDS, max_new_tokens=24, do_sample=False, num_beams=2).tolist())
+            stores = [group.store for group in cache.head_groups]
+            assert all(isinstance(store, MappedStore | MappedQuantizedStore) == (device == "disk") for store in stores)
+            if sys.platform == "linux" and device == "disk":
+                places = mapped_ranges(str(tmp_path))
+                for store in stores:
+                    for name in store.names:
+                        address = getattr(store, name).data_ptr()
+                        assert any(start <= address < end for start, end in places), name
+            states.append(cache.state_dict())
+    assert generated[0] == generated[1]
+    assert states[0].keys() == states[1].keys()
+    with attach(
+        model, CacheConfig(**{"policy": "h2o", "window": 32, "sinks": 4, **settings, "device": "disk"})
+    ) as cache:
+        cache.load_state_dict(states[0])
+        assert isinstance(cache.head_groups[0].store, MappedStore | MappedQuantizedStore)
+    assert not list((tmp_path / "h2o-stream").glob("slots/*")), "nothing stays behind"
+
+
+def mapped_ranges(folder: str) -> list[tuple[int, int]]:
+    """Addresses at which this process maps files of a folder."""
+    lines = [line.split() for line in Path("/proc/self/maps").read_text().splitlines() if folder in line]
+    return [(int(start, 16), int(end, 16)) for start, _, end in (line[0].partition("-") for line in lines)]
+
+
+def test_a_full_disk_is_one_line(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    def full(*arguments: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(os, "posix_fallocate", full, raising=False)
+    with pytest.raises(H2OStreamError, match=r"No space left on device.*--cache-device cpu"):
+        mapped_to_file(torch.zeros(4))
+    assert not list(tmp_path.glob("*/slots/*"))
+
+
+def test_a_full_cache_stays_off_the_disk() -> None:
+    with pytest.raises(ConfigError, match="--cache-device takes cpu"):
+        CacheConfig("full", device="disk")
+    full, ours = configs_of(("full", "h2o"), (32,), (0,), {"device": "disk"})
+    assert (full.device, ours.device) == ("cpu", "disk")
+
+
+def test_percentages_of_the_weights(tokenizer: PreTrainedTokenizerBase, tmp_path: Path) -> None:
+    make_llama(vocab=64, layers=8).save_pretrained(tmp_path)
+    tokenizer.save_pretrained(tmp_path)
+
+    def placed(memory: str) -> list[object]:
+        model = load(ModelConfig(str(tmp_path), dtype="float32", device_map="auto", max_memory=memory)).model
+        return list(getattr(model, "hf_device_map", {"": "cpu"}).values())
+
+    config = ModelConfig(device_map="auto", max_memory="0=20%,cpu=50.5%")
+    assert device_map_kwargs(config, 1000)["max_memory"] == {0: 200, "cpu": 505}
+    assert "disk" not in placed("cpu=200%")
+    half, less = placed("cpu=60%"), placed("cpu=35%")
+    assert {"cpu", "disk"} <= set(half) | set(less)
+    assert half.count("disk") < less.count("disk")
+
+
 def test_zero_inference_gives_the_same_output_as_weights_in_memory(tiny_folder: Path) -> None:
     pytest.importorskip("deepspeed")
     base = ["h2o-chat", "-m", str(tiny_folder), "-p", "hello", "-n", "8", "--temp", "0", "--dtype", "float32", "-q"]
@@ -83,7 +160,7 @@ def test_zero_inference_without_deepspeed_is_one_line(tiny_folder: Path, monkeyp
 
 
 class TestOptions:
-    @pytest.mark.parametrize("text", ["10GiB", "cpu:10GiB", "gpu=1GiB", "0=ten", "cpu=5", "0=1GiB,,"])
+    @pytest.mark.parametrize("text", ["10GiB", "cpu:10GiB", "gpu=1GiB", "0=ten", "0=10", "cpu=%", "cpu=5", "0=1GiB,,"])
     def test_invalid_memory_sizes(self, text: str) -> None:
         with pytest.raises(ConfigError, match="--max-memory takes them like 0=10GiB,cpu=24GiB"):
             ModelConfig(device_map="auto", max_memory=text)
@@ -97,8 +174,8 @@ class TestOptions:
             ModelConfig(max_memory="cpu=1GiB")
 
     def test_an_unknown_device_of_the_cache(self) -> None:
-        with pytest.raises(ConfigError, match="--cache-device takes one of auto, cpu"):
-            CacheConfig(device="disk")  # type: ignore[arg-type]
+        with pytest.raises(ConfigError, match="--cache-device takes one of auto, cpu, disk"):
+            CacheConfig(device="nvme")  # type: ignore[arg-type]
 
     def test_in_the_shell(self, tiny_folder: Path) -> None:
         base = ["-m", tiny_folder, "-p", "hello", "-n", "4", "--temp", "0", "-q", "--dtype", "float32"]

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from h2o_stream import CacheConfig, attach
+from h2o_stream import CacheConfig, H2OStreamError, attach
 from h2o_stream.models.packed_layers import PackedEmbedding, PackedLinear
 from h2o_stream.native import library, stepper
 from h2o_stream.native.abi import MatrixKind
@@ -46,6 +46,17 @@ def test_a_layer(kind: MatrixKind, bias: bool, dtype: torch.dtype) -> None:
         assert y.shape == expected.shape
         assert y.dtype == dtype
         assert (y - expected).norm() < 0.02 * expected.norm()
+
+
+@pytest.mark.parametrize("rows", [3, 40])
+def test_gradients_are_refused(rows: int) -> None:
+    """A forward is served with gradients on, as torch has them by default; only `backward` is not."""
+    layer, x = linear(MatrixKind.INT8, 32, 64), torch.randn(rows, 64)
+    with torch.enable_grad():
+        y = layer(x.requires_grad_())
+        assert y.equal(layer(x.detach()))
+        with pytest.raises(H2OStreamError, match="packed weights have no gradients"):
+            y.sum().backward()
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -247,3 +247,12 @@ class TestNamesOfVersion01:
                     return scores
 
         assert Mine.observe is Mine.update_scores
+
+
+def test_tova_leaves_empty_slots_empty(tiny: LlamaForCausalLM) -> None:
+    """Steps done eagerly gave them a score of 0, and the saved state was refused."""
+    with attach(tiny, CacheConfig("tova", window=16), engine="eager") as cache:
+        for part in torch.arange(3, 9).view(1, 6).split([3, 1, 1, 1], 1):
+            tiny(part, past_key_values=cache)
+        cache.load_state_dict(cache.state_dict())
+        assert cache.seen_tokens == 6

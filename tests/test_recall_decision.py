@@ -15,7 +15,7 @@ from h2o_stream.recall.decision import decide
 from h2o_stream.recall.index import PassageIndex
 from h2o_stream.recall.passage import Candidate, Passage
 from h2o_stream.recall.passages import split
-from h2o_stream.recall.terms import TermWeights, first_person, words
+from h2o_stream.recall.terms import TermWeights, first_person, is_question, words
 
 PASTE = "\n\n".join(
     f"Paragraph {i} of the annual report says that the company in Vienna sold {i * 37} machines, more than the year "
@@ -267,3 +267,16 @@ def test_candidates_are_few_and_scored(chat: Chat) -> None:
     candidates = chat.ask("Where does my cousin live?")
     assert len(candidates) == 8
     assert all(0 <= item.score <= 1.001 and "cousin" in item.terms for item in candidates)
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [("Why?", True), ('"Why?" \n', True), ("(Why ?)", True), ("为什么？", True), ("Why? No.", False), ("", False)],
+)
+def test_questions(text: str, expected: bool) -> None:
+    assert is_question(text) == expected
+
+
+def test_long_texts_are_no_questions_soon() -> None:
+    """Backtracking would take hours."""
+    assert not is_question("?" + " " * 3_000_000 + "x")

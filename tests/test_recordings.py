@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 import subprocess
 import time
 from pathlib import Path
@@ -23,8 +24,10 @@ class TestRecordings:
         first = piped(tiny_folder, ["one", "two"], "--record", file)
         done = run_command("h2o-stream", "--replay", file, "--pace", "100")
         assert done.returncode == 0, done.stderr
-        assert done.stdout == first.stdout
-        assert "] one" in done.stderr
+        assert done.stdout.replace("\r", "") == first.output
+        header, *events = map(json.loads, file.read_text().splitlines())
+        assert header["version"] == 2, "asciinema's format"
+        assert all(kind == "o" for _, kind, _ in events)
         assert piped(tiny_folder, ["one"], "--record", file).exit_code == 1
         code = (
             "import sys; sys.argv = ['h2o-stream', '--replay', sys.argv[1], '--pace', '100']\n"
@@ -36,7 +39,7 @@ class TestRecordings:
     def test_it_keeps_its_pace(self, tiny_folder: Path, tmp_path: Path) -> None:
         file = tmp_path / "run.rec"
         piped(tiny_folder, ["one"], "--record", file)
-        last = json.loads(file.read_text().splitlines()[-1])["at_s"]
+        last = json.loads(file.read_text().splitlines()[-1])[0]
         begun = time.monotonic()
         invoke("h2o-stream", "--replay", file, "--pace", last / 0.5 if last else 1)
         assert time.monotonic() - begun >= 0.45
@@ -49,12 +52,47 @@ class TestRecordings:
         assert done.exit_code == 1
         assert "recording" in done.stderr
 
-    def test_on_the_screen(self, tiny_folder: Path, tmp_path: Path) -> None:
-        file = tmp_path / "run.rec"
-        piped(tiny_folder, ["hello there"], "--record", file)
-        with Pty("h2o-stream", "--replay", str(file), "--pace", "0.5") as pty:
-            pty.until(lambda p: "> hello there" in p.text and "recent" in p.text)
+    def test_on_the_screen(self, tiny_folder: Path, questions: Path, tmp_path: Path) -> None:
+        file = tmp_path / "run.cast"
+        base = ("-m", str(tiny_folder), "--questions", str(questions), "--turns", "2", "-n", "20", "--window", "64")
+        with Pty("h2o-stream", *base, "--record", str(file)) as pty:
             assert pty.exit_code() == 0
+        with Pty("h2o-stream", "--replay", str(file), "--pace", "1") as pty:
+            pty.until(lambda p: "▒ heavy" in p.text and "tok/s │" in p.text)
+            assert pty.exit_code() == 0
+            assert "2 turns" in pty.text
+
+    def test_a_picture(self, tiny_folder: Path, questions: Path, tmp_path: Path) -> None:
+        file = tmp_path / "run.svg"
+        base = ("-m", str(tiny_folder), "--questions", str(questions), "--turns", "1", "-n", "20", "--window", "64")
+        with Pty("h2o-stream", *base, "--record", str(file)) as pty:
+            assert pty.exit_code() == 0
+        assert file.read_text().startswith("<svg")
+        assert "heavy" in file.read_text()
+        piped_run = invoke("h2o-stream", *base, "--record", tmp_path / "other.svg")
+        assert piped_run.exit_code == 2
+        assert "run it in one" in piped_run.stderr
+
+
+class TestCliff:
+    def test_both_policies_read_up_to_the_context(self, tiny_folder: Path, questions: Path) -> None:
+        pytest.importorskip("pydoc_data.topics")
+        config = tiny_folder / "config.json"
+        folder = Path(shutil.copytree(tiny_folder, questions.parent / "long"))
+        (folder / config.name).write_text(json.dumps(json.loads(config.read_text()) | {"max_position_embeddings": 800}))
+        base = ("-m", folder, "--questions", questions, "--turns", 4, "-n", 80, "--window", 64, "--cliff")
+        both = invoke("h2o-stream", *base, "--compare", "full,h2o")
+        assert both.exit_code == 0, both.stderr
+        assert "first 544 tokens" in both.stderr
+        assert re.search(r"full is [\d,]+ tokens past its context of 800", both.stderr)
+        assert "h2o is" not in both.stderr
+        assert "context 800┘" in both.stderr, "it is marked on the axis"
+        alone = invoke("h2o-stream", *base, "--mode", "full", "--jsonl", "-")
+        seen = [record["seen_tokens"] for record in records(alone.stdout) if record["type"] == "turn"]
+        assert 544 < seen[0] < 800 < seen[-1]
+        short = invoke("h2o-stream", "-m", tiny_folder, "--cliff")
+        assert short.exit_code == 2
+        assert "--cliff needs more" in short.stderr
 
 
 class TestSideBySide:
@@ -80,11 +118,11 @@ class TestSideBySide:
         same = invoke("h2o-stream", *options, "--compare", "h2o,h2o")
         assert same.stderr.count("the replies are identical") == 2
 
-    @pytest.mark.parametrize("policies", ["full", "full,best", "full,h2o,sink", ""])
-    def test_it_takes_two(self, policies: str) -> None:
+    @pytest.mark.parametrize("policies", ["full", "full,best", ""])
+    def test_it_takes_two_or_more(self, policies: str) -> None:
         done = invoke("h2o-stream", "--compare", policies)
         assert done.exit_code == 2
-        assert "--compare takes two of" in done.stderr
+        assert "--compare takes two or more of" in done.stderr
 
     @pytest.mark.parametrize(("columns", "lines"), [(80, 24), (160, 45)])
     def test_in_two_panes(self, tiny_folder: Path, questions: Path, columns: int, lines: int) -> None:
@@ -92,8 +130,21 @@ class TestSideBySide:
             "h2o-stream", "-m", str(tiny_folder), "--questions", str(questions), "-n", "40", "--seed", "3",
             "--window", "64", "--compare", "full,h2o", "--loop", columns=columns, lines=lines,
         ) as pty:  # fmt: skip
-            pty.until(lambda p: "≠" in p.text and p.text.count("tok/s") == 2)
-            assert pty.screen.display[1].count("╭") == 2
+            pty.until(lambda p: "≠" in p.text and p.text.count("tok/s │") == 2)
+            assert next(line for line in pty.screen.display if "╭" in line).count("╭") == 2
             assert all(len(line.rstrip()) <= columns for line in pty.screen.display)
             pty.send("\x03")
             assert pty.exit_code() == 130
+        stays = pty.output.partition("\x1b[?1049l")[2]
+        assert "the replies differ after" in stays, "what was said stays"
+        assert "the texts part in turn 1 after" in stays, "and the verdict says where"
+
+    def test_three(self, tiny_folder: Path, questions: Path) -> None:
+        base = ("-m", str(tiny_folder), "--questions", str(questions), "-n", "4", "--window", "64")
+        with Pty("h2o-stream", *base, "--compare", "full,h2o,sink", columns=120) as pty:
+            pty.until(lambda p: any(line.count("╭") == 3 for line in p.screen.display))
+            assert pty.exit_code() == 0
+        narrow = invoke("h2o-stream", *base, "--compare", "full,h2o,sink")
+        assert narrow.exit_code == 0
+        assert "full - tok/s" not in narrow.stderr
+        assert re.search(r"full [\d.,]+ tok/s and .+, h2o .+, sink .+ in turn\); ", narrow.stderr)

@@ -2,20 +2,28 @@
 
 from __future__ import annotations
 
+import html
 import json
+import re
 import shutil
 from html.parser import HTMLParser
+from io import StringIO
 from pathlib import Path
 from typing import Any
 
 import pytest
+from rich.console import Console
 from rich.progress import Progress
 
 from h2o_stream.compare.comparison import Job, JobProgress
 from h2o_stream.compare.folder import Folder
 from h2o_stream.errors import DataError
 from h2o_stream.ui.comparison import _Bars
-from h2o_stream.ui.pages import KINDS, page_of
+from h2o_stream.ui.format import shade
+from h2o_stream.ui.pages import KINDS, Chart, Curve, Heatmap, TableData, page_of, readable
+from h2o_stream.ui.pages.verdicts import decoding, loss, times_full
+from h2o_stream.ui.plots import NARROW, WIDE, ChartStyle, svg
+from h2o_stream.ui.tables import data_table
 from tests.test_cli import invoke, records
 
 
@@ -183,3 +191,77 @@ def test_every_kind_has_a_page_or_needs_none() -> None:
     for kind in KINDS:
         with pytest.raises((KeyError, IndexError)):
             page_of(kind, {}, [])
+
+
+def test_no_chart_has_more_curves_than_colours() -> None:
+    curves = [Curve(f"p{number}", [1], [1]) for number in range(20)]
+    parts = readable(Chart("nll", "", ("x", "y"), curves))
+    assert [part.name for part in parts] == ["nll", "nll-2", "nll-3"]
+    assert all(part.curves[0].name == "p0" and len(part.curves) <= len(ChartStyle().colors) for part in parts)
+    assert {curve.name for part in parts for curve in part.curves} == {curve.name for curve in curves}
+
+
+class TestVerdicts:
+    def test_a_report_opens_with_what_was_found(self, comparisons: Path, tmp_path: Path) -> None:
+        for name in ("report.html", "report.md"):
+            done = invoke("h2o-compare", "report", comparisons, "--to", tmp_path / name, "-q")
+            assert done.exit_code == 0, done.stderr
+            text = html.unescape((tmp_path / name).read_text())
+            sentence = re.search(r"At window 64 (h2o|sink) \w+ [\d.e-]+ nats, \w+ -?[\d.e-]+ per token", text)
+            assert sentence, name
+            assert sentence.start() < text.index("nats per token, lower is better"), "before the tables"
+
+    def test_loss_at_equal_bytes(self) -> None:
+        added = {"full": None, "h2o": 0.01234, "sink": 0.0611, "random": 0.09, "recent": 0.5, "tova": 0.04}
+        found = [
+            {"policy": policy, "window": 500, "cache_size": 6 << 20, "to_full": mean and {"mean": mean}}
+            for policy, mean in added.items()
+        ]
+        assert loss(found) == "At 6 MiB h2o loses 0.012 nats, sink 0.061, recent 0.5 per token against the full cache."
+        assert loss(found[:1]) == "", "nothing was compared"
+
+    def test_decoding_is_compared_at_a_history_that_all_reached(self) -> None:
+        def at(engine: str, policy: str, history: int, speed: float) -> dict[str, Any]:
+            name = f"{engine} {policy}".strip()
+            held = {"dtype": "bfloat16", "quantize": "auto" if policy else "none"}
+            return {"engine": engine, "name": name, "policy": policy, "history": history, "decode_tok_s": speed, **held}
+
+        found = [at("h2o-stream", "h2o", 256, 90), at("h2o-stream", "h2o", 2048, 84), at("h2o-stream", "h2o", 8192, 80)]
+        found += [at("llama.cpp", "", 256, 70), at("llama.cpp", "", 2048, 35)]
+        assert decoding(found) == "After 2,048 tokens h2o-stream h2o decodes 84 tokens/s, 2.4x llama.cpp (bfloat16)."
+        assert decoding(found[:1] + found[4:]) == "", "no history in common"
+
+    def test_batches_in_multiples_of_a_full_cache(self) -> None:
+        found = [
+            {"policy": policy, "prompt": 512, "new": 32, "tok_s": speed, "largest": largest}
+            for policy, speed, largest in (("full", 10.0, True), ("h2o", 24.0, True), ("h2o", 8.0, False))
+        ]
+        assert times_full(found) == "At 512+32 h2o 2.4x the tokens/s of a full cache in the same memory."
+
+
+def test_cells_are_colored_and_still_say_their_value() -> None:
+    data = TableData("", ["depth", "100 tokens"], [["0%", "25%"], ["50%", "100%"]], [[None, 0.25], [None, 1.0]])
+    console = Console(file=StringIO(), force_terminal=True, color_system="truecolor", width=40)
+    console.print(data_table(data))
+    drawn = console.file.getvalue()  # type: ignore[attr-defined]
+    assert re.search(r"\x1b\[30;48;2;(\d+);(\d+);\d+m +100%", drawn)
+    assert shade(1.0)[1] > shade(1.0)[0]
+    assert shade(0.0)[0] > shade(0.0)[1]
+    plain = Console(file=StringIO(), width=40)
+    plain.print(data_table(data))
+    assert "100%" in plain.file.getvalue()  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("style", [WIDE, NARROW])
+def test_a_heatmap_has_a_panel_for_each_policy(style: ChartStyle) -> None:
+    cells = [[0.5, 1.0], [0.0, 0.25]]
+    names = ["full", "sink 256", "h2o 256", "recent 256"]
+    picture = svg(Heatmap("n", "", ("tokens", "depth"), ["1", "2"], ["0%", "50%"], dict.fromkeys(names, cells)), style)
+    assert picture.count("<image") == len(names)
+
+
+def test_curves_can_be_told_apart_without_color() -> None:
+    curves = [Curve(str(number), range(40), [number] * 40) for number in range(8)]
+    picture = svg(Chart("many", "", ("x", "y"), curves), WIDE)
+    shapes = re.findall(r'<defs>\s*<path id="\w+" d="([^"]+)" style', picture)
+    assert len(set(shapes)) == 8 + 2, "a marker of its own for each, and the two ticks"

@@ -63,6 +63,12 @@ class TestItems:
         assert make_item(task, 2, 400, HAYSTACK, words, 3, 2).context != first.context
         assert make_item(task, 2, 400, HAYSTACK, words, 4, 1).context != first.context
 
+    @pytest.mark.parametrize("depth", [0.0, 0.3, 1.0])
+    def test_a_needle_is_where_it_was_put(self, depth: float) -> None:
+        context = make_item("niah_single", 1, 900, HAYSTACK, words, 0, 0, depth).context
+        _, text = context.split("\n\n", 1)
+        assert text.index("The secret number") / len(text) == pytest.approx(depth, abs=0.06)
+
     @pytest.mark.parametrize("task", TASKS)
     def test_distractors_have_the_form_of_the_answer_and_differ_from_it(self, task: str) -> None:
         for question in make_item(task, 4, 600, HAYSTACK, words, 0, 0).questions:
@@ -277,6 +283,35 @@ class TestCommand:
         assert f"| sink | 64 | {sink['accuracy']:.0%} {sink['margin']:+.2f}" in table
         replies = tmp_path / "out" / "replies" / "vt-multi-turn-400-sink-64.jsonl"
         assert [json.loads(line)["question"] for line in replies.read_text().splitlines()] == [0, 1, 2, 3] * 2
+
+    def test_a_needle_by_length_and_depth(self, model: Path, tmp_path: Path) -> None:
+        out = tmp_path / "out"
+        base = ["tasks", "--suite", "ruler", "-m", model, "--items", "2", "--windows", "64", "--out", out]
+        base += ["--depths", "0,50,100", "--lengths", "150,300", "--policies", "sink,recent"]
+        done = invoke("h2o-compare", *base)
+        assert done.exit_code == 0, done.stderr
+        run, *found = records((out / "records.jsonl").read_text())
+        assert (run["forms"], run["tasks"], run["depths"]) == (["one-turn"], ["niah_single"], [0, 50, 100])
+        cells = {(record["policy"], record["length"], record["depth"]) for record in found}
+        assert len(cells) == len(found) == 2 * 2 * 3
+        assert (out / "needles.png").stat().st_size > 5000
+        table = (out / "tasks.md").read_text()
+        assert "| depth | 150 tokens | 300 tokens |" in table
+        assert table.count("| 50% |") == 2
+        assert invoke("h2o-compare", "report", out, "--to", tmp_path / "report.html", "-q").exit_code == 0
+
+    @pytest.mark.parametrize(
+        ("options", "words"),
+        [
+            ("--depths 0,101", "--depths takes 0 to 100"),
+            ("--depths 50 --form multi-turn", "in one turn only"),
+            ("--depths 50 --tasks vt", "goes with niah_single"),
+        ],
+    )
+    def test_depths_are_of_a_single_needle(self, options: str, words: str) -> None:
+        done = invoke("h2o-compare", "tasks", "--suite", "ruler", *options.split())
+        assert done.exit_code == 2
+        assert words in done.stderr
 
     def test_a_full_cache_ends_at_the_context(self, tiny_folder: Path) -> None:
         base = ["tasks", "--suite", "ruler", "-m", tiny_folder, "--items", "2", "--tasks", "vt", "-q"]

@@ -9,13 +9,18 @@ import torch
 from transformers.generation.logits_process import (
     LogitsProcessorList,
     MinPLogitsWarper,
+    RepetitionPenaltyLogitsProcessor,
     TemperatureLogitsWarper,
     TopKLogitsWarper,
     TopPLogitsWarper,
 )
 
-from h2o_stream import ConfigError, H2OStreamError, SamplingConfig
-from h2o_stream.engine.sampling import Sampler, nucleus, single_thread
+from h2o_stream import CacheConfig, ConfigError, H2OStreamError, SamplingConfig
+from h2o_stream.config import BENCH_TEMPERATURES, DEFAULT_TEMPERATURE, model_sampling
+from h2o_stream.engine.engine import Engine
+from h2o_stream.engine.sampling import Sampler, nucleus, resolve, single_thread
+from h2o_stream.models.load import LoadedModel
+from h2o_stream.session.questions import Question, set_temperature
 
 
 class TestSampling:
@@ -60,9 +65,78 @@ class TestSampling:
         assert not Sampler(SamplingConfig(temperature=1.0), Recommended).greedy
 
 
+class Recommended:
+    """A generation config."""
+
+    temperature, top_k, repetition_penalty = 0.6, 20, None
+
+
+class TestSources:
+    def test_first_the_user_then_the_model_then_our_table_then_our_defaults(self) -> None:
+        settings, sources = resolve(SamplingConfig(top_k=5), Recommended, {"repetition_penalty": 1.1, "temperature": 9})
+        assert settings == {"temperature": 0.6, "top_p": 0.95, "top_k": 5, "min_p": 0, "repetition_penalty": 1.1}
+        assert sources == {
+            "temperature": "generation_config",
+            "top_p": "default",
+            "top_k": "given",
+            "min_p": "default",
+            "repetition_penalty": "model",
+        }
+
+    def test_a_generation_config_goes_before_our_table(self) -> None:
+        class Penalized:
+            repetition_penalty = 1.3
+
+        assert resolve(SamplingConfig(), Penalized, {"repetition_penalty": 1.1})[0]["repetition_penalty"] == 1.3
+
+    def test_greedy_takes_the_most_probable_token_unless_the_user_wants_a_penalty(self) -> None:
+        logits, penalized = torch.tensor([3.0, 2.9]), {"repetition_penalty": 2.0}
+        assert Sampler(SamplingConfig(temperature=0.0), None, penalized).sample(logits, [0]) == 0
+        assert Sampler(SamplingConfig(temperature=0.0, repetition_penalty=1.1), None).sample(logits, [0]) == 1
+        assert Sampler(SamplingConfig(temperature=1e-3, seed=0), None, penalized).sample(logits, [0]) == 1
+
+    def test_the_embedded_model_has_a_penalty_under_all_its_names(self) -> None:
+        for name in ("smollm2-135m", "HuggingFaceTB/SmolLM2-135M-Instruct"):
+            assert model_sampling(name)["repetition_penalty"] > 1
+        assert model_sampling("HuggingFaceTB/SmolLM2-1.7B-Instruct") == {}
+
+    def test_new_settings_keep_the_model_s_defaults(self, embedded: LoadedModel) -> None:
+        defaults = {"repetition_penalty": 1.1}
+        with Engine(embedded.model, embedded.tokenizer, CacheConfig(window=64), sampling_defaults=defaults) as engine:
+            assert engine.sampler.settings["repetition_penalty"] == 1.1
+            engine.set_sampling(SamplingConfig(temperature=0.3))
+            assert engine.sampler.settings["repetition_penalty"] == 1.1
+
+    def test_the_bench_temperature_is_that_of_the_category(self, embedded: LoadedModel) -> None:
+        sampling = SamplingConfig(temperature="bench")
+        with Engine(embedded.model, embedded.tokenizer, CacheConfig(window=64), sampling) as engine:
+            seed, used = engine.sampler.seed, {}
+            for category in (*BENCH_TEMPERATURES, "of my own"):
+                set_temperature(engine, sampling, Question(1, category, ("Hi",)))
+                used[category] = engine.sampler.settings["temperature"]
+            assert used == {**BENCH_TEMPERATURES, "of my own": DEFAULT_TEMPERATURE}
+            assert engine.sampler.seed == seed
+
+    def test_without_bench_nothing_changes(self, embedded: LoadedModel) -> None:
+        with Engine(embedded.model, embedded.tokenizer, CacheConfig(window=64)) as engine:
+            sampler = engine.sampler
+            set_temperature(engine, engine.sampling, Question(1, "math", ("Hi",)))
+            assert engine.sampler is sampler
+
+
+@pytest.mark.parametrize("count", [1, 300])
+def test_the_penalty_is_that_of_transformers(count: int) -> None:
+    generator = torch.Generator().manual_seed(0)
+    scores, tokens = torch.randn(500, generator=generator), torch.randint(0, 500, (count,), generator=generator)
+    sampler = Sampler(SamplingConfig(temperature=1, top_p=1, top_k=1, repetition_penalty=1.5), None)
+    wanted = RepetitionPenaltyLogitsProcessor(1.5)(tokens[None], scores[None])[0]
+    assert sampler.sample(scores, tokens.tolist()) == wanted.argmax()
+
+
 @pytest.mark.parametrize(
     ("settings", "words"),
     [
+        ({"temperature": "warm"}, "--temp takes a number"),
         ({"temperature": -1}, "--temp"),
         ({"temperature": float("nan")}, "--temp"),
         ({"top_p": 0}, "--top-p"),

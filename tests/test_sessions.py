@@ -57,6 +57,22 @@ def test_only_the_owner_can_read_it(tmp_path: Path) -> None:
             assert stat.S_IMODE(path.stat().st_mode) == 0o600
 
 
+@pytest.mark.parametrize("existing", [False, True])
+def test_names_can_be_listed_by_the_owner_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, existing: bool) -> None:
+    data = tmp_path / "data"
+    monkeypatch.setattr("h2o_stream.resources.data_folder", lambda: data)
+    monkeypatch.setattr("h2o_stream.session.sessions.data_folder", lambda: data)
+    before = os.umask(0o022)
+    try:
+        if existing:
+            (data / "sessions").mkdir(parents=True)
+        with Session("talk"), Session("other", tmp_path / "mine"):
+            folders = (data, data / "sessions", data / "sessions" / "talk", tmp_path / "mine")
+            assert [stat.S_IMODE(folder.stat().st_mode) for folder in folders] == [0o700] * 4
+    finally:
+        os.umask(before)
+
+
 def test_a_turn_whose_line_is_missing_is_found_in_its_state(tmp_path: Path) -> None:
     """As after a kill between the two writes."""
     with filled(tmp_path):

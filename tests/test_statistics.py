@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from pathlib import Path
 
 import pytest
 import torch
@@ -10,7 +11,9 @@ from transformers import LlamaForCausalLM
 
 from h2o_stream import CacheConfig, attach
 from h2o_stream.cache.statistics import SparsityMeter, power_law, share_of_top, sparsity
-from h2o_stream.compare.heavy_hitters import LayerAttention, measure_attention
+from h2o_stream.compare.heavy_hitters import REMOVED, LayerAttention, measure_attention
+from h2o_stream.compare.words import cooccurrence, rank_correlation, word_attention
+from tests.test_cli import invoke, records
 from tests.tolerance import FLOAT32, assert_close
 
 
@@ -98,3 +101,47 @@ def test_what_is_observed_is_what_transformers_attends_to(grouped: LlamaForCausa
             for i in range(start, start + chunk)
         ]
         assert layer.mass["recent"] == pytest.approx(sum(near) / len(near), rel=FLOAT32)
+
+
+class TestWords:
+    def test_rank_correlation(self) -> None:
+        x = torch.tensor([1.0, 2.0, 2.0, 5.0])
+        assert rank_correlation(x, x**3) == pytest.approx(1)
+        assert rank_correlation(x, -x) == pytest.approx(-1)
+        assert rank_correlation(x, torch.tensor([1.0, 3.0, 2.0, 4.0])) == pytest.approx(9 / math.sqrt(90))
+        assert math.isnan(rank_correlation(x, torch.ones(4)))
+
+    def test_cooccurrence_counts_different_words_nearby(self) -> None:
+        tokens = [7, 8, 7, 9, *[1] * 6, 9, 7]
+        assert cooccurrence(tokens, [7, 8, 9, 1]).tolist() == [3, 3, 3, 3]
+        assert cooccurrence([7, 8, *[1] * 6, 9], [7, 8, 9, 1]).tolist() == [2, 2, 1, 3]
+
+    def test_even_attention_is_one_for_every_word(self) -> None:
+        tokens = torch.randint(0, 12, (200,), generator=torch.Generator().manual_seed(2)).tolist()
+        even = torch.tensor([sum(1 / (query + 1) for query in range(key, 200)) for key in range(200)])
+        found = word_attention(tokens, even)
+        assert found.by_cooccurrence == pytest.approx([1.0] * 10, rel=1e-5)
+        assert found.frequency > 0.5, "frequent words receive more in the sum"
+        favored = even * torch.tensor([5.0 if token == 3 else 1.0 for token in tokens])
+        assert 2 < max(word_attention(tokens, favored).by_cooccurrence) < 5.001
+        assert word_attention([*tokens[:-1], 3], even * 2).by_cooccurrence == pytest.approx([2.0] * 10, rel=1e-5)
+
+
+def test_what_is_lost_without_heavy_hitters(tiny_folder: Path, tmp_path: Path) -> None:
+    text = tmp_path / "text.txt"
+    text.write_text("The quick brown fox jumps over the lazy dog, again and again. " * 40)
+    done = invoke(
+        "h2o-compare", "heavy-hitters", "-m", tiny_folder, "--text", text, "--tokens", "150", "--window", "24",
+        "--chunk", "8", "--policies", "h2o", "--remove", "10,50", "--out", tmp_path / "out", "--dtype", "float32", "-q",
+    )  # fmt: skip
+    assert done.exit_code == 0, done.stderr
+    _, *found = records((tmp_path / "out" / "records.jsonl").read_text())
+    removals = [record for record in found if record["type"] == "heavy-hitters-removal"]
+    assert [(record["removed"], record["percent"]) for record in removals] == [
+        ("nothing", 0),
+        *((way, percent) for percent in (10, 50) for way in REMOVED),
+    ]
+    assert len({record["nll"] for record in removals}) == len(removals), "each removes other tokens"
+    assert removals[0]["to_full"]["mean"] == 0
+    assert all(set(record["words"]) >= {"frequency", "per_token"} for record in found if record not in removals)
+    assert {"removal.png", "words.png", "power-law.png"} <= {path.name for path in (tmp_path / "out").iterdir()}

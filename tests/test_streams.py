@@ -15,26 +15,21 @@ from typing import Any
 import pytest
 
 from h2o_stream.session.jsonl import JsonlWriter
-from h2o_stream.session.recording import read_recording
 from tests.commands import invoke
 from tests.preloaded import run
 from tests.terminal import BIN, Pty
 
-COUNTS = {"seen": 9, "cached": 8, "sinks": 1, "pinned": 2, "heavy": 2, "recent": 3, "window": 8, "nbytes": 100}
-LINES: list[dict[str, Any]] = [
-    {"type": "run", "at_s": 0, "title": "modèle · h2o"},
-    {"type": "asked", "at_s": 0, "title": "turn 1 · fragen", "prompt": "日本\u2028語\u2029?\x85 \ud83d"},
-    {"type": "prefill", "at_s": 0.01, "done": 5, "total": 5, "elapsed_s": 0.0, "counts": COUNTS},
-    {"type": "token", "at_s": 0.02, "id": 7, "text": "Grüße\u2028👍\udcff", "elapsed_s": 0.0, "counts": COUNTS},
-    {
-        "type": "turn", "at_s": 0.03, "number": 1, "prompt": "?", "text": "Grüße", "rss_bytes": 5, "finish": "stop",
-        "work": {"prompt_tokens": 5, "prefill_s": 0.1, "new_tokens": 1, "decode_s": 0.0}, "counts": COUNTS,
-    },
-]  # fmt: skip
+LINES: list[Any] = [
+    {"version": 2, "width": 80, "height": 24},
+    [0.0, "o", "modèle · h2o\r\n"],
+    [0.01, "o", "[turn 1 · fragen] 日本\u2028語\u2029?\x85 \ud83d\r\n"],
+    [0.02, "i", "x"],
+    [0.03, "o", "Grüße\u2028👍\udcff\r\n"],
+]
 COMMANDS = ("h2o-chat", "h2o-stream", "h2o-compare")
 
 
-def written(path: Path, lines: list[dict[str, Any]]) -> Path:
+def written(path: Path, lines: list[Any]) -> Path:
     path.write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
     return path
 
@@ -125,8 +120,8 @@ class TestAscii:
     ) -> None:
         done = shell("h2o-stream", "--replay", recording, **environment)
         assert done.returncode == 0, done.stderr
-        assert done.stdout == "Gr??e???\n"
-        assert "[turn 1 ? fragen] ???" in done.stderr
+        assert done.stdout.endswith("Gr??e???\n")
+        assert "[turn 1 ? fragen] ???" in done.stdout
         assert shell("h2o-chat", "--help", **environment).returncode == 0
 
     @pytest.mark.parametrize("encoding", ["ascii", "latin-1", "utf-8"])
@@ -164,7 +159,7 @@ class TestHangUps:
             assert '"hello"' in (session / "transcript.jsonl").read_text()
 
     def test_a_replay(self, tmp_path: Path) -> None:
-        late = written(tmp_path / "late.rec", [*LINES, LINES[-1] | {"at_s": 600}])
+        late = written(tmp_path / "late.rec", [*LINES, [600, "o", "late"]])
         with Pty("h2o-stream", "--replay", str(late)) as pty:
             pty.until(lambda p: "Gr" in p.text)
             pty.hang_up()
@@ -172,7 +167,7 @@ class TestHangUps:
 
     @pytest.mark.parametrize("ignored", [True, False])
     def test_nohup(self, tmp_path: Path, ignored: bool) -> None:
-        late = written(tmp_path / "late.rec", [*LINES, LINES[-1] | {"at_s": 2}])
+        late = written(tmp_path / "late.rec", [*LINES, [2, "o", "late"]])
         line = ("trap '' HUP; " if ignored else "") + 'exec "$0" "$@"'
         with subprocess.Popen(
             ["sh", "-c", line, BIN / "h2o-stream", "--replay", late], stdout=subprocess.PIPE, stderr=subprocess.PIPE
@@ -255,30 +250,7 @@ class TestNoHome:
         assert not (tmp_path / "~").exists()
 
 
-FIELDS = [
-    *((line, name) for line in range(len(LINES)) for name in LINES[line] if name != "type"),
-    *((4, f"work.{name}") for name in LINES[4]["work"]),
-    *((2, f"counts.{name}") for name in COUNTS),
-]
-TYPICAL = {
-    (0, "title"),
-    (1, "at_s"),
-    (2, "done"),
-    (2, "counts"),
-    (3, "id"),
-    (4, "finish"),
-    (4, "work.decode_s"),
-    (2, "counts.heavy"),
-}
-"""One field of each kind, for `make test`."""
-
-
 class TestReplays:
-    def test_odd_line_ends_in_text(self, recording: Path) -> None:
-        title, events = read_recording(recording)
-        assert title == "modèle · h2o"
-        assert [type(event).__name__ for _, event in events] == ["TurnStart", "PrefillProgress", "Token", "Turn"]
-
     def test_what_a_chat_records_can_be_shown(self, tiny_folder: Path, tmp_path: Path) -> None:
         file = tmp_path / "run.rec"
         prompt = "a\u2028b\u2029c\x85d\udce9"
@@ -286,7 +258,7 @@ class TestReplays:
         assert done.exit_code == 0, done.stderr
         shown = invoke("h2o-stream", "--replay", file, "--pace", 1000)
         assert shown.exit_code == 0, shown.stderr
-        assert shown.stdout == done.stdout
+        assert shown.stdout.replace("\r", "") == done.output
 
     def test_halves_of_pairs_in_questions(self, tiny_folder: Path, tmp_path: Path) -> None:
         questions = tmp_path / "q.jsonl"
@@ -298,20 +270,17 @@ class TestReplays:
         assert "\U0001f600" in (tmp_path / "rec").read_text()
 
     @pytest.mark.parametrize(
-        ("line", "name"),
-        [pytest.param(*field, marks=() if field in TYPICAL else pytest.mark.exhaustive) for field in FIELDS],
-    )
-    def test_what_is_no_number_or_text(self, tmp_path: Path, line: int, name: str) -> None:
-        """Change every value of every line in turn: each is refused with the line number."""
-        outer, _, inner = name.partition(".")
-        right = LINES[line][outer][inner] if inner else LINES[line][outer]
-        values: list[Any] = [None, [], {"a": 1}, float("nan"), float("inf"), -1, 10**400, 1e300, True]
-        values += [7] if isinstance(right, str) else ["7"]
-        for value in values:
-            changed = {**LINES[line], outer: {**LINES[line][outer], inner: value} if inner else value}
-            file = written(tmp_path / "bad.rec", [*LINES[:line], changed, *LINES[line + 1 :]])
-            done = invoke("h2o-stream", "--replay", file, "--pace", 1000)
-            assert done.exit_code == 1, value
-            assert f"line {line + 1} " in done.stderr or "recording" in done.stderr
-            assert "unexpected" not in done.stderr
-            assert done.stderr.rstrip().splitlines()[-1].startswith("h2o-stream: --replay ")
+        "line",
+        [*([at_s, "o", ""] for at_s in (None, [], "7", float("nan"), float("inf"), -1, 10**400, 1e300, True)),
+         *([0, "o", text] for text in (None, [], 7)), [], [0, "o"], {}, 7, None],
+    )  # fmt: skip
+    def test_what_is_no_line(self, tmp_path: Path, line: Any) -> None:
+        done = invoke("h2o-stream", "--replay", written(tmp_path / "bad.rec", [*LINES, line]))
+        assert done.exit_code == 1
+        assert f"line {len(LINES) + 1} is not a line of a recording" in done.stderr
+
+    @pytest.mark.parametrize("header", [{}, {"version": 1}, {"version": True}, [], None, 2])
+    def test_what_is_no_header(self, tmp_path: Path, header: Any) -> None:
+        done = invoke("h2o-stream", "--replay", written(tmp_path / "bad.rec", [header, *LINES[1:]]))
+        assert done.exit_code == 1
+        assert "not a recording in asciinema's format" in done.stderr

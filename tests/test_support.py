@@ -95,7 +95,8 @@ def test_learned_positions() -> None:
             attach(model, CacheConfig(window=16, positions=positions)),
         ):
             pass
-    with attach(model, CacheConfig(window=16, positions="absolute")) as cache:
+    with attach(model, CacheConfig(window=16)) as cache:
+        assert cache.plan.positions == "absolute", "taken where none is given"
         model(tokens(40), past_key_values=cache)
         with pytest.raises(H2OStreamError, match="41 tokens pass the 40 positions"):
             model(tokens(1), past_key_values=cache)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from lm_eval.tasks import TaskManager
 from transformers import PreTrainedTokenizerBase
 
 from h2o_stream.cache.attach import attach
+from h2o_stream.cli import lm_eval
 from h2o_stream.compare.harness import H2OLM
 from h2o_stream.config import CacheConfig
 from tests.commands import invoke, records
@@ -171,3 +173,14 @@ class TestCommand:
         done = invoke("h2o-compare", "tasks", "-m", tiny_folder, "--tasks", "no_such_task", "-q")
         assert done.exit_code == 2
         assert "--task-folder brings more" in done.stderr
+
+
+def test_the_command_without_the_harness(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """Regression: it ended in a traceback."""
+    monkeypatch.setitem(sys.modules, "lm_eval", None)
+    with pytest.raises(SystemExit) as left:
+        lm_eval.main()
+    assert left.value.code == 1
+    error = capsys.readouterr().err
+    assert "pip install 'h2o-stream[eval]'" in error
+    assert error.count("\n") == 1

@@ -44,7 +44,7 @@ def check_forward(kwargs: Mapping[str, Any], lengths: Sequence[int], columns: in
         kwargs: of the model's forward.
         lengths: tokens of each row before this forward.
         columns: columns of the stream before this forward.
-        exact: positions must not count padding, because they are looked up.
+        exact: positions must not count padding, because they are looked up. They must not with a hole either.
 
     Raises:
         ConfigError: the mask is not one of padding, or positions are not those of one text.
@@ -80,9 +80,15 @@ def _check_positions(
     exact: bool,
 ) -> None:
     """Check that positions [..., B or 1, Q] are those of one text: each token's index in its row."""
-    if positions is None:
-        return
     batch, new = shape
+    exact = exact or (padding is not None and padding.has_holes)
+    if positions is None:
+        if padding is not None and padding.has_holes:
+            raise ConfigError(
+                "attention_mask hides tokens between others, which then stand further apart than they are fed; move "
+                "the padding to an end of its row, or pass position_ids that do not count it"
+            )
+        return
     if positions.dim() < 2 or positions.shape[-1] != new or positions.shape[-2] not in (1, batch):
         raise ConfigError(f"position_ids have shape {tuple(positions.shape)}; [{batch}, {new}] is served")
     if new == 1 and padding is None and positions.flatten().tolist() == list(lengths):

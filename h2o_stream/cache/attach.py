@@ -8,6 +8,7 @@ from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any, get_args
 
+import torch
 from transformers import PreTrainedModel
 
 from h2o_stream.cache import graph_steps
@@ -28,6 +29,7 @@ from h2o_stream.cache.support import (
     layer_specs,
     learned_positions,
     max_distance_of,
+    with_default_positions,
 )
 from h2o_stream.cache.verification import Verification, verify_logits
 from h2o_stream.config import CacheConfig, CachePlan, EngineChoice
@@ -71,13 +73,15 @@ def attach(
     model = _transformers_model(model)
     if getattr(model, "_h2o_cache", None) is not None:
         raise H2OStreamError(f"{type(model).__name__} is attached already; leave that block first")
-    cache = build_cache(model, config, progress)
+    with torch.autocast(home_of(model).type, enabled=False):  # its rounding is no difference of ours
+        cache = build_cache(model, config, progress)
+        stepper = _native(model, cache, engine)
     attention = attention_of(model)
     model._h2o_cache = cache
     try:
         with (
             attention_of_ours(model) if isinstance(cache, H2OCache) else nullcontext(),
-            replaced_forward(model, AttachedForward(model, cache, _native(model, cache, engine), attention)),
+            replaced_forward(model, AttachedForward(model, cache, stepper, attention)),
         ):
             yield cache
     finally:
@@ -100,6 +104,7 @@ def build_cache(model: PreTrainedModel, config: CacheConfig, progress: ProgressC
         UnsupportedModelError: it does not; any alternative in the message has been tried.
     """
     digest = functools.partial(model_digest, model)
+    config = with_default_positions(model.config, config)
     if config.policy == "full":
         plan = check_supported(type(model), model.config, config)
         in_host_memory = config.device == "cpu" and home_of(model).type != "cpu"

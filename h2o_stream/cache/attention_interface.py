@@ -6,8 +6,10 @@ attention interface gets extra keywords but not ``past_key_values``.
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface
 
@@ -43,13 +45,14 @@ def h2o_attention(
     [Hq] are learned sinks. The output has no gradient, see `without_gradient`.
 
     Raises:
-        UnsupportedModelError: the model did not pass the cache through, or wants an unsupported kind of attention.
+        UnsupportedModelError: a part of the model was called by itself, or a second model that shares the config; the
+            model did not pass the cache through; or it wants an unsupported kind of attention.
         H2OStreamError: there is attention dropout, as in training.
     """
     if h2o_cache is None:
         raise UnsupportedModelError(
-            f"{type(module).__name__} does not pass extra keywords on to its attention, or a part of an attached model "
-            "was called by itself; call the model"
+            f"{type(module).__name__} does not pass extra keywords on to its attention; or a part of an attached model "
+            "was called by itself (call the model), or another model shares its config (give it a copy)"
         )
     for name in _UNSUPPORTED:
         if kwargs.get(name) is not None:
@@ -62,7 +65,9 @@ def h2o_attention(
     layer = h2o_cache.layer_of(module, key)
     device = h2o_cache.storage_device or query.device
     transform = LogitTransform(scaling, softcap, None if s_aux is None else s_aux.detach().to(device))
-    output = layer.attend(query.to(device), key.to(device), value.to(device), transform, h2o_cache.padding)
+    autocast = torch.is_autocast_enabled(device.type)
+    with torch.autocast(device.type, enabled=False) if autocast else nullcontext():
+        output = layer.attend(query.to(device), key.to(device), value.to(device), transform, h2o_cache.padding)
     return without_gradient(output.to(query.device), query, key, value), None
 
 

@@ -52,8 +52,13 @@ class BudgetAssignment:
         """Ranges of token indices that are never evicted, sinks and pins."""
         return merged((range(self._plan.sinks), *self.pins))
 
-    def check(self, pins: tuple[range, ...], fixed: bool) -> None:
-        """Check that pins leave enough slots in every window; if `fixed`, windows cannot change any more.
+    def check(self, pins: tuple[range, ...], fixed: bool, by_ratio: bool = False) -> None:
+        """Check that pins leave enough slots in every window.
+
+        Args:
+            pins: besides the sinks.
+            fixed: windows cannot change any more.
+            by_ratio: ratios of the first prompt set the window, for the message.
 
         Raises:
             ConfigError: they do not.
@@ -63,10 +68,13 @@ class BudgetAssignment:
         window = min(self.windows) if fixed else plan.window
         if pinned > plan.sinks and window - pinned < minimum:
             whose = "of some heads " if window < plan.window else ""
+            needed = plan.window + pinned + minimum - window
+            ratios = "the first prompt is too short for these ratios: " if by_ratio else ""
+            remedy = f"give --window {needed} in their place" if by_ratio else f"raise --window to {needed}"
             raise ConfigError(
-                f"{pinned} pinned tokens (system prompt, sinks, pins) leave {max(window - pinned, 0)} of a window "
-                f"{whose}of {window}, at least {minimum} must be left; raise --window to "
-                f"{plan.window + pinned + minimum - window} or pin less (a shorter system prompt)"
+                f"{ratios}{pinned} pinned tokens (system prompt, sinks, pins) leave {max(window - pinned, 0)} of a "
+                f"window {whose}of {window}, at least {minimum} must be left; {remedy} "
+                "or pin less (a shorter system prompt)"
             )
 
     def assign(self, groups: Sequence[HeadGroup], fixed: bool) -> None:
@@ -130,7 +138,7 @@ def check_not_evicted(group: HeadGroup, start: int, stop: int) -> None:
 def still_needed(ranges: Sequence[range], groups: Sequence[HeadGroup], seen: int) -> tuple[range, ...]:
     """Those ranges of which a head holds a token, or of which tokens may come in a row of `seen` tokens."""
     held = [group.index.flatten().cpu() for group in groups if group.is_initialized]
-    index = torch.cat(held) if held else torch.empty(0, dtype=torch.int32)
+    index = torch.cat(held) if held else torch.empty(0, dtype=torch.int32, device="cpu")
     return tuple(
         tokens
         for tokens in ranges

@@ -51,10 +51,12 @@ def state_of(cache: H2OCache) -> dict[str, Tensor]:
         state |= {f"{number}.{name}": tensor.clone() for name, tensor in states_of(layer).items()}
     for name in _RANGES:
         ranges = getattr(cache, name)
-        state[name] = torch.tensor([(tokens.start, tokens.stop) for tokens in ranges], dtype=torch.int64).flatten()
-    state["progress"] = torch.tensor([cache.tokens.columns, cache.first_prompt])
-    state["filled"] = torch.tensor([group.filled for group in cache.head_groups])
-    state["queries_per_key"] = torch.tensor([group.queries_per_key for group in cache.head_groups])
+        state[name] = torch.tensor(
+            [(tokens.start, tokens.stop) for tokens in ranges], dtype=torch.int64, device="cpu"
+        ).flatten()
+    state["progress"] = torch.tensor([cache.tokens.columns, cache.first_prompt], device="cpu")
+    state["filled"] = torch.tensor([group.filled for group in cache.head_groups], device="cpu")
+    state["queries_per_key"] = torch.tensor([group.queries_per_key for group in cache.head_groups], device="cpu")
     budgets = [[(budget.heads, budget.share) for budget in spec.budgets] for spec in cache.specs]
     state["budgets"] = encode_json({"groups": budgets, "windows": list(cache.budgets.windows)})
     state[FINGERPRINT] = encode_json(_fingerprint(cache, cache.head_groups[0].dtype))

@@ -88,9 +88,17 @@ class AttachedForward:
 
         Raises:
             H2OStreamError: the cache is not the attached one, or its stream was replaced; the attention is not ours any
-                more; the last forward was cut off halfway; see `H2OCache.prepare_forward`.
+                more; the last forward was cut off halfway, or a hook is in one; another thread is; see
+                `H2OCache.prepare_forward`.
         """
-        kwargs = {**dict(zip(self._names, args, strict=False)), **kwargs}
+        with self.cache.one_thread:
+            return self._run({**dict(zip(self._names, args, strict=False)), **kwargs})
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """See `OneThread`."""
+        return self.cache.one_thread.__reduce_ex__(protocol)
+
+    def _run(self, kwargs: dict[str, Any]) -> Any:
         past = kwargs.get("past_key_values")
         is_attached = cache_of(past) is self.cache
         self._check_attention()
@@ -102,7 +110,9 @@ class AttachedForward:
         self._check_outputs(kwargs)
         cache = self.cache
         if cache.torn:
-            raise H2OStreamError("the last forward was cut off halfway; reset() the cache to start a new stream")
+            raise H2OStreamError(
+                "the last forward was cut off halfway, or this one is called by a hook; reset() to start a new stream"
+            )
         kwargs["past_key_values"] = cache
         cache.prepare_forward(kwargs)
         begun = bool(cache.get_seq_length())
@@ -194,8 +204,9 @@ class AttachedForward:
         cache, tokens = self.cache, tokens_in(kwargs)
         assert isinstance(cache, H2OCache)
         columns, (rows, new) = cache.tokens.columns, tokens.shape[:2]
-        packed = torch.arange(new).expand(rows, -1) if cache.padding is None else cache.padding.order
-        packed, counts = packed.to(tokens.device), torch.tensor(cache.padding.counts if cache.padding else [new] * rows)
+        packed = torch.arange(new, device="cpu").expand(rows, -1) if cache.padding is None else cache.padding.order
+        packed = packed.to(tokens.device)
+        counts = torch.tensor(cache.padding.counts if cache.padding else [new] * rows, device="cpu")
         name = "input_ids" if tokens.dim() == 2 else "inputs_embeds"
         shared = {key: value for key, value in kwargs.items() if key not in _BY_COLUMN} | {"return_dict": True}
         logits: Tensor | None = None
@@ -224,6 +235,8 @@ class AttachedForward:
         """Whether only the logits of a single token are wanted."""
         ids = kwargs.get("input_ids")
         if getattr(self.cache, "padding", None) is not None:
+            return False
+        if ids is not None and torch.is_autocast_enabled(ids.device.type):  # asks for other products than a step's
             return False
         if ids is None or ids.dim() != 2 or ids.shape[1] != 1 or not isinstance(kwargs.get("logits_to_keep", 0), int):
             return False

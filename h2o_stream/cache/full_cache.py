@@ -13,6 +13,7 @@ from transformers.cache_utils import CacheLayerMixin
 
 from h2o_stream.cache.arguments import check_rows, tokens_in
 from h2o_stream.cache.counts import CacheCounts
+from h2o_stream.cache.one_thread import OneThread
 from h2o_stream.cache.recurrent import load_states, release_states, states_of
 from h2o_stream.cache.state import (
     FINGERPRINT,
@@ -44,6 +45,7 @@ class FullCache(DynamicCache):
     def __init__(
         self, plan: CachePlan, config: Any, model: Callable[[], str] = lambda: "", in_host_memory: bool = False
     ) -> None:
+        self.one_thread = OneThread()
         super().__init__(config=config, offloading=in_host_memory)
         self.plan = plan
         self._model = model
@@ -63,7 +65,7 @@ class FullCache(DynamicCache):
         """[B, Hkv, n] int64: indices of the tokens a layer holds, oldest first."""
         keys = tensors_of(self.layers[layer]).get("keys") if layer < len(self.layers) else None
         if keys is None:
-            return torch.empty(0, 0, 0, dtype=torch.int64)
+            return torch.empty(0, 0, 0, dtype=torch.int64, device="cpu")
         held = keys.shape[2]
         return torch.arange(self.seen_tokens - held, self.seen_tokens, device=keys.device).expand(*keys.shape[:2], held)
 
@@ -106,7 +108,7 @@ class FullCache(DynamicCache):
             for number, layer in enumerate(self.layers)
             for name, tensor in tensors_of(layer).items()
         }
-        state["progress"] = torch.tensor([self.seen_tokens])
+        state["progress"] = torch.tensor([self.seen_tokens], device="cpu")
         state[FINGERPRINT] = encode_json(self._fingerprint(state[self._first_keys].dtype))
         return checksummed(state)
 
@@ -178,7 +180,7 @@ class FullCache(DynamicCache):
                 f"attention_mask is made for a cache of {mask.shape[-1]} tokens; leave cache_implementation out"
             )
         if any(self.is_linear) and kwargs.get("position_ids") is None:  # some hybrids would begin at 0 again
-            kwargs["position_ids"] = torch.arange(self.seen_tokens, self.seen_tokens + new)[None].to(tokens.device)
+            kwargs["position_ids"] = torch.arange(self.seen_tokens, self.seen_tokens + new, device=tokens.device)[None]
         tensors = (tensor for layer in self.layers for tensor in tensors_of(layer).values())
         check_rows(len(next(tensors, ())), len(tokens))
 

@@ -1,4 +1,4 @@
-"""The output of a cache has no gradient: asking for one is an error, never a wrong number."""
+"""Outputs of a cache and of packed weights have no gradient: asking for one is an error, never a wrong number."""
 
 from __future__ import annotations
 
@@ -9,29 +9,33 @@ from torch import Tensor
 
 from h2o_stream.errors import H2OStreamError
 
+_OF_A_CACHE = (
+    "an attached model is for inference, its cache knows no gradients; "
+    "call backward() outside the block, or on a forward with use_cache=False"
+)
+
 
 class _NoBackward(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, output: Tensor, *origins: Tensor) -> Tensor:
+    def forward(ctx: Any, output: Tensor, reason: str, *origins: Tensor) -> Tensor:
+        ctx.reason = reason
         return output.view_as(output)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> None:
-        raise H2OStreamError(
-            "an attached model is for inference, its cache knows no gradients; "
-            "call backward() outside the block, or on a forward with use_cache=False"
-        )
+        raise H2OStreamError(ctx.reason)
 
 
-def without_gradient(output: Tensor, *origins: Tensor | None) -> Tensor:
+def without_gradient(output: Tensor, *origins: Tensor | None, reason: str = _OF_A_CACHE) -> Tensor:
     """The same numbers; `backward` raises if one of the tensors they come from requires a gradient.
 
     Args:
         output: computed without a graph.
         origins: the tensors it was computed from.
+        reason: message of the error.
     """
     if torch.is_grad_enabled():
         requiring = [origin for origin in origins if origin is not None and origin.requires_grad]
         if requiring:
-            return _NoBackward.apply(output, *requiring)  # type: ignore[no-any-return]
+            return _NoBackward.apply(output, reason, *requiring)  # type: ignore[no-any-return]
     return output

@@ -18,6 +18,7 @@ from h2o_stream.cache.counts import CacheCounts, Occupancy
 from h2o_stream.cache.head_group import HeadGroup
 from h2o_stream.cache.kernels import Kernels
 from h2o_stream.cache.layer import LayeredCache, LayerSpec, kept_by
+from h2o_stream.cache.one_thread import OneThread
 from h2o_stream.cache.padding import Padding
 from h2o_stream.cache.policies import merged
 from h2o_stream.cache.recurrent import HeldRows, RecurrentLayer
@@ -50,6 +51,7 @@ class H2OCache(LayeredCache):
         recurrent_layers: those of the layers with states.
         tokens: counts the tokens of the stream.
         verification: how `attach` verified the model, for native code to be verified by; None if it did not.
+        one_thread: inside it the cache is changed.
         engine_note: what runs the steps and why, for people: "native, avx512" or "eager: ..."; set by `attach`.
         continues: whether several tokens at once can continue a stream; if not, they are fed one by one.
         torn: a forward or a reset was cut off halfway; only `reset` helps.
@@ -70,9 +72,11 @@ class H2OCache(LayeredCache):
         last_position: int | None = None,
         model: Callable[[], str] = lambda: "",
     ) -> None:
+        self.one_thread = OneThread()  # first, so that copying is refused before anything is copied
         self.config, self.model, self.max_distance, self._last_position = config, model, max_distance, last_position
-        self.storage_device = torch.device("cpu") if config.device == "cpu" else None
-        self.specs = tuple(replace(spec, device=self.storage_device or spec.device) for spec in specs)
+        self.storage_device = None if config.device == "auto" else torch.device("cpu")
+        on_disk = config.device == "disk"
+        self.specs = tuple(replace(spec, device=self.storage_device or spec.device, on_disk=on_disk) for spec in specs)
         self.padding: Padding | None = None
         self.resolved = not config.by_ratio
         self._revision = Revision()
@@ -238,7 +242,7 @@ class H2OCache(LayeredCache):
         """
         if self.config.by_ratio and not self.seen_tokens:
             self.build(prompt, self.pins, self.transient)
-            self.budgets.check(self.pins, fixed=False)
+            self.budgets.check(self.pins, fixed=False, by_ratio=True)
             self.resolved = True
 
     def reset(self) -> None:
@@ -284,7 +288,7 @@ class H2OCache(LayeredCache):
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         """Every row becomes `repeats` rows."""
-        self.reorder_cache(torch.arange(len(self.tokens.lengths)).repeat_interleave(repeats))
+        self.reorder_cache(torch.arange(len(self.tokens.lengths), device="cpu").repeat_interleave(repeats))
 
     def batch_select_indices(self, indices: Tensor) -> None:
         """Keep the rows at `indices`."""

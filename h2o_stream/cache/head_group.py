@@ -25,9 +25,9 @@ from h2o_stream.cache.budgets import Schedule
 from h2o_stream.cache.eager import EAGER, probabilities
 from h2o_stream.cache.eviction import rank_dtype
 from h2o_stream.cache.kernels import Kernels
+from h2o_stream.cache.mapped_store import make_store
 from h2o_stream.cache.padding import Padding
 from h2o_stream.cache.policies import Budget, Candidates, Policy
-from h2o_stream.cache.quantized_store import QuantizedStore
 from h2o_stream.cache.rope import RopeLookup, RotaryTable
 from h2o_stream.cache.shared_state import Revision, TokenCount
 from h2o_stream.cache.statistics import SparsityMeter
@@ -88,11 +88,12 @@ class HeadGroup:
         *,
         chunked: bool = False,
         heads: Tensor | None = None,
+        on_disk: bool = False,
         tokens: TokenCount | None = None,
         revision: Revision | None = None,
     ) -> None:
         self.plan, self.policy, self.table, self.sliding, self.heads = plan, policy, table, sliding, heads
-        self.chunked = chunked
+        self.chunked, self.on_disk = chunked, on_disk
         self.tokens, self.revision = tokens or TokenCount(), revision or Revision()
         self.schedule = Schedule.equal(plan.window)
         self.span = plan.span
@@ -102,6 +103,7 @@ class HeadGroup:
         self.filled = self.queries_per_key = 0
         self._watch: Watch = SparsityMeter()
 
+    @torch.inference_mode(False)  # slots are written in place, later perhaps outside of it
     @torch.no_grad()
     def attend(
         self, query: Tensor, key: Tensor, value: Tensor, transform: LogitTransform, padding: Padding | None = None
@@ -123,6 +125,7 @@ class HeadGroup:
         self.queries_per_key = query.shape[1] // key.shape[1]
         if not self.is_initialized:
             self.allocate(key, value, self.schedule.common + self.spare)
+        key, value = key.to(self.dtype), value.to(self.dtype)  # other ones come under autocast
         if padding is not None:
             query, key, value = padding.pack(query), padding.pack(key), padding.pack(value)
         usable = self.kernels and not self.watched and self.kernels.supports(self, query, transform)
@@ -259,7 +262,7 @@ class HeadGroup:
     def kept(self) -> Tensor:
         """[B, Hkv, held] int64 token indices, oldest first; shorter rows have -1 in front."""
         if not self.is_initialized:
-            return torch.empty(0, 0, 0, dtype=torch.int64)
+            return torch.empty(0, 0, 0, dtype=torch.int64, device="cpu")
         return self.index.sort(-1).values[..., self.store.slots - self.held :].long()
 
     def tensors(self) -> dict[str, Tensor]:
@@ -281,13 +284,11 @@ class HeadGroup:
         return 1 if self.plan.kv_bits == 16 else 2
 
     def allocate(self, key: Tensor, value: Tensor, slots: int) -> None:
-        """Allocate every slot, in the dtype and on the device of keys like [B, Hkv, Q, D]."""
+        """Allocate every slot, on the device of keys like [B, Hkv, Q, D], in the dtype that holds keys and values."""
         rows, plan = key.shape[:2], self.plan
-        self.dtype, self.device = key.dtype, key.device
-        if plan.kv_bits == 16:
-            self.store = Store(key, value, slots)
-        else:
-            self.store = QuantizedStore(key, value, slots, plan.kv_bits, plan.exact_sinks, plan.residual)
+        self.dtype, self.device = torch.promote_types(key.dtype, value.dtype), key.device
+        key, value = key[:, :, :0].to(self.dtype), value[:, :, :0].to(self.dtype)
+        self.store = make_store(plan, key, value, slots, self.on_disk)
         for name, empty in self.empty_values(slots).items():
             dtype = {"index": torch.int32, "rank": rank_dtype(slots)}.get(name, torch.float32)
             setattr(self, name, torch.full((*rows, slots), empty, dtype=dtype, device=self.device))

@@ -44,7 +44,9 @@ class Holders:
     @classmethod
     def of(cls, kept: Sequence[Tensor]) -> Holders:
         """From the token indices [heads, n] that heads hold, -1 where they hold fewer."""
-        held = torch.cat([index.flatten().cpu() for index in kept] or [torch.empty(0, dtype=torch.int32)]).numpy()
+        held = torch.cat(
+            [index.flatten().cpu() for index in kept] or [torch.empty(0, dtype=torch.int32, device="cpu")]
+        ).numpy()
         tokens, counts = numpy.unique(held[held >= 0], return_counts=True)  # ten times as fast as torch's
         return cls(tokens, counts, sum(map(len, kept)))
 

@@ -144,6 +144,7 @@ class LayerSpec:
         chunked: `sliding` is the length of pieces that do not see each other, see `HeadGroup`.
         hidden_from: age in tokens from which the model hides keys from this layer, or None.
         device: where the layer computes; None for the CPU.
+        on_disk: whether keys and values are in mapped files.
         budgets: its KV heads, grouped by window size.
         key: shape [Hkv, D] and dtype of its keys, a tensor without data; None if unknown.
         shard: the KV heads that are in this process, where several share the layer (tensor parallel); None for all.
@@ -158,6 +159,7 @@ class LayerSpec:
     chunked: bool = False
     hidden_from: int | None = None
     device: torch.device | None = None
+    on_disk: bool = False
     budgets: tuple[HeadBudget, ...] = (HeadBudget(),)
     shard: range | None = None
     key: Tensor | None = None
@@ -206,6 +208,7 @@ class LayerSpec:
                 hidden_from,
                 chunked=self.chunked,
                 heads=torch.tensor(budget.heads, device=self.device) if budget.heads else None,
+                on_disk=self.on_disk,
                 tokens=tokens,
                 revision=revision,
             )
@@ -221,7 +224,7 @@ def kept_by(groups: Sequence[HeadGroup]) -> Tensor:
     """[B, Hkv, n] int64: indices of the tokens that the head groups of a layer hold, see `H2OCache.kept`."""
     held = [group.kept() for group in groups]
     if not held:
-        return torch.empty(0, 0, 0, dtype=torch.int64)
+        return torch.empty(0, 0, 0, dtype=torch.int64, device="cpu")
     if len(held) == 1:
         return held[0]
     n = max(kept.shape[-1] for kept in held)

@@ -9,17 +9,25 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from h2o_stream.resources import cache_folder
+from h2o_stream.resources import cache_folder, remove_oldest
 
 LONG_S = 0.5
 """Seconds that a measurement must take to be worth saving."""
 
+MAX_SAVED = 300
+"""Measurements of a kind that are kept; saving one more removes the one that was used longest ago."""
+
 
 def read_measurement(kind: str, key: str) -> Any:
     """What `save_measurement` saved; None if there is nothing, or nothing readable."""
-    with suppress(OSError, ValueError):
-        return json.loads(_path(kind, key).read_text())
-    return None
+    try:
+        path = _path(kind, key)
+        value = json.loads(path.read_text())
+    except (OSError, ValueError):
+        return None
+    with suppress(OSError):
+        os.utime(path)  # what is used is not among the oldest
+    return value
 
 
 def save_measurement(kind: str, key: str, value: Any) -> None:
@@ -30,12 +38,13 @@ def save_measurement(kind: str, key: str, value: Any) -> None:
         key: everything the value depends on.
         value: the result.
     """
-    path = _path(kind, key)
     with suppress(OSError):
+        path = _path(kind, key)
         path.parent.mkdir(parents=True, exist_ok=True)
         scratch = path.with_suffix(f".{os.getpid()}")
         scratch.write_text(json.dumps(value))
         scratch.replace(path)
+        remove_oldest(path.parent, "*", MAX_SAVED)
 
 
 def _path(kind: str, key: str) -> Path:

@@ -54,6 +54,15 @@ class Padding:
         return cls((~kept).long().argsort(dim=1, stable=True), counts)
 
     @property
+    def has_holes(self) -> bool:
+        """Whether some row has padding between its tokens."""
+        return any(
+            order[count - 1] - order[0] >= count
+            for order, count in zip(self.order.tolist(), self.counts, strict=True)
+            if count
+        )
+
+    @property
     def leads(self) -> bool:
         """Whether all padding comes before the tokens of its row."""
         columns = self.order.shape[1]

@@ -107,7 +107,7 @@ def _known(model: PreTrainedModel, specs: Sequence[LayerSpec], progress: Progres
     if key in _measured:
         return _measured[key]
     with suppress(ValueError, TypeError, RuntimeError):
-        found = torch.tensor(read_measurement("reach", key), dtype=torch.float32)
+        found = torch.tensor(read_measurement("reach", key), dtype=torch.float32, device="cpu")
         if found.dim() == 2 and len(found) == sum(spec.evicts for spec in specs):
             return _measured.setdefault(key, found)
     begun = time.perf_counter()
@@ -146,7 +146,9 @@ def _attention_to_copy(
     for number, (layer, spec) in enumerate(zip(layers, specs, strict=True)):
         if spec.evicts:
             layer.head_groups[0].watch = partial(watch, number)
-    once = torch.randint(text.vocab_size, (_rows(model), period), generator=torch.Generator().manual_seed(0))
+    once = torch.randint(
+        text.vocab_size, (_rows(model), period), generator=torch.Generator().manual_seed(0), device="cpu"
+    )
     repeated = torch.cat((once, once), 1).to(home_of(model))
     cache = accepted_by(model, LayeredCache(layers=layers))
     with attention_of_ours(model):

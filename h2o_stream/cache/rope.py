@@ -19,6 +19,9 @@ _WITHIN_CONTEXT = {"default", "linear", "llama3", "yarn", "proportional", "longr
 """Kinds of RoPE whose frequencies do not change inside the distances that `support.max_distance_of` gives."""
 
 
+ABSOLUTE_TAKEN = "the model has no rotary positions: --positions absolute is taken, and the stream ends at its last one"
+
+
 class PositionsError(UnsupportedModelError):
     """A model is refused because of the position mode; ``absolute`` might work.
 
@@ -139,7 +142,7 @@ def dimension_orders(size: int, rotary_dims: int) -> Iterator[Tensor]:
     Yields:
         [D] int64. Products of queries and keys are the same in every order.
     """
-    dims = torch.arange(size)
+    dims = torch.arange(size, device="cpu")
     for start in dict.fromkeys((0, size - rotary_dims)):
         rotary, others = dims[start : start + rotary_dims], torch.cat((dims[:start], dims[start + rotary_dims :]))
         for halves in (rotary.view(2, -1), rotary.view(-1, 2).T):

@@ -72,7 +72,7 @@ def _crc(tensor: Tensor) -> int:
 
 def encode_json(fingerprint: Mapping[str, Any]) -> Tensor:
     """A JSON object as a uint8 tensor."""
-    return torch.tensor(list(json.dumps(fingerprint, sort_keys=True).encode()), dtype=torch.uint8)
+    return torch.tensor(list(json.dumps(fingerprint, sort_keys=True).encode()), dtype=torch.uint8, device="cpu")
 
 
 def decode_json(state: Mapping[str, Tensor], name: str) -> dict[str, Any]:

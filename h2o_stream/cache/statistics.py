@@ -134,7 +134,7 @@ def layer_statistics(layer: int, groups: Sequence[HeadGroup]) -> LayerStatistics
     def mean(values: Sequence[float]) -> float:
         return math.fsum(weight * value for weight, value in zip(weights, values, strict=True))
 
-    scores = torch.zeros(max(len(part.scores) for part in measured))
+    scores = torch.zeros(max(len(part.scores) for part in measured), dtype=torch.float32, device="cpu")
     for weight, part in zip(weights, measured, strict=True):
         scores[: len(part.scores)] += weight * part.scores.cpu()
     sparsity, mass = mean([part.sparsity for part in measured]), mean([part.mass for part in measured])
@@ -145,7 +145,7 @@ def _group_statistics(layer: int, group: HeadGroup) -> LayerStatistics:
     measured = group.watch.value if isinstance(group.watch, SparsityMeter) else math.nan
     total = group.policy.total(group.seen) if group.is_initialized and group.policy.needs_attention else None
     if total is None or not group.queries_per_key:
-        return LayerStatistics(layer, measured, torch.empty(0), math.nan, math.nan)
+        return LayerStatistics(layer, measured, torch.empty(0, dtype=torch.float32, device="cpu"), math.nan, math.nan)
     scores = group.scores.masked_fill(group.index < 0, 0.0)
     mass = float((scores.double().sum(-1, keepdim=True) / (total * group.queries_per_key)).mean())
     ordered = scores.sort(-1, descending=True).values[..., : group.held].mean((0, 1))

@@ -10,6 +10,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -95,6 +96,13 @@ def _rope(text: Any) -> dict[str, Any] | None:
     return getattr(text, "rope_parameters", None) or None
 
 
+def with_default_positions(config: Any, cache: CacheConfig) -> CacheConfig:
+    """`cache`, with absolute positions if it leaves them open and the model has no rotary ones."""
+    if cache.policy != "full" and cache.positions is None and _looks_up_positions(config.get_text_config()):
+        return replace(cache, positions="absolute")
+    return cache
+
+
 def check_supported(model_class: type, config: Any, cache: CacheConfig) -> CachePlan:
     """Refuse, before any work, models that the cache cannot support exactly.
 
@@ -105,7 +113,7 @@ def check_supported(model_class: type, config: Any, cache: CacheConfig) -> Cache
         UnsupportedModelError: naming the architecture and the reason.
         ConfigError: the budgets do not fit the model.
     """
-    plan = cache.for_prompt(DEFAULT_WINDOW).plan(max_distance_of(config))
+    plan = with_default_positions(config, cache).for_prompt(DEFAULT_WINDOW).plan(max_distance_of(config))
     if plan.policy == "full":
         return plan
     name, text = model_class.__name__, config.get_text_config()

@@ -1,4 +1,4 @@
-"""Marks a cache as torn while it is written to, so that the mark stays if that is cut off; `reset` removes it."""
+"""Guards what changes a cache: one thread at a time, and a mark while it is written to, which stays if cut off."""
 
 from __future__ import annotations
 
@@ -6,9 +6,13 @@ import functools
 from collections.abc import Callable
 from typing import Any, TypeVar
 
+from h2o_stream.cache.one_thread import exclusive
 from h2o_stream.errors import H2OStreamError
 
 _REARRANGING = ("reorder_cache", "batch_repeat_interleave", "batch_select_indices", "crop")
+
+_CHANGING = ("reset", "state_dict", "load_state_dict", "pin", "unpin", "evict_first", "begin")
+"""Methods that change a cache, or read all of it."""
 
 CacheType = TypeVar("CacheType", bound=type)
 
@@ -16,13 +20,15 @@ CacheType = TypeVar("CacheType", bound=type)
 def marks_tears(cache: CacheType) -> CacheType:
     """Class decorator for transformers' caches: sets `torn` when a layer takes keys, and while rows are rearranged.
 
-    `AttachedForward` clears the mark at the end of a forward.
+    `AttachedForward` clears the mark at the end of a forward, `reset` always. What changes the cache is `exclusive`.
     """
     for name in dir(cache):
         if name.startswith("update"):
             setattr(cache, name, _tearing(getattr(cache, name)))
         elif name in _REARRANGING:
-            setattr(cache, name, _rearranging(getattr(cache, name)))
+            setattr(cache, name, exclusive(_rearranging(getattr(cache, name))))
+        elif name in _CHANGING:
+            setattr(cache, name, exclusive(getattr(cache, name)))
     return cache
 
 

@@ -253,8 +253,8 @@ class Verification:
         settings = {**config.to_dict(), **text.to_dict()}
         special = {value for name, value in settings.items() if name.endswith(("_token_id", "_token_index"))}
         usual = [token for token in range(min(text.vocab_size, 4096)) if token not in special] or [0]
-        chosen = torch.randint(len(usual), (1, self._count), generator=torch.Generator().manual_seed(0))
-        return torch.tensor(usual)[chosen].to(home_of(self._model))
+        chosen = torch.randint(len(usual), (1, self._count), generator=torch.Generator().manual_seed(0), device="cpu")
+        return torch.tensor(usual, device="cpu")[chosen].to(home_of(self._model))
 
 
 @functools.cache
@@ -285,10 +285,10 @@ def _undisturbed(model: Any) -> Iterator[None]:
 @contextmanager
 def _rounded(embedding: Any) -> Iterator[None]:
     """Let an embedding round its outputs randomly up or down, by as much as bfloat16 does."""
-    seeded = torch.Generator().manual_seed(0)
+    seeded = torch.Generator("cpu").manual_seed(0)
 
     def rounded(module: Any, inputs: Any, rows: Tensor) -> Tensor:
-        ups = (torch.randint(2, rows.shape, generator=seeded) * 2 - 1).to(rows.device)
+        ups = (torch.randint(2, rows.shape, generator=seeded, device="cpu") * 2 - 1).to(rows.device)
         return (rows.float() * (1 + ups * 2.0**-8)).to(rows.dtype)
 
     handle = embedding.register_forward_hook(rounded)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -12,8 +13,8 @@ import typer
 
 from h2o_stream.cli import run
 from h2o_stream.cli.groups import Group, completing
-from h2o_stream.cli.options import OUTPUT, SOURCES, OutputOptions, settings_group
-from h2o_stream.config import CHAT_RECALL, ChatConfig, ModelConfig, Settings
+from h2o_stream.cli.options import OUTPUT, SOURCES, OutputOptions, list_prompts, settings_group
+from h2o_stream.config import BENCH, CHAT_RECALL, ChatConfig, ModelConfig, Settings
 from h2o_stream.errors import ConfigError
 from h2o_stream.options import Option, text_or_file
 from h2o_stream.session.jsonl import JsonlWriter
@@ -25,15 +26,6 @@ app = run.app("H2O")
 
 _UNWRAPPED_WIDTH = 10_000
 """Columns of output that is not a terminal: one line for each row."""
-
-
-def _list_prompts(enabled: bool) -> None:
-    from h2o_stream.resources import named_prompts
-
-    if enabled:
-        for name, text in named_prompts().items():
-            typer.echo(f"{name:<14} {text.splitlines()[0][:100]}")
-        raise typer.Exit
 
 
 def _session_names() -> list[str]:
@@ -138,10 +130,11 @@ CHAT = Group(
     ),
     retell=Option("Replay a session's transcript if its state does not fit.", panel="Session"),
     export=Option("Write the transcript of --session: FILE.md or FILE.json.", panel="Session"),
-    record=Option("Record the chat, for h2o-stream --replay FILE.", panel="Session"),
+    record=Option("Record the terminal in asciinema's format.", panel="Session"),
     plain=Option("Print replies as plain text, not as Markdown.", panel="Output"),
     vim=Option("Use vi key bindings.", panel="Output"),
-    list_prompts=_listing("List the named prompts and exit.", _list_prompts),
+    history=Option("Keep what is typed at the prompt for the next chats.", "--history/--no-history", panel="Session"),
+    list_prompts=_listing("List the named prompts and exit.", list_prompts),
     sessions=_listing("List the sessions and exit.", _list_sessions),
     models=_listing("List the models on this machine and exit.", _list_models),
     forget=Option(
@@ -166,9 +159,14 @@ def chat(chat: ChatOptions, settings: Settings, output: OutputOptions, sources: 
         return
     if settings.model.tensor_parallel and (chat.prompt is None or chat.session or chat.record):
         raise ConfigError("--tensor-parallel answers --prompt and --prompt-file, without --session and --record")
+    if settings.sampling.temperature == BENCH:
+        raise ConfigError(f"--temp {BENCH} is by the category of a question; h2o-stream has them, h2o-chat does not")
     output = run.speaking(output)
-    with JsonlWriter(output.jsonl) as records:
+    from h2o_stream.ui.recording import recording
+
+    with JsonlWriter(output.jsonl) as records, ExitStack() as stack:
         terminal = run.open_terminal(output)
+        stack.enter_context(recording(chat.record, terminal))
         if _can_start_early(settings.model, chat, output, terminal):
             from h2o_stream.ui.loading_chat import LoadingChat
 

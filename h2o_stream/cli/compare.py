@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from typer.core import TyperCommand, TyperGroup
 
-from h2o_stream.cli import run
+from h2o_stream.cli import answers, run
 from h2o_stream.cli.groups import typer_option
 from h2o_stream.cli.options import OUTPUT, VERSION, OutputOptions, group_of
 from h2o_stream.compare.comparisons import COMPARISONS
@@ -129,6 +129,9 @@ def _write_report(folders: list[Path], to: Path, output: OutputOptions) -> None:
     left_out = [item for folder in folders for item in read_left_out(folder)]
     write_report(read_comparisons(folders), to, left_out)
     Terminal(output.color, output.quiet).note(f"the report is {to}")
+
+
+answers.add_to(app)
 
 
 def main() -> None:

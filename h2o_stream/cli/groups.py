@@ -76,7 +76,8 @@ def _flags(name: str, option: Option) -> tuple[str, ...]:
 
 def typer_option(name: str, option: Option, panel: str) -> Any:
     """An option as typer declares it."""
-    settings: dict[str, Any] = {"rich_help_panel": option.panel or panel, "show_envvar": False, **option.more}
+    settings: dict[str, Any] = {"rich_help_panel": option.panel or panel, "show_envvar": False, "case_sensitive": False}
+    settings |= option.more
     return typer.Option(*_flags(name, option), help=option.help, **settings)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar, get_type_hints
@@ -46,14 +47,28 @@ def group_of(options: type[T], panel: str = "Comparison") -> Group[T]:
     return Group(options, panel, **declared, **nested)
 
 
+def _model_config(**values: Any) -> ModelConfig:
+    for name in ("dtype", "quantize"):
+        values[name] = values[name].lower()
+    return ModelConfig(**values)
+
+
 MODEL = Group(
-    ModelConfig,
+    _model_config,
     "Model",
-    model=Option("smollm2-135m, a Hub id, a folder, a .gguf file, repo:file.gguf or ollama:name.", "-m", "--model"),
+    like=ModelConfig,
+    model=Option(
+        "smollm2-135m, a Hub id, a folder, a .gguf file, repo:file.gguf or ollama:name.",
+        "-m",
+        "--model",
+        "--model-name",
+    ),
     dtype=Option(f"{', '.join(DTYPES)}; auto is the fastest safe one.", autocompletion=completing(DTYPES)),
     device=Option("auto, cpu, cuda, cuda:1, mps."),
     device_map=Option("Spread the layers with accelerate: auto, balanced, sequential."),
-    max_memory=Option("With --device-map: maximum on each device, as 0=10GiB,cpu=24GiB; the rest on disk."),
+    max_memory=Option(
+        "With --device-map: maximum on each device, as 0=10GiB,cpu=24GiB or 0=20%,cpu=80%; the rest on disk."
+    ),
     tensor_parallel=Option("Split every layer among the processes of torchrun."),
     zero=Option("Weights in host memory, by DeepSpeed's ZeRO-Inference (extra zero)."),
     quantize=Option(
@@ -95,8 +110,8 @@ def _cache_arguments(
     return {**values, "cache_size": size, "device": cache_device}
 
 
-def _cache_config(cache: Mapping[str, Any], **values: Any) -> CacheConfig:
-    return CacheConfig(**values, **cache)
+def _cache_config(cache: Mapping[str, Any], policy: str = CacheConfig.policy, **values: Any) -> CacheConfig:
+    return CacheConfig(policy if policy in POLICIES else policy.lower(), **values, **cache)
 
 
 CACHE_ARGUMENTS = Group(
@@ -116,7 +131,7 @@ CACHE_ARGUMENTS = Group(
     budgets=Option("Windows of the heads: measured or equal. (default: measured for h2o, else equal)"),
     long_term=Option("h2o: weight of the long-term score. (default: by policy)"),
     cache_size=Option("Bytes of the cache, as 6MiB: chooses the window, in 6 bits; replaces --window."),
-    cache_device=Option("Keys and values: where layers compute, or in host memory."),
+    cache_device=Option("Keys and values: where layers compute, in host memory, or in files."),
 )
 
 CACHE = Group(
@@ -129,7 +144,11 @@ CACHE = Group(
 )
 
 
-def _sampling_config(stop: list[str] | None = None, **values: Any) -> SamplingConfig:
+def _sampling_config(stop: list[str] | None = None, temperature: str | None = None, **values: Any) -> SamplingConfig:
+    if temperature is not None:
+        with suppress(ValueError):
+            values["temperature"] = float(temperature)
+        values.setdefault("temperature", temperature)
     return SamplingConfig(stop=tuple(map(replace_surrogates, stop or ())), **values)
 
 
@@ -137,11 +156,15 @@ SAMPLING = Group(
     _sampling_config,
     "Sampling",
     like=SamplingConfig,
-    temperature=Option(f"0 is greedy. (default: the model's, or {DEFAULT_TEMPERATURE})", "--temp", "--temperature"),
+    temperature=Option(
+        f"0 is greedy; h2o-stream: bench, MT-Bench's by category. (default: the model's, or {DEFAULT_TEMPERATURE})",
+        "--temp",
+        "--temperature",
+    ),
     top_p=Option(f"Nucleus mass. (default: the model's, or {DEFAULT_TOP_P})"),
     top_k=Option("0 keeps all. (default: the model's, or 0)"),
-    min_p=Option("Drop tokens below this fraction of the best one's probability."),
-    repetition_penalty=Option("Above 1, tokens of this turn are repeated less often."),
+    min_p=Option("Drop tokens below this fraction of the best one's probability. (default: the model's, or 0)"),
+    repetition_penalty=Option("Above 1, tokens of this turn are repeated less often. (default: the model's, or 1)"),
     seed=Option("Random seed. (default: a new one)"),
     max_tokens=Option("Maximum tokens of a reply.", "-n", "--max-tokens"),
     stop=Option("A string that ends the reply; may be given more than once."),
@@ -183,6 +206,14 @@ def settings_group(default_recall: RecallMode) -> Group[Settings]:
 
 
 _CONFIGS: dict[str, Group[Any]] = {"model": MODEL, "engine": ENGINE, "cache": CACHE_ARGUMENTS}
+
+
+def list_prompts(enabled: bool) -> None:
+    """Print the named prompts and exit, if the option is given."""
+    if enabled:
+        for name, text in named_prompts().items():
+            typer.echo(f"{name:<14} {text.splitlines()[0][:100]}")
+        raise typer.Exit
 
 
 def _print_version(enabled: bool) -> None:

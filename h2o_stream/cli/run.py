@@ -16,11 +16,12 @@ from typing import TYPE_CHECKING, Any
 import typer
 from typer.core import TyperCommand
 
+from h2o_stream.cli.seeds import hint, with_dashes
 from h2o_stream.errors import ConfigError, H2OStreamError
 from h2o_stream.memory import limit_kernel_caches
 from h2o_stream.processes import Processes
 from h2o_stream.resources import NoHomeError, config_file
-from h2o_stream.startup import LOADER, gc_paused, quieten_libraries
+from h2o_stream.startup import LOADER, importing, quieten_libraries
 from h2o_stream.stdio import discard_output, handle_termination, prepare_stdio
 
 if TYPE_CHECKING:
@@ -49,6 +50,14 @@ def app(prefix: str | None = None, **settings: Any) -> typer.Typer:
 
 
 class _Command(TyperCommand):
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """Take underscores for dashes, and say what to use in place of other projects' options."""
+        ctx.token_normalize_func = with_dashes
+        if advice := hint(args, (name for parameter in self.params for name in parameter.opts)):
+            with reporting(ctx.find_root().info_name or "", debug=False):
+                raise ConfigError(advice)
+        return super().parse_args(ctx, args)
+
     def format_help(self, ctx: Any, formatter: Any) -> None:
         """List the policies, those of other packages too, which only ``--help`` looks for."""
         from h2o_stream.config import POLICIES
@@ -192,15 +201,15 @@ def open_terminal(output: OutputOptions, bars: bool = False) -> Terminal:
         output.color, output.quiet, replies=output.jsonl != "-" and Processes().main, verbose=output.verbose
     )
     limit_kernel_caches()
-    quieten_libraries(progress=bars and terminal.live and not output.quiet, warnings=output.verbose)
+    quieten_libraries(progress=bars and terminal.live and not output.quiet)
     return terminal
 
 
 @contextmanager
 def loading(model: ModelConfig, terminal: Terminal) -> Iterator[None]:
-    """Wraps the imports of torch and transformers: says that the model is loading, and makes them faster."""
+    """Wraps the imports of torch and transformers: says that the model is loading; see `importing`."""
     terminal.note(f"Loading {model.model} ...", style="dim")
-    with gc_paused():
+    with importing():
         yield
 
 

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated
 
 from h2o_stream.cli import run
-from h2o_stream.cli.options import OUTPUT, OutputOptions, group_of, settings_group
+from h2o_stream.cli.options import OUTPUT, OutputOptions, group_of, list_prompts, settings_group
 from h2o_stream.config import POLICIES, RecallConfig, Settings
 from h2o_stream.errors import ConfigError, DataError
 from h2o_stream.options import Option, text_or_file
@@ -22,17 +23,26 @@ class ReplayOptions:
     """What is replayed."""
 
     questions: Annotated[Path | None, Option("JSONL of question_id, category, turns. (default: MT-Bench)")] = None
-    prompt_file: Annotated[Path | None, Option("Answer a file instead, or a named one of h2o-chat --list-prompts.")] = (
-        None
-    )
+    prompt_file: Annotated[Path | None, Option("Answer a file instead, or a named one, see --list-prompts.")] = None
     turns: Annotated[int | None, Option("Stop after this many turns.", min=1)] = None
     loop: Annotated[bool, Option("Start over at the end, forever or up to --turns.", "--loop")] = False
-    compare: Annotated[str | None, Option("Two policies side by side, such as full,h2o.")] = None
-    record: Annotated[Path | None, Option("Record the run, for --replay.", panel="Recording")] = None
+    compare: Annotated[str | None, Option("Policies side by side, such as full,h2o.")] = None
+    cliff: Annotated[bool, Option("Read text up to just before the model's context first.", "--cliff")] = False
+    record: Annotated[
+        Path | None,
+        Option("Record the terminal in asciinema's format; as FILE.svg, its last screen.", panel="Recording"),
+    ] = None
     replay: Annotated[
-        Path | None, Option("Play a recording of --record at its original pace, without a model.", panel="Recording")
+        Path | None, Option("Play a recording at its original pace, without a model.", panel="Recording")
     ] = None
     pace: Annotated[float, Option("Speed of --replay, as a multiple of the original pace.", panel="Recording")] = 1.0
+
+    list_prompts: Annotated[
+        bool,
+        Option(
+            "List the named prompts and exit.", "--list-prompts", is_eager=True, callback=list_prompts, panel="Output"
+        ),
+    ] = False
 
     def load_questions(self) -> QuestionSet:
         """The questions, or the one prompt.
@@ -54,13 +64,15 @@ class ReplayOptions:
         """The policies that are compared, if any.
 
         Raises:
-            ConfigError: these are not two policies, or they cannot be recorded.
+            ConfigError: these are fewer than two policies.
         """
-        policies = [name.strip() for name in (self.compare or "").split(",") if name.strip()]
-        if self.compare is not None and (len(policies) != 2 or any(policy not in POLICIES for policy in policies)):
-            raise ConfigError(f"compare is {self.compare!r}; --compare takes two of {', '.join(POLICIES)}")
-        if policies and self.record:
-            raise ConfigError("--compare cannot be recorded; leave out --record")
+        policies = [
+            name if name in POLICIES else name.lower()
+            for name in (self.compare or "").replace(" ", "").split(",")
+            if name
+        ]
+        if self.compare is not None and (len(policies) < 2 or any(policy not in POLICIES for policy in policies)):
+            raise ConfigError(f"compare is {self.compare!r}; --compare takes two or more of {', '.join(POLICIES)}")
         if not 0 < self.pace < float("inf"):
             raise ConfigError(f"pace is {self.pace}; --pace must be above 0")
         return policies
@@ -71,7 +83,7 @@ def stream(replay: ReplayOptions, settings: Settings, output: OutputOptions) -> 
     """Replay MT-Bench, or questions of your own, through one endless conversation."""
     policies = replay.policies()
     if replay.replay is not None:
-        from h2o_stream.ui.playback import play
+        from h2o_stream.ui.recording import play
         from h2o_stream.ui.terminal import Terminal
 
         play(replay.replay, replay.pace, Terminal(output.color, output.quiet))
@@ -81,15 +93,20 @@ def stream(replay: ReplayOptions, settings: Settings, output: OutputOptions) -> 
         raise ConfigError("--tensor-parallel goes without --record and --compare; leave them out")
     settings = replace(settings, tools=questions.tools)
     output = run.speaking(output)
-    with JsonlWriter(output.jsonl) as records:
+    from h2o_stream.ui.recording import recording
+
+    with JsonlWriter(output.jsonl) as records, ExitStack() as stack:
         terminal = run.open_terminal(output)
+        stack.enter_context(recording(replay.record, terminal))
         with run.loading(settings.model, terminal):
-            from h2o_stream.ui.panes import compare_policies
+            from h2o_stream.ui.side_by_side import compare_policies
             from h2o_stream.ui.stream import stream_questions
         if policies:
-            finish = compare_policies(settings, policies, questions, replay.turns, replay.loop, terminal, records)
+            finish = compare_policies(
+                settings, policies, questions, replay.turns, replay.loop, replay.cliff, terminal, records
+            )
         else:
-            finish = stream_questions(settings, questions, replay.turns, replay.loop, replay.record, terminal, records)
+            finish = stream_questions(settings, questions, replay.turns, replay.loop, replay.cliff, terminal, records)
         run.leave(finish)
 
 

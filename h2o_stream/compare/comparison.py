@@ -8,7 +8,8 @@ from dataclasses import asdict, dataclass
 from typing import Any, ClassVar, Generic, TypeVar
 
 from h2o_stream.cache.identity import model_digest, policy_source
-from h2o_stream.cache.support import check_supported
+from h2o_stream.cache.rope import ABSOLUTE_TAKEN
+from h2o_stream.cache.support import check_supported, with_default_positions
 from h2o_stream.compare.folder import Folder, JobResult, digest_of_key, identity
 from h2o_stream.compare.options import ComparisonOptions
 from h2o_stream.config import CacheConfig
@@ -84,6 +85,9 @@ class Comparison(ABC, Generic[Options]):
         """Load the model. Returns the settings of model and policies for the run record."""
         loaded = load(self.options.model, notify=notify)
         self.model, self.tokenizer = loaded.model, loaded.tokenizer
+        given, self.configs = self.configs, [with_default_positions(self.model.config, one) for one in self.configs]
+        if self.configs != given:
+            notify(ABSOLUTE_TAKEN)
         return {"model": loaded.name, "identity": model_digest(self.model), **cache_settings(self.configs)}
 
     def key(self, config: CacheConfig, **settings: Any) -> dict[str, Any]:
@@ -140,12 +144,17 @@ def run_jobs(
 
 
 def run_possible_jobs(
-    comparison: Comparison[Any], processes: Processes, run: Callable[[Job], JobResult], on_failure: OnFailure
+    comparison: Comparison[Any],
+    jobs: Sequence[Job],
+    processes: Processes,
+    run: Callable[[Job], JobResult],
+    on_failure: OnFailure,
 ) -> list[JobResult]:
     """Run the jobs of a comparison and leave out of it what fails. Returns the results of the jobs that it then has.
 
     Args:
         comparison: after `Comparison.begin`.
+        jobs: all of its jobs.
         processes: share the jobs.
         run: such as `run_job`.
         on_failure: called with the label and the reason, in every process.
@@ -153,7 +162,6 @@ def run_possible_jobs(
     Raises:
         H2OStreamError: nothing is left, or what failed cannot be left out.
     """
-    jobs = comparison.jobs()
     remaining = set(map(_digest, jobs))
 
     def attempt(job: Job) -> JobResult | JobFailure:
@@ -245,10 +253,10 @@ def _cache(config: CacheConfig) -> dict[str, Any]:
 
 def label_of(config: CacheConfig) -> str:
     """Policy, seed and window, for people."""
-    size = window_of(config) if config.cache_size is None else bytes_text(config.cache_size)
-    return f"{config.label} {size or ''}".strip()
+    size = "" if config.cache_size is None else bytes_text(config.cache_size)
+    return f"{config.label} {config.ratios_text or size or window_of(config) or ''}".strip()
 
 
 def window_of(config: CacheConfig) -> int | None:
-    """The window; None for a full cache, which has none."""
-    return None if config.policy == "full" else config.window
+    """The window; None for a full cache, which has none, and if ratios or a size choose it."""
+    return None if config.policy == "full" or config.by_ratio or config.cache_size is not None else config.window

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
+from h2o_stream.compare.heavy_hitters_options import HeavyHittersOptions
 from h2o_stream.compare.options import (
     CacheSizes,
     ComparisonOptions,
@@ -19,7 +20,7 @@ from h2o_stream.compare.options import (
     sized_configs_of,
 )
 from h2o_stream.compare.tasks_options import TasksOptions
-from h2o_stream.config import DEFAULT_CHUNK, DEFAULT_POLICY, DEFAULT_WINDOW, CacheConfig, EngineChoice, ModelConfig
+from h2o_stream.config import DEFAULT_POLICY, DEFAULT_WINDOW, CacheConfig, EngineChoice, ModelConfig
 from h2o_stream.errors import ConfigError
 from h2o_stream.options import Option, listed, listed_if_any, numbers, numbers_if_any, parse_bytes, paths
 from h2o_stream.registry import Registry
@@ -87,6 +88,9 @@ class NllOptions(ComparisonOptions):
     windows: Windows = (DEFAULT_WINDOW,)
     cache_sizes: CacheSizes = ()
     tokens: Annotated[int, Option("Tokens predicted per text.", min=1)] = 4096
+    masked: Annotated[
+        bool, Option("Mask tokens instead of evicting them, as h2o_hf simulates it: memory grows.", "--masked")
+    ] = False
     seeds: Seeds = (0,)
 
     @property
@@ -149,9 +153,15 @@ class SummarizeOptions(ComparisonOptions):
     ] = False
     seed: Annotated[int, Option("Random seed.", min=0)] = 0
     batch: Annotated[int, Option("Requests answered at once.", min=1)] = 8
+    output_path: Annotated[Path | None, Option("The answers of one policy in HELM's form, requests echoed.")] = None
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        if self.output_path is not None and len(self.configs) > 1:
+            raise ConfigError(
+                f"output_path is {self.output_path}, for {len(self.configs)} policies and windows; --output-path takes "
+                "one of --policies and of --windows; --out FOLDER keeps all"
+            )
         read_requests(self.requests, self.limit)  # so that a wrong file is reported before the model is loaded
 
     @property
@@ -249,36 +259,6 @@ class ThroughputOptions(ComparisonOptions):
     def configs_for(self, shape: Shape) -> list[CacheConfig]:
         """``full``, then every policy, for requests of a shape."""
         return configs_of(("full", *self.policies), (round(self.ratio * shape.length),), self.seeds, self.cache)
-
-
-@dataclass(frozen=True, kw_only=True)
-class HeavyHittersOptions(ComparisonOptions):
-    """The observations behind H2O: how sparse attention is, which tokens get it, how much of it each policy keeps.
-
-    Writes a table and plots (extra "plots").
-    """
-
-    comparison = "h2o_stream.compare.heavy_hitters:HeavyHitters"
-    page = "h2o_stream.ui.pages.heavy_hitters:page"
-
-    text: Annotated[Path, Option("A text file.")]
-    policies: Policies = ("recent", "sink", "random", "h2o-paper", "h2o")
-    window: Window = DEFAULT_WINDOW
-    tokens: Annotated[int, Option("Tokens read, at most the model's context.", min=2)] = 2048
-    out: Annotated[Path, Option("Folder for the table and the plots.")] = Path("heavy-hitters")
-
-    @property
-    def chunk(self) -> int:
-        """Tokens between two evictions."""
-        return self.cache.get("chunk") or DEFAULT_CHUNK
-
-    @property
-    def configs(self) -> list[CacheConfig]:
-        """Every policy that evicts."""
-        evicting = [policy for policy in self.policies if policy != "full"]
-        if not evicting:
-            raise ConfigError("--policies names none that evicts; give one or more")
-        return configs_of(evicting, (self.window,), self.seeds, self.cache)
 
 
 @dataclass(frozen=True, kw_only=True)

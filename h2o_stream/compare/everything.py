@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 from h2o_stream.compare.comparisons import COMPARISONS, Shape, manual_file
-from h2o_stream.compare.options import ComparisonOptions
+from h2o_stream.compare.options import ComparisonOptions, sets_window
 from h2o_stream.config import POLICIES, EngineChoice, ModelConfig
 from h2o_stream.options import Option
 from h2o_stream.resources import project_file, read_text
@@ -62,9 +62,13 @@ class AllOptions:
             "speed": {"text": text, "engine": self.engine},
             "throughput": {"text": text, "engine": self.engine},
         }
+        ours = {"windows"} if sets_window(self.cache) else set()
         return {
             name: COMPARISONS[name](
-                out=self.out / name, model=self.model, cache=self.cache, **{**inputs[name], **sizes}
+                out=self.out / name,
+                model=self.model,
+                cache=self.cache,
+                **{**inputs[name], **{field: size for field, size in sizes.items() if field not in ours}},
             )
             for name, sizes in (_QUICK if self.quick else _THOROUGH).items()
         }

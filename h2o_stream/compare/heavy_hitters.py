@@ -1,7 +1,9 @@
 """The observations behind H2O: how sparse attention is, which tokens get it, and how much of it a policy keeps.
 
 Each policy first reads the text, and the tokens that every layer and head holds are recorded after every chunk. Then
-the text is read once without eviction, to measure how much of each query's attention falls on the recorded tokens.
+the text is read once without eviction, to measure how much of each query's attention falls on the recorded tokens, and
+how it goes with the words of the text. Last, the text is read while a part of the tokens is masked: the heavy hitters,
+or as many at random, in each case with and without the first tokens, which are heavy hitters of their own kind.
 """
 
 from __future__ import annotations
@@ -9,6 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,9 +21,11 @@ from h2o_stream.cache.attach import attach
 from h2o_stream.cache.statistics import power_law, share_of_top, sparsity
 from h2o_stream.cache.support import context_of, home_of
 from h2o_stream.compare.comparison import Comparison, Job, JobProgress, Notify
-from h2o_stream.compare.comparisons import HeavyHittersOptions
 from h2o_stream.compare.folder import JobResult, identity
-from h2o_stream.compare.nll import digest_of, read_tokens
+from h2o_stream.compare.heavy_hitters_options import HeavyHittersOptions
+from h2o_stream.compare.masking import Rule, removal_rule
+from h2o_stream.compare.nll import digest_of, paired_difference, read_tokens, ruled_nll
+from h2o_stream.compare.words import word_attention
 from h2o_stream.config import CacheConfig
 from h2o_stream.errors import ConfigError
 
@@ -29,6 +34,15 @@ BEST = "best"
 
 _TOP = 0.1
 """The share of all attention of this fraction of the tokens is reported."""
+
+REMOVAL = "heavy-hitters-removal"
+"""The type of a record that says what happens when tokens are removed."""
+
+REMOVED = ("heavy", "random", "heavy but the first", "random but the first")
+"""Ways to choose what is removed."""
+
+_FIRST, _NEWEST = 4, 32
+"""First tokens that the last two ways leave, and newest tokens that every way leaves."""
 
 _RANKS = 60
 """Approximate number of points of the power law in a record."""
@@ -55,14 +69,30 @@ class HeavyHitters(Comparison[HeavyHittersOptions]):
         }
 
     def jobs(self) -> list[Job]:
-        """A single one: all policies are measured in the same pass."""
+        """One for all policies, which are measured in the same pass, and one for each way to remove tokens."""
         key = {
-            "what": self.name,
+            "what": f"{self.name}, words",
             "tokens": digest_of(self._stream),
             "chunk": self.options.chunk,
             "policies": [identity(self.model, config) for config in self.configs],
         }
-        return [Job("attention", key, len(self._stream) * (len(self.configs) + 1), self._measure)]
+        whole = {"what": f"{self.name} removal", "tokens": key["tokens"], "chunk": key["chunk"]}
+        whole |= {"model": identity(self.model, CacheConfig("full"))}
+        removals = [
+            Job(str(removal), {**whole, **asdict(removal)}, len(self._stream) - 1, partial(self._remove, removal))
+            for removal in self._removals
+        ]
+        return [Job("attention", key, len(self._stream) * (len(self.configs) + 1), self._measure), *removals]
+
+    @property
+    def _removals(self) -> list[Removal]:
+        """Nothing removed, and then every way with every percentage."""
+        percentages = self.options.remove
+        return [Removal("nothing", 0), *(Removal(by, n) for n in percentages for by in REMOVED)] if percentages else []
+
+    def _remove(self, removal: Removal) -> Iterator[JobProgress | JobResult]:
+        config = CacheConfig("h2o-paper", len(self._stream), positions="absolute", chunk=self.options.chunk)
+        return ruled_nll(self.model, config.plan(), removal.rule, self._stream)
 
     def _measure(self) -> Iterator[JobProgress | JobResult]:
         for event in measure_attention(self.model, self._stream, self.configs, self.options.chunk):
@@ -74,7 +104,8 @@ class HeavyHitters(Comparison[HeavyHittersOptions]):
                 {
                     "layers": [
                         {
-                            **asdict(layer),
+                            **{name: value for name, value in asdict(layer).items() if name != "received"},
+                            "words": asdict(word_attention(self._stream, layer.received)),
                             "ranks": ranks,
                             "scores": [round(float(layer.scores[rank - 1]), 4) for rank in ranks],
                         }
@@ -84,10 +115,43 @@ class HeavyHitters(Comparison[HeavyHittersOptions]):
             )
 
     def records(self, results: Iterable[JobResult]) -> Iterator[dict[str, Any]]:
-        """One for each layer."""
-        for result in results:
-            for layer in result.figures["layers"]:
-                yield {"type": self.name, "text": str(self.options.text), "window": self.options.window, **layer}
+        """One for each layer, and one for each way to remove tokens."""
+        measured, *removed = results
+        for layer in measured.figures["layers"]:
+            yield {"type": self.name, "text": str(self.options.text), "window": self.options.window, **layer}
+        for removal, result in zip(self._removals, removed, strict=True):
+            losses = result.values
+            assert losses is not None
+            yield {
+                "type": REMOVAL,
+                **asdict(removal),
+                "nll": float(losses.double().mean()),
+                "to_full": paired_difference(losses, removed[0].values)._asdict(),
+            }
+
+
+@dataclass(frozen=True)
+class Removal:
+    """Tokens that are masked while a text is read.
+
+    Attributes:
+        removed: ``nothing`` or one of `REMOVED`.
+        percent: of the tokens seen.
+    """
+
+    removed: str
+    percent: int
+
+    def __str__(self) -> str:
+        return f"without {self.percent}% {self.removed}" if self.percent else "nothing removed"
+
+    @property
+    def rule(self) -> Rule | None:
+        """See `MaskedStream`."""
+        if not self.percent:
+            return None
+        by, _, rest = self.removed.partition(" ")
+        return removal_rule(self.percent / 100, by, _FIRST if rest else 0, _NEWEST)
 
 
 @dataclass
@@ -102,6 +166,7 @@ class LayerAttention:
         exponent: of the power law of these sums.
         top_share: fraction of all attention that the `_TOP` most attended tokens receive.
         mass: by policy, fraction of the attention of queries after the window that falls on the tokens it holds.
+        received: [N] float32, the sums in the order of the tokens, mean over KV heads.
     """
 
     layer: int
@@ -110,6 +175,7 @@ class LayerAttention:
     exponent: float
     top_share: float
     mass: dict[str, float]
+    received: Tensor
 
 
 @torch.no_grad()
@@ -221,4 +287,5 @@ class _AttentionStatistics:
             exponent=power_law(scores),
             top_share=share_of_top(scores, _TOP),
             mass={name: mass / self.measured if self.measured else math.nan for name, mass in self.mass.items()},
+            received=self.received.mean(0).cpu(),
         )

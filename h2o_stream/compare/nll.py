@@ -19,7 +19,8 @@ from h2o_stream.cache.support import context_of, home_of
 from h2o_stream.compare.comparison import Comparison, Job, JobProgress, Notify, label_of
 from h2o_stream.compare.comparisons import NllOptions
 from h2o_stream.compare.folder import JobResult
-from h2o_stream.config import CacheConfig
+from h2o_stream.compare.masking import MaskedStream, Rule, masked_attention, masked_plan, policy_rule
+from h2o_stream.config import CacheConfig, CachePlan
 from h2o_stream.errors import ConfigError, DataError
 from h2o_stream.resources import read_text
 
@@ -45,11 +46,16 @@ class Nll(Comparison[NllOptions]):
 
     def begin(self, notify: Notify) -> dict[str, Any]:
         """Load the model and read the texts."""
+        if self.options.masked:
+            for config in self.configs:
+                if config.policy != "full":
+                    policy_rule(masked_plan(config))
         settings = self.load_model(notify)
         self._streams = [read_tokens(path, self.tokenizer, self.options.tokens) for path in self.options.text]
         return {
             **settings,
             "tokens": self.options.tokens,
+            **({"masked": True} if self.options.masked else {}),
             "texts": {
                 str(text): digest_of(tokens) for text, tokens in zip(self.options.text, self._streams, strict=True)
             },
@@ -64,8 +70,9 @@ class Nll(Comparison[NllOptions]):
         ]
 
     def _job(self, text: str, config: CacheConfig, tokens: Sequence[int]) -> Job:
-        key = self.key(config, tokens=digest_of(tokens))
-        run = partial(stream_nll, self.model, config, tokens)
+        masked = self.options.masked and config.policy != "full"
+        key = self.key(config, tokens=digest_of(tokens), **({"masked": True} if masked else {}))
+        run = partial(masked_nll if masked else stream_nll, self.model, config, tokens)
         return Job(f"{text} {label_of(config)}", key, len(tokens) - 1, run, config)
 
     def records(self, results: Iterable[JobResult]) -> Iterator[dict[str, Any]]:
@@ -195,4 +202,32 @@ def stream_nll(model: Any, config: CacheConfig, tokens: Sequence[int]) -> Iterat
             losses.append(cross_entropy(logits, ids[0, start + 1 : end + 1], reduction="none").cpu())
             yield JobProgress(end)
         figures = {"window": cache.plan.window, "cache_bytes": cache.nbytes}
+    yield JobResult({**figures, "tok_s": total / (time.perf_counter() - start_time)}, torch.cat(losses))
+
+
+def masked_nll(model: Any, config: CacheConfig, tokens: Sequence[int]) -> Iterator[JobProgress | JobResult]:
+    """The losses of a policy that masks tokens instead of dropping them; like `stream_nll`."""
+    plan = masked_plan(config)
+    yield from ruled_nll(model, plan, policy_rule(plan), tokens)
+
+
+def ruled_nll(
+    model: Any, plan: CachePlan, rule: Rule | None, tokens: Sequence[int]
+) -> Iterator[JobProgress | JobResult]:
+    """The losses of a text while a rule says what queries see; see `MaskedStream`. Yields what `stream_nll` does."""
+    total, losses, start_time = len(tokens) - 1, list[Tensor](), time.perf_counter()
+    if not plan.chunk:
+        raise ConfigError("chunk is 0; a streamed text needs a --chunk of at least 1")
+    context = context_of(model.config)
+    if context is not None and total > context:
+        raise ConfigError(f"tokens is {total}, the model has {context} positions, which are true here; lower --tokens")
+    with masked_attention(model):
+        stream = MaskedStream(model, plan, rule)
+        for start in range(0, total, plan.chunk):
+            end = min(start + plan.chunk, total)
+            logits = stream.feed(tokens[start:end]).float()
+            targets = torch.tensor(tokens[start + 1 : end + 1], device=logits.device)
+            losses.append(cross_entropy(logits, targets, reduction="none").cpu())
+            yield JobProgress(end)
+        figures = {"window": plan.window, "cache_bytes": stream.nbytes}
     yield JobResult({**figures, "tok_s": total / (time.perf_counter() - start_time)}, torch.cat(losses))

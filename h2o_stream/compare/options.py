@@ -30,13 +30,23 @@ def _recall_modes(text: str, flag: str) -> tuple[str, ...]:
 
 
 Policies = Annotated[Sequence[str], Option("Policies, separated by commas.", parse=_policies)]
-Windows = Annotated[Sequence[int], Option("Windows, separated by commas.", parse=numbers)]
+Windows = Annotated[
+    Sequence[int], Option("Windows, separated by commas.", "--windows", "--num-window-length", parse=numbers)
+]
 CacheSizes = Annotated[
     Sequence[int], Option("Sizes of the cache, as 3MiB,6MiB: equal bytes; replaces --windows.", parse=sizes)
 ]
 Window = Annotated[int, Option("Tokens kept per layer and KV head.")]
 RecallModes = Annotated[Sequence[RecallMode], Option("off, auto, or both with a comma.", parse=_recall_modes)]
 Seeds = Annotated[Sequence[int], Option("Seeds of random, separated by commas.", parse=numbers)]
+
+
+_SETS_WINDOW = ("cache_size", "heavy_ratio", "recent_ratio")
+
+
+def sets_window(cache: Mapping[str, Any]) -> bool:
+    """Whether these arguments of `CacheConfig` choose the window."""
+    return any(cache.get(name) is not None for name in _SETS_WINDOW)
 
 
 def configs_of(
@@ -46,14 +56,17 @@ def configs_of(
 
     Args:
         policies: names in `POLICIES`.
-        windows: in tokens.
+        windows: in tokens; ignored if `cache` chooses the window.
         seeds: of the policies that draw.
         cache: the other arguments of `CacheConfig`.
     """
+    if sets_window(cache):
+        windows = (DEFAULT_WINDOW,)
     configs: list[CacheConfig] = []
     for policy in dict.fromkeys(policies):
         if policy == "full":
-            configs.append(CacheConfig("full", **{name: cache[name] for name in ("chunk", "device") if name in cache}))
+            own = {name: cache[name] for name in ("chunk", "device") if name in cache}
+            configs.append(CacheConfig("full", **{**own, **({"device": "cpu"} if own.get("device") == "disk" else {})}))
             continue
         for window in windows:
             config = CacheConfig(**{**cache, "policy": policy, "window": window})
@@ -110,6 +123,11 @@ class ComparisonOptions:
     cache: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
+        if sets_window(self.cache) and tuple(self.windows) != tuple(type(self).windows):
+            flag = next(name for name in _SETS_WINDOW if self.cache.get(name) is not None).replace("_", "-")
+            raise ConfigError(
+                f"windows is {','.join(map(str, self.windows))}, but --{flag} sets it; leave out --windows"
+            )
         _ = self.configs
 
     @property

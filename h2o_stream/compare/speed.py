@@ -24,7 +24,8 @@ from h2o_stream.compare.random_weights import precision_of, read_settings
 from h2o_stream.compare.worker import Worker
 from h2o_stream.config import CacheConfig
 from h2o_stream.errors import DataError, H2OStreamError
-from h2o_stream.models.find import files_digest, find, local_path
+from h2o_stream.models.file_identity import model_identity
+from h2o_stream.models.find import find, local_path
 from h2o_stream.models.load import load_tokenizer
 
 ROUNDS = 5
@@ -255,9 +256,9 @@ def engine_specs(options: SpeedOptions) -> list[EngineSpec]:
 
 def _weights_digest(spec: EngineSpec) -> str:
     if spec.random_weights:
-        return files_digest(Path(spec.random_weights))
+        return model_identity(Path(spec.random_weights))
     model = spec.model
-    return files_digest(local_path(find(model.model, model.offline), model.offline))
+    return model_identity(local_path(find(model.model, model.offline), model.offline))
 
 
 def _record(run: _EngineRun, history: int, decode_tok_s: float, bytes_per_s: float) -> dict[str, Any]:

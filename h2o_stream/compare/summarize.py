@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from itertools import groupby
+from pathlib import Path
 from statistics import fmean
 from typing import Any
 
@@ -18,11 +19,12 @@ from h2o_stream.cache.support import context_of, home_of
 from h2o_stream.compare.comparison import Comparison, Job, Notify, label_of, window_of
 from h2o_stream.compare.comparisons import SummarizeOptions
 from h2o_stream.compare.folder import JobResult
-from h2o_stream.config import CacheConfig, SamplingConfig
-from h2o_stream.errors import ConfigError, H2OStreamError
-from h2o_stream.session.requests import Request, read_requests
-
-ROUGE = ("rouge1", "rouge2", "rougeL")
+from h2o_stream.compare.rouge import ROUGE, RougeScorer
+from h2o_stream.config import POLICIES, CacheConfig, SamplingConfig
+from h2o_stream.errors import ConfigError
+from h2o_stream.resources import write_text
+from h2o_stream.session.jsonl import jsonl_text
+from h2o_stream.session.requests import read_requests
 
 
 class Summarize(Comparison[SummarizeOptions]):
@@ -36,17 +38,18 @@ class Summarize(Comparison[SummarizeOptions]):
 
     def __init__(self, options: SummarizeOptions) -> None:
         super().__init__(options)
-        self._requests, self._scorer = read_requests(options.requests, options.limit), rouge_scorer()
+        self._requests, self._scorer = read_requests(options.requests, options.limit), RougeScorer()
         self._settings = {name: getattr(options, name) for name in ("prefill", "sample", "seed", "batch")}
         self._prompts: list[list[int]] = []
-        self._batches: list[tuple[int, ...]] = []
+        self._context: int | None = None
         self._predictions: dict[str, list[dict[str, Any]]] = {}
 
     def begin(self, notify: Notify) -> dict[str, Any]:
         """Load the model and tokenize the requests."""
         settings = self.load_model(notify)
-        self._prompts = encode(self.tokenizer, self.model, self._requests)
-        self._batches = batches(self._requests, self._prompts, self.options.batch)
+        self._prompts = [list(self.tokenizer(request.prompt)["input_ids"]) for request in self._requests]
+        self._context = context_of(self.model.config)
+        self._leave_out_long(notify)
         return {
             **settings,
             "source": str(self.options.requests),
@@ -56,10 +59,52 @@ class Summarize(Comparison[SummarizeOptions]):
             "seed": self.options.seed,
         }
 
+    def _leave_out_long(self, notify: Notify) -> None:
+        """Say which policies cannot read which requests, and drop those that can read none.
+
+        Raises:
+            ConfigError: none of them can read any.
+        """
+        too_long = [number for number in range(len(self._requests)) if self._beyond_context(number)]
+        bounded = [config for config in self.configs if not moves_positions(config)]
+        if not (too_long and bounded):
+            return
+        needed = max(map(self._needed, too_long))
+        reason = f"up to {needed} positions with the answer, the model has {self._context}"
+        if len(too_long) == len(self._requests):
+            self.configs = [config for config in self.configs if moves_positions(config)]
+        if not self.configs:
+            raise ConfigError(
+                f"all requests are too long: {reason}; use --positions gap or rolling, or another --model"
+            )
+        for label in map(label_of, bounded):
+            notify(f"{label} leaves out {len(too_long)} of {len(self._requests)} requests: {reason}")
+
+    def _needed(self, number: int) -> int:
+        return len(self._prompts[number]) + self._requests[number].sampling.max_tokens
+
+    def _beyond_context(self, number: int) -> bool:
+        return self._context is not None and self._needed(number) > self._context
+
+    def _batches(self, config: CacheConfig) -> list[tuple[int, ...]]:
+        """The requests of each batch: same sampling settings, similar length, one kind of prefill.
+
+        A batch has one window, so ratios of the prompt's length need a batch for each request.
+        """
+        size = 1 if config.by_ratio else self.options.batch
+
+        def group(number: int) -> tuple[str, bool]:
+            return str(self._requests[number].sampling), self._beyond_context(number)
+
+        numbers = [n for n in range(len(self._requests)) if moves_positions(config) or not self._beyond_context(n)]
+        numbers.sort(key=lambda number: (group(number), len(self._prompts[number])))
+        groups = [tuple(members) for _, members in groupby(numbers, key=group)]
+        return [members[start : start + size] for members in groups for start in range(0, len(members), size)]
+
     def jobs(self) -> list[Job]:
         """One for each batch and policy."""
         keys = [(config, self.key(config, **self._settings)) for config in self.configs]
-        return [self._job(config, batch, key) for config, key in keys for batch in self._batches]
+        return [self._job(config, batch, key) for config, key in keys for batch in self._batches(config)]
 
     def _job(self, config: CacheConfig, batch: tuple[int, ...], key: Mapping[str, Any]) -> Job:
         requests = [(self._requests[index].prompt, str(self._requests[index].sampling)) for index in batch]
@@ -72,7 +117,9 @@ class Summarize(Comparison[SummarizeOptions]):
         start_time = time.perf_counter()
         torch.manual_seed(self.options.seed + batch[0])
         pad = self.tokenizer.pad_token_id if self.tokenizer.pad_token_id is not None else self.tokenizer.eos_token_id
-        with attach(self.model, config):
+        if self._beyond_context(batch[0]):
+            config = replace(config, chunk=None)  # one chunk of a whole prompt has distances beyond the context
+        with attach(self.model, config) as cache:
             output = generate(
                 self.model,
                 [self._prompts[index] for index in batch],
@@ -82,6 +129,7 @@ class Summarize(Comparison[SummarizeOptions]):
                 stop_strings=list(sampling.stop) or None,
                 **_sampling_arguments(sampling, self.options.sample),
             )
+            window = cache.plan.window or None
         seconds = (time.perf_counter() - start_time) / len(batch)
         predictions = []
         for index, request, row in zip(batch, requests, output, strict=True):
@@ -92,36 +140,42 @@ class Summarize(Comparison[SummarizeOptions]):
                     "text": text,
                     "new_tokens": _count_new_tokens(row.tolist(), pad, self.model),
                     "seconds": seconds,
-                    "rouge": self._rouge(text, request.reference),
+                    "window": window,
+                    "rouge": self._scorer.score(text, request.reference),
                 }
             )
         yield JobResult({"predictions": predictions})
-
-    def _rouge(self, text: str, reference: str | None) -> list[float] | None:
-        """F-measures of `ROUGE`, 0 to 1; None without a reference."""
-        if reference is None:
-            return None
-        scores = self._scorer.score(reference, text)
-        return [float(scores[name].fmeasure) for name in ROUGE]
 
     def records(self, results: Iterable[JobResult]) -> Iterator[dict[str, Any]]:
         """One for each policy and window."""
         remaining = iter(results)
         for config in self.configs:
-            predictions = [prediction for _ in self._batches for prediction in next(remaining).figures["predictions"]]
+            predictions = [
+                prediction for _ in self._batches(config) for prediction in next(remaining).figures["predictions"]
+            ]
             scored = [prediction["rouge"] for prediction in predictions if prediction["rouge"] is not None]
             means = [fmean(column) for column in zip(*scored, strict=True)] if scored else [None] * len(ROUGE)
             tokens = sum(prediction["new_tokens"] for prediction in predictions)
+            windows = [prediction["window"] for prediction in predictions if prediction.get("window")]
+            window = round(fmean(windows)) if windows else window_of(config)
             yield {
                 "type": self.name,
                 "policy": config.policy,
-                "window": window_of(config),
+                "window": window,
+                "windows": [min(windows), max(windows)] if windows else None,
                 "n": len(predictions),
+                "left_out": len(self._requests) - len(predictions),
                 **dict(zip(ROUGE, means, strict=True)),
                 "new_tokens": tokens,
                 "tok_s": tokens / sum(prediction["seconds"] for prediction in predictions),
             }
-            self._predictions[f"{config.policy}-{config.window}" if window_of(config) else config.policy] = predictions
+            if self.options.output_path is not None:
+                self._write_output(self.options.output_path, predictions)
+            self._predictions[f"{config.policy}-{window}" if window else config.policy] = predictions
+
+    def _write_output(self, path: Path, predictions: Sequence[Mapping[str, Any]]) -> None:
+        in_order = sorted(predictions, key=lambda prediction: int(prediction["index"]))
+        write_text(path, jsonl_text(map(self._in_helms_form, in_order)), "--output-path")
 
     def files(self) -> Iterator[tuple[str, str]]:
         """The predictions of each policy and window, with prompts and references."""
@@ -134,46 +188,21 @@ class Summarize(Comparison[SummarizeOptions]):
                 }
                 for prediction in sorted(predictions, key=lambda prediction: int(prediction["index"]))
             ]
-            text = "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines)
-            yield f"predictions/{label}.jsonl", text
+            yield f"predictions/{label}.jsonl", jsonl_text(lines)
+            yield f"helm/{label}.jsonl", jsonl_text(map(self._in_helms_form, lines))
+
+    def _in_helms_form(self, line: Mapping[str, Any]) -> dict[str, Any]:
+        """A prediction as HELM imports it: the request, and a result."""
+        request = self._requests[line["index"]]
+        finish = "length" if line["new_tokens"] >= request.sampling.max_tokens else "stop"
+        choice = {"text": line["text"], "finish_reason": finish}
+        times = {"batch_time": line["seconds"], "batch_size": 1}
+        return {"request": dict(request.record), "result": {"choices": [choice], "request_time": times}}
 
 
-def rouge_scorer() -> Any:
-    """rouge-score with stemming, as for the tables of the H2O cookbook and of HELM.
-
-    Raises:
-        H2OStreamError: rouge-score is not installed.
-    """
-    try:
-        from rouge_score.rouge_scorer import RougeScorer
-    except ImportError as error:
-        raise H2OStreamError("ROUGE needs rouge-score; pip install 'h2o-stream[rouge]'") from error
-    return RougeScorer(list(ROUGE), use_stemmer=True)
-
-
-def encode(tokenizer: Any, model: Any, requests: Sequence[Request]) -> list[list[int]]:
-    """Tokenize the prompts.
-
-    Raises:
-        ConfigError: a prompt with its answer is longer than the model's context.
-    """
-    prompts = [list(tokenizer(request.prompt)["input_ids"]) for request in requests]
-    context = context_of(model.config)
-    for number, (prompt, request) in enumerate(zip(prompts, requests, strict=True), 1):
-        needed = len(prompt) + request.sampling.max_tokens
-        if context is not None and needed > context:
-            raise ConfigError(
-                f"request {number} needs {needed} positions with its answer, the model has {context}; "
-                "leave it out, or use another --model"
-            )
-    return prompts
-
-
-def batches(requests: Sequence[Request], prompts: Sequence[Sequence[int]], size: int) -> list[tuple[int, ...]]:
-    """The requests of each batch: those with the same sampling settings, of similar length."""
-    by_length = sorted(range(len(requests)), key=lambda index: (str(requests[index].sampling), len(prompts[index])))
-    groups = [tuple(group) for _, group in groupby(by_length, key=lambda index: requests[index].sampling)]
-    return [group[start : start + size] for group in groups for start in range(0, len(group), size)]
+def moves_positions(config: CacheConfig) -> bool:
+    """Whether a prompt may be longer than the model's context."""
+    return config.policy != "full" and (config.positions or POLICIES[config.policy].positions) != "absolute"
 
 
 def generate(model: Any, prompts: Sequence[Sequence[int]], pad: int, **arguments: Any) -> Tensor:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, get_args
 
 from h2o_stream.compare.options import ComparisonOptions, Policies, configs_of
-from h2o_stream.compare.ruler.items import TASKS
+from h2o_stream.compare.ruler.items import SINGLE, TASKS
 from h2o_stream.config import DEFAULT_WINDOW, CacheConfig
 from h2o_stream.errors import ConfigError
 from h2o_stream.options import Option, listed, listed_if_any, numbers, numbers_if_any
@@ -34,6 +34,7 @@ _FLAGS = {
     "ruler": {
         "forms": "--form",
         "lengths": "--lengths",
+        "depths": "--depths",
         "items": "--items",
         "haystack": "--haystack",
         "text": "--text",
@@ -76,6 +77,12 @@ class TasksOptions(ComparisonOptions):
         1024,
         4096,
     )
+    depths: Annotated[
+        Sequence[int],
+        Option(
+            "ruler: depths of the needle in %, for a heatmap of niah_single by length and depth.", parse=numbers_if_any
+        ),
+    ] = ()
     items: Annotated[int, Option("ruler: contexts for each task, form and length.", min=2)] = 8
     haystack: Annotated[
         Literal["text", "noise"], Option("ruler: what needles are hidden in: a text, or a few repeated sentences.")
@@ -94,11 +101,23 @@ class TasksOptions(ComparisonOptions):
             for task in self.tasks:
                 if task not in TASKS:
                     raise ConfigError(f"task {task!r} is unknown; --tasks takes some of {', '.join(TASKS)}")
+        for depth in self.depths:
+            if depth > 100:
+                raise ConfigError(f"a depth of {depth}% is outside the context; --depths takes 0 to 100")
+        if self.depths and (set(self.tasks) - {SINGLE} or self.forms not in (get_args(Form), ("one-turn",))):
+            raise ConfigError(f"--depths goes with {SINGLE} in one turn only; leave out --tasks and --form")
 
     @property
     def chosen_tasks(self) -> tuple[str, ...]:
-        """The tasks named, or all of ours."""
+        """The tasks named, or all of ours; with depths the one that has them."""
+        if self.depths:
+            return (SINGLE,)
         return tuple(self.tasks) or (HARNESS_TASKS if self.suite == "harness" else tuple(TASKS))
+
+    @property
+    def chosen_forms(self) -> tuple[Form, ...]:
+        """The forms; with depths the one that has them."""
+        return ("one-turn",) if self.depths else tuple(self.forms)
 
     @property
     def configs(self) -> list[CacheConfig]:

@@ -10,6 +10,7 @@ import time
 from array import array
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
+from functools import partial
 from types import MappingProxyType
 from typing import Any, Self
 
@@ -58,6 +59,7 @@ class Engine:
         should_stop: called between tokens and between parts of a prompt. True ends the turn as ``interrupted``.
         engine: what runs a step, see `attach`.
         progress: receives the progress of preparations, see `attach`.
+        sampling_defaults: our own defaults of this model, see `config.model_sampling`.
 
     Raises:
         UnsupportedModelError, ConfigError: see `attach`.
@@ -73,11 +75,13 @@ class Engine:
         should_stop: Callable[[], bool] = lambda: False,
         engine: EngineChoice = "auto",
         progress: ProgressCallback = ignore,
+        sampling_defaults: Mapping[str, float] = MappingProxyType({}),
     ) -> None:
         self.model = model
         self.tokenizer = tokenizer
         self.sampling = sampling or SamplingConfig()
-        self.sampler = Sampler(self.sampling, model.generation_config)
+        self._sampling_defaults = sampling_defaults
+        self.sampler = Sampler(self.sampling, model.generation_config, sampling_defaults)
         self.at_context = at_context
         self.should_stop = should_stop
         self.context = context_of(model.config)
@@ -87,7 +91,8 @@ class Engine:
         self.tokens = array("i")
         self.end_tokens = _end_tokens(model, tokenizer)
         self._stack = ExitStack()
-        self.cache = self._stack.enter_context(attach(model, cache, engine=engine, progress=progress))
+        self._attach = partial(attach, model, cache, engine=engine, progress=progress)
+        self.cache = self._stack.enter_context(self._attach())
         self._logits: Tensor | None = None
         self._turn_tokens: list[int] = []
         self._torn = False
@@ -101,6 +106,12 @@ class Engine:
     def close(self) -> None:
         """Restore the model."""
         self._stack.close()
+
+    def reopen(self) -> None:
+        """Serve the model again after `close`, with an empty cache."""
+        self.cache = self._stack.enter_context(self._attach())
+        self.pinned_prefix = 0
+        self.reset()
 
     @property
     def torn(self) -> bool:
@@ -122,7 +133,7 @@ class Engine:
             sampling: the new settings.
             reseed: restart the random generator with the new seed; otherwise it continues.
         """
-        sampler = Sampler(sampling, self.model.generation_config)
+        sampler = Sampler(sampling, self.model.generation_config, self._sampling_defaults)
         if not reseed:
             sampler.rng_state = self.sampler.rng_state
         self.sampling, self.sampler = sampling, sampler
@@ -136,8 +147,8 @@ class Engine:
         if self.torn:
             raise H2OStreamError("the last step was cut off halfway; there is no state to save")
         tensors = {
-            "engine.tokens": torch.tensor(self.tokens, dtype=torch.int32),
-            "engine.opening": torch.tensor(self.pinned_prefix),
+            "engine.tokens": torch.tensor(self.tokens, dtype=torch.int32, device="cpu"),
+            "engine.opening": torch.tensor(self.pinned_prefix, device="cpu"),
             "engine.draws": self.sampler.rng_state.clone(),
         }
         return self.cache.state_dict() | checksummed(tensors, _CHECKSUMS)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 from pathlib import Path
 
 from h2o_stream.config import DEFAULT_MODEL
@@ -71,22 +70,7 @@ def _folder(path: Path, name: str) -> str:
     raise ModelNotFoundError(f"folder {name} has {what}")
 
 
-def fingerprint(path: Path) -> str:
-    """A name for data derived from a GGUF file; changes when the file changes."""
-    stat = path.resolve().stat()
-    return f"{path.stem}-{stat.st_size:x}-{stat.st_mtime_ns:x}"
-
-
 def local_path(source: str, offline: bool) -> Path:
     """The local folder or file of a model that `find` has returned."""
     path = Path(source)
     return path if path.exists() else fetch(source, "config.json", offline).parent
-
-
-def files_digest(path: Path) -> str:
-    """12 hex digits that change when a GGUF file, or the weights or configs in a folder, change."""
-    files = [path]
-    if path.is_dir():
-        files = sorted(file for file in path.iterdir() if file.suffix in (".safetensors", ".bin", ".json"))
-    stats = [(file.name, file.stat().st_size, file.stat().st_mtime_ns) for file in files]
-    return hashlib.sha256(repr((str(path.resolve()), stats)).encode()).hexdigest()[:12]

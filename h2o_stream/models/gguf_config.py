@@ -40,6 +40,16 @@ _WITH_SLIDING_WINDOW = ("mistral", "phi3")
 """Architectures for which transformers ignores the file's sliding window."""
 
 _ROPE_FACTORS = "rope_freqs.weight"
+_POSITIVE = (
+    "rope.freq_base",
+    "rope.freq_base_swa",
+    "rope.scaling.original_context_length",
+    "rope.scaling.attn_factor",
+    "rope.scaling.yarn_beta_fast",
+    "rope.scaling.yarn_beta_slow",
+)
+_YARN_DEFAULTS = {"yarn_ext_factor": 1, "yarn_attn_factor": 1, "yarn_log_multiplier": 0}
+"""Parameters of YaRN that transformers has only at these values."""
 _LARGE_GEMMAS = {("gemma2", 46), ("gemma3", 62)}
 """Architecture and number of layers of the 27B models, which scale queries by hidden_size / num_attention_heads."""
 
@@ -60,6 +70,23 @@ def check_sizes(file: GgufFile) -> None:
                     f"{file.path} is damaged or not readable as GGUF: "
                     f"{file.architecture}.{key} is {size!r}, not a number from 1 to {limit}"
                 )
+
+
+def check_rope(file: GgufFile) -> None:
+    """Check the numbers of RoPE in the metadata.
+
+    Raises:
+        ModelNotFoundError: one is not a positive number; only the scaling factor may be 0, for none.
+    """
+    for key in (*_POSITIVE, "rope.scaling.factor"):
+        value = _read_metadata(file, key)
+        if value is None or (key == "rope.scaling.factor" and value == 0):
+            continue
+        if type(value) not in (int, float) or not 0 < value < math.inf:
+            raise ModelNotFoundError(
+                f"{file.path} is damaged or not readable as GGUF: "
+                f"{file.architecture}.{key} is {value!r}, not a positive number"
+            )
 
 
 def correct_config(config: Any, file: GgufFile) -> Any:
@@ -120,16 +147,30 @@ def _scaling(file: GgufFile, theta: float, dims: int) -> dict[str, Any]:
     kind, factor = _read_metadata(file, "rope.scaling.type") or "none", _read_metadata(file, "rope.scaling.factor")
     if any(name.startswith("rope_factors_") for name in file.tensors):
         raise _unsupported(file, "LongRoPE factors, which are supported only for models in transformers' format")
+    if kind != "yarn" and (attention := _read_metadata(file, "rope.scaling.attn_factor") or 1) != 1:
+        raise _unsupported(file, f"rope.scaling.attn_factor {attention} without YaRN")
     if _ROPE_FACTORS in file.tensors:
         return _llama3(file, theta, dims)
+    if kind not in ("none", "linear", "yarn"):
+        raise _unsupported(file, f"RoPE scaling of type {kind!r}")
     if kind == "none" or not factor or factor == 1:
         return {}
-    if kind == "linear":
-        return {"rope_type": "linear", "factor": factor}
-    if kind != "yarn":
-        raise _unsupported(file, f"RoPE scaling of type {kind!r}")
-    context = _read_metadata(file, "rope.scaling.original_context_length")
-    return {"rope_type": "yarn", "factor": factor, **({"original_max_position_embeddings": context} if context else {})}
+    return _yarn(file, factor) if kind == "yarn" else {"rope_type": "linear", "factor": factor}
+
+
+def _yarn(file: GgufFile, factor: float) -> dict[str, Any]:
+    """Parameters of YaRN. The file's attention factor is on top of what follows from the scaling factor."""
+    for name, default in _YARN_DEFAULTS.items():
+        if (value := _read_metadata(file, f"rope.scaling.{name}")) not in (None, default):
+            raise _unsupported(file, f"rope.scaling.{name} {value!r}, not {default}")
+    found = {
+        "original_max_position_embeddings": _read_metadata(file, "rope.scaling.original_context_length"),
+        "beta_fast": _read_metadata(file, "rope.scaling.yarn_beta_fast"),
+        "beta_slow": _read_metadata(file, "rope.scaling.yarn_beta_slow"),
+    }
+    if (attention := _read_metadata(file, "rope.scaling.attn_factor") or 1) != 1:
+        found["attention_factor"] = attention * (0.1 * math.log(factor) + 1)
+    return {"rope_type": "yarn", "factor": factor} | {name: value for name, value in found.items() if value}
 
 
 def _llama3(file: GgufFile, theta: float, dims: int) -> dict[str, Any]:

@@ -7,31 +7,36 @@ transformers does the conversion; this module gives it shortened headers that it
 from __future__ import annotations
 
 import json
+import os
+import shutil
 import struct
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from filelock import FileLock, Timeout
 from gguf import GGMLQuantizationType, GGUFValueType
 
 from h2o_stream.errors import H2OStreamError, ModelNotFoundError, UnsupportedModelError
+from h2o_stream.models.file_identity import model_identity
 from h2o_stream.models.gguf import GgufFile
 from h2o_stream.models.gguf_header import SkippedArray
 from h2o_stream.resources import atomic_folder, cache_folder
 
-_FORMAT = 1
+_FORMAT = 2
 """Incremented when the exported files change."""
+
+_MAX_FOLDERS = 50
+"""Exports that are kept; one more removes the one that was used longest ago."""
 
 _TOKENS = "tokenizer.ggml.tokens"
 
 
-def export_config(file: GgufFile, key: str, notify: Callable[[str], None]) -> Path:
+def export_config(file: GgufFile, notify: Callable[[str], None]) -> Path:
     """Return the folder with config.json, generation_config.json and tokenizer of a GGUF file; create it if necessary.
 
     Args:
         file: the GGUF file.
-        key: name of the folder; changes with the content of the file.
         notify: called if another process is creating the folder.
 
     Raises:
@@ -40,8 +45,10 @@ def export_config(file: GgufFile, key: str, notify: Callable[[str], None]) -> Pa
         H2OStreamError: the folder cannot be written.
     """
     parent = cache_folder() / "gguf"
-    folder = parent / f"{key}-{_FORMAT}"
+    folder = parent / f"{file.path.stem}-{model_identity(file)}-{_FORMAT}"
     if folder.exists():
+        with suppress(OSError):
+            os.utime(folder)
         return folder
     try:
         parent.mkdir(parents=True, exist_ok=True)
@@ -51,11 +58,22 @@ def export_config(file: GgufFile, key: str, notify: Callable[[str], None]) -> Pa
             if not folder.exists():
                 with atomic_folder(folder) as partial:
                     _export(file, partial)
+                _prune(parent)
     except OSError as error:
         raise H2OStreamError(
             f"the tokenizer of {file.path.name} could not be written into {parent}: {error.strerror or error}"
         ) from error
     return folder
+
+
+def _prune(parent: Path) -> None:
+    """Remove exports in older formats, and those that were used longest ago."""
+    folders = [path for path in parent.iterdir() if path.is_dir() and not path.name.startswith(".")]
+    current = [path for path in folders if path.name.endswith(f"-{_FORMAT}")]
+    kept = sorted(current, key=lambda path: path.stat().st_mtime_ns)[-_MAX_FOLDERS:]
+    for path in set(folders).difference(kept):
+        shutil.rmtree(path, ignore_errors=True)
+        (parent / f"{path.name}.lock").unlink(missing_ok=True)
 
 
 @contextmanager
@@ -77,9 +95,11 @@ def _export(file: GgufFile, target: Path) -> None:
     from transformers import AutoConfig, GenerationConfig, PreTrainedTokenizerFast
     from transformers.integrations.gguf import GGUF_CONFIG_ARCHS
 
-    from h2o_stream.models.gguf_config import check_sizes, correct_config, end_token_ids
+    from h2o_stream.models.gguf_config import check_rope, check_sizes, correct_config, end_token_ids
+    from h2o_stream.models.gguf_pretokenizer import correct_pre_tokenizer
 
     check_sizes(file)
+    check_rope(file)
     full, short = target / "full.gguf", target / "short.gguf"
     full.write_bytes(_header(file, short=False))
     short.write_bytes(_header(file, short=file.architecture not in GGUF_CONFIG_ARCHS))
@@ -87,6 +107,7 @@ def _export(file: GgufFile, target: Path) -> None:
         with _quiet_transformers():
             config = correct_config(AutoConfig.from_pretrained(target, gguf_file=short.name), file)
             tokenizer = PreTrainedTokenizerFast.from_pretrained(target, gguf_file=full.name)
+            correct_pre_tokenizer(tokenizer.backend_tokenizer, file)
             generation = GenerationConfig.from_model_config(config)
     except H2OStreamError:
         raise

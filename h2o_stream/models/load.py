@@ -6,7 +6,7 @@ import shutil
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, Genera
 from transformers.initialization import no_init_weights
 from transformers.utils.logging import disable_progress_bar, set_tqdm_hook
 
-from h2o_stream.cache.support import check_supported
+from h2o_stream.cache.rope import ABSOLUTE_TAKEN
+from h2o_stream.cache.support import check_supported, with_default_positions
 from h2o_stream.config import CacheConfig, ModelConfig
 from h2o_stream.errors import (
     ConfigError,
@@ -27,11 +28,11 @@ from h2o_stream.errors import (
     means_out_of_memory,
 )
 from h2o_stream.memory import free_bytes, trim_heap
-from h2o_stream.models.find import find, fingerprint, local_path
+from h2o_stream.models.find import find, local_path
 from h2o_stream.models.gguf import GgufFile
 from h2o_stream.models.gguf_export import export_config
 from h2o_stream.models.gguf_model import lazy_state_dict, packed_state_dict
-from h2o_stream.models.hub import download_bars
+from h2o_stream.models.hub import download_bars, reachable
 from h2o_stream.models.huge_pages import advise_huge_pages, move_to_huge_pages
 from h2o_stream.models.packed_models import folder_lock
 from h2o_stream.models.packed_weights import packed_folder, save_packed
@@ -87,6 +88,7 @@ def load(
     """
     with gc_paused():
         source = find(config.model, config.offline, progress)
+        config = _offline_if_unreachable(config, source)
         try:
             return _Loader(config, source, notify, progress).load(cache)
         except (H2OStreamError, KeyboardInterrupt):
@@ -123,6 +125,8 @@ class _Loader:
         self._class = AutoModelForCausalLM._model_mapping[kind]
         if cache is not None:
             check_supported(self._class, self._hf_config, cache)
+            if with_default_positions(self._hf_config, cache) != cache:
+                self._notify(ABSOLUTE_TAKEN)
         with ThreadPoolExecutor(1) as executor:
             tokenizer_future = executor.submit(self._tokenizer)
             model = self._model().eval()
@@ -175,9 +179,13 @@ class _Loader:
             raise ConfigError(
                 f"--quantize {config.quantize} packs weights for the CPU, but the model is on {self._device}; omit it"
             )
-        device_kwargs = tensor_parallel_kwargs(self._hf_config) if config.tensor_parallel else device_map_kwargs(config)
+        skeleton = self._skeleton()
+        if config.tensor_parallel:
+            device_kwargs = tensor_parallel_kwargs(self._hf_config)
+        else:
+            device_kwargs = device_map_kwargs(config, dtype.itemsize * skeleton.num_parameters())
         zero = ZeroInference(dtype) if config.zero else None
-        model = self._load_dense(dtype, self._skeleton(), **device_kwargs)
+        model = self._load_dense(dtype, skeleton, **device_kwargs)
         return zero.wrap(model) if zero else model if device_kwargs else model.to(self._device)
 
     def _skeleton(self) -> Any:
@@ -276,12 +284,19 @@ def load_tokenizer(config: ModelConfig, notify: Callable[[str], None] = lambda l
         ModelNotFoundError: not found; the message says what to do.
     """
     with gc_paused():
-        _, source = _open_source(find(config.model, config.offline), notify)
+        source = find(config.model, config.offline)
+        config = _offline_if_unreachable(config, source)
+        _, source = _open_source(source, notify)
         local = {"local_files_only": True} if config.offline else {}
         try:
             return AutoTokenizer.from_pretrained(source, **local)
         except (OSError, ValueError, KeyError) as error:
             raise _load_error(config.model, source, error) from error
+
+
+def _offline_if_unreachable(config: ModelConfig, source: str) -> ModelConfig:
+    """Use only the local cache if `source` is a Hub id and the Hub cannot be reached."""
+    return config if config.offline or Path(source).exists() or reachable(source) else replace(config, offline=True)
 
 
 def _open_source(source: str, notify: Callable[[str], None]) -> tuple[GgufFile | None, str]:
@@ -290,7 +305,7 @@ def _open_source(source: str, notify: Callable[[str], None]) -> tuple[GgufFile |
     if not path.is_file():
         return None, source
     file = GgufFile(path)
-    return file, str(export_config(file, fingerprint(path), notify))
+    return file, str(export_config(file, notify))
 
 
 def _load_error(name: str, source: str, error: Exception) -> Exception:

@@ -7,9 +7,9 @@ import ctypes
 import torch
 from torch import Tensor, nn
 
-from h2o_stream.native import library
+from h2o_stream.cache.gradients import without_gradient
 from h2o_stream.native.abi import Matrix, MatrixKind, pointer
-from h2o_stream.native.packing import gather, tiles_shape, unpack
+from h2o_stream.native.packing import gather, packed_bytes, require_library, tiles_shape, unpack
 
 _MAX_QUANTIZED_VECTORS = 16
 """Up to this many vectors are quantized to 8 bits; more are multiplied by unpacked weights, which is slower but more
@@ -20,6 +20,9 @@ _MIN_WIDE_COLUMNS = 2048
 
 _WEIGHTS_PER_CHUNK = 2**20
 """Weights unpacked at a time, so that they stay in the cache."""
+
+
+_NO_GRADIENT = "packed weights have no gradients; load the model with --quantize none"
 
 
 class PackedLinear(nn.Module):
@@ -51,21 +54,22 @@ class PackedLinear(nn.Module):
         self.bias = bias
 
     def forward(self, x: Tensor) -> Tensor:
-        """[..., in] to [..., out]."""
-        flat = x.reshape(-1, self.in_features)
+        """[..., in] to [..., out]; `backward` raises."""
+        flat = x.detach().reshape(-1, self.in_features)
         quantize = len(flat) <= _MAX_QUANTIZED_VECTORS or self.in_features >= _MIN_WIDE_COLUMNS
         y = self._skinny_gemm(flat) if quantize else self._unpack_and_matmul(flat)
-        y = y.to(x.dtype).view(*x.shape[:-1], -1)
+        y = without_gradient(y.to(x.dtype).view(*x.shape[:-1], -1), x, reason=_NO_GRADIENT)
         return y if self.bias is None else y + self.bias
 
     def _skinny_gemm(self, x: Tensor) -> Tensor:
         """[n, in] to [n, out] float32 without bias, with vectors quantized to 8 bits."""
-        native = library.loaded()
-        assert native is not None
+        native = require_library()
         x = x.float().contiguous()
         y = x.new_empty(len(x), self.out_features)
-        matrix = Matrix(pointer(self.tiles), None, self.out_features, self.in_features, self.kind)
-        native.h2o_multiply(ctypes.byref(matrix), pointer(x), pointer(y), len(x), torch.get_num_threads())
+        tiles = pointer(self.tiles, torch.uint8, packed_bytes(self.kind, self.out_features, self.in_features))
+        matrix = Matrix(tiles, None, self.out_features, self.in_features, self.kind)
+        inputs, outputs = pointer(x, torch.float32, x.numel()), pointer(y, torch.float32, y.numel())
+        native.h2o_multiply(ctypes.byref(matrix), inputs, outputs, len(x), torch.get_num_threads())
         return y
 
     def _unpack_and_matmul(self, x: Tensor) -> Tensor:
@@ -113,18 +117,19 @@ class PackedEmbedding(nn.Module):
         self.register_buffer("tiles", tiles)
 
     def forward(self, ids: Tensor) -> Tensor:
-        """[...] int64 to [..., embedding_dim].
+        """[...] int64 or int32 to [..., embedding_dim].
 
         Raises:
+            TypeError: these are no token ids.
             IndexError: a token id is out of range.
         """
-        flat = ids.flatten().contiguous()
-        if len(flat) and not 0 <= int(flat.min()) <= int(flat.max()) < self.num_embeddings:
-            raise IndexError(f"token {int(flat.max())} is not one of {self.num_embeddings}")
+        if ids.dtype not in (torch.int64, torch.int32):
+            raise TypeError(f"token ids are {ids.dtype}; accepted: torch.int64 and torch.int32")
+        flat = ids.flatten().long().contiguous()
         dtype = torch.bfloat16 if self.dtype == torch.bfloat16 else torch.float32
-        rows = gather(self.tiles, self.kind, self.embedding_dim, flat, dtype)
+        rows = gather(self.tiles, self.kind, self.num_embeddings, self.embedding_dim, flat, dtype)
         rows = rows.to(self.dtype).view(*ids.shape, -1)
-        return rows if self.embed_scale == 1 else rows * torch.tensor(self.embed_scale, dtype=self.dtype)
+        return rows if self.embed_scale == 1 else rows * torch.tensor(self.embed_scale, dtype=self.dtype, device="cpu")
 
 
 class TiedHead(PackedLinear):

@@ -93,6 +93,15 @@ def forget(name: str) -> list[CachedFolder]:
     return matching
 
 
+def remove_replaced(folder: Path) -> None:
+    """Remove packed weights that a folder replaces: those of the same name, source and format, whose files changed."""
+    metadata = read_json(folder / METADATA_FILE)
+    for path in _folders("packed"):
+        if path != folder and read_json(path / METADATA_FILE) == metadata:
+            with suppress(H2OStreamError):
+                _remove(path)
+
+
 def _remove(folder: Path) -> None:
     lock = folder_lock(folder)
     try:

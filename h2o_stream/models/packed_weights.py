@@ -18,8 +18,8 @@ import safetensors.torch
 from filelock import Timeout
 from torch import Tensor
 
-from h2o_stream.models.find import files_digest
-from h2o_stream.models.packed_models import METADATA_FILE, folder_lock
+from h2o_stream.models.file_identity import model_identity
+from h2o_stream.models.packed_models import METADATA_FILE, folder_lock, remove_replaced
 from h2o_stream.models.precision import format_bytes
 from h2o_stream.models.quantize import FORMAT
 from h2o_stream.progress import Progress, ProgressCallback
@@ -43,7 +43,7 @@ def packed_folder(name: str, source: Path, quantize: str) -> Path:
         source: checkpoint folder or GGUF file; the result changes with its files.
         quantize: ``int8``, ``int4`` or ``gguf``.
     """
-    digest = hashlib.sha256(f"{files_digest(source)} {FORMAT}".encode()).hexdigest()[:12]
+    digest = hashlib.sha256(f"{model_identity(source)} {FORMAT}".encode()).hexdigest()[:12]
     stem = re.sub(r"[^\w.-]+", "-", Path(name).name or name)[-60:]
     return cache_folder() / "packed" / f"{stem}-{quantize}-{digest}"
 
@@ -86,6 +86,7 @@ def save_packed(
                 model.config.save_pretrained(partial)
                 _write(tensors, partial / "model.safetensors", size, progress)
                 (partial / METADATA_FILE).write_text(json.dumps(dict(metadata)), encoding="utf-8")
+        remove_replaced(folder)
     except Timeout:
         pass
     except OSError as error:

@@ -49,16 +49,26 @@ def allowed_dtypes(name: str) -> tuple[torch.dtype, ...]:
     return (torch.bfloat16,) if native else (torch.float32, torch.bfloat16)
 
 
-def device_map_kwargs(config: ModelConfig) -> dict[str, Any]:
-    """Arguments of `from_pretrained` for a device map."""
+def device_map_kwargs(config: ModelConfig, weight_bytes: int) -> dict[str, Any]:
+    """Arguments of `from_pretrained` for a device map.
+
+    Args:
+        config: has the map and the maxima.
+        weight_bytes: of all weights, which percentages are of.
+    """
     if not config.device_map:
         return {}
-    memory = config.memory_by_device()
+    memory = {name: _size(size, weight_bytes) for name, size in (config.memory_by_device() or {}).items()}
     return {
         "device_map": config.device_map,
         "offload_folder": str(cache_folder() / "offload"),
         **({"max_memory": memory} if memory else {}),
     }
+
+
+def _size(size: str, weight_bytes: int) -> int | str:
+    """A maximum as accelerate takes it."""
+    return round(weight_bytes * float(size[:-1]) / 100) if size.endswith("%") else size
 
 
 def tensor_parallel_kwargs(config: Any) -> dict[str, Any]:

@@ -11,7 +11,10 @@ from enum import IntEnum
 from typing import Any
 
 import numpy
-from torch import Tensor
+import torch
+from torch import Tensor, nn
+
+from h2o_stream.errors import H2OStreamError
 
 
 class MatrixKind(IntEnum):
@@ -145,7 +148,13 @@ class Stream(Structure):
     _fields_ = _fields(int="token", pointer="slots")
 
 
-STRUCTURES: Sequence[type[Structure]] = (Matrix, AttentionLayer, Slots, Norm, Layer, Model, Stream)
+class Bytes(Structure):
+    """Two ranges of memory that are compared."""
+
+    _fields_ = _fields(pointer="ours theirs", int="count")
+
+
+STRUCTURES: Sequence[type[Structure]] = (Matrix, AttentionLayer, Slots, Norm, Layer, Model, Stream, Bytes)
 
 SLOTS: numpy.dtype[Any] = numpy.dtype(Slots)
 """numpy dtype of an array of `Slots`."""
@@ -153,19 +162,52 @@ SLOTS: numpy.dtype[Any] = numpy.dtype(Slots)
 STREAM: numpy.dtype[Any] = numpy.dtype(Stream)
 """numpy dtype of an array of `Stream`."""
 
+BYTES: numpy.dtype[Any] = numpy.dtype(Bytes)
+"""numpy dtype of an array of `Bytes`."""
 
-def pointer(tensor: Tensor | None) -> int:
-    """The address of a contiguous CPU tensor; 0 (null) for None. The caller keeps the tensor alive."""
+
+_PLAIN = (Tensor, nn.Parameter, nn.Buffer)
+"""Types whose numbers are in memory as they read; subclasses may keep them elsewhere."""
+
+
+def pointer(tensor: Tensor | None, dtype: torch.dtype, count: int, *, strided: bool = False) -> int:
+    """The address of a tensor on the CPU: the only way from tensors to native code, which trusts what is said here.
+
+    Args:
+        tensor: the caller keeps it alive.
+        dtype: of the numbers that native code reads or writes.
+        count: how many of them, at least.
+        strided: whether native code also takes the strides; otherwise the tensor must be contiguous.
+
+    Returns:
+        0 (null) for None.
+
+    Raises:
+        H2OStreamError: the tensor is another one.
+    """
     if tensor is None:
         return 0
-    assert tensor.device.type == "cpu", tensor.device
-    assert tensor.is_contiguous(), (tensor.shape, tensor.stride())
-    return tensor.data_ptr()
+    if (
+        type(tensor) in _PLAIN
+        and tensor.dtype == dtype
+        and tensor.is_cpu
+        and tensor.layout == torch.strided
+        and (strided or tensor.is_contiguous())
+        and not tensor.is_neg()
+        and tensor.numel() >= count
+    ):
+        return tensor.data_ptr()
+    strides = tensor.stride() if tensor.layout == torch.strided else tensor.layout
+    raise H2OStreamError(
+        f"native code takes {count} numbers of {dtype} in the memory of the CPU, not a {type(tensor).__name__} of "
+        f"{tensor.dtype} {tuple(tensor.shape)} with strides {strides} on {tensor.device}; use --engine eager"
+    )
 
 
 _FUNCTIONS: dict[str, tuple[Any, list[Any]]] = {
     "h2o_step_open": (c_void_p, [c_void_p]),
     "h2o_step_close": (None, [c_void_p]),
+    "h2o_equal": (c_int64, [c_void_p, c_int64]),
     "h2o_step": (c_int64, [c_void_p, c_void_p, c_int64, c_void_p, c_void_p, c_int64]),
     "h2o_decode": (c_int64, [c_void_p, c_void_p, c_int64, c_int64, *[c_void_p] * 4, c_int64]),
     "h2o_prefill": (

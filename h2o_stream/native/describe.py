@@ -93,6 +93,7 @@ class _ModelReader:
             logit_scale=self._factor("logit_scale") / self._factor("logits_scaling"),
             logit_softcap=float(getattr(config, "final_logit_softcapping", None) or 0.0),
             residual_scale=self._factor("residual_multiplier"),
+            dtype=embedding.dtype if hasattr(embedding, "tiles") else embedding.weight.dtype,
         )
         self._check_nothing_left()
         return description
@@ -114,6 +115,9 @@ class _ModelReader:
         positions = getattr(backbone, "embed_positions", None)
         if (positions is None) == (self._rotary is None) or not isinstance(positions, nn.Embedding | None):
             raise DescriptionError(f"{type(backbone).__name__} has neither rotary nor learned positions")
+        needed = getattr(self._config, "max_position_embeddings", 0) + getattr(positions, "offset", 0), self._hidden
+        if positions is not None and (positions.num_embeddings < needed[0] or positions.embedding_dim != needed[1]):
+            raise DescriptionError(f"the learned positions are not {needed[0]} rows of {needed[1]}")
         self._mark_read(*(module for module in (positions, self._rotary) if module is not None))
         return positions
 
@@ -180,6 +184,10 @@ class _ModelReader:
             raise DescriptionError(f"{name} takes {matrix.columns} inputs instead of {columns}")
         return matrix
 
+    def _check_rows(self, matrix: Matrix, name: str) -> None:
+        if matrix.rows != self._hidden:
+            raise DescriptionError(f"{name} gives {matrix.rows} outputs instead of {self._hidden}")
+
     def _attention(self, module: Any, index: int) -> Attention:
         name = f"the attention of layer {index}"
         known = (layout for layout in layouts.ATTENTIONS if _has_modules(module, (*layout.qkv, layout.out)))
@@ -193,6 +201,7 @@ class _ModelReader:
             raise DescriptionError(f"{name} has no head size or no scaling")
         qkv = [self._matrix(module, key, name, self._hidden) for key in layout.qkv]
         out = self._matrix(module, layout.out, name)
+        self._check_rows(out, f"{layout.out} of {name}")
         heads, kv_heads, value_size, offsets = _head_layout(qkv, layout, size, out.columns, name)
         rope = None
         if self._rotary is not None:
@@ -236,6 +245,7 @@ class _ModelReader:
             half = up.rows // 2
             gate, up = up.row_range(0, half), up.row_range(half, half)
         self._check_columns(down, f"{layout.down} of {name}", up.rows)
+        self._check_rows(down, f"{layout.down} of {name}")
         return Mlp(gate, up, down, activation)
 
 

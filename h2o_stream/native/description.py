@@ -10,6 +10,7 @@ import ctypes
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 
+import torch
 from torch import Tensor
 
 from h2o_stream.native import abi, packing
@@ -53,7 +54,10 @@ class Matrix:
 
     def to_struct(self) -> abi.Matrix:
         """As a C structure."""
-        return abi.Matrix(pointer(self.weights), pointer(self.bias), self.rows, self.columns, self.kind)
+        dense = {MatrixKind.FLOAT32: torch.float32, MatrixKind.BFLOAT16: torch.bfloat16}.get(self.kind)
+        size = self.rows * self.columns if dense else packing.packed_bytes(self.kind, self.rows, self.columns)
+        weights = pointer(self.weights, dense or torch.uint8, size)
+        return abi.Matrix(weights, pointer(self.bias, torch.float32, self.rows), self.rows, self.columns, self.kind)
 
 
 @dataclass(frozen=True, eq=False)
@@ -72,9 +76,10 @@ class Norm:
     bias: Tensor | None = None
     epsilon: float = 0.0
 
-    def to_struct(self) -> abi.Norm:
-        """As a C structure."""
-        return abi.Norm(pointer(self.weight), pointer(self.bias), self.epsilon, self.kind)
+    def to_struct(self, size: int) -> abi.Norm:
+        """As a C structure, of a norm over vectors of `size` numbers."""
+        weight, bias = (pointer(x, torch.float32, size) for x in (self.weight, self.bias))
+        return abi.Norm(weight, bias, self.epsilon, self.kind)
 
 
 @dataclass(frozen=True)
@@ -155,8 +160,9 @@ class Layer:
         for name in ("query_heads", "kv_heads", "head_size", "value_size", "scaling", "softcap"):
             setattr(struct.attention, name, getattr(attention, name))
         for name in ("before_attention", "after_attention", "before_mlp", "after_mlp"):
-            setattr(struct, name, getattr(self, name).to_struct())
-        struct.query_norm, struct.key_norm = attention.query_norm.to_struct(), attention.key_norm.to_struct()
+            setattr(struct, name, getattr(self, name).to_struct(attention.out.rows))
+        struct.query_norm = attention.query_norm.to_struct(attention.head_size)
+        struct.key_norm = attention.key_norm.to_struct(attention.head_size)
         for index, matrix in enumerate(attention.qkv):
             struct.qkv[index] = matrix.to_struct()
         struct.qkv_count = len(attention.qkv)
@@ -165,7 +171,8 @@ class Layer:
         struct.rope_scale = 1.0
         if attention.rope:
             rope = attention.rope
-            struct.frequencies, struct.absolute_rotary_dims = pointer(rope.frequencies), rope.rotary_dims
+            struct.frequencies = pointer(rope.frequencies, torch.float32, rope.rotary_dims // 2)
+            struct.absolute_rotary_dims = rope.rotary_dims
             struct.rope_scale, struct.rope_scaled_dims = rope.scale, rope.rotary_dims if rope.scale != 1 else 0
         struct.out, struct.up, struct.down = attention.out.to_struct(), mlp.up.to_struct(), mlp.down.to_struct()
         if mlp.gate:
@@ -188,6 +195,7 @@ class Description:
         logit_scale: factor on logits.
         logit_softcap: softcap of logits, 0 for none.
         residual_scale: factor on attention and MLP outputs.
+        dtype: of the model's own logits; those of a step are float32.
     """
 
     layers: Sequence[Layer]
@@ -200,6 +208,7 @@ class Description:
     logit_scale: float
     logit_softcap: float
     residual_scale: float
+    dtype: torch.dtype
 
     @property
     def supports_absolute(self) -> bool:
@@ -244,9 +253,9 @@ class NativeModel:
             vocab_size=description.embedding.rows,
             embedding=description.embedding.to_struct(),
             embedding_scale=description.embedding_scale,
-            learned_positions=pointer(description.learned_positions),
+            learned_positions=pointer(description.learned_positions, torch.float32, description.embedding.columns),
             learned_offset=description.learned_offset,
-            norm=description.norm.to_struct(),
+            norm=description.norm.to_struct(description.embedding.columns),
             output=description.output.to_struct(),
             logit_scale=description.logit_scale,
             logit_softcap=description.logit_softcap,

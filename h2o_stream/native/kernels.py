@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from ctypes import CDLL, addressof
 from weakref import WeakKeyDictionary
 
@@ -36,7 +37,7 @@ class NativeKernels:
 
     def supports(self, group: HeadGroup, query: Tensor, transform: LogitTransform) -> bool:
         """See `Kernels.supports`."""
-        if transform.sinks is not None or group.chunked:
+        if transform.sinks is not None or group.chunked or type(query) is not Tensor:
             return False
         return not unsupported(group) and query.dtype == group.dtype and query.device == group.device
 
@@ -44,18 +45,18 @@ class NativeKernels:
         """See `Kernels.decode`."""
         bound = self._bind(group, chunk, group.store.slots)
         bound.slots["evictions"][:, 0] = [group.schedule.num_evictions(length) for length in chunk.lengths]
-        query, key, value = chunk.query.contiguous(), chunk.key.contiguous(), chunk.value.contiguous()
-        output = query.new_empty(len(query), 1, query.shape[1], value.shape[-1])
+        tensors = [x.contiguous() for x in (chunk.query, chunk.key, chunk.value)]
+        output = chunk.query.new_empty(len(chunk.query), 1, chunk.query.shape[1], chunk.value.shape[-1])
         failed = self._native.h2o_decode(
             addressof(bound.attention),
             bound.slots.ctypes.data,
             1,
-            len(query),
-            *map(pointer, (query, key, value, output)),
+            len(output),
+            *(pointer(x, group.dtype, x.numel()) for x in (*tensors, output)),
             torch.get_num_threads(),
         )
         if failed:
-            raise OutOfMemoryError(f"out of memory for a step of {len(query)} rows")
+            raise OutOfMemoryError(f"out of memory for a step of {len(output)} rows")
         return output
 
     def prefill(self, group: HeadGroup, chunk: QueryChunk) -> Tensor:
@@ -67,22 +68,22 @@ class NativeKernels:
         rows, query_heads, columns, _ = chunk.query.shape
         bound = self._bind(group, chunk, group.store.slots + columns)
         tensors = [x if x.stride(-1) == 1 else x.contiguous() for x in (chunk.query, chunk.key, chunk.value)]
-        strides = torch.tensor([x.stride()[:3] for x in tensors])
-        counts, limits = torch.tensor(chunk.counts), torch.tensor(group.limits(chunk))
+        strides = _whole_numbers([stride for x in tensors for stride in x.stride()[:3]])
+        counts, limits = _whole_numbers(chunk.counts), _whole_numbers(group.limits(chunk))
         output = chunk.query.new_empty(rows, columns, query_heads, chunk.value.shape[-1])
         failed = self._native.h2o_prefill(
             addressof(bound.attention),
             bound.slots.ctypes.data,
             1,
             rows,
-            pointer(counts),
-            pointer(limits),
+            pointer(counts, torch.int64, rows),
+            pointer(limits, torch.int64, rows),
             columns,
-            *(x.data_ptr() for x in tensors),
-            pointer(strides),
+            *(pointer(x, group.dtype, x.numel(), strided=True) for x in tensors),
+            pointer(strides, torch.int64, 9),
             columns,
-            chunk.query.dtype == torch.bfloat16,
-            pointer(output),
+            group.dtype == torch.bfloat16,
+            pointer(output, group.dtype, output.numel()),
             torch.get_num_threads(),
         )
         if failed == _NO_MEMORY:
@@ -111,3 +112,7 @@ class NativeKernels:
         bound = BoundLayer([group], attention, limit)
         self._bound[group] = (revision, chunk.transform, limit), bound
         return bound
+
+
+def _whole_numbers(numbers: Sequence[int]) -> Tensor:
+    return torch.tensor(numbers, dtype=torch.int64, device="cpu")

@@ -134,16 +134,16 @@ def norm_of(module: Any, size: int, name: str) -> Norm:
         DescriptionError: it is neither a layer norm nor an RMS norm of this size.
     """
     weight, bias = as_float32(getattr(module, "weight", None), name), as_float32(getattr(module, "bias", None), name)
-    one = torch.ones(size)
+    one = torch.ones(size, dtype=torch.float32, device="cpu")
     if any(tensor is not None and tensor.shape != one.shape for tensor in (weight, bias)):
         raise DescriptionError(f"{name} is a {type(module).__name__} that does not normalize {size} elements")
     attributes = (getattr(module, key, None) for key in ("eps", "variance_epsilon", "epsilon"))
     epsilons = [float(value) for value in attributes if value is not None][:1] or _EPSILONS
     dtype = getattr(module, "weight", one).dtype if weight is not None else torch.float32
-    values = (torch.arange(size) * 1.7).cos() + 0.3
+    values = (torch.arange(size, dtype=torch.float32, device="cpu") * 1.7).cos() + 0.3
     x = torch.stack((values, values * 1e-3)).to(dtype)
     expected = _evaluate(module, x, name)
-    best, smallest_error = Norm(), torch.tensor(torch.inf)
+    best, smallest_error = Norm(), torch.inf
     for kind, epsilon in itertools.product((NormKind.RMS, NormKind.LAYER), epsilons):
         for factor in (one,) if weight is None else (weight, 1 + weight):
             candidate = Norm(kind, factor.contiguous(), bias, epsilon)
@@ -171,7 +171,7 @@ def activation_of(function: Any, name: str) -> Activation:
     Raises:
         DescriptionError: none of them.
     """
-    x = torch.linspace(-6, 6, 97)
+    x = torch.linspace(-6, 6, 97, dtype=torch.float32, device="cpu")
     y = _evaluate(function, x, name)
     for activation, known in ACTIVATIONS.items():
         if _relative_error(known(x), y) < 1e-6:
@@ -189,11 +189,11 @@ def embedding_scale(module: Any, matrix: Matrix, name: str) -> float:
     if isinstance(scale, Tensor):
         scale = scale.to(module.dtype if hasattr(module, "tiles") else module.weight.dtype)
     scale = float(scale)
-    ids = torch.tensor([0, matrix.rows - 1])
+    ids = torch.tensor([0, matrix.rows - 1], device="cpu")
     if matrix.kind in DTYPES.values():
         rows = matrix.weights[ids].float()
     else:
-        rows = gather(matrix.weights, matrix.kind, matrix.columns, ids, torch.float32)
+        rows = gather(matrix.weights, matrix.kind, matrix.rows, matrix.columns, ids, torch.float32)
     if not _relative_error(_evaluate(module, ids, name), rows * scale) < 1e-2:
         raise DescriptionError(f"{name} is a {type(module).__name__} that does more than scale its rows")
     return scale
@@ -227,9 +227,9 @@ def rope_of(rotary: Any, layer_type: str | None, attention: Any, name: str) -> R
         raise DescriptionError(
             f"{name} rotates {attention.rotary_ndims} elements, its table has {2 * len(frequencies)}"
         )
-    positions = torch.tensor([_TEST_POSITIONS])
-    cos, sin = rotary(torch.zeros(1), positions, *layer_args)
-    rotated_angles = torch.outer(torch.tensor(_TEST_POSITIONS, dtype=torch.float32), frequencies).repeat(1, 2)
+    positions = torch.tensor([_TEST_POSITIONS], device="cpu")
+    cos, sin = rotary(torch.zeros(1, dtype=torch.float32, device="cpu"), positions, *layer_args)
+    rotated_angles = torch.outer(positions[0].float(), frequencies).repeat(1, 2)
     if cos.shape[1:] != rotated_angles.shape or not (
         _relative_error(rotated_angles.cos() * scale, cos[0]) < 1e-5
         and _relative_error(rotated_angles.sin() * scale, sin[0]) < 1e-5
@@ -245,14 +245,14 @@ def _rotates_halves(attention: Any, cos: Tensor, sin: Tensor) -> bool:
     apply = getattr(sys.modules[type(attention).__module__], "apply_rotary_pos_emb", None)
     if apply is None:
         return False
-    x = (torch.arange(cos[0].numel()) * 0.9).sin().view(1, 1, *cos.shape[1:])
+    x = (torch.arange(cos[0].numel(), dtype=torch.float32, device="cpu") * 0.9).sin().view(1, 1, *cos.shape[1:])
     half = x.shape[-1] // 2
     expected = x * cos + torch.cat((-x[..., half:], x[..., :half]), -1) * sin
     try:
         query, key = apply(x, x, cos, sin)
     except (TypeError, ValueError, RuntimeError, IndexError):
         return False
-    return all(y.shape == x.shape and bool(_relative_error(expected, y) < 1e-5) for y in (query, key))
+    return all(y.shape == x.shape and _relative_error(expected, y) < 1e-5 for y in (query, key))
 
 
 @torch.no_grad()
@@ -267,8 +267,8 @@ def _evaluate(function: Any, x: Tensor, name: str) -> Tensor:
     return y.float()
 
 
-def _relative_error(actual: Tensor, expected: Tensor) -> Tensor:
+def _relative_error(actual: Tensor, expected: Tensor) -> float:
     """Largest absolute difference relative to the largest expected magnitude."""
     if actual.shape != expected.shape:
-        return torch.tensor(torch.inf)
-    return (actual - expected).abs().max() / expected.abs().max().clamp_min(torch.finfo(torch.float32).tiny)
+        return torch.inf
+    return float((actual - expected).abs().max() / expected.abs().max().clamp_min(torch.finfo(torch.float32).tiny))

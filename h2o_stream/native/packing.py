@@ -9,6 +9,7 @@ import ctypes
 from typing import Final
 
 import torch
+from gguf.constants import GGML_QUANT_SIZES
 from torch import Tensor
 
 from h2o_stream.errors import ConfigError
@@ -57,6 +58,12 @@ def tiles_shape(kind: MatrixKind, rows: int, columns: int) -> tuple[int, int]:
     return -(-rows // ROWS), size
 
 
+def packed_bytes(kind: MatrixKind, rows: int, columns: int) -> int:
+    """Bytes of a packed matrix."""
+    tiles, size = tiles_shape(kind, rows, columns)
+    return tiles * size
+
+
 def _block_bytes(kind: MatrixKind, groups: int) -> int:
     grid, bits = {
         MatrixKind.INT8: (2 * groups, 8),
@@ -82,7 +89,7 @@ def pack(weights: Tensor, kind: MatrixKind, out: Tensor | None = None) -> Tensor
     out = _empty(kind, rows, columns) if out is None else out
     require_library().h2o_pack(
         ctypes.byref(_matrix(out, kind, rows, columns)),
-        pointer(weights),
+        pointer(weights, weights.dtype, rows * columns),
         _SOURCE_DTYPES[weights.dtype],
         torch.get_num_threads(),
     )
@@ -114,11 +121,20 @@ def repack(
 
     Raises:
         ConfigError: the library does not support this type.
+        H2OStreamError: there are too few blocks.
+        IndexError: `order` names a row that does not exist.
     """
     out = _empty(kind, rows, columns) if out is None else out
     matrix = _matrix(out, kind, rows, columns)
+    block, block_bytes = GGML_QUANT_SIZES.get(gguf_type, (1, 0))  # type: ignore[call-overload]  # an int equals its type
+    if order is not None:
+        _check_range(order, rows, "row")
     if require_library().h2o_repack(
-        ctypes.byref(matrix), pointer(blocks), gguf_type, pointer(order), torch.get_num_threads()
+        ctypes.byref(matrix),
+        pointer(blocks, torch.uint8, rows * columns // block * block_bytes),
+        gguf_type,
+        pointer(order, torch.int64, rows),
+        torch.get_num_threads(),
     ):
         raise ConfigError(f"weights of GGUF type {gguf_type} cannot be repacked")
     return out
@@ -141,30 +157,58 @@ def unpack(
     Returns:
         [count, columns] of `dtype`.
     """
-    out = torch.empty(count, columns, dtype=dtype) if out is None else out
+    out = torch.empty(count, columns, dtype=dtype, device="cpu") if out is None else out
     matrix = _matrix(tiles, kind, first + count, columns)
     in_bfloat16 = dtype == torch.bfloat16
-    require_library().h2o_unpack(ctypes.byref(matrix), pointer(out), first, count, in_bfloat16, torch.get_num_threads())
+    address = pointer(out, torch.bfloat16 if in_bfloat16 else torch.float32, count * columns)
+    require_library().h2o_unpack(ctypes.byref(matrix), address, first, count, in_bfloat16, torch.get_num_threads())
     return out
 
 
-def gather(tiles: Tensor, kind: MatrixKind, columns: int, rows: Tensor, dtype: torch.dtype) -> Tensor:
-    """Dequantize rows by index: [n, columns] of `dtype` (float32 or bfloat16) for `rows`, int64 [n]."""
-    out = torch.empty(len(rows), columns, dtype=dtype)
-    matrix = _matrix(tiles, kind, len(tiles) * ROWS, columns)
+def gather(tiles: Tensor, kind: MatrixKind, rows: int, columns: int, ids: Tensor, dtype: torch.dtype) -> Tensor:
+    """Dequantize rows by index.
+
+    Args:
+        tiles: as returned by `pack`.
+        kind: packed format.
+        rows: rows of the matrix.
+        columns: columns of the matrix.
+        ids: int64 [n], which rows.
+        dtype: float32 or bfloat16.
+
+    Returns:
+        [n, columns] of `dtype`.
+
+    Raises:
+        IndexError: there is no such row.
+    """
+    _check_range(ids, rows, "token")
+    out = torch.empty(len(ids), columns, dtype=dtype, device="cpu")
+    matrix = _matrix(tiles, kind, rows, columns)
     in_bfloat16 = dtype == torch.bfloat16
     require_library().h2o_gather(
-        ctypes.byref(matrix), pointer(rows), len(rows), pointer(out), in_bfloat16, torch.get_num_threads()
+        ctypes.byref(matrix),
+        pointer(ids, torch.int64, len(ids)),
+        len(ids),
+        pointer(out, torch.bfloat16 if in_bfloat16 else torch.float32, len(ids) * columns),
+        in_bfloat16,
+        torch.get_num_threads(),
     )
     return out
 
 
+def _check_range(indices: Tensor, limit: int, what: str) -> None:
+    if len(indices) and not (int(indices.min()) >= 0 and int(indices.max()) < limit):
+        wrong = next(index for index in indices.tolist() if not 0 <= index < limit)
+        raise IndexError(f"{what} {wrong} is not one of {limit}")
+
+
 def _empty(kind: MatrixKind, rows: int, columns: int) -> Tensor:
-    return torch.empty(tiles_shape(kind, rows, columns), dtype=torch.uint8)
+    return torch.empty(tiles_shape(kind, rows, columns), dtype=torch.uint8, device="cpu")
 
 
 def _matrix(tiles: Tensor, kind: MatrixKind, rows: int, columns: int) -> Matrix:
-    return Matrix(pointer(tiles), None, rows, columns, kind)
+    return Matrix(pointer(tiles, torch.uint8, packed_bytes(kind, rows, columns)), None, rows, columns, kind)
 
 
 def require_library() -> ctypes.CDLL:

@@ -21,9 +21,9 @@ from h2o_stream.cache.h2o_cache import H2OCache
 from h2o_stream.cache.verification import error_of, tolerance_of
 from h2o_stream.errors import H2OStreamError, OutOfMemoryError
 from h2o_stream.native import library
-from h2o_stream.native.abi import SLOTS, STREAM
+from h2o_stream.native.abi import SLOTS, STREAM, pointer
 from h2o_stream.native.describe import describe
-from h2o_stream.native.description import Description, DescriptionError, NativeModel
+from h2o_stream.native.description import DescriptionError, NativeModel
 from h2o_stream.native.model_guard import ModelGuard
 from h2o_stream.native.slots import BoundLayer, unsupported, unsupported_rules
 
@@ -47,22 +47,21 @@ def make_stepper(model: Any, cache: H2OCache) -> Stepper | CheckedStepper | str:
     native = library.loaded()
     if native is None:
         return library.missing_reason() or "there is no compiled library"
-    description, steps = _described(model, cache), None
-    if not isinstance(description, str):
-        parts = native, NativeModel(description), ModelGuard(model, description)
-        steps = functools.partial(Stepper, *parts)
+    described, steps = _described(native, model, cache), None
+    if not isinstance(described, str):
+        steps = functools.partial(Stepper, native, *described)
     if failure := _failure(cache, steps):
         if steps is None or _failure(cache, None):
             cache.kernels = None
         return failure
-    if isinstance(description, str) or steps is None:
-        return str(description)
+    if isinstance(described, str) or steps is None:
+        return str(described)
     stepper = steps(cache)
     return CheckedStepper(stepper, model) if os.environ.get(CHECK) else stepper
 
 
-def _described(model: Any, cache: H2OCache) -> Description | str:
-    """What native steps need, or why there are none."""
+def _described(native: CDLL, model: Any, cache: H2OCache) -> tuple[NativeModel, ModelGuard] | str:
+    """The description as structures, and what watches that it holds; or the reason why steps stay eager."""
     if cache.storage_device is not None or (getattr(model, "tp_size", None) or 1) > 1:
         return "the cache is in host memory or the model is shared by several processes"
     if not all(spec.attends for spec in cache.specs) or cache.recurrent_layers:
@@ -71,11 +70,12 @@ def _described(model: Any, cache: H2OCache) -> Description | str:
         return "it rotates the dimensions of a head in another order than halves"
     try:
         description = describe(model)
+        guard = ModelGuard(native, model, description)
     except DescriptionError as reason:
         return str(reason)
     if cache.plan.positions == "absolute" and not description.supports_absolute:
         return "its rotary frequencies change with the length of the text"
-    return next(filter(None, map(unsupported_rules, cache.head_groups)), "") or description
+    return next(filter(None, map(unsupported_rules, cache.head_groups)), "") or (NativeModel(description), guard)
 
 
 def _failure(cache: H2OCache, steps: Callable[[H2OCache], Stepper] | None) -> str:
@@ -115,18 +115,19 @@ class Stepper:
         self._step = native.h2o_step_open(ctypes.addressof(model.struct))
 
     def __del__(self) -> None:
-        if self._step:
+        if getattr(self, "_step", None):
             self._native.h2o_step_close(self._step)
 
     def logits(self, kwargs: dict[str, Any]) -> Tensor | None:
         """A token of each row; see `h2o_stream.cache.forward.Stepper`."""
-        return self.run(kwargs["input_ids"])
+        logits = self.run(kwargs["input_ids"])
+        return None if logits is None else logits.to(self.model.description.dtype)
 
     def run(self, tokens: Tensor, trace: Tensor | None = None) -> Tensor | None:
         """Take a token of each row through the model, and count it.
 
         Args:
-            tokens: [B, 1] int64.
+            tokens: [B, 1] int64 or int32.
             trace: [layers + 1, B, hidden] float32: gets the residual stream before every layer and after the last.
 
         Returns:
@@ -134,6 +135,8 @@ class Stepper:
         """
         rows, cache = len(tokens), self.cache
         if rows > MAX_ROWS or len(cache.tokens.lengths) != rows or tokens.device.type != "cpu":
+            return None
+        if tokens.dtype not in (torch.int64, torch.int32):
             return None
         cache.make_room()
         if self._revision != cache.revision:
@@ -151,14 +154,16 @@ class Stepper:
         if ids.min() < 0 or ids.max() >= self.model.struct.vocab_size:
             return None  # the model's own forward refuses it
         self._streams["token"] = ids
-        logits = torch.empty(rows, 1, self.model.struct.vocab_size)
+        vocabulary, model = self.model.struct.vocab_size, self.model
+        logits = torch.empty(rows, 1, vocabulary, dtype=torch.float32, device="cpu")
+        traced = (len(model.layers) + 1) * rows * model.struct.hidden_size
         cache.begin_token()
         failed = self._native.h2o_step(
             self._step,
             self._streams.ctypes.data,
             rows,
-            logits.data_ptr(),
-            0 if trace is None else trace.data_ptr(),
+            pointer(logits, torch.float32, rows * vocabulary),
+            pointer(trace, torch.float32, traced),
             min(torch.get_num_threads(), self._most_threads),
         )
         if failed:
@@ -170,8 +175,6 @@ class Stepper:
     def _bind(self) -> str:
         """Bind the addresses of all slots; why the library does not support them, or nothing."""
         self._revision = self.cache.revision
-        if not self._unchanged.weights_unchanged:
-            return "weights were written to since the model was attached"
         bound: list[BoundLayer] = []
         first = 0
         for cached, layer in zip(self.cache.layers, self.model.layers, strict=True):
@@ -212,7 +215,8 @@ class CheckedStepper:
         eager = self._forward(**kwargs, output_hidden_states=True)
         cache.load_state_dict(before)
         cache.stream_number = number  # it is the same stream
-        trace = torch.empty(len(model.layers) + 1, len(tokens), model.struct.hidden_size)
+        shape = len(model.layers) + 1, len(tokens), model.struct.hidden_size
+        trace = torch.empty(shape, dtype=torch.float32, device="cpu")
         logits = self._stepper.run(tokens, trace)
         if logits is None:
             return None
@@ -229,4 +233,4 @@ class CheckedStepper:
                 f"logits of the native step are off by {error_of(logits, eager.logits):.1e} of their rms, at most "
                 f"{tolerance:.0e} is rounding; use --engine eager"
             )
-        return logits
+        return logits.to(model.description.dtype)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
@@ -12,7 +11,7 @@ from torch import Tensor
 
 from h2o_stream.recall.passage import Candidate, Passage, Verdict
 from h2o_stream.recall.passages import sentences
-from h2o_stream.recall.terms import TermWeights, first_person, words
+from h2o_stream.recall.terms import TermWeights, first_person, is_question, words
 
 PERSONAL_THRESHOLD, TYPED_THRESHOLD, TEXT_THRESHOLD, REPLY_THRESHOLD = 0.32, 0.7, 0.7, 0.84
 """Lowest scores that are recalled: when users ask of themselves, of what they told; when they ask of other things, of
@@ -79,9 +78,6 @@ _SHORT = 240
 _MOST_TERMS = 24
 """Most terms of a message."""
 
-_QUESTION = re.compile(r"[?\uff1f\u061f\u037e\u055e]\s*[\"'”\u2019»)\]]*\s*$")
-"""The end of a question, with the marks of Latin, Chinese, Arabic, Greek and Armenian."""
-
 _Part = tuple[str, list[str]]
 
 
@@ -146,7 +142,7 @@ def _request(message: str) -> str:
     if len(message) < _LONG:
         return message
     parts = _sentences(message)
-    questions = [part for part in parts if _QUESTION.search(part)]
+    questions = [part for part in parts if is_question(part)]
     return " ".join(questions or parts[-1:])
 
 
@@ -173,7 +169,7 @@ def _with_questions(passages: list[Passage], index: _Index) -> dict[Passage, Pas
     """The passages and the replies to the questions among them; each with the question, or with itself."""
     answers = {passage: passage for passage in passages}
     for passage in passages:
-        if passage.role == "user" and _QUESTION.search(passage.text):
+        if passage.role == "user" and is_question(passage.text):
             for reply in index.following(passage, 2):
                 if reply.turn == passage.turn and reply.role == "assistant":
                     answers[reply] = passage
@@ -214,7 +210,7 @@ class _Matcher:
         around = torch.stack(context).amax(0) if context else torch.empty(0)
         best: _Match | None = None
         for (text, tokens), row in zip(parts, rows, strict=True):
-            if _QUESTION.search(text) or not any(self._new[self._columns[word]] for word in tokens):
+            if is_question(text) or not any(self._new[self._columns[word]] for word in tokens):
                 continue
             covered = torch.maximum(row, around) * self._weights
             score = float(covered.sum()) * (1 if passage.role == "user" else _REPLY)

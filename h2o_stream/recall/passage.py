@@ -58,10 +58,12 @@ class Candidate:
 
 @dataclass(frozen=True)
 class Recalled:
-    """The event before a reply for which passages are read again.
+    """The event before a reply for which passages were found.
 
     Attributes:
-        candidates: the passages, as they are read.
+        candidates: the passages that are read again, as they are read.
+        no_room: those for which the window has no room.
     """
 
     candidates: tuple[Candidate, ...]
+    no_room: tuple[Candidate, ...] = ()

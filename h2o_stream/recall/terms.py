@@ -75,12 +75,23 @@ _SMALL_TALK = frozenset(
 )
 """Words that talk about talking. The vocabulary holds some of them for rare: it was learned from texts, not chats."""
 
+_QUESTION_MARKS = "?", "\uff1f", "\u061f", "\u037e", "\u055e"
+"""The marks of Latin, Chinese, Arabic, Greek and Armenian."""
+
+_CLOSING_MARKS = "\"'”\u2019»)]"
+"""What may follow the mark of a question."""
+
 _FIRST_PERSON = re.compile(
     r"\b(?:i|my|mine|we|our|ours|ich|mich|mir|mein\w{0,2}|wir|unser\w{0,2}|je|moi|mon|ma|mes|nous|notre|nos|yo|mi|mis"
     r"|nosotr[oa]s|nuestr[oa]s?|io|mio|mia|miei|noi|nostr[oaie]|eu|meus?|minhas?|nós|noss[oa]s?|ik|mijn|wij|onze?"
     r"|я|мой|моя|моё|мои|мне|меня|мы|наш\w?)\b|我|私|僕|저는|제가|나는|내가",
     re.IGNORECASE,
 )
+
+
+def is_question(text: str) -> bool:
+    """Whether a text ends with a question. Takes linear time, whatever the text."""
+    return text.rstrip().rstrip(_CLOSING_MARKS).rstrip().endswith(_QUESTION_MARKS)
 
 
 def first_person(text: str) -> bool:

@@ -73,7 +73,7 @@ class Conversation:
         self._stops, self._thinking = stops, thinking
         self._active = ActiveTurn()
         self.metadata = Metadata(system, self._template(system))
-        self.engine.pin(self.metadata.template.first_turn("").num_pinned)
+        self.engine.pin(self.metadata.template.opening_size)
 
     @property
     def system(self) -> str | None:
@@ -156,7 +156,7 @@ class Conversation:
 
     def _restart(self, system: str | None, turns: int = 0) -> None:
         template = self._template(system)
-        num_pinned = template.first_turn("").num_pinned
+        num_pinned = template.opening_size
         self.mark_torn()
         self.engine.reset()
         self.engine.unpin()
@@ -179,8 +179,10 @@ class Conversation:
 
     def _say(self, message: UserTurn) -> ReplyEvents:
         text, prompt, template = text_of(message), self._prompt(message), self.metadata.template
-        if recalled := self.recall.find(question_of(message)):
-            yield Recalled(recalled)
+        recalled = self.recall.find(question_of(message))
+        if recalled or self.recall.no_room:
+            yield Recalled(recalled, self.recall.no_room)
+        if recalled:
             prompt = self._with_recalled(prompt, recalled, message)
         reply = GrowingReply(text, template.markers, prompt.num_thinking is not None, recalled)
         with self._indexing(text, reply.answer):

@@ -15,7 +15,7 @@ from h2o_stream.errors import DataError, H2OStreamError
 from h2o_stream.session.conversation import Conversation, FeedEvents, ReplyEvents
 from h2o_stream.session.messages import encodable
 from h2o_stream.session.sessions import Session
-from h2o_stream.session.transactions import Checkpoint, State, Transactions
+from h2o_stream.session.transactions import State, Transactions
 from h2o_stream.session.transcript import Entry, Header, Kind
 from h2o_stream.session.turn import Turn
 
@@ -273,20 +273,61 @@ class ConversationHistory:
             session = transactions.open_session(name, create=False)
             header = session.transcript.header
             conversation.restart(header.system if header else None)
-            replayed = Checkpoint(conversation.metadata, transactions.rng_state)
-            for entry in session.transcript.entries:
-                kind: Kind = "pinned" if entry.kind == "pinned" else "told"
-                with closing(self._feed(entry.prompt, entry.text, kind)) as events:
-                    for event in events:
-                        if isinstance(event, Finished):
-                            transactions.roll_back()
-                            yield event
-                            return
-                        yield event
-                state, metadata = transactions.copy_state(), conversation.metadata
-                replayed = replayed.with_turn(metadata, replace(entry, turn=metadata.turns, kind=kind), state)
+            replayed = yield from transactions.replay(_told(entry) for entry in session.transcript.entries)
+            if replayed is None:
+                return
             session.add_all(self.header(), replayed.entries, replayed.states.get)
             transactions.commit_session(session)
+
+    # another cache or model
+
+    def suspend(self) -> None:
+        """Make sure that `resume` can bring the conversation back after its engine was closed.
+
+        Raises:
+            H2OStreamError: the state after the last turn is not available. Nothing has changed.
+        """
+        self._transactions.prepare()
+        checkpoint = self._transactions.checkpoint
+        if checkpoint.last_turn and checkpoint.state(checkpoint.last_turn) is None:
+            raise H2OStreamError("the state after the last turn was not saved, so there would be no way back")
+
+    def resume(self) -> None:
+        """Bring the conversation back to its last turn after its engine was reopened."""
+        self.conversation.mark_torn()
+        self._transactions.roll_back()
+
+    def continue_in(self, conversation: Conversation, header: Header) -> FeedEvents:
+        """Feed the transcript to another conversation and continue there, in the same session.
+
+        Args:
+            conversation: a new one, with the system prompt of this one.
+            header: describes it.
+
+        Yields:
+            The events of all turns. If a turn ends early, or the iterator is closed, nothing has changed.
+
+        Raises:
+            ConfigError, DataError: see `replay`. Nothing has changed.
+        """
+        return self._transactions.start(self._continue_in(conversation, header))
+
+    def _continue_in(self, conversation: Conversation, header: Header) -> FeedEvents:
+        old, new = self._transactions.checkpoint, Transactions(conversation, header)
+        checkpoint = yield from new.replay(old.entries)
+        if checkpoint is None:
+            return
+        if old.session is None:
+            new.checkpoint = checkpoint
+        else:
+            old.session.add_all(new.header, checkpoint.entries, checkpoint.states.get)
+            self.conversation.recall.use(None)
+            new.commit_session(old.session)
+        self.conversation, self._transactions = conversation, new
+
+
+def _told(entry: Entry) -> Entry:
+    return entry if entry.kind == "pinned" else replace(entry, kind="told")
 
 
 def _with_detail(event: _End, trouble: str) -> _End:

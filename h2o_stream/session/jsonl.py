@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from pathlib import Path
 from types import UnionType
@@ -73,6 +73,11 @@ def to_json_line(record: Mapping[str, Any], encoding: str | None = "utf-8") -> s
     except UnicodeEncodeError:
         line = json.dumps(record)
     return line + "\n"
+
+
+def jsonl_text(records: Iterable[Mapping[str, Any]]) -> str:
+    """JSON Lines."""
+    return "".join(json.dumps(record, ensure_ascii=False) + "\n" for record in records)
 
 
 def read_objects(path: Path, option: str) -> list[tuple[str, dict[str, Any]]]:

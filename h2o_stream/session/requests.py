@@ -6,7 +6,8 @@ possibly nested under ``request``). Both have ``max_tokens``, ``temperature``, `
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -23,11 +24,13 @@ class Request:
         prompt: the text, which is fed to the model unchanged.
         reference: a reference answer, or None.
         sampling: the request's sampling settings, with its maximum length and stop strings.
+        record: the request as it was read.
     """
 
     prompt: str
     reference: str | None
     sampling: SamplingConfig
+    record: Mapping[str, Any] = field(default_factory=dict, compare=False)
 
 
 def read_requests(path: Path, limit: int | None = None) -> tuple[Request, ...]:
@@ -43,6 +46,7 @@ def read_requests(path: Path, limit: int | None = None) -> tuple[Request, ...]:
 
 
 def _parse(record: dict[str, Any], place: str) -> Request:
+    given = record.get("request", record)
     if isinstance(record.get("request"), dict):
         record = {**record, **record["request"]}
     prompt, reference = record.get("article", record.get("prompt")), record.get("summary_gt")
@@ -50,7 +54,7 @@ def _parse(record: dict[str, Any], place: str) -> Request:
         raise DataError(f"{place}: article or prompt must be a non-empty string")
     if not isinstance(reference, str | None):
         raise DataError(f"{place}: summary_gt must be a string")
-    return Request(prompt, reference, _sampling(record, place))
+    return Request(prompt, reference, _sampling(record, place), given)
 
 
 def _sampling(record: dict[str, Any], place: str) -> SamplingConfig:
@@ -70,6 +74,8 @@ def _sampling(record: dict[str, Any], place: str) -> SamplingConfig:
             temperature=numbers["temperature"],
             top_p=numbers["top_p"],
             top_k=0,
+            min_p=0.0,
+            repetition_penalty=1.0,
             max_tokens=int(numbers["max_tokens"]),
             stop=tuple(stop),
         )

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
 from h2o_stream.errors import ConfigError, DataError
-from h2o_stream.resources import data_folder
+from h2o_stream.resources import data_folder, private_data_folder
 from h2o_stream.session.state_files import StateFiles
 from h2o_stream.session.transcript import Entry, Header, Transcript, header_record, turn_record
 
@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 MAX_STATES = 8
 """Number of turns that can be undone."""
 
+_SESSIONS = "sessions"
 _NAME = re.compile(r"\w[\w.-]{0,63}")
 _NAME_BYTES = 255
 """The limit of file systems."""
@@ -57,7 +58,10 @@ class Session:
         try:
             if not create and not (path.exists() and path.stat().st_size):  # without a line it was never started
                 raise DataError(f"there is no session {name}; h2o-chat --sessions lists them")
-            self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            if folder is None:
+                private_data_folder(_SESSIONS)
+            self._folder.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+            self._folder.mkdir(mode=0o700, exist_ok=True)
             self._lock = FileLock(self._folder / "lock", timeout=0)
             self._lock.acquire()
             self.transcript, self._states = Transcript(path), StateFiles(self._folder)
@@ -218,7 +222,7 @@ def saved_sessions(folder: Path | None = None) -> list[tuple[str, Transcript]]:
 
 def sessions_folder() -> Path:
     """The user's folder of sessions."""
-    return data_folder() / "sessions"
+    return data_folder() / _SESSIONS
 
 
 def find_transcript(name: str) -> Transcript:

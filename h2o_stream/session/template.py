@@ -7,11 +7,10 @@ conversation, and once for the text between two replies.
 
 from __future__ import annotations
 
-import json
-import re
+import secrets
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import takewhile
 from typing import Any
 
@@ -19,6 +18,7 @@ from jinja2 import TemplateError
 
 from h2o_stream.config import THINKING_VARIABLES
 from h2o_stream.errors import DataError, H2OStreamError, UnsupportedModelError
+from h2o_stream.session.control_tokens import ControlTokens
 from h2o_stream.session.messages import Message, Tool, UserTurn, with_placeholders
 from h2o_stream.session.thinking import Markers, find_markers
 
@@ -81,7 +81,8 @@ class ChatTemplate:
         self._end_tokens = end_tokens
         self._added = tokenizer.backend_tokenizer.get_added_tokens_decoder()
         self._special = tuple(token.content for token in self._added.values())
-        self._system_text = (system or "").strip()
+        self._controls = ControlTokens(tokenizer)
+        self._nonce = secrets.token_hex(8)
         self._variables = dict[str, bool]()
         if thinking is not None and self.thinking_switch:
             self._variables = {self.thinking_switch: thinking}
@@ -94,13 +95,10 @@ class ChatTemplate:
             UnsupportedModelError: see `next_turn`; or the template omits the tools.
         """
         before, after = self._opening
-        if isinstance(user, str):
-            tokens = self._encode(before, user, after)
-        elif user[0]["role"] != "user":
+        if not isinstance(user, str) and user[0]["role"] != "user":
             raise DataError(f"the first message has the role {user[0]['role']}; a conversation begins with user")
-        else:
-            tokens = self._encode_messages(user, self._render_first)
-        pinned = _shared(tokens, self._tokens(before))
+        tokens, after = self._compose(user, self._render_first, after)
+        pinned = _shared(tokens, self._controls.encode(before))
         return Prompt(tokens, pinned, num_thinking=self._num_thinking(tokens, after))
 
     def next_turn(self, user: UserTurn, ended: bool) -> Prompt:
@@ -116,12 +114,9 @@ class ChatTemplate:
             UnsupportedModelError: the template rejects the messages, or omits tool calls or results.
         """
         before, after = self._following
-        if isinstance(user, str):
-            tokens = self._encode(before, user, after)
-        else:
-            tokens = self._encode_messages(user, self._render_next)
+        tokens, after = self._compose(user, self._render_next, after)
         if ended:
-            start = tokens[: _shared(tokens, self._tokens(before))]
+            start = tokens[: _shared(tokens, self._controls.encode(before))]
             tokens = tokens[next((i for i, token in enumerate(start, 1) if token in self._end_tokens), 0) :]
         return Prompt(tokens, num_thinking=self._num_thinking(tokens, after))
 
@@ -132,9 +127,9 @@ class ChatTemplate:
             text: of the answer.
             thinking: whether the prompt has begun the thinking, which is then ended at once.
         """
-        ends = [token for token in self._tokens(self._following[0]) if token in self._end_tokens]
-        closing = self._tokens(f"\n{self.markers.closing}\n\n") if thinking and self.markers else []
-        return [*closing, *self._tokens(text, as_text=True), *ends[:1]]
+        ends = [token for token in self._controls.encode(self._following[0]) if token in self._end_tokens]
+        closing = self._controls.encode(f"\n{self.markers.closing}\n\n") if thinking and self.markers else []
+        return [*closing, *self._controls.encode(self._controls.guard(text)), *ends[:1]]
 
     @cached_property
     def markers(self) -> Markers | None:
@@ -176,29 +171,32 @@ class ChatTemplate:
         opening = self.markers.unclosed(after) if self.markers else ""
         if not opening:
             return None
-        begun = self._tokens(opening)
+        begun = self._controls.encode(opening)
         return len(begun) if list(tokens[-len(begun) :]) == begun else 0
 
     @cached_property
+    def opening_size(self) -> int:
+        """How many tokens come before the first message."""
+        return len(self._controls.encode(self._opening[0]))
+
+    @cached_property
     def _opening(self) -> tuple[str, str]:
-        """The text before and after the first message. A system prompt with control tokens becomes `_SYSTEM`."""
-        messages = [_message("user", _USER)]
-        rendered = self._render_first(messages)
+        """The text before and after the first message, with control tokens of the system prompt marked."""
+        messages = [_message("user", self._placeholder(_USER))]
+        rendered = self._render_turn(messages, self._render_first)
         if self._tools:
             self._refuse_markers(self._tools, "tools")
-            if rendered == self._render_first(messages, with_tools=False):
+            if rendered == self._render_turn(messages, partial(self._render_first, with_tools=False)):
                 raise UnsupportedModelError(
                     "the chat template omits tools; leave them out, or use a model that has them"
                 )
         return self._split(rendered)
 
-    def _render_first(self, messages: Sequence[Message], with_tools: bool = True) -> str:
+    def _render_first(self, messages: Sequence[Message], system: str | None, with_tools: bool = True) -> str:
         """The start of a conversation, with the system prompt."""
-        system, tools = self._system, self._tools if with_tools else []
+        tools = self._tools if with_tools else []
         if system is None:
             return self._render(messages, tools)
-        if self._has_markers(system):
-            system = system.replace(self._system_text, _SYSTEM, 1)
         if self._has_system_role:
             return self._render([_message("system", system), *messages], tools)
         first, *others = messages
@@ -215,15 +213,35 @@ class ChatTemplate:
     @cached_property
     def _following(self) -> tuple[str, str]:
         """The text before and after any later message."""
-        return self._split(self._render_next([_message("user", _USER)]))
+        return self._split(self._render_next([_message("user", self._placeholder(_USER))]))
 
-    def _render_next(self, messages: Sequence[Message]) -> str:
-        """The text between two replies. The tools are in the cache since the first turn."""
-        past = [_message("user", _FIRST_USER), _message("assistant", _REPLY)]
-        _, found, tail = self._render([*past, *messages]).rpartition(_REPLY)
+    def _render_next(self, messages: Sequence[Message], system: str | None = None) -> str:
+        """The text between two replies. System prompt and tools are in the cache since the first turn."""
+        reply = self._placeholder(_REPLY)
+        past = [_message("user", self._placeholder(_FIRST_USER)), _message("assistant", reply)]
+        _, found, tail = self._render([*past, *messages]).rpartition(reply)
         if not found:
             raise UnsupportedModelError("the chat template omits past replies; use a model with another template")
         return tail
+
+    def _placeholder(self, text: str) -> str:
+        """A text that no message has."""
+        return f"{text}-{self._nonce}"
+
+    def _render_turn(self, messages: Sequence[Message], render: Callable[[Sequence[Message], str | None], str]) -> str:
+        """What the template makes of these very messages, with their control tokens marked.
+
+        Raises:
+            DataError: it treats a message with marks differently.
+        """
+        guarded = [{**message, "content": self._controls.guard(message["content"])} for message in messages]
+        system = self._system and self._controls.guard(self._system)
+        marked = render(guarded, system)
+        changed = system != self._system or guarded != list(messages)
+        if changed and self._controls.unguard(marked) != render(messages, self._system):
+            found = self._controls.found([self._system or "", *(message["content"] for message in messages)])
+            raise DataError(f"the chat template changes texts with the control token {found}; accepted: other texts")
+        return marked
 
     def _render(
         self, messages: Sequence[Message], tools: Sequence[Tool] = (), variables: Mapping[str, bool] | None = None
@@ -236,28 +254,28 @@ class ChatTemplate:
             raise UnsupportedModelError(message) from error
 
     def _split(self, rendered: str) -> tuple[str, str]:
-        before, found, after = rendered.partition(_USER)
+        before, found, after = rendered.partition(self._placeholder(_USER))
         if not found:
             raise UnsupportedModelError("the chat template omits the user's message; use a model with another template")
         return before, after
 
-    def _encode(self, before: str, user: str, after: str) -> list[int]:
-        """Tokens of a turn. Nothing in the user's message becomes a control token."""
-        if self._has_markers(user):
-            return [*self._tokens(before), *self._tokens(user, as_text=True), *self._tokens(after)]
-        return self._tokens(before + user + after)
+    def _compose(
+        self, user: UserTurn, render: Callable[[Sequence[Message], str | None], str], after: str
+    ) -> tuple[list[int], str]:
+        """Tokens of a turn, in which no content becomes a control token, and the text after the last content."""
+        messages = [_message("user", user)] if isinstance(user, str) else list(user)
+        if not isinstance(user, str):
+            others = [{name: message[name] for name in message.keys() - {"role", "content"}} for message in messages]
+            self._refuse_markers(others, "tool_calls")
+            self._check_rendered(messages, render)
+        rendered = self._render_turn(messages, render)
+        text = self._controls.unguard(rendered)
+        ending = after if text.endswith(after) else text.rpartition(messages[-1]["content"].strip())[2]
+        return self._controls.encode(rendered), ending
 
-    def _encode_messages(self, messages: Sequence[Message], render: Callable[[Sequence[Message]], str]) -> list[int]:
-        """Tokens of a turn of several messages. No content becomes a control token."""
-        self._refuse_markers([message.get("tool_calls", ()) for message in messages], "tool_calls")
-        self._check_rendered(messages, render)
-        hidden, texts = with_placeholders(messages, lambda message: self._has_markers(message["content"]))
-        rendered, tokens = render(hidden), list[int]()
-        for piece in re.split(f"({'|'.join(texts)})", rendered) if texts else [rendered]:
-            tokens += self._tokens(texts.get(piece, piece), as_text=piece in texts)
-        return tokens
-
-    def _check_rendered(self, messages: Sequence[Message], render: Callable[[Sequence[Message]], str]) -> None:
+    def _check_rendered(
+        self, messages: Sequence[Message], render: Callable[[Sequence[Message], str | None], str]
+    ) -> None:
         """Check that the template omits neither a tool call nor a result.
 
         Raises:
@@ -265,7 +283,7 @@ class ChatTemplate:
         """
         hidden, results = with_placeholders(messages, lambda message: message["role"] == "tool")
         calls = sum(len(message.get("tool_calls", ())) for message in messages)
-        rendered = render([_with_marked_calls(message) for message in hidden])
+        rendered = render([_with_marked_calls(message) for message in hidden], self._system)
         if rendered.count(_CALL) < calls or not all(result in rendered for result in results):
             what = "results of tools" if rendered.count(_CALL) >= calls else "tool calls"
             raise UnsupportedModelError(f"the chat template omits {what}; use a model with another template")
@@ -276,26 +294,8 @@ class ChatTemplate:
         Raises:
             DataError: something would.
         """
-        text = json.dumps(value, ensure_ascii=False)
-        if marker := next((marker for marker in self._special if marker in text), None):
+        if marker := self._controls.found(value):
             raise DataError(f"{name} have the control token {marker}; accepted: any other text")
-
-    def _has_markers(self, text: str) -> bool:
-        """Whether a text contains control tokens or our placeholders."""
-        return any(marker in text for marker in (*self._special, _SYSTEM, _USER, _REPLY))
-
-    def _tokens(self, text: str, as_text: bool = False) -> list[int]:
-        """Tokens of rendered text, with the system prompt as plain text; or of a text that is plain throughout."""
-        first, *rest = [text] if as_text else text.split(_SYSTEM)
-        tokens = self._tokenize(first, as_text)
-        for piece in rest:
-            tokens += [*self._tokenize(self._system_text, as_text=True), *self._tokenize(piece, as_text)]
-        return tokens
-
-    def _tokenize(self, text: str, as_text: bool) -> list[int]:
-        pieces = self.markers.cut(text) if as_text and self.markers else [text]
-        options = {"add_special_tokens": False, "split_special_tokens": as_text}
-        return [token for piece in pieces for token in self._tokenizer(piece, **options)["input_ids"]]
 
 
 def _message(role: str, content: str) -> Message:

@@ -34,11 +34,6 @@ class Markers:
         start = text.rfind(self.opening)
         return text[start:] if start > text.rfind(self.closing) else ""
 
-    def cut(self, text: str) -> list[str]:
-        """Pieces of a text, without a whole marker in any of them: as tokens, they are no markers."""
-        pattern = "|".join(rf"(?<={re.escape(marker[0])})(?={re.escape(marker[1:])})" for marker in self.all)
-        return re.split(pattern, text)
-
 
 _TAG = re.compile(r"[<\[◁][|｜]?[\w:]*(?:think|thought|reason|inner_prefix)[\w:]*[|｜]?[>\]▷]", re.IGNORECASE)  # noqa: RUF001
 """A tag by whose name thinking may begin. It counts only with its counterpart."""

@@ -9,13 +9,14 @@ completes it.
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Generator, Iterable, Iterator, Mapping
+from contextlib import closing, contextmanager
 from dataclasses import dataclass, field, replace
 from typing import TypeVar
 
 from torch import Tensor
 
+from h2o_stream.engine.events import Finished, PrefillProgress
 from h2o_stream.errors import DataError, H2OStreamError, means_out_of_memory
 from h2o_stream.recall.recall import SaidTurn
 from h2o_stream.session.active_turn import ActiveTurn
@@ -184,6 +185,30 @@ class Transactions:
         if self._opened is not None and self._opened is not self.checkpoint.session:
             self._opened.discard()
             self._opened = None
+
+    def replay(self, entries: Iterable[Entry]) -> Generator[PrefillProgress | Finished, None, Checkpoint | None]:
+        """Feed turns to the conversation, which has none.
+
+        Yields:
+            The events of all turns. A turn that ends early is the last one, and the conversation is rolled back.
+
+        Returns:
+            The conversation after the last turn, for a commit; None if it was rolled back.
+        """
+        conversation = self.conversation
+        replayed = Checkpoint(conversation.metadata, self.rng_state)
+        for entry in entries:
+            pinned, text = entry.kind == "pinned", entry.prompt
+            with closing(conversation.pin(text) if pinned else conversation.feed_turn(text, entry.text)) as events:
+                for event in events:
+                    if isinstance(event, Finished):
+                        self.roll_back()
+                        yield event
+                        return None
+                    yield event
+            state, metadata = self.copy_state(), conversation.metadata
+            replayed = replayed.with_turn(metadata, replace(entry, turn=metadata.turns), state)
+        return replayed
 
     # ending a change
 

@@ -18,10 +18,8 @@ from h2o_stream.recall.passage import Recalled
 from h2o_stream.session.conversation import ReplyEvents
 from h2o_stream.session.history import ConversationHistory
 from h2o_stream.session.jsonl import JsonlWriter
-from h2o_stream.session.recording import Recorder
-from h2o_stream.session.transcript import Header
 from h2o_stream.session.turn import Turn
-from h2o_stream.ui.chat_context import ChatContext
+from h2o_stream.ui.chat_context import ChatContext, header
 from h2o_stream.ui.command_list import is_command
 from h2o_stream.ui.commands import Commands
 from h2o_stream.ui.documents import read_ahead
@@ -68,28 +66,28 @@ def open_chat(
     loaded: LoadedConversation | None = None,
 ) -> Iterator[Chat]:
     """A chat that is ready for its first message. Arguments as for `run_chat`; `loaded` if the model is loaded."""
-    with (
-        open_conversation("h2o-chat", settings, terminal, jsonl, loaded) as loaded,
-        Recorder(config.record, loaded.title) as recorder,
-    ):
-        plan = loaded.conversation.engine.cache.plan
-        history = ConversationHistory(loaded.conversation, Header(loaded.name, plan.policy, plan.window, None))
-        context = ChatContext(loaded, history, config, terminal, sources, settings.think)
-        with Chat(context, jsonl, recorder) as chat:
+    with open_conversation("h2o-chat", settings, terminal, jsonl, loaded) as loaded:
+        history = ConversationHistory(loaded.conversation, header(loaded))
+        context = ChatContext(loaded, history, config, terminal, jsonl, sources, settings.think)
+        with Chat(context) as chat:
             context.open_session()
             if config.prompt is None:
-                terminal.note(f"{loaded.title}. /help lists the commands, Ctrl-D leaves.", style="dim")
+                terminal.note(f"{loaded.header}. /help lists the commands, Ctrl-D leaves.", style="dim")
             yield chat
 
 
 class Chat:
     """Chats with a person at the keyboard, or with a pipe. A context manager."""
 
-    def __init__(self, context: ChatContext, jsonl: JsonlWriter, recorder: Recorder) -> None:
-        self._context, self._jsonl, self._recorder = context, jsonl, recorder
-        self._terminal, self._history, self._report = context.terminal, context.history, context.report
+    def __init__(self, context: ChatContext) -> None:
+        self._context, self._jsonl = context, context.jsonl
+        self._terminal, self._report = context.terminal, context.report
         self._commands = Commands(context)
         self._process = psutil.Process()
+
+    @property
+    def _history(self) -> ConversationHistory:
+        return self._context.history
 
     def __enter__(self) -> Chat:
         return self
@@ -118,7 +116,6 @@ class Chat:
     def say(self, message: str) -> Finish:
         """One turn: the reply streams to stdout, statistics go to stderr. Ctrl-C ends the turn."""
         interrupts = self._context.loaded.interrupts
-        self._recorder.start_turn(f"turn {self._history.conversation.metadata.turns + 1}", message)
         with interrupts:
             with closing(self._history.say(message)) as events:
                 try:
@@ -141,9 +138,8 @@ class Chat:
             reply: Reply | None = None
             for event in events:
                 self._report.add_event(event)
-                self._recorder.add_event(event)
                 if isinstance(event, Recalled):
-                    note_recalled(self._terminal, event.candidates)
+                    note_recalled(self._terminal, event)
                     continue
                 if isinstance(event, PrefillProgress):
                     status.show(event.done, event.total)
@@ -205,9 +201,12 @@ class Chat:
             return None
 
     def _typed(self) -> Iterator[str]:
+        from h2o_stream.ui.input_history import input_history
         from h2o_stream.ui.message_prompt import MessagePrompt
 
-        yield from MessagePrompt(self.toolbar, self._context.config.vim, self._terminal.note).messages()
+        config = self._context.config
+        history = input_history(config.history, self._terminal.note)
+        yield from MessagePrompt(self.toolbar, config.vim, history).messages()
 
 
 def _piped() -> Iterator[str]:

@@ -4,16 +4,26 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import closing
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
-from h2o_stream.config import ChatConfig, ThinkMode
+from h2o_stream.config import ChatConfig, Settings, ThinkMode
 from h2o_stream.engine.events import Finished, PrefillProgress
 from h2o_stream.errors import H2OStreamError
+from h2o_stream.models.load import load
 from h2o_stream.session.history import ConversationHistory, ResumeError
+from h2o_stream.session.jsonl import JsonlWriter
 from h2o_stream.session.report import RunReport
-from h2o_stream.ui.start import LoadedConversation
+from h2o_stream.session.transcript import Header
+from h2o_stream.ui.loading import show_loading
+from h2o_stream.ui.start import LoadedConversation, converse
 from h2o_stream.ui.terminal import PrefillStatus, Terminal
+
+
+def header(loaded: LoadedConversation) -> Header:
+    """Describes a conversation in its session."""
+    plan = loaded.conversation.engine.cache.plan
+    return Header(loaded.name, plan.policy, plan.window, None)
 
 
 @dataclass
@@ -21,10 +31,11 @@ class ChatContext:
     """A chat's state.
 
     Attributes:
-        loaded: the model, its title and its interrupts.
+        loaded: the model, its conversation and its interrupts.
         history: the conversation.
         config: of the chat.
         terminal: where replies and notes go.
+        jsonl: receives records.
         sources: every option's value and where it comes from.
         think: how thinking is shown.
         report: statistics so far.
@@ -35,6 +46,7 @@ class ChatContext:
     history: ConversationHistory
     config: ChatConfig
     terminal: Terminal
+    jsonl: JsonlWriter
     sources: Mapping[str, tuple[Any, str]]
     think: ThinkMode
     report: RunReport = field(default_factory=RunReport)
@@ -86,6 +98,67 @@ class ChatContext:
             self.terminal.note(f"session {name} resumed after turn {entries[-1].turn}: {last[:60]}", style="dim")
         elif not existed:
             self.terminal.note(f"session {name} started", style="dim")
+
+    def change(self, model: str | None = None, **cache: Any) -> None:
+        """Continue with another model, or with another cache: its transcript is fed again. All or nothing.
+
+        Args:
+            model: its name; None keeps the model.
+            cache: fields of `CacheConfig`.
+
+        Raises:
+            H2OStreamError: that is impossible, or was stopped. The conversation goes on as before.
+        """
+        old, loaded = self.loaded.conversation, self.loaded
+        settings = self._settings(model, cache)
+        self.history.suspend()
+        try:
+            if model is None:
+                old.engine.close()
+            new = self._open(settings)
+            try:
+                if not self.feed(self.history.continue_in(new.conversation, header(new))):
+                    raise H2OStreamError("the transcript was not fed completely; the conversation goes on as before")
+            except BaseException:
+                new.conversation.engine.close()
+                raise
+        except BaseException as error:
+            if model is None:
+                old.engine.reopen()
+                self.history.resume()
+            if isinstance(error, KeyboardInterrupt) and self.terminal.interactive and not loaded.interrupts.terminated:
+                raise H2OStreamError("stopped; the conversation goes on as before") from error
+            raise
+        old.engine.close()
+        loaded.conversation, loaded.model, loaded.settings = new.conversation, new.model, settings
+        changed = cache if model is None else {"model": model}
+        self.sources = {**self.sources, **{name: (value, f"/{name}") for name, value in changed.items()}}
+        self.jsonl.write({"type": "change", "turn": new.conversation.metadata.turns, **new.describe()})
+
+    def _settings(self, model: str | None, cache: Mapping[str, Any]) -> Settings:
+        """The settings of the conversation as it is now, with another model or cache."""
+        settings, conversation = self.loaded.settings, self.loaded.conversation
+        if "window" in cache:  # in place of what chose the window before
+            cache = {"heavy_ratio": None, "recent_ratio": None, "cache_size": None, **cache}
+        return replace(
+            settings,
+            model=settings.model if model is None else replace(settings.model, model=model),
+            cache=replace(settings.cache, **cache),
+            sampling=replace(conversation.engine.sampling, seed=conversation.engine.sampler.seed),
+            system=conversation.system,
+            recall=replace(settings.recall, mode=conversation.recall.mode),
+        )
+
+    def _open(self, settings: Settings) -> LoadedConversation:
+        old = self.loaded
+        with show_loading(settings.model.model, self.terminal) as progress:
+            model = old.model
+            if settings.model != old.settings.model:
+                model = load(settings.model, settings.cache, self.terminal.note, progress)
+            new = converse(model, settings, old.interrupts, progress)
+        new.conversation.engine.sampler.rng_state = old.conversation.engine.sampler.rng_state
+        new.conversation.recall.notify = self.terminal.note
+        return new
 
     def _confirm(self, fact: str, question: str) -> bool:
         if not self.terminal.interactive:

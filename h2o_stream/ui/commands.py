@@ -15,12 +15,13 @@ from h2o_stream.errors import ConfigError, DataError, H2OStreamError
 from h2o_stream.recall.passage import Candidate
 from h2o_stream.resources import is_file, read_text, user_path
 from h2o_stream.session.export import export
+from h2o_stream.session.history import ConversationHistory
 from h2o_stream.session.retention import retention
 from h2o_stream.session.transcript import Entry
 from h2o_stream.ui.chat_context import ChatContext
 from h2o_stream.ui.command_list import COMMANDS
 from h2o_stream.ui.documents import read_file
-from h2o_stream.ui.format import format_bytes
+from h2o_stream.ui.format import SOURCES, format_bytes, legend
 from h2o_stream.ui.heatmap import heatmap
 from h2o_stream.ui.recall import candidates_table
 from h2o_stream.ui.tables import print_report, sessions_table
@@ -35,7 +36,11 @@ class Commands:
     """Executes commands in a chat. The command ``/name`` is the method ``_name``."""
 
     def __init__(self, context: ChatContext) -> None:
-        self._context, self._terminal, self._history = context, context.terminal, context.history
+        self._context, self._terminal = context, context.terminal
+
+    @property
+    def _history(self) -> ConversationHistory:
+        return self._context.history
 
     def execute(self, line: str) -> str | None:
         """Execute a command line.
@@ -94,21 +99,45 @@ class Commands:
         elif argument:
             raise ConfigError(f"/show takes config or nothing, not {argument}")
         else:
-            sampling = dataclasses.asdict(self._history.conversation.engine.sampling)
-            sampling["seed"] = self._history.conversation.engine.sampler.seed
-            rows = [(name, "the model's" if value is None else value, "") for name, value in sampling.items()]
+            engine = self._history.conversation.engine
+            sampling = dataclasses.asdict(engine.sampling) | engine.sampler.settings | {"seed": engine.sampler.seed}
+            sources = engine.sampler.sources
+            rows = [
+                (name, value, SOURCES[sources[name]] if name in sources else "") for name, value in sampling.items()
+            ]
         table = Table.grid(padding=(0, 2, 0, 0))
         for name, value, source in rows:
             table.add_row(name, "-" if value is None else one_line(value), source)
         self._terminal.console.print(table)
 
+    def _window(self, argument: str) -> None:
+        self._context.change(window=_parse_number("/window", argument))
+        self._note_change()
+
+    def _policy(self, argument: str) -> None:
+        self._context.change(policy=argument.lower())
+        self._note_change()
+
+    def _model(self, argument: str) -> None:
+        self._context.change(argument)
+        self._note_change()
+
+    def _note_change(self) -> None:
+        counts, turns = self._history.conversation.engine.counts, len(self._history.entries)
+        fed = (
+            f"fed again: {turns} turn{'s' * (turns != 1)}, {counts.seen:,} tokens, of which {counts.cached:,} are kept"
+            if turns
+            else ""
+        )
+        self._terminal.note("; ".join(filter(None, (f"now {self._context.loaded.title}", fed))))
+
     def _stats(self, argument: str) -> None:
         counts = self._history.conversation.engine.counts
-        print_report(self._terminal, self._context.report, self._context.loaded.title)
-        self._terminal.note(
-            f"now {counts.sinks} sinks, {counts.pinned} pinned, {counts.heavy} heavy, {counts.recent} recent, "
-            f"{counts.free} free; {format_bytes(counts.nbytes)}"
-        )
+        loaded = self._context.loaded
+        print_report(self._terminal, self._context.report, loaded.title, loaded.conversation.engine.context)
+        context = self._context.loaded.conversation.engine.context
+        uses = ", ".join(text for _, text in legend(counts, context))
+        self._terminal.note(f"now {uses}; {format_bytes(counts.nbytes)}")
 
     def _why(self, argument: str) -> None:
         conversation = self._history.conversation

@@ -84,7 +84,7 @@ def run_comparison(
             if on_failure is None:
                 results = run_jobs(jobs, comparison.exclusive, processes, run_one)
             else:
-                results = run_possible_jobs(comparison, processes, run_one, on_failure)
+                results = run_possible_jobs(comparison, jobs, processes, run_one, on_failure)
             for record in comparison.records(results):
                 jsonl.write(record)
                 found.append(record)
@@ -110,7 +110,9 @@ def print_page(page: Page, terminal: Terminal) -> None:
     legend = f" ({page.legend})" if page.legend else ""
     terminal.console.print(f"{page.title}{legend}", markup=False, highlight=False)
     for table in page.tables:
-        terminal.console.print(data_table(table.title, table.header, table.rows))
+        terminal.console.print(data_table(table))
+    if page.verdict:
+        terminal.console.print(page.verdict, style="bold", markup=False, highlight=False)
 
 
 def progress_bars(terminal: Terminal) -> Progress:

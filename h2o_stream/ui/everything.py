@@ -43,6 +43,9 @@ def run_everything(options: AllOptions, terminal: Terminal, jsonl: JsonlWriter, 
         try:
             run_comparison(chosen.make(), chosen.out, terminal, jsonl, processes, partial(left_out.add, name))
             measured += 1
+        except KeyboardInterrupt:
+            terminal.note("interrupted; the same command resumes, finished jobs are not run again")
+            raise
         except Exception as error:  # the others are measured all the same
             if number == 1 and len(left_out.items) == known:
                 raise

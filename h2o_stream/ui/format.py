@@ -2,8 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
 from h2o_stream.cache.counts import CacheCounts
+from h2o_stream.config import BENCH
 from h2o_stream.session.turn import Turn
+
+if TYPE_CHECKING:
+    from h2o_stream.engine.engine import Engine
 
 
 def format_bytes(nbytes: int) -> str:
@@ -35,32 +42,91 @@ def format_duration(seconds: float) -> str:
     return f"{seconds / 60:.0f} min" if seconds < 6000 else f"{seconds / 3600:.1f} h"
 
 
-SLOT_COLORS = {"sinks": "cyan", "pinned": "blue", "heavy": "red", "recent": "green", "free": "bright_black"}
-"""What slots are used for, and the color of each use."""
+SOURCES = {
+    "given": "given",
+    "generation_config": "the model's own",
+    "model": "ours for this model",
+    "default": "default",
+}
+"""Where a sampling setting comes from, in words."""
+
+_SHORT = {"temperature": "temp", "top_p": "top-p", "top_k": "top-k", "min_p": "min-p", "repetition_penalty": "penalty"}
+
+
+def sampling_values(engine: Engine) -> dict[str, float | str]:
+    """The sampling settings in use."""
+    bench = {"temperature": BENCH} if engine.sampling.temperature == BENCH else {}
+    return {**engine.sampler.settings, **bench}
+
+
+def sampling_line(engine: Engine) -> str:
+    """How tokens are sampled: temp 0.7 · top-p 0.95 · penalty 1.1. What has no effect is left out."""
+    values = sampling_values(engine)
+    neutral: dict[str, float | str] = {"top_p": 1, "top_k": 0, "min_p": 0, "repetition_penalty": 1}
+    if values["temperature"] == 0:
+        neutral |= {name: values[name] for name in ("top_p", "top_k", "min_p")}
+    shown = {name: value for name, value in values.items() if value != neutral.get(name)}
+    return " · ".join(f"{_SHORT[name]} {value}" for name, value in shown.items())
+
+
+@dataclass(frozen=True)
+class SlotUse:
+    """What slots are used for: its name, and how it is drawn. Shades differ, so that colors are not needed."""
+
+    name: str
+    color: str
+    shade: str
+
+
+SLOT_USES = {
+    "sinks": SlotUse("sinks", "cyan", "█"),
+    "pinned": SlotUse("pinned", "blue", "▓"),
+    "heavy": SlotUse("heavy", "red", "▒"),
+    "recent": SlotUse("recent", "green", "░"),
+    "free": SlotUse("empty", "bright_black", "·"),
+}
+"""By the name of the field of `CacheCounts`."""
 
 
 def slot_bar(counts: CacheCounts, width: int) -> list[tuple[str, str]]:
-    """The slots of a window as a bar: pairs of a color and a run of blocks. Empty without a window.
+    """The slots of a window as a bar: pairs of a color and a run of shades. Empty without a window.
 
-    Every use that has a slot gets at least one block.
+    Every use that has a slot gets at least one column.
     """
     if not counts.window:
         return []
-    uses = [(color, getattr(counts, name)) for name, color in SLOT_COLORS.items()]
+    uses = [(use, getattr(counts, name)) for name, use in SLOT_USES.items()]
     blocks = [max(round(width * count / counts.window), min(count, 1)) for _, count in uses]
     blocks[blocks.index(max(blocks))] += width - sum(blocks)
-    return [
-        (color, ("·" if color == "bright_black" else "█") * length)
-        for (color, _), length in zip(uses, blocks, strict=True)
-        if length > 0
-    ]
+    return [(use.color, use.shade * length) for (use, _), length in zip(uses, blocks, strict=True) if length > 0]
+
+
+def context_bar(counts: CacheCounts, context: int | None, width: int) -> list[tuple[str, str]]:
+    """The same for a cache without a window: it grows against the model's context, and is red beyond it."""
+    total = max(context or 0, counts.seen, 1)
+    held = round(width * counts.cached / total)
+    inside = held if context is None or counts.seen <= context else round(width * context / total)
+    runs = (("green", "▒" * inside), ("red", "█" * (held - inside)), ("bright_black", "·" * (width - held)))
+    return [(color, run) for color, run in runs if run]
+
+
+def legend(counts: CacheCounts, context: int | None = None) -> list[tuple[str, str]]:
+    """What the shades of a bar mean, with the number of tokens, as pairs of a color and a text."""
+    if counts.window:
+        uses = [(use, getattr(counts, name)) for name, use in SLOT_USES.items()]
+        return [(use.color, f"{use.shade} {use.name} {count:,}") for use, count in uses]
+    if context is None:
+        return [("green", f"▒ kept {counts.cached:,}")]
+    over = counts.seen - context
+    beyond = ("red", f"█ {over:,} beyond") if over > 0 else ("bright_black", f"· {-over:,} left")
+    return [("green", f"▒ kept {counts.cached:,} of {context:,} in context"), beyond]
 
 
 def status_line(counts: CacheCounts, decode_tok_s: float, rss_bytes: int) -> str:
     """The text beside the bar of slots."""
     return (
         f"seen {counts.seen:,} evicted {counts.evicted:,} · {format_speed(decode_tok_s)} · "
-        f"cache {format_bytes(counts.nbytes)} of {format_bytes(rss_bytes)}"
+        f"cache {format_bytes(counts.nbytes)} · process {format_bytes(rss_bytes)}"
     )
 
 
@@ -73,3 +139,16 @@ def turn_line(turn: Turn) -> str:
         f"{timings.prefill_tok_s:.0f} + {timings.decode_tok_s:.1f} tok/s, "
         f"kept {counts.cached:,}{limit}, evicted {counts.evicted:,}, {turn.finish}"
     ) + (", beyond the model's context" if turn.beyond_context else "")
+
+
+_SHADES = ((217, 95, 95), (242, 212, 92), (99, 180, 104))
+"""Red, yellow and green, light enough for black text."""
+
+
+def shade(value: float) -> tuple[int, int, int]:
+    """The color of a value from 0 (bad, red) to 1 (good, green)."""
+    place = min(max(value, 0.0), 1.0) * (len(_SHADES) - 1)
+    number = min(int(place), len(_SHADES) - 2)
+    part = place - number
+    red, green, blue = (round(a + part * (b - a)) for a, b in zip(_SHADES[number], _SHADES[number + 1], strict=True))
+    return red, green, blue

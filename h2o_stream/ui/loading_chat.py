@@ -23,7 +23,8 @@ from rich.segment import ControlType
 from h2o_stream.config import ChatConfig, Settings
 from h2o_stream.progress import Progress, ProgressCallback
 from h2o_stream.session.jsonl import JsonlWriter
-from h2o_stream.startup import LOADER, gc_paused
+from h2o_stream.startup import LOADER, importing
+from h2o_stream.ui.input_history import input_history
 from h2o_stream.ui.loading import LoadingLine
 from h2o_stream.ui.message_prompt import MessagePrompt
 from h2o_stream.ui.terminal import Terminal
@@ -73,7 +74,7 @@ class BackgroundLoader:
 
     def _load(self) -> None:
         try:
-            with gc_paused():
+            with importing():
                 import h2o_stream.ui.chat  # noqa: F401
                 from h2o_stream.ui.start import load_conversation
 
@@ -106,7 +107,8 @@ class LoadingChat:
         self._terminal = terminal
         self._line = LoadingLine(settings.model.model)
         self._loader = BackgroundLoader(settings, self._line)
-        self._prompt = MessagePrompt(self._toolbar, config.vim, terminal.note, background=self._wait)
+        history = input_history(config.history, terminal.note)
+        self._prompt = MessagePrompt(self._toolbar, config.vim, history, background=self._wait)
         self._stack = ExitStack()
         self._chat: Chat | None = None
 

@@ -1,10 +1,9 @@
-"""The prompt for messages: persistent input history, multiple lines, completion, an external editor."""
+"""The prompt for messages: input history, multiple lines, completion, an external editor."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Awaitable, Callable, Iterable, Iterator
-from contextlib import suppress
 
 from prompt_toolkit import PromptSession
 from prompt_toolkit.buffer import Buffer
@@ -13,10 +12,9 @@ from prompt_toolkit.document import Document
 from prompt_toolkit.enums import DEFAULT_BUFFER
 from prompt_toolkit.filters import Condition, has_focus
 from prompt_toolkit.formatted_text import FormattedText
-from prompt_toolkit.history import FileHistory, History, InMemoryHistory
+from prompt_toolkit.history import History
 from prompt_toolkit.key_binding import KeyBindings, KeyPressEvent
 
-from h2o_stream.resources import data_folder, replace_surrogates
 from h2o_stream.ui.command_list import COMMANDS
 from h2o_stream.ui.interrupts import DOUBLE_PRESS_S
 
@@ -29,7 +27,7 @@ class MessagePrompt:
     Args:
         toolbar: the text below the prompt.
         vim: use vi's key bindings instead of Emacs'.
-        notify: receives a line if the input history cannot be saved.
+        history: what was typed before.
         background: runs in this thread while the first message is typed. The message waits until it is done. If it
             raises, so does `messages`.
 
@@ -41,13 +39,13 @@ class MessagePrompt:
         self,
         toolbar: Callable[[], FormattedText],
         vim: bool,
-        notify: Callable[[str], None],
+        history: History,
         background: Callable[[], Awaitable[None]] | None = None,
     ) -> None:
         self._background = background
         self.waiting = False
         self._session: PromptSession[str] = PromptSession(
-            history=_history(notify),
+            history=history,
             bottom_toolbar=toolbar,
             completer=CommandCompleter(),
             complete_while_typing=False,
@@ -160,23 +158,3 @@ def unquoted(text: str) -> str:
     if inner.startswith(QUOTES) and inner.endswith(QUOTES) and len(inner) >= 2 * len(QUOTES):
         return inner.removeprefix(QUOTES).removesuffix(QUOTES).strip("\n")
     return text
-
-
-class _PersistentHistory(FileHistory):
-    """A history in a file. A full disk or undecodable input does not end the prompt."""
-
-    def store_string(self, string: str) -> None:
-        """See prompt_toolkit."""
-        with suppress(OSError):
-            super().store_string(replace_surrogates(string))
-
-
-def _history(notify: Callable[[str], None]) -> History:
-    try:
-        path = data_folder() / "history"
-        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        path.touch(0o600)
-        return _PersistentHistory(str(path))
-    except OSError as error:
-        notify(f"no input history: {error}")
-        return InMemoryHistory()

@@ -9,7 +9,8 @@ from textwrap import fill
 from typing import TYPE_CHECKING, Any
 
 from h2o_stream.errors import H2OStreamError
-from h2o_stream.ui.pages import Chart
+from h2o_stream.ui.format import shade
+from h2o_stream.ui.pages import Chart, Heatmap
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -36,8 +37,11 @@ class ChartStyle:
 
 _LINE_STYLES = ("-", "--", ":", "-.")
 
+_MARKERS = "osD^vPX*"
+"""One for each colour, so that curves can be told apart without it."""
+
 _MAX_MARKERS = 20
-"""Curves with fewer points get a marker at each."""
+"""Curves with fewer points get a marker at each, others eight or so, staggered."""
 
 _DARK = ("#f0f0f0", "#ff7b89", "#3fc5d8", "#f2b84b", "#a797ff", "#7bd36a", "#a0a0a0", "#f49ac8")
 
@@ -59,7 +63,7 @@ def require_matplotlib() -> None:
         raise H2OStreamError("plots need matplotlib; pip install 'h2o-stream[plots]'") from error
 
 
-def draw(chart: Chart, path: Path) -> None:
+def draw(chart: Chart | Heatmap, path: Path) -> None:
     """Draw a chart into a PNG file.
 
     Raises:
@@ -68,53 +72,87 @@ def draw(chart: Chart, path: Path) -> None:
     _figure(chart, ChartStyle()).savefig(path, dpi=120)
 
 
-def svg(chart: Chart, style: ChartStyle) -> str:
+def svg(chart: Chart | Heatmap, style: ChartStyle) -> str:
     """A chart as a self-contained SVG picture."""
     text = StringIO()
     _figure(chart, style).savefig(text, format="svg", metadata={"Date": None, "Creator": None})
     return text.getvalue()
 
 
-def _figure(chart: Chart, style: ChartStyle) -> Figure:
+def _figure(chart: Chart | Heatmap, style: ChartStyle) -> Figure:
     from matplotlib import rc_context
     from matplotlib.figure import Figure
 
     colored = ("text.color", "axes.edgecolor", "axes.labelcolor", "xtick.color", "ytick.color")
     settings: dict[Any, Any] = {"svg.hashsalt": chart.name, **dict.fromkeys(colored, style.foreground)}
     with rc_context(settings):
+        if isinstance(chart, Heatmap):
+            return _draw_cells(chart, style)
         figure = Figure(figsize=style.size, layout="constrained", facecolor=style.background)
-        axis = figure.subplots()
-        axis.set_facecolor("none")
-        kinds = [curve.kind or curve.name for curve in chart.curves]
-        order = list(dict.fromkeys(kinds))
-        for number, curve in enumerate(chart.curves):
-            color, repeats = order.index(kinds[number]), kinds[:number].count(kinds[number])
-            axis.plot(
-                curve.x,
-                curve.y,
-                color=style.colors[color % len(style.colors)],
-                linestyle=_LINE_STYLES[(repeats + color // len(style.colors)) % len(_LINE_STYLES)],
-                linewidth=1.6,
-                marker="o" if len(curve.x) < _MAX_MARKERS else "",
-                markersize=4,
-                label=curve.name or None,
-            )
-        if "x" in chart.logarithmic:
-            axis.set_xscale("log")
-            ticks = sorted({x for curve in chart.curves for x in curve.x})
-            if len(ticks) < _MAX_MARKERS:
-                axis.set_xticks(ticks, [f"{tick:,}" for tick in ticks])
-                axis.minorticks_off()
-        if "y" in chart.logarithmic:
-            axis.set_yscale("log")
-        if chart.y_range is not None:
-            axis.set_ylim(*chart.y_range)
-        if style.title:
-            axis.set_title(fill(chart.title, 100, replace_whitespace=False), fontsize=10)
+        _draw_curves(chart, style, figure)
+    return figure
+
+
+def _draw_curves(chart: Chart, style: ChartStyle, figure: Figure) -> None:
+    axis = figure.subplots()
+    axis.set_facecolor("none")
+    kinds = [curve.kind or curve.name for curve in chart.curves]
+    order = list(dict.fromkeys(kinds))
+    for number, curve in enumerate(chart.curves):
+        color, repeats = order.index(kinds[number]), kinds[:number].count(kinds[number])
+        axis.plot(
+            curve.x,
+            curve.y,
+            color=style.colors[color % len(style.colors)],
+            linestyle=_LINE_STYLES[(repeats + color // len(style.colors)) % len(_LINE_STYLES)],
+            linewidth=1.6,
+            marker=_MARKERS[color % len(_MARKERS)],
+            markevery=1 if len(curve.x) < _MAX_MARKERS else (number % 5 * 2, max(len(curve.x) // 8, 1)),
+            markersize=4.5,
+            label=curve.name or None,
+        )
+    if "x" in chart.logarithmic:
+        axis.set_xscale("log")
+        ticks = sorted({x for curve in chart.curves for x in curve.x})
+        if len(ticks) < _MAX_MARKERS:
+            axis.set_xticks(ticks, [f"{tick:,}" for tick in ticks])
+            axis.minorticks_off()
+    if "y" in chart.logarithmic:
+        axis.set_yscale("log")
+    if chart.y_range is not None:
+        axis.set_ylim(*chart.y_range)
+    if style.title:
+        axis.set_title(fill(chart.title, 100, replace_whitespace=False), fontsize=10)
+    axis.set_xlabel(chart.axes[0])
+    axis.set_ylabel(chart.axes[1])
+    axis.grid(alpha=0.3)
+    if any(curve.name for curve in chart.curves):
+        columns = 2 if style.size[0] < 5 else 4
+        figure.legend(loc="outside lower center", fontsize=9, ncols=columns, frameon=False)
+
+
+def _draw_cells(chart: Heatmap, style: ChartStyle) -> Figure:
+    """The panels of a heatmap, side by side or, in a narrow style, one above the other."""
+    from matplotlib.figure import Figure
+
+    count, width = len(chart.panels), style.size[0]
+    columns = 1 if width < 5 else min(count, 3)
+    rows = -(-count // columns)
+    height = rows * (1.1 + 0.32 * len(chart.y)) + 0.6
+    figure = Figure(figsize=(width, height), layout="constrained", facecolor=style.background)
+    panels = figure.subplots(rows, columns, squeeze=False).flat
+    for axis, (name, cells) in zip(panels, chart.panels.items(), strict=False):
+        axis.imshow([[[part / 255 for part in shade(value)] for value in row] for row in cells], aspect="auto")
+        axis.set_title(name, fontsize=10)
+        axis.set_xticks(range(len(chart.x)), chart.x, fontsize=8)
+        axis.set_yticks(range(len(chart.y)), chart.y, fontsize=8)
         axis.set_xlabel(chart.axes[0])
         axis.set_ylabel(chart.axes[1])
-        axis.grid(alpha=0.3)
-        if any(curve.name for curve in chart.curves):
-            columns = 2 if style.size[0] < 5 else 4
-            figure.legend(loc="outside lower center", fontsize=9, ncols=columns, frameon=False)
+        for y, row in enumerate(cells):
+            for x, value in enumerate(row):
+                axis.text(x, y, f"{value:.0%}", ha="center", va="center", fontsize=8, color="black")
+    for axis in panels:
+        axis.remove()
+    if style.title:
+        figure.suptitle(fill(chart.title, 100, replace_whitespace=False), fontsize=10)
     return figure

@@ -8,23 +8,29 @@ from rich.box import SIMPLE_HEAD
 from rich.table import Table
 from rich.text import Text
 
-from h2o_stream.recall.passage import Candidate
+from h2o_stream.recall.passage import Candidate, Recalled
 from h2o_stream.ui.terminal import Terminal, one_line
 
 SPEAKERS = {"user": "you", "assistant": "model"}
 
 
 def recalled_line(candidate: Candidate, width: int) -> str:
-    """The line about a passage that is read again, in at most `width` columns."""
-    line = Text(f"recalled from turn {candidate.passage.turn}: {one_line(candidate.excerpt)}")
+    """The line about a passage that is read again, or had no room, in at most `width` columns."""
+    what = "no room to recall" if candidate.verdict == "no room" else "recalled from"
+    line = Text(f"{what} turn {candidate.passage.turn}: {one_line(candidate.excerpt)}")
     line.truncate(width, overflow="ellipsis")
     return line.plain
 
 
-def note_recalled(terminal: Terminal, candidates: Iterable[Candidate]) -> None:
-    """Print a dim line for each passage that is read again, unless quiet."""
-    for candidate in candidates:
-        terminal.note(recalled_line(candidate, terminal.console.width - 1), style="dim")
+def recalled_lines(event: Recalled, width: int) -> list[str]:
+    """A line for each passage that is read again, and for what was found but has no room in the window."""
+    return [recalled_line(candidate, width) for candidate in (*event.candidates, *event.no_room)]
+
+
+def note_recalled(terminal: Terminal, event: Recalled) -> None:
+    """Print these lines dim, unless quiet."""
+    for line in recalled_lines(event, terminal.console.width - 1):
+        terminal.note(line, style="dim")
 
 
 def candidates_table(candidates: Iterable[Candidate]) -> Table:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import base64
 import json
 import shlex
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from os.path import relpath
 from pathlib import Path
@@ -21,7 +21,7 @@ from h2o_stream.resources import write_text
 from h2o_stream.session.jsonl import read_objects
 from h2o_stream.session.run_record import RECORDS, RUN, comparison_name, read_run_record
 from h2o_stream.ui.format import format_bytes
-from h2o_stream.ui.pages import KINDS, Chart, Page, page_of
+from h2o_stream.ui.pages import KINDS, Chart, Heatmap, Page, page_of
 from h2o_stream.ui.plots import NARROW, NARROW_DARK, WIDE, WIDE_DARK, svg
 from h2o_stream.ui.tables import markdown_page
 
@@ -116,7 +116,7 @@ def _html(finished: Sequence[FinishedComparison], left_out: Sequence[LeftOut]) -
     return template.render(finished=finished, left_out=lines_of(left_out), made_by=_MADE_BY, version=__version__)
 
 
-def _images(chart: Chart) -> dict[str, str]:
+def _images(chart: Chart | Heatmap) -> dict[str, str]:
     """A chart in every style, as data URIs."""
     styles = {"wide": WIDE, "wide_dark": WIDE_DARK, "narrow": NARROW, "narrow_dark": NARROW_DARK}
     pictures = {name: base64.b64encode(svg(chart, style).encode()).decode() for name, style in styles.items()}
@@ -129,8 +129,9 @@ def _settings(run: dict[str, Any]) -> str:
     return json.dumps(shown, indent=1, ensure_ascii=False)
 
 
-def _markdown(finished: Iterable[FinishedComparison], left_out: Sequence[LeftOut], folder: Path) -> str:
-    parts = [f"<!-- made by {_MADE_BY} {__version__} -->\n"]
+def _markdown(finished: Sequence[FinishedComparison], left_out: Sequence[LeftOut], folder: Path) -> str:
+    verdicts = [f"- {item.kind}: {item.page.verdict}\n" for item in finished if item.page.verdict]
+    parts = [f"<!-- made by {_MADE_BY} {__version__} -->\n", "".join(verdicts)]
     for item in finished:
         parts.append(f"## {item.kind}\n\n{markdown_page(item.page)}")
         for chart in item.page.charts:

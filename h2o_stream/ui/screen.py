@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections import deque
 from typing import Self
 
 import psutil
@@ -12,39 +11,49 @@ from rich.live import Live
 from rich.panel import Panel
 from rich.text import Text
 
-from h2o_stream.cache.counts import CacheCounts
 from h2o_stream.config import ThinkMode
 from h2o_stream.engine.events import PrefillProgress, Token
 from h2o_stream.recall.passage import Recalled
+from h2o_stream.session.report import RunReport
 from h2o_stream.session.turn import Turn
-from h2o_stream.ui.format import SLOT_COLORS, format_bytes, format_speed, turn_line
-from h2o_stream.ui.recall import note_recalled, recalled_line
+from h2o_stream.ui.format import context_bar, format_bytes, format_speed, legend, slot_bar, turn_line
+from h2o_stream.ui.recall import note_recalled, recalled_lines
+from h2o_stream.ui.recording import save_picture
 from h2o_stream.ui.reply import PlainReply
 from h2o_stream.ui.terminal import PrefillStatus, Terminal
 from h2o_stream.ui.thinking import Thinking
+from h2o_stream.ui.timeline import draw_timeline
 
 FRAME_S = 0.1
 """Between two frames, as drawing takes time from the model."""
 
-MAX_LINES = 500
-"""More than any terminal shows."""
-
 
 class Screen:
-    """Draws a run, transcript above, cache and speed below. Uses the whole terminal and restores it at the end.
+    """Draws a run: transcript above, cache, speed and their course below. Uses the whole terminal while it lasts.
+
+    At the end the terminal is restored, and the transcript is printed: what was said stays.
 
     Args:
         terminal: a live one.
         title: what runs: model, policy, window.
         context: the model's trained context, the scale of a cache without a window.
         think: what is shown of the model's thinking.
+        report: statistics of the run, which its owner keeps up to date; None to keep them here.
     """
 
-    def __init__(self, terminal: Terminal, title: str, context: int | None, think: ThinkMode = "fold") -> None:
-        self._title, self._context, self._think = title, context, think
+    def __init__(
+        self,
+        terminal: Terminal,
+        title: str,
+        context: int | None,
+        think: ThinkMode = "fold",
+        report: RunReport | None = None,
+    ) -> None:
+        self._terminal, self._title, self._context, self._think = terminal, title, context, think
+        self._report, self._reporting = report or RunReport(), report is None
         self._thinking = Thinking(think)
         self._turn_title = ""
-        self._transcript: deque[_Line] = deque([_Line(Text())], maxlen=MAX_LINES)
+        self._transcript = [_Line(Text())]
         self._event: PrefillProgress | Token | Turn | None = None
         self._prefill = self._decode = ""
         self._new = 0
@@ -58,6 +67,9 @@ class Screen:
 
     def __exit__(self, *exception: object) -> None:
         self._live.stop()
+        save_picture(self._terminal, self)
+        for line in self._transcript:
+            self._live.console.print(line.text, soft_wrap=True)
 
     def start_turn(self, title: str, prompt: str) -> None:
         """Show that a turn begins."""
@@ -68,9 +80,11 @@ class Screen:
     def add_event(self, event: Recalled | PrefillProgress | Token | Turn) -> None:
         """Show an event of the turn."""
         if isinstance(event, Recalled):
-            for candidate in event.candidates:
-                self._write(f"{recalled_line(candidate, self._live.console.width - 4)}\n", "dim")
+            for line in recalled_lines(event, self._live.console.width - 4):
+                self._write(f"{line}\n", "dim")
             return
+        if self._reporting:
+            self._report.add_event(event)
         self._event = event
         if isinstance(event, PrefillProgress):
             self._prefill = f"{_rate(event.done, event.elapsed_s)} ({event.done:,}/{event.total:,})"
@@ -109,7 +123,7 @@ class Screen:
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         width, height = options.max_width, options.height or console.height
-        status = self._status(width - 4)
+        status = self._status(width - 4, height)
         body = max(height - len(status) - 4, 1)
         yield Group(
             Panel(
@@ -130,27 +144,29 @@ class Screen:
                 break
         return Text("\n", no_wrap=True, overflow="crop").join(shown[-lines:])
 
-    def _status(self, width: int) -> list[Text]:
-        counts = self._event.counts if self._event else None
-        lines = self._bars(counts, width) if counts else []
-        seen = f"seen {counts.seen:,}  kept {counts.cached:,}  evicted {counts.evicted:,}" if counts else "starting"
+    def _status(self, width: int, height: int) -> list[Text]:
+        if self._event is None:
+            return [Text("starting")]
+        counts = self._event.counts
+        bar = slot_bar(counts, width) or context_bar(counts, self._context, width)
+        uses = [(color, f"{text}  ") for color, text in legend(counts, self._context)]
+        limit = f" of {counts.window:,}" if counts.window else ""
+        seen = f"seen {counts.seen:,}  kept {counts.cached:,}{limit}  evicted {counts.evicted:,}"
         rates = f"prefill {self._prefill or '-'}  decode {self._decode or '-'}"
-        memory = (
-            f"cache {format_bytes(counts.nbytes)}  process {format_bytes(self._process.memory_info().rss)}"
-            if counts
-            else ""
-        )
-        joined = [f"{seen}  │  {memory}", rates] if width < 110 else [f"{seen}  │  {rates}  │  {memory}"]
-        return [*lines, *(Text(line, no_wrap=True, overflow="ellipsis") for line in joined)]
+        memory = f"cache {format_bytes(counts.nbytes)}, whole process {format_bytes(self._process.memory_info().rss)}"
+        numbers = [seen, rates, memory] if width < 100 else [f"{seen}  │  {rates}", memory]
+        numbers = [f"{seen}  │  {rates}  │  {memory}"] if width >= 150 else numbers
+        lines = [
+            *(colored(pairs) for pairs in (bar, uses)),
+            *(Text(line, no_wrap=True, overflow="ellipsis") for line in numbers),
+        ]
+        rows = min(max((height - 20) // 6, 1), 5)
+        return [*lines, *draw_timeline(self._report.timeline, width, rows, self._context)]
 
-    def _bars(self, counts: CacheCounts, width: int) -> list[Text]:
-        if counts.window:
-            total, rows = counts.window, [(name, style, getattr(counts, name)) for name, style in SLOT_COLORS.items()]
-        else:
-            total = max(self._context or 0, counts.seen)
-            rows = [("cached", "green", counts.cached)]
-        room = max(width - 18, 4)
-        return [_bar(name, style, count, total, room) for name, style, count in rows]
+
+def colored(pairs: list[tuple[str, str]]) -> Text:
+    """A line of texts, given with their colors."""
+    return Text.assemble(*((text, color) for color, text in pairs), no_wrap=True, overflow="ellipsis")
 
 
 class _Line:
@@ -189,7 +205,7 @@ class PlainView:
     def add_event(self, event: Recalled | PrefillProgress | Token | Turn) -> None:
         """Show an event of the turn."""
         if isinstance(event, Recalled):
-            note_recalled(self._terminal, event.candidates)
+            note_recalled(self._terminal, event)
         elif isinstance(event, PrefillProgress):
             self._status.show(event.done, event.total)
         elif isinstance(event, Token):
@@ -203,22 +219,18 @@ class PlainView:
 View = Screen | PlainView
 
 
-def open_view(terminal: Terminal, title: str, context: int | None = None, think: ThinkMode = "fold") -> View:
+def open_view(
+    terminal: Terminal,
+    title: str,
+    context: int | None = None,
+    think: ThinkMode = "fold",
+    report: RunReport | None = None,
+) -> View:
     """A live screen if the terminal can show one, otherwise plain text."""
     if terminal.live and not terminal.quiet:
-        return Screen(terminal, title, context, think)
+        return Screen(terminal, title, context, think, report)
     return PlainView(terminal, think)
 
 
 def _rate(tokens: int, elapsed_s: float) -> str:
     return format_speed(tokens / elapsed_s if elapsed_s else 0.0)
-
-
-def _bar(name: str, style: str, count: int, total: int, room: int) -> Text:
-    filled = min(round(room * count / total), room) if total else 0
-    return Text.assemble(
-        (f"{name:<7}", "bold"),
-        ("█" * filled, style),
-        ("·" * (room - filled), "bright_black"),
-        f" {count:>9,}",
-    )

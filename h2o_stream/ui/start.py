@@ -5,43 +5,84 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
+from typing import Any
 
 from h2o_stream.cache.support import home_of
-from h2o_stream.config import Settings
+from h2o_stream.config import Settings, model_sampling
 from h2o_stream.engine.engine import Engine
-from h2o_stream.models.load import load
+from h2o_stream.models.load import LoadedModel, load
 from h2o_stream.progress import ProgressCallback
 from h2o_stream.session.conversation import Conversation
 from h2o_stream.session.jsonl import JsonlWriter
 from h2o_stream.session.run_record import run_record
+from h2o_stream.ui.format import sampling_line, sampling_values
 from h2o_stream.ui.interrupts import Interrupts
 from h2o_stream.ui.loading import show_loading
 from h2o_stream.ui.terminal import Terminal
 
 
-@dataclass(frozen=True)
+@dataclass
 class LoadedConversation:
-    """A conversation on a loaded model.
+    """A conversation on a loaded model, which the chat may replace by another one.
 
     Attributes:
-        conversation: with an empty cache.
+        conversation: the conversation.
         interrupts: a context manager in which Ctrl-C ends a turn instead of the program.
-        name: of the model.
-        title: model, policy and window, for display.
+        model: the model.
+        settings: of the conversation.
     """
 
     conversation: Conversation
     interrupts: Interrupts
-    name: str
-    title: str
+    model: LoadedModel
+    settings: Settings
+
+    @property
+    def name(self) -> str:
+        """Name of the model."""
+        return self.model.name
+
+    @property
+    def title(self) -> str:
+        """Model, policy and window, for display."""
+        plan = self.conversation.engine.cache.plan
+        ratios = self.settings.cache.ratios_text
+        given = f"{ratios} of the first prompt" if ratios else plan.window
+        window = f" · window {given} · {plan.positions}" if plan.window else ""
+        return f"{self.name} · {plan.policy}{window}"
+
+    def describe(self) -> dict[str, Any]:
+        """Model, cache and sampling for a record."""
+        engine, config = self.conversation.engine, self.settings.cache
+        plan = engine.cache.plan
+        return {
+            "model": self.name,
+            "policy": plan.policy,
+            "window": None if config.by_ratio else plan.window or None,
+            "cache": asdict(config if config.by_ratio else plan),
+            "dtype": str(engine.model.dtype).removeprefix("torch."),
+            "device": str(home_of(engine.model)),
+            "sampling": asdict(engine.sampling) | sampling_values(engine),
+            "sampling_sources": engine.sampler.sources,
+        }
+
+    @property
+    def header(self) -> str:
+        """The title, and how tokens are sampled."""
+        return f"{self.title} · {sampling_line(self.conversation.engine)}"
 
 
 def load_conversation(
     settings: Settings, notify: Callable[[str], None], progress: ProgressCallback
 ) -> LoadedConversation:
     """Load a model and open a conversation on it. Works in any thread and without a terminal. Arguments: see `load`."""
-    model = load(settings.model, settings.cache, notify, progress)
-    interrupts = Interrupts()
+    return converse(load(settings.model, settings.cache, notify, progress), settings, Interrupts(), progress)
+
+
+def converse(
+    model: LoadedModel, settings: Settings, interrupts: Interrupts, progress: ProgressCallback
+) -> LoadedConversation:
+    """Open a conversation on a model that nothing else uses."""
     engine = Engine(
         model.model,
         model.tokenizer,
@@ -51,13 +92,15 @@ def load_conversation(
         interrupts,
         settings.engine,
         progress,
+        model_sampling(model.name),
     )
-    plan = engine.cache.plan
-    window = f" · window {plan.window} · {plan.positions}" if plan.window else ""
-    title = f"{model.name} · {plan.policy}{window}"
     thinking = False if settings.think == "off" else None
-    conversation = Conversation(engine, settings.system, model.stops, settings.recall, thinking, settings.tools)
-    return LoadedConversation(conversation, interrupts, model.name, title)
+    try:
+        conversation = Conversation(engine, settings.system, model.stops, settings.recall, thinking, settings.tools)
+    except BaseException:
+        engine.close()
+        raise
+    return LoadedConversation(conversation, interrupts, model, settings)
 
 
 @contextmanager
@@ -76,26 +119,14 @@ def open_conversation(
     if loaded is None:
         with show_loading(settings.model.model, terminal) as progress:
             loaded = load_conversation(settings, terminal.note, progress)
-    engine = loaded.conversation.engine
     loaded.conversation.recall.notify = terminal.note
     template = loaded.conversation.metadata.template
     if settings.think == "off" and template.markers and not template.thinking_switch:
         terminal.note("the model's chat template has no switch for thinking; it is folded")
-    with engine:
-        plan = engine.cache.plan
-        jsonl.write(
-            run_record(
-                command,
-                model=loaded.name,
-                policy=plan.policy,
-                window=plan.window or None,
-                cache=asdict(plan),
-                dtype=str(engine.model.dtype).removeprefix("torch."),
-                device=str(home_of(engine.model)),
-                sampling=asdict(settings.sampling),
-                recall=settings.recall.mode,
-                seed=engine.sampler.seed,
-            )
-        )
-        terminal.detail(f"steps: {engine.cache.engine_note}")
+    try:
+        seed = loaded.conversation.engine.sampler.seed
+        jsonl.write(run_record(command, **loaded.describe(), recall=settings.recall.mode, seed=seed))
+        terminal.detail(f"steps: {loaded.conversation.engine.cache.engine_note}")
         yield loaded
+    finally:
+        loaded.conversation.engine.close()

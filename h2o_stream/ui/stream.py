@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from itertools import islice
-from pathlib import Path
 
 from h2o_stream.config import Settings
 from h2o_stream.engine.events import Finish
+from h2o_stream.session.cliff import Cliff
 from h2o_stream.session.jsonl import JsonlWriter
 from h2o_stream.session.messages import text_of
-from h2o_stream.session.questions import QuestionSet
-from h2o_stream.session.recording import Recorder
+from h2o_stream.session.questions import QuestionSet, set_temperature
 from h2o_stream.session.report import RunReport
 from h2o_stream.session.turn import Turn
 from h2o_stream.ui.screen import open_view
@@ -24,7 +23,7 @@ def stream_questions(
     questions: QuestionSet,
     turns: int | None,
     loop: bool,
-    record: Path | None,
+    cliff: bool,
     terminal: Terminal,
     jsonl: JsonlWriter,
 ) -> Finish | None:
@@ -35,7 +34,7 @@ def stream_questions(
         questions: to ask.
         turns: stop after this many turns; None for all.
         loop: start over after the last question.
-        record: file for a recording; None for none.
+        cliff: read text up to just before the model's context first.
         terminal: where it is shown.
         jsonl: receives a record for the run, each turn and the summary.
 
@@ -43,22 +42,26 @@ def stream_questions(
         Why the last turn ended; None if there was none.
     """
     report, finish = RunReport(), None
-    with (
-        open_conversation("h2o-stream", settings, terminal, jsonl) as loaded,
-        Recorder(record, loaded.title) as recorder,
-    ):
+    with open_conversation("h2o-stream", settings, terminal, jsonl) as loaded:
         questions.check(loaded.conversation.metadata.template)
-        terminal.note(f"{loaded.title} · {questions.turns} turns of {questions.source}", style="dim")
-        view = open_view(terminal, loaded.title, loaded.conversation.engine.context, settings.think)
+        terminal.note(f"{loaded.header} · {questions.turns} turns of {questions.source}", style="dim")
+        view = open_view(terminal, loaded.title, loaded.conversation.engine.context, settings.think, report)
+        before = Cliff.of(loaded.conversation) if cliff else None
         try:
             with view, loaded.interrupts:
+                if before is not None:
+                    view.start_turn("before the context", before.title)
+                    for progress in before.read(loaded.conversation):
+                        report.add_event(progress)
+                        view.add_event(progress)
+                    report.end_turn()
                 total = str(turns or ("∞" if loop else questions.turns))
                 for number, (question, prompt) in enumerate(islice(questions.prompts(loop), turns), 1):
-                    title = f"turn {number}/{total} · {question.category} #{question.id}"
+                    title = f"turn {number}/{total} · {question.label}"
                     view.start_turn(title, text_of(prompt))
-                    recorder.start_turn(title, text_of(prompt))
+                    set_temperature(loaded.conversation.engine, settings.sampling, question)
                     for event in loaded.conversation.say(prompt):
-                        for observer in (report, view, recorder):
+                        for observer in (report, view):
                             observer.add_event(event)
                     assert isinstance(event, Turn), "a turn always ends with a Turn"
                     turn = event
@@ -68,7 +71,7 @@ def stream_questions(
                         break
         finally:
             if report.turns:
-                print_report(terminal, report, loaded.title)
+                print_report(terminal, report, loaded.title, loaded.conversation.engine.context)
             jsonl.write(report.record())
     if finish in ("context", "oom"):
         terminal.error(turn.detail)

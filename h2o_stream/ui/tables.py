@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import re
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rich.box import SIMPLE_HEAD
 from rich.table import Table
+from rich.text import Text
 
 from h2o_stream.memory import peak_bytes
 from h2o_stream.session.sessions import saved_sessions
-from h2o_stream.ui.format import format_bytes, format_speed
+from h2o_stream.ui.format import format_bytes, format_speed, shade
 from h2o_stream.ui.pages import Page, TableData
 from h2o_stream.ui.terminal import Terminal, one_line
+from h2o_stream.ui.timeline import draw_timeline
 
 if TYPE_CHECKING:
     from h2o_stream.models.packed_models import CachedFolder
@@ -21,8 +24,18 @@ if TYPE_CHECKING:
     from h2o_stream.session.report import RunReport
 
 
-def print_report(terminal: Terminal, report: RunReport, title: str) -> None:
-    """Print the speed by tokens seen, and a summary in three lines."""
+_ENDS = {
+    "stop": "ended",
+    "length": "cut at --max-tokens",
+    "interrupted": "interrupted",
+    "context": "ended at the context",
+    "oom": "ended for lack of memory",
+}
+"""Why replies ended, in words."""
+
+
+def print_report(terminal: Terminal, report: RunReport, title: str, context: int | None = None) -> None:
+    """Print the speed by tokens seen, the course of speed and memory, and a summary in three lines."""
     if terminal.quiet:
         return
     table = Table(title=one_line(title), title_justify="left")
@@ -37,33 +50,60 @@ def print_report(terminal: Terminal, report: RunReport, title: str) -> None:
             format_speed(timings.decode_tok_s),
         )
     terminal.console.print(table)
-    finishes = ", ".join(f"{reason} {count}" for reason, count in report.finishes.most_common()) or "no turn"
-    terminal.note(f"{report.turns} turns ({finishes}), {report.seen:,} tokens seen, {report.evicted:,} evicted")
+    for line in draw_timeline(report.timeline, min(terminal.console.width, 100), 3, context):
+        terminal.console.print(line)
+    ends = ", ".join(f"{count} {_ENDS[reason]}" for reason, count in report.finishes.most_common())
+    turns = "1 turn" if report.turns == 1 else f"{report.turns:,} turns"
+    terminal.note(f"{turns} ({ends or 'none ended'}); {report.seen:,} tokens seen, {report.evicted:,} evicted")
     terminal.note(f"cache {format_bytes(report.cache_bytes)}, peak memory of the process {format_bytes(peak_bytes())}")
     if report.beyond_context:
         terminal.note("part of this run was beyond the model's context; expect poor output there", style="yellow")
 
 
-def data_table(title: str, header: Sequence[str], rows: Iterable[Sequence[str]]) -> Table:
-    """A compact table of numbers. A column of policy names is left-aligned."""
+def data_table(data: TableData) -> Table:
+    """A compact table of numbers. A column of policy names is left-aligned, and cells have their shades."""
+    title, header = data.title, data.header
     table = Table(title=one_line(title), title_justify="left", box=SIMPLE_HEAD, padding=(0, 1, 0, 0), show_edge=False)
     for column in header:
         table.add_column(one_line(column), justify="left" if column == "policy" else "right", no_wrap=True)
-    for row in rows:
-        table.add_row(*map(one_line, row))
+    for number, row in enumerate(data.rows):
+        shades = data.shades[number] if data.shades else [None] * len(row)
+        table.add_row(*(_cell(text, value) for text, value in zip(row, shades, strict=True)))
     return table
+
+
+def _cell(text: str, value: float | None) -> str | Text:
+    """A cell, black on its shade if it has one."""
+    if value is None:
+        return one_line(text)
+    red, green, blue = shade(value)
+    return Text(f" {one_line(text)} ", style=f"black on rgb({red},{green},{blue})")
 
 
 def markdown_page(page: Page) -> str:
     """A page's title and tables as Markdown."""
     legend = f" ({page.legend})" if page.legend else ""
-    return "\n".join([f"{page.title}{legend}\n", *map(_markdown, page.tables)])
+    return "\n".join(
+        [f"{page.title}{legend}\n", *map(_markdown, page.tables), *([f"{page.verdict}\n"] if page.verdict else [])]
+    )
 
 
 def _markdown(table: TableData) -> str:
     lines = [table.header, ["---:"] * len(table.header), *table.rows]
     title = f"{table.title}\n\n" if table.title else ""
     return title + "".join(f"| {' | '.join(line)} |\n" for line in lines)
+
+
+def latex_table(table: TableData) -> str:
+    """A table for a paper, with booktabs."""
+    lines = [" & ".join(map(_latex, line)) + r" \\" for line in (table.header, *table.rows)]
+    columns = "l" + "r" * (len(table.header) - 1)
+    body = [lines[0], r"\midrule", *lines[1:]]
+    return "\n".join([rf"\begin{{tabular}}{{{columns}}}", r"\toprule", *body, r"\bottomrule", r"\end{tabular}", ""])
+
+
+def _latex(text: str) -> str:
+    return re.sub(r"([&%$#_{}])", r"\\\1", text)
 
 
 def sessions_table() -> Table:

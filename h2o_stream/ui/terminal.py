@@ -6,6 +6,7 @@ import os
 import sys
 import time
 from collections.abc import Iterable
+from pathlib import Path
 from typing import Any
 
 from rich.console import Console, ConsoleOptions, RenderableType
@@ -65,6 +66,7 @@ class Terminal:
         stdout_console: the same on stdout.
         interactive: a person types and reads here.
         live: stdout and stderr are a terminal that can be drawn on.
+        picture: file for a picture of the last screen, if one is wanted.
     """
 
     def __init__(self, color: str = "auto", quiet: bool = False, replies: bool = True, verbose: bool = False) -> None:
@@ -78,6 +80,7 @@ class Terminal:
         self.console = SafeConsole(stderr=True, width=None if sys.stderr.isatty() else 100, **options)
         self.stdout_console = SafeConsole(**options)
         self.quiet, self._replies, self._verbose = quiet, replies, verbose
+        self.picture: Path | None = None
         self.interactive = sys.stdin.isatty() and sys.stdout.isatty()
         self.live = sys.stdout.isatty() and sys.stderr.isatty() and os.environ.get("TERM") not in (None, "", "dumb")
 

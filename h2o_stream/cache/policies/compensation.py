@@ -28,10 +28,10 @@ class Compensation(LongTerm):
     def head_state(self, queries_per_key: int, key_size: int, value_size: int) -> dict[str, Tensor]:
         """Count, sum of token indices, mean key [D] and mean value [Dv]; see `Policy.head_state`."""
         return {
-            "folded_count": torch.zeros(1, dtype=torch.int64),
-            "folded_indices": torch.zeros(1, dtype=torch.int64),
-            "folded_key": torch.zeros(key_size),
-            "folded_value": torch.zeros(value_size),
+            "folded_count": torch.zeros(1, dtype=torch.int64, device="cpu"),
+            "folded_indices": torch.zeros(1, dtype=torch.int64, device="cpu"),
+            "folded_key": torch.zeros(key_size, dtype=torch.float32, device="cpu"),
+            "folded_value": torch.zeros(value_size, dtype=torch.float32, device="cpu"),
         }
 
     def fold(self, candidates: Candidates, evicted: Tensor) -> dict[str, Tensor]:

@@ -26,7 +26,7 @@ class Moments(Compensation):
     def head_state(self, queries_per_key: int, key_size: int, value_size: int) -> dict[str, Tensor]:
         """Those of `Compensation`, and the covariance [Dv, D]; see `Policy.head_state`."""
         state = super().head_state(queries_per_key, key_size, value_size)
-        return state | {"folded_covariance": torch.zeros(value_size, key_size)}
+        return state | {"folded_covariance": torch.zeros(value_size, key_size, dtype=torch.float32, device="cpu")}
 
     def fold(self, candidates: Candidates, evicted: Tensor) -> dict[str, Tensor]:
         """Moments about the new means; see `Policy.fold`."""

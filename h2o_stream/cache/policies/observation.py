@@ -35,7 +35,9 @@ class Observation(Policy):
 
     def head_state(self, queries_per_key: int, key_size: int, value_size: int) -> dict[str, Tensor]:
         """One tensor [G, n, D]; see `Policy.head_state`."""
-        return {"newest_queries": torch.zeros(queries_per_key, self.observed, key_size)}
+        return {
+            "newest_queries": torch.zeros(queries_per_key, self.observed, key_size, dtype=torch.float32, device="cpu")
+        }
 
     def update_head_state(self, head_state: Mapping[str, Tensor], new: NewQueries) -> dict[str, Tensor]:
         """The new queries in the places of the oldest; see `Policy.update_head_state`."""

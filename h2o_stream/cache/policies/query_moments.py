@@ -24,7 +24,10 @@ class QueryMoments(Policy):
 
     def head_state(self, queries_per_key: int, key_size: int, value_size: int) -> dict[str, Tensor]:
         """Two tensors [G, D]; see `Policy.head_state`."""
-        return {name: torch.zeros(queries_per_key, key_size) for name in ("query_mean", "query_square")}
+        return {
+            name: torch.zeros(queries_per_key, key_size, dtype=torch.float32, device="cpu")
+            for name in ("query_mean", "query_square")
+        }
 
     def update_head_state(self, head_state: Mapping[str, Tensor], new: NewQueries) -> dict[str, Tensor]:
         """Running means over all tokens seen; see `Policy.update_head_state`."""

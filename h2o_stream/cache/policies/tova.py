@@ -18,9 +18,11 @@ class Tova(Policy):
     def update_scores(self, scores: Tensor, attention: Attention) -> Tensor:
         """The attention of the last query; a row without new tokens keeps its scores. See `Policy.update_scores`."""
         if isinstance(attention.new, int):
-            return attention.probs[..., -1, :].sum(2)
-        last = (attention.later == 0).unsqueeze(-1)
-        return torch.where(attention.new > 0, (attention.probs * last).sum((2, 3)), scores)
+            received = attention.probs[..., -1, :].sum(2)
+        else:
+            last = (attention.later == 0).unsqueeze(-1)
+            received = torch.where(attention.new > 0, (attention.probs * last).sum((2, 3)), scores)
+        return received.masked_fill(scores == -torch.inf, -torch.inf)
 
     def total(self, seen: Tensor) -> Tensor:
         """The last query adds 1; see `Policy.total`."""

@@ -22,6 +22,9 @@ NUM_DISTRACTORS = 7
 NEEDLES_PER_QUESTION = {"niah_single": 1, "niah_multikey": 4}
 """RULER's multi-key needles: three further keys beside the one asked for."""
 
+SINGLE = "niah_single"
+"""The task whose needles can be put at a given depth."""
+
 HOPS = 4
 """Assignments after the first one in a chain of variables."""
 
@@ -109,7 +112,14 @@ class Haystack:
 
 
 def make_item(
-    task: str, questions: int, length: int, haystack: Haystack, count: Callable[[str], int], seed: int, number: int
+    task: str,
+    questions: int,
+    length: int,
+    haystack: Haystack,
+    count: Callable[[str], int],
+    seed: int,
+    number: int,
+    depth: float | None = None,
 ) -> Item:
     """An item of a task, as long as possible.
 
@@ -121,12 +131,15 @@ def make_item(
         count: the number of tokens of a text.
         seed: of a set of items.
         number: of the item in its set.
+        depth: where the needle of `SINGLE` is, 0 to 1; None draws it.
 
     Raises:
         ConfigError: the length is too short for what the context must hold, or the haystack has too few words.
     """
 
     def build(size: int) -> Item:
+        if depth is not None:
+            return _needles(1, questions, size, haystack, Random(f"{task} {seed} {number}"), depth)
         return TASKS[task](questions, size, haystack, Random(f"{task} {seed} {number}"))
 
     def fits(size: int) -> bool:
@@ -144,13 +157,16 @@ def make_item(
     return build(low)
 
 
-def _needles(per_question: int, questions: int, size: int, haystack: Haystack, draw: Random) -> Item:
+def _needles(
+    per_question: int, questions: int, size: int, haystack: Haystack, draw: Random, depth: float | None = None
+) -> Item:
     """Numbers with names, hidden in a text: the keys are adjective and noun, the values have seven digits."""
     pairs = [f"{adjective} {noun}" for adjective in _ADJECTIVES.split() for noun in _NOUNS.split()]
     keys = draw.sample(pairs, per_question * questions)
     values = _distinct(len(keys) + NUM_DISTRACTORS, lambda: str(draw.randrange(10**6, 10**7)))
     needles = [f"The secret number of the {key} is {value}." for key, value in zip(keys, values, strict=False)]
-    text = _hide(needles, sorted(draw.random() for _ in needles), size, haystack, draw)
+    depths = sorted(draw.random() if depth is None else depth for _ in needles)
+    text = _hide(needles, depths, size, haystack, draw)
     asked, other = [], values
     for number in draw.sample(range(len(keys)), questions):
         other = [value for value in other if value != values[number]]

@@ -31,14 +31,20 @@ _ASK = {"one-turn": ask_at_once, "multi-turn": ask_in_turns}
 
 @dataclass(frozen=True)
 class _Cell:
-    """A task in a form and of a length."""
+    """A task in a form and of a length, with the needle at a depth in percent if one is given."""
 
     task: str
     form: Form
     length: int
+    depth: int | None = None
 
     def __str__(self) -> str:
-        return f"{self.task} {self.form} {self.length}"
+        return f"{self.task} {self.form} {self.length}" + ("" if self.depth is None else f" {self.depth}%")
+
+    @property
+    def fields(self) -> dict[str, Any]:
+        """What is set of it."""
+        return {name: value for name, value in asdict(self).items() if value is not None}
 
 
 class Ruler(Comparison[TasksOptions]):
@@ -73,8 +79,9 @@ class Ruler(Comparison[TasksOptions]):
             "dtype": str(self.model.dtype).removeprefix("torch."),
             "tasks": list(self.options.chosen_tasks),
             **self._settings,
-            "forms": list(self.options.forms),
+            "forms": list(self.options.chosen_forms),
             "lengths": list(self.options.lengths),
+            **({"depths": list(self.options.depths)} if self.options.depths else {}),
         }
 
     @property
@@ -90,8 +97,13 @@ class Ruler(Comparison[TasksOptions]):
     @property
     def _cells(self) -> list[_Cell]:
         return [
-            _Cell(task, form, length)
-            for length, form, task in product(self.options.lengths, self.options.forms, self.options.chosen_tasks)
+            _Cell(task, form, length, depth)
+            for length, depth, form, task in product(
+                self.options.lengths,
+                self.options.depths or (None,),
+                self.options.chosen_forms,
+                self.options.chosen_tasks,
+            )
         ]
 
     def _make_item(self, cell: _Cell, number: int) -> Item:
@@ -107,6 +119,7 @@ class Ruler(Comparison[TasksOptions]):
                     self._count,
                     self.options.seed,
                     len(items),
+                    None if cell.depth is None else cell.depth / 100,
                 )
             )
         return items[number]
@@ -123,7 +136,7 @@ class Ruler(Comparison[TasksOptions]):
         ]
 
     def _job(self, cell: _Cell, config: CacheConfig, context: bool) -> Job:
-        key = self.key(config, suite=self.options.suite, cell=asdict(cell), context=context, **self._settings)
+        key = self.key(config, suite=self.options.suite, cell=cell.fields, context=context, **self._settings)
         label = label_of(config) if context else "no context"
         return Job(f"{cell} {label}", key, self.options.items, partial(self._measure, cell, config, context))
 
@@ -150,7 +163,7 @@ class Ruler(Comparison[TasksOptions]):
                 yield {
                     "type": self.name,
                     "suite": self.options.suite,
-                    **asdict(cell),
+                    **cell.fields,
                     "policy": config.policy,
                     "window": window_of(config),
                     "seed": config.seed,

@@ -151,4 +151,10 @@ struct Stream {
   const Slots* slots;  // of all layers
 };
 
+// Two ranges of memory that are compared.
+struct Bytes {
+  const void *ours, *theirs;
+  int64_t count;
+};
+
 }  // extern "C"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from h2o_stream.compare.comparisons import COMPARISONS
@@ -14,6 +14,9 @@ Record = Mapping[str, Any]
 KINDS = ("nll", "recall", "summarize", "tasks", "speed", "throughput", "soak", "heavy-hitters")
 """Our comparisons in the order of a report; those of other packages follow."""
 
+MAX_CURVES = 8
+"""In a chart: as many as there are colours."""
+
 
 @dataclass(frozen=True)
 class TableData:
@@ -22,6 +25,8 @@ class TableData:
     title: str
     header: Sequence[str]
     rows: Sequence[Sequence[str]]
+    shades: Sequence[Sequence[float | None]] = ()
+    """From 0 (bad) to 1 (good), the color of each cell; None has none. Empty without colors."""
 
 
 @dataclass(frozen=True)
@@ -56,6 +61,27 @@ class Chart:
 
 
 @dataclass(frozen=True)
+class Heatmap:
+    """Colored cells, a panel for each policy.
+
+    Attributes:
+        name: of its file.
+        title: above the panels.
+        axes: labels of x and y.
+        x: values of the columns.
+        y: values of the rows, from the top.
+        panels: by title, the cells in rows, 0 (bad) to 1 (good).
+    """
+
+    name: str
+    title: str
+    axes: tuple[str, str]
+    x: Sequence[str]
+    y: Sequence[str]
+    panels: Mapping[str, Sequence[Sequence[float]]]
+
+
+@dataclass(frozen=True)
 class Page:
     """The results of a comparison.
 
@@ -64,12 +90,14 @@ class Page:
         legend: explains columns that need it.
         tables: one or more.
         charts: any number.
+        verdict: what was found, in a sentence; may be empty.
     """
 
     title: str
     legend: str
     tables: Sequence[TableData]
-    charts: Sequence[Chart] = ()
+    charts: Sequence[Chart | Heatmap] = ()
+    verdict: str = ""
 
 
 def page_of(kind: str, run: Record, records: Sequence[Record]) -> Page:
@@ -81,7 +109,20 @@ def page_of(kind: str, run: Record, records: Sequence[Record]) -> Page:
         records: its other records.
     """
     page: Page = resolve(COMPARISONS[kind].page)(run, records)
-    return page
+    return replace(page, charts=[part for chart in page.charts for part in readable(chart)])
+
+
+def readable(chart: Chart | Heatmap) -> list[Chart | Heatmap]:
+    """A chart as several with at most `MAX_CURVES` named curves each; the first curve, full if it is there, is in all.
+
+    Curves without a name stay together: they show a spread.
+    """
+    if isinstance(chart, Heatmap) or len(chart.curves) <= MAX_CURVES or not all(curve.name for curve in chart.curves):
+        return [chart]
+    first, *others = chart.curves
+    parts = [others[start : start + MAX_CURVES - 1] for start in range(0, len(others), MAX_CURVES - 1)]
+    names = [chart.name, *(f"{chart.name}-{number}" for number in range(2, len(parts) + 1))]
+    return [replace(chart, name=name, curves=[first, *part]) for name, part in zip(names, parts, strict=True)]
 
 
 def plain_page(run: Record, records: Sequence[Record]) -> Page:

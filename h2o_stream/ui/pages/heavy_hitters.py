@@ -2,19 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from statistics import fmean
 
 from h2o_stream.ui.pages import Chart, Curve, Page, Record, TableData, stem
 
+_REMOVAL = ("removed", "of the tokens", "nll", "to all", "95%")
+
+_WORDS = ("frequency", "cooccurrence", "per_token")
+
+_SUMMARIES: dict[str, Callable[[Sequence[float]], float]] = {"mean": fmean, "lowest": min, "highest": max}
+
 
 def page(run: Record, records: Sequence[Record]) -> Page:
-    """Sparsity, power law, and the attention that each policy keeps, by layer."""
+    """Sparsity, power law, the attention that each policy keeps and how it goes with words, by layer; removals."""
     title = f"{run['model']}, {run['tokens']:,} tokens of {stem(run['text'])}, window {run['window']}"
-    names = list(records[0]["mass"]) if records else []
-    rows = [*(_row(str(layer["layer"]), [layer], names) for layer in records), _row("mean", records, names)]
-    header = ["layer", "sparsity", "slope", "top 10%", *names]
-    return Page(f"{title}; shares in %", "", [TableData("", header, rows)], _charts(records, names, title))
+    layers = [record for record in records if record["type"] == "heavy-hitters"]
+    removals = [record for record in records if record["type"] != "heavy-hitters"]
+    names = list(layers[0]["mass"])
+    rows = [*(_row(str(layer["layer"]), [layer], names) for layer in layers), _row("mean", layers, names)]
+    tables = [TableData("", ["layer", "sparsity", "slope", "top 10%", *names], rows), _word_table(layers)]
+    if removals:
+        tables.append(TableData("loss without a part of the tokens", _REMOVAL, list(map(_removal_row, removals))))
+    legend = "shares in %; slope: of the power law"
+    charts = [*_charts(layers, names, title), _word_chart(layers, title), *_removal_charts(removals, title)]
+    return Page(title, legend, tables, charts, _verdict(layers, removals))
 
 
 def _row(name: str, layers: Sequence[Record], names: Sequence[str]) -> list[str]:
@@ -26,6 +38,36 @@ def _row(name: str, layers: Sequence[Record], names: Sequence[str]) -> list[str]
         f"{100 * fmean(layer['top_share'] for layer in layers):.1f}",
         *(f"{100 * fmean(layer['mass'][policy] for layer in layers):.1f}" for policy in names),
     ]
+
+
+def _word_table(layers: Sequence[Record]) -> TableData:
+    """Rank correlations in the mean, the least and the most of the layers."""
+    found = [[layer["words"][name] for layer in layers] for name in _WORDS]
+    header = ["layers", "sum, frequency", "sum, words near", "per token, words near"]
+    rows = [[name, *(f"{of(values):+.2f}" for values in found)] for name, of in _SUMMARIES.items()]
+    return TableData("attention that a word receives, rank correlations", header, rows)
+
+
+def _removal_row(record: Record) -> list[str]:
+    change = record["to_full"]
+    difference = ["-", "-"]
+    if record["percent"]:
+        difference = [f"{change['mean']:+.3f}", f"{change['low']:+.3f} to {change['high']:+.3f}"]
+    return [record["removed"], f"{record['percent']}%", f"{record['nll']:.4f}", *difference]
+
+
+def _verdict(layers: Sequence[Record], removals: Sequence[Record]) -> str:
+    sparse = fmean(layer["sparsity"] for layer in layers)
+    top = fmean(layer["top_share"] for layer in layers)
+    told = (
+        f"{sparse:.0%} of the tokens get less than 1% of a query's largest attention, a tenth of them {top:.0%} of all"
+    )
+    percent = max((record["percent"] for record in removals), default=0)
+    added = {record["removed"]: record["to_full"]["mean"] for record in removals if record["percent"] == percent}
+    if percent:
+        losses = ", ".join(f"{removed} {mean:+.2g}" for removed, mean in added.items())
+        told += f"; nats added by removing {percent}% of the tokens: {losses}"
+    return f"{told}."
 
 
 def _charts(layers: Sequence[Record], names: Sequence[str], title: str) -> list[Chart]:
@@ -54,3 +96,25 @@ def _charts(layers: Sequence[Record], names: Sequence[str], title: str) -> list[
             (0, 1),
         ),
     ]
+
+
+def _word_chart(layers: Sequence[Record], title: str) -> Chart:
+    selected = layers[:: max((len(layers) - 1) // 4, 1)]
+    curves = [
+        Curve(f"layer {layer['layer']}", list(range(1, len(groups) + 1)), groups)
+        for layer in selected
+        for groups in [layer["words"]["by_cooccurrence"]]
+    ]
+    axes = ("words by the number of words near them, in tenths", "attention per token, 1 is even")
+    return Chart("words", f"Attention by co-occurrence\n{title}", axes, curves, logarithmic="y")
+
+
+def _removal_charts(removals: Sequence[Record], title: str) -> list[Chart]:
+    ways = dict.fromkeys(record["removed"] for record in removals if record["percent"])
+    curves = [
+        Curve(way, [record["percent"] for record in found], [record["nll"] for record in found])
+        for way in ways
+        for found in [[record for record in removals if record["removed"] in ("nothing", way)]]
+    ]
+    axes = ("removed tokens, %", "nats per token")
+    return [Chart("removal", f"Loss without heavy hitters\n{title}", axes, curves)] if curves else []

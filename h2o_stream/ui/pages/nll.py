@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from h2o_stream.ui.pages import Chart, Curve, Page, Record, TableData, curve_name, label, or_dash, stem
+from h2o_stream.ui.pages.verdicts import loss
 
 _HEADER = ("policy", "window", "MiB", "nll", "last half", "to full", "95%", "gap", "tok/s")
 
@@ -12,13 +13,16 @@ _HEADER = ("policy", "window", "MiB", "nll", "last half", "to full", "95%", "gap
 def page(run: Record, records: Sequence[Record]) -> Page:
     """A table and a chart for each text."""
     title = f"{run['model']}: nats per token, lower is better"
+    title += "; evicted tokens are masked, and stay in memory" if run.get("masked") else ""
     tables, charts = [], []
     for text in run["texts"]:
         of_text = [record for record in records if record["text"] == text]
         heading = f"{stem(text)}, {max(record['tokens'] for record in of_text):,} tokens"
         tables.append(TableData(heading, _HEADER, [_row(record, of_text) for record in of_text]))
-        charts.append(_chart(text, of_text, title))
-    return Page(title, "to full: difference on the same tokens; gap: as a fraction of sink's", tables, charts)
+        charts += _charts(text, of_text, title)
+    return Page(
+        title, "to full: difference on the same tokens; gap: as a fraction of sink's", tables, charts, loss(records)
+    )
 
 
 def _row(record: Record, records: Sequence[Record]) -> list[str]:
@@ -53,11 +57,15 @@ def _limit(record: Record) -> tuple[int | None, int | None]:
     return record["cache_size"], None if record["cache_size"] else record["window"]
 
 
-def _chart(text: str, records: Sequence[Record], title: str) -> Chart:
-    curves = [
-        Curve(curve_name(record), record["rolling"]["seen"], record["rolling"]["nll"], label(record))
-        for record in records
-    ]
-    width = max(record["rolling"]["width"] for record in records)
-    heading = f"Loss as the text goes on\n{title}; {stem(text)}, mean of {width:,} tokens"
-    return Chart(f"nll-{stem(text)}", heading, ("tokens seen", "nats per token"), curves)
+def _charts(text: str, records: Sequence[Record], title: str) -> list[Chart]:
+    """A chart for each window or size, with the full cache in each."""
+    limits = list(dict.fromkeys(_limit(record) for record in records if record["policy"] != "full")) or [(None, None)]
+    charts = []
+    for number, limit in enumerate(limits, 1):
+        shown = [record for record in records if record["policy"] == "full" or _limit(record) == limit]
+        curves = [Curve(curve_name(record), record["rolling"]["seen"], record["rolling"]["nll"]) for record in shown]
+        width = max(record["rolling"]["width"] for record in shown)
+        heading = f"Loss as the text goes on\n{title}; {stem(text)}, mean of {width:,} tokens"
+        name = f"nll-{stem(text)}" + (f"-window{number}" if number > 1 else "")
+        charts.append(Chart(name, heading, ("tokens seen", "nats per token"), curves))
+    return charts

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from h2o_stream.ui.pages import Chart, Curve, Page, Record, TableData, curve_name, label, or_dash, stem
+from h2o_stream.ui.pages.verdicts import share
 
 _HEADINGS = {
     "same": "asked in the same words",
@@ -26,7 +27,24 @@ def page(run: Record, records: Sequence[Record]) -> Page:
         "a full cache is only asked inside the model's context",
         [*tables, *([_chat_table(chats)] if chats else [])],
         _charts(streams, title),
+        _verdict(streams),
     )
+
+
+def _verdict(records: Sequence[Record]) -> str:
+    """The right replies at the largest distance that all were asked at."""
+    runs = _runs([record for record in records if record["kind"] == "same"])
+    common = set.intersection(*({record["distance"] for record in group} for group in runs)) if runs else set()
+    if not common:
+        return ""
+    distance = max(common)
+    rates = {
+        f"{curve_name(group[0])}{' with recall' if group[0]['recall'] == 'auto' else ''}": record["accuracy"]
+        for group in runs
+        for record in group
+        if record["distance"] == distance
+    }
+    return share(rates, f"right replies {distance:,} tokens after the fact")
 
 
 def _runs(records: Sequence[Record]) -> list[list[Record]]:

@@ -5,13 +5,16 @@ from __future__ import annotations
 from collections.abc import Sequence
 from statistics import fmean
 
-from h2o_stream.ui.pages import Chart, Curve, Page, Record, TableData, label, or_dash
+from h2o_stream.ui.pages import Chart, Curve, Page, Record, TableData, curve_name, label, needles, or_dash
+from h2o_stream.ui.pages.verdicts import share
 
 _NO_CONTEXT = "no context"
 
 
 def page(run: Record, records: Sequence[Record]) -> Page:
-    """A table for each form and length: a row for each policy, a column for each task."""
+    """A table for each form and length: a row for each policy, a column for each task. With depths a heatmap."""
+    if run.get("depths"):
+        return needles.page(run, records)
     cells = dict.fromkeys((record["form"], record["length"]) for record in records)
     tables = [
         _table(form, length, [record for record in records if (record["form"], record["length"]) == (form, length)])
@@ -22,7 +25,18 @@ def page(run: Record, records: Sequence[Record]) -> Page:
         "accuracy, margin of the right answer in nats, [margin recovery: the part of the full cache's gain from the "
         "context that is kept, and its 95% interval]"
     )
-    return Page(title, legend, tables, _charts(records, title))
+    return Page(title, legend, tables, _charts(records, title), _verdict(records))
+
+
+def _verdict(records: Sequence[Record]) -> str:
+    """What each policy keeps of the full cache's gain, or without a full cache its accuracy."""
+    field = "recovery" if any(record["recovery"] is not None for record in records) else "accuracy"
+    values: dict[str, list[float]] = {}
+    for record in records:
+        if record[field] is not None and (field == "accuracy" or record["policy"] != "full"):
+            values.setdefault(curve_name(record), []).append(record[field])
+    what = "of the full cache's gain from the context" if field == "recovery" else "of the answers"
+    return share({name: fmean(found) for name, found in values.items()}, f"{what}, the mean of the tasks")
 
 
 def _table(form: str, length: int, records: Sequence[Record]) -> TableData:

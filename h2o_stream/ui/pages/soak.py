@@ -45,6 +45,17 @@ def page(run: Record, records: Sequence[Record]) -> Page:
                 (0.9 * first, 1.1 * first),
             ),
         ],
+        _verdict(records, list(means.values())),
+    )
+
+
+def _verdict(records: Sequence[Record], losses: Sequence[float]) -> str:
+    begin, end = records[0], records[-1]
+    grown = (end["rss_bytes"] - begin["rss_bytes"]) / (1 << 20)
+    return (
+        f"From {begin['seen']:,} to {end['seen']:,} tokens the process changed by {grown:+.0f} MiB, replies went from "
+        f"{begin['reply_tok_s']:.3g} to {end['reply_tok_s']:.3g} tokens/s, and the loss on the same text changed by "
+        f"{losses[-1] - losses[0]:+.3f} nats."
     )
 
 

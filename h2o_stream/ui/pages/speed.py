@@ -7,6 +7,7 @@ from statistics import median
 
 from h2o_stream.ui.format import format_bytes
 from h2o_stream.ui.pages import Chart, Curve, Page, Record, TableData
+from h2o_stream.ui.pages.verdicts import decoding, weights
 
 _HEADER = ("engine", "weights", "history", "prefill", "decode", "of floor", "cache", "process")
 
@@ -15,12 +16,12 @@ def page(run: Record, records: Sequence[Record]) -> Page:
     """Tokens per second by engine and history."""
     bandwidth = median(record["bandwidth"] for record in records) if records else 0
     title = f"{run['model']}: tokens/s; memory read at {bandwidth / 1e9:.1f} GB/s"
-    names = dict.fromkeys((record["name"], _weights(record)) for record in records)
+    names = dict.fromkeys((record["name"], weights(record)) for record in records)
     curves = []
-    for name, weights in names:
-        of_engine = [record for record in records if (record["name"], _weights(record)) == (name, weights)]
+    for name, held in names:
+        of_engine = [record for record in records if (record["name"], weights(record)) == (name, held)]
         x, y = [record["history"] for record in of_engine], [record["decode_tok_s"] for record in of_engine]
-        curves.append(Curve(f"{name} {weights}", x, y))
+        curves.append(Curve(f"{name} {held}", x, y))
     return Page(
         title,
         "of floor: decoding as a fraction of the bound set by reading weights and cache once per token",
@@ -34,18 +35,14 @@ def page(run: Record, records: Sequence[Record]) -> Page:
                 logarithmic="xy",
             )
         ],
+        decoding(records),
     )
-
-
-def _weights(record: Record) -> str:
-    ours = record["engine"] == "h2o-stream" and record["quantize"] != "none"
-    return str(record["quantize"] if ours else record["dtype"])
 
 
 def _row(record: Record) -> list[str]:
     return [
         record["name"],
-        _weights(record),
+        weights(record),
         f"{record['history']:,}",
         f"{record['prefill_tok_s']:.0f}",
         f"{record['decode_tok_s']:.1f}",

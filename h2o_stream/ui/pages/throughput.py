@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from h2o_stream.ui.format import format_bytes
 from h2o_stream.ui.pages import Chart, Curve, Page, Record, TableData, or_dash
+from h2o_stream.ui.pages.verdicts import times_full
 
 _HEADER = ("shape", "policy", "window", "batch", "cache", "tokens/s", "seconds", "of full")
 
@@ -24,6 +25,7 @@ def page(run: Record, records: Sequence[Record]) -> Page:
         "batch: as many rows as fit, or as many as fit with a full cache",
         [TableData("", _HEADER, [_row(record, full.get(_shape(record))) for record in records])],
         [Chart("throughput", f"Largest batches\n{title}", ("tokens generated", "tokens/s"), curves, logarithmic="x")],
+        times_full(records),
     )
 
 

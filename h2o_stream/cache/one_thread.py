@@ -1,0 +1,56 @@
+"""One thread at a time: an attached model has one stream, and native code writes its slots without locks of its own."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from threading import RLock
+from typing import Any, NoReturn
+
+import torch
+
+from h2o_stream.errors import H2OStreamError
+
+
+class OneThread:
+    """A context that one thread at a time can be in, as often as it likes. It does not wait: another is refused.
+
+    What holds one can be neither deep-copied nor pickled.
+    """
+
+    def __init__(self) -> None:
+        self._lock = RLock()
+
+    def __enter__(self) -> None:
+        """Enter.
+
+        Raises:
+            H2OStreamError: another thread is inside.
+        """
+        if not self._lock.acquire(blocking=False):
+            raise H2OStreamError(
+                "another thread is using this attached model, which has one stream; let one thread at a time use it, "
+                "or attach a copy of the model for each"
+            )
+
+    def __exit__(self, *_: object) -> None:
+        self._lock.release()
+
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        """Refuse.
+
+        Raises:
+            H2OStreamError: always.
+        """
+        raise H2OStreamError("an attached model can be neither copied nor pickled, nor can its cache; leave the block")
+
+
+def exclusive(method: Callable[..., Any]) -> Callable[..., Any]:
+    """Run a method inside the `one_thread` of its object, and outside of torch's inference mode."""
+
+    @functools.wraps(method)
+    def in_one_thread(self: Any, *args: Any, **kwargs: Any) -> Any:
+        with self.one_thread, torch.inference_mode(False), torch.no_grad():
+            return method(self, *args, **kwargs)
+
+    return in_one_thread

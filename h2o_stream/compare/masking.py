@@ -1,0 +1,201 @@
+"""Attention in a cache that grows, with some tokens masked: h2o_hf's simulation of H2O, and tokens removed on purpose.
+
+The model's own cache keeps everything at its true position. After each forward a rule says which tokens later queries
+may still see. Scores are those of the policies, so a masked policy keeps the tokens that it keeps when it drops them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import pad
+from transformers import AttentionInterface, DynamicCache
+
+from h2o_stream.cache.policies import Attention, Budget, Candidates, Policy, make_policy, select
+from h2o_stream.cache.support import attention_of, attention_set, home_of
+from h2o_stream.config import CacheConfig, CachePlan
+from h2o_stream.errors import ConfigError, UnsupportedModelError
+
+_NAME = "h2o_stream_masked"
+
+_UNSUPPORTED = ("sliding_window", "softcap", "s_aux", "position_bias")
+"""Keywords of attention that is of another kind than plain."""
+
+Rule = Callable[[int, Tensor, Tensor], Tensor]
+"""From a layer's number, scores [Hkv, n] and what was visible [Hkv, n], what later queries see [Hkv, n]."""
+
+
+@dataclass
+class _Layer:
+    """Scores [Hkv, n] float32 and visible [Hkv, n] bool of all tokens of a layer; a policy that updates the scores."""
+
+    policy: Policy
+    scores: Tensor
+    visible: Tensor
+
+
+class MaskedStream:
+    """A stream of one row through a model in which tokens are masked, not dropped.
+
+    Args:
+        model: a causal language model of transformers with plain attention, within `masked_attention`.
+        plan: how scores are summed.
+        rule: chooses what stays visible; None masks nothing.
+    """
+
+    def __init__(self, model: Any, plan: CachePlan, rule: Rule | None = None) -> None:
+        self._model, self._plan, self._rule = model, plan, rule
+        self._cache = DynamicCache(config=model.config)
+        self._layers: dict[int, _Layer] = {}
+
+    @torch.no_grad()
+    def feed(self, tokens: Sequence[int]) -> Tensor:
+        """Feed tokens in one forward, then apply the rule. Returns their logits [n, V]."""
+        ids = torch.tensor([list(tokens)], device=home_of(self._model))
+        output = self._model(ids, past_key_values=self._cache, use_cache=True, masked_stream=self)
+        logits: Tensor = output.logits[0]
+        return logits
+
+    def kept(self, layer: int = 0) -> Tensor:
+        """[1, Hkv, n] int64: indices of the tokens that later queries see, oldest first; as many for every head."""
+        visible = self._layers[layer].visible
+        return visible.nonzero()[:, 1].view(1, len(visible), -1)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of keys and values, which grow."""
+        return sum(x.nbytes for layer in self._cache.layers for x in (layer.keys, layer.values) if x is not None)
+
+    def attend(self, number: int, query: Tensor, key: Tensor, value: Tensor, scaling: float) -> Tensor:
+        """Attend to what is visible, and then choose.
+
+        Args:
+            number: of the layer.
+            query: [1, Hq, Q, D].
+            key: [1, Hkv, K, D], all tokens.
+            value: [1, Hkv, K, Dv], all tokens.
+            scaling: of the logits.
+
+        Returns:
+            [1, Q, Hq, Dv].
+        """
+        heads, new, seen = key.shape[1], query.shape[2], key.shape[2]
+        if number not in self._layers:
+            empty = torch.empty(heads, 0, device=key.device)
+            self._layers[number] = _Layer(make_policy(self._plan, number), empty, empty.bool())
+        layer = self._layers[number]
+        added = seen - layer.scores.shape[1]
+        layer.scores, layer.visible = pad(layer.scores, (0, added)), pad(layer.visible, (0, added), value=True)
+        grouped = query.view(1, heads, -1, new, query.shape[-1])
+        logits = scaling * (grouped @ key[:, :, None].mT).float()
+        index = torch.arange(seen, device=key.device)
+        causal = index <= index[-new:, None]
+        probs = logits.masked_fill(~(causal & layer.visible[:, None, None]), -torch.inf).softmax(-1)
+        later = torch.arange(new - 1, -1, -1, device=key.device).float()
+        layer.scores = layer.policy.update_scores(layer.scores[None], Attention(probs, later, new))[0]
+        if self._rule is not None:
+            layer.visible = self._rule(number, layer.scores, layer.visible)
+        output = probs.to(value.dtype) @ value[:, :, None]
+        return output.reshape(1, -1, new, value.shape[-1]).transpose(1, 2).contiguous()
+
+
+def policy_rule(plan: CachePlan) -> Rule:
+    """What a policy keeps stays visible.
+
+    Raises:
+        ConfigError: the policy looks at more than scores and positions in the stream.
+    """
+    policies: dict[int, Policy] = {}
+    sample = make_policy(plan)
+    further = sample.long_term or sample.needs_keys or sample.folds or sample.head_state(1, 1, 1)
+    if further or plan.budgets != "equal":
+        raise ConfigError(
+            f"policy {plan.policy} keeps more than a score of each token; --masked takes h2o-paper, recent, sink, "
+            "random and tova, and full for comparison"
+        )
+
+    def choose(number: int, scores: Tensor, visible: Tensor) -> Tensor:
+        policy = policies.setdefault(number, make_policy(plan, number))
+        index = torch.arange(scores.shape[1], device=scores.device).where(visible, -1)
+        rank = visible.flip(-1).cumsum(-1).flip(-1) - 1
+        seen = torch.full((1, 1, 1), scores.shape[1], device=scores.device)
+        candidates = Candidates(scores.where(visible, -torch.inf)[None], index[None], rank[None], seen)
+        worth = policy.worth(candidates, Budget(plan.sinks, (), plan.recent))
+        kept, _ = select(worth, candidates.index, min(plan.window, scores.shape[1]))
+        return torch.zeros_like(visible).scatter_(1, kept[0], True)
+
+    return choose
+
+
+def removal_rule(fraction: float, by: str, spared: int, recent: int) -> Rule:
+    """Tokens leave the sight of later queries for good, until they are `fraction` of all.
+
+    Args:
+        fraction: of the tokens seen.
+        by: ``heavy`` removes those with the largest scores, ``random`` any.
+        spared: first tokens that stay.
+        recent: newest tokens that stay.
+    """
+
+    def choose(number: int, scores: Tensor, visible: Tensor) -> Tensor:
+        seen = scores.shape[1]
+        eligible = visible.clone()
+        eligible[:, :spared] = eligible[:, max(seen - recent, 0) :] = False
+        hidden = seen - int(visible[0].sum())
+        count = min(max(round(fraction * seen) - hidden, 0), int(eligible[0].sum()))
+        if by == "random":
+            generator = torch.Generator().manual_seed(seen * 1009 + number)
+            scores = torch.rand(scores.shape, generator=generator).to(scores.device)
+        chosen = scores.masked_fill(~eligible, -torch.inf).topk(count, dim=-1).indices
+        return visible.scatter(1, chosen, False)
+
+    return choose
+
+
+def masked_plan(config: CacheConfig) -> CachePlan:
+    """The plan of a policy that is masked, at true positions.
+
+    Raises:
+        ConfigError: it asks for other positions, or for fewer bits.
+    """
+    plan = config.plan()
+    if config.positions not in (None, "absolute"):
+        raise ConfigError(f"positions is {config.positions!r}; --masked takes --positions absolute only")
+    if plan.kv_bits != 16:
+        raise ConfigError(f"kv_bits is {plan.kv_bits}; --masked takes --kv-bits 16 only")
+    return plan
+
+
+@contextmanager
+def masked_attention(model: Any) -> Iterator[None]:
+    """Within the block, the forward of a `MaskedStream` of this model attends through it."""
+    with attention_set(model, attention_of(model)):
+        model.set_attn_implementation(_NAME)
+        yield
+
+
+def _attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float | None = None,
+    masked_stream: MaskedStream | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    """The function that transformers calls; see `MaskedStream.attend`."""
+    name: str | None = next((name for name in _UNSUPPORTED if kwargs.get(name) is not None), None)
+    if masked_stream is None or name:
+        raise UnsupportedModelError(f"{type(module).__name__} cannot be masked: {name or 'keywords do not reach it'}")
+    scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
+    number: int = module.layer_idx  # type: ignore[assignment]
+    return masked_stream.attend(number, query, key, value, scaling), None
+
+
+AttentionInterface.register(_NAME, _attention)

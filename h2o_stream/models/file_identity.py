@@ -1,0 +1,85 @@
+"""The identity of a model's files: one digest, after which everything derived from them is named."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from h2o_stream.models.gguf import GgufFile
+from h2o_stream.models.stores import is_gguf
+
+_SAMPLE_BYTES = 4096
+_NUM_SPREAD = 256
+"""Samples at equal distances, besides one in the middle of every tensor."""
+
+_CONFIGS, _WEIGHTS = (".json",), (".safetensors", ".bin")
+
+_digests: dict[tuple[int, ...], bytes] = {}
+"""Digests of this process by device, inode, size, and times of the last changes of content and inode."""
+
+
+def model_identity(model: Path | GgufFile) -> str:
+    """16 hex digits that identify a GGUF file by its content, or the weights and configs in a folder.
+
+    They cover size and time of the last change; all metadata and tensor infos; configs whole; and 4 KiB from the middle
+    of every tensor and from 256 places at equal distances. Where a file lies makes no difference.
+
+    What cannot be detected: weights that differ only between these samples, in files of equal size and time.
+
+    Raises:
+        ModelNotFoundError: a GGUF file is damaged.
+        OSError: a file cannot be read.
+    """
+    path = model.path if isinstance(model, GgufFile) else model
+    if not path.is_dir():
+        return _digest(path, model if isinstance(model, GgufFile) else None).hex()[:16]
+    files = sorted(file for file in path.iterdir() if file.suffix in _CONFIGS + _WEIGHTS)
+    return hashlib.sha256(b"".join(file.name.encode() + _digest(file) for file in files)).hexdigest()[:16]
+
+
+def _digest(path: Path, gguf: GgufFile | None = None) -> bytes:
+    """The digest of a file, computed once unless the file changes."""
+    stat = path.stat()
+    key = (stat.st_dev, stat.st_ino, stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns)
+    if key not in _digests:
+        digest = hashlib.sha256(f"{stat.st_size} {stat.st_mtime_ns}".encode())
+        with path.open("rb") as file:
+            for start, count in _covered(path, file, stat.st_size, gguf):
+                file.seek(start)
+                digest.update(file.read(count))
+        _digests[key] = digest.digest()
+    return _digests[key]
+
+
+def _covered(path: Path, file: BinaryIO, size: int, gguf: GgufFile | None) -> Iterator[tuple[int, int]]:
+    """Start and size of everything that the digest covers."""
+    if path.suffix in _CONFIGS:
+        yield 0, size
+        return
+    if gguf is None and is_gguf(path):
+        gguf = GgufFile(path)
+    if gguf is not None:
+        spans = [(tensor.offset, tensor.nbytes) for tensor in gguf.tensors.values()]
+    else:
+        spans = _safetensors_spans(file, size) if path.suffix == ".safetensors" else []
+    yield 0, min((start for start, _ in spans), default=_SAMPLE_BYTES)
+    spread = [size * index // _NUM_SPREAD for index in range(_NUM_SPREAD)]
+    middles = [start + max(0, nbytes - _SAMPLE_BYTES) // 2 for start, nbytes in spans]
+    for start in sorted({*spread, *middles, max(0, size - _SAMPLE_BYTES)}):
+        yield start, _SAMPLE_BYTES
+
+
+def _safetensors_spans(file: BinaryIO, size: int) -> list[tuple[int, int]]:
+    """Start and size of every tensor; nothing if the header is damaged, which loading reports."""
+    length = int.from_bytes(file.read(8), "little")
+    if length > size:
+        return []
+    try:
+        header: dict[str, Any] = json.loads(file.read(length))
+        offsets = [info["data_offsets"] for name, info in header.items() if name != "__metadata__"]
+        return [(8 + length + start, end - start) for start, end in offsets]
+    except (ValueError, TypeError, KeyError, AttributeError):
+        return []

@@ -1,0 +1,83 @@
+r"""How byte-level BPE tokenizers of GGUF files split text before merging.
+
+A file names its pre-tokenizer in ``tokenizer.ggml.pre``; the names and their meaning are those of llama.cpp.
+transformers knows some of them, and for all others splits text as GPT-2 does: other tokens, and no error.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from tokenizers import Regex, Tokenizer, pre_tokenizers
+
+from h2o_stream.errors import UnsupportedModelError
+from h2o_stream.models.gguf import GgufFile
+
+_GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
+_DIGIT, _THREE_DIGITS = r"\p{N}", r"\p{N}{1,3}"
+_PUNCTUATION = r"[\p{P}\$\+<=>\^~\|`]+"
+_SPACES = r"\s*[\r\n]+|\s+(?!\S)|\s+"
+_CONTRACTIONS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
+_CL100K = rf"{_CONTRACTIONS}|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|%s| ?[^\s\p{{L}}\p{{N}}]+[\r\n]*|{_SPACES}"
+_LLAMA3, _QWEN2 = _CL100K % _THREE_DIGITS, _CL100K % _DIGIT
+_QWEN35 = (
+    rf"{_CONTRACTIONS}|[^\r\n\p{{L}}\p{{N}}]?[\p{{L}}\p{{M}}]+|\p{{N}}| ?[^\s\p{{L}}\p{{M}}\p{{N}}]+[\r\n]*|{_SPACES}"
+)
+_UPPER, _LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
+_CASED = (
+    rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}*{_LOWER}+%s|[^\r\n\p{{L}}\p{{N}}]?{_UPPER}+{_LOWER}*%s"
+    rf"|%s| ?[^\s\p{{L}}\p{{N}}]+[\r\n/]*|{_SPACES}"
+)
+_TEKKEN = _CASED % ("", "", _DIGIT)
+_GPT4O = _CASED % (f"{_CONTRACTIONS}?", f"{_CONTRACTIONS}?", _THREE_DIGITS)
+_DEEPSEEK3 = (
+    r"[!\"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+"
+    rf"| ?[\p{{P}}\p{{S}}]+[\r\n]*|{_SPACES}"
+)
+
+_SPLITS: dict[tuple[str, ...], str] = {
+    (_GPT2,): "gpt-2 phi-2 mpt olmo jais trillion granite-docling gigachat a.x-4.0 mellum exaone4",
+    (_DIGIT, _GPT2): "smollm starcoder refact command-r codeshell exaone minerva-7b mellum2",
+    (_LLAMA3,): "llama3 llama-v3 llama-bpe falcon3 falcon-h1 pixtral midm-2.0 lfm2 jina-v5-nano dbrx smaug-bpe glm4 "
+    "chatglm-bpe",
+    (_QWEN2,): "qwen2 deepseek-r1-qwen kormo f2llmv2 megrez stablelm2 hunyuan solar-open grok-2",
+    (_QWEN35,): "qwen35",
+    (_TEKKEN,): "tekken",
+    (_GPT4O,): "gpt-4o llama4 kanana2 talkie minimax-m2",
+    (_THREE_DIGITS, r"[\u4e00-\u9fa5\u3040-\u309f\u30a0-\u30ff]+", _DEEPSEEK3): "deepseek-v3 hunyuan-dense joyai-llm",
+    (r"[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", r"[\u4e00-\u9fa5\u0800-\u4e00\uac00-\ud7ff]+", _DIGIT): "deepseek-coder",
+    (_PUNCTUATION, _GPT2, "[0-9][0-9][0-9]"): "falcon",
+    (_PUNCTUATION.replace("`", ""), _GPT2, r"\p{N}+", "[0-9][0-9][0-9]"): "default",
+}
+"""Names by the regexes that split text, one after another."""
+
+_REGEXES = {name: regexes for regexes, names in _SPLITS.items() for name in names.split()}
+
+_IGNORE_MERGES = frozenset(_SPLITS[_LLAMA3,].split()) - {"dbrx", "smaug-bpe", "glm4", "chatglm-bpe"} | {"tekken"}
+"""Pieces that are tokens are not merged from bytes."""
+
+
+def correct_pre_tokenizer(tokenizer: Tokenizer, file: GgufFile) -> None:
+    """Make a tokenizer split text as its file says.
+
+    Args:
+        tokenizer: as transformers has made it from the file; changed in place.
+        file: the file.
+
+    Raises:
+        UnsupportedModelError: the file names no pre-tokenizer, or an unknown one.
+    """
+    if file.metadata.get("tokenizer.ggml.model") != "gpt2":
+        return
+    name: Any = file.metadata.get("tokenizer.ggml.pre")
+    if name not in _REGEXES:
+        what = f"has the unknown pre-tokenizer {name!r}" if name else "names no pre-tokenizer"
+        raise UnsupportedModelError(
+            f"{file.path.name} {what} (tokenizer.ggml.pre), so text would be split wrongly; "
+            "take the model in transformers' format, or a newer GGUF file"
+        )
+    splits = [pre_tokenizers.Split(Regex(regex), "isolated") for regex in _REGEXES[name]]
+    encode = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([*splits, encode])
+    if name in _IGNORE_MERGES:
+        tokenizer.model.ignore_merges = True

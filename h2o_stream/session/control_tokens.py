@@ -1,0 +1,127 @@
+"""Tokens of rendered chat templates, in which no text of users becomes a control token."""
+
+from __future__ import annotations
+
+import json
+import re
+import secrets
+from collections.abc import Iterator, Mapping
+from functools import cached_property
+from typing import Any
+
+from tokenizers import AddedToken, Tokenizer
+
+from h2o_stream.errors import DataError
+
+
+class ControlTokens:
+    """Marks control tokens in the texts of users, and encodes what a template makes of these texts.
+
+    An added token is a control token whether flagged special or not, unless it is white space only: templates frame
+    turns with tokens that can be told from text, and files flag them unreliably.
+
+    Args:
+        tokenizer: with a fast backend.
+    """
+
+    def __init__(self, tokenizer: Any) -> None:
+        self._tokenizer = tokenizer
+        self._added = tokenizer.backend_tokenizer.get_added_tokens_decoder()
+        self._tokens = {number: token for number, token in self._added.items() if token.content.strip()}
+        self._nonce = secrets.token_hex(8)
+        self._open, self._close = f"open{self._nonce}", f"close{self._nonce}"
+        self._edges = re.compile(f"{self._open}|{self._close}")
+        guarded = f"{self._open}((?:(?!{self._open}|{self._close}).)*){self._close}"
+        self._guarded = re.compile(guarded, re.DOTALL)
+        contents = sorted((token.content for token in self._tokens.values()), key=len, reverse=True)
+        self._pattern = re.compile("|".join(map(re.escape, contents)) or r"(?!)")
+
+    def found(self, value: Any) -> str | None:
+        """The first control token in the texts of a JSON value, keys included."""
+        matches = (self._pattern.search(text) for text in _texts(value))
+        return next((match.group() for match in matches if match), None)
+
+    def guard(self, text: str) -> str:
+        """The user's text with its control tokens marked. Templates see the same text but for these marks."""
+        return self._pattern.sub(lambda match: f"{self._open}{match.group()}{self._close}", text)
+
+    def unguard(self, text: str) -> str:
+        """A rendered text without marks."""
+        return self._edges.sub("", text)
+
+    def encode(self, rendered: str) -> list[int]:
+        """Tokens of a rendered text: the tokenizer's own, except that what `guard` has marked is plain text.
+
+        Raises:
+            DataError: the tokenizer makes control tokens of plain text.
+        """
+        parts = [self._edges.sub("", part) for part in self._guarded.split(rendered)]
+        num_controls = sum(len(self._pattern.findall(part)) for part in parts[::2])
+        if len(parts) == 1:
+            tokens: list[int] = self._tokenizer(parts[0], add_special_tokens=False)["input_ids"]
+            if self._count(tokens) <= num_controls:
+                return tokens
+        parts[::2] = [self._pattern.sub(lambda match: self._alias(match.group()), part) for part in parts[::2]]
+        return self._encode_aliased("".join(parts), num_controls)
+
+    def _encode_aliased(self, text: str, num_controls: int) -> list[int]:
+        tokenizer, numbers, unknown = self._aliased
+        tokens = [numbers.get(token, token) for token in tokenizer.encode(text, add_special_tokens=False).ids]
+        if self._count([token for token in tokens if token != unknown]) > num_controls:
+            raise DataError("the tokenizer makes control tokens of this text; accepted: a text without their names")
+        return tokens
+
+    def _count(self, tokens: list[int]) -> int:
+        return sum(token in self._tokens for token in tokens)
+
+    def _alias(self, content: str) -> str:
+        return f"\ue000{self._nonce}{content}\ue001"
+
+    @cached_property
+    def _aliased(self) -> tuple[Tokenizer, Mapping[int, int], int | None]:
+        """The tokenizer with secret names for control tokens, the own ids of added tokens by its ids, and the id of
+        unknown text.
+        """
+        described = json.loads(self._tokenizer.backend_tokenizer.to_str())
+        names = {token.content: self._alias(token.content) for token in self._tokens.values()}
+        described["added_tokens"] = [token for token in described["added_tokens"] if token["content"] not in names]
+        described.update(post_processor=None, truncation=None, padding=None)
+        _rename(described["model"], names)
+        try:
+            tokenizer = Tokenizer.from_str(json.dumps(described))
+        except Exception as error:  # the library raises nothing narrower
+            raise DataError(f"control tokens cannot be told from text with this tokenizer: {error}") from error
+        for token in self._tokens.values():
+            flags = {"single_word": token.single_word, "lstrip": token.lstrip, "rstrip": token.rstrip}
+            tokenizer.add_tokens([AddedToken(names[token.content], normalized=False, special=False, **flags)])
+        aliases = {number: names.get(token.content, token.content) for number, token in self._added.items()}
+        numbers = {tokenizer.token_to_id(alias): number for number, alias in aliases.items()}
+        model = described["model"]
+        unknown = tokenizer.token_to_id(model.get("unk_token") or "") if "unk_id" not in model else model["unk_id"]
+        return tokenizer, {alias: number for alias, number in numbers.items() if alias is not None}, unknown
+
+
+def _rename(model: dict[str, Any], names: Mapping[str, str]) -> None:
+    """Give entries of a model's vocabulary other names, so that no text is encoded as them."""
+    vocab = model["vocab"]
+    if isinstance(vocab, dict):
+        model["vocab"] = {names.get(piece, piece): number for piece, number in vocab.items()}
+    else:
+        model["vocab"] = [[names.get(piece, piece), score] for piece, score in vocab]
+    if "unk_token" in model:
+        model["unk_token"] = names.get(model["unk_token"], model["unk_token"])
+    if "merges" in model:
+        pairs = (pair.split(" ") if isinstance(pair, str) else pair for pair in model["merges"])
+        model["merges"] = [pair for pair in pairs if not {*pair, "".join(pair)} & names.keys()]
+
+
+def _texts(value: Any) -> Iterator[str]:
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, Mapping):
+        for key, item in value.items():
+            yield from _texts(key)
+            yield from _texts(item)
+    elif isinstance(value, list | tuple):
+        for item in value:
+            yield from _texts(item)

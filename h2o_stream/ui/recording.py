@@ -1,0 +1,169 @@
+"""Recordings of a terminal in asciinema's format (asciicast v2), which ``asciinema play`` plays too."""
+
+from __future__ import annotations
+
+import io
+import json
+import re
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, redirect_stderr, redirect_stdout
+from pathlib import Path
+from typing import TextIO
+
+from rich.console import RenderableType
+
+from h2o_stream.errors import ConfigError, DataError
+from h2o_stream.resources import write_text
+from h2o_stream.ui.terminal import SafeConsole, Terminal, printable
+
+_STYLE = r"(?:[0-9]|[349][0-7]|10[0-7]|[34]8;[25](?:;[0-9]{1,3})+)"
+_CONTROL = re.compile(rf"\x1b\[(?:[0-9;]*[ABCDGHJK]|\?(?:25|1049)[hl]|(?:{_STYLE}(?:;{_STYLE})*)?m)|\r")
+"""The sequences that our screens send: moves of the cursor, erasing, cursor and screen on and off, colors."""
+
+_RESTORE = "\x1b[?1049l\x1b[?25h"
+
+_MAX_S = 1e8
+"""Three years: the longest recording."""
+
+
+class _Tee(io.TextIOBase):
+    """A stream that passes everything on and reports it."""
+
+    def __init__(self, stream: TextIO, report: Callable[[str], None]) -> None:
+        self._stream, self._report = stream, report
+
+    def write(self, text: str) -> int:
+        """Write to both."""
+        self._report(text)
+        return self._stream.write(text)
+
+    def flush(self) -> None:
+        """See io."""
+        self._stream.flush()
+
+    def isatty(self) -> bool:
+        """See io."""
+        return self._stream.isatty()
+
+    def fileno(self) -> int:
+        """See io."""
+        return self._stream.fileno()
+
+    @property
+    def encoding(self) -> str:  # type: ignore[override]
+        """See io."""
+        return self._stream.encoding
+
+    @property
+    def errors(self) -> str | None:  # type: ignore[override]
+        """See io."""
+        return self._stream.errors
+
+
+@contextmanager
+def recording(path: Path | None, terminal: Terminal) -> Iterator[None]:
+    """Record what is written to stdout and stderr inside the block.
+
+    Args:
+        path: a new file; None to record nothing. As ``.svg``, only the last screen is kept, see `save_picture`.
+        terminal: that is recorded.
+
+    Raises:
+        ConfigError: a picture is asked for where there is no screen.
+        DataError: the file exists already, or cannot be written.
+    """
+    if path is not None and path.suffix == ".svg":
+        if not terminal.live or terminal.quiet:
+            raise ConfigError(f"--record {path} draws the screen of a terminal; run it in one, without --quiet")
+        terminal.picture, path = path, None
+    if path is None:
+        yield
+        return
+    try:
+        file = path.open("x", encoding="utf-8", errors="replace")
+    except OSError as error:
+        raise DataError(f"--record {path}: {error.strerror}") from error
+    with file:
+        size = terminal.console.size
+        header = {"version": 2, "width": size.width, "height": size.height, "timestamp": int(time.time())}
+        file.write(json.dumps(header) + "\n")
+        started = time.monotonic()
+
+        def report(text: str) -> None:
+            shown = text.replace("\r\n", "\n").replace("\n", "\r\n")  # as a terminal's line discipline does
+            file.write(json.dumps([round(time.monotonic() - started, 4), "o", shown], ensure_ascii=False) + "\n")
+
+        with redirect_stdout(_Tee(sys.stdout, report)), redirect_stderr(_Tee(sys.stderr, report)):
+            yield
+
+
+def save_picture(terminal: Terminal, shown: RenderableType) -> None:
+    """Save a screen as it is now as SVG, if the terminal was asked for a picture."""
+    if terminal.picture is not None:
+        size = terminal.console.size
+        console = SafeConsole(
+            record=True, file=io.StringIO(), width=size.width, height=size.height, force_terminal=True, highlight=False
+        )
+        console.print(shown)
+        write_text(terminal.picture, console.export_svg(title=""), f"--record {terminal.picture}")
+
+
+def play(path: Path, pace: float, terminal: Terminal) -> None:
+    """Play back a recording. Other control sequences than those of our screens are removed.
+
+    Args:
+        path: of the recording.
+        pace: speed relative to the original run.
+        terminal: where it is shown; without a live one, no control sequences are written.
+
+    Raises:
+        DataError: it is not a recording.
+    """
+    events, show = _read(path), sys.stdout.write
+    started = time.monotonic()
+    try:
+        for at_s, text in events:
+            time.sleep(max(started + at_s / pace - time.monotonic(), 0.0))
+            show(_shown(text, terminal.live))
+            sys.stdout.flush()
+    except (KeyboardInterrupt, SystemExit):
+        if terminal.live:
+            show(_RESTORE)
+        raise
+
+
+def _shown(text: str, live: bool) -> str:
+    """Text with the control sequences that are ours, or with none."""
+    kept = _CONTROL.findall(text) if live else []
+    pieces = [printable(piece) for piece in _CONTROL.split(text)]
+    if not live:
+        return "".join(pieces)
+    return "".join(piece + control for piece, control in zip(pieces, [*kept, ""], strict=True))
+
+
+def _read(path: Path) -> list[tuple[float, str]]:
+    try:
+        lines = path.read_text(encoding="utf-8").removesuffix("\n").split("\n")
+    except (OSError, UnicodeDecodeError) as error:
+        raise DataError(f"--replay {path}: {getattr(error, 'strerror', None) or error}") from error
+    try:
+        header = json.loads(lines[0])
+    except (ValueError, RecursionError):
+        header = None
+    if not isinstance(header, dict) or header.get("version") != 2 or isinstance(header["version"], bool):
+        raise DataError(f"--replay {path}: not a recording in asciinema's format, version 2")
+    return [_parse(path, number, line) for number, line in enumerate(lines[1:], 2)]
+
+
+def _parse(path: Path, number: int, line: str) -> tuple[float, str]:
+    try:
+        at_s, kind, text = json.loads(line)
+        if kind != "o":  # input, marks, sizes
+            text = ""
+        if isinstance(at_s, bool) or not 0 <= at_s <= _MAX_S or not isinstance(text, str):
+            raise ValueError(line)
+        return float(at_s), text
+    except (ValueError, TypeError, RecursionError) as error:
+        raise DataError(f"--replay {path}: line {number} is not a line of a recording") from error

@@ -1,0 +1,96 @@
+"""Asks several policies the same turns with the same seed: where they differ, and how fast each is."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
+from dataclasses import replace
+from itertools import islice
+from typing import Any
+
+from h2o_stream.config import CacheConfig, Settings
+from h2o_stream.engine.events import Finish
+from h2o_stream.session.cliff import Cliff
+from h2o_stream.session.jsonl import JsonlWriter
+from h2o_stream.session.messages import text_of
+from h2o_stream.session.questions import QuestionSet, set_temperature
+from h2o_stream.ui.panes import Panes
+from h2o_stream.ui.side import Side
+from h2o_stream.ui.start import open_conversation
+from h2o_stream.ui.terminal import Terminal
+
+
+def compare_policies(
+    settings: Settings,
+    policies: Sequence[str],
+    questions: QuestionSet,
+    turns: int | None,
+    loop: bool,
+    cliff: bool,
+    terminal: Terminal,
+    jsonl: JsonlWriter,
+) -> Finish | None:
+    """Ask all policies every turn, alternating token by token.
+
+    Args:
+        settings: of all conversations, except for the policy.
+        policies: two or more.
+        questions: to ask.
+        turns: stop after this many turns; None for all.
+        loop: start over after the last question.
+        cliff: read text up to just before the model's context first.
+        terminal: where it is shown.
+        jsonl: receives the records of all runs and their turns.
+
+    Returns:
+        Why it ended early, or None.
+    """
+    seed = settings.sampling.seed if settings.sampling.seed is not None else secrets.randbits(32)
+    with ExitStack() as stack:
+        sides = [
+            Side(policy, stack.enter_context(open_conversation("h2o-stream", chosen, terminal, jsonl)))
+            for policy in policies
+            for chosen in [_with_policy(settings, policy, seed)]
+        ]
+        conversation = sides[0].loaded.conversation
+        questions.check(conversation.metadata.template)
+        before = Cliff.of(conversation) if cliff else None
+        panes = stack.enter_context(Panes(sides, terminal))
+        interrupts = sides[0].loaded.interrupts
+        for side in sides[1:]:
+            side.loaded.conversation.engine.should_stop = interrupts
+        stack.enter_context(interrupts)
+        if before is not None:
+            panes.start_turn("before the context", before.title)
+            for side in sides:  # one after the other: reading is long, and each is timed alone
+                _run([side.read(before)], panes)
+        total = str(turns or ("∞" if loop else questions.turns))
+        for number, (question, prompt) in enumerate(islice(questions.prompts(loop), turns), 1):
+            panes.start_turn(f"turn {number}/{total} · {question.label}", text_of(prompt))
+            for side in sides:
+                set_temperature(side.loaded.conversation.engine, settings.sampling, question)
+            _run([side.say(prompt) for side in sides], panes)
+            panes.end_turn()
+            for side in sides:
+                if side.turn is not None:
+                    jsonl.write(side.turn.record(question.id) | {"policy": side.policy})
+            if any(side.finish == "interrupted" for side in sides) or all(side.finish for side in sides):
+                break
+    for side in sides:
+        jsonl.write(side.report.record() | {"policy": side.policy})
+    panes.print_verdict()
+    return next((side.finish for side in sides if side.finish), None)
+
+
+def _run(replies: Sequence[Iterator[Any]], panes: Panes) -> None:
+    """Take events in turn until all have ended."""
+    while replies:
+        replies = [events for events in replies if next(events, None) is not None]
+        panes.draw()
+
+
+def _with_policy(settings: Settings, policy: str, seed: int) -> Settings:
+    """The settings for a policy. A policy other than the configured one uses its own defaults and the same window."""
+    cache = settings.cache if settings.cache.policy == policy else CacheConfig(policy, settings.cache.window)
+    return replace(settings, cache=cache, sampling=replace(settings.sampling, seed=seed))

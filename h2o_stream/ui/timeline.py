@@ -1,0 +1,101 @@
+"""Draws decode speed and cache memory over the tokens seen, a few rows high, with the trained context as a mark."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from rich.text import Text
+
+from h2o_stream.session.timeline import Timeline
+from h2o_stream.ui.format import format_bytes
+
+BLOCKS = " ▁▂▃▄▅▆▇█"
+
+_LABEL = 11
+"""Columns left of a line."""
+
+_NEAR = 4
+"""The context is on the axis once this fraction of it was seen."""
+
+_MARGIN = 1.15
+"""The axis ends beyond the context, so that what comes after it has room."""
+
+
+def draw_timelines(timelines: Sequence[Timeline], width: int, rows: int, context: int | None) -> list[list[Text]]:
+    """The lines of some runs, drawn to the same scales so that they can be compared by eye.
+
+    Args:
+        timelines: of the runs.
+        width: columns.
+        rows: of each of the two lines.
+        context: tokens the model was trained for, marked on the axis; None if not known.
+    """
+    seen = max(timeline.seen for timeline in timelines)
+    near = context is not None and seen * _NEAR >= context
+    end = max(seen, int(context * _MARGIN) + 1 if near and context else 0, 1)
+    count = max(width - _LABEL, 8)
+    mark = context * count // end if near and context else None
+    parts = [timeline.columns(end, count) for timeline in timelines]
+    speeds = [[entry.tok_s if entry else 0.0 for entry in part] for part in parts]
+    memory = [_filled([float(entry.cache_bytes) if entry else 0.0 for entry in part]) for part in parts]
+    fastest, largest = (max((max(values) for values in side), default=0.0) for side in (speeds, memory))
+    return [
+        [
+            *_line(speed, rows, fastest, f"{fastest:.0f} tok/s", "green", mark),
+            *_line(held, rows, largest, format_bytes(int(largest)), "magenta", mark),
+            *_axis(count, seen, context, mark),
+        ]
+        for speed, held in zip(speeds, memory, strict=True)
+    ]
+
+
+def draw_timeline(timeline: Timeline, width: int, rows: int, context: int | None) -> list[Text]:
+    """The lines of one run, see `draw_timelines`."""
+    return draw_timelines([timeline], width, rows, context)[0]
+
+
+def bars(values: Sequence[float], rows: int, top: float) -> list[str]:
+    """Columns of blocks, the upper row first. Every value above 0 shows."""
+    steps = [min(max(round(8 * rows * value / top), 1), 8 * rows) if value and top else 0 for value in values]
+    return ["".join(BLOCKS[min(max(step - 8 * row, 0), 8)] for step in steps) for row in reversed(range(rows))]
+
+
+def _line(values: list[float], rows: int, top: float, label: str, style: str, mark: int | None) -> list[Text]:
+    lines = []
+    for row, drawn in enumerate(bars(values, rows, top)):
+        line = Text(f"{label if row == 0 else '':>{_LABEL - 2}} ", "dim", no_wrap=True)
+        line.append("│", "dim")
+        if mark is None:
+            line.append(drawn, style)
+        else:
+            line.append(drawn[:mark], style)
+            line.append("┊" if drawn[mark] == " " else drawn[mark], "yellow")
+            line.append(drawn[mark + 1 :], style)
+        lines.append(line)
+    return lines
+
+
+def _axis(count: int, seen: int, context: int | None, mark: int | None) -> list[Text]:
+    """What the columns mean: tokens seen so far, and the context."""
+    said = f"{seen:,} tokens seen"
+    indent = " " * (_LABEL - 2) + "0└"
+    if mark is None or context is None:
+        later = f" · context {context:,} later" if context else ""
+        return [Text.assemble((indent, "dim"), (f"{said}{later}".rjust(count, "─")[-count:], "dim"))]
+    name = f"context {context:,}"
+    start = max(min(mark - len(name), count - len(name) - 1), 0)
+    axis = f"{said}".ljust(start, "─")[:start] if len(said) < start else "─" * start
+    rest = "─" * (count - start - len(name) - 1)
+    line = Text.assemble((f"{indent}{axis}", "dim"), (f"{name}┘", "yellow"), (rest, "dim"))
+    line.truncate(len(indent) + count)
+    return [line]
+
+
+def _filled(values: list[float]) -> list[float]:
+    """Memory holds between two measurements: gaps take the value before them, up to the last one."""
+    last = max((number for number, value in enumerate(values) if value), default=-1)
+    held, filled = 0.0, []
+    for number, value in enumerate(values):
+        held = value or held
+        filled.append(held if number <= last else 0.0)
+    return filled

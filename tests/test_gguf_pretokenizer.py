@@ -1,0 +1,120 @@
+"""How text is split before merging: as the GGUF file's pre-tokenizer says, or the file is refused."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tokenizers import pre_tokenizers
+from transformers import AutoTokenizer
+from transformers.integrations.gguf.gguf_tokenizer_mapping import GGUF_PRE_TOKENIZER_SPLITS
+
+from h2o_stream import UnsupportedModelError
+from h2o_stream.models import gguf_export
+from h2o_stream.models.find import find
+from h2o_stream.models.gguf import GgufFile
+from h2o_stream.models.gguf_export import export_config
+from h2o_stream.models.gguf_pretokenizer import _REGEXES
+from tests.conftest import make_llama
+from tests.gguf_files import write_model
+
+TEXTS = [
+    "In 2024, 12345 of them", "a1b2 c3", "½ ² ٣ ٤٢", "\n\n 7\t8  don't I'LL it's\n", "x=(1+22)*333;", "Größe 東京 3,5",
+    "  two  spaces  99  ", "HTTPServer2 fooBar", "",
+]  # fmt: skip
+RMS: dict[str, Any] = {"attention.layer_norm_rms_epsilon": 1e-6}
+BYTES = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+GPT2 = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
+DIGITS = pre_tokenizers.Sequence([pre_tokenizers.Digits(individual_digits=True), GPT2])
+
+
+@pytest.fixture
+def load(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str | None], Any]:
+    """Load the tokenizer of a small file whose pre-tokenizer has this name."""
+    monkeypatch.setattr(gguf_export, "cache_folder", lambda: tmp_path / "cache")
+
+    def load(name: str | None) -> Any:
+        path = tmp_path / "small.gguf"
+        write_model(path, make_llama(), "llama", pre=name, **RMS)
+        return AutoTokenizer.from_pretrained(export_config(GgufFile(path), pytest.fail))
+
+    return load
+
+
+def pieces(pre_tokenizer: Any, text: str) -> list[str]:
+    return [piece for piece, _ in pre_tokenizer.pre_tokenize_str(text)]
+
+
+def test_digits_of_the_embedded_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """SmolLM2's own definition: every digit apart, then GPT-2's regex."""
+    monkeypatch.setattr(gguf_export, "cache_folder", lambda: tmp_path)
+    file = GgufFile(Path(find("smollm2-135m", True)))
+    tokenizer = AutoTokenizer.from_pretrained(export_config(file, pytest.fail))
+    ours = [tokenizer(text)["input_ids"] for text in TEXTS]
+    tokenizer.backend_tokenizer.pre_tokenizer = DIGITS
+    assert ours == [tokenizer(text)["input_ids"] for text in TEXTS]
+    assert [tokenizer.decode(tokens) for tokens in ours] == TEXTS
+
+
+@pytest.mark.parametrize("name", ["smollm", "starcoder", "command-r", "refact"])
+def test_single_digits(name: str, load: Callable[[str | None], Any]) -> None:
+    pre_tokenizer = load(name).backend_tokenizer.pre_tokenizer
+    assert [pieces(pre_tokenizer, text) for text in TEXTS] == [pieces(DIGITS, text) for text in TEXTS]
+
+
+@pytest.mark.parametrize("name", ["gpt-2", "olmo", "mpt"])
+def test_gpt2(name: str, load: Callable[[str | None], Any]) -> None:
+    pre_tokenizer = load(name).backend_tokenizer.pre_tokenizer
+    assert [pieces(pre_tokenizer, text) for text in TEXTS] == [pieces(GPT2, text) for text in TEXTS]
+
+
+def test_falcon(load: Callable[[str | None], Any]) -> None:
+    pre_tokenizer = load("falcon").backend_tokenizer.pre_tokenizer
+    assert pieces(pre_tokenizer, "a,b $1234567") == ["a", ",", "b", "Ġ", "$", "123", "456", "7"]
+
+
+def test_the_default(load: Callable[[str | None], Any]) -> None:
+    pre_tokenizer = load("default").backend_tokenizer.pre_tokenizer
+    assert pieces(pre_tokenizer, "x1234 it's 5.") == ["x", "123", "4", "Ġit", "'", "s", "Ġ", "5", "."]
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("llama-bpe", ["I", "'LL", "Ġsay", "Ġ", "123", "45", "!\u010a\u010a"]),
+        ("qwen2", ["I", "'LL", "Ġsay", "Ġ", *"12345", "!\u010a\u010a"]),
+        ("deepseek-v3", ["I", "'LL", "Ġsay", "Ġ", "123", "45", "!\u010a\u010a"]),
+        ("deepseek-coder", ["I", "'", "LL", "Ġsay", "Ġ", *"12345", "!", "\u010a", "\u010a"]),
+        ("tekken", ["I", "'LL", "Ġsay", "Ġ", *"12345", "!\u010a\u010a"]),
+    ],
+)
+def test_other_makers(name: str, expected: list[str], load: Callable[[str | None], Any]) -> None:
+    assert pieces(load(name).backend_tokenizer.pre_tokenizer, "I'LL say 12345!\n\n") == expected
+
+
+@pytest.mark.parametrize("name", GGUF_PRE_TOKENIZER_SPLITS)
+def test_the_regexes_that_transformers_has(name: str) -> None:
+    assert _REGEXES[name] == (GGUF_PRE_TOKENIZER_SPLITS[name],)
+
+
+@pytest.mark.parametrize("name", _REGEXES)
+def test_every_regex_loses_nothing(name: str, load: Callable[[str | None], Any]) -> None:
+    pre_tokenizer = load(name).backend_tokenizer.pre_tokenizer
+    for text in TEXTS:
+        assert "".join(pieces(pre_tokenizer, text)) == "".join(pieces(BYTES, text))
+
+
+@pytest.mark.parametrize(("name", "ignored"), [("llama-bpe", True), ("tekken", True), ("smollm", False)])
+def test_merges_are_ignored_where_llama3_ignores_them(name: str, ignored: bool, load: Callable[..., Any]) -> None:
+    assert load(name).backend_tokenizer.model.ignore_merges is ignored
+
+
+@pytest.mark.parametrize(
+    ("name", "words"), [("no-such", "the unknown pre-tokenizer 'no-such'"), (None, "names no pre-tokenizer")]
+)
+def test_unknown_ones_are_refused(name: str | None, words: str, load: Callable[[str | None], Any]) -> None:
+    with pytest.raises(UnsupportedModelError, match=f"small.gguf .*{words}.* transformers' format") as error:
+        load(name)
+    assert "\n" not in str(error.value)

@@ -1,0 +1,80 @@
+"""What is kept in the user's cache folder does not grow for ever."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from h2o_stream.cache import measurements
+from h2o_stream.models import gguf_export, packed_models
+from h2o_stream.models.gguf import GgufFile
+from h2o_stream.models.gguf_export import export_config
+from tests.conftest import make_llama
+from tests.gguf_files import write_model
+
+RMS: dict[str, Any] = {"attention.layer_norm_rms_epsilon": 1e-6}
+
+
+def test_measurements(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(measurements, "cache_folder", lambda: tmp_path)
+    monkeypatch.setattr(measurements, "MAX_SAVED", 3)
+    for number, path in enumerate(_save("abc")):
+        os.utime(path, ns=(number, number))
+    assert measurements.read_measurement("reach", "a") == "a"
+    measurements.save_measurement("reach", "d", "d")
+    measurements.save_measurement("proved", "a", True)
+    assert len(list((tmp_path / "reach").iterdir())) == 3
+    kept = [measurements.read_measurement("reach", key) for key in "abcd"]
+    assert kept == ["a", None, "c", "d"], "a was used after b"
+    assert measurements.read_measurement("proved", "a") is True
+
+
+def _save(keys: str) -> list[Path]:
+    for key in keys:
+        measurements.save_measurement("reach", key, key)
+    return [measurements._path("reach", key) for key in keys]
+
+
+def test_exports_of_gguf_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gguf_export, "cache_folder", lambda: tmp_path / "cache")
+    monkeypatch.setattr(gguf_export, "_MAX_FOLDERS", 2)
+    old = tmp_path / "cache" / "gguf" / "model-5dce000-18a0-1"
+    old.mkdir(parents=True)
+    (old / "config.json").write_text("{}")
+    path = tmp_path / "model.gguf"
+    write_model(path, make_llama(), "llama", pre="gpt-2", **RMS)
+    made = []
+    for time_ns in (1, 2, 3):
+        os.utime(path, ns=(time_ns, time_ns))
+        made.append(export_config(GgufFile(path), pytest.fail))
+        os.utime(made[-1], ns=(time_ns, time_ns))
+        assert not old.exists()
+    os.utime(path, ns=(2, 2))
+    assert [folder.exists() for folder in made] == [False, True, True]
+    assert export_config(GgufFile(path), pytest.fail) == made[1]
+
+
+def test_packed_weights_of_files_that_changed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(packed_models, "cache_folder", lambda: tmp_path)
+
+    def packed(name: str, **metadata: str) -> Path:
+        folder = tmp_path / "packed" / name
+        folder.mkdir(parents=True)
+        (folder / packed_models.METADATA_FILE).write_text(json.dumps(metadata))
+        return folder
+
+    before = packed("a-int4-1", model="a", source="/a", quantize="int4")
+    others = [
+        packed("a-int8-1", model="a", source="/a", quantize="int8"),
+        packed("b-int4-1", model="b", source="/b", quantize="int4"),
+        tmp_path / "packed" / "damaged",
+    ]
+    others[-1].mkdir()
+    now = packed("a-int4-2", model="a", source="/a", quantize="int4")
+    packed_models.remove_replaced(now)
+    assert not before.exists()
+    assert all(folder.exists() for folder in (now, *others))

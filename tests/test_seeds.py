@@ -1,0 +1,158 @@
+"""Every command of the H2O repositories in the table of docs/comparing.md: ours runs, theirs runs or gets one line."""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers import OPTConfig, OPTForCausalLM, PreTrainedTokenizerBase
+
+from h2o_stream.cli.seeds import _HINTS
+from h2o_stream.config import CacheConfig
+from tests.commands import invoke
+from tests.conftest import make_llama
+
+PAGE = Path(__file__).parents[1] / "docs" / "comparing.md"
+ROW = re.compile(r"^\| `((?:python|helm)[^`]+)` \| `(h2o-[^`]+)` \|", re.M)
+ROWS = ROW.findall(PAGE.read_text(encoding="utf-8"))
+
+OURS = {
+    "run_streaming.py": ["h2o-stream", "--turns", "1", "-n", "2"],
+    "run_summarization.py": ["h2o-compare", "summarize"],
+    "run_helm.py": ["h2o-compare", "summarize"],
+    "run_text_generation.py": ["h2o-chat", "-n", "2", "--prompt-file", "essay.txt"],
+    "flex_opt.py": ["h2o-compare", "throughput", "--text", "a.txt"],
+}
+"""Our command that takes the options of a script."""
+
+QUICK = {
+    "h2o-stream": ["--turns", "1", "-n", "2"],
+    "h2o-chat": ["-n", "2"],
+    "throughput": ["--shapes", "20+5", "--cache-budget", "160KiB", "--rounds", "1"],
+}
+
+
+def test_the_table_has_them_all() -> None:
+    assert len(ROWS) >= 25
+    assert {shlex.split(theirs)[1] for theirs, _ in ROWS} >= set(OURS)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory, tokenizer: PreTrainedTokenizerBase) -> Path:
+    folder = tmp_path_factory.mktemp("model")
+    make_llama(vocab=len(tokenizer), context=4096).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture
+def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder with the files that the commands name."""
+    monkeypatch.chdir(tmp_path)
+    for name in ("XDG_DATA_HOME", "XDG_CACHE_HOME", "XDG_CONFIG_HOME"):
+        monkeypatch.setenv(name, str(tmp_path / name))
+    for name in ("a.txt", "essay.txt"):
+        Path(name).write_text("The quick brown fox jumps over the lazy dog, again and again. " * 40)
+    request = {"article": "word " * 60, "summary_gt": "words", "max_tokens": 3}
+    article = {"document": "A text.", "summary": "Words."}
+    answer = {"request": request, "result": {"choices": [{"text": "words"}]}}
+    files = ["xsum.jsonl", "data/xsum.jsonl", "data/xsum_opt.jsonl"]
+    files += ["data/summarization/xsum.jsonl", "data/summarization_data/xsum_0shot.jsonl"]
+    for name, lines in {**dict.fromkeys(files, [request] * 2), "articles.jsonl": [article] * 5}.items():
+        Path(name).parent.mkdir(parents=True, exist_ok=True)
+        Path(name).write_text("".join(json.dumps(line) + "\n" for line in lines))
+    Path("answers.jsonl").write_text(json.dumps(answer) + "\n")
+    return tmp_path
+
+
+def with_model(arguments: list[str], model: Path) -> list[str]:
+    """The arguments with another model."""
+    names = ("-m", "--model", "--model-name", "--model_name")
+    return [str(model) if before in names else word for before, word in zip(["", *arguments], arguments, strict=False)]
+
+
+@pytest.mark.parametrize("line", dict.fromkeys(ours for _, ours in ROWS))
+def test_ours_runs(line: str, place: Path, model: Path) -> None:
+    command, *arguments = shlex.split(line)
+    if command == "h2o-lm-eval":  # test_tasks.py runs it
+        given: dict[str, Any] = dict(part.split("=") for part in arguments[-1].split(","))
+        assert given.pop("pretrained")
+        kinds = {field.name for field in fields(CacheConfig)}
+        assert set(given) <= kinds
+        CacheConfig(**{name: float(value) if "ratio" in name else value for name, value in given.items()})
+        return
+    quick = QUICK.get(command, QUICK.get(arguments[0], []))
+    done = invoke(command, *with_model(arguments, model), *quick)
+    assert done.exit_code == 0, done.stderr
+    if "--output_path" in arguments:
+        assert Path(arguments[arguments.index("--output_path") + 1]).exists()
+
+
+@pytest.mark.parametrize("line", [theirs for theirs, _ in ROWS if shlex.split(theirs)[1] in OURS])
+def test_theirs_runs_or_gets_one_line(line: str, place: Path, model: Path) -> None:
+    _, script, *arguments = shlex.split(line)
+    done = invoke(*OURS[script], *with_model(arguments, model))
+    if done.exit_code == 0:
+        return
+    assert done.exit_code == 2
+    assert done.stderr.count("\n") == 1, done.stderr
+    hinted = [word for word in arguments if word.replace("_", "-").lower() in _HINTS and f"{word}: " in done.stderr]
+    hinted += [word for word in arguments if f"{word}, " in done.stderr]
+    assert hinted or "--policies" in done.stderr, done.stderr
+
+
+@pytest.mark.parametrize(
+    "option",
+    [
+        "--enable_h2o_generation",
+        "--enable_h2o_cache",
+        "--enable_small_cache",
+        "--enable_position_rolling",
+        "--hh_size",
+        "--sample_num",
+        "--model_arch",
+    ],
+)
+@pytest.mark.parametrize("command", [["h2o-chat"], ["h2o-stream"], ["h2o-compare", "summarize"]], ids=" ".join)
+def test_hints(command: list[str], option: str) -> None:
+    done = invoke(*command, option, "1")
+    assert done.exit_code == 2
+    assert done.stderr.count("\n") == 1
+    assert f"{option}: " in done.stderr
+
+
+@pytest.mark.parametrize(
+    "option", ["num_heavy_hitter_tokens", "num_window_length", "heavy_ratio", "recent_ratio", "model_name"]
+)
+@pytest.mark.parametrize("command", [["h2o-chat"], ["h2o-stream"], ["h2o-compare", "summarize"]], ids=" ".join)
+def test_underscores(command: list[str], option: str) -> None:
+    done = invoke(*command, f"--{option}")
+    assert "requires an argument" in done.stderr
+
+
+def test_ratios_of_a_short_prompt(model: Path) -> None:
+    """Regression: the header said the window of another prompt, and the error advised an option that ratios exclude."""
+    ratios = ["--heavy-ratio", "0.1", "--recent-ratio", "0.1"]
+    done = invoke("h2o-stream", "-m", model, "--turns", "1", "-n", "2", "-s", "You are short. " * 9, *ratios)
+    assert done.exit_code == 2
+    assert "window 10% heavy + 10% recent of the first prompt" in done.stderr
+    assert "too short for these ratios" in done.stderr
+    assert "in their place" in done.stderr
+
+
+def test_a_model_with_learned_positions(tmp_path: Path, tokenizer: PreTrainedTokenizerBase) -> None:
+    sizes = {"hidden_size": 32, "word_embed_proj_dim": 32, "ffn_dim": 32, "num_attention_heads": 4}
+    config = OPTConfig(vocab_size=len(tokenizer), num_hidden_layers=1, max_position_embeddings=512, **sizes)
+    OPTForCausalLM(config).save_pretrained(tmp_path)
+    tokenizer.save_pretrained(tmp_path)
+    done = invoke("h2o-stream", "-m", tmp_path, "--turns", "1", "-n", "2")
+    assert done.exit_code == 0, done.stderr
+    assert "--positions absolute is taken" in done.stderr
+    asked = invoke("h2o-stream", "-m", tmp_path, "--turns", "1", "-n", "2", "--rolling")
+    assert asked.exit_code == 1
+    assert "use --positions absolute" in asked.stderr
