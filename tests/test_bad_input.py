@@ -107,7 +107,7 @@ OPTIONS: list[tuple[str, str, str]] = [
     (STREAM, "--frobnicate", "No such option"),
     (STREAM, "--compare full", "--compare takes two"),
     (STREAM, "--compare full,best", "--compare takes two"),
-    (STREAM, "--compare full,h2o,full", "--compare takes two"),
+    (STREAM, "--compare full,h2o,best", "--compare takes two"),
     (COMPARE, "frobnicate", "No such command"),
     (COMPARE, "nll --text ,", "--text is empty"),
     (COMPARE, "nll --text x --policies a", "--policies takes"),

@@ -71,8 +71,7 @@ class ReplayOptions:
             for name in (self.compare or "").replace(" ", "").split(",")
             if name
         ]
-        known = all(policy in POLICIES for policy in policies)
-        if self.compare is not None and (not known or not 2 <= len(policies) == len(set(policies))):
+        if self.compare is not None and (len(policies) < 2 or any(policy not in POLICIES for policy in policies)):
             raise ConfigError(f"compare is {self.compare!r}; --compare takes two or more of {', '.join(POLICIES)}")
         if not 0 < self.pace < float("inf"):
             raise ConfigError(f"pace is {self.pace}; --pace must be above 0")
