@@ -48,7 +48,7 @@ sanitize: setup-dev
 	cmake -S . -B $(CHECKED) -DH2O_SANITIZE=ON -DCMAKE_CXX_COMPILER=g++ -DCMAKE_INSTALL_PREFIX=$(CHECKED) > /dev/null
 	cmake --build $(CHECKED) --target install --parallel
 	H2O_LIBRARY_FOLDER=$(CHECKED)/h2o_stream/native ASAN_OPTIONS=detect_leaks=0 \
-		LD_PRELOAD=$$(g++ -print-file-name=libasan.so) $(BIN)/python -m pytest $(KERNEL_TESTS) $(ARGS)
+		LD_PRELOAD="$$(g++ -print-file-name=libasan.so) $$(g++ -print-file-name=libstdc++.so.6)" $(BIN)/python -m pytest $(KERNEL_TESTS) $(ARGS)
 
 # Writes the tables of docs/families.md.
 family-table: setup-dev

@@ -153,6 +153,7 @@ def test_python(
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setattr("shutil.which", lambda name: None)  # no compiler, so that nothing is compiled in the background
+    monkeypatch.setattr(POLICIES, "_items", dict(POLICIES._items))  # what a page registers is undone after it
     inputs = dict(tokenizer("The quick brown fox jumps over the lazy dog. " * 30, return_tensors="pt"))
     model = make_llama(vocab=len(tokenizer), context=4096)
     names: dict[str, Any] = {"model": model, "inputs": inputs, "tokenizer": tokenizer}
