@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 from transformers import PreTrainedTokenizerBase
 
+from h2o_stream.config import POLICIES
 from tests.commands import invoke
 from tests.conftest import make_llama
 
