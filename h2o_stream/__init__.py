@@ -13,7 +13,7 @@ from h2o_stream.errors import ConfigError, H2OStreamError, ModelNotFoundError, U
 from h2o_stream.startup import let_idle_threads_sleep
 
 if TYPE_CHECKING:
-    from h2o_stream.cache.attach import attach
+    from h2o_stream.attachment.attach import attach
     from h2o_stream.cache.full_cache import FullCache
     from h2o_stream.cache.h2o_cache import H2OCache
     from h2o_stream.deprecated import compiled
@@ -39,7 +39,7 @@ __all__ = [
 ]
 
 _LAZY = {
-    "attach": "h2o_stream.cache.attach",
+    "attach": "h2o_stream.attachment.attach",
     "compiled": "h2o_stream.deprecated",
     "H2OCache": "h2o_stream.cache.h2o_cache",
     "FullCache": "h2o_stream.cache.full_cache",

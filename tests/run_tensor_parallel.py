@@ -6,7 +6,7 @@ import sys
 import torch
 
 from h2o_stream import CacheConfig, attach
-from h2o_stream.cache import retrieval_heads
+from h2o_stream.attachment import retrieval_heads
 from h2o_stream.config import ModelConfig
 from h2o_stream.models.load import load
 from h2o_stream.processes import Processes

@@ -14,10 +14,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from h2o_stream import CacheConfig, ConfigError, H2OStreamError, attach
-from h2o_stream.cache import measurements, retrieval_heads
-from h2o_stream.cache.budgets import HeadBudget, schedules, windows
+from h2o_stream.attachment import measurements, retrieval_heads
 from h2o_stream.cache.layer import LayerSpec
 from h2o_stream.cache.state import checksummed, encode_json
+from h2o_stream.cache.windows import HeadBudget, schedules, windows
 from h2o_stream.compare.heavy_hitters import measure_attention
 from h2o_stream.config import MIN_EVICTABLE
 from h2o_stream.models.load import LoadedModel
@@ -49,7 +49,7 @@ def model(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     def assigned(model: Any, specs: Any, progress: Any) -> Any:
         return [replace(spec, budgets=groups) for spec, groups in zip(specs, GROUPS, strict=True)]
 
-    monkeypatch.setattr("h2o_stream.cache.attach.assign_budgets", assigned)
+    monkeypatch.setattr("h2o_stream.attachment.attach.assign_budgets", assigned)
     return make_llama(heads=3, groups=2, layers=3, context=256)
 
 
@@ -197,7 +197,7 @@ def test_a_state_continues_at_any_size(model: Any, monkeypatch: pytest.MonkeyPat
         model(TOKENS[:, :fed], past_key_values=cache)
         state = cache.state_dict()
         wanted = [model(TOKENS[:, 70 + step, None], past_key_values=cache).logits for step in range(40)]
-    monkeypatch.setattr("h2o_stream.cache.attach.assign_budgets", lambda model, specs, progress: specs)
+    monkeypatch.setattr("h2o_stream.attachment.attach.assign_budgets", lambda model, specs, progress: specs)
     with attach(model, config) as cache:
         cache.load_state_dict(state)
         got = [model(TOKENS[:, 70 + step, None], past_key_values=cache).logits for step in range(40)]

@@ -12,8 +12,8 @@ import torch
 from rich.progress import Progress
 
 from h2o_stream.compare import everything, nll
+from h2o_stream.compare.catalog import NllOptions, Shape
 from h2o_stream.compare.comparison import Job, JobProgress
-from h2o_stream.compare.comparisons import NllOptions, Shape
 from h2o_stream.compare.left_out import LeftOut, lines_of, read_left_out, write_left_out
 from h2o_stream.config import POLICIES, ModelConfig
 from h2o_stream.errors import DataError

@@ -16,8 +16,8 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from h2o_stream import CacheConfig, attach
-from h2o_stream.cache import graph_steps
-from h2o_stream.cache.graph_steps import WARM_UP, GraphSteps
+from h2o_stream.attachment import graph_steps
+from h2o_stream.attachment.graph_steps import WARM_UP, GraphSteps
 from tests.conftest import make_llama
 from tests.families import FAMILIES
 

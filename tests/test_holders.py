@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 from transformers import LlamaForCausalLM
 
 from h2o_stream import CacheConfig, H2OStreamError, attach
-from h2o_stream.cache.budgets import HeadBudget
 from h2o_stream.cache.h2o_cache import H2OCache
 from h2o_stream.cache.holders import Holders, holders, retrieval_holders
+from h2o_stream.cache.windows import HeadBudget
 from h2o_stream.session.metadata import TurnTokens
 from h2o_stream.session.retention import retention
 from tests.conftest import make_llama

@@ -13,10 +13,10 @@ from transformers import LlamaForCausalLM
 
 from h2o_stream import CacheConfig, attach
 from h2o_stream.cache.audit import audit
-from h2o_stream.cache.budgets import HeadBudget
 from h2o_stream.cache.eager import EAGER, EagerKernels
 from h2o_stream.cache.h2o_cache import H2OCache
 from h2o_stream.cache.head_group import HeadGroup
+from h2o_stream.cache.windows import HeadBudget
 from tests.conftest import make_llama
 
 WINDOW = 24
@@ -39,7 +39,7 @@ def model(monkeypatch: pytest.MonkeyPatch) -> LlamaForCausalLM:
     def grouped(model: Any, specs: Any, progress: Any) -> Any:
         return [replace(spec, budgets=groups) for spec, groups in zip(specs, GROUPS, strict=True)]
 
-    monkeypatch.setattr("h2o_stream.cache.attach.assign_budgets", grouped)
+    monkeypatch.setattr("h2o_stream.attachment.attach.assign_budgets", grouped)
     return make_llama(heads=3, groups=2, layers=3, context=256)
 
 

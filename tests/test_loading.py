@@ -17,12 +17,13 @@ from h2o_stream import CacheConfig, ConfigError, attach
 from h2o_stream.config import ModelConfig
 from h2o_stream.errors import OutOfMemoryError
 from h2o_stream.models import load as loading
-from h2o_stream.models import packed_models, packed_weights, quantize
+from h2o_stream.models import packed_weights, quantize
+from h2o_stream.models import user_cache as packed_models
 from h2o_stream.models.gguf_names import Weight
 from h2o_stream.models.load import LoadedModel, load
 from h2o_stream.models.packed_layers import PackedEmbedding, PackedLinear, TiedHead
-from h2o_stream.models.packed_models import cached_folders
 from h2o_stream.models.quantize import FORMAT, PackedConfig
+from h2o_stream.models.user_cache import cached_folders
 from h2o_stream.native import library
 from h2o_stream.native.abi import MatrixKind
 from h2o_stream.native.packing import pack

@@ -21,7 +21,7 @@ from torch.func import functional_call
 from transformers import LlamaForCausalLM, PreTrainedModel
 
 from h2o_stream import CacheConfig, H2OStreamError, attach
-from h2o_stream.cache.verification import error_of
+from h2o_stream.attachment.verification import error_of
 from h2o_stream.native import library, stepper
 from h2o_stream.native.abi import MatrixKind, pointer
 from h2o_stream.native.packing import gather, pack, repack

@@ -12,12 +12,12 @@ import torch
 from torch import Tensor
 
 from h2o_stream.cache.attention import LogitTransform
-from h2o_stream.cache.budgets import Schedule
 from h2o_stream.cache.head_group import HeadGroup
 from h2o_stream.cache.padding import Padding
 from h2o_stream.cache.policies import Budget, Candidates, make_policy
 from h2o_stream.cache.policies.long_term import DECAY, FAR
 from h2o_stream.cache.quantized_store import QuantizedStore
+from h2o_stream.cache.windows import Schedule
 from h2o_stream.config import CachePlan
 from h2o_stream.native.abi import AttentionLayer, PolicyKind, PositionMode, Slots
 from tests.native_builds import native

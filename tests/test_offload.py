@@ -15,8 +15,8 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import PreTrainedTokenizerBase
 
-from h2o_stream.cache.attach import attach
-from h2o_stream.cache.attention_interface import h2o_attention
+from h2o_stream.attachment.attach import attach
+from h2o_stream.attachment.attention_interface import h2o_attention
 from h2o_stream.cache.h2o_cache import H2OCache
 from h2o_stream.cache.identity import model_digest
 from h2o_stream.cache.layer import LayerSpec

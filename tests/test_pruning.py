@@ -9,8 +9,9 @@ from typing import Any
 
 import pytest
 
-from h2o_stream.cache import measurements
-from h2o_stream.models import gguf_export, packed_models
+from h2o_stream.attachment import measurements
+from h2o_stream.models import gguf_export
+from h2o_stream.models import user_cache as packed_models
 from h2o_stream.models.gguf import GgufFile
 from h2o_stream.models.gguf_export import export_config
 from tests.conftest import make_llama

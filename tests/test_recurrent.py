@@ -10,10 +10,10 @@ from torch import Tensor
 
 from h2o_stream import CacheConfig, H2OStreamError, UnsupportedModelError, attach
 from h2o_stream.cache.attention import LogitTransform
-from h2o_stream.cache.budgets import HeadBudget
 from h2o_stream.cache.layer import LayerSpec
 from h2o_stream.cache.recurrent import states_of
 from h2o_stream.cache.state import checksummed
+from h2o_stream.cache.windows import HeadBudget
 from h2o_stream.config import CachePlan
 from tests.families import FAMILIES, tiny
 from tests.test_generate_forms import PROMPTS, batch_of, generate, step, with_column

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from h2o_stream import CacheConfig, ConfigError, attach
-from h2o_stream.cache.budgets import HeadBudget
-from h2o_stream.compare.comparisons import NllOptions
+from h2o_stream.cache.windows import HeadBudget
+from h2o_stream.compare.catalog import NllOptions
 from h2o_stream.config import SIZED_KV_BITS
 from tests.conftest import make_llama
 from tests.test_oracle import tokens_of
@@ -50,7 +50,7 @@ def test_never_more_while_windows_change(monkeypatch: pytest.MonkeyPatch, policy
         budgets = (HeadBudget((0,), 0.4), HeadBudget((1,), 2.2), HeadBudget((2,), 0.4))
         return [replace(spec, budgets=budgets) for spec in specs]
 
-    monkeypatch.setattr("h2o_stream.cache.attach.assign_budgets", uneven)
+    monkeypatch.setattr("h2o_stream.attachment.attach.assign_budgets", uneven)
     model = make_llama(heads=3, groups=2, layers=3, context=256)
     window, largest = measured(model, CacheConfig(policy, chunk=8, cache_size=20_000, budgets="measured"), step=1)
     assert 18_000 < largest <= 20_000

@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 import torch
 
-from h2o_stream.cache.attach import attach
+from h2o_stream.attachment.attach import attach
 from h2o_stream.cache.audit import audit
 from h2o_stream.cache.head_group import HeadGroup
-from h2o_stream.compare.comparisons import SoakOptions
+from h2o_stream.compare.catalog import SoakOptions
 from h2o_stream.compare.folder import JobResult
 from h2o_stream.compare.soak import TINY, Soak
 from h2o_stream.config import CacheConfig, ModelConfig

@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
+from h2o_stream.compare.catalog import SpeedOptions
 from h2o_stream.compare.comparison import JobProgress
-from h2o_stream.compare.comparisons import SpeedOptions
 from h2o_stream.compare.engines import LLAMA_CPP, OURS, TRANSFORMERS, EngineInfo, EngineSpec, MemoryUse, weight_bytes
 from h2o_stream.compare.speed import ROUNDS, STEPS, Benchmark, Speed, bandwidth, needed
 from h2o_stream.compare.worker import Worker

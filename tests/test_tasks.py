@@ -15,7 +15,7 @@ from lm_eval.models.huggingface import HFLM
 from lm_eval.tasks import TaskManager
 from transformers import PreTrainedTokenizerBase
 
-from h2o_stream.cache.attach import attach
+from h2o_stream.attachment.attach import attach
 from h2o_stream.cli import lm_eval
 from h2o_stream.compare.harness import H2OLM
 from h2o_stream.config import CacheConfig

@@ -14,8 +14,8 @@ from torch import Tensor
 from transformers import BertConfig, BertLMHeadModel, DiffLlamaConfig, DiffLlamaForCausalLM, LlamaForCausalLM
 
 from h2o_stream import CacheConfig, UnsupportedModelError, attach
-from h2o_stream.cache import verification
-from h2o_stream.cache.support import attention_of
+from h2o_stream.attachment import verification
+from h2o_stream.attachment.support import attention_of
 from tests.causal_models import make
 from tests.conftest import make_llama
 from tests.families import GROUPED, SIZES, tiny
@@ -161,7 +161,7 @@ class TestIsMadeOnce:
 
     def test_in_another_process(self, forwards: list[int], monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:
         monkeypatch.setattr(verification, "LONG_S", 0.0)
-        monkeypatch.setattr("h2o_stream.cache.measurements.cache_folder", lambda: tmp_path)
+        monkeypatch.setattr("h2o_stream.attachment.measurements.cache_folder", lambda: tmp_path)
         for known in (False, True):
             monkeypatch.setattr(verification, "_known", set())
             forwards.clear()

@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 
 from h2o_stream.cache.audit import check_slots
-from h2o_stream.cache.budgets import HeadBudget
 from h2o_stream.cache.head_group import HeadGroup
 from h2o_stream.cache.identity import policy_source
 from h2o_stream.cache.policies import merged
@@ -28,6 +27,7 @@ from h2o_stream.cache.state import (
     whole_numbers,
     with_prefix,
 )
+from h2o_stream.cache.windows import HeadBudget
 from h2o_stream.errors import H2OStreamError
 
 if TYPE_CHECKING:

@@ -8,7 +8,7 @@ from functools import cached_property
 from statistics import fmean
 from typing import TYPE_CHECKING
 
-from h2o_stream.cache.budgets import Schedule
+from h2o_stream.cache.windows import Schedule
 
 if TYPE_CHECKING:
     from h2o_stream.cache.h2o_cache import H2OCache

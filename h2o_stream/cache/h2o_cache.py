@@ -12,7 +12,6 @@ from torch import Tensor
 from transformers.cache_utils import Cache
 
 from h2o_stream.cache.arguments import check_forward, tokens_in
-from h2o_stream.cache.budget_assignment import BudgetAssignment, check_not_evicted, still_needed, without
 from h2o_stream.cache.cache_state import load_state, state_of
 from h2o_stream.cache.counts import CacheCounts, Occupancy
 from h2o_stream.cache.head_group import HeadGroup
@@ -26,11 +25,12 @@ from h2o_stream.cache.shared_state import Revision, TokenCount
 from h2o_stream.cache.state import check_saveable, refusing_damage
 from h2o_stream.cache.statistics import LayerStatistics, layer_statistics
 from h2o_stream.cache.tearing import marks_tears
+from h2o_stream.cache.window_assignment import BudgetAssignment, check_not_evicted, still_needed, without
 from h2o_stream.config import DEFAULT_WINDOW, CacheConfig
 from h2o_stream.errors import ConfigError, H2OStreamError
 
 if TYPE_CHECKING:
-    from h2o_stream.cache.verification import Verification
+    from h2o_stream.attachment.verification import Verification
 
 
 @marks_tears

@@ -21,7 +21,6 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from h2o_stream.cache.attention import LogitTransform, QueryChunk, key_rotations
-from h2o_stream.cache.budgets import Schedule
 from h2o_stream.cache.eager import EAGER, probabilities
 from h2o_stream.cache.eviction import rank_dtype
 from h2o_stream.cache.kernels import Kernels
@@ -32,6 +31,7 @@ from h2o_stream.cache.rope import RopeLookup, RotaryTable
 from h2o_stream.cache.shared_state import Revision, TokenCount
 from h2o_stream.cache.statistics import SparsityMeter
 from h2o_stream.cache.store import Store
+from h2o_stream.cache.windows import Schedule
 from h2o_stream.config import CachePlan
 
 Watch = Callable[[Tensor, Tensor, int], None]

@@ -11,13 +11,13 @@ from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin, LinearAttentionLayer
 
 from h2o_stream.cache.attention import LogitTransform
-from h2o_stream.cache.budgets import HeadBudget
 from h2o_stream.cache.head_group import HeadGroup
 from h2o_stream.cache.padding import Padding
 from h2o_stream.cache.policies import make_policy
 from h2o_stream.cache.recurrent import RecurrentLayer
 from h2o_stream.cache.rope import RotaryTable
 from h2o_stream.cache.shared_state import Revision, TokenCount
+from h2o_stream.cache.windows import HeadBudget
 from h2o_stream.config import CachePlan
 from h2o_stream.errors import H2OStreamError
 

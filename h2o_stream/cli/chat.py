@@ -45,8 +45,8 @@ def _list_sessions(enabled: bool) -> None:
 
 def _list_models(enabled: bool) -> None:
     if enabled:
-        from h2o_stream.models.packed_models import cached_bytes, cached_folders, embedded_models
-        from h2o_stream.models.stores import stored_models
+        from h2o_stream.models.other_tools import stored_models
+        from h2o_stream.models.user_cache import cached_bytes, cached_folders, embedded_models
         from h2o_stream.resources import cache_folder
         from h2o_stream.ui.format import format_bytes
         from h2o_stream.ui.tables import models_table
@@ -62,14 +62,14 @@ def _list_models(enabled: bool) -> None:
 
 
 def _kept_names() -> list[str]:
-    from h2o_stream.models.packed_models import cached_folders
+    from h2o_stream.models.user_cache import cached_folders
 
     return [folder.names[0] for folder in cached_folders()]
 
 
 def _forget(name: str | None) -> None:
     if name is not None:
-        from h2o_stream.models.packed_models import forget
+        from h2o_stream.models.user_cache import forget
         from h2o_stream.ui.format import format_bytes
         from h2o_stream.ui.terminal import Terminal
 

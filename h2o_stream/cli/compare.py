@@ -13,7 +13,7 @@ from typer.core import TyperCommand, TyperGroup
 from h2o_stream.cli import answers, run
 from h2o_stream.cli.groups import typer_option
 from h2o_stream.cli.options import OUTPUT, VERSION, OutputOptions, group_of
-from h2o_stream.compare.comparisons import COMPARISONS
+from h2o_stream.compare.catalog import COMPARISONS
 from h2o_stream.compare.everything import AllOptions
 from h2o_stream.compare.options import ComparisonOptions
 from h2o_stream.options import Option

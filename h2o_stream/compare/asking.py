@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from h2o_stream.cache.support import home_of
+from h2o_stream.attachment.support import home_of
 from h2o_stream.compare.facts import Question, tells
 from h2o_stream.config import RecallMode, SamplingConfig
 from h2o_stream.engine.engine import Engine

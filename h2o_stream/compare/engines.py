@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from h2o_stream.compare.comparisons import PEERS
+from h2o_stream.compare.catalog import PEERS
 from h2o_stream.config import CacheConfig, EngineChoice, ModelConfig
 from h2o_stream.errors import ConfigError, H2OStreamError
 from h2o_stream.memory import trim_heap
@@ -149,7 +149,7 @@ class _TransformersRunner(Runner):
         self.cache = DynamicCache(config=self.model.config)
 
     def info(self) -> EngineInfo:
-        from h2o_stream.cache.support import context_of
+        from h2o_stream.attachment.support import context_of
 
         unlimited = self.spec.engine == OURS and self.spec.cache.policy != "full"
         context = None if unlimited else context_of(self.model.config)
@@ -169,7 +169,7 @@ class _TransformersRunner(Runner):
 
 class _H2ORunner(_TransformersRunner):
     def _start(self) -> None:
-        from h2o_stream.cache.attach import attach
+        from h2o_stream.attachment.attach import attach
         from h2o_stream.engine.engine import prefill_step
 
         self.chunk_size = prefill_step(self.model)

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any
 
-from h2o_stream.compare.comparisons import COMPARISONS, Shape, manual_file
+from h2o_stream.compare.catalog import COMPARISONS, Shape, manual_file
 from h2o_stream.compare.options import ComparisonOptions, sets_window
 from h2o_stream.config import POLICIES, EngineChoice, ModelConfig
 from h2o_stream.options import Option

@@ -18,8 +18,8 @@ from lm_eval.models.huggingface import HFLM
 from torch import Tensor
 from tqdm.auto import tqdm
 
-from h2o_stream.cache.attach import attach
-from h2o_stream.cache.support import home_of
+from h2o_stream.attachment.attach import attach
+from h2o_stream.attachment.support import home_of
 from h2o_stream.config import DEFAULT_CHUNK, CacheConfig, ModelConfig
 from h2o_stream.models.find import find
 from h2o_stream.models.load import load

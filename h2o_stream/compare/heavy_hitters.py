@@ -17,9 +17,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from h2o_stream.cache.attach import attach
+from h2o_stream.attachment.attach import attach
+from h2o_stream.attachment.support import context_of, home_of
 from h2o_stream.cache.statistics import power_law, share_of_top, sparsity
-from h2o_stream.cache.support import context_of, home_of
 from h2o_stream.compare.comparison import Comparison, Job, JobProgress, Notify
 from h2o_stream.compare.folder import JobResult, identity
 from h2o_stream.compare.heavy_hitters_options import HeavyHittersOptions

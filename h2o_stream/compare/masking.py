@@ -16,8 +16,8 @@ from torch import Tensor, nn
 from torch.nn.functional import pad
 from transformers import AttentionInterface, DynamicCache
 
+from h2o_stream.attachment.support import attention_of, attention_set, home_of
 from h2o_stream.cache.policies import Attention, Budget, Candidates, Policy, make_policy, select
-from h2o_stream.cache.support import attention_of, attention_set, home_of
 from h2o_stream.config import CacheConfig, CachePlan
 from h2o_stream.errors import ConfigError, UnsupportedModelError
 

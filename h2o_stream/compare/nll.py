@@ -14,10 +14,10 @@ import torch
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 
-from h2o_stream.cache.attach import attach
-from h2o_stream.cache.support import context_of, home_of
+from h2o_stream.attachment.attach import attach
+from h2o_stream.attachment.support import context_of, home_of
+from h2o_stream.compare.catalog import NllOptions
 from h2o_stream.compare.comparison import Comparison, Job, JobProgress, Notify, label_of
-from h2o_stream.compare.comparisons import NllOptions
 from h2o_stream.compare.folder import JobResult
 from h2o_stream.compare.masking import MaskedStream, Rule, masked_attention, masked_plan, policy_rule
 from h2o_stream.config import CacheConfig, CachePlan

@@ -8,10 +8,10 @@ from dataclasses import asdict, dataclass
 from functools import partial
 from typing import Any
 
-from h2o_stream.cache.support import context_of
+from h2o_stream.attachment.support import context_of
 from h2o_stream.compare.asking import GREEDY, start_conversation
+from h2o_stream.compare.catalog import RecallOptions
 from h2o_stream.compare.comparison import Comparison, Job, JobProgress, Notify, label_of, window_of
-from h2o_stream.compare.comparisons import RecallOptions
 from h2o_stream.compare.fact_chat import FactChat
 from h2o_stream.compare.fact_stream import SPACING, FactStream, Filler, facts_told_once, facts_with_updates
 from h2o_stream.compare.facts import Fact, read_facts

@@ -17,12 +17,12 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch.nn.functional import cross_entropy
 
-from h2o_stream.cache.attach import attach
+from h2o_stream.attachment.attach import attach
+from h2o_stream.attachment.support import home_of
 from h2o_stream.cache.audit import audit
 from h2o_stream.cache.identity import model_digest
-from h2o_stream.cache.support import home_of
+from h2o_stream.compare.catalog import SoakOptions, manual_file
 from h2o_stream.compare.comparison import Comparison, Job, JobProgress, Notify, cache_settings
-from h2o_stream.compare.comparisons import SoakOptions, manual_file
 from h2o_stream.compare.folder import JobResult, machine
 from h2o_stream.compare.nll import digest_of, read_tokens
 from h2o_stream.config import PREFILL_STEP

@@ -14,8 +14,8 @@ from statistics import median
 from tempfile import TemporaryDirectory
 from typing import Any
 
+from h2o_stream.compare.catalog import SpeedOptions
 from h2o_stream.compare.comparison import Comparison, Job, JobProgress, Notify, window_of
-from h2o_stream.compare.comparisons import SpeedOptions
 from h2o_stream.compare.engines import LLAMA_CPP, NO_LLAMA_CPP, OURS, EngineInfo, EngineSpec
 from h2o_stream.compare.folder import JobResult, machine
 from h2o_stream.compare.nll import digest_of, read_tokens

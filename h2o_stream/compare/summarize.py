@@ -14,10 +14,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from h2o_stream.cache.attach import attach
-from h2o_stream.cache.support import context_of, home_of
+from h2o_stream.attachment.attach import attach
+from h2o_stream.attachment.support import context_of, home_of
+from h2o_stream.compare.catalog import SummarizeOptions
 from h2o_stream.compare.comparison import Comparison, Job, Notify, label_of, window_of
-from h2o_stream.compare.comparisons import SummarizeOptions
 from h2o_stream.compare.folder import JobResult
 from h2o_stream.compare.rouge import ROUGE, RougeScorer
 from h2o_stream.config import POLICIES, CacheConfig, SamplingConfig

@@ -14,10 +14,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from h2o_stream.cache.attach import attach
-from h2o_stream.cache.support import context_of, home_of
+from h2o_stream.attachment.attach import attach
+from h2o_stream.attachment.support import context_of, home_of
+from h2o_stream.compare.catalog import Shape, ThroughputOptions
 from h2o_stream.compare.comparison import Comparison, Job, Notify, window_of
-from h2o_stream.compare.comparisons import Shape, ThroughputOptions
 from h2o_stream.compare.folder import JobResult, machine
 from h2o_stream.compare.nll import digest_of, read_tokens
 from h2o_stream.config import PREFILL_STEP, CacheConfig, EngineChoice

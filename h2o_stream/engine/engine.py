@@ -17,10 +17,10 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
-from h2o_stream.cache.attach import attach
+from h2o_stream.attachment.attach import attach
+from h2o_stream.attachment.support import context_of, home_of, learned_positions, size_of
 from h2o_stream.cache.counts import CacheCounts
 from h2o_stream.cache.state import checksummed, require_tensor, verify_checksums
-from h2o_stream.cache.support import context_of, home_of, learned_positions, size_of
 from h2o_stream.config import (
     PREFILL_STEP,
     PREFILL_STEP_MAX,

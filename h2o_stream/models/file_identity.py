@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from h2o_stream.models.gguf import GgufFile
-from h2o_stream.models.stores import is_gguf
+from h2o_stream.models.other_tools import is_gguf
 
 _SAMPLE_BYTES = 4096
 _NUM_SPREAD = 256

@@ -7,7 +7,7 @@ from pathlib import Path
 from h2o_stream.config import DEFAULT_MODEL
 from h2o_stream.errors import ModelNotFoundError
 from h2o_stream.models.hub import fetch
-from h2o_stream.models.stores import is_gguf, ollama_file
+from h2o_stream.models.other_tools import is_gguf, ollama_file
 from h2o_stream.progress import ProgressCallback, ignore
 from h2o_stream.resources import wheel_file
 

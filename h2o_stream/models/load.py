@@ -16,8 +16,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, Genera
 from transformers.initialization import no_init_weights
 from transformers.utils.logging import disable_progress_bar, set_tqdm_hook
 
+from h2o_stream.attachment.support import check_supported, with_default_positions
 from h2o_stream.cache.rope import ABSOLUTE_TAKEN
-from h2o_stream.cache.support import check_supported, with_default_positions
 from h2o_stream.config import CacheConfig, ModelConfig
 from h2o_stream.errors import (
     ConfigError,
@@ -34,12 +34,12 @@ from h2o_stream.models.gguf_export import export_config
 from h2o_stream.models.gguf_model import lazy_state_dict, packed_state_dict
 from h2o_stream.models.hub import download_bars, reachable
 from h2o_stream.models.huge_pages import advise_huge_pages, move_to_huge_pages
-from h2o_stream.models.packed_models import folder_lock
 from h2o_stream.models.packed_weights import packed_folder, save_packed
 from h2o_stream.models.placement import allowed_dtypes, device_map_kwargs, device_of, dtype_of, tensor_parallel_kwargs
 from h2o_stream.models.precision import Precision, WeightSizes, choose_precision
 from h2o_stream.models.quantize import PackedConfig, set_dtype
 from h2o_stream.models.templates import FALLBACK_STOPS, FALLBACK_TEMPLATE
+from h2o_stream.models.user_cache import folder_lock
 from h2o_stream.models.zero import ZeroInference
 from h2o_stream.native import library
 from h2o_stream.progress import Progress, ProgressCallback, ignore

@@ -7,7 +7,7 @@ import ctypes
 import torch
 from torch import Tensor, nn
 
-from h2o_stream.cache.gradients import without_gradient
+from h2o_stream.attachment.gradients import without_gradient
 from h2o_stream.native.abi import Matrix, MatrixKind, pointer
 from h2o_stream.native.packing import gather, packed_bytes, require_library, tiles_shape, unpack
 

@@ -19,9 +19,9 @@ from filelock import Timeout
 from torch import Tensor
 
 from h2o_stream.models.file_identity import model_identity
-from h2o_stream.models.packed_models import METADATA_FILE, folder_lock, remove_replaced
 from h2o_stream.models.precision import format_bytes
 from h2o_stream.models.quantize import FORMAT
+from h2o_stream.models.user_cache import METADATA_FILE, folder_lock, remove_replaced
 from h2o_stream.progress import Progress, ProgressCallback
 from h2o_stream.resources import atomic_folder, cache_folder
 

@@ -17,8 +17,8 @@ import numpy
 import torch
 from torch import Tensor
 
+from h2o_stream.attachment.verification import error_of, tolerance_of
 from h2o_stream.cache.h2o_cache import H2OCache
-from h2o_stream.cache.verification import error_of, tolerance_of
 from h2o_stream.errors import H2OStreamError, OutOfMemoryError
 from h2o_stream.native import library
 from h2o_stream.native.abi import SLOTS, STREAM, pointer
@@ -91,7 +91,7 @@ def _failure(cache: H2OCache, steps: Callable[[H2OCache], Stepper] | None) -> st
 
 
 class Stepper:
-    """Steps of one model through the slots of one cache; see `h2o_stream.cache.forward.Stepper`.
+    """Steps of one model through the slots of one cache; see `h2o_stream.attachment.forward.Stepper`.
 
     Args:
         native: the library.
@@ -119,7 +119,7 @@ class Stepper:
             self._native.h2o_step_close(self._step)
 
     def logits(self, kwargs: dict[str, Any]) -> Tensor | None:
-        """A token of each row; see `h2o_stream.cache.forward.Stepper`."""
+        """A token of each row; see `h2o_stream.attachment.forward.Stepper`."""
         logits = self.run(kwargs["input_ids"])
         return None if logits is None else logits.to(self.model.description.dtype)
 

@@ -14,8 +14,8 @@ from functools import partial
 
 from torch import Tensor
 
-from h2o_stream.cache.budget_assignment import without
 from h2o_stream.cache.policies import merged
+from h2o_stream.cache.window_assignment import without
 from h2o_stream.config import RecallConfig, RecallMode
 from h2o_stream.engine.engine import TORN_MESSAGE, Engine
 from h2o_stream.engine.events import Finished, PrefillProgress, Token

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from h2o_stream.cache.support import home_of
+from h2o_stream.attachment.support import home_of
 from h2o_stream.config import Settings, model_sampling
 from h2o_stream.engine.engine import Engine
 from h2o_stream.models.load import LoadedModel, load

@@ -12,7 +12,7 @@ from itertools import takewhile
 
 import torch
 
-from h2o_stream.cache.support import home_of
+from h2o_stream.attachment.support import home_of
 from h2o_stream.compare.asking import prefill, tell
 from h2o_stream.compare.ruler.items import Item, Question
 from h2o_stream.config import SamplingConfig

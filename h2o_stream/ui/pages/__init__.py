@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from h2o_stream.compare.comparisons import COMPARISONS
+from h2o_stream.compare.catalog import COMPARISONS
 from h2o_stream.registry import resolve
 
 Record = Mapping[str, Any]

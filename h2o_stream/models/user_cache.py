@@ -20,7 +20,7 @@ from filelock import FileLock, Timeout
 from h2o_stream.config import DEFAULT_MODEL
 from h2o_stream.errors import H2OStreamError, ModelNotFoundError
 from h2o_stream.models.find import EMBEDDED_WHEEL
-from h2o_stream.models.stores import StoredModel, read_json
+from h2o_stream.models.other_tools import StoredModel, read_json
 from h2o_stream.resources import cache_folder, wheel_file
 
 METADATA_FILE = "packed.json"

@@ -20,12 +20,12 @@ import torch
 from torch import Tensor, distributed
 from transformers import PreTrainedModel
 
-from h2o_stream.cache.budgets import HeadBudget
+from h2o_stream.attachment.measurements import LONG_S, read_measurement, save_measurement
+from h2o_stream.attachment.support import attention_of_ours, home_of, size_of
 from h2o_stream.cache.identity import model_digest
 from h2o_stream.cache.layer import LayeredCache, LayerSpec
-from h2o_stream.cache.measurements import LONG_S, read_measurement, save_measurement
 from h2o_stream.cache.recurrent import accepted_by
-from h2o_stream.cache.support import attention_of_ours, home_of, size_of
+from h2o_stream.cache.windows import HeadBudget
 from h2o_stream.config import CachePlan
 from h2o_stream.progress import Progress, ProgressCallback, ignore
 

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from h2o_stream.cache.attention_interface import ATTENTION_NAME
+from h2o_stream.attachment.attention_interface import ATTENTION_NAME
 from h2o_stream.cache.layer import DecoderLayer, EvictingLayer, EvictingRecurrentLayer, LayeredCache, LayerSpec
 from h2o_stream.cache.recurrent import RecurrentLayer, accepted_by, states_of
 from h2o_stream.cache.rope import PositionsError, RotaryTable, dimension_orders, rotate_back, tables_of

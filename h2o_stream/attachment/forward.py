@@ -14,12 +14,12 @@ from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
+from h2o_stream.attachment.gradients import without_gradient
+from h2o_stream.attachment.stream_handle import Stream, cache_of
+from h2o_stream.attachment.support import attention_of, attention_set
 from h2o_stream.cache.arguments import tokens_in
 from h2o_stream.cache.full_cache import FullCache
-from h2o_stream.cache.gradients import without_gradient
 from h2o_stream.cache.h2o_cache import H2OCache
-from h2o_stream.cache.stream import Stream, cache_of
-from h2o_stream.cache.support import attention_of, attention_set
 from h2o_stream.errors import H2OStreamError
 
 _HANDLED = {

@@ -11,17 +11,11 @@ from typing import Any, get_args
 import torch
 from transformers import PreTrainedModel
 
-from h2o_stream.cache import graph_steps
-from h2o_stream.cache.forward import AttachedForward, Stepper, replaced_forward
-from h2o_stream.cache.full_cache import FullCache
-from h2o_stream.cache.h2o_cache import H2OCache
-from h2o_stream.cache.identity import model_digest
-from h2o_stream.cache.layer import LayerSpec
-from h2o_stream.cache.recurrent import accepted_by
-from h2o_stream.cache.retrieval_heads import assign_budgets
-from h2o_stream.cache.rope import PositionsError
-from h2o_stream.cache.sizing import config_for_size, provisional
-from h2o_stream.cache.support import (
+from h2o_stream.attachment import graph_steps
+from h2o_stream.attachment.forward import AttachedForward, Stepper, replaced_forward
+from h2o_stream.attachment.retrieval_heads import assign_budgets
+from h2o_stream.attachment.sizing import config_for_size, provisional
+from h2o_stream.attachment.support import (
     attention_of,
     attention_of_ours,
     check_supported,
@@ -31,7 +25,13 @@ from h2o_stream.cache.support import (
     max_distance_of,
     with_default_positions,
 )
-from h2o_stream.cache.verification import Verification, verify_logits
+from h2o_stream.attachment.verification import Verification, verify_logits
+from h2o_stream.cache.full_cache import FullCache
+from h2o_stream.cache.h2o_cache import H2OCache
+from h2o_stream.cache.identity import model_digest
+from h2o_stream.cache.layer import LayerSpec
+from h2o_stream.cache.recurrent import accepted_by
+from h2o_stream.cache.rope import PositionsError
 from h2o_stream.config import CacheConfig, CachePlan, EngineChoice
 from h2o_stream.errors import ConfigError, H2OStreamError, UnsupportedModelError
 from h2o_stream.progress import ProgressCallback, ignore

@@ -17,14 +17,8 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from h2o_stream.cache.h2o_cache import H2OCache
-from h2o_stream.cache.identity import has_additions, model_digest
-from h2o_stream.cache.kernels import Kernels
-from h2o_stream.cache.layer import LayerSpec
-from h2o_stream.cache.measurements import LONG_S, read_measurement, save_measurement
-from h2o_stream.cache.recurrent import accepted_by
-from h2o_stream.cache.rope import PositionsError
-from h2o_stream.cache.support import (
+from h2o_stream.attachment.measurements import LONG_S, read_measurement, save_measurement
+from h2o_stream.attachment.support import (
     attention_of,
     attention_of_ours,
     attention_set,
@@ -34,6 +28,12 @@ from h2o_stream.cache.support import (
     learned_positions,
     max_distance_of,
 )
+from h2o_stream.cache.h2o_cache import H2OCache
+from h2o_stream.cache.identity import has_additions, model_digest
+from h2o_stream.cache.kernels import Kernels
+from h2o_stream.cache.layer import LayerSpec
+from h2o_stream.cache.recurrent import accepted_by
+from h2o_stream.cache.rope import PositionsError
 from h2o_stream.config import CacheConfig, CacheDevice, Positions
 from h2o_stream.errors import UnsupportedModelError
 

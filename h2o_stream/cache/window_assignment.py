@@ -6,10 +6,10 @@ from collections.abc import Iterable, Sequence
 
 import torch
 
-from h2o_stream.cache.budgets import schedules, windows
 from h2o_stream.cache.head_group import HeadGroup
 from h2o_stream.cache.layer import LayerSpec
 from h2o_stream.cache.policies import Budget, merged
+from h2o_stream.cache.windows import schedules, windows
 from h2o_stream.config import MIN_EVICTABLE, CachePlan
 from h2o_stream.errors import ConfigError, H2OStreamError
 

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface
 
+from h2o_stream.attachment.gradients import without_gradient
 from h2o_stream.cache.attention import LogitTransform
-from h2o_stream.cache.gradients import without_gradient
 from h2o_stream.errors import H2OStreamError, UnsupportedModelError
 
 if TYPE_CHECKING:
