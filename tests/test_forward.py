@@ -40,7 +40,7 @@ class OneLogit:
 @pytest.fixture
 def stepper(monkeypatch: pytest.MonkeyPatch) -> OneLogit:
     made = OneLogit()
-    monkeypatch.setattr("h2o_stream.native.stepper.make_stepper", lambda model, cache: made)
+    monkeypatch.setattr("h2o_stream.attachment.native_steps.make_stepper", lambda *_: made)
     return made
 
 

@@ -80,7 +80,7 @@ def recorded(monkeypatch: pytest.MonkeyPatch) -> type[Recording]:
         lambda forward, cache: GraphSteps(forward, cache, lambda step: Recording(cache, step)),
     )
     monkeypatch.setattr("h2o_stream.native.kernels.make_kernels", lambda: None)
-    monkeypatch.setattr("h2o_stream.native.stepper.make_stepper", lambda model, cache: "a test")
+    monkeypatch.setattr("h2o_stream.attachment.native_steps.make_stepper", lambda *_: "a test")
     Recording.made = Recording.replays = 0
     return Recording
 

@@ -201,7 +201,7 @@ class TestKernels:
     def kernels(self, monkeypatch: pytest.MonkeyPatch) -> Iterator[Recording]:
         made = Recording()
         monkeypatch.setattr("h2o_stream.native.kernels.make_kernels", lambda: made)
-        monkeypatch.setattr("h2o_stream.native.stepper.make_stepper", lambda *_: "layers are tested one by one")
+        monkeypatch.setattr("h2o_stream.attachment.native_steps.make_stepper", lambda *_: "a test")
         return made
 
     def test_they_serve_every_layer(self, model: LlamaForCausalLM, kernels: Recording) -> None:

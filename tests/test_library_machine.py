@@ -21,8 +21,8 @@ from torch.func import functional_call
 from transformers import PreTrainedModel
 
 from h2o_stream import CacheConfig, H2OStreamError, attach
-from h2o_stream.attachment.verification import error_of
 from h2o_stream.cache.audit import check_slots
+from h2o_stream.cache.tolerance import error_of
 from h2o_stream.native import library
 from h2o_stream.native.abi import MatrixKind
 from tests.conftest import make_llama

@@ -12,13 +12,14 @@ from torch import Tensor, nn
 from transformers import LlamaForCausalLM
 
 from h2o_stream import CacheConfig, attach
+from h2o_stream.attachment import native_steps
 from h2o_stream.cache.attention import LogitTransform
 from h2o_stream.cache.audit import check_slots
 from h2o_stream.cache.head_group import HeadGroup
 from h2o_stream.cache.policies import make_policy
 from h2o_stream.cache.policies.accumulated import Accumulated
 from h2o_stream.errors import H2OStreamError
-from h2o_stream.native import library, stepper
+from h2o_stream.native import library
 from h2o_stream.native.kernels import make_kernels
 from h2o_stream.native.model_guard import ModelGuard
 from h2o_stream.native.slots import POLICIES
@@ -222,7 +223,7 @@ def test_a_model_that_computes_something_else_fails_verification() -> None:
 
 
 def test_a_step_that_differs_is_found_layer_by_layer(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(stepper.CHECK, "1")
+    monkeypatch.setenv(native_steps.CHECK, "1")
     model, tokens = make_llama(layers=3), tokens_of(1, 60)
     with torch.no_grad(), attach(model, CacheConfig(window=24)) as cache:
         model(tokens[:, :40], past_key_values=cache)

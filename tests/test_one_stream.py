@@ -9,7 +9,7 @@ import torch
 from transformers import DynamicCache, LlamaForCausalLM
 
 from h2o_stream import CacheConfig, ConfigError, H2OStreamError, attach
-from h2o_stream.native import stepper
+from h2o_stream.attachment import native_steps
 from tests.tolerance import assert_close
 
 
@@ -233,7 +233,7 @@ class TestArguments:
 def test_a_stream_is_the_same_where_every_step_is_checked(
     tiny: LlamaForCausalLM, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv(stepper.CHECK, "1")
+    monkeypatch.setenv(native_steps.CHECK, "1")
     how = {"attention_mask": torch.ones(1, 10), "max_new_tokens": 6, "do_sample": False, "eos_token_id": None}
     expected = tiny.generate(ids(10), **how)
     with attach(tiny, CacheConfig(window=64)) as cache:

@@ -15,7 +15,7 @@ from transformers import BertConfig, BertLMHeadModel, DiffLlamaConfig, DiffLlama
 
 from h2o_stream import CacheConfig, UnsupportedModelError, attach
 from h2o_stream.attachment import verification
-from h2o_stream.attachment.support import attention_of
+from h2o_stream.attachment.attention_interface import attention_names
 from tests.causal_models import make
 from tests.conftest import make_llama
 from tests.families import GROUPED, SIZES, tiny
@@ -187,12 +187,12 @@ class TestLeavesNothingBehind:
 
     def test_the_attention_of_every_submodel_is_restored(self) -> None:
         model = make("got_ocr2")
-        before = [name for _, name in attention_of(model)]
+        before = [name for _, name in attention_names(model)]
         assert len(set(before)) > 1
         built = verification.Verification(model, "absolute", "auto", [])
         with pytest.raises(ValueError, match="empty"):
             built.failure()
-        assert [name for _, name in attention_of(model)] == before
+        assert [name for _, name in attention_names(model)] == before
 
     def test_gradients_and_inference_mode(self) -> None:
         with torch.enable_grad(), attach(make_llama(seed=3), CacheConfig(window=32)):

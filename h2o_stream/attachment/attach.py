@@ -11,20 +11,13 @@ from typing import Any, get_args
 import torch
 from transformers import PreTrainedModel
 
-from h2o_stream.attachment import graph_steps
+from h2o_stream.attachment import graph_steps, native_steps
+from h2o_stream.attachment.attention_interface import attention_names, using_h2o_attention
 from h2o_stream.attachment.forward import AttachedForward, Stepper, replaced_forward
+from h2o_stream.attachment.model_facts import input_device, learned_positions, max_distance_of
 from h2o_stream.attachment.retrieval_heads import assign_budgets
 from h2o_stream.attachment.sizing import config_for_size, provisional
-from h2o_stream.attachment.support import (
-    attention_of,
-    attention_of_ours,
-    check_supported,
-    home_of,
-    layer_specs,
-    learned_positions,
-    max_distance_of,
-    with_default_positions,
-)
+from h2o_stream.attachment.support import check_supported, layer_specs, with_default_positions
 from h2o_stream.attachment.verification import Verification, verify_logits
 from h2o_stream.cache.full_cache import FullCache
 from h2o_stream.cache.h2o_cache import H2OCache
@@ -34,6 +27,7 @@ from h2o_stream.cache.recurrent import accepted_by
 from h2o_stream.cache.rope import PositionsError
 from h2o_stream.config import CacheConfig, CachePlan, EngineChoice
 from h2o_stream.errors import ConfigError, H2OStreamError, UnsupportedModelError
+from h2o_stream.native import kernels, library
 from h2o_stream.progress import ProgressCallback, ignore
 
 
@@ -73,14 +67,14 @@ def attach(
     model = _transformers_model(model)
     if getattr(model, "_h2o_cache", None) is not None:
         raise H2OStreamError(f"{type(model).__name__} is attached already; leave that block first")
-    with torch.autocast(home_of(model).type, enabled=False):  # its rounding is no difference of ours
-        cache = build_cache(model, config, progress)
-        stepper = _native(model, cache, engine)
-    attention = attention_of(model)
+    with torch.autocast(input_device(model).type, enabled=False):  # its rounding is no difference of ours
+        cache, verification = _build(model, config, progress)
+        stepper = _steps(model, cache, verification, engine)
+    attention = attention_names(model)
     model._h2o_cache = cache
     try:
         with (
-            attention_of_ours(model) if isinstance(cache, H2OCache) else nullcontext(),
+            using_h2o_attention(model) if isinstance(cache, H2OCache) else nullcontext(),
             replaced_forward(model, AttachedForward(model, cache, stepper, attention)),
         ):
             yield cache
@@ -97,8 +91,10 @@ def _transformers_model(model: Any) -> PreTrainedModel:
     return model.get_base_model() if hasattr(model, "get_base_model") else model
 
 
-def build_cache(model: PreTrainedModel, config: CacheConfig, progress: ProgressCallback) -> H2OCache | FullCache:
-    """The cache that `config` asks for, sized for `model`, which is verified to compute the same through it.
+def _build(
+    model: PreTrainedModel, config: CacheConfig, progress: ProgressCallback
+) -> tuple[H2OCache | FullCache, Verification | None]:
+    """The cache that `config` asks for, sized for `model`, and the check that eager logits passed, if it evicts.
 
     Raises:
         UnsupportedModelError: it does not; any alternative in the message has been tried.
@@ -107,8 +103,8 @@ def build_cache(model: PreTrainedModel, config: CacheConfig, progress: ProgressC
     config = with_default_positions(model.config, config)
     if config.policy == "full":
         plan = check_supported(type(model), model.config, config)
-        in_host_memory = config.device == "cpu" and home_of(model).type != "cpu"
-        return accepted_by(model, FullCache(plan, model.config, digest, in_host_memory))
+        in_host_memory = config.device == "cpu" and input_device(model).type != "cpu"
+        return accepted_by(model, FullCache(plan, model.config, digest, in_host_memory)), None
     first = config if config.cache_size is None else provisional(config)
     try:
         plan, specs, verification = _verified(model, first)
@@ -120,8 +116,8 @@ def build_cache(model: PreTrainedModel, config: CacheConfig, progress: ProgressC
     if config.cache_size is not None:
         config = config_for_size(config, specs, model.config)
     cache = H2OCache(config, specs, max_distance_of(model.config), learned_positions(model.config), digest)
-    cache.verification, cache.continues = verification, verification.continues()
-    return accepted_by(model, cache)
+    cache.continues = verification.continues()
+    return accepted_by(model, cache), verification
 
 
 def _verified(model: PreTrainedModel, config: CacheConfig) -> tuple[CachePlan, list[LayerSpec], Verification]:
@@ -130,20 +126,20 @@ def _verified(model: PreTrainedModel, config: CacheConfig) -> tuple[CachePlan, l
     return plan, specs, verify_logits(model, plan.positions, config.device, specs)
 
 
-def _native(model: PreTrainedModel, cache: H2OCache | FullCache, engine: EngineChoice) -> Stepper | None:
+def _steps(
+    model: PreTrainedModel, cache: H2OCache | FullCache, verification: Verification | None, engine: EngineChoice
+) -> Stepper | None:
     """Set native kernels for the layers, if there are any, and return native steps of the whole model, or None."""
-    if not isinstance(cache, H2OCache):
+    if verification is None or not isinstance(cache, H2OCache):
         cache.engine_note = "eager: policy full keeps transformers' own cache"
         return None
     if engine == "eager":
         cache.engine_note = "eager: --engine eager"
         return None
-    from h2o_stream.native import kernels, library, stepper
-
     cache.kernels = kernels.make_kernels()
-    found = stepper.make_stepper(model, cache)
+    found = native_steps.make_stepper(model, cache, verification)
     if isinstance(found, str):
-        if not graph_steps.why_not(cache, home_of(model)):
+        if not graph_steps.why_not(cache, input_device(model)):
             cache.engine_note = "eager, captured as a CUDA graph"
             return graph_steps.GraphSteps(model.forward, cache)
         cache.engine_note = f"eager: {found}"

@@ -6,12 +6,13 @@ attention interface gets extra keywords but not ``past_key_values``.
 
 from __future__ import annotations
 
-from contextlib import nullcontext
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
-from transformers import AttentionInterface
+from transformers import AttentionInterface, PreTrainedConfig, PreTrainedModel
 
 from h2o_stream.attachment.gradients import without_gradient
 from h2o_stream.cache.attention import LogitTransform
@@ -72,3 +73,35 @@ def h2o_attention(
 
 
 AttentionInterface.register(ATTENTION_NAME, h2o_attention)
+
+
+def attention_names(model: PreTrainedModel) -> list[tuple[Any, str]]:
+    """The attention implementation of each config of a model; submodels may differ."""
+    configs = {id(config): config for module in model.modules() if (config := getattr(module, "config", None))}
+    return [
+        (config, config._attn_implementation) for config in configs.values() if isinstance(config, PreTrainedConfig)
+    ]
+
+
+@contextmanager
+def using_attention(model: PreTrainedModel, attention: list[tuple[Any, str]]) -> Iterator[None]:
+    """Set the attention implementations that `attention_names` gave, and restore the present ones afterwards."""
+    before = attention_names(model)
+    _set_attention(attention)
+    try:
+        yield
+    finally:
+        _set_attention(before)
+
+
+@contextmanager
+def using_h2o_attention(model: PreTrainedModel) -> Iterator[None]:
+    """Set `h2o_attention` as the attention implementation, and restore the present one afterwards."""
+    with using_attention(model, attention_names(model)):
+        model.set_attn_implementation(ATTENTION_NAME)
+        yield
+
+
+def _set_attention(attention: list[tuple[Any, str]]) -> None:
+    for config, name in attention:  # setting a config also sets those inside it, which come later
+        config._attn_implementation = name

@@ -14,9 +14,9 @@ from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
+from h2o_stream.attachment.attention_interface import attention_names, using_attention
 from h2o_stream.attachment.gradients import without_gradient
 from h2o_stream.attachment.stream_handle import Stream, cache_of
-from h2o_stream.attachment.support import attention_of, attention_set
 from h2o_stream.cache.arguments import tokens_in
 from h2o_stream.cache.full_cache import FullCache
 from h2o_stream.cache.h2o_cache import H2OCache
@@ -63,7 +63,7 @@ class AttachedForward:
         model: whose forward it is.
         cache: passed to every forward that wants a cache.
         stepper: runs single tokens where it can; None for none.
-        attention: the model's own, see `attention_of`, for forwards without a cache.
+        attention: the model's own, see `attention_names`, for forwards without a cache.
     """
 
     def __init__(
@@ -78,7 +78,7 @@ class AttachedForward:
         self.forward, self.cache, self.stepper = model.forward, cache, stepper
         self._model, self._attention = model, attention
         self._config, self._text = model.config, model.config.get_text_config()
-        self._attached = attention_of(model)
+        self._attached = attention_names(model)
         self._names = list(inspect.signature(model.forward).parameters)
         self._replaced: WeakSet[Any] = WeakSet()
 
@@ -152,7 +152,7 @@ class AttachedForward:
         """The model's own forward; the stream is left alone."""
         if isinstance(self.cache, FullCache):
             return self.forward(**kwargs)
-        with attention_set(self._model, self._attention):
+        with using_attention(self._model, self._attention):
             return self.forward(**kwargs)
 
     def _start_stream(self, past: Any, kwargs: dict[str, Any]) -> None:

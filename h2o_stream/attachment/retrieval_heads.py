@@ -20,8 +20,9 @@ import torch
 from torch import Tensor, distributed
 from transformers import PreTrainedModel
 
+from h2o_stream.attachment.attention_interface import using_h2o_attention
 from h2o_stream.attachment.measurements import LONG_S, read_measurement, save_measurement
-from h2o_stream.attachment.support import attention_of_ours, home_of, size_of
+from h2o_stream.attachment.model_facts import input_device, weight_count
 from h2o_stream.cache.identity import model_digest
 from h2o_stream.cache.layer import LayeredCache, LayerSpec
 from h2o_stream.cache.recurrent import accepted_by
@@ -119,7 +120,7 @@ def _known(model: PreTrainedModel, specs: Sequence[LayerSpec], progress: Progres
 
 def _rows(model: PreTrainedModel) -> int:
     """Random sequences for a model: a large one takes long, and one sequence finds nearly all of its heads."""
-    return _ROWS if size_of(model) < _LARGE else 1
+    return _ROWS if weight_count(model) < _LARGE else 1
 
 
 @torch.no_grad()
@@ -149,10 +150,10 @@ def _attention_to_copy(
     once = torch.randint(
         text.vocab_size, (_rows(model), period), generator=torch.Generator().manual_seed(0), device="cpu"
     )
-    repeated = torch.cat((once, once), 1).to(home_of(model))
+    repeated = torch.cat((once, once), 1).to(input_device(model))
     cache = accepted_by(model, LayeredCache(layers=layers))
-    with attention_of_ours(model):
-        positions = torch.arange(2 * period, device=home_of(model)).expand(len(once), -1)
+    with using_h2o_attention(model):
+        positions = torch.arange(2 * period, device=input_device(model)).expand(len(once), -1)
         model.base_model(repeated, position_ids=positions, past_key_values=cache, h2o_cache=cache, use_cache=True)
     return torch.stack([retrieval[number] for number in sorted(retrieval)])
 

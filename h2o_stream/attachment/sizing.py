@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from h2o_stream.attachment.support import max_distance_of
+from h2o_stream.attachment.model_facts import max_distance_of
 from h2o_stream.cache.h2o_cache import H2OCache
 from h2o_stream.cache.layer import LayerSpec
 from h2o_stream.config import DEFAULT_CHUNK, EXACT_SINKS, MIN_EVICTABLE, RESIDUAL, SIZED_KV_BITS, CacheConfig

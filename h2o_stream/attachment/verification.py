@@ -17,34 +17,23 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from h2o_stream.attachment.attention_interface import attention_names, using_attention, using_h2o_attention
 from h2o_stream.attachment.measurements import LONG_S, read_measurement, save_measurement
-from h2o_stream.attachment.support import (
-    attention_of,
-    attention_of_ours,
-    attention_set,
-    context_of,
-    failing_as,
-    home_of,
-    learned_positions,
-    max_distance_of,
-)
+from h2o_stream.attachment.model_facts import context_of, input_device, learned_positions, max_distance_of
+from h2o_stream.attachment.probe import failing_as
 from h2o_stream.cache.h2o_cache import H2OCache
 from h2o_stream.cache.identity import has_additions, model_digest
 from h2o_stream.cache.kernels import Kernels
 from h2o_stream.cache.layer import LayerSpec
 from h2o_stream.cache.recurrent import accepted_by
 from h2o_stream.cache.rope import PositionsError
+from h2o_stream.cache.tolerance import ROUNDED_TOLERANCE, error_of, tolerance_of
 from h2o_stream.config import CacheConfig, CacheDevice, Positions
 from h2o_stream.errors import UnsupportedModelError
 
 PROMPT, STEPS, CHUNK = 24, 3, 16
 """Tokens of a prompt longer than a chunk, tokens that follow one by one, and tokens per chunk."""
 
-_TOLERANCE = 1e-4
-"""Root mean square of the differences of logits in float32, as a share of that of the logits."""
-
-_ROUNDED_TOLERANCE = 0.08
-"""The same for fewer bits, if the model does not amplify rounding."""
 
 _ROUNDINGS = 3
 """Logits may be off by this many times the effect of a rounded embedding."""
@@ -52,8 +41,6 @@ _ROUNDINGS = 3
 _MAX_TOLERANCE = 0.5
 """Limit of the tolerance, whatever rounding does."""
 
-_EXACT = {torch.float32, torch.float64, torch.int64, torch.int32, torch.bool}
-"""Types whose rounding never matters, even if amplified."""
 
 _known: set[str] = set()
 """Keys of everything verified in this process."""
@@ -70,26 +57,6 @@ class NativeSteps(Protocol):
 
     def run(self, tokens: Tensor) -> Tensor | None:
         """Tokens [1, 1] to logits [1, 1, V], or None if it cannot."""
-
-
-def error_of(ours: Tensor, theirs: Tensor) -> float:
-    """Root mean square of the differences, relative to that of `theirs`.
-
-    Logits that stand for "never" (infinite, or near the end of their type) must be equal; infinity where they are not.
-    """
-    never = theirs.abs() > torch.finfo(theirs.dtype).max / 2
-    if not torch.equal(ours[never].float(), theirs[never].float()):
-        return float("inf")
-    ours, theirs = (x.float().masked_fill(never, 0.0) for x in (ours, theirs))
-    return float((ours - theirs).norm() / theirs.norm().clamp_min(torch.finfo(torch.float32).tiny))
-
-
-def tolerance_of(model: Any) -> float:
-    """How far logits of a model may be off if it does not amplify rounding, see `error_of`."""
-    exact = torch.get_float32_matmul_precision() == "highest" and _EXACT.issuperset(
-        tensor.dtype for tensor in (*model.parameters(), *model.buffers())
-    )
-    return _TOLERANCE if exact else _ROUNDED_TOLERANCE
 
 
 def verify_logits(model: Any, positions: Positions, device: CacheDevice, specs: Sequence[LayerSpec]) -> Verification:
@@ -123,7 +90,7 @@ class Verification:
 
     def __init__(self, model: Any, positions: Positions, device: CacheDevice, specs: Sequence[LayerSpec]) -> None:
         self._model, self._specs = model, specs
-        self._attention = attention_of(model)
+        self._attention = attention_names(model)
         self._expected: Tensor | None = None
         self._max_distance, self._learned = max_distance_of(model.config), learned_positions(model.config)
         limit = context_of(model.config) if positions == "absolute" else self._max_distance
@@ -141,7 +108,7 @@ class Verification:
         if has_additions(model):
             return None
         names = [name for _, name in self._attention]
-        environment = f"{home_of(model).type} {model.dtype} {tolerance_of(model)} {names}"
+        environment = f"{input_device(model).type} {model.dtype} {tolerance_of(model)} {names}"
         return f"{model_digest(model)} {environment} {self._config} {_versions()}"
 
     def cached(self, engine: str, failure: Callable[[], str]) -> str:
@@ -185,7 +152,7 @@ class Verification:
             expected, self._expected = self._expected, self._expected[:, -STEPS - 1 :].clone()
             count = expected.shape[1]
             error, tolerance = error_of(ours[:, -count:], expected), tolerance_of(self._model)
-            if not error < tolerance and tolerance == _ROUNDED_TOLERANCE:
+            if not error < tolerance and tolerance == ROUNDED_TOLERANCE:
                 with _rounded(self._model.get_input_embeddings()):
                     rounded = self._logits()
                 rounding = error_of(rounded[:, -count:], expected)
@@ -217,7 +184,7 @@ class Verification:
     def _logits(self, count: int | None = None) -> Tensor:
         """[1, n, V] from the model's own forward of the first n tokens, by default of all."""
         name = type(self._model).__name__
-        with attention_set(self._model, self._attention), failing_as(f"the forward of {name}"):
+        with using_attention(self._model, self._attention), failing_as(f"the forward of {name}"):
             logits = _logits_of(self._model(input_ids=self._tokens()[:, :count], use_cache=False))
         if logits.isnan().any():
             raise UnsupportedModelError(f"logits of {name} are NaN, whatever its cache does; check its weights")
@@ -238,7 +205,7 @@ class Verification:
         """[1, n, V] of tokens [1, n] that continue a stream."""
         kwargs = {"input_ids": tokens, "past_key_values": cache, "use_cache": True}
         cache.prepare_forward(kwargs)
-        with attention_of_ours(self._model), failing_as(f"{type(self._model).__name__} through this cache"):
+        with using_h2o_attention(self._model), failing_as(f"{type(self._model).__name__} through this cache"):
             logits = _logits_of(self._model(**kwargs))
         cache.count_forward()
         return logits
@@ -254,7 +221,7 @@ class Verification:
         special = {value for name, value in settings.items() if name.endswith(("_token_id", "_token_index"))}
         usual = [token for token in range(min(text.vocab_size, 4096)) if token not in special] or [0]
         chosen = torch.randint(len(usual), (1, self._count), generator=torch.Generator().manual_seed(0), device="cpu")
-        return torch.tensor(usual, device="cpu")[chosen].to(home_of(self._model))
+        return torch.tensor(usual, device="cpu")[chosen].to(input_device(self._model))
 
 
 @functools.cache
@@ -271,7 +238,7 @@ def _logits_of(output: Any) -> Tensor:
 def _undisturbed(model: Any) -> Iterator[None]:
     """No gradients and no dropout, and the state of random numbers is restored."""
     training = [module for module in model.modules() if module.training]
-    home = home_of(model)
+    home = input_device(model)
     with torch.no_grad(), torch.random.fork_rng([home] if home.type == "cuda" else []):
         for module in training:
             module.training = False

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from copy import copy
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -29,9 +29,6 @@ from h2o_stream.cache.window_assignment import BudgetAssignment, check_not_evict
 from h2o_stream.config import DEFAULT_WINDOW, CacheConfig
 from h2o_stream.errors import ConfigError, H2OStreamError
 
-if TYPE_CHECKING:
-    from h2o_stream.attachment.verification import Verification
-
 
 @marks_tears
 class H2OCache(LayeredCache):
@@ -50,7 +47,6 @@ class H2OCache(LayeredCache):
         head_groups: those of all layers, in order.
         recurrent_layers: those of the layers with states.
         tokens: counts the tokens of the stream.
-        verification: how `attach` verified the model, for native code to be verified by; None if it did not.
         one_thread: inside it the cache is changed.
         engine_note: what runs the steps and why, for people: "native, avx512" or "eager: ..."; set by `attach`.
         continues: whether several tokens at once can continue a stream; if not, they are fed one by one.
@@ -62,7 +58,6 @@ class H2OCache(LayeredCache):
     torn = False
     continues = True
     stream_number = 0
-    verification: Verification | None = None
 
     def __init__(
         self,

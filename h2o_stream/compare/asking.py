@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from h2o_stream.attachment.support import home_of
+from h2o_stream.attachment.model_facts import input_device
 from h2o_stream.compare.facts import Question, tells
 from h2o_stream.config import RecallMode, SamplingConfig
 from h2o_stream.engine.engine import Engine
@@ -136,6 +136,6 @@ def _encode(tokenizer: Any, reply: str, values: Sequence[str]) -> list[int]:
 @torch.no_grad()
 def _continue(engine: Engine, tokens: Sequence[int]) -> torch.Tensor:
     """The logits after further tokens of a reply, [vocabulary] float32."""
-    ids = torch.tensor([list(tokens)], device=home_of(engine.model))
+    ids = torch.tensor([list(tokens)], device=input_device(engine.model))
     logits: torch.Tensor = engine.model(ids, past_key_values=engine.cache, use_cache=True, logits_to_keep=1).logits
     return logits[0, -1].float().cpu()

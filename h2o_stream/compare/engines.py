@@ -149,7 +149,7 @@ class _TransformersRunner(Runner):
         self.cache = DynamicCache(config=self.model.config)
 
     def info(self) -> EngineInfo:
-        from h2o_stream.attachment.support import context_of
+        from h2o_stream.attachment.model_facts import context_of
 
         unlimited = self.spec.engine == OURS and self.spec.cache.policy != "full"
         context = None if unlimited else context_of(self.model.config)

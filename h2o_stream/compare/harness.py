@@ -19,7 +19,7 @@ from torch import Tensor
 from tqdm.auto import tqdm
 
 from h2o_stream.attachment.attach import attach
-from h2o_stream.attachment.support import home_of
+from h2o_stream.attachment.model_facts import input_device
 from h2o_stream.config import DEFAULT_CHUNK, CacheConfig, ModelConfig
 from h2o_stream.models.find import find
 from h2o_stream.models.load import load
@@ -92,7 +92,7 @@ class H2OLM(HFLM):
 
             def feed(tokens: Sequence[int]) -> Tensor:
                 """[n, vocabulary] log-probabilities of the token after each of these."""
-                ids = torch.tensor([list(tokens)], device=home_of(self.model))
+                ids = torch.tensor([list(tokens)], device=input_device(self.model))
                 logits = self.model(ids, past_key_values=cache, use_cache=True).logits[0]
                 return torch.log_softmax(logits.float(), -1)
 
@@ -107,7 +107,7 @@ class H2OLM(HFLM):
                 fed = [context[-1], *continuation[:-1]]
                 step = 1 if len(fed) <= DEFAULT_CHUNK else DEFAULT_CHUNK
                 scores = torch.cat([feed(fed[start : start + step]) for start in range(0, len(fed), step)])
-                expected = torch.tensor(list(continuation), device=home_of(self.model))
+                expected = torch.tensor(list(continuation), device=input_device(self.model))
                 log_probs = scores.gather(-1, expected[:, None])
                 yield float(log_probs.sum()), bool((scores.argmax(-1) == expected).all())
 

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from h2o_stream.attachment.attach import attach
-from h2o_stream.attachment.support import context_of, home_of
+from h2o_stream.attachment.model_facts import context_of, input_device
 from h2o_stream.cache.statistics import power_law, share_of_top, sparsity
 from h2o_stream.compare.comparison import Comparison, Job, JobProgress, Notify
 from h2o_stream.compare.folder import JobResult, identity
@@ -224,7 +224,7 @@ def measure_attention(
 
 
 def _feed_chunks(model: Any, cache: Any, tokens: Sequence[int], chunk: int) -> Iterator[int]:
-    ids = torch.tensor([list(tokens)], device=home_of(model))
+    ids = torch.tensor([list(tokens)], device=input_device(model))
     for start in range(0, len(tokens), chunk):
         piece = ids[:, start : start + chunk]
         model(piece, past_key_values=cache, use_cache=True, logits_to_keep=1)

@@ -16,7 +16,8 @@ from torch import Tensor, nn
 from torch.nn.functional import pad
 from transformers import AttentionInterface, DynamicCache
 
-from h2o_stream.attachment.support import attention_of, attention_set, home_of
+from h2o_stream.attachment.attention_interface import attention_names, using_attention
+from h2o_stream.attachment.model_facts import input_device
 from h2o_stream.cache.policies import Attention, Budget, Candidates, Policy, make_policy, select
 from h2o_stream.config import CacheConfig, CachePlan
 from h2o_stream.errors import ConfigError, UnsupportedModelError
@@ -56,7 +57,7 @@ class MaskedStream:
     @torch.no_grad()
     def feed(self, tokens: Sequence[int]) -> Tensor:
         """Feed tokens in one forward, then apply the rule. Returns their logits [n, V]."""
-        ids = torch.tensor([list(tokens)], device=home_of(self._model))
+        ids = torch.tensor([list(tokens)], device=input_device(self._model))
         output = self._model(ids, past_key_values=self._cache, use_cache=True, masked_stream=self)
         logits: Tensor = output.logits[0]
         return logits
@@ -174,7 +175,7 @@ def masked_plan(config: CacheConfig) -> CachePlan:
 @contextmanager
 def masked_attention(model: Any) -> Iterator[None]:
     """Within the block, the forward of a `MaskedStream` of this model attends through it."""
-    with attention_set(model, attention_of(model)):
+    with using_attention(model, attention_names(model)):
         model.set_attn_implementation(_NAME)
         yield
 

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy
 
 from h2o_stream.attachment.attach import attach
-from h2o_stream.attachment.support import context_of, home_of
+from h2o_stream.attachment.model_facts import context_of, input_device
 from h2o_stream.compare.catalog import NllOptions
 from h2o_stream.compare.comparison import Comparison, Job, JobProgress, Notify, label_of
 from h2o_stream.compare.folder import JobResult
@@ -192,7 +192,7 @@ def stream_nll(model: Any, config: CacheConfig, tokens: Sequence[int]) -> Iterat
     if config.chunk == 0:
         raise ConfigError("chunk is 0; a streamed text needs a --chunk of at least 1")
     total, losses, start_time = len(tokens) - 1, list[Tensor](), time.perf_counter()
-    ids = torch.tensor([list(tokens)], device=home_of(model))
+    ids = torch.tensor([list(tokens)], device=input_device(model))
     with attach(model, config) as cache:
         chunk = cache.plan.chunk
         step = math.ceil(STEP / chunk) * chunk

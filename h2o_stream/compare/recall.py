@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass
 from functools import partial
 from typing import Any
 
-from h2o_stream.attachment.support import context_of
+from h2o_stream.attachment.model_facts import context_of
 from h2o_stream.compare.asking import GREEDY, start_conversation
 from h2o_stream.compare.catalog import RecallOptions
 from h2o_stream.compare.comparison import Comparison, Job, JobProgress, Notify, label_of, window_of

@@ -18,7 +18,7 @@ from safetensors.torch import load_file, save_file
 from torch.nn.functional import cross_entropy
 
 from h2o_stream.attachment.attach import attach
-from h2o_stream.attachment.support import home_of
+from h2o_stream.attachment.model_facts import input_device
 from h2o_stream.cache.audit import audit
 from h2o_stream.cache.identity import model_digest
 from h2o_stream.compare.catalog import SoakOptions, manual_file
@@ -135,7 +135,7 @@ class Soak(Comparison[SoakOptions]):
 
     def _read(self, tokens: Sequence[int]) -> tuple[float, torch.Tensor]:
         """Feed a piece of text. Returns the mean loss of its tokens but the first, and the logits after the last."""
-        ids, losses = torch.tensor([list(tokens)], device=home_of(self.model)), []
+        ids, losses = torch.tensor([list(tokens)], device=input_device(self.model)), []
         for start in range(0, len(tokens), PREFILL_STEP):
             chunk = ids[:, start : start + PREFILL_STEP]
             logits = self.model(chunk, past_key_values=self._cache, use_cache=True).logits[0].float()
@@ -147,7 +147,7 @@ class Soak(Comparison[SoakOptions]):
     def _reply(self, logits: torch.Tensor) -> None:
         for _ in range(_REPLY):
             token = torch.multinomial(logits.softmax(-1).cpu(), 1, generator=self._generator)
-            fed = token.view(1, 1).to(home_of(self.model))
+            fed = token.view(1, 1).to(input_device(self.model))
             logits = self.model(fed, past_key_values=self._cache, use_cache=True).logits[0, -1].float()
 
     def _resume(self, number: int) -> None:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from h2o_stream.attachment.attach import attach
-from h2o_stream.attachment.support import context_of, home_of
+from h2o_stream.attachment.model_facts import context_of, input_device
 from h2o_stream.compare.catalog import SummarizeOptions
 from h2o_stream.compare.comparison import Comparison, Job, Notify, label_of, window_of
 from h2o_stream.compare.folder import JobResult
@@ -210,7 +210,7 @@ def generate(model: Any, prompts: Sequence[Sequence[int]], pad: int, **arguments
     longest = max(map(len, prompts))
     ids = torch.tensor([[pad] * (longest - len(prompt)) + list(prompt) for prompt in prompts])
     mask = torch.tensor([[0] * (longest - len(prompt)) + [1] * len(prompt) for prompt in prompts])
-    home = home_of(model)
+    home = input_device(model)
     output: Tensor = model.generate(input_ids=ids.to(home), attention_mask=mask.to(home), pad_token_id=pad, **arguments)
     return output[:, longest:]
 

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from h2o_stream.attachment.attach import attach
-from h2o_stream.attachment.support import context_of, home_of
+from h2o_stream.attachment.model_facts import context_of, input_device
 from h2o_stream.compare.catalog import Shape, ThroughputOptions
 from h2o_stream.compare.comparison import Comparison, Job, Notify, window_of
 from h2o_stream.compare.folder import JobResult, machine
@@ -183,7 +183,7 @@ def plan_workloads(
 def row_bytes(model: Any, config: CacheConfig, tokens: Sequence[int]) -> int:
     """Peak bytes of the cache of one row while it is fed these tokens."""
     peak = 0
-    ids = torch.tensor([list(tokens)], device=home_of(model))
+    ids = torch.tensor([list(tokens)], device=input_device(model))
     with attach(model, config) as cache:
         for chunk in ids.split(PREFILL_STEP, 1):
             model(chunk, past_key_values=cache, use_cache=True, logits_to_keep=1)
@@ -203,7 +203,7 @@ def generate(model: Any, workload: Workload, prompts: Tensor, engine: EngineChoi
     Returns:
         The seconds it took, prompts included, after a warm-up.
     """
-    prompts = prompts.to(home_of(model))
+    prompts = prompts.to(input_device(model))
 
     def answer(new: int) -> float:
         start_time = time.perf_counter()
@@ -215,7 +215,7 @@ def generate(model: Any, workload: Workload, prompts: Tensor, engine: EngineChoi
             max_new_tokens=new,
             pad_token_id=0,
         )
-        if home_of(model).type == "cuda":
+        if input_device(model).type == "cuda":
             torch.cuda.synchronize()
         return time.perf_counter() - start_time
 

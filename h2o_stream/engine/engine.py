@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from h2o_stream.attachment.attach import attach
-from h2o_stream.attachment.support import context_of, home_of, learned_positions, size_of
+from h2o_stream.attachment.model_facts import context_of, input_device, learned_positions, weight_count
 from h2o_stream.cache.counts import CacheCounts
 from h2o_stream.cache.state import checksummed, require_tensor, verify_checksums
 from h2o_stream.config import (
@@ -284,7 +284,7 @@ class Engine:
     def _forward(self, tokens: list[int]) -> None:
         self._torn = True
         try:
-            ids = torch.tensor([tokens], dtype=torch.int64, device=home_of(self.model))
+            ids = torch.tensor([tokens], dtype=torch.int64, device=input_device(self.model))
             output = self.model(ids, past_key_values=self.cache, use_cache=True, logits_to_keep=1)
         except (MemoryError, RuntimeError) as error:
             if not means_out_of_memory(error):
@@ -316,10 +316,10 @@ class Engine:
 
 def prefill_step(model: Any) -> int:
     """How many prompt tokens to feed in one forward: as many as a small machine processes in a second or two."""
-    if home_of(model).type != "cpu":
+    if input_device(model).type != "cpu":
         return PREFILL_STEP_MAX
     step = PREFILL_STEP
-    while step < PREFILL_STEP_MAX and 2 * step * size_of(model) <= PREFILL_WORK:
+    while step < PREFILL_STEP_MAX and 2 * step * weight_count(model) <= PREFILL_WORK:
         step *= 2
     return step
 

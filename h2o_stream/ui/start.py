@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from h2o_stream.attachment.support import home_of
+from h2o_stream.attachment.model_facts import input_device
 from h2o_stream.config import Settings, model_sampling
 from h2o_stream.engine.engine import Engine
 from h2o_stream.models.load import LoadedModel, load
@@ -61,7 +61,7 @@ class LoadedConversation:
             "window": None if config.by_ratio else plan.window or None,
             "cache": asdict(config if config.by_ratio else plan),
             "dtype": str(engine.model.dtype).removeprefix("torch."),
-            "device": str(home_of(engine.model)),
+            "device": str(input_device(engine.model)),
             "sampling": asdict(engine.sampling) | sampling_values(engine),
             "sampling_sources": engine.sampler.sources,
         }

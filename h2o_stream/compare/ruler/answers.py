@@ -12,7 +12,7 @@ from itertools import takewhile
 
 import torch
 
-from h2o_stream.attachment.support import home_of
+from h2o_stream.attachment.model_facts import input_device
 from h2o_stream.compare.asking import prefill, tell
 from h2o_stream.compare.ruler.items import Item, Question
 from h2o_stream.config import SamplingConfig
@@ -117,7 +117,7 @@ def _log_probabilities(engine: Engine, last: int, answers: Sequence[Sequence[int
     """
     longest = max(map(len, answers))
     rows = torch.tensor([[*answer, *[last] * (longest - len(answer))] for answer in answers])
-    rows = rows.to(home_of(engine.model))
+    rows = rows.to(input_device(engine.model))
     ids = torch.cat((torch.full_like(rows[:, :1], last), rows[:, :-1]), 1)
     engine.cache.batch_repeat_interleave(len(answers))
     logits = engine.model(ids, past_key_values=engine.cache, use_cache=True).logits

@@ -10,7 +10,7 @@ from functools import partial
 from itertools import product
 from typing import Any
 
-from h2o_stream.attachment.support import context_of
+from h2o_stream.attachment.model_facts import context_of
 from h2o_stream.compare.asking import GREEDY, start_conversation
 from h2o_stream.compare.comparison import Comparison, Job, JobProgress, Notify, label_of, window_of
 from h2o_stream.compare.folder import JobResult

@@ -1,0 +1,71 @@
+"""Decides whether decode steps are native: describes a model, and verifies the description against its own logits."""
+
+from __future__ import annotations
+
+import functools
+import os
+from collections.abc import Callable
+from ctypes import CDLL
+from typing import Any
+
+from h2o_stream.attachment.verification import Verification
+from h2o_stream.cache.h2o_cache import H2OCache
+from h2o_stream.native import library
+from h2o_stream.native.describe import describe
+from h2o_stream.native.description import DescriptionError, NativeModel
+from h2o_stream.native.model_guard import ModelGuard
+from h2o_stream.native.slots import unsupported_rules
+from h2o_stream.native.stepper import CheckedStepper, Stepper
+
+CHECK = "H2O_CHECK_STEPS"
+"""Environment variable: every native step is compared with the eager one, layer by layer."""
+
+
+def make_stepper(model: Any, cache: H2OCache, verification: Verification) -> Stepper | CheckedStepper | str:
+    """Native steps of an attached model, or the reason why there are none.
+
+    Args:
+        model: takes its attention from `cache`; its forward is its own.
+        cache: empty; loses its native kernels if they fail.
+        verification: passed with eager steps; native ones must pass it too.
+    """
+    native = library.loaded()
+    if native is None:
+        return library.missing_reason() or "there is no compiled library"
+    described, steps = _described(native, model, cache), None
+    if not isinstance(described, str):
+        steps = functools.partial(Stepper, native, *described)
+    if failure := _failure(cache, verification, steps):
+        if steps is None or _failure(cache, verification, None):
+            cache.kernels = None
+        return failure
+    if isinstance(described, str) or steps is None:
+        return str(described)
+    stepper = steps(cache)
+    return CheckedStepper(stepper, model) if os.environ.get(CHECK) else stepper
+
+
+def _described(native: CDLL, model: Any, cache: H2OCache) -> tuple[NativeModel, ModelGuard] | str:
+    """The description as structures, and what watches that it holds; or the reason why steps stay eager."""
+    if cache.storage_device is not None or (getattr(model, "tp_size", None) or 1) > 1:
+        return "the cache is in host memory or the model is shared by several processes"
+    if not all(spec.attends for spec in cache.specs) or cache.recurrent_layers:
+        return "it has layers with states, or without attention"
+    if any(spec.order is not None for spec in cache.specs):
+        return "it rotates the dimensions of a head in another order than halves"
+    try:
+        description = describe(model)
+        guard = ModelGuard(native, model, description)
+    except DescriptionError as reason:
+        return str(reason)
+    if cache.plan.positions == "absolute" and not description.supports_absolute:
+        return "its rotary frequencies change with the length of the text"
+    return next(filter(None, map(unsupported_rules, cache.head_groups)), "") or (NativeModel(description), guard)
+
+
+def _failure(cache: H2OCache, verification: Verification, steps: Callable[[H2OCache], Stepper] | None) -> str:
+    """Why native kernels, and steps if there are any, do not compute what the model does, or nothing."""
+    if cache.kernels is None:
+        return ""
+    engine = f"{'steps' if steps else 'kernels'} of {library.identity()}"
+    return verification.cached(engine, functools.partial(verification.failure, cache.kernels, steps))

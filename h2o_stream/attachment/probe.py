@@ -1,0 +1,151 @@
+"""Finds out by one token at two positions how the layers of a model attend, rotate and keep states."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from h2o_stream.attachment.attention_interface import using_h2o_attention
+from h2o_stream.attachment.model_facts import RECURRENT, WITHOUT_ATTENTION, input_device
+from h2o_stream.cache.layer import DecoderLayer, EvictingLayer, EvictingRecurrentLayer, LayeredCache
+from h2o_stream.cache.recurrent import RecurrentLayer, accepted_by, states_of
+from h2o_stream.cache.rope import PositionsError, RotaryTable, dimension_orders, rotate_back
+from h2o_stream.errors import H2OStreamError, UnsupportedModelError, means_out_of_memory
+
+
+class _AttentionProbe(EvictingLayer):
+    """A layer that keeps nothing but the queries and keys it gets."""
+
+    seen: tuple[Tensor, Tensor] | None = None
+
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, *args: Any) -> Tensor:
+        """A single token attends to itself, at any position."""
+        self.seen = (query, key)
+        return value.repeat_interleave(query.shape[1] // key.shape[1], dim=1).transpose(1, 2).contiguous()
+
+
+class _HybridProbe(EvictingRecurrentLayer, _AttentionProbe):
+    """The same, for a layer that also has states."""
+
+
+@contextmanager
+def failing_as(what: str) -> Iterator[None]:
+    """Turn a model's own errors into the reason why it is refused; `what` failed."""
+    try:
+        yield
+    except H2OStreamError:
+        raise
+    except Exception as error:
+        if means_out_of_memory(error):
+            raise
+        message = str(error).strip().partition("\n")[0][:200]
+        raise UnsupportedModelError(
+            f"{what} fails ({type(error).__name__}: {message}); only --policy full can serve it"
+        ) from error
+
+
+class ProbedLayer(NamedTuple):
+    """What a probe finds out about a layer.
+
+    Attributes:
+        key: [B, Hkv, 1, D], as the cache gets it; None if it has no attention.
+        table: its rotations; None if the model does not rotate there, or by itself.
+        order: see `LayerSpec`.
+        states: see `LayerSpec`.
+        state_bytes: see `LayerSpec`.
+    """
+
+    key: Tensor | None = None
+    table: RotaryTable | None = None
+    order: Tensor | None = None
+    states: int = 0
+    state_bytes: int = 0
+
+
+@torch.no_grad()
+def probe(
+    model: PreTrainedModel, kinds: Sequence[str], tables: Mapping[str, Sequence[RotaryTable]], moves: bool
+) -> list[ProbedLayer]:
+    """Feed one token at position 0 and at a later one, and compare: they may differ only by RoPE, in a known form.
+
+    Args:
+        model: whose layers are probed.
+        kinds: of the layers.
+        tables: see `tables_of`.
+        moves: whether the cache assigns positions, so that they must show in nothing but RoPE.
+
+    Raises:
+        UnsupportedModelError: a layer does not take its attention from us, or keeps states elsewhere, or the model
+            rotates in another way.
+    """
+    name, position, text = type(model).__name__, 5 * moves, model.config.get_text_config()
+    token = 1 if getattr(text, "pad_token_id", None) != 1 else 2
+    states = getattr(text, "number_of_conv_states", 1)
+    probes = accepted_by(model, LayeredCache(layers=[_probing_layer(kind, states) for kind in kinds]))
+    with using_h2o_attention(model), failing_as(f"{name} with the keywords of this cache"):
+        model(
+            torch.full((2, 1), token, device=input_device(model)),
+            position_ids=torch.tensor([[0], [position]], device=input_device(model)),
+            past_key_values=probes,
+            h2o_cache=probes,
+            use_cache=True,
+        )
+    attending = [layer for layer, kind in zip(probes.layers, kinds, strict=True) if kind not in WITHOUT_ATTENTION]
+    asked = sum(layer.seen is not None for layer in attending)
+    if asked < len(attending):
+        raise UnsupportedModelError(
+            f"{asked} of {len(attending)} layers of {name} take their attention from transformers' registry; "
+            "only --policy full can serve it"
+        )
+    found = []
+    for kind, layer in zip(kinds, probes.layers, strict=True):
+        kept = states_of(layer)
+        if kind in RECURRENT and not kept:
+            raise UnsupportedModelError(f"{name} keeps states outside of its cache; only --policy full can serve it")
+        form = ProbedLayer()
+        if kind not in WITHOUT_ATTENTION:
+            form = _probed(name, layer.seen, tables.get(kind, ()), position)
+        size = sum(state[0].nbytes for state in kept.values())
+        found.append(form._replace(states=states if kind in RECURRENT else 0, state_bytes=size))
+    return found
+
+
+def _probing_layer(kind: str, states: int) -> DecoderLayer:
+    if kind not in RECURRENT:
+        return EvictingLayer(()) if kind in WITHOUT_ATTENTION else _AttentionProbe(())
+    return RecurrentLayer(states) if kind in WITHOUT_ATTENTION else _HybridProbe(states, ())
+
+
+def _probed(name: str, seen: tuple[Tensor, Tensor], tables: Sequence[RotaryTable], position: int) -> ProbedLayer:
+    """The form of RoPE in which queries and keys [2, H, 1, D] are those of one token at 0 and at `position`."""
+    key, off = seen[1], [_difference(*x) for x in seen]
+    limit = 1e-3 if key.dtype == torch.float32 else 0.05
+    if max(off) < limit:
+        return ProbedLayer(key)
+    if not tables:
+        raise PositionsError(f"{name} has no rotary embedding that is known here")
+    forms = []
+    for table in tables:
+        try:
+            rotation = table.upto(position + 1, key.device, torch.float32)[position]
+        except (AttributeError, KeyError, TypeError, ValueError) as error:
+            raise PositionsError(f"{name} has a rotary embedding that gives no cosines and sines") from error
+        for number, order in enumerate(dimension_orders(key.shape[-1], rotation.shape[-1])):
+            ordered = [x[..., order.to(x.device)] for x in seen]
+            off = [_difference(unrotated, rotate_back(rotated.float(), rotation)) for unrotated, rotated in ordered]
+            forms.append((max(off), ProbedLayer(key, table, order.to(key.device) if number else None)))
+    smallest, form = min(forms, key=lambda found: found[0])
+    if not smallest < limit:
+        raise PositionsError(f"{name} applies RoPE in a form that is not reproduced here")
+    return form
+
+
+def _difference(x: Tensor, other: Tensor) -> float:
+    """The largest difference, relative to the largest number of x."""
+    largest = x.float().abs().max().clamp_min(torch.finfo(torch.float32).tiny)
+    return float((other.float() - x.float()).abs().max() / largest)
