@@ -131,7 +131,7 @@ class LoadingChat:
             first = next(messages, None)
         except Exception:
             if draft := self._prompt.draft.strip():
-                self._terminal.console.print(f"Not sent: {draft}", soft_wrap=True)
+                self._terminal.console.print(f"Not sent: {draft}")
             raise
         if first is None or self._chat is None:
             return None
