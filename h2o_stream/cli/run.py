@@ -213,9 +213,16 @@ def open_terminal(output: OutputOptions, bars: bool = False) -> Terminal:
 
 @contextmanager
 def loading(model: ModelConfig, terminal: Terminal) -> Iterator[None]:
-    """Wraps the imports of torch and transformers: says that the model is loading; see `importing`."""
+    """Wraps the imports of torch and transformers: says that the model is loading; see `importing`.
+
+    Raises:
+        ModelNotFoundError: see `find_before_imports`.
+    """
+    from h2o_stream.models.find import find_before_imports
+
     terminal.note(f"Loading {model.model} ...", style="dim")
     with importing():
+        find_before_imports(model.model, model.offline)
         yield
 
 
