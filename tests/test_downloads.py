@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import socket
+import subprocess
 import sys
 import threading
 import time
@@ -15,6 +16,7 @@ from pathlib import Path
 import pytest
 
 from h2o_stream.errors import ModelNotFoundError
+from h2o_stream.models.find import find_before_imports
 from h2o_stream.models.hub import download_bars, fetch, reachable
 from h2o_stream.progress import Progress
 from h2o_stream.startup import LOG, importing, quieten_libraries
@@ -96,6 +98,27 @@ def test_an_unreachable_hub_is_one_quick_error(
         fetch("org/name", "m.gguf", False)
     assert time.monotonic() - started < 3
     assert capfd.readouterr().err == ""
+
+
+def test_an_unreachable_hub_is_noticed_before_torch_is_imported(
+    hub: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Regression: the line came after imports of several seconds."""
+    code = (
+        "import sys; sys.argv = ['h2o-chat', '-p', 'hi', '-m', 'org/name']\n"
+        "from h2o_stream.cli.chat import main\n"
+        "try:\n    main()\nfinally:\n    assert 'torch' not in sys.modules\n"
+    )
+    environment = os.environ | {"HF_ENDPOINT": f"http://127.0.0.1:{_closed_port()}", "HF_HOME": str(tmp_path)}
+    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 1
+    assert done.stderr.splitlines()[1:] == [done.stderr.splitlines()[-1]], "one line after that of loading"
+    assert "cannot be reached" in done.stderr
+    _point_hub_at(_closed_port(), monkeypatch)
+    for name in ("smollm2-135m", str(tmp_path), "./nothing", "org/name:file.gguf", "a/b/c"):
+        find_before_imports(name, False)
+    with pytest.raises(ModelNotFoundError, match="neither a file, nor a folder, nor a Hub id"):
+        find_before_imports("or g/na me", False)
 
 
 def test_an_unreachable_hub_leaves_the_files_on_this_machine(hub: None, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import shutil
 from pathlib import Path
@@ -9,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from rich.console import Console
 from rich.progress import Progress
 
 from h2o_stream.compare import everything, nll
@@ -19,7 +21,7 @@ from h2o_stream.config import POLICIES, ModelConfig
 from h2o_stream.errors import DataError
 from h2o_stream.processes import Processes
 from h2o_stream.session.jsonl import JsonlWriter
-from h2o_stream.ui.comparison import run_comparison
+from h2o_stream.ui.comparison import _Bars, run_comparison
 from h2o_stream.ui.terminal import Terminal
 from h2o_stream.ui.time_left import Overview, TimeLeft
 from tests.commands import invoke, records
@@ -191,6 +193,22 @@ def test_the_time_left_is_that_of_the_jobs_that_run(
     )
     run_comparison(options.make(), None, Terminal(quiet=True), JsonlWriter(None), Processes(), lambda *item: None)
     assert seen[-1].startswith("2 of 2 jobs, about 0 s left")
+
+
+def test_the_bar_of_the_job_that_runs_is_on_the_screen() -> None:
+    """Regression: 35 bars stood below each other, and a terminal of 24 lines showed the first."""
+    jobs = [Job(str(number), {"number": number}, 10, list) for number in range(35)]
+    progress = Progress(console=Console(file=io.StringIO(), height=24))
+    progress.add_task("nll")
+    bars = _Bars(jobs, progress)
+    for job in jobs:
+        bars(job, JobProgress(0))
+        shown = [task.description for task in progress.tasks if task.visible]
+        assert shown[0] == "nll"
+        assert shown[-1] == job.label
+        assert len(shown) < 24
+        bars(job, JobProgress(10))
+    assert len(shown) > 20, "room is used"
 
 
 class TestTimeLeft:

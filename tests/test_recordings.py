@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import io
 import json
 import re
 import shutil
 import subprocess
 import time
+from collections.abc import Iterator
 from pathlib import Path
+from unittest.mock import Mock
 
+import pyte
 import pytest
 
+from h2o_stream.ui.recording import _read, _Recorder
+from h2o_stream.ui.side_by_side import _run
 from tests.commands import invoke, piped, records, texts
 from tests.preloaded import run as run_command
 from tests.terminal import BIN, Pty
@@ -39,10 +45,36 @@ class TestRecordings:
     def test_it_keeps_its_pace(self, tiny_folder: Path, tmp_path: Path) -> None:
         file = tmp_path / "run.rec"
         piped(tiny_folder, ["one"], "--record", file)
-        last = json.loads(file.read_text().splitlines()[-1])[0]
+        last = _read(file)[-1][0]
         begun = time.monotonic()
         invoke("h2o-stream", "--replay", file, "--pace", last / 0.5 if last else 1)
         assert time.monotonic() - begun >= 0.45
+
+    def test_only_what_changes_is_recorded(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        clock = [0.0]
+        monkeypatch.setattr("h2o_stream.ui.recording.time.monotonic", lambda: clock[0])
+        written = ["\x1b[?1049h\x1b[H", *(f"\x1b[H{'a line ' * 5}\nframe {n}\nthe last" for n in range(9)), "\x1b[?25h"]
+        file, screens = io.StringIO(), [pyte.Screen(40, 3), pyte.Screen(40, 3)]
+        recorder = _Recorder(file, 3)
+        for text in written:
+            recorder.add(text)
+            clock[0] += 0.3
+        recorded = [text for _, _, text in map(json.loads, file.getvalue().splitlines())]
+        for screen, texts_shown in zip(screens, (written, recorded), strict=True):
+            for text in texts_shown:
+                pyte.Stream(screen).feed(text.replace("\r\n", "\n").replace("\n", "\r\n"))
+        assert screens[0].display == screens[1].display
+        assert screens[0].display[1].startswith("frame 8")
+        assert "".join(recorded).count("a line") == 5, "one whole frame"
+        assert "".join(recorded).count("frame") == 5 < 9, "and a few times a second"
+
+    def test_long_pauses_are_shortened(self, tmp_path: Path) -> None:
+        file = tmp_path / "run.cast"
+        events = [[at_s, "o", "x"] for at_s in (2, 2.25, 60, 60.25)]
+        for limit, times in ((0.5, [0.5, 0.75, 1.25, 1.5]), (None, [2, 2.25, 60, 60.25])):
+            lines = [{"version": 2, "width": 80, "height": 24, "idle_time_limit": limit}, *events]
+            file.write_text("".join(json.dumps(line) + "\n" for line in lines))
+            assert [at_s for at_s, _ in _read(file)] == times
 
     @pytest.mark.parametrize("text", ["", "{}", "nonsense", '{"type": "asked", "at_s": 0}', '{"type":"turn","at_s":1}'])
     def test_files_that_are_not_recordings(self, tmp_path: Path, text: str) -> None:
@@ -96,6 +128,20 @@ class TestCliff:
 
 
 class TestSideBySide:
+    def test_each_gets_the_same_time(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Regression: with a token each in turn, the faster one looked as slow as the other."""
+        clock, said = [0.0], list[str]()
+        monkeypatch.setattr("h2o_stream.ui.side_by_side.time.perf_counter", lambda: clock[0])
+
+        def reply(name: str, seconds: float, count: int) -> Iterator[str]:
+            for _ in range(count):
+                clock[0] += seconds
+                said.append(name)
+                yield name
+
+        _run([reply("s", 4, 4), reply("f", 1, 12)], Mock())
+        assert "".join(said) == "s" + "ffff" + "sffff" + "sffff" + "s"
+
     @pytest.fixture
     def questions(self, tmp_path: Path) -> Path:
         file = tmp_path / "questions.jsonl"
@@ -147,4 +193,4 @@ class TestSideBySide:
         narrow = invoke("h2o-stream", *base, "--compare", "full,h2o,sink")
         assert narrow.exit_code == 0
         assert "full - tok/s" not in narrow.stderr
-        assert re.search(r"full [\d.,]+ tok/s and .+, h2o .+, sink .+ in turn\); ", narrow.stderr)
+        assert re.search(r"full [\d.,]+ tok/s and .+, h2o .+, sink .+ \(in turn on the same cores\); ", narrow.stderr)

@@ -51,6 +51,19 @@ class TestLines:
         assert all("┊" in line.plain for line in near[:-1])
         assert far[-1].plain.endswith("100 tokens seen · context 1,000 later")
 
+    def test_the_axis_is_not_cut(self) -> None:
+        """Regression: "4 tokens seen" stood under a run of 1,024."""
+        (drawn,) = (draw_timeline(course(1024, True), width, 1, 8192) for width in (40,))
+        assert drawn[-1].plain.endswith("─1,024 tokens seen")
+
+    def test_a_text_that_is_read_has_memory_from_its_beginning(self) -> None:
+        reading = Timeline()
+        for seen in (400, 800):
+            reading.add(seen, Entry(0, 0.0, 1000 * seen))
+        speed, memory, _ = draw_timeline(reading, 51, 1, None)
+        assert speed.plain.startswith("  - tok/s │")
+        assert memory.plain.split("│")[1] == "▄" * 22 + "▅" * 5 + "▆" * 5 + "▇" * 5 + "█" * 3
+
     @given(st.integers(0, 3000), st.integers(20, 200), st.integers(1, 5), st.none() | st.integers(1, 5000))
     def test_it_fits(self, tokens: int, width: int, rows: int, context: int | None) -> None:
         lines = draw_timeline(course(tokens, True), width, rows, context)

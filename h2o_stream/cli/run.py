@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import inspect
 import os
+import shutil
 import sys
+import textwrap
 import threading
 import tomllib
 import traceback
@@ -184,8 +186,12 @@ def _reason(error: Exception, debug: bool) -> str:
 def _complain(command: str, message: str, details: str = "") -> None:
     from h2o_stream.ui.terminal import one_line, printable
 
+    line = f"{command}: {one_line(message)}"
     with suppress(OSError):  # nobody reads it any more
-        print(f"{printable(details)}{command}: {one_line(message)}", file=sys.stderr, flush=True)  # noqa: T201
+        if sys.stderr.isatty():  # elsewhere it stays one line
+            width = max(shutil.get_terminal_size().columns, 20)
+            line = textwrap.fill(line, width, break_long_words=False, break_on_hyphens=False)
+        print(f"{printable(details)}{line}", file=sys.stderr, flush=True)  # noqa: T201
 
 
 def open_terminal(output: OutputOptions, bars: bool = False) -> Terminal:
@@ -207,9 +213,16 @@ def open_terminal(output: OutputOptions, bars: bool = False) -> Terminal:
 
 @contextmanager
 def loading(model: ModelConfig, terminal: Terminal) -> Iterator[None]:
-    """Wraps the imports of torch and transformers: says that the model is loading; see `importing`."""
+    """Wraps the imports of torch and transformers: says that the model is loading; see `importing`.
+
+    Raises:
+        ModelNotFoundError: see `find_before_imports`.
+    """
+    from h2o_stream.models.find import find_before_imports
+
     terminal.note(f"Loading {model.model} ...", style="dim")
     with importing():
+        find_before_imports(model.model, model.offline)
         yield
 
 

@@ -51,6 +51,24 @@ def find(name: str, offline: bool, progress: ProgressCallback = ignore) -> str:
     return name
 
 
+def find_before_imports(name: str, offline: bool) -> None:
+    """Fail where `find` would because the Hub is needed and cannot be reached: in less time than torch takes to import.
+
+    Nothing happens if something of the model is on this machine. Arguments and errors are those of `find`.
+    """
+    repo, _, file = name.partition(":")
+    if repo.count("/") != 1 or repo.startswith((".", "/", "~")) or (file or repo).endswith(".gguf"):
+        return
+    from huggingface_hub import errors, try_to_load_from_cache
+
+    try:
+        known = Path(name).exists() or try_to_load_from_cache(name, "config.json") is not None
+    except errors.HFValidationError:
+        known = False
+    if not known:
+        find(name, offline)
+
+
 def gguf_file(name: str) -> Path | None:
     """The local GGUF file that a name refers to, or None."""
     if name == DEFAULT_MODEL:

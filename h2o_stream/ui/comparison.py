@@ -148,7 +148,7 @@ def _display(
 
 
 class _Bars:
-    """One progress bar for all jobs of a label."""
+    """One progress bar for all jobs of a label, as many as the screen has room for."""
 
     def __init__(self, jobs: Sequence[Job], progress: Progress) -> None:
         self._progress, self._tasks = progress, dict[str, TaskID]()
@@ -159,8 +159,16 @@ class _Bars:
 
     def __call__(self, job: Job, progress: JobProgress) -> None:
         if job.label not in self._tasks:
+            self._make_room()
             self._tasks[job.label] = self._progress.add_task(job.label, total=self._totals[job.label])
         done = self._done[job.label]
         done[id(job)] = progress.done
         description = f"{job.label} {progress.text}".strip()
         self._progress.update(self._tasks[job.label], completed=sum(done.values()), description=description)
+
+    def _make_room(self) -> None:
+        """Hide the oldest bars that are full, so that the next one is seen."""
+        shown = [task for task in self._progress.tasks if task.visible]
+        full = [task.id for task in shown if task.id in self._tasks.values() and task.finished]
+        for task in full[: max(len(shown) + 2 - self._progress.console.height, 0)]:
+            self._progress.update(task, visible=False)

@@ -21,6 +21,7 @@ from rich.control import Control
 from rich.segment import ControlType
 
 from h2o_stream.config import ChatConfig, Settings
+from h2o_stream.models.find import find_before_imports
 from h2o_stream.progress import Progress, ProgressCallback
 from h2o_stream.session.jsonl import JsonlWriter
 from h2o_stream.startup import LOADER, importing
@@ -75,6 +76,7 @@ class BackgroundLoader:
     def _load(self) -> None:
         try:
             with importing():
+                find_before_imports(self._settings.model.model, self._settings.model.offline)
                 import h2o_stream.ui.chat  # noqa: F401
                 from h2o_stream.ui.start import load_conversation
 
@@ -131,7 +133,7 @@ class LoadingChat:
             first = next(messages, None)
         except Exception:
             if draft := self._prompt.draft.strip():
-                self._terminal.console.print(f"Not sent: {draft}", soft_wrap=True)
+                self._terminal.console.print(f"Not sent: {draft}")
             raise
         if first is None or self._chat is None:
             return None

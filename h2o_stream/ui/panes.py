@@ -168,7 +168,9 @@ class Panes:
         uses = colored([(color, f"{text} ") for color, text in legend(counts, side.context)])
         uses.no_wrap = False
         over = not counts.window and side.context is not None and counts.seen > side.context
-        figures = f"{format_speed(side.report.total.decode_tok_s)} · cache {format_bytes(counts.nbytes)}"
+        total = side.report.total
+        speed = format_speed(total.decode_tok_s) if total.new_tokens else f"reads {format_speed(total.prefill_tok_s)}"
+        figures = f"{speed} · cache {format_bytes(counts.nbytes)}"
         line = Text(f"{figures} · past its context" if over else figures, "bold red" if over else "bold")
         line.truncate(width, overflow="ellipsis")
         return [

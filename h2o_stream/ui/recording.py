@@ -9,6 +9,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, redirect_stderr, redirect_stdout
+from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import TextIO
 
@@ -26,6 +27,15 @@ _RESTORE = "\x1b[?1049l\x1b[?25h"
 
 _MAX_S = 1e8
 """Three years: the longest recording."""
+
+_FRAME_S = 0.4
+"""Between two frames of a recording, as each takes room in the file."""
+
+_PAUSE_S = 0.5
+"""Longer pauses are shortened to this when a recording is played: a model loads, or reads."""
+
+_HOME = "\x1b[H"
+"""A frame of a full screen begins with it."""
 
 
 class _Tee(io.TextIOBase):
@@ -62,6 +72,51 @@ class _Tee(io.TextIOBase):
         return self._stream.errors
 
 
+class _Recorder:
+    """Writes events: of a frame only the lines that changed, and not every frame.
+
+    Args:
+        file: that is written.
+        height: lines of the terminal.
+    """
+
+    def __init__(self, file: TextIO, height: int) -> None:
+        self._file, self._height = file, height
+        self._started, self._drawn_at = time.monotonic(), 0.0
+        self._shown: list[str] = []
+        self._frame: list[str] = []
+
+    def add(self, text: str) -> None:
+        """Record what is written to the terminal."""
+        lines = text.removeprefix(_HOME).split("\n")
+        if text.startswith(_HOME) and len(lines) <= self._height:
+            self._frame = lines
+            if time.monotonic() - self._drawn_at >= _FRAME_S:
+                self.flush()
+            return
+        self.flush()
+        self._shown = []
+        self._write(text.replace("\r\n", "\n").replace("\n", "\r\n"))  # as a terminal's line discipline does
+
+    def flush(self) -> None:
+        """Write the last frame, if it is not written yet."""
+        if not self._frame:
+            return
+        before = [*self._shown, *[None] * len(self._frame)]
+        changed = [
+            f"\x1b[{row};1H{line}"
+            for row, (line, old) in enumerate(zip(self._frame, before, strict=False), 1)
+            if line != old
+        ]
+        self._shown, self._frame, self._drawn_at = self._frame, [], time.monotonic()
+        if changed:
+            self._write("".join(changed))
+
+    def _write(self, text: str) -> None:
+        at_s = round(time.monotonic() - self._started, 4)
+        self._file.write(json.dumps([at_s, "o", text], ensure_ascii=False) + "\n")
+
+
 @contextmanager
 def recording(path: Path | None, terminal: Terminal) -> Iterator[None]:
     """Record what is written to stdout and stderr inside the block.
@@ -88,15 +143,13 @@ def recording(path: Path | None, terminal: Terminal) -> Iterator[None]:
     with file:
         size = terminal.console.size
         header = {"version": 2, "width": size.width, "height": size.height, "timestamp": int(time.time())}
-        file.write(json.dumps(header) + "\n")
-        started = time.monotonic()
-
-        def report(text: str) -> None:
-            shown = text.replace("\r\n", "\n").replace("\n", "\r\n")  # as a terminal's line discipline does
-            file.write(json.dumps([round(time.monotonic() - started, 4), "o", shown], ensure_ascii=False) + "\n")
-
-        with redirect_stdout(_Tee(sys.stdout, report)), redirect_stderr(_Tee(sys.stderr, report)):
-            yield
+        file.write(json.dumps(header | {"idle_time_limit": _PAUSE_S}) + "\n")
+        recorder = _Recorder(file, size.height)
+        with redirect_stdout(_Tee(sys.stdout, recorder.add)), redirect_stderr(_Tee(sys.stderr, recorder.add)):
+            try:
+                yield
+            finally:
+                recorder.flush()
 
 
 def save_picture(terminal: Terminal, shown: RenderableType) -> None:
@@ -144,6 +197,7 @@ def _shown(text: str, live: bool) -> str:
 
 
 def _read(path: Path) -> list[tuple[float, str]]:
+    """The events, with pauses as long as the recording allows."""
     try:
         lines = path.read_text(encoding="utf-8").removesuffix("\n").split("\n")
     except (OSError, UnicodeDecodeError) as error:
@@ -154,7 +208,11 @@ def _read(path: Path) -> list[tuple[float, str]]:
         header = None
     if not isinstance(header, dict) or header.get("version") != 2 or isinstance(header["version"], bool):
         raise DataError(f"--replay {path}: not a recording in asciinema's format, version 2")
-    return [_parse(path, number, line) for number, line in enumerate(lines[1:], 2)]
+    limit = header.get("idle_time_limit")
+    pause_s = float(limit) if isinstance(limit, int | float) and limit > 0 else _MAX_S
+    events = [_parse(path, number, line) for number, line in enumerate(lines[1:], 2)]
+    pauses = [min(max(now - before, 0.0), pause_s) for before, now in pairwise([0.0, *(at_s for at_s, _ in events)])]
+    return [(at_s, text) for at_s, (_, text) in zip(accumulate(pauses), events, strict=True)]
 
 
 def _parse(path: Path, number: int, line: str) -> tuple[float, str]:

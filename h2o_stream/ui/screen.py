@@ -69,7 +69,7 @@ class Screen:
         self._live.stop()
         save_picture(self._terminal, self)
         for line in self._transcript:
-            self._live.console.print(line.text, soft_wrap=True)
+            self._live.console.print(line.text)
 
     def start_turn(self, title: str, prompt: str) -> None:
         """Show that a turn begins."""

@@ -87,4 +87,4 @@ def verdict(sides: Sequence[Side], parted: str) -> str:
         for side in sides
         if side.report.beyond_context and side.context
     )
-    return f"{figures} (the same cores, a token each in turn); {parted or 'the replies never differ'}{past}"
+    return f"{figures} (in turn on the same cores); {parted or 'the replies never differ'}{past}"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import secrets
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
@@ -31,7 +32,7 @@ def compare_policies(
     terminal: Terminal,
     jsonl: JsonlWriter,
 ) -> Finish | None:
-    """Ask all policies every turn, alternating token by token.
+    """Ask all policies every turn. They take turns on the same cores, for the same time each.
 
     Args:
         settings: of all conversations, except for the policy.
@@ -63,8 +64,7 @@ def compare_policies(
         stack.enter_context(interrupts)
         if before is not None:
             panes.start_turn("before the context", before.title)
-            for side in sides:  # one after the other: reading is long, and each is timed alone
-                _run([side.read(before)], panes)
+            _run([side.read(before) for side in sides], panes)
         total = str(turns or ("∞" if loop else questions.turns))
         for number, (question, prompt) in enumerate(islice(questions.prompts(loop), turns), 1):
             panes.start_turn(f"turn {number}/{total} · {question.label}", text_of(prompt))
@@ -84,9 +84,15 @@ def compare_policies(
 
 
 def _run(replies: Sequence[Iterator[Any]], panes: Panes) -> None:
-    """Take events in turn until all have ended."""
-    while replies:
-        replies = [events for events in replies if next(events, None) is not None]
+    """Take events until all have ended, always of the one that has had the least time: a faster one is seen to be."""
+    taken_s = dict.fromkeys(replies, 0.0)
+    while taken_s:
+        reply = min(taken_s, key=taken_s.__getitem__)
+        started = time.perf_counter()
+        if next(reply, None) is None:
+            del taken_s[reply]
+        else:
+            taken_s[reply] += time.perf_counter() - started
         panes.draw()
 
 

@@ -93,7 +93,7 @@ class Terminal:
     def note(self, line: str, style: str = "") -> None:
         """Write a line to stderr, unless quiet."""
         if not self.quiet:
-            self.console.print(line, style=style, soft_wrap=True)
+            self.console.print(line, style=style, soft_wrap=not self.live)
 
     def detail(self, line: str) -> None:
         """Write a line to stderr if ``--verbose`` is given."""
@@ -102,7 +102,7 @@ class Terminal:
 
     def error(self, line: str) -> None:
         """Write a line to stderr, even if quiet."""
-        self.console.print(line, style="red", soft_wrap=True)
+        self.console.print(line, style="red", soft_wrap=not self.live)
 
 
 class PrefillStatus:

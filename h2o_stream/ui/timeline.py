@@ -37,11 +37,11 @@ def draw_timelines(timelines: Sequence[Timeline], width: int, rows: int, context
     mark = context * count // end if near and context else None
     parts = [timeline.columns(end, count) for timeline in timelines]
     speeds = [[entry.tok_s if entry else 0.0 for entry in part] for part in parts]
-    memory = [_filled([float(entry.cache_bytes) if entry else 0.0 for entry in part]) for part in parts]
+    memory = [_joined([entry.cache_bytes if entry else 0 for entry in part]) for part in parts]
     fastest, largest = (max((max(values) for values in side), default=0.0) for side in (speeds, memory))
     return [
         [
-            *_line(speed, rows, fastest, f"{fastest:.0f} tok/s", "green", mark),
+            *_line(speed, rows, fastest, f"{fastest:.0f} tok/s" if fastest else "- tok/s", "green", mark),
             *_line(held, rows, largest, format_bytes(int(largest)), "magenta", mark),
             *_axis(count, seen, context, mark),
         ]
@@ -80,8 +80,9 @@ def _axis(count: int, seen: int, context: int | None, mark: int | None) -> list[
     said = f"{seen:,} tokens seen"
     indent = " " * (_LABEL - 2) + "0└"
     if mark is None or context is None:
-        later = f" · context {context:,} later" if context else ""
-        return [Text.assemble((indent, "dim"), (f"{said}{later}".rjust(count, "─")[-count:], "dim"))]
+        later = f"{said} · context {context:,} later" if context else said
+        shown = later if len(later) <= count else said
+        return [Text.assemble((indent, "dim"), (shown.rjust(count, "─")[-count:], "dim"))]
     name = f"context {context:,}"
     start = max(min(mark - len(name), count - len(name) - 1), 0)
     axis = f"{said}".ljust(start, "─")[:start] if len(said) < start else "─" * start
@@ -91,11 +92,12 @@ def _axis(count: int, seen: int, context: int | None, mark: int | None) -> list[
     return [line]
 
 
-def _filled(values: list[float]) -> list[float]:
-    """Memory holds between two measurements: gaps take the value before them, up to the last one."""
-    last = max((number for number, value in enumerate(values) if value), default=-1)
-    held, filled = 0.0, []
-    for number, value in enumerate(values):
-        held = value or held
-        filled.append(held if number <= last else 0.0)
-    return filled
+def _joined(values: list[int]) -> list[float]:
+    """Straight lines between measurements, and the first one before them. Nothing follows the last."""
+    measured = [number for number, value in enumerate(values) if value]
+    joined = [0.0] * len(values)
+    for start, end in zip([-1, *measured], measured, strict=False):
+        low, high = values[start if start >= 0 else end], values[end]
+        for number in range(start + 1, end + 1):
+            joined[number] = high + (low - high) * (end - number) / (end - start)
+    return joined
