@@ -122,15 +122,6 @@ _POLICIES = {
     "sink": PolicyDefaults(0.0, 4, 1.0, "rolling", f"{_RULES}.recency:Recency"),
     "recent": PolicyDefaults(0.0, 0, 1.0, "rolling", f"{_RULES}.recency:Recency"),
     "full": PolicyDefaults(0.0, 0, 1.0, "absolute", f"{_RULES}.recency:Recency"),
-    "keydiff": PolicyDefaults(0.5, 4, 1.0, "gap", f"{_RULES}.keydiff:KeyDiff"),
-    "lagkv": PolicyDefaults(0.5, 4, 1.0, "gap", f"{_RULES}.lagkv:LagKV"),
-    "r-kv": PolicyDefaults(0.5, 4, 0.875, "gap", f"{_RULES}.r_kv:RKV"),
-    "value-redundancy": PolicyDefaults(0.5, 4, 0.99, "gap", f"{_RULES}.value_redundancy:ValueRedundancy"),
-    "triattention": PolicyDefaults(0.5, 4, 1.0, "gap", f"{_RULES}.triattention:TriAttention"),
-    "expected-attention": PolicyDefaults(0.5, 4, 1.0, "gap", f"{_RULES}.expected_attention:ExpectedAttention"),
-    "nexus": PolicyDefaults(0.5, 4, 0.99, "gap", f"{_RULES}.nexus:Nexus", draws=True),
-    "morphkv": PolicyDefaults(0.5, 4, 1.0, "gap", f"{_RULES}.morphkv:MorphKV"),
-    "snapkv": PolicyDefaults(0.5, 4, 1.0, "gap", f"{_RULES}.snapkv:SnapKV"),
     "compensation": PolicyDefaults(
         0.5, 4, 0.99, "gap", f"{_RULES}.compensation:Compensation", budgets="measured", long_term=2.0
     ),
