@@ -467,7 +467,6 @@ class ModelConfig:
         max_memory: with `device_map`, the maximum for weights on each device, as ``0=10GiB,cpu=24GiB`` or, in parts
             of all weights, ``0=20%,cpu=80%``; weights that fit nowhere are read from disk in every step.
         tensor_parallel: every process of ``torchrun`` holds a shard of each matrix, and evicts for its own heads.
-        zero: weights stay in host memory and are copied layer by layer, by DeepSpeed's ZeRO-Inference.
         offline: use only files on this machine, no network.
         quantize: format of the weight matrices on a CPU: ``none``, ``int8``, ``int4``, or ``auto``, which keeps the
             format of a quantized file and otherwise takes the widest that fits the free memory comfortably.
@@ -481,7 +480,6 @@ class ModelConfig:
     quantize: str = "auto"
     max_memory: str | None = None
     tensor_parallel: bool = False
-    zero: bool = False
 
     def __post_init__(self) -> None:
         if self.dtype not in DTYPES:
@@ -492,7 +490,6 @@ class ModelConfig:
             )
         ways = {
             "--tensor-parallel": self.tensor_parallel,
-            "--zero": self.zero,
             f"--device-map {self.device_map}": self.device_map,
             f"--quantize {self.quantize}": self.quantize not in ("auto", "none"),
         }

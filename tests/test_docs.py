@@ -21,7 +21,7 @@ FENCED = re.compile(r"^```(\w*)\n(.*?)^```", re.M | re.S)
 SEEDS = re.compile(r"^\| `(?:python|helm).*$", re.M)
 INLINE = re.compile(r"`(h2o-(?:chat|stream|compare)\s[^`]+)`")
 
-ELSEWHERE = ("torchrun", "accelerate", "h2o-lm-eval", "--zero", "cuda", "0=10GiB", "--install-completion", "..")
+ELSEWHERE = ("torchrun", "accelerate", "h2o-lm-eval", "cuda", "0=10GiB", "--install-completion", "..")
 """Commands that other tests run (several processes, the harness, DeepSpeed), need a GPU, or are not literal."""
 
 SMALL: dict[str, str] = {
