@@ -16,7 +16,6 @@ if TYPE_CHECKING:
     from h2o_stream.attachment.attach import attach
     from h2o_stream.cache.full_cache import FullCache
     from h2o_stream.cache.h2o_cache import H2OCache
-    from h2o_stream.deprecated import compiled
     from h2o_stream.engine.engine import Engine
     from h2o_stream.session.conversation import Conversation
 
@@ -35,12 +34,10 @@ __all__ = [
     "SamplingConfig",
     "UnsupportedModelError",
     "attach",
-    "compiled",
 ]
 
 _LAZY = {
     "attach": "h2o_stream.attachment.attach",
-    "compiled": "h2o_stream.deprecated",
     "H2OCache": "h2o_stream.cache.h2o_cache",
     "FullCache": "h2o_stream.cache.full_cache",
     "Engine": "h2o_stream.engine.engine",

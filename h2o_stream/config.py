@@ -122,15 +122,6 @@ _POLICIES = {
     "sink": PolicyDefaults(0.0, 4, 1.0, "rolling", f"{_RULES}.recency:Recency"),
     "recent": PolicyDefaults(0.0, 0, 1.0, "rolling", f"{_RULES}.recency:Recency"),
     "full": PolicyDefaults(0.0, 0, 1.0, "absolute", f"{_RULES}.recency:Recency"),
-    "keydiff": PolicyDefaults(0.5, 4, 1.0, "gap", f"{_RULES}.keydiff:KeyDiff"),
-    "lagkv": PolicyDefaults(0.5, 4, 1.0, "gap", f"{_RULES}.lagkv:LagKV"),
-    "r-kv": PolicyDefaults(0.5, 4, 0.875, "gap", f"{_RULES}.r_kv:RKV"),
-    "value-redundancy": PolicyDefaults(0.5, 4, 0.99, "gap", f"{_RULES}.value_redundancy:ValueRedundancy"),
-    "triattention": PolicyDefaults(0.5, 4, 1.0, "gap", f"{_RULES}.triattention:TriAttention"),
-    "expected-attention": PolicyDefaults(0.5, 4, 1.0, "gap", f"{_RULES}.expected_attention:ExpectedAttention"),
-    "nexus": PolicyDefaults(0.5, 4, 0.99, "gap", f"{_RULES}.nexus:Nexus", draws=True),
-    "morphkv": PolicyDefaults(0.5, 4, 1.0, "gap", f"{_RULES}.morphkv:MorphKV"),
-    "snapkv": PolicyDefaults(0.5, 4, 1.0, "gap", f"{_RULES}.snapkv:SnapKV"),
     "compensation": PolicyDefaults(
         0.5, 4, 0.99, "gap", f"{_RULES}.compensation:Compensation", budgets="measured", long_term=2.0
     ),
@@ -476,7 +467,6 @@ class ModelConfig:
         max_memory: with `device_map`, the maximum for weights on each device, as ``0=10GiB,cpu=24GiB`` or, in parts
             of all weights, ``0=20%,cpu=80%``; weights that fit nowhere are read from disk in every step.
         tensor_parallel: every process of ``torchrun`` holds a shard of each matrix, and evicts for its own heads.
-        zero: weights stay in host memory and are copied layer by layer, by DeepSpeed's ZeRO-Inference.
         offline: use only files on this machine, no network.
         quantize: format of the weight matrices on a CPU: ``none``, ``int8``, ``int4``, or ``auto``, which keeps the
             format of a quantized file and otherwise takes the widest that fits the free memory comfortably.
@@ -490,7 +480,6 @@ class ModelConfig:
     quantize: str = "auto"
     max_memory: str | None = None
     tensor_parallel: bool = False
-    zero: bool = False
 
     def __post_init__(self) -> None:
         if self.dtype not in DTYPES:
@@ -501,7 +490,6 @@ class ModelConfig:
             )
         ways = {
             "--tensor-parallel": self.tensor_parallel,
-            "--zero": self.zero,
             f"--device-map {self.device_map}": self.device_map,
             f"--quantize {self.quantize}": self.quantize not in ("auto", "none"),
         }

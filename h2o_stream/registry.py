@@ -1,4 +1,4 @@
-"""Names that other packages can add to: what this package registers, and what their entry points name."""
+"""Names that packages can add to: what the core registers, and what entry points name."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Registry(MutableMapping[str, T], Generic[T]):
 
     Args:
         group: of the entry points.
-        items: what this package registers; its names cannot be replaced by an entry point.
+        items: what the core registers; its names cannot be replaced by an entry point.
         convert: turns the object that an entry point names into an item; its exceptions are reported as the package's.
     """
 
@@ -36,7 +36,7 @@ class Registry(MutableMapping[str, T], Generic[T]):
         return list(self._items)
 
     def entry_points(self) -> dict[str, EntryPoint]:
-        """The entry points of other packages, by name."""
+        """The entry points of installed packages, by name; those of `plugins` are among them."""
         from importlib.metadata import entry_points
 
         return {entry.name: entry for entry in entry_points(group=self.group)}

@@ -29,8 +29,8 @@ PATH = re.compile(r"(?<![\w./~-])[\w*][\w*./-]*\.(?:py|cpp|h)\b(?!\()|(?<=`)[\w*
 PAIR = re.compile(r"`([A-Za-z_][\w.]*)`\s+(?:\(|in\s+)`([\w./]+\.(?:py|cpp|h))`")
 MODULES = re.compile(r"^\| modules? of `([\w/]+)/`.*\n\| ---.*\n((?:\|.*\n)+)", re.M)
 
-ELSEWHERE = ("torchrun", "accelerate", "h2o-lm-eval", "--zero", "cuda", "0=10GiB", "--install-completion", "..")
-"""Commands that other tests run (several processes, the harness, DeepSpeed), need a GPU, or are not literal."""
+ELSEWHERE = ("torchrun", "accelerate", "h2o-lm-eval", "cuda", "0=10GiB", "--install-completion", "..")
+"""Commands that other tests run (several processes, the harness), need a GPU, or are not literal."""
 
 SMALL: dict[str, str] = {
     "h2o-chat": "-n 2",

@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 from transformers import PreTrainedModel
 
-import h2o_stream
 from h2o_stream import CacheConfig, ConfigError, attach
 from h2o_stream.cli.options import ENGINE
 from h2o_stream.config import Settings
@@ -45,26 +44,9 @@ def test_verbose_shows_the_engine(tiny_folder: Path, option: str, steps: str) ->
     assert "steps:" not in invoke("h2o-chat", *base).stderr
 
 
-def test_the_old_option_is_hidden_and_works(tiny_folder: Path) -> None:
-    base = ["-m", tiny_folder, "-p", "Hello.", "-n", 4, "--temp", 0, "--device", "cpu"]
-    done = invoke("h2o-chat", *base, "--no-compile", "-v")
-    assert done.exit_code == 0, done.stderr
-    assert "steps: eager" in done.stderr
-    assert "compile" not in invoke("h2o-chat", "--help").stdout
-
-
 def test_the_cache_reports_the_engine(tiny: PreTrainedModel) -> None:
     with attach(tiny, CacheConfig(window=16), engine="eager") as cache:
         assert cache.engine_note == "eager: --engine eager"
-
-
-def test_compiled_warns_and_does_nothing(tiny: PreTrainedModel) -> None:
-    with (
-        attach(tiny, CacheConfig(window=16)) as cache,
-        pytest.warns(DeprecationWarning, match="attach"),
-        h2o_stream.compiled(tiny, cache),
-    ):
-        pass
 
 
 def test_counts_are_made_when_somebody_looks(talker: Any, tokenizer: Any, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -21,9 +21,8 @@ from h2o_stream.config import POLICIES, ModelConfig
 from h2o_stream.errors import DataError
 from h2o_stream.processes import Processes
 from h2o_stream.session.jsonl import JsonlWriter
-from h2o_stream.ui.comparison import _Bars, run_comparison
+from h2o_stream.ui.comparison import _Bars, _Total, run_comparison
 from h2o_stream.ui.terminal import Terminal
-from h2o_stream.ui.time_left import Overview, TimeLeft
 from tests.commands import invoke, records
 
 TINY: dict[str, dict[str, Any]] = {
@@ -177,22 +176,17 @@ def test_an_interruption_says_how_to_resume(tmp_path: Path, monkeypatch: pytest.
 
 
 def test_the_time_left_is_that_of_the_jobs_that_run(
-    tiny_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tiny_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Regression: jobs were made twice, and the estimate, which knows them by identity, stayed empty."""
-    seen = []
-    monkeypatch.setattr("h2o_stream.ui.time_left._MIN_ELAPSED_S", 0.0)
-    monkeypatch.setattr(
-        "h2o_stream.ui.comparison.Overview.__call__",
-        lambda self, job, event: (self._left(job, event), seen.append(self._left.text)),
-    )
+    monkeypatch.setattr("h2o_stream.ui.comparison._NOTE_EVERY_S", 0.0)
     text = tmp_path / "text.txt"
     text.write_text("word " * 100)
     options = NllOptions(
         text=(text,), tokens=60, policies=("sink", "recent"), windows=(16,), model=ModelConfig(str(tiny_folder))
     )
-    run_comparison(options.make(), None, Terminal(quiet=True), JsonlWriter(None), Processes(), lambda *item: None)
-    assert seen[-1].startswith("2 of 2 jobs, about 0 s left")
+    run_comparison(options.make(), None, Terminal(), JsonlWriter(None), Processes(), lambda *item: None)
+    assert "nll: 2 of 2 jobs, about 0 s left\n" in capsys.readouterr().err
 
 
 def test_the_bar_of_the_job_that_runs_is_on_the_screen() -> None:
@@ -212,53 +206,43 @@ def test_the_bar_of_the_job_that_runs_is_on_the_screen() -> None:
 
 
 class TestTimeLeft:
+    @pytest.fixture(autouse=True)
+    def _notes_at_once(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr("h2o_stream.ui.comparison._NOTE_EVERY_S", 0.0)
+
     @staticmethod
-    def of(totals: list[int], stored: int = 0, workers: int = 1) -> tuple[list[Job], list[float], TimeLeft]:
+    def notes(
+        capsys: pytest.CaptureFixture[str],
+        totals: list[int],
+        *done: tuple[float, int, int],
+        stored: int = 0,
+        workers: int = 1,
+    ) -> list[str]:
+        """The notes after each progress: (second, job, done)."""
         jobs = [Job(str(number), {"number": number}, total, list) for number, total in enumerate(totals)]
-        seconds = [0.0]
-        return jobs, seconds, TimeLeft(jobs[stored:], len(jobs), workers, lambda: seconds[0])
+        clock = [0.0]
+        with Progress(disable=True, get_time=lambda: clock[0], speed_estimate_period=600.0) as progress:
+            show = _Total("nll", jobs[stored:], len(jobs), workers, progress, Terminal())
+            for second, job, amount in done:
+                clock[0] = second
+                show(jobs[job], JobProgress(amount))
+        return capsys.readouterr().err.splitlines()
 
-    def test_it_is_in_proportion_to_the_work(self) -> None:
-        jobs, clock, left = self.of([100, 300])
-        assert (left.seconds, left.text) == (None, "0 of 2 jobs")
-        clock[0] = 20.0
-        left(jobs[0], JobProgress(50))
-        assert left.seconds == pytest.approx(20 * 350 / 50)
-        left(jobs[0], JobProgress(100))
-        clock[0] = 40.0
-        assert left.seconds == pytest.approx(120)
-        assert left.text == "1 of 2 jobs, about 2 min left"
+    def test_it_is_in_proportion_to_the_work(self, capsys: pytest.CaptureFixture[str]) -> None:
+        notes = self.notes(capsys, [100, 300], (0, 0, 0), (10, 0, 25), (20, 0, 50), (40, 0, 100))
+        assert notes[0] == "nll: 0 of 2 jobs"
+        assert notes[2] == "nll: 0 of 2 jobs, about 2 min left"
+        assert notes[3] == "nll: 1 of 2 jobs, about 2 min left"
 
-    def test_stored_results_do_not_count_as_fast(self) -> None:
-        jobs, clock, left = self.of([100, 100], stored=1)
-        left(jobs[0], JobProgress(100))
-        clock[0] = 10.0
-        left(jobs[1], JobProgress(10))
-        assert left.seconds == pytest.approx(90)
-        assert left.text.startswith("1 of 2")
+    def test_stored_results_do_not_count_as_fast(self, capsys: pytest.CaptureFixture[str]) -> None:
+        notes = self.notes(capsys, [100, 100], (0, 0, 100), (0, 1, 1), (10, 1, 11), stored=1)
+        assert notes[0] == "nll: 1 of 2 jobs"
+        assert notes[-1] == "nll: 1 of 2 jobs, about 89 s left"
 
-    def test_several_processes_share_it(self) -> None:
-        jobs, clock, left = self.of([100, 100], workers=2)
-        clock[0] = 10.0
-        left(jobs[0], JobProgress(50))
-        assert left.seconds == pytest.approx(10)
+    def test_several_processes_share_it(self, capsys: pytest.CaptureFixture[str]) -> None:
+        notes = self.notes(capsys, [100, 100], (0, 0, 1), (10, 0, 51), workers=2)
+        assert notes[-1] == "nll: 0 of 2 jobs, about 10 s left"
 
-    def test_hours(self) -> None:
-        jobs, clock, left = self.of([100])
-        clock[0] = 3600.0
-        left(jobs[0], JobProgress(20))
-        assert left.text == "0 of 1 jobs, about 4.0 h left"
-
-    def test_without_a_live_terminal_there_are_notes(
-        self, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        jobs, clock, left = self.of([100])
-        with Progress(disable=True) as progress:
-            overview = Overview("nll", left, progress, Terminal())
-            clock[0] = 30.0
-            overview(jobs[0], JobProgress(10))
-            assert capsys.readouterr().err == ""
-            monkeypatch.setattr("h2o_stream.ui.time_left._NOTE_EVERY_S", 0.0)
-            overview(jobs[0], JobProgress(20))
-            assert capsys.readouterr().err == "nll: 0 of 1 jobs, about 2 min left\n"
-            assert progress.tasks[0].description == "nll: 0 of 1 jobs, about 2 min left"
+    def test_hours(self, capsys: pytest.CaptureFixture[str]) -> None:
+        notes = self.notes(capsys, [10_000], (0, 0, 1), (100, 0, 2))
+        assert notes[-1].endswith(" h left")

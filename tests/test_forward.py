@@ -11,7 +11,7 @@ from torch import Tensor
 from transformers import LlamaForCausalLM
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
-from h2o_stream import CacheConfig, ConfigError, attach, compiled
+from h2o_stream import CacheConfig, ConfigError, attach
 from tests.conftest import make_llama
 
 
@@ -134,12 +134,3 @@ class TestTheModel:
             assert cache.seen_tokens == 5
         assert model.forward is theirs
         assert len(calls) == 1
-
-
-def test_the_compiled_engine_warns_that_it_does_nothing(tiny: LlamaForCausalLM) -> None:
-    with attach(tiny) as cache:
-        before, way = dict(vars(tiny)), compiled(tiny, cache)
-        with pytest.warns(DeprecationWarning, match="no longer does anything"):
-            way.__enter__().wait()
-        assert dict(vars(tiny)) == before
-        way.__exit__(None, None, None)

@@ -10,7 +10,7 @@ from pathlib import Path
 import h2o_stream
 
 ROOT = Path(h2o_stream.__file__).parent
-LAYERS = ("cache", "native", "attachment", "models", "engine", "recall", "session", "compare", "ui", "cli")
+LAYERS = ("cache", "native", "attachment", "models", "engine", "recall", "session", "compare", "ui", "plugins", "cli")
 """A layer imports only layers before it, except for a `__main__`, which is a command."""
 
 MODULES = {
@@ -50,6 +50,16 @@ def test_no_circle() -> None:
     """Imports inside functions and for type checkers count too, except in `cache`."""
     assert circle(everything=False) == []
     assert circle(everything=True, skipped="h2o_stream.cache") == []
+
+
+def test_only_entry_points_name_plugins() -> None:
+    """They come in as those of other packages do."""
+    named = [
+        name
+        for name, path in MODULES.items()
+        if not name.startswith("h2o_stream.plugins") and "h2o_stream.plugins" in path.read_text(encoding="utf-8")
+    ]
+    assert named == []
 
 
 def test_layers() -> None:

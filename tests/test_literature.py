@@ -13,7 +13,7 @@ from transformers import LlamaForCausalLM
 from h2o_stream import CacheConfig, attach, config
 from h2o_stream.cache.policies import Candidates, make_policy
 from h2o_stream.cache.policies.accumulated import Accumulated
-from h2o_stream.cache.policies.query_moments import QueryMoments
+from h2o_stream.plugins.literature.query_moments import QueryMoments
 from tests.tolerance import assert_close
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import shutil
-import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -27,7 +26,7 @@ from h2o_stream.errors import ConfigError, H2OStreamError
 from h2o_stream.models.load import load
 from h2o_stream.models.placement import device_map_kwargs
 from tests.conftest import make_llama
-from tests.test_cli import BIN, invoke
+from tests.test_cli import invoke
 
 IDS = torch.tensor([[1, 7, 9, 4, 11, 30, 6, 5, 17, 8, 3, 21] * 4])
 
@@ -138,25 +137,6 @@ def test_percentages_of_the_weights(tokenizer: PreTrainedTokenizerBase, tmp_path
     half, less = placed("cpu=60%"), placed("cpu=35%")
     assert {"cpu", "disk"} <= set(half) | set(less)
     assert half.count("disk") < less.count("disk")
-
-
-def test_zero_inference_gives_the_same_output_as_weights_in_memory(tiny_folder: Path) -> None:
-    pytest.importorskip("deepspeed")
-    base = ["h2o-chat", "-m", str(tiny_folder), "-p", "hello", "-n", "8", "--temp", "0", "--dtype", "float32", "-q"]
-    inside, outside = (
-        subprocess.run([BIN / base[0], *base[1:], *more], capture_output=True, text=True, check=True, timeout=300)
-        for more in ([], ["--zero"])
-    )
-    assert outside.stdout.splitlines()[-1] == inside.stdout.splitlines()[-1]
-
-
-def test_zero_inference_without_deepspeed_is_one_line(tiny_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "deepspeed", None)
-    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT", "DS_ACCELERATOR"):
-        monkeypatch.setenv(name, os.environ.get(name, "0" if "RANK" in name else "1"))
-    done = invoke("h2o-chat", "-m", tiny_folder, "-p", "hello", "--zero", "-q")
-    assert done.exit_code == 1
-    assert "h2o-stream[zero]" in done.stderr
 
 
 class TestOptions:

@@ -4,18 +4,15 @@ from __future__ import annotations
 
 import re
 import sys
-import warnings
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 from transformers import LlamaForCausalLM
 
 from h2o_stream import CacheConfig, ConfigError, attach, config
-from h2o_stream.cache.policies import Attention, Budget, Candidates, Held, make_policy, merged, select
-from h2o_stream.cache.policies.accumulated import Accumulated
+from h2o_stream.cache.policies import Attention, Budget, Candidates, make_policy, merged, select
 from tests.literature import PRIORITIES
 from tests.tolerance import assert_close
 
@@ -215,44 +212,3 @@ def test_the_example_of_the_docs(tmp_path: Path, tiny: LlamaForCausalLM, monkeyp
     exec(compile(blocks[1][1], "use.py", "exec"), names)
     assert names["kept"].shape[-1] == 32
     sys.modules.pop("peak", None)
-
-
-class TestNamesOfVersion01:
-    def test_overridden_methods_still_count(self) -> None:
-        with pytest.warns(DeprecationWarning, match="Mine.observe is now called update_scores"):
-
-            class Mine(Accumulated):
-                observes = True
-
-                def observe(self, scores: Tensor, attention: Attention) -> Tensor:
-                    return super().observe(scores, attention) + 1
-
-                def remember(self, lasting: Tensor, held: Held, attention: Attention) -> Tensor:
-                    return lasting + 1
-
-        probs = torch.full((1, 1, 1, 1, 2), 0.5)
-        scores, attention = torch.zeros(1, 1, 2), Attention(probs, torch.zeros(1), 1)
-        mine = Mine(CacheConfig("h2o-paper", 4).plan())
-        assert mine.update_scores(scores, attention).tolist() == [[[1.5, 1.5]]]
-        assert mine.needs_attention
-        held = Held(scores, torch.arange(2).view(1, 1, 2), scores, torch.tensor([[[2]]]), scores)
-        assert mine.update_long_term(scores, held, attention).equal(held.lasting + 1)
-
-    def test_the_new_names_do_not_warn(self) -> None:
-        with warnings.catch_warnings():
-            warnings.simplefilter("error")
-
-            class Mine(Accumulated):
-                def update_scores(self, scores: Tensor, attention: Attention) -> Tensor:
-                    return scores
-
-        assert Mine.observe is Mine.update_scores
-
-
-def test_tova_leaves_empty_slots_empty(tiny: LlamaForCausalLM) -> None:
-    """Steps done eagerly gave them a score of 0, and the saved state was refused."""
-    with attach(tiny, CacheConfig("tova", window=16), engine="eager") as cache:
-        for part in torch.arange(3, 9).view(1, 6).split([3, 1, 1, 1], 1):
-            tiny(part, past_key_values=cache)
-        cache.load_state_dict(cache.state_dict())
-        assert cache.seen_tokens == 6

@@ -51,13 +51,6 @@ def packed(home: Path, key: str, model: str, source: str = "there") -> Path:
     return folder
 
 
-def old_copy(home: Path, key: str) -> Path:
-    folder = home / "cache" / "h2o-stream" / "models" / key
-    folder.mkdir(parents=True)
-    (folder / "model.safetensors").write_bytes(bytes(500))
-    return folder
-
-
 class TestOllama:
     @pytest.mark.parametrize("named", [True, False])
     def test_it_is_listed_and_found(self, home: Path, monkeypatch: pytest.MonkeyPatch, named: bool) -> None:
@@ -191,14 +184,12 @@ class TestKept:
         packed(home, "m-1", "org/m")
         packed(home, ".m-2.partial", "org/m")
         (packed(home, "broken", "x") / "packed.json").write_text("{")
-        old_copy(home, "some-model-1f-2e")
         listed = [(folder.names[0], folder.content) for folder in cached_folders()]
         assert listed == [
             ("broken", "packed, damaged"),
             ("org/m", "packed, int4"),
-            ("some-model-1f-2e", "copy made by version 0.1"),
         ]
-        assert cached_bytes() > 3 * 1000 + 500
+        assert cached_bytes() > 2 * 1000
 
     def test_forgetting_removes_every_folder_of_the_name_and_no_other(self, home: Path) -> None:
         gone = [packed(home, "m-1", "org/m"), packed(home, "m-2", "org/m")]
@@ -214,16 +205,10 @@ class TestKept:
         with pytest.raises(ModelNotFoundError, match="nothing is cached for 'org/m'; --forget takes one of org/m2"):
             forget("org/m")
 
-    def test_files_and_old_copies_go_by_several_names(self, home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_files_go_by_several_names(self, home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.chdir(home)
         for name in ("./f.gguf", "f.gguf", str(home / "f.gguf"), "f-1"):
             packed(home, "f-1", "./f.gguf", str(home / "f.gguf"))
-            assert len(forget(name)) == 1
-        for name in ("smollm2-135m", "smollm2-135m-AbC123"):
-            old_copy(home, "smollm2-135m-AbC123")
-            assert len(forget(name)) == 1
-        for name in ("m", "m.gguf", "m-1f-2e"):
-            old_copy(home, "m-1f-2e")
             assert len(forget(name)) == 1
 
     def test_what_is_being_written_stays(self, home: Path) -> None:

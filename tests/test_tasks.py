@@ -16,9 +16,9 @@ from lm_eval.tasks import TaskManager
 from transformers import PreTrainedTokenizerBase
 
 from h2o_stream.attachment.attach import attach
-from h2o_stream.cli import lm_eval
-from h2o_stream.compare.harness import H2OLM
 from h2o_stream.config import CacheConfig
+from h2o_stream.plugins.harness import command as lm_eval_command
+from h2o_stream.plugins.harness.model import H2OLM
 from tests.commands import invoke, records
 from tests.preloaded import run
 from tests.tolerance import LIKELIHOOD
@@ -33,7 +33,7 @@ from torch.utils import collect_env
 tasks.TaskManager = partial(tasks.TaskManager, include_defaults=False)
 collect_env.get_pip_packages = lambda *_: ("pip", "")
 sys.argv = sys.argv[1:]
-from h2o_stream.cli.lm_eval import main
+from h2o_stream.plugins.harness.command import main
 main()
 """
 
@@ -179,7 +179,7 @@ def test_the_command_without_the_harness(monkeypatch: pytest.MonkeyPatch, capsys
     """Regression: it ended in a traceback."""
     monkeypatch.setitem(sys.modules, "lm_eval", None)
     with pytest.raises(SystemExit) as left:
-        lm_eval.main()
+        lm_eval_command.main()
     assert left.value.code == 1
     error = capsys.readouterr().err
     assert "pip install 'h2o-stream[eval]'" in error

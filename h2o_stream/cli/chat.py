@@ -180,8 +180,8 @@ def chat(chat: ChatOptions, settings: Settings, output: OutputOptions, sources: 
 
 
 def _can_start_early(model: ModelConfig, chat: ChatConfig, output: OutputOptions, terminal: Terminal) -> bool:
-    """Whether the user can type while the model loads; DeepSpeed needs the main thread."""
-    return terminal.interactive and terminal.live and chat.prompt is None and output.jsonl != "-" and not model.zero
+    """Whether the user can type while the model loads."""
+    return terminal.interactive and terminal.live and chat.prompt is None and output.jsonl != "-"
 
 
 def _export(session: str, path: Path, thinking: bool) -> None:

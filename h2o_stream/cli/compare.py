@@ -43,8 +43,7 @@ class _PluginCommand(TyperCommand):
     """The subcommand of another package, which is imported when its arguments are parsed."""
 
     def __init__(self, entry: EntryPoint) -> None:
-        summary = entry.dist.metadata["Summary"] if entry.dist else None
-        super().__init__(entry.name, help=summary or entry.value)
+        super().__init__(entry.name, help=_summary(entry))
 
     def make_context(self, info_name: str | None, args: list[str], parent: Any = None, **extra: Any) -> Any:
         with run.reporting(_NAME, debug=False):
@@ -52,6 +51,14 @@ class _PluginCommand(TyperCommand):
         plugin = run.app(add_completion=False)
         _add_comparison(plugin, str(self.name), options)
         return typer.main.get_command(plugin).make_context(info_name, args, parent, **extra)
+
+
+def _summary(entry: EntryPoint) -> str:
+    """What ``--help`` says of it: the summary of its package, or for our own its first sentence."""
+    if entry.module.startswith("h2o_stream."):
+        return inspect.getdoc(entry.load()) or ""
+    summary = entry.dist.metadata["Summary"] if entry.dist else None
+    return summary or entry.value
 
 
 app = run.app(cls=_Subcommands)

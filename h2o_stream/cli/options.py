@@ -70,7 +70,6 @@ MODEL = Group(
         "With --device-map: maximum on each device, as 0=10GiB,cpu=24GiB or 0=20%,cpu=80%; the rest on disk."
     ),
     tensor_parallel=Option("Split every layer among the processes of torchrun."),
-    zero=Option("Weights in host memory, by DeepSpeed's ZeRO-Inference (extra zero)."),
     quantize=Option(
         "Weights of matrices: none, int8, int4; auto: as the file has them, or as wide as fits into memory.",
         autocompletion=completing(QUANTIZATIONS),
@@ -79,16 +78,14 @@ MODEL = Group(
 )
 
 
-def _engine(engine: EngineChoice = Settings.engine, compile: bool | None = None) -> EngineChoice:
-    """The engine; ``--no-compile``, its old name, is ``--engine eager``."""
-    return "eager" if compile is False else engine
+def _engine(engine: EngineChoice = Settings.engine) -> EngineChoice:
+    return engine
 
 
 ENGINE = Group(
     _engine,
     "Model",
     engine=Option("auto: the native step where it serves the model; eager: never.", envvar="H2O_ENGINE"),
-    compile=Option("Before version 2.", "--compile/--no-compile", envvar="H2O_COMPILE", hidden=True),
 )
 
 

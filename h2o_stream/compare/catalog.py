@@ -19,7 +19,6 @@ from h2o_stream.compare.options import (
     configs_of,
     sized_configs_of,
 )
-from h2o_stream.compare.tasks_options import TasksOptions
 from h2o_stream.config import DEFAULT_POLICY, DEFAULT_WINDOW, CacheConfig, EngineChoice, ModelConfig
 from h2o_stream.errors import ConfigError
 from h2o_stream.options import Option, listed, listed_if_any, numbers, numbers_if_any, parse_bytes, paths
@@ -308,7 +307,6 @@ COMPARISONS: Registry[type[ComparisonOptions]] = Registry(
         "summarize": SummarizeOptions,
         "speed": SpeedOptions,
         "throughput": ThroughputOptions,
-        "tasks": TasksOptions,
         "heavy-hitters": HeavyHittersOptions,
         "soak": SoakOptions,
     },

@@ -40,7 +40,6 @@ from h2o_stream.models.precision import Precision, WeightSizes, choose_precision
 from h2o_stream.models.quantize import PackedConfig, set_dtype
 from h2o_stream.models.templates import FALLBACK_STOPS, FALLBACK_TEMPLATE
 from h2o_stream.models.user_cache import folder_lock
-from h2o_stream.models.zero import ZeroInference
 from h2o_stream.native import library
 from h2o_stream.progress import Progress, ProgressCallback, ignore
 from h2o_stream.startup import gc_paused
@@ -148,7 +147,7 @@ class _Loader:
 
     def _model(self) -> Any:
         config = self._config
-        if config.zero or config.device_map or config.tensor_parallel or self._device.type != "cpu":
+        if config.device_map or config.tensor_parallel or self._device.type != "cpu":
             return self._load_to_devices()
         skeleton = self._skeleton()
         if self._file is not None and self._file.quantized and config.quantize == "auto":
@@ -184,9 +183,8 @@ class _Loader:
             device_kwargs = tensor_parallel_kwargs(self._hf_config)
         else:
             device_kwargs = device_map_kwargs(config, dtype.itemsize * skeleton.num_parameters())
-        zero = ZeroInference(dtype) if config.zero else None
         model = self._load_dense(dtype, skeleton, **device_kwargs)
-        return zero.wrap(model) if zero else model if device_kwargs else model.to(self._device)
+        return model if device_kwargs else model.to(self._device)
 
     def _skeleton(self) -> Any:
         with torch.device("meta"), no_init_weights():

@@ -2,15 +2,12 @@
 
 ``packed/KEY`` contains packed weights; its ``packed.json`` describes the model: {"model": the name as typed,
 "quantize": "int4", "source": file, folder or repository}. Writing and removing such a folder requires `folder_lock`.
-``models/KEY`` contains copies of GGUF files made by version 0.1; ``gguf`` contains small files that are recreated on
-demand.
+``gguf`` contains small files that are recreated on demand.
 """
 
 from __future__ import annotations
 
-import re
 import shutil
-from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,9 +22,6 @@ from h2o_stream.resources import cache_folder, wheel_file
 
 METADATA_FILE = "packed.json"
 """Describes the model of a packed folder."""
-
-_V01_NAME = re.compile(rf"({re.escape(DEFAULT_MODEL)})-[0-9A-Za-z]+|(.+)-[0-9a-f]+-[0-9a-f]+")
-"""Folder names of version 0.1: embedded model and digest, or file stem, size and time."""
 
 
 @dataclass(frozen=True)
@@ -54,13 +48,13 @@ def embedded_models() -> list[StoredModel]:
 
 
 def cached_folders() -> list[CachedFolder]:
-    """Packed weights and old copies."""
-    return [*_packed_folders(), *_old_copies()]
+    """Packed weights."""
+    return [_described(path) for path in _packed_folders()]
 
 
 def cached_bytes() -> int:
     """Total size of the cache."""
-    return sum(_bytes_of(cache_folder() / name) for name in ("packed", "models", "gguf"))
+    return sum(_bytes_of(cache_folder() / name) for name in ("packed", "gguf"))
 
 
 def folder_lock(folder: Path) -> FileLock:
@@ -96,7 +90,7 @@ def forget(name: str) -> list[CachedFolder]:
 def remove_replaced(folder: Path) -> None:
     """Remove packed weights that a folder replaces: those of the same name, source and format, whose files changed."""
     metadata = read_json(folder / METADATA_FILE)
-    for path in _folders("packed"):
+    for path in _packed_folders():
         if path != folder and read_json(path / METADATA_FILE) == metadata:
             with suppress(H2OStreamError):
                 _remove(path)
@@ -123,25 +117,17 @@ def _remove(folder: Path) -> None:
         lock.release()
 
 
-def _packed_folders() -> Iterator[CachedFolder]:
-    for path in _folders("packed"):
-        content = read_json(path / METADATA_FILE)
-        metadata = content if isinstance(content, dict) else {}
-        model, source, kind = (str(metadata.get(name, "")) for name in ("model", "source", "quantize"))
-        names = dict.fromkeys(name for name in (model, source, path.name) if name)
-        yield CachedFolder(path, tuple(names), _bytes_of(path), f"packed, {kind}" if kind else "packed, damaged")
+def _described(path: Path) -> CachedFolder:
+    content = read_json(path / METADATA_FILE)
+    metadata = content if isinstance(content, dict) else {}
+    model, source, kind = (str(metadata.get(name, "")) for name in ("model", "source", "quantize"))
+    names = dict.fromkeys(name for name in (model, source, path.name) if name)
+    return CachedFolder(path, tuple(names), _bytes_of(path), f"packed, {kind}" if kind else "packed, damaged")
 
 
-def _old_copies() -> Iterator[CachedFolder]:
-    for path in _folders("models"):
-        match = _V01_NAME.fullmatch(path.name)
-        stem = (match[1] or match[2]) if match else path.name
-        yield CachedFolder(path, (path.name, stem, f"{stem}.gguf"), _bytes_of(path), "copy made by version 0.1")
-
-
-def _folders(name: str) -> list[Path]:
+def _packed_folders() -> list[Path]:
     with suppress(OSError):
-        return sorted(p for p in (cache_folder() / name).iterdir() if p.is_dir() and not p.name.startswith("."))
+        return sorted(p for p in (cache_folder() / "packed").iterdir() if p.is_dir() and not p.name.startswith("."))
     return []
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import time
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from contextlib import closing
@@ -30,11 +31,17 @@ from h2o_stream.processes import Processes
 from h2o_stream.resources import replace_surrogates
 from h2o_stream.session.jsonl import JsonlWriter
 from h2o_stream.session.run_record import run_record
+from h2o_stream.ui.format import format_duration
 from h2o_stream.ui.pages import Page, page_of
 from h2o_stream.ui.plots import draw, require_matplotlib
 from h2o_stream.ui.tables import data_table, markdown_page
 from h2o_stream.ui.terminal import Terminal
-from h2o_stream.ui.time_left import Overview, TimeLeft
+
+_NOTE_EVERY_S = 60.0
+"""Seconds between two notes where no bar can be drawn."""
+
+_ESTIMATED_OVER_S = 600.0
+"""The time left is estimated from the speed of so many seconds, because jobs differ in theirs."""
 
 
 def run_comparison(
@@ -123,6 +130,7 @@ def progress_bars(terminal: Terminal) -> Progress:
         MofNCompleteColumn(),
         TimeRemainingColumn(),
         console=terminal.console,
+        speed_estimate_period=_ESTIMATED_OVER_S,
         disable=terminal.quiet or not terminal.live,
     )
 
@@ -137,14 +145,48 @@ def _display(
 ) -> OnProgress:
     """A row with the time left of all jobs, above a bar for each label."""
     workers = 1 if comparison.exclusive or processes.shares_model else processes.count
-    left = TimeLeft([job for job in jobs if not folder.has(job.key)], len(jobs), workers)
-    overview, bars = Overview(comparison.name, left, progress, terminal), _Bars(jobs, progress)
+    pending = [job for job in jobs if not folder.has(job.key)]
+    total, bars = _Total(comparison.name, pending, len(jobs), workers, progress, terminal), _Bars(jobs, progress)
 
     def show(job: Job, event: JobProgress) -> None:
-        overview(job, event)
+        total(job, event)
         bars(job, event)
 
     return show
+
+
+class _Total:
+    """A bar for all jobs of this process, with the time left; where no bar can be drawn, a note every minute.
+
+    Args:
+        name: of the comparison.
+        pending: the jobs without a stored result; only their work counts.
+        count: all jobs.
+        workers: processes that share them.
+        progress: gets the bar.
+        terminal: gets the notes.
+    """
+
+    def __init__(
+        self, name: str, pending: Sequence[Job], count: int, workers: int, progress: Progress, terminal: Terminal
+    ) -> None:
+        self._name, self._count, self._progress, self._terminal = name, count, progress, terminal
+        self._done = {id(job): 0 for job in pending}
+        self._finished: set[int] = set()
+        self._task = progress.add_task(name, total=sum(job.total for job in pending) / workers)
+        self._noted_at = time.monotonic()
+
+    def __call__(self, job: Job, event: JobProgress) -> None:
+        if id(job) in self._done:
+            self._done[id(job)] = event.done
+        if event.done >= job.total:
+            self._finished.add(id(job))
+        line = f"{self._name}: {len(self._finished)} of {self._count} jobs"
+        self._progress.update(self._task, completed=sum(self._done.values()), description=line)
+        if self._progress.disable and time.monotonic() - self._noted_at >= _NOTE_EVERY_S:
+            left = next(task.time_remaining for task in self._progress.tasks if task.id == self._task)
+            self._terminal.note(line + ("" if left is None else f", about {format_duration(left)} left"), style="dim")
+            self._noted_at = time.monotonic()
 
 
 class _Bars:

@@ -15,15 +15,11 @@ from h2o_stream.cache.policies.base import (
     select,
 )
 
-Held = Candidates
-"""The name of `Candidates` in version 0.1."""
-
 __all__ = [
     "Attention",
     "Budget",
     "Candidates",
     "Folded",
-    "Held",
     "NewQueries",
     "Policy",
     "make_policy",

@@ -6,11 +6,9 @@ needs of each head (`cache.head_group`).
 
 from __future__ import annotations
 
-import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -91,11 +89,6 @@ class Candidates:
     rotations: RopeLookup | None = None
     head_state: Mapping[str, Tensor] = field(default_factory=dict)
 
-    @property
-    def lasting(self) -> Tensor | None:
-        """The name of `long_term_scores` before version 0.2."""
-        return self.long_term_scores
-
 
 @dataclass(frozen=True)
 class Budget:
@@ -130,10 +123,6 @@ def _in_any(ranges: Sequence[range], index: Tensor) -> Tensor:
     return found
 
 
-_RENAMED = {"observe": "update_scores", "remember": "update_long_term", "observes": "needs_attention"}
-"""Names of `Policy` in version 0.1, and what they are called now."""
-
-
 class Policy(ABC):
     """One way to choose which tokens stay.
 
@@ -153,16 +142,6 @@ class Policy(ABC):
 
     folds: bool = False
     """Whether evicted tokens are folded into the state of their head; see `fold` and `folded`."""
-
-    def __init_subclass__(cls, **kwargs: Any) -> None:
-        """Let policies written for version 0.1 keep the old names of methods, in both directions."""
-        super().__init_subclass__(**kwargs)
-        for old, new in _RENAMED.items():
-            if old in vars(cls):
-                warnings.warn(f"{cls.__name__}.{old} is now called {new}", DeprecationWarning, stacklevel=3)
-                setattr(cls, new, vars(cls)[old])
-            elif new in vars(cls):
-                setattr(cls, old, vars(cls)[new])
 
     def __init__(self, plan: CachePlan, layer: int = 0) -> None:
         self.plan = plan

@@ -16,8 +16,8 @@ from h2o_stream.compare.comparison import Comparison, Job, JobProgress, Notify, 
 from h2o_stream.compare.folder import JobResult
 from h2o_stream.compare.ruler.answers import ask_at_once, ask_in_turns, ask_without_context
 from h2o_stream.compare.ruler.items import Haystack, Item, make_item
+from h2o_stream.compare.ruler.options import Form, RulerOptions
 from h2o_stream.compare.ruler.rates import rates
-from h2o_stream.compare.tasks_options import Form, TasksOptions
 from h2o_stream.config import CacheConfig
 from h2o_stream.engine.engine import Engine
 from h2o_stream.errors import ConfigError
@@ -25,6 +25,8 @@ from h2o_stream.resources import python_manual, read_text
 
 QUESTIONS: dict[Form, int] = {"one-turn": 1, "multi-turn": 4}
 """Questions about a context."""
+
+_SUITE = "ruler"
 
 _ASK = {"one-turn": ask_at_once, "multi-turn": ask_in_turns}
 
@@ -47,14 +49,14 @@ class _Cell:
         return {name: value for name, value in asdict(self).items() if value is not None}
 
 
-class Ruler(Comparison[TasksOptions]):
+class Ruler(Comparison[RulerOptions]):
     """Every policy on the same contexts, and a cache that never saw them."""
 
     name = "tasks"
 
     _haystack: Haystack
 
-    def __init__(self, options: TasksOptions) -> None:
+    def __init__(self, options: RulerOptions) -> None:
         super().__init__(options)
         self._items: dict[_Cell, list[Item]] = {}
         self._replies: dict[str, list[Mapping[str, Any]]] = {}
@@ -75,7 +77,7 @@ class Ruler(Comparison[TasksOptions]):
             self._make_item(cell, 0)  # so that a wrong length is reported before the first job
         return {
             **settings,
-            "suite": self.options.suite,
+            "suite": _SUITE,
             "dtype": str(self.model.dtype).removeprefix("torch."),
             "tasks": list(self.options.chosen_tasks),
             **self._settings,
@@ -136,7 +138,7 @@ class Ruler(Comparison[TasksOptions]):
         ]
 
     def _job(self, cell: _Cell, config: CacheConfig, context: bool) -> Job:
-        key = self.key(config, suite=self.options.suite, cell=cell.fields, context=context, **self._settings)
+        key = self.key(config, suite=_SUITE, cell=cell.fields, context=context, **self._settings)
         label = label_of(config) if context else "no context"
         return Job(f"{cell} {label}", key, self.options.items, partial(self._measure, cell, config, context))
 
@@ -162,7 +164,7 @@ class Ruler(Comparison[TasksOptions]):
                 self._replies[f"{cell} {label_of(config)}".replace(" ", "-")] = answers
                 yield {
                     "type": self.name,
-                    "suite": self.options.suite,
+                    "suite": _SUITE,
                     **cell.fields,
                     "policy": config.policy,
                     "window": window_of(config),

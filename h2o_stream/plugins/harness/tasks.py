@@ -12,9 +12,10 @@ from typing import Any
 
 from h2o_stream.compare.comparison import Comparison, Job, Notify, window_of
 from h2o_stream.compare.folder import JobResult
-from h2o_stream.compare.tasks_options import TasksOptions
 from h2o_stream.config import CacheConfig
-from h2o_stream.errors import ConfigError, H2OStreamError
+from h2o_stream.errors import ConfigError
+from h2o_stream.plugins.harness.command import require_harness
+from h2o_stream.plugins.harness.options import TasksOptions
 from h2o_stream.resources import project_file
 
 
@@ -77,7 +78,7 @@ class Tasks(Comparison[TasksOptions]):
     def _evaluate(self, task: str, config: CacheConfig) -> Iterator[JobResult]:
         from lm_eval import evaluator
 
-        from h2o_stream.compare.harness import H2OLM
+        from h2o_stream.plugins.harness.model import H2OLM
 
         model = H2OLM(self.model, self._ratio, True, tokenizer=self.tokenizer, **_harness_arguments(config))
         evaluator.get_git_commit_hash = lambda: None  # it logs an error outside a git repository
@@ -116,15 +117,3 @@ class Tasks(Comparison[TasksOptions]):
 def _harness_arguments(config: CacheConfig) -> dict[str, Any]:
     names = {"device": "cache_device"}
     return {names.get(name, name): value for name, value in vars(config).items() if value is not None}
-
-
-def require_harness() -> None:
-    """Check that the harness is installed.
-
-    Raises:
-        H2OStreamError: it is not installed.
-    """
-    try:
-        import lm_eval  # noqa: F401
-    except ImportError as error:
-        raise H2OStreamError("tasks need the lm-evaluation-harness; pip install 'h2o-stream[eval]'") from error

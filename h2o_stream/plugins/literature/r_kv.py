@@ -8,7 +8,8 @@ from torch.nn.functional import max_pool1d
 
 from h2o_stream.cache.policies.accumulated import Accumulated
 from h2o_stream.cache.policies.base import Candidates
-from h2o_stream.cache.policies.similarity import cosines
+from h2o_stream.config import PolicyDefaults
+from h2o_stream.plugins.literature.similarity import cosines
 
 IMPORTANCE = 0.1
 """Weight of importance; redundancy has the rest. The paper's choice."""
@@ -29,6 +30,8 @@ class RKV(Accumulated):
     Deliberate differences: decaying sums take the place of the last 8 queries, whose mean age they have. Keys are
     compared before RoPE (after it only with ``absolute``), and a reply evicts token by token.
     """
+
+    defaults = PolicyDefaults(heavy_share=0.5, sinks=4, decay=0.875, positions="gap")
 
     needs_keys = True
 

@@ -6,7 +6,8 @@ from torch import Tensor
 from torch.nn.functional import normalize
 
 from h2o_stream.cache.policies.base import Candidates, Policy
-from h2o_stream.cache.policies.similarity import unit_vectors
+from h2o_stream.config import PolicyDefaults
+from h2o_stream.plugins.literature.similarity import unit_vectors
 
 
 class KeyDiff(Policy):
@@ -16,6 +17,8 @@ class KeyDiff(Policy):
     are compared before RoPE (after it only with ``absolute``), sinks and the newest tokens stay, and a reply evicts
     token by token.
     """
+
+    defaults = PolicyDefaults(heavy_share=0.5, sinks=4, decay=1.0, positions="gap")
 
     needs_attention = False
     needs_keys = True

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from h2o_stream.cache.policies.base import Candidates, Policy
+from h2o_stream.config import PolicyDefaults
 
 SMALLEST_RANGE = 1e-6
 """What a channel is divided by at least: in a lag partition of one token it has no range."""
@@ -22,6 +23,8 @@ class LagKV(Policy):
     recent budget, every eviction scores anew, and memory does not grow. Keys are compared before RoPE (after it only
     with ``absolute``).
     """
+
+    defaults = PolicyDefaults(heavy_share=0.5, sinks=4, decay=1.0, positions="gap")
 
     needs_attention = False
     needs_keys = True

@@ -7,7 +7,8 @@ from torch import Tensor
 from torch.nn.functional import max_pool1d
 
 from h2o_stream.cache.policies.base import Candidates
-from h2o_stream.cache.policies.observation import Observation
+from h2o_stream.config import PolicyDefaults
+from h2o_stream.plugins.literature.observation import Observation
 
 POOLED = 7
 """Neighbouring tokens that share the largest score among them."""
@@ -22,6 +23,8 @@ class SnapKV(Observation):
     Deliberate differences: the paper compresses a prompt once; here the window moves on, and each eviction scores
     anew. The query heads of a group choose together. Neighbours often share a score; the older one then stays.
     """
+
+    defaults = PolicyDefaults(heavy_share=0.5, sinks=4, decay=1.0, positions="gap")
 
     def priority(self, candidates: Candidates) -> Tensor:
         """Minus the number of tokens of the head that are worth more."""

@@ -6,7 +6,8 @@ import torch
 from torch import Tensor
 
 from h2o_stream.cache.policies.base import Candidates
-from h2o_stream.cache.policies.query_moments import QueryMoments, keys_ahead, rotary_dims
+from h2o_stream.config import PolicyDefaults
+from h2o_stream.plugins.literature.query_moments import QueryMoments, keys_ahead, rotary_dims
 
 
 class TriAttention(QueryMoments):
@@ -21,6 +22,8 @@ class TriAttention(QueryMoments):
     queries is a root mean square, not a mean; distances go up to the span of ``gap``, or with ``rolling`` to the
     window, beyond which none grow; and a reply evicts token by token.
     """
+
+    defaults = PolicyDefaults(heavy_share=0.5, sinks=4, decay=1.0, positions="gap")
 
     def priority(self, candidates: Candidates) -> Tensor:
         """Standard deviations from the mean over the tokens of a head."""

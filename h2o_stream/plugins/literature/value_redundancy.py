@@ -6,7 +6,8 @@ from torch import Tensor
 
 from h2o_stream.cache.policies.accumulated import Accumulated
 from h2o_stream.cache.policies.base import Candidates
-from h2o_stream.cache.policies.similarity import cosines
+from h2o_stream.config import PolicyDefaults
+from h2o_stream.plugins.literature.similarity import cosines
 
 PENALTY = 0.5
 """Part of the score that a token loses if another one has the same value. The weight is the paper's."""
@@ -20,6 +21,8 @@ class ValueRedundancy(Accumulated):
     selected before a token is taken to be every token that stays anyway or has a higher score, so that no token waits
     for another. The penalty is a factor, which needs no scale for scores.
     """
+
+    defaults = PolicyDefaults(heavy_share=0.5, sinks=4, decay=0.99, positions="gap")
 
     needs_keys = True
 

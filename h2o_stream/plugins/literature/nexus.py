@@ -7,6 +7,7 @@ from torch import Tensor
 from h2o_stream.cache.policies.accumulated import Accumulated
 from h2o_stream.cache.policies.base import Candidates
 from h2o_stream.cache.policies.random import uniform
+from h2o_stream.config import PolicyDefaults
 
 
 class Nexus(Accumulated):
@@ -19,6 +20,8 @@ class Nexus(Accumulated):
     Deliberate difference: the paper spreads attention by a random walk over the tokens before it samples ("Nexus
     scoring"); here the weights are the sums of `Accumulated`.
     """
+
+    defaults = PolicyDefaults(heavy_share=0.5, sinks=4, decay=0.99, positions="gap", draws=True)
 
     def priority(self, candidates: Candidates) -> Tensor:
         """The weight divided by -log(u), which orders tokens as u^(1/w) does and does not round to 1."""

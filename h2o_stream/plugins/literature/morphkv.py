@@ -5,7 +5,8 @@ from __future__ import annotations
 from torch import Tensor
 
 from h2o_stream.cache.policies.base import Candidates
-from h2o_stream.cache.policies.observation import Observation
+from h2o_stream.config import PolicyDefaults
+from h2o_stream.plugins.literature.observation import Observation
 
 
 class MorphKV(Observation):
@@ -17,6 +18,8 @@ class MorphKV(Observation):
     Deliberate differences: the window has at most 32 queries, however large the recent budget. Their attention to the
     tokens that are held now is computed anew at each eviction, so that nothing is kept per slot.
     """
+
+    defaults = PolicyDefaults(heavy_share=0.5, sinks=4, decay=1.0, positions="gap")
 
     def priority(self, candidates: Candidates) -> Tensor:
         """The largest attention of a query, 0 to G."""

@@ -6,7 +6,8 @@ import torch
 from torch import Tensor
 
 from h2o_stream.cache.policies.base import Candidates
-from h2o_stream.cache.policies.query_moments import QueryMoments, keys_ahead
+from h2o_stream.config import PolicyDefaults
+from h2o_stream.plugins.literature.query_moments import QueryMoments, keys_ahead
 
 AHEAD = 512
 """Tokens to come that are taken to ask."""
@@ -22,6 +23,8 @@ class ExpectedAttention(QueryMoments):
     diagonal counts, because all of it would take more memory than the slots of a small window. A reply evicts token by
     token.
     """
+
+    defaults = PolicyDefaults(heavy_share=0.5, sinks=4, decay=1.0, positions="gap")
 
     def priority(self, candidates: Candidates) -> Tensor:
         """The logarithm of the expected norm of what a token adds to the output; the weight may be below any float."""

@@ -1,0 +1,81 @@
+"""The options of ``h2o-compare tasks``: two suites of tasks, the lm-evaluation-harness's and those after RULER."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from h2o_stream.compare.options import Policies, configs_of
+from h2o_stream.compare.ruler.items import TASKS
+from h2o_stream.compare.ruler.options import RulerOptions
+from h2o_stream.config import DEFAULT_WINDOW, CacheConfig
+from h2o_stream.errors import ConfigError
+from h2o_stream.options import Option, listed_if_any, numbers_if_any
+from h2o_stream.registry import resolve
+
+HARNESS_TASKS = ("h2o_facts", "h2o_topics", "h2o_causes")
+"""Small tasks of our own in the harness's format."""
+
+_ONLY = {
+    "harness": ("ratio", "task_folder", "shots", "limit"),
+    "ruler": ("forms", "lengths", "depths", "items", "haystack", "text", "seed"),
+}
+"""Fields that only one suite has."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TasksOptions(RulerOptions):
+    """Accuracy on tasks: the lm-evaluation-harness's (extra "eval"), or with --suite ruler those of RULER.
+
+    harness: a context is read whole and then evicted; answers are scored under eviction. h2o_facts, h2o_topics and
+    h2o_causes are small tasks of our own. The harness's tasks need their data on this machine, or the network.
+
+    ruler: needles, chains of variables and word counts in contexts of any length, made from code and a text. They are
+    read and answered under eviction, in one turn or in a conversation that goes on. Needs no extra.
+    """
+
+    comparison = "h2o_stream.plugins.harness.tasks:Tasks"
+    page = "h2o_stream.plugins.harness.page:page"
+
+    suite: Annotated[Literal["harness", "ruler"], Option("Which tasks there are.")] = "harness"
+    tasks: Annotated[
+        Sequence[str], Option("Names of tasks, separated by commas. (default: ours, all)", parse=listed_if_any)
+    ] = ()
+    policies: Policies = ("full", "recent", "h2o")
+    ratio: Annotated[float | None, Option("harness: window, as a fraction of each context.", min=0, max=1)] = 0.2
+    windows: Annotated[
+        Sequence[int], Option("Windows in tokens, separated by commas; replaces --ratio.", parse=numbers_if_any)
+    ] = ()
+    task_folder: Annotated[Path | None, Option("harness: folder with more tasks, in its format.")] = None
+    shots: Annotated[int | None, Option("harness: examples before each question. (default: the task's)", min=0)] = None
+    limit: Annotated[int | None, Option("harness: documents; default is all.", min=1)] = None
+
+    def __post_init__(self) -> None:
+        defaults = {field.name: field.default for field in fields(self)}
+        other = "ruler" if self.suite == "harness" else "harness"
+        for name in _ONLY[other]:
+            if getattr(self, name) != defaults[name]:
+                flag = "--form" if name == "forms" else f"--{name.replace('_', '-')}"
+                raise ConfigError(f"{flag} belongs to --suite {other}, the suite is {self.suite}; leave it out")
+        if self.suite == "ruler":
+            for task in self.tasks:
+                if task not in TASKS:
+                    raise ConfigError(f"task {task!r} is unknown; --tasks takes some of {', '.join(TASKS)}")
+        super().__post_init__()
+
+    @property
+    def chosen_tasks(self) -> tuple[str, ...]:
+        """The tasks named, or all of ours."""
+        return super().chosen_tasks if self.suite == "ruler" else tuple(self.tasks or HARNESS_TASKS)
+
+    @property
+    def configs(self) -> list[CacheConfig]:
+        """Every policy and window; contexts of the harness are one chunk unless --chunk is given."""
+        whole = {"chunk": self.cache.get("chunk") or 0} if self.suite == "harness" else {}
+        return configs_of(self.policies, self.windows or (DEFAULT_WINDOW,), self.seeds, {**self.cache, **whole})
+
+    def make(self) -> Any:
+        """The comparison of the suite."""
+        return resolve(self.comparison if self.suite == "harness" else "h2o_stream.compare.ruler.suite:Ruler")(self)
