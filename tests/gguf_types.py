@@ -1,8 +1,8 @@
 """The embedded model in every GGUF type: our loss against llama.cpp's on the same file and tokens.
 
 ``python -m tests.gguf_types`` writes the table in docs/lab/performance.md (``make gguf-table``). llama.cpp's own
-quantizer creates the files in a temporary folder. Rows of 576 columns are not a multiple of the 256-element blocks of some types;
-llama.cpp then falls back to other types, and the table lists how many matrices have which type.
+quantizer creates the files in a temporary folder. Rows of 576 columns are not a multiple of the 256-element blocks of
+some types; llama.cpp then falls back to other types, and the table lists how many matrices have which type.
 """
 
 from __future__ import annotations

@@ -15,8 +15,24 @@ from h2o_stream.native import library
 @pytest.fixture(params=library.INSTRUCTIONS, scope="module")
 def native(request: pytest.FixtureRequest) -> ctypes.CDLL:
     """The library for each instruction set."""
+    return _opened(request.param)
+
+
+@pytest.fixture(
+    params=[
+        pytest.param(choice, marks=() if choice == library.name() else pytest.mark.exhaustive)
+        for choice in library.INSTRUCTIONS
+    ]
+)
+def in_use(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Run a test with the library that is in use; the others are exhaustive."""
+    library_of_choice = _opened(request.param)
+    monkeypatch.setattr(library, "loaded", lambda: library_of_choice)
+
+
+def _opened(choice: str) -> ctypes.CDLL:
     if library.missing_reason():
         pytest.skip("there is no compiled library")
-    if request.param not in library.available():
-        pytest.skip(f"this processor does not have {request.param}")
-    return library.open_library(request.param)
+    if choice not in library.available():
+        pytest.skip(f"this processor does not have {choice}")
+    return library.open_library(choice)

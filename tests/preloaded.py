@@ -170,6 +170,7 @@ def _become(request: dict[str, Any], descriptors: list[int]) -> list[str]:
     signal.set_wakeup_fd(-1)
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.default_int_handler)
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)  # `nohup make test` ignores it
     if request["terminal"]:
         os.setsid()
         fcntl.ioctl(descriptors[0], termios.TIOCSCTTY, 0)

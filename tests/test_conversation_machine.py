@@ -1,6 +1,6 @@
 """Conversations under any sequence of operations, disturbed anywhere, compared with a list of expected turns.
 
-``H2O_EXAMPLES=20000 pytest tests/test_conversation_machine.py`` tries more examples than CI does.
+``H2O_EXAMPLES=20000 make test-all ARGS=tests/test_conversation_machine.py`` tries more examples, and others each time.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
+import pytest
 import torch
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
@@ -57,7 +58,7 @@ class ConversationMachine(RuleBasedStateMachine):
         self.stack.callback(shutil.rmtree, self.folder)
         self.stack.enter_context(patch.dict(os.environ, {"XDG_DATA_HOME": str(self.folder)}))
         for place in ("attach", "verification", "retrieval_heads"):  # a digest takes milliseconds
-            self.stack.enter_context(patch(f"h2o_stream.cache.{place}.model_digest", lambda model: DIGEST))
+            self.stack.enter_context(patch(f"h2o_stream.attachment.{place}.model_digest", lambda model: DIGEST))
         self.stack.enter_context(patch("h2o_stream.recall.recall.decide", lambda *arguments: []))
         self.stack.enter_context(torch.no_grad())
         self.engine = self.stack.enter_context(make_engine())
@@ -310,13 +311,18 @@ class ConversationMachine(RuleBasedStateMachine):
         self.held = self.engine.cache.kept(1)
 
 
-TestConversations = ConversationMachine.TestCase
-TestConversations.settings = settings(
-    max_examples=int(os.environ.get("H2O_EXAMPLES", "200")),
-    stateful_step_count=9,
-    deadline=None,
-    derandomize="H2O_EXAMPLES" not in os.environ,
-    database=None,
-    print_blob=True,
-    suppress_health_check=list(HealthCheck),
-)
+class TestConversations(ConversationMachine.TestCase):  # type: ignore[name-defined]
+    settings = settings(
+        max_examples=50,
+        stateful_step_count=9,
+        deadline=None,
+        derandomize="H2O_EXAMPLES" not in os.environ,
+        database=None,
+        print_blob=True,
+        suppress_health_check=list(HealthCheck),
+    )
+
+
+@pytest.mark.exhaustive
+class TestManyConversations(ConversationMachine.TestCase):  # type: ignore[name-defined]
+    settings = settings(TestConversations.settings, max_examples=int(os.environ.get("H2O_EXAMPLES", "200")))

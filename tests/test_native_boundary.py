@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import ctypes
 import pickle
 import subprocess
 import sys
@@ -23,11 +22,10 @@ from transformers import LlamaForCausalLM, PreTrainedModel
 from h2o_stream import CacheConfig, H2OStreamError, attach
 from h2o_stream.attachment import native_steps
 from h2o_stream.cache.tolerance import error_of
-from h2o_stream.native import library
 from h2o_stream.native.abi import MatrixKind, pointer
 from h2o_stream.native.packing import gather, pack, repack
 from tests.conftest import make_llama
-from tests.native_builds import native  # noqa: F401
+from tests.native_builds import in_use  # noqa: F401
 from tests.test_packed import packed_model
 from tests.tolerance import assert_close
 
@@ -35,10 +33,7 @@ BFLOAT16 = 0.1
 """Rounding of bfloat16 models: the rms of differences, as a share of that of their logits."""
 
 
-@pytest.fixture(autouse=True)
-def every_build(native: ctypes.CDLL, monkeypatch: pytest.MonkeyPatch) -> None:  # noqa: F811
-    """Run all tests with every library."""
-    monkeypatch.setattr(library, "loaded", lambda: native)
+pytestmark = pytest.mark.usefixtures("in_use")
 
 
 def ids(count: int, batch: int = 1, seed: int = 0) -> Tensor:

@@ -170,7 +170,10 @@ class TestHangUps:
         late = written(tmp_path / "late.rec", [*LINES, [2, "o", "late"]])
         line = ("trap '' HUP; " if ignored else "") + 'exec "$0" "$@"'
         with subprocess.Popen(
-            ["sh", "-c", line, BIN / "h2o-stream", "--replay", late], stdout=subprocess.PIPE, stderr=subprocess.PIPE
+            ["sh", "-c", line, BIN / "h2o-stream", "--replay", late],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            preexec_fn=lambda: signal.signal(signal.SIGHUP, signal.SIG_DFL),
         ) as child:
             assert child.stdout is not None
             child.stdout.read(1)
