@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import textwrap
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -46,7 +47,7 @@ PER_HEAD = {**SIZES, "num_key_value_heads": 4}
 
 @dataclass(frozen=True)
 class Family:
-    """A row of the table in docs/families.md.
+    """A family in docs/families.md.
 
     Attributes:
         name: the family's name.
@@ -564,28 +565,29 @@ def matrix() -> list[Any]:
     ]
 
 
-def passed(number: int, policy: str) -> str:
-    """The table's cell: how many combinations of a family and policy are exact."""
-    return f"{sum(error(number, policy, *cell) < LARGEST for cell in CELLS)}/{len(CELLS)}"
+def passed(number: int, policy: str) -> int:
+    """How many of the ways of a family and policy are exact."""
+    return sum(error(number, policy, *cell) < LARGEST for cell in CELLS)
 
 
-def table(cell: Callable[[int, str], str] = passed) -> str:
-    """The matrix for docs/families.md; `cell` gives the entry of a family and a policy."""
-    lines = [
-        f"| family | known from | not as in Llama 2 | {' | '.join(POLICIES)} |",
-        "| --- " * (3 + len(POLICIES)) + "|",
+def summary(count: Callable[[int, str], int] = passed) -> str:
+    """The families for docs/families.md and what is not exact; `count` gives the exact ways of a pair."""
+    names = [it.models if it.name in it.models else f"{it.name} ({it.models})" for it in FAMILIES]
+    inexact = [
+        f"{family.name} with {policy} ({ways} of {len(CELLS)} ways)"
+        for number, family in enumerate(FAMILIES)
+        for policy in POLICIES
+        if (ways := count(number, policy)) < len(CELLS)
     ]
-    for number, family in enumerate(FAMILIES):
-        cells = " | ".join(cell(number, policy) for policy in POLICIES)
-        lines.append(f"| {family.name} | {family.models} | {family.special} | {cells} |")
-    return "\n".join(lines)
+    text = f"{len(FAMILIES)} families: {'; '.join(names)}.\n\nNot exact: {'; '.join(inexact) or 'none'}."
+    return "\n".join(textwrap.fill(part, 120) if part else "" for part in text.split("\n"))
 
 
 if __name__ == "__main__":
     torch.set_grad_enabled(False)
     page = Path("docs/families.md")
     text = page.read_text(encoding="utf-8")
-    for mark, written in (("table", table()), ("sweep", sweep_table())):
+    for mark, written in (("families", summary()), ("sweep", sweep_table())):
         head, begin, rest = text.partition(f"<!-- {mark} -->\n")
         _, end, tail = rest.partition(f"<!-- end of {mark} -->\n")
         text = f"{head}{begin}{written}\n{end}{tail}"
