@@ -21,6 +21,14 @@ FENCED = re.compile(r"^```(\w*)\n(.*?)^```", re.M | re.S)
 SEEDS = re.compile(r"^\| `(?:python|helm).*$", re.M)
 INLINE = re.compile(r"`(h2o-(?:chat|stream|compare)\s[^`]+)`")
 
+PROSE = [*PAGES, *sorted((ROOT / "docs" / "lab").glob("*.md"))]
+FOLDERS = (ROOT, ROOT / "h2o_stream")
+"""What paths in the text are relative to."""
+
+PATH = re.compile(r"(?<![\w./~-])[\w*][\w*./-]*\.(?:py|cpp|h)\b(?!\()|(?<=`)[\w*][\w*.-]*/[\w*./-]*(?=`)")
+PAIR = re.compile(r"`([A-Za-z_][\w.]*)`\s+(?:\(|in\s+)`([\w./]+\.(?:py|cpp|h))`")
+MODULES = re.compile(r"^\| modules? of `([\w/]+)/`.*\n\| ---.*\n((?:\|.*\n)+)", re.M)
+
 ELSEWHERE = ("torchrun", "accelerate", "h2o-lm-eval", "--zero", "cuda", "0=10GiB", "--install-completion", "..")
 """Commands that other tests run (several processes, the harness, DeepSpeed), need a GPU, or are not literal."""
 
@@ -165,9 +173,85 @@ def test_python(
             exec(compile(block, page.name, "exec"), names)
 
 
-@pytest.mark.parametrize("page", [*PAGES, ROOT / "CHANGELOG.md"], ids=lambda page: page.name)
+def prose_of(page: Path) -> str:
+    """The text without fenced blocks, targets of links, and inline commands, which other tests run."""
+    text = FENCED.sub("", page.read_text(encoding="utf-8"))
+    text = re.sub(r"`[^`]+`", lambda code: "" if re.search(r"\s-|^`python|^`helm", code[0]) else code[0], text)
+    return re.sub(r"\]\([^)]*\)", "]", text)
+
+
+def files_of(path: str) -> list[Path]:
+    """The files that a path in the text names: relative to `FOLDERS`, or anywhere if it is a bare name."""
+    found = [file for folder in FOLDERS for file in folder.glob(path)]
+    if "/" not in path:
+        found += [file for folder in ("h2o_stream", "tests") for file in (ROOT / folder).rglob(path)]
+    return found
+
+
+def is_path(word: str) -> bool:
+    """Whether a word is a source file, or in a folder of the repository; `parts/` of an output folder is not."""
+    if word in ("llama.cpp",):
+        return False
+    return word.endswith((".py", ".cpp", ".h")) or any((folder / word.split("/")[0]).is_dir() for folder in FOLDERS)
+
+
+def defines(file: Path, name: str) -> bool:
+    """Whether a file of Python or C++ defines a function, a class, a constant or an attribute of this name."""
+    word, text = re.escape(name.rpartition(".")[2]), file.read_text(encoding="utf-8")
+    if file.suffix == ".py":
+        return bool(re.search(rf"^\s*(?:(?:async )?def|class) {word}\b|^\s*(?:self\.)?{word}\s*[:=]", text, re.M))
+    function = rf"^\s*(?!return\b)[\w:<>,&*]+[\s&*][\w:<>,&*\s]*\b{word}\s*\("
+    return bool(re.search(rf"{function}|\b(?:struct|class|enum|using|#define)\s+{word}\b|\b{word}\s*=", text, re.M))
+
+
+def wrong_names(text: str) -> list[str]:
+    """Paths that do not exist, and names that the file beside them does not define."""
+    wrong = [path for path in PATH.findall(text) if is_path(path) and not files_of(path)]
+    wrong += [
+        f"{name} in {path}"
+        for name, path in PAIR.findall(text)
+        if not any(defines(file, name) for file in files_of(path))
+    ]
+    for folder, rows in MODULES.findall(text):
+        names = [name for row in rows.splitlines() for name in re.findall(r"`(\w+)`", row.split("|")[1])]
+        wrong += [f"{folder}/{name}" for name in names if not files_of(f"{folder}/{name}.py")]
+    return wrong
+
+
+@pytest.mark.parametrize("page", PROSE, ids=lambda page: page.name)
+def test_paths_and_names(page: Path) -> None:
+    """Every path in the text exists, and where a name stands beside a file, the file defines it."""
+    assert wrong_names(prose_of(page)) == []
+
+
+@pytest.mark.parametrize(
+    ("text", "wrong"),
+    [
+        ("`attach` (`cli/chat.py`)", ["attach in cli/chat.py"]),
+        ("`Conversation.sing` in\n`session/conversation.py`", ["Conversation.sing in session/conversation.py"]),
+        ("`compute_nothing` in `native/src/abi.h`", ["compute_nothing in native/src/abi.h"]),
+        ("(tests/test_nothing.py)", ["tests/test_nothing.py"]),
+        ("`cli/nothing/` and `nothing.cpp`", ["cli/nothing/", "nothing.cpp"]),
+        ("| module of `session/` | owns |\n| --- | --- |\n| `reply`, `nothing` | `x` |\n", ["session/nothing"]),
+        ("`Conversation.say` (`session/conversation.py`), `parts/`, `org/model` and `cli/`", []),
+    ],
+)
+def test_wrong_paths_and_names_are_found(text: str, wrong: list[str]) -> None:
+    assert wrong_names(text) == wrong
+
+
+def anchors(page: Path) -> set[str]:
+    """The anchors of a page's headings, as GitHub makes them."""
+    headings = re.findall(r"^#+ (.*)$", FENCED.sub("", page.read_text(encoding="utf-8")), re.M)
+    return {re.sub(r"[^\w -]", "", heading.lower()).strip().replace(" ", "-") for heading in headings}
+
+
+@pytest.mark.parametrize("page", [*PROSE, ROOT / "CHANGELOG.md"], ids=lambda page: page.name)
 def test_links(page: Path) -> None:
     text = FENCED.sub("", page.read_text(encoding="utf-8"))
-    for target in re.findall(r"\]\(([^)#]*)(#[^)]*)?\)", text):
-        if target[0] and not target[0].startswith("http"):
-            assert (page.parent / target[0]).exists(), target[0]
+    for target, anchor in re.findall(r"\]\(([^)#]*)(#[^)]*)?\)", text):
+        if target.startswith("http"):
+            continue
+        file = page.parent / target if target else page
+        assert file.exists(), target
+        assert not anchor or anchor[1:] in anchors(file), target + anchor
