@@ -110,7 +110,7 @@ class TestUsage:
             ("h2o-compare", ["summarize", "--requests", "x", "--chunk", "8"], "use --prefill chunked"),
             ("h2o-chat", ["--budgets", "fair"], "--budgets"),
             ("h2o-chat", ["--long-term", "-1"], "--long-term must be 0 or above"),
-            ("h2o-chat", ["--temp", "bench"], "h2o-stream has them"),
+            ("h2o-chat", ["--temp", "Bench"], "h2o-stream has them"),
             ("h2o-stream", ["--temp", "warm"], "--temp takes a number, or bench"),
         ],
     )

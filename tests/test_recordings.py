@@ -115,14 +115,15 @@ class TestCliff:
         base = ("-m", folder, "--questions", questions, "--turns", 4, "-n", 80, "--window", 64, "--cliff")
         both = invoke("h2o-stream", *base, "--compare", "full,h2o")
         assert both.exit_code == 0, both.stderr
-        assert "first 544 tokens" in both.stderr
+        assert "first 672 tokens" in both.stderr
         assert re.search(r"full is [\d,]+ tokens past its context of 800", both.stderr)
         assert "h2o is" not in both.stderr
         assert "context 800┘" in both.stderr, "it is marked on the axis"
         alone = invoke("h2o-stream", *base, "--mode", "full", "--jsonl", "-")
         seen = [record["seen_tokens"] for record in records(alone.stdout) if record["type"] == "turn"]
-        assert 544 < seen[0] < 800 < seen[-1]
-        short = invoke("h2o-stream", "-m", tiny_folder, "--cliff")
+        assert 672 < seen[0] < seen[-1] > 800
+        (folder / config.name).write_text(json.dumps(json.loads(config.read_text()) | {"max_position_embeddings": 256}))
+        short = invoke("h2o-stream", "-m", folder, "--cliff")
         assert short.exit_code == 2
         assert "--cliff needs more" in short.stderr
 

@@ -1,4 +1,4 @@
-"""Every command of the H2O repositories in the table of docs/comparing.md: ours runs, theirs runs or gets one line."""
+"""Every command of other projects in the table of docs/comparing.md: ours runs, theirs runs or gets one line."""
 
 from __future__ import annotations
 
@@ -26,6 +26,8 @@ OURS = {
     "run_summarization.py": ["h2o-compare", "summarize"],
     "run_helm.py": ["h2o-compare", "summarize"],
     "run_text_generation.py": ["h2o-chat", "-n", "2", "--prompt-file", "essay.txt"],
+    "run_streaming_llama.py": ["h2o-stream", "--turns", "1", "-n", "2"],
+    "eval_long_ppl.py": ["h2o-compare", "nll", "--text", "a.txt"],
     "flex_opt.py": ["h2o-compare", "throughput", "--text", "a.txt"],
 }
 """Our command that takes the options of a script."""
@@ -72,7 +74,7 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def with_model(arguments: list[str], model: Path) -> list[str]:
     """The arguments with another model."""
-    names = ("-m", "--model", "--model-name", "--model_name")
+    names = ("-m", "--model", "--model-name", "--model_name", "--model_name_or_path")
     return [str(model) if before in names else word for before, word in zip(["", *arguments], arguments, strict=False)]
 
 
@@ -116,6 +118,7 @@ def test_theirs_runs_or_gets_one_line(line: str, place: Path, model: Path) -> No
         "--hh_size",
         "--sample_num",
         "--model_arch",
+        "--start_size",
     ],
 )
 @pytest.mark.parametrize("command", [["h2o-chat"], ["h2o-stream"], ["h2o-compare", "summarize"]], ids=" ".join)
@@ -127,7 +130,7 @@ def test_hints(command: list[str], option: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "option", ["num_heavy_hitter_tokens", "num_window_length", "heavy_ratio", "recent_ratio", "model_name"]
+    "option", ["num_heavy_hitter_tokens", "num_window_length", "heavy_ratio", "recent_ratio", "model_name_or_path"]
 )
 @pytest.mark.parametrize("command", [["h2o-chat"], ["h2o-stream"], ["h2o-compare", "summarize"]], ids=" ".join)
 def test_underscores(command: list[str], option: str) -> None:

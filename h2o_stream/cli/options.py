@@ -62,6 +62,7 @@ MODEL = Group(
         "-m",
         "--model",
         "--model-name",
+        "--model-name-or-path",
     ),
     dtype=Option(f"{', '.join(DTYPES)}; auto is the fastest safe one.", autocompletion=completing(DTYPES)),
     device=Option("auto, cpu, cuda, cuda:1, mps."),
@@ -143,6 +144,7 @@ CACHE = Group(
 
 def _sampling_config(stop: list[str] | None = None, temperature: str | None = None, **values: Any) -> SamplingConfig:
     if temperature is not None:
+        temperature = temperature.lower()
         with suppress(ValueError):
             values["temperature"] = float(temperature)
         values.setdefault("temperature", temperature)

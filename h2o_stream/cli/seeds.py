@@ -1,4 +1,4 @@
-"""Options of the H2O repositories in their own spelling: underscores everywhere, and hints where ours differ."""
+"""Options of H2O's and StreamingLLM's repositories in their own spelling: underscores, and hints where ours differ."""
 
 from __future__ import annotations
 
@@ -19,6 +19,10 @@ _HINTS = {
     "--hh-size": _HEAVY,
     "--heavy-hitter-size": _HEAVY,
     "--recent-size": _HEAVY,
+    "--start-size": "use --sinks N; --window (--windows in h2o-compare) counts them too",
+    "--enable-start-recent-kv-cache": "use --policy sink, in h2o-compare --policies sink",
+    "--enable-pos-shift": "use --rolling",
+    "--num-eval-tokens": "use --tokens N in h2o-compare nll",
     "--sample-num": "use --limit N in h2o-compare summarize, --turns N in h2o-stream",
     "--model-arch": _ARCHITECTURE,
     "--model-type": _ARCHITECTURE,

@@ -10,8 +10,8 @@ from h2o_stream.errors import ConfigError
 from h2o_stream.resources import python_manual
 from h2o_stream.session.conversation import Conversation
 
-_BEFORE = 256
-"""Tokens left before the context: enough for the beginning of a reply that is still sound."""
+_BEFORE = 128
+"""Tokens left before the context: enough for a question and the beginning of a reply."""
 
 _REPLY = "I have read it."
 
