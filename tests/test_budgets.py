@@ -18,7 +18,7 @@ from h2o_stream.attachment import measurements, retrieval_heads
 from h2o_stream.cache.layer import LayerSpec
 from h2o_stream.cache.state import checksummed, encode_json
 from h2o_stream.cache.windows import HeadBudget, schedules, windows
-from h2o_stream.compare.heavy_hitters import measure_attention
+from h2o_stream.compare.heavy_hitters.comparison import measure_attention
 from h2o_stream.config import MIN_EVICTABLE
 from h2o_stream.models.load import LoadedModel
 from tests.conftest import make_llama

@@ -11,11 +11,11 @@ import pytest
 import torch
 
 from h2o_stream.compare.asking import ask, start_conversation, tell
-from h2o_stream.compare.fact_stream import FactStream, Filler, facts_told_once, facts_with_updates
-from h2o_stream.compare.facts import never_said, question_after_update, questions_about, read_facts, tells
 from h2o_stream.compare.folder import Folder, JobResult, identity
 from h2o_stream.compare.nll import paired_difference
-from h2o_stream.compare.recall_rates import rates_by_distance
+from h2o_stream.compare.recall.fact_stream import FactStream, Filler, facts_told_once, facts_with_updates
+from h2o_stream.compare.recall.facts import never_said, question_after_update, questions_about, read_facts, tells
+from h2o_stream.compare.recall.rates import rates_by_distance
 from h2o_stream.config import POLICIES, CacheConfig, SamplingConfig
 from h2o_stream.engine.engine import Engine
 from h2o_stream.errors import ConfigError, DataError

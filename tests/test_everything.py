@@ -104,7 +104,7 @@ def test_a_comparison_with_a_bug_does_not_end_the_others(
     arguments: list[object], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(everything, "_QUICK", {**FEW, "recall": TINY["recall"]})
-    monkeypatch.setattr("h2o_stream.compare.recall.read_facts", lambda count: 1 / 0)
+    monkeypatch.setattr("h2o_stream.compare.recall.comparison.read_facts", lambda count: 1 / 0)
     done = invoke("h2o-compare", *arguments)
     assert done.exit_code == 0, done.stderr
     assert ("recall", None) in left_out_of(done.stdout)

@@ -13,9 +13,17 @@ import pytest
 
 from h2o_stream.compare.catalog import SpeedOptions
 from h2o_stream.compare.comparison import JobProgress
-from h2o_stream.compare.engines import LLAMA_CPP, OURS, TRANSFORMERS, EngineInfo, EngineSpec, MemoryUse, weight_bytes
-from h2o_stream.compare.speed import ROUNDS, STEPS, Benchmark, Speed, bandwidth, needed
-from h2o_stream.compare.worker import Worker
+from h2o_stream.compare.speed.comparison import ROUNDS, STEPS, Benchmark, Speed, bandwidth, needed
+from h2o_stream.compare.speed.engines import (
+    LLAMA_CPP,
+    OURS,
+    TRANSFORMERS,
+    EngineInfo,
+    EngineSpec,
+    MemoryUse,
+    weight_bytes,
+)
+from h2o_stream.compare.speed.worker import Worker
 from h2o_stream.config import CacheConfig, ModelConfig
 from h2o_stream.errors import H2OStreamError
 from tests.commands import invoke
@@ -29,7 +37,7 @@ class Forks:
     SERVE = (
         "import pickle, sys\n"
         "from multiprocessing.connection import Connection\n"
-        "from h2o_stream.compare.worker import _serve\n"
+        "from h2o_stream.compare.speed.worker import _serve\n"
         "_serve(Connection(0), pickle.loads(bytes.fromhex(sys.argv[1])))\n"
     )
 
@@ -53,7 +61,7 @@ class Forks:
 
 def test_a_race_in_the_shell(tiny_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Two engines, two policies and two precisions on a tiny model; full caches stop at its context of 400 tokens."""
-    monkeypatch.setattr("h2o_stream.compare.worker.get_context", lambda _: Forks)
+    monkeypatch.setattr("h2o_stream.compare.speed.worker.get_context", lambda _: Forks)
     text = tmp_path / "text.txt"
     text.write_text("The quick brown fox jumps over the lazy dog and runs away. " * 80)
     options = [
@@ -124,7 +132,7 @@ class Pretended:
 
 
 def test_rounds_are_in_turn_and_every_token_is_read_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("h2o_stream.compare.speed.Worker", Pretended)
+    monkeypatch.setattr("h2o_stream.compare.speed.comparison.Worker", Pretended)
     monkeypatch.setattr(Pretended, "asked", [])
     contenders = [EngineSpec(engine, ModelConfig(), CacheConfig()) for engine in (OURS, TRANSFORMERS)]
     race = Benchmark(contenders, range(needed([100, 1000])))

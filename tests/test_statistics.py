@@ -11,8 +11,8 @@ from transformers import LlamaForCausalLM
 
 from h2o_stream import CacheConfig, attach
 from h2o_stream.cache.statistics import SparsityMeter, power_law, share_of_top, sparsity
-from h2o_stream.compare.heavy_hitters import REMOVED, LayerAttention, measure_attention
-from h2o_stream.compare.words import cooccurrence, rank_correlation, word_attention
+from h2o_stream.compare.heavy_hitters.comparison import REMOVED, LayerAttention, measure_attention
+from h2o_stream.compare.heavy_hitters.words import cooccurrence, rank_correlation, word_attention
 from tests.test_cli import invoke, records
 from tests.tolerance import FLOAT32, assert_close
 

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from h2o_stream.attachment.model_facts import input_device
-from h2o_stream.compare.facts import Question, tells
+from h2o_stream.compare.recall.facts import Question, tells
 from h2o_stream.config import RecallMode, SamplingConfig
 from h2o_stream.engine.engine import Engine
 from h2o_stream.engine.events import Finished, PrefillProgress, Token

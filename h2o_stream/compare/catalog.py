@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from h2o_stream.compare.heavy_hitters_options import HeavyHittersOptions
+from h2o_stream.compare.heavy_hitters.options import HeavyHittersOptions
 from h2o_stream.compare.options import (
     CacheSizes,
     ComparisonOptions,
@@ -106,7 +106,7 @@ class RecallOptions(ComparisonOptions):
     said. The full cache is asked as far as its context reaches. With --out (extra "plots") all replies are kept.
     """
 
-    comparison = "h2o_stream.compare.recall:Recall"
+    comparison = "h2o_stream.compare.recall.comparison:Recall"
     page = "h2o_stream.ui.pages.recall:page"
 
     text: Annotated[Path, Option("A text file, the talk between facts; repeated if it is short.")]
@@ -137,7 +137,7 @@ class SummarizeOptions(ComparisonOptions):
     comparison resumes.
     """
 
-    comparison = "h2o_stream.compare.summarize:Summarize"
+    comparison = "h2o_stream.compare.summarize.comparison:Summarize"
     page = "h2o_stream.ui.pages.summarize:page"
 
     requests: Annotated[Path, Option("Requests in JSON Lines: the cookbook's or HELM's.", "--requests", "--input-path")]
@@ -182,7 +182,7 @@ class SpeedOptions(ComparisonOptions):
     of weights and cache.
     """
 
-    comparison = "h2o_stream.compare.speed:Speed"
+    comparison = "h2o_stream.compare.speed.comparison:Speed"
     page = "h2o_stream.ui.pages.speed:page"
 
     text: Annotated[Path, Option("A text file, read by all.")]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from h2o_stream.compare.rouge import ROUGE, RougeScorer, score_file
+from h2o_stream.compare.summarize.rouge import ROUGE, RougeScorer, score_file
 from h2o_stream.resources import write_text
 from h2o_stream.session.jsonl import JsonlWriter
 from h2o_stream.ui.pages import Page, TableData

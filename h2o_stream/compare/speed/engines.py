@@ -250,7 +250,7 @@ def _largest(module: Any, *others: Any) -> Any:
 
 def _model_of(spec: EngineSpec) -> Any:
     if spec.random_weights:
-        from h2o_stream.compare.random_weights import random_model
+        from h2o_stream.compare.random_models.weights import random_model
 
         return random_model(Path(spec.random_weights), spec.model)
     from h2o_stream.models.load import load

@@ -16,12 +16,12 @@ from typing import Any
 
 from h2o_stream.compare.catalog import SpeedOptions
 from h2o_stream.compare.comparison import Comparison, Job, JobProgress, Notify, window_of
-from h2o_stream.compare.engines import LLAMA_CPP, NO_LLAMA_CPP, OURS, EngineInfo, EngineSpec
 from h2o_stream.compare.folder import JobResult, machine
 from h2o_stream.compare.nll import digest_of, read_tokens
-from h2o_stream.compare.random_gguf import check_architecture, write_random_gguf
-from h2o_stream.compare.random_weights import precision_of, read_settings
-from h2o_stream.compare.worker import Worker
+from h2o_stream.compare.random_models.gguf import check_architecture, write_random_gguf
+from h2o_stream.compare.random_models.weights import precision_of, read_settings
+from h2o_stream.compare.speed.engines import LLAMA_CPP, NO_LLAMA_CPP, OURS, EngineInfo, EngineSpec
+from h2o_stream.compare.speed.worker import Worker
 from h2o_stream.config import CacheConfig
 from h2o_stream.errors import DataError, H2OStreamError
 from h2o_stream.models.file_identity import model_identity

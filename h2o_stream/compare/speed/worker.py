@@ -9,7 +9,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, Self
 
-from h2o_stream.compare.engines import RUNNERS, EngineSpec
+from h2o_stream.compare.speed.engines import RUNNERS, EngineSpec
 from h2o_stream.errors import H2OStreamError
 
 

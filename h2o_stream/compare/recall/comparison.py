@@ -12,12 +12,12 @@ from h2o_stream.attachment.model_facts import context_of
 from h2o_stream.compare.asking import GREEDY, start_conversation
 from h2o_stream.compare.catalog import RecallOptions
 from h2o_stream.compare.comparison import Comparison, Job, JobProgress, Notify, label_of, window_of
-from h2o_stream.compare.fact_chat import FactChat
-from h2o_stream.compare.fact_stream import SPACING, FactStream, Filler, facts_told_once, facts_with_updates
-from h2o_stream.compare.facts import Fact, read_facts
 from h2o_stream.compare.folder import JobResult
 from h2o_stream.compare.nll import digest_of, read_tokens
-from h2o_stream.compare.recall_rates import chat_rates, rates_by_distance
+from h2o_stream.compare.recall.fact_chat import FactChat
+from h2o_stream.compare.recall.fact_stream import SPACING, FactStream, Filler, facts_told_once, facts_with_updates
+from h2o_stream.compare.recall.facts import Fact, read_facts
+from h2o_stream.compare.recall.rates import chat_rates, rates_by_distance
 from h2o_stream.config import CacheConfig, RecallMode
 from h2o_stream.engine.engine import Engine
 from h2o_stream.errors import DataError

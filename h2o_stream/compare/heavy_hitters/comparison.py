@@ -22,10 +22,10 @@ from h2o_stream.attachment.model_facts import context_of, input_device
 from h2o_stream.cache.statistics import power_law, share_of_top, sparsity
 from h2o_stream.compare.comparison import Comparison, Job, JobProgress, Notify
 from h2o_stream.compare.folder import JobResult, identity
-from h2o_stream.compare.heavy_hitters_options import HeavyHittersOptions
+from h2o_stream.compare.heavy_hitters.options import HeavyHittersOptions
+from h2o_stream.compare.heavy_hitters.words import word_attention
 from h2o_stream.compare.masking import Rule, removal_rule
 from h2o_stream.compare.nll import digest_of, paired_difference, read_tokens, ruled_nll
-from h2o_stream.compare.words import word_attention
 from h2o_stream.config import CacheConfig
 from h2o_stream.errors import ConfigError
 

@@ -21,7 +21,7 @@ class HeavyHittersOptions(ComparisonOptions):
     are removed. Writes tables and plots (extra "plots").
     """
 
-    comparison = "h2o_stream.compare.heavy_hitters:HeavyHitters"
+    comparison = "h2o_stream.compare.heavy_hitters.comparison:HeavyHitters"
     page = "h2o_stream.ui.pages.heavy_hitters:page"
 
     text: Annotated[Path, Option("A text file.")]

@@ -19,7 +19,7 @@ from h2o_stream.attachment.model_facts import context_of, input_device
 from h2o_stream.compare.catalog import SummarizeOptions
 from h2o_stream.compare.comparison import Comparison, Job, Notify, label_of, window_of
 from h2o_stream.compare.folder import JobResult
-from h2o_stream.compare.rouge import ROUGE, RougeScorer
+from h2o_stream.compare.summarize.rouge import ROUGE, RougeScorer
 from h2o_stream.config import POLICIES, CacheConfig, SamplingConfig
 from h2o_stream.errors import ConfigError
 from h2o_stream.resources import write_text

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from statistics import fmean
 from typing import Any
 
-from h2o_stream.compare.facts import KINDS
+from h2o_stream.compare.recall.facts import KINDS
 
 _Answer = Mapping[str, Any]
 """The fields of an `Answer`, and its ``distance``."""

@@ -1,0 +1,1 @@
+"""``h2o-compare heavy-hitters``: the observations behind H2O."""

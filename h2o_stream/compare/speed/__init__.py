@@ -1,0 +1,1 @@
+"""``h2o-compare speed``: each engine in a process of its own."""

@@ -1,0 +1,1 @@
+"""``h2o-compare summarize`` and the ROUGE of answers."""

@@ -1,0 +1,35 @@
+"""Every setting and every default. Imports no torch and no command-line library.
+
+``None`` in a config stands for the default of the policy or the model; `CacheConfig.plan` resolves it.
+"""
+
+from h2o_stream.config.cache import (
+    DEFAULT_CHUNK,
+    DEFAULT_SPAN,
+    DEFAULT_WINDOW,
+    EXACT_SINKS,
+    KV_BITS,
+    MIN_EVICTABLE,
+    PREFILL_STEP,
+    PREFILL_STEP_MAX,
+    PREFILL_WORK,
+    RESIDUAL,
+    SIZED_KV_BITS,
+    CacheConfig,
+    CacheDevice,
+    CachePlan,
+)
+from h2o_stream.config.conversation import THINKING_VARIABLES, AtContext, ChatConfig, EngineChoice, Settings, ThinkMode
+from h2o_stream.config.model import DEFAULT_MODEL, DTYPES, HUB_CONNECT_S, QUANTIZATIONS, ModelConfig
+from h2o_stream.config.policies import DEFAULT_POLICY, POLICIES, Budgets, PolicyDefaults, Positions
+from h2o_stream.config.recall import CHAT_RECALL, RecallConfig, RecallMode
+from h2o_stream.config.sampling import (
+    BENCH,
+    BENCH_TEMPERATURES,
+    DEFAULT_TEMPERATURE,
+    DEFAULT_TOP_K,
+    DEFAULT_TOP_P,
+    MODEL_SAMPLING,
+    SamplingConfig,
+    model_sampling,
+)

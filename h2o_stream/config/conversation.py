@@ -1,0 +1,80 @@
+"""A conversation, and the command that holds it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal, get_args
+
+from h2o_stream.config.cache import CacheConfig
+from h2o_stream.config.model import ModelConfig
+from h2o_stream.config.recall import RecallConfig
+from h2o_stream.config.sampling import SamplingConfig
+from h2o_stream.errors import ConfigError
+
+AtContext = Literal["continue", "stop"]
+EngineChoice = Literal["auto", "eager"]
+ThinkMode = Literal["show", "fold", "hide", "off"]
+
+THINKING_VARIABLES = ("enable_thinking", "thinking", "reasoning")
+"""Names by which chat templates let thinking be switched on and off."""
+
+
+@dataclass(frozen=True)
+class Settings:
+    """All settings of a conversation.
+
+    Args:
+        model: the model.
+        cache: which tokens are kept.
+        sampling: how tokens are sampled.
+        system: the system prompt; None is the default of the model's template.
+        at_context: whether a cache with absolute positions continues past the model's context or stops there.
+        engine: ``auto`` runs the native step where it serves the model, ``eager`` runs transformers' forward.
+        recall: whether evicted passages are read again.
+        think: how thinking is drawn: ``show`` all of it, ``fold`` it to a line, or ``hide`` it; ``off`` switches it off
+            where the model's template can, and is ``fold`` elsewhere.
+        tools: JSON schemas of tools that the chat template describes.
+    """
+
+    model: ModelConfig = field(default_factory=ModelConfig)
+    cache: CacheConfig = field(default_factory=CacheConfig)
+    sampling: SamplingConfig = field(default_factory=SamplingConfig)
+    system: str | None = None
+    at_context: AtContext = "continue"
+    engine: EngineChoice = "auto"
+    recall: RecallConfig = field(default_factory=RecallConfig)
+    think: ThinkMode = "fold"
+    tools: tuple[Mapping[str, Any], ...] = ()
+
+    def __post_init__(self) -> None:
+        if self.engine not in get_args(EngineChoice):
+            raise ConfigError(f"engine is {self.engine!r}; --engine takes {', '.join(get_args(EngineChoice))}")
+        if self.think not in get_args(ThinkMode):
+            raise ConfigError(f"think is {self.think!r}; --think takes {', '.join(get_args(ThinkMode))}")
+
+
+@dataclass(frozen=True)
+class ChatConfig:
+    """Settings of ``h2o-chat``.
+
+    Args:
+        prompt: answer this and exit; None reads messages.
+        single_turn: exit after the first reply.
+        session: save the conversation under this name, and resume it if it exists.
+        retell: replay the transcript of a session whose state does not fit.
+        plain: print replies as plain text, not rendered as Markdown.
+        vim: vi key bindings in place of Emacs'.
+        history: keep what is typed at the prompt in a file, for the next chats.
+        record: a file for a recording, which ``h2o-stream --replay`` plays back.
+    """
+
+    prompt: str | None = None
+    single_turn: bool = False
+    session: str | None = None
+    retell: bool = False
+    plain: bool = False
+    vim: bool = False
+    history: bool = True
+    record: Path | None = None
