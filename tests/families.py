@@ -426,16 +426,13 @@ RULES = {
     "recent": "recency",
     **{policy: policy for policy in PRIORITIES},
     "nexus": "nexus",
-    "compensation": "accumulated",
-    "moments": "accumulated",
 }
-FOLDING = ("compensation", "moments")
 POLICIES = ("full", *RULES)
 
 DIFFERENT = ("Llama 1, 2", "Gemma 2")
 """Two families that differ in heads, norms and sliding layers."""
 
-LITERATURE = (*PRIORITIES, "nexus", *FOLDING)
+LITERATURE = (*PRIORITIES, "nexus")
 
 
 def in_make_test(family: str, policy: str) -> bool:
@@ -476,7 +473,6 @@ def rules_of(config: CacheConfig, family: Family) -> Rules:
         plan.span,
         RULES[plan.policy],
         plan.long_term,
-        folding=plan.policy if plan.policy in FOLDING else "",
     )
 
 

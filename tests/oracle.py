@@ -67,7 +67,6 @@ class Rules:
     span: int = 0
     rule: str = "accumulated"
     long_term: float = 0.0
-    folding: str = ""
     limits: Callable[[int, int, int], int] | None = None
     recents: Callable[[int, int], int] | None = None
     """Window by layer, head and tokens seen, where windows differ; and number of recent tokens by layer and head."""
@@ -94,8 +93,6 @@ class Oracle:
     held: dict[int, list[list[Kept]]] = field(default_factory=dict)
     queries: dict[tuple[int, int], list[Tensor]] = field(default_factory=dict)
     """By layer and head: [G, D] of every token, scaled."""
-    evicted: dict[tuple[int, int], list[Kept]] = field(default_factory=dict)
-    """By layer and KV head, the tokens that are folded."""
 
     def __post_init__(self) -> None:
         text = self.model.config.get_text_config()
@@ -178,9 +175,8 @@ class Oracle:
                 queries, count = q[head * groups : (head + 1) * groups, i], len(held) - new + i + 1
                 ages = self.seen + i - indices[:count]
                 visible = Visible(keys[:count], values[:count], ages, spans[:count], indices[:count])
-                extra = folded(self, number, head, queries * scaling, self.seen + i, new - 1 - i)
                 sink = sinks[head * groups : (head + 1) * groups, None]
-                weights, output = self.attend(number, queries, visible, scaling, softcap, own_window, sink, extra)
+                weights, output = self.attend(number, queries, visible, scaling, softcap, own_window, sink)
                 mixed[i, head * groups : (head + 1) * groups] = output
                 if rules.rule == "tova":
                     received.zero_()
@@ -193,11 +189,6 @@ class Oracle:
                 token.score = gained + (0 if rules.rule == "tova" else token.score * rules.decay**new)
             if own_window is None:
                 lists[head] = self.evict(held, number, head, self.seen + new)
-                hidden = rules.positions == "absolute" and self.windows[number] is not None
-                if rules.folding and not hidden:  # where all layers slide, other positions keep evicted tokens in sight
-                    gone = [token for token in held if token not in lists[head]]
-                    gone = [token for token in gone if not rules.is_transient(token.index, self.seen + new)]
-                    self.evicted.setdefault((number, head), []).extend(gone)
         return mixed
 
     def attend(
@@ -209,11 +200,10 @@ class Oracle:
         softcap: float | None,
         own_window: int | None,
         sink: Tensor,
-        extra: tuple[Tensor, Tensor] | None = None,
     ) -> tuple[Tensor, Tensor]:
         """A group's attention weights [G, n] on the visible tokens, and its outputs [G, D].
 
-        `sink` is one more logit [G, 1] without a value, `extra` one more logit [G, 1] and value [G, D].
+        `sink` is one more logit [G, 1] without a value.
         """
         positions = "absolute" if own_window else self.rules.positions
         age = visible.age
@@ -226,9 +216,6 @@ class Oracle:
             logits[:, age >= window] = -torch.inf
         if chunk := self.chunks[number]:
             logits[:, visible.index // chunk < visible.index[-1] // chunk] = -torch.inf
-        if extra is not None:
-            weights = torch.cat((logits, extra[0], sink), 1).softmax(-1)
-            return weights[:, :-2], weights[:, :-2] @ visible.value + weights[:, -2:-1] * extra[1]
         weights = torch.cat((logits, sink), 1).softmax(-1)[:, :-1]
         return weights, weights @ visible.value
 
@@ -384,38 +371,6 @@ def oracle_attention(
     new = query.shape[2]  # transformers' own cache may have put earlier keys before the new ones
     key, value = key[0, :, -new:], value[0, :, -new:]
     return oracle.layer(module.layer_idx, query[0], key, value, scaling, softcap, s_aux)[None], None
-
-
-def folded(
-    oracle: Oracle, layer: int, head: int, queries: Tensor, index: int, later: int
-) -> tuple[Tensor, Tensor] | None:
-    """What a token sees of the evicted ones besides those that are held: a logit [G, 1] and a value [G, D].
-
-    Args:
-        oracle: whose rules apply.
-        layer: number of the layer.
-        head: number of the KV head.
-        queries: [G, D], scaled.
-        index: of the token that asks.
-        later: number of tokens after it in its chunk.
-    """
-    rules, evicted = oracle.rules, oracle.evicted.get((layer, head), [])
-    if not evicted or not rules.folding:
-        return None
-    indices = [token.index for token in evicted]
-    if rules.positions == "absolute":
-        distance = index - torch.tensor(indices)
-    else:
-        age = index + later - sum(indices) // len(indices)
-        place = rules.window if rules.positions == "rolling" else min(age, rules.span + rules.window)
-        distance = torch.full((len(evicted),), place - later)
-    keys = oracle.rotate(layer, torch.stack([token.key for token in evicted]), distance)
-    values = torch.stack([token.value for token in evicted])
-    value = values.mean(0).expand(len(queries), -1)
-    if rules.folding == "moments":
-        pairs = zip(values - values.mean(0), keys - keys.mean(0), strict=True)
-        value = value + queries @ torch.stack([torch.outer(k, v) for v, k in pairs]).mean(0)
-    return (queries @ keys.mean(0) + math.log(len(evicted)))[:, None], value
 
 
 AttentionInterface.register("oracle", oracle_attention)

@@ -111,7 +111,7 @@ def test_budgets_of_every_policy() -> None:
         "random": (4, 48, 48, "rolling"),
         "sink": (4, 0, 96, "rolling"),
         "recent": (0, 0, 100, "rolling"),
-        **dict.fromkeys((*PRIORITIES, "nexus", "compensation", "moments"), (4, 48, 48, "gap")),
+        **dict.fromkeys((*PRIORITIES, "nexus"), (4, 48, 48, "gap")),
     }
 
 
@@ -212,3 +212,12 @@ def test_the_example_of_the_docs(tmp_path: Path, tiny: LlamaForCausalLM, monkeyp
     exec(compile(blocks[1][1], "use.py", "exec"), names)
     assert names["kept"].shape[-1] == 32
     sys.modules.pop("peak", None)
+
+
+def test_tova_leaves_empty_slots_empty(tiny: LlamaForCausalLM) -> None:
+    """Steps done eagerly gave them a score of 0, and the saved state was refused."""
+    with attach(tiny, CacheConfig("tova", window=16), engine="eager") as cache:
+        for part in torch.arange(3, 9).view(1, 6).split([3, 1, 1, 1], 1):
+            tiny(part, past_key_values=cache)
+        cache.load_state_dict(cache.state_dict())
+        assert cache.seen_tokens == 6

@@ -33,7 +33,7 @@ def model() -> Any:
     return make_llama(heads=4, groups=2, layers=3, context=256)
 
 
-@pytest.mark.parametrize("policy", ["h2o", "sink", "random", "snapkv", "moments"])
+@pytest.mark.parametrize("policy", ["h2o", "sink", "random", "snapkv", "expected-attention"])
 @pytest.mark.parametrize("kv_bits", [None, 16, 4])
 def test_the_largest_window_that_fits(model: Any, policy: str, kv_bits: int | None) -> None:
     window, size = measured(model, CacheConfig(policy, window=60, kv_bits=kv_bits or SIZED_KV_BITS, chunk=8))

@@ -45,17 +45,6 @@ def test_it_continues_bit_for_bit(tmp_path: Path, grouped: LlamaForCausalLM, pol
             assert cache.pins == (range(6, 9),)
 
 
-def test_ranks_of_an_older_version(tiny: LlamaForCausalLM) -> None:
-    with attach(tiny, CacheConfig(window=24)) as cache:
-        tiny(TOKENS[:, :40], past_key_values=cache)
-        state = cache.state_dict()
-        ranks = {name: ranks.int() for name, ranks in state.items() if name.endswith("rank")}
-        first = going_on(tiny, cache)
-        cache.load_state_dict(checksummed({**state, **ranks}))
-        assert ranks
-        assert going_on(tiny, cache).equal(first)
-
-
 def test_a_state_is_a_copy(tiny: LlamaForCausalLM) -> None:
     with attach(tiny, CacheConfig(window=24)) as cache:
         tiny(TOKENS[:, :40], past_key_values=cache)

@@ -223,18 +223,6 @@ class TestState:
             assert isinstance(cache, H2OCache)
             assert kept(cache) == wanted
 
-    def test_older_states_have_none(self, tiny: LlamaForCausalLM) -> None:
-        config = CacheConfig(window=WINDOW, chunk=8)
-        state, wanted = self.saved(tiny, config)
-        old = checksummed({name: x for name, x in state.items() if name not in ("transient", "checksums")})
-        with attach(tiny, config) as cache:
-            cache.evict_first(3, 4)
-            cache.load_state_dict(old)
-            assert cache.transient == ()
-            feed(tiny, cache, ids(20, 2))
-            assert isinstance(cache, H2OCache)
-            assert kept(cache) != wanted
-
     @pytest.mark.parametrize("bounds", [[3], [5, 4], [3, 5, 5, 9], [9, 12, 3, 5], [-1, 4]])
     def test_ranges_that_are_none_are_refused(self, tiny: LlamaForCausalLM, bounds: list[int]) -> None:
         config = CacheConfig(window=WINDOW, chunk=8)

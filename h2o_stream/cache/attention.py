@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import embedding
 
-from h2o_stream.cache.policies import Attention, Budget, Candidates, Folded, NewQueries
+from h2o_stream.cache.policies import Attention, Budget, Candidates, NewQueries
 from h2o_stream.cache.rope import RopeLookup, distances, rotate_back
 from h2o_stream.config import Positions
 
@@ -112,7 +112,6 @@ def attention(
     lookup: RopeLookup | None,
     mask: Tensor | None,
     transform: LogitTransform,
-    folded: Folded | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Attention of Q queries over K keys.
 
@@ -123,11 +122,10 @@ def attention(
         lookup: rotations of the keys; None if they are rotated already.
         mask: [B, Hkv, Q, K] bool, True where a query may not attend; None for nowhere.
         transform: what becomes of query times key.
-        folded: what stands for evicted tokens; None for nothing.
 
     Returns:
-        Output [B, Q, Hq, D], contiguous, and float32 probabilities [B, Hkv, G, Q, K], which do not sum to 1 if there is
-        something folded or a learned sink.
+        Output [B, Q, Hq, D], contiguous, and float32 probabilities [B, Hkv, G, Q, K],
+        which do not sum to 1 if there is a learned sink.
     """
     batch, query_heads, new, size = query.shape
     kv_heads, num_keys = keys.shape[1:3]
@@ -140,15 +138,11 @@ def attention(
     logits = logits.view(batch, kv_heads, query_heads // kv_heads, new, num_keys)
     if mask is not None:
         logits = logits.masked_fill_(mask[:, :, None], -torch.inf)
-    if folded is not None:
-        logits = torch.cat((logits, folded.logits[..., None]), -1)
     if transform.sinks is not None:
         sinks = transform.sinks.float().view(kv_heads, -1, 1, 1)
         logits = torch.cat((logits, sinks.expand(*logits.shape[:-1], 1)), -1)
     probs = logits.softmax(-1)
     output = torch.matmul(probs[..., :num_keys].flatten(2, 3).to(values.dtype), values)
-    if folded is not None:
-        output += (probs[..., num_keys : num_keys + 1] * folded.values).flatten(2, 3).to(values.dtype)
     probs = probs[..., :num_keys]
     return output.view(batch, query_heads, new, values.shape[-1]).transpose(1, 2).contiguous(), probs
 

@@ -83,9 +83,8 @@ def load_state(cache: H2OCache, state: Mapping[str, Tensor]) -> None:
     _load_budgets(cache, decode_json(state, "budgets"), prompt)
     names = {key: name for name, key in _KEYS.items()}
     filled = whole_numbers(state, "filled", len(cache.head_groups))
-    if "queries_per_key" in state:  # older states have none
-        for group, count in zip(cache.head_groups, whole_numbers(state, "queries_per_key", len(filled)), strict=True):
-            group.queries_per_key = count
+    for group, count in zip(cache.head_groups, whole_numbers(state, "queries_per_key", len(filled)), strict=True):
+        group.queries_per_key = count
     for number, (prefix, group, device) in enumerate(_groups(cache)):
         tensors = {names.get(key, key): tensor for key, tensor in with_prefix(state, prefix).items()}
         if number == 0:
@@ -96,8 +95,8 @@ def load_state(cache: H2OCache, state: Mapping[str, Tensor]) -> None:
     rows = len(cache.tokens.lengths)
     for number, (layer, before, spec) in enumerate(zip(cache.layers, layers, cache.specs, strict=True)):
         load_states(layer, with_prefix(state, f"{number}."), rows, before, spec.device)
-    cache.resolved, cache.budgets.pins = True, _ranges(state, "pins")
-    cache.budgets.transient = _ranges(state, "transient") if "transient" in state else ()  # older states have none
+    cache.resolved = True
+    cache.budgets.pins, cache.budgets.transient = (_ranges(state, name) for name in _RANGES)
     if not 0 < cache.seen_tokens <= columns:
         raise H2OStreamError(f"the state is damaged: it has seen {cache.seen_tokens} tokens in {columns} columns")
     for number, group in enumerate(cache.head_groups):
@@ -139,9 +138,8 @@ def _load_group(group: HeadGroup, tensors: Mapping[str, Tensor], device: torch.d
     if group.heads is not None and keys.shape[1] != len(group.heads):
         raise H2OStreamError(f"the state does not fit: {keys.shape[1]} heads of a group of {len(group.heads)}")
     group.allocate(keys, values, slots)
-    rank = require_tensor(tensors, "rank").to(group.rank.dtype)  # older states have int32
     for name, tensor in group.tensors().items():
-        tensor.copy_(require_tensor({**tensors, "rank": rank}, name, like=tensor))
+        tensor.copy_(require_tensor(tensors, name, like=tensor))
 
 
 def _load_budgets(cache: H2OCache, saved: Mapping[str, Any], prompt: int) -> None:

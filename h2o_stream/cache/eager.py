@@ -113,12 +113,7 @@ def layer_attention(
         query = rotated_query(chunk, lookup.table)
     sees_all = chunk.new == 1 and group.sliding is None and not has_empty
     mask = None if sees_all else causal_mask(candidates, chunk, group.sliding, group.chunked)
-    folded = None
-    if group.folds:
-        queries = query.float().unflatten(1, (keys.shape[1], -1)) * chunk.transform.scaling
-        table = None if lookup is None else lookup.table.float()
-        folded = group.policy.folded(vars(group.head_state), queries, candidates.seen, table)
-    return attention(query, keys, values, lookup, mask, chunk.transform, folded)
+    return attention(query, keys, values, lookup, mask, chunk.transform)
 
 
 def probabilities(group: HeadGroup, chunk: QueryChunk) -> Tensor:

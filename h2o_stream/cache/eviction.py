@@ -45,7 +45,6 @@ def free_slots(group: HeadGroup, evictions: Sequence[int]) -> None:
         if uneven is not None and done:
             slot = torch.where(uneven > done, slot, group.free)
         group.free.copy_(slot)
-        _fold(group, shown, torch.zeros_like(group.index, dtype=torch.bool).scatter_(2, slot, True))
         group.rank -= (group.rank > group.rank.gather(2, slot)).to(group.rank.dtype)
         group.clear(slot)
 
@@ -56,13 +55,6 @@ def _shown(group: HeadGroup, candidates: Candidates, keys: Tensor | None, values
         rotations = group.rotations(candidates, torch.float32)
         candidates = replace(candidates, keys=keys, values=values, rotations=rotations)
     return replace(candidates, head_state=vars(group.head_state))
-
-
-def _fold(group: HeadGroup, candidates: Candidates, leaves: Tensor) -> None:
-    """Let the policy fold the tokens that leave, [B, Hkv, K] bool. Transient text comes again: not this."""
-    if group.folds:
-        evicted = leaves & (candidates.index >= 0) & ~group.budget.is_transient(candidates.index)
-        group.set_head_state(group.policy.fold(candidates, evicted))
 
 
 def keep_best(group: HeadGroup, candidates: Candidates, keys: Tensor, values: Tensor, limits: Sequence[int]) -> None:
@@ -78,7 +70,6 @@ def keep_best(group: HeadGroup, candidates: Candidates, keys: Tensor, values: Te
     uneven = torch.tensor(limits, device=keys.device) if min(limits) < max(limits) else None
     shown = _shown(group, candidates, keys, values)
     keep, index = select(group.policy.worth(shown, group.budget), candidates.index, max(limits), uneven)
-    _fold(group, shown, torch.ones_like(candidates.index, dtype=torch.bool).scatter_(2, keep, index < 0))
     n, slots = keep.shape[-1], group.store.slots
     keys, values = (x.gather(2, keep[..., None].expand(-1, -1, -1, x.shape[-1])) for x in (keys, values))
     slot, free = group.store.place_prefill(keys, values, index, candidates.seen)

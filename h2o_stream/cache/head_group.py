@@ -163,8 +163,7 @@ class HeadGroup:
         """Where RoPE sees the keys of the candidates; None if they are rotated already."""
         if self.table is None:
             return None
-        keys = max(candidates.index.shape[-1], self.plan.window + 1)  # what is folded stands behind a full window
-        table = self.table.upto(self.max_distance(keys), self.device, dtype)
+        table = self.table.upto(self.max_distance(candidates.index.shape[-1]), self.device, dtype)
         return key_rotations(candidates, self.plan.positions, self.span, self.budget, table)
 
     @property
@@ -194,11 +193,6 @@ class HeadGroup:
         """Let the policy see the new queries, if it keeps anything of a head."""
         if state := vars(self.head_state):
             self.set_head_state(self.policy.update_head_state(state, chunk.new_queries))
-
-    @property
-    def folds(self) -> bool:
-        """Whether evicted tokens are folded. A sliding window of the model hides old tokens, so none are."""
-        return self.policy.folds and self.sliding is None
 
     def set_head_state(self, updated: Mapping[str, Tensor]) -> None:
         """Write the tensors of the head state, by name."""

@@ -113,7 +113,7 @@ def policy_rule(plan: CachePlan) -> Rule:
     """
     policies: dict[int, Policy] = {}
     sample = make_policy(plan)
-    further = sample.long_term or sample.needs_keys or sample.folds or sample.head_state(1, 1, 1)
+    further = sample.long_term or sample.needs_keys or sample.head_state(1, 1, 1)
     if further or plan.budgets != "equal":
         raise ConfigError(
             f"policy {plan.policy} keeps more than a score of each token; --masked takes h2o-paper, recent, sink, "

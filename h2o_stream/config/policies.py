@@ -49,10 +49,6 @@ _POLICIES = {
     "sink": PolicyDefaults(0.0, 4, 1.0, "rolling", f"{_RULES}.recency:Recency"),
     "recent": PolicyDefaults(0.0, 0, 1.0, "rolling", f"{_RULES}.recency:Recency"),
     "full": PolicyDefaults(0.0, 0, 1.0, "absolute", f"{_RULES}.recency:Recency"),
-    "compensation": PolicyDefaults(
-        0.5, 4, 0.99, "gap", f"{_RULES}.compensation:Compensation", budgets="measured", long_term=2.0
-    ),
-    "moments": PolicyDefaults(0.5, 4, 0.99, "gap", f"{_RULES}.moments:Moments", budgets="measured", long_term=2.0),
 }
 
 

@@ -50,19 +50,6 @@ class NewQueries:
 
 
 @dataclass(frozen=True)
-class Folded:
-    """The tokens that a head has evicted, as one more key and value for each query.
-
-    Attributes:
-        logits: [B, Hkv, G, Q] float32, the logarithm of the sum of their exponentials; -inf while there are none.
-        values: [B, Hkv, G, Q, Dv] float32, their mean value.
-    """
-
-    logits: Tensor
-    values: Tensor
-
-
-@dataclass(frozen=True)
 class Candidates:
     """The K tokens of every head among which a policy chooses: cached ones, and in a prefill the new ones.
 
@@ -138,10 +125,7 @@ class Policy(ABC):
     """Whether there is a second, long-term score; see `update_long_term`."""
 
     needs_keys: bool = False
-    """Whether `priority` or `fold` looks at keys and values."""
-
-    folds: bool = False
-    """Whether evicted tokens are folded into the state of their head; see `fold` and `folded`."""
+    """Whether `priority` looks at keys and values."""
 
     def __init__(self, plan: CachePlan, layer: int = 0) -> None:
         self.plan = plan
@@ -196,31 +180,6 @@ class Policy(ABC):
             All of them, as new tensors.
         """
         return dict(head_state)
-
-    def fold(self, candidates: Candidates, evicted: Tensor) -> dict[str, Tensor]:
-        """The state of the heads after some tokens are evicted.
-
-        Args:
-            candidates: the K tokens, with keys and values.
-            evicted: [B, Hkv, K] bool, which of them leave and are to be remembered; perhaps none.
-
-        Returns:
-            All tensors of `head_state`, as new tensors.
-        """
-        return dict(candidates.head_state)
-
-    def folded(self, head_state: Mapping[str, Tensor], queries: Tensor, seen: Tensor, table: Tensor | None) -> Folded:
-        """What new queries see of the tokens that were folded.
-
-        Args:
-            head_state: the tensors [B, Hkv, *] of `head_state`.
-            queries: [B, Hkv, G, Q, D] float32, scaled, and rotated so that the newest token is at distance 0 (by token
-                index with ``absolute``).
-            seen: [B, 1, 1] int64, tokens of each row, the new ones included.
-            table: [N, Drot] float32, cosines and sines by distance, up to a full window behind the span; None with
-                ``absolute``.
-        """
-        raise NotImplementedError
 
     def protected(self, candidates: Candidates, budget: Budget) -> Tensor:
         """Which tokens must not be evicted, [B, Hkv, K] bool; undefined for empty slots."""
