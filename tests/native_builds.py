@@ -31,7 +31,7 @@ def in_use(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def _opened(choice: str) -> ctypes.CDLL:
-    if library.missing_reason():
+    if library.why_not():
         pytest.skip("there is no compiled library")
     if choice not in library.available():
         pytest.skip(f"this processor does not have {choice}")

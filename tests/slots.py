@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from torch import Tensor
 
+from h2o_stream.cache.attend import attend as attend_with
 from h2o_stream.cache.attention import LogitTransform
 from h2o_stream.cache.head_group import HeadGroup
+from h2o_stream.cache.kernels import Kernels
 from h2o_stream.cache.padding import Padding
 
 
@@ -16,8 +18,9 @@ def attend(
     value: Tensor,
     transform: LogitTransform,
     padding: Padding | None = None,
+    kernels: Kernels | None = None,
 ) -> Tensor:
     """Feed new tokens and count them."""
-    output = group.attend(query, key, value, transform, padding)
+    output = attend_with(group, query, key, value, transform, padding, kernels)
     group.tokens.advance(padding.counts if padding else (key.shape[2],) * len(key), key.shape[2])
     return output

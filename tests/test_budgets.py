@@ -17,7 +17,7 @@ from h2o_stream import CacheConfig, ConfigError, H2OStreamError, attach
 from h2o_stream.attachment import measurements, retrieval_heads
 from h2o_stream.cache.layer import LayerSpec
 from h2o_stream.cache.state import checksummed, encode_json
-from h2o_stream.cache.windows import HeadBudget, schedules, windows
+from h2o_stream.cache.windows import HeadWindow, schedules, windows
 from h2o_stream.compare.heavy_hitters.comparison import measure_attention
 from h2o_stream.config import MIN_EVICTABLE
 from h2o_stream.models.load import LoadedModel
@@ -27,13 +27,13 @@ from tests.test_oracle import compare, tokens_of
 from tests.tolerance import FLOAT32, assert_close
 
 GROUPS = (
-    (HeadBudget((0, 1, 2), 0.6),),
-    (HeadBudget((0, 2), 0.9), HeadBudget((1,), 3.0)),
-    (HeadBudget((1, 2), 0.7), HeadBudget((0,), 1.0)),
+    (HeadWindow((0, 1, 2), 0.6),),
+    (HeadWindow((0, 2), 0.9), HeadWindow((1,), 3.0)),
+    (HeadWindow((1, 2), 0.7), HeadWindow((0,), 1.0)),
 )
 """Three layers of three KV heads: one size, two sizes, and two sizes of which one is the default."""
 ALL = [group for layer in GROUPS for group in layer]
-COUNTS = tuple(group.count for group in ALL)
+COUNTS = tuple(group.weight for group in ALL)
 WINDOW, SINKS, HEAVY = 24, 2, 8
 FINAL = windows(ALL, WINDOW, SINKS, MIN_EVICTABLE)
 BY_HEAD = [
@@ -47,9 +47,9 @@ def model(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     """A model of three layers whose heads are grouped as in `GROUPS`."""
 
     def assigned(model: Any, specs: Any, progress: Any) -> Any:
-        return [replace(spec, budgets=groups) for spec, groups in zip(specs, GROUPS, strict=True)]
+        return [replace(spec, windows=groups) for spec, groups in zip(specs, GROUPS, strict=True)]
 
-    monkeypatch.setattr("h2o_stream.attachment.attach.assign_budgets", assigned)
+    monkeypatch.setattr("h2o_stream.attachment.attach.give_retrieval_heads_more", assigned)
     return make_llama(heads=3, groups=2, layers=3, context=256)
 
 
@@ -67,15 +67,15 @@ class TestArithmetic:
     def test_windows(self, shares: list[tuple[float, int]], window: int, pinned: int, max_window: int | None) -> None:
         heads = sum(count for _, count in shares)
         mean = sum(share * count for share, count in shares) / heads
-        groups = [HeadBudget(tuple(range(count)), share / mean) for share, count in shares]
+        groups = [HeadWindow(tuple(range(count)), share / mean) for share, count in shares]
         sizes = windows(groups, window, pinned, 8, max_window)
-        total = sum(size * group.count for size, group in zip(sizes, groups, strict=True))
+        total = sum(size * group.weight for size, group in zip(sizes, groups, strict=True))
         assert window * heads - 4 <= total <= window * heads
         assert min(sizes) >= pinned + 7
         assert max_window is None or max(sizes) <= max_window + 1
 
     def test_shares_move_toward_equal_where_too_little_is_left(self) -> None:
-        groups = [HeadBudget((), 0.5), HeadBudget((), 1.5)]
+        groups = [HeadWindow((), 0.5), HeadWindow((), 1.5)]
         assert windows(groups, 100, 0, 8) == [50, 150]
         assert windows(groups, 100, 60, 8) == [80, 120]
         assert windows(groups, 100, 0, 8, 110) == [90, 110]
@@ -197,7 +197,7 @@ def test_a_state_continues_at_any_size(model: Any, monkeypatch: pytest.MonkeyPat
         model(TOKENS[:, :fed], past_key_values=cache)
         state = cache.state_dict()
         wanted = [model(TOKENS[:, 70 + step, None], past_key_values=cache).logits for step in range(40)]
-    monkeypatch.setattr("h2o_stream.attachment.attach.assign_budgets", lambda model, specs, progress: specs)
+    monkeypatch.setattr("h2o_stream.attachment.attach.give_retrieval_heads_more", lambda model, specs, progress: specs)
     with attach(model, config) as cache:
         cache.load_state_dict(state)
         got = [model(TOKENS[:, 70 + step, None], past_key_values=cache).logits for step in range(40)]
@@ -281,7 +281,7 @@ def test_a_forward_that_failed_in_a_group_is_noticed(model: Any, monkeypatch: py
 
 
 def test_statistics_are_means_over_heads(model: Any) -> None:
-    with attach(model, config_of()) as cache:
+    with attach(model, config_of()) as cache, cache.measuring_sparsity():
         model(TOKENS, past_key_values=cache)
         statistics = cache.statistics()
         assert [layer.layer for layer in statistics] == [0, 1, 2]

@@ -102,7 +102,7 @@ class TestSlots:
             assert rank[occupied][order].tolist() == list(range(held)), "rank counts the newer tokens held"
         kept = layer.kept()
         seen = layer.tokens.lengths[0]
-        recent = torch.arange(max(seen - layer.budget.recent, 0), seen)
+        recent = torch.arange(max(seen - layer.protection.recent, 0), seen)
         assert kept[..., held - len(recent) :].eq(recent).all()
         pinned = torch.arange(min(layer.plan.sinks, held))
         assert kept[..., : len(pinned)].eq(pinned).all()

@@ -272,7 +272,7 @@ class ConversationMachine(RuleBasedStateMachine):
             place = passage.stop
         assert place == len(tokens)
         if tokens:
-            audit(self.engine.cache)  # type: ignore[arg-type]
+            audit(self.engine.cache.evicting_groups)  # type: ignore[arg-type]
 
     @invariant()
     def the_index_has_what_the_transcript_has(self) -> None:

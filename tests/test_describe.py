@@ -110,7 +110,7 @@ class TestPacked:
 
     @pytest.mark.parametrize("kind", [abi.MatrixKind.INT8, abi.MatrixKind.INT4])
     def test_embedding(self, kind: abi.MatrixKind) -> None:
-        if library.missing_reason():
+        if library.why_not():
             pytest.skip("there is no compiled library")
         model = pack_all(FAMILIES[1].make(), kind)
         vocabulary, hidden = model.get_input_embeddings().weight.shape

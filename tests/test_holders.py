@@ -15,7 +15,7 @@ from transformers import LlamaForCausalLM
 from h2o_stream import CacheConfig, H2OStreamError, attach
 from h2o_stream.cache.h2o_cache import H2OCache
 from h2o_stream.cache.holders import Holders, holders, retrieval_holders
-from h2o_stream.cache.windows import HeadBudget
+from h2o_stream.cache.windows import HeadWindow
 from h2o_stream.session.metadata import TurnTokens
 from h2o_stream.session.retention import retention
 from tests.conftest import make_llama
@@ -85,10 +85,10 @@ def test_heads_with_larger_windows_are_asked(tiny: LlamaForCausalLM) -> None:
         assert isinstance(cache, H2OCache)
         tiny(ids(60), past_key_values=cache)
         assert retrieval_holders(cache).share(20, 40) == holders(cache).share(20, 40)  # there are none
-        budgets = (HeadBudget((0,), 0.75), HeadBudget((1,), 1.25))
-        cache.specs = (replace(cache.specs[0], budgets=budgets), *cache.specs[1:])
+        windows = (HeadWindow((0,), 0.75), HeadWindow((1,), 1.25))
+        cache.specs = (replace(cache.specs[0], windows=windows), *cache.specs[1:])
         cache.reset()
-        cache.build(24)
+        cache.make_layers(24)
         tiny(ids(60), past_key_values=cache)
         kept = of_layers(cache, [0])
         assert len(kept[0]) < len(kept[1])

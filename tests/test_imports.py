@@ -19,15 +19,10 @@ MODULES = {
 }
 
 
-def imports(module: str, everything: bool) -> Iterator[str]:
-    """The modules of the package that a module imports.
-
-    Args:
-        module: its name.
-        everything: also imports inside functions and those for type checkers only.
-    """
+def imports(module: str) -> Iterator[str]:
+    """The modules of the package that a module imports, also inside functions and for type checkers only."""
     tree = ast.parse(MODULES[module].read_text(encoding="utf-8"))
-    for node in ast.walk(tree) if everything else tree.body:
+    for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names if alias.name in MODULES)
         elif isinstance(node, ast.ImportFrom) and node.module in MODULES:
@@ -35,10 +30,9 @@ def imports(module: str, everything: bool) -> Iterator[str]:
             yield from (name if name in MODULES else node.module for name in names)
 
 
-def circle(everything: bool, skipped: str = "-") -> list[str]:
+def circle() -> list[str]:
     """Modules that import each other in a circle, if there are any."""
-    names = [name for name in MODULES if not name.startswith(skipped)]
-    graph = {name: set(imports(name, everything)) - {name, "h2o_stream"} for name in names}
+    graph = {name: set(imports(name)) - {name, "h2o_stream"} for name in MODULES}
     try:
         TopologicalSorter(graph).prepare()
     except CycleError as error:
@@ -47,9 +41,7 @@ def circle(everything: bool, skipped: str = "-") -> list[str]:
 
 
 def test_no_circle() -> None:
-    """Imports inside functions and for type checkers count too, except in `cache`."""
-    assert circle(everything=False) == []
-    assert circle(everything=True, skipped="h2o_stream.cache") == []
+    assert circle() == []
 
 
 def test_only_entry_points_name_plugins() -> None:
@@ -68,5 +60,5 @@ def test_layers() -> None:
         above = tuple(f"h2o_stream.{name}." for name in LAYERS[number + 1 :])
         below = (name for name in MODULES if name.startswith(f"h2o_stream.{layer}.") and not name.endswith("__main__"))
         for module in below:
-            upward += [(module, name) for name in imports(module, everything=True) if name.startswith(above)]
+            upward += [(module, name) for name in imports(module) if name.startswith(above)]
     assert upward == []

@@ -13,17 +13,17 @@ from transformers import LlamaForCausalLM
 
 from h2o_stream import CacheConfig, attach
 from h2o_stream.cache.audit import audit
-from h2o_stream.cache.eager import EAGER, EagerKernels
+from h2o_stream.cache.eager import EagerKernels
 from h2o_stream.cache.h2o_cache import H2OCache
 from h2o_stream.cache.head_group import HeadGroup
-from h2o_stream.cache.windows import HeadBudget
+from h2o_stream.cache.windows import HeadWindow
 from tests.conftest import make_llama
 
 WINDOW = 24
 GROUPS = (
-    (HeadBudget((0, 1, 2), 1.1),),
-    (HeadBudget((0, 2), 0.5), HeadBudget((1,), 2.0)),
-    (HeadBudget((0, 2), 1.0), HeadBudget((1,), 0.7)),
+    (HeadWindow((0, 1, 2), 1.1),),
+    (HeadWindow((0, 2), 0.5), HeadWindow((1,), 2.0)),
+    (HeadWindow((0, 2), 1.0), HeadWindow((1,), 0.7)),
 )
 """Three layers of three KV heads: windows that grow, that shrink (losing many slots over a few tokens), that stay."""
 
@@ -37,9 +37,9 @@ def model(monkeypatch: pytest.MonkeyPatch) -> LlamaForCausalLM:
     """A model whose heads are grouped as in `GROUPS`."""
 
     def grouped(model: Any, specs: Any, progress: Any) -> Any:
-        return [replace(spec, budgets=groups) for spec, groups in zip(specs, GROUPS, strict=True)]
+        return [replace(spec, windows=groups) for spec, groups in zip(specs, GROUPS, strict=True)]
 
-    monkeypatch.setattr("h2o_stream.attachment.attach.assign_budgets", grouped)
+    monkeypatch.setattr("h2o_stream.attachment.attach.give_retrieval_heads_more", grouped)
     return make_llama(heads=3, groups=2, layers=3, context=256)
 
 
@@ -105,7 +105,7 @@ class TestAddresses:
             cache.unpin()
             assert any(layer.schedule.window > window for layer, window in zip(cache.head_groups, before, strict=True))
             got = [model(token, past_key_values=cache).logits for token in tokens[:, 12:].split(1, 1)]
-            audit(cache)
+            audit(cache.evicting_groups)
         with attach(model, CacheConfig("h2o", WINDOW)) as cache:
             model(tokens[:, :12], past_key_values=cache)
             wanted = [model(token, past_key_values=cache).logits for token in tokens[:, 12:].split(1, 1)]
@@ -146,7 +146,7 @@ class TestSingleTokens:
             model(ids(3), past_key_values=cache)
             for token in ids(70, seed=1).split(1, 1):
                 model(token, past_key_values=cache)
-                audit(cache)
+                audit(cache.evicting_groups)
 
 
 @pytest.mark.parametrize("kv_bits", [16, 8, 4, 2])
@@ -189,11 +189,11 @@ class Recording(EagerKernels):
 
     def decode(self, *args: Any) -> Tensor:
         self.calls.append("decode")
-        return EAGER.decode(*args)
+        return EagerKernels().decode(*args)
 
     def prefill(self, *args: Any) -> Tensor:
         self.calls.append("prefill")
-        return EAGER.prefill(*args)
+        return EagerKernels().prefill(*args)
 
 
 class TestKernels:
@@ -226,15 +226,11 @@ class TestKernels:
         assert kernels.calls == ["prefill"]
         assert shown == [torch.Size((1, 2, 1, 20, 20))]
 
-    def test_sparsity_is_measured_beside_them(self, tiny: LlamaForCausalLM, kernels: Recording) -> None:
-        """Attention of a prompt's last query; before any eviction it equals the eager measurement."""
-        sparsity = []
-        for engine in ("auto", "eager"):
-            with attach(tiny, CacheConfig("h2o", 64), engine=engine) as cache:
-                tiny(ids(40), past_key_values=cache)
-                sparsity.append([layer.sparsity for layer in cache.statistics()])
-        assert sparsity[0] == pytest.approx(sparsity[1])
-        assert kernels.calls == ["prefill"] * 2
+    def test_sparsity_is_measured_in_torch(self, tiny: LlamaForCausalLM, kernels: Recording) -> None:
+        with attach(tiny, CacheConfig("h2o", 64)) as cache, cache.measuring_sparsity():
+            tiny(ids(40), past_key_values=cache)
+            assert all(0 < layer.sparsity < 1 for layer in cache.statistics())
+        assert kernels.calls == []
 
 
 def test_counting_walks_no_layers(model: LlamaForCausalLM, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -34,7 +34,7 @@ def folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
 def test_compiled_where_there_is_a_compiler():
     if not any(map(shutil.which, ("c++", "g++", "clang++"))):
         pytest.skip("no compiler")
-    assert library.missing_reason() is None
+    assert library.why_not() == ""
     assert library.available()
 
 
@@ -50,7 +50,7 @@ class TestChoice:
         monkeypatch.setenv(INSTRUCTIONS_VARIABLE, choice)
         assert library.name() == choice
         assert library.loaded().h2o_library_level() == INSTRUCTIONS.index(choice)
-        assert library.missing_reason() is None
+        assert library.why_not() == ""
 
     def test_a_name_that_there_is_not(self, monkeypatch):
         monkeypatch.setenv(INSTRUCTIONS_VARIABLE, "sse9")
@@ -74,8 +74,8 @@ class TestNone:
         assert library.loaded() is None
         assert library.name() == "none"
         assert library.available() == []
-        assert "install GCC or Clang" in library.missing_reason()
-        assert "\n" not in library.missing_reason()
+        assert "install GCC or Clang" in library.why_not()
+        assert "\n" not in library.why_not()
 
     def test_a_name_that_there_is_not(self, monkeypatch, folder):
         monkeypatch.setenv(INSTRUCTIONS_VARIABLE, "sse9")
@@ -85,7 +85,7 @@ class TestNone:
     def test_a_file_that_is_not_a_library(self, folder):
         (folder / "_h2o_portable.so").write_bytes(b"of another machine")
         assert library.loaded() is None
-        assert "_h2o_portable.so" in library.missing_reason()
+        assert "_h2o_portable.so" in library.why_not()
 
     @pytest.mark.skipif(library.loaded() is None, reason="not compiled")
     def test_damaged_ones_are_refused(self, folder):
@@ -105,7 +105,7 @@ for number, harmed in enumerate([*damaged, whole]):
     path.write_bytes(harmed)
     library._load.cache_clear()
     assert (library.loaded() is None) == (number < len(damaged)), number
-    assert library.loaded() or "checksum differs" in library.missing_reason()
+    assert library.loaded() or "checksum differs" in library.why_not()
 path.with_suffix(".sum").unlink()
 library._load.cache_clear()
 assert library.loaded() is None

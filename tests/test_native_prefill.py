@@ -14,8 +14,8 @@ from torch import Tensor
 from h2o_stream.cache.attention import LogitTransform
 from h2o_stream.cache.head_group import HeadGroup
 from h2o_stream.cache.padding import Padding
-from h2o_stream.cache.policies import Budget, Candidates, make_policy
-from h2o_stream.cache.policies.long_term import DECAY, FAR
+from h2o_stream.cache.policies import Candidates, Protection, make_policy
+from h2o_stream.cache.policies.long_term import LongTerm
 from h2o_stream.cache.quantized_store import QuantizedStore
 from h2o_stream.cache.windows import Schedule
 from h2o_stream.config import CachePlan
@@ -99,7 +99,7 @@ class Eager:
             table = None if case.plan.positions == "absolute" else Table(case.rotary)
             layer = HeadGroup(case.plan, make_policy(case.plan, 3), table, case.sliding)
             layer.schedule = case.schedule
-            layer.budget = Budget(case.plan.sinks, case.pins, case.plan.recent, case.transient)
+            layer.protection = Protection(case.plan.sinks, case.pins, case.plan.recent, case.transient)
             self.layers.append((layer, torch.tensor(heads)))
 
     def attend(self, call: int) -> Tensor:
@@ -146,7 +146,7 @@ class Native:
         self.layer = AttentionLayer(
             case.query_heads, case.kv_heads, case.size, case.size, case.size**-0.5, case.softcap or 0.0,
             POLICIES[plan.policy] if plan.heavy else PolicyKind.RECENCY, POSITIONS[plan.positions],
-            plan.decay, plan.long_term, DECAY, FAR, plan.sinks,
+            plan.decay, plan.long_term, LongTerm.far_decay, LongTerm.far, plan.sinks,
             *(number for ranges in (case.pins, case.transient) for number in (
                 self.address(torch.tensor([(tokens.start, tokens.stop) for tokens in ranges]).long()), len(ranges))),
             case.sliding or 0, plan.seed, 3,

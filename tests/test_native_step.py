@@ -271,7 +271,7 @@ def test_as_many_slots_as_ranks_of_16_bits_can_count(policy: str, slots: int, dt
     """Full slots take single tokens, then a chunk, then single tokens."""
     plan = CacheConfig(policy, slots - 1, positions="absolute", chunk=5).plan()
     groups = [HeadGroup(plan, make_policy(plan), None) for _ in range(2)]
-    groups[0].kernels = make_kernels()
+    kernels = (make_kernels(), None)
     like, generator = torch.empty(1, 2, 1, 8), torch.Generator().manual_seed(slots)
     order = torch.stack([torch.randperm(slots, generator=generator) for _ in range(2)])
     for group in groups:
@@ -290,7 +290,10 @@ def test_as_many_slots_as_ranks_of_16_bits_can_count(policy: str, slots: int, dt
         group.filled = slots
     for count in (1, 1, 12, 1):
         query, key, value = (torch.randn(1, heads, count, 8, generator=generator) for heads in (4, 2, 2))
-        ours, theirs = (attend(group, query, key, value, LogitTransform(0.3)) for group in groups)
+        ours, theirs = (
+            attend(group, query, key, value, LogitTransform(0.3), kernels=chosen)
+            for group, chosen in zip(groups, kernels, strict=True)
+        )
         assert relative_error(ours, theirs) < EXACT
         for group in groups:
             check_slots(group, "slots")

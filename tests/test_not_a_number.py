@@ -10,7 +10,7 @@ from torch import Tensor
 
 from h2o_stream.cache.attention import LogitTransform
 from h2o_stream.cache.head_group import HeadGroup
-from h2o_stream.cache.policies import Budget, make_policy
+from h2o_stream.cache.policies import Protection, make_policy
 from h2o_stream.config import CachePlan
 from h2o_stream.native import library
 from h2o_stream.native.kernels import NativeKernels
@@ -23,17 +23,17 @@ NEW = (40, 1, 1, 9, *[1] * 20)
 def outputs(native: bool, plan: CachePlan, poisoned: int) -> Iterator[tuple[Tensor, HeadGroup]]:
     """Results of a layer whose first head gets a NaN key in one forward."""
     layer = HeadGroup(plan, make_policy(plan), None if plan.positions == "absolute" else Table(16))
-    layer.budget = Budget(plan.sinks, (range(7, 9),), 4)
-    layer.kernels = NativeKernels(library.loaded()) if native else None
+    layer.protection = Protection(plan.sinks, (range(7, 9),), 4)
+    kernels = NativeKernels(library.loaded()) if native else None
     seeded = torch.Generator().manual_seed(1)
     for number, new in enumerate(NEW):
         query, key, value = (torch.randn(1, heads, new, 16, generator=seeded) for heads in (4, 2, 2))
         if number == poisoned:
             key[:, 0, -1] = torch.nan
-        yield attend(layer, query, key, value, LogitTransform(0.25)), layer
+        yield attend(layer, query, key, value, LogitTransform(0.25), kernels=kernels), layer
 
 
-@pytest.mark.skipif(bool(library.missing_reason()), reason="there is no compiled library")
+@pytest.mark.skipif(bool(library.why_not()), reason="there is no compiled library")
 @pytest.mark.parametrize("policy", ["h2o", "h2o-paper", "tova", "random", "sink"])
 @pytest.mark.parametrize("poisoned", [0, 1, 3])
 @pytest.mark.parametrize("positions", ["gap", "absolute"])

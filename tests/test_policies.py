@@ -12,7 +12,7 @@ import torch
 from transformers import LlamaForCausalLM
 
 from h2o_stream import CacheConfig, ConfigError, attach, config
-from h2o_stream.cache.policies import Attention, Budget, Candidates, make_policy, merged, select
+from h2o_stream.cache.policies import Attention, Protection, Candidates, make_policy, merged, select
 from tests.literature import PRIORITIES
 from tests.tolerance import assert_close
 
@@ -27,7 +27,7 @@ def held(scores: list[float], index: list[int]) -> Candidates:
 def test_protected_slots_have_the_highest_priority_and_empty_ones_the_lowest() -> None:
     policy = make_policy(CacheConfig("h2o", 8).plan())
     view = held([0.5, 0.1, 9.0, 0.2, 0.0], [0, 3, -1, 5, 6])
-    worth = policy.worth(view, Budget(1, (range(3, 4),), 1))[0, 0]
+    worth = policy.worth(view, Protection(1, (range(3, 4),), 1))[0, 0]
     inf = torch.inf
     assert worth.tolist() == [inf, inf, -inf, pytest.approx(0.2), inf]
 

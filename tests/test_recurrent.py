@@ -13,7 +13,7 @@ from h2o_stream.cache.attention import LogitTransform
 from h2o_stream.cache.layer import LayerSpec
 from h2o_stream.cache.recurrent import states_of
 from h2o_stream.cache.state import checksummed
-from h2o_stream.cache.windows import HeadBudget
+from h2o_stream.cache.windows import HeadWindow
 from h2o_stream.config import CachePlan
 from tests.families import FAMILIES, tiny
 from tests.test_generate_forms import PROMPTS, batch_of, generate, step, with_column
@@ -216,7 +216,7 @@ def test_learned_sinks_go_with_their_heads() -> None:
     plan = CachePlan("recent", 16, 0, 0, 16, 1.0, "absolute", 0, 16)
     query, key, value = (torch.randn(1, heads, 9, 8) for heads in (6, 3, 3))
     transform = LogitTransform(0.3, sinks=torch.randn(6))
-    whole, split = LayerSpec(), LayerSpec(budgets=(HeadBudget((0, 2)), HeadBudget((1,))))
+    whole, split = LayerSpec(), LayerSpec(windows=(HeadWindow((0, 2)), HeadWindow((1,))))
     one, two = (spec.make_layer(plan, 0).attend(query, key, value, transform) for spec in (whole, split))
     assert_close(one, two)
     without = whole.make_layer(plan, 0).attend(query, key, value, LogitTransform(0.3))

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from h2o_stream import CacheConfig, ConfigError, attach
-from h2o_stream.cache.windows import HeadBudget
+from h2o_stream.cache.windows import HeadWindow
 from h2o_stream.compare.catalog import NllOptions
 from h2o_stream.config import SIZED_KV_BITS
 from tests.conftest import make_llama
@@ -47,10 +47,10 @@ def test_the_largest_window_that_fits(model: Any, policy: str, kv_bits: int | No
 @pytest.mark.parametrize("policy", ["h2o", "sink"])
 def test_never_more_while_windows_change(monkeypatch: pytest.MonkeyPatch, policy: str) -> None:
     def uneven(model: Any, specs: Any, progress: Any) -> Any:
-        budgets = (HeadBudget((0,), 0.4), HeadBudget((1,), 2.2), HeadBudget((2,), 0.4))
-        return [replace(spec, budgets=budgets) for spec in specs]
+        windows = (HeadWindow((0,), 0.4), HeadWindow((1,), 2.2), HeadWindow((2,), 0.4))
+        return [replace(spec, windows=windows) for spec in specs]
 
-    monkeypatch.setattr("h2o_stream.attachment.attach.assign_budgets", uneven)
+    monkeypatch.setattr("h2o_stream.attachment.attach.give_retrieval_heads_more", uneven)
     model = make_llama(heads=3, groups=2, layers=3, context=256)
     window, largest = measured(model, CacheConfig(policy, chunk=8, cache_size=20_000, budgets="measured"), step=1)
     assert 18_000 < largest <= 20_000

@@ -42,7 +42,7 @@ class TestAudit:
         with attach(tiny, CacheConfig(policy, 24)) as cache:
             for part in IDS.split([7, 40, 1, 1, 1, 20, 20], 1):
                 tiny(part, past_key_values=cache)
-                assert audit(cache) >= 0  # type: ignore[arg-type]
+                assert audit(cache.evicting_groups) >= 0  # type: ignore[arg-type]
 
     @pytest.mark.parametrize(
         ("harm", "words"),
@@ -61,10 +61,10 @@ class TestAudit:
     def test_what_is_wrong_is_found(self, tiny: Any, harm: Callable[[HeadGroup], None], words: str) -> None:
         with attach(tiny, CacheConfig("h2o", 24, budgets="equal")) as cache:
             tiny(IDS, past_key_values=cache)
-            audit(cache)  # type: ignore[arg-type]
+            audit(cache.evicting_groups)  # type: ignore[arg-type]
             harm(cache.head_groups[1])  # type: ignore[arg-type]
             with pytest.raises(H2OStreamError, match=f"slots 1: .*{words}"):
-                audit(cache)  # type: ignore[arg-type]
+                audit(cache.evicting_groups)  # type: ignore[arg-type]
 
 
 def soak(text: Path, out: Path) -> Soak:

@@ -38,20 +38,19 @@ def test_share_of_top() -> None:
     assert share_of_top(torch.tensor([1.0, 6.0, 2.0, 1.0]), 0.25) == pytest.approx(0.6)
 
 
-def test_decode_steps_are_sampled() -> None:
+def test_the_last_query_of_every_forward_counts() -> None:
     meter, visible = SparsityMeter(), torch.ones(1, 1, 2, dtype=torch.bool)
     assert math.isnan(meter.value)
-    for step in range(32):
-        meter(torch.tensor([1.0, 0.0]).view(1, 1, 1, 1, 2), visible, step)
-    assert meter.value == 0.5
-    assert meter._samples == 2
+    for last in ([1.0, 0.0], [0.5, 0.5], [0.0, 1.0], [1.0, 0.0]):
+        meter(torch.tensor([[0.5, 0.5], last]).view(1, 1, 1, 2, 2), visible)
+    assert meter.value == 0.375
 
 
 @pytest.mark.parametrize(("decay", "chunk"), [(1.0, 0), (1.0, 7), (0.9, 7)])
 def test_all_attention_is_on_what_is_held_until_something_is_evicted(
     grouped: LlamaForCausalLM, decay: float, chunk: int
 ) -> None:
-    with attach(grouped, CacheConfig("h2o", 32, decay=decay, chunk=chunk)) as cache:
+    with attach(grouped, CacheConfig("h2o", 32, decay=decay, chunk=chunk)) as cache, cache.measuring_sparsity():
         grouped(ids(30), past_key_values=cache)
         for layer in cache.statistics():
             assert layer.mass == pytest.approx(1.0, rel=FLOAT32)
@@ -70,7 +69,7 @@ def test_the_part_is_not_known_where_queries_count_more_than_they_decay(grouped:
 
 
 def test_policies_without_scores_and_an_empty_cache(grouped: LlamaForCausalLM) -> None:
-    with attach(grouped, CacheConfig("recent", 16)) as cache:
+    with attach(grouped, CacheConfig("recent", 16)) as cache, cache.measuring_sparsity():
         assert all(math.isnan(layer.sparsity) for layer in cache.statistics())
         grouped(ids(30), past_key_values=cache)
         for layer in cache.statistics():
@@ -78,6 +77,17 @@ def test_policies_without_scores_and_an_empty_cache(grouped: LlamaForCausalLM) -
             assert math.isnan(layer.exponent)
             assert layer.scores.numel() == 0
             assert 0 < layer.sparsity < 1
+
+
+@pytest.mark.parametrize("policy", ["h2o", "full"])
+def test_sparsity_is_measured_when_asked(grouped: LlamaForCausalLM, policy: str) -> None:
+    with attach(grouped, CacheConfig(policy, 16)) as cache:
+        grouped(ids(30))
+        assert all(math.isnan(layer.sparsity) for layer in cache.statistics())
+        with cache.measuring_sparsity():
+            grouped(ids(30))  # a new stream is measured, too
+            assert all(0 < layer.sparsity < 1 for layer in cache.statistics())
+        assert all(math.isnan(layer.sparsity) for layer in cache.statistics())
 
 
 def test_what_is_observed_is_what_transformers_attends_to(grouped: LlamaForCausalLM) -> None:

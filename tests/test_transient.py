@@ -11,7 +11,7 @@ from transformers import LlamaForCausalLM
 
 from h2o_stream import CacheConfig, ConfigError, H2OStreamError, attach
 from h2o_stream.cache.h2o_cache import H2OCache
-from h2o_stream.cache.policies import Budget, Candidates, Policy, make_policy
+from h2o_stream.cache.policies import Candidates, Policy, Protection, make_policy
 from h2o_stream.cache.state import checksummed
 from h2o_stream.native import library
 from tests.conftest import make_llama
@@ -118,10 +118,10 @@ def test_no_score_is_lower(tiny: LlamaForCausalLM) -> None:
     index = torch.tensor([[[3, 4, 5, 6, 7, -1]]], dtype=torch.int32)
     rank = torch.tensor([[[4, 3, 2, 1, 0, 6]]], dtype=torch.int32)
     candidates = Candidates(torch.zeros(1, 1, 6), index, rank, torch.tensor([[[8]]]))
-    worth = Negative(config.plan()).worth(candidates, Budget(0, (), 0, (range(4, 5), range(6, 8))))
+    worth = Negative(config.plan()).worth(candidates, Protection(0, (), 0, (range(4, 5), range(6, 8))))
     assert worth.dtype == torch.float32
     assert worth[0, 0].argsort().tolist() == [5, 2, 1, 3, 4, 0]
-    protected = make_policy(config.plan()).worth(candidates, Budget(4, (range(6, 7),), 1, (range(9),)))
+    protected = make_policy(config.plan()).worth(candidates, Protection(4, (range(6, 7),), 1, (range(9),)))
     assert protected[0, 0].isposinf().tolist() == [True, False, False, True, True, False]
     assert protected.max() > 0 > protected[0, 0, 1] > protected[0, 0, 5]
 

@@ -191,7 +191,7 @@ class TestLeavesNothingBehind:
         assert len(set(before)) > 1
         built = verification.Verification(model, "absolute", "auto", [])
         with pytest.raises(ValueError, match="empty"):
-            built.failure()
+            built.why_not()
         assert [name for _, name in attention_names(model)] == before
 
     def test_gradients_and_inference_mode(self) -> None:

@@ -15,7 +15,7 @@ from h2o_stream.attachment import graph_steps, native_steps
 from h2o_stream.attachment.attention_interface import attention_names, using_h2o_attention
 from h2o_stream.attachment.forward import AttachedForward, Stepper, replaced_forward
 from h2o_stream.attachment.model_facts import input_device, learned_positions, max_distance_of
-from h2o_stream.attachment.retrieval_heads import assign_budgets
+from h2o_stream.attachment.retrieval_heads import give_retrieval_heads_more
 from h2o_stream.attachment.sizing import config_for_size, provisional
 from h2o_stream.attachment.support import check_supported, layer_specs, with_default_positions
 from h2o_stream.attachment.verification import Verification, verify_logits
@@ -23,7 +23,7 @@ from h2o_stream.cache.full_cache import FullCache
 from h2o_stream.cache.h2o_cache import H2OCache
 from h2o_stream.cache.identity import model_digest
 from h2o_stream.cache.layer import LayerSpec
-from h2o_stream.cache.recurrent import accepted_by
+from h2o_stream.cache.recurrent import as_class_for
 from h2o_stream.cache.rope import PositionsError
 from h2o_stream.config import CacheConfig, CachePlan, EngineChoice
 from h2o_stream.errors import ConfigError, H2OStreamError, UnsupportedModelError
@@ -104,7 +104,7 @@ def _build(
     if config.policy == "full":
         plan = check_supported(type(model), model.config, config)
         in_host_memory = config.device == "cpu" and input_device(model).type != "cpu"
-        return accepted_by(model, FullCache(plan, model.config, digest, in_host_memory)), None
+        return as_class_for(model, FullCache(plan, model.config, digest, in_host_memory)), None
     first = config if config.cache_size is None else provisional(config)
     try:
         plan, specs, verification = _verified(model, first)
@@ -112,12 +112,12 @@ def _build(
         _verified(model, replace(first, positions="absolute"))  # which the error recommends
         raise
     if plan.budgets == "measured":
-        specs = assign_budgets(model, specs, progress)
+        specs = give_retrieval_heads_more(model, specs, progress)
     if config.cache_size is not None:
         config = config_for_size(config, specs, model.config)
     cache = H2OCache(config, specs, max_distance_of(model.config), learned_positions(model.config), digest)
     cache.continues = verification.continues()
-    return accepted_by(model, cache), verification
+    return as_class_for(model, cache), verification
 
 
 def _verified(model: PreTrainedModel, config: CacheConfig) -> tuple[CachePlan, list[LayerSpec], Verification]:

@@ -40,7 +40,7 @@ def h2o_attention(
     h2o_cache: H2OCache | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """Attend through the layer's slots; see `HeadGroup.attend` for shapes.
+    """Attend through the layer's slots; see `attend` for shapes.
 
     ``attention_mask`` is None: masks are made from token indices, and the layer knows its sliding window. ``s_aux``
     [Hq] are learned sinks. The output has no gradient, see `without_gradient`.
@@ -68,7 +68,8 @@ def h2o_attention(
     transform = LogitTransform(scaling, softcap, None if s_aux is None else s_aux.detach().to(device))
     autocast = torch.is_autocast_enabled(device.type)
     with torch.autocast(device.type, enabled=False) if autocast else nullcontext():
-        output = layer.attend(query.to(device), key.to(device), value.to(device), transform, h2o_cache.padding)
+        q, k, v = (x.to(device) for x in (query, key, value))
+        output = layer.attend(q, k, v, transform, h2o_cache.padding, h2o_cache.kernels)
     return without_gradient(output.to(query.device), query, key, value), None
 
 

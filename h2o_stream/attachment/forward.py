@@ -16,7 +16,7 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from h2o_stream.attachment.attention_interface import attention_names, using_attention
 from h2o_stream.attachment.gradients import without_gradient
-from h2o_stream.attachment.stream_handle import Stream, cache_of
+from h2o_stream.attachment.stream_handle import StreamHandle, cache_of
 from h2o_stream.cache.arguments import tokens_in
 from h2o_stream.cache.full_cache import FullCache
 from h2o_stream.cache.h2o_cache import H2OCache
@@ -106,7 +106,7 @@ class AttachedForward:
             return self._without_cache(kwargs)
         if not is_attached:
             self._start_stream(past, kwargs)
-            past = Stream(self.cache)
+            past = StreamHandle(self.cache)
         self._check_outputs(kwargs)
         cache = self.cache
         if cache.torn:

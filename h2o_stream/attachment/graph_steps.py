@@ -15,7 +15,6 @@ import torch
 from torch import Tensor
 
 from h2o_stream.cache.h2o_cache import H2OCache
-from h2o_stream.cache.statistics import is_sampled
 
 WARM_UP = 3
 """Steps that run eagerly before one is captured: libraries allocate and tune in them."""
@@ -68,7 +67,7 @@ class GraphSteps:
     ) -> None:
         self._forward, self._cache, self._record = forward, cache, record
         self._recording: Recording | None = None
-        self._revision, self._warm, self._failed = -1, 0, False
+        self._revision, self._warm, self._watched, self._failed = -1, 0, False, False
         self._inputs: dict[str, Tensor] = {}
 
     def logits(self, kwargs: dict[str, Any]) -> Tensor | None:
@@ -78,7 +77,8 @@ class GraphSteps:
             return None
         if cache.revision != self._revision:
             self._revision, self._warm, self._recording = cache.revision, 0, None
-        if self._warm < WARM_UP or (self._recording is None and is_sampled(cache.seen_tokens + 1)):
+            self._watched = any(group.watch for group in cache.head_groups)
+        if self._watched or self._warm < WARM_UP:
             self._warm += 1
             return None
         if self._recording is None and not self._capture(kwargs):

@@ -14,7 +14,7 @@ from h2o_stream.native import library
 from h2o_stream.native.describe import describe
 from h2o_stream.native.description import DescriptionError, NativeModel
 from h2o_stream.native.model_guard import ModelGuard
-from h2o_stream.native.slots import unsupported_rules
+from h2o_stream.native.slots import why_not
 from h2o_stream.native.stepper import CheckedStepper, Stepper
 
 CHECK = "H2O_CHECK_STEPS"
@@ -31,14 +31,14 @@ def make_stepper(model: Any, cache: H2OCache, verification: Verification) -> Ste
     """
     native = library.loaded()
     if native is None:
-        return library.missing_reason() or "there is no compiled library"
+        return library.why_not()
     described, steps = _described(native, model, cache), None
     if not isinstance(described, str):
         steps = functools.partial(Stepper, native, *described)
-    if failure := _failure(cache, verification, steps):
-        if steps is None or _failure(cache, verification, None):
+    if reason := _why_not(cache, verification, steps):
+        if steps is None or _why_not(cache, verification, None):
             cache.kernels = None
-        return failure
+        return reason
     if isinstance(described, str) or steps is None:
         return str(described)
     stepper = steps(cache)
@@ -60,12 +60,12 @@ def _described(native: CDLL, model: Any, cache: H2OCache) -> tuple[NativeModel, 
         return str(reason)
     if cache.plan.positions == "absolute" and not description.supports_absolute:
         return "its rotary frequencies change with the length of the text"
-    return next(filter(None, map(unsupported_rules, cache.head_groups)), "") or (NativeModel(description), guard)
+    return next(filter(None, map(why_not, cache.head_groups)), "") or (NativeModel(description), guard)
 
 
-def _failure(cache: H2OCache, verification: Verification, steps: Callable[[H2OCache], Stepper] | None) -> str:
+def _why_not(cache: H2OCache, verification: Verification, steps: Callable[[H2OCache], Stepper] | None) -> str:
     """Why native kernels, and steps if there are any, do not compute what the model does, or nothing."""
     if cache.kernels is None:
         return ""
     engine = f"{'steps' if steps else 'kernels'} of {library.identity()}"
-    return verification.cached(engine, functools.partial(verification.failure, cache.kernels, steps))
+    return verification.cached(engine, functools.partial(verification.why_not, cache.kernels, steps))

@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 from h2o_stream.attachment.attention_interface import using_h2o_attention
 from h2o_stream.attachment.model_facts import RECURRENT, WITHOUT_ATTENTION, input_device
 from h2o_stream.cache.layer import DecoderLayer, EvictingLayer, EvictingRecurrentLayer, LayeredCache
-from h2o_stream.cache.recurrent import RecurrentLayer, accepted_by, states_of
+from h2o_stream.cache.recurrent import RecurrentLayer, as_class_for, states_of
 from h2o_stream.cache.rope import PositionsError, RotaryTable, dimension_orders, rotate_back
 from h2o_stream.errors import H2OStreamError, UnsupportedModelError, means_out_of_memory
 
@@ -86,7 +86,7 @@ def probe(
     name, position, text = type(model).__name__, 5 * moves, model.config.get_text_config()
     token = 1 if getattr(text, "pad_token_id", None) != 1 else 2
     states = getattr(text, "number_of_conv_states", 1)
-    probes = accepted_by(model, LayeredCache(layers=[_probing_layer(kind, states) for kind in kinds]))
+    probes = as_class_for(model, LayeredCache(layers=[_probing_layer(kind, states) for kind in kinds]))
     with using_h2o_attention(model), failing_as(f"{name} with the keywords of this cache"):
         model(
             torch.full((2, 1), token, device=input_device(model)),

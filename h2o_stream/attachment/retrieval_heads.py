@@ -25,8 +25,8 @@ from h2o_stream.attachment.measurements import LONG_S, read_measurement, save_me
 from h2o_stream.attachment.model_facts import input_device, weight_count
 from h2o_stream.cache.identity import model_digest
 from h2o_stream.cache.layer import LayeredCache, LayerSpec
-from h2o_stream.cache.recurrent import accepted_by
-from h2o_stream.cache.windows import HeadBudget
+from h2o_stream.cache.recurrent import as_class_for
+from h2o_stream.cache.windows import HeadWindow
 from h2o_stream.config import CachePlan
 from h2o_stream.progress import Progress, ProgressCallback, ignore
 
@@ -52,10 +52,10 @@ _measured: dict[str, Tensor] = {}
 """Results of `_attention_to_copy` in this process, by model."""
 
 
-def assign_budgets(
+def give_retrieval_heads_more(
     model: PreTrainedModel, specs: Sequence[LayerSpec], progress: ProgressCallback = ignore
 ) -> list[LayerSpec]:
-    """The specs, with head budgets by how much each head retrieves.
+    """The specs, with larger windows for heads that retrieve.
 
     A window of w tokens misses a fraction of what a head attends to sharply that falls about as 1/w. The total is
     smallest if windows grow with the square root of what each head would miss (docs/fidelity.md).
@@ -74,9 +74,9 @@ def assign_budgets(
     shares = iter((_FLOOR + (1 - _FLOOR) * need / need.mean()).tolist())
     layers = [_grouped(next(shares)) if spec.evicts else () for spec in specs]
     groups = [group for layer in layers for group in layer]
-    mean = fmean([group.share for group in groups], [group.count for group in groups])
+    mean = fmean([group.share for group in groups], [group.weight for group in groups])
     return [
-        replace(spec, budgets=tuple(replace(group, share=group.share / mean) for group in layer) or spec.budgets)
+        replace(spec, windows=tuple(replace(group, share=group.share / mean) for group in layer) or spec.windows)
         for spec, layer in zip(specs, layers, strict=True)
     ]
 
@@ -89,14 +89,14 @@ def _gathered(local: Tensor, processes: int) -> Tensor:
     return torch.cat(shards[first : first + processes], 1)
 
 
-def _grouped(shares: Sequence[float]) -> tuple[HeadBudget, ...]:
+def _grouped(shares: Sequence[float]) -> tuple[HeadWindow, ...]:
     """The heads of a layer in groups of about the same share."""
     groups: defaultdict[int, list[int]] = defaultdict(list)
     for head, share in enumerate(shares):
         groups[round(math.log(share, _STEP))].append(head)
     # Sixteenths, so that another dtype or machine seldom gives another result.
     return tuple(
-        HeadBudget(tuple(heads), round(16 * fmean(shares[head] for head in heads)) / 16)
+        HeadWindow(tuple(heads), round(16 * fmean(shares[head] for head in heads)) / 16)
         for _, heads in sorted(groups.items())
     )
 
@@ -138,7 +138,7 @@ def _attention_to_copy(
     retrieval: dict[int, Tensor] = {}
     layers = [_bare(spec).make_layer(plan, number) for number, spec in enumerate(specs)]
 
-    def watch(number: int, probs: Tensor, visible: Tensor, step: int) -> None:
+    def watch(number: int, probs: Tensor, visible: Tensor) -> None:
         query = torch.arange(period, 2 * period, device=probs.device)
         copied = probs[..., query, query - period] + probs[..., query, query - period + 1]
         retrieval[number] = copied.mean((0, 2, 3)).cpu()
@@ -151,7 +151,7 @@ def _attention_to_copy(
         text.vocab_size, (_rows(model), period), generator=torch.Generator().manual_seed(0), device="cpu"
     )
     repeated = torch.cat((once, once), 1).to(input_device(model))
-    cache = accepted_by(model, LayeredCache(layers=layers))
+    cache = as_class_for(model, LayeredCache(layers=layers))
     with using_h2o_attention(model):
         positions = torch.arange(2 * period, device=input_device(model)).expand(len(once), -1)
         model.base_model(repeated, position_ids=positions, past_key_values=cache, h2o_cache=cache, use_cache=True)

@@ -35,7 +35,7 @@ def config_for_size(config: CacheConfig, specs: Sequence[LayerSpec], model_confi
 
     Args:
         config: with a `cache_size`.
-        specs: the layers of the model, with their head budgets.
+        specs: the layers of the model, with the windows of their heads.
         model_config: the model's.
 
     Raises:
@@ -88,7 +88,7 @@ def allocated_bytes(cache: H2OCache, model_config: Any) -> int:
         assert spec.key is not None
         heads, size = spec.key.shape
         for group in layer.head_groups:
-            key = spec.key.new_empty(1, heads if group.heads is None else group.num_heads, 1, size)
+            key = spec.key.new_empty(1, heads if group.heads is None else len(group.heads), 1, size)
             value = key.new_empty(*key.shape[:-1], getattr(text, "v_head_dim", None) or size)
             group.queries_per_key = text.num_attention_heads // text.num_key_value_heads
             group.allocate(key, value, group.schedule.common + group.spare)

@@ -9,7 +9,7 @@ from h2o_stream.cache.h2o_cache import H2OCache
 from h2o_stream.errors import H2OStreamError
 
 
-class Stream:
+class StreamHandle:
     """The ``past_key_values`` of a forward that began a stream: stands for the cache until the next stream begins.
 
     Otherwise it looks like the cache, to `isinstance` too.
@@ -49,9 +49,9 @@ class Stream:
 
 
 def cache_of(past_key_values: Any) -> Any:
-    """The cache itself, if it comes as a `Stream`.
+    """The cache itself, if it comes as a `StreamHandle`.
 
     Raises:
         H2OStreamError: a newer stream has replaced it.
     """
-    return past_key_values.cache if type(past_key_values) is Stream else past_key_values
+    return past_key_values.cache if type(past_key_values) is StreamHandle else past_key_values

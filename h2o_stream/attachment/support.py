@@ -52,14 +52,14 @@ def check_supported(model_class: type, config: Any, cache: CacheConfig) -> Cache
     if plan.policy == "full":
         return plan
     name, text = model_class.__name__, config.get_text_config()
-    if reason := _unsupported_because(model_class, config):
+    if reason := _why_not(model_class, config):
         raise UnsupportedModelError(f"{name} {reason}; only --policy full can serve it")
     if plan.positions != "absolute" and looks_up_positions(text):
         raise PositionsError(f"{name} has no rotary positions, which {plan.positions} re-assigns")
     return plan
 
 
-def _unsupported_because(model_class: type, config: Any) -> str:
+def _why_not(model_class: type, config: Any) -> str:
     """Why the cache cannot support a model of this class, or nothing."""
     text = config.get_text_config()
     kinds = set(getattr(text, "layer_types", None) or ())

@@ -25,7 +25,7 @@ from h2o_stream.cache.h2o_cache import H2OCache
 from h2o_stream.cache.identity import has_additions, model_digest
 from h2o_stream.cache.kernels import Kernels
 from h2o_stream.cache.layer import LayerSpec
-from h2o_stream.cache.recurrent import accepted_by
+from h2o_stream.cache.recurrent import as_class_for
 from h2o_stream.cache.rope import PositionsError
 from h2o_stream.cache.tolerance import ROUNDED_TOLERANCE, error_of, tolerance_of
 from h2o_stream.config import CacheConfig, CacheDevice, Positions
@@ -50,10 +50,10 @@ class NativeSteps(Protocol):
     """Runs single tokens through a model and a cache.
 
     Attributes:
-        unserved: why it cannot, known after the first call; or nothing.
+        why_not: why it cannot, known after the first call; or nothing.
     """
 
-    unserved: str
+    why_not: str
 
     def run(self, tokens: Tensor) -> Tensor | None:
         """Tokens [1, 1] to logits [1, 1, V], or None if it cannot."""
@@ -68,13 +68,13 @@ def verify_logits(model: Any, positions: Positions, device: CacheDevice, specs: 
         UnsupportedModelError: it does not, with the numbers.
     """
     verification = Verification(model, positions, device, specs)
-    if failure := verification.cached("eager", verification.failure):
+    if reason := verification.cached("eager", verification.why_not):
         if verification.sees_later():
             raise UnsupportedModelError(f"tokens of {type(model).__name__} attend to later ones; no cache can serve it")
-        reason = f"{type(model).__name__} computes something else through this cache than by itself: {failure}"
+        message = f"{type(model).__name__} computes something else through this cache than by itself: {reason}"
         if positions != "absolute":
-            raise PositionsError(reason)
-        raise UnsupportedModelError(f"{reason}; only --policy full can serve it")
+            raise PositionsError(message)
+        raise UnsupportedModelError(f"{message}; only --policy full can serve it")
     return verification
 
 
@@ -111,23 +111,23 @@ class Verification:
         environment = f"{input_device(model).type} {model.dtype} {tolerance_of(model)} {names}"
         return f"{model_digest(model)} {environment} {self._config} {_versions()}"
 
-    def cached(self, engine: str, failure: Callable[[], str]) -> str:
-        """The result of `failure`; nothing, without a call, if the same model and `engine` passed before."""
+    def cached(self, engine: str, why_not: Callable[[], str]) -> str:
+        """The result of `why_not`; nothing, without a call, if the same model and `engine` passed before."""
         if self._key is None or torch.distributed.is_initialized():  # all processes must do the same
-            return failure()
+            return why_not()
         key = f"{engine} {self._key}"
         if key in _known or read_measurement("proved", key):
             _known.add(key)
             return ""
         begun = time.perf_counter()
-        if found := failure():
-            return found
+        if reason := why_not():
+            return reason
         _known.add(key)
         if time.perf_counter() - begun > LONG_S:
             save_measurement("proved", key, True)
         return ""
 
-    def failure(
+    def why_not(
         self, kernels: Kernels | None = None, make_steps: Callable[[H2OCache], NativeSteps] | None = None
     ) -> str:
         """Why logits through the cache differ from the model's own, or nothing.
@@ -142,12 +142,12 @@ class Verification:
         with _undisturbed(self._model):
             if self._expected is None:
                 self._expected = self._logits()
-            cache = accepted_by(self._model, self._new_cache())
+            cache = as_class_for(self._model, self._new_cache())
             cache.kernels = kernels
             steps = make_steps(cache) if make_steps else None
             ours = self._through(cache, steps)
             if ours is None:
-                return steps.unserved if steps else ""
+                return steps.why_not if steps else ""
             # Native code is compared by the last ones only, so that no others are kept.
             expected, self._expected = self._expected, self._expected[:, -STEPS - 1 :].clone()
             count = expected.shape[1]
@@ -166,14 +166,14 @@ class Verification:
         if not any(spec.states for spec in self._specs):
             return True
 
-        def failure() -> str:
+        def why_not() -> str:
             with _undisturbed(self._model):
-                cache = accepted_by(self._model, self._new_cache())
+                cache = as_class_for(self._model, self._new_cache())
                 both = [self._fed(cache, part) for part in self._tokens().tensor_split(2, 1)]
                 error = error_of(both[1], self._logits()[:, -both[1].shape[1] :])
             return "" if error < tolerance_of(self._model) else "it begins anew"
 
-        return not self.cached("continues", failure)
+        return not self.cached("continues", why_not)
 
     def sees_later(self) -> bool:
         """Whether the model's own logits of a token depend on later tokens."""

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import embedding
 
-from h2o_stream.cache.policies import Attention, Budget, Candidates, NewQueries
+from h2o_stream.cache.policies import Attention, Candidates, NewQueries, Protection
 from h2o_stream.cache.rope import RopeLookup, distances, rotate_back
 from h2o_stream.config import Positions
 
@@ -166,7 +166,7 @@ def causal_mask(candidates: Candidates, chunk: QueryChunk, sliding: int | None, 
 
 
 def key_rotations(
-    candidates: Candidates, positions: Positions, span: int | Tensor, budget: Budget, table: Tensor
+    candidates: Candidates, positions: Positions, span: int | Tensor, protection: Protection, table: Tensor
 ) -> RopeLookup:
     """Place the newest token of each row at distance 0 and every other one behind it.
 
@@ -174,11 +174,11 @@ def key_rotations(
         candidates: the K cached and new tokens.
         positions: ``gap`` or ``rolling``.
         span: with ``gap``, the distance up to which distances are true.
-        budget: pinned tokens get a span of 0, so that what must be known stays near.
+        protection: pinned tokens get a span of 0, so that what must be known stays near.
         table: [N, Drot], cosines and sines by distance; N is more than the largest distance.
     """
-    if positions == "gap" and budget.pins:
-        span = torch.where(budget.pinned(candidates.index), 0, span)
+    if positions == "gap" and protection.pins:
+        span = torch.where(protection.pinned(candidates.index), 0, span)
     age = candidates.seen - 1 - candidates.index
     distance = distances(positions, span, age, candidates.rank).clamp_(0, table.shape[0] - 1)
     return RopeLookup(table, distance)

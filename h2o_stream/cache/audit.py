@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -10,12 +10,9 @@ from torch import Tensor
 from h2o_stream.cache.head_group import HeadGroup
 from h2o_stream.errors import H2OStreamError
 
-if TYPE_CHECKING:
-    from h2o_stream.cache.h2o_cache import H2OCache
 
-
-def audit(cache: H2OCache) -> float:
-    """Check every layer of a stream that follows the plan, under a policy whose scores are sums.
+def audit(groups: Sequence[HeadGroup]) -> float:
+    """Check the layers of a stream that follow the plan (`H2OCache.evicting_groups`), under a policy that sums scores.
 
     Returns:
         The largest score there is.
@@ -23,8 +20,9 @@ def audit(cache: H2OCache) -> float:
     Raises:
         H2OStreamError: something is wrong, saying what and where.
     """
-    largest, num_sinks = 0.0, cache.plan.sinks
-    for number, group in enumerate(cache.evicting_groups):
+    largest = 0.0
+    for number, group in enumerate(groups):
+        num_sinks = group.plan.sinks
         check_slots(group, name := f"slots {number}")
         scores, sinks = group.scores[group.index >= 0], (group.index >= 0) & (group.index < num_sinks)
         _must(group, name, (scores >= 0).all(), "a score is negative or no number")

@@ -1,4 +1,4 @@
-"""The state of an `H2OCache` as tensors by name, and back."""
+"""The state of a cache as tensors by name, and back."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
 from math import isfinite
 from statistics import StatisticsError, fmean
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -27,11 +27,10 @@ from h2o_stream.cache.state import (
     whole_numbers,
     with_prefix,
 )
-from h2o_stream.cache.windows import HeadBudget
+from h2o_stream.cache.windowed_cache import WindowedCache
+from h2o_stream.cache.windows import HeadWindow
+from h2o_stream.config import DEFAULT_WINDOW
 from h2o_stream.errors import H2OStreamError
-
-if TYPE_CHECKING:
-    from h2o_stream.cache.h2o_cache import H2OCache
 
 _KEYS = {"long_term_scores": "lasting"}
 """What tensors are called in a state, where that differs from the attribute."""
@@ -40,7 +39,7 @@ _RANGES = ("pins", "transient")
 """Ranges of token indices in a state: attributes of the cache."""
 
 
-def state_of(cache: H2OCache) -> dict[str, Tensor]:
+def state_of(cache: WindowedCache) -> dict[str, Tensor]:
     """A copy of everything needed to continue exactly."""
     state = {
         f"{prefix}{_KEYS.get(name, name)}": tensor.clone(memory_format=torch.contiguous_format)
@@ -54,16 +53,16 @@ def state_of(cache: H2OCache) -> dict[str, Tensor]:
         state[name] = torch.tensor(
             [(tokens.start, tokens.stop) for tokens in ranges], dtype=torch.int64, device="cpu"
         ).flatten()
-    state["progress"] = torch.tensor([cache.tokens.columns, cache.first_prompt], device="cpu")
+    state["progress"] = torch.tensor([cache.tokens.columns, cache.first_prompt or DEFAULT_WINDOW], device="cpu")
     state["filled"] = torch.tensor([group.filled for group in cache.head_groups], device="cpu")
     state["queries_per_key"] = torch.tensor([group.queries_per_key for group in cache.head_groups], device="cpu")
-    budgets = [[(budget.heads, budget.share) for budget in spec.budgets] for spec in cache.specs]
-    state["budgets"] = encode_json({"groups": budgets, "windows": list(cache.budgets.windows)})
+    windows = [[(window.heads, window.share) for window in spec.windows] for spec in cache.specs]
+    state["budgets"] = encode_json({"groups": windows, "windows": list(cache.windows.sizes)})
     state[FINGERPRINT] = encode_json(_fingerprint(cache, cache.head_groups[0].dtype))
     return checksummed(state)
 
 
-def load_state(cache: H2OCache, state: Mapping[str, Tensor]) -> None:
+def load_state(cache: WindowedCache, state: Mapping[str, Tensor]) -> None:
     """Continue from a state. If that fails, the cache is left half changed.
 
     Args:
@@ -80,7 +79,7 @@ def load_state(cache: H2OCache, state: Mapping[str, Tensor]) -> None:
     first = next((name for name in state if name.startswith(begin) and name.endswith(".keys")), f"{begin}keys")
     check_fingerprint(state, _fingerprint(cache, require_tensor(state, first).dtype))
     verify_checksums(state)
-    _load_budgets(cache, decode_json(state, "budgets"), prompt)
+    _load_windows(cache, decode_json(state, "budgets"), prompt)
     names = {key: name for name, key in _KEYS.items()}
     filled = whole_numbers(state, "filled", len(cache.head_groups))
     for group, count in zip(cache.head_groups, whole_numbers(state, "queries_per_key", len(filled)), strict=True):
@@ -95,15 +94,15 @@ def load_state(cache: H2OCache, state: Mapping[str, Tensor]) -> None:
     rows = len(cache.tokens.lengths)
     for number, (layer, before, spec) in enumerate(zip(cache.layers, layers, cache.specs, strict=True)):
         load_states(layer, with_prefix(state, f"{number}."), rows, before, spec.device)
-    cache.resolved = True
-    cache.budgets.pins, cache.budgets.transient = (_ranges(state, name) for name in _RANGES)
+    cache.first_prompt = prompt
+    cache.windows.pins, cache.windows.transient = (_ranges(state, name) for name in _RANGES)
     if not 0 < cache.seen_tokens <= columns:
         raise H2OStreamError(f"the state is damaged: it has seen {cache.seen_tokens} tokens in {columns} columns")
     for number, group in enumerate(cache.head_groups):
         if len(sizes) == len(cache.head_groups) and sizes[number] != _head_sizes(group):
             raise H2OStreamError(f"the state does not fit: heads of slots {number} are of another size")
         check_slots(group, f"slots {number}")
-    cache.assign_budgets()
+    cache.assign_windows()
 
 
 def _ranges(state: Mapping[str, Tensor], name: str) -> tuple[range, ...]:
@@ -115,7 +114,7 @@ def _ranges(state: Mapping[str, Tensor], name: str) -> tuple[range, ...]:
     return ranges
 
 
-def _groups(cache: H2OCache) -> Iterator[tuple[str, HeadGroup, torch.device | None]]:
+def _groups(cache: WindowedCache) -> Iterator[tuple[str, HeadGroup, torch.device | None]]:
     """Every head group, what the names of its tensors begin with, and its device."""
     for number, (layer, spec) in enumerate(zip(cache.layers, cache.specs, strict=True)):
         for part, group in enumerate(layer.head_groups):
@@ -142,31 +141,31 @@ def _load_group(group: HeadGroup, tensors: Mapping[str, Tensor], device: torch.d
         tensor.copy_(require_tensor(tensors, name, like=tensor))
 
 
-def _load_budgets(cache: H2OCache, saved: Mapping[str, Any], prompt: int) -> None:
+def _load_windows(cache: WindowedCache, saved: Mapping[str, Any], prompt: int) -> None:
     """Make empty layers with the groups and windows of the saved stream, whatever was measured here."""
     try:
-        layers = [tuple(HeadBudget(tuple(heads), share) for heads, share in layer) for layer in saved["groups"]]
-        cache.specs = tuple(replace(spec, budgets=layer) for spec, layer in zip(cache.specs, layers, strict=True))
+        layers = [tuple(HeadWindow(tuple(heads), share) for heads, share in layer) for layer in saved["groups"]]
+        cache.specs = tuple(replace(spec, windows=layer) for spec, layer in zip(cache.specs, layers, strict=True))
         sizes = saved["windows"]
         if not all(map(_covers_layer, layers)):
             raise ValueError(layers)
-        cache.build(prompt)
-        mean, window = fmean(sizes, cache.budgets.counts), cache.plan.window
+        cache.make_layers(prompt)
+        mean, window = fmean(sizes, cache.windows.weights), cache.plan.window
         if not window - 1 <= mean <= window or not all(type(n) is int and n > 0 for n in sizes):
             raise ValueError(sizes)
-        cache.budgets.set_windows(cache.evicting_groups, sizes)
+        cache.windows.set_sizes(cache.evicting_groups, sizes)
     except (KeyError, TypeError, ValueError, StatisticsError) as error:
         raise H2OStreamError(f"the state does not fit: its budgets are {saved}") from error
 
 
-def _covers_layer(budgets: Sequence[HeadBudget]) -> bool:
+def _covers_layer(windows: Sequence[HeadWindow]) -> bool:
     """Whether groups of heads name every head of a layer once, or are one group of all heads."""
-    heads = sorted(head for budget in budgets for head in budget.heads)
-    named = len(budgets) == 1 or all(budget.heads for budget in budgets)
-    shares = all(isfinite(budget.share) and budget.share > 0 for budget in budgets)
-    return bool(budgets) and named and heads == list(range(len(heads))) and shares
+    heads = sorted(head for window in windows for head in window.heads)
+    named = len(windows) == 1 or all(window.heads for window in windows)
+    shares = all(isfinite(window.share) and window.share > 0 for window in windows)
+    return bool(windows) and named and heads == list(range(len(heads))) and shares
 
 
-def _fingerprint(cache: H2OCache, dtype: torch.dtype) -> dict[str, Any]:
-    fingerprint = {"dtype": str(dtype), "model": cache.model(), "policy": asdict(cache.plan)}
+def _fingerprint(cache: WindowedCache, dtype: torch.dtype) -> dict[str, Any]:
+    fingerprint = {"dtype": str(dtype), "model": cache.model_digest(), "policy": asdict(cache.plan)}
     return fingerprint | {"policy's source": policy_source(cache.plan)}

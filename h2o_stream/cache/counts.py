@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from statistics import fmean
-from typing import TYPE_CHECKING
 
+from h2o_stream.cache.head_group import HeadGroup
 from h2o_stream.cache.windows import Schedule
-
-if TYPE_CHECKING:
-    from h2o_stream.cache.h2o_cache import H2OCache
 
 
 @dataclass(frozen=True)
@@ -59,7 +57,7 @@ class Occupancy:
         nbytes: of all layers.
         sinks: first tokens, never evicted.
         protected: token indices that are never evicted, sinks and pins.
-        groups: number of heads, by schedule and recent budget.
+        groups: weight of the head groups, by schedule and number of protected recent tokens.
     """
 
     revision: int
@@ -70,14 +68,13 @@ class Occupancy:
     groups: dict[tuple[Schedule, int], int]
 
     @classmethod
-    def of(cls, cache: H2OCache) -> Occupancy:
-        """The occupancy of a cache as it is now."""
-        heads = Counter[tuple[Schedule, int]]()
-        for group in cache.evicting_groups:
-            heads[group.schedule, group.budget.recent] += group.num_heads
-        nbytes, plan = sum(group.nbytes for group in cache.head_groups), cache.plan
-        nbytes += sum(layer.nbytes for layer in cache.recurrent_layers)
-        return cls(cache.revision, plan.window, nbytes, plan.sinks, cache.budgets.protected, dict(heads))
+    def of(cls, groups: Sequence[HeadGroup], protected: tuple[range, ...], revision: int, nbytes: int) -> Occupancy:
+        """The occupancy of the head groups that evict, as they are now; see above for the rest."""
+        weights = Counter[tuple[Schedule, int]]()
+        for group in groups:
+            weights[group.schedule, group.protection.recent] += group.weight
+        plan = groups[0].plan
+        return cls(revision, plan.window, nbytes, plan.sinks, protected, dict(weights))
 
     def counts(self, seen: int) -> CacheCounts:
         """Means over the heads, of a stream of `seen` tokens."""

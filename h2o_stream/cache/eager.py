@@ -9,17 +9,14 @@ All tensors are written in place, because native code knows their addresses.
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from h2o_stream.cache.attention import LogitTransform, QueryChunk, attention, causal_mask, rotated_query
 from h2o_stream.cache.eviction import free_slots, keep_best
+from h2o_stream.cache.head_group import HeadGroup
 from h2o_stream.cache.policies import Attention, Candidates
-
-if TYPE_CHECKING:
-    from h2o_stream.cache.head_group import HeadGroup
 
 
 class EagerKernels:
@@ -36,8 +33,8 @@ class EagerKernels:
         group.add_newest(slot)
         keys, values = group.store.read()
         has_empty = min(map(group.schedule.held, chunk.lengths)) + 1 < group.store.slots
-        output, probs = layer_attention(group, chunk, group.candidates, keys, values, has_empty)
-        group.watch(probs, group.index >= 0, chunk.lengths[0] + 1)
+        output, probs = _attention(group, chunk, group.candidates, keys, values, has_empty)
+        group.show(probs, group.index)
 
         received = Attention(probs, probs.new_zeros(1), 1)
         if group.policy.needs_attention:
@@ -57,9 +54,9 @@ class EagerKernels:
         keys, values = group.store.read_exactly(group.filled)
         candidates = _append(group, chunk, keys.shape[2])
         keys, values = torch.cat((keys, chunk.key), 2), torch.cat((values, chunk.value), 2)
-        output, probs = layer_attention(group, chunk, candidates, keys, values)
+        output, probs = _attention(group, chunk, candidates, keys, values)
         if not chunk.ragged:
-            group.watch(probs, candidates.index >= 0, chunk.lengths[0] + chunk.new)
+            group.show(probs, candidates.index)
 
         received = chunk.attention(probs)
         if group.policy.needs_attention:
@@ -70,9 +67,6 @@ class EagerKernels:
         group.update_head_state(chunk)
         keep_best(group, candidates, keys, values, group.limits(chunk))
         return output
-
-
-EAGER = EagerKernels()
 
 
 def _append(group: HeadGroup, chunk: QueryChunk, filled: int) -> Candidates:
@@ -91,13 +85,13 @@ def _append(group: HeadGroup, chunk: QueryChunk, filled: int) -> Candidates:
     )
 
 
-def layer_attention(
+def _attention(
     group: HeadGroup, chunk: QueryChunk, candidates: Candidates, keys: Tensor, values: Tensor, has_empty: bool = True
 ) -> tuple[Tensor, Tensor]:
     """`attention` of the new tokens, rotated and masked by the rules of the group.
 
     Args:
-        group: whose table, span, budget and sliding window apply.
+        group: whose table, span, protection and sliding window apply.
         chunk: the Q new tokens.
         candidates: the K cached and new tokens.
         keys: [B, Hkv, K, D].
@@ -114,8 +108,3 @@ def layer_attention(
     sees_all = chunk.new == 1 and group.sliding is None and not has_empty
     mask = None if sees_all else causal_mask(candidates, chunk, group.sliding, group.chunked)
     return attention(query, keys, values, lookup, mask, chunk.transform)
-
-
-def probabilities(group: HeadGroup, chunk: QueryChunk) -> Tensor:
-    """Probabilities [B, Hkv, G, 1, S] of the newest token, which is in a slot already, over all slots."""
-    return layer_attention(group, chunk, group.candidates, *group.store.read())[1]

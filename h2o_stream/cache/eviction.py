@@ -1,4 +1,4 @@
-"""Eviction: what a policy's priorities and a budget mean for the slots of a head group.
+"""Eviction: what a policy's priorities and a window mean for the slots of a head group.
 
 `free_slots` evicts after a decode step, `keep_best` selects what stays after a chunk of a prompt. Both follow the same
 rule (append, attend, keep the best) and give the same result token by token.
@@ -8,15 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
+from h2o_stream.cache.head_group import HeadGroup
 from h2o_stream.cache.policies import Candidates, select
-
-if TYPE_CHECKING:
-    from h2o_stream.cache.head_group import HeadGroup
 
 
 def free_slots(group: HeadGroup, evictions: Sequence[int]) -> None:
@@ -36,7 +33,7 @@ def free_slots(group: HeadGroup, evictions: Sequence[int]) -> None:
         uneven = torch.tensor(evictions, device=group.free.device).view(-1, 1, 1)
     for done in range(max(rounds, 1)):
         shown = _shown(group, group.candidates, keys, values)
-        worth = group.policy.worth(shown, group.budget)
+        worth = group.policy.worth(shown, group.protection)
         if uneven is not None:
             worth.masked_fill_((group.index < 0) & (uneven > done), torch.inf)
         elif rounds and not fixed:
@@ -69,8 +66,8 @@ def keep_best(group: HeadGroup, candidates: Candidates, keys: Tensor, values: Te
     """
     uneven = torch.tensor(limits, device=keys.device) if min(limits) < max(limits) else None
     shown = _shown(group, candidates, keys, values)
-    keep, index = select(group.policy.worth(shown, group.budget), candidates.index, max(limits), uneven)
-    n, slots = keep.shape[-1], group.store.slots
+    keep, index = select(group.policy.worth(shown, group.protection), candidates.index, max(limits), uneven)
+    n = keep.shape[-1]
     keys, values = (x.gather(2, keep[..., None].expand(-1, -1, -1, x.shape[-1])) for x in (keys, values))
     slot, free = group.store.place_prefill(keys, values, index, candidates.seen)
     kept = {
@@ -80,15 +77,7 @@ def keep_best(group: HeadGroup, candidates: Candidates, keys: Tensor, values: Te
     }
     if candidates.long_term_scores is not None:
         kept["long_term_scores"] = candidates.long_term_scores.gather(2, keep)
-    for name, empty in group.empty_values(slots).items():
-        x = kept[name]
-        placed = x.new_full((*x.shape[:2], slots + 1), empty).scatter_(2, slot, x)
-        getattr(group, name).copy_(placed[..., :slots])
+    group.fill(slot, kept)
     group.seen.copy_(candidates.seen)
     group.free.fill_(free)
     group.filled = n
-
-
-def rank_dtype(slots: int) -> torch.dtype:
-    """The smallest signed type for the ranks in that many slots: at most twice their number, while they fill up."""
-    return torch.int16 if 2 * slots <= torch.iinfo(torch.int16).max else torch.int32

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from copy import copy
 from typing import Any
 
@@ -43,12 +44,12 @@ class FullCache(DynamicCache):
     """See `H2OCache`."""
 
     def __init__(
-        self, plan: CachePlan, config: Any, model: Callable[[], str] = lambda: "", in_host_memory: bool = False
+        self, plan: CachePlan, config: Any, model_digest: Callable[[], str] = lambda: "", in_host_memory: bool = False
     ) -> None:
         self.one_thread = OneThread()
         super().__init__(config=config, offloading=in_host_memory)
         self.plan = plan
-        self._model = model
+        self._model_digest = model_digest
 
     @property
     def seen_tokens(self) -> int:
@@ -72,6 +73,10 @@ class FullCache(DynamicCache):
     def statistics(self) -> list[LayerStatistics]:
         """None: transformers' attention does not return its probabilities."""
         return []
+
+    def measuring_sparsity(self) -> AbstractContextManager[None]:
+        """Nothing is measured."""
+        return nullcontext()
 
     @property
     def pins(self) -> tuple[range, ...]:
@@ -153,7 +158,7 @@ class FullCache(DynamicCache):
         return f"{next(n for n, layer in enumerate(self.layers) if isinstance(layer, CacheLayerMixin))}.keys"
 
     def _fingerprint(self, dtype: torch.dtype) -> dict[str, Any]:
-        return {"dtype": str(dtype), "model": self._model(), "policy": "full"}
+        return {"dtype": str(dtype), "model": self._model_digest(), "policy": "full"}
 
     def reset(self) -> None:
         """See `H2OCache.reset`."""

@@ -92,10 +92,10 @@ def retrieval_holders(cache: H2OCache | FullCache) -> Holders:
     larger = [
         group
         for number in cache.evicting_layers
-        for group, budget in zip(
-            cache.layers[number].head_groups, filter(None, cache.specs[number].local_budgets), strict=True
+        for group, window in zip(
+            cache.layers[number].head_groups, filter(None, cache.specs[number].local_windows), strict=True
         )
-        if budget.share >= _LARGER
+        if window.share >= _LARGER
     ]
     return _of_groups(larger or cache.evicting_groups)
 

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
 from torch import Tensor
 
 from h2o_stream.cache.attention import LogitTransform, QueryChunk
-
-if TYPE_CHECKING:
-    from h2o_stream.cache.head_group import HeadGroup
+from h2o_stream.cache.head_group import HeadGroup
 
 
 class Kernels(Protocol):

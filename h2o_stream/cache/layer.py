@@ -10,14 +10,16 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin, LinearAttentionLayer
 
+from h2o_stream.cache.attend import attend
 from h2o_stream.cache.attention import LogitTransform
 from h2o_stream.cache.head_group import HeadGroup
+from h2o_stream.cache.kernels import Kernels
 from h2o_stream.cache.padding import Padding
 from h2o_stream.cache.policies import make_policy
 from h2o_stream.cache.recurrent import RecurrentLayer
 from h2o_stream.cache.rope import RotaryTable
 from h2o_stream.cache.shared_state import Revision, TokenCount
-from h2o_stream.cache.windows import HeadBudget
+from h2o_stream.cache.windows import HeadWindow
 from h2o_stream.config import CachePlan
 from h2o_stream.errors import H2OStreamError
 
@@ -39,13 +41,19 @@ class EvictingLayer(CacheLayerMixin):
         self.head_groups, self.order = tuple(head_groups), order
 
     def attend(
-        self, query: Tensor, key: Tensor, value: Tensor, transform: LogitTransform, padding: Padding | None = None
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        transform: LogitTransform,
+        padding: Padding | None = None,
+        kernels: Kernels | None = None,
     ) -> Tensor:
-        """[B, Q, Hq, D]; see `HeadGroup.attend`."""
+        """[B, Q, Hq, D]; see `attend` for the arguments."""
         if self.order is not None:
             query, key = (x.index_select(-1, self.order.to(x.device)) for x in (query, key))
         if len(self.head_groups) == 1:
-            return self.head_groups[0].attend(query, key, value, transform, padding)
+            return attend(self.head_groups[0], query, key, value, transform, padding, kernels)
         batch, query_heads, new, _ = query.shape
         query = query.unflatten(1, (key.shape[1], -1))
         output = value.new_empty(batch, new, *query.shape[1:3], value.shape[-1], dtype=query.dtype)
@@ -53,8 +61,9 @@ class EvictingLayer(CacheLayerMixin):
             queries = query[:, group.heads].flatten(1, 2)
             assert group.heads is not None
             of_group = transform.of_heads(group.heads, key.shape[1])
-            attended = group.attend(queries, key[:, group.heads], value[:, group.heads], of_group, padding)
-            output[:, :, group.heads] = attended.unflatten(2, (group.num_heads, -1))
+            keys, values = key[:, group.heads], value[:, group.heads]
+            attended = attend(group, queries, keys, values, of_group, padding, kernels)
+            output[:, :, group.heads] = attended.unflatten(2, (len(group.heads), -1))
         return output.view(batch, new, query_heads, -1)
 
     # transformers' interface
@@ -107,10 +116,17 @@ DecoderLayer: TypeAlias = EvictingLayer | RecurrentLayer
 
 
 class LayeredCache(Cache):
-    """A cache in which `h2o_attention` finds the layer that a module belongs to."""
+    """A cache in which `h2o_attention` finds the layer that a module belongs to.
+
+    Attributes:
+        padding: of the forward that is running, or None.
+        storage_device: where all keys and values are kept and attended to; None for where each layer computes.
+        kernels: used instead of the eager ones, where they can be; None for nowhere.
+    """
 
     padding: Padding | None = None
     storage_device: torch.device | None = None
+    kernels: Kernels | None = None
     _arrived: tuple[int, Tensor] | None = None
 
     def update(
@@ -139,13 +155,13 @@ class LayerSpec:
         attends: whether it has attention, and so keys and values.
         states: how many states of constant size it has, see `RecurrentLayer`.
         state_bytes: bytes of those states, of one row.
-        sliding: the window of a sliding layer among layers that have none: it does not follow the plan. None for the
-            other layers.
+        sliding: window of a layer that slides while others do not. Such a layer ignores the plan. None: it follows the
+            plan.
         chunked: `sliding` is the length of pieces that do not see each other, see `HeadGroup`.
         hidden_from: age in tokens from which the model hides keys from this layer, or None.
         device: where the layer computes; None for the CPU.
         on_disk: whether keys and values are in mapped files.
-        budgets: its KV heads, grouped by window size.
+        windows: its KV heads, grouped by window size.
         key: shape [Hkv, D] and dtype of its keys, a tensor without data; None if unknown.
         shard: the KV heads that are in this process, where several share the layer (tensor parallel); None for all.
     """
@@ -160,7 +176,7 @@ class LayerSpec:
     hidden_from: int | None = None
     device: torch.device | None = None
     on_disk: bool = False
-    budgets: tuple[HeadBudget, ...] = (HeadBudget(),)
+    windows: tuple[HeadWindow, ...] = (HeadWindow(),)
     shard: range | None = None
     key: Tensor | None = None
 
@@ -170,15 +186,15 @@ class LayerSpec:
         return self.attends and self.sliding is None
 
     @property
-    def local_budgets(self) -> tuple[HeadBudget | None, ...]:
-        """`budgets` of the heads in this process, counted from the first one here; None where there are none."""
+    def local_windows(self) -> tuple[HeadWindow | None, ...]:
+        """`windows` of the heads in this process, counted from the first one here; None where there are none."""
         if self.shard is None:
-            return self.budgets
+            return self.windows
         start, shard = self.shard.start, self.shard
-        heads = [tuple(head - start for head in budget.heads if head in shard) for budget in self.budgets]
+        heads = [tuple(head - start for head in window.heads if head in shard) for window in self.windows]
         return tuple(
-            replace(budget, heads=local) if local or not budget.heads else None
-            for budget, local in zip(self.budgets, heads, strict=True)
+            replace(window, heads=local) if local or not window.heads else None
+            for window, local in zip(self.windows, heads, strict=True)
         )
 
     def make_layer(
@@ -195,19 +211,19 @@ class LayerSpec:
     def _head_groups(
         self, plan: CachePlan, number: int, tokens: TokenCount | None, revision: Revision | None
     ) -> Iterator[HeadGroup]:
-        hidden_from, budgets = self.hidden_from, [budget for budget in self.local_budgets if budget]
+        hidden_from, windows = self.hidden_from, [window for window in self.local_windows if window]
         policy = make_policy(plan, number)
         if self.sliding is not None:
-            plan, hidden_from, budgets = _sliding_plan(plan, self.sliding), self.sliding, [HeadBudget()]
+            plan, hidden_from, windows = _sliding_plan(plan, self.sliding), self.sliding, [HeadWindow()]
             policy = make_policy(plan)
-        for budget in budgets:
+        for window in windows:
             yield HeadGroup(
                 plan,
                 policy,
                 self.table,
                 hidden_from,
                 chunked=self.chunked,
-                heads=torch.tensor(budget.heads, device=self.device) if budget.heads else None,
+                heads=torch.tensor(window.heads, device=self.device) if window.heads else None,
                 on_disk=self.on_disk,
                 tokens=tokens,
                 revision=revision,
@@ -228,7 +244,7 @@ def kept_by(groups: Sequence[HeadGroup]) -> Tensor:
     if len(held) == 1:
         return held[0]
     n = max(kept.shape[-1] for kept in held)
-    result = held[0].new_full((len(held[0]), sum(group.num_heads for group in groups), n), -1)
+    result = held[0].new_full((len(held[0]), sum(group.weight for group in groups), n), -1)
     for group, kept in zip(groups, held, strict=True):
         if n:
             result[:, group.heads, n - kept.shape[-1] :] = kept

@@ -69,7 +69,7 @@ class _LinearStates:
         return len(self.layers)
 
 
-def accepted_by(model: Any, cache: CacheType) -> CacheType:
+def as_class_for(model: Any, cache: CacheType) -> CacheType:
     """The same cache; for MiniMax, which takes no other, also as an instance of its own class."""
     required = getattr(sys.modules[type(model).__module__], "MiniMaxCache", None)
     if required is not None:

@@ -5,19 +5,14 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-if TYPE_CHECKING:
-    from h2o_stream.cache.head_group import HeadGroup
+from h2o_stream.cache.head_group import HeadGroup
 
 NEGLIGIBLE = 0.01
 """Attention below this fraction of the query's largest counts as none: the paper's threshold for sparsity."""
-
-_EVERY = 16
-"""Decode steps between two samples of the attention."""
 
 
 def sparsity(probs: Tensor, visible: Tensor) -> Tensor:
@@ -54,51 +49,23 @@ def share_of_top(scores: Tensor, fraction: float) -> float:
     return float(scores.topk(count).values.sum() / scores.sum())
 
 
-_EVERY_NATIVE = 256
-"""Tokens between two samples where native code computes the attention, and a sample costs an attention of its own."""
-
-
-def is_sampled(step: int) -> bool:
-    """Whether the attention of an eager decode step is sampled."""
-    return step % _EVERY == 0
-
-
 class SparsityMeter:
-    """Samples the attention of a layer: the last query of a prefill chunk, and of every 16th decode step.
-
-    Native code does not show its probabilities: there the last query of a forward is sampled every 256 tokens, over
-    what is held after it. Steps that run natively as a whole are not sampled.
-    """
+    """The mean sparsity of the last query of every forward; a `HeadGroup.watch`."""
 
     def __init__(self) -> None:
-        self._sum: Tensor | None = None
+        self._sum: Tensor | float = math.nan
         self._samples = 0
 
-    def __call__(self, probs: Tensor, visible: Tensor, step: int) -> None:
-        """Sample a forward, if it is time.
-
-        Args:
-            probs: [B, Hkv, G, Q, K] float32.
-            visible: [B, Hkv, K] bool, False for empty slots.
-            step: tokens seen.
-        """
-        if probs.shape[3] > 1 or is_sampled(step):
-            self.add(probs, visible)
-
-    def add(self, probs: Tensor, visible: Tensor) -> None:
-        """Take a sample of the attention of the last query; arguments as above."""
+    def __call__(self, probs: Tensor, visible: Tensor) -> None:
+        """Add a chunk: probs [B, Hkv, G, Q, K] float32, visible [B, Hkv, K] bool, False for empty slots."""
         sample = sparsity(probs[..., -1, :], visible.unsqueeze(2)).mean()
-        self._sum = sample if self._sum is None else self._sum + sample
+        self._sum = sample + (self._sum if self._samples else 0.0)
         self._samples += 1
-
-    def wants(self, before: int, after: int) -> bool:
-        """Whether to sample a forward that native code took from `before` to `after` tokens."""
-        return self._sum is None or before // _EVERY_NATIVE < after // _EVERY_NATIVE
 
     @property
     def value(self) -> float:
-        """The mean of all samples; NaN before the first."""
-        return math.nan if self._sum is None else float(self._sum) / self._samples
+        """The mean; NaN without a forward."""
+        return float(self._sum) / max(self._samples, 1)
 
 
 @dataclass(frozen=True)
@@ -108,7 +75,7 @@ class LayerStatistics:
     Attributes:
         layer: its index.
         sparsity: fraction of the held tokens that a query all but ignores (below 1% of its largest attention), a mean
-            over sampled queries and heads.
+            over forwards and heads; NaN outside of `H2OCache.measuring_sparsity`.
         scores: [n] float32, accumulated scores of the held tokens, a mean over rows and heads, largest first; empty
             for a policy that keeps none.
         exponent: of the power law of those scores; NaN without them.
@@ -128,8 +95,8 @@ def layer_statistics(layer: int, groups: Sequence[HeadGroup]) -> LayerStatistics
     measured = [_group_statistics(layer, group) for group in groups]
     if len(measured) == 1:
         return measured[0]
-    total = sum(group.num_heads for group in groups)
-    weights = [group.num_heads / total for group in groups]
+    total = sum(group.weight for group in groups)
+    weights = [group.weight / total for group in groups]
 
     def mean(values: Sequence[float]) -> float:
         return math.fsum(weight * value for weight, value in zip(weights, values, strict=True))

@@ -8,24 +8,24 @@ import torch
 
 from h2o_stream.cache.head_group import HeadGroup
 from h2o_stream.cache.layer import LayerSpec
-from h2o_stream.cache.policies import Budget, merged
+from h2o_stream.cache.policies import Protection, merged
 from h2o_stream.cache.windows import schedules, windows
 from h2o_stream.config import MIN_EVICTABLE, CachePlan
 from h2o_stream.errors import ConfigError, H2OStreamError
 
 
-class BudgetAssignment:
+class WindowAssignment:
     """Pins, transient tokens and windows of the layers that follow the plan.
 
     Args:
-        plan: the windows and budgets of a head in the mean.
+        plan: the window of a head in the mean, and what of it is protected.
         specs: all layers.
         max_distance: largest distance the model was trained for, or None.
 
     Attributes:
         pins: ranges of token indices that are never evicted, without the sinks.
         transient: ranges of token indices that are evicted first.
-        windows: tokens that each group of heads holds in the end, in all processes.
+        sizes: tokens that each group of heads holds in the end, in all processes.
     """
 
     def __init__(
@@ -38,14 +38,14 @@ class BudgetAssignment:
     ) -> None:
         self._plan, self._max_distance, self.pins, self.transient = plan, max_distance, pins, transient
         evicting = [spec for spec in specs if spec.evicts]
-        self._budgets = [budget for spec in evicting for budget in spec.budgets]
-        self._local = [budget is not None for spec in evicting for budget in spec.local_budgets]
-        self.windows: tuple[int, ...] = ()
+        self._windows = [window for spec in evicting for window in spec.windows]
+        self._local = [window is not None for spec in evicting for window in spec.local_windows]
+        self.sizes: tuple[int, ...] = ()
 
     @property
-    def counts(self) -> tuple[int, ...]:
-        """Number of heads in each group."""
-        return tuple(budget.count for budget in self._budgets)
+    def weights(self) -> tuple[int, ...]:
+        """Weight of each group in means over heads."""
+        return tuple(window.weight for window in self._windows)
 
     @property
     def protected(self) -> tuple[range, ...]:
@@ -65,7 +65,7 @@ class BudgetAssignment:
         """
         plan, minimum = self._plan, self._min_movable
         pinned = sum(map(len, merged((range(plan.sinks), *pins))))
-        window = min(self.windows) if fixed else plan.window
+        window = min(self.sizes) if fixed else plan.window
         if pinned > plan.sinks and window - pinned < minimum:
             whose = "of some heads " if window < plan.window else ""
             needed = plan.window + pinned + minimum - window
@@ -77,21 +77,21 @@ class BudgetAssignment:
                 "or pin less (a shorter system prompt)"
             )
 
-    def assign(self, groups: Sequence[HeadGroup], fixed: bool) -> None:
+    def update(self, groups: Sequence[HeadGroup], fixed: bool) -> None:
         """Give each head its window unless that is `fixed`, and split what pins leave of it into heavy and recent."""
         plan, pinned = self._plan, sum(map(len, self.protected))
         if not fixed:
-            sizes = windows(self._budgets, plan.window, pinned, self._min_movable, self._max_window)
-            self.set_windows(groups, sizes)
+            sizes = windows(self._windows, plan.window, pinned, self._min_movable, self._max_window)
+            self.set_sizes(groups, sizes)
         for group in groups:
             movable = group.schedule.window - pinned
             recent = movable - movable * plan.heavy // (plan.heavy + plan.recent)
-            group.budget = Budget(plan.sinks, self.pins, max(recent, self._min_recent), self.transient)
+            group.protection = Protection(plan.sinks, self.pins, max(recent, self._min_recent), self.transient)
 
-    def set_windows(self, groups: Sequence[HeadGroup], sizes: Sequence[int]) -> None:
+    def set_sizes(self, groups: Sequence[HeadGroup], sizes: Sequence[int]) -> None:
         """Give the heads their windows, and spans within the distances that the model knows."""
-        plan, self.windows = self._plan, tuple(sizes)
-        everywhere = schedules(self.windows, self.counts, plan.window)
+        plan, self.sizes = self._plan, tuple(sizes)
+        everywhere = schedules(self.sizes, self.weights, plan.window)
         local = [schedule for schedule, is_local in zip(everywhere, self._local, strict=True) if is_local]
         for group, schedule in zip(groups, local, strict=True):
             group.set_schedule(schedule)

@@ -1,6 +1,6 @@
 """Windows of different size for the heads of a model, equal in the mean.
 
-Until the window is full all heads hold everything. Then retrieval heads (`cache.retrieval_heads`) grow by what the
+Until the window is full all heads hold everything. Then retrieval heads (`attachment.retrieval_heads`) grow by what the
 others give up. That happens in stages, so that slots are allocated anew only a few times: when one begins, the others
 give up what retrieval heads will take until it ends. So at no time is more allocated than for equal windows.
 """
@@ -18,7 +18,7 @@ _STAGE = 1.25
 
 
 @dataclass(frozen=True)
-class HeadBudget:
+class HeadWindow:
     """KV heads of a layer that share a window size.
 
     Attributes:
@@ -30,13 +30,13 @@ class HeadBudget:
     share: float = 1.0
 
     @property
-    def count(self) -> int:
-        """Number of heads; 1 for all heads of a layer, because all layers are then alike."""
+    def weight(self) -> int:
+        """Weight in means over heads: its heads; 1 for a whole layer, because all are then alike."""
         return len(self.heads) or 1
 
 
 def windows(
-    groups: Sequence[HeadBudget], window: int, pinned: int, minimum: int, max_window: int | None = None
+    groups: Sequence[HeadWindow], window: int, pinned: int, minimum: int, max_window: int | None = None
 ) -> list[int]:
     """The windows of groups of heads, `window` in the mean over heads. Every head has the pinned tokens.
 
@@ -56,7 +56,7 @@ def windows(
     if max_window is not None and high > 1:
         strength = min(strength, (max_window - window) / (movable * (high - 1)))
     sizes = [pinned + movable * (1 + strength * (share - 1)) for share in shares]
-    return _rounded(sizes, [group.count for group in groups])
+    return _rounded(sizes, [group.weight for group in groups])
 
 
 @dataclass(frozen=True)
@@ -113,24 +113,24 @@ class Schedule:
 
 
 @lru_cache
-def schedules(windows: tuple[int, ...], counts: tuple[int, ...], common: int) -> list[Schedule]:
+def schedules(windows: tuple[int, ...], weights: tuple[int, ...], common: int) -> list[Schedule]:
     """From equal windows to `windows`: slots that growing heads cannot fill yet are left to the others.
 
     Args:
         windows: final size for each group of heads.
-        counts: number of heads in each group.
+        weights: of the groups in means over heads.
         common: mean window.
     """
     if set(windows) == {common}:
         return [Schedule.equal(common)] * len(windows)
-    growing = [count * max(window - common, 0) for window, count in zip(windows, counts, strict=True)]
+    growing = [weight * max(window - common, 0) for window, weight in zip(windows, weights, strict=True)]
     stages, rows = [common], []
     while stages[-1] < max(windows):
         stages.append(min(math.ceil(stages[-1] * _STAGE), max(windows)))
-        unfilled = sum(count * max(window - stages[-1], 0) for window, count in zip(windows, counts, strict=True))
+        unfilled = sum(weight * max(window - stages[-1], 0) for window, weight in zip(windows, weights, strict=True))
         left = unfilled / sum(growing)
         rows += [
-            _rounded([min(seen, window + max(common - window, 0) * left) for window in windows], counts)
+            _rounded([min(seen, window + max(common - window, 0) * left) for window in windows], weights)
             for seen in range(stages[-2] + 1, min(stages[-1] + 1, max(windows)))
         ]
     columns = zip(*rows, strict=True) if rows else [()] * len(windows)
@@ -140,10 +140,10 @@ def schedules(windows: tuple[int, ...], counts: tuple[int, ...], common: int) ->
     ]
 
 
-def _rounded(numbers: Sequence[float], counts: Sequence[int]) -> list[int]:
-    """Integers less than 1 away with the same sum, as far as possible; each number counts `counts` times."""
+def _rounded(numbers: Sequence[float], weights: Sequence[int]) -> list[int]:
+    """Integers less than 1 away with the same sum, as far as possible; each number weights `weights` times."""
     whole, owed = [], 0.0
-    for number, count in zip(numbers, counts, strict=True):
-        whole.append(math.floor(number + min(owed / count, 0.999) + 1e-6))
-        owed += count * (number - whole[-1])
+    for number, weight in zip(numbers, weights, strict=True):
+        whole.append(math.floor(number + min(owed / weight, 0.999) + 1e-6))
+        owed += weight * (number - whole[-1])
     return whole

@@ -18,7 +18,7 @@ from transformers import AttentionInterface, DynamicCache
 
 from h2o_stream.attachment.attention_interface import attention_names, using_attention
 from h2o_stream.attachment.model_facts import input_device
-from h2o_stream.cache.policies import Attention, Budget, Candidates, Policy, make_policy, select
+from h2o_stream.cache.policies import Attention, Candidates, Policy, Protection, make_policy, select
 from h2o_stream.config import CacheConfig, CachePlan
 from h2o_stream.errors import ConfigError, UnsupportedModelError
 
@@ -126,7 +126,7 @@ def policy_rule(plan: CachePlan) -> Rule:
         rank = visible.flip(-1).cumsum(-1).flip(-1) - 1
         seen = torch.full((1, 1, 1), scores.shape[1], device=scores.device)
         candidates = Candidates(scores.where(visible, -torch.inf)[None], index[None], rank[None], seen)
-        worth = policy.worth(candidates, Budget(plan.sinks, (), plan.recent))
+        worth = policy.worth(candidates, Protection(plan.sinks, (), plan.recent))
         kept, _ = select(worth, candidates.index, min(plan.window, scores.shape[1]))
         return torch.zeros_like(visible).scatter_(1, kept[0], True)
 

@@ -116,7 +116,7 @@ class Soak(Comparison[SoakOptions]):
             seconds["read"] += middle - start
             seconds["reply"] += time.perf_counter() - middle
             losses.append((turn // self._turns_of_pass, loss))
-            largest = max(largest, audit(cache))
+            largest = max(largest, audit(cache.evicting_groups))
             yield JobProgress(turn - turns.start + 1)
         self._save(number)
         yield JobResult(

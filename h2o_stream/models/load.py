@@ -153,7 +153,7 @@ class _Loader:
         if self._file is not None and self._file.quantized and config.quantize == "auto":
             if library.loaded() is not None:
                 return self._load_gguf(self._file, skeleton)
-            self._notify(f"The weights of {config.model} are unpacked: {library.missing_reason()}.")
+            self._notify(f"The weights of {config.model} are unpacked: {library.why_not()}.")
         quantized = getattr(self._hf_config, "quantization_config", None) is not None
         precision = choose_precision(
             config.model,

@@ -14,7 +14,7 @@ from h2o_stream.cache.head_group import HeadGroup
 from h2o_stream.errors import H2OStreamError, OutOfMemoryError
 from h2o_stream.native import library
 from h2o_stream.native.abi import AttentionLayer, pointer
-from h2o_stream.native.slots import BoundLayer, unsupported
+from h2o_stream.native.slots import BoundLayer, why_not
 
 _NO_MEMORY = 2
 """What `h2o_prefill` returns if memory runs out."""
@@ -39,7 +39,7 @@ class NativeKernels:
         """See `Kernels.supports`."""
         if transform.sinks is not None or group.chunked or type(query) is not Tensor:
             return False
-        return not unsupported(group) and query.dtype == group.dtype and query.device == group.device
+        return not why_not(group) and query.dtype == group.dtype and query.device == group.device
 
     def decode(self, group: HeadGroup, chunk: QueryChunk) -> Tensor:
         """See `Kernels.decode`."""

@@ -31,7 +31,7 @@ _INSTALLED_WITHOUT = (
 
 
 def loaded() -> ctypes.CDLL | None:
-    """The library for the best supported instruction set, or None; see `missing_reason`.
+    """The library for the best supported instruction set, or None; see `why_not`.
 
     Raises:
         ConfigError: H2O_INSTRUCTIONS names an unavailable instruction set.
@@ -39,8 +39,8 @@ def loaded() -> ctypes.CDLL | None:
     return _load()[0]
 
 
-def missing_reason() -> str | None:
-    """Why there is no library and what to do about it, in one line; None if there is one."""
+def why_not() -> str:
+    """Why there is no library and what to do about it, in one line; empty if there is one."""
     return _load()[2]
 
 
@@ -77,8 +77,8 @@ def open_library(choice: str) -> ctypes.CDLL:
 
 
 @cache
-def _load() -> tuple[ctypes.CDLL | None, str, str | None]:
-    """The library, its instruction set, and the reason if there is none."""
+def _load() -> tuple[ctypes.CDLL | None, str, str]:
+    """The library, its instruction set, and why there is none."""
     requested = os.environ.get(INSTRUCTIONS_VARIABLE)
     if requested and requested not in INSTRUCTIONS:
         raise ConfigError(f"{INSTRUCTIONS_VARIABLE}={requested}: choose one of {', '.join(INSTRUCTIONS)}")
@@ -91,7 +91,7 @@ def _load() -> tuple[ctypes.CDLL | None, str, str | None]:
                 f"{INSTRUCTIONS_VARIABLE}={requested}: this processor and installation have {', '.join(choices)}"
             )
         best = requested or choices[-1]
-        return open_library(best), best, None
+        return open_library(best), best, ""
     except (OSError, AttributeError) as error:  # AttributeError: from another version
         return None, "none", f"the compiled library cannot be loaded, install h2o_stream again: {error}"
 

@@ -219,5 +219,5 @@ def require_library() -> ctypes.CDLL:
     """
     native = library.loaded()
     if native is None:
-        raise ConfigError(f"packed weights need the compiled library: {library.missing_reason()}")
+        raise ConfigError(f"packed weights need the compiled library: {library.why_not()}")
     return native

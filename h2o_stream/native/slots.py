@@ -9,13 +9,13 @@ import numpy
 import torch
 from torch import Tensor
 
-from h2o_stream.cache.eviction import rank_dtype
 from h2o_stream.cache.head_group import HeadGroup
 from h2o_stream.cache.policies.accumulated import Accumulated
-from h2o_stream.cache.policies.long_term import DECAY, FAR, LongTerm
+from h2o_stream.cache.policies.long_term import LongTerm
 from h2o_stream.cache.policies.random import Random
 from h2o_stream.cache.policies.recency import Recency
 from h2o_stream.cache.policies.tova import Tova
+from h2o_stream.cache.slots import rank_dtype
 from h2o_stream.native.abi import SLOTS, AttentionLayer, PolicyKind, PositionMode, pointer
 
 POLICIES: dict[type, PolicyKind] = {
@@ -30,20 +30,17 @@ POLICIES: dict[type, PolicyKind] = {
 _POSITIONS = {"gap": PositionMode.GAP, "rolling": PositionMode.ROLLING, "absolute": PositionMode.ABSOLUTE}
 
 
-def unsupported_rules(group: HeadGroup) -> str:
-    """Why the library cannot evict as this group does, or nothing."""
+def why_not(group: HeadGroup) -> str:
+    """Why the library cannot attend and evict as this group does, where it is if it is allocated; or nothing."""
     if type(group.policy) not in POLICIES:
         return f"policy {type(group.policy).__name__} is written in Python"
-    return "somebody looks at the probabilities of attention" if group.watched else ""
-
-
-def unsupported(group: HeadGroup) -> str:
-    """Why the library does not support this group, which is allocated, or nothing."""
-    if group.device.type != "cpu":
+    if group.watch:
+        return "somebody looks at the probabilities of attention"
+    if group.is_initialized and group.device.type != "cpu":
         return f"the cache is on {group.device}"
-    if group.dtype not in (torch.float32, torch.bfloat16):
+    if group.is_initialized and group.dtype not in (torch.float32, torch.bfloat16):
         return f"keys and values are in {group.dtype}"
-    return unsupported_rules(group)
+    return ""
 
 
 class BoundLayer:
@@ -57,11 +54,11 @@ class BoundLayer:
 
     def __init__(self, head_groups: Sequence[HeadGroup], attention: AttentionLayer, max_distance: int = 0) -> None:
         self.head_groups, first = head_groups, head_groups[0]
-        plan, budget = first.plan, first.budget
+        plan, protection = first.plan, first.protection
         whole = torch.arange(attention.kv_heads, device="cpu")
         all_heads = [whole if group.heads is None or len(head_groups) == 1 else group.heads for group in head_groups]
         self._heads = [heads.int() for heads in all_heads]
-        pins, transient = _bounds(budget.pins), _bounds(budget.transient)
+        pins, transient = _bounds(protection.pins), _bounds(protection.transient)
         rope = self._rope(max_distance)
         self._alive = pins, transient, rope
         self.attention = attention
@@ -69,9 +66,9 @@ class BoundLayer:
         attention.position_mode = _POSITIONS["absolute" if first.table is None else plan.positions]
         attention.decay = plan.decay
         attention.long_term = plan.long_term if first.policy.long_term else 0.0
-        attention.long_term_decay = DECAY
-        attention.long_term_distance = FAR
-        attention.sinks = int(budget.sinks)
+        attention.long_term_decay = LongTerm.far_decay
+        attention.long_term_distance = LongTerm.far
+        attention.sinks = int(protection.sinks)
         attention.pins = pointer(pins, torch.int64, 2 * len(pins))
         attention.pin_count = len(pins)
         attention.transient = pointer(transient, torch.int64, 2 * len(transient))
@@ -105,7 +102,11 @@ class BoundLayer:
             if tensor is not None:
                 rows[name] = first + tensor.stride(0) * tensor.element_size() * numpy.arange(len(rows))
         rows["heads"], rows["head_count"] = pointer(heads, torch.int32, len(heads)), len(heads)
-        rows["slot_count"], rows["recent"], rows["span"] = group.store.slots, int(group.budget.recent), int(group.span)
+        rows["slot_count"], rows["recent"], rows["span"] = (
+            group.store.slots,
+            int(group.protection.recent),
+            int(group.span),
+        )
 
 
 def _bound_tensors(attention: AttentionLayer, group: HeadGroup) -> dict[str, tuple[Tensor | None, torch.dtype, int]]:

@@ -16,7 +16,7 @@ from h2o_stream.errors import H2OStreamError, OutOfMemoryError
 from h2o_stream.native.abi import SLOTS, STREAM, pointer
 from h2o_stream.native.description import NativeModel
 from h2o_stream.native.model_guard import ModelGuard
-from h2o_stream.native.slots import BoundLayer, unsupported
+from h2o_stream.native.slots import BoundLayer, why_not
 
 MAX_ROWS = 64
 """Rows of a batch beyond which torch's products of matrices are faster."""
@@ -35,14 +35,14 @@ class Stepper:
         cache: of the attached model.
 
     Attributes:
-        unserved: why the cache as it is now cannot be served, or nothing.
+        why_not: why the cache as it is now cannot be served, or nothing.
     """
 
     def __init__(self, native: CDLL, model: NativeModel, unchanged: ModelGuard, cache: H2OCache) -> None:
         self.cache, self.model, self._unchanged = cache, model, unchanged
         self._native = native
         self._layers: list[BoundLayer] = []
-        self._revision, self._columns, self._steady, self.unserved = -1, -1, False, ""
+        self._revision, self._columns, self._steady, self.why_not = -1, -1, False, ""
         if cache.plan.positions != "absolute":
             for layer in model.layers:
                 layer.frequencies = None  # keys are rotated when they are attended to
@@ -75,10 +75,10 @@ class Stepper:
             return None
         cache.make_room()
         if self._revision != cache.revision:
-            self.unserved = self._bind()
+            self.why_not = self._bind()
         if cache.tokens.columns != self._columns:  # a prompt came between
             self._unchanged.invalidate()
-        if self.unserved or not self._unchanged:
+        if self.why_not or not self._unchanged:
             return None
         if not (self._steady and cache.steady):
             for layer in self._layers:
@@ -114,7 +114,7 @@ class Stepper:
         first = 0
         for cached, layer in zip(self.cache.layers, self.model.layers, strict=True):
             groups = cached.head_groups
-            if reason := next(filter(None, map(unsupported, groups)), ""):
+            if reason := next(filter(None, map(why_not, groups)), ""):
                 return reason
             bound.append(BoundLayer(groups, layer.attention))
             layer.first_group, layer.group_count = first, len(groups)

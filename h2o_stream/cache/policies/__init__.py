@@ -5,10 +5,10 @@ Pure functions of tensors: nothing here knows layers, models, or where keys and 
 
 from h2o_stream.cache.policies.base import (
     Attention,
-    Budget,
     Candidates,
     NewQueries,
     Policy,
+    Protection,
     make_policy,
     merged,
     select,
@@ -16,10 +16,10 @@ from h2o_stream.cache.policies.base import (
 
 __all__ = [
     "Attention",
-    "Budget",
     "Candidates",
     "NewQueries",
     "Policy",
+    "Protection",
     "make_policy",
     "merged",
     "select",

@@ -6,7 +6,7 @@ from torch import Tensor
 
 from h2o_stream.cache.policies.base import Attention, Candidates, Policy
 
-MAX_DECAY_TOKENS = 64
+MAX_DECAY_STEPS = 64
 """Within one forward decay stops after this many tokens, so that all of a prompt read at once counts."""
 
 
@@ -23,14 +23,14 @@ class Accumulated(Policy):
         probs, decay = attention.probs, self.plan.decay
         if isinstance(attention.new, int) and attention.new == 1:
             return scores.mul(decay).add_(probs.sum((2, 3)))
-        weights = decay ** attention.later.clamp(max=MAX_DECAY_TOKENS)
+        weights = decay ** attention.later.clamp(max=MAX_DECAY_STEPS)
         received = (weights.unsqueeze(-2) @ probs).squeeze(-2).sum(2)
         return received.add_(scores * decay**attention.new)
 
     def total(self, seen: Tensor) -> Tensor | None:
         """Every query adds 1, which decays; unknown if chunks are large. See `Policy.total`."""
         decay, seen = self.plan.decay, seen.double()
-        if decay < 1 and not 0 < self.plan.chunk <= MAX_DECAY_TOKENS:
+        if decay < 1 and not 0 < self.plan.chunk <= MAX_DECAY_STEPS:
             return None
         return seen if decay == 1 else (1 - decay**seen) / (1 - decay)
 

@@ -78,7 +78,7 @@ class Candidates:
 
 
 @dataclass(frozen=True)
-class Budget:
+class Protection:
     """What must not be evicted, and what is evicted first.
 
     Attributes:
@@ -181,9 +181,13 @@ class Policy(ABC):
         """
         return dict(head_state)
 
-    def protected(self, candidates: Candidates, budget: Budget) -> Tensor:
+    def protected(self, candidates: Candidates, protection: Protection) -> Tensor:
         """Which tokens must not be evicted, [B, Hkv, K] bool; undefined for empty slots."""
-        return (candidates.rank < budget.recent) | (candidates.index < budget.sinks) | budget.pinned(candidates.index)
+        return (
+            (candidates.rank < protection.recent)
+            | (candidates.index < protection.sinks)
+            | protection.pinned(candidates.index)
+        )
 
     def total(self, seen: Tensor) -> Tensor | None:
         """What all scores would sum to for each query head, had nothing been evicted; None without scores.
@@ -197,7 +201,7 @@ class Policy(ABC):
     def priority(self, candidates: Candidates) -> Tensor:
         """Worth of the unprotected tokens, [B, Hkv, K] float32; the lowest is evicted first."""
 
-    def worth(self, candidates: Candidates, budget: Budget) -> Tensor:
+    def worth(self, candidates: Candidates, protection: Protection) -> Tensor:
         """The priority, +inf for protected tokens and -inf for empty slots, [B, Hkv, K] float32.
 
         NaN, which a model whose numbers overflow gives, counts as the lowest priority. Transient tokens are below every
@@ -206,10 +210,10 @@ class Policy(ABC):
         lowest = torch.finfo(torch.float32).min
         worth = self.priority(candidates)
         worth = worth.masked_fill(worth.isnan(), lowest)
-        if budget.transient:
+        if protection.transient:
             below = -(2.0**127) - 2.0**104 * candidates.rank.float()
-            worth = torch.where(budget.is_transient(candidates.index), below, worth)
-        worth = worth.masked_fill_(self.protected(candidates, budget), torch.inf)
+            worth = torch.where(protection.is_transient(candidates.index), below, worth)
+        worth = worth.masked_fill_(self.protected(candidates, protection), torch.inf)
         return worth.masked_fill_(candidates.index < 0, -torch.inf)
 
 

@@ -8,19 +8,20 @@ from h2o_stream.cache.policies.accumulated import Accumulated
 from h2o_stream.cache.policies.base import Attention, Candidates
 from h2o_stream.config import CachePlan
 
-FAR = 64
-"""Distance in tokens from which attention counts for the long-term score."""
-
-DECAY = 0.999
-"""Factor on the long-term score per token seen."""
-
 
 class LongTerm(Accumulated):
     """Decayed sums as in `Accumulated`, plus a score that lasts ten times as long.
 
     What is quoted once is quoted again: the long-term score sums the squares of attention from a distance, so that one
     sharp look counts and a hundred glances do not.
+
+    Attributes:
+        far: distance in tokens from which attention counts for the long-term score.
+        far_decay: factor on the long-term score per token seen.
     """
+
+    far = 64
+    far_decay = 0.999
 
     def __init__(self, plan: CachePlan, layer: int = 0) -> None:
         super().__init__(plan, layer)
@@ -29,18 +30,19 @@ class LongTerm(Accumulated):
     def update_long_term(self, long_term_scores: Tensor, candidates: Candidates, attention: Attention) -> Tensor:
         """Decay the scores, add the squares of the attention to distant tokens; see `Policy.update_long_term`.
 
-        Distant is `FAR` tokens before the query; queries are taken `FAR` at a time, and the first one counts.
+        Distant is `far` tokens before the query; queries are taken `far` at a time, and the first one counts.
         """
+        far, decay = self.far, self.far_decay
         before = candidates.seen - attention.new
-        kept = long_term_scores * DECAY**attention.new
-        for start in range(0, attention.probs.shape[-2], FAR):
-            squares = attention.probs[..., start : start + FAR, :].square()
+        kept = long_term_scores * decay**attention.new
+        for start in range(0, attention.probs.shape[-2], far):
+            squares = attention.probs[..., start : start + far, :].square()
             if squares.shape[-2] == 1:
                 received = squares.sum((2, 3))
             else:
-                later = attention.later[..., start : start + FAR]
-                received = ((DECAY**later).unsqueeze(-2) @ squares).squeeze(-2).sum(2)
-            kept += received.mul_(candidates.index < before + start - FAR)
+                later = attention.later[..., start : start + far]
+                received = ((decay**later).unsqueeze(-2) @ squares).squeeze(-2).sum(2)
+            kept += received.mul_(candidates.index < before + start - far)
         return kept
 
     def priority(self, candidates: Candidates) -> Tensor:

@@ -247,7 +247,7 @@ class _AttentionStatistics:
     chunks: int = 0
     mass: dict[str, float] = field(default_factory=dict)
 
-    def __call__(self, probs: Tensor, visible: Tensor, step: int) -> None:
+    def __call__(self, probs: Tensor, visible: Tensor) -> None:
         """See `HeadGroup.watch`: probs [1, Hkv, G, Q, K] of a cache that has evicted nothing, K in token order."""
         *_, new, seen = probs.shape
         query_index = torch.arange(seen - new, seen, device=probs.device)
