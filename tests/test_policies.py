@@ -12,7 +12,7 @@ import torch
 from transformers import LlamaForCausalLM
 
 from h2o_stream import CacheConfig, ConfigError, attach, config
-from h2o_stream.cache.policies import Attention, Protection, Candidates, make_policy, merged, select
+from h2o_stream.cache.policies import Attention, Candidates, Protection, make_policy, merged, select
 from tests.literature import PRIORITIES
 from tests.tolerance import assert_close
 
