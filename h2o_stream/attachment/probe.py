@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -12,7 +13,7 @@ from transformers import PreTrainedModel
 
 from h2o_stream.attachment.attention_interface import using_h2o_attention
 from h2o_stream.attachment.model_facts import RECURRENT, WITHOUT_ATTENTION, input_device
-from h2o_stream.cache.layer import DecoderLayer, EvictingLayer, EvictingRecurrentLayer, LayeredCache
+from h2o_stream.cache.layer import DecoderLayer, EvictingLayer, EvictingRecurrentLayer, LayeredCache, LayerSpec
 from h2o_stream.cache.recurrent import RecurrentLayer, as_class_for, states_of
 from h2o_stream.cache.rope import PositionsError, RotaryTable, dimension_orders, rotate_back
 from h2o_stream.errors import H2OStreamError, UnsupportedModelError, means_out_of_memory
@@ -49,28 +50,10 @@ def failing_as(what: str) -> Iterator[None]:
         ) from error
 
 
-class ProbedLayer(NamedTuple):
-    """What a probe finds out about a layer.
-
-    Attributes:
-        key: [B, Hkv, 1, D], as the cache gets it; None if it has no attention.
-        table: its rotations; None if the model does not rotate there, or by itself.
-        order: see `LayerSpec`.
-        states: see `LayerSpec`.
-        state_bytes: see `LayerSpec`.
-    """
-
-    key: Tensor | None = None
-    table: RotaryTable | None = None
-    order: Tensor | None = None
-    states: int = 0
-    state_bytes: int = 0
-
-
 @torch.no_grad()
 def probe(
     model: PreTrainedModel, kinds: Sequence[str], tables: Mapping[str, Sequence[RotaryTable]], moves: bool
-) -> list[ProbedLayer]:
+) -> list[LayerSpec]:
     """Feed one token at position 0 and at a later one, and compare: they may differ only by RoPE, in a known form.
 
     Args:
@@ -78,6 +61,9 @@ def probe(
         kinds: of the layers.
         tables: see `tables_of`.
         moves: whether the cache assigns positions, so that they must show in nothing but RoPE.
+
+    Returns:
+        What shows of each layer: rotations, device, keys and states.
 
     Raises:
         UnsupportedModelError: a layer does not take its attention from us, or keeps states elsewhere, or the model
@@ -107,11 +93,11 @@ def probe(
         kept = states_of(layer)
         if kind in RECURRENT and not kept:
             raise UnsupportedModelError(f"{name} keeps states outside of its cache; only --policy full can serve it")
-        form = ProbedLayer()
+        spec = LayerSpec(attends=False)
         if kind not in WITHOUT_ATTENTION:
-            form = _probed(name, layer.seen, tables.get(kind, ()), position)
+            spec = _probed(name, layer.seen, tables.get(kind, ()), position)
         size = sum(state[0].nbytes for state in kept.values())
-        found.append(form._replace(states=states if kind in RECURRENT else 0, state_bytes=size))
+        found.append(replace(spec, states=states if kind in RECURRENT else 0, state_bytes=size))
     return found
 
 
@@ -121,12 +107,13 @@ def _probing_layer(kind: str, states: int) -> DecoderLayer:
     return RecurrentLayer(states) if kind in WITHOUT_ATTENTION else _HybridProbe(states, ())
 
 
-def _probed(name: str, seen: tuple[Tensor, Tensor], tables: Sequence[RotaryTable], position: int) -> ProbedLayer:
+def _probed(name: str, seen: tuple[Tensor, Tensor], tables: Sequence[RotaryTable], position: int) -> LayerSpec:
     """The form of RoPE in which queries and keys [2, H, 1, D] are those of one token at 0 and at `position`."""
     key, off = seen[1], [_difference(*x) for x in seen]
+    spec = LayerSpec(key=key[0, :, 0].to("meta"), device=key.device)
     limit = 1e-3 if key.dtype == torch.float32 else 0.05
     if max(off) < limit:
-        return ProbedLayer(key)
+        return spec
     if not tables:
         raise PositionsError(f"{name} has no rotary embedding that is known here")
     forms = []
@@ -138,11 +125,11 @@ def _probed(name: str, seen: tuple[Tensor, Tensor], tables: Sequence[RotaryTable
         for number, order in enumerate(dimension_orders(key.shape[-1], rotation.shape[-1])):
             ordered = [x[..., order.to(x.device)] for x in seen]
             off = [_difference(unrotated, rotate_back(rotated.float(), rotation)) for unrotated, rotated in ordered]
-            forms.append((max(off), ProbedLayer(key, table, order.to(key.device) if number else None)))
-    smallest, form = min(forms, key=lambda found: found[0])
+            forms.append((max(off), replace(spec, table=table, order=order.to(key.device) if number else None)))
+    smallest, spec = min(forms, key=lambda found: found[0])
     if not smallest < limit:
         raise PositionsError(f"{name} applies RoPE in a form that is not reproduced here")
-    return form
+    return spec
 
 
 def _difference(x: Tensor, other: Tensor) -> float:

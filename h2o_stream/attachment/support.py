@@ -24,7 +24,7 @@ from h2o_stream.attachment.model_facts import (
     sliding_window_of,
     sliding_windows,
 )
-from h2o_stream.attachment.probe import ProbedLayer, probe
+from h2o_stream.attachment.probe import probe
 from h2o_stream.cache.layer import LayerSpec
 from h2o_stream.cache.rope import PositionsError, tables_of
 from h2o_stream.config import DEFAULT_WINDOW, CacheConfig, CachePlan
@@ -89,25 +89,20 @@ def layer_specs(model: PreTrainedModel, plan: CachePlan) -> list[LayerSpec]:
     kinds, uniform = layer_kinds(text), None not in sliding_windows(text)
     moves = plan.positions != "absolute"
     probed = probe(model, kinds, tables_of(model, set(kinds) - WITHOUT_ATTENTION) if moves else {}, moves)
-    return [_spec(model, plan, kind, form, uniform) for kind, form in zip(kinds, probed, strict=True)]
+    return [_spec(model, plan, kind, spec, uniform) for kind, spec in zip(kinds, probed, strict=True)]
 
 
-def _spec(model: PreTrainedModel, plan: CachePlan, kind: str, form: ProbedLayer, uniform: bool) -> LayerSpec:
+def _spec(model: PreTrainedModel, plan: CachePlan, kind: str, probed: LayerSpec, uniform: bool) -> LayerSpec:
     """The spec of one layer; if all that have attention slide (`uniform`), they follow the plan."""
-    if form.key is None:
-        return LayerSpec(attends=False, states=form.states, state_bytes=form.state_bytes)
+    if probed.key is None:
+        return probed
     window, chunked = sliding_window_of(model.config.get_text_config(), kind), kind == "chunked_attention"
-    return LayerSpec(
-        table=form.table,
-        order=form.order,
-        states=form.states,
-        state_bytes=form.state_bytes,
+    return replace(
+        probed,
         sliding=None if uniform and not chunked else window,
         chunked=chunked,
         hidden_from=window if plan.positions == "absolute" else None,
-        device=form.key.device,
-        shard=_shard(model, form.key.shape[1]),
-        key=form.key[0, :, 0].to("meta"),
+        shard=_shard(model, len(probed.key)),
     )
 
 

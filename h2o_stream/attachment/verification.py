@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from importlib.metadata import version
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -30,6 +30,7 @@ from h2o_stream.cache.rope import PositionsError
 from h2o_stream.cache.tolerance import ROUNDED_TOLERANCE, error_of, tolerance_of
 from h2o_stream.config import CacheConfig, CacheDevice, Positions
 from h2o_stream.errors import UnsupportedModelError
+from h2o_stream.native.stepper import Stepper
 
 PROMPT, STEPS, CHUNK = 24, 3, 16
 """Tokens of a prompt longer than a chunk, tokens that follow one by one, and tokens per chunk."""
@@ -41,22 +42,8 @@ _ROUNDINGS = 3
 _MAX_TOLERANCE = 0.5
 """Limit of the tolerance, whatever rounding does."""
 
-
 _known: set[str] = set()
 """Keys of everything verified in this process."""
-
-
-class NativeSteps(Protocol):
-    """Runs single tokens through a model and a cache.
-
-    Attributes:
-        why_not: why it cannot, known after the first call; or nothing.
-    """
-
-    why_not: str
-
-    def run(self, tokens: Tensor) -> Tensor | None:
-        """Tokens [1, 1] to logits [1, 1, V], or None if it cannot."""
 
 
 def verify_logits(model: Any, positions: Positions, device: CacheDevice, specs: Sequence[LayerSpec]) -> Verification:
@@ -127,9 +114,7 @@ class Verification:
             save_measurement("proved", key, True)
         return ""
 
-    def why_not(
-        self, kernels: Kernels | None = None, make_steps: Callable[[H2OCache], NativeSteps] | None = None
-    ) -> str:
+    def why_not(self, kernels: Kernels | None = None, make_steps: Callable[[H2OCache], Stepper] | None = None) -> str:
         """Why logits through the cache differ from the model's own, or nothing.
 
         Args:
@@ -190,7 +175,7 @@ class Verification:
             raise UnsupportedModelError(f"logits of {name} are NaN, whatever its cache does; check its weights")
         return logits
 
-    def _through(self, cache: H2OCache, steps: NativeSteps | None) -> Tensor | None:
+    def _through(self, cache: H2OCache, steps: Stepper | None) -> Tensor | None:
         """[1, n, V] through the cache; None if native steps cannot run."""
         tokens, found = self._tokens(), []
         for number, part in enumerate((tokens[:, : self._prompt], *tokens[:, self._prompt :].split(1, 1))):
