@@ -47,7 +47,7 @@ def attach(
 
     Args:
         model: a causal language model of transformers, or PEFT's wrapper around one.
-        config: the policy and its budgets; the default is ours.
+        config: policy, window and rules; the default is `h2o` with our defaults.
         engine: ``auto`` uses native code where it can; ``eager`` is for comparison.
         progress: called while the heads are measured, which takes a minute the first time that a large model is
             attached.
@@ -58,7 +58,7 @@ def attach(
 
     Raises:
         UnsupportedModelError: the architecture is not supported.
-        ConfigError: the budgets do not fit the model, or there is no such engine.
+        ConfigError: window or positions do not fit the model, or there is no such engine.
         H2OStreamError: the model is attached already.
     """
     if engine not in get_args(EngineChoice):

@@ -60,9 +60,9 @@ class AttachedForward:
     """Stands in for `model.forward`.
 
     Args:
-        model: whose forward it is.
+        model: its forward is replaced, and called for whatever is no native step.
         cache: passed to every forward that wants a cache.
-        stepper: runs single tokens where it can; None for none.
+        stepper: runs single tokens where it can; None: the model does.
         attention: the model's own, see `attention_names`, for forwards without a cache.
     """
 

@@ -54,9 +54,9 @@ class GraphSteps:
     """Runs single tokens by replaying a captured step; see `Stepper`.
 
     Args:
-        forward: the model's own, with our attention.
-        cache: of the model.
-        record: captures a step.
+        forward: the model's own, which calls our attention.
+        cache: its slots are written by the captured step.
+        record: captures a call, by default as a CUDA graph.
     """
 
     def __init__(

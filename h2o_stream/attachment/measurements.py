@@ -34,9 +34,9 @@ def save_measurement(kind: str, key: str, value: Any) -> None:
     """Save a JSON value atomically; do nothing if the folder cannot be written.
 
     Args:
-        kind: of measurement; names the folder.
+        kind: names the folder.
         key: everything the value depends on.
-        value: the result.
+        value: what to save.
     """
     with suppress(OSError):
         path = _path(kind, key)

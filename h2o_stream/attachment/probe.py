@@ -57,9 +57,9 @@ def probe(
     """Feed one token at position 0 and at a later one, and compare: they may differ only by RoPE, in a known form.
 
     Args:
-        model: whose layers are probed.
-        kinds: of the layers.
-        tables: see `tables_of`.
+        model: called once.
+        kinds: kind of each layer, see `layer_kinds`.
+        tables: rotations that may apply to each kind, see `tables_of`.
         moves: whether the cache assigns positions, so that they must show in nothing but RoPE.
 
     Returns:

@@ -36,7 +36,7 @@ def config_for_size(config: CacheConfig, specs: Sequence[LayerSpec], model_confi
     Args:
         config: with a `cache_size`.
         specs: the layers of the model, with the windows of their heads.
-        model_config: the model's.
+        model_config: config of the model, which limits the window and gives the sizes of heads.
 
     Raises:
         ConfigError: the smallest window takes more.

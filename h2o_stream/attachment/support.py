@@ -46,7 +46,7 @@ def check_supported(model_class: type, config: Any, cache: CacheConfig) -> Cache
 
     Raises:
         UnsupportedModelError: naming the architecture and the reason.
-        ConfigError: the budgets do not fit the model.
+        ConfigError: window or positions do not fit the model.
     """
     plan = with_default_positions(config, cache).for_prompt(DEFAULT_WINDOW).plan(max_distance_of(config))
     if plan.policy == "full":

@@ -70,9 +70,9 @@ class Verification:
 
     Args:
         model: with its own forward, and its own attention when this is created.
-        positions: of the cache.
+        positions: mode of the cache.
         device: where keys and values are kept.
-        specs: the layers.
+        specs: what the cache knows of each layer.
     """
 
     def __init__(self, model: Any, positions: Positions, device: CacheDevice, specs: Sequence[LayerSpec]) -> None:

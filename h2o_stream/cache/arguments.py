@@ -41,7 +41,7 @@ def check_forward(kwargs: Mapping[str, Any], lengths: Sequence[int], columns: in
     """Check that a forward continues a stream, and return its padding.
 
     Args:
-        kwargs: of the model's forward.
+        kwargs: keyword arguments of the model's forward.
         lengths: tokens of each row before this forward.
         columns: columns of the stream before this forward.
         exact: positions must not count padding, because they are looked up. They must not with a hole either.

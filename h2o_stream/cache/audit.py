@@ -36,8 +36,8 @@ def check_slots(group: HeadGroup, name: str) -> None:
     """Check what holds for every policy.
 
     Args:
-        group: with a stream.
-        name: of the group, for people.
+        group: holds a stream.
+        name: what errors call the group.
 
     Raises:
         H2OStreamError: something is wrong, saying what and where.

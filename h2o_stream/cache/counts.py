@@ -54,7 +54,7 @@ class Occupancy:
     Attributes:
         revision: see `H2OCache.revision`.
         window: tokens that a head holds in the mean.
-        nbytes: of all layers.
+        nbytes: bytes of all layers.
         sinks: first tokens, never evicted.
         protected: token indices that are never evicted, sinks and pins.
         groups: weight of the head groups, by schedule and number of protected recent tokens.

@@ -29,7 +29,7 @@ class H2OCache(WindowedCache):
 
     Args:
         config: windows and rules.
-        specs: the decoder layers.
+        specs: what the cache must know of each decoder layer.
         max_distance: largest distance the model was trained for, or None.
         last_position: number of learned positions, which nothing can exceed; None for rotary ones.
         model_digest: identifies the model when a state is saved or loaded.

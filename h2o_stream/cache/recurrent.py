@@ -97,9 +97,9 @@ def load_states(
     """Continue from states of `rows` rows, by name as `states_of` gives them.
 
     Args:
-        layer: empty.
+        layer: takes the states; holds none yet.
         saved: the states among other tensors.
-        rows: number of rows.
+        rows: how many rows the stream has.
         before: the layer that this one replaces; states have the sizes of its states, if it has any yet.
         device: where the layer computes; None for where the states are.
 
@@ -134,8 +134,8 @@ class HeldRows:
     """The states of rows that have no token in the next forward, which changes them nevertheless.
 
     Args:
-        layers: whose states.
-        rows: numbers of those rows.
+        layers: those whose states the forward changes.
+        rows: indices of the rows that must keep theirs.
     """
 
     def __init__(self, layers: Sequence[RecurrentLayer], rows: Sequence[int]) -> None:

@@ -36,7 +36,7 @@ class TokenCount:
 
 
 class Revision:
-    """Grows whenever a tensor of a cache is allocated or released, or when a window, pin, budget, span or row changes.
+    """Grows whenever a tensor of a cache is allocated or released, or when a window, pin, span or row changes.
 
     Addresses and rules that native code has bound stay valid as long as the number stays the same.
     """

@@ -1,7 +1,7 @@
 """Where a head group keeps keys and values: in the model's dtype here, in a few bits in `quantized_store`.
 
 A policy says what a token is worth, a head group keeps scores, token indices and ranks. A store owns keys and values,
-and says which slot a new token takes and what moves to make room for it. It knows neither scores nor budgets.
+and says which slot a new token takes and what moves to make room for it. It knows neither scores nor windows.
 """
 
 from __future__ import annotations

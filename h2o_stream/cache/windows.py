@@ -41,7 +41,7 @@ def windows(
     """The windows of groups of heads, `window` in the mean over heads. Every head has the pinned tokens.
 
     Args:
-        groups: shares of the heads.
+        groups: heads with the share of a window that each wants.
         window: mean number of tokens per head.
         pinned: how many of them are never evicted.
         minimum: tokens beside the pinned ones that every head needs.

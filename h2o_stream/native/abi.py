@@ -156,14 +156,8 @@ class Bytes(Structure):
 
 STRUCTURES: Sequence[type[Structure]] = (Matrix, AttentionLayer, Slots, Norm, Layer, Model, Stream, Bytes)
 
-SLOTS: numpy.dtype[Any] = numpy.dtype(Slots)
-"""numpy dtype of an array of `Slots`."""
-
-STREAM: numpy.dtype[Any] = numpy.dtype(Stream)
-"""numpy dtype of an array of `Stream`."""
-
-BYTES: numpy.dtype[Any] = numpy.dtype(Bytes)
-"""numpy dtype of an array of `Bytes`."""
+SLOTS, STREAM, BYTES = (numpy.dtype(structure) for structure in (Slots, Stream, Bytes))
+"""Of arrays of structures."""
 
 
 _PLAIN = (Tensor, nn.Parameter, nn.Buffer)

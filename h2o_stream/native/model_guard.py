@@ -32,9 +32,9 @@ class ModelGuard:
     forward are ignored, because they run around every step.
 
     Args:
-        native: the library.
-        model: the model to watch.
-        description: its description.
+        native: the library, which compares bytes.
+        model: watched as it is now.
+        description: says which weights a step reads in place; the others are compared as copies.
 
     Raises:
         DescriptionError: a tensor that the description may have copied is not contiguous on the CPU.

@@ -114,8 +114,8 @@ class Policy(ABC):
     """One way to choose which tokens stay.
 
     Args:
-        plan: the budgets and the decay.
-        layer: index of the decoder layer.
+        plan: window, protected tokens, decay and seed.
+        layer: index of the decoder layer, which random policies draw by.
     """
 
     needs_attention: bool = True
@@ -220,7 +220,7 @@ class Policy(ABC):
 def select(worth: Tensor, index: Tensor, limit: int, limits: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """Choose the tokens of most worth.
 
-    For the budgets of ``h2o-paper`` this is the cookbook's `HHCache` rule: the top-H scores among all but the last R
+    For the windows of ``h2o-paper`` this is the cookbook's `HHCache` rule: the top-H scores among all but the last R
     tokens, plus the last R, in token order.
 
     Args:
@@ -242,7 +242,7 @@ def select(worth: Tensor, index: Tensor, limit: int, limits: Tensor | None = Non
 
 
 def make_policy(plan: CachePlan, layer: int = 0) -> Policy:
-    """The policy of a plan. With a heavy budget of 0 there is nothing to choose: every policy is `Recency`."""
+    """The policy of a plan. Without heavy slots there is nothing to choose: every policy is `Recency`."""
     policy: Policy = resolve(POLICIES[plan.policy if plan.heavy else "recent"].rule)(plan, layer)
     return policy
 
