@@ -1,6 +1,7 @@
 """Numbers on a grid of a few bits. Pure functions of tensors.
 
-A grid is an offset and a step; a code is a whole number from 0 to 2**bits - 1 and stands for offset + code * step.
+A grid is an offset and a step; a code is a whole number from 0 to 2**bits - 1 and stands for offset + code * step. Bits
+are 2, 4, 6 or 8, numbers float32.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ def spread(low: Tensor, high: Tensor, bits: int, covers: float | None = None) ->
     Args:
         low: minimum of each range; above `high` for an empty range, which gives a grid of zeros.
         high: same shape, the maximum.
-        bits: 2, 4, 6 or 8.
+        bits: of a code.
         covers: fraction of the range, around its middle, that the grid spans; None for the default of these bits.
     """
     half = (high - low).clamp_min(0) / 2 * (_COVERS[bits] if covers is None else covers)
@@ -35,14 +36,7 @@ def spread(low: Tensor, high: Tensor, bits: int, covers: float | None = None) ->
 def fit(x: Tensor, bits: int) -> Tensor:
     """The grid of least squared error for each row, among several that cover a fraction of its range.
 
-    Numbers that are on such a grid already get the same grid again.
-
-    Args:
-        x: [..., n] float32.
-        bits: 2, 4, 6 or 8.
-
-    Returns:
-        [2, ..., 1] float32.
+    Numbers [..., n] that are on such a grid [2, ..., 1] already get the same grid again.
     """
     low, high = x.amin(-1, keepdim=True), x.amax(-1, keepdim=True)
     best = spread(low, high, bits, 1.0)
@@ -61,13 +55,7 @@ def _error(x: Tensor, grid: Tensor, bits: int) -> Tensor:
 
 
 def levels(x: Tensor, grid: Tensor, bits: int) -> Tensor:
-    """The nearest level of each number, float32 from 0 to 2**bits - 1.
-
-    Args:
-        x: float32, any shape.
-        grid: [2, ...], broadcast over x.
-        bits: 2, 4, 6 or 8.
-    """
+    """The nearest level of each number, from 0 to 2**bits - 1, on a grid [2, ...] that is broadcast over them."""
     offset, step = grid.float().unbind(0)
     return (x - offset).div_(step.clamp_min(torch.finfo(torch.float32).tiny)).round_().clamp_(0, 2**bits - 1)
 

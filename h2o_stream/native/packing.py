@@ -1,6 +1,7 @@
 """Packed matrices in 8, 6 and 4 bits; `src/abi.h` documents the layout.
 
-All tensors are on the CPU, and everything here needs the compiled library.
+All tensors are on the CPU, and everything here needs the compiled library. `tiles` are uint8 of `tiles_shape`: a matrix
+of `rows` and `columns` in the format `kind`. A tensor for the result may be given as `out`.
 """
 
 from __future__ import annotations
@@ -75,16 +76,7 @@ def _block_bytes(kind: MatrixKind, groups: int) -> int:
 
 
 def pack(weights: Tensor, kind: MatrixKind, out: Tensor | None = None) -> Tensor:
-    """Quantize a dense matrix.
-
-    Args:
-        weights: [rows, columns] float32, bfloat16 or float16, contiguous.
-        kind: INT8 or INT4.
-        out: optional output, uint8 of `tiles_shape`.
-
-    Returns:
-        uint8 of `tiles_shape`.
-    """
+    """Quantize weights [rows, columns], contiguous float32, bfloat16 or float16, to tiles in INT8 or INT4."""
     rows, columns = weights.shape
     out = _empty(kind, rows, columns) if out is None else out
     require_library().h2o_pack(
@@ -105,19 +97,10 @@ def repack(
     order: Tensor | None = None,
     out: Tensor | None = None,
 ) -> Tensor:
-    """Repack the blocks of a GGUF file as tiles.
+    """Repack the blocks of a GGUF file, uint8 with all bytes of a matrix, as tiles.
 
-    Args:
-        blocks: uint8, all bytes of a matrix in the file.
-        gguf_type: value of `gguf.GGMLQuantizationType`.
-        kind: the entry of `GGUF_KINDS` for this type.
-        rows: rows of the matrix.
-        columns: columns of the matrix.
-        order: int64 [rows]: row i of the result is row order[i] of the file; None for the same order.
-        out: optional output, uint8 of `tiles_shape`.
-
-    Returns:
-        uint8 of `tiles_shape`.
+    The type is a value of `gguf.GGMLQuantizationType`, and `kind` its entry in `GGUF_KINDS`. Row i of the result is row
+    order[i] of the file, int64 [rows]; None keeps the order.
 
     Raises:
         ConfigError: the library does not support this type.
@@ -143,20 +126,7 @@ def repack(
 def unpack(
     tiles: Tensor, kind: MatrixKind, columns: int, first: int, count: int, dtype: torch.dtype, out: Tensor | None = None
 ) -> Tensor:
-    """Dequantize a range of rows.
-
-    Args:
-        tiles: as returned by `pack`.
-        kind: packed format.
-        columns: columns of the matrix.
-        first: first row.
-        count: number of rows.
-        dtype: float32 or bfloat16.
-        out: optional output, [count, columns] of `dtype`.
-
-    Returns:
-        [count, columns] of `dtype`.
-    """
+    """Dequantize `count` rows, from `first` on, to [count, columns] in float32 or bfloat16."""
     out = torch.empty(count, columns, dtype=dtype, device="cpu") if out is None else out
     matrix = _matrix(tiles, kind, first + count, columns)
     in_bfloat16 = dtype == torch.bfloat16
@@ -166,18 +136,7 @@ def unpack(
 
 
 def gather(tiles: Tensor, kind: MatrixKind, rows: int, columns: int, ids: Tensor, dtype: torch.dtype) -> Tensor:
-    """Dequantize rows by index.
-
-    Args:
-        tiles: as returned by `pack`.
-        kind: packed format.
-        rows: rows of the matrix.
-        columns: columns of the matrix.
-        ids: int64 [n], which rows.
-        dtype: float32 or bfloat16.
-
-    Returns:
-        [n, columns] of `dtype`.
+    """Dequantize the rows `ids`, int64 [n], to [n, columns] in float32 or bfloat16.
 
     Raises:
         IndexError: there is no such row.
