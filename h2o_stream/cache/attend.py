@@ -38,7 +38,7 @@ def attend(
         value: [B, Hkv, Q, D].
         transform: what the model does with query times key.
         padding: which columns are padding, neither attended to nor kept; None for no column.
-        kernels: used instead of the eager ones where they support the group; None for never.
+        kernels: used instead of the eager ones where they support the group and nobody watches; None for never.
 
     Returns:
         [B, Q, Hq, D] in the query's dtype; undefined where there is padding.
@@ -49,7 +49,7 @@ def attend(
     key, value = key.to(group.dtype), value.to(group.dtype)  # other ones come under autocast
     if padding is not None:
         query, key, value = padding.pack(query), padding.pack(key), padding.pack(value)
-    if kernels is None or not kernels.supports(group, query, transform):
+    if kernels is None or group.watch or not kernels.supports(group, query, transform):
         kernels = _EAGER
     size = group.plan.chunk or key.shape[2]
     lengths = group.tokens.lengths or (0,) * len(key)
