@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -16,10 +16,8 @@ from transformers import AttentionInterface, PreTrainedConfig, PreTrainedModel
 
 from h2o_stream.attachment.gradients import without_gradient
 from h2o_stream.cache.attention import LogitTransform
+from h2o_stream.cache.layer import LayeredCache
 from h2o_stream.errors import H2OStreamError, UnsupportedModelError
-
-if TYPE_CHECKING:
-    from h2o_stream.cache.h2o_cache import H2OCache
 
 ATTENTION_NAME = "h2o_stream"
 
@@ -37,7 +35,7 @@ def h2o_attention(
     softcap: float | None = None,
     dropout: float = 0.0,
     s_aux: Tensor | None = None,
-    h2o_cache: H2OCache | None = None,
+    h2o_cache: LayeredCache | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
     """Attend through the layer's slots; see `attend` for shapes.

@@ -70,7 +70,7 @@ class QueryChunk:
 
     @cached_property
     def count(self) -> Tensor:
-        """[B, 1, 1] int64, `counts`. Equal ones are no copy from the host, which a captured step may not have."""
+        """[B, 1, 1] int64, `counts`. Equal ones are made on the device: a captured step must not copy from the host."""
         if min(self.counts) == max(self.counts):
             return torch.full((len(self.counts), 1, 1), self.counts[0], device=self.query.device)
         return torch.tensor(self.counts, device=self.query.device).view(-1, 1, 1)
