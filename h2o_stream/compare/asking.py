@@ -12,7 +12,7 @@ import torch
 
 from h2o_stream.attachment.model_facts import input_device
 from h2o_stream.compare.recall.facts import Question, tells
-from h2o_stream.config import RecallMode, SamplingConfig
+from h2o_stream.config import SamplingConfig
 from h2o_stream.engine.engine import Engine
 from h2o_stream.engine.events import Finished, PrefillProgress, Token
 from h2o_stream.errors import H2OStreamError
@@ -50,11 +50,6 @@ class Answer:
     wrong: bool
     margin: float | None
     recalling: bool
-
-
-def start_conversation(engine: Engine, recall: RecallMode) -> Conversation:
-    """A new conversation with the system prompt of the model's template."""
-    return Conversation(engine, recall=recall)
 
 
 def tell(conversation: Conversation, text: str, reply: str) -> None:
