@@ -82,12 +82,7 @@ def say(conversation: Conversation, text: str) -> tuple[str, bool]:
 
 
 def ask(conversation: Conversation, questions: Iterable[tuple[Question, int]]) -> Iterator[Answer]:
-    """Ask each question on its own. After the last one the conversation is as before.
-
-    Args:
-        conversation: which.
-        questions: each with `Answer.tokens`.
-    """
+    """Ask each question, given with `Answer.tokens`, on its own. After the last one the conversation is as before."""
     state = conversation.state_dict()
     for question, tokens in questions:
         margin = _margin(conversation, question) if question.answers else None

@@ -66,10 +66,7 @@ class JobResult:
 
 
 class Folder:
-    """A folder of ``--out``, created if missing.
-
-    Args:
-        path: of the folder; None stores nothing.
+    """A folder of ``--out``, created if missing. Without a path it stores nothing.
 
     Raises:
         DataError: it cannot be created.
@@ -83,9 +80,6 @@ class Folder:
 
     def claim(self, run: Mapping[str, Any]) -> None:
         """Write the run record, or check that it is the same comparison's.
-
-        Args:
-            run: the run record.
 
         Raises:
             DataError: the folder holds another comparison.

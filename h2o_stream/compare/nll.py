@@ -178,13 +178,9 @@ def within_context(model: Any, config: CacheConfig, tokens: Sequence[int]) -> Se
 
 @torch.no_grad()
 def stream_nll(model: Any, config: CacheConfig, tokens: Sequence[int]) -> Iterator[JobProgress | JobResult]:
-    """Feed a text through a cache and take the loss of every token.
+    """Feed two tokens or more through a cache and take the loss of every token.
 
-    Args:
-        model: a causal language model of transformers.
-        config: the policy under test. Its chunk is the number of tokens between two evictions; 1 is exactly
-            what decoding does.
-        tokens: at least two.
+    The config's chunk is the number of tokens between two evictions; 1 is exactly what decoding does.
 
     Yields:
         `JobProgress` after each forward, and last the losses, [n] float32 in nats, with ``tok_s``, tokens per second.

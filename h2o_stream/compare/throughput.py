@@ -149,14 +149,9 @@ class Throughput(Comparison[ThroughputOptions]):
 def plan_workloads(
     model: Any, shape: Shape, configs: Sequence[CacheConfig], budget: int, tokens: Sequence[int]
 ) -> Iterator[Workload]:
-    """For each policy, the largest batch, and a batch as large as the full cache's.
+    """For each policy, the largest batch with caches of `budget` bytes, and a batch as large as the full cache's.
 
-    Args:
-        model: a causal language model of transformers.
-        shape: of the rows.
-        configs: the policies, ``full`` first.
-        budget: bytes for the cache of all rows.
-        tokens: a text to measure a row with.
+    The configs begin with ``full``; a row is measured with the tokens.
 
     Raises:
         ConfigError: a row does not fit into the budget, or the shape not into the context of a full cache.
@@ -192,13 +187,9 @@ def row_bytes(model: Any, config: CacheConfig, tokens: Sequence[int]) -> int:
 
 
 def generate(model: Any, workload: Workload, prompts: Tensor, engine: EngineChoice = "auto") -> float:
-    """Generate a workload greedily, always to its full length.
+    """Generate a workload greedily from prompts [batch, prompt], always to its full length.
 
-    Args:
-        model: a causal language model of transformers.
-        workload: the batch.
-        prompts: [batch, prompt].
-        engine: what runs a step, see `attach`; not with a full cache.
+    What runs a step (`attach`) matters with a policy only.
 
     Returns:
         The seconds it took, prompts included, after a warm-up.

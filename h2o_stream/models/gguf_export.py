@@ -35,9 +35,7 @@ _TOKENS = "tokenizer.ggml.tokens"
 def export_config(file: GgufFile, notify: Callable[[str], None]) -> Path:
     """Return the folder with config.json, generation_config.json and tokenizer of a GGUF file; create it if necessary.
 
-    Args:
-        file: the GGUF file.
-        notify: called if another process is creating the folder.
+    `notify` is called if another process is creating it.
 
     Raises:
         ModelNotFoundError: the metadata is damaged.

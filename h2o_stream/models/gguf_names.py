@@ -64,11 +64,7 @@ class Weight:
 
 
 def model_weights(file: GgufFile, model: nn.Module) -> list[Weight]:
-    """The weights of a model that a file contains, in file order.
-
-    Args:
-        file: the file.
-        model: a causal language model built from its config, on any device.
+    """The weights of a model (a causal language model made from its config) that a file contains, in file order.
 
     Raises:
         ModelNotFoundError: a weight of the model is missing or has another shape.

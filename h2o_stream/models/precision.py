@@ -72,15 +72,9 @@ def choose_precision(
     dtypes: tuple[torch.dtype, ...],
     can_pack: bool = True,
 ) -> Precision:
-    """Choose the precision of weights.
+    """Choose the precision of weights for the free memory: the user's, or for ``auto`` the widest that fits.
 
-    Args:
-        name: name of the model, for messages.
-        sizes: sizes of its weights.
-        free_bytes: free memory.
-        quantize: the user's choice, or ``auto``.
-        dtypes: allowed dtypes, best first.
-        can_pack: whether this machine can pack weights.
+    Dtypes come best first; `can_pack` says whether this machine can pack weights. The name is for messages.
 
     Raises:
         OutOfMemoryError: no allowed choice fits.

@@ -58,11 +58,7 @@ def precision_of(choice: ModelConfig) -> str:
 
 
 def random_model(path: Path, choice: ModelConfig) -> Any:
-    """A model with random weights, on the device it computes on.
-
-    Args:
-        path: see `read_settings`.
-        choice: dtype, device and quantization; its model is ignored.
+    """A model with random weights, on the device it computes on: the settings of `path` in the precision of `choice`.
 
     Raises:
         ConfigError: the settings cannot be read, or weights cannot be packed for this device.
