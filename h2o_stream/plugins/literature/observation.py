@@ -47,7 +47,7 @@ class Observation(Policy):
         return {"newest_queries": written.where(column >= 0, newest)}
 
     def query_indices(self, seen: Tensor) -> Tensor:
-        """Token indices of the queries in the ring, [B, 1, n] int64; negative where there is none. `seen`: [B, 1, 1]."""
+        """Token indices of the queries in the ring, [B, 1, n] int64; negative where there is none; `seen` [B, 1, 1]."""
         last = seen - 1
         return last - (last - torch.arange(self.observed, device=seen.device)) % self.observed
 
