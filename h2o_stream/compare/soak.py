@@ -28,6 +28,7 @@ from h2o_stream.compare.nll import digest_of, read_tokens
 from h2o_stream.config import PREFILL_STEP
 from h2o_stream.errors import DataError, file_errors
 from h2o_stream.memory import trim_heap
+from h2o_stream.models.precision import dtype_name
 from h2o_stream.resources import cache_folder, read_text
 
 TINY = "tiny"
@@ -75,7 +76,7 @@ class Soak(Comparison[SoakOptions]):
             "model": self.options.model.model,
             "identity": model_digest(self.model),
             "machine": machine(),
-            "dtype": str(self.model.dtype).removeprefix("torch."),
+            "dtype": dtype_name(self.model.dtype),
             "text": str(self._text),
             "digest": digest_of(self._tokens),
             "tokens": self.options.tokens,

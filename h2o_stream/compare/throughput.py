@@ -22,6 +22,7 @@ from h2o_stream.compare.folder import JobResult, machine
 from h2o_stream.compare.nll import digest_of, read_tokens
 from h2o_stream.config import PREFILL_STEP, CacheConfig, EngineChoice
 from h2o_stream.errors import ConfigError
+from h2o_stream.models.precision import dtype_name
 
 _TEXT = 1 << 18
 """Tokens of a text that are used."""
@@ -73,7 +74,7 @@ class Throughput(Comparison[ThroughputOptions]):
         return {
             **settings,
             "machine": machine(),
-            "dtype": str(self.model.dtype).removeprefix("torch."),
+            "dtype": dtype_name(self.model.dtype),
             "text": str(self.options.text),
             "digest": digest_of(self._tokens),
             "shapes": list(map(str, self.options.shapes)),
@@ -142,7 +143,7 @@ class Throughput(Comparison[ThroughputOptions]):
             "cache_bytes": workload.row_bytes * workload.batch,
             "seconds": round(seconds, 3),
             "tok_s": round(workload.batch * workload.shape.new / seconds, 2),
-            "dtype": str(self.model.dtype).removeprefix("torch."),
+            "dtype": dtype_name(self.model.dtype),
         }
 
 

@@ -20,6 +20,7 @@ from h2o_stream.compare.ruler.rates import rates
 from h2o_stream.config import CacheConfig
 from h2o_stream.engine.engine import Engine
 from h2o_stream.errors import ConfigError
+from h2o_stream.models.precision import dtype_name
 from h2o_stream.resources import python_manual, read_text
 from h2o_stream.session.conversation import Conversation
 from h2o_stream.session.jsonl import jsonl_text
@@ -79,7 +80,7 @@ class Ruler(Comparison[RulerOptions]):
         return {
             **settings,
             "suite": _SUITE,
-            "dtype": str(self.model.dtype).removeprefix("torch."),
+            "dtype": dtype_name(self.model.dtype),
             "tasks": list(self.options.chosen_tasks),
             **self._settings,
             "forms": list(self.options.chosen_forms),

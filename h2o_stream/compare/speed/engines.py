@@ -153,7 +153,9 @@ class _TransformersRunner(Runner):
 
         unlimited = self.spec.engine == OURS and self.spec.cache.policy != "full"
         context = None if unlimited else context_of(self.model.config)
-        return EngineInfo(str(self.model.dtype).removeprefix("torch."), weight_bytes(self.model), context)
+        from h2o_stream.models.precision import dtype_name
+
+        return EngineInfo(dtype_name(self.model.dtype), weight_bytes(self.model), context)
 
     def step(self, tokens: Sequence[int]) -> None:
         ids = self._torch.tensor([list(tokens)], device=self.model.device)
