@@ -29,7 +29,7 @@ from h2o_stream.config import PREFILL_STEP
 from h2o_stream.errors import DataError, file_errors
 from h2o_stream.memory import trim_heap
 from h2o_stream.models.precision import dtype_name
-from h2o_stream.resources import cache_folder, read_text
+from h2o_stream.resources import atomic_file, cache_folder, read_text
 
 TINY = "tiny"
 """Name of a random Llama with two layers, for streams of millions of tokens."""
@@ -173,9 +173,8 @@ class Soak(Comparison[SoakOptions]):
         if self._state is not None:
             state = self._cache.state_dict()
             state |= {"stretch": torch.tensor(number), "drawn": self._generator.get_state()}
-            with file_errors(f"--out {self._state.parent}"):
-                save_file(state, self._state.with_suffix(".partial"))
-                self._state.with_suffix(".partial").replace(self._state)
+            with file_errors(f"--out {self._state.parent}"), atomic_file(self._state) as partial:
+                save_file(state, partial)
 
     def records(self, results: Iterable[JobResult]) -> Iterator[dict[str, Any]]:
         """One for each stretch."""

@@ -150,11 +150,10 @@ class _TransformersRunner(Runner):
 
     def info(self) -> EngineInfo:
         from h2o_stream.attachment.model_facts import context_of
+        from h2o_stream.models.precision import dtype_name
 
         unlimited = self.spec.engine == OURS and self.spec.cache.policy != "full"
         context = None if unlimited else context_of(self.model.config)
-        from h2o_stream.models.precision import dtype_name
-
         return EngineInfo(dtype_name(self.model.dtype), weight_bytes(self.model), context)
 
     def step(self, tokens: Sequence[int]) -> None:
