@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any
 
@@ -50,6 +50,25 @@ def listed(text: str, flag: str) -> tuple[str, ...]:
 def listed_if_any(text: str, flag: str) -> tuple[str, ...]:
     """The same for an option that may be empty."""
     return listed(text, flag) if text else ()
+
+
+def some_of(what: str, choices: Collection[str], may_be_none: bool = False) -> Callable[[str, str], tuple[str, ...]]:
+    """A parser of words between commas, each once, that are all among the choices.
+
+    Args:
+        what: a word is, for messages.
+        choices: listed in messages.
+        may_be_none: whether the option may be empty.
+    """
+
+    def parse(text: str, flag: str) -> tuple[str, ...]:
+        words = tuple(dict.fromkeys((listed_if_any if may_be_none else listed)(text, flag)))
+        for word in words:
+            if word not in choices:
+                raise ConfigError(f"{what} {word!r} is unknown; {flag} takes some of {', '.join(choices)}")
+        return words
+
+    return parse
 
 
 def paths(text: str, flag: str) -> tuple[Path, ...]:

@@ -36,10 +36,11 @@ class Registry(MutableMapping[str, T], Generic[T]):
         return list(self._items)
 
     def entry_points(self) -> dict[str, EntryPoint]:
-        """The entry points of installed packages, by name; those of `plugins` are among them."""
+        """The entry points of installed packages, by name; none takes the place of one in `plugins`."""
         from importlib.metadata import entry_points
 
-        return {entry.name: entry for entry in entry_points(group=self.group)}
+        found = sorted(entry_points(group=self.group), key=lambda entry: entry.module.startswith("h2o_stream."))
+        return {entry.name: entry for entry in found}
 
     def __getitem__(self, name: str) -> T:
         """Look up a name.

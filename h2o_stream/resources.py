@@ -91,6 +91,17 @@ def wheel_file(project: str, suffix: str) -> Path | None:
 
 
 @contextmanager
+def atomic_file(path: Path) -> Iterator[Path]:
+    """Write a file whole or not at all: the block writes a temporary one beside it, which is renamed at the end."""
+    partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
+    try:
+        yield partial
+        partial.replace(path)
+    finally:
+        partial.unlink(missing_ok=True)
+
+
+@contextmanager
 def atomic_folder(folder: Path) -> Iterator[Path]:
     """Create a folder atomically: the block fills a temporary folder, which is renamed at the end.
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from h2o_stream.compare.asking import ask, start_conversation, tell
+from h2o_stream.compare.asking import ask, tell
 from h2o_stream.compare.folder import Folder, JobResult, identity
 from h2o_stream.compare.nll import paired_difference
 from h2o_stream.compare.recall.fact_stream import FactStream, Filler, facts_told_once, facts_with_updates
@@ -134,7 +134,7 @@ class TestFactStream:
     ) -> tuple[list[Any], Conversation]:
         text = tokenizer("A story about nothing in particular, which has no end. " * 3)["input_ids"]
         engine = Engine(talker(context=4096), tokenizer, CacheConfig(window=64), SamplingConfig(0.0, max_tokens=2))
-        conversation = start_conversation(engine, "off")
+        conversation = Conversation(engine, recall="off")
         stream = FactStream(conversation, script, distances, Filler(tokenizer, text), limit)
         return [event for event in stream.run() if not isinstance(event, int)], conversation
 
@@ -173,7 +173,7 @@ class TestFactStream:
     def test_an_answer_is_the_same_when_asked_for_again(self, talker: Any, tokenizer: Any) -> None:
         engine = Engine(talker(), tokenizer, CacheConfig("sink", 64), SamplingConfig(0.0, max_tokens=8))
         with engine:
-            conversation = start_conversation(engine, "off")
+            conversation = Conversation(engine, recall="off")
             fact = read_facts(1)[0]
             tell(conversation, fact.statement, "Thank you.")
             before = conversation.state_dict()
@@ -187,7 +187,7 @@ class TestFactStream:
     def test_the_embedded_model_tells_what_it_holds(self, embedded: LoadedModel) -> None:
         fact, sampling = read_facts(2)[1], SamplingConfig(temperature=0.0, max_tokens=12)
         with Engine(embedded.model, embedded.tokenizer, CacheConfig("full"), sampling) as engine:
-            conversation = start_conversation(engine, "off")
+            conversation = Conversation(engine, recall="off")
             tell(conversation, "Hello!", "Hello! How can I help you today?")
             tell(conversation, fact.statement, "Thank you, I will remember that.")
             (answer,) = ask(conversation, [(questions_about(fact)[0], 0)])

@@ -147,6 +147,14 @@ def test_a_policy(
     assert len(policy_source(plan)) == 16
 
 
+def test_a_policy_of_ours_stays_ours(site: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also if the other package is found last."""
+    monkeypatch.setattr(sys, "path", [*(path for path in sys.path if path != str(site)), str(site)])
+    names = {"keydiff", "h2o"}
+    install(site, "other-policies", "policies", "\n".join(f"{name} = oldest:Oldest" for name in names), oldest=POLICY)
+    assert all(POLICIES[name].rule.startswith("h2o_stream.") for name in names)
+
+
 def test_a_policy_is_listed_without_an_import(site: Path) -> None:
     install(site, "oldest-policy", "policies", "oldest = oldest:Oldest", oldest=POLICY)
     listed = shell(site, "h2o-chat", "--help")

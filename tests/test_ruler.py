@@ -14,7 +14,6 @@ import pytest
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from h2o_stream.compare.asking import start_conversation
 from h2o_stream.compare.ruler.answers import READ, Answer, ask_at_once, ask_in_turns, ask_without_context
 from h2o_stream.compare.ruler.items import (
     COMMON_WORDS,
@@ -31,6 +30,7 @@ from h2o_stream.config import CacheConfig, SamplingConfig
 from h2o_stream.engine.engine import Engine
 from h2o_stream.errors import ConfigError, DataError
 from h2o_stream.resources import python_manual
+from h2o_stream.session.conversation import Conversation
 from tests.commands import invoke, records
 from tests.tolerance import LIKELIHOOD
 
@@ -168,7 +168,7 @@ class TestAnswers:
         """Without eviction: against the model's own log-probabilities of the whole conversation."""
         model, config = talker(context=2048), CacheConfig(policy, **({"window": 1024} if policy == "h2o" else {}))
         with Engine(model, tokenizer, config) as engine:
-            conversation = start_conversation(engine, "off")
+            conversation = Conversation(engine, recall="off")
             answers = list(ask(conversation, item))
             stream = list(engine.tokens)
         text = tokenizer.decode(stream)
@@ -190,7 +190,7 @@ class TestAnswers:
     ) -> None:
         item = make_item("vt", 1, 350, HAYSTACK, count, 0, 0)
         with Engine(talker(), tokenizer, CacheConfig("sink", 64), SamplingConfig(0.0)) as engine:
-            (answer,) = ask_at_once(start_conversation(engine, "off"), item)
+            (answer,) = ask_at_once(Conversation(engine, recall="off"), item)
             text = tokenizer.decode(list(engine.tokens))
         assert f"{item.context}\n\n{item.questions[0].text}" in text
         assert READ not in text
@@ -208,7 +208,7 @@ class TestAnswers:
             (ask_in_turns, CacheConfig("h2o", 64)),
         ):
             with Engine(talker(context=2048), tokenizer, config) as engine:
-                assert len(list(ask(start_conversation(engine, "off"), item))) == len(item.questions)
+                assert len(list(ask(Conversation(engine, recall="off"), item))) == len(item.questions)
                 text = tokenizer.decode(list(engine.tokens))
             streams[f"{ask.__name__} {config.policy}"] = text[text.index(first.text) :]
         (said,) = set(streams.values())

@@ -12,7 +12,7 @@ import torch
 
 from h2o_stream.attachment.model_facts import input_device
 from h2o_stream.compare.recall.facts import Question, tells
-from h2o_stream.config import RecallMode, SamplingConfig
+from h2o_stream.config import SamplingConfig
 from h2o_stream.engine.engine import Engine
 from h2o_stream.engine.events import Finished, PrefillProgress, Token
 from h2o_stream.errors import H2OStreamError
@@ -52,11 +52,6 @@ class Answer:
     recalling: bool
 
 
-def start_conversation(engine: Engine, recall: RecallMode) -> Conversation:
-    """A new conversation with the system prompt of the model's template."""
-    return Conversation(engine, recall=recall)
-
-
 def tell(conversation: Conversation, text: str, reply: str) -> None:
     """Feed a turn.
 
@@ -87,12 +82,7 @@ def say(conversation: Conversation, text: str) -> tuple[str, bool]:
 
 
 def ask(conversation: Conversation, questions: Iterable[tuple[Question, int]]) -> Iterator[Answer]:
-    """Ask each question on its own. After the last one the conversation is as before.
-
-    Args:
-        conversation: which.
-        questions: each with `Answer.tokens`.
-    """
+    """Ask each question, given with `Answer.tokens`, on its own. After the last one the conversation is as before."""
     state = conversation.state_dict()
     for question, tokens in questions:
         margin = _margin(conversation, question) if question.answers else None

@@ -17,11 +17,10 @@ from h2o_stream.compare.options import (
     Window,
     Windows,
     configs_of,
-    sized_configs_of,
 )
 from h2o_stream.config import DEFAULT_POLICY, DEFAULT_WINDOW, CacheConfig, EngineChoice, ModelConfig
 from h2o_stream.errors import ConfigError
-from h2o_stream.options import Option, listed, listed_if_any, numbers, numbers_if_any, parse_bytes, paths
+from h2o_stream.options import Option, listed, listed_if_any, numbers, numbers_if_any, parse_bytes, paths, some_of
 from h2o_stream.registry import Registry
 from h2o_stream.resources import python_manual, write_text
 from h2o_stream.session.requests import read_requests
@@ -62,14 +61,6 @@ def _shape(text: str, flag: str) -> Shape:
     return Shape(int(prompt), int(new))
 
 
-def _peers(text: str, flag: str) -> tuple[str, ...]:
-    peers = listed_if_any(text, flag)
-    for peer in peers:
-        if peer not in PEERS:
-            raise ConfigError(f"peer {peer!r} is unknown; {flag} takes some of {', '.join(PEERS)}")
-    return peers
-
-
 @dataclass(frozen=True, kw_only=True)
 class NllOptions(ComparisonOptions):
     """Negative log-likelihood of long texts, streamed through each policy's cache.
@@ -95,7 +86,7 @@ class NllOptions(ComparisonOptions):
     @property
     def configs(self) -> list[CacheConfig]:
         """Every policy with every window, or with every size."""
-        return sized_configs_of(self.policies, self.windows, self.cache_sizes, self.seeds, self.cache)
+        return configs_of(self.policies, self.windows, self.seeds, self.cache, self.cache_sizes)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -195,9 +186,10 @@ class SpeedOptions(ComparisonOptions):
     quantizations: Annotated[
         Sequence[str], Option("Instead of --quantize, separated by commas.", parse=listed_if_any)
     ] = ()
-    peers: Annotated[Sequence[str], Option("Other engines: transformers, llama.cpp (extra bench).", parse=_peers)] = (
-        "transformers",
-    )
+    peers: Annotated[
+        Sequence[str],
+        Option("Other engines: transformers, llama.cpp (extra bench).", parse=some_of("peer", PEERS, may_be_none=True)),
+    ] = ("transformers",)
     threads: Annotated[int | None, Option("Threads of every engine.", min=1)] = None
     random_weights: Annotated[
         Path | None, Option("A config.json: time that model with random weights, stored as --quantize says.")

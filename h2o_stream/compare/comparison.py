@@ -63,10 +63,7 @@ class JobFailure:
 
 
 class Comparison(ABC, Generic[Options]):
-    """A question to be answered by measuring.
-
-    Args:
-        options: what is measured.
+    """A question to be answered by measuring what the options say.
 
     Attributes:
         name: of its subcommand, its records and its table.
@@ -126,13 +123,9 @@ OnFailure = Callable[[str, str], None]
 def run_jobs(
     jobs: Sequence[Job], exclusive: bool, processes: Processes, run: Callable[[Job], Outcome]
 ) -> Iterator[Outcome]:
-    """Run jobs, shared among the processes. Yields what `run` returns for each, in order, in every process.
+    """Run jobs, shared among the processes; one process runs them all if they are `exclusive`.
 
-    Args:
-        jobs: of a comparison.
-        exclusive: whether one process has to run them all.
-        processes: share the jobs.
-        run: such as `run_job` with its first arguments.
+    Yields what `run` returns for each, in order, in every process.
     """
     if processes.count == 1 or processes.shares_model:
         yield from map(run, jobs)
@@ -152,12 +145,7 @@ def run_possible_jobs(
 ) -> list[JobResult]:
     """Run the jobs of a comparison and leave out of it what fails. Returns the results of the jobs that it then has.
 
-    Args:
-        comparison: after `Comparison.begin`.
-        jobs: all of its jobs.
-        processes: share the jobs.
-        run: such as `run_job`.
-        on_failure: called with the label and the reason, in every process.
+    `on_failure` is called with the label and the reason, in every process.
 
     Raises:
         H2OStreamError: nothing is left, or what failed cannot be left out.
@@ -192,9 +180,7 @@ def run_possible_jobs(
 def leave_out_unsupported(comparison: Comparison[Any], on_failure: OnFailure) -> None:
     """Leave out the policies that the model cannot have, such as windows beyond its context.
 
-    Args:
-        comparison: after `Comparison.begin`. One that has not loaded the model stays as it is.
-        on_failure: called with the label and the reason.
+    A comparison that has not loaded the model in `begin` stays as it is. `on_failure` gets the label and the reason.
     """
     if comparison.model is None:
         return

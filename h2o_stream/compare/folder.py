@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from importlib.metadata import version
@@ -24,6 +23,7 @@ from h2o_stream.cache.identity import model_digest, policy_source
 from h2o_stream.config import CacheConfig
 from h2o_stream.errors import DataError, file_errors
 from h2o_stream.native import library
+from h2o_stream.resources import atomic_file
 from h2o_stream.session.run_record import RECORDS, RUN, hardware, read_run_record
 
 _MAY_DIFFER = ("versions", "hardware", "command_line", "begun", "processes")
@@ -66,10 +66,7 @@ class JobResult:
 
 
 class Folder:
-    """A folder of ``--out``, created if missing.
-
-    Args:
-        path: of the folder; None stores nothing.
+    """A folder of ``--out``, created if missing. Without a path it stores nothing.
 
     Raises:
         DataError: it cannot be created.
@@ -83,9 +80,6 @@ class Folder:
 
     def claim(self, run: Mapping[str, Any]) -> None:
         """Write the run record, or check that it is the same comparison's.
-
-        Args:
-            run: the run record.
 
         Raises:
             DataError: the folder holds another comparison.
@@ -133,11 +127,10 @@ class Folder:
         path = self._path_of(key)
         if path is None:
             return
-        scratch = path.with_suffix(f".{os.getpid()}")
         metadata = {"figures": json.dumps(result.figures), "key": json.dumps(key, default=str)}
         try:
-            save_file({"values": result.values.contiguous()}, scratch, metadata)
-            scratch.replace(path)
+            with atomic_file(path) as partial:
+                save_file({"values": result.values.contiguous()}, partial, metadata)
         except (OSError, SafetensorError) as error:
             raise DataError(f"--out {path}: {error}") from error
 
@@ -157,9 +150,8 @@ class Folder:
         path = self.path / name
         with file_errors(f"--out {self.path}"):
             path.parent.mkdir(exist_ok=True)
-            scratch = path.with_name(f".{path.name}.partial")
-            scratch.write_text(text, encoding="utf-8")
-            scratch.replace(path)
+            with atomic_file(path) as partial:
+                partial.write_text(text, encoding="utf-8")
 
     def _path_of(self, key: Mapping[str, Any]) -> Path | None:
         return self.path and self.path / "parts" / f"{digest_of_key(key)}.safetensors"

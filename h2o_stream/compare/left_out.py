@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -10,7 +9,7 @@ from typing import Any
 
 from h2o_stream.errors import DataError
 from h2o_stream.resources import write_text
-from h2o_stream.session.jsonl import read_objects
+from h2o_stream.session.jsonl import jsonl_text, read_objects
 
 _FILE = "left-out.jsonl"
 
@@ -41,8 +40,7 @@ def write_left_out(folder: Path, left_out: Iterable[LeftOut]) -> None:
     Raises:
         DataError: the file cannot be written.
     """
-    lines = [json.dumps(item.record, ensure_ascii=False) + "\n" for item in left_out]
-    write_text(folder / _FILE, "".join(lines), "--out")
+    write_text(folder / _FILE, jsonl_text(item.record for item in left_out), "--out")
 
 
 def read_left_out(folder: Path) -> list[LeftOut]:

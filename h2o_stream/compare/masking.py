@@ -136,11 +136,7 @@ def policy_rule(plan: CachePlan) -> Rule:
 def removal_rule(fraction: float, by: str, spared: int, recent: int) -> Rule:
     """Tokens leave the sight of later queries for good, until they are `fraction` of all.
 
-    Args:
-        fraction: of the tokens seen.
-        by: ``heavy`` removes those with the largest scores, ``random`` any.
-        spared: first tokens that stay.
-        recent: newest tokens that stay.
+    The largest scores go (``heavy``), or any (``random``), except the first `spared` and the newest `recent`.
     """
 
     def choose(number: int, scores: Tensor, visible: Tensor) -> Tensor:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import math
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -178,31 +178,44 @@ def within_context(model: Any, config: CacheConfig, tokens: Sequence[int]) -> Se
 
 @torch.no_grad()
 def stream_nll(model: Any, config: CacheConfig, tokens: Sequence[int]) -> Iterator[JobProgress | JobResult]:
-    """Feed a text through a cache and take the loss of every token.
+    """Feed two tokens or more through a cache and take the loss of every token.
 
-    Args:
-        model: a causal language model of transformers.
-        config: the policy under test. Its chunk is the number of tokens between two evictions; 1 is exactly
-            what decoding does.
-        tokens: at least two.
+    The config's chunk is the number of tokens between two evictions; 1 is exactly what decoding does.
 
     Yields:
         `JobProgress` after each forward, and last the losses, [n] float32 in nats, with ``tok_s``, tokens per second.
     """
-    if config.chunk == 0:
-        raise ConfigError("chunk is 0; a streamed text needs a --chunk of at least 1")
-    total, losses, start_time = len(tokens) - 1, list[Tensor](), time.perf_counter()
-    ids = torch.tensor([list(tokens)], device=input_device(model))
+    start_time, ids = time.perf_counter(), torch.tensor([list(tokens)], device=input_device(model))
     with attach(model, config) as cache:
-        chunk = cache.plan.chunk
-        step = math.ceil(STEP / chunk) * chunk
-        for start in range(0, total, step):
-            end = min(start + step, total)
-            logits = model(ids[:, start:end], past_key_values=cache, use_cache=True).logits[0].float()
-            losses.append(cross_entropy(logits, ids[0, start + 1 : end + 1], reduction="none").cpu())
-            yield JobProgress(end)
+
+        def feed(start: int, end: int) -> Tensor:
+            logits: Tensor = model(ids[:, start:end], past_key_values=cache, use_cache=True).logits[0]
+            return logits
+
+        chunk = _chunk_of(cache.plan)
+        losses = yield from _losses(tokens, math.ceil(STEP / chunk) * chunk, feed)
         figures = {"window": cache.plan.window, "cache_bytes": cache.nbytes}
-    yield JobResult({**figures, "tok_s": total / (time.perf_counter() - start_time)}, torch.cat(losses))
+    yield JobResult({**figures, "tok_s": len(losses) / (time.perf_counter() - start_time)}, losses)
+
+
+def _chunk_of(plan: CachePlan) -> int:
+    if not plan.chunk:
+        raise ConfigError("chunk is 0; a streamed text needs a --chunk of at least 1")
+    return plan.chunk
+
+
+def _losses(
+    tokens: Sequence[int], step: int, feed: Callable[[int, int], Tensor]
+) -> Generator[JobProgress, None, Tensor]:
+    """The loss of every token but the first, [n] float32; `feed` returns the logits [m, V] of the tokens from .. to."""
+    losses, total = list[Tensor](), len(tokens) - 1
+    for start in range(0, total, step):
+        end = min(start + step, total)
+        logits = feed(start, end).float()
+        targets = torch.tensor(tokens[start + 1 : end + 1], device=logits.device)
+        losses.append(cross_entropy(logits, targets, reduction="none").cpu())
+        yield JobProgress(end)
+    return torch.cat(losses)
 
 
 def masked_nll(model: Any, config: CacheConfig, tokens: Sequence[int]) -> Iterator[JobProgress | JobResult]:
@@ -215,19 +228,12 @@ def ruled_nll(
     model: Any, plan: CachePlan, rule: Rule | None, tokens: Sequence[int]
 ) -> Iterator[JobProgress | JobResult]:
     """The losses of a text while a rule says what queries see; see `MaskedStream`. Yields what `stream_nll` does."""
-    total, losses, start_time = len(tokens) - 1, list[Tensor](), time.perf_counter()
-    if not plan.chunk:
-        raise ConfigError("chunk is 0; a streamed text needs a --chunk of at least 1")
-    context = context_of(model.config)
+    start_time, total, context = time.perf_counter(), len(tokens) - 1, context_of(model.config)
+    chunk = _chunk_of(plan)
     if context is not None and total > context:
         raise ConfigError(f"tokens is {total}, the model has {context} positions, which are true here; lower --tokens")
     with masked_attention(model):
         stream = MaskedStream(model, plan, rule)
-        for start in range(0, total, plan.chunk):
-            end = min(start + plan.chunk, total)
-            logits = stream.feed(tokens[start:end]).float()
-            targets = torch.tensor(tokens[start + 1 : end + 1], device=logits.device)
-            losses.append(cross_entropy(logits, targets, reduction="none").cpu())
-            yield JobProgress(end)
+        losses = yield from _losses(tokens, chunk, lambda start, end: stream.feed(tokens[start:end]))
         figures = {"window": plan.window, "cache_bytes": stream.nbytes}
-    yield JobResult({**figures, "tok_s": total / (time.perf_counter() - start_time)}, torch.cat(losses))
+    yield JobResult({**figures, "tok_s": total / (time.perf_counter() - start_time)}, losses)

@@ -9,27 +9,10 @@ from typing import Annotated, Any, ClassVar, get_args
 
 from h2o_stream.config import DEFAULT_WINDOW, POLICIES, CacheConfig, ModelConfig, RecallMode
 from h2o_stream.errors import ConfigError
-from h2o_stream.options import Option, listed, numbers, sizes
+from h2o_stream.options import Option, numbers, sizes, some_of
 from h2o_stream.registry import resolve
 
-
-def _policies(text: str, flag: str) -> tuple[str, ...]:
-    policies = listed(text, flag)
-    for policy in policies:
-        if policy not in POLICIES:
-            raise ConfigError(f"policy {policy!r} is unknown; {flag} takes some of {', '.join(POLICIES)}")
-    return policies
-
-
-def _recall_modes(text: str, flag: str) -> tuple[str, ...]:
-    modes = tuple(dict.fromkeys(listed(text, flag)))
-    for mode in modes:
-        if mode not in get_args(RecallMode):
-            raise ConfigError(f"recall {mode!r} is unknown; {flag} takes some of {', '.join(get_args(RecallMode))}")
-    return modes
-
-
-Policies = Annotated[Sequence[str], Option("Policies, separated by commas.", parse=_policies)]
+Policies = Annotated[Sequence[str], Option("Policies, separated by commas.", parse=some_of("policy", POLICIES))]
 Windows = Annotated[
     Sequence[int], Option("Windows, separated by commas.", "--windows", "--num-window-length", parse=numbers)
 ]
@@ -37,7 +20,9 @@ CacheSizes = Annotated[
     Sequence[int], Option("Sizes of the cache, as 3MiB,6MiB: equal bytes; replaces --windows.", parse=sizes)
 ]
 Window = Annotated[int, Option("Tokens kept per layer and KV head.")]
-RecallModes = Annotated[Sequence[RecallMode], Option("off, auto, or both with a comma.", parse=_recall_modes)]
+RecallModes = Annotated[
+    Sequence[RecallMode], Option("off, auto, or both with a comma.", parse=some_of("recall", get_args(RecallMode)))
+]
 Seeds = Annotated[Sequence[int], Option("Seeds of random, separated by commas.", parse=numbers)]
 
 
@@ -50,7 +35,11 @@ def sets_window(cache: Mapping[str, Any]) -> bool:
 
 
 def configs_of(
-    policies: Sequence[str], windows: Sequence[int], seeds: Sequence[int], cache: Mapping[str, Any]
+    policies: Sequence[str],
+    windows: Sequence[int],
+    seeds: Sequence[int],
+    cache: Mapping[str, Any],
+    cache_sizes: Sequence[int] = (),
 ) -> list[CacheConfig]:
     """Every policy with every window and, if it is random, every seed; ``full`` comes first and once.
 
@@ -59,10 +48,15 @@ def configs_of(
         windows: in tokens; ignored if `cache` chooses the window.
         seeds: of the policies that draw.
         cache: the other arguments of `CacheConfig`.
+        cache_sizes: in bytes, in place of the windows.
     """
+    if cache_sizes:
+        sized = [configs_of(policies, windows, seeds, {**cache, "cache_size": size}) for size in cache_sizes]
+        configs = list(dict.fromkeys(config for configs in sized for config in configs))
+        return sorted(configs, key=lambda config: config.policy != "full")
     if sets_window(cache):
         windows = (DEFAULT_WINDOW,)
-    configs: list[CacheConfig] = []
+    configs = []
     for policy in dict.fromkeys(policies):
         if policy == "full":
             own = {name: cache[name] for name in ("chunk", "device") if name in cache}
@@ -71,21 +65,6 @@ def configs_of(
         for window in windows:
             config = CacheConfig(**{**cache, "policy": policy, "window": window})
             configs += [replace(config, seed=seed) for seed in (seeds if POLICIES[policy].draws else (0,))]
-    return sorted(configs, key=lambda config: config.policy != "full")
-
-
-def sized_configs_of(
-    policies: Sequence[str],
-    windows: Sequence[int],
-    cache_sizes: Sequence[int],
-    seeds: Sequence[int],
-    cache: Mapping[str, Any],
-) -> list[CacheConfig]:
-    """`configs_of` with every size of the cache in place of every window, if there are sizes."""
-    if not cache_sizes:
-        return configs_of(policies, windows, seeds, cache)
-    by_size = [configs_of(policies, (DEFAULT_WINDOW,), seeds, {**cache, "cache_size": size}) for size in cache_sizes]
-    configs = dict.fromkeys(config for configs in by_size for config in configs)
     return sorted(configs, key=lambda config: config.policy != "full")
 
 

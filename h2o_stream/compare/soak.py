@@ -28,7 +28,8 @@ from h2o_stream.compare.nll import digest_of, read_tokens
 from h2o_stream.config import PREFILL_STEP
 from h2o_stream.errors import DataError, file_errors
 from h2o_stream.memory import trim_heap
-from h2o_stream.resources import cache_folder, read_text
+from h2o_stream.models.precision import dtype_name
+from h2o_stream.resources import atomic_file, cache_folder, read_text
 
 TINY = "tiny"
 """Name of a random Llama with two layers, for streams of millions of tokens."""
@@ -75,7 +76,7 @@ class Soak(Comparison[SoakOptions]):
             "model": self.options.model.model,
             "identity": model_digest(self.model),
             "machine": machine(),
-            "dtype": str(self.model.dtype).removeprefix("torch."),
+            "dtype": dtype_name(self.model.dtype),
             "text": str(self._text),
             "digest": digest_of(self._tokens),
             "tokens": self.options.tokens,
@@ -172,9 +173,8 @@ class Soak(Comparison[SoakOptions]):
         if self._state is not None:
             state = self._cache.state_dict()
             state |= {"stretch": torch.tensor(number), "drawn": self._generator.get_state()}
-            with file_errors(f"--out {self._state.parent}"):
-                save_file(state, self._state.with_suffix(".partial"))
-                self._state.with_suffix(".partial").replace(self._state)
+            with file_errors(f"--out {self._state.parent}"), atomic_file(self._state) as partial:
+                save_file(state, partial)
 
     def records(self, results: Iterable[JobResult]) -> Iterator[dict[str, Any]]:
         """One for each stretch."""

@@ -22,6 +22,7 @@ from h2o_stream.compare.folder import JobResult, machine
 from h2o_stream.compare.nll import digest_of, read_tokens
 from h2o_stream.config import PREFILL_STEP, CacheConfig, EngineChoice
 from h2o_stream.errors import ConfigError
+from h2o_stream.models.precision import dtype_name
 
 _TEXT = 1 << 18
 """Tokens of a text that are used."""
@@ -73,7 +74,7 @@ class Throughput(Comparison[ThroughputOptions]):
         return {
             **settings,
             "machine": machine(),
-            "dtype": str(self.model.dtype).removeprefix("torch."),
+            "dtype": dtype_name(self.model.dtype),
             "text": str(self.options.text),
             "digest": digest_of(self._tokens),
             "shapes": list(map(str, self.options.shapes)),
@@ -142,21 +143,16 @@ class Throughput(Comparison[ThroughputOptions]):
             "cache_bytes": workload.row_bytes * workload.batch,
             "seconds": round(seconds, 3),
             "tok_s": round(workload.batch * workload.shape.new / seconds, 2),
-            "dtype": str(self.model.dtype).removeprefix("torch."),
+            "dtype": dtype_name(self.model.dtype),
         }
 
 
 def plan_workloads(
     model: Any, shape: Shape, configs: Sequence[CacheConfig], budget: int, tokens: Sequence[int]
 ) -> Iterator[Workload]:
-    """For each policy, the largest batch, and a batch as large as the full cache's.
+    """For each policy, the largest batch with caches of `budget` bytes, and a batch as large as the full cache's.
 
-    Args:
-        model: a causal language model of transformers.
-        shape: of the rows.
-        configs: the policies, ``full`` first.
-        budget: bytes for the cache of all rows.
-        tokens: a text to measure a row with.
+    The configs begin with ``full``; a row is measured with the tokens.
 
     Raises:
         ConfigError: a row does not fit into the budget, or the shape not into the context of a full cache.
@@ -192,13 +188,9 @@ def row_bytes(model: Any, config: CacheConfig, tokens: Sequence[int]) -> int:
 
 
 def generate(model: Any, workload: Workload, prompts: Tensor, engine: EngineChoice = "auto") -> float:
-    """Generate a workload greedily, always to its full length.
+    """Generate a workload greedily from prompts [batch, prompt], always to its full length.
 
-    Args:
-        model: a causal language model of transformers.
-        workload: the batch.
-        prompts: [batch, prompt].
-        engine: what runs a step, see `attach`; not with a full cache.
+    What runs a step (`attach`) matters with a policy only.
 
     Returns:
         The seconds it took, prompts included, after a warm-up.

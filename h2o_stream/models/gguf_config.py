@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 from gguf import GGMLQuantizationType
 
-from h2o_stream.errors import ModelNotFoundError, UnsupportedModelError
+from h2o_stream.errors import UnsupportedModelError
 from h2o_stream.models.gguf import GgufFile
 
 _LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
@@ -66,10 +66,7 @@ def check_sizes(file: GgufFile) -> None:
         value = _read_metadata(file, key)
         for size in value if isinstance(value, list) else [] if value is None else [value]:
             if type(size) is not int or not (isinstance(value, list) or size) or not 0 <= size <= limit:
-                raise ModelNotFoundError(
-                    f"{file.path} is damaged or not readable as GGUF: "
-                    f"{file.architecture}.{key} is {size!r}, not a number from 1 to {limit}"
-                )
+                raise file.damaged(f"{file.architecture}.{key} is {size!r}, not a number from 1 to {limit}")
 
 
 def check_rope(file: GgufFile) -> None:
@@ -83,10 +80,7 @@ def check_rope(file: GgufFile) -> None:
         if value is None or (key == "rope.scaling.factor" and value == 0):
             continue
         if type(value) not in (int, float) or not 0 < value < math.inf:
-            raise ModelNotFoundError(
-                f"{file.path} is damaged or not readable as GGUF: "
-                f"{file.architecture}.{key} is {value!r}, not a positive number"
-            )
+            raise file.damaged(f"{file.architecture}.{key} is {value!r}, not a positive number")
 
 
 def correct_config(config: Any, file: GgufFile) -> Any:

@@ -17,7 +17,7 @@ from pathlib import Path
 from filelock import FileLock, Timeout
 from gguf import GGMLQuantizationType, GGUFValueType
 
-from h2o_stream.errors import H2OStreamError, ModelNotFoundError, UnsupportedModelError
+from h2o_stream.errors import H2OStreamError, UnsupportedModelError
 from h2o_stream.models.file_identity import model_identity
 from h2o_stream.models.gguf import GgufFile
 from h2o_stream.models.gguf_header import SkippedArray
@@ -35,9 +35,7 @@ _TOKENS = "tokenizer.ggml.tokens"
 def export_config(file: GgufFile, notify: Callable[[str], None]) -> Path:
     """Return the folder with config.json, generation_config.json and tokenizer of a GGUF file; create it if necessary.
 
-    Args:
-        file: the GGUF file.
-        notify: called if another process is creating the folder.
+    `notify` is called if another process is creating it.
 
     Raises:
         ModelNotFoundError: the metadata is damaged.
@@ -115,7 +113,7 @@ def _export(file: GgufFile, target: Path) -> None:
         reason = (str(error) or type(error).__name__).splitlines()[0]
         if "architecture" in reason or "model type" in reason:
             raise UnsupportedModelError(f"{file.path.name} cannot be served: {reason}") from error
-        raise ModelNotFoundError(f"{file.path} is damaged or not readable as GGUF: {reason}") from error
+        raise file.damaged(reason) from error
     full.unlink()
     short.unlink()
     generation.eos_token_id = end_token_ids(file)

@@ -25,11 +25,7 @@ def packed_state_dict(
 ) -> tuple[dict[str, Tensor], PackedConfig]:
     """The weights of a GGUF file for `from_pretrained`: matrices in block formats as tiles, all others in `dtype`.
 
-    Args:
-        file: the file, read once and in order.
-        skeleton: the model on the meta device.
-        dtype: dtype of weights that are not packed.
-        progress: called with the bytes read.
+    The skeleton is the model on the meta device. The file is read once and in order; `progress` gets the bytes read.
 
     Raises:
         OutOfMemoryError: there is not enough free memory.
@@ -92,11 +88,5 @@ class _LazyWeight:
 
 
 def lazy_state_dict(file: GgufFile, skeleton: Any, dtype: torch.dtype) -> dict[str, Any]:
-    """The weights of a GGUF file for `from_pretrained`, in floating point and read one by one.
-
-    Args:
-        file: the file.
-        skeleton: the model on the meta device.
-        dtype: dtype of all weights.
-    """
+    """The weights of a GGUF file for `from_pretrained`, all in `dtype` and read one by one. Skeleton as above."""
     return {weight.name: _LazyWeight(file, weight, dtype) for weight in model_weights(file, skeleton)}

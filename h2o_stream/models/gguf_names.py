@@ -64,11 +64,7 @@ class Weight:
 
 
 def model_weights(file: GgufFile, model: nn.Module) -> list[Weight]:
-    """The weights of a model that a file contains, in file order.
-
-    Args:
-        file: the file.
-        model: a causal language model built from its config, on any device.
+    """The weights of a model (a causal language model made from its config) that a file contains, in file order.
 
     Raises:
         ModelNotFoundError: a weight of the model is missing or has another shape.
@@ -87,7 +83,7 @@ def model_weights(file: GgufFile, model: nn.Module) -> list[Weight]:
     tied = getattr(model, "all_tied_weights_keys", {})
     for name in needed:
         if name not in tensors_by_weight and name not in tied and _is_weight(model, name):
-            raise ModelNotFoundError(f"{file.path} is damaged or not readable as GGUF: it has no {name}")
+            raise file.damaged(f"it has no {name}")
     return [
         _weight(source, name, needed[name].shape, *tensors)
         for name, tensors in tensors_by_weight.items()
@@ -119,10 +115,7 @@ def _weight(source: _Source, name: str, shape: torch.Size, tensor: GgufTensor, *
 
 
 def _shape_error(file: GgufFile, tensor: GgufTensor, shape: tuple[int, ...], weight: Weight) -> ModelNotFoundError:
-    return ModelNotFoundError(
-        f"{file.path} is damaged or not readable as GGUF: "
-        f"{tensor.name} is {shape}, {weight.name} of the model is {tuple(weight.shape)}"
-    )
+    return file.damaged(f"{tensor.name} is {shape}, {weight.name} of the model is {tuple(weight.shape)}")
 
 
 def _name_source(model: Any) -> SimpleNamespace:

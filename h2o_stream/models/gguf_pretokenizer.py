@@ -58,11 +58,7 @@ _IGNORE_MERGES = frozenset(_SPLITS[_LLAMA3,].split()) - {"dbrx", "smaug-bpe", "g
 
 
 def correct_pre_tokenizer(tokenizer: Tokenizer, file: GgufFile) -> None:
-    """Make a tokenizer split text as its file says.
-
-    Args:
-        tokenizer: as transformers has made it from the file; changed in place.
-        file: the file.
+    """Make a tokenizer that transformers has made from a file split text as the file says, in place.
 
     Raises:
         UnsupportedModelError: the file names no pre-tokenizer, or an unknown one.

@@ -36,12 +36,9 @@ _RESERVED_BYTES = 2**28
 
 
 def packed_folder(name: str, source: Path, quantize: str) -> Path:
-    """The folder for the packed weights of a model, whether it exists or not; see `packed_models`.
+    """The folder for a model, whether it exists or not; another one if the files of the source change.
 
-    Args:
-        name: the name the user typed.
-        source: checkpoint folder or GGUF file; the result changes with its files.
-        quantize: ``int8``, ``int4`` or ``gguf``.
+    The name is the one the user typed, the format ``int8``, ``int4`` or ``gguf``.
     """
     digest = hashlib.sha256(f"{model_identity(source)} {FORMAT}".encode()).hexdigest()[:12]
     stem = re.sub(r"[^\w.-]+", "-", Path(name).name or name)[-60:]
@@ -51,16 +48,9 @@ def packed_folder(name: str, source: Path, quantize: str) -> Path:
 def save_packed(
     model: Any, folder: Path, metadata: Mapping[str, str], notify: Callable[[str], None], progress: ProgressCallback
 ) -> None:
-    """Save the weights of a packed model atomically.
+    """Save the weights of a packed model atomically, with metadata in `packed.json` (`user_cache`).
 
     Does nothing but notify if the disk is full or not writable, and nothing if another process is writing the folder.
-
-    Args:
-        model: a packed model of transformers.
-        folder: the result of `packed_folder`.
-        metadata: content of `packed.json`, see `packed_models`.
-        notify: called with what is written and its size.
-        progress: called while writing.
     """
     tensors = {key: tensor.contiguous() for key, tensor in model.state_dict().items()}
     size = sum(tensor.nbytes for tensor in tensors.values())

@@ -50,12 +50,7 @@ def allowed_dtypes(name: str) -> tuple[torch.dtype, ...]:
 
 
 def device_map_kwargs(config: ModelConfig, weight_bytes: int) -> dict[str, Any]:
-    """Arguments of `from_pretrained` for a device map.
-
-    Args:
-        config: has the map and the maxima.
-        weight_bytes: of all weights, which percentages are of.
-    """
+    """Arguments of `from_pretrained` for a device map; percentages are of `weight_bytes`."""
     if not config.device_map:
         return {}
     memory = {name: _size(size, weight_bytes) for name, size in (config.memory_by_device() or {}).items()}

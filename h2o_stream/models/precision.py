@@ -72,15 +72,9 @@ def choose_precision(
     dtypes: tuple[torch.dtype, ...],
     can_pack: bool = True,
 ) -> Precision:
-    """Choose the precision of weights.
+    """Choose the precision of weights for the free memory: the user's, or for ``auto`` the widest that fits.
 
-    Args:
-        name: name of the model, for messages.
-        sizes: sizes of its weights.
-        free_bytes: free memory.
-        quantize: the user's choice, or ``auto``.
-        dtypes: allowed dtypes, best first.
-        can_pack: whether this machine can pack weights.
+    Dtypes come best first; `can_pack` says whether this machine can pack weights. The name is for messages.
 
     Raises:
         OutOfMemoryError: no allowed choice fits.
@@ -93,7 +87,7 @@ def choose_precision(
         needed = format_bytes(sizes.bytes_of(dtypes[0], "none"))
         packed = format_bytes(sizes.bytes_of(dtype, scheme) - sizes.largest)
         return (
-            f"{name} takes {needed} in {_dtype_name(dtypes[0])} and {format_bytes(free_bytes)} of memory are free: "
+            f"{name} takes {needed} in {dtype_name(dtypes[0])} and {format_bytes(free_bytes)} of memory are free: "
             f"its weights are packed into {scheme} ({packed}); --quantize chooses otherwise."
         )
 
@@ -113,7 +107,7 @@ def choose_precision(
     needed, smallest = sizes.bytes_of(dtypes[-1], scheme), sizes.bytes_of(best, "int4")
     can_shrink = scheme != "int4" and can_pack
     hint = f"--quantize int4 takes {format_bytes(smallest)}" if can_shrink else "take a smaller --model"
-    width = _dtype_name(dtypes[-1]) if scheme == "none" else scheme
+    width = dtype_name(dtypes[-1]) if scheme == "none" else scheme
     raise OutOfMemoryError(
         f"{name} needs {format_bytes(needed)} of memory in {width}, {format_bytes(free_bytes)} are free; {hint}"
     )
@@ -124,5 +118,6 @@ def format_bytes(count: int) -> str:
     return f"{count / 2**30:.1f} GiB" if count >= 2**30 else f"{count / 2**20:.0f} MiB"
 
 
-def _dtype_name(dtype: torch.dtype) -> str:
+def dtype_name(dtype: torch.dtype) -> str:
+    """Such as ``bfloat16``."""
     return str(dtype).removeprefix("torch.")

@@ -142,13 +142,10 @@ class _PackWeight(ConversionOps):
 
 
 def packed_kinds(model: Any, quantize: str) -> dict[str, MatrixKind]:
-    """Packed formats by module name.
+    """Packed formats by module name, for ``int8`` or ``int4``.
 
     Linear layers and the embedding are packed if their columns are a multiple of 32, except for a tied output layer.
-
-    Args:
-        model: a model of transformers, may be on the meta device.
-        quantize: ``int8`` or ``int4``.
+    The model may be on the meta device.
     """
     embedding, head, head_is_tied = model.get_input_embeddings(), model.get_output_embeddings(), is_tied(model)
     kinds = {}
@@ -175,14 +172,7 @@ def packable(module: Any) -> bool:
 
 
 def replace_module(model: Any, name: str, kind: MatrixKind, tiles: Tensor | None = None) -> None:
-    """Replace a linear layer or an embedding by a packed one.
-
-    Args:
-        model: a model of transformers.
-        name: name of the module.
-        kind: packed format.
-        tiles: packed weights; None to assign them later.
-    """
+    """Replace a linear layer or an embedding by a packed one, with tiles that may be assigned later."""
     module = model.get_submodule(name)
     packed: nn.Module
     if isinstance(module, nn.Embedding):
@@ -202,11 +192,7 @@ def is_tied(model: Any) -> bool:
 
 
 def untie_head(model: Any, modules: Collection[str]) -> bool:
-    """Remove a tied output layer until `tie_head`, if the embedding is to be packed.
-
-    Args:
-        model: a model of transformers.
-        modules: names of the modules to pack.
+    """Remove a tied output layer until `tie_head`, if the embedding is among the modules to pack.
 
     Returns:
         Whether there was one.

@@ -182,13 +182,9 @@ class LayerAttention:
 def measure_attention(
     model: Any, tokens: Sequence[int], configs: Sequence[CacheConfig], chunk: int
 ) -> Iterator[JobProgress | list[LayerAttention]]:
-    """Measure the attention of every layer on a text.
+    """Measure the attention of every layer on a text within the context of a model without sliding windows.
 
-    Args:
-        model: a causal language model of transformers without sliding windows.
-        tokens: the text, within the model's context.
-        configs: policies, all with the same window.
-        chunk: tokens between two evictions.
+    All configs have the same window; `chunk` tokens are fed between two evictions.
 
     Yields:
         `JobProgress`, and last the result, one `LayerAttention` for each layer that is not a sliding one.

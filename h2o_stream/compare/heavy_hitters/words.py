@@ -34,11 +34,9 @@ class WordAttention:
 
 
 def word_attention(tokens: Sequence[int], received: Tensor) -> WordAttention:
-    """The correlations of a text. The first token, which receives attention as a sink, is left out.
+    """The correlations of a text, whose words are its tokens, with the attention [N] that each received.
 
-    Args:
-        tokens: the text; a word is a token of the vocabulary.
-        received: [N] attention that each received.
+    The first token, which receives attention as a sink, is left out.
     """
     received = received.double().cpu()
     uniform = (1.0 / torch.arange(1, len(tokens) + 1, dtype=torch.float64)).flip(0).cumsum(0).flip(0)

@@ -18,6 +18,7 @@ from h2o_stream.errors import ConfigError
 from h2o_stream.models.huge_pages import HugePageBuffer
 from h2o_stream.models.packed_layers import PackedEmbedding, PackedLinear
 from h2o_stream.models.placement import device_of, dtype_of
+from h2o_stream.models.precision import dtype_name
 from h2o_stream.models.quantize import packed_kinds, replace_module, tie_head, untie_head
 from h2o_stream.native.abi import MatrixKind
 from h2o_stream.native.packing import ROWS, pack
@@ -53,16 +54,12 @@ def read_settings(path: Path) -> Any:
 
 def precision_of(choice: ModelConfig) -> str:
     """How weights are stored: ``int8``, ``int4`` or the name of a dtype."""
-    dtype = str(dtype_of(choice.dtype, device_of(choice.device))).removeprefix("torch.")
-    return choice.quantize if choice.quantize in _PACKED else dtype
+    dtype = dtype_of(choice.dtype, device_of(choice.device))
+    return choice.quantize if choice.quantize in _PACKED else dtype_name(dtype)
 
 
 def random_model(path: Path, choice: ModelConfig) -> Any:
-    """A model with random weights, on the device it computes on.
-
-    Args:
-        path: see `read_settings`.
-        choice: dtype, device and quantization; its model is ignored.
+    """A model with random weights, on the device it computes on: the settings of `path` in the precision of `choice`.
 
     Raises:
         ConfigError: the settings cannot be read, or weights cannot be packed for this device.

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from functools import partial
 from typing import Any
 
 from h2o_stream.attachment.model_facts import context_of
-from h2o_stream.compare.asking import GREEDY, start_conversation
+from h2o_stream.compare.asking import GREEDY
 from h2o_stream.compare.catalog import RecallOptions
 from h2o_stream.compare.comparison import Comparison, Job, JobProgress, Notify, label_of, window_of
 from h2o_stream.compare.folder import JobResult
@@ -21,6 +20,8 @@ from h2o_stream.compare.recall.rates import chat_rates, rates_by_distance
 from h2o_stream.config import CacheConfig, RecallMode
 from h2o_stream.engine.engine import Engine
 from h2o_stream.errors import DataError
+from h2o_stream.session.conversation import Conversation
+from h2o_stream.session.jsonl import jsonl_text
 from h2o_stream.session.questions import load_questions
 
 _MAX_TOKENS = 1 << 17
@@ -104,7 +105,7 @@ class Recall(Comparison[RecallOptions]):
         for tellings in (facts_told_once(self._facts), facts_with_updates(self._facts)):
             filler, seen = Filler(self.tokenizer, self._tokens), 0
             with Engine(self.model, self.tokenizer, run.config, GREEDY) as engine:
-                conversation = start_conversation(engine, run.recall)
+                conversation = Conversation(engine, recall=run.recall)
                 for event in FactStream(conversation, tellings, self.options.distances, filler, limit).run():
                     if isinstance(event, int):
                         seen = event
@@ -117,7 +118,7 @@ class Recall(Comparison[RecallOptions]):
     def _measure_chat(self, run: _Run) -> Iterator[JobProgress | JobResult]:
         assert self.options.chat
         with Engine(self.model, self.tokenizer, run.config, GREEDY) as engine:
-            conversation, prompts = start_conversation(engine, run.recall), load_questions(None).prompts(loop=True)
+            conversation, prompts = Conversation(engine, recall=run.recall), load_questions(None).prompts(loop=True)
             chat = FactChat(conversation, self._facts, prompts, self.options.chat)
             for seen in chat.talk():
                 yield JobProgress(min(seen, self.options.chat))
@@ -149,5 +150,4 @@ class Recall(Comparison[RecallOptions]):
     def files(self) -> Iterator[tuple[str, str]]:
         """All replies."""
         for label, answers in self._replies.items():
-            lines = (json.dumps(answer, ensure_ascii=False) + "\n" for answer in answers)
-            yield f"replies/{label}.jsonl", "".join(lines)
+            yield f"replies/{label}.jsonl", jsonl_text(answers)

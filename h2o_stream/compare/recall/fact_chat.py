@@ -31,13 +31,7 @@ class OtherTurn:
 
 
 class FactChat:
-    """A chat in which the facts are told at even intervals.
-
-    Args:
-        conversation: a new one.
-        facts: in order.
-        prompts: what else the user says, without an end.
-        length: tokens of the chat.
+    """A new conversation of `length` tokens in which the facts are told at even intervals, between endless prompts.
 
     Attributes:
         turns: those about other things.

@@ -120,14 +120,9 @@ class _Due:
 
 
 class FactStream:
-    """A chat in which facts are told and asked for.
+    """A new conversation in which facts are told, and asked for at each distance from the end of their turn.
 
-    Args:
-        conversation: a new one.
-        tellings: in order.
-        distances: tokens between the end of a fact's turn and its questions.
-        filler: the talk between.
-        limit: tokens of the longest stream; what would end beyond is left out. None for no limit.
+    What would end beyond `limit` tokens is left out; None sets no limit.
     """
 
     def __init__(

@@ -82,9 +82,6 @@ def tells(reply: str, values: Sequence[str]) -> bool:
 def read_facts(count: int) -> tuple[Fact, ...]:
     """The first facts of our set.
 
-    Args:
-        count: how many.
-
     Raises:
         ConfigError: there are fewer.
     """

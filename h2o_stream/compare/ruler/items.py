@@ -121,17 +121,9 @@ def make_item(
     number: int,
     depth: float | None = None,
 ) -> Item:
-    """An item of a task, as long as possible.
+    """Item `number` of a task and a seed, the longest whose context has at most `length` tokens as `count` counts them.
 
-    Args:
-        task: a name in `TASKS`.
-        questions: how many.
-        length: tokens of the context, at most.
-        haystack: what it is made of.
-        count: the number of tokens of a text.
-        seed: of a set of items.
-        number: of the item in its set.
-        depth: where the needle of `SINGLE` is, 0 to 1; None draws it.
+    The needle of `SINGLE` is at the depth, 0 to 1; None draws it.
 
     Raises:
         ConfigError: the length is too short for what the context must hold, or the haystack has too few words.
@@ -279,15 +271,7 @@ TASKS: dict[str, Callable[[int, int, Haystack, Random], Item]] = {
 
 
 def _hide(needles: Sequence[str], depths: Sequence[float], size: int, haystack: Haystack, draw: Random) -> str:
-    """So many words of the haystack with needles at ends of sentences.
-
-    Args:
-        needles: in order.
-        depths: where they are, 0 to 1, in order.
-        size: words of the haystack.
-        haystack: see `make_item`.
-        draw: decides where the text begins.
-    """
+    """So many words of the haystack, with needles at the ends of sentences next to their depths, 0 to 1, in order."""
     start = draw.randrange(len(haystack.words))
     words = [haystack.words[(start + place) % len(haystack.words)] for place in range(size)]
     pieces, begin = list[str](), 0

@@ -10,18 +10,10 @@ from typing import Annotated, Literal, get_args
 from h2o_stream.compare.options import ComparisonOptions
 from h2o_stream.compare.ruler.items import SINGLE, TASKS
 from h2o_stream.errors import ConfigError
-from h2o_stream.options import Option, listed, numbers, numbers_if_any
+from h2o_stream.options import Option, numbers, numbers_if_any, some_of
 
 Form = Literal["one-turn", "multi-turn"]
 """Whether a question comes with its context, or one after another in a conversation."""
-
-
-def _forms(text: str, flag: str) -> tuple[str, ...]:
-    forms = tuple(dict.fromkeys(listed(text, flag)))
-    for form in forms:
-        if form not in get_args(Form):
-            raise ConfigError(f"form {form!r} is unknown; {flag} takes some of {', '.join(get_args(Form))}")
-    return forms
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,9 +21,9 @@ class RulerOptions(ComparisonOptions):
     """Those of ``h2o-compare tasks --suite ruler``, beside what every comparison has."""
 
     tasks: Sequence[str] = ()
-    forms: Annotated[Sequence[Form], Option("ruler: one-turn, multi-turn, or both.", "--form", parse=_forms)] = (
-        get_args(Form)
-    )
+    forms: Annotated[
+        Sequence[Form], Option("ruler: one-turn, multi-turn, or both.", "--form", parse=some_of("form", get_args(Form)))
+    ] = get_args(Form)
     lengths: Annotated[Sequence[int], Option("ruler: tokens of a context, separated by commas.", parse=numbers)] = (
         1024,
         4096,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import json
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -11,7 +10,7 @@ from itertools import product
 from typing import Any
 
 from h2o_stream.attachment.model_facts import context_of
-from h2o_stream.compare.asking import GREEDY, start_conversation
+from h2o_stream.compare.asking import GREEDY
 from h2o_stream.compare.comparison import Comparison, Job, JobProgress, Notify, label_of, window_of
 from h2o_stream.compare.folder import JobResult
 from h2o_stream.compare.ruler.answers import ask_at_once, ask_in_turns, ask_without_context
@@ -21,7 +20,10 @@ from h2o_stream.compare.ruler.rates import rates
 from h2o_stream.config import CacheConfig
 from h2o_stream.engine.engine import Engine
 from h2o_stream.errors import ConfigError
+from h2o_stream.models.precision import dtype_name
 from h2o_stream.resources import python_manual, read_text
+from h2o_stream.session.conversation import Conversation
+from h2o_stream.session.jsonl import jsonl_text
 
 QUESTIONS: dict[Form, int] = {"one-turn": 1, "multi-turn": 4}
 """Questions about a context."""
@@ -78,7 +80,7 @@ class Ruler(Comparison[RulerOptions]):
         return {
             **settings,
             "suite": _SUITE,
-            "dtype": str(self.model.dtype).removeprefix("torch."),
+            "dtype": dtype_name(self.model.dtype),
             "tasks": list(self.options.chosen_tasks),
             **self._settings,
             "forms": list(self.options.chosen_forms),
@@ -145,7 +147,7 @@ class Ruler(Comparison[RulerOptions]):
     def _measure(self, cell: _Cell, config: CacheConfig, context: bool) -> Iterator[JobProgress | JobResult]:
         answers, ask = list[dict[str, Any]](), _ASK[cell.form] if context else ask_without_context
         with Engine(self.model, self.tokenizer, config, GREEDY, at_context="stop") as engine:
-            conversation = start_conversation(engine, "off")
+            conversation = Conversation(engine, recall="off")
             for number in range(self.options.items):
                 conversation.restart(conversation.system)
                 item = self._make_item(cell, number)
@@ -176,5 +178,4 @@ class Ruler(Comparison[RulerOptions]):
     def files(self) -> Iterator[tuple[str, str]]:
         """All replies."""
         for label, answers in self._replies.items():
-            lines = (json.dumps(answer, ensure_ascii=False) + "\n" for answer in answers)
-            yield f"replies/{label}.jsonl", "".join(lines)
+            yield f"replies/{label}.jsonl", jsonl_text(answers)

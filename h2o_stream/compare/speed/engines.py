@@ -150,10 +150,11 @@ class _TransformersRunner(Runner):
 
     def info(self) -> EngineInfo:
         from h2o_stream.attachment.model_facts import context_of
+        from h2o_stream.models.precision import dtype_name
 
         unlimited = self.spec.engine == OURS and self.spec.cache.policy != "full"
         context = None if unlimited else context_of(self.model.config)
-        return EngineInfo(str(self.model.dtype).removeprefix("torch."), weight_bytes(self.model), context)
+        return EngineInfo(dtype_name(self.model.dtype), weight_bytes(self.model), context)
 
     def step(self, tokens: Sequence[int]) -> None:
         ids = self._torch.tensor([list(tokens)], device=self.model.device)

@@ -47,11 +47,7 @@ class Observation(Policy):
         return {"newest_queries": written.where(column >= 0, newest)}
 
     def query_indices(self, seen: Tensor) -> Tensor:
-        """Token indices of the queries in the ring, [B, 1, n] int64; negative where there is none yet.
-
-        Args:
-            seen: [B, 1, 1] int64, tokens of each row.
-        """
+        """Token indices of the queries in the ring, [B, 1, n] int64; negative where there is none; `seen` [B, 1, 1]."""
         last = seen - 1
         return last - (last - torch.arange(self.observed, device=seen.device)) % self.observed
 
@@ -59,9 +55,6 @@ class Observation(Policy):
         """What each query of the window pays to the tokens that are held now, at the positions they have now.
 
         A soft-capping of the model's products is left out.
-
-        Args:
-            candidates: the K tokens, with their keys.
 
         Returns:
             [B, Hkv, G, n, K] float32, 0 for tokens newer than the query and for queries that there are not yet.
