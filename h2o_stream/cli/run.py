@@ -41,12 +41,7 @@ _COMMANDS = ("h2o-chat", "h2o-stream")
 
 
 def app(prefix: str | None = None, **settings: Any) -> typer.Typer:
-    """A typer application in the style of this project.
-
-    Args:
-        prefix: of the environment variables that set options.
-        settings: other arguments of `typer.Typer`.
-    """
+    """A typer application in the style of this project. `prefix` begins the environment variables that set options."""
     context = {"help_option_names": ["-h", "--help"], "auto_envvar_prefix": prefix}
     return typer.Typer(pretty_exceptions_enable=False, context_settings=context, **settings)
 
@@ -71,13 +66,8 @@ class _Command(TyperCommand):
 
 
 def command(app: typer.Typer, program: str, *groups: Group[Any], **settings: Any) -> Callable[..., Any]:
-    """Make a function a command; it is called with what each group makes of its options, in that order.
-
-    Args:
-        app: gets the command.
-        program: for messages; every error becomes one line, see `reporting`.
-        groups: of options; one of them is `options.OUTPUT`.
-        settings: such as typer's own `typer.Typer.command` takes.
+    """Make a function a command; it is called with what each group makes of its options, in that order. One of the
+    groups is `options.OUTPUT`. Every error becomes one line, see `reporting`.
     """
 
     def decorate(function: Callable[..., None]) -> Callable[..., None]:

@@ -49,12 +49,7 @@ def with_dashes(name: str) -> str:
 
 
 def hint(arguments: Sequence[str], known: Iterable[str]) -> str | None:
-    """What to use in place of options of the H2O repositories that a command does not have; None without any.
-
-    Args:
-        arguments: of the command line.
-        known: the options of the command.
-    """
+    """What to use in place of options of the H2O repositories that a command does not have; None without any."""
     ours = {with_dashes(name) for name in known}
     found: dict[str, list[str]] = {}
     for argument in arguments:

@@ -131,12 +131,7 @@ class Engine:
         self._stream = self.cache.stream_number
 
     def set_sampling(self, sampling: SamplingConfig, reseed: bool = False) -> None:
-        """Change how tokens are sampled.
-
-        Args:
-            sampling: the new settings.
-            reseed: restart the random generator with the new seed; otherwise it continues.
-        """
+        """Change how tokens are sampled. The random generator continues unless `reseed` restarts it."""
         sampler = Sampler(sampling, self.model.generation_config, self._sampling_defaults)
         if not reseed:
             sampler.rng_state = self.sampler.rng_state
@@ -186,14 +181,6 @@ class Engine:
         """Whether original positions have exceeded the model's trained context."""
         limit = self._max_tokens()
         return limit is not None and self.cache.seen_tokens > limit
-
-    def check_pin(self, count: int) -> None:
-        """Check that the first `count` tokens of a new stream can be pinned.
-
-        Raises:
-            ConfigError: they leave too little room in the window.
-        """
-        self.cache.check_pin(count)
 
     def pin(self, count: int) -> None:
         """Never evict the first `count` tokens, instead of those of the last call. See `H2OCache.pin`."""

@@ -49,7 +49,6 @@ class Conversation:
 
     Attributes:
         metadata: everything besides the token stream.
-        active: the turn in progress.
         recall: finds evicted passages.
 
     Raises:
@@ -123,10 +122,8 @@ class Conversation:
         self.metadata = replace(self.metadata, template=self._template(self.system))
 
     def reset(self, system: str | None = None) -> None:
-        """Forget everything but the system prompt, which is fed again with the next turn.
-
-        Args:
-            system: a new system prompt; None keeps the current one.
+        """Forget everything but the system prompt, which is fed again with the next turn. None keeps the current
+        prompt.
 
         Raises:
             ConfigError: the system prompt leaves too little room in the window. Nothing has changed.
@@ -140,7 +137,7 @@ class Conversation:
             ConfigError: see `reset`.
         """
         self.active.close()
-        self.engine.check_pin(self._template(system).opening_size)
+        self.engine.cache.check_pin(self._template(system).opening_size)
         try:
             self._restart(system)
         except BaseException:

@@ -39,11 +39,7 @@ class ConversationState:
 
     Attributes:
         system: the system prompt; None leaves it to the template.
-        template: formats the turns.
-        turns: number of turns started.
         starts: the number and first token index of each turn that has tokens.
-        pins: texts that are never evicted.
-        pending_pin: the text that the current turn pins.
         recalled: indices of the tokens that the current turn reads again.
         thinking: indices of the tokens of the current turn's thinking so far.
         thoughts: the same of each earlier turn that has any.

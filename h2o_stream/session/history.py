@@ -231,10 +231,6 @@ class ConversationHistory:
     def open(self, name: str, create: bool = True) -> bool:
         """Resume the session `name`, or start it.
 
-        Args:
-            name: of the session.
-            create: start it if it does not exist.
-
         Returns:
             Whether the session existed.
 
@@ -305,11 +301,8 @@ class ConversationHistory:
         self._transactions.roll_back()
 
     def continue_in(self, conversation: Conversation, header: Header) -> FeedEvents:
-        """Feed the transcript to another conversation and continue there, in the same session.
-
-        Args:
-            conversation: a new one, with the system prompt of this one.
-            header: describes it.
+        """Feed the transcript to another conversation and continue there, in the same session. It is a new one with
+        this system prompt.
 
         Yields:
             The events of all turns. If a turn ends early, or the iterator is closed, nothing has changed.

@@ -38,7 +38,6 @@ class RetainedTurn:
     """What the cache still holds of a turn.
 
     Attributes:
-        span: the turn's tokens.
         share: of these tokens that are held, averaged over the heads.
         pieces: the tokens that any head holds, in order.
         thinking: the share of the tokens of the turn's thinking that are held; None if it has none.

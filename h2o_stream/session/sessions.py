@@ -40,10 +40,6 @@ class Session:
         folder: where sessions are; the default is the user's data folder.
         create: start it if it does not exist.
 
-    Attributes:
-        name: of the session.
-        transcript: its turns.
-
     Raises:
         ConfigError: the name is not allowed.
         DataError: the folder cannot be written, the transcript is damaged, another process has the session open, or
@@ -125,15 +121,10 @@ class Session:
         self._prune()
 
     def add(self, entry: Entry, state: Mapping[str, Tensor] | None, header: Header | None = None) -> None:
-        """Save a turn and the state after it.
+        """Save a turn and the state after it. The header starts a session that has none yet.
 
         A line that cannot be written because the disk is full is written with the next turn. If anything else
         interrupts this call, the turn was not added.
-
-        Args:
-            entry: the turn.
-            state: the state after it.
-            header: starts the session, if it has no header yet.
 
         Raises:
             DataError: for example, the disk is full. Earlier turns are unaffected.
@@ -169,12 +160,8 @@ class Session:
     def add_all(
         self, header: Header, entries: Sequence[Entry], state: Callable[[int], Mapping[str, Tensor] | None]
     ) -> None:
-        """Start a new conversation with these turns. All are saved or none, even if the process is killed.
-
-        Args:
-            header: of the conversation.
-            entries: its turns.
-            state: returns the state after a turn by its number; None if it is not available.
+        """Start a new conversation with these turns. All are saved or none, even if the process is killed. `state`
+        returns the state after a turn by its number; None if it is not available.
 
         Raises:
             DataError: for example, the disk is full. Nothing has changed.

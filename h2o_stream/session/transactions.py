@@ -37,7 +37,6 @@ class Checkpoint:
     """A committed conversation.
 
     Attributes:
-        metadata: of the conversation.
         rng_state: of the sampler when the next turn began.
         session: where the conversation is saved; None if it is not.
         unsaved: the turns of a conversation without a session.
@@ -83,16 +82,7 @@ def _num_bytes(states: Mapping[int, State]) -> int:
 
 
 class Transactions:
-    """A conversation and its last committed version.
-
-    Args:
-        conversation: a new one.
-        header: see `ConversationHistory`.
-
-    Attributes:
-        conversation: as it is now.
-        checkpoint: the last committed version.
-    """
+    """A conversation and its last committed version."""
 
     def __init__(self, conversation: Conversation, header: Header) -> None:
         self.conversation = conversation

@@ -50,14 +50,7 @@ class Gone:
 
 @dataclass(frozen=True)
 class Explanation:
-    """A place where a word was said, and what became of it.
-
-    Attributes:
-        turn: in which it was said.
-        text: around it.
-        num_heads: heads examined.
-        fate: what became of it.
-    """
+    """A place where a word was said, and what became of it."""
 
     turn: int
     text: str

@@ -16,12 +16,7 @@ HEAT = ((0.1, "bright_black"), (0.3, "blue"), (0.6, "cyan"), (0.9, "yellow"), (1
 
 
 def heatmap(turns: Sequence[RetainedTurn], heads: str) -> Text:
-    """What is left of every turn, oldest first. Gaps are shown as dots.
-
-    Args:
-        turns: what the cache holds.
-        heads: which heads were examined, for the legend.
-    """
+    """What is left of every turn, oldest first. Gaps are shown as dots."""
     shown = Text()
     for retained in turns:
         span = retained.span

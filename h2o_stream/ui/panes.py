@@ -31,10 +31,6 @@ class Panes:
     """Draws sides next to each other, or prints them one after the other without a live or wide enough terminal.
 
     At the end the terminal is restored, and every turn is printed with all texts.
-
-    Args:
-        sides: two or more.
-        terminal: where.
     """
 
     def __init__(self, sides: Sequence[Side], terminal: Terminal) -> None:

@@ -164,12 +164,8 @@ def save_picture(terminal: Terminal, shown: RenderableType) -> None:
 
 
 def play(path: Path, pace: float, terminal: Terminal) -> None:
-    """Play back a recording. Other control sequences than those of our screens are removed.
-
-    Args:
-        path: of the recording.
-        pace: speed relative to the original run.
-        terminal: where it is shown; without a live one, no control sequences are written.
+    """Play back a recording. Other control sequences than those of our screens are removed. `pace` is relative to the
+    original run. Without a live terminal no control sequences are written.
 
     Raises:
         DataError: it is not a recording.

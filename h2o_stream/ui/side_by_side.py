@@ -34,16 +34,6 @@ def compare_policies(
 ) -> Finish | None:
     """Ask all policies every turn. They take turns on the same cores, for the same time each.
 
-    Args:
-        settings: of all conversations, except for the policy.
-        policies: two or more.
-        questions: to ask.
-        turns: stop after this many turns; None for all.
-        loop: start over after the last question.
-        cliff: read text up to just before the model's context first.
-        terminal: where it is shown.
-        jsonl: receives the records of all runs and their turns.
-
     Returns:
         Why it ended early, or None.
     """

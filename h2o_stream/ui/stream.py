@@ -29,15 +29,6 @@ def stream_questions(
 ) -> Finish | None:
     """Ask every turn of every question in one conversation.
 
-    Args:
-        settings: of the conversation.
-        questions: to ask.
-        turns: stop after this many turns; None for all.
-        loop: start over after the last question.
-        cliff: read text up to just before the model's context first.
-        terminal: where it is shown.
-        jsonl: receives a record for the run, each turn and the summary.
-
     Returns:
         Why the last turn ended; None if there was none.
     """

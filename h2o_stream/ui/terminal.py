@@ -55,12 +55,6 @@ class SafeConsole(Console):
 class Terminal:
     """The two output streams and their capabilities.
 
-    Args:
-        color: ``auto``, ``on`` or ``off``.
-        quiet: print no notes.
-        replies: whether replies are written to stdout.
-        verbose: print details too.
-
     Attributes:
         console: rich's console on stderr.
         stdout_console: the same on stdout.
