@@ -13,7 +13,7 @@ from h2o_stream.config import POLICIES, RecallConfig, Settings
 from h2o_stream.errors import ConfigError, DataError
 from h2o_stream.options import Option, text_or_file
 from h2o_stream.session.jsonl import JsonlWriter
-from h2o_stream.session.questions import Question, QuestionSet, load_questions
+from h2o_stream.session.questions import Question, QuestionSet, Replay, load_questions
 
 app = run.app("H2O")
 
@@ -101,12 +101,11 @@ def stream(replay: ReplayOptions, settings: Settings, output: OutputOptions) -> 
         with run.loading(settings.model, terminal):
             from h2o_stream.ui.side_by_side import compare_policies
             from h2o_stream.ui.stream import stream_questions
+        asked = Replay(questions, replay.turns, replay.loop, replay.cliff)
         if policies:
-            finish = compare_policies(
-                settings, policies, questions, replay.turns, replay.loop, replay.cliff, terminal, records
-            )
+            finish = compare_policies(settings, policies, asked, terminal, records)
         else:
-            finish = stream_questions(settings, questions, replay.turns, replay.loop, replay.cliff, terminal, records)
+            finish = stream_questions(settings, asked, terminal, records)
         run.leave(finish)
 
 
