@@ -210,7 +210,7 @@ class Engine:
         self._check_not_torn()
         self._turn_tokens, elapsed_s = list(tokens), 0.0
         self.cache.begin(len(tokens))
-        if detail := self._context_error(len(tokens)):
+        if detail := self._why_not(len(tokens)):
             yield Finished("context", detail=detail)
             return
         chunk = self.cache.plan.chunk or len(tokens)
@@ -250,7 +250,7 @@ class Engine:
             if self.should_stop():
                 yield Finished("interrupted", text.flush())
                 return
-            if detail := self._context_error(1):
+            if detail := self._why_not(1):
                 yield Finished("context", text.flush(), detail)
                 return
             self._check_not_torn()
@@ -297,7 +297,7 @@ class Engine:
         """How many original positions the model was trained for; None if positions are reassigned."""
         return self.context if self.cache.plan.positions == "absolute" else None
 
-    def _context_error(self, new: int) -> str:
+    def _why_not(self, new: int) -> str:
         """Why `new` more tokens do not fit into the context, or an empty string."""
         limit, seen = self._max_tokens(), self.cache.seen_tokens
         if limit is None or seen + new <= limit:

@@ -90,17 +90,11 @@ def sentences(text: str) -> list[range]:
 def locate(tokenizer: Any, tokens: Sequence[int], start: int, turn: int, prompt: str, reply: str) -> list[Passage]:
     """The passages of a turn, with the tokens of each.
 
+    The turn's tokens, of which the first has the index `start` in the stream, include those of the template. Other text
+    may be in front of the prompt, and the turn may have been cut off anywhere.
+
     Where the tokenizer changes texts, the tokens are estimated by length. A passage that was not fed has an empty range
     at the end of the turn.
-
-    Args:
-        tokenizer: a transformers tokenizer backed by the tokenizers library.
-        tokens: ids of the turn, with those of the template. Other text may be in front of the prompt, and the turn may
-            have been cut off anywhere.
-        start: index of the first of them in the stream.
-        turn: number of the turn.
-        prompt: the user's message.
-        reply: the model's reply.
     """
     decoded = decode(tokenizer, tokens)
     prompt_passages, reply_passages = split(prompt), split(reply)

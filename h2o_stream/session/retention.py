@@ -56,14 +56,8 @@ def retention(
     recalled: Sequence[range] = (),
     thoughts: Sequence[range] = (),
 ) -> list[RetainedTurn]:
-    """What the cache still holds of each span, oldest first.
-
-    Args:
-        engine: with the stream.
-        spans: parts of it.
-        layer: examine this layer only; None for all.
-        recalled: token indices that were recalled, which is marked in the pieces.
-        thoughts: token indices of thinking, in order, at most one range in each span.
+    """What the cache still holds of each span, oldest first. Of one layer or of all; `recalled` is marked in the
+    pieces, `thoughts` has at most one range in each span.
 
     Raises:
         H2OStreamError: there is no such layer.

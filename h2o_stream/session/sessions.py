@@ -129,7 +129,7 @@ class Session:
         Raises:
             DataError: for example, the disk is full. Earlier turns are unaffected.
         """
-        lost, trouble = "the text of this turn is saved, the state of the cache is not", None
+        lost, trouble = "the text of this turn is saved, the state of the cache is not", ""
         if header is not None and self.transcript.header is None:
             self._append_or_defer(header_record(header))
         line, record = self.transcript.line_count + 1, turn_record(entry)
@@ -139,23 +139,23 @@ class Session:
                     self._states.write(line, state, record)
             except OSError as error:
                 trouble = error.strerror or str(error)
-            if (unwritten := self._append_or_defer(record)) is not None:
+            if unwritten := self._append_or_defer(record):
                 lost, trouble = "this turn is not saved yet", trouble or unwritten
         finally:
             if self.transcript.line_count < line:
                 self._states.keep(lambda number: number < line)
         self._prune()
-        if trouble is not None:
+        if trouble:
             raise DataError(f"session {self.name}: {trouble}; {lost}")
 
-    def _append_or_defer(self, record: Mapping[str, Any]) -> str | None:
-        """Returns why the record could not be written, or None."""
+    def _append_or_defer(self, record: Mapping[str, Any]) -> str:
+        """Returns why the record could not be written; empty if it was."""
         try:
             self.transcript.append(record)
         except DataError as error:
             self.transcript.defer(record)
             return str(error)
-        return None
+        return ""
 
     def add_all(
         self, header: Header, entries: Sequence[Entry], state: Callable[[int], Mapping[str, Tensor] | None]

@@ -61,11 +61,6 @@ class Explanation:
 def explain(history: ConversationHistory, word: str, layer: int | None = None) -> list[Explanation]:
     """What became of a word, at the newest places where it was said; the newest first.
 
-    Args:
-        history: of the conversation.
-        word: or several, in any case.
-        layer: examine this layer only; None for all that follow the plan.
-
     Raises:
         H2OStreamError: nobody said the word, nothing is ever evicted, or there is no such layer.
     """

@@ -73,12 +73,7 @@ class _Tee(io.TextIOBase):
 
 
 class _Recorder:
-    """Writes events: of a frame only the lines that changed, and not every frame.
-
-    Args:
-        file: that is written.
-        height: lines of the terminal.
-    """
+    """Writes events: of a frame only the lines that changed, and not every frame."""
 
     def __init__(self, file: TextIO, height: int) -> None:
         self._file, self._height = file, height
