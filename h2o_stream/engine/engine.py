@@ -155,6 +155,8 @@ class Engine:
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
         """Replace the stream by a saved state. The next prefill and all sampling after it continue exactly.
 
+        A conversation on this engine must be replaced with it, by `Conversation.load_state_dict`.
+
         Raises:
             H2OStreamError: the state is damaged, or belongs to another model, dtype, policy or device of the random
                 generator. Nothing has changed.
