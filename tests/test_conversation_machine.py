@@ -267,7 +267,7 @@ class ConversationMachine(RuleBasedStateMachine):
         tokens, place = self.engine.tokens, 0
         assert tuple(tokens) == (self.expected.turns[-1].tokens if self.expected.turns else ())
         assert self.engine.cache.seen_tokens == len(tokens)
-        for passage in conversation.passages:
+        for passage in conversation.turn_spans:
             assert passage.start == place < passage.stop
             place = passage.stop
         assert place == len(tokens)

@@ -27,7 +27,7 @@ from h2o_stream.models import other_tools as stores
 from h2o_stream.models.other_tools import StoredModel
 from h2o_stream.progress import Progress
 from h2o_stream.recall.passage import Candidate, Passage, Recalled
-from h2o_stream.session.metadata import TurnTokens
+from h2o_stream.session.conversation_state import TurnSpan
 from h2o_stream.session.report import RunReport
 from h2o_stream.session.retention import RetainedText, RetainedTurn
 from h2o_stream.ui.comparison import print_page, progress_bars
@@ -157,7 +157,7 @@ class TestDrawings:
         print_report(terminal, RunReport(), EVIL)
         print_page(Page(EVIL, EVIL, [TableData(EVIL, ("policy", EVIL), [(EVIL, EVIL)])]), terminal)
         pieces = [RetainedText(0, EVIL, 0.4), RetainedText(1, EVIL, 1.0, recalled=True)]
-        passage = RetainedTurn(TurnTokens(1, 0, 2), 0.5, pieces)
+        passage = RetainedTurn(TurnSpan(1, 0, 2), 0.5, pieces)
         terminal.console.print(heatmap([passage], EVIL))
         recalled = Candidate(Passage(1, "user", EVIL, 0, 2), EVIL, 1.0, (EVIL,), 0.0, 2, "recalled")
         note_recalled(terminal, Recalled((recalled,)))

@@ -16,7 +16,7 @@ from h2o_stream import CacheConfig, H2OStreamError, attach
 from h2o_stream.cache.h2o_cache import H2OCache
 from h2o_stream.cache.holders import Holders, holders, retrieval_holders
 from h2o_stream.cache.windows import HeadWindow
-from h2o_stream.session.metadata import TurnTokens
+from h2o_stream.session.conversation_state import TurnSpan
 from h2o_stream.session.retention import retention
 from tests.conftest import make_llama
 from tests.families import FAMILIES
@@ -105,11 +105,11 @@ class TestRetention:
             yield SimpleNamespace(cache=cache, tokens=tokens[0].tolist(), tokenizer=tokenizer)
 
     def test_what_is_held_of_each_turn(self, engine: Any) -> None:
-        turns = [TurnTokens(1, 0, 30), TurnTokens(2, 30, 60), TurnTokens(3, 60, 60)]
+        turns = [TurnSpan(1, 0, 30), TurnSpan(2, 30, 60), TurnSpan(3, 60, 60)]
         first, second, empty = retention(engine, turns)
         kept = of_layers(engine.cache, [0, 1])
         for turn in (first, second):
-            start, stop = turn.passage.start, turn.passage.stop
+            start, stop = turn.span.start, turn.span.stop
             assert turn.share == pytest.approx(naive(kept, start, stop))
             wanted = {token: sum(token in head for head in kept) / len(kept) for token in range(start, stop)}
             assert {piece.index: piece.share for piece in turn.pieces} == pytest.approx(
@@ -121,9 +121,9 @@ class TestRetention:
 
     def test_what_was_recalled_is_marked(self, engine: Any) -> None:
         recalled = (range(5, 8), range(40, 58))
-        pieces = [piece for turn in retention(engine, [TurnTokens(1, 0, 60)], None, recalled) for piece in turn.pieces]
+        pieces = [piece for turn in retention(engine, [TurnSpan(1, 0, 60)], None, recalled) for piece in turn.pieces]
         assert [piece.recalled for piece in pieces] == [
             any(piece.index in tokens for tokens in recalled) for piece in pieces
         ]
         assert {piece.recalled for piece in pieces} == {True, False}
-        assert not any(piece.recalled for turn in retention(engine, [TurnTokens(1, 0, 60)]) for piece in turn.pieces)
+        assert not any(piece.recalled for turn in retention(engine, [TurnSpan(1, 0, 60)]) for piece in turn.pieces)

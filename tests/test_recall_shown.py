@@ -19,8 +19,8 @@ from rich.cells import cell_len
 from h2o_stream.cache.counts import CacheCounts
 from h2o_stream.config import CacheConfig, ChatConfig, ModelConfig, RecallConfig, RecallMode, SamplingConfig, Settings
 from h2o_stream.recall.passage import Candidate, Passage, Recalled, Verdict
+from h2o_stream.session.conversation_state import TurnSpan
 from h2o_stream.session.jsonl import JsonlWriter
-from h2o_stream.session.metadata import TurnTokens
 from h2o_stream.session.retention import RetainedText, RetainedTurn
 from h2o_stream.session.transcript import Entry
 from h2o_stream.session.turn import Timings, Turn
@@ -111,7 +111,7 @@ class TestWhy:
     @pytest.mark.parametrize("recalled", [False, True])
     def test_what_was_read_again_is_underlined(self, recalled: bool) -> None:
         pieces = [RetainedText(0, "said", 1.0), RetainedText(1, "again", 1.0, recalled)]
-        shown = heatmap([RetainedTurn(TurnTokens(1, 0, 2), 1.0, pieces)], "all layers")
+        shown = heatmap([RetainedTurn(TurnSpan(1, 0, 2), 1.0, pieces)], "all layers")
         underlined = {shown.plain[span.start : span.end] for span in shown.spans if "underline" in str(span.style)}
         assert underlined == ({"again", "\nunderlined"} if recalled else set())
         assert ("underlined: read again by recall" in shown.plain) == recalled

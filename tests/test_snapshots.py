@@ -44,8 +44,8 @@ def test_a_resumed_conversation_continues_as_if_never_left(
         assert (again.metadata.turns, again.system) == (2, "Be brief.")
         assert [said(again, text) for text in TALK[2:]] == rest
         assert torch.equal(other.cache.kept(1), kept)
-        assert again.passages == talk.passages
-        assert again.passages[-1].stop == len(other.tokens) == other.counts.seen
+        assert again.turn_spans == talk.turn_spans
+        assert again.turn_spans[-1].stop == len(other.tokens) == other.counts.seen
 
 
 def test_a_state_that_does_not_fit_changes_nothing(talker: Talker, tokenizer: PreTrainedTokenizerBase) -> None:

@@ -88,7 +88,7 @@ class TestConversation:
         assert engine.cache.transient == (thought,)
         assert conversation.recalled == ()
         say(history, "Sure? " * 8)
-        first, second = retention(engine, conversation.passages, thoughts=conversation.thoughts)
+        first, second = retention(engine, conversation.turn_spans, thoughts=conversation.thoughts)
         assert first.thinking is not None
         assert first.thinking < 0.2
         assert first.share > 0.4

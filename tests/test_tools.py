@@ -297,7 +297,7 @@ class TestConversation:
                 )
             turn = reply_to(conversation, [user("What does my sister Clara do?"), calls("time"), result("1")])
             assert [candidate.passage.turn for candidate in turn.recalled] == [1]
-            last = hermes.decode(engine.tokens[conversation.passages[-1].start :])
+            last = hermes.decode(engine.tokens[conversation.turn_spans[-1].start :])
             assert (
                 last.index("dentist in Lisbon")
                 < last.index("What does my sister Clara do?")

@@ -50,7 +50,7 @@ def whole(history: ConversationHistory) -> tuple[object, ...]:
     conversation = history.conversation
     tensors = conversation.state_dict() if history.entries else {}
     state = {name: (tensor.dtype, tensor.shape, tensor.numpy().tobytes()) for name, tensor in tensors.items()}
-    return [*history.entries], conversation.metadata.system, conversation.pins, conversation.passages, state
+    return [*history.entries], conversation.metadata.system, conversation.pins, conversation.turn_spans, state
 
 
 class TestInterrupted:
@@ -135,9 +135,9 @@ class TestInterrupted:
         conversation = history.conversation
         next(history.say("w3 w4")).counts  # noqa: B018 -- four tokens of the system prompt
         history.close()
-        assert (conversation.passages, len(conversation.engine.tokens), history.entries) == ([], 0, [])
+        assert (conversation.turn_spans, len(conversation.engine.tokens), history.entries) == ([], 0, [])
         list(history.say("w5"))
-        assert [passage.start for passage in conversation.passages] == [0]
+        assert [passage.start for passage in conversation.turn_spans] == [0]
 
     @pytest.mark.parametrize("num_events", [1, 2, 3, 5])
     def test_what_was_yielded_is_a_turn(self, make: Callable[..., ConversationHistory], num_events: int) -> None:
@@ -152,8 +152,8 @@ class TestInterrupted:
         events.close()
         entry = history.entries[-1]
         assert (entry.prompt, entry.text, entry.finish) == ("w4 w5", text, "interrupted")
-        assert history.conversation.passages[-1].start == seen
-        assert history.conversation.passages[-1].stop == len(history.conversation.engine.tokens)
+        assert history.conversation.turn_spans[-1].start == seen
+        assert history.conversation.turn_spans[-1].stop == len(history.conversation.engine.tokens)
 
     def test_an_interrupted_forward_without_a_history_is_torn_until_reset(
         self, make: Callable[..., ConversationHistory]

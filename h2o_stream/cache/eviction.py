@@ -46,6 +46,14 @@ def free_slots(group: HeadGroup, evictions: Sequence[int]) -> None:
         group.clear(slot)
 
 
+def worth_of_slots(group: HeadGroup) -> tuple[Tensor, Tensor]:
+    """What the group's tokens are worth apart from protection, [B, Hkv, S] float32, and which of them are protected."""
+    keys, values = group.store.read() if group.policy.needs_keys else (None, None)
+    shown = _shown(group, group.candidates, keys, values)
+    unprotected = replace(group.protection, sinks=0, pins=(), recent=0)
+    return group.policy.worth(shown, unprotected), group.policy.protected(shown, group.protection)
+
+
 def _shown(group: HeadGroup, candidates: Candidates, keys: Tensor | None, values: Tensor | None) -> Candidates:
     """As much of the K tokens as the policy needs."""
     if group.policy.needs_keys:

@@ -86,6 +86,9 @@ class FullCache(DynamicCache):
     def pin(self, start: int, stop: int) -> None:
         """Nothing to do: nothing is ever evicted."""
 
+    def check_pin(self, count: int) -> None:
+        """Nothing to check: there is no window."""
+
     def unpin(self, start: int = 0, stop: int | None = None) -> None:
         """Nothing to do: nothing is ever evicted."""
 

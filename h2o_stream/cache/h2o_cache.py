@@ -101,15 +101,20 @@ class H2OCache(WindowedCache):
         check_saveable(self.torn, self.seen_tokens)
         return state_of(self)
 
+    def restored(self, state: Mapping[str, Tensor]) -> H2OCache:
+        """A copy that holds what a state has, for looking at it; no model is attached to it. Raises the same errors."""
+        loaded = copy(self)
+        with refusing_damage():
+            load_state(loaded, state)
+        return loaded
+
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
         """Continue from a state, in place of what is held: the next token is what it would have been.
 
         Raises:
             H2OStreamError: the state belongs to another model, dtype or policy, or is damaged. The cache is unchanged.
         """
-        loaded = copy(self)
-        with refusing_damage():
-            load_state(loaded, state)
+        loaded = self.restored(state)
         self.__dict__.update(loaded.__dict__, torn=False, stream_number=self.stream_number + 1)
         self._revision.bump()
 

@@ -144,6 +144,15 @@ class WindowedCache(LayeredCache):
         self.windows.pins = pins
         self.assign_windows()
 
+    def check_pin(self, count: int) -> None:
+        """Check that the first `count` tokens of a new stream can be pinned alone.
+
+        Raises:
+            ConfigError: see `pin`.
+        """
+        if not self.config.by_ratio:
+            self.windows.check((range(count),), fixed=False)
+
     def unpin(self, start: int = 0, stop: int | None = None) -> None:
         """Let the tokens from `start` up to `stop`, or all from `start` on, be evicted again."""
         self.windows.pins = without(self.pins, start, stop)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
-from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -17,7 +16,6 @@ from h2o_stream.cli.options import OUTPUT, SOURCES, OutputOptions, list_prompts,
 from h2o_stream.config import BENCH, CHAT_RECALL, ChatConfig, ModelConfig, Settings
 from h2o_stream.errors import ConfigError
 from h2o_stream.options import Option, text_or_file
-from h2o_stream.session.jsonl import JsonlWriter
 
 if TYPE_CHECKING:
     from h2o_stream.ui.terminal import Terminal
@@ -161,12 +159,7 @@ def chat(chat: ChatOptions, settings: Settings, output: OutputOptions, sources: 
         raise ConfigError("--tensor-parallel answers --prompt and --prompt-file, without --session and --record")
     if settings.sampling.temperature == BENCH:
         raise ConfigError(f"--temp {BENCH} is by the category of a question; h2o-stream has them, h2o-chat does not")
-    output = run.speaking(output)
-    from h2o_stream.ui.recording import recording
-
-    with JsonlWriter(output.jsonl) as records, ExitStack() as stack:
-        terminal = run.open_terminal(output)
-        stack.enter_context(recording(chat.record, terminal))
+    with run.outputs(output, chat.record) as (terminal, records):
         if _can_start_early(settings.model, chat, output, terminal):
             from h2o_stream.ui.loading_chat import LoadingChat
 

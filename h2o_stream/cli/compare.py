@@ -18,7 +18,6 @@ from h2o_stream.compare.everything import AllOptions
 from h2o_stream.compare.options import ComparisonOptions
 from h2o_stream.options import Option
 from h2o_stream.processes import Processes
-from h2o_stream.session.jsonl import JsonlWriter
 
 if TYPE_CHECKING:
     from importlib.metadata import EntryPoint
@@ -75,7 +74,12 @@ def compare(version: Annotated[bool, typer_option("version", VERSION, "Output")]
 def _add_comparison(app: typer.Typer, name: str, options: type[ComparisonOptions]) -> None:
     @run.command(app, _NAME, group_of(options), OUTPUT, name=name, help=inspect.getdoc(options))
     def comparison(chosen: ComparisonOptions, output: OutputOptions) -> None:
-        _run(chosen, output)
+        with run.outputs(output, bars=True) as (terminal, records):
+            with run.loading(chosen.model, terminal):
+                from h2o_stream.ui.comparison import run_comparison
+
+                made = chosen.make()
+            run_comparison(made, chosen.out, terminal, records, Processes(shares_model=chosen.model.tensor_parallel))
 
 
 for _name in COMPARISONS.registered:
@@ -85,26 +89,10 @@ for _name in COMPARISONS.registered:
 @run.command(app, _NAME, group_of(AllOptions), OUTPUT, name="all", help=inspect.getdoc(AllOptions))
 def everything(options: AllOptions, output: OutputOptions) -> None:
     """Run several comparisons, and write a report of them."""
-    output = run.speaking(output)
-    with JsonlWriter(output.jsonl) as records:
-        terminal = run.open_terminal(output, bars=True)
+    with run.outputs(output, bars=True) as (terminal, records):
         with run.loading(options.model, terminal):
             from h2o_stream.ui.everything import run_everything
         run_everything(options, terminal, records, Processes(shares_model=options.model.tensor_parallel))
-
-
-def _run(options: ComparisonOptions, output: OutputOptions) -> None:
-    """Run a comparison; of several processes only the first one speaks."""
-    output = run.speaking(output)
-    with JsonlWriter(output.jsonl) as records:
-        terminal = run.open_terminal(output, bars=True)
-        with run.loading(options.model, terminal):
-            from h2o_stream.ui.comparison import run_comparison
-
-            comparison = options.make()
-        run_comparison(
-            comparison, options.out, terminal, records, Processes(shares_model=options.model.tensor_parallel)
-        )
 
 
 @dataclass(frozen=True)
@@ -123,19 +111,15 @@ class ReportOptions:
 @run.command(app, _NAME, group_of(ReportOptions), OUTPUT, name="report", help=inspect.getdoc(ReportOptions))
 def report(options: ReportOptions, output: OutputOptions) -> None:
     """Write a report."""
-    _write_report(options.folders, options.to, output)
-
-
-def _write_report(folders: list[Path], to: Path, output: OutputOptions) -> None:
     from h2o_stream.compare.left_out import read_left_out
     from h2o_stream.ui.plots import require_matplotlib
     from h2o_stream.ui.report import read_comparisons, write_report
     from h2o_stream.ui.terminal import Terminal
 
     require_matplotlib()
-    left_out = [item for folder in folders for item in read_left_out(folder)]
-    write_report(read_comparisons(folders), to, left_out)
-    Terminal(output.color, output.quiet).note(f"the report is {to}")
+    left_out = [item for folder in options.folders for item in read_left_out(folder)]
+    write_report(read_comparisons(options.folders), options.to, left_out)
+    Terminal(output.color, output.quiet).note(f"the report is {options.to}")
 
 
 answers.add_to(app)

@@ -13,6 +13,7 @@ import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import typer
@@ -23,6 +24,7 @@ from h2o_stream.errors import ConfigError, H2OStreamError
 from h2o_stream.memory import limit_kernel_caches
 from h2o_stream.processes import Processes
 from h2o_stream.resources import NoHomeError, config_file
+from h2o_stream.session.jsonl import JsonlWriter
 from h2o_stream.startup import LOADER, importing, quieten_libraries
 from h2o_stream.stdio import discard_output, handle_termination, prepare_stdio
 
@@ -41,12 +43,7 @@ _COMMANDS = ("h2o-chat", "h2o-stream")
 
 
 def app(prefix: str | None = None, **settings: Any) -> typer.Typer:
-    """A typer application in the style of this project.
-
-    Args:
-        prefix: of the environment variables that set options.
-        settings: other arguments of `typer.Typer`.
-    """
+    """A typer application in the style of this project. `prefix` begins the environment variables that set options."""
     context = {"help_option_names": ["-h", "--help"], "auto_envvar_prefix": prefix}
     return typer.Typer(pretty_exceptions_enable=False, context_settings=context, **settings)
 
@@ -71,13 +68,8 @@ class _Command(TyperCommand):
 
 
 def command(app: typer.Typer, program: str, *groups: Group[Any], **settings: Any) -> Callable[..., Any]:
-    """Make a function a command; it is called with what each group makes of its options, in that order.
-
-    Args:
-        app: gets the command.
-        program: for messages; every error becomes one line, see `reporting`.
-        groups: of options; one of them is `options.OUTPUT`.
-        settings: such as typer's own `typer.Typer.command` takes.
+    """Make a function a command; it is called with what each group makes of its options, in that order. One of the
+    groups is `options.OUTPUT`. Every error becomes one line, see `reporting`.
     """
 
     def decorate(function: Callable[..., None]) -> Callable[..., None]:
@@ -195,11 +187,8 @@ def _complain(command: str, message: str, details: str = "") -> None:
 
 
 def open_terminal(output: OutputOptions, bars: bool = False) -> Terminal:
-    """Where output goes. Makes the libraries, which must not be imported yet, quiet and their caches small.
-
-    Args:
-        output: the output options.
-        bars: whether libraries may draw progress bars on a live terminal.
+    """Where output goes. Makes the libraries, which must not be imported yet, quiet and their caches small. They may
+    draw `bars` on a live terminal.
     """
     from h2o_stream.ui.terminal import Terminal
 
@@ -226,9 +215,25 @@ def loading(model: ModelConfig, terminal: Terminal) -> Iterator[None]:
         yield
 
 
-def speaking(output: OutputOptions) -> OutputOptions:
-    """The output options of this process; of several processes only the first one prints."""
-    return output if Processes().main else replace(output, quiet=True, jsonl=None)
+@contextmanager
+def outputs(
+    output: OutputOptions, record: Path | None = None, bars: bool = False
+) -> Iterator[tuple[Terminal, JsonlWriter]]:
+    """A command's terminal, recorded if wanted, and its records; of several processes only the first one prints.
+
+    Args:
+        output: the output options.
+        record: see `recording`.
+        bars: see `open_terminal`.
+    """
+    from h2o_stream.ui.recording import recording
+
+    if not Processes().main:
+        output = replace(output, quiet=True, jsonl=None)
+    with JsonlWriter(output.jsonl) as records:
+        terminal = open_terminal(output, bars)
+        with recording(record, terminal):
+            yield terminal, records
 
 
 def leave(finish: Finish | None) -> None:

@@ -48,13 +48,8 @@ def with_dashes(name: str) -> str:
     return name.replace("_", "-")
 
 
-def hint(arguments: Sequence[str], known: Iterable[str]) -> str | None:
-    """What to use in place of options of the H2O repositories that a command does not have; None without any.
-
-    Args:
-        arguments: of the command line.
-        known: the options of the command.
-    """
+def hint(arguments: Sequence[str], known: Iterable[str]) -> str:
+    """What to use in place of options of the H2O repositories that a command does not have; empty without any."""
     ours = {with_dashes(name) for name in known}
     found: dict[str, list[str]] = {}
     for argument in arguments:
@@ -64,4 +59,4 @@ def hint(arguments: Sequence[str], known: Iterable[str]) -> str | None:
         advice = _HINTS.get(with_dashes(name).lower())
         if advice and with_dashes(name) not in ours and name not in found.setdefault(advice, []):
             found[advice].append(name)
-    return "; ".join(f"{', '.join(names)}: {advice}" for advice, names in found.items()) or None
+    return "; ".join(f"{', '.join(names)}: {advice}" for advice, names in found.items())

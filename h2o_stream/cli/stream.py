@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated
@@ -12,8 +11,7 @@ from h2o_stream.cli.options import OUTPUT, OutputOptions, group_of, list_prompts
 from h2o_stream.config import POLICIES, RecallConfig, Settings
 from h2o_stream.errors import ConfigError, DataError
 from h2o_stream.options import Option, text_or_file
-from h2o_stream.session.jsonl import JsonlWriter
-from h2o_stream.session.questions import Question, QuestionSet, load_questions
+from h2o_stream.session.questions import Question, QuestionSet, Replay, load_questions
 
 app = run.app("H2O")
 
@@ -92,21 +90,15 @@ def stream(replay: ReplayOptions, settings: Settings, output: OutputOptions) -> 
     if settings.model.tensor_parallel and (replay.record or policies):
         raise ConfigError("--tensor-parallel goes without --record and --compare; leave them out")
     settings = replace(settings, tools=questions.tools)
-    output = run.speaking(output)
-    from h2o_stream.ui.recording import recording
-
-    with JsonlWriter(output.jsonl) as records, ExitStack() as stack:
-        terminal = run.open_terminal(output)
-        stack.enter_context(recording(replay.record, terminal))
+    with run.outputs(output, replay.record) as (terminal, records):
         with run.loading(settings.model, terminal):
             from h2o_stream.ui.side_by_side import compare_policies
             from h2o_stream.ui.stream import stream_questions
+        asked = Replay(questions, replay.turns, replay.loop, replay.cliff)
         if policies:
-            finish = compare_policies(
-                settings, policies, questions, replay.turns, replay.loop, replay.cliff, terminal, records
-            )
+            finish = compare_policies(settings, policies, asked, terminal, records)
         else:
-            finish = stream_questions(settings, questions, replay.turns, replay.loop, replay.cliff, terminal, records)
+            finish = stream_questions(settings, asked, terminal, records)
         run.leave(finish)
 
 

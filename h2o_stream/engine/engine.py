@@ -95,7 +95,7 @@ class Engine:
         self.cache = self._stack.enter_context(self._attach())
         self._logits: Tensor | None = None
         self._turn_tokens: list[int] = []
-        self._torn = False
+        self._stream = self.cache.stream_number
 
     def __enter__(self) -> Self:
         return self
@@ -109,30 +109,29 @@ class Engine:
 
     def reopen(self) -> None:
         """Serve the model again after `close`, with an empty cache."""
-        self.cache = self._stack.enter_context(self._attach())
+        number, self.cache = self.cache.stream_number, self._stack.enter_context(self._attach())
+        self.cache.stream_number = number  # from which `reset` counts on: no stream after it has an old number
         self.pinned_prefix = 0
         self.reset()
 
     @property
     def torn(self) -> bool:
-        """Whether a step was cut off halfway. Then only `reset` and `load_state_dict` are allowed."""
-        return self._torn or self.cache.torn
+        """Whether a step was cut off halfway. Then only `reset` and `load_state_dict` are allowed.
+
+        Only the cache knows what happened to it: `tokens` is written before each step, and is compared with it.
+        """
+        cache = self.cache
+        return cache.torn or self._stream != cache.stream_number or len(self.tokens) != cache.seen_tokens
 
     def reset(self) -> None:
         """Start a new stream with an empty cache. Pins stay."""
-        self._torn = True
         self.cache.reset()
         self._logits, self._turn_tokens = None, []
         del self.tokens[:]
-        self._torn = False
+        self._stream = self.cache.stream_number
 
     def set_sampling(self, sampling: SamplingConfig, reseed: bool = False) -> None:
-        """Change how tokens are sampled.
-
-        Args:
-            sampling: the new settings.
-            reseed: restart the random generator with the new seed; otherwise it continues.
-        """
+        """Change how tokens are sampled. The random generator continues unless `reseed` restarts it."""
         sampler = Sampler(sampling, self.model.generation_config, self._sampling_defaults)
         if not reseed:
             sampler.rng_state = self.sampler.rng_state
@@ -156,23 +155,23 @@ class Engine:
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
         """Replace the stream by a saved state. The next prefill and all sampling after it continue exactly.
 
+        A conversation on this engine must be replaced with it, by `Conversation.load_state_dict`.
+
         Raises:
-            H2OStreamError: the engine's tensors are damaged, or the random state is that of another device; nothing
-                has changed. Or the state belongs to another model, dtype or policy, or the cache's tensors are damaged;
-                then the stream is torn.
+            H2OStreamError: the state is damaged, or belongs to another model, dtype, policy or device of the random
+                generator. Nothing has changed.
         """
         verify_checksums(state, _CHECKSUMS)
         tokens, pinned_prefix, rng_state = (
             require_tensor(state, f"engine.{name}") for name in ("tokens", "opening", "draws")
         )
         check_rng_state(rng_state)
-        self.reset()
-        self._torn = True
         self.cache.load_state_dict(state)
-        self.tokens.extend(tokens.tolist())
+        self._logits, self._turn_tokens = None, []
+        self.tokens[:] = array("i", tokens.tolist())
         self.pinned_prefix = int(pinned_prefix)
         self.sampler.rng_state = rng_state
-        self._torn = False
+        self._stream = self.cache.stream_number
 
     @property
     def counts(self) -> CacheCounts:
@@ -213,7 +212,7 @@ class Engine:
         self._check_not_torn()
         self._turn_tokens, elapsed_s = list(tokens), 0.0
         self.cache.begin(len(tokens))
-        if detail := self._context_error(len(tokens)):
+        if detail := self._why_not(len(tokens)):
             yield Finished("context", detail=detail)
             return
         chunk = self.cache.plan.chunk or len(tokens)
@@ -253,13 +252,13 @@ class Engine:
             if self.should_stop():
                 yield Finished("interrupted", text.flush())
                 return
-            if detail := self._context_error(1):
+            if detail := self._why_not(1):
                 yield Finished("context", text.flush(), detail)
                 return
             self._check_not_torn()
             if self._logits is None:
                 raise H2OStreamError("there is nothing to continue: prefill a prompt first")
-            started, self._torn = time.perf_counter(), True  # a sampled token that is not fed is half a step
+            started = time.perf_counter()
             try:
                 token = self.sampler.sample(self._logits, self._turn_tokens)
                 self._forward([token])
@@ -282,7 +281,8 @@ class Engine:
 
     @torch.no_grad()
     def _forward(self, tokens: list[int]) -> None:
-        self._torn = True
+        self._logits = None
+        self.tokens.extend(tokens)
         try:
             ids = torch.tensor([tokens], dtype=torch.int64, device=input_device(self.model))
             output = self.model(ids, past_key_values=self.cache, use_cache=True, logits_to_keep=1)
@@ -294,14 +294,12 @@ class Engine:
                 "with --policy h2o and a fixed --window, memory does not grow with the conversation"
             ) from error
         self._logits = output.logits[0, -1]
-        self.tokens.extend(tokens)
-        self._torn = False
 
     def _max_tokens(self) -> int | None:
         """How many original positions the model was trained for; None if positions are reassigned."""
         return self.context if self.cache.plan.positions == "absolute" else None
 
-    def _context_error(self, new: int) -> str:
+    def _why_not(self, new: int) -> str:
         """Why `new` more tokens do not fit into the context, or an empty string."""
         limit, seen = self._max_tokens(), self.cache.seen_tokens
         if limit is None or seen + new <= limit:

@@ -19,7 +19,6 @@ class PrefillProgress:
         done: prompt tokens fed so far.
         total: prompt tokens of this turn.
         elapsed_s: seconds spent on this prompt.
-        counts: the state of the cache.
     """
 
     done: int

@@ -53,7 +53,6 @@ class Sampler:
 
     Attributes:
         seed: the seed in use, random if none was given.
-        settings: the values in use.
         sources: where each of them comes from.
     """
 

@@ -13,12 +13,20 @@ from h2o_stream.recall.passage import Candidate, Passage, Verdict
 from h2o_stream.recall.passages import sentences
 from h2o_stream.recall.terms import TermWeights, first_person, is_question, words
 
-PERSONAL_THRESHOLD, TYPED_THRESHOLD, TEXT_THRESHOLD, REPLY_THRESHOLD = 0.32, 0.7, 0.7, 0.84
-"""Lowest scores that are recalled: when users ask of themselves, of what they told; when they ask of other things, of
-what they told; of files and pastes; and of replies.
+PERSONAL_THRESHOLD = 0.32
+"""Lowest score that is recalled of what users told, when they ask about themselves."""
 
-Of 36 facts among 6,000 tokens of other text, asked for in the same and in other words, they find 0.97 and 0.5. Of
-MT-Bench's 160 turns 8 recall something with a second threshold of 0.65, and 4 with 0.78."""
+TYPED_THRESHOLD = 0.7
+"""The same when they ask about other things."""
+
+TEXT_THRESHOLD = 0.7
+"""The same of files and pastes."""
+
+REPLY_THRESHOLD = 0.84
+"""The same of replies.
+
+Of 36 facts among 6,000 tokens of other text, asked for in the same and in other words, these thresholds find 0.97 and
+0.5. Of MT-Bench's 160 turns 8 recall something with a `TYPED_THRESHOLD` of 0.65, and 4 with 0.78."""
 
 HELD = 0.9
 """Share of a passage's tokens from which on it needs no reading, because the heads that copy still hold them."""

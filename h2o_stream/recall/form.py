@@ -25,10 +25,6 @@ def compose(candidates: Sequence[Candidate], message: str) -> str:
     by 17 of 20 replies when it came last, and by 13 when it came first. Each has lines of its own, and keeps those
     inside, which code and tables need.
 
-    Args:
-        candidates: whose excerpts are read again, best first.
-        message: of the user.
-
     Returns:
         Text that ends with the message, verbatim; without candidates, the message alone.
     """

@@ -81,14 +81,7 @@ class PassageIndex:
                 connection.close()
 
     def add(self, turn: int, prompt: str, reply: str, passages: Sequence[Passage]) -> None:
-        """Add a turn, completely or not at all. It replaces this turn and all after it, if there are any.
-
-        Args:
-            turn: its number.
-            prompt: the user's message.
-            reply: the model's reply.
-            passages: of both, in the order of the stream.
-        """
+        """Add a turn, completely or not at all. It replaces this turn and all after it, if there are any."""
 
         def change(connection: sqlite3.Connection) -> None:
             database.truncate(connection, turn - 1)

@@ -19,9 +19,6 @@ class Passage:
     """Part of a turn: a message, a paragraph of a reply, or a part of a long text.
 
     Attributes:
-        turn: number of the turn.
-        role: who said it.
-        text: as it was said.
         start: index in the stream of its first token.
         stop: index after its last token.
     """
@@ -38,13 +35,11 @@ class Candidate:
     """A passage that was found for a message, and what was decided about it.
 
     Attributes:
-        passage: the passage.
         excerpt: its sentences that are read again.
         score: how much of what the message asks for it covers, 0 to 1.
         terms: the words by which it was found.
         held: share of the excerpt's tokens that the heads that copy still hold, 0 to 1.
         tokens: length of the excerpt.
-        verdict: the decision.
     """
 
     passage: Passage

@@ -90,19 +90,13 @@ def sentences(text: str) -> list[range]:
 def locate(tokenizer: Any, tokens: Sequence[int], start: int, turn: int, prompt: str, reply: str) -> list[Passage]:
     """The passages of a turn, with the tokens of each.
 
+    The turn's tokens, of which the first has the index `start` in the stream, include those of the template. Other text
+    may be in front of the prompt, and the turn may have been cut off anywhere.
+
     Where the tokenizer changes texts, the tokens are estimated by length. A passage that was not fed has an empty range
     at the end of the turn.
-
-    Args:
-        tokenizer: a transformers tokenizer backed by the tokenizers library.
-        tokens: ids of the turn, with those of the template. Other text may be in front of the prompt, and the turn may
-            have been cut off anywhere.
-        start: index of the first of them in the stream.
-        turn: number of the turn.
-        prompt: the user's message.
-        reply: the model's reply.
     """
-    decoded = _decode(tokenizer, tokens)
+    decoded = decode(tokenizer, tokens)
     prompt_passages, reply_passages = split(prompt), split(reply)
     prompt_at, reply_at = _places(decoded.text, _core(prompt, prompt_passages), _core(reply, reply_passages))
     found = list[Passage]()
@@ -201,7 +195,7 @@ def _ends_sentence(text: str, end: re.Match[str], start: int) -> bool:
 
 
 @dataclass(frozen=True)
-class _Decoded:
+class DecodedTokens:
     """The text of some tokens.
 
     Attributes:
@@ -220,7 +214,8 @@ class _Decoded:
         return range(start, max(start, bisect_left(self.starts, part.stop)))
 
 
-def _decode(tokenizer: Any, tokens: Sequence[int]) -> _Decoded:
+def decode(tokenizer: Any, tokens: Sequence[int]) -> DecodedTokens:
+    """The text of tokens, and the place of each in it."""
     backend, stream = tokenizer.backend_tokenizer, DecodeStream(skip_special_tokens=True)
     control = {number for number, token in backend.get_added_tokens_decoder().items() if token.special}
     pieces, starts, ends, length = list[str](), list[int](), list[int](), 0
@@ -230,7 +225,7 @@ def _decode(tokenizer: Any, tokens: Sequence[int]) -> _Decoded:
         starts.append(length)
         length += len(piece)
         ends.append(length if piece or token in control else length + 1)
-    return _Decoded("".join(pieces), starts, ends)
+    return DecodedTokens("".join(pieces), starts, ends)
 
 
 def _core(text: str, passages: Sequence[range]) -> str:

@@ -25,11 +25,6 @@ class Recall:
     The index is not opened before it is needed. It follows the conversation: `add` after each turn, `truncate` when the
     conversation goes back. Whenever it may differ from what was said, it is compared with `source` and corrected.
 
-    Args:
-        engine: with the stream.
-        config: whether anything is recalled, and how much.
-        turn_tokens: returns the token indices of each turn in the stream.
-
     Attributes:
         last: what was decided about the candidates for the last message.
         source: returns all turns of the conversation; None if nobody keeps them but the index.

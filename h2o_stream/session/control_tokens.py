@@ -19,9 +19,6 @@ class ControlTokens:
 
     An added token is a control token whether flagged special or not, unless it is white space only: templates frame
     turns with tokens that can be told from text, and files flag them unreliably.
-
-    Args:
-        tokenizer: with a fast backend.
     """
 
     def __init__(self, tokenizer: Any) -> None:

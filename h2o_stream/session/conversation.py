@@ -1,8 +1,8 @@
 """A conversation of any length: sends messages to the engine and yields what comes back, turn by turn.
 
-Everything besides the token stream is in `Conversation.metadata`. A turn updates it before anything is fed, and
-`Conversation._reconcile` corrects it to what was actually fed, however the turn ended. So the conversation is
-consistent between any two events. Only an interrupted forward leaves the stream torn, and marks it so.
+Everything besides the token stream is in `Conversation.metadata`, with the number of the stream that it describes. A
+turn updates it before anything is fed, and `Conversation._reconcile` corrects it to what was actually fed, however the
+turn ended. So the conversation is consistent between any two events, unless a forward is cut off halfway.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from h2o_stream.recall.form import compose
 from h2o_stream.recall.passage import Candidate, Recalled
 from h2o_stream.recall.recall import Recall
 from h2o_stream.session.active_turn import ActiveTurn
+from h2o_stream.session.conversation_state import ConversationState, PendingPin, TurnSpan, load_conversation_state
 from h2o_stream.session.messages import Tool, UserTurn, change_question, parse_tools, parse_turn, question_of, text_of
-from h2o_stream.session.metadata import Metadata, PendingPin, TurnTokens, load_metadata
 from h2o_stream.session.reply import GrowingReply
 from h2o_stream.session.template import ChatTemplate, Prompt, inserted
 from h2o_stream.session.turn import Turn
@@ -71,8 +71,8 @@ class Conversation:
         config = recall if isinstance(recall, RecallConfig) else RecallConfig(recall)
         self.recall = Recall(engine, config, lambda: self.metadata.turn_tokens(len(engine.tokens)))
         self._stops, self._thinking = stops, thinking
-        self._active = ActiveTurn()
-        self.metadata = Metadata(system, self._template(system))
+        self.active = ActiveTurn()
+        self.metadata = ConversationState(system, self._template(system), stream=engine.cache.stream_number)
         self.engine.pin(self.metadata.template.opening_size)
 
     @property
@@ -86,9 +86,9 @@ class Conversation:
         return list(self.metadata.pins)
 
     @property
-    def passages(self) -> list[TurnTokens]:
-        """The tokens of each turn, in order and without gaps."""
-        return self.metadata.passages(len(self.engine.tokens))
+    def turn_spans(self) -> list[TurnSpan]:
+        """The tokens of each turn, in order and without gaps; none while the stream is torn."""
+        return [] if self.torn else self.metadata.turn_spans(len(self.engine.tokens))
 
     @property
     def recalled(self) -> tuple[range, ...]:
@@ -106,11 +106,7 @@ class Conversation:
     @property
     def torn(self) -> bool:
         """Whether a step was cut off halfway. Then only `reset` and `load_state_dict` help."""
-        return self.engine.torn or self.metadata.torn
-
-    def mark_torn(self) -> None:
-        """Allow nothing but `reset` and `load_state_dict` from now on, as the parts are inconsistent."""
-        self.metadata = replace(self.metadata, torn=True)
+        return self.engine.torn or self.metadata.stream != self.engine.cache.stream_number
 
     def _template(self, system: str | None) -> ChatTemplate:
         return ChatTemplate(self.engine.tokenizer, system, self.engine.end_tokens, self._thinking, self._tools)
@@ -126,10 +122,8 @@ class Conversation:
         self.metadata = replace(self.metadata, template=self._template(self.system))
 
     def reset(self, system: str | None = None) -> None:
-        """Forget everything but the system prompt, which is fed again with the next turn.
-
-        Args:
-            system: a new system prompt; None keeps the current one.
+        """Forget everything but the system prompt, which is fed again with the next turn. None keeps the current
+        prompt.
 
         Raises:
             ConfigError: the system prompt leaves too little room in the window. Nothing has changed.
@@ -142,26 +136,21 @@ class Conversation:
         Raises:
             ConfigError: see `reset`.
         """
-        self._active.close()
-        if system != self.system:
-            with self._atomic():
-                self._restart(system)
-        else:
-            try:
-                self._restart(system)
-            except BaseException:
-                self._restart(system)  # this prompt fitted before, so finish rather than stop halfway
-                raise
+        self.active.close()
+        self.engine.cache.check_pin(self._template(system).opening_size)
+        try:
+            self._restart(system)
+        except BaseException:
+            self._restart(system)  # the prompt fits, so finish rather than stop halfway
+            raise
         self.recall.truncate(0)
 
     def _restart(self, system: str | None, turns: int = 0) -> None:
         template = self._template(system)
-        num_pinned = template.opening_size
-        self.mark_torn()
         self.engine.reset()
         self.engine.unpin()
-        self.engine.pin(num_pinned)
-        self.metadata = Metadata(system, template, turns)
+        self.engine.pin(template.opening_size)
+        self.metadata = ConversationState(system, template, turns, stream=self.engine.cache.stream_number)
 
     def say(self, text: UserTurn) -> ReplyEvents:
         """One turn: feed the user's message, a text or messages with results of tools, then generate a reply.
@@ -175,7 +164,7 @@ class Conversation:
             H2OStreamError: the stream is torn.
             DataError, UnsupportedModelError: see `ChatTemplate.next_turn`. Nothing was fed.
         """
-        return self._active.start(self._say(parse_turn(text)))
+        return self.active.start(self._say(parse_turn(text)))
 
     def _say(self, message: UserTurn) -> ReplyEvents:
         text, prompt, template = text_of(message), self._prompt(message), self.metadata.template
@@ -212,7 +201,7 @@ class Conversation:
         Raises:
             H2OStreamError: the stream is torn.
         """
-        return self._active.start(self._feed_turn(parse_turn(text), reply))
+        return self.active.start(self._feed_turn(parse_turn(text), reply))
 
     def _feed_turn(self, message: UserTurn, reply: str, pin: bool = False) -> FeedEvents:
         text, prompt, start = text_of(message), self._prompt(message), len(self.engine.tokens)
@@ -228,7 +217,7 @@ class Conversation:
             ConfigError: it would leave too little room in the window. Nothing was fed.
             H2OStreamError: the stream is torn.
         """
-        return self._active.start(self._feed_turn(parse_turn(text), reply, pin=True))
+        return self.active.start(self._feed_turn(parse_turn(text), reply, pin=True))
 
     def state_dict(self) -> dict[str, Tensor]:
         """A copy of the complete state after a turn, as tensors for safetensors.
@@ -236,7 +225,7 @@ class Conversation:
         Raises:
             H2OStreamError: nothing was said yet, or the last step was cut off halfway.
         """
-        self._active.close()
+        self.active.close()
         self._reconcile()
         if self.torn:
             raise H2OStreamError("the last step was cut off halfway; there is no state to save")
@@ -248,31 +237,11 @@ class Conversation:
         Raises:
             H2OStreamError: the state belongs to another model, dtype or policy, or is damaged. Nothing has changed.
         """
-        self._active.close()
-        metadata = load_metadata(state, self._template)
-        with self._atomic():
-            self.mark_torn()
-            self.engine.load_state_dict(state)
-            self.metadata = metadata
+        self.active.close()
+        metadata = load_conversation_state(state, self._template)
+        self.engine.load_state_dict(state)
+        self.metadata = replace(metadata, stream=self.engine.cache.stream_number)
         self.recall.truncate(metadata.turns)
-
-    @contextmanager
-    def _atomic(self) -> Iterator[None]:
-        """Replace the stream inside the block. If the block fails or is cut off, restore the previous state."""
-        self._reconcile()
-        metadata, torn, rng_state = self.metadata, self.torn, self.engine.sampler.rng_state
-        before = self.engine.state_dict() if self.engine.tokens and not torn else None
-        try:
-            yield
-        except BaseException:
-            self.mark_torn()
-            if before is not None:
-                self.engine.load_state_dict(before)
-            elif not torn:
-                self._restart(metadata.system)
-            self.engine.sampler.rng_state = rng_state
-            self.metadata = replace(metadata, torn=torn)
-            raise
 
     def _prompt(self, message: UserTurn) -> Prompt:
         self._reconcile()

@@ -12,13 +12,7 @@ from h2o_stream.session.transcript import Entry, Header
 
 
 def export(path: Path, header: Header, entries: Sequence[Entry], thinking: bool = False) -> None:
-    """Write a transcript to a new file, in the format of its extension.
-
-    Args:
-        path: the file.
-        header: of the transcript.
-        entries: its turns.
-        thinking: write what the model thought, too.
+    """Write a transcript to a new file, in the format of its extension. Thinking is left out unless asked for.
 
     Raises:
         ConfigError: the extension is neither ``.md`` nor ``.json``.

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from contextlib import closing, suppress
 from dataclasses import replace
 from typing import TypeVar
@@ -53,6 +54,13 @@ class ConversationHistory:
     def entries(self) -> list[Entry]:
         """The turns so far, without those that were undone."""
         return self._transactions.checkpoint.entries
+
+    def earlier_states(self) -> Iterator[tuple[int, State]]:
+        """The states after the turns before the last one, by turn, newest first, as far back as they are readable."""
+        for entry in reversed(self.entries[:-1]):
+            if (state := self._readable_state(entry.turn)) is None:
+                return
+            yield entry.turn, state
 
     def header(self) -> Header:
         """Describes the conversation, with its current system prompt."""
@@ -223,10 +231,6 @@ class ConversationHistory:
     def open(self, name: str, create: bool = True) -> bool:
         """Resume the session `name`, or start it.
 
-        Args:
-            name: of the session.
-            create: start it if it does not exist.
-
         Returns:
             Whether the session existed.
 
@@ -294,15 +298,11 @@ class ConversationHistory:
 
     def resume(self) -> None:
         """Bring the conversation back to its last turn after its engine was reopened."""
-        self.conversation.mark_torn()
         self._transactions.roll_back()
 
     def continue_in(self, conversation: Conversation, header: Header) -> FeedEvents:
-        """Feed the transcript to another conversation and continue there, in the same session.
-
-        Args:
-            conversation: a new one, with the system prompt of this one.
-            header: describes it.
+        """Feed the transcript to another conversation and continue there, in the same session. It is a new one with
+        this system prompt.
 
         Yields:
             The events of all turns. If a turn ends early, or the iterator is closed, nothing has changed.

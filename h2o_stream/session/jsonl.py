@@ -81,11 +81,7 @@ def jsonl_text(records: Iterable[Mapping[str, Any]]) -> str:
 
 
 def read_objects(path: Path, option: str) -> list[tuple[str, dict[str, Any]]]:
-    """Every object of a file, with its place as ``file:line``. Empty lines are skipped.
-
-    Args:
-        path: the file.
-        option: the option that named it, for messages.
+    """Every object of a file, with its place as ``file:line``. Empty lines are skipped. Errors name `option`.
 
     Raises:
         DataError: the file cannot be read, or a line is not an object.

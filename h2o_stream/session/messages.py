@@ -39,10 +39,6 @@ def parse_turn(turn: UserTurn) -> UserTurn:
 def parse_messages(value: Any, place: str = "messages") -> tuple[Message, ...]:
     """Check and copy the messages between two replies. They begin and end with the user or the result of a tool.
 
-    Args:
-        value: a list of them.
-        place: where they are, for messages of errors.
-
     Returns:
         Copies. Content that is missing beside tool calls is empty, and arguments in JSON text are objects.
 
@@ -62,10 +58,6 @@ def parse_messages(value: Any, place: str = "messages") -> tuple[Message, ...]:
 
 def parse_tools(value: Any, place: str = "tools") -> tuple[Tool, ...]:
     """Check and copy descriptions of tools: JSON schemas, ``{"type": "function", "function": {"name": ...}}``.
-
-    Args:
-        value: a list of them.
-        place: where they are, for messages of errors.
 
     Raises:
         DataError: names the tool, what is there and what is accepted.

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from itertools import cycle
+from itertools import cycle, islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -83,6 +83,28 @@ class QuestionSet:
         for question in questions:
             for turn in question.turns:
                 yield question, turn
+
+
+@dataclass(frozen=True)
+class Replay:
+    """What is asked in a run.
+
+    Attributes:
+        turns: stop after so many; None for all.
+        loop: start over after the last question.
+        cliff: read text up to just before the model's context first.
+    """
+
+    questions: QuestionSet
+    turns: int | None = None
+    loop: bool = False
+    cliff: bool = False
+
+    def prompts(self) -> Iterator[tuple[str, Question, UserTurn]]:
+        """Each turn with a title for people, and its question."""
+        total = str(self.turns or ("∞" if self.loop else self.questions.turns))
+        for number, (question, turn) in enumerate(islice(self.questions.prompts(self.loop), self.turns), 1):
+            yield f"turn {number}/{total} · {question.label}", question, turn
 
 
 def load_questions(path: Path | None) -> QuestionSet:

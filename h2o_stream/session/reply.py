@@ -16,9 +16,6 @@ from h2o_stream.session.turn import Timings, Turn
 class GrowingReply:
     """The reply to a message, from the events of the engine.
 
-    Attributes:
-        answer: its text, in pieces.
-
     Args:
         prompt: the user's message.
         markers: how the model marks thinking; None if it does not think.

@@ -22,9 +22,7 @@ class Request:
 
     Attributes:
         prompt: the text, which is fed to the model unchanged.
-        reference: a reference answer, or None.
         sampling: the request's sampling settings, with its maximum length and stop strings.
-        record: the request as it was read.
     """
 
     prompt: str

@@ -8,10 +8,12 @@ from dataclasses import dataclass
 
 from tokenizers.decoders import DecodeStream
 
+from h2o_stream.cache.full_cache import FullCache
+from h2o_stream.cache.h2o_cache import H2OCache
 from h2o_stream.cache.holders import Holders, holders
 from h2o_stream.engine.engine import Engine
 from h2o_stream.errors import H2OStreamError
-from h2o_stream.session.metadata import TurnTokens
+from h2o_stream.session.conversation_state import TurnSpan
 
 
 @dataclass(frozen=True)
@@ -36,13 +38,12 @@ class RetainedTurn:
     """What the cache still holds of a turn.
 
     Attributes:
-        passage: the turn's tokens.
         share: of these tokens that are held, averaged over the heads.
         pieces: the tokens that any head holds, in order.
         thinking: the share of the tokens of the turn's thinking that are held; None if it has none.
     """
 
-    passage: TurnTokens
+    span: TurnSpan
     share: float
     pieces: list[RetainedText]
     thinking: float | None = None
@@ -50,48 +51,47 @@ class RetainedTurn:
 
 def retention(
     engine: Engine,
-    passages: list[TurnTokens],
+    spans: list[TurnSpan],
     layer: int | None = None,
     recalled: Sequence[range] = (),
     thoughts: Sequence[range] = (),
 ) -> list[RetainedTurn]:
-    """What the cache still holds of each passage, oldest first.
-
-    Args:
-        engine: with the stream.
-        passages: parts of it.
-        layer: examine this layer only; None for all.
-        recalled: token indices that were recalled, which is marked in the pieces.
-        thoughts: token indices of thinking, in order, at most one range in each passage.
+    """What the cache still holds of each span, oldest first. Of one layer or of all; `recalled` is marked in the
+    pieces, `thoughts` has at most one range in each span.
 
     Raises:
         H2OStreamError: there is no such layer.
     """
-    num_layers = len(engine.cache.layers)
-    if layer is not None and not 0 <= layer < num_layers:
-        raise H2OStreamError(f"there is no layer {layer}, the model has layers 0 to {num_layers - 1}")
+    check_layer(engine.cache, layer)
     held = holders(engine.cache, layer)
     return [
         RetainedTurn(
-            passage,
-            held.share(passage.start, passage.stop),
-            list(_pieces(engine, held, passage, recalled)),
-            None if (thought := _first_within(thoughts, passage)) is None else held.share(thought.start, thought.stop),
+            span,
+            held.share(span.start, span.stop),
+            list(_pieces(engine, held, span, recalled)),
+            None if (thought := _first_within(thoughts, span)) is None else held.share(thought.start, thought.stop),
         )
-        for passage in passages
+        for span in spans
     ]
 
 
-def _first_within(ranges: Sequence[range], passage: TurnTokens) -> range | None:
-    """The first of these ranges, which are in order, that begins within a passage."""
-    place = bisect_left(ranges, passage.start, key=lambda tokens: tokens.start)
-    return ranges[place] if place < len(ranges) and ranges[place].start < passage.stop else None
+def check_layer(cache: H2OCache | FullCache, layer: int | None) -> None:
+    """Refuse a layer that the model does not have."""
+    num_layers = len(cache.layers)
+    if layer is not None and not 0 <= layer < num_layers:
+        raise H2OStreamError(f"there is no layer {layer}, the model has layers 0 to {num_layers - 1}")
 
 
-def _pieces(engine: Engine, held: Holders, passage: TurnTokens, recalled: Sequence[range]) -> Iterator[RetainedText]:
-    """The tokens of a passage that any head holds. Those that are not neighbours are decoded apart."""
+def _first_within(ranges: Sequence[range], span: TurnSpan) -> range | None:
+    """The first of these ranges, which are in order, that begins within a span."""
+    place = bisect_left(ranges, span.start, key=lambda tokens: tokens.start)
+    return ranges[place] if place < len(ranges) and ranges[place].start < span.stop else None
+
+
+def _pieces(engine: Engine, held: Holders, span: TurnSpan, recalled: Sequence[range]) -> Iterator[RetainedText]:
+    """The tokens of a span that any head holds. Those that are not neighbours are decoded apart."""
     previous, backend = -2, engine.tokenizer.backend_tokenizer
-    for index, share in held.shares(passage.start, passage.stop):
+    for index, share in held.shares(span.start, span.stop):
         if index != previous + 1:
             stream = DecodeStream(skip_special_tokens=True)
         text = stream.step(backend, engine.tokens[index]) or ""

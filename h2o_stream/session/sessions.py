@@ -40,10 +40,6 @@ class Session:
         folder: where sessions are; the default is the user's data folder.
         create: start it if it does not exist.
 
-    Attributes:
-        name: of the session.
-        transcript: its turns.
-
     Raises:
         ConfigError: the name is not allowed.
         DataError: the folder cannot be written, the transcript is damaged, another process has the session open, or
@@ -125,20 +121,15 @@ class Session:
         self._prune()
 
     def add(self, entry: Entry, state: Mapping[str, Tensor] | None, header: Header | None = None) -> None:
-        """Save a turn and the state after it.
+        """Save a turn and the state after it. The header starts a session that has none yet.
 
         A line that cannot be written because the disk is full is written with the next turn. If anything else
         interrupts this call, the turn was not added.
 
-        Args:
-            entry: the turn.
-            state: the state after it.
-            header: starts the session, if it has no header yet.
-
         Raises:
             DataError: for example, the disk is full. Earlier turns are unaffected.
         """
-        lost, trouble = "the text of this turn is saved, the state of the cache is not", None
+        lost, trouble = "the text of this turn is saved, the state of the cache is not", ""
         if header is not None and self.transcript.header is None:
             self._append_or_defer(header_record(header))
         line, record = self.transcript.line_count + 1, turn_record(entry)
@@ -148,33 +139,29 @@ class Session:
                     self._states.write(line, state, record)
             except OSError as error:
                 trouble = error.strerror or str(error)
-            if (unwritten := self._append_or_defer(record)) is not None:
+            if unwritten := self._append_or_defer(record):
                 lost, trouble = "this turn is not saved yet", trouble or unwritten
         finally:
             if self.transcript.line_count < line:
                 self._states.keep(lambda number: number < line)
         self._prune()
-        if trouble is not None:
+        if trouble:
             raise DataError(f"session {self.name}: {trouble}; {lost}")
 
-    def _append_or_defer(self, record: Mapping[str, Any]) -> str | None:
-        """Returns why the record could not be written, or None."""
+    def _append_or_defer(self, record: Mapping[str, Any]) -> str:
+        """Returns why the record could not be written; empty if it was."""
         try:
             self.transcript.append(record)
         except DataError as error:
             self.transcript.defer(record)
             return str(error)
-        return None
+        return ""
 
     def add_all(
         self, header: Header, entries: Sequence[Entry], state: Callable[[int], Mapping[str, Tensor] | None]
     ) -> None:
-        """Start a new conversation with these turns. All are saved or none, even if the process is killed.
-
-        Args:
-            header: of the conversation.
-            entries: its turns.
-            state: returns the state after a turn by its number; None if it is not available.
+        """Start a new conversation with these turns. All are saved or none, even if the process is killed. `state`
+        returns the state after a turn by its number; None if it is not available.
 
         Raises:
             DataError: for example, the disk is full. Nothing has changed.

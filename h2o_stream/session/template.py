@@ -121,11 +121,8 @@ class ChatTemplate:
         return Prompt(tokens, num_thinking=self._num_thinking(tokens, after))
 
     def reply(self, text: str, thinking: bool = False) -> list[int]:
-        """A past reply, with the token that ends it if the template has one.
-
-        Args:
-            text: of the answer.
-            thinking: whether the prompt has begun the thinking, which is then ended at once.
+        """A past reply, with the token that ends it if the template has one. If the prompt has begun thinking, that is
+        ended first.
         """
         ends = [token for token in self._controls.encode(self._following[0]) if token in self._end_tokens]
         closing = self._controls.encode(f"\n{self.markers.closing}\n\n") if thinking and self.markers else []

@@ -53,11 +53,6 @@ def find_markers(template: str, added: Collection[str], prompt: str) -> Markers 
 
     The evidence is a pair of tags for thinking, each in the template or an added token; or an opening tag with which
     the template itself ends the prompt.
-
-    Args:
-        template: the source of the chat template.
-        added: the added tokens of the tokenizer.
-        prompt: the end of a rendered prompt.
     """
     for channels in _CHANNELS:
         if all(marker in template for marker in channels.all):
@@ -85,10 +80,6 @@ class ThinkingSplitter:
 
     Thinking comes before the answer, in one or more parts; later, the same markers are text of the answer. The space
     around thinking is dropped. A reply without thinking passes through unchanged.
-
-    Args:
-        markers: of the model.
-        thinking: whether the prompt has begun the thinking.
     """
 
     def __init__(self, markers: Markers, thinking: bool) -> None:

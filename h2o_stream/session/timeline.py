@@ -10,13 +10,7 @@ MAX_ENTRIES = 512
 
 @dataclass
 class Entry:
-    """A stretch of the stream.
-
-    Attributes:
-        new_tokens: tokens generated in it.
-        decode_s: seconds this took.
-        cache_bytes: memory of the cache at its end.
-    """
+    """A stretch of the stream."""
 
     new_tokens: int = 0
     decode_s: float = 0.0
@@ -36,12 +30,7 @@ class Entry:
 
 @dataclass
 class Timeline:
-    """Entries of equal length, by tokens seen.
-
-    Attributes:
-        width: tokens of an entry.
-        seen: tokens seen so far.
-    """
+    """Entries of equal length, by tokens seen."""
 
     width: int = 16
     seen: int = 0

@@ -19,9 +19,8 @@ from torch import Tensor
 from h2o_stream.engine.events import Finished, PrefillProgress
 from h2o_stream.errors import DataError, H2OStreamError, means_out_of_memory
 from h2o_stream.recall.recall import SaidTurn
-from h2o_stream.session.active_turn import ActiveTurn
 from h2o_stream.session.conversation import Conversation
-from h2o_stream.session.metadata import Metadata
+from h2o_stream.session.conversation_state import ConversationState
 from h2o_stream.session.sessions import MAX_STATES, Session
 from h2o_stream.session.transcript import Entry, Header, Kind
 
@@ -38,14 +37,13 @@ class Checkpoint:
     """A committed conversation.
 
     Attributes:
-        metadata: of the conversation.
         rng_state: of the sampler when the next turn began.
         session: where the conversation is saved; None if it is not.
         unsaved: the turns of a conversation without a session.
         states: after the last turns, by turn number. With a session, only those that could not be written.
     """
 
-    metadata: Metadata
+    metadata: ConversationState
     rng_state: Tensor
     session: Session | None = None
     unsaved: tuple[Entry, ...] = ()
@@ -71,7 +69,7 @@ class Checkpoint:
             return self.states.get(turn)
         return self.session.state(turn)
 
-    def with_turn(self, metadata: Metadata, entry: Entry, state: State | None) -> Checkpoint:
+    def with_turn(self, metadata: ConversationState, entry: Entry, state: State | None) -> Checkpoint:
         """A copy with one more unsaved turn."""
         states = dict(self.states) if state is None else {**self.states, entry.turn: state}
         while len(states) > 1 and (len(states) > MAX_STATES or _num_bytes(states) > _MAX_STATES_BYTES):
@@ -84,22 +82,12 @@ def _num_bytes(states: Mapping[int, State]) -> int:
 
 
 class Transactions:
-    """A conversation and its last committed version.
-
-    Args:
-        conversation: a new one.
-        header: see `ConversationHistory`.
-
-    Attributes:
-        conversation: as it is now.
-        checkpoint: the last committed version.
-    """
+    """A conversation and its last committed version."""
 
     def __init__(self, conversation: Conversation, header: Header) -> None:
         self.conversation = conversation
         self.checkpoint = Checkpoint(conversation.metadata, self.rng_state)
         self._header = header
-        self._active = ActiveTurn()
         self._opened: Session | None = None  # keeps its lock only if it is committed
         conversation.recall.source = self._said
 
@@ -128,7 +116,7 @@ class Transactions:
     def close(self) -> None:
         """Release the session for other processes. The conversation continues in memory."""
         try:
-            self._active.close()
+            self.conversation.active.close()
         finally:
             self.discard_opened()
             checkpoint, self._opened = self.checkpoint, None
@@ -141,7 +129,7 @@ class Transactions:
 
     def prepare(self) -> None:
         """Close the active turn and complete any pending rollback. Every change starts with this."""
-        self._active.close()
+        self.conversation.active.close()
         self.discard_opened()
         self.roll_back()
         checkpoint = replace(self.checkpoint, rng_state=self.rng_state)
@@ -154,7 +142,7 @@ class Transactions:
     def start(self, events: _Events) -> _Events:
         """Prepare a change that lasts while its events are read. Any other call closes it."""
         self.prepare()
-        return self._active.start(events)
+        return self.conversation.active.start(events)
 
     def open_session(self, name: str, create: bool) -> Session:
         """Open another session for the current change.
@@ -267,7 +255,7 @@ class Transactions:
         try:
             self.restore(checkpoint.last_turn)
         except H2OStreamError:
-            self.conversation.mark_torn()
+            self.conversation.engine.reset()  # what was said since is no part of the checkpoint
             return
         if self.conversation.metadata.turns == checkpoint.metadata.turns:
             self.rng_state = checkpoint.rng_state  # otherwise the change is on disk and is now complete

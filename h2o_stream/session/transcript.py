@@ -26,13 +26,8 @@ class Entry:
     """A turn of a transcript.
 
     Attributes:
-        turn: its number.
-        prompt: the user's message.
-        text: the model's reply.
         kind: ``said`` if the reply was generated, ``told`` if it was fed, ``pinned`` for a pinned text.
-        finish: why the reply ended.
         time: ISO 8601.
-        thinking: what the model thought before the reply.
     """
 
     turn: int
@@ -49,10 +44,7 @@ class Header:
     """What a session was created with.
 
     Attributes:
-        model: name of the model.
-        policy: of its cache.
         window: tokens the cache keeps; 0 for all.
-        system: the system prompt, or None.
         created: ISO 8601.
     """
 
@@ -93,10 +85,7 @@ class _Content:
 
 
 class Transcript:
-    """A transcript and its file.
-
-    Args:
-        path: of the file, which is created with the first line.
+    """A transcript and its file. The first line creates the file.
 
     Raises:
         DataError: it cannot be read, or is not a transcript.

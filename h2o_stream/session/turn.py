@@ -50,16 +50,10 @@ class Turn:
 
     Attributes:
         number: from 1, since the start of the conversation.
-        prompt: the user's message.
-        text: the model's reply.
-        timings: tokens processed, and the time this took.
         counts: the state of the cache at the end.
         rss_bytes: resident memory of the process at the end.
-        finish: why the reply ended.
         detail: a line for the user if the reply was cut short.
         beyond_context: original positions have exceeded the model's trained context.
-        recalled: passages that were read again before the reply.
-        thinking: what the model thought before the reply.
         thinking_tokens: number of tokens generated for it.
     """
 

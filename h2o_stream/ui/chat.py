@@ -42,13 +42,6 @@ def run_chat(
 ) -> Finish | None:
     """Chat until the user leaves or the input ends.
 
-    Args:
-        settings: of the conversation.
-        config: of the chat.
-        terminal: where replies and notes go.
-        jsonl: receives a record for the run, each turn and the summary.
-        sources: every option's value and where it comes from.
-
     Returns:
         Why the last reply ended if that ended the chat; None if the user left.
     """

@@ -31,14 +31,8 @@ class ChatContext:
     """A chat's state.
 
     Attributes:
-        loaded: the model, its conversation and its interrupts.
-        history: the conversation.
-        config: of the chat.
-        terminal: where replies and notes go.
-        jsonl: receives records.
         sources: every option's value and where it comes from.
         think: how thinking is shown.
-        report: statistics so far.
         leaving: whether the user has asked to leave.
     """
 
@@ -100,11 +94,8 @@ class ChatContext:
             self.terminal.note(f"session {name} started", style="dim")
 
     def change(self, model: str | None = None, **cache: Any) -> None:
-        """Continue with another model, or with another cache: its transcript is fed again. All or nothing.
-
-        Args:
-            model: its name; None keeps the model.
-            cache: fields of `CacheConfig`.
+        """Continue with another model, or with another cache: its transcript is fed again. All or nothing. `cache` has
+        fields of `CacheConfig`.
 
         Raises:
             H2OStreamError: that is impossible, or was stopped. The conversation goes on as before.

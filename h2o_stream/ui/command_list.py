@@ -43,7 +43,10 @@ COMMANDS = {
     "/policy": Command("NAME", "evict by another policy from now on; the conversation is fed again"),
     "/model": Command("NAME", "continue with another model, to which the conversation is fed"),
     "/stats": Command("", "show the state of the cache, and the speed"),
-    "/why": Command("[LAYER]", "show which words the cache still holds, and how many heads hold them"),
+    "/why": Command(
+        "[LAYER] [WORD]",
+        "show which words the cache still holds, and how many heads hold them; WORD: why it is kept, or when it went",
+    ),
     "/pin": Command("TEXT", "feed a text and never evict it"),
     "/pins": Command("", "show what is never evicted"),
     "/file": Command(

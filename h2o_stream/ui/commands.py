@@ -18,11 +18,12 @@ from h2o_stream.session.export import export
 from h2o_stream.session.history import ConversationHistory
 from h2o_stream.session.retention import retention
 from h2o_stream.session.transcript import Entry
+from h2o_stream.session.why import explain
 from h2o_stream.ui.chat_context import ChatContext
 from h2o_stream.ui.command_list import COMMANDS
 from h2o_stream.ui.documents import read_file
 from h2o_stream.ui.format import SOURCES, format_bytes, legend
-from h2o_stream.ui.heatmap import heatmap
+from h2o_stream.ui.heatmap import explanation, heatmap
 from h2o_stream.ui.recall import candidates_table
 from h2o_stream.ui.tables import print_report, sessions_table
 from h2o_stream.ui.terminal import one_line
@@ -141,13 +142,18 @@ class Commands:
 
     def _why(self, argument: str) -> None:
         conversation = self._history.conversation
-        layer = _parse_number("/why", argument) if argument else None
-        passages = retention(
-            conversation.engine, conversation.passages, layer, conversation.recalled, conversation.thoughts
-        )
-        if not passages:
+        first, _, rest = argument.partition(" ")
+        layer, word = (int(first), rest.strip()) if first.isdecimal() else (None, argument)
+        if not conversation.turn_spans:
             raise H2OStreamError("nothing was said yet")
-        self._terminal.console.print(heatmap(passages, "all layers" if layer is None else f"layer {layer}"))
+        if word:
+            for found in explain(self._history, word, layer):
+                self._terminal.console.print(explanation(found))
+            return
+        turns = retention(
+            conversation.engine, conversation.turn_spans, layer, conversation.recalled, conversation.thoughts
+        )
+        self._terminal.console.print(heatmap(turns, "all layers" if layer is None else f"layer {layer}"))
 
     def _pin(self, argument: str) -> None:
         if self._context.feed(self._history.pin(argument)):

@@ -16,12 +16,6 @@ _QUESTION_SHARE = 0.25
 def read_file(context: ChatContext, name: str, text: str, question: str) -> str | None:
     """What to say about a file. A long one is read first, if recall is on.
 
-    Args:
-        context: of the chat.
-        name: of the file.
-        text: its content.
-        question: about it; may be empty.
-
     Returns:
         The message for the model: the text with the question or, if the text has been read, the question. None if there
         is nothing to say: there is no question, or Ctrl-C ended the reading. What was read stays in the conversation.

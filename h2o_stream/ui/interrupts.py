@@ -17,7 +17,6 @@ class Interrupts:
     """Inside the block, the first Ctrl-C sets `requested`. A second one soon after raises KeyboardInterrupt.
 
     Attributes:
-        requested: whether the current turn should stop.
         terminated: whether the program should end too.
     """
 

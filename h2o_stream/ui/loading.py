@@ -26,11 +26,7 @@ _MIN_BAR, _MAX_BAR = 4, 30
 
 
 class LoadingLine:
-    """The latest progress as a line. Updated by one thread, read by any.
-
-    Args:
-        model: a name, path or repository.
-    """
+    """The latest progress as a line. Updated by one thread, read by any."""
 
     def __init__(self, model: str) -> None:
         self._name = one_line(PurePath(model).name or model)

@@ -45,16 +45,7 @@ _GRACE_S = 2.0
 
 
 class BackgroundLoader:
-    """Imports torch and transformers and loads a conversation, in its own thread.
-
-    Attributes:
-        result: the conversation, or the exception.
-        notes: lines for the user, oldest first.
-
-    Args:
-        settings: of the conversation.
-        progress: receives the progress.
-    """
+    """Imports torch and transformers and loads a conversation, in its own thread."""
 
     def __init__(self, settings: Settings, progress: ProgressCallback) -> None:
         self.result: Future[LoadedConversation] = Future()

@@ -30,9 +30,6 @@ class MessagePrompt:
         history: what was typed before.
         background: runs in this thread while the first message is typed. The message waits until it is done. If it
             raises, so does `messages`.
-
-    Attributes:
-        waiting: whether a message waits for the background task.
     """
 
     def __init__(

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
 from typing import Self
 
 from rich.console import Console, ConsoleOptions, Group, RenderResult
 from rich.layout import Layout
-from rich.live import Live
 from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
@@ -20,7 +18,7 @@ from h2o_stream.ui.recall import note_recalled
 from h2o_stream.ui.recording import save_picture
 from h2o_stream.ui.screen import FRAME_S, colored
 from h2o_stream.ui.side import Side, common_prefix, verdict
-from h2o_stream.ui.terminal import Terminal
+from h2o_stream.ui.terminal import Frames, Terminal
 from h2o_stream.ui.timeline import draw_timelines
 
 _MIN_WIDTH = 36
@@ -31,20 +29,15 @@ class Panes:
     """Draws sides next to each other, or prints them one after the other without a live or wide enough terminal.
 
     At the end the terminal is restored, and every turn is printed with all texts.
-
-    Args:
-        sides: two or more.
-        terminal: where.
     """
 
     def __init__(self, sides: Sequence[Side], terminal: Terminal) -> None:
         self._sides, self._terminal = sides, terminal
         self._title = self._prompt = self._parted = ""
         self._said: list[Group] = []
-        self._drawn_at = 0.0
         self._live = None
         if terminal.live and not terminal.quiet and terminal.console.width >= _MIN_WIDTH * len(sides):
-            self._live = Live(self, console=terminal.console, screen=True, auto_refresh=False)
+            self._live = Frames(self, terminal.console, FRAME_S, screen=True)
 
     def __enter__(self) -> Self:
         if self._live:
@@ -66,9 +59,8 @@ class Panes:
 
     def draw(self, now: bool = False) -> None:
         """Redraw all sides, if the last frame is old enough."""
-        if self._live and (now or time.monotonic() - self._drawn_at >= FRAME_S):
-            self._live.refresh()
-            self._drawn_at = time.monotonic()
+        if self._live:
+            self._live.draw(now)
 
     def end_turn(self) -> None:
         """Show that all have replied."""

@@ -22,10 +22,8 @@ class ChartStyle:
 
     Attributes:
         size: width and height in inches.
-        foreground: color of text and axes.
         background: color; "none" for transparent.
         colors: of the curves, in turn. Neighbors differ in lightness too.
-        title: whether the title is drawn.
     """
 
     size: tuple[float, float] = (8, 4.5)

@@ -73,12 +73,7 @@ class _Tee(io.TextIOBase):
 
 
 class _Recorder:
-    """Writes events: of a frame only the lines that changed, and not every frame.
-
-    Args:
-        file: that is written.
-        height: lines of the terminal.
-    """
+    """Writes events: of a frame only the lines that changed, and not every frame."""
 
     def __init__(self, file: TextIO, height: int) -> None:
         self._file, self._height = file, height
@@ -164,12 +159,8 @@ def save_picture(terminal: Terminal, shown: RenderableType) -> None:
 
 
 def play(path: Path, pace: float, terminal: Terminal) -> None:
-    """Play back a recording. Other control sequences than those of our screens are removed.
-
-    Args:
-        path: of the recording.
-        pace: speed relative to the original run.
-        terminal: where it is shown; without a live one, no control sequences are written.
+    """Play back a recording. Other control sequences than those of our screens are removed. `pace` is relative to the
+    original run. Without a live terminal no control sequences are written.
 
     Raises:
         DataError: it is not a recording.

@@ -7,18 +7,16 @@ redrawn, with the state of the cache below it.
 from __future__ import annotations
 
 import re
-import time
 from collections.abc import Callable
 from typing import Self
 
 from rich.console import Console, ConsoleOptions, RenderResult
-from rich.live import Live
 from rich.markdown import Markdown
 from rich.segment import Segment, Segments
 from rich.text import Text
 
 from h2o_stream.engine.events import Token
-from h2o_stream.ui.terminal import Terminal
+from h2o_stream.ui.terminal import Frames, Terminal
 from h2o_stream.ui.thinking import Thinking
 
 _FRAME_S = 0.08
@@ -93,9 +91,8 @@ class MarkdownReply:
         self._console, self._footer = console, footer
         self._thinking, self._open_thought = thinking or Thinking("fold"), ""
         self._blocks = MarkdownBlocks()
-        self._drawn_at = 0.0
         self._printed = False
-        self._live = Live(self, console=self._console, auto_refresh=False, transient=True)
+        self._live = Frames(self, self._console, _FRAME_S, transient=True)
 
     def __enter__(self) -> Self:
         self._live.start(refresh=True)
@@ -120,7 +117,7 @@ class MarkdownReply:
             *finished, self._open_thought = (self._open_thought + text).split("\n")
         for line in finished:
             self._console.print(Text(line, _THINKING_STYLE))
-        self._refresh(now=bool(finished))
+        self._live.draw(now=bool(finished))
 
     def push(self, text: str) -> None:
         """Append text."""
@@ -128,12 +125,7 @@ class MarkdownReply:
             self._end_thinking()
         finished = self._blocks.push(text)
         self._print(finished)
-        self._refresh(now=bool(finished))
-
-    def _refresh(self, now: bool) -> None:
-        if now or time.monotonic() - self._drawn_at >= _FRAME_S:
-            self._live.refresh()
-            self._drawn_at = time.monotonic()
+        self._live.draw(now=bool(finished))
 
     def _end_thinking(self) -> None:
         if not self._thinking.end():

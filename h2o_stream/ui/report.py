@@ -31,14 +31,7 @@ _MADE_BY = "h2o_stream report"
 
 @dataclass(frozen=True)
 class FinishedComparison:
-    """A finished comparison.
-
-    Attributes:
-        folder: of its files.
-        kind: its name.
-        run: its run record.
-        page: its tables and charts.
-    """
+    """A finished comparison."""
 
     folder: Path
     kind: str
@@ -92,11 +85,6 @@ def _read(folder: Path) -> FinishedComparison:
 
 def write_report(finished: Sequence[FinishedComparison], path: Path, left_out: Sequence[LeftOut] = ()) -> None:
     """Write a report: Markdown if the file name ends in ``.md``, otherwise HTML.
-
-    Args:
-        finished: the comparisons.
-        path: of the file.
-        left_out: what could not be measured.
 
     Raises:
         DataError: the file exists and is not a report, or cannot be written.

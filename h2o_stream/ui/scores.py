@@ -14,13 +14,8 @@ from h2o_stream.ui.terminal import Terminal
 
 
 def show_scores(files: Sequence[Path], to: Path | None, terminal: Terminal, jsonl: JsonlWriter) -> None:
-    """Score files of answers and show a row for each.
-
-    Args:
-        files: see `score_file`.
-        to: a file for the table, LaTeX if its name ends in .tex, else Markdown.
-        terminal: shows the table.
-        jsonl: gets a record for each file.
+    """Score files of answers and show a row for each. To a file, too: as LaTeX if its name ends in .tex, else as
+    Markdown.
     """
     scorer = RougeScorer()
     records = [score_file(file, scorer) for file in files]

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import time
 from typing import Self
 
 import psutil
 from rich.console import Console, ConsoleOptions, Group, RenderResult
-from rich.live import Live
 from rich.panel import Panel
 from rich.text import Text
 
@@ -20,12 +18,12 @@ from h2o_stream.ui.format import context_bar, format_bytes, format_speed, legend
 from h2o_stream.ui.recall import note_recalled, recalled_lines
 from h2o_stream.ui.recording import save_picture
 from h2o_stream.ui.reply import PlainReply
-from h2o_stream.ui.terminal import PrefillStatus, Terminal
+from h2o_stream.ui.terminal import Frames, PrefillStatus, Terminal
 from h2o_stream.ui.thinking import Thinking
 from h2o_stream.ui.timeline import draw_timeline
 
 FRAME_S = 0.1
-"""Between two frames, as drawing takes time from the model."""
+"""Between two frames."""
 
 
 class Screen:
@@ -58,8 +56,7 @@ class Screen:
         self._prefill = self._decode = ""
         self._new = 0
         self._process = psutil.Process()
-        self._drawn_at = 0.0
-        self._live = Live(self, console=terminal.console, screen=True, auto_refresh=False)
+        self._live = Frames(self, terminal.console, FRAME_S, screen=True)
 
     def __enter__(self) -> Self:
         self._live.start(refresh=True)
@@ -75,7 +72,7 @@ class Screen:
         """Show that a turn begins."""
         self._turn_title, self._new, self._thinking = title, 0, Thinking(self._think)
         self._write(("\n\n" if self._event else "") + f"> {prompt}\n", "cyan")
-        self._draw(now=True)
+        self._live.draw(now=True)
 
     def add_event(self, event: Recalled | PrefillProgress | Token | Turn) -> None:
         """Show an event of the turn."""
@@ -96,7 +93,7 @@ class Screen:
             self._end_thinking()
             if event.finish != "stop":
                 self._write(f" [{event.finish}]", "yellow")
-        self._draw(now=isinstance(event, Turn))
+        self._live.draw(now=isinstance(event, Turn))
 
     def _write_reply(self, token: Token) -> None:
         if token.thinking is not None:
@@ -115,11 +112,6 @@ class Screen:
         first, *rest = text.expandtabs(4).split("\n")
         self._transcript[-1].text.append(first, style)
         self._transcript.extend(_Line(Text(line, style)) for line in rest)
-
-    def _draw(self, now: bool) -> None:
-        if now or time.monotonic() - self._drawn_at >= FRAME_S:
-            self._live.refresh()
-            self._drawn_at = time.monotonic()
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         width, height = options.max_width, options.height or console.height

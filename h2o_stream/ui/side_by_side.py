@@ -7,7 +7,6 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
-from itertools import islice
 from typing import Any
 
 from h2o_stream.config import CacheConfig, Settings
@@ -15,7 +14,7 @@ from h2o_stream.engine.events import Finish
 from h2o_stream.session.cliff import Cliff
 from h2o_stream.session.jsonl import JsonlWriter
 from h2o_stream.session.messages import text_of
-from h2o_stream.session.questions import QuestionSet, set_temperature
+from h2o_stream.session.questions import Replay, set_temperature
 from h2o_stream.ui.panes import Panes
 from h2o_stream.ui.side import Side
 from h2o_stream.ui.start import open_conversation
@@ -23,26 +22,9 @@ from h2o_stream.ui.terminal import Terminal
 
 
 def compare_policies(
-    settings: Settings,
-    policies: Sequence[str],
-    questions: QuestionSet,
-    turns: int | None,
-    loop: bool,
-    cliff: bool,
-    terminal: Terminal,
-    jsonl: JsonlWriter,
+    settings: Settings, policies: Sequence[str], replay: Replay, terminal: Terminal, jsonl: JsonlWriter
 ) -> Finish | None:
     """Ask all policies every turn. They take turns on the same cores, for the same time each.
-
-    Args:
-        settings: of all conversations, except for the policy.
-        policies: two or more.
-        questions: to ask.
-        turns: stop after this many turns; None for all.
-        loop: start over after the last question.
-        cliff: read text up to just before the model's context first.
-        terminal: where it is shown.
-        jsonl: receives the records of all runs and their turns.
 
     Returns:
         Why it ended early, or None.
@@ -55,8 +37,8 @@ def compare_policies(
             for chosen in [_with_policy(settings, policy, seed)]
         ]
         conversation = sides[0].loaded.conversation
-        questions.check(conversation.metadata.template)
-        before = Cliff.of(conversation) if cliff else None
+        replay.questions.check(conversation.metadata.template)
+        before = Cliff.of(conversation) if replay.cliff else None
         panes = stack.enter_context(Panes(sides, terminal))
         interrupts = sides[0].loaded.interrupts
         for side in sides[1:]:
@@ -65,9 +47,8 @@ def compare_policies(
         if before is not None:
             panes.start_turn("before the context", before.title)
             _run([side.read(before) for side in sides], panes)
-        total = str(turns or ("∞" if loop else questions.turns))
-        for number, (question, prompt) in enumerate(islice(questions.prompts(loop), turns), 1):
-            panes.start_turn(f"turn {number}/{total} · {question.label}", text_of(prompt))
+        for title, question, prompt in replay.prompts():
+            panes.start_turn(title, text_of(prompt))
             for side in sides:
                 set_temperature(side.loaded.conversation.engine, settings.sampling, question)
             _run([side.say(prompt) for side in sides], panes)

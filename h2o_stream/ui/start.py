@@ -23,14 +23,7 @@ from h2o_stream.ui.terminal import Terminal
 
 @dataclass
 class LoadedConversation:
-    """A conversation on a loaded model, which the chat may replace by another one.
-
-    Attributes:
-        conversation: the conversation.
-        interrupts: a context manager in which Ctrl-C ends a turn instead of the program.
-        model: the model.
-        settings: of the conversation.
-    """
+    """A conversation on a loaded model, which the chat may replace by another one."""
 
     conversation: Conversation
     interrupts: Interrupts
@@ -107,15 +100,7 @@ def converse(
 def open_conversation(
     command: str, settings: Settings, terminal: Terminal, jsonl: JsonlWriter, loaded: LoadedConversation | None = None
 ) -> Iterator[LoadedConversation]:
-    """Open a conversation. Leaving the block restores the model.
-
-    Args:
-        command: for the run record.
-        settings: of the conversation.
-        terminal: where notes go.
-        jsonl: receives the run record.
-        loaded: the result of `load_conversation`, if it was called already.
-    """
+    """Open a conversation. Leaving the block restores the model. The run record of `command` is written first."""
     if loaded is None:
         with show_loading(settings.model.model, terminal) as progress:
             loaded = load_conversation(settings, terminal.note, progress)

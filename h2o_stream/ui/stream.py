@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from itertools import islice
-
 from h2o_stream.config import Settings
 from h2o_stream.engine.events import Finish
 from h2o_stream.session.cliff import Cliff
 from h2o_stream.session.jsonl import JsonlWriter
 from h2o_stream.session.messages import text_of
-from h2o_stream.session.questions import QuestionSet, set_temperature
+from h2o_stream.session.questions import Replay, set_temperature
 from h2o_stream.session.report import RunReport
 from h2o_stream.session.turn import Turn
 from h2o_stream.ui.screen import open_view
@@ -18,35 +16,19 @@ from h2o_stream.ui.tables import print_report
 from h2o_stream.ui.terminal import Terminal
 
 
-def stream_questions(
-    settings: Settings,
-    questions: QuestionSet,
-    turns: int | None,
-    loop: bool,
-    cliff: bool,
-    terminal: Terminal,
-    jsonl: JsonlWriter,
-) -> Finish | None:
+def stream_questions(settings: Settings, replay: Replay, terminal: Terminal, jsonl: JsonlWriter) -> Finish | None:
     """Ask every turn of every question in one conversation.
-
-    Args:
-        settings: of the conversation.
-        questions: to ask.
-        turns: stop after this many turns; None for all.
-        loop: start over after the last question.
-        cliff: read text up to just before the model's context first.
-        terminal: where it is shown.
-        jsonl: receives a record for the run, each turn and the summary.
 
     Returns:
         Why the last turn ended; None if there was none.
     """
     report, finish = RunReport(), None
     with open_conversation("h2o-stream", settings, terminal, jsonl) as loaded:
+        questions = replay.questions
         questions.check(loaded.conversation.metadata.template)
         terminal.note(f"{loaded.header} · {questions.turns} turns of {questions.source}", style="dim")
         view = open_view(terminal, loaded.title, loaded.conversation.engine.context, settings.think, report)
-        before = Cliff.of(loaded.conversation) if cliff else None
+        before = Cliff.of(loaded.conversation) if replay.cliff else None
         try:
             with view, loaded.interrupts:
                 if before is not None:
@@ -55,9 +37,7 @@ def stream_questions(
                         report.add_event(progress)
                         view.add_event(progress)
                     report.end_turn()
-                total = str(turns or ("∞" if loop else questions.turns))
-                for number, (question, prompt) in enumerate(islice(questions.prompts(loop), turns), 1):
-                    title = f"turn {number}/{total} · {question.label}"
+                for title, question, prompt in replay.prompts():
                     view.start_turn(title, text_of(prompt))
                     set_temperature(loaded.conversation.engine, settings.sampling, question)
                     for event in loaded.conversation.say(prompt):

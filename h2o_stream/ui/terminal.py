@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from rich.console import Console, ConsoleOptions, RenderableType
+from rich.live import Live
 from rich.segment import Segment
 from rich.status import Status
 from rich.text import Text
@@ -55,12 +56,6 @@ class SafeConsole(Console):
 class Terminal:
     """The two output streams and their capabilities.
 
-    Args:
-        color: ``auto``, ``on`` or ``off``.
-        quiet: print no notes.
-        replies: whether replies are written to stdout.
-        verbose: print details too.
-
     Attributes:
         console: rich's console on stderr.
         stdout_console: the same on stdout.
@@ -103,6 +98,20 @@ class Terminal:
     def error(self, line: str) -> None:
         """Write a line to stderr, even if quiet."""
         self.console.print(line, style="red", soft_wrap=not self.live)
+
+
+class Frames(Live):
+    """rich's live display, drawn only when asked, and at most every `frame_s`: drawing takes time from the model."""
+
+    def __init__(self, shown: RenderableType, console: Console, frame_s: float, **settings: Any) -> None:
+        super().__init__(shown, console=console, auto_refresh=False, **settings)
+        self._frame_s, self._drawn_at = frame_s, 0.0
+
+    def draw(self, now: bool = False) -> None:
+        """Draw, if the last frame is old enough or it has to be now."""
+        if now or time.monotonic() - self._drawn_at >= self._frame_s:
+            self.refresh()
+            self._drawn_at = time.monotonic()
 
 
 class PrefillStatus:

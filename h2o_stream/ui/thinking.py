@@ -9,7 +9,6 @@ class Thinking:
     """The thinking of one reply, while it is generated.
 
     Attributes:
-        text: so far.
         shown: whether all of it is to be shown.
         folded: whether a line is to be shown in its place.
 

@@ -44,10 +44,7 @@ class Chart:
     """Curves in a coordinate system.
 
     Attributes:
-        name: of its file.
-        title: above the chart.
         axes: labels of x and y.
-        curves: one or more.
         y_range: of the y axis; None fits the curves.
         logarithmic: the logarithmic axes: "x", "y", "xy" or "".
     """
@@ -65,8 +62,6 @@ class Heatmap:
     """Colored cells, a panel for each policy.
 
     Attributes:
-        name: of its file.
-        title: above the panels.
         axes: labels of x and y.
         x: values of the columns.
         y: values of the rows, from the top.
@@ -86,10 +81,7 @@ class Page:
     """The results of a comparison.
 
     Attributes:
-        title: what was measured.
         legend: explains columns that need it.
-        tables: one or more.
-        charts: any number.
         verdict: what was found, in a sentence; may be empty.
     """
 
@@ -101,13 +93,7 @@ class Page:
 
 
 def page_of(kind: str, run: Record, records: Sequence[Record]) -> Page:
-    """The page of a comparison.
-
-    Args:
-        kind: a name in `COMPARISONS`.
-        run: its run record.
-        records: its other records.
-    """
+    """The page of a comparison."""
     page: Page = resolve(COMPARISONS[kind].page)(run, records)
     return replace(page, charts=[part for chart in page.charts for part in readable(chart)])
 

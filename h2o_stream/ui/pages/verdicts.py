@@ -33,12 +33,7 @@ def loss(records: Sequence[Record]) -> str:
 
 
 def share(values: Mapping[str, float], what: str) -> str:
-    """Shares by policy, the largest first: "h2o keeps 71%, sink 40% of ...".
-
-    Args:
-        values: by policy.
-        what: the end of the sentence.
-    """
+    """Shares by policy, the largest first: "h2o keeps 71%, sink 40% of ..."."""
     if not values:
         return ""
     names = _named(values, smallest=False)

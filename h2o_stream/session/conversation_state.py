@@ -16,7 +16,7 @@ _CHECKSUMS = "conversation.checksums"
 
 
 @dataclass(frozen=True)
-class TurnTokens:
+class TurnSpan:
     """The tokens of one turn: indices `start` to `stop` of the stream, `stop` excluded."""
 
     turn: int
@@ -34,21 +34,16 @@ class PendingPin:
 
 
 @dataclass(frozen=True)
-class Metadata:
+class ConversationState:
     """A conversation without its tokens.
 
     Attributes:
         system: the system prompt; None leaves it to the template.
-        template: formats the turns.
-        turns: number of turns started.
         starts: the number and first token index of each turn that has tokens.
-        pins: texts that are never evicted.
-        pending_pin: the text that the current turn pins.
         recalled: indices of the tokens that the current turn reads again.
         thinking: indices of the tokens of the current turn's thinking so far.
         thoughts: the same of each earlier turn that has any.
-        torn: the stream was being replaced and does not match the metadata.
-        stream: a different object for each stream.
+        stream: `H2OCache.stream_number` of the stream that this describes, and no other.
     """
 
     system: str | None
@@ -60,19 +55,18 @@ class Metadata:
     recalled: range = range(0)
     thinking: range = range(0)
     thoughts: tuple[range, ...] = ()
-    torn: bool = False
-    stream: object = field(default_factory=object)
+    stream: int = 0
 
-    def passages(self, num_tokens: int) -> list[TurnTokens]:
+    def turn_spans(self, num_tokens: int) -> list[TurnSpan]:
         """The tokens of each turn in a stream of `num_tokens` tokens, in order and without gaps."""
         stops = [*(start for _, start in self.starts[1:]), num_tokens]
-        return [TurnTokens(turn, start, stop) for (turn, start), stop in zip(self.starts, stops, strict=False)]
+        return [TurnSpan(turn, start, stop) for (turn, start), stop in zip(self.starts, stops, strict=False)]
 
     def turn_tokens(self, num_tokens: int) -> dict[int, range]:
         """The same token indices by turn."""
-        return {passage.turn: range(passage.start, passage.stop) for passage in self.passages(num_tokens)}
+        return {span.turn: range(span.start, span.stop) for span in self.turn_spans(num_tokens)}
 
-    def turn_over(self) -> Metadata:
+    def turn_over(self) -> ConversationState:
         """After the turn: what was read again is no longer marked, and its thinking is that of an earlier turn."""
         thoughts = (*self.thoughts, self.thinking) if self.thinking else self.thoughts
         return replace(self, recalled=range(0), thinking=range(0), thoughts=thoughts)
@@ -81,7 +75,7 @@ class Metadata:
         """The metadata as tensors, for a stream of `num_tokens` tokens."""
         values = {
             "turns": self.turns,
-            "passages": [astuple(passage) for passage in self.passages(num_tokens)],
+            "passages": [astuple(span) for span in self.turn_spans(num_tokens)],
             "pins": self.pins,
             "thoughts": [(thought.start, thought.stop) for thought in self.thoughts],
             "system": self.system,
@@ -89,7 +83,9 @@ class Metadata:
         return checksummed({_KEY: encode_json(values)}, _CHECKSUMS)
 
 
-def load_metadata(state: Mapping[str, Tensor], make_template: Callable[[str | None], ChatTemplate]) -> Metadata:
+def load_conversation_state(
+    state: Mapping[str, Tensor], make_template: Callable[[str | None], ChatTemplate]
+) -> ConversationState:
     """The metadata of a new stream from its `state_dict`. `make_template` gets the system prompt.
 
     Raises:
@@ -103,4 +99,4 @@ def load_metadata(state: Mapping[str, Tensor], make_template: Callable[[str | No
         thoughts = tuple(range(int(start), int(stop)) for start, stop in values.get("thoughts", ()))  # old: without
     except (KeyError, TypeError, ValueError) as error:
         raise H2OStreamError("the state of the conversation is damaged") from error
-    return Metadata(system, make_template(system), turns, starts, pins, thoughts=thoughts)
+    return ConversationState(system, make_template(system), turns, starts, pins, thoughts=thoughts)

@@ -1,0 +1,97 @@
+"""What tokens are worth to the heads that hold them, and the least that stays: computed when somebody asks."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass
+from statistics import fmean
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from h2o_stream.cache.eviction import worth_of_slots
+from h2o_stream.cache.h2o_cache import H2OCache
+
+Role = Literal["sink", "pinned", "recent", "heavy"]
+"""Why a head keeps a token: only ``heavy`` ones have to be worth it."""
+
+_ROLES: tuple[Role, ...] = ("sink", "pinned", "recent", "heavy")
+
+
+@dataclass(frozen=True)
+class Holding:
+    """How some tokens are held.
+
+    Attributes:
+        heads: the heads that hold any of them, by number.
+        roles: in how many of these heads each role occurs.
+        worth: of these tokens in the mean, over the heads that hold them; protected ones too.
+        least: the least that stays in these heads, see `Worths.least`.
+    """
+
+    heads: tuple[int, ...]
+    roles: Mapping[Role, int]
+    worth: float
+    least: float
+
+
+@dataclass(frozen=True)
+class Worths:
+    """The occupied slots of some heads, in the first row of a batch.
+
+    Attributes:
+        num_heads: heads examined.
+        head: [n] int64, number of the head.
+        token: [n] int64, token index.
+        worth: [n] float32, see `Policy.worth`, as if nothing were protected.
+        role: [n] int64, place in `_ROLES`.
+    """
+
+    num_heads: int
+    head: Tensor
+    token: Tensor
+    worth: Tensor
+    role: Tensor
+
+    @classmethod
+    def of(cls, cache: H2OCache, layer: int | None = None) -> Worths:
+        """Of a cache as it is now: of one layer, or of all that follow the plan."""
+        groups = cache.evicting_groups if layer is None else cache.layers[layer].head_groups
+        found, count = list[tuple[Tensor, ...]](), 0
+        for group in groups:
+            if not group.is_initialized:
+                continue
+            worth, protected = worth_of_slots(group)
+            index = group.index[0].long()
+            role = torch.where(protected[0], _ROLES.index("recent"), _ROLES.index("heavy"))
+            role[group.protection.pinned(index)] = _ROLES.index("pinned")
+            role[index < group.protection.sinks] = _ROLES.index("sink")
+            head = torch.arange(count, count + len(index), device=index.device)[:, None].expand_as(index)
+            found.append(tuple(x[index >= 0].cpu() for x in (head, index, worth[0], role)))
+            count += len(index)
+        return cls(count, *(torch.cat(parts) for parts in zip(*found, strict=True)))
+
+    def holding(self, tokens: range) -> Holding | None:
+        """How the tokens of a range are held; None if no head holds any."""
+        held = (self.token >= tokens.start) & (self.token < tokens.stop)
+        if not held.any():
+            return None
+        pairs = set(zip(self.head[held].tolist(), self.role[held].tolist(), strict=True))
+        heads = tuple(sorted({head for head, _ in pairs}))
+        roles = Counter(role for _, role in pairs)
+        counts = {name: roles[number] for number, name in enumerate(_ROLES) if roles[number]}
+        return Holding(heads, counts, float(self.worth[held].mean()), self.least(heads))
+
+    def least(self, heads: tuple[int, ...]) -> float:
+        """The lowest worth of a heavy token in these heads, in the mean; of a recent one where none is heavy."""
+        lowest = []
+        for head in heads:
+            mine = self.head == head
+            for role in ("heavy", "recent"):
+                candidates = self.worth[mine & (self.role == _ROLES.index(role))]
+                if len(candidates):
+                    lowest.append(float(candidates.min()))
+                    break
+        return fmean(lowest) if lowest else 0.0
