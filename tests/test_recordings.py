@@ -180,6 +180,9 @@ class TestSideBySide:
             pty.until(lambda p: "≠" in p.text and p.text.count("tok/s │") == 2)
             assert next(line for line in pty.screen.display if "╭" in line).count("╭") == 2
             assert all(len(line.rstrip()) <= columns for line in pty.screen.display)
+            assert re.search(r"│ █ sinks \d+ ▓ pinned .* │$", pty.text, re.M)
+            assert re.search(r"· empty \d+ +│$", pty.text, re.M), "an entry of the legend is not broken"
+            assert re.search(r"^\[turn \d/∞ · category test, question 1\] ", pty.text), "nor is the title of a turn"
             pty.send("\x03")
             assert pty.exit_code() == 130
         stays = pty.output.partition("\x1b[?1049l")[2]
