@@ -123,7 +123,7 @@ class TestCliff:
         seen = [record["seen_tokens"] for record in records(alone.stdout) if record["type"] == "turn"]
         assert 672 < seen[0] < seen[-1] > 800
         (folder / config.name).write_text(json.dumps(json.loads(config.read_text()) | {"max_position_embeddings": 256}))
-        short = invoke("h2o-stream", "-m", folder, "--cliff")
+        short = invoke("h2o-stream", "-m", folder, "--window", 64, "--cliff")
         assert short.exit_code == 2
         assert "--cliff needs more" in short.stderr
 
