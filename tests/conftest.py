@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from hypothesis import settings
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
 
 from h2o_stream.config import ModelConfig
@@ -20,6 +21,8 @@ from tests.kept_tokenizers import keep_tokenizers
 
 torch.set_grad_enabled(False)
 keep_tokenizers()
+settings.register_profile("untimed", deadline=None)  # a busy machine is no failure
+settings.load_profile("untimed")
 
 
 def make_llama(

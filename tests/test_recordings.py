@@ -123,7 +123,7 @@ class TestCliff:
         seen = [record["seen_tokens"] for record in records(alone.stdout) if record["type"] == "turn"]
         assert 672 < seen[0] < seen[-1] > 800
         (folder / config.name).write_text(json.dumps(json.loads(config.read_text()) | {"max_position_embeddings": 256}))
-        short = invoke("h2o-stream", "-m", folder, "--cliff")
+        short = invoke("h2o-stream", "-m", folder, "--window", 64, "--cliff")
         assert short.exit_code == 2
         assert "--cliff needs more" in short.stderr
 
@@ -180,6 +180,9 @@ class TestSideBySide:
             pty.until(lambda p: "≠" in p.text and p.text.count("tok/s │") == 2)
             assert next(line for line in pty.screen.display if "╭" in line).count("╭") == 2
             assert all(len(line.rstrip()) <= columns for line in pty.screen.display)
+            assert re.search(r"│ █ sinks \d+ ▓ pinned .* │$", pty.text, re.M)
+            assert re.search(r"· empty \d+ +│$", pty.text, re.M), "an entry of the legend is not broken"
+            assert re.search(r"^\[turn \d/∞ · category test, question 1\] ", pty.text), "nor is the title of a turn"
             pty.send("\x03")
             assert pty.exit_code() == 130
         stays = pty.output.partition("\x1b[?1049l")[2]

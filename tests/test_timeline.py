@@ -56,6 +56,11 @@ class TestLines:
         (drawn,) = (draw_timeline(course(1024, True), width, 1, 8192) for width in (40,))
         assert drawn[-1].plain.endswith("─1,024 tokens seen")
 
+    def test_each_run_has_its_own_number_of_tokens(self) -> None:
+        """Regression: a full cache that was far behind had "seen" as many as the other."""
+        axes = [drawn[-1].plain for drawn in draw_timelines([course(900, True), course(1200, False)], 90, 1, 1000)]
+        assert ["900 tokens seen" in axes[0], "1,200 tokens seen" in axes[1]] == [True, True]
+
     def test_a_text_that_is_read_has_memory_from_its_beginning(self) -> None:
         reading = Timeline()
         for seen in (400, 800):

@@ -118,8 +118,9 @@ def legend(counts: CacheCounts, context: int | None = None) -> list[tuple[str, s
     if context is None:
         return [("green", f"▒ kept {counts.cached:,}")]
     over = counts.seen - context
-    beyond = ("red", f"█ {over:,} beyond") if over > 0 else ("bright_black", f"· {-over:,} left")
-    return [("green", f"▒ kept {counts.cached:,} of {context:,} in context"), beyond]
+    if over > 0:
+        return [("green", f"▒ kept {min(counts.cached, context):,} in context"), ("red", f"█ {over:,} beyond")]
+    return [("green", f"▒ kept {counts.cached:,} of {context:,} in context"), ("bright_black", f"· {-over:,} left")]
 
 
 def status_line(counts: CacheCounts, decode_tok_s: float, rss_bytes: int) -> str:

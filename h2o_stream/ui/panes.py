@@ -100,7 +100,7 @@ class Panes:
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         height = options.height or console.height
-        question = list(Text(f"> {' '.join(self._prompt.split())}", "cyan").wrap(console, options.max_width))
+        question = list(self._heading().wrap(console, options.max_width))
         room = max(height // 5, 1)
         if len(question) > room:
             del question[room:]
@@ -126,7 +126,10 @@ class Panes:
         room = max(height - 2 - len(status), 1)
         lines = self._reply(side).wrap(console, width - 4)[-room:]
         lines += [Text()] * (room - len(lines))
-        return Panel(Text("\n").join([*lines, *status]), title=Text(side.loaded.title), subtitle=Text(self._title))
+        return Panel(Text("\n").join([*lines, *status]), title=Text(side.loaded.title))
+
+    def _heading(self) -> Text:
+        return Text(f"[{self._title}] {' '.join(self._prompt.split())}", "cyan")
 
     def _turn(self, line: str) -> Group:
         """A turn as it stays: the question, then all replies next to each other."""
@@ -136,8 +139,7 @@ class Panes:
         table.add_row(*(Text(side.policy, "bold") for side in self._sides))
         table.add_row(*(self._reply(side) for side in self._sides))
         table.add_row(*(Text(turn_line(side.turn) if side.turn else "", "dim") for side in self._sides))
-        heading = Text(f"[{self._title}] {self._prompt}", "cyan")
-        return Group(heading, table, Text(f"{line}\n", "dim"))
+        return Group(self._heading(), table, Text(f"{line}\n", "dim"))
 
     def _reply(self, side: Side) -> Text:
         """The reply of a side, marked from where it differs from another."""
@@ -157,16 +159,22 @@ class Panes:
         assert side.last is not None
         counts = side.last.counts
         bar = slot_bar(counts, width) or context_bar(counts, side.context, width)
-        uses = colored([(color, f"{text} ") for color, text in legend(counts, side.context)])
-        uses.no_wrap = False
         over = not counts.window and side.context is not None and counts.seen > side.context
         total = side.report.total
         speed = format_speed(total.decode_tok_s) if total.new_tokens else f"reads {format_speed(total.prefill_tok_s)}"
         figures = f"{speed} · cache {format_bytes(counts.nbytes)}"
-        line = Text(f"{figures} · past its context" if over else figures, "bold red" if over else "bold")
+        if over and len(f"{figures} · past its context") <= width:
+            figures += " · past its context"
+        line = Text(figures, "bold red" if over else "bold")
         line.truncate(width, overflow="ellipsis")
-        return [
-            colored(bar),
-            *uses.wrap(self._terminal.console, width),
-            line,
-        ]
+        return [colored(bar), *_packed(legend(counts, side.context), width), line]
+
+
+def _packed(items: Sequence[tuple[str, str]], width: int) -> list[Text]:
+    """Colored texts in as few lines as they fit into, none of them broken."""
+    lines = [Text()]
+    for color, text in items:
+        if lines[-1] and len(lines[-1]) + 1 + len(text) > width:
+            lines.append(Text())
+        lines[-1].append(" " if lines[-1] else "").append(text, color)
+    return lines

@@ -43,9 +43,9 @@ def draw_timelines(timelines: Sequence[Timeline], width: int, rows: int, context
         [
             *_line(speed, rows, fastest, f"{fastest:.0f} tok/s" if fastest else "- tok/s", "green", mark),
             *_line(held, rows, largest, format_bytes(int(largest)), "magenta", mark),
-            *_axis(count, seen, context, mark),
+            *_axis(count, timeline.seen, context, mark),
         ]
-        for speed, held in zip(speeds, memory, strict=True)
+        for timeline, speed, held in zip(timelines, speeds, memory, strict=True)
     ]
 
 
