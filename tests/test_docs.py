@@ -136,6 +136,7 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
+@pytest.mark.usefixtures("no_charts")
 @pytest.mark.parametrize(("page", "line", "runs"), of_documentation())
 def test_commands(page: str, line: str, runs: bool, place: Path, model: Path, request: pytest.FixtureRequest) -> None:
     command, *arguments = shlex.split(line)
