@@ -127,7 +127,7 @@ class TestCompare:
     def test_throughput(self, tiny_folder: Path, tmp_path: Path) -> None:
         text, out = tmp_path / "text.txt", tmp_path / "out"
         text.write_text("The quick brown fox jumps over the lazy dog, again and again. " * 80)
-        base = ["throughput", "-m", tiny_folder, "--text", text, "--shapes", "60+5,20+80", "--jsonl", "-"]
+        base = ["throughput", "-m", tiny_folder, "--text", text, "--shapes", "60+5,20+80", "--rounds=1", "--jsonl", "-"]
         done = invoke("h2o-compare", *base, "--cache-budget", "160KiB", "--ratio", "0.4", "--out", out)
         assert done.exit_code == 0, done.stderr
         _, *results = records(done.stdout)

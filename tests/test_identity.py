@@ -22,9 +22,9 @@ from h2o_stream.models.packed_layers import PackedLinear
 from h2o_stream.models.quantize import packed_kinds, replace_module
 from h2o_stream.native.packing import pack
 from tests import families
+from tests.commands import invoke
 from tests.conftest import make_llama
 from tests.families import each_family
-from tests.test_cli import invoke
 
 TOKENS = torch.randint(3, 64, (1, 40), generator=torch.Generator().manual_seed(0))
 
