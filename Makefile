@@ -19,12 +19,15 @@ demo: setup
 chat: setup
 	@$(BIN)/h2o-chat $(ARGS)
 
+# Tests start many processes; with bytecode on disk, only the first of them compiles the sources.
+TESTS := PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal
+
 test: setup-dev
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal $(ARGS)
+	$(TESTS) $(ARGS)
 
 # Also the tests marked `exhaustive`: all combinations of which `make test` tries a part. Run it before a release.
 test-all: setup-dev
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal -m "" $(ARGS)
+	$(TESTS) -m "" $(ARGS)
 
 lint: setup-dev
 	$(BIN)/ruff check .

@@ -110,6 +110,13 @@ def own_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
+def no_charts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Results without charts, which take half a second each; test_report.py and test_cli_compare.py draw them."""
+    monkeypatch.setattr("h2o_stream.ui.report.svg", lambda chart, style: "<svg/>")
+    monkeypatch.setattr("h2o_stream.ui.comparison.draw", lambda chart, path: None)
+
+
+@pytest.fixture
 def few_tasks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Keep the harness from reading thousands of tasks, which takes 15 seconds, and from running pip."""
     from lm_eval.tasks import TaskManager

@@ -432,6 +432,15 @@ POLICIES = ("full", *RULES)
 DIFFERENT = ("Llama 1, 2", "Gemma 2")
 """Two families that differ in heads, norms and sliding layers."""
 
+each_family = pytest.mark.parametrize(
+    "family",
+    [
+        pytest.param(family, id=family.name, marks=() if number % 3 == 0 else pytest.mark.exhaustive)
+        for number, family in enumerate(FAMILIES)
+    ],
+)
+"""For what hardly depends on the family: `make test` takes a third of them."""
+
 LITERATURE = (*PRIORITIES, "nexus")
 
 

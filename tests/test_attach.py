@@ -11,7 +11,7 @@ from transformers import DynamicCache, LlamaForCausalLM, PreTrainedModel, pipeli
 from h2o_stream import CacheConfig, ConfigError, H2OStreamError, attach
 from h2o_stream.models.load import LoadedModel
 from tests.conftest import make_llama
-from tests.families import FAMILIES
+from tests.families import each_family
 from tests.tolerance import assert_close
 
 GREEDY: dict[str, Any] = {"do_sample": False, "eos_token_id": None}
@@ -248,7 +248,7 @@ class TestMemory:
 
 
 class TestGivenBack:
-    @pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.name)
+    @each_family
     @pytest.mark.parametrize("policy", ["h2o", "full"])
     def test_every_family_as_it_was(self, family: Any, policy: str) -> None:
         model: PreTrainedModel = family.make()

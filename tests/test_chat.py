@@ -224,7 +224,7 @@ class TestSessions:
 
     def test_killed_at_any_moment_it_continues_exactly(self, tiny_folder: Path, tmp_path: Path) -> None:
         """SIGKILL at random moments of a scripted session until it is complete."""
-        talk = [f"question {number} " + "word " * 30 for number in range(20)]
+        talk = [f"question {number} " + "word " * 30 for number in range(12)]
         command = ["h2o-chat", "-m", tiny_folder, "-n", "24", "--temp", "0", "--window", "64"]
         whole = texts(piped(tiny_folder, talk, "-n", 24, "--window", 64, "--jsonl", "-").stdout)
         transcript = tmp_path / "data" / "h2o-stream" / "sessions" / "talk" / "transcript.jsonl"

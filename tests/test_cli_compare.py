@@ -83,6 +83,7 @@ class TestCompare:
         assert len({exact, *results}) == 4
         assert results[0] == pytest.approx(exact, abs=0.05)
 
+    @pytest.mark.usefixtures("no_charts")
     def test_recall(self, tiny_folder: Path, tmp_path: Path) -> None:
         text, out = tmp_path / "text.txt", tmp_path / "out"
         text.write_text("The quick brown fox jumps over the lazy dog.")
@@ -122,10 +123,11 @@ class TestCompare:
         assert "lower --facts" in invoke("h2o-compare", *base, "--facts", "31").stderr
         assert "--recall takes some of auto, off" in invoke("h2o-compare", *base, "--recall", "auto,on").stderr
 
+    @pytest.mark.usefixtures("no_charts")
     def test_throughput(self, tiny_folder: Path, tmp_path: Path) -> None:
         text, out = tmp_path / "text.txt", tmp_path / "out"
         text.write_text("The quick brown fox jumps over the lazy dog, again and again. " * 80)
-        base = ["throughput", "-m", tiny_folder, "--text", text, "--shapes", "60+5,20+80", "--jsonl", "-"]
+        base = ["throughput", "-m", tiny_folder, "--text", text, "--shapes", "60+5,20+80", "--rounds=1", "--jsonl", "-"]
         done = invoke("h2o-compare", *base, "--cache-budget", "160KiB", "--ratio", "0.4", "--out", out)
         assert done.exit_code == 0, done.stderr
         _, *results = records(done.stdout)

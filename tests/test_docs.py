@@ -56,6 +56,9 @@ NEEDED = {"--requests": ["summarize"], "--text": ["nll", "recall", "speed", "thr
 SLOW = ("speed", "soak", "tasks")
 """Only one command of each of these is run; of the others just the options are checked, with a missing model."""
 
+COMPARISONS = ("nll", "--masked", "recall", "summarize", "--suite ruler", "throughput", "heavy-hitters")
+"""The same in `make test`; `make test-all` runs them all."""
+
 
 def commands() -> list[tuple[str, str]]:
     found: dict[str, str] = {}
@@ -74,13 +77,31 @@ def commands() -> list[tuple[str, str]]:
 COMMANDS = commands()
 
 
+def kind_of(line: str) -> str:
+    command, *arguments = shlex.split(line)
+    if "--suite ruler" in line:
+        return "--suite ruler"
+    if "--masked" in arguments:
+        return "--masked"
+    return arguments[0] if command == "h2o-compare" and arguments else command
+
+
 def of_documentation() -> list[Any]:
-    """The commands as parameters. What test_soak.py and test_speed.py run too is marked exhaustive."""
-    elsewhere = [next(entry for entry in COMMANDS if name in entry[1].split()) for name in ("soak", "speed")]
-    return [
-        pytest.param(*entry, id=" ".join(entry)[:70], marks=[pytest.mark.exhaustive] if entry in elsewhere else [])
-        for entry in COMMANDS
-    ]
+    """The commands as parameters, and whether to run them. What test_soak.py and test_speed.py run is exhaustive."""
+    exhaustive, known, parameters = pytest.mark.exhaustive, set[str](), list[Any]()
+    for page, line in COMMANDS:
+        kind, name = kind_of(line), f"{page} {line}"[:70]
+        first = kind not in known
+        known.add(kind)
+        if first or kind not in SLOW + COMPARISONS:
+            parameters.append(
+                pytest.param(page, line, True, id=name, marks=exhaustive if kind in ("soak", "speed") else ())
+            )
+            continue
+        parameters.append(pytest.param(page, line, False, id=f"{name} options"))
+        if kind in COMPARISONS:
+            parameters.append(pytest.param(page, line, True, id=name, marks=exhaustive))
+    return parameters
 
 
 def test_there_are_commands_of_every_kind() -> None:
@@ -115,14 +136,11 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-@pytest.mark.parametrize(("page", "line"), of_documentation())
-def test_commands(page: str, line: str, place: Path, model: Path, request: pytest.FixtureRequest) -> None:
+@pytest.mark.usefixtures("no_charts")
+@pytest.mark.parametrize(("page", "line", "runs"), of_documentation())
+def test_commands(page: str, line: str, runs: bool, place: Path, model: Path, request: pytest.FixtureRequest) -> None:
     command, *arguments = shlex.split(line)
-    kind = arguments[0] if command == "h2o-compare" and arguments else command
-    if "--suite ruler" in line:
-        kind = "--suite ruler"
-    if "--masked" in arguments:
-        kind = "--masked"
+    kind = kind_of(line)
     if kind == "tasks":
         request.getfixturevalue("few_tasks")
     if kind not in SMALL or kind == "all" or "--help" in arguments:
@@ -143,7 +161,7 @@ def test_commands(page: str, line: str, place: Path, model: Path, request: pytes
     for option, kinds in NEEDED.items():
         if kind in kinds and option not in arguments and "--input-path" not in arguments:
             arguments += [option, "xsum.jsonl" if option == "--requests" else "a.txt"]
-    if kind in SLOW and (page, line) != next(entry for entry in COMMANDS if kind in entry[1].split()):
+    if not runs:
         done = invoke(command, *arguments, *SMALL[kind].split(), "-m", "./nowhere")
         assert done.exit_code == 1, done.stderr
         assert "./nowhere does not exist" in done.stderr

@@ -227,6 +227,18 @@ class TestLoadingLine:
             assert capsys.readouterr().err.count("Packing model  1/1000 B") == (0 if quiet else 2)
 
 
+SLOW = """
+import sys, time
+from h2o_stream.cli import chat
+from h2o_stream.models import load
+find = load.find
+load.find = lambda *arguments: (time.sleep(1), find(*arguments))
+sys.argv[0] = "h2o-chat"
+chat.main()
+"""
+"""A chat with a second for typing before the model is looked for."""
+
+
 class TestInATerminal:
     def test_a_question_before_the_model(self, tiny_folder: Path) -> None:
         with Pty("h2o-chat", "-m", str(tiny_folder), "-n", "4", started=True) as pty:
@@ -248,7 +260,7 @@ class TestInATerminal:
             assert time.monotonic() - begun < 2
 
     def test_no_such_model(self) -> None:
-        with Pty("h2o-chat", "-m", "./nowhere", started=True) as pty:
+        with Pty("-c", SLOW, "-m", "./nowhere") as pty:
             pty.until(lambda p: "Loading" in p.screen.display[-1])
             pty.send("my question")
             assert pty.exit_code() == 1

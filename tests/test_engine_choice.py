@@ -12,7 +12,7 @@ from h2o_stream import CacheConfig, ConfigError, attach
 from h2o_stream.cli.options import ENGINE
 from h2o_stream.config import Settings
 from h2o_stream.engine.engine import Engine
-from tests.test_cli import invoke
+from tests.commands import invoke
 
 
 @pytest.mark.parametrize(

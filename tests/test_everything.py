@@ -25,8 +25,10 @@ from h2o_stream.ui.comparison import _Bars, _Total, run_comparison
 from h2o_stream.ui.terminal import Terminal
 from tests.commands import invoke, records
 
+pytestmark = pytest.mark.usefixtures("no_charts")
+
 TINY: dict[str, dict[str, Any]] = {
-    "nll": {"tokens": 120, "windows": (32, 401)},
+    "nll": {"tokens": 60, "windows": (32, 401)},
     "recall": {"facts": 1, "distances": (8,), "policies": ("sink",), "windows": (64,)},
     "throughput": {"shapes": (Shape(300, 200),), "cache_budget": "1MiB"},
 }

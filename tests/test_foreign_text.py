@@ -308,7 +308,7 @@ class TestTerminals:
 
     def test_a_screen(self, tmp_path: Path) -> None:
         lines = [*LINES, [0.5, "o", EVIL], [1.0, "o", "end"]]
-        with Pty("h2o-stream", "--replay", str(written(tmp_path / "evil.rec", lines)), "--pace", "0.1") as pty:
+        with Pty("h2o-stream", "--replay", str(written(tmp_path / "evil.rec", lines)), "--pace", "0.5") as pty:
             pty.until(lambda p: "66m" in p.text)
             assert pty.exit_code() == 0
         assert not spoken(pty.output, live=True)

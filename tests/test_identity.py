@@ -22,9 +22,9 @@ from h2o_stream.models.packed_layers import PackedLinear
 from h2o_stream.models.quantize import packed_kinds, replace_module
 from h2o_stream.native.packing import pack
 from tests import families
+from tests.commands import invoke
 from tests.conftest import make_llama
-from tests.families import FAMILIES
-from tests.test_cli import invoke
+from tests.families import each_family
 
 TOKENS = torch.randint(3, 64, (1, 40), generator=torch.Generator().manual_seed(0))
 
@@ -74,7 +74,7 @@ class TestModel:
         change(tiny)
         assert model_digest(tiny) != before
 
-    @pytest.mark.parametrize("number", range(0, 64 * 16, 37))
+    @pytest.mark.parametrize("number", range(0, 64 * 16, 93))
     def test_every_number_of_a_weight_counts(self, number: int) -> None:
         """For models without a cached digest."""
         model, other = make_llama(), make_llama()
@@ -93,7 +93,7 @@ class TestModel:
         layer.tiles.view(-1)[100] ^= 1
         assert model_digest(model) != model_digest(other)
 
-    @pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.name)
+    @each_family
     def test_it_is_the_same_before_while_and_after_it_runs(self, family: Any) -> None:
         model = copy.deepcopy(family.make())
         before = model_digest(model)

@@ -10,7 +10,7 @@ from transformers import LlamaForCausalLM
 
 from h2o_stream import CacheConfig, ConfigError, attach
 from h2o_stream.compare.masking import MaskedStream, masked_attention, masked_plan, policy_rule, removal_rule
-from tests.test_cli import invoke, records
+from tests.commands import invoke, records
 from tests.tolerance import assert_close
 
 

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -12,6 +10,7 @@ import pytest
 from h2o_stream.errors import ConfigError
 from h2o_stream.native import library
 from h2o_stream.native.library import FOLDER_VARIABLE, INSTRUCTIONS, INSTRUCTIONS_VARIABLE
+from tests.preloaded import run
 
 
 @pytest.fixture(autouse=True)
@@ -110,4 +109,5 @@ path.with_suffix(".sum").unlink()
 library._load.cache_clear()
 assert library.loaded() is None
 """
-        subprocess.run([sys.executable, "-c", code], check=True)
+        done = run("-c", code)
+        assert done.returncode == 0, done.stderr

@@ -25,8 +25,8 @@ from h2o_stream.config import CacheConfig, ModelConfig
 from h2o_stream.errors import ConfigError, H2OStreamError
 from h2o_stream.models.load import load
 from h2o_stream.models.placement import device_map_kwargs
+from tests.commands import invoke
 from tests.conftest import make_llama
-from tests.test_cli import invoke
 
 IDS = torch.tensor([[1, 7, 9, 4, 11, 30, 6, 5, 17, 8, 3, 21] * 4])
 

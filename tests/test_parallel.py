@@ -12,9 +12,10 @@ from typing import Any
 import pytest
 from transformers import PreTrainedTokenizerBase
 
+from tests.commands import invoke, records
 from tests.conftest import make_llama
 from tests.preloaded import Preloaded
-from tests.test_cli import BIN, invoke, records
+from tests.terminal import BIN
 from tests.tolerance import assert_alike
 
 SCRIPT = Path(__file__).parent / "run_tensor_parallel.py"

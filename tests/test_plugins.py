@@ -17,7 +17,7 @@ from h2o_stream import CacheConfig, ConfigError, H2OStreamError, attach
 from h2o_stream.cache.identity import policy_source
 from h2o_stream.compare.catalog import COMPARISONS
 from h2o_stream.config import POLICIES
-from tests.test_cli import invoke, records
+from tests.commands import invoke, records
 
 POLICY = '''
 import torch

@@ -23,7 +23,7 @@ from h2o_stream.errors import ConfigError, DataError
 from h2o_stream.models.packed_layers import PackedEmbedding, PackedLinear
 from h2o_stream.native.abi import MatrixKind
 from h2o_stream.native.packing import unpack
-from tests.test_cli import invoke
+from tests.commands import invoke
 
 VOCABULARY = 301
 

@@ -273,14 +273,14 @@ class TestIndexFollows:
 
 def test_a_fact_is_told_after_it_was_evicted(embedded: LoadedModel) -> None:
     """The embedded model tells what it can no longer see, and says so with the event."""
-    filler = "The weather in the north stays cold and windy, and trains run late on many lines. " * 12
+    filler = "The weather in the north stays cold and windy, and trains run late on many lines. " * 10
     replies = {}
     for recall in ("off", "auto"):
         cache, sampling = CacheConfig(window=128), SamplingConfig(temperature=0.0, max_tokens=24)
         with Engine(embedded.model, embedded.tokenizer, cache, sampling) as engine:
             conversation = Conversation(engine, recall=recall)
             list(conversation.feed_turn("The password of the garden gate is 4821.", "Thank you, I will remember it."))
-            for _ in range(3):
+            for _ in range(2):
                 list(conversation.feed_turn(filler, "I see."))
             *_, turn = conversation.say("What is the password of the garden gate?")
             assert isinstance(turn, Turn)

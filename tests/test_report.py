@@ -24,7 +24,7 @@ from h2o_stream.ui.pages import KINDS, Chart, Curve, Heatmap, TableData, page_of
 from h2o_stream.ui.pages.verdicts import decoding, loss, times_full
 from h2o_stream.ui.plots import NARROW, WIDE, ChartStyle, svg
 from h2o_stream.ui.tables import data_table
-from tests.test_cli import invoke, records
+from tests.commands import invoke, records
 
 
 @pytest.fixture(scope="module")

@@ -181,7 +181,8 @@ class TestAnswers:
             scores = []
             for values in (question.answers, *question.distractors):
                 own = tokenizer(f" {values[0]}", add_special_tokens=False)["input_ids"]
-                logits = model(torch.tensor([[*start, *own]])).logits[0, len(start) - 1 : -1].log_softmax(-1)
+                tokens = torch.tensor([[*start, *own]])
+                logits = model(tokens, logits_to_keep=len(own) + 1).logits[0, :-1].log_softmax(-1)
                 scores.append(float(logits.gather(-1, torch.tensor(own)[:, None]).sum()))
             assert answer.margin == pytest.approx(scores[0] - max(scores[1:]), rel=LIKELIHOOD, abs=1e-3)
 
@@ -257,6 +258,7 @@ class TestCommand:
         tokenizer.save_pretrained(tmp_path / "model")
         return tmp_path / "model"
 
+    @pytest.mark.usefixtures("no_charts")
     def test_policies_on_tasks(self, model: Path, tmp_path: Path) -> None:
         base = ["tasks", "--suite", "ruler", "-m", model, "--tasks", "niah_single,vt", "--lengths", "400"]
         base += ["--items", "2", "--windows", "64", "--form", "multi-turn", "--out", tmp_path / "out", "--jsonl", "-"]

@@ -23,8 +23,9 @@ from h2o_stream.session.questions import load_questions
 from h2o_stream.session.requests import read_requests
 from h2o_stream.session.transcript import Transcript
 from h2o_stream.ui.command_list import COMMANDS, is_command
+from tests.commands import invoke
 from tests.preloaded import run
-from tests.test_cli import BIN, invoke
+from tests.terminal import BIN
 from tests.test_sessions import filled
 
 SOURCES = sorted(Path(h2o_stream.__file__).parent.rglob("*.py"))

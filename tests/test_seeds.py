@@ -17,6 +17,8 @@ from h2o_stream.config import CacheConfig
 from tests.commands import invoke
 from tests.conftest import make_llama
 
+pytestmark = pytest.mark.usefixtures("no_charts")
+
 PAGE = Path(__file__).parents[1] / "docs" / "comparing.md"
 ROW = re.compile(r"^\| `((?:python|helm)[^`]+)` \| `(h2o-[^`]+)` \|", re.M)
 ROWS = ROW.findall(PAGE.read_text(encoding="utf-8"))

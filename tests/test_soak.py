@@ -17,7 +17,7 @@ from h2o_stream.compare.folder import JobResult
 from h2o_stream.compare.soak import TINY, Soak
 from h2o_stream.config import CacheConfig, ModelConfig
 from h2o_stream.errors import DataError, H2OStreamError
-from tests.test_cli import invoke, records
+from tests.commands import invoke, records
 
 IDS = torch.randint(3, 60, (1, 90), generator=torch.Generator().manual_seed(1))
 

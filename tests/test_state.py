@@ -16,7 +16,7 @@ from h2o_stream import CacheConfig, H2OStreamError, attach
 from h2o_stream.cache.state import checksummed
 from h2o_stream.config import POLICIES
 from tests.conftest import make_llama
-from tests.families import FAMILIES
+from tests.families import each_family
 
 TOKENS = torch.randint(3, 64, (2, 80), generator=torch.Generator().manual_seed(0))
 
@@ -56,7 +56,7 @@ def test_a_state_is_a_copy(tiny: LlamaForCausalLM) -> None:
         assert going_on(tiny, cache).equal(first)
 
 
-@pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.name)
+@each_family
 def test_every_family(family: Any) -> None:
     model = family.make()
     with attach(model, CacheConfig(window=12, positions=family.positions[0], chunk=5)) as cache:

@@ -13,7 +13,7 @@ from h2o_stream import CacheConfig, attach
 from h2o_stream.cache.statistics import SparsityMeter, power_law, share_of_top, sparsity
 from h2o_stream.compare.heavy_hitters.comparison import REMOVED, LayerAttention, measure_attention
 from h2o_stream.compare.heavy_hitters.words import cooccurrence, rank_correlation, word_attention
-from tests.test_cli import invoke, records
+from tests.commands import invoke, records
 from tests.tolerance import FLOAT32, assert_close
 
 

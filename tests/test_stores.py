@@ -16,7 +16,7 @@ from h2o_stream.models import user_cache as packed_models
 from h2o_stream.models.find import find
 from h2o_stream.models.other_tools import ollama_file, stored_models
 from h2o_stream.models.user_cache import cached_bytes, cached_folders, forget
-from tests.test_cli import invoke
+from tests.commands import invoke
 
 HEX = "0123456789abcdef" * 4
 MODEL_LAYER = "application/vnd.ollama.image.model"

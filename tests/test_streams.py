@@ -167,7 +167,7 @@ class TestHangUps:
 
     @pytest.mark.parametrize("ignored", [True, False])
     def test_nohup(self, tmp_path: Path, ignored: bool) -> None:
-        late = written(tmp_path / "late.rec", [*LINES, [2, "o", "late"]])
+        late = written(tmp_path / "late.rec", [*LINES, [0.5 if ignored else 60, "o", "late"]])
         line = ("trap '' HUP; " if ignored else "") + 'exec "$0" "$@"'
         with subprocess.Popen(
             ["sh", "-c", line, BIN / "h2o-stream", "--replay", late],
@@ -231,7 +231,7 @@ class TestNoHome:
             ("h2o-chat --sessions", 1, "set HOME or XDG_DATA_HOME"),
             ("h2o-chat --models", 1, "set HOME"),
             ("h2o-chat --session talk -p hi -n 2 -m MODEL", 1, "set HOME or XDG_DATA_HOME"),
-            (IMPORTS, 0, ""),
+            pytest.param(IMPORTS, 0, "", marks=pytest.mark.exhaustive),
         ],
     )
     def test_what_needs_no_folder_works(

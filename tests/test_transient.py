@@ -97,7 +97,7 @@ def test_the_oldest_leave_first_and_protected_ones_stay(tiny: LlamaForCausalLM, 
         cache.pin(12, 15)
         tiny(ids(WINDOW), past_key_values=cache)
         cache.evict_first(0, 26)
-        recent = cache.head_groups[0].budget.recent
+        recent = cache.head_groups[0].protection.recent
         for seen in range(WINDOW + 1, 80):
             tiny(ids(1), past_key_values=cache)
             leaving = [token for token in range(4, 26) if token not in range(12, 15) and token < seen - recent]
@@ -175,7 +175,7 @@ class TestRanges:
             tiny(ids(20), past_key_values=cache)
             cache.reset()
             assert cache.transient == ()
-            assert not cache.head_groups[0].budget.transient
+            assert not cache.head_groups[0].protection.transient
 
     def test_ratios_of_a_first_prompt_leave_them(self, tiny: LlamaForCausalLM) -> None:
         with attach(tiny, CacheConfig("h2o-paper", heavy_ratio=0.25, recent_ratio=0.25)) as cache:
