@@ -13,6 +13,9 @@ from h2o_stream.errors import DataError, file_errors
 
 APP = "h2o-stream"
 
+_MAX_DAMAGED, _MAX_DAMAGED_SHARE = 8, 0.25
+"""How many characters of a piped text may be damaged: a few, or a share."""
+
 
 def project_file(name: str) -> Path:
     """A file of the project, from an installed wheel or a checkout."""
@@ -52,6 +55,26 @@ def read_text(path: Path, label: str) -> str:
         raise DataError(f"{label}: not UTF-8 at byte {error.start}") from error
     except OSError as error:
         raise DataError(f"{label}: {error.strerror or error}") from error
+
+
+def piped_text(data: bytes, label: str) -> str:
+    """Text from a pipe, in which single bytes that are not UTF-8 are replaced.
+
+    Args:
+        data: the bytes.
+        label: description for messages.
+
+    Raises:
+        DataError: too much of it is not UTF-8; a model would answer noise for hours.
+    """
+    try:
+        return data.decode("utf-8")
+    except UnicodeDecodeError:
+        text = data.decode("utf-8", "replace")
+    damaged = text.count("\ufffd")
+    if damaged > max(_MAX_DAMAGED, _MAX_DAMAGED_SHARE * len(text)):
+        raise DataError(f"{label}: {damaged} of {len(text)} characters are not UTF-8; pipe text, see iconv")
+    return text
 
 
 def write_text(path: Path, text: str, label: str) -> None:

@@ -6,7 +6,9 @@ Nothing is written to standard output, there is no traceback, and no control cha
 from __future__ import annotations
 
 import json
+import random
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -338,6 +340,24 @@ def test_strange_prompts_are_answered(name: str, prompt: str, tiny_folder: Path,
     assert not set(done.stdout) & {"\x1b", "\x00", "\x9b"}
     turn = json.loads(records.read_text().splitlines()[1])
     assert turn["prompt_tokens"] > 0
+
+
+@pytest.mark.parametrize("options", [(), ("-p", "-"), ("--session", "talk")])
+def test_random_bytes_are_refused(options: tuple[str, ...], tiny_folder: Path) -> None:
+    """300 kB piped into the chat: a line each, or all of them as the prompt."""
+    noise: Any = random.Random(0).randbytes(300_000)
+    done = invoke(CHAT, "-m", tiny_folder, "-n", "3", "-q", *options, typed=noise)
+    assert done.exit_code == 1
+    place, _, problem = done.stderr.removeprefix("h2o-chat: ").strip().rpartition(": ")
+    assert problem.endswith("characters are not UTF-8; pipe text, see iconv")
+    assert place == "standard input" if "-p" in options else int(place.split()[1]) < 20
+    assert done.stderr.count("\n") == 1
+
+
+@pytest.mark.parametrize("options", [(), ("-p", "-")])
+def test_single_damaged_bytes_are_replaced(options: tuple[str, ...], tiny_folder: Path) -> None:
+    latin: Any = "Grüße aus Köln und Düsseldorf".encode("latin-1")
+    assert invoke(CHAT, "-m", tiny_folder, "-n", "3", "-q", *options, typed=latin).exit_code == 0
 
 
 def test_marks_that_are_typed_are_text(tiny_folder: Path, tmp_path: Path) -> None:

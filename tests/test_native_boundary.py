@@ -384,6 +384,18 @@ def test_no_copies_within_the_block(tiny: LlamaForCausalLM, policy: str, act: Ca
     assert copy.deepcopy(tiny)(ids(4)).logits.equal(tiny(ids(4)).logits)
 
 
+@pytest.mark.parametrize("act", [copy.deepcopy, pickle.dumps])
+def test_no_weights_are_copied_before_the_refusal(
+    tiny: LlamaForCausalLM, act: Callable[[Any], Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A packed model of 135M parameters took 23 GB to refuse."""
+    for name in ("__deepcopy__", "__reduce_ex__"):
+        monkeypatch.setattr(Tensor, name, lambda *_: pytest.fail("a weight is copied"))
+        monkeypatch.setattr(nn.Parameter, name, lambda *_: pytest.fail("a weight is copied"))
+    with attach(tiny, CacheConfig(window=16)), pytest.raises(H2OStreamError, match="neither copied nor pickled"):
+        act(tiny)
+
+
 def test_a_model_that_shares_the_config(tiny: LlamaForCausalLM) -> None:
     other = LlamaForCausalLM(tiny.config).eval()
     with attach(tiny, CacheConfig(window=16)), pytest.raises(H2OStreamError, match="another model shares its config"):

@@ -271,12 +271,18 @@ def _with_stream(output: Any, cache: Any, stream: Any) -> Any:
 
 @contextmanager
 def replaced_forward(model: PreTrainedModel, forward: AttachedForward) -> Iterator[None]:
-    """Set the forward of a model and restore it afterwards, even if it had been replaced before."""
+    """Set the forward of a model and restore it afterwards, even if it had been replaced before.
+
+    Copies and pickles are refused at once, rather than after all weights: plain pickle writes the storage that packed
+    weights share once for each of them.
+    """
     before = vars(model).get("forward")
     model.forward = forward
+    model.__reduce_ex__ = forward.__reduce_ex__
     try:
         yield
     finally:
+        del model.__reduce_ex__
         if before is None:
             del model.forward
         else:

@@ -16,6 +16,7 @@ from h2o_stream.cli.options import OUTPUT, SOURCES, OutputOptions, list_prompts,
 from h2o_stream.config import BENCH, CHAT_RECALL, ChatConfig, ModelConfig, Settings
 from h2o_stream.errors import ConfigError
 from h2o_stream.options import Option, text_or_file
+from h2o_stream.resources import piped_text
 
 if TYPE_CHECKING:
     from h2o_stream.ui.terminal import Terminal
@@ -94,11 +95,11 @@ class ChatOptions(ChatConfig):
 
         Raises:
             ConfigError: the prompt is empty, or was given twice.
-            DataError: its file cannot be read.
+            DataError: its file cannot be read, or standard input is not text.
         """
         prompt = text_or_file(self.prompt, "--prompt", self.prompt_file, "--prompt-file")
         if self.prompt == "-":
-            prompt = sys.stdin.buffer.read().decode("utf-8", "replace")
+            prompt = piped_text(sys.stdin.buffer.read(), "standard input")
         if prompt is not None and not prompt.strip():
             raise ConfigError("the prompt is empty; --prompt and --prompt-file need something to answer")
         if self.session is not None:

@@ -15,6 +15,7 @@ from h2o_stream.config import ChatConfig, Settings
 from h2o_stream.engine.events import Finish, PrefillProgress
 from h2o_stream.errors import H2OStreamError
 from h2o_stream.recall.passage import Recalled
+from h2o_stream.resources import piped_text
 from h2o_stream.session.conversation import ReplyEvents
 from h2o_stream.session.history import ConversationHistory
 from h2o_stream.session.jsonl import JsonlWriter
@@ -203,5 +204,5 @@ class Chat:
 
 
 def _piped() -> Iterator[str]:
-    for line in sys.stdin.buffer:
-        yield line.decode("utf-8", "replace")
+    for number, line in enumerate(sys.stdin.buffer, 1):
+        yield piped_text(line, f"line {number} of standard input")

@@ -33,7 +33,7 @@ class Block {
     for (int32_t i = 0; i < 4; ++i) {
       Ints code;
       if constexpr (kind == kInt8) {
-        code = Ints(codes << (24 - 8 * i)) >> 24;
+        code = Ints(bits_of(codes) << uint32_t(24 - 8 * i)) >> 24;
       } else {
         code = codes >> int32_t(8 * i + 4 * half) & 15;
       }
@@ -52,6 +52,9 @@ class Block {
     std::memcpy(&ints, from, sizeof ints);
     return ints;
   }
+  // Unsigned, so that a shift to the left of a negative number is defined.
+  static uint32_t bits_of(int32_t codes) { return uint32_t(codes); }
+  static Words bits_of(simd::Ints codes) { return Words(codes); }
   static float to_floats(int32_t code) { return float(code); }
   static simd::Floats to_floats(simd::Ints codes) { return __builtin_convertvector(codes, simd::Floats); }
 
