@@ -76,7 +76,7 @@ setup: $(VENV)/.installed
 setup-dev: $(VENV)/.installed-dev setup
 
 LIBRARY_STATE = $(BIN)/python -c "from h2o_stream.native import library; \
-	print(library.missing_reason() or 'Compiled for this processor: ' + library.name())"
+	print(library.why_not() or 'Compiled for this processor: ' + library.name())"
 
 $(BIN)/python:
 	@$(PYTHON) -c "import sys; sys.exit(sys.version_info < (3, 11))" || \
