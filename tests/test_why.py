@@ -113,3 +113,16 @@ def test_a_cache_that_keeps_everything_has_no_reasons() -> None:
     for history in talk("full"):
         with pytest.raises(H2OStreamError, match="keeps every word"):
             explain(history, "w3")
+
+
+def test_a_recurrent_layer_holds_no_words() -> None:
+    from h2o_stream import attach
+    from tests.test_recurrent import HYBRIDS, make, tokens
+
+    model = make(next(iter(HYBRIDS)))
+    with attach(model, CacheConfig("h2o", 24)) as cache, torch.no_grad():
+        model(tokens(8), past_key_values=cache)
+        assert isinstance(cache, H2OCache)
+        layer = next(n for n, spec in enumerate(cache.specs) if not spec.attends)
+        assert Worths.of(cache, layer).num_heads == 0
+        assert Worths.of(cache).holding(range(1)) is not None

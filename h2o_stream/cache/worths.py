@@ -59,7 +59,9 @@ class Worths:
     def of(cls, cache: H2OCache, layer: int | None = None) -> Worths:
         """Of a cache as it is now: of one layer, or of all that follow the plan."""
         groups = cache.evicting_groups if layer is None else cache.layers[layer].head_groups
-        found, count = list[tuple[Tensor, ...]](), 0
+        none = torch.empty(0, dtype=torch.int64, device="cpu")
+        found: list[tuple[Tensor, ...]] = [(none, none, none.float(), none)]  # recurrent layers hold no tokens
+        count = 0
         for group in groups:
             if not group.is_initialized:
                 continue

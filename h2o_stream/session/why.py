@@ -72,6 +72,8 @@ def explain(history: ConversationHistory, word: str, layer: int | None = None) -
     if not places:
         raise H2OStreamError(f"{word!r} was not said in this conversation")
     now, past = Worths.of(cache, layer), list[tuple[int, Worths]]()
+    if not now.num_heads:
+        raise H2OStreamError(f"layer {layer} has no attention, so no words are kept there")
     earlier = _earlier(history, cache, layer)
     found = []
     for turn, text, tokens in places:
