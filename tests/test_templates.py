@@ -60,7 +60,7 @@ def _with(tokenizer: PreTrainedTokenizerBase, template: str) -> PreTrainedTokeni
 def test_hostile_messages(tokenizer: PreTrainedTokenizerBase, style: str) -> None:
     """First and later turns equal the template's own ids, but that controls in messages are text."""
     outcomes = trial(_with(tokenizer, STYLES[style]), 60)
-    assert set(outcomes) <= {"equal", "refused", "no expectation"}
+    assert set(outcomes) <= {"equal", "refused"}
     assert outcomes["equal"] > 80
 
 
