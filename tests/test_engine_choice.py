@@ -20,9 +20,6 @@ from tests.commands import invoke
     [
         ({}, "auto"),
         ({"engine": "eager"}, "eager"),
-        ({"compile": True}, "auto"),
-        ({"compile": False}, "eager"),
-        ({"engine": "eager", "compile": True}, "eager"),
     ],
 )
 def test_what_is_chosen(options: dict[str, Any], choice: str) -> None:

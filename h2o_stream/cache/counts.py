@@ -7,9 +7,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from statistics import fmean
+from typing import TYPE_CHECKING
 
-from h2o_stream.cache.head_group import HeadGroup
 from h2o_stream.cache.windows import Schedule
+
+if TYPE_CHECKING:
+    from h2o_stream.cache.head_group import HeadGroup
 
 
 @dataclass(frozen=True)
