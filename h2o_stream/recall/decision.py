@@ -119,13 +119,8 @@ def decide(
 ) -> list[Candidate]:
     """The passages worth reading again before the reply to a message, best first, at most 8, with verdicts.
 
-    Args:
-        message: what the user says now.
-        index: the passages so far.
-        terms: weights of words.
-        held: share of the tokens of a range that the heads that copy still hold, 0 to 1.
-        budget: most tokens to read again.
-        count_tokens: length of a text in tokens.
+    `held` returns the share of the tokens of a range that the heads that copy still hold, 0 to 1; `budget` and
+    `count_tokens` are in tokens.
     """
     request = _request(message)
     asked = _weights(request, terms)
