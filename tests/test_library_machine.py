@@ -70,7 +70,11 @@ class Pair:
         self.native, self.eager = attached
         assert self.native.engine_note.startswith("native"), self.native.engine_note
         self.rows, self.saved = 1, None
-        self.coarse = config.kv_bits == 8 or not isinstance(model.get_input_embeddings(), nn.Embedding)
+        self.coarse = (
+            config.kv_bits == 8
+            or model.dtype != torch.float32
+            or not isinstance(model.get_input_embeddings(), nn.Embedding)
+        )
         self.rounded = self.coarse
 
     @property
@@ -127,12 +131,14 @@ class Machine:
             "dense": make_llama,
             "grouped": lambda: make_llama(heads=2, groups=3, seed=1),
             "packed": lambda: packed_model(MatrixKind.INT8),
+            "bfloat16": lambda: make_llama(seed=2).bfloat16(),
         }
         self.pairs = [
             Pair(makers[self.random.choice(["dense", "grouped"])], CONFIGS[name], stack)
             for name in self.random.sample(sorted(CONFIGS), 2)
         ]
         self.pairs.append(Pair(makers["packed"], CONFIGS["h2o"], stack))
+        self.pairs.append(Pair(makers["bfloat16"], CONFIGS["recent"], stack))  # rounding decides on no eviction
 
     def ids(self, rows: int, count: int) -> Tensor:
         seeded = torch.Generator("cpu").manual_seed(self.random.randrange(2**31))
