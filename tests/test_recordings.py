@@ -58,7 +58,7 @@ class TestRecordings:
         recorder = _Recorder(file, 3)
         for text in written:
             recorder.add(text)
-            clock[0] += 0.3
+            clock[0] += 0.2
         recorded = [text for _, _, text in map(json.loads, file.getvalue().splitlines())]
         for screen, texts_shown in zip(screens, (written, recorded), strict=True):
             for text in texts_shown:
@@ -186,6 +186,7 @@ class TestSideBySide:
             pty.send("\x03")
             assert pty.exit_code() == 130
         stays = pty.output.partition("\x1b[?1049l")[2]
+        assert "[]" not in pty.output, "no empty title before the first turn"
         assert "the replies differ after" in stays, "what was said stays"
         assert "the texts part in turn 1 after" in stays, "and the verdict says where"
 

@@ -129,7 +129,7 @@ class Panes:
         return Panel(Text("\n").join([*lines, *status]), title=Text(side.loaded.title))
 
     def _heading(self) -> Text:
-        return Text(f"[{self._title}] {' '.join(self._prompt.split())}", "cyan")
+        return Text(f"[{self._title}] {' '.join(self._prompt.split())}" if self._title else "starting", "cyan")
 
     def _turn(self, line: str) -> Group:
         """A turn as it stays: the question, then all replies next to each other."""

@@ -28,10 +28,10 @@ _RESTORE = "\x1b[?1049l\x1b[?25h"
 _MAX_S = 1e8
 """Three years: the longest recording."""
 
-_FRAME_S = 0.4
+_FRAME_S = 0.25
 """Between two frames of a recording, as each takes room in the file."""
 
-_PAUSE_S = 0.5
+_PAUSE_S = 0.4
 """Longer pauses are shortened to this when a recording is played: a model loads, or reads."""
 
 _HOME = "\x1b[H"
