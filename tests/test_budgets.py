@@ -276,7 +276,7 @@ def test_a_forward_that_failed_in_a_group_is_noticed(model: Any, monkeypatch: py
     with attach(model, config_of(), engine="eager") as cache:
         model(TOKENS, past_key_values=cache)
         last = cache.layers[2].head_groups[1]
-        monkeypatch.setattr(last, "attend", lambda *_: 1 / 0)
+        monkeypatch.setattr(last, "add_newest", lambda *_: 1 / 0)
         with pytest.raises(ZeroDivisionError):
             model(TOKENS[:, :1], past_key_values=cache)
         monkeypatch.undo()

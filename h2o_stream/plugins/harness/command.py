@@ -12,8 +12,7 @@ def main() -> None:
     try:
         require_harness()
     except H2OStreamError as error:
-        sys.stderr.write(f"h2o-lm-eval: {error}\n")
-        sys.exit(1)
+        sys.exit(f"h2o-lm-eval: {error}")
     from lm_eval.__main__ import cli_evaluate
 
     from h2o_stream.plugins.harness.model import register
