@@ -175,12 +175,11 @@ class TestCommand:
         assert "--task-folder brings more" in done.stderr
 
 
-def test_the_command_without_the_harness(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    """Regression: it ended in a traceback."""
+def test_the_command_without_the_harness(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Regression: it ended in a traceback. Python prints the reason as a line, and exits with 1."""
     monkeypatch.setitem(sys.modules, "lm_eval", None)
     with pytest.raises(SystemExit) as left:
         lm_eval_command.main()
-    assert left.value.code == 1
-    error = capsys.readouterr().err
-    assert "pip install 'h2o-stream[eval]'" in error
-    assert error.count("\n") == 1
+    assert isinstance(left.value.code, str)
+    assert "pip install 'h2o-stream[eval]'" in left.value.code
+    assert "\n" not in left.value.code
