@@ -44,15 +44,15 @@ class Stepper(Protocol):
     """Runs the whole model for one token of each row."""
 
     def logits(self, kwargs: dict[str, Any]) -> Tensor | None:
-        """Run the token through the model and the cache: `H2OCache.begin_token` before the slots are touched,
-        `H2OCache.count_token` afterwards.
+        """Run tokens through the model and the cache: `H2OCache.begin_token` before the slots are touched,
+        `H2OCache.count_token` or `count_forward` afterwards.
 
         Args:
-            kwargs: of the model's forward, after `H2OCache.prepare_forward`: ``input_ids`` [B, 1], and nothing that
+            kwargs: of the model's forward, after `H2OCache.prepare_forward`: ``input_ids`` [B, Q], and nothing that
                 asks for more than logits.
 
         Returns:
-            [B, 1, vocabulary]; None, with nothing touched, if the model's own forward has to run.
+            [B, Q or ``logits_to_keep``, vocabulary]; None, with nothing touched, if the model's own forward has to run.
         """
 
 
@@ -173,7 +173,7 @@ class AttachedForward:
         self.cache.reset()
 
     def _output(self, kwargs: dict[str, Any]) -> Any:
-        logits = self.stepper.logits(kwargs) if self.stepper and self._is_step(kwargs) else None
+        logits = self.stepper.logits(kwargs) if self.stepper and self._wants_logits(kwargs) else None
         if logits is None:
             output = self.forward(**kwargs)
             self.cache.count_forward()
@@ -231,14 +231,14 @@ class AttachedForward:
         as_dict = kwargs.get("return_dict")
         return output if (self._config.return_dict if as_dict is None else as_dict) else output.to_tuple()
 
-    def _is_step(self, kwargs: dict[str, Any]) -> bool:
-        """Whether only the logits of a single token are wanted."""
+    def _wants_logits(self, kwargs: dict[str, Any]) -> bool:
+        """Whether only logits of tokens without padding are wanted."""
         ids = kwargs.get("input_ids")
         if getattr(self.cache, "padding", None) is not None:
             return False
         if ids is not None and torch.is_autocast_enabled(ids.device.type):  # asks for other products than a step's
             return False
-        if ids is None or ids.dim() != 2 or ids.shape[1] != 1 or not isinstance(kwargs.get("logits_to_keep", 0), int):
+        if ids is None or ids.dim() != 2 or not isinstance(kwargs.get("logits_to_keep", 0), int):
             return False
         if any(getattr(self._config, name, False) for name in ("output_hidden_states", "output_attentions")):
             return False

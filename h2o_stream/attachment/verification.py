@@ -180,16 +180,19 @@ class Verification:
         tokens, found = self._tokens(), []
         for number, part in enumerate((tokens[:, : self._prompt], *tokens[:, self._prompt :].split(1, 1))):
             # The first token after the prompt goes through the model and the kernels of its layers.
-            logits = steps.run(part) if steps and number > 1 else self._fed(cache, part)
+            native = steps if number == 0 else None
+            logits = steps.run(part) if steps and number > 1 else self._fed(cache, part, native)
             if logits is None:
                 return None
             found.append(logits)
         return torch.cat(found, 1)
 
-    def _fed(self, cache: H2OCache, tokens: Tensor) -> Tensor:
-        """[1, n, V] of tokens [1, n] that continue a stream."""
+    def _fed(self, cache: H2OCache, tokens: Tensor, steps: NativeSteps | None = None) -> Tensor:
+        """[1, n, V] of tokens [1, n] that continue a stream, natively if `steps` take prompts."""
         kwargs = {"input_ids": tokens, "past_key_values": cache, "use_cache": True}
         cache.prepare_forward(kwargs)
+        if steps and (logits := steps.run_prompt(tokens)) is not None:
+            return logits
         with using_h2o_attention(self._model), failing_as(f"{type(self._model).__name__} through this cache"):
             logits = _logits_of(self._model(**kwargs))
         cache.count_forward()

@@ -1,4 +1,4 @@
-"""Whole decode steps in the native library, in place of a model's forward for single tokens."""
+"""Decode steps and prompts in the native library, in place of a model's forward."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from h2o_stream.errors import H2OStreamError, OutOfMemoryError
 from h2o_stream.native.abi import SLOTS, STREAM, pointer
 from h2o_stream.native.description import NativeModel
 from h2o_stream.native.model_guard import ModelGuard
+from h2o_stream.native.prompts import PromptForward
 from h2o_stream.native.slots import BoundLayer, why_not
 
 MAX_ROWS = 64
@@ -48,14 +49,19 @@ class Stepper:
                 layer.frequencies = None  # keys are rotated when they are attended to
         self._most_threads = max(1, model.description.nbytes // _BYTES_PER_THREAD)
         self._step = native.h2o_step_open(ctypes.addressof(model.struct))
+        self._prompts = PromptForward(native, model, cache)
 
     def __del__(self) -> None:
         if getattr(self, "_step", None):
             self._native.h2o_step_close(self._step)
 
     def logits(self, kwargs: dict[str, Any]) -> Tensor | None:
-        """A token of each row; see `h2o_stream.attachment.forward.Stepper`."""
-        logits = self.run(kwargs["input_ids"])
+        """See `h2o_stream.attachment.forward.Stepper`."""
+        tokens = kwargs["input_ids"]
+        if tokens.shape[1] == 1 and self.cache.tokens.lengths:
+            logits = self.run(tokens)
+        else:
+            logits = self.run_prompt(tokens, kwargs.get("logits_to_keep", 0))
         return None if logits is None else logits.to(self.model.description.dtype)
 
     def run(self, tokens: Tensor, trace: Tensor | None = None) -> Tensor | None:
@@ -107,6 +113,26 @@ class Stepper:
         self._columns = cache.tokens.columns
         return logits
 
+    def run_prompt(self, tokens: Tensor, keep: int = 0) -> Tensor | None:
+        """Take several tokens of each row through the model, and count them.
+
+        Args:
+            tokens: [B, Q] int64 or int32, none of them padding.
+            keep: logits of how many of the last tokens are wanted; 0 for all.
+
+        Returns:
+            [B, keep or Q, V] float32; None where it has to be done eagerly, and nothing was touched.
+        """
+        rows, new = tokens.shape
+        if self._prompts.why_not or not new or len(self.cache.tokens.lengths or tokens) != rows:
+            return None
+        if tokens.device.type != "cpu" or tokens.dtype not in (torch.int64, torch.int32):
+            return None
+        self._unchanged.invalidate()
+        if not self._unchanged or tokens.min() < 0 or tokens.max() >= self.model.struct.vocab_size:
+            return None
+        return self._prompts.run(tokens.long(), min(keep, new) or new)
+
     def _bind(self) -> str:
         """Bind the addresses of all slots; why the library does not support them, or nothing."""
         self._revision = self.cache.revision
@@ -145,6 +171,8 @@ class CheckedStepper:
             H2OStreamError: naming the first layer after which the residual streams differ.
         """
         cache, tokens = self._stepper.cache, kwargs["input_ids"]
+        if tokens.shape[1] > 1 or not cache.tokens.lengths:
+            return None
         model = self._stepper.model
         number, before = cache.stream_number, cache.state_dict()
         eager = self._forward(**kwargs, output_hidden_states=True)

@@ -5,6 +5,9 @@
 
 #pragma once
 
+#include <algorithm>
+#include <initializer_list>
+
 #include "abi.h"
 #include "buffer.h"
 #include "packed.h"
@@ -44,6 +47,13 @@ class Vectors {
 // out[v * stride + row] = matrix[row] . vectors[v] + bias[row] for a range of rows and vectors [0, count). Vectors must
 // be quantized if the matrix is packed. `rows.begin` is a multiple of 16.
 void skinny_gemm(const Matrix& matrix, const Vectors& vectors, int64_t count, Range rows, float* out, int64_t stride);
+
+// Quantizes a range of a vector if any of these matrices needs it.
+inline void quantize_for(std::initializer_list<const Matrix*> matrices, const Vectors& vectors, int64_t vector,
+                         Range range) {
+  const auto reads_codes = [](const Matrix* matrix) { return matrix->weights && packed::is_packed(matrix->kind); };
+  if (std::any_of(matrices.begin(), matrices.end(), reads_codes)) vectors.quantize(vector, range);
+}
 
 // Prefetches the start of the next matrix; call it before waiting at a barrier.
 void prefetch(const Matrix& matrix, Range rows);

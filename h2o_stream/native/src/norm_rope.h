@@ -43,6 +43,15 @@ inline void apply_norm(const Norm& norm, const float* x, int64_t size, float* ou
   }
 }
 
+// x += scale * norm(delta). `scratch` has room for `size` numbers.
+inline void add_normed(const Norm& norm, const float* delta, int64_t size, float scale, float* x, float* scratch) {
+  if (norm.kind != kNoNorm) {
+    apply_norm(norm, delta, size, scratch);
+    delta = scratch;
+  }
+  for (int64_t i = 0; i < size; ++i) x[i] += scale * delta[i];
+}
+
 // Cosines and sines of one token index, cached because most layers share their frequencies.
 class Angles {
  public:

@@ -4,30 +4,12 @@
 #include <exception>
 #include <initializer_list>
 
+#include "activation.h"
+
 namespace {
 
 using packed::kGroup;
 using packed::kRows;  // units of work per thread: the results of 16 rows share a cache line
-
-// Quantizes a range of a vector if any of these matrices needs it.
-void quantize_for(std::initializer_list<const Matrix*> matrices, const Vectors& vectors, int64_t vector, Range range) {
-  const auto reads_codes = [](const Matrix* matrix) { return matrix->weights && packed::is_packed(matrix->kind); };
-  if (std::any_of(matrices.begin(), matrices.end(), reads_codes)) vectors.quantize(vector, range);
-}
-
-simd::Floats silu(simd::Floats x) {
-  const simd::Floats power = simd::exp_nonpositive(x < 0.f ? x : -x);
-  return (x < 0.f ? x * power : x) / (1.f + power);
-}
-
-float activate_scalar(int64_t activation, float x) {
-  switch (activation) {
-    case kGeluTanh: return 0.5f * x * (1 + std::tanh(0.7978845608028654f * (x + 0.044715f * x * x * x)));
-    case kGeluErf: return 0.5f * x * (1 + std::erf(x * 0.7071067811865476f));
-    case kRelu: return std::max(x, 0.f);
-    default: return x / (1 + std::exp(-x));
-  }
-}
 
 }  // namespace
 
@@ -129,17 +111,9 @@ void Step::write_trace(int64_t layer, int64_t stream, const float* x, const Work
   std::copy_n(x, model_.hidden_size, trace_ + (layer * count_ + stream) * model_.hidden_size);
 }
 
-// x += norm(delta).
-void Step::add(const Norm& norm, float* delta, float* x, const Worker& worker) {
+void Step::add(const Norm& norm, const float* delta, float* x, const Worker& worker) {
   const int64_t hidden = model_.hidden_size;
-  const float scale = float(model_.residual_scale);
-  const float* from = delta;
-  if (norm.kind != kNoNorm) {
-    float* normed = scratch_.at(worker.index * hidden);
-    apply_norm(norm, delta, hidden, normed);
-    from = normed;
-  }
-  for (int64_t i = 0; i < hidden; ++i) x[i] += scale * from[i];
+  add_normed(norm, delta, hidden, float(model_.residual_scale), x, scratch_.at(worker.index * hidden));
 }
 
 // Adds the MLP output, and with a parallel MLP also the attention output, of the previous layer.
@@ -225,18 +199,8 @@ void Step::mlp(const Worker& worker, const Layer& layer) {
 
 // Computes a range of the input of `down` and quantizes it.
 void Step::activate(const Layer& layer, int64_t stream, Range columns) {
-  const float* up = up_.at(stream * inner_);
   const float* gate = layer.gate.weights ? gate_.at(stream * inner_) : nullptr;
-  const float* from = gate ? gate : up;
-  float* to = activated_.at(stream);
-  int64_t i = columns.begin;
-  if (layer.activation == kSilu) {
-    for (; i + simd::kWidth <= columns.end; i += simd::kWidth) {
-      const simd::Floats activation = silu(simd::load(from + i));
-      simd::store(gate ? activation * simd::load(up + i) : activation, to + i);
-    }
-  }
-  for (; i < columns.end; ++i) to[i] = activate_scalar(layer.activation, from[i]) * (gate ? up[i] : 1.f);
+  ::activate(layer.activation, gate, up_.at(stream * inner_), columns, activated_.at(stream));
   quantize_for({&layer.down}, activated_, stream, columns);
 }
 
@@ -252,15 +216,7 @@ void Step::output(const Worker& worker) {
   });
   const Range rows = worker.partition(vocabulary, kRows);
   skinny_gemm(model_.output, state(worker).normed, count_, rows, logits_, vocabulary);
-  const float scale = float(model_.logit_scale), cap = float(model_.logit_softcap);
-  if (scale == 1 && cap == 0) return;
-  for (int64_t stream = 0; stream < count_; ++stream) {
-    float* logits = logits_ + stream * vocabulary;
-    for (int64_t i = rows.begin; i < rows.end; ++i) {
-      logits[i] *= scale;
-      if (cap > 0) logits[i] = std::tanh(logits[i] / cap) * cap;
-    }
-  }
+  for (int64_t stream = 0; stream < count_; ++stream) scale_logits(model_, rows, logits_ + stream * vocabulary);
 }
 
 extern "C" {

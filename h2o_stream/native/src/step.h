@@ -40,7 +40,7 @@ class Step {
   void activate(const Layer& layer, int64_t stream, Range columns);
   void output(const Worker& worker);
   void write_trace(int64_t layer, int64_t stream, const float* x, const Worker& worker) const;
-  void add(const Norm& norm, float* delta, float* x, const Worker& worker);
+  void add(const Norm& norm, const float* delta, float* x, const Worker& worker);  // x += norm(delta)
   void add_layer(const Layer& layer, float* x, int64_t stream, const Worker& worker);
 
   // Calls `body(state, stream)` for this thread's streams; returns when all streams are done.
