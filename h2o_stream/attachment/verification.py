@@ -187,7 +187,7 @@ class Verification:
             found.append(logits)
         return torch.cat(found, 1)
 
-    def _fed(self, cache: H2OCache, tokens: Tensor, steps: NativeSteps | None = None) -> Tensor:
+    def _fed(self, cache: H2OCache, tokens: Tensor, steps: Stepper | None = None) -> Tensor:
         """[1, n, V] of tokens [1, n] that continue a stream, natively if `steps` take prompts."""
         kwargs = {"input_ids": tokens, "past_key_values": cache, "use_cache": True}
         cache.prepare_forward(kwargs)
