@@ -18,7 +18,7 @@ from torch import Tensor
 from h2o_stream.errors import ConfigError
 from h2o_stream.native import library
 from h2o_stream.native.abi import MatrixKind
-from h2o_stream.native.packing import BLOCK, GGUF_KINDS, GROUP, ROWS, pack, repack, tiles_shape, unpack
+from h2o_stream.native.packing import BLOCK, GGUF_KINDS, GROUP, ROWS, gather, pack, repack, tiles_shape
 from tests.native_builds import native  # noqa: F401
 
 Bytes = NDArray[np.uint8]
@@ -173,7 +173,7 @@ class TestRepack:
         kind = GGUF_KINDS[name]
         blocks = torch.from_numpy(random_blocks(name, 37, 768))
         tiles = repack(blocks, GGMLQuantizationType[name], kind, 37, 768)
-        actual, expected = unpack(tiles, kind, 768, 0, 37, torch.float32), numbers(tiles, kind, 37, 768)
+        actual, expected = gather(tiles, kind, 37, 768, torch.arange(37), torch.float32), numbers(tiles, kind, 37, 768)
         np.testing.assert_allclose(actual.numpy(), expected, rtol=1e-5, atol=1e-6)
 
     @pytest.mark.parametrize("name", GGUF_KINDS)

@@ -15,7 +15,6 @@ from h2o_stream.attachment import native_steps
 from h2o_stream.models.packed_layers import PackedEmbedding, PackedLinear
 from h2o_stream.native import library
 from h2o_stream.native.abi import MatrixKind
-from h2o_stream.native.packing import unpack
 from tests.conftest import make_llama
 from tests.native_builds import native  # noqa: F401
 from tests.packed_tiles import KINDS, numbers, random_tiles
@@ -36,7 +35,7 @@ def linear(kind: MatrixKind, rows: int, columns: int, bias: torch.Tensor | None 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("bias", [False, True])
 def test_a_layer(kind: MatrixKind, bias: bool, dtype: torch.dtype) -> None:
-    """With few vectors, and with enough that weights are unpacked."""
+    """With a few vectors and with a prompt. Rounding them to 16 bits does not show."""
     torch.manual_seed(0)
     layer = linear(kind, 46, 512, torch.randn(46).to(dtype) if bias else None)
     weights = numbers(layer.tiles, kind, 46, 512)
@@ -46,7 +45,7 @@ def test_a_layer(kind: MatrixKind, bias: bool, dtype: torch.dtype) -> None:
         y = layer(x)
         assert y.shape == expected.shape
         assert y.dtype == dtype
-        assert (y - expected).norm() < 0.02 * expected.norm()
+        assert (y - expected).norm() < (1e-4 if dtype == torch.float32 else 4e-3) * expected.norm()
 
 
 @pytest.mark.parametrize("rows", [3, 40])
@@ -60,21 +59,13 @@ def test_gradients_are_refused(rows: int) -> None:
             y.sum().backward()
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_weights_are_unpacked_in_chunks(kind: MatrixKind, monkeypatch: pytest.MonkeyPatch) -> None:
-    layer, x = linear(kind, 100, 256), torch.randn(70, 256)
-    whole = layer(x)
-    monkeypatch.setattr("h2o_stream.models.packed_layers._WEIGHTS_PER_CHUNK", 256 * 40)
-    torch.testing.assert_close(layer(x), whole)
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("kind", KINDS)
 def test_an_embedding(kind: MatrixKind, dtype: torch.dtype) -> None:
     tiles = random_tiles(kind, 50, 256)
     embedding = PackedEmbedding(kind, 50, 256, dtype, tiles=tiles)
     ids = torch.tensor([[3, 49, 0], [17, 17, 16]])
-    assert embedding(ids).equal(unpack(tiles, kind, 256, 0, 50, dtype)[ids])
+    assert embedding(ids).equal(numbers(tiles, kind, 50, 256).to(dtype)[ids])
     with pytest.raises(IndexError, match="token 50 is not one of 50"):
         embedding(torch.tensor([50]))
 

@@ -22,8 +22,8 @@ from h2o_stream.config import CacheConfig, ModelConfig
 from h2o_stream.errors import ConfigError, DataError
 from h2o_stream.models.packed_layers import PackedEmbedding, PackedLinear
 from h2o_stream.native.abi import MatrixKind
-from h2o_stream.native.packing import unpack
 from tests.commands import invoke
+from tests.packed_tiles import numbers
 
 VOCABULARY = 301
 
@@ -62,7 +62,7 @@ class TestRandomWeights:
         assert kinds == {MatrixKind.INT8 if quantize == "int8" else MatrixKind.INT4}
         assert model.lm_head.kind == MatrixKind.INT8
         for module in packed:
-            weights = unpack(module.tiles, module.kind, module.in_features, 0, module.out_features, torch.float32)
+            weights = numbers(module.tiles, module.kind, module.out_features, module.in_features)
             assert float(weights.std()) == pytest.approx(DEVIATION, rel=0.1)
         with attach(model, CacheConfig(window=16)) as cache:
             model(torch.tensor([[5, 6, 7]]), past_key_values=cache)
@@ -89,7 +89,7 @@ class TestRandomWeights:
         """A vocabulary as in packed matrices: 301 tokens are 18 tiles and 13 rows of another."""
         llama().save_pretrained(tmp_path)
         model = random_model(tmp_path, ModelConfig(quantize="int8", dtype="float32", device="cpu"))
-        rows = unpack(model.lm_head.tiles, MatrixKind.INT8, 64, 0, 304, torch.float32)
+        rows = numbers(model.lm_head.tiles, MatrixKind.INT8, 304, 64)
         assert not rows[VOCABULARY:].any()
         assert rows[:VOCABULARY].any(1).all()
 

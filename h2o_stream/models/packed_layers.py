@@ -9,18 +9,7 @@ from torch import Tensor, nn
 
 from h2o_stream.attachment.gradients import without_gradient
 from h2o_stream.native.abi import Matrix, MatrixKind, pointer
-from h2o_stream.native.packing import gather, packed_bytes, require_library, tiles_shape, unpack
-
-_MAX_QUANTIZED_VECTORS = 16
-"""Up to this many vectors are quantized to 8 bits; more are multiplied by unpacked weights, which is slower but more
-accurate."""
-
-_MIN_WIDE_COLUMNS = 2048
-"""From this many columns on, vectors are always quantized: rounding errors average out."""
-
-_WEIGHTS_PER_CHUNK = 2**20
-"""Weights unpacked at a time, so that they stay in the cache."""
-
+from h2o_stream.native.packing import gather, packed_bytes, require_library, tiles_shape
 
 _NO_GRADIENT = "packed weights have no gradients; load the model with --quantize none"
 
@@ -55,14 +44,12 @@ class PackedLinear(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """[..., in] to [..., out]; `backward` raises."""
-        flat = x.detach().reshape(-1, self.in_features)
-        quantize = len(flat) <= _MAX_QUANTIZED_VECTORS or self.in_features >= _MIN_WIDE_COLUMNS
-        y = self._skinny_gemm(flat) if quantize else self._unpack_and_matmul(flat)
+        y = self._multiply(x.detach().reshape(-1, self.in_features))
         y = without_gradient(y.to(x.dtype).view(*x.shape[:-1], -1), x, reason=_NO_GRADIENT)
         return y if self.bias is None else y + self.bias
 
-    def _skinny_gemm(self, x: Tensor) -> Tensor:
-        """[n, in] to [n, out] float32 without bias, with vectors quantized to 8 bits."""
+    def _multiply(self, x: Tensor) -> Tensor:
+        """[n, in] to [n, out] float32 without bias."""
         native = require_library()
         x = x.float().contiguous()
         y = x.new_empty(len(x), self.out_features)
@@ -70,19 +57,6 @@ class PackedLinear(nn.Module):
         matrix = Matrix(tiles, None, self.out_features, self.in_features, self.kind)
         inputs, outputs = pointer(x, torch.float32, x.numel()), pointer(y, torch.float32, y.numel())
         native.h2o_multiply(ctypes.byref(matrix), inputs, outputs, len(x), torch.get_num_threads())
-        return y
-
-    def _unpack_and_matmul(self, x: Tensor) -> Tensor:
-        """[n, in] to [n, out] without bias, unpacking some rows of W at a time."""
-        dtype = torch.bfloat16 if x.dtype == torch.bfloat16 else torch.float32
-        x = x.to(dtype)
-        y = x.new_empty(len(x), self.out_features)
-        step = max(16, _WEIGHTS_PER_CHUNK // self.in_features // 16 * 16)
-        weights = x.new_empty(min(step, self.out_features), self.in_features)
-        for first in range(0, self.out_features, step):
-            count = min(step, self.out_features - first)
-            rows = unpack(self.tiles, self.kind, self.in_features, first, count, dtype, out=weights[:count])
-            torch.mm(x, rows.T, out=y[:, first : first + count])
         return y
 
 

@@ -217,7 +217,6 @@ _FUNCTIONS: dict[str, tuple[Any, list[Any]]] = {
     "h2o_multiply": (None, [c_void_p, c_void_p, c_void_p, c_int64, c_int64]),
     "h2o_pack": (None, [c_void_p, c_void_p, c_int64, c_int64]),
     "h2o_repack": (c_int64, [c_void_p, c_void_p, c_int64, c_void_p, c_int64]),
-    "h2o_unpack": (None, [c_void_p, c_void_p, c_int64, c_int64, c_int64, c_int64]),
     "h2o_gather": (None, [c_void_p, c_void_p, c_int64, c_void_p, c_int64, c_int64]),
 }
 """Result and argument types of the exported functions."""

@@ -123,18 +123,6 @@ def repack(
     return out
 
 
-def unpack(
-    tiles: Tensor, kind: MatrixKind, columns: int, first: int, count: int, dtype: torch.dtype, out: Tensor | None = None
-) -> Tensor:
-    """Dequantize `count` rows, from `first` on, to [count, columns] in float32 or bfloat16."""
-    out = torch.empty(count, columns, dtype=dtype, device="cpu") if out is None else out
-    matrix = _matrix(tiles, kind, first + count, columns)
-    in_bfloat16 = dtype == torch.bfloat16
-    address = pointer(out, torch.bfloat16 if in_bfloat16 else torch.float32, count * columns)
-    require_library().h2o_unpack(ctypes.byref(matrix), address, first, count, in_bfloat16, torch.get_num_threads())
-    return out
-
-
 def gather(tiles: Tensor, kind: MatrixKind, rows: int, columns: int, ids: Tensor, dtype: torch.dtype) -> Tensor:
     """Dequantize the rows `ids`, int64 [n], to [n, columns] in float32 or bfloat16.
 

@@ -21,13 +21,12 @@ Floats load_as(const uint8_t* from) {
   }
 }
 
-// Scales of as many rows of a tile as `Floats` holds: value = scale * (code - kBias) + offset.
+// Scales of as many rows of a tile as `Floats` holds: value = scale * (code - code_bias) + offset.
 template <int64_t kind, class Floats>
 class BlockScales {
  public:
   static constexpr bool kHasOffsets = kind == kInt4 || kind == kQ4K;
   static constexpr int64_t kScales = kind == kQ6K ? 2 : 1;  // per group
-  static constexpr int32_t kBias = kind == kQ6K ? 32 : 0;
 
   // `row` is the first row within the tile.
   BlockScales(const uint8_t* block, int64_t groups, int64_t row) : groups_(groups) {

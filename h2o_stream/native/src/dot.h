@@ -1,79 +1,95 @@
-// Integer dot products of packed codes and quantized vectors. Each SIMD lane belongs to a row.
+// Dot products of packed codes and rounded vectors. Each SIMD lane belongs to a row.
 
 #pragma once
 
+#include "abi.h"
+#include "packed.h"
 #include "simd.h"
+
+#if defined(__SSE2__)
+#include <emmintrin.h>
+#endif
 
 namespace dot {
 
 using simd::Ints;
 
-// Codes of four columns in each of `simd::kWidth` rows, one byte each; 16-bit elements because shifts need them.
-using Codes = uint16_t __attribute__((vector_size(4 * simd::kWidth)));
+// Codes of two columns in each of `simd::kWidth` rows.
+using Pairs = int16_t __attribute__((vector_size(4 * simd::kWidth)));
 
-inline Codes load(const uint8_t* from) {
-  Codes codes;
-  std::memcpy(&codes, from, sizeof codes);
-  return codes;
-}
-
-inline Codes low_nibbles(Codes bytes) { return bytes & 0x0f0f; }
-inline Codes high_nibbles(Codes bytes) { return bytes >> 4 & 0x0f0f; }
-
-// Bits 2 * index and 2 * index + 1 of each byte, moved to bits 4 and 5.
-inline Codes upper_bits(Codes bytes, int64_t index) {
-  return (index < 2 ? bytes << (4 - 2 * index) : bytes >> (2 * index - 4)) & 0x3030;
-}
-
-#if defined(H2O_AVX512)
-constexpr bool kUnsigned = true;  // 8-bit codes are multiplied as unsigned numbers with 128 added
-#else
-constexpr bool kUnsigned = false;
-#endif
-
-// 8-bit codes in the form that `Accumulator` takes.
-inline Codes from_signed(Codes bytes) { return kUnsigned ? bytes ^ 0x8080 : bytes; }
-
-// Accumulates dot products for a register of rows. Codes have 4 or 6 bits, or 8 with a sign.
-template <int64_t bits>
-class Accumulator {
- public:
-  explicit Accumulator(int32_t begin = 0) : sums_(Ints{} + begin) {}
-
-  // Adds the products of four columns. `index` counts the calls.
-  [[gnu::always_inline]] void add(Codes codes, const int8_t* vector, int64_t index) {
-    int32_t four;
-    std::memcpy(&four, vector, sizeof four);
-#if defined(H2O_AVX512)
-    (void)index;
-    sums_ = Ints(_mm512_dpbusd_epi32(__m512i(sums_), __m512i(codes), _mm512_set1_epi32(four)));
-#elif defined(H2O_AVX2)
-    // Products of column pairs are summed in 16 bits as long as they fit. The sign moves from the codes to the vector.
-    constexpr int64_t kPairsPerSum = bits == 4 ? 8 : bits == 6 ? 2 : 1;
-    __m256i left = __m256i(codes), right = _mm256_set1_epi32(four);
-    if (bits == 8) right = _mm256_sign_epi8(right, left), left = _mm256_abs_epi8(left);
-    const __m256i products = _mm256_maddubs_epi16(left, right);
-    pairs_ = index % kPairsPerSum ? _mm256_add_epi16(pairs_, products) : products;
-    if (index % kPairsPerSum == kPairsPerSum - 1) sums_ += Ints(_mm256_madd_epi16(pairs_, _mm256_set1_epi16(1)));
-#else
-    (void)index;
-    using Bytes = int8_t __attribute__((vector_size(4 * simd::kWidth)));
-    using Int16s = int16_t __attribute__((vector_size(8 * simd::kWidth)));
-    using Pairs = int32_t __attribute__((vector_size(8 * simd::kWidth)));
-    const auto wide = [](auto bytes) { return __builtin_convertvector(Bytes(bytes), Int16s); };
-    const Pairs products = Pairs(wide(codes) * wide(Ints{} + four));
-    const Pairs pairs = (products << 16 >> 16) + (products >> 16);
-    sums_ += __builtin_shufflevector(pairs, pairs, 0, 2, 4, 6) + __builtin_shufflevector(pairs, pairs, 1, 3, 5, 7);
-#endif
-  }
-
-  simd::Floats floats() const { return __builtin_convertvector(sums_, simd::Floats); }
-
- private:
-  Ints sums_;
-#if defined(H2O_AVX2) && !defined(H2O_AVX512)
-  __m256i pairs_;
-#endif
+// Columns c and c + 2, and c + 1 and c + 3. Vectors are stored in this order, because splitting bytes into even and odd
+// ones costs least.
+struct FourColumns {
+  Pairs even, odd;
 };
+
+// Keeps a vector in a register: GCC would read the operand again for each use, or reorder sums and run out of registers.
+template <class Vector>
+[[gnu::always_inline]] inline Vector in_register(Vector vector) {
+#if defined(H2O_AVX512)
+  asm("" : "+v"(vector));
+#elif defined(__SSE2__)
+  asm("" : "+x"(vector));
+#endif
+  return vector;
+}
+
+// Adds the products of two columns and of a pair of 16-bit codes, those of a vector.
+[[gnu::always_inline]] inline Ints multiply_add(Ints sums, Pairs codes, const void* pair) {
+  int32_t both;
+  std::memcpy(&both, pair, sizeof both);
+#if defined(H2O_AVX512)
+  return in_register(Ints(_mm512_dpwssd_epi32(__m512i(sums), __m512i(codes), _mm512_set1_epi32(both))));
+#elif defined(H2O_AVX2)
+  return in_register(sums + Ints(_mm256_madd_epi16(__m256i(codes), _mm256_set1_epi32(both))));
+#elif defined(__SSE2__)
+  return in_register(sums + Ints(_mm_madd_epi16(__m128i(codes), _mm_set1_epi32(both))));
+#else
+  const simd::Words words = simd::Words(codes);
+  return sums + (Ints(words << 16) >> 16) * int32_t(int16_t(both)) + (Ints(words) >> 16) * (both >> 16);
+#endif
+}
+
+using Bits = uint16_t __attribute__((vector_size(4 * simd::kWidth)));
+
+inline Bits load_bits(const uint8_t* from) {
+  Bits bits;
+  std::memcpy(&bits, from, sizeof bits);
+  return in_register(bits);
+}
+
+// Signed bytes.
+inline FourColumns split(Bits bytes) { return {Pairs(bytes << 8) >> 8, Pairs(bytes) >> 8}; }
+
+// Calls body(half, quad, columns) for columns 16 * half + 4 * quad to 16 * half + 4 * quad + 3 of a group, in the order of
+// memory; `lower` and `upper` are the group's low and high bits (upper is used by kQ6K only).
+template <int64_t kind, class Body>
+[[gnu::always_inline]] inline void for_each_quad(const uint8_t* lower, const uint8_t* upper, Body body) {
+  using packed::kLine;
+  if constexpr (kind == kInt8) {
+#pragma GCC unroll 8
+    for (int64_t i = 0; i < 8; ++i) body(i / 4, i % 4, split(load_bits(lower + i * kLine)));
+  } else if constexpr (kind == kQ6K) {
+    const Bits high[2] = {load_bits(upper), load_bits(upper + kLine)};
+#pragma GCC unroll 4
+    for (int64_t quad = 0; quad < 4; ++quad) {
+      const Bits low = load_bits(lower + quad * kLine);
+#pragma GCC unroll 2
+      for (int64_t half = 0; half < 2; ++half) {
+        const Bits four = half ? low >> 4 & 0x0f0f : low & 0x0f0f;
+        const Bits two = (quad < 2 ? high[half] << (4 - 2 * quad) : high[half] >> (2 * quad - 4)) & 0x3030;
+        using Bytes = int8_t __attribute__((vector_size(4 * simd::kWidth)));
+        body(half, quad, split(Bits(Bytes(four | two) - packed::code_bias(kind))));
+      }
+    }
+  } else {
+#pragma GCC unroll 4
+    for (int64_t quad = 0; quad < 4; ++quad) {
+      const Bits nibbles = load_bits(lower + quad * kLine);
+      body(0, quad, FourColumns{Pairs(nibbles & 15), Pairs(nibbles >> 8 & 15)});
+      body(1, quad, FourColumns{Pairs(nibbles >> 4 & 15), Pairs(nibbles >> 12)});
+    }
+  }
+}
 
 }  // namespace dot

@@ -13,7 +13,7 @@
 #include "packed.h"
 #include "threads.h"
 
-// Vectors of `size` elements and, for packed matrices, their 8-bit quantization with a scale per group of 32. Vectors
+// Vectors of `size` elements and, for packed matrices, the same rounded to 16 bits, with a scale per group of 32. Vectors
 // may be longer than a matrix has columns; the excess is ignored.
 class Vectors {
  public:
@@ -32,16 +32,14 @@ class Vectors {
   void quantize(int64_t vector, Range numbers) const;
 
   // The results of `quantize`.
-  const int8_t* codes(int64_t vector) const { return codes_.at(vector * stride_); }
+  const int16_t* codes(int64_t vector) const { return codes_.at(vector * stride_); }
   const float* scales(int64_t vector) const { return scales_.at(vector * group_stride_); }
-  const float* sums(int64_t vector) const { return sums_.at(vector * group_stride_); }                  // per group
-  const int32_t* code_sums(int64_t vector) const { return code_sums_.at(2 * vector * group_stride_); }  // per 16 codes
+  const float* sums(int64_t vector) const { return sums_.at(vector * group_stride_); }
 
  private:
   int64_t count_ = 0, size_ = 0, stride_ = 0, group_stride_ = 0;
   Buffer<float> numbers_, scales_, sums_;
-  Buffer<int8_t> codes_;
-  Buffer<int32_t> code_sums_;
+  Buffer<int16_t> codes_;
 };
 
 // out[v * stride + row] = matrix[row] . vectors[v] + bias[row] for a range of rows and vectors [0, count). Vectors must
@@ -54,6 +52,10 @@ inline void quantize_for(std::initializer_list<const Matrix*> matrices, const Ve
   const auto reads_codes = [](const Matrix* matrix) { return matrix->weights && packed::is_packed(matrix->kind); };
   if (std::any_of(matrices.begin(), matrices.end(), reads_codes)) vectors.quantize(vector, range);
 }
+
+// out [count][rows] = x [count][columns] times the transposed packed matrix, plus its bias: the numbers of `skinny_gemm`,
+// for many vectors.
+void gemm_packed(const Matrix& matrix, const float* x, int64_t count, float* out, int64_t threads);
 
 // Prefetches the start of the next matrix; call it before waiting at a barrier.
 void prefetch(const Matrix& matrix, Range rows);

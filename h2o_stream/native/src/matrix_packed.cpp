@@ -1,4 +1,4 @@
-// Products of packed matrices with vectors quantized to 8 bits.
+// Products of packed matrices with vectors rounded to 16 bits.
 
 #include "dot.h"
 #include "block_scales.h"
@@ -45,8 +45,6 @@ class PackedTile {
  private:
   using Scales = packed::BlockScales<kind, Floats>;
   static constexpr int64_t kVectorsPerTile = kRows / kWidth;  // registers per column of a tile
-  static constexpr int64_t kBits = kind == kInt8 ? 8 : kind == kQ6K ? 6 : 4;
-  static constexpr int32_t kBias = kind == kInt8 && dot::kUnsigned ? 128 : Scales::kBias;
   static constexpr int64_t kGroupBytes = kRows * kGroup / (kind == kInt8 ? 1 : 2);  // without the upper bits
 
   template <int64_t count>
@@ -71,42 +69,21 @@ class PackedTile {
     }
   }
 
-  // Codes of columns 16 * half + 4 * quad to 16 * half + 4 * quad + 3 of a group.
-  static dot::Codes codes(const uint8_t* lower, const uint8_t* upper, int64_t half, int64_t quad) {
-    if constexpr (kind == kInt8) return dot::from_signed(dot::load(lower + (4 * half + quad) * kLine));
-    const dot::Codes nibbles = dot::load(lower + quad * kLine);
-    const dot::Codes four = half ? dot::high_nibbles(nibbles) : dot::low_nibbles(nibbles);
-    if constexpr (kind != kQ6K) return four;
-    return four | dot::upper_bits(dot::load(upper + half * kLine), quad);
-  }
-
   // Adds the products of a group for one register of rows.
   template <int64_t count>
   [[gnu::always_inline]] static void add_group(const Scales& block_scales, int64_t group, const uint8_t* lower,
                                                const uint8_t* upper, const Vectors& vectors, int64_t first,
                                                int64_t vector_group, int64_t row_vector,
                                                Floats (&sums)[count][kVectorsPerTile]) {
-    using Accumulator = dot::Accumulator<kBits>;
     constexpr int64_t kScales = Scales::kScales;
-    Accumulator dots[kScales][count];
-    for (int64_t v = 0; kBias && v < count; ++v) {
-      const int32_t* code_sums = vectors.code_sums(first + v) + 2 * vector_group;
-      if constexpr (kScales == 2) {
-        for (int64_t half = 0; half < 2; ++half) dots[half][v] = Accumulator(-kBias * code_sums[half]);
-      } else {
-        dots[0][v] = Accumulator(-kBias * (code_sums[0] + code_sums[1]));
-      }
-    }
-#pragma GCC unroll 8
-    for (int64_t i = 0; i < 8; ++i) {  // memory order
-      const int64_t half = kind == kInt8 ? i / 4 : i % 2, quad = kind == kInt8 ? i % 4 : i / 2;
-      const dot::Codes four = codes(lower, upper, half, quad);
+    simd::Ints dots[2][count] = {};
+    dot::for_each_quad<kind>(lower, upper, [&](int64_t half, int64_t quad, dot::FourColumns columns) {
 #pragma GCC unroll 4
       for (int64_t v = 0; v < count; ++v) {
-        const int8_t* vector = vectors.codes(first + v) + vector_group * kGroup + 16 * half + 4 * quad;
-        dots[kScales == 2 ? half : 0][v].add(four, vector, kScales == 2 ? quad : i);
+        const int16_t* four = vectors.codes(first + v) + vector_group * kGroup + 16 * half + 4 * quad;
+        dots[half][v] = dot::multiply_add(dot::multiply_add(dots[half][v], columns.even, four), columns.odd, four + 2);
       }
-    }
+    });
     Floats scales[kScales];
     for (int64_t i = 0; i < kScales; ++i) scales[i] = block_scales.scale(group, i);
     const Floats offset = block_scales.offset(group);
@@ -114,10 +91,16 @@ class PackedTile {
     for (int64_t v = 0; v < count; ++v) {
       Floats& sum = sums[v][row_vector];
       const float scale = vectors.scales(first + v)[vector_group];
-      for (int64_t i = 0; i < kScales; ++i) sum += dots[i][v].floats() * (scales[i] * scale);
+      if constexpr (kScales == 1) {
+        sum += to_floats(dots[0][v] + dots[1][v]) * (scales[0] * scale);
+      } else {
+        for (int64_t i = 0; i < kScales; ++i) sum += to_floats(dots[i][v]) * (scales[i] * scale);
+      }
       if (Scales::kHasOffsets) sum += offset * vectors.sums(first + v)[vector_group];
     }
   }
+
+  static Floats to_floats(simd::Ints ints) { return __builtin_convertvector(ints, Floats); }
 
   const uint8_t* const blocks_;
   const int64_t groups_;

@@ -13,6 +13,8 @@ constexpr int64_t kLine = 64;    // bytes; alignment of every part of a block
 
 constexpr bool is_packed(int64_t kind) { return kind >= kInt8 && kind <= kQ6K; }
 
+constexpr int8_t code_bias(int64_t kind) { return kind == kQ6K ? 32 : 0; }
+
 // Bytes of the scales of a block of `groups` groups.
 constexpr int64_t scale_bytes(int64_t kind, int64_t groups) {
   const int64_t halves = 2 * kRows;

@@ -1,0 +1,219 @@
+// Products of packed matrices with many vectors, such as the tokens of a prompt; limited by arithmetic.
+//
+// Tiles of 16 rows are unpacked to 16-bit codes, some columns at a time, and multiplied from the cache by all tokens of a
+// panel. Every number is the same sum, in the same order, as in matrix_packed.cpp.
+
+#include "block_scales.h"
+#include "dot.h"
+#include "rounding.h"
+#include "tiles.h"
+
+namespace {
+
+using packed::kGroup;
+using simd::Floats;
+using simd::kWidth;
+
+// Rows and tokens multiplied at a time: as many sums as fit into registers.
+#if defined(H2O_AVX512)
+constexpr int64_t kRows = 2 * packed::kRows, kTokens = 6;
+#elif defined(H2O_AVX2)
+constexpr int64_t kRows = packed::kRows, kTokens = 4;
+#else
+constexpr int64_t kRows = packed::kRows, kTokens = 2;
+#endif
+
+constexpr int64_t kRegisters = kRows / kWidth;  // per column
+constexpr int64_t kGroupsPerBlock = packed::kBlock / kGroup;
+constexpr int64_t kPairs = kGroup / 2;
+
+// Groups of a tile that are unpacked at a time, and bytes of a panel of tokens: both stay in the L2 cache.
+constexpr int64_t kMaxGroups = 4 * kGroupsPerBlock;
+constexpr int64_t kPanelBytes = 1 << 18;
+
+// A rounded group of `kTokens` vectors; codes as `rounding::round_group` orders them.
+struct VectorGroup {
+  int32_t pairs[kPairs][kTokens];
+  float scales[kTokens], sums[kTokens];
+};
+
+// An unpacked group of `kRows` rows.
+template <int64_t kind>
+struct WeightGroup {
+  static constexpr bool kHasOffsets = packed::BlockScales<kind, Floats>::kHasOffsets;
+  static constexpr int64_t kScales = packed::BlockScales<kind, Floats>::kScales;
+
+  dot::Pairs codes[kPairs][kRegisters];
+  Floats scales[kScales][kRegisters], offsets[kRegisters];
+};
+
+// Products of `kRows` rows with `kTokens` vectors.
+using Sums = Floats[kTokens][kRegisters];
+
+// A product, and the rounded vectors [blocks][groups]: a block is `kTokens` vectors.
+struct Product {
+  const Matrix& matrix;
+  const float* x;
+  float* out;
+  int64_t count;
+  VectorGroup* vectors;
+
+  int64_t groups() const { return matrix.columns / kGroup; }
+  int64_t blocks() const { return simd::padded(count, kTokens) / kTokens; }
+  VectorGroup* block(int64_t index) const { return vectors + index * groups(); }
+};
+
+void round_block(const Product& product, int64_t block) {
+  const int64_t first = block * kTokens, tokens = std::min(kTokens, product.count - first);
+  VectorGroup* groups = product.block(block);
+  for (int64_t t = 0; t < tokens; ++t) {
+    const float* x = product.x + (first + t) * product.matrix.columns;
+    for (int64_t g = 0; g < product.groups(); ++g) {
+      int16_t codes[kGroup];
+      rounding::round_group(x + g * kGroup, codes, groups[g].scales[t], groups[g].sums[t]);
+      for (int64_t i = 0; i < kPairs; ++i) std::memcpy(&groups[g].pairs[i][t], codes + 2 * i, sizeof(int32_t));
+    }
+  }
+}
+
+// Unpacks a block of 256 columns, or `groups` groups, of the tile that starts at register `first` of `out`.
+template <int64_t kind>
+void unpack_block(const uint8_t* block, int64_t groups, int64_t first, WeightGroup<kind>* out) {
+  constexpr int64_t kGroupBytes = packed::kRows * kGroup / (kind == kInt8 ? 1 : 2);  // without the upper bits
+  const uint8_t* lower = block + packed::scale_bytes(kind, groups);
+  const uint8_t* upper = lower + groups * kGroupBytes;
+  for (int64_t r = first; r < first + packed::kRows / kWidth; ++r) {
+    const int64_t row = (r - first) * kWidth, offset = 4 * row;
+    const packed::BlockScales<kind, Floats> scales(block, groups, row);
+    for (int64_t g = 0; g < groups; ++g) {
+      for (int64_t i = 0; i < WeightGroup<kind>::kScales; ++i) out[g].scales[i][r] = scales.scale(g, i);
+      if (WeightGroup<kind>::kHasOffsets) out[g].offsets[r] = scales.offset(g);
+      dot::for_each_quad<kind>(lower + g * kGroupBytes + offset, upper + g * 2 * packed::kLine + offset,
+                               [&](int64_t half, int64_t quad, dot::FourColumns columns) {
+                                 out[g].codes[8 * half + 2 * quad][r] = columns.even;
+                                 out[g].codes[8 * half + 2 * quad + 1][r] = columns.odd;
+                               });
+    }
+  }
+}
+
+template <int64_t kind>
+void add_products(const WeightGroup<kind>* weights, const VectorGroup* vectors, int64_t groups, Sums& total) {
+  using Group = WeightGroup<kind>;
+  Sums sums;
+  std::memcpy(&sums, &total, sizeof sums);
+  for (int64_t g = 0; g < groups; ++g) {
+    const Group& group = weights[g];
+    const VectorGroup& vector = vectors[g];
+#pragma GCC unroll 2
+    for (int64_t i = 0; i < Group::kScales; ++i) {
+      simd::Ints dots[kTokens][kRegisters] = {};
+      constexpr int64_t kPairsPerScale = kPairs / Group::kScales;
+#pragma GCC unroll 16
+      for (int64_t pair = i * kPairsPerScale; pair < (i + 1) * kPairsPerScale; ++pair) {
+#pragma GCC unroll 12
+        for (int64_t t = 0; t < kTokens; ++t) {
+#pragma GCC unroll 4
+          for (int64_t r = 0; r < kRegisters; ++r) {
+            dots[t][r] = dot::multiply_add(dots[t][r], group.codes[pair][r], &vector.pairs[pair][t]);
+          }
+        }
+      }
+#pragma GCC unroll 12
+      for (int64_t t = 0; t < kTokens; ++t) {
+#pragma GCC unroll 4
+        for (int64_t r = 0; r < kRegisters; ++r) {
+          sums[t][r] += __builtin_convertvector(dots[t][r], Floats) * (group.scales[i][r] * vector.scales[t]);
+        }
+      }
+    }
+    if constexpr (Group::kHasOffsets) {
+#pragma GCC unroll 12
+      for (int64_t t = 0; t < kTokens; ++t) {
+#pragma GCC unroll 4
+        for (int64_t r = 0; r < kRegisters; ++r) sums[t][r] += group.offsets[r] * vector.sums[t];
+      }
+    }
+  }
+  std::memcpy(&total, &sums, sizeof sums);
+}
+
+// Writes the products of a block of tokens with `kRows` rows, plus the bias.
+void write_products(const Product& product, int64_t block, int64_t row, const Sums& sums) {
+  const int64_t rows = std::min(product.matrix.rows - row, kRows), first = block * kTokens;
+  Floats bias[kRegisters] = {};
+  if (product.matrix.bias) std::memcpy(bias, product.matrix.bias + row, rows * sizeof(float));
+  for (int64_t t = 0; t < std::min(kTokens, product.count - first); ++t) {
+    Floats products[kRegisters];
+    for (int64_t r = 0; r < kRegisters; ++r) products[r] = sums[t][r] + bias[r];
+    float* to = product.out + (first + t) * product.matrix.rows + row;
+    if (rows == kRows) {
+      std::memcpy(to, products, sizeof products);
+    } else {
+      std::memcpy(to, products, rows * sizeof(float));
+    }
+  }
+}
+
+// Unpacks `groups` groups, starting at a whole block, of the tiles of `kRows` rows; missing tiles are left as they are.
+template <int64_t kind>
+void unpack(const Matrix& matrix, int64_t row, int64_t first, int64_t groups, WeightGroup<kind>* weights) {
+  constexpr int64_t kBlockBytes = packed::block_bytes(kind, kGroupsPerBlock);
+  for (int64_t tile = 0; tile < kRows && row + tile < matrix.rows; tile += packed::kRows) {
+    const uint8_t* block = tile_address(matrix, row + tile) + first / kGroupsPerBlock * kBlockBytes;
+    for (int64_t g = 0; g < groups; g += kGroupsPerBlock, block += kBlockBytes) {
+      unpack_block<kind>(block, std::min(kGroupsPerBlock, groups - g), tile / kWidth, weights + g);
+    }
+  }
+}
+
+// Multiplies `kRows` rows by the tokens of some blocks.
+template <int64_t kind>
+void multiply_rows(const Product& product, int64_t row, Range blocks, WeightGroup<kind>* weights, Sums* sums) {
+  std::memset(static_cast<void*>(sums), 0, blocks.size() * sizeof(Sums));
+  for (int64_t first = 0; first < product.groups(); first += kMaxGroups) {
+    const int64_t groups = std::min(kMaxGroups, product.groups() - first);
+    unpack<kind>(product.matrix, row, first, groups, weights);
+    for (int64_t block = blocks.begin; block < blocks.end; ++block) {
+      add_products<kind>(weights, product.block(block) + first, groups, sums[block - blocks.begin]);
+    }
+  }
+  for (int64_t block = blocks.begin; block < blocks.end; ++block) {
+    write_products(product, block, row, sums[block - blocks.begin]);
+  }
+}
+
+template <int64_t kind>
+void gemm(Product product, int64_t threads) {
+  const int64_t groups = std::min(kMaxGroups, product.groups()), total = product.blocks();
+  const int64_t panel = std::clamp<int64_t>(kPanelBytes / (groups * int64_t(sizeof(VectorGroup))), 1, total);
+  static thread_local Buffer<VectorGroup> vectors;
+  static thread_local Buffer<WeightGroup<kind>> weights;
+  static thread_local Buffer<Sums> sums;
+  vectors.reserve(total * product.groups()), weights.reserve(threads * groups), sums.reserve(threads * panel);
+  product.vectors = vectors.data();
+  auto *all_weights = weights.data(), *all_sums = sums.data();  // of this thread, for all workers
+  parallel(threads, [&](const Worker& worker) {
+    const Range blocks = worker.partition(total), rows = worker.partition(product.matrix.rows, kRows);
+    for (int64_t block = blocks.begin; block < blocks.end; ++block) round_block(product, block);
+    worker.barrier();
+    for (int64_t first = 0; first < total; first += panel) {
+      for (int64_t row = rows.begin; row < rows.end; row += kRows) {
+        multiply_rows<kind>(product, row, {first, std::min(first + panel, total)}, all_weights + worker.index * groups,
+                            all_sums + worker.index * panel);
+      }
+    }
+  });
+}
+
+}  // namespace
+
+void gemm_packed(const Matrix& matrix, const float* x, int64_t count, float* out, int64_t threads) {
+  const Product product{matrix, x, out, count, nullptr};
+  switch (matrix.kind) {
+    case kInt8: return gemm<kInt8>(product, threads);
+    case kInt4: return gemm<kInt4>(product, threads);
+    case kQ4K: return gemm<kQ4K>(product, threads);
+    default: return gemm<kQ6K>(product, threads);
+  }
+}
