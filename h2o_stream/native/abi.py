@@ -206,9 +206,9 @@ _FUNCTIONS: dict[str, tuple[Any, list[Any]]] = {
     "h2o_prompt_open": (c_void_p, [c_void_p]),
     "h2o_prompt_close": (None, [c_void_p]),
     "h2o_prompt_begin": (c_int64, [c_void_p, c_void_p, c_void_p, c_int64, c_int64]),
-    "h2o_prompt_project": (None, [c_void_p, c_int64, c_void_p, c_void_p, c_void_p]),
-    "h2o_prompt_finish": (None, [c_void_p, c_int64, c_void_p]),
-    "h2o_prompt_output": (None, [c_void_p, c_void_p, c_int64, c_void_p]),
+    "h2o_prompt_project": (c_int64, [c_void_p, c_int64, c_void_p, c_void_p, c_void_p]),
+    "h2o_prompt_finish": (c_int64, [c_void_p, c_int64, c_void_p]),
+    "h2o_prompt_output": (c_int64, [c_void_p, c_void_p, c_int64, c_void_p]),
     "h2o_decode": (c_int64, [c_void_p, c_void_p, c_int64, c_int64, *[c_void_p] * 4, c_int64]),
     "h2o_prefill": (
         c_int64,

@@ -52,23 +52,26 @@ class PromptForward:
         Raises:
             OutOfMemoryError: there is none for so many tokens.
         """
-        (rows, new), cache, native = tokens.shape, self._cache, self._native
-        count, threads = rows * new, torch.get_num_threads()
+        (rows, new), cache = tokens.shape, self._cache
+        count = rows * new
         seen = torch.tensor(cache.tokens.lengths or (0,) * rows, dtype=torch.int32, device="cpu")
         indices = (seen[:, None] + torch.arange(new, dtype=torch.int32, device="cpu")).contiguous()
         ids = tokens.contiguous()
         cache.begin_token()
-        if native.h2o_prompt_begin(
-            self._prompt, pointer(ids, torch.int64, count), pointer(indices, torch.int32, count), count, threads
-        ):
-            raise OutOfMemoryError(f"out of memory for {count} tokens at once; lower --chunk")
+        self._call(
+            "begin",
+            pointer(ids, torch.int64, count),
+            pointer(indices, torch.int32, count),
+            count,
+            torch.get_num_threads(),
+        )
         for number in range(len(self._model.layers)):
             self._layer(number, rows, new)
         vocabulary = self._model.struct.vocab_size
         chosen = torch.arange(count, device="cpu").view(rows, new)[:, new - keep :].contiguous()
         logits = torch.empty(rows, keep, vocabulary, dtype=torch.float32, device="cpu")
-        native.h2o_prompt_output(
-            self._prompt,
+        self._call(
+            "output",
             pointer(chosen, torch.int64, rows * keep),
             rows * keep,
             pointer(logits, torch.float32, rows * keep * vocabulary),
@@ -78,19 +81,18 @@ class PromptForward:
 
     def _layer(self, number: int, rows: int, new: int) -> None:
         """Take the residual stream through a layer."""
-        shape, count = self._model.layers[number].attention, rows * new
-        sizes = (
-            (shape.query_heads, shape.head_size),
-            (shape.kv_heads, shape.head_size),
-            (shape.kv_heads, shape.value_size),
-        )
-        new_tokens = [torch.empty(rows, new, *size, dtype=torch.float32, device="cpu") for size in sizes]
-        self._native.h2o_prompt_project(
-            self._prompt, number, *(pointer(x, torch.float32, x.numel()) for x in new_tokens)
-        )
+        shape = self._model.layers[number].attention
+        keys = (shape.kv_heads, shape.head_size), (shape.kv_heads, shape.value_size)
+        sizes = (shape.query_heads, shape.head_size), *keys
+        projected = [torch.empty(rows, new, *size, dtype=torch.float32, device="cpu") for size in sizes]
+        self._call("project", number, *(pointer(x, torch.float32, x.numel()) for x in projected))
         dtype = self._model.description.dtype
-        query, key, value = (x.transpose(1, 2).to(dtype) for x in new_tokens)
+        query, key, value = (x.transpose(1, 2).to(dtype) for x in projected)
         transform = LogitTransform(shape.scaling, shape.softcap or None)
         attended = self._cache.layers[number].attend(query, key, value, transform).float().contiguous()
-        size = count * shape.query_heads * shape.value_size
-        self._native.h2o_prompt_finish(self._prompt, number, pointer(attended, torch.float32, size))
+        size = rows * new * shape.query_heads * shape.value_size
+        self._call("finish", number, pointer(attended, torch.float32, size))
+
+    def _call(self, function: str, *arguments: int) -> None:
+        if getattr(self._native, f"h2o_prompt_{function}")(self._prompt, *arguments):
+            raise OutOfMemoryError("out of memory for so many tokens at once; lower --chunk")

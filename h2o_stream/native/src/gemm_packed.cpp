@@ -55,7 +55,7 @@ struct Product {
   const Matrix& matrix;
   const float* x;
   float* out;
-  int64_t count;
+  int64_t stride, count;
   VectorGroup* vectors;
 
   int64_t groups() const { return matrix.columns / kGroup; }
@@ -146,7 +146,7 @@ void write_products(const Product& product, int64_t block, int64_t row, const Su
   for (int64_t t = 0; t < std::min(kTokens, product.count - first); ++t) {
     Floats products[kRegisters];
     for (int64_t r = 0; r < kRegisters; ++r) products[r] = sums[t][r] + bias[r];
-    float* to = product.out + (first + t) * product.matrix.rows + row;
+    float* to = product.out + (first + t) * product.stride + row;
     if (rows == kRows) {
       std::memcpy(to, products, sizeof products);
     } else {
@@ -208,8 +208,8 @@ void gemm(Product product, int64_t threads) {
 
 }  // namespace
 
-void gemm_packed(const Matrix& matrix, const float* x, int64_t count, float* out, int64_t threads) {
-  const Product product{matrix, x, out, count, nullptr};
+void gemm_packed(const Matrix& matrix, const float* x, int64_t count, float* out, int64_t stride, int64_t threads) {
+  const Product product{matrix, x, out, stride, count, nullptr};
   switch (matrix.kind) {
     case kInt8: return gemm<kInt8>(product, threads);
     case kInt4: return gemm<kInt4>(product, threads);

@@ -68,25 +68,26 @@ void skinny_gemm(const Matrix& matrix, const Vectors& vectors, int64_t count, Ra
   }
 }
 
-extern "C" {
-
-// y [count][rows] = x [count][columns] times the transposed matrix, plus its bias.
-void h2o_multiply(const Matrix* matrix, const float* x, float* y, int64_t count, int64_t threads) {
-  threads = useful_threads(*matrix, count, threads);
-  if (packed::is_packed(matrix->kind) && count >= kMinGemmVectors) return gemm_packed(*matrix, x, count, y, threads);
+void multiply(const Matrix& matrix, const float* x, int64_t count, float* out, int64_t stride, int64_t threads) {
+  threads = useful_threads(matrix, count, threads);
+  if (packed::is_packed(matrix.kind) && count >= kMinGemmVectors) {
+    return gemm_packed(matrix, x, count, out, stride, threads);
+  }
   static thread_local Vectors scratch;
   const Vectors& vectors = scratch;
-  scratch.reserve(count, matrix->columns);
+  scratch.reserve(count, matrix.columns);
   parallel(threads, [&](const Worker& worker) {
-    const int64_t columns = matrix->columns;
     const Range range = worker.partition(count);
     for (int64_t v = range.begin; v < range.end; ++v) {
-      std::memcpy(vectors.at(v), x + v * columns, columns * sizeof(float));
-      if (packed::is_packed(matrix->kind)) vectors.quantize(v, {0, columns});
+      std::memcpy(vectors.at(v), x + v * matrix.columns, matrix.columns * sizeof(float));
+      quantize_for({&matrix}, vectors, v, {0, matrix.columns});
     }
     worker.barrier();
-    skinny_gemm(*matrix, vectors, count, worker.partition(matrix->rows, packed::kRows), y, matrix->rows);
+    skinny_gemm(matrix, vectors, count, worker.partition(matrix.rows, packed::kRows), out, stride);
   });
 }
 
-}  // extern "C"
+// y [count][rows] = x [count][columns] times the transposed matrix, plus its bias.
+extern "C" void h2o_multiply(const Matrix* matrix, const float* x, float* y, int64_t count, int64_t threads) {
+  multiply(*matrix, x, count, y, matrix->rows, threads);
+}

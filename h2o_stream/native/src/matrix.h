@@ -53,9 +53,11 @@ inline void quantize_for(std::initializer_list<const Matrix*> matrices, const Ve
   if (std::any_of(matrices.begin(), matrices.end(), reads_codes)) vectors.quantize(vector, range);
 }
 
-// out [count][rows] = x [count][columns] times the transposed packed matrix, plus its bias: the numbers of `skinny_gemm`,
-// for many vectors.
-void gemm_packed(const Matrix& matrix, const float* x, int64_t count, float* out, int64_t threads);
+// The same for vectors [count][columns] and all rows, on up to `threads` threads; rounds the vectors by itself.
+void multiply(const Matrix& matrix, const float* x, int64_t count, float* out, int64_t stride, int64_t threads);
+
+// `multiply` for packed matrices and many vectors, with the numbers of `skinny_gemm`.
+void gemm_packed(const Matrix& matrix, const float* x, int64_t count, float* out, int64_t stride, int64_t threads);
 
 // Prefetches the start of the next matrix; call it before waiting at a barrier.
 void prefetch(const Matrix& matrix, Range rows);

@@ -1,8 +1,7 @@
 // A prompt, from token ids to logits, except for the attention of its layers: that belongs to the cache (prefill.h).
 //
 // The caller alternates: `begin`, then for every layer `project` and `finish` with the attention of what was projected,
-// then `output`. Tokens are processed in blocks, so that activations stay in the cache and every matrix is read once a
-// block.
+// then `output`. Every matrix is read once for a block of tokens.
 
 #pragma once
 
@@ -31,14 +30,15 @@ class Prompt {
   void reserve(int64_t count, int64_t threads);
   template <class Body>
   void for_each_block(Body body) const;
+  template <class Body>
+  void for_each_token(int64_t size, Body body) const;
 
   const Model model_;
   int64_t count_ = 0, threads_ = 1;
-  int64_t qkv_size_ = 0, inner_ = 0;                                         // maximum over layers
-  Buffer<float> x_;                                                          // the residual stream [count][hidden_size]
-  Buffer<int32_t> indices_;                                                  // [count]
-  Buffer<float> qkv_, attention_delta_, mlp_delta_, gate_, up_;              // of a block
-  Vectors normed_, attended_, activated_;                                    // of a block
-  Buffer<float> scratch_;                                                    // [threads][hidden_size]
-  std::vector<Angles> angles_;                                               // [threads]
+  int64_t qkv_size_ = 0, inner_ = 0;                                     // maximum over layers
+  Buffer<float> x_;                                                      // the residual stream [count][hidden_size]
+  Buffer<int32_t> indices_;                                              // [count]
+  Buffer<float> normed_, qkv_, attention_delta_, gate_, up_, mlp_delta_;  // of a block
+  Buffer<float> scratch_;                                                // [threads][hidden_size]
+  std::vector<Angles> angles_;                                           // [threads]
 };
