@@ -29,6 +29,7 @@ from h2o_stream.native.abi import MatrixKind
 from h2o_stream.native.packing import pack
 from h2o_stream.progress import Progress
 from tests.conftest import make_llama
+from tests.tolerance import relative_error
 
 IDS = torch.randint(3, 64, (1, 30), generator=torch.Generator().manual_seed(0))
 
@@ -224,8 +225,10 @@ class TestGguf:
         down, up = model.model.layers[3].mlp.down_proj, model.get_input_embeddings()
         assert (down.kind, up.kind) == (MatrixKind.INT4, MatrixKind.INT8)
         assert isinstance(model.get_output_embeddings(), TiedHead)
-        ids = torch.arange(100, 180)[None]  # enough tokens that activations are not quantized
-        torch.testing.assert_close(model(ids).logits, embedded.model(ids).logits, rtol=1e-4, atol=1e-4)
+        ids = torch.arange(100, 180)[None]
+        assert (
+            relative_error(model(ids).logits, embedded.model(ids).logits) < 2e-3
+        )  # activations are rounded to 16 bits
 
     @pytest.mark.parametrize(
         ("quantize", "max_loss"),
