@@ -148,9 +148,11 @@ def test_commands(page: str, line: str, runs: bool, place: Path, model: Path, re
         return
     if kind == "summarize":
         arguments = ["xsum.jsonl" if word == "FILE" else word for word in arguments]
-    if "--record" in arguments or "--replay" in arguments:
+    if any(word.startswith("docs/") for word in arguments):
+        arguments = [str(ROOT / word) if word.startswith("docs/") else word for word in arguments] + ["--pace", "1000"]
+    if "FILE" in arguments and ("--record" in arguments or "--replay" in arguments):
         Path("FILE").unlink()
-    if "--replay" in arguments:
+    if "FILE" in arguments and "--replay" in arguments:
         assert invoke("h2o-stream", "-m", model, "--turns", "1", "-n", "2", "--record", "FILE").exit_code == 0
     if "--export" in arguments:
         talk = ["--session", arguments[arguments.index("--session") + 1]]

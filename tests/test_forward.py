@@ -22,6 +22,8 @@ def ids(count: int, batch: int = 1, seed: int = 0) -> Tensor:
 class OneLogit:
     """A stepper that always expects the same token next."""
 
+    takes_prompts = False
+
     def __init__(self, token: int = 7, serves: bool = True) -> None:
         self.token, self.serves, self.calls, self.cache = token, serves, 0, None
 

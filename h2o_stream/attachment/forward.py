@@ -41,7 +41,13 @@ _BY_COLUMN = {"input_ids", "inputs_embeds", "attention_mask", "position_ids", "c
 
 
 class Stepper(Protocol):
-    """Runs the whole model for one token of each row."""
+    """Runs the whole model for one token of each row.
+
+    Attributes:
+        takes_prompts: and for several.
+    """
+
+    takes_prompts: bool
 
     def logits(self, kwargs: dict[str, Any]) -> Tensor | None:
         """Run tokens through the model and the cache: `H2OCache.begin_token` before the slots are touched,
@@ -173,7 +179,7 @@ class AttachedForward:
         self.cache.reset()
 
     def _output(self, kwargs: dict[str, Any]) -> Any:
-        logits = self.stepper.logits(kwargs) if self.stepper and self._wants_logits(kwargs) else None
+        logits = self.stepper.logits(kwargs) if self.stepper and self._is_for(self.stepper, kwargs) else None
         if logits is None:
             output = self.forward(**kwargs)
             self.cache.count_forward()
@@ -231,14 +237,16 @@ class AttachedForward:
         as_dict = kwargs.get("return_dict")
         return output if (self._config.return_dict if as_dict is None else as_dict) else output.to_tuple()
 
-    def _wants_logits(self, kwargs: dict[str, Any]) -> bool:
-        """Whether only logits of tokens without padding are wanted."""
+    def _is_for(self, stepper: Stepper, kwargs: dict[str, Any]) -> bool:
+        """Whether only logits are wanted, of tokens without padding that the stepper takes."""
         ids = kwargs.get("input_ids")
         if getattr(self.cache, "padding", None) is not None:
             return False
         if ids is not None and torch.is_autocast_enabled(ids.device.type):  # asks for other products than a step's
             return False
         if ids is None or ids.dim() != 2 or not isinstance(kwargs.get("logits_to_keep", 0), int):
+            return False
+        if ids.shape[1] > 1 and not stepper.takes_prompts:
             return False
         if any(getattr(self._config, name, False) for name in ("output_hidden_states", "output_attentions")):
             return False

@@ -59,6 +59,8 @@ class GraphSteps:
         record: captures a call, by default as a CUDA graph.
     """
 
+    takes_prompts = False
+
     def __init__(
         self,
         forward: Callable[..., Any],

@@ -50,6 +50,7 @@ class Stepper:
         self._most_threads = max(1, model.description.nbytes // _BYTES_PER_THREAD)
         self._step = native.h2o_step_open(ctypes.addressof(model.struct))
         self._prompts = PromptForward(native, model, cache)
+        self.takes_prompts = not self._prompts.why_not
 
     def __del__(self) -> None:
         if getattr(self, "_step", None):
@@ -124,7 +125,7 @@ class Stepper:
             [B, keep or Q, V] float32; None where it has to be done eagerly, and nothing was touched.
         """
         rows, new = tokens.shape
-        if self._prompts.why_not or not new or len(self.cache.tokens.lengths or tokens) != rows:
+        if not self.takes_prompts or not new or len(self.cache.tokens.lengths or tokens) != rows:
             return None
         if tokens.device.type != "cpu" or tokens.dtype not in (torch.int64, torch.int32):
             return None
@@ -161,6 +162,8 @@ class Stepper:
 class CheckedStepper:
     """Does every step eagerly, too, and raises where they differ."""
 
+    takes_prompts = False
+
     def __init__(self, stepper: Stepper, model: Any) -> None:
         self._stepper, self._model, self._forward = stepper, model, model.forward
 
@@ -171,7 +174,7 @@ class CheckedStepper:
             H2OStreamError: naming the first layer after which the residual streams differ.
         """
         cache, tokens = self._stepper.cache, kwargs["input_ids"]
-        if tokens.shape[1] > 1 or not cache.tokens.lengths:
+        if not cache.tokens.lengths:
             return None
         model = self._stepper.model
         number, before = cache.stream_number, cache.state_dict()
