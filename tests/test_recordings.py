@@ -68,6 +68,19 @@ class TestRecordings:
         assert "".join(recorded).count("a line") == 5, "one whole frame"
         assert "".join(recorded).count("frame") == 5 < 9, "and a few times a second"
 
+    def test_the_recording_of_the_documentation(self) -> None:
+        file = Path(__file__).parents[1] / "docs" / "images" / "cliff.cast"
+        screen, context_left, beyond = pyte.Screen(100, 30), 0.0, 0.0
+        for at_s, text in _read(file):
+            pyte.Stream(screen).feed(text)
+            shown = "\n".join(screen.display)
+            context_left = context_left or at_s * (" left " in shown)
+            beyond = beyond or at_s * (" beyond " in shown)
+        assert 0 < context_left < 10, "a full cache grows"
+        assert context_left < beyond < 60, "and passes its context"
+        assert "tokens past its context of 8,192" in " ".join(shown.split())
+        assert file.stat().st_size < 300_000
+
     def test_long_pauses_are_shortened(self, tmp_path: Path) -> None:
         file = tmp_path / "run.cast"
         events = [[at_s, "o", "x"] for at_s in (2, 2.25, 60, 60.25)]
