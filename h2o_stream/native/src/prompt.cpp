@@ -144,6 +144,7 @@ void Prompt::output(const int64_t* chosen, int64_t count, float* logits) {
       scale_logits(model_, {0, vocabulary}, block + i * vocabulary);
     });
   }
+  x_ = Buffer<float>();  // as large as the prompt, which may have been long
 }
 
 extern "C" {

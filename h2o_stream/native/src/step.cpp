@@ -2,7 +2,6 @@
 
 #include <chrono>
 #include <exception>
-#include <initializer_list>
 
 #include "activation.h"
 
