@@ -226,9 +226,8 @@ class TestGguf:
         assert (down.kind, up.kind) == (MatrixKind.INT4, MatrixKind.INT8)
         assert isinstance(model.get_output_embeddings(), TiedHead)
         ids = torch.arange(100, 180)[None]
-        assert (
-            relative_error(model(ids).logits, embedded.model(ids).logits) < 2e-3
-        )  # activations are rounded to 16 bits
+        # Activations are rounded to 14 bits.
+        assert relative_error(model(ids).logits, embedded.model(ids).logits) < 5e-3
 
     @pytest.mark.parametrize(
         ("quantize", "max_loss"),

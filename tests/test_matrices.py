@@ -20,7 +20,7 @@ GUARD = 123.5
 def vectors(count: int, columns: int) -> tuple[Tensor, Tensor]:
     """Random vectors, and in float64 the same as packed matrices see them; no element is halfway between two codes."""
     groups = torch.randn(count, columns // GROUP, GROUP) * 10.0 ** torch.randint(-3, 4, (count, 1, 1))
-    steps = groups.double().abs().amax(-1, keepdim=True) / 32767
+    steps = groups.double().abs().amax(-1, keepdim=True) / 8127
     groups[((groups / steps).frac().abs() - 0.5).abs() < 1e-2] = 0
     return groups.flatten(1), ((groups / steps).round() * steps).flatten(1)
 

@@ -35,7 +35,7 @@ def linear(kind: MatrixKind, rows: int, columns: int, bias: torch.Tensor | None 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("bias", [False, True])
 def test_a_layer(kind: MatrixKind, bias: bool, dtype: torch.dtype) -> None:
-    """With a few vectors and with a prompt. Rounding them to 16 bits does not show."""
+    """With a few vectors and with a prompt. Rounding them to 14 bits does not show."""
     torch.manual_seed(0)
     layer = linear(kind, 46, 512, torch.randn(46).to(dtype) if bias else None)
     weights = numbers(layer.tiles, kind, 46, 512)
@@ -45,7 +45,7 @@ def test_a_layer(kind: MatrixKind, bias: bool, dtype: torch.dtype) -> None:
         y = layer(x)
         assert y.shape == expected.shape
         assert y.dtype == dtype
-        assert (y - expected).norm() < (1e-4 if dtype == torch.float32 else 4e-3) * expected.norm()
+        assert (y - expected).norm() < (2e-4 if dtype == torch.float32 else 4e-3) * expected.norm()
 
 
 @pytest.mark.parametrize("rows", [3, 40])

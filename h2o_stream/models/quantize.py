@@ -181,6 +181,7 @@ def replace_module(model: Any, name: str, kind: MatrixKind, tiles: Tensor | None
         packed = PackedEmbedding(kind, rows, columns, module.weight.dtype, scale, tiles)
     else:
         packed = PackedLinear(kind, module.in_features, module.out_features, module.bias, tiles)
+        packed.out_dtype = torch.float32 if module is model.get_output_embeddings() else None
     packed._is_hf_initialized = True  # type: ignore[assignment] # or transformers would draw weights for it
     model.set_submodule(name, packed)
 

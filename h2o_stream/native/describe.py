@@ -82,6 +82,7 @@ class _ModelReader:
         norm = next((name for name in layouts.FINAL_NORMS if getattr(backbone, name, None) is not None), None)
         if norm is None:
             raise DescriptionError(f"{type(backbone).__name__} has no final norm")
+        dtype = embedding.dtype if hasattr(embedding, "tiles") else embedding.weight.dtype
         description = Description(
             layers=[self._layer(layer, index) for index, layer in enumerate(layers)],
             embedding=rows,
@@ -93,7 +94,8 @@ class _ModelReader:
             logit_scale=self._factor("logit_scale") / self._factor("logits_scaling"),
             logit_softcap=float(getattr(config, "final_logit_softcapping", None) or 0.0),
             residual_scale=self._factor("residual_multiplier"),
-            dtype=embedding.dtype if hasattr(embedding, "tiles") else embedding.weight.dtype,
+            dtype=dtype,
+            logits_dtype=getattr(head, "out_dtype", None) or dtype,
         )
         self._check_nothing_left()
         return description

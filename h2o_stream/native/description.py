@@ -195,7 +195,8 @@ class Description:
         logit_scale: factor on logits.
         logit_softcap: softcap of logits, 0 for none.
         residual_scale: factor on attention and MLP outputs.
-        dtype: of the model's own logits; those of a step are float32.
+        dtype: of the model's activations; those of a step are float32.
+        logits_dtype: of the model's logits.
     """
 
     layers: Sequence[Layer]
@@ -209,6 +210,7 @@ class Description:
     logit_softcap: float
     residual_scale: float
     dtype: torch.dtype
+    logits_dtype: torch.dtype
 
     @property
     def supports_absolute(self) -> bool:

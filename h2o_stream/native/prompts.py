@@ -89,7 +89,8 @@ class PromptForward:
         dtype = self._model.description.dtype
         query, key, value = (x.transpose(1, 2).to(dtype) for x in projected)
         transform = LogitTransform(shape.scaling, shape.softcap or None)
-        attended = self._cache.layers[number].attend(query, key, value, transform).float().contiguous()
+        layer = self._cache.layers[number]
+        attended = layer.attend(query, key, value, transform, kernels=self._cache.kernels).float().contiguous()
         size = rows * new * shape.query_heads * shape.value_size
         self._call("finish", number, pointer(attended, torch.float32, size))
 

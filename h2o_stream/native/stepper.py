@@ -63,7 +63,7 @@ class Stepper:
             logits = self.run(tokens)
         else:
             logits = self.run_prompt(tokens, kwargs.get("logits_to_keep", 0))
-        return None if logits is None else logits.to(self.model.description.dtype)
+        return None if logits is None else logits.to(self.model.description.logits_dtype)
 
     def run(self, tokens: Tensor, trace: Tensor | None = None) -> Tensor | None:
         """Take a token of each row through the model, and count it.
@@ -199,4 +199,4 @@ class CheckedStepper:
                 f"logits of the native step are off by {error_of(logits, eager.logits):.1e} of their rms, at most "
                 f"{tolerance:.0e} is rounding; use --engine eager"
             )
-        return logits.to(model.description.dtype)
+        return logits.to(model.description.logits_dtype)

@@ -4,6 +4,7 @@
 
 #include "abi.h"
 #include "packed.h"
+#include "rounding.h"
 #include "simd.h"
 
 #if defined(__SSE2__)
@@ -14,11 +15,13 @@ namespace dot {
 
 using simd::Ints;
 
+// Codes of four columns in each of `simd::kWidth` rows, one byte each; 16-bit elements because shifts need them.
+using Bytes = uint16_t __attribute__((vector_size(4 * simd::kWidth)));
+
 // Codes of two columns in each of `simd::kWidth` rows.
 using Pairs = int16_t __attribute__((vector_size(4 * simd::kWidth)));
 
-// Columns c and c + 2, and c + 1 and c + 3. Vectors are stored in this order, because splitting bytes into even and odd
-// ones costs least.
+// Columns c and c + 2, and c + 1 and c + 3: splitting bytes into even and odd ones costs least.
 struct FourColumns {
   Pairs even, odd;
 };
@@ -32,6 +35,46 @@ template <class Vector>
   asm("" : "+x"(vector));
 #endif
   return vector;
+}
+
+inline Bytes load(const uint8_t* from) {
+  Bytes bytes;
+  std::memcpy(&bytes, from, sizeof bytes);
+  return in_register(bytes);
+}
+
+// Calls body(half, quad, bytes) for columns 16 * half + 4 * quad to 16 * half + 4 * quad + 3 of a group, in the order of
+// memory. The bytes are signed for kInt8, else unsigned with the bias of the kind. `lower` and `upper` are the group's
+// low and high bits (upper is used by kQ6K only).
+template <int64_t kind, class Body>
+[[gnu::always_inline]] inline void for_each_quad(const uint8_t* lower, const uint8_t* upper, Body body) {
+  using packed::kLine;
+  if constexpr (kind == kInt8) {
+#pragma GCC unroll 8
+    for (int64_t i = 0; i < 8; ++i) body(i / 4, i % 4, load(lower + i * kLine));
+  } else {
+    Bytes high[2]{};
+    if constexpr (kind == kQ6K) high[0] = load(upper), high[1] = load(upper + kLine);
+#pragma GCC unroll 4
+    for (int64_t quad = 0; quad < 4; ++quad) {
+      const Bytes nibbles = load(lower + quad * kLine);
+#pragma GCC unroll 2
+      for (int64_t half = 0; half < 2; ++half) {
+        Bytes bytes = (half ? nibbles >> 4 : nibbles) & 0x0f0f;
+        if (kind == kQ6K) bytes |= (quad < 2 ? high[half] << (4 - 2 * quad) : high[half] >> (2 * quad - 4)) & 0x3030;
+        body(half, quad, bytes);
+      }
+    }
+  }
+}
+
+// Bytes of `for_each_quad` as signed numbers of 16 bits.
+template <int64_t kind>
+FourColumns widen(Bytes bytes) {
+  if constexpr (kind == kInt4 || kind == kQ4K) return {Pairs(bytes & 255), Pairs(bytes >> 8)};
+  using SignedBytes = int8_t __attribute__((vector_size(4 * simd::kWidth)));
+  const Bytes numbers = Bytes(SignedBytes(bytes) - packed::code_bias(kind));
+  return {Pairs(numbers << 8) >> 8, Pairs(numbers) >> 8};
 }
 
 // Adds the products of two columns and of a pair of 16-bit codes, those of a vector.
@@ -50,46 +93,115 @@ template <class Vector>
 #endif
 }
 
-using Bits = uint16_t __attribute__((vector_size(4 * simd::kWidth)));
-
-inline Bits load_bits(const uint8_t* from) {
-  Bits bits;
-  std::memcpy(&bits, from, sizeof bits);
-  return in_register(bits);
+// Orders codes as `multiply_add` takes them: swaps the second and third of every four.
+template <size_t... i>
+rounding::Codes even_before_odd(rounding::Codes codes, std::index_sequence<i...>) {
+  return __builtin_shufflevector(codes, codes, int(i % 4 == 1 ? i + 1 : i % 4 == 2 ? i - 1 : i)...);
 }
 
-// Signed bytes.
-inline FourColumns split(Bits bytes) { return {Pairs(bytes << 8) >> 8, Pairs(bytes) >> 8}; }
+inline void store_pairs(int16_t* to, rounding::Codes codes) {
+  codes = even_before_odd(codes, std::make_index_sequence<simd::kWidth>());
+  std::memcpy(to, &codes, sizeof codes);
+}
 
-// Calls body(half, quad, columns) for columns 16 * half + 4 * quad to 16 * half + 4 * quad + 3 of a group, in the order of
-// memory; `lower` and `upper` are the group's low and high bits (upper is used by kQ6K only).
-template <int64_t kind, class Body>
-[[gnu::always_inline]] inline void for_each_quad(const uint8_t* lower, const uint8_t* upper, Body body) {
-  using packed::kLine;
-  if constexpr (kind == kInt8) {
-#pragma GCC unroll 8
-    for (int64_t i = 0; i < 8; ++i) body(i / 4, i % 4, split(load_bits(lower + i * kLine)));
-  } else if constexpr (kind == kQ6K) {
-    const Bits high[2] = {load_bits(upper), load_bits(upper + kLine)};
-#pragma GCC unroll 4
-    for (int64_t quad = 0; quad < 4; ++quad) {
-      const Bits low = load_bits(lower + quad * kLine);
-#pragma GCC unroll 2
-      for (int64_t half = 0; half < 2; ++half) {
-        const Bits four = half ? low >> 4 & 0x0f0f : low & 0x0f0f;
-        const Bits two = (quad < 2 ? high[half] << (4 - 2 * quad) : high[half] >> (2 * quad - 4)) & 0x3030;
-        using Bytes = int8_t __attribute__((vector_size(4 * simd::kWidth)));
-        body(half, quad, split(Bits(Bytes(four | two) - packed::code_bias(kind))));
-      }
-    }
-  } else {
-#pragma GCC unroll 4
-    for (int64_t quad = 0; quad < 4; ++quad) {
-      const Bits nibbles = load_bits(lower + quad * kLine);
-      body(0, quad, FourColumns{Pairs(nibbles & 15), Pairs(nibbles >> 8 & 15)});
-      body(1, quad, FourColumns{Pairs(nibbles >> 4 & 15), Pairs(nibbles >> 12)});
-    }
+#if defined(H2O_AVX2) || defined(H2O_AVX512)
+
+// The codes of a group of a vector, split into bytes: products of bytes need no unpacking of the matrix's codes.
+class VectorGroup {
+ public:
+  void store(int64_t index, rounding::Codes codes) {
+    const rounding::Codes high = (codes + 64) >> 7, low = codes - (high << 7);
+    const auto high_bytes = __builtin_convertvector(high, simd::SignedBytes);
+    const auto low_bytes = __builtin_convertvector(low, simd::SignedBytes);
+    std::memcpy(high_ + index * simd::kWidth, &high_bytes, sizeof high_bytes);
+    std::memcpy(low_ + index * simd::kWidth, &low_bytes, sizeof low_bytes);
   }
-}
+
+  int32_t high(int64_t column) const { return four(high_ + column); }
+  int32_t low(int64_t column) const { return four(low_ + column); }
+
+ private:
+  static int32_t four(const int8_t* from) {
+    int32_t bytes;
+    std::memcpy(&bytes, from, sizeof bytes);
+    return bytes;
+  }
+
+  int8_t high_[packed::kGroup], low_[packed::kGroup];
+};
+
+// Sums of the products of a matrix's codes and a vector's.
+template <int64_t kind>
+class Accumulator {
+ public:
+  // Adds the products of four columns; `call` numbers the calls.
+  [[gnu::always_inline]] void add(Bytes bytes, const VectorGroup& vector, int64_t column, int64_t call) {
+    if (kind == kInt8) bytes ^= 0x8080;  // unsigned
+#if defined(H2O_AVX512)
+    (void)call;
+    high_ = Ints(_mm512_dpbusd_epi32(__m512i(high_), __m512i(bytes), _mm512_set1_epi32(vector.high(column))));
+    low_ = Ints(_mm512_dpbusd_epi32(__m512i(low_), __m512i(bytes), _mm512_set1_epi32(vector.low(column))));
+#else
+    // Products of column pairs are summed in 16 bits as long as they fit.
+    constexpr int64_t kCallsPerSum = kind == kInt8 ? 1 : kind == kQ6K ? 4 : 8;
+    const __m256i high = _mm256_maddubs_epi16(__m256i(bytes), _mm256_set1_epi32(vector.high(column)));
+    const __m256i low = _mm256_maddubs_epi16(__m256i(bytes), _mm256_set1_epi32(vector.low(column)));
+    high_ = call % kCallsPerSum ? _mm256_add_epi16(high_, high) : high;
+    low_ = call % kCallsPerSum ? _mm256_add_epi16(low_, low) : low;
+    if (call % kCallsPerSum == kCallsPerSum - 1) {
+      sums_ += Ints(_mm256_madd_epi16(high_, _mm256_set1_epi16(128))) +
+               Ints(_mm256_madd_epi16(low_, _mm256_set1_epi16(1)));
+    }
+#endif
+  }
+
+  // `code_sum`: of the vector's codes that were added.
+  Ints sums(int32_t code_sum) const {
+    constexpr int32_t kBias = kind == kInt8 ? 128 : packed::code_bias(kind);
+#if defined(H2O_AVX512)
+    const Ints sums_ = (high_ << 7) + low_;
+#endif
+    return kBias ? sums_ - kBias * code_sum : sums_;
+  }
+
+ private:
+#if defined(H2O_AVX512)
+  Ints high_{}, low_{};
+#else
+  __m256i high_, low_;
+  Ints sums_{};
+#endif
+};
+
+#else
+
+// The codes of a group of a vector.
+class VectorGroup {
+ public:
+  void store(int64_t index, rounding::Codes codes) { store_pairs(codes_ + index * simd::kWidth, codes); }
+  const int16_t* pair(int64_t column) const { return codes_ + column; }
+
+ private:
+  int16_t codes_[packed::kGroup];
+};
+
+// Sums of the products of a matrix's codes and a vector's.
+template <int64_t kind>
+class Accumulator {
+ public:
+  // Adds the products of four columns; `call` numbers the calls.
+  [[gnu::always_inline]] void add(Bytes bytes, const VectorGroup& vector, int64_t column, int64_t) {
+    const FourColumns columns = widen<kind>(bytes);
+    sums_ = multiply_add(multiply_add(sums_, columns.even, vector.pair(column)), columns.odd, vector.pair(column + 2));
+  }
+
+  // `code_sum`: of the vector's codes that were added.
+  Ints sums(int32_t) const { return sums_; }
+
+ private:
+  Ints sums_{};
+};
+
+#endif
 
 }  // namespace dot

@@ -31,7 +31,7 @@ constexpr int64_t kPairs = kGroup / 2;
 constexpr int64_t kMaxGroups = 4 * kGroupsPerBlock;
 constexpr int64_t kPanelBytes = 1 << 18;
 
-// A rounded group of `kTokens` vectors; codes as `rounding::round_group` orders them.
+// A rounded group of `kTokens` vectors; codes in the order of `dot::FourColumns`.
 struct VectorGroup {
   int32_t pairs[kPairs][kTokens];
   float scales[kTokens], sums[kTokens];
@@ -70,7 +70,10 @@ void round_block(const Product& product, int64_t block) {
     const float* x = product.x + (first + t) * product.matrix.columns;
     for (int64_t g = 0; g < product.groups(); ++g) {
       int16_t codes[kGroup];
-      rounding::round_group(x + g * kGroup, codes, groups[g].scales[t], groups[g].sums[t]);
+      const rounding::Scale scale = rounding::round_group(x + g * kGroup, [&](int64_t i, rounding::Codes rounded) {
+        dot::store_pairs(codes + i * kWidth, rounded);
+      });
+      groups[g].scales[t] = scale.scale, groups[g].sums[t] = scale.sum;
       for (int64_t i = 0; i < kPairs; ++i) std::memcpy(&groups[g].pairs[i][t], codes + 2 * i, sizeof(int32_t));
     }
   }
@@ -89,7 +92,8 @@ void unpack_block(const uint8_t* block, int64_t groups, int64_t first, WeightGro
       for (int64_t i = 0; i < WeightGroup<kind>::kScales; ++i) out[g].scales[i][r] = scales.scale(g, i);
       if (WeightGroup<kind>::kHasOffsets) out[g].offsets[r] = scales.offset(g);
       dot::for_each_quad<kind>(lower + g * kGroupBytes + offset, upper + g * 2 * packed::kLine + offset,
-                               [&](int64_t half, int64_t quad, dot::FourColumns columns) {
+                               [&](int64_t half, int64_t quad, dot::Bytes bytes) {
+                                 const dot::FourColumns columns = dot::widen<kind>(bytes);
                                  out[g].codes[8 * half + 2 * quad][r] = columns.even;
                                  out[g].codes[8 * half + 2 * quad + 1][r] = columns.odd;
                                });

@@ -1,6 +1,5 @@
 #include "matrix.h"
 
-#include "rounding.h"
 #include "tiles.h"
 
 namespace {
@@ -31,22 +30,19 @@ void Vectors::reserve(int64_t count, int64_t size) {
   count_ = count, size_ = size;
   stride_ = simd::padded(size, 128);  // whole registers and cache lines
   group_stride_ = groups;
-  if (numbers_.size() < count * stride_) {
-    numbers_ = Buffer<float>(count * stride_);
-    codes_ = Buffer<int16_t>(count * stride_);
-  }
+  if (numbers_.size() < count * stride_) numbers_ = Buffer<float>(count * stride_);
   if (scales_.size() < count * group_stride_) {
-    scales_ = Buffer<float>(count * group_stride_);
-    sums_ = Buffer<float>(count * group_stride_);
+    groups_ = Buffer<dot::VectorGroup>(count * group_stride_);
+    scales_ = Buffer<rounding::Scale>(count * group_stride_);
   }
 }
 
 void Vectors::quantize(int64_t vector, Range numbers) const {
-  const int64_t base = vector * group_stride_;
   for (int64_t group = numbers.begin / kGroup; group < numbers.end / kGroup; ++group) {
-    const int64_t index = base + group;
-    rounding::round_group(at(vector) + group * kGroup, codes_.at(vector * stride_ + group * kGroup), scales_[index],
-                          sums_[index]);
+    const int64_t index = vector * group_stride_ + group;
+    scales_[index] = rounding::round_group(at(vector) + group * kGroup, [&](int64_t i, rounding::Codes codes) {
+      groups_[index].store(i, codes);
+    });
   }
 }
 

@@ -10,10 +10,11 @@
 
 #include "abi.h"
 #include "buffer.h"
+#include "dot.h"
 #include "packed.h"
 #include "threads.h"
 
-// Vectors of `size` elements and, for packed matrices, the same rounded to 16 bits, with a scale per group of 32. Vectors
+// Vectors of `size` elements and, for packed matrices, the same rounded in groups of 32 (rounding.h). Vectors
 // may be longer than a matrix has columns; the excess is ignored.
 class Vectors {
  public:
@@ -32,14 +33,14 @@ class Vectors {
   void quantize(int64_t vector, Range numbers) const;
 
   // The results of `quantize`.
-  const int16_t* codes(int64_t vector) const { return codes_.at(vector * stride_); }
-  const float* scales(int64_t vector) const { return scales_.at(vector * group_stride_); }
-  const float* sums(int64_t vector) const { return sums_.at(vector * group_stride_); }
+  const dot::VectorGroup* groups(int64_t vector) const { return groups_.at(vector * group_stride_); }
+  const rounding::Scale* scales(int64_t vector) const { return scales_.at(vector * group_stride_); }
 
  private:
   int64_t count_ = 0, size_ = 0, stride_ = 0, group_stride_ = 0;
-  Buffer<float> numbers_, scales_, sums_;
-  Buffer<int16_t> codes_;
+  Buffer<float> numbers_;
+  Buffer<dot::VectorGroup> groups_;
+  Buffer<rounding::Scale> scales_;
 };
 
 // out[v * stride + row] = matrix[row] . vectors[v] + bias[row] for a range of rows and vectors [0, count). Vectors must

@@ -1,4 +1,4 @@
-// Products of packed matrices with vectors rounded to 16 bits.
+// Products of packed matrices with rounded vectors.
 
 #include "dot.h"
 #include "block_scales.h"
@@ -76,13 +76,15 @@ class PackedTile {
                                                int64_t vector_group, int64_t row_vector,
                                                Floats (&sums)[count][kVectorsPerTile]) {
     constexpr int64_t kScales = Scales::kScales;
-    simd::Ints dots[2][count] = {};
-    dot::for_each_quad<kind>(lower, upper, [&](int64_t half, int64_t quad, dot::FourColumns columns) {
+    dot::Accumulator<kind> dots[kScales][count];
+    int64_t call = 0;
+    dot::for_each_quad<kind>(lower, upper, [&](int64_t half, int64_t quad, dot::Bytes bytes) {
 #pragma GCC unroll 4
       for (int64_t v = 0; v < count; ++v) {
-        const int16_t* four = vectors.codes(first + v) + vector_group * kGroup + 16 * half + 4 * quad;
-        dots[half][v] = dot::multiply_add(dot::multiply_add(dots[half][v], columns.even, four), columns.odd, four + 2);
+        dots[kScales == 2 ? half : 0][v].add(bytes, vectors.groups(first + v)[vector_group], 16 * half + 4 * quad,
+                                             kScales == 2 ? quad : call);
       }
+      ++call;
     });
     Floats scales[kScales];
     for (int64_t i = 0; i < kScales; ++i) scales[i] = block_scales.scale(group, i);
@@ -90,13 +92,12 @@ class PackedTile {
 #pragma GCC unroll 4
     for (int64_t v = 0; v < count; ++v) {
       Floats& sum = sums[v][row_vector];
-      const float scale = vectors.scales(first + v)[vector_group];
-      if constexpr (kScales == 1) {
-        sum += to_floats(dots[0][v] + dots[1][v]) * (scales[0] * scale);
-      } else {
-        for (int64_t i = 0; i < kScales; ++i) sum += to_floats(dots[i][v]) * (scales[i] * scale);
+      const rounding::Scale& scale = vectors.scales(first + v)[vector_group];
+      for (int64_t i = 0; i < kScales; ++i) {
+        const int32_t code_sum = kScales == 2 ? scale.code_sums[i] : scale.code_sums[0] + scale.code_sums[1];
+        sum += to_floats(dots[i][v].sums(code_sum)) * (scales[i] * scale.scale);
       }
-      if (Scales::kHasOffsets) sum += offset * vectors.sums(first + v)[vector_group];
+      if (Scales::kHasOffsets) sum += offset * scale.sum;
     }
   }
 
