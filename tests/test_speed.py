@@ -6,16 +6,20 @@ import json
 import multiprocessing
 import pickle
 import shutil
+import sys
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
 from h2o_stream.compare.catalog import SpeedOptions
 from h2o_stream.compare.comparison import JobProgress
-from h2o_stream.compare.speed.comparison import ROUNDS, STEPS, Benchmark, Speed, bandwidth, needed
+from h2o_stream.compare.speed import peers
+from h2o_stream.compare.speed.comparison import ROUNDS, STEPS, Benchmark, Speed, bandwidth, engine_specs, needed
 from h2o_stream.compare.speed.engines import (
     LLAMA_CPP,
+    OPENVINO,
     OURS,
     TRANSFORMERS,
     EngineInfo,
@@ -172,11 +176,14 @@ def test_bandwidth_is_that_of_a_memory() -> None:
 
 
 class TestWorkers:
-    def test_a_missing_engine_is_one_line(self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-        (tmp_path / "llama_cpp.py").write_text("raise ImportError('not here')")
+    @pytest.mark.parametrize(("engine", "module"), [(LLAMA_CPP, "llama_cpp"), (OPENVINO, "openvino")])
+    def test_a_missing_engine_is_one_line(
+        self, engine: str, module: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    ) -> None:
+        (tmp_path / f"{module}.py").write_text("raise ImportError('not here')")
         monkeypatch.syspath_prepend(tmp_path)
         with (
-            Worker(EngineSpec(LLAMA_CPP, ModelConfig(), CacheConfig("full"))) as worker,
+            Worker(EngineSpec(engine, ModelConfig(), CacheConfig("full"))) as worker,
             pytest.raises(H2OStreamError, match=r"h2o-stream\[bench\]"),
         ):
             worker.call("info")
@@ -186,6 +193,40 @@ class TestWorkers:
             worker._process.kill()
             with pytest.raises(H2OStreamError, match="ended without a word"):
                 worker.call("info")
+
+
+class PretendedPipeline:
+    """OpenVINO's pipeline: reads a token in a millisecond, and generates one in two."""
+
+    def __init__(self, path: str, device: str, scheduler_config: Any) -> None:
+        assert path.endswith(".gguf")
+        self.scheduler = scheduler_config
+
+    def generate(self, inputs: Any, config: Any) -> Any:
+        metrics = Mock()
+        metrics.get_ttft.return_value.mean = 1.0 * inputs[0].shape[1]
+        metrics.get_tpot.return_value.mean = 2.0
+        return Mock(perf_metrics=metrics)
+
+
+@pytest.mark.parametrize(("policy", "read_s"), [("full", 0.3), ("h2o", 0.1)])
+def test_openvino_reads_again_what_it_evicts(policy: str, read_s: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    genai = Mock(LLMPipeline=PretendedPipeline, TokenizedInputs=lambda *tensors: tensors)
+    monkeypatch.setitem(sys.modules, "openvino_genai", genai)
+    monkeypatch.setitem(sys.modules, "openvino", Mock(Tensor=lambda numbers: numbers))
+    runner = peers.RUNNERS[OPENVINO](EngineSpec(OPENVINO, ModelConfig(), CacheConfig(policy, window=200)))
+    assert runner.feed([5] * 100) == pytest.approx(0.1)
+    assert runner.decode([5] * 100) == pytest.approx(0.2)
+    assert runner.feed([5] * 100) == pytest.approx(read_s)
+    if policy == "h2o":
+        sizes = genai.CacheEvictionConfig.call_args.kwargs
+        assert (sizes["start_size"], sizes["recent_size"], sizes["max_cache_size"]) == (32, 96, 192)
+
+
+def test_openvino_runs_with_and_without_its_eviction() -> None:
+    specs = engine_specs(SpeedOptions(text=Path("a.txt"), peers=("openvino",), policies=("h2o",), windows=(64, 256)))
+    names = [spec.name for spec in specs]
+    assert names[-3:] == ["openvino", "openvino evicting, 64", "openvino evicting, 256"]
 
 
 def test_wrong_peers_and_short_texts(tiny_folder: Path, tmp_path: Path) -> None:

@@ -25,7 +25,7 @@ from h2o_stream.registry import Registry
 from h2o_stream.resources import python_manual, write_text
 from h2o_stream.session.requests import read_requests
 
-PEERS = ("transformers", "llama.cpp")
+PEERS = ("transformers", "llama.cpp", "openvino")
 """Other engines that ``speed`` can time."""
 
 
@@ -188,7 +188,10 @@ class SpeedOptions(ComparisonOptions):
     ] = ()
     peers: Annotated[
         Sequence[str],
-        Option("Other engines: transformers, llama.cpp (extra bench).", parse=some_of("peer", PEERS, may_be_none=True)),
+        Option(
+            "Other engines: transformers, llama.cpp, openvino (extra bench).",
+            parse=some_of("peer", PEERS, may_be_none=True),
+        ),
     ] = ("transformers",)
     threads: Annotated[int | None, Option("Threads of every engine.", min=1)] = None
     random_weights: Annotated[

@@ -20,7 +20,8 @@ from h2o_stream.compare.folder import JobResult, machine
 from h2o_stream.compare.nll import digest_of, read_tokens
 from h2o_stream.compare.random_models.gguf import check_architecture, write_random_gguf
 from h2o_stream.compare.random_models.weights import precision_of, read_settings
-from h2o_stream.compare.speed.engines import LLAMA_CPP, NO_LLAMA_CPP, OURS, EngineInfo, EngineSpec
+from h2o_stream.compare.speed.engines import LLAMA_CPP, OPENVINO, OURS, TRANSFORMERS, EngineInfo, EngineSpec
+from h2o_stream.compare.speed.peers import NO_LLAMA_CPP
 from h2o_stream.compare.speed.worker import Worker
 from h2o_stream.config import CacheConfig
 from h2o_stream.errors import DataError, H2OStreamError
@@ -246,11 +247,14 @@ def engine_specs(options: SpeedOptions) -> list[EngineSpec]:
         EngineSpec(OURS, model, config, options.engine, **common) for model in models for config in options.configs
     ]
     for peer in options.peers:
-        if peer == LLAMA_CPP:  # the quantization is that of its file
-            peer_models = models if random else models[:1]
-        else:
+        if peer == TRANSFORMERS:
             peer_models = [replace(model, quantize="none") for model in models]
-        found += [EngineSpec(peer, model, CacheConfig("full"), **common) for model in dict.fromkeys(peer_models)]
+        else:  # the quantization is that of its file
+            peer_models = models if random else models[:1]
+        caches = [CacheConfig("full")]
+        if peer == OPENVINO:
+            caches += [CacheConfig("h2o", window=window) for window in options.windows]
+        found += [EngineSpec(peer, model, cache, **common) for model in dict.fromkeys(peer_models) for cache in caches]
     return found
 
 

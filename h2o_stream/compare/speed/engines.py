@@ -1,8 +1,7 @@
-"""The engines that are timed: ours, transformers, llama.cpp."""
+"""The engines that are timed: ours and transformers; others are in `peers`."""
 
 from __future__ import annotations
 
-import os
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
@@ -13,13 +12,10 @@ from typing import Any
 
 from h2o_stream.compare.catalog import PEERS
 from h2o_stream.config import CacheConfig, EngineChoice, ModelConfig
-from h2o_stream.errors import ConfigError, H2OStreamError
 from h2o_stream.memory import trim_heap
 
 OURS = "h2o-stream"
-TRANSFORMERS, LLAMA_CPP = PEERS
-
-NO_LLAMA_CPP = "the peer llama.cpp needs llama-cpp-python; pip install 'h2o-stream[bench]'"
+TRANSFORMERS, LLAMA_CPP, OPENVINO = PEERS
 
 _CHUNK_SIZE = 2048
 """Prompt tokens per forward of a peer."""
@@ -30,9 +26,9 @@ class EngineSpec:
     """An engine with its settings.
 
     Attributes:
-        engine: `OURS`, `TRANSFORMERS` or `LLAMA_CPP`.
+        engine: `OURS` or one of `PEERS`.
         model: which model, in which precision.
-        cache: the policy; for our engine only.
+        cache: the policy of our engine. Unless it is ``full``, OpenVINO evicts down to its window by a rule of its own.
         steps: the argument ``engine`` of `attach`; for our engine only.
         random_weights: path of a config of transformers, to time a model with random weights in place of `model`.
         threads: of the engine; None for its default.
@@ -52,6 +48,8 @@ class EngineSpec:
         """For people: engine, policy, window and precision."""
         cache = self.cache.policy if self.cache.policy == "full" else f"{self.cache.policy} {self.cache.window}"
         policy = [cache] if self.engine == OURS else []
+        if self.engine == OPENVINO and self.cache.policy != "full":
+            policy = [f"evicting, {self.cache.window}"]
         eager = ["eager"] if self.engine == OURS and self.steps == "eager" else []
         return " ".join([self.engine, *policy, *eager])
 
@@ -196,41 +194,6 @@ class _H2ORunner(_TransformersRunner):
         return int(self.cache.nbytes)
 
 
-class _LlamaCppRunner(Runner):
-    """llama.cpp through llama-cpp-python, with the GGUF file of the model."""
-
-    def __init__(self, spec: EngineSpec) -> None:
-        super().__init__(spec)
-        try:
-            import llama_cpp
-        except ImportError as error:
-            raise H2OStreamError(NO_LLAMA_CPP) from error
-        from h2o_stream.models.find import gguf_file
-
-        path = gguf_file(spec.model.model)
-        if path is None:
-            raise ConfigError(f"{spec.model.model} is not a GGUF file, which the peer llama.cpp needs; leave it out")
-        threads = spec.threads or os.cpu_count()
-        try:
-            self._llama = llama_cpp.Llama(
-                str(path), n_ctx=spec.length, n_threads=threads, n_threads_batch=threads, verbose=False
-            )
-        except ValueError as error:
-            raise H2OStreamError(f"llama.cpp cannot load {path}: {error}") from error
-        self._info = EngineInfo(
-            "as in the file", path.stat().st_size, llama_cpp.llama_model_n_ctx_train(self._llama.model)
-        )
-
-    def info(self) -> EngineInfo:
-        return self._info
-
-    def step(self, tokens: Sequence[int]) -> None:
-        self._llama.eval(list(tokens))
-
-    def cache_bytes(self) -> None:
-        return None
-
-
 def weight_bytes(model: Any) -> int:
     """Bytes of weights that a step reads: each weight once, and of an untied embedding one row."""
     embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
@@ -259,5 +222,5 @@ def _model_of(spec: EngineSpec) -> Any:
     return load(spec.model).model
 
 
-RUNNERS: dict[str, type[Runner]] = {OURS: _H2ORunner, TRANSFORMERS: _TransformersRunner, LLAMA_CPP: _LlamaCppRunner}
-"""By engine."""
+RUNNERS: dict[str, type[Runner]] = {OURS: _H2ORunner, TRANSFORMERS: _TransformersRunner}
+"""By engine; see `peers` for the rest."""

@@ -1,0 +1,132 @@
+"""Engines outside of torch that are timed beside ours, with the GGUF file of the model."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from h2o_stream.compare.speed.engines import LLAMA_CPP, OPENVINO, EngineInfo, EngineSpec, Runner
+from h2o_stream.errors import ConfigError, H2OStreamError
+from h2o_stream.models.find import gguf_file
+
+NO_LLAMA_CPP = "the peer llama.cpp needs llama-cpp-python; pip install 'h2o-stream[bench]'"
+NO_OPENVINO = "the peer openvino needs openvino-genai; pip install 'h2o-stream[bench]'"
+
+_OPENVINO_BLOCK = 32
+"""Slots that OpenVINO evicts at a time."""
+
+
+class _LlamaCppRunner(Runner):
+    """llama.cpp through llama-cpp-python, with the GGUF file of the model."""
+
+    def __init__(self, spec: EngineSpec) -> None:
+        super().__init__(spec)
+        try:
+            import llama_cpp
+        except ImportError as error:
+            raise H2OStreamError(NO_LLAMA_CPP) from error
+        path = _file_of(spec)
+        threads = spec.threads or os.cpu_count()
+        try:
+            self._llama = llama_cpp.Llama(
+                str(path), n_ctx=spec.length, n_threads=threads, n_threads_batch=threads, verbose=False
+            )
+        except ValueError as error:
+            raise H2OStreamError(f"llama.cpp cannot load {path}: {error}") from error
+        self._info = EngineInfo(
+            "as in the file", path.stat().st_size, llama_cpp.llama_model_n_ctx_train(self._llama.model)
+        )
+
+    def info(self) -> EngineInfo:
+        return self._info
+
+    def step(self, tokens: Sequence[int]) -> None:
+        self._llama.eval(list(tokens))
+
+    def cache_bytes(self) -> None:
+        return None
+
+
+class _OpenVinoRunner(Runner):
+    """OpenVINO GenAI, which converts the file itself.
+
+    It generates only tokens of its own, so `decode` times as many of those. A prompt is read anew with each call, but
+    for the beginning that is still in its cache; what it evicts, it has to read again.
+    """
+
+    def __init__(self, spec: EngineSpec) -> None:
+        super().__init__(spec)
+        try:
+            import openvino
+            import openvino_genai
+        except ImportError as error:
+            raise H2OStreamError(NO_OPENVINO) from error
+        path = _file_of(spec)
+        self._openvino, self._genai, self._tokens = openvino, openvino_genai, list[int]()
+        self._evicts = spec.cache.policy != "full"
+        threads = {"INFERENCE_NUM_THREADS": spec.threads} if spec.threads else {}
+        try:
+            self._pipeline = openvino_genai.LLMPipeline(str(path), "CPU", scheduler_config=self._scheduler(), **threads)
+        except RuntimeError as error:
+            reason = str(error).strip().splitlines()[-1]
+            raise H2OStreamError(f"OpenVINO cannot load {path}: {reason}") from error
+        self._info = EngineInfo("as in the file", path.stat().st_size, None)
+
+    def _scheduler(self) -> Any:
+        genai = self._genai
+        scheduler = genai.SchedulerConfig()
+        scheduler.enable_prefix_caching = not self._evicts
+        if self._evicts:
+            window = max(self.spec.cache.window // _OPENVINO_BLOCK, 3) * _OPENVINO_BLOCK
+            recent = window // 2 // _OPENVINO_BLOCK * _OPENVINO_BLOCK
+            scheduler.use_cache_eviction = True
+            scheduler.cache_eviction_config = genai.CacheEvictionConfig(
+                start_size=_OPENVINO_BLOCK,
+                recent_size=recent,
+                max_cache_size=window,
+                aggregation_mode=genai.AggregationMode.NORM_SUM,
+            )
+        return scheduler
+
+    def info(self) -> EngineInfo:
+        return self._info
+
+    def step(self, tokens: Sequence[int]) -> None:
+        self._tokens += tokens
+
+    def feed(self, tokens: Sequence[int]) -> float:
+        self.step(tokens)
+        seconds: float = self._generate(1).get_ttft().mean / 1000
+        return seconds * len(tokens) / len(self._tokens) if self._evicts else seconds
+
+    def decode(self, tokens: Sequence[int]) -> float:
+        seconds: float = self._generate(len(tokens) + 1).get_tpot().mean / 1000 * len(tokens)
+        self.step(tokens)
+        return seconds
+
+    def _generate(self, count: int) -> Any:
+        """Read the tokens so far and generate `count` more, which it does not remember. Returns how long it took."""
+        import numpy
+
+        ids = numpy.array([self._tokens], dtype=numpy.int64)
+        tensors = [self._openvino.Tensor(numbers) for numbers in (ids, numpy.ones_like(ids))]
+        config = self._genai.GenerationConfig(max_new_tokens=count, ignore_eos=True, do_sample=False)
+        return self._pipeline.generate(self._genai.TokenizedInputs(*tensors), config).perf_metrics
+
+    def cache_bytes(self) -> None:
+        return None
+
+
+def _file_of(spec: EngineSpec) -> Path:
+    path = gguf_file(spec.model.model)
+    if path is None:
+        raise ConfigError(
+            f"{spec.model.model} is not a GGUF file, which the peer {spec.engine} needs; leave it out of --peers"
+        )
+    return path
+
+
+RUNNERS: dict[str, type[Runner]] = {LLAMA_CPP: _LlamaCppRunner, OPENVINO: _OpenVinoRunner}
+"""By engine."""
