@@ -26,7 +26,7 @@ void DecodeAttention::reserve_scratch(const AttentionLayer& layer) {
     if (layer.kv_bits < 16) scratch.values.reserve(kBlockSlots * layer.value_size);
     scratch.rotated.reserve(2 * layer.head_size);
     scratch.products.reserve(layer.query_heads / layer.kv_heads * kWidth);
-    scratch.priority.reserve(max_slots_);
+    scratch.worth.reserve(max_slots_);
     scratch.distances.reserve(kBlockSlots);
     scratch.key_params.reserve(6 * std::max(layer.head_size, layer.value_size));
     scratch.accum.reserve(layer.query_heads / layer.kv_heads * layer.value_size);
@@ -211,14 +211,14 @@ void DecodeAttention::update_scores(const HeadSlots& head, int64_t stream, Range
 }
 
 void DecodeAttention::evict(const Worker& worker) {
-  float* priority = scratch_[worker.index].priority.data();
+  float* worth = scratch_[worker.index].worth.data();
   int64_t item = 0;
   for_each_head([&](int64_t stream, const Slots& slots, int64_t local_head) {
     if (!worker.owns(item++)) return;
     const HeadSlots head(*layer_, slots, local_head);
     const int32_t seen = token_indices_[stream] + 1;
     if (layer_->kv_bits < 16) head.quantize_oldest(seen, scratch_[worker.index].key_params.data());
-    head.evict(seen, priority);
+    head.evict(seen, worth);
     if (local_head == 0) *slots.seen = seen;
   });
 }

@@ -73,7 +73,7 @@ class DecodeAttention {
  private:
   // Per-thread buffers.
   struct Scratch {
-    Buffer<float> queries, key, value, values, rotated, key_params, accum, priority;
+    Buffer<float> queries, key, value, values, rotated, key_params, accum, worth;
     Buffer<int32_t> distances;
     Buffer<simd::Floats> products;
   };

@@ -58,10 +58,10 @@ struct HeadSlots {
     scores[slot] = simd::kMinusInfinity;
   }
 
-  // Evicts the tokens of lowest priority and finds a free slot for the next token.
+  // Evicts the tokens of lowest worth and finds a free slot for the next token.
   //
-  // `seen` counts the tokens of the stream; `priority` is scratch of one element per slot.
-  void evict(int64_t seen, float* priority) const {
+  // `seen` counts the tokens of the stream; `worth` is scratch of one element per slot.
+  void evict(int64_t seen, float* worth) const {
     if (slots.evictions == 0) {
       int64_t slot = exact == count ? 0 : exact;
       while (slot + 1 < count && index[slot] >= 0) ++slot;
@@ -71,14 +71,14 @@ struct HeadSlots {
     const int64_t first = exact == count ? 0 : exact;
     for (int64_t i = 0; i < slots.evictions; ++i) {
       rank.visit([&](const auto* ranks) {
-        policies::compute_priority(layer, slots, local_head, seen, {scores, long_term, index, count}, ranks, priority);
+        policies::compute_worth(layer, slots, local_head, seen, {scores, long_term, index, count}, ranks, worth);
       });
       for (int64_t slot = first; slot < count; ++slot) {
-        priority[slot] = priority[slot] == simd::kMinusInfinity ? -simd::kMinusInfinity : priority[slot];
+        worth[slot] = worth[slot] == simd::kMinusInfinity ? -simd::kMinusInfinity : worth[slot];
       }
-      const float minimum = simd::reduce_min(priority + first, count - first);
+      const float minimum = simd::reduce_min(worth + first, count - first);
       int64_t slot = first;
-      while (slot + 1 < count && priority[slot] != minimum) ++slot;
+      while (slot + 1 < count && worth[slot] != minimum) ++slot;
       clear_slot(slot);
       *free = slot;
     }

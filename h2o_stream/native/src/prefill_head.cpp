@@ -16,7 +16,7 @@ void Head::reserve(const AttentionLayer& layer, int64_t num_keys, int64_t chunk)
   values_.reserve(num_keys * simd::padded(layer.value_size));
   if (policies::needs_attention(layer)) sums_.reserve(split_count(chunk, groups) * padded);
   if (layer.long_term > 0) squares_.reserve(split_count(chunk, groups) * padded);
-  for (Buffer<float>* buffer : {&scores_, &long_term_scores_, &priority_}) buffer->reserve(num_keys);
+  for (Buffer<float>* buffer : {&scores_, &long_term_scores_, &worth_}) buffer->reserve(num_keys);
   for (Buffer<int32_t>* buffer : {&index_, &rank_, &slot_, &order_}) buffer->reserve(num_keys);
   for (Buffer<uint8_t>* buffer : {&keep_, &occupied_}) buffer->reserve(num_keys);
   for (Buffer<float>* buffer : {&key_offsets_, &key_scales_}) buffer->reserve(2 * layer.head_size);
@@ -102,19 +102,18 @@ void Head::update_scores() {
   if (long_term_) add(squares_, layer_->long_term_decay, long_term_scores_.data());
 }
 
-// Selects the tokens to keep: highest priority first, newest first among equals.
+// Selects the tokens to keep: highest worth first, newest first among equals.
 void Head::select_evictions() {
   const int64_t evicted = std::max<int64_t>(num_keys_ - limits_[chunk_], 0);
   std::fill(keep_.data(), keep_.at(num_keys_), uint8_t(1));
   if (!evicted) return;
   const float* long_term_scores = long_term_ ? long_term_scores_.data() : nullptr;
-  policies::compute_priority(*layer_, *slots_, local_head_, seen_ + num_new_,
-                             {scores_.data(), long_term_scores, index_.data(), num_keys_}, rank_.data(),
-                             priority_.data());
+  policies::compute_worth(*layer_, *slots_, local_head_, seen_ + num_new_,
+                          {scores_.data(), long_term_scores, index_.data(), num_keys_}, rank_.data(), worth_.data());
   for (int64_t i = 0; i < num_keys_; ++i) order_[i] = int32_t(i);
-  const float* priority = priority_.data();
-  std::nth_element(order_.data(), order_.at(evicted - 1), order_.at(num_keys_), [priority](int32_t a, int32_t b) {
-    return priority[a] != priority[b] ? priority[a] < priority[b] : a < b;
+  const float* worth = worth_.data();
+  std::nth_element(order_.data(), order_.at(evicted - 1), order_.at(num_keys_), [worth](int32_t a, int32_t b) {
+    return worth[a] != worth[b] ? worth[a] < worth[b] : a < b;
   });
   for (int64_t i = 0; i < evicted; ++i) {
     keep_[order_[i]] = 0;
