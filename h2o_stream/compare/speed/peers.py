@@ -93,6 +93,12 @@ class _OpenVinoRunner(Runner):
     def info(self) -> EngineInfo:
         return self._info
 
+    def prepare(self) -> None:
+        """Run a short stream: the first one compiles."""
+        self.feed([5] * 64)
+        self.decode([5, 6])
+        self._tokens.clear()
+
     def step(self, tokens: Sequence[int]) -> None:
         self._tokens += tokens
 
