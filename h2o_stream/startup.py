@@ -46,11 +46,12 @@ def importing() -> Iterator[None]:
 
 
 def quieten_libraries(progress: bool) -> None:
-    """Configure progress bars, warnings and log records of libraries before they are imported."""
+    """Configure progress bars, warnings, log records and statistics of libraries before they are imported."""
     if not progress:
         os.environ.setdefault("TQDM_DISABLE", "1")
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")  # until its handler is removed
     os.environ.setdefault("HF_HUB_VERBOSITY", "error")
+    os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")  # it asks the Hub, even for files on this machine
     _start_log()
 
 

@@ -14,6 +14,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
+from huggingface_hub import close_session
 
 from h2o_stream.errors import ModelNotFoundError
 from h2o_stream.models.find import find_before_imports
@@ -46,6 +47,7 @@ def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     address = f"http://127.0.0.1:{server.server_port}"
     for name in ("HTTP_PROXY", "http_proxy", "ALL_PROXY", "all_proxy"):
         monkeypatch.delenv(name, raising=False)
+    close_session()  # the next one reads the variables again
     monkeypatch.setattr("huggingface_hub.constants.HUGGINGFACE_CO_URL_TEMPLATE", address + "/{repo_id}/{filename}")
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
@@ -100,20 +102,36 @@ def test_an_unreachable_hub_is_one_quick_error(
     assert capfd.readouterr().err == ""
 
 
-def test_an_unreachable_hub_is_noticed_before_torch_is_imported(
-    hub: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Regression: the line came after imports of several seconds."""
+def _chat_without_torch(port: int, home: Path) -> None:
+    """Chat with a model that is not on this machine, with a Hub that cannot be reached."""
     code = (
         "import sys; sys.argv = ['h2o-chat', '-p', 'hi', '-m', 'org/name']\n"
         "from h2o_stream.cli.chat import main\n"
         "try:\n    main()\nfinally:\n    assert 'torch' not in sys.modules\n"
     )
-    environment = os.environ | {"HF_ENDPOINT": f"http://127.0.0.1:{_closed_port()}", "HF_HOME": str(tmp_path)}
+    environment = os.environ | {"HF_ENDPOINT": f"http://127.0.0.1:{port}", "HF_HOME": str(home)}
     done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 1
     assert done.stderr.splitlines()[1:] == [done.stderr.splitlines()[-1]], "one line after that of loading"
     assert "cannot be reached" in done.stderr
+
+
+def test_a_hub_that_says_nothing_is_asked_once(hub: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Regression: huggingface_hub asked it again for its statistics, which took another three seconds."""
+    monkeypatch.setenv("HF_HUB_ETAG_TIMEOUT", "1")
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        _chat_without_torch(silent.getsockname()[1], tmp_path)
+        silent.setblocking(False)
+        silent.accept()[0].close()
+        with pytest.raises(BlockingIOError):
+            silent.accept()
+
+
+def test_an_unreachable_hub_is_noticed_before_torch_is_imported(
+    hub: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Regression: the line came after imports of several seconds."""
+    _chat_without_torch(_closed_port(), tmp_path)
     _point_hub_at(_closed_port(), monkeypatch)
     for name in ("smollm2-135m", str(tmp_path), "./nothing", "org/name:file.gguf", "a/b/c"):
         find_before_imports(name, False)
@@ -130,22 +148,33 @@ def test_an_unreachable_hub_leaves_the_files_on_this_machine(hub: None, monkeypa
 def test_a_name_server_that_does_not_answer_is_not_waited_for(hub: None, monkeypatch: pytest.MonkeyPatch) -> None:
     answer = threading.Event()
     monkeypatch.setattr("socket.getaddrinfo", lambda *_: [answer.wait(30)][1:])
-    monkeypatch.setattr("h2o_stream.models.hub.HUB_CONNECT_S", 0.2)
+    monkeypatch.setattr("h2o_stream.models.hub.HUB_ANSWER_S", 0.2)
     started = time.monotonic()
     assert not reachable("org/name")
     assert time.monotonic() - started < 3
     answer.set()
 
 
+def test_a_hub_that_says_nothing_is_one_quick_error(hub: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Regression: a connection was enough, and huggingface_hub then waited for minutes."""
+    monkeypatch.setattr("h2o_stream.models.hub.HUB_ANSWER_S", 0.2)
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        _point_hub_at(silent.getsockname()[1], monkeypatch)
+        started = time.monotonic()
+        with pytest.raises(ModelNotFoundError, match="cannot be reached; check the network"):
+            fetch("org/name", "m.gguf", False)
+    assert time.monotonic() - started < 3
+
+
 def test_a_slow_hub_is_given_the_time_the_user_allows(hub: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    connect = socket.create_connection
+    answer = Hub.do_HEAD
 
-    def slow(address: tuple[str, int], timeout: float) -> socket.socket:
+    def slow(self: Hub) -> None:
         time.sleep(0.5)
-        return connect(address, timeout)
+        answer(self)
 
-    monkeypatch.setattr("socket.create_connection", slow)
-    monkeypatch.setattr("h2o_stream.models.hub.HUB_CONNECT_S", 0.1)
+    monkeypatch.setattr(Hub, "do_HEAD", slow)
+    monkeypatch.setattr("h2o_stream.models.hub.HUB_ANSWER_S", 0.1)
     assert not reachable("org/name")
     monkeypatch.setenv("HF_HUB_ETAG_TIMEOUT", "10")
     assert reachable("org/name")
@@ -155,11 +184,17 @@ def test_a_proxy_is_what_must_be_reached(hub: None, monkeypatch: pytest.MonkeyPa
     monkeypatch.delenv("NO_PROXY", raising=False)
     monkeypatch.delenv("no_proxy", raising=False)
     monkeypatch.setenv("http_proxy", f"http://127.0.0.1:{_closed_port()}")
+    close_session()  # it has read the variables
     assert not reachable("org/name")
-    with socket.create_server(("127.0.0.1", 0)) as proxy:
-        _point_hub_at(_closed_port(), monkeypatch)
-        monkeypatch.setenv("http_proxy", f"http://127.0.0.1:{proxy.getsockname()[1]}")
-        assert reachable("org/name")
+    proxy = ThreadingHTTPServer(("127.0.0.1", 0), Hub)
+    threading.Thread(target=proxy.serve_forever, daemon=True).start()
+    _point_hub_at(_closed_port(), monkeypatch)
+    monkeypatch.setenv("http_proxy", f"http://127.0.0.1:{proxy.server_port}")
+    close_session()
+    assert reachable("org/name")
+    proxy.shutdown()
+    proxy.server_close()
+    close_session()
 
 
 @pytest.fixture

@@ -12,8 +12,8 @@ QUANTIZATIONS = ("auto", "none", "int8", "int4")
 
 DEFAULT_MODEL = "smollm2-135m"
 
-HUB_CONNECT_S = 2.5
-"""How long the Hub may take to accept a connection before the files on this machine have to do."""
+HUB_ANSWER_S = 2.5
+"""How long the Hub may take to answer before the files on this machine have to do."""
 
 
 @dataclass(frozen=True)

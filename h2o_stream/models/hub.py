@@ -1,21 +1,19 @@
 """Downloads from the Hugging Face Hub, with one-line error messages.
 
 huggingface_hub reads HF_HOME, HF_TOKEN, HF_ENDPOINT and HF_HUB_OFFLINE as usual. It tries for half a minute to reach a
-Hub that cannot be reached, for each file; so that is checked first.
+Hub that cannot be reached, for each file, and for minutes one that accepts a connection and says nothing; so that is
+checked first.
 """
 
 from __future__ import annotations
 
 import io
 import os
-import socket
 import threading
 from pathlib import Path
 from typing import Any
-from urllib.parse import urlsplit
-from urllib.request import getproxies, proxy_bypass
 
-from h2o_stream.config import DEFAULT_MODEL, HUB_CONNECT_S
+from h2o_stream.config import DEFAULT_MODEL, HUB_ANSWER_S
 from h2o_stream.errors import ModelNotFoundError
 from h2o_stream.progress import Progress, ProgressCallback, ignore
 
@@ -40,33 +38,28 @@ def download_bars(progress: ProgressCallback) -> type[Any]:
 
 
 def reachable(repo: str) -> bool:
-    """Whether the host of a repository, or the proxy for it, accepts a connection. Nothing is reachable offline.
+    """Whether the host of a repository answers, through the proxy if there is one. Nothing is reachable offline.
 
     HF_HUB_ETAG_TIMEOUT, if it is set, is how many seconds that may take.
     """
-    from huggingface_hub import constants, hf_hub_url
+    from huggingface_hub import constants, get_session, hf_hub_url
 
     if constants.HF_HUB_OFFLINE:
         return False
-    url = urlsplit(hf_hub_url(repo, "config.json"))
-    proxies = {} if proxy_bypass(url.hostname or "") else getproxies()
-    if proxy := proxies.get(url.scheme) or proxies.get("all"):
-        url = urlsplit(proxy if "://" in proxy else f"http://{proxy}")
-    limit_s = constants.HF_HUB_ETAG_TIMEOUT if "HF_HUB_ETAG_TIMEOUT" in os.environ else HUB_CONNECT_S
-    connected = threading.Event()
+    limit_s = constants.HF_HUB_ETAG_TIMEOUT if "HF_HUB_ETAG_TIMEOUT" in os.environ else HUB_ANSWER_S
+    answered = threading.Event()
 
-    def connect() -> None:
+    def ask() -> None:
         try:
-            port = url.port or {"https": 443, "socks5": 1080, "socks5h": 1080}.get(url.scheme, 80)
-            socket.create_connection((url.hostname or "", port), limit_s).close()
-            connected.set()
-        except OSError:
-            pass
+            get_session().head(hf_hub_url(repo, "config.json"), timeout=limit_s)
+        except Exception:  # noqa: BLE001  (of httpx or httpx2, by the version of huggingface_hub)
+            return
+        answered.set()
 
-    thread = threading.Thread(target=connect, daemon=True)  # looking up a name has no time limit
+    thread = threading.Thread(target=ask, daemon=True)  # looking up a name has no time limit, nor has a slow trickle
     thread.start()
     thread.join(limit_s)
-    return connected.is_set()
+    return answered.is_set()
 
 
 def fetch(repo: str, file: str, offline: bool, progress: ProgressCallback = ignore) -> Path:
