@@ -3,22 +3,24 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 
-from h2o_stream.errors import H2OStreamError
+from h2o_stream.errors import ConfigError, H2OStreamError
 
 
 def main() -> None:
     """Entry point."""
     try:
         require_harness()
+        _require_model(sys.argv[1:])
+        from lm_eval.__main__ import cli_evaluate
+
+        from h2o_stream.plugins.harness.model import register
+
+        register()
+        cli_evaluate()
     except H2OStreamError as error:
         sys.exit(f"h2o-lm-eval: {error}")
-    from lm_eval.__main__ import cli_evaluate
-
-    from h2o_stream.plugins.harness.model import register
-
-    register()
-    cli_evaluate()
 
 
 def require_harness() -> None:
@@ -31,3 +33,16 @@ def require_harness() -> None:
         import lm_eval  # noqa: F401
     except ImportError as error:
         raise H2OStreamError("tasks need the lm-evaluation-harness; pip install 'h2o-stream[eval]'") from error
+
+
+def _require_model(arguments: Sequence[str]) -> None:
+    """Check that an evaluation says of which model. The harness would take transformers' own, without our cache.
+
+    Raises:
+        ConfigError: it does not say so.
+    """
+    evaluates = len(arguments) > 1 and arguments[0] not in ("ls", "validate")
+    options = {argument.partition("=")[0] for argument in arguments}
+    named = {"--model", "--config", "-h", "--help"} | {option for option in options if option.startswith(("-M", "-C"))}
+    if evaluates and not options & named:
+        raise ConfigError("no --model was given; add --model h2o --model_args pretrained=NAME,policy=h2o,window=256")

@@ -21,6 +21,7 @@ from tqdm.auto import tqdm
 from h2o_stream.attachment.attach import attach
 from h2o_stream.attachment.model_facts import input_device
 from h2o_stream.config import DEFAULT_CHUNK, CacheConfig, ModelConfig
+from h2o_stream.errors import ConfigError
 from h2o_stream.models.find import find
 from h2o_stream.models.load import load
 
@@ -42,11 +43,22 @@ class H2OLM(HFLM):
         quiet: hide progress bars.
         cache_device: see `CacheConfig.device`.
         more: other arguments of `CacheConfig` and of `HFLM`.
+
+    Raises:
+        ConfigError: there is no `pretrained`, or a setting of the cache is invalid.
+        ModelNotFoundError: no model has this name.
     """
 
     def __init__(
-        self, pretrained: Any, ratio: float | None = None, quiet: bool = False, cache_device: Any = "auto", **more: Any
+        self,
+        pretrained: Any = None,
+        ratio: float | None = None,
+        quiet: bool = False,
+        cache_device: Any = "auto",
+        **more: Any,
     ) -> None:
+        if pretrained is None:
+            raise ConfigError("no model was named; add pretrained=NAME to --model_args")
         cache = {name: more.pop(name) for name in list(more) if name in _OPTIONS}
         self.cache_config = CacheConfig(**{"chunk": 0, "device": cache_device, **cache})
         self.ratio, self.quiet = ratio, quiet
