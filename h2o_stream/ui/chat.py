@@ -110,7 +110,7 @@ class Chat:
     def say(self, message: str) -> Finish:
         """One turn: the reply streams to stdout, statistics go to stderr. Ctrl-C ends the turn."""
         interrupts = self._context.loaded.interrupts
-        with interrupts:
+        with interrupts, self._terminal.unechoed():
             with closing(self._history.say(message)) as events:
                 try:
                     turn = self._show(events)

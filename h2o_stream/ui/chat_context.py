@@ -52,7 +52,8 @@ class ChatContext:
         Raises:
             KeyboardInterrupt: the program is to end, or Ctrl-C was pressed where nobody can type another message.
         """
-        with self.loaded.interrupts, closing(PrefillStatus(self.terminal)) as status:
+        interrupts = self.loaded.interrupts
+        with interrupts, self.terminal.unechoed(), closing(PrefillStatus(self.terminal)) as status:
             complete = True
             for event in events:
                 if isinstance(event, PrefillProgress):
@@ -60,7 +61,6 @@ class ChatContext:
                 else:
                     complete = False
                     self.terminal.error(event.detail or f"{event.reason}: not all of it was read")
-        interrupts = self.loaded.interrupts
         if interrupts.terminated or (interrupts.requested and not self.terminal.interactive):
             raise KeyboardInterrupt
         return complete

@@ -44,6 +44,7 @@ def compare_policies(
         for side in sides[1:]:
             side.loaded.conversation.engine.should_stop = interrupts
         stack.enter_context(interrupts)
+        stack.enter_context(terminal.unechoed())
         if before is not None:
             panes.start_turn("before the context", before.title)
             _run([side.read(before) for side in sides], panes)

@@ -30,7 +30,7 @@ def stream_questions(settings: Settings, replay: Replay, terminal: Terminal, jso
         view = open_view(terminal, loaded.title, loaded.conversation.engine.context, settings.think, report)
         before = Cliff.of(loaded.conversation) if replay.cliff else None
         try:
-            with view, loaded.interrupts:
+            with view, loaded.interrupts, terminal.unechoed():
                 if before is not None:
                     view.start_turn("before the context", before.title)
                     for progress in before.read(loaded.conversation):

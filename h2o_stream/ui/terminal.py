@@ -5,7 +5,8 @@ from __future__ import annotations
 import os
 import sys
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,11 @@ from rich.status import Status
 from rich.text import Text
 
 from h2o_stream.ui.format import format_duration
+
+try:
+    import termios
+except ImportError:  # not on Windows
+    termios = None  # type: ignore[assignment]
 
 _CONTROLS: dict[int, str | None] = {
     **{code: None for code in (*range(0x20), *range(0x7F, 0xA0)) if chr(code) not in "\n\t"},
@@ -98,6 +104,31 @@ class Terminal:
     def error(self, line: str) -> None:
         """Write a line to stderr, even if quiet."""
         self.console.print(line, style="red", soft_wrap=not self.live)
+
+    @contextmanager
+    def unechoed(self) -> Iterator[None]:
+        """What is typed inside the block, while something is drawn, is not shown before the next prompt reads it."""
+        before = _foreground_settings() if self.live else None
+        if before is not None:
+            flags = before[3] & ~termios.ECHO
+            termios.tcsetattr(sys.stdin, termios.TCSANOW, [*before[:3], flags, *before[4:]])
+        try:
+            yield
+        finally:
+            if before is not None and _foreground_settings() is not None:
+                with suppress(termios.error):
+                    termios.tcsetattr(sys.stdin, termios.TCSANOW, before)
+
+
+def _foreground_settings() -> list[Any] | None:
+    """How the terminal of stdin is set; None if there is none, or if changing it would stop this process."""
+    if termios is None or not sys.stdin.isatty():
+        return None
+    try:
+        in_foreground = os.tcgetpgrp(sys.stdin.fileno()) == os.getpgrp()
+        return termios.tcgetattr(sys.stdin) if in_foreground else None
+    except (OSError, termios.error):  # it hung up
+        return None
 
 
 class Frames(Live):
