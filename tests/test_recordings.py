@@ -15,6 +15,7 @@ from unittest.mock import Mock
 import pyte
 import pytest
 
+from h2o_stream.ui.panes import Panes, _shortened
 from h2o_stream.ui.recording import _read, _Recorder
 from h2o_stream.ui.side_by_side import _run
 from tests.commands import invoke, piped, records, texts
@@ -132,7 +133,12 @@ class TestCliff:
         assert re.search(r"full is [\d,]+ tokens past its context of 800", both.stderr)
         assert "h2o is" not in both.stderr
         assert "context 800┘" in both.stderr, "it is marked on the axis"
+        with Pty("h2o-stream", *map(str, base), "--compare", "full,h2o") as pty:
+            assert pty.exit_code() == 0
+        stays = pty.output.partition("\x1b[?1049l")[2]
+        assert 0 < stays.index("first 672 tokens") < stays.index("turn 1/4"), "what was read first stays too"
         alone = invoke("h2o-stream", *base, "--mode", "full", "--jsonl", "-")
+        assert " · 4 of 6 turns of " in alone.stderr
         seen = [record["seen_tokens"] for record in records(alone.stdout) if record["type"] == "turn"]
         assert 672 < seen[0] < seen[-1] > 800
         (folder / config.name).write_text(json.dumps(json.loads(config.read_text()) | {"max_position_embeddings": 256}))
@@ -202,6 +208,21 @@ class TestSideBySide:
         assert "[]" not in pty.output, "no empty title before the first turn"
         assert "the replies differ after" in stays, "what was said stays"
         assert "the texts part in turn 1 after" in stays, "and the verdict says where"
+
+    def test_titles_are_not_cut_within_words(self) -> None:
+        """Regression: 80 columns showed "window 256 · g" for gap."""
+        side = Mock(policy="h2o")
+        side.loaded.title = "a-model · h2o · window 256 · gap"
+        fit = {40: side.loaded.title, 31: "a-model · h2o · window 256", 13: "a-model · h2o", 9: "h2o"}
+        for width, shown in fit.items():
+            assert _shortened(side, width) == shown
+
+    @pytest.mark.parametrize(("texts", "place"), [(("ab", "ac"), "1 character"), (("abc", "abd"), "2 characters")])
+    def test_characters_are_counted_in_english(self, texts: tuple[str, str], place: str) -> None:
+        sides = [Mock(text=text, turn=None) for text in texts]
+        terminal = Mock(live=False)
+        Panes(sides, terminal).end_turn()
+        terminal.note.assert_called_once_with(f"the replies differ after {place}", style="dim")
 
     def test_three(self, tiny_folder: Path, questions: Path) -> None:
         base = ("-m", str(tiny_folder), "--questions", str(questions), "-n", "4", "--window", "64")

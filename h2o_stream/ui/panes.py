@@ -62,14 +62,21 @@ class Panes:
         if self._live:
             self._live.draw(now)
 
+    def end_reading(self) -> None:
+        """Show that all have read the text before the questions."""
+        self.draw(now=True)
+        if self._live:
+            self._said.append(Group(self._heading(), Text()))
+
     def end_turn(self) -> None:
         """Show that all have replied."""
         self.draw(now=True)
         common = common_prefix(self._sides)
         differ = any(len(side.text) > common for side in self._sides)
-        line = f"the replies differ after {common:,} characters" if differ else "the replies are identical"
+        place = f"after {common:,} character{'' if common == 1 else 's'}"
+        line = f"the replies differ {place}" if differ else "the replies are identical"
         if differ and not self._parted:
-            self._parted = f"the texts part in {self._title.partition('/')[0]} after {common:,} characters"
+            self._parted = f"the texts part in {self._title.partition('/')[0]} {place}"
         if self._live:
             self._said.append(self._turn(line))
             return
@@ -126,7 +133,7 @@ class Panes:
         room = max(height - 2 - len(status), 1)
         lines = self._reply(side).wrap(console, width - 4)[-room:]
         lines += [Text()] * (room - len(lines))
-        return Panel(Text("\n").join([*lines, *status]), title=Text(side.loaded.title))
+        return Panel(Text("\n").join([*lines, *status]), title=Text(_shortened(side, width - 6)))
 
     def _heading(self) -> Text:
         return Text(f"[{self._title}] {' '.join(self._prompt.split())}" if self._title else "starting", "cyan")
@@ -168,6 +175,14 @@ class Panes:
         line = Text(figures, "bold red" if over else "bold")
         line.truncate(width, overflow="ellipsis")
         return [colored(bar), *_packed(legend(counts, side.context), width), line]
+
+
+def _shortened(side: Side, width: int) -> str:
+    """The title of a side, without its last parts if they do not fit, but always with the policy."""
+    parts = side.loaded.title.split(" · ")
+    while len(parts) > 1 and len(" · ".join(parts)) > width:
+        parts.pop()
+    return " · ".join(parts) if side.policy in parts else side.policy
 
 
 def _packed(items: Sequence[tuple[str, str]], width: int) -> list[Text]:

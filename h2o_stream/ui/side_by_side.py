@@ -48,6 +48,7 @@ def compare_policies(
         if before is not None:
             panes.start_turn("before the context", before.title)
             _run([side.read(before) for side in sides], panes)
+            panes.end_reading()
         for title, question, prompt in replay.prompts():
             panes.start_turn(title, text_of(prompt))
             for side in sides:

@@ -26,7 +26,8 @@ def stream_questions(settings: Settings, replay: Replay, terminal: Terminal, jso
     with open_conversation("h2o-stream", settings, terminal, jsonl) as loaded:
         questions = replay.questions
         questions.check(loaded.conversation.metadata.template)
-        terminal.note(f"{loaded.header} · {questions.turns} turns of {questions.source}", style="dim")
+        some = f"{replay.turns:,} of " if replay.turns and replay.turns < questions.turns else ""
+        terminal.note(f"{loaded.header} · {some}{questions.turns:,} turns of {questions.source}", style="dim")
         view = open_view(terminal, loaded.title, loaded.conversation.engine.context, settings.think, report)
         before = Cliff.of(loaded.conversation) if replay.cliff else None
         try:
