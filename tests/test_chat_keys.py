@@ -43,6 +43,13 @@ class TestKeys:
         said = [message["content"] for message in json.loads(file.read_text())["messages"] if message["role"] == "user"]
         assert said == ["first line\nsecond line", "quoted\n\nlines", "pasted\nblock\n  of three"]
 
+    def test_a_full_cache_grows_against_the_context(self, tiny_folder: Path) -> None:
+        """Regression: it had no bar."""
+        with self.chat(tiny_folder, "--policy", "full") as pty:
+            pty.until(lambda p: "seen 0" in p.text)
+            pty.send("hello " * 30 + "\r")
+            pty.until(lambda p: re.match(r"▒+·+ seen [1-9]", p.screen.display[-1]) is not None)
+
     def test_history_is_kept_and_searched(self, tiny_folder: Path) -> None:
         with self.chat(tiny_folder) as pty:
             pty.until(lambda p: "seen 0" in p.text)

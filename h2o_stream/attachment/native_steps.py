@@ -48,7 +48,7 @@ def make_stepper(model: Any, cache: H2OCache, verification: Verification) -> Ste
 def _described(native: CDLL, model: Any, cache: H2OCache) -> tuple[NativeModel, ModelGuard] | str:
     """The description as structures, and what watches that it holds; or the reason why steps stay eager."""
     if cache.storage_device is not None or (getattr(model, "tp_size", None) or 1) > 1:
-        return "the cache is in host memory or the model is shared by several processes"
+        return "the cache is in host memory or on disk, or the model is shared by several processes"
     if not all(spec.attends for spec in cache.specs) or cache.recurrent_layers:
         return "it has layers with states, or without attention"
     if any(spec.order is not None for spec in cache.specs):

@@ -24,7 +24,7 @@ from h2o_stream.ui.chat_context import ChatContext, header
 from h2o_stream.ui.command_list import is_command
 from h2o_stream.ui.commands import Commands
 from h2o_stream.ui.documents import read_ahead
-from h2o_stream.ui.format import slot_bar, status_line, turn_line
+from h2o_stream.ui.format import context_bar, slot_bar, status_line, turn_line
 from h2o_stream.ui.recall import note_recalled
 from h2o_stream.ui.reply import MarkdownReply, PlainReply, Reply
 from h2o_stream.ui.start import LoadedConversation, open_conversation
@@ -161,10 +161,11 @@ class Chat:
         return shown
 
     def _status(self) -> tuple[list[tuple[str, str]], str]:
-        counts = self._history.conversation.engine.counts
+        engine = self._history.conversation.engine
+        counts = engine.counts
         line = status_line(counts, self._report.total.decode_tok_s, self._process.memory_info().rss)
-        width = self._terminal.console.width - len(line) - 2
-        return slot_bar(counts, min(max(width, _MIN_BAR), _MAX_BAR)), f" {line}"
+        width = min(max(self._terminal.console.width - len(line) - 2, _MIN_BAR), _MAX_BAR)
+        return slot_bar(counts, width) or context_bar(counts, engine.context, width), f" {line}"
 
     def _reply(self) -> Reply:
         thinking = Thinking(self._context.think, ", /think shows it" if self._context.config.prompt is None else "")
