@@ -18,7 +18,7 @@ from transformers.generation.logits_process import (
 from h2o_stream import CacheConfig, ConfigError, H2OStreamError, SamplingConfig
 from h2o_stream.config import BENCH_TEMPERATURES, DEFAULT_TEMPERATURE, model_sampling
 from h2o_stream.engine.engine import Engine
-from h2o_stream.engine.sampling import Sampler, nucleus, resolve, single_thread
+from h2o_stream.engine.sampling import Sampler, nucleus, penalized, resolve, single_thread
 from h2o_stream.models.load import LoadedModel
 from h2o_stream.session.questions import Question, set_temperature
 
@@ -49,6 +49,17 @@ class TestSampling:
 
     def test_repetition_penalty(self) -> None:
         assert set(self.draws(temperature=0, repetition_penalty=2.0)) == {1}
+
+    @pytest.mark.parametrize("penalty", [0.9, 1.1, 2.0])
+    def test_the_penalty_is_that_of_transformers(self, penalty: float) -> None:
+        random = torch.Generator().manual_seed(1)
+        scores = torch.randn(500, generator=random).index_fill(0, torch.tensor([7, 8]), -torch.inf)
+        tokens = torch.cat([torch.randint(0, 500, (300,), generator=random), torch.tensor([7, 3, 3])])
+        before = scores.clone()
+        expected = RepetitionPenaltyLogitsProcessor(penalty)(tokens[None], scores[None])[0]
+        assert torch.equal(penalized(scores, tokens, penalty), expected)
+        assert torch.equal(scores, before), "the model's logits stay as they were"
+        assert not torch.equal(expected, before)
 
     @pytest.mark.parametrize("temperature", [0.0, 0.7])
     def test_nan_logits_are_never_sampled_from(self, temperature: float) -> None:
