@@ -242,13 +242,13 @@ class TestVerdicts:
 def test_cells_are_colored_and_still_say_their_value() -> None:
     data = TableData("", ["depth", "100 tokens"], [["0%", "25%"], ["50%", "100%"]], [[None, 0.25], [None, 1.0]])
     console = Console(file=StringIO(), force_terminal=True, color_system="truecolor", width=40)
-    console.print(data_table(data))
+    console.print(data_table(data, 60))
     drawn = console.file.getvalue()  # type: ignore[attr-defined]
     assert re.search(r"\x1b\[30;48;2;(\d+);(\d+);\d+m +100%", drawn)
     assert shade(1.0)[1] > shade(1.0)[0]
     assert shade(0.0)[0] > shade(0.0)[1]
     plain = Console(file=StringIO(), width=40)
-    plain.print(data_table(data))
+    plain.print(data_table(data, 60))
     assert "100%" in plain.file.getvalue()  # type: ignore[attr-defined]
 
 
@@ -265,3 +265,20 @@ def test_curves_can_be_told_apart_without_color() -> None:
     picture = svg(Chart("many", "", ("x", "y"), curves), WIDE)
     shapes = re.findall(r'<defs>\s*<path id="\w+" d="([^"]+)" style', picture)
     assert len(set(shapes)) == 8 + 2, "a marker of its own for each, and the two ticks"
+
+
+@pytest.mark.parametrize("width", [100, 80])
+def test_numbers_of_a_table_are_never_cut(width: int) -> None:
+    """Regression: at 80 columns the intervals of nll ended in an ellipsis."""
+    header = ("policy", "window", "MiB", "nll", "last half", "to full", "95%", "gap", "tok/s")
+    figures = ["256", "6.00", "12.0622", "12.3043", "+0.0868", "-0.037 to +0.226", "-0.48", "1945"]
+    data = TableData("a text", header, [["h2o-paper", *figures], ["expected-attention", *figures]])
+    drawn = StringIO()
+    Console(width=width, file=drawn, highlight=False).print(data_table(data, width))
+    lines = drawn.getvalue().splitlines()
+    assert all(len(line) <= width for line in lines)
+    whole = [line for line in lines if " ".join(line.split()).endswith(" ".join(figures))]
+    assert len(whole) == 2
+    assert whole[0].startswith("h2o-paper ")
+    assert all(word in drawn.getvalue() for name in header for word in name.split())
+    assert ("last half" in drawn.getvalue()) == (width == 100), "columns are apart where there is room"

@@ -117,7 +117,7 @@ def print_page(page: Page, terminal: Terminal) -> None:
     legend = f" ({page.legend})" if page.legend else ""
     terminal.console.print(f"{page.title}{legend}", markup=False, highlight=False)
     for table in page.tables:
-        terminal.console.print(data_table(table))
+        terminal.console.print(data_table(table, terminal.console.width))
     if page.verdict:
         terminal.console.print(page.verdict, style="bold", markup=False, highlight=False)
 

@@ -30,4 +30,4 @@ def show_scores(files: Sequence[Path], to: Path | None, terminal: Terminal, json
         page = Page("ROUGE F-measures in %", "", [table])
         write_text(to, latex_table(table) if to.suffix == ".tex" else markdown_page(page), "--to")
     if not terminal.quiet:
-        terminal.console.print(data_table(table))
+        terminal.console.print(data_table(table, terminal.console.width))

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rich.box import SIMPLE_HEAD
+from rich.cells import cell_len
 from rich.table import Table
 from rich.text import Text
 
@@ -60,13 +61,33 @@ def print_report(terminal: Terminal, report: RunReport, title: str, context: int
         terminal.note("part of this run was beyond the model's context; expect poor output there", style="yellow")
 
 
-def data_table(data: TableData) -> Table:
-    """A compact table of numbers. A column of policy names is left-aligned, and cells have their shades."""
-    title, header = data.title, data.header
-    table = Table(title=one_line(title), title_justify="left", box=SIMPLE_HEAD, padding=(0, 1, 0, 0), show_edge=False)
-    for column in header:
-        table.add_column(one_line(column), justify="left" if column == "policy" else "right", no_wrap=True)
-    for number, row in enumerate(data.rows):
+def data_table(data: TableData, width: int) -> Table:
+    """A compact table of numbers. A column of policy names is left-aligned, and cells have their shades.
+
+    If it does not fit `width`, columns move together and their names are broken between words. If that is not enough,
+    names of policies are broken: a cut number would be worthless.
+    """
+    header, rows = [one_line(column) for column in data.header], data.rows
+    shaded = 2 if data.shades else 0
+    cells = [[cell_len(one_line(row[place])) + shaded for row in rows] for place in range(len(header))]
+    needed = sum(max([cell_len(name), *column]) + 2 for name, column in zip(header, cells, strict=True))
+    narrow = needed > width
+    table = Table(
+        title=one_line(data.title),
+        title_justify="left",
+        box=SIMPLE_HEAD,
+        padding=(0, 0 if narrow else 1, 0, 0),
+        show_edge=False,
+    )
+    for name in header:
+        policy = name == "policy"
+        table.add_column(
+            name.replace(" ", "\n") if narrow else name,
+            justify="left" if policy else "right",
+            no_wrap=not (narrow and policy),
+            overflow="fold",
+        )
+    for number, row in enumerate(rows):
         shades = data.shades[number] if data.shades else [None] * len(row)
         table.add_row(*(_cell(text, value) for text, value in zip(row, shades, strict=True)))
     return table
