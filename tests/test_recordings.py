@@ -232,4 +232,7 @@ class TestSideBySide:
         narrow = invoke("h2o-stream", *base, "--compare", "full,h2o,sink")
         assert narrow.exit_code == 0
         assert "full - tok/s" not in narrow.stderr
-        assert re.search(r"full [\d.,]+ tok/s and .+, h2o .+, sink .+ \(in turn on the same cores\); ", narrow.stderr)
+        assert re.search(
+            r"full \(eager\) [\d.,]+ tok/s and .+, h2o [\d.,]+ .+, sink .+ \(in turn on the same cores\); ",
+            narrow.stderr,
+        )
