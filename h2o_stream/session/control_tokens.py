@@ -6,12 +6,15 @@ import json
 import re
 import secrets
 from collections.abc import Iterator, Mapping
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import Any
 
 from tokenizers import AddedToken, Tokenizer
 
 from h2o_stream.errors import DataError
+
+_SECRET = secrets.token_hex(8)
+"""Part of the control tokens' other names, so that no text has them."""
 
 
 class ControlTokens:
@@ -23,8 +26,8 @@ class ControlTokens:
 
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer
-        self._added = tokenizer.backend_tokenizer.get_added_tokens_decoder()
-        self._tokens = {number: token for number, token in self._added.items() if token.content.strip()}
+        added = tokenizer.backend_tokenizer.get_added_tokens_decoder()
+        self._tokens = {number: token for number, token in added.items() if token.content.strip()}
         self._nonce = secrets.token_hex(8)
         self._open, self._close = f"open{self._nonce}", f"close{self._nonce}"
         self._edges = re.compile(f"{self._open}|{self._close}")
@@ -58,7 +61,7 @@ class ControlTokens:
             tokens: list[int] = self._tokenizer(parts[0], add_special_tokens=False)["input_ids"]
             if self._count(tokens) <= num_controls:
                 return tokens
-        parts[::2] = [self._pattern.sub(lambda match: self._alias(match.group()), part) for part in parts[::2]]
+        parts[::2] = [self._pattern.sub(lambda match: _alias(match.group()), part) for part in parts[::2]]
         return self._encode_aliased("".join(parts), num_controls)
 
     def _encode_aliased(self, text: str, num_controls: int) -> list[int]:
@@ -71,31 +74,38 @@ class ControlTokens:
     def _count(self, tokens: list[int]) -> int:
         return sum(token in self._tokens for token in tokens)
 
-    def _alias(self, content: str) -> str:
-        return f"\ue000{self._nonce}{content}\ue001"
-
     @cached_property
     def _aliased(self) -> tuple[Tokenizer, Mapping[int, int], int | None]:
-        """The tokenizer with secret names for control tokens, the own ids of added tokens by its ids, and the id of
-        unknown text.
-        """
-        described = json.loads(self._tokenizer.backend_tokenizer.to_str())
-        names = {token.content: self._alias(token.content) for token in self._tokens.values()}
-        described["added_tokens"] = [token for token in described["added_tokens"] if token["content"] not in names]
-        described.update(post_processor=None, truncation=None, padding=None)
-        _rename(described["model"], names)
-        try:
-            tokenizer = Tokenizer.from_str(json.dumps(described))
-        except Exception as error:  # the library raises nothing narrower
-            raise DataError(f"control tokens cannot be told from text with this tokenizer: {error}") from error
-        for token in self._tokens.values():
-            flags = {"single_word": token.single_word, "lstrip": token.lstrip, "rstrip": token.rstrip}
-            tokenizer.add_tokens([AddedToken(names[token.content], normalized=False, special=False, **flags)])
-        aliases = {number: names.get(token.content, token.content) for number, token in self._added.items()}
-        numbers = {tokenizer.token_to_id(alias): number for number, alias in aliases.items()}
-        model = described["model"]
-        unknown = tokenizer.token_to_id(model.get("unk_token") or "") if "unk_id" not in model else model["unk_id"]
-        return tokenizer, {alias: number for alias, number in numbers.items() if alias is not None}, unknown
+        return _with_secret_names(self._tokenizer.backend_tokenizer.to_str())
+
+
+def _alias(content: str) -> str:
+    return f"\ue000{_SECRET}{content}\ue001"
+
+
+@lru_cache(maxsize=2)
+def _with_secret_names(serialized: str) -> tuple[Tokenizer, Mapping[int, int], int | None]:
+    """A tokenizer with secret names for control tokens, the own ids of added tokens by its ids, and the id of unknown
+    text. It depends on nothing else, and making it takes a quarter of a second for 49,152 entries.
+    """
+    described = json.loads(serialized)
+    tokens = [token for token in described["added_tokens"] if token["content"].strip()]
+    names = {token["content"]: _alias(token["content"]) for token in tokens}
+    aliases = {token["id"]: names.get(token["content"], token["content"]) for token in described["added_tokens"]}
+    described["added_tokens"] = [token for token in described["added_tokens"] if token["content"] not in names]
+    described.update(post_processor=None, truncation=None, padding=None)
+    _rename(described["model"], names)
+    try:
+        tokenizer = Tokenizer.from_str(json.dumps(described))
+    except Exception as error:  # the library raises nothing narrower
+        raise DataError(f"control tokens cannot be told from text with this tokenizer: {error}") from error
+    for token in tokens:
+        flags = {name: token[name] for name in ("single_word", "lstrip", "rstrip")}
+        tokenizer.add_tokens([AddedToken(names[token["content"]], normalized=False, special=False, **flags)])
+    numbers = {tokenizer.token_to_id(alias): number for number, alias in aliases.items()}
+    model = described["model"]
+    unknown = tokenizer.token_to_id(model.get("unk_token") or "") if "unk_id" not in model else model["unk_id"]
+    return tokenizer, {alias: number for alias, number in numbers.items() if alias is not None}, unknown
 
 
 def _rename(model: dict[str, Any], names: Mapping[str, str]) -> None:
