@@ -1,7 +1,5 @@
 """A tiny random model of every entry of transformers' causal-LM map, made by shrinking the entry's own config."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch
@@ -45,16 +43,9 @@ _SIZES: dict[Any, str] = {
 """Sizes of a tiny model, and the config settings set to them wherever they occur."""
 
 _LAYERS = [
-    "num_hidden_layers",
-    "n_layer",
-    "n_layers",
-    "num_layers",
-    "decoder_layers",
-    "encoder_layers",
-    "num_decoder_layers",
-    "num_encoder_layers",
-    "num_blocks",
-]
+    "num_hidden_layers", "n_layer", "n_layers", "num_layers", "decoder_layers", "encoder_layers", "num_decoder_layers",
+    "num_encoder_layers", "num_blocks",
+]  # fmt: skip
 
 _TINY: dict[str, Any] = {name: size for size, names in _SIZES.items() for name in names.split()}
 _TINY |= dict.fromkeys(_LAYERS, 2)
@@ -76,13 +67,8 @@ _SPECIAL: dict[str, dict[str, Any]] = {
     "dots1": {"n_shared_experts": 1, "n_routed_experts": 4},
     "emu3": {"pad_token_id": 0},
     "ernie4_5_moe": {"moe_k": 2},
-    "gemma3n_text": {
-        "num_hidden_layers": 4,
-        "layer_types": ["sliding_attention", "full_attention"] * 2,
-        "num_kv_shared_layers": 2,
-        "activation_sparsity_pattern": [0.0] * 4,
-        "intermediate_size": [32] * 4,
-    },
+    "gemma3n_text": {"num_hidden_layers": 4, "layer_types": ["sliding_attention", "full_attention"] * 2,
+        "num_kv_shared_layers": 2, "activation_sparsity_pattern": [0.0] * 4, "intermediate_size": [32] * 4},
     "granitemoehybrid": _MAMBA | {"layer_types": ["linear_attention", "full_attention"]},
     "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1},
     "kimi_linear": _FEW,
@@ -94,26 +80,16 @@ _SPECIAL: dict[str, dict[str, Any]] = {
     "reformer": {"is_decoder": True, "axial_pos_embds_dim": [16, 16], "axial_pos_shape": [8, 16]},
     "xmod": {"default_language": "en_XX"},
     "zamba": _SHARED,
-    "zamba2": _SHARED
-    | {"initializer_range": 0.1, "n_mamba_heads": 4, "mamba_headdim": 8, "kv_channels": 8, "num_query_groups": 4},
+    "zamba2": _SHARED | {"initializer_range": 0.1, "n_mamba_heads": 4, "mamba_headdim": 8, "kv_channels": 8,
+        "num_query_groups": 4},
     "zaya": {"num_experts_per_tok": 1},
-}
+}  # fmt: skip
 """Settings of single entries."""
 
 NOT_BUILT = {
-    "blt",
-    "cohere_compass_text",
-    "dbrx",
-    "dots3_note",
-    "dots3_note_text",
-    "gemma3n",
-    "gemma4_assistant",
-    "gemma4_unified_assistant",
-    "musicgen",
-    "musicgen_melody",
-    "qwen4_exp",
-    "qwen4_exp_text",
-}
+    "blt", "cohere_compass_text", "dbrx", "dots3_note", "dots3_note_text", "gemma3n", "gemma4_assistant",
+    "gemma4_unified_assistant", "musicgen", "musicgen_melody", "qwen4_exp", "qwen4_exp_text",
+}  # fmt: skip
 """Entries whose configs cannot be shrunk this way, or that need packages that are not installed."""
 
 ENTRIES = sorted(set(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES) - NOT_BUILT)

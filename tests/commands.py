@@ -1,7 +1,5 @@
 """Runs commands in this process and returns what they print."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Sequence
 from functools import cache

@@ -1,7 +1,5 @@
 """Models and tokenizers shared by the tests: tiny random models for breadth, the embedded model for realism."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from functools import partial

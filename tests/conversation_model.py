@@ -1,7 +1,5 @@
 """The conversation that test_conversation_machine.py expects: a list of turns."""
 
-from __future__ import annotations
-
 import hashlib
 from collections.abc import Iterator
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Disturbances: Ctrl-C at any line, and a full disk."""
 
-from __future__ import annotations
-
 import errno
 import os
 import sys

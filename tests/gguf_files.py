@@ -1,7 +1,5 @@
 """Small GGUF files: built byte by byte, to include invalid ones, or from random models by gguf's own writer."""
 
-from __future__ import annotations
-
 import struct
 from collections.abc import Iterator
 from pathlib import Path
@@ -66,10 +64,7 @@ def composed(
 ) -> bytes:
     """A file with an architecture, `keys` and `tensors`."""
     keys = (key(*ARCHITECTURE), *keys)
-    counts = (
-        len(tensors) if num_tensors < 0 else num_tensors,
-        len(keys) if num_keys < 0 else num_keys,
-    )
+    counts = (len(tensors) if num_tensors < 0 else num_tensors, len(keys) if num_keys < 0 else num_keys)
     head = b"".join([magic, version, struct.pack("<QQ", *counts), *keys, *tensors])
     return head + bytes(-len(head) % 32) + data
 
@@ -101,13 +96,10 @@ def write_model(
     """
     config = model.config
     sizes = {
-        "block_count": config.num_hidden_layers,
-        "context_length": config.max_position_embeddings,
-        "embedding_length": config.hidden_size,
-        "feed_forward_length": config.intermediate_size,
-        "attention.head_count": config.num_attention_heads,
-        "attention.head_count_kv": config.num_key_value_heads,
-    }
+        "block_count": config.num_hidden_layers, "context_length": config.max_position_embeddings,
+        "embedding_length": config.hidden_size, "feed_forward_length": config.intermediate_size,
+        "attention.head_count": config.num_attention_heads, "attention.head_count_kv": config.num_key_value_heads,
+    }  # fmt: skip
     writer = gguf.GGUFWriter(path, arch)
     add = {int: writer.add_uint32, float: writer.add_float32, str: writer.add_string}
     for name, value in (sizes | keys).items():

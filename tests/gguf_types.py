@@ -5,8 +5,6 @@ quantizer creates the files in a temporary folder. Rows of 576 columns are not a
 some types; llama.cpp then falls back to other types, and the table lists how many matrices have which type.
 """
 
-from __future__ import annotations
-
 import argparse
 import ctypes
 import os
@@ -178,11 +176,7 @@ def rows(names: Sequence[str], text: Path | None, count: int, dtype: str) -> Ite
             file = folder / f"{name}.gguf"
             quantized(wide, file, name)
             yield Row(
-                name,
-                matrices_of(file),
-                file.stat().st_size,
-                their_loss(file, tokens),
-                *our_losses(file, tokens, dtype),
+                name, matrices_of(file), file.stat().st_size, their_loss(file, tokens), *our_losses(file, tokens, dtype)
             )
             file.unlink()
 
@@ -197,10 +191,7 @@ def main() -> None:
     page = Path("docs/lab/performance.md")
     parser.add_argument("--page", type=Path, default=page, help="has the table between its marks")
     options = parser.parse_args()
-    lines = [
-        "| type | matrices | MB | llama.cpp | prompts | difference | steps | difference |",
-        "| --- " * 8 + "|",
-    ]
+    lines = ["| type | matrices | MB | llama.cpp | prompts | difference | steps | difference |", "| --- " * 8 + "|"]
     for row in rows(options.types.split(","), options.text, options.tokens, options.dtype):
         print(row, row.note, flush=True)
         lines.append(str(row))

@@ -5,8 +5,6 @@ second, one head looks for places whose previous token is the present one and pr
 head (arXiv 2209.11895). The other heads attend to everything alike and write nothing.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM

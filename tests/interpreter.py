@@ -1,7 +1,5 @@
 """A plain interpreter of a model's description, to compare with the model itself."""
 
-from __future__ import annotations
-
 import copy
 import math
 from typing import Any

@@ -1,7 +1,5 @@
 """The policies from the literature for the oracle, one head at a time, written from their definitions."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -175,13 +173,7 @@ def snapkv(head: Head) -> list[float]:
 
 
 PRIORITIES: dict[str, Callable[[Head], list[float]]] = {
-    "keydiff": keydiff,
-    "lagkv": lagkv,
-    "r-kv": r_kv,
-    "value-redundancy": value_redundancy,
-    "triattention": triattention,
-    "expected-attention": expected_attention,
-    "morphkv": morphkv,
-    "snapkv": snapkv,
-}
+    "keydiff": keydiff, "lagkv": lagkv, "r-kv": r_kv, "value-redundancy": value_redundancy,
+    "triattention": triattention, "expected-attention": expected_attention, "morphkv": morphkv, "snapkv": snapkv,
+}  # fmt: skip
 """By policy: the priority of every token, the lowest of which is evicted first."""

@@ -3,8 +3,6 @@
 H2O_LIBRARY_FOLDER selects libraries other than the installed ones, as `make sanitize` does.
 """
 
-from __future__ import annotations
-
 import ctypes
 
 import pytest

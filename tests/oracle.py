@@ -5,8 +5,6 @@ position mode. Keys are pruned first and then rotated by the model's own rotary 
 the model at position 0, where RoPE rotates nothing.
 """
 
-from __future__ import annotations
-
 import math
 import sys
 from collections.abc import Callable
@@ -144,14 +142,7 @@ class Oracle:
         return torch.cat(outputs)
 
     def attend_chunk(
-        self,
-        number: int,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        scaling: float,
-        softcap: float | None,
-        sinks: Tensor | None,
+        self, number: int, q: Tensor, k: Tensor, v: Tensor, scaling: float, softcap: float | None, sinks: Tensor | None
     ) -> Tensor:
         """Attention of a chunk: q [Hq, n, D], k and v [Hkv, n, D], sinks [Hq] to [n, Hq, D]."""
         heads, new, _ = k.shape

@@ -1,7 +1,5 @@
 """Packed matrices as specified in `src/abi.h`, in numpy: random tiles, and unpacking."""
 
-from __future__ import annotations
-
 import numpy
 import torch
 from torch import Tensor

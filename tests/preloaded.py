@@ -5,8 +5,6 @@ file descriptors, environment and working directory, and in its own process sess
 command's entry point and shuts the interpreter down, so signals, exit codes and closed pipes behave as usual.
 """
 
-from __future__ import annotations
-
 import atexit
 import fcntl
 import gc
@@ -32,19 +30,11 @@ _ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "TQDM_DISABLE": "1", "TRAN
 """The server's environment: as before any test changes it, with the variables that commands set before imports."""
 
 _IMPORTS = (
-    "h2o_stream.cli.chat",
-    "h2o_stream.cli.compare",
-    "h2o_stream.cli.stream",
-    "h2o_stream.ui.chat",
-    "h2o_stream.ui.loading_chat",
-    "h2o_stream.ui.stream",
-    "h2o_stream.native.stepper",
-    "h2o_stream.cache.policies.accumulated",
-    "typer._adapters",
-    "transformers.models.llama.modeling_llama",
-    "transformers.models.auto.modeling_auto",
-    "transformers.models.auto.tokenization_auto",
-)
+    "h2o_stream.cli.chat", "h2o_stream.cli.compare", "h2o_stream.cli.stream", "h2o_stream.ui.chat",
+    "h2o_stream.ui.loading_chat", "h2o_stream.ui.stream", "h2o_stream.native.stepper",
+    "h2o_stream.cache.policies.accumulated", "typer._adapters", "transformers.models.llama.modeling_llama",
+    "transformers.models.auto.modeling_auto", "transformers.models.auto.tokenization_auto",
+)  # fmt: skip
 
 
 class Preloaded(subprocess.Popen[Any]):

@@ -4,8 +4,6 @@ Fed must be what `apply_chat_template` makes of the same conversation, but that 
 The names between angle or square brackets in a template are control tokens, every other one not flagged as special.
 """
 
-from __future__ import annotations
-
 import copy
 import random
 import re

@@ -1,7 +1,5 @@
 """A head group on its own, without a cache to count its tokens."""
 
-from __future__ import annotations
-
 from torch import Tensor
 
 from h2o_stream.cache.attend import attend as attend_with

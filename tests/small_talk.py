@@ -1,7 +1,5 @@
 """A model and a tokenizer small enough for thousands of conversations."""
 
-from __future__ import annotations
-
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 

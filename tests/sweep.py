@@ -1,7 +1,5 @@
 """The outcome of every entry of transformers' causal-LM map, for the tests and for docs/families.md."""
 
-from __future__ import annotations
-
 import functools
 import re
 import sys

@@ -1,7 +1,5 @@
 """Programs in a pseudo-terminal with a terminal emulator."""
 
-from __future__ import annotations
-
 import codecs
 import fcntl
 import os
@@ -100,7 +98,7 @@ class Pty:
             os.close(self.side)
             self.side = -1
 
-    def until(self, done: Callable[[Pty], bool], timeout_s: float = 60) -> None:
+    def until(self, done: Callable[[Self], bool], timeout_s: float = 60) -> None:
         """Read until the screen satisfies `done`."""
         deadline = time.monotonic() + timeout_s
         while not done(self):

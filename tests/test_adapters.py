@@ -1,7 +1,5 @@
 """Models whose weights or modules change: PEFT adapters, and changes to an attached model."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 
@@ -129,17 +127,9 @@ def patch_a_forward(model: Any) -> None:
 
 
 CHANGES = [
-    put_other_data,
-    put_other_weights,
-    write_into_weights,
-    write_into_norms,
-    write_behind_norms,
-    load_other_weights,
-    swap_a_module,
-    add_a_bias,
-    hook_a_module,
-    patch_a_forward,
-]
+    put_other_data, put_other_weights, write_into_weights, write_into_norms, write_behind_norms, load_other_weights,
+    swap_a_module, add_a_bias, hook_a_module, patch_a_forward,
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("change", CHANGES, ids=lambda change: change.__name__)

@@ -1,7 +1,5 @@
 """Summarization from articles to a table: requests, answers in HELM's form, scores without a model."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

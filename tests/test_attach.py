@@ -1,7 +1,5 @@
 """A model with a cache attached, used as in user code: generate, pipelines, batches, beams."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

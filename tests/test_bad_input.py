@@ -3,8 +3,6 @@
 Nothing is written to standard output, there is no traceback, and no control character is echoed.
 """
 
-from __future__ import annotations
-
 import json
 import random
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Windows that differ between heads: the arithmetic, the cache, and the measurement behind them."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """Wheels: with compiled libraries if there is a compiler, without them otherwise."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import subprocess

@@ -1,7 +1,5 @@
 """Slots on their own and attached to a model."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

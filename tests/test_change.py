@@ -1,7 +1,5 @@
 """Another window, policy or model in the middle of a chat: all or nothing."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Iterator
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The chat as used by scripts: commands, sessions."""
 
-from __future__ import annotations
-
 import json
 import random
 import re
@@ -89,14 +87,9 @@ class TestCommands:
 
     def test_settings(self, tiny_folder: Path) -> None:
         lines = [
-            "/set max_tokens 3",
-            "hello",
-            "/set max_tokens many",
-            "/set color red",
-            "/set top_p 7",
-            "/show",
+            "/set max_tokens 3", "hello", "/set max_tokens many", "/set color red", "/set top_p 7", "/show",
             "/set temp",
-        ]
+        ]  # fmt: skip
         done = piped(tiny_folder, lines)
         assert "+ 3 tokens" in done.stderr
         assert "max_tokens takes a number, not 'many'" in done.stderr
@@ -166,16 +159,8 @@ class TestCommands:
 
     def test_save_load_fork(self, tiny_folder: Path) -> None:
         lines = [
-            "one",
-            "/save first",
-            "two",
-            "/fork second",
-            "three",
-            "/load first",
-            "/undo 2",
-            "/sessions",
-            "/load no/t",
-        ]
+            "one", "/save first", "two", "/fork second", "three", "/load first", "/undo 2", "/sessions", "/load no/t",
+        ]  # fmt: skip
         done = piped(tiny_folder, lines)
         assert "session first resumed after turn 1: one" in done.stderr
         assert "cannot undo 2 turns, there are 1" in done.stderr

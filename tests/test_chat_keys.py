@@ -1,7 +1,5 @@
 """The chat as used by people: keys in a real terminal."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

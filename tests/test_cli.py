@@ -1,7 +1,5 @@
 """The commands as used by people and scripts: streams, exit codes."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

@@ -1,7 +1,5 @@
 """Comparisons as run from the command line."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """The commands in a real terminal."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """The arithmetic behind comparisons."""
 
-from __future__ import annotations
-
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path

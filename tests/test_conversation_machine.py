@@ -3,8 +3,6 @@
 ``H2O_EXAMPLES=20000 make test-all ARGS=tests/test_conversation_machine.py`` tries more examples, and others each time.
 """
 
-from __future__ import annotations
-
 import os
 import shutil
 import tempfile

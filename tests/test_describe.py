@@ -1,7 +1,5 @@
 """Model descriptions are complete: a plain interpreter of them computes the model's own logits."""
 
-from __future__ import annotations
-
 import copy
 import ctypes
 import math
@@ -36,9 +34,8 @@ OTHERS: dict[str, Callable[[], Any]] = {
     "Llama, gelu": tiny("Llama", **GROUPED, hidden_act="gelu_new"),
     "GPT-NeoX, one after the other": tiny("GPTNeoX", **SIZES, **PARTIAL, use_parallel_residual=False),
     "OLMo": tiny("Olmo", **GROUPED),
-    "OPT, without biases": tiny(
-        "OPT", **{**SIZES, "word_embed_proj_dim": 32, "ffn_dim": 32, "enable_bias": False, "init_std": 0.4}
-    ),
+    "OPT, without biases": tiny("OPT", **{**SIZES, "word_embed_proj_dim": 32, "ffn_dim": 32, "enable_bias": False,
+        "init_std": 0.4}),
     "Phi, output bias": tiny("Phi", **SIZES, **PARTIAL),
     "Phi, normed queries": tiny("Phi", **SIZES, **PARTIAL, qk_layernorm=True),
     "Seed-OSS": tiny("SeedOss", **GROUPED),
@@ -47,7 +44,7 @@ OTHERS: dict[str, Callable[[], Any]] = {
     "StableLM, parallel": tiny("StableLm", **PER_HEAD, **PARTIAL, use_parallel_residual=True),
     "StarCoder 2": tiny("Starcoder2", **GROUPED),
     "VaultGemma": tiny("VaultGemma", **GROUPED),
-}
+}  # fmt: skip
 
 
 NATIVE = [family for family in FAMILIES if family.native]

@@ -1,7 +1,5 @@
 """Every command and Python example of the documentation runs; every link has a target."""
 
-from __future__ import annotations
-
 import json
 import re
 import shlex

@@ -1,7 +1,5 @@
 """Downloads from a local Hub, and their progress messages."""
 
-from __future__ import annotations
-
 import logging
 import os
 import socket

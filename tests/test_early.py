@@ -1,7 +1,5 @@
 """Input typed while the model loads, and the display of its progress."""
 
-from __future__ import annotations
-
 import threading
 import time
 from collections.abc import Callable, Iterator

@@ -1,7 +1,5 @@
 """The engine's guarantees: every yielded token is in the cache, and a turn may end anywhere."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Callable, Iterable
 from itertools import islice

@@ -1,7 +1,5 @@
 """`--engine auto|eager` and its former names."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 
@@ -15,13 +13,7 @@ from h2o_stream.engine.engine import Engine
 from tests.commands import invoke
 
 
-@pytest.mark.parametrize(
-    ("options", "choice"),
-    [
-        ({}, "auto"),
-        ({"engine": "eager"}, "eager"),
-    ],
-)
+@pytest.mark.parametrize(("options", "choice"), [({}, "auto"), ({"engine": "eager"}, "eager")])
 def test_what_is_chosen(options: dict[str, Any], choice: str) -> None:
     assert ENGINE.make(**options) == choice
 

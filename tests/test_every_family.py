@@ -1,7 +1,5 @@
 """Every entry of transformers' causal-LM map is right or refused for a true reason, never wrong and never a crash."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 from typing import Any

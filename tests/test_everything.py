@@ -1,7 +1,5 @@
 """``h2o-compare all``: what cannot run is left out, and said."""
 
-from __future__ import annotations
-
 import io
 import json
 import shutil
@@ -34,9 +32,7 @@ TINY: dict[str, dict[str, Any]] = {
 }
 """The second window and the shape are beyond the 400 positions of the tiny model."""
 
-FEW: dict[str, dict[str, Any]] = {
-    "nll": {"tokens": 120, "windows": (32, 64), "policies": ("full", "tova", "sink")},
-}
+FEW: dict[str, dict[str, Any]] = {"nll": {"tokens": 120, "windows": (32, 64), "policies": ("full", "tova", "sink")}}
 
 
 @pytest.fixture
@@ -124,10 +120,7 @@ def test_nothing_at_all(arguments: list[object], monkeypatch: pytest.MonkeyPatch
 
 @pytest.mark.parametrize(
     ("more", "words"),
-    [
-        (["-m", "nowhere/nothing", "--offline"], "nowhere/nothing"),
-        (["--text", "nothing.txt"], "--text nothing.txt"),
-    ],
+    [(["-m", "nowhere/nothing", "--offline"], "nowhere/nothing"), (["--text", "nothing.txt"], "--text nothing.txt")],
 )
 def test_what_nothing_can_run_with_ends_it_at_once(arguments: list[object], more: list[str], words: str) -> None:
     done = invoke("h2o-compare", *arguments, *more, "-q")

@@ -1,7 +1,5 @@
 """The programs in examples/."""
 
-from __future__ import annotations
-
 import ast
 import io
 import re

@@ -1,7 +1,5 @@
 """Every family under every policy, chunked and one-shot, alone and in a padded batch, against the oracle."""
 
-from __future__ import annotations
-
 import copy
 import itertools
 from pathlib import Path

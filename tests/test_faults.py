@@ -1,7 +1,5 @@
 """Faults around the program: signals, closed terminals and pipes, deleted folders."""
 
-from __future__ import annotations
-
 import json
 import shutil
 import signal

@@ -1,7 +1,5 @@
 """The identity of files: other content has another one, even with equal names, sizes and times."""
 
-from __future__ import annotations
-
 import json
 import os
 import struct

@@ -1,7 +1,5 @@
 """No untrusted text sends control sequences to the terminal: models, users, files, folders, headers, times, errors."""
 
-from __future__ import annotations
-
 import ast
 import io
 import json

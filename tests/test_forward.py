@@ -1,7 +1,5 @@
 """The forward of an attached model: which calls it handles, and the model's state during and after."""
 
-from __future__ import annotations
-
 import inspect
 from typing import Any
 

@@ -3,8 +3,6 @@
 The window holds everything, so nothing is evicted and any difference is an error.
 """
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable
 from typing import Any
@@ -215,17 +213,12 @@ FORMS: dict[str, Form] = {
 
 REFUSED = {
     "h2o": {
-        "attentions",
-        "gradients",
-        "hidden past",
-        "in training mode",
-        "other attention",
-        "packed texts",
+        "attentions", "gradients", "hidden past", "in training mode", "other attention", "packed texts",
         "prompt lookup",
     },
     "full": set[str](),
     "any": {"cache left empty", "guidance", "other rows", "two streams"},
-}
+}  # fmt: skip
 WAYS = [("h2o", "auto"), ("h2o", "eager"), ("full", "auto")]
 
 

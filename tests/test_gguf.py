@@ -1,7 +1,5 @@
 """GGUF files: invalid headers, and tensor views."""
 
-from __future__ import annotations
-
 import struct
 import time
 import tracemalloc

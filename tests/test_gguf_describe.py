@@ -1,7 +1,5 @@
 """What transformers needs besides a GGUF file's weights: a config and a tokenizer, created once and cached."""
 
-from __future__ import annotations
-
 import json
 import threading
 import time
@@ -31,12 +29,8 @@ class TestDescribed:
     def test_it_is_what_transformers_makes_of_the_file(self, small: Path, cache_folder: Path) -> None:
         folder = export_config(GgufFile(small), pytest.fail)
         assert sorted(path.name for path in folder.iterdir()) == [
-            "chat_template.jinja",
-            "config.json",
-            "generation_config.json",
-            "tokenizer.json",
-            "tokenizer_config.json",
-        ]
+            "chat_template.jinja", "config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json",
+        ]  # fmt: skip
         ours, theirs = (
             AutoTokenizer.from_pretrained(folder),
             AutoTokenizer.from_pretrained(small.parent, gguf_file=small.name),

@@ -1,7 +1,5 @@
 """GGUF weight names in transformers' models: round trips of tiny random models of many families."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable
 from pathlib import Path

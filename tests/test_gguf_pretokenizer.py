@@ -1,7 +1,5 @@
 """How text is split before merging: as the GGUF file's pre-tokenizer says, or the file is refused."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any

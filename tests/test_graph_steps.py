@@ -4,8 +4,6 @@ A recording here is the step itself, run again by every replay on the inputs it 
 under a mode that refuses what a CUDA graph cannot hold, and leaves the cache as it was.
 """
 
-from __future__ import annotations
-
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -24,13 +22,8 @@ from tests.families import FAMILIES
 aten = torch.ops.aten
 
 FROM_HOST = {
-    aten._local_scalar_dense,
-    aten.equal,
-    aten.lift_fresh,
-    aten.lift_fresh_copy,
-    aten.masked_select,
-    aten.nonzero,
-}
+    aten._local_scalar_dense, aten.equal, aten.lift_fresh, aten.lift_fresh_copy, aten.masked_select, aten.nonzero,
+}  # fmt: skip
 """Operations that read numbers on the host, make a tensor of numbers from there, or whose shapes depend on data."""
 
 

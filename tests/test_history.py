@@ -1,7 +1,5 @@
 """Conversation histories: undo, regenerate, fork, and resume in another process."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from pathlib import Path
 

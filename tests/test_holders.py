@@ -1,7 +1,5 @@
 """How many heads hold each token, and the texts of the tokens that are held."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any

@@ -1,7 +1,5 @@
 """Digests of models, policies and machines: different ones never match."""
 
-from __future__ import annotations
-
 import copy
 import importlib
 import sys

@@ -1,7 +1,5 @@
 """The layers of the package: imports point one way, and no modules import each other in a circle."""
 
-from __future__ import annotations
-
 import ast
 from collections.abc import Iterator
 from graphlib import CycleError, TopologicalSorter

@@ -1,7 +1,5 @@
 """The history of typed messages: private, limited, and only if it is wanted."""
 
-from __future__ import annotations
-
 import stat
 from pathlib import Path
 

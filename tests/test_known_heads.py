@@ -1,7 +1,5 @@
 """Windows by head in a model whose retrieval head is known, because it was built by hand."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch.nn.functional import cross_entropy

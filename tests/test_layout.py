@@ -1,7 +1,5 @@
 """Where the slots' tensors are stored and which code works on them, as native code requires."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any

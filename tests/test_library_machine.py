@@ -4,8 +4,6 @@ Every operation is done to both of a pair; logits, tokens kept and refusals must
 ``H2O_OPERATIONS=20000 make test-all ARGS=tests/test_library_machine.py`` does more of them.
 """
 
-from __future__ import annotations
-
 import copy
 import os
 import random

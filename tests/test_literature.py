@@ -1,7 +1,5 @@
 """Policies that look at keys and values or keep something of each head, and those from the literature."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import ClassVar
 

@@ -1,7 +1,5 @@
 """Weights are packed while read, cached and mapped, or used directly from a GGUF file."""
 
-from __future__ import annotations
-
 import json
 import os
 from pathlib import Path

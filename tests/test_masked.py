@@ -1,7 +1,5 @@
 """Masking instead of dropping: the same tokens are seen, the same logits come out, and memory grows."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """Finding and loading models; every failure has one clear line."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

@@ -1,7 +1,5 @@
 """NaN keys: native attention gives NaN where torch does, and protected tokens are never evicted."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 import pytest

@@ -1,7 +1,5 @@
 """Models larger than the device, and caches in host memory."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import sys

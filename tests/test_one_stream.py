@@ -1,7 +1,5 @@
 """One stream at a time: which forwards continue it, which are refused, and the state after an interrupted forward."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

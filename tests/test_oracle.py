@@ -1,7 +1,5 @@
 """The cache against the naive oracle: the same kept tokens and logits at every step."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from hypothesis import HealthCheck, assume, given, settings

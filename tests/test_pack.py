@@ -3,8 +3,6 @@
 The tests read tiles with numpy, as specified in `src/abi.h`, and blocks with the `gguf` package.
 """
 
-from __future__ import annotations
-
 import ctypes
 
 import numpy as np

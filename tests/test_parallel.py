@@ -1,7 +1,5 @@
 """Several processes that share the work of a comparison or a model."""
 
-from __future__ import annotations
-
 import json
 import os
 import socket

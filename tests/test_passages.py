@@ -1,7 +1,5 @@
 """Splitting texts into passages and sentences, and finding the tokens of passages."""
 
-from __future__ import annotations
-
 import time
 from itertools import pairwise
 from typing import Any
@@ -123,25 +121,10 @@ def test_lines_are_sentences_unless_they_are_wrapped() -> None:
 @pytest.mark.parametrize(
     "unit",
     [
-        "a",
-        " ",
-        "\n",
-        "\n ",
-        ".",
-        ". ",
-        '."',
-        "A. ",
-        "。",
-        "字",
-        "Mr. ",
-        "x\n",
-        "a\t\n b",
-        "ab\n\n",
-        "!\n",
-        "。\n\n",
+        "a", " ", "\n", "\n ", ".", ". ", '."', "A. ", "。", "字", "Mr. ", "x\n", "a\t\n b", "ab\n\n", "!\n", "。\n\n",
         "x" * 50 + "\n",
     ],
-)
+)  # fmt: skip
 def test_time_is_linear(unit: str) -> None:
     """A quadratic search would take minutes."""
     text = unit * (100_000 // len(unit))

@@ -1,7 +1,5 @@
 """Policies and comparisons of other packages, found by entry point and imported on first use."""
 
-from __future__ import annotations
-
 import importlib
 import os
 import re

@@ -1,7 +1,5 @@
 """Policies on their own, and the example in docs/policies.md."""
 
-from __future__ import annotations
-
 import re
 import sys
 from pathlib import Path
@@ -137,13 +135,7 @@ def test_wrong_budgets_name_the_option(settings: dict[str, Any], words: str) -> 
         CacheConfig(**settings)
 
 
-@pytest.mark.parametrize(
-    ("settings", "words"),
-    [
-        ({"window": 500}, "lower --window"),
-        ({"span": 400}, "lower --span"),
-    ],
-)
+@pytest.mark.parametrize(("settings", "words"), [({"window": 500}, "lower --window"), ({"span": 400}, "lower --span")])
 def test_budgets_that_do_not_fit_the_model(settings: dict[str, Any], words: str) -> None:
     with pytest.raises(ConfigError, match=words):
         CacheConfig(**{"window": 64, "chunk": 64, **settings}).plan(512)

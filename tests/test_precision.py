@@ -1,7 +1,5 @@
 """Precision of the weights: chosen by free memory or by the user, or refused before anything is read."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

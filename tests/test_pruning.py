@@ -1,7 +1,5 @@
 """What is kept in the user's cache folder does not grow for ever."""
 
-from __future__ import annotations
-
 import json
 import os
 from pathlib import Path

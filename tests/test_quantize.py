@@ -1,7 +1,5 @@
 """Grids, codes, and a cache with quantized keys and values."""
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Questions in MT-Bench's format, valid and invalid."""
 
-from __future__ import annotations
-
 from itertools import islice
 from pathlib import Path
 

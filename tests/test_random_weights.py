@@ -1,7 +1,5 @@
 """Models of any shape with random weights, and GGUF files of them."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from types import SimpleNamespace
@@ -31,15 +29,10 @@ VOCABULARY = 301
 def llama(kind: type = LlamaConfig, **settings: Any) -> Any:
     """Settings for three small layers."""
     sizes = {
-        "vocab_size": VOCABULARY,
-        "hidden_size": 64,
-        "intermediate_size": 96,
-        "num_hidden_layers": 3,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "max_position_embeddings": 512,
+        "vocab_size": VOCABULARY, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 3,
+        "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 512,
         "tie_word_embeddings": False,
-    }
+    }  # fmt: skip
     sizes |= settings
     return kind(**sizes, head_dim=sizes["hidden_size"] // 4, pad_token_id=0, bos_token_id=1, eos_token_id=2)
 

@@ -1,7 +1,5 @@
 """A conversation that reads evicted passages again: what is fed, marked, indexed and saved."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any

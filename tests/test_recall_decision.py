@@ -1,7 +1,5 @@
 """What is found for a message, and what is not."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 
 import pytest

@@ -1,7 +1,5 @@
 """The index of passages: what it finds, and what it survives."""
 
-from __future__ import annotations
-
 import os
 import random
 import signal
@@ -99,26 +97,12 @@ def test_scripts_without_spaces(filled: PassageIndex) -> None:
     "term",
     [
         *(
-            "",
-            " ",
-            '"',
-            '""',
-            "'",
-            "*",
-            "_",
-            "AND",
-            "a OR",
-            "NOT (",
-            "NEAR(cat",
-            "text:cat*",
-            "^cat",
-            "\0",
-            "\ud800",
+            "", " ", '"', '""', "'", "*", "_", "AND", "a OR", "NOT (", "NEAR(cat", "text:cat*", "^cat", "\0", "\ud800",
             "😀",
         ),
         *("x" * 1_000_000, "x " * 100_000, "字" * 100_000, "-", "{cat}", "\N{COMBINING ACUTE ACCENT}", "%", ";--"),
     ],
-)
+)  # fmt: skip
 def test_any_text_is_a_term(filled: PassageIndex, term: str) -> None:
     """None is taken for a command of the search, and the others are still found."""
     filled.frequency(term)

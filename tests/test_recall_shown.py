@@ -1,7 +1,5 @@
 """What a person sees of recall: lines before a reply, /recall, records, recordings, /why, and long texts."""
 
-from __future__ import annotations
-
 import io
 import json
 import re

@@ -1,7 +1,5 @@
 """Recordings replay without the model, and show two policies side by side."""
 
-from __future__ import annotations
-
 import io
 import json
 import re

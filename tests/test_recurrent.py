@@ -1,7 +1,5 @@
 """Hybrids: recurrent states pass through the cache with the slots, in batches, turns, beams and saved streams."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

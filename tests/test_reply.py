@@ -1,7 +1,5 @@
 """Streaming Markdown: finished lines do not change, neither in the text nor on the screen."""
 
-from __future__ import annotations
-
 import io
 import math
 

@@ -1,7 +1,5 @@
 """Folders of comparisons, and the reports made of them."""
 
-from __future__ import annotations
-
 import html
 import json
 import re

@@ -1,7 +1,5 @@
 """Requests in the cookbook's and HELM's formats, and invalid ones."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Tasks after RULER: their items, how they are asked, and what is recorded."""
 
-from __future__ import annotations
-
 import json
 import math
 import re

@@ -1,7 +1,5 @@
 """No untrusted code, no unnecessary network access, and readers that survive any bytes."""
 
-from __future__ import annotations
-
 import ast
 import json
 import os

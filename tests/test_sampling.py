@@ -1,7 +1,5 @@
 """Sampling: seeds, limits on the candidates, and the same candidates as transformers' warpers leave."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest
@@ -87,12 +85,9 @@ class TestSources:
         settings, sources = resolve(SamplingConfig(top_k=5), Recommended, {"repetition_penalty": 1.1, "temperature": 9})
         assert settings == {"temperature": 0.6, "top_p": 0.95, "top_k": 5, "min_p": 0, "repetition_penalty": 1.1}
         assert sources == {
-            "temperature": "generation_config",
-            "top_p": "default",
-            "top_k": "given",
-            "min_p": "default",
+            "temperature": "generation_config", "top_p": "default", "top_k": "given", "min_p": "default",
             "repetition_penalty": "model",
-        }
+        }  # fmt: skip
 
     def test_a_generation_config_goes_before_our_table(self) -> None:
         class Penalized:

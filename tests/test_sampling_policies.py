@@ -1,7 +1,5 @@
 """Policies that draw by weight, and those that keep a window of queries."""
 
-from __future__ import annotations
-
 import torch
 
 from h2o_stream import CacheConfig

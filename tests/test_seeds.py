@@ -1,7 +1,5 @@
 """Every command of other projects in the table of docs/comparing.md: ours runs, theirs runs or gets one line."""
 
-from __future__ import annotations
-
 import json
 import re
 import shlex
@@ -113,16 +111,10 @@ def test_theirs_runs_or_gets_one_line(line: str, place: Path, model: Path) -> No
 @pytest.mark.parametrize(
     "option",
     [
-        "--enable_h2o_generation",
-        "--enable_h2o_cache",
-        "--enable_small_cache",
-        "--enable_position_rolling",
-        "--hh_size",
-        "--sample_num",
-        "--model_arch",
-        "--start_size",
+        "--enable_h2o_generation", "--enable_h2o_cache", "--enable_small_cache", "--enable_position_rolling",
+        "--hh_size", "--sample_num", "--model_arch", "--start_size",
     ],
-)
+)  # fmt: skip
 @pytest.mark.parametrize("command", [["h2o-chat"], ["h2o-stream"], ["h2o-compare", "summarize"]], ids=" ".join)
 def test_hints(command: list[str], option: str) -> None:
     done = invoke(*command, option, "1")

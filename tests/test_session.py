@@ -1,7 +1,5 @@
 """Conversations: only new tokens are fed, the system prompt once, with any template."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable
 from typing import Any

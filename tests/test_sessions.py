@@ -1,7 +1,5 @@
 """Sessions on disk: nothing complete is lost, and nothing is left incomplete."""
 
-from __future__ import annotations
-
 import json
 import os
 import stat

@@ -1,7 +1,5 @@
 """Sources of settings."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """A cache that is given by its size in bytes."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Conversations that are saved and resumed: the next reply is the same as without the break."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import pytest

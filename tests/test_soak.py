@@ -1,7 +1,5 @@
 """Soak runs in miniature: their audits, and exact continuation after an interruption."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any

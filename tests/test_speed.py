@@ -1,15 +1,12 @@
 """``h2o-compare speed``: which engines are timed where, and the messages about it."""
 
-from __future__ import annotations
-
 import json
 import multiprocessing
 import pickle
 import shutil
 import sys
 from pathlib import Path
-from typing import Any
-from unittest.mock import Mock
+from typing import Any, Self
 
 import pytest
 
@@ -118,7 +115,7 @@ class Pretended:
     def __init__(self, contender: EngineSpec) -> None:
         self.spec = contender
 
-    def __enter__(self) -> Pretended:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *exception: object) -> None:

@@ -1,7 +1,5 @@
 """A saved cache continues as if it had never stopped."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Callable
 from pathlib import Path

@@ -1,7 +1,5 @@
 """``cache.statistics()`` and ``h2o-compare heavy-hitters`` on known attention."""
 
-from __future__ import annotations
-
 import math
 from pathlib import Path
 

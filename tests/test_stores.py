@@ -1,7 +1,5 @@
 """Models on this machine: other tools' stores, our own, and how to delete ours."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys
@@ -95,20 +93,14 @@ class TestOllama:
     @pytest.mark.parametrize(
         "text",
         [
-            "",
-            "{",
-            "[]",
-            "null",
-            '{"layers": 3}',
-            '{"layers": [3, {}]}',
-            "[" * 100_000,
+            "", "{", "[]", "null", '{"layers": 3}', '{"layers": [3, {}]}', "[" * 100_000,
             '{"layers": [{"mediaType": []}]}',
         ]
         + [
             json.dumps({"layers": [{"mediaType": MODEL_LAYER, "digest": digest}]})
             for digest in (None, "sha256:../../../secret", f"sha256:{HEX.upper()}", f"sha256:{'0' * 64}", [HEX])
         ],
-    )
+    )  # fmt: skip
     def test_damaged_manifests_are_left_out(self, home: Path, text: str) -> None:
         folder = home / ".ollama" / "models"
         ollama(folder).write_text(text)
@@ -185,10 +177,7 @@ class TestKept:
         packed(home, ".m-2.partial", "org/m")
         (packed(home, "broken", "x") / "packed.json").write_text("{")
         listed = [(folder.names[0], folder.content) for folder in cached_folders()]
-        assert listed == [
-            ("broken", "packed, damaged"),
-            ("org/m", "packed, int4"),
-        ]
+        assert listed == [("broken", "packed, damaged"), ("org/m", "packed, int4")]
         assert cached_bytes() > 2 * 1000
 
     def test_forgetting_removes_every_folder_of_the_name_and_no_other(self, home: Path) -> None:

@@ -1,7 +1,5 @@
 """Closed, narrow, ASCII or hung-up streams, and users without a home: no tracebacks and no stray files."""
 
-from __future__ import annotations
-
 import io
 import json
 import os

@@ -1,7 +1,5 @@
 """Refused models with their reasons, and unlisted models that work."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """System prompts are plain text in every template, whatever markers they contain."""
 
-from __future__ import annotations
-
 import copy
 
 import pytest

@@ -1,7 +1,5 @@
 """The lm-evaluation-harness with our model."""
 
-from __future__ import annotations
-
 import json
 import logging
 import sys

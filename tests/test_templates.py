@@ -1,7 +1,5 @@
 """What is fed is what templates make of the very text, and no text becomes a control token."""
 
-from __future__ import annotations
-
 import copy
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Thinking: which models think, and where it ends in a reply."""
 
-from __future__ import annotations
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st

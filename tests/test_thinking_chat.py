@@ -1,7 +1,5 @@
 """Thinking in conversations and in the chat: what is kept of it, written, drawn, opened and left out."""
 
-from __future__ import annotations
-
 import io
 import json
 import re

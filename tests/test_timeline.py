@@ -1,7 +1,5 @@
 """Speed and memory over the tokens of a run, collected and drawn."""
 
-from __future__ import annotations
-
 from hypothesis import given
 from hypothesis import strategies as st
 

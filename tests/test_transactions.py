@@ -1,7 +1,5 @@
 """A disturbance at any point leaves a conversation and its session in the state before or after the operation."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from pathlib import Path

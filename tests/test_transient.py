@@ -1,7 +1,5 @@
 """Tokens that are evicted first: recalled passages, which have served their turn."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest
@@ -228,10 +226,7 @@ class TestState:
         config = CacheConfig(window=WINDOW, chunk=8)
         state, _ = self.saved(tiny, config)
         del state["checksums"]
-        with (
-            attach(tiny, config) as cache,
-            pytest.raises(H2OStreamError, match="the state is damaged: transient is"),
-        ):
+        with attach(tiny, config) as cache, pytest.raises(H2OStreamError, match="the state is damaged: transient is"):
             cache.load_state_dict(checksummed(state | {"transient": torch.tensor(bounds)}))
 
     def test_rows_that_are_chosen_anew(self, tiny: LlamaForCausalLM) -> None:

@@ -1,7 +1,5 @@
 """The check that models give the same results with and without the cache, and what it leaves unchanged."""
 
-from __future__ import annotations
-
 import copy
 import inspect
 from pathlib import Path

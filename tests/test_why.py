@@ -1,7 +1,5 @@
 """/why WORD: what became of a word, against what the cache and its saved states say directly."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 import pytest

@@ -1,7 +1,5 @@
 """A tiny model that thinks: its tokenizer and template have tags for it, and its replies are scripted."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from copy import deepcopy
 from pathlib import Path

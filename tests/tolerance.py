@@ -4,8 +4,6 @@ Sums of products round differently on every machine, in proportion to the summan
 the root mean square of the compared values, never absolute.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch
