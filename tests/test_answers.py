@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -70,9 +71,7 @@ def test_a_perfect_answer(tmp_path: Path) -> None:
         (["summarize", "--requests", "r", "--output-path", "x"], "takes one of --policies and of --windows"),
     ],
 )
-def test_what_is_wrong_is_one_line(
-    articles: Path, monkeypatch: pytest.MonkeyPatch, arguments: list[str], words: str
-) -> None:
+def test_what_is_wrong_is_one_line(articles: Path, monkeypatch: Any, arguments: list[str], words: str) -> None:
     monkeypatch.chdir(articles.parent)
     done = invoke("h2o-compare", *arguments, "-q")
     assert done.exit_code in (1, 2)

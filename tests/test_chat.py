@@ -224,7 +224,6 @@ class TestSessions:
             with Preloaded(
                 [*command, "--session", "talk", "-q"], stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True
             ) as child:
-                assert child.stdin is not None
                 # Two lines each time, so that six processes at least are killed however fast they answer.
                 child.stdin.write("".join(f"{line}\n" for line in talk[done : done + 2]))
                 child.stdin.flush()

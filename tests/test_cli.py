@@ -6,6 +6,7 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -259,9 +260,7 @@ class TestStream:
         assert records(ends.stdout)[-2]["seen_tokens"] <= 400
         assert "--at-context continue" in ends.stderr
 
-    def test_out_of_memory_ends_with_the_table(
-        self, tiny_folder: Path, questions: Path, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
+    def test_out_of_memory_ends_with_the_table(self, tiny_folder: Path, questions: Path, monkeypatch: Any) -> None:
         from h2o_stream.engine.engine import Engine
 
         feed = Engine._forward

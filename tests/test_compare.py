@@ -54,7 +54,6 @@ class TestFolder:
         folder = Folder(tmp_path / "new")
         folder.store({"a": 1}, JobResult({"tok_s": 5.0}, torch.arange(3.0)))
         part = Folder(tmp_path / "new").load({"a": 1})
-        assert part is not None
         assert part.values.tolist() == [0, 1, 2]
         assert part.figures == {"tok_s": 5.0}
         assert folder.load({"a": 2}) is None
@@ -190,7 +189,6 @@ class TestFactStream:
             tell(conversation, fact.statement, "Thank you, I will remember that.")
             (answer,) = ask(conversation, [(questions_about(fact)[0], 0)])
         assert answer.right, answer.reply
-        assert answer.margin is not None
         assert answer.margin > 0
 
 

@@ -173,9 +173,7 @@ def test_commands(page: str, line: str, runs: bool, place: Path, model: Path, re
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_python(
-    page: Path, tokenizer: PreTrainedTokenizerBase, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_python(page: Path, tokenizer: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The examples of a page, run in order as one program."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.syspath_prepend(tmp_path)

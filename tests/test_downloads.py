@@ -10,6 +10,7 @@ import time
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from typing import Any
 
 import pytest
 from huggingface_hub import close_session
@@ -89,9 +90,7 @@ def _point_hub_at(port: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("huggingface_hub.constants.HUGGINGFACE_CO_URL_TEMPLATE", template)
 
 
-def test_an_unreachable_hub_is_one_quick_error(
-    hub: None, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_an_unreachable_hub_is_one_quick_error(hub: None, monkeypatch: pytest.MonkeyPatch, capfd: Any) -> None:
     _point_hub_at(_closed_port(), monkeypatch)
     started = time.monotonic()
     with pytest.raises(ModelNotFoundError, match="cannot be reached; check the network .HF_HUB_ETAG_TIMEOUT"):
@@ -100,8 +99,8 @@ def test_an_unreachable_hub_is_one_quick_error(
     assert capfd.readouterr().err == ""
 
 
-def _chat_without_torch(port: int, home: Path) -> None:
-    """Chat with a model that is not on this machine, with a Hub that cannot be reached."""
+def test_an_unreachable_hub_is_noticed_before_torch_is_imported(hub: None, tmp_path: Path, monkeypatch: Any) -> None:
+    """Regression: the line came after imports of several seconds."""
     code = (
         "import sys; sys.argv = ['h2o-chat', '-p', 'hi', '-m', 'org/name']\n"
         "from h2o_stream.cli.chat import main\n"

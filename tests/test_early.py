@@ -114,9 +114,7 @@ class TestEarlyChat:
         assert early.said == ["/help"]
 
     @pytest.mark.parametrize("editing_s", [0, 1])
-    def test_an_editor_is_left_alone(
-        self, early: Early, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, editing_s: int
-    ) -> None:
+    def test_an_editor_is_left_alone(self, early: Early, tmp_path: Path, monkeypatch: Any, editing_s: int) -> None:
         editor = tmp_path / "editor"
         editor.write_text(f'#!/bin/sh\nsleep {editing_s}\nprintf "from the editor" > "$1"\n')
         editor.chmod(0o755)
@@ -147,9 +145,7 @@ class TestEarlyChat:
         assert not early.said
 
     @pytest.mark.parametrize("typed", ["my question", "my question\r", "my\x1b\rquestion \x1b"])
-    def test_what_was_typed_is_not_lost_with_the_model(
-        self, early: Early, typed: str, capsys: pytest.CaptureFixture[str]
-    ) -> None:
+    def test_what_was_typed_is_not_lost_with_the_model(self, early: Early, typed: str, capsys: Any) -> None:
         early.error = ModelNotFoundError("no such model")
         early.keys.send_text(typed)
         early.later(lambda: None, early.loaded.set)
@@ -212,9 +208,7 @@ class TestLoadingLine:
         assert "\x1b" not in line.text(60)
         assert len(line.text(60)) <= 60
 
-    def test_without_a_terminal_it_is_a_line_now_and_then(
-        self, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-    ) -> None:
+    def test_without_a_terminal_it_is_a_line_now_and_then(self, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
         now = 0.0
         monkeypatch.setattr(loading.time, "monotonic", lambda: now)
         for quiet in (False, True):

@@ -186,9 +186,7 @@ class TestEnds:
         done = run_forked("-c", Path(__file__).with_name("run_out_of_memory.py").read_text())
         assert done.stdout.startswith("oom out of memory after"), done.stderr
 
-    def test_other_errors_are_not_reported_as_out_of_memory(
-        self, engine: Engine, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
+    def test_other_errors_are_not_reported_as_out_of_memory(self, engine: Engine, monkeypatch: Any) -> None:
         def fail(*args: Any, **kwargs: Any) -> Any:
             raise RuntimeError("shapes do not match")
 
@@ -201,9 +199,7 @@ class TestText:
     @pytest.mark.parametrize(
         "text", ["plain words, and more", "naïve café", "emoji 👩‍👩‍👧 and 日本語 🇫🇷", "tabs\tand\nlines", ""]
     )
-    def test_pieces_make_the_text_and_never_half_a_character(
-        self, tokenizer: PreTrainedTokenizerBase, text: str
-    ) -> None:
+    def test_pieces_make_the_text_and_never_half_a_character(self, tokenizer: Any, text: str) -> None:
         stream = TextStream(tokenizer)
         pieces = [stream.push(token) for token in tokenizer(text)["input_ids"]]
         assert "".join(pieces) + stream.flush() == text

@@ -69,9 +69,7 @@ def test_what_the_model_cannot_do_is_left_out_and_the_rest_measured(arguments: l
     assert "## Not measured" in (tmp_path / "later.md").read_text()
 
 
-def test_a_policy_that_exhausts_memory_is_left_out(
-    arguments: list[object], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_a_policy_that_exhausts_memory_is_left_out(arguments: list[object], monkeypatch: Any, tmp_path: Path) -> None:
     monkeypatch.setattr(everything, "_QUICK", FEW)
     stream = nll.stream_nll
 
@@ -98,9 +96,7 @@ def test_a_policy_that_exhausts_memory_is_left_out(
     )
 
 
-def test_a_comparison_with_a_bug_does_not_end_the_others(
-    arguments: list[object], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_comparison_with_a_bug_does_not_end_the_others(arguments: list[object], monkeypatch: Any) -> None:
     monkeypatch.setattr(everything, "_QUICK", {**FEW, "recall": TINY["recall"]})
     monkeypatch.setattr("h2o_stream.compare.recall.comparison.read_facts", lambda count: 1 / 0)
     done = invoke("h2o-compare", *arguments)

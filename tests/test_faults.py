@@ -46,8 +46,6 @@ def talking(model: Path, tokens: int) -> Iterator[subprocess.Popen[bytes]]:
     """A chat with pipes for its streams, in the middle of a long reply."""
     command = ["h2o-chat", "-m", model, "-n", str(tokens), "--temp", "0", "--session", "talk"]
     with Preloaded(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as child:
-        assert child.stdin is not None
-        assert child.stdout is not None
         child.stdin.write(b"one\n")
         child.stdin.flush()
         child.stdout.read(20)
@@ -79,8 +77,6 @@ class TestSignals:
 class TestOutput:
     def test_a_pipe_that_is_closed_in_a_reply(self, tiny_folder: Path, home: Path) -> None:
         with talking(tiny_folder, 3000) as child:
-            assert child.stdout is not None
-            assert child.stderr is not None
             child.stdout.close()
             assert child.wait(30) == 1
             assert b"Traceback" not in child.stderr.read()
@@ -115,8 +111,6 @@ class TestFolders:
         """The chat continues and warns that turns are no longer saved."""
         command = ["h2o-chat", "-m", tiny_folder, "-n", "3", "--session", "talk", "--temp", "0"]
         with Preloaded(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as child:
-            assert child.stdin is not None
-            assert child.stderr is not None
             child.stdin.write(b"one\n")
             child.stdin.flush()
             wait_for(lambda: said(home))
@@ -128,9 +122,7 @@ class TestFolders:
         assert "No such file" in errors
         assert "Traceback" not in errors
 
-    def test_a_cache_folder_that_is_deleted_under_us(
-        self, tiny_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
+    def test_a_cache_folder_that_is_deleted_under_us(self, tiny_folder: Path, tmp_path: Path, monkeypatch: Any) -> None:
         cache = tmp_path / "cache"
         monkeypatch.setenv("XDG_CACHE_HOME", str(cache))
         for _ in range(2):

@@ -85,9 +85,7 @@ class TestGguf:
         other = changed(original, key(eos, T.UINT32, 2), key(eos, T.UINT32, 1))
         assert [exported(path, monkeypatch)[0].eos_token_id for path in (original, other)] == [2, 1]
 
-    def test_a_changed_weight_in_the_middle_of_a_tensor(
-        self, original: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-    ) -> None:
+    def test_a_changed_weight_in_the_middle_of_a_tensor(self, original: Path, monkeypatch: Any, tmp_path: Path) -> None:
         tensor = GgufFile(original).tensors["blk.1.ffn_up.weight"]
         content = bytearray(original.read_bytes())
         content[tensor.offset + tensor.nbytes // 2] ^= 1

@@ -268,9 +268,7 @@ class TestCommands:
         assert "66m" in done.stderr
         assert not spoken(done.output)
 
-    def test_errors_in_files(
-        self, tiny_folder: Path, evil_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
+    def test_errors_in_files(self, tiny_folder: Path, evil_folder: Path, tmp_path: Path, monkeypatch: Any) -> None:
         (evil_folder / "chat_template.jinja").write_text("{{ raise_exception('no \x1b[66m') }}")
         config = json.loads((evil_folder / "config.json").read_text())
         other = Path(shutil.copytree(evil_folder, tmp_path / "other"))

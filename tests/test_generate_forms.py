@@ -277,9 +277,7 @@ def test_equal_or_refused(name: str, rows: int, policy: str, engine: Any) -> Non
 
 
 @pytest.mark.parametrize(("policy", "engine"), WAYS, ids=["h2o", "h2o eager", "full"])
-def test_stop_strings_and_pipelines(
-    talker: Callable[..., Any], tokenizer: PreTrainedTokenizerBase, policy: str, engine: Any
-) -> None:
+def test_stop_strings_and_pipelines(talker: Any, tokenizer: PreTrainedTokenizerBase, policy: str, engine: Any) -> None:
     model = talker()
     inputs = tokenizer(["The sky is"], return_tensors="pt")
     pipe = TextGenerationPipeline(model=model, tokenizer=tokenizer, device="cpu")

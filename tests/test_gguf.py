@@ -5,6 +5,7 @@ import time
 import tracemalloc
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import gguf
 import pytest
@@ -131,9 +132,7 @@ class TestHostile:
 
     @settings(max_examples=200, deadline=1000)
     @given(st.data())
-    def test_bytes_that_were_changed(
-        self, small: Path, tmp_path_factory: pytest.TempPathFactory, data: st.DataObject
-    ) -> None:
+    def test_bytes_that_were_changed(self, small: Path, tmp_path_factory: Any, data: st.DataObject) -> None:
         content = bytearray(small.read_bytes())
         end = min(tensor.offset for tensor in GgufFile(small).tensors.values())
         for _ in range(data.draw(st.integers(1, 3))):

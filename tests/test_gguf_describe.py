@@ -4,6 +4,7 @@ import json
 import threading
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 from gguf import GGUFValueType as T
@@ -66,9 +67,7 @@ class TestDescribed:
         tokenizer = AutoTokenizer.from_pretrained(folder)
         assert tokenizer.decode(tokenizer("It's 2 o'clock.\n")["input_ids"]) == "It's 2 o'clock.\n"
 
-    def test_a_second_start_makes_nothing(
-        self, small: Path, cache_folder: Path, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
+    def test_a_second_start_makes_nothing(self, small: Path, cache_folder: Path, monkeypatch: Any) -> None:
         first = export_config(GgufFile(small), pytest.fail)
         monkeypatch.setattr(gguf_export, "_export", lambda *_: pytest.fail("made again"))
         assert export_config(GgufFile(small), pytest.fail) == first
@@ -168,9 +167,7 @@ class TestDescribed:
 
     @settings(max_examples=60, deadline=None)
     @given(st.data())
-    def test_metadata_that_were_changed(
-        self, small: Path, tmp_path_factory: pytest.TempPathFactory, data: st.DataObject
-    ) -> None:
+    def test_metadata_that_were_changed(self, small: Path, tmp_path_factory: Any, data: st.DataObject) -> None:
         content, folder = bytearray(small.read_bytes()), tmp_path_factory.mktemp("changed")
         end = content.index(b"token_embd.weight")
         for _ in range(data.draw(st.integers(1, 3))):

@@ -179,7 +179,6 @@ class TestQuantized:
         query = next(
             weight for weight in model_weights(file, skeleton) if weight.name.endswith("1.self_attn.q_proj.weight")
         )
-        assert query.order is not None
         rows = file.blocks(query.tensor).view(32, -1)[query.order]
         expected = gguf.quants.quantize(model.state_dict()[query.name].numpy(), GGMLQuantizationType.Q4_0)
         assert np.array_equal(rows.numpy(), expected)

@@ -11,7 +11,6 @@ from hypothesis import strategies as st
 from transformers import LlamaForCausalLM
 
 from h2o_stream import CacheConfig, H2OStreamError, attach
-from h2o_stream.cache.h2o_cache import H2OCache
 from h2o_stream.cache.holders import Holders, holders, retrieval_holders
 from h2o_stream.cache.windows import HeadWindow
 from h2o_stream.session.conversation_state import TurnSpan
@@ -80,7 +79,6 @@ def test_layers_with_sliding_windows_hold_the_newest(policy: str) -> None:
 
 def test_heads_with_larger_windows_are_asked(tiny: LlamaForCausalLM) -> None:
     with torch.no_grad(), attach(tiny, CacheConfig(window=24, chunk=8, budgets="equal")) as cache:
-        assert isinstance(cache, H2OCache)
         tiny(ids(60), past_key_values=cache)
         assert retrieval_holders(cache).share(20, 40) == holders(cache).share(20, 40)  # there are none
         windows = (HeadWindow((0,), 0.75), HeadWindow((1,), 1.25))

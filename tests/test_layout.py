@@ -52,7 +52,6 @@ class TestAddresses:
         """Through prompts, single tokens, windows that change size and rows that change places."""
         config = CacheConfig(policy, WINDOW, chunk=7, kv_bits=kv_bits)
         with attach(model, config) as cache:
-            assert isinstance(cache, H2OCache)
             model(ids(9, 2), past_key_values=cache)
             layouts, before = [cache.revision], addresses(cache)
             for number, part in enumerate(ids(100, 2, seed=1).split([3, *[1] * 40, 20, *[1] * 30, 7], 1)):
@@ -111,9 +110,7 @@ class TestAddresses:
 
 
 class TestSingleTokens:
-    def test_they_never_take_the_way_of_a_prompt(
-        self, model: LlamaForCausalLM, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
+    def test_they_never_take_the_way_of_a_prompt(self, model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
         """Rows of different lengths with windows of different sizes: every row gives the same result as alone."""
         lengths, steps, config = (5, 22, 41), 50, CacheConfig("h2o", WINDOW)
         tokens, fed = ids(41, 3), ids(steps, 3, seed=1)

@@ -42,12 +42,10 @@ class TestKeysAndHeadState:
         last_but_one_chunk, last_step = Watcher.shown[4], Watcher.shown[-2]  # of the first layer
         for seen in (last_but_one_chunk, last_step):
             for x in (seen.keys, seen.values):
-                assert x is not None
                 assert seen.index.shape == x.shape[:3]
                 for token in range(10):
                     same = x[0, 0][(seen.index[0, 0] >= 0) & (seen.index[0, 0] % 10 == token)]
                     assert float((same - same[:1]).abs().max()) < (1e-5 if kv_bits == 16 else 0.1)
-            assert seen.rotations is not None
             assert (seen.rotations.distance[seen.rank == 0] == 0).all()
 
     def test_the_moments_are_those_of_all_queries_of_a_row(self, grouped: LlamaForCausalLM) -> None:

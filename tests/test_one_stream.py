@@ -57,9 +57,7 @@ class TestTorn:
             hook.remove()
             assert_close(tiny(ids(10), past_key_values=cache).logits, expected)
 
-    def test_a_reset_that_was_cut_off(
-        self, tiny: LlamaForCausalLM, policy: str, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
+    def test_a_reset_that_was_cut_off(self, tiny: Any, policy: str, monkeypatch: pytest.MonkeyPatch) -> None:
         with attach(tiny, CacheConfig(policy, window=16)) as cache:
             tiny(ids(10), past_key_values=cache)
             monkeypatch.setattr(cache.layers[1], "reset", interrupt)
@@ -192,9 +190,7 @@ class TestArguments:
         ("first", "places"),
         [(6, [[0, 1, 2, 0, 1, 2]]), (6, [[3, 4, 5, 6, 7, 8]]), (0, [[0]]), (0, [[5]]), (0, [[7]]), (0, [[6, 7]])],
     )
-    def test_positions_of_another_text_are_refused(
-        self, tiny: LlamaForCausalLM, first: int, places: list[list[int]]
-    ) -> None:
+    def test_positions_of_another_text_are_refused(self, tiny: Any, first: int, places: list[list[int]]) -> None:
         with attach(tiny, CacheConfig(window=16)) as cache:
             tiny(ids(6), past_key_values=cache, position_ids=torch.arange(6)[None])
             past = None if first else cache
@@ -228,9 +224,7 @@ class TestArguments:
             tiny()
 
 
-def test_a_stream_is_the_same_where_every_step_is_checked(
-    tiny: LlamaForCausalLM, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_stream_is_the_same_where_every_step_is_checked(tiny: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(native_steps.CHECK, "1")
     how = {"attention_mask": torch.ones(1, 10), "max_new_tokens": 6, "do_sample": False, "eos_token_id": None}
     expected = tiny.generate(ids(10), **how)

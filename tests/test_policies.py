@@ -152,9 +152,7 @@ class TestRatios:
     """As in h2o_hf: ``int(ratio * length of the prompt)``."""
 
     @pytest.mark.parametrize(("prompt", "heavy", "recent"), [(50, 5, 10), (57, 5, 11), (9, 0, 1), (3, 0, 1)])
-    def test_they_resolve_against_the_first_prompt(
-        self, tiny: LlamaForCausalLM, prompt: int, heavy: int, recent: int
-    ) -> None:
+    def test_they_resolve_against_the_first_prompt(self, tiny: Any, prompt: int, heavy: int, recent: int) -> None:
         ids = torch.randint(3, 64, (1, prompt))
         with attach(tiny, CacheConfig("h2o-paper", heavy_ratio=0.1, recent_ratio=0.2, chunk=0)) as cache:
             for _ in range(2):  # resolved again for every stream

@@ -154,9 +154,7 @@ class TestRandomFiles:
             assert worker.call("info").context == 512
             assert worker.call("feed", [5] * 40) > 0
 
-    def test_other_architectures_and_full_disks_are_one_line(
-        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
+    def test_other_architectures_and_full_disks_are_one_line(self, tmp_path: Path, monkeypatch: Any) -> None:
         with pytest.raises(ConfigError, match="gpt_neox.*leave --peers llama.cpp out"):
             next(write_random_gguf(GPTNeoXConfig(), "int4", tmp_path / "x.gguf"))
         with pytest.raises(ConfigError, match="llama with biases"):

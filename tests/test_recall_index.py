@@ -152,7 +152,6 @@ def test_common_words_are_ignored_if_there_are_rarer_ones(monkeypatch: pytest.Mo
 def test_an_add_does_not_read_what_is_there() -> None:
     """The statements of an add take as many steps after 2,000 turns as after 200."""
     held, steps, costs = PassageIndex(None), list[int](), list[int]()
-    assert held._connection is not None
     for turn in range(1, 2001):
         held._connection.set_progress_handler(lambda: steps.append(1), 10)
         held.add(turn, "", "", [Passage(turn, "user", f"some words of turn{turn}", turn, turn + 1)])
@@ -180,16 +179,13 @@ def test_any_changes(tmp_path: Path, steps: list[tuple[str, object]], data: st.D
     said, held = list[Turn](), PassageIndex(path)
     for number, (kind, value) in enumerate(steps):
         if kind == "add":
-            assert isinstance(value, int)
             turn = value, f"this is word{number}x and more of it", data.draw(st.sampled_from(["", "so it is"]))
             said = [*(other for other in said if other[0] < value), turn]
             held.add(*turn, passages(*turn))
         elif kind == "truncate":
-            assert isinstance(value, int)
             said = [turn for turn in said if turn[0] <= value]
             held.truncate(value)
         elif kind == "sync":
-            assert isinstance(value, list)
             known = {turn[0]: turn for turn in said}
             said = [known.get(turn, (turn, f"word{number}x again", "")) for turn in value]
             held.sync(said, passages)
@@ -372,7 +368,6 @@ def test_a_full_disk(path: Path) -> None:
     """The index goes on in a temporary file, and the turns so far are still in the other."""
     notices = list[str]()
     held = PassageIndex(path, notices.append)
-    assert held._connection is not None
     held._connection.execute("PRAGMA max_page_count = 1")
     text = "\n\n".join(f"A long enough paragraph of {n} or more words that must go somewhere." for n in range(400))
     turn = (6, text, "Thanks.")

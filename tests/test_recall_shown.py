@@ -236,9 +236,7 @@ class TestLongTexts:
         path.write_text(f"\n{FACT}\n\n{TALK}\n\nThe end.\n")
         return path
 
-    def test_a_file_is_read_first(
-        self, tiny_folder: Path, book: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-    ) -> None:
+    def test_a_file_is_read_first(self, tiny_folder: Path, book: Path, tmp_path: Path, capsys: Any) -> None:
         short = tmp_path / "short.txt"
         short.write_text("word " * 20)
         with chatting(tiny_folder) as chat:

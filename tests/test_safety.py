@@ -7,6 +7,7 @@ import subprocess
 from contextlib import suppress
 from itertools import count
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -145,9 +146,7 @@ class TestFuzzing:
             max_size=5,
         )
     )
-    def test_commands(
-        self, commands: list[str], loaded_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
+    def test_commands(self, commands: list[str], loaded_folder: Path, tmp_path: Path, monkeypatch: Any) -> None:
         monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path / "data"))
         monkeypatch.chdir(tmp_path)
         typed = "\n".join(command for command in commands if is_command(command.strip()))

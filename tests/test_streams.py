@@ -174,7 +174,6 @@ class TestHangUps:
             stderr=subprocess.PIPE,
             preexec_fn=lambda: signal.signal(signal.SIGHUP, signal.SIG_DFL),
         ) as child:
-            assert child.stdout is not None
             child.stdout.read(1)
             child.send_signal(signal.SIGHUP)
             assert child.wait(20) == (0 if ignored else 128 + signal.SIGHUP)

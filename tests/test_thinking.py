@@ -36,7 +36,6 @@ class TestMarkers:
         self, template: str, added: tuple[str, ...], markers: tuple[str, str]
     ) -> None:
         found = find_markers(template, added, "")
-        assert found is not None
         assert (found.opening, found.closing) == markers
 
     @pytest.mark.parametrize(
@@ -118,7 +117,6 @@ class TestSplitter:
     )
     def test_channels(self, reply: str, thought: str, answer: str, size: int) -> None:
         markers = find_markers(HARMONY, (), "")
-        assert markers is not None
         assert split(reply, size, markers=markers) == (thought, answer)
 
 
@@ -164,7 +162,6 @@ class TestTemplates:
         assert template.markers == TAGS
         assert set(template.marker_tokens.values()) == ({"<think>", "</think>"} if special else set())
         for prompt in (template.first_turn("a <think>"), template.next_turn("b </think>", ended=True)):
-            assert prompt.num_thinking is not None
             assert thinking.decode(prompt.tokens[-prompt.num_thinking :]) == "<think>\n"
         past = thinking.decode(template.reply("Yes.", thinking=True))
         assert past == "\n</think>\n\nYes.<|im_end|>"

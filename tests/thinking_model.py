@@ -27,9 +27,7 @@ OPENED = _TURNS + "{{ '<think>\n' }}{% endif %}"
 """A template that always begins the thinking."""
 
 
-def thinking_tokenizer(
-    tokenizer: PreTrainedTokenizerBase, template: str = SWITCHED, special: bool = False
-) -> PreTrainedTokenizerBase:
+def thinking_tokenizer(tokenizer: Any, template: str = SWITCHED, special: bool = False) -> Any:
     """The tokenizer with tags for thinking, as control tokens if `special`."""
     thinking = deepcopy(tokenizer)
     thinking.add_tokens(["<think>", "</think>"], special_tokens=special)
