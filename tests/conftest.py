@@ -1,9 +1,10 @@
 """Models and tokenizers shared by the tests: tiny random models for breadth, the embedded model for realism."""
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -43,6 +44,24 @@ def make_llama(
         eos_token_id=2,
     )
     return LlamaForCausalLM(config).eval()
+
+
+def ids(count: int, rows: int = 1, seed: int = 0) -> torch.Tensor:
+    """Random tokens of `make_llama` [rows, count], none of them special."""
+    return torch.randint(3, 64, (rows, count), generator=torch.Generator().manual_seed(seed))
+
+
+def written(path: Path, lines: Iterable[Any]) -> Path:
+    """A file of lines in JSON."""
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
+    return path
+
+
+def saved(model: PreTrainedModel, tokenizer: Any, folder: Path) -> Path:
+    """A folder with the model and the tokenizer, as commands take it."""
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder
 
 
 @pytest.fixture
@@ -85,19 +104,28 @@ def tokenizer() -> PreTrainedTokenizerBase:
 @pytest.fixture(scope="session")
 def tiny_folder(tmp_path_factory: pytest.TempPathFactory, tokenizer: PreTrainedTokenizerBase) -> Path:
     """A random Llama with the embedded model's tokenizer, small enough for many commands to load."""
-    folder = tmp_path_factory.mktemp("tiny-model")
-    make_llama(vocab=len(tokenizer), context=400).save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
-    return folder
+    return saved(make_llama(vocab=len(tokenizer), context=400), tokenizer, tmp_path_factory.mktemp("tiny-model"))
+
+
+@pytest.fixture(scope="session")
+def long_folder(tmp_path_factory: pytest.TempPathFactory, tokenizer: PreTrainedTokenizerBase) -> Path:
+    """The same with the context length that the documentation assumes."""
+    return saved(make_llama(vocab=len(tokenizer), context=8192), tokenizer, tmp_path_factory.mktemp("long-model"))
+
+
+@pytest.fixture
+def text(tmp_path: Path) -> Path:
+    """A text of about 1,100 tokens."""
+    path = tmp_path / "text.txt"
+    path.write_text("The quick brown fox jumps over the lazy dog, again and again. " * 80)
+    return path
 
 
 @pytest.fixture
 def questions(tmp_path: Path) -> Path:
     """Three questions with two turns each."""
-    file = tmp_path / "questions.jsonl"
     lines = [{"question_id": n, "category": "test", "turns": ["first " * 30, "then"]} for n in range(3)]
-    file.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    return file
+    return written(tmp_path / "questions.jsonl", lines)
 
 
 @pytest.fixture

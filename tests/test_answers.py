@@ -1,6 +1,5 @@
 """Summarization from articles to a table: requests, answers in HELM's form, scores without a model."""
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -9,14 +8,13 @@ import pytest
 from h2o_stream.session.request_forms import Article, build_requests, read_articles
 from h2o_stream.session.requests import read_requests
 from tests.commands import invoke, records
+from tests.conftest import written
 
 
 @pytest.fixture
 def articles(tmp_path: Path) -> Path:
-    path = tmp_path / "articles.jsonl"
     lines = [{"document": f"Text {n}.\nMore of it.", "summary": f"Summary {n}."} for n in range(4)]
-    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    return path
+    return written(tmp_path / "articles.jsonl", lines)
 
 
 def test_examples_come_before_the_article() -> None:
@@ -55,9 +53,8 @@ def test_from_articles_to_a_table(articles: Path, tiny_folder: Path, tmp_path: P
 
 
 def test_a_perfect_answer(tmp_path: Path) -> None:
-    path = tmp_path / "answers.jsonl"
     lines = [{"text": "the same words", "reference": "the same words"}, {"text": "others", "reference": "none"}]
-    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    path = written(tmp_path / "answers.jsonl", lines)
     (score,) = records(invoke("h2o-compare", "score", path, "--jsonl", "-").stdout)
     assert score["rouge2"] == pytest.approx(0.5)
 

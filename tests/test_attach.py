@@ -8,15 +8,11 @@ from transformers import DynamicCache, LlamaForCausalLM, PreTrainedModel, pipeli
 
 from h2o_stream import CacheConfig, ConfigError, H2OStreamError, attach
 from h2o_stream.models.load import LoadedModel
-from tests.conftest import make_llama
+from tests.conftest import ids, make_llama
 from tests.families import each_family
 from tests.tolerance import assert_close
 
 GREEDY: dict[str, Any] = {"do_sample": False, "eos_token_id": None}
-
-
-def ids(count: int, batch: int = 1, seed: int = 0) -> torch.Tensor:
-    return torch.randint(3, 64, (batch, count), generator=torch.Generator().manual_seed(seed))
 
 
 def padded(rows: list[torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -60,14 +56,14 @@ class TestGenerate:
 
     def test_reordered_rows_carry_their_whole_state(self, tiny: LlamaForCausalLM) -> None:
         with attach(tiny, CacheConfig(window=12)) as cache:
-            tiny(ids(30, batch=2), past_key_values=cache)
+            tiny(ids(30, rows=2), past_key_values=cache)
             before = cache.kept(1).clone(), cache.head_groups[1].scores.clone()
             cache.reorder_cache(torch.tensor([1, 1]))
             assert cache.kept(1)[0].equal(before[0][1])
             assert cache.head_groups[1].scores[0].equal(before[1][1])
 
     def test_rows_of_a_batch_evict_for_themselves(self, tiny: LlamaForCausalLM) -> None:
-        tokens = ids(50, batch=2)
+        tokens = ids(50, rows=2)
         with attach(tiny, CacheConfig(window=12, chunk=8)) as cache:
             tiny(tokens, past_key_values=cache)
             together = cache.kept(1)
@@ -120,7 +116,7 @@ class TestGenerate:
 
     def test_a_mask_that_is_not_of_padding_is_refused(self, tiny: LlamaForCausalLM) -> None:
         with attach(tiny), pytest.raises(ConfigError, match=r"attention_mask has shape \(2, 1, 3, 3\)"):
-            tiny(ids(3, batch=2), attention_mask=torch.ones(2, 1, 3, 3))
+            tiny(ids(3, rows=2), attention_mask=torch.ones(2, 1, 3, 3))
 
 
 class TestBatches:

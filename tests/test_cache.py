@@ -14,14 +14,11 @@ from h2o_stream.cache.attention import LogitTransform
 from h2o_stream.cache.head_group import HeadGroup
 from h2o_stream.cache.policies import make_policy
 from h2o_stream.config import MIN_EVICTABLE
+from tests.conftest import ids
 from tests.slots import attend
 from tests.tolerance import assert_close
 
 POSITIONS = ["gap", "rolling", "absolute"]
-
-
-def ids(count: int, batch: int = 1, seed: int = 0) -> torch.Tensor:
-    return torch.randint(3, 64, (batch, count), generator=torch.Generator().manual_seed(seed))
 
 
 class TestBeforeAnyEviction:
@@ -33,7 +30,7 @@ class TestBeforeAnyEviction:
     def test_logits_equal_dynamic_cache(
         self, grouped: LlamaForCausalLM, positions: str, chunk: int, dtype: torch.dtype, tolerance: float
     ) -> None:
-        model, tokens = grouped.to(dtype), ids(40, batch=2)
+        model, tokens = grouped.to(dtype), ids(40, rows=2)
         theirs = DynamicCache(config=model.config)
         expected = [model(tokens[:, :30], past_key_values=theirs).logits]
         expected += [model(tokens[:, i : i + 1], past_key_values=theirs).logits for i in range(30, 40)]
@@ -133,7 +130,7 @@ class TestSlots:
         with attach(grouped, CacheConfig(window=20)) as cache:
             assert cache.nbytes == 0
             sizes = []
-            for part in ids(60, batch=2).split(6, dim=1):
+            for part in ids(60, rows=2).split(6, dim=1):
                 grouped(part, past_key_values=cache)
                 sizes.append(cache.nbytes)
         slots, heads, size, layers, batch = 21, 2, 8, 2, 2
@@ -177,7 +174,7 @@ class TestPins:
             cache.pin(25, 30)
             cache.pin(12, 16)
             assert cache.pins == (range(10, 16), range(25, 30))
-            tiny(ids(60, batch=2), attention_mask=mask, past_key_values=cache)
+            tiny(ids(60, rows=2), attention_mask=mask, past_key_values=cache)
             for row in cache.kept(1).flatten(0, 1).tolist():
                 assert {0, 1, 2, 3, *range(10, 16), *range(25, 30)} <= set(row)
             assert cache.counts().pinned == 11
@@ -185,7 +182,7 @@ class TestPins:
             assert cache.pins == (range(10, 12), range(27, 30))
             cache.unpin()
             assert cache.pins == ()
-            tiny(ids(200, batch=2), past_key_values=cache)
+            tiny(ids(200, rows=2), past_key_values=cache)
             assert not {10, 11, 12, 13, 14, 15} <= set(cache.kept(1)[0, 0].tolist())
 
     def test_a_late_pin_holds_what_every_head_still_has(self, tiny: LlamaForCausalLM) -> None:

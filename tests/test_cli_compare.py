@@ -1,18 +1,17 @@
 """Comparisons as run from the command line."""
 
-import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from tests.commands import invoke, records
+from tests.conftest import written
 from tests.tolerance import LIKELIHOOD
 
 
 class TestCompare:
-    def test_nll(self, tiny_folder: Path, tmp_path: Path) -> None:
-        text = tmp_path / "text.txt"
-        text.write_text("The quick brown fox jumps over the lazy dog, again and again. " * 40)
+    def test_nll(self, tiny_folder: Path, text: Path, tmp_path: Path) -> None:
         base = ["nll", "-m", tiny_folder, "--dtype", "float32", "--text", text, "--tokens", "200", "--jsonl", "-"]
         done = invoke("h2o-compare", *base, "--policies", "full,h2o,recent", "--windows", "16,240", "--chunk", "8")
         assert done.exit_code == 0
@@ -29,9 +28,8 @@ class TestCompare:
         assert results[1]["nll"] != pytest.approx(full, rel=3 * LIKELIHOOD)
         assert "nats per token" in done.stderr
 
-    def test_nll_in_a_folder_resumes(self, tiny_folder: Path, tmp_path: Path) -> None:
-        text, out = tmp_path / "text.txt", tmp_path / "out"
-        text.write_text("The quick brown fox jumps over the lazy dog, again and again. " * 40)
+    def test_nll_in_a_folder_resumes(self, tiny_folder: Path, text: Path, tmp_path: Path) -> None:
+        out = tmp_path / "out"
         base = ["nll", "-m", tiny_folder, "--text", text, "--tokens", "200", "--jsonl", "-", "--out", out]
         base += ["--windows", "16", "--chunk", "8", "--seeds", "0,5"]
         first = records(invoke("h2o-compare", *base, "--policies", "full,sink").stdout)[1:]
@@ -54,9 +52,8 @@ class TestCompare:
         assert "…" not in done.stderr, "no figure is cut"
         assert (out / "nll-text.png").read_bytes().startswith(b"\x89PNG")
 
-    def test_a_damaged_part_is_measured_again(self, tiny_folder: Path, tmp_path: Path) -> None:
-        text, out = tmp_path / "text.txt", tmp_path / "out"
-        text.write_text("word " * 100)
+    def test_a_damaged_part_is_measured_again(self, tiny_folder: Path, text: Path, tmp_path: Path) -> None:
+        out = tmp_path / "out"
         base = ["nll", "-m", tiny_folder, "--text", text, "--policies", "sink", "--windows", "16", "--out", out, "-q"]
         assert invoke("h2o-compare", *base).exit_code == 0
         (part,) = (out / "parts").iterdir()
@@ -65,16 +62,12 @@ class TestCompare:
         assert done.exit_code == 0
         assert records(done.stdout)[1]["nll"] > 0
 
-    def test_full_stays_inside_the_context(self, tiny_folder: Path, tmp_path: Path) -> None:
-        text = tmp_path / "text.txt"
-        text.write_text("word " * 600)
+    def test_full_stays_inside_the_context(self, tiny_folder: Path, text: Path, tmp_path: Path) -> None:
         base = ["nll", "-m", tiny_folder, "--text", text, "--tokens", "450", "--jsonl", "-", "-q"]
         results = records(invoke("h2o-compare", *base, "--policies", "full,h2o", "--windows", "32").stdout)[1:]
         assert [result["tokens"] for result in results] == [400, 450]
 
-    def test_kv_bits(self, tiny_folder: Path, tmp_path: Path) -> None:
-        text = tmp_path / "text.txt"
-        text.write_text("The quick brown fox jumps over the lazy dog, again and again. " * 20)
+    def test_kv_bits(self, tiny_folder: Path, text: Path, tmp_path: Path) -> None:
         base = ["nll", "-m", tiny_folder, "--text", text, "--tokens", "200", "--jsonl", "-", "-q", "--policies", "h2o"]
         results = [records(invoke("h2o-compare", *base, "--kv-bits", bits).stdout)[1]["nll"] for bits in "842"]
         exact = records(invoke("h2o-compare", *base).stdout)[1]["nll"]
@@ -82,9 +75,8 @@ class TestCompare:
         assert results[0] == pytest.approx(exact, abs=0.05)
 
     @pytest.mark.usefixtures("no_charts")
-    def test_recall(self, tiny_folder: Path, tmp_path: Path) -> None:
-        text, out = tmp_path / "text.txt", tmp_path / "out"
-        text.write_text("The quick brown fox jumps over the lazy dog.")
+    def test_recall(self, tiny_folder: Path, text: Path, tmp_path: Path) -> None:
+        out = tmp_path / "out"
         base = ["recall", "-m", tiny_folder, "--text", text, "--facts", "2", "--distances", "8,60", "--jsonl", "-"]
         base += ["--chat", "150", "--policies", "full,sink", "--windows", "64", "--out", out]
         done = invoke("h2o-compare", *base)
@@ -122,9 +114,8 @@ class TestCompare:
         assert "--recall takes some of auto, off" in invoke("h2o-compare", *base, "--recall", "auto,on").stderr
 
     @pytest.mark.usefixtures("no_charts")
-    def test_throughput(self, tiny_folder: Path, tmp_path: Path) -> None:
-        text, out = tmp_path / "text.txt", tmp_path / "out"
-        text.write_text("The quick brown fox jumps over the lazy dog, again and again. " * 80)
+    def test_throughput(self, tiny_folder: Path, text: Path, tmp_path: Path) -> None:
+        out = tmp_path / "out"
         base = ["throughput", "-m", tiny_folder, "--text", text, "--shapes", "60+5,20+80", "--rounds=1", "--jsonl", "-"]
         done = invoke("h2o-compare", *base, "--cache-budget", "160KiB", "--ratio", "0.4", "--out", out)
         assert done.exit_code == 0, done.stderr
@@ -150,11 +141,10 @@ class TestCompare:
         assert small.exit_code == 2
         assert "--cache-budget" in small.stderr
 
-    def test_summarize(self, tiny_folder: Path, tmp_path: Path) -> None:
+    def test_summarize(self, tiny_folder: Path, text: Path, tmp_path: Path) -> None:
         file, out = tmp_path / "requests.jsonl", tmp_path / "out"
-        form = {"max_tokens": 6, "temperature": 0.5, "top_p": 1, "stop": ["###"], "n": 1}
-        lines = [{**form, "article": "word " * (20 + 9 * n), "summary_gt": "some words"} for n in range(5)]
-        file.write_text("".join(json.dumps(line) + "\n" for line in lines))
+        form = {"max_tokens": 6, "temperature": 0.5, "top_p": 1, "stop": ["###"], "n": 1, "summary_gt": "some words"}
+        written(file, [{**form, "article": "word " * (20 + 9 * n)} for n in range(5)])
         base = ["summarize", "-m", tiny_folder, "--requests", file, "--policies", "full,h2o", "--windows", "16,32"]
         base += ["--batch", "2", "--jsonl", "-", "--dtype", "float32"]
         done = invoke("h2o-compare", *base, "--limit", "4", "--out", out)
@@ -186,9 +176,8 @@ class TestCompare:
 
     def test_summarize_by_ratios_and_by_bytes(self, tiny_folder: Path, tmp_path: Path) -> None:
         """Regression: both ended in "leave out --window", which nobody had given."""
-        file = tmp_path / "requests.jsonl"
         lines = [{"article": "word " * count, "summary_gt": "word", "max_tokens": 4} for count in (100, 300)]
-        file.write_text("".join(json.dumps(line) + "\n" for line in lines))
+        file = written(tmp_path / "requests.jsonl", lines)
         base = ["summarize", "-m", tiny_folder, "--requests", file, "--policies", "full,h2o", "--jsonl", "-"]
         done = invoke("h2o-compare", *base, "--heavy_ratio", "0.1", "--recent_ratio", "0.1", "--sinks", "4")
         assert done.exit_code == 0, done.stderr
@@ -209,16 +198,15 @@ class TestCompare:
 
     def test_requests_beyond_the_context(self, tiny_folder: Path, tmp_path: Path) -> None:
         """Regression: one request that full cannot read ended the whole run."""
-        file = tmp_path / "requests.jsonl"
         lines = [{"article": "word " * count, "summary_gt": "word", "max_tokens": 4} for count in (50, 900, 60)]
-        file.write_text("".join(json.dumps(line) + "\n" for line in lines))
+        file = written(tmp_path / "requests.jsonl", lines)
         base = ["summarize", "-m", tiny_folder, "--requests", file, "--windows", "32", "--jsonl", "-"]
         done = invoke("h2o-compare", *base, "--policies", "full,recent,h2o")
         assert done.exit_code == 0, done.stderr
         found = {r["policy"]: (r["n"], r["left_out"]) for r in records(done.stdout)[1:]}
         assert found == {"full": (2, 1), "recent": (3, 0), "h2o": (3, 0)}
         assert "full leaves out 1 of 3 requests: up to 90" in done.stderr
-        file.write_text(json.dumps(lines[1]) + "\n")
+        written(file, lines[1:2])
         alone = invoke("h2o-compare", *base, "--policies", "full,h2o")
         assert [r["policy"] for r in records(alone.stdout)[1:]] == ["h2o"], alone.stderr
         none = invoke("h2o-compare", *base, "--policies", "full", "-q")
@@ -228,9 +216,8 @@ class TestCompare:
     def test_summaries_in_a_batch_are_those_alone_and_chunks_make_a_difference(
         self, tiny_folder: Path, tmp_path: Path
     ) -> None:
-        file = tmp_path / "requests.jsonl"
         prompts = ["one two three " * 12, "The quick brown fox. " * 9, "a b c d e " * 20]
-        file.write_text("".join(json.dumps({"prompt": prompt, "max_tokens": 8}) + "\n" for prompt in prompts))
+        file = written(tmp_path / "requests.jsonl", [{"prompt": prompt, "max_tokens": 8} for prompt in prompts])
 
         def texts(name: str, *more: object) -> list[str]:
             base = ["summarize", "-m", tiny_folder, "--requests", file, "--policies", "h2o", "--windows", "24"]
@@ -244,9 +231,8 @@ class TestCompare:
         assert texts("together") == alone
         assert texts("chunked", "--prefill", "chunked", "--chunk", "4") != alone
 
-    def test_heavy_hitters(self, tiny_folder: Path, tmp_path: Path) -> None:
-        text, out = tmp_path / "text.txt", tmp_path / "new" / "folder"
-        text.write_text("The quick brown fox jumps over the lazy dog, again and again. " * 40)
+    def test_heavy_hitters(self, tiny_folder: Path, text: Path, tmp_path: Path) -> None:
+        out = tmp_path / "new" / "folder"
         base = ["heavy-hitters", "-m", tiny_folder, "--text", text, "--tokens", "240", "--window", "32", "--chunk", "8"]
         done = invoke("h2o-compare", *base, "--policies", "recent,h2o", "--out", out, "--jsonl", "-")
         assert done.exit_code == 0, done.stderr
@@ -273,9 +259,7 @@ class TestCompare:
             (["--out", "/proc/nothing"], "--out /proc/nothing"),
         ],
     )
-    def test_heavy_hitters_refuses(self, tiny_folder: Path, tmp_path: Path, more: list[str], words: str) -> None:
-        text = tmp_path / "text.txt"
-        text.write_text("word " * 600)
+    def test_heavy_hitters_refuses(self, tiny_folder: Path, text: Path, tmp_path: Path, more: Any, words: str) -> None:
         base = ["heavy-hitters", "-m", tiny_folder, "--text", text, "--window", "32", "--out", tmp_path / "out", "-q"]
         done = invoke("h2o-compare", *base, *more)
         assert done.exit_code in (1, 2)

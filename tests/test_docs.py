@@ -1,17 +1,15 @@
 """Every command and Python example of the documentation runs; every link has a target."""
 
-import json
 import re
 import shlex
 from pathlib import Path
 from typing import Any
 
 import pytest
-from transformers import PreTrainedTokenizerBase
 
 from h2o_stream.config import POLICIES
 from tests.commands import invoke
-from tests.conftest import make_llama
+from tests.conftest import make_llama, written
 
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -109,15 +107,6 @@ def test_there_are_commands_of_every_kind() -> None:
     assert len(COMMANDS) > 40
 
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory, tokenizer: PreTrainedTokenizerBase) -> Path:
-    """A small random model with the context length that the documentation assumes."""
-    folder = tmp_path_factory.mktemp("model")
-    make_llama(vocab=len(tokenizer), context=8192).save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
-    return folder
-
-
 @pytest.fixture
 def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A folder with every file that the documentation names."""
@@ -128,15 +117,15 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     for name in ("a.txt", "b.txt", "news.txt", "chat.txt", "manual.txt", "long.txt", "essay.txt", "FILE"):
         (tmp_path / name).write_text(words * (40 if name == "essay.txt" else 120))
     question = {"question_id": 1, "category": "any", "turns": ["Say something.", "And more."]}
-    (tmp_path / "my.jsonl").write_text(json.dumps(question) + "\n")
+    written(tmp_path / "my.jsonl", [question])
     request = {"article": "word " * 30, "summary_gt": "words", "max_tokens": 4}
-    (tmp_path / "xsum.jsonl").write_text(json.dumps(request) + "\n")
+    written(tmp_path / "xsum.jsonl", [request])
     return tmp_path
 
 
 @pytest.mark.usefixtures("no_charts")
 @pytest.mark.parametrize(("page", "line", "runs"), of_documentation())
-def test_commands(page: str, line: str, runs: bool, place: Path, model: Path, request: pytest.FixtureRequest) -> None:
+def test_commands(page: str, line: str, runs: bool, place: Path, long_folder: Path, request: Any) -> None:
     command, *arguments = shlex.split(line)
     kind = kind_of(line)
     if kind == "tasks":
@@ -151,12 +140,12 @@ def test_commands(page: str, line: str, runs: bool, place: Path, model: Path, re
     if "FILE" in arguments and ("--record" in arguments or "--replay" in arguments):
         Path("FILE").unlink()
     if "FILE" in arguments and "--replay" in arguments:
-        assert invoke("h2o-stream", "-m", model, "--turns", "1", "-n", "2", "--record", "FILE").exit_code == 0
+        assert invoke("h2o-stream", "-m", long_folder, "--turns", "1", "-n", "2", "--record", "FILE").exit_code == 0
     if "--export" in arguments:
         talk = ["--session", arguments[arguments.index("--session") + 1]]
-        assert invoke("h2o-chat", "-m", model, "-n", "2", *talk, typed="hello\n").exit_code == 0
+        assert invoke("h2o-chat", "-m", long_folder, "-n", "2", *talk, typed="hello\n").exit_code == 0
     if kind == "report":
-        base = ["-m", model, "--text", "a.txt", "--out", "FOLDER", *SMALL["nll"].split()]
+        base = ["-m", long_folder, "--text", "a.txt", "--out", "FOLDER", *SMALL["nll"].split()]
         assert invoke("h2o-compare", "nll", *base).exit_code == 0
     for option, kinds in NEEDED.items():
         if kind in kinds and option not in arguments and "--input-path" not in arguments:
@@ -167,7 +156,7 @@ def test_commands(page: str, line: str, runs: bool, place: Path, model: Path, re
         assert "./nowhere does not exist" in done.stderr
         return
     small = SMALL[kind].split() if "--replay" not in arguments and "--sessions" not in arguments else []
-    named = [] if kind == "report" or "tiny" in arguments else ["-m", str(model)]
+    named = [] if kind == "report" or "tiny" in arguments else ["-m", str(long_folder)]
     done = invoke(command, *arguments, *small, *named, typed="hello\n")
     assert done.exit_code == 0, done.stderr
 

@@ -36,10 +36,8 @@ FEW: dict[str, dict[str, Any]] = {"nll": {"tokens": 120, "windows": (32, 64), "p
 
 
 @pytest.fixture
-def arguments(tiny_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[object]:
+def arguments(tiny_folder: Path, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[object]:
     monkeypatch.setattr(everything, "_QUICK", TINY)
-    text = tmp_path / "text.txt"
-    text.write_text("The quick brown fox jumps over the lazy dog, again and again. " * 40)
     return ["all", "-m", tiny_folder, "--text", text, "--out", tmp_path / "out", "--quick", "--jsonl", "-"]
 
 
@@ -167,12 +165,10 @@ def test_an_interruption_says_how_to_resume(tmp_path: Path, monkeypatch: pytest.
 
 
 def test_the_time_left_is_that_of_the_jobs_that_run(
-    tiny_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tiny_folder: Path, text: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Regression: jobs were made twice, and the estimate, which knows them by identity, stayed empty."""
     monkeypatch.setattr("h2o_stream.ui.comparison._NOTE_EVERY_S", 0.0)
-    text = tmp_path / "text.txt"
-    text.write_text("word " * 100)
     options = NllOptions(
         text=(text,), tokens=60, policies=("sink", "recent"), windows=(16,), model=ModelConfig(str(tiny_folder))
     )

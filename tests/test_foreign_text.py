@@ -37,8 +37,9 @@ from h2o_stream.ui.reply import MarkdownReply, PlainReply
 from h2o_stream.ui.tables import print_report
 from h2o_stream.ui.terminal import SafeConsole, Terminal, one_line, printable
 from tests.commands import invoke
+from tests.conftest import written
 from tests.terminal import Pty
-from tests.test_streams import LINES, written
+from tests.test_streams import LINES
 
 SOURCE = Path(h2o_stream.__file__).parent
 

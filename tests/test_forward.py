@@ -10,11 +10,7 @@ from transformers import LlamaForCausalLM
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from h2o_stream import CacheConfig, ConfigError, attach
-from tests.conftest import make_llama
-
-
-def ids(count: int, batch: int = 1, seed: int = 0) -> Tensor:
-    return torch.randint(3, 64, (batch, count), generator=torch.Generator().manual_seed(seed))
+from tests.conftest import ids, make_llama
 
 
 class OneLogit:

@@ -16,6 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from h2o_stream import CacheConfig, attach
 from h2o_stream.attachment import graph_steps
 from h2o_stream.attachment.graph_steps import WARM_UP, GraphSteps
+from tests.conftest import ids as tokens
 from tests.conftest import make_llama
 from tests.families import FAMILIES
 
@@ -35,10 +36,6 @@ class HostFree(TorchDispatchMode):
         if func.overloadpacket in FROM_HOST or by_mask:
             raise RuntimeError(f"{func} while a step is captured")
         return func(*args, **(kwargs or {}))
-
-
-def tokens(count: int, rows: int = 1, seed: int = 0) -> Tensor:
-    return torch.randint(3, 64, (rows, count), generator=torch.Generator().manual_seed(seed))
 
 
 class Recording:

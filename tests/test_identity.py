@@ -21,7 +21,7 @@ from h2o_stream.models.quantize import packed_kinds, replace_module
 from h2o_stream.native.packing import pack
 from tests import families
 from tests.commands import invoke
-from tests.conftest import make_llama
+from tests.conftest import make_llama, saved
 from tests.families import each_family
 
 TOKENS = torch.randint(3, 64, (1, 40), generator=torch.Generator().manual_seed(0))
@@ -224,13 +224,10 @@ class TestInTheShell:
 
     @pytest.fixture
     def model(self, tmp_path: Path, tokenizer: Any) -> Path:
-        make_llama(size=16, vocab=len(tokenizer)).save_pretrained(tmp_path / "model")
-        tokenizer.save_pretrained(tmp_path / "model")
-        return tmp_path / "model"
+        return saved(make_llama(size=16, vocab=len(tokenizer)), tokenizer, tmp_path / "model")
 
-    def test_a_folder_is_of_one(self, model: Path, tmp_path: Path) -> None:
-        (tmp_path / "text.txt").write_text("The quick brown fox jumps over the lazy dog. " * 30)
-        options = ["nll", "-m", model, "--text", tmp_path / "text.txt", "--tokens", "100", "--windows", "32"]
+    def test_a_folder_is_of_one(self, model: Path, text: Path, tmp_path: Path) -> None:
+        options = ["nll", "-m", model, "--text", text, "--tokens", "100", "--windows", "32"]
         options += ["--policies", "h2o", "-q", "--out", tmp_path / "out"]
         assert invoke("h2o-compare", *options, "--quantize", "int8").exit_code == 0
         assert invoke("h2o-compare", *options, "--quantize", "int8").exit_code == 0

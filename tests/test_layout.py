@@ -15,7 +15,7 @@ from h2o_stream.cache.eager import EagerKernels
 from h2o_stream.cache.h2o_cache import H2OCache
 from h2o_stream.cache.head_group import HeadGroup
 from h2o_stream.cache.windows import HeadWindow
-from tests.conftest import make_llama
+from tests.conftest import ids, make_llama
 
 WINDOW = 24
 GROUPS = (
@@ -24,10 +24,6 @@ GROUPS = (
     (HeadWindow((0, 2), 1.0), HeadWindow((1,), 0.7)),
 )
 """Three layers of three KV heads: windows that grow, that shrink (losing many slots over a few tokens), that stay."""
-
-
-def ids(count: int, batch: int = 1, seed: int = 0) -> Tensor:
-    return torch.randint(3, 64, (batch, count), generator=torch.Generator().manual_seed(seed))
 
 
 @pytest.fixture

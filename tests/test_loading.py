@@ -26,7 +26,7 @@ from h2o_stream.native import library
 from h2o_stream.native.abi import MatrixKind
 from h2o_stream.native.packing import pack
 from h2o_stream.progress import Progress
-from tests.conftest import make_llama
+from tests.conftest import make_llama, saved
 from tests.tolerance import relative_error
 
 IDS = torch.randint(3, 64, (1, 30), generator=torch.Generator().manual_seed(0))
@@ -43,16 +43,14 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.fixture
 def folder(tmp_path: Path, tokenizer: PreTrainedTokenizerBase) -> Path:
-    make_llama(heads=4, size=16, vocab=len(tokenizer)).save_pretrained(tmp_path / "model")
-    tokenizer.save_pretrained(tmp_path / "model")
-    return tmp_path / "model"
+    return saved(make_llama(heads=4, size=16, vocab=len(tokenizer)), tokenizer, tmp_path / "model")
 
 
 def packed(folder: Path, quantize: str) -> PreTrainedModel:
     return AutoModelForCausalLM.from_pretrained(folder, quantization_config=PackedConfig(quantize), dtype=torch.float32)
 
 
-def saved(model: PreTrainedModel, folder: Path) -> Path:
+def as_file(model: PreTrainedModel, folder: Path) -> Path:
     model.save_pretrained(folder)
     return folder
 
@@ -61,7 +59,7 @@ class TestQuantizer:
     @pytest.mark.parametrize("quantize", ["int8", "int4"])
     def test_every_matrix_is_that_of_the_checkpoint_packed(self, tmp_path: Path, quantize: str) -> None:
         original = make_llama(heads=4, size=16)
-        model = packed(saved(original, tmp_path), quantize)
+        model = packed(as_file(original, tmp_path), quantize)
         modules = dict(original.named_modules())
         found = {name: module for name, module in model.named_modules() if isinstance(module, PackedLinear)}
         assert len(found) == 15
@@ -75,14 +73,14 @@ class TestQuantizer:
 
     def test_logits_are_close(self, tmp_path: Path) -> None:
         original = make_llama(heads=4, size=16)
-        logits, ours = original(IDS).logits, packed(saved(original, tmp_path), "int8")(IDS).logits
+        logits, ours = original(IDS).logits, packed(as_file(original, tmp_path), "int8")(IDS).logits
         assert (ours - logits).norm() < 0.15 * logits.norm()  # it has large weights
 
     def test_a_tied_output_layer_has_no_weights_of_its_own(self, tmp_path: Path) -> None:
         original = make_llama(heads=4, size=16)
         original.config.tie_word_embeddings = True
         original.tie_weights()
-        model = packed(saved(original, tmp_path), "int4")
+        model = packed(as_file(original, tmp_path), "int4")
         head = model.get_output_embeddings()
         assert isinstance(head, TiedHead)
         assert head.tiles.data_ptr() == model.get_input_embeddings().tiles.data_ptr()
@@ -94,23 +92,23 @@ class TestQuantizer:
         torch.manual_seed(0)
         sizes = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 2, "head_dim": 32, "vocab_size": 64}
         original = Gemma2ForCausalLM(Gemma2Config(num_attention_heads=2, num_key_value_heads=1, **sizes)).eval()
-        model = packed(saved(original, tmp_path), "int8")
+        model = packed(as_file(original, tmp_path), "int8")
         rows, ours = original.get_input_embeddings()(IDS), model.get_input_embeddings()(IDS)
         assert isinstance(model.get_input_embeddings(), PackedEmbedding)
         assert (ours - rows).norm() < 0.02 * rows.norm()
 
     def test_layers_without_whole_groups_stay(self, tmp_path: Path) -> None:
-        model = packed(saved(make_llama(heads=1, size=12), tmp_path), "int4")
+        model = packed(as_file(make_llama(heads=1, size=12), tmp_path), "int4")
         assert {type(module) for module in model.model.layers[0].self_attn.children()} == {nn.Linear}
         assert isinstance(model.model.layers[0].mlp.down_proj, PackedLinear)
 
     def test_a_packed_model_may_be_saved_and_loaded(self, tmp_path: Path) -> None:
-        model = packed(saved(make_llama(heads=4, size=16), tmp_path / "a"), "int4")
-        again = AutoModelForCausalLM.from_pretrained(saved(model, tmp_path / "b"))
+        model = packed(as_file(make_llama(heads=4, size=16), tmp_path / "a"), "int4")
+        again = AutoModelForCausalLM.from_pretrained(as_file(model, tmp_path / "b"))
         assert again(IDS).logits.equal(model(IDS).logits)
 
     def test_weights_of_another_version_are_refused(self, tmp_path: Path) -> None:
-        saved(packed(saved(make_llama(heads=4, size=16), tmp_path / "a"), "int4"), tmp_path / "b")
+        as_file(packed(as_file(make_llama(heads=4, size=16), tmp_path / "a"), "int4"), tmp_path / "b")
         file = tmp_path / "b" / "config.json"
         config = json.loads(file.read_text())
         config["quantization_config"]["format"] = FORMAT + 1
@@ -121,7 +119,7 @@ class TestQuantizer:
     def test_it_is_refused_where_it_cannot_be(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         with pytest.raises(ConfigError, match="int8, int4"):
             PackedConfig("int3")
-        folder = saved(make_llama(heads=4, size=16), tmp_path)
+        folder = as_file(make_llama(heads=4, size=16), tmp_path)
         with pytest.raises(ConfigError, match="--device-map"):
             AutoModelForCausalLM.from_pretrained(folder, quantization_config=PackedConfig(), device_map="cpu")
         monkeypatch.setattr(library, "loaded", lambda: None)

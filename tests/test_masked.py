@@ -78,9 +78,7 @@ def test_what_cannot_be_masked(config: CacheConfig, words: str) -> None:
         policy_rule(masked_plan(config))
 
 
-def test_loss_by_masking_is_that_by_dropping(tiny_folder: Path, tmp_path: Path) -> None:
-    text = tmp_path / "text.txt"
-    text.write_text("The quick brown fox jumps over the lazy dog, again and again. " * 40)
+def test_loss_by_masking_is_that_by_dropping(tiny_folder: Path, text: Path) -> None:
     losses = {}
     for way in ([], ["--masked"]):
         done = invoke(

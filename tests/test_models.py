@@ -21,6 +21,7 @@ from h2o_stream.models import find as finding
 from h2o_stream.models.find import find
 from h2o_stream.models.load import LoadedModel, load
 from h2o_stream.models.templates import FALLBACK_STOPS
+from tests.conftest import saved
 from tests.gguf_files import QuickReader
 
 
@@ -108,10 +109,8 @@ class TestLoad:
             load(ModelConfig(str(tmp_path)), CacheConfig(positions="gap"))
 
     def test_learned_positions_work_where_they_are_kept(self, tmp_path: Path, tokenizer: Any) -> None:
-        GPT2LMHeadModel(
-            GPT2Config(n_embd=8, n_head=2, n_layer=1, vocab_size=len(tokenizer), bos_token_id=1, eos_token_id=2)
-        ).save_pretrained(tmp_path)
-        tokenizer.save_pretrained(tmp_path)
+        config = GPT2Config(n_embd=8, n_head=2, n_layer=1, vocab_size=len(tokenizer), bos_token_id=1, eos_token_id=2)
+        saved(GPT2LMHeadModel(config), tokenizer, tmp_path)
         assert load(ModelConfig(str(tmp_path)), CacheConfig(positions="absolute")).model
 
     @pytest.mark.parametrize("damage", ["config.json", "model.safetensors", "tokenizer.json"])

@@ -24,7 +24,7 @@ from h2o_stream.errors import ConfigError, H2OStreamError
 from h2o_stream.models.load import load
 from h2o_stream.models.placement import device_map_kwargs
 from tests.commands import invoke
-from tests.conftest import make_llama
+from tests.conftest import make_llama, saved
 
 IDS = torch.tensor([[1, 7, 9, 4, 11, 30, 6, 5, 17, 8, 3, 21] * 4])
 
@@ -121,8 +121,7 @@ def test_a_full_cache_stays_off_the_disk() -> None:
 
 
 def test_percentages_of_the_weights(tokenizer: PreTrainedTokenizerBase, tmp_path: Path) -> None:
-    make_llama(vocab=64, layers=8).save_pretrained(tmp_path)
-    tokenizer.save_pretrained(tmp_path)
+    saved(make_llama(vocab=64, layers=8), tokenizer, tmp_path)
 
     def placed(memory: str) -> list[object]:
         model = load(ModelConfig(str(tmp_path), dtype="float32", device_map="auto", max_memory=memory)).model

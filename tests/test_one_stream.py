@@ -8,11 +8,8 @@ from transformers import DynamicCache, LlamaForCausalLM
 
 from h2o_stream import CacheConfig, ConfigError, H2OStreamError, attach
 from h2o_stream.attachment import native_steps
+from tests.conftest import ids
 from tests.tolerance import assert_close
-
-
-def ids(count: int, batch: int = 1, seed: int = 0) -> torch.Tensor:
-    return torch.randint(3, 64, (batch, count), generator=torch.Generator().manual_seed(seed))
 
 
 def interrupt(*_: Any) -> None:
@@ -78,9 +75,9 @@ def test_a_refused_forward_leaves_no_tear(tiny: LlamaForCausalLM) -> None:
 @pytest.mark.parametrize("policy", ["h2o", "full"])
 def test_rows_that_were_half_rearranged(tiny: LlamaForCausalLM, policy: str, monkeypatch: pytest.MonkeyPatch) -> None:
     with attach(tiny, CacheConfig(policy, window=16)) as cache:
-        tiny(ids(10, batch=2), past_key_values=cache)
+        tiny(ids(10, rows=2), past_key_values=cache)
         cache.reorder_cache(torch.tensor([1, 0]))
-        tiny(ids(1, batch=2), past_key_values=cache)
+        tiny(ids(1, rows=2), past_key_values=cache)
         if policy == "full":
             monkeypatch.setattr(cache.layers[1], "reorder_cache", interrupt)
         else:
@@ -88,7 +85,7 @@ def test_rows_that_were_half_rearranged(tiny: LlamaForCausalLM, policy: str, mon
         with pytest.raises(KeyboardInterrupt):
             cache.reorder_cache(torch.tensor([1, 1]))
         with pytest.raises(H2OStreamError, match="cut off halfway"):
-            tiny(ids(1, batch=2), past_key_values=cache)
+            tiny(ids(1, rows=2), past_key_values=cache)
 
 
 def test_the_last_layer_cut_off_when_it_has_counted(tiny: LlamaForCausalLM, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -153,7 +150,7 @@ class TestStreams:
         with attach(tiny, CacheConfig(policy, window=16)) as cache:
             tiny(ids(10), past_key_values=cache)
             with pytest.raises(H2OStreamError, match=r"the stream has 1 row\(s\), the forward brings 2"):
-                tiny(ids(1, batch=2), past_key_values=cache)
+                tiny(ids(1, rows=2), past_key_values=cache)
             tiny(ids(1), past_key_values=cache)
             assert cache.seen_tokens == 11
 
@@ -181,9 +178,9 @@ class TestStreams:
 class TestArguments:
     def test_padding_in_a_single_column_is_not_a_token(self, tiny: LlamaForCausalLM) -> None:
         with attach(tiny, CacheConfig(window=16)) as cache:
-            tiny(ids(6, batch=2), past_key_values=cache)
+            tiny(ids(6, rows=2), past_key_values=cache)
             mask = torch.tensor([[1] * 7, [1] * 6 + [0]])
-            tiny(ids(1, batch=2), attention_mask=mask, past_key_values=cache)
+            tiny(ids(1, rows=2), attention_mask=mask, past_key_values=cache)
             assert cache.tokens.lengths == (7, 6)
 
     @pytest.mark.parametrize(

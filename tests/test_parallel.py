@@ -11,7 +11,7 @@ import pytest
 from transformers import PreTrainedTokenizerBase
 
 from tests.commands import invoke, records
-from tests.conftest import make_llama
+from tests.conftest import make_llama, saved, written
 from tests.preloaded import Preloaded
 from tests.terminal import BIN
 from tests.tolerance import assert_alike
@@ -22,10 +22,7 @@ SCRIPT = Path(__file__).parent / "run_tensor_parallel.py"
 @pytest.fixture
 def four_heads(tmp_path: Path, tokenizer: PreTrainedTokenizerBase) -> Path:
     """A model whose heads can be divided between two processes."""
-    folder = tmp_path / "model"
-    make_llama(vocab=len(tokenizer), heads=4, groups=2, context=400).save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
-    return folder
+    return saved(make_llama(vocab=len(tokenizer), heads=4, groups=2, context=400), tokenizer, tmp_path / "model")
 
 
 ACCELERATE = [f"{BIN}/accelerate", "launch", "--multi_gpu", "--num_processes", "2", "--num_machines", "1"]
@@ -78,13 +75,10 @@ def forked(command: Any, *arguments: object, processes: int = 2) -> subprocess.C
     ids=["forks", "forks", "accelerate", "torchrun"],
 )
 def test_two_processes_find_what_one_finds(
-    launcher: list[str], command: str, tiny_folder: Path, tmp_path: Path
+    launcher: list[str], command: str, tiny_folder: Path, text: Path, tmp_path: Path
 ) -> None:
-    text, file = tmp_path / "text.txt", tmp_path / "requests.jsonl"
-    text.write_text("The quick brown fox jumps over the lazy dog, again and again. " * 60)
-    form = {"max_tokens": 6, "temperature": 0.5}
-    lines = [{**form, "article": "word " * (20 + 9 * n), "summary_gt": "some words"} for n in range(3)]
-    file.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    form = {"max_tokens": 6, "temperature": 0.5, "summary_gt": "some words"}
+    file = written(tmp_path / "requests.jsonl", [{**form, "article": "word " * (20 + 9 * n)} for n in range(3)])
     inputs: dict[str, list[Any]] = {
         "summarize": ["--requests", file, "--batch", "1"],
         "nll": ["--text", text, "--tokens", "90"],

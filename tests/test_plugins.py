@@ -105,13 +105,6 @@ def site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     importlib.invalidate_caches()
 
 
-@pytest.fixture
-def text(tmp_path: Path) -> Path:
-    path = tmp_path / "text.txt"
-    path.write_text("The quick brown fox jumps over the lazy dog. " * 20)
-    return path
-
-
 def shell(site: Path, command: str, *arguments: str) -> Any:
     """Run a command in a new process; the last line of standard error says whether torch was imported."""
     code = (

@@ -164,14 +164,12 @@ class TestRandomFiles:
             next(write_random_gguf(llama(), "int4", tmp_path / "x.gguf"))
         assert not (tmp_path / "x.gguf").exists()
 
-    def test_in_the_shell(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tiny_folder: Path) -> None:
+    def test_in_the_shell(self, tmp_path: Path, monkeypatch: Any, tiny_folder: Path, text: Path) -> None:
         """A speed comparison with llama.cpp on random weights, whose file is deleted afterwards."""
         pytest.importorskip("llama_cpp")
         monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "temporary"))
         (tmp_path / "temporary").mkdir()
         llama().save_pretrained(tmp_path)
-        text = tmp_path / "text.txt"
-        text.write_text("The quick brown fox jumps over the lazy dog and runs away. " * 80)
         base = ["speed", "--model", tiny_folder, "--text", text, "--random-weights", tmp_path / "config.json"]
         more = ["--histories", 64, "--policies", "h2o", "--windows", 32, "--peers", "llama.cpp", "--quantize", "int4"]
         done = invoke("h2o-compare", *base, *more, "--jsonl", tmp_path / "speed.jsonl")

@@ -1,7 +1,6 @@
 """What a person sees of recall: lines before a reply, /recall, records, recordings, /why, and long texts."""
 
 import io
-import json
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -29,6 +28,7 @@ from h2o_stream.ui.recall import candidates_table, recalled_line, recalled_lines
 from h2o_stream.ui.screen import Screen
 from h2o_stream.ui.terminal import PrefillStatus, SafeConsole, Terminal
 from tests.commands import invoke, piped, records
+from tests.conftest import written
 
 pytestmark = pytest.mark.usefixtures("own_home")
 
@@ -183,9 +183,8 @@ class TestInAChat:
 class TestInARun:
     @pytest.fixture
     def questions(self, tmp_path: Path) -> Path:
-        file = tmp_path / "questions.jsonl"
-        file.write_text(json.dumps({"question_id": 1, "category": "any", "turns": [FACT, TALK, QUESTION]}))
-        return file
+        question = {"question_id": 1, "category": "any", "turns": [FACT, TALK, QUESTION]}
+        return written(tmp_path / "questions.jsonl", [question])
 
     def run(self, tiny_folder: Path, questions: Path, *options: object) -> Any:
         base = ("-m", tiny_folder, "-n", 8, "--temp", 0, "--window", 64, "--questions", questions)

@@ -17,6 +17,7 @@ from h2o_stream.ui.panes import Panes, _shortened
 from h2o_stream.ui.recording import _read, _Recorder
 from h2o_stream.ui.side_by_side import _run
 from tests.commands import invoke, piped, records, texts
+from tests.conftest import written
 from tests.preloaded import run as run_command
 from tests.terminal import BIN, Pty
 
@@ -85,8 +86,7 @@ class TestRecordings:
         events = [[at_s, "o", "x"] for at_s in (2, 2.25, 60, 60.25)]
         for limit, times in ((0.5, [0.5, 0.75, 1.25, 1.5]), (None, [2, 2.25, 60, 60.25])):
             lines = [{"version": 2, "width": 80, "height": 24, "idle_time_limit": limit}, *events]
-            file.write_text("".join(json.dumps(line) + "\n" for line in lines))
-            assert [at_s for at_s, _ in _read(file)] == times
+            assert [at_s for at_s, _ in _read(written(file, lines))] == times
 
     @pytest.mark.parametrize("text", ["", "{}", "nonsense", '{"type": "asked", "at_s": 0}', '{"type":"turn","at_s":1}'])
     def test_files_that_are_not_recordings(self, tmp_path: Path, text: str) -> None:
@@ -162,9 +162,8 @@ class TestSideBySide:
 
     @pytest.fixture
     def questions(self, tmp_path: Path) -> Path:
-        file = tmp_path / "questions.jsonl"
-        file.write_text(json.dumps({"question_id": 1, "category": "test", "turns": ["first " * 60, "then"]}) + "\n")
-        return file
+        question = {"question_id": 1, "category": "test", "turns": ["first " * 60, "then"]}
+        return written(tmp_path / "questions.jsonl", [question])
 
     def test_where_they_diverge(self, tiny_folder: Path, questions: Path, tmp_path: Path) -> None:
         out = tmp_path / "run.jsonl"

@@ -13,6 +13,7 @@ from h2o_stream.cache.recurrent import states_of
 from h2o_stream.cache.state import checksummed
 from h2o_stream.cache.windows import HeadWindow
 from h2o_stream.config import CachePlan
+from tests.conftest import ids as tokens
 from tests.families import FAMILIES, tiny
 from tests.test_generate_forms import PROMPTS, batch_of, generate, step, with_column
 from tests.tolerance import assert_close
@@ -24,10 +25,6 @@ layers that keep nothing."""
 
 def make(name: str) -> Any:
     return next(family for family in FAMILIES if family.name == name).make()
-
-
-def tokens(count: int, rows: int = 1, seed: int = 0) -> Tensor:
-    return torch.randint(3, 64, (rows, count), generator=torch.Generator().manual_seed(seed))
 
 
 def states(cache: Any) -> list[Tensor]:

@@ -30,6 +30,7 @@ from h2o_stream.errors import ConfigError, DataError
 from h2o_stream.resources import python_manual
 from h2o_stream.session.conversation import Conversation
 from tests.commands import invoke, records
+from tests.conftest import saved
 from tests.tolerance import LIKELIHOOD
 
 HAYSTACK = Haystack.of(python_manual(), python_manual())
@@ -252,9 +253,7 @@ class TestCommand:
     @pytest.fixture
     def model(self, talker: Any, tokenizer: PreTrainedTokenizerBase, tmp_path: Path) -> Path:
         """A random model whose context has room for four questions."""
-        talker(context=2048).save_pretrained(tmp_path / "model")
-        tokenizer.save_pretrained(tmp_path / "model")
-        return tmp_path / "model"
+        return saved(talker(context=2048), tokenizer, tmp_path / "model")
 
     @pytest.mark.usefixtures("no_charts")
     def test_policies_on_tasks(self, model: Path, tmp_path: Path) -> None:

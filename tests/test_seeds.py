@@ -1,6 +1,5 @@
 """Every command of other projects in the table of docs/comparing.md: ours runs, theirs runs or gets one line."""
 
-import json
 import re
 import shlex
 from dataclasses import fields
@@ -13,7 +12,7 @@ from transformers import OPTConfig, OPTForCausalLM, PreTrainedTokenizerBase
 from h2o_stream.cli.seeds import _HINTS
 from h2o_stream.config import CacheConfig
 from tests.commands import invoke
-from tests.conftest import make_llama
+from tests.conftest import saved, written
 
 pytestmark = pytest.mark.usefixtures("no_charts")
 
@@ -44,14 +43,6 @@ def test_the_table_has_them_all() -> None:
     assert {shlex.split(theirs)[1] for theirs, _ in ROWS} >= set(OURS)
 
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory, tokenizer: PreTrainedTokenizerBase) -> Path:
-    folder = tmp_path_factory.mktemp("model")
-    make_llama(vocab=len(tokenizer), context=4096).save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
-    return folder
-
-
 @pytest.fixture
 def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A folder with the files that the commands name."""
@@ -67,8 +58,8 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     files += ["data/summarization/xsum.jsonl", "data/summarization_data/xsum_0shot.jsonl"]
     for name, lines in {**dict.fromkeys(files, [request] * 2), "articles.jsonl": [article] * 5}.items():
         Path(name).parent.mkdir(parents=True, exist_ok=True)
-        Path(name).write_text("".join(json.dumps(line) + "\n" for line in lines))
-    Path("answers.jsonl").write_text(json.dumps(answer) + "\n")
+        written(Path(name), lines)
+    written(Path("answers.jsonl"), [answer])
     return tmp_path
 
 
@@ -79,7 +70,7 @@ def with_model(arguments: list[str], model: Path) -> list[str]:
 
 
 @pytest.mark.parametrize("line", dict.fromkeys(ours for _, ours in ROWS))
-def test_ours_runs(line: str, place: Path, model: Path) -> None:
+def test_ours_runs(line: str, place: Path, long_folder: Path) -> None:
     command, *arguments = shlex.split(line)
     if command == "h2o-lm-eval":  # test_tasks.py runs it
         given: dict[str, Any] = dict(part.split("=") for part in arguments[-1].split(","))
@@ -89,16 +80,16 @@ def test_ours_runs(line: str, place: Path, model: Path) -> None:
         CacheConfig(**{name: float(value) if "ratio" in name else value for name, value in given.items()})
         return
     quick = QUICK.get(command, QUICK.get(arguments[0], []))
-    done = invoke(command, *with_model(arguments, model), *quick)
+    done = invoke(command, *with_model(arguments, long_folder), *quick)
     assert done.exit_code == 0, done.stderr
     if "--output_path" in arguments:
         assert Path(arguments[arguments.index("--output_path") + 1]).exists()
 
 
 @pytest.mark.parametrize("line", [theirs for theirs, _ in ROWS if shlex.split(theirs)[1] in OURS])
-def test_theirs_runs_or_gets_one_line(line: str, place: Path, model: Path) -> None:
+def test_theirs_runs_or_gets_one_line(line: str, place: Path, long_folder: Path) -> None:
     _, script, *arguments = shlex.split(line)
-    done = invoke(*OURS[script], *with_model(arguments, model))
+    done = invoke(*OURS[script], *with_model(arguments, long_folder))
     if done.exit_code == 0:
         return
     assert done.exit_code == 2
@@ -132,10 +123,10 @@ def test_underscores(command: list[str], option: str) -> None:
     assert "requires an argument" in done.stderr
 
 
-def test_ratios_of_a_short_prompt(model: Path) -> None:
+def test_ratios_of_a_short_prompt(long_folder: Path) -> None:
     """Regression: the header said the window of another prompt, and the error advised an option that ratios exclude."""
     ratios = ["--heavy-ratio", "0.1", "--recent-ratio", "0.1"]
-    done = invoke("h2o-stream", "-m", model, "--turns", "1", "-n", "2", "-s", "You are short. " * 9, *ratios)
+    done = invoke("h2o-stream", "-m", long_folder, "--turns", "1", "-n", "2", "-s", "You are short. " * 9, *ratios)
     assert done.exit_code == 2
     assert "window 10% heavy + 10% recent of the first prompt" in done.stderr
     assert "too short for these ratios" in done.stderr
@@ -145,8 +136,7 @@ def test_ratios_of_a_short_prompt(model: Path) -> None:
 def test_a_model_with_learned_positions(tmp_path: Path, tokenizer: PreTrainedTokenizerBase) -> None:
     sizes = {"hidden_size": 32, "word_embed_proj_dim": 32, "ffn_dim": 32, "num_attention_heads": 4}
     config = OPTConfig(vocab_size=len(tokenizer), num_hidden_layers=1, max_position_embeddings=512, **sizes)
-    OPTForCausalLM(config).save_pretrained(tmp_path)
-    tokenizer.save_pretrained(tmp_path)
+    saved(OPTForCausalLM(config), tokenizer, tmp_path)
     done = invoke("h2o-stream", "-m", tmp_path, "--turns", "1", "-n", "2")
     assert done.exit_code == 0, done.stderr
     assert "--positions absolute is taken" in done.stderr

@@ -60,11 +60,9 @@ class Forks:
             self._child.wait()
 
 
-def test_a_race_in_the_shell(tiny_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_race_in_the_shell(tiny_folder: Path, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Two engines, two policies and two precisions on a tiny model; full caches stop at its context of 400 tokens."""
     monkeypatch.setattr("h2o_stream.compare.speed.worker.get_context", lambda _: Forks)
-    text = tmp_path / "text.txt"
-    text.write_text("The quick brown fox jumps over the lazy dog and runs away. " * 80)
     options = [
         *("--model", tiny_folder, "--text", text, "--histories", "600,64", "--policies", "full,h2o", "--windows", 32),
         *("--peers", "transformers", "--dtype", "float32", "--quantize", "none", "--device", "cpu"),
@@ -96,10 +94,8 @@ def test_a_race_in_the_shell(tiny_folder: Path, tmp_path: Path, monkeypatch: pyt
     assert "h2o-stream h2o 32" in done.stderr + done.stdout
 
 
-def test_the_run_record_distinguishes_weights_of_the_same_name(tiny_folder: Path, tmp_path: Path) -> None:
-    model, text = tmp_path / "model", tmp_path / "text.txt"
-    shutil.copytree(tiny_folder, model)
-    text.write_text("The quick brown fox jumps over the lazy dog and runs away. " * 80)
+def test_the_run_record_distinguishes_weights_of_the_same_name(tiny_folder: Path, text: Path, tmp_path: Path) -> None:
+    model = Path(shutil.copytree(tiny_folder, tmp_path / "model"))
     options = SpeedOptions(model=ModelConfig(str(model)), policies=["h2o"], peers=(), histories=[8], text=text)
     before = Speed(options).begin(print)
     assert Speed(options).begin(print) == before

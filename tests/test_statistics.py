@@ -132,9 +132,7 @@ class TestWords:
         assert word_attention([*tokens[:-1], 3], even * 2).by_cooccurrence == pytest.approx([2.0] * 10, rel=1e-5)
 
 
-def test_what_is_lost_without_heavy_hitters(tiny_folder: Path, tmp_path: Path) -> None:
-    text = tmp_path / "text.txt"
-    text.write_text("The quick brown fox jumps over the lazy dog, again and again. " * 40)
+def test_what_is_lost_without_heavy_hitters(tiny_folder: Path, text: Path, tmp_path: Path) -> None:
     done = invoke(
         "h2o-compare", "heavy-hitters", "-m", tiny_folder, "--text", text, "--tokens", "150", "--window", "24",
         "--chunk", "8", "--policies", "h2o", "--remove", "10,50", "--out", tmp_path / "out", "--dtype", "float32", "-q",

@@ -15,6 +15,7 @@ import pytest
 
 from h2o_stream.session.jsonl import JsonlWriter
 from tests.commands import invoke
+from tests.conftest import written
 from tests.preloaded import run
 from tests.terminal import BIN, Pty
 
@@ -26,11 +27,6 @@ LINES: list[Any] = [
     [0.03, "o", "Grüße\u2028👍\udcff\r\n"],
 ]
 COMMANDS = ("h2o-chat", "h2o-stream", "h2o-compare")
-
-
-def written(path: Path, lines: list[Any]) -> Path:
-    path.write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
-    return path
 
 
 @pytest.fixture

@@ -8,6 +8,7 @@ import transformers
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from h2o_stream import CacheConfig, Engine, H2OStreamError, SamplingConfig, UnsupportedModelError, attach
+from tests.conftest import ids as tokens
 from tests.families import GROUPED
 from tests.tolerance import assert_close
 
@@ -21,10 +22,6 @@ def make(kind: str, config_kind: str = "", **settings: Any) -> PreTrainedModel:
     settings = {**GROUPED, "num_hidden_layers": 4, **settings}
     config = getattr(transformers, f"{config_kind or kind}Config")(**settings)
     return getattr(transformers, f"{kind}ForCausalLM")(config).eval()
-
-
-def tokens(count: int) -> torch.Tensor:
-    return torch.randint(3, 64, (1, count), generator=torch.Generator().manual_seed(0))
 
 
 @pytest.mark.parametrize(

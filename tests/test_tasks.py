@@ -1,6 +1,5 @@
 """The lm-evaluation-harness with our model."""
 
-import json
 import logging
 import sys
 from pathlib import Path
@@ -17,6 +16,7 @@ from h2o_stream.config import CacheConfig
 from h2o_stream.plugins.harness import command as lm_eval_command
 from h2o_stream.plugins.harness.model import H2OLM
 from tests.commands import invoke, records
+from tests.conftest import written
 from tests.preloaded import run
 from tests.tolerance import LIKELIHOOD
 
@@ -60,9 +60,8 @@ EVERY = pytest.mark.parametrize(
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
     """A task in the harness's own format, with local data."""
-    data = tmp_path / "tasks" / "houses.jsonl"
-    data.parent.mkdir()
-    data.write_text("".join(json.dumps(document) + "\n" for document in DOCUMENTS))
+    (tmp_path / "tasks").mkdir()
+    data = written(tmp_path / "tasks" / "houses.jsonl", DOCUMENTS)
     (data.parent / "houses.yaml").write_text(
         "task: houses\ndataset_path: json\n"
         f"dataset_kwargs: {{data_files: {{test: {data}}}}}\n"

@@ -16,7 +16,7 @@ from h2o_stream.session.questions import load_questions
 from h2o_stream.session.template import ChatTemplate
 from h2o_stream.session.turn import Turn
 from tests.commands import invoke
-from tests.conftest import make_llama
+from tests.conftest import make_llama, saved, written
 
 END = "<|im_end|>"
 HERMES = (
@@ -77,10 +77,7 @@ def hermes(tokenizer: PreTrainedTokenizerBase) -> PreTrainedTokenizerBase:
 @pytest.fixture(scope="module")
 def calling_folder(tmp_path_factory: pytest.TempPathFactory, hermes: PreTrainedTokenizerBase) -> Path:
     """A tiny random model whose template has tools."""
-    folder = tmp_path_factory.mktemp("calling-model")
-    make_llama(vocab=len(hermes), context=800).save_pretrained(folder)
-    hermes.save_pretrained(folder)
-    return folder
+    return saved(make_llama(vocab=len(hermes), context=800), hermes, tmp_path_factory.mktemp("calling-model"))
 
 
 class TestTemplate:
@@ -302,9 +299,7 @@ LINE = {"question_id": 7, "category": "tools", "turns": [TURNS[1], TURNS[2]], "t
 
 class TestQuestions:
     def file(self, folder: Path, *lines: Any) -> Path:
-        path = folder / "questions.jsonl"
-        path.write_text("".join(json.dumps(line) + "\n" for line in lines))
-        return path
+        return written(folder / "questions.jsonl", lines)
 
     def test_tools_of_all_questions_each_once(self, tmp_path: Path) -> None:
         more = {**LINE, "tools": [TIME, WEATHER], "turns": TURNS[:2]}
