@@ -11,6 +11,7 @@ import torch
 from hypothesis import settings
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
 
+from h2o_stream import CacheConfig, UnsupportedModelError, attach
 from h2o_stream.config import ModelConfig
 from h2o_stream.models.find import EMBEDDED_WHEEL
 from h2o_stream.models.load import LoadedModel, load, load_tokenizer
@@ -62,6 +63,13 @@ def saved(model: PreTrainedModel, tokenizer: Any, folder: Path) -> Path:
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     return folder
+
+
+def refusal(model: Any, **settings: Any) -> str:
+    """Why the model is refused."""
+    with pytest.raises(UnsupportedModelError) as refused, attach(model, CacheConfig(**{"window": 32, **settings})):
+        pass
+    return str(refused.value)
 
 
 @pytest.fixture

@@ -84,55 +84,37 @@ class TestAdapters:
             assert_close(logits_of(model.unload()), plain)
 
 
-def put_other_data(model: Any) -> None:
-    weight = model.model.layers[0].mlp.up_proj.weight
-    weight.data = weight.data * 2
+def set_weight(module: Any, weight: Tensor) -> None:
+    module.weight = nn.Parameter(weight, requires_grad=False)
 
 
-def put_other_weights(model: Any) -> None:
-    model.model.layers[1].self_attn.q_proj.weight = nn.Parameter(torch.eye(16), requires_grad=False)
+def set_data(module: Any, weight: Tensor) -> None:
+    module.weight.data = weight
 
 
-def write_into_weights(model: Any) -> None:
-    model.model.layers[1].mlp.up_proj.weight.mul_(2)
+def patch_forward(module: Any) -> None:
+    forward = module.forward
+    module.forward = lambda x: 2 * forward(x)
 
 
-def write_into_norms(model: Any) -> None:
-    model.model.norm.weight.mul_(torch.linspace(0.5, 2, 16))
+UNEVEN = torch.linspace(0.5, 2, 16)
+CHANGES: dict[str, Callable[[Any], Any]] = {
+    "other data": lambda model: set_data(up := model.model.layers[0].mlp.up_proj, up.weight.data * 2),
+    "other weights": lambda model: set_weight(model.model.layers[1].self_attn.q_proj, torch.eye(16)),
+    "written into weights": lambda model: model.model.layers[1].mlp.up_proj.weight.mul_(2),
+    "written into norms": lambda model: model.model.norm.weight.mul_(UNEVEN),
+    "written behind norms": lambda model: model.model.layers[0].input_layernorm.weight.data.mul_(UNEVEN),
+    "loaded": lambda model: model.load_state_dict(make_llama(seed=3).state_dict(), assign=True),
+    "another module": lambda model: setattr(model.model.layers[1], "mlp", make_llama(seed=3).model.layers[0].mlp),
+    "a bias": lambda model: setattr(
+        model.model.layers[1].mlp.up_proj, "bias", nn.Parameter(torch.ones(32), requires_grad=False)
+    ),
+    "a hook": lambda model: model.model.layers[0].register_forward_hook(lambda module, inputs, output: output * 2),
+    "a patched forward": lambda model: patch_forward(model.model.layers[0].mlp),
+}
 
 
-def write_behind_norms(model: Any) -> None:
-    model.model.layers[0].input_layernorm.weight.data.mul_(torch.linspace(0.5, 2, 16))
-
-
-def load_other_weights(model: Any) -> None:
-    model.load_state_dict(make_llama(seed=3).state_dict(), assign=True)
-
-
-def swap_a_module(model: Any) -> None:
-    model.model.layers[1].mlp = make_llama(seed=3).model.layers[0].mlp
-
-
-def add_a_bias(model: Any) -> None:
-    model.model.layers[1].mlp.up_proj.bias = nn.Parameter(torch.ones(32), requires_grad=False)
-
-
-def hook_a_module(model: Any) -> None:
-    model.model.layers[0].register_forward_hook(lambda module, inputs, output: output * 2)
-
-
-def patch_a_forward(model: Any) -> None:
-    forward = model.model.layers[0].mlp.forward
-    model.model.layers[0].mlp.forward = lambda x: 2 * forward(x)
-
-
-CHANGES = [
-    put_other_data, put_other_weights, write_into_weights, write_into_norms, write_behind_norms, load_other_weights,
-    swap_a_module, add_a_bias, hook_a_module, patch_a_forward,
-]  # fmt: skip
-
-
-@pytest.mark.parametrize("change", CHANGES, ids=lambda change: change.__name__)
+@pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
 class TestChanged:
     """Changes to an attached model take effect at the next token."""
 

@@ -5,6 +5,7 @@ Nothing is written to standard output, there is no traceback, and no control cha
 
 import json
 import random
+import shlex
 from pathlib import Path
 from typing import Any
 
@@ -46,6 +47,8 @@ OPTIONS: list[tuple[str, str, str]] = [
     (CHAT, "--temp inf", "--temp must be"),
     (CHAT, "--temp nan", "--temp must be"),
     (CHAT, "--temp warm", "--temp"),
+    (CHAT, "--temp Bench", "h2o-stream has them"),
+    (STREAM, "--temp warm", "--temp takes a number, or bench"),
     (CHAT, "--top-p 0", "--top-p must be above 0"),
     (CHAT, "--top-p 1.5", "--top-p must be above 0 and at most 1"),
     (CHAT, "--top-p nan", "--top-p must be"),
@@ -128,6 +131,7 @@ OPTIONS: list[tuple[str, str, str]] = [
     (COMPARE, "throughput --text x --shapes a+b", "--shapes takes"),
     (COMPARE, "throughput --text x --shapes 5+", "--shapes takes"),
     (COMPARE, "throughput --text x --cache-budget much", "--cache-budget takes"),
+    (COMPARE, "throughput --text x --cache-budget '2 pages'", "--cache-budget takes"),
     (COMPARE, "throughput --text x --cache-budget -1GiB", "--cache-budget takes"),
     (COMPARE, "throughput --text x --cache-budget 2XB", "--cache-budget takes"),
     (COMPARE, "heavy-hitters --text x --policies full", "none that evicts"),
@@ -157,6 +161,7 @@ OPTIONS: list[tuple[str, str, str]] = [
     (COMPARE, "all --quick", "--out"),
     (COMPARE, "report", "Missing argument"),
     (CHAT, "--export notes.md", "needs the --session"),
+    (CHAT, "-p ' '", "the prompt is empty"),
     (CHAT, "--max-memory cpu=1GiB", "needs --device-map"),
     (CHAT, "-p x --tensor-parallel", "torchrun"),
     # conflicting options
@@ -182,6 +187,7 @@ OPTIONS: list[tuple[str, str, str]] = [
 FAILURES: list[tuple[str, str, str]] = [
     (CHAT, "-m ./nowhere -p x", "does not exist"),
     (CHAT, "-m /no/such/model.gguf -p x", "does not exist"),
+    (CHAT, "-m ./a\n\x1b[31mb -p x", "./a [31mb does not exist"),
     (CHAT, "-m README.md -p x", "is a file, --model takes"),
     (CHAT, "-m docs -p x", "docs"),
     (CHAT, "--model= -p x", "the name of the model is empty"),
@@ -198,6 +204,7 @@ FAILURES: list[tuple[str, str, str]] = [
     (STREAM, "--questions docs", "docs: Is a directory"),
     (STREAM, "--replay /no/file", "/no/file"),
     (STREAM, "--prompt-file /no/file", "--prompt-file /no/file: No such file"),
+    (COMPARE, "nll --text /no/file -m ./nowhere", "does not exist"),
     (COMPARE, "summarize --requests /no/file", "/no/file: No such file"),
     (COMPARE, "report /no/folder", "no comparison in it"),
     (COMPARE, "report docs", "no comparison in it"),
@@ -268,7 +275,7 @@ def cased(cases: list[tuple[str, str, str]]) -> pytest.MarkDecorator:
 
 @cased(OPTIONS)
 def test_wrong_usage_is_2(command: str, typed: str, words: str, tiny_folder: Path) -> None:
-    arguments = typed.split()
+    arguments = shlex.split(typed)
     if command != COMPARE and "-m" not in arguments:
         arguments += ["-m", str(tiny_folder), *([] if command == STREAM or "-p" in typed else ["-p", "x"])]
         arguments = arguments if "--session" not in typed and "-p a" not in typed else typed.split()
@@ -321,19 +328,8 @@ def test_strange_prompts_are_answered(name: str, prompt: str, tiny_folder: Path,
     file = tmp_path / "prompt.txt"
     file.write_bytes(prompt.encode("utf-8", "surrogateescape"))
     records = tmp_path / "run.jsonl"
-    done = invoke(
-        CHAT,
-        "-m",
-        tiny_folder,
-        "-p",
-        "-",
-        "-n",
-        "3",
-        "-q",
-        "--jsonl",
-        records,
-        typed=file.read_bytes(),  # type: ignore[arg-type]
-    )
+    typed: Any = file.read_bytes()
+    done = invoke(CHAT, "-m", tiny_folder, "-p", "-", "-n", "3", "-q", "--jsonl", records, typed=typed)
     assert done.exit_code == 0, done.stderr
     assert not set(done.stdout) & {"\x1b", "\x00", "\x9b"}
     turn = json.loads(records.read_text().splitlines()[1])

@@ -84,17 +84,10 @@ def attentions(model: Any, cache: Any, batch: dict[str, Tensor]) -> Any:
     return [out.sequences, *(layer for step in out.attentions for layer in step if layer is not None)]
 
 
-def gradients(model: Any, cache: Any, batch: dict[str, Tensor]) -> Any:
+def gradients(model: Any, cache: Any, batch: dict[str, Tensor], **more: Any) -> Any:
     model.zero_grad()
     with torch.enable_grad():
-        model(**batch, labels=batch["input_ids"]).loss.backward()
-    return [parameter.grad for parameter in model.parameters()]
-
-
-def gradients_without_cache(model: Any, cache: Any, batch: dict[str, Tensor]) -> Any:
-    model.zero_grad()
-    with torch.enable_grad():
-        model(**batch, labels=batch["input_ids"], use_cache=False).loss.backward()
+        model(**batch, labels=batch["input_ids"], **more).loss.backward()
     return [parameter.grad for parameter in model.parameters()]
 
 
@@ -199,7 +192,7 @@ FORMS: dict[str, Form] = {
     "everything told": everything_told,
     "attentions": attentions,
     "gradients": gradients,
-    "gradients without cache": gradients_without_cache,
+    "gradients without cache": functools.partial(gradients, use_cache=False),
     "two streams": two_streams,
     "other rows": other_rows,
     "other attention": other_attention,

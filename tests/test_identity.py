@@ -35,38 +35,23 @@ def packed(quantize: str) -> Any:
     return model
 
 
-def one_row(model: Any) -> None:
-    model.model.embed_tokens.weight[17] *= 1.01
-
-
-def behind_the_version(model: Any) -> None:
-    model.model.layers[1].mlp.up_proj.weight.data += 1e-3
-
-
-def epsilon(model: Any) -> None:
-    model.model.norm.variance_epsilon = 0.1
-
-
-def hook(model: Any) -> None:
-    model.model.layers[0].mlp.register_forward_hook(lambda module, inputs, output: output * 2)
-
-
-def patch(model: Any) -> None:
-    layer = model.model.layers[0].mlp
-    layer.forward = lambda x: x
-
-
 class Doubled(nn.Linear):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return 2 * super().forward(x)
 
 
-def swap(model: Any) -> None:
-    model.model.layers[0].mlp.up_proj.__class__ = Doubled
+CHANGES: dict[str, Callable[[Any], Any]] = {
+    "one row": lambda model: model.model.embed_tokens.weight[17].mul_(1.01),
+    "behind the version": lambda model: model.model.layers[1].mlp.up_proj.weight.data.add_(1e-3),
+    "epsilon": lambda model: setattr(model.model.norm, "variance_epsilon", 0.1),
+    "hook": lambda model: model.model.layers[0].mlp.register_forward_hook(lambda module, inputs, output: output * 2),
+    "patch": lambda model: setattr(model.model.layers[0].mlp, "forward", lambda x: x),
+    "swap": lambda model: setattr(model.model.layers[0].mlp.up_proj, "__class__", Doubled),
+}
 
 
 class TestModel:
-    @pytest.mark.parametrize("change", [one_row, behind_the_version, epsilon, hook, patch, swap])
+    @pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
     def test_a_change_is_noticed(self, tiny: Any, change: Callable[[Any], None]) -> None:
         before = model_digest(tiny)
         change(tiny)

@@ -36,8 +36,7 @@ def turns(session: Session) -> list[int]:
 
 
 def test_what_is_saved_is_found(tmp_path: Path) -> None:
-    with filled(tmp_path):
-        pass
+    filled(tmp_path).close()
     with Session("talk", tmp_path) as session:
         assert turns(session) == [1, 2, 3]
         assert session.transcript.entries[1].text == "answer 2 ü"
@@ -72,8 +71,7 @@ def test_names_can_be_listed_by_the_owner_only(tmp_path: Path, monkeypatch: pyte
 
 def test_a_turn_whose_line_is_missing_is_found_in_its_state(tmp_path: Path) -> None:
     """As after a kill between the two writes."""
-    with filled(tmp_path):
-        pass
+    filled(tmp_path).close()
     path = tmp_path / "talk" / "transcript.jsonl"
     path.write_bytes(b"".join(path.read_bytes().splitlines(keepends=True)[:-1]))
     with Session("talk", tmp_path) as session:
@@ -83,8 +81,7 @@ def test_a_turn_whose_line_is_missing_is_found_in_its_state(tmp_path: Path) -> N
 
 @pytest.mark.parametrize("cut", [1, 5, 40])
 def test_an_incomplete_line_is_ignored(tmp_path: Path, cut: int) -> None:
-    with filled(tmp_path):
-        pass
+    filled(tmp_path).close()
     for old in (tmp_path / "talk").glob("state-*4.safetensors"):
         old.unlink()
     path = tmp_path / "talk" / "transcript.jsonl"
@@ -96,8 +93,7 @@ def test_an_incomplete_line_is_ignored(tmp_path: Path, cut: int) -> None:
 
 
 def test_a_partly_written_state_is_ignored(tmp_path: Path) -> None:
-    with filled(tmp_path):
-        pass
+    filled(tmp_path).close()
     (tmp_path / "talk" / "state-00000005.part").write_bytes(b"half")
     (tmp_path / "talk" / "state-00000005.safetensors").write_bytes(b"foreign")
     with Session("talk", tmp_path) as session:
@@ -157,8 +153,7 @@ WRONG_TYPES = [json.dumps(TURN | wrong) for wrong in ({"time": 7}, {"text": None
     "line", ["{}", "[]", "1", "nonsense", '{"type": "other"}', '{"type": "turn", "turn": 1}', *WRONG_TYPES]
 )
 def test_a_damaged_transcript_is_named(tmp_path: Path, line: str) -> None:
-    with filled(tmp_path):
-        pass
+    filled(tmp_path).close()
     path = tmp_path / "talk" / "transcript.jsonl"
     path.write_text(path.read_text() + line + "\n")
     with pytest.raises(DataError, match="line 5 is not a line of a transcript"):

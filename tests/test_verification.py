@@ -11,23 +11,17 @@ from accelerate import disk_offload
 from torch import Tensor
 from transformers import BertConfig, BertLMHeadModel, DiffLlamaConfig, DiffLlamaForCausalLM, LlamaForCausalLM
 
-from h2o_stream import CacheConfig, UnsupportedModelError, attach
+from h2o_stream import CacheConfig, attach
 from h2o_stream.attachment import verification
 from h2o_stream.attachment.attention_interface import attention_names
 from tests.causal_models import make
-from tests.conftest import make_llama
+from tests.conftest import make_llama, refusal
 from tests.families import GROUPED, SIZES, tiny
 
 
 @pytest.fixture(autouse=True)
 def nothing_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(verification, "_known", set())
-
-
-def refusal(model: Any, **settings: Any) -> str:
-    with pytest.raises(UnsupportedModelError) as refused, attach(model, CacheConfig(window=32, **settings)):
-        pass
-    return str(refused.value)
 
 
 @pytest.fixture
