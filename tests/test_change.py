@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -27,16 +28,14 @@ def said(history: ConversationHistory, *texts: str) -> list[str]:
 @pytest.fixture
 def open_conversation(talker: Any, tokenizer: PreTrainedTokenizerBase) -> Iterator[Any]:
     """Opens conversations, each on a model of its own with the same weights."""
-    engines = list[Engine]()
+    sampling = SamplingConfig(temperature=0.0, max_tokens=10)
+    with ExitStack() as engines:
 
-    def conversation(window: int, **more: Any) -> Conversation:
-        sampling = SamplingConfig(temperature=0.0, max_tokens=10)
-        engines.append(Engine(talker(), tokenizer, CacheConfig(window=window), sampling, **more))
-        return Conversation(engines[-1], "Be brief.")
+        def conversation(window: int, **more: Any) -> Conversation:
+            engine = Engine(talker(), tokenizer, CacheConfig(window=window), sampling, **more)
+            return Conversation(engines.enter_context(engine), "Be brief.")
 
-    yield conversation
-    for engine in engines:
-        engine.close()
+        yield conversation
 
 
 def in_window(window: int) -> Header:

@@ -8,7 +8,6 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -20,39 +19,19 @@ from h2o_stream.models.find import find_before_imports
 from h2o_stream.models.hub import download_bars, fetch, reachable
 from h2o_stream.progress import Progress
 from h2o_stream.startup import LOG, importing, quieten_libraries
-
-BODY = b"GGUF" + bytes(1_000_000)
-
-
-class Hub(BaseHTTPRequestHandler):
-    def do_HEAD(self) -> None:
-        self.send_response(200)
-        for name, value in (("ETag", '"1"'), ("X-Repo-Commit", "0" * 40), ("Content-Length", str(len(BODY)))):
-            self.send_header(name, value)
-        self.end_headers()
-
-    def do_GET(self) -> None:
-        self.do_HEAD()
-        self.wfile.write(BODY)
-
-    def log_message(self, *_: object) -> None:
-        pass
+from tests.hub import BODY, serving_hub
 
 
 @pytest.fixture
 def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Hub)
-    threading.Thread(target=server.serve_forever, daemon=True).start()
-    address = f"http://127.0.0.1:{server.server_port}"
     for name in ("HTTP_PROXY", "http_proxy", "ALL_PROXY", "all_proxy"):
         monkeypatch.delenv(name, raising=False)
-    close_session()  # the next one reads the variables again
-    monkeypatch.setattr("huggingface_hub.constants.HUGGINGFACE_CO_URL_TEMPLATE", address + "/{repo_id}/{filename}")
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
-    yield
-    server.shutdown()
-    server.server_close()
+    with serving_hub() as address:
+        template = address + "/{repo_id}/{filename}"
+        monkeypatch.setattr("huggingface_hub.constants.HUGGINGFACE_CO_URL_TEMPLATE", template)
+        yield
 
 
 def test_a_download_tells_its_bytes_and_draws_nothing(hub: None, capfd: pytest.CaptureFixture[str]) -> None:

@@ -1,6 +1,7 @@
 """Conversation histories: undo, regenerate, fork, and resume in another process."""
 
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -25,18 +26,16 @@ def _folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def make(talker: Any, tokenizer: PreTrainedTokenizerBase) -> Iterator[Any]:
     """Makes histories of separate conversations with the same model."""
-    model, engines = talker(), list[Engine]()
+    model = talker()
+    with ExitStack() as engines:
 
-    def history(policy: str = "h2o", temperature: float = 0.0) -> ConversationHistory:
-        while engines:
-            engines.pop().close()
-        sampling = SamplingConfig(temperature=temperature, seed=5, max_tokens=10)
-        engines.append(Engine(model, tokenizer, CacheConfig(policy, 64), sampling))
-        return ConversationHistory(Conversation(engines[-1], "Be brief."), Header("tiny", policy, 64, None))
+        def history(policy: str = "h2o", temperature: float = 0.0) -> ConversationHistory:
+            engines.close()
+            sampling = SamplingConfig(temperature=temperature, seed=5, max_tokens=10)
+            engine = engines.enter_context(Engine(model, tokenizer, CacheConfig(policy, 64), sampling))
+            return ConversationHistory(Conversation(engine, "Be brief."), Header("tiny", policy, 64, None))
 
-    yield history
-    while engines:
-        engines.pop().close()
+        yield history
 
 
 def said(history: ConversationHistory, *texts: str) -> list[str]:

@@ -4,9 +4,7 @@ import json
 import os
 import subprocess
 import sys
-import threading
 from collections.abc import Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +21,7 @@ from h2o_stream.models.load import LoadedModel, load
 from h2o_stream.models.templates import FALLBACK_STOPS
 from tests.conftest import saved
 from tests.gguf_files import QuickReader
+from tests.hub import serving_hub
 
 
 class TestEmbedded:
@@ -123,40 +122,10 @@ class TestLoad:
         assert "\n" not in str(error.value)
 
 
-class Hub(BaseHTTPRequestHandler):
-    """Answers as the Hub does, with one repository for each kind of failure."""
-
-    answers = {
-        "org/gated": (403, {"X-Error-Code": "GatedRepo"}),
-        "org/unknown": (404, {"X-Error-Code": "RepoNotFound"}),
-        "org/private": (401, {"X-Error-Code": "RepoNotFound"}),
-        "org/no-model": (404, {"X-Error-Code": "EntryNotFound", "X-Repo-Commit": "a" * 40}),
-        "org/broken": (500, {}),
-    }
-
-    def do_HEAD(self) -> None:
-        repo = "/".join(self.path.split("/")[1:3])
-        status, headers = self.answers[repo]
-        self.send_response(status)
-        for name, value in headers.items():
-            self.send_header(name, value)
-        self.send_header("Content-Length", "0")
-        self.end_headers()
-
-    do_GET = do_HEAD
-
-    def log_message(self, *args: object) -> None:
-        pass
-
-
 @pytest.fixture
 def hub() -> Iterator[str]:
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Hub)
-    thread = threading.Thread(target=server.serve_forever, daemon=True)
-    thread.start()
-    yield f"http://127.0.0.1:{server.server_port}"
-    server.shutdown()
-    server.server_close()
+    with serving_hub() as address:
+        yield address
 
 
 ASK = """

@@ -1,6 +1,7 @@
 """A conversation that reads evicted passages again: what is fed, marked, indexed and saved."""
 
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +15,6 @@ from h2o_stream.session.history import ConversationHistory
 from h2o_stream.session.transcript import Header
 from tests.small_talk import small_model, small_tokenizer
 
-WINDOW = 32
-
 
 @pytest.fixture(autouse=True)
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
@@ -25,18 +24,15 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.fixture
 def make() -> Iterator[Callable[..., ConversationHistory]]:
-    model, tokenizer, engines = small_model(), small_tokenizer(), list[Engine]()
+    model, tokenizer, sampling = small_model(), small_tokenizer(), SamplingConfig(1.0, seed=4, max_tokens=4)
+    with ExitStack() as engines:
 
-    def history(recall: Any = "auto") -> ConversationHistory:
-        while engines:
-            engines.pop().close()
-        cache = CacheConfig("h2o", WINDOW, chunk=4)
-        engines.append(Engine(model, tokenizer, cache, SamplingConfig(temperature=1.0, seed=4, max_tokens=4)))
-        return ConversationHistory(Conversation(engines[-1], "w1 w2", recall=recall), Header("small", "h2o", 32, None))
+        def history(recall: Any = "auto") -> ConversationHistory:
+            engines.close()
+            engine = engines.enter_context(Engine(model, tokenizer, CacheConfig("h2o", 32, chunk=4), sampling))
+            return ConversationHistory(Conversation(engine, "w1 w2", recall=recall), Header("small", "h2o", 32, None))
 
-    yield history
-    while engines:
-        engines.pop().close()
+        yield history
 
 
 @pytest.fixture
@@ -60,12 +56,8 @@ def indexed(history: ConversationHistory) -> list[tuple[int, str, str]]:
 
 def said(history: ConversationHistory) -> list[tuple[int, str, str]]:
     """The same from the transcript."""
-    texts = [(entry.turn, role, text) for entry in history.entries for role, text in _texts(entry)]
-    return sorted((turn, role, text.strip()) for turn, role, text in texts if text.strip())
-
-
-def _texts(entry: Any) -> list[tuple[str, str]]:
-    return [("user", entry.prompt), ("assistant", entry.text)]
+    texts = [(entry.turn, ("user", entry.prompt), ("assistant", entry.text)) for entry in history.entries]
+    return sorted((turn, role, text.strip()) for turn, *both in texts for role, text in both if text.strip())
 
 
 def fill(history: ConversationHistory, turns: int) -> None:
@@ -74,39 +66,37 @@ def fill(history: ConversationHistory, turns: int) -> None:
 
 
 class TestReading:
-    @pytest.fixture(autouse=True)
-    def _recall(self, recall_first_turn: None) -> None:
-        pass
-
-    def test_the_passage_stands_before_the_message(self, make: Callable[..., ConversationHistory]) -> None:
+    @pytest.fixture
+    def history(self, make: Callable[..., ConversationHistory], recall_first_turn: None) -> ConversationHistory:
+        """Its first turn was evicted, and is recalled by the next message."""
         history = make()
         list(history.feed_turn("w3 w4", "w9"))
         fill(history, 8)
+        return history
+
+    def test_the_passage_stands_before_the_message(self, history: ConversationHistory) -> None:
         before = len(history.conversation.engine.tokens)
-        events = history.say("w3 w11")
-        first = next(events)
+        first, *_, turn = history.say("w3 w11")
         assert [candidate.passage.text for candidate in first.candidates] == ["w3 w4"]
-        *_, turn = events
-        conversation = history.conversation
         assert turn.recalled == first.candidates
-        (marked,) = conversation.recalled
-        tokens, tokenizer = conversation.engine.tokens, conversation.engine.tokenizer
+        (marked,) = history.conversation.recalled
+        tokens, tokenizer = history.conversation.engine.tokens, history.conversation.engine.tokenizer
         assert before < marked.start
         assert "w3 w4" in tokenizer.decode(tokens[marked.start : marked.stop])
         assert tokenizer.decode(tokens[marked.stop : marked.stop + 2]) == "w3 w11"
 
-    def test_it_is_in_neither_transcript_nor_index(self, make: Callable[..., ConversationHistory]) -> None:
-        history = make()
-        list(history.feed_turn("w3 w4", "w9"))
-        fill(history, 8)
+    def test_it_is_marked_in_the_state_and_in_neither_transcript_nor_index(
+        self, make: Callable[..., ConversationHistory], history: ConversationHistory
+    ) -> None:
         list(history.say("w3 w11"))
         assert history.entries[-1].prompt == "w3 w11"
         assert indexed(history) == said(history)
+        state, marked = history.conversation.state_dict(), history.conversation.recalled
+        other = make()
+        other.conversation.load_state_dict(state)
+        assert other.conversation.recalled == marked != ()
 
-    def test_it_goes_first(self, make: Callable[..., ConversationHistory]) -> None:
-        history = make()
-        list(history.feed_turn("w3 w4", "w9"))
-        fill(history, 8)
+    def test_it_goes_first(self, history: ConversationHistory) -> None:
         list(history.say("w3 w11"))
         (marked,) = history.conversation.recalled
         fill(history, 6)
@@ -114,22 +104,9 @@ class TestReading:
         kept = {int(index) for layer in range(2) for index in cache.kept(layer).flatten()}
         assert not kept & set(marked)
 
-    def test_the_mark_is_saved(self, make: Callable[..., ConversationHistory]) -> None:
-        history = make()
-        list(history.feed_turn("w3 w4", "w9"))
-        fill(history, 8)
-        list(history.say("w3 w11"))
-        state, marked = history.conversation.state_dict(), history.conversation.recalled
-        other = make()
-        other.conversation.load_state_dict(state)
-        assert other.conversation.recalled == marked != ()
-
     @pytest.mark.parametrize("count", [1, 2, 3])
-    def test_a_turn_that_is_abandoned(self, make: Callable[..., ConversationHistory], count: int) -> None:
+    def test_a_turn_that_is_abandoned(self, history: ConversationHistory, count: int) -> None:
         """After its first event nothing was fed; later its text and the mark stay."""
-        history = make()
-        list(history.feed_turn("w3 w4", "w9"))
-        fill(history, 8)
         before = len(history.conversation.engine.tokens)
         events = history.say("w3 w11")
         for _ in range(count):

@@ -1,7 +1,7 @@
 """A disturbance at any point leaves a conversation and its session in the state before or after the operation."""
 
 from collections.abc import Callable, Iterator
-from contextlib import nullcontext
+from contextlib import ExitStack, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -30,19 +30,16 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.fixture
 def make() -> Iterator[Callable[..., ConversationHistory]]:
-    model, tokenizer, engines = small_model(), small_tokenizer(), list[Engine]()
+    model, tokenizer, sampling = small_model(), small_tokenizer(), SamplingConfig(1.0, seed=4, max_tokens=4)
+    with ExitStack() as engines:
 
-    def history(policy: str = "h2o", window: int = 32) -> ConversationHistory:
-        while engines:
-            engines.pop().close()
-        cache = CacheConfig(policy, window, chunk=4)
-        engines.append(Engine(model, tokenizer, cache, SamplingConfig(temperature=1.0, seed=4, max_tokens=4)))
-        engines[-1].prefill_step = 4
-        return ConversationHistory(Conversation(engines[-1], "w1 w2"), Header("small", policy, window, None))
+        def history(policy: str = "h2o", window: int = 32) -> ConversationHistory:
+            engines.close()
+            engine = engines.enter_context(Engine(model, tokenizer, CacheConfig(policy, window, chunk=4), sampling))
+            engine.prefill_step = 4
+            return ConversationHistory(Conversation(engine, "w1 w2"), Header("small", policy, window, None))
 
-    yield history
-    while engines:
-        engines.pop().close()
+        yield history
 
 
 def whole(history: ConversationHistory) -> tuple[object, ...]:
