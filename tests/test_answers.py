@@ -59,15 +59,12 @@ def test_a_perfect_answer(tmp_path: Path) -> None:
     assert score["rouge2"] == pytest.approx(0.5)
 
 
-@pytest.mark.parametrize(
-    ("arguments", "words"),
-    [
-        (["requests", "articles.jsonl", "--to", "x", "--shots", "4"], "lower --shots"),
-        (["requests", "nothing", "--to", "x"], "nothing: No such file"),
-        (["score", "articles.jsonl"], "articles.jsonl:1: no answer with its reference"),
-        (["summarize", "--requests", "r", "--output-path", "x"], "takes one of --policies and of --windows"),
-    ],
-)
+@pytest.mark.parametrize(("arguments", "words"), [
+    (["requests", "articles.jsonl", "--to", "x", "--shots", "4"], "lower --shots"),
+    (["requests", "nothing", "--to", "x"], "nothing: No such file"),
+    (["score", "articles.jsonl"], "articles.jsonl:1: no answer with its reference"),
+    (["summarize", "--requests", "r", "--output-path", "x"], "takes one of --policies and of --windows"),
+])  # fmt: skip
 def test_what_is_wrong_is_one_line(articles: Path, monkeypatch: Any, arguments: list[str], words: str) -> None:
     monkeypatch.chdir(articles.parent)
     done = invoke("h2o-compare", *arguments, "-q")

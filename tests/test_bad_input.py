@@ -316,13 +316,10 @@ def test_requests(line: str, words: str, tmp_path: Path) -> None:
     assert done.stderr.count("\n") == 1
 
 
-@pytest.mark.parametrize(
-    ("name", "prompt"),
-    [
-        pytest.param(*entry, id=entry[0], marks=pytest.mark.exhaustive if len(entry[1]) > 200_000 else ())
-        for entry in PROMPTS
-    ],
-)
+@pytest.mark.parametrize(("name", "prompt"), [
+    pytest.param(*entry, id=entry[0], marks=pytest.mark.exhaustive if len(entry[1]) > 200_000 else ())
+    for entry in PROMPTS
+])  # fmt: skip
 def test_strange_prompts_are_answered(name: str, prompt: str, tiny_folder: Path, tmp_path: Path) -> None:
     """Any input is plain text: the reply ends normally, and no control characters reach the terminal."""
     file = tmp_path / "prompt.txt"

@@ -96,18 +96,15 @@ class TestArithmetic:
         assert before == sizes
 
 
-@pytest.mark.parametrize(
-    ("positions", "chunk", "prompt"),
-    [
-        pytest.param(
-            positions,
-            *sizes,
-            marks=() if sizes == (7, 60) or (positions == "gap" and sizes[1] == 127) else pytest.mark.exhaustive,
-        )
-        for positions in ("gap", "rolling", "absolute")
-        for sizes in ((7, 20), (7, 60), (0, 60), (0, 127), (70, 127), (1, 30))
-    ],
-)
+@pytest.mark.parametrize(("positions", "chunk", "prompt"), [
+    pytest.param(
+        positions,
+        *sizes,
+        marks=() if sizes == (7, 60) or (positions == "gap" and sizes[1] == 127) else pytest.mark.exhaustive,
+    )
+    for positions in ("gap", "rolling", "absolute")
+    for sizes in ((7, 20), (7, 60), (0, 60), (0, 127), (70, 127), (1, 30))
+])  # fmt: skip
 def test_it_is_what_the_definitions_say(model: Any, positions: str, chunk: int, prompt: int) -> None:
     """Prompts that end before, while and after the layers change size; a chunk of 0 is the whole prompt."""
     plans = dict(zip(FINAL, schedules(tuple(FINAL), COUNTS, WINDOW), strict=True))

@@ -138,17 +138,11 @@ class TestCommands:
         piped(tiny_folder, ["three"], "--window", 48, "--session", "talk", "--retell", "--jsonl", retold)
         assert texts(changed.read_text())[-1:] == texts(retold.read_text())
 
-    @pytest.mark.parametrize(
-        ("command", "words"),
-        [
-            ("/window 5000", "passes the 400 positions"),
-            ("/window 0", "--window must be at least 1"),
-            ("/window wide", "/window takes a number, not 'wide'"),
-            ("/window 20", "raise --window"),
-            ("/policy lru", "--policy takes one of"),
-            ("/model ./nowhere", "./nowhere does not exist"),
-        ],
-    )
+    @pytest.mark.parametrize(("command", "words"), [
+        ("/window 5000", "passes the 400 positions"), ("/window 0", "--window must be at least 1"),
+        ("/window wide", "/window takes a number, not 'wide'"), ("/window 20", "raise --window"),
+        ("/policy lru", "--policy takes one of"), ("/model ./nowhere", "./nowhere does not exist"),
+    ])  # fmt: skip
     @pytest.mark.parametrize("session", [(), ("--session", "talk")])
     def test_what_fails_changes_nothing(
         self, tiny_folder: Path, tmp_path: Path, command: str, words: str, session: tuple[str, ...]

@@ -194,14 +194,11 @@ class TestSessions:
         assert "session talk resumed after turn 2: two" in again.stderr
         assert piped(tiny_folder, ["four"], "--session", "talk", "--policy", "sink").exit_code == 0
 
-    @pytest.mark.parametrize(
-        ("arguments", "code", "words"),
-        [
-            (["--session", "../x", "-p", "a"], 2, "cannot name a session"),
-            (["--session", "none", "--export", "a.md"], 1, "there is no session none"),
-            (["--export", "a.md"], 2, "needs the --session"),
-        ],
-    )
+    @pytest.mark.parametrize(("arguments", "code", "words"), [
+        (["--session", "../x", "-p", "a"], 2, "cannot name a session"),
+        (["--session", "none", "--export", "a.md"], 1, "there is no session none"),
+        (["--export", "a.md"], 2, "needs the --session"),
+    ])  # fmt: skip
     def test_wrong_usage(self, tiny_folder: Path, arguments: list[str], code: int, words: str) -> None:
         done = invoke("h2o-chat", "-m", tiny_folder, *arguments)
         assert done.exit_code == code

@@ -43,16 +43,10 @@ class TestUsage:
         assert len(shown) == len(options)
         assert all("h2o" in text or "Usage" in text for text in shown)
 
-    @pytest.mark.parametrize(
-        ("typed", "offered"),
-        [
-            ("--pol", ["--policy"]),
-            ("--policy s", ["sink", "snapkv"]),
-            ("--quantize i", ["int8", "int4"]),
-            ("--system sto", ["storyteller"]),
-            ("--session mon", ["monday"]),
-        ],
-    )
+    @pytest.mark.parametrize(("typed", "offered"), [
+        ("--pol", ["--policy"]), ("--policy s", ["sink", "snapkv"]), ("--quantize i", ["int8", "int4"]),
+        ("--system sto", ["storyteller"]), ("--session mon", ["monday"]),
+    ])  # fmt: skip
     def test_a_shell_completes(self, typed: str, offered: list[str], tmp_path: Path) -> None:
         session = tmp_path / "h2o-stream" / "sessions" / "monday"
         session.mkdir(parents=True)
@@ -240,17 +234,14 @@ class TestStream:
         assert "--jsonl /dev/full: No space left" in done.stderr
 
 
-@pytest.mark.parametrize(
-    ("text", "shown"),
-    [
-        ("plain\n\ttext", "plain\n\ttext"),
-        ("\x1b[2J\x1b]0;title\x07gone", "[2J]0;titlegone"),
-        ("bell\x07 back\x08 null\x00 cr\r", "bell back null cr"),
-        ("\x9b31mcsi \x7f", "31mcsi "),
-        ("[bold]not markup[/bold] :smile:", "[bold]not markup[/bold] :smile:"),
-        ("é 日本 👍", "é 日本 👍"),
-    ],
-)
+@pytest.mark.parametrize(("text", "shown"), [
+    ("plain\n\ttext", "plain\n\ttext"),
+    ("\x1b[2J\x1b]0;title\x07gone", "[2J]0;titlegone"),
+    ("bell\x07 back\x08 null\x00 cr\r", "bell back null cr"),
+    ("\x9b31mcsi \x7f", "31mcsi "),
+    ("[bold]not markup[/bold] :smile:", "[bold]not markup[/bold] :smile:"),
+    ("é 日本 👍", "é 日本 👍"),
+])  # fmt: skip
 def test_control_characters_never_reach_the_terminal(text: str, shown: str) -> None:
     assert printable(text) == shown
 

@@ -251,14 +251,11 @@ class TestCompare:
         for name in ("sparsity", "power-law", "mass"):
             assert (out / f"{name}.png").read_bytes().startswith(b"\x89PNG")
 
-    @pytest.mark.parametrize(
-        ("more", "words"),
-        [
-            (["--tokens", "401"], "the model has 400 positions; lower --tokens"),
-            (["--tokens", "30"], "raise --tokens"),
-            (["--out", "/proc/nothing"], "--out /proc/nothing"),
-        ],
-    )
+    @pytest.mark.parametrize(("more", "words"), [
+        (["--tokens", "401"], "the model has 400 positions; lower --tokens"),
+        (["--tokens", "30"], "raise --tokens"),
+        (["--out", "/proc/nothing"], "--out /proc/nothing"),
+    ])  # fmt: skip
     def test_heavy_hitters_refuses(self, tiny_folder: Path, text: Path, tmp_path: Path, more: Any, words: str) -> None:
         base = ["heavy-hitters", "-m", tiny_folder, "--text", text, "--window", "32", "--out", tmp_path / "out", "-q"]
         done = invoke("h2o-compare", *base, *more)

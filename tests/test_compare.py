@@ -96,20 +96,11 @@ class TestFacts:
         with pytest.raises(ConfigError, match="lower --facts"):
             read_facts(31)
 
-    @pytest.mark.parametrize(
-        ("reply", "told"),
-        [
-            ("It is 407.", True),
-            ("in room 407, I think", True),
-            ("IT IS ROOM 407B", False),
-            ("4070", False),
-            ("1,407 rooms", False),
-            ("407.5", False),
-            ("Your hotel is the casa amarela!", True),
-            ("Casa Amarelas", False),
-            ("", False),
-        ],
-    )
+    @pytest.mark.parametrize(("reply", "told"), [
+        ("It is 407.", True), ("in room 407, I think", True), ("IT IS ROOM 407B", False), ("4070", False),
+        ("1,407 rooms", False), ("407.5", False), ("Your hotel is the casa amarela!", True), ("Casa Amarelas", False),
+        ("", False),
+    ])  # fmt: skip
     def test_values_are_whole_words(self, reply: str, told: bool) -> None:
         assert tells(reply, ("407", "Casa Amarela")) == told
 

@@ -182,14 +182,11 @@ class TestMemory:
         assert (layer.rope_scale, layer.rope_scaled_dims, layer.activation) == (1.0, 0, abi.Activation.RELU)
         assert native.struct.learned_offset == 2
 
-    @pytest.mark.parametrize(
-        ("make", "holds"),
-        [
-            (tiny("Llama", **GROUPED, **YARN), True),
-            (OTHERS["Llama, dynamic"], False),
-            (tiny("Phi3", **GROUPED, **LONGROPE), False),
-        ],
-    )
+    @pytest.mark.parametrize(("make", "holds"), [
+        (tiny("Llama", **GROUPED, **YARN), True),
+        (OTHERS["Llama, dynamic"], False),
+        (tiny("Phi3", **GROUPED, **LONGROPE), False),
+    ])  # fmt: skip
     def test_frequencies_at_every_length(self, make: Callable[[], Any], holds: bool) -> None:
         assert describe(make()).supports_absolute is holds
 
@@ -228,16 +225,10 @@ def test_abi() -> None:
         assert fields == expected
 
 
-@pytest.mark.parametrize(
-    ("mirror", "name"),
-    [
-        (abi.MatrixKind, "MatrixKind"),
-        (abi.PolicyKind, "PolicyKind"),
-        (abi.PositionMode, "PositionMode"),
-        (abi.NormKind, "NormKind"),
-        (abi.Activation, "Activation"),
-    ],
-)
+@pytest.mark.parametrize(("mirror", "name"), [
+    (abi.MatrixKind, "MatrixKind"), (abi.PolicyKind, "PolicyKind"), (abi.PositionMode, "PositionMode"),
+    (abi.NormKind, "NormKind"), (abi.Activation, "Activation"),
+])  # fmt: skip
 def test_enumerations(mirror: Any, name: str) -> None:
     source = (Path(abi.__file__).parent / "src" / "abi.h").read_text()
     body = re.search(rf"enum {name} : int64_t \{{(.*?)\}}", source).group(1)

@@ -229,18 +229,15 @@ def test_paths_and_names(page: Path) -> None:
     assert wrong_names(prose_of(page)) == []
 
 
-@pytest.mark.parametrize(
-    ("text", "wrong"),
-    [
-        ("`attach` (`cli/chat.py`)", ["attach in cli/chat.py"]),
-        ("`Conversation.sing` in\n`session/conversation.py`", ["Conversation.sing in session/conversation.py"]),
-        ("`compute_nothing` in `native/src/abi.h`", ["compute_nothing in native/src/abi.h"]),
-        ("(tests/test_nothing.py)", ["tests/test_nothing.py"]),
-        ("`cli/nothing/` and `nothing.cpp`", ["cli/nothing/", "nothing.cpp"]),
-        ("| module of `session/` | owns |\n| --- | --- |\n| `reply`, `nothing` | `x` |\n", ["session/nothing"]),
-        ("`Conversation.say` (`session/conversation.py`), `parts/`, `org/model` and `cli/`", []),
-    ],
-)
+@pytest.mark.parametrize(("text", "wrong"), [
+    ("`attach` (`cli/chat.py`)", ["attach in cli/chat.py"]),
+    ("`Conversation.sing` in\n`session/conversation.py`", ["Conversation.sing in session/conversation.py"]),
+    ("`compute_nothing` in `native/src/abi.h`", ["compute_nothing in native/src/abi.h"]),
+    ("(tests/test_nothing.py)", ["tests/test_nothing.py"]),
+    ("`cli/nothing/` and `nothing.cpp`", ["cli/nothing/", "nothing.cpp"]),
+    ("| module of `session/` | owns |\n| --- | --- |\n| `reply`, `nothing` | `x` |\n", ["session/nothing"]),
+    ("`Conversation.say` (`session/conversation.py`), `parts/`, `org/model` and `cli/`", []),
+])  # fmt: skip
 def test_wrong_paths_and_names_are_found(text: str, wrong: list[str]) -> None:
     assert wrong_names(text) == wrong
 

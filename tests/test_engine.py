@@ -156,14 +156,11 @@ class TestEnds:
             assert run(engine.decode())[1].reason == "length"
             assert engine.beyond_context
 
-    @pytest.mark.parametrize(
-        "error",
-        [
-            MemoryError(),
-            torch.OutOfMemoryError("CUDA out of memory"),
-            RuntimeError("DefaultCPUAllocator: can't allocate memory"),
-        ],
-    )
+    @pytest.mark.parametrize("error", [
+        MemoryError(),
+        torch.OutOfMemoryError("CUDA out of memory"),
+        RuntimeError("DefaultCPUAllocator: can't allocate memory"),
+    ])  # fmt: skip
     def test_out_of_memory(self, engine: Engine, monkeypatch: pytest.MonkeyPatch, error: Exception) -> None:
         list(engine.prefill(range(100, 140)))
 
@@ -209,16 +206,11 @@ class TestText:
         stream = TextStream(tokenizer)
         assert "".join(stream.push(token) for token in tokenizer("one<|im_end|>two")["input_ids"]) == "onetwo"
 
-    @pytest.mark.parametrize(
-        ("text", "stops", "shown"),
-        [
-            ("Sure.\nUser: and", ["\nUser:"], "Sure."),
-            ("Sure.\nUse it", ["\nUser:"], "Sure.\nUse it"),
-            ("one two three", ["three", "two"], "one "),
-            ("aaab", ["aab"], "a"),
-            ("ends with \nUs", ["\nUser:"], "ends with \nUs"),
-        ],
-    )
+    @pytest.mark.parametrize(("text", "stops", "shown"), [
+        ("Sure.\nUser: and", ["\nUser:"], "Sure."), ("Sure.\nUse it", ["\nUser:"], "Sure.\nUse it"),
+        ("one two three", ["three", "two"], "one "), ("aaab", ["aab"], "a"),
+        ("ends with \nUs", ["\nUser:"], "ends with \nUs"),
+    ])  # fmt: skip
     def test_stop_strings(self, tokenizer: PreTrainedTokenizerBase, text: str, stops: list[str], shown: str) -> None:
         stream, out = TextStream(tokenizer, stops), ""
         for token in tokenizer(text)["input_ids"]:

@@ -17,13 +17,10 @@ same_version = pytest.mark.skipif(
 )
 
 
-@pytest.mark.parametrize(
-    "tried",
-    [
-        pytest.param(((None, "absolute"), ("auto",)), id="some"),
-        pytest.param(((None, "rolling", "absolute"), ("auto", "eager")), id="all", marks=pytest.mark.exhaustive),
-    ],
-)
+@pytest.mark.parametrize("tried", [
+    pytest.param(((None, "absolute"), ("auto",)), id="some"),
+    pytest.param(((None, "rolling", "absolute"), ("auto", "eager")), id="all", marks=pytest.mark.exhaustive),
+])  # fmt: skip
 @pytest.mark.parametrize("entry", ENTRIES)
 def test_right_or_refused(entry: str, tried: Any) -> None:
     """`make test` tries the default and absolute positions with the default engine."""

@@ -65,19 +65,16 @@ def test_every_position_mode(number: int, positions: str) -> None:
     assert error(number, "h2o", 5, 3, positions) < LARGEST
 
 
-@pytest.mark.parametrize(
-    ("number", "dtype"),
-    [
-        pytest.param(
-            number,
-            dtype,
-            id=f"{family.name}-{str(dtype).removeprefix('torch.')}",
-            marks=() if dtype == torch.float32 or family.name in DIFFERENT else pytest.mark.exhaustive,
-        )
-        for number, family in enumerate(FAMILIES)
-        for dtype in MEAN
-    ],
-)
+@pytest.mark.parametrize(("number", "dtype"), [
+    pytest.param(
+        number,
+        dtype,
+        id=f"{family.name}-{str(dtype).removeprefix('torch.')}",
+        marks=() if dtype == torch.float32 or family.name in DIFFERENT else pytest.mark.exhaustive,
+    )
+    for number, family in enumerate(FAMILIES)
+    for dtype in MEAN
+])  # fmt: skip
 def test_before_any_eviction_it_equals_transformers_cache(number: int, dtype: torch.dtype) -> None:
     """In bfloat16 its error against float32 is at most 1.5 times that of transformers' own cache."""
     family, tokens = FAMILIES[number], torch.randint(3, 64, (2, 40), generator=torch.Generator().manual_seed(5))

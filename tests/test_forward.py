@@ -58,16 +58,12 @@ class TestWhoTakesIt:
             logits, past = tiny(ids(1), past_key_values=cache, return_dict=False)
             assert (logits.shape, past is cache, stepper.calls) == ((1, 1, 64), True, 2)
 
-    @pytest.mark.parametrize(
-        "asked",
-        [
-            {"output_hidden_states": True},
-            {"output_attentions": True},
-            {"labels": torch.zeros(1, 1, dtype=torch.int64)},
-            {"logits_to_keep": torch.tensor([0])},
-        ],
-        ids=lambda asked: next(iter(asked)),
-    )
+    @pytest.mark.parametrize("asked", [
+        {"output_hidden_states": True},
+        {"output_attentions": True},
+        {"labels": torch.zeros(1, 1, dtype=torch.int64)},
+        {"logits_to_keep": torch.tensor([0])},
+    ], ids=lambda asked: next(iter(asked)))  # fmt: skip
     def test_other_outputs_need_the_models_own_forward(
         self, tiny: LlamaForCausalLM, stepper: OneLogit, asked: dict[str, Any]
     ) -> None:

@@ -134,17 +134,14 @@ class TestDescribed:
         with pytest.raises(UnsupportedModelError, match=r"new.gguf cannot be served: .*architecture lamma"):
             export_config(GgufFile(tmp_path / "new.gguf"), pytest.fail)
 
-    @pytest.mark.parametrize(
-        ("old", "new"),
-        [
-            (b"tokenizer.ggml.tokens", b"tokenizer.ggml.takens"),
-            (b"tokenizer.ggml.model", b"tokenizer.ggml.madel"),
-            (string(b"th") + string(b"the"), string(b"\xff\xfe") + string(b"the")),
-            (string(MERGES[0].encode()), string(b"t+h")),
-            (string(MERGES[0].encode()), string(b"x!y")),
-            (key("tokenizer.ggml.bos_token_id", T.UINT32, 1), key("tokenizer.ggml.bos_token_id", T.UINT32, 1 << 31)),
-        ],
-    )
+    @pytest.mark.parametrize(("old", "new"), [
+        (b"tokenizer.ggml.tokens", b"tokenizer.ggml.takens"),
+        (b"tokenizer.ggml.model", b"tokenizer.ggml.madel"),
+        (string(b"th") + string(b"the"), string(b"\xff\xfe") + string(b"the")),
+        (string(MERGES[0].encode()), string(b"t+h")),
+        (string(MERGES[0].encode()), string(b"x!y")),
+        (key("tokenizer.ggml.bos_token_id", T.UINT32, 1), key("tokenizer.ggml.bos_token_id", T.UINT32, 1 << 31)),
+    ])  # fmt: skip
     def test_damaged_metadata(self, small: Path, tmp_path: Path, cache_folder: Path, old: bytes, new: bytes) -> None:
         content = small.read_bytes()
         assert old in content

@@ -78,16 +78,13 @@ def test_the_default(load: Callable[[str | None], Any]) -> None:
     assert pieces(pre_tokenizer, "x1234 it's 5.") == ["x", "123", "4", "Ġit", "'", "s", "Ġ", "5", "."]
 
 
-@pytest.mark.parametrize(
-    ("name", "expected"),
-    [
-        ("llama-bpe", ["I", "'LL", "Ġsay", "Ġ", "123", "45", "!\u010a\u010a"]),
-        ("qwen2", ["I", "'LL", "Ġsay", "Ġ", *"12345", "!\u010a\u010a"]),
-        ("deepseek-v3", ["I", "'LL", "Ġsay", "Ġ", "123", "45", "!\u010a\u010a"]),
-        ("deepseek-coder", ["I", "'", "LL", "Ġsay", "Ġ", *"12345", "!", "\u010a", "\u010a"]),
-        ("tekken", ["I", "'LL", "Ġsay", "Ġ", *"12345", "!\u010a\u010a"]),
-    ],
-)
+@pytest.mark.parametrize(("name", "expected"), [
+    ("llama-bpe", ["I", "'LL", "Ġsay", "Ġ", "123", "45", "!\u010a\u010a"]),
+    ("qwen2", ["I", "'LL", "Ġsay", "Ġ", *"12345", "!\u010a\u010a"]),
+    ("deepseek-v3", ["I", "'LL", "Ġsay", "Ġ", "123", "45", "!\u010a\u010a"]),
+    ("deepseek-coder", ["I", "'", "LL", "Ġsay", "Ġ", *"12345", "!", "\u010a", "\u010a"]),
+    ("tekken", ["I", "'LL", "Ġsay", "Ġ", *"12345", "!\u010a\u010a"]),
+])  # fmt: skip
 def test_other_makers(name: str, expected: list[str], load: Callable[[str | None], Any]) -> None:
     assert pieces(load(name).backend_tokenizer.pre_tokenizer, "I'LL say 12345!\n\n") == expected
 

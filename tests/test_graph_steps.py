@@ -164,17 +164,14 @@ def test_a_step_that_cannot_be_captured_is_eager(monkeypatch: pytest.MonkeyPatch
     assert sum("cannot be captured" in str(warning.message) for warning in caught) == 1
 
 
-@pytest.mark.parametrize(
-    ("number", "settings", "device", "words"),
-    [
-        (0, {}, "cpu", "not on a CUDA device"),
-        (0, {}, "cuda", ""),
-        (0, {"device": "cpu"}, "cuda", "host memory"),
-        (0, {"kv_bits": 8}, "cuda", "--kv-bits"),
-        (0, {"policy": "expected-attention"}, "cuda", "a state of each head"),
-        (22, {}, "cuda", "recurrent"),
-    ],
-)
+@pytest.mark.parametrize(("number", "settings", "device", "words"), [
+    (0, {}, "cpu", "not on a CUDA device"),
+    (0, {}, "cuda", ""),
+    (0, {"device": "cpu"}, "cuda", "host memory"),
+    (0, {"kv_bits": 8}, "cuda", "--kv-bits"),
+    (0, {"policy": "expected-attention"}, "cuda", "a state of each head"),
+    (22, {}, "cuda", "recurrent"),
+])  # fmt: skip
 def test_what_is_not_captured(number: int, settings: dict[str, Any], device: str, words: str) -> None:
     with attach(FAMILIES[number].make(), CacheConfig(**{"window": 24, "chunk": 8, **settings})) as cache:
         reason = graph_steps.why_not(cache, torch.device(device))

@@ -97,16 +97,12 @@ class TestAdapters:
         torch.manual_seed(0)
         return peft.get_peft_model(tiny, settings)
 
-    @pytest.mark.parametrize(
-        "change",
-        [
-            lambda lora: lora.merge_adapter(),
-            lambda lora: lora.base_model.disable_adapter_layers(),
-            lambda lora: lora.add_adapter("more", lora.peft_config["default"]) or lora.set_adapter("more"),
-            lambda lora: lora.base_model.model.model.layers[0].self_attn.q_proj.set_scale("default", 8.0),
-        ],
-        ids=["merged", "disabled", "another is active", "scaled"],
-    )
+    @pytest.mark.parametrize("change", [
+        lambda lora: lora.merge_adapter(),
+        lambda lora: lora.base_model.disable_adapter_layers(),
+        lambda lora: lora.add_adapter("more", lora.peft_config["default"]) or lora.set_adapter("more"),
+        lambda lora: lora.base_model.model.model.layers[0].self_attn.q_proj.set_scale("default", 8.0),
+    ], ids=["merged", "disabled", "another is active", "scaled"])  # fmt: skip
     def test_they_are_part_of_it(self, lora: Any, change: Callable[[Any], Any]) -> None:
         base = lora.base_model.model
         before = model_digest(base)

@@ -65,14 +65,11 @@ def test_a_fraction_is_removed_for_good(by: str) -> None:
     assert (not first.gather(1, heaviest).any()) == (by == "heavy")
 
 
-@pytest.mark.parametrize(
-    ("config", "words"),
-    [
-        (CacheConfig("h2o", 16), "keeps more than a score"),
-        (CacheConfig("h2o-paper", 16, positions="rolling"), "--masked takes --positions absolute"),
-        (CacheConfig("h2o-paper", 16, kv_bits=4), "--masked takes --kv-bits 16"),
-    ],
-)
+@pytest.mark.parametrize(("config", "words"), [
+    (CacheConfig("h2o", 16), "keeps more than a score"),
+    (CacheConfig("h2o-paper", 16, positions="rolling"), "--masked takes --positions absolute"),
+    (CacheConfig("h2o-paper", 16, kv_bits=4), "--masked takes --kv-bits 16"),
+])  # fmt: skip
 def test_what_cannot_be_masked(config: CacheConfig, words: str) -> None:
     with pytest.raises(ConfigError, match=words):
         policy_rule(masked_plan(config))

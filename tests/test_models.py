@@ -44,17 +44,10 @@ class TestEmbedded:
 
 
 class TestFind:
-    @pytest.mark.parametrize(
-        ("name", "words"),
-        [
-            ("./nowhere", "does not exist"),
-            ("/no/such/folder", "does not exist"),
-            ("missing.gguf", "does not exist"),
-            ("a/b/c", "does not exist"),
-            ("", "is empty"),
-            ("bad name!", "neither a file"),
-        ],
-    )
+    @pytest.mark.parametrize(("name", "words"), [
+        ("./nowhere", "does not exist"), ("/no/such/folder", "does not exist"), ("missing.gguf", "does not exist"),
+        ("a/b/c", "does not exist"), ("", "is empty"), ("bad name!", "neither a file"),
+    ])  # fmt: skip
     def test_not_found(self, name: str, words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.chdir(tmp_path)
         with pytest.raises(ModelNotFoundError, match=words) as error:

@@ -64,16 +64,12 @@ def forked(command: Any, *arguments: object, processes: int = 2) -> subprocess.C
     return subprocess.CompletedProcess(whole, code, "".join(out), "".join(errors))
 
 
-@pytest.mark.parametrize(
-    ("launcher", "command"),
-    [
-        (FORKS, "summarize"),
-        (FORKS, "nll"),
-        pytest.param(ACCELERATE, "summarize", marks=pytest.mark.exhaustive),
-        pytest.param(TORCHRUN, "nll", marks=pytest.mark.exhaustive),
-    ],
-    ids=["forks", "forks", "accelerate", "torchrun"],
-)
+@pytest.mark.parametrize(("launcher", "command"), [
+    (FORKS, "summarize"),
+    (FORKS, "nll"),
+    pytest.param(ACCELERATE, "summarize", marks=pytest.mark.exhaustive),
+    pytest.param(TORCHRUN, "nll", marks=pytest.mark.exhaustive),
+], ids=["forks", "forks", "accelerate", "torchrun"])  # fmt: skip
 def test_two_processes_find_what_one_finds(
     launcher: list[str], command: str, tiny_folder: Path, text: Path, tmp_path: Path
 ) -> None:
@@ -124,16 +120,13 @@ class TestTensorParallel:
         assert theirs["text"] == mine["text"]
         assert theirs["cached_tokens"] == mine["cached_tokens"] <= 33
 
-    @pytest.mark.parametrize(
-        ("arguments", "words"),
-        [
-            (["h2o-chat", "-p", "hi", "--tensor-parallel"], "start them with torchrun"),
-            (["h2o-chat", "-p", "hi", "--tensor-parallel", "--quantize", "int8"], "--quantize int8; leave one out"),
-            (["h2o-chat", "-p", "hi", "--tensor-parallel", "--device-map", "auto"], "--device-map auto; leave one out"),
-            (["h2o-chat", "--tensor-parallel"], "answers --prompt and --prompt-file"),
-            (["h2o-stream", "--tensor-parallel", "--compare", "full,h2o"], "leave them out"),
-        ],
-    )
+    @pytest.mark.parametrize(("arguments", "words"), [
+        (["h2o-chat", "-p", "hi", "--tensor-parallel"], "start them with torchrun"),
+        (["h2o-chat", "-p", "hi", "--tensor-parallel", "--quantize", "int8"], "--quantize int8; leave one out"),
+        (["h2o-chat", "-p", "hi", "--tensor-parallel", "--device-map", "auto"], "--device-map auto; leave one out"),
+        (["h2o-chat", "--tensor-parallel"], "answers --prompt and --prompt-file"),
+        (["h2o-stream", "--tensor-parallel", "--compare", "full,h2o"], "leave them out"),
+    ])  # fmt: skip
     def test_where_it_cannot_be(self, arguments: list[str], words: str, four_heads: Path) -> None:
         command, *rest = arguments
         done = invoke(command, *rest, "-m", four_heads)

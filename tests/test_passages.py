@@ -50,19 +50,16 @@ def test_passages_are_of_one_size(text: str) -> None:
     assert all(count < MAX_WORDS + 3 * MIN_WORDS for count in words)
 
 
-@pytest.mark.parametrize(
-    ("text", "expected"),
-    [
-        ("", []),
-        (" \n\n\t ", []),
-        ("Hello there", ["Hello there"]),
-        ("\n\n".join(FACTS), FACTS),
-        ("# Travel\n\n" + FACTS[2], ["# Travel\n\n" + FACTS[2]]),
-        ("- eggs\n\n- milk\n\n- two loaves of the dark bread\n\n" + FACTS[0], 2),
-        (FACTS[0] + "\n\nBye.", [FACTS[0], "Bye."]),
-        (FACTS[0] + "\r\n\r\n" + FACTS[1], FACTS[:2]),
-    ],
-)
+@pytest.mark.parametrize(("text", "expected"), [
+    ("", []),
+    (" \n\n\t ", []),
+    ("Hello there", ["Hello there"]),
+    ("\n\n".join(FACTS), FACTS),
+    ("# Travel\n\n" + FACTS[2], ["# Travel\n\n" + FACTS[2]]),
+    ("- eggs\n\n- milk\n\n- two loaves of the dark bread\n\n" + FACTS[0], 2),
+    (FACTS[0] + "\n\nBye.", [FACTS[0], "Bye."]),
+    (FACTS[0] + "\r\n\r\n" + FACTS[1], FACTS[:2]),
+])  # fmt: skip
 def test_passages(text: str, expected: list[str] | int) -> None:
     found = texts(text, split(text))
     assert len(found) == expected if isinstance(expected, int) else found == expected
@@ -88,19 +85,16 @@ def test_text_without_spaces_is_cut() -> None:
     assert max(map(len, split("x" * 100_000))) < 2_000
 
 
-@pytest.mark.parametrize(
-    "parts",
-    [
-        ["My neighbour Mr. Okafor plays the cello.", "He is 80."],
-        ["It costs 30,000.5 euros, e.g. Dr. Smith paid it.", "So did J. R. Tolkien, i.e. all of them!"],
-        ["Really?!", '"Yes."', "(No.)", "I said No. 5 ...", "Then it ended."],
-        ["He came at 5 p.m. and left.", "She stayed."],
-        ["Wait... what?", "See h2o.c and v1.2.3 at www.example.org for more."],
-        ["我叫李明。", "我住在“北京”！", "你呢？"],
-        ["मेरा नाम राम है।", "मैं दिल्ली में रहता हूँ।"],
-        ["ما اسمك؟", "اسمي سامي."],
-    ],
-)
+@pytest.mark.parametrize("parts", [
+    ["My neighbour Mr. Okafor plays the cello.", "He is 80."],
+    ["It costs 30,000.5 euros, e.g. Dr. Smith paid it.", "So did J. R. Tolkien, i.e. all of them!"],
+    ["Really?!", '"Yes."', "(No.)", "I said No. 5 ...", "Then it ended."],
+    ["He came at 5 p.m. and left.", "She stayed."],
+    ["Wait... what?", "See h2o.c and v1.2.3 at www.example.org for more."],
+    ["我叫李明。", "我住在“北京”！", "你呢？"],
+    ["मेरा नाम राम है।", "मैं दिल्ली में रहता हूँ।"],
+    ["ما اسمك؟", "اسمي سامي."],
+])  # fmt: skip
 def test_sentences(parts: list[str]) -> None:
     for space in (" ", "\n"):
         text = space.join(parts)
@@ -170,15 +164,12 @@ def test_tokens_of_passages(tokenizer: PreTrainedTokenizerBase, prompt: str, rep
         assert text.strip() == passage.text
 
 
-@pytest.mark.parametrize(
-    ("context", "prompt", "reply"),
-    [
-        ("\n".join(FACTS), FACTS[1], "The password is 4821."),
-        (FACTS[0], FACTS[0], FACTS[0]),
-        (f"Context from earlier: {FACTS[2]} {FACTS[2]}", FACTS[2], f"You said: {FACTS[2]}"),
-        ("The reply was: Yes.", "Yes.", "Yes."),
-    ],
-)
+@pytest.mark.parametrize(("context", "prompt", "reply"), [
+    ("\n".join(FACTS), FACTS[1], "The password is 4821."),
+    (FACTS[0], FACTS[0], FACTS[0]),
+    (f"Context from earlier: {FACTS[2]} {FACTS[2]}", FACTS[2], f"You said: {FACTS[2]}"),
+    ("The reply was: Yes.", "Yes.", "Yes."),
+])  # fmt: skip
 def test_a_recalled_context_is_no_passage(tokenizer: Any, context: str, prompt: str, reply: str) -> None:
     user = f"{context}\n\n{prompt}"
     ids = chat(tokenizer, user, reply)

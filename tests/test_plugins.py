@@ -186,14 +186,11 @@ def test_a_comparison_is_listed_without_an_import(site: Path) -> None:
     assert help_page.stderr == "False\n"
 
 
-@pytest.mark.parametrize(
-    ("entry", "reason"),
-    [
-        ("oldest:Missing", "AttributeError"),
-        ("oldest:torch", "AttributeError"),
-        ("nowhere:Oldest", "ModuleNotFoundError"),
-    ],
-)
+@pytest.mark.parametrize(("entry", "reason"), [
+    ("oldest:Missing", "AttributeError"),
+    ("oldest:torch", "AttributeError"),
+    ("nowhere:Oldest", "ModuleNotFoundError"),
+])  # fmt: skip
 def test_a_policy_that_cannot_be_used(site: Path, entry: str, reason: str) -> None:
     install(site, "oldest-policy", "policies", f"oldest = {entry}", oldest=POLICY)
     with pytest.raises(H2OStreamError, match=f"^oldest of oldest-policy .* cannot be used: {reason}: [^\n]*$"):

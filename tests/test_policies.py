@@ -83,14 +83,11 @@ def test_decay_takes_from_what_was_before() -> None:
     assert scores.tolist() == [[[4.25, 0.75]]]
 
 
-@pytest.mark.parametrize(
-    ("pins", "wanted"),
-    [
-        ([range(3, 5), range(0, 2)], (range(2), range(3, 5))),
-        ([range(0, 4), range(2, 6), range(6, 8)], (range(8),)),
-        ([range(5, 5)], ()),
-    ],
-)
+@pytest.mark.parametrize(("pins", "wanted"), [
+    ([range(3, 5), range(0, 2)], (range(2), range(3, 5))),
+    ([range(0, 4), range(2, 6), range(6, 8)], (range(8),)),
+    ([range(5, 5)], ()),
+])  # fmt: skip
 def test_merged(pins: list[range], wanted: tuple[range, ...]) -> None:
     assert merged(pins) == wanted
 
@@ -113,23 +110,12 @@ def test_budgets_of_every_policy() -> None:
     }
 
 
-@pytest.mark.parametrize(
-    ("settings", "words"),
-    [
-        ({"policy": "best"}, "--policy"),
-        ({"window": 0}, "--window"),
-        ({"window": 2.5}, "--window"),
-        ({"heavy": -1}, "--heavy"),
-        ({"heavy": 252}, "at most 251"),
-        ({"sinks": 256}, "at most 255"),
-        ({"decay": 0}, "--decay"),
-        ({"decay": 1.5}, "--decay"),
-        ({"positions": "relative"}, "--positions"),
-        ({"span": -1}, "--span"),
-        ({"chunk": -1}, "--chunk"),
-        ({"kv_bits": 3}, "kv_bits"),
-    ],
-)
+@pytest.mark.parametrize(("settings", "words"), [
+    ({"policy": "best"}, "--policy"), ({"window": 0}, "--window"), ({"window": 2.5}, "--window"),
+    ({"heavy": -1}, "--heavy"), ({"heavy": 252}, "at most 251"), ({"sinks": 256}, "at most 255"),
+    ({"decay": 0}, "--decay"), ({"decay": 1.5}, "--decay"), ({"positions": "relative"}, "--positions"),
+    ({"span": -1}, "--span"), ({"chunk": -1}, "--chunk"), ({"kv_bits": 3}, "kv_bits"),
+])  # fmt: skip
 def test_wrong_budgets_name_the_option(settings: dict[str, Any], words: str) -> None:
     with pytest.raises(ConfigError, match=words):
         CacheConfig(**settings)
@@ -167,15 +153,12 @@ class TestRatios:
             tiny(torch.randint(3, 64, (1, 50)), past_key_values=cache)
             assert cache.plan.window == 4 + 10 + 20
 
-    @pytest.mark.parametrize(
-        ("settings", "words"),
-        [
-            ({"heavy_ratio": 0.1}, "--recent-ratio must be above 0"),
-            ({"heavy_ratio": 1.5, "recent_ratio": 0.1}, "--heavy-ratio must be between 0 and 1"),
-            ({"recent_ratio": 0.1, "heavy": 5}, "leave out --window and --heavy"),
-            ({"recent_ratio": 0.1, "window": 100}, "leave out --window and --heavy"),
-        ],
-    )
+    @pytest.mark.parametrize(("settings", "words"), [
+        ({"heavy_ratio": 0.1}, "--recent-ratio must be above 0"),
+        ({"heavy_ratio": 1.5, "recent_ratio": 0.1}, "--heavy-ratio must be between 0 and 1"),
+        ({"recent_ratio": 0.1, "heavy": 5}, "leave out --window and --heavy"),
+        ({"recent_ratio": 0.1, "window": 100}, "leave out --window and --heavy"),
+    ])  # fmt: skip
     def test_wrong_ones(self, settings: dict[str, float], words: str) -> None:
         with pytest.raises(ConfigError, match=words):
             CacheConfig("h2o", **settings)  # type: ignore[arg-type]

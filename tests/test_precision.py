@@ -14,18 +14,11 @@ WIDE = (torch.float32, torch.bfloat16)
 NATIVE = (torch.bfloat16,)
 
 
-@pytest.mark.parametrize(
-    ("free", "dtypes", "quantize", "dtype"),
-    [
-        (64, WIDE, "none", torch.float32),
-        (48, WIDE, "int8", torch.float32),
-        (48, NATIVE, "none", torch.bfloat16),
-        (24, NATIVE, "int8", torch.bfloat16),
-        (17, NATIVE, "int8", torch.bfloat16),
-        (16, NATIVE, "int4", torch.bfloat16),
-        (7, WIDE, "int4", torch.float32),
-    ],
-)
+@pytest.mark.parametrize(("free", "dtypes", "quantize", "dtype"), [
+    (64, WIDE, "none", torch.float32), (48, WIDE, "int8", torch.float32), (48, NATIVE, "none", torch.bfloat16),
+    (24, NATIVE, "int8", torch.bfloat16), (17, NATIVE, "int8", torch.bfloat16), (16, NATIVE, "int4", torch.bfloat16),
+    (7, WIDE, "int4", torch.float32),
+])  # fmt: skip
 def test_auto_takes_the_widest_that_is_comfortable(
     free: int, dtypes: tuple[torch.dtype, ...], quantize: str, dtype: torch.dtype
 ) -> None:
@@ -46,15 +39,12 @@ def test_unquantized_weights_are_not_widened_beyond_memory() -> None:
     assert choose_precision("m", SIZES, 24 * GIB, "none", WIDE).dtype == torch.bfloat16
 
 
-@pytest.mark.parametrize(
-    ("quantize", "free", "hint"),
-    [
-        ("none", 12, "--quantize int4"),
-        ("int8", 8, "--quantize int4"),
-        ("int4", 4, "smaller --model"),
-        ("auto", 4, "smaller --model"),
-    ],
-)
+@pytest.mark.parametrize(("quantize", "free", "hint"), [
+    ("none", 12, "--quantize int4"),
+    ("int8", 8, "--quantize int4"),
+    ("int4", 4, "smaller --model"),
+    ("auto", 4, "smaller --model"),
+])  # fmt: skip
 def test_what_does_not_fit_is_refused_with_sizes(quantize: str, free: int, hint: str) -> None:
     with pytest.raises(OutOfMemoryError, match=hint) as error:
         choose_precision("m", SIZES, free * GIB, quantize, NATIVE)

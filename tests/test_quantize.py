@@ -183,13 +183,10 @@ class TestCache:
         assert [CacheConfig(kv_bits=bits).plan().long_term for bits in (16, 8, 6, 4, 2)] == [2.0] * 5
         assert CacheConfig(kv_bits=8, long_term=0.0).plan().long_term == 0
 
-    @pytest.mark.parametrize(
-        ("settings", "words"),
-        [
-            ({"kv_bits": 3}, "--kv-bits takes one of 16, 8, 6, 4, 2"),
-            ({"policy": "full", "kv_bits": 4}, "needs another --policy"),
-        ],
-    )
+    @pytest.mark.parametrize(("settings", "words"), [
+        ({"kv_bits": 3}, "--kv-bits takes one of 16, 8, 6, 4, 2"),
+        ({"policy": "full", "kv_bits": 4}, "needs another --policy"),
+    ])  # fmt: skip
     def test_wrong_settings(self, settings: dict[str, Any], words: str) -> None:
         with pytest.raises(ConfigError, match=words):
             CacheConfig(**settings)

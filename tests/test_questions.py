@@ -41,25 +41,22 @@ def test_loop(tmp_path: Path) -> None:
     assert [t for _, t in islice(found.prompts(loop=True), 9)] == ["a", "b"] * 4 + ["a"]
 
 
-@pytest.mark.parametrize(
-    ("line", "what"),
-    [
-        ("{", "not JSON"),
-        ("[1]", "got list"),
-        ("null", "got NoneType"),
-        ("{}", "question_id and category and turns missing"),
-        ('{"question_id": 1, "category": "c"}', "turns missing"),
-        ('{"question_id": 1, "category": "c", "turns": []}', "turns must be"),
-        ('{"question_id": 1, "category": "c", "turns": "a"}', "turns must be"),
-        ('{"question_id": 1, "category": "c", "turns": ["a", 2]}', "turns must be"),
-        ('{"question_id": 1, "category": "c", "turns": ["a", " "]}', "turns must be"),
-        ('{"question_id": true, "category": "c", "turns": ["a"]}', "question_id must be"),
-        ('{"question_id": [1], "category": "c", "turns": ["a"]}', "question_id must be"),
-        ("[" * 100_000, "not JSON"),
-        ('{"question_id": 1', "not JSON"),
-        ("\x00", "not JSON"),
-    ],
-)
+@pytest.mark.parametrize(("line", "what"), [
+    ("{", "not JSON"),
+    ("[1]", "got list"),
+    ("null", "got NoneType"),
+    ("{}", "question_id and category and turns missing"),
+    ('{"question_id": 1, "category": "c"}', "turns missing"),
+    ('{"question_id": 1, "category": "c", "turns": []}', "turns must be"),
+    ('{"question_id": 1, "category": "c", "turns": "a"}', "turns must be"),
+    ('{"question_id": 1, "category": "c", "turns": ["a", 2]}', "turns must be"),
+    ('{"question_id": 1, "category": "c", "turns": ["a", " "]}', "turns must be"),
+    ('{"question_id": true, "category": "c", "turns": ["a"]}', "question_id must be"),
+    ('{"question_id": [1], "category": "c", "turns": ["a"]}', "question_id must be"),
+    ("[" * 100_000, "not JSON"),
+    ('{"question_id": 1', "not JSON"),
+    ("\x00", "not JSON"),
+])  # fmt: skip
 def test_bad_lines_name_file_line_and_reason(tmp_path: Path, line: str, what: str) -> None:
     file = tmp_path / "q.jsonl"
     file.write_text(f"{GOOD}\n\n{line}\n")

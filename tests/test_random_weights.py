@@ -86,15 +86,12 @@ class TestRandomWeights:
         assert not rows[VOCABULARY:].any()
         assert rows[:VOCABULARY].any(1).all()
 
-    @pytest.mark.parametrize(
-        ("content", "said"),
-        [
-            (None, "no such file"),
-            ("{", "JSON"),
-            ('{"model_type": "nonsense"}', "nonsense"),
-            ('{"model_type": "vit"}', "vit"),
-        ],
-    )
+    @pytest.mark.parametrize(("content", "said"), [
+        (None, "no such file"),
+        ("{", "JSON"),
+        ('{"model_type": "nonsense"}', "nonsense"),
+        ('{"model_type": "vit"}', "vit"),
+    ])  # fmt: skip
     def test_settings_that_cannot_be_read_are_one_line(self, tmp_path: Path, content: str | None, said: str) -> None:
         settings = tmp_path / "config.json"
         if content is not None:

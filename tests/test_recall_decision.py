@@ -113,14 +113,11 @@ def test_found_in_the_same_words(chat: Chat) -> None:
     assert chat.recalled("What does my sister Clara work as?") == ["My sister Clara works as a dentist in Porto."]
 
 
-@pytest.mark.parametrize(
-    ("fact", "question"),
-    [
-        ("My cat is called Biscuit and he is nine years old.", "How is my pet named?"),
-        ("My wife Ana is a nurse.", "What does my spouse do?"),
-        ("The ferry to Gotland costs 62 euros, and we take it on Monday.", "What is the price of our boat?"),
-    ],
-)
+@pytest.mark.parametrize(("fact", "question"), [
+    ("My cat is called Biscuit and he is nine years old.", "How is my pet named?"),
+    ("My wife Ana is a nurse.", "What does my spouse do?"),
+    ("The ferry to Gotland costs 62 euros, and we take it on Monday.", "What is the price of our boat?"),
+])  # fmt: skip
 def test_found_in_other_words(related: TermWeights, fact: str, question: str) -> None:
     chat = Chat(related)
     chat.say(fact)
@@ -245,14 +242,11 @@ def test_only_the_question_of_a_long_message_counts(chat: Chat) -> None:
     assert chat.recalled(PASTE + "\n\nWhat is my cat called?") == ["My cat is called Biscuit and he is nine years old."]
 
 
-@pytest.mark.parametrize(
-    ("fact", "question"),
-    [
-        ("Meine Schwester Clara arbeitet als Zahnärztin.", "Wo arbeitet meine Schwester Clara?"),
-        ("Ma sœur Camille habite à Lyon depuis trois ans.", "Où habite ma sœur Camille ?"),
-        ("我的航班周四早上七点起飞。", "我的航班几点起飞？"),
-    ],
-)
+@pytest.mark.parametrize(("fact", "question"), [
+    ("Meine Schwester Clara arbeitet als Zahnärztin.", "Wo arbeitet meine Schwester Clara?"),
+    ("Ma sœur Camille habite à Lyon depuis trois ans.", "Où habite ma sœur Camille ?"),
+    ("我的航班周四早上七点起飞。", "我的航班几点起飞？"),
+])  # fmt: skip
 def test_other_languages(chat: Chat, fact: str, question: str) -> None:
     chat.say(fact, "Danke.")
     chat.say(PASTE, "Merci.")

@@ -301,20 +301,17 @@ def test_a_foreign_file_is_rebuilt(path: Path) -> None:
     rebuilt(path).close()
 
 
-@pytest.mark.parametrize(
-    "damage",
-    [
-        "PRAGMA user_version = 0",
-        "PRAGMA application_id = 5",
-        "DROP TABLE words",
-        "DELETE FROM turns WHERE turn = 2",
-        "DELETE FROM passages WHERE id = 2",
-        "UPDATE passages SET text = 'My cat is called Whiskers.' WHERE id = 1",
-        "UPDATE passages SET start = 7 WHERE id = 1",
-        "DELETE FROM words_data WHERE id > 10",
-        "DELETE FROM words_docsize WHERE id = 2",
-    ],
-)
+@pytest.mark.parametrize("damage", [
+    "PRAGMA user_version = 0",
+    "PRAGMA application_id = 5",
+    "DROP TABLE words",
+    "DELETE FROM turns WHERE turn = 2",
+    "DELETE FROM passages WHERE id = 2",
+    "UPDATE passages SET text = 'My cat is called Whiskers.' WHERE id = 1",
+    "UPDATE passages SET start = 7 WHERE id = 1",
+    "DELETE FROM words_data WHERE id > 10",
+    "DELETE FROM words_docsize WHERE id = 2",
+])  # fmt: skip
 def test_a_changed_file_is_rebuilt(path: Path, damage: str) -> None:
     connection = sqlite3.connect(path, isolation_level=None)
     connection.execute(damage)

@@ -116,16 +116,13 @@ class TestWhy:
 
 
 class TestQuestions:
-    @pytest.mark.parametrize(
-        ("text", "parts"),
-        [
-            ("One.\nTwo.", ("", "One.\nTwo.")),
-            ("One.\n\nTwo?", ("One.", "Two?")),
-            ("One.\n\nTwo.\n \n\t\nThree,\nreally?\n\n", ("One.\n\nTwo.", "Three,\nreally?")),
-            ("One.\r\n\r\nTwo?", ("One.", "Two?")),
-            ("", ("", "")),
-        ],
-    )
+    @pytest.mark.parametrize(("text", "parts"), [
+        ("One.\nTwo.", ("", "One.\nTwo.")),
+        ("One.\n\nTwo?", ("One.", "Two?")),
+        ("One.\n\nTwo.\n \n\t\nThree,\nreally?\n\n", ("One.\n\nTwo.", "Three,\nreally?")),
+        ("One.\r\n\r\nTwo?", ("One.", "Two?")),
+        ("", ("", "")),
+    ])  # fmt: skip
     def test_the_last_paragraph(self, text: str, parts: tuple[str, str]) -> None:
         assert split_question(text) == parts
 

@@ -59,15 +59,12 @@ class TestFolder:
         folder.claim({**self.run, "cache": [{"policy": "h2o"}, {"policy": "full"}]})
         assert len(json.loads((tmp_path / "run.json").read_text())["cache"]) == 2
 
-    @pytest.mark.parametrize(
-        ("other", "words"),
-        [
-            ({"model": "n"}, "its model is m, here it is n"),
-            ({"tokens": 5}, "its tokens is None"),
-            ({"command": "h2o-compare speed"}, "choose another folder"),
-            ({"cache": [{"policy": "h2o"}]}, "policies that this run leaves out"),
-        ],
-    )
+    @pytest.mark.parametrize(("other", "words"), [
+        ({"model": "n"}, "its model is m, here it is n"),
+        ({"tokens": 5}, "its tokens is None"),
+        ({"command": "h2o-compare speed"}, "choose another folder"),
+        ({"cache": [{"policy": "h2o"}]}, "policies that this run leaves out"),
+    ])  # fmt: skip
     def test_another_run_is_refused(self, tmp_path: Path, other: dict[str, Any], words: str) -> None:
         Folder(tmp_path).claim(self.run)
         with pytest.raises(DataError, match=words):
@@ -166,17 +163,14 @@ class TestReport:
         assert "choose another name" in done.stderr
         assert mine.read_text() == "my own page"
 
-    @pytest.mark.parametrize(
-        ("harm", "words"),
-        [
-            (lambda folder: (folder / "records.jsonl").unlink(), "nll is not finished there"),
-            (lambda folder: (folder / "records.jsonl").write_text("{"), "records.jsonl:1: not JSON"),
-            (lambda folder: (folder / "records.jsonl").write_text('{"type": "run"}\n{}'), "not what nll writes"),
-            (lambda folder: (folder / "run.json").write_text("{}"), "is this the --out folder of a comparison?"),
-            (lambda folder: (folder / "run.json").write_text('{"command": "h2o-chat"}'), "which has no report"),
-            (lambda folder: (folder / "run.json").unlink(), "no comparison in it"),
-        ],
-    )
+    @pytest.mark.parametrize(("harm", "words"), [
+        (lambda folder: (folder / "records.jsonl").unlink(), "nll is not finished there"),
+        (lambda folder: (folder / "records.jsonl").write_text("{"), "records.jsonl:1: not JSON"),
+        (lambda folder: (folder / "records.jsonl").write_text('{"type": "run"}\n{}'), "not what nll writes"),
+        (lambda folder: (folder / "run.json").write_text("{}"), "is this the --out folder of a comparison?"),
+        (lambda folder: (folder / "run.json").write_text('{"command": "h2o-chat"}'), "which has no report"),
+        (lambda folder: (folder / "run.json").unlink(), "no comparison in it"),
+    ])  # fmt: skip
     def test_damaged_folders(self, comparisons: Path, tmp_path: Path, harm: Any, words: str) -> None:
         harm(comparisons / "loss")
         done = invoke("h2o-compare", "report", comparisons / "loss", "--to", tmp_path / "report.html")

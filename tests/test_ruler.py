@@ -299,14 +299,11 @@ class TestCommand:
         assert table.count("| 50% |") == 2
         assert invoke("h2o-compare", "report", out, "--to", tmp_path / "report.html", "-q").exit_code == 0
 
-    @pytest.mark.parametrize(
-        ("options", "words"),
-        [
-            ("--depths 0,101", "--depths takes 0 to 100"),
-            ("--depths 50 --form multi-turn", "in one turn only"),
-            ("--depths 50 --tasks vt", "goes with niah_single"),
-        ],
-    )
+    @pytest.mark.parametrize(("options", "words"), [
+        ("--depths 0,101", "--depths takes 0 to 100"),
+        ("--depths 50 --form multi-turn", "in one turn only"),
+        ("--depths 50 --tasks vt", "goes with niah_single"),
+    ])  # fmt: skip
     def test_depths_are_of_a_single_needle(self, options: str, words: str) -> None:
         done = invoke("h2o-compare", "tasks", "--suite", "ruler", *options.split())
         assert done.exit_code == 2

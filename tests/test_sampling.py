@@ -139,21 +139,12 @@ def test_the_penalty_is_that_of_transformers(count: int) -> None:
     assert sampler.sample(scores, tokens.tolist()) == wanted.argmax()
 
 
-@pytest.mark.parametrize(
-    ("settings", "words"),
-    [
-        ({"temperature": "warm"}, "--temp takes a number"),
-        ({"temperature": -1}, "--temp"),
-        ({"temperature": float("nan")}, "--temp"),
-        ({"top_p": 0}, "--top-p"),
-        ({"top_k": -1}, "--top-k"),
-        ({"min_p": 2}, "--min-p"),
-        ({"repetition_penalty": 0}, "--repetition-penalty"),
-        ({"seed": -1}, "--seed"),
-        ({"max_tokens": 0}, "--max-tokens"),
-        ({"stop": ("",)}, "--stop"),
-    ],
-)
+@pytest.mark.parametrize(("settings", "words"), [
+    ({"temperature": "warm"}, "--temp takes a number"), ({"temperature": -1}, "--temp"),
+    ({"temperature": float("nan")}, "--temp"), ({"top_p": 0}, "--top-p"), ({"top_k": -1}, "--top-k"),
+    ({"min_p": 2}, "--min-p"), ({"repetition_penalty": 0}, "--repetition-penalty"), ({"seed": -1}, "--seed"),
+    ({"max_tokens": 0}, "--max-tokens"), ({"stop": ("",)}, "--stop"),
+])  # fmt: skip
 def test_wrong_sampling_names_the_option(settings: dict[str, Any], words: str) -> None:
     with pytest.raises(ConfigError, match=words):
         SamplingConfig(**settings)

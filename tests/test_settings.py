@@ -44,15 +44,12 @@ class TestSettings:
         assert shown["recall"] == ("off", "file")
         assert shown["max_tokens"] == ("512", "default")
 
-    @pytest.mark.parametrize(
-        ("text", "words"),
-        [
-            ("windou = 3", "windou is no option of h2o-chat"),
-            ("turns = 3", "turns is no option of h2o-chat"),
-            ("window = ", "config.toml: "),
-            ("[h2o-chat]\nturns = 3", "turns is no option"),
-        ],
-    )
+    @pytest.mark.parametrize(("text", "words"), [
+        ("windou = 3", "windou is no option of h2o-chat"),
+        ("turns = 3", "turns is no option of h2o-chat"),
+        ("window = ", "config.toml: "),
+        ("[h2o-chat]\nturns = 3", "turns is no option"),
+    ])  # fmt: skip
     def test_a_wrong_file_is_named(self, file: Path, text: str, words: str, capsys: pytest.CaptureFixture[str]) -> None:
         file.write_text(text)
         with pytest.raises(SystemExit) as left:

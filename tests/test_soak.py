@@ -42,20 +42,17 @@ class TestAudit:
                 tiny(part, past_key_values=cache)
                 assert audit(cache.evicting_groups) >= 0  # type: ignore[arg-type]
 
-    @pytest.mark.parametrize(
-        ("harm", "words"),
-        [
-            (hold_twice, "a token is held twice"),
-            (set_to("scores", float("nan")), "a score is negative or no number"),
-            (set_to("scores", -1.0), "a score is negative or no number"),
-            (set_to("scores", float("inf")), "a score is negative or no number"),
-            (set_to("rank", 0), "ranks are not the order"),
-            (set_to("index", -1), "tokens are held"),
-            (set_to("long_term_scores", float("inf")), "a long-term score is no number"),
-            (lambda layer: layer.seen.add_(1), "were counted here"),
-            (lambda layer: layer.free.copy_((layer.index >= 0).int().argmax(-1, keepdim=True)), "the free slot holds"),
-        ],
-    )
+    @pytest.mark.parametrize(("harm", "words"), [
+        (hold_twice, "a token is held twice"),
+        (set_to("scores", float("nan")), "a score is negative or no number"),
+        (set_to("scores", -1.0), "a score is negative or no number"),
+        (set_to("scores", float("inf")), "a score is negative or no number"),
+        (set_to("rank", 0), "ranks are not the order"),
+        (set_to("index", -1), "tokens are held"),
+        (set_to("long_term_scores", float("inf")), "a long-term score is no number"),
+        (lambda layer: layer.seen.add_(1), "were counted here"),
+        (lambda layer: layer.free.copy_((layer.index >= 0).int().argmax(-1, keepdim=True)), "the free slot holds"),
+    ])  # fmt: skip
     def test_what_is_wrong_is_found(self, tiny: Any, harm: Callable[[HeadGroup], None], words: str) -> None:
         with attach(tiny, CacheConfig("h2o", 24, budgets="equal")) as cache:
             tiny(IDS, past_key_values=cache)

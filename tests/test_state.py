@@ -83,16 +83,11 @@ class TestRefused:
             model(TOKENS[:, :40], past_key_values=cache)
             return cache.state_dict()
 
-    @pytest.mark.parametrize(
-        ("model", "settings", "words"),
-        [
-            ({"seed": 1}, {}, "another model"),
-            ({}, {"window": 25}, "another policy"),
-            ({}, {"policy": "tova"}, "another policy"),
-            ({}, {"kv_bits": 4}, "another policy"),
-            ({}, {"decay": 0.5}, "another policy"),
-        ],
-    )
+    @pytest.mark.parametrize(("model", "settings", "words"), [
+        ({"seed": 1}, {}, "another model"), ({}, {"window": 25}, "another policy"),
+        ({}, {"policy": "tova"}, "another policy"), ({}, {"kv_bits": 4}, "another policy"),
+        ({}, {"decay": 0.5}, "another policy"),
+    ])  # fmt: skip
     def test_another_model_or_policy(self, model: Any, settings: Any, words: str) -> None:
         state, other = self.state(make_llama()), make_llama(**model)
         with (

@@ -59,14 +59,11 @@ class TestOllama:
         assert [(model.name, model.nbytes) for model in stored_models()] == [("ollama:llama3:8b", 100)]
         assert ollama_file("ollama:llama3:8b") == folder / "blobs" / f"sha256-{HEX}"
 
-    @pytest.mark.parametrize(
-        ("manifest", "name"),
-        [
-            ("registry.ollama.ai/library/llama3/latest", "ollama:llama3"),
-            ("registry.ollama.ai/someone/llama3/latest", "ollama:someone/llama3"),
-            ("hf.co/some-one/Llama.3-GGUF/Q4_K_M", "ollama:hf.co/some-one/Llama.3-GGUF:Q4_K_M"),
-        ],
-    )
+    @pytest.mark.parametrize(("manifest", "name"), [
+        ("registry.ollama.ai/library/llama3/latest", "ollama:llama3"),
+        ("registry.ollama.ai/someone/llama3/latest", "ollama:someone/llama3"),
+        ("hf.co/some-one/Llama.3-GGUF/Q4_K_M", "ollama:hf.co/some-one/Llama.3-GGUF:Q4_K_M"),
+    ])  # fmt: skip
     def test_names(self, home: Path, manifest: str, name: str) -> None:
         ollama(home / ".ollama" / "models", manifest)
         assert ollama_file(name)

@@ -216,18 +216,15 @@ IMPORTS = "h2o-chat -p hi -n 2 -q -m MODEL"
 
 
 class TestNoHome:
-    @pytest.mark.parametrize(
-        ("arguments", "code", "words"),
-        [
-            *((f"{command} --version", 0, "") for command in COMMANDS),
-            ("h2o-chat --list-prompts", 0, ""),
-            ("h2o-stream --replay RECORDING", 0, ""),
-            ("h2o-chat --sessions", 1, "set HOME or XDG_DATA_HOME"),
-            ("h2o-chat --models", 1, "set HOME"),
-            ("h2o-chat --session talk -p hi -n 2 -m MODEL", 1, "set HOME or XDG_DATA_HOME"),
-            pytest.param(IMPORTS, 0, "", marks=pytest.mark.exhaustive),
-        ],
-    )
+    @pytest.mark.parametrize(("arguments", "code", "words"), [
+        *((f"{command} --version", 0, "") for command in COMMANDS),
+        ("h2o-chat --list-prompts", 0, ""),
+        ("h2o-stream --replay RECORDING", 0, ""),
+        ("h2o-chat --sessions", 1, "set HOME or XDG_DATA_HOME"),
+        ("h2o-chat --models", 1, "set HOME"),
+        ("h2o-chat --session talk -p hi -n 2 -m MODEL", 1, "set HOME or XDG_DATA_HOME"),
+        pytest.param(IMPORTS, 0, "", marks=pytest.mark.exhaustive),
+    ])  # fmt: skip
     def test_what_needs_no_folder_works(
         self, arguments: str, code: int, words: str, recording: Path, tiny_folder: Path, tmp_path: Path
     ) -> None:

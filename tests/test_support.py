@@ -25,16 +25,12 @@ def make(kind: str, config_kind: str = "", **settings: Any) -> PreTrainedModel:
     return getattr(transformers, f"{kind}ForCausalLM")(config).eval()
 
 
-@pytest.mark.parametrize(
-    ("model", "words"),
-    [
-        (("GPTJ", "", {"rotary_dim": 4}), "does not take its attention from transformers' registry"),
-        (("Bloom", "", {}), "does not take its attention from transformers' registry"),
-        (("Mpt", "", {}), "does not take its attention from transformers' registry"),
-        (("Nemotron", "", {}), "does not pass extra keywords on"),
-    ],
-    ids=lambda value: value[0] if isinstance(value, tuple) else "",
-)
+@pytest.mark.parametrize(("model", "words"), [
+    (("GPTJ", "", {"rotary_dim": 4}), "does not take its attention from transformers' registry"),
+    (("Bloom", "", {}), "does not take its attention from transformers' registry"),
+    (("Mpt", "", {}), "does not take its attention from transformers' registry"),
+    (("Nemotron", "", {}), "does not pass extra keywords on"),
+], ids=lambda value: value[0] if isinstance(value, tuple) else "")  # fmt: skip
 @pytest.mark.parametrize("positions", ["gap", "absolute"])
 def test_refused_before_any_work(model: tuple[str, str, dict[str, Any]], words: str, positions: str) -> None:
     name, config_kind, settings = model
@@ -56,21 +52,11 @@ def test_another_form_of_rope_is_served_with_true_positions_only(monkeypatch: py
         assert_close(model(ids).logits, expected)
 
 
-@pytest.mark.parametrize(
-    ("name", "settings"),
-    [
-        ("Mixtral", {"num_local_experts": 2}),
-        ("Qwen3Moe", {"num_experts": 2, **MOE}),
-        ("Olmo2", {}),
-        ("Granite", {}),
-        ("Phi", {}),
-        ("Gemma", {}),
-        ("Starcoder2", {}),
-        ("Glm4", {}),
-        ("SmolLM3", {"no_rope_layer_interval": 2}),
-        ("DeepseekV2", {**LATENT, "topk_method": "greedy"}),
-    ],
-)
+@pytest.mark.parametrize(("name", "settings"), [
+    ("Mixtral", {"num_local_experts": 2}), ("Qwen3Moe", {"num_experts": 2, **MOE}), ("Olmo2", {}), ("Granite", {}),
+    ("Phi", {}), ("Gemma", {}), ("Starcoder2", {}), ("Glm4", {}), ("SmolLM3", {"no_rope_layer_interval": 2}),
+    ("DeepseekV2", {**LATENT, "topk_method": "greedy"}),
+])  # fmt: skip
 def test_others_work_as_well(name: str, settings: dict[str, Any]) -> None:
     model, ids = make(name, **settings), tokens(14)
     expected = model(ids).logits

@@ -16,38 +16,32 @@ HARMONY = "{{ '<|start|>assistant<|channel|>analysis<|message|>' + x + '<|end|><
 
 
 class TestMarkers:
-    @pytest.mark.parametrize(
-        ("template", "added", "markers"),
-        [
-            ("{{ '<think>' + x + '</think>' }}", (), ("<think>", "</think>")),
-            ("{{ x }}", ("<s>", "<think>", "</think>"), ("<think>", "</think>")),
-            ("{{ x.split('</think>')[-1] }}", ("<think>",), ("<think>", "</think>")),
-            ("{{ '[THINK]' }}", ("[THINK]", "[/THINK]"), ("[THINK]", "[/THINK]")),
-            ("{{ x }}", ("<seed:think>", "</seed:think>"), ("<seed:think>", "</seed:think>")),
-            ("{{ '◁think▷' + x + '◁/think▷' }}", (), ("◁think▷", "◁/think▷")),
-            ("{{ x }}", ("<|START_THINKING|>", "<|END_THINKING|>"), ("<|START_THINKING|>", "<|END_THINKING|>")),
-            ("{{ x }}", ("<|begin_of_thought|>", "<|end_of_thought|>"), ("<|begin_of_thought|>", "<|end_of_thought|>")),
-            ("{{ x }}", ("<|inner_prefix|>", "<|inner_suffix|>"), ("<|inner_prefix|>", "<|inner_suffix|>")),
-            (HARMONY, (), ("<|channel|>analysis<|message|>", "<|end|>")),
-            ("{{ '<|channel>thought\\n<channel|>' }}", (), ("<|channel>thought", "<channel|>")),
-        ],
-    )
+    @pytest.mark.parametrize(("template", "added", "markers"), [
+        ("{{ '<think>' + x + '</think>' }}", (), ("<think>", "</think>")),
+        ("{{ x }}", ("<s>", "<think>", "</think>"), ("<think>", "</think>")),
+        ("{{ x.split('</think>')[-1] }}", ("<think>",), ("<think>", "</think>")),
+        ("{{ '[THINK]' }}", ("[THINK]", "[/THINK]"), ("[THINK]", "[/THINK]")),
+        ("{{ x }}", ("<seed:think>", "</seed:think>"), ("<seed:think>", "</seed:think>")),
+        ("{{ '◁think▷' + x + '◁/think▷' }}", (), ("◁think▷", "◁/think▷")),
+        ("{{ x }}", ("<|START_THINKING|>", "<|END_THINKING|>"), ("<|START_THINKING|>", "<|END_THINKING|>")),
+        ("{{ x }}", ("<|begin_of_thought|>", "<|end_of_thought|>"), ("<|begin_of_thought|>", "<|end_of_thought|>")),
+        ("{{ x }}", ("<|inner_prefix|>", "<|inner_suffix|>"), ("<|inner_prefix|>", "<|inner_suffix|>")),
+        (HARMONY, (), ("<|channel|>analysis<|message|>", "<|end|>")),
+        ("{{ '<|channel>thought\\n<channel|>' }}", (), ("<|channel>thought", "<channel|>")),
+    ])  # fmt: skip
     def test_of_a_pair_in_the_template_or_the_tokenizer(
         self, template: str, added: tuple[str, ...], markers: tuple[str, str]
     ) -> None:
         found = find_markers(template, added, "")
         assert (found.opening, found.closing) == markers
 
-    @pytest.mark.parametrize(
-        ("template", "added"),
-        [
-            ("{{ x }}", ()),
-            ("{{ '<think>' }}", ("<s>",)),
-            ("{{ x }}", ("</think>",)),
-            ("{{ '<tool_call>' + x + '</tool_call>' }}", ("<tool_call>", "</tool_call>")),
-            ("{{ thinking[0] }}{{ '<|channel|>analysis<|message|><|end|>' }}", ()),
-        ],
-    )
+    @pytest.mark.parametrize(("template", "added"), [
+        ("{{ x }}", ()),
+        ("{{ '<think>' }}", ("<s>",)),
+        ("{{ x }}", ("</think>",)),
+        ("{{ '<tool_call>' + x + '</tool_call>' }}", ("<tool_call>", "</tool_call>")),
+        ("{{ thinking[0] }}{{ '<|channel|>analysis<|message|><|end|>' }}", ()),
+    ])  # fmt: skip
     def test_a_name_alone_is_not_enough(self, template: str, added: tuple[str, ...]) -> None:
         assert find_markers(template, added, "") is None
 
@@ -71,50 +65,41 @@ def split(reply: str, size: int, thinking: bool = False, markers: Markers = TAGS
 
 @pytest.mark.parametrize("size", [1, 2, 3, 7, 1000])
 class TestSplitter:
-    @pytest.mark.parametrize(
-        ("reply", "thought", "answer"),
-        [
-            ("<think>\nWell,\n so. \n</think>\n\nYes.\n", "Well,\n so.", "Yes.\n"),
-            ("\n <think>a</think>b", "a", "b"),
-            ("<think>\n\n</think>\n\nYes.", "", "Yes."),
-            ("<think>a</think>\n<think> b\n</think> c", "a\n\nb", "c"),
-            ("<think>never closed </thin", "never closed </thin", ""),
-            ("<think>x < y</think>1 < 2", "x < y", "1 < 2"),
-            ("<think>a</think>", "a", ""),
-            ("  Yes, <think> is a tag, </think> too.", "", "  Yes, <think> is a tag, </think> too."),
-            ("<thin", "", "<thin"),
-            ("<thing>", "", "<thing>"),
-            (" \n", "", " \n"),
-            ("", "", ""),
-        ],
-    )
+    @pytest.mark.parametrize(("reply", "thought", "answer"), [
+        ("<think>\nWell,\n so. \n</think>\n\nYes.\n", "Well,\n so.", "Yes.\n"),
+        ("\n <think>a</think>b", "a", "b"),
+        ("<think>\n\n</think>\n\nYes.", "", "Yes."),
+        ("<think>a</think>\n<think> b\n</think> c", "a\n\nb", "c"),
+        ("<think>never closed </thin", "never closed </thin", ""),
+        ("<think>x < y</think>1 < 2", "x < y", "1 < 2"),
+        ("<think>a</think>", "a", ""),
+        ("  Yes, <think> is a tag, </think> too.", "", "  Yes, <think> is a tag, </think> too."),
+        ("<thin", "", "<thin"),
+        ("<thing>", "", "<thing>"),
+        (" \n", "", " \n"),
+        ("", "", ""),
+    ])  # fmt: skip
     def test_replies(self, reply: str, thought: str, answer: str, size: int) -> None:
         assert split(reply, size) == (thought, answer)
 
-    @pytest.mark.parametrize(
-        ("reply", "thought", "answer"),
-        [
-            ("a\n</think>\n\nb", "a", "b"),
-            ("\na", "a", ""),
-            ("</think>b", "", "b"),
-            ("a <think> b</think>c", "a <think> b", "c"),
-        ],
-    )
+    @pytest.mark.parametrize(("reply", "thought", "answer"), [
+        ("a\n</think>\n\nb", "a", "b"),
+        ("\na", "a", ""),
+        ("</think>b", "", "b"),
+        ("a <think> b</think>c", "a <think> b", "c"),
+    ])  # fmt: skip
     def test_replies_that_begin_with_thinking(self, reply: str, thought: str, answer: str, size: int) -> None:
         assert split(reply, size, thinking=True) == (thought, answer)
 
-    @pytest.mark.parametrize(
-        ("reply", "thought", "answer"),
-        [
-            (
-                "<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant<|channel|>final<|message|>Yes.",
-                "Hm.",
-                "Yes.",
-            ),
-            ("<|channel|>final<|message|>Yes.", "", "Yes."),
-            ("<|channel|>analysis<|message|>Hm.", "Hm.", ""),
-        ],
-    )
+    @pytest.mark.parametrize(("reply", "thought", "answer"), [
+        (
+            "<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant<|channel|>final<|message|>Yes.",
+            "Hm.",
+            "Yes.",
+        ),
+        ("<|channel|>final<|message|>Yes.", "", "Yes."),
+        ("<|channel|>analysis<|message|>Hm.", "Hm.", ""),
+    ])  # fmt: skip
     def test_channels(self, reply: str, thought: str, answer: str, size: int) -> None:
         markers = find_markers(HARMONY, (), "")
         assert split(reply, size, markers=markers) == (thought, answer)

@@ -308,21 +308,18 @@ class TestQuestions:
         assert found.tools == (WEATHER, TIME)
         assert [type(turn) for _, turn in found.prompts(loop=False)] == [str, str, tuple, tuple, str]
 
-    @pytest.mark.parametrize(
-        ("field", "value", "words"),
-        [
-            (
-                "turns",
-                ["a", [{"role": "bot", "content": "x"}]],
-                'turns[1][0].role is "bot"; accepted: user, assistant, tool',
-            ),
-            ("turns", ["a", []], "turns[1] is []; accepted: a list of one or more messages"),
-            ("turns", [[result("1")]], "turns[0][0].role is tool; accepted: user"),
-            ("turns", ["a", 2], "turns must be a list of non-empty strings or lists of messages; turns[1] is 2"),
-            ("tools", {"name": "x"}, 'tools is {"name": "x"}; accepted: a list of tools'),
-            ("tools", [3], "tools[0] is 3; accepted: an object"),
-        ],
-    )
+    @pytest.mark.parametrize(("field", "value", "words"), [
+        (
+            "turns",
+            ["a", [{"role": "bot", "content": "x"}]],
+            'turns[1][0].role is "bot"; accepted: user, assistant, tool',
+        ),
+        ("turns", ["a", []], "turns[1] is []; accepted: a list of one or more messages"),
+        ("turns", [[result("1")]], "turns[0][0].role is tool; accepted: user"),
+        ("turns", ["a", 2], "turns must be a list of non-empty strings or lists of messages; turns[1] is 2"),
+        ("tools", {"name": "x"}, 'tools is {"name": "x"}; accepted: a list of tools'),
+        ("tools", [3], "tools[0] is 3; accepted: an object"),
+    ])  # fmt: skip
     def test_bad_lines_name_line_value_and_what_is_accepted(
         self, tmp_path: Path, field: str, value: Any, words: str
     ) -> None:
@@ -349,13 +346,10 @@ class TestQuestions:
         assert len(turns) == 6 * (2 if more else 1)
         assert [turn["finish"] for turn in turns if turn["finish"] not in ("length", "stop")] == []
 
-    @pytest.mark.parametrize(
-        ("line", "words"),
-        [
-            (LINE, "the chat template omits tools; leave them out, or use a model that has them"),
-            ({**LINE, "tools": [], "turns": TURNS[:1]}, "question 7: the chat template omits tool calls"),
-        ],
-    )
+    @pytest.mark.parametrize(("line", "words"), [
+        (LINE, "the chat template omits tools; leave them out, or use a model that has them"),
+        ({**LINE, "tools": [], "turns": TURNS[:1]}, "question 7: the chat template omits tool calls"),
+    ])  # fmt: skip
     @pytest.mark.parametrize("more", [(), ("--compare", "recent,h2o")])
     def test_a_model_without_tools(
         self, tiny_folder: Path, tmp_path: Path, line: Any, words: str, more: tuple[str, ...]
