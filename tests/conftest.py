@@ -31,19 +31,10 @@ def make_llama(
     """A random Llama of Hkv = heads and Hq = heads * groups; weights large enough for attention to be uneven."""
     torch.manual_seed(seed)
     config = LlamaConfig(
-        vocab_size=vocab,
-        hidden_size=heads * groups * size,
-        intermediate_size=32,
-        num_hidden_layers=layers,
-        num_attention_heads=heads * groups,
-        num_key_value_heads=heads,
-        head_dim=size,
-        max_position_embeddings=context,
-        initializer_range=0.4,
-        pad_token_id=0,
-        bos_token_id=1,
-        eos_token_id=2,
-    )
+        vocab_size=vocab, hidden_size=heads * groups * size, intermediate_size=32, num_hidden_layers=layers,
+        num_attention_heads=heads * groups, num_key_value_heads=heads, head_dim=size, max_position_embeddings=context,
+        initializer_range=0.4, pad_token_id=0, bos_token_id=1, eos_token_id=2,
+    )  # fmt: skip
     return LlamaForCausalLM(config).eval()
 
 

@@ -115,14 +115,9 @@ def their_loss(file: Path, tokens: Sequence[int]) -> float:
 
     threads = os.cpu_count()
     llama = llama_cpp.Llama(
-        str(file),
-        n_ctx=len(tokens),
-        n_batch=_BATCH_SIZE,
-        n_threads=threads,
-        n_threads_batch=threads,
-        logits_all=True,
+        str(file), n_ctx=len(tokens), n_batch=_BATCH_SIZE, n_threads=threads, n_threads_batch=threads, logits_all=True,
         verbose=False,
-    )
+    )  # fmt: skip
     llama.eval(list(tokens))
     loss = _mean(torch.from_numpy(llama.scores[: len(tokens) - 1]), tokens)
     llama.close()

@@ -25,16 +25,10 @@ INDUCTION = (1, 2)
 def make_induction_model() -> LlamaForCausalLM:
     """The model, in float32."""
     config = LlamaConfig(
-        vocab_size=VOCABULARY,
-        hidden_size=160,
-        intermediate_size=8,
-        num_hidden_layers=2,
-        num_attention_heads=HEADS,
-        num_key_value_heads=HEADS,
-        head_dim=SIZE,
-        max_position_embeddings=4096,
+        vocab_size=VOCABULARY, hidden_size=160, intermediate_size=8, num_hidden_layers=2, num_attention_heads=HEADS,
+        num_key_value_heads=HEADS, head_dim=SIZE, max_position_embeddings=4096,
         rope_parameters={"rope_type": "default", "rope_theta": 1e8},
-    )
+    )  # fmt: skip
     model = LlamaForCausalLM(config).eval()
     for weights in model.parameters():
         if weights.dim() == 2:

@@ -311,14 +311,9 @@ class ConversationMachine(RuleBasedStateMachine):
 
 class TestConversations(ConversationMachine.TestCase):  # type: ignore[name-defined]
     settings = settings(
-        max_examples=50,
-        stateful_step_count=9,
-        deadline=None,
-        derandomize="H2O_EXAMPLES" not in os.environ,
-        database=None,
-        print_blob=True,
-        suppress_health_check=list(HealthCheck),
-    )
+        max_examples=50, stateful_step_count=9, deadline=None, derandomize="H2O_EXAMPLES" not in os.environ,
+        database=None, print_blob=True, suppress_health_check=list(HealthCheck),
+    )  # fmt: skip
 
 
 @pytest.mark.exhaustive

@@ -44,15 +44,9 @@ CONFIGS = {
 }
 
 SETTINGS: list[Callable[[], AbstractContextManager[Any]]] = [
-    nullcontext,
-    nullcontext,
-    nullcontext,
-    torch.inference_mode,
-    torch.enable_grad,
-    lambda: torch.device("meta"),
-    lambda: default_dtype(torch.bfloat16),
-    lambda: default_dtype(torch.float64),
-]
+    nullcontext, nullcontext, nullcontext, torch.inference_mode, torch.enable_grad, lambda: torch.device("meta"),
+    lambda: default_dtype(torch.bfloat16), lambda: default_dtype(torch.float64),
+]  # fmt: skip
 
 
 class Pair:

@@ -59,14 +59,9 @@ def tokens_of(seed: int, count: int) -> list[int]:
 
 @settings(max_examples=12, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
 @given(
-    heads=st.integers(1, 2),
-    groups=st.sampled_from([1, 3]),
-    heavy=st.integers(0, 6),
-    recent=st.integers(1, 6),
-    prompt=st.integers(1, 24),
-    steps=st.integers(0, 10),
-    seed=st.integers(0, 1000),
-)
+    heads=st.integers(1, 2), groups=st.sampled_from([1, 3]), heavy=st.integers(0, 6), recent=st.integers(1, 6),
+    prompt=st.integers(1, 24), steps=st.integers(0, 10), seed=st.integers(0, 1000),
+)  # fmt: skip
 def test_h2o_paper_is_the_cookbook_rule(
     heads: int, groups: int, heavy: int, recent: int, prompt: int, steps: int, seed: int
 ) -> None:
@@ -79,18 +74,10 @@ def test_h2o_paper_is_the_cookbook_rule(
 
 @settings(max_examples=15, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
 @given(
-    groups=st.sampled_from([1, 3]),
-    positions=st.sampled_from(["gap", "rolling", "absolute"]),
-    sinks=st.integers(0, 3),
-    heavy=st.integers(1, 5),
-    recent=st.integers(1, 5),
-    span=st.integers(0, 20),
-    decay=st.sampled_from([1.0, 0.99, 0.7]),
-    chunk=st.integers(1, 9),
-    prompt=st.integers(1, 24),
-    steps=st.integers(0, 10),
-    seed=st.integers(0, 1000),
-)
+    groups=st.sampled_from([1, 3]), positions=st.sampled_from(["gap", "rolling", "absolute"]), sinks=st.integers(0, 3),
+    heavy=st.integers(1, 5), recent=st.integers(1, 5), span=st.integers(0, 20), decay=st.sampled_from([1.0, 0.99, 0.7]),
+    chunk=st.integers(1, 9), prompt=st.integers(1, 24), steps=st.integers(0, 10), seed=st.integers(0, 1000),
+)  # fmt: skip
 def test_h2o_in_chunks_and_in_every_position_mode(
     groups: int,
     positions: str,

@@ -52,13 +52,8 @@ def test_snapkv_keeps_the_neighbours_of_a_heavy_token() -> None:
     keys[..., 10, 0] = 50.0
     queries = torch.tensor([1.0, 0.0]).expand(1, 1, 1, 4, 2)
     tokens = Candidates(
-        index.float(),
-        index,
-        22 - index,
-        torch.full((1, 1, 1), 23),
-        keys=keys,
-        values=keys,
+        index.float(), index, 22 - index, torch.full((1, 1, 1), 23), keys=keys, values=keys,
         head_state={"newest_queries": queries},
-    )
+    )  # fmt: skip
     order = policy.priority(tokens)[0, 0].argsort(descending=True)
     assert order[:7].tolist() == list(range(7, 14))

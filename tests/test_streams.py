@@ -37,15 +37,9 @@ def recording(tmp_path: Path) -> Path:
 def shell(command: str, *arguments: object, closed: str = "", **environment: str) -> subprocess.CompletedProcess[str]:
     line = f'exec "$0" "$@" {closed}'
     return subprocess.run(
-        ["sh", "-c", line, BIN / command, *map(str, arguments)],
-        env={**os.environ, **environment},
-        stdin=subprocess.DEVNULL,
-        capture_output=True,
-        text=True,
-        encoding="utf-8",
-        timeout=120,
-        check=False,
-    )
+        ["sh", "-c", line, BIN / command, *map(str, arguments)], env={**os.environ, **environment},
+        stdin=subprocess.DEVNULL, capture_output=True, text=True, encoding="utf-8", timeout=120, check=False,
+    )  # fmt: skip
 
 
 def started_or_forked(command: str, *arguments: object, closed: str) -> subprocess.CompletedProcess[str]:
