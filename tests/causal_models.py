@@ -52,13 +52,9 @@ _TINY |= dict.fromkeys(_LAYERS, 2)
 
 _MAMBA = {"mamba_expand": 1, "mamba_n_groups": 1, "mamba_n_heads": 4, "mamba_d_head": 8}
 _SHARED = {
-    "layers_block_type": ["linear_attention", "hybrid"] * 2,
-    "num_hidden_layers": 4,
-    "num_key_value_heads": 4,
-    "attention_hidden_size": 64,
-    "attention_head_dim": 16,
-    "mamba_expand": 1,
-}
+    "layers_block_type": ["linear_attention", "hybrid"] * 2, "num_hidden_layers": 4, "num_key_value_heads": 4,
+    "attention_hidden_size": 64, "attention_head_dim": 16, "mamba_expand": 1,
+}  # fmt: skip
 _FEW = {"n_group": 1, "num_group": 1, "num_experts_per_token": 2, "num_experts_per_tok": 2}
 
 _SPECIAL: dict[str, dict[str, Any]] = {

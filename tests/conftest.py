@@ -56,6 +56,17 @@ def saved(model: PreTrainedModel, tokenizer: Any, folder: Path) -> Path:
     return folder
 
 
+def with_exhaustive(some: Iterable[Any], rest: Iterable[Any]) -> list[Any]:
+    """Values of a parameter: some for `make test`, and the rest, which `make test-all` takes too."""
+    rows = (value if isinstance(value, tuple) else (value,) for value in rest)
+    return [*some, *(pytest.param(*row, marks=pytest.mark.exhaustive) for row in rows)]
+
+
+def thinned(values: Iterable[Any], chosen: Callable[..., bool]) -> list[Any]:
+    """Rows of parameters, of which `make test` takes the chosen ones."""
+    return [pytest.param(*row, marks=() if chosen(*row) else pytest.mark.exhaustive) for row in values]
+
+
 def refusal(model: Any, **settings: Any) -> str:
     """Why the model is refused."""
     with pytest.raises(UnsupportedModelError) as refused, attach(model, CacheConfig(**{"window": 32, **settings})):

@@ -1,7 +1,7 @@
 """A Hub on this machine."""
 
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
@@ -18,17 +18,20 @@ REFUSALS: dict[str, tuple[int, dict[str, str]]] = {
 """One repository for each kind of failure; all others have every file."""
 
 
-class _Handler(BaseHTTPRequestHandler):
-    def do_HEAD(self) -> Mapping[str, str]:
-        status, headers = REFUSALS.get("/".join(self.path.split("/")[1:3]), (200, FILE))
+class Hub(BaseHTTPRequestHandler):
+    def answer(self) -> tuple[int, dict[str, str]]:
+        return REFUSALS.get("/".join(self.path.split("/")[1:3]), (200, FILE))
+
+    def do_HEAD(self) -> None:
+        status, headers = self.answer()
         self.send_response(status)
         for name, value in ({"Content-Length": "0"} | headers).items():
             self.send_header(name, value)
         self.end_headers()
-        return headers
 
     def do_GET(self) -> None:
-        if self.do_HEAD() is FILE:
+        self.do_HEAD()
+        if self.answer()[0] == 200:
             self.wfile.write(BODY)
 
     def log_message(self, *_: Any) -> None:
@@ -38,7 +41,7 @@ class _Handler(BaseHTTPRequestHandler):
 @contextmanager
 def serving_hub() -> Iterator[str]:
     """The address of a Hub."""
-    server = ThreadingHTTPServer(("127.0.0.1", 0), _Handler)
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Hub)
     threading.Thread(target=server.serve_forever, daemon=True).start()
     yield f"http://127.0.0.1:{server.server_port}"
     server.shutdown()

@@ -293,17 +293,13 @@ class Oracle:
         distance = place(rules.positions, seen - 1 - torch.tensor(indices), spans)
         rotates = self.rotary is not None and self.rotates[layer] and rules.positions != "absolute"
         return Head(
-            self.in_halves(layer, keys).double(),
-            torch.stack([token.value for token in held]).double(),
-            torch.tensor([token.score for token in held], dtype=torch.float64),
-            indices,
-            rules.sinks,
+            self.in_halves(layer, keys).double(), torch.stack([token.value for token in held]).double(),
+            torch.tensor([token.score for token in held], dtype=torch.float64), indices, rules.sinks,
             rules.window - rules.heavy - rules.sinks,
             self.in_halves(layer, torch.stack(self.queries[layer, head])).double(),
-            lambda steps: self.ahead(layer, keys, distance, steps),
-            self.rotary_dims(layer) if rotates else 0,
+            lambda steps: self.ahead(layer, keys, distance, steps), self.rotary_dims(layer) if rotates else 0,
             rules.span if rules.positions == "gap" else rules.window,
-        )
+        )  # fmt: skip
 
     def ahead(self, layer: int, keys: Tensor, distance: Tensor, steps: list[int]) -> Tensor:
         """Keys [s, n, D], rotated by their distances and so many steps."""

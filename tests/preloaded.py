@@ -115,14 +115,10 @@ def _server() -> socket.socket:
     ours, theirs = socket.socketpair()
     with theirs:
         subprocess.Popen(
-            [sys.executable, "-m", "tests.preloaded", str(theirs.fileno())],
-            cwd=Path(__file__).parents[1],
-            env=_ENVIRONMENT,
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.DEVNULL,
-            pass_fds=[theirs.fileno()],
+            [sys.executable, "-m", "tests.preloaded", str(theirs.fileno())], cwd=Path(__file__).parents[1],
+            env=_ENVIRONMENT, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, pass_fds=[theirs.fileno()],
             start_new_session=True,
-        )
+        )  # fmt: skip
     return ours
 
 

@@ -15,6 +15,7 @@ from h2o_stream.session.history import ConversationHistory
 from h2o_stream.session.transcript import Header
 from h2o_stream.session.turn import Turn
 from tests.commands import piped, records, texts
+from tests.conftest import with_exhaustive
 
 pytestmark = pytest.mark.usefixtures("own_home")
 
@@ -143,7 +144,7 @@ class TestCommands:
         ("/window wide", "/window takes a number, not 'wide'"), ("/window 20", "raise --window"),
         ("/policy lru", "--policy takes one of"), ("/model ./nowhere", "./nowhere does not exist"),
     ])  # fmt: skip
-    @pytest.mark.parametrize("session", [(), ("--session", "talk")])
+    @pytest.mark.parametrize("session", with_exhaustive([()], [(("--session", "talk"),)]))
     def test_what_fails_changes_nothing(
         self, tiny_folder: Path, tmp_path: Path, command: str, words: str, session: tuple[str, ...]
     ) -> None:

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests.commands import invoke, piped, records, texts
+from tests.conftest import with_exhaustive
 from tests.preloaded import Preloaded
 
 pytestmark = pytest.mark.usefixtures("own_home")
@@ -65,14 +66,8 @@ class TestCommands:
         assert first != third
 
     def test_pins_are_refused_when_they_would_starve_the_window(self, tiny_folder: Path) -> None:
-        done = piped(
-            tiny_folder,
-            ["/pin The code is 4711.", "/pins", f"/pin {'word ' * 80}", "/pins"],
-            "--window",
-            64,
-            "-s",
-            "Hi.",
-        )
+        lines = ["/pin The code is 4711.", "/pins", f"/pin {'word ' * 80}", "/pins"]
+        done = piped(tiny_folder, lines, "--window", 64, "-s", "Hi.")
         assert done.stderr.count("1: The code is 4711.") == 2
         assert "raise --window to" in done.stderr
         assert done.exit_code == 0
@@ -204,9 +199,10 @@ class TestSessions:
         assert done.exit_code == code
         assert words in done.stderr
 
-    def test_killed_at_any_moment_it_continues_exactly(self, tiny_folder: Path, tmp_path: Path) -> None:
+    @pytest.mark.parametrize("turns", with_exhaustive([12], [20]))
+    def test_killed_at_any_moment_it_continues_exactly(self, tiny_folder: Path, tmp_path: Path, turns: int) -> None:
         """SIGKILL at random moments of a scripted session until it is complete."""
-        talk = [f"question {number} " + "word " * 30 for number in range(12)]
+        talk = [f"question {number} " + "word " * 30 for number in range(turns)]
         command = ["h2o-chat", "-m", tiny_folder, "-n", "24", "--temp", "0", "--window", "64"]
         whole = texts(piped(tiny_folder, talk, "-n", 24, "--window", 64, "--jsonl", "-").stdout)
         transcript = tmp_path / "data" / "h2o-stream" / "sessions" / "talk" / "transcript.jsonl"

@@ -235,12 +235,9 @@ class TestStream:
 
 
 @pytest.mark.parametrize(("text", "shown"), [
-    ("plain\n\ttext", "plain\n\ttext"),
-    ("\x1b[2J\x1b]0;title\x07gone", "[2J]0;titlegone"),
-    ("bell\x07 back\x08 null\x00 cr\r", "bell back null cr"),
-    ("\x9b31mcsi \x7f", "31mcsi "),
-    ("[bold]not markup[/bold] :smile:", "[bold]not markup[/bold] :smile:"),
-    ("é 日本 👍", "é 日本 👍"),
+    ("plain\n\ttext", "plain\n\ttext"), ("\x1b[2J\x1b]0;title\x07gone", "[2J]0;titlegone"),
+    ("bell\x07 back\x08 null\x00 cr\r", "bell back null cr"), ("\x9b31mcsi \x7f", "31mcsi "),
+    ("[bold]not markup[/bold] :smile:", "[bold]not markup[/bold] :smile:"), ("é 日本 👍", "é 日本 👍"),
 ])  # fmt: skip
 def test_control_characters_never_reach_the_terminal(text: str, shown: str) -> None:
     assert printable(text) == shown

@@ -8,6 +8,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from http.server import ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -19,13 +20,14 @@ from h2o_stream.models.find import find_before_imports
 from h2o_stream.models.hub import download_bars, fetch, reachable
 from h2o_stream.progress import Progress
 from h2o_stream.startup import LOG, importing, quieten_libraries
-from tests.hub import BODY, serving_hub
+from tests.hub import BODY, Hub, serving_hub
 
 
 @pytest.fixture
 def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     for name in ("HTTP_PROXY", "http_proxy", "ALL_PROXY", "all_proxy"):
         monkeypatch.delenv(name, raising=False)
+    close_session()  # the next one reads the variables again
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
     with serving_hub() as address:
@@ -78,8 +80,8 @@ def test_an_unreachable_hub_is_one_quick_error(hub: None, monkeypatch: pytest.Mo
     assert capfd.readouterr().err == ""
 
 
-def test_an_unreachable_hub_is_noticed_before_torch_is_imported(hub: None, tmp_path: Path, monkeypatch: Any) -> None:
-    """Regression: the line came after imports of several seconds."""
+def _chat_without_torch(port: int, home: Path) -> None:
+    """Chat with a model that is not on this machine, with a Hub that cannot be reached."""
     code = (
         "import sys; sys.argv = ['h2o-chat', '-p', 'hi', '-m', 'org/name']\n"
         "from h2o_stream.cli.chat import main\n"
@@ -103,9 +105,7 @@ def test_a_hub_that_says_nothing_is_asked_once(hub: None, tmp_path: Path, monkey
             silent.accept()
 
 
-def test_an_unreachable_hub_is_noticed_before_torch_is_imported(
-    hub: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_unreachable_hub_is_noticed_before_torch_is_imported(hub: None, tmp_path: Path, monkeypatch: Any) -> None:
     """Regression: the line came after imports of several seconds."""
     _chat_without_torch(_closed_port(), tmp_path)
     _point_hub_at(_closed_port(), monkeypatch)

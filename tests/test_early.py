@@ -25,13 +25,9 @@ from h2o_stream.ui.loading_chat import BackgroundLoader, LoadingChat
 from h2o_stream.ui.terminal import Terminal
 from tests.terminal import Pty
 
+pytestmark = pytest.mark.usefixtures("own_home")
+
 GIB = 1 << 30
-
-
-@pytest.fixture(autouse=True)
-def _home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path / "data"))
-    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "config"))
 
 
 class Early:

@@ -22,6 +22,7 @@ from h2o_stream.session.jsonl import JsonlWriter
 from h2o_stream.ui.comparison import _Bars, _Total, run_comparison
 from h2o_stream.ui.terminal import Terminal
 from tests.commands import invoke, records
+from tests.conftest import with_exhaustive
 
 pytestmark = pytest.mark.usefixtures("no_charts")
 
@@ -45,7 +46,11 @@ def left_out_of(output: str) -> list[tuple[str, str | None]]:
     return [(r["comparison"], r["job"]) for r in records(output) if r["type"] == "left-out"]
 
 
-def test_what_the_model_cannot_do_is_left_out_and_the_rest_measured(arguments: list[object], tmp_path: Path) -> None:
+@pytest.mark.parametrize("tokens", with_exhaustive([60], [120]))
+def test_what_the_model_cannot_do_is_left_out_and_the_rest_measured(
+    arguments: list[object], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tokens: int
+) -> None:
+    monkeypatch.setitem(TINY["nll"], "tokens", tokens)
     done = invoke("h2o-compare", *arguments)
     assert done.exit_code == 0, done.stderr
     evicting = sorted(policy for policy in POLICIES if policy != "full")

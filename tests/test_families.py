@@ -2,12 +2,15 @@
 
 import copy
 import itertools
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from h2o_stream import CacheConfig, attach
+from tests.conftest import ids, thinned
 from tests.families import (
     CELLS,
     CONTEXT,
@@ -17,6 +20,7 @@ from tests.families import (
     TIE,
     config_of,
     error,
+    is_third,
     matrix,
     rules_of,
     summary,
@@ -27,20 +31,20 @@ MEAN = {torch.float32: 5e-6, torch.bfloat16: 0.06}
 """RMS difference relative to the RMS of the logits."""
 
 
-def modes(first: int = 0) -> pytest.MarkDecorator:
-    """Every family in each of its position modes from this index on; the first is the default."""
+def of_families(name: str, rows: list[tuple[int, Any]], chosen: Callable[[int, Any], bool]) -> Any:
+    """Rows of a family's number and a named value, of which `make test` takes the chosen ones of a third of all."""
+    rows = thinned(rows, lambda number, value: is_third(number) and chosen(number, value))
     return pytest.mark.parametrize(
-        ("number", "positions"),
-        [
-            pytest.param(
-                number,
-                positions,
-                id=f"{family.name}-{positions}",
-                marks=() if positions == family.positions[0] or family.name in DIFFERENT else pytest.mark.exhaustive,
-            )
-            for number, family in enumerate(FAMILIES)
-            for positions in family.positions[first:]
-        ],
+        ("number", name), rows, ids=lambda x: FAMILIES[x].name if isinstance(x, int) else str(x)
+    )
+
+
+def modes(first: int = 0) -> Any:
+    """Every family in each of its position modes from this index on; the first is the default."""
+    return of_families(
+        "positions",
+        [(number, positions) for number, family in enumerate(FAMILIES) for positions in family.positions[first:]],
+        lambda number, positions: positions == FAMILIES[number].positions[0] or FAMILIES[number].name in DIFFERENT,
     )
 
 
@@ -53,8 +57,8 @@ def test_matrix(number: int, policy: str, cells: list[tuple[int, int]]) -> None:
 def test_the_docs_say_what_the_matrix_says() -> None:
     """Written by ``make family-table``; `test_matrix` proves that nothing is missing.
 
-    `make test` proves every cell of two families, or of one of them for policies from the literature. Of the other
-    families it proves one of the four ways in the columns `full` and `h2o`, and `make test-all` proves the rest.
+    `make test` proves every cell of two families, or one way of one of them for policies from the literature. Of the
+    other families it proves one of the four ways of `full` and `h2o`, and `make test-all` proves the rest.
     """
     assert summary(lambda number, policy: len(CELLS)) in Path("docs/families.md").read_text(encoding="utf-8")
 
@@ -65,19 +69,14 @@ def test_every_position_mode(number: int, positions: str) -> None:
     assert error(number, "h2o", 5, 3, positions) < LARGEST
 
 
-@pytest.mark.parametrize(("number", "dtype"), [
-    pytest.param(
-        number,
-        dtype,
-        id=f"{family.name}-{str(dtype).removeprefix('torch.')}",
-        marks=() if dtype == torch.float32 or family.name in DIFFERENT else pytest.mark.exhaustive,
-    )
-    for number, family in enumerate(FAMILIES)
-    for dtype in MEAN
-])  # fmt: skip
+@of_families(
+    "dtype",
+    [(number, dtype) for number in range(len(FAMILIES)) for dtype in MEAN],
+    lambda number, dtype: dtype == torch.float32 or FAMILIES[number].name in DIFFERENT,
+)
 def test_before_any_eviction_it_equals_transformers_cache(number: int, dtype: torch.dtype) -> None:
     """In bfloat16 its error against float32 is at most 1.5 times that of transformers' own cache."""
-    family, tokens = FAMILIES[number], torch.randint(3, 64, (2, 40), generator=torch.Generator().manual_seed(5))
+    family, tokens = FAMILIES[number], ids(40, 2, seed=5)
     if dtype == torch.bfloat16 and "experts" in family.special:
         pytest.skip("rounding sends some tokens to other experts")
     model = copy.deepcopy(family.make()).to(dtype)
@@ -104,8 +103,7 @@ def test_far_past_the_span_and_the_context(number: int, positions: str) -> None:
     """With absolute positions to the end of the context, and past every sliding window."""
     family = FAMILIES[number]
     model, config = family.make(), config_of(family, "h2o", 16, positions)
-    count = CONTEXT if positions == "absolute" else CONTEXT + 60
-    tokens = torch.randint(3, 64, (count,), generator=torch.Generator().manual_seed(6)).tolist()
+    tokens = ids(CONTEXT if positions == "absolute" else CONTEXT + 60, seed=6)[0].tolist()
     oracle = Oracle(model, rules_of(config, family))
     wanted = oracle.feed(tokens, chunk=16)
     with attach(model, config) as cache:

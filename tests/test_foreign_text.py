@@ -110,12 +110,7 @@ class TestOnePlace:
         assert not [c for c in out.getvalue() if unicodedata.category(c) in ("Cc", "Cs") and c not in "\n\t"]
 
     @pytest.mark.parametrize("text", [
-        EVIL,
-        f"[{EVIL}](http://{EVIL})",
-        f"```{EVIL}\n{EVIL}\n```",
-        "&#27;[66m",
-        "&#x9b;66m",
-        "a&#13;b",
+        EVIL, f"[{EVIL}](http://{EVIL})", f"```{EVIL}\n{EVIL}\n```", "&#27;[66m", "&#x9b;66m", "a&#13;b",
         f"![{EVIL}](a)",
     ])  # fmt: skip
     def test_markdown_on_a_terminal(self, text: str) -> None:
@@ -237,23 +232,13 @@ class TestCommands:
         assert not spoken(done.output)
 
     @pytest.mark.parametrize("arguments", [
-        ["h2o-chat", "-m", NAME],
-        ["h2o-chat", "-m", f"/none/{NAME}.gguf", "--debug"],
-        ["h2o-chat", "--prompt-file", NAME],
-        ["h2o-chat", f"--{NAME}"],
-        ["h2o-chat", NAME],
-        ["h2o-chat", "--policy", NAME],
-        ["h2o-chat", "--engine", NAME],
-        ["h2o-chat", "--forget", NAME],
-        ["h2o-chat", "--session", NAME, "--export", NAME],
-        ["h2o-stream", "--questions", NAME],
-        ["h2o-stream", "--compare", NAME],
-        ["h2o-stream", "--replay", NAME],
-        ["h2o-stream", "--jsonl", f"/none/{NAME}"],
-        ["h2o-compare", NAME],
-        ["h2o-compare", "report", NAME],
-        ["h2o-compare", "nll", "--text", NAME],
-        ["h2o-compare", "nll", "--text", __file__, "--policies", NAME],
+        ["h2o-chat", "-m", NAME], ["h2o-chat", "-m", f"/none/{NAME}.gguf", "--debug"],
+        ["h2o-chat", "--prompt-file", NAME], ["h2o-chat", f"--{NAME}"], ["h2o-chat", NAME],
+        ["h2o-chat", "--policy", NAME], ["h2o-chat", "--engine", NAME], ["h2o-chat", "--forget", NAME],
+        ["h2o-chat", "--session", NAME, "--export", NAME], ["h2o-stream", "--questions", NAME],
+        ["h2o-stream", "--compare", NAME], ["h2o-stream", "--replay", NAME],
+        ["h2o-stream", "--jsonl", f"/none/{NAME}"], ["h2o-compare", NAME], ["h2o-compare", "report", NAME],
+        ["h2o-compare", "nll", "--text", NAME], ["h2o-compare", "nll", "--text", __file__, "--policies", NAME],
         ["h2o-compare", "nll", "--text", __file__, "--windows", NAME],
     ], ids=lambda arguments: " ".join(arguments[:2]).replace(NAME, "NAME"))  # fmt: skip
     def test_errors(self, arguments: list[str]) -> None:

@@ -15,12 +15,9 @@ from h2o_stream.session.state_files import StateFiles
 from h2o_stream.session.transcript import Header
 from h2o_stream.session.turn import Turn
 
+pytestmark = pytest.mark.usefixtures("own_home")
+
 TALK = ["Tell me about the sea.", "And the tower?", "What about the light?", "Thanks, go on.", "And then?"]
-
-
-@pytest.fixture(autouse=True)
-def _folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path))
 
 
 @pytest.fixture
@@ -162,7 +159,7 @@ def test_a_full_disk_is_reported_with_the_turn(make: Any, monkeypatch: pytest.Mo
 
 def test_a_session_without_a_line_does_not_exist(make: Callable[..., ConversationHistory], tmp_path: Path) -> None:
     """Left by a process that ended before it could write."""
-    folder = tmp_path / "h2o-stream" / "sessions" / "talk"
+    folder = tmp_path / "data" / "h2o-stream" / "sessions" / "talk"
     folder.mkdir(parents=True)
     (folder / "transcript.jsonl").touch()
     history = make()

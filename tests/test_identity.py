@@ -21,7 +21,7 @@ from h2o_stream.models.quantize import packed_kinds, replace_module
 from h2o_stream.native.packing import pack
 from tests import families
 from tests.commands import invoke
-from tests.conftest import make_llama, saved
+from tests.conftest import make_llama, saved, with_exhaustive
 from tests.families import each_family
 
 TOKENS = torch.randint(3, 64, (1, 40), generator=torch.Generator().manual_seed(0))
@@ -57,7 +57,7 @@ class TestModel:
         change(tiny)
         assert model_digest(tiny) != before
 
-    @pytest.mark.parametrize("number", range(0, 64 * 16, 93))
+    @pytest.mark.parametrize("number", with_exhaustive(range(0, 64 * 16, 93), range(37, 64 * 16, 37)))
     def test_every_number_of_a_weight_counts(self, number: int) -> None:
         """For models without a cached digest."""
         model, other = make_llama(), make_llama()

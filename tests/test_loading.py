@@ -26,7 +26,7 @@ from h2o_stream.native import library
 from h2o_stream.native.abi import MatrixKind
 from h2o_stream.native.packing import pack
 from h2o_stream.progress import Progress
-from tests.conftest import make_llama, saved
+from tests.conftest import make_llama, saved, with_exhaustive
 from tests.tolerance import relative_error
 
 IDS = torch.randint(3, 64, (1, 30), generator=torch.Generator().manual_seed(0))
@@ -227,7 +227,7 @@ class TestGguf:
 
     @pytest.mark.parametrize(
         ("quantize", "max_loss"),
-        [("auto", 0.03), pytest.param("int8", 0.03, marks=pytest.mark.exhaustive), ("int4", 0.06)],
+        with_exhaustive([("auto", 0.03)], [("int8", 0.03), ("int4", 0.06)]),
     )
     def test_what_it_loses(self, embedded: LoadedModel, quantize: str, max_loss: float) -> None:
         text = "The city council met on Tuesday to discuss the new bridge over the river. " * 4

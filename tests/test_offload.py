@@ -88,9 +88,7 @@ def test_a_cache_on_disk_gives_the_same_output(
             states.append(cache.state_dict())
     assert generated[0] == generated[1]
     assert states[0].keys() == states[1].keys()
-    with attach(
-        model, CacheConfig(**{"policy": "h2o", "window": 32, "sinks": 4, **settings, "device": "disk"})
-    ) as cache:
+    with attach(model, config) as cache:
         cache.load_state_dict(states[0])
         assert isinstance(cache.head_groups[0].store, MappedStore | MappedQuantizedStore)
     assert not list((tmp_path / "h2o-stream").glob("slots/*")), "nothing stays behind"

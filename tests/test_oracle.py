@@ -1,5 +1,8 @@
 """The cache against the naive oracle: the same kept tokens and logits at every step."""
 
+from collections.abc import Callable
+from typing import Any
+
 import pytest
 import torch
 from hypothesis import HealthCheck, assume, given, settings
@@ -7,12 +10,26 @@ from hypothesis import strategies as st
 
 from h2o_stream import CacheConfig, attach
 from h2o_stream.cache.h2o_cache import H2OCache
-from tests.conftest import make_llama
+from tests.conftest import make_llama, with_exhaustive
 from tests.oracle import Oracle, Rules
 from tests.tolerance import assert_close
 
+SETTINGS = settings(deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
 TIE = 1e-5
 """Relative difference of scores below which float32 may order them either way."""
+
+
+def examples(some: int, many: int, **strategies: Any) -> Callable[[Callable[..., None]], Callable[[int], None]]:
+    """Checks some examples in `make test`, and many in `make test-all`."""
+
+    def checked(check: Callable[..., None]) -> Callable[[int], None]:
+        @pytest.mark.parametrize("count", with_exhaustive([some], [many]))
+        def test(count: int) -> None:
+            settings(SETTINGS, max_examples=count)(given(**strategies)(check))()
+
+        return test
+
+    return checked
 
 
 def compare(model: torch.nn.Module, config: CacheConfig, rules: Rules, tokens: list[int], prompt: int) -> bool:
@@ -57,9 +74,8 @@ def tokens_of(seed: int, count: int) -> list[int]:
     return torch.randint(3, 64, (count,), generator=torch.Generator().manual_seed(seed)).tolist()
 
 
-@settings(max_examples=12, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
-@given(
-    heads=st.integers(1, 2), groups=st.sampled_from([1, 3]), heavy=st.integers(0, 6), recent=st.integers(1, 6),
+@examples(
+    12, 20, heads=st.integers(1, 2), groups=st.sampled_from([1, 3]), heavy=st.integers(0, 6), recent=st.integers(1, 6),
     prompt=st.integers(1, 24), steps=st.integers(0, 10), seed=st.integers(0, 1000),
 )  # fmt: skip
 def test_h2o_paper_is_the_cookbook_rule(
@@ -72,10 +88,10 @@ def test_h2o_paper_is_the_cookbook_rule(
     assume(compare(model, config, rules, tokens_of(seed, prompt + steps), prompt))
 
 
-@settings(max_examples=15, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
-@given(
-    groups=st.sampled_from([1, 3]), positions=st.sampled_from(["gap", "rolling", "absolute"]), sinks=st.integers(0, 3),
-    heavy=st.integers(1, 5), recent=st.integers(1, 5), span=st.integers(0, 20), decay=st.sampled_from([1.0, 0.99, 0.7]),
+@examples(
+    15, 30, groups=st.sampled_from([1, 3]), positions=st.sampled_from(["gap", "rolling", "absolute"]),
+    sinks=st.integers(0, 3), heavy=st.integers(1, 5), recent=st.integers(1, 5), span=st.integers(0, 20),
+    decay=st.sampled_from([1.0, 0.99, 0.7]),
     chunk=st.integers(1, 9), prompt=st.integers(1, 24), steps=st.integers(0, 10), seed=st.integers(0, 1000),
 )  # fmt: skip
 def test_h2o_in_chunks_and_in_every_position_mode(
@@ -100,7 +116,7 @@ def test_h2o_in_chunks_and_in_every_position_mode(
 
 @pytest.mark.parametrize(("policy", "sinks"), [("recent", 0), ("sink", 4)])
 @pytest.mark.parametrize("positions", ["gap", "rolling", "absolute"])
-@pytest.mark.parametrize("chunk", [5, 0])
+@pytest.mark.parametrize("chunk", with_exhaustive([5, 0], [1]))
 def test_policies_without_heavy_hitters(policy: str, sinks: int, positions: str, chunk: int) -> None:
     config = CacheConfig(policy, window=9, positions=positions, span=7, chunk=chunk)
     rules = Rules(9, 0, sinks, positions=positions, span=7)
@@ -119,28 +135,14 @@ def test_pins_stay_and_stand_near(positions: str, chunk: int) -> None:
     assert compare(make_llama(groups=3), config, rules, tokens_of(5, 90), 50)
 
 
-@settings(max_examples=8, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
-@given(
-    policy=st.sampled_from(["h2o", "h2o-paper", "tova", "random", "sink"]),
-    positions=st.sampled_from(["gap", "rolling", "absolute"]),
-    heavy=st.integers(2, 6),
-    chunk=st.integers(1, 9),
-    starts=st.lists(st.integers(0, 35), min_size=1, max_size=4),
-    pinned=st.booleans(),
-    prompt=st.integers(5, 24),
-    late=st.integers(0, 9),
+@examples(
+    8, 20, policy=st.sampled_from(["h2o", "h2o-paper", "tova", "random", "sink"]), pinned=st.booleans(),
+    positions=st.sampled_from(["gap", "rolling", "absolute"]), heavy=st.integers(2, 6), chunk=st.integers(1, 9),
+    starts=st.lists(st.integers(0, 35), min_size=1, max_size=4), prompt=st.integers(5, 24), late=st.integers(0, 9),
     seed=st.integers(0, 1000),
-)
+)  # fmt: skip
 def test_transient_tokens_leave_first(
-    policy: str,
-    positions: str,
-    heavy: int,
-    chunk: int,
-    starts: list[int],
-    pinned: bool,
-    prompt: int,
-    late: int,
-    seed: int,
+    policy: str, positions: str, heavy: int, chunk: int, starts: Any, pinned: bool, prompt: int, late: int, seed: int
 ) -> None:
     """Said before the prompt or after some steps, of tokens before and after that."""
     model, window = make_llama(seed=seed), 14
@@ -152,18 +154,10 @@ def test_transient_tokens_leave_first(
     recent = movable - movable * plan.heavy // (plan.heavy + plan.recent)
     rule = "accumulated" if policy.startswith("h2o") else policy
     rules = Rules(
-        window,
-        plan.heavy,
-        sinks,
-        plan.decay,
-        positions,
-        13,
-        rule,
-        plan.long_term,
+        window, plan.heavy, sinks, plan.decay, positions, 13, rule, plan.long_term, pins=pins,
         recents=lambda layer, head: recent,
-        pins=pins,
         transient=tuple((0 if i % 2 else prompt + late, range(start, start + 5)) for i, start in enumerate(starts)),
-    )
+    )  # fmt: skip
     assume(compare(model, config, rules, tokens_of(seed, prompt + 14), prompt))
 
 

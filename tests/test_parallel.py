@@ -66,7 +66,7 @@ def forked(command: Any, *arguments: object, processes: int = 2) -> subprocess.C
 
 @pytest.mark.parametrize(("launcher", "command"), [
     (FORKS, "summarize"),
-    (FORKS, "nll"),
+    pytest.param(FORKS, "nll", marks=pytest.mark.exhaustive),
     pytest.param(ACCELERATE, "summarize", marks=pytest.mark.exhaustive),
     pytest.param(TORCHRUN, "nll", marks=pytest.mark.exhaustive),
 ], ids=["forks", "forks", "accelerate", "torchrun"])  # fmt: skip

@@ -42,9 +42,7 @@ def test_loop(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("line", "what"), [
-    ("{", "not JSON"),
-    ("[1]", "got list"),
-    ("null", "got NoneType"),
+    ("{", "not JSON"), ("[1]", "got list"), ("null", "got NoneType"),
     ("{}", "question_id and category and turns missing"),
     ('{"question_id": 1, "category": "c"}', "turns missing"),
     ('{"question_id": 1, "category": "c", "turns": []}', "turns must be"),
@@ -53,9 +51,7 @@ def test_loop(tmp_path: Path) -> None:
     ('{"question_id": 1, "category": "c", "turns": ["a", " "]}', "turns must be"),
     ('{"question_id": true, "category": "c", "turns": ["a"]}', "question_id must be"),
     ('{"question_id": [1], "category": "c", "turns": ["a"]}', "question_id must be"),
-    ("[" * 100_000, "not JSON"),
-    ('{"question_id": 1', "not JSON"),
-    ("\x00", "not JSON"),
+    ("[" * 100_000, "not JSON"), ('{"question_id": 1', "not JSON"), ("\x00", "not JSON"),
 ])  # fmt: skip
 def test_bad_lines_name_file_line_and_reason(tmp_path: Path, line: str, what: str) -> None:
     file = tmp_path / "q.jsonl"

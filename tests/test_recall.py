@@ -13,6 +13,7 @@ from h2o_stream.models.load import LoadedModel
 from h2o_stream.recall.passage import Candidate, Recalled
 from h2o_stream.session.history import ConversationHistory
 from h2o_stream.session.transcript import Header
+from tests.conftest import with_exhaustive
 from tests.small_talk import small_model, small_tokenizer
 
 
@@ -241,9 +242,10 @@ class TestIndexFollows:
         assert {passage.turn for passage in conversation.recall._index.search(["w11", "w13"], 9)} == {1}
 
 
-def test_a_fact_is_told_after_it_was_evicted(embedded: LoadedModel) -> None:
+@pytest.mark.parametrize("repeats", with_exhaustive([10], [12]))
+def test_a_fact_is_told_after_it_was_evicted(embedded: LoadedModel, repeats: int) -> None:
     """The embedded model tells what it can no longer see, and says so with the event."""
-    filler = "The weather in the north stays cold and windy, and trains run late on many lines. " * 10
+    filler = "The weather in the north stays cold and windy, and trains run late on many lines. " * repeats
     replies = {}
     for recall in ("off", "auto"):
         cache, sampling = CacheConfig(window=128), SamplingConfig(temperature=0.0, max_tokens=24)

@@ -29,7 +29,7 @@ TURNS: list[Turn] = [
     (
         2,
         "The code of the garden gate is still 4821.\n\nMy sister Clara works as a dentist in Porto.",
-        "I will remember that.",
+        "I will remember.",
     ),
     (4, "我的姐姐住在北京市。", "好的。"),
     (5, "Naïve CAFÉ: 30,000.5 euros", "So they run a café."),
@@ -93,16 +93,10 @@ def test_scripts_without_spaces(filled: PassageIndex) -> None:
     assert found(filled, "ข้าว") == ["ฉันชอบกินข้าวผัดมาก"]
 
 
-@pytest.mark.parametrize(
-    "term",
-    [
-        *(
-            "", " ", '"', '""', "'", "*", "_", "AND", "a OR", "NOT (", "NEAR(cat", "text:cat*", "^cat", "\0", "\ud800",
-            "😀",
-        ),
-        *("x" * 1_000_000, "x " * 100_000, "字" * 100_000, "-", "{cat}", "\N{COMBINING ACUTE ACCENT}", "%", ";--"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize("term", [
+    "", " ", '"', '""', "'", "*", "_", "AND", "a OR", "NOT (", "NEAR(cat", "text:cat*", "^cat", "\0", "\ud800", "😀",
+    "x" * 1_000_000, "x " * 100_000, "字" * 100_000, "-", "{cat}", "\N{COMBINING ACUTE ACCENT}", "%", ";--",
+])  # fmt: skip
 def test_any_text_is_a_term(filled: PassageIndex, term: str) -> None:
     """None is taken for a command of the search, and the others are still found."""
     filled.frequency(term)
@@ -302,14 +296,10 @@ def test_a_foreign_file_is_rebuilt(path: Path) -> None:
 
 
 @pytest.mark.parametrize("damage", [
-    "PRAGMA user_version = 0",
-    "PRAGMA application_id = 5",
-    "DROP TABLE words",
-    "DELETE FROM turns WHERE turn = 2",
-    "DELETE FROM passages WHERE id = 2",
+    "PRAGMA user_version = 0", "PRAGMA application_id = 5", "DROP TABLE words",
+    "DELETE FROM turns WHERE turn = 2", "DELETE FROM passages WHERE id = 2",
     "UPDATE passages SET text = 'My cat is called Whiskers.' WHERE id = 1",
-    "UPDATE passages SET start = 7 WHERE id = 1",
-    "DELETE FROM words_data WHERE id > 10",
+    "UPDATE passages SET start = 7 WHERE id = 1", "DELETE FROM words_data WHERE id > 10",
     "DELETE FROM words_docsize WHERE id = 2",
 ])  # fmt: skip
 def test_a_changed_file_is_rebuilt(path: Path, damage: str) -> None:

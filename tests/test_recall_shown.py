@@ -37,13 +37,9 @@ LINE = f"recalled from turn 1: {FACT}"
 
 CLARA = Candidate(
     Passage(3, "user", "My sister Clara works as a dentist. We met in May.", 40, 53),
-    "My sister Clara works\nas a dentist.",
-    score=0.83127,
-    terms=("Clara", "dentist"),
-    held=0.04,
-    tokens=9,
+    "My sister Clara works\nas a dentist.", score=0.83127, terms=("Clara", "dentist"), held=0.04, tokens=9,
     verdict="recalled",
-)
+)  # fmt: skip
 
 
 def turn(*recalled: Candidate) -> Turn:

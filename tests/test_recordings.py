@@ -124,7 +124,7 @@ class TestCliff:
         config = tiny_folder / "config.json"
         folder = Path(shutil.copytree(tiny_folder, questions.parent / "long"))
         (folder / config.name).write_text(json.dumps(json.loads(config.read_text()) | {"max_position_embeddings": 800}))
-        base = ("-m", folder, "--questions", questions, "--turns", 4, "-n", 80, "--window", 64, "--cliff")
+        base = ("-m", folder, "--questions", questions, "--turns", 2, "-n", 80, "--window", 64, "--cliff")
         both = invoke("h2o-stream", *base, "--compare", "full,h2o")
         assert both.exit_code == 0, both.stderr
         assert "first 672 tokens" in both.stderr

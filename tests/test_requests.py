@@ -33,14 +33,10 @@ def test_both_forms_are_read(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("line", "words"), [
-    ("{", "not JSON"),
-    ("[1]", "expected an object, got list"),
-    ({"text": "x"}, "article or prompt must be"),
-    ({"prompt": 3}, "article or prompt must be"),
-    ({"prompt": ""}, "article or prompt must be"),
+    ("{", "not JSON"), ("[1]", "expected an object, got list"), ({"text": "x"}, "article or prompt must be"),
+    ({"prompt": 3}, "article or prompt must be"), ({"prompt": ""}, "article or prompt must be"),
     ({"article": "x", "summary_gt": ["y"]}, "summary_gt must be"),
-    ({"prompt": "x", "stop": [1]}, "stop must be"),
-    ({"prompt": "x", "stop": [""]}, "a stop string is empty"),
+    ({"prompt": "x", "stop": [1]}, "stop must be"), ({"prompt": "x", "stop": [""]}, "a stop string is empty"),
     ({"prompt": "x", "max_tokens": "many"}, "max_tokens must be a number"),
     ({"prompt": "x", "max_tokens": 0}, "--max-tokens must be at least 1"),
     ({"prompt": "x", "temperature": True}, "temperature must be a number"),

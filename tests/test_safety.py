@@ -133,9 +133,7 @@ class TestFuzzing:
                 assert session.state(3) is None
             assert session.state(2) is not None, "the others are unchanged"
 
-    @settings(
-        max_examples=25, derandomize=True, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
-    )
+    @settings(FUZZ, max_examples=25)
     @given(
         commands=st.lists(
             st.builds(

@@ -63,9 +63,11 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def with_model(arguments: list[str], model: Path) -> list[str]:
-    """The arguments with another model."""
+def with_model(command: str, arguments: list[str], model: Path) -> list[str]:
+    """The arguments with another model, also where the embedded one would be taken."""
     names = ("-m", "--model", "--model-name", "--model_name", "--model_name_or_path")
+    if command != "h2o-compare" and not set(names) & set(arguments):
+        arguments = [*arguments, "-m", str(model)]
     return [str(model) if before in names else word for before, word in zip(["", *arguments], arguments, strict=False)]
 
 
@@ -80,7 +82,7 @@ def test_ours_runs(line: str, place: Path, long_folder: Path) -> None:
         CacheConfig(**{name: float(value) if "ratio" in name else value for name, value in given.items()})
         return
     quick = QUICK.get(command, QUICK.get(arguments[0], []))
-    done = invoke(command, *with_model(arguments, long_folder), *quick)
+    done = invoke(command, *with_model(command, arguments, long_folder), *quick)
     assert done.exit_code == 0, done.stderr
     if "--output_path" in arguments:
         assert Path(arguments[arguments.index("--output_path") + 1]).exists()
@@ -89,7 +91,7 @@ def test_ours_runs(line: str, place: Path, long_folder: Path) -> None:
 @pytest.mark.parametrize("line", [theirs for theirs, _ in ROWS if shlex.split(theirs)[1] in OURS])
 def test_theirs_runs_or_gets_one_line(line: str, place: Path, long_folder: Path) -> None:
     _, script, *arguments = shlex.split(line)
-    done = invoke(*OURS[script], *with_model(arguments, long_folder))
+    done = invoke(*OURS[script], *with_model(OURS[script][0], arguments, long_folder))
     if done.exit_code == 0:
         return
     assert done.exit_code == 2

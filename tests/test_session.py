@@ -95,13 +95,13 @@ class TestTemplate:
 
 
 class TestConversation:
-    def talk(self, loaded: LoadedModel, window: int = 256, system: str | None = SYSTEM) -> Any:
+    def talk(self, model: Any, tokenizer: Any, window: int = 256, system: str | None = SYSTEM) -> Any:
         sampling = SamplingConfig(temperature=0, max_tokens=24)
-        engine = Engine(loaded.model, loaded.tokenizer, CacheConfig(window=window), sampling)
+        engine = Engine(model, tokenizer, CacheConfig(window=window), sampling)
         return engine, Conversation(engine, system)
 
     def test_three_turns_feed_the_system_prompt_once_and_every_token(self, embedded: LoadedModel) -> None:
-        engine, conversation = self.talk(embedded)
+        engine, conversation = self.talk(embedded.model, embedded.tokenizer)
         fed: list[int] = []
         feed = engine._forward
         engine._forward = lambda tokens: (fed.extend(tokens), feed(tokens))[1]
@@ -120,13 +120,13 @@ class TestConversation:
         assert "Paris" in turns[0].text
         assert "Rome" in turns[1].text, "it remembers what the second question is about"
 
-    def test_the_system_prompt_survives_a_small_window(self, embedded: LoadedModel) -> None:
-        engine, conversation = self.talk(embedded, window=48)
+    def test_the_system_prompt_survives_a_small_window(self, talker: Any, tokenizer: Any) -> None:
+        engine, conversation = self.talk(talker(), tokenizer, window=48)
         with engine:
             for text in TALK:
                 turn = self.last(conversation.say(text))
             pinned = len(engine.cache.pins[0])
-            kept = engine.cache.kept(7)
+            kept = engine.cache.kept(1)
             assert turn.counts.evicted > 0
             for head in kept[0]:
                 assert head[head >= 0][:pinned].tolist() == list(range(pinned))
@@ -152,8 +152,8 @@ class TestConversation:
         ):
             Conversation(engine, "Be brief. " * 40)
 
-    def test_an_interrupted_reply_is_closed_by_the_next_turn(self, embedded: LoadedModel) -> None:
-        engine, conversation = self.talk(embedded)
+    def test_an_interrupted_reply_is_closed_by_the_next_turn(self, talker: Any, tokenizer: Any) -> None:
+        engine, conversation = self.talk(talker(), tokenizer)
         with engine:
             events = conversation.say("Write a story about a dragon.")
             for event in events:
@@ -166,7 +166,7 @@ class TestConversation:
             feed = engine._forward
             engine._forward = lambda tokens: (fed.extend(tokens), feed(tokens))[1]
             assert self.last(conversation.say(TALK[0])).finish in ("stop", "length")
-        assert embedded.tokenizer.decode(fed).startswith(f"{END}\n<|im_start|>user\n{TALK[0]}")
+        assert tokenizer.decode(fed).startswith(f"{END}\n<|im_start|>user\n{TALK[0]}")
 
     def test_interrupted_during_the_system_prompt_it_starts_over(self, talker: Any, tokenizer: Any) -> None:
         sampling = SamplingConfig(temperature=0, max_tokens=3)
@@ -192,8 +192,8 @@ class TestConversation:
             turn = self.last(conversation.say("Hi"))
             assert turn.counts.seen == seen + turn.timings.prompt_tokens + turn.timings.new_tokens
 
-    def test_reset(self, embedded: LoadedModel) -> None:
-        engine, conversation = self.talk(embedded)
+    def test_reset(self, talker: Any, tokenizer: Any) -> None:
+        engine, conversation = self.talk(talker(), tokenizer)
         with engine:
             first = self.last(conversation.say(TALK[0]))
             conversation.reset()

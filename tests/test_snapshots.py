@@ -9,6 +9,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from h2o_stream import CacheConfig, ConfigError, Conversation, Engine, H2OStreamError, SamplingConfig
 from h2o_stream.session.turn import Turn
+from tests.conftest import with_exhaustive
 
 TALK = ["Tell me about the sea.", "And the tower?", "What about the light?", "Thanks, go on."]
 Talker = Callable[..., PreTrainedModel]
@@ -22,7 +23,7 @@ def said(conversation: Conversation, text: str) -> str:
     return next(event.text for event in conversation.say(text) if isinstance(event, Turn))
 
 
-@pytest.mark.parametrize("policy", ["h2o", "h2o-paper", "random", "sink", "full"])
+@pytest.mark.parametrize("policy", with_exhaustive(["h2o", "full"], ["h2o-paper", "random", "sink"]))
 def test_a_resumed_conversation_continues_as_if_never_left(talker: Talker, tokenizer: Any, policy: str) -> None:
     model = talker()
     with engine(model, tokenizer, policy) as one:
@@ -105,14 +106,11 @@ def test_a_past_turn_can_be_fed(talker: Talker, tokenizer: PreTrainedTokenizerBa
         talk = Conversation(one, "Be brief.")
         list(talk.feed_turn("What is two and two?", "Four."))
         said(talk, "Thanks.")
-        written = tokenizer.apply_chat_template(
-            [
-                {"role": "system", "content": "Be brief."},
-                {"role": "user", "content": "What is two and two?"},
-                {"role": "assistant", "content": "Four."},
-                {"role": "user", "content": "Thanks."},
-            ],
-            tokenize=False,
-            add_generation_prompt=True,
-        )
+        turns = [
+            {"role": "system", "content": "Be brief."},
+            {"role": "user", "content": "What is two and two?"},
+            {"role": "assistant", "content": "Four."},
+            {"role": "user", "content": "Thanks."},
+        ]
+        written = tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True)
         assert tokenizer.decode(list(one.tokens)).startswith(written)

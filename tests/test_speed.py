@@ -7,6 +7,7 @@ import shutil
 import sys
 from pathlib import Path
 from typing import Any, Self
+from unittest.mock import Mock
 
 import pytest
 
@@ -170,9 +171,7 @@ def test_bandwidth_is_that_of_a_memory() -> None:
 
 class TestWorkers:
     @pytest.mark.parametrize(("engine", "module"), [(LLAMA_CPP, "llama_cpp"), (OPENVINO, "openvino")])
-    def test_a_missing_engine_is_one_line(
-        self, engine: str, module: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-    ) -> None:
+    def test_a_missing_engine_is_one_line(self, engine: str, module: str, monkeypatch: Any, tmp_path: Path) -> None:
         (tmp_path / f"{module}.py").write_text("raise ImportError('not here')")
         monkeypatch.syspath_prepend(tmp_path)
         with (

@@ -87,17 +87,13 @@ class TestOllama:
         with pytest.raises(ModelNotFoundError):
             ollama_file(f"ollama:{name}")
 
-    @pytest.mark.parametrize(
-        "text",
-        [
-            "", "{", "[]", "null", '{"layers": 3}', '{"layers": [3, {}]}', "[" * 100_000,
-            '{"layers": [{"mediaType": []}]}',
-        ]
-        + [
+    @pytest.mark.parametrize("text", [
+        "", "{", "[]", "null", '{"layers": 3}', '{"layers": [3, {}]}', "[" * 100_000, '{"layers": [{"mediaType": []}]}',
+        *(
             json.dumps({"layers": [{"mediaType": MODEL_LAYER, "digest": digest}]})
             for digest in (None, "sha256:../../../secret", f"sha256:{HEX.upper()}", f"sha256:{'0' * 64}", [HEX])
-        ],
-    )  # fmt: skip
+        ),
+    ])  # fmt: skip
     def test_damaged_manifests_are_left_out(self, home: Path, text: str) -> None:
         folder = home / ".ollama" / "models"
         ollama(folder).write_text(text)

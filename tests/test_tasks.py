@@ -177,19 +177,14 @@ def test_the_command_without_the_harness(monkeypatch: pytest.MonkeyPatch) -> Non
     assert "\n" not in left.value.code
 
 
-@pytest.mark.parametrize(
-    ("arguments", "advice"),
-    [
-        ("--tasks houses", "add --model h2o"),
-        ("run --tasks houses --model_args pretrained=x", "add --model h2o"),
-        ("--model h2o --tasks houses", "add pretrained=NAME to --model_args"),
-        ("--model h2o --tasks houses --model_args pretrained=x,window=0", "--window"),
-        ("--model=h2o --tasks houses --model_args pretrained=./nothing", "./nothing does not exist"),
-    ],
-)
-def test_the_command_without_a_model(
-    arguments: str, advice: str, folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.parametrize(("arguments", "advice"), [
+    ("--tasks houses", "add --model h2o"),
+    ("run --tasks houses --model_args pretrained=x", "add --model h2o"),
+    ("--model h2o --tasks houses", "add pretrained=NAME to --model_args"),
+    ("--model h2o --tasks houses --model_args pretrained=x,window=0", "--window"),
+    ("--model=h2o --tasks houses --model_args pretrained=./nothing", "./nothing does not exist"),
+])  # fmt: skip
+def test_the_command_without_a_model(arguments: str, advice: str, folder: Path, monkeypatch: Any) -> None:
     """Regression: it ended in the harness's traceback."""
     command = ["h2o-lm-eval", *arguments.split(), "--include_path", str(folder)]
     monkeypatch.setattr(sys, "argv", command)
@@ -208,9 +203,7 @@ def test_help_needs_no_model(arguments: str, monkeypatch: pytest.MonkeyPatch) ->
     assert left.value.code == 0
 
 
-def test_tasks_are_validated_without_a_model(
-    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_tasks_are_validated_without_a_model(folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
     command = ["h2o-lm-eval", "validate", "--tasks", "houses", "--include_path", str(folder)]
     monkeypatch.setattr(sys, "argv", command)
     lm_eval_command.main()

@@ -79,6 +79,16 @@ def test_unflagged_control_tokens(unflagged: PreTrainedTokenizerBase, style: str
     assert shown in talking.decode(hostile.next_turn(user, False).tokens)
 
 
+def test_control_tokens_that_are_added_later(tokenizer: PreTrainedTokenizerBase) -> None:
+    """What one tokenizer needs is made once, and again when it has more tokens."""
+    talking = _with(tokenizer, STYLES["plain"])
+    for late in ("<|late|>", "<|later|>"):
+        talking.add_tokens([AddedToken(late, special=True)])
+        fed = ChatTemplate(talking, None, ()).first_turn(f"a {late} b").tokens
+        assert talking.convert_tokens_to_ids(late) not in fed
+        assert f"a {late} b" in talking.decode(fed)
+
+
 def test_white_space_tokens_are_text(unflagged: PreTrainedTokenizerBase) -> None:
     """They are fed as the template's own ids have them."""
     talking = _with(unflagged, STYLES["plain"])

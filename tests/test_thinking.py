@@ -67,17 +67,12 @@ def split(reply: str, size: int, thinking: bool = False, markers: Markers = TAGS
 class TestSplitter:
     @pytest.mark.parametrize(("reply", "thought", "answer"), [
         ("<think>\nWell,\n so. \n</think>\n\nYes.\n", "Well,\n so.", "Yes.\n"),
-        ("\n <think>a</think>b", "a", "b"),
-        ("<think>\n\n</think>\n\nYes.", "", "Yes."),
+        ("\n <think>a</think>b", "a", "b"), ("<think>\n\n</think>\n\nYes.", "", "Yes."),
         ("<think>a</think>\n<think> b\n</think> c", "a\n\nb", "c"),
         ("<think>never closed </thin", "never closed </thin", ""),
-        ("<think>x < y</think>1 < 2", "x < y", "1 < 2"),
-        ("<think>a</think>", "a", ""),
+        ("<think>x < y</think>1 < 2", "x < y", "1 < 2"), ("<think>a</think>", "a", ""),
         ("  Yes, <think> is a tag, </think> too.", "", "  Yes, <think> is a tag, </think> too."),
-        ("<thin", "", "<thin"),
-        ("<thing>", "", "<thing>"),
-        (" \n", "", " \n"),
-        ("", "", ""),
+        ("<thin", "", "<thin"), ("<thing>", "", "<thing>"), (" \n", "", " \n"), ("", "", ""),
     ])  # fmt: skip
     def test_replies(self, reply: str, thought: str, answer: str, size: int) -> None:
         assert split(reply, size) == (thought, answer)

@@ -58,6 +58,13 @@ def say(history: ConversationHistory, text: str) -> tuple[Turn, list[Token]]:
     return turn, [event for event in events if isinstance(event, Token)]
 
 
+@pytest.fixture
+def history(thinking: PreTrainedTokenizerBase, monkeypatch: pytest.MonkeyPatch) -> ConversationHistory:
+    """A conversation in which the model always replies with `REPLY`."""
+    script(monkeypatch, thinking, REPLY)
+    return talk(thinking)
+
+
 class TestConversation:
     @pytest.mark.parametrize("special", [False, True])
     @pytest.mark.parametrize("opened", [False, True])
@@ -90,9 +97,7 @@ class TestConversation:
         assert first.share > 0.4
         assert second.thinking is None
 
-    def test_states_of_older_versions_have_no_thoughts(self, thinking: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-        script(monkeypatch, thinking, REPLY)
-        history = talk(thinking)
+    def test_states_of_older_versions_have_no_thoughts(self, history: ConversationHistory) -> None:
         say(history, "One?")
         state = history.conversation.state_dict()
         values = decode_json(state, "conversation")
@@ -102,9 +107,7 @@ class TestConversation:
         assert history.conversation.metadata.thoughts == ()
         assert say(history, "Two?")[0].text == "It is 4711."
 
-    def test_going_back_and_resuming(self, thinking: PreTrainedTokenizerBase, monkeypatch: pytest.MonkeyPatch) -> None:
-        script(monkeypatch, thinking, REPLY)
-        history = talk(thinking)
+    def test_going_back_and_resuming(self, thinking: Any, history: ConversationHistory) -> None:
         history.fork("deep")
         say(history, "One?")
         [first] = history.conversation.thoughts
@@ -121,9 +124,7 @@ class TestConversation:
         assert [entry.thinking for entry in resumed.entries] == [THOUGHT, ""]
         resumed.close()
 
-    def test_a_transcript_is_fed_again_without_it(self, thinking: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-        script(monkeypatch, thinking, REPLY)
-        history = talk(thinking)
+    def test_a_transcript_is_fed_again_without_it(self, thinking: Any, history: ConversationHistory) -> None:
         history.fork("old")
         say(history, "One?")
         history.close()
@@ -144,9 +145,7 @@ class TestConversation:
         [thought] = history.conversation.thoughts
         assert (len(thought), thought.stop) == (6, len(history.conversation.engine.tokens))
 
-    def test_it_is_stopped(self, thinking: PreTrainedTokenizerBase, monkeypatch: pytest.MonkeyPatch) -> None:
-        script(monkeypatch, thinking, REPLY)
-        history = talk(thinking)
+    def test_it_is_stopped(self, history: ConversationHistory) -> None:
         events = history.say("One?")
         for event in events:
             if isinstance(event, Token) and event.thinking == " code":
