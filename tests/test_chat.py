@@ -119,19 +119,12 @@ class TestCommands:
         for name in ("my notes.txt", "my", "it's.txt"):
             (tmp_path / name).write_text(f"This is {name}.")
         lines = [
-            f"/file {tmp_path}/my notes.txt",
-            f"/file {tmp_path}/my notes.txt  What is it?",
-            f"/file '{tmp_path}/my' notes.txt?",
-            f'/file "{tmp_path}/my notes.txt" Why?',
-            f"/file {tmp_path}/my note",
-            f"/file {tmp_path}/it's.txt or it's not",
-            '/file "no such file" What?',
-            "/file no such file",
-            "/file ~nobody-at-all/x",
-            "/file a\0b",
-            f"/file {'x' * 5000} y",
+            f"/file {tmp_path}/my notes.txt", f"/file {tmp_path}/my notes.txt  What is it?",
+            f"/file '{tmp_path}/my' notes.txt?", f'/file "{tmp_path}/my notes.txt" Why?',
+            f"/file {tmp_path}/my note", f"/file {tmp_path}/it's.txt or it's not", '/file "no such file" What?',
+            "/file no such file", "/file ~nobody-at-all/x", "/file a\0b", f"/file {'x' * 5000} y",
             f"/export {out}",
-        ]
+        ]  # fmt: skip
         done = piped(tiny_folder, lines)
         said = re.findall(r"\*\*You\*\*\n\n(.*?)\n\n\*\*Model", out.read_text(), re.DOTALL)
         assert [text.replace("\n\n", "|") for text in said] == [

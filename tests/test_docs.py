@@ -29,9 +29,7 @@ ELSEWHERE = ("torchrun", "accelerate", "h2o-lm-eval", "cuda", "0=10GiB", "--inst
 """Commands that other tests run (several processes, the harness), need a GPU, or are not literal."""
 
 SMALL: dict[str, str] = {
-    "h2o-chat": "-n 2",
-    "h2o-stream": "-n 2 --turns 1",
-    "nll": "--tokens 60 --policies full,h2o --windows 24",
+    "h2o-chat": "-n 2", "h2o-stream": "-n 2 --turns 1", "nll": "--tokens 60 --policies full,h2o --windows 24",
     "--masked": "--tokens 60 --policies full,h2o-paper --windows 24",
     "recall": "--facts 1 --distances 8 --policies sink --windows 64 --chat 100",
     "summarize": "--limit 2 --policies full,h2o --windows 24",
@@ -40,10 +38,8 @@ SMALL: dict[str, str] = {
     "speed": "--histories 64 --policies h2o --windows 24 --quantizations none --peers=",
     "throughput": "--shapes 20+5 --cache-budget 160KiB --policies h2o --ratio 0.4 --rounds 1",
     "heavy-hitters": "--tokens 100 --window 24 --chunk 8 --policies h2o",
-    "soak": "--tokens 20000 --passes 4 --window 64",
-    "report": "",
-    "all": "",
-}
+    "soak": "--tokens 20000 --passes 4 --window 64", "report": "", "all": "",
+}  # fmt: skip
 """Options that make each command quick."""
 
 NEEDED = {"--requests": ["summarize"], "--text": ["nll", "recall", "speed", "throughput", "heavy-hitters"]}

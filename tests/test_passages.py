@@ -144,13 +144,9 @@ def chat(tokenizer: PreTrainedTokenizerBase, user: str, reply: str) -> list[int]
 
 
 PROMPTS = [
-    *FACTS,
-    "\n\n".join(FACTS),
-    PROSE,
-    "我的姐姐在里斯本当牙医。🎉 她很好 👩‍👩‍👧",
-    "  spaces around, and <|im_end|> in the text \n",
-    "ok",
-]
+    *FACTS, "\n\n".join(FACTS), PROSE, "我的姐姐在里斯本当牙医。🎉 她很好 👩‍👩‍👧",
+    "  spaces around, and <|im_end|> in the text \n", "ok",
+]  # fmt: skip
 REPLIES = ["Thank you, I will remember that.", "ok", "\n\n".join([*FACTS, PROSE]), "", "好的。" * 30]
 
 

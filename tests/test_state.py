@@ -158,18 +158,14 @@ def filled(tensor: torch.Tensor, drawn: random.Random) -> torch.Tensor:
 
 
 HARMS: list[Callable[[torch.Tensor, random.Random], Any]] = [
-    flipped,
-    flipped,
-    filled,
+    flipped, flipped, filled,
     lambda tensor, drawn: tensor.narrow(axis := drawn.randrange(tensor.dim()), 0, tensor.shape[axis] - 1),
     lambda tensor, drawn: torch.cat((tensor, tensor), drawn.randrange(tensor.dim())),
     lambda tensor, drawn: tensor.flip(drawn.randrange(tensor.dim())),
     lambda tensor, drawn: tensor.to(drawn.choice([torch.float16, torch.int32, torch.bool, torch.float64])),
-    lambda tensor, drawn: tensor.flatten(),
-    lambda tensor, drawn: tensor.flatten()[:0],
-    lambda tensor, drawn: tensor.sum(),
-    lambda tensor, drawn: [1, 2],
-]
+    lambda tensor, drawn: tensor.flatten(), lambda tensor, drawn: tensor.flatten()[:0],
+    lambda tensor, drawn: tensor.sum(), lambda tensor, drawn: [1, 2],
+]  # fmt: skip
 """Possible corruptions of a state's tensor."""
 
 
