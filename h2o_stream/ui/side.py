@@ -40,9 +40,10 @@ class Side:
         self.last: PrefillProgress | Token | Turn | None = None
 
     @property
-    def eager(self) -> bool:
-        """Whether its steps are the model's own, which are slower than native ones at any length."""
-        return self.loaded.conversation.engine.cache.engine_note.startswith("eager")
+    def name(self) -> str:
+        """The policy, and whether its steps are the model's own, which are slower than native ones at any length."""
+        note = self.loaded.conversation.engine.cache.engine_note
+        return f"{self.policy} (eager)" if note.startswith("eager") else self.policy
 
     def say(self, prompt: UserTurn) -> Iterator[Event]:
         """One turn. Yields nothing once the conversation has ended."""
@@ -84,7 +85,7 @@ def verdict(sides: Sequence[Side], parted: str) -> str:
         parted: where the replies differed first; empty if they never did.
     """
     figures = ", ".join(
-        f"{side.policy}{' (eager)' if side.eager else ''} {format_speed(side.report.total.decode_tok_s)} and {format_bytes(side.report.cache_bytes)}"
+        f"{side.name} {format_speed(side.report.total.decode_tok_s)} and {format_bytes(side.report.cache_bytes)}"
         for side in sides
     )
     past = "".join(
