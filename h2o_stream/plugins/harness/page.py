@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from statistics import fmean
 
-from h2o_stream.ui.pages import Page, Record, TableData, label, ruler
+from h2o_stream.plugins.ruler import page as ruler
+from h2o_stream.ui.pages import Page, Record, TableData, label
 from h2o_stream.ui.pages.verdicts import share
 
 _METRICS = ("acc_norm", "acc", "exact_match")

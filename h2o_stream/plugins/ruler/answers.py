@@ -14,11 +14,11 @@ import torch
 
 from h2o_stream.attachment.model_facts import input_device
 from h2o_stream.compare.asking import prefill, tell
-from h2o_stream.compare.ruler.items import Item, Question
 from h2o_stream.config import SamplingConfig
 from h2o_stream.engine.engine import Engine
 from h2o_stream.engine.events import Finished, Token
 from h2o_stream.errors import H2OStreamError
+from h2o_stream.plugins.ruler.items import Item, Question
 from h2o_stream.session.conversation import Conversation
 
 READ = "I have read it."
