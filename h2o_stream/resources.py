@@ -40,11 +40,7 @@ def is_file(path: Path) -> bool:
 
 
 def read_text(path: Path, label: str) -> str:
-    """Read a text file of the user.
-
-    Args:
-        path: path of the file.
-        label: description for messages: option or command, and name.
+    """Read a text file of the user. Messages begin with the label: option or command, and name.
 
     Raises:
         DataError: the file cannot be read as UTF-8.
@@ -58,11 +54,7 @@ def read_text(path: Path, label: str) -> str:
 
 
 def piped_text(data: bytes, label: str) -> str:
-    """Text from a pipe, in which single bytes that are not UTF-8 are replaced.
-
-    Args:
-        data: the bytes.
-        label: description for messages.
+    """Text from a pipe, in which single bytes that are not UTF-8 are replaced. Messages begin with the label.
 
     Raises:
         DataError: too much of it is not UTF-8; a model would answer noise for hours.
@@ -223,11 +215,7 @@ def _folder(kind: Literal["cache", "data", "config", "log"]) -> Path:
 
 
 def user_path(name: str, label: str) -> Path:
-    """A path typed by the user, with ``~`` expanded.
-
-    Args:
-        name: the typed path.
-        label: description for messages.
+    """A path typed by the user, with ``~`` expanded. Messages begin with the label.
 
     Raises:
         DataError: the home folder does not exist, or the path is invalid.

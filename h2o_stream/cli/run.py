@@ -219,12 +219,8 @@ def loading(model: ModelConfig, terminal: Terminal) -> Iterator[None]:
 def outputs(
     output: OutputOptions, record: Path | None = None, bars: bool = False
 ) -> Iterator[tuple[Terminal, JsonlWriter]]:
-    """A command's terminal, recorded if wanted, and its records; of several processes only the first one prints.
-
-    Args:
-        output: the output options.
-        record: see `recording`.
-        bars: see `open_terminal`.
+    """A command's terminal, with `recording` and `open_terminal`, and its records; of several processes only the first
+    one prints.
     """
     from h2o_stream.ui.recording import recording
 

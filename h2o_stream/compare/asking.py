@@ -28,18 +28,12 @@ GREEDY = SamplingConfig(temperature=0.0, max_tokens=MAX_ANSWER)
 
 @dataclass(frozen=True)
 class Answer:
-    """The reply to a question.
+    """The reply to a `Question`, asked `tokens` after the end of the fact's turn, or after the last fact if it asks for
+    none.
 
-    Attributes:
-        kind: see `Question`.
-        id: see `Question`.
-        tokens: tokens between the end of the fact's turn and the question; since the last fact if none was asked for.
-        reply: the text.
-        right: whether it tells the right value and no wrong one.
-        wrong: whether it tells a wrong one.
-        margin: log-probability of the right value minus that of the wrong one in nats, where the two first differ, if
-            the reply began with `Question.reply`. None if there is no right value.
-        recalling: whether evicted passages were read again before the reply.
+    A right reply tells the right value and no wrong one. `margin` is the log-probability of the right value minus that
+    of the wrong one in nats, where the two first differ, if the reply began with `Question.reply`; None without a right
+    value. `recalling` says whether evicted passages were read again before the reply.
     """
 
     kind: str

@@ -54,12 +54,7 @@ def machine() -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class JobResult:
-    """The result of a job.
-
-    Attributes:
-        figures: JSON values.
-        values: a tensor of many numbers.
-    """
+    """The result of a job: JSON values, and a tensor of many numbers."""
 
     figures: dict[str, Any] = field(default_factory=dict)
     values: Tensor = field(default_factory=lambda: torch.empty(0))

@@ -16,12 +16,8 @@ _FILE = "left-out.jsonl"
 
 @dataclass(frozen=True)
 class LeftOut:
-    """A part of ``all`` that could not be measured.
-
-    Attributes:
-        comparison: its name.
-        job: label of the job; None if the whole comparison is missing.
-        reason: in one line.
+    """A part of ``all`` that could not be measured, and why in one line. `job` is None if the whole comparison is
+    missing.
     """
 
     comparison: str

@@ -54,18 +54,7 @@ class Settings:
 
 @dataclass(frozen=True)
 class ChatConfig:
-    """Settings of ``h2o-chat``.
-
-    Args:
-        prompt: answer this and exit; None reads messages.
-        single_turn: exit after the first reply.
-        session: save the conversation under this name, and resume it if it exists.
-        retell: replay the transcript of a session whose state does not fit.
-        plain: print replies as plain text, not rendered as Markdown.
-        vim: vi key bindings in place of Emacs'.
-        history: keep what is typed at the prompt in a file, for the next chats.
-        record: a file for a recording, which ``h2o-stream --replay`` plays back.
-    """
+    """Settings of ``h2o-chat``, as its ``--help`` explains them. Without a prompt it reads messages."""
 
     prompt: str | None = None
     single_turn: bool = False

@@ -50,13 +50,10 @@ _MIN_CACHED_BYTES = 2**30
 
 @dataclass(frozen=True)
 class LoadedModel:
-    """A model in memory.
+    """A model in memory: the name the user typed, a causal language model in evaluation mode, a tokenizer with a chat
+    template.
 
-    Attributes:
-        name: the name the user typed.
-        model: a causal language model of transformers, in evaluation mode.
-        tokenizer: its tokenizer, with a chat template.
-        stops: strings that end a reply, for models without an end-of-turn token.
+    For models without an end-of-turn token `stops` end a reply.
     """
 
     name: str
@@ -71,13 +68,11 @@ def load(
     notify: Callable[[str], None] = lambda line: None,
     progress: ProgressCallback = ignore,
 ) -> LoadedModel:
-    """Load the model that `config` names.
+    """Load the model that `config` names. With a `cache`, unsupported architectures are refused before weights are
+    read.
 
-    Args:
-        config: name, dtype and device.
-        cache: if given, unsupported architectures are refused before weights are read.
-        notify: called with one-line messages about slow steps and automatic choices.
-        progress: called with the progress; may stop loading, see `ProgressCallback`.
+    `notify` gets one-line messages about slow steps and automatic choices; `progress` may stop loading
+    (`ProgressCallback`).
 
     Raises:
         ModelNotFoundError: not found; the message says what to do.

@@ -19,13 +19,8 @@ MAX_SHARE = 0.9
 
 @dataclass(frozen=True)
 class WeightSizes:
-    """Sizes of a model's weights in bytes.
-
-    Attributes:
-        float32: all in float32.
-        int8: matrices packed in 8 bits.
-        int4: matrices packed in 4 bits.
-        largest: the largest tensor, which temporarily exists twice.
+    """Bytes of a model's weights: in float32, with matrices packed in 8 or 4 bits, and the largest tensor, which exists
+    twice for a moment.
     """
 
     float32: int
@@ -51,13 +46,7 @@ class WeightSizes:
 
 @dataclass(frozen=True)
 class Precision:
-    """A choice of precision.
-
-    Attributes:
-        dtype: dtype of unpacked weights and activations.
-        quantize: ``none``, ``int8`` or ``int4``.
-        reason: one-line explanation if the choice may surprise the user, else "".
-    """
+    """A choice of precision: dtype of unpacked weights and activations, packed format, a reason if it may surprise."""
 
     dtype: torch.dtype
     quantize: str

@@ -30,11 +30,8 @@ class ResumeError(H2OStreamError):
 class ConversationHistory:
     """A conversation with its transcript and the states after its last turns, in memory or in a session on disk.
 
-    Only one turn is active at a time: any other call closes it.
-
-    Args:
-        conversation: a new one. From now on it must be changed through its history only.
-        header: describes the conversation in its sessions. Its system prompt is replaced by the conversation's.
+    Only one turn is active at a time: any other call closes it. From now on the conversation, a new one, must be
+    changed through its history only. The header describes it in its sessions; its system prompt is the conversation's.
     """
 
     def __init__(self, conversation: Conversation, header: Header) -> None:

@@ -26,10 +26,7 @@ _MAX_NUMBER = 1 << 53
 class JsonlWriter:
     """Writes records to a file and flushes each one, so that an interrupted run keeps its records.
 
-    Args:
-        target: a file; ``-`` for standard output; None to write nothing.
-        option: the option that named it, for messages.
-        mode: ``w`` replaces an existing file, ``x`` refuses it.
+    ``-`` is standard output, None nothing. The mode ``x`` refuses an existing file. Messages name the option.
 
     Raises:
         DataError: the file cannot be opened.
@@ -95,12 +92,7 @@ def read_objects(path: Path, option: str) -> list[tuple[str, dict[str, Any]]]:
 
 
 def build(cls: type[T], fields: Mapping[str, Any], **built: Any) -> T:
-    """A dataclass instance from JSON fields, each checked against its type.
-
-    Args:
-        cls: the dataclass.
-        fields: values read from JSON.
-        built: further fields, which are not checked.
+    """A dataclass instance from JSON fields, each checked against its type, and from others that are not checked.
 
     Raises:
         ValueError, TypeError, KeyError: a field is missing, unknown or of another type.

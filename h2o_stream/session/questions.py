@@ -87,12 +87,9 @@ class QuestionSet:
 
 @dataclass(frozen=True)
 class Replay:
-    """What is asked in a run.
+    """What is asked in a run: so many turns, or all; after the last question over again, with `loop`.
 
-    Attributes:
-        turns: stop after so many; None for all.
-        loop: start over after the last question.
-        cliff: read text up to just before the model's context first.
+    With `cliff` text up to just before the model's context is read first.
     """
 
     questions: QuestionSet

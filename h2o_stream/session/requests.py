@@ -18,12 +18,7 @@ from h2o_stream.session.jsonl import read_objects
 
 @dataclass(frozen=True)
 class Request:
-    """One text to continue.
-
-    Attributes:
-        prompt: the text, which is fed to the model unchanged.
-        sampling: the request's sampling settings, with its maximum length and stop strings.
-    """
+    """One text to continue, which is fed unchanged, with its sampling, maximum length and stop strings."""
 
     prompt: str
     reference: str | None

@@ -59,12 +59,8 @@ def _shared(a: Sequence[int], b: Sequence[int]) -> int:
 class ChatTemplate:
     """Formats the turns of a conversation as token ids.
 
-    Args:
-        tokenizer: with a chat template.
-        system: the system prompt; None leaves it to the template.
-        end_tokens: the model's end-of-turn tokens.
-        thinking: whether the model is to think, for templates with a switch for it; None leaves it to the template.
-        tools: JSON schemas of the tools that the first turn describes.
+    None leaves the system prompt or, with a switch for it, thinking to the template. The first turn describes the
+    tools, which are JSON schemas.
     """
 
     def __init__(
@@ -102,12 +98,8 @@ class ChatTemplate:
         return Prompt(tokens, pinned, num_thinking=self._num_thinking(tokens, after))
 
     def next_turn(self, user: UserTurn, ended: bool) -> Prompt:
-        """Any later turn.
-
-        Args:
-            user: the user's message, or messages.
-            ended: whether the previous reply ended with an end-of-turn token, which is then in the cache. Otherwise
-                the template's own is fed first.
+        """Any later turn. If the previous reply ended with an end-of-turn token, that is in the cache; otherwise the
+        template's own is fed first.
 
         Raises:
             DataError: a tool call has control tokens.
@@ -226,11 +218,7 @@ class ChatTemplate:
         return f"{text}-{self._nonce}"
 
     def _render_turn(self, messages: Sequence[Message], render: Callable[[Sequence[Message], str | None], str]) -> str:
-        """What the template makes of these very messages, with their control tokens marked.
-
-        Raises:
-            DataError: it treats a message with marks differently.
-        """
+        """What the template makes of these very messages, with their control tokens marked."""
         guarded = [{**message, "content": self._controls.guard(message["content"])} for message in messages]
         system = self._system and self._controls.guard(self._system)
         marked = render(guarded, system)
@@ -273,11 +261,7 @@ class ChatTemplate:
     def _check_rendered(
         self, messages: Sequence[Message], render: Callable[[Sequence[Message], str | None], str]
     ) -> None:
-        """Check that the template omits neither a tool call nor a result.
-
-        Raises:
-            UnsupportedModelError: it does.
-        """
+        """Check that the template omits neither a tool call nor a result."""
         hidden, results = with_placeholders(messages, lambda message: message["role"] == "tool")
         calls = sum(len(message.get("tool_calls", ())) for message in messages)
         rendered = render([_with_marked_calls(message) for message in hidden], self._system)
@@ -286,11 +270,7 @@ class ChatTemplate:
             raise UnsupportedModelError(f"the chat template omits {what}; use a model with another template")
 
     def _refuse_markers(self, value: Sequence[Any], name: str) -> None:
-        """Check that nothing in a JSON value would become a control token.
-
-        Raises:
-            DataError: something would.
-        """
+        """Check that nothing in a JSON value would become a control token."""
         if marker := self._controls.found(value):
             raise DataError(f"{name} have the control token {marker}; accepted: any other text")
 

@@ -41,12 +41,7 @@ class Entry:
 
 @dataclass(frozen=True)
 class Header:
-    """What a session was created with.
-
-    Attributes:
-        window: tokens the cache keeps; 0 for all.
-        created: ISO 8601.
-    """
+    """What a session was created with. A window of 0 keeps all; the time is ISO 8601."""
 
     model: str
     policy: str
@@ -65,11 +60,7 @@ class _Content:
     line_numbers: tuple[int, ...] = ()
 
     def with_record(self, record: Mapping[str, Any]) -> _Content:
-        """A copy with one more line.
-
-        Raises:
-            ValueError, TypeError, KeyError, AttributeError: it does not belong in a transcript.
-        """
+        """A copy with one more line."""
         kind, count = record["type"], self.line_count + 1
         if kind == "session":
             return _Content(count, build(Header, {field.name: record[field.name] for field in fields(Header)}))

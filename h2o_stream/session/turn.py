@@ -12,14 +12,7 @@ from h2o_stream.recall.passage import Candidate
 
 @dataclass
 class Timings:
-    """Tokens and compute time of a turn or of any part of a run.
-
-    Attributes:
-        prompt_tokens: tokens prefilled, template tokens included.
-        prefill_s: seconds spent in prefill.
-        new_tokens: tokens generated, end-of-turn tokens included.
-        decode_s: seconds spent in decoding.
-    """
+    """Tokens and compute time of a turn or of any part of a run. Template and end-of-turn tokens count."""
 
     prompt_tokens: int = 0
     prefill_s: float = 0.0

@@ -91,11 +91,7 @@ class Chat:
         self._jsonl.write(self._report.record())
 
     def run(self, typed: Iterator[str] | None = None) -> Finish | None:
-        """Read messages and reply, until the end.
-
-        Args:
-            typed: the messages, if they do not come from a prompt of our own or from standard input.
-        """
+        """Read messages and reply, until the end; from a prompt of our own or standard input, unless they are given."""
         config, interrupts = self._context.config, self._context.loaded.interrupts
         if config.prompt is not None:
             return self.say(config.prompt)

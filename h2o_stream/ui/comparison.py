@@ -52,16 +52,10 @@ def run_comparison(
     processes: Processes,
     on_failure: OnFailure | None = None,
 ) -> None:
-    """Run a comparison and show it.
+    """Run a comparison and show it. Its folder, from which an interrupted one resumes, and `jsonl` get its records.
 
-    Args:
-        comparison: which.
-        out: a folder for all of it, from which an interrupted comparison resumes; None for none.
-        terminal: shows progress and tables.
-        jsonl: gets the run record and those of the comparison.
-        processes: share its work or its model.
-        on_failure: if given, jobs that cannot run are left out, and it is called with their label and the reason.
-            Records then come when all jobs are done.
+    With `on_failure` jobs that cannot run are left out, and it is called with their label and the reason. Records then
+    come when all jobs are done.
 
     Raises:
         DataError: the folder cannot be written, or holds another run.
@@ -158,13 +152,7 @@ def _display(
 class _Total:
     """A bar for all jobs of this process, with the time left; where no bar can be drawn, a note every minute.
 
-    Args:
-        name: of the comparison.
-        pending: the jobs without a stored result; only their work counts.
-        count: all jobs.
-        workers: processes that share them.
-        progress: gets the bar.
-        terminal: gets the notes.
+    Only the pending jobs, those without a stored result, count as work; `workers` processes share them.
     """
 
     def __init__(

@@ -27,12 +27,10 @@ def read_file(context: ChatContext, name: str, text: str, question: str) -> str 
 
 
 def read_ahead(context: ChatContext, message: str) -> str | None:
-    """What to say of a message. If it is longer than the window and recall is on, all but the question is read first.
+    """What to say of a message; None if Ctrl-C ended the reading.
 
-    The question is the last paragraph, if that is short. If it is not, the message is said as it is.
-
-    Returns:
-        The message for the model; None if Ctrl-C ended the reading.
+    If it is longer than the window and recall is on, all but the question is read first: the last paragraph, if that is
+    short. If it is not, the message is said as it is.
     """
     body, question = split_question(message)
     if not body or not _exceeds(context, message, 1.0) or _exceeds(context, question, _QUESTION_SHARE):

@@ -25,12 +25,6 @@ def run_everything(options: AllOptions, terminal: Terminal, jsonl: JsonlWriter, 
     What a model, its tokenizer, the memory or the installation does not allow is left out, with the reason on the
     terminal, in `jsonl` and in the reports. A model that cannot be loaded ends it all.
 
-    Args:
-        options: what is compared.
-        terminal: shows progress and tables.
-        jsonl: gets all records.
-        processes: share the work.
-
     Raises:
         H2OStreamError: the first comparison could not begin, or nothing could be measured.
     """

@@ -19,11 +19,9 @@ _START = b"\n# "
 
 
 def input_history(keep: bool, notify: Callable[[str], None]) -> History:
-    """The history of the user's prompts.
+    """The history of the user's prompts: kept in the file ``history`` of the user's data folder, or in memory.
 
-    Args:
-        keep: whether messages are read from and kept in the file ``history`` of the user's data folder.
-        notify: receives a line if the file cannot be written.
+    `notify` receives a line if the file cannot be written.
     """
     if keep:
         try:

@@ -24,12 +24,8 @@ PROMPT, CONTINUATION, QUOTES = "> ", ". ", '"""'
 class MessagePrompt:
     """Reads messages from a terminal. Enter sends; Meta-Enter, or Enter inside triple quotes, starts a new line.
 
-    Args:
-        toolbar: the text below the prompt.
-        vim: use vi's key bindings instead of Emacs'.
-        history: what was typed before.
-        background: runs in this thread while the first message is typed. The message waits until it is done. If it
-            raises, so does `messages`.
+    The toolbar is below the prompt. `background` runs in this thread while the first message is typed, which waits
+    until it is done; if it raises, so does `messages`.
     """
 
     def __init__(

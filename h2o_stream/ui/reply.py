@@ -32,9 +32,7 @@ _THINKING_STYLE = "dim"
 class PlainReply:
     """Writes a reply as plain text. A context manager: leaving it ends the reply.
 
-    Args:
-        terminal: where to.
-        thinking: what is shown of the thinking. All of it goes to stdout between tags, a line to stderr.
+    Thinking that is shown goes to stdout between tags, a line about it to stderr.
     """
 
     def __init__(self, terminal: Terminal, thinking: Thinking | None = None) -> None:
@@ -79,12 +77,9 @@ class PlainReply:
 
 
 class MarkdownReply:
-    """Draws a reply as Markdown. A context manager: leaving it ends the reply.
+    """Draws a reply as Markdown on a live console. A context manager: leaving it ends the reply.
 
-    Args:
-        footer: returns the line below it, for a width.
-        console: a live one, on stdout.
-        thinking: what is shown of the thinking, dim and above the answer.
+    The line below it is made for a width. Thinking is dim and above the answer.
     """
 
     def __init__(self, footer: Callable[[int], Text], console: Console, thinking: Thinking | None = None) -> None:

@@ -29,14 +29,8 @@ FRAME_S = 0.1
 class Screen:
     """Draws a run: transcript above, cache, speed and their course below. Uses the whole terminal while it lasts.
 
-    At the end the terminal is restored, and the transcript is printed: what was said stays.
-
-    Args:
-        terminal: a live one.
-        title: what runs: model, policy, window.
-        context: the model's trained context, the scale of a cache without a window.
-        think: what is shown of the model's thinking.
-        report: statistics of the run, which its owner keeps up to date; None to keep them here.
+    At the end the terminal is restored, and the transcript is printed: what was said stays. The model's context is the
+    scale of a cache without a window. A given report is kept up to date by its owner.
     """
 
     def __init__(

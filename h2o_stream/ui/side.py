@@ -18,17 +18,9 @@ Event = Recalled | PrefillProgress | Token | Turn
 
 
 class Side:
-    """The conversation of one policy.
+    """The conversation of one policy: the reply so far, the last turn once it is finished, the last event with counts.
 
-    Attributes:
-        policy: its name.
-        loaded: the conversation.
-        context: tokens the model was trained for; None if not known.
-        text: the reply so far.
-        turn: the last turn; None while it is generated.
-        finish: why the conversation ended; None while it continues.
-        report: statistics so far.
-        last: the last event with counts.
+    `finish` says why the conversation ended.
     """
 
     def __init__(self, policy: str, loaded: LoadedConversation) -> None:
@@ -77,12 +69,7 @@ def common_prefix(sides: Sequence[Side]) -> int:
 
 
 def verdict(sides: Sequence[Side], parted: str) -> str:
-    """The comparison in one line.
-
-    Args:
-        sides: at their end.
-        parted: where the replies differed first; empty if they never did.
-    """
+    """The comparison in one line, at its end; `parted` says where the replies differed first, if they did."""
     figures = ", ".join(
         f"{side.policy}{' (eager)' if side.eager else ''} {format_speed(side.report.total.decode_tok_s)} and {format_bytes(side.report.cache_bytes)}"
         for side in sides

@@ -6,15 +6,10 @@ from h2o_stream.config import ThinkMode
 
 
 class Thinking:
-    """The thinking of one reply, while it is generated.
+    """The thinking of one reply, while it is generated: all of it is `shown`, or a line (`folded`) that ends with the
+    hint.
 
-    Attributes:
-        shown: whether all of it is to be shown.
-        folded: whether a line is to be shown in its place.
-
-    Args:
-        mode: how it is shown; ``off`` is ``fold``, for a model that thinks nevertheless.
-        hint: ends the line of folded thinking.
+    The mode ``off`` is ``fold``, for a model that thinks nevertheless.
     """
 
     def __init__(self, mode: ThinkMode, hint: str = "") -> None:

@@ -132,12 +132,7 @@ class HeavyHitters(Comparison[HeavyHittersOptions]):
 
 @dataclass(frozen=True)
 class Removal:
-    """Tokens that are masked while a text is read.
-
-    Attributes:
-        removed: ``nothing`` or one of `REMOVED`.
-        percent: of the tokens seen.
-    """
+    """Tokens that are masked while a text is read: ``nothing`` or one of `REMOVED`, in percent of the tokens seen."""
 
     removed: str
     percent: int

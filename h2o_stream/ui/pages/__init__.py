@@ -59,14 +59,7 @@ class Chart:
 
 @dataclass(frozen=True)
 class Heatmap:
-    """Colored cells, a panel for each policy.
-
-    Attributes:
-        axes: labels of x and y.
-        x: values of the columns.
-        y: values of the rows, from the top.
-        panels: by title, the cells in rows, 0 (bad) to 1 (good).
-    """
+    """Colored cells: by title a panel for each policy, in rows from the top, from 0 (bad) to 1 (good)."""
 
     name: str
     title: str
@@ -78,11 +71,8 @@ class Heatmap:
 
 @dataclass(frozen=True)
 class Page:
-    """The results of a comparison.
-
-    Attributes:
-        legend: explains columns that need it.
-        verdict: what was found, in a sentence; may be empty.
+    """The results of a comparison. The legend explains columns that need it; the verdict says in a sentence what was
+    found.
     """
 
     title: str
