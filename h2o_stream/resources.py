@@ -13,6 +13,9 @@ from h2o_stream.errors import DataError, file_errors
 
 APP = "h2o-stream"
 
+PRIVATE = 0o600
+"""Mode of files that only the user may read."""
+
 _MAX_DAMAGED, _MAX_DAMAGED_SHARE = 8, 0.25
 """How many characters of a piped text may be damaged: a few, or a share."""
 
@@ -46,11 +49,10 @@ def read_text(path: Path, label: str) -> str:
         DataError: the file cannot be read as UTF-8.
     """
     try:
-        return path.read_bytes().decode("utf-8")
+        with file_errors(label):
+            return path.read_bytes().decode("utf-8")
     except UnicodeDecodeError as error:
         raise DataError(f"{label}: not UTF-8 at byte {error.start}") from error
-    except OSError as error:
-        raise DataError(f"{label}: {error.strerror or error}") from error
 
 
 def piped_text(data: bytes, label: str) -> str:
@@ -105,15 +107,22 @@ def wheel_file(project: str, suffix: str) -> Path | None:
     return next((path for path in paths if path.exists()), None)
 
 
-@contextmanager
-def atomic_file(path: Path) -> Iterator[Path]:
-    """Write a file whole or not at all: the block writes a temporary one beside it, which is renamed at the end."""
-    partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
+def write_atomically(path: Path, data: bytes, mode: int = 0o666) -> None:
+    """Write a file completely, or leave it as it was. `mode` is that of a new file.
+
+    Raises:
+        OSError: for example, the disk is full.
+    """
+    partial = path.with_name(f".{path.name}.{os.getpid()}.part")
     try:
-        yield partial
+        with os.fdopen(os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, mode), "wb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
         partial.replace(path)
     finally:
-        partial.unlink(missing_ok=True)
+        with suppress(OSError):
+            partial.unlink(missing_ok=True)
 
 
 @contextmanager

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass
-from itertools import takewhile
 from typing import Any
 
 import torch
@@ -18,6 +17,7 @@ from h2o_stream.engine.events import Finished, PrefillProgress, Token
 from h2o_stream.errors import H2OStreamError
 from h2o_stream.recall.passage import Recalled
 from h2o_stream.session.conversation import Conversation
+from h2o_stream.session.template import shared_length
 from h2o_stream.session.turn import Turn
 
 MAX_ANSWER = 40
@@ -93,9 +93,9 @@ def _margin(conversation: Conversation, question: Question) -> float:
     prefill(conversation, question.text)
     tokenizer = conversation.engine.tokenizer
     right, wrong = (_encode(tokenizer, question.reply, values) for values in (question.answers, question.wrong))
-    shared = [pair[0] for pair in takewhile(lambda pair: pair[0] == pair[1], zip(right, wrong, strict=False))]
-    logits = _continue(conversation.engine, shared)
-    return float(logits[right[len(shared)]] - logits[wrong[len(shared)]])
+    shared = shared_length(right, wrong)
+    logits = _continue(conversation.engine, right[:shared])
+    return float(logits[right[shared]] - logits[wrong[shared]])
 
 
 def prefill(conversation: Conversation, text: str) -> None:

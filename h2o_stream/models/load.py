@@ -35,8 +35,16 @@ from h2o_stream.models.gguf_model import lazy_state_dict, packed_state_dict
 from h2o_stream.models.hub import download_bars, reachable
 from h2o_stream.models.huge_pages import advise_huge_pages, move_to_huge_pages
 from h2o_stream.models.packed_weights import packed_folder, save_packed
-from h2o_stream.models.placement import allowed_dtypes, device_map_kwargs, device_of, dtype_of, tensor_parallel_kwargs
-from h2o_stream.models.precision import Precision, WeightSizes, choose_precision
+from h2o_stream.models.precision import (
+    Precision,
+    WeightSizes,
+    allowed_dtypes,
+    choose_precision,
+    device_map_kwargs,
+    device_of,
+    dtype_of,
+    tensor_parallel_kwargs,
+)
 from h2o_stream.models.quantize import PackedConfig, set_dtype
 from h2o_stream.models.templates import FALLBACK_STOPS, FALLBACK_TEMPLATE
 from h2o_stream.models.user_cache import folder_lock
@@ -65,7 +73,7 @@ class LoadedModel:
 def load(
     config: ModelConfig,
     cache: CacheConfig | None = None,
-    notify: Callable[[str], None] = lambda line: None,
+    notify: Callable[[str], None] = ignore,
     progress: ProgressCallback = ignore,
 ) -> LoadedModel:
     """Load the model that `config` names. With a `cache`, unsupported architectures are refused before weights are
@@ -270,7 +278,7 @@ class _Loader:
             set_tqdm_hook(previous)
 
 
-def load_tokenizer(config: ModelConfig, notify: Callable[[str], None] = lambda line: None) -> Any:
+def load_tokenizer(config: ModelConfig, notify: Callable[[str], None] = ignore) -> Any:
     """Load the tokenizer that `config` names, without weights.
 
     Raises:

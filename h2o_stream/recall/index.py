@@ -13,6 +13,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TypeVar
 
+from h2o_stream.progress import ignore
 from h2o_stream.recall import database
 from h2o_stream.recall.database import PASSAGES
 from h2o_stream.recall.passage import Passage
@@ -37,10 +38,6 @@ _MAX_REPLACEMENTS = 3
 """After so many errors the index is switched off, as filling it again and again would delay every turn."""
 
 _UNSPACED_RUN = re.compile(f"[{UNSPACED}]+")
-
-
-def ignore(message: str) -> None:
-    """Drop a notice."""
 
 
 class PassageIndex:

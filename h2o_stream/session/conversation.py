@@ -23,12 +23,11 @@ from h2o_stream.errors import H2OStreamError
 from h2o_stream.recall.form import compose
 from h2o_stream.recall.passage import Candidate, Recalled
 from h2o_stream.recall.recall import Recall
-from h2o_stream.session.active_turn import ActiveTurn
 from h2o_stream.session.conversation_state import ConversationState, PendingPin, TurnSpan, load_conversation_state
 from h2o_stream.session.messages import Tool, UserTurn, change_question, parse_tools, parse_turn, question_of, text_of
 from h2o_stream.session.reply import GrowingReply
 from h2o_stream.session.template import ChatTemplate, Prompt, inserted
-from h2o_stream.session.turn import Turn
+from h2o_stream.session.turn import ActiveTurn, Turn
 
 ReplyEvents = Generator[Recalled | PrefillProgress | Token | Turn, None, None]
 FeedEvents = Generator[PrefillProgress | Finished, None, None]

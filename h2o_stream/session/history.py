@@ -151,10 +151,7 @@ class ConversationHistory:
             self._transactions.commit_up_to(0)
 
     def undo(self, count: int = 1) -> list[Entry]:
-        """Undo the last turns.
-
-        Returns:
-            The turns that were undone.
+        """Undo the last turns, and return them.
 
         Raises:
             H2OStreamError: there are fewer turns, or the state before them is no longer available.
@@ -173,10 +170,9 @@ class ConversationHistory:
         return entries[-count:]
 
     def regenerate(self) -> str:
-        """Undo the last turn so that it can be said again. The random generator continues, so the reply will differ.
+        """Undo the last turn so that its message, which is returned, can be said again.
 
-        Returns:
-            The user's message.
+        The random generator continues, so the reply will differ.
 
         Raises:
             H2OStreamError: there is no reply, or the state before it is no longer available.
@@ -226,10 +222,7 @@ class ConversationHistory:
         return None
 
     def open(self, name: str, create: bool = True) -> bool:
-        """Resume the session `name`, or start it.
-
-        Returns:
-            Whether the session existed.
+        """Resume the session `name`, or start it. Returns whether it existed.
 
         Raises:
             ConfigError, DataError: see `Session`. Nothing has changed.
@@ -259,9 +252,8 @@ class ConversationHistory:
     def replay(self, name: str) -> FeedEvents:
         """Resume the session `name` by feeding its transcript again, for when its state cannot be loaded.
 
-        Yields:
-            The events of all turns. If a turn ends early, or the iterator is closed, the conversation and the session
-            stay as they were.
+        Yields the events of all turns. If a turn ends early, or the iterator is closed, the conversation and the
+        session stay as they were.
 
         Raises:
             ConfigError, DataError: see `Session` and `Conversation.pin`. Nothing has changed.
@@ -298,11 +290,10 @@ class ConversationHistory:
         self._transactions.roll_back()
 
     def continue_in(self, conversation: Conversation, header: Header) -> FeedEvents:
-        """Feed the transcript to another conversation and continue there, in the same session. It is a new one with
-        this system prompt.
+        """Feed the transcript to another conversation, a new one with this system prompt, and continue there, in the
+        same session.
 
-        Yields:
-            The events of all turns. If a turn ends early, or the iterator is closed, nothing has changed.
+        Yields the events of all turns. If a turn ends early, or the iterator is closed, nothing has changed.
 
         Raises:
             ConfigError, DataError: see `replay`. Nothing has changed.

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from safetensors import SafetensorError, safe_open
 
 from h2o_stream.errors import DataError
-from h2o_stream.session.transcript import write_atomically
+from h2o_stream.resources import PRIVATE, write_atomically
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -36,7 +36,7 @@ class StateFiles:
         from safetensors.torch import save
 
         data = save(dict(state), metadata={"line": json.dumps(record, ensure_ascii=False)})
-        write_atomically(self._path(line), data)
+        write_atomically(self._path(line), data, PRIVATE)
 
     def read(self, line: int, turn: int) -> dict[str, Tensor] | None:
         """The state after a line, if it is the line of this turn; None if there is none or its header is damaged.

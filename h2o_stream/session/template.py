@@ -48,11 +48,12 @@ class Prompt:
 
 def inserted(without: Sequence[int], tokens: Sequence[int]) -> range:
     """Where `tokens` has something that `without` has not: all but the start and the end that they share."""
-    start = _shared(without, tokens)
-    return range(start, len(tokens) - _shared(without[start:][::-1], tokens[start:][::-1]))
+    start = shared_length(without, tokens)
+    return range(start, len(tokens) - shared_length(without[start:][::-1], tokens[start:][::-1]))
 
 
-def _shared(a: Sequence[int], b: Sequence[int]) -> int:
+def shared_length(a: Sequence[int], b: Sequence[int]) -> int:
+    """How many tokens two lists begin with in common."""
     return len(list(takewhile(lambda pair: pair[0] == pair[1], zip(a, b, strict=False))))
 
 
@@ -94,7 +95,7 @@ class ChatTemplate:
         if not isinstance(user, str) and user[0]["role"] != "user":
             raise DataError(f"the first message has the role {user[0]['role']}; a conversation begins with user")
         tokens, after = self._compose(user, self._render_first, after)
-        pinned = _shared(tokens, self._controls.encode(before))
+        pinned = shared_length(tokens, self._controls.encode(before))
         return Prompt(tokens, pinned, num_thinking=self._num_thinking(tokens, after))
 
     def next_turn(self, user: UserTurn, ended: bool) -> Prompt:
@@ -108,7 +109,7 @@ class ChatTemplate:
         before, after = self._following
         tokens, after = self._compose(user, self._render_next, after)
         if ended:
-            start = tokens[: _shared(tokens, self._controls.encode(before))]
+            start = tokens[: shared_length(tokens, self._controls.encode(before))]
             tokens = tokens[next((i for i, token in enumerate(start, 1) if token in self._end_tokens), 0) :]
         return Prompt(tokens, num_thinking=self._num_thinking(tokens, after))
 

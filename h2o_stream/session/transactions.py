@@ -175,13 +175,9 @@ class Transactions:
             self._opened = None
 
     def replay(self, entries: Iterable[Entry]) -> Generator[PrefillProgress | Finished, None, Checkpoint | None]:
-        """Feed turns to the conversation, which has none.
+        """Feed turns to the conversation, which has none. Yields their events; one that ends early is the last one.
 
-        Yields:
-            The events of all turns. A turn that ends early is the last one, and the conversation is rolled back.
-
-        Returns:
-            The conversation after the last turn, for a commit; None if it was rolled back.
+        Returns the conversation after the last turn, for a commit; None if it was rolled back.
         """
         conversation = self.conversation
         replayed = Checkpoint(conversation.metadata, self.rng_state)

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from h2o_stream.errors import DataError, file_errors
+from h2o_stream.resources import PRIVATE, write_atomically
 from h2o_stream.session.jsonl import build, check_type
 
 Kind = Literal["said", "told", "pinned"]
@@ -133,7 +134,7 @@ class Transcript:
         after = self._content.with_record(record), size + len(data), ()
         with (
             file_errors(self.path),
-            os.fdopen(os.open(self.path, os.O_RDWR | os.O_CREAT, 0o600), "r+b", buffering=0) as file,
+            os.fdopen(os.open(self.path, os.O_RDWR | os.O_CREAT, PRIVATE), "r+b", buffering=0) as file,
         ):
             if os.fstat(file.fileno()).st_size < size:
                 raise OSError("another program truncated the file")
@@ -166,26 +167,8 @@ class Transcript:
         with file_errors(self.path):
             before = self.path.read_bytes()[: self._size] if self.path.exists() else b""
             data = b"".join((before, *self._deferred, *map(_line, records)))
-            write_atomically(self.path, data)
+            write_atomically(self.path, data, PRIVATE)
         self._content, self._size, self._deferred = content, len(data), ()
-
-
-def write_atomically(path: Path, data: bytes) -> None:
-    """Write a file completely, or leave it as it was.
-
-    Raises:
-        OSError: for example, the disk is full.
-    """
-    partial = path.with_suffix(".part")
-    try:
-        with os.fdopen(os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb") as file:
-            file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
-        partial.replace(path)
-    finally:
-        with suppress(OSError):
-            partial.unlink(missing_ok=True)
 
 
 def header_record(header: Header) -> dict[str, Any]:

@@ -38,18 +38,6 @@ _ANSI = {"bright_black": "ansibrightblack"}
 """Colors whose prompt_toolkit name is not rich's name with the prefix ``ansi``."""
 
 
-def run_chat(
-    settings: Settings, config: ChatConfig, terminal: Terminal, jsonl: JsonlWriter, sources: Mapping[str, Any]
-) -> Finish | None:
-    """Chat until the user leaves or the input ends.
-
-    Returns:
-        Why the last reply ended if that ended the chat; None if the user left.
-    """
-    with open_chat(settings, config, terminal, jsonl, sources) as chat:
-        return chat.run()
-
-
 @contextmanager
 def open_chat(
     settings: Settings,
@@ -59,7 +47,7 @@ def open_chat(
     sources: Mapping[str, Any],
     loaded: LoadedConversation | None = None,
 ) -> Iterator[Chat]:
-    """A chat that is ready for its first message. Arguments as for `run_chat`; `loaded` if the model is loaded."""
+    """A chat that is ready for its first message, on a conversation that may be `loaded` already."""
     with open_conversation("h2o-chat", settings, terminal, jsonl, loaded) as loaded:
         history = ConversationHistory(loaded.conversation, header(loaded))
         context = ChatContext(loaded, history, config, terminal, jsonl, sources, settings.think)

@@ -44,11 +44,7 @@ class Commands:
         return self._context.history
 
     def execute(self, line: str) -> str | None:
-        """Execute a command line.
-
-        Returns:
-            A message for the model, or None.
-        """
+        """Execute a command line. Returns a message for the model, or None."""
         name, _, argument = line.partition(" ")
         name, argument = name.strip(), argument.strip()
         command = COMMANDS.get(name)

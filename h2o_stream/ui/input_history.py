@@ -8,8 +8,7 @@ from pathlib import Path
 
 from prompt_toolkit.history import FileHistory, History, InMemoryHistory
 
-from h2o_stream.resources import private_data_folder, replace_surrogates
-from h2o_stream.session.transcript import write_atomically
+from h2o_stream.resources import PRIVATE, private_data_folder, replace_surrogates, write_atomically
 
 MAX_MESSAGES = 1000
 MAX_BYTES = 2**20
@@ -26,8 +25,8 @@ def input_history(keep: bool, notify: Callable[[str], None]) -> History:
     if keep:
         try:
             path = private_data_folder() / "history"
-            path.touch(0o600)
-            path.chmod(0o600)
+            path.touch(PRIVATE)
+            path.chmod(PRIVATE)
             return LimitedHistory(path)
         except OSError as error:
             notify(f"no input history: {error}")
@@ -63,4 +62,4 @@ class LimitedHistory(FileHistory):
                 break
             kept += 1
         if kept < len(messages):
-            write_atomically(self._path, b"".join(messages[len(messages) - kept :]))
+            write_atomically(self._path, b"".join(messages[len(messages) - kept :]), PRIVATE)

@@ -85,7 +85,7 @@ class BackgroundLoader:
 class LoadingChat:
     """A chat whose first message can be typed while the model loads. A context manager.
 
-    Arguments as for `run_chat`. The terminal must be live and interactive.
+    Arguments as for `open_chat`. The terminal must be live and interactive.
     """
 
     def __init__(

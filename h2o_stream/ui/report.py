@@ -15,7 +15,7 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 
 from h2o_stream import __version__
 from h2o_stream.compare.catalog import COMPARISONS
-from h2o_stream.compare.left_out import LeftOut, lines_of, read_left_out
+from h2o_stream.compare.everything import LeftOut, lines_of, read_left_out
 from h2o_stream.errors import DataError, file_errors
 from h2o_stream.resources import write_text
 from h2o_stream.session.jsonl import read_objects

@@ -125,11 +125,7 @@ class FactStream:
         self._numbers, self._origin = count(), 0
 
     def run(self) -> Iterator[int | tuple[int, Answer]]:
-        """Tell and ask everything.
-
-        Yields:
-            Tokens of the stream so far, after each turn; each answer, after its distance.
-        """
+        """Tell and ask everything. Yields the tokens so far after each turn, and each answer after its distance."""
         tell(self._conversation, *_GREETING)
         self._origin = self._seen + self._length(self._tellings[0].text, ACKNOWLEDGEMENT) - self._tellings[0].at
         while self._more():

@@ -108,8 +108,7 @@ class Benchmark:
         """Time all engines whose context fits a history; histories come in ascending order. For `bytes_per_s` see
         `bandwidth`.
 
-        Yields:
-            `JobProgress` before each long step, and last a record for each engine.
+        Yields `JobProgress` before each long step, and last a record for each engine.
 
         Raises:
             H2OStreamError: an engine is missing or failed.
