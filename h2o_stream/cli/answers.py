@@ -61,7 +61,7 @@ def _requests(options: RequestsOptions, output: OutputOptions) -> None:
 
 
 def _score(options: ScoreOptions, output: OutputOptions) -> None:
-    from h2o_stream.ui.scores import show_scores
+    from h2o_stream.ui.tables import show_scores
     from h2o_stream.ui.terminal import Terminal
 
     with JsonlWriter(output.jsonl) as records:

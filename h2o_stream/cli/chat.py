@@ -172,8 +172,8 @@ def chat(chat: ChatOptions, settings: Settings, output: OutputOptions, sources: 
 
 
 def _export(session: str, path: Path, thinking: bool) -> None:
-    from h2o_stream.session.export import export
     from h2o_stream.session.sessions import find_transcript
+    from h2o_stream.session.transcript import export
 
     transcript = find_transcript(session)
     if transcript.header is None:

@@ -26,10 +26,9 @@ from h2o_stream.ui.commands import Commands
 from h2o_stream.ui.documents import read_ahead
 from h2o_stream.ui.format import context_bar, slot_bar, status_line, turn_line
 from h2o_stream.ui.recall import note_recalled
-from h2o_stream.ui.reply import MarkdownReply, PlainReply, Reply
+from h2o_stream.ui.reply import MarkdownReply, PlainReply, Reply, Thinking
 from h2o_stream.ui.start import LoadedConversation, open_conversation
 from h2o_stream.ui.terminal import PrefillStatus, Terminal
-from h2o_stream.ui.thinking import Thinking
 
 _MIN_BAR, _MAX_BAR = 8, 40
 """Columns of the bar of slots."""
@@ -180,8 +179,7 @@ class Chat:
             return None
 
     def _typed(self) -> Iterator[str]:
-        from h2o_stream.ui.input_history import input_history
-        from h2o_stream.ui.message_prompt import MessagePrompt
+        from h2o_stream.ui.message_prompt import MessagePrompt, input_history
 
         config = self._context.config
         history = input_history(config.history, self._terminal.note)

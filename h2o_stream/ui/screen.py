@@ -17,9 +17,8 @@ from h2o_stream.session.turn import Turn
 from h2o_stream.ui.format import context_bar, format_bytes, format_speed, legend, slot_bar, turn_line
 from h2o_stream.ui.recall import note_recalled, recalled_lines
 from h2o_stream.ui.recording import save_picture
-from h2o_stream.ui.reply import PlainReply
+from h2o_stream.ui.reply import PlainReply, Thinking
 from h2o_stream.ui.terminal import Frames, PrefillStatus, Terminal
-from h2o_stream.ui.thinking import Thinking
 from h2o_stream.ui.timeline import draw_timeline
 
 FRAME_S = 0.1

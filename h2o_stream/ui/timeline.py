@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from rich.text import Text
 
-from h2o_stream.session.timeline import Timeline
+from h2o_stream.session.report import Timeline
 from h2o_stream.ui.format import format_bytes
 
 BLOCKS = " ▁▂▃▄▅▆▇█"
