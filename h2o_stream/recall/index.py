@@ -115,12 +115,6 @@ class PassageIndex:
         """
         return self._run(lambda connection: _search(connection, terms, limit, typed), [])
 
-    def frequency(self, term: str) -> int:
-        """The number of passages that contain a word or phrase."""
-        phrase = _phrase(term)
-        query = "SELECT count(*) FROM words WHERE words MATCH ?"
-        return self._run(lambda connection: int(connection.execute(query, (phrase,)).fetchone()[0]), 0) if phrase else 0
-
     def following(self, passage: Passage, count: int) -> list[Passage]:
         """The next passages of the stream."""
         query = f"""{PASSAGES} WHERE id > (

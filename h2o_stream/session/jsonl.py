@@ -26,20 +26,20 @@ _MAX_NUMBER = 1 << 53
 class JsonlWriter:
     """Writes records to a file and flushes each one, so that an interrupted run keeps its records.
 
-    ``-`` is standard output, None nothing. The mode ``x`` refuses an existing file. Messages name the option.
+    ``-`` is standard output, None nothing.
 
     Raises:
         DataError: the file cannot be opened.
     """
 
-    def __init__(self, target: str | Path | None, option: str = "--jsonl", mode: Literal["w", "x"] = "w") -> None:
+    def __init__(self, target: str | Path | None) -> None:
         self._file: TextIO | None = None
-        self._place, self._is_stdout = f"{option} {target}", target == "-"
+        self._place, self._is_stdout = f"--jsonl {target}", target == "-"
         if self._is_stdout:
             self._file = sys.stdout
         elif target is not None:
             with file_errors(self._place):
-                self._file = Path(target).open(mode, encoding="utf-8")  # noqa: SIM115
+                self._file = Path(target).open("w", encoding="utf-8")  # noqa: SIM115
 
     def __enter__(self) -> Self:
         return self
