@@ -1,4 +1,4 @@
-"""Locates files: those of the package, those of data wheels, and the user's folders."""
+"""Locates files: those of the package, of data wheels, and in the user's folders (`NoHomeError` if there are none)."""
 
 from __future__ import annotations
 
@@ -149,20 +149,12 @@ class NoHomeError(DataError, OSError):
 
 
 def cache_folder() -> Path:
-    """The user's cache folder for this program.
-
-    Raises:
-        NoHomeError: there is no home folder.
-    """
+    """The user's cache folder for this program."""
     return _folder("cache")
 
 
 def data_folder() -> Path:
-    """The user's folder for persistent data, such as the input history.
-
-    Raises:
-        NoHomeError: there is no home folder.
-    """
+    """The user's folder for persistent data, such as the input history."""
     return _folder("data")
 
 
@@ -192,21 +184,13 @@ def remove_oldest(folder: Path, pattern: str, keep: int) -> None:
 
 
 def config_file() -> Path:
-    """The user's config file; H2O_CONFIG overrides it.
-
-    Raises:
-        NoHomeError: there is no home folder.
-    """
+    """The user's config file; H2O_CONFIG overrides it."""
     named = os.environ.get("H2O_CONFIG")
     return Path(named) if named else _folder("config") / "config.toml"
 
 
 def log_file() -> Path:
-    """The file for warnings and log records of libraries.
-
-    Raises:
-        NoHomeError: there is no home folder.
-    """
+    """The file for warnings and log records of libraries."""
     return _folder("log") / f"{APP}.log"
 
 

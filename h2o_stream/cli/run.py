@@ -202,10 +202,8 @@ def open_terminal(output: OutputOptions, bars: bool = False) -> Terminal:
 
 @contextmanager
 def loading(model: ModelConfig, terminal: Terminal) -> Iterator[None]:
-    """Wraps the imports of torch and transformers: says that the model is loading; see `importing`.
-
-    Raises:
-        ModelNotFoundError: see `find_before_imports`.
+    """Wraps the imports of torch and transformers: says that the model is loading; see `importing` and, for errors,
+    `find_before_imports`.
     """
     from h2o_stream.models.find import find_before_imports
 

