@@ -6,8 +6,7 @@ from collections.abc import Sequence
 from statistics import fmean
 
 from h2o_stream.plugins.ruler import page as ruler
-from h2o_stream.ui.pages import Page, Record, TableData, label
-from h2o_stream.ui.pages.verdicts import share
+from h2o_stream.ui.pages import Page, Record, TableData, label, share
 
 _METRICS = ("acc_norm", "acc", "exact_match")
 """Metrics for the table; the first one that a task has is used."""
