@@ -196,7 +196,7 @@ class ConversationHistory:
             self._transactions.discard_opened()
 
     def fork(self, name: str) -> None:
-        """Continue in a copy called `name`, as of `save`. The previous session, if any, stays as it is."""
+        """Continue in a copy called `name`, made as by `save`. The previous session, if any, stays as it is."""
         with self._transactions.atomic():
             self._transactions.commit_session(self._save_copy(name))
 

@@ -87,7 +87,8 @@ class QuestionSet:
 
 @dataclass(frozen=True)
 class Replay:
-    """What is asked in a run: so many turns, or all; after the last question over again, with `loop`.
+    """What is asked in a run: so many turns or, with None, all; with `loop` again from the first after the last
+    question.
 
     With `cliff` text up to just before the model's context is read first.
     """

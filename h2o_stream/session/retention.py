@@ -20,8 +20,8 @@ from h2o_stream.session.conversation_state import TurnSpan
 class RetainedText:
     """The text of a token that at least one head holds, and the share of the heads that do.
 
-    It is empty if the token is part of a character that a later one completes. Recalled: read again from an earlier
-    turn, rather than said in this one.
+    It is empty if the token is part of a character that a later one completes. A `recalled` token was read again from
+    an earlier turn, rather than said in this one.
     """
 
     index: int

@@ -60,8 +60,8 @@ def shared_length(a: Sequence[int], b: Sequence[int]) -> int:
 class ChatTemplate:
     """Formats the turns of a conversation as token ids.
 
-    None leaves the system prompt or, with a switch for it, thinking to the template. The first turn describes the
-    tools, which are JSON schemas.
+    With None, the system prompt, or whether the model is to think, is left to the template; only templates with a
+    switch for thinking follow it. The first turn describes the tools, which are JSON schemas.
     """
 
     def __init__(

@@ -19,7 +19,7 @@ _MAX_REPLY = 64
 class OtherTurn:
     """A turn about other things; the first one of its question refers to nothing before.
 
-    Whether passages were read again before the reply is `recalling`.
+    `recalling` says whether evicted passages were read again before the reply.
     """
 
     question_id: int | str
