@@ -14,14 +14,9 @@ from h2o_stream.resources import is_file, project_file, read_text, replace_surro
 class Option:
     """The option of a field: ``tokens: Annotated[int, Option("Tokens read.", min=1)] = 4096``.
 
-    Type and default are the field's.
-
-    Args:
-        help: for ``--help``.
-        flags: all its names; by default the field's, as ``--field-name``.
-        parse: turns text, and the flag for messages, into the field's value; a field without it is parsed by its type.
-        panel: heading in ``--help``.
-        more: other arguments of `typer.Option`, such as min, max, hidden, callback.
+    Type, default and, without flags, the name are the field's. `parse` turns text, and the flag for messages, into a
+    value that its type cannot parse. The panel is a heading in ``--help``; `more` are other arguments of
+    `typer.Option`, such as min, max, hidden, callback.
     """
 
     def __init__(
@@ -53,13 +48,7 @@ def listed_if_any(text: str, flag: str) -> tuple[str, ...]:
 
 
 def some_of(what: str, choices: Collection[str], may_be_none: bool = False) -> Callable[[str, str], tuple[str, ...]]:
-    """A parser of words between commas, each once, that are all among the choices.
-
-    Args:
-        what: a word is, for messages.
-        choices: listed in messages.
-        may_be_none: whether the option may be empty.
-    """
+    """A parser of words between commas, each once, that are all among the choices; messages say `what` they are."""
 
     def parse(text: str, flag: str) -> tuple[str, ...]:
         words = tuple(dict.fromkeys((listed_if_any if may_be_none else listed)(text, flag)))
@@ -124,13 +113,7 @@ def sizes(text: str, flag: str) -> tuple[int, ...]:
 
 
 def text_or_file(text: str | None, text_option: str, file: Path | None, file_option: str) -> str | None:
-    """A text that is given directly or as a file.
-
-    Args:
-        text: the text itself.
-        text_option: its option, for messages.
-        file: a file with the text, or the name of one in prompts/.
-        file_option: its option, for messages.
+    """A text that is given directly, or as a file or the name of one in prompts/. Messages name the options.
 
     Raises:
         ConfigError: both were given.

@@ -7,12 +7,9 @@ from typing import Any
 
 
 class Processes:
-    """This process among those launched together.
+    """This process among those launched together: the `rank` of `count`.
 
-    Attributes:
-        count: number of processes.
-        rank: index of this process.
-        shares_model: whether the processes share a model, so that each must do all of the work.
+    With `shares_model` they share a model, so each must do all of the work.
     """
 
     def __init__(self, shares_model: bool = False) -> None:

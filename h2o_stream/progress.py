@@ -29,5 +29,5 @@ if it raises.
 """
 
 
-def ignore(progress: Progress) -> None:
-    """A callback that does nothing."""
+def ignore(_: Progress | str) -> None:
+    """A callback for progress or notes that does nothing."""

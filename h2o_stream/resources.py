@@ -1,4 +1,4 @@
-"""Locates files: those of the package, those of data wheels, and the user's folders."""
+"""Locates files: those of the package, of data wheels, and in the user's folders (`NoHomeError` if there are none)."""
 
 from __future__ import annotations
 
@@ -12,6 +12,9 @@ from typing import Literal
 from h2o_stream.errors import DataError, file_errors
 
 APP = "h2o-stream"
+
+PRIVATE = 0o600
+"""Mode of files that only the user may read."""
 
 _MAX_DAMAGED, _MAX_DAMAGED_SHARE = 8, 0.25
 """How many characters of a piped text may be damaged: a few, or a share."""
@@ -40,29 +43,20 @@ def is_file(path: Path) -> bool:
 
 
 def read_text(path: Path, label: str) -> str:
-    """Read a text file of the user.
-
-    Args:
-        path: path of the file.
-        label: description for messages: option or command, and name.
+    """Read a text file of the user. Messages begin with the label: option or command, and name.
 
     Raises:
         DataError: the file cannot be read as UTF-8.
     """
     try:
-        return path.read_bytes().decode("utf-8")
+        with file_errors(label):
+            return path.read_bytes().decode("utf-8")
     except UnicodeDecodeError as error:
         raise DataError(f"{label}: not UTF-8 at byte {error.start}") from error
-    except OSError as error:
-        raise DataError(f"{label}: {error.strerror or error}") from error
 
 
 def piped_text(data: bytes, label: str) -> str:
-    """Text from a pipe, in which single bytes that are not UTF-8 are replaced.
-
-    Args:
-        data: the bytes.
-        label: description for messages.
+    """Text from a pipe, in which single bytes that are not UTF-8 are replaced. Messages begin with the label.
 
     Raises:
         DataError: too much of it is not UTF-8; a model would answer noise for hours.
@@ -113,15 +107,22 @@ def wheel_file(project: str, suffix: str) -> Path | None:
     return next((path for path in paths if path.exists()), None)
 
 
-@contextmanager
-def atomic_file(path: Path) -> Iterator[Path]:
-    """Write a file whole or not at all: the block writes a temporary one beside it, which is renamed at the end."""
-    partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
+def write_atomically(path: Path, data: bytes, mode: int = 0o666) -> None:
+    """Write a file completely, or leave it as it was. `mode` is that of a new file.
+
+    Raises:
+        OSError: for example, the disk is full.
+    """
+    partial = path.with_name(f".{path.name}.{os.getpid()}.part")
     try:
-        yield partial
+        with os.fdopen(os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, mode), "wb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
         partial.replace(path)
     finally:
-        partial.unlink(missing_ok=True)
+        with suppress(OSError):
+            partial.unlink(missing_ok=True)
 
 
 @contextmanager
@@ -148,20 +149,12 @@ class NoHomeError(DataError, OSError):
 
 
 def cache_folder() -> Path:
-    """The user's cache folder for this program.
-
-    Raises:
-        NoHomeError: there is no home folder.
-    """
+    """The user's cache folder for this program."""
     return _folder("cache")
 
 
 def data_folder() -> Path:
-    """The user's folder for persistent data, such as the input history.
-
-    Raises:
-        NoHomeError: there is no home folder.
-    """
+    """The user's folder for persistent data, such as the input history."""
     return _folder("data")
 
 
@@ -191,21 +184,13 @@ def remove_oldest(folder: Path, pattern: str, keep: int) -> None:
 
 
 def config_file() -> Path:
-    """The user's config file; H2O_CONFIG overrides it.
-
-    Raises:
-        NoHomeError: there is no home folder.
-    """
+    """The user's config file; H2O_CONFIG overrides it."""
     named = os.environ.get("H2O_CONFIG")
     return Path(named) if named else _folder("config") / "config.toml"
 
 
 def log_file() -> Path:
-    """The file for warnings and log records of libraries.
-
-    Raises:
-        NoHomeError: there is no home folder.
-    """
+    """The file for warnings and log records of libraries."""
     return _folder("log") / f"{APP}.log"
 
 
@@ -223,11 +208,7 @@ def _folder(kind: Literal["cache", "data", "config", "log"]) -> Path:
 
 
 def user_path(name: str, label: str) -> Path:
-    """A path typed by the user, with ``~`` expanded.
-
-    Args:
-        name: the typed path.
-        label: description for messages.
+    """A path typed by the user, with ``~`` expanded. Messages begin with the label.
 
     Raises:
         DataError: the home folder does not exist, or the path is invalid.

@@ -45,11 +45,7 @@ def _open(number: int) -> None:
 
 
 def discard_output(only_terminals: bool = False) -> None:
-    """Discard further output, because nobody reads it.
-
-    Args:
-        only_terminals: keep files and pipes open.
-    """
+    """Discard further output, because nobody reads it: all, or only that to terminals."""
     devnull = os.open(os.devnull, os.O_RDWR)
     for number in (1, 2):
         with suppress(OSError):
@@ -61,13 +57,9 @@ def discard_output(only_terminals: bool = False) -> None:
 
 
 def handle_termination(handle: Callable[[int], None]) -> dict[int, Any]:
-    """Install a handler for `TERMINATION_SIGNALS`, except for ignored ones (``nohup``).
+    """Install a handler for `TERMINATION_SIGNALS`, except for ignored ones (``nohup``), and return the previous ones.
 
-    Args:
-        handle: called with the signal number; output to a closed terminal is discarded from then on.
-
-    Returns:
-        The previous handlers by signal.
+    It is called with the number of the signal; output to a closed terminal is discarded from then on.
     """
 
     def handler(number: int, frame: object) -> None:

@@ -5,8 +5,7 @@ from typing import Any
 
 import pytest
 
-from h2o_stream.session.request_forms import Article, build_requests, read_articles
-from h2o_stream.session.requests import read_requests
+from h2o_stream.session.requests import Article, build_requests, read_articles, read_requests
 from tests.commands import invoke, records
 from tests.conftest import written
 

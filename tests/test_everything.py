@@ -14,7 +14,7 @@ from rich.progress import Progress
 from h2o_stream.compare import everything, nll
 from h2o_stream.compare.catalog import NllOptions, Shape
 from h2o_stream.compare.comparison import Job, JobProgress
-from h2o_stream.compare.left_out import LeftOut, lines_of, read_left_out, write_left_out
+from h2o_stream.compare.everything import LeftOut, lines_of, read_left_out, write_left_out
 from h2o_stream.config import POLICIES, ModelConfig
 from h2o_stream.errors import DataError
 from h2o_stream.processes import Processes
@@ -163,7 +163,7 @@ def test_an_interruption_says_how_to_resume(tmp_path: Path, monkeypatch: pytest.
     def interrupt(*arguments: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("h2o_stream.ui.everything.run_comparison", interrupt)
+    monkeypatch.setattr("h2o_stream.ui.comparison.run_comparison", interrupt)
     done = invoke("h2o-compare", "all", "--quick", "--out", tmp_path)
     assert done.exit_code == 130
     assert "the same command resumes" in done.stderr

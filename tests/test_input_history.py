@@ -7,8 +7,8 @@ import pytest
 from prompt_toolkit.history import FileHistory, InMemoryHistory
 
 from h2o_stream import resources
-from h2o_stream.ui import input_history as module
-from h2o_stream.ui.input_history import LimitedHistory, input_history
+from h2o_stream.ui import message_prompt as module
+from h2o_stream.ui.message_prompt import LimitedHistory, input_history
 
 
 @pytest.fixture

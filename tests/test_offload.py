@@ -22,7 +22,7 @@ from h2o_stream.compare.options import configs_of
 from h2o_stream.config import CacheConfig, ModelConfig
 from h2o_stream.errors import ConfigError, H2OStreamError
 from h2o_stream.models.load import load
-from h2o_stream.models.placement import device_map_kwargs
+from h2o_stream.models.precision import device_map_kwargs
 from tests.commands import invoke
 from tests.conftest import make_llama, saved
 

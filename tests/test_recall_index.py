@@ -58,6 +58,10 @@ def found(held: PassageIndex, *terms: str) -> list[str]:
     return [passage.text for passage in held.search(terms, 10)]
 
 
+def frequency(held: PassageIndex, term: str) -> int:
+    return len(held.search([term], 1000))
+
+
 @pytest.fixture(params=["file", "temporary"])
 def filled(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[PassageIndex]:
     held = PassageIndex(tmp_path / "index.sqlite" if request.param == "file" else None)
@@ -78,16 +82,16 @@ def test_search(filled: PassageIndex) -> None:
     assert found(filled, "in dentist Porto") == []
     assert found(filled, "Porto", "cat", "Clara")[0].startswith("My sister")
     assert len(filled.search(["is", "remember", "euros"], 2)) == 2
-    assert filled.frequency("IS") == 2
-    assert filled.frequency("nine years") == 1
-    assert filled.frequency("years nine") == 0
+    assert frequency(filled, "IS") == 2
+    assert frequency(filled, "nine years") == 1
+    assert frequency(filled, "years nine") == 0
 
 
 def test_scripts_without_spaces(filled: PassageIndex) -> None:
     assert found(filled, "北京") == found(filled, "姐") == [TURNS[2][1]]
     assert found(filled, "她住在上海") == [TURNS[2][1]]  # has two of the three characters
-    assert filled.frequency("北京") == 1
-    assert filled.frequency("京北") == 0
+    assert frequency(filled, "北京") == 1
+    assert frequency(filled, "京北") == 0
     filled.add(6, "서울에서 만났어요", "ฉันชอบกินข้าวผัดมาก", passages(6, "서울에서 만났어요", "ฉันชอบกินข้าวผัดมาก"))
     assert found(filled, "서울") == ["서울에서 만났어요"]
     assert found(filled, "ข้าว") == ["ฉันชอบกินข้าวผัดมาก"]
@@ -99,7 +103,6 @@ def test_scripts_without_spaces(filled: PassageIndex) -> None:
 ])  # fmt: skip
 def test_any_text_is_a_term(filled: PassageIndex, term: str) -> None:
     """None is taken for a command of the search, and the others are still found."""
-    filled.frequency(term)
     assert TURNS[0][1] in found(filled, term, "Biscuit")
     assert len(filled) == len(expected(TURNS))
 
@@ -111,7 +114,7 @@ def test_any_text_is_found_again(terms: list[str], text: str) -> None:
     passage = Passage(1, "user", f"{text} Biscuit", 0, 5)
     held.add(1, text, "", [passage])
     assert held.search([*terms, "Biscuit"], 3) == [passage]
-    assert all(held.frequency(term) in (0, 1) for term in terms)
+    assert all(frequency(held, term) in (0, 1) for term in terms)
     assert not held.stale
     held.close()
 
@@ -238,7 +241,7 @@ def test_a_sync_that_is_cut_off_changes_nothing(filled: PassageIndex) -> None:
     with pytest.raises(KeyboardInterrupt):
         filled.sync([TURNS[0], (6, "New", "ok"), (7, "Never", "ok")], interrupted)
     assert content(filled) == expected(TURNS)
-    assert filled.frequency("New") == 0
+    assert frequency(filled, "New") == 0
 
 
 def test_only_the_user_can_read_the_file(tmp_path: Path) -> None:
@@ -399,7 +402,7 @@ def test_no_place_for_any_file(path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     held.sync(TURNS, passages)
     held.add(6, "More", "ok", [])
     held.truncate(1)
-    assert (len(held), found(held, "cat"), held.frequency("cat"), held.stale) == (0, [], 0, False)
+    assert (len(held), found(held, "cat"), held.stale) == (0, [], False)
     held.close()
 
 

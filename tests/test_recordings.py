@@ -15,7 +15,7 @@ import pytest
 
 from h2o_stream.ui.panes import Panes, _shortened
 from h2o_stream.ui.recording import _read, _Recorder
-from h2o_stream.ui.side_by_side import _run
+from h2o_stream.ui.stream import _run
 from tests.commands import invoke, piped, records, texts
 from tests.conftest import written
 from tests.preloaded import run as run_command
@@ -149,7 +149,7 @@ class TestSideBySide:
     def test_each_gets_the_same_time(self, monkeypatch: pytest.MonkeyPatch) -> None:
         """Regression: with a token each in turn, the faster one looked as slow as the other."""
         clock, said = [0.0], list[str]()
-        monkeypatch.setattr("h2o_stream.ui.side_by_side.time.perf_counter", lambda: clock[0])
+        monkeypatch.setattr("h2o_stream.ui.stream.time.perf_counter", lambda: clock[0])
 
         def reply(name: str, seconds: float, count: int) -> Iterator[str]:
             for _ in range(count):

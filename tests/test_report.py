@@ -18,8 +18,7 @@ from h2o_stream.compare.folder import Folder
 from h2o_stream.errors import DataError
 from h2o_stream.ui.comparison import _Bars
 from h2o_stream.ui.format import shade
-from h2o_stream.ui.pages import KINDS, Chart, Curve, Heatmap, TableData, page_of, readable
-from h2o_stream.ui.pages.verdicts import decoding, loss, times_full
+from h2o_stream.ui.pages import KINDS, Chart, Curve, Heatmap, TableData, decoding, loss, page_of, readable, times_full
 from h2o_stream.ui.plots import NARROW, WIDE, ChartStyle, svg
 from h2o_stream.ui.tables import data_table
 from tests.commands import invoke, records

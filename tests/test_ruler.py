@@ -12,8 +12,11 @@ import pytest
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from h2o_stream.compare.ruler.answers import READ, Answer, ask_at_once, ask_in_turns, ask_without_context
-from h2o_stream.compare.ruler.items import (
+from h2o_stream.config import CacheConfig, SamplingConfig
+from h2o_stream.engine.engine import Engine
+from h2o_stream.errors import ConfigError, DataError
+from h2o_stream.plugins.ruler.answers import READ, Answer, ask_at_once, ask_in_turns, ask_without_context
+from h2o_stream.plugins.ruler.items import (
     COMMON_WORDS,
     HOPS,
     NUM_DISTRACTORS,
@@ -23,10 +26,7 @@ from h2o_stream.compare.ruler.items import (
     Question,
     make_item,
 )
-from h2o_stream.compare.ruler.rates import rates
-from h2o_stream.config import CacheConfig, SamplingConfig
-from h2o_stream.engine.engine import Engine
-from h2o_stream.errors import ConfigError, DataError
+from h2o_stream.plugins.ruler.rates import rates
 from h2o_stream.resources import python_manual
 from h2o_stream.session.conversation import Conversation
 from tests.commands import invoke, records

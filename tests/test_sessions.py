@@ -11,10 +11,8 @@ from torch import Tensor
 
 from h2o_stream import ConfigError, H2OStreamError
 from h2o_stream.errors import DataError
-from h2o_stream.session.export import export
-from h2o_stream.session.sessions import MAX_STATES, Session, saved_sessions
-from h2o_stream.session.state_files import StateFiles
-from h2o_stream.session.transcript import Entry, Header, Transcript
+from h2o_stream.session.sessions import MAX_STATES, Session, StateFiles, saved_sessions
+from h2o_stream.session.transcript import Entry, Header, Transcript, export
 
 HEADER = Header("a-model", "h2o", 256, "Be brief.")
 

@@ -6,7 +6,6 @@ from hypothesis import strategies as st
 from transformers import PreTrainedTokenizerBase
 
 from h2o_stream.engine.text import TextStream
-from h2o_stream.errors import H2OStreamError
 from h2o_stream.session.template import ChatTemplate
 from h2o_stream.session.thinking import Markers, ThinkingSplitter, find_markers
 from tests.thinking_model import OPENED, SWITCHED, thinking_tokenizer
@@ -132,8 +131,6 @@ class TestTemplates:
         template = self.template(tokenizer)
         assert (template.markers, template.marker_tokens, template.thinking_switch) == (None, {}, None)
         assert template.first_turn("<think>").num_thinking is None
-        with pytest.raises(H2OStreamError, match="the model's chat template has no switch for thinking"):
-            template.require_thinking_switch()
 
     @pytest.mark.parametrize("special", [False, True])
     def test_a_prompt_that_begins_the_thinking(self, tokenizer: PreTrainedTokenizerBase, special: bool) -> None:
@@ -150,7 +147,6 @@ class TestTemplates:
     def test_a_switch(self, tokenizer: PreTrainedTokenizerBase, value: bool | None, ending: str) -> None:
         thinking = thinking_tokenizer(tokenizer, SWITCHED)
         template = self.template(thinking, value)
-        template.require_thinking_switch()
         assert template.thinking_switch == "enable_thinking"
         prompt = template.first_turn("a <think>")
         assert prompt.num_thinking is None

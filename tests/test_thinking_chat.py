@@ -22,10 +22,9 @@ from h2o_stream.session.retention import retention
 from h2o_stream.session.sessions import find_transcript
 from h2o_stream.session.transcript import Header
 from h2o_stream.session.turn import Turn
-from h2o_stream.ui.reply import MarkdownReply
+from h2o_stream.ui.reply import MarkdownReply, Thinking
 from h2o_stream.ui.screen import Screen
 from h2o_stream.ui.terminal import SafeConsole, Terminal
-from h2o_stream.ui.thinking import Thinking
 from tests.commands import invoke, piped, records
 from tests.conftest import make_llama
 from tests.thinking_model import OPENED, script, thinking_tokenizer, write_thinking_model

@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from h2o_stream.session.timeline import MAX_ENTRIES, Entry, Timeline
+from h2o_stream.session.report import MAX_ENTRIES, Entry, Timeline
 from h2o_stream.ui.timeline import bars, draw_timeline, draw_timelines
 
 

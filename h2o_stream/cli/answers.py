@@ -14,7 +14,7 @@ from h2o_stream.cli.options import OUTPUT, OutputOptions, group_of
 from h2o_stream.options import Option
 from h2o_stream.resources import write_text
 from h2o_stream.session.jsonl import JsonlWriter, jsonl_text
-from h2o_stream.session.request_forms import FormName, build_requests, read_articles
+from h2o_stream.session.requests import FormName, build_requests, read_articles
 
 _NAME = "h2o-compare"
 
@@ -61,7 +61,7 @@ def _requests(options: RequestsOptions, output: OutputOptions) -> None:
 
 
 def _score(options: ScoreOptions, output: OutputOptions) -> None:
-    from h2o_stream.ui.scores import show_scores
+    from h2o_stream.ui.tables import show_scores
     from h2o_stream.ui.terminal import Terminal
 
     with JsonlWriter(output.jsonl) as records:

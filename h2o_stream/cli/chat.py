@@ -6,20 +6,17 @@ import sys
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import typer
 
 from h2o_stream.cli import run
 from h2o_stream.cli.groups import Group, completing
 from h2o_stream.cli.options import OUTPUT, SOURCES, OutputOptions, list_prompts, settings_group
-from h2o_stream.config import BENCH, CHAT_RECALL, ChatConfig, ModelConfig, Settings
+from h2o_stream.config import BENCH, CHAT_RECALL, ChatConfig, Settings
 from h2o_stream.errors import ConfigError
 from h2o_stream.options import Option, text_or_file
 from h2o_stream.resources import piped_text
-
-if TYPE_CHECKING:
-    from h2o_stream.ui.terminal import Terminal
 
 app = run.app("H2O")
 
@@ -161,26 +158,22 @@ def chat(chat: ChatOptions, settings: Settings, output: OutputOptions, sources: 
     if settings.sampling.temperature == BENCH:
         raise ConfigError(f"--temp {BENCH} is by the category of a question; h2o-stream has them, h2o-chat does not")
     with run.outputs(output, chat.record) as (terminal, records):
-        if _can_start_early(settings.model, chat, output, terminal):
+        if terminal.interactive and terminal.live and chat.prompt is None and output.jsonl != "-":
             from h2o_stream.ui.loading_chat import LoadingChat
 
             with LoadingChat(settings, chat, terminal, records, sources) as early:
                 finish = early.run()
         else:
             with run.loading(settings.model, terminal):
-                from h2o_stream.ui.chat import run_chat
-            finish = run_chat(settings, chat, terminal, records, sources)
+                from h2o_stream.ui.chat import open_chat
+            with open_chat(settings, chat, terminal, records, sources) as ready:
+                finish = ready.run()
         run.leave(finish)
 
 
-def _can_start_early(model: ModelConfig, chat: ChatConfig, output: OutputOptions, terminal: Terminal) -> bool:
-    """Whether the user can type while the model loads."""
-    return terminal.interactive and terminal.live and chat.prompt is None and output.jsonl != "-"
-
-
 def _export(session: str, path: Path, thinking: bool) -> None:
-    from h2o_stream.session.export import export
     from h2o_stream.session.sessions import find_transcript
+    from h2o_stream.session.transcript import export
 
     transcript = find_transcript(session)
     if transcript.header is None:

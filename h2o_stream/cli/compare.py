@@ -91,7 +91,7 @@ def everything(options: AllOptions, output: OutputOptions) -> None:
     """Run several comparisons, and write a report of them."""
     with run.outputs(output, bars=True) as (terminal, records):
         with run.loading(options.model, terminal):
-            from h2o_stream.ui.everything import run_everything
+            from h2o_stream.ui.comparison import run_everything
         run_everything(options, terminal, records, Processes(shares_model=options.model.tensor_parallel))
 
 
@@ -111,7 +111,7 @@ class ReportOptions:
 @run.command(app, _NAME, group_of(ReportOptions), OUTPUT, name="report", help=inspect.getdoc(ReportOptions))
 def report(options: ReportOptions, output: OutputOptions) -> None:
     """Write a report."""
-    from h2o_stream.compare.left_out import read_left_out
+    from h2o_stream.compare.everything import read_left_out
     from h2o_stream.ui.plots import require_matplotlib
     from h2o_stream.ui.report import read_comparisons, write_report
     from h2o_stream.ui.terminal import Terminal

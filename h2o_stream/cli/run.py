@@ -186,26 +186,10 @@ def _complain(command: str, message: str, details: str = "") -> None:
         print(f"{printable(details)}{line}", file=sys.stderr, flush=True)  # noqa: T201
 
 
-def open_terminal(output: OutputOptions, bars: bool = False) -> Terminal:
-    """Where output goes. Makes the libraries, which must not be imported yet, quiet and their caches small. They may
-    draw `bars` on a live terminal.
-    """
-    from h2o_stream.ui.terminal import Terminal
-
-    terminal = Terminal(
-        output.color, output.quiet, replies=output.jsonl != "-" and Processes().main, verbose=output.verbose
-    )
-    limit_kernel_caches()
-    quieten_libraries(progress=bars and terminal.live and not output.quiet)
-    return terminal
-
-
 @contextmanager
 def loading(model: ModelConfig, terminal: Terminal) -> Iterator[None]:
-    """Wraps the imports of torch and transformers: says that the model is loading; see `importing`.
-
-    Raises:
-        ModelNotFoundError: see `find_before_imports`.
+    """Wraps the imports of torch and transformers: says that the model is loading; see `importing` and, for errors,
+    `find_before_imports`.
     """
     from h2o_stream.models.find import find_before_imports
 
@@ -221,17 +205,19 @@ def outputs(
 ) -> Iterator[tuple[Terminal, JsonlWriter]]:
     """A command's terminal, recorded if wanted, and its records; of several processes only the first one prints.
 
-    Args:
-        output: the output options.
-        record: see `recording`.
-        bars: see `open_terminal`.
+    Makes the libraries, which must not be imported yet, quiet and their caches small. They may draw `bars` on a live
+    terminal.
     """
     from h2o_stream.ui.recording import recording
+    from h2o_stream.ui.terminal import Terminal
 
-    if not Processes().main:
+    main = Processes().main
+    if not main:
         output = replace(output, quiet=True, jsonl=None)
     with JsonlWriter(output.jsonl) as records:
-        terminal = open_terminal(output, bars)
+        terminal = Terminal(output.color, output.quiet, replies=output.jsonl != "-" and main, verbose=output.verbose)
+        limit_kernel_caches()
+        quieten_libraries(progress=bars and terminal.live and not output.quiet)
         with recording(record, terminal):
             yield terminal, records
 

@@ -92,8 +92,7 @@ def stream(replay: ReplayOptions, settings: Settings, output: OutputOptions) -> 
     settings = replace(settings, tools=questions.tools)
     with run.outputs(output, replay.record) as (terminal, records):
         with run.loading(settings.model, terminal):
-            from h2o_stream.ui.side_by_side import compare_policies
-            from h2o_stream.ui.stream import stream_questions
+            from h2o_stream.ui.stream import compare_policies, stream_questions
         asked = Replay(questions, replay.turns, replay.loop, replay.cliff)
         if policies:
             finish = compare_policies(settings, policies, asked, terminal, records)

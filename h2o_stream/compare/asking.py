@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass
-from itertools import takewhile
 from typing import Any
 
 import torch
@@ -18,6 +17,7 @@ from h2o_stream.engine.events import Finished, PrefillProgress, Token
 from h2o_stream.errors import H2OStreamError
 from h2o_stream.recall.passage import Recalled
 from h2o_stream.session.conversation import Conversation
+from h2o_stream.session.template import shared_length
 from h2o_stream.session.turn import Turn
 
 MAX_ANSWER = 40
@@ -28,18 +28,12 @@ GREEDY = SamplingConfig(temperature=0.0, max_tokens=MAX_ANSWER)
 
 @dataclass(frozen=True)
 class Answer:
-    """The reply to a question.
+    """The reply to a `Question`, asked `tokens` after the end of the fact's turn, or after the last fact if it asks for
+    none.
 
-    Attributes:
-        kind: see `Question`.
-        id: see `Question`.
-        tokens: tokens between the end of the fact's turn and the question; since the last fact if none was asked for.
-        reply: the text.
-        right: whether it tells the right value and no wrong one.
-        wrong: whether it tells a wrong one.
-        margin: log-probability of the right value minus that of the wrong one in nats, where the two first differ, if
-            the reply began with `Question.reply`. None if there is no right value.
-        recalling: whether evicted passages were read again before the reply.
+    A right reply tells the right value and no wrong one. `margin` is the log-probability of the right value minus that
+    of the wrong one in nats, where the two first differ, if the reply began with `Question.reply`; None without a right
+    value. `recalling` says whether evicted passages were read again before the reply.
     """
 
     kind: str
@@ -99,9 +93,9 @@ def _margin(conversation: Conversation, question: Question) -> float:
     prefill(conversation, question.text)
     tokenizer = conversation.engine.tokenizer
     right, wrong = (_encode(tokenizer, question.reply, values) for values in (question.answers, question.wrong))
-    shared = [pair[0] for pair in takewhile(lambda pair: pair[0] == pair[1], zip(right, wrong, strict=False))]
-    logits = _continue(conversation.engine, shared)
-    return float(logits[right[len(shared)]] - logits[wrong[len(shared)]])
+    shared = shared_length(right, wrong)
+    logits = _continue(conversation.engine, right[:shared])
+    return float(logits[right[shared]] - logits[wrong[shared]])
 
 
 def prefill(conversation: Conversation, text: str) -> None:

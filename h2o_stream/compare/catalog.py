@@ -31,12 +31,7 @@ PEERS = ("transformers", "llama.cpp", "openvino")
 
 @dataclass(frozen=True)
 class Shape:
-    """A request.
-
-    Attributes:
-        prompt: tokens of its prompt.
-        new: tokens generated.
-    """
+    """A request: the tokens of its prompt, and the tokens generated."""
 
     prompt: int
     new: int

@@ -25,12 +25,7 @@ Outcome = TypeVar("Outcome")
 
 @dataclass(frozen=True)
 class JobProgress:
-    """The progress of a job.
-
-    Attributes:
-        done: units done, of `Job.total`.
-        text: what it is doing now, in addition to the job's label.
-    """
+    """Units of `Job.total` that are done, and what the job is doing now."""
 
     done: int
     text: str = ""

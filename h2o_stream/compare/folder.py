@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
+from safetensors.torch import save
 from torch import Tensor
 
 from h2o_stream.attachment.support import check_supported
@@ -23,7 +23,7 @@ from h2o_stream.cache.identity import model_digest, policy_source
 from h2o_stream.config import CacheConfig
 from h2o_stream.errors import DataError, file_errors
 from h2o_stream.native import library
-from h2o_stream.resources import atomic_file
+from h2o_stream.resources import write_atomically
 from h2o_stream.session.run_record import RECORDS, RUN, hardware, read_run_record
 
 _MAY_DIFFER = ("versions", "hardware", "command_line", "begun", "processes")
@@ -54,12 +54,7 @@ def machine() -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class JobResult:
-    """The result of a job.
-
-    Attributes:
-        figures: JSON values.
-        values: a tensor of many numbers.
-    """
+    """The result of a job: JSON values, and a tensor of many numbers."""
 
     figures: dict[str, Any] = field(default_factory=dict)
     values: Tensor = field(default_factory=lambda: torch.empty(0))
@@ -128,11 +123,8 @@ class Folder:
         if path is None:
             return
         metadata = {"figures": json.dumps(result.figures), "key": json.dumps(key, default=str)}
-        try:
-            with atomic_file(path) as partial:
-                save_file({"values": result.values.contiguous()}, partial, metadata)
-        except (OSError, SafetensorError) as error:
-            raise DataError(f"--out {path}: {error}") from error
+        with file_errors(f"--out {path}"):
+            write_atomically(path, save({"values": result.values.contiguous()}, metadata))
 
     def keep_records(self, run: Mapping[str, Any], records: Sequence[Mapping[str, Any]]) -> None:
         """Write all records, the run record first."""
@@ -150,8 +142,7 @@ class Folder:
         path = self.path / name
         with file_errors(f"--out {self.path}"):
             path.parent.mkdir(exist_ok=True)
-            with atomic_file(path) as partial:
-                partial.write_text(text, encoding="utf-8")
+            write_atomically(path, text.encode())
 
     def _path_of(self, key: Mapping[str, Any]) -> Path | None:
         return self.path and self.path / "parts" / f"{digest_of_key(key)}.safetensors"

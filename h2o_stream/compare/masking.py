@@ -41,12 +41,9 @@ class _Layer:
 
 
 class MaskedStream:
-    """A stream of one row through a model in which tokens are masked, not dropped.
+    """A stream of one row through a model in which tokens are masked, not dropped; used within `masked_attention`.
 
-    Args:
-        model: a causal language model of transformers with plain attention, within `masked_attention`.
-        plan: how scores are summed.
-        rule: chooses what stays visible; None masks nothing.
+    The plan says how scores are summed, the rule what stays visible; without one all does.
     """
 
     def __init__(self, model: Any, plan: CachePlan, rule: Rule | None = None) -> None:
@@ -73,17 +70,8 @@ class MaskedStream:
         return sum(x.nbytes for layer in self._cache.layers for x in (layer.keys, layer.values) if x is not None)
 
     def attend(self, number: int, query: Tensor, key: Tensor, value: Tensor, scaling: float) -> Tensor:
-        """Attend to what is visible, and then choose.
-
-        Args:
-            number: of the layer.
-            query: [1, Hq, Q, D].
-            key: [1, Hkv, K, D], all tokens.
-            value: [1, Hkv, K, Dv], all tokens.
-            scaling: of the logits.
-
-        Returns:
-            [1, Q, Hq, Dv].
+        """Attend with the query [1, Hq, Q, D] to what is visible of key [1, Hkv, K, D] and value [1, Hkv, K, Dv], which
+        have all tokens, and then choose. Returns [1, Q, Hq, Dv].
         """
         heads, new, seen = key.shape[1], query.shape[2], key.shape[2]
         if number not in self._layers:

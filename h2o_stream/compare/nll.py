@@ -113,12 +113,8 @@ class Interval(NamedTuple):
 
 
 def paired_difference(ours: Tensor, theirs: Tensor, seed: int = 0) -> Interval:
-    """The mean of ours - theirs over tokens, with its 95% interval.
-
-    Args:
-        ours: [n] losses.
-        theirs: [m] losses of the same tokens; the longer tensor is truncated.
-        seed: of the resampling.
+    """The mean of ours - theirs, losses [n] and [m] of the same tokens, with its 95% interval. The longer one is
+    truncated.
     """
     length = min(len(ours), len(theirs))
     difference = (ours[:length] - theirs[:length]).double()
@@ -128,13 +124,7 @@ def paired_difference(ours: Tensor, theirs: Tensor, seed: int = 0) -> Interval:
 
 
 def ratio_interval(numerators: Tensor, denominators: Tensor, seed: int = 0) -> Interval:
-    """The ratio of two sums, with its 95% interval: a bootstrap over the units summed.
-
-    Args:
-        numerators: [n] float64, one for each unit.
-        denominators: [n] float64, of the same units.
-        seed: of the resampling.
-    """
+    """The ratio of two sums, each of [n] float64, with its 95% interval: a bootstrap over the units summed."""
     count = len(numerators)
     samples = torch.randint(count, (_RESAMPLES, count), generator=torch.Generator().manual_seed(seed))
     ratios = numerators[samples].sum(1) / denominators[samples].sum(1)
@@ -180,10 +170,8 @@ def within_context(model: Any, config: CacheConfig, tokens: Sequence[int]) -> Se
 def stream_nll(model: Any, config: CacheConfig, tokens: Sequence[int]) -> Iterator[JobProgress | JobResult]:
     """Feed two tokens or more through a cache and take the loss of every token.
 
-    The config's chunk is the number of tokens between two evictions; 1 is exactly what decoding does.
-
-    Yields:
-        `JobProgress` after each forward, and last the losses, [n] float32 in nats, with ``tok_s``, tokens per second.
+    The config's chunk is the number of tokens between two evictions; 1 is exactly what decoding does. Yields
+    `JobProgress` after each forward, and last the losses, [n] float32 in nats, with ``tok_s``, tokens per second.
     """
     start_time, ids = time.perf_counter(), torch.tensor([list(tokens)], device=input_device(model))
     with attach(model, config) as cache:

@@ -43,12 +43,8 @@ def configs_of(
 ) -> list[CacheConfig]:
     """Every policy with every window and, if it is random, every seed; ``full`` comes first and once.
 
-    Args:
-        policies: names in `POLICIES`.
-        windows: in tokens; ignored if `cache` chooses the window.
-        seeds: of the policies that draw.
-        cache: the other arguments of `CacheConfig`.
-        cache_sizes: in bytes, in place of the windows.
+    `cache` has the other arguments of `CacheConfig`. If it chooses the window, windows are ignored; sizes, in bytes,
+    replace them.
     """
     if cache_sizes:
         sized = [configs_of(policies, windows, seeds, {**cache, "cache_size": size}) for size in cache_sizes]
@@ -72,17 +68,9 @@ def configs_of(
 class ComparisonOptions:
     """Base of the options of a comparison. A subclass adds fields; its docstring is the help of its subcommand.
 
-    A field ``engine: EngineChoice`` brings the option --engine.
-
-    Attributes:
-        comparison: ``module:class`` of the `Comparison`, which is made from these options.
-        page: ``module:function`` that lays out its records, see `ui.pages`.
-        policies: names in `POLICIES`.
-        windows: in tokens.
-        seeds: of random policies.
-        out: folder for all of it; None for none.
-        model: which model.
-        cache: arguments of `CacheConfig` for all policies.
+    A field ``engine: EngineChoice`` brings the option --engine. `comparison` is ``module:class`` of the `Comparison`,
+    which is made from these options; `page` is ``module:function`` that lays out its records, see `ui.pages`. `cache`
+    has arguments of `CacheConfig` for all policies.
 
     Raises:
         ConfigError: options are wrong or contradict each other.

@@ -14,7 +14,7 @@ from typing import Any
 import psutil
 import torch
 from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file, save
 from torch.nn.functional import cross_entropy
 
 from h2o_stream.attachment.attach import attach
@@ -29,7 +29,7 @@ from h2o_stream.config import PREFILL_STEP
 from h2o_stream.errors import DataError, file_errors
 from h2o_stream.memory import trim_heap
 from h2o_stream.models.precision import dtype_name
-from h2o_stream.resources import atomic_file, cache_folder, read_text
+from h2o_stream.resources import cache_folder, read_text, write_atomically
 
 TINY = "tiny"
 """Name of a random Llama with two layers, for streams of millions of tokens."""
@@ -173,8 +173,8 @@ class Soak(Comparison[SoakOptions]):
         if self._state is not None:
             state = self._cache.state_dict()
             state |= {"stretch": torch.tensor(number), "drawn": self._generator.get_state()}
-            with file_errors(f"--out {self._state.parent}"), atomic_file(self._state) as partial:
-                save_file(state, partial)
+            with file_errors(f"--out {self._state.parent}"):
+                write_atomically(self._state, save(state))
 
     def records(self, results: Iterable[JobResult]) -> Iterator[dict[str, Any]]:
         """One for each stretch."""

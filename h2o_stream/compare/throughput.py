@@ -188,12 +188,9 @@ def row_bytes(model: Any, config: CacheConfig, tokens: Sequence[int]) -> int:
 
 
 def generate(model: Any, workload: Workload, prompts: Tensor, engine: EngineChoice = "auto") -> float:
-    """Generate a workload greedily from prompts [batch, prompt], always to its full length.
+    """Generate a workload greedily from prompts [batch, prompt], always to its full length, after a warm-up.
 
-    What runs a step (`attach`) matters with a policy only.
-
-    Returns:
-        The seconds it took, prompts included, after a warm-up.
+    Returns the seconds it took, prompts included. What runs a step (`attach`) matters with a policy only.
     """
     prompts = prompts.to(input_device(model))
 

@@ -19,10 +19,19 @@ from h2o_stream.config.cache import (
     CacheDevice,
     CachePlan,
 )
-from h2o_stream.config.conversation import THINKING_VARIABLES, AtContext, ChatConfig, EngineChoice, Settings, ThinkMode
+from h2o_stream.config.conversation import (
+    CHAT_RECALL,
+    THINKING_VARIABLES,
+    AtContext,
+    ChatConfig,
+    EngineChoice,
+    RecallConfig,
+    RecallMode,
+    Settings,
+    ThinkMode,
+)
 from h2o_stream.config.model import DEFAULT_MODEL, DTYPES, HUB_ANSWER_S, QUANTIZATIONS, ModelConfig
 from h2o_stream.config.policies import DEFAULT_POLICY, POLICIES, Budgets, PolicyDefaults, Positions
-from h2o_stream.config.recall import CHAT_RECALL, RecallConfig, RecallMode
 from h2o_stream.config.sampling import (
     BENCH,
     BENCH_TEMPERATURES,

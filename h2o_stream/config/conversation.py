@@ -1,4 +1,4 @@
-"""A conversation, and the command that holds it."""
+"""A conversation, what is recalled in it, and the command that holds it."""
 
 from __future__ import annotations
 
@@ -9,9 +9,33 @@ from typing import Any, Literal, get_args
 
 from h2o_stream.config.cache import CacheConfig
 from h2o_stream.config.model import ModelConfig
-from h2o_stream.config.recall import RecallConfig
 from h2o_stream.config.sampling import SamplingConfig
 from h2o_stream.errors import ConfigError
+
+RecallMode = Literal["auto", "off"]
+
+CHAT_RECALL: RecallMode = "auto"
+"""The mode of recall in ``h2o-chat``. Elsewhere it is that of `RecallConfig`."""
+
+
+@dataclass(frozen=True)
+class RecallConfig:
+    """Whether evicted passages are read again before a reply, and how many.
+
+    Args:
+        mode: ``auto`` searches for every message; ``off`` never does.
+        budget: most tokens to read again in a turn; None is a quarter of the window.
+    """
+
+    mode: RecallMode = "off"
+    budget: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.mode not in get_args(RecallMode):
+            raise ConfigError(f"recall is {self.mode!r}; --recall takes {' or '.join(get_args(RecallMode))}")
+        if self.budget is not None and self.budget < 1:
+            raise ConfigError(f"the budget of recall is {self.budget} tokens; it must be at least 1")
+
 
 AtContext = Literal["continue", "stop"]
 EngineChoice = Literal["auto", "eager"]
@@ -54,18 +78,7 @@ class Settings:
 
 @dataclass(frozen=True)
 class ChatConfig:
-    """Settings of ``h2o-chat``.
-
-    Args:
-        prompt: answer this and exit; None reads messages.
-        single_turn: exit after the first reply.
-        session: save the conversation under this name, and resume it if it exists.
-        retell: replay the transcript of a session whose state does not fit.
-        plain: print replies as plain text, not rendered as Markdown.
-        vim: vi key bindings in place of Emacs'.
-        history: keep what is typed at the prompt in a file, for the next chats.
-        record: a file for a recording, which ``h2o-stream --replay`` plays back.
-    """
+    """Settings of ``h2o-chat``, as its ``--help`` explains them. Without a prompt it reads messages."""
 
     prompt: str | None = None
     single_turn: bool = False

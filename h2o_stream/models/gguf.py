@@ -31,11 +31,8 @@ FLOAT_TYPES = frozenset({GGMLQuantizationType.F32, GGMLQuantizationType.F16, GGM
 class GgufFile:
     """A memory-mapped GGUF file; opening it reads only the header.
 
-    Attributes:
-        path: path of the file.
-        metadata: values by key; strings, numbers, short lists of numbers, and `SkippedArray` for other arrays.
-        tensors: tensors by name, in file order.
-        architecture: llama.cpp's name of the architecture.
+    The metadata are strings, numbers, short lists of numbers, and `SkippedArray` for other arrays; tensors are in file
+    order. The architecture is llama.cpp's name of it.
 
     Raises:
         ModelNotFoundError: the file is unreadable or damaged.

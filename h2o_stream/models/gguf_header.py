@@ -45,15 +45,7 @@ _FORMATS = {
 
 @dataclass(frozen=True)
 class GgufTensor:
-    """A tensor's location in its file.
-
-    Attributes:
-        name: name in the file.
-        type: storage type.
-        shape: shape in torch's order, rows first.
-        offset: first byte, from the start of the file.
-        nbytes: size in the file.
-    """
+    """A tensor's location in its file: shape in torch's order, rows first, and bytes from the start of the file."""
 
     name: str
     type: GGMLQuantizationType

@@ -28,15 +28,10 @@ _NOT_WEIGHTS = re.compile(r"rope_freqs\.weight|rope_factors_\w+\.weight|blk\.\d+
 
 @dataclass(frozen=True)
 class Weight:
-    """A weight of a model and its location in a file.
+    """A weight of a model and its tensor in a file, with `others` that it also consists of, such as half of fused
+    experts.
 
-    Attributes:
-        name: name in the model.
-        shape: shape in the model.
-        tensor: the tensor in the file.
-        others: further tensors that the weight consists of, such as the other half of fused experts.
-        same_rows: whether the rows equal those of the tensor, up to `order`.
-        order: int64 row of the tensor for each row of the weight; None if they are the same.
+    With `same_rows` the rows equal those of the tensor, in the `order` [rows] int64 if there is one.
     """
 
     name: str

@@ -21,10 +21,8 @@ _ALIGNMENT = 64
 class HugePageBuffer:
     """A buffer from which tensors are allocated one by one; pages are committed when written.
 
-    Uses transparent huge pages if the system supports madvise (Linux).
-
-    Args:
-        shapes: shapes of the tensors in bytes; an empty iterable allocates nothing.
+    Uses transparent huge pages if the system supports madvise (Linux). The shapes are in bytes; without any nothing is
+    allocated.
     """
 
     def __init__(self, shapes: Iterable[Iterable[int]]) -> None:

@@ -35,8 +35,16 @@ from h2o_stream.models.gguf_model import lazy_state_dict, packed_state_dict
 from h2o_stream.models.hub import download_bars, reachable
 from h2o_stream.models.huge_pages import advise_huge_pages, move_to_huge_pages
 from h2o_stream.models.packed_weights import packed_folder, save_packed
-from h2o_stream.models.placement import allowed_dtypes, device_map_kwargs, device_of, dtype_of, tensor_parallel_kwargs
-from h2o_stream.models.precision import Precision, WeightSizes, choose_precision
+from h2o_stream.models.precision import (
+    Precision,
+    WeightSizes,
+    allowed_dtypes,
+    choose_precision,
+    device_map_kwargs,
+    device_of,
+    dtype_of,
+    tensor_parallel_kwargs,
+)
 from h2o_stream.models.quantize import PackedConfig, set_dtype
 from h2o_stream.models.templates import FALLBACK_STOPS, FALLBACK_TEMPLATE
 from h2o_stream.models.user_cache import folder_lock
@@ -50,13 +58,10 @@ _MIN_CACHED_BYTES = 2**30
 
 @dataclass(frozen=True)
 class LoadedModel:
-    """A model in memory.
+    """A model in memory: the name the user typed, a causal language model in evaluation mode, a tokenizer with a chat
+    template.
 
-    Attributes:
-        name: the name the user typed.
-        model: a causal language model of transformers, in evaluation mode.
-        tokenizer: its tokenizer, with a chat template.
-        stops: strings that end a reply, for models without an end-of-turn token.
+    For models without an end-of-turn token `stops` end a reply.
     """
 
     name: str
@@ -68,16 +73,14 @@ class LoadedModel:
 def load(
     config: ModelConfig,
     cache: CacheConfig | None = None,
-    notify: Callable[[str], None] = lambda line: None,
+    notify: Callable[[str], None] = ignore,
     progress: ProgressCallback = ignore,
 ) -> LoadedModel:
-    """Load the model that `config` names.
+    """Load the model that `config` names. With a `cache`, unsupported architectures are refused before weights are
+    read.
 
-    Args:
-        config: name, dtype and device.
-        cache: if given, unsupported architectures are refused before weights are read.
-        notify: called with one-line messages about slow steps and automatic choices.
-        progress: called with the progress; may stop loading, see `ProgressCallback`.
+    `notify` gets one-line messages about slow steps and automatic choices; `progress` may stop loading
+    (`ProgressCallback`).
 
     Raises:
         ModelNotFoundError: not found; the message says what to do.
@@ -275,7 +278,7 @@ class _Loader:
             set_tqdm_hook(previous)
 
 
-def load_tokenizer(config: ModelConfig, notify: Callable[[str], None] = lambda line: None) -> Any:
+def load_tokenizer(config: ModelConfig, notify: Callable[[str], None] = ignore) -> Any:
     """Load the tokenizer that `config` names, without weights.
 
     Raises:

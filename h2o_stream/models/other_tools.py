@@ -29,13 +29,7 @@ _INCOMPLETE = re.compile(r"mmproj|-\d{5}-of-\d{5}\.gguf$")
 
 @dataclass(frozen=True)
 class StoredModel:
-    """A model on this machine.
-
-    Attributes:
-        name: what --model takes.
-        nbytes: size of its files.
-        source: the tool that stores it.
-    """
+    """A model on this machine: the name that --model takes, the size of its files, and the tool that stores it."""
 
     name: str
     nbytes: int

@@ -15,18 +15,10 @@ _NO_GRADIENT = "packed weights have no gradients; load the model with --quantize
 
 
 class PackedLinear(nn.Module):
-    """y = x W' + b.
+    """y = x W' + b, with W as uint8 tiles (`tiles_shape`), which may be filled later.
 
-    Args:
-        kind: packed format of W.
-        in_features: columns of W.
-        out_features: rows of W.
-        bias: [out] or None.
-        tiles: uint8 of `tiles_shape`; None for meta tensors to be filled later.
-
-    Attributes:
-        out_dtype: dtype of y; None for that of x. Logits are float32: rounding them to bfloat16 costs more than all
-            other rounding of a packed model.
+    The dtype of y is `out_dtype`, or that of x. Logits are float32: rounding them to bfloat16 costs more than all other
+    rounding of a packed model.
     """
 
     tiles: Tensor
@@ -66,16 +58,7 @@ class PackedLinear(nn.Module):
 
 
 class PackedEmbedding(nn.Module):
-    """An embedding with packed weights.
-
-    Args:
-        kind: packed format.
-        num_embeddings: rows.
-        embedding_dim: columns.
-        dtype: dtype of the result.
-        embed_scale: factor on the rows.
-        tiles: see `PackedLinear`.
-    """
+    """An embedding with packed weights, as in `PackedLinear`; its rows have this dtype and are scaled."""
 
     tiles: Tensor
 
@@ -112,11 +95,7 @@ class PackedEmbedding(nn.Module):
 
 
 class TiedHead(PackedLinear):
-    """An output layer that shares the weights of a packed embedding.
-
-    Args:
-        embedding: owner of the weights.
-    """
+    """An output layer that shares the weights of a packed embedding."""
 
     out_dtype = torch.float32
 

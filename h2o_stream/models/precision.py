@@ -1,14 +1,17 @@
-"""Chooses the precision of a model's weights by the free memory, before any weight is read."""
+"""Chooses device, dtype, distribution and precision of a model, before any weight is read."""
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from h2o_stream.errors import OutOfMemoryError
+import torch
 
-if TYPE_CHECKING:
-    import torch
+from h2o_stream.config import ModelConfig
+from h2o_stream.errors import ConfigError, OutOfMemoryError
+from h2o_stream.processes import Processes
+from h2o_stream.resources import cache_folder
 
 DEFAULT_SHARE = 0.6
 """Share of the free memory that weights may take by default."""
@@ -19,13 +22,8 @@ MAX_SHARE = 0.9
 
 @dataclass(frozen=True)
 class WeightSizes:
-    """Sizes of a model's weights in bytes.
-
-    Attributes:
-        float32: all in float32.
-        int8: matrices packed in 8 bits.
-        int4: matrices packed in 4 bits.
-        largest: the largest tensor, which temporarily exists twice.
+    """Bytes of a model's weights: in float32, with matrices packed in 8 or 4 bits, and the largest tensor, which exists
+    twice for a moment.
     """
 
     float32: int
@@ -51,13 +49,7 @@ class WeightSizes:
 
 @dataclass(frozen=True)
 class Precision:
-    """A choice of precision.
-
-    Attributes:
-        dtype: dtype of unpacked weights and activations.
-        quantize: ``none``, ``int8`` or ``int4``.
-        reason: one-line explanation if the choice may surprise the user, else "".
-    """
+    """A choice of precision: dtype of unpacked weights and activations, packed format, a reason if it may surprise."""
 
     dtype: torch.dtype
     quantize: str
@@ -121,3 +113,72 @@ def format_bytes(count: int) -> str:
 def dtype_name(dtype: torch.dtype) -> str:
     """Such as ``bfloat16``."""
     return str(dtype).removeprefix("torch.")
+
+
+def device_of(name: str) -> torch.device:
+    """The torch device for a name; ``auto`` is the best available.
+
+    Raises:
+        ConfigError: the device is not available.
+    """
+    if name == "auto":
+        rank = os.environ.get("LOCAL_RANK", "0")  # set by launchers of several processes
+        name = f"cuda:{rank}" if torch.cuda.is_available() else "mps" if torch.backends.mps.is_available() else "cpu"
+    try:
+        device = torch.device(name)
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError, NotImplementedError) as error:
+        reason = str(error).splitlines()[0]
+        raise ConfigError(f"device {name!r} cannot be used here: {reason}; try --device cpu") from error
+    return device
+
+
+def dtype_of(name: str, device: torch.device) -> torch.dtype:
+    """The torch dtype for a name.
+
+    ``auto`` is bfloat16 if the hardware supports it, otherwise float32, because emulation is slower than float32.
+    """
+    if name == "auto" and device.type != "cpu":
+        return torch.bfloat16
+    return allowed_dtypes(name)[0]
+
+
+def allowed_dtypes(name: str) -> tuple[torch.dtype, ...]:
+    """The dtypes that a name allows on a CPU, best first."""
+    if name != "auto":
+        return (getattr(torch, name),)
+    native = any(getattr(torch.cpu, f"_is_{unit}_supported", bool)() for unit in ("avx512_bf16", "amx_tile"))
+    return (torch.bfloat16,) if native else (torch.float32, torch.bfloat16)
+
+
+def device_map_kwargs(config: ModelConfig, weight_bytes: int) -> dict[str, Any]:
+    """Arguments of `from_pretrained` for a device map; percentages are of `weight_bytes`."""
+    if not config.device_map:
+        return {}
+    memory = {name: _size(size, weight_bytes) for name, size in (config.memory_by_device() or {}).items()}
+    return {
+        "device_map": config.device_map,
+        "offload_folder": str(cache_folder() / "offload"),
+        **({"max_memory": memory} if memory else {}),
+    }
+
+
+def _size(size: str, weight_bytes: int) -> int | str:
+    """A maximum as accelerate takes it."""
+    return round(weight_bytes * float(size[:-1]) / 100) if size.endswith("%") else size
+
+
+def tensor_parallel_kwargs(config: Any) -> dict[str, Any]:
+    """Arguments of `from_pretrained` for tensor parallelism.
+
+    Raises:
+        ConfigError: there is only one process, or the KV heads cannot be divided among them.
+    """
+    from transformers.distributed import DistributedConfig
+
+    count, heads = Processes().count, config.get_text_config().num_key_value_heads
+    if count == 1:
+        raise ConfigError("--tensor-parallel needs several processes; start them with torchrun --nproc-per-node N")
+    if heads % count:
+        raise ConfigError(f"{heads} KV heads cannot be divided among {count} processes; choose a divisor")
+    return {"distributed_config": DistributedConfig(tp_plan="auto")}

@@ -193,10 +193,8 @@ def is_tied(model: Any) -> bool:
 
 
 def untie_head(model: Any, modules: Collection[str]) -> bool:
-    """Remove a tied output layer until `tie_head`, if the embedding is among the modules to pack.
-
-    Returns:
-        Whether there was one.
+    """Remove a tied output layer until `tie_head`, if the embedding is among the modules to pack. Returns whether it
+    was.
     """
     if not is_tied(model) or module_names(model)[id(model.get_input_embeddings())] not in modules:
         return False

@@ -26,14 +26,7 @@ METADATA_FILE = "packed.json"
 
 @dataclass(frozen=True)
 class CachedFolder:
-    """A folder in the cache.
-
-    Attributes:
-        path: path of the folder.
-        names: names that refer to it; lists show the first.
-        nbytes: size of its files.
-        content: description of its content.
-    """
+    """A folder in the cache: the names that refer to it, of which lists show the first, its size and what is in it."""
 
     path: Path
     names: tuple[str, ...]
@@ -63,13 +56,9 @@ def folder_lock(folder: Path) -> FileLock:
 
 
 def forget(name: str) -> list[CachedFolder]:
-    """Remove a model from the cache. Processes that have mapped it keep working.
+    """Remove a model, by a name given to --model or listed by `cached_folders`. Returns the removed folders.
 
-    Args:
-        name: a name given to --model, or listed by `cached_folders`.
-
-    Returns:
-        The removed folders.
+    Processes that have mapped it keep working.
 
     Raises:
         ModelNotFoundError: nothing by that name is cached; the message lists what is.

@@ -13,6 +13,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TypeVar
 
+from h2o_stream.progress import ignore
 from h2o_stream.recall import database
 from h2o_stream.recall.database import PASSAGES
 from h2o_stream.recall.passage import Passage
@@ -39,21 +40,11 @@ _MAX_REPLACEMENTS = 3
 _UNSPACED_RUN = re.compile(f"[{UNSPACED}]+")
 
 
-def ignore(message: str) -> None:
-    """Drop a notice."""
-
-
 class PassageIndex:
     """Passages of a stream in a database, in the order of the stream. Not for use by two threads at once.
 
-    After an error the index is empty. None of its methods raises an error of SQLite or of the disk.
-
-    Args:
-        path: of the file; None for a temporary one that is deleted when it is closed.
-        notify: is told in one line if the file was damaged or cannot be written.
-
-    Attributes:
-        stale: the index was emptied because of an error; `sync` fills it again.
+    After an error it is empty and `stale`, until `sync` fills it again. None of its methods raises an error of SQLite
+    or of the disk: `notify` is told in one line. Without a path the file is temporary.
 
     Raises:
         H2OStreamError: the SQLite library of this Python has no full-text index.
@@ -96,13 +87,11 @@ class PassageIndex:
     def sync(
         self, turns: Sequence[tuple[int, str, str]], passages: Callable[[int, str, str], Sequence[Passage]]
     ) -> None:
-        """Make the index hold exactly these turns. Those at the start that it already has are kept as they are.
+        """Make the index hold exactly these turns: number, prompt and reply of each, in order.
 
-        If the last of these has other tokens now, because the stream was fed again in another way, none is kept.
-
-        Args:
-            turns: number, prompt and reply of each, in order of their numbers.
-            passages: returns the passages of a turn: of the last one that is kept, and of those that are missing.
+        Those at the start that it already has are kept as they are. If the last of these has other tokens now, because
+        the stream was fed again in another way, none is kept. `passages` is called for that one and for those that are
+        missing.
         """
 
         def change(connection: sqlite3.Connection) -> None:
@@ -125,12 +114,6 @@ class PassageIndex:
             typed: only messages of one passage: what the user typed, not what was pasted.
         """
         return self._run(lambda connection: _search(connection, terms, limit, typed), [])
-
-    def frequency(self, term: str) -> int:
-        """The number of passages that contain a word or phrase."""
-        phrase = _phrase(term)
-        query = "SELECT count(*) FROM words WHERE words MATCH ?"
-        return self._run(lambda connection: int(connection.execute(query, (phrase,)).fetchone()[0]), 0) if phrase else 0
 
     def following(self, passage: Passage, count: int) -> list[Passage]:
         """The next passages of the stream."""

@@ -16,11 +16,8 @@ Verdict = Literal["recalled", "still held", "loosely related", "repeated", "outd
 
 @dataclass(frozen=True)
 class Passage:
-    """Part of a turn: a message, a paragraph of a reply, or a part of a long text.
-
-    Attributes:
-        start: index in the stream of its first token.
-        stop: index after its last token.
+    """Part of a turn, from token `start` of the stream to `stop`: a message, a paragraph of a reply, or a part of a
+    long text.
     """
 
     turn: int
@@ -53,12 +50,7 @@ class Candidate:
 
 @dataclass(frozen=True)
 class Recalled:
-    """The event before a reply for which passages were found.
-
-    Attributes:
-        candidates: the passages that are read again, as they are read.
-        no_room: those for which the window has no room.
-    """
+    """The event before a reply for which passages were found: those that are read again, and those without room."""
 
     candidates: tuple[Candidate, ...]
     no_room: tuple[Candidate, ...] = ()

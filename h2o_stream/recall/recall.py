@@ -9,8 +9,9 @@ from pathlib import Path
 from h2o_stream.cache.holders import retrieval_holders
 from h2o_stream.config import RecallConfig, RecallMode
 from h2o_stream.engine.engine import Engine
+from h2o_stream.progress import ignore
 from h2o_stream.recall.decision import decide
-from h2o_stream.recall.index import PassageIndex, ignore
+from h2o_stream.recall.index import PassageIndex
 from h2o_stream.recall.passage import Candidate, Passage
 from h2o_stream.recall.passages import locate
 from h2o_stream.recall.terms import TermWeights

@@ -100,12 +100,9 @@ def first_person(text: str) -> bool:
 
 
 class TermWeights:
-    """Weights and relatedness of words.
+    """Weights and relatedness of words, by any tokenizer of transformers and the model's input embeddings.
 
-    Args:
-        tokenizer: any tokenizer of transformers.
-        embeddings: the model's input embeddings, a module that maps token ids to [N, D]; None: no word is related to
-            another one.
+    These map token ids to [N, D]; without them no word is related to another one.
     """
 
     def __init__(self, tokenizer: Any, embeddings: Callable[[Tensor], Tensor] | None = None) -> None:

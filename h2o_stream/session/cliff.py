@@ -18,12 +18,7 @@ _REPLY = "I have read it."
 
 @dataclass(frozen=True)
 class Cliff:
-    """What is read first.
-
-    Attributes:
-        text: to read.
-        title: what it is, for people.
-    """
+    """A text to read first, and what it is for people."""
 
     text: str
     title: str

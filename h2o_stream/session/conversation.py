@@ -16,19 +16,18 @@ from torch import Tensor
 
 from h2o_stream.cache.policies import merged
 from h2o_stream.cache.window_assignment import without
-from h2o_stream.config import RecallConfig, RecallMode
+from h2o_stream.config import THINKING_VARIABLES, RecallConfig, RecallMode
 from h2o_stream.engine.engine import TORN_MESSAGE, Engine
 from h2o_stream.engine.events import Finished, PrefillProgress, Token
 from h2o_stream.errors import H2OStreamError
 from h2o_stream.recall.form import compose
 from h2o_stream.recall.passage import Candidate, Recalled
 from h2o_stream.recall.recall import Recall
-from h2o_stream.session.active_turn import ActiveTurn
 from h2o_stream.session.conversation_state import ConversationState, PendingPin, TurnSpan, load_conversation_state
 from h2o_stream.session.messages import Tool, UserTurn, change_question, parse_tools, parse_turn, question_of, text_of
 from h2o_stream.session.reply import GrowingReply
 from h2o_stream.session.template import ChatTemplate, Prompt, inserted
-from h2o_stream.session.turn import Turn
+from h2o_stream.session.turn import ActiveTurn, Turn
 
 ReplyEvents = Generator[Recalled | PrefillProgress | Token | Turn, None, None]
 FeedEvents = Generator[PrefillProgress | Finished, None, None]
@@ -117,7 +116,9 @@ class Conversation:
         Raises:
             H2OStreamError: the chat template has no switch for it. Nothing has changed.
         """
-        self.metadata.template.require_thinking_switch()
+        if self.metadata.template.thinking_switch is None:
+            variables = ", ".join(THINKING_VARIABLES)
+            raise H2OStreamError(f"the model's chat template has no switch for thinking ({variables})")
         self._thinking = thinking
         self.metadata = replace(self.metadata, template=self._template(self.system))
 
@@ -131,11 +132,7 @@ class Conversation:
         self.restart(self.system if system is None else system)
 
     def restart(self, system: str | None) -> None:
-        """Forget everything. The next turn feeds this system prompt, None for the template's own.
-
-        Raises:
-            ConfigError: see `reset`.
-        """
+        """Forget everything, as in `reset`. The next turn feeds this system prompt, None for the template's own."""
         self.active.close()
         self.engine.cache.check_pin(self._template(system).opening_size)
         try:
@@ -299,8 +296,7 @@ class Conversation:
     def _reconcile(self, ended: bool = True) -> None:
         """Make the metadata match what was fed, however the last turn ended. Can be repeated if it is cut off.
 
-        Args:
-            ended: the turn is over, so what was read again for it and its thinking may go.
+        If the turn is over, what was read again for it and its thinking may go.
         """
         metadata, fed = self.metadata, len(self.engine.tokens)
         if self.torn:

@@ -35,15 +35,11 @@ class PendingPin:
 
 @dataclass(frozen=True)
 class ConversationState:
-    """A conversation without its tokens.
+    """A conversation without its tokens, of the stream with this `H2OCache.stream_number` and no other.
 
-    Attributes:
-        system: the system prompt; None leaves it to the template.
-        starts: the number and first token index of each turn that has tokens.
-        recalled: indices of the tokens that the current turn reads again.
-        thinking: indices of the tokens of the current turn's thinking so far.
-        thoughts: the same of each earlier turn that has any.
-        stream: `H2OCache.stream_number` of the stream that this describes, and no other.
+    `starts` has number and first token index of each turn that has tokens. The ranges are indices of tokens: read again
+    for the current turn, its thinking so far, and that of each earlier turn that has any. A system prompt of None is
+    the template's.
     """
 
     system: str | None

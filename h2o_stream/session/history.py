@@ -30,11 +30,8 @@ class ResumeError(H2OStreamError):
 class ConversationHistory:
     """A conversation with its transcript and the states after its last turns, in memory or in a session on disk.
 
-    Only one turn is active at a time: any other call closes it.
-
-    Args:
-        conversation: a new one. From now on it must be changed through its history only.
-        header: describes the conversation in its sessions. Its system prompt is replaced by the conversation's.
+    Only one turn is active at a time: any other call closes it. From now on the conversation, a new one, must be
+    changed through its history only. The header describes it in its sessions; its system prompt is the conversation's.
     """
 
     def __init__(self, conversation: Conversation, header: Header) -> None:
@@ -103,11 +100,7 @@ class ConversationHistory:
         return self._transactions.start(self._feed_turn(encodable(text), reply, "told"))
 
     def pin(self, text: str) -> FeedEvents:
-        """See `Conversation.pin`. A text that is cut off becomes an ordinary turn without a reply.
-
-        Raises:
-            DataError: see `feed_turn`.
-        """
+        """See `Conversation.pin` and `feed_turn`. A text that is cut off becomes an ordinary turn without a reply."""
         return self._transactions.start(self._feed_turn(encodable(text), "", "pinned"))
 
     def _feed_turn(self, text: str, reply: str, kind: Kind) -> FeedEvents:
@@ -154,10 +147,7 @@ class ConversationHistory:
             self._transactions.commit_up_to(0)
 
     def undo(self, count: int = 1) -> list[Entry]:
-        """Undo the last turns.
-
-        Returns:
-            The turns that were undone.
+        """Undo the last turns, and return them.
 
         Raises:
             H2OStreamError: there are fewer turns, or the state before them is no longer available.
@@ -176,10 +166,9 @@ class ConversationHistory:
         return entries[-count:]
 
     def regenerate(self) -> str:
-        """Undo the last turn so that it can be said again. The random generator continues, so the reply will differ.
+        """Undo the last turn so that its message, which is returned, can be said again.
 
-        Returns:
-            The user's message.
+        The random generator continues, so the reply will differ.
 
         Raises:
             H2OStreamError: there is no reply, or the state before it is no longer available.
@@ -207,11 +196,7 @@ class ConversationHistory:
             self._transactions.discard_opened()
 
     def fork(self, name: str) -> None:
-        """Continue in a copy called `name`. The previous session, if any, stays as it is.
-
-        Raises:
-            ConfigError, DataError: see `save`.
-        """
+        """Continue in a copy called `name`, made as by `save`. The previous session, if any, stays as it is."""
         with self._transactions.atomic():
             self._transactions.commit_session(self._save_copy(name))
 
@@ -229,10 +214,7 @@ class ConversationHistory:
         return None
 
     def open(self, name: str, create: bool = True) -> bool:
-        """Resume the session `name`, or start it.
-
-        Returns:
-            Whether the session existed.
+        """Resume the session `name`, or start it. Returns whether it existed.
 
         Raises:
             ConfigError, DataError: see `Session`. Nothing has changed.
@@ -262,9 +244,8 @@ class ConversationHistory:
     def replay(self, name: str) -> FeedEvents:
         """Resume the session `name` by feeding its transcript again, for when its state cannot be loaded.
 
-        Yields:
-            The events of all turns. If a turn ends early, or the iterator is closed, the conversation and the session
-            stay as they were.
+        Yields the events of all turns. If a turn ends early, or the iterator is closed, the conversation and the
+        session stay as they were.
 
         Raises:
             ConfigError, DataError: see `Session` and `Conversation.pin`. Nothing has changed.
@@ -301,11 +282,10 @@ class ConversationHistory:
         self._transactions.roll_back()
 
     def continue_in(self, conversation: Conversation, header: Header) -> FeedEvents:
-        """Feed the transcript to another conversation and continue there, in the same session. It is a new one with
-        this system prompt.
+        """Feed the transcript to another conversation, a new one with this system prompt, and continue there, in the
+        same session.
 
-        Yields:
-            The events of all turns. If a turn ends early, or the iterator is closed, nothing has changed.
+        Yields the events of all turns. If a turn ends early, or the iterator is closed, nothing has changed.
 
         Raises:
             ConfigError, DataError: see `replay`. Nothing has changed.

@@ -26,23 +26,20 @@ _MAX_NUMBER = 1 << 53
 class JsonlWriter:
     """Writes records to a file and flushes each one, so that an interrupted run keeps its records.
 
-    Args:
-        target: a file; ``-`` for standard output; None to write nothing.
-        option: the option that named it, for messages.
-        mode: ``w`` replaces an existing file, ``x`` refuses it.
+    ``-`` is standard output, None nothing.
 
     Raises:
         DataError: the file cannot be opened.
     """
 
-    def __init__(self, target: str | Path | None, option: str = "--jsonl", mode: Literal["w", "x"] = "w") -> None:
+    def __init__(self, target: str | Path | None) -> None:
         self._file: TextIO | None = None
-        self._place, self._is_stdout = f"{option} {target}", target == "-"
+        self._place, self._is_stdout = f"--jsonl {target}", target == "-"
         if self._is_stdout:
             self._file = sys.stdout
         elif target is not None:
             with file_errors(self._place):
-                self._file = Path(target).open(mode, encoding="utf-8")  # noqa: SIM115
+                self._file = Path(target).open("w", encoding="utf-8")  # noqa: SIM115
 
     def __enter__(self) -> Self:
         return self
@@ -95,12 +92,7 @@ def read_objects(path: Path, option: str) -> list[tuple[str, dict[str, Any]]]:
 
 
 def build(cls: type[T], fields: Mapping[str, Any], **built: Any) -> T:
-    """A dataclass instance from JSON fields, each checked against its type.
-
-    Args:
-        cls: the dataclass.
-        fields: values read from JSON.
-        built: further fields, which are not checked.
+    """A dataclass instance from JSON fields, each checked against its type, and from others that are not checked.
 
     Raises:
         ValueError, TypeError, KeyError: a field is missing, unknown or of another type.

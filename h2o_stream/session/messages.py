@@ -39,8 +39,7 @@ def parse_turn(turn: UserTurn) -> UserTurn:
 def parse_messages(value: Any, place: str = "messages") -> tuple[Message, ...]:
     """Check and copy the messages between two replies. They begin and end with the user or the result of a tool.
 
-    Returns:
-        Copies. Content that is missing beside tool calls is empty, and arguments in JSON text are objects.
+    In the copies content that is missing beside tool calls is empty, and arguments in JSON text are objects.
 
     Raises:
         DataError: names the message, what is there and what is accepted.

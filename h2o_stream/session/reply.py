@@ -16,11 +16,8 @@ from h2o_stream.session.turn import Timings, Turn
 class GrowingReply:
     """The reply to a message, from the events of the engine.
 
-    Args:
-        prompt: the user's message.
-        markers: how the model marks thinking; None if it does not think.
-        thinking: whether the prompt has begun the thinking.
-        recalled: passages that were read again before the reply.
+    `markers` are None for a model that does not think; `thinking` says that the prompt has begun the thinking;
+    `recalled` are the passages that were read again before the reply.
     """
 
     def __init__(

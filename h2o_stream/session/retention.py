@@ -18,13 +18,10 @@ from h2o_stream.session.conversation_state import TurnSpan
 
 @dataclass(frozen=True)
 class RetainedText:
-    """The text of a token that at least one head holds.
+    """The text of a token that at least one head holds, and the share of the heads that do.
 
-    Attributes:
-        index: of the token in the stream.
-        text: of the token; empty if it is part of a character that a later token completes.
-        share: of the heads examined that hold it, above 0 and at most 1.
-        recalled: whether the token was read again from an earlier turn, rather than said in this one.
+    It is empty if the token is part of a character that a later one completes. A `recalled` token was read again from
+    an earlier turn, rather than said in this one.
     """
 
     index: int
@@ -35,12 +32,9 @@ class RetainedText:
 
 @dataclass(frozen=True)
 class RetainedTurn:
-    """What the cache still holds of a turn.
+    """What the cache still holds of a turn: the share of its tokens, a mean over heads, and those that any head holds.
 
-    Attributes:
-        share: of these tokens that are held, averaged over the heads.
-        pieces: the tokens that any head holds, in order.
-        thinking: the share of the tokens of the turn's thinking that are held; None if it has none.
+    The same share of its thinking, if it has any.
     """
 
     span: TurnSpan

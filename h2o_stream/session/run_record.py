@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import platform
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -38,11 +37,6 @@ def hardware() -> dict[str, Any]:
         "cores": psutil.cpu_count(),
         "memory_bytes": psutil.virtual_memory().total,
     }
-
-
-def comparison_name(run: Mapping[str, Any]) -> str:
-    """The comparison that a run record belongs to."""
-    return str(run["command"]).rpartition(" ")[2]
 
 
 def read_run_record(folder: Path) -> dict[str, Any]:

@@ -17,7 +17,7 @@ from typing import Any
 from jinja2 import TemplateError
 
 from h2o_stream.config import THINKING_VARIABLES
-from h2o_stream.errors import DataError, H2OStreamError, UnsupportedModelError
+from h2o_stream.errors import DataError, UnsupportedModelError
 from h2o_stream.session.control_tokens import ControlTokens
 from h2o_stream.session.messages import Message, Tool, UserTurn, with_placeholders
 from h2o_stream.session.thinking import Markers, find_markers
@@ -48,23 +48,20 @@ class Prompt:
 
 def inserted(without: Sequence[int], tokens: Sequence[int]) -> range:
     """Where `tokens` has something that `without` has not: all but the start and the end that they share."""
-    start = _shared(without, tokens)
-    return range(start, len(tokens) - _shared(without[start:][::-1], tokens[start:][::-1]))
+    start = shared_length(without, tokens)
+    return range(start, len(tokens) - shared_length(without[start:][::-1], tokens[start:][::-1]))
 
 
-def _shared(a: Sequence[int], b: Sequence[int]) -> int:
+def shared_length(a: Sequence[int], b: Sequence[int]) -> int:
+    """How many tokens two lists begin with in common."""
     return len(list(takewhile(lambda pair: pair[0] == pair[1], zip(a, b, strict=False))))
 
 
 class ChatTemplate:
     """Formats the turns of a conversation as token ids.
 
-    Args:
-        tokenizer: with a chat template.
-        system: the system prompt; None leaves it to the template.
-        end_tokens: the model's end-of-turn tokens.
-        thinking: whether the model is to think, for templates with a switch for it; None leaves it to the template.
-        tools: JSON schemas of the tools that the first turn describes.
+    With None, the system prompt, or whether the model is to think, is left to the template; only templates with a
+    switch for thinking follow it. The first turn describes the tools, which are JSON schemas.
     """
 
     def __init__(
@@ -98,16 +95,12 @@ class ChatTemplate:
         if not isinstance(user, str) and user[0]["role"] != "user":
             raise DataError(f"the first message has the role {user[0]['role']}; a conversation begins with user")
         tokens, after = self._compose(user, self._render_first, after)
-        pinned = _shared(tokens, self._controls.encode(before))
+        pinned = shared_length(tokens, self._controls.encode(before))
         return Prompt(tokens, pinned, num_thinking=self._num_thinking(tokens, after))
 
     def next_turn(self, user: UserTurn, ended: bool) -> Prompt:
-        """Any later turn.
-
-        Args:
-            user: the user's message, or messages.
-            ended: whether the previous reply ended with an end-of-turn token, which is then in the cache. Otherwise
-                the template's own is fed first.
+        """Any later turn. If the previous reply ended with an end-of-turn token, that is in the cache; otherwise the
+        template's own is fed first.
 
         Raises:
             DataError: a tool call has control tokens.
@@ -116,7 +109,7 @@ class ChatTemplate:
         before, after = self._following
         tokens, after = self._compose(user, self._render_next, after)
         if ended:
-            start = tokens[: _shared(tokens, self._controls.encode(before))]
+            start = tokens[: shared_length(tokens, self._controls.encode(before))]
             tokens = tokens[next((i for i, token in enumerate(start, 1) if token in self._end_tokens), 0) :]
         return Prompt(tokens, num_thinking=self._num_thinking(tokens, after))
 
@@ -151,17 +144,6 @@ class ChatTemplate:
             if self._render(messages, variables={name: True}) != self._render(messages, variables={name: False}):
                 return name
         return None
-
-    def require_thinking_switch(self) -> None:
-        """Check that thinking can be switched on and off.
-
-        Raises:
-            H2OStreamError: it cannot.
-        """
-        if self.thinking_switch is None:
-            raise H2OStreamError(
-                f"the model's chat template has no switch for thinking ({', '.join(THINKING_VARIABLES)})"
-            )
 
     def _num_thinking(self, tokens: Sequence[int], after: str) -> int | None:
         """See `Prompt`, for a prompt that ends with the text `after`."""
@@ -226,11 +208,7 @@ class ChatTemplate:
         return f"{text}-{self._nonce}"
 
     def _render_turn(self, messages: Sequence[Message], render: Callable[[Sequence[Message], str | None], str]) -> str:
-        """What the template makes of these very messages, with their control tokens marked.
-
-        Raises:
-            DataError: it treats a message with marks differently.
-        """
+        """What the template makes of these very messages, with their control tokens marked."""
         guarded = [{**message, "content": self._controls.guard(message["content"])} for message in messages]
         system = self._system and self._controls.guard(self._system)
         marked = render(guarded, system)
@@ -273,11 +251,7 @@ class ChatTemplate:
     def _check_rendered(
         self, messages: Sequence[Message], render: Callable[[Sequence[Message], str | None], str]
     ) -> None:
-        """Check that the template omits neither a tool call nor a result.
-
-        Raises:
-            UnsupportedModelError: it does.
-        """
+        """Check that the template omits neither a tool call nor a result."""
         hidden, results = with_placeholders(messages, lambda message: message["role"] == "tool")
         calls = sum(len(message.get("tool_calls", ())) for message in messages)
         rendered = render([_with_marked_calls(message) for message in hidden], self._system)
@@ -286,11 +260,7 @@ class ChatTemplate:
             raise UnsupportedModelError(f"the chat template omits {what}; use a model with another template")
 
     def _refuse_markers(self, value: Sequence[Any], name: str) -> None:
-        """Check that nothing in a JSON value would become a control token.
-
-        Raises:
-            DataError: something would.
-        """
+        """Check that nothing in a JSON value would become a control token."""
         if marker := self._controls.found(value):
             raise DataError(f"{name} have the control token {marker}; accepted: any other text")
 

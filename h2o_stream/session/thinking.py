@@ -12,12 +12,9 @@ from h2o_stream.engine.text import overlap
 
 @dataclass(frozen=True)
 class Markers:
-    """How thinking is marked in the replies of a model.
+    """The texts that begin and end thinking in a model's replies, such as ``<think>``.
 
-    Attributes:
-        opening: the text that begins it, such as ``<think>``.
-        closing: the text that ends it.
-        skipped: texts before the answer that belong neither to it nor to the thinking.
+    Skipped ones come before the answer and belong neither to it nor to the thinking.
     """
 
     opening: str

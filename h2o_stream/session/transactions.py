@@ -145,11 +145,7 @@ class Transactions:
         return self.conversation.active.start(events)
 
     def open_session(self, name: str, create: bool) -> Session:
-        """Open another session for the current change.
-
-        Raises:
-            ConfigError, DataError: see `Session`.
-        """
+        """Open another session for the current change; for errors see `Session`."""
         session = self.checkpoint.session
         if session is not None and session.name == name:
             raise DataError(f"session {name} is already open; choose another name")
@@ -175,13 +171,9 @@ class Transactions:
             self._opened = None
 
     def replay(self, entries: Iterable[Entry]) -> Generator[PrefillProgress | Finished, None, Checkpoint | None]:
-        """Feed turns to the conversation, which has none.
+        """Feed turns to the conversation, which has none. Yields their events; one that ends early is the last one.
 
-        Yields:
-            The events of all turns. A turn that ends early is the last one, and the conversation is rolled back.
-
-        Returns:
-            The conversation after the last turn, for a commit; None if it was rolled back.
+        Returns the conversation after the last turn, for a commit; None if it was rolled back.
         """
         conversation = self.conversation
         replayed = Checkpoint(conversation.metadata, self.rng_state)

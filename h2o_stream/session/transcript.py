@@ -1,4 +1,4 @@
-"""The transcript of a session: a JSON Lines file with a header and one line per turn or undo.
+"""The transcript of a session: a JSON Lines file with a header and one line per turn or undo; and its export.
 
 Every line is synced to disk. This module knows nothing of the states that are saved beside the transcript.
 """
@@ -10,12 +10,13 @@ import json
 import os
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Literal
 
-from h2o_stream.errors import DataError, file_errors
+from h2o_stream.errors import ConfigError, DataError, file_errors
+from h2o_stream.resources import PRIVATE, write_atomically
 from h2o_stream.session.jsonl import build, check_type
 
 Kind = Literal["said", "told", "pinned"]
@@ -41,12 +42,7 @@ class Entry:
 
 @dataclass(frozen=True)
 class Header:
-    """What a session was created with.
-
-    Attributes:
-        window: tokens the cache keeps; 0 for all.
-        created: ISO 8601.
-    """
+    """What a session was created with. A window of 0 keeps all; the time is ISO 8601."""
 
     model: str
     policy: str
@@ -65,11 +61,7 @@ class _Content:
     line_numbers: tuple[int, ...] = ()
 
     def with_record(self, record: Mapping[str, Any]) -> _Content:
-        """A copy with one more line.
-
-        Raises:
-            ValueError, TypeError, KeyError, AttributeError: it does not belong in a transcript.
-        """
+        """A copy with one more line."""
         kind, count = record["type"], self.line_count + 1
         if kind == "session":
             return _Content(count, build(Header, {field.name: record[field.name] for field in fields(Header)}))
@@ -142,7 +134,7 @@ class Transcript:
         after = self._content.with_record(record), size + len(data), ()
         with (
             file_errors(self.path),
-            os.fdopen(os.open(self.path, os.O_RDWR | os.O_CREAT, 0o600), "r+b", buffering=0) as file,
+            os.fdopen(os.open(self.path, os.O_RDWR | os.O_CREAT, PRIVATE), "r+b", buffering=0) as file,
         ):
             if os.fstat(file.fileno()).st_size < size:
                 raise OSError("another program truncated the file")
@@ -175,26 +167,8 @@ class Transcript:
         with file_errors(self.path):
             before = self.path.read_bytes()[: self._size] if self.path.exists() else b""
             data = b"".join((before, *self._deferred, *map(_line, records)))
-            write_atomically(self.path, data)
+            write_atomically(self.path, data, PRIVATE)
         self._content, self._size, self._deferred = content, len(data), ()
-
-
-def write_atomically(path: Path, data: bytes) -> None:
-    """Write a file completely, or leave it as it was.
-
-    Raises:
-        OSError: for example, the disk is full.
-    """
-    partial = path.with_suffix(".part")
-    try:
-        with os.fdopen(os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb") as file:
-            file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
-        partial.replace(path)
-    finally:
-        with suppress(OSError):
-            partial.unlink(missing_ok=True)
 
 
 def header_record(header: Header) -> dict[str, Any]:
@@ -216,3 +190,43 @@ def _line(record: Mapping[str, Any]) -> bytes:
 
 def _now() -> str:
     return datetime.now(UTC).isoformat(timespec="seconds")
+
+
+def export(path: Path, header: Header, entries: Sequence[Entry], thinking: bool = False) -> None:
+    """Write a transcript to a new file, in the format of its extension. Thinking is left out unless asked for.
+
+    Raises:
+        ConfigError: the extension is neither ``.md`` nor ``.json``.
+        DataError: the file exists already, or cannot be written.
+    """
+    formats = {".md": _markdown, ".json": _json}
+    if path.suffix not in formats:
+        raise ConfigError(f"{path}: the file name must end in .md or .json")
+    if not thinking:
+        entries = [replace(entry, thinking="") for entry in entries]
+    with file_errors(path), path.open("x", encoding="utf-8") as file:
+        file.write(formats[path.suffix](header, entries))
+
+
+def _markdown(header: Header, entries: Sequence[Entry]) -> str:
+    lines = [f"# {header.model}, {header.policy}, window {header.window or 'unlimited'}", ""]
+    if header.system:
+        lines += [*(f"> {line}" for line in header.system.splitlines()), ""]
+    for entry in entries:
+        lines += ["**You**" + ("" if entry.kind == "said" else f" ({entry.kind})"), "", entry.prompt, ""]
+        if entry.thinking:
+            lines += ["**Model** (thinking)", "", *(f"> {line}" for line in entry.thinking.splitlines()), ""]
+        if entry.text:
+            lines += ["**Model**", "", entry.text, ""]
+    return "\n".join(lines)
+
+
+def _json(header: Header, entries: Sequence[Entry]) -> str:
+    """The header, and the messages in the form that chat templates take."""
+    messages = [{"role": "system", "content": header.system}] if header.system else []
+    for entry in entries:
+        messages.append({"role": "user", "content": entry.prompt})
+        thinking = {"reasoning_content": entry.thinking} if entry.thinking else {}
+        if entry.text or thinking:
+            messages.append({"role": "assistant", "content": entry.text, **thinking})
+    return json.dumps(asdict(header) | {"messages": messages}, ensure_ascii=False, indent=2) + "\n"

@@ -1,9 +1,12 @@
-"""One turn of a conversation, and the time that it took."""
+"""One turn of a conversation: while it is in progress, and at its end with the time that it took."""
 
 from __future__ import annotations
 
+import weakref
+from collections.abc import Generator
 from dataclasses import dataclass
-from typing import Any
+from inspect import GEN_RUNNING, getgeneratorstate
+from typing import Any, TypeVar
 
 from h2o_stream.cache.counts import CacheCounts
 from h2o_stream.engine.events import Finish
@@ -12,14 +15,7 @@ from h2o_stream.recall.passage import Candidate
 
 @dataclass
 class Timings:
-    """Tokens and compute time of a turn or of any part of a run.
-
-    Attributes:
-        prompt_tokens: tokens prefilled, template tokens included.
-        prefill_s: seconds spent in prefill.
-        new_tokens: tokens generated, end-of-turn tokens included.
-        decode_s: seconds spent in decoding.
-    """
+    """Tokens and compute time of a turn or of any part of a run. Template and end-of-turn tokens count."""
 
     prompt_tokens: int = 0
     prefill_s: float = 0.0
@@ -104,3 +100,30 @@ def _recall_record(candidate: Candidate) -> dict[str, Any]:
         "score": round(candidate.score, 4),
         "tokens": candidate.tokens,
     }
+
+
+_Events = TypeVar("_Events", bound=Generator[object, None, None])
+
+
+class ActiveTurn:
+    """Holds a generator of events and those that it runs itself, by weak references."""
+
+    def __init__(self) -> None:
+        self._nested: list[weakref.ref[Generator[object, None, None]]] = []
+
+    def start(self, events: _Events) -> _Events:
+        """Close the current generator and replace it by `events`. If it is running, `events` are part of it."""
+        self.close()
+        self._nested.append(weakref.ref(events))
+        return events
+
+    def close(self) -> None:
+        """Close the current generator, as if its caller had done so. One that is running goes on."""
+        running = []
+        for reference in self._nested:
+            events = reference()
+            if events is not None and getgeneratorstate(events) == GEN_RUNNING:
+                running.append(reference)
+            elif events is not None:
+                events.close()
+        self._nested = running

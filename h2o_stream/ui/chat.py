@@ -26,28 +26,15 @@ from h2o_stream.ui.commands import Commands
 from h2o_stream.ui.documents import read_ahead
 from h2o_stream.ui.format import context_bar, slot_bar, status_line, turn_line
 from h2o_stream.ui.recall import note_recalled
-from h2o_stream.ui.reply import MarkdownReply, PlainReply, Reply
+from h2o_stream.ui.reply import MarkdownReply, PlainReply, Reply, Thinking
 from h2o_stream.ui.start import LoadedConversation, open_conversation
 from h2o_stream.ui.terminal import PrefillStatus, Terminal
-from h2o_stream.ui.thinking import Thinking
 
 _MIN_BAR, _MAX_BAR = 8, 40
 """Columns of the bar of slots."""
 
 _ANSI = {"bright_black": "ansibrightblack"}
 """Colors whose prompt_toolkit name is not rich's name with the prefix ``ansi``."""
-
-
-def run_chat(
-    settings: Settings, config: ChatConfig, terminal: Terminal, jsonl: JsonlWriter, sources: Mapping[str, Any]
-) -> Finish | None:
-    """Chat until the user leaves or the input ends.
-
-    Returns:
-        Why the last reply ended if that ended the chat; None if the user left.
-    """
-    with open_chat(settings, config, terminal, jsonl, sources) as chat:
-        return chat.run()
 
 
 @contextmanager
@@ -59,7 +46,7 @@ def open_chat(
     sources: Mapping[str, Any],
     loaded: LoadedConversation | None = None,
 ) -> Iterator[Chat]:
-    """A chat that is ready for its first message. Arguments as for `run_chat`; `loaded` if the model is loaded."""
+    """A chat that is ready for its first message, on a conversation that may be `loaded` already."""
     with open_conversation("h2o-chat", settings, terminal, jsonl, loaded) as loaded:
         history = ConversationHistory(loaded.conversation, header(loaded))
         context = ChatContext(loaded, history, config, terminal, jsonl, sources, settings.think)
@@ -91,11 +78,7 @@ class Chat:
         self._jsonl.write(self._report.record())
 
     def run(self, typed: Iterator[str] | None = None) -> Finish | None:
-        """Read messages and reply, until the end.
-
-        Args:
-            typed: the messages, if they do not come from a prompt of our own or from standard input.
-        """
+        """Read messages and reply, until the end; from a prompt of our own or standard input, unless they are given."""
         config, interrupts = self._context.config, self._context.loaded.interrupts
         if config.prompt is not None:
             return self.say(config.prompt)
@@ -196,8 +179,7 @@ class Chat:
             return None
 
     def _typed(self) -> Iterator[str]:
-        from h2o_stream.ui.input_history import input_history
-        from h2o_stream.ui.message_prompt import MessagePrompt
+        from h2o_stream.ui.message_prompt import MessagePrompt, input_history
 
         config = self._context.config
         history = input_history(config.history, self._terminal.note)

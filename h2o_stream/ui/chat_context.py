@@ -28,13 +28,7 @@ def header(loaded: LoadedConversation) -> Header:
 
 @dataclass
 class ChatContext:
-    """A chat's state.
-
-    Attributes:
-        sources: every option's value and where it comes from.
-        think: how thinking is shown.
-        leaving: whether the user has asked to leave.
-    """
+    """A chat's state, with every option's value and where it comes from."""
 
     loaded: LoadedConversation
     history: ConversationHistory
@@ -66,10 +60,9 @@ class ChatContext:
         return complete
 
     def open_session(self, name: str | None = None) -> None:
-        """Resume a session. If its state cannot be loaded, its transcript may be fed again.
+        """Resume the session of this name, which exists, or that of the configuration, which may be new.
 
-        Args:
-            name: of an existing session; None for the one of the configuration, which may be new.
+        If its state cannot be loaded, its transcript may be fed again.
 
         Raises:
             H2OStreamError: it cannot be opened, or its state cannot be loaded and its transcript is not to be fed.

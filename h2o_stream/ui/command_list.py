@@ -15,13 +15,7 @@ def is_command(message: str) -> bool:
 
 @dataclasses.dataclass(frozen=True)
 class Command:
-    """A command.
-
-    Attributes:
-        argument: its argument, as shown by /help; in brackets if it is optional.
-        summary: what it does.
-        takes_file: whether the argument is a file name.
-    """
+    """A command, with its argument as shown by /help (in brackets if it is optional) and what it does."""
 
     argument: str
     summary: str

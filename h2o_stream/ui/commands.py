@@ -14,10 +14,9 @@ from h2o_stream.config import RecallMode, SamplingConfig, ThinkMode
 from h2o_stream.errors import ConfigError, DataError, H2OStreamError
 from h2o_stream.recall.passage import Candidate
 from h2o_stream.resources import is_file, read_text, user_path
-from h2o_stream.session.export import export
 from h2o_stream.session.history import ConversationHistory
 from h2o_stream.session.retention import retention
-from h2o_stream.session.transcript import Entry
+from h2o_stream.session.transcript import Entry, export
 from h2o_stream.session.why import explain
 from h2o_stream.ui.chat_context import ChatContext
 from h2o_stream.ui.command_list import COMMANDS
@@ -44,11 +43,7 @@ class Commands:
         return self._context.history
 
     def execute(self, line: str) -> str | None:
-        """Execute a command line.
-
-        Returns:
-            A message for the model, or None.
-        """
+        """Execute a command line. Returns a message for the model, or None."""
         name, _, argument = line.partition(" ")
         name, argument = name.strip(), argument.strip()
         command = COMMANDS.get(name)

@@ -14,11 +14,10 @@ _QUESTION_SHARE = 0.25
 
 
 def read_file(context: ChatContext, name: str, text: str, question: str) -> str | None:
-    """What to say about a file. A long one is read first, if recall is on.
+    """What to say about a file: its text with the question. A long one is read first, if recall is on, so that only the
+    question remains.
 
-    Returns:
-        The message for the model: the text with the question or, if the text has been read, the question. None if there
-        is nothing to say: there is no question, or Ctrl-C ended the reading. What was read stays in the conversation.
+    None if there is none, or if Ctrl-C ended the reading. What was read stays in the conversation.
     """
     if not _exceeds(context, text, _MAX_SHARE):
         return f"{name}:\n\n{text}\n\n{question}".strip()
@@ -27,12 +26,10 @@ def read_file(context: ChatContext, name: str, text: str, question: str) -> str 
 
 
 def read_ahead(context: ChatContext, message: str) -> str | None:
-    """What to say of a message. If it is longer than the window and recall is on, all but the question is read first.
+    """What to say of a message; None if Ctrl-C ended the reading.
 
-    The question is the last paragraph, if that is short. If it is not, the message is said as it is.
-
-    Returns:
-        The message for the model; None if Ctrl-C ended the reading.
+    If it is longer than the window and recall is on, all but the question is read first: the last paragraph, if that is
+    short. If it is not, the message is said as it is.
     """
     body, question = split_question(message)
     if not body or not _exceeds(context, message, 1.0) or _exceeds(context, question, _QUESTION_SHARE):

@@ -16,8 +16,7 @@ DOUBLE_PRESS_S = 2.0
 class Interrupts:
     """Inside the block, the first Ctrl-C sets `requested`. A second one soon after raises KeyboardInterrupt.
 
-    Attributes:
-        terminated: whether the program should end too.
+    The signals that end the program set `terminated`, too.
     """
 
     def __init__(self) -> None:

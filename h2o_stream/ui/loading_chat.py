@@ -25,9 +25,8 @@ from h2o_stream.models.find import find_before_imports
 from h2o_stream.progress import Progress, ProgressCallback
 from h2o_stream.session.jsonl import JsonlWriter
 from h2o_stream.startup import LOADER, importing
-from h2o_stream.ui.input_history import input_history
 from h2o_stream.ui.loading import LoadingLine
-from h2o_stream.ui.message_prompt import MessagePrompt
+from h2o_stream.ui.message_prompt import MessagePrompt, input_history
 from h2o_stream.ui.terminal import Terminal
 
 if TYPE_CHECKING:
@@ -85,7 +84,7 @@ class BackgroundLoader:
 class LoadingChat:
     """A chat whose first message can be typed while the model loads. A context manager.
 
-    Arguments as for `run_chat`. The terminal must be live and interactive.
+    Arguments as for `open_chat`. The terminal must be live and interactive.
     """
 
     def __init__(

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import time
 from collections.abc import Awaitable, Callable, Iterable, Iterator
+from contextlib import suppress
+from pathlib import Path
 
 from prompt_toolkit import PromptSession
 from prompt_toolkit.buffer import Buffer
@@ -12,9 +14,10 @@ from prompt_toolkit.document import Document
 from prompt_toolkit.enums import DEFAULT_BUFFER
 from prompt_toolkit.filters import Condition, has_focus
 from prompt_toolkit.formatted_text import FormattedText
-from prompt_toolkit.history import History
+from prompt_toolkit.history import FileHistory, History, InMemoryHistory
 from prompt_toolkit.key_binding import KeyBindings, KeyPressEvent
 
+from h2o_stream.resources import PRIVATE, private_data_folder, replace_surrogates, write_atomically
 from h2o_stream.ui.command_list import COMMANDS
 from h2o_stream.ui.interrupts import DOUBLE_PRESS_S
 
@@ -24,12 +27,8 @@ PROMPT, CONTINUATION, QUOTES = "> ", ". ", '"""'
 class MessagePrompt:
     """Reads messages from a terminal. Enter sends; Meta-Enter, or Enter inside triple quotes, starts a new line.
 
-    Args:
-        toolbar: the text below the prompt.
-        vim: use vi's key bindings instead of Emacs'.
-        history: what was typed before.
-        background: runs in this thread while the first message is typed. The message waits until it is done. If it
-            raises, so does `messages`.
+    The toolbar is below the prompt. `background` runs in this thread while the first message is typed, which waits
+    until it is done; if it raises, so does `messages`.
     """
 
     def __init__(
@@ -155,3 +154,58 @@ def unquoted(text: str) -> str:
     if inner.startswith(QUOTES) and inner.endswith(QUOTES) and len(inner) >= 2 * len(QUOTES):
         return inner.removeprefix(QUOTES).removesuffix(QUOTES).strip("\n")
     return text
+
+
+MAX_MESSAGES = 1000
+MAX_BYTES = 2**20
+
+_START = b"\n# "
+"""Begins a message in prompt_toolkit's format; lines of its text begin with +."""
+
+
+def input_history(keep: bool, notify: Callable[[str], None]) -> History:
+    """The history of the user's prompts: kept in the file ``history`` of the user's data folder, or in memory.
+
+    `notify` receives a line if the file cannot be written.
+    """
+    if keep:
+        try:
+            path = private_data_folder() / "history"
+            path.touch(PRIVATE)
+            path.chmod(PRIVATE)
+            return LimitedHistory(path)
+        except OSError as error:
+            notify(f"no input history: {error}")
+    return InMemoryHistory()
+
+
+class LimitedHistory(FileHistory):
+    """The last `MAX_MESSAGES` messages in a file of at most `MAX_BYTES`. Errors do not end the prompt."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__(str(path))
+        self._path = path
+        with suppress(OSError):
+            self._trim()
+
+    def store_string(self, string: str) -> None:
+        """Append a message, and drop the oldest ones beyond the limits. Longer ones than the file may be are not kept.
+
+        A full disk or undecodable input is ignored.
+        """
+        text = replace_surrogates(string)
+        with suppress(OSError):
+            if len(text.encode()) < MAX_BYTES // 2:
+                super().store_string(text)
+                self._trim()
+
+    def _trim(self) -> None:
+        messages = [_START + message for message in self._path.read_bytes().split(_START)[1:]]
+        kept, size = 0, 0
+        for message in reversed(messages[-MAX_MESSAGES:]):
+            size += len(message)
+            if size > MAX_BYTES:
+                break
+            kept += 1
+        if kept < len(messages):
+            write_atomically(self._path, b"".join(messages[len(messages) - kept :]), PRIVATE)

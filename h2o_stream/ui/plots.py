@@ -18,13 +18,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class ChartStyle:
-    """How a chart is drawn.
-
-    Attributes:
-        size: width and height in inches.
-        background: color; "none" for transparent.
-        colors: of the curves, in turn. Neighbors differ in lightness too.
-    """
+    """How a chart is drawn: size in inches; colors of the curves in turn, neighbors of different lightness."""
 
     size: tuple[float, float] = (8, 4.5)
     foreground: str = "#1a1a1a"

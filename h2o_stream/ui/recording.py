@@ -114,11 +114,9 @@ class _Recorder:
 
 @contextmanager
 def recording(path: Path | None, terminal: Terminal) -> Iterator[None]:
-    """Record what is written to stdout and stderr inside the block.
+    """Record what is written to stdout and stderr inside the block in a new file.
 
-    Args:
-        path: a new file; None to record nothing. As ``.svg``, only the last screen is kept, see `save_picture`.
-        terminal: that is recorded.
+    As ``.svg``, only the last screen of the terminal is kept, see `save_picture`.
 
     Raises:
         ConfigError: a picture is asked for where there is no screen.

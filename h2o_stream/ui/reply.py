@@ -15,9 +15,9 @@ from rich.markdown import Markdown
 from rich.segment import Segment, Segments
 from rich.text import Text
 
+from h2o_stream.config import ThinkMode
 from h2o_stream.engine.events import Token
 from h2o_stream.ui.terminal import Frames, Terminal
-from h2o_stream.ui.thinking import Thinking
 
 _FRAME_S = 0.08
 """Between two frames: short enough to read along, long enough to cost the model no time."""
@@ -29,12 +29,48 @@ _CODE_THEME = "ansi_dark"
 _THINKING_STYLE = "dim"
 
 
+class Thinking:
+    """The thinking of one reply, while it is generated: all of it is `shown`, or a line (`folded`) that ends with the
+    hint.
+
+    The mode ``off`` is ``fold``, for a model that thinks nevertheless.
+    """
+
+    def __init__(self, mode: ThinkMode, hint: str = "") -> None:
+        self.text = ""
+        self.shown, self.folded = mode == "show", mode in ("fold", "off")
+        self._hint = hint
+        self._tokens = 0
+        self._ended = False
+
+    @property
+    def line(self) -> str:
+        """The line of folded thinking: while it lasts, and after it. Empty if there is none."""
+        if not self.folded or not (self.text if self._ended else self._tokens):
+            return ""
+        count = "1 token" if self._tokens == 1 else f"{self._tokens:,} tokens"
+        return f"thought for {count}{self._hint}" if self._ended else f"thinking … {count}"
+
+    @property
+    def active(self) -> bool:
+        """Whether the reply is thinking now."""
+        return self._tokens > 0 and not self._ended
+
+    def add(self, text: str) -> None:
+        """Append a token, with the text that it completes."""
+        self._tokens += 1
+        self.text += text
+
+    def end(self) -> bool:
+        """The answer begins, or the reply ends. Returns whether there was thinking that had not ended."""
+        was_active, self._ended = self.active, self._tokens > 0
+        return was_active
+
+
 class PlainReply:
     """Writes a reply as plain text. A context manager: leaving it ends the reply.
 
-    Args:
-        terminal: where to.
-        thinking: what is shown of the thinking. All of it goes to stdout between tags, a line to stderr.
+    Thinking that is shown goes to stdout between tags, a line about it to stderr.
     """
 
     def __init__(self, terminal: Terminal, thinking: Thinking | None = None) -> None:
@@ -79,12 +115,9 @@ class PlainReply:
 
 
 class MarkdownReply:
-    """Draws a reply as Markdown. A context manager: leaving it ends the reply.
+    """Draws a reply as Markdown on a live console. A context manager: leaving it ends the reply.
 
-    Args:
-        footer: returns the line below it, for a width.
-        console: a live one, on stdout.
-        thinking: what is shown of the thinking, dim and above the answer.
+    The line below it is made for a width. Thinking is dim and above the answer.
     """
 
     def __init__(self, footer: Callable[[int], Text], console: Console, thinking: Thinking | None = None) -> None:

@@ -15,11 +15,11 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 
 from h2o_stream import __version__
 from h2o_stream.compare.catalog import COMPARISONS
-from h2o_stream.compare.left_out import LeftOut, lines_of, read_left_out
+from h2o_stream.compare.everything import LeftOut, lines_of, read_left_out
 from h2o_stream.errors import DataError, file_errors
 from h2o_stream.resources import write_text
 from h2o_stream.session.jsonl import read_objects
-from h2o_stream.session.run_record import RECORDS, RUN, comparison_name, read_run_record
+from h2o_stream.session.run_record import RECORDS, RUN, read_run_record
 from h2o_stream.ui.format import format_bytes
 from h2o_stream.ui.pages import KINDS, Chart, Heatmap, Page, page_of
 from h2o_stream.ui.plots import NARROW, NARROW_DARK, WIDE, WIDE_DARK, svg
@@ -71,7 +71,7 @@ def read_comparisons(folders: Sequence[Path]) -> list[FinishedComparison]:
 
 def _read(folder: Path) -> FinishedComparison:
     run = read_run_record(folder)
-    kind = comparison_name(run)
+    kind = str(run["command"]).rpartition(" ")[2]
     if kind not in COMPARISONS:
         raise DataError(f"{folder}: a run of {run['command']!r}, which has no report")
     if not (folder / RECORDS).exists():

@@ -17,9 +17,8 @@ from h2o_stream.session.turn import Turn
 from h2o_stream.ui.format import context_bar, format_bytes, format_speed, legend, slot_bar, turn_line
 from h2o_stream.ui.recall import note_recalled, recalled_lines
 from h2o_stream.ui.recording import save_picture
-from h2o_stream.ui.reply import PlainReply
+from h2o_stream.ui.reply import PlainReply, Thinking
 from h2o_stream.ui.terminal import Frames, PrefillStatus, Terminal
-from h2o_stream.ui.thinking import Thinking
 from h2o_stream.ui.timeline import draw_timeline
 
 FRAME_S = 0.1
@@ -29,14 +28,8 @@ FRAME_S = 0.1
 class Screen:
     """Draws a run: transcript above, cache, speed and their course below. Uses the whole terminal while it lasts.
 
-    At the end the terminal is restored, and the transcript is printed: what was said stays.
-
-    Args:
-        terminal: a live one.
-        title: what runs: model, policy, window.
-        context: the model's trained context, the scale of a cache without a window.
-        think: what is shown of the model's thinking.
-        report: statistics of the run, which its owner keeps up to date; None to keep them here.
+    At the end the terminal is restored, and the transcript is printed: what was said stays. The model's context is the
+    scale of a cache without a window. A given report is kept up to date by its owner.
     """
 
     def __init__(
@@ -206,22 +199,6 @@ class PlainView:
             self._status.close()
             self._reply.close()
             self._terminal.note(turn_line(event), style="dim")
-
-
-View = Screen | PlainView
-
-
-def open_view(
-    terminal: Terminal,
-    title: str,
-    context: int | None = None,
-    think: ThinkMode = "fold",
-    report: RunReport | None = None,
-) -> View:
-    """A live screen if the terminal can show one, otherwise plain text."""
-    if terminal.live and not terminal.quiet:
-        return Screen(terminal, title, context, think, report)
-    return PlainView(terminal, think)
 
 
 def _rate(tokens: int, elapsed_s: float) -> str:

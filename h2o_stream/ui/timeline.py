@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from rich.text import Text
 
-from h2o_stream.session.timeline import Timeline
+from h2o_stream.session.report import Timeline
 from h2o_stream.ui.format import format_bytes
 
 BLOCKS = " ▁▂▃▄▅▆▇█"
@@ -24,11 +24,7 @@ _MARGIN = 1.15
 def draw_timelines(timelines: Sequence[Timeline], width: int, rows: int, context: int | None) -> list[list[Text]]:
     """The lines of some runs, drawn to the same scales so that they can be compared by eye.
 
-    Args:
-        timelines: of the runs.
-        width: columns.
-        rows: of each of the two lines.
-        context: tokens the model was trained for, marked on the axis; None if not known.
+    Each of the two lines has so many rows. The context that the model was trained for is marked on the axis.
     """
     seen = max(timeline.seen for timeline in timelines)
     near = context is not None and seen * _NEAR >= context

@@ -132,12 +132,7 @@ class HeavyHitters(Comparison[HeavyHittersOptions]):
 
 @dataclass(frozen=True)
 class Removal:
-    """Tokens that are masked while a text is read.
-
-    Attributes:
-        removed: ``nothing`` or one of `REMOVED`.
-        percent: of the tokens seen.
-    """
+    """Tokens that are masked while a text is read: ``nothing`` or one of `REMOVED`, in percent of the tokens seen."""
 
     removed: str
     percent: int
@@ -184,10 +179,8 @@ def measure_attention(
 ) -> Iterator[JobProgress | list[LayerAttention]]:
     """Measure the attention of every layer on a text within the context of a model without sliding windows.
 
-    All configs have the same window; `chunk` tokens are fed between two evictions.
-
-    Yields:
-        `JobProgress`, and last the result, one `LayerAttention` for each layer that is not a sliding one.
+    All configs have the same window; `chunk` tokens are fed between two evictions. Yields `JobProgress`, and last one
+    `LayerAttention` for each layer that is not a sliding one.
 
     Raises:
         ConfigError: the text does not fit the model, or is no longer than the window.

@@ -77,12 +77,9 @@ def check_architecture(config: Any) -> None:
 
 
 def write_random_gguf(config: Any, precision: str, path: Path) -> Iterator[tuple[int, int]]:
-    """Write a file for a config of transformers, tensor by tensor.
+    """Write a file for a config of transformers. Yields before each tensor: bytes of weights so far, and in all.
 
     The precision is ``int4`` (Q4_K_M), ``int8`` (Q8_0), or a floating dtype.
-
-    Yields:
-        Before each tensor: bytes of weights so far, and in all.
 
     Raises:
         ConfigError: see `check_architecture`.

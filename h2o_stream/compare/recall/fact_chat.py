@@ -17,12 +17,9 @@ _MAX_REPLY = 64
 
 @dataclass(frozen=True)
 class OtherTurn:
-    """A turn about other things.
+    """A turn about other things; the first one of its question refers to nothing before.
 
-    Attributes:
-        question_id: of the question.
-        first: whether it is the question's first turn, which refers to nothing before.
-        recalling: whether evicted passages were read again before the reply.
+    `recalling` says whether evicted passages were read again before the reply.
     """
 
     question_id: int | str

@@ -35,12 +35,9 @@ _MIN_PIECE = 4
 
 @dataclass(frozen=True)
 class Telling:
-    """A message with a fact.
+    """A message with a fact, and the questions asked at every distance after it.
 
-    Attributes:
-        text: the message.
-        at: where its turn ends, in tokens after the end of the first one's turn.
-        questions: asked at every distance after it.
+    Its turn ends `at` tokens after the end of the first one's.
     """
 
     text: str
@@ -64,15 +61,11 @@ def facts_with_updates(facts: Sequence[Fact]) -> list[Telling]:
 
 
 class Filler:
-    """Other talk without an end: a text, repeated.
+    """Other talk without an end: the tokens of a text, repeated.
 
     A reply goes on with the text, because a small model imitates short replies that it has seen several times: of nine
     facts, each asked for 64 tokens later, the embedded model with a full cache told 5; it told 2 if the replies were
     sixteen phrases in turn ("That makes sense to me."), and 0 if they were always the same one.
-
-    Args:
-        tokenizer: of the model.
-        tokens: of the text.
     """
 
     def __init__(self, tokenizer: Any, tokens: Sequence[int]) -> None:
@@ -102,14 +95,8 @@ class Filler:
 
 @dataclass(frozen=True, order=True)
 class _Due:
-    """A question that waits.
-
-    Attributes:
-        at: token index from which on it is asked.
-        number: order among those of one time.
-        distance: the one asked for.
-        end: token index after the turn of the fact.
-        question: itself.
+    """A question that waits for the token index `at`; `number` orders those of one time. The fact's turn ended at
+    `end`.
     """
 
     at: int
@@ -138,11 +125,7 @@ class FactStream:
         self._numbers, self._origin = count(), 0
 
     def run(self) -> Iterator[int | tuple[int, Answer]]:
-        """Tell and ask everything.
-
-        Yields:
-            Tokens of the stream so far, after each turn; each answer, after its distance.
-        """
+        """Tell and ask everything. Yields the tokens so far after each turn, and each answer after its distance."""
         tell(self._conversation, *_GREETING)
         self._origin = self._seen + self._length(self._tellings[0].text, ACKNOWLEDGEMENT) - self._tellings[0].at
         while self._more():

@@ -50,13 +50,9 @@ _LISTS = ("answers", "updated")
 class Question:
     """A question, and which values a reply must and must not tell.
 
-    Attributes:
-        kind: how it asks.
-        id: of the fact; that of a never said one is its number.
-        text: the user's message.
-        reply: the beginning of a reply, up to the answer.
-        answers: the right value in all its spellings; empty if there is none.
-        wrong: the fact's other value, or for something never said the values of all facts.
+    The id is the fact's, or for something never said a number; `reply` is the beginning of a reply, up to the answer.
+    `answers` has the right value in all its spellings, if there is one, `wrong` the fact's other value, or for
+    something never said the values of all facts.
     """
 
     kind: Kind

@@ -86,11 +86,9 @@ class _EngineRun:
 
 
 class Benchmark:
-    """Engines that read the same text up to each history and decode there in turn, round by round.
+    """Engines that read the same text (`needed`) up to each history and decode there in turn, round by round.
 
-    Args:
-        specs: of the engines; each runs in its own process, started by the first `measure`.
-        tokens: the text, see `needed`.
+    Each runs in its own process, started by the first `measure`.
     """
 
     def __init__(self, specs: Sequence[EngineSpec], tokens: Sequence[int]) -> None:
@@ -107,14 +105,10 @@ class Benchmark:
         return len(self._specs) * (2 + ROUNDS)
 
     def measure(self, history: int, bytes_per_s: float) -> Iterator[JobProgress | list[dict[str, Any]]]:
-        """Time all engines whose context fits a history; histories come in ascending order.
+        """Time all engines whose context fits a history; histories come in ascending order. For `bytes_per_s` see
+        `bandwidth`.
 
-        Args:
-            history: tokens seen before an engine decodes.
-            bytes_per_s: see `bandwidth`.
-
-        Yields:
-            `JobProgress` before each long step, and last a record for each engine.
+        Yields `JobProgress` before each long step, and last a record for each engine.
 
         Raises:
             H2OStreamError: an engine is missing or failed.

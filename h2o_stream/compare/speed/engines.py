@@ -23,16 +23,11 @@ _CHUNK_SIZE = 2048
 
 @dataclass(frozen=True)
 class EngineSpec:
-    """An engine with its settings.
+    """An engine (`OURS` or one of `PEERS`) with its settings; `steps`, as of `attach`, are ours only.
 
-    Attributes:
-        engine: `OURS` or one of `PEERS`.
-        model: which model, in which precision.
-        cache: the policy of our engine. Unless it is ``full``, OpenVINO evicts down to its window by a rule of its own.
-        steps: the argument ``engine`` of `attach`; for our engine only.
-        random_weights: path of a config of transformers, to time a model with random weights in place of `model`.
-        threads: of the engine; None for its default.
-        length: tokens of the longest history, for an engine that allocates its cache before it reads.
+    The policy is our engine's; unless it is ``full``, OpenVINO evicts down to its window by a rule of its own. With the
+    path of a transformers config a model with random weights is timed in place of `model`. `length` is the longest
+    history in tokens, for an engine that allocates its cache before it reads.
     """
 
     engine: str
@@ -56,13 +51,7 @@ class EngineSpec:
 
 @dataclass(frozen=True)
 class EngineInfo:
-    """Properties of an engine whose model is loaded.
-
-    Attributes:
-        dtype: of its computations.
-        weight_bytes: bytes of weights that every step reads.
-        context: its longest history; None for no limit.
-    """
+    """An engine with its model: dtype of computations, bytes of weights that a step reads, longest history if any."""
 
     dtype: str
     weight_bytes: int

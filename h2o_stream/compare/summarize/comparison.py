@@ -60,11 +60,7 @@ class Summarize(Comparison[SummarizeOptions]):
         }
 
     def _leave_out_long(self, notify: Notify) -> None:
-        """Say which policies cannot read which requests, and drop those that can read none.
-
-        Raises:
-            ConfigError: none of them can read any.
-        """
+        """Say which policies cannot read which requests, and drop those that can read none."""
         too_long = [number for number in range(len(self._requests)) if self._beyond_context(number)]
         bounded = [config for config in self.configs if not moves_positions(config)]
         if not (too_long and bounded):

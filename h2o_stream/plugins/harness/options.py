@@ -8,11 +8,11 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from h2o_stream.compare.options import Policies, configs_of
-from h2o_stream.compare.ruler.items import TASKS
-from h2o_stream.compare.ruler.options import RulerOptions
 from h2o_stream.config import DEFAULT_WINDOW, CacheConfig
 from h2o_stream.errors import ConfigError
 from h2o_stream.options import Option, listed_if_any, numbers_if_any
+from h2o_stream.plugins.ruler.items import TASKS
+from h2o_stream.plugins.ruler.options import RulerOptions
 from h2o_stream.registry import resolve
 
 HARNESS_TASKS = ("h2o_facts", "h2o_topics", "h2o_causes")
@@ -78,4 +78,4 @@ class TasksOptions(RulerOptions):
 
     def make(self) -> Any:
         """The comparison of the suite."""
-        return resolve(self.comparison if self.suite == "harness" else "h2o_stream.compare.ruler.suite:Ruler")(self)
+        return resolve(self.comparison if self.suite == "harness" else "h2o_stream.plugins.ruler.suite:Ruler")(self)

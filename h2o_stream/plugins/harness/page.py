@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from statistics import fmean
 
-from h2o_stream.ui.pages import Page, Record, TableData, label, ruler
-from h2o_stream.ui.pages.verdicts import share
+from h2o_stream.plugins.ruler import page as ruler
+from h2o_stream.ui.pages import Page, Record, TableData, label, share
 
 _METRICS = ("acc_norm", "acc", "exact_match")
 """Metrics for the table; the first one that a task has is used."""

@@ -1,9 +1,10 @@
-"""The results of comparisons as tables and charts, the same in a terminal, a folder and a report."""
+"""The results of comparisons as tables, charts and a sentence, the same in a terminal, a folder and a report."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from statistics import fmean
 from typing import Any
 
 from h2o_stream.compare.catalog import COMPARISONS
@@ -16,6 +17,9 @@ KINDS = ("nll", "recall", "summarize", "tasks", "speed", "throughput", "soak", "
 
 MAX_CURVES = 8
 """In a chart: as many as there are colours."""
+
+_NAMED, _LIMITS = 4, 3
+"""Policies or engines, and windows or sizes, that a verdict names at most."""
 
 
 @dataclass(frozen=True)
@@ -59,14 +63,7 @@ class Chart:
 
 @dataclass(frozen=True)
 class Heatmap:
-    """Colored cells, a panel for each policy.
-
-    Attributes:
-        axes: labels of x and y.
-        x: values of the columns.
-        y: values of the rows, from the top.
-        panels: by title, the cells in rows, 0 (bad) to 1 (good).
-    """
+    """Colored cells: by title a panel for each policy, in rows from the top, from 0 (bad) to 1 (good)."""
 
     name: str
     title: str
@@ -78,11 +75,8 @@ class Heatmap:
 
 @dataclass(frozen=True)
 class Page:
-    """The results of a comparison.
-
-    Attributes:
-        legend: explains columns that need it.
-        verdict: what was found, in a sentence; may be empty.
+    """The results of a comparison. The legend explains columns that need it; the verdict says in a sentence what was
+    found.
     """
 
     title: str
@@ -136,3 +130,96 @@ def or_dash(value: Any) -> str:
 def stem(path: str) -> str:
     """The name of a file without folders and suffix."""
     return path.replace("\\", "/").rpartition("/")[2].rpartition(".")[0] or path
+
+
+def loss(records: Sequence[Record]) -> str:
+    """What each policy loses against a full cache at every window or size, a mean over texts and seeds."""
+    added: dict[tuple[int, str], dict[str, list[float]]] = {}
+    for record in records:
+        if record["to_full"]:
+            size = record["cache_size"]
+            limit = (size, f"{size / 2**20:.3g} MiB") if size else (record["window"], f"window {record['window']}")
+            added.setdefault(limit, {}).setdefault(record["policy"], []).append(record["to_full"]["mean"])
+    phrases = []
+    for _, limit in _some(sorted(added)):
+        means = {policy: fmean(found) for policy, found in added[_, limit].items()}
+        best, *others = _named(means, smallest=True)
+        verb = f"loses {means[best]:.2g}" if means[best] >= 0 else f"gains {-means[best]:.2g}"
+        phrases.append(f"at {limit} {best} {verb} nats" + "".join(f", {name} {means[name]:.2g}" for name in others))
+    return _sentence(phrases, " per token against the full cache")
+
+
+def share(values: Mapping[str, float], what: str) -> str:
+    """Shares by policy, the largest first: "h2o keeps 71%, sink 40% of ..."."""
+    if not values:
+        return ""
+    names = _named(values, smallest=False)
+    return _sentence([", ".join(f"{name} {values[name]:.0%}" for name in names)], f" {what}")
+
+
+def decoding(records: Sequence[Record]) -> str:
+    """How fast ours decodes at the longest history that all engines reached, beside the others."""
+    ours = [record for record in records if record["engine"] == "h2o-stream" and record["policy"] == "h2o"]
+    common = set.intersection(*(_histories(records, name) for name in {record["name"] for record in records}))
+    if not (ours and common):
+        return ""
+    history = max(common)
+    fastest: dict[str, Record] = {}
+    for record in sorted(records, key=lambda record: float(record["decode_tok_s"])):
+        if record["history"] == history:
+            fastest[record["name"]] = record
+    name = ours[0]["name"]
+    speeds, own = {other: record["decode_tok_s"] for other, record in fastest.items()}, weights(fastest[name])
+    others = [
+        f"{speeds[name] / speeds[other]:.2g}x {other}" + ("" if weights(record) == own else f" ({weights(record)})")
+        for other, record in fastest.items()
+        if other != name and speeds[other]
+    ]
+    told = f", {', '.join(others)}" if others else ""
+    return f"After {history:,} tokens {name} decodes {speeds[name]:.3g} tokens/s{told}."
+
+
+def weights(record: Record) -> str:
+    """In what form an engine holds the weights."""
+    ours = record["engine"] == "h2o-stream" and record["quantize"] != "none"
+    return str(record["quantize"] if ours else record["dtype"])
+
+
+def times_full(records: Sequence[Record]) -> str:
+    """Throughput of the largest batches in multiples of the full cache's, by shape."""
+    largest = [record for record in records if record["largest"]]
+    full = {shape_of(record): record["tok_s"] for record in largest if record["policy"] == "full"}
+    phrases = []
+    for shape in _some(list(full)):
+        speeds = {record["policy"]: record["tok_s"] for record in largest if shape_of(record) == shape}
+        names = [name for name in _named(speeds, smallest=False) if name != "full"]
+        told = ", ".join(f"{name} {speeds[name] / full[shape]:.2g}x" for name in names)
+        phrases += [f"at {shape} {told}"] if told else []
+    return _sentence(phrases, " the tokens/s of a full cache in the same memory")
+
+
+def _histories(records: Sequence[Record], name: str) -> set[int]:
+    return {record["history"] for record in records if record["name"] == name}
+
+
+def shape_of(record: Record) -> str:
+    """Tokens of prompt and reply."""
+    return f"{record['prompt']}+{record['new']}"
+
+
+def _named(values: Mapping[str, float], smallest: bool) -> list[str]:
+    """The names to tell, best first: the best, h2o, sink, and the worst."""
+    order = sorted(values, key=lambda name: values[name], reverse=not smallest)
+    wanted = [order[0], *(name for name in order if name.split()[0] in ("h2o", "sink"))][: _NAMED - 1] + order[-1:]
+    return sorted(set(wanted), key=order.index)[:_NAMED]
+
+
+def _some(limits: list[Any]) -> list[Any]:
+    """At most `_LIMITS` of a list, with the first and the last."""
+    last = len(limits) - 1
+    return [limits[round(n * last / (_LIMITS - 1))] for n in range(_LIMITS)] if len(limits) > _LIMITS else limits
+
+
+def _sentence(phrases: Sequence[str], end: str) -> str:
+    text = "; ".join(phrases)
+    return f"{text[0].upper()}{text[1:]}{end}." if text else ""

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from h2o_stream.ui.pages import Chart, Curve, Page, Record, TableData, curve_name, label, or_dash, stem
-from h2o_stream.ui.pages.verdicts import loss
+from h2o_stream.ui.pages import Chart, Curve, Page, Record, TableData, curve_name, label, loss, or_dash, stem
 
 _HEADER = ("policy", "window", "MiB", "nll", "last half", "to full", "95%", "gap", "tok/s")
 

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from h2o_stream.ui.pages import Chart, Curve, Page, Record, TableData, curve_name, label, or_dash, stem
-from h2o_stream.ui.pages.verdicts import share
+from h2o_stream.ui.pages import Chart, Curve, Page, Record, TableData, curve_name, label, or_dash, share, stem
 
 _HEADINGS = {
     "same": "asked in the same words",

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from h2o_stream.ui.pages import Chart, Curve, Page, Record, TableData, or_dash
-from h2o_stream.ui.pages.verdicts import share
+from h2o_stream.ui.pages import Chart, Curve, Page, Record, TableData, or_dash, share
 
 _HEADER = ("policy", "window", "n", "ROUGE-1", "ROUGE-2", "ROUGE-L", "to full", "tokens", "tok/s")
 _ROUGE = ("rouge1", "rouge2", "rougeL")

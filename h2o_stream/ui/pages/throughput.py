@@ -5,15 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from h2o_stream.ui.format import format_bytes
-from h2o_stream.ui.pages import Chart, Curve, Page, Record, TableData, or_dash
-from h2o_stream.ui.pages.verdicts import times_full
+from h2o_stream.ui.pages import Chart, Curve, Page, Record, TableData, or_dash, shape_of, times_full
 
 _HEADER = ("shape", "policy", "window", "batch", "cache", "tokens/s", "seconds", "of full")
 
 
 def page(run: Record, records: Sequence[Record]) -> Page:
     """Tokens per second of whole batches, by shape and policy."""
-    full = {_shape(record): record["tok_s"] for record in records if record["policy"] == "full"}
+    full = {shape_of(record): record["tok_s"] for record in records if record["policy"] == "full"}
     budget = format_bytes(run["cache_budget"])
     title = f"{run['model']}, cache of {budget}: generated tokens/s of the batch, prompts included"
     curves = []
@@ -23,19 +22,15 @@ def page(run: Record, records: Sequence[Record]) -> Page:
     return Page(
         title,
         "batch: as many rows as fit, or as many as fit with a full cache",
-        [TableData("", _HEADER, [_row(record, full.get(_shape(record))) for record in records])],
+        [TableData("", _HEADER, [_row(record, full.get(shape_of(record))) for record in records])],
         [Chart("throughput", f"Largest batches\n{title}", ("tokens generated", "tokens/s"), curves, logarithmic="x")],
         times_full(records),
     )
 
 
-def _shape(record: Record) -> str:
-    return f"{record['prompt']}+{record['new']}"
-
-
 def _row(record: Record, full: float | None) -> list[str]:
     return [
-        _shape(record),
+        shape_of(record),
         record["policy"],
         or_dash(record["window"]),
         f"{record['batch']}" if record["largest"] else f"{record['batch']} (as full)",

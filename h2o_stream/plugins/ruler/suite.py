@@ -13,14 +13,14 @@ from h2o_stream.attachment.model_facts import context_of
 from h2o_stream.compare.asking import GREEDY
 from h2o_stream.compare.comparison import Comparison, Job, JobProgress, Notify, label_of, window_of
 from h2o_stream.compare.folder import JobResult
-from h2o_stream.compare.ruler.answers import ask_at_once, ask_in_turns, ask_without_context
-from h2o_stream.compare.ruler.items import Haystack, Item, make_item
-from h2o_stream.compare.ruler.options import Form, RulerOptions
-from h2o_stream.compare.ruler.rates import rates
 from h2o_stream.config import CacheConfig
 from h2o_stream.engine.engine import Engine
 from h2o_stream.errors import ConfigError
 from h2o_stream.models.precision import dtype_name
+from h2o_stream.plugins.ruler.answers import ask_at_once, ask_in_turns, ask_without_context
+from h2o_stream.plugins.ruler.items import Haystack, Item, make_item
+from h2o_stream.plugins.ruler.options import Form, RulerOptions
+from h2o_stream.plugins.ruler.rates import rates
 from h2o_stream.resources import python_manual, read_text
 from h2o_stream.session.conversation import Conversation
 from h2o_stream.session.jsonl import jsonl_text

@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Annotated, Literal, get_args
 
 from h2o_stream.compare.options import ComparisonOptions
-from h2o_stream.compare.ruler.items import SINGLE, TASKS
 from h2o_stream.errors import ConfigError
 from h2o_stream.options import Option, numbers, numbers_if_any, some_of
+from h2o_stream.plugins.ruler.items import SINGLE, TASKS
 
 Form = Literal["one-turn", "multi-turn"]
 """Whether a question comes with its context, or one after another in a conversation."""

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from statistics import fmean
 
-from h2o_stream.ui.pages import Heatmap, Page, Record, TableData, curve_name
-from h2o_stream.ui.pages.verdicts import share
+from h2o_stream.ui.pages import Heatmap, Page, Record, TableData, curve_name, share
 
 
 def page(run: Record, records: Sequence[Record]) -> Page:

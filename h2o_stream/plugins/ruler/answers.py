@@ -8,18 +8,18 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import takewhile
 
 import torch
 
 from h2o_stream.attachment.model_facts import input_device
 from h2o_stream.compare.asking import prefill, tell
-from h2o_stream.compare.ruler.items import Item, Question
 from h2o_stream.config import SamplingConfig
 from h2o_stream.engine.engine import Engine
 from h2o_stream.engine.events import Finished, Token
 from h2o_stream.errors import H2OStreamError
+from h2o_stream.plugins.ruler.items import Item, Question
 from h2o_stream.session.conversation import Conversation
+from h2o_stream.session.template import shared_length
 
 READ = "I have read it."
 """The reply to a context that no question follows at once."""
@@ -94,12 +94,8 @@ def _encode(engine: Engine, question: Question) -> tuple[list[int], list[list[in
 
     prefix = encode(question.prefix)
     replies = [encode(f"{question.prefix} {', '.join(a)}") for a in (question.answers, *question.distractors)]
-    shared = min(_shared(prefix, reply) for reply in replies)
+    shared = min(shared_length(prefix, reply) for reply in replies)
     return prefix[:shared], [reply[shared:] for reply in replies]
-
-
-def _shared(a: Sequence[int], b: Sequence[int]) -> int:
-    return len(list(takewhile(lambda pair: pair[0] == pair[1], zip(a, b, strict=False))))
 
 
 def _feed(engine: Engine, tokens: Sequence[int]) -> None:

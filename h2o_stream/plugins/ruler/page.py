@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from statistics import fmean
 
-from h2o_stream.ui.pages import Chart, Curve, Page, Record, TableData, curve_name, label, needles, or_dash
-from h2o_stream.ui.pages.verdicts import share
+from h2o_stream.plugins.ruler import needles
+from h2o_stream.ui.pages import Chart, Curve, Page, Record, TableData, curve_name, label, or_dash, share
 
 _NO_CONTEXT = "no context"
 
