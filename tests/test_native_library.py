@@ -41,19 +41,18 @@ def test_compiled_where_there_is_a_compiler():
 class TestChoice:
     def test_the_best_of_this_processor(self):
         assert library.name() == library.available()[-1]
-        assert library.loaded().h2o_library_level() == INSTRUCTIONS.index(library.name())
-        assert library.loaded().h2o_cpu_level() >= library.loaded().h2o_library_level()
+        assert library.loaded().h2o_library_instructions() == INSTRUCTIONS.index(library.name())
 
     @pytest.mark.parametrize("choice", library.available())
     def test_a_named_one(self, monkeypatch, choice):
         monkeypatch.setenv(INSTRUCTIONS_VARIABLE, choice)
         assert library.name() == choice
-        assert library.loaded().h2o_library_level() == INSTRUCTIONS.index(choice)
+        assert library.loaded().h2o_library_instructions() == INSTRUCTIONS.index(choice)
         assert library.why_not() == ""
 
     def test_a_name_that_there_is_not(self, monkeypatch):
         monkeypatch.setenv(INSTRUCTIONS_VARIABLE, "sse9")
-        with pytest.raises(ConfigError, match=r"H2O_INSTRUCTIONS=sse9: choose one of portable, avx2, avx512"):
+        with pytest.raises(ConfigError, match=r"H2O_INSTRUCTIONS=sse9: choose one of portable, avx2, avxvnni, avx512"):
             library.loaded()
 
     def test_one_that_is_not_installed(self, monkeypatch, folder):

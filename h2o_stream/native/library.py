@@ -15,8 +15,8 @@ from pathlib import Path
 from h2o_stream.errors import ConfigError
 from h2o_stream.native.abi import declare
 
-INSTRUCTIONS = ("portable", "avx2", "avx512")
-"""From baseline to best, in the order of `h2o_cpu_level` in src/cpu.cpp."""
+INSTRUCTIONS = ("portable", "avx2", "avxvnni", "avx512")
+"""From baseline to best, in the order of src/cpu.cpp."""
 
 INSTRUCTIONS_VARIABLE = "H2O_INSTRUCTIONS"
 """Environment variable that selects an instruction set, for tests and debugging."""
@@ -59,8 +59,8 @@ def available() -> list[str]:
     portable = _path("portable")
     if not portable.exists():
         return []
-    level = int(open_library("portable").h2o_cpu_level())
-    return [choice for choice in INSTRUCTIONS[: level + 1] if _path(choice).exists()]
+    supports = open_library("portable").h2o_cpu_supports
+    return [choice for number, choice in enumerate(INSTRUCTIONS) if supports(number) and _path(choice).exists()]
 
 
 def open_library(choice: str) -> ctypes.CDLL:

@@ -9,36 +9,45 @@
 namespace {
 
 // In the order of INSTRUCTIONS in library.py.
-enum Instructions : int64_t { kPortable = 0, kAvx2 = 1, kAvx512 = 2 };
+enum Instructions : int64_t { kPortable = 0, kAvx2 = 1, kAvxVnni = 2, kAvx512 = 3 };
 
 #if defined(__x86_64__)
-// Not every compiler's __builtin_cpu_supports knows F16C. Operating system support follows from AVX2.
+// Not every compiler's __builtin_cpu_supports knows F16C and AVX-VNNI. Operating system support follows from AVX2.
 bool has_f16c() {
   unsigned a, b, c, d;
   return __get_cpuid(1, &a, &b, &c, &d) && (c & bit_F16C);
+}
+
+bool has_avx_vnni() {
+  unsigned a, b, c, d;
+  return __get_cpuid_count(7, 1, &a, &b, &c, &d) && (a & 1u << 4);
 }
 #endif
 
 }  // namespace
 
-// The best instruction set that the processor and the operating system support.
-extern "C" int64_t h2o_cpu_level() {
+// Whether the processor and the operating system support an instruction set.
+extern "C" int64_t h2o_cpu_supports(int64_t instructions) {
+  if (instructions == kPortable) return true;
 #if defined(__x86_64__)
   __builtin_cpu_init();
-  if (!__builtin_cpu_supports("avx2") || !__builtin_cpu_supports("fma") || !has_f16c()) return kPortable;
-  const bool wide = __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
-                    __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq") &&
-                    __builtin_cpu_supports("avx512vnni");
-  return wide ? kAvx512 : kAvx2;
+  if (!__builtin_cpu_supports("avx2") || !__builtin_cpu_supports("fma") || !has_f16c()) return false;
+  if (instructions == kAvx2) return true;
+  if (instructions == kAvxVnni) return has_avx_vnni();
+  return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+         __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq") &&
+         __builtin_cpu_supports("avx512vnni");
 #else
-  return kPortable;
+  return false;
 #endif
 }
 
 // The instruction set this library was compiled for.
-extern "C" int64_t h2o_library_level() {
+extern "C" int64_t h2o_library_instructions() {
 #if defined(H2O_AVX512)
   return kAvx512;
+#elif defined(H2O_VNNI)
+  return kAvxVnni;
 #elif defined(H2O_AVX2)
   return kAvx2;
 #else

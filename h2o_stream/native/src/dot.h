@@ -83,6 +83,8 @@ FourColumns widen(Bytes bytes) {
   std::memcpy(&both, pair, sizeof both);
 #if defined(H2O_AVX512)
   return in_register(Ints(_mm512_dpwssd_epi32(__m512i(sums), __m512i(codes), _mm512_set1_epi32(both))));
+#elif defined(H2O_VNNI)
+  return in_register(Ints(_mm256_dpwssd_avx_epi32(__m256i(sums), __m256i(codes), _mm256_set1_epi32(both))));
 #elif defined(H2O_AVX2)
   return in_register(sums + Ints(_mm256_madd_epi16(__m256i(codes), _mm256_set1_epi32(both))));
 #elif defined(__SSE2__)
@@ -104,7 +106,7 @@ inline void store_pairs(int16_t* to, rounding::Codes codes) {
   std::memcpy(to, &codes, sizeof codes);
 }
 
-#if defined(H2O_AVX2) || defined(H2O_AVX512)
+#if defined(H2O_AVX2)
 
 // The codes of a group of a vector, split into bytes: products of bytes need no unpacking of the matrix's codes.
 class VectorGroup {
@@ -137,10 +139,10 @@ class Accumulator {
   // Adds the products of four columns; `call` numbers the calls.
   [[gnu::always_inline]] void add(Bytes bytes, const VectorGroup& vector, int64_t column, int64_t call) {
     if (kind == kInt8) bytes ^= 0x8080;  // unsigned
-#if defined(H2O_AVX512)
+#if defined(H2O_VNNI)
     (void)call;
-    high_ = Ints(_mm512_dpbusd_epi32(__m512i(high_), __m512i(bytes), _mm512_set1_epi32(vector.high(column))));
-    low_ = Ints(_mm512_dpbusd_epi32(__m512i(low_), __m512i(bytes), _mm512_set1_epi32(vector.low(column))));
+    high_ = add_products(high_, bytes, vector.high(column));
+    low_ = add_products(low_, bytes, vector.low(column));
 #else
     // Products of column pairs are summed in 16 bits as long as they fit.
     constexpr int64_t kCallsPerSum = kind == kInt8 ? 1 : kind == kQ6K ? 4 : 8;
@@ -158,14 +160,22 @@ class Accumulator {
   // `code_sum`: of the vector's codes that were added.
   Ints sums(int32_t code_sum) const {
     constexpr int32_t kBias = kind == kInt8 ? 128 : packed::code_bias(kind);
-#if defined(H2O_AVX512)
+#if defined(H2O_VNNI)
     const Ints sums_ = (high_ << 7) + low_;
 #endif
     return kBias ? sums_ - kBias * code_sum : sums_;
   }
 
  private:
+#if defined(H2O_VNNI)
+  static Ints add_products(Ints sums, Bytes bytes, int32_t four) {
 #if defined(H2O_AVX512)
+    return Ints(_mm512_dpbusd_epi32(__m512i(sums), __m512i(bytes), _mm512_set1_epi32(four)));
+#else
+    return Ints(_mm256_dpbusd_avx_epi32(__m256i(sums), __m256i(bytes), _mm256_set1_epi32(four)));
+#endif
+  }
+
   Ints high_{}, low_{};
 #else
   __m256i high_, low_;

@@ -23,6 +23,11 @@
 #define H2O_AVX512
 #endif
 
+// Products of bytes and of 16-bit numbers are added up by one instruction.
+#if defined(H2O_AVX512) || (defined(H2O_AVX2) && defined(__AVXVNNI__))
+#define H2O_VNNI
+#endif
+
 namespace simd {
 
 // Elements per vector. Compilers emulate wider vectors than the machine has.
