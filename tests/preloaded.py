@@ -22,6 +22,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from functools import cache
 from importlib import import_module
+from importlib.metadata import entry_points
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, Self
@@ -216,8 +217,7 @@ def _main(control: socket.socket) -> None:
             exec(compile(arguments[0], "<string>", "exec"), {"__name__": "__main__"})
         else:
             sys.argv = [command, *arguments]
-            module = command.removeprefix("h2o-").replace("-", "_")
-            import_module(f"h2o_stream.cli.{module}").main()
+            entry_points(group="console_scripts")[command].load()()
         code: Any = 0
     except SystemExit as left:
         code = left.code or 0
