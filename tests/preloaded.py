@@ -207,6 +207,7 @@ def _main(control: socket.socket) -> None:
     while _threads() > 1:  # a fork has only one thread; the loading threads are about to exit
         assert time.monotonic() < deadline, threading.enumerate()
         time.sleep(0.01)
+    commands = entry_points(group="console_scripts")
     gc.collect()
     gc.freeze()
     command, *arguments = _serve(control)
@@ -217,7 +218,7 @@ def _main(control: socket.socket) -> None:
             exec(compile(arguments[0], "<string>", "exec"), {"__name__": "__main__"})
         else:
             sys.argv = [command, *arguments]
-            entry_points(group="console_scripts")[command].load()()
+            commands[command].load()()
         code: Any = 0
     except SystemExit as left:
         code = left.code or 0
