@@ -44,7 +44,7 @@ class PassageIndex:
     """Passages of a stream in a database, in the order of the stream. Not for use by two threads at once.
 
     After an error it is empty and `stale`, until `sync` fills it again. None of its methods raises an error of SQLite
-    or of the disk: `notify` is told in one line. Without a path the file is temporary.
+    or of the disk: `notify` gets one line. Without a path the file is temporary.
 
     Raises:
         H2OStreamError: the SQLite library of this Python has no full-text index.

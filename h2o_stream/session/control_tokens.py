@@ -21,7 +21,7 @@ class ControlTokens:
     """Marks control tokens in the texts of users, and encodes what a template makes of these texts.
 
     An added token is a control token whether flagged special or not, unless it is white space only: templates frame
-    turns with tokens that can be told from text, and files flag them unreliably.
+    turns with tokens that can be distinguished from text, and files flag them unreliably.
     """
 
     def __init__(self, tokenizer: Any) -> None:
@@ -98,7 +98,7 @@ def _with_secret_names(serialized: str) -> tuple[Tokenizer, Mapping[int, int], i
     try:
         tokenizer = Tokenizer.from_str(json.dumps(described))
     except Exception as error:  # the library raises nothing narrower
-        raise DataError(f"control tokens cannot be told from text with this tokenizer: {error}") from error
+        raise DataError(f"control tokens cannot be distinguished from text with this tokenizer: {error}") from error
     for token in tokens:
         flags = {name: token[name] for name in ("single_word", "lstrip", "rstrip")}
         tokenizer.add_tokens([AddedToken(names[token["content"]], normalized=False, special=False, **flags)])

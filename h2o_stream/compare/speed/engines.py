@@ -41,12 +41,13 @@ class EngineSpec:
     @property
     def name(self) -> str:
         """For people: engine, policy, window and precision."""
-        cache = self.cache.policy if self.cache.policy == "full" else f"{self.cache.policy} {self.cache.window}"
-        policy = [cache] if self.engine == OURS else []
-        if self.engine == OPENVINO and self.cache.policy != "full":
-            policy = [f"evicting, {self.cache.window}"]
-        eager = ["eager"] if self.engine == OURS and self.steps == "eager" else []
-        return " ".join([self.engine, *policy, *eager])
+        full, window = self.cache.policy == "full", self.cache.window
+        if self.engine == OPENVINO:
+            return self.engine if full else f"{self.engine} evicting, {window}"
+        if self.engine != OURS:
+            return self.engine
+        cache = "full" if full else f"{self.cache.policy} {window}"
+        return f"{self.engine} {cache} eager" if self.steps == "eager" else f"{self.engine} {cache}"
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,31 @@ _OPENVINO_BLOCK = 32
 """Slots that OpenVINO evicts at a time."""
 
 
-class _LlamaCppRunner(Runner):
+class _FileRunner(Runner):
+    """An engine that reads the GGUF file of the model."""
+
+    _info: EngineInfo
+
+    def info(self) -> EngineInfo:
+        return self._info
+
+    def cache_bytes(self) -> None:
+        return None
+
+    def _file(self) -> Path:
+        path = gguf_file(self.spec.model.model)
+        if path is None:
+            raise ConfigError(
+                f"{self.spec.model.model} is not a GGUF file, which the peer {self.spec.engine} needs; "
+                "leave it out of --peers"
+            )
+        return path
+
+    def _describe(self, path: Path, context: int | None) -> None:
+        self._info = EngineInfo("as in the file", path.stat().st_size, context)
+
+
+class _LlamaCppRunner(_FileRunner):
     """llama.cpp through llama-cpp-python, with the GGUF file of the model."""
 
     def __init__(self, spec: EngineSpec) -> None:
@@ -27,7 +51,7 @@ class _LlamaCppRunner(Runner):
             import llama_cpp
         except ImportError as error:
             raise H2OStreamError(NO_LLAMA_CPP) from error
-        path = _file_of(spec)
+        path = self._file()
         threads = spec.threads or os.cpu_count()
         try:
             self._llama = llama_cpp.Llama(
@@ -35,21 +59,13 @@ class _LlamaCppRunner(Runner):
             )
         except ValueError as error:
             raise H2OStreamError(f"llama.cpp cannot load {path}: {error}") from error
-        self._info = EngineInfo(
-            "as in the file", path.stat().st_size, llama_cpp.llama_model_n_ctx_train(self._llama.model)
-        )
-
-    def info(self) -> EngineInfo:
-        return self._info
+        self._describe(path, llama_cpp.llama_model_n_ctx_train(self._llama.model))
 
     def step(self, tokens: Sequence[int]) -> None:
         self._llama.eval(list(tokens))
 
-    def cache_bytes(self) -> None:
-        return None
 
-
-class _OpenVinoRunner(Runner):
+class _OpenVinoRunner(_FileRunner):
     """OpenVINO GenAI, which converts the file itself.
 
     It generates only tokens of its own, so `decode` times as many of those. A prompt is read anew with each call, but
@@ -63,7 +79,7 @@ class _OpenVinoRunner(Runner):
             import openvino_genai
         except ImportError as error:
             raise H2OStreamError(NO_OPENVINO) from error
-        path = _file_of(spec)
+        path = self._file()
         self._openvino, self._genai, self._tokens = openvino, openvino_genai, list[int]()
         self._evicts = spec.cache.policy != "full"
         threads = {"INFERENCE_NUM_THREADS": spec.threads} if spec.threads else {}
@@ -72,7 +88,7 @@ class _OpenVinoRunner(Runner):
         except RuntimeError as error:
             reason = str(error).strip().splitlines()[-1]
             raise H2OStreamError(f"OpenVINO cannot load {path}: {reason}") from error
-        self._info = EngineInfo("as in the file", path.stat().st_size, None)
+        self._describe(path, None)
 
     def _scheduler(self) -> Any:
         genai = self._genai
@@ -89,9 +105,6 @@ class _OpenVinoRunner(Runner):
                 aggregation_mode=genai.AggregationMode.NORM_SUM,
             )
         return scheduler
-
-    def info(self) -> EngineInfo:
-        return self._info
 
     def prepare(self) -> None:
         """Run a short stream: the first one compiles."""
@@ -120,18 +133,6 @@ class _OpenVinoRunner(Runner):
         tensors = [self._openvino.Tensor(numbers) for numbers in (ids, numpy.ones_like(ids))]
         config = self._genai.GenerationConfig(max_new_tokens=count, ignore_eos=True, do_sample=False)
         return self._pipeline.generate(self._genai.TokenizedInputs(*tensors), config).perf_metrics
-
-    def cache_bytes(self) -> None:
-        return None
-
-
-def _file_of(spec: EngineSpec) -> Path:
-    path = gguf_file(spec.model.model)
-    if path is None:
-        raise ConfigError(
-            f"{spec.model.model} is not a GGUF file, which the peer {spec.engine} needs; leave it out of --peers"
-        )
-    return path
 
 
 RUNNERS: dict[str, type[Runner]] = {LLAMA_CPP: _LlamaCppRunner, OPENVINO: _OpenVinoRunner}

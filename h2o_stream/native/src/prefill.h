@@ -87,7 +87,7 @@ class Head {
 
   Buffer<float> keys_, values_;                         // panels of rotated keys; [keys][padded value_size]
   Buffer<float> sums_, squares_;                        // [splits][score_stride]: attention received
-  Buffer<float> scores_, long_term_scores_, worth_;  // [keys]
+  Buffer<float> scores_, long_term_scores_, worth_;     // [keys]
   Buffer<int32_t> index_, rank_, slot_, order_;         // [keys]
   Buffer<uint8_t> keep_, occupied_;                     // [keys], [slots]
   Buffer<float> key_offsets_, key_scales_;              // [2][head_size]: current and previous quantization parameters

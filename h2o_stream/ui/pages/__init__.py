@@ -175,8 +175,8 @@ def decoding(records: Sequence[Record]) -> str:
         for other, record in fastest.items()
         if other != name and speeds[other]
     ]
-    told = f", {', '.join(others)}" if others else ""
-    return f"After {history:,} tokens {name} decodes {speeds[name]:.3g} tokens/s{told}."
+    ratios = "".join(f", {other}" for other in others)
+    return f"After {history:,} tokens {name} decodes {speeds[name]:.3g} tokens/s{ratios}."
 
 
 def weights(record: Record) -> str:
@@ -193,8 +193,8 @@ def times_full(records: Sequence[Record]) -> str:
     for shape in _some(list(full)):
         speeds = {record["policy"]: record["tok_s"] for record in largest if shape_of(record) == shape}
         names = [name for name in _named(speeds, smallest=False) if name != "full"]
-        told = ", ".join(f"{name} {speeds[name] / full[shape]:.2g}x" for name in names)
-        phrases += [f"at {shape} {told}"] if told else []
+        ratios = ", ".join(f"{name} {speeds[name] / full[shape]:.2g}x" for name in names)
+        phrases += [f"at {shape} {ratios}"] if ratios else []
     return _sentence(phrases, " the tokens/s of a full cache in the same memory")
 
 

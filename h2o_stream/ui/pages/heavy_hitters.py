@@ -59,15 +59,15 @@ def _removal_row(record: Record) -> list[str]:
 def _verdict(layers: Sequence[Record], removals: Sequence[Record]) -> str:
     sparse = fmean(layer["sparsity"] for layer in layers)
     top = fmean(layer["top_share"] for layer in layers)
-    told = (
+    verdict = (
         f"{sparse:.0%} of the tokens get less than 1% of a query's largest attention, a tenth of them {top:.0%} of all"
     )
     percent = max((record["percent"] for record in removals), default=0)
     added = {record["removed"]: record["to_full"]["mean"] for record in removals if record["percent"] == percent}
     if percent:
         losses = ", ".join(f"{removed} {mean:+.2g}" for removed, mean in added.items())
-        told += f"; nats added by removing {percent}% of the tokens: {losses}"
-    return f"{told}."
+        verdict += f"; nats added by removing {percent}% of the tokens: {losses}"
+    return f"{verdict}."
 
 
 def _charts(layers: Sequence[Record], names: Sequence[str], title: str) -> list[Chart]:
