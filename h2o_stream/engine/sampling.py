@@ -1,34 +1,38 @@
 """Samples the next token: repetition penalty, temperature, top-k, top-p and min-p, as transformers' processors do.
 
-Sampling must not wake torch's threads: they would spin on the cores that the next step needs. So it runs on one
-thread, and few of its operations touch the whole vocabulary.
+A token is drawn on one thread, while the model's other threads sleep: few operations touch the whole vocabulary.
 """
 
 from __future__ import annotations
 
+import hashlib
 import math
 import secrets
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, Literal
 
 import numpy as np
-import torch
-from torch import Tensor
-from transformers.generation.logits_process import TopPLogitsWarper
+from numpy.random import PCG64, Generator
+from numpy.typing import NDArray
 
 from h2o_stream.config import BENCH, DEFAULT_TEMPERATURE, DEFAULT_TOP_K, DEFAULT_TOP_P, SamplingConfig
 from h2o_stream.errors import H2OStreamError
 from h2o_stream.processes import broadcast
 
-_NUCLEUS_CUTOFFS = {1e-4: torch.float32, 1e-6: torch.float64}
-"""The nucleus is searched among tokens above the first probability, then above the second, then among all. The dtype is
-precise enough to sum them."""
+Scores = NDArray[np.float32]
+TokenIds = NDArray[np.int64]
+RngState = NDArray[np.uint8]
 
-_MIN_SCORE = torch.finfo(torch.float32).min
+_NUCLEUS_CUTOFFS = 1e-4, 1e-6, 1e-45
+"""The nucleus is searched among tokens above the first probability, then above the second, then among all that have
+one: float32 has no smaller number than the third."""
+
+_MIN_SCORE = float(np.finfo(np.float32).min)
 """All scores but -inf are at least this."""
 
+_STATE_BYTES, _OLD_STATE_BYTES = 32, 5056
+"""Sizes of a state of the random generator: now, and of torch's generator in earlier versions."""
 
 _NEUTRAL = {
     "temperature": DEFAULT_TEMPERATURE,
@@ -64,66 +68,74 @@ class Sampler:
         self._top_k, self._min_p = int(self.settings["top_k"]), float(self.settings["min_p"])
         self.seed = broadcast(secrets.randbits(32)) if config.seed is None else config.seed
         self.greedy = self._temperature == 0
-        self._generator = torch.Generator().manual_seed(self.seed)
         self._penalty = float(self.settings["repetition_penalty"])
+        self._bits = PCG64(self.seed)
+        self._random = Generator(self._bits)
 
     @property
-    def rng_state(self) -> Tensor:
-        """State of the random generator, uint8. It is a CPU generator, wherever the logits are."""
-        return self._generator.get_state()
+    def rng_state(self) -> RngState:
+        """State of the random generator, uint8 [32]: PCG64's state and increment, each little-endian.
+
+        One of an earlier version, [5056], can be set too: it seeds the generator, which then draws other tokens.
+        """
+        numbers = self._bits.state["state"]
+        return np.frombuffer(b"".join(numbers[name].to_bytes(16, "little") for name in ("state", "inc")), np.uint8)
 
     @rng_state.setter
-    def rng_state(self, state: Tensor) -> None:
-        self._generator.set_state(state)
+    def rng_state(self, state: RngState) -> None:
+        data = state.tobytes()
+        if len(data) == _OLD_STATE_BYTES:
+            self._bits.state = PCG64(int.from_bytes(hashlib.sha256(data).digest())).state
+            return
+        bits = self._bits.state
+        bits["state"]["state"] = int.from_bytes(data[:16], "little")
+        bits["state"]["inc"] = int.from_bytes(data[16:], "little")
+        self._bits.state = bits
 
-    def sample(self, logits: Tensor, tokens: list[int]) -> int:
+    def sample(self, logits: Scores, tokens: Sequence[int]) -> int:
         """The next token.
 
         Args:
-            logits: [V], any float dtype.
+            logits: [V] float32.
             tokens: tokens that the repetition penalty applies to: the turn so far.
 
         Raises:
             H2OStreamError: the logits contain NaN.
         """
-        with single_thread():
-            scores = logits.float()
-            top = argmax(scores)  # a NaN, if there is one
-            if math.isnan(scores[top].item()):
-                raise H2OStreamError(
-                    "the model's logits are not numbers (NaN): its weights are damaged or overflow their dtype; "
-                    "try --dtype float32"
-                )
-            if self._penalty != 1:
-                # five times as fast as torch.tensor, which takes more time than the penalty itself
-                history = torch.from_numpy(np.array(tokens, dtype=np.int64)).to(scores.device)
-                scores = penalized(scores, history, self._penalty)
-            if self.greedy:
-                return top if self._penalty == 1 else argmax(scores)
-            ids, scores = self.candidates(scores)
-            choice = torch.multinomial(scores.softmax(-1).cpu(), 1, generator=self._generator)
-            return int(ids[int(choice)])
+        top = int(logits.argmax())  # a NaN, if there is one
+        if math.isnan(logits[top]):
+            raise H2OStreamError(
+                "the model's logits are not numbers (NaN): its weights are damaged or overflow their dtype; "
+                "try --dtype float32"
+            )
+        scores = logits
+        if self._penalty != 1:
+            scores = penalized(logits, np.array(tokens, dtype=np.int64), self._penalty)
+            top = int(scores.argmax())
+        if self.greedy:
+            return top
+        ids, scores = self.candidates(scores)
+        mass = _relative(scores).cumsum(dtype=np.float64)
+        return int(ids[mass.searchsorted(self._random.random() * mass[-1], side="right")])
 
-    def candidates(self, scores: Tensor) -> tuple[Tensor, Tensor]:
+    def candidates(self, scores: Scores) -> tuple[TokenIds, Scores]:
         """The tokens that can be sampled, in ascending order, and their scores.
 
         Args:
             scores: [V] float32.
         """
         if self._temperature != 1:
-            scores = scores / self._temperature
+            scores = scores / np.float32(self._temperature)
         ids = None
         if self._top_k or self._top_p == 1:
-            threshold = scores.topk(min(self._top_k, len(scores))).values[-1].item() if self._top_k else _MIN_SCORE
-            ids = at_least(scores, threshold)
+            ids = _at_least(scores, _largest(scores, self._top_k) if self._top_k else _MIN_SCORE)
             scores = scores[ids]
         if self._top_p < 1:
             kept = nucleus(scores, self._top_p)
             scores, ids = scores[kept], kept if ids is None else ids[kept]
         assert ids is not None
         if self._min_p:
-            probs = scores.softmax(-1)
-            kept = at_least(probs, (self._min_p * probs.max()).item())
+            kept = _at_least(_relative(scores), self._min_p)
             scores, ids = scores[kept], ids[kept]
         return ids, scores
 
@@ -147,74 +159,64 @@ def resolve(
     return settings, sources
 
 
-def check_rng_state(state: Tensor) -> None:
-    """Check that a tensor is a valid `Sampler.rng_state`.
+def check_rng_state(state: RngState) -> None:
+    """Check that an array is a valid `Sampler.rng_state`.
 
     Raises:
         H2OStreamError: it is not.
     """
-    try:
-        torch.Generator().set_state(state)
-    except (RuntimeError, TypeError) as error:
+    if state.dtype != np.uint8 or state.shape not in ((_STATE_BYTES,), (_OLD_STATE_BYTES,)):
         raise H2OStreamError(
-            f"the state does not fit: {tuple(state.shape)} {state.dtype} is not the state of a CPU random generator"
-        ) from error
+            f"the state does not fit: {state.shape} {state.dtype} is not the state of a random generator"
+        )
 
 
-def penalized(scores: Tensor, tokens: Tensor, penalty: float) -> Tensor:
-    """Scores with a repetition penalty, exactly those of transformers' processor in a third of its time.
+def penalized(scores: Scores, tokens: TokenIds, penalty: float) -> Scores:
+    """Scores with a repetition penalty, exactly those of transformers' processor.
 
     Args:
         scores: [V] float32.
         tokens: [n] int64, in any order and any number of times.
         penalty: above 1 makes these tokens less likely.
     """
-    chosen = scores[tokens]
-    return scores.index_put((tokens,), torch.where(chosen < 0, chosen * penalty, chosen / penalty))
+    chosen, result = scores[tokens], scores.copy()
+    result[tokens] = np.where(chosen < 0, chosen * np.float32(penalty), chosen / np.float32(penalty))
+    return result
 
 
-def nucleus(scores: Tensor, top_p: float) -> Tensor:
+def nucleus(scores: Scores, top_p: float) -> TokenIds:
     """Indices of the likeliest tokens that together reach `top_p`, in ascending order.
 
-    Among equally likely tokens, the first ones are included. The whole vocabulary is sorted, as in transformers, only
-    if the likely tokens are not enough.
+    Among equally likely tokens, the first ones are included. All tokens are sorted, as in transformers, only if the
+    likely ones are not enough.
 
     Args:
-        scores: [V] float32, logits.
+        scores: [n] float32, logits.
         top_p: below 1.
     """
-    for cutoff, dtype in _NUCLEUS_CUTOFFS.items():
-        total = scores.to(dtype).logsumexp(-1).item()
-        ids = at_least(scores, total + math.log(cutoff))
-        likely, order = scores[ids].sort(descending=True, stable=True)
-        mass = (likely.to(dtype) - total).exp_().cumsum(-1)
-        if len(mass) and mass[-1].item() >= top_p:
-            count = int(torch.searchsorted(mass, top_p)) + 1
-            return ids[order[:count].sort().values]
-    warped = TopPLogitsWarper(top_p)(scores[None, :0].long(), scores[None])[0]
-    return at_least(warped, _MIN_SCORE)
+    probs = _relative(scores)
+    probs /= probs.sum()
+    for cutoff in _NUCLEUS_CUTOFFS:
+        ids = _at_least(probs, cutoff)
+        order = ids[(-scores[ids]).argsort(kind="stable")]
+        mass = probs[order].cumsum(dtype=np.float64)
+        if len(mass) and mass[-1] >= top_p:
+            break
+    return np.sort(order[: mass.searchsorted(top_p) + 1])
 
 
-def argmax(scores: Tensor) -> int:
-    """Index of the largest score, the first one among equals. A NaN counts as the largest."""
-    if scores.device.type == "cpu":
-        return int(scores.numpy().argmax())  # eight times faster than torch's on one thread
-    return int(scores.argmax())
+def _relative(scores: Scores) -> Scores:
+    """Probabilities by that of the likeliest token, 0 to 1, of scores [n]."""
+    ratios: Scores = np.exp(scores - scores.max())
+    return ratios
 
 
-def at_least(scores: Tensor, threshold: float) -> Tensor:
+def _largest(scores: Scores, count: int) -> float:
+    """The smallest of the `count` largest scores."""
+    count = min(count, len(scores))
+    return float(np.partition(scores, -count)[-count])
+
+
+def _at_least(scores: Scores, threshold: float) -> TokenIds:
     """Indices of the scores [n] that are at least the threshold, in ascending order."""
-    if scores.device.type == "cpu":
-        return torch.from_numpy((scores.numpy() >= threshold).nonzero()[0])  # as above
-    return (scores >= threshold).nonzero()[:, 0]
-
-
-@contextmanager
-def single_thread() -> Iterator[None]:
-    """Run torch on this thread only, so that its other threads stay asleep."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
+    return (scores >= threshold).nonzero()[0]

@@ -6,12 +6,11 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-import torch
-from torch import Tensor
+import numpy
 
 from h2o_stream.recall.passage import Candidate, Passage, Verdict
 from h2o_stream.recall.passages import sentences
-from h2o_stream.recall.terms import TermWeights, first_person, is_question, words
+from h2o_stream.recall.terms import Floats, TermWeights, first_person, is_question, words
 
 PERSONAL_THRESHOLD = 0.32
 """Lowest score that is recalled of what users told, when they ask about themselves."""
@@ -103,7 +102,7 @@ class _Match:
     passage: Passage
     sentence: str
     personal: bool
-    covered: Tensor
+    covered: Floats
     score: float
     rank: float
     terms: tuple[str, ...]
@@ -184,10 +183,10 @@ class _Matcher:
 
     def __init__(self, asked: dict[str, float], about_user: bool, terms: TermWeights, typed: set[Passage]) -> None:
         self._asked, self._about_user, self._terms, self._typed = list(asked), about_user, terms, typed
-        self._weights = torch.tensor(list(asked.values()))
+        self._weights = numpy.array(list(asked.values()), numpy.float32)
         self._weights /= self._weights.sum()
         self._columns: dict[str, int] = {}
-        self._table = torch.empty(0)
+        self._table = numpy.empty(0, numpy.float32)
         self._new: list[bool] = []
 
     def matches(self, passages: dict[Passage, Passage]) -> list[_Match]:
@@ -197,7 +196,7 @@ class _Matcher:
         others = list({word: None for rows in parts.values() for _, row in rows for word in row})
         self._columns = {word: column for column, word in enumerate(others)}
         self._table = _matching(self._asked, others, self._terms)
-        matched = self._table.amax(0).tolist() if others else []
+        matched = self._table.max(0).tolist() if others else []
         self._new = [
             value < _INFLECTED and self._terms.weight(word) > _COMMON + 0.1
             for word, value in zip(others, matched, strict=True)
@@ -210,12 +209,12 @@ class _Matcher:
         context = [row * _CONTEXT for row in rows] + [
             self._covered(row) for _, row in question if question is not parts
         ]
-        around = torch.stack(context).amax(0) if context else torch.empty(0)
+        around = numpy.max(context, axis=0) if context else numpy.empty(0, numpy.float32)
         best: _Match | None = None
         for (text, tokens), row in zip(parts, rows, strict=True):
             if is_question(text) or not any(self._new[self._columns[word]] for word in tokens):
                 continue
-            covered = torch.maximum(row, around) * self._weights
+            covered = numpy.maximum(row, around) * self._weights
             score = float(covered.sum()) * (1 if passage.role == "user" else _REPLY)
             personal = passage in self._typed and (first_person(text) or len(passage.text) <= _SHORT)
             rank = score / self._threshold(passage, personal)
@@ -228,13 +227,14 @@ class _Matcher:
             return PERSONAL_THRESHOLD if self._about_user else TYPED_THRESHOLD
         return TEXT_THRESHOLD if passage.role == "user" else REPLY_THRESHOLD
 
-    def _covered(self, row: list[str]) -> Tensor:
+    def _covered(self, row: list[str]) -> Floats:
         """How well each term is matched by any of the words, [T]."""
         if not row:
-            return torch.zeros(len(self._asked))
-        return self._table[:, [self._columns[word] for word in row]].amax(1)
+            return numpy.zeros(len(self._asked), numpy.float32)
+        covered: Floats = self._table[:, [self._columns[word] for word in row]].max(1)
+        return covered
 
-    def _names(self, covered: Tensor) -> tuple[str, ...]:
+    def _names(self, covered: Floats) -> tuple[str, ...]:
         shares = (covered / self._weights).tolist()
         return tuple(word for word, share in zip(self._asked, shares, strict=True) if share > 0.1)
 
@@ -270,10 +270,11 @@ def _agreement(newer: _Match, older: _Match) -> float:
     return float(older.covered[same].sum() / older.covered.sum())
 
 
-def _matching(asked: list[str], others: list[str], terms: TermWeights) -> Tensor:
+def _matching(asked: list[str], others: list[str], terms: TermWeights) -> Floats:
     """How much each of the other words counts as each of the asked words, [T, W]."""
-    table = ((terms.similarity(asked, others) - _FAR) / (_NEAR - _FAR)).clamp(0, 1) * _RELATED
-    table *= torch.tensor([terms.weight(word) > _COMMON for word in others])
+    table: Floats = (terms.similarity(asked, others) - numpy.float32(_FAR)) / numpy.float32(_NEAR - _FAR)
+    table = table.clip(0, 1) * numpy.float32(_RELATED)
+    table *= numpy.array([terms.weight(word) > _COMMON for word in others], bool)
     for row, word in enumerate(asked):
         for column, other in enumerate(others):
             if word == other:

@@ -125,7 +125,7 @@ class Recall:
 
     @cached_property
     def _terms(self) -> TermWeights:
-        return TermWeights(self._engine.tokenizer, self._engine.model.get_input_embeddings())
+        return TermWeights(self._engine.tokenizer, self._engine.served.read_embeddings)
 
     def _count_tokens(self, text: str) -> int:
         return len(self._engine.tokenizer(text, add_special_tokens=False)["input_ids"])

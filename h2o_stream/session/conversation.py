@@ -12,10 +12,8 @@ from contextlib import closing, contextmanager
 from dataclasses import replace
 from functools import partial
 
-from torch import Tensor
-
-from h2o_stream.cache.policies import merged
-from h2o_stream.cache.window_assignment import without
+from h2o_stream.cache.protection import merged, without
+from h2o_stream.cache.state import Array, State
 from h2o_stream.config import THINKING_VARIABLES, RecallConfig, RecallMode
 from h2o_stream.engine.engine import TORN_MESSAGE, Engine
 from h2o_stream.engine.events import Finished, PrefillProgress, Token
@@ -216,8 +214,8 @@ class Conversation:
         """
         return self.active.start(self._feed_turn(parse_turn(text), reply, pin=True))
 
-    def state_dict(self) -> dict[str, Tensor]:
-        """A copy of the complete state after a turn, as tensors for safetensors.
+    def state_dict(self) -> State:
+        """A copy of the complete state after a turn, as arrays by name; bfloat16 numbers are uint16.
 
         Raises:
             H2OStreamError: nothing was said yet, or the last step was cut off halfway.
@@ -228,7 +226,7 @@ class Conversation:
             raise H2OStreamError("the last step was cut off halfway; there is no state to save")
         return self.engine.state_dict() | self.metadata.state_dict(len(self.engine.tokens))
 
-    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
+    def load_state_dict(self, state: Mapping[str, Array]) -> None:
         """Replace the conversation by a saved state. It continues exactly as it would have without the interruption.
 
         Raises:

@@ -5,9 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import astuple, dataclass, field, replace
 
-from torch import Tensor
-
-from h2o_stream.cache.state import checksummed, decode_json, encode_json, verify_checksums
+from h2o_stream.cache.state import Array, State, checksummed, decode_json, encode_json, verify_checksums
 from h2o_stream.errors import H2OStreamError
 from h2o_stream.session.template import ChatTemplate
 
@@ -67,8 +65,8 @@ class ConversationState:
         thoughts = (*self.thoughts, self.thinking) if self.thinking else self.thoughts
         return replace(self, recalled=range(0), thinking=range(0), thoughts=thoughts)
 
-    def state_dict(self, num_tokens: int) -> dict[str, Tensor]:
-        """The metadata as tensors, for a stream of `num_tokens` tokens."""
+    def state_dict(self, num_tokens: int) -> State:
+        """The metadata as arrays, for a stream of `num_tokens` tokens."""
         values = {
             "turns": self.turns,
             "passages": [astuple(span) for span in self.turn_spans(num_tokens)],
@@ -80,7 +78,7 @@ class ConversationState:
 
 
 def load_conversation_state(
-    state: Mapping[str, Tensor], make_template: Callable[[str | None], ChatTemplate]
+    state: Mapping[str, Array], make_template: Callable[[str | None], ChatTemplate]
 ) -> ConversationState:
     """The metadata of a new stream from its `state_dict`. `make_template` gets the system prompt.
 

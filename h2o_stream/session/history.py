@@ -10,13 +10,14 @@ from contextlib import closing, suppress
 from dataclasses import replace
 from typing import TypeVar
 
+from h2o_stream.cache.state import State
 from h2o_stream.engine.engine import TORN_MESSAGE
 from h2o_stream.engine.events import Finished, Token
 from h2o_stream.errors import DataError, H2OStreamError
 from h2o_stream.session.conversation import Conversation, FeedEvents, ReplyEvents
 from h2o_stream.session.messages import encodable
 from h2o_stream.session.sessions import Session
-from h2o_stream.session.transactions import State, Transactions
+from h2o_stream.session.transactions import Transactions
 from h2o_stream.session.transcript import Entry, Header, Kind
 from h2o_stream.session.turn import Turn
 

@@ -14,16 +14,15 @@ import shutil
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Self
+from typing import Any, Self
 
 from safetensors import SafetensorError, safe_open
 
+from h2o_stream.cache.state import Array, State
 from h2o_stream.errors import ConfigError, DataError
 from h2o_stream.resources import PRIVATE, data_folder, private_data_folder, write_atomically
+from h2o_stream.session.state_format import decode_state, encode_state
 from h2o_stream.session.transcript import Entry, Header, Transcript, header_record, turn_record
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 MAX_STATES = 8
 """Number of turns that can be undone."""
@@ -40,18 +39,16 @@ class StateFiles:
     def __init__(self, folder: Path) -> None:
         self._folder = folder
 
-    def write(self, line: int, state: Mapping[str, Tensor], record: Mapping[str, Any]) -> None:
+    def write(self, line: int, state: Mapping[str, Array], record: Mapping[str, Any]) -> None:
         """Save the state after a line, together with the record of that line.
 
         Raises:
             OSError: for example, the disk is full.
         """
-        from safetensors.torch import save
-
-        data = save(dict(state), metadata={"line": json.dumps(record, ensure_ascii=False)})
+        data = encode_state(state, {"line": json.dumps(record, ensure_ascii=False)})
         write_atomically(self._path(line), data, PRIVATE)
 
-    def read(self, line: int, turn: int) -> dict[str, Tensor] | None:
+    def read(self, line: int, turn: int) -> State | None:
         """The state after a line, if it is the line of this turn; None if there is none or its header is damaged.
 
         Raises:
@@ -60,18 +57,16 @@ class StateFiles:
         record = self.record(line)
         if record is None or record["turn"] != turn:
             return None
-        from safetensors.torch import load
-
         path = self._path(line)
         try:
-            return load(path.read_bytes())
+            return decode_state(path.read_bytes())
         except (SafetensorError, OSError) as error:
             raise DataError(f"{path}: damaged: {error}") from error
 
     def record(self, line: int) -> dict[str, Any] | None:
         """The record of a turn's line; None if its state is missing or damaged."""
         try:
-            with safe_open(self._path(line), "pt") as file:
+            with safe_open(self._path(line), "np") as file:
                 record: dict[str, Any] = json.loads(file.metadata()["line"])
                 return record if "turn" in record else None
         except (SafetensorError, OSError, KeyError, TypeError, ValueError):
@@ -176,7 +171,7 @@ class Session:
         self.transcript.append(header_record(header))
         self._prune()
 
-    def add(self, entry: Entry, state: Mapping[str, Tensor] | None, header: Header | None = None) -> None:
+    def add(self, entry: Entry, state: Mapping[str, Array] | None, header: Header | None = None) -> None:
         """Save a turn and the state after it. The header starts a session that has none yet.
 
         A line that cannot be written because the disk is full is written with the next turn. If anything else
@@ -214,7 +209,7 @@ class Session:
         return ""
 
     def add_all(
-        self, header: Header, entries: Sequence[Entry], state: Callable[[int], Mapping[str, Tensor] | None]
+        self, header: Header, entries: Sequence[Entry], state: Callable[[int], Mapping[str, Array] | None]
     ) -> None:
         """Start a new conversation with these turns. All are saved or none, even if the process is killed. `state`
         returns the state after a turn by its number; None if it is not available.
@@ -226,8 +221,8 @@ class Session:
         first, before = self.transcript.line_count + 2, self.transcript.line_count
         try:
             for line, (entry, record) in list(enumerate(zip(entries, records, strict=True), first))[-MAX_STATES:]:
-                if (tensors := state(entry.turn)) is not None:
-                    self._states.write(line, tensors, record)
+                if (arrays := state(entry.turn)) is not None:
+                    self._states.write(line, arrays, record)
             self.transcript.append_all([header_record(header), *records])
         except OSError as error:
             raise DataError(f"session {self.name}: {error.strerror or error}; it is not saved") from error
@@ -245,7 +240,7 @@ class Session:
         self.transcript.append({"type": "undo", "turn": turn})
         self._prune()
 
-    def state(self, turn: int) -> dict[str, Tensor] | None:
+    def state(self, turn: int) -> State | None:
         """The state after a turn; None if it is no longer available.
 
         Raises:

@@ -14,9 +14,9 @@ from contextlib import closing, contextmanager
 from dataclasses import dataclass, field, replace
 from typing import TypeVar
 
-from torch import Tensor
-
+from h2o_stream.cache.state import State
 from h2o_stream.engine.events import Finished, PrefillProgress
+from h2o_stream.engine.sampling import RngState
 from h2o_stream.errors import DataError, H2OStreamError, means_out_of_memory
 from h2o_stream.recall.recall import SaidTurn
 from h2o_stream.session.conversation import Conversation
@@ -28,8 +28,6 @@ _Events = TypeVar("_Events", bound=Generator[object, None, None])
 
 _MAX_STATES_BYTES = 256 * 2**20
 """Memory for the states of an unsaved conversation. One state is always kept."""
-
-State = dict[str, Tensor]
 
 
 @dataclass(frozen=True)
@@ -44,7 +42,7 @@ class Checkpoint:
     """
 
     metadata: ConversationState
-    rng_state: Tensor
+    rng_state: RngState
     session: Session | None = None
     unsaved: tuple[Entry, ...] = ()
     states: Mapping[int, State] = field(default_factory=dict)
@@ -78,7 +76,7 @@ class Checkpoint:
 
 
 def _num_bytes(states: Mapping[int, State]) -> int:
-    return sum(tensor.nbytes for state in states.values() for tensor in state.values())
+    return sum(array.nbytes for state in states.values() for array in state.values())
 
 
 class Transactions:
@@ -95,12 +93,12 @@ class Transactions:
         return [(entry.turn, entry.prompt, entry.text) for entry in self.checkpoint.entries]
 
     @property
-    def rng_state(self) -> Tensor:
+    def rng_state(self) -> RngState:
         """State of the sampler's random generator."""
         return self.conversation.engine.sampler.rng_state
 
     @rng_state.setter
-    def rng_state(self, state: Tensor) -> None:
+    def rng_state(self, state: RngState) -> None:
         self.conversation.engine.sampler.rng_state = state
 
     @property
