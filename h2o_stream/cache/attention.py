@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import embedding
 
-from h2o_stream.cache.policies import Attention, Candidates, NewQueries, Protection
+from h2o_stream.cache.policies import Attention, Candidates, NewQueries
+from h2o_stream.cache.protection import Protection
 from h2o_stream.cache.rope import RopeLookup, distances, rotate_back
 from h2o_stream.config import Positions
 

@@ -7,12 +7,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from statistics import fmean
-from typing import TYPE_CHECKING
 
+from h2o_stream.cache.group_rules import GroupRules
 from h2o_stream.cache.windows import Schedule
-
-if TYPE_CHECKING:
-    from h2o_stream.cache.head_group import HeadGroup
 
 
 @dataclass(frozen=True)
@@ -71,7 +68,7 @@ class Occupancy:
     groups: dict[tuple[Schedule, int], int]
 
     @classmethod
-    def of(cls, groups: Sequence[HeadGroup], protected: tuple[range, ...], revision: int, nbytes: int) -> Occupancy:
+    def of(cls, groups: Sequence[GroupRules], protected: tuple[range, ...], revision: int, nbytes: int) -> Occupancy:
         """The occupancy of the head groups that evict, as they are now; see above for the rest."""
         weights = Counter[tuple[Schedule, int]]()
         for group in groups:

@@ -12,8 +12,10 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from h2o_stream.cache.arrays import to_tensor
+from h2o_stream.cache.group_rules import GroupRules
 from h2o_stream.cache.head_group import HeadGroup
-from h2o_stream.cache.policies import Candidates, select
+from h2o_stream.cache.policies import Candidates, make_policy, select
 
 
 def free_slots(group: HeadGroup, evictions: Sequence[int]) -> None:
@@ -46,12 +48,17 @@ def free_slots(group: HeadGroup, evictions: Sequence[int]) -> None:
         group.clear(slot)
 
 
-def worth_of_slots(group: HeadGroup) -> tuple[Tensor, Tensor]:
+def worth_of_slots(group: GroupRules) -> tuple[Tensor, Tensor]:
     """What the group's tokens are worth apart from protection, [B, Hkv, S] float32, and which of them are protected."""
-    keys, values = group.store.read() if group.policy.needs_keys else (None, None)
-    shown = _shown(group, group.candidates, keys, values)
+    if isinstance(group, HeadGroup):
+        keys, values = group.store.read() if group.policy.needs_keys else (None, None)
+        policy, shown = group.policy, _shown(group, group.candidates, keys, values)
+    else:  # of numpy arrays, under a policy that looks at nothing else
+        policy = make_policy(group.plan, group.layer)
+        held = {name: to_tensor(array) for name, array in group.tensors().items()}
+        shown = Candidates(held["scores"], held["index"], held["rank"], held["seen"], held.get("long_term_scores"))
     unprotected = replace(group.protection, sinks=0, pins=(), recent=0)
-    return group.policy.worth(shown, unprotected), group.policy.protected(shown, group.protection)
+    return policy.worth(shown, unprotected), policy.protected(shown, group.protection)
 
 
 def _shown(group: HeadGroup, candidates: Candidates, keys: Tensor | None, values: Tensor | None) -> Candidates:

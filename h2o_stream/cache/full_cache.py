@@ -7,23 +7,27 @@ from contextlib import AbstractContextManager, nullcontext
 from copy import copy
 from typing import Any
 
+import numpy
 import torch
 from torch import Tensor
 from transformers import DynamicCache
 from transformers.cache_utils import CacheLayerMixin
 
 from h2o_stream.cache.arguments import check_rows, tokens_in
+from h2o_stream.cache.arrays import to_array, to_arrays, to_tensor, to_tensors
 from h2o_stream.cache.counts import CacheCounts
 from h2o_stream.cache.one_thread import OneThread
 from h2o_stream.cache.recurrent import load_states, release_states, states_of
 from h2o_stream.cache.state import (
     FINGERPRINT,
+    Array,
     check_fingerprint,
     check_saveable,
     checksummed,
+    dtype_of,
     encode_json,
     refusing_damage,
-    require_tensor,
+    require_array,
     verify_checksums,
     whole_numbers,
     with_prefix,
@@ -36,7 +40,15 @@ from h2o_stream.errors import H2OStreamError
 
 @marks_tears
 class FullCache(DynamicCache):
-    """transformers' own growing cache, with the further methods of `H2OCache`."""
+    """transformers' own growing cache, with the further methods of `H2OCache`.
+
+    Args:
+        plan: with the policy ``full``.
+        config: of the model.
+        device: where layers go that are loaded before they were used.
+        model_digest: identifies the model when a state is saved or loaded.
+        in_host_memory: whether keys and values are in host memory while their layer is not used.
+    """
 
     engine_note = ""
     torn = False
@@ -44,12 +56,17 @@ class FullCache(DynamicCache):
     """See `H2OCache`."""
 
     def __init__(
-        self, plan: CachePlan, config: Any, model_digest: Callable[[], str] = lambda: "", in_host_memory: bool = False
+        self,
+        plan: CachePlan,
+        config: Any,
+        device: torch.device,
+        model_digest: Callable[[], str] = lambda: "",
+        in_host_memory: bool = False,
     ) -> None:
         self.one_thread = OneThread()
         super().__init__(config=config, offloading=in_host_memory)
         self.plan = plan
-        self._model_digest = model_digest
+        self._device, self._model_digest = device, model_digest
 
     @property
     def seen_tokens(self) -> int:
@@ -112,45 +129,48 @@ class FullCache(DynamicCache):
         """See `H2OCache.state_dict`."""
         check_saveable(self.torn, self.seen_tokens)
         state = {
-            f"{number}.{name}": tensor.clone(memory_format=torch.contiguous_format)
+            f"{number}.{name}": to_array(tensor).copy()
             for number, layer in enumerate(self.layers)
             for name, tensor in tensors_of(layer).items()
         }
-        state["progress"] = torch.tensor([self.seen_tokens], device="cpu")
-        state[FINGERPRINT] = encode_json(self._fingerprint(state[self._first_keys].dtype))
-        return checksummed(state)
+        state["progress"] = numpy.array([self.seen_tokens], numpy.int64)
+        state[FINGERPRINT] = encode_json(self._fingerprint(state))
+        return to_tensors(checksummed(state))
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
         """See `H2OCache.load_state_dict`."""
         with refusing_damage():
-            check_fingerprint(state, self._fingerprint(require_tensor(state, self._first_keys).dtype))
-            verify_checksums(state)
-            (seen,) = whole_numbers(state, "progress", 1)
-            layers = [self._loaded(copy(layer), state, number, seen) for number, layer in enumerate(self.layers)]
+            arrays = to_arrays(state)
+            check_fingerprint(arrays, self._fingerprint(arrays))
+            verify_checksums(arrays)
+            (seen,) = whole_numbers(arrays, "progress", 1)
+            layers = [self._loaded(copy(layer), arrays, number, seen) for number, layer in enumerate(self.layers)]
         self.layers: list[Any] = layers
         self.stream_number += 1
         self.torn = False
 
-    def _loaded(self, layer: Any, state: Mapping[str, Tensor], number: int, seen: int) -> Any:
-        """A layer that continues from its tensors."""
-        first = require_tensor(state, self._first_keys)
+    def _loaded(self, layer: Any, state: Mapping[str, Array], number: int, seen: int) -> Any:
+        """A layer that continues from its arrays."""
+        first, before = require_array(state, self._first_keys), self.layers[number]
+        device = getattr(before, "device", None) or self._device
         release_states(layer)
-        load_states(layer, with_prefix(state, f"{number}."), len(first), self.layers[number])
+        load_states(layer, to_tensors(with_prefix(state, f"{number}.")), len(first), before, device)
         if not isinstance(layer, CacheLayerMixin):
             return layer
-        keys, values = (require_tensor(state, f"{number}.{name}") for name in ("keys", "values"))
+        keys, values = (require_array(state, f"{number}.{name}") for name in ("keys", "values"))
         held = min(seen, layer.sliding_window - 1 or seen) if layer.is_sliding else seen
-        shapes = [(tuple(x.shape[:3]), x.dtype) for x in (keys, values)]
-        wanted = (first.shape[0], keys.shape[1], held), first.dtype
-        if shapes != [wanted, wanted] or keys.dim() != 4 or values.dim() != 4:
+        shapes = [(x.shape[:3], dtype_of(x)) for x in (keys, values)]
+        wanted = (first.shape[0], keys.shape[1], held), dtype_of(first)
+        if shapes != [wanted, wanted] or keys.ndim != 4 or values.ndim != 4:
             raise H2OStreamError(
                 f"the state does not fit: keys and values of layer {number} are {shapes}, not {wanted}"
             )
-        before = [x.shape[1::2] for x in (layer.keys, layer.values)] if layer.is_initialized else None
-        if before not in (None, [x.shape[1::2] for x in (keys, values)]):
+        sizes = [x.shape[1::2] for x in (layer.keys, layer.values)] if layer.is_initialized else None
+        if sizes not in (None, [x.shape[1::2] for x in (keys, values)]):
             raise H2OStreamError(f"the state does not fit: heads of layer {number} are of another size")
-        layer.lazy_initialization(keys, values)
-        layer.keys, layer.values = keys.clone(), values.clone()
+        loaded = [to_tensor(x).to(device, copy=True) for x in (keys, values)]
+        layer.lazy_initialization(*loaded)
+        layer.keys, layer.values = loaded
         if hasattr(layer, "cumulative_length"):
             layer.cumulative_length = seen
         return layer
@@ -160,8 +180,9 @@ class FullCache(DynamicCache):
         """What the keys of the first layer that has any are called in a state."""
         return f"{next(n for n, layer in enumerate(self.layers) if isinstance(layer, CacheLayerMixin))}.keys"
 
-    def _fingerprint(self, dtype: torch.dtype) -> dict[str, Any]:
-        return {"dtype": str(dtype), "model": self._model_digest(), "policy": "full"}
+    def _fingerprint(self, state: Mapping[str, Array]) -> dict[str, Any]:
+        dtype = dtype_of(require_array(state, self._first_keys))
+        return {"dtype": dtype, "model": self._model_digest(), "policy": "full"}
 
     def reset(self) -> None:
         """See `H2OCache.reset`."""

@@ -11,11 +11,12 @@ import torch
 from torch import Tensor
 
 from h2o_stream.cache.arguments import check_forward, tokens_in
+from h2o_stream.cache.arrays import to_array, to_arrays, to_tensors
 from h2o_stream.cache.cache_state import load_state, state_of
 from h2o_stream.cache.layer import LayerSpec
 from h2o_stream.cache.one_thread import OneThread
-from h2o_stream.cache.recurrent import HeldRows
-from h2o_stream.cache.state import check_saveable, refusing_damage
+from h2o_stream.cache.recurrent import HeldRows, load_states, states_of
+from h2o_stream.cache.state import Array, check_saveable, refusing_damage, with_prefix
 from h2o_stream.cache.statistics import LayerStatistics, SparsityMeter, layer_statistics
 from h2o_stream.cache.tearing import marks_tears
 from h2o_stream.cache.windowed_cache import WindowedCache
@@ -36,16 +37,10 @@ class H2OCache(WindowedCache):
 
     Attributes:
         one_thread: inside it the cache is changed.
-        engine_note: what runs the steps and why, for people: "native, avx512" or "eager: ..."; set by `attach`.
         continues: whether several tokens at once can continue a stream; if not, they are fed one by one.
-        torn: a forward or a reset was cut off halfway; only `reset` helps.
-        stream_number: grows with every `reset` and every state that is loaded, which distinguishes streams.
     """
 
-    engine_note = ""
-    torn = False
     continues = True
-    stream_number = 0
 
     def __init__(
         self,
@@ -84,29 +79,41 @@ class H2OCache(WindowedCache):
         """Forget the stream and what of it is evicted first, and release the slots; pins stay."""
         self.torn = True
         super().reset()
-        self.tokens.reset()
         self.padding = None
-        self.first_prompt = 0
-        self.windows.transient = ()
-        self.assign_windows()
-        self.stream_number += 1
+        self.start_stream()
         self.torn = False
 
     def state_dict(self) -> dict[str, Tensor]:
-        """A copy of everything needed to continue exactly: tensors by name, as safetensors takes them.
+        """A copy of everything needed to continue exactly: tensors on the CPU by name, as safetensors takes them.
 
         Raises:
             H2OStreamError: the cache is empty, or the last forward was cut off halfway.
         """
         check_saveable(self.torn, self.seen_tokens)
-        return state_of(self)
+        recurrent = {
+            f"{number}.{name}": to_array(state)
+            for number, layer in enumerate(self.layers)
+            for name, state in states_of(layer).items()
+        }
+        return to_tensors(state_of(self, recurrent))
 
-    def restored(self, state: Mapping[str, Tensor]) -> H2OCache:
+    def restored(self, state: Mapping[str, Array]) -> H2OCache:
         """A copy that holds what a state has, for looking at it; no model is attached to it. Raises the same errors."""
         loaded = copy(self)
         with refusing_damage():
             load_state(loaded, state)
+            self._check_head_sizes(loaded)
+            rows = len(loaded.tokens.lengths)
+            for number, (layer, before, spec) in enumerate(zip(loaded.layers, self.layers, self.specs, strict=True)):
+                load_states(layer, to_tensors(with_prefix(state, f"{number}.")), rows, before, spec.device)
         return loaded
+
+    def _check_head_sizes(self, loaded: H2OCache) -> None:
+        """Check that heads are as large as those that are held now, if there are any."""
+        for number, groups in enumerate(zip(self.head_groups, loaded.head_groups, strict=False)):
+            sizes = [(g.store.keys.shape[-1], g.store.values.shape[-1]) for g in groups if g.is_initialized]
+            if len(set(sizes)) > 1 and len(self.head_groups) == len(loaded.head_groups):
+                raise H2OStreamError(f"the state does not fit: heads of slots {number} are of another size")
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
         """Continue from a state, in place of what is held: the next token is what it would have been.
@@ -114,7 +121,9 @@ class H2OCache(WindowedCache):
         Raises:
             H2OStreamError: the state belongs to another model, dtype or policy, or is damaged. The cache is unchanged.
         """
-        loaded = self.restored(state)
+        with refusing_damage():
+            arrays = to_arrays(state)
+        loaded = self.restored(arrays)
         self.__dict__.update(loaded.__dict__, torn=False, stream_number=self.stream_number + 1)
         self._revision.bump()
 
@@ -168,15 +177,6 @@ class H2OCache(WindowedCache):
             kwargs["position_ids"] = seen[:, None] + torch.arange(new, device=tokens.device)
 
     def count_forward(self) -> None:
-        """Count the tokens of the forward that was prepared: all layers have taken them."""
+        """See `WindowRules`."""
         self._held_rows.restore()
         self.tokens.advance(*self._arriving)
-
-    def begin_token(self) -> None:
-        """A native step is about to write the slots of all layers."""
-        self.torn = True
-
-    def count_token(self) -> None:
-        """A native step has taken a token of each row through the slots of all layers."""
-        self.count_forward()
-        self.release_room()

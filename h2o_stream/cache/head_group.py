@@ -9,18 +9,17 @@ more or fewer slots at the end of each stage.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from operator import add
 
 import torch
 from torch import Tensor
 
 from h2o_stream.cache.attention import QueryChunk, key_rotations
-from h2o_stream.cache.policies import Candidates, Policy, Protection
+from h2o_stream.cache.policies import Candidates, Policy
 from h2o_stream.cache.rope import RopeLookup, RotaryTable
 from h2o_stream.cache.shared_state import Revision, TokenCount
 from h2o_stream.cache.slots import Slots
-from h2o_stream.cache.windows import Schedule
 from h2o_stream.config import CachePlan
 
 Watch = Callable[[Tensor, Tensor], None]
@@ -38,14 +37,12 @@ class HeadGroup(Slots):
         chunked: the text is cut into pieces of `sliding` tokens instead, and no token sees another piece.
         heads: [n] int64, the KV heads of the layer in this group, on its device; None for all.
         on_disk: whether keys and values are in mapped files.
+        device: see `Slots`.
         tokens: counts the tokens of the cache.
         revision: grows when tensors are allocated or rules change.
-
-    Attributes:
-        schedule: how many tokens the group holds, by how many it has seen; see `set_schedule`.
-        span: with ``gap``, the distance up to which distances are true.
-        protection: what must not be evicted.
     """
+
+    table: RotaryTable | None
 
     def __init__(
         self,
@@ -57,13 +54,12 @@ class HeadGroup(Slots):
         chunked: bool = False,
         heads: Tensor | None = None,
         on_disk: bool = False,
+        device: torch.device | None = None,
         tokens: TokenCount | None = None,
         revision: Revision | None = None,
     ) -> None:
-        super().__init__(plan, policy, on_disk, tokens, revision)
+        super().__init__(plan, policy, on_disk, device, tokens, revision)
         self.table, self.sliding, self.chunked, self.heads = table, sliding, chunked, heads
-        self.schedule, self.span = Schedule.equal(plan.window), plan.span
-        self.protection = Protection(plan.sinks, (), plan.recent)
         self._watch: Watch | None = None
 
     @property
@@ -81,10 +77,6 @@ class HeadGroup(Slots):
         if self._watch is not None:
             self._watch(probs, index >= 0)
 
-    def max_distance(self, keys: int) -> int:
-        """More than the largest distance at which RoPE sees that many keys."""
-        return keys + self.span if self.plan.positions == "gap" else keys
-
     def rotations(self, candidates: Candidates, dtype: torch.dtype) -> RopeLookup | None:
         """Where RoPE sees the keys of the candidates; None if they are rotated already."""
         if self.table is None:
@@ -100,45 +92,12 @@ class HeadGroup(Slots):
 
     # what is held
 
-    @property
-    def held(self) -> int:
-        """Tokens held per head, of the row that holds most."""
-        return max(map(self.schedule.held, self.tokens.lengths), default=0)
-
     def limits(self, chunk: QueryChunk) -> list[int]:
         """Tokens held per head after a chunk, of each row."""
         return [self.schedule.held(length) for length in map(add, chunk.lengths, chunk.counts)]
-
-    @property
-    def num_evictions(self) -> list[int]:
-        """Number of evictions caused by the next token, of each row."""
-        return [self.schedule.num_evictions(length) for length in self.tokens.lengths]
-
-    @property
-    def weight(self) -> int:
-        """Weight of the group in means over heads: its KV heads; 1 for a whole layer, because all are then alike."""
-        return 1 if self.heads is None else len(self.heads)
 
     def kept(self) -> Tensor:
         """[B, Hkv, held] int64 token indices, oldest first; shorter rows have -1 in front."""
         if not self.is_initialized:
             return torch.empty(0, 0, 0, dtype=torch.int64, device="cpu")
         return self.index.sort(-1).values[..., self.store.slots - self.held :].long()
-
-    # how many slots there are
-
-    def set_schedule(self, schedule: Schedule) -> None:
-        """Hold as many tokens as `schedule` says from now on; only while every row is within the common window."""
-        self.schedule = schedule
-        if self.is_initialized:
-            self.fit(self.tokens.lengths)
-        self.revision.bump()
-
-    def fit(self, lengths: Sequence[int]) -> None:
-        """Allocate what rows of so many tokens need in their stages."""
-        if (slots := self.slots_needed(lengths)) != self.store.slots:
-            self.resize(slots, max(map(self.schedule.held, lengths)))
-
-    def slots_needed(self, lengths: Sequence[int]) -> int:
-        """Slots for rows of so many tokens, with the empty one."""
-        return max(map(self.schedule.max_held_in_stage, lengths)) + self.spare

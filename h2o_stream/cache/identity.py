@@ -1,4 +1,4 @@
-"""The identity of a model and of a policy, for states, sessions, comparisons and measurements on disk.
+"""The identity of a model, for states, sessions, comparisons and measurements on disk.
 
 A model is its class and config, all weights and persistent buffers, how packed weights are packed, the plain attributes
 of its modules (PEFT stores there which adapters are active, merged or disabled, and their scaling), and the source of
@@ -13,20 +13,16 @@ numbers has changed: writes through ``.data`` to a few numbers of a weight summe
 from __future__ import annotations
 
 import hashlib
-import inspect
 import json
-import sys
 from collections.abc import Iterator
 from enum import Enum
-from types import FunctionType
 from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
 
-from h2o_stream.cache.policies import make_policy
-from h2o_stream.config import CachePlan
+from h2o_stream.cache.source import home_of, source_of
 
 _SAMPLED = 256
 """Numbers of each weight that are compared every time."""
@@ -50,14 +46,8 @@ _PASSING = (
 _ADAPTERS = ("_active_adapter", "_disable_adapters")
 """Private attributes of PEFT's layers that are."""
 
-_VERSIONED = ("h2o_stream", "torch", "transformers", "peft", "accelerate", "deepspeed")
-"""Packages whose source the version identifies."""
-
 _summed: WeakKeyDictionary[nn.Module, dict[str, tuple[Any, bytes]]] = WeakKeyDictionary()
 """The weights of a model by name: a quick signature, and their sums."""
-
-_sources: WeakKeyDictionary[Any, str] = WeakKeyDictionary()
-"""Results of `source_of`: a file may be edited after it was imported."""
 
 
 def model_digest(model: nn.Module) -> str:
@@ -86,47 +76,6 @@ def model_digest(model: nn.Module) -> str:
 def has_additions(model: nn.Module) -> bool:
     """Whether modules have functions from outside, whose source does not show what they close over."""
     return any(map(_additions, model.modules()))
-
-
-def policy_source(plan: CachePlan) -> str:
-    """16 hex digits of the source of a user's policy; nothing for a built-in one."""
-    return source_of(type(make_policy(plan)))
-
-
-def source_of(thing: Any) -> str:
-    """16 hex digits of the source modules of a class (with its bases) or a function.
-
-    Without source the byte code counts. Nothing for packages whose version is recorded.
-    """
-    if thing not in _sources:
-        parts = [part for part in getattr(thing, "__mro__", (thing,)) if not _versioned(part)]
-        sources = "".join(f"{part.__qualname__} {_source(part)}" for part in parts)
-        _sources[thing] = hashlib.sha256(sources.encode()).hexdigest()[:16] if parts else ""
-    return _sources[thing]
-
-
-def _source(thing: Any) -> str:
-    for where in (sys.modules.get(_home(thing)), thing):
-        try:
-            return inspect.getsource(where)  # type: ignore[arg-type]
-        except (OSError, TypeError):  # typed in, or compiled
-            continue
-    functions = vars(thing).values() if isinstance(thing, type) else (thing,)
-    codes = [function.__code__ for function in functions if hasattr(function, "__code__")]
-    return "".join(f"{code.co_name} {code.co_code.hex()} {code.co_names} {code.co_consts}" for code in codes)
-
-
-def _home(thing: Any) -> str:
-    """The module it is defined in: wrappers of a function copy its `__module__`."""
-    return str(thing.__globals__["__name__"] if isinstance(thing, FunctionType) else getattr(thing, "__module__", ""))
-
-
-def _versioned(thing: Any) -> bool:
-    package = _home(thing).partition(".")[0]
-    return package in _VERSIONED or package in sys.stdlib_module_names
-
-
-# a model
 
 
 def _config(model: nn.Module) -> Any:
@@ -212,7 +161,7 @@ def _plain(value: Any) -> Any:
 
 def _foreign(function: Any, owner: type[nn.Module]) -> str:
     """The source of a function from outside."""
-    while _home(type(function)).startswith("h2o_stream."):  # an attached model: what is within
+    while home_of(type(function)).startswith("h2o_stream."):  # an attached model: what is within
         function = getattr(function, "forward", None)
     function = getattr(function, "func", function)
     function = getattr(function, "__func__", function)

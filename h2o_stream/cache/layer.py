@@ -14,6 +14,7 @@ from h2o_stream.cache.attend import attend
 from h2o_stream.cache.attention import LogitTransform
 from h2o_stream.cache.head_group import HeadGroup
 from h2o_stream.cache.kernels import Kernels
+from h2o_stream.cache.layer_plans import sliding_plan
 from h2o_stream.cache.padding import Padding
 from h2o_stream.cache.policies import make_policy
 from h2o_stream.cache.recurrent import RecurrentLayer
@@ -214,7 +215,7 @@ class LayerSpec:
         hidden_from, windows = self.hidden_from, [window for window in self.local_windows if window]
         policy = make_policy(plan, number)
         if self.sliding is not None:
-            plan, hidden_from, windows = _sliding_plan(plan, self.sliding), self.sliding, [HeadWindow()]
+            plan, hidden_from, windows = sliding_plan(plan, self.sliding), self.sliding, [HeadWindow()]
             policy = make_policy(plan)
         for window in windows:
             yield HeadGroup(
@@ -225,15 +226,10 @@ class LayerSpec:
                 chunked=self.chunked,
                 heads=torch.tensor(window.heads, device=self.device) if window.heads else None,
                 on_disk=self.on_disk,
+                device=self.device,
                 tokens=tokens,
                 revision=revision,
             )
-
-
-def _sliding_plan(plan: CachePlan, window: int) -> CachePlan:
-    """A sliding layer holds exactly what its window shows, in full precision, at true distances."""
-    plan = replace(plan, policy="recent", window=window - 1, sinks=0, heavy=0, recent=window - 1, kv_bits=16)
-    return plan if plan.positions == "absolute" else replace(plan, positions="rolling")
 
 
 def kept_by(groups: Sequence[HeadGroup]) -> Tensor:

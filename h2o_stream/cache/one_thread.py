@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable
 from threading import RLock
 from typing import Any, NoReturn
-
-import torch
 
 from h2o_stream.errors import H2OStreamError
 
@@ -43,14 +39,3 @@ class OneThread:
             H2OStreamError: always.
         """
         raise H2OStreamError("an attached model can be neither copied nor pickled, nor can its cache; leave the block")
-
-
-def exclusive(method: Callable[..., Any]) -> Callable[..., Any]:
-    """Run a method inside the `one_thread` of its object, and outside of torch's inference mode."""
-
-    @functools.wraps(method)
-    def in_one_thread(self: Any, *args: Any, **kwargs: Any) -> Any:
-        with self.one_thread, torch.inference_mode(False), torch.no_grad():
-            return method(self, *args, **kwargs)
-
-    return in_one_thread

@@ -111,6 +111,10 @@ class RotaryTable:
             self._tables[key] = self._make(limit, *key)
         return self._tables[key]
 
+    def on_cpu(self, limit: int) -> Tensor:
+        """`upto` as native code takes it: contiguous, float32, on the CPU."""
+        return self.upto(limit, torch.device("cpu"), torch.float32).contiguous()
+
     @torch.no_grad()
     def _make(self, size: int, device: torch.device, dtype: torch.dtype) -> Tensor:
         position = torch.arange(size, device=device)[None]

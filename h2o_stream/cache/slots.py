@@ -1,7 +1,6 @@
 """The slots of some KV heads, and the bookkeeping of the tokens in them: score, token index and rank of each.
 
-A store owns keys and values. All tensors are written in place, because native code knows their addresses. Slots know
-neither how many tokens should be held nor what a token is worth.
+A store owns keys and values. All tensors are written in place, because native code knows their addresses.
 """
 
 from __future__ import annotations
@@ -9,24 +8,32 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from types import SimpleNamespace
 
+import numpy
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn.functional import pad
 
+from h2o_stream.cache.arrays import to_array, to_tensor
+from h2o_stream.cache.group_rules import GroupRules, HeadShape
 from h2o_stream.cache.mapped_store import make_store
 from h2o_stream.cache.policies import Candidates, Policy
+from h2o_stream.cache.ranks import rank_dtype
 from h2o_stream.cache.shared_state import Revision, TokenCount
+from h2o_stream.cache.state import Array, dtype_of, require_array
 from h2o_stream.cache.store import Store
 from h2o_stream.config import CachePlan
+from h2o_stream.errors import H2OStreamError
 
 
-class Slots:
+class Slots(GroupRules):
     """S slots of each of Hkv heads, in B rows; nothing is allocated before the first token.
 
     Args:
         plan: says how keys and values are stored.
         policy: says which scores there are, and what it keeps of each head.
         on_disk: whether keys and values are in mapped files.
+        device: where the slots of a loaded state go; None for the CPU. Others are where their first keys are.
         tokens: counts the tokens of the cache.
         revision: grows when tensors are allocated.
 
@@ -39,8 +46,6 @@ class Slots:
         free: [B, Hkv, 1] int64, an empty slot for the next token.
         seen: [B, 1, 1] int64, tokens that each row has taken: the device's copy of `tokens.lengths`.
         head_state: [B, Hkv, *] tensors by name, what the policy keeps of each head; see `Policy.head_state`.
-        filled: slots from this index on are empty. Undefined for a `QuantizedStore`.
-        queries_per_key: query heads per KV head; 0 before the first token.
     """
 
     store: Store
@@ -55,12 +60,17 @@ class Slots:
     device: torch.device
 
     def __init__(
-        self, plan: CachePlan, policy: Policy, on_disk: bool, tokens: TokenCount | None, revision: Revision | None
+        self,
+        plan: CachePlan,
+        policy: Policy,
+        on_disk: bool,
+        device: torch.device | None,
+        tokens: TokenCount | None,
+        revision: Revision | None,
     ) -> None:
-        self.plan, self.policy, self.on_disk = plan, policy, on_disk
-        self.tokens, self.revision = tokens or TokenCount(), revision or Revision()
-        self.is_initialized = False
-        self.filled = self.queries_per_key = 0
+        super().__init__(plan, tokens, revision)
+        self.policy, self.on_disk, self.device = policy, on_disk, device or torch.device("cpu")
+        self.layer, self.rule, self.has_long_term = policy.layer, policy.rule, policy.long_term
 
     @property
     def candidates(self) -> Candidates:
@@ -69,13 +79,22 @@ class Slots:
         return Candidates(self.scores, self.index, self.rank, self.seen, long_term)
 
     @property
-    def nbytes(self) -> int:
-        """Bytes of everything allocated."""
-        return sum(tensor.nbytes for tensor in self.tensors().values())
+    def num_slots(self) -> int:
+        """See `GroupRules`."""
+        return self.store.slots
+
+    @property
+    def token_indices(self) -> NDArray[numpy.int32]:
+        """See `GroupRules`."""
+        return self.index.cpu().numpy()
 
     def tensors(self) -> dict[str, Tensor]:
-        """Everything allocated, by name."""
+        """See `GroupRules`."""
         return {name: getattr(owner, name) for owner, name in self._attributes()}
+
+    def arrays(self) -> dict[str, Array]:
+        """See `GroupRules`."""
+        return {name: to_array(tensor).copy() for name, tensor in self.tensors().items()}
 
     def _attributes(self) -> Iterator[tuple[Store | Slots | SimpleNamespace, str]]:
         """Whose attribute each tensor is, and its name."""
@@ -128,11 +147,6 @@ class Slots:
 
     # allocation
 
-    @property
-    def spare(self) -> int:
-        """Slots beside those of held tokens: the next token's, and with a quantized store its slot in the ring."""
-        return 1 if self.plan.kv_bits == 16 else 2
-
     def allocate(self, key: Tensor, value: Tensor, slots: int) -> None:
         """Allocate every slot, on the device of keys like [B, Hkv, Q, D], in the dtype that holds keys and values."""
         rows = key.shape[:2]
@@ -140,7 +154,7 @@ class Slots:
         key, value = key[:, :, :0].to(self.dtype), value[:, :, :0].to(self.dtype)
         self.store = make_store(self.plan, key, value, slots, self.on_disk)
         for name, empty in self.empty_values(slots).items():
-            dtype = {"index": torch.int32, "rank": rank_dtype(slots)}.get(name, torch.float32)
+            dtype = {"index": torch.int32, "rank": getattr(torch, rank_dtype(slots))}.get(name, torch.float32)
             setattr(self, name, torch.full((*rows, slots), empty, dtype=dtype, device=self.device))
         self.free = torch.full((*rows, 1), self.store.exact, dtype=torch.int64, device=self.device)
         self.seen = torch.zeros(rows[0], 1, 1, dtype=torch.int64, device=self.device)
@@ -151,8 +165,32 @@ class Slots:
         self.filled = 0
         self.revision.bump()
 
+    def allocate_on_cpu(self, shape: HeadShape, dtype: str, rows: int, slots: int) -> None:
+        """See `GroupRules`."""
+        heads = shape.kv_heads if self.heads is None else len(self.heads)
+        sizes = (shape.key_size, shape.value_size)
+        like = [torch.empty(rows, heads, 0, size, dtype=getattr(torch, dtype), device="cpu") for size in sizes]
+        self.queries_per_key = shape.query_heads // shape.kv_heads
+        key, value = like
+        self.allocate(key, value, slots)
+
+    def load(self, arrays: Mapping[str, Array]) -> None:
+        """See `GroupRules`."""
+        keys, values = (require_array(arrays, name) for name in ("keys", "values"))
+        slots, minimum = require_array(arrays, "index").shape[-1], self.slots_needed(self.tokens.lengths)
+        if not minimum <= slots <= self.plan.window + self.schedule.max_held + self.spare:
+            raise H2OStreamError(f"the state does not fit: it has {slots} slots, {minimum} are needed")
+        if keys.ndim != 4 or keys.shape[:3] != values.shape[:3] or keys.dtype != values.dtype:
+            raise H2OStreamError(f"the state does not fit: values are {values.shape} {dtype_of(values)}")
+        if self.heads is not None and keys.shape[1] != len(self.heads):
+            raise H2OStreamError(f"the state does not fit: {keys.shape[1]} heads of a group of {len(self.heads)}")
+        key, value = (to_tensor(x[:, :, :1]).to(self.device) for x in (keys, values))
+        self.allocate(key, value, slots)
+        for name, tensor in self.tensors().items():
+            tensor.copy_(to_tensor(require_array(arrays, name, like=to_array(tensor))))
+
     def reset(self) -> None:
-        """Forget the stream and release the slots."""
+        """See `GroupRules`."""
         for name in ("store", *self.empty_values(0), "free", "seen", "head_state"):
             self.__dict__.pop(name, None)
         self.is_initialized = False
@@ -173,12 +211,7 @@ class Slots:
             self.revision.bump()
 
     def resize(self, slots: int, filled: int) -> None:
-        """Move to an allocation of that many slots: in token order, except for slots with a fixed purpose.
-
-        Args:
-            slots: S from now on.
-            filled: tokens held by the head that holds most.
-        """
+        """See `GroupRules`."""
         exact, index = self.store.exact, self.index[..., self.store.exact :]
         is_token = index >= 0
         order = index.masked_fill(~is_token, torch.iinfo(index.dtype).max).argsort(-1)[..., : slots - exact]
@@ -188,11 +221,6 @@ class Slots:
             tensor = getattr(self, name)
             moved = torch.cat((tensor[..., :exact], tensor[..., exact:].gather(-1, order)), -1)
             setattr(self, name, pad(moved, (0, slots - moved.shape[-1]), value=empty))
-        self.rank = self.rank.to(rank_dtype(slots)).masked_fill_(self.index < 0, slots)
+        self.rank = self.rank.to(getattr(torch, rank_dtype(slots))).masked_fill_(self.index < 0, slots)
         self.filled = filled
         self.revision.bump()
-
-
-def rank_dtype(slots: int) -> torch.dtype:
-    """The smallest signed type for the ranks in that many slots: at most twice their number, while they fill up."""
-    return torch.int16 if 2 * slots <= torch.iinfo(torch.int16).max else torch.int32

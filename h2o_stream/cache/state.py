@@ -1,4 +1,7 @@
-"""States as dictionaries of tensors, ready for safetensors: checksums, fingerprints and checked access."""
+"""States as dictionaries of numpy arrays: checksums, fingerprints and checked access.
+
+Numbers in bfloat16 are uint16 arrays, as nothing else is.
+"""
 
 from __future__ import annotations
 
@@ -8,30 +11,33 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
-import torch
-from torch import Tensor
+import numpy
+from numpy.typing import NDArray
 
 from h2o_stream.errors import H2OStreamError, means_out_of_memory
+
+Array = NDArray[Any]
+State = dict[str, Array]
 
 FINGERPRINT = "fingerprint"
 CHECKSUMS = "checksums"
 
 
-def checksummed(state: dict[str, Tensor], name: str = CHECKSUMS) -> dict[str, Tensor]:
-    """The state, plus a CRC-32 of each of its other tensors under `name`."""
-    return state | {name: encode_json({key: _crc(tensor) for key, tensor in state.items() if key != name})}
+def checksummed(state: State, name: str = CHECKSUMS) -> State:
+    """The state, plus a CRC-32 of each of its other arrays under `name`."""
+    return state | {name: encode_json({key: _crc(array) for key, array in state.items() if key != name})}
 
 
-def verify_checksums(state: Mapping[str, Tensor], name: str = CHECKSUMS) -> None:
-    """Compare every tensor that `checksummed` saw with its checksum; others are ignored.
+def verify_checksums(state: Mapping[str, Array], name: str = CHECKSUMS) -> None:
+    """Compare every array that `checksummed` saw with its checksum; others are ignored.
 
     Raises:
-        H2OStreamError: a tensor is missing or damaged, or there are no checksums.
+        H2OStreamError: an array is missing or damaged, or there are no checksums.
     """
     if name not in state:
         raise H2OStreamError("the state has no checksums: an older version saved it, or it is incomplete")
     for key, crc in decode_json(state, name).items():
-        if not isinstance(state.get(key), Tensor) or _crc(state[key]) != crc:
+        if not isinstance(state.get(key), numpy.ndarray) or _crc(state[key]) != crc:
             raise H2OStreamError(f"the state is damaged: {key} is missing or not what was saved")
 
 
@@ -63,26 +69,29 @@ def refusing_damage() -> Iterator[None]:
         raise H2OStreamError(f"the state is damaged: {reason}") from error
 
 
-def _crc(tensor: Tensor) -> int:
+def _crc(array: Array) -> int:
     """Checksum of dtype, shape and bytes."""
-    header = f"{tensor.dtype} {tuple(tensor.shape)}".encode()
-    data = tensor.detach().cpu().contiguous().flatten().view(torch.uint8)
-    return zlib.crc32(data.numpy().data, zlib.crc32(header))
+    return zlib.crc32(numpy.ascontiguousarray(array).data, zlib.crc32(f"{dtype_of(array)} {array.shape}".encode()))
 
 
-def encode_json(fingerprint: Mapping[str, Any]) -> Tensor:
-    """A JSON object as a uint8 tensor."""
-    return torch.tensor(list(json.dumps(fingerprint, sort_keys=True).encode()), dtype=torch.uint8, device="cpu")
+def dtype_of(array: Array) -> str:
+    """The dtype as torch writes it, which states always did: "torch.bfloat16" for example."""
+    return f"torch.{'bfloat16' if array.dtype == numpy.uint16 else array.dtype.name}"
 
 
-def decode_json(state: Mapping[str, Tensor], name: str) -> dict[str, Any]:
-    """The object that `encode_json` encoded as tensor `name`.
+def encode_json(values: Mapping[str, Any]) -> Array:
+    """A JSON object as a uint8 array."""
+    return numpy.frombuffer(bytearray(json.dumps(values, sort_keys=True).encode()), numpy.uint8)
+
+
+def decode_json(state: Mapping[str, Array], name: str) -> dict[str, Any]:
+    """The object that `encode_json` encoded as array `name`.
 
     Raises:
         H2OStreamError: it is missing or damaged.
     """
     try:
-        decoded = json.loads(bytes(state[name].tolist()))
+        decoded = json.loads(state[name].tobytes())
     except (KeyError, ValueError, TypeError, AttributeError, RecursionError) as error:
         raise H2OStreamError(f"this is not the state of a cache: its {name} is missing or damaged") from error
     if not isinstance(decoded, dict):
@@ -90,7 +99,7 @@ def decode_json(state: Mapping[str, Tensor], name: str) -> dict[str, Any]:
     return decoded
 
 
-def check_fingerprint(state: Mapping[str, Tensor], fingerprint: Mapping[str, Any]) -> None:
+def check_fingerprint(state: Mapping[str, Array], fingerprint: Mapping[str, Any]) -> None:
     """Compare the fingerprint inside a state with the one of this cache.
 
     Raises:
@@ -103,40 +112,38 @@ def check_fingerprint(state: Mapping[str, Tensor], fingerprint: Mapping[str, Any
             raise H2OStreamError(f"the state belongs to another {name}: {theirs.get(name)}, and this is {value}")
 
 
-def with_prefix(state: Mapping[str, Tensor], prefix: str) -> dict[str, Tensor]:
-    """The tensors whose names begin with `prefix`, by the rest of their names."""
-    return {name.removeprefix(prefix): tensor for name, tensor in state.items() if name.startswith(prefix)}
+def with_prefix(state: Mapping[str, Array], prefix: str) -> State:
+    """The arrays whose names begin with `prefix`, by the rest of their names."""
+    return {name.removeprefix(prefix): array for name, array in state.items() if name.startswith(prefix)}
 
 
-def whole_numbers(state: Mapping[str, Tensor], name: str, count: int | None = None) -> list[int]:
-    """The numbers of an int64 tensor [count], all from 0 up to 2**31.
+def whole_numbers(state: Mapping[str, Array], name: str, count: int | None = None) -> list[int]:
+    """The numbers of an int64 array [count], all from 0 up to 2**31.
 
     Raises:
-        H2OStreamError: it is missing or not such a tensor.
+        H2OStreamError: it is missing or not such an array.
     """
-    tensor = require_tensor(state, name)
-    if tensor.dtype != torch.int64 or tensor.dim() != 1 or len(tensor) != (len(tensor) if count is None else count):
-        raise H2OStreamError(f"the state is damaged: {name} is {tuple(tensor.shape)} {tensor.dtype}")
-    numbers: list[int] = tensor.tolist()
+    array = require_array(state, name)
+    if array.dtype != numpy.int64 or array.ndim != 1 or len(array) != (len(array) if count is None else count):
+        raise H2OStreamError(f"the state is damaged: {name} is {array.shape} {dtype_of(array)}")
+    numbers: list[int] = array.tolist()
     if not all(0 <= number < 2**31 for number in numbers):
         raise H2OStreamError(f"the state is damaged: {name} is {numbers}")
     return numbers
 
 
-def require_tensor(state: Mapping[str, Tensor], name: str, like: Tensor | None = None) -> Tensor:
-    """One tensor of a state; with `like`, a copy on its device, checked to have its shape and dtype.
+def require_array(state: Mapping[str, Array], name: str, like: Array | None = None) -> Array:
+    """One array of a state, with the shape and the dtype of `like`.
 
     Raises:
         H2OStreamError: it is missing or does not fit.
     """
-    tensor = state.get(name)
-    if not isinstance(tensor, Tensor):
+    array = state.get(name)
+    if not isinstance(array, numpy.ndarray):
         raise H2OStreamError(f"the state is incomplete: {name} is missing")
-    if like is None:
-        return tensor
-    if tensor.shape != like.shape or tensor.dtype != like.dtype:
+    if like is not None and (array.shape != like.shape or array.dtype != like.dtype):
         raise H2OStreamError(
-            f"the state does not fit: {name} is {tuple(tensor.shape)} {tensor.dtype}, "
-            f"{tuple(like.shape)} {like.dtype} is needed"
+            f"the state does not fit: {name} is {array.shape} {dtype_of(array)}, "
+            f"{like.shape} {dtype_of(like)} is needed"
         )
-    return tensor.to(like.device, copy=True)
+    return array

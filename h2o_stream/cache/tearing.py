@@ -6,7 +6,8 @@ import functools
 from collections.abc import Callable
 from typing import Any, TypeVar
 
-from h2o_stream.cache.one_thread import exclusive
+import torch
+
 from h2o_stream.errors import H2OStreamError
 
 _REARRANGING = ("reorder_cache", "batch_repeat_interleave", "batch_select_indices", "crop")
@@ -54,3 +55,14 @@ def _rearranging(change: Callable[..., Any]) -> Callable[..., Any]:
         return result
 
     return rearranging
+
+
+def exclusive(method: Callable[..., Any]) -> Callable[..., Any]:
+    """Run a method inside the `one_thread` of its object, and outside of torch's inference mode."""
+
+    @functools.wraps(method)
+    def in_one_thread(self: Any, *args: Any, **kwargs: Any) -> Any:
+        with self.one_thread, torch.inference_mode(False), torch.no_grad():
+            return method(self, *args, **kwargs)
+
+    return in_one_thread

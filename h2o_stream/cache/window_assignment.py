@@ -3,15 +3,31 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from typing import Protocol
 
-import torch
+import numpy
 
-from h2o_stream.cache.head_group import HeadGroup
-from h2o_stream.cache.layer import LayerSpec
-from h2o_stream.cache.policies import Protection, merged
-from h2o_stream.cache.windows import schedules, windows
+from h2o_stream.cache.group_rules import GroupRules
+from h2o_stream.cache.protection import Protection, merged
+from h2o_stream.cache.windows import HeadWindow, schedules, windows
 from h2o_stream.config import MIN_EVICTABLE, CachePlan
 from h2o_stream.errors import ConfigError, H2OStreamError
+
+
+class LayerWindows(Protocol):
+    """What is asked of a layer, see `LayerSpec`."""
+
+    @property
+    def evicts(self) -> bool:
+        """Whether it follows the plan."""
+
+    @property
+    def windows(self) -> tuple[HeadWindow, ...]:
+        """Its KV heads, grouped by window size."""
+
+    @property
+    def local_windows(self) -> tuple[HeadWindow | None, ...]:
+        """The same of the heads in this process; None where there are none."""
 
 
 class WindowAssignment:
@@ -31,7 +47,7 @@ class WindowAssignment:
     def __init__(
         self,
         plan: CachePlan,
-        specs: Iterable[LayerSpec],
+        specs: Iterable[LayerWindows],
         max_distance: int | None,
         pins: tuple[range, ...] = (),
         transient: tuple[range, ...] = (),
@@ -77,7 +93,7 @@ class WindowAssignment:
                 "or pin less (a shorter system prompt)"
             )
 
-    def update(self, groups: Sequence[HeadGroup], fixed: bool) -> None:
+    def update(self, groups: Sequence[GroupRules], fixed: bool) -> None:
         """Give each head its window unless that is `fixed`, and split what pins leave of it into heavy and recent."""
         plan, pinned = self._plan, sum(map(len, self.protected))
         if not fixed:
@@ -88,7 +104,7 @@ class WindowAssignment:
             recent = movable - movable * plan.heavy // (plan.heavy + plan.recent)
             group.protection = Protection(plan.sinks, self.pins, max(recent, self._min_recent), self.transient)
 
-    def set_sizes(self, groups: Sequence[HeadGroup], sizes: Sequence[int]) -> None:
+    def set_sizes(self, groups: Sequence[GroupRules], sizes: Sequence[int]) -> None:
         """Give the heads their windows, and spans within the distances that the model knows."""
         plan, self.sizes = self._plan, tuple(sizes)
         everywhere = schedules(self.sizes, self.weights, plan.window)
@@ -116,7 +132,7 @@ class WindowAssignment:
         return max(self._plan.residual - 1, 1) if self._plan.kv_bits < 16 else 1
 
 
-def check_not_evicted(group: HeadGroup, start: int, stop: int) -> None:
+def check_not_evicted(group: GroupRules, start: int, stop: int) -> None:
     """Check that a group holds the tokens from `start` up to `stop` of every row, as far as the row has them.
 
     Raises:
@@ -126,30 +142,20 @@ def check_not_evicted(group: HeadGroup, start: int, stop: int) -> None:
     stop = min(stop, seen)
     if stop <= start or seen <= window:
         return
-    wanted = torch.arange(start, stop, device=group.device)
-    held = (group.index.unsqueeze(-1) == wanted).any(2)
-    if not bool((held | (wanted >= group.seen)).all()):
+    wanted, rows = numpy.arange(start, stop), zip(group.token_indices, group.tokens.lengths, strict=True)
+    if not all(numpy.isin(wanted[wanted < length], head).all() for heads, length in rows for head in heads):
         raise H2OStreamError(
             f"of the tokens {start} to {stop} some have been evicted, {seen} were seen in a window of {window}; "
             "pin tokens before they pass the window"
         )
 
 
-def still_needed(ranges: Sequence[range], groups: Sequence[HeadGroup], seen: int) -> tuple[range, ...]:
+def still_needed(ranges: Sequence[range], groups: Sequence[GroupRules], seen: int) -> tuple[range, ...]:
     """Those ranges of which a head holds a token, or of which tokens may come in a row of `seen` tokens."""
-    held = [group.index.flatten().cpu() for group in groups if group.is_initialized]
-    index = torch.cat(held) if held else torch.empty(0, dtype=torch.int32, device="cpu")
+    held = [group.token_indices.ravel() for group in groups if group.is_initialized]
+    index = numpy.concatenate(held) if held else numpy.empty(0, numpy.int32)
     return tuple(
         tokens
         for tokens in ranges
         if tokens.stop > seen or bool(((index >= tokens.start) & (index < tokens.stop)).any())
     )
-
-
-def without(pins: Iterable[range], start: int, stop: int | None) -> tuple[range, ...]:
-    """Pins without the indices from `start` up to `stop`, None for all from `start` on."""
-    rest = []
-    for pin in pins:
-        after = pin.stop if stop is None else max(min(stop, pin.stop), pin.start)
-        rest += [range(pin.start, min(start, pin.stop)), range(max(after, pin.start), pin.stop)]
-    return merged(rest)

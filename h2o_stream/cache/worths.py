@@ -1,4 +1,7 @@
-"""What tokens are worth to the heads that hold them, and the least that stays: computed when somebody asks."""
+"""What tokens are worth to the heads that hold them, and the least that stays: computed when somebody asks.
+
+Only then are the policies imported, and torch with them.
+"""
 
 from __future__ import annotations
 
@@ -6,13 +9,12 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 from statistics import fmean
-from typing import Literal
+from typing import Any, Literal
 
-import torch
-from torch import Tensor
+import numpy
+from numpy.typing import NDArray
 
-from h2o_stream.cache.eviction import worth_of_slots
-from h2o_stream.cache.h2o_cache import H2OCache
+from h2o_stream.cache.window_rules import WindowRules
 
 Role = Literal["sink", "pinned", "recent", "heavy"]
 """Why a head keeps a token: only ``heavy`` ones have to be worth it."""
@@ -50,30 +52,32 @@ class Worths:
     """
 
     num_heads: int
-    head: Tensor
-    token: Tensor
-    worth: Tensor
-    role: Tensor
+    head: NDArray[numpy.int64]
+    token: NDArray[numpy.int64]
+    worth: NDArray[numpy.float32]
+    role: NDArray[numpy.int64]
 
     @classmethod
-    def of(cls, cache: H2OCache, layer: int | None = None) -> Worths:
+    def of(cls, cache: WindowRules[Any, Any], layer: int | None = None) -> Worths:
         """Of a cache as it is now: of one layer, or of all that follow the plan."""
-        groups = cache.evicting_groups if layer is None else cache.layers[layer].head_groups
-        none = torch.empty(0, dtype=torch.int64, device="cpu")
-        found: list[tuple[Tensor, ...]] = [(none, none, none.float(), none)]  # recurrent layers hold no tokens
+        from h2o_stream.cache.eviction import worth_of_slots
+
+        groups = cache.evicting_groups if layer is None else cache.groups_of(layer)
+        none = numpy.empty(0, numpy.int64)
+        found: list[tuple[NDArray[Any], ...]] = [(none, none, none.astype(numpy.float32), none)]  # recurrent layers
         count = 0
         for group in groups:
             if not group.is_initialized:
                 continue
-            worth, protected = worth_of_slots(group)
-            index = group.index[0].long()
-            role = torch.where(protected[0], _ROLES.index("recent"), _ROLES.index("heavy"))
+            worth, protected = (x[0].cpu().numpy() for x in worth_of_slots(group))
+            index = group.token_indices[0].astype(numpy.int64)
+            role = numpy.where(protected, _ROLES.index("recent"), _ROLES.index("heavy"))
             role[group.protection.pinned(index)] = _ROLES.index("pinned")
             role[index < group.protection.sinks] = _ROLES.index("sink")
-            head = torch.arange(count, count + len(index), device=index.device)[:, None].expand_as(index)
-            found.append(tuple(x[index >= 0].cpu() for x in (head, index, worth[0], role)))
+            head = numpy.broadcast_to(numpy.arange(count, count + len(index))[:, None], index.shape)
+            found.append(tuple(x[index >= 0] for x in (head, index, worth, role)))
             count += len(index)
-        return cls(count, *(torch.cat(parts) for parts in zip(*found, strict=True)))
+        return cls(count, *(numpy.concatenate(parts) for parts in zip(*found, strict=True)))
 
     def holding(self, tokens: range) -> Holding | None:
         """How the tokens of a range are held; None if no head holds any."""

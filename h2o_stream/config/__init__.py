@@ -18,6 +18,7 @@ from h2o_stream.config.cache import (
     CacheConfig,
     CacheDevice,
     CachePlan,
+    prefill_step,
 )
 from h2o_stream.config.conversation import (
     CHAT_RECALL,
@@ -31,7 +32,15 @@ from h2o_stream.config.conversation import (
     ThinkMode,
 )
 from h2o_stream.config.model import DEFAULT_MODEL, DTYPES, HUB_ANSWER_S, QUANTIZATIONS, ModelConfig
-from h2o_stream.config.policies import DEFAULT_POLICY, POLICIES, Budgets, PolicyDefaults, Positions
+from h2o_stream.config.policies import (
+    DEFAULT_POLICY,
+    LONG_TERM_DECAY,
+    LONG_TERM_DISTANCE,
+    POLICIES,
+    Budgets,
+    PolicyDefaults,
+    Positions,
+)
 from h2o_stream.config.sampling import (
     BENCH,
     BENCH_TEMPERATURES,

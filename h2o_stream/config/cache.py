@@ -20,6 +20,19 @@ PREFILL_STEP, PREFILL_STEP_MAX = 128, 1024
 PREFILL_WORK = 15 * 10**10
 """Approximate multiplications of a forward on a CPU: few enough that Ctrl-C stops it soon."""
 
+
+def prefill_step(weights: int) -> int:
+    """How many prompt tokens to feed in one forward on a CPU: as many as a small machine takes in a second or two.
+
+    Args:
+        weights: numbers or, where they are packed, bytes.
+    """
+    step = PREFILL_STEP
+    while step < PREFILL_STEP_MAX and 2 * step * weights <= PREFILL_WORK:
+        step *= 2
+    return step
+
+
 MIN_EVICTABLE = 8
 """Slots that pinned tokens must leave free, so that the window still moves."""
 
@@ -59,6 +72,11 @@ class CachePlan:
     seed: int = 0
     budgets: Budgets = "equal"
     long_term: float = 0.0
+
+    @property
+    def rule(self) -> str:
+        """``module:class`` of the policy. Without heavy slots there is nothing to choose: every policy is `Recency`."""
+        return POLICIES[self.policy if self.heavy else "recent"].rule
 
     @property
     def residual(self) -> int:

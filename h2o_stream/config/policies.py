@@ -12,6 +12,12 @@ Budgets = Literal["measured", "equal"]
 
 DEFAULT_POLICY = "h2o"
 
+LONG_TERM_DISTANCE = 64
+"""Distance in tokens from which attention counts for the long-term score."""
+
+LONG_TERM_DECAY = 0.999
+"""Factor on the long-term score per token seen."""
+
 
 @dataclass(frozen=True)
 class PolicyDefaults:

@@ -8,9 +8,7 @@ from h2o_stream.cache.policies.base import (
     Candidates,
     NewQueries,
     Policy,
-    Protection,
     make_policy,
-    merged,
     select,
 )
 
@@ -19,8 +17,6 @@ __all__ = [
     "Candidates",
     "NewQueries",
     "Policy",
-    "Protection",
     "make_policy",
-    "merged",
     "select",
 ]

@@ -7,14 +7,15 @@ needs of each head (`cache.head_group`).
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
+from h2o_stream.cache.protection import Protection
 from h2o_stream.cache.rope import RopeLookup
-from h2o_stream.config import POLICIES, CachePlan
+from h2o_stream.config import CachePlan
 from h2o_stream.registry import resolve
 
 
@@ -77,39 +78,6 @@ class Candidates:
     head_state: Mapping[str, Tensor] = field(default_factory=dict)
 
 
-@dataclass(frozen=True)
-class Protection:
-    """What must not be evicted, and what is evicted first.
-
-    Attributes:
-        sinks: first tokens, which are protected.
-        pins: ranges of token indices that are protected.
-        recent: newest tokens, which are protected.
-        transient: ranges of token indices that are evicted before all others, unless they are protected.
-    """
-
-    sinks: int
-    pins: tuple[range, ...]
-    recent: int
-    transient: tuple[range, ...] = ()
-
-    def pinned(self, index: Tensor) -> Tensor:
-        """Which token indices are in the pins, bool of the same shape."""
-        return _in_any(self.pins, index)
-
-    def is_transient(self, index: Tensor) -> Tensor:
-        """Which token indices are in the transient ranges, bool of the same shape."""
-        return _in_any(self.transient, index)
-
-
-def _in_any(ranges: Sequence[range], index: Tensor) -> Tensor:
-    """Which token indices are in one of the ranges, bool of the same shape."""
-    found = torch.zeros_like(index, dtype=torch.bool)
-    for tokens in ranges:
-        found |= (index >= tokens.start) & (index < tokens.stop)
-    return found
-
-
 class Policy(ABC):
     """One way to choose which tokens stay.
 
@@ -130,6 +98,11 @@ class Policy(ABC):
     def __init__(self, plan: CachePlan, layer: int = 0) -> None:
         self.plan = plan
         self.layer = layer
+
+    @property
+    def rule(self) -> str:
+        """``module:class``, as in `PolicyDefaults`."""
+        return f"{type(self).__module__}:{type(self).__qualname__}"
 
     def update_scores(self, scores: Tensor, attention: Attention) -> Tensor:
         """Scores after the attention of the new tokens.
@@ -242,17 +215,6 @@ def select(worth: Tensor, index: Tensor, limit: int, limits: Tensor | None = Non
 
 
 def make_policy(plan: CachePlan, layer: int = 0) -> Policy:
-    """The policy of a plan. Without heavy slots there is nothing to choose: every policy is `Recency`."""
-    policy: Policy = resolve(POLICIES[plan.policy if plan.heavy else "recent"].rule)(plan, layer)
+    """The policy of a plan."""
+    policy: Policy = resolve(plan.rule)(plan, layer)
     return policy
-
-
-def merged(pins: Sequence[range]) -> tuple[range, ...]:
-    """The same indices as ranges in order, none of them empty or overlapping."""
-    result: list[range] = []
-    for pin in sorted((pin for pin in pins if len(pin)), key=lambda pin: pin.start):
-        if result and pin.start <= result[-1].stop:
-            result[-1] = range(result[-1].start, max(result[-1].stop, pin.stop))
-        else:
-            result.append(range(pin.start, pin.stop))
-    return tuple(result)

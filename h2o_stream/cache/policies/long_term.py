@@ -6,7 +6,7 @@ from torch import Tensor
 
 from h2o_stream.cache.policies.accumulated import Accumulated
 from h2o_stream.cache.policies.base import Attention, Candidates
-from h2o_stream.config import CachePlan
+from h2o_stream.config import LONG_TERM_DECAY, LONG_TERM_DISTANCE, CachePlan
 
 
 class LongTerm(Accumulated):
@@ -14,14 +14,7 @@ class LongTerm(Accumulated):
 
     What is quoted once is quoted again: the long-term score sums the squares of attention from a distance, so that one
     sharp look counts and a hundred glances do not.
-
-    Attributes:
-        far: distance in tokens from which attention counts for the long-term score.
-        far_decay: factor on the long-term score per token seen.
     """
-
-    far = 64
-    far_decay = 0.999
 
     def __init__(self, plan: CachePlan, layer: int = 0) -> None:
         super().__init__(plan, layer)
@@ -30,9 +23,10 @@ class LongTerm(Accumulated):
     def update_long_term(self, long_term_scores: Tensor, candidates: Candidates, attention: Attention) -> Tensor:
         """Decay the scores, add the squares of the attention to distant tokens; see `Policy.update_long_term`.
 
-        Distant is `far` tokens before the query; queries are taken `far` at a time, and the first one counts.
+        Distant is `LONG_TERM_DISTANCE` tokens before the query; as many queries are taken together, and the first one
+        counts.
         """
-        far, decay = self.far, self.far_decay
+        far, decay = LONG_TERM_DISTANCE, LONG_TERM_DECAY
         before = candidates.seen - attention.new
         kept = long_term_scores * decay**attention.new
         for start in range(0, attention.probs.shape[-2], far):

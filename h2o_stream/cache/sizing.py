@@ -1,0 +1,72 @@
+"""The window for which the cache of one stream takes a given number of bytes."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import replace
+
+from h2o_stream.config import DEFAULT_CHUNK, EXACT_SINKS, MIN_EVICTABLE, RESIDUAL, SIZED_KV_BITS, CacheConfig
+from h2o_stream.errors import ConfigError
+from h2o_stream.options import bytes_text
+
+_SMALLEST = max(EXACT_SINKS.values()) + max(RESIDUAL.values()) + MIN_EVICTABLE
+"""Slots of the smallest window that is tried."""
+
+_TRIALS = 8
+"""Windows that are tried at most: bytes are almost proportional to slots, so three or four are enough."""
+
+
+def provisional(config: CacheConfig) -> CacheConfig:
+    """The same with the smallest window in place of the size, to verify a model with."""
+    smallest = max(_SMALLEST, (config.heavy or 0) + (config.sinks or 0) + 1)
+    return replace(config, cache_size=None, kv_bits=config.kv_bits or SIZED_KV_BITS, window=smallest)
+
+
+def config_for_size(
+    config: CacheConfig, max_distance: int | None, allocated_bytes: Callable[[CacheConfig], int]
+) -> CacheConfig:
+    """The same with the largest window of which the cache takes at most `config.cache_size` bytes.
+
+    Counted are the tensors of one stream: keys, values and all bookkeeping.
+    Where the model's context allows less, the window is what it allows.
+
+    Args:
+        config: with a `cache_size`.
+        max_distance: largest distance the model was trained for, or None.
+        allocated_bytes: what one stream takes at most with a config that has a window.
+
+    Raises:
+        ConfigError: the smallest window takes more.
+    """
+    size = config.cache_size
+    assert size is not None
+    unsized = provisional(config)
+    smallest = unsized.window
+    chunk = DEFAULT_CHUNK if config.chunk is None else config.chunk
+    largest = 2**31 if max_distance is None else max_distance - (chunk or 1)
+
+    def sized(window: int) -> CacheConfig:
+        return replace(unsized, window=max(min(window, largest), 1))
+
+    def bytes_of(window: int) -> int:
+        return allocated_bytes(sized(window))
+
+    base = bytes_of(smallest)
+    if base > size:
+        raise ConfigError(
+            f"cache_size is {bytes_text(size)}, but a window of {smallest} takes {bytes_text(base)}; raise --cache-size"
+        )
+    best, (before, bytes_before), window = smallest, (smallest, base), 2 * smallest
+    for _ in range(_TRIALS):
+        window = max(min(window, largest), smallest)
+        total = bytes_of(window)
+        if total <= size:
+            best = max(best, window)
+        if window == before or total == bytes_before:
+            break
+        per_slot = (total - bytes_before) / (window - before)
+        before, bytes_before, window = window, total, window + math.floor((size - total) / per_slot)
+    while best < largest and bytes_of(best + 1) <= size:
+        best += 1
+    return sized(best)

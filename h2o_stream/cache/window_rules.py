@@ -1,0 +1,294 @@
+"""What every cache with windows does, of torch or numpy: pins, transient tokens, windows, counts, stages of slots."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from typing import Generic, Self, TypeVar
+
+from h2o_stream.cache.counts import CacheCounts, Occupancy
+from h2o_stream.cache.group_rules import GroupRules, HeadShape
+from h2o_stream.cache.protection import merged, without
+from h2o_stream.cache.shared_state import Revision, TokenCount
+from h2o_stream.cache.state import Array
+from h2o_stream.cache.window_assignment import LayerWindows, WindowAssignment, check_not_evicted, still_needed
+from h2o_stream.config import DEFAULT_WINDOW, CacheConfig, CachePlan
+from h2o_stream.errors import ConfigError
+
+Spec = TypeVar("Spec", bound=LayerWindows)
+Group = TypeVar("Group", bound=GroupRules)
+
+
+class WindowRules(ABC, Generic[Spec, Group]):
+    """Rules of a stream with a fixed number of slots.
+
+    Args:
+        config: windows and rules.
+        specs: what the cache must know of each decoder layer.
+        max_distance: largest distance the model was trained for, or None.
+
+    Attributes:
+        model_digest: identifies the model when a state is saved or loaded.
+        plan: what the config means for this model and the first prompt.
+        first_prompt: tokens of the first prompt of the stream, if the windows are ratios of it and it is known; or 0.
+        tokens: counts the tokens of the stream.
+        windows: the windows of the heads, and the pins.
+        engine_note: what runs the steps and why, for people: "native, avx512" or "eager: ...".
+        torn: a forward or a reset was cut off halfway; only `reset` helps.
+        stream_number: grows with every `reset` and every state that is loaded, which distinguishes streams.
+    """
+
+    model_digest: Callable[[], str]
+    plan: CachePlan
+    tokens: TokenCount
+    windows: WindowAssignment
+    engine_note = ""
+    torn = False
+    stream_number = 0
+
+    def __init__(self, config: CacheConfig, specs: Sequence[Spec], max_distance: int | None) -> None:
+        self.config, self.max_distance, self.specs = config, max_distance, tuple(specs)
+        self._revision = Revision()
+        self._occupancy_cache: Occupancy | None = None
+        self.first_prompt = 0
+        self.make_layers(DEFAULT_WINDOW)
+
+    def make_layers(self, prompt: int, pins: tuple[range, ...] = (), transient: tuple[range, ...] = ()) -> None:
+        """Make the plan, by the length of the first prompt if the windows are ratios of it, and empty layers."""
+        self.plan = self.config.for_prompt(prompt).plan(self.max_distance)
+        self.tokens = TokenCount()
+        self.make_groups(self._revision)
+        self.windows = WindowAssignment(self.plan, self.specs, self.max_distance, pins, transient)
+        self.assign_windows()
+
+    def start_stream(self) -> None:
+        """Count from 0 again, with all slots released and without transient tokens; pins stay."""
+        for group in self.head_groups:
+            group.reset()
+        self.tokens.reset()
+        self.first_prompt = 0
+        self.windows.transient = ()
+        self.assign_windows()
+        self.stream_number += 1
+
+    @abstractmethod
+    def restored(self, state: Mapping[str, Array]) -> Self:
+        """A copy that holds what a state has, for looking at it.
+
+        Raises:
+            H2OStreamError: the state does not fit, or is damaged.
+        """
+
+    @abstractmethod
+    def make_groups(self, revision: Revision) -> None:
+        """Make empty head groups for the plan."""
+
+    @property
+    @abstractmethod
+    def head_groups(self) -> Sequence[Group]:
+        """Those of all layers, in order."""
+
+    @abstractmethod
+    def groups_of(self, layer: int) -> Sequence[Group]:
+        """The head groups of a layer."""
+
+    @property
+    @abstractmethod
+    def nbytes(self) -> int:
+        """Bytes of keys, values, recurrent states and bookkeeping of all layers."""
+
+    @property
+    def revision(self) -> int:
+        """See `Revision`."""
+        return self._revision.number
+
+    @property
+    def evicting_layers(self) -> list[int]:
+        """Indices of the layers that follow the plan: those with attention and no sliding window of their own."""
+        return [number for number, spec in enumerate(self.specs) if spec.evicts]
+
+    @property
+    def evicting_groups(self) -> list[Group]:
+        """The head groups of the layers that follow the plan."""
+        return [group for number in self.evicting_layers for group in self.groups_of(number)]
+
+    # what they hold
+
+    @property
+    def seen_tokens(self) -> int:
+        """Tokens fed since the start of the stream, without padding, of the longest row."""
+        return max(self.tokens.lengths, default=0)
+
+    def counts(self) -> CacheCounts:
+        """Where the tokens are now, of the longest row; means over the heads of the layers that evict."""
+        return self._occupancy.counts(self.seen_tokens)
+
+    @property
+    def _occupancy(self) -> Occupancy:
+        known = self._occupancy_cache
+        if known is None or known.revision != self.revision:
+            known = Occupancy.of(self.evicting_groups, self.windows.protected, self.revision, self.nbytes)
+            self._occupancy_cache = known
+        return known
+
+    # what is protected, and what is not
+
+    @property
+    def pins(self) -> tuple[range, ...]:
+        """Ranges of token indices that are never evicted, in order, without the policy's sinks."""
+        return self.windows.pins
+
+    def pin(self, start: int, stop: int) -> None:
+        """Never evict the tokens from index `start` up to `stop`, in any row, whether they have been fed yet or not.
+
+        Pins stay when a new stream begins. Heavy and recent slots share what pins leave in their proportion.
+
+        Raises:
+            ConfigError: fewer than `MIN_EVICTABLE` slots would be left to move in.
+            H2OStreamError: some of these tokens have been evicted already.
+        """
+        if not 0 <= start <= stop:
+            raise ConfigError(
+                f"tokens {start} to {stop} cannot be pinned; a pin starts at 0 or later and ends after it"
+            )
+        pins = merged((*self.pins, range(start, stop)))
+        if not self._waits_for_prompt:
+            self.windows.check(pins, self._windows_fixed)
+        for group in self.evicting_groups:
+            check_not_evicted(group, start, stop)
+        self.windows.pins = pins
+        self.assign_windows()
+
+    def check_pin(self, count: int) -> None:
+        """Check that the first `count` tokens of a new stream can be pinned alone.
+
+        Raises:
+            ConfigError: see `pin`.
+        """
+        if not self.config.by_ratio:
+            self.windows.check((range(count),), fixed=False)
+
+    def unpin(self, start: int = 0, stop: int | None = None) -> None:
+        """Let the tokens from `start` up to `stop`, or all from `start` on, be evicted again."""
+        self.windows.pins = without(self.pins, start, stop)
+        self.assign_windows()
+
+    @property
+    def transient(self) -> tuple[range, ...]:
+        """Ranges of token indices that are evicted first, in order; some head may still hold some of each."""
+        return self.windows.transient
+
+    def evict_first(self, start: int, stop: int) -> None:
+        """Evict the tokens from index `start` up to `stop`, in any row, before all others, the oldest first.
+
+        While they are recent, pinned or sinks they stay. They need not have been fed yet. A new stream begins without
+        such ranges, and those that no head holds any more are forgotten.
+
+        Raises:
+            ConfigError: this is not a range of token indices.
+        """
+        if not 0 <= start <= stop < 2**31:
+            raise ConfigError(
+                f"tokens {start} to {stop} cannot be evicted first; such a range starts at 0 or later, and ends after "
+                f"it and below {2**31}"
+            )
+        ranges = merged((*self.transient, range(start, stop)))
+        self.windows.transient = still_needed(ranges, self.evicting_groups, min(self.tokens.lengths, default=0))
+        self.assign_windows()
+
+    # windows
+
+    def begin(self, prompt: int) -> None:
+        """Tell an empty cache the length of the first prompt, if it is fed in parts: ratios are resolved by it.
+
+        Raises:
+            ConfigError: windows or pins do not fit.
+        """
+        if self.config.by_ratio and not self.seen_tokens:
+            self.make_layers(prompt, self.pins, self.transient)
+            self.windows.check(self.pins, fixed=False, by_ratio=True)
+            self.first_prompt = prompt
+
+    @property
+    def _waits_for_prompt(self) -> bool:
+        """Whether windows are ratios of a first prompt that is not known yet."""
+        return self.config.by_ratio and not self.first_prompt
+
+    def assign_windows(self) -> None:
+        """Bring windows and what they protect up to date with pins, transient tokens and the length of the stream."""
+        self.windows.update(self.evicting_groups, self._windows_fixed)
+        schedules = {group.schedule for group in self.head_groups}
+        self._settled = max(schedule.settled for schedule in schedules)
+        self._stage_ends = frozenset(end for schedule in schedules for end in schedule.stages)
+        self._revision.bump()
+
+    @property
+    def _windows_fixed(self) -> bool:
+        """Whether some heads may have left the common window, so that the windows cannot change any more."""
+        return self.seen_tokens > self.plan.window
+
+    @property
+    def steady(self) -> bool:
+        """Whether every window has its final size: the next token evicts one token from each head, in every row."""
+        lengths = self.tokens.lengths
+        return bool(lengths) and min(lengths) >= self._settled
+
+    def make_room(self) -> None:
+        """Allocate slots for a token of each row, which a native step does not."""
+        if not self._stage_ends.isdisjoint(self.tokens.lengths):
+            for group in self.head_groups:
+                group.fit([length + more for length in self.tokens.lengths for more in (0, 1)])
+
+    def make_room_for_prompt(self, shapes: Sequence[HeadShape], dtype: str, lengths: Sequence[int], rows: int) -> None:
+        """Allocate slots for a native prompt, which does not.
+
+        Args:
+            shapes: of the heads of each layer.
+            dtype: of keys and values.
+            lengths: tokens of every row, now and after each chunk.
+            rows: B.
+        """
+        for number, shape in enumerate(shapes):
+            for group in self.groups_of(number):
+                if group.is_initialized:
+                    group.fit(lengths)
+                else:
+                    group.allocate_on_cpu(shape, dtype, rows, group.slots_needed(lengths))
+
+    def release_room(self) -> None:
+        """Note that a native step has taken a token of each row, and give up the slots that a stage no longer needs."""
+        for group in self.head_groups:
+            if group.filled < group.num_slots:
+                group.filled += 1
+        if not self._stage_ends.isdisjoint(length - 1 for length in self.tokens.lengths):
+            self._fit()
+
+    def release_room_of_prompt(self) -> None:
+        """Note that a native prompt may have filled all slots, and give up those that are no longer needed."""
+        for group in self.head_groups:
+            group.filled = group.num_slots
+        self._fit()
+
+    def _fit(self) -> None:
+        for group in self.head_groups:
+            group.fit(self.tokens.lengths)
+
+    # native forwards
+
+    def begin_token(self) -> None:
+        """A native step or prompt is about to write the slots of all layers."""
+        self.torn = True
+
+    @abstractmethod
+    def count_forward(self) -> None:
+        """Count the tokens of the forward that was prepared: all layers have taken them."""
+
+    def count_token(self) -> None:
+        """A native step has taken a token of each row through the slots of all layers."""
+        self.count_forward()
+        self.release_room()
+
+    def count_prompt(self) -> None:
+        """A native forward has taken several tokens of each row through the slots of all layers."""
+        self.count_forward()
+        self.release_room_of_prompt()
