@@ -16,7 +16,7 @@ from h2o_stream.attachment.attention_interface import attention_names, using_h2o
 from h2o_stream.attachment.forward import AttachedForward, Stepper, replaced_forward
 from h2o_stream.attachment.model_facts import input_device, learned_positions, max_distance_of
 from h2o_stream.attachment.retrieval_heads import give_retrieval_heads_more
-from h2o_stream.attachment.sizing import config_for_size, provisional
+from h2o_stream.attachment.sizing import allocated_bytes
 from h2o_stream.attachment.support import check_supported, layer_specs, with_default_positions
 from h2o_stream.attachment.verification import Verification, verify_logits
 from h2o_stream.cache.full_cache import FullCache
@@ -25,6 +25,7 @@ from h2o_stream.cache.identity import model_digest
 from h2o_stream.cache.layer import LayerSpec
 from h2o_stream.cache.recurrent import as_class_for
 from h2o_stream.cache.rope import PositionsError
+from h2o_stream.cache.sizing import config_for_size, provisional
 from h2o_stream.config import CacheConfig, CachePlan, EngineChoice
 from h2o_stream.errors import ConfigError, H2OStreamError, UnsupportedModelError
 from h2o_stream.native import kernels, library
@@ -103,8 +104,9 @@ def _build(
     config = with_default_positions(model.config, config)
     if config.policy == "full":
         plan = check_supported(type(model), model.config, config)
-        in_host_memory = config.device == "cpu" and input_device(model).type != "cpu"
-        return as_class_for(model, FullCache(plan, model.config, digest, in_host_memory)), None
+        device = input_device(model)
+        in_host_memory = config.device == "cpu" and device.type != "cpu"
+        return as_class_for(model, FullCache(plan, model.config, device, digest, in_host_memory)), None
     first = config if config.cache_size is None else provisional(config)
     try:
         plan, specs, verification = _verified(model, first)
@@ -113,9 +115,14 @@ def _build(
         raise
     if plan.budgets == "measured":
         specs = give_retrieval_heads_more(model, specs, progress)
+    max_distance = max_distance_of(model.config)
     if config.cache_size is not None:
-        config = config_for_size(config, specs, model.config)
-    cache = H2OCache(config, specs, max_distance_of(model.config), learned_positions(model.config), digest)
+
+        def bytes_of(sized: CacheConfig) -> int:
+            return allocated_bytes(H2OCache(sized, specs, max_distance), model.config)
+
+        config = config_for_size(config, max_distance, bytes_of)
+    cache = H2OCache(config, specs, max_distance, learned_positions(model.config), digest)
     cache.continues = verification.continues()
     return as_class_for(model, cache), verification
 

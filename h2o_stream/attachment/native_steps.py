@@ -15,13 +15,14 @@ from h2o_stream.native.describe import describe
 from h2o_stream.native.description import DescriptionError, NativeModel
 from h2o_stream.native.model_guard import ModelGuard
 from h2o_stream.native.slots import why_not
-from h2o_stream.native.stepper import CheckedStepper, Stepper
+from h2o_stream.native.stepper import Stepper
+from h2o_stream.native.tensor_stepper import CheckedStepper, TensorStepper
 
 CHECK = "H2O_CHECK_STEPS"
 """Environment variable: every native step is compared with the eager one, layer by layer."""
 
 
-def make_stepper(model: Any, cache: H2OCache, verification: Verification) -> Stepper | CheckedStepper | str:
+def make_stepper(model: Any, cache: H2OCache, verification: Verification) -> TensorStepper | CheckedStepper | str:
     """Native steps of an attached model, or the reason why there are none.
 
     Args:
@@ -34,7 +35,7 @@ def make_stepper(model: Any, cache: H2OCache, verification: Verification) -> Ste
         return library.why_not()
     described, steps = _described(native, model, cache), None
     if not isinstance(described, str):
-        steps = functools.partial(Stepper, native, *described)
+        steps = functools.partial(_stepper, native, *described)
     if reason := _why_not(cache, verification, steps):
         if steps is None or _why_not(cache, verification, None):
             cache.kernels = None
@@ -43,6 +44,10 @@ def make_stepper(model: Any, cache: H2OCache, verification: Verification) -> Ste
         return str(described)
     stepper = steps(cache)
     return CheckedStepper(stepper, model) if os.environ.get(CHECK) else stepper
+
+
+def _stepper(native: CDLL, model: NativeModel, unchanged: ModelGuard, cache: H2OCache) -> TensorStepper:
+    return TensorStepper(Stepper(native, model, unchanged, cache))
 
 
 def _described(native: CDLL, model: Any, cache: H2OCache) -> tuple[NativeModel, ModelGuard] | str:
@@ -63,7 +68,7 @@ def _described(native: CDLL, model: Any, cache: H2OCache) -> tuple[NativeModel, 
     return next(filter(None, map(why_not, cache.head_groups)), "") or (NativeModel(description), guard)
 
 
-def _why_not(cache: H2OCache, verification: Verification, steps: Callable[[H2OCache], Stepper] | None) -> str:
+def _why_not(cache: H2OCache, verification: Verification, steps: Callable[[H2OCache], TensorStepper] | None) -> str:
     """Why native kernels, and steps if there are any, do not compute what the model does, or nothing."""
     if cache.kernels is None:
         return ""

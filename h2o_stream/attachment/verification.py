@@ -30,7 +30,7 @@ from h2o_stream.cache.rope import PositionsError
 from h2o_stream.cache.tolerance import ROUNDED_TOLERANCE, error_of, tolerance_of
 from h2o_stream.config import CacheConfig, CacheDevice, Positions
 from h2o_stream.errors import UnsupportedModelError
-from h2o_stream.native.stepper import Stepper
+from h2o_stream.native.tensor_stepper import TensorStepper
 
 PROMPT, STEPS, CHUNK = 24, 3, 16
 """Tokens of a prompt longer than a chunk, tokens that follow one by one, and tokens per chunk."""
@@ -114,7 +114,9 @@ class Verification:
             save_measurement("proved", key, True)
         return ""
 
-    def why_not(self, kernels: Kernels | None = None, make_steps: Callable[[H2OCache], Stepper] | None = None) -> str:
+    def why_not(
+        self, kernels: Kernels | None = None, make_steps: Callable[[H2OCache], TensorStepper] | None = None
+    ) -> str:
         """Why logits through the cache differ from the model's own, or nothing.
 
         Args:
@@ -175,7 +177,7 @@ class Verification:
             raise UnsupportedModelError(f"logits of {name} are NaN, whatever its cache does; check its weights")
         return logits
 
-    def _through(self, cache: H2OCache, steps: Stepper | None) -> Tensor | None:
+    def _through(self, cache: H2OCache, steps: TensorStepper | None) -> Tensor | None:
         """[1, n, V] through the cache; None if native steps cannot run."""
         tokens, found = self._tokens(), []
         for number, part in enumerate((tokens[:, : self._prompt], *tokens[:, self._prompt :].split(1, 1))):
@@ -187,7 +189,7 @@ class Verification:
             found.append(logits)
         return torch.cat(found, 1)
 
-    def _fed(self, cache: H2OCache, tokens: Tensor, steps: Stepper | None = None) -> Tensor:
+    def _fed(self, cache: H2OCache, tokens: Tensor, steps: TensorStepper | None = None) -> Tensor:
         """[1, n, V] of tokens [1, n] that continue a stream, natively if `steps` take prompts."""
         kwargs = {"input_ids": tokens, "past_key_values": cache, "use_cache": True}
         cache.prepare_forward(kwargs)

@@ -1,20 +1,23 @@
 """ctypes mirror of the native library's C interface (`src/abi.h`).
 
-`src/abi.h` documents the fields. Structures hold raw addresses, so their owner must keep the tensors alive.
+`src/abi.h` documents the fields. Structures hold raw addresses, so their owner must keep the arrays alive. Arrays are
+tensors of torch or arrays of numpy, where bfloat16 is uint16; nothing here imports torch.
 """
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from ctypes import CDLL, POINTER, Structure, c_double, c_int64, c_void_p
 from enum import IntEnum
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy
-import torch
-from torch import Tensor, nn
 
 from h2o_stream.errors import H2OStreamError
+
+Array: TypeAlias = Any
+"""A tensor of torch or an array of numpy."""
 
 
 class MatrixKind(IntEnum):
@@ -160,61 +163,93 @@ SLOTS, STREAM, BYTES = (numpy.dtype(structure) for structure in (Slots, Stream, 
 """Of arrays of structures."""
 
 
-_PLAIN = (Tensor, nn.Parameter, nn.Buffer)
-"""Types whose numbers are in memory as they read; subclasses may keep them elsewhere."""
+_NUMPY_DTYPES = {"bfloat16": "uint16"}
+"""Types that numpy lacks, and what holds their bits."""
 
 
-def pointer(tensor: Tensor | None, dtype: torch.dtype, count: int, *, strided: bool = False) -> int:
-    """The address of a tensor on the CPU: the only way from tensors to native code, which trusts what is said here.
+def pointer(array: Array | None, dtype: str, count: int, *, strided: bool = False) -> int:
+    """The address of an array on the CPU: the only way from arrays to native code, which trusts what is said here.
 
     Args:
-        tensor: the caller keeps it alive.
-        dtype: of the numbers that native code reads or writes.
+        array: the caller keeps it alive. Subclasses are refused, because they may keep their numbers elsewhere.
+        dtype: of the numbers that native code reads or writes: "float32", "bfloat16", "int64", ...
         count: how many of them, at least.
-        strided: whether native code also takes the strides; otherwise the tensor must be contiguous.
+        strided: whether native code also takes the strides; otherwise the array must be contiguous.
 
     Returns:
         0 (null) for None.
 
     Raises:
-        H2OStreamError: the tensor is another one.
+        H2OStreamError: the array is another one.
     """
-    if tensor is None:
+    if array is None:
         return 0
-    if (
-        type(tensor) in _PLAIN
-        and tensor.dtype == dtype
-        and tensor.is_cpu
-        and tensor.layout == torch.strided
-        and (strided or tensor.is_contiguous())
-        and not tensor.is_neg()
-        and tensor.numel() >= count
-    ):
-        return tensor.data_ptr()
-    strides = tensor.stride() if tensor.layout == torch.strided else tensor.layout
+    if isinstance(array, numpy.ndarray):
+        plain = type(array) in (numpy.ndarray, numpy.memmap) and array.dtype == _NUMPY_DTYPES.get(dtype, dtype)
+        if plain and (strided or array.flags.c_contiguous) and array.size >= count:
+            return array.ctypes.data
+        strides, device = str(array.strides), "cpu"
+    else:
+        torch = sys.modules["torch"]
+        has_memory = array.layout == torch.strided
+        if (
+            type(array) in (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer)
+            and dtype_name(array.dtype) == dtype
+            and array.is_cpu
+            and has_memory
+            and (strided or array.is_contiguous())
+            and not array.is_neg()
+            and array.numel() >= count
+        ):
+            address: int = array.data_ptr()
+            return address
+        strides, device = str(array.stride() if has_memory else array.layout), str(array.device)
     raise H2OStreamError(
-        f"native code takes {count} numbers of {dtype} in the memory of the CPU, not a {type(tensor).__name__} of "
-        f"{tensor.dtype} {tuple(tensor.shape)} with strides {strides} on {tensor.device}; use --engine eager"
+        f"native code takes {count} numbers of {dtype} in the memory of the CPU, not a {type(array).__name__} of "
+        f"{array.dtype} {tuple(array.shape)} with strides {strides} on {device}; use --engine eager"
     )
 
+
+def dtype_name(dtype: Any) -> str:
+    """The name of a dtype of torch, as `pointer` takes it; names stay as they are."""
+    return str(dtype).removeprefix("torch.")
+
+
+def row_bytes(array: Array) -> int:
+    """Bytes from one row of an array to the next."""
+    if isinstance(array, numpy.ndarray):
+        return array.strides[0]
+    stride: int = array.stride(0) * array.element_size()
+    return stride
+
+
+def empty(shape: Sequence[int], dtype: str, like: Array) -> Array:
+    """An uninitialized array on the CPU, of the library that `like` is of."""
+    if isinstance(like, numpy.ndarray):
+        return numpy.empty(shape, _NUMPY_DTYPES.get(dtype, dtype))
+    torch = sys.modules["torch"]
+    return torch.empty(shape, dtype=getattr(torch, dtype), device="cpu")
+
+
+TOO_FEW_SLOTS = 2
+"""What `h2o_prefill` and `h2o_forward` return then; every function returns 1 if memory runs out."""
 
 _FUNCTIONS: dict[str, tuple[Any, list[Any]]] = {
     "h2o_step_open": (c_void_p, [c_void_p]),
     "h2o_step_close": (None, [c_void_p]),
     "h2o_equal": (c_int64, [c_void_p, c_int64]),
     "h2o_step": (c_int64, [c_void_p, c_void_p, c_int64, c_void_p, c_void_p, c_int64]),
-    "h2o_prompt_open": (c_void_p, [c_void_p]),
-    "h2o_prompt_close": (None, [c_void_p]),
-    "h2o_prompt_begin": (c_int64, [c_void_p, c_void_p, c_void_p, c_int64, c_int64]),
-    "h2o_prompt_project": (c_int64, [c_void_p, c_int64, c_void_p, c_void_p, c_void_p]),
-    "h2o_prompt_finish": (c_int64, [c_void_p, c_int64, c_void_p]),
-    "h2o_prompt_output": (c_int64, [c_void_p, c_void_p, c_int64, c_void_p]),
+    "h2o_forward": (
+        c_int64,
+        [*[c_void_p] * 2, c_int64, c_void_p, *[c_int64] * 2, c_void_p, c_int64, c_void_p, c_int64],
+    ),
     "h2o_decode": (c_int64, [c_void_p, c_void_p, c_int64, c_int64, *[c_void_p] * 4, c_int64]),
     "h2o_prefill": (
         c_int64,
         [*[c_void_p] * 2, *[c_int64] * 2, *[c_void_p] * 2, c_int64, *[c_void_p] * 4, *[c_int64] * 2, c_void_p, c_int64],
     ),
     "h2o_cpu_supports": (c_int64, [c_int64]),
+    "h2o_cpu_multiplies_bfloat16": (c_int64, []),
     "h2o_library_instructions": (c_int64, []),
     "h2o_multiply": (None, [c_void_p, c_void_p, c_void_p, c_int64, c_int64]),
     "h2o_pack": (None, [c_void_p, c_void_p, c_int64, c_int64]),

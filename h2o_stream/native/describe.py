@@ -13,6 +13,7 @@ from typing import Any
 from torch import nn
 
 from h2o_stream.native import layouts
+from h2o_stream.native.abi import dtype_name
 from h2o_stream.native.description import (
     Attention,
     Description,
@@ -94,8 +95,8 @@ class _ModelReader:
             logit_scale=self._factor("logit_scale") / self._factor("logits_scaling"),
             logit_softcap=float(getattr(config, "final_logit_softcapping", None) or 0.0),
             residual_scale=self._factor("residual_multiplier"),
-            dtype=dtype,
-            logits_dtype=getattr(head, "out_dtype", None) or dtype,
+            dtype=dtype_name(dtype),
+            logits_dtype=dtype_name(getattr(head, "out_dtype", None) or dtype),
         )
         self._check_nothing_left()
         return description

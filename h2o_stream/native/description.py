@@ -1,7 +1,7 @@
 """A decoder-only transformer as data: its matrices, norms and parameters, in the terms of `src/abi.h`.
 
 A description is independent of any cache. `describe` creates one from a transformers model; `NativeModel` converts it
-to C structures.
+to C structures. Its arrays may be tensors of torch or arrays of numpy; nothing here imports torch.
 """
 
 from __future__ import annotations
@@ -10,11 +10,8 @@ import ctypes
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 
-import torch
-from torch import Tensor
-
 from h2o_stream.native import abi, packing
-from h2o_stream.native.abi import Activation, MatrixKind, NormKind, pointer
+from h2o_stream.native.abi import Activation, Array, MatrixKind, NormKind, pointer
 
 
 class DescriptionError(Exception):
@@ -33,8 +30,8 @@ class Matrix:
         kind: storage format.
     """
 
-    weights: Tensor
-    bias: Tensor | None
+    weights: Array
+    bias: Array | None
     rows: int
     columns: int
     kind: MatrixKind
@@ -54,10 +51,10 @@ class Matrix:
 
     def to_struct(self) -> abi.Matrix:
         """As a C structure."""
-        dense = {MatrixKind.FLOAT32: torch.float32, MatrixKind.BFLOAT16: torch.bfloat16}.get(self.kind)
+        dense = {MatrixKind.FLOAT32: "float32", MatrixKind.BFLOAT16: "bfloat16"}.get(self.kind)
         size = self.rows * self.columns if dense else packing.packed_bytes(self.kind, self.rows, self.columns)
-        weights = pointer(self.weights, dense or torch.uint8, size)
-        return abi.Matrix(weights, pointer(self.bias, torch.float32, self.rows), self.rows, self.columns, self.kind)
+        weights = pointer(self.weights, dense or "uint8", size)
+        return abi.Matrix(weights, pointer(self.bias, "float32", self.rows), self.rows, self.columns, self.kind)
 
 
 @dataclass(frozen=True, eq=False)
@@ -72,13 +69,13 @@ class Norm:
     """
 
     kind: NormKind = NormKind.NONE
-    weight: Tensor | None = None
-    bias: Tensor | None = None
+    weight: Array | None = None
+    bias: Array | None = None
     epsilon: float = 0.0
 
     def to_struct(self, size: int) -> abi.Norm:
         """As a C structure, of a norm over vectors of `size` numbers."""
-        weight, bias = (pointer(x, torch.float32, size) for x in (self.weight, self.bias))
+        weight, bias = (pointer(x, "float32", size) for x in (self.weight, self.bias))
         return abi.Norm(weight, bias, self.epsilon, self.kind)
 
 
@@ -104,7 +101,7 @@ class Rope:
         fixed: whether the frequencies are independent of the sequence length.
     """
 
-    frequencies: Tensor
+    frequencies: Array
     scale: float
     fixed: bool
 
@@ -171,7 +168,7 @@ class Layer:
         struct.rope_scale = 1.0
         if attention.rope:
             rope = attention.rope
-            struct.frequencies = pointer(rope.frequencies, torch.float32, rope.rotary_dims // 2)
+            struct.frequencies = pointer(rope.frequencies, "float32", rope.rotary_dims // 2)
             struct.absolute_rotary_dims = rope.rotary_dims
             struct.rope_scale, struct.rope_scaled_dims = rope.scale, rope.rotary_dims if rope.scale != 1 else 0
         struct.out, struct.up, struct.down = attention.out.to_struct(), mlp.up.to_struct(), mlp.down.to_struct()
@@ -195,22 +192,22 @@ class Description:
         logit_scale: factor on logits.
         logit_softcap: softcap of logits, 0 for none.
         residual_scale: factor on attention and MLP outputs.
-        dtype: of the model's activations; those of a step are float32.
+        dtype: of the model's activations, such as "bfloat16"; those of a step are float32.
         logits_dtype: of the model's logits.
     """
 
     layers: Sequence[Layer]
     embedding: Matrix
     embedding_scale: float
-    learned_positions: Tensor | None
+    learned_positions: Array | None
     learned_offset: int
     norm: Norm
     output: Matrix
     logit_scale: float
     logit_softcap: float
     residual_scale: float
-    dtype: torch.dtype
-    logits_dtype: torch.dtype
+    dtype: str
+    logits_dtype: str
 
     @property
     def supports_absolute(self) -> bool:
@@ -233,14 +230,14 @@ class Description:
 
 
 class NativeModel:
-    """A description as C structures, with the tensors they point to.
+    """A description as C structures, with the arrays they point to.
 
     The fields that depend on a cache are still zero: those of `AttentionLayer` from `policy` on, and the slot groups.
 
     Attributes:
         layers: array of `abi.Layer`.
         struct: the model; points to `layers`.
-        description: keeps the tensors alive.
+        description: keeps the arrays alive.
     """
 
     def __init__(self, description: Description) -> None:
@@ -255,7 +252,7 @@ class NativeModel:
             vocab_size=description.embedding.rows,
             embedding=description.embedding.to_struct(),
             embedding_scale=description.embedding_scale,
-            learned_positions=pointer(description.learned_positions, torch.float32, description.embedding.columns),
+            learned_positions=pointer(description.learned_positions, "float32", description.embedding.columns),
             learned_offset=description.learned_offset,
             norm=description.norm.to_struct(description.embedding.columns),
             output=description.output.to_struct(),

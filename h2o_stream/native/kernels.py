@@ -13,11 +13,9 @@ from h2o_stream.cache.attention import LogitTransform, QueryChunk
 from h2o_stream.cache.head_group import HeadGroup
 from h2o_stream.errors import H2OStreamError, OutOfMemoryError
 from h2o_stream.native import library
-from h2o_stream.native.abi import AttentionLayer, pointer
+from h2o_stream.native.abi import TOO_FEW_SLOTS, AttentionLayer, dtype_name, pointer
 from h2o_stream.native.slots import BoundLayer, why_not
-
-_NO_MEMORY = 2
-"""What `h2o_prefill` returns if memory runs out."""
+from h2o_stream.native.threads import num_threads
 
 
 def make_kernels() -> NativeKernels | None:
@@ -43,7 +41,7 @@ class NativeKernels:
 
     def decode(self, group: HeadGroup, chunk: QueryChunk) -> Tensor:
         """See `Kernels.decode`."""
-        bound = self._bind(group, chunk, group.store.slots)
+        bound = self._bind(group, chunk, 0)
         bound.slots["evictions"][:, 0] = [group.schedule.num_evictions(length) for length in chunk.lengths]
         tensors = [x.contiguous() for x in (chunk.query, chunk.key, chunk.value)]
         output = chunk.query.new_empty(len(chunk.query), 1, chunk.query.shape[1], chunk.value.shape[-1])
@@ -52,8 +50,8 @@ class NativeKernels:
             bound.slots.ctypes.data,
             1,
             len(output),
-            *(pointer(x, group.dtype, x.numel()) for x in (*tensors, output)),
-            torch.get_num_threads(),
+            *(pointer(x, dtype_name(group.dtype), x.numel()) for x in (*tensors, output)),
+            num_threads(),
         )
         if failed:
             raise OutOfMemoryError(f"out of memory for a step of {len(output)} rows")
@@ -66,7 +64,7 @@ class NativeKernels:
             OutOfMemoryError: there is none for the products of a chunk.
         """
         rows, query_heads, columns, _ = chunk.query.shape
-        bound = self._bind(group, chunk, group.store.slots + columns)
+        bound = self._bind(group, chunk, columns)
         tensors = [x if x.stride(-1) == 1 else x.contiguous() for x in (chunk.query, chunk.key, chunk.value)]
         strides = _whole_numbers([stride for x in tensors for stride in x.stride()[:3]])
         counts, limits = _whole_numbers(chunk.counts), _whole_numbers(group.limits(chunk))
@@ -76,30 +74,30 @@ class NativeKernels:
             bound.slots.ctypes.data,
             1,
             rows,
-            pointer(counts, torch.int64, rows),
-            pointer(limits, torch.int64, rows),
+            pointer(counts, "int64", rows),
+            pointer(limits, "int64", rows),
             columns,
-            *(pointer(x, group.dtype, x.numel(), strided=True) for x in tensors),
-            pointer(strides, torch.int64, 9),
+            *(pointer(x, dtype_name(group.dtype), x.numel(), strided=True) for x in tensors),
+            pointer(strides, "int64", 9),
             columns,
             group.dtype == torch.bfloat16,
-            pointer(output, group.dtype, output.numel()),
-            torch.get_num_threads(),
+            pointer(output, dtype_name(group.dtype), output.numel()),
+            num_threads(),
         )
-        if failed == _NO_MEMORY:
-            raise OutOfMemoryError(f"out of memory for {columns} tokens at once; lower --chunk")
-        if failed:
+        if failed == TOO_FEW_SLOTS:
             raise H2OStreamError(f"{group.store.slots} slots are too few to hold {int(limits.max())} tokens")
+        if failed:
+            raise OutOfMemoryError(f"out of memory for {columns} tokens at once; lower --chunk")
         group.filled = group.store.slots
         return output
 
-    def _bind(self, group: HeadGroup, chunk: QueryChunk, keys: int) -> BoundLayer:
+    def _bind(self, group: HeadGroup, chunk: QueryChunk, new_tokens: int) -> BoundLayer:
         """The structures of the group, created anew when something has changed."""
-        revision, limit = group.revision.number, group.max_distance(keys)
+        revision = group.revision.number
         found = self._bound.get(group)
         if found:
-            (bound_revision, transform, bound_limit), bound = found
-            if bound_revision == revision and transform == chunk.transform and bound_limit >= limit:
+            (bound_revision, transform, bound_tokens), bound = found
+            if bound_revision == revision and transform == chunk.transform and bound_tokens >= new_tokens:
                 return bound
         attention = AttentionLayer(
             query_heads=chunk.query.shape[1],
@@ -109,8 +107,8 @@ class NativeKernels:
             scaling=chunk.transform.scaling,
             softcap=chunk.transform.softcap or 0.0,
         )
-        bound = BoundLayer([group], attention, limit)
-        self._bound[group] = (revision, chunk.transform, limit), bound
+        bound = BoundLayer([group], attention, new_tokens)
+        self._bound[group] = (revision, chunk.transform, new_tokens), bound
         return bound
 
 

@@ -63,6 +63,12 @@ def available() -> list[str]:
     return [choice for number, choice in enumerate(INSTRUCTIONS) if supports(number) and _path(choice).exists()]
 
 
+def multiplies_bfloat16() -> bool:
+    """Whether the processor has units for bfloat16; False without a library."""
+    native = loaded()
+    return native is not None and bool(native.h2o_cpu_multiplies_bfloat16())
+
+
 def open_library(choice: str) -> ctypes.CDLL:
     """Open the library for one of `available`.
 

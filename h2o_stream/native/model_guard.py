@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn.modules import module as torch_module
 from torch.utils.hooks import RemovableHandle
 
-from h2o_stream.native.abi import BYTES, pointer
+from h2o_stream.native.abi import BYTES, dtype_name, pointer
 from h2o_stream.native.description import Description
 from h2o_stream.native.modules import has_active_hooks, raw_tensor, uses_dropout
 
@@ -64,7 +64,7 @@ class ModelGuard:
         self._copies = [raw_tensor(tensor, "the model").clone() for tensor in copied]
         self._compared = numpy.zeros(len(copied), dtype=BYTES)
         for row, tensor, copy in zip(self._compared, copied, self._copies, strict=True):
-            row["ours"] = pointer(copy, copy.dtype, copy.numel())
+            row["ours"] = pointer(copy, dtype_name(copy.dtype), copy.numel())
             row["theirs"], row["count"] = tensor.data_ptr(), tensor.nbytes
 
     def invalidate(self) -> None:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from h2o_stream.native.abi import Activation, MatrixKind, NormKind
+from h2o_stream.native.abi import Activation, MatrixKind, NormKind, dtype_name
 from h2o_stream.native.description import DescriptionError, Matrix, Norm, Rope
 from h2o_stream.native.packing import gather
 
@@ -104,7 +104,7 @@ def embedding_of(module: Any, name: str) -> Matrix:
 
 def _dense(weights: Tensor, bias: Tensor | None, name: str) -> Matrix:
     if weights.dtype not in DTYPES:
-        raise DescriptionError(f"{name} has weights of {str(weights.dtype).removeprefix('torch.')}")
+        raise DescriptionError(f"{name} has weights of {dtype_name(weights.dtype)}")
     rows, columns = weights.shape
     return Matrix(raw_tensor(weights, name), as_float32(bias, name), rows, columns, DTYPES[weights.dtype])
 
@@ -162,7 +162,8 @@ def apply_norm(norm: Norm, x: Tensor) -> Tensor:
     assert norm.weight is not None
     centered = x - x.mean(-1, keepdim=True) if norm.kind == NormKind.LAYER else x
     y = centered * torch.rsqrt(centered.square().mean(-1, keepdim=True) + norm.epsilon) * norm.weight
-    return y if norm.bias is None else y + norm.bias
+    shifted: Tensor = y if norm.bias is None else y + norm.bias
+    return shifted
 
 
 def activation_of(function: Any, name: str) -> Activation:
@@ -193,7 +194,7 @@ def embedding_scale(module: Any, matrix: Matrix, name: str) -> float:
     if matrix.kind in DTYPES.values():
         rows = matrix.weights[ids].float()
     else:
-        rows = gather(matrix.weights, matrix.kind, matrix.rows, matrix.columns, ids, torch.float32)
+        rows = gather(matrix.weights, matrix.kind, matrix.rows, matrix.columns, ids, "float32")
     if not _relative_error(_evaluate(module, ids, name), rows * scale) < 1e-2:
         raise DescriptionError(f"{name} is a {type(module).__name__} that does more than scale its rows")
     return scale

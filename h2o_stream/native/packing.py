@@ -1,7 +1,8 @@
 """Packed matrices in 8, 6 and 4 bits; `src/abi.h` documents the layout.
 
-All tensors are on the CPU, and everything here needs the compiled library. `tiles` are uint8 of `tiles_shape`: a matrix
-of `rows` and `columns` in the format `kind`. A tensor for the result may be given as `out`.
+All arrays (`abi.Array`) are on the CPU, and everything here needs the compiled library. `tiles` are uint8 of
+`tiles_shape`: a matrix of `rows` and `columns` in the format `kind`. An array for the result may be given as `out`;
+otherwise it is of the library that the input is of.
 """
 
 from __future__ import annotations
@@ -9,13 +10,10 @@ from __future__ import annotations
 import ctypes
 from typing import Final
 
-import torch
-from gguf.constants import GGML_QUANT_SIZES
-from torch import Tensor
-
 from h2o_stream.errors import ConfigError
 from h2o_stream.native import library
-from h2o_stream.native.abi import Matrix, MatrixKind, pointer
+from h2o_stream.native.abi import Array, Matrix, MatrixKind, dtype_name, empty, pointer
+from h2o_stream.native.threads import num_threads
 
 ROWS: Final = 16
 """Rows per tile."""
@@ -29,8 +27,8 @@ BLOCK: Final = 256
 _ALIGNMENT = 64
 """Alignment of every part of a block, in bytes."""
 
-_SOURCE_DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
-"""Source dtypes, as `h2o_pack` numbers them."""
+_SOURCE_DTYPES = {"float32": 0, "bfloat16": 1, "uint16": 1, "float16": 2}
+"""Source dtypes, as `h2o_pack` numbers them; uint16 is numpy's bfloat16."""
 
 GGUF_KINDS: Final = {
     "Q4_0": MatrixKind.INT4,
@@ -75,28 +73,29 @@ def _block_bytes(kind: MatrixKind, groups: int) -> int:
     return -(-ROWS * grid // _ALIGNMENT) * _ALIGNMENT + ROWS * groups * GROUP * bits // 8
 
 
-def pack(weights: Tensor, kind: MatrixKind, out: Tensor | None = None) -> Tensor:
+def pack(weights: Array, kind: MatrixKind, out: Array | None = None) -> Array:
     """Quantize weights [rows, columns], contiguous float32, bfloat16 or float16, to tiles in INT8 or INT4."""
     rows, columns = weights.shape
-    out = _empty(kind, rows, columns) if out is None else out
+    out = _empty(kind, rows, columns, weights) if out is None else out
+    dtype = dtype_name(weights.dtype)
     require_library().h2o_pack(
         ctypes.byref(_matrix(out, kind, rows, columns)),
-        pointer(weights, weights.dtype, rows * columns),
-        _SOURCE_DTYPES[weights.dtype],
-        torch.get_num_threads(),
+        pointer(weights, dtype, rows * columns),
+        _SOURCE_DTYPES[dtype],
+        num_threads(),
     )
     return out
 
 
 def repack(
-    blocks: Tensor,
+    blocks: Array,
     gguf_type: int,
     kind: MatrixKind,
     rows: int,
     columns: int,
-    order: Tensor | None = None,
-    out: Tensor | None = None,
-) -> Tensor:
+    order: Array | None = None,
+    out: Array | None = None,
+) -> Array:
     """Repack the blocks of a GGUF file, uint8 with all bytes of a matrix, as tiles.
 
     The type is a value of `gguf.GGMLQuantizationType`, and `kind` its entry in `GGUF_KINDS`. Row i of the result is row
@@ -107,55 +106,56 @@ def repack(
         H2OStreamError: there are too few blocks.
         IndexError: `order` names a row that does not exist.
     """
-    out = _empty(kind, rows, columns) if out is None else out
+    from gguf.constants import GGML_QUANT_SIZES
+
+    out = _empty(kind, rows, columns, blocks) if out is None else out
     matrix = _matrix(out, kind, rows, columns)
     block, block_bytes = GGML_QUANT_SIZES.get(gguf_type, (1, 0))  # type: ignore[call-overload]  # an int equals its type
     if order is not None:
         _check_range(order, rows, "row")
     if require_library().h2o_repack(
         ctypes.byref(matrix),
-        pointer(blocks, torch.uint8, rows * columns // block * block_bytes),
+        pointer(blocks, "uint8", rows * columns // block * block_bytes),
         gguf_type,
-        pointer(order, torch.int64, rows),
-        torch.get_num_threads(),
+        pointer(order, "int64", rows),
+        num_threads(),
     ):
         raise ConfigError(f"weights of GGUF type {gguf_type} cannot be repacked")
     return out
 
 
-def gather(tiles: Tensor, kind: MatrixKind, rows: int, columns: int, ids: Tensor, dtype: torch.dtype) -> Tensor:
-    """Dequantize the rows `ids`, int64 [n], to [n, columns] in float32 or bfloat16.
+def gather(tiles: Array, kind: MatrixKind, rows: int, columns: int, ids: Array, dtype: str) -> Array:
+    """Dequantize the rows `ids`, int64 [n], to [n, columns] in "float32" or "bfloat16".
 
     Raises:
         IndexError: there is no such row.
     """
     _check_range(ids, rows, "token")
-    out = torch.empty(len(ids), columns, dtype=dtype, device="cpu")
+    out = empty((len(ids), columns), dtype, ids)
     matrix = _matrix(tiles, kind, rows, columns)
-    in_bfloat16 = dtype == torch.bfloat16
     require_library().h2o_gather(
         ctypes.byref(matrix),
-        pointer(ids, torch.int64, len(ids)),
+        pointer(ids, "int64", len(ids)),
         len(ids),
-        pointer(out, torch.bfloat16 if in_bfloat16 else torch.float32, len(ids) * columns),
-        in_bfloat16,
-        torch.get_num_threads(),
+        pointer(out, dtype, len(ids) * columns),
+        dtype == "bfloat16",
+        num_threads(),
     )
     return out
 
 
-def _check_range(indices: Tensor, limit: int, what: str) -> None:
+def _check_range(indices: Array, limit: int, what: str) -> None:
     if len(indices) and not (int(indices.min()) >= 0 and int(indices.max()) < limit):
         wrong = next(index for index in indices.tolist() if not 0 <= index < limit)
         raise IndexError(f"{what} {wrong} is not one of {limit}")
 
 
-def _empty(kind: MatrixKind, rows: int, columns: int) -> Tensor:
-    return torch.empty(tiles_shape(kind, rows, columns), dtype=torch.uint8, device="cpu")
+def _empty(kind: MatrixKind, rows: int, columns: int, like: Array) -> Array:
+    return empty(tiles_shape(kind, rows, columns), "uint8", like)
 
 
-def _matrix(tiles: Tensor, kind: MatrixKind, rows: int, columns: int) -> Matrix:
-    return Matrix(pointer(tiles, torch.uint8, packed_bytes(kind, rows, columns)), None, rows, columns, kind)
+def _matrix(tiles: Array, kind: MatrixKind, rows: int, columns: int) -> Matrix:
+    return Matrix(pointer(tiles, "uint8", packed_bytes(kind, rows, columns)), None, rows, columns, kind)
 
 
 def require_library() -> ctypes.CDLL:

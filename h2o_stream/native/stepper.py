@@ -1,23 +1,23 @@
-"""Decode steps and prompts in the native library, in place of a model's forward."""
+"""Decode steps and prompts in the native library, in place of a model's forward. Imports no torch."""
 
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Sequence
 from ctypes import CDLL
-from typing import Any
+from itertools import chain
+from typing import Any, Protocol
 
 import numpy
-import torch
-from torch import Tensor
+from numpy.typing import NDArray
 
-from h2o_stream.cache.h2o_cache import H2OCache
-from h2o_stream.cache.tolerance import error_of, tolerance_of
+from h2o_stream.cache.group_rules import GroupRules, HeadShape
+from h2o_stream.cache.window_rules import WindowRules
 from h2o_stream.errors import H2OStreamError, OutOfMemoryError
-from h2o_stream.native.abi import SLOTS, STREAM, pointer
+from h2o_stream.native.abi import SLOTS, STREAM, TOO_FEW_SLOTS, Array, MatrixKind, pointer
 from h2o_stream.native.description import NativeModel
-from h2o_stream.native.model_guard import ModelGuard
-from h2o_stream.native.prompts import PromptForward
 from h2o_stream.native.slots import BoundLayer, why_not
+from h2o_stream.native.threads import num_threads
 
 MAX_ROWS = 64
 """Rows of a batch beyond which torch's products of matrices are faster."""
@@ -25,9 +25,22 @@ MAX_ROWS = 64
 _BYTES_PER_THREAD = 2**20
 """Weights that a thread should have to read in a step, to be worth waiting for."""
 
+_DENSE = {MatrixKind.FLOAT32, MatrixKind.BFLOAT16}
+"""Weights whose products with many vectors are faster in torch."""
+
+
+class Unchanged(Protocol):
+    """Says whether what was described still holds."""
+
+    def __bool__(self) -> bool:
+        """Whether it does."""
+
+    def invalidate(self) -> None:
+        """Look more closely the next time."""
+
 
 class Stepper:
-    """Steps of one model through the slots of one cache; see `h2o_stream.attachment.forward.Stepper`.
+    """Steps and prompts of one model through the slots of one cache.
 
     Args:
         native: the library.
@@ -36,77 +49,67 @@ class Stepper:
         cache: of the attached model.
 
     Attributes:
+        takes_prompts: whether `prompt` serves the model.
         why_not: why the cache as it is now cannot be served, or nothing.
     """
 
-    def __init__(self, native: CDLL, model: NativeModel, unchanged: ModelGuard, cache: H2OCache) -> None:
+    def __init__(self, native: CDLL, model: NativeModel, unchanged: Unchanged, cache: WindowRules[Any, Any]) -> None:
         self.cache, self.model, self._unchanged = cache, model, unchanged
         self._native = native
         self._layers: list[BoundLayer] = []
         self._revision, self._columns, self._steady, self.why_not = -1, -1, False, ""
+        self._bound_tokens = 0
+        attention = [layer.attention for layer in model.layers]
+        self._shapes = [HeadShape(x.query_heads, x.kv_heads, x.head_size, x.value_size) for x in attention]
         if cache.plan.positions != "absolute":
             for layer in model.layers:
                 layer.frequencies = None  # keys are rotated when they are attended to
         self._most_threads = max(1, model.description.nbytes // _BYTES_PER_THREAD)
         self._step = native.h2o_step_open(ctypes.addressof(model.struct))
-        self._prompts = PromptForward(native, model, cache)
-        self.takes_prompts = not self._prompts.why_not
+        self.takes_prompts = not any(matrix.kind in _DENSE for matrix in model.description.matrices)
 
     def __del__(self) -> None:
         if getattr(self, "_step", None):
             self._native.h2o_step_close(self._step)
 
-    def logits(self, kwargs: dict[str, Any]) -> Tensor | None:
-        """See `h2o_stream.attachment.forward.Stepper`."""
-        tokens = kwargs["input_ids"]
-        if tokens.shape[1] == 1 and self.cache.tokens.lengths:
-            logits = self.run(tokens)
-        else:
-            logits = self.run_prompt(tokens, kwargs.get("logits_to_keep", 0))
-        return None if logits is None else logits.to(self.model.description.logits_dtype)
-
-    def run(self, tokens: Tensor, trace: Tensor | None = None) -> Tensor | None:
+    def step(self, ids: NDArray[numpy.int64], trace: Array | None = None) -> NDArray[numpy.float32] | None:
         """Take a token of each row through the model, and count it.
 
         Args:
-            tokens: [B, 1] int64 or int32.
+            ids: [B] int64.
             trace: [layers + 1, B, hidden] float32: gets the residual stream before every layer and after the last.
 
         Returns:
             [B, 1, V] float32; None where it has to be done eagerly, and nothing was touched.
+
+        Raises:
+            OutOfMemoryError: there is none for so many rows.
         """
-        rows, cache = len(tokens), self.cache
-        if rows > MAX_ROWS or len(cache.tokens.lengths) != rows or tokens.device.type != "cpu":
-            return None
-        if tokens.dtype not in (torch.int64, torch.int32):
+        rows, cache, model = len(ids), self.cache, self.model
+        if rows > MAX_ROWS or len(cache.tokens.lengths) != rows:
             return None
         cache.make_room()
-        if self._revision != cache.revision:
-            self.why_not = self._bind()
-        if cache.tokens.columns != self._columns:  # a prompt came between
+        if cache.tokens.columns != self._columns:  # something else has used the model
             self._unchanged.invalidate()
-        if self.why_not or not self._unchanged:
+        if not (self._bind(cache.plan.chunk) and self._unchanged and self._are_tokens(ids)):
             return None
         if not (self._steady and cache.steady):
             for layer in self._layers:
                 for number, group in enumerate(layer.head_groups):
                     layer.slots["evictions"][:, number] = group.num_evictions
             self._steady = cache.steady
-        ids = tokens[:, 0].numpy()
-        if ids.min() < 0 or ids.max() >= self.model.struct.vocab_size:
-            return None  # the model's own forward refuses it
         self._streams["token"] = ids
-        vocabulary, model = self.model.struct.vocab_size, self.model
-        logits = torch.empty(rows, 1, vocabulary, dtype=torch.float32, device="cpu")
+        vocabulary = model.struct.vocab_size
+        logits = numpy.empty((rows, 1, vocabulary), numpy.float32)
         traced = (len(model.layers) + 1) * rows * model.struct.hidden_size
         cache.begin_token()
         failed = self._native.h2o_step(
             self._step,
             self._streams.ctypes.data,
             rows,
-            pointer(logits, torch.float32, rows * vocabulary),
-            pointer(trace, torch.float32, traced),
-            min(torch.get_num_threads(), self._most_threads),
+            pointer(logits, "float32", rows * vocabulary),
+            pointer(trace, "float32", traced),
+            min(num_threads(), self._most_threads),
         )
         if failed:
             raise OutOfMemoryError(f"out of memory for a step of {rows} rows")
@@ -114,36 +117,81 @@ class Stepper:
         self._columns = cache.tokens.columns
         return logits
 
-    def run_prompt(self, tokens: Tensor, keep: int = 0) -> Tensor | None:
+    def prompt(self, ids: NDArray[numpy.int64], keep: int = 0) -> NDArray[numpy.float32] | None:
         """Take several tokens of each row through the model, and count them.
 
         Args:
-            tokens: [B, Q] int64 or int32, none of them padding.
+            ids: [B, Q] int64, none of them padding.
             keep: logits of how many of the last tokens are wanted; 0 for all.
 
         Returns:
-            [B, keep or Q, V] float32; None where it has to be done eagerly, and nothing was touched.
+            [B, keep or Q, V] float32; None where it has to be done eagerly, and no token was.
+
+        Raises:
+            OutOfMemoryError: there is none for so many tokens.
         """
-        rows, new = tokens.shape
-        if not self.takes_prompts or not new or len(self.cache.tokens.lengths or tokens) != rows:
-            return None
-        if tokens.device.type != "cpu" or tokens.dtype not in (torch.int64, torch.int32):
+        (rows, new), cache, model = ids.shape, self.cache, self.model
+        lengths = cache.tokens.lengths or (0,) * rows
+        if not self.takes_prompts or not new or len(lengths) != rows:
             return None
         self._unchanged.invalidate()
-        if not self._unchanged or tokens.min() < 0 or tokens.max() >= self.model.struct.vocab_size:
+        if not (self._unchanged and self._are_tokens(ids)):
             return None
-        return self._prompts.run(tokens.long(), min(keep, new) or new)
+        chunk, keep = cache.plan.chunk or new, min(keep, new) or new
+        ends = [min(start + chunk, new) for start in range(0, new, chunk)]
+        after = [[length + end for end in ends] for length in lengths]
+        cache.make_room_for_prompt(self._shapes, model.description.dtype, (*lengths, *chain.from_iterable(after)), rows)
+        if not self._bind(chunk):
+            return None
+        limits, vocabulary = self._limits(after), model.struct.vocab_size
+        ids = numpy.ascontiguousarray(ids)
+        logits = numpy.empty((rows, keep, vocabulary), numpy.float32)
+        cache.begin_token()
+        failed = self._native.h2o_forward(
+            ctypes.addressof(model.struct),
+            self._streams.ctypes.data,
+            rows,
+            pointer(ids, "int64", rows * new),
+            new,
+            chunk,
+            pointer(limits, "int64", rows * len(cache.head_groups) * len(ends)),
+            keep,
+            pointer(logits, "float32", rows * keep * vocabulary),
+            num_threads(),
+        )
+        if failed == TOO_FEW_SLOTS:
+            raise H2OStreamError("there are too few slots for these tokens; use --engine eager")
+        if failed:
+            raise OutOfMemoryError("out of memory for so many tokens at once; lower --chunk")
+        cache.count_prompt()
+        self._columns = cache.tokens.columns
+        return logits
 
-    def _bind(self) -> str:
-        """Bind the addresses of all slots; why the library does not support them, or nothing."""
-        self._revision = self.cache.revision
+    def _are_tokens(self, ids: NDArray[numpy.int64]) -> bool:
+        """Whether all are in the vocabulary; the model's own forward refuses others."""
+        return bool(ids.min() >= 0 and ids.max() < self.model.struct.vocab_size)
+
+    def _limits(self, lengths: list[list[int]]) -> NDArray[numpy.int64]:
+        """[B, groups, chunks] int64: how many tokens each head group may hold at these lengths [B, chunks]."""
+        schedules = [group.schedule for group in self.cache.head_groups]
+        held = [[[*map(schedule.held, row)] for schedule in schedules] for row in lengths]
+        return numpy.array(held, numpy.int64)
+
+    def _bind(self, new_tokens: int) -> bool:
+        """Bind the addresses of all slots if they changed, for so many tokens at once; whether they are supported."""
+        if self._revision != self.cache.revision or new_tokens > self._bound_tokens:
+            self._revision, self._bound_tokens = self.cache.revision, new_tokens
+            self.why_not = next(filter(None, map(why_not, self.cache.head_groups)), "")
+            if not self.why_not:
+                self._bind_slots()
+        return not self.why_not
+
+    def _bind_slots(self) -> None:
         bound: list[BoundLayer] = []
         first = 0
-        for cached, layer in zip(self.cache.layers, self.model.layers, strict=True):
-            groups = cached.head_groups
-            if reason := next(filter(None, map(why_not, groups)), ""):
-                return reason
-            bound.append(BoundLayer(groups, layer.attention))
+        for number, layer in enumerate(self.model.layers):
+            groups: Sequence[GroupRules] = self.cache.groups_of(number)
+            bound.append(BoundLayer(groups, layer.attention, self._bound_tokens))
             layer.first_group, layer.group_count = first, len(groups)
             first += len(groups)
         # The slots of a stream are contiguous; those of a layer are a view of them.
@@ -156,47 +204,3 @@ class Stepper:
         self._streams = numpy.zeros(rows, dtype=STREAM)
         self._streams["slots"] = self._slots.ctypes.data + self._slots.strides[0] * numpy.arange(rows)
         self._layers, self._steady = bound, False
-        return ""
-
-
-class CheckedStepper:
-    """Does every step eagerly, too, and raises where they differ."""
-
-    takes_prompts = False
-
-    def __init__(self, stepper: Stepper, model: Any) -> None:
-        self._stepper, self._model, self._forward = stepper, model, model.forward
-
-    def logits(self, kwargs: dict[str, Any]) -> Tensor | None:
-        """See `Stepper.logits`.
-
-        Raises:
-            H2OStreamError: naming the first layer after which the residual streams differ.
-        """
-        cache, tokens = self._stepper.cache, kwargs["input_ids"]
-        if not cache.tokens.lengths:
-            return None
-        model = self._stepper.model
-        number, before = cache.stream_number, cache.state_dict()
-        eager = self._forward(**kwargs, output_hidden_states=True)
-        cache.load_state_dict(before)
-        cache.stream_number = number  # it is the same stream
-        shape = len(model.layers) + 1, len(tokens), model.struct.hidden_size
-        trace = torch.empty(shape, dtype=torch.float32, device="cpu")
-        logits = self._stepper.run(tokens, trace)
-        if logits is None:
-            return None
-        tolerance = tolerance_of(self._model)
-        for number, (ours, theirs) in enumerate(zip(trace[:-1], eager.hidden_states, strict=False)):
-            if not error_of(ours, theirs[:, -1]) < tolerance:
-                where = f"layer {number - 1}" if number else "the embedding"
-                raise H2OStreamError(
-                    f"after {where} the native step is off by {error_of(ours, theirs[:, -1]):.1e} of the rms, "
-                    f"at most {tolerance:.0e} is rounding; use --engine eager"
-                )
-        if not error_of(logits, eager.logits) < tolerance:
-            raise H2OStreamError(
-                f"logits of the native step are off by {error_of(logits, eager.logits):.1e} of their rms, at most "
-                f"{tolerance:.0e} is rounding; use --engine eager"
-            )
-        return logits.to(model.description.logits_dtype)

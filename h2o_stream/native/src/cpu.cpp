@@ -42,6 +42,16 @@ extern "C" int64_t h2o_cpu_supports(int64_t instructions) {
 #endif
 }
 
+// Whether the processor multiplies bfloat16 numbers.
+extern "C" int64_t h2o_cpu_multiplies_bfloat16() {
+#if defined(__x86_64__)
+  unsigned a, b, c, d;
+  return h2o_cpu_supports(kAvx512) && __get_cpuid_count(7, 1, &a, &b, &c, &d) && (a & 1u << 5);
+#else
+  return false;
+#endif
+}
+
 // The instruction set this library was compiled for.
 extern "C" int64_t h2o_library_instructions() {
 #if defined(H2O_AVX512)

@@ -3,6 +3,7 @@
 #include "prefill.h"
 
 #include <atomic>
+#include <exception>
 #include <vector>
 
 #include "policies.h"
@@ -10,8 +11,6 @@
 
 namespace prefill {
 namespace {
-
-constexpr int64_t kDone = 0, kDoesNotFit = 1, kOutOfMemory = 2;
 
 // With at least this many heads per thread, every thread takes whole heads.
 constexpr int64_t kHeadsPerThread = 4;
@@ -64,7 +63,7 @@ void run_phases(const AttentionLayer& layer, const NewTokens& tokens, const std:
   const int64_t heads = int64_t(tasks.size());
   std::atomic<int64_t> next[3] = {};
   int64_t chunks = 0;
-  for (const Task& task : tasks) chunks = std::max(chunks, (task.count + tokens.chunk - 1) / tokens.chunk);
+  for (const Task& task : tasks) chunks = std::max(chunks, tokens.chunks(task.count));
   parallel(threads, [&](const Worker& worker) {
     Scratch& scratch = space.scratch[worker.index];
     for (int64_t i = worker.index; i < heads; i += worker.count) {
@@ -101,7 +100,6 @@ void run_phases(const AttentionLayer& layer, const NewTokens& tokens, const std:
   });
 }
 
-// Whether there are slots for all tokens to keep, one more for the next token, and another one for a ring.
 bool fits(const AttentionLayer& layer, const Slots& slots, const int64_t* limits, int64_t chunks) {
   const bool quantized = layer.kv_bits < 16;
   if (quantized && slots.recent < layer.residual - 1) return false;
@@ -126,54 +124,73 @@ void run(const AttentionLayer& layer, const NewTokens& tokens, const std::vector
 }
 
 }  // namespace
+
+bool fits(const AttentionLayer& layer, const LayerSlots& slots, const NewTokens& tokens) {
+  for (int64_t stream = 0; stream < tokens.streams; ++stream) {
+    const int64_t count = tokens.counts[stream];
+    if (count < 0 || count > tokens.tokens) return false;
+    for (int64_t group = 0; count && group < slots.groups; ++group) {
+      const int64_t* limits = slots.limits_of(stream, group);
+      if (!fits(layer, slots.streams[stream][group], limits, tokens.chunks(count))) return false;
+    }
+  }
+  return true;
+}
+
+void attend(const AttentionLayer& layer, const LayerSlots& slots, const NewTokens& tokens, int64_t threads) {
+  std::vector<Task> tasks;
+  int64_t max_slots = 0;
+  for (int64_t stream = 0; stream < tokens.streams; ++stream) {
+    for (int64_t group = 0; tokens.counts[stream] && group < slots.groups; ++group) {
+      const Slots& of_group = slots.streams[stream][group];
+      max_slots = std::max(max_slots, of_group.slot_count);
+      for (int64_t head = 0; head < of_group.head_count; ++head) {
+        tasks.push_back({&of_group, stream, head, tokens.counts[stream], slots.limits_of(stream, group)});
+      }
+    }
+  }
+  run(layer, tokens, tasks, max_slots, std::max<int64_t>(threads, 1));
+  const int64_t bytes = layer.query_heads * layer.value_size * (tokens.in_bfloat16 ? 2 : 4);
+  for (int64_t stream = 0; stream < tokens.streams; ++stream) {
+    std::memset(static_cast<char*>(tokens.output) + (stream * tokens.tokens + tokens.counts[stream]) * bytes, 0,
+                (tokens.tokens - tokens.counts[stream]) * bytes);
+  }
+}
+
 }  // namespace prefill
 
-// Feeds up to `new_tokens` left-aligned tokens of each of B streams in chunks: attend to the cache and the chunk,
-// update the scores, evict.
+// Feeds up to `new_tokens` tokens of each of B streams to one layer; see `prefill::attend`.
 //
 // slots [B][groups]: the slots of this layer, by stream.
 // counts [B]: new tokens of each stream. The other outputs are zero.
-// windows [B][groups][chunks]: maximum number of cached tokens after each chunk.
+// limits [B][groups][chunks]: maximum number of cached tokens after each chunk.
 // chunk: tokens between evictions; 0 for all tokens.
 // query [B][Hq][Q][D], key, value [B][Hkv][Q][D], with `strides` [3][3] in elements per stream, head and token;
 // output [B][Q][Hq][value_size]; all float32 or bfloat16.
 //
-// Returns 0; 1 if there are too few slots or 2 if out of memory, with nothing changed.
+// Returns 0; 1 if out of memory or 2 if there are too few slots, with nothing changed.
 extern "C" int64_t h2o_prefill(const AttentionLayer* layer, const Slots* slots, int64_t groups, int64_t streams,
                                const int64_t* counts, const int64_t* limits, int64_t chunk, const void* query,
                                const void* key, const void* value, const int64_t* strides, int64_t new_tokens,
                                int64_t in_bfloat16, void* output, int64_t threads) {
-  using namespace prefill;
+  if (new_tokens <= 0) return 0;
   if (chunk <= 0 || chunk > new_tokens) chunk = new_tokens;
-  if (new_tokens <= 0) return kDone;
-  const int64_t chunks = (new_tokens + chunk - 1) / chunk;
-  const NewTokens tokens{query, key, value, strides, output, new_tokens, chunk, in_bfloat16 != 0};
+  const prefill::NewTokens tokens{query,  key,     value,      strides, output,
+                                  counts, streams, new_tokens, chunk,   in_bfloat16 != 0};
+  const int64_t chunks = tokens.chunks(new_tokens);
   try {
-    std::vector<Task> tasks;
+    std::vector<const Slots*> by_stream;
     std::vector<int64_t> seen;
-    int64_t max_slots = 0;
     for (int64_t i = 0; i < streams * groups; ++i) {
-      const int64_t count = counts[i / groups];
-      seen.push_back(*slots[i].seen + count);
-      if (!count) continue;
-      const int64_t stream_chunks = (count + chunk - 1) / chunk;
-      if (count < 0 || count > new_tokens || !fits(*layer, slots[i], limits + i * chunks, stream_chunks)) {
-        return kDoesNotFit;
-      }
-      max_slots = std::max(max_slots, slots[i].slot_count);
-      for (int64_t head = 0; head < slots[i].head_count; ++head) {
-        tasks.push_back({slots + i, i / groups, head, count, limits + i * chunks});
-      }
+      if (i % groups == 0) by_stream.push_back(slots + i);
+      seen.push_back(*slots[i].seen + counts[i / groups]);
     }
-    run(*layer, tokens, tasks, max_slots, std::max<int64_t>(threads, 1));
+    const prefill::LayerSlots of_layer{by_stream.data(), groups, limits, groups * chunks, chunks};
+    if (!prefill::fits(*layer, of_layer, tokens)) return 2;
+    prefill::attend(*layer, of_layer, tokens, threads);
     for (int64_t i = 0; i < streams * groups; ++i) *slots[i].seen = seen[i];
-  } catch (const std::bad_alloc&) {
-    return kOutOfMemory;
+  } catch (const std::exception&) {
+    return 1;
   }
-  const int64_t bytes = layer->query_heads * layer->value_size * (in_bfloat16 ? 2 : 4);
-  for (int64_t stream = 0; stream < streams; ++stream) {
-    std::memset(static_cast<char*>(output) + (stream * new_tokens + counts[stream]) * bytes, 0,
-                (new_tokens - counts[stream]) * bytes);
-  }
-  return kDone;
+  return 0;
 }

@@ -12,14 +12,36 @@
 
 namespace prefill {
 
-// The new tokens of all streams, and the output.
+// The new tokens of all streams, left-aligned, and the output.
 struct NewTokens {
   const void *query, *key, *value;  // [streams][heads][tokens][size]
   const int64_t* strides;           // [3][3]: elements per stream, head and token, of query, key and value
   void* output;                     // [streams][tokens][query heads][value_size]
-  int64_t tokens, chunk;
-  bool in_bfloat16;  // otherwise float32
+  const int64_t* counts;            // [streams]: tokens of each stream; the other outputs are zero
+  int64_t streams, tokens, chunk;   // `chunk` tokens between evictions
+  bool in_bfloat16;                 // otherwise float32, whatever the slots hold
+
+  int64_t chunks(int64_t count) const { return (count + chunk - 1) / chunk; }
 };
+
+// The slots of a layer, and how many tokens they may hold.
+struct LayerSlots {
+  const Slots* const* streams;  // those of stream b start at streams[b]
+  int64_t groups;
+  const int64_t* limits;          // [streams][groups][chunks]: maximum number of cached tokens after each chunk
+  int64_t stream_stride, chunks;  // of `limits`, in elements per stream and group
+
+  const int64_t* limits_of(int64_t stream, int64_t group) const {
+    return limits + stream * stream_stride + group * chunks;
+  }
+};
+
+// Whether there are slots for all tokens to keep, one more for the next token, and another one for a ring.
+bool fits(const AttentionLayer& layer, const LayerSlots& slots, const NewTokens& tokens);
+
+// Feeds new tokens in chunks: attends to the cache and the chunk, updates the scores, evicts. Does not advance `seen`.
+// Throws std::bad_alloc, with nothing changed.
+void attend(const AttentionLayer& layer, const LayerSlots& slots, const NewTokens& tokens, int64_t threads);
 
 // Per-thread buffers for one block of queries or keys.
 struct Scratch {
@@ -40,7 +62,7 @@ class Head {
   void load_slots(const AttentionLayer& layer, const Slots& slots, const NewTokens& tokens, int64_t stream,
                   int64_t head, int64_t count, const int64_t* limits);
 
-  int64_t chunks() const { return (count_ + tokens_->chunk - 1) / tokens_->chunk; }
+  int64_t chunks() const { return tokens_->chunks(count_); }
 
   // Work units of this chunk: `prepare` for each key block, then `attend` for each split.
   int64_t key_blocks() const;

@@ -1,33 +1,23 @@
 #include "prompt.h"
 
+#include <algorithm>
 #include <exception>
 
 #include "activation.h"
+#include "threads.h"
 
 namespace {
 
 // Tokens that go through the MLP or a projection at a time, so that activations do not grow with the prompt.
 constexpr int64_t kBlock = 512;
 
-template <class Body>
-bool fails(Body body) {
-  try {
-    body();
-    return false;
-  } catch (const std::exception&) {
-    return true;
-  }
-}
-
 }  // namespace
 
-// Calls `body(first, size)` for every block of tokens.
 template <class Body>
 void Prompt::for_each_block(Body body) const {
   for (int64_t first = 0; first < count_; first += kBlock) body(first, std::min(kBlock, count_ - first));
 }
 
-// Calls `body(index, worker)` for every token of a block.
 template <class Body>
 void Prompt::for_each_token(int64_t size, Body body) const {
   parallel(std::min(threads_, size), [&](const Worker& worker) {
@@ -36,44 +26,107 @@ void Prompt::for_each_token(int64_t size, Body body) const {
   });
 }
 
-void Prompt::reserve(int64_t count, int64_t threads) {
-  count_ = count, threads_ = threads;
-  const int64_t hidden = model_.hidden_size, block = std::min(count, kBlock);
+Prompt::Prompt(const Model& model, const Stream* streams, int64_t count, int64_t new_tokens, int64_t chunk,
+               const int64_t* limits, int64_t threads)
+    : model_(model),
+      streams_(streams),
+      stream_count_(count),
+      new_tokens_(new_tokens),
+      chunk_(chunk > 0 ? std::min(chunk, new_tokens) : new_tokens),
+      limits_(limits),
+      threads_(std::max<int64_t>(threads, 1)),
+      count_(count * new_tokens),
+      slots_(count),
+      counts_(count, new_tokens) {
+  const Layer& last = model.layers[model.layer_count - 1];
+  groups_ = last.first_group + last.group_count;
+}
+
+// Selects the slots of a layer.
+prefill::LayerSlots Prompt::slots_of(const Layer& layer) {
+  const int64_t chunks = tokens_of(layer).chunks(new_tokens_);
+  for (int64_t stream = 0; stream < stream_count_; ++stream) {
+    slots_[stream] = streams_[stream].slots + layer.first_group;
+  }
+  return {slots_.data(), layer.group_count, limits_ + layer.first_group * chunks, groups_ * chunks, chunks};
+}
+
+prefill::NewTokens Prompt::tokens_of(const Layer& layer) {
+  const AttentionLayer& shape = layer.attention;
+  const int64_t heads[] = {shape.query_heads, shape.kv_heads, shape.kv_heads};
+  const int64_t sizes[] = {shape.head_size, shape.head_size, shape.value_size};
+  for (int64_t i = 0; i < 3; ++i) {
+    strides_[3 * i] = new_tokens_ * heads[i] * sizes[i];
+    strides_[3 * i + 1] = sizes[i];
+    strides_[3 * i + 2] = heads[i] * sizes[i];
+  }
+  const bool in_bfloat16 = false;
+  return {query_.data(),  key_.data(),   value_.data(), strides_, attended_.data(),
+          counts_.data(), stream_count_, new_tokens_,   chunk_,   in_bfloat16};
+}
+
+bool Prompt::fits() {
+  return std::all_of(model_.layers, model_.layers + model_.layer_count, [this](const Layer& layer) {
+    return prefill::fits(layer.attention, slots_of(layer), tokens_of(layer));
+  });
+}
+
+void Prompt::reserve() {
+  const int64_t hidden = model_.hidden_size, block = std::min(count_, kBlock);
   for (int64_t index = 0; index < model_.layer_count; ++index) {
     const Layer& layer = model_.layers[index];
+    const AttentionLayer& shape = layer.attention;
     int64_t rows = 0;
     for (int64_t i = 0; i < layer.qkv_count; ++i) rows += layer.qkv[i].rows;
     qkv_size_ = std::max(qkv_size_, rows), inner_ = std::max(inner_, layer.down.columns);
+    query_.reserve(count_ * shape.query_heads * shape.head_size);
+    key_.reserve(count_ * shape.kv_heads * shape.head_size);
+    value_.reserve(count_ * shape.kv_heads * shape.value_size);
+    attended_.reserve(count_ * shape.query_heads * shape.value_size);
   }
-  x_.reserve(count * hidden);
-  indices_.reserve(count);
+  x_.reserve(count_ * hidden);
+  indices_.reserve(count_);
   qkv_.reserve(block * qkv_size_);
   attention_delta_.reserve(block * hidden);
   mlp_delta_.reserve(block * hidden);
   gate_.reserve(block * inner_);
   up_.reserve(block * inner_);
-  scratch_.reserve(threads * hidden);
+  scratch_.reserve(threads_ * hidden);
   normed_.reserve(block * hidden);
-  if (int64_t(angles_.size()) < threads) angles_.resize(threads);
+  angles_.resize(threads_);
 }
 
-void Prompt::begin(const int64_t* tokens, const int32_t* indices, int64_t count, int64_t threads) {
-  reserve(count, threads);
-  std::copy_n(indices, count, indices_.data());
+void Prompt::run(const int64_t* tokens, int64_t keep, float* logits) {
+  reserve();
+  embed(tokens);
+  for (int64_t index = 0; index < model_.layer_count; ++index) {
+    const Layer& layer = model_.layers[index];
+    project(layer);
+    prefill::attend(layer.attention, slots_of(layer), tokens_of(layer), threads_);
+    if (index + 1 == model_.layer_count) drop_all_but(keep);
+    finish(layer);
+  }
+  output(logits);
+  advance();
+}
+
+void Prompt::embed(const int64_t* tokens) {
   const int64_t hidden = model_.hidden_size;
   const float scale = float(model_.embedding_scale);
-  for_each_token(count, [&](int64_t token, const Worker&) {
+  for_each_token(count_, [&](int64_t token, const Worker&) {
+    const int64_t seen = *streams_[token / new_tokens_].slots->seen;
+    indices_[token] = int32_t(seen + token % new_tokens_);
     float* x = x_.at(token * hidden);
     read_row(model_.embedding, tokens[token], x);
     for (int64_t i = 0; i < hidden; ++i) x[i] *= scale;
     if (!model_.learned_positions) return;
-    const float* position = model_.learned_positions + (indices[token] + model_.learned_offset) * hidden;
+    const float* position = model_.learned_positions + (indices_[token] + model_.learned_offset) * hidden;
     for (int64_t i = 0; i < hidden; ++i) x[i] += position[i];
   });
 }
 
-void Prompt::project(int64_t index, float* query, float* key, float* value) {
-  const Layer& layer = model_.layers[index];
+// Writes the queries, keys and values of a layer.
+void Prompt::project(const Layer& layer) {
   const AttentionLayer& shape = layer.attention;
   const int64_t hidden = model_.hidden_size;
   for_each_block([&](int64_t first, int64_t size) {
@@ -91,24 +144,35 @@ void Prompt::project(int64_t index, float* query, float* key, float* value) {
       Angles& angles = angles_[worker.index];
       for (int64_t head = 0; head < shape.query_heads; ++head) {
         prepare_head(layer, layer.query_norm, qkv + layer.query_offset + head * layer.query_stride, indices_[token],
-                     angles, query + (token * shape.query_heads + head) * shape.head_size);
+                     angles, query_.at((token * shape.query_heads + head) * shape.head_size));
       }
       for (int64_t head = 0; head < shape.kv_heads; ++head) {
         prepare_head(layer, layer.key_norm, qkv + layer.key_offset + head * layer.key_stride, indices_[token], angles,
-                     key + (token * shape.kv_heads + head) * shape.head_size);
+                     key_.at((token * shape.kv_heads + head) * shape.head_size));
         std::copy_n(qkv + layer.value_offset + head * layer.value_stride, shape.value_size,
-                    value + (token * shape.kv_heads + head) * shape.value_size);
+                    value_.at((token * shape.kv_heads + head) * shape.value_size));
       }
     });
   });
 }
 
-void Prompt::finish(int64_t index, const float* attended) {
-  const Layer& layer = model_.layers[index];
+// Moves the last `keep` tokens of each stream to the front: after the last layer's attention no others are needed.
+void Prompt::drop_all_but(int64_t keep) {
+  const int64_t hidden = model_.hidden_size, size = model_.layers[model_.layer_count - 1].out.columns;
+  for (int64_t stream = 0; stream < stream_count_; ++stream) {
+    const int64_t from = (stream + 1) * new_tokens_ - keep, to = stream * keep;
+    std::memmove(x_.at(to * hidden), x_.at(from * hidden), keep * hidden * sizeof(float));
+    std::memmove(attended_.at(to * size), attended_.at(from * size), keep * size * sizeof(float));
+  }
+  count_ = stream_count_ * keep;
+}
+
+// Adds a layer's attention and its MLP to the residual stream.
+void Prompt::finish(const Layer& layer) {
   const int64_t hidden = model_.hidden_size, inner = layer.down.columns;
   const float scale = float(model_.residual_scale);
   for_each_block([&](int64_t first, int64_t size) {
-    multiply(layer.out, attended + first * layer.out.columns, size, attention_delta_.data(), hidden, threads_);
+    multiply(layer.out, attended_.at(first * layer.out.columns), size, attention_delta_.data(), hidden, threads_);
     for_each_token(size, [&](int64_t i, const Worker& worker) {
       float *x = x_.at((first + i) * hidden), *scratch = scratch_.at(worker.index * hidden);
       const float* delta = attention_delta_.at(i * hidden);
@@ -131,44 +195,45 @@ void Prompt::finish(int64_t index, const float* attended) {
   });
 }
 
-void Prompt::output(const int64_t* chosen, int64_t count, float* logits) {
+void Prompt::output(float* logits) {
   const int64_t hidden = model_.hidden_size, vocabulary = model_.vocab_size;
-  for (int64_t first = 0; first < count; first += kBlock) {
-    const int64_t size = std::min(kBlock, count - first);
+  for_each_block([&](int64_t first, int64_t size) {
     float* block = logits + first * vocabulary;
     for_each_token(size, [&](int64_t i, const Worker&) {
-      apply_norm(model_.norm, x_.at(chosen[first + i] * hidden), hidden, normed_.at(i * hidden));
+      apply_norm(model_.norm, x_.at((first + i) * hidden), hidden, normed_.at(i * hidden));
     });
     multiply(model_.output, normed_.data(), size, block, vocabulary, threads_);
     for_each_token(size, [&](int64_t i, const Worker&) {
       scale_logits(model_, {0, vocabulary}, block + i * vocabulary);
     });
+  });
+}
+
+// Advances the token counters, of which several groups may share one.
+void Prompt::advance() {
+  for (int64_t stream = 0; stream < stream_count_; ++stream) {
+    const int64_t seen = indices_[stream * new_tokens_] + new_tokens_;
+    for (int64_t group = 0; group < groups_; ++group) *streams_[stream].slots[group].seen = seen;
   }
-  x_ = Buffer<float>();  // as large as the prompt, which may have been long
 }
 
 extern "C" {
 
-void* h2o_prompt_open(const Model* model) { return new Prompt(*model); }
-
-void h2o_prompt_close(void* prompt) { delete static_cast<Prompt*>(prompt); }
-
-// The functions below return 0, or 1 if out of memory.
-
-int64_t h2o_prompt_begin(void* prompt, const int64_t* tokens, const int32_t* indices, int64_t count, int64_t threads) {
-  return fails([&] { static_cast<Prompt*>(prompt)->begin(tokens, indices, count, threads); });
-}
-
-int64_t h2o_prompt_project(void* prompt, int64_t layer, float* query, float* key, float* value) {
-  return fails([&] { static_cast<Prompt*>(prompt)->project(layer, query, key, value); });
-}
-
-int64_t h2o_prompt_finish(void* prompt, int64_t layer, const float* attended) {
-  return fails([&] { static_cast<Prompt*>(prompt)->finish(layer, attended); });
-}
-
-int64_t h2o_prompt_output(void* prompt, const int64_t* chosen, int64_t count, float* logits) {
-  return fails([&] { static_cast<Prompt*>(prompt)->output(chosen, count, logits); });
+// Takes `new_tokens` of each of `count` streams through a model, and evicts; see `Prompt`. `chunk` 0 is for all tokens.
+// Tokens must be in the vocabulary; those in `streams` are ignored. Tables of rotations must reach the distances of as
+// many tokens as there are in all slots and in a chunk.
+//
+// Returns 0; 1 if out of memory, when the slots are undefined; 2 if there are too few slots, with nothing changed.
+int64_t h2o_forward(const Model* model, const Stream* streams, int64_t count, const int64_t* tokens, int64_t new_tokens,
+                    int64_t chunk, const int64_t* limits, int64_t keep, float* logits, int64_t threads) {
+  try {
+    Prompt prompt(*model, streams, count, new_tokens, chunk, limits, threads);
+    if (!prompt.fits()) return 2;
+    prompt.run(tokens, keep, logits);
+    return 0;
+  } catch (const std::exception&) {
+    return 1;
+  }
 }
 
 }  // extern "C"

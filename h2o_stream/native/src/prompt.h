@@ -1,7 +1,7 @@
-// A prompt, from token ids to logits, except for the attention of its layers: that belongs to the cache (prefill.h).
+// Several new tokens of each stream, from token ids to logits.
 //
-// The caller alternates: `begin`, then for every layer `project` and `finish` with the attention of what was projected,
-// then `output`. Every matrix is read once for a block of tokens.
+// The layers follow one another: queries, keys and values of all tokens, attention and eviction (prefill.h), then the
+// rest of the layer. Every matrix is read once for a block of tokens.
 
 #pragma once
 
@@ -9,36 +9,56 @@
 
 #include "matrix.h"
 #include "norm_rope.h"
+#include "prefill.h"
 
 class Prompt {
  public:
-  explicit Prompt(const Model& model) : model_(model) {}
+  // `new_tokens` of each of `count` streams, with evictions after every `chunk` of them. `limits` is [count][groups of
+  // all layers][chunks]: the tokens that a group may hold after each chunk.
+  Prompt(const Model& model, const Stream* streams, int64_t count, int64_t new_tokens, int64_t chunk,
+         const int64_t* limits, int64_t threads);
 
-  // Embeds `count` tokens; `indices` are their token indices.
-  void begin(const int64_t* tokens, const int32_t* indices, int64_t count, int64_t threads);
+  // Whether there are slots for all tokens to keep.
+  bool fits();
 
-  // Writes what a layer attends with: query [count][Hq][D], key [count][Hkv][D], value [count][Hkv][value size].
-  void project(int64_t layer, float* query, float* key, float* value);
-
-  // Adds a layer's attention [count][Hq * value size] and its MLP to the residual stream.
-  void finish(int64_t layer, const float* attended);
-
-  // Writes the logits [count][vocab_size] of the tokens with these numbers.
-  void output(const int64_t* chosen, int64_t count, float* logits);
+  // Takes `tokens` [count][new_tokens] through the model. Writes logits [count][keep][vocab_size], those of the last
+  // `keep` tokens of each stream.
+  void run(const int64_t* tokens, int64_t keep, float* logits);
 
  private:
-  void reserve(int64_t count, int64_t threads);
+  void reserve();
+  void embed(const int64_t* tokens);
+  void project(const Layer& layer);
+  void drop_all_but(int64_t keep);
+  void finish(const Layer& layer);
+  void output(float* logits);
+  void advance();
+
+  prefill::LayerSlots slots_of(const Layer& layer);
+  prefill::NewTokens tokens_of(const Layer& layer);
+
+  // Calls `body(first, size)` for every block of tokens.
   template <class Body>
   void for_each_block(Body body) const;
+  // Calls `body(index, worker)` for every token of a block.
   template <class Body>
   void for_each_token(int64_t size, Body body) const;
 
-  const Model model_;
-  int64_t count_ = 0, threads_ = 1;
-  int64_t qkv_size_ = 0, inner_ = 0;                                     // maximum over layers
-  Buffer<float> x_;                                                      // the residual stream [count][hidden_size]
-  Buffer<int32_t> indices_;                                              // [count]
+  const Model& model_;
+  const Stream* streams_;
+  const int64_t stream_count_, new_tokens_, chunk_;
+  const int64_t* limits_;
+  const int64_t threads_;
+  int64_t count_;                               // tokens in the residual stream
+  std::vector<const Slots*> slots_;             // of the current layer, by stream
+  std::vector<int64_t> counts_;                 // new tokens, by stream
+  int64_t strides_[9];                          // of the current layer's query, key and value
+  int64_t groups_, qkv_size_ = 0, inner_ = 0;   // groups of all layers; maxima over layers
+
+  Buffer<float> x_;                                                       // the residual stream [tokens][hidden_size]
+  Buffer<float> query_, key_, value_, attended_;                          // [tokens][heads][size]
+  Buffer<int32_t> indices_;                                               // [tokens]: token indices
   Buffer<float> normed_, qkv_, attention_delta_, gate_, up_, mlp_delta_;  // of a block
-  Buffer<float> scratch_;                                                // [threads][hidden_size]
-  std::vector<Angles> angles_;                                           // [threads]
+  Buffer<float> scratch_;                                                 // [threads][hidden_size]
+  std::vector<Angles> angles_;                                            // [threads]
 };

@@ -1,0 +1,107 @@
+"""`Stepper` between tensors, in place of the forward of an attached model."""
+
+from __future__ import annotations
+
+from typing import Any, cast
+
+import numpy
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from h2o_stream.cache.h2o_cache import H2OCache
+from h2o_stream.cache.tolerance import error_of, tolerance_of
+from h2o_stream.errors import H2OStreamError
+from h2o_stream.native.stepper import Stepper
+
+
+class TensorStepper:
+    """A stepper that takes and gives tensors; see `h2o_stream.attachment.forward.Stepper`.
+
+    Args:
+        stepper: takes the tokens.
+    """
+
+    def __init__(self, stepper: Stepper) -> None:
+        self._stepper = stepper
+        self.cache, self.model, self.takes_prompts = stepper.cache, stepper.model, stepper.takes_prompts
+
+    @property
+    def why_not(self) -> str:
+        """See `Stepper`."""
+        return self._stepper.why_not
+
+    def logits(self, kwargs: dict[str, Any]) -> Tensor | None:
+        """See `h2o_stream.attachment.forward.Stepper`."""
+        tokens = kwargs["input_ids"]
+        if tokens.shape[1] == 1 and self.cache.tokens.lengths:
+            logits = self.run(tokens)
+        else:
+            logits = self.run_prompt(tokens, kwargs.get("logits_to_keep", 0))
+        return None if logits is None else self.as_models_own(logits)
+
+    def as_models_own(self, logits: Tensor) -> Tensor:
+        """Logits in the dtype that the model's are in."""
+        return logits.to(getattr(torch, self.model.description.logits_dtype))
+
+    def run(self, tokens: Tensor, trace: Tensor | None = None) -> Tensor | None:
+        """See `Stepper.step`: tokens [B, 1] int64 or int32 to [B, 1, V] float32."""
+        ids = _ids(tokens)
+        logits = None if ids is None else self._stepper.step(ids[:, 0], trace)
+        return None if logits is None else torch.from_numpy(logits)
+
+    def run_prompt(self, tokens: Tensor, keep: int = 0) -> Tensor | None:
+        """See `Stepper.prompt`: tokens [B, Q] int64 or int32 to [B, keep or Q, V] float32."""
+        ids = _ids(tokens)
+        logits = None if ids is None else self._stepper.prompt(ids, keep)
+        return None if logits is None else torch.from_numpy(logits)
+
+
+def _ids(tokens: Tensor) -> NDArray[numpy.int64] | None:
+    """Token ids on the CPU as an array of numpy; None if these are none."""
+    if tokens.device.type != "cpu" or tokens.dtype not in (torch.int64, torch.int32):
+        return None
+    return tokens.numpy().astype(numpy.int64, copy=False)
+
+
+class CheckedStepper:
+    """Does every step eagerly, too, and raises where they differ."""
+
+    takes_prompts = False
+
+    def __init__(self, stepper: TensorStepper, model: Any) -> None:
+        self._stepper, self._model, self._forward = stepper, model, model.forward
+
+    def logits(self, kwargs: dict[str, Any]) -> Tensor | None:
+        """See `TensorStepper.logits`.
+
+        Raises:
+            H2OStreamError: naming the first layer after which the residual streams differ.
+        """
+        cache, tokens = cast(H2OCache, self._stepper.cache), kwargs["input_ids"]
+        if not cache.tokens.lengths:
+            return None
+        model = self._stepper.model
+        number, before = cache.stream_number, cache.state_dict()
+        eager = self._forward(**kwargs, output_hidden_states=True)
+        cache.load_state_dict(before)
+        cache.stream_number = number  # it is the same stream
+        shape = len(model.layers) + 1, len(tokens), model.struct.hidden_size
+        trace = torch.empty(shape, dtype=torch.float32, device="cpu")
+        logits = self._stepper.run(tokens, trace)
+        if logits is None:
+            return None
+        tolerance = tolerance_of(self._model)
+        for number, (ours, theirs) in enumerate(zip(trace[:-1], eager.hidden_states, strict=False)):
+            if not error_of(ours, theirs[:, -1]) < tolerance:
+                where = f"layer {number - 1}" if number else "the embedding"
+                raise H2OStreamError(
+                    f"after {where} the native step is off by {error_of(ours, theirs[:, -1]):.1e} of the rms, "
+                    f"at most {tolerance:.0e} is rounding; use --engine eager"
+                )
+        if not error_of(logits, eager.logits) < tolerance:
+            raise H2OStreamError(
+                f"logits of the native step are off by {error_of(logits, eager.logits):.1e} of their rms, at most "
+                f"{tolerance:.0e} is rounding; use --engine eager"
+            )
+        return self._stepper.as_models_own(logits)

@@ -1,0 +1,25 @@
+"""How many threads native code uses: as many as torch."""
+
+from __future__ import annotations
+
+import os
+import sys
+
+import psutil
+
+
+def num_threads() -> int:
+    """The number that torch is set to; where it is not loaded, what it would be: OMP_NUM_THREADS or the cores."""
+    torch = sys.modules.get("torch")
+    if torch is not None:
+        threads: int = torch.get_num_threads()
+        return threads
+    wanted = os.environ.get("OMP_NUM_THREADS", "")
+    if wanted.isdecimal() and int(wanted):
+        return int(wanted)
+    return min(psutil.cpu_count(logical=False) or 1, _usable_processors())
+
+
+def _usable_processors() -> int:
+    """Processors that this process may use; several of them can share a core."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
