@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from h2o_stream.models.gguf import GgufFile
+from h2o_stream.models.gguf import GgufFile, gguf_parts
 from h2o_stream.models.other_tools import is_gguf
 
 _SAMPLE_BYTES = 4096
@@ -35,9 +35,16 @@ def model_identity(model: Path | GgufFile) -> str:
     """
     path = model.path if isinstance(model, GgufFile) else model
     if not path.is_dir():
-        return _digest(path, model if isinstance(model, GgufFile) else None).hex()[:16]
+        gguf = model if isinstance(model, GgufFile) else None
+        first, *others = (_digest(part, gguf) for part in gguf_parts(path))
+        return (hashlib.sha256(b"".join((first, *others))).digest() if others else first).hex()[:16]
     files = sorted(file for file in path.iterdir() if file.suffix in _CONFIGS + _WEIGHTS)
     return hashlib.sha256(b"".join(file.name.encode() + _digest(file) for file in files)).hexdigest()[:16]
+
+
+def content_identity(path: Path) -> str:
+    """The same of a GGUF file, whenever it was last changed."""
+    return _hashed(path, None, f"{path.stat().st_size}").hex()[:16]
 
 
 def _digest(path: Path, gguf: GgufFile | None = None) -> bytes:
@@ -45,13 +52,18 @@ def _digest(path: Path, gguf: GgufFile | None = None) -> bytes:
     stat = path.stat()
     key = (stat.st_dev, stat.st_ino, stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns)
     if key not in _digests:
-        digest = hashlib.sha256(f"{stat.st_size} {stat.st_mtime_ns}".encode())
-        with path.open("rb") as file:
-            for start, count in _covered(path, file, stat.st_size, gguf):
-                file.seek(start)
-                digest.update(file.read(count))
-        _digests[key] = digest.digest()
+        _digests[key] = _hashed(path, gguf, f"{stat.st_size} {stat.st_mtime_ns}")
     return _digests[key]
+
+
+def _hashed(path: Path, gguf: GgufFile | None, begin: str) -> bytes:
+    """The digest of a text and of what `_covered` gives."""
+    digest = hashlib.sha256(begin.encode())
+    with path.open("rb") as file:
+        for start, count in _covered(path, file, path.stat().st_size, gguf):
+            file.seek(start)
+            digest.update(file.read(count))
+    return digest.digest()
 
 
 def _covered(path: Path, file: BinaryIO, size: int, gguf: GgufFile | None) -> Iterator[tuple[int, int]]:
@@ -62,7 +74,8 @@ def _covered(path: Path, file: BinaryIO, size: int, gguf: GgufFile | None) -> It
     if gguf is None and is_gguf(path):
         gguf = GgufFile(path)
     if gguf is not None:
-        spans = [(tensor.offset, tensor.nbytes) for tensor in gguf.tensors.values()]
+        part = gguf_parts(path).index(path)
+        spans = [(tensor.offset, tensor.nbytes) for tensor in gguf.tensors.values() if tensor.part == part]
     else:
         spans = _safetensors_spans(file, size) if path.suffix == ".safetensors" else []
     yield 0, min((start for start, _ in spans), default=_SAMPLE_BYTES)

@@ -6,6 +6,7 @@ from pathlib import Path
 
 from h2o_stream.config import DEFAULT_MODEL
 from h2o_stream.errors import ModelNotFoundError
+from h2o_stream.models.gguf import gguf_parts
 from h2o_stream.models.hub import fetch
 from h2o_stream.models.other_tools import is_gguf, ollama_file
 from h2o_stream.progress import ProgressCallback, ignore
@@ -39,7 +40,8 @@ def find(name: str, offline: bool, progress: ProgressCallback = ignore) -> str:
         return _folder(path, name)
     repo, colon, file = name.partition(":")
     if colon and file.endswith(".gguf"):
-        return str(fetch(repo, file, offline, progress))
+        first, *_ = [fetch(repo, str(part), offline, progress) for part in gguf_parts(Path(file))]
+        return str(first)
     if name.endswith(".gguf") or name.startswith((".", "/", "~")) or name.count("/") > 1:
         raise ModelNotFoundError(f"{name} does not exist; --model takes a folder, a .gguf file or a Hub id")
     fetch(name, "config.json", offline)
@@ -69,14 +71,19 @@ def gguf_file(name: str) -> Path | None:
     if name == DEFAULT_MODEL:
         return wheel_file(EMBEDDED_WHEEL, ".gguf")
     path = ollama_file(name) or Path(name).expanduser()
-    files = sorted(path.glob("*.gguf")) if path.is_dir() else [path]
+    files = _gguf_models(path) if path.is_dir() else [path]
     return files[0] if len(files) == 1 and is_gguf(files[0]) else None
+
+
+def _gguf_models(folder: Path) -> list[Path]:
+    """The GGUF files of a folder, of split ones the first."""
+    return sorted({gguf_parts(path)[0] for path in folder.glob("*.gguf")})
 
 
 def _folder(path: Path, name: str) -> str:
     if (path / "config.json").is_file():
         return str(path)
-    files = sorted(path.glob("*.gguf"))
+    files = _gguf_models(path)
     if len(files) == 1:
         return str(files[0])
     what = f"{len(files)} .gguf files, name one of them" if files else "neither a config.json nor a .gguf file"

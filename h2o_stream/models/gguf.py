@@ -1,67 +1,92 @@
 """Reads GGUF files in place: metadata and memory-mapped tensors.
 
-`gguf_header` parses the header, `gguf_export` converts it for transformers, and `gguf_names` maps tensors to weights.
+`gguf_header` parses the header, `gguf_tokenizer` and `gguf_export` convert it, `gguf_names` maps tensors to weights.
 """
 
 from __future__ import annotations
 
 import mmap
-import warnings
+import re
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
-import torch
 from gguf import GGMLQuantizationType
-from torch import Tensor
 
 from h2o_stream.errors import ModelNotFoundError, UnsupportedModelError
 from h2o_stream.models.gguf_header import (
     DamagedError,
     GgufTensor,
     Header,
+    SkippedArray,
     UnknownTypeError,
     alignment_of,
     architecture_of,
+    read_array,
 )
+
+_PART = re.compile(r"(.+)-\d{5}-of-(\d{5})\.gguf")
+"""How llama.cpp names the files of a split model."""
 
 FLOAT_TYPES = frozenset({GGMLQuantizationType.F32, GGMLQuantizationType.F16, GGMLQuantizationType.BF16})
 """Types that store plain floating-point numbers, without blocks."""
 
 
 class GgufFile:
-    """A memory-mapped GGUF file; opening it reads only the header.
+    """A memory-mapped GGUF file, or the files that one was split into; opening it reads only the headers.
 
     The metadata are strings, numbers, short lists of numbers, and `SkippedArray` for other arrays; tensors are in file
     order. The architecture is llama.cpp's name of it.
 
+    Args:
+        path: of the file, or of any part of a split one (`gguf_parts`).
+
     Raises:
-        ModelNotFoundError: the file is unreadable or damaged.
-        UnsupportedModelError: a tensor type is unknown, or the file is part of a split model.
+        ModelNotFoundError: a file is missing, unreadable or damaged.
+        UnsupportedModelError: a tensor type is unknown.
     """
 
     def __init__(self, path: Path) -> None:
-        self.path = path
+        self.path, *others = gguf_parts(path)
+        self.tensors: dict[str, GgufTensor] = {}
+        self._maps: list[mmap.mmap] = []
+        self.metadata, self._spans = self._open(self.path)
         try:
-            self._map, size = _map_file(path)
-            header = Header(self._map, size)
-            self.metadata, self._spans = header.metadata()
             self.architecture = architecture_of(self.metadata)
-            self.tensors = header.tensors(alignment_of(self.metadata))
+        except DamagedError as error:
+            raise self.damaged(str(error)) from None
+        if (count := self.metadata.get("split.count", 1)) not in (0, 1 + len(others)):
+            raise self.damaged(
+                f"it is one of {count} files of a model, which have to be named like model-00001-of-{count:05}.gguf"
+            )
+        for other in others:
+            self._open(other)
+
+    def _open(self, path: Path) -> tuple[dict[str, Any], dict[str, tuple[int, int]]]:
+        """Map a file and add its tensors. Returns its metadata and where they are."""
+        try:
+            data, size = _map_file(path)
+            header = Header(data, size)
+            metadata, spans = header.metadata()
+            tensors = header.tensors(alignment_of(metadata))
+            if twice := tensors.keys() & self.tensors.keys():
+                raise DamagedError(f"tensor {min(twice)} is in another part, too")
         except DamagedError as error:
             reason = " ".join(str(error).split())  # names in the file may have line breaks
-            raise self.damaged(reason) from None
+            raise _damaged(path, reason) from None
         except UnknownTypeError as error:
             raise UnsupportedModelError(f"{path} cannot be served: {error}") from None
         except OSError as error:
             raise ModelNotFoundError(f"{path} cannot be read: {error.strerror or error}") from error
-        if isinstance(parts := self.metadata.get("split.count", 1), int) and parts > 1:
-            raise UnsupportedModelError(
-                f"{path} is one of {parts} files of a model; join them with llama-gguf-split --merge"
-            )
+        part = len(self._maps)
+        self._maps.append(data)
+        self.tensors |= {name: replace(tensor, part=part) for name, tensor in tensors.items()}
+        return metadata, spans
 
     def damaged(self, reason: str) -> ModelNotFoundError:
         """The exception for a file that does not make sense."""
-        return ModelNotFoundError(f"{self.path} is damaged or not readable as GGUF: {reason}")
+        return _damaged(self.path, reason)
 
     @property
     def quantized(self) -> bool:
@@ -73,22 +98,47 @@ class GgufFile:
         """Size of all tensors in the file."""
         return sum(tensor.nbytes for tensor in self.tensors.values())
 
-    def blocks(self, tensor: GgufTensor) -> Tensor:
+    def array(self, key: str) -> list[Any]:
+        """All items of an array in the metadata, however long; none if the file has no such key.
+
+        Raises:
+            ModelNotFoundError: it is not an array, or a string in it is not UTF-8.
+        """
+        value = self.metadata.get(key, [])
+        try:
+            items = read_array(self._maps[0], value) if isinstance(value, SkippedArray) else value
+        except DamagedError as error:
+            raise self.damaged(f"{key}: {error}") from None
+        if not isinstance(items, list):
+            raise self.damaged(f"{key} is {items!r}, not an array")
+        return items
+
+    def blocks(self, tensor: GgufTensor) -> np.ndarray[Any, Any]:
         """The bytes of a tensor, [nbytes] uint8: a read-only view of the mapped file."""
-        view = np.frombuffer(self._map, np.uint8, tensor.nbytes, tensor.offset)
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", UserWarning)  # numpy array is not writable
-            return torch.from_numpy(view)
+        return np.frombuffer(self._maps[tensor.part], np.uint8, tensor.nbytes, tensor.offset)
 
     def release(self, tensor: GgufTensor) -> None:
         """Release the memory pages of a tensor; later reads load them from the file again."""
         if hasattr(mmap, "MADV_DONTNEED"):
             start = tensor.offset // mmap.PAGESIZE * mmap.PAGESIZE
-            self._map.madvise(mmap.MADV_DONTNEED, start, tensor.offset + tensor.nbytes - start)
+            self._maps[tensor.part].madvise(mmap.MADV_DONTNEED, start, tensor.offset + tensor.nbytes - start)
 
     def raw_bytes(self, key: str) -> bytes:
         """The bytes of a key and its value in the file."""
-        return self._map[slice(*self._spans[key])]
+        return self._maps[0][slice(*self._spans[key])]
+
+
+def gguf_parts(path: Path) -> list[Path]:
+    """The files of a model in order, from the name of one: model-00001-of-00003.gguf has two others."""
+    named = _PART.fullmatch(path.name)
+    if named is None:
+        return [path]
+    stem, count = named[1], int(named[2])
+    return [path.with_name(f"{stem}-{number:05}-of-{count:05}.gguf") for number in range(1, count + 1)] or [path]
+
+
+def _damaged(path: Path, reason: str) -> ModelNotFoundError:
+    return ModelNotFoundError(f"{path} is damaged or not readable as GGUF: {reason}")
 
 
 def _map_file(path: Path) -> tuple[mmap.mmap, int]:

@@ -58,14 +58,15 @@ def check_sizes(file: GgufFile) -> None:
     """Check that sizes in the metadata are consistent with the tensors, before allocating anything.
 
     Raises:
-        ModelNotFoundError: a size is 0, or larger than any dimension of the tensors.
+        ModelNotFoundError: a size is 0 that must not be, or larger than any dimension of the tensors.
     """
     largest_dim = max((size for tensor in file.tensors.values() for size in tensor.shape), default=0)
     for key in ("block_count", *_DIMENSIONS):
         limit = len(file.tensors) if key == "block_count" else largest_dim
         value = _read_metadata(file, key)
         for size in value if isinstance(value, list) else [] if value is None else [value]:
-            if type(size) is not int or not (isinstance(value, list) or size) or not 0 <= size <= limit:
+            least = 0 if isinstance(value, list) or key.startswith("expert_") else 1  # no experts, or none in a layer
+            if type(size) is not int or not least <= size <= limit:
                 raise file.damaged(f"{file.architecture}.{key} is {size!r}, not a number from 1 to {limit}")
 
 
@@ -172,7 +173,7 @@ def _llama3(file: GgufFile, theta: float, dims: int) -> dict[str, Any]:
     tensor = file.tensors[_ROPE_FACTORS]
     if tensor.type != GGMLQuantizationType.F32 or tensor.shape != (dims // 2,):
         raise _unsupported(file, f"RoPE factors of shape {tensor.shape}, not ({dims // 2},)")
-    factors = file.blocks(tensor).numpy().view(np.float32)
+    factors = file.blocks(tensor).view(np.float32)
     if np.all(factors == 1):
         return {}
     factor = float(factors.max())

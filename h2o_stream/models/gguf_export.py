@@ -13,6 +13,7 @@ import struct
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import Any
 
 from filelock import FileLock, Timeout
 from gguf import GGMLQuantizationType, GGUFValueType
@@ -23,7 +24,7 @@ from h2o_stream.models.gguf import GgufFile
 from h2o_stream.models.gguf_header import SkippedArray
 from h2o_stream.resources import atomic_folder, cache_folder
 
-_FORMAT = 2
+_FORMAT = 3
 """Incremented when the exported files change."""
 
 _MAX_FOLDERS = 50
@@ -90,22 +91,19 @@ def _folder_locked(path: Path, on_wait: Callable[[], None]) -> Iterator[None]:
 
 def _export(file: GgufFile, target: Path) -> None:
     """Let transformers convert the header, and save the results."""
-    from transformers import AutoConfig, GenerationConfig, PreTrainedTokenizerFast
+    from transformers import AutoConfig, GenerationConfig
     from transformers.integrations.gguf import GGUF_CONFIG_ARCHS
 
     from h2o_stream.models.gguf_config import check_rope, check_sizes, correct_config, end_token_ids
-    from h2o_stream.models.gguf_pretokenizer import correct_pre_tokenizer
 
     check_sizes(file)
     check_rope(file)
-    full, short = target / "full.gguf", target / "short.gguf"
-    full.write_bytes(_header(file, short=False))
+    short = target / "short.gguf"
     short.write_bytes(_header(file, short=file.architecture not in GGUF_CONFIG_ARCHS))
     try:
         with _quiet_transformers():
             config = correct_config(AutoConfig.from_pretrained(target, gguf_file=short.name), file)
-            tokenizer = PreTrainedTokenizerFast.from_pretrained(target, gguf_file=full.name)
-            correct_pre_tokenizer(tokenizer.backend_tokenizer, file)
+            tokenizer = _tokenizer(file, target)
             generation = GenerationConfig.from_model_config(config)
     except H2OStreamError:
         raise
@@ -114,13 +112,30 @@ def _export(file: GgufFile, target: Path) -> None:
         if "architecture" in reason or "model type" in reason:
             raise UnsupportedModelError(f"{file.path.name} cannot be served: {reason}") from error
         raise file.damaged(reason) from error
-    full.unlink()
     short.unlink()
     generation.eos_token_id = end_token_ids(file)
     config.save_pretrained(target)
     generation.save_pretrained(target)
     tokenizer.save_pretrained(target)
     _remove_added_tokens(target / "tokenizer.json", file.metadata[_TOKENS].count)
+
+
+def _tokenizer(file: GgufFile, folder: Path) -> Any:
+    """The tokenizer, of a class of transformers. It is converted by `gguf_tokenizer`, or else through the folder."""
+    from transformers import PreTrainedTokenizerFast
+
+    from h2o_stream.models.gguf_tokenizer import NAMED_TOKENS, byte_level_tokenizer
+
+    if tokenizer := byte_level_tokenizer(file):
+        special = dict.fromkeys(NAMED_TOKENS) | tokenizer.special_tokens_map
+        return PreTrainedTokenizerFast(
+            tokenizer_object=tokenizer.backend_tokenizer, chat_template=tokenizer.chat_template, **special
+        )
+    full = folder / "full.gguf"
+    full.write_bytes(_header(file, short=False))
+    converted = PreTrainedTokenizerFast.from_pretrained(folder, gguf_file=full.name)
+    full.unlink()
+    return converted
 
 
 def _remove_added_tokens(path: Path, count: int) -> None:

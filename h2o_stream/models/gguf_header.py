@@ -45,21 +45,23 @@ _FORMATS = {
 
 @dataclass(frozen=True)
 class GgufTensor:
-    """A tensor's location in its file: shape in torch's order, rows first, and bytes from the start of the file."""
+    """A tensor's location: shape in torch's order, rows first, bytes from the start of its file, number of the file."""
 
     name: str
     type: GGMLQuantizationType
     shape: tuple[int, ...]
     offset: int
     nbytes: int
+    part: int = 0
 
 
 @dataclass(frozen=True)
 class SkippedArray:
-    """A long array in the metadata that was not parsed, such as the vocabulary."""
+    """A long array in the metadata that was not parsed, such as the vocabulary, and where its items start."""
 
     type: GGUFValueType
     count: int
+    offset: int
 
 
 class DamagedError(Exception):
@@ -140,14 +142,13 @@ class Header:
             raise DamagedError(f"{key} is an array of arrays")
         if kind == GGUFValueType.STRING:
             count = self._count(_MAX_ITEMS, _LENGTH.size, f"strings in {key}")
+            array = SkippedArray(kind, count, self._offset)
             self._skip_strings(count, key)
-            return SkippedArray(kind, count)
-        values = struct.Struct(f"<{_FORMATS[kind]}")
-        count = self._count(_MAX_ITEMS, values.size, f"values in {key}")
-        start = self._advance(count * values.size, key)
-        if count > _MAX_PARSED_ITEMS:
-            return SkippedArray(kind, count)
-        return [value for (value,) in values.iter_unpack(self._data[start : self._offset])]
+            return array
+        width = struct.calcsize(f"<{_FORMATS[kind]}")
+        count = self._count(_MAX_ITEMS, width, f"values in {key}")
+        array = SkippedArray(kind, count, self._advance(count * width, key))
+        return array if count > _MAX_PARSED_ITEMS else read_array(self._data, array)
 
     def _skip_strings(self, count: int, key: str) -> None:
         data, at, last, unpack = self._data, self._offset, self._size - _LENGTH.size, _LENGTH.unpack_from
@@ -197,6 +198,25 @@ class Header:
             raise DamagedError(f"{what} ends at {start + count}, the file at {self._size}")
         self._offset = start + count
         return start
+
+
+def read_array(data: mmap, array: SkippedArray) -> list[Any]:
+    """The items of an array that a `Header` has skipped.
+
+    Raises:
+        DamagedError: a string is not UTF-8.
+    """
+    if array.type != GGUFValueType.STRING:
+        return list(struct.unpack_from(f"<{array.count}{_FORMATS[array.type]}", data, array.offset))
+    at, unpack, strings = array.offset, _LENGTH.unpack_from, list[str]()
+    try:
+        for _ in range(array.count):
+            start = at + _LENGTH.size
+            at = start + unpack(data, at)[0]
+            strings.append(data[start:at].decode())
+    except UnicodeDecodeError as error:
+        raise DamagedError(f"string {len(strings)} is not UTF-8 at byte {start + error.start}") from None
+    return strings
 
 
 def _nbytes(name: str, kind: GGMLQuantizationType, shape: tuple[int, ...]) -> int:

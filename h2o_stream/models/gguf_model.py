@@ -71,8 +71,10 @@ def _load_tiles(file: GgufFile, weight: Weight, kind: MatrixKind, pages: HugePag
     rows, columns = weight.shape
     tiles = pages.take(tiles_shape(kind, rows, columns))
     if weight.same_rows:
-        return repack(file.blocks(weight.tensor), weight.tensor.type, kind, rows, columns, weight.order, tiles)
-    return pack(weight.values().contiguous(), kind, tiles)
+        repack(file.blocks(weight.tensor), weight.tensor.type, kind, rows, columns, weight.order, tiles)
+    else:
+        pack(weight.values().contiguous(), kind, tiles)
+    return tiles
 
 
 class _LazyWeight:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import re
+import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from types import SimpleNamespace
@@ -67,7 +68,7 @@ def model_weights(file: GgufFile, model: nn.Module) -> list[Weight]:
     """
     source = _Source(file, model)
     tensors_by_weight: dict[str, list[GgufTensor]] = {}
-    for tensor in sorted(file.tensors.values(), key=lambda tensor: tensor.offset):
+    for tensor in sorted(file.tensors.values(), key=lambda tensor: (tensor.part, tensor.offset)):
         if name := source.name(tensor):
             tensors_by_weight.setdefault(name, []).append(tensor)
         elif not _NOT_WEIGHTS.fullmatch(tensor.name):
@@ -84,6 +85,13 @@ def model_weights(file: GgufFile, model: nn.Module) -> list[Weight]:
         for name, tensors in tensors_by_weight.items()
         if name in needed
     ]
+
+
+def block_tensor(file: GgufFile, tensor: GgufTensor) -> Tensor:
+    """`GgufFile.blocks` for torch, which must not write to it."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)  # numpy array is not writable
+        return torch.from_numpy(file.blocks(tensor))
 
 
 def _is_weight(model: nn.Module, name: str) -> bool:
@@ -147,11 +155,10 @@ class _Source:
 
     def values(self, tensor: GgufTensor) -> Tensor:
         """The elements of a tensor as stored in the file, float32."""
-        blocks = self.file.blocks(tensor)
         dtype = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}.get(tensor.type.name)
         if dtype:
-            return blocks.view(dtype).view(tensor.shape).float()
-        rows = blocks.numpy().reshape(-1, tensor.nbytes // math.prod(tensor.shape[:-1]))
+            return block_tensor(self.file, tensor).view(dtype).view(tensor.shape).float()
+        rows = self.file.blocks(tensor).reshape(-1, tensor.nbytes // math.prod(tensor.shape[:-1]))
         try:
             return torch.from_numpy(dequantize(rows, tensor.type)).view(tensor.shape)
         except NotImplementedError as error:

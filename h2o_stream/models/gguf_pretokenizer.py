@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from tokenizers import Regex, Tokenizer, pre_tokenizers
+from tokenizers import Regex, pre_tokenizers
 
 from h2o_stream.errors import UnsupportedModelError
 from h2o_stream.models.gguf import GgufFile
@@ -19,7 +19,7 @@ _PUNCTUATION = r"[\p{P}\$\+<=>\^~\|`]+"
 _SPACES = r"\s*[\r\n]+|\s+(?!\S)|\s+"
 _CONTRACTIONS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
 _CL100K = rf"{_CONTRACTIONS}|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|%s| ?[^\s\p{{L}}\p{{N}}]+[\r\n]*|{_SPACES}"
-_LLAMA3, _QWEN2 = _CL100K % _THREE_DIGITS, _CL100K % _DIGIT
+_LLAMA3, QWEN2 = _CL100K % _THREE_DIGITS, _CL100K % _DIGIT
 _QWEN35 = (
     rf"{_CONTRACTIONS}|[^\r\n\p{{L}}\p{{N}}]?[\p{{L}}\p{{M}}]+|\p{{N}}| ?[^\s\p{{L}}\p{{M}}\p{{N}}]+[\r\n]*|{_SPACES}"
 )
@@ -40,7 +40,7 @@ _SPLITS: dict[tuple[str, ...], str] = {
     (_DIGIT, _GPT2): "smollm starcoder refact command-r codeshell exaone minerva-7b mellum2",
     (_LLAMA3,): "llama3 llama-v3 llama-bpe falcon3 falcon-h1 pixtral midm-2.0 lfm2 jina-v5-nano dbrx smaug-bpe glm4 "
     "chatglm-bpe",
-    (_QWEN2,): "qwen2 deepseek-r1-qwen kormo f2llmv2 megrez stablelm2 hunyuan solar-open grok-2",
+    (QWEN2,): "qwen2 deepseek-r1-qwen kormo f2llmv2 megrez stablelm2 hunyuan solar-open grok-2",
     (_QWEN35,): "qwen35",
     (_TEKKEN,): "tekken",
     (_GPT4O,): "gpt-4o llama4 kanana2 talkie minimax-m2",
@@ -56,15 +56,16 @@ _REGEXES = {name: regexes for regexes, names in _SPLITS.items() for name in name
 _IGNORE_MERGES = frozenset(_SPLITS[_LLAMA3,].split()) - {"dbrx", "smaug-bpe", "glm4", "chatglm-bpe"} | {"tekken"}
 """Pieces that are tokens are not merged from bytes."""
 
+BYTES = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+"""Writes the bytes of text in letters that stand for them."""
 
-def correct_pre_tokenizer(tokenizer: Tokenizer, file: GgufFile) -> None:
-    """Make a tokenizer that transformers has made from a file split text as the file says, in place.
+
+def pre_tokenizer(file: GgufFile) -> tuple[pre_tokenizers.PreTokenizer, bool]:
+    """How a file's tokenizer splits text, and whether pieces that are tokens are not merged from bytes.
 
     Raises:
         UnsupportedModelError: the file names no pre-tokenizer, or an unknown one.
     """
-    if file.metadata.get("tokenizer.ggml.model") != "gpt2":
-        return
     name: Any = file.metadata.get("tokenizer.ggml.pre")
     if name not in _REGEXES:
         what = f"has the unknown pre-tokenizer {name!r}" if name else "names no pre-tokenizer"
@@ -73,7 +74,4 @@ def correct_pre_tokenizer(tokenizer: Tokenizer, file: GgufFile) -> None:
             "take the model in transformers' format, or a newer GGUF file"
         )
     splits = [pre_tokenizers.Split(Regex(regex), "isolated") for regex in _REGEXES[name]]
-    encode = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([*splits, encode])
-    if name in _IGNORE_MERGES:
-        tokenizer.model.ignore_merges = True
+    return pre_tokenizers.Sequence([*splits, BYTES]), name in _IGNORE_MERGES

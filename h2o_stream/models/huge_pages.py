@@ -1,4 +1,4 @@
-"""Allocates weights in huge pages: a decode step reads all of them, and TLB misses would cost 10% or more."""
+"""Puts the weights of transformers models in huge pages, see `pages`."""
 
 from __future__ import annotations
 
@@ -11,40 +11,22 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from h2o_stream.models.pages import HugePages
+
 _MIN_BYTES = 16 * 2**20
 """Minimum size of the weights, in bytes."""
 
-_ALIGNMENT = 64
-"""Alignment of tensors, in bytes."""
-
 
 class HugePageBuffer:
-    """A buffer from which tensors are allocated one by one; pages are committed when written.
-
-    Uses transparent huge pages if the system supports madvise (Linux). The shapes are in bytes; without any nothing is
-    allocated.
-    """
+    """Tensors in huge pages, allocated one by one; see `HugePages`. The shapes are in bytes."""
 
     def __init__(self, shapes: Iterable[Iterable[int]]) -> None:
-        size = sum(_aligned(prod(shape)) for shape in shapes)
-        self._memory, self._begin = torch.empty(0, dtype=torch.uint8), 0
-        if size:
-            self._memory = torch.frombuffer(_allocate(size), dtype=torch.uint8)
+        self._pages = HugePages(sum(HugePages.aligned(prod(shape)) for shape in shapes))
 
     def take(self, shape: Iterable[int], dtype: torch.dtype = torch.uint8) -> Tensor:
         """Allocate the next tensor, uninitialized."""
         shape = tuple(shape)
-        begin, size = self._begin, prod(shape) * dtype.itemsize
-        self._begin += _aligned(size)
-        return self._memory[begin : begin + size].view(dtype).view(shape)
-
-
-def _allocate(size: int) -> mmap.mmap:
-    if not hasattr(mmap, "MADV_HUGEPAGE"):
-        return mmap.mmap(-1, size)
-    pages = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    pages.madvise(mmap.MADV_HUGEPAGE)
-    return pages
+        return torch.from_numpy(self._pages.take(prod(shape) * dtype.itemsize)).view(dtype).view(shape)
 
 
 def move_to_huge_pages(model: Any) -> None:
@@ -78,7 +60,3 @@ def advise_huge_pages(tensors: Iterable[Tensor]) -> None:
     for address, size in storages.items():
         start = address // mmap.PAGESIZE * mmap.PAGESIZE
         advise(ctypes.c_void_p(start), ctypes.c_size_t(address + size - start), mmap.MADV_HUGEPAGE)
-
-
-def _aligned(size: int) -> int:
-    return -(-size // _ALIGNMENT) * _ALIGNMENT

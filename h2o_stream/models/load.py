@@ -6,13 +6,13 @@ import shutil
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors import SafetensorError
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig, PreTrainedTokenizerFast
 from transformers.initialization import no_init_weights
 from transformers.utils.logging import disable_progress_bar, set_tqdm_hook
 
@@ -34,7 +34,9 @@ from h2o_stream.models.gguf_export import export_config
 from h2o_stream.models.gguf_model import lazy_state_dict, packed_state_dict
 from h2o_stream.models.hub import download_bars, reachable
 from h2o_stream.models.huge_pages import advise_huge_pages, move_to_huge_pages
-from h2o_stream.models.packed_weights import packed_folder, save_packed
+from h2o_stream.models.loaded import LoadedModel
+from h2o_stream.models.packed_folder import MIN_GGUF_BYTES, packed_folder
+from h2o_stream.models.packed_weights import save_packed
 from h2o_stream.models.precision import (
     Precision,
     WeightSizes,
@@ -46,28 +48,11 @@ from h2o_stream.models.precision import (
     tensor_parallel_kwargs,
 )
 from h2o_stream.models.quantize import PackedConfig, set_dtype
-from h2o_stream.models.templates import FALLBACK_STOPS, FALLBACK_TEMPLATE
+from h2o_stream.models.templates import with_template
 from h2o_stream.models.user_cache import folder_lock
 from h2o_stream.native import library
 from h2o_stream.progress import Progress, ProgressCallback, ignore
 from h2o_stream.startup import gc_paused
-
-_MIN_CACHED_BYTES = 2**30
-"""Minimum size of a GGUF file for keeping its repacked weights; smaller files are repacked quickly."""
-
-
-@dataclass(frozen=True)
-class LoadedModel:
-    """A model in memory: the name the user typed, a causal language model in evaluation mode, a tokenizer with a chat
-    template.
-
-    For models without an end-of-turn token `stops` end a reply.
-    """
-
-    name: str
-    model: Any
-    tokenizer: Any
-    stops: tuple[str, ...] = ()
 
 
 def load(
@@ -75,9 +60,10 @@ def load(
     cache: CacheConfig | None = None,
     notify: Callable[[str], None] = ignore,
     progress: ProgressCallback = ignore,
+    source: str | None = None,
 ) -> LoadedModel:
     """Load the model that `config` names. With a `cache`, unsupported architectures are refused before weights are
-    read.
+    read. `source` is what `find` has returned, if it was called before.
 
     `notify` gets one-line messages about slow steps and automatic choices; `progress` may stop loading
     (`ProgressCallback`).
@@ -89,7 +75,7 @@ def load(
         OutOfMemoryError: there is not enough free memory.
     """
     with gc_paused():
-        source = find(config.model, config.offline, progress)
+        source = source or find(config.model, config.offline, progress)
         config = _offline_if_unreachable(config, source)
         try:
             return _Loader(config, source, notify, progress).load(cache)
@@ -134,19 +120,16 @@ class _Loader:
             model = self._model().eval()
         tokenizer, stops = tokenizer_future.result()
         trim_heap()
-        return LoadedModel(name, model, tokenizer, stops)
+        return LoadedModel(name, model, tokenizer, stops, None if self._file is None else self._file.path)
 
     def _tokenizer(self) -> tuple[Any, tuple[str, ...]]:
         """The tokenizer with a chat template, and stop strings."""
-        tokenizer = AutoTokenizer.from_pretrained(self._source, **self._local)
+        tokenizer = _tokenizer_class(self._file).from_pretrained(self._source, **self._local)
         if not hasattr(tokenizer, "backend_tokenizer"):
             raise UnsupportedModelError(
                 f"{self._config.model} has no tokenizer of the tokenizers library (tokenizer.json)"
             )
-        if tokenizer.chat_template:
-            return tokenizer, ()
-        tokenizer.chat_template = FALLBACK_TEMPLATE
-        return tokenizer, FALLBACK_STOPS
+        return with_template(tokenizer)
 
     def _model(self) -> Any:
         config = self._config
@@ -206,7 +189,7 @@ class _Loader:
             weights, packed = packed_state_dict(file, skeleton, dtype, self._progress)
             return self._with_weights(weights, dtype=dtype, quantization_config=packed)
 
-        return self._load_cached(file.path, "gguf", dtype, read) if file.nbytes >= _MIN_CACHED_BYTES else read()
+        return self._load_cached(file.path, "gguf", dtype, read) if file.nbytes >= MIN_GGUF_BYTES else read()
 
     def _load_packed(self, precision: Precision, skeleton: Any) -> Any:
         """Pack weights while reading them, or load cached ones."""
@@ -287,10 +270,10 @@ def load_tokenizer(config: ModelConfig, notify: Callable[[str], None] = ignore) 
     with gc_paused():
         source = find(config.model, config.offline)
         config = _offline_if_unreachable(config, source)
-        _, source = _open_source(source, notify)
+        file, source = _open_source(source, notify)
         local = {"local_files_only": True} if config.offline else {}
         try:
-            return AutoTokenizer.from_pretrained(source, **local)
+            return _tokenizer_class(file).from_pretrained(source, **local)
         except (OSError, ValueError, KeyError) as error:
             raise _load_error(config.model, source, error) from error
 
@@ -307,6 +290,11 @@ def _open_source(source: str, notify: Callable[[str], None]) -> tuple[GgufFile |
         return None, source
     file = GgufFile(path)
     return file, str(export_config(file, notify))
+
+
+def _tokenizer_class(file: GgufFile | None) -> Any:
+    """The class that reads a tokenizer. For Qwen2, the automatic one would not split text as a GGUF file says."""
+    return AutoTokenizer if file is None else PreTrainedTokenizerFast
 
 
 def _load_error(name: str, source: str, error: Exception) -> Exception:

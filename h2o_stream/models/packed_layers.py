@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from h2o_stream.attachment.gradients import without_gradient
 from h2o_stream.native.abi import Matrix, MatrixKind, pointer
 from h2o_stream.native.packing import gather, packed_bytes, require_library, tiles_shape
+from h2o_stream.native.threads import num_threads
 
 _NO_GRADIENT = "packed weights have no gradients; load the model with --quantize none"
 
@@ -50,10 +51,10 @@ class PackedLinear(nn.Module):
         native = require_library()
         x = x.float().contiguous()
         y = x.new_empty(len(x), self.out_features)
-        tiles = pointer(self.tiles, torch.uint8, packed_bytes(self.kind, self.out_features, self.in_features))
+        tiles = pointer(self.tiles, "uint8", packed_bytes(self.kind, self.out_features, self.in_features))
         matrix = Matrix(tiles, None, self.out_features, self.in_features, self.kind)
-        inputs, outputs = pointer(x, torch.float32, x.numel()), pointer(y, torch.float32, y.numel())
-        native.h2o_multiply(ctypes.byref(matrix), inputs, outputs, len(x), torch.get_num_threads())
+        inputs, outputs = pointer(x, "float32", x.numel()), pointer(y, "float32", y.numel())
+        native.h2o_multiply(ctypes.byref(matrix), inputs, outputs, len(x), num_threads())
         return y
 
 
@@ -88,8 +89,8 @@ class PackedEmbedding(nn.Module):
         if ids.dtype not in (torch.int64, torch.int32):
             raise TypeError(f"token ids are {ids.dtype}; accepted: torch.int64 and torch.int32")
         flat = ids.flatten().long().contiguous()
-        dtype = torch.bfloat16 if self.dtype == torch.bfloat16 else torch.float32
-        rows = gather(self.tiles, self.kind, self.num_embeddings, self.embedding_dim, flat, dtype)
+        dtype = "bfloat16" if self.dtype == torch.bfloat16 else "float32"
+        rows: Tensor = gather(self.tiles, self.kind, self.num_embeddings, self.embedding_dim, flat, dtype)
         rows = rows.to(self.dtype).view(*ids.shape, -1)
         return rows if self.embed_scale == 1 else rows * torch.tensor(self.embed_scale, dtype=self.dtype, device="cpu")
 

@@ -5,9 +5,7 @@ A folder is a transformers checkpoint with an additional `packed.json` that desc
 
 from __future__ import annotations
 
-import hashlib
 import json
-import re
 import shutil
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor, wait
@@ -18,12 +16,10 @@ import safetensors.torch
 from filelock import Timeout
 from torch import Tensor
 
-from h2o_stream.models.file_identity import model_identity
 from h2o_stream.models.precision import format_bytes
-from h2o_stream.models.quantize import FORMAT
 from h2o_stream.models.user_cache import METADATA_FILE, folder_lock, remove_replaced
 from h2o_stream.progress import Progress, ProgressCallback
-from h2o_stream.resources import atomic_folder, cache_folder
+from h2o_stream.resources import atomic_folder
 
 MIN_BYTES = 64 * 2**20
 """Minimum size for caching; smaller models are packed quickly."""
@@ -33,16 +29,6 @@ _REPORT_INTERVAL_S = 0.2
 
 _RESERVED_BYTES = 2**28
 """Disk space that must remain free, in bytes."""
-
-
-def packed_folder(name: str, source: Path, quantize: str) -> Path:
-    """The folder for a model, whether it exists or not; another one if the files of the source change.
-
-    The name is the one the user typed, the format ``int8``, ``int4`` or ``gguf``.
-    """
-    digest = hashlib.sha256(f"{model_identity(source)} {FORMAT}".encode()).hexdigest()[:12]
-    stem = re.sub(r"[^\w.-]+", "-", Path(name).name or name)[-60:]
-    return cache_folder() / "packed" / f"{stem}-{quantize}-{digest}"
 
 
 def save_packed(

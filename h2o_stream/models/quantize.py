@@ -18,15 +18,13 @@ from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from h2o_stream.errors import ConfigError
 from h2o_stream.models.huge_pages import HugePageBuffer
+from h2o_stream.models.packed_folder import FORMAT
 from h2o_stream.models.packed_layers import PackedEmbedding, PackedLinear, TiedHead
 from h2o_stream.native.abi import MatrixKind
 from h2o_stream.native.packing import columns_fit, pack, require_library, tiles_shape
 
 METHOD = "h2o"
 """Name of the quantizer in transformers."""
-
-FORMAT = 1
-"""Version of the packed format, incremented when the layout of tiles changes."""
 
 _KINDS = {"int8": MatrixKind.INT8, "int4": MatrixKind.INT4}
 

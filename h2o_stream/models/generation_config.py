@@ -1,0 +1,39 @@
+"""How a model's makers recommend to sample, and which tokens end its turns."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+from pathlib import Path
+
+from h2o_stream.errors import ModelNotFoundError
+from h2o_stream.models.gguf import GgufFile
+from h2o_stream.models.gguf_config import end_token_ids
+from h2o_stream.models.tokenizer import read_object
+
+
+@dataclass(frozen=True)
+class GenerationConfig:
+    """The part of transformers' class of this name that this package uses. None is no recommendation."""
+
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    repetition_penalty: float | None = None
+    eos_token_id: int | list[int] | None = None
+
+
+def read_generation_config(source: Path | GgufFile) -> GenerationConfig:
+    """The generation config of a GGUF file or of a model's folder; without one, its config has these values.
+
+    Raises:
+        ModelNotFoundError: a file is damaged.
+    """
+    if isinstance(source, GgufFile):
+        return GenerationConfig(eos_token_id=end_token_ids(source))
+    path = source / "generation_config.json"
+    try:
+        values = read_object(path if path.exists() else source / "config.json")
+    except (OSError, ValueError) as error:
+        raise ModelNotFoundError(f"{path} cannot be read: {error}") from error
+    return GenerationConfig(**{field.name: values.get(field.name) for field in fields(GenerationConfig)})

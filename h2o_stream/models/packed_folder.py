@@ -1,0 +1,26 @@
+"""Where the packed weights of a model are cached."""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from pathlib import Path
+
+from h2o_stream.models.file_identity import model_identity
+from h2o_stream.resources import cache_folder
+
+FORMAT = 1
+"""Version of the packed format, incremented when the layout of tiles changes."""
+
+MIN_GGUF_BYTES = 2**30
+"""Minimum size of a GGUF file for keeping its repacked weights; smaller files are repacked quickly."""
+
+
+def packed_folder(name: str, source: Path, quantize: str) -> Path:
+    """The folder for a model, whether it exists or not; another one if the files of the source change.
+
+    The name is the one the user typed, the format ``int8``, ``int4`` or ``gguf``.
+    """
+    digest = hashlib.sha256(f"{model_identity(source)} {FORMAT}".encode()).hexdigest()[:12]
+    stem = re.sub(r"[^\w.-]+", "-", Path(name).name or name)[-60:]
+    return cache_folder() / "packed" / f"{stem}-{quantize}-{digest}"

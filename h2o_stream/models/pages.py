@@ -1,0 +1,55 @@
+"""Memory in huge pages for weights: a decode step reads all of them, and TLB misses would cost 10% or more."""
+
+from __future__ import annotations
+
+import mmap
+from pathlib import Path
+
+import numpy
+from numpy.typing import NDArray
+
+_ALIGNMENT = 64
+"""Alignment of arrays, in bytes."""
+
+
+class HugePages:
+    """A buffer from which arrays are taken one by one; pages are committed when written.
+
+    Uses transparent huge pages if the system supports madvise (Linux).
+
+    Args:
+        size: bytes, the sum of `aligned` of everything that will be taken.
+    """
+
+    def __init__(self, size: int) -> None:
+        self._memory, self._begin = numpy.empty(0, numpy.uint8), 0
+        if size:
+            self._memory = numpy.frombuffer(_allocate(size), numpy.uint8)
+
+    def take(self, size: int) -> NDArray[numpy.uint8]:
+        """The next bytes, uninitialized."""
+        begin = self._begin
+        self._begin += self.aligned(size)
+        return self._memory[begin : begin + size]
+
+    @staticmethod
+    def aligned(size: int) -> int:
+        """What an array of that many bytes takes."""
+        return -(-size // _ALIGNMENT) * _ALIGNMENT
+
+
+def _allocate(size: int) -> mmap.mmap:
+    if not hasattr(mmap, "MADV_HUGEPAGE"):
+        return mmap.mmap(-1, size)
+    pages = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    pages.madvise(mmap.MADV_HUGEPAGE)
+    return pages
+
+
+def map_weights(path: Path) -> mmap.mmap:
+    """A file of weights, mapped in huge pages where the file system has them."""
+    with path.open("rb") as file:
+        data = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+    if hasattr(mmap, "MADV_HUGEPAGE"):
+        data.madvise(mmap.MADV_HUGEPAGE)
+    return data
