@@ -31,10 +31,9 @@ def trim_heap() -> None:
 
 def release_memory() -> None:
     """Return memory of objects that nobody holds any more, also that of an accelerator."""
-    import torch
-
     gc.collect()
-    if torch.accelerator.is_available():
+    torch = sys.modules.get("torch")
+    if torch is not None and torch.accelerator.is_available():
         torch.accelerator.empty_cache()
     trim_heap()
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from typing import Any
 
 
@@ -34,9 +35,8 @@ class Processes:
 
 def broadcast(value: Any) -> Any:
     """Return the first process's value if several share a model, otherwise `value`."""
-    from torch import distributed
-
-    if not (distributed.is_available() and distributed.is_initialized()):
+    distributed = sys.modules.get("torch.distributed")  # nothing is initialized before it is imported
+    if distributed is None or not (distributed.is_available() and distributed.is_initialized()):
         return value
     values = [value]
     distributed.broadcast_object_list(values)

@@ -5,9 +5,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from torch import Tensor
-
 from h2o_stream import CacheConfig, Engine, SamplingConfig
+from h2o_stream.cache.state import State
+from h2o_stream.engine.sampling import RngState
 from tests.small_talk import small_model, small_tokenizer
 
 MODEL, TOKENIZER = small_model(), small_tokenizer()
@@ -21,7 +21,7 @@ class ExpectedTurn:
     kind: str
     text: str
     events: int | None
-    draws: Tensor
+    draws: RngState
     entry: tuple[str, ...]
     tokens: tuple[int, ...]
     digest: str
@@ -53,10 +53,10 @@ def make_engine() -> Engine:
     return engine
 
 
-def digest_of(state: dict[str, Tensor]) -> str:
+def digest_of(state: State) -> str:
     whole = hashlib.sha256()
     for name in sorted(state):
-        whole.update(f"{name} {tuple(state[name].shape)}".encode() + state[name].numpy().tobytes())
+        whole.update(f"{name} {state[name].shape}".encode() + state[name].tobytes())
     return whole.hexdigest()
 
 

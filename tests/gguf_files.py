@@ -1,5 +1,6 @@
 """Small GGUF files: built byte by byte, to include invalid ones, or from random models by gguf's own writer."""
 
+import itertools
 import struct
 from collections.abc import Iterator
 from pathlib import Path
@@ -9,6 +10,8 @@ import gguf
 import numpy as np
 from gguf import GGMLQuantizationType, GGUFValueType
 from transformers import PreTrainedModel
+
+from h2o_stream.models.gguf import GgufFile
 
 ARCHITECTURE = ("general.architecture", GGUFValueType.STRING, b"llama")
 ROW = 32
@@ -161,3 +164,21 @@ def stored(
     elif arch in ("gemma2", "gemma3", "nemotron") and name.endswith("norm.weight"):
         values = values + 1
     yield f"{names.get_name(owner)}.{suffix}", values
+
+
+def split(path: Path, folder: Path, count: int) -> list[Path]:
+    """The files into which llama.cpp would split a file: all metadata are in the first."""
+    file, parts = GgufFile(path), []
+    tensors = list(file.tensors.values())
+    for number in range(count):
+        mine = tensors[number::count]
+        keys = [file.raw_bytes(name) for name in file.metadata if name != "general.architecture" and not number]
+        keys += [key("split.count", GGUFValueType.UINT16, struct.pack("<H", count))]
+        offsets = [0, *itertools.accumulate(-(-each.nbytes // 32) * 32 for each in mine)]
+        infos = tuple(
+            tensor(each.name, each.shape[::-1], each.type, offset) for each, offset in zip(mine, offsets, strict=False)
+        )
+        data = b"".join(file.blocks(each).tobytes() + bytes(-each.nbytes % 32) for each in mine)
+        parts.append(folder / f"split-{number + 1:05}-of-{count:05}.gguf")
+        parts[-1].write_bytes(composed(*keys, tensors=infos, data=data))
+    return parts

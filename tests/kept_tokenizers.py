@@ -5,28 +5,31 @@ import json
 from pathlib import Path
 from typing import Any
 
-from transformers import AutoTokenizer
-
 import h2o_stream.models.load
 
 _kept: dict[object, Any] = {}
 
 
 class KeptTokenizers:
-    """Stands in for `AutoTokenizer`: files that were read before are not read again."""
+    """Stands in for a class of tokenizers: files that were read before are not read again."""
 
-    @staticmethod
-    def from_pretrained(source: str, **more: Any) -> Any:
-        key = _contents(Path(source)) if Path(source, "tokenizer_config.json").exists() else None
-        if key is None:
-            return AutoTokenizer.from_pretrained(source, **more)
+    def __init__(self, kind: Any) -> None:
+        self._kind = kind
+
+    def from_pretrained(self, source: str, **more: Any) -> Any:
+        content = _contents(Path(source)) if Path(source, "tokenizer_config.json").exists() else None
+        if content is None:
+            return self._kind.from_pretrained(source, **more)
+        key = self._kind, content
         if key not in _kept:
-            _kept[key] = AutoTokenizer.from_pretrained(source, **more)
+            _kept[key] = self._kind.from_pretrained(source, **more)
         return copy.copy(_kept[key])
 
 
 def keep_tokenizers() -> None:
-    vars(h2o_stream.models.load)["AutoTokenizer"] = KeptTokenizers
+    names = vars(h2o_stream.models.load)
+    for name in ("AutoTokenizer", "PreTrainedTokenizerFast"):
+        names[name] = KeptTokenizers(names[name])
 
 
 def _contents(folder: Path) -> object:

@@ -32,7 +32,7 @@ _ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "TQDM_DISABLE": "1", "TRAN
 
 _IMPORTS = (
     "h2o_stream.cli.chat", "h2o_stream.cli.compare", "h2o_stream.cli.stream", "h2o_stream.ui.chat",
-    "h2o_stream.ui.loading_chat", "h2o_stream.ui.stream", "h2o_stream.native.stepper",
+    "h2o_stream.ui.loading_chat", "h2o_stream.ui.stream", "h2o_stream.native.tensor_stepper",
     "h2o_stream.cache.policies.accumulated", "typer._adapters", "transformers.models.llama.modeling_llama",
     "transformers.models.auto.modeling_auto", "transformers.models.auto.tokenization_auto",
 )  # fmt: skip

@@ -13,14 +13,16 @@ from hypothesis import strategies as st
 
 from h2o_stream import CacheConfig, ConfigError, H2OStreamError, attach
 from h2o_stream.attachment import measurements, retrieval_heads
+from h2o_stream.cache.arrays import to_tensor
 from h2o_stream.cache.layer import LayerSpec
-from h2o_stream.cache.state import checksummed, encode_json
+from h2o_stream.cache.state import encode_json
 from h2o_stream.cache.windows import HeadWindow, schedules, windows
 from h2o_stream.compare.heavy_hitters.comparison import measure_attention
 from h2o_stream.config import MIN_EVICTABLE
 from h2o_stream.models.load import LoadedModel
 from tests.conftest import make_llama, thinned
 from tests.oracle import Rules
+from tests.states import with_checksums
 from tests.test_oracle import compare, tokens_of
 from tests.tolerance import FLOAT32, assert_close
 
@@ -192,11 +194,11 @@ def test_a_state_continues_at_any_size(model: Any, monkeypatch: pytest.MonkeyPat
         assert torch.cat(got).equal(torch.cat(wanted))
         for damaged in ({"groups": [], "windows": FINAL}, {"groups": [[]] * 3}, {}):
             with pytest.raises(H2OStreamError, match="its budgets are"):
-                cache.load_state_dict(checksummed({**state, "budgets": encode_json(damaged)}))
+                cache.load_state_dict(with_checksums({**state, "budgets": to_tensor(encode_json(damaged))}))
         groups = [[(group.heads, group.share) for group in layer] for layer in GROUPS]
         saved = {"groups": groups, "windows": [99] * len(FINAL)}
         with pytest.raises(H2OStreamError, match="its budgets are"):
-            cache.load_state_dict(checksummed({**state, "budgets": encode_json(saved)}))
+            cache.load_state_dict(with_checksums({**state, "budgets": to_tensor(encode_json(saved))}))
         cache.load_state_dict(state)
 
 

@@ -19,6 +19,7 @@ from h2o_stream.engine.engine import Engine
 from h2o_stream.errors import ConfigError, DataError
 from h2o_stream.models.load import LoadedModel
 from h2o_stream.session.conversation import Conversation
+from tests.states import equal_states
 
 
 def noise(count: int, seed: int) -> torch.Tensor:
@@ -169,8 +170,7 @@ class TestFactStream:
             answers = list(ask(conversation, [(same, 5), (other, 5), (same, 5)]))
             assert answers[0] == answers[2] != answers[1]
             after = conversation.state_dict()
-            assert before.keys() == after.keys()
-            assert all(before[name].equal(after[name]) for name in before)
+            assert equal_states(before, after)
 
     def test_the_embedded_model_tells_what_it_holds(self, embedded: LoadedModel) -> None:
         fact, sampling = read_facts(2)[1], SamplingConfig(temperature=0.0, max_tokens=12)

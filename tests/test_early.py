@@ -218,9 +218,9 @@ class TestLoadingLine:
 SLOW = """
 import sys, time
 from h2o_stream.cli import chat
-from h2o_stream.models import load
-find = load.find
-load.find = lambda *arguments: (time.sleep(1), find(*arguments))
+from h2o_stream.runtime import loading
+find = loading.find
+loading.find = lambda *arguments: (time.sleep(1), find(*arguments))
 sys.argv[0] = "h2o-chat"
 chat.main()
 """

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import gguf
+import numpy as np
 import pytest
 import torch
 from gguf import GGUFValueType
@@ -15,9 +16,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from h2o_stream import ModelNotFoundError, UnsupportedModelError
+from h2o_stream.models.file_identity import model_identity
+from h2o_stream.models.find import find
 from h2o_stream.models.gguf import GgufFile
 from h2o_stream.models.gguf_header import SkippedArray
-from tests.gguf_files import ROW, QuickReader, array, composed, key, string, tensor
+from tests.gguf_files import ROW, QuickReader, array, composed, key, split, string, tensor
 
 T = GGUFValueType
 HUGE = 1 << 63
@@ -113,10 +116,31 @@ class TestHostile:
         with pytest.raises(UnsupportedModelError, match=f"new.gguf cannot be served: tensor b has type {kind}"):
             GgufFile(tmp_path / "new.gguf")
 
-    def test_one_file_of_many(self, tmp_path: Path) -> None:
+    def test_one_file_of_many_with_another_name(self, tmp_path: Path) -> None:
         (tmp_path / "part.gguf").write_bytes(composed(key("split.count", T.UINT16, struct.pack("<H", 3))))
-        with pytest.raises(UnsupportedModelError, match=r"one of 3 files .* --merge"):
+        with pytest.raises(ModelNotFoundError, match="one of 3 files of a model, .* like model-00001-of-00003.gguf"):
             GgufFile(tmp_path / "part.gguf")
+
+    def test_split_files(self, small: Path, tmp_path: Path) -> None:
+        parts = split(small, tmp_path, 3)
+        whole = GgufFile(small)
+        for path in parts:
+            file = GgufFile(path)
+            assert (file.path, file.nbytes) == (parts[0], whole.nbytes)
+            for name, wanted in whole.tensors.items():
+                assert file.blocks(file.tensors[name]).tobytes() == whole.blocks(wanted).tobytes()
+        assert find(str(tmp_path), offline=True) == str(parts[0])
+        identity = model_identity(parts[0])
+        assert identity == model_identity(parts[2])
+        data = parts[1].read_bytes()
+        parts[1].write_bytes(data[:-4] + b"\1\1\1\1")
+        assert model_identity(parts[0]) != identity
+        parts[1].write_bytes(data[:-40])
+        with pytest.raises(ModelNotFoundError, match="00002-of-00003.gguf is damaged"):
+            GgufFile(parts[0])
+        parts[1].unlink()
+        with pytest.raises(ModelNotFoundError, match="00002-of-00003.gguf cannot be read"):
+            GgufFile(parts[0])
 
     def test_a_folder_and_nothing(self, tmp_path: Path) -> None:
         for path in (tmp_path, tmp_path / "nothing.gguf"):
@@ -161,11 +185,14 @@ class TestFile:
             tensor = ours.tensors[theirs.name]
             assert (tensor.type, tensor.shape) == (theirs.tensor_type, tuple(theirs.shape.tolist()[::-1]))
             assert (tensor.offset, tensor.nbytes) == (theirs.data_offset, theirs.n_bytes)
-            assert torch.equal(ours.blocks(tensor), torch.from_numpy(theirs.data.copy()).view(torch.uint8).flatten())
+            assert np.array_equal(ours.blocks(tensor), theirs.data.view(np.uint8).ravel())
         assert {key: ours.metadata[key] for key in ("llama.block_count", "general.name")} == {
             key: reader.fields[key].contents() for key in ("llama.block_count", "general.name")
         }
-        assert ours.metadata["tokenizer.ggml.tokens"] == SkippedArray(GGUFValueType.STRING, 49152)
+        for name, kind in {"tokens": GGUFValueType.STRING, "token_type": GGUFValueType.INT32}.items():
+            skipped = ours.metadata[f"tokenizer.ggml.{name}"]
+            assert isinstance(skipped, SkippedArray)
+            assert (skipped.type, skipped.count) == (kind, 49152)
         assert (ours.architecture, ours.quantized) == ("llama", True)
         assert 0.95 * embedded_file.stat().st_size < ours.nbytes < embedded_file.stat().st_size
 
@@ -177,14 +204,31 @@ class TestFile:
     def test_files_of_plain_numbers_are_not_quantized(self, small: Path) -> None:
         assert not GgufFile(small).quantized
 
+    def test_long_arrays_are_read_on_demand(self, embedded_file: Path) -> None:
+        file = GgufFile(embedded_file)
+        tokens, types = file.array("tokenizer.ggml.tokens"), file.array("tokenizer.ggml.token_type")
+        assert (tokens[:3], tokens[-1]) == (["<|endoftext|>", "<|im_start|>", "<|im_end|>"], "ectable")
+        assert (len(tokens), types) == (49152, [3] * 17 + [1] * 49135)
+
+    def test_arrays_that_are_short_missing_or_none(self, tmp_path: Path) -> None:
+        numbers = key("numbers", T.ARRAY, array(T.UINT32, 2, struct.pack("<II", 7, 8)))
+        names = key("names", T.ARRAY, array(T.STRING, 2, string(b"ok") + string(b"\xff")))
+        (tmp_path / "some.gguf").write_bytes(composed(numbers, names))
+        file = GgufFile(tmp_path / "some.gguf")
+        assert (file.array("numbers"), file.array("nothing")) == ([7, 8], [])
+        with pytest.raises(ModelNotFoundError, match="damaged .*names: string 1 is not UTF-8 at byte 155"):
+            file.array("names")
+        with pytest.raises(ModelNotFoundError, match="damaged .*general.architecture is 'llama', not an array"):
+            file.array("general.architecture")
+
     def test_views_do_not_warn_and_forgotten_ones_come_back(
         self, embedded_file: Path, recwarn: pytest.WarningsRecorder
     ) -> None:
         file = GgufFile(embedded_file)
         for some in list(file.tensors.values())[:3]:
-            before = file.blocks(some).clone()
+            before = file.blocks(some).copy()
             file.release(some)
-            assert torch.equal(file.blocks(some), before)
+            assert np.array_equal(file.blocks(some), before)
         assert not recwarn.list
 
     def test_forgotten_pages_are_not_resident(self, embedded_file: Path) -> None:
@@ -207,7 +251,7 @@ class TestFile:
         file = GgufFile(tmp_path / "wide.gguf")
         for index, some in enumerate(file.tensors.values()):
             assert some.offset % 256 == 0
-            assert file.blocks(some).clone().view(torch.float32).tolist() == [index] * 5
+            assert file.blocks(some).view(np.float32).tolist() == [index] * 5
 
 
 def resident_of(path: Path) -> int:

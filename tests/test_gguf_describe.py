@@ -52,7 +52,7 @@ class TestDescribed:
     def test_the_embedded_model_takes_little_time_and_space(
         self, embedded_file: Path, cache_folder: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        """Transformers would take seconds to parse the weights, and the vocabulary again for the config."""
+        """Transformers would take seconds to parse the weights and the vocabulary."""
         read: list[int] = []
         header = gguf_export._header
 
@@ -62,7 +62,7 @@ class TestDescribed:
 
         monkeypatch.setattr(gguf_export, "_header", measured)
         folder = export_config(GgufFile(embedded_file), pytest.fail)
-        assert min(read) < 2**15 < max(read) < 2**21
+        assert [size < 2**15 for size in read] == [True]
         assert sum(path.stat().st_size for path in folder.iterdir()) < 0.05 * embedded_file.stat().st_size
         tokenizer = AutoTokenizer.from_pretrained(folder)
         assert tokenizer.decode(tokenizer("It's 2 o'clock.\n")["input_ids"]) == "It's 2 o'clock.\n"

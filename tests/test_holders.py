@@ -41,7 +41,7 @@ def of_layers(cache: Any, layers: list[int]) -> list[list[int]]:
 def test_it_counts(heads: list[set[int]], start: int, length: int) -> None:
     most = max(map(len, heads))
     padded = torch.tensor([[-1] * (most - len(head)) + sorted(head) for head in heads]).view(len(heads), most)
-    held, stop = Holders.of([padded[:2], padded[2:]]), start + length
+    held, stop = Holders.of([padded[:2].numpy(), padded[2:].numpy()]), start + length
     assert held.share(start, stop) == pytest.approx(naive([list(head) for head in heads], start, stop))
     wanted = {token: sum(token in head for head in heads) / len(heads) for token in range(start, stop)}
     assert dict(held.shares(start, stop)) == pytest.approx({token: share for token, share in wanted.items() if share})

@@ -12,7 +12,8 @@ import torch
 from torch import nn
 
 from h2o_stream import CacheConfig, H2OStreamError, attach, config
-from h2o_stream.cache.identity import model_digest, policy_source
+from h2o_stream.cache.identity import model_digest
+from h2o_stream.cache.source import policy_source
 from h2o_stream.compare import folder
 from h2o_stream.config import POLICIES, PolicyDefaults
 from h2o_stream.errors import DataError

@@ -1,14 +1,31 @@
 """The layers of the package: imports point one way, and no modules import each other in a circle."""
 
 import ast
+import subprocess
+import sys
 from collections.abc import Iterator
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
+import pytest
+
 import h2o_stream
 
 ROOT = Path(h2o_stream.__file__).parent
-LAYERS = ("cache", "native", "attachment", "models", "engine", "recall", "session", "compare", "ui", "plugins", "cli")
+LAYERS = (
+    "cache",
+    "native",
+    "attachment",
+    "models",
+    "runtime",
+    "engine",
+    "recall",
+    "session",
+    "compare",
+    "ui",
+    "plugins",
+    "cli",
+)
 """A layer imports only layers before it, except for a `__main__`, which is a command."""
 
 MODULES = {
@@ -60,3 +77,14 @@ def test_layers() -> None:
         for module in below:
             upward += [(module, name) for name in imports(module) if name.startswith(above)]
     assert upward == []
+
+
+@pytest.mark.parametrize(
+    "module",
+    ["cache.cache_state", "cache.audit", "cache.holders", "recall.recall", "session.history", "ui.chat", "ui.stream"],
+)
+def test_without_torch(module: str) -> None:
+    """What a chat with a model of the runtime takes."""
+    code = f"import sys, h2o_stream.{module}; print(*{{'torch', 'transformers'}} & sys.modules.keys())"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == ""

@@ -15,7 +15,7 @@ from h2o_stream import CacheConfig, ConfigError, attach
 from h2o_stream.config import ModelConfig
 from h2o_stream.errors import OutOfMemoryError
 from h2o_stream.models import load as loading
-from h2o_stream.models import packed_weights, quantize
+from h2o_stream.models import packed_folder, packed_weights, quantize
 from h2o_stream.models import user_cache as packed_models
 from h2o_stream.models.gguf_names import Weight
 from h2o_stream.models.load import LoadedModel, load
@@ -35,7 +35,7 @@ IDS = torch.randint(3, 64, (1, 30), generator=torch.Generator().manual_seed(0))
 @pytest.fixture
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The user's cache folder, with every conversion cached."""
-    for module in (packed_models, packed_weights):
+    for module in (packed_models, packed_folder):
         monkeypatch.setattr(module, "cache_folder", lambda: tmp_path / "cache")
     monkeypatch.setattr(packed_weights, "MIN_BYTES", 0)
     return tmp_path / "cache" / "packed"

@@ -12,6 +12,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from itertools import pairwise
 from typing import Any
 
+import numpy
 import pytest
 import torch
 from accelerate.utils import set_module_tensor_to_device
@@ -90,19 +91,52 @@ class TestPointer:
         ],
     )
     def test_other_tensors_are_refused(self, wrong: Tensor) -> None:
-        with pytest.raises(H2OStreamError, match=r"native code takes 4 numbers of torch.float32"):
-            pointer(wrong, torch.float32, 4)
+        with pytest.raises(H2OStreamError, match=r"native code takes 4 numbers of float32"):
+            pointer(wrong, "float32", 4)
 
     def test_what_is_expected(self) -> None:
         tensor = torch.zeros(2, 4)
-        assert pointer(tensor, torch.float32, 8) == tensor.data_ptr()
-        assert pointer(tensor[:, :2], torch.float32, 4, strided=True) == tensor.data_ptr()
-        assert pointer(None, torch.float32, 8) == 0
+        assert pointer(tensor, "float32", 8) == tensor.data_ptr()
+        assert pointer(tensor[:, :2], "float32", 4, strided=True) == tensor.data_ptr()
+        assert pointer(None, "float32", 8) == 0
+
+    @pytest.mark.parametrize(
+        "wrong",
+        [
+            numpy.zeros(4),
+            numpy.zeros(4, ">f4"),
+            numpy.zeros(3, numpy.float32),
+            numpy.zeros(8, numpy.float32)[::2],
+            numpy.broadcast_to(numpy.float32(0), (4,)),
+            numpy.zeros(4, numpy.float32).view(type("Other", (numpy.ndarray,), {})),
+        ],
+    )
+    def test_other_arrays_are_refused(self, wrong: Any) -> None:
+        with pytest.raises(H2OStreamError, match=r"native code takes 4 numbers of float32"):
+            pointer(wrong, "float32", 4)
+
+    def test_arrays_of_numpy(self) -> None:
+        array = numpy.zeros((2, 4), numpy.float32)
+        assert pointer(array, "float32", 8) == array.ctypes.data
+        assert pointer(array[:, 1:], "float32", 4, strided=True) == array.ctypes.data + 4
+        bits = numpy.zeros(4, numpy.uint16)
+        assert pointer(bits, "bfloat16", 4) == bits.ctypes.data
+
+    def test_arrays_are_packed_like_tensors(self) -> None:
+        weights, rows = torch.randn(20, 64), torch.tensor([3, 0, 19])
+        for dtype in (torch.float32, torch.bfloat16, torch.float16):
+            tensor = weights.to(dtype)
+            array = tensor.view(torch.uint16).numpy() if dtype == torch.bfloat16 else tensor.numpy()
+            packed = pack(array, MatrixKind.INT8)
+            assert torch.from_numpy(packed).equal(pack(tensor, MatrixKind.INT8))
+        expected = gather(pack(tensor, MatrixKind.INT8), MatrixKind.INT8, 20, 64, rows, "float32")
+        found = gather(packed, MatrixKind.INT8, 20, 64, rows.numpy(), "float32")
+        assert torch.from_numpy(found).equal(expected)
 
     def test_optimized_python_checks_too(self) -> None:
         code = (
             "import torch; from h2o_stream.native.abi import pointer; from h2o_stream import H2OStreamError\n"
-            "try: pointer(torch.zeros(4), torch.int64, 4)\n"
+            "try: pointer(torch.zeros(4), 'int64', 4)\n"
             "except H2OStreamError: print('refused')"
         )
         done = subprocess.run([sys.executable, "-O", "-c", code], capture_output=True, text=True, check=True)
@@ -112,9 +146,9 @@ class TestPointer:
         tiles = pack(torch.randn(20, 64), MatrixKind.INT8)
         for row in (-1, 20, 31):
             with pytest.raises(IndexError, match=f"token {row} is not one of 20"):
-                gather(tiles, MatrixKind.INT8, 20, 64, torch.tensor([3, row]), torch.float32)
-        with pytest.raises(H2OStreamError, match="torch.int64"):
-            gather(tiles, MatrixKind.INT8, 20, 64, torch.tensor([3], dtype=torch.int32), torch.float32)
+                gather(tiles, MatrixKind.INT8, 20, 64, torch.tensor([3, row]), "float32")
+        with pytest.raises(H2OStreamError, match="numbers of int64"):
+            gather(tiles, MatrixKind.INT8, 20, 64, torch.tensor([3], dtype=torch.int32), "float32")
         blocks = torch.zeros(20 * 2 * 34, dtype=torch.uint8)  # Q8_0: 34 bytes for 32 numbers
         with pytest.raises(IndexError, match="row 20 is not one of 20"):
             repack(blocks, 8, MatrixKind.INT8, 20, 64, order=torch.arange(1, 21))

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -110,3 +113,20 @@ assert library.loaded() is None
 """
         done = run("-c", code)
         assert done.returncode == 0, done.stderr
+
+
+def test_the_interface_needs_no_torch() -> None:
+    code = (
+        "import sys\n"
+        "from h2o_stream.native import abi, description, library, packing, slots\n"
+        "from h2o_stream.native.threads import num_threads\n"
+        "threads = num_threads()\n"
+        "assert 'torch' not in sys.modules\n"
+        "import torch\n"
+        "print(threads, num_threads())"
+    )
+    for setting in ({}, {"OMP_NUM_THREADS": "1"}):
+        environment = {name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"} | setting
+        done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
+        ours, as_torch_has = done.stdout.split()
+        assert ours == as_torch_has

@@ -14,12 +14,12 @@ from torch import Tensor
 from h2o_stream.cache.attention import LogitTransform
 from h2o_stream.cache.head_group import HeadGroup
 from h2o_stream.cache.padding import Padding
-from h2o_stream.cache.policies import Candidates, Protection, make_policy
-from h2o_stream.cache.policies.long_term import LongTerm
+from h2o_stream.cache.policies import Candidates, make_policy
+from h2o_stream.cache.protection import Protection
 from h2o_stream.cache.quantized_store import QuantizedStore
 from h2o_stream.cache.windows import Schedule
-from h2o_stream.config import CachePlan
-from h2o_stream.native.abi import AttentionLayer, PolicyKind, PositionMode, Slots
+from h2o_stream.config import LONG_TERM_DECAY, LONG_TERM_DISTANCE, CachePlan
+from h2o_stream.native.abi import TOO_FEW_SLOTS, AttentionLayer, PolicyKind, PositionMode, Slots
 from tests.native_builds import native
 from tests.slots import attend
 
@@ -39,6 +39,9 @@ class Table:
 
     def upto(self, limit: int, device: torch.device, dtype: torch.dtype) -> Tensor:
         return self.values.to(dtype)
+
+    def on_cpu(self, limit: int) -> Tensor:
+        return self.values
 
 
 @dataclass
@@ -146,7 +149,7 @@ class Native:
         self.layer = AttentionLayer(
             case.query_heads, case.kv_heads, case.size, case.size, case.size**-0.5, case.softcap or 0.0,
             POLICIES[plan.policy] if plan.heavy else PolicyKind.RECENCY, POSITIONS[plan.positions],
-            plan.decay, plan.long_term, LongTerm.far_decay, LongTerm.far, plan.sinks,
+            plan.decay, plan.long_term, LONG_TERM_DECAY, LONG_TERM_DISTANCE, plan.sinks,
             *(number for ranges in (case.pins, case.transient) for number in (
                 self.address(torch.tensor([(tokens.start, tokens.stop) for tokens in ranges]).long()), len(ranges))),
             case.sliding or 0, plan.seed, 3,
@@ -350,5 +353,5 @@ def test_inputs_that_are_views(native: ctypes.CDLL) -> None:
 def test_too_few_slots_are_refused(native: ctypes.CDLL) -> None:
     layer = Native(native, Case(plan()))
     layer.slots_of_streams[0].slot_count = 16
-    layer.attend(0, status=1)
+    layer.attend(0, status=TOO_FEW_SLOTS)
     assert not layer.tensors[0][0]["seen"].any()

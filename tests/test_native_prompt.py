@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import copy
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import pytest
@@ -10,13 +11,16 @@ import torch
 from torch import Tensor
 
 from h2o_stream import CacheConfig, attach
+from h2o_stream.cache.audit import check_slots
 from h2o_stream.cache.eager import EagerKernels
-from h2o_stream.native import library, prompts
+from h2o_stream.cache.h2o_cache import H2OCache
+from h2o_stream.native import library, stepper
 from h2o_stream.native.abi import MatrixKind
 from tests.conftest import make_llama
 from tests.families import FAMILIES, config_of
 from tests.packed_tiles import KINDS
 from tests.test_native_step import EXACT, tokens_of
+from tests.test_native_step import NATIVE as NATIVE_POLICIES
 from tests.test_packed import packed_model
 from tests.tolerance import relative_error
 
@@ -30,27 +34,55 @@ def taken(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple[int, int]]]:
     """The shapes of the prompts that run natively."""
     shapes: list[tuple[int, int]] = []
 
-    def recorded(self: Any, tokens: Tensor, keep: int, run: Any = prompts.PromptForward.run) -> Tensor:
-        shapes.append(tuple(tokens.shape))  # type: ignore[arg-type]
-        logits: Tensor = run(self, tokens, keep)
+    def recorded(self: Any, ids: Any, keep: int = 0, prompt: Any = stepper.Stepper.prompt) -> Any:
+        logits = prompt(self, ids, keep)
+        if logits is not None:
+            shapes.append(ids.shape)
         return logits
 
-    monkeypatch.setattr(prompts.PromptForward, "run", recorded)
+    monkeypatch.setattr(stepper.Stepper, "prompt", recorded)
     return shapes
 
 
 @pytest.fixture
 def dense_too(monkeypatch: pytest.MonkeyPatch) -> None:
     """Models in float32 take the native route, too, which compares exactly."""
-    monkeypatch.setattr(prompts, "_DENSE", set())
+    monkeypatch.setattr(stepper, "_DENSE", set())
 
 
-def streamed(model: Any, config: CacheConfig, tokens: Tensor, engine: Any) -> tuple[Tensor, list[Any]]:
-    """Logits [B, Q, V] of a prompt in two parts with a token between, and what each layer keeps."""
+def streamed(
+    model: Any,
+    config: CacheConfig,
+    tokens: Tensor,
+    engine: Any,
+    *,
+    parts: Sequence[int] = (17, 1),
+    begin: Callable[[H2OCache], None] = lambda cache: None,
+) -> tuple[Tensor, list[Any]]:
+    """Logits [B, Q, V] of a stream in parts, the rest being the last one, and what each layer keeps.
+
+    `begin` gets the cache after the first part.
+    """
     with torch.no_grad(), attach(model, config, engine=engine) as cache:
-        parts = tokens.split((17, 1, tokens.shape[1] - 18), 1)
-        logits = [model(part, past_key_values=cache).logits for part in parts]
+        logits = []
+        for number, part in enumerate(tokens.split([*parts, tokens.shape[1] - sum(parts)], 1)):
+            logits.append(model(part, past_key_values=cache).logits)
+            if number == 0:
+                begin(cache)
+            for group in cache.head_groups:
+                check_slots(group, f"slots after part {number}")
         return torch.cat(logits, 1), [cache.kept(layer).tolist() for layer in range(len(cache.layers))]
+
+
+def assert_same(
+    model: Any, config: CacheConfig, tokens: Tensor, taken: list[Any], largest: float = EXACT, **how: Any
+) -> None:
+    """Both engines give the same logits and keep the same tokens, and the native one takes the last part."""
+    ours, kept = streamed(model, config, tokens, "auto", **how)
+    assert taken[-1] == (len(tokens), tokens.shape[1] - sum(how.get("parts", (17, 1))))
+    theirs, wanted = streamed(model, config, tokens, "eager", **how)
+    assert relative_error(ours, theirs) < largest
+    assert kept == wanted
 
 
 @pytest.mark.parametrize("family", NATIVE)
@@ -79,21 +111,84 @@ def test_attention_is_native(taken: list[tuple[int, int]], monkeypatch: pytest.M
     assert taken[-2:] == [(1, 17), (1, 42)]
 
 
-@pytest.mark.parametrize("kv_bits", [8, 4])
+@pytest.mark.parametrize("positions", ["gap", "rolling", "absolute"])
+@pytest.mark.parametrize("policy", NATIVE_POLICIES)
 @pytest.mark.usefixtures("dense_too")
-def test_few_bits(kv_bits: int) -> None:
-    config = CacheConfig(window=32, kv_bits=kv_bits, chunk=8)
+def test_every_policy(policy: str, positions: Any, taken: list[tuple[int, int]]) -> None:
+    model = make_llama()
+    for rows, chunk in ((1, 8), (3, 0)):
+        assert_same(model, CacheConfig(policy, 24, chunk=chunk, positions=positions), tokens_of(rows, 90), taken)
+
+
+@pytest.mark.parametrize("kv_bits", [8, 6, 4, 2])
+@pytest.mark.parametrize("chunk", [8, 0])
+@pytest.mark.usefixtures("dense_too")
+def test_few_bits(kv_bits: int, chunk: int, taken: list[tuple[int, int]]) -> None:
+    config = CacheConfig(window=32, kv_bits=kv_bits, chunk=chunk)
     ours, theirs = (streamed(make_llama(), config, tokens_of(2, 70), engine)[0] for engine in ("auto", "eager"))
+    assert taken[-1] == (2, 52)
     assert relative_error(ours, theirs) < 2e-2
 
 
 @pytest.mark.usefixtures("dense_too")
 def test_more_tokens_than_a_block(taken: list[tuple[int, int]]) -> None:
-    config = CacheConfig(window=64, chunk=32)
-    ours, theirs = (streamed(make_llama(), config, tokens_of(2, 300), engine) for engine in ("auto", "eager"))
-    assert (2, 282) in taken
-    assert relative_error(ours[0], theirs[0]) < EXACT
-    assert ours[1] == theirs[1]
+    assert_same(make_llama(), CacheConfig(window=64, chunk=32), tokens_of(2, 600), taken)
+
+
+@pytest.mark.parametrize("parts", [(), (1,), (1, 1), (24,), (25, 40)])
+@pytest.mark.parametrize("budgets", ["equal", "measured"])
+@pytest.mark.usefixtures("dense_too")
+def test_stages_of_windows(budgets: Any, parts: tuple[int, ...], taken: list[tuple[int, int]]) -> None:
+    """Prompts that fill slots exactly, and that pass several stages in which windows by head grow and shrink."""
+    for rows in (1, 3):
+        config = CacheConfig(window=24, budgets=budgets, chunk=8)
+        assert_same(make_llama(), config, tokens_of(rows, 110), taken, parts=parts)
+
+
+@pytest.mark.usefixtures("dense_too")
+def test_pins_and_transient_tokens(taken: list[tuple[int, int]]) -> None:
+    def protect(cache: H2OCache) -> None:
+        cache.pin(5, 12)
+        cache.evict_first(14, 60)
+
+    for budgets in ("equal", "measured"):
+        config: Any = CacheConfig(window=32, budgets=budgets, chunk=8)  # type: ignore[arg-type]
+        assert_same(make_llama(), config, tokens_of(2, 110), taken, begin=protect)
+
+
+@pytest.mark.usefixtures("dense_too")
+def test_under_inference_mode() -> None:
+    """What is allocated there is written in place later, outside of it."""
+    model, tokens, config = make_llama(), tokens_of(1, 80), CacheConfig(window=24, budgets="measured")
+    expected, _ = streamed(model, config, tokens, "eager", parts=(17, 1, 42))
+    with attach(model, config) as cache:
+        with torch.inference_mode():
+            logits = [model(part, past_key_values=cache).logits for part in tokens[:, :60].split((17, 1, 42), 1)]
+        cache.reorder_cache(torch.tensor([0]))
+        with torch.no_grad():
+            logits.append(model(tokens[:, 60:], past_key_values=cache).logits)
+    assert relative_error(torch.cat([x.clone() for x in logits], 1), expected) < EXACT
+
+
+@pytest.mark.usefixtures("dense_too")
+def test_results_do_not_depend_on_the_number_of_threads() -> None:
+    model, before, results = make_llama(), torch.get_num_threads(), []
+    try:
+        for count in (1, 2, 3):
+            torch.set_num_threads(count)
+            results.append(streamed(model, CacheConfig(window=32, chunk=16), tokens_of(2, 90), "auto")[0])
+    finally:
+        torch.set_num_threads(before)
+    assert all(result.equal(results[0]) for result in results)
+
+
+def test_bfloat16_is_as_near_to_float32_as_transformers_is(dense_too: None, taken: list[tuple[int, int]]) -> None:
+    exact = make_llama()
+    model, config, tokens = copy.deepcopy(exact).bfloat16(), CacheConfig(window=64), tokens_of(2, 90)
+    wanted, _ = streamed(exact, config, tokens, "eager")
+    ours, theirs = (streamed(model, config, tokens, engine)[0].float() - wanted for engine in ("auto", "eager"))
+    assert taken[-1] == (2, 72)
+    assert ours.norm() < 1.2 * theirs.norm() < 0.5 * wanted.norm()
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -115,18 +210,22 @@ class TestForms:
             assert len(taken) == 5
 
     def test_what_the_model_has_to_do_itself(self, taken: list[tuple[int, int]]) -> None:
-        """Padding, embeddings instead of ids, hidden states, autocast."""
+        """Padding, embeddings instead of ids, hidden states, autocast, somebody who looks at the attention."""
         model, tokens = packed_model(MatrixKind.INT8), tokens_of(2, 20)
         mask = torch.ones(2, 20, dtype=torch.int64)
         mask[1, :4] = 0
-        with torch.no_grad(), attach(model, CacheConfig(window=32)):
+        with torch.no_grad(), attach(model, CacheConfig(window=32)) as cache:
             taken.clear()
             model(tokens, attention_mask=mask)
             model(inputs_embeds=model.get_input_embeddings()(tokens))
             assert model(tokens, output_hidden_states=True).hidden_states
             with torch.autocast("cpu", torch.bfloat16):
                 model(tokens)
+            with cache.measuring_sparsity():
+                model(tokens)
             assert taken == []
+            model(tokens)
+            assert taken == [(2, 20)]
 
     def test_unknown_tokens_are_refused(self) -> None:
         model = packed_model(MatrixKind.INT8)

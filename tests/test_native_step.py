@@ -37,7 +37,7 @@ EXACT = 1e-4
 
 PROMPT = 30
 
-NATIVE = {name: rule for name, rule in RULES.items() if type(make_policy(CacheConfig(name).plan())) in POLICIES}
+NATIVE = {name: rule for name, rule in RULES.items() if make_policy(CacheConfig(name).plan()).rule in POLICIES}
 """The policies that the library implements."""
 
 

@@ -8,7 +8,8 @@ from torch import Tensor
 
 from h2o_stream.cache.attention import LogitTransform
 from h2o_stream.cache.head_group import HeadGroup
-from h2o_stream.cache.policies import Protection, make_policy
+from h2o_stream.cache.policies import make_policy
+from h2o_stream.cache.protection import Protection
 from h2o_stream.config import CachePlan
 from h2o_stream.native import library
 from h2o_stream.native.kernels import NativeKernels

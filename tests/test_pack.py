@@ -171,7 +171,7 @@ class TestRepack:
         kind = GGUF_KINDS[name]
         blocks = torch.from_numpy(random_blocks(name, 37, 768))
         tiles = repack(blocks, GGMLQuantizationType[name], kind, 37, 768)
-        actual, expected = gather(tiles, kind, 37, 768, torch.arange(37), torch.float32), numbers(tiles, kind, 37, 768)
+        actual, expected = gather(tiles, kind, 37, 768, torch.arange(37), "float32"), numbers(tiles, kind, 37, 768)
         np.testing.assert_allclose(actual.numpy(), expected, rtol=1e-5, atol=1e-6)
 
     @pytest.mark.parametrize("name", GGUF_KINDS)

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from h2o_stream import CacheConfig, ConfigError, H2OStreamError, attach
-from h2o_stream.cache.identity import policy_source
+from h2o_stream.cache.source import policy_source
 from h2o_stream.compare.catalog import COMPARISONS
 from h2o_stream.config import POLICIES
 from tests.commands import invoke, records

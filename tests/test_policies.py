@@ -10,7 +10,8 @@ import torch
 from transformers import LlamaForCausalLM
 
 from h2o_stream import CacheConfig, ConfigError, attach, config
-from h2o_stream.cache.policies import Attention, Candidates, Protection, make_policy, merged, select
+from h2o_stream.cache.policies import Attention, Candidates, make_policy, select
+from h2o_stream.cache.protection import Protection, merged
 from tests.literature import PRIORITIES
 from tests.tolerance import assert_close
 

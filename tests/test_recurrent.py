@@ -10,12 +10,12 @@ from h2o_stream import CacheConfig, H2OStreamError, UnsupportedModelError, attac
 from h2o_stream.cache.attention import LogitTransform
 from h2o_stream.cache.layer import LayerSpec
 from h2o_stream.cache.recurrent import states_of
-from h2o_stream.cache.state import checksummed
 from h2o_stream.cache.windows import HeadWindow
 from h2o_stream.config import CachePlan
 from tests.conftest import ids as tokens
 from tests.conftest import with_exhaustive
 from tests.families import FAMILIES, tiny
+from tests.states import with_checksums
 from tests.test_generate_forms import PROMPTS, batch_of, generate, step, with_column
 from tests.tolerance import assert_close
 
@@ -118,7 +118,7 @@ def test_going_back_to_a_state(name: str, policy: str) -> None:
         first = model(tokens(30), past_key_values=cache).logits
         with pytest.raises(H2OStreamError, match="fit"):
             cache.load_state_dict(
-                checksummed({**state, **{k: v[:1] for k, v in state.items() if "conv" in k or "recurrent" in k}})
+                with_checksums({**state, **{k: v[:1] for k, v in state.items() if "conv" in k or "recurrent" in k}})
             )
         assert model(tokens(30)).logits.equal(first)
 
@@ -129,7 +129,7 @@ def test_a_state_without_the_recurrent_part_is_refused() -> None:
         model(tokens(30), past_key_values=cache)
         state = {name: x for name, x in cache.state_dict().items() if "conv" not in name and "recurrent" not in name}
         with pytest.raises(H2OStreamError, match="has no recurrent state"):
-            cache.load_state_dict(checksummed({k: v for k, v in state.items() if k != "checksums"}))
+            cache.load_state_dict(with_checksums({k: v for k, v in state.items() if k != "checksums"}))
 
 
 @hybrids

@@ -96,7 +96,7 @@ FUZZ = settings(
 def loaded_folder(tiny_folder: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """`tiny_folder`, loaded once for all commands of a test."""
     model = load(ModelConfig(str(tiny_folder)))
-    monkeypatch.setattr("h2o_stream.ui.start.load", lambda *_: model)
+    monkeypatch.setattr("h2o_stream.ui.start.load_model", lambda *_: model)
     return tiny_folder
 
 

@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from transformers.generation.logits_process import (
@@ -16,15 +17,19 @@ from transformers.generation.logits_process import (
 from h2o_stream import CacheConfig, ConfigError, H2OStreamError, SamplingConfig
 from h2o_stream.config import BENCH_TEMPERATURES, DEFAULT_TEMPERATURE, model_sampling
 from h2o_stream.engine.engine import Engine
-from h2o_stream.engine.sampling import Sampler, nucleus, penalized, resolve, single_thread
+from h2o_stream.engine.sampling import Sampler, check_rng_state, nucleus, penalized, resolve
 from h2o_stream.models.load import LoadedModel
 from h2o_stream.session.questions import Question, set_temperature
+
+
+def scores_of(*scores: float) -> Any:
+    return np.array(scores, np.float32)
 
 
 class TestSampling:
     def draws(self, count: int = 40, **settings: Any) -> list[int]:
         sampler = Sampler(SamplingConfig(**settings), None)
-        logits = torch.tensor([3.0, 2.0, 1.0, 0.0, -1.0])
+        logits = scores_of(3.0, 2.0, 1.0, 0.0, -1.0)
         return [sampler.sample(logits, [0]) for _ in range(count)]
 
     def test_greedy(self) -> None:
@@ -55,16 +60,16 @@ class TestSampling:
         tokens = torch.cat([torch.randint(0, 500, (300,), generator=random), torch.tensor([7, 3, 3])])
         before = scores.clone()
         expected = RepetitionPenaltyLogitsProcessor(penalty)(tokens[None], scores[None])[0]
-        assert torch.equal(penalized(scores, tokens, penalty), expected)
+        assert np.array_equal(penalized(scores.numpy(), tokens.numpy(), penalty), expected)
         assert torch.equal(scores, before), "the model's logits stay as they were"
         assert not torch.equal(expected, before)
 
     @pytest.mark.parametrize("temperature", [0.0, 0.7])
     def test_nan_logits_are_never_sampled_from(self, temperature: float) -> None:
         sampler = Sampler(SamplingConfig(temperature=temperature), None)
-        sampler.sample(torch.tensor([1.0, -torch.inf, 2.0]), [0])
+        sampler.sample(scores_of(1.0, -np.inf, 2.0), [0])
         with pytest.raises(H2OStreamError, match="not numbers"):
-            sampler.sample(torch.tensor([1.0, torch.nan, 2.0]), [0])
+            sampler.sample(scores_of(1.0, np.nan, 2.0), [0])
 
     def test_the_model_recommends_and_the_user_decides(self) -> None:
         class Recommended:
@@ -96,7 +101,7 @@ class TestSources:
         assert resolve(SamplingConfig(), Penalized, {"repetition_penalty": 1.1})[0]["repetition_penalty"] == 1.3
 
     def test_greedy_takes_the_most_probable_token_unless_the_user_wants_a_penalty(self) -> None:
-        logits, penalized = torch.tensor([3.0, 2.9]), {"repetition_penalty": 2.0}
+        logits, penalized = scores_of(3.0, 2.9), {"repetition_penalty": 2.0}
         assert Sampler(SamplingConfig(temperature=0.0), None, penalized).sample(logits, [0]) == 0
         assert Sampler(SamplingConfig(temperature=0.0, repetition_penalty=1.1), None).sample(logits, [0]) == 1
         assert Sampler(SamplingConfig(temperature=1e-3, seed=0), None, penalized).sample(logits, [0]) == 1
@@ -136,7 +141,7 @@ def test_the_penalty_is_that_of_transformers(count: int) -> None:
     scores, tokens = torch.randn(500, generator=generator), torch.randint(0, 500, (count,), generator=generator)
     sampler = Sampler(SamplingConfig(temperature=1, top_p=1, top_k=1, repetition_penalty=1.5), None)
     wanted = RepetitionPenaltyLogitsProcessor(1.5)(tokens[None], scores[None])[0]
-    assert sampler.sample(scores, tokens.tolist()) == wanted.argmax()
+    assert sampler.sample(scores.numpy(), tokens.tolist()) == wanted.argmax()
 
 
 @pytest.mark.parametrize(("settings", "words"), [
@@ -156,7 +161,7 @@ def test_the_nucleus_is_that_of_transformers(spread: float, top_p: float) -> Non
     """Including flat distributions, whose nucleus is most of the vocabulary."""
     for scores in torch.randn(3, 5000, generator=torch.Generator().manual_seed(0)) * spread:
         wanted = TopPLogitsWarper(top_p)(torch.zeros(1, 0), scores[None])[0]
-        assert nucleus(scores, top_p).tolist() == wanted.isfinite().nonzero()[:, 0].tolist()
+        assert nucleus(scores.numpy(), top_p).tolist() == wanted.isfinite().nonzero()[:, 0].tolist()
 
 
 @pytest.mark.parametrize("temperature", [0.5, 1.0, 1.3])
@@ -172,23 +177,66 @@ def test_candidates_are_those_transformers_leaves(temperature: float, top_k: int
     warpers += [MinPLogitsWarper(min_p)] if min_p else []
     for scores in 3 * torch.randn(5, 2000, generator=torch.Generator().manual_seed(1)):
         wanted = warpers(torch.zeros(1, 0), scores[None].clone())[0]
-        ids, ours = sampler.candidates(scores)
+        ids, ours = sampler.candidates(scores.numpy())
         assert ids.tolist() == wanted.isfinite().nonzero()[:, 0].tolist()
-        assert ours.equal(wanted[ids])
+        assert np.array_equal(ours, wanted[ids])
 
 
 def test_equal_scores_and_forbidden_tokens() -> None:
     """Ties keep the first tokens, and tokens without probability are never sampled."""
-    assert nucleus(torch.zeros(10), 0.35).tolist() == [0, 1, 2, 3]
-    scores = torch.tensor([-torch.inf, 0.0, -torch.inf, 0.0])
+    assert nucleus(scores_of(*[0.0] * 10), 0.35).tolist() == [0, 1, 2, 3]
+    scores = scores_of(-np.inf, 0.0, -np.inf, 0.0)
     for settings in ({"top_p": 0.9}, {"top_p": 1.0}, {"top_k": 4}):
         sampler = Sampler(SamplingConfig(temperature=1.0, seed=0, **settings), None)
         assert sampler.candidates(scores)[0].tolist() == [1, 3]
         assert {sampler.sample(scores, []) for _ in range(50)} == {1, 3}
 
 
-def test_a_draw_leaves_the_number_of_threads() -> None:
-    before = torch.get_num_threads()
-    with single_thread():
-        assert torch.get_num_threads() == 1
-    assert torch.get_num_threads() == before
+@pytest.mark.parametrize(
+    "settings", [{}, {"top_k": 30}, {"top_p": 0.8}, {"min_p": 0.05}, {"temperature": 0.5, "repetition_penalty": 1.3}]
+)
+def test_draws_are_distributed_as_in_transformers(settings: dict[str, Any]) -> None:
+    """By a chi-squared test with one degree of freedom for each token that can be sampled."""
+    config = {"temperature": 1.0, "top_p": 1.0, "seed": 0, **settings}
+    sampler, count, tokens = Sampler(SamplingConfig(**config), None), 20_000, [3, 5, 5, 8]
+    scores = torch.randn(50, generator=torch.Generator().manual_seed(2))
+    warpers = LogitsProcessorList()
+    if penalty := settings.get("repetition_penalty"):
+        warpers += [RepetitionPenaltyLogitsProcessor(penalty)]
+    warpers += [TemperatureLogitsWarper(config["temperature"])]
+    warpers += [TopKLogitsWarper(config["top_k"])] if "top_k" in config else []
+    warpers += [TopPLogitsWarper(config["top_p"])] if config["top_p"] < 1 else []
+    warpers += [MinPLogitsWarper(config["min_p"])] if "min_p" in config else []
+    expected = count * warpers(torch.tensor([tokens]), scores[None].clone())[0].softmax(-1).double().numpy()
+    drawn = np.bincount([sampler.sample(scores.numpy(), tokens) for _ in range(count)], minlength=50)
+    possible = expected > 0
+    assert not drawn[~possible].any()
+    chi_squared, freedom = ((drawn - expected)[possible] ** 2 / expected[possible]).sum(), possible.sum() - 1
+    assert chi_squared < freedom + 4 * (2 * freedom) ** 0.5
+
+
+class TestStateOfTheGenerator:
+    def test_it_continues(self) -> None:
+        one, other = (Sampler(SamplingConfig(temperature=1.0, top_p=1.0, seed=seed), None) for seed in (1, 2))
+        logits = scores_of(*[0.0] * 1000)
+        one.sample(logits, [])
+        other.rng_state = state = one.rng_state
+        check_rng_state(state)
+        expected = [one.sample(logits, []) for _ in range(20)]
+        assert [other.sample(logits, []) for _ in range(20)] == expected
+        assert not np.array_equal(one.rng_state, state)
+
+    def test_one_of_an_earlier_version_is_a_seed(self) -> None:
+        logits, draws = scores_of(*[0.0] * 1000), list[list[int]]()
+        for seed in (1, 1, 2):
+            sampler = Sampler(SamplingConfig(temperature=1.0, top_p=1.0), None)
+            state = torch.Generator().manual_seed(seed).get_state().numpy()
+            check_rng_state(state)
+            sampler.rng_state = state
+            draws.append([sampler.sample(logits, []) for _ in range(20)])
+        assert draws[0] == draws[1] != draws[2]
+
+    @pytest.mark.parametrize("state", [np.zeros(31, np.uint8), np.zeros((1, 32), np.uint8), np.zeros(32, np.int8)])
+    def test_no_other_one_is_accepted(self, state: Any) -> None:
+        with pytest.raises(H2OStreamError, match="random generator"):
+            check_rng_state(state)

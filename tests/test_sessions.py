@@ -5,20 +5,24 @@ import os
 import stat
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
-from torch import Tensor
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save
 
 from h2o_stream import ConfigError, H2OStreamError
+from h2o_stream.cache.state import State
 from h2o_stream.errors import DataError
 from h2o_stream.session.sessions import MAX_STATES, Session, StateFiles, saved_sessions
+from h2o_stream.session.state_format import decode_state
 from h2o_stream.session.transcript import Entry, Header, Transcript, export
 
 HEADER = Header("a-model", "h2o", 256, "Be brief.")
 
 
-def state(turn: int) -> dict[str, Tensor]:
-    return {"number": torch.tensor(turn)}
+def state(turn: int) -> State:
+    return {"number": np.array(turn)}
 
 
 def filled(folder: Path, turns: int = 3, name: str = "talk") -> Session:
@@ -41,6 +45,26 @@ def test_what_is_saved_is_found(tmp_path: Path) -> None:
         assert session.transcript.header.system == "Be brief."
         assert session.state(3) == state(3)
         assert session.state(4) is None
+
+
+def test_files_are_those_of_torch(tmp_path: Path) -> None:
+    """With bfloat16 numbers: earlier versions wrote them by torch."""
+    tensors = {"keys": torch.rand(2, 3).bfloat16(), "grid": torch.rand(3).half(), "number": torch.tensor(3)}
+    files, path = StateFiles(tmp_path), tmp_path / "state-00000001.safetensors"
+    path.write_bytes(save(tensors, {"line": json.dumps({"turn": 3})}))
+    state = files.read(1, 3)
+    assert state is not None
+    assert state["keys"].dtype == np.uint16
+    files.write(1, state, {"turn": 3})
+    loaded = load_file(path)
+    assert loaded.keys() == tensors.keys()
+    assert all(loaded[name].equal(tensors[name]) and loaded[name].dtype == tensors[name].dtype for name in tensors)
+
+
+@pytest.mark.parametrize("content", [b"", b"foreign", save({"x": torch.zeros(2).to(torch.float8_e4m3fn)})])
+def test_no_file_with_a_state(content: bytes) -> None:
+    with pytest.raises(SafetensorError):
+        decode_state(content)
 
 
 def test_only_the_owner_can_read_it(tmp_path: Path) -> None:
@@ -105,10 +129,10 @@ def test_turns_are_undone(tmp_path: Path) -> None:
         session.undo(2)
         assert turns(session) == [1, 2]
         assert session.state(3) is None
-        session.add(Entry(3, "another", "one"), {"number": torch.tensor(33)})
+        session.add(Entry(3, "another", "one"), {"number": np.array(33)})
     with Session("talk", tmp_path) as session:
         assert [entry.prompt for entry in session.transcript.entries] == ["question 1", "question 2", "another"]
-        assert session.state(3) == {"number": torch.tensor(33)}
+        assert session.state(3) == {"number": np.array(33)}
         session.begin(HEADER)
         assert turns(session) == []
         assert session.state(3) is None

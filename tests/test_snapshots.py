@@ -10,6 +10,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from h2o_stream import CacheConfig, ConfigError, Conversation, Engine, H2OStreamError, SamplingConfig
 from h2o_stream.session.turn import Turn
 from tests.conftest import with_exhaustive
+from tests.states import equal_states
 
 TALK = ["Tell me about the sea.", "And the tower?", "What about the light?", "Thanks, go on."]
 Talker = Callable[..., PreTrainedModel]
@@ -61,7 +62,7 @@ def test_a_state_that_does_not_fit_changes_nothing(talker: Talker, tokenizer: Pr
         with pytest.raises(H2OStreamError, match="damaged"):
             again.load_state_dict({name: tensor for name, tensor in before.items() if name != "conversation"})
         after = again.state_dict()
-        assert all(torch.equal(before[name], after[name]) for name in before)
+        assert equal_states(before, after)
 
 
 def test_another_system_prompt(talker: Talker, tokenizer: PreTrainedTokenizerBase) -> None:
@@ -72,7 +73,7 @@ def test_another_system_prompt(talker: Talker, tokenizer: PreTrainedTokenizerBas
         with pytest.raises(ConfigError, match="raise --window"):
             talk.reset("word " * 80)
         after = talk.state_dict()
-        assert all(torch.equal(before[name], after[name]) for name in before)
+        assert equal_states(before, after)
         talk.reset("Be kind.")
         said(talk, TALK[1])
         start = tokenizer.decode(list(one.tokens[: one.counts.pinned + one.counts.sinks]))

@@ -1,6 +1,7 @@
 """A saved cache continues as if it had never stopped."""
 
 import random
+import zlib
 from collections.abc import Callable
 from itertools import product
 from pathlib import Path
@@ -12,10 +13,12 @@ from safetensors.torch import load_file, save_file
 from transformers import LlamaForCausalLM
 
 from h2o_stream import CacheConfig, H2OStreamError, attach
-from h2o_stream.cache.state import checksummed
+from h2o_stream.cache.arrays import to_arrays
+from h2o_stream.cache.state import checksummed, decode_json
 from h2o_stream.config import POLICIES
 from tests.conftest import make_llama, thinned
 from tests.families import LITERATURE, each_family
+from tests.states import with_checksums
 
 TOKENS = torch.randint(3, 64, (2, 80), generator=torch.Generator().manual_seed(0))
 
@@ -198,7 +201,7 @@ def test_300_damaged_states(grouped: LlamaForCausalLM, settings: Any, resealed: 
             if resealed:
                 tensors = {name: tensor for name, tensor in harmed.items() if isinstance(tensor, torch.Tensor)}
                 del tensors["checksums"]
-                harmed = checksummed(tensors)
+                harmed = with_checksums(tensors)
             line = None
             try:
                 cache.load_state_dict(harmed)
@@ -211,6 +214,19 @@ def test_300_damaged_states(grouped: LlamaForCausalLM, settings: Any, resealed: 
                 going_on(grouped, cache)
                 cache.load_state_dict(state)
         assert refused > (20 if resealed else 60)
+
+
+def test_checksums_are_those_of_earlier_versions() -> None:
+    """They begin with what torch says of a tensor."""
+    tensors = {
+        "bfloat16": torch.tensor([[1.0, 2.0]], dtype=torch.bfloat16), "float16": torch.ones(3, 1).half(),
+        "int64": torch.tensor(7), "uint8": torch.arange(3, dtype=torch.uint8), "int16": torch.empty(0).short(),
+        "float32": torch.rand(2, 3).T,
+    }  # fmt: skip
+    for name, crc in decode_json(checksummed(to_arrays(tensors)), "checksums").items():
+        tensor = tensors[name]
+        data = tensor.contiguous().flatten().view(torch.uint8).numpy().tobytes()
+        assert crc == zlib.crc32(f"{tensor.dtype} {tuple(tensor.shape)}".encode() + data)
 
 
 def storages(held: Any) -> dict[int, int]:

@@ -9,10 +9,11 @@ from transformers import LlamaForCausalLM
 
 from h2o_stream import CacheConfig, ConfigError, H2OStreamError, attach
 from h2o_stream.cache.h2o_cache import H2OCache
-from h2o_stream.cache.policies import Candidates, Policy, Protection, make_policy
-from h2o_stream.cache.state import checksummed
+from h2o_stream.cache.policies import Candidates, Policy, make_policy
+from h2o_stream.cache.protection import Protection
 from h2o_stream.native import library
 from tests.conftest import make_llama
+from tests.states import with_checksums
 
 WINDOW = 32
 POLICIES = ["h2o", "h2o-paper", "tova", "random", "sink", "recent"]
@@ -218,7 +219,7 @@ class TestState:
         state, _ = self.saved(tiny, config)
         del state["checksums"]
         with attach(tiny, config) as cache, pytest.raises(H2OStreamError, match="the state is damaged: transient is"):
-            cache.load_state_dict(checksummed(state | {"transient": torch.tensor(bounds)}))
+            cache.load_state_dict(with_checksums(state | {"transient": torch.tensor(bounds)}))
 
     def test_rows_that_are_chosen_anew(self, tiny: LlamaForCausalLM) -> None:
         with attach(tiny, CacheConfig(window=WINDOW, chunk=8)) as cache:

@@ -14,6 +14,7 @@ from transformers import BertConfig, BertLMHeadModel, DiffLlamaConfig, DiffLlama
 from h2o_stream import CacheConfig, attach
 from h2o_stream.attachment import verification
 from h2o_stream.attachment.attention_interface import attention_names
+from h2o_stream.native.tensor_stepper import TensorStepper
 from tests.causal_models import make
 from tests.conftest import make_llama, refusal
 from tests.families import GROUPED, SIZES, tiny
@@ -201,14 +202,13 @@ class TestLeavesNothingBehind:
 
 
 def test_native_code_that_differs_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
-    stepper = pytest.importorskip("h2o_stream.native.stepper")
-    run = stepper.Stepper.run
+    run = TensorStepper.run
 
     def off(self: Any, tokens: Tensor, trace: Tensor | None = None) -> Tensor | None:
         logits = run(self, tokens, trace)
         return None if logits is None else logits * 1.01
 
-    monkeypatch.setattr(stepper.Stepper, "run", off)
+    monkeypatch.setattr(TensorStepper, "run", off)
     with attach(make_llama(seed=6), CacheConfig(window=32)) as cache:
         assert cache.engine_note.startswith("eager: its logits are off by ")
         assert cache.kernels is not None

@@ -13,6 +13,7 @@ from h2o_stream.session.transcript import Header
 from h2o_stream.session.why import Gone, Kept, explain
 from h2o_stream.ui.heatmap import explanation
 from tests.small_talk import small_model, small_tokenizer
+from tests.states import equal_states
 
 TURNS = ["w3 w4 w5 w6 w7 w8", "w9 w10 w11 w12", "w13 w14 w15 w16", "w17 w18 w19 w20", "w21 w22 w23"]
 
@@ -72,7 +73,7 @@ def test_looking_back_changes_nothing(history: ConversationHistory) -> None:
     before = history.conversation.state_dict()
     explain(history, "w3")
     after = history.conversation.state_dict()
-    assert all(torch.equal(before[name], after[name]) for name in before)
+    assert equal_states(before, after)
 
 
 def test_the_first_token_is_a_sink_and_the_newest_is_recent() -> None:

@@ -8,8 +8,9 @@ from dataclasses import asdict, dataclass
 from typing import Any, ClassVar, Generic, TypeVar
 
 from h2o_stream.attachment.support import check_supported, with_default_positions
-from h2o_stream.cache.identity import model_digest, policy_source
+from h2o_stream.cache.identity import model_digest
 from h2o_stream.cache.rope import ABSOLUTE_TAKEN
+from h2o_stream.cache.source import policy_source
 from h2o_stream.compare.folder import Folder, JobResult, digest_of_key, identity
 from h2o_stream.compare.options import ComparisonOptions
 from h2o_stream.config import CacheConfig

@@ -19,7 +19,8 @@ from safetensors.torch import save
 from torch import Tensor
 
 from h2o_stream.attachment.support import check_supported
-from h2o_stream.cache.identity import model_digest, policy_source
+from h2o_stream.cache.identity import model_digest
+from h2o_stream.cache.source import policy_source
 from h2o_stream.config import CacheConfig
 from h2o_stream.errors import DataError, file_errors
 from h2o_stream.native import library

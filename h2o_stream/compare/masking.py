@@ -18,7 +18,8 @@ from transformers import AttentionInterface, DynamicCache
 
 from h2o_stream.attachment.attention_interface import attention_names, using_attention
 from h2o_stream.attachment.model_facts import input_device
-from h2o_stream.cache.policies import Attention, Candidates, Policy, Protection, make_policy, select
+from h2o_stream.cache.policies import Attention, Candidates, Policy, make_policy, select
+from h2o_stream.cache.protection import Protection
 from h2o_stream.config import CacheConfig, CachePlan
 from h2o_stream.errors import ConfigError, UnsupportedModelError
 

@@ -9,29 +9,24 @@ from __future__ import annotations
 import time
 from array import array
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack
 from functools import partial
 from types import MappingProxyType
 from typing import Any, Self
 
-import torch
-from torch import Tensor
+import numpy
 
-from h2o_stream.attachment.attach import attach
-from h2o_stream.attachment.model_facts import context_of, input_device, learned_positions, weight_count
 from h2o_stream.cache.counts import CacheCounts
-from h2o_stream.cache.state import checksummed, require_tensor, verify_checksums
+from h2o_stream.cache.state import Array, State, checksummed, require_array, verify_checksums
 from h2o_stream.config import (
     PREFILL_STEP,
-    PREFILL_STEP_MAX,
-    PREFILL_WORK,
     AtContext,
     CacheConfig,
     EngineChoice,
     SamplingConfig,
 )
 from h2o_stream.engine.events import Finished, PrefillProgress, Token
-from h2o_stream.engine.sampling import Sampler, check_rng_state
+from h2o_stream.engine.sampling import Sampler, Scores, check_rng_state
+from h2o_stream.engine.served import StreamCache, serve
 from h2o_stream.engine.text import TextStream
 from h2o_stream.errors import H2OStreamError, OutOfMemoryError, means_out_of_memory
 from h2o_stream.memory import trim_heap
@@ -77,23 +72,19 @@ class Engine:
         progress: ProgressCallback = ignore,
         sampling_defaults: Mapping[str, float] = MappingProxyType({}),
     ) -> None:
-        self.model = model
-        self.tokenizer = tokenizer
+        self.model, self.tokenizer = model, tokenizer
+        self._serve = partial(serve, model, cache, engine, progress)
+        self.served = self._serve()
         self.sampling = sampling or SamplingConfig()
         self._sampling_defaults = sampling_defaults
-        self.sampler = Sampler(self.sampling, model.generation_config, sampling_defaults)
+        self.sampler = Sampler(self.sampling, self.served.generation, sampling_defaults)
         self.at_context = at_context
         self.should_stop = should_stop
-        self.context = context_of(model.config)
-        self._learned_positions = learned_positions(model.config)
         self.pinned_prefix = 0
-        self.prefill_step = prefill_step(model)
+        self.prefill_step = self.served.prefill_step
         self.tokens = array("i")
-        self.end_tokens = _end_tokens(model, tokenizer)
-        self._stack = ExitStack()
-        self._attach = partial(attach, model, cache, engine=engine, progress=progress)
-        self.cache = self._stack.enter_context(self._attach())
-        self._logits: Tensor | None = None
+        self.end_tokens = _end_tokens(self.served.generation, tokenizer)
+        self._logits: Scores | None = None
         self._turn_tokens: list[int] = []
         self._stream = self.cache.stream_number
 
@@ -105,14 +96,24 @@ class Engine:
 
     def close(self) -> None:
         """Restore the model."""
-        self._stack.close()
+        self.served.close()
 
     def reopen(self) -> None:
         """Serve the model again after `close`, with an empty cache."""
-        number, self.cache = self.cache.stream_number, self._stack.enter_context(self._attach())
+        number, self.served = self.cache.stream_number, self._serve()
         self.cache.stream_number = number  # from which `reset` counts on: no stream after it has an old number
         self.pinned_prefix = 0
         self.reset()
+
+    @property
+    def cache(self) -> StreamCache:
+        """The cache of the stream."""
+        return self.served.cache
+
+    @property
+    def context(self) -> int | None:
+        """Positions the model was trained for, or None when its config names no limit."""
+        return self.served.context
 
     @property
     def torn(self) -> bool:
@@ -132,41 +133,40 @@ class Engine:
 
     def set_sampling(self, sampling: SamplingConfig, reseed: bool = False) -> None:
         """Change how tokens are sampled. The random generator continues unless `reseed` restarts it."""
-        sampler = Sampler(sampling, self.model.generation_config, self._sampling_defaults)
+        sampler = Sampler(sampling, self.served.generation, self._sampling_defaults)
         if not reseed:
             sampler.rng_state = self.sampler.rng_state
         self.sampling, self.sampler = sampling, sampler
 
-    def state_dict(self) -> dict[str, Tensor]:
-        """A copy of the complete state, as tensors for safetensors. It continues with a prefill.
+    def state_dict(self) -> State:
+        """A copy of the complete state, as arrays by name. It continues with a prefill.
 
         Raises:
             H2OStreamError: nothing was fed yet, or the last step was cut off halfway.
         """
         if self.torn:
             raise H2OStreamError("the last step was cut off halfway; there is no state to save")
-        tensors = {
-            "engine.tokens": torch.tensor(self.tokens, dtype=torch.int32, device="cpu"),
-            "engine.opening": torch.tensor(self.pinned_prefix, device="cpu"),
-            "engine.draws": self.sampler.rng_state.clone(),
+        arrays: State = {
+            "engine.tokens": numpy.array(self.tokens, numpy.int32),
+            "engine.opening": numpy.array(self.pinned_prefix, numpy.int64),
+            "engine.draws": self.sampler.rng_state,
         }
-        return self.cache.state_dict() | checksummed(tensors, _CHECKSUMS)
+        return self.served.state_dict() | checksummed(arrays, _CHECKSUMS)
 
-    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
+    def load_state_dict(self, state: Mapping[str, Array]) -> None:
         """Replace the stream by a saved state. The next prefill and all sampling after it continue exactly.
 
         A conversation on this engine must be replaced with it, by `Conversation.load_state_dict`.
 
         Raises:
-            H2OStreamError: the state is damaged, or belongs to another model, dtype, policy or device of the random
-                generator. Nothing has changed.
+            H2OStreamError: the state is damaged, or belongs to another model, dtype or policy. Nothing has changed.
         """
         verify_checksums(state, _CHECKSUMS)
         tokens, pinned_prefix, rng_state = (
-            require_tensor(state, f"engine.{name}") for name in ("tokens", "opening", "draws")
+            require_array(state, f"engine.{name}") for name in ("tokens", "opening", "draws")
         )
         check_rng_state(rng_state)
-        self.cache.load_state_dict(state)
+        self.served.load_state_dict(state)
         self._logits, self._turn_tokens = None, []
         self.tokens[:] = array("i", tokens.tolist())
         self.pinned_prefix = int(pinned_prefix)
@@ -279,13 +279,11 @@ class Engine:
         if self.torn:
             raise H2OStreamError(TORN_MESSAGE)
 
-    @torch.no_grad()
     def _forward(self, tokens: list[int]) -> None:
         self._logits = None
         self.tokens.extend(tokens)
         try:
-            ids = torch.tensor([tokens], dtype=torch.int64, device=input_device(self.model))
-            output = self.model(ids, past_key_values=self.cache, use_cache=True, logits_to_keep=1)
+            self._logits = self.served.forward(tokens)
         except (MemoryError, RuntimeError) as error:
             if not means_out_of_memory(error):
                 raise
@@ -293,7 +291,6 @@ class Engine:
                 f"out of memory after {self.cache.seen_tokens} tokens; "
                 "with --policy h2o and a fixed --window, memory does not grow with the conversation"
             ) from error
-        self._logits = output.logits[0, -1]
 
     def _max_tokens(self) -> int | None:
         """How many original positions the model was trained for; None if positions are reassigned."""
@@ -305,25 +302,15 @@ class Engine:
         if limit is None or seen + new <= limit:
             return ""
         message = f"{seen} tokens seen and {new} new ones exceed the model's {limit} "
-        if self._learned_positions is not None:
+        if self.served.learned_positions is not None:
             return f"{message}learned positions; reset the conversation or use another model"
         if self.at_context == "stop":
             return f"{message}positions; use --policy h2o, or continue beyond them with --at-context continue"
         return ""
 
 
-def prefill_step(model: Any) -> int:
-    """How many prompt tokens to feed in one forward: as many as a small machine processes in a second or two."""
-    if input_device(model).type != "cpu":
-        return PREFILL_STEP_MAX
-    step = PREFILL_STEP
-    while step < PREFILL_STEP_MAX and 2 * step * weight_count(model) <= PREFILL_WORK:
-        step *= 2
-    return step
-
-
-def _end_tokens(model: Any, tokenizer: Any) -> frozenset[int]:
+def _end_tokens(generation: Any, tokenizer: Any) -> frozenset[int]:
     """All tokens that end a turn, from the model's generation config and from its tokenizer."""
-    ends = model.generation_config.eos_token_id
+    ends = generation.eos_token_id
     ends = ends if isinstance(ends, list) else [ends]
     return frozenset(token for token in (*ends, tokenizer.eos_token_id) if token is not None)

@@ -10,7 +10,7 @@ from typing import Any
 from h2o_stream.config import ChatConfig, Settings, ThinkMode
 from h2o_stream.engine.events import Finished, PrefillProgress
 from h2o_stream.errors import H2OStreamError
-from h2o_stream.models.load import load
+from h2o_stream.runtime.loading import load_model, serves
 from h2o_stream.session.history import ConversationHistory, ResumeError
 from h2o_stream.session.jsonl import JsonlWriter
 from h2o_stream.session.report import RunReport
@@ -137,8 +137,8 @@ class ChatContext:
         old = self.loaded
         with show_loading(settings.model.model, self.terminal) as progress:
             model = old.model
-            if settings.model != old.settings.model:
-                model = load(settings.model, settings.cache, self.terminal.note, progress)
+            if settings.model != old.settings.model or not serves(model, settings.cache):
+                model = load_model(settings.model, settings.cache, settings.engine, self.terminal.note, progress)
             new = converse(model, settings, old.interrupts, progress)
         new.conversation.engine.sampler.rng_state = old.conversation.engine.sampler.rng_state
         new.conversation.recall.notify = self.terminal.note

@@ -7,11 +7,11 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from h2o_stream.attachment.model_facts import input_device
 from h2o_stream.config import Settings, model_sampling
 from h2o_stream.engine.engine import Engine
-from h2o_stream.models.load import LoadedModel, load
+from h2o_stream.models.loaded import LoadedModel
 from h2o_stream.progress import ProgressCallback
+from h2o_stream.runtime.loading import load_model, remember
 from h2o_stream.session.conversation import Conversation
 from h2o_stream.session.jsonl import JsonlWriter
 from h2o_stream.session.run_record import run_record
@@ -53,8 +53,8 @@ class LoadedConversation:
             "policy": plan.policy,
             "window": None if config.by_ratio else plan.window or None,
             "cache": asdict(config if config.by_ratio else plan),
-            "dtype": str(engine.model.dtype).removeprefix("torch."),
-            "device": str(input_device(engine.model)),
+            "dtype": engine.served.dtype,
+            "device": engine.served.device,
             "sampling": asdict(engine.sampling) | sampling_values(engine),
             "sampling_sources": engine.sampler.sources,
         }
@@ -68,14 +68,17 @@ class LoadedConversation:
 def load_conversation(
     settings: Settings, notify: Callable[[str], None], progress: ProgressCallback
 ) -> LoadedConversation:
-    """Load a model and open a conversation on it. Works in any thread and without a terminal. Arguments: see `load`."""
-    return converse(load(settings.model, settings.cache, notify, progress), settings, Interrupts(), progress)
+    """Load a model and open a conversation on it, in any thread and without a terminal. Arguments: see `load_model`."""
+    model = load_model(settings.model, settings.cache, settings.engine, notify, progress)
+    loaded = converse(model, settings, Interrupts(), progress)
+    remember(model, loaded.conversation.engine.served)
+    return loaded
 
 
 def converse(
     model: LoadedModel, settings: Settings, interrupts: Interrupts, progress: ProgressCallback
 ) -> LoadedConversation:
-    """Open a conversation on a model that nothing else uses."""
+    """Open a conversation on a model that nothing else uses, and that can be served with these settings."""
     engine = Engine(
         model.model,
         model.tokenizer,
@@ -112,6 +115,8 @@ def open_conversation(
         seed = loaded.conversation.engine.sampler.seed
         jsonl.write(run_record(command, **loaded.describe(), recall=settings.recall.mode, seed=seed))
         terminal.detail(f"steps: {loaded.conversation.engine.cache.engine_note}")
+        if loaded.model.why_transformers:
+            terminal.detail(f"loaded by torch and transformers: {loaded.model.why_transformers}")
         yield loaded
     finally:
         loaded.conversation.engine.close()

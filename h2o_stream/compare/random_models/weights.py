@@ -114,4 +114,5 @@ def _size(layer: PackedLinear | PackedEmbedding) -> tuple[int, int]:
 @cache
 def _sample(kind: MatrixKind, columns: int) -> Tensor:
     """Tiles of `_SAMPLE_ROWS` random rows."""
-    return pack(torch.randn(_SAMPLE_ROWS, columns) * DEVIATION, kind)
+    tiles: Tensor = pack(torch.randn(_SAMPLE_ROWS, columns) * DEVIATION, kind)
+    return tiles

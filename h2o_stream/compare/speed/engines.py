@@ -159,9 +159,9 @@ class _TransformersRunner(Runner):
 class _H2ORunner(_TransformersRunner):
     def _start(self) -> None:
         from h2o_stream.attachment.attach import attach
-        from h2o_stream.engine.engine import prefill_step
+        from h2o_stream.engine.attached import prefill_step_of
 
-        self.chunk_size = prefill_step(self.model)
+        self.chunk_size = prefill_step_of(self.model)
         self.cache = self._stack.enter_context(attach(self.model, self.spec.cache, engine=self.spec.steps))
 
     def prepare(self) -> None:

@@ -10,6 +10,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
+from transformers import Cache
 
 from h2o_stream.attachment.model_facts import input_device
 from h2o_stream.compare.asking import prefill, tell
@@ -115,6 +116,7 @@ def _log_probabilities(engine: Engine, last: int, answers: Sequence[Sequence[int
     rows = torch.tensor([[*answer, *[last] * (longest - len(answer))] for answer in answers])
     rows = rows.to(input_device(engine.model))
     ids = torch.cat((torch.full_like(rows[:, :1], last), rows[:, :-1]), 1)
+    assert isinstance(engine.cache, Cache)
     engine.cache.batch_repeat_interleave(len(answers))
     logits = engine.model(ids, past_key_values=engine.cache, use_cache=True).logits
     scores = torch.log_softmax(logits.float(), -1).gather(-1, rows[:, :, None])[:, :, 0]

@@ -1,0 +1,74 @@
+"""A transformers model with an attached cache, as the engine serves it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from typing import Any
+
+import numpy
+import torch
+from numpy.typing import NDArray
+
+from h2o_stream.attachment.attach import attach
+from h2o_stream.attachment.model_facts import context_of, input_device, learned_positions, weight_count
+from h2o_stream.cache.arrays import to_arrays, to_tensors
+from h2o_stream.config import PREFILL_STEP_MAX, CacheConfig, EngineChoice, prefill_step
+from h2o_stream.native.description import NativeModel
+from h2o_stream.native.tensor_stepper import TensorStepper
+from h2o_stream.progress import ProgressCallback
+
+
+class AttachedModel:
+    """See `Served`. Arguments and errors as for `attach`."""
+
+    def __init__(
+        self, model: Any, config: CacheConfig | None, engine: EngineChoice, progress: ProgressCallback
+    ) -> None:
+        self._model, self._device = model, input_device(model)
+        self.context, self.learned_positions = context_of(model.config), learned_positions(model.config)
+        self.prefill_step = prefill_step_of(model)
+        self.generation = model.generation_config
+        self.dtype, self.device = str(model.dtype).removeprefix("torch."), str(self._device)
+        self._stack = ExitStack()
+        self.cache = self._stack.enter_context(attach(model, config, engine=engine, progress=progress))
+
+    @property
+    def native_model(self) -> NativeModel | None:
+        """The description that native steps run by; None if steps are eager."""
+        stepper = getattr(self._model.forward, "stepper", None)
+        return stepper.model if isinstance(stepper, TensorStepper) else None
+
+    @torch.no_grad()
+    def forward(self, tokens: Sequence[int]) -> NDArray[numpy.float32]:
+        """See `Served`."""
+        ids = torch.tensor([tokens], dtype=torch.int64, device=self._device)
+        output = self._model(ids, past_key_values=self.cache, use_cache=True, logits_to_keep=1)
+        logits: NDArray[numpy.float32] = output.logits[0, -1].float().cpu().numpy()
+        return logits
+
+    @torch.no_grad()
+    def read_embeddings(self, ids: NDArray[numpy.int64]) -> NDArray[numpy.float32]:
+        """See `Served`."""
+        embeddings = self._model.get_input_embeddings()
+        weight = getattr(embeddings, "weight", None)
+        device = weight.device if isinstance(weight, torch.Tensor) else "cpu"
+        rows: NDArray[numpy.float32] = embeddings(torch.from_numpy(ids).to(device)).float().cpu().numpy()
+        return rows
+
+    def state_dict(self) -> dict[str, NDArray[Any]]:
+        """See `Served`."""
+        return to_arrays(self.cache.state_dict())
+
+    def load_state_dict(self, state: Mapping[str, NDArray[Any]]) -> None:
+        """See `Served`."""
+        self.cache.load_state_dict(to_tensors(state))
+
+    def close(self) -> None:
+        """See `Served`."""
+        self._stack.close()
+
+
+def prefill_step_of(model: Any) -> int:
+    """How many prompt tokens to feed to a transformers model in one forward."""
+    return prefill_step(weight_count(model)) if input_device(model).type == "cpu" else PREFILL_STEP_MAX

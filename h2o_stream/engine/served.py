@@ -1,0 +1,75 @@
+"""What the engine needs of a model with a cache; a transformers model or one of the runtime."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
+
+import numpy
+from numpy.typing import NDArray
+
+from h2o_stream.config import CacheConfig, EngineChoice
+from h2o_stream.progress import ProgressCallback
+from h2o_stream.runtime.model import RuntimeModel
+
+if TYPE_CHECKING:
+    from h2o_stream.cache.full_cache import FullCache
+    from h2o_stream.cache.h2o_cache import H2OCache
+    from h2o_stream.runtime.cache import RuntimeCache
+
+StreamCache: TypeAlias = "H2OCache | FullCache | RuntimeCache"
+
+
+class Served(Protocol):
+    """A model that is served with a cache, until it is closed.
+
+    Attributes:
+        context: positions the model was trained for, or None when its config names no limit.
+        learned_positions: number of positions with a learned embedding, or None.
+        prefill_step: prompt tokens per forward, see `config.prefill_step`.
+        generation: how it is recommended to sample, and its `eos_token_id`; as transformers' `GenerationConfig`.
+        dtype: of its activations, such as ``bfloat16``.
+        device: of its inputs, such as ``cpu``.
+    """
+
+    context: int | None
+    learned_positions: int | None
+    prefill_step: int
+    generation: Any
+    dtype: str
+    device: str
+
+    @property
+    def cache(self) -> StreamCache:
+        """Holds one stream."""
+
+    def forward(self, tokens: Sequence[int]) -> NDArray[numpy.float32]:
+        """Feed tokens to the stream.
+
+        Returns:
+            [V] float32, logits after the last one.
+
+        Raises:
+            MemoryError, RuntimeError: memory ran out, see `means_out_of_memory`.
+        """
+
+    def read_embeddings(self, ids: NDArray[numpy.int64]) -> NDArray[numpy.float32]:
+        """Embeddings of tokens [n], [n, hidden] float32."""
+
+    def state_dict(self) -> dict[str, NDArray[Any]]:
+        """A copy of the cache's state, see `H2OCache.state_dict`; bfloat16 numbers are uint16."""
+
+    def load_state_dict(self, state: Mapping[str, NDArray[Any]]) -> None:
+        """Replace the stream, see `H2OCache.load_state_dict`."""
+
+    def close(self) -> None:
+        """Restore the model."""
+
+
+def serve(model: Any, config: CacheConfig | None, engine: EngineChoice, progress: ProgressCallback) -> Served:
+    """Serve a model with a cache. Arguments and errors as for `attach`, which serves models of transformers."""
+    if isinstance(model, RuntimeModel):
+        return model.serve(config or CacheConfig())
+    from h2o_stream.engine.attached import AttachedModel
+
+    return AttachedModel(model, config, engine, progress)

@@ -1,0 +1,63 @@
+"""Compares the description of a file with that of the transformers model that was loaded from it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import fields, is_dataclass
+from typing import Any
+
+import numpy
+from numpy.typing import NDArray
+
+from h2o_stream.native.description import Description, Matrix
+
+_ROUNDING = 1e-6
+"""Of parameters and frequencies, which are computed in other orders."""
+
+_SAMPLED_BYTES = 2**20
+"""Of each matrix, so many bytes at its start and at its end are compared."""
+
+
+def difference(ours: Description, theirs: Description) -> str:
+    """Where two descriptions differ, or nothing."""
+    return next(_differences("the model", ours, theirs), "")
+
+
+def _differences(name: str, ours: Any, theirs: Any) -> Iterator[str]:
+    if isinstance(ours, Matrix) and isinstance(theirs, Matrix):
+        yield from _matrices(name, ours, theirs)
+    elif is_dataclass(ours) and type(ours) is type(theirs):
+        for field in fields(ours):
+            mine, other = getattr(ours, field.name), getattr(theirs, field.name)
+            yield from _differences(f"{field.name} of {name}", mine, other)
+    elif isinstance(ours, list | tuple) and isinstance(theirs, list | tuple):
+        if len(ours) != len(theirs):
+            yield f"{name}: {len(ours)} and {len(theirs)}"
+        for number, (mine, other) in enumerate(zip(ours, theirs, strict=False)):
+            yield from _differences(f"{number} of {name}", mine, other)
+    elif isinstance(ours, float) and isinstance(theirs, int | float):
+        if not math.isclose(ours, theirs, rel_tol=_ROUNDING):
+            yield f"{name}: {ours} and {theirs}"
+    elif isinstance(ours, numpy.ndarray) and theirs is not None:
+        if not numpy.allclose(ours, _array(theirs), rtol=_ROUNDING, atol=0):
+            yield f"{name}: other numbers"
+    elif ours != theirs:
+        yield f"{name}: {ours} and {theirs}"
+
+
+def _matrices(name: str, ours: Matrix, theirs: Matrix) -> Iterator[str]:
+    shapes = [(matrix.kind, matrix.rows, matrix.columns) for matrix in (ours, theirs)]
+    if shapes[0] != shapes[1]:
+        yield f"{name}: {shapes[0]} and {shapes[1]}"
+        return
+    yield from _differences(f"bias of {name}", ours.bias, theirs.bias)
+    tiles = [_array(matrix.weights).reshape(-1) for matrix in (ours, theirs)]
+    parts = (slice(None, _SAMPLED_BYTES), slice(-_SAMPLED_BYTES, None))
+    if not all(numpy.array_equal(tiles[0][part], tiles[1][part]) for part in parts):
+        yield f"{name}: other weights"
+
+
+def _array(tensor: Any) -> NDArray[Any]:
+    """A tensor or an array as an array."""
+    return tensor if isinstance(tensor, numpy.ndarray) else tensor.detach().numpy()

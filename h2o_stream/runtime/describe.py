@@ -1,0 +1,114 @@
+"""Describes a model from a file, as `native.describe` does from a transformers model."""
+
+from __future__ import annotations
+
+from h2o_stream.native.description import (
+    Attention,
+    Description,
+    DescriptionError,
+    HeadOffsets,
+    Layer,
+    Matrix,
+    Mlp,
+    Norm,
+    Rope,
+)
+from h2o_stream.runtime.architectures import EMBEDDING, FINAL_NORM, OUTPUT, Architecture
+from h2o_stream.runtime.parameters import Parameters
+from h2o_stream.runtime.weights import Weights
+
+
+def describe_file(architecture: Architecture, parameters: Parameters, weights: Weights, dtype: str) -> Description:
+    """Describe a model from its parameters and weights.
+
+    Args:
+        architecture: of its family.
+        parameters: of the file.
+        weights: of the file.
+        dtype: of keys and values, ``float32`` or ``bfloat16``.
+
+    Raises:
+        DescriptionError: weights are missing, or not packed.
+    """
+    return _FileReader(architecture, parameters, weights).read(dtype)
+
+
+class _FileReader:
+    def __init__(self, architecture: Architecture, parameters: Parameters, weights: Weights) -> None:
+        self._architecture, self._parameters, self._weights = architecture, parameters, weights
+
+    def read(self, dtype: str) -> Description:
+        parameters, weights = self._parameters, self._weights
+        shape = parameters.vocabulary, parameters.hidden_size
+        embedding = weights.matrix(EMBEDDING, None, *shape)
+        scale = parameters.hidden_size**0.5 if self._architecture.scales_embeddings else 1.0
+        return Description(
+            layers=[self._layer(number) for number in range(parameters.num_layers)],
+            embedding=embedding,
+            embedding_scale=scale,
+            learned_positions=None,
+            learned_offset=0,
+            norm=self._norm(FINAL_NORM, None),
+            output=embedding if parameters.tied else weights.matrix(OUTPUT, None, *shape),
+            logit_scale=1.0,
+            logit_softcap=parameters.logit_softcap,
+            residual_scale=1.0,
+            dtype=dtype,
+            logits_dtype="float32",
+        )
+
+    def _norm(self, name: str, layer: int | None, needed: bool = True) -> Norm:
+        weight = self._weights.vector(name, layer)
+        if weight is None:
+            if needed:
+                raise DescriptionError(f"it has no {name}")
+            return Norm()
+        bias = self._weights.vector(name, layer, "bias")
+        return Norm(self._parameters.norm, weight, bias, self._parameters.epsilon)
+
+    def _layer(self, number: int) -> Layer:
+        return Layer(
+            attention=self._attention(number),
+            mlp=self._mlp(number),
+            before_attention=self._norm("attn_norm", number),
+            after_attention=self._norm("post_attention_norm", number, needed=False),
+            before_mlp=self._norm("ffn_norm", number),
+            after_mlp=self._norm("post_ffw_norm", number, needed=False),
+            parallel=False,
+        )
+
+    def _mlp(self, number: int) -> Mlp:
+        parameters, weights = self._parameters, self._weights
+        inner, hidden = parameters.inner_size, parameters.hidden_size
+        gate: Matrix | None = None
+        if self._architecture.fused_mlp:
+            fused = weights.matrix("ffn_up", number, 2 * inner, hidden)
+            gate, up = fused.row_range(0, inner), fused.row_range(inner, inner)
+        else:
+            up = weights.matrix("ffn_up", number, inner, hidden)
+            if weights.has("ffn_gate", number):
+                gate = weights.matrix("ffn_gate", number, inner, hidden)
+        return Mlp(gate, up, weights.matrix("ffn_down", number, hidden, inner), self._architecture.activation)
+
+    def _attention(self, number: int) -> Attention:
+        parameters, weights, size = self._parameters, self._weights, self._parameters.head_size
+        query_rows, kv_rows = parameters.query_heads * size, parameters.kv_heads * size
+        rows = {"attn_q": query_rows, "attn_k": kv_rows, "attn_v": kv_rows}
+        if weights.has("attn_qkv", number):
+            rows = {"attn_qkv": query_rows + 2 * kv_rows}
+        slides = parameters.sliding[number] is not None
+        local = parameters.local_frequencies if slides else None
+        return Attention(
+            query_heads=parameters.query_heads,
+            kv_heads=parameters.kv_heads,
+            head_size=size,
+            value_size=size,
+            scaling=parameters.scaling,
+            softcap=parameters.softcap,
+            qkv=[weights.matrix(name, number, count, parameters.hidden_size) for name, count in rows.items()],
+            heads=HeadOffsets(0, size, query_rows, size, query_rows + kv_rows, size),
+            query_norm=self._norm("attn_q_norm", number, needed=False),
+            key_norm=self._norm("attn_k_norm", number, needed=False),
+            rope=Rope(parameters.frequencies if local is None else local, 1.0, fixed=True),
+            out=weights.matrix("attn_output", number, parameters.hidden_size, query_rows),
+        )

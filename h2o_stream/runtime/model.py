@@ -1,0 +1,173 @@
+"""A model that runs in the native library alone: described from a file, served without torch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy
+from numpy.typing import NDArray
+
+from h2o_stream.cache.group_rules import HeadShape
+from h2o_stream.cache.sizing import config_for_size
+from h2o_stream.cache.windows import HeadWindow
+from h2o_stream.config import DEFAULT_WINDOW, CacheConfig, CachePlan, prefill_step
+from h2o_stream.errors import H2OStreamError
+from h2o_stream.native import library, packing
+from h2o_stream.native.description import Description, NativeModel
+from h2o_stream.native.slots import POLICIES
+from h2o_stream.native.stepper import Stepper
+from h2o_stream.runtime.cache import RuntimeCache, RuntimeLayer
+from h2o_stream.runtime.rotations import Rotations
+
+Floats = NDArray[numpy.float32]
+
+
+@dataclass(frozen=True, eq=False)
+class RuntimeModel:
+    """The weights of a model and what is known about it; caches are made for it one after another.
+
+    Attributes:
+        description: of its layers.
+        windows: KV heads grouped by window size, for each layer, where budgets are measured.
+        digest: identifies it in states, see `cache.identity.model_digest`.
+        context: positions it was trained for.
+        max_distance: largest distance it was trained for.
+        sliding: the windows of layers that do not follow the plan of a cache, None for others.
+        generation: how it is recommended to sample, and the tokens that end a turn; as `GenerationConfig`.
+    """
+
+    description: Description
+    windows: Sequence[tuple[HeadWindow, ...]]
+    digest: str
+    context: int
+    max_distance: int
+    sliding: Sequence[int | None]
+    generation: Any
+
+    def serve(self, config: CacheConfig) -> ServedRuntime:
+        """Serve the model with a cache.
+
+        Raises:
+            ConfigError: windows do not fit the model.
+        """
+        attentions = [layer.attention for layer in self.description.layers]
+        ropes = {id(x.rope.frequencies): x.rope.frequencies for x in attentions if x.rope}
+        tables = {key: Rotations(frequencies) for key, frequencies in ropes.items()}  # layers share them
+        layers = [
+            RuntimeLayer(
+                HeadShape(x.query_heads, x.kv_heads, x.head_size, x.value_size),
+                tables[id(x.rope.frequencies)] if x.rope else None,
+                sliding,
+                windows,
+            )
+            for x, sliding, windows in zip(attentions, self.sliding, self._windows(config), strict=True)
+        ]
+        if config.cache_size is not None:
+            config = config_for_size(
+                config, self.max_distance, lambda sized: self._cache(sized, layers).allocated_bytes()
+            )
+        return ServedRuntime(self, self._cache(config, layers))
+
+    def _windows(self, config: CacheConfig) -> Sequence[tuple[HeadWindow, ...]]:
+        return (
+            self.windows
+            if _plan(config, self.max_distance).budgets == "measured"
+            else [(HeadWindow(),)] * len(self.description.layers)
+        )
+
+    def _cache(self, config: CacheConfig, layers: Sequence[RuntimeLayer]) -> RuntimeCache:
+        return RuntimeCache(config, layers, self.description.dtype, self.max_distance, lambda: self.digest)
+
+
+def why_not_served(config: CacheConfig, max_distance: int, windows: Sequence[tuple[HeadWindow, ...]]) -> str:
+    """Why a model needs torch to be served with a cache, or nothing; the rest as in `RuntimeModel`."""
+    if config.policy == "full":
+        return "policy full keeps transformers' own cache"
+    if config.device != "auto":
+        return f"the cache is on {config.device}"
+    plan = _plan(config, max_distance)
+    if plan.rule not in POLICIES:
+        return f"policy {config.policy} is written in Python"
+    return "its heads were not measured yet" if plan.budgets == "measured" and not windows else ""
+
+
+def _plan(config: CacheConfig, max_distance: int) -> CachePlan:
+    """The plan of a cache, if it depends on the first prompt for one of `DEFAULT_WINDOW` tokens."""
+    return config.for_prompt(DEFAULT_WINDOW).plan(max_distance)
+
+
+class _Unchanged:
+    """Nobody else has the weights."""
+
+    def __bool__(self) -> bool:
+        return True
+
+    def invalidate(self) -> None:
+        """See `stepper.Unchanged`."""
+
+
+class ServedRuntime:
+    """A model of the runtime with a cache; see `engine.served.Served`."""
+
+    context: int | None
+    learned_positions: int | None = None
+    device = "cpu"
+
+    def __init__(self, model: RuntimeModel, cache: RuntimeCache) -> None:
+        native = library.loaded()
+        assert native is not None, "it has packed the weights"
+        description = model.description
+        self.cache, self.context, self.generation = cache, model.context, model.generation
+        self.dtype, self._embedding = description.dtype, description.embedding
+        weights = {id(matrix.weights): matrix.weights.size for matrix in (*description.matrices, description.embedding)}
+        self.prefill_step = prefill_step(sum(weights.values()))
+        self._stepper = Stepper(native, NativeModel(description), _Unchanged(), cache)
+        cache.engine_note = f"native, {library.name()}, without torch"
+
+    def forward(self, tokens: Sequence[int]) -> Floats:
+        """See `Served`."""
+        cache = self.cache
+        with cache.one_thread:
+            if cache.torn:
+                raise H2OStreamError("the last forward was cut off halfway; reset() to start a new stream")
+            begun = bool(cache.seen_tokens)
+            try:
+                logits = self._run(numpy.array([tokens], numpy.int64))
+            except BaseException:
+                if not begun:
+                    cache.reset()
+                raise
+            cache.torn = False
+            return logits
+
+    def _run(self, tokens: NDArray[numpy.int64]) -> Floats:
+        """[V] logits after the last of tokens [1, Q]."""
+        self.cache.prepare(tokens.shape[1])
+        is_step = tokens.shape[1] == 1 and bool(self.cache.tokens.lengths)
+        logits = self._stepper.step(tokens[:, 0]) if is_step else self._stepper.prompt(tokens, keep=1)
+        if logits is None:
+            raise H2OStreamError(
+                f"these tokens cannot be fed: {self._stepper.why_not or 'the model has no such token'}"
+            )
+        last: Floats = logits[0, 0]
+        return last
+
+    def read_embeddings(self, ids: NDArray[numpy.int64]) -> Floats:
+        """See `Served`."""
+        matrix = self._embedding
+        rows: Floats = packing.gather(matrix.weights, matrix.kind, matrix.rows, matrix.columns, ids, "float32")
+        return rows
+
+    def state_dict(self) -> dict[str, NDArray[Any]]:
+        """See `Served`."""
+        return self.cache.state_dict()
+
+    def load_state_dict(self, state: Mapping[str, NDArray[Any]]) -> None:
+        """See `Served`."""
+        self.cache.load_state_dict(state)
+
+    def close(self) -> None:
+        """See `Served`."""
+        self.cache.reset()

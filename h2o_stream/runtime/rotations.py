@@ -1,0 +1,40 @@
+"""Frequencies and rotations of RoPE in numpy."""
+
+from __future__ import annotations
+
+import numpy
+from numpy.typing import NDArray
+
+Floats = NDArray[numpy.float32]
+
+
+class Rotations:
+    """Cosines and sines by distance; the counterpart of `cache.rope.RotaryTable`.
+
+    Args:
+        frequencies: [rotary_dims / 2] float32, angles per position.
+    """
+
+    def __init__(self, frequencies: Floats) -> None:
+        self._frequencies = frequencies
+        self._table = numpy.empty((0, 2 * len(frequencies)), numpy.float32)
+
+    def on_cpu(self, limit: int) -> Floats:
+        """Rotations of the distances from 0 to limit - 1.
+
+        Returns:
+            [N, rotary_dims] float32, N at least `limit`: cosines, then as many sines.
+        """
+        if len(self._table) < limit:
+            angles = numpy.outer(numpy.arange(limit, dtype=numpy.float32), self._frequencies)
+            self._table = numpy.concatenate((numpy.cos(angles), numpy.sin(angles)), 1)
+        return self._table
+
+
+def rope_frequencies(theta: float, rotary_dims: int) -> Floats:
+    """[rotary_dims / 2] float32, angles per position of plain RoPE.
+
+    Computed in float32 as transformers does, so that the numbers are the same.
+    """
+    exponents = numpy.arange(0, rotary_dims, 2, dtype=numpy.float32) / numpy.float32(rotary_dims)
+    return numpy.float32(1) / numpy.float32(theta) ** exponents

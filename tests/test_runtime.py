@@ -1,0 +1,316 @@
+"""Models described from their files and served without torch: the same numbers as through transformers."""
+
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy
+import pytest
+from gguf import GGMLQuantizationType
+
+from h2o_stream.config import CacheConfig, ModelConfig, SamplingConfig
+from h2o_stream.engine.engine import Engine
+from h2o_stream.errors import ConfigError
+from h2o_stream.models import load as models_load
+from h2o_stream.models import packed_folder, packed_weights, user_cache
+from h2o_stream.models.load import load
+from h2o_stream.models.loaded import LoadedModel
+from h2o_stream.models.precision import allowed_dtypes, dtype_name
+from h2o_stream.native import library
+from h2o_stream.native.describe import describe
+from h2o_stream.native.description import DescriptionError
+from h2o_stream.runtime import loading
+from h2o_stream.runtime.comparison import difference
+from h2o_stream.runtime.known import read_known
+from h2o_stream.runtime.loading import ModelFile, load_model, remember, serves
+from h2o_stream.runtime.model import RuntimeModel
+from tests.families import GROUPED, SLIDING, tiny
+from tests.gguf_files import write_model
+from tests.test_gguf_names import BASE, EIGHT, HEAD, LAYERED, LINEAR, NORM, PARTIAL, QWEN, RMS, THETA, YARN, YARN_KEYS
+
+SIZES = {**GROUPED, "intermediate_size": 96, "max_position_embeddings": 512}
+MODELS: dict[str, tuple[str, Callable[[], Any], dict[str, Any]]] = {
+    "Llama": ("llama", tiny("Llama", **{**SIZES, **THETA}), {**RMS, **BASE, **EIGHT}),
+    "Llama, tied": ("llama", tiny("Llama", **SIZES, tie_word_embeddings=True), {**RMS, **EIGHT}),
+    "Llama, biases": ("llama", tiny("Llama", **SIZES, attention_bias=True, mlp_bias=True), {**RMS, **EIGHT}),
+    "Llama, linear": (
+        "llama",
+        tiny("Llama", **{**SIZES, **LINEAR}),
+        {**RMS, **BASE, **EIGHT, "rope.scaling.type": "linear", "rope.scaling.factor": 2.0},
+    ),
+    "Qwen 2": ("qwen2", tiny("Qwen2", **{**SIZES, **THETA}), QWEN),
+    "Qwen 3": ("qwen3", tiny("Qwen3", **{**SIZES, **THETA}), {**QWEN, **HEAD}),
+    "Gemma 2": (
+        "gemma2",
+        tiny("Gemma2", **{**SIZES, "sliding_window": 24, "query_pre_attn_scalar": 8, "layer_types": SLIDING}),
+        {**RMS, **HEAD, "attention.sliding_window": 24}
+        | {"attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0},
+    ),
+    "Gemma 3": (
+        "gemma3",
+        tiny("Gemma3", "Gemma3Text", **{**SIZES, **LAYERED, "sliding_window": 24, "query_pre_attn_scalar": 8}),
+        {**RMS, **HEAD, **BASE, "attention.sliding_window": 24, "rope.freq_base_swa": 10000.0}
+        | {"rope.scaling.type": "linear", "rope.scaling.factor": 8.0},
+    ),
+    "Phi 3": (
+        "phi3",
+        tiny("Phi3", **{**SIZES, **PARTIAL, "sliding_window": 24}),
+        {**BASE, "rope.dimension_count": 4, "attention.sliding_window": 24, "attention.layer_norm_rms_epsilon": 1e-5},
+    ),
+    "Starcoder 2": ("starcoder2", tiny("Starcoder2", **{**SIZES, **THETA}), {**NORM, **BASE}),
+}
+TEXT = [number * 7 % 61 + 3 for number in range(300)]
+
+
+def written(folder: Path, name: str) -> Path:
+    """The GGUF file of a model in blocks of 8 bits."""
+    architecture, make, keys = MODELS[name]
+    path = folder / "model.gguf"
+    write_model(path, make(), architecture, quantize=GGMLQuantizationType.Q8_0, **keys)
+    return path
+
+
+@pytest.fixture(scope="module")
+def file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return written(tmp_path_factory.mktemp("runtime"), "Llama")
+
+
+def through_both(file: Path, config: CacheConfig, **engine: Any) -> tuple[Engine, Engine]:
+    """The model of a file behind transformers, and without torch."""
+    loaded = load(ModelConfig(str(file), dtype="float32"))
+    theirs = Engine(loaded.model, loaded.tokenizer, config, **engine)
+    remember(loaded, theirs.served)
+    found = load_model(ModelConfig(str(file), dtype="float32"), config, "auto", print, print)
+    assert isinstance(found.model, RuntimeModel)
+    return theirs, Engine(found.model, found.tokenizer, config, **engine)
+
+
+class TestDescription:
+    @pytest.mark.parametrize("name", MODELS)
+    def test_equals_that_of_the_model(self, name: str, tmp_path: Path) -> None:
+        path = written(tmp_path, name)
+        model = load(ModelConfig(str(path), dtype="float32")).model
+        source = ModelFile(str(path), path, "float32")
+        assert difference(source.describe(print), describe(model)) == ""
+
+    def test_rounded_as_the_model(self, file: Path) -> None:
+        model = load(ModelConfig(str(file), dtype="bfloat16")).model
+        assert difference(ModelFile(str(file), file, "bfloat16").describe(print), describe(model)) == ""
+
+    @pytest.mark.parametrize("name", ["Llama, biases", "Gemma 3", "Phi 3", "Starcoder 2"])
+    @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+    def test_from_weights_that_were_packed_before(
+        self, name: str, dtype: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        for module in (packed_folder, user_cache):
+            monkeypatch.setattr(module, "cache_folder", lambda: tmp_path / "cache")
+        monkeypatch.setattr(packed_weights, "MIN_BYTES", 0)
+        for module in (loading, models_load):
+            monkeypatch.setattr(module, "MIN_GGUF_BYTES", 0)
+        path = written(tmp_path, name)
+        with pytest.raises(DescriptionError, match="packed weights are not in"):
+            ModelFile(str(path), path, dtype).describe(print)
+        model = load(ModelConfig(str(path), dtype=dtype)).model
+        assert difference(ModelFile(str(path), path, dtype).describe(print), describe(model)) == ""
+        kept = next((tmp_path / "cache" / "packed").glob("*/model.safetensors"))
+        kept.write_bytes(kept.read_bytes()[:1000])
+        with pytest.raises(DescriptionError, match="damaged"):
+            ModelFile(str(path), path, dtype).describe(print)
+
+    def test_what_differs_is_found(self, file: Path) -> None:
+        source = ModelFile(str(file), file, "float32")
+        described = source.describe(print)
+        again = source.describe(print)
+        layer = again.layers[1]
+        swapped = replace(layer, mlp=replace(layer.mlp, gate=layer.mlp.up, up=layer.mlp.gate))
+        other = replace(again, layers=[again.layers[0], swapped])
+        assert "gate of mlp of 1 of layers" in difference(described, other)
+        norm = replace(again.norm, weight=again.norm.weight * 1.001)
+        assert "weight of norm" in difference(described, replace(again, norm=norm))
+        assert "epsilon" in difference(described, replace(again, norm=replace(again.norm, epsilon=1e-5)))
+        assert difference(described, again) == ""
+
+    def test_what_the_table_does_not_know(self, tmp_path: Path) -> None:
+        path = tmp_path / "model.gguf"
+        keys = {**RMS, **BASE, **EIGHT, **YARN_KEYS}
+        write_model(path, tiny("Llama", **{**SIZES, **YARN})(), "llama", quantize=GGMLQuantizationType.Q8_0, **keys)
+        with pytest.raises(DescriptionError, match="yarn"):
+            ModelFile(str(path), path, "float32")
+        plain = tmp_path / "plain.gguf"
+        write_model(plain, tiny("Llama", **SIZES)(), "llama", **RMS, **EIGHT)
+        with pytest.raises(DescriptionError, match="F32"):
+            ModelFile(str(plain), plain, "float32").describe(print)
+
+
+CONFIGS = {
+    "h2o": CacheConfig(window=40, chunk=16),
+    "equal windows": CacheConfig(window=40, chunk=16, budgets="equal"),
+    "h2o-paper": CacheConfig("h2o-paper", window=40, chunk=16),
+    "tova": CacheConfig("tova", window=40, chunk=16),
+    "random": CacheConfig("random", window=40, chunk=16, seed=3),
+    "sink": CacheConfig("sink", window=40, chunk=16),
+    "8 bits": CacheConfig(window=40, chunk=16, kv_bits=8),
+    "4 bits": CacheConfig(window=48, chunk=16, kv_bits=4),
+    "absolute": CacheConfig("recent", window=40, chunk=16, positions="absolute"),
+    "rolling": CacheConfig(window=40, chunk=16, positions="rolling"),
+    "ratios": CacheConfig(heavy_ratio=0.1, recent_ratio=0.1, chunk=16),
+    "bytes": CacheConfig(cache_size=30_000, chunk=16),
+    "at once": CacheConfig(window=40, chunk=0),
+}
+
+
+class TestStream:
+    @pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
+    def test_the_same_numbers(self, file: Path, config: CacheConfig) -> None:
+        theirs, ours = through_both(file, config)
+        with theirs, ours:
+            for engine in (theirs, ours):
+                engine.pin(5)
+            assert ours.cache.plan == theirs.cache.plan
+            for start, stop in ((0, 100), (100, 101), (101, 200), (200, 201), (201, 202)):
+                expected, found = (engine.served.forward(TEXT[start:stop]) for engine in (theirs, ours))
+                numpy.testing.assert_allclose(found, expected, rtol=0, atol=2e-3)
+                assert ours.counts == theirs.counts
+            ours.cache.evict_first(150, 160)
+            theirs.cache.evict_first(150, 160)
+            for token in TEXT[202:290]:
+                expected, found = theirs.served.forward([token]), ours.served.forward([token])
+            numpy.testing.assert_allclose(found, expected, rtol=0, atol=2e-3)
+            states = [engine.served.state_dict() for engine in (theirs, ours)]
+        assert states[0].keys() == states[1].keys()
+        for name, array in states[0].items():
+            if name == "checksums":
+                continue
+            assert (array.dtype, array.shape) == (states[1][name].dtype, states[1][name].shape), name
+            if name.endswith("index"):
+                numpy.testing.assert_array_equal(numpy.sort(array), numpy.sort(states[1][name]))
+
+    @pytest.mark.parametrize("kv_bits", [16, 8])
+    def test_states_go_from_one_to_the_other(self, file: Path, kv_bits: int) -> None:
+        theirs, ours = through_both(file, CacheConfig(window=40, chunk=16, kv_bits=kv_bits))
+        with theirs, ours:
+            for engine, other in ((theirs, ours), (ours, theirs)):
+                engine.reset()
+                list(engine.prefill(TEXT[:120]))
+                other.load_state_dict(engine.state_dict())
+                assert other.tokens == engine.tokens
+                expected, found = (each.served.forward(TEXT[120:150]) for each in (engine, other))
+                numpy.testing.assert_allclose(found, expected, rtol=0, atol=2e-3)
+
+    def test_the_same_seed_gives_the_same_text(self, file: Path) -> None:
+        config = CacheConfig(window=40, chunk=16)
+        theirs, ours = through_both(file, config, sampling=SamplingConfig(temperature=0.8, seed=5, max_tokens=60))
+        with theirs, ours:
+            for engine in (theirs, ours):
+                engine.end_tokens = frozenset()
+                list(engine.prefill(TEXT[:30]))
+                list(engine.decode())
+            assert ours.tokens == theirs.tokens
+
+    def test_embeddings(self, file: Path) -> None:
+        theirs, ours = through_both(file, CacheConfig(window=40))
+        with theirs, ours:
+            ids = numpy.array([3, 60, 3])
+            numpy.testing.assert_allclose(
+                ours.served.read_embeddings(ids), theirs.served.read_embeddings(ids), rtol=0, atol=1e-6
+            )
+
+    def test_errors(self, file: Path) -> None:
+        theirs, ours = through_both(file, CacheConfig(window=40))
+        with theirs, ours:
+            with pytest.raises(Exception, match="no such token"):
+                ours.served.forward([64])
+            assert not ours.cache.torn
+            ours.reset()
+            with pytest.raises(ConfigError, match="pinned tokens"):
+                ours.pin(38)
+            list(ours.prefill(TEXT[:100]))
+            with pytest.raises(Exception, match="have been evicted"):
+                ours.cache.pin(20, 25)
+
+
+class TestLoading:
+    def test_the_first_load_is_compared_and_the_second_needs_no_torch(self, tmp_path: Path) -> None:
+        path = written(tmp_path, "Qwen 3")
+        config = ModelConfig(str(path), dtype="float32")
+        first = load_model(config, CacheConfig(), "auto", print, print)
+        assert not isinstance(first.model, RuntimeModel)
+        assert read_known(path, "float32") is None
+        with Engine(first.model, first.tokenizer, CacheConfig()) as engine:
+            remember(first, engine.served)
+        second = load_model(config, CacheConfig(), "auto", print, print)
+        assert isinstance(second.model, RuntimeModel)
+        assert second.tokenizer.backend_tokenizer.to_str() == first.tokenizer.backend_tokenizer.to_str()
+
+    def test_a_wrong_description_is_never_used(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        path = written(tmp_path, "Qwen 2")
+        config = ModelConfig(str(path), dtype="float32")
+        loaded = load_model(config, CacheConfig(), "auto", print, print)
+        wrong = {**loading.ARCHITECTURES, "qwen2": replace(loading.ARCHITECTURES["qwen2"], interleaved=True)}
+        monkeypatch.setattr(loading, "ARCHITECTURES", wrong)
+        with Engine(loaded.model, loaded.tokenizer, CacheConfig()) as engine:
+            remember(loaded, engine.served)
+        assert read_known(path, "float32") is None
+
+    @pytest.mark.parametrize(
+        "settings",
+        [
+            {"engine": "eager"},
+            {"model": {"quantize": "none"}},
+            {"model": {"dtype": "float16"}},
+            {"cache": {"policy": "full"}},
+        ],
+    )
+    def test_what_needs_torch(self, file: Path, settings: dict[str, Any]) -> None:
+        through_both(file, CacheConfig())
+        config = ModelConfig(str(file), **{"dtype": "float32", **settings.get("model", {})})
+        cache = CacheConfig(**settings.get("cache", {}))
+        loaded = load_model(config, cache, settings.get("engine", "auto"), print, print)
+        assert not isinstance(loaded.model, RuntimeModel)
+
+    def test_another_cache_may_need_torch(self, file: Path) -> None:
+        _, ours = through_both(file, CacheConfig())
+        loaded = LoadedModel("x", ours.model, ours.tokenizer)
+        assert serves(loaded, CacheConfig("tova"))
+        assert not serves(loaded, CacheConfig("full"))
+        assert not serves(loaded, CacheConfig("snapkv"))
+
+    @pytest.mark.parametrize("name", ["auto", "float32", "bfloat16"])
+    def test_the_dtype_is_the_one_that_torch_would_take(self, name: str) -> None:
+        assert loading._dtype(name) == dtype_name(allowed_dtypes(name)[0])
+
+    @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+    def test_the_embedded_model_ships_as_it_is(self, embedded_file: Path, dtype: str) -> None:
+        """What is known of it is what is found out about it here."""
+        known = read_known(embedded_file, dtype)
+        assert known is not None
+        loaded = load(ModelConfig(dtype=dtype))
+        with Engine(loaded.model, loaded.tokenizer, CacheConfig()) as engine:
+            assert engine.cache.engine_note == f"native, {library.name()}"
+            source = ModelFile(loaded.name, embedded_file, dtype)
+            assert difference(source.describe(print), engine.served.native_model.description) == ""  # type: ignore[attr-defined]
+            assert engine.cache.model_digest() == known.digest  # type: ignore[union-attr]
+            assert tuple(spec.windows for spec in engine.cache.specs) == known.windows  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize("command", ["chat", "stream"])
+def test_commands_import_no_torch(command: str, tmp_path: Path) -> None:
+    arguments = {
+        "chat": ["-p", "Say hi.", "-n", "2", "--session", "s"],
+        "stream": ["--turns", "1", "-n", "2"],
+    }[command]
+    code = f"""
+import sys
+from h2o_stream.cli import {command}
+sys.argv = ["h2o-{command}", *{arguments}, "-q"]
+try:
+    {command}.main()
+except SystemExit as left:
+    assert not left.code, left.code
+assert "torch" not in sys.modules and "transformers" not in sys.modules
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr

@@ -1,0 +1,412 @@
+"""Tokenizers read without transformers: they encode, decode and render as those of transformers do."""
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import pytest
+import transformers
+from jinja2 import TemplateError
+from tokenizers import AddedToken, Tokenizer, models, normalizers, pre_tokenizers
+from transformers import AutoTokenizer, GPT2Tokenizer, LlamaTokenizer, PreTrainedTokenizerFast, Qwen2Tokenizer
+
+from h2o_stream import CacheConfig, Conversation, Engine, ModelNotFoundError, RecallConfig, SamplingConfig
+from h2o_stream.config import ModelConfig
+from h2o_stream.models import gguf_export
+from h2o_stream.models.file_tokenizers import file_tokenizer
+from h2o_stream.models.generation_config import GenerationConfig, read_generation_config
+from h2o_stream.models.gguf import GgufFile
+from h2o_stream.models.gguf_tokenizer import byte_level_tokenizer
+from h2o_stream.models.load import load_tokenizer
+from h2o_stream.models.templates import FALLBACK_STOPS, FALLBACK_TEMPLATE, with_template
+from h2o_stream.models.tokenizer import FileTokenizer
+from h2o_stream.recall.passages import decode
+from h2o_stream.recall.terms import TermWeights
+from h2o_stream.session.cliff import Cliff
+from h2o_stream.session.conversation_state import TurnSpan
+from h2o_stream.session.retention import retention
+from h2o_stream.session.template import ChatTemplate
+from tests import gguf_files
+from tests.conftest import make_llama
+from tests.gguf_files import LETTERS, MERGES, TOKENS, write_model
+
+TEXTS = [
+    "", " ", "Hello, world!", "  two  spaces\n\n\ttab \r\n", "12345 ½ ² ٣ 2024", "I'LL don't it's",
+    "Größe naïve e\u0301", "日本語のテキスト", "🙂👩‍👩‍👧‍👦 🏳️‍🌈", "<|im_start|>user\nhi<|im_end|>",
+    "a<|endoftext|>b", "<file_sep> <|im_end", "\x00\u202e\ufffd\ue000",
+    "def f(x):\n    return x ** 2\n", "a" * 300, "مرحبا שלום हिन्दी",
+]  # fmt: skip
+TOOLS = [{"type": "function", "function": {"name": "add", "parameters": {"type": "object", "properties": {"é<&": {}}}}}]
+CALL = {"type": "function", "function": {"name": "add", "arguments": {"a": 1, "b": [None, 2.5, "<x>"]}}}
+CHAT = [{"role": "user", "content": "What is 2 + 2?"}]
+LONGER = [
+    {"role": "system", "content": "Be brief.\n"},
+    *CHAT,
+    {"role": "assistant", "content": "", "tool_calls": [CALL], "thinking": "hm", "name": None},
+    {"role": "tool", "content": "4"},
+    {"role": "assistant", "content": "Four.", "reasoning_content": "4 is four"},
+    {"role": "user", "content": "And {{ 3 }} <|im_end|>?"},
+]
+TEMPLATES = {
+    "of the embedded model": None,
+    "fallback": FALLBACK_TEMPLATE,
+    "blocks": "{% for m in messages %}\n    {% if m.content %}\n  {{ m.content }}\n    {% endif %}\n{% endfor %}\nz\n",
+    "JSON": "{{ messages | tojson }}{{ tools | tojson(indent=2) }}{{ tools | tojson(true, none, none, true) }}",
+    "generation": "{% for m in messages %}{% generation %}{% set x = 1 %}{{ x }}{% endgeneration %}{{ x }}{% endfor %}",
+    "loop controls": "{% for m in messages %}{% if loop.index > 2 %}{% break %}{% endif %}{{ m.role }}{% endfor %}",
+    "special tokens": "{{ bos_token }}|{{ eos_token }}|{{ pad_token }}|{{ unk_token }}|{{ sep_token is defined }}",
+    "variables": "{{ enable_thinking }}|{{ tools is none }}|{{ documents is none }}|{{ add_generation_prompt }}",
+    "thinking": "{% for m in messages %}{{ m.thinking }}|{{ m.reasoning_content }}|{{ m.keys() | list }}{% endfor %}",
+    "namespaces": "{% set n = namespace(self=1, b=dict(c=2)) %}{% set n.d = n.b.c + n.self %}{{ n.d }}",
+    "keys": "{{ dict.fromkeys('ab') }}{{ dict.fromkeys('c', 1) }}",
+    "the date": "{{ strftime_now('%Y')[:2] }}",
+    "refusal": "{{ raise_exception('only one message') if messages | length > 1 }}",
+    "a syntax error": "{% for %}",
+    "an unknown name": "{{ nothing.at_all }}",
+    "an underscore": "{% set n = namespace(_a=1) %}",
+    "another underscore": "{% set n = namespace() %}{% set n._a = 1 %}",
+    "out of the sandbox": "{{ ''.__class__.__mro__ }}",
+    "a change of messages": "{{ messages.append(1) }}",
+    "a sum": "{{ messages[0].content + 1 }}",
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def theirs() -> Any:
+    return load_tokenizer(ModelConfig())
+
+
+@pytest.fixture(scope="module")
+def ours(embedded_file: Path) -> FileTokenizer:
+    tokenizer = byte_level_tokenizer(GgufFile(embedded_file))
+    assert tokenizer is not None
+    return tokenizer
+
+
+@pytest.fixture
+def exported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[Path], Path]:
+    """Exports a GGUF file into a cache of its own."""
+    monkeypatch.setattr(gguf_export, "cache_folder", lambda: tmp_path / "cache")
+    return lambda path: gguf_export.export_config(GgufFile(path), pytest.fail)
+
+
+def definition(tokenizer: Any) -> dict[str, Any]:
+    parts: dict[str, Any] = json.loads(tokenizer.backend_tokenizer.to_str())
+    return parts
+
+
+def assert_same(ours: FileTokenizer, theirs: Any) -> None:
+    """What this package asks a tokenizer."""
+    assert definition(ours) == definition(theirs)
+    assert len(ours) == len(theirs)
+    assert ours
+    assert ours.special_tokens_map == theirs.special_tokens_map
+    assert sorted(ours.all_special_ids) == sorted(theirs.all_special_ids)
+    assert (ours.eos_token_id, ours.pad_token_id) == (theirs.eos_token_id, theirs.pad_token_id)
+    assert ours.chat_template == theirs.chat_template
+    numbers = range(len(theirs) + 1)
+    assert ours.convert_ids_to_tokens(numbers) == theirs.convert_ids_to_tokens(numbers)
+    for text in TEXTS:
+        for add in (True, False):
+            tokens = ours(text, add_special_tokens=add)["input_ids"]
+            assert tokens == theirs(text, add_special_tokens=add)["input_ids"]
+        for skip in (True, False):
+            assert ours.decode(tokens, skip_special_tokens=skip) == theirs.decode(tokens, skip_special_tokens=skip)
+
+
+def rendered(tokenizer: Any, messages: Any, **more: Any) -> Any:
+    """The text, or the error."""
+    try:
+        return tokenizer.apply_chat_template(messages, tokenize=False, **more)
+    except (TemplateError, TypeError) as error:
+        return type(error)
+
+
+class TestEmbedded:
+    def test_it_is_the_tokenizer_of_transformers(self, ours: FileTokenizer, theirs: Any) -> None:
+        assert_same(ours, theirs)
+
+    def test_it_is_what_transformers_makes_of_the_file(self, ours: FileTokenizer, embedded_file: Path) -> None:
+        """transformers knows no pre-tokenizer of this name, and takes GPT-2's."""
+        folder, name = embedded_file.parent, embedded_file.name
+        expected = definition(PreTrainedTokenizerFast.from_pretrained(folder, gguf_file=name)) | {"pre_tokenizer": None}
+        assert definition(ours) | {"pre_tokenizer": None} == expected
+
+    @pytest.mark.parametrize("name", TEMPLATES)
+    def test_templates(self, name: str, ours: FileTokenizer, theirs: Any) -> None:
+        template = TEMPLATES[name] or theirs.chat_template
+        first = FileTokenizer(ours.backend_tokenizer, ours.special_tokens_map, template)
+        for messages in (CHAT, LONGER):
+            for more in (
+                {},
+                {"add_generation_prompt": True},
+                {"tools": TOOLS, "enable_thinking": False},
+                {"bos_token": "another"},
+            ):
+                expected = rendered(theirs, messages, chat_template=template, **more)
+                assert rendered(first, messages, **more) == expected
+
+    def test_prompts(self, ours: FileTokenizer, theirs: Any) -> None:
+        for text in (*filter(str.strip, TEXTS), "<|im_start|>system\n"):
+            first, second = (ChatTemplate(tokenizer, "Be <|im_end|> brief.", (2,)) for tokenizer in (ours, theirs))
+            assert first.first_turn(text) == second.first_turn(text)
+            assert first.next_turn(text, ended=True) == second.next_turn(text, ended=True)
+            assert first.reply(text) == second.reply(text)
+
+    def test_conversations(self, ours: FileTokenizer, theirs: Any, talker: Callable[..., Any]) -> None:
+        """Everything in a session that asks the tokenizer, down to the words of the vocabulary and to cut texts."""
+
+        def said(tokenizer: Any) -> tuple[Any, ...]:
+            with Engine(talker(), tokenizer, CacheConfig(window=64), SamplingConfig(0, max_tokens=8)) as engine:
+                conversation = Conversation(engine, "Be brief.", recall=RecallConfig("auto"))
+                for text in ("My cat is called Tom.", "Who is Tom? 🙂"):
+                    list(conversation.say(text))
+                span = TurnSpan(1, 0, len(engine.tokens))
+                terms = TermWeights(tokenizer, engine.served.read_embeddings)
+                return (
+                    *(list(engine.tokens), engine.end_tokens, retention(engine, [span]), Cliff.of(conversation).text),
+                    *(terms.weight("cat"), terms.related(["cat"], 3), decode(tokenizer, engine.tokens)),
+                )
+
+        assert said(ours) == said(theirs)
+
+    def test_neither_torch_nor_transformers_is_imported(self, embedded_file: Path) -> None:
+        code = """if True:
+            import sys
+            from pathlib import Path
+            from h2o_stream.models.file_tokenizers import file_tokenizer
+            from h2o_stream.models.generation_config import read_generation_config
+            from h2o_stream.models.gguf import GgufFile
+            from h2o_stream.models.file_identity import model_identity
+            from h2o_stream.models.templates import with_template
+
+            file = GgufFile(Path(sys.argv[1]))
+            tokenizer, stops = with_template(file_tokenizer(file, print))
+            model_identity(file)
+            prompt = tokenizer.apply_chat_template([{"role": "user", "content": "Hi"}], tokenize=False)
+            print(tokenizer.decode(tokenizer(prompt)["input_ids"]).endswith("Hi<|im_end|>\\n"), stops)
+            print(read_generation_config(file).eos_token_id, sys.modules.keys() & {"torch", "transformers"})
+        """
+        command = [sys.executable, "-c", code, str(embedded_file)]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
+        assert done.stdout.splitlines() == ["True ()", "[2] set()"]
+
+
+class TestGguf:
+    def write(self, path: Path, tokens: list[str], types: list[int], pre: str = "gpt-2", **keys: Any) -> None:
+        """A file with this vocabulary. Keys are numbers of special tokens, and whether they are added."""
+
+        def write_tokens(writer: Any, pre: str) -> None:
+            writer.add_tokenizer_model("gpt2")
+            writer.add_tokenizer_pre(pre)
+            writer.add_token_list(tokens)
+            writer.add_token_types(types)
+            writer.add_token_merges(MERGES)
+            for key, value in keys.items():
+                getattr(writer, f"add_{key}")(value)
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(gguf_files, "write_tokens", write_tokens)
+            write_model(path, make_llama(), "llama", pre=pre, **{"attention.layer_norm_rms_epsilon": 1e-6})
+
+    def test_a_small_file(self, small: Path, exported: Callable[[Path], Path]) -> None:
+        tokenizer = file_tokenizer(GgufFile(small), pytest.fail)
+        assert tokenizer is not None
+        assert_same(tokenizer, AutoTokenizer.from_pretrained(exported(small)))
+        assert tokenizer.special_tokens_map == {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"}
+
+    def test_tokens_of_other_letters(self, tmp_path: Path, exported: Callable[[Path], Path]) -> None:
+        """Control tokens such as DeepSeek's, and runs of spaces, are whole and have their own numbers."""
+        tokens = ["<unk>", "<｜begin▁of▁text｜>", "</s>", *TOKENS[3:33], "ĠĠĠ", "   ", "日", "本"]
+        types = [3, 3, 1, *[1] * 30, 1, 4, 1, 3]
+        self.write(tmp_path / "a.gguf", tokens, types, bos_token_id=1, eos_token_id=2, add_bos_token=True)
+        tokenizer = file_tokenizer(GgufFile(tmp_path / "a.gguf"), pytest.fail)
+        assert tokenizer is not None
+        assert_same(tokenizer, AutoTokenizer.from_pretrained(exported(tmp_path / "a.gguf")))
+        assert tokenizer("<｜begin▁of▁text｜>the   an本</s>")["input_ids"] == [1, 1, 31, 34, 32, 36, 2]
+        assert tokenizer.decode([1, 31, 34, 32, 35, 36, 2]) == "<｜begin▁of▁text｜>the   an日本</s>"
+        assert tokenizer.decode([1, 31, 34, 32, 35, 36, 2], skip_special_tokens=True) == "the   an日"
+        assert len(tokenizer) == len(tokens)
+        assert (tokenizer.eos_token_id, tokenizer.chat_template) == (2, None)
+
+    @pytest.mark.parametrize(("pre", "composed"), [("qwen2", True), ("qwen35", True), ("llama-bpe", False)])
+    def test_text_of_qwen_is_composed(self, pre: str, composed: bool, tmp_path: Path) -> None:
+        self.write(tmp_path / "a.gguf", ["Ã", "©", *TOKENS], [1] * (len(TOKENS) + 2), pre)
+        tokenizer = byte_level_tokenizer(GgufFile(tmp_path / "a.gguf"))
+        assert tokenizer is not None
+        assert (tokenizer("e\u0301")["input_ids"] == [0, 1]) == composed
+
+    @pytest.mark.parametrize("pre", ["qwen2", "deepseek-r1-qwen", "llama-bpe"])
+    @pytest.mark.usefixtures("exported")
+    def test_of_qwen_with_transformers(self, pre: str, tmp_path: Path) -> None:
+        """transformers' automatic class takes Qwen2's own way to split text for any model of this type."""
+        sizes = {"hidden_size": 16, "intermediate_size": 32, "num_attention_heads": 2, "num_key_value_heads": 2}
+        config = transformers.Qwen2Config(vocab_size=64, num_hidden_layers=1, tie_word_embeddings=True, **sizes)
+        path, rms = tmp_path / "qwen.gguf", {"attention.layer_norm_rms_epsilon": 1e-6}
+        write_model(path, transformers.Qwen2ForCausalLM(config), "qwen2", pre=pre, **rms)
+        ours = byte_level_tokenizer(GgufFile(path))
+        assert ours is not None
+        assert_same(ours, load_tokenizer(ModelConfig(str(path))))
+
+    @pytest.mark.parametrize(("more", "words"), [
+        ({"bos_token_id": 64}, "tokenizer.ggml.bos_token_id is 64, not one of 64 tokens"),
+        ({"token_merges": ["t h", "the"]}, "not enough values"),
+        ({"token_merges": ["t q q"]}, "too many values"),
+        ({"token_merges": ["t ☃"]}, "Token `☃` out of vocabulary"),
+    ])  # fmt: skip
+    def test_damaged_ones(self, more: dict[str, Any], words: str, tmp_path: Path) -> None:
+        self.write(tmp_path / "bad.gguf", TOKENS, [1] * 64, **more)
+        with pytest.raises(ModelNotFoundError, match=f"bad.gguf is damaged .*{words}") as error:
+            byte_level_tokenizer(GgufFile(tmp_path / "bad.gguf"))
+        assert "\n" not in str(error.value)
+
+    @pytest.mark.parametrize("name", ["tokens", "merges"])
+    def test_without_a_vocabulary(self, name: str, small: Path, tmp_path: Path) -> None:
+        content = small.read_bytes().replace(f"ggml.{name}".encode(), f"ggml.{name[::-1]}".encode())
+        (tmp_path / "bad.gguf").write_bytes(content)
+        with pytest.raises(ModelNotFoundError, match=f"bad.gguf is damaged .*: it has no tokenizer.ggml.{name}"):
+            byte_level_tokenizer(GgufFile(tmp_path / "bad.gguf"))
+
+    def test_other_vocabularies_are_exported(
+        self, tmp_path: Path, exported: Callable[[Path], Path], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        def write_tokens(writer: Any, pre: str) -> None:
+            pieces = [*LETTERS, "▁", "th", "the", "▁the", *(f"<0x{byte:02X}>" for byte in range(256))]
+            writer.add_tokenizer_model("llama")
+            writer.add_token_list(["<unk>", "<s>", "</s>", *pieces])
+            writer.add_token_scores([0.0] * 3 + [-float(number) for number in range(len(pieces))])
+            writer.add_token_types([2, 3, 3, *[1] * 30, *[6] * 256])
+            writer.add_bos_token_id(1)
+            writer.add_eos_token_id(2)
+
+        monkeypatch.setattr(gguf_files, "write_tokens", write_tokens)
+        path = tmp_path / "spm.gguf"
+        write_model(path, make_llama(), "llama", **{"attention.layer_norm_rms_epsilon": 1e-6})
+        assert byte_level_tokenizer(GgufFile(path)) is None
+        tokenizer = file_tokenizer(GgufFile(path), pytest.fail)
+        assert tokenizer is not None
+        assert_same(tokenizer, AutoTokenizer.from_pretrained(exported(path)))
+
+
+def word_level(**more: Any) -> Any:
+    backend = Tokenizer(models.WordLevel({"<unk>": 0, "hello": 1, "world": 2}, unk_token="<unk>"))
+    backend.pre_tokenizer = pre_tokenizers.Whitespace()
+    backend.enable_truncation(2)
+    backend.enable_padding(length=9)
+    return PreTrainedTokenizerFast(tokenizer_object=backend, **more)
+
+
+VOCAB = {
+    token: number for number, token in enumerate([*pre_tokenizers.ByteLevel.alphabet(), "th", "the", "<|endoftext|>"])
+}
+PAIRS = [("t", "h"), ("th", "e")]
+EVERY = dict.fromkeys(("unk_token", "bos_token", "eos_token", "pad_token"), "<|endoftext|>")
+"""All special tokens by name."""
+
+READ: dict[str, Callable[[], Any]] = {
+    "words": lambda: word_level(unk_token="<unk>", eos_token="<end>"),
+    "special tokens": lambda: word_level(
+        eos_token=AddedToken("<end>", lstrip=True, special=True), extra_special_tokens=["<a>", "<b>"], image_token="<i>"
+    ),
+    "named special tokens": lambda: word_level(extra_special_tokens={"audio_token": "<a>"}),
+    "Qwen2": lambda: Qwen2Tokenizer(VOCAB, PAIRS, **EVERY | {"bos_token": None}),
+    "GPT-2": lambda: GPT2Tokenizer(VOCAB, PAIRS, **EVERY),
+    "many templates": lambda: word_level(chat_template={"default": "{{ 1 }}", "tool_use": "{{ tools | tojson }}"}),
+}  # fmt: skip
+
+
+class TestFolders:
+    @pytest.mark.parametrize("name", READ)
+    def test_as_transformers_reads_them(self, name: str, tmp_path: Path) -> None:
+        READ[name]().save_pretrained(tmp_path)
+        theirs = AutoTokenizer.from_pretrained(tmp_path)
+        ours = file_tokenizer(tmp_path, pytest.fail)
+        assert ours is not None
+        theirs("stops truncating and padding")
+        assert_same(ours, theirs)
+        assert ours.extra_special_tokens == theirs.extra_special_tokens
+        if theirs.chat_template:
+            for tools in (None, TOOLS):
+                assert ours.get_chat_template(tools) == theirs.get_chat_template(tools=tools)
+                assert rendered(ours, CHAT, tools=tools) == rendered(theirs, CHAT, tools=tools)
+
+    def test_configs_of_older_versions(self, tmp_path: Path) -> None:
+        """Tokens with flags of their own, templates in the config, and special tokens in another file."""
+        word_level(unk_token="<unk>").save_pretrained(tmp_path)
+        config = {
+            "tokenizer_class": "PreTrainedTokenizerFast", "add_bos_token": True, "pad_token": None,
+            "bos_token": {"__type": "AddedToken", "content": "<s>", "lstrip": False, "normalized": False,
+                          "rstrip": False, "single_word": False},
+            "chat_template": [{"name": "default", "template": "a"}, {"name": "tool_use", "template": "b"}],
+        }  # fmt: skip
+        token = {"content": "hello", "lstrip": True, "normalized": False, "rstrip": False, "single_word": False}
+        added = {"3": token | {"content": "<new>", "special": True}, "1": token | {"special": False}}
+        for number, change in enumerate(({"added_tokens_decoder": added}, {})):
+            (tmp_path / "tokenizer_config.json").write_text(json.dumps(config | change))
+            special = {"eos_token": token | {"content": "<e>"}, "additional_special_tokens": ["<x>"]}
+            (tmp_path / "special_tokens_map.json").write_text(json.dumps(special))
+            theirs = AutoTokenizer.from_pretrained(tmp_path)
+            theirs("stops truncating and padding")
+            ours = file_tokenizer(tmp_path, pytest.fail)
+            assert ours is not None
+            assert ours.special_tokens_map == theirs.special_tokens_map
+            assert ours.special_tokens_map.get("eos_token") == (None, "<e>")[number]
+            assert ours.chat_template == theirs.chat_template == {"default": "a", "tool_use": "b"}
+            assert ours("hello <new> <e>  <x>") == {"input_ids": theirs("hello <new> <e>  <x>")["input_ids"]}
+
+    def test_what_transformers_makes_itself(self, tmp_path: Path) -> None:
+        """These classes take only the vocabulary from the file."""
+        other = Qwen2Tokenizer(VOCAB, PAIRS, **EVERY)
+        other.backend_tokenizer.normalizer = normalizers.NFKC()
+        for number, tokenizer in enumerate([
+            LlamaTokenizer({"<unk>": 0, "<s>": 1, "</s>": 2, "▁": 3}, []), other, GPT2Tokenizer(VOCAB, PAIRS, **EVERY),
+        ]):  # fmt: skip
+            tokenizer.save_pretrained(tmp_path / str(number))
+        (tmp_path / "2" / "config.json").write_text('{"model_type": "qwen3"}')
+        assert [file_tokenizer(tmp_path / str(number), pytest.fail) for number in range(3)] == [None] * 3
+        assert file_tokenizer(tmp_path, pytest.fail) is None
+
+    def test_damaged_ones(self, tmp_path: Path) -> None:
+        word_level().save_pretrained(tmp_path)
+        for name in ("tokenizer_config.json", "tokenizer.json"):
+            (tmp_path / name).write_text('{"a": ')
+            with pytest.raises(ModelNotFoundError, match="the tokenizer in .* cannot be read: "):
+                file_tokenizer(tmp_path, pytest.fail)
+
+    def test_without_a_template(self, ours: FileTokenizer) -> None:
+        plain = FileTokenizer(ours.backend_tokenizer, ours.special_tokens_map, None)
+        with pytest.raises(ValueError, match="no chat template"):
+            plain.get_chat_template()
+        tokenizer, stops = with_template(plain)
+        assert (tokenizer.get_chat_template(), stops) == (FALLBACK_TEMPLATE, FALLBACK_STOPS)
+        assert with_template(ours) == (ours, ())
+
+
+class TestGenerationConfig:
+    def test_as_transformers_reads_it(self, tmp_path: Path) -> None:
+        wanted: dict[str, Any] = {
+            "temperature": 0.6, "top_p": 0.9, "top_k": 20, "min_p": 0.1, "repetition_penalty": 1.05,
+            "eos_token_id": [1, 2],
+        }  # fmt: skip
+        for values in (wanted, {"eos_token_id": 5}, {}):
+            transformers.GenerationConfig(**values, do_sample=True).save_pretrained(tmp_path)
+            theirs = transformers.GenerationConfig.from_pretrained(tmp_path)
+            ours = asdict(read_generation_config(tmp_path))
+            assert ours == {name: getattr(theirs, name) for name in ours}
+            assert ours.keys() == wanted.keys()
+
+    def test_of_a_model_without_one(self, tmp_path: Path) -> None:
+        make_llama().config.save_pretrained(tmp_path)
+        assert read_generation_config(tmp_path) == GenerationConfig(eos_token_id=2)
+
+    def test_of_a_file(self, small: Path) -> None:
+        assert read_generation_config(GgufFile(small)) == GenerationConfig(eos_token_id=[2])
+
+    def test_a_damaged_one(self, tmp_path: Path) -> None:
+        (tmp_path / "generation_config.json").write_text("{")
+        with pytest.raises(ModelNotFoundError, match=r"generation_config.json cannot be read: "):
+            read_generation_config(tmp_path)
