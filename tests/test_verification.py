@@ -103,6 +103,17 @@ class TestAccepts:
         with attach(model, CacheConfig(window=32)):
             pass
 
+    def test_rounding_in_float32(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Deep models with large weights amplify it, Gemma 4 in its real shape for one."""
+        errors = list[float]()
+        error_of = verification.error_of
+        monkeypatch.setattr(verification, "error_of", lambda *both: errors.append(error_of(*both)) or errors[-1])
+        model = make_llama(layers=24, heads=2, groups=2)
+        for name, weight in model.named_parameters():
+            weight.data *= 4 if "proj" in name else 1
+        with attach(model, CacheConfig(window=32)):
+            assert max(errors) > 1e-4, "this one does"
+
     def test_fewer_positions_than_tokens_of_the_proof(self) -> None:
         model = make_llama(context=20)
         with attach(model, CacheConfig(window=12, span=0, chunk=4)):

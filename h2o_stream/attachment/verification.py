@@ -39,8 +39,9 @@ PROMPT, STEPS, CHUNK = 24, 3, 16
 _ROUNDINGS = 3
 """Logits may be off by this many times the effect of a rounded embedding."""
 
-_MAX_TOLERANCE = 0.5
-"""Limit of the tolerance, whatever rounding does."""
+_EXACT, _ROUNDED = (2.0**-22, 0.01), (2.0**-8, 0.5)
+"""By how much the embedding is rounded, relative to its numbers, and the limit of the tolerance, whatever rounding does:
+in float32, where every layer adds some rounding of its own, and in fewer bits."""
 
 _known: set[str] = set()
 """Keys of everything verified in this process."""
@@ -139,11 +140,12 @@ class Verification:
             expected, self._expected = self._expected, self._expected[:, -STEPS - 1 :].clone()
             count = expected.shape[1]
             error, tolerance = error_of(ours[:, -count:], expected), tolerance_of(self._model)
-            if not error < tolerance and tolerance == ROUNDED_TOLERANCE:
-                with _rounded(self._model.get_input_embeddings()):
+            if not error < tolerance:
+                step, limit = _ROUNDED if tolerance == ROUNDED_TOLERANCE else _EXACT
+                with _rounded(self._model.get_input_embeddings(), step):
                     rounded = self._logits()
                 rounding = error_of(rounded[:, -count:], expected)
-                tolerance = min(max(tolerance, _ROUNDINGS * rounding), _MAX_TOLERANCE)
+                tolerance = min(max(tolerance, _ROUNDINGS * rounding), limit)
         return (
             "" if error < tolerance else f"its logits are off by {error:.1e} of their rms, {tolerance:.0e} is rounding"
         )
@@ -240,13 +242,13 @@ def _undisturbed(model: Any) -> Iterator[None]:
 
 
 @contextmanager
-def _rounded(embedding: Any) -> Iterator[None]:
-    """Let an embedding round its outputs randomly up or down, by as much as bfloat16 does."""
+def _rounded(embedding: Any, step: float) -> Iterator[None]:
+    """Let an embedding round its outputs randomly up or down, by `step` of each number."""
     seeded = torch.Generator("cpu").manual_seed(0)
 
     def rounded(module: Any, inputs: Any, rows: Tensor) -> Tensor:
         ups = (torch.randint(2, rows.shape, generator=seeded, device="cpu") * 2 - 1).to(rows.device)
-        return (rows.float() * (1 + ups * 2.0**-8)).to(rows.dtype)
+        return (rows.float() * (1 + ups * step)).to(rows.dtype)
 
     handle = embedding.register_forward_hook(rounded)
     try:
