@@ -40,8 +40,8 @@ _ROUNDINGS = 3
 """Logits may be off by this many times the effect of a rounded embedding."""
 
 _EXACT, _ROUNDED = (2.0**-22, 0.01), (2.0**-8, 0.5)
-"""By how much the embedding is rounded, relative to its numbers, and the limit of the tolerance, whatever rounding does:
-in float32, where every layer adds some rounding of its own, and in fewer bits."""
+"""By how much the embedding is rounded, relative to its numbers, and the limit of the tolerance, whatever rounding
+does: in float32, where every layer adds some rounding of its own, and in fewer bits."""
 
 _known: set[str] = set()
 """Keys of everything verified in this process."""
