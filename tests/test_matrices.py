@@ -29,13 +29,13 @@ def described(weights: Tensor, bias: Tensor | None, rows: int, columns: int, kin
     return Matrix(weights.data_ptr(), None if bias is None else bias.data_ptr(), rows, columns, kind)
 
 
-def multiply(library: ctypes.CDLL, matrix: Matrix, x: Tensor, threads: int = 1) -> Tensor:
+def multiply(library: ctypes.CDLL, matrix: Matrix, x: Tensor, threads: int = 1, in_bfloat16: bool = False) -> Tensor:
     out = torch.full((len(x) * matrix.rows + 1,), GUARD)
     library.h2o_multiply(
         ctypes.byref(matrix),
         ctypes.c_void_p(x.data_ptr()),
         ctypes.c_void_p(out.data_ptr()),
-        *map(ctypes.c_int64, (len(x), threads)),
+        *map(ctypes.c_int64, (len(x), in_bfloat16, threads)),
     )
     assert out[-1] == GUARD
     return out[:-1].view(len(x), matrix.rows)
@@ -109,6 +109,24 @@ def test_results_do_not_depend_on_threads_or_other_vectors(native: ctypes.CDLL, 
                 assert_near(alone, together[vector : vector + 1].double(), 1e-5)
             else:
                 assert alone.equal(together[vector : vector + 1])
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("columns", [32, 96, 256, 1056])
+def test_in_bfloat16(native: ctypes.CDLL, kind: MatrixKind, columns: int) -> None:  # noqa: F811
+    """Both may be rounded to bfloat16 where that is faster; nothing else is lost, whatever the numbers of rows are."""
+    if not columns_fit(kind, columns):
+        return
+    for rows, count in ((1, 17), (16, 20), (33, 64), (100, 40)):
+        torch.manual_seed(rows)
+        x, tiles, bias = torch.randn(count, columns), random_tiles(kind, rows, columns), torch.randn(rows)
+        weights = numbers(tiles, kind, rows, columns)
+        expected = x.double() @ weights.T + bias
+        matrix = described(tiles, bias, rows, columns, kind)
+        size = (x.double().abs() @ weights.abs().T).max()
+        found = [multiply(native, matrix, x, threads, in_bfloat16=True) for threads in (1, 2, 3)]
+        assert (found[0] - expected).abs().max() < 2.0**-8 * size
+        assert all(torch.equal(found[0], other) for other in found[1:])
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -42,11 +42,11 @@ class PackedLinear(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """[..., in] to [..., out]; `backward` raises."""
-        y = self._multiply(x.detach().reshape(-1, self.in_features))
+        y = self._multiply(x.detach().reshape(-1, self.in_features), x.dtype == torch.bfloat16)
         y = without_gradient(y.to(self.out_dtype or x.dtype).view(*x.shape[:-1], -1), x, reason=_NO_GRADIENT)
         return y if self.bias is None else y + self.bias
 
-    def _multiply(self, x: Tensor) -> Tensor:
+    def _multiply(self, x: Tensor, in_bfloat16: bool) -> Tensor:
         """[n, in] to [n, out] float32 without bias."""
         native = require_library()
         x = x.float().contiguous()
@@ -54,7 +54,7 @@ class PackedLinear(nn.Module):
         tiles = pointer(self.tiles, "uint8", packed_bytes(self.kind, self.out_features, self.in_features))
         matrix = Matrix(tiles, None, self.out_features, self.in_features, self.kind)
         inputs, outputs = pointer(x, "float32", x.numel()), pointer(y, "float32", y.numel())
-        native.h2o_multiply(ctypes.byref(matrix), inputs, outputs, len(x), num_threads())
+        native.h2o_multiply(ctypes.byref(matrix), inputs, outputs, len(x), in_bfloat16, num_threads())
         return y
 
 

@@ -251,7 +251,7 @@ _FUNCTIONS: dict[str, tuple[Any, list[Any]]] = {
     "h2o_cpu_supports": (c_int64, [c_int64]),
     "h2o_cpu_multiplies_bfloat16": (c_int64, []),
     "h2o_library_instructions": (c_int64, []),
-    "h2o_multiply": (None, [c_void_p, c_void_p, c_void_p, c_int64, c_int64]),
+    "h2o_multiply": (None, [c_void_p, c_void_p, c_void_p, c_int64, c_int64, c_int64]),
     "h2o_pack": (None, [c_void_p, c_void_p, c_int64, c_int64]),
     "h2o_repack": (c_int64, [c_void_p, c_void_p, c_int64, c_void_p, c_int64]),
     "h2o_gather": (None, [c_void_p, c_void_p, c_int64, c_void_p, c_int64, c_int64]),

@@ -1,5 +1,6 @@
 #include "matrix.h"
 
+#include "amx.h"
 #include "tiles.h"
 
 namespace {
@@ -14,6 +15,9 @@ constexpr int64_t kMinBytesPerThread = 32768;
 
 // From this many vectors on, a packed matrix is unpacked to the cache once for all of them.
 constexpr int64_t kMinGemmVectors = 9;
+
+// From this many vectors on, AMX is faster.
+constexpr int64_t kMinAmxVectors = 17;
 
 int64_t useful_threads(const Matrix& matrix, int64_t count, int64_t threads) {
   const int64_t tiles = simd::padded(matrix.rows, packed::kRows) / packed::kRows;
@@ -64,8 +68,14 @@ void skinny_gemm(const Matrix& matrix, const Vectors& vectors, int64_t count, Ra
   }
 }
 
-void multiply(const Matrix& matrix, const float* x, int64_t count, float* out, int64_t stride, int64_t threads) {
+void multiply(const Matrix& matrix, const float* x, int64_t count, float* out, int64_t stride,
+              [[maybe_unused]] bool in_bfloat16, int64_t threads) {
   threads = useful_threads(matrix, count, threads);
+#if defined(H2O_AMX)
+  if (in_bfloat16 && packed::is_packed(matrix.kind) && count >= kMinAmxVectors && amx::available()) {
+    return gemm_bfloat16(matrix, x, count, out, stride, threads);
+  }
+#endif
   if (packed::is_packed(matrix.kind) && count >= kMinGemmVectors) {
     return gemm_packed(matrix, x, count, out, stride, threads);
   }
@@ -83,7 +93,8 @@ void multiply(const Matrix& matrix, const float* x, int64_t count, float* out, i
   });
 }
 
-// y [count][rows] = x [count][columns] times the transposed matrix, plus its bias.
-extern "C" void h2o_multiply(const Matrix* matrix, const float* x, float* y, int64_t count, int64_t threads) {
-  multiply(*matrix, x, count, y, matrix->rows, threads);
+// y [count][rows] = x [count][columns] times the transposed matrix, plus its bias; see `multiply`.
+extern "C" void h2o_multiply(const Matrix* matrix, const float* x, float* y, int64_t count, int64_t in_bfloat16,
+                             int64_t threads) {
+  multiply(*matrix, x, count, y, matrix->rows, in_bfloat16, threads);
 }

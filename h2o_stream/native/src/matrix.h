@@ -55,10 +55,16 @@ inline void quantize_for(std::initializer_list<const Matrix*> matrices, const Ve
 }
 
 // The same for vectors [count][columns] and all rows, on up to `threads` threads; rounds the vectors by itself.
-void multiply(const Matrix& matrix, const float* x, int64_t count, float* out, int64_t stride, int64_t threads);
+//
+// With `in_bfloat16` vectors and packed matrices may be rounded to bfloat16, where that is faster.
+void multiply(const Matrix& matrix, const float* x, int64_t count, float* out, int64_t stride, bool in_bfloat16,
+              int64_t threads);
 
 // `multiply` for packed matrices and many vectors, with the numbers of `skinny_gemm`.
 void gemm_packed(const Matrix& matrix, const float* x, int64_t count, float* out, int64_t stride, int64_t threads);
+
+// `multiply` for packed matrices, rounded to bfloat16; where `amx::available()`.
+void gemm_bfloat16(const Matrix& matrix, const float* x, int64_t count, float* out, int64_t stride, int64_t threads);
 
 // Prefetches the start of the next matrix; call it before waiting at a barrier.
 void prefetch(const Matrix& matrix, Range rows);

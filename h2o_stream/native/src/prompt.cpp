@@ -129,13 +129,14 @@ void Prompt::embed(const int64_t* tokens) {
 void Prompt::project(const Layer& layer) {
   const AttentionLayer& shape = layer.attention;
   const int64_t hidden = model_.hidden_size;
+  const bool in_bfloat16 = shape.in_bfloat16;
   for_each_block([&](int64_t first, int64_t size) {
     for_each_token(size, [&](int64_t i, const Worker&) {
       apply_norm(layer.before_attention, x_.at((first + i) * hidden), hidden, normed_.at(i * hidden));
     });
     int64_t column = 0;
     for (int64_t i = 0; i < layer.qkv_count; ++i) {
-      multiply(layer.qkv[i], normed_.data(), size, qkv_.at(column), qkv_size_, threads_);
+      multiply(layer.qkv[i], normed_.data(), size, qkv_.at(column), qkv_size_, in_bfloat16, threads_);
       column += layer.qkv[i].rows;
     }
     for_each_token(size, [&](int64_t i, const Worker& worker) {
@@ -171,8 +172,10 @@ void Prompt::drop_all_but(int64_t keep) {
 void Prompt::finish(const Layer& layer) {
   const int64_t hidden = model_.hidden_size, inner = layer.down.columns;
   const float scale = float(model_.residual_scale);
+  const bool in_bfloat16 = layer.attention.in_bfloat16;
   for_each_block([&](int64_t first, int64_t size) {
-    multiply(layer.out, attended_.at(first * layer.out.columns), size, attention_delta_.data(), hidden, threads_);
+    multiply(layer.out, attended_.at(first * layer.out.columns), size, attention_delta_.data(), hidden, in_bfloat16,
+             threads_);
     for_each_token(size, [&](int64_t i, const Worker& worker) {
       float *x = x_.at((first + i) * hidden), *scratch = scratch_.at(worker.index * hidden);
       const float* delta = attention_delta_.at(i * hidden);
@@ -181,13 +184,13 @@ void Prompt::finish(const Layer& layer) {
       if (layer.parallel) add_normed(layer.after_attention, delta, hidden, scale, x, scratch);
     });
     const bool gated = layer.gate.weights;
-    if (gated) multiply(layer.gate, normed_.data(), size, gate_.data(), inner, threads_);
-    multiply(layer.up, normed_.data(), size, up_.data(), inner, threads_);
+    if (gated) multiply(layer.gate, normed_.data(), size, gate_.data(), inner, in_bfloat16, threads_);
+    multiply(layer.up, normed_.data(), size, up_.data(), inner, in_bfloat16, threads_);
     for_each_token(size, [&](int64_t i, const Worker&) {
       float* up = up_.at(i * inner);
       activate(layer.activation, gated ? gate_.at(i * inner) : nullptr, up, {0, inner}, up);
     });
-    multiply(layer.down, up_.data(), size, mlp_delta_.data(), hidden, threads_);
+    multiply(layer.down, up_.data(), size, mlp_delta_.data(), hidden, in_bfloat16, threads_);
     for_each_token(size, [&](int64_t i, const Worker& worker) {
       add_normed(layer.after_mlp, mlp_delta_.at(i * hidden), hidden, scale, x_.at((first + i) * hidden),
                  scratch_.at(worker.index * hidden));
@@ -202,7 +205,7 @@ void Prompt::output(float* logits) {
     for_each_token(size, [&](int64_t i, const Worker&) {
       apply_norm(model_.norm, x_.at((first + i) * hidden), hidden, normed_.at(i * hidden));
     });
-    multiply(model_.output, normed_.data(), size, block, vocabulary, threads_);
+    multiply(model_.output, normed_.data(), size, block, vocabulary, false, threads_);
     for_each_token(size, [&](int64_t i, const Worker&) {
       scale_logits(model_, {0, vocabulary}, block + i * vocabulary);
     });

@@ -1,0 +1,154 @@
+// Products of packed matrices with many vectors on AMX: both are rounded to bfloat16.
+//
+// Tiles of rows are unpacked some columns at a time, and multiplied from the cache by all tokens.
+
+#include "amx.h"
+#include "block_scales.h"
+#include "dot.h"
+#include "tiles.h"
+
+#if defined(H2O_AMX)
+
+namespace {
+
+using packed::kGroup;
+using simd::BFloat16;
+using simd::Floats;
+
+constexpr int64_t kGroupsPerBlock = packed::kBlock / kGroup;
+static_assert(packed::kRows == amx::kSize && kGroup == amx::kDepth);
+
+// Groups that are unpacked at a time: they stay in the L1 cache, and those of the tokens in the L2 cache.
+constexpr int64_t kMaxGroups = 3 * kGroupsPerBlock;
+
+// A product, and the rounded vectors: tiles [count / 16][groups].
+struct Product {
+  const Matrix& matrix;
+  const float* x;
+  float* out;
+  int64_t stride, count;
+  BFloat16* vectors;
+
+  int64_t groups() const { return matrix.columns / kGroup; }
+};
+
+// Rounds 16 vectors. Columns are in the order of `dot::FourColumns`.
+H2O_AMX_TARGET void round_panel(const Product& product, int64_t panel) {
+  const int64_t first = panel * amx::kSize, groups = product.groups();
+  BFloat16* tiles = product.vectors + panel * groups * amx::kTile;
+  for (int64_t t = 0; t < std::min(amx::kSize, product.count - first); ++t) {
+    const float* x = product.x + (first + t) * product.matrix.columns;
+    for (int64_t i = 0; i < product.matrix.columns; i += simd::kWidth) {
+      dot::store_pairs(reinterpret_cast<int16_t*>(tiles + i / kGroup * amx::kTile + t * kGroup + i % kGroup),
+                       rounding::Codes(amx::round(simd::load(x + i))));
+    }
+  }
+}
+
+// Unpacks a block of 256 columns, or `groups` groups, of 16 rows.
+template <int64_t kind>
+H2O_AMX_TARGET void unpack_block(const uint8_t* block, int64_t groups, BFloat16* tiles) {
+  using Scales = packed::BlockScales<kind, Floats>;
+  constexpr int64_t kGroupBytes = packed::kRows * kGroup / (kind == kInt8 ? 1 : 2);  // without the upper bits
+  const uint8_t* lower = block + packed::scale_bytes(kind, groups);
+  const uint8_t* upper = lower + groups * kGroupBytes;
+  const Scales scales(block, groups, 0);
+  for (int64_t g = 0; g < groups; ++g, tiles += amx::kTile) {
+    dot::Pairs pairs[kGroup / 2];
+    dot::for_each_quad<kind>(lower + g * kGroupBytes, upper + g * 2 * packed::kLine,
+                             [&](int64_t half, int64_t quad, dot::Bytes bytes) {
+                               const dot::FourColumns columns = dot::widen<kind>(bytes);
+                               pairs[8 * half + 2 * quad] = columns.even;
+                               pairs[8 * half + 2 * quad + 1] = columns.odd;
+                             });
+    const Floats offset = scales.offset(g);
+#pragma GCC unroll 16
+    for (int64_t i = 0; i < kGroup / 2; ++i) {
+      const Floats scale = scales.scale(g, i / (kGroup / 4));
+      const simd::Ints codes = simd::Ints(pairs[i]);
+      const Floats low = __builtin_convertvector(codes << 16 >> 16, Floats) * scale + offset;
+      const Floats high = __builtin_convertvector(codes >> 16, Floats) * scale + offset;
+      const simd::Words rounded = amx::round_pairs(low, high);
+      std::memcpy(tiles + i * kGroup, &rounded, sizeof rounded);
+    }
+  }
+}
+
+// Unpacks `groups` groups, starting at a whole block, of 32 rows; missing rows are left as they are.
+template <int64_t kind>
+void unpack(const Matrix& matrix, int64_t row, int64_t first, int64_t groups, BFloat16* tiles) {
+  constexpr int64_t kBlockBytes = packed::block_bytes(kind, kGroupsPerBlock);
+  for (int64_t end = std::min(row + amx::kBlock, matrix.rows); row < end; row += packed::kRows) {
+    const uint8_t* block = tile_address(matrix, row) + first / kGroupsPerBlock * kBlockBytes;
+    for (int64_t g = 0; g < groups; g += kGroupsPerBlock, block += kBlockBytes) {
+      unpack_block<kind>(block, std::min(kGroupsPerBlock, groups - g), tiles + g * amx::kTile);
+    }
+    tiles += groups * amx::kTile;
+  }
+}
+
+// Adds the products of 32 tokens with 32 rows to the output, or starts with the bias.
+void add_products(const Product& product, int64_t token, int64_t row, bool start, const float* products) {
+  const int64_t rows = std::min(product.matrix.rows - row, amx::kBlock);
+  const int64_t tokens = std::min(product.count - token, amx::kBlock);
+  float bias[amx::kBlock] = {};
+  if (product.matrix.bias) std::copy_n(product.matrix.bias + row, rows, bias);
+  for (int64_t t = 0; t < tokens; ++t) {
+    float* to = product.out + (token + t) * product.stride + row;
+    const float *from = products + t * amx::kBlock, *before = start ? bias : to;
+    if (rows == amx::kBlock) {
+      for (int64_t i = 0; i < amx::kBlock; ++i) to[i] = from[i] + before[i];
+    } else {
+      for (int64_t i = 0; i < rows; ++i) to[i] = from[i] + before[i];
+    }
+  }
+}
+
+template <int64_t kind>
+H2O_AMX_TARGET void multiply_rows(const Product& product, Range rows, BFloat16* weights) {
+  const amx::Tiles in_use;
+  const int64_t all_groups = product.groups();
+  alignas(simd::kCacheLine) float products[amx::kBlock * amx::kBlock];
+  for (int64_t first = 0; first < all_groups; first += kMaxGroups) {
+    const int64_t groups = std::min(kMaxGroups, all_groups - first);
+    for (int64_t row = rows.begin; row < rows.end; row += amx::kBlock) {
+      unpack<kind>(product.matrix, row, first, groups, weights);
+      for (int64_t token = 0; token < product.count; token += amx::kBlock) {
+        amx::multiply(product.vectors + (token * all_groups + first * amx::kSize) * kGroup, all_groups * amx::kTile,
+                      weights, groups * amx::kTile, groups, products, amx::kBlock);
+        add_products(product, token, row, first == 0, products);
+      }
+    }
+  }
+}
+
+template <int64_t kind>
+void gemm(Product product, int64_t threads) {
+  const int64_t panels = simd::padded(product.count, amx::kBlock) / amx::kSize;
+  constexpr int64_t kWeights = 2 * kMaxGroups * amx::kTile;
+  static thread_local Buffer<BFloat16> vectors, weights;
+  vectors.reserve(panels * product.groups() * amx::kTile), weights.reserve(threads * kWeights);
+  product.vectors = vectors.data();
+  BFloat16* all_weights = weights.data();  // of this thread, for all workers
+  parallel(threads, [&](const Worker& worker) {
+    const Range range = worker.partition(panels);
+    for (int64_t panel = range.begin; panel < range.end; ++panel) round_panel(product, panel);
+    worker.barrier();
+    multiply_rows<kind>(product, worker.partition(product.matrix.rows, amx::kBlock),
+                        all_weights + worker.index * kWeights);
+  });
+}
+
+}  // namespace
+
+void gemm_bfloat16(const Matrix& matrix, const float* x, int64_t count, float* out, int64_t stride, int64_t threads) {
+  const Product product{matrix, x, out, stride, count, nullptr};
+  switch (matrix.kind) {
+    case kInt8: return gemm<kInt8>(product, threads);
+    case kInt4: return gemm<kInt4>(product, threads);
+    case kQ4K: return gemm<kQ4K>(product, threads);
+    default: return gemm<kQ6K>(product, threads);
+  }
+}
+
+#endif
