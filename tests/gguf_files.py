@@ -133,7 +133,7 @@ def write_tokens(writer: gguf.GGUFWriter, pre: str | None) -> None:
 
 
 def add_tensor(writer: gguf.GGUFWriter, name: str, values: np.ndarray, quantize: int | None) -> None:
-    if quantize is None or values.ndim < 2:
+    if quantize is None or values.ndim < 2 or "ffn_gate_inp" in name:
         writer.add_tensor(name, np.ascontiguousarray(values, np.float32))
     else:
         kind = GGMLQuantizationType(quantize)
@@ -163,6 +163,8 @@ def stored(
         values = halves.swapaxes(1, 2).reshape(values.shape)
     elif arch in ("gemma2", "gemma3", "nemotron") and name.endswith("norm.weight"):
         values = values + 1
+    elif "shared_expert_gate" in name:
+        values = values[0]
     yield f"{names.get_name(owner)}.{suffix}", values
 
 

@@ -9,7 +9,8 @@ from torch import Tensor
 
 from h2o_stream.native import abi
 from h2o_stream.native.describe import describe
-from h2o_stream.native.description import Attention, Description, Layer, Matrix, Rope
+from h2o_stream.native.description import Attention, Description, Layer, Matrix, Mlp, Rope
+from h2o_stream.native.experts import Experts, Router
 from h2o_stream.native.modules import ACTIVATIONS, apply_norm
 from tests.packed_tiles import numbers as packed_numbers
 
@@ -59,11 +60,37 @@ def attend(attention: Attention, x: Tensor) -> Tensor:
     return apply(attention.out, (weights @ value.repeat_interleave(groups, 0)).transpose(0, 1).flatten(1))
 
 
-def feed_forward(layer: Layer, x: Tensor) -> Tensor:
-    mlp = layer.mlp
+def apply_mlp(mlp: Mlp, x: Tensor) -> Tensor:
+    activate = ACTIVATIONS[mlp.activation]
     if mlp.gate is None:
-        return apply(mlp.down, ACTIVATIONS[mlp.activation](apply(mlp.up, x)))
-    return apply(mlp.down, ACTIVATIONS[mlp.activation](apply(mlp.gate, x)) * apply(mlp.up, x))
+        return apply(mlp.down, activate(apply(mlp.up, x)))
+    return apply(mlp.down, activate(apply(mlp.gate, x)) * apply(mlp.up, x))
+
+
+def weights_of(router: Router, x: Tensor) -> Tensor:
+    """The weights of all experts for a token x [hidden]; zero for those it does not go through."""
+    logits = apply(router.matrix, x)
+    scores = logits.sigmoid() if router.scoring == abi.Scoring.SIGMOID else logits.softmax(-1)
+    worths = scores if router.choice_bias is None else scores + router.choice_bias
+    weights = torch.zeros_like(scores)
+    for expert in sorted(range(len(scores)), key=lambda expert: -float(worths[expert]))[: router.chosen]:
+        weights[expert] = scores[expert]
+    return weights * router.scale / (weights.sum() if router.normalized else 1.0)
+
+
+def apply_experts(experts: Experts, x: Tensor) -> Tensor:
+    y = torch.zeros_like(x)
+    for token, weights in enumerate(weights_of(experts.router, row) for row in x):
+        for expert, weight in enumerate(weights):
+            y[token] += weight * apply_mlp(experts.expert(expert), x[token])
+    if experts.shared:
+        factor = apply(experts.shared_gate, x).sigmoid() if experts.shared_gate else 1.0
+        y += factor * apply_mlp(experts.shared, x)
+    return y
+
+
+def feed_forward(layer: Layer, x: Tensor) -> Tensor:
+    return apply_experts(layer.mlp, x) if isinstance(layer.mlp, Experts) else apply_mlp(layer.mlp, x)
 
 
 def interpret(description: Description, tokens: list[int]) -> Tensor:

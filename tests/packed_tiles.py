@@ -7,7 +7,9 @@ from torch import Tensor
 from h2o_stream.native.abi import MatrixKind
 from h2o_stream.native.packing import ROWS, tiles_shape
 
-KINDS = (MatrixKind.INT8, MatrixKind.INT4, MatrixKind.Q4_K, MatrixKind.Q6_K)
+KINDS = (MatrixKind.INT8, MatrixKind.INT4, MatrixKind.Q4_K, MatrixKind.Q6_K, MatrixKind.MXFP4)
+
+FP4 = numpy.array([0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12])
 
 GRID = {
     MatrixKind.INT8: lambda n: {"scale": ("f2", (n, 16))},
@@ -18,6 +20,7 @@ GRID = {
         "scale": ("u1", (n, 16)),
         "min": ("u1", (n, 16)),
     },
+    MatrixKind.MXFP4: lambda n: {"scale": ("f2", (n, 16))},
     MatrixKind.Q6_K: lambda n: {"d": ("f2", (16,)), "scale": ("i1", (2 * n, 16))},
 }
 """Names, dtypes and shapes of the fields at the start of a block of n groups."""
@@ -79,6 +82,8 @@ def block_numbers(block: numpy.ndarray, kind: MatrixKind) -> numpy.ndarray:
         codes = numpy.stack(numpy.split(codes, 2, 2), 2)  # [tiles, groups, halves, quads, rows, 4]
     else:
         codes = numpy.stack((codes & 15, codes >> 4), 2)
+    if kind == MatrixKind.MXFP4:
+        codes = FP4[codes]
     grid = {name: block["grid"][name].astype(float) for name in block["grid"].dtype.names}
     offset = 0.0
     if kind == MatrixKind.Q6_K:

@@ -17,7 +17,7 @@ from h2o_stream.native import abi, library
 from h2o_stream.native.describe import describe
 from h2o_stream.native.description import DescriptionError, NativeModel
 from h2o_stream.native.modules import matrix_of, norm_of
-from tests.families import FAMILIES, GROUPED, LONGROPE, PARTIAL, PER_HEAD, SIZES, YARN, Family, rope, tiny
+from tests.families import EXPERTS, FAMILIES, GROUPED, LONGROPE, PARTIAL, PER_HEAD, SIZES, YARN, Family, rope, tiny
 from tests.interpreter import TOKENS, error, interpret, nudged, numbers
 from tests.packed_tiles import KINDS, random_tiles
 from tests.packed_tiles import numbers as packed_numbers
@@ -27,17 +27,20 @@ GRANITE = {"embedding_multiplier": 3.0, "logits_scaling": 4.0, "residual_multipl
 OTHERS: dict[str, Callable[[], Any]] = {
     "Gemma": tiny("Gemma", **GROUPED),
     "Granite": tiny("Granite", **GROUPED, **GRANITE),
+    "Granite MoE": tiny("GraniteMoe", **GROUPED, **GRANITE, **EXPERTS),
     "Llama, biases": tiny("Llama", **GROUPED, attention_bias=True, mlp_bias=True),
     "Llama, yarn": tiny("Llama", **GROUPED, **YARN),
     "Llama, dynamic": tiny("Llama", **GROUPED, **rope("dynamic", factor=2.0)),
     "Llama, tied": tiny("Llama", **GROUPED, tie_word_embeddings=True),
     "Llama, gelu": tiny("Llama", **GROUPED, hidden_act="gelu_new"),
     "GPT-NeoX, one after the other": tiny("GPTNeoX", **SIZES, **PARTIAL, use_parallel_residual=False),
+    "Mixtral": tiny("Mixtral", **GROUPED, **EXPERTS),
     "OLMo": tiny("Olmo", **GROUPED),
     "OPT, without biases": tiny("OPT", **{**SIZES, "word_embed_proj_dim": 32, "ffn_dim": 32, "enable_bias": False,
         "init_std": 0.4}),
     "Phi, output bias": tiny("Phi", **SIZES, **PARTIAL),
     "Phi, normed queries": tiny("Phi", **SIZES, **PARTIAL, qk_layernorm=True),
+    "Qwen 3 MoE, normalized": tiny("Qwen3Moe", **GROUPED, **EXPERTS, norm_topk_prob=True),
     "Seed-OSS": tiny("SeedOss", **GROUPED),
     "SmolLM3, rotary only": tiny("SmolLM3", **GROUPED, no_rope_layers=[1, 1]),
     "StableLM": tiny("StableLm", **PER_HEAD, **PARTIAL, use_qkv_bias=True),
@@ -69,7 +72,7 @@ def test_bfloat16(family: Family) -> None:
     assert description.embedding.kind == abi.MatrixKind.BFLOAT16
     expected = model(torch.tensor([TOKENS])).logits[0].double()
     difference = interpret(description, TOKENS) - expected
-    assert difference.square().mean().sqrt() < 0.06 * expected.square().mean().sqrt()
+    assert difference.square().mean().sqrt() < 0.1 * expected.square().mean().sqrt()
 
 
 class Packed(PackedLinear):
@@ -227,7 +230,7 @@ def test_abi() -> None:
 
 @pytest.mark.parametrize(("mirror", "name"), [
     (abi.MatrixKind, "MatrixKind"), (abi.PolicyKind, "PolicyKind"), (abi.PositionMode, "PositionMode"),
-    (abi.NormKind, "NormKind"), (abi.Activation, "Activation"),
+    (abi.NormKind, "NormKind"), (abi.Activation, "Activation"), (abi.Scoring, "Scoring"),
 ])  # fmt: skip
 def test_enumerations(mirror: Any, name: str) -> None:
     source = (Path(abi.__file__).parent / "src" / "abi.h").read_text()

@@ -10,11 +10,12 @@ from torch import Tensor, nn
 
 from h2o_stream.native.describe import describe
 from h2o_stream.native.description import DescriptionError
-from tests.families import FAMILIES, GROUPED, PARTIAL, PER_HEAD, SIZES, SLIDING, tiny
+from tests.families import EXPERTS, FAMILIES, GROUPED, PARTIAL, PER_HEAD, SIZES, SLIDING, tiny
 from tests.interpreter import TOKENS, error
 
 REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
-    "experts": (tiny("Mixtral", **GROUPED), "layer 0 has a MixtralSparseMoeBlock where an MLP is expected"),
+    "groups of experts": (tiny("Glm4Moe", **GROUPED, **EXPERTS, n_routed_experts=4, n_group=2, topk_group=1),
+        "the router of layer 1 is a Glm4MoeTopkRouter that chooses in an unknown way"),
     "other names": (tiny("GPTBigCode", **SIZES), "GPTBigCodeForCausalLM has no list of layers"),
     "norm over all heads": (tiny("Olmo2", **GROUPED), "q_norm of the attention of layer 0 is a Olmo2RMSNorm that does"),
     "norms of each head": (tiny("StableLm", **PER_HEAD, **PARTIAL, qk_layernorm=True),

@@ -18,6 +18,7 @@ from h2o_stream.native import library
 from h2o_stream.native.abi import MatrixKind
 from h2o_stream.native.packing import BLOCK, GGUF_KINDS, GROUP, ROWS, gather, pack, repack, tiles_shape
 from tests.native_builds import native  # noqa: F401
+from tests.packed_tiles import FP4
 
 Bytes = NDArray[np.uint8]
 Floats = NDArray[np.float32]
@@ -93,7 +94,14 @@ def q6_k_block(reader: Reader, groups: int) -> Floats:
     return scale * ((upper << 4 | lower).astype(np.float32) - 32)
 
 
+def mxfp4_block(reader: Reader, groups: int) -> Floats:
+    scale = reader.halves(groups, ROWS)
+    reader.align()
+    return scale.T[..., None] * FP4[reader.nibbles(groups)].astype(np.float32)
+
+
 BLOCKS = {
+    MatrixKind.MXFP4: mxfp4_block,
     MatrixKind.INT8: int8_block,
     MatrixKind.INT4: int4_block,
     MatrixKind.Q4_K: q4_k_block,
@@ -119,6 +127,9 @@ def random_blocks(name: str, rows: int, columns: int) -> Bytes:
     """Blocks of random bytes whose 16-bit scales are finite."""
     block, size = GGML_QUANT_SIZES[GGMLQuantizationType[name]]
     blocks = np.random.default_rng(0).integers(0, 256, (rows, columns // block, size), np.uint8)
+    if name == "MXFP4":
+        blocks[..., 0] = 104 + blocks[..., 0] % 40  # exponents of numbers of 16 bits
+        return blocks.reshape(rows, -1)
     halves = {"Q6_K": [208], "Q3_K": [108], "Q2_K": [80, 82]}.get(name)
     for place in halves or ([0, 2] if name in ("Q4_1", "Q5_1", "Q4_K", "Q5_K") else [0]):
         blocks[..., place + 1] &= 0xBF  # less than 2
@@ -160,13 +171,13 @@ class TestRepack:
         order = torch.randperm(rows, generator=torch.Generator().manual_seed(0))
         assert_as_in_file(name, repacked(name, blocks, rows, columns, order), blocks[order.numpy()])
 
-    @pytest.mark.parametrize("name", ["Q4_0", "Q4_1", "Q5_0", "Q8_0"])
+    @pytest.mark.parametrize("name", ["Q4_0", "Q4_1", "Q5_0", "Q8_0", "MXFP4"])
     def test_codes_and_scales_go_over_bit_by_bit(self, name: str) -> None:
         blocks = random_blocks(name, 16, 96)
         actual, expected = repacked(name, blocks, 16, 96), dequantize(blocks, GGMLQuantizationType[name])
         assert (actual == expected).all()
 
-    @pytest.mark.parametrize("name", ["Q8_0", "Q4_1", "Q4_K", "Q6_K"])
+    @pytest.mark.parametrize("name", ["Q8_0", "Q4_1", "Q4_K", "Q6_K", "MXFP4"])
     def test_the_library_reads_them(self, name: str) -> None:
         kind = GGUF_KINDS[name]
         blocks = torch.from_numpy(random_blocks(name, 37, 768))

@@ -32,6 +32,9 @@ from tests.gguf_files import write_model
 from tests.test_gguf_names import BASE, EIGHT, HEAD, LAYERED, LINEAR, NORM, PARTIAL, QWEN, RMS, THETA, YARN, YARN_KEYS
 
 SIZES = {**GROUPED, "intermediate_size": 96, "max_position_embeddings": 512}
+EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+SHARED = {**EXPERTS, "shared_expert_intermediate_size": 64}
+EXPERT_KEYS = {"feed_forward_length": 64, "expert_count": 4, "expert_used_count": 2, "expert_feed_forward_length": 32}
 MODELS: dict[str, tuple[str, Callable[[], Any], dict[str, Any]]] = {
     "Llama": ("llama", tiny("Llama", **{**SIZES, **THETA}), {**RMS, **BASE, **EIGHT}),
     "Llama, tied": ("llama", tiny("Llama", **SIZES, tie_word_embeddings=True), {**RMS, **EIGHT}),
@@ -43,6 +46,16 @@ MODELS: dict[str, tuple[str, Callable[[], Any], dict[str, Any]]] = {
     ),
     "Qwen 2": ("qwen2", tiny("Qwen2", **{**SIZES, **THETA}), QWEN),
     "Qwen 3": ("qwen3", tiny("Qwen3", **{**SIZES, **THETA}), {**QWEN, **HEAD}),
+    "Qwen 2 MoE": (
+        "qwen2moe",
+        tiny("Qwen2Moe", **{**SIZES, **THETA, **SHARED}),
+        {**QWEN, **EXPERT_KEYS, "expert_shared_feed_forward_length": 64},
+    ),
+    "Qwen 3 MoE": (
+        "qwen3moe",
+        tiny("Qwen3Moe", **{**SIZES, **THETA, **EXPERTS}, norm_topk_prob=True),
+        {**QWEN, **HEAD, **EXPERT_KEYS},
+    ),
     "Gemma 2": (
         "gemma2",
         tiny("Gemma2", **{**SIZES, "sliding_window": 24, "query_pre_attn_scalar": 8, "layer_types": SLIDING}),
@@ -133,6 +146,16 @@ class TestDescription:
         assert "epsilon" in difference(described, replace(again, norm=replace(again.norm, epsilon=1e-5)))
         assert difference(described, again) == ""
 
+    def test_experts_that_differ_are_found(self, tmp_path: Path) -> None:
+        path = written(tmp_path, "Qwen 3 MoE")
+        described = ModelFile(str(path), path, "float32").describe(print)
+        model = load(ModelConfig(str(path), dtype="float32")).model
+        last = model.model.layers[1].mlp
+        last.experts.down_proj.tiles[6:8] = last.experts.down_proj.tiles[4:6]
+        assert "down of mlp of 1 of layers" in difference(described, describe(model))
+        last.gate.norm_topk_prob = False
+        assert "normalized of router of mlp of 1 of layers" in difference(described, describe(model))
+
     def test_what_the_table_does_not_know(self, tmp_path: Path) -> None:
         path = tmp_path / "model.gguf"
         keys = {**RMS, **BASE, **EIGHT, **YARN_KEYS}
@@ -187,6 +210,15 @@ class TestStream:
             assert (array.dtype, array.shape) == (states[1][name].dtype, states[1][name].shape), name
             if name.endswith("index"):
                 numpy.testing.assert_array_equal(numpy.sort(array), numpy.sort(states[1][name]))
+
+    @pytest.mark.parametrize("name", ["Qwen 2 MoE", "Qwen 3 MoE"])
+    def test_experts(self, name: str, tmp_path: Path) -> None:
+        theirs, ours = through_both(written(tmp_path, name), CacheConfig(window=40, chunk=16))
+        with theirs, ours:
+            for start, stop in ((0, 100), (100, 101), (101, 160), (160, 161), (161, 162)):
+                expected, found = (engine.served.forward(TEXT[start:stop]) for engine in (theirs, ours))
+                numpy.testing.assert_allclose(found, expected, rtol=0, atol=1e-2)
+            assert ours.counts == theirs.counts
 
     @pytest.mark.parametrize("kv_bits", [16, 8])
     def test_states_go_from_one_to_the_other(self, file: Path, kv_bits: int) -> None:

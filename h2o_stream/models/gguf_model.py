@@ -13,6 +13,7 @@ from h2o_stream.memory import free_bytes
 from h2o_stream.models.gguf import GgufFile
 from h2o_stream.models.gguf_names import Weight, model_weights
 from h2o_stream.models.huge_pages import HugePageBuffer
+from h2o_stream.models.packed_experts import split_experts
 from h2o_stream.models.precision import MAX_SHARE, format_bytes
 from h2o_stream.models.quantize import PackedConfig, packable
 from h2o_stream.native.abi import MatrixKind
@@ -30,6 +31,8 @@ def packed_state_dict(
     Raises:
         OutOfMemoryError: there is not enough free memory.
     """
+    if _has_packed_experts(file):
+        split_experts(skeleton)
     plans = [(weight, _packed_kind(weight, skeleton)) for weight in model_weights(file, skeleton)]
     shapes = [  # in bytes
         (*weight.shape, dtype.itemsize) if kind is None else tiles_shape(kind, *weight.shape) for weight, kind in plans
@@ -55,6 +58,16 @@ def packed_state_dict(
         done += weight.tensor.nbytes
     progress(Progress("reading", total, total))
     return weights, PackedConfig(modules=modules)
+
+
+def _has_packed_experts(file: GgufFile) -> bool:
+    """Whether all matrices of experts in a file can be packed."""
+    kinds = [
+        (GGUF_KINDS.get(tensor.type.name), tensor.shape[-1])
+        for tensor in file.tensors.values()
+        if len(tensor.shape) == 3
+    ]
+    return bool(kinds) and all(kind is not None and columns_fit(kind, columns) for kind, columns in kinds)
 
 
 def _packed_kind(weight: Weight, skeleton: Any) -> MatrixKind | None:

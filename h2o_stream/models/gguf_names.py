@@ -52,7 +52,7 @@ class Weight:
         if not self.same_rows:
             values = self._source.processed(self.name, (self.tensor, *self.others))
         else:
-            values = self._source.values(self.tensor)
+            values = self._source.values(self.tensor).view(self.shape)
             values = values if self.order is None else values[self.order]
         if values.shape != self.shape:
             raise _shape_error(self._source.file, self.tensor, tuple(values.shape), self)
@@ -104,6 +104,8 @@ def _weight(source: _Source, name: str, shape: torch.Size, tensor: GgufTensor, *
     size = sum(math.prod(part.shape) for part in (tensor, *others))
     if size != shape.numel():
         raise _shape_error(source.file, tensor, tensor.shape, weight)
+    if (math.prod(tensor.shape[:-1]), tensor.shape[-1]) == shape != tensor.shape:  # experts below each other
+        return replace(weight, same_rows=True)
     if others or tensor.shape != shape:
         return weight
     rows = source.row_indices(tensor)

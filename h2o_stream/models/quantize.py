@@ -18,6 +18,7 @@ from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from h2o_stream.errors import ConfigError
 from h2o_stream.models.huge_pages import HugePageBuffer
+from h2o_stream.models.packed_experts import split_experts
 from h2o_stream.models.packed_folder import FORMAT
 from h2o_stream.models.packed_layers import PackedEmbedding, PackedLinear, TiedHead
 from h2o_stream.native.abi import MatrixKind
@@ -85,6 +86,7 @@ class PackedQuantizer(HfQuantizer):
         )
         self._tied = untie_head(model, kinds)
         if self.pre_quantized:
+            split_experts(model, set(kinds))
             for name, kind in kinds.items():
                 replace_module(model, name, kind)
             return

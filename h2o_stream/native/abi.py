@@ -29,6 +29,7 @@ class MatrixKind(IntEnum):
     INT4 = 3
     Q4_K = 4
     Q6_K = 5
+    MXFP4 = 6
 
 
 class PolicyKind(IntEnum):
@@ -63,6 +64,13 @@ class Activation(IntEnum):
     GELU_TANH = 1
     GELU_ERF = 2
     RELU = 3
+
+
+class Scoring(IntEnum):
+    """How a router's logits become the scores of experts."""
+
+    SOFTMAX = 0
+    SIGMOID = 1
 
 
 def _fields(**kinds: str) -> list[tuple[str, type]]:
@@ -110,6 +118,17 @@ class Norm(Structure):
     _fields_ = _fields(pointer="weight bias", float="epsilon", int="kind")
 
 
+class Experts(Structure):
+    """A mixture of experts."""
+
+    _fields_ = [
+        ("router", Matrix),
+        *_fields(pointer="choice_bias"),
+        *((name, Matrix) for name in ("gate", "up", "down", "shared_gate")),
+        *_fields(int="chosen inner_size stride scoring normalized", float="scale"),
+    ]
+
+
 class Layer(Structure):
     """A decoder layer."""
 
@@ -121,6 +140,7 @@ class Layer(Structure):
         *_fields(int="qkv_count query_offset query_stride key_offset key_stride value_offset value_stride"),
         *_fields(float="rope_scale", int1="rope_scaled_dims", pointer="frequencies", int2="absolute_rotary_dims"),
         *((name, Matrix) for name in ("out", "gate", "up", "down")),
+        ("experts", Experts),
         *_fields(int="activation parallel first_group group_count"),
     ]
 
@@ -157,7 +177,7 @@ class Bytes(Structure):
     _fields_ = _fields(pointer="ours theirs", int="count")
 
 
-STRUCTURES: Sequence[type[Structure]] = (Matrix, AttentionLayer, Slots, Norm, Layer, Model, Stream, Bytes)
+STRUCTURES: Sequence[type[Structure]] = (Matrix, AttentionLayer, Slots, Norm, Experts, Layer, Model, Stream, Bytes)
 
 SLOTS, STREAM, BYTES = (numpy.dtype(structure) for structure in (Slots, Stream, Bytes))
 """Of arrays of structures."""

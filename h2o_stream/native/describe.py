@@ -24,6 +24,8 @@ from h2o_stream.native.description import (
     Mlp,
     Norm,
 )
+from h2o_stream.native.expert_modules import experts_of, has_experts
+from h2o_stream.native.experts import Experts
 from h2o_stream.native.layouts import AttentionLayout, LayerLayout
 from h2o_stream.native.modules import (
     activation_of,
@@ -160,7 +162,7 @@ class _ModelReader:
         parallel = layout.parallel if layout.parallel is not None else getattr(layer, "use_parallel_residual", False)
         return Layer(
             attention=self._attention(getattr(layer, layout.attention), index),
-            mlp=self._mlp(mlp, name),
+            mlp=self._experts(mlp, name) if has_experts(mlp) else self._mlp(mlp, name),
             **{role: norms.get(role, Norm()) for role in layouts.NORM_ROLES},
             parallel=bool(parallel),
         )
@@ -231,6 +233,10 @@ class _ModelReader:
             rope=rope,
             out=out,
         )
+
+    def _experts(self, module: Any, name: str) -> Experts:
+        self._mark_read(*module.modules())
+        return experts_of(module, name, lambda shared: self._mlp(shared, f"the shared expert of {name}"))
 
     def _mlp(self, module: Any, name: str) -> Mlp:
         candidates = (mlp for mlp in layouts.MLPS if _has_modules(module, filter(None, (mlp.gate, mlp.up, mlp.down))))

@@ -9,6 +9,7 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
+from typing import Protocol
 
 from h2o_stream.native import abi, packing
 from h2o_stream.native.abi import Activation, Array, MatrixKind, NormKind, pointer
@@ -129,6 +130,21 @@ class Attention:
     out: Matrix
 
 
+class FeedForward(Protocol):
+    """What follows the attention in a layer: an `Mlp` or `experts.Experts`."""
+
+    @property
+    def matrices(self) -> list[Matrix]:
+        """All matrices of some size."""
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of weights that a decode step reads."""
+
+    def fill(self, struct: abi.Layer) -> None:
+        """Fill the structure of a layer."""
+
+
 @dataclass(frozen=True, eq=False)
 class Mlp:
     """down(activation(gate(x)) * up(x)), or down(activation(up(x))) without a gate."""
@@ -138,22 +154,49 @@ class Mlp:
     down: Matrix
     activation: Activation
 
+    @property
+    def matrices(self) -> list[Matrix]:
+        """See `FeedForward`."""
+        return [*([self.gate] if self.gate else []), self.up, self.down]
+
+    @property
+    def nbytes(self) -> int:
+        """See `FeedForward`."""
+        return sum(matrix.weights.nbytes for matrix in self.matrices)
+
+    def fill(self, struct: abi.Layer) -> None:
+        """See `FeedForward`."""
+        struct.up, struct.down, struct.activation = self.up.to_struct(), self.down.to_struct(), self.activation
+        if self.gate:
+            struct.gate = self.gate.to_struct()
+
 
 @dataclass(frozen=True, eq=False)
 class Layer:
     """A decoder layer; with `parallel` the MLP reads the attention's input."""
 
     attention: Attention
-    mlp: Mlp
+    mlp: FeedForward
     before_attention: Norm
     after_attention: Norm
     before_mlp: Norm
     after_mlp: Norm
     parallel: bool
 
+    @property
+    def matrices(self) -> list[Matrix]:
+        """See `Description.matrices`."""
+        return [*self.attention.qkv, self.attention.out, *self.mlp.matrices]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of weights that a decode step reads."""
+        attention: int = sum(matrix.weights.nbytes for matrix in (*self.attention.qkv, self.attention.out))
+        return attention + self.mlp.nbytes
+
     def fill(self, struct: abi.Layer) -> None:
         """Fill a structure, except for the fields that depend on a cache."""
-        attention, mlp = self.attention, self.mlp
+        attention = self.attention
         for name in ("query_heads", "kv_heads", "head_size", "value_size", "scaling", "softcap"):
             setattr(struct.attention, name, getattr(attention, name))
         for name in ("before_attention", "after_attention", "before_mlp", "after_mlp"):
@@ -171,10 +214,8 @@ class Layer:
             struct.frequencies = pointer(rope.frequencies, "float32", rope.rotary_dims // 2)
             struct.absolute_rotary_dims = rope.rotary_dims
             struct.rope_scale, struct.rope_scaled_dims = rope.scale, rope.rotary_dims if rope.scale != 1 else 0
-        struct.out, struct.up, struct.down = attention.out.to_struct(), mlp.up.to_struct(), mlp.down.to_struct()
-        if mlp.gate:
-            struct.gate = mlp.gate.to_struct()
-        struct.activation, struct.parallel = mlp.activation, self.parallel
+        struct.out, struct.parallel = attention.out.to_struct(), self.parallel
+        self.mlp.fill(struct)
 
 
 @dataclass(frozen=True, eq=False)
@@ -216,17 +257,13 @@ class Description:
 
     @property
     def matrices(self) -> list[Matrix]:
-        """All matrices that a decode step multiplies."""
-        matrices = [self.output]
-        for layer in self.layers:
-            attention, mlp = layer.attention, layer.mlp
-            matrices += [*attention.qkv, attention.out, *([mlp.gate] if mlp.gate else []), mlp.up, mlp.down]
-        return matrices
+        """All matrices that a decode step multiplies, or of which it multiplies some experts; without routers."""
+        return [self.output, *(matrix for layer in self.layers for matrix in layer.matrices)]
 
     @property
     def nbytes(self) -> int:
         """Bytes of weights that a decode step reads."""
-        return sum(matrix.weights.nbytes for matrix in self.matrices)
+        return sum((layer.nbytes for layer in self.layers), int(self.output.weights.nbytes))
 
 
 class NativeModel:

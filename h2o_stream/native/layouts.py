@@ -39,6 +39,7 @@ _TWO_NORMS = {"before_attention": "input_layernorm", "before_mlp": "post_attenti
 
 LAYERS = (
     LayerLayout("self_attn", "mlp", _TWO_NORMS),
+    LayerLayout("self_attn", "block_sparse_moe", _TWO_NORMS),
     LayerLayout(
         "self_attn",
         "mlp",
@@ -59,7 +60,8 @@ LAYERS = (
     ),
     LayerLayout("self_attn", None, {"before_attention": "self_attn_layer_norm", "before_mlp": "final_layer_norm"}),
 )
-"""Llama and most others; Gemma 2 and 3; EXAONE 4, OLMo 2; VaultGemma; GPT-NeoX; Phi, StableLM 2 12B; OPT."""
+"""Llama and most others; Granite MoE; Gemma 2 and 3; EXAONE 4, OLMo 2; VaultGemma; GPT-NeoX; Phi, StableLM 2 12B;
+OPT."""
 
 
 @dataclass(frozen=True)

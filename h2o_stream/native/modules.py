@@ -89,7 +89,7 @@ def matrix_of(module: Any, name: str) -> Matrix:
         tiles = raw_tensor(module.tiles, name)
         return Matrix(tiles, as_float32(module.bias, name), module.out_features, module.in_features, module.kind)
     if type(module) is nn.Linear:
-        return _dense(module.weight, module.bias, name)
+        return dense_matrix(module.weight, module.bias, name)
     raise DescriptionError(f"{name} is a {type(module).__name__} where a linear layer is expected")
 
 
@@ -98,11 +98,16 @@ def embedding_of(module: Any, name: str) -> Matrix:
     if hasattr(module, "tiles"):
         return Matrix(raw_tensor(module.tiles, name), None, module.num_embeddings, module.embedding_dim, module.kind)
     if isinstance(module, nn.Embedding):
-        return _dense(module.weight, None, name)
+        return dense_matrix(module.weight, None, name)
     raise DescriptionError(f"{name} is a {type(module).__name__} where an embedding is expected")
 
 
-def _dense(weights: Tensor, bias: Tensor | None, name: str) -> Matrix:
+def dense_matrix(weights: Tensor, bias: Tensor | None, name: str) -> Matrix:
+    """Weights [rows, columns] as they are, and biases [rows] in float32.
+
+    Raises:
+        DescriptionError: the weights are not contiguous float32 or bfloat16.
+    """
     if weights.dtype not in DTYPES:
         raise DescriptionError(f"{name} has weights of {dtype_name(weights.dtype)}")
     rows, columns = weights.shape
@@ -147,7 +152,7 @@ def norm_of(module: Any, size: int, name: str) -> Norm:
     for kind, epsilon in itertools.product((NormKind.RMS, NormKind.LAYER), epsilons):
         for factor in (one,) if weight is None else (weight, 1 + weight):
             candidate = Norm(kind, factor.contiguous(), bias, epsilon)
-            error = _relative_error(apply_norm(candidate, x.float()), expected)
+            error = relative_error(apply_norm(candidate, x.float()), expected)
             if error < smallest_error:
                 best, smallest_error = candidate, error
     if not smallest_error < (1e-4 if dtype == torch.float32 else 3e-2):
@@ -175,7 +180,7 @@ def activation_of(function: Any, name: str) -> Activation:
     x = torch.linspace(-6, 6, 97, dtype=torch.float32, device="cpu")
     y = _evaluate(function, x, name)
     for activation, known in ACTIVATIONS.items():
-        if _relative_error(known(x), y) < 1e-6:
+        if relative_error(known(x), y) < 1e-6:
             return activation
     raise DescriptionError(f"{name} is {type(function).__name__}, not a supported activation")
 
@@ -195,7 +200,7 @@ def embedding_scale(module: Any, matrix: Matrix, name: str) -> float:
         rows = matrix.weights[ids].float()
     else:
         rows = gather(matrix.weights, matrix.kind, matrix.rows, matrix.columns, ids, "float32")
-    if not _relative_error(_evaluate(module, ids, name), rows * scale) < 1e-2:
+    if not relative_error(_evaluate(module, ids, name), rows * scale) < 1e-2:
         raise DescriptionError(f"{name} is a {type(module).__name__} that does more than scale its rows")
     return scale
 
@@ -232,8 +237,8 @@ def rope_of(rotary: Any, layer_type: str | None, attention: Any, name: str) -> R
     cos, sin = rotary(torch.zeros(1, dtype=torch.float32, device="cpu"), positions, *layer_args)
     rotated_angles = torch.outer(positions[0].float(), frequencies).repeat(1, 2)
     if cos.shape[1:] != rotated_angles.shape or not (
-        _relative_error(rotated_angles.cos() * scale, cos[0]) < 1e-5
-        and _relative_error(rotated_angles.sin() * scale, sin[0]) < 1e-5
+        relative_error(rotated_angles.cos() * scale, cos[0]) < 1e-5
+        and relative_error(rotated_angles.sin() * scale, sin[0]) < 1e-5
     ):
         raise DescriptionError(f"{type(rotary).__name__} computes angles that differ from its frequencies")
     if not _rotates_halves(attention, cos, sin):
@@ -253,7 +258,7 @@ def _rotates_halves(attention: Any, cos: Tensor, sin: Tensor) -> bool:
         query, key = apply(x, x, cos, sin)
     except (TypeError, ValueError, RuntimeError, IndexError):
         return False
-    return all(y.shape == x.shape and _relative_error(expected, y) < 1e-5 for y in (query, key))
+    return all(y.shape == x.shape and relative_error(expected, y) < 1e-5 for y in (query, key))
 
 
 @torch.no_grad()
@@ -268,7 +273,7 @@ def _evaluate(function: Any, x: Tensor, name: str) -> Tensor:
     return y.float()
 
 
-def _relative_error(actual: Tensor, expected: Tensor) -> float:
+def relative_error(actual: Tensor, expected: Tensor) -> float:
     """Largest absolute difference relative to the largest expected magnitude."""
     if actual.shape != expected.shape:
         return torch.inf

@@ -41,6 +41,7 @@ GGUF_KINDS: Final = {
     "Q4_K": MatrixKind.Q4_K,
     "Q5_K": MatrixKind.INT8,
     "Q6_K": MatrixKind.Q6_K,
+    "MXFP4": MatrixKind.MXFP4,
 }
 """Packed format for each GGUF type. Q5_1, Q5_K and Q2_K are rounded to 8 bits; the other conversions are lossless."""
 
@@ -69,6 +70,7 @@ def _block_bytes(kind: MatrixKind, groups: int) -> int:
         MatrixKind.INT4: (4 * groups, 4),
         MatrixKind.Q4_K: (4 + 2 * groups, 4),
         MatrixKind.Q6_K: (2 + 2 * groups, 6),
+        MatrixKind.MXFP4: (2 * groups, 4),
     }[kind]
     return -(-ROWS * grid // _ALIGNMENT) * _ALIGNMENT + ROWS * groups * GROUP * bits // 8
 

@@ -30,6 +30,14 @@ _CHECKPOINT_NAMES = {
     "ffn_gate": f"{_LAYER}mlp.gate_proj",
     "ffn_up": f"{_LAYER}mlp.up_proj",
     "ffn_down": f"{_LAYER}mlp.down_proj",
+    "ffn_gate_inp": f"{_LAYER}mlp.gate",
+    "ffn_gate_exps": f"{_LAYER}mlp.experts.gate_proj",
+    "ffn_up_exps": f"{_LAYER}mlp.experts.up_proj",
+    "ffn_down_exps": f"{_LAYER}mlp.experts.down_proj",
+    "ffn_gate_inp_shexp": f"{_LAYER}mlp.shared_expert_gate",
+    "ffn_gate_shexp": f"{_LAYER}mlp.shared_expert.gate_proj",
+    "ffn_up_shexp": f"{_LAYER}mlp.shared_expert.up_proj",
+    "ffn_down_shexp": f"{_LAYER}mlp.shared_expert.down_proj",
 }
 """transformers' names by those of llama.cpp."""
 
@@ -60,6 +68,7 @@ class Architecture:
         norm_offset: added to the weights of norms in transformers' checkpoints; GGUF files have them added.
         full_every: every so many layers one sees everything, and the others have the sliding window; 0 for all alike.
         local_theta: base of RoPE in layers with a sliding window, where it is another one, if the file does not say.
+        normalizes_experts: the weights of a token's experts are divided by their sum, unless the file says otherwise.
         large: number of layers of a model that scales queries by its hidden size and not by its heads'; 0 for none.
         checkpoint_names: of transformers, by llama.cpp's.
     """
@@ -71,6 +80,7 @@ class Architecture:
     norm_offset: float = 0.0
     full_every: int = 0
     local_theta: float = 0.0
+    normalizes_experts: bool = False
     large: int = 0
     checkpoint_names: Mapping[str, str] = field(default_factory=lambda: _CHECKPOINT_NAMES)
 
@@ -83,12 +93,14 @@ _GEMMA = Architecture(
 )
 
 ARCHITECTURES = {
-    "llama": Architecture(interleaved=True),
+    "llama": Architecture(interleaved=True, normalizes_experts=True),
     "qwen2": Architecture(),
     "qwen3": Architecture(),
+    "qwen2moe": Architecture(),
+    "qwen3moe": Architecture(normalizes_experts=True),
     "gemma2": replace(_GEMMA, full_every=2, large=46),
     "gemma3": replace(_GEMMA, full_every=6, local_theta=10_000.0, large=62),
     "phi3": Architecture(fused_mlp=True, checkpoint_names=_CHECKPOINT_NAMES | _FUSED),
     "starcoder2": Architecture(activation=Activation.GELU_TANH, checkpoint_names=_CHECKPOINT_NAMES | _UNGATED),
 }
-"""By llama.cpp's name, which is also transformers' ``model_type``."""
+"""By llama.cpp's name."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Iterator
 from dataclasses import fields, is_dataclass
 from typing import Any
@@ -10,13 +11,14 @@ from typing import Any
 import numpy
 from numpy.typing import NDArray
 
+from h2o_stream.native.abi import dtype_name
 from h2o_stream.native.description import Description, Matrix
 
 _ROUNDING = 1e-6
 """Of parameters and frequencies, which are computed in other orders."""
 
 _SAMPLED_BYTES = 2**20
-"""Of each matrix, so many bytes at its start and at its end are compared."""
+"""Of each matrix, so many bytes or numbers at its start and at its end are compared."""
 
 
 def difference(ours: Description, theirs: Description) -> str:
@@ -59,5 +61,10 @@ def _matrices(name: str, ours: Matrix, theirs: Matrix) -> Iterator[str]:
 
 
 def _array(tensor: Any) -> NDArray[Any]:
-    """A tensor or an array as an array."""
-    return tensor if isinstance(tensor, numpy.ndarray) else tensor.detach().numpy()
+    """A tensor or an array as an array, where bfloat16 is uint16."""
+    if isinstance(tensor, numpy.ndarray):
+        return tensor
+    bits = {"bfloat16": "uint16"}.get(dtype_name(tensor.dtype))
+    tensor = tensor.detach()
+    array: NDArray[Any] = (tensor.view(getattr(sys.modules["torch"], bits)) if bits else tensor).numpy()
+    return array

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import numpy
+
+from h2o_stream.native.abi import MatrixKind
 from h2o_stream.native.description import (
     Attention,
     Description,
@@ -13,8 +16,9 @@ from h2o_stream.native.description import (
     Norm,
     Rope,
 )
+from h2o_stream.native.experts import Experts, Router
 from h2o_stream.runtime.architectures import EMBEDDING, FINAL_NORM, OUTPUT, Architecture
-from h2o_stream.runtime.parameters import Parameters
+from h2o_stream.runtime.parameters import ExpertParameters, Parameters
 from h2o_stream.runtime.weights import Weights
 
 
@@ -30,14 +34,14 @@ def describe_file(architecture: Architecture, parameters: Parameters, weights: W
     Raises:
         DescriptionError: weights are missing, or not packed.
     """
-    return _FileReader(architecture, parameters, weights).read(dtype)
+    return _FileReader(architecture, parameters, weights, dtype).read()
 
 
 class _FileReader:
-    def __init__(self, architecture: Architecture, parameters: Parameters, weights: Weights) -> None:
-        self._architecture, self._parameters, self._weights = architecture, parameters, weights
+    def __init__(self, architecture: Architecture, parameters: Parameters, weights: Weights, dtype: str) -> None:
+        self._architecture, self._parameters, self._weights, self._dtype = architecture, parameters, weights, dtype
 
-    def read(self, dtype: str) -> Description:
+    def read(self) -> Description:
         parameters, weights = self._parameters, self._weights
         shape = parameters.vocabulary, parameters.hidden_size
         embedding = weights.matrix(EMBEDDING, None, *shape)
@@ -53,7 +57,7 @@ class _FileReader:
             logit_scale=1.0,
             logit_softcap=parameters.logit_softcap,
             residual_scale=1.0,
-            dtype=dtype,
+            dtype=self._dtype,
             logits_dtype="float32",
         )
 
@@ -67,9 +71,11 @@ class _FileReader:
         return Norm(self._parameters.norm, weight, bias, self._parameters.epsilon)
 
     def _layer(self, number: int) -> Layer:
+        experts, inner = self._parameters.experts, self._parameters.inner_size
+        has_experts = self._weights.has("ffn_gate_inp", number)
         return Layer(
             attention=self._attention(number),
-            mlp=self._mlp(number),
+            mlp=self._experts(number, experts) if experts and has_experts else self._mlp(number, inner),
             before_attention=self._norm("attn_norm", number),
             after_attention=self._norm("post_attention_norm", number, needed=False),
             before_mlp=self._norm("ffn_norm", number),
@@ -77,18 +83,50 @@ class _FileReader:
             parallel=False,
         )
 
-    def _mlp(self, number: int) -> Mlp:
-        parameters, weights = self._parameters, self._weights
-        inner, hidden = parameters.inner_size, parameters.hidden_size
+    def _mlp(self, number: int, inner: int, kind: str = "") -> Mlp:
+        """The MLP of a layer, or with `kind` ``_shexp`` the expert for all tokens."""
+        weights, hidden = self._weights, self._parameters.hidden_size
         gate: Matrix | None = None
         if self._architecture.fused_mlp:
             fused = weights.matrix("ffn_up", number, 2 * inner, hidden)
             gate, up = fused.row_range(0, inner), fused.row_range(inner, inner)
         else:
-            up = weights.matrix("ffn_up", number, inner, hidden)
-            if weights.has("ffn_gate", number):
-                gate = weights.matrix("ffn_gate", number, inner, hidden)
-        return Mlp(gate, up, weights.matrix("ffn_down", number, hidden, inner), self._architecture.activation)
+            up = weights.matrix(f"ffn_up{kind}", number, inner, hidden)
+            if weights.has(f"ffn_gate{kind}", number):
+                gate = weights.matrix(f"ffn_gate{kind}", number, inner, hidden)
+        return Mlp(gate, up, weights.matrix(f"ffn_down{kind}", number, hidden, inner), self._architecture.activation)
+
+    def _experts(self, number: int, experts: ExpertParameters) -> Experts:
+        weights, hidden, inner = self._weights, self._parameters.hidden_size, experts.inner_size
+        gated = weights.has("ffn_gate_inp_shexp", number)
+        return Experts(
+            router=Router(
+                matrix=self._dense("ffn_gate_inp", number, experts.count),
+                chosen=experts.chosen,
+                scoring=experts.scoring,
+                normalized=experts.normalized,
+                scale=experts.scale,
+                choice_bias=weights.vector("exp_probs_b", number, "bias"),
+            ),
+            gate=weights.matrix("ffn_gate_exps", number, experts.count * inner, hidden),
+            up=weights.matrix("ffn_up_exps", number, experts.count * inner, hidden),
+            down=weights.matrix("ffn_down_exps", number, experts.count * hidden, inner),
+            inner_size=inner,
+            stride=inner,
+            activation=self._architecture.activation,
+            shared=self._mlp(number, experts.shared_size, "_shexp") if experts.shared_size else None,
+            shared_gate=self._dense("ffn_gate_inp_shexp", number, 1) if gated else None,
+        )
+
+    def _dense(self, name: str, number: int, rows: int) -> Matrix:
+        """A small matrix [rows, hidden] that is not packed, in the dtype of the model."""
+        numbers, hidden = self._weights.vector(name, number), self._parameters.hidden_size
+        if numbers is None or numbers.size != rows * hidden:
+            raise DescriptionError(f"{name} of layer {number} is not {rows} rows of {hidden}")
+        numbers, bias = numbers.reshape(rows, hidden), self._weights.vector(name, number, "bias")
+        if self._dtype == "float32":
+            return Matrix(numbers, bias, rows, hidden, MatrixKind.FLOAT32)
+        return Matrix((numbers.view(numpy.uint32) >> 16).astype(numpy.uint16), bias, rows, hidden, MatrixKind.BFLOAT16)
 
     def _attention(self, number: int) -> Attention:
         parameters, weights, size = self._parameters, self._weights, self._parameters.head_size

@@ -2,16 +2,40 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import numpy
 
 from h2o_stream.models.gguf import GgufFile
-from h2o_stream.native.abi import NormKind
+from h2o_stream.native.abi import NormKind, Scoring
 from h2o_stream.native.description import DescriptionError
 from h2o_stream.runtime.architectures import ARCHITECTURES, EMBEDDING, OUTPUT, Architecture
 from h2o_stream.runtime.rotations import Floats, rope_frequencies
+
+
+@dataclass(frozen=True)
+class ExpertParameters:
+    """Numbers of the layers with experts.
+
+    Attributes:
+        count: experts of a layer.
+        chosen: experts per token.
+        inner_size: of each.
+        shared_size: of the expert for all tokens, 0 if there is none.
+        scoring: how a router's logits become scores.
+        normalized: whether the weights of a token's experts are divided by their sum.
+        scale: factor on weights.
+    """
+
+    count: int
+    chosen: int
+    inner_size: int
+    shared_size: int
+    scoring: Scoring
+    normalized: bool
+    scale: float
 
 
 @dataclass(frozen=True, eq=False)
@@ -37,6 +61,7 @@ class Parameters:
         local_frequencies: of RoPE in layers with a sliding window, if they have their own.
         softcap: of queries times keys, 0 for none.
         logit_softcap: of logits, 0 for none.
+        experts: of layers that have experts.
     """
 
     architecture: str
@@ -57,6 +82,7 @@ class Parameters:
     local_frequencies: Floats | None = None
     softcap: float = 0.0
     logit_softcap: float = 0.0
+    experts: ExpertParameters | None = None
 
     @property
     def windows(self) -> list[int | None]:
@@ -75,7 +101,7 @@ _NEUTRAL = {
     "logit_scale": 1.0,
     "embedding_scale": 1.0,
     "residual_scale": 1.0,
-    "expert_count": None,
+    "expert_group_count": 1,
     "use_parallel_residual": None,
     "rope.scaling.attn_factor": 1.0,
 }
@@ -130,6 +156,7 @@ def parameters_of_gguf(file: GgufFile) -> Parameters:
             local_frequencies=rope_frequencies(float(local_theta), rotary_dims) if local_theta else None,
             softcap=float(get("attn_logit_softcapping") or 0),
             logit_softcap=float(get("final_logit_softcapping") or 0),
+            experts=_experts(architecture, get) if get("expert_count") else None,
         )
     except (KeyError, TypeError, ValueError, ZeroDivisionError) as error:
         raise DescriptionError(f"a parameter is missing or no number: {error}") from error
@@ -140,6 +167,23 @@ def _sliding(architecture: Architecture, layers: int, window: Any) -> tuple[int 
     every = architecture.full_every
     return tuple(
         None if not window or (every and (number + 1) % every == 0) else int(window) for number in range(layers)
+    )
+
+
+_SCORINGS = {None: Scoring.SOFTMAX, 1: Scoring.SOFTMAX, 2: Scoring.SIGMOID}
+"""By llama.cpp's number, ``expert_gating_func``."""
+
+
+def _experts(architecture: Architecture, get: Callable[[str], Any]) -> ExpertParameters:
+    normalized = get("expert_weights_norm")
+    return ExpertParameters(
+        count=int(get("expert_count")),
+        chosen=int(get("expert_used_count")),
+        inner_size=int(get("expert_feed_forward_length") or get("feed_forward_length")),
+        shared_size=int(get("expert_shared_feed_forward_length") or 0),
+        scoring=_SCORINGS[get("expert_gating_func")],
+        normalized=architecture.normalizes_experts if normalized is None else bool(normalized),
+        scale=float(get("expert_weights_scale") or 1.0),
     )
 
 

@@ -32,12 +32,17 @@ class Weights(Protocol):
     def matrix(self, name: str, layer: int | None, rows: int, columns: int) -> Matrix:
         """A linear layer or, outside of layers, the embedding or the output layer; with its bias if it has one.
 
+        The matrices of all experts are one, those of the next expert below.
+
         Raises:
             DescriptionError: it is missing, not packed, or of another shape.
         """
 
     def vector(self, name: str, layer: int | None, kind: str = "weight") -> Floats | None:
-        """The weights of a norm, or with ``bias`` its biases, [n] float32; None if there are none."""
+        """The weights of a norm, or with ``bias`` its biases, [n] float32; None if there are none.
+
+        Small matrices that are not packed are vectors, too.
+        """
 
     def has(self, name: str, layer: int) -> bool:
         """Whether there is such a matrix."""
@@ -73,8 +78,8 @@ class GgufWeights:
     ) -> None:
         self._file, self._dtype, self._progress = file, dtype, progress
         self._orders = _orders(parameters) if architecture.interleaved else {}
-        matrices = [tensor for tensor in file.tensors.values() if len(tensor.shape) == 2]
-        shapes = [tiles_shape(_kind(tensor), *tensor.shape) for tensor in matrices]
+        matrices = [tensor for tensor in file.tensors.values() if tensor.type.name in GGUF_KINDS]
+        shapes = [tiles_shape(_kind(tensor), math.prod(tensor.shape[:-1]), tensor.shape[-1]) for tensor in matrices]
         self._pages = HugePages(sum(HugePages.aligned(tiles * size) for tiles, size in shapes))
         self._done, self._total = 0, sum(tensor.nbytes for tensor in matrices)
 
@@ -82,7 +87,7 @@ class GgufWeights:
         """See `Weights`."""
         full = _gguf_name(name, layer)
         tensor = self._file.tensors.get(f"{full}.weight")
-        if tensor is None or tensor.shape != (rows, columns):
+        if tensor is None or (math.prod(tensor.shape[:-1]), tensor.shape[-1]) != (rows, columns):
             raise DescriptionError(f"its {full}.weight is {tensor and tensor.shape}, not {(rows, columns)}")
         kind = _kind(tensor)
         shape = tiles_shape(kind, rows, columns)
@@ -114,9 +119,9 @@ class GgufWeights:
 
 def _kind(tensor: GgufTensor) -> MatrixKind:
     kind = GGUF_KINDS.get(tensor.type.name)
-    if kind is None or not columns_fit(kind, tensor.shape[1]):
+    if kind is None or not columns_fit(kind, tensor.shape[-1]):
         raise DescriptionError(
-            f"{tensor.name} is {tensor.type.name} with {tensor.shape[1]} columns, which is not packed"
+            f"{tensor.name} is {tensor.type.name} with {tensor.shape[-1]} columns, which is not packed"
         )
     return kind
 
@@ -169,7 +174,8 @@ class FolderWeights:
 
     def has(self, name: str, layer: int) -> bool:
         """See `Weights`."""
-        return f"{self._module(name, layer)}.tiles" in self._arrays
+        module = self._module(name, layer)
+        return not self._arrays.keys().isdisjoint((f"{module}.tiles", f"{module}.weight"))
 
     def _module(self, name: str, layer: int | None) -> str:
         return self._architecture.checkpoint_names.get(name, "").format(layer=layer)

@@ -31,8 +31,12 @@ extern "C" {
 //          codes  the low four bits of each code as kInt4, then the high two: uint8 [n][2][16][4], where bits 2j and
 //                 2j + 1 of byte [g][h][r][k] belong to column 16h + 4j + k
 //          value = (d * scale) * (code - 32)
-// kInt8 and kInt4 store GGUF's Q8_0, Q5_0, Q4_0 and Q4_1 losslessly; kQ4K and kQ6K (n = 8) store Q4_K, Q6_K and Q3_K.
-enum MatrixKind : int64_t { kFloat32 = 0, kBFloat16 = 1, kInt8 = 2, kInt4 = 3, kQ4K = 4, kQ6K = 5 };
+//   kMxFp4 scales half scale[n][16]
+//          codes  as kInt4
+//          value = scale * number, where a code is the sign and the index of 0, 1, 2, 3, 4, 6, 8 or 12
+// kInt8 and kInt4 store GGUF's Q8_0, Q5_0, Q4_0 and Q4_1 losslessly; kQ4K and kQ6K (n = 8) store Q4_K, Q6_K and Q3_K;
+// kMxFp4 stores MXFP4 if its scales, which are powers of two, are numbers of 16 bits.
+enum MatrixKind : int64_t { kFloat32 = 0, kBFloat16 = 1, kInt8 = 2, kInt4 = 3, kQ4K = 4, kQ6K = 5, kMxFp4 = 6 };
 
 struct Matrix {
   const void* weights;  // [rows][columns] or [tiles][bytes]; null if the layer has no such matrix
@@ -107,10 +111,28 @@ struct Norm {
 
 enum Activation : int64_t { kSilu = 0, kGeluTanh = 1, kGeluErf = 2, kRelu = 3 };
 
+// How a router's logits become the scores of experts.
+enum Scoring : int64_t { kSoftmax = 0, kSigmoid = 1 };
+
+// A mixture of experts, which are MLPs: a token goes through those with the highest scores. Their outputs are added with
+// their scores as weights, times `scale`. The rows of expert e start at e * stride in `gate` and `up`, and at
+// e * hidden_size in `down`; each is a whole number of tiles.
+struct Experts {
+  Matrix router;             // [experts][hidden_size]; null if the layer has no experts
+  const float* choice_bias;  // [experts], added to scores for the choice only, or null
+  Matrix gate, up, down;     // of all experts
+  Matrix shared_gate;        // [1][hidden_size]: its sigmoid is a factor on the MLP's output; or null
+  int64_t chosen;            // experts per token
+  int64_t inner_size, stride;
+  int64_t scoring, normalized;  // whether the weights of a token's experts are divided by their sum
+  double scale;
+};
+
 // A decoder layer:
 //   a = attention(before_attention(x));  x += after_attention(a)
 //   m = mlp(before_mlp(x));              x += after_mlp(m)
-// With `parallel` the MLP reads x before the attention output is added.
+// With `parallel` the MLP reads x before the attention output is added. The output of experts is added to that of the
+// MLP, which may be missing then.
 struct Layer {
   AttentionLayer attention;
   Norm before_attention, after_attention, before_mlp, after_mlp;
@@ -128,6 +150,7 @@ struct Layer {
   const float* frequencies;
   int64_t absolute_rotary_dims;
   Matrix out, gate, up, down;  // gate.weights null: down(act(up(x)))
+  Experts experts;
   int64_t activation, parallel;
   int64_t first_group, group_count;  // range of the stream's `Slots`
 };

@@ -31,7 +31,7 @@ class BlockScales {
   // `row` is the first row within the tile.
   BlockScales(const uint8_t* block, int64_t groups, int64_t row) : groups_(groups) {
     constexpr int64_t kHalves = 2 * kRows;
-    if constexpr (kind == kInt8 || kind == kInt4) {
+    if constexpr (kHalfScales) {
       group_scales_ = block + 2 * row;
     } else {
       scale_ = load_as<Floats, simd::Half>(block + 2 * row);
@@ -42,7 +42,7 @@ class BlockScales {
 
   // Scale of the first or second half of a group.
   Floats scale(int64_t group, int64_t half) const {
-    if constexpr (kind == kInt8 || kind == kInt4) {
+    if constexpr (kHalfScales) {
       return load_as<Floats, simd::Half>(group_scales_ + group * (kind == kInt4 ? 4 : 2) * kRows);
     } else if constexpr (kind == kQ4K) {
       return scale_ * load_as<Floats, uint8_t>(group_scales_ + group * kRows);
@@ -62,6 +62,8 @@ class BlockScales {
   }
 
  private:
+  static constexpr bool kHalfScales = kind == kInt8 || kind == kInt4 || kind == kMxFp4;
+
   const uint8_t* group_scales_;
   const int64_t groups_;
   Floats scale_{}, offset_{};

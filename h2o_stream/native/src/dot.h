@@ -43,6 +43,25 @@ inline Bytes load(const uint8_t* from) {
   return in_register(bytes);
 }
 
+// The biased numbers of codes from 0 to 15.
+inline Bytes look_up(Bytes codes) {
+  using packed::kMxFp4Numbers;
+#if defined(H2O_AVX2)
+  const __m128i numbers = _mm_loadu_si128(reinterpret_cast<const __m128i*>(kMxFp4Numbers));
+#if defined(H2O_AVX512)
+  return Bytes(_mm512_shuffle_epi8(_mm512_broadcast_i32x4(numbers), __m512i(codes)));
+#else
+  return Bytes(_mm256_shuffle_epi8(_mm256_broadcastsi128_si256(numbers), __m256i(codes)));
+#endif
+#else
+  uint8_t bytes[sizeof codes];
+  std::memcpy(bytes, &codes, sizeof codes);
+  for (uint8_t& byte : bytes) byte = kMxFp4Numbers[byte];
+  std::memcpy(&codes, bytes, sizeof codes);
+  return codes;
+#endif
+}
+
 // Calls body(half, quad, bytes) for columns 16 * half + 4 * quad to 16 * half + 4 * quad + 3 of a group, in the order of
 // memory. The bytes are signed for kInt8, else unsigned with the bias of the kind. `lower` and `upper` are the group's
 // low and high bits (upper is used by kQ6K only).
@@ -62,6 +81,7 @@ template <int64_t kind, class Body>
       for (int64_t half = 0; half < 2; ++half) {
         Bytes bytes = (half ? nibbles >> 4 : nibbles) & 0x0f0f;
         if (kind == kQ6K) bytes |= (quad < 2 ? high[half] << (4 - 2 * quad) : high[half] >> (2 * quad - 4)) & 0x3030;
+        if (kind == kMxFp4) bytes = look_up(bytes);
         body(half, quad, bytes);
       }
     }

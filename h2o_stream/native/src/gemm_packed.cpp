@@ -218,6 +218,7 @@ void gemm_packed(const Matrix& matrix, const float* x, int64_t count, float* out
     case kInt8: return gemm<kInt8>(product, threads);
     case kInt4: return gemm<kInt4>(product, threads);
     case kQ4K: return gemm<kQ4K>(product, threads);
+    case kMxFp4: return gemm<kMxFp4>(product, threads);
     default: return gemm<kQ6K>(product, threads);
   }
 }

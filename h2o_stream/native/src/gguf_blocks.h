@@ -46,6 +46,23 @@ struct Q4_0 {
   }
 };
 
+// An exponent e of 8 bits, 32 4-bit codes; value = 2^(e - 128) * number. Scales are clamped to those of 16 bits.
+struct MxFp4 {
+  static constexpr int64_t kBytes = 17, kColumns = 32, kKind = kMxFp4;
+
+  static void repack(const Rows& rows, uint8_t* scale_out, uint8_t* lower, uint8_t*) {
+    constexpr int64_t kBias = 128 - 15, kMaxExponent = 30, kFractionBits = 10;
+    for (int64_t r = 0; r < kRows; ++r) {
+      const int64_t exponent = std::min(*rows[r] - kBias, kMaxExponent), shift = kFractionBits - 1 + exponent;
+      const uint16_t scale = exponent > 0 ? exponent << kFractionBits : shift >= 0 ? 1 << shift : 0;
+      store(scale, scale_out + 2 * r);
+    }
+    Column codes[4];
+    load_columns<4>(rows, 1, codes);
+    std::memcpy(lower, codes, sizeof codes);
+  }
+};
+
 // d, m, 32 4-bit codes; value = d * code + m.
 struct Q4_1 {
   static constexpr int64_t kBytes = 20, kColumns = 32, kKind = kInt4;

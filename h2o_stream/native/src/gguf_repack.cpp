@@ -47,6 +47,7 @@ extern "C" int64_t h2o_repack(const Matrix* out, const void* blocks, int64_t ggm
     case 12: return repack<gguf::Q4_K>(*out, bytes, order, threads);
     case 13: return repack<gguf::Q5_K>(*out, bytes, order, threads);
     case 14: return repack<gguf::Q6_K>(*out, bytes, order, threads);
+    case 39: return repack<gguf::MxFp4>(*out, bytes, order, threads);
     default: return 1;
   }
 }

@@ -60,11 +60,11 @@ void prefetch(const Matrix& matrix, Range rows) {
   if (rows.begin < rows.end) simd::prefetch(tile_address(matrix, rows.begin), kPrefetchBytes);
 }
 
-void skinny_gemm(const Matrix& matrix, const Vectors& vectors, int64_t count, Range rows, float* out, int64_t stride) {
+void skinny_gemm(const Matrix& matrix, const Vectors& vectors, Range range, Range rows, float* out, int64_t stride) {
   if (packed::is_packed(matrix.kind)) {
-    skinny_gemm_packed(matrix, vectors, count, rows, out, stride);
+    skinny_gemm_packed(matrix, vectors, range, rows, out, stride);
   } else {
-    skinny_gemm_dense(matrix, vectors, count, rows, out, stride);
+    skinny_gemm_dense(matrix, vectors, range, rows, out, stride);
   }
 }
 

@@ -43,9 +43,15 @@ class Vectors {
   Buffer<rounding::Scale> scales_;
 };
 
-// out[v * stride + row] = matrix[row] . vectors[v] + bias[row] for a range of rows and vectors [0, count). Vectors must
-// be quantized if the matrix is packed. `rows.begin` is a multiple of 16.
-void skinny_gemm(const Matrix& matrix, const Vectors& vectors, int64_t count, Range rows, float* out, int64_t stride);
+// out[(v - range.begin) * stride + row] = matrix[row] . vectors[v] + bias[row] for ranges of vectors and rows. Vectors
+// must be quantized if the matrix is packed. `rows.begin` is a multiple of 16.
+void skinny_gemm(const Matrix& matrix, const Vectors& vectors, Range range, Range rows, float* out, int64_t stride);
+
+// The same for vectors [0, count).
+inline void skinny_gemm(const Matrix& matrix, const Vectors& vectors, int64_t count, Range rows, float* out,
+                        int64_t stride) {
+  skinny_gemm(matrix, vectors, Range{0, count}, rows, out, stride);
+}
 
 // Quantizes a range of a vector if any of these matrices needs it.
 inline void quantize_for(std::initializer_list<const Matrix*> matrices, const Vectors& vectors, int64_t vector,

@@ -65,7 +65,7 @@ class DenseTile {
   }
 
   template <int64_t count>
-  void multiply(const Vectors& vectors, int64_t first, float* products) const {
+  void multiply(const Vectors& vectors, int64_t first, bool prefetch, float* products) const {
     // The hardware prefetcher favours sequential reads, so a single vector is multiplied row by row, with independent
     // accumulators. More vectors are multiplied by all rows at once.
     if constexpr (count == 1) {
@@ -73,7 +73,7 @@ class DenseTile {
       for (int64_t r = 0; r < kRows; ++r) sums[r] = multiply_row(rows_[r], vectors.at(first));
       reduce_add_four(sums, products);
     } else {
-      multiply_rows<count>(vectors, first, products);
+      multiply_rows<count>(vectors, first, prefetch, products);
     }
   }
 
@@ -102,7 +102,7 @@ class DenseTile {
   }
 
   template <int64_t count>
-  void multiply_rows(const Vectors& vectors, int64_t first, float* products) const {
+  void multiply_rows(const Vectors& vectors, int64_t first, bool prefetch, float* products) const {
     Floats sums[count][kRows] = {};
     const auto add = [&](int64_t column, auto load) {
       Floats weights[kRows];
@@ -117,7 +117,7 @@ class DenseTile {
     };
     int64_t column = 0;
     for (; column + kWidth <= columns_; column += kWidth) {
-      if (first == 0) {  // prefetch once for all vectors
+      if (prefetch) {
         simd::prefetch(reinterpret_cast<const uint8_t*>(rows_[0] + kRows * column) + kPrefetchBytes,
                        kRows * kWidth * int64_t(sizeof(Element)));
       }
@@ -137,11 +137,11 @@ class DenseTile {
 
 }  // namespace
 
-void skinny_gemm_dense(const Matrix& matrix, const Vectors& vectors, int64_t count, Range rows, float* out,
+void skinny_gemm_dense(const Matrix& matrix, const Vectors& vectors, Range range, Range rows, float* out,
                        int64_t stride) {
   if (matrix.kind == kBFloat16) {
-    gemm_tiles<DenseTile<simd::BFloat16>>(matrix, vectors, count, rows, out, stride);
+    gemm_tiles<DenseTile<simd::BFloat16>>(matrix, vectors, range, rows, out, stride);
   } else {
-    gemm_tiles<DenseTile<float>>(matrix, vectors, count, rows, out, stride);
+    gemm_tiles<DenseTile<float>>(matrix, vectors, range, rows, out, stride);
   }
 }

@@ -30,15 +30,15 @@ class PackedTile {
       : blocks_(tile_address(matrix, row)), groups_(matrix.columns / kGroup) {}
 
   template <int64_t count>
-  void multiply(const Vectors& vectors, int64_t first, float* products) const {
+  void multiply(const Vectors& vectors, int64_t first, bool prefetch, float* products) const {
     constexpr int64_t kGroups = kBlock / kGroup, kBytes = packed::block_bytes(kind, kGroups);
     Floats sums[count][kVectorsPerTile] = {};
     const uint8_t* block = blocks_;
     int64_t group = 0;
     for (; group + kGroups <= groups_; group += kGroups, block += kBytes) {
-      add_block<count>(block, group, kGroups, vectors, first, sums);
+      add_block<count>(block, group, kGroups, vectors, first, prefetch, sums);
     }
-    if (group < groups_) add_block<count>(block, group, groups_ - group, vectors, first, sums);
+    if (group < groups_) add_block<count>(block, group, groups_ - group, vectors, first, prefetch, sums);
     std::memcpy(products, sums, sizeof sums);
   }
 
@@ -49,7 +49,7 @@ class PackedTile {
 
   template <int64_t count>
   [[gnu::always_inline]] static void add_block(const uint8_t* block, int64_t begin, int64_t groups,
-                                               const Vectors& vectors, int64_t first,
+                                               const Vectors& vectors, int64_t first, bool prefetch,
                                                Floats (&sums)[count][kVectorsPerTile]) {
     constexpr int64_t kBytes = packed::block_bytes(kind, kBlock / kGroup);
     constexpr int64_t kPrefetchBytes = simd::padded(kBytes * kGroup / kBlock, kLine);  // per group
@@ -58,7 +58,7 @@ class PackedTile {
     for (int64_t group = 0; group < groups; ++group) {
       const uint8_t* group_lower = lower + group * kGroupBytes;
       const uint8_t* group_upper = upper + group * 2 * kLine;
-      if (first == 0) simd::prefetch(block + kPrefetchBlocks * kBytes + group * kPrefetchBytes, kPrefetchBytes);
+      if (prefetch) simd::prefetch(block + kPrefetchBlocks * kBytes + group * kPrefetchBytes, kPrefetchBytes);
 #pragma GCC unroll 4
       for (int64_t row_vector = 0; row_vector < kVectorsPerTile; ++row_vector) {
         const Scales block_scales(block, groups, row_vector * kWidth);
@@ -109,12 +109,13 @@ class PackedTile {
 
 }  // namespace
 
-void skinny_gemm_packed(const Matrix& matrix, const Vectors& vectors, int64_t count, Range rows, float* out,
+void skinny_gemm_packed(const Matrix& matrix, const Vectors& vectors, Range range, Range rows, float* out,
                         int64_t stride) {
   switch (matrix.kind) {
-    case kInt8: return gemm_tiles<PackedTile<kInt8>>(matrix, vectors, count, rows, out, stride);
-    case kInt4: return gemm_tiles<PackedTile<kInt4>>(matrix, vectors, count, rows, out, stride);
-    case kQ4K: return gemm_tiles<PackedTile<kQ4K>>(matrix, vectors, count, rows, out, stride);
-    default: return gemm_tiles<PackedTile<kQ6K>>(matrix, vectors, count, rows, out, stride);
+    case kInt8: return gemm_tiles<PackedTile<kInt8>>(matrix, vectors, range, rows, out, stride);
+    case kInt4: return gemm_tiles<PackedTile<kInt4>>(matrix, vectors, range, rows, out, stride);
+    case kQ4K: return gemm_tiles<PackedTile<kQ4K>>(matrix, vectors, range, rows, out, stride);
+    case kMxFp4: return gemm_tiles<PackedTile<kMxFp4>>(matrix, vectors, range, rows, out, stride);
+    default: return gemm_tiles<PackedTile<kQ6K>>(matrix, vectors, range, rows, out, stride);
   }
 }

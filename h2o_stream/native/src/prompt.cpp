@@ -78,7 +78,8 @@ void Prompt::reserve() {
     const AttentionLayer& shape = layer.attention;
     int64_t rows = 0;
     for (int64_t i = 0; i < layer.qkv_count; ++i) rows += layer.qkv[i].rows;
-    qkv_size_ = std::max(qkv_size_, rows), inner_ = std::max(inner_, layer.down.columns);
+    qkv_size_ = std::max(qkv_size_, rows), inner_ = std::max({inner_, layer.down.columns, layer.experts.inner_size});
+    experts_ = std::max(experts_, layer.experts.router.rows), chosen_ = std::max(chosen_, layer.experts.chosen);
     query_.reserve(count_ * shape.query_heads * shape.head_size);
     key_.reserve(count_ * shape.kv_heads * shape.head_size);
     value_.reserve(count_ * shape.kv_heads * shape.value_size);
@@ -93,6 +94,12 @@ void Prompt::reserve() {
   up_.reserve(block * inner_);
   scratch_.reserve(threads_ * hidden);
   normed_.reserve(block * hidden);
+  gathered_.reserve(experts_ ? block * hidden : 0);
+  expert_delta_.reserve(gathered_.size());
+  router_logits_.reserve(block * experts_);
+  scores_.reserve(threads_ * 2 * experts_);
+  choices_.reserve(block * chosen_);
+  tokens_by_expert_.resize(experts_);
   angles_.resize(threads_);
 }
 
@@ -170,7 +177,7 @@ void Prompt::drop_all_but(int64_t keep) {
 
 // Adds a layer's attention and its MLP to the residual stream.
 void Prompt::finish(const Layer& layer) {
-  const int64_t hidden = model_.hidden_size, inner = layer.down.columns;
+  const int64_t hidden = model_.hidden_size;
   const float scale = float(model_.residual_scale);
   const bool in_bfloat16 = layer.attention.in_bfloat16;
   for_each_block([&](int64_t first, int64_t size) {
@@ -183,19 +190,77 @@ void Prompt::finish(const Layer& layer) {
       apply_norm(layer.before_mlp, x, hidden, normed_.at(i * hidden));
       if (layer.parallel) add_normed(layer.after_attention, delta, hidden, scale, x, scratch);
     });
-    const bool gated = layer.gate.weights;
-    if (gated) multiply(layer.gate, normed_.data(), size, gate_.data(), inner, in_bfloat16, threads_);
-    multiply(layer.up, normed_.data(), size, up_.data(), inner, in_bfloat16, threads_);
-    for_each_token(size, [&](int64_t i, const Worker&) {
-      float* up = up_.at(i * inner);
-      activate(layer.activation, gated ? gate_.at(i * inner) : nullptr, up, {0, inner}, up);
-    });
-    multiply(layer.down, up_.data(), size, mlp_delta_.data(), hidden, in_bfloat16, threads_);
+    feed_mlp(layer, size);
+    if (layer.experts.router.weights) feed_experts(layer, size);
     for_each_token(size, [&](int64_t i, const Worker& worker) {
       add_normed(layer.after_mlp, mlp_delta_.at(i * hidden), hidden, scale, x_.at((first + i) * hidden),
                  scratch_.at(worker.index * hidden));
     });
   });
+}
+
+// Writes the MLP's outputs for a block of tokens, zeros if there is none.
+void Prompt::feed_mlp(const Layer& layer, int64_t size) {
+  const int64_t hidden = model_.hidden_size, inner = layer.down.columns;
+  if (!layer.down.weights) {
+    std::fill_n(mlp_delta_.data(), size * hidden, 0.f);
+    return;
+  }
+  const bool gated = layer.gate.weights, in_bfloat16 = layer.attention.in_bfloat16;
+  if (gated) multiply(layer.gate, normed_.data(), size, gate_.data(), inner, in_bfloat16, threads_);
+  multiply(layer.up, normed_.data(), size, up_.data(), inner, in_bfloat16, threads_);
+  for_each_token(size, [&](int64_t i, const Worker&) {
+    float* up = up_.at(i * inner);
+    activate(layer.activation, gated ? gate_.at(i * inner) : nullptr, up, {0, inner}, up);
+  });
+  multiply(layer.down, up_.data(), size, mlp_delta_.data(), hidden, in_bfloat16, threads_);
+  const Matrix& gate = layer.experts.shared_gate;
+  if (!gate.weights) return;
+  multiply(gate, normed_.data(), size, gate_.data(), 1, false, threads_);
+  for_each_token(size, [&](int64_t i, const Worker&) {
+    float* delta = mlp_delta_.at(i * hidden);
+    for (int64_t k = 0; k < hidden; ++k) delta[k] *= sigmoid(gate_[i]);
+  });
+}
+
+// Adds the outputs of the experts for a block of tokens.
+void Prompt::feed_experts(const Layer& layer, int64_t size) {
+  const Experts& experts = layer.experts;
+  const int64_t hidden = model_.hidden_size, inner = experts.inner_size;
+  const bool in_bfloat16 = layer.attention.in_bfloat16;
+  group_by_expert(experts, size);
+  for (int64_t index = 0; index < experts.router.rows; ++index) {
+    const std::vector<int64_t>& choices = tokens_by_expert_[index];
+    const int64_t count = int64_t(choices.size());
+    if (!count) continue;
+    const Expert expert(experts, index, hidden);
+    for_each_token(count, [&](int64_t i, const Worker&) {
+      std::copy_n(normed_.at(choices[i] / experts.chosen * hidden), hidden, gathered_.at(i * hidden));
+    });
+    multiply(expert.gate, gathered_.data(), count, gate_.data(), inner, in_bfloat16, threads_);
+    multiply(expert.up, gathered_.data(), count, up_.data(), inner, in_bfloat16, threads_);
+    for_each_token(count, [&](int64_t i, const Worker&) {
+      float* up = up_.at(i * inner);
+      activate(layer.activation, gate_.at(i * inner), up, {0, inner}, up);
+    });
+    multiply(expert.down, up_.data(), count, expert_delta_.data(), hidden, in_bfloat16, threads_);
+    for_each_token(count, [&](int64_t i, const Worker&) {
+      float* delta = mlp_delta_.at(choices[i] / experts.chosen * hidden);
+      const float *output = expert_delta_.at(i * hidden), weight = choices_[choices[i]].weight;
+      for (int64_t k = 0; k < hidden; ++k) delta[k] += weight * output[k];
+    });
+  }
+}
+
+// Chooses experts for a block of tokens.
+void Prompt::group_by_expert(const Experts& experts, int64_t size) {
+  multiply(experts.router, normed_.data(), size, router_logits_.data(), experts_, false, threads_);
+  for_each_token(size, [&](int64_t i, const Worker& worker) {
+    choose(experts, router_logits_.at(i * experts_), scores_.at(worker.index * 2 * experts_),
+           choices_.at(i * experts.chosen));
+  });
+  for (std::vector<int64_t>& choices : tokens_by_expert_) choices.clear();
+  for (int64_t i = 0; i < size * experts.chosen; ++i) tokens_by_expert_[choices_[i].expert].push_back(i);
 }
 
 void Prompt::output(float* logits) {

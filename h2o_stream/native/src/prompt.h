@@ -1,12 +1,14 @@
 // Several new tokens of each stream, from token ids to logits.
 //
 // The layers follow one another: queries, keys and values of all tokens, attention and eviction (prefill.h), then the
-// rest of the layer. Every matrix is read once for a block of tokens.
+// rest of the layer. Every matrix is read once for a block of tokens. Experts follow one another, each with the tokens
+// of a block that go through it.
 
 #pragma once
 
 #include <vector>
 
+#include "experts.h"
 #include "matrix.h"
 #include "norm_rope.h"
 #include "prefill.h"
@@ -31,6 +33,9 @@ class Prompt {
   void project(const Layer& layer);
   void drop_all_but(int64_t keep);
   void finish(const Layer& layer);
+  void feed_mlp(const Layer& layer, int64_t size);
+  void feed_experts(const Layer& layer, int64_t size);
+  void group_by_expert(const Experts& experts, int64_t size);
   void output(float* logits);
   void advance();
 
@@ -54,11 +59,16 @@ class Prompt {
   std::vector<int64_t> counts_;                 // new tokens, by stream
   int64_t strides_[9];                          // of the current layer's query, key and value
   int64_t groups_, qkv_size_ = 0, inner_ = 0;   // groups of all layers; maxima over layers
+  int64_t experts_ = 0, chosen_ = 0;            // the same
 
   Buffer<float> x_;                                                       // the residual stream [tokens][hidden_size]
   Buffer<float> query_, key_, value_, attended_;                          // [tokens][heads][size]
   Buffer<int32_t> indices_;                                               // [tokens]: token indices
   Buffer<float> normed_, qkv_, attention_delta_, gate_, up_, mlp_delta_;  // of a block
   Buffer<float> scratch_;                                                 // [threads][hidden_size]
+  Buffer<float> gathered_, expert_delta_;                                 // [tokens of an expert][hidden_size]
+  Buffer<float> router_logits_, scores_;                                  // [tokens][experts], [threads][2][experts]
+  Buffer<Choice> choices_;                                                // [tokens][chosen]
+  std::vector<std::vector<int64_t>> tokens_by_expert_;                    // places in `choices_`
   std::vector<Angles> angles_;                                            // [threads]
 };

@@ -23,7 +23,7 @@ void Step::run(const Stream* streams, int64_t count, float* logits, float* trace
 }
 
 void Step::reserve(int64_t threads) {
-  int64_t slots = 0, query_size = 0, qkv = 0, inner = 0, query_heads = 0, value_size = 0;
+  int64_t slots = 0, query_size = 0, qkv = 0, inner = 0, query_heads = 0, value_size = 0, expert_inner = 0;
   for (int64_t index = 0; index < model_.layer_count; ++index) {
     const Layer& layer = model_.layers[index];
     for (int64_t stream = 0; stream < count_; ++stream) {
@@ -37,6 +37,9 @@ void Step::reserve(int64_t threads) {
     query_heads = std::max(query_heads, layer.attention.query_heads);
     value_size = std::max(value_size, layer.attention.value_size);
     query_size = std::max(query_size, layer.out.columns);
+    const Experts& experts = layer.experts;
+    experts_ = std::max(experts_, experts.router.rows), chosen_ = std::max(chosen_, experts.chosen);
+    expert_inner = std::max(expert_inner, experts.inner_size);
   }
   if (count_ <= reserved_streams_ && threads <= reserved_threads_ && slots <= reserved_slots_) return;
   reserved_streams_ = std::max(count_, reserved_streams_), reserved_threads_ = std::max(threads, reserved_threads_);
@@ -59,10 +62,14 @@ void Step::reserve(int64_t threads) {
   qkv_size_ = qkv, inner_ = inner;
   attention_delta_.reserve(reserved_streams_ * hidden);
   mlp_delta_.reserve(reserved_streams_ * hidden);
-  gate_.reserve(reserved_streams_ * inner);
-  up_.reserve(reserved_streams_ * inner);
+  gate_.reserve(reserved_streams_ * std::max(inner, chosen_ * expert_inner));
+  up_.reserve(gate_.size());
   scratch_.reserve(reserved_threads_ * hidden);
+  router_logits_.reserve(reserved_streams_ * experts_);
+  scores_.reserve(reserved_threads_ * 2 * experts_);
+  choices_.reserve(reserved_threads_ * reserved_streams_ * chosen_);
   activated_ = Vectors(reserved_streams_, inner);
+  expert_activated_ = Vectors(reserved_streams_ * chosen_, expert_inner);
 }
 
 template <class Body>
@@ -175,21 +182,26 @@ void Step::prepare(const Layer& layer, int64_t stream, int64_t head, float* quer
 }
 
 void Step::mlp(const Worker& worker, const Layer& layer) {
-  const int64_t hidden = model_.hidden_size, inner = layer.down.columns;
-  State& local = state(worker);
+  const int64_t hidden = model_.hidden_size;
+  const Experts& experts = layer.experts;
   for_each_stream(worker, [&](State& state, int64_t stream) {
     float* x = state.x.at(stream * hidden);
     if (!layer.parallel) add(layer.after_attention, attention_delta_.at(stream * hidden), x, worker);
     apply_norm(layer.before_mlp, x, hidden, state.normed.at(stream));
-    quantize_for({&layer.gate, &layer.up}, state.normed, stream, {0, hidden});
+    quantize_for({&layer.gate, &layer.up, &experts.gate, &experts.up, &experts.shared_gate}, state.normed, stream,
+                 {0, hidden});
   });
-  const Range columns = worker.partition(inner, kGroup);
-  if (layer.gate.weights) skinny_gemm(layer.gate, local.normed, count_, columns, gate_.data(), inner_);
-  skinny_gemm(layer.up, local.normed, count_, columns, up_.data(), inner_);
-  for (int64_t stream = 0; stream < count_; ++stream) activate(layer, stream, columns);
-  prefetch(layer.down, worker.partition(hidden, kRows));
+  if (layer.down.weights) multiply_up(worker, layer);
+  if (experts.router.weights) {
+    const Range rows = worker.partition(experts.router.rows, kRows);
+    skinny_gemm(experts.router, state(worker).normed, count_, rows, router_logits_.data(), experts_);
+    worker.barrier();
+    choose_experts(worker, experts);
+    multiply_experts_up(worker, layer);
+  }
+  prefetch(layer.down, worker.partition(layer.down.rows, kRows));
   worker.barrier();
-  skinny_gemm(layer.down, activated_, count_, worker.partition(hidden, kRows), mlp_delta_.data(), hidden);
+  multiply_down(worker, layer);
   const bool last = &layer == model_.layers + model_.layer_count - 1;
   const Matrix& next = last ? model_.output : (&layer)[1].qkv[0];
   prefetch(next, worker.partition(next.rows, kRows));
@@ -197,10 +209,71 @@ void Step::mlp(const Worker& worker, const Layer& layer) {
 }
 
 // Computes a range of the input of `down` and quantizes it.
-void Step::activate(const Layer& layer, int64_t stream, Range columns) {
-  const float* gate = layer.gate.weights ? gate_.at(stream * inner_) : nullptr;
-  ::activate(layer.activation, gate, up_.at(stream * inner_), columns, activated_.at(stream));
-  quantize_for({&layer.down}, activated_, stream, columns);
+void Step::multiply_up(const Worker& worker, const Layer& layer) {
+  const Range columns = worker.partition(layer.down.columns, kGroup);
+  const Vectors& normed = state(worker).normed;
+  const bool gated = layer.gate.weights;
+  if (gated) skinny_gemm(layer.gate, normed, count_, columns, gate_.data(), inner_);
+  skinny_gemm(layer.up, normed, count_, columns, up_.data(), inner_);
+  for (int64_t stream = 0; stream < count_; ++stream) {
+    const float* gate = gated ? gate_.at(stream * inner_) : nullptr;
+    activate(layer.activation, gate, up_.at(stream * inner_), columns, activated_.at(stream));
+    quantize_for({&layer.down}, activated_, stream, columns);
+  }
+}
+
+void Step::choose_experts(const Worker& worker, const Experts& experts) {
+  for (int64_t stream = 0; stream < count_; ++stream) {
+    choose(experts, router_logits_.at(stream * experts_), scores_.at(worker.index * 2 * experts_),
+           choices(worker) + stream * experts.chosen);
+  }
+}
+
+// The same as `multiply_up` for this thread's share of the rows of all chosen experts.
+void Step::multiply_experts_up(const Worker& worker, const Layer& layer) {
+  const Experts& experts = layer.experts;
+  const int64_t inner = experts.inner_size, size = simd::padded(inner, kGroup);
+  const Range share = worker.partition(count_ * experts.chosen * size, kGroup);
+  for (int64_t choice = share.begin / size; choice * size < share.end; ++choice) {
+    const Range rows{std::max<int64_t>(share.begin - choice * size, 0), std::min(share.end - choice * size, inner)};
+    const int64_t stream = choice / experts.chosen;
+    const Expert expert(experts, choices(worker)[choice].expert, model_.hidden_size);
+    float *gate = gate_.at(choice * inner), *up = up_.at(choice * inner);
+    const Vectors& normed = state(worker).normed;
+    skinny_gemm(expert.gate, normed, Range{stream, stream + 1}, rows, gate, inner);
+    skinny_gemm(expert.up, normed, Range{stream, stream + 1}, rows, up, inner);
+    activate(layer.activation, gate, up, rows, expert_activated_.at(choice));
+    quantize_for({&expert.down}, expert_activated_, choice, rows);
+  }
+}
+
+void Step::multiply_down(const Worker& worker, const Layer& layer) {
+  const int64_t hidden = model_.hidden_size;
+  const Range rows = worker.partition(hidden, kRows);
+  if (layer.down.weights) skinny_gemm(layer.down, activated_, count_, rows, mlp_delta_.data(), hidden);
+  if (!layer.experts.router.weights) return;
+  for (int64_t stream = 0; stream < count_; ++stream) {
+    float factor = layer.down.weights ? 1 : 0;
+    if (const Matrix& gate = layer.experts.shared_gate; gate.weights) {
+      skinny_gemm(gate, state(worker).normed, Range{stream, stream + 1}, {0, 1}, &factor, 1);
+      factor = sigmoid(factor);
+    }
+    float* delta = mlp_delta_.at(stream * hidden);
+    for (int64_t i = rows.begin; i < rows.end; ++i) delta[i] = factor ? factor * delta[i] : 0;
+    add_experts(worker, layer.experts, stream, rows);
+  }
+}
+
+// Adds a range of the outputs of a stream's experts.
+void Step::add_experts(const Worker& worker, const Experts& experts, int64_t stream, Range rows) {
+  const int64_t hidden = model_.hidden_size;
+  float *delta = mlp_delta_.at(stream * hidden), *output = scratch_.at(worker.index * hidden);
+  for (int64_t choice = stream * experts.chosen; choice < (stream + 1) * experts.chosen; ++choice) {
+    const auto [index, weight] = choices(worker)[choice];
+    const Expert expert(experts, index, hidden);
+    skinny_gemm(expert.down, expert_activated_, Range{choice, choice + 1}, rows, output, hidden);
+    for (int64_t i = rows.begin; i < rows.end; ++i) delta[i] += weight * output[i];
+  }
 }
 
 void Step::output(const Worker& worker) {

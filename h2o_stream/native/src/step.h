@@ -5,12 +5,16 @@
 //
 //   normed x -> queries, keys, values | attend | merge, score, output projection | evict, MLP up | MLP down |
 //
+// Experts are multiplied with the MLP, after another barrier behind the router. The rows of all that were chosen are
+// divided among the threads as if they were one matrix.
+//
 // With one stream every thread repeats the small operations (norms, quantization, merging), because that is faster than
 // waiting. With several streams the threads divide them, at the cost of another barrier. A step allocates nothing.
 
 #pragma once
 
 #include "attention.h"
+#include "experts.h"
 #include "matrix.h"
 #include "thread_tuner.h"
 #include "norm_rope.h"
@@ -37,7 +41,11 @@ class Step {
   void prepare(const Layer& layer, int64_t stream, int64_t head, float* queries, float* key, float* value,
                Angles& angles);
   void mlp(const Worker& worker, const Layer& layer);
-  void activate(const Layer& layer, int64_t stream, Range columns);
+  void multiply_up(const Worker& worker, const Layer& layer);
+  void choose_experts(const Worker& worker, const Experts& experts);
+  void multiply_experts_up(const Worker& worker, const Layer& layer);
+  void multiply_down(const Worker& worker, const Layer& layer);
+  void add_experts(const Worker& worker, const Experts& experts, int64_t stream, Range rows);
   void output(const Worker& worker);
   void write_trace(int64_t layer, int64_t stream, const float* x, const Worker& worker) const;
   void add(const Norm& norm, const float* delta, float* x, const Worker& worker);  // x += norm(delta)
@@ -47,6 +55,8 @@ class Step {
   template <class Body>
   void for_each_stream(const Worker& worker, Body body);
   State& state(const Worker& worker) { return states_[count_ == 1 ? worker.index : 0]; }
+  // The experts [streams][chosen] of a layer; every thread chooses for itself.
+  Choice* choices(const Worker& worker) { return choices_.at(worker.index * reserved_streams_ * chosen_); }
 
   const Model model_;
   ThreadTuner tuner_;
@@ -61,6 +71,9 @@ class Step {
   std::vector<int32_t> token_indices_;  // of each stream's new token
   std::vector<Angles> angles_;          // [threads][streams]
   int64_t qkv_size_ = 0, inner_ = 0;    // maximum over layers
+  int64_t experts_ = 0, chosen_ = 0;    // the same
   Buffer<float> qkv_, attention_delta_, mlp_delta_, gate_, up_, scratch_;
-  Vectors activated_;
+  Buffer<float> router_logits_, scores_;  // [streams][experts], [threads][2][experts]
+  Buffer<Choice> choices_;                // [threads][streams][chosen]
+  Vectors activated_, expert_activated_;  // of the MLP, and of [streams][chosen]
 };

@@ -29,6 +29,7 @@ class Block {
     for (int32_t i = 0; i < 4; ++i) {
       int32_t code = kind == kInt8 ? int8_t(codes >> 8 * i) : codes >> (8 * i + 4 * half) & 15;
       if (kind == kQ6K) code |= (upper >> (8 * i) & 3) << 4;
+      if (kind == kMxFp4) code = packed::kMxFp4Numbers[code];
       four[i] = scale * float(code - packed::code_bias(kind)) + offset;
     }
   }
@@ -76,6 +77,7 @@ void dispatch_kind(int64_t kind, Body body) {
     case kInt8: return body(std::integral_constant<int64_t, kInt8>());
     case kInt4: return body(std::integral_constant<int64_t, kInt4>());
     case kQ4K: return body(std::integral_constant<int64_t, kQ4K>());
+    case kMxFp4: return body(std::integral_constant<int64_t, kMxFp4>());
     default: return body(std::integral_constant<int64_t, kQ6K>());
   }
 }

@@ -1,0 +1,134 @@
+"""Packed experts in the native library, against the interpreter of descriptions; sizes that do not fit are refused."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from dataclasses import fields, is_dataclass, replace
+from typing import Any
+
+import numpy
+import pytest
+import torch
+
+from h2o_stream.config import CacheConfig
+from h2o_stream.native import library, stepper
+from h2o_stream.native.abi import Array, MatrixKind
+from h2o_stream.native.describe import describe
+from h2o_stream.native.description import Description, DescriptionError, Matrix
+from h2o_stream.native.experts import Experts
+from h2o_stream.runtime.model import RuntimeModel, ServedRuntime
+from tests.families import GROUPED, tiny
+from tests.interpreter import interpret, nudged
+from tests.packed_tiles import KINDS, random_tiles
+from tests.tolerance import relative_error
+
+pytestmark = pytest.mark.skipif(library.loaded() is None, reason="there is no compiled library")
+
+TOKENS = [number * 7 % 61 + 3 for number in range(40)]
+
+MODELS = {
+    "softmax": ("Qwen3Moe", {}),
+    "with an expert for all": ("Qwen2Moe", {"shared_expert_intermediate_size": 64}),
+    "sigmoid": ("Glm4Moe", {"n_routed_experts": 6, "first_k_dense_replace": 1, "routed_scaling_factor": 1.7}),
+}
+
+
+@pytest.fixture(autouse=True)
+def dense_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Prompts are native although attentions are dense."""
+    monkeypatch.setattr(stepper, "_DENSE", set())
+
+
+def packed(kind: MatrixKind, rows: int, columns: int, seed: int) -> Matrix:
+    return Matrix(random_tiles(kind, rows, columns, seed), None, rows, columns, kind)
+
+
+@functools.cache
+def described(name: str, kind: MatrixKind, inner: int, hidden: int) -> Description:
+    """A model with 6 packed experts, of which each token goes through 3."""
+    model, settings = MODELS[name]
+    sizes = {**GROUPED, "hidden_size": hidden, "num_experts": 6, "num_local_experts": 6, "num_experts_per_tok": 3}
+    description = describe(nudged(tiny(model, **{**sizes, "moe_intermediate_size": inner, **settings})()))
+    layers = [*description.layers]
+    for number, layer in enumerate(layers):
+        if isinstance(layer.mlp, Experts):
+            experts = replace(
+                layer.mlp,
+                gate=packed(kind, 6 * inner, hidden, number),
+                up=packed(kind, 6 * inner, hidden, number + 10),
+                down=packed(kind, 6 * hidden, inner, number + 20),
+                stride=inner,
+            )
+            layers[number] = replace(layer, mlp=experts)
+    return replace(description, layers=layers)
+
+
+def with_arrays(value: Any) -> Any:
+    """A description as the runtime has it: its tensors are arrays."""
+    if isinstance(value, torch.Tensor):
+        return value.numpy()
+    if isinstance(value, list):
+        return [*map(with_arrays, value)]
+    if is_dataclass(value):
+        return replace(value, **{field.name: with_arrays(getattr(value, field.name)) for field in fields(value)})
+    return value
+
+
+def served(description: Description, threads: int = 1) -> ServedRuntime:
+    model = RuntimeModel(with_arrays(description), (), "x", 128, 128, [None] * len(description.layers), None)
+    served = model.serve(CacheConfig("recent", window=64))
+    served._stepper._most_threads = threads
+    return served
+
+
+def fed(served: ServedRuntime, parts: Sequence[int]) -> Array:
+    """Logits after each part of the tokens, whose lengths are given."""
+    ends = numpy.cumsum(parts)
+    return numpy.stack([served.forward(TOKENS[end - part : end]) for part, end in zip(parts, ends, strict=True)])
+
+
+SIZES = [(kind, inner, 64) for kind in (MatrixKind.INT8, MatrixKind.INT4) for inner in (32, 96)]
+SIZES += [(kind, 256, 256) for kind in KINDS]
+
+
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize(("kind", "inner", "hidden"), SIZES)
+def test_steps_and_prompts(name: str, kind: MatrixKind, inner: int, hidden: int) -> None:
+    description, parts = described(name, kind, inner, hidden), [30, 1, 1, 6, 1, 1]
+    expected = interpret(description, TOKENS)[numpy.cumsum(parts) - 1]
+    assert relative_error(torch.from_numpy(fed(served(description), parts)), expected) < 5e-3
+
+
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("inner", [32, 96])
+def test_results_do_not_depend_on_the_number_of_threads(name: str, inner: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    description, parts = described(name, MatrixKind.INT8, inner, 64), [30, 1, 1, 6, 1, 1]
+    results = []
+    for threads in (1, 2, 3, 5):
+        monkeypatch.setattr(stepper, "num_threads", lambda threads=threads: threads)
+        results.append(fed(served(description, threads), parts))
+    assert all(numpy.array_equal(result, results[0]) for result in results)
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({"inner_size": 48}, "gate of 6 experts"),
+        ({"stride": 64}, "gate of 6 experts"),
+        ({"down": packed(MatrixKind.INT8, 6 * 32, 32, 0)}, "down of 6 experts"),
+    ],
+)
+def test_sizes_that_do_not_fit(change: dict[str, Any], reason: str) -> None:
+    experts = described("softmax", MatrixKind.INT8, 32, 64).layers[0].mlp
+    with pytest.raises(DescriptionError, match=reason):
+        replace(experts, **change)
+    with pytest.raises(DescriptionError, match="go through 7 of 6"):
+        replace(experts, router=replace(experts.router, chosen=7))
+
+
+def test_experts_within_a_tile() -> None:
+    experts = described("softmax", MatrixKind.INT8, 32, 64).layers[0].mlp
+    gate, down = packed(MatrixKind.INT8, 6 * 8, 64, 0), replace(experts.down, columns=8)
+    with pytest.raises(DescriptionError, match="multiple of 16"):
+        replace(experts, gate=gate, up=gate, down=down, inner_size=8, stride=8)

@@ -1,0 +1,104 @@
+"""Experts of GGUF files, packed in torch: the numbers of unpacked ones, and files that keep theirs unpacked."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from gguf import GGMLQuantizationType
+from torch import nn
+
+from h2o_stream import attach
+from h2o_stream.config import CacheConfig, ModelConfig
+from h2o_stream.engine.engine import Engine
+from h2o_stream.models import load as models_load
+from h2o_stream.models import packed_weights
+from h2o_stream.models.load import load
+from h2o_stream.models.packed_experts import SplitExperts, is_plain, split_experts
+from h2o_stream.native import library
+from h2o_stream.runtime import loading
+from h2o_stream.runtime.loading import load_model, remember
+from h2o_stream.runtime.model import RuntimeModel
+from tests.families import EXPERTS, GROUPED, tiny
+from tests.gguf_files import write_model
+from tests.test_native_prompt import streamed
+from tests.test_native_step import tokens_of
+from tests.test_runtime import MODELS, TEXT, written
+from tests.tolerance import relative_error
+
+pytestmark = pytest.mark.skipif(library.loaded() is None, reason="there is no compiled library")
+
+NAMES = ["Qwen 2 MoE", "Qwen 3 MoE"]
+
+
+@pytest.mark.parametrize("name", NAMES)
+@torch.no_grad()
+def test_the_numbers_of_unpacked_ones(name: str, tmp_path: Path) -> None:
+    path = written(tmp_path, name)
+    packed, dense = (
+        load(ModelConfig(str(path), dtype="float32", quantize=quantize)).model for quantize in ("auto", "none")
+    )
+    assert isinstance(packed.model.layers[1].mlp.experts, SplitExperts)
+    assert isinstance(dense.model.layers[1].mlp.experts.gate_up_proj, nn.Parameter)
+    ids = torch.tensor([TEXT[:40]])
+    assert relative_error(packed(ids).logits, dense(ids).logits) < 5e-3  # activations are rounded to 14 bits
+
+
+def test_experts_without_blocks_stay_unpacked(tmp_path: Path) -> None:
+    architecture, make, keys = MODELS["Qwen 3 MoE"]
+    path = tmp_path / "model.gguf"
+    write_model(path, make(), architecture, quantize=GGMLQuantizationType.F16, **keys)
+    model = load(ModelConfig(str(path), dtype="float32")).model
+    assert not any(isinstance(module, SplitExperts) for module in model.modules())
+
+
+@pytest.mark.parametrize(("kind", "plain"), [
+    ("Mixtral", True), ("Qwen3Moe", True), ("GraniteMoe", True), ("GptOss", False),
+])  # fmt: skip
+def test_which_are_split(kind: str, plain: bool) -> None:
+    model = tiny(kind, **GROUPED, **EXPERTS)()
+    experts = next(module for name, module in model.named_modules() if name.endswith("experts"))
+    assert is_plain(experts) is plain
+
+
+def test_rows_within_a_tile_stay_together() -> None:
+    model = tiny("Qwen3Moe", **GROUPED, **{**EXPERTS, "moe_intermediate_size": 24})()
+    before = [type(module) for module in model.modules()]
+    split_experts(model)
+    assert [type(module) for module in model.modules()] == before
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("rows", [1, 3])
+def test_steps_and_prompts_are_native(name: str, rows: int, tmp_path: Path) -> None:
+    """Every stream has its own experts."""
+    model = load(ModelConfig(str(written(tmp_path, name)), dtype="float32")).model
+    config, tokens = CacheConfig(window=80), tokens_of(rows, 60)
+    with attach(model, config) as cache:
+        assert cache.engine_note == f"native, {library.name()}"
+    parts = [20, *[1] * 20]
+    ours, theirs = (streamed(model, config, tokens, engine, parts=parts)[0] for engine in ("auto", "eager"))
+    assert relative_error(ours, theirs) < 5e-3  # activations are rounded to 14 bits
+
+
+@pytest.mark.parametrize("name", [*NAMES, "Qwen 3"])
+def test_later_starts_map_them(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also without torch."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    for module in (models_load, loading):
+        monkeypatch.setattr(module, "MIN_GGUF_BYTES", 0)
+    monkeypatch.setattr(packed_weights, "MIN_BYTES", 0)
+    path = written(tmp_path, name)
+    config, cache = ModelConfig(str(path), dtype="float32"), CacheConfig(window=40, chunk=16)
+    logits: list[Any] = []
+    for _ in range(2):  # the first writes the folder
+        loaded = load(config)
+        with Engine(loaded.model, loaded.tokenizer, cache) as engine:
+            logits.append(engine.served.forward(TEXT[:60]))
+            remember(loaded, engine.served)
+    found = load_model(config, cache, "auto", print, print)
+    assert isinstance(found.model, RuntimeModel)
+    with Engine(found.model, found.tokenizer, cache) as engine:
+        logits.append(engine.served.forward(TEXT[:60]))
+    assert (logits[0] == logits[1]).all()
+    torch.testing.assert_close(torch.from_numpy(logits[2]), torch.as_tensor(logits[0]), rtol=0, atol=2e-3)
