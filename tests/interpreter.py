@@ -9,7 +9,7 @@ from torch import Tensor
 
 from h2o_stream.native import abi
 from h2o_stream.native.describe import describe
-from h2o_stream.native.description import Attention, Description, Layer, Matrix, Mlp, Rope
+from h2o_stream.native.description import Attention, Description, Layer, Matrix, Mlp, Norm, Rope
 from h2o_stream.native.experts import Experts, Router
 from h2o_stream.native.modules import ACTIVATIONS, apply_norm
 from tests.packed_tiles import numbers as packed_numbers
@@ -32,31 +32,48 @@ def heads_of(x: Tensor, first: int, step: int, count: int, size: int) -> Tensor:
     return torch.stack([x[:, first + h * step : first + h * step + size] for h in range(count)])
 
 
-def rotated(x: Tensor, rope: Rope) -> Tensor:
-    """Rotate x [heads, tokens, D], token n at position n."""
+def rotated(x: Tensor, rope: Rope | None) -> Tensor:
+    """Rotate x [heads, tokens, D], token n at position n, and put its elements in the order of the rotation."""
+    if rope is None:
+        return x
     half, rotary = rope.rotary_dims // 2, rope.rotary_dims
+    x = x if rope.order is None else x[..., rope.order.long()]
     angles = torch.arange(x.shape[1]).double()[:, None] * rope.frequencies.double()
     first, second, rest = x[..., :half] * rope.scale, x[..., half:rotary] * rope.scale, x[..., rotary:]
     cos, sin = angles.cos(), angles.sin()
     return torch.cat((first * cos - second * sin, second * cos + first * sin, rest), -1)
 
 
+def normed_and_rotated(attention: Attention, norm: Norm, x: Tensor) -> Tensor:
+    """Prepare the queries or keys x [heads, tokens, D]."""
+    if attention.norms_after_rope:
+        in_order, rope = rotated(x, attention.rope), attention.rope
+        back = slice(None) if rope is None or rope.order is None else rope.order.long().argsort()
+        return apply_norm(norm, in_order[..., back])
+    if attention.norms_all_heads:
+        whole = x.transpose(0, 1)
+        return rotated(apply_norm(norm, whole.flatten(1)).view(whole.shape).transpose(0, 1), attention.rope)
+    return rotated(apply_norm(norm, x), attention.rope)
+
+
 def attend(attention: Attention, x: Tensor) -> Tensor:
     qkv = torch.cat([apply(matrix, x) for matrix in attention.qkv], -1)
     at, size = attention.heads, attention.head_size
-    query = apply_norm(
-        attention.query_norm, heads_of(qkv, at.query_offset, at.query_stride, attention.query_heads, size)
-    )
-    key = apply_norm(attention.key_norm, heads_of(qkv, at.key_offset, at.key_stride, attention.kv_heads, size))
+    query = heads_of(qkv, at.query_offset, at.query_stride, attention.query_heads, size)
+    key = heads_of(qkv, at.key_offset, at.key_stride, attention.kv_heads, size)
     value = heads_of(qkv, at.value_offset, at.value_stride, attention.kv_heads, attention.value_size)
-    if attention.rope:
-        query, key = rotated(query, attention.rope), rotated(key, attention.rope)
+    query = normed_and_rotated(attention, attention.query_norm, query)
+    key = normed_and_rotated(attention, attention.key_norm, key)
     groups = attention.query_heads // attention.kv_heads
     scores = query @ key.repeat_interleave(groups, 0).mT * attention.scaling
     if attention.softcap:
         scores = (scores / attention.softcap).tanh() * attention.softcap
     hidden = torch.ones(scores.shape[-2:], dtype=torch.bool).triu(1)
-    weights = scores.masked_fill(hidden, -math.inf).softmax(-1)
+    scores = scores.masked_fill(hidden, -math.inf)
+    if attention.sink_logits is not None:
+        sinks = attention.sink_logits.detach().double().view(-1, 1, 1)
+        scores = torch.cat((scores, sinks.expand(-1, scores.shape[1], 1)), -1)
+    weights = scores.softmax(-1)[..., : scores.shape[1]]
     return apply(attention.out, (weights @ value.repeat_interleave(groups, 0)).transpose(0, 1).flatten(1))
 
 
@@ -99,6 +116,7 @@ def interpret(description: Description, tokens: list[int]) -> Tensor:
     if description.learned_positions is not None:
         start = description.learned_offset
         x = x + description.learned_positions[start : start + len(tokens)]
+    x = apply_norm(description.embedding_norm, x)
     for layer in description.layers:
         added = apply_norm(layer.after_attention, attend(layer.attention, apply_norm(layer.before_attention, x)))
         before, x = x, x + description.residual_scale * added

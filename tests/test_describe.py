@@ -17,7 +17,20 @@ from h2o_stream.native import abi, library
 from h2o_stream.native.describe import describe
 from h2o_stream.native.description import DescriptionError, NativeModel
 from h2o_stream.native.modules import matrix_of, norm_of
-from tests.families import EXPERTS, FAMILIES, GROUPED, LONGROPE, PARTIAL, PER_HEAD, SIZES, YARN, Family, rope, tiny
+from tests.families import (
+    EXPERTS,
+    FAMILIES,
+    GROUPED,
+    LONGROPE,
+    PARTIAL,
+    PER_HEAD,
+    SIZES,
+    SLIDING,
+    YARN,
+    Family,
+    rope,
+    tiny,
+)
 from tests.interpreter import TOKENS, error, interpret, nudged, numbers
 from tests.packed_tiles import KINDS, random_tiles
 from tests.packed_tiles import numbers as packed_numbers
@@ -25,9 +38,19 @@ from tests.packed_tiles import numbers as packed_numbers
 GRANITE = {"embedding_multiplier": 3.0, "logits_scaling": 4.0, "residual_multiplier": 0.5, "attention_multiplier": 0.3}
 
 OTHERS: dict[str, Callable[[], Any]] = {
+    "Arcee": tiny("Arcee", **GROUPED),
+    "Flint": tiny("Flint", **GROUPED, sliding_window=16, layer_types=SLIDING),
     "Gemma": tiny("Gemma", **GROUPED),
+    "GLM 4": tiny("Glm4", **GROUPED, **PARTIAL),
+    "GLM, YaRN": tiny("Glm", **GROUPED, **rope("yarn", factor=4.0, original_max_position_embeddings=32,
+        partial_rotary_factor=0.5)),
     "Granite": tiny("Granite", **GROUPED, **GRANITE),
     "Granite MoE": tiny("GraniteMoe", **GROUPED, **GRANITE, **EXPERTS),
+    "HunYuan": tiny("HunYuanDenseV1", **GROUPED),
+    "HyperCLOVA X": tiny("HyperCLOVAX", **GROUPED, use_post_norm=True),
+    "HyperCLOVA X, two norms": tiny("HyperCLOVAX", **GROUPED, use_post_norm=False),
+    "Jais 2": tiny("Jais2", **GROUPED),
+    "LFM2": tiny("Lfm2", **GROUPED, layer_types=["full_attention"] * 2),
     "Llama, biases": tiny("Llama", **GROUPED, attention_bias=True, mlp_bias=True),
     "Llama, yarn": tiny("Llama", **GROUPED, **YARN),
     "Llama, dynamic": tiny("Llama", **GROUPED, **rope("dynamic", factor=2.0)),
@@ -35,9 +58,13 @@ OTHERS: dict[str, Callable[[], Any]] = {
     "Llama, gelu": tiny("Llama", **GROUPED, hidden_act="gelu_new"),
     "GPT-NeoX, one after the other": tiny("GPTNeoX", **SIZES, **PARTIAL, use_parallel_residual=False),
     "Mixtral": tiny("Mixtral", **GROUPED, **EXPERTS),
+    "Ministral 3": tiny("Ministral3", **GROUPED),
     "OLMo": tiny("Olmo", **GROUPED),
+    "OLMo 2": tiny("Olmo2", **GROUPED),
+    "OLMo 3": tiny("Olmo3", **GROUPED, sliding_window=16, layer_types=SLIDING),
     "OPT, without biases": tiny("OPT", **{**SIZES, "word_embed_proj_dim": 32, "ffn_dim": 32, "enable_bias": False,
         "init_std": 0.4}),
+    "Persimmon": tiny("Persimmon", **SIZES, **PARTIAL),
     "Phi, output bias": tiny("Phi", **SIZES, **PARTIAL),
     "Phi, normed queries": tiny("Phi", **SIZES, **PARTIAL, qk_layernorm=True),
     "Qwen 3 MoE, normalized": tiny("Qwen3Moe", **GROUPED, **EXPERTS, norm_topk_prob=True),

@@ -10,14 +10,13 @@ from torch import Tensor, nn
 
 from h2o_stream.native.describe import describe
 from h2o_stream.native.description import DescriptionError
-from tests.families import EXPERTS, FAMILIES, GROUPED, PARTIAL, PER_HEAD, SIZES, SLIDING, tiny
+from tests.families import EXPERTS, FAMILIES, GROUPED, PARTIAL, PER_HEAD, SIZES, tiny
 from tests.interpreter import TOKENS, error
 
 REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
     "groups of experts": (tiny("Glm4Moe", **GROUPED, **EXPERTS, n_routed_experts=4, n_group=2, topk_group=1),
         "the router of layer 1 is a Glm4MoeTopkRouter that chooses in an unknown way"),
     "other names": (tiny("GPTBigCode", **SIZES), "GPTBigCodeForCausalLM has no list of layers"),
-    "norm over all heads": (tiny("Olmo2", **GROUPED), "q_norm of the attention of layer 0 is a Olmo2RMSNorm that does"),
     "norms of each head": (tiny("StableLm", **PER_HEAD, **PARTIAL, qk_layernorm=True),
         "model.layers.0.self_attn.q_layernorm is an unsupported StableLmLayerNormPerHead"),
     "clipped queries": (tiny("Olmo", **GROUPED, clip_qkv=1.0), "the config has clip_qkv = 1.0"),
@@ -25,17 +24,7 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
         "do_layer_norm_before": False}), "the config has do_layer_norm_before = False"),
     "projected embedding": (tiny("OPT", **{**SIZES, "word_embed_proj_dim": 16, "ffn_dim": 32}),
         "the embedding has 16 columns, layers 32"),
-    "layers without positions": (tiny("SmolLM3", **GROUPED, no_rope_layers=[1, 0]),
-        "the attention of layer 1 has use_rope = 0"),
-    "layers without positions among sliding ones": (tiny("Exaone4", **GROUPED, sliding_window=4, layer_types=SLIDING),
-        "the attention of layer 1 is in a layer without rotary positions"),
-    "interleaved rotation": (tiny("Glm", **GROUPED), "the attention of layer 0 does not rotate in the rotate-half"),
-    "interleaved table": (tiny("Cohere", **GROUPED), "CohereRotaryEmbedding computes angles that differ"),
-    "sinks": (tiny("GptOss", **GROUPED, num_local_experts=2), "has the parameter sinks in its GptOssAttention"),
-    "activation": (tiny("Arcee", **GROUPED), "act_fn of layer 0 is ReLUSquaredActivation"),
-    "temperature": (tiny("Ministral3", **GROUPED), "RoPE has llama_4_scaling_beta = 0.1"),
-    "norms after rotation": (tiny("HunYuanDenseV1", **GROUPED),
-        "self_attn.query_layernorm is an unsupported HunYuanDenseV1RMSNorm"),
+    "activation": (tiny("Apertus", **GROUPED), "act_fn of layer 0 is XIELUActivation"),
 }  # fmt: skip
 
 

@@ -56,8 +56,6 @@ def _described(native: CDLL, model: Any, cache: H2OCache) -> tuple[NativeModel, 
         return "the cache is in host memory or on disk, or the model is shared by several processes"
     if not all(spec.attends for spec in cache.specs) or cache.recurrent_layers:
         return "it has layers with states, or without attention"
-    if any(spec.order is not None for spec in cache.specs):
-        return "it rotates the dimensions of a head in another order than halves"
     try:
         description = describe(model)
         guard = ModelGuard(native, model, description)

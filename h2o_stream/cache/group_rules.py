@@ -53,6 +53,7 @@ class GroupRules(ABC):
         heads: [n] integers, the KV heads of the layer in this group; None for all.
         layer: index of the decoder layer, which random policies draw by.
         sliding: keys of this age and older are hidden, as in the model's own sliding windows; None for no key.
+        chunked: the text is cut into pieces of `sliding` tokens instead, and no token sees another piece.
         table: rotations for keys that come un-rotated; None if the model rotates by itself (``absolute``).
         rule: ``module:class`` of the policy.
         has_long_term: whether slots have long-term scores.
@@ -70,6 +71,7 @@ class GroupRules(ABC):
     heads: Any = None
     layer: int = 0
     sliding: int | None = None
+    chunked: bool = False
     table: Table | None = None
     rule: str
     has_long_term: bool

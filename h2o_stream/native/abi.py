@@ -64,6 +64,7 @@ class Activation(IntEnum):
     GELU_TANH = 1
     GELU_ERF = 2
     RELU = 3
+    RELU_SQUARED = 4
 
 
 class Scoring(IntEnum):
@@ -100,6 +101,8 @@ class AttentionLayer(Structure):
         int5="transient_count sliding_window seed layer_index",
         pointer3="rope",
         int6="rope_rows rotary_dims in_bfloat16 kv_bits exact_sinks residual",
+        pointer4="sink_logits",
+        int7="chunked",
     )
 
 
@@ -136,8 +139,10 @@ class Layer(Structure):
         ("attention", AttentionLayer),
         *((name, Norm) for name in ("before_attention", "after_attention", "before_mlp", "after_mlp")),
         *((name, Norm) for name in ("query_norm", "key_norm")),
+        *_fields(int="norms_all_heads norms_after_rope"),
         ("qkv", Matrix * 3),
         *_fields(int="qkv_count query_offset query_stride key_offset key_stride value_offset value_stride"),
+        *_fields(pointer="order"),
         *_fields(float="rope_scale", int1="rope_scaled_dims", pointer="frequencies", int2="absolute_rotary_dims"),
         *((name, Matrix) for name in ("out", "gate", "up", "down")),
         ("experts", Experts),
@@ -159,6 +164,7 @@ class Model(Structure):
             pointer1="learned_positions",
             int1="learned_offset",
         ),
+        ("embedding_norm", Norm),
         ("norm", Norm),
         ("output", Matrix),
         *_fields(float="logit_scale logit_softcap residual_scale"),

@@ -8,9 +8,10 @@ Code in `forward` outside of modules is invisible here, so callers verify a desc
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable
+from dataclasses import replace
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from h2o_stream.native import layouts
 from h2o_stream.native.abi import dtype_name
@@ -23,6 +24,7 @@ from h2o_stream.native.description import (
     Matrix,
     Mlp,
     Norm,
+    Rope,
 )
 from h2o_stream.native.expert_modules import experts_of, has_experts
 from h2o_stream.native.experts import Experts
@@ -86,13 +88,15 @@ class _ModelReader:
         if norm is None:
             raise DescriptionError(f"{type(backbone).__name__} has no final norm")
         dtype = embedding.dtype if hasattr(embedding, "tiles") else embedding.weight.dtype
+        final = self._norm(backbone, norm, self._hidden, "the model")
         description = Description(
             layers=[self._layer(layer, index) for index, layer in enumerate(layers)],
             embedding=rows,
             embedding_scale=embedding_scale(embedding, rows, "the embedding") * self._factor("embedding_multiplier"),
             learned_positions=None if positions is None else as_float32(positions.weight, "the learned positions"),
             learned_offset=int(getattr(positions, "offset", 0)),
-            norm=self._norm(backbone, norm, self._hidden, "the model"),
+            embedding_norm=final if type(backbone).__name__ in layouts.NORMED_EMBEDDINGS else Norm(),
+            norm=final,
             output=self._check_columns(matrix_of(head, "the output layer"), "the output layer", columns=self._hidden),
             logit_scale=self._factor("logit_scale") / self._factor("logits_scaling"),
             logit_softcap=float(getattr(config, "final_logit_softcapping", None) or 0.0),
@@ -117,6 +121,8 @@ class _ModelReader:
     def _read_positions(self, backbone: Any) -> Any:
         """Return the learned position embedding, or None if positions are rotary."""
         self._rotary = getattr(backbone, "rotary_emb", None)
+        by_theta = list(getattr(backbone, "rotary_embs", ()))
+        self._rotary_by_theta = {rotary.config.rope_parameters["rope_theta"]: rotary for rotary in by_theta}
         positions = getattr(backbone, "embed_positions", None)
         if (positions is None) == (self._rotary is None) or not isinstance(positions, nn.Embedding | None):
             raise DescriptionError(f"{type(backbone).__name__} has neither rotary nor learned positions")
@@ -124,6 +130,8 @@ class _ModelReader:
         if positions is not None and (positions.num_embeddings < needed[0] or positions.embedding_dim != needed[1]):
             raise DescriptionError(f"the learned positions are not {needed[0]} rows of {needed[1]}")
         self._mark_read(*(module for module in (positions, self._rotary) if module is not None))
+        if by_theta:
+            self._mark_read(backbone.rotary_embs, *by_theta)
         return positions
 
     def _find_backbone(self) -> Any:
@@ -167,9 +175,9 @@ class _ModelReader:
             parallel=bool(parallel),
         )
 
-    def _mark_container(self, module: Any, name: str) -> None:
-        """Record a module of which only the children are read."""
-        if parameter := next((key for key, _ in (*module._parameters.items(), *module._buffers.items())), None):
+    def _mark_container(self, module: Any, name: str, *known: str) -> None:
+        """Record a module of which only the children and the parameters `known` are read."""
+        if parameter := next((key for key in (*module._parameters, *module._buffers) if key not in known), None):
             raise DescriptionError(f"{name} has the parameter {parameter} in its {type(module).__name__}")
         self._mark_read(module)
 
@@ -196,10 +204,10 @@ class _ModelReader:
     def _attention(self, module: Any, index: int) -> Attention:
         name = f"the attention of layer {index}"
         known = (layout for layout in layouts.ATTENTIONS if _has_modules(module, (*layout.qkv, layout.out)))
-        layout = next(known, None)
+        layout = max(known, key=lambda layout: _has_modules(module, layout.norms), default=None)
         if layout is None:
             raise DescriptionError(f"layer {index} has a {type(module).__name__} where an attention is expected")
-        self._mark_container(module, name)
+        self._mark_container(module, name, layouts.SINKS)
         _check_flags(name, lambda flag: getattr(module, flag, None))
         size = getattr(module, "head_dim", None) or getattr(module, "head_size", None)
         if size is None or not isinstance(getattr(module, "scaling", None), float):
@@ -208,17 +216,10 @@ class _ModelReader:
         out = self._matrix(module, layout.out, name)
         self._check_rows(out, f"{layout.out} of {name}")
         heads, kv_heads, value_size, offsets = _head_layout(qkv, layout, size, out.columns, name)
-        rope = None
-        if self._rotary is not None:
-            kinds = getattr(self._config, "layer_types", None)
-            if type(module).__name__ in layouts.NO_ROPE_IN_FULL_LAYERS and kinds and kinds[index] == "full_attention":
-                raise DescriptionError(f"{name} is in a layer without rotary positions")
-            rope = rope_of(self._rotary, kinds[index] if kinds else None, module, name)
-            if rope.rotary_dims > size:
-                raise DescriptionError(f"{name} rotates {rope.rotary_dims} of {size} elements")
-        norms = [
-            self._norm(module, key, size, name) if _has_modules(module, (key,)) else Norm() for key in layout.norms
-        ]
+        normed = [key for key in layout.norms if _has_modules(module, (key,))]
+        whole = any(_weight_count(getattr(module, key)) > size for key in normed)
+        sizes = dict(zip(layout.norms, (heads * size, kv_heads * size) if whole else (size, size), strict=True))
+        norms = [self._norm(module, key, sizes[key], name) if key in normed else Norm() for key in layout.norms]
         return Attention(
             query_heads=heads,
             kv_heads=kv_heads,
@@ -230,24 +231,51 @@ class _ModelReader:
             heads=offsets,
             query_norm=norms[0],
             key_norm=norms[1],
-            rope=rope,
+            rope=self._rope(module, size, index, name),
             out=out,
+            norms_all_heads=whole,
+            norms_after_rope=layout.norms_after_rope and bool(normed),
+            sink_logits=self._sinks(module, heads, name),
         )
 
     def _experts(self, module: Any, name: str) -> Experts:
         self._mark_read(*module.modules())
         return experts_of(module, name, lambda shared: self._mlp(shared, f"the shared expert of {name}"))
 
+    def _rope(self, module: Any, size: int, index: int, name: str) -> Rope | None:
+        """The rotations of an attention, None if it rotates nothing."""
+        kinds = getattr(self._config, "layer_types", None)
+        rotary = self._rotary
+        if self._rotary_by_theta:
+            theta = self._config.layer_rope_theta[index]
+            rotary = self._rotary_by_theta[theta] if theta else None
+        if rotary is None or not layouts.rotates(module):
+            return None
+        rope = rope_of(rotary, kinds[index] if kinds else None, module, size, name)
+        scales_queries = (getattr(self._config, "rope_parameters", None) or {}).get("llama_4_scaling_beta")
+        return replace(rope, fixed=False) if scales_queries else rope
+
+    def _sinks(self, module: Any, heads: int, name: str) -> Tensor | None:
+        """The learned sinks [Hq] of an attention."""
+        sinks = getattr(module, layouts.SINKS, None)
+        if sinks is not None and sinks.shape != (heads,):
+            raise DescriptionError(f"{name} has other learned sinks than one for each of {heads} heads")
+        return as_float32(sinks, name)
+
     def _mlp(self, module: Any, name: str) -> Mlp:
         candidates = (mlp for mlp in layouts.MLPS if _has_modules(module, filter(None, (mlp.gate, mlp.up, mlp.down))))
         layout = next(candidates, None)
         key = next((key for key in layouts.ACTIVATIONS if hasattr(module, key)), None)
-        if layout is None or key is None:
+        if layout is None or (key is None) == (layout.activation is None):
             raise DescriptionError(f"{name} has a {type(module).__name__} where an MLP is expected")
         self._mark_container(module, name)
-        function = getattr(module, key)
-        self._mark_read(function)
-        activation = activation_of(function, f"{key} of {name}")
+        if layout.activation is not None:
+            activation = layout.activation
+        else:
+            assert key is not None
+            function = getattr(module, key)
+            self._mark_read(function)
+            activation = activation_of(function, f"{key} of {name}")
         up, down = self._matrix(module, layout.up, name, self._hidden), self._matrix(module, layout.down, name)
         gate = self._matrix(module, layout.gate, name, self._hidden) if layout.gate else None
         if layout.fused:
@@ -256,6 +284,12 @@ class _ModelReader:
         self._check_columns(down, f"{layout.down} of {name}", up.rows)
         self._check_rows(down, f"{layout.down} of {name}")
         return Mlp(gate, up, down, activation)
+
+
+def _weight_count(module: Any) -> int:
+    """How many weights a norm has; 0 without any."""
+    weight = getattr(module, "weight", None)
+    return 0 if weight is None else int(weight.numel())
 
 
 def _has_modules(module: Any, names: Iterable[str]) -> bool:

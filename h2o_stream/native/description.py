@@ -75,7 +75,7 @@ class Norm:
     epsilon: float = 0.0
 
     def to_struct(self, size: int) -> abi.Norm:
-        """As a C structure, of a norm over vectors of `size` numbers."""
+        """As a C structure, of a norm whose weights are `size` numbers."""
         weight, bias = (pointer(x, "float32", size) for x in (self.weight, self.bias))
         return abi.Norm(weight, bias, self.epsilon, self.kind)
 
@@ -99,22 +99,31 @@ class Rope:
     Attributes:
         frequencies: [rotary_dims / 2] float32, angles per position.
         scale: factor on rotated queries and keys (YaRN, LongRoPE), at every position.
-        fixed: whether the frequencies are independent of the sequence length.
+        fixed: whether nothing but the angles depends on positions, and the frequencies not on the sequence length.
+        order: [head_size] int32, the order of the elements of a head in which halves are rotated, see
+            `cache.rope.dimension_orders`; None for as they are.
     """
 
     frequencies: Array
     scale: float
     fixed: bool
+    order: Array | None = None
 
     @property
     def rotary_dims(self) -> int:
-        """Number of rotated elements at the start of each head."""
+        """Number of rotated elements of each head, the first ones in `order`."""
         return 2 * len(self.frequencies)
 
 
 @dataclass(frozen=True, eq=False)
 class Attention:
-    """The attention of a layer; the outputs of one to three `qkv` matrices are concatenated."""
+    """The attention of a layer; the outputs of one to three `qkv` matrices are concatenated.
+
+    Attributes:
+        norms_all_heads: whether the norms are of all heads as one vector.
+        norms_after_rope: whether they come after RoPE.
+        sink_logits: [query_heads] float32, a logit of each head that stands for no token (learned sinks), or None.
+    """
 
     query_heads: int
     kv_heads: int
@@ -128,6 +137,9 @@ class Attention:
     key_norm: Norm
     rope: Rope | None
     out: Matrix
+    norms_all_heads: bool = False
+    norms_after_rope: bool = False
+    sink_logits: Array | None = None
 
 
 class FeedForward(Protocol):
@@ -201,8 +213,11 @@ class Layer:
             setattr(struct.attention, name, getattr(attention, name))
         for name in ("before_attention", "after_attention", "before_mlp", "after_mlp"):
             setattr(struct, name, getattr(self, name).to_struct(attention.out.rows))
-        struct.query_norm = attention.query_norm.to_struct(attention.head_size)
-        struct.key_norm = attention.key_norm.to_struct(attention.head_size)
+        normed = (attention.query_heads, attention.kv_heads) if attention.norms_all_heads else (1, 1)
+        struct.query_norm = attention.query_norm.to_struct(normed[0] * attention.head_size)
+        struct.key_norm = attention.key_norm.to_struct(normed[1] * attention.head_size)
+        struct.norms_all_heads, struct.norms_after_rope = attention.norms_all_heads, attention.norms_after_rope
+        struct.attention.sink_logits = pointer(attention.sink_logits, "float32", attention.query_heads)
         for index, matrix in enumerate(attention.qkv):
             struct.qkv[index] = matrix.to_struct()
         struct.qkv_count = len(attention.qkv)
@@ -213,6 +228,7 @@ class Layer:
             rope = attention.rope
             struct.frequencies = pointer(rope.frequencies, "float32", rope.rotary_dims // 2)
             struct.absolute_rotary_dims = rope.rotary_dims
+            struct.order = pointer(rope.order, "int32", attention.head_size)
             struct.rope_scale, struct.rope_scaled_dims = rope.scale, rope.rotary_dims if rope.scale != 1 else 0
         struct.out, struct.parallel = attention.out.to_struct(), self.parallel
         self.mlp.fill(struct)
@@ -228,6 +244,7 @@ class Description:
         embedding_scale: factor on embeddings.
         learned_positions: [n, hidden] float32, or None.
         learned_offset: row for token index 0.
+        embedding_norm: norm of what goes into the first layer.
         norm: final norm.
         output: output layer.
         logit_scale: factor on logits.
@@ -249,10 +266,11 @@ class Description:
     residual_scale: float
     dtype: str
     logits_dtype: str
+    embedding_norm: Norm = Norm()
 
     @property
     def supports_absolute(self) -> bool:
-        """Whether ``absolute`` positions work: no frequencies depend on the sequence length."""
+        """Whether ``absolute`` positions work: nothing but angles depends on positions."""
         return all(layer.attention.rope is None or layer.attention.rope.fixed for layer in self.layers)
 
     @property
@@ -291,6 +309,7 @@ class NativeModel:
             embedding_scale=description.embedding_scale,
             learned_positions=pointer(description.learned_positions, "float32", description.embedding.columns),
             learned_offset=description.learned_offset,
+            embedding_norm=description.embedding_norm.to_struct(description.embedding.columns),
             norm=description.norm.to_struct(description.embedding.columns),
             output=description.output.to_struct(),
             logit_scale=description.logit_scale,

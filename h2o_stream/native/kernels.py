@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from ctypes import CDLL, addressof
+from typing import TypeAlias
 from weakref import WeakKeyDictionary
 
 import torch
@@ -17,6 +18,9 @@ from h2o_stream.native.abi import TOO_FEW_SLOTS, AttentionLayer, dtype_name, poi
 from h2o_stream.native.slots import BoundLayer, why_not
 from h2o_stream.native.threads import num_threads
 
+_Bound: TypeAlias = tuple[tuple[int, float, float | None], int, BoundLayer]
+"""What structures depend on, the new tokens that they have room for, and the structures."""
+
 
 def make_kernels() -> NativeKernels | None:
     """None if there is no library."""
@@ -29,13 +33,11 @@ class NativeKernels:
 
     def __init__(self, native: CDLL) -> None:
         self._native = native
-        self._bound: WeakKeyDictionary[HeadGroup, tuple[tuple[int, LogitTransform, int], BoundLayer]] = (
-            WeakKeyDictionary()
-        )
+        self._bound: WeakKeyDictionary[HeadGroup, _Bound] = WeakKeyDictionary()
 
     def supports(self, group: HeadGroup, query: Tensor, transform: LogitTransform) -> bool:
         """See `Kernels.supports`."""
-        if transform.sinks is not None or group.chunked or type(query) is not Tensor:
+        if type(query) is not Tensor:
             return False
         return not why_not(group) and query.dtype == group.dtype and query.device == group.device
 
@@ -93,22 +95,23 @@ class NativeKernels:
 
     def _bind(self, group: HeadGroup, chunk: QueryChunk, new_tokens: int) -> BoundLayer:
         """The structures of the group, created anew when something has changed."""
-        revision = group.revision.number
+        scaling, softcap, sinks = chunk.transform
+        key = group.revision.number, scaling, softcap
         found = self._bound.get(group)
-        if found:
-            (bound_revision, transform, bound_tokens), bound = found
-            if bound_revision == revision and transform == chunk.transform and bound_tokens >= new_tokens:
-                return bound
-        attention = AttentionLayer(
-            query_heads=chunk.query.shape[1],
-            kv_heads=chunk.key.shape[1],
-            head_size=chunk.query.shape[-1],
-            value_size=chunk.value.shape[-1],
-            scaling=chunk.transform.scaling,
-            softcap=chunk.transform.softcap or 0.0,
-        )
-        bound = BoundLayer([group], attention, new_tokens)
-        self._bound[group] = (revision, chunk.transform, new_tokens), bound
+        if found and found[0] == key and found[1] >= new_tokens:
+            bound = found[2]
+        else:
+            attention = AttentionLayer(
+                query_heads=chunk.query.shape[1],
+                kv_heads=chunk.key.shape[1],
+                head_size=chunk.query.shape[-1],
+                value_size=chunk.value.shape[-1],
+                scaling=scaling,
+                softcap=softcap or 0.0,
+            )
+            bound = BoundLayer([group], attention, new_tokens)
+            self._bound[group] = key, new_tokens, bound
+        bound.set_sinks(None if sinks is None else sinks.detach().float().contiguous())
         return bound
 
 

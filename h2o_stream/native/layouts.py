@@ -6,12 +6,17 @@ What a norm or an activation computes is determined by evaluating it.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
-FINAL_NORMS = ("norm", "final_layer_norm", "final_layernorm")
+from h2o_stream.native.abi import Activation
+
+FINAL_NORMS = ("norm", "final_layer_norm", "final_layernorm", "embedding_norm")
 """Names of the final norm."""
+
+NORMED_EMBEDDINGS = ("NanoChatModel",)
+"""Models that apply the final norm before the first layer, too."""
 
 
 NORM_ROLES = ("before_attention", "after_attention", "before_mlp", "after_mlp")
@@ -59,9 +64,17 @@ LAYERS = (
         "self_attn", "mlp", {"before_attention": "input_layernorm", "before_mlp": "input_layernorm"}, parallel=True
     ),
     LayerLayout("self_attn", None, {"before_attention": "self_attn_layer_norm", "before_mlp": "final_layer_norm"}),
+    LayerLayout(
+        "self_attn",
+        "mlp",
+        {**_TWO_NORMS, "after_attention": "post_self_attn_layernorm", "after_mlp": "post_mlp_layernorm"},
+    ),
+    LayerLayout("self_attn", "mlp", {**_TWO_NORMS, "after_attention": "post_norm1", "after_mlp": "post_norm2"}),
+    LayerLayout("self_attn", "mlp", {"before_attention": "attention_layernorm", "before_mlp": "feedforward_layernorm"}),
+    LayerLayout("self_attn", "feed_forward", {"before_attention": "operator_norm", "before_mlp": "ffn_norm"}),
 )
-"""Llama and most others; Granite MoE; Gemma 2 and 3; EXAONE 4, OLMo 2; VaultGemma; GPT-NeoX; Phi, StableLM 2 12B;
-OPT."""
+"""Llama and most others; Granite MoE; Gemma 2 and 3; EXAONE 4, OLMo 2; VaultGemma; GPT-NeoX; Phi, Cohere, StableLM 2
+12B; OPT; GLM-4 0414; HyperCLOVA X; Apertus; LFM2."""
 
 
 @dataclass(frozen=True)
@@ -73,34 +86,42 @@ class AttentionLayout:
         out: the output projection.
         order: whether a fused projection concatenates the three or interleaves them per head.
         norms: optional norms of queries and keys.
+        norms_after_rope: whether they come after RoPE.
     """
 
     qkv: tuple[str, ...]
     out: str
     order: Literal["concatenated", "interleaved"] = "concatenated"
     norms: tuple[str, str] = ("q_norm", "k_norm")
+    norms_after_rope: bool = False
 
 
 _QKV = ("q_proj", "k_proj", "v_proj")
 
 ATTENTIONS = (
     AttentionLayout(_QKV, "o_proj"),
+    AttentionLayout(_QKV, "o_proj", norms=("query_layernorm", "key_layernorm"), norms_after_rope=True),
     AttentionLayout(_QKV, "out_proj"),
+    AttentionLayout(_QKV, "out_proj", norms=("q_layernorm", "k_layernorm")),
     AttentionLayout(_QKV, "dense", norms=("q_layernorm", "k_layernorm")),
     AttentionLayout(("qkv_proj",), "o_proj"),
-    AttentionLayout(("query_key_value",), "dense", order="interleaved"),
+    AttentionLayout(("query_key_value",), "dense", order="interleaved", norms=("q_layernorm", "k_layernorm")),
 )
-"""Llama and most others; OPT; Phi; Phi-3; GPT-NeoX."""
+"""Llama and most others; HunYuan; OPT; LFM2; Phi; Phi-3; GPT-NeoX, Persimmon. Of those that match, one with norms."""
 
 
 @dataclass(frozen=True)
 class MlpLayout:
-    """Module names in an MLP; with `fused`, `up` holds the gate's rows, then its own."""
+    """Module names in an MLP; with `fused`, `up` holds the gate's rows, then its own.
+
+    `activation` is set where no module has it.
+    """
 
     gate: str | None
     up: str
     down: str
     fused: bool = False
+    activation: Activation | None = None
 
 
 MLPS = (
@@ -110,8 +131,9 @@ MLPS = (
     MlpLayout(None, "fc1", "fc2"),
     MlpLayout(None, "c_fc", "c_proj"),
     MlpLayout(None, "up_proj", "down_proj"),
+    MlpLayout("w1", "w3", "w2", activation=Activation.SILU),
 )
-"""Llama and most others; Phi-3; GPT-NeoX; OPT, Phi; StarCoder 2; Nemotron."""
+"""Llama and most others; Phi-3; GPT-NeoX; OPT, Phi; StarCoder 2; Nemotron; LFM2."""
 
 ACTIVATIONS = ("act_fn", "activation_fn", "act")
 
@@ -122,10 +144,27 @@ NEUTRAL_FLAGS: Mapping[str, tuple[object, ...]] = {
     "clip_qkv": (None,),
     "alibi": (None, False),
     "attn_temperature_tuning": (None, False, 0),
-    "use_rope": (True, 1),
-    "llama_4_scaling_beta": (None, 0),
 }
 """Supported values of attributes of configs, RoPE parameters, layers and attentions that change the computation."""
 
-NO_ROPE_IN_FULL_LAYERS = ("Exaone4Attention",)
-"""Attention classes that apply RoPE in sliding-window layers only, if a model has both kinds."""
+SINKS = "sinks"
+"""Parameter of an attention with learned sinks."""
+
+_ROTATES: Mapping[str, Callable[[Any], bool]] = {
+    **dict.fromkeys(
+        ("Exaone4Attention", "ExaoneMoeAttention", "Kolibri1Attention"),
+        lambda attention: attention.sliding_window is None or attention.is_sliding,
+    ),
+    **dict.fromkeys(
+        ("Cohere2Attention", "FlintAttention", "AfmoeAttention"),
+        lambda attention: attention.sliding_window is not None,
+    ),
+    "Cohere2MoeAttention": lambda attention: attention.sliding_window is not None or attention.force_rope,
+}
+"""Attention classes that apply RoPE in some layers, and in which."""
+
+
+def rotates(attention: Any) -> bool:
+    """Whether an attention applies RoPE, in a model with a rotary embedding."""
+    known = _ROTATES.get(type(attention).__name__)
+    return known(attention) if known else bool(getattr(attention, "use_rope", True))

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from h2o_stream.cache.rope import dimension_orders, rotate_back
 from h2o_stream.native.abi import Activation, MatrixKind, NormKind, dtype_name
 from h2o_stream.native.description import DescriptionError, Matrix, Norm, Rope
 from h2o_stream.native.packing import gather
@@ -27,6 +28,7 @@ ACTIVATIONS: dict[Activation, Callable[[Tensor], Tensor]] = {
     Activation.GELU_TANH: lambda x: functional.gelu(x, approximate="tanh"),
     Activation.GELU_ERF: functional.gelu,
     Activation.RELU: functional.relu,
+    Activation.RELU_SQUARED: lambda x: functional.relu(x).square(),
 }
 
 _EPSILONS = (1e-5, 1e-6)
@@ -205,17 +207,18 @@ def embedding_scale(module: Any, matrix: Matrix, name: str) -> float:
     return scale
 
 
-def rope_of(rotary: Any, layer_type: str | None, attention: Any, name: str) -> Rope:
-    """Frequencies and scale of a rotary embedding.
+def rope_of(rotary: Any, layer_type: str | None, attention: Any, size: int, name: str) -> Rope:
+    """Frequencies, scale and form of a rotary embedding.
 
     Args:
         rotary: a rotary embedding of transformers.
         layer_type: type of the layer, if the embedding distinguishes several.
         attention: the module that applies it.
+        size: of a head.
         name: of `attention`, for the message.
 
     Raises:
-        DescriptionError: it does not rotate in the rotate-half form by fixed angles per position.
+        DescriptionError: it does not rotate in a known form by fixed angles per position.
     """
     prefix, kind = "", rotary.rope_type
     layer_args: tuple[str, ...] = ()
@@ -233,32 +236,51 @@ def rope_of(rotary: Any, layer_type: str | None, attention: Any, name: str) -> R
         raise DescriptionError(
             f"{name} rotates {attention.rotary_ndims} elements, its table has {2 * len(frequencies)}"
         )
+    if 2 * len(frequencies) > size:
+        raise DescriptionError(f"{name} rotates {2 * len(frequencies)} of {size} elements")
     positions = torch.tensor([_TEST_POSITIONS], device="cpu")
     cos, sin = rotary(torch.zeros(1, dtype=torch.float32, device="cpu"), positions, *layer_args)
-    rotated_angles = torch.outer(positions[0].float(), frequencies).repeat(1, 2)
-    if cos.shape[1:] != rotated_angles.shape or not (
-        relative_error(rotated_angles.cos() * scale, cos[0]) < 1e-5
-        and relative_error(rotated_angles.sin() * scale, sin[0]) < 1e-5
+    table = torch.outer(positions[0].float(), frequencies)
+    rotations = torch.cat((table.cos(), table.sin()), -1)
+    if not any(
+        pairs(rotations).shape == torch.cat((cos, sin), -1)[0].shape
+        and relative_error(pairs(rotations) * scale, torch.cat((cos, sin), -1)[0]) < 1e-5
+        for pairs in (_as_halves, _as_neighbours)
     ):
         raise DescriptionError(f"{type(rotary).__name__} computes angles that differ from its frequencies")
-    if not _rotates_halves(attention, cos, sin):
-        raise DescriptionError(f"{name} does not rotate in the rotate-half form")
-    return Rope(frequencies, scale, kind in _FIXED_ROPE_TYPES)
+    order = _rotated_order(attention, cos, sin, rotations * scale, size)
+    if order is None:
+        raise DescriptionError(f"{name} does not rotate in a known form")
+    return Rope(frequencies, scale, kind in _FIXED_ROPE_TYPES, None if order.diff().eq(1).all() else order.int())
 
 
-def _rotates_halves(attention: Any, cos: Tensor, sin: Tensor) -> bool:
-    """Whether `apply_rotary_pos_emb` in an attention's module rotates in the rotate-half form."""
+def _as_halves(rotations: Tensor) -> Tensor:
+    """Cosines and sines [n, Drot], one for each pair of elements, as a table that repeats them for the second half."""
+    return torch.cat([half.repeat(1, 2) for half in rotations.chunk(2, -1)], -1)
+
+
+def _as_neighbours(rotations: Tensor) -> Tensor:
+    """The same as a table that repeats each number at once."""
+    return rotations.repeat_interleave(2, -1)
+
+
+def _rotated_order(attention: Any, cos: Tensor, sin: Tensor, rotations: Tensor, size: int) -> Tensor | None:
+    """The order [size] int64 in which `apply_rotary_pos_emb` in an attention's module rotates halves, None for none."""
     apply = getattr(sys.modules[type(attention).__module__], "apply_rotary_pos_emb", None)
     if apply is None:
-        return False
-    x = (torch.arange(cos[0].numel(), dtype=torch.float32, device="cpu") * 0.9).sin().view(1, 1, *cos.shape[1:])
-    half = x.shape[-1] // 2
-    expected = x * cos + torch.cat((-x[..., half:], x[..., :half]), -1) * sin
-    try:
-        query, key = apply(x, x, cos, sin)
-    except (TypeError, ValueError, RuntimeError, IndexError):
-        return False
-    return all(y.shape == x.shape and relative_error(expected, y) < 1e-5 for y in (query, key))
+        return None
+    inverse = rotations * torch.tensor([1.0, -1.0]).repeat_interleave(rotations.shape[-1] // 2)
+    for count in dict.fromkeys((size, rotations.shape[-1])):  # attentions may cut heads before
+        x = (torch.arange(len(rotations) * count, dtype=torch.float32, device="cpu") * 0.9).sin().view(1, 1, -1, count)
+        try:
+            query, key = apply(x, x, cos, sin)
+        except (TypeError, ValueError, RuntimeError, IndexError):
+            continue
+        for order in dimension_orders(count, rotations.shape[-1]):
+            expected = rotate_back(x[..., order], inverse)
+            if all(relative_error(y[..., order], expected) < 1e-5 for y in (query, key) if y.shape == x.shape):
+                return torch.cat((order, torch.arange(count, size)))
+    return None
 
 
 @torch.no_grad()

@@ -84,6 +84,7 @@ class BoundLayer:
         attention.transient = pointer(transient, "int64", 2 * len(transient))
         attention.transient_count = len(transient)
         attention.sliding_window = first.sliding or 0
+        attention.chunked = first.chunked
         attention.seed = plan.seed
         attention.layer_index = int(first.layer)
         attention.rope_rows, attention.rotary_dims = (0, 0) if rope is None else rope.shape
@@ -95,6 +96,11 @@ class BoundLayer:
         self.slots = numpy.zeros((len(first.tensors()["seen"]), len(head_groups)), dtype=SLOTS)
         for number, (group, heads) in enumerate(zip(head_groups, self._heads, strict=True)):
             self._fill(self.slots[:, number], attention, group, heads)
+
+    def set_sinks(self, sinks: Array | None) -> None:
+        """Set the learned sinks [query_heads] float32, or that there are none."""
+        self._sinks = sinks  # kept alive
+        self.attention.sink_logits = pointer(sinks, "float32", self.attention.query_heads)
 
     def _rope(self, new_tokens: int) -> Array | None:
         table = self.head_groups[0].table

@@ -73,6 +73,8 @@ struct AttentionLayer {
   int64_t in_bfloat16;  // dtype of keys and values; otherwise float32
   int64_t kv_bits;      // 16, or 8, 6, 4, 2: slots from exact_sinks + residual on are quantized
   int64_t exact_sinks, residual;
+  const float* sink_logits;  // [query_heads] or null: a logit of each query head that stands for no token
+  int64_t chunked;           // sliding_window is the length of pieces of the text that do not see each other
 };
 
 constexpr int64_t kMaxNarrowSlots = INT16_MAX / 2;
@@ -109,7 +111,7 @@ struct Norm {
   int64_t kind;
 };
 
-enum Activation : int64_t { kSilu = 0, kGeluTanh = 1, kGeluErf = 2, kRelu = 3 };
+enum Activation : int64_t { kSilu = 0, kGeluTanh = 1, kGeluErf = 2, kRelu = 3, kReluSquared = 4 };
 
 // How a router's logits become the scores of experts.
 enum Scoring : int64_t { kSoftmax = 0, kSigmoid = 1 };
@@ -136,13 +138,18 @@ struct Experts {
 struct Layer {
   AttentionLayer attention;
   Norm before_attention, after_attention, before_mlp, after_mlp;
-  Norm query_norm, key_norm;  // applied per head
+  Norm query_norm, key_norm;
+  // Norms are of all heads as one vector instead of each head; they come after RoPE.
+  int64_t norms_all_heads, norms_after_rope;
   // One to three matrices whose outputs are concatenated to one vector [q_size + k_size + v_size].
   Matrix qkv[3];
   int64_t qkv_count;
   // Head h of each starts at offset + h * stride in that vector.
   int64_t query_offset, query_stride, key_offset, key_stride, value_offset, value_stride;
-  // Factor on the first `rope_scaled_dims` elements of queries and keys (YaRN, LongRoPE).
+  // [head_size] or null: the order of the elements of a head in which RoPE rotates halves; keys are stored in it, except
+  // with kAbsolute.
+  const int32_t* order;
+  // Factor on the first `rope_scaled_dims` elements of queries and keys in that order (YaRN, LongRoPE).
   double rope_scale;
   int64_t rope_scaled_dims;
   // Angles per position [absolute_rotary_dims / 2] for rotating queries and keys at their token index; used with
@@ -162,6 +169,7 @@ struct Model {
   double embedding_scale;
   const float* learned_positions;  // [n][hidden_size] or null
   int64_t learned_offset;          // row for token index 0
+  Norm embedding_norm;             // before the first layer
   Norm norm;                       // final norm, before the output layer
   Matrix output;
   double logit_scale, logit_softcap;  // softcap 0 disables it

@@ -16,6 +16,7 @@ inline float activate(int64_t activation, float x) {
     case kGeluTanh: return 0.5f * x * (1 + std::tanh(0.7978845608028654f * (x + 0.044715f * x * x * x)));
     case kGeluErf: return 0.5f * x * (1 + std::erf(x * 0.7071067811865476f));
     case kRelu: return std::max(x, 0.f);
+    case kReluSquared: return std::max(x, 0.f) * std::max(x, 0.f);
     default: return x / (1 + std::exp(-x));
   }
 }

@@ -84,7 +84,7 @@ void DecodeAttention::attend_block(const HeadSlots& head, int64_t stream, Range 
 // Applies scaling, softcap and the sliding window to logits.
 void DecodeAttention::scale_and_mask(const HeadSlots& head, Range slots, int32_t token_index, float* logits) const {
   const float scaling = float(layer_->scaling), cap = float(layer_->softcap);
-  const int32_t oldest = layer_->sliding_window ? std::max(token_index - int32_t(layer_->sliding_window) + 1, 0) : 0;
+  const int32_t oldest = int32_t(first_visible(*layer_, token_index));
   const int32_t* index = head.index + slots.begin;
   const int64_t count = slots.size();
   if (cap > 0) {
@@ -159,16 +159,18 @@ void DecodeAttention::merge(int64_t stream, float* output, float* factors) const
                   heads = layer_->query_heads / layer_->kv_heads;
     for (int64_t local_head = 0; local_head < slots.head_count; ++local_head) {
       for (int64_t q = slots.heads[local_head] * heads; q < (slots.heads[local_head] + 1) * heads; ++q) {
-        merge_head(block_number(stream, q, 0), blocks, output + q * value_size_, factors + q * blocks_);
+        const float sink = layer_->sink_logits ? layer_->sink_logits[q] : kMinusInfinity;
+        merge_head(block_number(stream, q, 0), blocks, sink, output + q * value_size_, factors + q * blocks_);
       }
     }
   }
 }
 
-void DecodeAttention::merge_head(int64_t first, int64_t blocks, float* output, float* factors) const {
+void DecodeAttention::merge_head(int64_t first, int64_t blocks, float sink, float* output, float* factors) const {
   const float *maxima = maxima_.at(first), *sums = sums_.at(first), *accum = outputs_.at(first * value_size_);
-  float maximum = kMinusInfinity, sum = 0;
+  float maximum = sink;
   for (int64_t b = 0; b < blocks; ++b) maximum = std::max(maximum, maxima[b]);
+  float sum = std::exp(sink - maximum);
   for (int64_t b = 0; b < blocks; ++b) {
     factors[b] = maxima[b] == kMinusInfinity ? 0 : std::exp(maxima[b] - maximum);
     sum += factors[b] * sums[b];

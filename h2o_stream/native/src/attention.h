@@ -90,7 +90,7 @@ class DecodeAttention {
   void scale_and_mask(const HeadSlots& head, Range slots, int32_t token_indices, float* logits) const;
   void accumulate_values(const HeadSlots& head, int64_t stream, Range exact, Range quantized, Scratch& scratch);
   void accumulate_quantized(const HeadSlots& head, Range quantized, const float* probs, Scratch& scratch) const;
-  void merge_head(int64_t first_slot, int64_t blocks, float* output, float* factors) const;
+  void merge_head(int64_t first_slot, int64_t blocks, float sink, float* output, float* factors) const;
   void update_scores(const HeadSlots& head, int64_t stream, Range slots, const float* factors) const;
 
   float* probs(int64_t stream, int64_t query_head) const {

@@ -3,6 +3,7 @@
 #pragma once
 
 #include "abi.h"
+#include "masks.h"
 #include "policies.h"
 #include "ranks.h"
 #include "rope.h"

@@ -21,26 +21,35 @@ inline float inverse_rms(const float* x, int64_t size, double epsilon) {
   return 1 / std::sqrt(sum / float(size) + float(epsilon));
 }
 
-// out = norm(x); may work in place.
-inline void apply_norm(const Norm& norm, const float* x, int64_t size, float* out) {
+// What a norm subtracts from a vector and multiplies it by.
+struct Moments {
+  float mean, factor;
+};
+
+inline Moments moments(const Norm& norm, const float* x, int64_t size) {
+  if (norm.kind != kLayerNorm) return {0, norm.kind == kNoNorm ? 1 : inverse_rms(x, size, norm.epsilon)};
+  float mean = 0, sum = 0;
+  for (int64_t i = 0; i < size; ++i) mean += x[i];
+  mean /= float(size);
+  for (int64_t i = 0; i < size; ++i) sum += (x[i] - mean) * (x[i] - mean);
+  return {mean, 1 / std::sqrt(sum / float(size) + float(norm.epsilon))};
+}
+
+// out = norm(x) for elements [first, first + size) of the vector that the moments are of; may work in place.
+inline void apply_norm(const Norm& norm, Moments moments, int64_t first, const float* x, int64_t size, float* out) {
   if (norm.kind == kNoNorm) {
     if (out != x) std::copy_n(x, size, out);
     return;
   }
-  float mean = 0, factor;
-  if (norm.kind == kLayerNorm) {
-    for (int64_t i = 0; i < size; ++i) mean += x[i];
-    mean /= float(size);
-    float sum = 0;
-    for (int64_t i = 0; i < size; ++i) sum += (x[i] - mean) * (x[i] - mean);
-    factor = 1 / std::sqrt(sum / float(size) + float(norm.epsilon));
-  } else {
-    factor = inverse_rms(x, size, norm.epsilon);
-  }
   for (int64_t i = 0; i < size; ++i) {
-    const float normed = (x[i] - mean) * factor * (norm.weight ? norm.weight[i] : 1.f);
-    out[i] = norm.bias ? normed + norm.bias[i] : normed;
+    const float normed = (x[i] - moments.mean) * moments.factor * (norm.weight ? norm.weight[first + i] : 1.f);
+    out[i] = norm.bias ? normed + norm.bias[first + i] : normed;
   }
+}
+
+// out = norm(x); may work in place.
+inline void apply_norm(const Norm& norm, const float* x, int64_t size, float* out) {
+  apply_norm(norm, moments(norm, x, size), 0, x, size, out);
 }
 
 // x += scale * norm(delta). `scratch` has room for `size` numbers.
@@ -69,25 +78,54 @@ class Angles {
     return cos_sin_.data();
   }
 
+  // Puts x [size] in an order.
+  void reorder(const int32_t* order, int64_t size, float* x) {
+    copy_.reserve(size);
+    std::copy_n(x, size, copy_.data());
+    for (int64_t i = 0; i < size; ++i) x[i] = copy_[order[i]];
+  }
+
  private:
-  Buffer<float> cos_sin_;
+  Buffer<float> cos_sin_, copy_;
   const float* frequencies_ = nullptr;
   int32_t index_ = -1;
 };
 
-// Norms and scales a query or key, and rotates it if the cache stores rotated keys.
-inline void prepare_head(const Layer& layer, const Norm& norm, const float* from, int32_t index, Angles& angles,
-                         float* out) {
-  apply_norm(norm, from, layer.attention.head_size, out);
-  if (layer.rope_scale != 1) {
-    for (int64_t i = 0; i < layer.rope_scaled_dims; ++i) out[i] *= float(layer.rope_scale);
-  }
-  if (!layer.frequencies) return;
+// Rotates a query or key by `cos_sin`, in place.
+inline void rotate(const Layer& layer, const float* cos_sin, float* x) {
   const int64_t half = layer.absolute_rotary_dims / 2;
-  const float* cos_sin = angles.at(layer.frequencies, layer.absolute_rotary_dims, index);
   for (int64_t i = 0; i < half; ++i) {
-    const float first = out[i], second = out[half + i];
-    out[i] = first * cos_sin[i] - second * cos_sin[half + i];
-    out[half + i] = second * cos_sin[i] + first * cos_sin[half + i];
+    const int64_t one = layer.order ? layer.order[i] : i, other = layer.order ? layer.order[half + i] : half + i;
+    const float first = x[one], second = x[other];
+    x[one] = first * cos_sin[i] - second * cos_sin[half + i];
+    x[other] = second * cos_sin[i] + first * cos_sin[half + i];
   }
+}
+
+// The queries or the keys of a token: head h starts at `first` + h * `stride`.
+struct Heads {
+  const Norm& norm;
+  const float* first;
+  int64_t stride, count;
+};
+
+// Norms and scales a query or key, and rotates it if the cache stores rotated keys, or else puts it in the order of its
+// slots.
+inline void prepare_head(const Layer& layer, const Heads& heads, int64_t head, int32_t index, Angles& angles,
+                         float* out) {
+  const int64_t size = layer.attention.head_size;
+  const float* from = heads.first + head * heads.stride;
+  if (layer.norms_after_rope) {
+    std::copy_n(from, size, out);
+  } else if (layer.norms_all_heads) {
+    apply_norm(heads.norm, moments(heads.norm, heads.first, heads.count * size), head * size, from, size, out);
+  } else {
+    apply_norm(heads.norm, from, size, out);
+  }
+  if (layer.rope_scale != 1) {
+    for (int64_t i = 0; i < layer.rope_scaled_dims; ++i) out[layer.order ? layer.order[i] : i] *= float(layer.rope_scale);
+  }
+  if (layer.frequencies) rotate(layer, angles.at(layer.frequencies, layer.absolute_rotary_dims, index), out);
+  if (layer.norms_after_rope) apply_norm(heads.norm, out, size, out);
+  if (layer.order && layer.attention.position_mode != kAbsolute) angles.reorder(layer.order, size, out);
 }

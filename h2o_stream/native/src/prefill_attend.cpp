@@ -3,6 +3,7 @@
 #include <algorithm>
 
 #include "gemm.h"
+#include "masks.h"
 #include "policies.h"
 #include "prefill.h"
 #include "prefill_blocking.h"
@@ -132,7 +133,7 @@ void Head::attend_block(int64_t index, int64_t split, Scratch& scratch) {
   block.key_end = num_held_ + block.query_end;
   if (layer_->sliding_window) {
     block.key_begin =
-        first_key_from(seen_ + block.query_begin - layer_->sliding_window + 1) / gemm::kPanel * gemm::kPanel;
+        first_key_from(first_visible(*layer_, seen_ + block.query_begin)) / gemm::kPanel * gemm::kPanel;
   }
   const int64_t size = layer_->head_size, stride = logit_stride(num_keys_);
   const int64_t value_stride = simd::padded(layer_->value_size);
@@ -178,19 +179,22 @@ void Head::softmax(const Block& block, int64_t stride, Scratch& scratch) const {
   for (int64_t row = 0; row < block.rows; ++row) {
     const int64_t q = block.query_begin + row / groups_;
     float* logits = scratch.logits.at(row * stride);
-    const int64_t from = layer_->sliding_window ? first_key_from(seen_ + q - layer_->sliding_window + 1) : 0,
+    const int64_t from = layer_->sliding_window ? first_key_from(first_visible(*layer_, seen_ + q)) : 0,
                   to = num_held_ + q + 1;
     if (layer_->softcap > 0) soft_cap(float(layer_->softcap), logits + block.key_begin, padded - block.key_begin);
     std::fill(logits + block.key_begin, logits + std::max(from, block.key_begin), simd::kMinusInfinity);
     std::fill(logits + to, logits + padded, simd::kMinusInfinity);
-    const float top = simd::reduce_max(logits + block.key_begin, padded - block.key_begin);
+    const float sink = layer_->sink_logits
+                           ? layer_->sink_logits[slots_->heads[local_head_] * groups_ + row % groups_]
+                           : simd::kMinusInfinity;
+    const float top = std::max(sink, simd::reduce_max(logits + block.key_begin, padded - block.key_begin));
     Floats sums{};
     for (int64_t i = block.key_begin; i < padded; i += kWidth) {
       const Floats exp_logits = simd::exp_nonpositive(simd::load(logits + i) - top);
       simd::store(exp_logits, logits + i);
       sums += exp_logits;
     }
-    scratch.weights[row] = 1 / simd::reduce_add(sums);
+    scratch.weights[row] = 1 / (simd::reduce_add(sums) + std::exp(sink - top));
   }
 }
 

@@ -126,9 +126,11 @@ void Prompt::embed(const int64_t* tokens) {
     float* x = x_.at(token * hidden);
     read_row(model_.embedding, tokens[token], x);
     for (int64_t i = 0; i < hidden; ++i) x[i] *= scale;
-    if (!model_.learned_positions) return;
-    const float* position = model_.learned_positions + (indices_[token] + model_.learned_offset) * hidden;
-    for (int64_t i = 0; i < hidden; ++i) x[i] += position[i];
+    if (model_.learned_positions) {
+      const float* position = model_.learned_positions + (indices_[token] + model_.learned_offset) * hidden;
+      for (int64_t i = 0; i < hidden; ++i) x[i] += position[i];
+    }
+    apply_norm(model_.embedding_norm, x, hidden, x);
   });
 }
 
@@ -150,12 +152,14 @@ void Prompt::project(const Layer& layer) {
       const int64_t token = first + i;
       const float* qkv = qkv_.at(i * qkv_size_);
       Angles& angles = angles_[worker.index];
+      const Heads queries{layer.query_norm, qkv + layer.query_offset, layer.query_stride, shape.query_heads};
       for (int64_t head = 0; head < shape.query_heads; ++head) {
-        prepare_head(layer, layer.query_norm, qkv + layer.query_offset + head * layer.query_stride, indices_[token],
-                     angles, query_.at((token * shape.query_heads + head) * shape.head_size));
+        prepare_head(layer, queries, head, indices_[token], angles,
+                     query_.at((token * shape.query_heads + head) * shape.head_size));
       }
+      const Heads keys{layer.key_norm, qkv + layer.key_offset, layer.key_stride, shape.kv_heads};
       for (int64_t head = 0; head < shape.kv_heads; ++head) {
-        prepare_head(layer, layer.key_norm, qkv + layer.key_offset + head * layer.key_stride, indices_[token], angles,
+        prepare_head(layer, keys, head, indices_[token], angles,
                      key_.at((token * shape.kv_heads + head) * shape.head_size));
         std::copy_n(qkv + layer.value_offset + head * layer.value_stride, shape.value_size,
                     value_.at((token * shape.kv_heads + head) * shape.value_size));

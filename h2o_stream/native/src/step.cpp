@@ -105,9 +105,11 @@ void Step::embed(const Worker& worker) {
     float* x = state.x.at(stream * hidden);
     read_row(model_.embedding, streams_[stream].token, x);
     for (int64_t i = 0; i < hidden; ++i) x[i] *= scale;
-    if (!model_.learned_positions) return;
-    const float* position = model_.learned_positions + (token_indices_[stream] + model_.learned_offset) * hidden;
-    for (int64_t i = 0; i < hidden; ++i) x[i] += position[i];
+    if (model_.learned_positions) {
+      const float* position = model_.learned_positions + (token_indices_[stream] + model_.learned_offset) * hidden;
+      for (int64_t i = 0; i < hidden; ++i) x[i] += position[i];
+    }
+    apply_norm(model_.embedding_norm, x, hidden, x);
   };
   for_each_stream(worker, row);
 }
@@ -171,13 +173,13 @@ void Step::prepare(const Layer& layer, int64_t stream, int64_t head, float* quer
   const AttentionLayer& shape = layer.attention;
   const int64_t heads = shape.query_heads / shape.kv_heads, size = simd::padded(shape.head_size);
   const float* qkv = qkv_.at(stream * qkv_size_);
+  const Heads all{layer.query_norm, qkv + layer.query_offset, layer.query_stride, shape.query_heads};
   for (int64_t q = 0; q < heads; ++q) {
-    const float* from = qkv + layer.query_offset + (head * heads + q) * layer.query_stride;
-    prepare_head(layer, layer.query_norm, from, token_indices_[stream], angles, queries + q * size);
+    prepare_head(layer, all, head * heads + q, token_indices_[stream], angles, queries + q * size);
   }
   if (!key) return;
-  prepare_head(layer, layer.key_norm, qkv + layer.key_offset + head * layer.key_stride, token_indices_[stream], angles,
-               key);
+  const Heads keys{layer.key_norm, qkv + layer.key_offset, layer.key_stride, shape.kv_heads};
+  prepare_head(layer, keys, head, token_indices_[stream], angles, key);
   std::copy_n(qkv + layer.value_offset + head * layer.value_stride, shape.value_size, value);
 }
 
