@@ -246,7 +246,7 @@ class TestStream:
     def test_embeddings(self, file: Path) -> None:
         theirs, ours = through_both(file, CacheConfig(window=40))
         with theirs, ours:
-            ids = numpy.array([3, 60, 3])
+            ids = numpy.array([[3, 0], [60, 0], [3, 0]])[:, 0]
             numpy.testing.assert_allclose(
                 ours.served.read_embeddings(ids), theirs.served.read_embeddings(ids), rtol=0, atol=1e-6
             )
@@ -337,21 +337,29 @@ def shares(windows: Sequence[HeadWindow]) -> list[float]:
     return [share for _, share in sorted((head, window.share) for window in windows for head in window.heads)]
 
 
-@pytest.mark.parametrize("command", ["chat", "stream"])
-def test_commands_import_no_torch(command: str, tmp_path: Path) -> None:
-    arguments = {
-        "chat": ["-p", "Say hi.", "-n", "2", "--session", "s"],
-        "stream": ["--turns", "1", "-n", "2"],
-    }[command]
+@pytest.mark.parametrize(
+    ("command", "arguments", "typed"),
+    [
+        ("chat", ["-p", "Say hi.", "--session", "s"], ""),
+        (
+            "chat",
+            ["--window", "48", "--chunk", "8"],
+            "I am Ada.\nTell me about bees.\nWho am I?\n/recall\n",
+        ),
+        ("stream", ["--turns", "1"], ""),
+    ],
+)
+def test_commands_import_no_torch(command: str, arguments: list[str], typed: str) -> None:
+    """Recall, which reads embeddings, and sessions among them."""
     code = f"""
 import sys
 from h2o_stream.cli import {command}
-sys.argv = ["h2o-{command}", *{arguments}, "-q"]
+sys.argv = ["h2o-{command}", *{arguments}, "-n", "8", "-q"]
 try:
     {command}.main()
 except SystemExit as left:
     assert not left.code, left.code
 assert "torch" not in sys.modules and "transformers" not in sys.modules
 """
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    done = subprocess.run([sys.executable, "-c", code], input=typed, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr

@@ -156,7 +156,7 @@ class ServedRuntime:
 
     def read_embeddings(self, ids: NDArray[numpy.int64]) -> Floats:
         """See `Served`."""
-        matrix = self._embedding
+        matrix, ids = self._embedding, numpy.ascontiguousarray(ids, numpy.int64)
         rows: Floats = packing.gather(matrix.weights, matrix.kind, matrix.rows, matrix.columns, ids, "float32")
         return rows
 
