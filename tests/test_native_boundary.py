@@ -21,8 +21,8 @@ from torch.func import functional_call
 from transformers import LlamaForCausalLM, PreTrainedModel
 
 from h2o_stream import CacheConfig, H2OStreamError, attach
-from h2o_stream.attachment import native_steps
 from h2o_stream.cache.tolerance import error_of
+from h2o_stream.native import library
 from h2o_stream.native.abi import MatrixKind, pointer
 from h2o_stream.native.packing import gather, pack, repack
 from tests.conftest import make_llama
@@ -437,7 +437,7 @@ def test_a_model_that_shares_the_config(tiny: LlamaForCausalLM) -> None:
 
 
 def test_a_checked_step_has_the_dtype_of_the_model(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(native_steps.CHECK, "1")
+    monkeypatch.setenv(library.CHECK_VARIABLE, "1")
     model = make_llama().bfloat16()
     with attach(model, CacheConfig(window=16)) as cache:
         assert {model(part, past_key_values=cache).logits.dtype for part in ids(6).split([4, 1, 1], 1)} == {

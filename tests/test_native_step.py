@@ -12,7 +12,6 @@ from torch import Tensor, nn
 from transformers import LlamaForCausalLM
 
 from h2o_stream import CacheConfig, attach
-from h2o_stream.attachment import native_steps
 from h2o_stream.cache.attention import LogitTransform
 from h2o_stream.cache.audit import check_slots
 from h2o_stream.cache.head_group import HeadGroup
@@ -227,7 +226,7 @@ def test_a_model_that_computes_something_else_fails_verification() -> None:
 
 
 def test_a_step_that_differs_is_found_layer_by_layer(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(native_steps.CHECK, "1")
+    monkeypatch.setenv(library.CHECK_VARIABLE, "1")
     model, tokens = make_llama(layers=3), tokens_of(1, 60)
     with torch.no_grad(), attach(model, CacheConfig(window=24)) as cache:
         model(tokens[:, :40], past_key_values=cache)

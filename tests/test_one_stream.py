@@ -7,7 +7,7 @@ import torch
 from transformers import DynamicCache, LlamaForCausalLM
 
 from h2o_stream import CacheConfig, ConfigError, H2OStreamError, attach
-from h2o_stream.attachment import native_steps
+from h2o_stream.native import library
 from tests.conftest import ids
 from tests.tolerance import assert_close
 
@@ -222,7 +222,7 @@ class TestArguments:
 
 
 def test_a_stream_is_the_same_where_every_step_is_checked(tiny: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(native_steps.CHECK, "1")
+    monkeypatch.setenv(library.CHECK_VARIABLE, "1")
     how = {"attention_mask": torch.ones(1, 10), "max_new_tokens": 6, "do_sample": False, "eos_token_id": None}
     expected = tiny.generate(ids(10), **how)
     with attach(tiny, CacheConfig(window=64)) as cache:

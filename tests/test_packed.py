@@ -11,7 +11,6 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from h2o_stream import CacheConfig, H2OStreamError, attach
-from h2o_stream.attachment import native_steps
 from h2o_stream.models.packed_layers import PackedEmbedding, PackedLinear
 from h2o_stream.native import library
 from h2o_stream.native.abi import MatrixKind
@@ -93,7 +92,7 @@ def packed_model(kind: MatrixKind) -> PreTrainedModel:
 @pytest.mark.parametrize("rows", [1, 3])
 def test_native_steps(kind: MatrixKind, rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Compares every step with the layers' own forward."""
-    monkeypatch.setenv(native_steps.CHECK, "1")
+    monkeypatch.setenv(library.CHECK_VARIABLE, "1")
     model, ids = packed_model(kind), torch.randint(3, 64, (rows, 14))
     with torch.no_grad(), attach(model, CacheConfig("h2o", 32)) as cache:
         assert cache.engine_note.startswith("native"), cache.engine_note

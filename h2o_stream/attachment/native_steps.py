@@ -18,9 +18,6 @@ from h2o_stream.native.slots import why_not
 from h2o_stream.native.stepper import Stepper
 from h2o_stream.native.tensor_stepper import CheckedStepper, TensorStepper
 
-CHECK = "H2O_CHECK_STEPS"
-"""Environment variable: every native step is compared with the eager one, layer by layer."""
-
 
 def make_stepper(model: Any, cache: H2OCache, verification: Verification) -> TensorStepper | CheckedStepper | str:
     """Native steps of an attached model, or the reason why there are none.
@@ -43,7 +40,7 @@ def make_stepper(model: Any, cache: H2OCache, verification: Verification) -> Ten
     if isinstance(described, str) or steps is None:
         return str(described)
     stepper = steps(cache)
-    return CheckedStepper(stepper, model) if os.environ.get(CHECK) else stepper
+    return CheckedStepper(stepper, model) if os.environ.get(library.CHECK_VARIABLE) else stepper
 
 
 def _stepper(native: CDLL, model: NativeModel, unchanged: ModelGuard, cache: H2OCache) -> TensorStepper:

@@ -14,8 +14,10 @@ from numpy.typing import NDArray
 
 from h2o_stream.cache.protection import Protection
 from h2o_stream.cache.shared_state import Revision, TokenCount
+from h2o_stream.cache.state import require_array
 from h2o_stream.cache.windows import Schedule
 from h2o_stream.config import CachePlan
+from h2o_stream.errors import H2OStreamError
 
 
 class Table(Protocol):
@@ -198,6 +200,18 @@ class GroupRules(ABC):
         """Allocate what rows of so many tokens need in their stages."""
         if (slots := self.slots_needed(lengths)) != self.num_slots:
             self.resize(slots, max(map(self.schedule.held, lengths)))
+
+    def slots_of(self, arrays: Mapping[str, NDArray[Any]]) -> int:
+        """Slots of a state, whose tokens are counted already.
+
+        Raises:
+            H2OStreamError: they are too few or too many.
+        """
+        slots: int = require_array(arrays, "index").shape[-1]
+        minimum = self.slots_needed(self.tokens.lengths)
+        if not minimum <= slots <= self.plan.window + self.schedule.max_held + self.spare:
+            raise H2OStreamError(f"the state does not fit: it has {slots} slots, {minimum} are needed")
+        return slots
 
     def slots_needed(self, lengths: Sequence[int]) -> int:
         """Slots for rows of so many tokens, with the empty one."""

@@ -123,9 +123,7 @@ class H2OCache(WindowedCache):
         """
         with refusing_damage():
             arrays = to_arrays(state)
-        loaded = self.restored(arrays)
-        self.__dict__.update(loaded.__dict__, torn=False, stream_number=self.stream_number + 1)
-        self._revision.bump()
+        self.continue_as(self.restored(arrays))
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         """Row i becomes a copy of row beam_idx[i], scores and ranks included."""

@@ -177,9 +177,7 @@ class Slots(GroupRules):
     def load(self, arrays: Mapping[str, Array]) -> None:
         """See `GroupRules`."""
         keys, values = (require_array(arrays, name) for name in ("keys", "values"))
-        slots, minimum = require_array(arrays, "index").shape[-1], self.slots_needed(self.tokens.lengths)
-        if not minimum <= slots <= self.plan.window + self.schedule.max_held + self.spare:
-            raise H2OStreamError(f"the state does not fit: it has {slots} slots, {minimum} are needed")
+        slots = self.slots_of(arrays)
         if keys.ndim != 4 or keys.shape[:3] != values.shape[:3] or keys.dtype != values.dtype:
             raise H2OStreamError(f"the state does not fit: values are {values.shape} {dtype_of(values)}")
         if self.heads is not None and keys.shape[1] != len(self.heads):

@@ -79,6 +79,11 @@ class WindowRules(ABC, Generic[Spec, Group]):
             H2OStreamError: the state does not fit, or is damaged.
         """
 
+    def continue_as(self, restored: Self) -> None:
+        """Continue the stream of a copy that `restored` made, in place of what is held."""
+        self.__dict__.update(restored.__dict__, torn=False, stream_number=self.stream_number + 1)
+        self._revision.bump()
+
     @abstractmethod
     def make_groups(self, revision: Revision) -> None:
         """Make empty head groups for the plan."""

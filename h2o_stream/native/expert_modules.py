@@ -7,7 +7,7 @@ block.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -61,12 +61,12 @@ def experts_of(module: Any, name: str, mlp_of: Callable[[Any], Mlp]) -> Experts:
     Raises:
         DescriptionError: it computes something else, or has other weights.
     """
-    experts, router = module.experts, next(filter(None, (getattr(module, key, None) for key in _ROUTERS)), None)
+    experts, router = module.experts, _part(module, _ROUTERS)
     weight = getattr(router, "weight", None)
     chosen = getattr(router, "top_k", getattr(module, "top_k", None))
     if not isinstance(weight, Tensor) or not isinstance(chosen, int):
         raise DescriptionError(f"{name} has a {type(module).__name__} with no known router")
-    shared = next(filter(None, (getattr(module, key, None) for key in _SHARED)), None)
+    shared = _part(module, _SHARED)
     shared_gate = getattr(module, _SHARED_GATE, None)
     gate, up, down, stride = _matrices(experts, len(weight), name)
     dtype = weight.dtype if _is_split(experts) else experts.down_proj.dtype
@@ -91,6 +91,11 @@ def experts_of(module: Any, name: str, mlp_of: Callable[[Any], Mlp]) -> Experts:
     if not relative_error(_apply(described, module, x), expected) < _tolerance(x.dtype):
         raise DescriptionError(f"{name} has a {type(module).__name__} that computes something else than known experts")
     return described
+
+
+def _part(module: Any, names: Iterable[str]) -> Any:
+    """The first module of these names, if there is one."""
+    return next(filter(None, (getattr(module, name, None) for name in names)), None)
 
 
 def _matrices(experts: Any, count: int, name: str) -> tuple[Matrix, Matrix, Matrix, int]:
@@ -188,7 +193,7 @@ def _apply(experts: Experts, module: Any, x: Tensor) -> Tensor:
     weights = _weights(experts.router, x)
     for token, index in weights.nonzero().tolist():
         y[token] += weights[token, index] * _apply_expert(experts, module.experts, index, x[token]).float()
-    if (shared := next(filter(None, (getattr(module, key, None) for key in _SHARED)), None)) is not None:
+    if (shared := _part(module, _SHARED)) is not None:
         gate = getattr(module, _SHARED_GATE, None)
         y += shared(x).float() * (1.0 if gate is None else gate(x).float().sigmoid())
     return y

@@ -24,6 +24,9 @@ INSTRUCTIONS_VARIABLE = "H2O_INSTRUCTIONS"
 FOLDER_VARIABLE = "H2O_LIBRARY_FOLDER"
 """Environment variable with another folder of libraries, such as those of `make sanitize`."""
 
+CHECK_VARIABLE = "H2O_CHECK_STEPS"
+"""Environment variable: every native step is compared with the eager one, layer by layer."""
+
 _INSTALLED_WITHOUT = (
     "h2o_stream was installed without its compiled library, because there was no C++ compiler or compilation failed "
     "(see pip install -v): install GCC or Clang, then h2o_stream again"

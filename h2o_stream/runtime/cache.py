@@ -181,6 +181,4 @@ class RuntimeCache(WindowRules[RuntimeLayer, ArrayGroup]):
         Raises:
             H2OStreamError: the state belongs to another model, dtype or policy, or is damaged. The cache is unchanged.
         """
-        loaded = self.restored(state)
-        self.__dict__.update(loaded.__dict__, torn=False, stream_number=self.stream_number + 1)
-        self._revision.bump()
+        self.continue_as(self.restored(state))

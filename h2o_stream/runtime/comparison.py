@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import sys
 from collections.abc import Iterator
 from dataclasses import fields, is_dataclass
 from typing import Any
@@ -11,7 +10,6 @@ from typing import Any
 import numpy
 from numpy.typing import NDArray
 
-from h2o_stream.native.abi import dtype_name
 from h2o_stream.native.description import Description, Matrix
 
 _ROUNDING = 1e-6
@@ -61,10 +59,9 @@ def _matrices(name: str, ours: Matrix, theirs: Matrix) -> Iterator[str]:
 
 
 def _array(tensor: Any) -> NDArray[Any]:
-    """A tensor or an array as an array, where bfloat16 is uint16."""
+    """A tensor or an array as an array."""
     if isinstance(tensor, numpy.ndarray):
         return tensor
-    bits = {"bfloat16": "uint16"}.get(dtype_name(tensor.dtype))
-    tensor = tensor.detach()
-    array: NDArray[Any] = (tensor.view(getattr(sys.modules["torch"], bits)) if bits else tensor).numpy()
-    return array
+    from h2o_stream.cache.arrays import to_array
+
+    return to_array(tensor)

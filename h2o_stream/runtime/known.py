@@ -52,9 +52,14 @@ class Known:
 
 def read_known(path: Path, dtype: str) -> Known | None:
     """What is known of a file whose vectors are in `dtype`; None if it has not been compared."""
-    for value in (read_measurement(_KIND, _key(path, dtype)), _shipped().get(f"{content_identity(path)} {dtype}")):
-        with suppress(KeyError, TypeError, ValueError):
-            return Known.from_json(value)
+    return _known(read_measurement(_KIND, _key(path, dtype))) or _known(
+        _shipped().get(f"{content_identity(path)} {dtype}")
+    )
+
+
+def _known(value: Any) -> Known | None:
+    with suppress(KeyError, TypeError, ValueError):
+        return Known.from_json(value)
     return None
 
 

@@ -155,7 +155,7 @@ def remember(loaded: LoadedModel, served: Any) -> None:
         served: the same with a cache, see `engine.served.Served`.
     """
     native = getattr(served, "native_model", None)
-    if loaded.file is None or native is None or _is_known(loaded.file, served.dtype):
+    if loaded.file is None or native is None or read_known(loaded.file, served.dtype):
         return
     try:
         source = ModelFile(loaded.name, loaded.file, served.dtype)
@@ -171,13 +171,9 @@ def remember(loaded: LoadedModel, served: Any) -> None:
     save_known(loaded.file, served.dtype, Known(cache.model_digest(), windows))
 
 
-def _is_known(path: Path, dtype: str) -> bool:
-    return read_known(path, dtype) is not None
-
-
 def _why_not(config: ModelConfig, engine: EngineChoice, path: Path) -> str:
     """Why a model needs torch, as far as settings and machine say, or nothing."""
-    if engine == "eager" or os.environ.get("H2O_CHECK_STEPS"):
+    if engine == "eager" or os.environ.get(library.CHECK_VARIABLE):
         return "steps are computed in torch, too"
     if config.device_map or config.tensor_parallel or Processes().count > 1:
         return "it is spread over devices or processes"

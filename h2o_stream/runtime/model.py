@@ -19,9 +19,7 @@ from h2o_stream.native.description import Description, NativeModel
 from h2o_stream.native.slots import POLICIES
 from h2o_stream.native.stepper import Stepper
 from h2o_stream.runtime.cache import RuntimeCache, RuntimeLayer
-from h2o_stream.runtime.rotations import Rotations
-
-Floats = NDArray[numpy.float32]
+from h2o_stream.runtime.rotations import Floats, Rotations
 
 
 @dataclass(frozen=True, eq=False)

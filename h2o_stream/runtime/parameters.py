@@ -43,7 +43,6 @@ class Parameters:
     """Numbers of a model.
 
     Attributes:
-        architecture: a name in `ARCHITECTURES`.
         num_layers: decoder layers.
         hidden_size: of the residual stream.
         inner_size: of the MLP.
@@ -64,7 +63,6 @@ class Parameters:
         experts: of layers that have experts.
     """
 
-    architecture: str
     num_layers: int
     hidden_size: int
     inner_size: int
@@ -138,7 +136,6 @@ def parameters_of_gguf(file: GgufFile) -> Parameters:
         local_theta = get("rope.freq_base_swa") or architecture.local_theta
         epsilon = get("attention.layer_norm_rms_epsilon")
         return Parameters(
-            name,
             num_layers=count,
             hidden_size=hidden,
             inner_size=int(get("feed_forward_length")),

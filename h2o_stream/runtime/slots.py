@@ -16,7 +16,6 @@ from h2o_stream.cache.ranks import rank_dtype
 from h2o_stream.cache.shared_state import Revision, TokenCount
 from h2o_stream.cache.state import require_array
 from h2o_stream.config import POLICIES, CachePlan
-from h2o_stream.errors import H2OStreamError
 
 NUMBERS = {"float32": numpy.dtype(numpy.float32), "bfloat16": numpy.dtype(numpy.uint16)}
 """What keys and values are stored as."""
@@ -113,15 +112,8 @@ class ArrayGroup(GroupRules):
         self.revision.bump()
 
     def load(self, arrays: Mapping[str, NDArray[Any]]) -> None:
-        """Continue with the arrays of a state, whose tokens are counted already.
-
-        Raises:
-            H2OStreamError: they do not fit.
-        """
-        slots, minimum = require_array(arrays, "index").shape[-1], self.slots_needed(self.tokens.lengths)
-        if not minimum <= slots <= self.plan.window + self.schedule.max_held + self.spare:
-            raise H2OStreamError(f"the state does not fit: it has {slots} slots, {minimum} are needed")
-        self.allocate(slots)
+        """See `GroupRules`."""
+        self.allocate(self.slots_of(arrays))
         for name, array in self._arrays.items():
             array[:] = require_array(arrays, name, like=array)
 

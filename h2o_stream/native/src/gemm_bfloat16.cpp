@@ -77,12 +77,12 @@ H2O_AMX_TARGET void unpack_block(const uint8_t* block, int64_t groups, BFloat16*
 // Unpacks `groups` groups, starting at a whole block, of 32 rows; missing rows are left as they are.
 template <int64_t kind>
 void unpack(const Matrix& matrix, int64_t row, int64_t first, int64_t groups, BFloat16* tiles) {
-  constexpr int64_t kBlockBytes = packed::block_bytes(kind, kGroupsPerBlock);
+  const int64_t offset = first / kGroupsPerBlock * packed::block_bytes(kind, kGroupsPerBlock);
   for (int64_t end = std::min(row + amx::kBlock, matrix.rows); row < end; row += packed::kRows) {
-    const uint8_t* block = tile_address(matrix, row) + first / kGroupsPerBlock * kBlockBytes;
-    for (int64_t g = 0; g < groups; g += kGroupsPerBlock, block += kBlockBytes) {
-      unpack_block<kind>(block, std::min(kGroupsPerBlock, groups - g), tiles + g * amx::kTile);
-    }
+    packed::for_each_block<kind>(tile_address(matrix, row) + offset, groups * kGroup,
+                                 [&](const uint8_t* block, int64_t count, int64_t column) {
+                                   unpack_block<kind>(block, count, tiles + column / kGroup * amx::kTile);
+                                 });
     tiles += groups * amx::kTile;
   }
 }
@@ -143,13 +143,7 @@ void gemm(Product product, int64_t threads) {
 
 void gemm_bfloat16(const Matrix& matrix, const float* x, int64_t count, float* out, int64_t stride, int64_t threads) {
   const Product product{matrix, x, out, stride, count, nullptr};
-  switch (matrix.kind) {
-    case kInt8: return gemm<kInt8>(product, threads);
-    case kInt4: return gemm<kInt4>(product, threads);
-    case kQ4K: return gemm<kQ4K>(product, threads);
-    case kMxFp4: return gemm<kMxFp4>(product, threads);
-    default: return gemm<kQ6K>(product, threads);
-  }
+  packed::dispatch_kind(matrix.kind, [&](auto kind) { gemm<kind>(product, threads); });
 }
 
 #endif

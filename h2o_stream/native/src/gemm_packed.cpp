@@ -162,12 +162,12 @@ void write_products(const Product& product, int64_t block, int64_t row, const Su
 // Unpacks `groups` groups, starting at a whole block, of the tiles of `kRows` rows; missing tiles are left as they are.
 template <int64_t kind>
 void unpack(const Matrix& matrix, int64_t row, int64_t first, int64_t groups, WeightGroup<kind>* weights) {
-  constexpr int64_t kBlockBytes = packed::block_bytes(kind, kGroupsPerBlock);
+  const int64_t offset = first / kGroupsPerBlock * packed::block_bytes(kind, kGroupsPerBlock);
   for (int64_t tile = 0; tile < kRows && row + tile < matrix.rows; tile += packed::kRows) {
-    const uint8_t* block = tile_address(matrix, row + tile) + first / kGroupsPerBlock * kBlockBytes;
-    for (int64_t g = 0; g < groups; g += kGroupsPerBlock, block += kBlockBytes) {
-      unpack_block<kind>(block, std::min(kGroupsPerBlock, groups - g), tile / kWidth, weights + g);
-    }
+    packed::for_each_block<kind>(tile_address(matrix, row + tile) + offset, groups * kGroup,
+                                 [&](const uint8_t* block, int64_t count, int64_t column) {
+                                   unpack_block<kind>(block, count, tile / kWidth, weights + column / kGroup);
+                                 });
   }
 }
 
@@ -214,11 +214,5 @@ void gemm(Product product, int64_t threads) {
 
 void gemm_packed(const Matrix& matrix, const float* x, int64_t count, float* out, int64_t stride, int64_t threads) {
   const Product product{matrix, x, out, stride, count, nullptr};
-  switch (matrix.kind) {
-    case kInt8: return gemm<kInt8>(product, threads);
-    case kInt4: return gemm<kInt4>(product, threads);
-    case kQ4K: return gemm<kQ4K>(product, threads);
-    case kMxFp4: return gemm<kMxFp4>(product, threads);
-    default: return gemm<kQ6K>(product, threads);
-  }
+  packed::dispatch_kind(matrix.kind, [&](auto kind) { gemm<kind>(product, threads); });
 }

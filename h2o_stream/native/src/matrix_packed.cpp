@@ -111,11 +111,7 @@ class PackedTile {
 
 void skinny_gemm_packed(const Matrix& matrix, const Vectors& vectors, Range range, Range rows, float* out,
                         int64_t stride) {
-  switch (matrix.kind) {
-    case kInt8: return gemm_tiles<PackedTile<kInt8>>(matrix, vectors, range, rows, out, stride);
-    case kInt4: return gemm_tiles<PackedTile<kInt4>>(matrix, vectors, range, rows, out, stride);
-    case kQ4K: return gemm_tiles<PackedTile<kQ4K>>(matrix, vectors, range, rows, out, stride);
-    case kMxFp4: return gemm_tiles<PackedTile<kMxFp4>>(matrix, vectors, range, rows, out, stride);
-    default: return gemm_tiles<PackedTile<kQ6K>>(matrix, vectors, range, rows, out, stride);
-  }
+  packed::dispatch_kind(matrix.kind, [&](auto kind) {
+    gemm_tiles<PackedTile<kind>>(matrix, vectors, range, rows, out, stride);
+  });
 }

@@ -2,6 +2,9 @@
 
 #pragma once
 
+#include <algorithm>
+#include <type_traits>
+
 #include "abi.h"
 
 namespace packed {
@@ -43,6 +46,28 @@ constexpr int64_t block_bytes(int64_t kind, int64_t groups) {
 constexpr int64_t tile_bytes(int64_t kind, int64_t columns) {
   const int64_t rest = columns % kBlock;
   return columns / kBlock * block_bytes(kind, kBlock / kGroup) + (rest ? block_bytes(kind, rest / kGroup) : 0);
+}
+
+// Calls `body(block, groups, column)` for the blocks of a tile, or of so many of its columns from a whole block on.
+template <int64_t kind, class Body>
+void for_each_block(const uint8_t* tile, int64_t columns, Body body) {
+  for (int64_t column = 0; column < columns; column += kBlock) {
+    const int64_t groups = std::min(columns - column, kBlock) / kGroup;
+    body(tile, groups, column);
+    tile += block_bytes(kind, groups);
+  }
+}
+
+// Calls `body` with the kind as a compile-time constant.
+template <class Body>
+void dispatch_kind(int64_t kind, Body body) {
+  switch (kind) {
+    case kInt8: return body(std::integral_constant<int64_t, kInt8>());
+    case kInt4: return body(std::integral_constant<int64_t, kInt4>());
+    case kQ4K: return body(std::integral_constant<int64_t, kQ4K>());
+    case kMxFp4: return body(std::integral_constant<int64_t, kMxFp4>());
+    default: return body(std::integral_constant<int64_t, kQ6K>());
+  }
 }
 
 }  // namespace packed

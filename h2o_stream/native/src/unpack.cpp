@@ -47,44 +47,22 @@ class Block {
   const uint8_t *codes_, *upper_;
 };
 
-// Calls `body(block, groups, column)` for the blocks of a tile.
-template <int64_t kind, class Body>
-void for_each_block(const uint8_t* tile, int64_t columns, Body body) {
-  for (int64_t column = 0; column < columns; column += kBlock) {
-    const int64_t groups = std::min(columns - column, kBlock) / kGroup;
-    body(tile, groups, column);
-    tile += packed::block_bytes(kind, groups);
-  }
-}
-
 template <int64_t kind, class Element>
 void read_row(const Matrix& matrix, int64_t row, Element* out) {
-  for_each_block<kind>(tile_address(matrix, row), matrix.columns,
-                       [&](const uint8_t* block_data, int64_t groups, int64_t column) {
-                         const Block<kind> block(block_data, groups, row % kRows);
-                         for (int64_t i = 0; i < groups * kGroup; i += 4) {
-                           float four[4];
-                           block.read(i / kGroup, i / 16 % 2, i / 4 % 4, four);
-                           for (int64_t k = 0; k < 4; ++k) simd::from_float(four[k], out[column + i + k]);
-                         }
-                       });
-}
-
-// Calls `body` with the kind as a compile-time constant.
-template <class Body>
-void dispatch_kind(int64_t kind, Body body) {
-  switch (kind) {
-    case kInt8: return body(std::integral_constant<int64_t, kInt8>());
-    case kInt4: return body(std::integral_constant<int64_t, kInt4>());
-    case kQ4K: return body(std::integral_constant<int64_t, kQ4K>());
-    case kMxFp4: return body(std::integral_constant<int64_t, kMxFp4>());
-    default: return body(std::integral_constant<int64_t, kQ6K>());
-  }
+  const auto copy_block = [&](const uint8_t* block_data, int64_t groups, int64_t column) {
+    const Block<kind> block(block_data, groups, row % kRows);
+    for (int64_t i = 0; i < groups * kGroup; i += 4) {
+      float four[4];
+      block.read(i / kGroup, i / 16 % 2, i / 4 % 4, four);
+      for (int64_t k = 0; k < 4; ++k) simd::from_float(four[k], out[column + i + k]);
+    }
+  };
+  packed::for_each_block<kind>(tile_address(matrix, row), matrix.columns, copy_block);
 }
 
 template <class Element>
 void gather(const Matrix& matrix, const int64_t* rows, int64_t count, Element* out, int64_t threads) {
-  dispatch_kind(matrix.kind, [&](auto kind) {
+  packed::dispatch_kind(matrix.kind, [&](auto kind) {
     parallel(threads, [&](const Worker& worker) {
       const Range range = worker.partition(count);
       for (int64_t i = range.begin; i < range.end; ++i) read_row<kind>(matrix, rows[i], out + i * matrix.columns);
@@ -101,7 +79,7 @@ void read_row(const Matrix& matrix, int64_t row, float* out) {
   switch (matrix.kind) {
     case kFloat32: return copy(reinterpret_cast<const float*>(tile_address(matrix, row)));
     case kBFloat16: return copy(reinterpret_cast<const simd::BFloat16*>(tile_address(matrix, row)));
-    default: dispatch_kind(matrix.kind, [&](auto kind) { read_row<kind>(matrix, row, out); });
+    default: packed::dispatch_kind(matrix.kind, [&](auto kind) { read_row<kind>(matrix, row, out); });
   }
 }
 
