@@ -97,6 +97,22 @@ class WindowRules(ABC, Generic[Spec, Group]):
     def groups_of(self, layer: int) -> Sequence[Group]:
         """The head groups of a layer."""
 
+    @abstractmethod
+    def recurrent_states(self, layer: int, shapes: Mapping[str, tuple[int, ...]], rows: int) -> list[Array]:
+        """The states of a layer that native code updates in place, zero before the first token.
+
+        Args:
+            layer: its index.
+            shapes: of each state of a row, by name.
+            rows: B.
+
+        Returns:
+            [B, ...] float32 of each name.
+
+        Raises:
+            H2OStreamError: the states that are held have other shapes.
+        """
+
     @property
     @abstractmethod
     def nbytes(self) -> int:

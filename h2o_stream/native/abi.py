@@ -67,6 +67,17 @@ class Activation(IntEnum):
     RELU_SQUARED = 4
 
 
+class MixerKind(IntEnum):
+    """How a recurrent mixer carries earlier tokens on."""
+
+    NONE = 0
+    SHORT_CONVOLUTION = 1
+
+
+MAX_PROJECTIONS, MAX_KERNEL = 4, 8
+"""Of a recurrent mixer."""
+
+
 class Scoring(IntEnum):
     """How a router's logits become the scores of experts."""
 
@@ -132,6 +143,25 @@ class Experts(Structure):
     ]
 
 
+class Convolution(Structure):
+    """A causal convolution of each channel by itself."""
+
+    _fields_ = _fields(pointer="weight bias", int="channels kernel")
+
+
+class Mixer(Structure):
+    """A mixer that keeps what it needs of earlier tokens in states of constant size."""
+
+    _fields_ = [
+        *_fields(int="kind"),
+        ("in", Matrix * MAX_PROJECTIONS),
+        *_fields(int="in_count"),
+        ("convolution", Convolution),
+        ("out", Matrix),
+        *_fields(int="first_state"),
+    ]
+
+
 class Layer(Structure):
     """A decoder layer."""
 
@@ -144,6 +174,7 @@ class Layer(Structure):
         *_fields(int="qkv_count query_offset query_stride key_offset key_stride value_offset value_stride"),
         *_fields(pointer="order"),
         *_fields(float="rope_scale", int1="rope_scaled_dims", pointer="frequencies", int2="absolute_rotary_dims"),
+        ("mixer", Mixer),
         *((name, Matrix) for name in ("out", "gate", "up", "down")),
         ("experts", Experts),
         *_fields(int="activation parallel first_group group_count"),
@@ -174,7 +205,7 @@ class Model(Structure):
 class Stream(Structure):
     """The next token of a stream."""
 
-    _fields_ = _fields(int="token", pointer="slots")
+    _fields_ = _fields(int="token", pointer="slots states")
 
 
 class Bytes(Structure):
@@ -183,7 +214,19 @@ class Bytes(Structure):
     _fields_ = _fields(pointer="ours theirs", int="count")
 
 
-STRUCTURES: Sequence[type[Structure]] = (Matrix, AttentionLayer, Slots, Norm, Experts, Layer, Model, Stream, Bytes)
+STRUCTURES: Sequence[type[Structure]] = (
+    Matrix,
+    AttentionLayer,
+    Slots,
+    Norm,
+    Experts,
+    Convolution,
+    Mixer,
+    Layer,
+    Model,
+    Stream,
+    Bytes,
+)
 
 SLOTS, STREAM, BYTES = (numpy.dtype(structure) for structure in (Slots, Stream, Bytes))
 """Of arrays of structures."""

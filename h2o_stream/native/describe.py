@@ -29,6 +29,8 @@ from h2o_stream.native.description import (
 from h2o_stream.native.expert_modules import experts_of, has_experts
 from h2o_stream.native.experts import Experts
 from h2o_stream.native.layouts import AttentionLayout, LayerLayout
+from h2o_stream.native.mixer_modules import mixer_of
+from h2o_stream.native.mixers import Mixer
 from h2o_stream.native.modules import (
     activation_of,
     as_float32,
@@ -165,15 +167,20 @@ class _ModelReader:
         layout = _match_layout(layer, name, layouts.LAYERS)
         self._mark_container(layer, name)
         _check_flags(name, lambda flag: getattr(layer, flag, None))
-        mlp = layer if layout.mlp is None else getattr(layer, layout.mlp)
+        mlp = layer if layout.owns_mlp else getattr(layer, layout.mlp or "", None)
         norms = {role: self._norm(layer, key, self._hidden, name) for role, key in layout.norms.items()}
         parallel = layout.parallel if layout.parallel is not None else getattr(layer, "use_parallel_residual", False)
         return Layer(
-            attention=self._attention(getattr(layer, layout.attention), index),
-            mlp=self._experts(mlp, name) if has_experts(mlp) else self._mlp(mlp, name),
+            attention=self._attention(getattr(layer, layout.attention), index) if layout.attention else None,
+            mixer=self._mixer(getattr(layer, layout.mixer), name) if layout.mixer else None,
+            mlp=None if mlp is None else self._experts(mlp, name) if has_experts(mlp) else self._mlp(mlp, name),
             **{role: norms.get(role, Norm()) for role in layouts.NORM_ROLES},
             parallel=bool(parallel),
         )
+
+    def _mixer(self, module: Any, name: str) -> Mixer:
+        self._mark_read(*module.modules())
+        return mixer_of(module, self._hidden, name)
 
     def _mark_container(self, module: Any, name: str, *known: str) -> None:
         """Record a module of which only the children and the parameters `known` are read."""
@@ -300,10 +307,9 @@ def _match_layout(layer: Any, name: str, candidates: Collection[LayerLayout]) ->
     """Find the layout whose modules match those of a layer exactly."""
     kinds = {key: child for key, child in layer.named_children() if not isinstance(child, _NO_OPS)}
     for layout in candidates:
-        names = {layout.attention, *layout.norms.values(), *((layout.mlp,) if layout.mlp else ())}
-        rest = kinds.keys() - names
-        inner = {"fc1", "fc2", *layouts.ACTIVATIONS} if layout.mlp is None else set()
-        if names <= kinds.keys() and rest <= inner:
+        rest = kinds.keys() - layout.names
+        inner = {"fc1", "fc2", *layouts.ACTIVATIONS} if layout.owns_mlp else set()
+        if layout.names <= kinds.keys() and rest <= inner:
             return layout
     raise DescriptionError(
         f"{name} is a {type(layer).__name__} whose modules match no known layout: {', '.join(kinds)}"

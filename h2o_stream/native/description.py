@@ -11,73 +11,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from typing import Protocol
 
-from h2o_stream.native import abi, packing
-from h2o_stream.native.abi import Activation, Array, MatrixKind, NormKind, pointer
+from h2o_stream.native import abi
+from h2o_stream.native.abi import Activation, Array, pointer
+from h2o_stream.native.matrix import DescriptionError, Matrix, Norm
+from h2o_stream.native.mixers import Mixer, fill_mixer
 
-
-class DescriptionError(Exception):
-    """The model cannot be described; the message gives the reason in one line."""
-
-
-@dataclass(frozen=True, eq=False)
-class Matrix:
-    """Weights of a linear layer or an embedding.
-
-    Attributes:
-        weights: [rows, columns] float32 or bfloat16, or uint8 of `packing.tiles_shape`; shared with the model.
-        bias: [rows] float32, or None.
-        rows: output features.
-        columns: input features.
-        kind: storage format.
-    """
-
-    weights: Array
-    bias: Array | None
-    rows: int
-    columns: int
-    kind: MatrixKind
-
-    def row_range(self, first: int, count: int) -> Matrix:
-        """Rows [first, first + count) in the same memory.
-
-        Raises:
-            DescriptionError: the rows of a packed matrix do not start at a tile.
-        """
-        tile = 1 if self.kind in (MatrixKind.FLOAT32, MatrixKind.BFLOAT16) else packing.ROWS
-        if first % tile:
-            raise DescriptionError(f"rows {first} of a packed matrix do not start at a multiple of {tile}")
-        weights = self.weights[first // tile : -(-(first + count) // tile)]
-        bias = None if self.bias is None else self.bias[first : first + count]
-        return Matrix(weights, bias, count, self.columns, self.kind)
-
-    def to_struct(self) -> abi.Matrix:
-        """As a C structure."""
-        dense = {MatrixKind.FLOAT32: "float32", MatrixKind.BFLOAT16: "bfloat16"}.get(self.kind)
-        size = self.rows * self.columns if dense else packing.packed_bytes(self.kind, self.rows, self.columns)
-        weights = pointer(self.weights, dense or "uint8", size)
-        return abi.Matrix(weights, pointer(self.bias, "float32", self.rows), self.rows, self.columns, self.kind)
-
-
-@dataclass(frozen=True, eq=False)
-class Norm:
-    """A normalization; offsets such as Gemma's 1 + w are folded into the weight.
-
-    Attributes:
-        kind: RMS or layer norm, or none.
-        weight: [n] float32, or None without a norm.
-        bias: [n] float32, or None.
-        epsilon: added to the mean square or variance.
-    """
-
-    kind: NormKind = NormKind.NONE
-    weight: Array | None = None
-    bias: Array | None = None
-    epsilon: float = 0.0
-
-    def to_struct(self, size: int) -> abi.Norm:
-        """As a C structure, of a norm whose weights are `size` numbers."""
-        weight, bias = (pointer(x, "float32", size) for x in (self.weight, self.bias))
-        return abi.Norm(weight, bias, self.epsilon, self.kind)
+__all__ = ["Attention", "Description", "DescriptionError", "HeadOffsets", "Layer", "Matrix", "Mlp", "NativeModel", "Norm"]
 
 
 @dataclass(frozen=True)
@@ -141,9 +80,29 @@ class Attention:
     norms_after_rope: bool = False
     sink_logits: Array | None = None
 
+    def fill(self, struct: abi.Layer) -> None:
+        """Fill the structure of a layer, except for the fields that depend on a cache."""
+        for name in ("query_heads", "kv_heads", "head_size", "value_size", "scaling", "softcap"):
+            setattr(struct.attention, name, getattr(self, name))
+        normed = (self.query_heads, self.kv_heads) if self.norms_all_heads else (1, 1)
+        struct.query_norm = self.query_norm.to_struct(normed[0] * self.head_size)
+        struct.key_norm = self.key_norm.to_struct(normed[1] * self.head_size)
+        struct.norms_all_heads, struct.norms_after_rope = self.norms_all_heads, self.norms_after_rope
+        struct.attention.sink_logits = pointer(self.sink_logits, "float32", self.query_heads)
+        for index, matrix in enumerate(self.qkv):
+            struct.qkv[index] = matrix.to_struct()
+        struct.qkv_count, struct.out = len(self.qkv), self.out.to_struct()
+        for field in fields(self.heads):
+            setattr(struct, field.name, getattr(self.heads, field.name))
+        if rope := self.rope:
+            struct.frequencies = pointer(rope.frequencies, "float32", rope.rotary_dims // 2)
+            struct.absolute_rotary_dims = rope.rotary_dims
+            struct.order = pointer(rope.order, "int32", self.head_size)
+            struct.rope_scale, struct.rope_scaled_dims = rope.scale, rope.rotary_dims if rope.scale != 1 else 0
+
 
 class FeedForward(Protocol):
-    """What follows the attention in a layer: an `Mlp` or `experts.Experts`."""
+    """What follows attention and mixer in a layer: an `Mlp` or `experts.Experts`."""
 
     @property
     def matrices(self) -> list[Matrix]:
@@ -185,53 +144,60 @@ class Mlp:
 
 @dataclass(frozen=True, eq=False)
 class Layer:
-    """A decoder layer; with `parallel` the MLP reads the attention's input."""
+    """A decoder layer: attention or a recurrent mixer, or both, whose outputs are added; then an MLP.
 
-    attention: Attention
-    mlp: FeedForward
+    Any of them may be missing. With `parallel` the MLP reads the attention's input.
+
+    Raises:
+        DescriptionError: nothing is left.
+    """
+
+    attention: Attention | None
+    mlp: FeedForward | None
     before_attention: Norm
     after_attention: Norm
     before_mlp: Norm
     after_mlp: Norm
     parallel: bool
+    mixer: Mixer | None = None
+
+    def __post_init__(self) -> None:
+        if self.attention is self.mixer is self.mlp is None:
+            raise DescriptionError("a layer computes nothing")
 
     @property
     def matrices(self) -> list[Matrix]:
         """See `Description.matrices`."""
-        return [*self.attention.qkv, self.attention.out, *self.mlp.matrices]
+        return [*self._mixing_matrices, *(self.mlp.matrices if self.mlp else [])]
 
     @property
     def nbytes(self) -> int:
         """Bytes of weights that a decode step reads."""
-        attention: int = sum(matrix.weights.nbytes for matrix in (*self.attention.qkv, self.attention.out))
-        return attention + self.mlp.nbytes
+        mixing: int = sum(matrix.weights.nbytes for matrix in self._mixing_matrices)
+        return mixing + (self.mlp.nbytes if self.mlp else 0)
 
-    def fill(self, struct: abi.Layer) -> None:
-        """Fill a structure, except for the fields that depend on a cache."""
-        attention = self.attention
-        for name in ("query_heads", "kv_heads", "head_size", "value_size", "scaling", "softcap"):
-            setattr(struct.attention, name, getattr(attention, name))
+    @property
+    def _mixing_matrices(self) -> list[Matrix]:
+        attention = [*self.attention.qkv, self.attention.out] if self.attention else []
+        return attention + ([*self.mixer.projections, self.mixer.out] if self.mixer else [])
+
+    def fill(self, struct: abi.Layer, hidden: int, first_state: int) -> None:
+        """Fill a structure, except for the fields that depend on a cache.
+
+        Args:
+            struct: is filled.
+            hidden: size of the residual stream.
+            first_state: number of states of mixers in all layers before.
+        """
         for name in ("before_attention", "after_attention", "before_mlp", "after_mlp"):
-            setattr(struct, name, getattr(self, name).to_struct(attention.out.rows))
-        normed = (attention.query_heads, attention.kv_heads) if attention.norms_all_heads else (1, 1)
-        struct.query_norm = attention.query_norm.to_struct(normed[0] * attention.head_size)
-        struct.key_norm = attention.key_norm.to_struct(normed[1] * attention.head_size)
-        struct.norms_all_heads, struct.norms_after_rope = attention.norms_all_heads, attention.norms_after_rope
-        struct.attention.sink_logits = pointer(attention.sink_logits, "float32", attention.query_heads)
-        for index, matrix in enumerate(attention.qkv):
-            struct.qkv[index] = matrix.to_struct()
-        struct.qkv_count = len(attention.qkv)
-        for field in fields(attention.heads):
-            setattr(struct, field.name, getattr(attention.heads, field.name))
-        struct.rope_scale = 1.0
-        if attention.rope:
-            rope = attention.rope
-            struct.frequencies = pointer(rope.frequencies, "float32", rope.rotary_dims // 2)
-            struct.absolute_rotary_dims = rope.rotary_dims
-            struct.order = pointer(rope.order, "int32", attention.head_size)
-            struct.rope_scale, struct.rope_scaled_dims = rope.scale, rope.rotary_dims if rope.scale != 1 else 0
-        struct.out, struct.parallel = attention.out.to_struct(), self.parallel
-        self.mlp.fill(struct)
+            setattr(struct, name, getattr(self, name).to_struct(hidden))
+        struct.parallel, struct.rope_scale = self.parallel, 1.0
+        if self.attention:
+            self.attention.fill(struct)
+        if self.mixer:
+            fill_mixer(self.mixer, struct.mixer, first_state)
+        if self.mlp:
+            self.mlp.fill(struct)
 
 
 @dataclass(frozen=True, eq=False)
@@ -271,7 +237,8 @@ class Description:
     @property
     def supports_absolute(self) -> bool:
         """Whether ``absolute`` positions work: nothing but angles depends on positions."""
-        return all(layer.attention.rope is None or layer.attention.rope.fixed for layer in self.layers)
+        ropes = (layer.attention.rope for layer in self.layers if layer.attention)
+        return all(rope is None or rope.fixed for rope in ropes)
 
     @property
     def matrices(self) -> list[Matrix]:
@@ -298,8 +265,10 @@ class NativeModel:
     def __init__(self, description: Description) -> None:
         self.description = description
         self.layers = (abi.Layer * len(description.layers))()
+        states = 0
         for layer, struct in zip(description.layers, self.layers, strict=True):
-            layer.fill(struct)
+            layer.fill(struct, description.embedding.columns, states)
+            states += len(layer.mixer.states) if layer.mixer else 0
         self.struct = abi.Model(
             layers=ctypes.cast(self.layers, ctypes.POINTER(abi.Layer)),
             layer_count=len(self.layers),

@@ -28,18 +28,28 @@ class LayerLayout:
     """Module names in a decoder layer.
 
     Attributes:
-        attention: the attention module.
-        mlp: the MLP, or None if its linear layers belong to the decoder layer itself.
+        attention: the attention module, or None.
+        mlp: the MLP, or None if there is none, or if its linear layers belong to the decoder layer itself.
         norms: module name of each norm in `NORM_ROLES`.
         parallel: whether the MLP reads the attention's input; None if an attribute of the layer tells.
+        mixer: the recurrent mixer, beside attention or in its place, or None.
+        owns_mlp: whether the linear layers of the MLP belong to the decoder layer itself.
     """
 
-    attention: str
+    attention: str | None
     mlp: str | None
     norms: Mapping[str, str]
     parallel: bool | None = None
+    mixer: str | None = None
+    owns_mlp: bool = False
+
+    @property
+    def names(self) -> set[str]:
+        """All modules."""
+        return {*self.norms.values(), *filter(None, (self.attention, self.mixer, self.mlp))}
 
 
+_LFM2_NORMS = {"before_attention": "operator_norm", "before_mlp": "ffn_norm"}
 _TWO_NORMS = {"before_attention": "input_layernorm", "before_mlp": "post_attention_layernorm"}
 
 LAYERS = (
@@ -63,7 +73,12 @@ LAYERS = (
     LayerLayout(
         "self_attn", "mlp", {"before_attention": "input_layernorm", "before_mlp": "input_layernorm"}, parallel=True
     ),
-    LayerLayout("self_attn", None, {"before_attention": "self_attn_layer_norm", "before_mlp": "final_layer_norm"}),
+    LayerLayout(
+        "self_attn",
+        None,
+        {"before_attention": "self_attn_layer_norm", "before_mlp": "final_layer_norm"},
+        owns_mlp=True,
+    ),
     LayerLayout(
         "self_attn",
         "mlp",
@@ -71,7 +86,8 @@ LAYERS = (
     ),
     LayerLayout("self_attn", "mlp", {**_TWO_NORMS, "after_attention": "post_norm1", "after_mlp": "post_norm2"}),
     LayerLayout("self_attn", "mlp", {"before_attention": "attention_layernorm", "before_mlp": "feedforward_layernorm"}),
-    LayerLayout("self_attn", "feed_forward", {"before_attention": "operator_norm", "before_mlp": "ffn_norm"}),
+    LayerLayout("self_attn", "feed_forward", _LFM2_NORMS),
+    LayerLayout(None, "feed_forward", _LFM2_NORMS, mixer="conv"),
 )
 """Llama and most others; Granite MoE; Gemma 2 and 3; EXAONE 4, OLMo 2; VaultGemma; GPT-NeoX; Phi, Cohere, StableLM 2
 12B; OPT; GLM-4 0414; HyperCLOVA X; Apertus; LFM2."""

@@ -50,17 +50,19 @@ class RuntimeModel:
         Raises:
             ConfigError: windows do not fit the model.
         """
-        attentions = [layer.attention for layer in self.description.layers]
-        ropes = {id(x.rope.frequencies): x.rope.frequencies for x in attentions if x.rope}
+        described = self.description.layers
+        ropes = {id(x.rope.frequencies): x.rope.frequencies for layer in described if (x := layer.attention) and x.rope}
         tables = {key: Rotations(frequencies) for key, frequencies in ropes.items()}  # layers share them
         layers = [
             RuntimeLayer(
-                HeadShape(x.query_heads, x.kv_heads, x.head_size, x.value_size),
-                tables[id(x.rope.frequencies)] if x.rope else None,
+                HeadShape(x.query_heads, x.kv_heads, x.head_size, x.value_size) if x else None,
+                tables[id(x.rope.frequencies)] if x and x.rope else None,
                 sliding,
                 windows,
+                layer.mixer.states if layer.mixer else {},
             )
-            for x, sliding, windows in zip(attentions, self.sliding, self._windows(config), strict=True)
+            for layer, sliding, windows in zip(described, self.sliding, self._windows(config), strict=True)
+            for x in [layer.attention]
         ]
         if config.cache_size is not None:
             config = config_for_size(

@@ -130,11 +130,35 @@ struct Experts {
   double scale;
 };
 
+// How a recurrent mixer carries earlier tokens on.
+enum MixerKind : int64_t { kNoMixer = 0, kShortConvolution = 1 };
+
+constexpr int64_t kMaxProjections = 4, kMaxKernel = 8;
+
+// A causal convolution of each channel by itself.
+struct Convolution {
+  const float *weight, *bias;  // [channels][kernel], of the oldest input first; [channels] or null
+  int64_t channels, kernel;    // kernel at most kMaxKernel
+};
+
+// A mixer that keeps what it needs of earlier tokens in states of constant size; see mixer.h.
+//   kShortConvolution  (b, c, x) = in(y), all [channels]; out(c * convolution(b * x))
+//                      states: the last inputs of the convolution [channels][kernel], the newest last
+struct Mixer {
+  int64_t kind;
+  Matrix in[kMaxProjections];  // of the layer's normed input; their outputs are concatenated
+  int64_t in_count;
+  Convolution convolution;
+  Matrix out;
+  int64_t first_state;  // index of its first state in `Stream`
+};
+
 // A decoder layer:
-//   a = attention(before_attention(x));  x += after_attention(a)
-//   m = mlp(before_mlp(x));              x += after_mlp(m)
-// With `parallel` the MLP reads x before the attention output is added. The output of experts is added to that of the
-// MLP, which may be missing then.
+//   a = attention(before_attention(x)) + mixer(before_attention(x));  x += after_attention(a)
+//   m = mlp(before_mlp(x));                                           x += after_mlp(m)
+// What is missing is left out: attention if qkv_count is 0, the mixer if its kind is kNoMixer, the MLP if neither `down`
+// nor the router has weights. With `parallel` the MLP reads x before `a` is added. The output of experts is added to that
+// of the MLP, which may be missing then.
 struct Layer {
   AttentionLayer attention;
   Norm before_attention, after_attention, before_mlp, after_mlp;
@@ -156,6 +180,7 @@ struct Layer {
   // kAbsolute only, or null.
   const float* frequencies;
   int64_t absolute_rotary_dims;
+  Mixer mixer;
   Matrix out, gate, up, down;  // gate.weights null: down(act(up(x)))
   Experts experts;
   int64_t activation, parallel;
@@ -179,7 +204,8 @@ struct Model {
 // The next token of a stream.
 struct Stream {
   int64_t token;
-  const Slots* slots;  // of all layers
+  const Slots* slots;    // of all layers
+  float* const* states;  // of all mixers
 };
 
 // Two ranges of memory that are compared.

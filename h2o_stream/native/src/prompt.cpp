@@ -40,6 +40,7 @@ Prompt::Prompt(const Model& model, const Stream* streams, int64_t count, int64_t
       counts_(count, new_tokens) {
   const Layer& last = model.layers[model.layer_count - 1];
   groups_ = last.first_group + last.group_count;
+  for (int64_t i = 0; i < model.layer_count; ++i) in_bfloat16_ |= model.layers[i].attention.in_bfloat16 != 0;
 }
 
 // Selects the slots of a layer.
@@ -67,7 +68,7 @@ prefill::NewTokens Prompt::tokens_of(const Layer& layer) {
 
 bool Prompt::fits() {
   return std::all_of(model_.layers, model_.layers + model_.layer_count, [this](const Layer& layer) {
-    return prefill::fits(layer.attention, slots_of(layer), tokens_of(layer));
+    return !attends(layer) || prefill::fits(layer.attention, slots_of(layer), tokens_of(layer));
   });
 }
 
@@ -78,12 +79,16 @@ void Prompt::reserve() {
     const AttentionLayer& shape = layer.attention;
     int64_t rows = 0;
     for (int64_t i = 0; i < layer.qkv_count; ++i) rows += layer.qkv[i].rows;
-    qkv_size_ = std::max(qkv_size_, rows), inner_ = std::max({inner_, layer.down.columns, layer.experts.inner_size});
+    qkv_size_ = std::max({qkv_size_, rows, projected_size(layer.mixer)});
+    mixer_scratch_size_ = std::max(mixer_scratch_size_, scratch_size(layer.mixer, block));
+    inner_ = std::max({inner_, layer.down.columns, layer.experts.inner_size});
     experts_ = std::max(experts_, layer.experts.router.rows), chosen_ = std::max(chosen_, layer.experts.chosen);
     query_.reserve(count_ * shape.query_heads * shape.head_size);
     key_.reserve(count_ * shape.kv_heads * shape.head_size);
     value_.reserve(count_ * shape.kv_heads * shape.value_size);
     attended_.reserve(count_ * shape.query_heads * shape.value_size);
+    mixed_.reserve(count_ * layer.mixer.out.columns);
+    mixed_delta_.reserve(attends(layer) && has_mixer(layer) ? block * hidden : 0);
   }
   x_.reserve(count_ * hidden);
   indices_.reserve(count_);
@@ -93,6 +98,7 @@ void Prompt::reserve() {
   gate_.reserve(block * inner_);
   up_.reserve(block * inner_);
   scratch_.reserve(threads_ * hidden);
+  mixer_scratch_.reserve(threads_ * mixer_scratch_size_);
   normed_.reserve(block * hidden);
   gathered_.reserve(experts_ ? block * hidden : 0);
   expert_delta_.reserve(gathered_.size());
@@ -108,8 +114,8 @@ void Prompt::run(const int64_t* tokens, int64_t keep, float* logits) {
   embed(tokens);
   for (int64_t index = 0; index < model_.layer_count; ++index) {
     const Layer& layer = model_.layers[index];
-    project(layer);
-    prefill::attend(layer.attention, slots_of(layer), tokens_of(layer), threads_);
+    if (attends(layer) || has_mixer(layer)) mix_tokens(layer);
+    if (attends(layer)) prefill::attend(layer.attention, slots_of(layer), tokens_of(layer), threads_);
     if (index + 1 == model_.layer_count) drop_all_but(keep);
     finish(layer);
   }
@@ -134,66 +140,112 @@ void Prompt::embed(const int64_t* tokens) {
   });
 }
 
-// Writes the queries, keys and values of a layer.
-void Prompt::project(const Layer& layer) {
-  const AttentionLayer& shape = layer.attention;
+// Writes the queries, keys and values of a layer, and takes the tokens through its recurrent mixer.
+void Prompt::mix_tokens(const Layer& layer) {
   const int64_t hidden = model_.hidden_size;
-  const bool in_bfloat16 = shape.in_bfloat16;
   for_each_block([&](int64_t first, int64_t size) {
     for_each_token(size, [&](int64_t i, const Worker&) {
       apply_norm(layer.before_attention, x_.at((first + i) * hidden), hidden, normed_.at(i * hidden));
     });
-    int64_t column = 0;
-    for (int64_t i = 0; i < layer.qkv_count; ++i) {
-      multiply(layer.qkv[i], normed_.data(), size, qkv_.at(column), qkv_size_, in_bfloat16, threads_);
-      column += layer.qkv[i].rows;
-    }
-    for_each_token(size, [&](int64_t i, const Worker& worker) {
-      const int64_t token = first + i;
-      const float* qkv = qkv_.at(i * qkv_size_);
-      Angles& angles = angles_[worker.index];
-      const Heads queries{layer.query_norm, qkv + layer.query_offset, layer.query_stride, shape.query_heads};
-      for (int64_t head = 0; head < shape.query_heads; ++head) {
-        prepare_head(layer, queries, head, indices_[token], angles,
-                     query_.at((token * shape.query_heads + head) * shape.head_size));
-      }
-      const Heads keys{layer.key_norm, qkv + layer.key_offset, layer.key_stride, shape.kv_heads};
-      for (int64_t head = 0; head < shape.kv_heads; ++head) {
-        prepare_head(layer, keys, head, indices_[token], angles,
-                     key_.at((token * shape.kv_heads + head) * shape.head_size));
-        std::copy_n(qkv + layer.value_offset + head * layer.value_stride, shape.value_size,
-                    value_.at((token * shape.kv_heads + head) * shape.value_size));
-      }
-    });
+    if (attends(layer)) project(layer, first, size);
+    if (has_mixer(layer)) run_mixer(layer.mixer, first, size);
   });
 }
 
-// Moves the last `keep` tokens of each stream to the front: after the last layer's attention no others are needed.
+// Multiplies a block of normed tokens with several matrices, whose outputs are concatenated in `qkv_`.
+void Prompt::multiply_all(const Matrix* matrices, int64_t count, int64_t size) {
+  int64_t column = 0;
+  for (int64_t i = 0; i < count; ++i) {
+    multiply(matrices[i], normed_.data(), size, qkv_.at(column), qkv_size_, in_bfloat16_, threads_);
+    column += matrices[i].rows;
+  }
+}
+
+// Writes the queries, keys and values of a block of tokens.
+void Prompt::project(const Layer& layer, int64_t first, int64_t size) {
+  const AttentionLayer& shape = layer.attention;
+  multiply_all(layer.qkv, layer.qkv_count, size);
+  for_each_token(size, [&](int64_t i, const Worker& worker) {
+    const int64_t token = first + i;
+    const float* qkv = qkv_.at(i * qkv_size_);
+    Angles& angles = angles_[worker.index];
+    const Heads queries{layer.query_norm, qkv + layer.query_offset, layer.query_stride, shape.query_heads};
+    for (int64_t head = 0; head < shape.query_heads; ++head) {
+      prepare_head(layer, queries, head, indices_[token], angles,
+                   query_.at((token * shape.query_heads + head) * shape.head_size));
+    }
+    const Heads keys{layer.key_norm, qkv + layer.key_offset, layer.key_stride, shape.kv_heads};
+    for (int64_t head = 0; head < shape.kv_heads; ++head) {
+      prepare_head(layer, keys, head, indices_[token], angles,
+                   key_.at((token * shape.kv_heads + head) * shape.head_size));
+      std::copy_n(qkv + layer.value_offset + head * layer.value_stride, shape.value_size,
+                  value_.at((token * shape.kv_heads + head) * shape.value_size));
+    }
+  });
+}
+
+// Takes a block of tokens, which may be of several streams, through a recurrent mixer.
+void Prompt::run_mixer(const Mixer& mixer, int64_t first, int64_t size) {
+  multiply_all(mixer.in, mixer.in_count, size);
+  for (int64_t begin = first; begin < first + size;) {
+    const int64_t stream = begin / new_tokens_, end = std::min(first + size, (stream + 1) * new_tokens_);
+    const MixerTokens tokens{qkv_.at((begin - first) * qkv_size_), end - begin, qkv_size_,
+                             streams_[stream].states + mixer.first_state, mixed_.at(begin * mixer.out.columns)};
+    parallel(threads_, [&](const Worker& worker) {
+      mix(mixer, tokens, mixer_scratch_.at(worker.index * mixer_scratch_size_), worker);
+    });
+    begin = end;
+  }
+}
+
+// Moves the last `keep` tokens of each stream to the front: after the last layer has mixed tokens no others are needed.
 void Prompt::drop_all_but(int64_t keep) {
-  const int64_t hidden = model_.hidden_size, size = model_.layers[model_.layer_count - 1].out.columns;
+  const int64_t hidden = model_.hidden_size;
+  const Layer& last = model_.layers[model_.layer_count - 1];
+  const auto keep_rows = [](const Buffer<float>& rows, int64_t size, int64_t from, int64_t to, int64_t count) {
+    std::memmove(rows.at(to * size), rows.at(from * size), count * size * sizeof(float));
+  };
   for (int64_t stream = 0; stream < stream_count_; ++stream) {
     const int64_t from = (stream + 1) * new_tokens_ - keep, to = stream * keep;
-    std::memmove(x_.at(to * hidden), x_.at(from * hidden), keep * hidden * sizeof(float));
-    std::memmove(attended_.at(to * size), attended_.at(from * size), keep * size * sizeof(float));
+    keep_rows(x_, hidden, from, to, keep);
+    if (attends(last)) keep_rows(attended_, last.out.columns, from, to, keep);
+    if (has_mixer(last)) keep_rows(mixed_, last.mixer.out.columns, from, to, keep);
   }
   count_ = stream_count_ * keep;
 }
 
-// Adds a layer's attention and its MLP to the residual stream.
+// Writes the outputs of attention and mixer for a block of tokens.
+void Prompt::multiply_out(const Layer& layer, int64_t first, int64_t size) {
+  const int64_t hidden = model_.hidden_size;
+  if (attends(layer)) {
+    multiply(layer.out, attended_.at(first * layer.out.columns), size, attention_delta_.data(), hidden, in_bfloat16_,
+             threads_);
+  }
+  if (!has_mixer(layer)) return;
+  const Matrix& out = layer.mixer.out;
+  float* delta = attends(layer) ? mixed_delta_.data() : attention_delta_.data();
+  multiply(out, mixed_.at(first * out.columns), size, delta, hidden, in_bfloat16_, threads_);
+  if (!attends(layer)) return;
+  for_each_token(size, [&](int64_t i, const Worker&) {
+    for (int64_t k = i * hidden; k < (i + 1) * hidden; ++k) attention_delta_[k] += delta[k];
+  });
+}
+
+// Adds a layer's attention, mixer and MLP to the residual stream.
 void Prompt::finish(const Layer& layer) {
   const int64_t hidden = model_.hidden_size;
   const float scale = float(model_.residual_scale);
-  const bool in_bfloat16 = layer.attention.in_bfloat16;
+  const bool mixes = attends(layer) || has_mixer(layer);
   for_each_block([&](int64_t first, int64_t size) {
-    multiply(layer.out, attended_.at(first * layer.out.columns), size, attention_delta_.data(), hidden, in_bfloat16,
-             threads_);
+    if (mixes) multiply_out(layer, first, size);
     for_each_token(size, [&](int64_t i, const Worker& worker) {
       float *x = x_.at((first + i) * hidden), *scratch = scratch_.at(worker.index * hidden);
       const float* delta = attention_delta_.at(i * hidden);
-      if (!layer.parallel) add_normed(layer.after_attention, delta, hidden, scale, x, scratch);
+      if (mixes && !layer.parallel) add_normed(layer.after_attention, delta, hidden, scale, x, scratch);
       apply_norm(layer.before_mlp, x, hidden, normed_.at(i * hidden));
-      if (layer.parallel) add_normed(layer.after_attention, delta, hidden, scale, x, scratch);
+      if (mixes && layer.parallel) add_normed(layer.after_attention, delta, hidden, scale, x, scratch);
     });
+    if (!has_mlp(layer)) return;
     feed_mlp(layer, size);
     if (layer.experts.router.weights) feed_experts(layer, size);
     for_each_token(size, [&](int64_t i, const Worker& worker) {
@@ -210,14 +262,14 @@ void Prompt::feed_mlp(const Layer& layer, int64_t size) {
     std::fill_n(mlp_delta_.data(), size * hidden, 0.f);
     return;
   }
-  const bool gated = layer.gate.weights, in_bfloat16 = layer.attention.in_bfloat16;
-  if (gated) multiply(layer.gate, normed_.data(), size, gate_.data(), inner, in_bfloat16, threads_);
-  multiply(layer.up, normed_.data(), size, up_.data(), inner, in_bfloat16, threads_);
+  const bool gated = layer.gate.weights;
+  if (gated) multiply(layer.gate, normed_.data(), size, gate_.data(), inner, in_bfloat16_, threads_);
+  multiply(layer.up, normed_.data(), size, up_.data(), inner, in_bfloat16_, threads_);
   for_each_token(size, [&](int64_t i, const Worker&) {
     float* up = up_.at(i * inner);
     activate(layer.activation, gated ? gate_.at(i * inner) : nullptr, up, {0, inner}, up);
   });
-  multiply(layer.down, up_.data(), size, mlp_delta_.data(), hidden, in_bfloat16, threads_);
+  multiply(layer.down, up_.data(), size, mlp_delta_.data(), hidden, in_bfloat16_, threads_);
   const Matrix& gate = layer.experts.shared_gate;
   if (!gate.weights) return;
   multiply(gate, normed_.data(), size, gate_.data(), 1, false, threads_);
@@ -231,7 +283,6 @@ void Prompt::feed_mlp(const Layer& layer, int64_t size) {
 void Prompt::feed_experts(const Layer& layer, int64_t size) {
   const Experts& experts = layer.experts;
   const int64_t hidden = model_.hidden_size, inner = experts.inner_size;
-  const bool in_bfloat16 = layer.attention.in_bfloat16;
   group_by_expert(experts, size);
   for (int64_t index = 0; index < experts.router.rows; ++index) {
     const std::vector<int64_t>& choices = tokens_by_expert_[index];
@@ -241,13 +292,13 @@ void Prompt::feed_experts(const Layer& layer, int64_t size) {
     for_each_token(count, [&](int64_t i, const Worker&) {
       std::copy_n(normed_.at(choices[i] / experts.chosen * hidden), hidden, gathered_.at(i * hidden));
     });
-    multiply(expert.gate, gathered_.data(), count, gate_.data(), inner, in_bfloat16, threads_);
-    multiply(expert.up, gathered_.data(), count, up_.data(), inner, in_bfloat16, threads_);
+    multiply(expert.gate, gathered_.data(), count, gate_.data(), inner, in_bfloat16_, threads_);
+    multiply(expert.up, gathered_.data(), count, up_.data(), inner, in_bfloat16_, threads_);
     for_each_token(count, [&](int64_t i, const Worker&) {
       float* up = up_.at(i * inner);
       activate(layer.activation, gate_.at(i * inner), up, {0, inner}, up);
     });
-    multiply(expert.down, up_.data(), count, expert_delta_.data(), hidden, in_bfloat16, threads_);
+    multiply(expert.down, up_.data(), count, expert_delta_.data(), hidden, in_bfloat16_, threads_);
     for_each_token(count, [&](int64_t i, const Worker&) {
       float* delta = mlp_delta_.at(choices[i] / experts.chosen * hidden);
       const float *output = expert_delta_.at(i * hidden), weight = choices_[choices[i]].weight;

@@ -1,7 +1,7 @@
 // Several new tokens of each stream, from token ids to logits.
 //
-// The layers follow one another: queries, keys and values of all tokens, attention and eviction (prefill.h), then the
-// rest of the layer. Every matrix is read once for a block of tokens. Experts follow one another, each with the tokens
+// The layers follow one another: queries, keys and values of all tokens, attention and eviction (prefill.h), what goes
+// through a recurrent mixer (mixer.h), then the rest of the layer. Every matrix is read once for a block of tokens. Experts follow one another, each with the tokens
 // of a block that go through it.
 
 #pragma once
@@ -10,6 +10,7 @@
 
 #include "experts.h"
 #include "matrix.h"
+#include "mixer.h"
 #include "norm_rope.h"
 #include "prefill.h"
 
@@ -30,7 +31,11 @@ class Prompt {
  private:
   void reserve();
   void embed(const int64_t* tokens);
-  void project(const Layer& layer);
+  void mix_tokens(const Layer& layer);
+  void multiply_all(const Matrix* matrices, int64_t count, int64_t size);
+  void project(const Layer& layer, int64_t first, int64_t size);
+  void run_mixer(const Mixer& mixer, int64_t first, int64_t size);
+  void multiply_out(const Layer& layer, int64_t first, int64_t size);
   void drop_all_but(int64_t keep);
   void finish(const Layer& layer);
   void feed_mlp(const Layer& layer, int64_t size);
@@ -54,18 +59,22 @@ class Prompt {
   const int64_t stream_count_, new_tokens_, chunk_;
   const int64_t* limits_;
   const int64_t threads_;
+  bool in_bfloat16_ = false;                    // whether products may be rounded to bfloat16
   int64_t count_;                               // tokens in the residual stream
   std::vector<const Slots*> slots_;             // of the current layer, by stream
   std::vector<int64_t> counts_;                 // new tokens, by stream
   int64_t strides_[9];                          // of the current layer's query, key and value
   int64_t groups_, qkv_size_ = 0, inner_ = 0;   // groups of all layers; maxima over layers
   int64_t experts_ = 0, chosen_ = 0;            // the same
+  int64_t mixer_scratch_size_ = 0;              // the same
 
   Buffer<float> x_;                                                       // the residual stream [tokens][hidden_size]
   Buffer<float> query_, key_, value_, attended_;                          // [tokens][heads][size]
+  Buffer<float> mixed_;                                                   // [tokens][columns of the mixer's output]
   Buffer<int32_t> indices_;                                               // [tokens]: token indices
   Buffer<float> normed_, qkv_, attention_delta_, gate_, up_, mlp_delta_;  // of a block
-  Buffer<float> scratch_;                                                 // [threads][hidden_size]
+  Buffer<float> mixed_delta_;                                             // the same
+  Buffer<float> scratch_, mixer_scratch_;                                 // [threads][size]
   Buffer<float> gathered_, expert_delta_;                                 // [tokens of an expert][hidden_size]
   Buffer<float> router_logits_, scores_;                                  // [tokens][experts], [threads][2][experts]
   Buffer<Choice> choices_;                                                // [tokens][chosen]

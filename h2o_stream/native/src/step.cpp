@@ -10,6 +10,13 @@ namespace {
 using packed::kGroup;
 using packed::kRows;  // units of work per thread: the results of 16 rows share a cache line
 
+// The first matrix that a layer reads.
+const Matrix& first_matrix(const Layer& layer) {
+  if (attends(layer)) return layer.qkv[0];
+  if (has_mixer(layer)) return layer.mixer.in[0];
+  return layer.gate.weights ? layer.gate : layer.up;
+}
+
 }  // namespace
 
 void Step::run(const Stream* streams, int64_t count, float* logits, float* trace, int64_t threads) {
@@ -37,6 +44,9 @@ void Step::reserve(int64_t threads) {
     query_heads = std::max(query_heads, layer.attention.query_heads);
     value_size = std::max(value_size, layer.attention.value_size);
     query_size = std::max(query_size, layer.out.columns);
+    projected_ = std::max(projected_, projected_size(layer.mixer));
+    mixed_size_ = std::max(mixed_size_, layer.mixer.out.columns);
+    mixer_scratch_size_ = std::max(mixer_scratch_size_, scratch_size(layer.mixer, 1));
     const Experts& experts = layer.experts;
     experts_ = std::max(experts_, experts.router.rows), chosen_ = std::max(chosen_, experts.chosen);
     expert_inner = std::max(expert_inner, experts.inner_size);
@@ -47,7 +57,7 @@ void Step::reserve(int64_t threads) {
   const int64_t hidden = model_.hidden_size;
   attention_.reserve(reserved_streams_, query_heads, value_size, reserved_slots_, reserved_threads_);
   for (int64_t index = 0; index < model_.layer_count; ++index) {
-    attention_.reserve_scratch(model_.layers[index].attention);
+    if (attends(model_.layers[index])) attention_.reserve_scratch(model_.layers[index].attention);
   }
   states_.resize(reserved_threads_);
   for (int64_t i = 0; i < reserved_threads_; ++i) {
@@ -56,10 +66,14 @@ void Step::reserve(int64_t threads) {
     states_[i].factors.reserve(rows * attention_.factor_count());
     states_[i].normed = Vectors(rows, hidden);
     states_[i].attended = Vectors(rows, query_size);
+    states_[i].mixed = Vectors(rows, mixed_size_);
   }
   angles_.resize(reserved_threads_ * reserved_streams_);
   qkv_.reserve(reserved_streams_ * qkv);
   qkv_size_ = qkv, inner_ = inner;
+  mixer_projected_.reserve(reserved_streams_ * projected_);
+  mixed_.reserve(reserved_streams_ * mixed_size_);
+  mixer_scratch_.reserve(reserved_threads_ * mixer_scratch_size_);
   attention_delta_.reserve(reserved_streams_ * hidden);
   mlp_delta_.reserve(reserved_streams_ * hidden);
   gate_.reserve(reserved_streams_ * std::max(inner, chosen_ * expert_inner));
@@ -90,10 +104,12 @@ void Step::run_worker(const Worker& worker) {
       if (before) add_layer(*before, x, stream, worker);
       write_trace(index, stream, x, worker);
       apply_norm(layer.before_attention, x, model_.hidden_size, state.normed.at(stream));
-      quantize_for({&layer.qkv[0], &layer.qkv[1], &layer.qkv[2]}, state.normed, stream, {0, model_.hidden_size});
+      const Matrix *qkv = layer.qkv, *in = layer.mixer.in;
+      quantize_for({&qkv[0], &qkv[1], &qkv[2], &in[0], &in[1], &in[2], &in[3]}, state.normed, stream,
+                   {0, model_.hidden_size});
     });
-    attention(worker, layer);
-    mlp(worker, layer);
+    if (attends(layer) || has_mixer(layer)) mix_tokens(worker, layer);
+    if (has_mlp(layer)) mlp(worker, layer);
   }
   output(worker);
 }
@@ -124,47 +140,96 @@ void Step::add(const Norm& norm, const float* delta, float* x, const Worker& wor
   add_normed(norm, delta, hidden, float(model_.residual_scale), x, scratch_.at(worker.index * hidden));
 }
 
-// Adds the MLP output, and with a parallel MLP also the attention output, of the previous layer.
+// Adds what has not been added of the previous layer: the MLP output, and with a parallel or no MLP also that of attention
+// and mixer.
 void Step::add_layer(const Layer& layer, float* x, int64_t stream, const Worker& worker) {
   const int64_t hidden = model_.hidden_size;
-  if (layer.parallel) add(layer.after_attention, attention_delta_.at(stream * hidden), x, worker);
-  add(layer.after_mlp, mlp_delta_.at(stream * hidden), x, worker);
+  const bool mixes = attends(layer) || has_mixer(layer);
+  if (mixes && (layer.parallel || !has_mlp(layer))) {
+    add(layer.after_attention, attention_delta_.at(stream * hidden), x, worker);
+  }
+  if (has_mlp(layer)) add(layer.after_mlp, mlp_delta_.at(stream * hidden), x, worker);
 }
 
-void Step::attention(const Worker& worker, const Layer& layer) {
-  const int64_t hidden = model_.hidden_size;
-  State& local = state(worker);
-  int64_t first = 0;
-  for (int64_t i = 0; i < layer.qkv_count; ++i) {
-    const Matrix& matrix = layer.qkv[i];
-    skinny_gemm(matrix, local.normed, count_, worker.partition(matrix.rows, kRows), qkv_.at(first), qkv_size_);
-    first += matrix.rows;
+// Attention and the recurrent mixer of a layer.
+void Step::mix_tokens(const Worker& worker, const Layer& layer) {
+  project(worker, layer);
+  if (worker.index == 0 && attends(layer)) select_slots(layer);
+  worker.barrier();
+  if (attends(layer)) {
+    attention_.attend(worker, [&](int64_t stream, int64_t head, float* queries, float* key, float* value) {
+      prepare(layer, stream, head, queries, key, value, angles_[worker.index * reserved_streams_ + stream]);
+    });
+    prefetch(layer.out, worker.partition(model_.hidden_size, kRows));
   }
+  if (has_mixer(layer)) {
+    const Mixer& mixer = layer.mixer;
+    for (int64_t stream = 0; stream < count_; ++stream) {
+      mix(mixer,
+          {mixer_projected_.at(stream * projected_), 1, projected_, streams_[stream].states + mixer.first_state,
+           mixed_.at(stream * mixer.out.columns)},
+          mixer_scratch_.at(worker.index * mixer_scratch_size_), worker);
+    }
+    prefetch(mixer.out, worker.partition(model_.hidden_size, kRows));
+  }
+  worker.barrier();
+  multiply_out(worker, layer);
+  if (has_mlp(layer)) prefetch(layer.gate.weights ? layer.gate : layer.up, worker.partition(layer.down.columns, kGroup));
+  worker.barrier();
+  if (!attends(layer)) return;
+  attention_.evict(worker);
+  if (!has_mlp(layer)) worker.barrier();
+}
+
+// Multiplies this thread's rows of the layer's first matrices.
+void Step::project(const Worker& worker, const Layer& layer) {
+  const Vectors& normed = state(worker).normed;
+  const auto multiply = [&](const Matrix* matrices, int64_t count, float* out, int64_t stride) {
+    for (int64_t i = 0; i < count; out += matrices[i++].rows) {
+      skinny_gemm(matrices[i], normed, count_, worker.partition(matrices[i].rows, kRows), out, stride);
+    }
+  };
+  multiply(layer.qkv, layer.qkv_count, qkv_.data(), qkv_size_);
+  multiply(layer.mixer.in, layer.mixer.in_count, mixer_projected_.data(), projected_);
   for (int64_t group = 0; count_ == 1 && group < layer.group_count; ++group) {
     prefetch_slots(streams_->slots[layer.first_group + group], worker);
   }
-  if (worker.index == 0) {
-    for (int64_t stream = 0; stream < count_; ++stream) {
-      slots_[stream] = streams_[stream].slots + layer.first_group;
-    }
-    attention_.set_layer(layer.attention, slots_.data(), layer.group_count, count_, token_indices_.data());
-  }
-  worker.barrier();
-  attention_.attend(worker, [&](int64_t stream, int64_t head, float* queries, float* key, float* value) {
-    prepare(layer, stream, head, queries, key, value, angles_[worker.index * reserved_streams_ + stream]);
-  });
-  prefetch(layer.out, worker.partition(hidden, kRows));
-  worker.barrier();
+}
+
+void Step::select_slots(const Layer& layer) {
+  for (int64_t stream = 0; stream < count_; ++stream) slots_[stream] = streams_[stream].slots + layer.first_group;
+  attention_.set_layer(layer.attention, slots_.data(), layer.group_count, count_, token_indices_.data());
+}
+
+// Multiplies this thread's rows of the output projections.
+void Step::multiply_out(const Worker& worker, const Layer& layer) {
+  const int64_t hidden = model_.hidden_size;
+  const Range rows = worker.partition(hidden, kRows);
+  const Matrix& mixer_out = layer.mixer.out;
   for_each_stream(worker, [&](State& state, int64_t stream) {
-    attention_.merge(stream, state.attended.at(stream), state.factors.at(stream * attention_.factor_count()));
-    quantize_for({&layer.out}, state.attended, stream, {0, layer.out.columns});
+    if (attends(layer)) {
+      attention_.merge(stream, state.attended.at(stream), state.factors.at(stream * attention_.factor_count()));
+      quantize_for({&layer.out}, state.attended, stream, {0, layer.out.columns});
+    }
+    if (has_mixer(layer)) {
+      std::copy_n(mixed_.at(stream * mixer_out.columns), mixer_out.columns, state.mixed.at(stream));
+      quantize_for({&mixer_out}, state.mixed, stream, {0, mixer_out.columns});
+    }
   });
+  const State& local = state(worker);
+  if (!attends(layer)) {
+    skinny_gemm(mixer_out, local.mixed, count_, rows, attention_delta_.data(), hidden);
+    return;
+  }
   attention_.update_scores(worker,
                            [&](int64_t stream) { return local.factors.at(stream * attention_.factor_count()); });
-  skinny_gemm(layer.out, local.attended, count_, worker.partition(hidden, kRows), attention_delta_.data(), hidden);
-  prefetch(layer.gate.weights ? layer.gate : layer.up, worker.partition(layer.down.columns, kGroup));
-  worker.barrier();
-  attention_.evict(worker);
+  skinny_gemm(layer.out, local.attended, count_, rows, attention_delta_.data(), hidden);
+  if (!has_mixer(layer)) return;
+  for (int64_t stream = 0; stream < count_; ++stream) {
+    float *delta = attention_delta_.at(stream * hidden), *mixed = scratch_.at(worker.index * hidden);
+    skinny_gemm(mixer_out, local.mixed, Range{stream, stream + 1}, rows, mixed, hidden);
+    for (int64_t i = rows.begin; i < rows.end; ++i) delta[i] += mixed[i];
+  }
 }
 
 // Writes the queries of a KV head's group and, unless null, its key and value.
@@ -188,7 +253,8 @@ void Step::mlp(const Worker& worker, const Layer& layer) {
   const Experts& experts = layer.experts;
   for_each_stream(worker, [&](State& state, int64_t stream) {
     float* x = state.x.at(stream * hidden);
-    if (!layer.parallel) add(layer.after_attention, attention_delta_.at(stream * hidden), x, worker);
+    const bool mixes = attends(layer) || has_mixer(layer);
+    if (mixes && !layer.parallel) add(layer.after_attention, attention_delta_.at(stream * hidden), x, worker);
     apply_norm(layer.before_mlp, x, hidden, state.normed.at(stream));
     quantize_for({&layer.gate, &layer.up, &experts.gate, &experts.up, &experts.shared_gate}, state.normed, stream,
                  {0, hidden});
@@ -205,7 +271,7 @@ void Step::mlp(const Worker& worker, const Layer& layer) {
   worker.barrier();
   multiply_down(worker, layer);
   const bool last = &layer == model_.layers + model_.layer_count - 1;
-  const Matrix& next = last ? model_.output : (&layer)[1].qkv[0];
+  const Matrix& next = last ? model_.output : first_matrix((&layer)[1]);
   prefetch(next, worker.partition(next.rows, kRows));
   worker.barrier();
 }

@@ -1,0 +1,113 @@
+"""Recurrent mixers as part of a model's description: what each keeps of earlier tokens is of constant size."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from h2o_stream.native import abi
+from h2o_stream.native.abi import Array, MixerKind, pointer
+from h2o_stream.native.matrix import DescriptionError, Matrix
+
+
+class Mixer(Protocol):
+    """Mixes tokens by states instead of attention; see `src/mixer.h`."""
+
+    @property
+    def kind(self) -> MixerKind:
+        """What it computes."""
+
+    @property
+    def projections(self) -> Sequence[Matrix]:
+        """Matrices [rows, hidden] whose outputs are concatenated, at most `abi.MAX_PROJECTIONS`."""
+
+    @property
+    def out(self) -> Matrix:
+        """The output projection."""
+
+    @property
+    def states(self) -> Mapping[str, tuple[int, ...]]:
+        """Shapes of its states of a stream, float32, by the names of `cache.recurrent.states_of`; in the order of C++."""
+
+    def fill(self, struct: abi.Mixer) -> None:
+        """Fill the fields that only this kind has."""
+
+
+def fill_mixer(mixer: Mixer, struct: abi.Mixer, first_state: int) -> None:
+    """Fill a structure.
+
+    Args:
+        mixer: of a layer.
+        struct: is filled.
+        first_state: number of states in all layers before.
+    """
+    struct.kind, struct.in_count, struct.first_state = mixer.kind, len(mixer.projections), first_state
+    for index, matrix in enumerate(mixer.projections):
+        getattr(struct, "in")[index] = matrix.to_struct()
+    struct.out = mixer.out.to_struct()
+    mixer.fill(struct)
+
+
+@dataclass(frozen=True, eq=False)
+class Convolution:
+    """A causal convolution of every channel by itself.
+
+    Attributes:
+        weight: [channels, kernel] float32, of the oldest input first.
+        bias: [channels] float32, or None.
+
+    Raises:
+        DescriptionError: the kernel is too long.
+    """
+
+    weight: Array
+    bias: Array | None
+
+    def __post_init__(self) -> None:
+        if not 0 < self.kernel <= abi.MAX_KERNEL:
+            raise DescriptionError(f"a convolution over {self.kernel} tokens; at most {abi.MAX_KERNEL} are supported")
+
+    @property
+    def channels(self) -> int:
+        """Number of channels."""
+        return int(self.weight.shape[0])
+
+    @property
+    def kernel(self) -> int:
+        """How many tokens it looks at."""
+        return int(self.weight.shape[1])
+
+    def to_struct(self) -> abi.Convolution:
+        """As a C structure."""
+        weight = pointer(self.weight, "float32", self.channels * self.kernel)
+        return abi.Convolution(weight, pointer(self.bias, "float32", self.channels), self.channels, self.kernel)
+
+
+@dataclass(frozen=True, eq=False)
+class ShortConvolution:
+    """out(c * convolution(b * x)) with (b, c, x) = projection(y), as in LFM2."""
+
+    projection: Matrix
+    convolution: Convolution
+    out: Matrix
+    kind = MixerKind.SHORT_CONVOLUTION
+
+    def __post_init__(self) -> None:
+        size = self.convolution.channels
+        if (self.projection.rows, self.out.columns) != (3 * size, size):
+            raise DescriptionError(f"the projections of a convolution of {size} channels are of other sizes")
+
+    @property
+    def projections(self) -> list[Matrix]:
+        """See `Mixer`."""
+        return [self.projection]
+
+    @property
+    def states(self) -> dict[str, tuple[int, ...]]:
+        """See `Mixer`: the last inputs of the convolution, the newest last."""
+        return {"conv.0": (self.convolution.channels, self.convolution.kernel)}
+
+    def fill(self, struct: abi.Mixer) -> None:
+        """See `Mixer`."""
+        struct.convolution = self.convolution.to_struct()
