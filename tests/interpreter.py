@@ -12,6 +12,7 @@ from h2o_stream.native.describe import describe
 from h2o_stream.native.description import Attention, Description, Layer, Matrix, Mlp, Norm, Rope
 from h2o_stream.native.experts import Experts, Router
 from h2o_stream.native.modules import ACTIVATIONS, apply_norm
+from tests.mixers import MIXERS
 from tests.packed_tiles import numbers as packed_numbers
 
 TOKENS = [1, 17, 4, 60, 33, 33, 9, 21]
@@ -74,7 +75,10 @@ def attend(attention: Attention, x: Tensor) -> Tensor:
         sinks = attention.sink_logits.detach().double().view(-1, 1, 1)
         scores = torch.cat((scores, sinks.expand(-1, scores.shape[1], 1)), -1)
     weights = scores.softmax(-1)[..., : scores.shape[1]]
-    return apply(attention.out, (weights @ value.repeat_interleave(groups, 0)).transpose(0, 1).flatten(1))
+    attended = weights @ value.repeat_interleave(groups, 0)
+    if gate := attention.gate:
+        attended = attended * heads_of(qkv, gate.offset, gate.stride, attention.query_heads, size).sigmoid()
+    return apply(attention.out, attended.transpose(0, 1).flatten(1))
 
 
 def apply_mlp(mlp: Mlp, x: Tensor) -> Tensor:
@@ -110,6 +114,17 @@ def feed_forward(layer: Layer, x: Tensor) -> Tensor:
     return apply_experts(layer.mlp, x) if isinstance(layer.mlp, Experts) else apply_mlp(layer.mlp, x)
 
 
+def mixed(layer: Layer, x: Tensor) -> Tensor:
+    """What attention and recurrent mixer add to x [n, hidden], before the norm after them."""
+    x, y = apply_norm(layer.before_attention, x), torch.zeros_like(x)
+    if layer.attention is not None:
+        y = y + attend(layer.attention, x)
+    if layer.mixer is not None:
+        projected = torch.cat([apply(matrix, x) for matrix in layer.mixer.projections], -1)
+        y = y + apply(layer.mixer.out, MIXERS[type(layer.mixer)](layer.mixer, projected))
+    return y
+
+
 def interpret(description: Description, tokens: list[int]) -> Tensor:
     """Logits [n, vocabulary] in float64, with full attention at absolute positions."""
     x = numbers(description.embedding)[tokens] * description.embedding_scale
@@ -118,12 +133,12 @@ def interpret(description: Description, tokens: list[int]) -> Tensor:
         x = x + description.learned_positions[start : start + len(tokens)]
     x = apply_norm(description.embedding_norm, x)
     for layer in description.layers:
-        added = apply_norm(layer.after_attention, attend(layer.attention, apply_norm(layer.before_attention, x)))
-        before, x = x, x + description.residual_scale * added
+        before, x = x, x + description.residual_scale * apply_norm(layer.after_attention, mixed(layer, x))
         read = before if layer.parallel else x
-        x = x + description.residual_scale * apply_norm(
-            layer.after_mlp, feed_forward(layer, apply_norm(layer.before_mlp, read))
-        )
+        if layer.mlp is not None:
+            x = x + description.residual_scale * apply_norm(
+                layer.after_mlp, feed_forward(layer, apply_norm(layer.before_mlp, read))
+            )
     logits = apply(description.output, apply_norm(description.norm, x)) * description.logit_scale
     cap = description.logit_softcap
     return (logits / cap).tanh() * cap if cap else logits

@@ -72,9 +72,10 @@ class MixerKind(IntEnum):
 
     NONE = 0
     SHORT_CONVOLUTION = 1
+    GATED_DELTA = 2
 
 
-MAX_PROJECTIONS, MAX_KERNEL = 4, 8
+MAX_PROJECTIONS, MAX_KERNEL = 6, 8
 """Of a recurrent mixer."""
 
 
@@ -149,6 +150,12 @@ class Convolution(Structure):
     _fields_ = _fields(pointer="weight bias", int="channels kernel")
 
 
+class HeadColumns(Structure):
+    """Where a part of each head is in the output of projections."""
+
+    _fields_ = _fields(int="offset stride")
+
+
 class Mixer(Structure):
     """A mixer that keeps what it needs of earlier tokens in states of constant size."""
 
@@ -157,6 +164,10 @@ class Mixer(Structure):
         ("in", Matrix * MAX_PROJECTIONS),
         *_fields(int="in_count"),
         ("convolution", Convolution),
+        *_fields(int="key_heads heads key_size value_size"),
+        *((name, HeadColumns) for name in ("query", "key", "value", "gate", "beta", "decay")),
+        *_fields(pointer="rate decay_bias", float="beta_scale"),
+        ("norm", Norm),
         ("out", Matrix),
         *_fields(int="first_state"),
     ]
@@ -171,7 +182,10 @@ class Layer(Structure):
         *((name, Norm) for name in ("query_norm", "key_norm")),
         *_fields(int="norms_all_heads norms_after_rope"),
         ("qkv", Matrix * 3),
-        *_fields(int="qkv_count query_offset query_stride key_offset key_stride value_offset value_stride"),
+        *_fields(
+            int="qkv_count query_offset query_stride key_offset key_stride value_offset value_stride"
+            " gate_offset gate_stride"
+        ),
         *_fields(pointer="order"),
         *_fields(float="rope_scale", int1="rope_scaled_dims", pointer="frequencies", int2="absolute_rotary_dims"),
         ("mixer", Mixer),
@@ -221,6 +235,7 @@ STRUCTURES: Sequence[type[Structure]] = (
     Norm,
     Experts,
     Convolution,
+    HeadColumns,
     Mixer,
     Layer,
     Model,

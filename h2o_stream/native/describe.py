@@ -24,6 +24,7 @@ from h2o_stream.native.description import (
     Matrix,
     Mlp,
     Norm,
+    OutputGate,
     Rope,
 )
 from h2o_stream.native.expert_modules import experts_of, has_experts
@@ -122,7 +123,7 @@ class _ModelReader:
 
     def _read_positions(self, backbone: Any) -> Any:
         """Return the learned position embedding, or None if positions are rotary."""
-        self._rotary = getattr(backbone, "rotary_emb", None)
+        self._rotary = next((getattr(backbone, name) for name in layouts.ROTARY if hasattr(backbone, name)), None)
         by_theta = list(getattr(backbone, "rotary_embs", ()))
         self._rotary_by_theta = {rotary.config.rope_parameters["rope_theta"]: rotary for rotary in by_theta}
         positions = getattr(backbone, "embed_positions", None)
@@ -223,6 +224,7 @@ class _ModelReader:
         out = self._matrix(module, layout.out, name)
         self._check_rows(out, f"{layout.out} of {name}")
         heads, kv_heads, value_size, offsets = _head_layout(qkv, layout, size, out.columns, name)
+        gated = _is_gated(qkv, out.columns)
         normed = [key for key in layout.norms if _has_modules(module, (key,))]
         whole = any(_weight_count(getattr(module, key)) > size for key in normed)
         sizes = dict(zip(layout.norms, (heads * size, kv_heads * size) if whole else (size, size), strict=True))
@@ -243,6 +245,7 @@ class _ModelReader:
             norms_all_heads=whole,
             norms_after_rope=layout.norms_after_rope and bool(normed),
             sink_logits=self._sinks(module, heads, name),
+            gate=OutputGate(size, 2 * size) if gated else None,
         )
 
     def _experts(self, module: Any, name: str) -> Experts:
@@ -316,6 +319,11 @@ def _match_layout(layer: Any, name: str, candidates: Collection[LayerLayout]) ->
     )
 
 
+def _is_gated(qkv: list[Matrix], columns: int) -> bool:
+    """Whether the first of three projections gives each head a query and a gate of its output [columns]."""
+    return len(qkv) == 3 and qkv[0].rows == 2 * columns
+
+
 def _head_layout(
     qkv: list[Matrix], layout: AttentionLayout, size: int, columns: int, name: str
 ) -> tuple[int, int, int, HeadOffsets]:
@@ -333,11 +341,12 @@ def _head_layout(
         total = (heads + 2 * kv_heads) * size
     else:
         q, k, v = (matrix.rows for matrix in qkv)
-        heads, kv_heads = q // size, k // size
+        stride = 2 * size if _is_gated(qkv, columns) else size
+        heads, kv_heads = q // stride, k // size
         value_size = v // max(1, kv_heads)
-        offsets = HeadOffsets(0, size, q, size, q + k, value_size)
+        offsets = HeadOffsets(0, stride, q, size, q + k, value_size)
         counts = heads, kv_heads, value_size
-        total = (heads + kv_heads) * size + kv_heads * value_size
+        total = heads * stride + kv_heads * (size + value_size)
     heads, kv_heads, value_size = counts
     fits = sum(matrix.rows for matrix in qkv) == total and columns == heads * value_size
     if not fits or kv_heads < 1 or heads % kv_heads:

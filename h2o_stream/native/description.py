@@ -31,6 +31,14 @@ class HeadOffsets:
     value_stride: int
 
 
+@dataclass(frozen=True)
+class OutputGate:
+    """Where the gates of heads are in the output of `qkv`: those of head h start at offset + h * stride."""
+
+    offset: int
+    stride: int
+
+
 @dataclass(frozen=True, eq=False)
 class Rope:
     """The rotary embedding of a layer, in the rotate-half form.
@@ -62,6 +70,7 @@ class Attention:
         norms_all_heads: whether the norms are of all heads as one vector.
         norms_after_rope: whether they come after RoPE.
         sink_logits: [query_heads] float32, a logit of each head that stands for no token (learned sinks), or None.
+        gate: of the heads' outputs, whose factors are its sigmoids; or None.
     """
 
     query_heads: int
@@ -79,6 +88,7 @@ class Attention:
     norms_all_heads: bool = False
     norms_after_rope: bool = False
     sink_logits: Array | None = None
+    gate: OutputGate | None = None
 
     def fill(self, struct: abi.Layer) -> None:
         """Fill the structure of a layer, except for the fields that depend on a cache."""
@@ -94,6 +104,8 @@ class Attention:
         struct.qkv_count, struct.out = len(self.qkv), self.out.to_struct()
         for field in fields(self.heads):
             setattr(struct, field.name, getattr(self.heads, field.name))
+        if self.gate:
+            struct.gate_offset, struct.gate_stride = self.gate.offset, self.gate.stride
         if rope := self.rope:
             struct.frequencies = pointer(rope.frequencies, "float32", rope.rotary_dims // 2)
             struct.absolute_rotary_dims = rope.rotary_dims

@@ -15,6 +15,9 @@ from h2o_stream.native.abi import Activation
 FINAL_NORMS = ("norm", "final_layer_norm", "final_layernorm", "embedding_norm")
 """Names of the final norm."""
 
+ROTARY = ("rotary_emb", "pos_emb")
+"""Names of the rotary embedding."""
+
 NORMED_EMBEDDINGS = ("NanoChatModel",)
 """Models that apply the final norm before the first layer, too."""
 
@@ -88,6 +91,7 @@ LAYERS = (
     LayerLayout("self_attn", "mlp", {"before_attention": "attention_layernorm", "before_mlp": "feedforward_layernorm"}),
     LayerLayout("self_attn", "feed_forward", _LFM2_NORMS),
     LayerLayout(None, "feed_forward", _LFM2_NORMS, mixer="conv"),
+    LayerLayout(None, "mlp", _TWO_NORMS, mixer="linear_attn"),
 )
 """Llama and most others; Granite MoE; Gemma 2 and 3; EXAONE 4, OLMo 2; VaultGemma; GPT-NeoX; Phi, Cohere, StableLM 2
 12B; OPT; GLM-4 0414; HyperCLOVA X; Apertus; LFM2."""

@@ -2,20 +2,27 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from h2o_stream.native.matrix import DescriptionError, Matrix
-from h2o_stream.native.mixers import Convolution, Mixer, ShortConvolution
-from h2o_stream.native.modules import as_float32, matrix_of, relative_error
+from h2o_stream.native.abi import NormKind
+from h2o_stream.native.matrix import DescriptionError, Norm
+from h2o_stream.native.mixer_layouts import DELTA_LAYOUTS, DeltaLayout
+from h2o_stream.native.mixers import Convolution, GatedDelta, HeadColumns, Mixer, ShortConvolution
+from h2o_stream.native.modules import apply_norm, as_float32, matrix_of
 
 _TOKENS = 7
 """Tokens that a mixer is evaluated on."""
 
-_TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 3e-2}
+_LENGTH_EPSILON = 1e-6
+"""Added to the square of the length of a query or key."""
+
+_TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.1}
+"""Of the norm of an output: outputs of heads that nearly cancel are normed, which amplifies their rounding."""
 
 
 def mixer_of(module: Any, hidden: int, name: str) -> Mixer:
@@ -29,13 +36,13 @@ def mixer_of(module: Any, hidden: int, name: str) -> Mixer:
     Raises:
         DescriptionError: it is none of the known ones.
     """
-    if _children(module) == {"conv", "in_proj", "out_proj"}:
+    names = {key for key, _ in (*module.named_children(), *module.named_parameters(recurse=False))}
+    if names == {"conv", "in_proj", "out_proj"}:
         return _short_convolution(module, hidden, f"the convolution of {name}")
+    for layout in DELTA_LAYOUTS:
+        if names == {*layout.projections, layout.norm, layout.out, "conv1d", "A_log", "dt_bias"}:
+            return _gated_delta(module, layout, hidden, f"the delta rule of {name}")
     raise DescriptionError(f"{name} has a {type(module).__name__}, which is no mixer that is known")
-
-
-def _children(module: Any) -> set[str]:
-    return {key for key, _ in module.named_children()} | {key for key, _ in module.named_parameters(recurse=False)}
 
 
 def convolution_of(module: Any, name: str) -> Convolution:
@@ -66,8 +73,76 @@ def _short_convolution(module: Any, hidden: int, name: str) -> ShortConvolution:
         b, c, inputs = module.in_proj(x).float().chunk(3, -1)
         return c * convolved(mixer.convolution, b * inputs)
 
-    _check(module, mixer, hidden, expected, name)
+    _check(module, mixer, "out_proj", hidden, expected, name)
     return mixer
+
+
+def _gated_delta(module: Any, layout: DeltaLayout, hidden: int, name: str) -> GatedDelta:
+    sizes = tuple(getattr(module, key, 0) for key in ("num_k_heads", "num_v_heads", "head_k_dim", "head_v_dim"))
+    if not all(isinstance(size, int) and size > 0 for size in sizes):
+        raise DescriptionError(f"{name} has no sizes of heads")
+    key_heads, heads, key_size, value_size = sizes
+    activation = getattr(module, "activation", None)
+    if activation != "silu" or heads % key_heads:
+        raise DescriptionError(f"{name} has {heads} heads for {key_heads}, and the activation {activation}")
+    norm = getattr(module, layout.norm)
+    rate, bias = as_float32(module.A_log, name), as_float32(module.dt_bias, name)
+    weight = as_float32(norm.weight, name)
+    assert rate is not None and bias is not None and weight is not None
+    if not rate.shape == bias.shape == (heads,) or weight.shape != (value_size,):
+        raise DescriptionError(f"{name} has other numbers of decays or weights than heads")
+    mixer = GatedDelta(
+        projections=[matrix_of(getattr(module, key), f"{key} of {name}") for key in layout.projections],
+        columns=layout.columns(*sizes),
+        convolution=convolution_of(module.conv1d, f"conv1d of {name}"),
+        key_heads=key_heads,
+        heads=heads,
+        key_size=key_size,
+        value_size=value_size,
+        rate=-rate.exp(),
+        decay_bias=bias,
+        beta_scale=2.0 if getattr(module, "allow_neg_eigval", False) else 1.0,
+        norm=Norm(NormKind.RMS, weight, None, float(getattr(norm, "variance_epsilon", 0.0))),
+        out=matrix_of(getattr(module, layout.out), f"{layout.out} of {name}"),
+    )
+
+    def expected(x: Tensor) -> Tensor:
+        projected = torch.cat([getattr(module, key)(x).float() for key in layout.projections], -1)
+        return delta_rule(mixer, projected[0])[None]
+
+    _check(module, mixer, layout.out, hidden, expected, name)
+    return mixer
+
+
+def delta_rule(mixer: GatedDelta, projected: Tensor) -> Tensor:
+    """The input [n, inner] of the output projection for tokens [n, rows] from empty states on, token by token."""
+    count, groups, shared = len(projected), mixer.key_heads, mixer.heads // mixer.key_heads
+
+    def part(at: HeadColumns, size: int) -> Tensor:
+        return torch.stack([projected[:, at.offset + g * at.stride :][:, :size] for g in range(groups)], 1)
+
+    columns, key_size, size = mixer.columns, mixer.key_size, mixer.value_size
+    parts = [part(columns.query, key_size), part(columns.key, key_size), part(columns.value, shared * size)]
+    inputs = torch.cat([x.flatten(1) for x in parts], 1)
+    mixed = functional.silu(convolved(mixer.convolution, inputs[None])[0])
+    lengths = [x[0].numel() for x in parts]
+    query, key, value = (x.view(count, groups, -1) for x in mixed.split(lengths, 1))
+    query, key = (
+        (x * torch.rsqrt(x.square().sum(-1, keepdim=True) + _LENGTH_EPSILON)).repeat_interleave(shared, 1)
+        for x in (query, key)
+    )
+    value, gate = (x.reshape(count, mixer.heads, size) for x in (value, part(columns.gate, shared * size)))
+    beta, decay = (part(at, shared).reshape(count, mixer.heads) for at in (columns.beta, columns.decay))
+    learn = mixer.beta_scale * beta.sigmoid()
+    keep = (mixer.rate * functional.softplus(decay + mixer.decay_bias)).exp()
+    state, found = torch.zeros(mixer.heads, key_size, size), []
+    for token in range(count):
+        state = state * keep[token][:, None, None]
+        delta = (value[token] - torch.einsum("hkv,hk->hv", state, key[token])) * learn[token][:, None]
+        state = state + key[token][:, :, None] * delta[:, None]
+        found.append(torch.einsum("hkv,hk->hv", state, query[token] * key_size**-0.5))
+    normed = apply_norm(mixer.norm, torch.stack(found))
+    return (normed * functional.silu(gate)).flatten(1)
 
 
 def convolved(convolution: Convolution, x: Tensor) -> Tensor:
@@ -78,8 +153,10 @@ def convolved(convolution: Convolution, x: Tensor) -> Tensor:
 
 
 @torch.no_grad()
-def _check(module: Any, mixer: Mixer, hidden: int, mixed: Any, name: str) -> None:
-    """Check that a module computes out(mixed(x)).
+def _check(
+    module: Any, mixer: Mixer, out: str, hidden: int, mixed: Callable[[Tensor], Tensor], name: str
+) -> None:
+    """Check that a module computes what its output projection, its child `out`, makes of mixed(x).
 
     Raises:
         DescriptionError: it does not.
@@ -94,8 +171,9 @@ def _check(module: Any, mixer: Mixer, hidden: int, mixed: Any, name: str) -> Non
     except (TypeError, ValueError, RuntimeError, IndexError, AttributeError) as error:
         raise DescriptionError(f"{name}, a {type(module).__name__}, cannot be evaluated: {error}") from error
     found = found[0] if isinstance(found, tuple) else found
-    expected = module.out_proj(mixed(x).to(dtype))
-    if not relative_error(found.float(), expected.float()) < _TOLERANCE.get(dtype, 0.0):
+    expected = getattr(module, out)(mixed(x).to(dtype))
+    found, expected = found.float(), expected.float()
+    if found.shape != expected.shape or not (found - expected).norm() < _TOLERANCE.get(dtype, 0.0) * expected.norm():
         raise DescriptionError(f"{name} is a {type(module).__name__} that computes something else")
 
 

@@ -8,7 +8,7 @@ from typing import Protocol
 
 from h2o_stream.native import abi
 from h2o_stream.native.abi import Array, MixerKind, pointer
-from h2o_stream.native.matrix import DescriptionError, Matrix
+from h2o_stream.native.matrix import DescriptionError, Matrix, Norm
 
 
 class Mixer(Protocol):
@@ -111,3 +111,89 @@ class ShortConvolution:
     def fill(self, struct: abi.Mixer) -> None:
         """See `Mixer`."""
         struct.convolution = self.convolution.to_struct()
+
+
+@dataclass(frozen=True)
+class HeadColumns:
+    """Where a part of the heads is in the output of projections: key head g's starts at offset + g * stride."""
+
+    offset: int
+    stride: int
+
+    def to_struct(self) -> abi.HeadColumns:
+        """As a C structure."""
+        return abi.HeadColumns(self.offset, self.stride)
+
+
+@dataclass(frozen=True)
+class DeltaColumns:
+    """Where the parts of the heads of a `GatedDelta` are; value heads that share a key head follow one another."""
+
+    query: HeadColumns
+    key: HeadColumns
+    value: HeadColumns
+    gate: HeadColumns
+    beta: HeadColumns
+    decay: HeadColumns
+
+
+@dataclass(frozen=True, eq=False)
+class GatedDelta:
+    """The gated delta rule of Qwen3-Next, Qwen 3.5 and OLMo hybrid; see `src/abi.h` for what it computes.
+
+    Attributes:
+        projections: to everything that `columns` names.
+        columns: where it is.
+        convolution: of all queries, then all keys, then all values.
+        key_heads: of queries and keys.
+        heads: of values, a multiple of the key heads.
+        key_size: of queries and keys.
+        value_size: of values.
+        rate: [heads] float32, by how much a unit of decay makes the state smaller; negative.
+        decay_bias: [heads] float32, added to decays.
+        beta_scale: factor on betas, after the sigmoid.
+        norm: of the output of each head, before the gate.
+        out: the output projection.
+
+    Raises:
+        DescriptionError: sizes do not fit.
+    """
+
+    projections: Sequence[Matrix]
+    columns: DeltaColumns
+    convolution: Convolution
+    key_heads: int
+    heads: int
+    key_size: int
+    value_size: int
+    rate: Array
+    decay_bias: Array
+    beta_scale: float
+    norm: Norm
+    out: Matrix
+    kind = MixerKind.GATED_DELTA
+
+    def __post_init__(self) -> None:
+        keys, values = self.key_heads * self.key_size, self.heads * self.value_size
+        rows = sum(matrix.rows for matrix in self.projections)
+        fits = self.convolution.channels == 2 * keys + values and rows == 2 * (keys + values + self.heads)
+        if not fits or self.heads % self.key_heads or self.out.columns != values:
+            raise DescriptionError(f"projections to {rows} do not fit {self.heads} heads of {self.value_size} numbers")
+        if len(self.projections) > abi.MAX_PROJECTIONS:
+            raise DescriptionError(f"{len(self.projections)} projections; at most {abi.MAX_PROJECTIONS} are supported")
+
+    @property
+    def states(self) -> dict[str, tuple[int, ...]]:
+        """See `Mixer`: the last inputs of the convolution, the newest last; and what each head has learned."""
+        convolution = self.convolution.channels, self.convolution.kernel
+        return {"conv.0": convolution, "recurrent.0": (self.heads, self.key_size, self.value_size)}
+
+    def fill(self, struct: abi.Mixer) -> None:
+        """See `Mixer`."""
+        struct.convolution, struct.norm = self.convolution.to_struct(), self.norm.to_struct(self.value_size)
+        for name in ("key_heads", "heads", "key_size", "value_size", "beta_scale"):
+            setattr(struct, name, getattr(self, name))
+        for name in ("query", "key", "value", "gate", "beta", "decay"):
+            setattr(struct, name, getattr(self.columns, name).to_struct())
+        struct.rate = pointer(self.rate, "float32", self.heads)
+        struct.decay_bias = pointer(self.decay_bias, "float32", self.heads)

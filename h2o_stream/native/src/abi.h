@@ -131,9 +131,9 @@ struct Experts {
 };
 
 // How a recurrent mixer carries earlier tokens on.
-enum MixerKind : int64_t { kNoMixer = 0, kShortConvolution = 1 };
+enum MixerKind : int64_t { kNoMixer = 0, kShortConvolution = 1, kGatedDelta = 2 };
 
-constexpr int64_t kMaxProjections = 4, kMaxKernel = 8;
+constexpr int64_t kMaxProjections = 6, kMaxKernel = 8;
 
 // A causal convolution of each channel by itself.
 struct Convolution {
@@ -141,14 +141,31 @@ struct Convolution {
   int64_t channels, kernel;    // kernel at most kMaxKernel
 };
 
+// Where a part of each head is in the output of the projections: that of key head g starts at offset + g * stride, with
+// those of all value heads that share the key head.
+struct HeadColumns {
+  int64_t offset, stride;
+};
+
 // A mixer that keeps what it needs of earlier tokens in states of constant size; see mixer.h.
 //   kShortConvolution  (b, c, x) = in(y), all [channels]; out(c * convolution(b * x))
 //                      states: the last inputs of the convolution [channels][kernel], the newest last
+//   kGatedDelta        queries, keys and values go through the convolution, in this order, and SiLU; the former two are
+//                      then divided by their lengths, and queries by the root of key_size. For each value head
+//                        s *= exp(rate * softplus(decay + decay_bias)), with s [key_size][value_size]
+//                        s += key (x) ((value - key s) * beta_scale * sigmoid(beta))
+//                        out(norm(query s) * silu(gate))
+//                      states: those of the convolution; s of all heads
 struct Mixer {
   int64_t kind;
   Matrix in[kMaxProjections];  // of the layer's normed input; their outputs are concatenated
   int64_t in_count;
   Convolution convolution;
+  int64_t key_heads, heads, key_size, value_size;  // `heads` value heads, a multiple of the key heads
+  HeadColumns query, key, value, gate, beta, decay;
+  const float *rate, *decay_bias;  // [heads]
+  double beta_scale;
+  Norm norm;  // of [value_size]
   Matrix out;
   int64_t first_state;  // index of its first state in `Stream`
 };
@@ -170,6 +187,9 @@ struct Layer {
   int64_t qkv_count;
   // Head h of each starts at offset + h * stride in that vector.
   int64_t query_offset, query_stride, key_offset, key_stride, value_offset, value_stride;
+  // The sigmoid of head h's gate, which starts at offset + h * stride in that vector, is a factor on its output; stride 0
+  // for none.
+  int64_t gate_offset, gate_stride;
   // [head_size] or null: the order of the elements of a head in which RoPE rotates halves; keys are stored in it, except
   // with kAbsolute.
   const int32_t* order;

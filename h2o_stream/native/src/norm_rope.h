@@ -109,6 +109,15 @@ struct Heads {
   int64_t stride, count;
 };
 
+// Multiplies the outputs of heads [query_heads][value_size] by their gates, if they have some.
+inline void gate_heads(const Layer& layer, const float* qkv, float* outputs) {
+  const int64_t size = layer.attention.value_size;
+  for (int64_t head = 0; layer.gate_stride && head < layer.attention.query_heads; ++head) {
+    const float* gates = qkv + layer.gate_offset + head * layer.gate_stride;
+    for (int64_t i = 0; i < size; ++i) outputs[head * size + i] /= 1 + std::exp(-gates[i]);
+  }
+}
+
 // Norms and scales a query or key, and rotates it if the cache stores rotated keys, or else puts it in the order of its
 // slots.
 inline void prepare_head(const Layer& layer, const Heads& heads, int64_t head, int32_t index, Angles& angles,

@@ -87,6 +87,7 @@ void Prompt::reserve() {
     key_.reserve(count_ * shape.kv_heads * shape.head_size);
     value_.reserve(count_ * shape.kv_heads * shape.value_size);
     attended_.reserve(count_ * shape.query_heads * shape.value_size);
+    gates_.reserve(layer.gate_stride ? count_ * layer.out.columns : 0);
     mixed_.reserve(count_ * layer.mixer.out.columns);
     mixed_delta_.reserve(attends(layer) && has_mixer(layer) ? block * hidden : 0);
   }
@@ -115,7 +116,7 @@ void Prompt::run(const int64_t* tokens, int64_t keep, float* logits) {
   for (int64_t index = 0; index < model_.layer_count; ++index) {
     const Layer& layer = model_.layers[index];
     if (attends(layer) || has_mixer(layer)) mix_tokens(layer);
-    if (attends(layer)) prefill::attend(layer.attention, slots_of(layer), tokens_of(layer), threads_);
+    if (attends(layer)) attend(layer);
     if (index + 1 == model_.layer_count) drop_all_but(keep);
     finish(layer);
   }
@@ -181,6 +182,11 @@ void Prompt::project(const Layer& layer, int64_t first, int64_t size) {
       std::copy_n(qkv + layer.value_offset + head * layer.value_stride, shape.value_size,
                   value_.at((token * shape.kv_heads + head) * shape.value_size));
     }
+    if (layer.gate_stride) {
+      float* gates = gates_.at(token * layer.out.columns);
+      std::fill_n(gates, layer.out.columns, 1.f);
+      gate_heads(layer, qkv, gates);
+    }
   });
 }
 
@@ -196,6 +202,16 @@ void Prompt::run_mixer(const Mixer& mixer, int64_t first, int64_t size) {
     });
     begin = end;
   }
+}
+
+// Attends, and multiplies the outputs of heads by their gates.
+void Prompt::attend(const Layer& layer) {
+  const int64_t size = layer.out.columns;
+  prefill::attend(layer.attention, slots_of(layer), tokens_of(layer), threads_);
+  if (!layer.gate_stride) return;
+  for_each_token(count_, [&](int64_t token, const Worker&) {
+    for (int64_t i = token * size; i < (token + 1) * size; ++i) attended_[i] *= gates_[i];
+  });
 }
 
 // Moves the last `keep` tokens of each stream to the front: after the last layer has mixed tokens no others are needed.

@@ -32,6 +32,7 @@ class Prompt {
   void reserve();
   void embed(const int64_t* tokens);
   void mix_tokens(const Layer& layer);
+  void attend(const Layer& layer);
   void multiply_all(const Matrix* matrices, int64_t count, int64_t size);
   void project(const Layer& layer, int64_t first, int64_t size);
   void run_mixer(const Mixer& mixer, int64_t first, int64_t size);
@@ -70,6 +71,7 @@ class Prompt {
 
   Buffer<float> x_;                                                       // the residual stream [tokens][hidden_size]
   Buffer<float> query_, key_, value_, attended_;                          // [tokens][heads][size]
+  Buffer<float> gates_;                                                   // [tokens][columns of the output projection]
   Buffer<float> mixed_;                                                   // [tokens][columns of the mixer's output]
   Buffer<int32_t> indices_;                                               // [tokens]: token indices
   Buffer<float> normed_, qkv_, attention_delta_, gate_, up_, mlp_delta_;  // of a block

@@ -105,7 +105,7 @@ void Step::run_worker(const Worker& worker) {
       write_trace(index, stream, x, worker);
       apply_norm(layer.before_attention, x, model_.hidden_size, state.normed.at(stream));
       const Matrix *qkv = layer.qkv, *in = layer.mixer.in;
-      quantize_for({&qkv[0], &qkv[1], &qkv[2], &in[0], &in[1], &in[2], &in[3]}, state.normed, stream,
+      quantize_for({&qkv[0], &qkv[1], &qkv[2], &in[0], &in[1], &in[2], &in[3], &in[4], &in[5]}, state.normed, stream,
                    {0, model_.hidden_size});
     });
     if (attends(layer) || has_mixer(layer)) mix_tokens(worker, layer);
@@ -209,6 +209,7 @@ void Step::multiply_out(const Worker& worker, const Layer& layer) {
   for_each_stream(worker, [&](State& state, int64_t stream) {
     if (attends(layer)) {
       attention_.merge(stream, state.attended.at(stream), state.factors.at(stream * attention_.factor_count()));
+      gate_heads(layer, qkv_.at(stream * qkv_size_), state.attended.at(stream));
       quantize_for({&layer.out}, state.attended, stream, {0, layer.out.columns});
     }
     if (has_mixer(layer)) {
