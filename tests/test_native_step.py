@@ -23,7 +23,7 @@ from h2o_stream.native.kernels import make_kernels
 from h2o_stream.native.model_guard import ModelGuard
 from h2o_stream.native.slots import POLICIES
 from tests.conftest import make_llama
-from tests.families import FAMILIES, Family, RULES, config_of, pairs
+from tests.families import FAMILIES, RULES, Family, config_of, pairs
 from tests.slots import attend
 from tests.tolerance import relative_error
 
@@ -33,6 +33,7 @@ exhaustive = pytest.mark.exhaustive
 
 EXACT = 1e-4
 """Largest float32 difference relative to the RMS of the logits."""
+
 
 def exact(family: Family) -> float:
     """`EXACT`, or more where a norm amplifies the rounding of outputs that nearly cancel, in transformers as here."""

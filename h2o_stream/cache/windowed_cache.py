@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -55,9 +56,9 @@ class WindowedCache(WindowRules[LayerSpec, HeadGroup], LayeredCache):
         groups: Sequence[HeadGroup] = self.layers[layer].head_groups
         return groups
 
-    def recurrent_states(self, layer: int, shapes: Mapping[str, tuple[int, ...]], rows: int) -> list[Tensor]:
+    def recurrent_states(self, layer: int, shapes: Mapping[str, tuple[int, ...]], rows: int) -> list[Any]:
         """See `WindowRules`."""
-        states: list[Tensor] = self.layers[layer].in_float32(shapes, rows)
+        states: list[Any] = self.layers[layer].in_float32(shapes, rows)
         return states
 
     def use_own_dtypes(self) -> None:

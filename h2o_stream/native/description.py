@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from typing import Protocol
 
 from h2o_stream.native import abi
@@ -16,7 +16,17 @@ from h2o_stream.native.abi import Activation, Array, pointer
 from h2o_stream.native.matrix import DescriptionError, Matrix, Norm
 from h2o_stream.native.mixers import Mixer, fill_mixer
 
-__all__ = ["Attention", "Description", "DescriptionError", "HeadOffsets", "Layer", "Matrix", "Mlp", "NativeModel", "Norm"]
+__all__ = [
+    "Attention",
+    "Description",
+    "DescriptionError",
+    "HeadOffsets",
+    "Layer",
+    "Matrix",
+    "Mlp",
+    "NativeModel",
+    "Norm",
+]
 
 
 @dataclass(frozen=True)
@@ -102,8 +112,8 @@ class Attention:
         for index, matrix in enumerate(self.qkv):
             struct.qkv[index] = matrix.to_struct()
         struct.qkv_count, struct.out = len(self.qkv), self.out.to_struct()
-        for field in fields(self.heads):
-            setattr(struct, field.name, getattr(self.heads, field.name))
+        for offset in fields(self.heads):
+            setattr(struct, offset.name, getattr(self.heads, offset.name))
         if self.gate:
             struct.gate_offset, struct.gate_stride = self.gate.offset, self.gate.stride
         if rope := self.rope:
@@ -174,7 +184,7 @@ class Layer:
     mixer: Mixer | None = None
 
     def __post_init__(self) -> None:
-        if self.attention is self.mixer is self.mlp is None:
+        if self.attention is None and self.mixer is None and self.mlp is None:
             raise DescriptionError("a layer computes nothing")
 
     @property
@@ -244,7 +254,7 @@ class Description:
     residual_scale: float
     dtype: str
     logits_dtype: str
-    embedding_norm: Norm = Norm()
+    embedding_norm: Norm = field(default_factory=Norm)
 
     @property
     def supports_absolute(self) -> bool:

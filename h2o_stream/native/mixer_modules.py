@@ -57,9 +57,7 @@ def convolution_of(module: Any, name: str) -> Convolution:
     shape = module.groups, module.out_channels, module.padding[0], module.stride[0], module.dilation[0]
     if shape != (channels, channels, kernel - 1, 1, 1):
         raise DescriptionError(f"{name} is not a causal convolution of {channels} single channels")
-    weight = as_float32(module.weight, name)
-    assert weight is not None
-    return Convolution(weight.view(channels, kernel), as_float32(module.bias, name))
+    return Convolution(_float32(module.weight, name).view(channels, kernel), as_float32(module.bias, name))
 
 
 def _short_convolution(module: Any, hidden: int, name: str) -> ShortConvolution:
@@ -71,10 +69,17 @@ def _short_convolution(module: Any, hidden: int, name: str) -> ShortConvolution:
 
     def expected(x: Tensor) -> Tensor:
         b, c, inputs = module.in_proj(x).float().chunk(3, -1)
-        return c * convolved(mixer.convolution, b * inputs)
+        y: Tensor = c * convolved(mixer.convolution, b * inputs)
+        return y
 
     _check(module, mixer, "out_proj", hidden, expected, name)
     return mixer
+
+
+def _float32(tensor: Tensor, name: str) -> Tensor:
+    converted = as_float32(tensor, name)
+    assert converted is not None
+    return converted
 
 
 def _gated_delta(module: Any, layout: DeltaLayout, hidden: int, name: str) -> GatedDelta:
@@ -86,9 +91,7 @@ def _gated_delta(module: Any, layout: DeltaLayout, hidden: int, name: str) -> Ga
     if activation != "silu" or heads % key_heads:
         raise DescriptionError(f"{name} has {heads} heads for {key_heads}, and the activation {activation}")
     norm = getattr(module, layout.norm)
-    rate, bias = as_float32(module.A_log, name), as_float32(module.dt_bias, name)
-    weight = as_float32(norm.weight, name)
-    assert rate is not None and bias is not None and weight is not None
+    rate, bias, weight = (_float32(tensor, name) for tensor in (module.A_log, module.dt_bias, norm.weight))
     if not rate.shape == bias.shape == (heads,) or weight.shape != (value_size,):
         raise DescriptionError(f"{name} has other numbers of decays or weights than heads")
     mixer = GatedDelta(
@@ -153,9 +156,7 @@ def convolved(convolution: Convolution, x: Tensor) -> Tensor:
 
 
 @torch.no_grad()
-def _check(
-    module: Any, mixer: Mixer, out: str, hidden: int, mixed: Callable[[Tensor], Tensor], name: str
-) -> None:
+def _check(module: Any, mixer: Mixer, out: str, hidden: int, mixed: Callable[[Tensor], Tensor], name: str) -> None:
     """Check that a module computes what its output projection, its child `out`, makes of mixed(x).
 
     Raises:

@@ -28,7 +28,7 @@ class Mixer(Protocol):
 
     @property
     def states(self) -> Mapping[str, tuple[int, ...]]:
-        """Shapes of its states of a stream, float32, by the names of `cache.recurrent.states_of`; in the order of C++."""
+        """Shapes of its states, float32, of one stream, by the names of `cache.recurrent.states_of`, in C++'s order."""
 
     def fill(self, struct: abi.Mixer) -> None:
         """Fill the fields that only this kind has."""

@@ -135,7 +135,7 @@ class RuntimeCache(WindowRules[RuntimeLayer, ArrayGroup]):
     @property
     def nbytes(self) -> int:
         """See `WindowRules`."""
-        return sum(holder.nbytes for holder in (*self.head_groups, *self._states))
+        return sum(group.nbytes for group in self.head_groups) + sum(states.nbytes for states in self._states)
 
     # forwards
 

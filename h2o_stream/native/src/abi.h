@@ -225,7 +225,7 @@ struct Model {
 struct Stream {
   int64_t token;
   const Slots* slots;    // of all layers
-  float* const* states;  // of all mixers
+  const void* states;    // float* of every state of all mixers
 };
 
 // Two ranges of memory that are compared.
