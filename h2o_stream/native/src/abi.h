@@ -224,8 +224,8 @@ struct Model {
 // The next token of a stream.
 struct Stream {
   int64_t token;
-  const Slots* slots;    // of all layers
-  const void* states;    // float* of every state of all mixers
+  const Slots* slots;  // of all layers
+  float** states;      // of all mixers
 };
 
 // Two ranges of memory that are compared.
