@@ -147,7 +147,7 @@ FAMILIES = [
         tiny("GraniteMoeHybrid", **GROUPED, **STATE_SPACE, **EXPERTS, shared_intermediate_size=32, layer_types=HYBRID),
         native=False),
     Family("Bamba", "Bamba 9B", "state-space layers beside full ones",
-        tiny("Bamba", **GROUPED, **STATE_SPACE, attn_layer_indices=[1]), native=False),
+        tiny("Bamba", **GROUPED, **STATE_SPACE, attn_layer_indices=[1])),
     Family("Jamba", "Jamba 1.5, 1.7", "state-space layers beside full ones without positions, experts",
         tiny("Jamba", **GROUPED, **EXPERTS, mamba_expand=1, mamba_d_state=8, attn_layer_period=2, attn_layer_offset=1),
         native=False),

@@ -73,6 +73,7 @@ class MixerKind(IntEnum):
     NONE = 0
     SHORT_CONVOLUTION = 1
     GATED_DELTA = 2
+    MAMBA2 = 3
 
 
 MAX_PROJECTIONS, MAX_KERNEL = 6, 8
@@ -167,7 +168,9 @@ class Mixer(Structure):
         *_fields(int="key_heads heads key_size value_size"),
         *((name, HeadColumns) for name in ("query", "key", "value", "gate", "beta", "decay")),
         *_fields(pointer="rate decay_bias", float="beta_scale"),
+        *_fields(pointer="skip", float="least_step largest_step"),
         ("norm", Norm),
+        *_fields(int="norm_groups norm_before_gate"),
         ("out", Matrix),
         *_fields(int="first_state"),
     ]

@@ -53,6 +53,7 @@ class LayerLayout:
 
 
 _LFM2_NORMS = {"before_attention": "operator_norm", "before_mlp": "ffn_norm"}
+_BEFORE_FEED_FORWARD = {"before_attention": "input_layernorm", "before_mlp": "pre_ff_layernorm"}
 _TWO_NORMS = {"before_attention": "input_layernorm", "before_mlp": "post_attention_layernorm"}
 
 LAYERS = (
@@ -92,6 +93,9 @@ LAYERS = (
     LayerLayout("self_attn", "feed_forward", _LFM2_NORMS),
     LayerLayout(None, "feed_forward", _LFM2_NORMS, mixer="conv"),
     LayerLayout(None, "mlp", _TWO_NORMS, mixer="linear_attn"),
+    LayerLayout("self_attn", "feed_forward", _BEFORE_FEED_FORWARD),
+    LayerLayout(None, "feed_forward", _BEFORE_FEED_FORWARD, mixer="mamba"),
+    LayerLayout("self_attn", "feed_forward", _BEFORE_FEED_FORWARD, mixer="mamba"),
 )
 """Llama and most others; Granite MoE; Gemma 2 and 3; EXAONE 4, OLMo 2; VaultGemma; GPT-NeoX; Phi, Cohere, StableLM 2
 12B; OPT; GLM-4 0414; HyperCLOVA X; Apertus; LFM2."""
