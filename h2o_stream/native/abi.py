@@ -96,7 +96,7 @@ def _fields(**kinds: str) -> list[tuple[str, type]]:
 class Matrix(Structure):
     """Weights of a linear layer."""
 
-    _fields_ = _fields(pointer="weights bias", int="rows columns kind")
+    _fields_ = _fields(pointer="weights bias", int="rows columns kind", float="scale")
 
 
 class AttentionLayer(Structure):

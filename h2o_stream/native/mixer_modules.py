@@ -14,6 +14,7 @@ from h2o_stream.native.matrix import DescriptionError, Norm
 from h2o_stream.native.mixer_layouts import DELTA_LAYOUTS, DeltaLayout
 from h2o_stream.native.mixers import Convolution, GatedDelta, HeadColumns, Mamba2, Mixer, ShortConvolution
 from h2o_stream.native.modules import apply_norm, as_float32, matrix_of
+from h2o_stream.native.multipliers import scaled_projections
 
 _TOKENS = 7
 """Tokens that a mixer is evaluated on."""
@@ -45,6 +46,11 @@ def mixer_of(module: Any, hidden: int, name: str) -> Mixer:
     if names - {"norm", "act"} == {"in_proj", "conv1d", "dt_bias", "A_log", "D", "out_proj"}:
         return _mamba2(module, hidden, f"the Mamba-2 of {name}")
     raise DescriptionError(f"{name} has a {type(module).__name__}, which is no mixer that is known")
+
+
+def has_convolution(module: Any) -> bool:
+    """Whether a module can be a recurrent mixer: all known ones have a convolution."""
+    return any(isinstance(child, nn.Conv1d) for child in module.children())
 
 
 def convolution_of(module: Any, name: str) -> Convolution:
@@ -152,14 +158,16 @@ def _mamba2(module: Any, hidden: int, name: str) -> Mamba2:
     if not all(isinstance(size, int) and size > 0 for size in sizes):
         raise DescriptionError(f"{name} has no sizes of heads")
     key_heads, heads, key_size, value_size = sizes
-    if module.activation != "silu":
-        raise DescriptionError(f"{name} has the activation {module.activation}")
+    if (activation := getattr(module, "activation", None)) != "silu":
+        raise DescriptionError(f"{name} has the activation {activation}")
+    if len(limits := tuple(getattr(module, "time_step_limit", None) or ())) != 2:
+        raise DescriptionError(f"{name} has no limits of its steps")
     rate, bias, skip = (as_float32(getattr(module, key), name) for key in ("A_log", "dt_bias", "D"))
     assert rate is not None and bias is not None and skip is not None
     norm, weight = module.norm, as_float32(getattr(module.norm, "weight", None), name)
     normed = Norm() if weight is None else Norm(NormKind.RMS, weight, None, float(norm.variance_epsilon))
     mixer = Mamba2(
-        projections=[matrix_of(module.in_proj, f"in_proj of {name}")],
+        projections=scaled_projections(module, matrix_of(module.in_proj, f"in_proj of {name}"), name),
         convolution=convolution_of(module.conv1d, f"conv1d of {name}"),
         key_heads=key_heads,
         heads=heads,
@@ -167,14 +175,19 @@ def _mamba2(module: Any, hidden: int, name: str) -> Mamba2:
         value_size=value_size,
         rate=-rate.exp(),
         decay_bias=bias,
-        step_limits=tuple(map(float, module.time_step_limit)),
+        step_limits=(float(limits[0]), float(limits[1])),
         skip=skip,
         norm=normed,
         norm_groups=key_heads if weight is not None else 1,
         norm_before_gate=bool(getattr(norm, "norm_before_gate", False)),
         out=matrix_of(module.out_proj, f"out_proj of {name}"),
     )
-    _check(module, mixer, "out_proj", hidden, lambda x: mamba2(mixer, module.in_proj(x).float()[0])[None], name)
+
+    def expected(x: Tensor) -> Tensor:
+        projected = module.in_proj(x * getattr(module, "ssm_in_multiplier", 1.0)) * getattr(module, "mup_vector", 1.0)
+        return mamba2(mixer, projected.float()[0])[None]
+
+    _check(module, mixer, "out_proj", hidden, expected, name)
     return mixer
 
 

@@ -42,6 +42,7 @@ struct Matrix {
   const void* weights;  // [rows][columns] or [tiles][bytes]; null if the layer has no such matrix
   const float* bias;    // [rows] or null
   int64_t rows, columns, kind;
+  double scale;  // factor on its products and bias; 0 for none
 };
 
 // ---- attention over the slots of a layer ----------------------------------------------------------------------------
@@ -158,7 +159,7 @@ struct HeadColumns {
 //                      states: those of the convolution; s of all heads
 //   kMamba2            values, keys and queries, whose columns follow one another, go through the convolution, in this
 //                      order, and SiLU. For each value head
-//                        step = softplus(decay + decay_bias), between least_step and largest_step
+//                        step = softplus(decay + decay_bias), in prompts between least_step and largest_step
 //                        s = s * exp(rate * step) + step * value (x) key, with s [value_size][key_size]
 //                        out(norm((s query + skip * value) * silu(gate))), norm of norm_groups parts of all heads; it
 //                        comes before the gate with norm_before_gate

@@ -96,10 +96,11 @@ void run_head(const Mixer& mixer, const MixerTokens& tokens, int64_t index, floa
   };
   const float *value = part(mixer.value, index % shared * size), *decay = part(mixer.decay, index % shared);
   const int64_t inner = mixer.heads * size;
+  const float least = float(mixer.least_step), largest = float(mixer.largest_step);
   float* out = tokens.mixed + index * size;
   for (int64_t token = 0; token < tokens.count; ++token) {
     const float step = softplus(decay[token * tokens.stride] + mixer.decay_bias[index]);
-    learn[token] = std::min(std::max(step, float(mixer.least_step)), float(mixer.largest_step));
+    learn[token] = tokens.in_prompt ? std::min(std::max(step, least), largest) : step;
     keep[token] = std::exp(mixer.rate[index] * learn[token]);
     for (int64_t i = 0; i < size; ++i) out[token * inner + i] = mixer.skip[index] * value[token * tokens.stride + i];
   }
