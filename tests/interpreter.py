@@ -26,7 +26,7 @@ def numbers(matrix: Matrix) -> Tensor:
 
 def apply(matrix: Matrix, x: Tensor) -> Tensor:
     y = x @ numbers(matrix).T
-    return y if matrix.bias is None else y + matrix.bias.double()
+    return matrix.scale * (y if matrix.bias is None else y + matrix.bias.double())
 
 
 def heads_of(x: Tensor, first: int, step: int, count: int, size: int) -> Tensor:

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from h2o_stream.native.mixers import Convolution, GatedDelta, ShortConvolution
+from h2o_stream.native.mixers import Convolution, GatedDelta, Mamba2, ShortConvolution
 
 
 def convolved(convolution: Convolution, x: Tensor) -> Tensor:
@@ -57,7 +57,35 @@ def gated_delta(mixer: GatedDelta, projected: Tensor) -> Tensor:
     return torch.cat(outputs, 1)
 
 
+def mamba2(mixer: Mamba2, projected: Tensor) -> Tensor:
+    """Head by head and all tokens at once: y = (L * C B^T) (step * x) + D x with L of products of decays."""
+    inner, keys, size, n = mixer.inner, mixer.keys, mixer.value_size, len(projected)
+    rate, bias, skip = (x.detach().double() for x in (mixer.rate, mixer.decay_bias, mixer.skip))
+    silu = torch.nn.functional.silu
+    x, b, c = silu(convolved(mixer.convolution, projected[:, inner : 2 * (inner + keys)])).split([inner, keys, keys], 1)
+    outputs = []
+    for head in range(mixer.heads):
+        start = head * mixer.key_heads // mixer.heads * mixer.key_size
+        key, query = (part[:, start : start + mixer.key_size] for part in (b, c))
+        value = x[:, head * size : (head + 1) * size]
+        step = (1 + (projected[:, 2 * (inner + keys) + head] + bias[head]).exp()).log().clamp(*mixer.step_limits)
+        sums = (rate[head] * step).cumsum(0)
+        decay = torch.tril((sums[:, None] - sums[None]).exp())
+        outputs.append((decay * (query @ key.T)) @ (step[:, None] * value) + skip[head] * value)
+    y, gate = torch.cat(outputs, 1), silu(projected[:, :inner])
+
+    def normed(y: Tensor) -> Tensor:
+        if mixer.norm.weight is None:
+            return y
+        parts = y.view(n, mixer.norm_groups, -1)
+        parts = parts / (parts.square().mean(-1, keepdim=True) + mixer.norm.epsilon).sqrt()
+        return parts.flatten(1) * mixer.norm.weight.double()
+
+    return normed(y) * gate if mixer.norm_before_gate else normed(y * gate)
+
+
 MIXERS: dict[type, Callable[[Any, Tensor], Tensor]] = {
     ShortConvolution: short_convolution,
     GatedDelta: gated_delta,
+    Mamba2: mamba2,
 }

@@ -73,6 +73,7 @@ class MixerKind(IntEnum):
     NONE = 0
     SHORT_CONVOLUTION = 1
     GATED_DELTA = 2
+    MAMBA2 = 3
 
 
 MAX_PROJECTIONS, MAX_KERNEL = 6, 8
@@ -95,7 +96,7 @@ def _fields(**kinds: str) -> list[tuple[str, type]]:
 class Matrix(Structure):
     """Weights of a linear layer."""
 
-    _fields_ = _fields(pointer="weights bias", int="rows columns kind")
+    _fields_ = _fields(pointer="weights bias", int="rows columns kind", float="scale")
 
 
 class AttentionLayer(Structure):
@@ -167,7 +168,9 @@ class Mixer(Structure):
         *_fields(int="key_heads heads key_size value_size"),
         *((name, HeadColumns) for name in ("query", "key", "value", "gate", "beta", "decay")),
         *_fields(pointer="rate decay_bias", float="beta_scale"),
+        *_fields(pointer="skip", float="least_step largest_step"),
         ("norm", Norm),
+        *_fields(int="norm_groups norm_before_gate"),
         ("out", Matrix),
         *_fields(int="first_state"),
     ]

@@ -30,8 +30,9 @@ from h2o_stream.native.description import (
 from h2o_stream.native.expert_modules import experts_of, has_experts
 from h2o_stream.native.experts import Experts
 from h2o_stream.native.layouts import AttentionLayout, LayerLayout
-from h2o_stream.native.mixer_modules import mixer_of
+from h2o_stream.native.mixer_modules import has_convolution, mixer_of
 from h2o_stream.native.mixers import Mixer
+from h2o_stream.native.multipliers import scaled_attention, scaled_mixer_output, scaled_mlp
 from h2o_stream.native.modules import (
     activation_of,
     as_float32,
@@ -92,8 +93,11 @@ class _ModelReader:
             raise DescriptionError(f"{type(backbone).__name__} has no final norm")
         dtype = embedding.dtype if hasattr(embedding, "tiles") else embedding.weight.dtype
         final = self._norm(backbone, norm, self._hidden, "the model")
+        described = [self._layer(layer, index) for index, layer in enumerate(layers)]
+        if positions is None and self._rotary is None and not any(layer.mixer for layer in described):
+            raise DescriptionError(f"{type(backbone).__name__} has neither rotary nor learned positions")
         description = Description(
-            layers=[self._layer(layer, index) for index, layer in enumerate(layers)],
+            layers=described,
             embedding=rows,
             embedding_scale=embedding_scale(embedding, rows, "the embedding") * self._factor("embedding_multiplier"),
             learned_positions=None if positions is None else as_float32(positions.weight, "the learned positions"),
@@ -101,7 +105,7 @@ class _ModelReader:
             embedding_norm=final if type(backbone).__name__ in layouts.NORMED_EMBEDDINGS else Norm(),
             norm=final,
             output=self._check_columns(matrix_of(head, "the output layer"), "the output layer", columns=self._hidden),
-            logit_scale=self._factor("logit_scale") / self._factor("logits_scaling"),
+            logit_scale=self._factor("logit_scale") * self._factor("lm_head_multiplier") / self._factor("logits_scaling"),
             logit_softcap=float(getattr(config, "final_logit_softcapping", None) or 0.0),
             residual_scale=self._factor("residual_multiplier"),
             dtype=dtype_name(dtype),
@@ -123,12 +127,12 @@ class _ModelReader:
 
     def _read_positions(self, backbone: Any) -> Any:
         """Return the learned position embedding, or None if positions are rotary."""
-        self._rotary = next((getattr(backbone, name) for name in layouts.ROTARY if hasattr(backbone, name)), None)
+        self._rotary = next(filter(None, (getattr(backbone, name, None) for name in layouts.ROTARY)), None)
         by_theta = list(getattr(backbone, "rotary_embs", ()))
         self._rotary_by_theta = {rotary.config.rope_parameters["rope_theta"]: rotary for rotary in by_theta}
         positions = getattr(backbone, "embed_positions", None)
-        if (positions is None) == (self._rotary is None) or not isinstance(positions, nn.Embedding | None):
-            raise DescriptionError(f"{type(backbone).__name__} has neither rotary nor learned positions")
+        if not isinstance(positions, nn.Embedding | None) or (positions is not None and self._rotary is not None):
+            raise DescriptionError(f"{type(backbone).__name__} has learned positions of an unknown kind")
         needed = getattr(self._config, "max_position_embeddings", 0) + getattr(positions, "offset", 0), self._hidden
         if positions is not None and (positions.num_embeddings < needed[0] or positions.embedding_dim != needed[1]):
             raise DescriptionError(f"the learned positions are not {needed[0]} rows of {needed[1]}")
@@ -171,17 +175,25 @@ class _ModelReader:
         mlp = layer if layout.owns_mlp else getattr(layer, layout.mlp or "", None)
         norms = {role: self._norm(layer, key, self._hidden, name) for role, key in layout.norms.items()}
         parallel = layout.parallel if layout.parallel is not None else getattr(layer, "use_parallel_residual", False)
+        shared = getattr(layer, layout.shared) if layout.shared else None
         return Layer(
-            attention=self._attention(getattr(layer, layout.attention), index) if layout.attention else None,
-            mixer=self._mixer(getattr(layer, layout.mixer), name) if layout.mixer else None,
-            mlp=None if mlp is None else self._experts(mlp, name) if has_experts(mlp) else self._mlp(mlp, name),
+            attention=self._attention(getattr(layer, layout.attention), layer, index) if layout.attention else None,
+            mixer=self._mixer(getattr(layer, layout.mixer), layer, name) if layout.mixer else None,
+            mlp=None if mlp is None else self._feed_forward(mlp, shared, name),
             **{role: norms.get(role, Norm()) for role in layouts.NORM_ROLES},
             parallel=bool(parallel),
         )
 
-    def _mixer(self, module: Any, name: str) -> Mixer:
+    def _mixer(self, module: Any, layer: Any, name: str) -> Mixer:
         self._mark_read(*module.modules())
-        return mixer_of(module, self._hidden, name)
+        mixer = mixer_of(module, self._hidden, name)
+        return replace(mixer, out=scaled_mixer_output(mixer.out, layer))
+
+    def _feed_forward(self, module: Any, shared: Any, name: str) -> Mlp | Experts:
+        if not has_experts(module):
+            return self._mlp(module, name)
+        experts = self._experts(module, name)
+        return experts if shared is None else replace(experts, shared=self._mlp(shared, f"the shared expert of {name}"))
 
     def _mark_container(self, module: Any, name: str, *known: str) -> None:
         """Record a module of which only the children and the parameters `known` are read."""
@@ -209,7 +221,7 @@ class _ModelReader:
         if matrix.rows != self._hidden:
             raise DescriptionError(f"{name} gives {matrix.rows} outputs instead of {self._hidden}")
 
-    def _attention(self, module: Any, index: int) -> Attention:
+    def _attention(self, module: Any, layer: Any, index: int) -> Attention:
         name = f"the attention of layer {index}"
         known = (layout for layout in layouts.ATTENTIONS if _has_modules(module, (*layout.qkv, layout.out)))
         layout = max(known, key=lambda layout: _has_modules(module, layout.norms), default=None)
@@ -229,7 +241,7 @@ class _ModelReader:
         whole = any(_weight_count(getattr(module, key)) > size for key in normed)
         sizes = dict(zip(layout.norms, (heads * size, kv_heads * size) if whole else (size, size), strict=True))
         norms = [self._norm(module, key, sizes[key], name) if key in normed else Norm() for key in layout.norms]
-        return Attention(
+        attention = Attention(
             query_heads=heads,
             kv_heads=kv_heads,
             head_size=size,
@@ -247,6 +259,7 @@ class _ModelReader:
             sink_logits=self._sinks(module, heads, name),
             gate=OutputGate(size, 2 * size) if gated else None,
         )
+        return scaled_attention(attention, module, layer, name)
 
     def _experts(self, module: Any, name: str) -> Experts:
         self._mark_read(*module.modules())
@@ -293,7 +306,7 @@ class _ModelReader:
             gate, up = up.row_range(0, half), up.row_range(half, half)
         self._check_columns(down, f"{layout.down} of {name}", up.rows)
         self._check_rows(down, f"{layout.down} of {name}")
-        return Mlp(gate, up, down, activation)
+        return scaled_mlp(Mlp(gate, up, down, activation), module)
 
 
 def _weight_count(module: Any) -> int:
@@ -309,14 +322,33 @@ def _has_modules(module: Any, names: Iterable[str]) -> bool:
 def _match_layout(layer: Any, name: str, candidates: Collection[LayerLayout]) -> LayerLayout:
     """Find the layout whose modules match those of a layer exactly."""
     kinds = {key: child for key, child in layer.named_children() if not isinstance(child, _NO_OPS)}
-    for layout in candidates:
-        rest = kinds.keys() - layout.names
-        inner = {"fc1", "fc2", *layouts.ACTIVATIONS} if layout.owns_mlp else set()
-        if layout.names <= kinds.keys() and rest <= inner:
+    inner = {"fc1", "fc2", *layouts.ACTIVATIONS}
+    named = [
+        layout
+        for layout in candidates
+        if layout.names <= kinds.keys() and kinds.keys() - layout.names <= (inner if layout.owns_mlp else set())
+    ]
+    for layout in named:
+        if len(named) == 1 or _is_as_named(layer, layout):
             return layout
     raise DescriptionError(
         f"{name} is a {type(layer).__name__} whose modules match no known layout: {', '.join(kinds)}"
     )
+
+
+def _is_as_named(layer: Any, layout: LayerLayout) -> bool:
+    """Whether what a layout calls an attention or a recurrent mixer can be one, and its MLP neither."""
+    mixer, attention, mlp = (getattr(layer, name or "", None) for name in (layout.mixer, layout.attention, layout.mlp))
+    return (
+        (mixer is None or has_convolution(mixer))
+        and (attention is None or _has_projections(attention))
+        and (mlp is None or not (has_convolution(mlp) or _has_projections(mlp)))
+    )
+
+
+def _has_projections(module: Any) -> bool:
+    """Whether a module has those of an attention."""
+    return any(_has_modules(module, (*layout.qkv, layout.out)) for layout in layouts.ATTENTIONS)
 
 
 def _is_gated(qkv: list[Matrix], columns: int) -> bool:

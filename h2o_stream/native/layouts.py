@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 from h2o_stream.native.abi import Activation
 
-FINAL_NORMS = ("norm", "final_layer_norm", "final_layernorm", "embedding_norm")
+FINAL_NORMS = ("norm", "final_layer_norm", "final_layernorm", "embedding_norm", "norm_f")
 """Names of the final norm."""
 
 ROTARY = ("rotary_emb", "pos_emb")
@@ -36,6 +36,7 @@ class LayerLayout:
         norms: module name of each norm in `NORM_ROLES`.
         parallel: whether the MLP reads the attention's input; None if an attribute of the layer tells.
         mixer: the recurrent mixer, beside attention or in its place, or None.
+        shared: an expert that all tokens go through, beside those in `mlp`.
         owns_mlp: whether the linear layers of the MLP belong to the decoder layer itself.
     """
 
@@ -44,20 +45,26 @@ class LayerLayout:
     norms: Mapping[str, str]
     parallel: bool | None = None
     mixer: str | None = None
+    shared: str | None = None
     owns_mlp: bool = False
 
     @property
     def names(self) -> set[str]:
         """All modules."""
-        return {*self.norms.values(), *filter(None, (self.attention, self.mixer, self.mlp))}
+        return {*self.norms.values(), *filter(None, (self.attention, self.mixer, self.mlp, self.shared))}
 
 
 _LFM2_NORMS = {"before_attention": "operator_norm", "before_mlp": "ffn_norm"}
+_BEFORE_FEED_FORWARD = {"before_attention": "input_layernorm", "before_mlp": "pre_ff_layernorm"}
 _TWO_NORMS = {"before_attention": "input_layernorm", "before_mlp": "post_attention_layernorm"}
 
 LAYERS = (
     LayerLayout("self_attn", "mlp", _TWO_NORMS),
     LayerLayout("self_attn", "block_sparse_moe", _TWO_NORMS),
+    LayerLayout("self_attn", "block_sparse_moe", _TWO_NORMS, shared="shared_mlp"),
+    LayerLayout(None, "block_sparse_moe", _TWO_NORMS, mixer="mamba", shared="shared_mlp"),
+    LayerLayout("self_attn", "shared_mlp", _TWO_NORMS),
+    LayerLayout(None, "shared_mlp", _TWO_NORMS, mixer="mamba"),
     LayerLayout(
         "self_attn",
         "mlp",
@@ -92,9 +99,16 @@ LAYERS = (
     LayerLayout("self_attn", "feed_forward", _LFM2_NORMS),
     LayerLayout(None, "feed_forward", _LFM2_NORMS, mixer="conv"),
     LayerLayout(None, "mlp", _TWO_NORMS, mixer="linear_attn"),
+    LayerLayout("self_attn", "feed_forward", _BEFORE_FEED_FORWARD),
+    LayerLayout(None, "feed_forward", _BEFORE_FEED_FORWARD, mixer="mamba"),
+    LayerLayout("self_attn", "feed_forward", _BEFORE_FEED_FORWARD, mixer="mamba"),
+    LayerLayout("mixer", None, {"before_attention": "norm"}),
+    LayerLayout(None, None, {"before_attention": "norm"}, mixer="mixer"),
+    LayerLayout(None, "mixer", {"before_mlp": "norm"}),
 )
-"""Llama and most others; Granite MoE; Gemma 2 and 3; EXAONE 4, OLMo 2; VaultGemma; GPT-NeoX; Phi, Cohere, StableLM 2
-12B; OPT; GLM-4 0414; HyperCLOVA X; Apertus; LFM2."""
+"""Llama and most others; Granite MoE; Granite MoE with a shared expert, Granite 4; Gemma 2 and 3; EXAONE 4, OLMo 2;
+VaultGemma; GPT-NeoX; Phi, Cohere, StableLM 2 12B; OPT; GLM-4 0414; HyperCLOVA X; Apertus; LFM2; Qwen 3.5; Bamba;
+Falcon-H1; Nemotron-H, whose mixer may be anything."""
 
 
 @dataclass(frozen=True)
@@ -148,14 +162,15 @@ MLPS = (
     MlpLayout("gate_proj", "up_proj", "down_proj"),
     MlpLayout(None, "gate_up_proj", "down_proj", fused=True),
     MlpLayout(None, "dense_h_to_4h", "dense_4h_to_h"),
+    MlpLayout(None, "input_linear", "output_linear", fused=True),
     MlpLayout(None, "fc1", "fc2"),
     MlpLayout(None, "c_fc", "c_proj"),
     MlpLayout(None, "up_proj", "down_proj"),
     MlpLayout("w1", "w3", "w2", activation=Activation.SILU),
 )
-"""Llama and most others; Phi-3; GPT-NeoX; OPT, Phi; StarCoder 2; Nemotron; LFM2."""
+"""Llama and most others; Phi-3; GPT-NeoX; Granite's shared expert; OPT, Phi; StarCoder 2; Nemotron; LFM2."""
 
-ACTIVATIONS = ("act_fn", "activation_fn", "act")
+ACTIVATIONS = ("act_fn", "activation_fn", "act", "activation")
 
 NEUTRAL_FLAGS: Mapping[str, tuple[object, ...]] = {
     "do_layer_norm_before": (True,),

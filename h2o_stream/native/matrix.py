@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from h2o_stream.native import abi, packing
 from h2o_stream.native.abi import Array, MatrixKind, NormKind, pointer
@@ -22,6 +22,7 @@ class Matrix:
         rows: output features.
         columns: input features.
         kind: storage format.
+        scale: factor on what it gives, including the bias.
     """
 
     weights: Array
@@ -29,6 +30,7 @@ class Matrix:
     rows: int
     columns: int
     kind: MatrixKind
+    scale: float = 1.0
 
     def row_range(self, first: int, count: int) -> Matrix:
         """Rows [first, first + count) in the same memory.
@@ -41,14 +43,20 @@ class Matrix:
             raise DescriptionError(f"rows {first} of a packed matrix do not start at a multiple of {tile}")
         weights = self.weights[first // tile : -(-(first + count) // tile)]
         bias = None if self.bias is None else self.bias[first : first + count]
-        return Matrix(weights, bias, count, self.columns, self.kind)
+        return Matrix(weights, bias, count, self.columns, self.kind, self.scale)
+
+    def scaled(self, results: float, inputs: float = 1.0) -> Matrix:
+        """The same weights, with factors on what it gives and on what it takes."""
+        bias = self.bias if self.bias is None or inputs == 1.0 else self.bias / inputs
+        return replace(self, bias=bias, scale=self.scale * results * inputs)
 
     def to_struct(self) -> abi.Matrix:
         """As a C structure."""
         dense = {MatrixKind.FLOAT32: "float32", MatrixKind.BFLOAT16: "bfloat16"}.get(self.kind)
         size = self.rows * self.columns if dense else packing.packed_bytes(self.kind, self.rows, self.columns)
         weights = pointer(self.weights, dense or "uint8", size)
-        return abi.Matrix(weights, pointer(self.bias, "float32", self.rows), self.rows, self.columns, self.kind)
+        bias = pointer(self.bias, "float32", self.rows)
+        return abi.Matrix(weights, bias, self.rows, self.columns, self.kind, self.scale)
 
 
 @dataclass(frozen=True, eq=False)

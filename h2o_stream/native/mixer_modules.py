@@ -12,8 +12,9 @@ from torch.nn import functional
 from h2o_stream.native.abi import NormKind
 from h2o_stream.native.matrix import DescriptionError, Norm
 from h2o_stream.native.mixer_layouts import DELTA_LAYOUTS, DeltaLayout
-from h2o_stream.native.mixers import Convolution, GatedDelta, HeadColumns, Mixer, ShortConvolution
+from h2o_stream.native.mixers import Convolution, GatedDelta, HeadColumns, Mamba2, Mixer, ShortConvolution
 from h2o_stream.native.modules import apply_norm, as_float32, matrix_of
+from h2o_stream.native.multipliers import scaled_projections
 
 _TOKENS = 7
 """Tokens that a mixer is evaluated on."""
@@ -42,7 +43,14 @@ def mixer_of(module: Any, hidden: int, name: str) -> Mixer:
     for layout in DELTA_LAYOUTS:
         if names == {*layout.projections, layout.norm, layout.out, "conv1d", "A_log", "dt_bias"}:
             return _gated_delta(module, layout, hidden, f"the delta rule of {name}")
+    if names - {"norm", "act"} == {"in_proj", "conv1d", "dt_bias", "A_log", "D", "out_proj"}:
+        return _mamba2(module, hidden, f"the Mamba-2 of {name}")
     raise DescriptionError(f"{name} has a {type(module).__name__}, which is no mixer that is known")
+
+
+def has_convolution(module: Any) -> bool:
+    """Whether a module can be a recurrent mixer: all known ones have a convolution."""
+    return any(isinstance(child, nn.Conv1d) for child in module.children())
 
 
 def convolution_of(module: Any, name: str) -> Convolution:
@@ -146,6 +154,71 @@ def delta_rule(mixer: GatedDelta, projected: Tensor) -> Tensor:
         found.append(torch.einsum("hkv,hk->hv", state, query[token] * key_size**-0.5))
     normed = apply_norm(mixer.norm, torch.stack(found))
     return (normed * functional.silu(gate)).flatten(1)
+
+
+def _mamba2(module: Any, hidden: int, name: str) -> Mamba2:
+    sizes = tuple(getattr(module, key, 0) for key in ("n_groups", "num_heads", "ssm_state_size", "head_dim"))
+    if not all(isinstance(size, int) and size > 0 for size in sizes):
+        raise DescriptionError(f"{name} has no sizes of heads")
+    key_heads, heads, key_size, value_size = sizes
+    if (activation := getattr(module, "activation", None)) != "silu":
+        raise DescriptionError(f"{name} has the activation {activation}")
+    if len(limits := tuple(getattr(module, "time_step_limit", None) or ())) != 2:
+        raise DescriptionError(f"{name} has no limits of its steps")
+    rate, bias, skip = (as_float32(getattr(module, key), name) for key in ("A_log", "dt_bias", "D"))
+    assert rate is not None and bias is not None and skip is not None
+    norm, weight = module.norm, as_float32(getattr(module.norm, "weight", None), name)
+    normed = Norm() if weight is None else Norm(NormKind.RMS, weight, None, float(norm.variance_epsilon))
+    mixer = Mamba2(
+        projections=scaled_projections(module, matrix_of(module.in_proj, f"in_proj of {name}"), name),
+        convolution=convolution_of(module.conv1d, f"conv1d of {name}"),
+        key_heads=key_heads,
+        heads=heads,
+        key_size=key_size,
+        value_size=value_size,
+        rate=-rate.exp(),
+        decay_bias=bias,
+        step_limits=(float(limits[0]), float(limits[1])),
+        skip=skip,
+        norm=normed,
+        norm_groups=key_heads if weight is not None else 1,
+        norm_before_gate=bool(getattr(norm, "norm_before_gate", False)),
+        out=matrix_of(module.out_proj, f"out_proj of {name}"),
+    )
+
+    def expected(x: Tensor) -> Tensor:
+        projected = module.in_proj(x * getattr(module, "ssm_in_multiplier", 1.0)) * getattr(module, "mup_vector", 1.0)
+        return mamba2(mixer, projected.float()[0])[None]
+
+    _check(module, mixer, "out_proj", hidden, expected, name)
+    return mixer
+
+
+def mamba2(mixer: Mamba2, projected: Tensor) -> Tensor:
+    """The input [n, inner] of the output projection for tokens [n, rows] from empty states on, token by token."""
+    count, shared = len(projected), mixer.heads // mixer.key_heads
+    gate, inputs, decay = projected.split([mixer.inner, mixer.convolution.channels, mixer.heads], 1)
+    mixed = functional.silu(convolved(mixer.convolution, inputs[None])[0])
+    value, *keys = mixed.split([mixer.inner, mixer.keys, mixer.keys], 1)
+    value = value.view(count, mixer.heads, mixer.value_size)
+    key, query = (x.view(count, mixer.key_heads, mixer.key_size).repeat_interleave(shared, 1) for x in keys)
+    step = functional.softplus(decay + mixer.decay_bias).clamp(*mixer.step_limits)
+    keep, state, found = (mixer.rate * step).exp(), torch.zeros(mixer.heads, mixer.value_size, mixer.key_size), []
+    for token in range(count):
+        new = (step[token][:, None] * value[token])[..., None] * key[token][:, None]
+        state = keep[token][:, None, None] * state + new
+        found.append(torch.einsum("hvk,hk->hv", state, query[token]) + mixer.skip[:, None] * value[token])
+    y, opened = torch.stack(found).flatten(1), functional.silu(gate)
+    return _normed(mixer, y) * opened if mixer.norm_before_gate else _normed(mixer, y * opened)
+
+
+def _normed(mixer: Mamba2, x: Tensor) -> Tensor:
+    """Parts of x [n, inner] normed by themselves."""
+    if mixer.norm.weight is None:
+        return x
+    parts = x.view(len(x), mixer.norm_groups, -1)
+    scaled = parts * torch.rsqrt(parts.square().mean(-1, keepdim=True) + mixer.norm.epsilon)
+    return scaled.flatten(1) * mixer.norm.weight
 
 
 def convolved(convolution: Convolution, x: Tensor) -> Tensor:

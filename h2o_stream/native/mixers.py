@@ -197,3 +197,82 @@ class GatedDelta:
             setattr(struct, name, getattr(self.columns, name).to_struct())
         struct.rate = pointer(self.rate, "float32", self.heads)
         struct.decay_bias = pointer(self.decay_bias, "float32", self.heads)
+
+
+@dataclass(frozen=True, eq=False)
+class Mamba2:
+    """Mamba-2, as in Granite 4 hybrids, Bamba, Nemotron-H and Falcon-H1; see `src/abi.h` for what it computes.
+
+    Attributes:
+        projections: to gates, values, keys (B), queries (C) and decays (dt), in this order.
+        convolution: of values, keys and queries.
+        key_heads: of queries and keys (groups).
+        heads: of values, a multiple of the key heads.
+        key_size: of queries and keys (the state's size).
+        value_size: of values.
+        rate: [heads] float32, by how much a unit of step makes the state smaller; negative.
+        decay_bias: [heads] float32, added to decays.
+        step_limits: of steps.
+        skip: [heads] float32, of a value in its output.
+        norm: of the output.
+        norm_groups: parts of the output that are normed by themselves.
+        norm_before_gate: whether the norm comes before the gate.
+        out: the output projection.
+
+    Raises:
+        DescriptionError: sizes do not fit.
+    """
+
+    projections: Sequence[Matrix]
+    convolution: Convolution
+    key_heads: int
+    heads: int
+    key_size: int
+    value_size: int
+    rate: Array
+    decay_bias: Array
+    step_limits: tuple[float, float]
+    skip: Array
+    norm: Norm
+    norm_groups: int
+    norm_before_gate: bool
+    out: Matrix
+    kind = MixerKind.MAMBA2
+
+    def __post_init__(self) -> None:
+        inner, rows = self.inner, sum(matrix.rows for matrix in self.projections)
+        fits = self.convolution.channels == inner + 2 * self.keys and rows == 2 * (inner + self.keys) + self.heads
+        if not fits or self.heads % self.key_heads or inner % self.norm_groups or self.out.columns != inner:
+            raise DescriptionError(f"projections to {rows} do not fit {self.heads} heads of {self.value_size} numbers")
+        if len(self.projections) > abi.MAX_PROJECTIONS:
+            raise DescriptionError(f"{len(self.projections)} projections; at most {abi.MAX_PROJECTIONS} are supported")
+
+    @property
+    def inner(self) -> int:
+        """Numbers in the values of all heads."""
+        return self.heads * self.value_size
+
+    @property
+    def keys(self) -> int:
+        """Numbers in the keys of all heads."""
+        return self.key_heads * self.key_size
+
+    @property
+    def states(self) -> dict[str, tuple[int, ...]]:
+        """See `Mixer`: the last inputs of the convolution, the newest last; and what each head carries on."""
+        convolution = self.convolution.channels, self.convolution.kernel
+        return {"conv.0": convolution, "recurrent.0": (self.heads, self.value_size, self.key_size)}
+
+    def fill(self, struct: abi.Mixer) -> None:
+        """See `Mixer`."""
+        struct.convolution, struct.norm = self.convolution.to_struct(), self.norm.to_struct(self.inner)
+        for name in ("key_heads", "heads", "key_size", "value_size", "norm_groups", "norm_before_gate"):
+            setattr(struct, name, getattr(self, name))
+        struct.least_step, struct.largest_step = self.step_limits
+        sizes = {"gate": self.inner, "value": self.inner, "key": self.keys, "query": self.keys, "decay": self.heads}
+        offset = 0
+        for name, size in sizes.items():
+            setattr(struct, name, HeadColumns(offset, size // self.key_heads).to_struct())
+            offset += size
+        for name in ("rate", "decay_bias", "skip"):
+            setattr(struct, name, pointer(getattr(self, name), "float32", self.heads))

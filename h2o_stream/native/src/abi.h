@@ -42,6 +42,7 @@ struct Matrix {
   const void* weights;  // [rows][columns] or [tiles][bytes]; null if the layer has no such matrix
   const float* bias;    // [rows] or null
   int64_t rows, columns, kind;
+  double scale;  // factor on its products and bias; 0 for none
 };
 
 // ---- attention over the slots of a layer ----------------------------------------------------------------------------
@@ -131,7 +132,7 @@ struct Experts {
 };
 
 // How a recurrent mixer carries earlier tokens on.
-enum MixerKind : int64_t { kNoMixer = 0, kShortConvolution = 1, kGatedDelta = 2 };
+enum MixerKind : int64_t { kNoMixer = 0, kShortConvolution = 1, kGatedDelta = 2, kMamba2 = 3 };
 
 constexpr int64_t kMaxProjections = 6, kMaxKernel = 8;
 
@@ -156,6 +157,13 @@ struct HeadColumns {
 //                        s += key (x) ((value - key s) * beta_scale * sigmoid(beta))
 //                        out(norm(query s) * silu(gate))
 //                      states: those of the convolution; s of all heads
+//   kMamba2            values, keys and queries, whose columns follow one another, go through the convolution, in this
+//                      order, and SiLU. For each value head
+//                        step = softplus(decay + decay_bias), in prompts between least_step and largest_step
+//                        s = s * exp(rate * step) + step * value (x) key, with s [value_size][key_size]
+//                        out(norm((s query + skip * value) * silu(gate))), norm of norm_groups parts of all heads; it
+//                        comes before the gate with norm_before_gate
+//                      states: those of the convolution; s of all heads
 struct Mixer {
   int64_t kind;
   Matrix in[kMaxProjections];  // of the layer's normed input; their outputs are concatenated
@@ -165,7 +173,10 @@ struct Mixer {
   HeadColumns query, key, value, gate, beta, decay;
   const float *rate, *decay_bias;  // [heads]
   double beta_scale;
-  Norm norm;  // of [value_size]
+  const float* skip;  // [heads]
+  double least_step, largest_step;
+  Norm norm;  // of [value_size], or of [heads * value_size]
+  int64_t norm_groups, norm_before_gate;
   Matrix out;
   int64_t first_state;  // index of its first state in `Stream`
 };

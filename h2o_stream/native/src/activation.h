@@ -11,6 +11,8 @@ inline simd::Floats silu(simd::Floats x) {
   return (x < 0.f ? x * power : x) / (1.f + power);
 }
 
+inline float softplus(float x) { return x > 20 ? x : std::log1p(std::exp(x)); }
+
 inline float activate(int64_t activation, float x) {
   switch (activation) {
     case kGeluTanh: return 0.5f * x * (1 + std::tanh(0.7978845608028654f * (x + 0.044715f * x * x * x)));

@@ -22,8 +22,6 @@ constexpr int64_t kVectors = 2;
 #endif
 constexpr int64_t kStrip = kVectors * kWidth;
 
-float softplus(float x) { return x > 20 ? x : std::log1p(std::exp(x)); }
-
 // What a value head does with each token: `keep` and `learn` are [count].
 struct Head {
   const float *query, *key, *value;  // of the first token

@@ -14,6 +14,7 @@ struct MixerTokens {
   int64_t count, stride;
   float* const* states;  // of the mixer and the stream; updated
   float* mixed;          // [count][columns of the output projection]: gets its input
+  bool in_prompt;        // there are several tokens, or the first one of the stream
 };
 
 // Does this thread's share; all threads of a job call it with the same arguments, and it may let them wait for each other.

@@ -196,7 +196,8 @@ void Prompt::run_mixer(const Mixer& mixer, int64_t first, int64_t size) {
   for (int64_t begin = first; begin < first + size;) {
     const int64_t stream = begin / new_tokens_, end = std::min(first + size, (stream + 1) * new_tokens_);
     const MixerTokens tokens{qkv_.at((begin - first) * qkv_size_), end - begin, qkv_size_,
-                             streams_[stream].states + mixer.first_state, mixed_.at(begin * mixer.out.columns)};
+                             streams_[stream].states + mixer.first_state, mixed_.at(begin * mixer.out.columns),
+                             new_tokens_ > 1 || indices_[begin] == 0};
     parallel(threads_, [&](const Worker& worker) {
       mix(mixer, tokens, mixer_scratch_.at(worker.index * mixer_scratch_size_), worker);
     });

@@ -167,7 +167,7 @@ void Step::mix_tokens(const Worker& worker, const Layer& layer) {
     for (int64_t stream = 0; stream < count_; ++stream) {
       mix(mixer,
           {mixer_projected_.at(stream * projected_), 1, projected_, streams_[stream].states + mixer.first_state,
-           mixed_.at(stream * mixer.out.columns)},
+           mixed_.at(stream * mixer.out.columns), token_indices_[stream] == 0},
           mixer_scratch_.at(worker.index * mixer_scratch_size_), worker);
     }
     prefetch(mixer.out, worker.partition(model_.hidden_size, kRows));
