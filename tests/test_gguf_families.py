@@ -176,7 +176,8 @@ CASES = {
         model("Phi3", sliding_window=None, rms_norm_eps=1e-6, max_position_embeddings=2048,
         original_max_position_embeddings=512, rope_parameters={
             "rope_type": "longrope", "rope_theta": 5000.0, "partial_rotary_factor": 0.5,
-            "short_factor": LONGROPE["short"], "long_factor": LONGROPE["long"], "original_max_position_embeddings": 512}),
+            "short_factor": LONGROPE["short"], "long_factor": LONGROPE["long"],
+            "original_max_position_embeddings": 512}),
         {**COMMON, **HALF, "rope.scaling.attn_factor": 1.10554, "rope.scaling.original_context_length": 512},
         {f"rope_factors_{name}": factors for name, factors in LONGROPE.items()},
     ),

@@ -84,9 +84,20 @@ def test_the_default(load: Callable[[str | None], Any]) -> None:
     ("deepseek-v3", ["I", "'LL", "Ġsay", "Ġ", "123", "45", "!\u010a\u010a"]),
     ("deepseek-coder", ["I", "'", "LL", "Ġsay", "Ġ", *"12345", "!", "\u010a", "\u010a"]),
     ("tekken", ["I", "'LL", "Ġsay", "Ġ", *"12345", "!\u010a\u010a"]),
+    ("seed-coder", ["I", "'LL", "Ġsay", "Ġ", *"12345", "!", "\u010a\u010a"]),
+    ("bailingmoe2", ["I", "'LL", "Ġsay", "Ġ", *"12345", "!\u010a\u010a"]),
+    ("kimi-k2", ["I'LL", "Ġsay", "Ġ", "123", "45", "!\u010a\u010a"]),
 ])  # fmt: skip
 def test_other_makers(name: str, expected: list[str], load: Callable[[str | None], Any]) -> None:
     assert pieces(load(name).backend_tokenizer.pre_tokenizer, "I'LL say 12345!\n\n") == expected
+
+
+def test_kimi_keeps_chinese_apart(load: Callable[[str | None], Any]) -> None:
+    """The examples of its own tokenizer: runs of Han letters are pieces, whatever is around them."""
+    pre_tokenizer = load("kimi-k2").backend_tokenizer.pre_tokenizer
+    found = [piece for piece, _ in pre_tokenizer.pre_tokenize_str("中文English混合 fooBar")]
+    expected = ["中文", "English", "混合", " foo", "Bar"]
+    assert found == ["".join(pieces(BYTES, piece)) for piece in expected]
 
 
 @pytest.mark.parametrize("name", GGUF_PRE_TOKENIZER_SPLITS)
