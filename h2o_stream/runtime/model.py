@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -34,6 +34,7 @@ class RuntimeModel:
         max_distance: largest distance it was trained for.
         sliding: the windows of layers that do not follow the plan of a cache, None for others.
         generation: how it is recommended to sample, and the tokens that end a turn; as `GenerationConfig`.
+        refused_positions: where RoPE cannot see the kept tokens.
     """
 
     description: Description
@@ -43,6 +44,7 @@ class RuntimeModel:
     max_distance: int
     sliding: Sequence[int | None]
     generation: Any
+    refused_positions: Collection[str] = ()
 
     def serve(self, config: CacheConfig) -> ServedRuntime:
         """Serve the model with a cache.
@@ -81,13 +83,20 @@ class RuntimeModel:
         return RuntimeCache(config, layers, self.description.dtype, self.max_distance, lambda: self.digest)
 
 
-def why_not_served(config: CacheConfig, max_distance: int, windows: Sequence[tuple[HeadWindow, ...]]) -> str:
+def why_not_served(
+    config: CacheConfig,
+    max_distance: int,
+    windows: Sequence[tuple[HeadWindow, ...]],
+    refused_positions: Collection[str],
+) -> str:
     """Why a model needs torch to be served with a cache, or nothing; the rest as in `RuntimeModel`."""
     if config.policy == "full":
         return "policy full keeps transformers' own cache"
     if config.device != "auto":
         return f"the cache is on {config.device}"
     plan = _plan(config, max_distance)
+    if plan.positions in refused_positions:
+        return f"{plan.positions} positions are for torch to refuse or to compute"
     if plan.rule not in POLICIES:
         return f"policy {config.policy} is written in Python"
     return "its heads were not measured yet" if plan.budgets == "measured" and not windows else ""
