@@ -6,6 +6,7 @@
 
 #pragma once
 
+#include <algorithm>
 #include <vector>
 
 #include "experts.h"
@@ -13,6 +14,10 @@
 #include "mixer.h"
 #include "norm_rope.h"
 #include "prefill.h"
+#include "threads.h"
+
+// Tokens that go through the MLP or a projection at a time, so that activations do not grow with the prompt.
+constexpr int64_t kPromptBlock = 512;
 
 class Prompt {
  public:
@@ -83,3 +88,16 @@ class Prompt {
   std::vector<std::vector<int64_t>> tokens_by_expert_;                    // places in `choices_`
   std::vector<Angles> angles_;                                            // [threads]
 };
+
+template <class Body>
+void Prompt::for_each_block(Body body) const {
+  for (int64_t first = 0; first < count_; first += kPromptBlock) body(first, std::min(kPromptBlock, count_ - first));
+}
+
+template <class Body>
+void Prompt::for_each_token(int64_t size, Body body) const {
+  parallel(std::min(threads_, size), [&](const Worker& worker) {
+    const Range tokens = worker.partition(size);
+    for (int64_t i = tokens.begin; i < tokens.end; ++i) body(i, worker);
+  });
+}

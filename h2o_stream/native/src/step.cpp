@@ -86,14 +86,6 @@ void Step::reserve(int64_t threads) {
   expert_activated_ = Vectors(reserved_streams_ * chosen_, expert_inner);
 }
 
-template <class Body>
-void Step::for_each_stream(const Worker& worker, Body body) {
-  if (count_ == 1) return body(state(worker), int64_t(0));
-  const Range range = worker.partition(count_);
-  for (int64_t stream = range.begin; stream < range.end; ++stream) body(states_[0], stream);
-  worker.barrier();
-}
-
 void Step::run_worker(const Worker& worker) {
   embed(worker);
   for (int64_t index = 0; index < model_.layer_count; ++index) {
@@ -149,104 +141,6 @@ void Step::add_layer(const Layer& layer, float* x, int64_t stream, const Worker&
     add(layer.after_attention, attention_delta_.at(stream * hidden), x, worker);
   }
   if (has_mlp(layer)) add(layer.after_mlp, mlp_delta_.at(stream * hidden), x, worker);
-}
-
-// Attention and the recurrent mixer of a layer.
-void Step::mix_tokens(const Worker& worker, const Layer& layer) {
-  project(worker, layer);
-  if (worker.index == 0 && attends(layer)) select_slots(layer);
-  worker.barrier();
-  if (attends(layer)) {
-    attention_.attend(worker, [&](int64_t stream, int64_t head, float* queries, float* key, float* value) {
-      prepare(layer, stream, head, queries, key, value, angles_[worker.index * reserved_streams_ + stream]);
-    });
-    prefetch(layer.out, worker.partition(model_.hidden_size, kRows));
-  }
-  if (has_mixer(layer)) {
-    const Mixer& mixer = layer.mixer;
-    for (int64_t stream = 0; stream < count_; ++stream) {
-      mix(mixer,
-          {mixer_projected_.at(stream * projected_), 1, projected_, streams_[stream].states + mixer.first_state,
-           mixed_.at(stream * mixer.out.columns), token_indices_[stream] == 0},
-          mixer_scratch_.at(worker.index * mixer_scratch_size_), worker);
-    }
-    prefetch(mixer.out, worker.partition(model_.hidden_size, kRows));
-  }
-  worker.barrier();
-  multiply_out(worker, layer);
-  if (has_mlp(layer)) prefetch(layer.gate.weights ? layer.gate : layer.up, worker.partition(layer.down.columns, kGroup));
-  worker.barrier();
-  if (!attends(layer)) return;
-  attention_.evict(worker);
-  if (!has_mlp(layer)) worker.barrier();
-}
-
-// Multiplies this thread's rows of the layer's first matrices.
-void Step::project(const Worker& worker, const Layer& layer) {
-  const Vectors& normed = state(worker).normed;
-  const auto multiply = [&](const Matrix* matrices, int64_t count, float* out, int64_t stride) {
-    for (int64_t i = 0; i < count; out += matrices[i++].rows) {
-      skinny_gemm(matrices[i], normed, count_, worker.partition(matrices[i].rows, kRows), out, stride);
-    }
-  };
-  multiply(layer.qkv, layer.qkv_count, qkv_.data(), qkv_size_);
-  multiply(layer.mixer.in, layer.mixer.in_count, mixer_projected_.data(), projected_);
-  for (int64_t group = 0; count_ == 1 && group < layer.group_count; ++group) {
-    prefetch_slots(streams_->slots[layer.first_group + group], worker);
-  }
-}
-
-void Step::select_slots(const Layer& layer) {
-  for (int64_t stream = 0; stream < count_; ++stream) slots_[stream] = streams_[stream].slots + layer.first_group;
-  attention_.set_layer(layer.attention, slots_.data(), layer.group_count, count_, token_indices_.data());
-}
-
-// Multiplies this thread's rows of the output projections.
-void Step::multiply_out(const Worker& worker, const Layer& layer) {
-  const int64_t hidden = model_.hidden_size;
-  const Range rows = worker.partition(hidden, kRows);
-  const Matrix& mixer_out = layer.mixer.out;
-  for_each_stream(worker, [&](State& state, int64_t stream) {
-    if (attends(layer)) {
-      attention_.merge(stream, state.attended.at(stream), state.factors.at(stream * attention_.factor_count()));
-      gate_heads(layer, qkv_.at(stream * qkv_size_), state.attended.at(stream));
-      quantize_for({&layer.out}, state.attended, stream, {0, layer.out.columns});
-    }
-    if (has_mixer(layer)) {
-      std::copy_n(mixed_.at(stream * mixer_out.columns), mixer_out.columns, state.mixed.at(stream));
-      quantize_for({&mixer_out}, state.mixed, stream, {0, mixer_out.columns});
-    }
-  });
-  const State& local = state(worker);
-  if (!attends(layer)) {
-    skinny_gemm(mixer_out, local.mixed, count_, rows, attention_delta_.data(), hidden);
-    return;
-  }
-  attention_.update_scores(worker,
-                           [&](int64_t stream) { return local.factors.at(stream * attention_.factor_count()); });
-  skinny_gemm(layer.out, local.attended, count_, rows, attention_delta_.data(), hidden);
-  if (!has_mixer(layer)) return;
-  for (int64_t stream = 0; stream < count_; ++stream) {
-    float *delta = attention_delta_.at(stream * hidden), *mixed = scratch_.at(worker.index * hidden);
-    skinny_gemm(mixer_out, local.mixed, Range{stream, stream + 1}, rows, mixed, hidden);
-    for (int64_t i = rows.begin; i < rows.end; ++i) delta[i] += mixed[i];
-  }
-}
-
-// Writes the queries of a KV head's group and, unless null, its key and value.
-void Step::prepare(const Layer& layer, int64_t stream, int64_t head, float* queries, float* key, float* value,
-                   Angles& angles) {
-  const AttentionLayer& shape = layer.attention;
-  const int64_t heads = shape.query_heads / shape.kv_heads, size = simd::padded(shape.head_size);
-  const float* qkv = qkv_.at(stream * qkv_size_);
-  const Heads all{layer.query_norm, qkv + layer.query_offset, layer.query_stride, shape.query_heads};
-  for (int64_t q = 0; q < heads; ++q) {
-    prepare_head(layer, all, head * heads + q, token_indices_[stream], angles, queries + q * size);
-  }
-  if (!key) return;
-  const Heads keys{layer.key_norm, qkv + layer.key_offset, layer.key_stride, shape.kv_heads};
-  prepare_head(layer, keys, head, token_indices_[stream], angles, key);
-  std::copy_n(qkv + layer.value_offset + head * layer.value_stride, shape.value_size, value);
 }
 
 void Step::mlp(const Worker& worker, const Layer& layer) {

@@ -86,3 +86,11 @@ class Step {
   Buffer<Choice> choices_;                // [threads][streams][chosen]
   Vectors activated_, expert_activated_;  // of the MLP, and of [streams][chosen]
 };
+
+template <class Body>
+void Step::for_each_stream(const Worker& worker, Body body) {
+  if (count_ == 1) return body(state(worker), int64_t(0));
+  const Range range = worker.partition(count_);
+  for (int64_t stream = range.begin; stream < range.end; ++stream) body(states_[0], stream);
+  worker.barrier();
+}
