@@ -83,7 +83,7 @@ class RecurrentLayer(LinearAttentionLayer):
                 _set_state(self, name, state.to(self.like[name].dtype))
 
     def select_rows(self, rows: Tensor) -> None:
-        """Row i becomes a copy of row rows[i]; in place if there are as many as before, so that addresses stay valid."""
+        """Row i becomes a copy of row rows[i]; in place if there are as many, so that addresses stay valid."""
         for name, state in states_of(self).items():
             chosen = state.index_select(0, rows.to(state.device))
             if len(chosen) == len(state):
