@@ -137,8 +137,12 @@ def write_tokens(writer: gguf.GGUFWriter, pre: str | None) -> None:
     writer.add_chat_template("{% for message in messages %}{{ message.content }}{% endfor %}")
 
 
+IN_FULL = ("ffn_gate_inp", "exp_probs", "shortconv.conv.")
+"""Parts of names of matrices that are not quantized."""
+
+
 def add_tensor(writer: gguf.GGUFWriter, name: str, values: np.ndarray, quantize: int | None) -> None:
-    if quantize is None or values.ndim < 2 or "ffn_gate_inp" in name or "exp_probs" in name:
+    if quantize is None or values.ndim < 2 or any(part in name for part in IN_FULL):
         writer.add_tensor(name, np.ascontiguousarray(values, np.float32))
     else:
         kind = GGMLQuantizationType(quantize)
@@ -168,6 +172,8 @@ def stored(
         values = halves.swapaxes(1, 2).reshape(values.shape)
     elif arch in ("gemma", "gemma2", "gemma3", "nemotron") and name.endswith("norm.weight"):
         values = values + 1
+    elif name.endswith("conv.conv.weight"):
+        values = values[:, 0]
     elif "shared_expert_gate" in name:
         values = values[0]
     stored_name = names.get_name(owner)
