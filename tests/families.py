@@ -160,7 +160,7 @@ FAMILIES = [
         tiny("NemotronH", **{key: GROUPED[key] for key in GROUPED if key not in ("num_hidden_layers",
         "initializer_range")}, layer_types=["linear_attention", "moe", "full_attention", "mlp"], mamba_num_heads=4,
         mamba_head_dim=8, n_groups=1, ssm_state_size=8, n_routed_experts=4, moe_intermediate_size=16,
-        moe_shared_expert_intermediate_size=16, initializer_range=0.1), native=False),
+        moe_shared_expert_intermediate_size=16, initializer_range=0.1)),
     Family("MiniMax", "MiniMax-Text-01, M1", "linear layers (lightning attention) beside full ones, experts",
         tiny("MiniMax", **GROUPED, **EXPERTS, layer_types=HYBRID), native=False),
     Family("Kimi Linear", "Kimi Linear 48B",
