@@ -30,7 +30,7 @@ from tests.tolerance import relative_error
 
 pytestmark = pytest.mark.skipif(library.loaded() is None, reason="there is no compiled library")
 
-NAMES = ("LFM2", "Qwen3-Next", "Qwen 3.5", "OLMo hybrid")
+NAMES = ("LFM2", "Qwen3-Next", "Qwen 3.5", "OLMo hybrid", "Bamba", "Falcon-H1", "Granite 4", "Nemotron-H")
 mixers = pytest.mark.parametrize("name", NAMES)
 CONFIG = CacheConfig(window=24, chunk=8)
 

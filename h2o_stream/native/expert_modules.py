@@ -30,6 +30,7 @@ from h2o_stream.native.modules import (
 _ROUTERS = ("gate", "router")
 _SHARED = ("shared_expert", "shared_experts")
 _SPLIT = ("gate_proj", "up_proj", "down_proj")
+_STACKED = (("gate_up_proj", "down_proj"), ("up_proj", "down_proj"))
 _SHARED_GATE = "shared_expert_gate"
 _CHOICE_BIAS = "e_score_correction_bias"
 
@@ -40,7 +41,7 @@ _SAMPLED, _ROUTED, _FED = 512, 8, 2
 def has_experts(module: Any) -> bool:
     """Whether a module is a block of experts, of a kind that `experts_of` may know."""
     experts = getattr(module, "experts", None)
-    stacked = all(isinstance(getattr(experts, name, None), nn.Parameter) for name in ("gate_up_proj", "down_proj"))
+    stacked = any(all(isinstance(getattr(experts, key, None), nn.Parameter) for key in names) for names in _STACKED)
     return (stacked or _is_split(experts)) and hasattr(experts, "act_fn")
 
 
@@ -98,13 +99,15 @@ def _part(module: Any, names: Iterable[str]) -> Any:
     return next(filter(None, (getattr(module, name, None) for name in names)), None)
 
 
-def _matrices(experts: Any, count: int, name: str) -> tuple[Matrix, Matrix, Matrix, int]:
-    """Gate, up and down of all experts, and the rows from one gate to the next."""
+def _matrices(experts: Any, count: int, name: str) -> tuple[Matrix | None, Matrix, Matrix, int]:
+    """Gate, if there is one, up and down of all experts, and the rows from one to the next of the former."""
     if _is_split(experts):
         gate, up, down = (matrix_of(getattr(experts, key), f"{key} of {name}") for key in _SPLIT)
         return gate, up, down, down.columns
-    both = dense_matrix(experts.gate_up_proj.flatten(0, 1), None, f"gate_up_proj of {name}")
     down = dense_matrix(experts.down_proj.flatten(0, 1), None, f"down_proj of {name}")
+    if not hasattr(experts, "gate_up_proj"):
+        return None, dense_matrix(experts.up_proj.flatten(0, 1), None, f"up_proj of {name}"), down, down.columns
+    both = dense_matrix(experts.gate_up_proj.flatten(0, 1), None, f"gate_up_proj of {name}")
     inner, rows = down.columns, both.rows - down.columns
     if both.rows != 2 * inner * count:
         raise DescriptionError(f"{name} has {count} experts with {both.rows} rows for {inner} columns")
@@ -205,6 +208,8 @@ def _apply_expert(experts: Experts, module: Any, index: int, x: Tensor) -> Tenso
         gate, up, down = module.expert(index)
         outputs: Tensor = down(activate(gate(x[None])) * up(x[None]))[0]
         return outputs
+    if experts.gate is None:
+        return functional.linear(activate(functional.linear(x, module.up_proj[index])), module.down_proj[index])
     first, second = functional.linear(x, module.gate_up_proj[index]).chunk(2, -1)
     return functional.linear(activate(first) * second, module.down_proj[index])
 

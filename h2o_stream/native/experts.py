@@ -32,14 +32,14 @@ class Router:
 
 @dataclass(frozen=True, eq=False)
 class Experts:
-    """MLPs with gates, each for some tokens only; their outputs are added, times their weights.
+    """MLPs, each for some tokens only; their outputs are added, times their weights.
 
     The matrices of all experts are one: rows of the next expert start `stride` rows later in `gate` and `up`, and
     `hidden` rows later in `down`.
 
     Attributes:
         router: chooses among them.
-        gate: of all experts.
+        gate: of all experts, or None.
         up: of all experts.
         down: of all experts.
         inner_size: rows of one expert's `gate` and `up`.
@@ -53,7 +53,7 @@ class Experts:
     """
 
     router: Router
-    gate: Matrix
+    gate: Matrix | None
     up: Matrix
     down: Matrix
     inner_size: int
@@ -67,7 +67,9 @@ class Experts:
         rows = (count - 1) * stride + inner
         needed = {"gate": (rows, hidden, stride), "up": (rows, hidden, stride), "down": (count * hidden, inner, hidden)}
         for name, (rows, columns, stride) in needed.items():
-            matrix: Matrix = getattr(self, name)
+            matrix: Matrix | None = getattr(self, name)
+            if matrix is None:
+                continue
             if (matrix.rows, matrix.columns) != (rows, columns):
                 raise DescriptionError(f"{name} of {count} experts has {matrix.rows} rows of {matrix.columns}")
             matrix.row_range(stride, 0)
@@ -84,19 +86,23 @@ class Experts:
     def expert(self, index: int) -> Mlp:
         """One of the experts, in the same memory."""
         first, hidden = index * self.stride, self.router.matrix.columns
-        gate, up = (matrix.row_range(first, self.inner_size) for matrix in (self.gate, self.up))
-        return Mlp(gate, up, self.down.row_range(index * hidden, hidden), self.activation)
+        gate = self.gate.row_range(first, self.inner_size) if self.gate else None
+        return Mlp(gate, self.up.row_range(first, self.inner_size), self.down.row_range(index * hidden, hidden), self.activation)
 
     @property
     def matrices(self) -> list[Matrix]:
         """See `FeedForward`; the router and the shared expert's gate are small."""
-        return [self.gate, self.up, self.down, *(self.shared.matrices if self.shared else [])]
+        return [*self._own, *(self.shared.matrices if self.shared else [])]
 
     @property
     def nbytes(self) -> int:
         """See `FeedForward`."""
-        whole: int = sum(matrix.weights.nbytes for matrix in (self.gate, self.up, self.down))
+        whole: int = sum(matrix.weights.nbytes for matrix in self._own)
         return whole * self.router.chosen // self.count + (self.shared.nbytes if self.shared else 0)
+
+    @property
+    def _own(self) -> list[Matrix]:
+        return [*([self.gate] if self.gate else []), self.up, self.down]
 
     def fill(self, struct: abi.Layer) -> None:
         """See `FeedForward`."""
@@ -106,7 +112,7 @@ class Experts:
         struct.experts = abi.Experts(
             router=router.matrix.to_struct(),
             choice_bias=pointer(router.choice_bias, "float32", self.count),
-            gate=self.gate.to_struct(),
+            gate=self.gate.to_struct() if self.gate else abi.Matrix(),
             up=self.up.to_struct(),
             down=self.down.to_struct(),
             shared_gate=self.shared_gate.to_struct() if self.shared_gate else abi.Matrix(),

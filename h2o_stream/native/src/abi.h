@@ -117,7 +117,7 @@ enum Activation : int64_t { kSilu = 0, kGeluTanh = 1, kGeluErf = 2, kRelu = 3, k
 // How a router's logits become the scores of experts.
 enum Scoring : int64_t { kSoftmax = 0, kSigmoid = 1 };
 
-// A mixture of experts, which are MLPs: a token goes through those with the highest scores. Their outputs are added with
+// A mixture of experts, which are MLPs, without gates if `gate` is null: a token goes through those with the highest scores. Their outputs are added with
 // their scores as weights, times `scale`. The rows of expert e start at e * stride in `gate` and `up`, and at
 // e * hidden_size in `down`; each is a whole number of tiles.
 struct Experts {

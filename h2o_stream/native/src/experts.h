@@ -23,7 +23,7 @@ inline Matrix rows_of(const Matrix& matrix, int64_t first, int64_t count) {
 // The matrices of one expert.
 struct Expert {
   Expert(const Experts& experts, int64_t index, int64_t hidden)
-      : gate(rows_of(experts.gate, index * experts.stride, experts.inner_size)),
+      : gate(experts.gate.weights ? rows_of(experts.gate, index * experts.stride, experts.inner_size) : Matrix{}),
         up(rows_of(experts.up, index * experts.stride, experts.inner_size)),
         down(rows_of(experts.down, index * hidden, hidden)) {}
 

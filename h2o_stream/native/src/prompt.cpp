@@ -175,11 +175,12 @@ void Prompt::feed_experts(const Layer& layer, int64_t size) {
     for_each_token(count, [&](int64_t i, const Worker&) {
       std::copy_n(normed_.at(choices[i] / experts.chosen * hidden), hidden, gathered_.at(i * hidden));
     });
-    multiply(expert.gate, gathered_.data(), count, gate_.data(), inner, in_bfloat16_, threads_);
+    const bool gated = expert.gate.weights;
+    if (gated) multiply(expert.gate, gathered_.data(), count, gate_.data(), inner, in_bfloat16_, threads_);
     multiply(expert.up, gathered_.data(), count, up_.data(), inner, in_bfloat16_, threads_);
     for_each_token(count, [&](int64_t i, const Worker&) {
       float* up = up_.at(i * inner);
-      activate(layer.activation, gate_.at(i * inner), up, {0, inner}, up);
+      activate(layer.activation, gated ? gate_.at(i * inner) : nullptr, up, {0, inner}, up);
     });
     multiply(expert.down, up_.data(), count, expert_delta_.data(), hidden, in_bfloat16_, threads_);
     for_each_token(count, [&](int64_t i, const Worker&) {

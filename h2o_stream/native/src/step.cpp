@@ -203,9 +203,10 @@ void Step::multiply_experts_up(const Worker& worker, const Layer& layer) {
     const Expert expert(experts, choices(worker)[choice].expert, model_.hidden_size);
     float *gate = gate_.at(choice * inner), *up = up_.at(choice * inner);
     const Vectors& normed = state(worker).normed;
-    skinny_gemm(expert.gate, normed, Range{stream, stream + 1}, rows, gate, inner);
+    const bool gated = expert.gate.weights;
+    if (gated) skinny_gemm(expert.gate, normed, Range{stream, stream + 1}, rows, gate, inner);
     skinny_gemm(expert.up, normed, Range{stream, stream + 1}, rows, up, inner);
-    activate(layer.activation, gate, up, rows, expert_activated_.at(choice));
+    activate(layer.activation, gated ? gate : nullptr, up, rows, expert_activated_.at(choice));
     quantize_for({&expert.down}, expert_activated_, choice, rows);
   }
 }
