@@ -64,3 +64,8 @@ def free_bytes() -> int:
         return min(free, int(limit) - int(used))
     except (OSError, ValueError):  # no control group, or "max"
         return free
+
+
+def format_bytes(count: int) -> str:
+    """A human-readable size."""
+    return f"{count / 2**30:.1f} GiB" if count >= 2**30 else f"{count / 2**20:.0f} MiB"

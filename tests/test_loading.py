@@ -15,7 +15,7 @@ from h2o_stream import CacheConfig, ConfigError, attach
 from h2o_stream.config import ModelConfig
 from h2o_stream.errors import OutOfMemoryError
 from h2o_stream.models import load as loading
-from h2o_stream.models import packed_folder, packed_weights, quantize
+from h2o_stream.models import new_packed_folder, packed_folder, packed_weights, quantize
 from h2o_stream.models import user_cache as packed_models
 from h2o_stream.models.gguf_names import Weight
 from h2o_stream.models.load import LoadedModel, load
@@ -183,7 +183,7 @@ class TestKept:
         assert [path.suffix for path in cache.iterdir()] == [".lock"]
 
     def test_a_full_disk_is_reported_before(self, folder: Path, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(packed_weights, "_RESERVED_BYTES", 2**60)
+        monkeypatch.setattr(new_packed_folder, "_RESERVED_BYTES", 2**60)
         said: list[str] = []
         load(ModelConfig(str(folder), quantize="int4", device="cpu"), notify=said.append)
         (line,) = said

@@ -16,8 +16,8 @@ from h2o_stream.models import packed_weights
 from h2o_stream.models.load import load
 from h2o_stream.models.packed_experts import SplitExperts, is_plain, split_experts
 from h2o_stream.native import library
-from h2o_stream.runtime import loading
-from h2o_stream.runtime.loading import load_model, remember
+from h2o_stream.runtime import sources
+from h2o_stream.runtime.loading import load_model
 from h2o_stream.runtime.model import RuntimeModel
 from tests.families import EXPERTS, GROUPED, tiny
 from tests.gguf_files import write_model
@@ -85,7 +85,7 @@ def test_steps_and_prompts_are_native(name: str, rows: int, tmp_path: Path) -> N
 def test_later_starts_map_them(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also without torch."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    for module in (models_load, loading):
+    for module in (models_load, sources):
         monkeypatch.setattr(module, "MIN_GGUF_BYTES", 0)
     monkeypatch.setattr(packed_weights, "MIN_BYTES", 0)
     path = written(tmp_path, name)
@@ -95,7 +95,6 @@ def test_later_starts_map_them(name: str, tmp_path: Path, monkeypatch: pytest.Mo
         loaded = load(config)
         with Engine(loaded.model, loaded.tokenizer, cache) as engine:
             logits.append(engine.served.forward(TEXT[:60]))
-            remember(loaded, engine.served)
     found = load_model(config, cache, "auto", print, print)
     assert isinstance(found.model, RuntimeModel)
     with Engine(found.model, found.tokenizer, cache) as engine:

@@ -21,7 +21,7 @@ from h2o_stream.attachment.support import check_supported, layer_specs, with_def
 from h2o_stream.attachment.verification import Verification, verify_logits
 from h2o_stream.cache.full_cache import FullCache
 from h2o_stream.cache.h2o_cache import H2OCache
-from h2o_stream.cache.identity import model_digest
+from h2o_stream.cache.identity import FILE_DIGEST, model_digest
 from h2o_stream.cache.layer import LayerSpec
 from h2o_stream.cache.recurrent import as_class_for
 from h2o_stream.cache.rope import PositionsError
@@ -123,6 +123,7 @@ def _build(
 
         config = config_for_size(config, max_distance, bytes_of)
     cache = H2OCache(config, specs, max_distance, learned_positions(model.config), digest)
+    cache.other_digest = lambda: getattr(model, FILE_DIGEST, "")
     cache.continues = verification.continues()
     return as_class_for(model, cache), verification
 

@@ -14,7 +14,9 @@ from contextlib import contextmanager
 from importlib.metadata import version
 from typing import Any
 
+import numpy
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from h2o_stream.attachment.attention_interface import attention_names, using_attention, using_h2o_attention
@@ -136,16 +138,37 @@ class Verification:
             ours = self._through(cache, steps)
             if ours is None:
                 return steps.why_not if steps else ""
-            # Native code is compared by the last ones only, so that no others are kept.
-            expected, self._expected = self._expected, self._expected[:, -STEPS - 1 :].clone()
-            count = expected.shape[1]
-            error, tolerance = error_of(ours[:, -count:], expected), tolerance_of(self._model)
-            if not error < tolerance:
-                step, limit = _ROUNDED if tolerance == ROUNDED_TOLERANCE else _EXACT
-                with _rounded(self._model.get_input_embeddings(), step):
-                    rounded = self._logits()
-                rounding = error_of(rounded[:, -count:], expected)
-                tolerance = min(max(tolerance, _ROUNDINGS * rounding), limit)
+            return self._difference(ours)
+
+    def why_not_served(self, make: Callable[[CacheConfig], Callable[[list[int]], NDArray[numpy.float32]]]) -> str:
+        """Why the logits of a model of the runtime differ from the model's own, or nothing.
+
+        Args:
+            make: gives the forward of a stream through a cache: from tokens to the logits [V] after the last one.
+
+        Raises:
+            UnsupportedModelError: the model cannot compute these tokens.
+        """
+        with _undisturbed(self._model):
+            self._expected = self._logits()
+            forward, tokens = make(self._config), self._tokens()[0].tolist()
+            parts = tokens[: self._prompt], *([token] for token in tokens[self._prompt :])
+            found = numpy.stack([forward(list(part)) for part in parts])
+            return self._difference(torch.from_numpy(found)[None])
+
+    def _difference(self, ours: Tensor) -> str:
+        """Why logits [1, n, V] of the last tokens differ from the model's own, or nothing."""
+        assert self._expected is not None, "the model's own logits come first"
+        # Native code is compared by the last ones only, so that no others are kept.
+        expected, self._expected = self._expected, self._expected[:, -STEPS - 1 :].clone()
+        count = min(expected.shape[1], ours.shape[1])
+        error, tolerance = error_of(ours[:, -count:], expected[:, -count:]), tolerance_of(self._model)
+        if not error < tolerance:
+            step, limit = _ROUNDED if tolerance == ROUNDED_TOLERANCE else _EXACT
+            with _rounded(self._model.get_input_embeddings(), step):
+                rounded = self._logits()
+            rounding = error_of(rounded[:, -count:], expected[:, -count:])
+            tolerance = min(max(tolerance, _ROUNDINGS * rounding), limit)
         return (
             "" if error < tolerance else f"its logits are off by {error:.1e} of their rms, {tolerance:.0e} is rounding"
         )

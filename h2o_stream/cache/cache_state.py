@@ -73,7 +73,10 @@ def load_state(cache: WindowRules[Any, Any], state: Mapping[str, Array]) -> None
     """
     columns, prompt = whole_numbers(state, "progress", 2)
     cache.plan = cache.config.for_prompt(prompt).plan(cache.max_distance)
-    check_fingerprint(state, _fingerprint(cache, state))
+    fingerprint, saved = _fingerprint(cache, state), decode_json(state, FINGERPRINT).get("model")
+    if saved != fingerprint["model"] and saved == cache.other_digest():
+        fingerprint["model"] = saved
+    check_fingerprint(state, fingerprint)
     verify_checksums(state)
     _load_windows(cache, decode_json(state, "budgets"), prompt)
     names = {key: name for name, key in _KEYS.items()}

@@ -24,6 +24,9 @@ from torch import Tensor, nn
 
 from h2o_stream.cache.source import home_of, source_of
 
+FILE_DIGEST = "_h2o_file_digest"
+"""Attribute of a model that was loaded from a file as it is: the digest of the file, see `models.file_identity`."""
+
 _SAMPLED = 256
 """Numbers of each weight that are compared every time."""
 

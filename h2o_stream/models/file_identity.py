@@ -38,13 +38,28 @@ def model_identity(model: Path | GgufFile) -> str:
         gguf = model if isinstance(model, GgufFile) else None
         first, *others = (_digest(part, gguf) for part in gguf_parts(path))
         return (hashlib.sha256(b"".join((first, *others))).digest() if others else first).hex()[:16]
-    files = sorted(file for file in path.iterdir() if file.suffix in _CONFIGS + _WEIGHTS)
-    return hashlib.sha256(b"".join(file.name.encode() + _digest(file) for file in files)).hexdigest()[:16]
+    return hashlib.sha256(b"".join(file.name.encode() + _digest(file) for file in _model_files(path))).hexdigest()[:16]
+
+
+def _model_files(folder: Path) -> list[Path]:
+    return sorted(file for file in folder.iterdir() if file.suffix in _CONFIGS + _WEIGHTS)
 
 
 def content_identity(path: Path) -> str:
-    """The same of a GGUF file, whenever it was last changed."""
-    return _hashed(path, None, f"{path.stat().st_size}").hex()[:16]
+    """The same, whenever files were last changed."""
+    if path.is_dir():
+        files = _model_files(path)
+        hashed = (file.name.encode() + _hashed(file, None, f"{file.stat().st_size}") for file in files)
+        return hashlib.sha256(b"".join(hashed)).hexdigest()[:16]
+    first, *others = (_hashed(part, None, f"{part.stat().st_size}") for part in gguf_parts(path))
+    return (hashlib.sha256(b"".join((first, *others))).digest() if others else first).hex()[:16]
+
+
+def file_digest(path: Path, variant: str) -> str:
+    """Identifies a model in states by its file or folder, wherever it lies, and by the variant that was loaded: the
+    dtype of what is not packed, and for a checkpoint how it is packed.
+    """
+    return f"file {content_identity(path)} {variant}"
 
 
 def _digest(path: Path, gguf: GgufFile | None = None) -> bytes:

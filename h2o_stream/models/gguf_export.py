@@ -10,6 +10,8 @@ import json
 import os
 import shutil
 import struct
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -22,6 +24,8 @@ from h2o_stream.errors import H2OStreamError, UnsupportedModelError
 from h2o_stream.models.file_identity import model_identity
 from h2o_stream.models.gguf import GgufFile
 from h2o_stream.models.gguf_header import SkippedArray
+from h2o_stream.processes import python_command
+from h2o_stream.progress import ignore
 from h2o_stream.resources import atomic_folder, cache_folder
 
 _FORMAT = 4
@@ -43,8 +47,8 @@ def export_config(file: GgufFile, notify: Callable[[str], None]) -> Path:
         UnsupportedModelError: transformers does not know the architecture or the RoPE scaling.
         H2OStreamError: the folder cannot be written.
     """
-    parent = cache_folder() / "gguf"
-    folder = parent / f"{file.path.stem}-{model_identity(file)}-{_FORMAT}"
+    folder = _folder(file)
+    parent = folder.parent
     if folder.exists():
         with suppress(OSError):
             os.utime(folder)
@@ -63,6 +67,24 @@ def export_config(file: GgufFile, notify: Callable[[str], None]) -> Path:
             f"the tokenizer of {file.path.name} could not be written into {parent}: {error.strerror or error}"
         ) from error
     return folder
+
+
+def export_apart(file: GgufFile, notify: Callable[[str], None]) -> Path:
+    """The same without transformers in this process, if another one can do it."""
+    if not _folder(file).exists():
+        code = "from h2o_stream.models.gguf_export import main; main()"
+        with suppress(OSError):
+            subprocess.run(python_command(code, str(file.path)), capture_output=True, check=False)
+    return export_config(file, notify)
+
+
+def main() -> None:
+    """Export the file in `sys.argv`."""
+    export_config(GgufFile(Path(sys.argv[1])), ignore)
+
+
+def _folder(file: GgufFile) -> Path:
+    return cache_folder() / "gguf" / f"{file.path.stem}-{model_identity(file)}-{_FORMAT}"
 
 
 def _prune(parent: Path) -> None:

@@ -7,14 +7,15 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from transformers.initialization import no_init_weights
 
 from h2o_stream.errors import OutOfMemoryError
-from h2o_stream.memory import free_bytes
+from h2o_stream.memory import format_bytes, free_bytes
 from h2o_stream.models.gguf import GgufFile
 from h2o_stream.models.gguf_names import Weight, model_weights
 from h2o_stream.models.huge_pages import HugePageBuffer
 from h2o_stream.models.packed_experts import split_experts
-from h2o_stream.models.precision import MAX_SHARE, format_bytes
+from h2o_stream.models.precision import MAX_SHARE
 from h2o_stream.models.quantize import PackedConfig, packable
 from h2o_stream.native.abi import MatrixKind
 from h2o_stream.native.packing import GGUF_KINDS, ROWS, columns_fit, pack, repack, tiles_shape
@@ -58,6 +59,28 @@ def packed_state_dict(
         done += weight.nbytes
     progress(Progress("reading", total, total))
     return weights, PackedConfig(modules=modules)
+
+
+def weights_difference(file: GgufFile, model: Any, dtype: torch.dtype) -> str:
+    """The first weight of a packed model that is not, bit by bit, that of the file in `packed_state_dict`; or nothing.
+
+    One weight at a time is repacked.
+    """
+    with torch.device("meta"), no_init_weights():
+        skeleton = type(model)(model.config)
+    if _has_packed_experts(file):
+        split_experts(skeleton)
+    for weight in model_weights(file, skeleton):
+        kind, module = _packed_kind(weight, skeleton), weight.name.removesuffix(".weight")
+        if kind is None:
+            equal = torch.equal(model.get_parameter(weight.name), weight.values().to(dtype))
+        else:
+            pages = HugePageBuffer([tiles_shape(kind, *weight.shape)])
+            equal = torch.equal(model.get_submodule(module).tiles, _load_tiles(file, weight, kind, pages))
+        file.release(weight.tensor)
+        if not equal:
+            return weight.name
+    return ""
 
 
 def _has_packed_experts(file: GgufFile) -> bool:

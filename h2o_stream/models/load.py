@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
+from copy import deepcopy
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,6 +19,7 @@ from transformers.initialization import no_init_weights
 from transformers.utils.logging import disable_progress_bar, set_tqdm_hook
 
 from h2o_stream.attachment.support import check_supported, with_default_positions
+from h2o_stream.cache.identity import FILE_DIGEST
 from h2o_stream.cache.rope import ABSOLUTE_TAKEN
 from h2o_stream.config import CacheConfig, ModelConfig
 from h2o_stream.errors import (
@@ -28,6 +31,7 @@ from h2o_stream.errors import (
     means_out_of_memory,
 )
 from h2o_stream.memory import free_bytes, trim_heap
+from h2o_stream.models.file_identity import file_digest
 from h2o_stream.models.find import find, local_path
 from h2o_stream.models.gguf import GgufFile
 from h2o_stream.models.gguf_export import export_config
@@ -44,6 +48,7 @@ from h2o_stream.models.precision import (
     choose_precision,
     device_map_kwargs,
     device_of,
+    dtype_name,
     dtype_of,
     tensor_parallel_kwargs,
 )
@@ -155,7 +160,7 @@ class _Loader:
             return self._load_packed(precision, skeleton)
         model = self._load_dense(precision.dtype, skeleton)
         move_to_huge_pages(model)
-        return model
+        return self._with_digest(model, f"{dtype_name(precision.dtype)} none")
 
     def _load_to_devices(self) -> Any:
         """Load to a GPU, or across several devices or processes."""
@@ -189,7 +194,15 @@ class _Loader:
             weights, packed = packed_state_dict(file, skeleton, dtype, self._progress)
             return self._with_weights(weights, dtype=dtype, quantization_config=packed)
 
-        return self._load_cached(file.path, "gguf", dtype, read) if file.nbytes >= MIN_GGUF_BYTES else read()
+        model = self._load_cached(file.path, "gguf", dtype, read) if file.nbytes >= MIN_GGUF_BYTES else read()
+        return self._with_digest(model, dtype_name(dtype))
+
+    def _with_digest(self, model: Any, variant: str) -> Any:
+        """The model as `runtime.sources` calls it in states."""
+        path = local_path(self._source, self._config.offline) if self._file is None else self._file.path
+        if self._file is None or " " not in variant:
+            setattr(model, FILE_DIGEST, file_digest(path, variant))
+        return model
 
     def _load_packed(self, precision: Precision, skeleton: Any) -> Any:
         """Pack weights while reading them, or load cached ones."""
@@ -207,7 +220,9 @@ class _Loader:
             set_dtype(model, precision.dtype)
             return model
 
-        return self._load_cached(local_path(source, self._config.offline), precision.quantize, precision.dtype, read)
+        path = local_path(source, self._config.offline)
+        model = self._load_cached(path, precision.quantize, precision.dtype, read)
+        return self._with_digest(model, f"{dtype_name(precision.dtype)} {precision.quantize}")
 
     def _load_cached(self, source: Path, quantize: str, dtype: torch.dtype, read: Callable[[], Any]) -> Any:
         """Load the cached packed weights of `source`, or call `read` and cache its result."""
@@ -216,7 +231,10 @@ class _Loader:
         with suppress(OSError), folder_lock(folder):
             if folder.exists():
                 try:
-                    model = self._class.from_pretrained(folder, dtype=dtype)
+                    packed = json.loads((folder / "config.json").read_text(encoding="utf-8"))["quantization_config"]
+                    config = deepcopy(self._hf_config)
+                    config.quantization_config = packed
+                    model = self._with_generation(self._class.from_pretrained(folder, config=config, dtype=dtype))
                     advise_huge_pages(model.buffers())
                     return model
                 except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
@@ -229,7 +247,12 @@ class _Loader:
         return model
 
     def _with_weights(self, weights: dict[str, Any], **kwargs: Any) -> Any:
-        model = self._class.from_pretrained(None, config=self._hf_config, state_dict=weights, **kwargs)
+        return self._with_generation(
+            self._class.from_pretrained(None, config=self._hf_config, state_dict=weights, **kwargs)
+        )
+
+    def _with_generation(self, model: Any) -> Any:
+        """The model with the generation config of its source, which is not beside its weights."""
         if (Path(self._source) / "generation_config.json").exists():
             model.generation_config = GenerationConfig.from_pretrained(self._source)
         return model

@@ -17,6 +17,7 @@ class LoadedModel:
         tokenizer: with a chat template.
         stops: strings that end a reply, for models without an end-of-turn token.
         file: the GGUF file that it was read from, or None.
+        check: compares the file with transformers' model meanwhile, see `runtime.checking`; None if that is not needed.
         why_transformers: why a model of transformers was loaded; nothing for a `RuntimeModel`, or if nobody asked.
     """
 
@@ -25,4 +26,5 @@ class LoadedModel:
     tokenizer: Any
     stops: tuple[str, ...] = ()
     file: Path | None = None
+    check: Any = None
     why_transformers: str = ""

@@ -1,4 +1,8 @@
-"""Where the packed weights of a model are cached."""
+"""Where the packed weights of a model are cached.
+
+A folder has `WEIGHTS_FILE`, `packed.json`, which describes its origin (`user_cache`), and a config with the formats of
+its modules.
+"""
 
 from __future__ import annotations
 
@@ -14,6 +18,12 @@ FORMAT = 1
 
 MIN_GGUF_BYTES = 2**30
 """Minimum size of a GGUF file for keeping its repacked weights; smaller files are repacked quickly."""
+
+
+WEIGHTS_FILE = "model.safetensors"
+
+COMPARED_FILE = "compared"
+"""Says that the weights in a folder are on disk, and were compared with those that transformers reads."""
 
 
 def packed_folder(name: str, source: Path, quantize: str) -> Path:

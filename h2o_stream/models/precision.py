@@ -10,6 +10,7 @@ import torch
 
 from h2o_stream.config import ModelConfig
 from h2o_stream.errors import ConfigError, OutOfMemoryError
+from h2o_stream.memory import format_bytes
 from h2o_stream.processes import Processes
 from h2o_stream.resources import cache_folder
 
@@ -103,11 +104,6 @@ def choose_precision(
     raise OutOfMemoryError(
         f"{name} needs {format_bytes(needed)} of memory in {width}, {format_bytes(free_bytes)} are free; {hint}"
     )
-
-
-def format_bytes(count: int) -> str:
-    """A human-readable size."""
-    return f"{count / 2**30:.1f} GiB" if count >= 2**30 else f"{count / 2**20:.0f} MiB"
 
 
 def dtype_name(dtype: torch.dtype) -> str:

@@ -48,13 +48,21 @@ class Stepper:
         model: the description, as structures.
         unchanged: whether the description still holds.
         cache: of the attached model.
+        dense_prompts: whether prompts are taken although weights are dense.
 
     Attributes:
         takes_prompts: whether `prompt` serves the model.
         why_not: why the cache as it is now cannot be served, or nothing.
     """
 
-    def __init__(self, native: CDLL, model: NativeModel, unchanged: Unchanged, cache: WindowRules[Any, Any]) -> None:
+    def __init__(
+        self,
+        native: CDLL,
+        model: NativeModel,
+        unchanged: Unchanged,
+        cache: WindowRules[Any, Any],
+        dense_prompts: bool = False,
+    ) -> None:
         self.cache, self.model, self._unchanged = cache, model, unchanged
         self._native = native
         self._layers: list[BoundLayer] = []
@@ -69,7 +77,7 @@ class Stepper:
                 layer.frequencies = None  # keys are rotated when they are attended to
         self._most_threads = max(1, model.description.nbytes // _BYTES_PER_THREAD)
         self._step = native.h2o_step_open(ctypes.addressof(model.struct))
-        self.takes_prompts = not any(matrix.kind in _DENSE for matrix in model.description.matrices)
+        self.takes_prompts = dense_prompts or not any(x.kind in _DENSE for x in model.description.matrices)
 
     def __del__(self) -> None:
         if getattr(self, "_step", None):
@@ -120,12 +128,16 @@ class Stepper:
         self._columns = cache.tokens.columns
         return logits
 
-    def prompt(self, ids: NDArray[numpy.int64], keep: int = 0) -> NDArray[numpy.float32] | None:
+    def prompt(
+        self, ids: NDArray[numpy.int64], keep: int = 0, copied: NDArray[numpy.float32] | None = None
+    ) -> NDArray[numpy.float32] | None:
         """Take several tokens of each row through the model, and count them.
 
         Args:
             ids: [B, Q] int64, none of them padding.
             keep: logits of how many of the last tokens are wanted; 0 for all.
+            copied: the KV heads of all layers, float32: gets their attention to the copy in a row [1, Q] of tokens that
+                come twice, with ``absolute`` positions.
 
         Returns:
             [B, keep or Q, V] float32; None where it has to be done eagerly, and no token was.
@@ -160,6 +172,7 @@ class Stepper:
             pointer(limits, "int64", rows * len(cache.head_groups) * len(ends)),
             keep,
             pointer(logits, "float32", rows * keep * vocabulary),
+            pointer(copied, "float32", sum(layer.attention.kv_heads for layer in model.layers)),
             num_threads(),
         )
         if failed == TOO_FEW_SLOTS:

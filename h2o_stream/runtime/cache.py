@@ -36,6 +36,7 @@ class RuntimeLayer:
         sliding: window of a layer that slides while others do not. None: it follows the plan.
         windows: its KV heads, grouped by window size.
         states: shapes of its recurrent states, by name.
+        hidden_from: in a layer that follows the plan, keys of this age and older are hidden; None for none.
     """
 
     shape: HeadShape | None
@@ -43,6 +44,7 @@ class RuntimeLayer:
     sliding: int | None = None
     windows: tuple[HeadWindow, ...] = (HeadWindow(),)
     states: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    hidden_from: int | None = None
 
     @property
     def attends(self) -> bool:
@@ -113,7 +115,7 @@ class RuntimeCache(WindowRules[RuntimeLayer, ArrayGroup]):
                 self.dtype,
                 number,
                 window.heads or None,
-                layer.sliding,
+                layer.sliding or layer.hidden_from,
                 None if plan.positions == "absolute" else layer.table,
                 self.tokens,
                 revision,

@@ -10,7 +10,9 @@ from typing import Any
 import numpy
 from numpy.typing import NDArray
 
+from h2o_stream.native.abi import MatrixKind
 from h2o_stream.native.description import Description, Matrix
+from h2o_stream.runtime.weights import as_floats
 
 _ROUNDING = 1e-6
 """Of parameters and frequencies, which are computed in other orders."""
@@ -47,15 +49,25 @@ def _differences(name: str, ours: Any, theirs: Any) -> Iterator[str]:
 
 
 def _matrices(name: str, ours: Matrix, theirs: Matrix) -> Iterator[str]:
-    shapes = [(matrix.kind, matrix.rows, matrix.columns) for matrix in (ours, theirs)]
+    shapes = [(_kind(matrix), matrix.rows, matrix.columns) for matrix in (ours, theirs)]
     if shapes[0] != shapes[1]:
         yield f"{name}: {shapes[0]} and {shapes[1]}"
         return
     yield from _differences(f"bias of {name}", ours.bias, theirs.bias)
-    tiles = [_array(matrix.weights).reshape(-1) for matrix in (ours, theirs)]
     parts = (slice(None, _SAMPLED_BYTES), slice(-_SAMPLED_BYTES, None))
-    if not all(numpy.array_equal(tiles[0][part], tiles[1][part]) for part in parts):
+    if not all(numpy.array_equal(_numbers(ours, part), _numbers(theirs, part)) for part in parts):
         yield f"{name}: other weights"
+
+
+def _kind(matrix: Matrix) -> MatrixKind:
+    """The storage format; the two of dense matrices may have the same numbers."""
+    return MatrixKind.FLOAT32 if matrix.kind == MatrixKind.BFLOAT16 else matrix.kind
+
+
+def _numbers(matrix: Matrix, part: slice) -> NDArray[Any]:
+    """Some numbers of a dense matrix in float32, or some bytes of a packed one."""
+    weights = _array(matrix.weights).reshape(-1)[part]
+    return as_floats(weights, "matrix") if matrix.kind == MatrixKind.BFLOAT16 else weights
 
 
 def _array(tensor: Any) -> NDArray[Any]:

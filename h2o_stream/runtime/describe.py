@@ -22,7 +22,7 @@ from h2o_stream.native.layouts import NORM_ROLES
 from h2o_stream.native.mixers import Convolution, ShortConvolution
 from h2o_stream.runtime.architectures import EMBEDDING, OUTPUT, Architecture
 from h2o_stream.runtime.parameters import ExpertParameters, Parameters
-from h2o_stream.runtime.weights import Weights
+from h2o_stream.runtime.weights import Weights, rounded
 
 _CONVOLUTION = "shortconv"
 
@@ -50,10 +50,14 @@ class _FileReader:
         parameters, weights = self._parameters, self._weights
         shape = parameters.vocabulary, parameters.hidden_size
         embedding = weights.matrix(EMBEDDING, None, *shape)
+        dense = embedding.kind in (MatrixKind.FLOAT32, MatrixKind.BFLOAT16)
+        scale = parameters.embedding_scale
+        if dense:  # transformers has the factor in the dtype of the embedding
+            scale = float(rounded(numpy.array([scale], numpy.float32), self._dtype)[0])
         return Description(
             layers=[self._layer(number) for number in range(parameters.num_layers)],
             embedding=embedding,
-            embedding_scale=parameters.embedding_scale,
+            embedding_scale=scale,
             learned_positions=None,
             learned_offset=0,
             norm=self._norm(self._architecture.final_norm, None),
@@ -62,7 +66,7 @@ class _FileReader:
             logit_softcap=parameters.logit_softcap,
             residual_scale=parameters.residual_scale,
             dtype=self._dtype,
-            logits_dtype="float32",
+            logits_dtype=self._dtype if dense else "float32",
         )
 
     def _norm(self, name: str, layer: int | None, needed: bool = True) -> Norm:

@@ -1,11 +1,12 @@
-"""Files whose description is known to be right, because it was compared with that of the transformers model.
+"""What is known of files that are described without torch: whether they were compared with transformers' model.
 
-The result is kept by digest in the user's cache folder; that of the embedded model ships.
+Results are kept by digest in the user's cache folder; that of the embedded model ships.
 """
 
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
@@ -18,61 +19,67 @@ from h2o_stream.cache.windows import HeadWindow
 from h2o_stream.models.file_identity import content_identity, model_identity
 from h2o_stream.native import library
 
-_KIND = "described"
+Windows = Sequence[tuple[HeadWindow, ...]]
+"""KV heads grouped by window size, for each layer."""
+
+_COMPARED, _HEADS = "described", "heads"
+"""Kinds of what is kept."""
+
 _SHIPPED = Path(__file__).with_name("known.json")
 
 
 @dataclass(frozen=True)
 class Known:
-    """What only the transformers model tells of a file.
+    """What the comparison of a file with the transformers model has shown.
 
     Attributes:
-        digest: of the model, see `cache.identity.model_digest`.
-        windows: KV heads grouped by window size, for each layer, where budgets are measured; empty if unknown.
+        digest: of that model, see `cache.identity.model_digest`.
+        difference: where both differ, or nothing.
     """
 
     digest: str
-    windows: tuple[tuple[HeadWindow, ...], ...]
-
-    def to_json(self) -> dict[str, Any]:
-        """As JSON."""
-        windows = [[[list(window.heads), window.share] for window in layer] for layer in self.windows]
-        return {"digest": self.digest, "windows": windows}
-
-    @classmethod
-    def from_json(cls, value: Any) -> Known:
-        """The inverse of `to_json`.
-
-        Raises:
-            KeyError, TypeError, ValueError: it is not that.
-        """
-        layers = (tuple(HeadWindow(tuple(heads), float(share)) for heads, share in layer) for layer in value["windows"])
-        return cls(str(value["digest"]), tuple(layers))
+    difference: str = ""
 
 
-def read_known(path: Path, dtype: str) -> Known | None:
-    """What is known of a file whose vectors are in `dtype`; None if it has not been compared."""
-    return _known(read_measurement(_KIND, _key(path, dtype))) or _known(
-        _shipped().get(f"{content_identity(path)} {dtype}")
-    )
-
-
-def _known(value: Any) -> Known | None:
-    with suppress(KeyError, TypeError, ValueError):
-        return Known.from_json(value)
+def read_known(path: Path, variant: str) -> Known | None:
+    """What is known of a variant of a file or folder, see `Source`; None if it has not been compared."""
+    value = read_measurement(_COMPARED, comparison_key(path, variant)) or _shipped(path, variant)
+    with suppress(KeyError, TypeError):
+        return Known(str(value["digest"]), str(value.get("difference", "")))
     return None
 
 
-def save_known(path: Path, dtype: str, known: Known) -> None:
+def save_known(path: Path, variant: str, known: Known) -> None:
     """Remember what is known of a file, see `read_known`."""
-    save_measurement(_KIND, _key(path, dtype), known.to_json())
+    value = {"digest": known.digest, "difference": known.difference}
+    save_measurement(_COMPARED, comparison_key(path, variant), value)
 
 
-def _key(path: Path, dtype: str) -> str:
-    return f"{model_identity(path)} {dtype} {version('h2o-stream')} {library.identity()}"
+def read_windows(path: Path, variant: str) -> Windows:
+    """The windows of the heads of a file, where budgets are measured; nothing if they have not been."""
+    value = read_measurement(_HEADS, comparison_key(path, variant)) or _shipped(path, variant).get("windows", ())
+    with suppress(KeyError, TypeError, ValueError):
+        return [tuple(HeadWindow(tuple(heads), float(share)) for heads, share in layer) for layer in value]
+    return ()
+
+
+def save_windows(path: Path, variant: str, windows: Windows) -> None:
+    """Remember the windows of a file, see `read_windows`."""
+    value = [[[list(window.heads), window.share] for window in layer] for layer in windows]
+    save_measurement(_HEADS, comparison_key(path, variant), value)
+
+
+def comparison_key(path: Path, variant: str) -> str:
+    """Everything that a comparison and a measurement depend on."""
+    return f"{model_identity(path)} {variant} {version('h2o-stream')} {library.identity()}"
+
+
+def _shipped(path: Path, variant: str) -> dict[str, Any]:
+    found: dict[str, Any] = _all_shipped().get(f"{content_identity(path)} {variant}", {})
+    return found
 
 
 @cache
-def _shipped() -> dict[str, Any]:
+def _all_shipped() -> dict[str, Any]:
     found: dict[str, Any] = json.loads(_SHIPPED.read_text(encoding="utf-8"))
     return found

@@ -1,42 +1,31 @@
-"""Loads models: without torch where that is known to be right, through transformers otherwise."""
+"""Loads models: without torch what the table of architectures describes, through transformers the rest.
+
+A file that was not compared with transformers' model before is used at once, and compared meanwhile (`checking`).
+"""
 
 from __future__ import annotations
 
-import json
-import logging
 import os
 import sys
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 from h2o_stream.config import CacheConfig, EngineChoice, ModelConfig
-from h2o_stream.errors import H2OStreamError
-from h2o_stream.models.file_tokenizers import file_tokenizer
-from h2o_stream.models.find import find
-from h2o_stream.models.generation_config import read_generation_config
-from h2o_stream.models.gguf import GgufFile
+from h2o_stream.models.file_identity import file_digest
+from h2o_stream.models.find import find, local_path
 from h2o_stream.models.loaded import LoadedModel
-from h2o_stream.models.packed_folder import MIN_GGUF_BYTES, packed_folder
-from h2o_stream.models.templates import with_template
-from h2o_stream.models.tokenizer import FileTokenizer
 from h2o_stream.native import library
-from h2o_stream.native.description import Description, DescriptionError
+from h2o_stream.native.description import DescriptionError
 from h2o_stream.processes import Processes
-from h2o_stream.progress import ProgressCallback, ignore
-from h2o_stream.runtime.architectures import ARCHITECTURES
-from h2o_stream.runtime.comparison import difference
-from h2o_stream.runtime.describe import describe_file
-from h2o_stream.runtime.known import Known, read_known, save_known
-from h2o_stream.runtime.model import RuntimeModel, why_not_served
-from h2o_stream.runtime.parameters import parameters_of_gguf
+from h2o_stream.progress import ProgressCallback
+from h2o_stream.runtime.checking import BackgroundCheck
+from h2o_stream.runtime.known import read_known
+from h2o_stream.runtime.model import RuntimeModel, measures_heads, why_not_served
 from h2o_stream.runtime.slots import NUMBERS
-from h2o_stream.runtime.weights import FolderWeights, GgufWeights, Weights
+from h2o_stream.runtime.sources import Checkpoint, ModelFile, Source
 from h2o_stream.startup import gc_paused
-
-_log = logging.getLogger(__name__)
 
 _GPUS = ("/dev/nvidiactl", "/dev/kfd", "/dev/dri/renderD128")
 """Devices for which torch may compute elsewhere than on the CPU."""
@@ -49,13 +38,14 @@ def load_model(
     notify: Callable[[str], None],
     progress: ProgressCallback,
 ) -> LoadedModel:
-    """Load the model that `config` names, for this cache and engine: without torch if that is known to be right.
+    """Load the model that `config` names, for this cache and engine: without torch if that is possible.
 
     Other arguments and errors as for `models.load.load`, which does it otherwise.
     """
     source = find(config.model, config.offline, progress)
     try:
-        return _load_without_torch(config, cache, engine, Path(source), progress)
+        path = local_path(source, config.offline)
+        return _load_without_torch(config, cache, engine, path, notify, progress)
     except DescriptionError as reason:
         from h2o_stream.models.load import load
 
@@ -63,117 +53,62 @@ def load_model(
 
 
 def _load_without_torch(
-    config: ModelConfig, cache: CacheConfig, engine: EngineChoice, path: Path, progress: ProgressCallback
+    config: ModelConfig,
+    cache: CacheConfig,
+    engine: EngineChoice,
+    path: Path,
+    notify: Callable[[str], None],
+    progress: ProgressCallback,
 ) -> LoadedModel:
     """Load a model without torch.
 
     Raises:
         DescriptionError: that is not possible; the message says why.
     """
-    if reason := _why_not(config, engine, path):
+    if reason := _why_not(config, engine):
         raise DescriptionError(reason)
-    source = ModelFile(config.model, path, _dtype(config.dtype))
-    known = read_known(path, source.dtype)
-    if known is None:
-        raise DescriptionError("its file was not compared with them before")
-    parameters = source.parameters
-    if reason := why_not_served(cache, parameters.max_distance, known.windows, parameters.refused_positions):
+    source = _source(config, path, _dtype(config.dtype))
+    parameters, known = source.parameters, read_known(path, source.variant)
+    if known is not None and known.difference:
+        raise DescriptionError(f"its file was found to be read wrongly without them: {known.difference}")
+    if reason := why_not_served(cache, parameters.max_distance, parameters.refused_positions):
         raise DescriptionError(reason)
     with gc_paused(), ThreadPoolExecutor(1) as executor:
         tokenizer = executor.submit(source.tokenizer)
-        description = source.describe(progress)
-        model = RuntimeModel(
-            description,
-            known.windows,
-            known.digest,
-            parameters.context,
-            parameters.max_distance,
-            parameters.windows,
-            source.generation,
-            parameters.refused_positions,
-        )
-        return LoadedModel(config.model, model, *tokenizer.result(), path)
+        description = source.describe(progress, notify)
+        windows = source.windows(description, progress) if measures_heads(cache, parameters.max_distance) else ()
+        ready = tokenizer.result()
+    check = BackgroundCheck(config.model, path, source.variant) if known is None else None
+    digest = file_digest(path, source.variant)
+    model = source.model(
+        description, windows, known.digest if known else digest, check.digest if check else lambda: digest
+    )
+    return LoadedModel(config.model, model, *ready, path, check)
 
 
 def serves(loaded: LoadedModel, cache: CacheConfig) -> bool:
     """Whether a loaded model can be served with another cache, too; one without torch may not."""
     model = loaded.model
-    return not (
-        isinstance(model, RuntimeModel)
-        and why_not_served(cache, model.max_distance, model.windows, model.refused_positions)
-    )
+    if not isinstance(model, RuntimeModel):
+        return True
+    unmeasured = not model.windows and measures_heads(cache, model.max_distance)
+    return not unmeasured and not why_not_served(cache, model.max_distance, model.refused_positions)
 
 
-class ModelFile:
-    """A GGUF file that may be described without torch.
-
-    Args:
-        name: what the user typed.
-        path: of the file.
-        dtype: of vectors, keys and values.
+def _source(config: ModelConfig, path: Path, dtype: str) -> Source:
+    """What a model is described from.
 
     Raises:
-        DescriptionError: its architecture or a parameter is not known here.
-        ModelNotFoundError, UnsupportedModelError: see `GgufFile`.
+        DescriptionError: see `ModelFile` and `Checkpoint`.
     """
-
-    def __init__(self, name: str, path: Path, dtype: str) -> None:
-        self.dtype, self._file = dtype, GgufFile(path)
-        self.parameters = parameters_of_gguf(self._file)
-        self._architecture = ARCHITECTURES[self._file.architecture]
-        self.generation = read_generation_config(self._file)
-        self._folder = packed_folder(name, path, "gguf") if self._file.nbytes >= MIN_GGUF_BYTES else None
-
-    def describe(self, progress: ProgressCallback) -> Description:
-        """Describe the model; its weights come from the file or, if they were packed before, from there.
-
-        Raises:
-            DescriptionError: weights are missing or cannot be packed; or there is no memory for them.
-        """
-        return describe_file(self._architecture, self.parameters, self._weights(progress), self.dtype)
-
-    def _weights(self, progress: ProgressCallback) -> Weights:
-        if self._folder is None:
-            return GgufWeights(self._file, self._architecture, self.parameters, self.dtype, progress)
-        try:
-            config = json.loads((self._folder / "config.json").read_text(encoding="utf-8"))
-            kinds = config["quantization_config"]["modules"]
-            return FolderWeights(self._folder, kinds, self._architecture)
-        except (OSError, ValueError, KeyError) as error:
-            raise DescriptionError(f"its packed weights are not in {self._folder}") from error
-
-    def tokenizer(self) -> tuple[FileTokenizer, tuple[str, ...]]:
-        """The tokenizer, with a chat template, and strings that end a reply."""
-        return with_template(file_tokenizer(self._file, ignore))
+    if path.is_file():
+        if config.quantize != "auto":
+            raise DescriptionError("its file is packed in another way, or not at all")
+        return ModelFile(config.model, path, dtype)
+    return Checkpoint(config.model, path, dtype, "none" if config.quantize == "auto" else config.quantize)
 
 
-def remember(loaded: LoadedModel, served: Any) -> None:
-    """Compare a model that transformers has loaded with its file, so that later starts need no torch.
-
-    Nothing happens where that is not possible, or where native steps do not run.
-
-    Args:
-        loaded: the model.
-        served: the same with a cache, see `engine.served.Served`.
-    """
-    native = getattr(served, "native_model", None)
-    if loaded.file is None or native is None or read_known(loaded.file, served.dtype):
-        return
-    try:
-        source = ModelFile(loaded.name, loaded.file, served.dtype)
-        reason = difference(source.describe(ignore), native.description)
-        tokens = source.tokenizer()[0].backend_tokenizer.to_str()
-    except (H2OStreamError, DescriptionError) as error:
-        reason = str(error)
-    if reason or tokens != loaded.tokenizer.backend_tokenizer.to_str():
-        _log.info("%s needs torch: %s", loaded.file, reason or "its tokenizer differs")
-        return
-    cache = served.cache
-    windows = tuple(spec.windows for spec in cache.specs) if cache.plan.budgets == "measured" else ()
-    save_known(loaded.file, served.dtype, Known(cache.model_digest(), windows))
-
-
-def _why_not(config: ModelConfig, engine: EngineChoice, path: Path) -> str:
+def _why_not(config: ModelConfig, engine: EngineChoice) -> str:
     """Why a model needs torch, as far as settings and machine say, or nothing."""
     if engine == "eager" or os.environ.get(library.CHECK_VARIABLE):
         return "steps are computed in torch, too"
@@ -181,8 +116,6 @@ def _why_not(config: ModelConfig, engine: EngineChoice, path: Path) -> str:
         return "it is spread over devices or processes"
     if config.device not in ("auto", "cpu") or (config.device == "auto" and _has_gpu()):
         return "it computes on another device than the CPU"
-    if config.quantize != "auto" or not path.is_file():
-        return "its weights are packed from a checkpoint, or not at all"
     return library.why_not()
 
 

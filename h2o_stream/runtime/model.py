@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy
 from numpy.typing import NDArray
 
-from h2o_stream.cache.group_rules import HeadShape
 from h2o_stream.cache.sizing import config_for_size
 from h2o_stream.cache.windows import HeadWindow
 from h2o_stream.config import DEFAULT_WINDOW, CacheConfig, CachePlan, prefill_step
@@ -19,6 +18,7 @@ from h2o_stream.native.description import Description, NativeModel
 from h2o_stream.native.slots import POLICIES
 from h2o_stream.native.stepper import Stepper
 from h2o_stream.runtime.cache import RuntimeCache, RuntimeLayer
+from h2o_stream.runtime.heads import Unchanged, head_shapes, num_weights
 from h2o_stream.runtime.rotations import Floats, Rotations
 
 
@@ -28,8 +28,9 @@ class RuntimeModel:
 
     Attributes:
         description: of its layers.
-        windows: KV heads grouped by window size, for each layer, where budgets are measured.
-        digest: identifies it in states, see `cache.identity.model_digest`.
+        windows: KV heads grouped by window size, for each layer, where budgets are measured; nothing if unknown.
+        digest: identifies it in states.
+        other_digest: what else identifies it, see `cache.window_rules.WindowRules`.
         context: positions it was trained for.
         max_distance: largest distance it was trained for.
         sliding: the windows of layers that do not follow the plan of a cache, None for others.
@@ -40,6 +41,7 @@ class RuntimeModel:
     description: Description
     windows: Sequence[tuple[HeadWindow, ...]]
     digest: str
+    other_digest: Callable[[], str]
     context: int
     max_distance: int
     sliding: Sequence[int | None]
@@ -57,13 +59,15 @@ class RuntimeModel:
         tables = {key: Rotations(frequencies) for key, frequencies in ropes.items()}  # layers share them
         layers = [
             RuntimeLayer(
-                HeadShape(x.query_heads, x.kv_heads, x.head_size, x.value_size) if x else None,
+                shape,
                 tables[id(x.rope.frequencies)] if x and x.rope else None,
                 sliding,
                 windows,
                 layer.mixer.states if layer.mixer else {},
             )
-            for layer, sliding, windows in zip(described, self.sliding, self._windows(config), strict=True)
+            for shape, layer, sliding, windows in zip(
+                head_shapes(self.description), described, self.sliding, self._windows(config), strict=True
+            )
             for x in [layer.attention]
         ]
         if config.cache_size is not None:
@@ -75,20 +79,22 @@ class RuntimeModel:
     def _windows(self, config: CacheConfig) -> Sequence[tuple[HeadWindow, ...]]:
         return (
             self.windows
-            if _plan(config, self.max_distance).budgets == "measured"
+            if measures_heads(config, self.max_distance)
             else [(HeadWindow(),)] * len(self.description.layers)
         )
 
     def _cache(self, config: CacheConfig, layers: Sequence[RuntimeLayer]) -> RuntimeCache:
-        return RuntimeCache(config, layers, self.description.dtype, self.max_distance, lambda: self.digest)
+        cache = RuntimeCache(config, layers, self.description.dtype, self.max_distance, lambda: self.digest)
+        cache.other_digest = self.other_digest
+        return cache
 
 
-def why_not_served(
-    config: CacheConfig,
-    max_distance: int,
-    windows: Sequence[tuple[HeadWindow, ...]],
-    refused_positions: Collection[str],
-) -> str:
+def measures_heads(config: CacheConfig, max_distance: int) -> bool:
+    """Whether the windows of heads are measured for a cache; the rest as in `RuntimeModel`."""
+    return _plan(config, max_distance).budgets == "measured"
+
+
+def why_not_served(config: CacheConfig, max_distance: int, refused_positions: Collection[str]) -> str:
     """Why a model needs torch to be served with a cache, or nothing; the rest as in `RuntimeModel`."""
     if config.policy == "full":
         return "policy full keeps transformers' own cache"
@@ -99,22 +105,12 @@ def why_not_served(
         return f"{plan.positions} positions are for torch to refuse or to compute"
     if plan.rule not in POLICIES:
         return f"policy {config.policy} is written in Python"
-    return "its heads were not measured yet" if plan.budgets == "measured" and not windows else ""
+    return ""
 
 
 def _plan(config: CacheConfig, max_distance: int) -> CachePlan:
     """The plan of a cache, if it depends on the first prompt for one of `DEFAULT_WINDOW` tokens."""
     return config.for_prompt(DEFAULT_WINDOW).plan(max_distance)
-
-
-class _Unchanged:
-    """Nobody else has the weights."""
-
-    def __bool__(self) -> bool:
-        return True
-
-    def invalidate(self) -> None:
-        """See `stepper.Unchanged`."""
 
 
 class ServedRuntime:
@@ -130,9 +126,8 @@ class ServedRuntime:
         description = model.description
         self.cache, self.context, self.generation = cache, model.context, model.generation
         self.dtype, self._embedding = description.dtype, description.embedding
-        weights = {id(matrix.weights): matrix.weights.size for matrix in (*description.matrices, description.embedding)}
-        self.prefill_step = prefill_step(sum(weights.values()))
-        self._stepper = Stepper(native, NativeModel(description), _Unchanged(), cache)
+        self.prefill_step = prefill_step(num_weights(description))
+        self._stepper = Stepper(native, NativeModel(description), Unchanged(), cache, dense_prompts=True)
         cache.engine_note = f"native, {library.name()}, without torch"
 
     def forward(self, tokens: Sequence[int]) -> Floats:

@@ -131,7 +131,8 @@ _NEUTRAL = {
 }
 """Keys that are not, with values that change nothing."""
 
-_NOT_WEIGHTS = re.compile(r"rope_(freqs|factors_(long|short))\.weight|blk\.\d+\.attn_rot_embd")
+NOT_WEIGHTS = re.compile(r"rope_(freqs|factors_(long|short))\.weight|blk\.\d+\.attn_rot_embd")
+"""Tensors of GGUF files that are no weights in transformers."""
 
 
 def parameters_of_gguf(file: GgufFile) -> Parameters:
@@ -199,7 +200,7 @@ def _check_names(file: GgufFile, architecture: Architecture, layers: int) -> Non
     for name in file.tensors:
         parts = name.split(".")
         inner = ".".join(parts[2:-1]) if parts[0] == "blk" and len(parts) > 3 else parts[0]
-        known = inner in architecture.checkpoint_names or _NOT_WEIGHTS.fullmatch(name)
+        known = inner in architecture.checkpoint_names or NOT_WEIGHTS.fullmatch(name)
         if not known and not (parts[0] == "blk" and parts[1].isdigit() and int(parts[1]) >= layers):
             raise DescriptionError(f"it has {name}")
 

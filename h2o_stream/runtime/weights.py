@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 
 from h2o_stream.models.gguf import GgufFile
 from h2o_stream.models.gguf_header import GgufTensor
+from h2o_stream.models.packed_folder import WEIGHTS_FILE
 from h2o_stream.models.pages import HugePages, map_weights
 from h2o_stream.native.abi import MatrixKind
 from h2o_stream.native.description import DescriptionError, Matrix
@@ -76,54 +77,94 @@ class GgufWeights:
         dtype: str,
         progress: ProgressCallback,
     ) -> None:
-        self._file, self._dtype, self._progress = file, dtype, progress
+        self.file, self.architecture, self.dtype, self._progress = file, architecture, dtype, progress
+        self.num_layers = parameters.num_layers
         self._orders = _orders(parameters) if architecture.interleaved else {}
-        matrices = [tensor for tensor in file.tensors.values() if tensor.type.name in GGUF_KINDS]
-        shapes = [tiles_shape(_kind(tensor), math.prod(tensor.shape[:-1]), tensor.shape[-1]) for tensor in matrices]
-        self._pages = HugePages(sum(HugePages.aligned(tiles * size) for tiles, size in shapes))
-        self._done, self._total = 0, sum(tensor.nbytes for tensor in matrices)
+        self._pages: HugePages | None = None
+        self._matrices = [tensor for tensor in file.tensors.values() if tensor.type.name in GGUF_KINDS]
+        self._done, self._total = 0, sum(tensor.nbytes for tensor in self._matrices)
 
     def matrix(self, name: str, layer: int | None, rows: int, columns: int) -> Matrix:
         """See `Weights`."""
         full = _gguf_name(name, layer)
-        tensor = self._file.tensors.get(f"{full}.weight")
+        tensor = self.file.tensors.get(f"{full}.weight")
         if tensor is None or (math.prod(tensor.shape[:-1]), tensor.shape[-1]) != (rows, columns):
             raise DescriptionError(f"its {full}.weight is {tensor and tensor.shape}, not {(rows, columns)}")
-        kind = _kind(tensor)
-        shape = tiles_shape(kind, rows, columns)
-        tiles = self._pages.take(shape[0] * shape[1]).reshape(shape)
-        order = self._orders.get(name)
-        repack(self._file.blocks(tensor), tensor.type, kind, rows, columns, order, tiles)
-        self._file.release(tensor)
-        self._done += tensor.nbytes
-        self._progress(Progress("reading", self._done, self._total))
-        bias = self._vector(f"{full}.bias")
-        return Matrix(tiles, bias if bias is None or order is None else bias[order], rows, columns, kind)
+        shape = tiles_shape(packed_kind(tensor), rows, columns)
+        tiles = self._take(math.prod(shape)).reshape(shape)
+        self.repack(tensor, tiles)
+        return Matrix(tiles, self.vector(name, layer, "bias"), rows, columns, packed_kind(tensor))
 
     def vector(self, name: str, layer: int | None, kind: str = "weight") -> Floats | None:
         """See `Weights`."""
-        return self._vector(f"{_gguf_name(name, layer)}.{kind}")
+        tensor = self.file.tensors.get(f"{_gguf_name(name, layer)}.{kind}")
+        return None if tensor is None else self.numbers(tensor)
 
     def has(self, name: str, layer: int) -> bool:
         """See `Weights`."""
-        return f"{_gguf_name(name, layer)}.weight" in self._file.tensors
+        return f"{_gguf_name(name, layer)}.weight" in self.file.tensors
 
-    def _vector(self, full: str) -> Floats | None:
-        tensor = self._file.tensors.get(full)
-        if tensor is None:
-            return None
+    def repack(self, tensor: GgufTensor, out: NDArray[numpy.uint8]) -> None:
+        """Repack a matrix into `out`, uint8 of `tiles_shape`, and release it.
+
+        Raises:
+            DescriptionError: it cannot be packed.
+        """
+        rows, columns, kind = math.prod(tensor.shape[:-1]), tensor.shape[-1], packed_kind(tensor)
+        repack(self.file.blocks(tensor), tensor.type, kind, rows, columns, self._orders.get(_inner_name(tensor)), out)
+        self.file.release(tensor)
+        self._done += tensor.nbytes
+        self._progress(Progress("reading", self._done, self._total))
+
+    def numbers(self, tensor: GgufTensor, as_saved: bool = False) -> Floats:
+        """The numbers of a tensor that is not packed, as the model's dtype holds them.
+
+        Args:
+            tensor: of the file.
+            as_saved: as in transformers' checkpoints: without the offset of norms.
+
+        Raises:
+            DescriptionError: it has another type.
+        """
         if tensor.type.name != "F32":
-            raise DescriptionError(f"{full} is {tensor.type.name}")
-        return rounded(self._file.blocks(tensor).view(numpy.float32), self._dtype)
+            raise DescriptionError(f"{tensor.name} is {tensor.type.name}")
+        name, numbers = _inner_name(tensor), self.file.blocks(tensor).view(numpy.float32)
+        if tensor.name.endswith(".bias") and name in self._orders:
+            numbers = numbers[self._orders[name]]
+        offset = numpy.float32(self.architecture.norm_offset if tensor.name.endswith("norm.weight") else 0)
+        if not offset:
+            return rounded(numbers, self.dtype)
+        saved: Floats = rounded(numbers - offset, self.dtype)
+        return saved if as_saved else saved + offset
+
+    def _take(self, size: int) -> NDArray[numpy.uint8]:
+        if self._pages is None:
+            shapes = [
+                tiles_shape(packed_kind(tensor), math.prod(tensor.shape[:-1]), tensor.shape[-1])
+                for tensor in self._matrices
+            ]
+            self._pages = HugePages(sum(HugePages.aligned(tiles * size) for tiles, size in shapes))
+        return self._pages.take(size)
 
 
-def _kind(tensor: GgufTensor) -> MatrixKind:
+def packed_kind(tensor: GgufTensor) -> MatrixKind:
+    """The packed format of a matrix.
+
+    Raises:
+        DescriptionError: it cannot be packed.
+    """
     kind = GGUF_KINDS.get(tensor.type.name)
     if kind is None or not columns_fit(kind, tensor.shape[-1]):
         raise DescriptionError(
             f"{tensor.name} is {tensor.type.name} with {tensor.shape[-1]} columns, which is not packed"
         )
     return kind
+
+
+def _inner_name(tensor: GgufTensor) -> str:
+    """The name without ``blk.N.`` and ``.weight``."""
+    name = tensor.name.rpartition(".")[0]
+    return name.split(".", 2)[2] if name.startswith("blk.") else name
 
 
 def _gguf_name(name: str, layer: int | None) -> str:
@@ -154,7 +195,7 @@ class FolderWeights:
 
     def __init__(self, folder: Path, kinds: Mapping[str, str], architecture: Architecture) -> None:
         self._kinds, self._architecture = kinds, architecture
-        self._arrays = mapped_tensors(folder / "model.safetensors")
+        self._arrays = mapped_tensors(folder / WEIGHTS_FILE)
 
     def matrix(self, name: str, layer: int | None, rows: int, columns: int) -> Matrix:
         """See `Weights`."""
@@ -169,7 +210,7 @@ class FolderWeights:
     def vector(self, name: str, layer: int | None, kind: str = "weight") -> Floats | None:
         """See `Weights`."""
         numbers = self._floats(f"{self._module(name, layer)}.{kind}")
-        offset = self._architecture.norm_offset
+        offset = self._architecture.norm_offset if name.endswith("norm") and kind == "weight" else 0
         return numbers if numbers is None or not offset else numbers + numpy.float32(offset)
 
     def has(self, name: str, layer: int) -> bool:
@@ -184,15 +225,91 @@ class FolderWeights:
         stored = self._arrays.get(name)
         if stored is None and name.endswith("_bias.bias"):
             stored = self._arrays.get(name.removesuffix(".bias"))
-        if stored is None or stored.dtype == numpy.float32:
-            return stored
-        if stored.dtype != numpy.uint16:
-            raise DescriptionError(f"its {name} is in {stored.dtype}")
-        return (stored.astype(numpy.uint32) << 16).view(numpy.float32)
+        return None if stored is None else as_floats(stored, name)
+
+
+class CheckpointWeights:
+    """The dense weights of a transformers checkpoint, mapped; they are copied only if they are rounded.
+
+    Args:
+        folder: with safetensors files.
+        architecture: of the model.
+        dtype: of the model.
+
+    Attributes:
+        num_weights: how many numbers there are.
+
+    Raises:
+        DescriptionError: there are other files, or one is damaged.
+    """
+
+    def __init__(self, folder: Path, architecture: Architecture, dtype: str) -> None:
+        self._architecture, self._dtype = architecture, dtype
+        self._arrays: dict[str, NDArray[Any]] = {}
+        for path in checkpoint_files(folder):
+            self._arrays |= mapped_tensors(path)
+        self.num_weights = sum(array.size for array in self._arrays.values())
+
+    def matrix(self, name: str, layer: int | None, rows: int, columns: int) -> Matrix:
+        """See `Weights`. Numbers that bfloat16 holds stay so in a model of float32, which multiplies the same."""
+        module = self._module(name, layer)
+        stored = self._arrays.get(f"{module}.weight")
+        if stored is None or stored.shape != (rows, columns) or stored.dtype == numpy.uint8:
+            raise DescriptionError(f"its {module}.weight is {stored and stored.shape}, not {(rows, columns)}")
+        if stored.dtype == numpy.float32 and self._dtype == "bfloat16":
+            stored = (rounded(stored, self._dtype).view(numpy.uint32) >> 16).astype(numpy.uint16)
+        kind = MatrixKind.FLOAT32 if stored.dtype == numpy.float32 else MatrixKind.BFLOAT16
+        return Matrix(stored, self.vector(name, layer, "bias"), rows, columns, kind)
+
+    def vector(self, name: str, layer: int | None, kind: str = "weight") -> Floats | None:
+        """See `Weights`."""
+        stored = self._arrays.get(f"{self._module(name, layer)}.{kind}")
+        if stored is None:
+            return None
+        offset = self._architecture.norm_offset if name.endswith("norm") and kind == "weight" else 0
+        numbers = rounded(as_floats(stored, name), self._dtype)
+        return numbers + numpy.float32(offset) if offset else numbers
+
+    def has(self, name: str, layer: int) -> bool:
+        """See `Weights`."""
+        return f"{self._module(name, layer)}.weight" in self._arrays
+
+    def _module(self, name: str, layer: int | None) -> str:
+        return self._architecture.checkpoint_names.get(name, "").format(layer=layer)
+
+
+def as_floats(stored: NDArray[Any], name: str) -> Floats:
+    """Numbers of a safetensors file in float32.
+
+    Raises:
+        DescriptionError: they are in another dtype.
+    """
+    if stored.dtype == numpy.float32:
+        return stored
+    if stored.dtype != numpy.uint16:
+        raise DescriptionError(f"its {name} is in {stored.dtype}")
+    return (stored.astype(numpy.uint32) << 16).view(numpy.float32)
+
+
+def checkpoint_files(folder: Path) -> list[Path]:
+    """The safetensors files of a checkpoint.
+
+    Raises:
+        DescriptionError: there are none, or one is missing.
+    """
+    index = folder / f"{WEIGHTS_FILE}.index.json"
+    try:
+        names = sorted({*json.loads(index.read_text())["weight_map"].values()}) if index.exists() else [WEIGHTS_FILE]
+    except (OSError, ValueError, KeyError, AttributeError) as error:
+        raise DescriptionError(f"{index} is damaged") from error
+    paths = [folder / name for name in names]
+    if not all(path.is_file() for path in paths):
+        raise DescriptionError(f"{folder} has no {WEIGHTS_FILE}, or not all of its parts")
+    return paths
 
 
 _DTYPES = {"U8": numpy.uint8, "F32": numpy.float32, "BF16": numpy.uint16}
-"""Of the tensors of a packed checkpoint, by safetensors' names."""
+"""Of the tensors of checkpoints, by safetensors' names."""
 
 
 def mapped_tensors(path: Path) -> dict[str, NDArray[Any]]:

@@ -114,7 +114,10 @@ class ChatContext:
                 raise H2OStreamError("stopped; the conversation goes on as before") from error
             raise
         old.engine.close()
+        if loaded.model.check is not None and loaded.model is not new.model:
+            loaded.model.check.stop()
         loaded.conversation, loaded.model, loaded.settings = new.conversation, new.model, settings
+        loaded.interrupts.check = new.model.check
         changed = cache if model is None else {"model": model}
         self.sources = {**self.sources, **{name: (value, f"/{name}") for name, value in changed.items()}}
         self.jsonl.write({"type": "change", "turn": new.conversation.metadata.turns, **new.describe()})

@@ -9,9 +9,10 @@ from typing import Any
 
 from h2o_stream.config import Settings, model_sampling
 from h2o_stream.engine.engine import Engine
+from h2o_stream.errors import H2OStreamError
 from h2o_stream.models.loaded import LoadedModel
 from h2o_stream.progress import ProgressCallback
-from h2o_stream.runtime.loading import load_model, remember
+from h2o_stream.runtime.loading import load_model
 from h2o_stream.session.conversation import Conversation
 from h2o_stream.session.jsonl import JsonlWriter
 from h2o_stream.session.run_record import run_record
@@ -19,6 +20,9 @@ from h2o_stream.ui.format import sampling_line, sampling_values
 from h2o_stream.ui.interrupts import Interrupts
 from h2o_stream.ui.loading import show_loading
 from h2o_stream.ui.terminal import Terminal
+
+_UNNOTICED_S = 0.3
+"""A check that ends within this time is waited for without a word."""
 
 
 @dataclass
@@ -29,6 +33,17 @@ class LoadedConversation:
     interrupts: Interrupts
     model: LoadedModel
     settings: Settings
+
+    def begin_check(self) -> None:
+        """Compare the model with transformers' in the background, if it is used for the first time."""
+        if self.model.check is not None:
+            self.model.check.begin()
+
+    def check(self) -> None:
+        """Raises H2OStreamError if the model is known by now to differ from transformers'; see `runtime.checking`."""
+        check = self.model.check
+        if check is not None and check.complaint:
+            raise H2OStreamError(check.complaint)
 
     @property
     def name(self) -> str:
@@ -70,9 +85,7 @@ def load_conversation(
 ) -> LoadedConversation:
     """Load a model and open a conversation on it, in any thread and without a terminal. Arguments: see `load_model`."""
     model = load_model(settings.model, settings.cache, settings.engine, notify, progress)
-    loaded = converse(model, settings, Interrupts(), progress)
-    remember(model, loaded.conversation.engine.served)
-    return loaded
+    return converse(model, settings, Interrupts(model.check), progress)
 
 
 def converse(
@@ -99,6 +112,27 @@ def converse(
     return LoadedConversation(conversation, interrupts, model, settings)
 
 
+def finish_check(loaded: LoadedConversation, terminal: Terminal) -> None:
+    """Wait until a model that was used for the first time has been compared, unless the user is in a hurry.
+
+    Raises:
+        H2OStreamError: it differs from transformers' model.
+    """
+    check = loaded.model.check
+    if check is None or (loaded.interrupts.requested and not check.complaint):
+        return
+    try:
+        if not check.wait(_UNNOTICED_S):
+            terminal.note(f"checking {loaded.name} against transformers, only this time (Ctrl-C skips) ...", "dim")
+            check.wait()
+    except KeyboardInterrupt:
+        terminal.note("not checked; the next start does it", style="dim")
+        return
+    loaded.check()
+    if check.failure:
+        terminal.note(f"{loaded.name} could not be checked against transformers: {check.failure}", style="dim")
+
+
 @contextmanager
 def open_conversation(
     command: str, settings: Settings, terminal: Terminal, jsonl: JsonlWriter, loaded: LoadedConversation | None = None
@@ -117,6 +151,11 @@ def open_conversation(
         terminal.detail(f"steps: {loaded.conversation.engine.cache.engine_note}")
         if loaded.model.why_transformers:
             terminal.detail(f"loaded by torch and transformers: {loaded.model.why_transformers}")
+        if loaded.model.check is not None:
+            terminal.detail("compared with transformers' model meanwhile, for the first time")
         yield loaded
+        finish_check(loaded, terminal)
     finally:
         loaded.conversation.engine.close()
+        if loaded.model.check is not None:
+            loaded.model.check.stop()

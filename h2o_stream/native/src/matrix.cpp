@@ -13,7 +13,7 @@ constexpr int64_t kPrefetchBytes = 4096;
 // With less to read per thread, waking the thread costs more than it saves.
 constexpr int64_t kMinBytesPerThread = 32768;
 
-// From this many vectors on, a packed matrix is unpacked to the cache once for all of them.
+// From this many vectors on, a matrix is unpacked to the cache once for all of them.
 constexpr int64_t kMinGemmVectors = 9;
 
 // From this many vectors on, AMX is faster.
@@ -97,6 +97,10 @@ void multiply(const Matrix& matrix, const float* x, int64_t count, float* out, i
 #endif
   if (packed::is_packed(matrix.kind) && count >= kMinGemmVectors) {
     gemm_packed(matrix, x, count, out, stride, threads);
+    return apply_scale(matrix, count, out, stride, threads);
+  }
+  if (!packed::is_packed(matrix.kind) && count >= kMinGemmVectors) {
+    gemm_dense(matrix, x, count, out, stride, in_bfloat16, threads);
     return apply_scale(matrix, count, out, stride, threads);
   }
   static thread_local Vectors scratch;

@@ -72,6 +72,11 @@ void gemm_packed(const Matrix& matrix, const float* x, int64_t count, float* out
 // The same, rounded to bfloat16; where `amx::available()`.
 void gemm_bfloat16(const Matrix& matrix, const float* x, int64_t count, float* out, int64_t stride, int64_t threads);
 
+// `multiply` for dense matrices and many vectors, without the matrix's scale. With `in_bfloat16` vectors may be rounded
+// if the matrix is.
+void gemm_dense(const Matrix& matrix, const float* x, int64_t count, float* out, int64_t stride, bool in_bfloat16,
+                int64_t threads);
+
 // Prefetches the start of the next matrix; call it before waiting at a barrier.
 void prefetch(const Matrix& matrix, Range rows);
 

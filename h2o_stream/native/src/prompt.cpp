@@ -4,6 +4,7 @@
 #include <exception>
 
 #include "activation.h"
+#include "copied.h"
 #include "threads.h"
 
 Prompt::Prompt(const Model& model, const Stream* streams, int64_t count, int64_t new_tokens, int64_t chunk,
@@ -67,12 +68,16 @@ void Prompt::reserve() {
   angles_.resize(threads_);
 }
 
-void Prompt::run(const int64_t* tokens, int64_t keep, float* logits) {
+void Prompt::run(const int64_t* tokens, int64_t keep, float* logits, float* copied) {
   reserve();
   embed(tokens);
   for (int64_t index = 0; index < model_.layer_count; ++index) {
     const Layer& layer = model_.layers[index];
     if (attends(layer) || has_mixer(layer)) mix_tokens(layer);
+    if (copied && attends(layer)) {
+      measure_copied(layer.attention, query_.data(), key_.data(), new_tokens_, copied, threads_);
+      copied += layer.attention.kv_heads;
+    }
     if (attends(layer)) attend(layer);
     if (index + 1 == model_.layer_count) drop_all_but(keep);
     finish(layer);
@@ -228,15 +233,16 @@ extern "C" {
 
 // Takes `new_tokens` of each of `count` streams through a model, and evicts; see `Prompt`. `chunk` 0 is for all tokens.
 // Tokens must be in the vocabulary; those in `streams` are ignored. Tables of rotations must reach the distances of as
-// many tokens as there are in all slots and in a chunk.
+// many tokens as there are in all slots and in a chunk. `copied` gets the attention of every KV head to the copies in
+// the tokens of a single stream, which come twice and are rotated by their positions (copied.h); null for none.
 //
 // Returns 0; 1 if out of memory, when the slots are undefined; 2 if there are too few slots, with nothing changed.
 int64_t h2o_forward(const Model* model, const Stream* streams, int64_t count, const int64_t* tokens, int64_t new_tokens,
-                    int64_t chunk, const int64_t* limits, int64_t keep, float* logits, int64_t threads) {
+                    int64_t chunk, const int64_t* limits, int64_t keep, float* logits, float* copied, int64_t threads) {
   try {
     Prompt prompt(*model, streams, count, new_tokens, chunk, limits, threads);
     if (!prompt.fits()) return 2;
-    prompt.run(tokens, keep, logits);
+    prompt.run(tokens, keep, logits, copied);
     return 0;
   } catch (const std::exception&) {
     return 1;

@@ -30,8 +30,8 @@ class Prompt {
   bool fits();
 
   // Takes `tokens` [count][new_tokens] through the model. Writes logits [count][keep][vocab_size], those of the last
-  // `keep` tokens of each stream.
-  void run(const int64_t* tokens, int64_t keep, float* logits);
+  // `keep` tokens of each stream. `copied`, if not null, gets what `measure_copied` does for each layer.
+  void run(const int64_t* tokens, int64_t keep, float* logits, float* copied);
 
  private:
   void reserve();

@@ -1,0 +1,96 @@
+"""The check of a file that was described without torch, in a process of its own beside the chat.
+
+The process loads the file through transformers and compares (`engine.check`). Its result is kept by digest.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import time
+from contextlib import suppress
+from pathlib import Path
+
+from h2o_stream.errors import H2OStreamError
+from h2o_stream.processes import python_command
+from h2o_stream.runtime.known import Known, read_known
+
+_CODE = "from h2o_stream.engine.check import main; main()"
+"""What the process runs."""
+
+_POLL_S = 0.05
+
+
+class BackgroundCheck:
+    """A check that runs while the model is used already, from `begin` on.
+
+    Args:
+        name: what the user typed.
+        path: of the file or folder.
+        variant: see `runtime.sources.Source`.
+
+    Attributes:
+        failure: why the file could not be checked, once that is known; or nothing.
+    """
+
+    def __init__(self, name: str, path: Path, variant: str) -> None:
+        self._name, self._path, self._variant = name, path, variant
+        self._process: subprocess.Popen[str] | None = None
+        self._known: Known | None = None
+        self.failure = ""
+
+    def begin(self) -> None:
+        """Begin in the background, if that has not happened: after the first token, which has the machine to itself."""
+        if self._process is None:
+            self._process = subprocess.Popen(
+                python_command(_CODE, self._name, str(self._path), self._variant),
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.DEVNULL,
+                text=True,
+                start_new_session=True,  # Ctrl-C ends a reply, not the check
+            )
+
+    @property
+    def ended(self) -> bool:
+        """Whether there is a result, or a failure."""
+        if self._known is not None or self.failure:
+            return True
+        if self._process is None or self._process.poll() is None:
+            return False
+        output, _ = self._process.communicate()
+        with suppress(OSError, H2OStreamError):  # the file may be gone
+            self._known = read_known(self._path, self._variant)
+        if self._known is None:
+            self.failure = output.strip() or "its process was ended"
+        return True
+
+    @property
+    def complaint(self) -> str:
+        """A line for the user if the file differs from transformers' model, or nothing."""
+        if not self.ended or self._known is None or not self._known.difference:
+            return ""
+        return (
+            f"{self._name} was read wrongly from its file: transformers' model differs ({self._known.difference}). "
+            "What it has said may be wrong. Start again: it is loaded through transformers now, as by --engine eager"
+        )
+
+    def wait(self, timeout_s: float = float("inf")) -> bool:
+        """Wait for the result at most this long; whether it is there."""
+        self.begin()
+        until = time.monotonic() + timeout_s
+        while not self.ended:
+            if time.monotonic() >= until:
+                return False
+            time.sleep(_POLL_S)
+        return True
+
+    def digest(self) -> str:
+        """What transformers' model is called in states, once the check has passed, which is waited for; or nothing."""
+        self.wait()
+        return "" if self._known is None else self._known.digest
+
+    def stop(self) -> None:
+        """End the check without a result; the next start begins it again."""
+        if self._process is not None and not self.ended:
+            self._process.kill()
+            self._process.communicate()

@@ -1,0 +1,98 @@
+"""Measures which heads of a model of the runtime retrieve; the counterpart of `attachment.retrieval_heads`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy
+from numpy.typing import NDArray
+
+from h2o_stream.cache.group_rules import HeadShape
+from h2o_stream.cache.retrieval import num_rows, repeated_tokens, retrieval_windows
+from h2o_stream.cache.windows import HeadWindow
+from h2o_stream.config import CacheConfig
+from h2o_stream.errors import H2OStreamError
+from h2o_stream.native import library
+from h2o_stream.native.description import Description, NativeModel
+from h2o_stream.native.stepper import Stepper
+from h2o_stream.progress import Progress, ProgressCallback
+from h2o_stream.runtime.cache import RuntimeCache, RuntimeLayer
+from h2o_stream.runtime.rotations import Floats
+
+
+class Unchanged:
+    """Nobody else has the weights of a model of the runtime; see `native.stepper.Unchanged`."""
+
+    def __bool__(self) -> bool:
+        return True
+
+    def invalidate(self) -> None:
+        """There is nothing to look at."""
+
+
+def head_shapes(description: Description) -> list[HeadShape | None]:
+    """The heads of each layer, None without attention."""
+    attentions = [layer.attention for layer in description.layers]
+    return [HeadShape(x.query_heads, x.kv_heads, x.head_size, x.value_size) if x else None for x in attentions]
+
+
+def num_weights(description: Description) -> int:
+    """Number of weights in matrices; packed ones count bytes."""
+    matrices = (*description.matrices, description.embedding)
+    return sum({id(matrix.weights): int(matrix.weights.size) for matrix in matrices}.values())
+
+
+def measured_windows(
+    description: Description, sliding: Sequence[int | None], context: int, progress: ProgressCallback
+) -> list[tuple[HeadWindow, ...]]:
+    """The KV heads of each layer grouped by window size; a layer that slides while others do not is one group.
+
+    Args:
+        description: of the model.
+        sliding: the windows of layers that slide while others do not, None for others.
+        context: positions the model was trained for.
+        progress: called before and after.
+    """
+    total = len(description.layers)
+    progress(Progress("measuring", 0, total))
+    layers = [*zip(description.layers, sliding, strict=True)]
+    evicting = [window is None for layer, window in layers if layer.attention]
+    windows = iter(retrieval_windows(attention_to_copy(description, sliding, context)[evicting]))
+    progress(Progress("measuring", total, total))
+    return [next(windows) if layer.attention and window is None else (HeadWindow(),) for layer, window in layers]
+
+
+def attention_to_copy(description: Description, sliding: Sequence[int | None], context: int) -> Floats:
+    """Fraction of attention on the previous occurrence of the current token and the token after it, in text read twice.
+
+    Returns:
+        [layers with attention, Hkv] float32.
+    """
+    tokens = repeated_tokens(description.embedding.rows, num_rows(num_weights(description)), context)
+    found = [_measure(description, sliding, row[None]) for row in tokens]
+    mean: Floats = numpy.mean(found, 0, dtype=numpy.float32)
+    return mean
+
+
+def _measure(description: Description, sliding: Sequence[int | None], tokens: NDArray[numpy.int64]) -> Floats:
+    """[layers with attention, Hkv] for tokens [1, n], through a cache that holds all of them."""
+    native, count = library.loaded(), tokens.shape[1]
+    assert native is not None, "the weights are packed"
+    shapes = head_shapes(description)
+    layers = [
+        RuntimeLayer(shape, None, states=layer.mixer.states if layer.mixer else {}, hidden_from=seen)
+        for layer, shape, seen in zip(description.layers, shapes, sliding, strict=True)
+    ]
+    plan = CacheConfig("recent", count, sinks=0, span=0, positions="absolute", chunk=0)
+    cache = RuntimeCache(plan, layers, description.dtype, count, lambda: "")
+    heads = [shape.kv_heads for shape in shapes if shape]
+    copied = numpy.zeros((len(heads), heads[0]), numpy.float32)
+    cache.prepare(count)
+    if (
+        Stepper(native, NativeModel(description), Unchanged(), cache, dense_prompts=True).prompt(
+            tokens, keep=1, copied=copied
+        )
+        is None
+    ):
+        raise H2OStreamError("the heads of this model cannot be measured; use --engine eager")
+    return copied

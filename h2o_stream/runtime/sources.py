@@ -1,0 +1,197 @@
+"""What a model is described from without torch: a GGUF file, or the folder of a checkpoint."""
+
+from __future__ import annotations
+
+import json
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from h2o_stream.attachment.measurements import LONG_S
+from h2o_stream.memory import free_bytes
+from h2o_stream.models.file_tokenizers import file_tokenizer
+from h2o_stream.models.generation_config import read_generation_config
+from h2o_stream.models.gguf import GgufFile
+from h2o_stream.models.packed_folder import MIN_GGUF_BYTES, packed_folder
+from h2o_stream.models.templates import with_template
+from h2o_stream.models.tokenizer import FileTokenizer, read_object
+from h2o_stream.native.description import Description, DescriptionError
+from h2o_stream.progress import ProgressCallback, ignore
+from h2o_stream.runtime.architectures import ARCHITECTURES, Architecture
+from h2o_stream.runtime.config_parameters import parameters_of_config
+from h2o_stream.runtime.describe import describe_file
+from h2o_stream.runtime.heads import measured_windows
+from h2o_stream.runtime.known import Windows, read_windows, save_windows
+from h2o_stream.runtime.model import RuntimeModel
+from h2o_stream.runtime.packed_file import write_packed
+from h2o_stream.runtime.parameters import Parameters, parameters_of_gguf
+from h2o_stream.runtime.weights import CheckpointWeights, FolderWeights, GgufWeights, Weights
+
+_SHARE = 0.6
+"""Share of the free memory that dense weights may take, as `models.precision` has it where it chooses."""
+
+
+class Source(ABC):
+    """A file or folder that may be described without torch.
+
+    Args:
+        path: of the file or folder.
+        dtype: of vectors, keys and values.
+        variant: the dtype and what else distinguishes ways to load it, for what is kept of it.
+        architecture: of the model.
+        parameters: of the model.
+        generation: how it is recommended to sample.
+        folder: where its packed weights are kept; None if they are not.
+
+    Attributes: the arguments.
+    """
+
+    def __init__(
+        self,
+        path: Path,
+        dtype: str,
+        variant: str,
+        architecture: Architecture,
+        parameters: Parameters,
+        generation: Any,
+        folder: Path | None,
+    ) -> None:
+        self.path, self.dtype, self.variant = path, dtype, variant
+        self.architecture, self.parameters = architecture, parameters
+        self.generation, self.folder = generation, folder
+
+    def describe(self, progress: ProgressCallback, notify: Callable[[str], None] | None = None) -> Description:
+        """Describe the model; its weights come from where they were packed before, or else from the file.
+
+        Args:
+            progress: of repacking.
+            notify: gets a line when the packed weights of a large file are kept for the next start; None to keep none.
+
+        Raises:
+            DescriptionError: weights are missing or cannot be packed; or there is no memory for them.
+        """
+        return describe_file(self.architecture, self.parameters, self._weights(progress, notify), self.dtype)
+
+    @abstractmethod
+    def _weights(self, progress: ProgressCallback, notify: Callable[[str], None] | None) -> Weights:
+        """Its weights. Arguments and errors as for `describe`."""
+
+    def _packed(self) -> FolderWeights:
+        """The weights that were packed before."""
+        folder = self.folder
+        if folder is None or not folder.exists():
+            raise DescriptionError("its weights were not packed before")
+        try:
+            config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+            return FolderWeights(folder, config["quantization_config"]["modules"], self.architecture)
+        except (OSError, ValueError, KeyError) as error:
+            raise DescriptionError(f"its packed weights in {folder} are damaged") from error
+
+    def model(
+        self, description: Description, windows: Windows, digest: str, other_digest: Callable[[], str]
+    ) -> RuntimeModel:
+        """The described model; the rest as in `RuntimeModel`."""
+        found = self.parameters
+        return RuntimeModel(
+            description,
+            windows,
+            digest,
+            other_digest,
+            found.context,
+            found.max_distance,
+            found.windows,
+            self.generation,
+            found.refused_positions,
+        )
+
+    def windows(self, description: Description, progress: ProgressCallback) -> Windows:
+        """The windows of the heads by what they attend to, measured if that was not done before."""
+        if found := read_windows(self.path, self.variant):
+            return found
+        begun = time.perf_counter()
+        measured = measured_windows(description, self.parameters.windows, self.parameters.context, progress)
+        if time.perf_counter() - begun > LONG_S:
+            save_windows(self.path, self.variant, measured)
+        return measured
+
+    @abstractmethod
+    def tokenizer(self) -> tuple[FileTokenizer, tuple[str, ...]]:
+        """The tokenizer, with a chat template, and strings that end a reply.
+
+        Raises:
+            DescriptionError: only transformers can tell what it is.
+        """
+
+
+class ModelFile(Source):
+    """A GGUF file.
+
+    Args:
+        name: what the user typed.
+        path: of the file.
+        dtype: of vectors, keys and values.
+
+    Raises:
+        DescriptionError: its architecture or a parameter is not known here.
+        ModelNotFoundError, UnsupportedModelError: see `GgufFile`.
+    """
+
+    def __init__(self, name: str, path: Path, dtype: str) -> None:
+        self.file, self._name = GgufFile(path), name
+        parameters = parameters_of_gguf(self.file)
+        folder = packed_folder(name, path, "gguf") if self.file.nbytes >= MIN_GGUF_BYTES else None
+        architecture, generation = ARCHITECTURES[self.file.architecture], read_generation_config(self.file)
+        super().__init__(path, dtype, dtype, architecture, parameters, generation, folder)
+
+    def _weights(self, progress: ProgressCallback, notify: Callable[[str], None] | None) -> Weights:
+        weights = GgufWeights(self.file, self.architecture, self.parameters, self.dtype, progress)
+        folder = self.folder
+        if folder is not None and notify is not None and not folder.exists():
+            metadata = {"model": self._name, "quantize": "gguf", "source": str(self.path.absolute())}
+            write_packed(weights, metadata, folder, notify)
+        return weights if folder is None or not folder.exists() else self._packed()
+
+    def tokenizer(self) -> tuple[FileTokenizer, tuple[str, ...]]:
+        """See `Source`."""
+        return with_template(file_tokenizer(self.file, ignore))
+
+
+class Checkpoint(Source):
+    """The folder of a transformers checkpoint.
+
+    Args:
+        name: what the user typed.
+        path: of the folder.
+        dtype: of the model.
+        quantize: ``none``, or the format ``int8`` or ``int4`` in which its weights were packed before.
+
+    Raises:
+        DescriptionError: its type or a parameter is not known here, or only transformers can tell what to load.
+        ModelNotFoundError: a file is damaged.
+    """
+
+    def __init__(self, name: str, path: Path, dtype: str, quantize: str) -> None:
+        try:
+            found, parameters = parameters_of_config(read_object(path / "config.json"))
+        except (OSError, ValueError) as error:
+            raise DescriptionError(f"its config.json cannot be read: {error}") from error
+        folder = None if quantize == "none" else packed_folder(name, path, quantize)
+        generation = read_generation_config(path)
+        super().__init__(path, dtype, f"{dtype} {quantize}", ARCHITECTURES[found], parameters, generation, folder)
+
+    def _weights(self, progress: ProgressCallback, notify: Callable[[str], None] | None) -> Weights:
+        if self.folder is not None:
+            return self._packed()
+        weights = CheckpointWeights(self.path, self.architecture, self.dtype)
+        if weights.num_weights * (2 if self.dtype == "bfloat16" else 4) > _SHARE * free_bytes():
+            raise DescriptionError("its weights may have to be packed to fit into memory")
+        return weights
+
+    def tokenizer(self) -> tuple[FileTokenizer, tuple[str, ...]]:
+        """See `Source`."""
+        found = file_tokenizer(self.path, ignore)
+        if found is None:
+            raise DescriptionError("only transformers can tell what its tokenizer is")
+        return with_template(found)

@@ -1,0 +1,169 @@
+"""Checkpoints described and served without torch: the same numbers as through transformers."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy
+import pytest
+import torch
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+from h2o_stream.config import CacheConfig, ModelConfig
+from h2o_stream.engine.check import check
+from h2o_stream.engine.engine import Engine
+from h2o_stream.models import packed_folder, packed_weights, user_cache
+from h2o_stream.models.load import load
+from h2o_stream.models.tokenizer import FileTokenizer
+from h2o_stream.native.abi import MatrixKind
+from h2o_stream.native.describe import describe
+from h2o_stream.native.description import DescriptionError
+from h2o_stream.runtime import config_parameters, sources
+from h2o_stream.runtime.comparison import difference
+from h2o_stream.runtime.known import read_known
+from h2o_stream.runtime.loading import load_model
+from h2o_stream.runtime.model import RuntimeModel
+from h2o_stream.runtime.sources import Checkpoint
+from tests.families import LLAMA3, PARTIAL, SLIDING, YARN, tiny
+from tests.test_first_start import chat
+from tests.test_gguf_names import LAYERED, LINEAR, THETA
+from tests.test_runtime import SIZES, TEXT
+from tests.tolerance import relative_error
+
+GEMMA = {**SIZES, "sliding_window": 24, "query_pre_attn_scalar": 8}
+MODELS = {
+    "Llama 3": tiny("Llama", **{**SIZES, **LLAMA3}),
+    "Llama, tied, linear, biases": tiny(
+        "Llama", **{**SIZES, **LINEAR}, tie_word_embeddings=True, attention_bias=True, mlp_bias=True
+    ),
+    "Mistral": tiny("Mistral", **SIZES, sliding_window=200),
+    "Qwen 2": tiny("Qwen2", **{**SIZES, **THETA}),
+    "Qwen 3": tiny("Qwen3", **{**SIZES, **THETA}),
+    "Gemma 2": tiny("Gemma2", **GEMMA, layer_types=SLIDING),
+    "Gemma 3": tiny("Gemma3", "Gemma3Text", **{**GEMMA, **LAYERED}, layer_types=SLIDING),
+    "Phi 3": tiny("Phi3", **{**SIZES, **PARTIAL}, sliding_window=200),
+    "Starcoder 2": tiny("Starcoder2", **{**SIZES, **THETA}),
+}
+DTYPES = ("float32", "bfloat16")
+
+
+@pytest.fixture(scope="module")
+def words() -> Any:
+    """A tokenizer of a few words."""
+    vocabulary = {word: number for number, word in enumerate(["<unk>", "<s>", "</s>", "User", ":", "the"])}
+    backend = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
+    backend.pre_tokenizer = pre_tokenizers.Whitespace()
+    return PreTrainedTokenizerFast(tokenizer_object=backend, unk_token="<unk>", bos_token="<s>", eos_token="</s>")
+
+
+def saved(name: str, folder: Path, words: Any, dtype: str = "float32") -> Path:
+    """The checkpoint of a model in two files, with weights in this dtype."""
+    model = MODELS[name]()
+    weights = {key: value.to(getattr(torch, dtype)) for key, value in model.state_dict().items()}
+    model.save_pretrained(folder, state_dict=weights, max_shard_size="20KB")
+    words.save_pretrained(folder)
+    return folder
+
+
+class TestDescription:
+    @pytest.mark.parametrize("name", MODELS)
+    @pytest.mark.parametrize("stored", DTYPES)
+    @pytest.mark.parametrize("dtype", DTYPES)
+    def test_equals_that_of_the_model(self, name: str, stored: str, dtype: str, tmp_path: Path, words: Any) -> None:
+        path = saved(name, tmp_path, words, stored)
+        source = Checkpoint(str(path), path, dtype, "none")
+        description = source.describe(print)
+        assert difference(description, describe(load(ModelConfig(str(path), dtype=dtype)).model)) == ""
+        assert (description.output.kind == MatrixKind.FLOAT32) == (stored == dtype == "float32")
+
+    def test_what_the_table_does_not_know(self, tmp_path: Path, words: Any) -> None:
+        tiny("Llama", **{**SIZES, **YARN})().save_pretrained(tmp_path)
+        with pytest.raises(DescriptionError, match="RoPE of type yarn"):
+            Checkpoint("x", tmp_path, "float32", "none")
+        tiny("Cohere", **SIZES)().save_pretrained(tmp_path)
+        with pytest.raises(DescriptionError, match="cohere is not in the table"):
+            Checkpoint("x", tmp_path, "float32", "none")
+
+    @pytest.mark.parametrize(
+        "older", [{"rope_theta": 5e5, "rope_scaling": {"type": "linear", "factor": 2.0}}, {"rope_theta": 5e5}]
+    )
+    def test_how_older_configs_say_it(self, older: dict[str, Any]) -> None:
+        config = MODELS["Llama 3"]().config.to_dict()
+        newer = {"rope_theta": 5e5, "rope_type": "linear" if len(older) > 1 else "default", "factor": 2.0}
+        expected = config_parameters.parameters_of_config({**config, "rope_parameters": newer})[1]
+        del config["rope_parameters"]
+        found = config_parameters.parameters_of_config({**config, **older})[1]
+        assert found.ropes[0] is not None
+        assert expected.ropes[0] is not None
+        numpy.testing.assert_array_equal(found.ropes[0].frequencies, expected.ropes[0].frequencies)
+
+
+class TestServed:
+    @pytest.mark.parametrize("name", MODELS)
+    def test_the_same_numbers(self, name: str, tmp_path: Path, words: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(sources, "file_tokenizer", lambda path, notify: FileTokenizer.from_folder(path))
+        path = saved(name, tmp_path, words)
+        config, cache = ModelConfig(str(path), dtype="float32"), CacheConfig(window=20, chunk=4)
+        theirs, ours = load(config), load_model(config, cache, "auto", print, print)
+        assert isinstance(ours.model, RuntimeModel), ours.why_transformers
+        with (
+            Engine(theirs.model, theirs.tokenizer, cache) as other,
+            Engine(ours.model, ours.tokenizer, cache) as engine,
+        ):
+            for start, stop in ((0, 100), (100, 101), (101, 140), (140, 141)):
+                expected, found = (each.served.forward(TEXT[start:stop]) for each in (other, engine))
+                assert relative_error(torch.from_numpy(found), torch.from_numpy(expected)) < 1e-4
+            assert engine.counts == other.counts
+            other.served.load_state_dict(engine.served.state_dict())
+
+    def test_bfloat16(self, tmp_path: Path, words: Any) -> None:
+        """Also on units for it."""
+        path = saved("Mistral", tmp_path, words, "bfloat16")
+        config, cache = ModelConfig(str(path), dtype="bfloat16"), CacheConfig(window=40, chunk=16)
+        theirs, ours = load(config), load_model(config, cache, "auto", print, print)
+        with (
+            Engine(theirs.model, theirs.tokenizer, cache) as other,
+            Engine(ours.model, ours.tokenizer, cache) as engine,
+        ):
+            expected, found = (torch.from_numpy(each.served.forward(TEXT[:60])) for each in (other, engine))
+        assert relative_error(found, expected) < 0.05
+        assert check(str(path), path, "bfloat16 none").difference == ""
+
+    def test_a_wrong_parameter_is_found(self, tmp_path: Path, words: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+        path = saved("Qwen 3", tmp_path / "model", words)
+        right = config_parameters.rope_frequencies
+        monkeypatch.setattr(config_parameters, "rope_frequencies", lambda theta, size: right(2 * theta, size))
+        assert "frequencies of rope" in check(str(path), path, "float32 none").difference
+        again = load_model(ModelConfig(str(path), dtype="float32"), CacheConfig(), "auto", print, print)
+        assert not isinstance(again.model, RuntimeModel)
+
+    @pytest.mark.parametrize("quantize", ["int8", "int4"])
+    def test_weights_that_were_packed_before(
+        self, quantize: str, tmp_path: Path, words: Any, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        for module in (packed_folder, user_cache):
+            monkeypatch.setattr(module, "cache_folder", lambda: tmp_path / "cache")
+        monkeypatch.setattr(packed_weights, "MIN_BYTES", 0)
+        path = saved("Gemma 2", tmp_path / "model", words)
+        config = ModelConfig(str(path), dtype="float32", quantize=quantize)
+        cache = CacheConfig(window=20, chunk=4)
+        first = load_model(config, cache, "auto", print, print)
+        assert "were not packed before" in first.why_transformers
+        second = load_model(config, cache, "auto", print, print)
+        assert isinstance(second.model, RuntimeModel)
+        with (
+            Engine(first.model, first.tokenizer, cache) as other,
+            Engine(second.model, second.tokenizer, cache) as engine,
+        ):
+            expected, found = (torch.from_numpy(each.served.forward(TEXT[:60])) for each in (other, engine))
+        assert relative_error(found, expected) < 1e-2
+        assert check(str(path), path, f"float32 {quantize}").difference == ""
+        assert read_known(path, f"float32 {quantize}") is not None
+
+    def test_a_chat_imports_no_torch(self, tmp_path: Path, words: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+        path = saved("Llama 3", tmp_path / "model", words)
+        first = chat(path, "", "-v")
+        assert (first.returncode, first.stdout.split()[-1]) == (0, "False"), first.stderr
+        assert read_known(path, "float32 none") is not None

@@ -1,0 +1,224 @@
+"""The first start of a GGUF file needs no torch; meanwhile it is compared with transformers' model."""
+
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy
+import pytest
+
+from h2o_stream.attachment import retrieval_heads
+from h2o_stream.attachment.model_facts import max_distance_of
+from h2o_stream.attachment.support import layer_specs
+from h2o_stream.config import CacheConfig, ModelConfig
+from h2o_stream.engine import check as checks
+from h2o_stream.engine.check import check
+from h2o_stream.engine.engine import Engine
+from h2o_stream.errors import H2OStreamError
+from h2o_stream.models.load import load
+from h2o_stream.models.packed_folder import COMPARED_FILE
+from h2o_stream.runtime import checking, file_ropes, sources
+from h2o_stream.runtime.checking import BackgroundCheck
+from h2o_stream.runtime.heads import attention_to_copy, measured_windows
+from h2o_stream.runtime.known import read_known
+from h2o_stream.runtime.loading import load_model
+from h2o_stream.runtime.model import RuntimeModel
+from h2o_stream.runtime.sources import ModelFile
+from tests.test_runtime import TEXT, keep_all, written
+
+DTYPE = "float32"
+WRONG = """
+from h2o_stream.runtime import file_ropes
+right = file_ropes.rope_frequencies
+file_ropes.rope_frequencies = lambda theta, size: right(2 * theta, size)
+"""
+"""Makes a process read files with another base of RoPE."""
+
+
+@pytest.fixture
+def file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A file of which nothing is known."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    return written(tmp_path, "Qwen 3")
+
+
+def loaded(file: Path, **cache: Any) -> Any:
+    return load_model(ModelConfig(str(file), dtype=DTYPE), CacheConfig(window=40, **cache), "auto", print, print)
+
+
+class TestHeads:
+    @pytest.mark.parametrize("name", ["Llama", "Qwen 3", "Qwen 3 MoE", "Gemma 2", "Gemma 3", "Phi 3", "Starcoder 2"])
+    def test_attention_is_that_of_the_model(self, name: str, tmp_path: Path) -> None:
+        path = written(tmp_path, name)
+        source, model = ModelFile(str(path), path, DTYPE), load(ModelConfig(str(path), dtype=DTYPE)).model
+        plan = CacheConfig(window=8, chunk=4).plan(max_distance_of(model.config))
+        specs = layer_specs(model, plan)
+        expected = retrieval_heads._attention_to_copy(model, specs).numpy()
+        found = attention_to_copy(source.describe(print), source.parameters.windows, source.parameters.context)
+        evicting = [spec.evicts for spec in specs]
+        numpy.testing.assert_allclose(found[evicting], expected, rtol=0, atol=2e-4)
+        theirs = retrieval_heads.give_retrieval_heads_more(model, specs)
+        ours = measured_windows(source.describe(print), source.parameters.windows, source.parameters.context, print)
+        assert [spec.windows for spec in theirs] == ours
+
+    def test_what_was_measured_is_kept(self, file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(sources, "LONG_S", 0.0)
+        first = loaded(file).model.windows
+        monkeypatch.setattr(sources, "measured_windows", None)
+        assert first == loaded(file).model.windows
+
+
+class TestCheck:
+    def test_what_is_right_is_known_from_then_on(self, file: Path) -> None:
+        assert read_known(file, DTYPE) is None
+        assert loaded(file).check is not None
+        known = check(str(file), file, DTYPE)
+        assert known.difference == ""
+        assert read_known(file, DTYPE) == known
+        assert loaded(file).check is None
+
+    @pytest.mark.parametrize("trusted", [False, True])
+    def test_a_wrong_base_of_rope_is_found(self, file: Path, trusted: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+        """By the description, and if that were not compared by the logits."""
+        right = file_ropes.rope_frequencies
+        monkeypatch.setattr(file_ropes, "rope_frequencies", lambda theta, size: right(2 * theta, size))
+        if trusted:
+            monkeypatch.setattr(checks, "difference", lambda ours, theirs: "")
+        known = check(str(file), file, DTYPE)
+        assert ("logits are off" if trusted else "frequencies of rope") in known.difference
+        again = loaded(file)
+        assert not isinstance(again.model, RuntimeModel)
+        assert known.difference in again.why_transformers
+
+    def test_a_wrong_row_of_the_table_is_found(self, file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        wrong = {**sources.ARCHITECTURES, "qwen3": replace(sources.ARCHITECTURES["qwen3"], interleaved=True)}
+        monkeypatch.setattr(sources, "ARCHITECTURES", wrong)
+        assert "other weights" in check(str(file), file, DTYPE).difference
+
+    def test_damaged_packed_weights_are_found_and_removed(
+        self, file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        keep_all(tmp_path, monkeypatch)
+        source = ModelFile(str(file), file, DTYPE)
+        source.describe(print, print)
+        assert source.folder is not None
+        weights = source.folder / "model.safetensors"
+        whole = weights.read_bytes()
+        weights.write_bytes(whole[:-4000] + bytes([whole[-4000] ^ 1]) + whole[-3999:])
+        assert "other weights" in check(str(file), file, DTYPE).difference
+        assert not source.folder.exists()
+        source.describe(print, print)
+        assert check(str(file), file, DTYPE).difference == ""
+        assert (source.folder / COMPARED_FILE).exists()
+
+    def test_a_check_that_is_killed_is_repeated(self, file: Path) -> None:
+        first, second = (BackgroundCheck(str(file), file, DTYPE) for _ in range(2))
+        first.begin()
+        assert not first.ended
+        assert first._process is not None
+        first._process.kill()
+        assert first.wait(10)
+        assert first.failure
+        assert not first.complaint
+        assert read_known(file, DTYPE) is None
+        assert second.wait(60)
+        assert not second.failure
+        assert read_known(file, DTYPE) is not None
+
+    def test_what_transformers_cannot_load(self, tmp_path: Path) -> None:
+        failed = BackgroundCheck("x", tmp_path / "none.gguf", DTYPE)
+        assert failed.wait(60)
+        assert "none.gguf" in failed.failure
+
+
+class TestStates:
+    def test_of_a_file_that_was_not_compared_go_to_transformers_and_back(self, file: Path) -> None:
+        unknown, theirs = loaded(file), load(ModelConfig(str(file), dtype=DTYPE))
+        config = CacheConfig(window=40, budgets="equal")
+        with (
+            Engine(unknown.model, unknown.tokenizer, config) as ours,
+            Engine(theirs.model, theirs.tokenizer, config) as other,
+        ):
+            for engine, to in ((ours, other), (other, ours)):
+                engine.reset()
+                list(engine.prefill(TEXT[:60]))
+                to.load_state_dict(engine.state_dict())
+                assert to.tokens == engine.tokens
+        assert unknown.check.ended, "the second needs what transformers' model is called"
+        known = loaded(file)
+        with (
+            Engine(unknown.model, unknown.tokenizer, config) as before,
+            Engine(known.model, known.tokenizer, config) as after,
+        ):
+            list(before.prefill(TEXT[:60]))
+            after.load_state_dict(before.state_dict())
+
+    def test_of_another_file_are_refused(self, file: Path, tmp_path: Path) -> None:
+        folder = tmp_path / "other"
+        folder.mkdir()
+        models = [loaded(path) for path in (file, written(folder, "Qwen 2"))]
+        for found in models:
+            found.check.failure = "not in this test"
+        config = CacheConfig(window=40, budgets="equal")
+        with Engine(models[0].model, models[0].tokenizer, config) as first:
+            list(first.prefill(TEXT[:60]))
+            state = first.state_dict()
+        with (
+            Engine(models[1].model, models[1].tokenizer, config) as second,
+            pytest.raises(H2OStreamError, match="another model"),
+        ):
+            second.load_state_dict(state)
+
+
+def chat(file: Path, before: str = "", *arguments: str) -> "subprocess.CompletedProcess[str]":
+    """A chat in a process of its own, which must not import torch."""
+    code = f"""
+import sys
+from h2o_stream.runtime import checking
+checking._CODE = {before!r} + checking._CODE
+from h2o_stream.cli import chat
+sys.argv = ["h2o-chat", "-m", {str(file)!r}, "--dtype", "{DTYPE}", "-p", "the", "-n", "3", *{list(arguments)}]
+try:
+    chat.main()
+finally:
+    print("torch" in sys.modules or "transformers" in sys.modules)
+"""
+    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+
+
+class TestChat:
+    def test_the_first_start_imports_no_torch_and_waits_for_the_check(self, file: Path) -> None:
+        first = chat(file, "", "-v")
+        assert (first.returncode, first.stdout.split()[-1]) == (0, "False"), first.stderr
+        assert "for the first time" in first.stderr
+        assert read_known(file, DTYPE) is not None
+        second = chat(file, "", "-v")
+        assert (second.returncode, second.stdout.split()[-1]) == (0, "False"), second.stderr
+        assert "without torch" in second.stderr
+        assert "for the first time" not in second.stderr
+
+    def test_a_difference_is_told_in_one_line_and_the_next_start_needs_torch(self, file: Path) -> None:
+        first = chat(file, WRONG, "-q")
+        assert first.returncode == 1
+        assert "read wrongly from its file" in first.stderr
+        assert "frequencies of rope" in first.stderr
+        assert len(first.stderr.splitlines()) == 1
+        second = chat(file, "", "-v")
+        assert (second.returncode, second.stdout.split()[-1]) == (0, "True"), second.stderr
+        assert "loaded by torch and transformers: its file was found to be read wrongly" in second.stderr
+
+    def test_a_difference_stops_the_reply(self, file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        from h2o_stream.ui.interrupts import Interrupts
+
+        found = loaded(file)
+        interrupts = Interrupts(found.check)
+        with Engine(found.model, found.tokenizer, CacheConfig(window=40), should_stop=interrupts) as engine:
+            engine.end_tokens = frozenset()
+            list(engine.prefill(TEXT[:30]))
+            reply = engine.decode()
+            next(reply)
+            monkeypatch.setattr(checking, "_CODE", WRONG + checking._CODE)
+            assert found.check.wait(60)
+            assert next(reply).reason == "interrupted"  # type: ignore[union-attr]
