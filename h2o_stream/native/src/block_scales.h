@@ -27,9 +27,7 @@ Floats load_nibbles(const uint8_t* from, int64_t shift) {
   if constexpr (std::is_same_v<Floats, float>) {
     return float(*from >> shift & 15);
   } else {
-    simd::Bytes bytes;
-    std::memcpy(&bytes, from, sizeof bytes);
-    return __builtin_convertvector(__builtin_convertvector(bytes, simd::Ints) >> int32_t(shift) & 15, Floats);
+    return __builtin_convertvector(simd::load_ints(from) >> int32_t(shift) & 15, Floats);
   }
 }
 
