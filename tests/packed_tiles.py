@@ -7,21 +7,35 @@ from torch import Tensor
 from h2o_stream.native.abi import MatrixKind
 from h2o_stream.native.packing import ROWS, tiles_shape
 
-KINDS = (MatrixKind.INT8, MatrixKind.INT4, MatrixKind.Q4_K, MatrixKind.Q6_K, MatrixKind.MXFP4)
+KINDS = tuple(kind for kind in MatrixKind if kind not in (MatrixKind.FLOAT32, MatrixKind.BFLOAT16))
 
 FP4 = numpy.array([0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12])
 
+IQ4 = numpy.array([-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113])
+
+TABLES = {MatrixKind.MXFP4: FP4, MatrixKind.IQ4_NL: IQ4, MatrixKind.IQ4_XS: IQ4}
+"""Numbers by code."""
+
+TWO_BITS = (MatrixKind.Q2_K, MatrixKind.Q3_K)
+HIGH_BITS = (MatrixKind.INT5, MatrixKind.Q5_K, MatrixKind.Q3_K)
+"""Kinds whose codes have one bit more, after the others."""
+
+BIASES = {MatrixKind.Q6_K: 32, MatrixKind.Q3_K: 4}
+
+_MINIMA = {"d": ("f2", (16,)), "dmin": ("f2", (16,))}
+_HALVES = {"d": ("f2", (16,))}
 GRID = {
     MatrixKind.INT8: lambda n: {"scale": ("f2", (n, 16))},
     MatrixKind.INT4: lambda n: {"halves": ("f2", (n, 2, 16))},
-    MatrixKind.Q4_K: lambda n: {
-        "d": ("f2", (16,)),
-        "dmin": ("f2", (16,)),
-        "scale": ("u1", (n, 16)),
-        "min": ("u1", (n, 16)),
-    },
+    MatrixKind.INT5: lambda n: {"halves": ("f2", (n, 2, 16))},
+    MatrixKind.Q4_K: lambda n: {**_MINIMA, "scale": ("u1", (n, 16)), "min": ("u1", (n, 16))},
+    MatrixKind.Q5_K: lambda n: {**_MINIMA, "scale": ("u1", (n, 16)), "min": ("u1", (n, 16))},
+    MatrixKind.Q2_K: lambda n: {**_MINIMA, "nibbles": ("u1", (2 * n, 16))},
     MatrixKind.MXFP4: lambda n: {"scale": ("f2", (n, 16))},
-    MatrixKind.Q6_K: lambda n: {"d": ("f2", (16,)), "scale": ("i1", (2 * n, 16))},
+    MatrixKind.IQ4_NL: lambda n: {"scale": ("f2", (n, 16))},
+    MatrixKind.IQ4_XS: lambda n: {**_HALVES, "scale": ("i1", (n, 16))},
+    MatrixKind.Q6_K: lambda n: {**_HALVES, "scale": ("i1", (2 * n, 16))},
+    MatrixKind.Q3_K: lambda n: {**_HALVES, "scale": ("i1", (2 * n, 16))},
 }
 """Names, dtypes and shapes of the fields at the start of a block of n groups."""
 
@@ -30,11 +44,14 @@ def block_dtype(kind: MatrixKind, groups: int) -> numpy.dtype:
     """dtype of a block of a tile."""
     grid = numpy.dtype([(name, *field) for name, field in GRID[kind](groups).items()])
     fields = [("grid", grid), ("zeros", "u1", -grid.itemsize % 64)]
-    fields.append(
-        ("codes", "i1", (groups, 8, 16, 4)) if kind == MatrixKind.INT8 else ("codes", "u1", (groups, 4, 16, 4))
-    )
+    if kind == MatrixKind.INT8:
+        fields.append(("codes", "i1", (groups, 8, 16, 4)))
+    else:
+        fields.append(("codes", "u1", (groups, 2 if kind in TWO_BITS else 4, 16, 4)))
     if kind == MatrixKind.Q6_K:
         fields.append(("upper", "u1", (groups, 2, 16, 4)))
+    if kind in HIGH_BITS:
+        fields.append(("upper", "u1", (groups, 16, 4)))
     return numpy.dtype(fields)
 
 
@@ -80,26 +97,31 @@ def block_numbers(block: numpy.ndarray, kind: MatrixKind) -> numpy.ndarray:
     codes = block["codes"].astype(int)
     if kind == MatrixKind.INT8:
         codes = numpy.stack(numpy.split(codes, 2, 2), 2)  # [tiles, groups, halves, quads, rows, 4]
+    elif kind in TWO_BITS:
+        codes = numpy.stack([codes >> 2 * quad & 3 for quad in range(4)], 3)
     else:
         codes = numpy.stack((codes & 15, codes >> 4), 2)
-    if kind == MatrixKind.MXFP4:
-        codes = FP4[codes]
-    grid = {name: block["grid"][name].astype(float) for name in block["grid"].dtype.names}
-    offset = 0.0
     if kind == MatrixKind.Q6_K:
         upper = block["upper"].astype(int)
         codes |= numpy.stack([upper >> 2 * quad & 3 for quad in range(4)], 3) << 4
-        codes -= 32
-        scale = grid["d"][:, None] * grid["scale"]
-        scale = scale.reshape(len(block), -1, 2, 16)
-    else:
-        if kind == MatrixKind.INT4:
-            grid["scale"], offset = grid["halves"][:, :, 0], grid["halves"][:, :, 1]
-        scale = grid["scale"] * grid["d"][:, None] if kind == MatrixKind.Q4_K else grid["scale"]
-        scale = scale[:, :, None]
-    if kind == MatrixKind.Q4_K:
-        offset = -grid["dmin"][:, None] * grid["min"]
-    if kind in (MatrixKind.INT4, MatrixKind.Q4_K):
-        offset = offset[:, :, None, None, :, None]
-    values = codes * scale[:, :, :, None, :, None] + offset
+    if kind in HIGH_BITS:
+        upper = block["upper"].astype(int)
+        bits = [numpy.stack([upper >> (4 * half + quad) & 1 for quad in range(4)], 2) for half in range(2)]
+        codes |= numpy.stack(bits, 2) << (2 if kind in TWO_BITS else 4)
+    codes = TABLES[kind][codes] if kind in TABLES else codes - BIASES.get(kind, 0)
+    grid = {name: block["grid"][name].astype(float) for name in block["grid"].dtype.names}
+    scale, offset = scales_and_offsets(grid, codes.shape[1])
+    values = codes * scale[:, :, :, None, :, None] + offset[:, :, :, None, :, None]
     return values.transpose(0, 4, 1, 2, 3, 5).reshape(len(block), 16, -1)
+
+
+def scales_and_offsets(grid: dict[str, numpy.ndarray], groups: int) -> tuple[numpy.ndarray, numpy.ndarray]:
+    """Of the same block of all tiles, [tiles, groups, halves, rows]; one half if they are of a group."""
+    if "halves" in grid:
+        return grid["halves"][:, :, :1], grid["halves"][:, :, 1:]
+    if "nibbles" in grid:
+        both = grid["nibbles"].astype(int).reshape(len(grid["d"]), -1, 2, 16)
+        return (both & 15) * grid["d"][:, None, None], -(both >> 4) * grid["dmin"][:, None, None]
+    scale = grid["scale"] * grid["d"][:, None] if "d" in grid else grid["scale"]
+    minima = -grid["min"] * grid["dmin"][:, None] if "min" in grid else numpy.zeros_like(scale)
+    return scale.reshape(len(scale), groups, -1, 16), minima.reshape(len(scale), groups, -1, 16)

@@ -3,6 +3,7 @@
 Files are like those of llama.cpp's converter; llama.cpp itself reads them, too, where it is installed.
 """
 
+import ctypes
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -226,6 +227,23 @@ def difference_of(found: numpy.ndarray, expected: numpy.ndarray) -> float:
     return float(numpy.abs(found - expected).max() / numpy.abs(expected).max())
 
 
+def served_logits(path: Path, positions: Positions | None = None) -> numpy.ndarray:
+    """The runtime's logits [n, V] after `PROMPT` tokens of `TEXT`, and after every later one."""
+    source = ModelFile(str(path), path, "float32")
+    parameters = source.parameters
+    runtime = RuntimeModel(
+        source.describe(print),
+        (),
+        "",
+        parameters.context,
+        parameters.max_distance,
+        parameters.windows,
+        source.generation,
+    )
+    served = runtime.serve(CacheConfig("recent", window=64, chunk=16, positions=positions))
+    return numpy.stack([served.forward(TEXT[:PROMPT]), *(served.forward([token]) for token in TEXT[PROMPT:])])
+
+
 @each_family
 def test_as_transformers_reads_them(name: str, write: Callable[..., Path]) -> None:
     loaded = load(ModelConfig(str(write(name, None)), dtype="float32"))
@@ -237,18 +255,9 @@ def test_described_from_the_file(name: str, write: Callable[..., Path]) -> None:
     """The same matrices and numbers as of the model, and the same logits: of a prompt, and of single tokens."""
     path = write(name)
     loaded = load(ModelConfig(str(path), dtype="float32")).model
-    source = ModelFile(str(path), path, "float32")
-    description, parameters = source.describe(print), source.parameters
-    assert difference(description, describe(loaded)) == ""
-    runtime = RuntimeModel(
-        description, (), "", parameters.context, parameters.max_distance, parameters.windows, source.generation
-    )
-    served, expected = (
-        runtime.serve(CacheConfig("recent", window=64, chunk=16, positions=CASES[name].positions)),
-        logits_of(loaded)[PROMPT - 1 :],
-    )
-    found = [served.forward(TEXT[:PROMPT]), *(served.forward([token]) for token in TEXT[PROMPT:])]
-    assert difference_of(numpy.stack(found), expected) < CASES[name].rounding
+    assert difference(ModelFile(str(path), path, "float32").describe(print), describe(loaded)) == ""
+    found = served_logits(path, CASES[name].positions)
+    assert difference_of(found, logits_of(loaded)[PROMPT - 1 :]) < CASES[name].rounding
 
 
 @pytest.mark.parametrize("name", ["GLM-4", "GLM-4 MoE", "ERNIE 4.5 MoE", "HunYuan", "Cohere", "Granite MoE", "Gemma"])
@@ -274,6 +283,31 @@ def test_as_llama_cpp_reads_them(name: str, write: Callable[..., Path]) -> None:
     found = llama.scores[: len(TEXT)].copy()
     llama.close()
     assert difference_of(found, logits_of(CASES[name].make())) < CASES[name].llama_rounding
+
+
+FILE_TYPES = {
+    "Q2_K": 10, "Q3_K_M": 12, "Q4_K_M": 15, "Q5_0": 8, "Q5_1": 9, "Q5_K_M": 17, "IQ4_NL": 25, "IQ4_XS": 30,
+}  # fmt: skip
+"""llama.cpp's numbers of mixtures of block types."""
+
+
+@pytest.mark.parametrize("kind", FILE_TYPES)
+def test_files_of_its_quantizer(kind: str, write: Callable[..., Path], tmp_path: Path) -> None:
+    """All matrices stay packed, and the logits are those of the unpacked matrices."""
+    llama_cpp = pytest.importorskip("llama_cpp")
+    sizes = {**SIZES, "hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 2, "head_dim": 64}
+    path, whole = tmp_path / f"{kind}.gguf", tmp_path / "whole.gguf"
+    write_model(
+        whole,
+        tiny("Llama", **sizes, **THETA)(),
+        "llama",
+        **COMMON | {f"attention.{name}_length": 64 for name in ("key", "value")},
+    )
+    parameters = llama_cpp.llama_model_quantize_default_params()
+    parameters.ftype, parameters.nthread = FILE_TYPES[kind], 1
+    assert not llama_cpp.llama_model_quantize(bytes(whole), bytes(path), ctypes.byref(parameters))
+    unpacked = load(ModelConfig(str(path), dtype="float32", quantize="none")).model
+    assert difference_of(served_logits(path), logits_of(unpacked)[PROMPT - 1 :]) < 5e-3
 
 
 @pytest.mark.parametrize("name", [name for name, case in CASES.items() if not case.described])

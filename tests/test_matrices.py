@@ -73,7 +73,7 @@ SHAPES = [
 """Packed kinds with valid numbers of columns."""
 
 
-@pytest.mark.parametrize(("kind", "columns"), [*SHAPES, (MatrixKind.Q4_K, 512), (MatrixKind.Q6_K, 512)])
+@pytest.mark.parametrize(("kind", "columns"), [*SHAPES, *((kind, 512) for kind in KINDS if not columns_fit(kind, 32))])
 def test_packed(native: ctypes.CDLL, kind: MatrixKind, columns: int) -> None:  # noqa: F811
     torch.manual_seed(columns)
     for rows in (1, 15, 16, 17, 40):
@@ -133,7 +133,7 @@ def test_in_bfloat16(native: ctypes.CDLL, kind: MatrixKind, columns: int) -> Non
 def test_prompts_give_the_numbers_of_single_vectors(native: ctypes.CDLL, kind: MatrixKind) -> None:  # noqa: F811
     """More vectors and columns than the cache holds at a time."""
     torch.manual_seed(0)
-    columns = 1280 if kind in (MatrixKind.Q4_K, MatrixKind.Q6_K) else 1056
+    columns = 1056 if columns_fit(kind, 1056) else 1280
     tiles, bias, x = random_tiles(kind, 41, columns), torch.randn(41), torch.randn(260, columns)
     matrix = described(tiles, bias, 41, columns, kind)
     expected = torch.cat([multiply(native, matrix, vector[None]) for vector in x])
@@ -177,12 +177,19 @@ def test_extreme_vectors(native: ctypes.CDLL, kind: MatrixKind) -> None:  # noqa
     assert_near(y[2:], x[2:].double() @ weights.T, 1e-5)
 
 
+BITS = {
+    MatrixKind.INT8: 8, MatrixKind.Q6_K: 6, MatrixKind.INT5: 5, MatrixKind.Q5_K: 5, MatrixKind.Q3_K: 3,
+    MatrixKind.Q2_K: 2,
+}  # fmt: skip
+"""Of codes that are not 4."""
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_extreme_codes(native: ctypes.CDLL, kind: MatrixKind) -> None:  # noqa: F811
     """The largest dot products of either sign."""
     for byte in (0x00, 0x7F, 0x80, 0x81, 0xFF):
         tiles = random_tiles(kind, 16, 256)
-        size = 16 * 256 * {MatrixKind.INT8: 8, MatrixKind.Q6_K: 6}.get(kind, 4) // 8
+        size = 16 * 256 * BITS.get(kind, 4) // 8
         tiles[:, -size:] = byte
         weights = numbers(tiles, kind, 16, 256)
         x = torch.stack((torch.ones(256), -torch.ones(256)))

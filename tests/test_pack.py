@@ -18,13 +18,10 @@ from h2o_stream.native import library
 from h2o_stream.native.abi import MatrixKind
 from h2o_stream.native.packing import BLOCK, GGUF_KINDS, GROUP, ROWS, gather, pack, repack, tiles_shape
 from tests.native_builds import native  # noqa: F401
-from tests.packed_tiles import FP4
+from tests.packed_tiles import FP4, IQ4
 
 Bytes = NDArray[np.uint8]
 Floats = NDArray[np.float32]
-
-ROUNDED = ("Q5_1", "Q5_K", "Q2_K")
-"""Types that are not packed exactly."""
 
 SMALLEST = float(torch.finfo(torch.float16).smallest_normal)
 """Scale of 8 bits."""
@@ -63,6 +60,16 @@ class Reader:
         both = self.take(np.uint8, groups, 4, ROWS, 4).transpose(2, 0, 1, 3).reshape(ROWS, groups, 16)
         return np.concatenate([both & 15, both >> 4], -1)
 
+    def high_bits(self, groups: int) -> NDArray[np.uint8]:
+        """One bit of codes [16][n][32]."""
+        bits = self.take(np.uint8, groups, ROWS, 1, 4) >> np.arange(8, dtype=np.uint8)[:, None] & 1
+        return bits.transpose(1, 0, 2, 3).reshape(ROWS, groups, GROUP)
+
+    def two_bits(self, groups: int) -> NDArray[np.uint8]:
+        """Two bits of codes [16][n][32]."""
+        packed = self.take(np.uint8, groups, 2, ROWS, 1, 4) >> np.array([0, 2, 4, 6], np.uint8)[:, None]
+        return (packed & 3).transpose(2, 0, 1, 3, 4).reshape(ROWS, groups, GROUP)
+
 
 def int8_block(reader: Reader, groups: int) -> Floats:
     scale = reader.halves(groups, ROWS)
@@ -89,9 +96,7 @@ def q6_k_block(reader: Reader, groups: int) -> Floats:
     scale = np.repeat(d * reader.take(np.int8, 2 * groups, ROWS).T, 16, 1).reshape(ROWS, groups, GROUP)
     reader.align()
     lower = reader.nibbles(groups)
-    packed = reader.take(np.uint8, groups, 2, ROWS, 1, 4) >> np.array([0, 2, 4, 6], np.uint8)[:, None]
-    upper = (packed & 3).transpose(2, 0, 1, 3, 4).reshape(ROWS, groups, GROUP)
-    return scale * ((upper << 4 | lower).astype(np.float32) - 32)
+    return scale * ((reader.two_bits(groups) << 4 | lower).astype(np.float32) - 32)
 
 
 def mxfp4_block(reader: Reader, groups: int) -> Floats:
@@ -100,7 +105,56 @@ def mxfp4_block(reader: Reader, groups: int) -> Floats:
     return scale.T[..., None] * FP4[reader.nibbles(groups)].astype(np.float32)
 
 
+def int5_block(reader: Reader, groups: int) -> Floats:
+    scale, offset = reader.halves(groups, 2, ROWS).transpose(1, 2, 0)[..., None]
+    reader.align()
+    lower = reader.nibbles(groups)
+    return scale * (reader.high_bits(groups) << 4 | lower) + offset
+
+
+def q5_k_block(reader: Reader, groups: int) -> Floats:
+    d, dmin = reader.halves(2, ROWS, 1)
+    scale, minimum = reader.take(np.uint8, 2, groups, ROWS).transpose(0, 2, 1)
+    reader.align()
+    lower = reader.nibbles(groups)
+    return (d * scale)[..., None] * (reader.high_bits(groups) << 4 | lower) - (dmin * minimum)[..., None]
+
+
+def q2_k_block(reader: Reader, groups: int) -> Floats:
+    d, dmin = reader.halves(2, ROWS, 1)
+    both = reader.take(np.uint8, 2 * groups, ROWS).T
+    scale, minimum = (np.repeat(x, 16, 1).reshape(ROWS, groups, GROUP) for x in (d * (both & 15), dmin * (both >> 4)))
+    reader.align()
+    return scale * reader.two_bits(groups) - minimum
+
+
+def q3_k_block(reader: Reader, groups: int) -> Floats:
+    d = reader.halves(ROWS, 1)
+    scale = np.repeat(d * reader.take(np.int8, 2 * groups, ROWS).T, 16, 1).reshape(ROWS, groups, GROUP)
+    reader.align()
+    lower = reader.two_bits(groups)
+    return scale * ((reader.high_bits(groups) << 2 | lower).astype(np.float32) - 4)
+
+
+def iq4_nl_block(reader: Reader, groups: int) -> Floats:
+    scale = reader.halves(groups, ROWS)
+    reader.align()
+    return scale.T[..., None] * IQ4[reader.nibbles(groups)].astype(np.float32)
+
+
+def iq4_xs_block(reader: Reader, groups: int) -> Floats:
+    scale = reader.halves(ROWS, 1) * reader.take(np.int8, groups, ROWS).T
+    reader.align()
+    return scale[..., None] * IQ4[reader.nibbles(groups)].astype(np.float32)
+
+
 BLOCKS = {
+    MatrixKind.INT5: int5_block,
+    MatrixKind.Q5_K: q5_k_block,
+    MatrixKind.Q2_K: q2_k_block,
+    MatrixKind.Q3_K: q3_k_block,
+    MatrixKind.IQ4_NL: iq4_nl_block,
+    MatrixKind.IQ4_XS: iq4_xs_block,
     MatrixKind.MXFP4: mxfp4_block,
     MatrixKind.INT8: int8_block,
     MatrixKind.INT4: int4_block,
@@ -143,17 +197,11 @@ def repacked(name: str, blocks: Bytes, rows: int, columns: int, order: Tensor | 
 
 
 def assert_as_in_file(name: str, actual: Floats, blocks: Bytes) -> None:
-    expected = dequantize(blocks, GGMLQuantizationType[name])
-    if name in ROUNDED:
-        largest = np.abs(expected.reshape(len(expected), -1, GROUP)).max(-1).repeat(GROUP, 1)
-        step = np.maximum(largest / 127, SMALLEST)
-        assert (np.abs(actual - expected) <= (0.5 + 2**-12) * step).all()
-    else:
-        np.testing.assert_allclose(actual, expected, rtol=1e-6, atol=1e-12)
+    np.testing.assert_allclose(actual, dequantize(blocks, GGMLQuantizationType[name]), rtol=1e-6, atol=1e-6)
 
 
 def column_counts(name: str) -> list[int]:
-    return [256, 768] if name.endswith("_K") else [32, 64, 96, 256, 288, 576]
+    return [256, 768] if name.endswith(("_K", "_XS")) else [32, 64, 96, 256, 288, 576]
 
 
 class TestRepack:
@@ -171,13 +219,13 @@ class TestRepack:
         order = torch.randperm(rows, generator=torch.Generator().manual_seed(0))
         assert_as_in_file(name, repacked(name, blocks, rows, columns, order), blocks[order.numpy()])
 
-    @pytest.mark.parametrize("name", ["Q4_0", "Q4_1", "Q5_0", "Q8_0", "MXFP4"])
+    @pytest.mark.parametrize("name", ["Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "MXFP4", "IQ4_NL"])
     def test_codes_and_scales_go_over_bit_by_bit(self, name: str) -> None:
         blocks = random_blocks(name, 16, 96)
         actual, expected = repacked(name, blocks, 16, 96), dequantize(blocks, GGMLQuantizationType[name])
         assert (actual == expected).all()
 
-    @pytest.mark.parametrize("name", ["Q8_0", "Q4_1", "Q4_K", "Q6_K", "MXFP4"])
+    @pytest.mark.parametrize("name", GGUF_KINDS)
     def test_the_library_reads_them(self, name: str) -> None:
         kind = GGUF_KINDS[name]
         blocks = torch.from_numpy(random_blocks(name, 37, 768))
@@ -201,7 +249,7 @@ class TestRepack:
     def test_what_is_not_known_is_refused(self) -> None:
         blocks = torch.zeros(4096, dtype=torch.uint8)
         for number, kind, columns in [
-            (GGMLQuantizationType.IQ4_NL, MatrixKind.INT8, 32),
+            (GGMLQuantizationType.IQ3_S, MatrixKind.INT8, 256),
             (GGMLQuantizationType.Q4_K, MatrixKind.INT4, 256),
             (GGMLQuantizationType.Q8_0, MatrixKind.INT8, 48),
             (GGMLQuantizationType.Q4_K, MatrixKind.Q4_K, 128),

@@ -8,9 +8,10 @@ from transformers import PreTrainedTokenizerBase
 from h2o_stream.engine.text import TextStream
 from h2o_stream.session.template import ChatTemplate
 from h2o_stream.session.thinking import Markers, ThinkingSplitter, find_markers
-from tests.thinking_model import OPENED, SWITCHED, thinking_tokenizer
+from tests.thinking_model import BUDGETED, OPENED, SWITCHED, thinking_tokenizer
 
 TAGS = Markers("<think>", "</think>")
+ANSWERED = Markers("<think>", "</think>", ("<answer>",), "</answer>")
 HARMONY = "{{ '<|start|>assistant<|channel|>analysis<|message|>' + x + '<|end|><|channel|>final<|message|>' }}"
 
 
@@ -33,6 +34,10 @@ class TestMarkers:
     ) -> None:
         found = find_markers(template, added, "")
         assert (found.opening, found.closing) == markers
+
+    def test_of_an_answer_between_tags(self) -> None:
+        template = "{{ x.split('<answer>')[-1].split('</answer>')[0] + '<think>' + y + '</think>' }}"
+        assert find_markers(template, (), "") == ANSWERED
 
     @pytest.mark.parametrize(("template", "added"), [
         ("{{ x }}", ()),
@@ -98,6 +103,17 @@ class TestSplitter:
         markers = find_markers(HARMONY, (), "")
         assert split(reply, size, markers=markers) == (thought, answer)
 
+    @pytest.mark.parametrize(("reply", "thought", "answer"), [
+        ("<think>\nHm.\n</think>\n<answer>\nYes.\n</answer>", "Hm.", "Yes."),
+        ("<think>\n\n</think>\n<answer>\nYes.\n</answer>\n", "", "Yes."),
+        ("<think>a</think><answer>b </answer> c </answer>", "a", "b </answer> c"),
+        ("<think>a</think><answer>b </ans", "a", "b </ans"),
+        ("<think>a</think><answer>b", "a", "b"),
+        ("b </answer>", "", "b </answer>"),
+    ])  # fmt: skip
+    def test_answers_between_tags(self, reply: str, thought: str, answer: str, size: int) -> None:
+        assert split(reply, size, markers=ANSWERED) == (thought, answer)
+
 
 @given(st.text(alphabet="</think> \nab", max_size=60), st.integers(1, 9))
 def test_only_markers_and_space_are_lost(text: str, size: int) -> None:
@@ -142,6 +158,16 @@ class TestTemplates:
             assert thinking.decode(prompt.tokens[-prompt.num_thinking :]) == "<think>\n"
         past = thinking.decode(template.reply("Yes.", thinking=True))
         assert past == "\n</think>\n\nYes.<|im_end|>"
+
+    @pytest.mark.parametrize(("value", "ending"), [(None, ""), (True, ""), (False, "<think><budget>")])
+    def test_a_budget(self, tokenizer: PreTrainedTokenizerBase, value: bool | None, ending: str) -> None:
+        """As in Seed-OSS: a budget of no tokens is one."""
+        thinking = thinking_tokenizer(tokenizer, BUDGETED)
+        template = self.template(thinking, value)
+        assert template.thinking_switch == "thinking_budget"
+        prompt = template.first_turn("a")
+        assert thinking.decode(prompt.tokens).endswith(f"assistant\n{ending}")
+        assert (prompt.num_thinking is not None) == bool(ending)
 
     @pytest.mark.parametrize(("value", "ending"), [(None, ""), (True, ""), (False, "<think>\n\n</think>\n\n")])
     def test_a_switch(self, tokenizer: PreTrainedTokenizerBase, value: bool | None, ending: str) -> None:

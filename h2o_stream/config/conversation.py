@@ -41,8 +41,11 @@ AtContext = Literal["continue", "stop"]
 EngineChoice = Literal["auto", "eager"]
 ThinkMode = Literal["show", "fold", "hide", "off"]
 
-THINKING_VARIABLES = ("enable_thinking", "thinking", "reasoning")
-"""Names by which chat templates let thinking be switched on and off."""
+THINKING_VARIABLES: Mapping[str, tuple[bool | int, bool | int]] = {
+    **dict.fromkeys(("enable_thinking", "thinking", "reasoning"), (True, False)),
+    "thinking_budget": (-1, 0),  # tokens; Seed-OSS
+}
+"""Variables by which chat templates let thinking be switched, with their values for on and off."""
 
 
 @dataclass(frozen=True)

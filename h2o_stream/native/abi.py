@@ -30,6 +30,12 @@ class MatrixKind(IntEnum):
     Q4_K = 4
     Q6_K = 5
     MXFP4 = 6
+    INT5 = 9
+    Q5_K = 10
+    Q2_K = 11
+    Q3_K = 12
+    IQ4_NL = 13
+    IQ4_XS = 14
 
 
 class PolicyKind(IntEnum):

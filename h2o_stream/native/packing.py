@@ -1,4 +1,4 @@
-"""Packed matrices in 8, 6 and 4 bits; `src/abi.h` documents the layout.
+"""Packed matrices in 2 to 8 bits; `src/abi.h` documents the layout.
 
 All arrays (`abi.Array`) are on the CPU, and everything here needs the compiled library. `tiles` are uint8 of
 `tiles_shape`: a matrix of `rows` and `columns` in the format `kind`. An array for the result may be given as `out`;
@@ -33,22 +33,41 @@ _SOURCE_DTYPES = {"float32": 0, "bfloat16": 1, "uint16": 1, "float16": 2}
 GGUF_KINDS: Final = {
     "Q4_0": MatrixKind.INT4,
     "Q4_1": MatrixKind.INT4,
-    "Q5_0": MatrixKind.INT8,
-    "Q5_1": MatrixKind.INT8,
+    "Q5_0": MatrixKind.INT5,
+    "Q5_1": MatrixKind.INT5,
     "Q8_0": MatrixKind.INT8,
-    "Q2_K": MatrixKind.INT8,
-    "Q3_K": MatrixKind.Q6_K,
+    "Q2_K": MatrixKind.Q2_K,
+    "Q3_K": MatrixKind.Q3_K,
     "Q4_K": MatrixKind.Q4_K,
-    "Q5_K": MatrixKind.INT8,
+    "Q5_K": MatrixKind.Q5_K,
     "Q6_K": MatrixKind.Q6_K,
+    "IQ4_NL": MatrixKind.IQ4_NL,
+    "IQ4_XS": MatrixKind.IQ4_XS,
     "MXFP4": MatrixKind.MXFP4,
 }
-"""Packed format for each GGUF type. Q5_1, Q5_K and Q2_K are rounded to 8 bits; the other conversions are lossless."""
+"""Packed format for each GGUF type; all are lossless."""
+
+_FORMATS: Final = {
+    MatrixKind.INT8: (8, lambda groups: 2 * groups),
+    MatrixKind.INT4: (4, lambda groups: 4 * groups),
+    MatrixKind.INT5: (5, lambda groups: 4 * groups),
+    MatrixKind.Q2_K: (2, lambda groups: 4 + 2 * groups),
+    MatrixKind.Q3_K: (3, lambda groups: 2 + 2 * groups),
+    MatrixKind.Q4_K: (4, lambda groups: 4 + 2 * groups),
+    MatrixKind.Q5_K: (5, lambda groups: 4 + 2 * groups),
+    MatrixKind.Q6_K: (6, lambda groups: 2 + 2 * groups),
+    MatrixKind.MXFP4: (4, lambda groups: 2 * groups),
+    MatrixKind.IQ4_NL: (4, lambda groups: 2 * groups),
+    MatrixKind.IQ4_XS: (4, lambda groups: 2 + groups),
+}
+"""Bits of a code, and bytes of a row's scales in a block of some groups."""
+
+_WHOLE_BLOCKS: Final = frozenset(kind for kind in MatrixKind if kind.name.endswith("_K")) | {MatrixKind.IQ4_XS}
 
 
 def columns_fit(kind: MatrixKind, columns: int) -> bool:
     """Whether a matrix with this many columns can be packed."""
-    return columns > 0 and columns % (BLOCK if kind in (MatrixKind.Q4_K, MatrixKind.Q6_K) else GROUP) == 0
+    return columns > 0 and columns % (BLOCK if kind in _WHOLE_BLOCKS else GROUP) == 0
 
 
 def tiles_shape(kind: MatrixKind, rows: int, columns: int) -> tuple[int, int]:
@@ -65,14 +84,8 @@ def packed_bytes(kind: MatrixKind, rows: int, columns: int) -> int:
 
 
 def _block_bytes(kind: MatrixKind, groups: int) -> int:
-    grid, bits = {
-        MatrixKind.INT8: (2 * groups, 8),
-        MatrixKind.INT4: (4 * groups, 4),
-        MatrixKind.Q4_K: (4 + 2 * groups, 4),
-        MatrixKind.Q6_K: (2 + 2 * groups, 6),
-        MatrixKind.MXFP4: (2 * groups, 4),
-    }[kind]
-    return -(-ROWS * grid // _ALIGNMENT) * _ALIGNMENT + ROWS * groups * GROUP * bits // 8
+    bits, scales = _FORMATS[kind]
+    return -(-ROWS * scales(groups) // _ALIGNMENT) * _ALIGNMENT + ROWS * groups * GROUP * bits // 8
 
 
 def pack(weights: Array, kind: MatrixKind, out: Array | None = None) -> Array:

@@ -80,9 +80,10 @@ class ChatTemplate:
         self._special = tuple(token.content for token in self._added.values())
         self._controls = ControlTokens(tokenizer)
         self._nonce = secrets.token_hex(8)
-        self._variables = dict[str, bool]()
+        self._variables = dict[str, bool | int]()
         if thinking is not None and self.thinking_switch:
-            self._variables = {self.thinking_switch: thinking}
+            on, off = THINKING_VARIABLES[self.thinking_switch]
+            self._variables = {self.thinking_switch: on if thinking else off}
 
     def first_turn(self, user: UserTurn) -> Prompt:
         """The first turn. Everything before the user's message is pinned, including system prompt and tools.
@@ -140,8 +141,8 @@ class ChatTemplate:
     def thinking_switch(self) -> str | None:
         """The variable of the template that switches thinking on and off; None if it has none."""
         messages = [_message("user", _USER)]
-        for name in THINKING_VARIABLES:
-            if self._render(messages, variables={name: True}) != self._render(messages, variables={name: False}):
+        for name, (on, off) in THINKING_VARIABLES.items():
+            if self._render(messages, variables={name: on}) != self._render(messages, variables={name: off}):
                 return name
         return None
 
@@ -219,7 +220,7 @@ class ChatTemplate:
         return marked
 
     def _render(
-        self, messages: Sequence[Message], tools: Sequence[Tool] = (), variables: Mapping[str, bool] | None = None
+        self, messages: Sequence[Message], tools: Sequence[Tool] = (), variables: Mapping[str, bool | int] | None = None
     ) -> str:
         options = {"tokenize": False, "add_generation_prompt": True, **(variables or self._variables)}
         try:

@@ -14,17 +14,18 @@ from h2o_stream.engine.text import overlap
 class Markers:
     """The texts that begin and end thinking in a model's replies, such as ``<think>``.
 
-    Skipped ones come before the answer and belong neither to it nor to the thinking.
+    Skipped ones come before the answer and belong neither to it nor to the thinking, nor does one that ends it.
     """
 
     opening: str
     closing: str
     skipped: tuple[str, ...] = ()
+    ending: str = ""
 
     @property
     def all(self) -> tuple[str, ...]:
         """All of these texts."""
-        return self.opening, self.closing, *self.skipped
+        return self.opening, self.closing, *self.skipped, *((self.ending,) if self.ending else ())
 
     def unclosed(self, text: str) -> str:
         """The end of a text from an opening on that is not closed; empty if there is none."""
@@ -37,6 +38,9 @@ _TAG = re.compile(r"[<\[◁][|｜]?[\w:]*(?:think|thought|reason|inner_prefix)[\
 
 _WORDS = (("start", "end"), ("begin", "end"), ("prefix", "suffix"))
 """Words that tell an opening tag from its closing one, if a slash does not."""
+
+_ANSWERS = ("answer", "response")
+"""Tags around the answer of models that think: HunYuan; Granite 3.3, ERNIE. They count if a template has both."""
 
 _CHANNELS = (
     Markers("<|channel|>analysis<|message|>", "<|end|>", ("<|start|>assistant", "<|channel|>final<|message|>")),
@@ -58,7 +62,10 @@ def find_markers(template: str, added: Collection[str], prompt: str) -> Markers 
     for opening in tags:
         for closing in _counterparts(opening):
             if closing in template or closing in added:
-                return Markers(opening, closing)
+                around = next((x for x in _ANSWERS if f"<{x}>" in template and f"</{x}>" in template), None)
+                return (
+                    Markers(opening, closing, (f"<{around}>",), f"</{around}>") if around else Markers(opening, closing)
+                )
     ending = next((tag for tag in tags if prompt.rstrip().endswith(tag)), None)
     return None if ending is None else Markers(ending, next(_counterparts(ending)))
 
@@ -103,7 +110,7 @@ class ThinkingSplitter:
                 thinking += self._take_thinking()
         if self._state != "answer":
             return thinking, ""
-        answer, self._pending = self._pending, ""
+        answer, self._pending = self._before_ending(self._pending)
         return thinking, answer
 
     def flush(self) -> tuple[str, str]:
@@ -111,7 +118,24 @@ class ThinkingSplitter:
         text, self._pending = self._pending, ""
         if self.thinking:
             return self._trimmed(text), ""
+        if self._state == "answer":
+            return "", "" if self._ending and text.strip() == self._ending else text
         return "", text.strip() if self._marked else text
+
+    @property
+    def _ending(self) -> str:
+        """What ends the answer and does not belong to it, if its beginning was marked."""
+        return self._markers.ending if self._marked else ""
+
+    def _before_ending(self, text: str) -> tuple[str, str]:
+        """A part of the answer, and what may be the mark at its end with the space around it."""
+        if not self._ending:
+            return text, ""
+        place = text.rfind(self._ending)
+        if place < 0 or text[place + len(self._ending) :].strip():
+            place = len(text.rstrip()) - overlap(text.rstrip(), self._ending)
+        kept = text[:place].rstrip()
+        return kept, text[len(kept) :]
 
     def _begin(self) -> None:
         """Enter the thinking or the answer, if it is certain which of them follows."""

@@ -34,9 +34,43 @@ extern "C" {
 //   kMxFp4 scales half scale[n][16]
 //          codes  as kInt4
 //          value = scale * number, where a code is the sign and the index of 0, 1, 2, 3, 4, 6, 8 or 12
-// kInt8 and kInt4 store GGUF's Q8_0, Q5_0, Q4_0 and Q4_1 losslessly; kQ4K and kQ6K (n = 8) store Q4_K, Q6_K and Q3_K;
-// kMxFp4 stores MXFP4 if its scales, which are powers of two, are numbers of 16 bits.
-enum MatrixKind : int64_t { kFloat32 = 0, kBFloat16 = 1, kInt8 = 2, kInt4 = 3, kQ4K = 4, kQ6K = 5, kMxFp4 = 6 };
+//   kInt5  scales as kInt4
+//          codes  the low four bits of each code as kInt4, then the high one: uint8 [n][16][4], where bit 4h + q of byte
+//                 [g][r][k] belongs to column 16h + 4q + k
+//          value = scale * code + offset
+//   kQ5K   scales as kQ4K
+//          codes  as kInt5
+//          value = (d * scale) * code - dmin * min
+//   kQ2K   scales half d[16], half dmin[16], uint8 [2n][16]: scale (low nibble) and min (high nibble) of 16 columns
+//          codes  uint8 [n][2][16][4]: bits 2q and 2q + 1 of byte [g][h][r][k] are column 16h + 4q + k
+//          value = (d * scale) * code - dmin * min
+//   kQ3K   scales as kQ6K
+//          codes  the low two bits of each code as kQ2K, then the high one as kInt5
+//          value = (d * scale) * (code - 4)
+//   kIq4Nl scales half scale[n][16]
+//          codes  as kInt4
+//          value = scale * number, where a code is the index of one of 16 numbers (packed.h)
+//   kIq4Xs scales half d[16], int8 scale[n][16]
+//          codes  as kInt4
+//          value = (d * scale) * number, as for kIq4Nl
+// They store the GGUF types of their names losslessly; kInt8 stores Q8_0, kInt4 Q4_0 and Q4_1, kInt5 Q5_0 and Q5_1.
+// Those named K, and kIq4Xs, have n = 8. kMxFp4 is lossless if its scales, which are powers of two, are numbers of 16
+// bits.
+enum MatrixKind : int64_t {
+  kFloat32 = 0,
+  kBFloat16 = 1,
+  kInt8 = 2,
+  kInt4 = 3,
+  kQ4K = 4,
+  kQ6K = 5,
+  kMxFp4 = 6,
+  kInt5 = 9,
+  kQ5K = 10,
+  kQ2K = 11,
+  kQ3K = 12,
+  kIq4Nl = 13,
+  kIq4Xs = 14,
+};
 
 struct Matrix {
   const void* weights;  // [rows][columns] or [tiles][bytes]; null if the layer has no such matrix

@@ -44,10 +44,11 @@ inline Bytes load(const uint8_t* from) {
 }
 
 // The biased numbers of codes from 0 to 15.
-inline Bytes look_up(Bytes codes) {
-  using packed::kMxFp4Numbers;
+template <int64_t kind>
+Bytes look_up(Bytes codes) {
+  constexpr const uint8_t* kNumbers = packed::numbers(kind);
 #if defined(H2O_AVX2)
-  const __m128i numbers = _mm_loadu_si128(reinterpret_cast<const __m128i*>(kMxFp4Numbers));
+  const __m128i numbers = _mm_loadu_si128(reinterpret_cast<const __m128i*>(kNumbers));
 #if defined(H2O_AVX512)
   return Bytes(_mm512_shuffle_epi8(_mm512_broadcast_i32x4(numbers), __m512i(codes)));
 #else
@@ -56,34 +57,52 @@ inline Bytes look_up(Bytes codes) {
 #else
   uint8_t bytes[sizeof codes];
   std::memcpy(bytes, &codes, sizeof codes);
-  for (uint8_t& byte : bytes) byte = kMxFp4Numbers[byte];
+  for (uint8_t& byte : bytes) byte = kNumbers[byte];
   std::memcpy(&codes, bytes, sizeof codes);
   return codes;
 #endif
 }
 
+// Moves some bits of every byte from bit `from` on to bit `to` on.
+[[gnu::always_inline]] inline Bytes move_bits(Bytes bytes, int64_t bits, int64_t from, int64_t to) {
+  const uint16_t mask = uint16_t(0x0101 * ((1 << bits) - 1) << to);
+  return (from < to ? bytes << uint16_t(to - from) : bytes >> uint16_t(from - to)) & mask;
+}
+
 // Calls body(half, quad, bytes) for columns 16 * half + 4 * quad to 16 * half + 4 * quad + 3 of a group, in the order of
 // memory. The bytes are signed for kInt8, else unsigned with the bias of the kind. `lower` and `upper` are the group's
-// low and high bits (upper is used by kQ6K only).
+// low and high bits.
 template <int64_t kind, class Body>
 [[gnu::always_inline]] inline void for_each_quad(const uint8_t* lower, const uint8_t* upper, Body body) {
   using packed::kLine;
+  constexpr int64_t kLower = packed::lower_bits(kind), kUpper = packed::upper_bits(kind);
   if constexpr (kind == kInt8) {
 #pragma GCC unroll 8
     for (int64_t i = 0; i < 8; ++i) body(i / 4, i % 4, load(lower + i * kLine));
+    return;
+  }
+  Bytes high[2]{};
+  if constexpr (kUpper) high[0] = load(upper);
+  if constexpr (kUpper == 2) high[1] = load(upper + kLine);
+  const auto with_upper = [&](int64_t half, int64_t quad, Bytes bytes) {
+    if constexpr (kUpper == 1) bytes |= move_bits(high[0], 1, 4 * half + quad, kLower);
+    if constexpr (kUpper == 2) bytes |= move_bits(high[half], 2, 2 * quad, kLower);
+    if constexpr (packed::has_table(kind)) bytes = look_up<kind>(bytes);
+    body(half, quad, bytes);
+  };
+  if constexpr (kLower == 2) {
+#pragma GCC unroll 2
+    for (int64_t half = 0; half < 2; ++half) {
+      const Bytes pairs = load(lower + half * kLine);
+#pragma GCC unroll 4
+      for (int64_t quad = 0; quad < 4; ++quad) with_upper(half, quad, move_bits(pairs, 2, 2 * quad, 0));
+    }
   } else {
-    Bytes high[2]{};
-    if constexpr (kind == kQ6K) high[0] = load(upper), high[1] = load(upper + kLine);
 #pragma GCC unroll 4
     for (int64_t quad = 0; quad < 4; ++quad) {
       const Bytes nibbles = load(lower + quad * kLine);
 #pragma GCC unroll 2
-      for (int64_t half = 0; half < 2; ++half) {
-        Bytes bytes = (half ? nibbles >> 4 : nibbles) & 0x0f0f;
-        if (kind == kQ6K) bytes |= (quad < 2 ? high[half] << (4 - 2 * quad) : high[half] >> (2 * quad - 4)) & 0x3030;
-        if (kind == kMxFp4) bytes = look_up(bytes);
-        body(half, quad, bytes);
-      }
+      for (int64_t half = 0; half < 2; ++half) with_upper(half, quad, move_bits(nibbles, 4, 4 * half, 0));
     }
   }
 }
@@ -91,7 +110,7 @@ template <int64_t kind, class Body>
 // Bytes of `for_each_quad` as signed numbers of 16 bits.
 template <int64_t kind>
 FourColumns widen(Bytes bytes) {
-  if constexpr (kind == kInt4 || kind == kQ4K) return {Pairs(bytes & 255), Pairs(bytes >> 8)};
+  if constexpr (kind != kInt8 && !packed::code_bias(kind)) return {Pairs(bytes & 255), Pairs(bytes >> 8)};
   using SignedBytes = int8_t __attribute__((vector_size(4 * simd::kWidth)));
   const Bytes numbers = Bytes(SignedBytes(bytes) - packed::code_bias(kind));
   return {Pairs(numbers << 8) >> 8, Pairs(numbers) >> 8};
@@ -165,7 +184,8 @@ class Accumulator {
     low_ = add_products(low_, bytes, vector.low(column));
 #else
     // Products of column pairs are summed in 16 bits as long as they fit.
-    constexpr int64_t kCallsPerSum = kind == kInt8 ? 1 : kind == kQ6K ? 4 : 8;
+    constexpr bool kFullBytes = kind == kInt8 || kind == kIq4Nl || kind == kIq4Xs;
+    constexpr int64_t kCallsPerSum = kFullBytes ? 1 : packed::scales_per_group(kind) == 2 ? 4 : 8;
     const __m256i high = _mm256_maddubs_epi16(__m256i(bytes), _mm256_set1_epi32(vector.high(column)));
     const __m256i low = _mm256_maddubs_epi16(__m256i(bytes), _mm256_set1_epi32(vector.low(column)));
     high_ = call % kCallsPerSum ? _mm256_add_epi16(high_, high) : high;

@@ -49,22 +49,22 @@ H2O_AMX_TARGET void round_panel(const Product& product, int64_t panel) {
 template <int64_t kind>
 H2O_AMX_TARGET void unpack_block(const uint8_t* block, int64_t groups, BFloat16* tiles) {
   using Scales = packed::BlockScales<kind, Floats>;
-  constexpr int64_t kGroupBytes = packed::kRows * kGroup / (kind == kInt8 ? 1 : 2);  // without the upper bits
+  constexpr int64_t kLowerBytes = packed::lower_bytes(kind, 1), kUpperBytes = packed::upper_bytes(kind, 1);
   const uint8_t* lower = block + packed::scale_bytes(kind, groups);
-  const uint8_t* upper = lower + groups * kGroupBytes;
+  const uint8_t* upper = lower + groups * kLowerBytes;
   const Scales scales(block, groups, 0);
   for (int64_t g = 0; g < groups; ++g, tiles += amx::kTile) {
     dot::Pairs pairs[kGroup / 2];
-    dot::for_each_quad<kind>(lower + g * kGroupBytes, upper + g * 2 * packed::kLine,
+    dot::for_each_quad<kind>(lower + g * kLowerBytes, upper + g * kUpperBytes,
                              [&](int64_t half, int64_t quad, dot::Bytes bytes) {
                                const dot::FourColumns columns = dot::widen<kind>(bytes);
                                pairs[8 * half + 2 * quad] = columns.even;
                                pairs[8 * half + 2 * quad + 1] = columns.odd;
                              });
-    const Floats offset = scales.offset(g);
 #pragma GCC unroll 16
     for (int64_t i = 0; i < kGroup / 2; ++i) {
-      const Floats scale = scales.scale(g, i / (kGroup / 4));
+      const int64_t half = i / (kGroup / 4);
+      const Floats scale = scales.scale(g, half), offset = scales.offset(g, half);
       const simd::Ints codes = simd::Ints(pairs[i]);
       const Floats low = __builtin_convertvector(codes << 16 >> 16, Floats) * scale + offset;
       const Floats high = __builtin_convertvector(codes >> 16, Floats) * scale + offset;

@@ -34,7 +34,7 @@ constexpr int64_t kPanelBytes = 1 << 18;
 // A rounded group of `kTokens` vectors; codes in the order of `dot::FourColumns`.
 struct VectorGroup {
   int32_t pairs[kPairs][kTokens];
-  float scales[kTokens], sums[kTokens];
+  float scales[kTokens], sums[2][kTokens];  // of the group, or of both halves where offsets are theirs
 };
 
 // An unpacked group of `kRows` rows.
@@ -43,8 +43,10 @@ struct WeightGroup {
   static constexpr bool kHasOffsets = packed::BlockScales<kind, Floats>::kHasOffsets;
   static constexpr int64_t kScales = packed::BlockScales<kind, Floats>::kScales;
 
+  static constexpr int64_t kOffsets = packed::BlockScales<kind, Floats>::kOffsets;
+
   dot::Pairs codes[kPairs][kRegisters];
-  Floats scales[kScales][kRegisters], offsets[kRegisters];
+  Floats scales[kScales][kRegisters], offsets[kOffsets][kRegisters];
 };
 
 // Products of `kRows` rows with `kTokens` vectors.
@@ -73,7 +75,8 @@ void round_block(const Product& product, int64_t block) {
       const rounding::Scale scale = rounding::round_group(x + g * kGroup, [&](int64_t i, rounding::Codes rounded) {
         dot::store_pairs(codes + i * kWidth, rounded);
       });
-      groups[g].scales[t] = scale.scale, groups[g].sums[t] = scale.sum;
+      groups[g].scales[t] = scale.scale, groups[g].sums[0][t] = scale.sum;
+      if (product.matrix.kind == kQ2K) groups[g].sums[0][t] = scale.half_sum(0), groups[g].sums[1][t] = scale.half_sum(1);
       for (int64_t i = 0; i < kPairs; ++i) std::memcpy(&groups[g].pairs[i][t], codes + 2 * i, sizeof(int32_t));
     }
   }
@@ -82,16 +85,18 @@ void round_block(const Product& product, int64_t block) {
 // Unpacks a block of 256 columns, or `groups` groups, of the tile that starts at register `first` of `out`.
 template <int64_t kind>
 void unpack_block(const uint8_t* block, int64_t groups, int64_t first, WeightGroup<kind>* out) {
-  constexpr int64_t kGroupBytes = packed::kRows * kGroup / (kind == kInt8 ? 1 : 2);  // without the upper bits
+  constexpr int64_t kLowerBytes = packed::lower_bytes(kind, 1), kUpperBytes = packed::upper_bytes(kind, 1);
   const uint8_t* lower = block + packed::scale_bytes(kind, groups);
-  const uint8_t* upper = lower + groups * kGroupBytes;
+  const uint8_t* upper = lower + groups * kLowerBytes;
   for (int64_t r = first; r < first + packed::kRows / kWidth; ++r) {
     const int64_t row = (r - first) * kWidth, offset = 4 * row;
     const packed::BlockScales<kind, Floats> scales(block, groups, row);
     for (int64_t g = 0; g < groups; ++g) {
       for (int64_t i = 0; i < WeightGroup<kind>::kScales; ++i) out[g].scales[i][r] = scales.scale(g, i);
-      if (WeightGroup<kind>::kHasOffsets) out[g].offsets[r] = scales.offset(g);
-      dot::for_each_quad<kind>(lower + g * kGroupBytes + offset, upper + g * 2 * packed::kLine + offset,
+      for (int64_t i = 0; i < WeightGroup<kind>::kOffsets; ++i) {
+        if (WeightGroup<kind>::kHasOffsets) out[g].offsets[i][r] = scales.offset(g, i);
+      }
+      dot::for_each_quad<kind>(lower + g * kLowerBytes + offset, upper + g * kUpperBytes + offset,
                                [&](int64_t half, int64_t quad, dot::Bytes bytes) {
                                  const dot::FourColumns columns = dot::widen<kind>(bytes);
                                  out[g].codes[8 * half + 2 * quad][r] = columns.even;
@@ -135,7 +140,10 @@ void add_products(const WeightGroup<kind>* weights, const VectorGroup* vectors, 
 #pragma GCC unroll 12
       for (int64_t t = 0; t < kTokens; ++t) {
 #pragma GCC unroll 4
-        for (int64_t r = 0; r < kRegisters; ++r) sums[t][r] += group.offsets[r] * vector.sums[t];
+        for (int64_t r = 0; r < kRegisters; ++r) {
+#pragma GCC unroll 2
+          for (int64_t i = 0; i < Group::kOffsets; ++i) sums[t][r] += group.offsets[i][r] * vector.sums[i][t];
+        }
       }
     }
   }

@@ -5,7 +5,7 @@
 
 #pragma once
 
-#include "tile_quantize.h"
+#include "tile_writer.h"
 
 namespace gguf {
 
@@ -25,11 +25,6 @@ template <class Nibbles>
   for (int64_t q = 0; q < kWords / 2; ++q) {
     store(nibbles(q) | nibbles(q + kWords / 2) << 4, to + 4 * (q * kRows + row));
   }
-}
-
-// Dequantizes columns 4i to 4i + 3 of a group.
-inline void store_values(Group& group, int64_t i, int64_t row, Words codes, Floats scale, Floats offset) {
-  for (int64_t k = 0; k < 4; ++k) simd::store(to_floats(byte_of(codes, k)) * scale + offset, group[4 * i + k] + row);
 }
 
 // d, 32 4-bit codes; value = d * (code - 8).
@@ -76,46 +71,46 @@ struct Q4_1 {
   }
 };
 
+// Writes the high bits of a group's codes: bits(i) returns those of columns 4i to 4i + 3.
+template <class Bits>
+[[gnu::always_inline]] inline void store_high_bits(uint8_t* to, int64_t row, Bits bits) {
+  Words all = bits(0);
+  for (uint32_t i = 1; i < kWords; ++i) all |= bits(i) << i;
+  store(all, to + 4 * row);
+}
+
+// Writes the low nibbles and the fifth bits of a group of 32 codes, that begin at these bytes of a row's block.
+inline void repack_five_bits(const Rows& rows, int64_t fifth_at, int64_t nibbles_at, uint8_t* lower, uint8_t* upper) {
+  Column fifth[1], codes[4];
+  load_columns<1>(rows, fifth_at, fifth);
+  load_columns<4>(rows, nibbles_at, codes);
+  std::memcpy(lower, codes, sizeof codes);
+  for (int64_t r = 0; r < kRows; r += kWidth) {
+    const Words set = words_at(fifth[0], r);
+    store_high_bits(upper, r, [&](uint32_t i) { return spread_bits(set >> 4 * i); });
+  }
+}
+
 // d, the fifth bits of 32 codes, their low nibbles; value = d * (code - 16).
 struct Q5_0 {
-  static constexpr int64_t kBytes = 22, kColumns = 32, kKind = kInt8;
+  static constexpr int64_t kBytes = 22, kColumns = 32, kKind = kInt5;
 
-  static void repack(const Rows& rows, uint8_t* scale_out, uint8_t* lower, uint8_t*) {
+  static void repack(const Rows& rows, uint8_t* scale_out, uint8_t* lower, uint8_t* upper) {
     copy_halves(rows, 0, scale_out);
-    Column fifth[1], codes[4];
-    load_columns<1>(rows, 2, fifth);
-    load_columns<4>(rows, 6, codes);
-    for (int64_t r = 0; r < kRows; r += kWidth) {
-      const Words unset = ~words_at(fifth[0], r);
-      for (uint32_t i = 0; i < kWords; ++i) {
-        const Words nibbles = words_at(codes[i % 4], r) >> i / 4 * 4 & 0xf * kOnes;
-        store(nibbles | spread_bits(unset >> 4 * i) * 0xf0, lower + 4 * (i * kRows + r));
-      }
-    }
+    for (int64_t r = 0; r < kRows; r += kWidth)
+      store_halves(load_halves(scale_out + 2 * r) * -16.f, scale_out + 2 * (kRows + r));
+    repack_five_bits(rows, 2, 6, lower, upper);
   }
 };
 
 // d, m, the fifth bits of 32 codes, their low nibbles; value = d * code + m.
 struct Q5_1 {
-  static constexpr int64_t kBytes = 24, kColumns = 32, kKind = kInt8;
+  static constexpr int64_t kBytes = 24, kColumns = 32, kKind = kInt5;
 
-  static void repack(const Rows& rows, uint8_t* scale_out, uint8_t* lower, uint8_t*) {
-    uint8_t halves[4 * kRows];
-    copy_halves(rows, 0, halves);
-    copy_halves(rows, 2, halves + 2 * kRows);
-    Column fifth[1], codes[4];
-    load_columns<1>(rows, 4, fifth);
-    load_columns<4>(rows, 8, codes);
-    Group group;
-    for (int64_t r = 0; r < kRows; r += kWidth) {
-      const Floats scale = load_halves(halves + 2 * r), offset = load_halves(halves + 2 * (kRows + r));
-      const Words set = words_at(fifth[0], r);
-      for (uint32_t i = 0; i < kWords; ++i) {
-        const Words nibbles = words_at(codes[i % 4], r) >> i / 4 * 4 & 0xf * kOnes;
-        store_values(group, i, r, nibbles | spread_bits(set >> 4 * i) << 4, scale, offset);
-      }
-    }
-    quantize_int8(group, scale_out, lower);
+  static void repack(const Rows& rows, uint8_t* scale_out, uint8_t* lower, uint8_t* upper) {
+    copy_halves(rows, 0, scale_out);
+    copy_halves(rows, 2, scale_out + 2 * kRows);
+    repack_five_bits(rows, 4, 8, lower, upper);
   }
 };
 
@@ -131,30 +126,32 @@ struct Q8_0 {
   }
 };
 
+// Writes two bits of a group's codes: bits(i) returns those of columns 4i to 4i + 3.
+template <class Bits>
+[[gnu::always_inline]] inline void store_two_bits(uint8_t* to, int64_t row, Bits bits) {
+  for (int64_t h = 0; h < 2; ++h) {
+    const int64_t i = kWords / 2 * h;
+    store(bits(i) | bits(i + 1) << 2 | bits(i + 2) << 4 | bits(i + 3) << 6, to + 4 * (h * kRows + row));
+  }
+}
+
 // 4-bit scale and minimum per 16 columns, 256 2-bit codes, d, dmin; value = (d * scale) * code - dmin * min.
 struct Q2_K {
-  static constexpr int64_t kBytes = 84, kColumns = 256, kKind = kInt8;
+  static constexpr int64_t kBytes = 84, kColumns = 256, kKind = kQ2K;
 
   static void repack(const Rows& rows, uint8_t* scale_out, uint8_t* lower, uint8_t*) {
     Column scales[4], codes[16];
     load_columns<4>(rows, 0, scales);
     load_columns<16>(rows, 16, codes);
-    uint8_t halves[4 * kRows];
-    copy_halves(rows, 80, halves);
-    copy_halves(rows, 82, halves + 2 * kRows);
-    for (int64_t g = 0; g < 8; ++g) {
-      Group group;
-      for (int64_t r = 0; r < kRows; r += kWidth) {
-        const Floats d = load_halves(halves + 2 * r), dmin = load_halves(halves + 2 * (kRows + r));
-        for (int64_t i = 0; i < kWords; ++i) {
-          const int64_t subgroup = 2 * g + i / 4;
-          const Words packed_scales = byte_of(words_at(scales[subgroup / 4], r), subgroup % 4);
-          const Words two_bits = words_at(codes[g / 4 * kWords + i], r) >> uint32_t(g % 4 * 2) & 3 * kOnes;
-          store_values(group, i, r, two_bits, d * to_floats(packed_scales & 0xf),
-                       -(dmin * to_floats(packed_scales >> 4)));
-        }
+    copy_halves(rows, 80, scale_out);
+    copy_halves(rows, 82, scale_out + 2 * kRows);
+    for (int64_t r = 0; r < kRows; r += kWidth) {
+      for (int64_t i = 0; i < 4; ++i) store_bytes(words_at(scales[i], r), scale_out + (4 + 4 * i) * kRows + r);
+      for (int64_t g = 0; g < 8; ++g) {
+        store_two_bits(lower + packed::lower_bytes(kKind, g), r, [&](int64_t i) {
+          return words_at(codes[g / 4 * kWords + i], r) >> uint32_t(g % 4 * 2) & 3 * kOnes;
+        });
       }
-      quantize_int8(group, scale_out + g * 2 * kRows, lower + g * packed::kGroup * kRows);
     }
   }
 };
@@ -173,70 +170,56 @@ struct ScalesAndMinima {
   }
 };
 
+// Writes d, dmin, the scales and minima, and the low nibbles of Q4_K and Q5_K, where those begin at `nibbles_at`.
+inline void repack_nibbles_and_scales(const Rows& rows, int64_t nibbles_at, uint8_t* scale_out, uint8_t* lower) {
+  copy_halves(rows, 0, scale_out);
+  copy_halves(rows, 2, scale_out + 2 * kRows);
+  Column columns[4], codes[32];
+  load_columns<4>(rows, 0, columns);
+  load_columns<32>(rows, nibbles_at, codes);
+  for (int64_t r = 0; r < kRows; r += kWidth) {
+    const ScalesAndMinima six_bits(columns, r);
+    for (int64_t half = 0; half < 2; ++half) {
+      store_bytes(six_bits.scales[half], scale_out + (4 + 4 * half) * kRows + r);
+      store_bytes(six_bits.minima[half], scale_out + (12 + 4 * half) * kRows + r);
+    }
+    for (int64_t g = 0; g < 8; ++g) {
+      store_nibbles(lower + packed::lower_bytes(kQ4K, g), r, [&](int64_t i) {
+        return words_at(codes[g / 2 * kWords + i], r) >> uint32_t(g % 2 * 4) & 0xf * kOnes;
+      });
+    }
+  }
+}
+
 // d, dmin, scales and minima, 256 4-bit codes; value = (d * scale) * code - dmin * min.
 struct Q4_K {
   static constexpr int64_t kBytes = 144, kColumns = 256, kKind = kQ4K;
 
   static void repack(const Rows& rows, uint8_t* scale_out, uint8_t* lower, uint8_t*) {
-    copy_halves(rows, 0, scale_out);
-    copy_halves(rows, 2, scale_out + 2 * kRows);
-    Column columns[4 + 32];
-    load_columns<4>(rows, 0, columns);
-    load_columns<32>(rows, 16, columns + 4);
-    const Column* codes = columns + 4;
-    for (int64_t r = 0; r < kRows; r += kWidth) {
-      const ScalesAndMinima six_bits(columns, r);
-      for (int64_t half = 0; half < 2; ++half) {
-        store_bytes(six_bits.scales[half], scale_out + (4 + 4 * half) * kRows + r);
-        store_bytes(six_bits.minima[half], scale_out + (12 + 4 * half) * kRows + r);
-      }
-      for (int64_t g = 0; g < 8; ++g) {
-        store_nibbles(lower + g * packed::kGroup / 2 * kRows, r, [&](int64_t i) {
-          return words_at(codes[g / 2 * kWords + i], r) >> uint32_t(g % 2 * 4) & 0xf * kOnes;
-        });
-      }
-    }
+    repack_nibbles_and_scales(rows, 16, scale_out, lower);
   }
 };
+
+// Writes the high bits of eight groups: bit g of a byte is that of group g.
+inline void repack_high_bits(const Rows& rows, int64_t from, uint8_t* upper) {
+  Column high[kWords];
+  load_columns<kWords>(rows, from, high);
+  for (int64_t r = 0; r < kRows; r += kWidth) {
+    for (uint32_t g = 0; g < 8; ++g) {
+      store_high_bits(upper + g * packed::kLine, r, [&](uint32_t i) { return words_at(high[i], r) >> g & kOnes; });
+    }
+  }
+}
 
 // Like Q4_K, with the fifth bits of all codes before the low nibbles.
 struct Q5_K {
-  static constexpr int64_t kBytes = 176, kColumns = 256, kKind = kInt8;
+  static constexpr int64_t kBytes = 176, kColumns = 256, kKind = kQ5K;
 
-  static void repack(const Rows& rows, uint8_t* scale_out, uint8_t* lower, uint8_t*) {
-    uint8_t halves[4 * kRows];
-    copy_halves(rows, 0, halves);
-    copy_halves(rows, 2, halves + 2 * kRows);
-    Column columns[4], fifth[kWords], codes[32];
-    load_columns<4>(rows, 0, columns);
-    load_columns<kWords>(rows, 16, fifth);
-    load_columns<32>(rows, 48, codes);
-    for (int64_t g = 0; g < 8; ++g) {
-      Group group;
-      for (int64_t r = 0; r < kRows; r += kWidth) {
-        const ScalesAndMinima six_bits(columns, r);
-        const Floats scale = load_halves(halves + 2 * r) * to_floats(byte_of(six_bits.scales[g / 4], g % 4));
-        const Floats minimum =
-            load_halves(halves + 2 * (kRows + r)) * to_floats(byte_of(six_bits.minima[g / 4], g % 4));
-        for (int64_t i = 0; i < kWords; ++i) {
-          const Words nibbles = words_at(codes[g / 2 * kWords + i], r) >> uint32_t(g % 2 * 4) & 0xf * kOnes;
-          const Words set = words_at(fifth[i], r) >> uint32_t(g) & kOnes;
-          store_values(group, i, r, nibbles | set << 4, scale, -minimum);
-        }
-      }
-      quantize_int8(group, scale_out + g * 2 * kRows, lower + g * packed::kGroup * kRows);
-    }
+  static void repack(const Rows& rows, uint8_t* scale_out, uint8_t* lower, uint8_t* upper) {
+    repack_nibbles_and_scales(rows, 48, scale_out, lower);
+    repack_high_bits(rows, 16, upper);
   }
 };
-
-// Writes the high two bits of a group's codes: bits(i) returns columns 4i to 4i + 3.
-template <class Bits>
-[[gnu::always_inline]] inline void store_upper(uint8_t* to, int64_t row, Bits bits) {
-  for (int64_t h = 0; h < 2; ++h) {
-    const int64_t i = kWords / 2 * h;
-    store(bits(i) | bits(i + 1) << 2 | bits(i + 2) << 4 | bits(i + 3) << 6, to + 4 * (h * kRows + row));
-  }
-}
 
 // 256 codes, low four bits and high two, an int8 scale per 16 columns, d; value = (d * scale) * (code - 32).
 struct Q6_K {
@@ -253,9 +236,9 @@ struct Q6_K {
       for (int64_t g = 0; g < 8; ++g) {
         const Column* nibbles = four + (g / 4 * 2 + g % 2) * kWords;
         const Column* bits = two + g / 4 * kWords;
-        store_nibbles(lower + g * packed::kGroup / 2 * kRows, r,
+        store_nibbles(lower + packed::lower_bytes(kKind, g), r,
                       [&](int64_t i) { return words_at(nibbles[i], r) >> uint32_t(g % 4 / 2 * 4) & 0xf * kOnes; });
-        store_upper(upper + g * packed::kGroup / 4 * kRows, r,
+        store_two_bits(upper + packed::upper_bytes(kKind, g), r,
                     [&](int64_t i) { return words_at(bits[i], r) >> uint32_t(g % 4 * 2) & 3 * kOnes; });
       }
     }
@@ -264,14 +247,14 @@ struct Q6_K {
 
 // The third bits of 256 codes, the low two, 16 6-bit scales, d; value = (d * (scale - 32)) * (code - 4).
 struct Q3_K {
-  static constexpr int64_t kBytes = 110, kColumns = 256, kKind = kQ6K;
+  static constexpr int64_t kBytes = 110, kColumns = 256, kKind = kQ3K;
 
   static void repack(const Rows& rows, uint8_t* scale_out, uint8_t* lower, uint8_t* upper) {
-    Column third[kWords], two[16], scales[3];
-    load_columns<kWords>(rows, 0, third);
+    Column two[16], scales[3];
     load_columns<16>(rows, 32, two);
     load_columns<3>(rows, 96, scales);
     copy_halves(rows, 108, scale_out);
+    repack_high_bits(rows, 0, upper);
     for (int64_t r = 0; r < kRows; r += kWidth) {
       for (uint32_t i = 0; i < 4; ++i) {
         const Words nibbles = words_at(scales[i % 2], r) >> i / 2 * 4 & 0xf * kOnes;
@@ -279,14 +262,43 @@ struct Q3_K {
         const Words sign = ~code & 0x20 * kOnes;  // code - 32 as int8
         store_bytes((code & 0x1f * kOnes) | sign | sign << 1 | sign << 2, scale_out + (2 + 4 * i) * kRows + r);
       }
-      for (int64_t g = 0; g < 8; ++g) {  // code + 28: 28 to 31 without the third bit, 32 to 35 with it
-        const auto unset = [&](int64_t i) { return ~words_at(third[i], r) >> uint32_t(g) & kOnes; };
-        store_nibbles(lower + g * packed::kGroup / 2 * kRows, r, [&](int64_t i) {
-          return (words_at(two[g / 4 * kWords + i], r) >> uint32_t(g % 4 * 2) & 3 * kOnes) | unset(i) * 0xc;
+      for (int64_t g = 0; g < 8; ++g) {
+        store_two_bits(lower + packed::lower_bytes(kKind, g), r, [&](int64_t i) {
+          return words_at(two[g / 4 * kWords + i], r) >> uint32_t(g % 4 * 2) & 3 * kOnes;
         });
-        store_upper(upper + g * packed::kGroup / 4 * kRows, r, [&](int64_t i) { return 2 * kOnes - unset(i); });
       }
     }
+  }
+};
+
+// d, 32 4-bit codes; value = d * number.
+struct Iq4Nl {
+  static constexpr int64_t kBytes = 18, kColumns = 32, kKind = kIq4Nl;
+
+  static void repack(const Rows& rows, uint8_t* scale_out, uint8_t* lower, uint8_t*) {
+    copy_halves(rows, 0, scale_out);
+    Column codes[4];
+    load_columns<4>(rows, 2, codes);
+    std::memcpy(lower, codes, sizeof codes);
+  }
+};
+
+// d, the high two bits of eight 6-bit scales, their low nibbles, 256 4-bit codes; value = (d * (scale - 32)) * number.
+struct Iq4Xs {
+  static constexpr int64_t kBytes = 136, kColumns = 256, kKind = kIq4Xs;
+
+  static void repack(const Rows& rows, uint8_t* scale_out, uint8_t* lower, uint8_t*) {
+    copy_halves(rows, 0, scale_out);
+    for (int64_t r = 0; r < kRows; ++r) {
+      const uint16_t high = load<uint16_t>(rows[r] + 2);
+      for (int64_t g = 0; g < 8; ++g) {
+        const int64_t low = rows[r][4 + g / 2] >> g % 2 * 4 & 15;
+        scale_out[(2 + g) * kRows + r] = uint8_t((low | (high >> 2 * g & 3) << 4) - 32);
+      }
+    }
+    Column codes[32];
+    load_columns<32>(rows, 8, codes);
+    std::memcpy(lower, codes, sizeof codes);
   }
 };
 

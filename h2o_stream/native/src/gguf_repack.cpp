@@ -10,8 +10,8 @@ template <class Type>
 int64_t repack(const Matrix& matrix, const uint8_t* blocks, const int64_t* order, int64_t threads) {
   static const uint8_t zeros[Type::kBytes] = {};
   constexpr int64_t kGroups = Type::kColumns / packed::kGroup;
-  constexpr int64_t kScaleBytes = (Type::kKind == kInt4 ? 4 : 2) * kRows;  // per group, where a block is one group
-  constexpr int64_t kCodeBytes = packed::kGroup * kRows / (Type::kKind == kInt8 ? 1 : 2);
+  constexpr int64_t kScaleBytes = (packed::has_offsets(Type::kKind) ? 4 : 2) * kRows;  // per group, if it is a block
+  constexpr int64_t kLowerBytes = packed::lower_bytes(Type::kKind, 1), kUpperBytes = packed::upper_bytes(Type::kKind, 1);
   if (matrix.kind != Type::kKind || matrix.columns <= 0 || matrix.columns % Type::kColumns) return 1;
   const int64_t row_bytes = matrix.columns / Type::kColumns * Type::kBytes;
   for_each_block(matrix, threads, [&](const BlockTarget& target) {
@@ -22,7 +22,8 @@ int64_t repack(const Matrix& matrix, const uint8_t* blocks, const int64_t* order
         const int64_t row = target.tile * kRows + r;
         rows[r] = row < matrix.rows ? blocks + (order ? order[row] : row) * row_bytes + first : zeros;
       }
-      Type::repack(rows, target.scales + g * kScaleBytes, target.lower + g * kCodeBytes, target.upper);
+      Type::repack(rows, target.scales + g * kScaleBytes, target.lower + g * kLowerBytes,
+                   target.upper + g * kUpperBytes);
     }
   });
   return 0;
@@ -47,6 +48,8 @@ extern "C" int64_t h2o_repack(const Matrix* out, const void* blocks, int64_t ggm
     case 12: return repack<gguf::Q4_K>(*out, bytes, order, threads);
     case 13: return repack<gguf::Q5_K>(*out, bytes, order, threads);
     case 14: return repack<gguf::Q6_K>(*out, bytes, order, threads);
+    case 20: return repack<gguf::Iq4Nl>(*out, bytes, order, threads);
+    case 23: return repack<gguf::Iq4Xs>(*out, bytes, order, threads);
     case 39: return repack<gguf::MxFp4>(*out, bytes, order, threads);
     default: return 1;
   }

@@ -45,7 +45,7 @@ class PackedTile {
  private:
   using Scales = packed::BlockScales<kind, Floats>;
   static constexpr int64_t kVectorsPerTile = kRows / kWidth;  // registers per column of a tile
-  static constexpr int64_t kGroupBytes = kRows * kGroup / (kind == kInt8 ? 1 : 2);  // without the upper bits
+  static constexpr int64_t kLowerBytes = packed::lower_bytes(kind, 1), kUpperBytes = packed::upper_bytes(kind, 1);
 
   template <int64_t count>
   [[gnu::always_inline]] static void add_block(const uint8_t* block, int64_t begin, int64_t groups,
@@ -54,10 +54,10 @@ class PackedTile {
     constexpr int64_t kBytes = packed::block_bytes(kind, kBlock / kGroup);
     constexpr int64_t kPrefetchBytes = simd::padded(kBytes * kGroup / kBlock, kLine);  // per group
     const uint8_t* lower = block + packed::scale_bytes(kind, groups);
-    const uint8_t* upper = lower + groups * kGroupBytes;
+    const uint8_t* upper = lower + groups * kLowerBytes;
     for (int64_t group = 0; group < groups; ++group) {
-      const uint8_t* group_lower = lower + group * kGroupBytes;
-      const uint8_t* group_upper = upper + group * 2 * kLine;
+      const uint8_t* group_lower = lower + group * kLowerBytes;
+      const uint8_t* group_upper = upper + group * kUpperBytes;
       if (prefetch) simd::prefetch(block + kPrefetchBlocks * kBytes + group * kPrefetchBytes, kPrefetchBytes);
 #pragma GCC unroll 4
       for (int64_t row_vector = 0; row_vector < kVectorsPerTile; ++row_vector) {
@@ -88,7 +88,8 @@ class PackedTile {
     });
     Floats scales[kScales];
     for (int64_t i = 0; i < kScales; ++i) scales[i] = block_scales.scale(group, i);
-    const Floats offset = block_scales.offset(group);
+    Floats offsets[Scales::kOffsets];
+    for (int64_t i = 0; i < Scales::kOffsets; ++i) offsets[i] = block_scales.offset(group, i);
 #pragma GCC unroll 4
     for (int64_t v = 0; v < count; ++v) {
       Floats& sum = sums[v][row_vector];
@@ -97,7 +98,11 @@ class PackedTile {
         const int32_t code_sum = kScales == 2 ? scale.code_sums[i] : scale.code_sums[0] + scale.code_sums[1];
         sum += to_floats(dots[i][v].sums(code_sum)) * (scales[i] * scale.scale);
       }
-      if (Scales::kHasOffsets) sum += offset * scale.sum;
+      if constexpr (Scales::kOffsets == 2) {
+        for (int64_t i = 0; i < 2; ++i) sum += offsets[i] * scale.half_sum(i);
+      } else if constexpr (Scales::kHasOffsets) {
+        sum += offsets[0] * scale.sum;
+      }
     }
   }
 

@@ -20,6 +20,8 @@ using Codes = int16_t __attribute__((vector_size(2 * simd::kWidth)));
 struct Scale {
   float scale, sum;      // of the group: `sum` is `scale` times the sum of the codes
   int32_t code_sums[2];  // of the first and second 16 codes
+
+  float half_sum(int64_t half) const { return scale * float(code_sums[half]); }
 };
 
 // Rounds a group to a scale times codes; calls `store(index, codes)` for every register of codes. The largest magnitude

@@ -25,7 +25,7 @@ using Rows = const uint8_t* [kRows];
 // Four bytes of every row.
 using Column = uint32_t[kRows];
 
-// Where a block is written; `lower` and `upper` are the low and high bits of the codes (upper is used by kQ6K only).
+// Where a block is written; `lower` and `upper` are the low and high bits of the codes.
 struct BlockTarget {
   uint8_t *scales, *lower, *upper;
   int64_t tile, column, groups;

@@ -17,26 +17,28 @@ class Block {
   Block(const uint8_t* block, int64_t groups, int64_t row)
       : scales_(block, groups, row),
         codes_(block + packed::scale_bytes(kind, groups) + 4 * row),
-        upper_(codes_ + groups * kGroupBytes) {}
+        upper_(codes_ + packed::lower_bytes(kind, groups)) {}
 
   // Dequantizes columns 16 * half + 4 * quad to 16 * half + 4 * quad + 3 of a group.
   void read(int64_t group, int64_t half, int64_t quad, float* four) const {
-    const uint8_t* group_codes = codes_ + group * kGroupBytes;
-    const int32_t codes = load(group_codes + (kind == kInt8 ? 4 * half + quad : quad) * kLine);
+    constexpr int64_t kLower = packed::lower_bits(kind), kUpper = packed::upper_bits(kind);
+    constexpr int32_t kShiftPerQuad = kLower == 2 ? 2 : 0, kShiftPerHalf = kLower == 4 ? 4 : 0;
+    const int64_t line = kLower == 8 ? 4 * half + quad : kLower == 4 ? quad : half;
+    const int32_t codes = load(codes_ + packed::lower_bytes(kind, group) + line * kLine);
     int32_t upper = 0;
-    if (kind == kQ6K) upper = load(upper_ + (2 * group + half) * kLine) >> int32_t(2 * quad);
-    const float scale = scales_.scale(group, half), offset = scales_.offset(group);
+    if (kUpper == 1) upper = load(upper_ + group * kLine) >> int32_t(4 * half + quad);
+    if (kUpper == 2) upper = load(upper_ + (2 * group + half) * kLine) >> int32_t(2 * quad);
+    const float scale = scales_.scale(group, half), offset = scales_.offset(group, half);
     for (int32_t i = 0; i < 4; ++i) {
-      int32_t code = kind == kInt8 ? int8_t(codes >> 8 * i) : codes >> (8 * i + 4 * half) & 15;
-      if (kind == kQ6K) code |= (upper >> (8 * i) & 3) << 4;
-      if (kind == kMxFp4) code = packed::kMxFp4Numbers[code];
+      int32_t code = codes >> (8 * i + kShiftPerHalf * half + kShiftPerQuad * quad) & ((1 << kLower) - 1);
+      if (kind == kInt8) code = int8_t(code);
+      if (kUpper) code |= (upper >> (8 * i) & ((1 << kUpper) - 1)) << kLower;
+      if (packed::has_table(kind)) code = packed::numbers(kind)[code];
       four[i] = scale * float(code - packed::code_bias(kind)) + offset;
     }
   }
 
  private:
-  static constexpr int64_t kGroupBytes = kRows * kGroup / (kind == kInt8 ? 1 : 2);  // without the upper bits
-
   static int32_t load(const uint8_t* from) {
     int32_t four;
     std::memcpy(&four, from, sizeof four);
