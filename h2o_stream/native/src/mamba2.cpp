@@ -11,70 +11,129 @@ namespace {
 using simd::Floats;
 using simd::kWidth;
 
-// Tokens whose outputs are added up together, and vectors of a state's row that stay in registers meanwhile.
-constexpr int64_t kTokens = 16, kVectors = 4;
+// Tokens whose keys and queries stay in the first cache for all rows of a head's state; rows and vectors of a row that stay
+// in registers for these tokens.
+constexpr int64_t kTokens = 16, kRows = 2, kVectors = simd::kWidth == 16 ? 8 : 4;
 
 // What a head does with each token.
 struct Head {
   const float *value, *key, *query;  // of the first token: [value_size], [key_size], [key_size]
   const float *keep, *learn;         // [count]
   float *state, *out;                // [value_size][key_size]; of the first token
-  int64_t stride, out_stride;
+  int64_t key_size, value_size, stride, out_stride;
 };
 
-Floats load_some(const float* from, int64_t count) {
+// A whole vector, or the first `size` elements of one.
+template <bool kWhole>
+Floats load(const float* from, int64_t size) {
+  if (kWhole) return simd::load(from);
   float padded[kWidth] = {};
-  std::copy_n(from, std::min(count, kWidth), padded);
+  std::copy_n(from, size, padded);
   return simd::load(padded);
 }
 
-// Takes tokens through `size` columns of a row of the state, from `first` on, and adds its products with the queries, not
-// yet added up across a vector, to sums[token * kWidth]. `size` is a whole number of vectors if kWhole, or less than one.
-template <int64_t vectors, bool kWhole>
-void run_row(const Head& head, Range tokens, int64_t value, float* state, int64_t first, int64_t size, Floats* sums) {
-  const auto load = [&](const float* from, int64_t v) {
-    return kWhole ? simd::load(from + v * kWidth) : load_some(from, size);
-  };
-  Floats row[vectors];
-  for (int64_t v = 0; v < vectors; ++v) row[v] = load(state + first, v);
-  for (int64_t token = tokens.begin; token < tokens.end; ++token) {
-    const float *key = head.key + token * head.stride + first, *query = head.query + token * head.stride + first;
-    const float keep = head.keep[token], input = head.learn[token] * head.value[token * head.stride + value];
-    Floats sum = sums[(token - tokens.begin) * kWidth];
-    for (int64_t v = 0; v < vectors; ++v) {
-      row[v] = keep * row[v] + input * load(key, v);
-      sum += row[v] * load(query, v);
-    }
-    sums[(token - tokens.begin) * kWidth] = sum;
+template <bool kWhole>
+void store(Floats vector, int64_t size, float* to) {
+  if (kWhole) return simd::store(vector, to);
+  float padded[kWidth];
+  simd::store(vector, padded);
+  std::copy_n(padded, size, to);
+}
+
+// Takes tokens through columns of `rows` rows of the state, from `value` and `column` on, and adds what is read of them.
+// The columns are `vectors` vectors if kWhole, or else `size` elements.
+template <int64_t rows, int64_t vectors, bool kWhole>
+void run_tile(const Head& head, Range tokens, int64_t value, int64_t column, int64_t size) {
+  constexpr int64_t kAdded = kWidth / rows;  // tokens whose products are added up across vectors at a time
+  Floats state[rows][vectors];
+  float* const first = head.state + value * head.key_size + column;
+#pragma GCC unroll 2
+  for (int64_t r = 0; r < rows; ++r) {
+#pragma GCC unroll 8
+    for (int64_t v = 0; v < vectors; ++v) state[r][v] = load<kWhole>(first + r * head.key_size + v * kWidth, size);
   }
-  if (kWhole) {
-    for (int64_t v = 0; v < vectors; ++v) simd::store(row[v], state + first + v * kWidth);
-  } else {
-    float padded[kWidth];
-    simd::store(row[0], padded);
-    std::copy_n(padded, size, state + first);
+  for (int64_t begin = tokens.begin; begin < tokens.end; begin += kAdded) {
+    const int64_t count = std::min(kAdded, tokens.end - begin);
+    Floats sums[kWidth] = {};
+    for (int64_t i = 0; i < count; ++i) {
+      const int64_t token = begin + i;
+      const float *key = head.key + token * head.stride + column, *query = head.query + token * head.stride + column;
+      Floats inputs[rows], sum[rows] = {};
+      for (int64_t r = 0; r < rows; ++r) {
+        inputs[r] = simd::splat(head.learn[token] * head.value[token * head.stride + value + r]);
+      }
+#pragma GCC unroll 8
+      for (int64_t v = 0; v < vectors; ++v) {
+        const Floats keys = load<kWhole>(key + v * kWidth, size), queries = load<kWhole>(query + v * kWidth, size);
+#pragma GCC unroll 2
+        for (int64_t r = 0; r < rows; ++r) {
+          const Floats added = inputs[r] * keys;
+          state[r][v] = head.keep[token] * state[r][v] + added;
+          sum[r] += state[r][v] * queries;
+        }
+      }
+      for (int64_t r = 0; r < rows; ++r) sums[i * rows + r] = sum[r];
+    }
+    float read[kWidth];
+    simd::store(simd::sums_of_rows(sums), read);
+    for (int64_t i = 0; i < count; ++i) {
+      for (int64_t r = 0; r < rows; ++r) head.out[(begin + i) * head.out_stride + value + r] += read[i * rows + r];
+    }
+  }
+#pragma GCC unroll 2
+  for (int64_t r = 0; r < rows; ++r) {
+#pragma GCC unroll 8
+    for (int64_t v = 0; v < vectors; ++v) store<kWhole>(state[r][v], size, first + r * head.key_size + v * kWidth);
   }
 }
 
-// Takes tokens through up to kWidth values from `first` on, and adds to what is read of them.
-void run_values(const Mixer& mixer, const Head& head, Range tokens, int64_t first) {
-  const int64_t size = mixer.key_size, values = std::min(kWidth, mixer.value_size - first);
-  alignas(64) Floats sums[kTokens * kWidth] = {};
-  for (int64_t i = 0; i < values; ++i) {
-    float* state = head.state + (first + i) * size;
-    int64_t column = 0;
-    for (; column + kVectors * kWidth <= size; column += kVectors * kWidth) {
-      run_row<kVectors, true>(head, tokens, first + i, state, column, kVectors * kWidth, sums + i);
-    }
-    for (; column + kWidth <= size; column += kWidth) {
-      run_row<1, true>(head, tokens, first + i, state, column, kWidth, sums + i);
-    }
-    if (column < size) run_row<1, false>(head, tokens, first + i, state, column, size - column, sums + i);
+// Takes tokens through `rows` whole rows of the state.
+template <int64_t rows>
+void run_rows(const Head& head, Range tokens, int64_t value) {
+  const int64_t size = head.key_size;
+  int64_t column = 0;
+  for (; column + kVectors * kWidth <= size; column += kVectors * kWidth) {
+    run_tile<rows, kVectors, true>(head, tokens, value, column, 0);
   }
-  for (int64_t token = tokens.begin; token < tokens.end; ++token) {
-    float read[kWidth], *out = head.out + token * head.out_stride + first;
-    simd::store(simd::sums_of_rows(sums + (token - tokens.begin) * kWidth), read);
-    for (int64_t i = 0; i < values; ++i) out[i] += read[i];
+  for (; column + kVectors / 2 * kWidth <= size; column += kVectors / 2 * kWidth) {
+    run_tile<rows, kVectors / 2, true>(head, tokens, value, column, 0);
+  }
+  for (; column + kWidth <= size; column += kWidth) run_tile<rows, 1, true>(head, tokens, value, column, 0);
+  if (column < size) run_tile<rows, 1, false>(head, tokens, value, column, size - column);
+}
+
+void run_tokens(const Head& head, int64_t count) {
+  for (int64_t first = 0; first < count; first += kTokens) {
+    const Range tokens{first, std::min(first + kTokens, count)};
+    int64_t value = 0;
+    for (; value + kRows <= head.value_size; value += kRows) run_rows<kRows>(head, tokens, value);
+    for (; value < head.value_size; ++value) run_rows<1>(head, tokens, value);
+  }
+}
+
+// The same for a single token, which reads the state once.
+void run_token(const Head& head) {
+  const int64_t size = head.key_size, whole = size / kWidth * kWidth;
+  for (int64_t first = 0; first < head.value_size; first += kWidth) {
+    const int64_t values = std::min(kWidth, head.value_size - first);
+    Floats sums[kWidth] = {};
+    for (int64_t i = 0; i < values; ++i) {
+      float* state = head.state + (first + i) * size;
+      const float input = head.learn[0] * head.value[first + i];
+      const auto add = [&](auto is_whole, int64_t column) {
+        constexpr bool kWhole = decltype(is_whole)::value;
+        const int64_t rest = size - column;
+        const Floats added = input * load<kWhole>(head.key + column, rest);
+        const Floats row = head.keep[0] * load<kWhole>(state + column, rest) + added;
+        store<kWhole>(row, rest, state + column);
+        sums[i] += row * load<kWhole>(head.query + column, rest);
+      };
+      for (int64_t column = 0; column < whole; column += kWidth) add(std::true_type(), column);
+      if (whole < size) add(std::false_type(), whole);
+    }
+    float read[kWidth];
+    simd::store(simd::sums_of_rows(sums), read);
+    for (int64_t i = 0; i < values; ++i) head.out[first + i] += read[i];
   }
 }
 
@@ -104,11 +163,21 @@ void run_head(const Mixer& mixer, const MixerTokens& tokens, int64_t index, floa
     keep[token] = std::exp(mixer.rate[index] * learn[token]);
     for (int64_t i = 0; i < size; ++i) out[token * inner + i] = mixer.skip[index] * value[token * tokens.stride + i];
   }
-  const Head head{value,  part(mixer.key, 0), part(mixer.query, 0), keep, learn, tokens.states[1] + index * size * mixer.key_size,
-                  out, tokens.stride, inner};
-  for (int64_t first = 0; first < tokens.count; first += kTokens) {
-    const Range some{first, std::min(first + kTokens, tokens.count)};
-    for (int64_t i = 0; i < size; i += kWidth) run_values(mixer, head, some, i);
+  const Head head{value,
+                  part(mixer.key, 0),
+                  part(mixer.query, 0),
+                  keep,
+                  learn,
+                  tokens.states[1] + index * size * mixer.key_size,
+                  out,
+                  mixer.key_size,
+                  size,
+                  tokens.stride,
+                  inner};
+  if (tokens.count == 1) {
+    run_token(head);
+  } else {
+    run_tokens(head, tokens.count);
   }
 }
 
