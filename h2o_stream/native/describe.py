@@ -105,7 +105,9 @@ class _ModelReader:
             embedding_norm=final if type(backbone).__name__ in layouts.NORMED_EMBEDDINGS else Norm(),
             norm=final,
             output=self._check_columns(matrix_of(head, "the output layer"), "the output layer", columns=self._hidden),
-            logit_scale=self._factor("logit_scale") * self._factor("lm_head_multiplier") / self._factor("logits_scaling"),
+            logit_scale=self._factor("logit_scale")
+            * self._factor("lm_head_multiplier")
+            / self._factor("logits_scaling"),
             logit_softcap=float(getattr(config, "final_logit_softcapping", None) or 0.0),
             residual_scale=self._factor("residual_multiplier"),
             dtype=dtype_name(dtype),

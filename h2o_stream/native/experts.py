@@ -87,7 +87,12 @@ class Experts:
         """One of the experts, in the same memory."""
         first, hidden = index * self.stride, self.router.matrix.columns
         gate = self.gate.row_range(first, self.inner_size) if self.gate else None
-        return Mlp(gate, self.up.row_range(first, self.inner_size), self.down.row_range(index * hidden, hidden), self.activation)
+        return Mlp(
+            gate,
+            self.up.row_range(first, self.inner_size),
+            self.down.row_range(index * hidden, hidden),
+            self.activation,
+        )
 
     @property
     def matrices(self) -> list[Matrix]:
