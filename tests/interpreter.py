@@ -11,7 +11,7 @@ from h2o_stream.native import abi
 from h2o_stream.native.describe import describe
 from h2o_stream.native.description import Attention, Description, Layer, Matrix, Mlp, Norm, Rope
 from h2o_stream.native.experts import Experts, Router
-from h2o_stream.native.modules import ACTIVATIONS, apply_norm
+from h2o_stream.native.modules import apply_norm
 from tests.packed_tiles import numbers as packed_numbers
 
 TOKENS = [1, 17, 4, 60, 33, 33, 9, 21]

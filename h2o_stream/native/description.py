@@ -8,15 +8,25 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Protocol
 
 from h2o_stream.native import abi, packing
 from h2o_stream.native.abi import Activation, Array, MatrixKind, NormKind, pointer
+from h2o_stream.native.attention import Attention
 
 
 class DescriptionError(Exception):
     """The model cannot be described; the message gives the reason in one line."""
+
+
+DENSE = {
+    MatrixKind.FLOAT32: "float32",
+    MatrixKind.BFLOAT16: "bfloat16",
+    MatrixKind.FLOAT32_COLUMNS: "float32",
+    MatrixKind.BFLOAT16_COLUMNS: "bfloat16",
+}
+"""Matrices that are not packed, with the dtype of their numbers."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -24,7 +34,8 @@ class Matrix:
     """Weights of a linear layer or an embedding.
 
     Attributes:
-        weights: [rows, columns] float32 or bfloat16, or uint8 of `packing.tiles_shape`; shared with the model.
+        weights: [rows, columns] float32 or bfloat16, or uint8 of `packing.tiles_shape`; shared with the model. Where
+            columns follow one another, as many numbers.
         bias: [rows] float32, or None.
         rows: output features.
         columns: input features.
@@ -43,7 +54,7 @@ class Matrix:
         Raises:
             DescriptionError: the rows of a packed matrix do not start at a tile.
         """
-        tile = 1 if self.kind in (MatrixKind.FLOAT32, MatrixKind.BFLOAT16) else packing.ROWS
+        tile = 1 if self.kind in DENSE else packing.ROWS
         if first % tile:
             raise DescriptionError(f"rows {first} of a packed matrix do not start at a multiple of {tile}")
         weights = self.weights[first // tile : -(-(first + count) // tile)]
@@ -52,7 +63,7 @@ class Matrix:
 
     def to_struct(self) -> abi.Matrix:
         """As a C structure."""
-        dense = {MatrixKind.FLOAT32: "float32", MatrixKind.BFLOAT16: "bfloat16"}.get(self.kind)
+        dense = DENSE.get(self.kind)
         size = self.rows * self.columns if dense else packing.packed_bytes(self.kind, self.rows, self.columns)
         weights = pointer(self.weights, dense or "uint8", size)
         return abi.Matrix(weights, pointer(self.bias, "float32", self.rows), self.rows, self.columns, self.kind)
@@ -80,68 +91,6 @@ class Norm:
         return abi.Norm(weight, bias, self.epsilon, self.kind)
 
 
-@dataclass(frozen=True)
-class HeadOffsets:
-    """Where queries, keys and values are in the output of `qkv`: head h starts at offset + h * stride."""
-
-    query_offset: int
-    query_stride: int
-    key_offset: int
-    key_stride: int
-    value_offset: int
-    value_stride: int
-
-
-@dataclass(frozen=True, eq=False)
-class Rope:
-    """The rotary embedding of a layer, in the rotate-half form.
-
-    Attributes:
-        frequencies: [rotary_dims / 2] float32, angles per position.
-        scale: factor on rotated queries and keys (YaRN, LongRoPE), at every position.
-        fixed: whether nothing but the angles depends on positions, and the frequencies not on the sequence length.
-        order: [head_size] int32, the order of the elements of a head in which halves are rotated, see
-            `cache.rope.dimension_orders`; None for as they are.
-    """
-
-    frequencies: Array
-    scale: float
-    fixed: bool
-    order: Array | None = None
-
-    @property
-    def rotary_dims(self) -> int:
-        """Number of rotated elements of each head, the first ones in `order`."""
-        return 2 * len(self.frequencies)
-
-
-@dataclass(frozen=True, eq=False)
-class Attention:
-    """The attention of a layer; the outputs of one to three `qkv` matrices are concatenated.
-
-    Attributes:
-        norms_all_heads: whether the norms are of all heads as one vector.
-        norms_after_rope: whether they come after RoPE.
-        sink_logits: [query_heads] float32, a logit of each head that stands for no token (learned sinks), or None.
-    """
-
-    query_heads: int
-    kv_heads: int
-    head_size: int
-    value_size: int
-    scaling: float
-    softcap: float
-    qkv: Sequence[Matrix]
-    heads: HeadOffsets
-    query_norm: Norm
-    key_norm: Norm
-    rope: Rope | None
-    out: Matrix
-    norms_all_heads: bool = False
-    norms_after_rope: bool = False
-    sink_logits: Array | None = None
-
-
 class FeedForward(Protocol):
     """What follows the attention in a layer: an `Mlp` or `experts.Experts`."""
 
@@ -159,12 +108,19 @@ class FeedForward(Protocol):
 
 @dataclass(frozen=True, eq=False)
 class Mlp:
-    """down(activation(gate(x)) * up(x)), or down(activation(up(x))) without a gate."""
+    """down(activation(gate(x)) * up(x)), or down(activation(up(x))) without a gate.
+
+    Attributes:
+        parameters: of the activation, see `abi.h`.
+        inner_norm: of what goes into `down`.
+    """
 
     gate: Matrix | None
     up: Matrix
     down: Matrix
     activation: Activation
+    parameters: tuple[float, ...] = ()
+    inner_norm: Norm = Norm()
 
     @property
     def matrices(self) -> list[Matrix]:
@@ -179,13 +135,35 @@ class Mlp:
     def fill(self, struct: abi.Layer) -> None:
         """See `FeedForward`."""
         struct.up, struct.down, struct.activation = self.up.to_struct(), self.down.to_struct(), self.activation
+        struct.activation_parameters[: len(self.parameters)] = self.parameters
+        struct.inner_norm = self.inner_norm.to_struct(self.down.columns)
         if self.gate:
             struct.gate = self.gate.to_struct()
 
 
 @dataclass(frozen=True, eq=False)
+class OwnEmbedding:
+    """What a layer adds for the token's embedding for it, see `LayerEmbeddings`: out(activation(gate(x)) * embedding).
+
+    Attributes:
+        gate: [size, hidden]; its activation is that of the MLP.
+        out: [hidden, size].
+        norm: of what is added.
+    """
+
+    gate: Matrix
+    out: Matrix
+    norm: Norm
+
+
+@dataclass(frozen=True, eq=False)
 class Layer:
-    """A decoder layer; with `parallel` the MLP reads the attention's input."""
+    """A decoder layer; with `parallel` the MLP reads the attention's input.
+
+    Attributes:
+        own_embedding: what is added after the MLP.
+        output_scale: factor on what the layer gives.
+    """
 
     attention: Attention
     mlp: FeedForward
@@ -194,44 +172,56 @@ class Layer:
     before_mlp: Norm
     after_mlp: Norm
     parallel: bool
+    own_embedding: OwnEmbedding | None = None
+    output_scale: float = 1.0
+
+    @property
+    def _small_matrices(self) -> list[Matrix]:
+        own = self.own_embedding
+        return [*self.attention.matrices, *([own.gate, own.out] if own else [])]
 
     @property
     def matrices(self) -> list[Matrix]:
         """See `Description.matrices`."""
-        return [*self.attention.qkv, self.attention.out, *self.mlp.matrices]
+        return [*self._small_matrices, *self.mlp.matrices]
 
     @property
     def nbytes(self) -> int:
         """Bytes of weights that a decode step reads."""
-        attention: int = sum(matrix.weights.nbytes for matrix in (*self.attention.qkv, self.attention.out))
-        return attention + self.mlp.nbytes
+        others: int = sum(matrix.weights.nbytes for matrix in self._small_matrices)
+        return others + self.mlp.nbytes
 
     def fill(self, struct: abi.Layer) -> None:
         """Fill a structure, except for the fields that depend on a cache."""
-        attention = self.attention
-        for name in ("query_heads", "kv_heads", "head_size", "value_size", "scaling", "softcap"):
-            setattr(struct.attention, name, getattr(attention, name))
         for name in ("before_attention", "after_attention", "before_mlp", "after_mlp"):
-            setattr(struct, name, getattr(self, name).to_struct(attention.out.rows))
-        normed = (attention.query_heads, attention.kv_heads) if attention.norms_all_heads else (1, 1)
-        struct.query_norm = attention.query_norm.to_struct(normed[0] * attention.head_size)
-        struct.key_norm = attention.key_norm.to_struct(normed[1] * attention.head_size)
-        struct.norms_all_heads, struct.norms_after_rope = attention.norms_all_heads, attention.norms_after_rope
-        struct.attention.sink_logits = pointer(attention.sink_logits, "float32", attention.query_heads)
-        for index, matrix in enumerate(attention.qkv):
-            struct.qkv[index] = matrix.to_struct()
-        struct.qkv_count = len(attention.qkv)
-        for field in fields(attention.heads):
-            setattr(struct, field.name, getattr(attention.heads, field.name))
-        struct.rope_scale = 1.0
-        if attention.rope:
-            rope = attention.rope
-            struct.frequencies = pointer(rope.frequencies, "float32", rope.rotary_dims // 2)
-            struct.absolute_rotary_dims = rope.rotary_dims
-            struct.order = pointer(rope.order, "int32", attention.head_size)
-            struct.rope_scale, struct.rope_scaled_dims = rope.scale, rope.rotary_dims if rope.scale != 1 else 0
-        struct.out, struct.parallel = attention.out.to_struct(), self.parallel
+            setattr(struct, name, getattr(self, name).to_struct(self.attention.out.rows))
+        self.attention.fill(struct)
+        struct.parallel, struct.output_scale = self.parallel, self.output_scale
         self.mlp.fill(struct)
+        if own := self.own_embedding:
+            struct.embedding_gate, struct.embedding_out = own.gate.to_struct(), own.out.to_struct()
+            struct.after_embedding = own.norm.to_struct(own.out.rows)
+
+
+@dataclass(frozen=True, eq=False)
+class LayerEmbeddings:
+    """Embeddings of tokens for each layer, beside those that go into the first one.
+
+    That of a token whose embedding is x is (scale * its row + norm(projection(x) * projection_scale)) * output_scale,
+    normed for each layer.
+
+    Attributes:
+        embedding: [vocabulary, layers * size].
+        projection: [layers * size, hidden].
+        norm: of `size` elements.
+    """
+
+    embedding: Matrix
+    projection: Matrix
+    norm: Norm
+    scale: float
+    projection_scale: float
+    output_scale: float
 
 
 @dataclass(frozen=True, eq=False)
@@ -252,6 +242,8 @@ class Description:
         residual_scale: factor on attention and MLP outputs.
         dtype: of the model's activations, such as "bfloat16"; those of a step are float32.
         logits_dtype: of the model's logits.
+        layer_embeddings: those of each layer.
+        placeholders: tokens that stand for something else than text, which the model itself has to take.
     """
 
     layers: Sequence[Layer]
@@ -267,6 +259,8 @@ class Description:
     dtype: str
     logits_dtype: str
     embedding_norm: Norm = Norm()
+    layer_embeddings: LayerEmbeddings | None = None
+    placeholders: tuple[int, ...] = ()
 
     @property
     def supports_absolute(self) -> bool:
@@ -276,7 +270,8 @@ class Description:
     @property
     def matrices(self) -> list[Matrix]:
         """All matrices that a decode step multiplies, or of which it multiplies some experts; without routers."""
-        return [self.output, *(matrix for layer in self.layers for matrix in layer.matrices)]
+        embeddings = [self.layer_embeddings.projection] if self.layer_embeddings else []
+        return [self.output, *embeddings, *(matrix for layer in self.layers for matrix in layer.matrices)]
 
     @property
     def nbytes(self) -> int:
@@ -298,13 +293,14 @@ class NativeModel:
     def __init__(self, description: Description) -> None:
         self.description = description
         self.layers = (abi.Layer * len(description.layers))()
-        for layer, struct in zip(description.layers, self.layers, strict=True):
+        for number, (layer, struct) in enumerate(zip(description.layers, self.layers, strict=True)):
             layer.fill(struct)
+            struct.kv_source = number if layer.attention.source is None else layer.attention.source
         self.struct = abi.Model(
             layers=ctypes.cast(self.layers, ctypes.POINTER(abi.Layer)),
             layer_count=len(self.layers),
             hidden_size=description.embedding.columns,
-            vocab_size=description.embedding.rows,
+            vocab_size=description.output.rows,
             embedding=description.embedding.to_struct(),
             embedding_scale=description.embedding_scale,
             learned_positions=pointer(description.learned_positions, "float32", description.embedding.columns),
@@ -316,3 +312,12 @@ class NativeModel:
             logit_softcap=description.logit_softcap,
             residual_scale=description.residual_scale,
         )
+        if embeddings := description.layer_embeddings:
+            struct, size = self.struct, embeddings.embedding.columns // len(self.layers)
+            struct.layer_embedding, struct.layer_projection = (
+                embeddings.embedding.to_struct(),
+                embeddings.projection.to_struct(),
+            )
+            struct.layer_projection_norm = embeddings.norm.to_struct(size)
+            struct.layer_embedding_scale, struct.layer_input_scale = embeddings.scale, embeddings.output_scale
+            struct.layer_projection_scale = embeddings.projection_scale

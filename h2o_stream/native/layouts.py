@@ -10,10 +10,22 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from h2o_stream.native.abi import Activation
+from h2o_stream.native.abi import Activation, GateKind
 
 FINAL_NORMS = ("norm", "final_layer_norm", "final_layernorm", "embedding_norm")
 """Names of the final norm."""
+
+WITHIN = ("model", "decoder", "language_model")
+"""Where the module that holds the layers may be, beside the base model, one in another."""
+
+OTHER_SENSES = {
+    "vision_tower", "audio_tower", "multi_modal_projector", "vision_embed_tokens", "embed_tokens_extend", "embed_vision",
+    "embed_audio", "vision_model", "vision_embedder", "audio_embedder",
+}  # fmt: skip
+"""Modules that tokens of text do not go through."""
+
+PLACEHOLDERS = r".*(image|video|audio|vision|speech).*_token_(id|index)"
+"""Settings that name tokens for something else than text."""
 
 NORMED_EMBEDDINGS = ("NanoChatModel",)
 """Models that apply the final norm before the first layer, too."""
@@ -30,6 +42,7 @@ class LayerLayout:
     Attributes:
         attention: the attention module.
         mlp: the MLP, or None if its linear layers belong to the decoder layer itself.
+        shared: an expert that all tokens go through, beside those in `mlp`.
         norms: module name of each norm in `NORM_ROLES`.
         parallel: whether the MLP reads the attention's input; None if an attribute of the layer tells.
     """
@@ -38,6 +51,7 @@ class LayerLayout:
     mlp: str | None
     norms: Mapping[str, str]
     parallel: bool | None = None
+    shared: str | None = None
 
 
 _TWO_NORMS = {"before_attention": "input_layernorm", "before_mlp": "post_attention_layernorm"}
@@ -45,6 +59,19 @@ _TWO_NORMS = {"before_attention": "input_layernorm", "before_mlp": "post_attenti
 LAYERS = (
     LayerLayout("self_attn", "mlp", _TWO_NORMS),
     LayerLayout("self_attn", "block_sparse_moe", _TWO_NORMS),
+    LayerLayout("self_attn", "block_sparse_moe", _TWO_NORMS, shared="shared_mlp"),
+    LayerLayout("self_attn", "feed_forward", _TWO_NORMS),
+    LayerLayout("attn", "mlp", {"before_attention": "attn_norm", "before_mlp": "mlp_norm"}),
+    LayerLayout(
+        "self_attn",
+        "mlp",
+        {
+            "before_attention": "input_layernorm",
+            "after_attention": "post_attention_layernorm",
+            "before_mlp": "pre_mlp_layernorm",
+            "after_mlp": "post_mlp_layernorm",
+        },
+    ),
     LayerLayout(
         "self_attn",
         "mlp",
@@ -73,7 +100,7 @@ LAYERS = (
     LayerLayout("self_attn", "mlp", {"before_attention": "attention_layernorm", "before_mlp": "feedforward_layernorm"}),
     LayerLayout("self_attn", "feed_forward", {"before_attention": "operator_norm", "before_mlp": "ffn_norm"}),
 )
-"""Llama and most others; Granite MoE; Gemma 2 and 3; EXAONE 4, OLMo 2; VaultGemma; GPT-NeoX; Phi, Cohere, StableLM 2
+"""Llama and most others; Granite MoE, without and with a shared expert; Llama 4; ModernBERT; AFMoE; Gemma 2 and 3; EXAONE 4, OLMo 2; VaultGemma; GPT-NeoX; Phi, Cohere, StableLM 2
 12B; OPT; GLM-4 0414; HyperCLOVA X; Apertus; LFM2."""
 
 
@@ -101,13 +128,77 @@ _QKV = ("q_proj", "k_proj", "v_proj")
 ATTENTIONS = (
     AttentionLayout(_QKV, "o_proj"),
     AttentionLayout(_QKV, "o_proj", norms=("query_layernorm", "key_layernorm"), norms_after_rope=True),
+    AttentionLayout(_QKV, "o_proj", norms=("qk_norm", "qk_norm"), norms_after_rope=True),
+    AttentionLayout(_QKV, "Wo"),
     AttentionLayout(_QKV, "out_proj"),
     AttentionLayout(_QKV, "out_proj", norms=("q_layernorm", "k_layernorm")),
     AttentionLayout(_QKV, "dense", norms=("q_layernorm", "k_layernorm")),
     AttentionLayout(("qkv_proj",), "o_proj"),
     AttentionLayout(("query_key_value",), "dense", order="interleaved", norms=("q_layernorm", "k_layernorm")),
 )
-"""Llama and most others; HunYuan; OPT; LFM2; Phi; Phi-3; GPT-NeoX, Persimmon. Of those that match, one with norms."""
+"""Llama and most others; HunYuan; Llama 4; ModernBERT; OPT; LFM2; Phi; Phi-3; GPT-NeoX, Persimmon. Of those that match, one with norms."""
+
+
+@dataclass(frozen=True)
+class LatentLayout:
+    """Module names in an attention with latent keys and values, and perhaps queries.
+
+    Attributes:
+        query: the projection to queries.
+        query_down: that to latent queries, in place of `query`.
+        query_norm: of latent queries.
+        query_up: from them to queries.
+        down: the projection to the latent vector and the last part of all keys.
+        norm: of the latent vector.
+        up: from it to keys and values.
+        out: the output projection.
+    """
+
+    query: str = "q_proj"
+    query_down: str = "q_a_proj"
+    query_norm: str = "q_a_layernorm"
+    query_up: str = "q_b_proj"
+    down: str = "kv_a_proj_with_mqa"
+    norm: str = "kv_a_layernorm"
+    up: str = "kv_b_proj"
+    out: str = "o_proj"
+
+    @property
+    def needed(self) -> tuple[str, ...]:
+        """Those by which such an attention is known."""
+        return self.down, self.norm, self.up, self.out
+
+
+LATENT = LatentLayout()
+
+GATES = {"gate_proj": GateKind.SIGMOID_GATE, "g_proj": GateKind.SOFTPLUS_GATE}
+"""Projections to factors on the output of an attention, before its output projection; and what they go through."""
+
+VALUE_NORM, OUTPUT_NORM = "v_norm", "attn_sub_norm"
+"""Norms of each head's value, and of the output before the output projection."""
+
+BORROWS = "is_kv_shared_layer"
+"""Attribute of an attention: whether it uses the keys and values of an earlier layer of its kind, the last with own ones."""
+
+
+@dataclass(frozen=True)
+class OwnEmbeddingLayout:
+    """Module names in a layer that adds something for the token's embedding for it, and in its model."""
+
+    gate: str = "per_layer_input_gate"
+    out: str = "per_layer_projection"
+    norm: str = "post_per_layer_input_norm"
+    embedding: str = "embed_tokens_per_layer"
+    projection: str = "per_layer_model_projection"
+    projection_norm: str = "per_layer_projection_norm"
+    projection_scale: str = "per_layer_model_projection_scale"
+    output_scale: str = "per_layer_input_scale"
+
+
+OWN_EMBEDDING = OwnEmbeddingLayout()
+
+OUTPUT_SCALE = "layer_scalar"
+"""Buffer of a layer: a factor on what it gives."""
 
 
 @dataclass(frozen=True)
@@ -128,22 +219,31 @@ MLPS = (
     MlpLayout("gate_proj", "up_proj", "down_proj"),
     MlpLayout(None, "gate_up_proj", "down_proj", fused=True),
     MlpLayout(None, "dense_h_to_4h", "dense_4h_to_h"),
+    MlpLayout(None, "input_linear", "output_linear", fused=True),
+    MlpLayout(None, "Wi", "Wo", fused=True),
     MlpLayout(None, "fc1", "fc2"),
     MlpLayout(None, "c_fc", "c_proj"),
     MlpLayout(None, "up_proj", "down_proj"),
     MlpLayout("w1", "w3", "w2", activation=Activation.SILU),
 )
-"""Llama and most others; Phi-3; GPT-NeoX; OPT, Phi; StarCoder 2; Nemotron; LFM2."""
+"""Llama and most others; Phi-3; GPT-NeoX; Granite's shared expert; ModernBERT; OPT, Phi; StarCoder 2; Nemotron;
+LFM2."""
 
-ACTIVATIONS = ("act_fn", "activation_fn", "act")
+INNER_NORM = "ffn_sub_norm"
+"""Norm of what goes into the last matrix of an MLP."""
+
+AFTER_EXPERTS = "post_mlp_layernorm"
+"""Norm of the output, in a block of experts."""
+
+ACTIVATIONS = ("act_fn", "activation_fn", "act", "activation")
 
 NEUTRAL_FLAGS: Mapping[str, tuple[object, ...]] = {
     "do_layer_norm_before": (True,),
-    "use_bidirectional_attention": (None, False),
+    "use_bidirectional_attention": (None, False, "vision"),
     "is_causal": (True,),
-    "clip_qkv": (None,),
     "alibi": (None, False),
-    "attn_temperature_tuning": (None, False, 0),
+    "moe_router_logit_softcapping": (None, 0),
+    "enable_moe_block": (None, False),
 }
 """Supported values of attributes of configs, RoPE parameters, layers and attentions that change the computation."""
 

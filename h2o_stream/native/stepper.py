@@ -14,8 +14,8 @@ from numpy.typing import NDArray
 from h2o_stream.cache.group_rules import GroupRules, HeadShape
 from h2o_stream.cache.window_rules import WindowRules
 from h2o_stream.errors import H2OStreamError, OutOfMemoryError
-from h2o_stream.native.abi import SLOTS, STREAM, TOO_FEW_SLOTS, Array, MatrixKind, pointer
-from h2o_stream.native.description import NativeModel
+from h2o_stream.native.abi import SLOTS, STREAM, TOO_FEW_SLOTS, Array, pointer
+from h2o_stream.native.description import DENSE, NativeModel
 from h2o_stream.native.slots import BoundLayer, why_not
 from h2o_stream.native.threads import num_threads
 
@@ -25,7 +25,7 @@ MAX_ROWS = 64
 _BYTES_PER_THREAD = 2**20
 """Weights that a thread should have to read in a step, to be worth waiting for."""
 
-_DENSE = {MatrixKind.FLOAT32, MatrixKind.BFLOAT16}
+_DENSE = set(DENSE)
 """Weights whose products with many vectors are faster in torch."""
 
 
@@ -168,7 +168,10 @@ class Stepper:
         return logits
 
     def _are_tokens(self, ids: NDArray[numpy.int64]) -> bool:
-        """Whether all are in the vocabulary; the model's own forward refuses others."""
+        """Whether all are in the vocabulary and stand for text; the model's own forward takes or refuses others."""
+        placeholders = self.model.description.placeholders
+        if placeholders and bool(numpy.isin(ids, placeholders).any()):
+            return False
         return bool(ids.min() >= 0 and ids.max() < self.model.struct.vocab_size)
 
     def _limits(self, lengths: list[list[int]]) -> NDArray[numpy.int64]:

@@ -15,6 +15,7 @@ constexpr int64_t kBlock = 256;  // columns per block
 constexpr int64_t kLine = 64;    // bytes; alignment of every part of a block
 
 constexpr bool is_packed(int64_t kind) { return kind >= kInt8 && kind <= kMxFp4; }
+constexpr bool has_columns(int64_t kind) { return kind == kFloat32Columns || kind == kBFloat16Columns; }
 
 // The numbers of kMxFp4 by code, plus their bias.
 constexpr int8_t kMxFp4Bias = 12;

@@ -4,27 +4,8 @@
 #include <exception>
 
 #include "activation.h"
+#include "layer_parts.h"
 #include "threads.h"
-
-namespace {
-
-// Tokens that go through the MLP or a projection at a time, so that activations do not grow with the prompt.
-constexpr int64_t kBlock = 512;
-
-}  // namespace
-
-template <class Body>
-void Prompt::for_each_block(Body body) const {
-  for (int64_t first = 0; first < count_; first += kBlock) body(first, std::min(kBlock, count_ - first));
-}
-
-template <class Body>
-void Prompt::for_each_token(int64_t size, Body body) const {
-  parallel(std::min(threads_, size), [&](const Worker& worker) {
-    const Range tokens = worker.partition(size);
-    for (int64_t i = tokens.begin; i < tokens.end; ++i) body(i, worker);
-  });
-}
 
 Prompt::Prompt(const Model& model, const Stream* streams, int64_t count, int64_t new_tokens, int64_t chunk,
                const int64_t* limits, int64_t threads)
@@ -40,6 +21,13 @@ Prompt::Prompt(const Model& model, const Stream* streams, int64_t count, int64_t
       counts_(count, new_tokens) {
   const Layer& last = model.layers[model.layer_count - 1];
   groups_ = last.first_group + last.group_count;
+  buffers_.resize(model.layer_count);
+  int64_t shared = 0;
+  for (int64_t index = 0; index < model.layer_count; ++index) {
+    const int64_t source = model.layers[index].kv_source;
+    if (source != index && !buffers_[source]) buffers_[source] = ++shared;
+  }
+  keys_.resize(shared + 1), values_.resize(shared + 1);
 }
 
 // Selects the slots of a layer.
@@ -61,8 +49,9 @@ prefill::NewTokens Prompt::tokens_of(const Layer& layer) {
     strides_[3 * i + 2] = heads[i] * sizes[i];
   }
   const bool in_bfloat16 = false;
-  return {query_.data(),  key_.data(),   value_.data(), strides_, attended_.data(),
-          counts_.data(), stream_count_, new_tokens_,   chunk_,   in_bfloat16};
+  return {query_.data(),    keys_of_layer(layer).data(), values_of_layer(layer).data(), strides_,
+          attended_.data(), counts_.data(),              stream_count_,                 new_tokens_,
+          chunk_,           in_bfloat16};
 }
 
 bool Prompt::fits() {
@@ -76,13 +65,15 @@ void Prompt::reserve() {
   for (int64_t index = 0; index < model_.layer_count; ++index) {
     const Layer& layer = model_.layers[index];
     const AttentionLayer& shape = layer.attention;
-    int64_t rows = 0;
-    for (int64_t i = 0; i < layer.qkv_count; ++i) rows += layer.qkv[i].rows;
-    qkv_size_ = std::max(qkv_size_, rows), inner_ = std::max({inner_, layer.down.columns, layer.experts.inner_size});
+    qkv_size_ = std::max(qkv_size_, qkv_size(layer));
+    inner_ = std::max({inner_, layer.down.columns, layer.experts.inner_size, layer.embedding_gate.rows});
+    gate_inner_ = std::max({gate_inner_, inner_, 2 * layer.experts.inner_size});
+    for (int64_t i = 0; i < layer.latent_count; ++i) latent_ = std::max(latent_, layer.latent[i].matrix.columns);
+    if (layer.gate_kind != kNoGate) gate_width_ = std::max(gate_width_, shape.query_heads * layer.gate_size);
     experts_ = std::max(experts_, layer.experts.router.rows), chosen_ = std::max(chosen_, layer.experts.chosen);
     query_.reserve(count_ * shape.query_heads * shape.head_size);
-    key_.reserve(count_ * shape.kv_heads * shape.head_size);
-    value_.reserve(count_ * shape.kv_heads * shape.value_size);
+    keys_of_layer(layer).reserve(count_ * shape.kv_heads * shape.head_size);
+    values_of_layer(layer).reserve(count_ * shape.kv_heads * shape.value_size);
     attended_.reserve(count_ * shape.query_heads * shape.value_size);
   }
   x_.reserve(count_ * hidden);
@@ -90,7 +81,11 @@ void Prompt::reserve() {
   qkv_.reserve(block * qkv_size_);
   attention_delta_.reserve(block * hidden);
   mlp_delta_.reserve(block * hidden);
-  gate_.reserve(block * inner_);
+  gate_.reserve(block * gate_inner_);
+  latents_.reserve(block * latent_);
+  gates_.reserve(count_ * gate_width_);
+  layer_embeddings_.reserve(count_ * model_.layer_embedding.columns);
+  layer_projections_.reserve(layer_embeddings_.size());
   up_.reserve(block * inner_);
   scratch_.reserve(threads_ * hidden);
   normed_.reserve(block * hidden);
@@ -110,6 +105,7 @@ void Prompt::run(const int64_t* tokens, int64_t keep, float* logits) {
     const Layer& layer = model_.layers[index];
     project(layer);
     prefill::attend(layer.attention, slots_of(layer), tokens_of(layer), threads_);
+    gate(layer);
     if (index + 1 == model_.layer_count) drop_all_but(keep);
     finish(layer);
   }
@@ -132,6 +128,18 @@ void Prompt::embed(const int64_t* tokens) {
     }
     apply_norm(model_.embedding_norm, x, hidden, x);
   });
+  if (model_.layer_embedding.weights) embed_for_layers(tokens);
+}
+
+void Prompt::embed_for_layers(const int64_t* tokens) {
+  const int64_t size = model_.layer_embedding.columns;
+  for_each_token(count_, [&](int64_t token, const Worker&) {
+    read_row(model_.layer_embedding, tokens[token], layer_embeddings_.at(token * size));
+  });
+  for_each_block([&](int64_t first, int64_t count) {
+    multiply(model_.layer_projection, x_.at(first * model_.hidden_size), count, layer_projections_.at(first * size),
+             size, false, threads_);
+  });
 }
 
 // Writes the queries, keys and values of a layer.
@@ -143,28 +151,57 @@ void Prompt::project(const Layer& layer) {
     for_each_token(size, [&](int64_t i, const Worker&) {
       apply_norm(layer.before_attention, x_.at((first + i) * hidden), hidden, normed_.at(i * hidden));
     });
-    int64_t column = 0;
     for (int64_t i = 0; i < layer.qkv_count; ++i) {
-      multiply(layer.qkv[i], normed_.data(), size, qkv_.at(column), qkv_size_, in_bfloat16, threads_);
-      column += layer.qkv[i].rows;
+      multiply(layer.qkv[i], normed_.data(), size, qkv_.at(layer.qkv_columns[i]), qkv_size_, in_bfloat16, threads_);
     }
+    if (layer.latent_count) project_latent(layer, size);
     for_each_token(size, [&](int64_t i, const Worker& worker) {
       const int64_t token = first + i;
-      const float* qkv = qkv_.at(i * qkv_size_);
+      float* qkv = qkv_.at(i * qkv_size_);
+      clip(layer, {0, qkv_size(layer)}, qkv);
       Angles& angles = angles_[worker.index];
-      const Heads queries{layer.query_norm, qkv + layer.query_offset, layer.query_stride, shape.query_heads};
+      for (int64_t head = 0; layer.gate_kind != kNoGate && head < shape.query_heads; ++head) {
+        std::copy_n(qkv + layer.gate_offset + head * layer.gate_stride, layer.gate_size,
+                    gates_.at(token * gate_width_ + head * layer.gate_size));
+      }
+      const Heads queries = queries_of(layer, qkv, indices_[token]);
       for (int64_t head = 0; head < shape.query_heads; ++head) {
         prepare_head(layer, queries, head, indices_[token], angles,
                      query_.at((token * shape.query_heads + head) * shape.head_size));
       }
-      const Heads keys{layer.key_norm, qkv + layer.key_offset, layer.key_stride, shape.kv_heads};
+      if (layer.kv_source != index_of(layer)) return;
+      const Heads keys = keys_of(layer, qkv);
       for (int64_t head = 0; head < shape.kv_heads; ++head) {
         prepare_head(layer, keys, head, indices_[token], angles,
-                     key_.at((token * shape.kv_heads + head) * shape.head_size));
-        std::copy_n(qkv + layer.value_offset + head * layer.value_stride, shape.value_size,
-                    value_.at((token * shape.kv_heads + head) * shape.value_size));
+                     keys_of_layer(layer).at((token * shape.kv_heads + head) * shape.head_size));
+        prepare_value(layer, qkv, head, values_of_layer(layer).at((token * shape.kv_heads + head) * shape.value_size));
       }
     });
+  });
+}
+
+// Computes for a block what comes from latent vectors.
+void Prompt::project_latent(const Layer& layer, int64_t size) {
+  for (int64_t i = 0; i < layer.latent_count; ++i) {
+    const Projection& latent = layer.latent[i];
+    const int64_t columns = latent.matrix.columns;
+    for_each_token(size, [&](int64_t token, const Worker&) {
+      apply_norm(latent.norm, qkv_.at(token * qkv_size_ + latent.from), columns, latents_.at(token * columns));
+    });
+    multiply(latent.matrix, latents_.data(), size, qkv_.at(latent.to), qkv_size_, layer.attention.in_bfloat16, threads_);
+  }
+}
+
+// Applies the gate and the norm of the attention's output.
+void Prompt::gate(const Layer& layer) {
+  if (layer.gate_kind == kNoGate && layer.attended_norm.kind == kNoNorm) return;
+  const int64_t size = layer.out.columns;
+  Layer gated = layer;  // the gate's values follow one another here
+  gated.gate_offset = 0, gated.gate_stride = layer.gate_size;
+  for_each_token(count_, [&](int64_t token, const Worker&) {
+    float* attended = attended_.at(token * size);
+    apply_gate(gated, gates_.at(token * gate_width_), attended);
+    apply_norm(layer.attended_norm, attended, size, attended);
   });
 }
 
@@ -175,6 +212,10 @@ void Prompt::drop_all_but(int64_t keep) {
     const int64_t from = (stream + 1) * new_tokens_ - keep, to = stream * keep;
     std::memmove(x_.at(to * hidden), x_.at(from * hidden), keep * hidden * sizeof(float));
     std::memmove(attended_.at(to * size), attended_.at(from * size), keep * size * sizeof(float));
+    const int64_t embedding = model_.layer_embedding.columns;
+    for (const Buffer<float>* buffer : {&layer_embeddings_, &layer_projections_}) {
+      if (embedding) std::memmove(buffer->at(to * embedding), buffer->at(from * embedding), keep * embedding * sizeof(float));
+    }
   }
   count_ = stream_count_ * keep;
 }
@@ -200,71 +241,10 @@ void Prompt::finish(const Layer& layer) {
       add_normed(layer.after_mlp, mlp_delta_.at(i * hidden), hidden, scale, x_.at((first + i) * hidden),
                  scratch_.at(worker.index * hidden));
     });
+    if (layer.embedding_gate.weights) add_embedding(layer, first, size);
+    if (layer.output_scale == 1) return;
+    for_each_token(size, [&](int64_t i, const Worker&) { ::scale(layer.output_scale, hidden, x_.at((first + i) * hidden)); });
   });
-}
-
-// Writes the MLP's outputs for a block of tokens, zeros if there is none.
-void Prompt::feed_mlp(const Layer& layer, int64_t size) {
-  const int64_t hidden = model_.hidden_size, inner = layer.down.columns;
-  if (!layer.down.weights) {
-    std::fill_n(mlp_delta_.data(), size * hidden, 0.f);
-    return;
-  }
-  const bool gated = layer.gate.weights, in_bfloat16 = layer.attention.in_bfloat16;
-  if (gated) multiply(layer.gate, normed_.data(), size, gate_.data(), inner, in_bfloat16, threads_);
-  multiply(layer.up, normed_.data(), size, up_.data(), inner, in_bfloat16, threads_);
-  for_each_token(size, [&](int64_t i, const Worker&) {
-    float* up = up_.at(i * inner);
-    activate(layer.activation, gated ? gate_.at(i * inner) : nullptr, up, {0, inner}, up);
-  });
-  multiply(layer.down, up_.data(), size, mlp_delta_.data(), hidden, in_bfloat16, threads_);
-  const Matrix& gate = layer.experts.shared_gate;
-  if (!gate.weights) return;
-  multiply(gate, normed_.data(), size, gate_.data(), 1, false, threads_);
-  for_each_token(size, [&](int64_t i, const Worker&) {
-    float* delta = mlp_delta_.at(i * hidden);
-    for (int64_t k = 0; k < hidden; ++k) delta[k] *= sigmoid(gate_[i]);
-  });
-}
-
-// Adds the outputs of the experts for a block of tokens.
-void Prompt::feed_experts(const Layer& layer, int64_t size) {
-  const Experts& experts = layer.experts;
-  const int64_t hidden = model_.hidden_size, inner = experts.inner_size;
-  const bool in_bfloat16 = layer.attention.in_bfloat16;
-  group_by_expert(experts, size);
-  for (int64_t index = 0; index < experts.router.rows; ++index) {
-    const std::vector<int64_t>& choices = tokens_by_expert_[index];
-    const int64_t count = int64_t(choices.size());
-    if (!count) continue;
-    const Expert expert(experts, index, hidden);
-    for_each_token(count, [&](int64_t i, const Worker&) {
-      std::copy_n(normed_.at(choices[i] / experts.chosen * hidden), hidden, gathered_.at(i * hidden));
-    });
-    multiply(expert.gate, gathered_.data(), count, gate_.data(), inner, in_bfloat16, threads_);
-    multiply(expert.up, gathered_.data(), count, up_.data(), inner, in_bfloat16, threads_);
-    for_each_token(count, [&](int64_t i, const Worker&) {
-      float* up = up_.at(i * inner);
-      activate(layer.activation, gate_.at(i * inner), up, {0, inner}, up);
-    });
-    multiply(expert.down, up_.data(), count, expert_delta_.data(), hidden, in_bfloat16, threads_);
-    for_each_token(count, [&](int64_t i, const Worker&) {
-      float* delta = mlp_delta_.at(choices[i] / experts.chosen * hidden);
-      const float *output = expert_delta_.at(i * hidden), weight = choices_[choices[i]].weight;
-      for (int64_t k = 0; k < hidden; ++k) delta[k] += weight * output[k];
-    });
-  }
-}
-
-// Chooses experts for a block of tokens.
-void Prompt::group_by_expert(const Experts& experts, int64_t size) {
-  multiply(experts.router, normed_.data(), size, router_logits_.data(), experts_, false, threads_);
-  for_each_token(size, [&](int64_t i, const Worker& worker) {
-    choose(experts, router_logits_.at(i * experts_), scores_.at(worker.index * 2 * experts_),
-           choices_.at(i * experts.chosen));
-  });
-  for (std::vector<int64_t>& choices : tokens_by_expert_) choices.clear();
-  for (int64_t i = 0; i < size * experts.chosen; ++i) tokens_by_expert_[choices_[i].expert].push_back(i);
 }
 
 void Prompt::output(float* logits) {

@@ -4,6 +4,7 @@
 #include <exception>
 
 #include "activation.h"
+#include "layer_parts.h"
 
 namespace {
 
@@ -24,6 +25,7 @@ void Step::run(const Stream* streams, int64_t count, float* logits, float* trace
 
 void Step::reserve(int64_t threads) {
   int64_t slots = 0, query_size = 0, qkv = 0, inner = 0, query_heads = 0, value_size = 0, expert_inner = 0;
+  int64_t latent[2] = {};
   for (int64_t index = 0; index < model_.layer_count; ++index) {
     const Layer& layer = model_.layers[index];
     for (int64_t stream = 0; stream < count_; ++stream) {
@@ -31,9 +33,8 @@ void Step::reserve(int64_t threads) {
         slots = std::max(slots, streams_[stream].slots[layer.first_group + group].slot_count);
       }
     }
-    int64_t rows = 0;
-    for (int64_t i = 0; i < layer.qkv_count; ++i) rows += layer.qkv[i].rows;
-    qkv = std::max(qkv, rows), inner = std::max(inner, layer.down.columns);
+    qkv = std::max(qkv, qkv_size(layer)), inner = std::max({inner, layer.down.columns, layer.embedding_gate.rows});
+    for (int64_t i = 0; i < layer.latent_count; ++i) latent[i] = std::max(latent[i], layer.latent[i].matrix.columns);
     query_heads = std::max(query_heads, layer.attention.query_heads);
     value_size = std::max(value_size, layer.attention.value_size);
     query_size = std::max(query_size, layer.out.columns);
@@ -56,28 +57,24 @@ void Step::reserve(int64_t threads) {
     states_[i].factors.reserve(rows * attention_.factor_count());
     states_[i].normed = Vectors(rows, hidden);
     states_[i].attended = Vectors(rows, query_size);
+    for (int64_t j = 0; j < 2; ++j) states_[i].latent[j] = Vectors(rows, latent[j]);
   }
   angles_.resize(reserved_threads_ * reserved_streams_);
   qkv_.reserve(reserved_streams_ * qkv);
   qkv_size_ = qkv, inner_ = inner;
   attention_delta_.reserve(reserved_streams_ * hidden);
   mlp_delta_.reserve(reserved_streams_ * hidden);
-  gate_.reserve(reserved_streams_ * std::max(inner, chosen_ * expert_inner));
-  up_.reserve(gate_.size());
+  layer_embeddings_.reserve(reserved_streams_ * model_.layer_embedding.columns);
+  layer_projections_.reserve(reserved_streams_ * model_.layer_embedding.columns);
+  gate_.reserve(reserved_streams_ * std::max(inner, 2 * chosen_ * expert_inner));
+  up_.reserve(reserved_streams_ * inner);
   scratch_.reserve(reserved_threads_ * hidden);
   router_logits_.reserve(reserved_streams_ * experts_);
   scores_.reserve(reserved_threads_ * 2 * experts_);
   choices_.reserve(reserved_threads_ * reserved_streams_ * chosen_);
+  moments_.resize(reserved_threads_ * reserved_streams_);
   activated_ = Vectors(reserved_streams_, inner);
   expert_activated_ = Vectors(reserved_streams_ * chosen_, expert_inner);
-}
-
-template <class Body>
-void Step::for_each_stream(const Worker& worker, Body body) {
-  if (count_ == 1) return body(state(worker), int64_t(0));
-  const Range range = worker.partition(count_);
-  for (int64_t stream = range.begin; stream < range.end; ++stream) body(states_[0], stream);
-  worker.barrier();
 }
 
 void Step::run_worker(const Worker& worker) {
@@ -94,6 +91,7 @@ void Step::run_worker(const Worker& worker) {
     });
     attention(worker, layer);
     mlp(worker, layer);
+    if (layer.embedding_gate.weights) add_embedding(worker, layer);
   }
   output(worker);
 }
@@ -112,6 +110,22 @@ void Step::embed(const Worker& worker) {
     apply_norm(model_.embedding_norm, x, hidden, x);
   };
   for_each_stream(worker, row);
+  if (model_.layer_embedding.weights) embed_for_layers(worker);
+}
+
+// Reads and projects the embeddings for all layers.
+void Step::embed_for_layers(const Worker& worker) {
+  const int64_t hidden = model_.hidden_size, size = model_.layer_embedding.columns;
+  for_each_stream(worker, [&](State& state, int64_t stream) {
+    std::copy_n(state.x.at(stream * hidden), hidden, state.normed.at(stream));
+    quantize_for({&model_.layer_projection}, state.normed, stream, {0, hidden});
+  });
+  for (int64_t stream = worker.index; stream < count_; stream += worker.count) {
+    read_row(model_.layer_embedding, streams_[stream].token, layer_embeddings_.at(stream * size));
+  }
+  skinny_gemm(model_.layer_projection, state(worker).normed, count_, worker.partition(size, kRows),
+              layer_projections_.data(), size);
+  worker.barrier();
 }
 
 void Step::write_trace(int64_t layer, int64_t stream, const float* x, const Worker& worker) const {
@@ -124,8 +138,20 @@ void Step::add(const Norm& norm, const float* delta, float* x, const Worker& wor
   add_normed(norm, delta, hidden, float(model_.residual_scale), x, scratch_.at(worker.index * hidden));
 }
 
-// Adds the MLP output, and with a parallel MLP also the attention output, of the previous layer.
+// Adds what is left of the previous layer.
 void Step::add_layer(const Layer& layer, float* x, int64_t stream, const Worker& worker) {
+  const int64_t hidden = model_.hidden_size;
+  if (layer.embedding_gate.weights) {
+    float* scratch = scratch_.at(worker.index * hidden);
+    add_normed(layer.after_embedding, mlp_delta_.at(stream * hidden), hidden, 1, x, scratch);
+  } else {
+    add_mlp(layer, x, stream, worker);
+  }
+  scale(layer.output_scale, hidden, x);
+}
+
+// Adds the MLP output, and with a parallel MLP also the attention output.
+void Step::add_mlp(const Layer& layer, float* x, int64_t stream, const Worker& worker) {
   const int64_t hidden = model_.hidden_size;
   if (layer.parallel) add(layer.after_attention, attention_delta_.at(stream * hidden), x, worker);
   add(layer.after_mlp, mlp_delta_.at(stream * hidden), x, worker);
@@ -134,12 +160,7 @@ void Step::add_layer(const Layer& layer, float* x, int64_t stream, const Worker&
 void Step::attention(const Worker& worker, const Layer& layer) {
   const int64_t hidden = model_.hidden_size;
   State& local = state(worker);
-  int64_t first = 0;
-  for (int64_t i = 0; i < layer.qkv_count; ++i) {
-    const Matrix& matrix = layer.qkv[i];
-    skinny_gemm(matrix, local.normed, count_, worker.partition(matrix.rows, kRows), qkv_.at(first), qkv_size_);
-    first += matrix.rows;
-  }
+  project(worker, layer);
   for (int64_t group = 0; count_ == 1 && group < layer.group_count; ++group) {
     prefetch_slots(streams_->slots[layer.first_group + group], worker);
   }
@@ -157,6 +178,9 @@ void Step::attention(const Worker& worker, const Layer& layer) {
   worker.barrier();
   for_each_stream(worker, [&](State& state, int64_t stream) {
     attention_.merge(stream, state.attended.at(stream), state.factors.at(stream * attention_.factor_count()));
+    float* attended = state.attended.at(stream);
+    apply_gate(layer, qkv_.at(stream * qkv_size_), attended);
+    apply_norm(layer.attended_norm, attended, layer.out.columns, attended);
     quantize_for({&layer.out}, state.attended, stream, {0, layer.out.columns});
   });
   attention_.update_scores(worker,
@@ -167,115 +191,42 @@ void Step::attention(const Worker& worker, const Layer& layer) {
   attention_.evict(worker);
 }
 
+// Writes this thread's share of the queries, keys and values of a layer, of latent ones all that they are made from.
+void Step::project(const Worker& worker, const Layer& layer) {
+  const auto multiply = [&](const Matrix& matrix, const Vectors& vectors, int64_t column) {
+    const Range rows = worker.partition(matrix.rows, kRows);
+    skinny_gemm(matrix, vectors, count_, rows, qkv_.at(column), qkv_size_);
+    for (int64_t stream = 0; stream < count_; ++stream) clip(layer, rows, qkv_.at(stream * qkv_size_ + column));
+  };
+  for (int64_t i = 0; i < layer.qkv_count; ++i) multiply(layer.qkv[i], state(worker).normed, layer.qkv_columns[i]);
+  if (!layer.latent_count) return;
+  worker.barrier();
+  for_each_stream(worker, [&](State& state, int64_t stream) {
+    for (int64_t i = 0; i < layer.latent_count; ++i) {
+      const Projection& latent = layer.latent[i];
+      const int64_t size = latent.matrix.columns;
+      apply_norm(latent.norm, qkv_.at(stream * qkv_size_ + latent.from), size, state.latent[i].at(stream));
+      quantize_for({&latent.matrix}, state.latent[i], stream, {0, size});
+    }
+  });
+  for (int64_t i = 0; i < layer.latent_count; ++i) {
+    multiply(layer.latent[i].matrix, state(worker).latent[i], layer.latent[i].to);
+  }
+}
+
 // Writes the queries of a KV head's group and, unless null, its key and value.
 void Step::prepare(const Layer& layer, int64_t stream, int64_t head, float* queries, float* key, float* value,
                    Angles& angles) {
   const AttentionLayer& shape = layer.attention;
   const int64_t heads = shape.query_heads / shape.kv_heads, size = simd::padded(shape.head_size);
   const float* qkv = qkv_.at(stream * qkv_size_);
-  const Heads all{layer.query_norm, qkv + layer.query_offset, layer.query_stride, shape.query_heads};
+  const Heads all = queries_of(layer, qkv, token_indices_[stream]);
   for (int64_t q = 0; q < heads; ++q) {
     prepare_head(layer, all, head * heads + q, token_indices_[stream], angles, queries + q * size);
   }
   if (!key) return;
-  const Heads keys{layer.key_norm, qkv + layer.key_offset, layer.key_stride, shape.kv_heads};
-  prepare_head(layer, keys, head, token_indices_[stream], angles, key);
-  std::copy_n(qkv + layer.value_offset + head * layer.value_stride, shape.value_size, value);
-}
-
-void Step::mlp(const Worker& worker, const Layer& layer) {
-  const int64_t hidden = model_.hidden_size;
-  const Experts& experts = layer.experts;
-  for_each_stream(worker, [&](State& state, int64_t stream) {
-    float* x = state.x.at(stream * hidden);
-    if (!layer.parallel) add(layer.after_attention, attention_delta_.at(stream * hidden), x, worker);
-    apply_norm(layer.before_mlp, x, hidden, state.normed.at(stream));
-    quantize_for({&layer.gate, &layer.up, &experts.gate, &experts.up, &experts.shared_gate}, state.normed, stream,
-                 {0, hidden});
-  });
-  if (layer.down.weights) multiply_up(worker, layer);
-  if (experts.router.weights) {
-    const Range rows = worker.partition(experts.router.rows, kRows);
-    skinny_gemm(experts.router, state(worker).normed, count_, rows, router_logits_.data(), experts_);
-    worker.barrier();
-    choose_experts(worker, experts);
-    multiply_experts_up(worker, layer);
-  }
-  prefetch(layer.down, worker.partition(layer.down.rows, kRows));
-  worker.barrier();
-  multiply_down(worker, layer);
-  const bool last = &layer == model_.layers + model_.layer_count - 1;
-  const Matrix& next = last ? model_.output : (&layer)[1].qkv[0];
-  prefetch(next, worker.partition(next.rows, kRows));
-  worker.barrier();
-}
-
-// Computes a range of the input of `down` and quantizes it.
-void Step::multiply_up(const Worker& worker, const Layer& layer) {
-  const Range columns = worker.partition(layer.down.columns, kGroup);
-  const Vectors& normed = state(worker).normed;
-  const bool gated = layer.gate.weights;
-  if (gated) skinny_gemm(layer.gate, normed, count_, columns, gate_.data(), inner_);
-  skinny_gemm(layer.up, normed, count_, columns, up_.data(), inner_);
-  for (int64_t stream = 0; stream < count_; ++stream) {
-    const float* gate = gated ? gate_.at(stream * inner_) : nullptr;
-    activate(layer.activation, gate, up_.at(stream * inner_), columns, activated_.at(stream));
-    quantize_for({&layer.down}, activated_, stream, columns);
-  }
-}
-
-void Step::choose_experts(const Worker& worker, const Experts& experts) {
-  for (int64_t stream = 0; stream < count_; ++stream) {
-    choose(experts, router_logits_.at(stream * experts_), scores_.at(worker.index * 2 * experts_),
-           choices(worker) + stream * experts.chosen);
-  }
-}
-
-// The same as `multiply_up` for this thread's share of the rows of all chosen experts.
-void Step::multiply_experts_up(const Worker& worker, const Layer& layer) {
-  const Experts& experts = layer.experts;
-  const int64_t inner = experts.inner_size, size = simd::padded(inner, kGroup);
-  const Range share = worker.partition(count_ * experts.chosen * size, kGroup);
-  for (int64_t choice = share.begin / size; choice * size < share.end; ++choice) {
-    const Range rows{std::max<int64_t>(share.begin - choice * size, 0), std::min(share.end - choice * size, inner)};
-    const int64_t stream = choice / experts.chosen;
-    const Expert expert(experts, choices(worker)[choice].expert, model_.hidden_size);
-    float *gate = gate_.at(choice * inner), *up = up_.at(choice * inner);
-    const Vectors& normed = state(worker).normed;
-    skinny_gemm(expert.gate, normed, Range{stream, stream + 1}, rows, gate, inner);
-    skinny_gemm(expert.up, normed, Range{stream, stream + 1}, rows, up, inner);
-    activate(layer.activation, gate, up, rows, expert_activated_.at(choice));
-    quantize_for({&expert.down}, expert_activated_, choice, rows);
-  }
-}
-
-void Step::multiply_down(const Worker& worker, const Layer& layer) {
-  const int64_t hidden = model_.hidden_size;
-  const Range rows = worker.partition(hidden, kRows);
-  if (layer.down.weights) skinny_gemm(layer.down, activated_, count_, rows, mlp_delta_.data(), hidden);
-  if (!layer.experts.router.weights) return;
-  for (int64_t stream = 0; stream < count_; ++stream) {
-    float factor = layer.down.weights ? 1 : 0;
-    if (const Matrix& gate = layer.experts.shared_gate; gate.weights) {
-      skinny_gemm(gate, state(worker).normed, Range{stream, stream + 1}, {0, 1}, &factor, 1);
-      factor = sigmoid(factor);
-    }
-    float* delta = mlp_delta_.at(stream * hidden);
-    for (int64_t i = rows.begin; i < rows.end; ++i) delta[i] = factor ? factor * delta[i] : 0;
-    add_experts(worker, layer.experts, stream, rows);
-  }
-}
-
-// Adds a range of the outputs of a stream's experts.
-void Step::add_experts(const Worker& worker, const Experts& experts, int64_t stream, Range rows) {
-  const int64_t hidden = model_.hidden_size;
-  float *delta = mlp_delta_.at(stream * hidden), *output = scratch_.at(worker.index * hidden);
-  for (int64_t choice = stream * experts.chosen; choice < (stream + 1) * experts.chosen; ++choice) {
-    const auto [index, weight] = choices(worker)[choice];
-    const Expert expert(experts, index, hidden);
-    skinny_gemm(expert.down, expert_activated_, Range{choice, choice + 1}, rows, output, hidden);
-    for (int64_t i = rows.begin; i < rows.end; ++i) delta[i] += weight * output[i];
-  }
+  prepare_head(layer, keys_of(layer, qkv), head, token_indices_[stream], angles, key);
+  prepare_value(layer, qkv, head, value);
 }
 
 void Step::output(const Worker& worker) {
