@@ -4,13 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
-from typing import TYPE_CHECKING
 
 from h2o_stream.native import abi
 from h2o_stream.native.abi import Array, GateKind, pointer
-
-if TYPE_CHECKING:
-    from h2o_stream.native.description import Matrix, Norm
+from h2o_stream.native.parts import Matrix, Norm
 
 
 @dataclass(frozen=True)
@@ -138,8 +135,8 @@ class Attention:
     elements: Array | None = None
     key_tail: Tail | None = None
     gate: Gate | None = None
-    value_norm: Norm | None = None
-    output_norm: Norm | None = None
+    value_norm: Norm = Norm()
+    output_norm: Norm = Norm()
     source: int | None = None
     temperature: Temperature | None = None
     clip: float = 0.0
@@ -178,10 +175,8 @@ class Attention:
             struct.gate_kind, struct.gate_offset = self.gate.kind, self.gate.offset
             struct.gate_stride, struct.gate_size = self.gate.stride, self.gate.size
         struct.value_scale = self.value_scale
-        if self.value_norm:
-            struct.value_norm = self.value_norm.to_struct(self.value_size)
-        if self.output_norm:
-            struct.attended_norm = self.output_norm.to_struct(self.out.columns)
+        struct.value_norm = self.value_norm.to_struct(self.value_size)
+        struct.attended_norm = self.output_norm.to_struct(self.out.columns)
         if self.temperature:
             struct.temperature, struct.temperature_length = self.temperature.scale, self.temperature.length
             struct.temperature_start = self.temperature.start

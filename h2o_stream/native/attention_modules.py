@@ -52,8 +52,8 @@ class AttentionReader(ModuleReader):
         self._attentions.append(described)
         return described
 
-    def _optional_norm(self, module: Any, key: str, size: int, name: str) -> Norm | None:
-        return self._norm(module, key, size, name) if has_modules(module, (key,)) else None
+    def _optional_norm(self, module: Any, key: str, size: int, name: str) -> Norm:
+        return self._norm(module, key, size, name) if has_modules(module, (key,)) else Norm()
 
     def _plain_attention(self, module: Any, index: int, name: str) -> Attention:
         size = getattr(module, "head_dim", None) or getattr(module, "head_size", None)
@@ -147,14 +147,13 @@ class AttentionReader(ModuleReader):
         if not fits or lender.head_size != size or heads % lender.kv_heads or lender.gate:
             raise DescriptionError(f"{name} does not fit the keys of layer {source}")
         rope = self._rope(module, size, index, name)
-        norm = self._optional_norm(module, layout.norms[0], size, name) or Norm()
         return replace(
             lender,
             query_heads=heads,
             scaling=module.scaling,
             qkv=[query],
             columns=None,
-            query_norm=norm,
+            query_norm=self._optional_norm(module, layout.norms[0], size, name),
             rope=rope,
             out=out,
             source=source,

@@ -11,84 +11,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from h2o_stream.native import abi, packing
-from h2o_stream.native.abi import Activation, Array, MatrixKind, NormKind, pointer
+from h2o_stream.native import abi
+from h2o_stream.native.abi import Activation, Array, pointer
 from h2o_stream.native.attention import Attention
-
-
-class DescriptionError(Exception):
-    """The model cannot be described; the message gives the reason in one line."""
-
-
-DENSE = {
-    MatrixKind.FLOAT32: "float32",
-    MatrixKind.BFLOAT16: "bfloat16",
-    MatrixKind.FLOAT32_COLUMNS: "float32",
-    MatrixKind.BFLOAT16_COLUMNS: "bfloat16",
-}
-"""Matrices that are not packed, with the dtype of their numbers."""
-
-
-@dataclass(frozen=True, eq=False)
-class Matrix:
-    """Weights of a linear layer or an embedding.
-
-    Attributes:
-        weights: [rows, columns] float32 or bfloat16, or uint8 of `packing.tiles_shape`; shared with the model. Where
-            columns follow one another, as many numbers.
-        bias: [rows] float32, or None.
-        rows: output features.
-        columns: input features.
-        kind: storage format.
-    """
-
-    weights: Array
-    bias: Array | None
-    rows: int
-    columns: int
-    kind: MatrixKind
-
-    def row_range(self, first: int, count: int) -> Matrix:
-        """Rows [first, first + count) in the same memory.
-
-        Raises:
-            DescriptionError: the rows of a packed matrix do not start at a tile.
-        """
-        tile = 1 if self.kind in DENSE else packing.ROWS
-        if first % tile:
-            raise DescriptionError(f"rows {first} of a packed matrix do not start at a multiple of {tile}")
-        weights = self.weights[first // tile : -(-(first + count) // tile)]
-        bias = None if self.bias is None else self.bias[first : first + count]
-        return Matrix(weights, bias, count, self.columns, self.kind)
-
-    def to_struct(self) -> abi.Matrix:
-        """As a C structure."""
-        dense = DENSE.get(self.kind)
-        size = self.rows * self.columns if dense else packing.packed_bytes(self.kind, self.rows, self.columns)
-        weights = pointer(self.weights, dense or "uint8", size)
-        return abi.Matrix(weights, pointer(self.bias, "float32", self.rows), self.rows, self.columns, self.kind)
-
-
-@dataclass(frozen=True, eq=False)
-class Norm:
-    """A normalization; offsets such as Gemma's 1 + w are folded into the weight.
-
-    Attributes:
-        kind: RMS or layer norm, or none.
-        weight: [n] float32, or None without a norm.
-        bias: [n] float32, or None.
-        epsilon: added to the mean square or variance.
-    """
-
-    kind: NormKind = NormKind.NONE
-    weight: Array | None = None
-    bias: Array | None = None
-    epsilon: float = 0.0
-
-    def to_struct(self, size: int) -> abi.Norm:
-        """As a C structure, of a norm whose weights are `size` numbers."""
-        weight, bias = (pointer(x, "float32", size) for x in (self.weight, self.bias))
-        return abi.Norm(weight, bias, self.epsilon, self.kind)
+from h2o_stream.native.parts import DENSE as DENSE
+from h2o_stream.native.parts import DescriptionError as DescriptionError
+from h2o_stream.native.parts import Matrix as Matrix
+from h2o_stream.native.parts import Norm as Norm
 
 
 class FeedForward(Protocol):

@@ -22,7 +22,7 @@ _SCALES = ("routed_scaling_factor", "route_scale", "router_scaling_factor")
 _COUNTS = ("top_k", "num_experts_per_tok", "moe_topk")
 _GROUPS, _CHOSEN_GROUPS = ("num_group", "n_group"), ("topk_group",)
 
-_SAMPLED, _ROUTED = 512, 8
+_SAMPLED, _ROUTED = 512, 64
 """Random inputs, and how many of them a router is evaluated on."""
 
 

@@ -5,16 +5,14 @@ from __future__ import annotations
 import numpy
 
 from h2o_stream.native.abi import MatrixKind
+from h2o_stream.native.attention import Attention, HeadOffsets, Rope
 from h2o_stream.native.description import (
-    Attention,
     Description,
     DescriptionError,
-    HeadOffsets,
     Layer,
     Matrix,
     Mlp,
     Norm,
-    Rope,
 )
 from h2o_stream.native.experts import Experts, Router
 from h2o_stream.runtime.architectures import EMBEDDING, FINAL_NORM, OUTPUT, Architecture
