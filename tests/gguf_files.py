@@ -133,7 +133,7 @@ def write_tokens(writer: gguf.GGUFWriter, pre: str | None) -> None:
 
 
 def add_tensor(writer: gguf.GGUFWriter, name: str, values: np.ndarray, quantize: int | None) -> None:
-    if quantize is None or values.ndim < 2 or "ffn_gate_inp" in name:
+    if quantize is None or values.ndim < 2 or "ffn_gate_inp" in name or name.endswith(".bias"):
         writer.add_tensor(name, np.ascontiguousarray(values, np.float32))
     else:
         kind = GGMLQuantizationType(quantize)
@@ -151,6 +151,16 @@ def stored(
     arch: str, name: str, values: np.ndarray, config: Any, names: gguf.TensorNameMap
 ) -> Iterator[tuple[str, np.ndarray]]:
     """A weight as llama.cpp's converter writes it."""
+    if arch == "gpt-oss" and ".experts." in name:
+        block, suffix = f"blk.{name.split('.')[2]}", "bias" if name.endswith("_bias") else "weight"
+        values = values.swapaxes(1, 2) if suffix == "weight" else values
+        parts = [("down", values)] if "down_proj" in name else [("gate", values[:, ::2]), ("up", values[:, 1::2])]
+        for kind, part in parts:
+            yield f"{block}.ffn_{kind}_exps.{suffix}", part
+        return
+    if name.endswith("sinks"):
+        yield f"{names.get_name(name)}.weight", values
+        return
     if name.endswith("gate_up_proj"):
         block = f"blk.{name.split('.')[2]}"
         for half, part in zip(("gate", "up"), np.split(values, 2, axis=1), strict=True):

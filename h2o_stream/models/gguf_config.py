@@ -36,7 +36,7 @@ _CONFIG_SIZES = {
 }
 _TOKEN_KEYS = {"bos": "bos", "eos": "eos", "pad": "padding"}
 
-_WITH_SLIDING_WINDOW = ("mistral", "phi3")
+_WITH_SLIDING_WINDOW = ("mistral", "phi3", "gpt_oss")
 """Architectures for which transformers ignores the file's sliding window."""
 
 _ROPE_FACTORS = "rope_freqs.weight"
@@ -134,7 +134,7 @@ def _correct_rope(config: Any, file: GgufFile) -> None:
     dims = _read_metadata(file, "rope.dimension_count") or size
     if dims != size or "partial_rotary_factor" in rope:
         rope["partial_rotary_factor"] = dims / size
-    rope.update(_scaling(file, rope["rope_theta"], dims))
+    rope.update({"rope_type": "default"} | _scaling(file, rope["rope_theta"], dims))
 
 
 def _scaling(file: GgufFile, theta: float, dims: int) -> dict[str, Any]:

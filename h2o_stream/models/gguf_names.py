@@ -106,6 +106,8 @@ def _weight(source: _Source, name: str, shape: torch.Size, tensor: GgufTensor, *
         raise _shape_error(source.file, tensor, tensor.shape, weight)
     if (math.prod(tensor.shape[:-1]), tensor.shape[-1]) == shape != tensor.shape:  # experts below each other
         return replace(weight, same_rows=True)
+    if not others and shape == (size,):  # their biases
+        return replace(weight, same_rows=True)
     if others or tensor.shape != shape:
         return weight
     rows = source.row_indices(tensor)
