@@ -47,12 +47,22 @@ def model_of(**more: Any) -> Any:
 
 @torch.no_grad()
 def test_the_numbers_of_the_model(tmp_path: Path) -> None:
-    model, ids = model_of(), tokens_of(1, 30)
-    loaded = load(ModelConfig(str(written(tmp_path, model, KEYS)), dtype="float32")).model
+    model, ids = rounded(model_of()), tokens_of(1, 30)
+    path = written(tmp_path, model, KEYS)
+    loaded = load(ModelConfig(str(path), dtype="float32")).model
     assert isinstance(loaded.model.layers[1].mlp.experts, SplitExperts)
-    ours, theirs = loaded(ids).logits[0], model(ids).logits[0]
-    errors = (ours - theirs).norm(dim=-1) / theirs.norm(dim=-1)
-    assert errors.median() < 0.05  # of Q8_0, which sends a few tokens to other experts
+    assert relative_error(loaded(ids).logits, model(ids).logits) < 5e-3  # activations are rounded to 14 bits
+
+
+def rounded(model: Any) -> Any:
+    """A model whose matrices Q8_0 stores as they are."""
+    for name, weight in model.named_parameters():
+        if weight.dim() == 3 or name.endswith(("proj.weight", "lm_head.weight", "embed_tokens.weight")):
+            rows = (weight.mT if weight.dim() == 3 else weight).contiguous().numpy()
+            blocks = gguf.quants.quantize(rows, GGMLQuantizationType.Q8_0)
+            values = torch.from_numpy(gguf.quants.dequantize(blocks, GGMLQuantizationType.Q8_0))
+            weight.copy_(values.mT if weight.dim() == 3 else values)
+    return model
 
 
 def test_the_config(tmp_path: Path) -> None:

@@ -106,7 +106,7 @@ def _weight(source: _Source, name: str, shape: torch.Size, tensor: GgufTensor, *
         raise _shape_error(source.file, tensor, tensor.shape, weight)
     if (math.prod(tensor.shape[:-1]), tensor.shape[-1]) == shape != tensor.shape:  # experts below each other
         return replace(weight, same_rows=True)
-    if not others and shape == (size,):  # their biases
+    if not others and len(tensor.shape) == 2 and shape == (size,):  # their biases
         return replace(weight, same_rows=True)
     if others or tensor.shape != shape:
         return weight
