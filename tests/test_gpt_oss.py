@@ -51,7 +51,7 @@ def test_the_numbers_of_the_model(tmp_path: Path) -> None:
     path = written(tmp_path, model, KEYS)
     loaded = load(ModelConfig(str(path), dtype="float32")).model
     assert isinstance(loaded.model.layers[1].mlp.experts, SplitExperts)
-    assert relative_error(loaded(ids).logits, model(ids).logits) < 5e-3  # activations are rounded to 14 bits
+    assert relative_error(loaded(ids).logits, model(ids).logits) < 0.05  # activations are rounded
 
 
 def rounded(model: Any) -> Any:
