@@ -63,6 +63,8 @@ MORE: dict[str, Callable[[], Any]] = {
         sliding_window=10, layer_types=SLIDING, attention_value_scale=0.6),
     "MiniCPM 3": tiny("MiniCPM3", **LATENT, scale_emb=3.0, scale_depth=1.4, dim_model_base=16, **rope("default")),
     "MiniMax M2": tiny("MiniMaxM2", **GROUPED, **EXPERTS),
+    "Ministral 3": tiny("Ministral3", **GROUPED, **rope("yarn", factor=4.0, original_max_position_embeddings=8,
+        llama_4_scaling_beta=0.3)),
     "Moshi": tiny("Moshi", **PER_HEAD, ffn_dim=48, head_dim=8),
     "OLMo, clipped": tiny("Olmo", **GROUPED, clip_qkv=0.5),
     "Phi MoE": tiny("Phimoe", **GROUPED, **EXPERTS, router_jitter_noise=0.4, **rope("default")),

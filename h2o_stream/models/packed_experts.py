@@ -64,7 +64,8 @@ class SplitExperts(nn.Module):
             inner: Tensor = self.act_fn(gate) * up
             return inner
         gate, up = gate.clamp(max=self.limit), up.clamp(-self.limit, self.limit)
-        return gate * (gate * self.alpha).sigmoid() * (up + 1)
+        clamped: Tensor = gate * (gate * self.alpha).sigmoid() * (up + 1)
+        return clamped
 
     def expert(self, index: int) -> list[PackedLinear]:
         """Gate, up and down of one expert, sharing memory."""

@@ -7,7 +7,7 @@ from dataclasses import dataclass, fields
 
 from h2o_stream.native import abi
 from h2o_stream.native.abi import Array, GateKind, pointer
-from h2o_stream.native.parts import Matrix, Norm
+from h2o_stream.native.matrix import NO_NORM, Matrix, Norm
 
 
 @dataclass(frozen=True)
@@ -85,11 +85,15 @@ class Gate:
 
 @dataclass(frozen=True)
 class Temperature:
-    """Queries are multiplied by 1 + scale * log(1 + floor((token index + start) / length))."""
+    """Queries are multiplied by 1 + scale * log(1 + floor((token index + start) / length)).
+
+    With `of_positions` it is the position, which is the token index with ``absolute`` positions and otherwise 0.
+    """
 
     scale: float
     length: float
     start: int
+    of_positions: bool = False
 
 
 @dataclass(frozen=True, eq=False)
@@ -135,8 +139,8 @@ class Attention:
     elements: Array | None = None
     key_tail: Tail | None = None
     gate: Gate | None = None
-    value_norm: Norm = Norm()
-    output_norm: Norm = Norm()
+    value_norm: Norm = NO_NORM
+    output_norm: Norm = NO_NORM
     source: int | None = None
     temperature: Temperature | None = None
     clip: float = 0.0

@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 from h2o_stream.native import layouts
-from h2o_stream.native.abi import GateKind
 from h2o_stream.native.attention import Attention, Gate, HeadOffsets, Latent, Rope, Tail, Temperature
 from h2o_stream.native.description import DescriptionError, Matrix, Norm
 from h2o_stream.native.layouts import AttentionLayout
@@ -36,7 +35,9 @@ class AttentionReader(ModuleReader):
         if not isinstance(getattr(module, "scaling", None), float):
             raise DescriptionError(f"{name} has no scaling")
         latent = has_modules(module, layouts.LATENT.needed)
-        described = self._latent_attention(module, index, name) if latent else self._plain_attention(module, index, name)
+        described = (
+            self._latent_attention(module, index, name) if latent else self._plain_attention(module, index, name)
+        )
         described = replace(
             described,
             softcap=float(getattr(module, "attn_logit_softcapping", None) or 0.0),
@@ -230,7 +231,7 @@ class AttentionReader(ModuleReader):
         )
 
     def _rope(self, module: Any, size: int, index: int, name: str, tail: int = 0) -> Rope | None:
-        """The rotations of an attention, None if it rotates nothing; only of the last elements of a head with `tail`."""
+        """The rotations of an attention, None if there are none; with `tail` only of the last elements of a head."""
         kinds = getattr(self._config, "layer_types", None)
         rotary = self._rotary
         if self._rotary_by_theta:
@@ -241,13 +242,16 @@ class AttentionReader(ModuleReader):
             rotary = own
         if rotary is None or not layouts.rotates(module):
             return None
-        rope = rope_of(rotary, kinds[index] if kinds else None, module, size, name, tail)
-        scales_queries = (getattr(self._config, "rope_parameters", None) or {}).get("llama_4_scaling_beta")
-        return replace(rope, fixed=False) if scales_queries else rope
+        return rope_of(rotary, kinds[index] if kinds else None, module, size, name, tail)
 
-    @staticmethod
-    def _temperature(module: Any, name: str) -> Temperature | None:
-        """The factors on queries by position, of attentions without RoPE (Llama 4)."""
+    def _temperature(self, module: Any, name: str) -> Temperature | None:
+        """The factors on queries by position (Ministral 3), or by token index without RoPE (Llama 4)."""
+        parameters = getattr(self._config, "rope_parameters", None) or {}
+        if scale := parameters.get("llama_4_scaling_beta"):
+            length = parameters.get("original_max_position_embeddings")
+            if not isinstance(length, int):
+                raise DescriptionError(f"{name} has temperatures of an unknown form")
+            return Temperature(float(scale), float(length), 0, of_positions=True)
         if not getattr(module, "attn_temperature_tuning", None) or layouts.rotates(module):
             return None
         length, scale = getattr(module, "floor_scale", None), getattr(module, "attn_scale", None)
@@ -269,9 +273,7 @@ def _weight_count(module: Any) -> int:
     return 0 if weight is None else int(weight.numel())
 
 
-def _heads_without_values(
-    qkv: list[Matrix], size: int, columns: int, name: str
-) -> tuple[int, int, int, HeadOffsets]:
+def _heads_without_values(qkv: list[Matrix], size: int, columns: int, name: str) -> tuple[int, int, int, HeadOffsets]:
     """The same as `_head_layout` where keys, before they are normed, are values, too."""
     query, key = (matrix.rows for matrix in qkv)
     heads, kv_heads = query // size, key // size

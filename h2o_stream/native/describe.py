@@ -37,7 +37,6 @@ from h2o_stream.native.modules import (
     check_module,
     embedding_of,
     embedding_scale,
-    norm_of,
     matrix_of,
 )
 
@@ -114,10 +113,10 @@ class _ModelReader(AttentionReader):
 
     def _residual_scale(self, layers: list[Any]) -> float:
         """The factor on what layers add; they may say it themselves."""
-        scales = {getattr(layer, "residual_scale", None) for layer in layers} - {None}
-        if len(scales) > 1:
+        own = {layer.residual_scale for layer in layers if hasattr(layer, "residual_scale")}
+        if len(own) > 1:
             raise DescriptionError("its layers have several residual scales")
-        return float(scales.pop()) if scales else self._factor("residual_multiplier")
+        return float(own.pop()) if own else self._factor("residual_multiplier")
 
     def _embedding_norm(self, backbone: Any, final: Norm) -> Norm:
         """The norm of what goes into the first layer."""
@@ -172,7 +171,9 @@ class _ModelReader(AttentionReader):
         by_theta = list(getattr(backbone, "rotary_embs", ()))
         self._rotary_by_theta = {rotary.config.rope_parameters["rope_theta"]: rotary for rotary in by_theta}
         positions = getattr(backbone, "embed_positions", None)
-        within = all(hasattr(layer, "self_attn") and hasattr(layer.self_attn, "rotary_emb") for layer in backbone.layers)
+        within = all(
+            hasattr(layer, "self_attn") and hasattr(layer.self_attn, "rotary_emb") for layer in backbone.layers
+        )
         rotary = self._rotary is not None or within
         if (positions is None) == (not rotary) or not isinstance(positions, nn.Embedding | None):
             raise DescriptionError(f"{type(backbone).__name__} has neither rotary nor learned positions")

@@ -14,10 +14,11 @@ from typing import Protocol
 from h2o_stream.native import abi
 from h2o_stream.native.abi import Activation, Array, pointer
 from h2o_stream.native.attention import Attention
-from h2o_stream.native.parts import DENSE as DENSE
-from h2o_stream.native.parts import DescriptionError as DescriptionError
-from h2o_stream.native.parts import Matrix as Matrix
-from h2o_stream.native.parts import Norm as Norm
+from h2o_stream.native.matrix import DENSE as DENSE
+from h2o_stream.native.matrix import NO_NORM
+from h2o_stream.native.matrix import DescriptionError as DescriptionError
+from h2o_stream.native.matrix import Matrix as Matrix
+from h2o_stream.native.matrix import Norm as Norm
 
 
 class FeedForward(Protocol):
@@ -49,7 +50,7 @@ class Mlp:
     down: Matrix
     activation: Activation
     parameters: tuple[float, ...] = ()
-    inner_norm: Norm = Norm()
+    inner_norm: Norm = NO_NORM
 
     @property
     def matrices(self) -> list[Matrix]:
@@ -187,7 +188,7 @@ class Description:
     residual_scale: float
     dtype: str
     logits_dtype: str
-    embedding_norm: Norm = Norm()
+    embedding_norm: Norm = NO_NORM
     layer_embeddings: LayerEmbeddings | None = None
     placeholders: tuple[int, ...] = ()
 

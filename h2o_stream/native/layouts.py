@@ -19,8 +19,8 @@ WITHIN = ("model", "decoder", "language_model")
 """Where the module that holds the layers may be, beside the base model, one in another."""
 
 OTHER_SENSES = {
-    "vision_tower", "audio_tower", "multi_modal_projector", "vision_embed_tokens", "embed_tokens_extend", "embed_vision",
-    "embed_audio", "vision_model", "vision_embedder", "audio_embedder",
+    "vision_tower", "audio_tower", "multi_modal_projector", "vision_embed_tokens", "embed_tokens_extend",
+    "embed_vision", "embed_audio", "vision_model", "vision_embedder", "audio_embedder",
 }  # fmt: skip
 """Modules that tokens of text do not go through."""
 
@@ -100,8 +100,8 @@ LAYERS = (
     LayerLayout("self_attn", "mlp", {"before_attention": "attention_layernorm", "before_mlp": "feedforward_layernorm"}),
     LayerLayout("self_attn", "feed_forward", {"before_attention": "operator_norm", "before_mlp": "ffn_norm"}),
 )
-"""Llama and most others; Granite MoE, without and with a shared expert; Llama 4; ModernBERT; AFMoE; Gemma 2 and 3; EXAONE 4, OLMo 2; VaultGemma; GPT-NeoX; Phi, Cohere, StableLM 2
-12B; OPT; GLM-4 0414; HyperCLOVA X; Apertus; LFM2."""
+"""Llama and most others; Granite MoE, without and with a shared expert; Llama 4; ModernBERT; AFMoE; Gemma 2 and 3;
+EXAONE 4, OLMo 2; VaultGemma; GPT-NeoX; Phi, Cohere, StableLM 2 12B; OPT; GLM-4 0414; HyperCLOVA X; Apertus; LFM2."""
 
 
 @dataclass(frozen=True)
@@ -136,7 +136,8 @@ ATTENTIONS = (
     AttentionLayout(("qkv_proj",), "o_proj"),
     AttentionLayout(("query_key_value",), "dense", order="interleaved", norms=("q_layernorm", "k_layernorm")),
 )
-"""Llama and most others; HunYuan; Llama 4; ModernBERT; OPT; LFM2; Phi; Phi-3; GPT-NeoX, Persimmon. Of those that match, one with norms."""
+"""Llama and most others; HunYuan; Llama 4; ModernBERT; OPT; LFM2; Phi; Phi-3; GPT-NeoX, Persimmon. Of those that match,
+one with norms."""
 
 
 @dataclass(frozen=True)
@@ -178,7 +179,8 @@ VALUE_NORM, OUTPUT_NORM = "v_norm", "attn_sub_norm"
 """Norms of each head's value, and of the output before the output projection."""
 
 BORROWS = "is_kv_shared_layer"
-"""Attribute of an attention: whether it uses the keys and values of an earlier layer of its kind, the last with own ones."""
+"""Attribute of an attention: whether it uses the keys and values of an earlier layer of its kind, the last one with its
+own."""
 
 
 @dataclass(frozen=True)

@@ -83,7 +83,8 @@ class RouterModule:
         for y in found:
             if y.shape == shape and bool((y != 0).sum(-1).eq(self.chosen).all()):
                 return y.float()
-        raise DescriptionError(f"{self.name} is a {type(self.module).__name__} that does not return experts and weights")
+        kind = type(self.module).__name__
+        raise DescriptionError(f"{self.name} is a {kind} that does not return experts and their weights")
 
 
 def router_of(module: RouterModule, dtype: torch.dtype) -> Router:

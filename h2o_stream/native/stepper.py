@@ -62,8 +62,11 @@ class Stepper:
         attention = [layer.attention for layer in model.layers]
         self._shapes = [HeadShape(x.query_heads, x.kv_heads, x.head_size, x.value_size) for x in attention]
         if cache.plan.positions != "absolute":
-            for layer in model.layers:
+            for layer, described in zip(model.layers, model.description.layers, strict=True):
                 layer.frequencies = None  # keys are rotated when they are attended to
+                temperature = described.attention.temperature
+                if temperature and temperature.of_positions:
+                    layer.temperature = 0.0
         self._most_threads = max(1, model.description.nbytes // _BYTES_PER_THREAD)
         self._step = native.h2o_step_open(ctypes.addressof(model.struct))
         self.takes_prompts = not any(matrix.kind in _DENSE for matrix in model.description.matrices)

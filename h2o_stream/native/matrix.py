@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Final
 
 from h2o_stream.native import abi, packing
 from h2o_stream.native.abi import Array, MatrixKind, NormKind, pointer
@@ -81,3 +82,7 @@ class Norm:
         """As a C structure, of a norm whose weights are `size` numbers."""
         weight, bias = (pointer(x, "float32", size) for x in (self.weight, self.bias))
         return abi.Norm(weight, bias, self.epsilon, self.kind)
+
+
+NO_NORM: Final = Norm()
+"""In place of a norm."""
