@@ -139,7 +139,8 @@ def weights_of(router: Router, x: Tensor) -> Tensor:
     allowed = [expert for expert in range(len(scores)) if expert // groups.shape[1] in kept]
     for expert in sorted(allowed, key=lambda expert: -float(worths[expert]))[: router.chosen]:
         weights[expert] = scores[expert]
-    return weights * router.scale / (weights.sum() if router.normalized else 1.0)
+    weights = weights * router.scale / (weights.sum() if router.normalized else 1.0)
+    return weights if router.factors is None else weights * router.factors.double()
 
 
 def apply_expert(experts: Experts, index: int, x: Tensor) -> Tensor:
@@ -161,11 +162,15 @@ def part_of(matrix: Matrix, index: int, count: int) -> Any:
 
 def apply_experts(experts: Experts, x: Tensor) -> Tensor:
     y, weighed = torch.zeros_like(x), experts.router.weighs_inputs
-    for token, weights in enumerate(weights_of(experts.router, row) for row in x):
+    read = apply_norm(experts.beside.router, x) if experts.beside else x
+    x = apply_norm(experts.beside.inputs, x) if experts.beside else x
+    for token, weights in enumerate(weights_of(experts.router, row) for row in read):
         for expert in weights.nonzero().flatten().tolist():
             weight = weights[expert]
             outputs = apply_expert(experts, expert, x[token] * (weight if weighed else 1.0))
             y[token] += outputs * (1.0 if weighed else weight)
+    if experts.beside:
+        return apply_norm(experts.beside.output, y)
     if experts.shared:
         factor = apply(experts.shared_gate, x).sigmoid() if experts.shared_gate else 1.0
         y += factor * apply_mlp(experts.shared, x)
@@ -173,7 +178,13 @@ def apply_experts(experts: Experts, x: Tensor) -> Tensor:
 
 
 def feed_forward(layer: Layer, x: Tensor) -> Tensor:
-    return apply_experts(layer.mlp, x) if isinstance(layer.mlp, Experts) else apply_mlp(layer.mlp, x)
+    normed = apply_norm(layer.before_mlp, x)
+    if not isinstance(layer.mlp, Experts):
+        return apply_mlp(layer.mlp, normed)
+    if (beside := layer.mlp.beside) is None:
+        return apply_experts(layer.mlp, normed)
+    assert layer.mlp.shared is not None
+    return apply_norm(beside.mlp, apply_mlp(layer.mlp.shared, normed)) + apply_experts(layer.mlp, x)
 
 
 def embeddings_of_layers(description: Description, tokens: list[int], x: Tensor) -> Tensor:
@@ -198,7 +209,7 @@ def interpret(description: Description, tokens: list[int]) -> Tensor:
         added, vector = attend(layer.attention, apply_norm(layer.before_attention, x), vector)
         before, x = x, x + scale * apply_norm(layer.after_attention, added)
         read = before if layer.parallel else x
-        x = x + scale * apply_norm(layer.after_mlp, feed_forward(layer, apply_norm(layer.before_mlp, read)))
+        x = x + scale * apply_norm(layer.after_mlp, feed_forward(layer, read))
         if (part := layer.own_embedding) is not None:
             assert own is not None
             gate = gated(layer.mlp.activation, layer.mlp.parameters, apply(part.gate, x), own[:, number])

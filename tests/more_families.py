@@ -49,6 +49,8 @@ MORE: dict[str, Callable[[], Any]] = {
     "Gemma 4, wide": tiny("Gemma4", "Gemma4Text", **{**GEMMA_4, "num_hidden_layers": 6, "layer_types": SLIDING * 3},
         num_kv_shared_layers=3, global_head_dim=8, hidden_size_per_layer_input=8, vocab_size_per_layer_input=64,
         use_double_wide_mlp=True),
+    "Gemma 4, experts": tiny("Gemma4", "Gemma4Text", **GEMMA_4, num_kv_shared_layers=0, global_head_dim=8,
+        hidden_size_per_layer_input=0, enable_moe_block=True, num_experts=4, top_k_experts=2, moe_intermediate_size=16),
     "HunYuan MoE": tiny("HunYuanMoEV1", **GROUPED, num_experts=4, moe_topk=2),
     "HY 3": tiny("HYV3", **GROUPED, **EXPERTS, num_shared_experts=1, router_scaling_factor=2.0,
         mlp_layer_types=["dense", "sparse"]),

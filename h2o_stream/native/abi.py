@@ -162,7 +162,9 @@ class Experts(Structure):
             int2="groups chosen_groups group_worth",
             float2="jitter",
             int3="gate_layout weighs_inputs",
+            pointer="factors",
         ),
+        *((name, Norm) for name in ("router_norm", "input_norm", "output_norm", "mlp_norm")),
     ]
 
 

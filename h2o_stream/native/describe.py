@@ -27,8 +27,8 @@ from h2o_stream.native.description import (
     Norm,
     OwnEmbedding,
 )
-from h2o_stream.native.expert_modules import experts_of, has_experts
-from h2o_stream.native.experts import Experts
+from h2o_stream.native.expert_modules import experts_beside, experts_of, has_experts
+from h2o_stream.native.experts import BesideMlp, Experts
 from h2o_stream.native.layouts import LayerLayout, MlpLayout
 from h2o_stream.native.module_reader import check_flags, has_modules
 from h2o_stream.native.modules import (
@@ -216,6 +216,8 @@ class _ModelReader(AttentionReader):
             norms["after_mlp"] = self._norm(mlp, layouts.AFTER_EXPERTS, self._hidden, name)
         shared = getattr(layer, layout.shared) if layout.shared else None
         described = self._experts(mlp, shared, name) if has_experts(mlp) else self._mlp(mlp, name)
+        if isinstance(described, Mlp) and has_modules(layer, layouts.BESIDE.modules):
+            described = self._experts_beside(layer, name, described)
         scale = getattr(layer, layouts.OUTPUT_SCALE, None)
         return Layer(
             attention=self._attention(getattr(layer, layout.attention), index),
@@ -241,6 +243,15 @@ class _ModelReader(AttentionReader):
     def _experts(self, module: Any, shared: Any, name: str) -> Experts:
         self._mark_read(*module.modules())
         return experts_of(module, name, lambda part: self._mlp(part, f"the shared expert of {name}"), shared)
+
+    def _experts_beside(self, layer: Any, name: str, mlp: Mlp) -> Experts:
+        layout, hidden = layouts.BESIDE, self._hidden
+        inputs, output, own = (
+            self._norm(layer, key, hidden, name) for key in (layout.inputs, layout.output, layout.mlp)
+        )
+        router = self._norm(layer.router, layout.norm, hidden, f"the router of {name}")
+        self._mark_read(*layer.router.modules(), *layer.experts.modules())
+        return experts_beside(layer, name, BesideMlp(router, inputs, output, own), mlp)
 
     def _mlp(self, module: Any, name: str) -> Mlp:
         layouts_found = (x for x in layouts.MLPS if has_modules(module, filter(None, (x.gate, x.up, x.down))))
@@ -279,6 +290,7 @@ def _match_layout(layer: Any, name: str, candidates: Collection[LayerLayout]) ->
     kinds = {key: child for key, child in named.items() if not isinstance(child, _NO_OPS)}
     own = layouts.OWN_EMBEDDING
     optional = {own.gate, own.out, own.norm, *layouts.ACTIVATIONS} if own.gate in kinds else set()
+    optional |= layouts.BESIDE.modules if layouts.BESIDE.modules <= kinds.keys() else set()
     for layout in candidates:
         names = {layout.attention, *layout.norms.values(), *filter(None, (layout.mlp, layout.shared))}
         rest = kinds.keys() - names - optional

@@ -18,7 +18,7 @@ from torch.nn import functional
 from h2o_stream.native import layouts
 from h2o_stream.native.abi import Activation, GateLayout, MatrixKind
 from h2o_stream.native.description import DescriptionError, Matrix, Mlp
-from h2o_stream.native.experts import Experts, Router
+from h2o_stream.native.experts import BesideMlp, Experts, Router
 from h2o_stream.native.modules import (
     activation_of,
     as_float32,
@@ -106,6 +106,37 @@ def experts_of(module: Any, name: str, mlp_of: Callable[[Any], Mlp], beside: Any
         if relative_error(y, expected) < tolerance_of(x.dtype):
             return scaled
     raise DescriptionError(f"{name} has a {type(module).__name__} that computes something else than known experts")
+
+
+@torch.no_grad()
+def experts_beside(layer: Any, name: str, norms: BesideMlp, mlp: Mlp) -> Experts:
+    """The same for the experts of a layer that are beside its MLP, see `layouts.BESIDE`.
+
+    Args:
+        layer: has router and experts.
+        name: for the message.
+        norms: around them; that of the router without its scale.
+        mlp: beside them.
+    """
+    layout, experts = layouts.BESIDE, layer.experts
+    router = RouterModule(layer, f"the router of {name}")
+    scale = as_float32(getattr(layer.router, layout.scale), name) * float(getattr(layer.router, layout.factor))
+    norms = replace(norms, router=replace(norms.router, weight=(norms.router.weight * scale).contiguous()))
+    dtype = router.weight.dtype if _is_split(experts) else experts.down_proj.dtype
+    described = _described(experts, router_of(router, dtype, norms.router), name)
+    known = {f"{layout.matrix}.weight", layout.scale, layout.factors, f"{layout.norm}.weight"}
+    if unknown := next((key for key, _ in _tensors(layer.router) if key not in known), None):
+        raise DescriptionError(f"{name} has the parameter {unknown} in its {type(layer.router).__name__}")
+    x = inputs_of(described.router, dtype)[:_FED]
+    weights, indices = router(x).topk(router.chosen, -1)
+    expected = experts(x, indices, weights.to(dtype)).float()
+    y = torch.zeros(x.shape, dtype=torch.float32, device="cpu")
+    for token, place in torch.ones_like(indices).nonzero().tolist():
+        index = int(indices[token, place])
+        y[token] += weights[token, place] * _apply_expert(described, experts, index, x[token]).float()
+    if not relative_error(y, expected) < tolerance_of(dtype):
+        raise DescriptionError(f"{name} has {type(experts).__name__} that compute something else than known experts")
+    return replace(described, shared=mlp, beside=norms)
 
 
 def _described(experts: Any, router: Router, name: str) -> Experts:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from h2o_stream.native import abi
 from h2o_stream.native.abi import Activation, Array, GateLayout, GroupWorth, Scoring, pointer
 from h2o_stream.native.description import DescriptionError, Matrix, Mlp
+from h2o_stream.native.matrix import Norm
 
 
 @dataclass(frozen=True, eq=False)
@@ -25,6 +26,7 @@ class Router:
         group_worth: which groups those are.
         jitter: see `Scoring`.
         weighs_inputs: whether weights are factors on what goes into an expert, not on its output.
+        factors: [experts] float32, on weights; or None.
     """
 
     matrix: Matrix
@@ -38,6 +40,24 @@ class Router:
     group_worth: GroupWorth = GroupWorth.BEST_ONE
     jitter: float = 0.0
     weighs_inputs: bool = False
+    factors: Array | None = None
+
+
+@dataclass(frozen=True, eq=False)
+class BesideMlp:
+    """Norms of experts that read what goes into the norm before the MLP, which is their `shared` one (Gemma 4).
+
+    Attributes:
+        router: of what the router reads.
+        inputs: of what the experts read.
+        output: of the sum of their outputs.
+        mlp: of the MLP's output.
+    """
+
+    router: Norm
+    inputs: Norm
+    output: Norm
+    mlp: Norm
 
 
 @dataclass(frozen=True, eq=False)
@@ -57,6 +77,7 @@ class Experts:
         activation: of all experts, and of the shared one.
         parameters: of the activation, see `abi.h`.
         gate_layout: where the gates are.
+        beside: norms of experts beside the MLP, or None.
         shared: an expert that all tokens go through, or None.
         shared_gate: [1, hidden]: the sigmoid of its output is a factor on the shared expert's; or None.
 
@@ -75,6 +96,7 @@ class Experts:
     shared_gate: Matrix | None = None
     parameters: tuple[float, ...] = ()
     gate_layout: GateLayout = GateLayout.APART
+    beside: BesideMlp | None = None
 
     def __post_init__(self) -> None:
         count, hidden, inner, stride = self.count, self.router.matrix.columns, self.inner_size, self.stride
@@ -148,4 +170,11 @@ class Experts:
             jitter=router.jitter,
             gate_layout=self.gate_layout,
             weighs_inputs=router.weighs_inputs,
+            factors=pointer(router.factors, "float32", self.count),
         )
+        if norms := self.beside:
+            hidden = router.matrix.columns
+            struct.experts.router_norm = norms.router.to_struct(hidden)
+            struct.experts.input_norm = norms.inputs.to_struct(hidden)
+            struct.experts.output_norm = norms.output.to_struct(hidden)
+            struct.experts.mlp_norm = norms.mlp.to_struct(hidden)

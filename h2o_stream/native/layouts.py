@@ -231,6 +231,30 @@ MLPS = (
 """Llama and most others; Phi-3; GPT-NeoX; Granite's shared expert; ModernBERT; OPT, Phi; StarCoder 2; Nemotron;
 LFM2."""
 
+
+@dataclass(frozen=True)
+class BesideLayout:
+    """Module names in a layer whose experts are beside its MLP (Gemma 4), and in their router."""
+
+    router: str = "router"
+    experts: str = "experts"
+    inputs: str = "pre_feedforward_layernorm_2"
+    output: str = "post_feedforward_layernorm_2"
+    mlp: str = "post_feedforward_layernorm_1"
+    norm: str = "norm"
+    matrix: str = "proj"
+    scale: str = "scale"
+    factor: str = "scalar_root_size"
+    factors: str = "per_expert_scale"
+
+    @property
+    def modules(self) -> set[str]:
+        """Those in the layer."""
+        return {self.router, self.experts, self.inputs, self.output, self.mlp}
+
+
+BESIDE = BesideLayout()
+
 INNER_NORM = "ffn_sub_norm"
 """Norm of what goes into the last matrix of an MLP."""
 
@@ -245,7 +269,6 @@ NEUTRAL_FLAGS: Mapping[str, tuple[object, ...]] = {
     "is_causal": (True,),
     "alibi": (None, False),
     "moe_router_logit_softcapping": (None, 0),
-    "enable_moe_block": (None, False),
 }
 """Supported values of attributes of configs, RoPE parameters, layers and attentions that change the computation."""
 

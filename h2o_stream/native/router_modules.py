@@ -11,15 +11,17 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from h2o_stream.native import layouts
 from h2o_stream.native.abi import GroupWorth, Scoring
 from h2o_stream.native.description import DescriptionError
 from h2o_stream.native.experts import Router
-from h2o_stream.native.modules import as_float32, dense_matrix, relative_error
+from h2o_stream.native.matrix import NO_NORM, Norm
+from h2o_stream.native.modules import apply_norm, as_float32, dense_matrix, relative_error
 
 _ROUTERS = ("gate", "router")
 _CHOICE_BIASES = ("e_score_correction_bias", "expert_bias")
 _SCALES = ("routed_scaling_factor", "route_scale", "router_scaling_factor")
-_COUNTS = ("top_k", "num_experts_per_tok", "moe_topk")
+_COUNTS = ("top_k", "num_experts_per_tok", "moe_topk", "top_k_experts")
 _GROUPS, _CHOSEN_GROUPS = ("num_group", "n_group"), ("topk_group",)
 
 _SAMPLED, _ROUTED = 512, 64
@@ -48,6 +50,7 @@ class RouterModule:
         self.weight, self.chosen = matrices[0], chosen
         tensors = [*_tensors(self.module), *((key, x) for key, x in _tensors(block) if key in _CHOICE_BIASES)]
         self.bias = next((x for key, x in tensors if key.rpartition(".")[2] == "bias"), None)
+        self.factors = next((x for key, x in tensors if key == layouts.BESIDE.factors), None)
         self.choice_bias = next((x for key, x in tensors if key.endswith(_CHOICE_BIASES)), None)
         scales = (getattr(part, key, None) for part in (self.module, block) for key in _SCALES)
         self.scales = list(dict.fromkeys((1.0, *(float(scale) for scale in scales if scale))))
@@ -87,8 +90,8 @@ class RouterModule:
         raise DescriptionError(f"{self.name} is a {kind} that does not return experts and their weights")
 
 
-def router_of(module: RouterModule, dtype: torch.dtype) -> Router:
-    """Determine how a module chooses among experts, for inputs of `dtype`."""
+def router_of(module: RouterModule, dtype: torch.dtype, norm: Norm = NO_NORM) -> Router:
+    """Determine how a module chooses among experts, for inputs of `dtype`, which it norms."""
     bias = module.choice_bias
     described = Router(
         matrix=dense_matrix(module.weight, module.bias, module.name),
@@ -97,6 +100,7 @@ def router_of(module: RouterModule, dtype: torch.dtype) -> Router:
         normalized=True,
         choice_bias=None if bias is None else as_float32(bias.reshape(-1), module.name),
         jitter=module.jitter,
+        factors=as_float32(module.factors, module.name),
     )
     grouped = [(0, 0, GroupWorth.BEST_ONE)]
     if module.groups > 1 and module.chosen_groups < module.groups:
@@ -108,7 +112,7 @@ def router_of(module: RouterModule, dtype: torch.dtype) -> Router:
         for normalized, scale, groups in itertools.product((True, False), module.scales, grouped):
             candidate = replace(described, scoring=scoring, normalized=normalized, scale=scale)
             candidate = replace(candidate, groups=groups[0], chosen_groups=groups[1], group_worth=groups[2])
-            error = relative_error(expert_weights(candidate, x), expected)
+            error = relative_error(expert_weights(candidate, apply_norm(norm, x.float())), expected)
             if error < smallest_error:
                 best, smallest_error = candidate, error
     if not smallest_error < tolerance_of(dtype):
@@ -136,7 +140,8 @@ def expert_weights(router: Router, x: Tensor) -> Tensor:
     weights = torch.zeros_like(scores)
     indices = worths.topk(router.chosen, -1).indices
     weights.scatter_(-1, indices, scores.gather(-1, indices))
-    return weights * router.scale / (weights.sum(-1, keepdim=True) if router.normalized else 1.0)
+    weights = weights * router.scale / (weights.sum(-1, keepdim=True) if router.normalized else 1.0)
+    return weights if router.factors is None else weights * router.factors
 
 
 def _mixed_sparsely(router: Router, logits: Tensor) -> Tensor:

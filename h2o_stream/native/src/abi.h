@@ -163,6 +163,10 @@ struct Experts {
   double jitter;          // with kSparseMixer
   int64_t gate_layout;    // `up` is null unless gates are apart
   int64_t weighs_inputs;  // whether weights are factors on what goes into an expert, not on its output
+  const float* factors;   // [experts], on the weights, or null
+  // Experts beside the MLP, if `output_norm` is one: router and experts read x with norms of their own, and
+  //   m = mlp_norm(mlp(before_mlp(x))) + output_norm(their sum)
+  Norm router_norm, input_norm, output_norm, mlp_norm;
 };
 
 // Takes a part of a vector, normed, through a matrix, to a later part of the same vector.

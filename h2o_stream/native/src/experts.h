@@ -107,5 +107,7 @@ inline void choose(const Experts& experts, const float* logits, float* scratch, 
   float factor = float(experts.scale), sum = 0;
   for (int64_t i = 0; i < chosen; ++i) sum += choices[i].weight;
   if (experts.normalized) factor /= sum;
-  for (int64_t i = 0; i < chosen; ++i) choices[i].weight *= factor;
+  for (int64_t i = 0; i < chosen; ++i) {
+    choices[i].weight *= experts.factors ? factor * experts.factors[choices[i].expert] : factor;
+  }
 }

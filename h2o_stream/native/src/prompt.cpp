@@ -68,6 +68,7 @@ void Prompt::reserve() {
     qkv_size_ = std::max(qkv_size_, qkv_size(layer));
     inner_ = std::max({inner_, layer.down.columns, layer.experts.inner_size, layer.embedding_gate.rows});
     gate_inner_ = std::max({gate_inner_, inner_, 2 * layer.experts.inner_size});
+    if (layer.experts.output_norm.kind != kNoNorm) expert_sums_.reserve(block * hidden);
     for (int64_t i = 0; i < layer.latent_count; ++i) latent_ = std::max(latent_, layer.latent[i].matrix.columns);
     if (layer.gate_kind != kNoGate) gate_width_ = std::max(gate_width_, shape.query_heads * layer.gate_size);
     experts_ = std::max(experts_, layer.experts.router.rows), chosen_ = std::max(chosen_, layer.experts.chosen);
@@ -236,7 +237,7 @@ void Prompt::finish(const Layer& layer) {
       if (layer.parallel) add_normed(layer.after_attention, delta, hidden, scale, x, scratch);
     });
     feed_mlp(layer, size);
-    if (layer.experts.router.weights) feed_experts(layer, size);
+    if (layer.experts.router.weights) feed_experts(layer, first, size);
     for_each_token(size, [&](int64_t i, const Worker& worker) {
       add_normed(layer.after_mlp, mlp_delta_.at(i * hidden), hidden, scale, x_.at((first + i) * hidden),
                  scratch_.at(worker.index * hidden));

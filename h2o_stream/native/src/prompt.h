@@ -38,8 +38,10 @@ class Prompt {
   void drop_all_but(int64_t keep);
   void finish(const Layer& layer);
   void feed_mlp(const Layer& layer, int64_t size);
-  void feed_experts(const Layer& layer, int64_t size);
+  void feed_experts(const Layer& layer, int64_t first, int64_t size);
+  void feed_experts_beside(const Layer& layer, int64_t first, int64_t size);
   void feed_expert(const Layer& layer, const Expert& expert, int64_t count);
+  void add_experts(const Layer& layer, float* sums);
   void group_by_expert(const Experts& experts, int64_t size);
   void add_embedding(const Layer& layer, int64_t first, int64_t size);
   void output(float* logits);
@@ -92,7 +94,7 @@ class Prompt {
   std::vector<Buffer<float>> keys_, values_;                              // that no other layer shares
   Buffer<int32_t> indices_;                                               // [tokens]: token indices
   Buffer<float> normed_, qkv_, attention_delta_, gate_, up_, mlp_delta_;  // of a block
-  Buffer<float> latents_;                                                 // of a block
+  Buffer<float> latents_, expert_sums_;                                   // of a block
   Buffer<float> scratch_;                                                 // [threads][hidden_size]
   Buffer<float> gathered_, expert_delta_;                                 // [tokens of an expert][hidden_size]
   Buffer<float> router_logits_, scores_;                                  // [tokens][experts], [threads][2][experts]

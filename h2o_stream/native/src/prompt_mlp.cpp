@@ -32,10 +32,37 @@ void Prompt::feed_mlp(const Layer& layer, int64_t size) {
 }
 
 // Adds the outputs of the experts for a block of tokens.
-void Prompt::feed_experts(const Layer& layer, int64_t size) {
+void Prompt::feed_experts(const Layer& layer, int64_t first, int64_t size) {
+  if (layer.experts.output_norm.kind != kNoNorm) return feed_experts_beside(layer, first, size);
+  group_by_expert(layer.experts, size);
+  add_experts(layer, mlp_delta_.data());
+}
+
+// The same for experts beside the MLP.
+void Prompt::feed_experts_beside(const Layer& layer, int64_t first, int64_t size) {
   const Experts& experts = layer.experts;
   const int64_t hidden = model_.hidden_size;
+  const auto norm_with = [&](const Norm& norm) {
+    for_each_token(size, [&](int64_t i, const Worker&) {
+      apply_norm(norm, x_.at((first + i) * hidden), hidden, normed_.at(i * hidden));
+    });
+  };
+  norm_with(experts.router_norm);
   group_by_expert(experts, size);
+  norm_with(experts.input_norm);
+  std::fill_n(expert_sums_.data(), size * hidden, 0.f);
+  add_experts(layer, expert_sums_.data());
+  for_each_token(size, [&](int64_t i, const Worker& worker) {
+    float* delta = mlp_delta_.at(i * hidden);
+    apply_norm(experts.mlp_norm, delta, hidden, delta);
+    add_normed(experts.output_norm, expert_sums_.at(i * hidden), hidden, 1, delta, scratch_.at(worker.index * hidden));
+  });
+}
+
+// Adds the outputs of the experts that the tokens of a block were grouped by, which are in `normed_`.
+void Prompt::add_experts(const Layer& layer, float* sums) {
+  const Experts& experts = layer.experts;
+  const int64_t hidden = model_.hidden_size;
   for (int64_t index = 0; index < experts.router.rows; ++index) {
     const std::vector<int64_t>& choices = tokens_by_expert_[index];
     const int64_t count = int64_t(choices.size());
@@ -48,7 +75,7 @@ void Prompt::feed_experts(const Layer& layer, int64_t size) {
     });
     feed_expert(layer, expert, count);
     for_each_token(count, [&](int64_t i, const Worker&) {
-      float* delta = mlp_delta_.at(choices[i] / experts.chosen * hidden);
+      float* delta = sums + choices[i] / experts.chosen * hidden;
       const float *output = expert_delta_.at(i * hidden), weight = choices_[choices[i]].weight;
       const float factor = experts.weighs_inputs ? 1 : weight;
       for (int64_t k = 0; k < hidden; ++k) delta[k] += factor * output[k];

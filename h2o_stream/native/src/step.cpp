@@ -26,6 +26,7 @@ void Step::run(const Stream* streams, int64_t count, float* logits, float* trace
 void Step::reserve(int64_t threads) {
   int64_t slots = 0, query_size = 0, qkv = 0, inner = 0, query_heads = 0, value_size = 0, expert_inner = 0;
   int64_t latent[2] = {};
+  bool experts_beside = false;
   for (int64_t index = 0; index < model_.layer_count; ++index) {
     const Layer& layer = model_.layers[index];
     for (int64_t stream = 0; stream < count_; ++stream) {
@@ -41,6 +42,7 @@ void Step::reserve(int64_t threads) {
     const Experts& experts = layer.experts;
     experts_ = std::max(experts_, experts.router.rows), chosen_ = std::max(chosen_, experts.chosen);
     expert_inner = std::max(expert_inner, experts.inner_size);
+    experts_beside = experts_beside || beside(experts);
   }
   if (count_ <= reserved_streams_ && threads <= reserved_threads_ && slots <= reserved_slots_) return;
   reserved_streams_ = std::max(count_, reserved_streams_), reserved_threads_ = std::max(threads, reserved_threads_);
@@ -58,6 +60,7 @@ void Step::reserve(int64_t threads) {
     states_[i].normed = Vectors(rows, hidden);
     states_[i].attended = Vectors(rows, query_size);
     for (int64_t j = 0; j < 2; ++j) states_[i].latent[j] = Vectors(rows, latent[j]);
+    if (experts_beside) states_[i].router_input = Vectors(rows, hidden), states_[i].expert_input = Vectors(rows, hidden);
   }
   angles_.resize(reserved_threads_ * reserved_streams_);
   qkv_.reserve(reserved_streams_ * qkv);
@@ -69,6 +72,8 @@ void Step::reserve(int64_t threads) {
   gate_.reserve(reserved_streams_ * std::max(inner, 2 * chosen_ * expert_inner));
   up_.reserve(reserved_streams_ * inner);
   scratch_.reserve(reserved_threads_ * hidden);
+  expert_delta_.reserve(experts_beside ? reserved_streams_ * hidden : 0);
+  sums_.reserve(experts_beside ? reserved_threads_ * hidden : 0);
   router_logits_.reserve(reserved_streams_ * experts_);
   scores_.reserve(reserved_threads_ * 2 * experts_);
   choices_.reserve(reserved_threads_ * reserved_streams_ * chosen_);
@@ -154,7 +159,14 @@ void Step::add_layer(const Layer& layer, float* x, int64_t stream, const Worker&
 void Step::add_mlp(const Layer& layer, float* x, int64_t stream, const Worker& worker) {
   const int64_t hidden = model_.hidden_size;
   if (layer.parallel) add(layer.after_attention, attention_delta_.at(stream * hidden), x, worker);
-  add(layer.after_mlp, mlp_delta_.at(stream * hidden), x, worker);
+  const float* delta = mlp_delta_.at(stream * hidden);
+  if (beside(layer.experts)) {
+    float *sum = sums_.at(worker.index * hidden), *scratch = scratch_.at(worker.index * hidden);
+    apply_norm(layer.experts.mlp_norm, delta, hidden, sum);
+    add_normed(layer.experts.output_norm, expert_delta_.at(stream * hidden), hidden, 1, sum, scratch);
+    delta = sum;
+  }
+  add(layer.after_mlp, delta, x, worker);
 }
 
 void Step::attention(const Worker& worker, const Layer& layer) {

@@ -34,6 +34,7 @@ class Step {
     Buffer<float> x, factors;
     Vectors normed, attended;
     Vectors latent[2];
+    Vectors router_input, expert_input;  // of experts beside the MLP
   };
 
   void reserve(int64_t threads);
@@ -67,6 +68,7 @@ class Step {
     worker.barrier();
   }
   State& state(const Worker& worker) { return states_[count_ == 1 ? worker.index : 0]; }
+  static bool beside(const Experts& experts) { return experts.output_norm.kind != kNoNorm; }
   // The experts [streams][chosen] of a layer; every thread chooses for itself.
   Choice* choices(const Worker& worker) { return choices_.at(worker.index * reserved_streams_ * chosen_); }
 
@@ -85,6 +87,7 @@ class Step {
   int64_t qkv_size_ = 0, inner_ = 0;    // maximum over layers
   int64_t experts_ = 0, chosen_ = 0;    // the same
   Buffer<float> qkv_, attention_delta_, mlp_delta_, gate_, up_, scratch_;
+  Buffer<float> expert_delta_, sums_;                   // [streams][hidden_size], [threads][hidden_size]
   Buffer<float> layer_embeddings_, layer_projections_;  // [streams][layers][size]
   Buffer<float> router_logits_, scores_;  // [streams][experts], [threads][2][experts]
   Buffer<Choice> choices_;                // [threads][streams][chosen]

@@ -20,11 +20,16 @@ void Step::mlp(const Worker& worker, const Layer& layer) {
     apply_norm(layer.before_mlp, x, hidden, state.normed.at(stream));
     quantize_for({&layer.gate, &layer.up, &experts.gate, &experts.up, &experts.shared_gate}, state.normed, stream,
                  {0, hidden});
+    if (!beside(experts)) return;
+    apply_norm(experts.router_norm, x, hidden, state.router_input.at(stream));
+    apply_norm(experts.input_norm, x, hidden, state.expert_input.at(stream));
+    quantize_for({&experts.gate, &experts.up}, state.expert_input, stream, {0, hidden});
   });
   if (layer.down.weights) multiply_up(worker, layer);
   if (experts.router.weights) {
     const Range rows = worker.partition(experts.router.rows, kRows);
-    skinny_gemm(experts.router, state(worker).normed, count_, rows, router_logits_.data(), experts_);
+    const Vectors& input = beside(experts) ? state(worker).router_input : state(worker).normed;
+    skinny_gemm(experts.router, input, count_, rows, router_logits_.data(), experts_);
     worker.barrier();
     choose_experts(worker, experts);
     multiply_experts_up(worker, layer);
@@ -84,7 +89,7 @@ void Step::multiply_experts_up(const Worker& worker, const Layer& layer) {
     const Range rows{std::max<int64_t>(share.begin - choice * size, 0), std::min(share.end - choice * size, inner)};
     const int64_t stream = choice / experts.chosen;
     const Expert expert(experts, choices(worker)[choice].expert, model_.hidden_size);
-    const Vectors& normed = state(worker).normed;
+    const Vectors& normed = beside(experts) ? state(worker).expert_input : state(worker).normed;
     const Range one{stream, stream + 1};
     float *gate = gate_.at(2 * choice * inner), *up = gate + inner, *activated = expert_activated_.at(choice);
     if (experts.gate_layout == kInTurns) {
@@ -118,7 +123,8 @@ void Step::multiply_down(const Worker& worker, const Layer& layer) {
       skinny_gemm(gate, state(worker).normed, Range{stream, stream + 1}, {0, 1}, &factor, 1);
       factor = sigmoid(factor);
     }
-    float* delta = mlp_delta_.at(stream * hidden);
+    if (beside(layer.experts)) factor = 0;
+    float* delta = (beside(layer.experts) ? expert_delta_ : mlp_delta_).at(stream * hidden);
     for (int64_t i = rows.begin; i < rows.end; ++i) delta[i] = factor ? factor * delta[i] : 0;
     add_experts(worker, layer.experts, stream, rows);
   }
@@ -127,7 +133,7 @@ void Step::multiply_down(const Worker& worker, const Layer& layer) {
 // Adds a range of the outputs of a stream's experts.
 void Step::add_experts(const Worker& worker, const Experts& experts, int64_t stream, Range rows) {
   const int64_t hidden = model_.hidden_size;
-  float *delta = mlp_delta_.at(stream * hidden), *output = scratch_.at(worker.index * hidden);
+  float *delta = (beside(experts) ? expert_delta_ : mlp_delta_).at(stream * hidden), *output = scratch_.at(worker.index * hidden);
   for (int64_t choice = stream * experts.chosen; choice < (stream + 1) * experts.chosen; ++choice) {
     const auto [index, weight] = choices(worker)[choice];
     const Expert expert(experts, index, hidden);
